@@ -1,10 +1,10 @@
 //! Bytes at offsets: the only part of lamina that touches a medium.
 //!
-//! Everything above asks for files of a [`Directory`] and reads, writes, flushes and punches them through [`File`]; work
-//! that must overlap goes through a per-thread [`Queue`]. That is all a medium has to do. What only a local file system
-//! can do stands in two traits of its own, which a medium may lack: [`LocalFile`] (a descriptor, space, the page cache)
-//! and [`LocalFolder`] (permissions, files of other programs). The methods of `dyn File` and `dyn Directory` say what
-//! takes their place then; no code above needs either trait.
+//! The crates above ask for files of a [`Directory`] and read, write, flush and punch them through [`File`]; work that
+//! must overlap goes through a per-thread [`Queue`]. A medium has to do no more. What only a local file system can do
+//! is in two traits of its own, which a medium may lack: [`LocalFile`] (a descriptor, space, the page cache) and
+//! [`LocalFolder`] (permissions, files of other programs). The methods of `dyn File` and `dyn Directory` say what takes
+//! their place then; no code above needs either trait.
 //!
 //! Three implementations stand behind these traits: local files ([`local`]), with queues over io_uring ([`uring`]) or
 //! over a thread pool where the kernel or a container forbids io_uring ([`portable`]); and a simulated device for tests

@@ -11,7 +11,7 @@
 //! flush                                        writes end with a flush that counts
 //! delta                                        each above an empty thin base, as a snapshot has it
 //! rounds=N threads=N mib=N capacity=N          of a cell; of each run; moved by a run; of a disk, in MiB
-//! fill=N                                       full disks are filled by writes of so many KiB (1024)
+//! fill=N                                       full disks are filled by writes of this many KiB (1024)
 //! folder=PATH                                  where the files are, instead of the system's temporary folder
 //! ```
 //!

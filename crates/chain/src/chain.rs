@@ -42,7 +42,7 @@ pub struct Chain {
     pub(crate) read_only: bool,
     levels_max: AtomicUsize,
     current: RwLock<Arc<Levels>>,
-    /// Of the current levels; counted up just before others are published.
+    /// Of the current levels; incremented just before others are published.
     generation: AtomicU64,
     pub(crate) identities: Arc<Identities>,
     pub(crate) metadata: MetadataCache,
@@ -52,11 +52,11 @@ pub struct Chain {
     pub(crate) flushes: Flushes,
     pub(crate) unflushed: Unflushed,
     pub(crate) stopped: AtomicBool,
-    /// What it stopped for, or why its top takes no changes.
+    /// Why it was stopped, or why its top takes no changes.
     pub(crate) failure: Mutex<Option<String>>,
-    /// One change of the stack at a time.
+    /// Held by a change of the stack: one at a time.
     pub(crate) control: Mutex<()>,
-    /// One merge at a time.
+    /// Held by a merge: one at a time.
     pub(crate) operation: Mutex<()>,
     pub(crate) fills: AtomicU64,
 }
@@ -135,13 +135,13 @@ impl Chain {
         self.metadata.set_tunables(tunables)
     }
 
-    /// Most levels that it may have.
+    /// The most levels that it may have.
     pub fn levels_max(&self) -> usize {
         self.levels_max.load(Ordering::Relaxed)
     }
 
-    /// Sets how many levels it may have, at most [`LEVELS_MAX`]. One that has more already stays as it is, and gets no
-    /// further ones.
+    /// Sets the most levels, at most [`LEVELS_MAX`]. A chain that has more already keeps them, and gets no further
+    /// ones.
     pub fn set_levels_max(&self, levels: usize) -> Result<()> {
         check_limit(&self.name, levels)?;
         self.levels_max.store(levels, Ordering::Relaxed);
@@ -153,7 +153,7 @@ impl Chain {
         self.data.set_size(bytes)
     }
 
-    /// Figures, as of now.
+    /// Present figures.
     pub fn statistics(&self) -> Statistics {
         let levels = self.levels();
         let of_level = |level: &Arc<Level>| LevelStatistics {
@@ -171,8 +171,8 @@ impl Chain {
         }
     }
 
-    /// Flushes, and closes every layer that is open for writing. Later changes fail; reads go on. What found no room to
-    /// be flushed stays open, to be closed again.
+    /// Flushes, and closes every layer that is open for writing. Later changes fail; reads continue. A layer without
+    /// room for its flush stays open, to be closed again.
     pub fn close(&self) -> Result<()> {
         let _control = self.control.lock();
         if self.stopped.load(Ordering::SeqCst) {
@@ -194,9 +194,9 @@ impl Chain {
         Ok(())
     }
 
-    /// Stops it without a flush, and waits until no change and no flush is under way: what comes later is refused. For
-    /// an owner that opens the same layers again. Says whether something was changed since the last flush that
-    /// succeeded: that may be lost with it.
+    /// Stops the chain without a flush, and waits until no change and no flush is under way: later ones are refused.
+    /// For an owner that opens the same layers again. Returns whether there were changes since the last successful
+    /// flush: these may be lost.
     pub fn abandon(&self) -> bool {
         let _control = self.control.lock();
         self.stopped.store(true, Ordering::SeqCst);
@@ -217,8 +217,8 @@ impl Chain {
         Arc::clone(&self.current.read())
     }
 
-    /// True while these are the current levels. Asked after a token was taken, so that a fill is never older than a
-    /// stack to which writes already go.
+    /// True while these are the current levels. To be called after a token was taken, so that a fill is never older
+    /// than a stack to which writes already go.
     pub(crate) fn is_current(&self, levels: &Levels) -> bool {
         self.generation.load(Ordering::SeqCst) == levels.generation
     }

@@ -1,8 +1,8 @@
 //! Cache-fill invalidation: no look-up puts an answer into a cache that a write has made stale.
 //!
-//! A reader that misses a cache looks the range up in the layers, or reads it, without any lock, and puts what it found
-//! into the cache afterwards. Meanwhile a write may have come and gone. So the address space is cut into stripes, each
-//! with a count of changes begun and of those under way, and it goes like this:
+//! A reader that misses a cache looks the range up in the layers, or reads it, without any lock, and inserts the result
+//! into the cache afterwards. Meanwhile a write may have begun and ended. So the address space is divided into stripes,
+//! each with a count of changes begun and of those under way. The steps:
 //!
 //! ```text
 //! reader  T  take the stripes' counts        writer  B  begin: count up        (then, under the shard's lock:
@@ -12,13 +12,13 @@
 //!            then put it in                          E  end
 //! ```
 //!
-//! Why no old answer stays. If C comes before R in the order of the shard's lock, R removes what C put in, or P
+//! Why no old result stays: if C comes before R in the order of the shard's lock, R removes the result of C, or P
 //! replaces it. If C comes after R, it comes after B, and sees another count than T did unless T came after B too; then
-//! either T saw the change under way, and C refuses, or T came after E, and L looked at the layer after W. A change of
-//! the stack itself (a snapshot, a merge) is caught by taking T first and checking afterwards that the stack that L
-//! walks is still the current one: no write goes to a newer stack before it is current.
+//! either T saw the change under way, and C refuses, or T came after E, and L read the layer after W. A change of the
+//! stack itself (a snapshot, a merge) is detected by taking T first and checking afterwards that the stack that L walks
+//! is still the current one: no write goes to a newer stack before it is current.
 //!
-//! Stripes repeat over the address space; a collision costs a cache fill, never truth.
+//! Stripes repeat over the address space; a collision costs a cache fill, never correctness.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -39,7 +39,7 @@ pub(crate) struct Changes {
 /// The counts of the stripes of a range at one point in time.
 pub(crate) struct Token {
     first: u64,
-    /// The first ones without memory of their own, which is enough for most requests.
+    /// The first ones are stored in place, which is enough for most requests.
     few: [u64; FEW],
     more: Vec<u64>,
 }
@@ -63,21 +63,21 @@ impl Changes {
         &self.counts[(stripe % STRIPES) as usize]
     }
 
-    /// Before a cache is cleared of `range` and the range changed.
+    /// Called before a cache is cleared of `range` and the range is changed.
     pub fn begin(&self, range: &Range<u64>) {
         for stripe in stripes(range) {
             self.count(stripe).fetch_add(BEGUN + UNDER_WAY, Ordering::SeqCst);
         }
     }
 
-    /// After the caches have the new answer, or none.
+    /// Called after the caches have the new result, or none.
     pub fn end(&self, range: &Range<u64>) {
         for stripe in stripes(range) {
             self.count(stripe).fetch_sub(UNDER_WAY, Ordering::SeqCst);
         }
     }
 
-    /// To be taken before anything about `range` is looked for.
+    /// To be taken before anything about `range` is looked up.
     pub fn token(&self, range: &Range<u64>) -> Token {
         let stripes = stripes(range);
         let first = stripes.start;
@@ -86,8 +86,8 @@ impl Changes {
         Token { first, few, more: counts.collect() }
     }
 
-    /// True when nothing of `range`, a part of what the token was taken for, has begun to change since. To be asked
-    /// under the lock under which the answer is put in.
+    /// True if no change of `range`, a part of the token's range, has begun since. To be called under the lock under
+    /// which the result is inserted.
     pub fn unchanged(&self, token: &Token, range: &Range<u64>) -> bool {
         stripes(range).all(|stripe| {
             let index = (stripe.saturating_sub(token.first) % STRIPES) as usize;

@@ -121,7 +121,7 @@ impl Chain {
                 let end = (offset + length as u64).div_ceil(unit).saturating_mul(unit).min(capacity);
                 offset / unit * unit..end
             };
-            // The capacity does not matter for the token: too much is only too much.
+            // The token may cover more than the capacity: that can only make it invalid too early.
             let token = match cached {
                 true => {
                     self.check_range(u64::MAX, offset, length as u64)?;

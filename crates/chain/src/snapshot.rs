@@ -1,18 +1,18 @@
-//! Snapshots: a new top level at one point in time, while requests go on.
+//! Snapshots: a new top level at one point in time, while requests continue.
 //!
-//! The owner of names first makes the new delta, empty, and its record that it is now the top, durable; only then comes
-//! [`Chain::push`]. A crash between the two opens a chain whose top is empty: the same bytes. So there is nothing to
-//! undo and nothing that can fail late.
+//! The owner of names first creates the new delta, empty, and its record that it is now the top, durable; only then
+//! comes [`Chain::push`]. A crash between the two opens a chain whose top is empty: the same bytes. So there is nothing
+//! to undo and no step that can fail late.
 //!
 //! ```text
 //!   writers:   ... inside the old gate ............ inside the new gate ...
 //!   push:             | publish |  drain the old gate  | flush |  done
 //! ```
 //!
-//! 1. A write that begins after `publish` goes to the new level and does not wait; one that was inside the old gate is
-//!    finished before `push` returns. So what was acknowledged before is below, what begins after is above, and when
-//!    `push` has returned the level below never changes again.
-//! 2. Two writes to the same bytes on either side of the moment come one after another: ranges are locked in the chain,
+//! 1. A write that begins after `publish` goes to the new level and does not wait; one that was inside the old gate has
+//!    ended before `push` returns. So writes acknowledged before are below, later ones above, and when `push` has
+//!    returned the level below never changes again.
+//! 2. Two writes to the same bytes on either side of that moment run one after another: ranges are locked in the chain,
 //!    not in a level.
 //! 3. Several disks at one point in time: [`Chain::freeze`] each (always in the same order), then push each. Writes
 //!    wait from the first freeze to the push of their disk; reads and flushes do not.
@@ -25,7 +25,7 @@ use parking_lot::MutexGuard;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// A chain whose writers are held off. Dropped without a push, everything goes on as before.
+/// A chain whose writers are held off. Dropped without a push, it continues as before.
 pub struct Frozen<'a> {
     chain: &'a Chain,
     levels: Arc<Levels>,
@@ -34,8 +34,8 @@ pub struct Frozen<'a> {
 }
 
 impl Chain {
-    /// Puts an empty layer, open for writing, on top: what is below is a snapshot from now on, and durable when this
-    /// returns. Gives the new level, and how long writers were kept waiting at the most.
+    /// Adds an empty layer, open for writing, on top: the levels below are a snapshot from now on, and durable on
+    /// return. Returns the new level, and the longest time for which writers waited.
     pub fn push(&self, layer: Arc<dyn Layer>) -> Result<(LevelKey, Duration)> {
         let control = self.control.lock();
         let level = self.prepare(layer)?;
@@ -46,7 +46,7 @@ impl Chain {
         Ok((key, pause))
     }
 
-    /// Holds off writers, and waits for those on their way.
+    /// Holds off writers, and waits for those under way.
     pub fn freeze(&self) -> Result<Frozen<'_>> {
         self.check_writable()?;
         let control = self.control.lock();
@@ -78,7 +78,7 @@ impl Chain {
 }
 
 impl Frozen<'_> {
-    /// As [`Chain::push`], but for the flush: the caller flushes when all disks are past the point.
+    /// As [`Chain::push`], without the flush: the caller flushes when all disks are past the point.
     pub fn push(self, layer: Arc<dyn Layer>) -> Result<(LevelKey, Duration)> {
         let level = self.chain.prepare(layer)?;
         let key = level.key();

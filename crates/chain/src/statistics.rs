@@ -1,4 +1,4 @@
-//! What a person, or a monitoring system, sees of an open chain. All counters only grow.
+//! Statistics of an open chain for users and monitoring systems. All counters only grow.
 
 use crate::levels::LevelKey;
 use serde::{Deserialize, Serialize};
@@ -10,7 +10,7 @@ pub struct MetadataStatistics {
     pub hits: u64,
     /// Lookups that needed a walk.
     pub misses: u64,
-    /// Extents that had to go for others.
+    /// Extents that were evicted.
     pub evictions: u64,
     /// Walks down the chain.
     pub walks: u64,
@@ -20,11 +20,11 @@ pub struct MetadataStatistics {
     pub walk_levels_max: u64,
     /// Extents put into the cache before any request looked them up.
     pub prefetched: u64,
-    /// Of these, asked for later.
+    /// Of these, used later.
     pub prefetched_used: u64,
     /// Extents in the cache now.
     pub entries: u64,
-    /// Bytes of memory that the cache takes now.
+    /// Bytes of memory that the cache uses now.
     pub memory: u64,
 }
 
@@ -44,21 +44,21 @@ impl MetadataStatistics {
 /// Figures of the data cache. Blocks are 4 KiB.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DataStatistics {
-    /// Blocks answered from the cache.
+    /// Blocks read from the cache.
     pub hits: u64,
-    /// Blocks that were not there.
+    /// Blocks that were missing.
     pub misses: u64,
-    /// Blocks taken in.
+    /// Blocks inserted.
     pub insertions: u64,
-    /// Blocks that had to go for others.
+    /// Blocks that were evicted.
     pub evictions: u64,
-    /// Blocks that a write, discard or zeroing made untrue.
+    /// Blocks that a write, discard or zeroing invalidated.
     pub invalidations: u64,
     /// Blocks in the cache now.
     pub blocks: u64,
-    /// Bytes of memory that the cache takes now.
+    /// Bytes of memory that the cache uses now.
     pub memory: u64,
-    /// Bytes it may take.
+    /// Its limit in bytes.
     pub memory_max: u64,
 }
 
@@ -67,7 +67,7 @@ pub struct DataStatistics {
 pub struct LevelStatistics {
     /// Its name in this chain.
     pub key: LevelKey,
-    /// Its format, as `lamina convert -d` takes it.
+    /// Its format, in the form of `lamina convert -d`.
     pub format: &'static str,
     /// Its capacity in bytes.
     pub capacity: u64,
@@ -86,6 +86,6 @@ pub struct Statistics {
     pub metadata: MetadataStatistics,
     /// The data cache.
     pub data: DataStatistics,
-    /// Writes of partial grains, which had to be filled up from below.
+    /// Writes of partial grains, which had to be completed from below.
     pub fills: u64,
 }

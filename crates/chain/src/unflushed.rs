@@ -1,8 +1,8 @@
-//! Where a chain was changed since it was flushed, in coarse pieces of the disk.
+//! Where a chain was changed since its last flush, in coarse parts of the disk.
 //!
-//! After a flush that failed the operating system may forget what was written before it, and shows what the medium has:
-//! old content, as if it were good. Formats without checksums cannot tell. So what was changed since the last flush
-//! that succeeded is not read any more then.
+//! After a flush that failed the operating system may drop data that was written before, and return the old content of
+//! the medium without an error. Formats without checksums cannot detect that. So parts changed since the last
+//! successful flush are not read any more then.
 //!
 //! 1. A change is noted when it has ended, after its level has been noted as written: a flush that takes the note also
 //!    flushes the level.
@@ -11,12 +11,12 @@
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Pieces told apart at most; disks beyond as many of the smallest have larger ones.
+/// Most parts; larger disks have larger parts.
 const PIECES_MAX: u64 = 1 << 18;
-/// The smallest piece in bytes.
+/// The smallest part in bytes.
 const PIECE_MIN: u64 = 1 << 20;
 
-/// A set of pieces. `used` says which words are not zero: a flush looks at no others.
+/// A set of parts. `used` says which words are not zero: a flush reads no others.
 struct Marks {
     words: Box<[AtomicU64]>,
     used: Box<[AtomicU64]>,
@@ -30,14 +30,14 @@ impl Marks {
     }
 
     fn add(&self, word: usize, bits: u64) {
-        // A plain load first: most pieces are written more than once.
+        // A plain load first: most parts are written more than once.
         if self.words[word].load(Ordering::SeqCst) & bits != bits {
             self.words[word].fetch_or(bits, Ordering::SeqCst);
             self.used[word / 64].fetch_or(1 << (word % 64), Ordering::SeqCst);
         }
     }
 
-    /// Takes everything out.
+    /// Removes and returns everything.
     fn take(&self, mut each: impl FnMut(usize, u64)) {
         for (i, used) in self.used.iter().enumerate() {
             let mut left = if used.load(Ordering::SeqCst) == 0 { 0 } else { used.swap(0, Ordering::SeqCst) };
@@ -50,7 +50,7 @@ impl Marks {
     }
 }
 
-/// What was changed since the chain was flushed.
+/// The parts changed since the last flush of the chain.
 pub(crate) struct Unflushed {
     piece: u64,
     pieces: u64,
@@ -61,7 +61,7 @@ pub(crate) struct Unflushed {
 }
 
 impl Unflushed {
-    /// Of a disk of so many bytes; one that grows later has pieces that count as one.
+    /// For a disk of this many bytes; parts beyond, after it has grown, count as one.
     pub fn new(capacity: u64) -> Self {
         let piece = capacity.div_ceil(PIECES_MAX).next_power_of_two().max(PIECE_MIN);
         let pieces = capacity.div_ceil(piece).max(1);
@@ -76,17 +76,17 @@ impl Unflushed {
         })
     }
 
-    /// Something of a range was changed.
+    /// Notes a change of a range.
     pub fn note(&self, range: &Range<u64>) {
         self.pieces_of(range).for_each(|(word, bit)| self.since.add(word, bit));
     }
 
-    /// A flush begins.
+    /// Notes that a flush begins.
     pub fn begin_flush(&self) {
         self.since.take(|word, bits| self.before.add(word, bits));
     }
 
-    /// It has succeeded.
+    /// Notes that it has succeeded.
     pub fn end_flush(&self) {
         self.before.take(|_, _| {});
     }
@@ -97,7 +97,7 @@ impl Unflushed {
         none(&self.since) && none(&self.before)
     }
 
-    /// Whether something of a range may have been changed.
+    /// Whether any part of a range may have been changed.
     pub fn covers(&self, range: &Range<u64>) -> bool {
         let has = |marks: &Marks, word: usize, bit| marks.words[word].load(Ordering::SeqCst) & bit != 0;
         self.pieces_of(range).any(|(word, bit)| has(&self.since, word, bit) || has(&self.before, word, bit))
@@ -121,7 +121,7 @@ mod tests {
         unflushed.begin_flush();
         assert!(!unflushed.is_empty(), "a flush that has not ended");
         unflushed.note(&(299 * MIB..300 * MIB + 5));
-        // It failed; the next one begins.
+        // A flush failed, and the next one begins.
         unflushed.begin_flush();
         unflushed.note(&(5 * MIB..6 * MIB));
         assert_eq!([5, 69, 299, 300].map(covered), [true; 4]);
@@ -140,7 +140,7 @@ mod tests {
             assert!(unflushed.pieces <= PIECES_MAX);
             unflushed.note(&(capacity.saturating_sub(1)..capacity.max(1)));
             assert!(unflushed.covers(&(capacity.saturating_sub(1)..capacity.max(1))));
-            // One that has grown.
+            // A disk that has grown.
             unflushed.begin_flush();
             unflushed.end_flush();
             unflushed.note(&(2 * capacity..2 * capacity + 1));

@@ -1,16 +1,16 @@
 //! Writing: to the top level, whole grains at a time.
 //!
-//! 1. A change holds its range, widened to the grains it touches, from before the first byte is read for filling up
-//!    until the caches know the outcome. So two writes to parts of one grain come one after another, and lose nothing.
-//! 2. It stays inside the gate of the levels it goes to. If others have become current, it turns round and starts
-//!    again.
-//! 3. The rest of a partial grain is what the chain shows there, read while the range is held.
-//! 4. The order at the caches: begin, forget (where places are reused), change, put the new answer in, end. After a
-//!    failure the range is forgotten: nothing is known of it.
-//! 5. While a merge takes from the top, its target gets the same (in its last part) or a note (before). A target that
-//!    fails fails the merge, never the write. What the top did in part, after an error or for lack of room, leaves a
-//!    note too, and ends a merge in its last part.
-//! 6. A discard never fails for lack of room: what finds none keeps its content.
+//! 1. A change holds its range, widened to the grains that it touches, from before the first byte is read for
+//!    completing a grain until the caches have the result. So two writes to parts of one grain run one after another,
+//!    and lose nothing.
+//! 2. It stays inside the gate of its levels. If others have become current, it starts again.
+//! 3. The rest of a partial grain is the visible content of the chain, read while the range is held.
+//! 4. The order at the caches: begin, drop (if places are reused), change, insert the new result, end. After a failure
+//!    the range is dropped: its content is unknown.
+//! 5. While a merge has the top as a source, its target gets the same write (in its last part) or the log a note
+//!    (before). A target that fails fails the merge, never the write. A write that the top did in part, after an error
+//!    or for lack of room, adds a note too, and ends a merge in its last part.
+//! 6. A discard never fails for lack of room: a range for which there is none keeps its content.
 
 use crate::Result;
 use crate::chain::Chain;
@@ -27,7 +27,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-/// Extents of a changed range that are put into the cache.
+/// Extents of a changed range that are inserted into the caches.
 const EXTENTS_MAX: usize = 64;
 
 /// The new content of a range.
@@ -46,14 +46,14 @@ enum Change<'a> {
 enum Clear {
     /// It keeps or takes its space.
     Keep,
-    /// It may give its space back.
+    /// It may return its space.
     Zero,
-    /// It gives its space back, and becomes zeros as far as there is room to say so.
+    /// It returns its space, and becomes zeros as far as there is room to record that.
     Discard,
 }
 
 impl Clear {
-    /// Says whether all of it is zeros now.
+    /// Whether all of it is zeros now.
     fn carry_out(self, level: &Level, range: Range<u64>) -> Result<bool> {
         match self {
             Self::Keep => level.layer.zero(range, true).map(|()| true),
@@ -105,7 +105,8 @@ impl Chain {
         self.clear_range(offset, length, if keep { Clear::Keep } else { Clear::Zero })
     }
 
-    /// Gives a range back: it reads as zeros, but for what there was no room to say that of, which keeps its content.
+    /// Discards a range: it reads as zeros, except where there was no room to record that; those parts keep their
+    /// content.
     pub fn discard(&self, offset: u64, length: u64) -> Result<()> {
         self.clear_range(offset, length, Clear::Discard)
     }
@@ -139,7 +140,7 @@ impl Chain {
         Ok(())
     }
 
-    /// Changes `range`; false when the levels were not current any more, and nothing happened.
+    /// Changes `range`; false if the levels were not current any more, and nothing happened.
     fn change(&self, levels: &Arc<Levels>, range: Range<u64>, change: Change<'_>) -> Result<bool> {
         let top = levels.top();
         let whole = top.widened(&range);
@@ -170,7 +171,7 @@ impl Chain {
             Ok(_) => self.metadata.replace(&whole, &levels.lasting(&self.answer(levels, &whole))),
             Err(error) => {
                 self.metadata.forget(&span);
-                // The top has stopped by itself, after a failure of its own metadata.
+                // The top has stopped after a failure of its own metadata.
                 if error.kind() == ErrorKind::Stopped {
                     self.note_failure(error);
                 }
@@ -181,7 +182,7 @@ impl Chain {
                 Ok(true) => self.tell(levels, job, &range, change),
                 _ => self.tell_of_a_part(job, &range),
             };
-            // Its own failure is what the change answers with.
+            // The change returns the failure of the top.
             if result.is_ok() {
                 told?;
             }
@@ -196,7 +197,7 @@ impl Chain {
         Ok(walk.run()?.mappings.iter().all(|found| found.to.is_zero()))
     }
 
-    /// What the top says of a range that it was just told.
+    /// The extents of the top for a range that was just written.
     fn answer(&self, levels: &Levels, range: &Range<u64>) -> Vec<Mapping> {
         let top = levels.top();
         let mut extents = Vec::new();
@@ -219,7 +220,7 @@ impl Chain {
         found
     }
 
-    /// Tells a merge that takes from the top that a change may have been done in part.
+    /// Tells a merge with the top as a source that a change may have been done in part.
     fn tell_of_a_part(&self, job: &Job, range: &Range<u64>) -> Result<()> {
         if !job.mirrors() {
             job.dirty.mark(range);
@@ -229,7 +230,7 @@ impl Chain {
         job.fail(Error::new(ErrorKind::NoSpace, text))
     }
 
-    /// Writes to one level: whole grains, the partial ones at the ends filled up with what the chain shows.
+    /// Writes to one level: whole grains, the partial ones at the ends completed with the visible content of the chain.
     fn put(&self, levels: &Arc<Levels>, level: &Level, offset: u64, data: &[u8]) -> Result<()> {
         let end = offset + data.len() as u64;
         let whole = level.widened(&(offset..end));
@@ -241,7 +242,7 @@ impl Chain {
             return Ok(());
         }
         self.fills.fetch_add(1, Ordering::Relaxed);
-        // Ends of the first and of the whole grains between; both at the end of the range if it lies in one grain.
+        // End of the first grain and of the whole grains between; both at the end of the range if it lies in one grain.
         let head_end = if offset > whole.start { (whole.start + level.grain).min(whole.end) } else { whole.start };
         let body_end = if end < whole.end { (end / level.grain * level.grain).max(head_end) } else { whole.end };
         let fill = |grain: Range<u64>| -> Result<(Buffer, usize)> {
@@ -271,8 +272,8 @@ impl Chain {
         level.layer.write(whole.start, &slices)
     }
 
-    /// Zeroes whole grains of one level. What reads as zeros because no level has it is left alone. Says whether all of
-    /// it is zeros now.
+    /// Zeroes whole grains of one level. Ranges that read as zeros because no level has them are not changed. Returns
+    /// whether all of it is zeros now.
     fn clear(&self, levels: &Arc<Levels>, level: &Level, range: &Range<u64>, clear: Clear) -> Result<bool> {
         let _changing = level.changing();
         if clear == Clear::Keep || levels.stack.len() == 1 {
@@ -295,7 +296,7 @@ impl Chain {
         Ok(whole & (run.is_empty() || clear.carry_out(level, level.widened(&run))?))
     }
 
-    /// Tells a merge that takes from the top what changed.
+    /// Tells a merge with the top as a source what changed.
     fn tell(&self, levels: &Arc<Levels>, job: &Job, range: &Range<u64>, change: Change<'_>) -> Result<()> {
         if !job.mirrors() {
             job.dirty.mark(range);

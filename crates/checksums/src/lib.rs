@@ -1,7 +1,7 @@
 //! CRC32C (Castagnoli), the checksum of every structure and every block.
 //!
-//! The checksum of several blocks follows from theirs, without a look at the data: so what was summed block by block
-//! for the medium need not be summed again for the wire.
+//! The checksum of several blocks is computed from theirs, without the data: blocks that were summed for the medium
+//! need not be summed again for the wire.
 
 #![forbid(unsafe_code)]
 
@@ -12,11 +12,11 @@ use std::sync::{Arc, LazyLock};
 
 /// The checksum of bytes.
 pub fn checksum(bytes: &[u8]) -> u32 {
-    // The width of CRC-32/ISCSI is 32 bits: the upper half of the answer is always zero.
+    // The width of CRC-32/ISCSI is 32 bits: the upper half of the result is always zero.
     crc_fast::checksum(CrcAlgorithm::Crc32Iscsi, bytes) as u32
 }
 
-/// The checksum of bytes that lie in several places.
+/// The checksum of bytes in several slices.
 pub fn checksum_of(parts: &[&[u8]]) -> u32 {
     let mut digest = Digest::new(CrcAlgorithm::Crc32Iscsi);
     parts.iter().for_each(|part| digest.update(part));
@@ -40,7 +40,7 @@ static BEHIND: LazyLock<[[u32; 256]; 4]> = LazyLock::new(|| {
     })
 });
 
-/// The checksum of blocks in a row, of their checksums.
+/// The checksum of consecutive blocks from their checksums.
 pub fn checksum_of_blocks(sums: impl IntoIterator<Item = u32>) -> u32 {
     let behind = &*BEHIND;
     // Of no bytes it is zero.

@@ -3,8 +3,8 @@
 use crate::limits::REFUSAL_LOG_INTERVAL;
 use std::time::{Duration, Instant};
 
-/// Refusals of one cause. The first one is logged at once; those that follow within [`REFUSAL_LOG_INTERVAL`] are counted
-/// and logged at its end as one line.
+/// Refusals of one cause. The first one is logged at once; those that follow within [`REFUSAL_LOG_INTERVAL`] are
+/// counted and logged at its end as one line.
 #[derive(Debug, Default)]
 pub struct Refusals {
     logged: Option<Instant>,

@@ -1,4 +1,4 @@
-//! A datastore: its disks, their snapshots and clones, and everything that can be done to them.
+//! A datastore: its disks, their snapshots and clones, and the operations on them.
 
 mod control;
 mod uses;
@@ -27,17 +27,17 @@ use store::{Engine, EngineOptions};
 use uses::Uses;
 use work::Progress;
 
-/// What making a datastore leaves even if it fails.
+/// Files that a failed creation of a datastore leaves.
 const LOCK_FILE: &str = "lock";
 
-/// How a datastore is made.
+/// Parameters of a new datastore.
 #[derive(Clone, Copy, Debug)]
 pub struct InitOptions {
     /// Size of the journal ring in bytes, a multiple of 4 KiB from 4 MiB to 4 GiB.
     pub journal_size: u64,
 }
 
-/// What carries overlapping I/O.
+/// The engine for overlapping I/O.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum QueueChoice {
     /// io_uring where it works, threads where it does not.
@@ -48,20 +48,20 @@ pub enum QueueChoice {
     Threads,
 }
 
-/// How a datastore is opened.
+/// Options for opening a datastore.
 #[derive(Clone, Copy, Debug)]
 pub struct OpenOptions {
-    /// Page cache or O_DIRECT.
+    /// Whether I/O goes through the page cache or past it (O_DIRECT).
     pub mode: IoMode,
-    /// What carries overlapping I/O.
+    /// The engine for overlapping I/O.
     pub queue: QueueChoice,
-    /// Bound of the metadata cache in bytes.
+    /// Limit of the metadata cache in bytes.
     pub metadata_cache: usize,
-    /// Bound of the write buffer in bytes.
+    /// Limit of the write buffer in bytes.
     pub write_buffer: usize,
 }
 
-/// How the engine is opened.
+/// Options for the engine.
 type OpenEngine = fn(Arc<dyn Directory>, EngineOptions, Option<&Arc<Owner>>) -> Result<Arc<Engine>>;
 
 /// An open datastore. Methods may be called from any thread.
@@ -69,29 +69,29 @@ pub struct Datastore {
     pub(crate) native: Arc<Native>,
     pub(crate) foreign: Foreign,
     pub(crate) switches: Arc<Switches>,
-    /// Disks that are worked on.
+    /// Disks on which long work runs.
     pub(crate) uses: Arc<Uses>,
-    /// Held for writing while a name goes from one disk to another, for reading while a disk is opened by its name.
+    /// Held for writing while a name moves from one disk to another, for reading while a disk is opened by its name.
     pub(crate) rename_lock: RwLock<()>,
     /// Its folder, where it has one.
     pub(crate) path: Option<PathBuf>,
     /// Other datastores that clients of this one have moved to.
     pub(crate) peer_datastores: Arc<Mutex<Vec<Arc<Datastore>>>>,
-    /// Names that no other operation may take meanwhile: of disks that are being made or renamed.
+    /// Reserved names: of disks that are being created or renamed.
     reserved: Arc<Mutex<BTreeSet<String>>>,
-    /// Moves that go on in the background.
+    /// Migrations that run in the background.
     pub(crate) imports: Imports,
-    /// Groups of snapshots that are over, and whose records could not be removed yet.
+    /// Groups of snapshots that are complete, and whose records could not be removed yet.
     unended: Mutex<Vec<snapshot_group::UnderWay>>,
-    /// What clients wait for, and background work goes by.
+    /// The latency of clients' requests, by which background work is paced.
     foreground: Arc<Foreground>,
-    /// Identities of the receptions that a sender's session uses.
+    /// Receptions that a sender's session uses.
     pub(crate) receptions: Mutex<BTreeSet<String>>,
     pub(crate) this: Weak<Datastore>,
     _owner: Arc<Owner>,
 }
 
-/// A name that is about to be given to a disk, of whatever format.
+/// A reserved name of a disk of any format.
 pub(crate) struct Reservation {
     name: String,
     reserved: Arc<Mutex<BTreeSet<String>>>,
@@ -124,7 +124,7 @@ impl Datastore {
             .during(|| format!("opening {}", path.display()))
             .and_then(|directory| Self::init_in(Arc::new(directory), options));
         if result.is_err() && made {
-            // Only what this call made, and only if it is still empty enough to go.
+            // Removes only files that this call created, and the folder only if it is empty otherwise.
             let _ = std::fs::remove_file(path.join(LOCK_FILE));
             let _ = std::fs::remove_dir(path);
         }
@@ -137,13 +137,13 @@ impl Datastore {
         Engine::init(&directory, InitParameters { uuid, journal_size: options.journal_size })
     }
 
-    /// Opens a datastore and becomes its owner: `Busy` when another process is.
+    /// Opens a datastore and becomes its owner: `Busy` if another process owns it.
     pub fn open(path: &Path, options: OpenOptions) -> Result<Arc<Self>> {
         Self::open_local(path, options, Engine::open_owned)
     }
 
-    /// As [`Datastore::open`], for a check that repairs: damage that keeps the datastore from opening is put right
-    /// where that can be proven, and is in the report of the check.
+    /// As [`Datastore::open`], for a check that repairs: damage that keeps the datastore from opening is repaired if
+    /// the right content can be proven, and is in the report of the check.
     pub fn open_repairing(path: &Path, options: OpenOptions) -> Result<Arc<Self>> {
         Self::open_local(path, options, Engine::open_repairing)
     }
@@ -192,7 +192,7 @@ impl Datastore {
         let engine = open(directory, options, Some(&owner))?;
         let switches = Arc::<Switches>::default();
         let native = Native::open(engine, Arc::clone(&switches));
-        // Whether a disk is incomplete is decided by the migration it comes from.
+        // Whether an incomplete disk is kept is decided by the record of its migration.
         let mut doubt = migrate::recover(&native, path)?;
         doubt.names.append(&mut transfer::recover(&native)?);
         native.remove_incomplete(&doubt.names)?;
@@ -220,28 +220,28 @@ impl Datastore {
         Ok(datastore)
     }
 
-    /// The folder, for small records of those that serve the datastore.
+    /// The folder, for small records of servers.
     pub fn directory(&self) -> &Arc<dyn Directory> {
         self.native.engine.directory()
     }
 
-    /// Has `refuse` asked before a disk that has no clients now is replaced by what another server sends: for clients
+    /// Sets a function that is called before a received disk replaces a disk without clients: it refuses for clients
     /// that may come back. Only the first call has an effect.
     pub fn refuse_to_replace(&self, refuse: impl Fn(&str) -> Result<()> + Send + Sync + 'static) {
         let _ = self.native.refuse_to_replace.set(Box::new(refuse));
     }
 
-    /// Refuses with `Busy`, and the reason, while an operation has a disk for itself alone.
+    /// Refuses with `Busy`, and the reason, while an operation has exclusive use of a disk.
     pub fn refuse_alone(&self, disk: &str) -> Result<()> {
         self.uses.share(disk).map(drop)
     }
 
-    /// The requests of clients, for those that serve them to report to.
+    /// Statistics of clients' requests, to which servers report.
     pub fn foreground(&self) -> &Arc<Foreground> {
         &self.foreground
     }
 
-    /// Long work that gives way to the requests of clients.
+    /// The pace of background work.
     pub fn background<'a>(&self, progress: &'a dyn Progress) -> Background<'a> {
         Background::new(progress, &self.foreground)
     }
@@ -318,7 +318,7 @@ impl Datastore {
         Ok(report)
     }
 
-    /// The file system that holds the datastore, and what does not hold there.
+    /// The file system that holds the datastore, with warnings.
     pub fn file_system(&self) -> FileSystemInfo {
         self.path.as_deref().map(file_system::look_at).unwrap_or_default()
     }
@@ -345,7 +345,7 @@ impl Datastore {
         names
     }
 
-    /// Takes a name for a disk that is about to have it: `Exists` when one has it, or is about to.
+    /// Reserves a name for a new disk: `Exists` if a disk has it, or another operation has reserved it.
     pub(crate) fn reserve(&self, name: &str) -> Result<Reservation> {
         names::check("disk", name)?;
         let mut reserved = self.reserved.lock();

@@ -1,9 +1,9 @@
-//! Which file systems a datastore may lie on, and what does not hold there.
+//! The file systems on which a datastore may lie, and their restrictions.
 //!
-//! What a datastore needs: a lock that excludes others for as long as its owner writes; flushes that mean what they
-//! say; and space that stays once it was reserved, also for what is overwritten. Where the first two cannot be had, a
-//! datastore is not made unless the user insists. One that is there is opened everywhere: nothing is gained by keeping
-//! its owner from its disks.
+//! What a datastore needs: a lock that excludes others for as long as its owner writes; flushes that make writes
+//! durable; and space that stays reserved, also for overwrites. Without the first two, a datastore is not created
+//! unless the user insists. An existing one is opened on every file system, because a refusal would only keep its owner
+//! from the disks.
 
 use crate::foreign::IMAGES;
 use backend::local::{FileSystem, copied_on_write};
@@ -11,27 +11,27 @@ use error::{Error, ErrorKind, IoContext, Result};
 use serde::{Deserialize, Serialize};
 use std::path::Path;
 
-/// What a file system is good for.
+/// The suitability of a file system.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Suitability {
-    /// Everything holds.
+    /// Suitable.
     Good,
-    /// It works, but for this.
+    /// Usable, with this restriction.
     Limited(&'static str),
-    /// A datastore there may lose what was flushed, for this reason.
+    /// A datastore there may lose flushed writes, for this reason.
     Unsuitable(&'static str),
 }
 
-/// The file system of a datastore, for its user.
+/// The file system of a datastore, for messages.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FileSystemInfo {
     /// Its name.
     pub name: String,
-    /// What does not hold there; empty where everything does.
+    /// Restrictions; empty if there are none.
     pub warnings: Vec<String>,
 }
 
-/// What a file system is good for. The manual has the reasons at length.
+/// The suitability of a file system. The manual has the reasons.
 pub fn suitability(kind: FileSystem) -> Suitability {
     use Suitability::{Good, Limited, Unsuitable};
     match kind {
@@ -61,7 +61,7 @@ pub fn suitability(kind: FileSystem) -> Suitability {
 
 /// Refuses to make a datastore at `path` where its file system is unsuitable.
 pub fn check_for_new(path: &Path) -> Result<()> {
-    // The folder may have to be made: then what holds it decides.
+    // The folder may not exist yet: then its parent decides.
     let there = path.ancestors().find(|path| path.exists()).unwrap_or(Path::new("."));
     let there = if there.as_os_str().is_empty() { Path::new(".") } else { there };
     let kind = FileSystem::of(there).during(|| format!("asking for the file system of {}", there.display()))?;
@@ -78,7 +78,7 @@ pub fn check_for_new(path: &Path) -> Result<()> {
     }
 }
 
-/// What is to be known of the file system of an open datastore.
+/// The file system of an open datastore.
 pub fn look_at(path: &Path) -> FileSystemInfo {
     let Ok(kind) = FileSystem::of(path) else { return FileSystemInfo::default() };
     let mut warnings = Vec::new();
@@ -142,7 +142,7 @@ mod tests {
             let info = look_at(memory);
             assert_eq!((info.name.as_str(), info.warnings.len()), ("tmpfs", 1));
         }
-        // Not on a folder at all.
+        // The path is not a folder.
         check_for_new(Path::new("relative/that/is/not/there")).unwrap();
     }
 }

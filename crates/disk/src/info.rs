@@ -1,4 +1,4 @@
-//! What a datastore tells about itself: plain records, the same for text, JSON and the API.
+//! Information about a datastore: plain records, the same for text, JSON and the API.
 
 use crate::file_system::FileSystemInfo;
 pub use chain::{DataStatistics, MetadataStatistics};
@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use std::str::FromStr;
 pub use vmdk::DeltaFormat;
 
-/// How a disk takes its space.
+/// The provisioning type of a disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Provisioning {
@@ -21,7 +21,7 @@ pub enum Provisioning {
     EagerZeroedThick,
 }
 
-/// What a disk is made of: the native format, or the image that it begins with.
+/// The format of a disk: native, or the format of its oldest image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub enum DiskFormat {
@@ -70,16 +70,16 @@ impl From<DiskFormat> for String {
     }
 }
 
-/// How a disk is made.
+/// Parameters of a new disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NewDisk {
     /// Capacity in bytes.
     pub capacity: u64,
-    /// How it takes its space, where the format leaves a choice.
+    /// Its provisioning type, if the format leaves a choice.
     pub provisioning: Provisioning,
-    /// What it is made of.
+    /// Its format.
     pub format: DiskFormat,
-    /// What its snapshots are made of, where they are images; what vSphere would take if nothing is said.
+    /// The format of its snapshots, if they are images; that of vSphere if this is not set.
     pub delta: Option<DeltaFormat>,
 }
 
@@ -97,47 +97,47 @@ pub struct Counters {
     pub blocks: u64,
     /// Blocks that have space.
     pub nb: u64,
-    /// Of these, blocks to be zeroed when they are first written.
+    /// Of these, blocks that are zeroed on their first write.
     pub tbz: u64,
 }
 
 /// A file of a disk.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ImageFile {
-    /// Where it is.
+    /// Its path.
     pub path: String,
-    /// `made` by the datastore, `adopted` for writing, or `foreign`: only read.
+    /// `made` by the datastore, `adopted` for writing, or `foreign`: read only.
     pub standing: String,
 }
 
-/// What a disk in VMware's formats has beyond others.
+/// Further information about a disk in VMware's formats.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ImageDetails {
     /// Kind of the base.
     pub kind: String,
     /// Format of new deltas.
     pub delta: String,
-    /// VMware's counters, where the base is flat.
+    /// VMware's counters, if the base is flat.
     pub counters: Option<Counters>,
-    /// In how many runs the flat base lies on the medium, where that can be told.
+    /// Number of contiguous runs of the flat base on the medium, if that is known.
     pub fragments: Option<u64>,
-    /// Levels of the head's chain.
+    /// Number of levels of the head's chain.
     pub levels: u64,
-    /// Most of them.
+    /// The most levels.
     pub levels_max: u64,
     /// Formats of the levels, newest first.
     pub formats: Vec<String>,
-    /// The file by which others open the head.
+    /// The file by which other programs open the head.
     pub head: String,
     /// Files of all images.
     pub files: Vec<ImageFile>,
-    /// Bytes that the head's chain takes in the file system.
+    /// Bytes that the head's chain occupies in the file system.
     pub allocated: u64,
     /// Bytes of guest data in it, in whole grains.
     pub mapped: u64,
-    /// Bytes in it that nothing names: what wiping and shrinking return.
+    /// Bytes in it that nothing names: wiping and shrinking return them.
     pub dead: u64,
-    /// Levels are left that no snapshot needs.
+    /// True if there are levels that no snapshot needs.
     pub consolidation_needed: bool,
     /// A live import: it is read from its images until the server has copied them into the datastore.
     #[serde(default)]
@@ -157,24 +157,24 @@ pub struct DiskInfo {
     pub provisioning: Provisioning,
     /// Format: `native`, `vmdk` for VMware's flat disks, or the kind of image.
     pub format: String,
-    /// The snapshot the head stands on.
+    /// The snapshot on which the head is based.
     pub parent_snapshot: Option<String>,
     /// Linked clone of `disk@snapshot`.
     pub origin: Option<String>,
     /// Number of snapshots.
     pub snapshots: u64,
-    /// Blocks of 4 KiB that the head of a native disk maps; `None` where counting was not asked for.
+    /// Blocks of 4 KiB that the head of a native disk maps; `None` if counting was not requested.
     pub blocks_allocated: Option<u64>,
     /// Of these, blocks that still have to be zeroed on first write.
     pub blocks_to_be_zeroed: Option<u64>,
-    /// Bytes of the head that no snapshot, clone or other disk shares; `None` where counting was not asked for.
+    /// Bytes of the head that no snapshot, clone or other disk shares; `None` if counting was not requested.
     pub exclusive: Option<u64>,
     /// Clients that have it open now.
     pub clients: u64,
-    /// The clients behind that number, and those that may come back: as far as they are known where it is served.
+    /// These clients, and those that may come back, as far as the server knows them.
     #[serde(default)]
     pub users: Vec<DiskUser>,
-    /// The virtual machine that has the disk; `None` where that was not asked for.
+    /// The virtual machine that has the disk; `None` if that was not requested.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub machine: Option<String>,
     /// Why it takes no writes any more; `None` while it does.
@@ -182,7 +182,7 @@ pub struct DiskInfo {
     pub stopped: Option<String>,
     /// Creation time, seconds since 1970.
     pub created: u64,
-    /// What one in VMware's formats has beyond that; `None` where it was not asked for.
+    /// Further information about a disk in VMware's formats; `None` if it was not requested.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub image: Option<Box<ImageDetails>>,
 }
@@ -205,43 +205,43 @@ pub struct SnapshotInfo {
     pub disk: String,
     /// Name, unique within the disk.
     pub name: String,
-    /// Capacity of the disk then, in bytes.
+    /// Capacity of the disk at that time, in bytes.
     pub capacity: u64,
     /// The snapshot before it.
     pub parent: Option<String>,
-    /// Linked clones that stand on it.
+    /// Linked clones that are based on it.
     pub clones: Vec<String>,
-    /// True when the head of the disk stands on it.
+    /// True if the head of the disk is based on it.
     pub current: bool,
     /// Creation time, seconds since 1970.
     pub created: u64,
-    /// What a person had to say about it.
+    /// Its description.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub description: String,
 }
 
-/// How snapshots are taken.
+/// Options of new snapshots.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SnapshotOptions {
-    /// What a person has to say about them.
+    /// Their description.
     #[serde(default)]
     pub description: String,
-    /// The folder that new images go to; the disk's own if nothing is said.
+    /// The folder of new images; the disk's own if this is not set.
     #[serde(default)]
     pub folder: Option<PathBuf>,
-    /// The format of new images; the disk's usual one if nothing is said.
+    /// The format of new images; the disk's usual one if this is not set.
     #[serde(default)]
     pub delta: Option<DeltaFormat>,
 }
 
 impl SnapshotOptions {
-    /// True when something is asked for that only images have.
+    /// True if an option is set that only images have.
     pub(crate) fn is_special(&self) -> bool {
         *self != Self::default()
     }
 }
 
-/// Which way the image of a deleted snapshot is merged.
+/// The direction in which the image of a deleted snapshot is merged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Direction {
@@ -251,18 +251,18 @@ pub enum Direction {
     Down,
 }
 
-/// What giving space back has freed, in bytes.
+/// The result of returning space, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Reclaimed {
     /// Found dead or full of zeros, and free for new data.
     pub freed: u64,
-    /// Given back to the file system.
+    /// Returned to the file system.
     pub returned: u64,
     /// Moved for that.
     pub moved: u64,
 }
 
-/// Tunables of a disk's chain; `None` leaves one as it is.
+/// Changes of the tunables of a disk's chain; `None` leaves one unchanged.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Tuning {
     /// Most extents in the metadata cache.
@@ -307,7 +307,7 @@ pub struct DiskStatistics {
     pub tunables: Tuning,
 }
 
-/// Two points of one disk: a snapshot, or now.
+/// A point of a disk: a snapshot, or the head.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Point {
     /// The head.
@@ -337,14 +337,14 @@ pub struct Status {
     pub uuid: String,
     /// On-disk format version.
     pub version: u32,
-    /// The file system that holds it; without a name where it is none of this machine.
+    /// The file system that holds it; without a name if it is not on this machine.
     #[serde(default)]
     pub file_system: FileSystemInfo,
     /// Size of the file system that holds it, in bytes.
     pub capacity: u64,
-    /// What the file system still has to give, in bytes.
+    /// Bytes available in the file system.
     pub available: u64,
-    /// Bytes the datastore takes, metadata and reserves included.
+    /// Bytes that the datastore occupies, including metadata and reserves.
     pub allocated: u64,
     /// Of these, in files of disks in VMware's formats.
     pub images: u64,
@@ -354,29 +354,29 @@ pub struct Status {
     pub reserved: u64,
     /// Bytes of metadata in use.
     pub metadata: u64,
-    /// Bytes freed and waiting to go back to the file system or to be reused.
+    /// Bytes that were freed and are not yet returned to the file system or reused.
     pub reclaimable: u64,
     /// Sum of the capacities of all disks.
     pub provisioned: u64,
     /// provisioned / (allocated + available).
     pub overcommit_ratio: String,
-    /// Disks.
+    /// Number of disks.
     pub disks: u64,
-    /// Snapshots.
+    /// Number of snapshots.
     pub snapshots: u64,
     /// Blocks that failed their checksum since the datastore was opened.
     pub checksum_errors: u64,
-    /// Pieces of background work under way that give way to clients.
+    /// Background work under way that is paced by the latency of clients.
     pub background_work: u64,
-    /// Bytes per second that they may move together now; 0 for no limit.
+    /// Its total limit in bytes per second now; 0 for no limit.
     pub background_rate: u64,
-    /// How I/O is done: `io_uring`, `threads`.
+    /// The I/O engine: `io_uring`, `threads`.
     pub engine: String,
     /// `buffered` or `direct`.
     pub io_mode: String,
 }
 
-/// One thing `check` found.
+/// A finding of a check.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Finding {
     /// What is wrong, with the place.
@@ -385,7 +385,7 @@ pub struct Finding {
     pub repaired: Option<String>,
 }
 
-/// What `check` did.
+/// The result of a check.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CheckReport {
     /// Metadata pages walked.
@@ -396,18 +396,18 @@ pub struct CheckReport {
     pub verified: u64,
     /// Bytes that nothing refers to.
     pub leaked: u64,
-    /// Images looked at.
+    /// Images checked.
     pub images: u64,
     /// Bytes in images that nothing names.
     pub dead: u64,
-    /// What was wrong; empty when clean.
+    /// The findings; empty if the datastore is clean.
     pub findings: Vec<Finding>,
-    /// What does not hold on the file system of the datastore.
+    /// Restrictions of the file system of the datastore.
     #[serde(default)]
     pub warnings: Vec<String>,
 }
 
-/// What `check` shall do.
+/// Options of a check.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CheckOptions {
     /// Read every data block and verify its checksum.

@@ -1,4 +1,4 @@
-//! Disks over the native store, and over chains of foreign images: what a guest, a backup tool or a person sees.
+//! Disks over the native store, and over chains of foreign images, as guests, backup tools and users see them.
 
 #![forbid(unsafe_code)]
 

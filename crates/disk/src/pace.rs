@@ -21,7 +21,7 @@ use work::{Progress, slower};
 
 /// Latency that 99 % of the requests of clients keep to while background work is under way, unless configured.
 pub const TARGET_DEFAULT: Duration = Duration::from_millis(2);
-/// How long requests are counted until the rate is set anew.
+/// Time over which requests are counted before the rate is adjusted.
 const WINDOW: Duration = Duration::from_millis(50);
 /// Time without requests after which no client counts as active.
 const IDLE: Duration = Duration::from_millis(500);
@@ -127,7 +127,7 @@ impl Foreground {
         Waiting(Arc::clone(self))
     }
 
-    /// So many requests that arrived then are answered.
+    /// This many requests that arrived then are answered.
     pub fn served(&self, arrived: Instant, count: u64) {
         self.requests.fetch_add(count, Ordering::Relaxed);
         if nanoseconds(arrived.elapsed()) > self.target.load(Ordering::Relaxed) {

@@ -160,7 +160,7 @@ impl<T> IoContext<T> for io::Result<T> {
 mod tests {
     use super::*;
 
-    /// The kind after one, in the order of the list: without a catch-all, a new kind cannot be forgotten here.
+    /// The kind behind `kind` in the list. The match has no catch-all arm, so that a new kind has to be added here.
     fn next(kind: ErrorKind) -> Option<ErrorKind> {
         match kind {
             ErrorKind::NotFound => Some(ErrorKind::Exists),

@@ -197,7 +197,7 @@ impl Clients {
             if gone.ended.is_none() {
                 gone.with_server = true;
             }
-            // A time to come, from a clock that was wrong, would begin the grace anew at each look.
+            // A time in the future, from a wrong clock, would restart the grace at each look.
             if gone.ended.is_none_or(|ended| ended > now) {
                 gone.ended = Some(now);
                 state.changed = true;

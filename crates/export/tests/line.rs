@@ -1,5 +1,5 @@
-//! A second protocol over the session core, as small as one can be: a line for each request and each reply. It stands in
-//! this file alone; whatever it needs is public.
+//! A second protocol over the session core, as small as possible: a line for each request and each reply. It stands in
+//! this file alone; everything that it needs is public.
 //!
 //! ```text
 //! read OFFSET LENGTH | write OFFSET TEXT | zero OFFSET LENGTH | discard OFFSET LENGTH | flush

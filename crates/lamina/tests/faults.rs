@@ -59,7 +59,7 @@ fn verify(store: &Store, export: &str, damaged: &[u64]) {
             Err(failure) => panic!("{export}: block {block}: {failure:?}"),
         }
     }
-    // A read over many blocks fails as a whole, and in no other way.
+    // A read over many blocks fails as a whole, with EIO.
     let all = client.read(0, (BLOCKS as usize * BLOCK) as u32);
     assert_eq!(matches!(all, Err(Failure::Errno(EIO))), !damaged.is_empty());
 }

@@ -27,7 +27,7 @@ fn is_itself(room: &Room, name: &str) {
     assert_eq!(room.shell(name, "hostname; cat /etc/hostname /run/cloned"), format!("{name}\n{name}\n{name}"));
     assert_eq!(room.shell(name, "cat /sys/class/net/eth0/address"), mac);
     assert_eq!(room.ask(name, "query-rx-filter")[0]["main-mac"], mac);
-    // Plugged in again, and with an address that was asked for anew.
+    // Plugged in again, with an address that the guest requested again.
     assert_eq!(room.shell(name, "cat /sys/class/net/eth0/carrier"), "1");
     room.until(&format!("{name} has an address"), || room.shell(name, "ip addr show eth0").contains("inet "));
 }
@@ -213,7 +213,7 @@ fn a_manager_killed_anywhere_leaves_whole_clones_or_none() {
             let machines = room.store.path().join("machines");
             process::until("no lock of the killed one is left", || process::lockers(&machines).is_empty());
         }
-        // The next command tells what it had to set right, and then all is well.
+        // The next command reports what it had to complete or remove, and succeeds.
         let next = room.run("vm list");
         assert_eq!(next.code, 0, "{next:?}");
         let names = room.names();

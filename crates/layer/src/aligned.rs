@@ -1,11 +1,11 @@
-//! Any range of a file in either mode: direct I/O requires whole, aligned blocks of 4 KiB; formats that count in
-//! sectors cannot always offer them.
+//! Requests of any range in either mode: direct I/O requires whole, aligned blocks of 4 KiB, which formats that count
+//! in sectors cannot always offer.
 //!
 //! 1. Through the page cache everything goes to the file as it is.
-//! 2. In direct mode a write that covers blocks in part reads them, puts its bytes in and writes them whole. While it
-//!    does, no other write or punch of this file may run, or its neighbours in the block would be lost: it holds
-//!    `blocks` exclusively, every other operation holds it shared.
-//! 3. Sectors that such a write puts back as they were do not change on the medium, whatever part of it a power cut
+//! 2. In direct mode a write that covers blocks in part reads them, puts its bytes in and writes them whole. Meanwhile
+//!    no other write or punch of this file may run, or adjacent bytes in the block would be lost: it holds `blocks`
+//!    exclusively, every other operation holds it shared.
+//! 3. Sectors that such a write restores unchanged do not change on the medium, whatever part of the write a power cut
 //!    keeps.
 
 use backend::{BLOCK_SIZE, Buffer, File, IoMode};
@@ -31,7 +31,7 @@ impl AlignedFile {
         Self { file, direct, blocks: RwLock::new(()) }
     }
 
-    /// The file itself, for what needs no alignment.
+    /// The file itself, for operations without alignment.
     pub(crate) fn file(&self) -> &Arc<dyn File> {
         &self.file
     }
@@ -117,7 +117,7 @@ fn is_aligned(offset: u64, memory: &[u8]) -> bool {
         && memory.as_ptr().addr().is_multiple_of(BLOCK_SIZE)
 }
 
-/// What is left of a list of slices.
+/// The rest of a list of slices.
 struct Bytes<'a> {
     slices: &'a [&'a [u8]],
     at: usize,

@@ -1,12 +1,12 @@
-//! Space that a file has for what is written to it later: tables and directories, which a commit writes long after the
-//! writes that changed them were acknowledged.
+//! Space in the file for later writes: tables and directories, which a commit writes long after the writes that changed
+//! them were acknowledged.
 //!
-//! 1. A format takes the space of every table, bitmap or directory sector that a change will have written, before the
-//!    payload of that change goes to the file. So a full file system refuses the write, and never the flush behind it.
-//! 2. What was taken once is remembered, and asking again costs a look. Whatever gives space back says so
+//! 1. A format allocates the space of every table, bitmap or directory sector that a change will write, before the
+//!    payload of that change is written. So a full file system refuses the write, and never the flush after it.
+//! 2. Allocated ranges are remembered, and asking again costs a look-up. Code that returns space reports it
 //!    ([`Backing::forget`]).
-//! 3. Space is taken in pieces around what is asked for, where the format allows it, and exactly where the file system
-//!    has no room for a piece.
+//! 3. Space is allocated in parts around the requested range, where the format allows it, and exactly where the file
+//!    system has no room for a part.
 
 use backend::File;
 use parking_lot::Mutex;
@@ -14,10 +14,10 @@ use std::collections::BTreeMap;
 use std::io;
 use std::ops::Range;
 
-/// Most ranges remembered: 3 MiB. Beyond it all are forgotten, and taken again when they are asked for.
+/// Most ranges remembered: 3 MiB. Beyond it all are dropped, and allocated again when they are requested.
 const RANGES_MAX: usize = 1 << 16;
 
-/// What is known to have space in one file.
+/// The ranges of one file that are known to have space.
 #[derive(Default)]
 pub(crate) struct Backing {
     /// End by start; disjoint, never adjoining.
@@ -25,7 +25,7 @@ pub(crate) struct Backing {
 }
 
 impl Backing {
-    /// Takes the space of `range`, and of all of the pieces of `piece` bytes that it touches if there is room for them.
+    /// Allocates the space of `range`, and of all parts of `piece` bytes that it touches if there is room for them.
     pub(crate) fn take(&self, file: &dyn File, range: Range<u64>, piece: u64) -> io::Result<()> {
         if range.is_empty() || self.has(&range) {
             return Ok(());
@@ -42,7 +42,7 @@ impl Backing {
         Ok(())
     }
 
-    /// Forgets what lies in `range`: its space was given back.
+    /// Drops `range`, whose space was returned.
     pub(crate) fn forget(&self, range: Range<u64>) {
         let mut known = self.known.lock();
         let touched = known.range(..range.end).filter(|(_, end)| **end > range.start);
@@ -78,7 +78,7 @@ impl Backing {
     }
 }
 
-/// As [`File::reserve`]. Where that cannot be had, a write may find no room, and there is nothing better.
+/// As [`File::reserve`]. If the file system does not support it, a write may find no room.
 fn reserve(file: &dyn File, range: &Range<u64>) -> io::Result<()> {
     match file.reserve(range.start, range.end - range.start) {
         Err(error) if error.kind() == io::ErrorKind::Unsupported => Ok(()),
@@ -108,7 +108,7 @@ mod tests {
         assert_eq!(file.allocated().unwrap(), 52 << 10, "only the page that is needed");
         let refused = backing.take(&*file, 128 << 10..256 << 10, 1).unwrap_err();
         assert_eq!(refused.kind(), io::ErrorKind::StorageFull);
-        // What was given back is taken again.
+        // Returned space is allocated again.
         file.punch(0, 16 << 10).unwrap();
         backing.forget(0..16 << 10);
         backing.take(&*file, 0..4096, 1).unwrap();

@@ -1,8 +1,8 @@
-//! A bounded cache of small things that cost a read or an inflation to get again: tables, slices of tables, grains.
+//! A bounded cache of small items that cost a read or an inflation: tables, slices of tables, grains.
 //!
 //! 1. It never holds more than `capacity` entries.
 //! 2. A hit changes nothing but one bit, so that many readers share the lock around it.
-//! 3. Room is made by the clock: entries asked for since the hand passed last stay one round more.
+//! 3. Room is made by the clock algorithm: entries used since the hand passed last stay one round more.
 
 use rustc_hash::FxHashMap;
 use std::hash::Hash;
@@ -14,7 +14,7 @@ struct Slot<K, V> {
     used: AtomicBool,
 }
 
-/// The cache; locking is the owner's business.
+/// The cache; its owner does the locking.
 pub(crate) struct ClockCache<K, V> {
     slots: Vec<Slot<K, V>>,
     index: FxHashMap<K, usize>,
@@ -31,14 +31,14 @@ impl<K: Copy + Eq + Hash, V> ClockCache<K, V> {
     /// The entry of `key`.
     pub(crate) fn get(&self, key: K) -> Option<&V> {
         let slot = self.slots.get(*self.index.get(&key)?)?;
-        // A plain load first: hot entries are shared between threads, and their line should stay so.
+        // A plain load first: hot entries are shared between threads, and their cache line should stay shared.
         if !slot.used.load(Ordering::Relaxed) {
             slot.used.store(true, Ordering::Relaxed);
         }
         Some(&slot.value)
     }
 
-    /// Puts an entry in, over an older one of the same key or over one not used lately.
+    /// Inserts an entry in the place of an older one of the same key or of one not used recently.
     pub(crate) fn insert(&mut self, key: K, value: V) {
         if let Some(&at) = self.index.get(&key) {
             self.slots[at].value = value;

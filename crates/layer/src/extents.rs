@@ -1,9 +1,9 @@
-//! What every map does alike: checking the range asked for, and putting the answer together.
+//! Common parts of all maps: checking the requested range, and building the result.
 
 use crate::{Content, Error, ErrorKind, Extent, Result};
 use std::ops::Range;
 
-/// Most entries looked at for one answer: a lying image of many terabytes in a few entries does not hold a caller up.
+/// Most entries examined for one result: an image with a false capacity of many terabytes does not block a caller.
 const STEPS_MAX: u32 = 1 << 20;
 
 /// Refuses a range that does not lie within `capacity`, or not on multiples of `unit` (the end of the layer counts).
@@ -16,7 +16,7 @@ pub(crate) fn check_range(image: &str, range: &Range<u64>, capacity: u64, unit: 
     Ok(())
 }
 
-/// The answer to one question about a range: at most so many extents, neighbours of one kind merged.
+/// The result for a range: a limited number of extents, with adjacent ones of one kind merged.
 pub(crate) struct Answer<'a> {
     out: &'a mut Vec<Extent>,
     first: usize,
@@ -25,18 +25,18 @@ pub(crate) struct Answer<'a> {
 }
 
 impl<'a> Answer<'a> {
-    /// An answer of at most `most` extents, at least one, appended to `out`.
+    /// A result of at most `most` extents, at least one, appended to `out`.
     pub(crate) fn new(out: &'a mut Vec<Extent>, most: usize) -> Self {
         let first = out.len();
         Self { out, first, most: most.max(1), steps: 0 }
     }
 
-    /// True when nothing has been said yet.
+    /// True while no extent was added.
     pub(crate) fn is_empty(&self) -> bool {
         self.out.len() == self.first
     }
 
-    /// Says what the next bytes are; false when there is no room for it any more, or it was enough.
+    /// Adds the kind of the next bytes; false if there is no room for it, or the range is complete.
     pub(crate) fn say(&mut self, start: u64, length: u64, content: Content) -> bool {
         if length == 0 {
             return true;

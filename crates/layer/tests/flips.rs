@@ -156,7 +156,7 @@ struct Figures {
     harmless: u64,
     /// Found, and every grain right after a repair.
     mended: u64,
-    /// Grains that stay unproven after a repair, each of them told.
+    /// Grains that stay unproven after a repair, each of them reported.
     unproven: u64,
 }
 

@@ -80,7 +80,7 @@ pub enum Message {
     Join {
         /// The session.
         session: String,
-        /// What `accept` said.
+        /// The token from the `accept` message.
         token: String,
     },
     /// Data may come.

@@ -84,13 +84,13 @@ pub enum Operation {
     Kill,
     /// Cut the power after so many operations of the medium from now; then, with `again`, after so many of recovery.
     Cut { after: u64, again: Option<u64> },
-    /// The next recovery is cut off after so many operations of the medium, the one after it likewise, and so on.
+    /// The next recovery is cut off after this many operations of the medium, the one after it likewise, and so on.
     CutRecoveries { after: Vec<u64> },
     /// Fail an operation of the medium some way from now.
     FailOperation { after: u64 },
     /// Fail the next flushes of the medium.
     FailSyncs { count: u64 },
-    /// Fail so many requests of one kind, some way from now.
+    /// Fail this many requests of one kind, some way from now.
     FailRequests { fault: Fault, after: u64, times: u64 },
     /// Leave the file system with this much room beyond what is used.
     Room { bytes: u64 },

@@ -214,7 +214,7 @@ pub fn shrink(mut failure: Box<Failure>, time: Duration) -> Box<Failure> {
 /// Runs all seeds of a range and says what the first failing one does, made shorter; for tests.
 ///
 /// # Panics
-/// When one fails.
+/// If a seed fails.
 pub fn all(profile: Profile, seeds: std::ops::Range<u64>) -> Statistics {
     const SHRINK_TIME: Duration = Duration::from_secs(30);
     let mut sum = Statistics::default();

@@ -6,7 +6,7 @@
 //! ```
 //!
 //! The big disk maps every second block, an extent each, so that its metadata is many times the cache. A read of a
-//! metadata page takes so many microseconds longer than the page cache of the operating system needs for it: the
+//! metadata page takes this many microseconds longer than the page cache of the operating system needs for it: the
 //! medium of this program always misses. Four readers take processors, too, and wake up as often as they sleep: the
 //! same readers with an ample cache, asleep as long by themselves, show what of it is not due to the misses.
 

@@ -1,7 +1,7 @@
 //! The native store: block maps, checksums, allocation, journal and recovery behind lamina's own disk format.
 //!
 //! ```text
-//! engine    write buffer in, journal and home writes out; flush, snapshot, clone, delete, checkpoint, recovery
+//! engine    write buffer in, journal and data files out; flush, snapshot, clone, delete, checkpoint, recovery
 //! buffer    what was written and is not in the map yet, per disk, in layers cut by snapshots
 //! catalog   disks and snapshots: names, capacities, roots
 //! tree      logical block -> physical block, shared between disks by reference counts

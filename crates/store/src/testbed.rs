@@ -1,4 +1,4 @@
-//! What the unit tests of this crate stand on: a seeded generator, and page files on a simulated disk.
+//! Common parts of the unit tests of this crate: a seeded generator, and page files on a simulated disk.
 
 use crate::pages::{PageFile, PageKey, Pages};
 use backend::simulated::{SimulatedDisk, SimulatedOptions};
@@ -6,7 +6,7 @@ use backend::{Block, File, IoMode};
 use std::sync::Arc;
 pub use testkit::Random;
 
-/// A disk that does what it is told, in order.
+/// A disk that keeps the order of writes.
 pub fn plain_disk() -> SimulatedDisk {
     SimulatedDisk::new(1, SimulatedOptions { reorder: false, ..SimulatedOptions::default() })
 }
@@ -28,7 +28,7 @@ pub fn write_home(files: &[Arc<dyn File>; PageFile::COUNT], captured: &[(PageKey
     }
 }
 
-/// The page cache as it is after a restart.
+/// The page cache after a restart.
 pub fn reopened(files: &[Arc<dyn File>; PageFile::COUNT], pages: &mut Pages, limit: usize) {
     write_home(files, &pages.capture().all());
     *pages = Pages::new(files.clone(), limit);

@@ -332,7 +332,7 @@ fn store_image(name: &str, directory: &dyn Directory) {
     std::fs::write(image_path(name), text).unwrap();
 }
 
-/// A block that says what it is, and is otherwise zeros, so that the images stay small.
+/// A block that begins with this text, and is otherwise zeros, so that the images stay small.
 fn block(what: &str) -> Vec<u8> {
     let mut bytes = vec![0; BLOCK_SIZE];
     bytes[..what.len()].copy_from_slice(what.as_bytes());
@@ -427,7 +427,8 @@ fn make_crashed(directory: &Arc<dyn Directory>) {
     engine.snapshot(&[tuesday]).unwrap();
 }
 
-/// The same, and the power goes in recovery: the checkpoint at its end is committed, and its pages are not at home.
+/// The same with a power cut in recovery: the checkpoint at its end is committed, and its pages are not at their
+/// places.
 fn make_crashed_in_checkpoint() -> SimulatedDisk {
     let disk = disk();
     make_crashed(&disk.directory());

@@ -39,7 +39,7 @@ impl Gate {
         stall.waiting -= 1;
     }
 
-    /// Waits until so many reads wait.
+    /// Waits until this many reads wait.
     fn wait_for(&self, count: usize) {
         let mut stall = self.0.0.lock().unwrap();
         while stall.waiting < count {

@@ -11,16 +11,17 @@
 //! 5. Processes and files of a run end with it, also when it fails or is interrupted.
 //!
 //! The parts: [`plan`] (options and sizes), [`scratch`] (work folder), [`volume`] (a
-//! file system larger than the medium), [`process`] (children and interruption),
-//! [`nbd`] (a small pipelined client for layouts and latencies), [`fio`] (the load generator), [`peers`] (other
-//! servers), [`datastore`] (lamina's command line), [`statistics`], [`report`], [`machine`], and a module per study in
-//! [`bars`].
+//! file system larger than the medium), [`process`] (children and interruption), [`nbd`] (a small pipelined client for
+//! layouts and latencies), [`fio`] (the load generator), [`peers`] (other servers), [`datastore`] (lamina's command
+//! line), [`statistics`], [`report`], [`machine`], [`figures`] (the pages that show kept results), and a module per
+//! study in [`bars`].
 
 #![forbid(unsafe_code)]
 
 pub mod bars;
 pub mod datastore;
 pub mod error;
+pub mod figures;
 pub mod fio;
 pub mod machine;
 pub mod nbd;

@@ -3,7 +3,7 @@
 #![forbid(unsafe_code)]
 
 use clap::Parser;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use study::bars::{self, Setting};
 use study::machine::Machine;
@@ -16,6 +16,15 @@ const INTERRUPTED: u8 = 130;
 
 fn main() -> ExitCode {
     let options = Options::parse();
+    if options.study == Study::Figures {
+        return match study::figures::write(Path::new(".")) {
+            Ok(()) => ExitCode::SUCCESS,
+            Err(error) => {
+                eprintln!("lamina-study: {error}");
+                ExitCode::FAILURE
+            }
+        };
+    }
     match measure(&options) {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::from(MISSED),

@@ -3,13 +3,13 @@
 use crate::error::{Doing, Error, Result};
 use crate::machine::Machine;
 use crate::plan::Plan;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::fs;
 use std::path::{Path, PathBuf};
 
 /// Which side of the limit is good.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Wanted {
     /// At least the limit.
@@ -135,11 +135,16 @@ pub fn keep(folder: &Path, study: &str, machine: &Machine, plan: &Plan, outcome:
     let stamp: String = machine.date.chars().filter(|c| c.is_ascii_alphanumeric()).collect();
     let path = folder.join(format!("{study}-{stamp}.json"));
     let value = json!({
-        "study": study, "machine": machine, "plan": plan, "findings": outcome.findings, "raw": outcome.raw,
+        "study": study, "command": command(), "machine": machine, "plan": plan, "findings": outcome.findings, "raw": outcome.raw,
     });
     let text = serde_json::to_string_pretty(&value).map_err(|e| Error::Answer(format!("writing results: {e}")))?;
     fs::write(&path, text + "\n").doing(|| format!("writing {}", path.display()))?;
     Ok(path)
+}
+
+/// The command line of this run, the program by its name alone.
+fn command() -> String {
+    std::iter::once("lamina-study".to_owned()).chain(std::env::args().skip(1)).collect::<Vec<_>>().join(" ")
 }
 
 /// The samples of each cell that earlier runs of a study left in the results folder, the latest of each.

@@ -127,7 +127,7 @@ impl Room {
         self.until(&format!("{name} counts on from {now:?}"), || self.tick(name) > now);
     }
 
-    /// The guest's memory is as its workload wrote it.
+    /// Asserts that the guest's memory has the content that its workload wrote.
     #[track_caller]
     pub fn memory_is_right(&self, name: &str) {
         let told = |console: &str| console.matches("workload: memory as it must be").count();
@@ -160,7 +160,8 @@ impl Room {
         let mut of_guest = false;
         let mut kib = 0;
         for line in maps.lines() {
-            // Mappings begin with their addresses, and what is said about them with a capital letter.
+            // In `smaps`, the line of a mapping begins with its address, and the lines of its properties with a capital
+            // letter.
             if line.starts_with(|first: char| first.is_ascii_digit() || first.is_ascii_lowercase()) {
                 of_guest = line.contains("/image-");
             } else if let (true, Some(rest)) = (of_guest, line.strip_prefix("Anonymous:")) {

@@ -31,7 +31,7 @@ fn mounted_by(test: &str, unshare: &[&str], script: &str) {
     in_a_namespace(test, unshare, &script, folder.path(), (INSIDE, &folder.path().join("mounted")));
 }
 
-/// Runs a test again, by its name, on a tmpfs of so many MiB.
+/// Runs a test again, by its name, on a tmpfs of this many MiB.
 pub fn on_tmpfs(test: &str, megabytes: u64, fill_up: fn(&Path)) {
     match std::env::var_os(INSIDE) {
         Some(folder) => fill_up(&PathBuf::from(folder)),
@@ -43,7 +43,7 @@ pub fn on_tmpfs(test: &str, megabytes: u64, fill_up: fn(&Path)) {
     }
 }
 
-/// The same on a file system of so many MiB in a file, made by `mkfs`.
+/// The same on a file system of this many MiB in a file, made by `mkfs`.
 fn on_loop(test: &str, megabytes: u64, mkfs: &str, options: &str, fill_up: fn(&Path)) {
     match std::env::var_os(INSIDE) {
         Some(folder) => fill_up(&PathBuf::from(folder)),
@@ -99,7 +99,7 @@ pub fn on_failing_writes(test: &str, body: fn(&Path, &Path)) {
     in_a_namespace(test, &["--mount"], script, folder.path(), (INSIDE, &folder.path().join("mounted")));
 }
 
-/// Takes all but so many bytes of a file system. Asked of the file system itself: a quota does not show in its room.
+/// Takes all but this many bytes of a file system. Asked of the file system itself: a quota does not show in its room.
 pub fn leave(folder: &Path, name: &str, bytes: u64) {
     let path = folder.join(name);
     let Ok(file) = std::fs::File::create(&path) else { return };

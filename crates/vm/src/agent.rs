@@ -1,9 +1,9 @@
 //! The guest agent: QEMU's own (`qemu-ga`), reached through a serial port of the guest.
 //!
-//! 1. Whether an agent answers is found by asking with a number of our own and reading until it comes back
-//!    (`guest-sync-delimited`), so that half an answer to an earlier client is never taken for ours.
-//! 2. A guest without an agent is no error: [`Agent::connect`] says `None`.
-//! 3. A frozen guest is thawed again whatever happens: [`Frozen`] thaws when dropped.
+//! 1. Whether an agent answers is determined by sending a number and reading until it comes back
+//!    (`guest-sync-delimited`), so that a partial answer to an earlier client is never taken for one to this client.
+//! 2. A guest without an agent is no error: [`Agent::connect`] returns `None`.
+//! 3. A frozen guest is thawed in every case: [`Frozen`] thaws when dropped.
 
 use crate::qmp::Client;
 use base64::Engine;
@@ -14,12 +14,12 @@ use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// How long a command of the agent may take, unless it says otherwise.
+/// How long a command of the agent may take, unless stated otherwise.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// How long freezing may take: the guest writes out what it holds.
+/// How long freezing may take: the guest writes out its buffers.
 const FREEZE_PATIENCE: Duration = Duration::from_secs(60);
-/// How long is waited before the end of a program in the guest is asked for, at first and at the longest: each question
-/// takes of the processor that the program needs.
+/// Pause before each query for the end of a program in the guest, at first and at most: each query costs processor time
+/// that the program needs.
 const POLL: [Duration; 2] = [Duration::from_millis(5), Duration::from_millis(40)];
 /// Most bytes that one command writes or reads in the guest.
 const DATA_MAX: usize = 1 << 20;
@@ -29,19 +29,19 @@ pub struct Agent {
     client: Client,
 }
 
-/// What a program in the guest did.
+/// The result of a program in the guest.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Ended {
     /// Its exit code; `None` when a signal ended it.
     pub code: Option<i64>,
-    /// What it wrote to its output.
+    /// Its output.
     pub output: Vec<u8>,
-    /// What it complained about.
+    /// Its error output.
     pub errors: Vec<u8>,
 }
 
 impl Agent {
-    /// The agent behind a socket; `None` when none answers within `patience`.
+    /// The agent behind a socket; `None` if none answers within `patience`.
     pub fn connect(socket: &Path, patience: Duration) -> Result<Option<Self>> {
         let begun = Instant::now();
         match Client::connect_plain(socket, patience) {
@@ -51,21 +51,21 @@ impl Agent {
         }
     }
 
-    /// The agent at the other end of a connection; `None` when none answers within `patience`.
+    /// The agent at the other end of a connection; `None` if none answers within `patience`.
     pub fn over(mut client: Client, patience: Duration) -> Result<Option<Self>> {
         let deadline = Instant::now() + patience;
-        // Never zero, so that it is told apart from what an agent answers to garbage.
+        // Never zero, so that it differs from an agent's answer to garbage.
         let number = u64::from(std::process::id()) << 20 | (deadline.elapsed().as_nanos() as u64 & 0xf_ffff) | 1;
-        // The byte ends whatever half a line is on its way.
+        // The byte ends a partial line that may be on its way.
         client.send_bytes(&[0xff])?;
         client.send(&json!({ "execute": "guest-sync-delimited", "arguments": { "id": number } }))?;
         loop {
             match client.line(deadline) {
                 Ok(answer) if answer["return"] == number => break,
                 Ok(_) => {}
-                // What is left of others' answers may be cut in the middle.
+                // The rest of answers to others may be cut in the middle.
                 Err(error) if error.kind() == ErrorKind::Invalid && Instant::now() < deadline => {}
-                // Silent, gone, or no agent at all.
+                // Silent, gone, or not an agent.
                 Err(_) => return Ok(None),
             }
         }
@@ -73,7 +73,7 @@ impl Agent {
         Ok(Some(Self { client }))
     }
 
-    /// Holds the guest's file systems still, with what its hooks do (databases flush). How many were frozen.
+    /// Freezes the guest's file systems, and runs its hooks (databases flush). Returns how many were frozen.
     pub fn freeze(mut self) -> Result<Frozen> {
         self.client.set_patience(FREEZE_PATIENCE);
         let count = self.client.execute("guest-fsfreeze-freeze", json!({}))?.as_u64().unwrap_or(0);
@@ -81,7 +81,7 @@ impl Agent {
         Ok(Frozen { agent: Some(self), count })
     }
 
-    /// Thaws all frozen file systems, whichever client froze them; how many they were.
+    /// Thaws all frozen file systems, whichever client froze them; returns how many.
     pub fn thaw(&mut self) -> Result<u64> {
         Ok(self.client.execute("guest-fsfreeze-thaw", json!({}))?.as_u64().unwrap_or(0))
     }
@@ -123,13 +123,13 @@ impl Agent {
         self.client.send(&json!({ "execute": "guest-shutdown", "arguments": { "mode": "powerdown" } }))
     }
 
-    /// What the guest says about its network cards.
+    /// The guest's information about its network cards.
     pub fn interfaces(&mut self) -> Result<Value> {
         self.client.execute("guest-network-get-interfaces", json!({}))
     }
 }
 
-/// A guest whose file systems stand still.
+/// A guest whose file systems are frozen.
 pub struct Frozen {
     agent: Option<Agent>,
     /// File systems that were frozen.
@@ -137,8 +137,8 @@ pub struct Frozen {
 }
 
 impl Frozen {
-    /// Lets them go on. How many were thawed: fewer than were frozen means that the guest gave up waiting, and what was
-    /// copied meanwhile is only crash-consistent.
+    /// Thaws them. Returns how many were thawed: fewer than were frozen means that the guest stopped waiting, and
+    /// copies made meanwhile are only crash-consistent.
     pub fn thaw(mut self) -> Result<(Agent, u64)> {
         let mut agent = self.agent.take().ok_or_else(|| Error::new(ErrorKind::Stopped, "thawed already"))?;
         let count = agent.thaw()?;
@@ -156,7 +156,7 @@ impl Drop for Frozen {
     }
 }
 
-/// What the agent sends as base64.
+/// Decodes base64 output of the agent.
 fn decoded(text: &str) -> Result<Vec<u8>> {
     let wrong = |e| Error::new(ErrorKind::Invalid, format!("the guest agent sent data that is not base64: {e}"));
     BASE64.decode(text).map_err(wrong)

@@ -4,10 +4,10 @@ use error::{ErrorKind, Result};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// How often it is tried.
+/// Number of attempts.
 const INTERVAL: Duration = Duration::from_millis(5);
 
-/// Tries again for as long as the answer is `Busy`; what it is in the end.
+/// Repeats an operation while it fails with `Busy`; returns the last result.
 pub fn while_busy<T>(patience: Duration, mut attempt: impl FnMut() -> Result<T>) -> Result<T> {
     let deadline = Instant::now() + patience;
     loop {

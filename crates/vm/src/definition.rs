@@ -1,4 +1,4 @@
-//! What a virtual machine is: the file `machine.toml`, for people to read and to write.
+//! The definition of a virtual machine: the file `machine.toml`, which users may read and edit.
 //!
 //! ```toml
 //! name = "web"
@@ -21,11 +21,10 @@
 //! slot = 16
 //! ```
 //!
-//! 1. [`Definition::parse`] is total: any text gives a definition that holds together, or an error that names the line
-//!    or key.
-//! 2. Every device has its slot from the moment it is added. Saved states and instant clones fit only a machine whose
-//!    devices lie where they lay, so nothing is placed by counting.
-//! 3. A definition is replaced whole or not at all.
+//! 1. [`Definition::parse`] is total: any text gives a consistent definition, or an error that names the line or key.
+//! 2. Every device has its slot from the moment when it is added. Saved states and instant clones fit only a machine
+//!    with the same addresses of devices, so no address is assigned by counting.
+//! 3. A definition is replaced as a whole or not at all.
 
 use crate::identity::{Mac, new_uuid};
 use error::{Error, ErrorKind, Result};

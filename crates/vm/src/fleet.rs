@@ -1,4 +1,4 @@
-//! Many machines at once: whole ones only, and a word about each that could not be made.
+//! Many machines at once: each is created completely or not at all, with an error for each failed one.
 
 use error::{Error, ErrorKind, Result};
 use parking_lot::Mutex;
@@ -6,12 +6,12 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use work::Progress;
 
-/// What became of each: its name, and why not.
+/// Results by name.
 #[derive(Debug, Default)]
 pub struct Outcome {
-    /// Those that were made, in the order of their names.
+    /// The created ones, in the order of their names.
     pub made: Vec<String>,
-    /// Those that were not.
+    /// The failed ones, with the reason.
     pub failed: Vec<(String, Error)>,
 }
 

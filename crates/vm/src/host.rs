@@ -1,5 +1,5 @@
-//! What commands about machines work with: the machines, the images of instant clones, the QEMU found here, and the
-//! locks that keep commands apart.
+//! The environment of commands about machines: the machines, the images of instant clones, the installed QEMU, and the
+//! locks between commands.
 //!
 //! ```text
 //! DATASTORE/machines/           see machines
@@ -9,9 +9,9 @@
 //! /dev/shm/lamina-UID-DEV-INO/  memory of this datastore's machines
 //! ```
 //!
-//! 1. Every command begins with [`Host::recover`]: whatever a killed one has left is taken away or let go on first.
-//! 2. Images and memory are only swept while no command works: references are found by looking, and one that works may
-//!    be about to make one.
+//! 1. Every command begins with [`Host::recover`]: unfinished work of a killed command is removed or completed first.
+//! 2. Images and memory are only swept while no command is at work: references are found by searching, and a command at
+//!    work may be about to create one.
 //! 3. Memory files hold what guests hold. Only the owner of their folder can read it, and a folder that another user
 //!    has made is refused. It exists only while it is not empty: a datastore that is removed leaves none behind.
 
@@ -31,14 +31,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-/// How long a machine that another command changes is waited for.
+/// How long to wait for a machine that another command changes.
 const CHANGE_PATIENCE: Duration = Duration::from_secs(30);
 /// The lock that all commands at work share.
 const WORKING: &str = ".working";
-/// Where memory is unless told otherwise.
+/// The default folder for memory.
 const MEMORY: &str = "/dev/shm";
 
-/// Where things are.
+/// Paths of everything.
 #[derive(Clone, Debug)]
 pub struct Places {
     /// The datastore.
@@ -49,23 +49,23 @@ pub struct Places {
     pub qemu: PathBuf,
 }
 
-/// Everything that commands work with.
+/// Everything that commands need.
 pub struct Host {
     machines: Machines,
     images: Images,
     qemu: PathBuf,
     features: OnceLock<Features>,
-    /// An operation was begun that may leave memory files that no machine refers to.
+    /// Set when an operation has begun that may leave memory files without a machine.
     worked: AtomicBool,
 }
 
-/// While this lives, nothing is swept.
+/// While this exists, nothing is swept.
 pub struct Working {
     _lock: File,
 }
 
 impl Drop for Host {
-    /// What a command was the last to need goes with it, not with the next one.
+    /// Files that only this command needed are removed with it, not with the next one.
     fn drop(&mut self) {
         if self.worked.load(Ordering::Relaxed)
             && let Err(error) = self.sweep()
@@ -76,7 +76,7 @@ impl Drop for Host {
 }
 
 impl Host {
-    /// What is in a datastore.
+    /// The environment of a datastore.
     pub fn open(places: &Places, disks: Arc<dyn Disks>) -> Result<Self> {
         let machines = Machines::open(places.datastore.join("machines"), disks)?;
         let memory = memory_folder(&places.datastore, places.memory.as_deref().unwrap_or(Path::new(MEMORY)))?;
@@ -100,12 +100,12 @@ impl Host {
         &self.images
     }
 
-    /// The datastore's side.
+    /// The interface to the datastore.
     pub fn disks(&self) -> &dyn Disks {
         &**self.machines.disks()
     }
 
-    /// Begins work that makes, starts or changes machines.
+    /// Begins work that creates, starts or changes machines.
     pub fn work(&self) -> Result<Working> {
         self.worked.store(true, Ordering::Relaxed);
         let path = self.machines.folder().join(WORKING);
@@ -114,13 +114,13 @@ impl Host {
         Ok(Working { _lock: lock })
     }
 
-    /// A machine, to be changed; waits for another command that does.
+    /// A machine, for changing; waits for another command that changes it.
     pub fn change(&self, name: &str) -> Result<Change> {
         self.worked.store(true, Ordering::Relaxed);
         self.machines.get(name)?.change_within(CHANGE_PATIENCE)
     }
 
-    /// The QEMU found here.
+    /// The installed QEMU.
     pub fn features(&self) -> Result<&Features> {
         if let Some(features) = self.features.get() {
             return Ok(features);
@@ -138,11 +138,11 @@ impl Host {
         {
             return Ok(known.features);
         }
-        // Not among the machines: its folder would pass for one.
+        // Not among the machines, where its folder would be taken for one.
         let features = Features::detect(&self.qemu, &self.machines.folder().join(".probe"))?;
         if let Some(found) = found {
             let known = Known { found, features: features.clone() };
-            // Kept for speed alone: if it cannot be kept, the next command asks QEMU again.
+            // Stored for speed alone: without it, the next command asks QEMU again.
             let kept = serde_json::to_vec(&known).map_err(io::Error::from).map(|text| durable::write(&path, &text));
             if let Err(error) = kept {
                 tracing::debug!("the list of QEMU's features could not be cached: {error}");
@@ -151,7 +151,7 @@ impl Host {
         Ok(features)
     }
 
-    /// Removes or resumes what a killed command has left, and sweeps what no machine refers to any more.
+    /// Removes or resumes what a killed command has left, and sweeps files that no machine needs any more.
     pub fn recover(&self) -> Result<()> {
         self.machines.recover()?;
         for machine in self.machines.list()? {
@@ -170,7 +170,7 @@ impl Host {
         Ok(())
     }
 
-    /// Removes what no machine refers to any more, unless another command is at work.
+    /// Removes files that no machine needs any more, unless another command is at work.
     fn sweep(&self) -> Result<()> {
         let lock = lock_file(&self.machines.folder().join(WORKING))?;
         if lock.try_lock().is_ok() {
@@ -188,7 +188,7 @@ impl Host {
         snapshots::recover(change, self)
     }
 
-    /// Whether a snapshot of a disk is there for clones alone, and goes with the last of them.
+    /// Whether a snapshot of a disk was taken for clones alone, and is deleted with the last of them.
     pub fn is_only_for_clones(&self, snapshot: &str) -> bool {
         let image = snapshot.strip_prefix(crate::instant::freeze::PREFIX);
         snapshot.starts_with(crate::clone::PREFIX) || image.is_some_and(|id| self.images.get(id).is_err())
@@ -216,7 +216,7 @@ impl Host {
     }
 }
 
-/// What a QEMU was when it was asked: when any of it is different, it is asked again.
+/// Properties of a QEMU when it was asked: if any of them differs, it is asked again.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct Found {
     program: PathBuf,
@@ -256,7 +256,8 @@ impl Found {
     }
 }
 
-/// The folder for the memory of a datastore's machines: named by what the datastore's folder is, not by its name.
+/// The folder for the memory of a datastore's machines: named by the identity of the datastore's folder, not by its
+/// name.
 fn memory_folder(datastore: &Path, within: &Path) -> Result<PathBuf> {
     let store = fs::metadata(datastore).during(|| format!("looking at '{}'", datastore.display()))?;
     let user = rustix::process::geteuid().as_raw();

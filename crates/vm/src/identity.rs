@@ -1,4 +1,4 @@
-//! What tells machines apart: UUIDs and network addresses, made from the system's randomness.
+//! Identities of machines: UUIDs and network addresses, from the system's random numbers.
 
 use backend::random;
 use error::{Error, ErrorKind, Result};

@@ -1,4 +1,4 @@
-//! One machine: its folder, its process, and what can be asked of it.
+//! One machine: its folder, its process, and its operations.
 //!
 //! ```text
 //! NAME/machine.toml   the definition
@@ -8,12 +8,12 @@
 //! NAME/held           while a command holds its guest still: what to undo if the command is killed
 //! ```
 //!
-//! 1. A machine runs when the process behind `run` lives; nothing else says so, and nothing has to be kept in step.
-//! 2. Exchanging the link is how one process takes over from another: at every instant there is one that counts.
-//! 3. One change of a machine at a time ([`Machine::change`]); looking at it does not wait for a change.
+//! 1. A machine runs if the process behind `run` lives; there is no second record of that which could disagree.
+//! 2. Replacing the link is how one process takes over from another: at every instant exactly one is the machine's.
+//! 3. One change of a machine at a time ([`Machine::change`]); reading its state does not wait for a change.
 //! 4. A process that the link does not name never executes a guest: it is a successor that did not take over, or a
-//!    predecessor that stands still. The next change of the machine ends it ([`Change::sweep`]).
-//! 5. A guest that a command holds still is resumed if that command is killed: by the next command at the latest.
+//!    predecessor whose guest is paused. The next change of the machine ends it ([`Change::sweep`]).
+//! 5. A guest that a command has paused is resumed if that command is killed: by the next command at the latest.
 
 use crate::agent::Agent;
 use crate::busy::while_busy;
@@ -36,23 +36,23 @@ use std::time::Duration;
 pub const DEFINITION: &str = "machine.toml";
 /// The link to the folder of the process.
 const RUN: &str = "run";
-/// How long the agent of a guest that was frozen may take to answer.
+/// How long the agent of a frozen guest may take to answer.
 const AGENT_PATIENCE: Duration = Duration::from_secs(5);
 /// Longest path of a Unix socket on Linux, in bytes.
 const SOCKET_PATH_MAX: usize = 107;
 /// How long QEMU may take from being started to answering.
 const START_PATIENCE: Duration = Duration::from_secs(60);
-/// Times that a folder is removed in which a process that is about to end puts another file.
+/// Attempts to remove a folder in which a process that is about to end creates files.
 const REMOVALS_MAX: u32 = 10;
-/// The file that says that a command holds the guest still.
+/// The file that records that a command has paused the guest.
 const HELD: &str = "held";
 /// How long its monitor may take to answer.
 const MONITOR_PATIENCE: Duration = Duration::from_secs(20);
 
-/// How long it may take where an answer now is worth more than one for sure.
+/// How long it may take if an early answer matters more than a certain one.
 const GLANCE_PATIENCE: Duration = Duration::from_millis(500);
 
-/// What a machine does.
+/// The state of a machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum MachineState {
@@ -60,7 +60,7 @@ pub enum MachineState {
     Stopped,
     /// Its guest executes.
     Running,
-    /// Its guest stands still.
+    /// Its guest is paused.
     Paused,
     /// It has a process that waits for a state to be loaded, or failed.
     Other,
@@ -72,11 +72,11 @@ pub struct Machine {
     folder: PathBuf,
 }
 
-/// Where the memory of a process is, as its run folder says.
+/// The memory of a process, according to its run folder.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum MemoryRecord {
-    /// Nowhere else.
+    /// Only in the process.
     Private,
     /// A file of this machine's own, removed with it.
     Own(PathBuf),
@@ -87,7 +87,7 @@ pub enum MemoryRecord {
 /// A machine with the right to change it.
 pub struct Change {
     machine: Machine,
-    /// Held for as long as this lives.
+    /// Held as long as this exists.
     _lock: fs::File,
 }
 
@@ -97,21 +97,21 @@ pub struct Start<'a> {
     pub features: &'a Features,
     /// The NBD server of its disks.
     pub nbd: &'a Path,
-    /// Where its memory is.
+    /// Its memory.
     pub memory: Memory,
-    /// The same, to be kept.
+    /// The same, for the record.
     pub record: MemoryRecord,
-    /// It waits for a state.
+    /// Whether it waits for a state.
     pub incoming: bool,
 }
 
 /// A process that is set up and not yet the machine's.
 pub struct Successor {
-    /// Where its sockets are.
+    /// Its sockets.
     pub run: RunFolder,
     /// Its monitor.
     pub monitor: Client,
-    /// Itself.
+    /// The process.
     pub process: Process,
 }
 
@@ -158,12 +158,12 @@ impl Machine {
         }
     }
 
-    /// Its name, as its folder has it.
+    /// Its name, which is that of its folder.
     pub fn name(&self) -> String {
         self.folder.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default()
     }
 
-    /// Where the sockets of its process are, if it has one.
+    /// The sockets of its process, if it has one.
     pub fn run(&self) -> RunFolder {
         RunFolder(self.folder.join(RUN))
     }
@@ -173,7 +173,7 @@ impl Machine {
         Process::find(&self.run().pid_file())
     }
 
-    /// Its process, which it must have.
+    /// Its process; an error if it has none.
     pub fn running(&self) -> Result<Process> {
         let stopped = || Error::new(ErrorKind::Invalid, format!("machine '{}' does not run", self.name()));
         self.process()?.ok_or_else(stopped)
@@ -189,14 +189,14 @@ impl Machine {
             .map_err(|error| error.context(format_args!("machine '{}'", self.name())))
     }
 
-    /// Its guest's agent; `None` when none answers in time.
+    /// Its guest's agent; `None` if none answers in time.
     pub fn agent(&self, patience: Duration) -> Result<Option<Agent>> {
         self.running()?;
         Agent::connect(&self.run().agent(), patience)
             .map_err(|error| error.context(format_args!("machine '{}'", self.name())))
     }
 
-    /// Its state, as far as it can be found at once: `Other` while another command uses its monitor.
+    /// Its state, as far as it is available at once: `Other` while another command uses its monitor.
     pub fn glance(&self) -> Result<MachineState> {
         match self.process()? {
             None => Ok(MachineState::Stopped),
@@ -204,7 +204,7 @@ impl Machine {
         }
     }
 
-    /// What it does.
+    /// Its state.
     pub fn state(&self) -> Result<MachineState> {
         self.state_within(MONITOR_PATIENCE)
     }
@@ -216,7 +216,7 @@ impl Machine {
         let status =
             match self.monitor_within(patience).and_then(|mut monitor| monitor.execute("query-status", json!({}))) {
                 Ok(status) => status,
-                // It ended between the two questions.
+                // It ended between the two queries.
                 Err(_) if self.process()?.is_none() => return Ok(MachineState::Stopped),
                 Err(error) => return Err(error),
             };
@@ -227,7 +227,7 @@ impl Machine {
         })
     }
 
-    /// The folders of its processes, the ended ones too.
+    /// The folders of its processes, including ended ones.
     fn run_folders(&self) -> Result<Vec<PathBuf>> {
         let is_one = |name: &String| {
             let number = name.strip_prefix("run.").unwrap_or("");
@@ -237,7 +237,7 @@ impl Machine {
         Ok(names.into_iter().filter(is_one).map(|name| self.folder.join(name)).collect())
     }
 
-    /// All its processes, those that do not count too.
+    /// All its processes, including those that the link does not name.
     pub fn processes(&self) -> Result<Vec<Process>> {
         let mut all = Vec::new();
         for folder in self.run_folders()? {
@@ -246,18 +246,18 @@ impl Machine {
         Ok(all)
     }
 
-    /// Ends all its processes; none comes to life in their folders while what this gives is there.
+    /// Ends all its processes; no process starts in their folders while the result exists.
     pub fn end_processes(&self) -> Result<Vec<fs::File>> {
         let folders = self.run_folders()?.into_iter();
         folders.map(|folder| Process::claim(&RunFolder(folder).pid_file())).collect()
     }
 
-    /// Removes the memory files that were its processes' alone.
+    /// Removes the memory files that only its processes used.
     pub fn remove_own_memory(&self) -> Result<()> {
         self.run_folders()?.iter().try_for_each(|folder| remove_own_memory(folder))
     }
 
-    /// Whether a command that held its guest still may have been killed.
+    /// Whether a command that had paused its guest may have been killed.
     pub fn is_held(&self) -> bool {
         self.folder.join(HELD).exists()
     }
@@ -268,7 +268,7 @@ impl Machine {
     }
 }
 
-/// Removes the folder of a process that does not count any more, and ends that.
+/// Removes the folder of a process that the link does not name any more, and ends the process.
 fn remove_run_folder(folder: &Path) -> Result<()> {
     let pid_file = RunFolder(folder.into()).pid_file();
     for left in (0..REMOVALS_MAX).rev() {
@@ -276,7 +276,7 @@ fn remove_run_folder(folder: &Path) -> Result<()> {
         let _claim = Process::claim(&pid_file)?;
         remove_own_memory(folder)?;
         match fs::remove_dir_all(folder) {
-            // One that was only just started put a file there meanwhile, maybe its pid file where ours had been.
+            // A process that was just started has created a file meanwhile, maybe its pid file.
             Err(error) if error.kind() == io::ErrorKind::DirectoryNotEmpty && left > 0 => {}
             outcome => return outcome.during(|| format!("removing '{}'", folder.display())),
         }
@@ -284,7 +284,7 @@ fn remove_run_folder(folder: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Removes the memory file that was that process's alone whose folder this is.
+/// Removes the memory file that only the process of this folder used.
 fn remove_own_memory(folder: &Path) -> Result<()> {
     match read_record(folder) {
         Ok(MemoryRecord::Own(file)) => remove_if_there(&file),
@@ -311,13 +311,13 @@ impl Change {
         durable::write(&self.machine.folder.join(DEFINITION), definition.to_text()?.as_bytes())
     }
 
-    /// Sets up a process for it beside the one it may have.
+    /// Sets up a process for it beside the present one, if any.
     pub fn set_up(&self, start: Start<'_>) -> Result<Successor> {
         let definition = self.machine.definition()?;
         let folder = self.next_run_folder()?;
         let result = self.set_up_in(&definition, RunFolder(folder.clone()), start);
         result.inspect_err(|_| {
-            // The log stays for the user where there is one machine to look at: the error quotes it.
+            // The log stays for the user if there is only one machine: the error quotes it.
             let _ = fs::remove_dir_all(&folder);
         })
     }
@@ -368,8 +368,8 @@ impl Change {
         }
     }
 
-    /// Ends processes that do not count, removes what ended ones have left, and the memory files that were theirs
-    /// alone.
+    /// Ends processes that the link does not name, and removes the files of ended ones, including memory files that
+    /// only they used.
     pub fn sweep(&self) -> Result<()> {
         let current = fs::read_link(self.machine.folder.join(RUN)).ok();
         for folder in self.machine.run_folders()? {
@@ -377,7 +377,7 @@ impl Change {
             if !counts {
                 remove_run_folder(&folder)?;
             } else if Process::find(&RunFolder(folder.clone()).pid_file())?.is_none() {
-                // What the guest last said, and what QEMU complained about, stay to be looked at.
+                // The last output of the guest and of QEMU stays for the user.
                 remove_own_memory(&folder)?;
                 remove_if_there(&folder.join("memory"))?;
             }
@@ -385,25 +385,25 @@ impl Change {
         Ok(())
     }
 
-    /// Says that the guest is about to be held still, and goes on should this process be killed. Whether it executes is
-    /// for the caller to have looked at; ends when what this gives is dropped.
+    /// Records that the guest is about to be paused, so that it is resumed if this process is killed. The caller has
+    /// checked whether it executes; ends when the result is dropped.
     pub fn hold(&self, hold: Hold) -> Result<Holding> {
         let path = self.machine.folder.join(HELD);
         let text = serde_json::to_vec(&hold)
             .map_err(|e| Error::new(ErrorKind::Invalid, format!("'{}' cannot be written: {e}", path.display())))?;
-        // Not to be durable: with the power, the guest is gone too.
+        // Not durable: a power cut ends the guest too.
         fs::write(&path, text).during(|| format!("writing '{}'", path.display()))?;
         Ok(Holding { path })
     }
 
-    /// Lets a guest go on whose command was killed. Whether there was one.
+    /// Resumes a guest whose command was killed. Returns whether there was one.
     pub fn let_go_on(&self) -> Result<bool> {
         let path = self.machine.folder.join(HELD);
         let Some(text) = durable::read(&path)? else { return Ok(false) };
-        // Cut short by the kill: it was not held yet.
+        // The command was killed before it paused the guest.
         let hold: Hold = serde_json::from_str(&text).unwrap_or_default();
         if crate::instant::freeze::frozen(&self.machine)?.is_some() {
-            // It is an image now, and goes on from there: its process would go on beside it.
+            // The guest is an image now, and continues from there: its process would continue beside it.
             for process in self.machine.processes()? {
                 process.end()?;
             }
@@ -424,16 +424,16 @@ impl Change {
     }
 }
 
-/// What is to be undone for a guest that is held still.
+/// What has to be undone for a paused guest.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Hold {
-    /// It executed, and is to execute again.
+    /// It executed, and has to execute again.
     pub resume: bool,
     /// Its file systems are frozen by its agent.
     pub thaw: bool,
 }
 
-/// While this lives, the guest may be held still.
+/// While this exists, the guest may be paused.
 pub struct Holding {
     path: PathBuf,
 }
@@ -446,7 +446,7 @@ impl Drop for Holding {
     }
 }
 
-/// Removes a file that may be gone already.
+/// Removes a file that may not exist.
 pub(crate) fn remove_if_there(path: &Path) -> Result<()> {
     match fs::remove_file(path) {
         Err(e) if e.kind() != io::ErrorKind::NotFound => Err(Error::io(format!("removing '{}'", path.display()), e)),

@@ -110,7 +110,7 @@ impl Machines {
 
     /// A folder for something that may not come to its end, with what goes then.
     fn begin(&self, prefix: &str, intent: &Intent) -> Result<(PathBuf, File)> {
-        // Short: sockets lie in it, and their paths may have only so many bytes.
+        // Short, because sockets lie in the folder, and the length of their paths is limited.
         let id: String = new_uuid()?.to_string().chars().take(8).collect();
         let folder = self.folder.join(format!("{prefix}{id}"));
         let made = || format!("making '{}'", folder.display());

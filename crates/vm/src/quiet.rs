@@ -34,7 +34,8 @@ impl Quiet {
         match self {
             Self::Stopped => "the machine did not run".into(),
             Self::Frozen { file_systems, time } => {
-                format!("{file_systems} file systems were frozen by the guest's agent for {:.0} ms", millis(*time))
+                let systems = if *file_systems == 1 { "file system was" } else { "file systems were" };
+                format!("{file_systems} {systems} frozen by the guest's agent for {:.0} ms", millis(*time))
             }
             Self::Running { why: None } => "crash-consistent: the guest ran".into(),
             Self::Running { why: Some(why) } => format!("crash-consistent only: {why}"),

@@ -1,11 +1,11 @@
-//! A disk that gets larger while its machine runs.
+//! Growing a disk while its machine runs.
 //!
-//! QEMU asks an NBD server for the size of an export when it connects, and refuses to grow a disk beyond what it was
-//! told. So the datastore's server grows the disk and ends the machine's connection to it; QEMU connects again with the
-//! next request (that is what its `reconnect-delay` is for) and learns the size; then `block_resize` tells the guest.
+//! QEMU asks an NBD server for the size of an export when it connects, and refuses to grow a disk beyond that size. So
+//! the datastore's server grows the disk and ends the machine's connection to it; QEMU connects again with the next
+//! request (by its `reconnect-delay`) and learns the size; then `block_resize` tells the guest.
 //!
-//! 1. The monitor is at hand before the disk grows: what cannot be told is not begun.
-//! 2. Each step may be repeated, so an interrupted resize is finished by doing it again.
+//! 1. The monitor is connected before the disk grows: without it the resize is not begun.
+//! 2. Each step may be repeated, so repeating an interrupted resize completes it.
 
 use crate::machine::Change;
 use crate::qmp::Client;
@@ -16,10 +16,10 @@ use std::time::{Duration, Instant};
 
 /// How long QEMU may take to connect again and to learn the size.
 const PATIENCE: Duration = Duration::from_secs(30);
-/// How often it is tried.
+/// Number of attempts.
 const INTERVAL: Duration = Duration::from_millis(50);
 
-/// A machine that is about to be told that a disk of it is larger.
+/// A machine that is about to be told that one of its disks has grown.
 pub struct Telling {
     machine: String,
     disk: String,
@@ -37,7 +37,7 @@ impl Telling {
         Ok(Some(Self {
             machine: machine.name(),
             disk: disk.to_owned(),
-            // As its command line calls it.
+            // The name in its command line.
             node: format!("disk{index}"),
             pid: process.pid(),
             monitor: machine.monitor()?,
@@ -49,7 +49,7 @@ impl Telling {
         self.pid
     }
 
-    /// Has QEMU connect again, and tells the guest. The disk has `capacity` bytes already.
+    /// Makes QEMU connect again, and tells the guest. The disk has `capacity` bytes already.
     pub fn finish(mut self, capacity: u64) -> Result<()> {
         grow(&mut self.monitor, &self.node, capacity, PATIENCE).map_err(|error| {
             error.context(format_args!(
@@ -61,12 +61,12 @@ impl Telling {
     }
 }
 
-/// Has a QEMU whose connection was ended learn the size of a block node, and resizes that.
+/// Makes a QEMU whose connection was ended learn the size of a block node, and resizes that.
 pub fn grow(monitor: &mut Client, node: &str, capacity: u64, patience: Duration) -> Result<()> {
     let deadline = Instant::now() + patience;
     loop {
-        // A request makes QEMU notice that the connection has ended. QEMU prints errors of this one on its standard
-        // output; what counts is the answer to the next command.
+        // A request makes QEMU notice that the connection has ended. QEMU prints errors of this request on its standard
+        // output; the result of the next command is what counts.
         let read = format!("qemu-io {node} \"read -q 0 512\"");
         monitor.execute("human-monitor-command", json!({ "command-line": read }))?;
         match monitor.execute("block_resize", json!({ "node-name": node, "size": capacity })) {

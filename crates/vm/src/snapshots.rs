@@ -1,4 +1,4 @@
-//! Snapshots of machines: all disks at one point, with the memory of that point or without.
+//! Snapshots of machines: all disks at one point in time, with or without the memory of that point.
 //!
 //! ```text
 //! NAME/snapshots/SNAPSHOT/snapshot.toml   the record, with the definition of that time
@@ -7,11 +7,11 @@
 //! NAME/reverting                          names the snapshot that the machine is being reverted to
 //! ```
 //!
-//! 1. A snapshot is there when its folder has its name, and then all of it is. One that was half taken or half deleted
-//!    goes with the next command.
-//! 2. A guest stands still for as long as the snapshots of the disks and its device state take; its memory is copied
-//!    afterwards, from an image that it goes on above (see `instant::running`).
-//! 3. Reverting that was interrupted is done again: it asks for the same whenever it is done.
+//! 1. A snapshot exists when its folder has its name, and is complete then. The next command removes one that was being
+//!    taken or deleted when a command was killed.
+//! 2. A guest is paused only while the snapshots of the disks and its device state are taken; its memory is copied
+//!    afterwards, from an image above which it continues (see `instant::running`).
+//! 3. An interrupted revert is repeated: it has the same result whenever it runs.
 
 use crate::busy::while_busy;
 use crate::definition::Definition;
@@ -41,10 +41,10 @@ const OLD: &str = ".old-";
 const VERSION: u32 = 1;
 /// Longest name.
 const NAME_MAX: usize = 63;
-/// How long disks may take to be free of a process that was ended.
+/// How long the disks may stay open after their process was ended.
 const RELEASE_PATIENCE: Duration = Duration::from_secs(20);
 
-/// What a snapshot is.
+/// A snapshot.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Record {
@@ -54,7 +54,7 @@ pub struct Record {
     pub name: String,
     /// When it was taken, in seconds since 1970.
     pub created: u64,
-    /// How quiet the guest was: `stopped`, `quiesced`, `crash-consistent`, or `memory` where its memory was taken too.
+    /// State of the guest: `stopped`, `quiesced`, `crash-consistent`, or `memory` if its memory was taken too.
     pub consistency: String,
     /// The snapshots of its disks, in their order.
     #[serde(default, rename = "disk")]
@@ -63,7 +63,7 @@ pub struct Record {
     pub machine: Definition,
 }
 
-/// What is to be kept should the maker of a snapshot be killed.
+/// What has to be removed if the process that takes a snapshot is killed.
 #[derive(Serialize, Deserialize)]
 struct Intent {
     begun: u64,
@@ -71,7 +71,7 @@ struct Intent {
     disks: Vec<Snapshot>,
 }
 
-/// How a snapshot is taken.
+/// Options of a new snapshot.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Options {
     /// With memory.
@@ -80,14 +80,14 @@ pub struct Options {
     pub quiesce: bool,
 }
 
-/// What taking one has cost.
+/// The result of taking one.
 #[derive(Clone, Debug)]
 pub struct Taken {
     /// The snapshot.
     pub record: Record,
-    /// How quiet the guest was; `None` where its memory was taken.
+    /// State of the guest; `None` if its memory was taken.
     pub quiet: Option<Quiet>,
-    /// How long it stood still for its memory's sake.
+    /// How long the guest was paused for its memory.
     pub stun: Option<Duration>,
 }
 
@@ -98,7 +98,7 @@ impl Record {
     }
 }
 
-/// Whether a snapshot may be called that.
+/// Whether a snapshot may have that name.
 pub fn check_name(name: &str) -> Result<()> {
     let plain = name.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte));
     if name.is_empty() || name.len() > NAME_MAX || !plain || name.starts_with(['.', '-']) {
@@ -232,7 +232,7 @@ fn take_in(
     Ok(Taken { record, quiet, stun })
 }
 
-/// Takes disks, device state and memory; for how long the guest stood still.
+/// Takes disks, device state and memory; returns how long the guest was paused.
 fn with_memory(
     host: &Host,
     change: &Change,
@@ -249,7 +249,7 @@ fn with_memory(
         keep(&taken.image.state(), &new.join("state"))?;
         return Ok(stun);
     }
-    // It stands still already, and goes on doing so.
+    // The guest is paused already, and stays so.
     let process = machine.running()?;
     let mut monitor = machine.monitor()?;
     state::prepare(&mut monitor, features)?;
@@ -270,7 +270,7 @@ fn keep(from: &Path, to: &Path) -> Result<()> {
     copy.sync_all().during(|| format!("writing '{}'", to.display()))
 }
 
-/// Takes back a snapshot that is not to be.
+/// Removes a snapshot that could not be completed.
 fn undo(disks: &dyn Disks, new: &Path) -> Result<()> {
     let intent: Option<Intent> = durable::read(&new.join(INTENT))?.and_then(|text| toml::from_str(&text).ok());
     for snapshot in intent.iter().flat_map(|intent| &intent.disks) {
@@ -292,7 +292,7 @@ fn ignore_missing(outcome: Result<()>) -> Result<()> {
 /// Deletes a snapshot.
 ///
 /// # Errors
-/// `Busy`, with nothing done, while clones stand on it.
+/// `Busy`, with nothing changed, while clones are based on it.
 pub fn delete(host: &Host, change: &Change, name: &str) -> Result<()> {
     let machine = change.machine();
     let record = get(machine, name)?;
@@ -331,8 +331,8 @@ fn finish_deleting(disks: &dyn Disks, old: &Path) -> Result<()> {
     fs::remove_dir_all(old).during(|| format!("removing '{}'", old.display()))
 }
 
-/// Makes a machine as it was at a snapshot: what it is now is lost. With memory, its guest goes on where it was,
-/// unless `paused`; without, the machine is off afterwards.
+/// Makes a machine equal to a snapshot: its present state is lost. With memory, its guest continues there, unless
+/// `paused`; without, the machine is off afterwards.
 pub fn revert(host: &Host, change: &Change, name: &str, paused: bool) -> Result<MachineState> {
     let machine = change.machine();
     let record = get(machine, name)?;
@@ -344,8 +344,8 @@ pub fn revert(host: &Host, change: &Change, name: &str, paused: bool) -> Result<
     let features = host.features()?;
     let from = folder(machine).join(name);
     let file = host.images().new_memory()?;
-    // If this process is killed from here on, the machine is off or it executes: no unknown process is left, and none
-    // whose guest stands still.
+    // If this process is killed from here on, the machine is off or it executes: no unknown process is left, and no
+    // process with a paused guest.
     let _holding = change.hold(Hold { resume: !paused, thaw: false })?;
     let begun = pages::copy_file(&from.join("memory"), &file).and_then(|_| {
         let mut successor = change.set_up(Start {
@@ -379,7 +379,7 @@ pub fn revert(host: &Host, change: &Change, name: &str, paused: bool) -> Result<
     }
 }
 
-/// The part that is done again if it is interrupted.
+/// The part that is repeated after an interruption.
 fn revert_disks(host: &Host, change: &Change, record: &Record) -> Result<()> {
     let machine = change.machine();
     if let Some(process) = machine.process()? {
@@ -396,13 +396,13 @@ fn revert_disks(host: &Host, change: &Change, record: &Record) -> Result<()> {
     durable::sync(machine.folder())
 }
 
-/// Whether a killed command has left something.
+/// Whether a killed command has left a snapshot or revert unfinished.
 pub fn is_unfinished(machine: &Machine) -> bool {
     let half = |name: &String| name.starts_with(NEW) || name.starts_with(OLD);
     machine.folder().join(REVERTING).exists() || names(machine).is_ok_and(|names| names.iter().any(half))
 }
 
-/// Brings to an end what a killed command has left.
+/// Completes or removes what a killed command has left unfinished.
 pub fn recover(change: &Change, host: &Host) -> Result<()> {
     let machine = change.machine();
     if !is_unfinished(machine) {

@@ -21,27 +21,27 @@ use work::Progress;
 /// Longest name of a disk or snapshot, in bytes.
 const NAME_MAX: usize = 200;
 
-/// Finds a folder by what a record calls it.
+/// Finds a folder by its path in a record.
 pub type FolderFinder = Arc<dyn Fn(&str) -> Result<Folder> + Send + Sync>;
 
-/// How disks are opened.
+/// Options for opening disks.
 #[derive(Clone)]
 pub struct Options {
     /// How flat images are read and written.
     pub mode: IoMode,
-    /// Where identities come from.
+    /// The source of random identities.
     pub random: Entropy,
     /// Folders that images may refer to, besides their own.
     pub permitted: Vec<PathBuf>,
-    /// Take a parent that was changed since its child was made.
+    /// Accept a parent that was changed since its child was made.
     pub force_parent: bool,
-    /// Replay the journal of a SEsparse image that was not closed properly, as far as it can be proven whole.
+    /// Replay the journal of a SEsparse image that was not closed properly, as far as it can be proven.
     pub replay_journal: bool,
     /// What the image is that [`Disk::adopt`] is given; otherwise its first bytes say it, or its name if it is raw.
     pub adopted: Option<Format>,
     /// A layer above the head, to which all writes go.
     pub overlay: Option<Arc<dyn Layer>>,
-    /// How folders of other images are found; by their path if nothing is said.
+    /// How folders of other images are found; by their path if this is not set.
     pub folders: Option<FolderFinder>,
 }
 
@@ -60,18 +60,18 @@ impl Default for Options {
     }
 }
 
-/// A disk to be made.
+/// Parameters of a new disk.
 #[derive(Clone, Debug)]
 pub struct NewDisk {
-    /// Name; its files are called so too.
+    /// Name, also of its files.
     pub name: String,
     /// Capacity in bytes.
     pub capacity: u64,
-    /// What the base is made of.
+    /// The format of the base.
     pub kind: ImageKind,
-    /// What snapshots are made of; what vSphere would take if nothing is said.
+    /// The format of snapshots; that of vSphere if this is not set.
     pub delta: Option<DeltaFormat>,
-    /// The adapter that its geometry is made for.
+    /// The adapter for which its geometry is computed.
     pub adapter: Adapter,
 }
 
@@ -88,7 +88,7 @@ struct Issued {
     nodes: Vec<u32>,
 }
 
-/// What is known in memory.
+/// The state in memory.
 pub(crate) struct State {
     pub record: Record,
     issued: Vec<Issued>,
@@ -97,13 +97,13 @@ pub(crate) struct State {
     pub closed: bool,
     /// Why the head is not opened: it stopped, and opening it again has begun and not succeeded.
     pub stopped: Option<String>,
-    /// What was acknowledged may have been lost with a chain that was let go since the disk was open last.
+    /// Acknowledged writes may have been lost with a chain that was dropped since the disk was last opened.
     pub lost: bool,
-    /// A flush may have failed: the next opening does not trust what the cache shows.
+    /// A flush may have failed: the next opening does not rely on the page cache.
     pub doubtful: bool,
-    /// Opening found no room to finish what was under way.
+    /// The opening found no room to finish an interrupted operation.
     pub unsettled: bool,
-    /// The record's last replacement failed, and the medium may have the old record or the new one.
+    /// The last replacement of the record failed, and the medium may have the old record or the new one.
     pub failed: bool,
 }
 
@@ -159,21 +159,21 @@ impl Disk {
         Ok(Arc::new(disk))
     }
 
-    /// Opens the disk of a folder. What was interrupted is finished or undone first.
+    /// Opens the disk of a folder. Interrupted operations are finished or undone first.
     ///
     /// # Errors
-    /// `NotFound` when there is none, also when its creation or deletion was interrupted.
+    /// `NotFound` if there is none, also if its creation or deletion was interrupted.
     pub fn open(home: Folder, options: &Options) -> Result<Arc<Self>> {
         let owner = Owner::lock(&home)?;
         let directory = &**home.directory();
         let was_closed = medium::take_mark(directory)?;
         if !was_closed {
-            // The record that is found stays.
+            // The existing record stays.
             medium::sync_folder(&home, RECORD_NAME)?;
         }
         let loaded = stored::load(directory);
         if loaded.as_ref().is_err_and(|error| error.kind() == ErrorKind::NotFound) {
-            // A creation that never had a record has nothing else either.
+            // A creation without a record has created nothing else either.
             remove(directory, RECORD_NEW)?;
             directory.sync().map_err(|error| Error::io("making removals durable", error))?;
         }
@@ -187,7 +187,7 @@ impl Disk {
         Ok(Arc::new(disk))
     }
 
-    /// A disk whose record says that it is being made.
+    /// A disk whose record says that it is being created.
     pub(crate) fn begin_new(home: Folder, record: Record, options: &Options) -> Result<Self> {
         let owner = Owner::lock(&home)?;
         let directory = &**home.directory();
@@ -210,11 +210,11 @@ impl Disk {
         Ok(disk)
     }
 
-    /// Ends the making of a disk: what failed is taken back.
+    /// Ends the creation of a disk: a failed one is undone.
     pub(crate) fn end_new(&self, outcome: Result<()>) -> Result<()> {
         let Err(error) = outcome else { return Ok(()) };
         if !self.state.lock().failed {
-            // What stays is taken back at the next opening.
+            // The next opening undoes the rest.
             if let Err(second) = self.forget() {
                 tracing::warn!(%second, "what was made of a disk could not be removed");
             }
@@ -251,7 +251,7 @@ impl Disk {
         let mut files: Vec<FileRecord> =
             pending.flat_map(|pending| pending.made.iter().chain(&pending.gone)).cloned().collect();
         if record.is_going() {
-            // A descriptor goes after the extents that only it names: what a crash leaves can still be found.
+            // A descriptor is removed after the extents that only it names, so that they can be found after a crash.
             let made = record.nodes.iter().filter(|node| node.standing == ImageOwnership::Made);
             files.extend(made.flat_map(|node| self.files(&record, node).into_iter().rev()));
         }
@@ -272,7 +272,7 @@ impl Disk {
         sync()
     }
 
-    /// The right to change the tree; what an earlier change has left is finished first.
+    /// The right to change the tree, after completing an earlier change.
     pub(crate) fn begin(&self, what: &str) -> Result<Operation<'_>> {
         let operation = self.begin_over(what)?;
         self.check_not_stopped()?;
@@ -280,7 +280,7 @@ impl Disk {
         Ok(operation)
     }
 
-    /// The right to change the tree, whatever an earlier change has left.
+    /// The right to change the tree, without completing an earlier change.
     fn begin_over(&self, what: &str) -> Result<Operation<'_>> {
         let operation = self.begin_alone(what)?;
         self.check_usable()?;
@@ -300,7 +300,7 @@ impl Disk {
         Ok(Operation(guard))
     }
 
-    /// An error while opening it again has not succeeded.
+    /// The error while opening it again has not succeeded.
     fn check_not_stopped(&self) -> Result<()> {
         let state = self.state.lock();
         let Some(why) = &state.stopped else { return Ok(()) };
@@ -318,7 +318,7 @@ impl Disk {
         Ok(())
     }
 
-    /// An error where the head is only read, or is not all there is.
+    /// Fails if the head is read only, or another layer is above it.
     pub(crate) fn check_writable(&self, record: &Record, what: &str) -> Result<()> {
         if self.options.overlay.is_some() {
             let text = format!("disk '{}' is being imported: {what} has to wait until that is done", record.name);
@@ -340,12 +340,12 @@ impl Disk {
         self.committed(record, stored::replace(directory))
     }
 
-    /// Whether its lock is still what others would lock.
+    /// Whether its lock is still the file that other processes would lock.
     pub(crate) fn is_owner(&self) -> bool {
         self.owner.holds()
     }
 
-    /// Stops the disk once its lock is no longer what others would lock.
+    /// Stops the disk if its lock is no longer the file that other processes would lock.
     fn check_owner(&self) -> Result<()> {
         if self.is_owner() {
             return Ok(());
@@ -362,7 +362,7 @@ impl Disk {
         Err(Error::new(ErrorKind::Stopped, text))
     }
 
-    /// What becomes of the disk after an attempt to replace its record.
+    /// The state of the disk after an attempt to replace its record.
     fn committed(&self, record: Record, outcome: std::result::Result<(), NotStored>) -> Result<()> {
         match outcome {
             Ok(()) => {
@@ -402,7 +402,7 @@ impl Disk {
         &self.home
     }
 
-    /// The head's line, opened if it is not.
+    /// The head's line, opened if necessary.
     pub(crate) fn head_line(&self) -> Result<Arc<Line>> {
         self.check_usable()?;
         self.check_not_stopped()?;
@@ -429,7 +429,7 @@ impl Disk {
         self.head.lock().clone()
     }
 
-    /// Lets go of the head's line: the next user opens another.
+    /// Drops the head's line: the next user opens another.
     pub(crate) fn drop_head(&self) -> Option<Arc<Line>> {
         self.head.lock().take()
     }
@@ -449,7 +449,7 @@ impl Disk {
         Ok(Arc::clone(&self.head_line()?.chain))
     }
 
-    /// Levels of the head's chain that snapshots name, newest first: what is above one has changed since.
+    /// Levels of the head's chain that snapshots name, newest first: levels above one have changed since.
     pub fn bases(&self) -> Result<Vec<(String, chain::LevelKey)>> {
         let line = self.head_line()?;
         let record = self.record();
@@ -482,7 +482,7 @@ impl Disk {
     /// Claims images for an operation that writes them.
     ///
     /// # Errors
-    /// `Busy` while a snapshot's chain with one of them is held.
+    /// `Busy` while a snapshot's chain that contains one of them is held.
     pub(crate) fn claim(&self, nodes: &[u32]) -> Result<Claim<'_>> {
         let _head = self.head.lock();
         let mut state = self.state.lock();
@@ -506,7 +506,7 @@ impl Disk {
         })
     }
 
-    /// Notes what lies above the head, for the caller that put it there.
+    /// Notes the layer above the head, for the caller that put it there.
     pub fn set_overlay(&self, overlay: Option<String>) -> Result<()> {
         self.noting(|| {
             let _operation = self.begin("noting the overlay")?;
@@ -516,7 +516,7 @@ impl Disk {
         })
     }
 
-    /// Flushes and closes. Later changes fail. What there is no room to flush stays open, to be closed again.
+    /// Flushes and closes. Later changes fail. A level without room for its flush stays open, to be closed again.
     pub fn close(&self) -> Result<()> {
         let Some(_operation) = self.operation.try_lock() else {
             let text = format!("disk '{}' cannot be closed while an operation is under way", self.name());
@@ -541,7 +541,7 @@ impl Disk {
         Ok(())
     }
 
-    /// Removes it: its record and the files that it made. Needs no room, whatever was under way.
+    /// Removes the disk: its record and the files that it created. Needs no room, whatever was under way.
     ///
     /// # Errors
     /// `Busy` while linked clones stand on it.
@@ -559,7 +559,7 @@ impl Disk {
                 return Err(Error::new(ErrorKind::Busy, text));
             }
             match self.carry_out(&record) {
-                // The files that the unfinished work needs are removed too, unless adopted images have to be kept.
+                // The files of the unfinished work are removed too, unless adopted images have to be kept.
                 Err(error) if error.kind() == ErrorKind::NoSpace && !record.has_adopted() => {}
                 other => other?,
             }
@@ -567,7 +567,7 @@ impl Disk {
             let line = self.drop_head();
             let committed = self.committed(record, stored::give_up(&**self.home.directory()));
             self.state.lock().closed = committed.is_ok();
-            // What cannot be flushed is being thrown away, or the disk stays.
+            // Writes that cannot be flushed are dropped with the disk; otherwise the disk could not be removed.
             let failed = line.and_then(|line| self.lay_down(&line));
             committed.inspect_err(|_| self.stay_stopped(failed))?;
             self.forget()
@@ -575,7 +575,7 @@ impl Disk {
     }
 }
 
-/// Images that an operation writes, until it is dropped.
+/// Images that an operation writes, until this is dropped.
 pub(crate) struct Claim<'a>(&'a Disk);
 
 impl Drop for Claim<'_> {
@@ -629,7 +629,7 @@ pub(crate) fn check_name(what: &str, name: &str) -> Result<()> {
     Ok(())
 }
 
-/// The adapter that a base says it was made for.
+/// The adapter in the descriptor of a base.
 pub(crate) fn adapter_of(image: &Image) -> Adapter {
     let descriptor = image.descriptor();
     let name = descriptor.as_ref().and_then(|descriptor| descriptor.database.get("ddb.adapterType"));

@@ -1,4 +1,4 @@
-//! Figures of a disk for people, and the tunables that they turn.
+//! Statistics of a disk for users, and its tunables.
 
 use crate::disk::Disk;
 use crate::record::{ImageOwnership, Tunables};
@@ -9,7 +9,7 @@ use layer::flat::{Counters, Provisioning};
 use layer::image::{ImageKind, Place};
 use std::sync::Arc;
 
-/// Tunables to be changed; `None` leaves one as it is.
+/// Changes of tunables; `None` leaves one unchanged.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Tuning {
     /// Most extents in the metadata cache.
@@ -27,15 +27,15 @@ pub struct Tuning {
 /// A file of a disk.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FileInfo {
-    /// Its path, or its name where there are no paths.
+    /// Its path, or its name if there are no paths.
     pub path: String,
-    /// Whose it is.
+    /// Its ownership.
     pub standing: ImageOwnership,
-    /// Which image has it.
+    /// The image to which it belongs.
     pub node: u32,
 }
 
-/// What a disk is.
+/// Information about a disk.
 #[derive(Clone, Debug)]
 pub struct Info {
     /// Name.
@@ -44,15 +44,15 @@ pub struct Info {
     pub uuid: String,
     /// Capacity in bytes.
     pub capacity: u64,
-    /// Kind of the base, as `-d` takes it.
+    /// Kind of the base, in the form of `-d`.
     pub kind: String,
     /// Format of new deltas.
     pub delta: DeltaFormat,
-    /// How the base has its space; `None` where it takes it grain by grain.
+    /// Provisioning type of the base; `None` if it has none.
     pub provisioning: Option<Provisioning>,
-    /// VMware's `nb` and `tbz`, where the base is flat.
+    /// VMware's `nb` and `tbz`, if the base is flat.
     pub counters: Option<Counters>,
-    /// In how many runs the flat base lies on the medium, where that can be told.
+    /// Number of contiguous runs of the flat base on the medium, if that is known.
     pub fragments: Option<u64>,
     /// Levels of the head's chain.
     pub levels: usize,
@@ -62,7 +62,7 @@ pub struct Info {
     pub formats: Vec<&'static str>,
     /// Files of all images, side branches included.
     pub files: Vec<FileInfo>,
-    /// When it was made: seconds since 1970.
+    /// Time of creation: seconds since 1970.
     pub created: u64,
     /// Space of the head's chain.
     pub usage: Usage,
@@ -73,7 +73,7 @@ pub struct Info {
 }
 
 impl Disk {
-    /// What it is, with figures of its files.
+    /// Information about the disk, with figures of its files.
     pub fn info(&self) -> Result<Info> {
         let line = self.head_line()?;
         let record = self.record();
@@ -117,7 +117,7 @@ impl Disk {
         })
     }
 
-    /// Figures of the head's chain.
+    /// Statistics of the head's chain.
     pub fn statistics(&self) -> Statistics {
         self.open_head().map(|line| line.chain.statistics()).unwrap_or_default()
     }
@@ -137,7 +137,7 @@ impl Disk {
                 levels_max: tuning.levels_max.unwrap_or(levels_max),
             };
             let now = *now;
-            // The chain checks the values before any is kept.
+            // The chain checks the values before any is stored.
             let chain = self.head_line()?;
             let chain = &chain.chain;
             chain.set_tunables(chain::Tunables {

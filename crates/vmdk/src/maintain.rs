@@ -1,7 +1,7 @@
-//! Long work on images in use: giving flat disks their space or taking it back, wiping and shrinking deltas, checking.
+//! Long work on images in use: filling and punching flat disks, wiping and shrinking deltas, checking.
 //!
-//! The head's image is worked on as it is open. A level below is opened for writing for that time; what clones or open
-//! snapshots read is left alone, for another opening of it would not know which grains were moved.
+//! The head's image is worked on in its open state. A level below is opened for writing meanwhile. Images that clones
+//! or open snapshots read are not changed, because another opening would not know which grains were moved.
 
 use crate::disk::Disk;
 use crate::record::Record;
@@ -10,29 +10,29 @@ use layer::flat::FILE_BLOCK;
 use layer::image::Image;
 use work::Progress;
 
-/// What a check of a disk found.
+/// The result of a check of a disk.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Checked {
-    /// Images looked at.
+    /// Images checked.
     pub images: usize,
-    /// The first problems that are left, in words.
+    /// The first remaining problems, as text.
     pub problems: Vec<String>,
-    /// How many there are.
+    /// Number of remaining problems.
     pub problem_count: u64,
-    /// The first problems that were put right, in words.
+    /// The first repaired problems, as text.
     pub mended: Vec<String>,
-    /// Bytes that nothing names: what wiping and shrinking return.
+    /// Bytes that nothing names: wiping and shrinking return them.
     pub dead: u64,
-    /// Problems that were put right.
+    /// Number of repaired problems.
     pub repaired: u64,
 }
 
-/// What wiping, shrinking or giving back zeros has freed, in bytes.
+/// The result of wiping, shrinking or punching, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Freed {
     /// Found dead or full of zeros, and free for new data in the same files.
     pub freed: u64,
-    /// Given back to the file system.
+    /// Returned to the file system.
     pub returned: u64,
     /// Moved for that.
     pub moved: u64,
@@ -162,7 +162,7 @@ impl Disk {
         })
     }
 
-    /// Does work on an image of the head's chain, open for writing.
+    /// Runs work on an image of the head's chain, open for writing.
     fn on_image<T>(&self, node: u32, what: &str, work: impl FnOnce(&Image) -> Result<T>) -> Result<T> {
         let record = self.record();
         let line = self.head_line()?;
@@ -175,7 +175,7 @@ impl Disk {
             return Err(Error::new(ErrorKind::ReadOnly, text));
         }
         drop(level);
-        // The level's other opening, of which the cache may know places, has them where they are until it is moved.
+        // The other opening of the level, whose places may be cached, is valid until the first move.
         let claim = self.claim(&[node])?;
         self.set_writing(&line, node)?;
         let result = line.expect(node).and_then(|level| line.chain.while_moving(level.key, || work(&level.image)));

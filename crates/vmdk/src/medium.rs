@@ -33,7 +33,7 @@ pub(crate) struct Failed {
     lost: bool,
 }
 
-/// Takes the mark away before anything is read; whether it was there.
+/// Removes the mark of a clean close before anything is read; returns whether there was one.
 pub(crate) fn take_mark(directory: &dyn Directory) -> Result<bool> {
     match directory.remove(CLOSED_NAME) {
         Ok(()) => Ok(true),

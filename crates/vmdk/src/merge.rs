@@ -12,13 +12,13 @@
 //! remove     C's files                                    F's files
 //! ```
 //!
-//! 1. Whatever is interrupted before the commit leaves a chain that reads as before (see `chain::consolidate`). Merging
-//!    down, the state that F was a snapshot of is given up when F is first written, so its name goes before; a level
-//!    that is left over is merged by the next deletion or consolidation, or found by [`Disk::redundant`]. Merging up,
-//!    the snapshot stays until the commit.
-//! 2. The image that is written is never open twice, and no other chain reads it.
-//! 3. An image with several children is merged into none of them: a deleted snapshot of such a one loses its name, and
-//!    is held until one child is left.
+//! 1. An interruption before the commit leaves a chain that reads as before (see `chain::consolidate`). Merging down,
+//!    the state of F's snapshot is given up when F is first written, so its name is removed before; the next deletion
+//!    or consolidation merges a level that is left, or [`Disk::redundant`] finds it. Merging up, the snapshot stays
+//!    until the commit.
+//! 2. The written image is never open twice, and no other chain reads it.
+//! 3. An image with several children is merged into none of them: if its snapshot is deleted, the name is removed, and
+//!    the image is kept until one child is left.
 
 use crate::disk::{Claim, Disk};
 use crate::line::Line;
@@ -31,26 +31,26 @@ use std::sync::Arc;
 use work::Progress;
 
 /// Bytes of payload for which one byte of metadata is counted beside tables: maps of free space, owners of grains, and
-/// those of the file system.
+/// metadata of the file system.
 const METADATA_SHARE: u64 = 64;
-/// Extents of a source asked for at a time.
+/// Extents of a source requested at a time.
 const EXTENTS: usize = 256;
-/// Ranges for which room is looked for before a merge, at the most: 4 MiB of memory. A disk in more pieces than that
-/// finds out on the way.
+/// Ranges for which room is checked before a merge, at most: 4 MiB of memory. A merge of more ranges finds a lack of
+/// room while it runs.
 const RANGES_MAX: usize = 1 << 18;
 
-/// Which way a snapshot's image is merged.
+/// The direction in which a snapshot's image is merged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Direction {
-    /// The snapshot's image takes what is newer, and its name.
+    /// The snapshot's image takes the newer data, and the name of the image above.
     Down,
-    /// What is newer takes the rest of the snapshot's image.
+    /// The image above takes the rest of the snapshot's image.
     Up,
 }
 
 impl Disk {
-    /// Deletes a snapshot. Where one image stands on its, they become one, in the direction asked for or in the one
-    /// that copies less. Where several do, its image is held until one is left.
+    /// Deletes a snapshot. If its image has one child, the two are merged, in the requested direction or in the one
+    /// that copies less. If it has several, the image is kept until one is left.
     ///
     /// # Errors
     /// `Busy` while linked clones stand on it or its chain is open. `Interrupted` when the watcher stopped it: merging
@@ -84,8 +84,8 @@ impl Disk {
         })
     }
 
-    /// Merges the head's chain into its base, as far down as it can be written and nothing else stands on it. The
-    /// snapshots between go.
+    /// Merges the head's chain into its base, as far down as it can be written and nothing else depends on it. The
+    /// snapshots between are removed.
     ///
     /// # Errors
     /// `Busy` when there is something to merge, and snapshots of other branches or linked clones stand on all of it.
@@ -157,7 +157,7 @@ impl Disk {
         }
     }
 
-    /// Which way to merge an image and the only one that stands on it; `None` if neither can be.
+    /// The direction in which to merge an image and its only child; `None` if neither is possible.
     fn direction(
         &self,
         record: &Record,
@@ -182,7 +182,7 @@ impl Disk {
             None => {}
         }
         if !can_down {
-            // A whole foreign base is copied only when the user asks for it.
+            // A complete foreign base is copied only if the user asks for it.
             return Ok(None);
         }
         if can_up {
@@ -195,7 +195,7 @@ impl Disk {
         Ok(Some(Direction::Down))
     }
 
-    /// Capacity of an image, and how much it holds.
+    /// Capacity of an image, and the bytes that it holds.
     fn layer_figures(&self, record: &Record, id: u32) -> Result<(u64, u64)> {
         let open = self.open_head().and_then(|line| line.level(id)).map(|level| level.image);
         let image = match open {
@@ -222,7 +222,7 @@ impl Disk {
         self.claim(nodes).map(drop)
     }
 
-    /// The line that an image is part of: the head's, or one of its own.
+    /// The line of an image: the head's, or one of its own.
     fn line_with(&self, record: &Record, top: u32) -> Result<(Arc<Line>, bool)> {
         let head = self.head_line()?;
         match head.level(top) {
@@ -239,7 +239,7 @@ impl Disk {
         let (line, _) = self.line_with(&record, newest)?;
         let top = line.expect(newest)?;
         if newest == record.head {
-            // Its identity stays from here on, for the target to take it.
+            // Its identity stays from here on, so that the target can take it.
             self.with_room(&record, || top.image.renew_content())?;
         }
         let below = line.expect(target)?;
@@ -256,26 +256,26 @@ impl Disk {
             true => None,
             false => Some(Arc::new(self.open_image(&record, target, true)?)),
         };
-        // So is a lack of room: from the announcement on, the snapshot's state cannot be had back.
+        // A lack of room fails here too: after the announcement the snapshot's state cannot be restored.
         let room = self.take_room(&line, sources, writable.as_deref().unwrap_or(&below.image));
         let mut announced = record.clone();
         announced.snapshots.retain(|snapshot| snapshot.node != target && !sources[1..].contains(&snapshot.node));
         let merging = Merging { side: MergeSide::Down, node: target, above: Some(lowest), content: None };
         announced.pending = Some(Pending { merging: Some(merging), ..Pending::new("merge down") });
-        // The room for the record of the merged disk is taken by then, too.
+        // The room for the record of the merged disk is reserved by then, too.
         let spare = room.and_then(|()| self.set_aside(&announced, sources, target));
         let announced = spare.and_then(|spare| self.commit(announced).map(|()| spare));
         let spare = match announced {
             Ok(spare) => spare,
             Err(error) => {
                 if let Some(image) = writable {
-                    // Opening it has marked it as in use.
+                    // The opening has marked it as in use.
                     image.layer().close()?;
                 }
                 return Err(error);
             }
         };
-        // The announcement may have taken it, and given the room of the record before back.
+        // The announcement may have used it, and returned the room of the record before.
         spare.renew();
         let exchanged = writable.map_or(Ok(()), |image| line.exchange(target, image));
         let outcome = exchanged.and_then(|()| {
@@ -288,7 +288,7 @@ impl Disk {
         ended
     }
 
-    /// Refuses a merge for which there is no room, and takes it where the format of the target allows that.
+    /// Refuses a merge for which there is no room, and reserves it if the format of the target allows that.
     fn take_room(&self, line: &Line, sources: &[u32], into: &Image) -> Result<()> {
         let (layer, mut held) = (into.layer(), Vec::new());
         for source in sources {
@@ -305,7 +305,8 @@ impl Disk {
             if taken == 0 || table == 0 {
                 continue;
             }
-            // Each table once: ranges are in the order of the disk. Where the target has something, it has a table.
+            // Each table is counted once: ranges are in the order of the disk. Where the target has data, it has a
+            // table.
             for index in (range.start / mapped).max(next)..range.end.div_ceil(mapped) {
                 let part = index * mapped..((index + 1) * mapped).min(layer.capacity());
                 tables += u64::from(layer.room_needed(part.clone())? == part.end - part.start);
@@ -334,26 +335,26 @@ impl Disk {
         Error::new(ErrorKind::NoSpace, text)
     }
 
-    /// Takes that much behind the end of an image, and gives it back. The room that `statfs` reports may not be there:
-    /// it is more than there is on a btrfs that is nearly full, and leaves quotas out.
+    /// Reserves that much behind the end of an image, and returns it. The room that `statfs` reports may not exist: it
+    /// is too high on a btrfs that is nearly full, and ignores quotas.
     fn prove_room(&self, into: &Image, bytes: u64) -> Result<()> {
-        // The first extent may be one of zeros, or only read.
+        // The first extent may be one of zeros, or read only.
         let Ok(file) = into.layer().file(0) else { return Ok(()) };
         let Ok(end) = file.len() else { return Ok(()) };
         let taken = file.reserve(end, bytes);
-        // A part may have been taken. Where this fails, the file is longer than it needs to be.
+        // A part may have been reserved. If this fails, the file is longer than necessary.
         let given_back = file.set_len(end);
         match taken {
             Err(error) if error::lacks_space(&error) => Err(self.lacks_room(into, bytes, "does not give them")),
             Ok(()) => given_back.map_err(|error| Error::io("giving back room in the file system", error)),
-            // The merge's own writes meet every other failure.
+            // Other failures occur in the merge's own writes.
             Err(_) => Ok(()),
         }
     }
 
     fn commit_down(&self, line: &Line, sources: &[u32], target: u32) -> Result<()> {
         let after = self.merged_down(&self.record(), sources, target)?;
-        // What the record names is durable: the chain has flushed both sides. The descriptor says nothing new yet.
+        // The files that the record names are durable: the chain has flushed both sides. The descriptor is unchanged.
         debug_assert!(line.level(target).is_some());
         self.commit(after)
     }
@@ -371,7 +372,7 @@ impl Disk {
         let place = self.place(record, record.node(target)?)?;
         let mut settle = Vec::new();
         if record.head != newest {
-            // Nothing stands on a head; what stands on others remembers the content that it was made above.
+            // A head has no children; children of others name the content above which they were made.
             settle.push(Settlement { node: target, content, parent: None, text: None });
         }
         for child in &taken {
@@ -447,7 +448,7 @@ impl Disk {
                 ParentNow::None { adapter: record.adapter.clone(), uuid }
             }
         };
-        // What stands on it remembers the content it had; nothing stands on a head.
+        // Its children name the content that it had; a head has none.
         let content = if record.head == target { None } else { content };
         let settle = vec![Settlement { node: target, content, parent: Some(parent), text: None }];
         let gone = if lower.is_own() { self.files(&record, lower) } else { Vec::new() };
@@ -458,7 +459,7 @@ impl Disk {
             node.parent = below;
         }
         after.snapshots.retain(|snapshot| snapshot.node != source);
-        // The foreign base that a merge leaves alone is forgotten with what nothing needs.
+        // A foreign base that a merge does not change is dropped with the images that nothing needs.
         let more = after.take_unneeded();
         let more = more.iter().filter(|node| node.is_own()).flat_map(|node| self.files(&record, node));
         let gone = gone.into_iter().chain(more).collect();
@@ -467,7 +468,8 @@ impl Disk {
         self.commit(after)
     }
 
-    /// After a merge, however it ended: what was written is only read again, descriptors say what is, files go.
+    /// Called after a merge, however it ended: the target is opened for reading, descriptors are corrected, files
+    /// removed.
     fn end_merge(
         &self,
         line: &Line,
@@ -504,7 +506,7 @@ impl Disk {
     }
 }
 
-/// Adds what a source holds, in whole grains of the target, in the order of the disk.
+/// Adds the extents of a source, in whole grains of the target, in the order of the disk.
 fn held_by(source: &dyn Layer, into: &dyn Layer, held: &mut Vec<Range<u64>>) -> Result<()> {
     let (capacity, grain) = (source.capacity().min(into.capacity()), into.grain());
     let mut at = 0;
@@ -526,7 +528,7 @@ fn held_by(source: &dyn Layer, into: &dyn Layer, held: &mut Vec<Range<u64>>) -> 
     Ok(())
 }
 
-/// Adds a range, to the last one where they touch.
+/// Adds a range, joined to the last one if they touch.
 fn push_range(ranges: &mut Vec<Range<u64>>, range: Range<u64>) {
     match ranges.last_mut() {
         Some(last) if last.start <= range.start && range.start <= last.end => last.end = last.end.max(range.end),

@@ -1,4 +1,4 @@
-//! The record of a disk: what it is made of, and what is under way.
+//! The record of a disk: its images and snapshots, and the operation under way.
 //!
 //! ```text
 //! lamina disk 1 crc32c=89ABCDEF
@@ -6,9 +6,9 @@
 //! ```
 //!
 //! 1. The checksum covers everything behind the first line. A text that fails it, or that contradicts itself, is
-//!    refused, not guessed.
+//!    refused.
 //! 2. Nodes form trees: parents exist, and no node is its own ancestor. The head is a node without children.
-//! 3. Names of files are plain names; where they are is said by the folder, and only by that.
+//! 3. Names of files are plain names; only `folder` gives their path.
 
 use crate::{Error, ErrorKind, Result};
 use checksums::checksum;
@@ -18,7 +18,7 @@ use std::collections::{HashMap, HashSet};
 
 /// First words of the file, with the version.
 const MAGIC: &str = "lamina disk 1 crc32c=";
-/// What every version begins with.
+/// The first words of every version.
 const MAGIC_ANY: &str = "lamina disk ";
 /// Longest record, in bytes: thousands of snapshots.
 pub(crate) const RECORD_MAX: u64 = 16 << 20;
@@ -26,7 +26,7 @@ pub(crate) const RECORD_MAX: u64 = 16 << 20;
 pub(crate) const NODES_MAX: usize = 4096;
 /// Most snapshots of one disk.
 pub(crate) const SNAPSHOTS_MAX: usize = 4096;
-/// Longest text that a record keeps for others.
+/// Longest text that a record keeps for its caller.
 const TEXT_MAX: usize = 1 << 20;
 
 /// The format of the images that snapshots and clones are made in.
@@ -42,7 +42,7 @@ pub enum DeltaFormat {
 }
 
 impl DeltaFormat {
-    /// Largest disk that VMFSsparse deltas are made of: ESXi stops one sector before 2 TiB.
+    /// Limit of VMFSsparse deltas: ESXi stops one sector before 2 TiB.
     const VMFS_MAX: u64 = (2 << 40) - layer::SECTOR;
 
     /// Largest disk that SEsparse deltas are made of.
@@ -85,7 +85,7 @@ impl DeltaFormat {
         }
     }
 
-    /// What the extent's name ends with.
+    /// The suffix of the extent's name.
     pub(crate) fn suffix(self) -> &'static str {
         match self {
             Self::VmfsSparse => "-delta.vmdk",
@@ -107,15 +107,15 @@ impl std::str::FromStr for DeltaFormat {
     }
 }
 
-/// Whose an image is.
+/// The ownership of an image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum ImageOwnership {
     /// Made by this disk: changed, merged and removed as needed, and removed with the disk.
     Made,
-    /// Adopted for writing: changed, merged and removed as needed, left alone when the disk is deleted.
+    /// Adopted for writing: changed, merged and removed as needed, but kept when the disk is deleted.
     Adopted,
-    /// Owned by another disk or program: only read.
+    /// Owned by another disk or program: read only.
     Foreign,
 }
 
@@ -128,7 +128,7 @@ pub struct Node {
     /// The image below it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub parent: Option<u32>,
-    /// The folder that it is in: a path; without one, the record's own.
+    /// Path of its folder; without one, the folder of the record.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub folder: Option<String>,
     /// The file by which it is opened.
@@ -137,12 +137,13 @@ pub struct Node {
     /// extent whose descriptor is lost.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub format: Option<String>,
-    /// Whose it is.
+    /// Its ownership.
     pub standing: ImageOwnership,
-    /// The CID of the image below that was taken on demand when this one was adopted, though it was made above another.
+    /// The CID of the image below that was accepted on demand when this one was adopted, although it differs from the
+    /// recorded one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub accepted: Option<u32>,
-    /// Its journal may not be closed properly; on demand, it is replayed as far as it can be proven whole.
+    /// Its journal may not be closed properly; on demand, it is replayed as far as it can be proven.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub replay: bool,
 }
@@ -154,7 +155,7 @@ impl Node {
     }
 }
 
-/// A snapshot: a name for what an image and those below it show.
+/// A snapshot: a name for the content of an image with those below it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SnapshotRecord {
@@ -169,9 +170,9 @@ pub struct SnapshotRecord {
     pub node: u32,
     /// When it was taken: microseconds since 1970.
     pub created: u64,
-    /// Capacity then, in bytes.
+    /// Capacity at that time, in bytes.
     pub capacity: u64,
-    /// What a person wrote about it.
+    /// The description.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub description: String,
 }
@@ -205,7 +206,7 @@ impl Default for Tunables {
     }
 }
 
-/// Where a linked clone comes from.
+/// Origin of a linked clone.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct OriginRecord {
@@ -242,27 +243,27 @@ pub struct FileRecord {
     pub name: String,
 }
 
-/// What an image's descriptor has to say about its parent.
+/// The statement of an image's descriptor about its parent.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase", deny_unknown_fields)]
 pub enum ParentNow {
-    /// That it has none: with the adapter, and the identity of the disk if it is known, which a base has.
+    /// That it has none: with the adapter, and the identity of the disk if it is known, as a base has.
     None {
         /// The adapter.
         adapter: String,
         /// The identity.
         uuid: Option<String>,
     },
-    /// Which content it stands on, if that has an identity, and where that is.
+    /// The content above which it was made, if that has an identity, and its path.
     Of {
-        /// The parent's CID; without one it is left as it is.
+        /// The parent's CID; without one it is not changed.
         content: Option<u32>,
         /// The hint.
         hint: String,
     },
 }
 
-/// A descriptor to be put right.
+/// A descriptor to be corrected.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Settlement {
@@ -274,13 +275,13 @@ pub struct Settlement {
     /// Its parent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub parent: Option<ParentNow>,
-    /// All of the new text, where the descriptor is inside of an extent: it is written in place there, and what a power
-    /// cut leaves of it need not be one.
+    /// The complete new text, if the descriptor is inside an extent: it is written in place there, and a power cut may
+    /// leave an invalid text.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub text: Option<String>,
 }
 
-/// Which way a merge goes.
+/// The direction of a merge.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum MergeSide {
@@ -290,15 +291,15 @@ pub enum MergeSide {
     Up,
 }
 
-/// A merge under way: the content of an image changes, and its CID no longer is what its children remember.
+/// A merge under way: the content of an image changes, and its CID is no longer the one that its children name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Merging {
-    /// Which way.
+    /// The direction.
     pub side: MergeSide,
     /// The image that is written.
     pub node: u32,
-    /// Down: the image above it, which hides what is written.
+    /// Down: the image above it, which hides the written ranges.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub above: Option<u32>,
     /// The CID that it had before.
@@ -306,13 +307,13 @@ pub struct Merging {
     pub content: Option<u32>,
 }
 
-/// What becomes of the disk itself.
+/// The future of the disk itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Fate {
-    /// It is being made: after a crash there is no such disk.
+    /// It is being created: after a crash there is no such disk.
     Creating,
-    /// It is being deleted: after a crash the rest of it goes. The name of the record's file says so, not its text.
+    /// It is being deleted: after a crash the rest is removed. The name of the record's file says so, not its text.
     #[serde(skip)]
     Deleting,
 }
@@ -321,21 +322,21 @@ pub enum Fate {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Pending {
-    /// What it is, for people.
+    /// What it is, for messages.
     pub operation: String,
-    /// Files that are being made: removed if they are there, for no image of the record has them.
+    /// Files that are being created: removed if they exist, unless an image of the record has them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub made: Vec<FileRecord>,
     /// Files to be removed.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub gone: Vec<FileRecord>,
-    /// Descriptors to be put right.
+    /// Descriptors to be corrected.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub settle: Vec<Settlement>,
     /// A merge.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub merging: Option<Merging>,
-    /// The disk comes or goes.
+    /// The disk is created or deleted.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fate: Option<Fate>,
 }
@@ -361,17 +362,17 @@ pub struct Record {
     pub name: String,
     /// Identity.
     pub uuid: String,
-    /// When it was made: seconds since 1970.
+    /// Time of creation: seconds since 1970.
     pub created: u64,
-    /// What names of its files begin with.
+    /// The first part of the names of its files.
     pub stem: String,
-    /// The kind of its base, as `-d` takes it.
+    /// The kind of its base, in the form of `-d`.
     pub kind: String,
     /// The format of new deltas.
     pub delta: DeltaFormat,
-    /// The adapter that its geometry is made for.
+    /// The adapter for which its geometry was computed.
     pub adapter: String,
-    /// Whether the head is only read.
+    /// Whether the head is read only.
     #[serde(default)]
     pub read_only: bool,
     /// Whether a list of snapshots is written for VMware.
@@ -383,17 +384,17 @@ pub struct Record {
     pub nodes: Vec<Node>,
     /// The snapshots, oldest first.
     pub snapshots: Vec<SnapshotRecord>,
-    /// The last number that a snapshot was given.
+    /// The last number given to a snapshot.
     pub last_uid: u32,
     /// Tunables.
     pub tunables: Tunables,
-    /// What lies above the head, in the words of the caller that put it there.
+    /// The layer above the head, in the words of the caller that put it there.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub overlay: Option<String>,
-    /// The snapshot that it is a clone of.
+    /// The snapshot of which it is a clone.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub origin: Option<OriginRecord>,
-    /// Clones that stand on it.
+    /// Clones that depend on it.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub clones: Vec<CloneRecord>,
     /// Folders that its images may refer to, besides their own.
@@ -413,7 +414,7 @@ impl Record {
             .ok_or_else(|| Error::new(ErrorKind::Corrupt, format!("the record of '{}' has no image {id}", self.name)))
     }
 
-    /// The images that stand on it.
+    /// The children of the image.
     pub fn children(&self, id: u32) -> Vec<u32> {
         self.nodes.iter().filter(|node| node.parent == Some(id)).map(|node| node.id).collect()
     }
@@ -433,7 +434,7 @@ impl Record {
         Ok(line)
     }
 
-    /// Whether images were adopted, which stay when the disk goes.
+    /// Whether images were adopted, which are kept when the disk is deleted.
     pub(crate) fn has_adopted(&self) -> bool {
         self.nodes.iter().any(|node| node.standing == ImageOwnership::Adopted)
     }
@@ -465,7 +466,7 @@ impl Record {
         })
     }
 
-    /// The snapshot that the head stands on.
+    /// The snapshot on which the head is based.
     pub fn current(&self) -> Option<&SnapshotRecord> {
         self.line(self.head).ok()?.iter().find_map(|node| self.snapshot_of(*node))
     }
@@ -475,13 +476,13 @@ impl Record {
         self.nodes.iter().map(|node| node.id).max().map_or(1, |id| id.saturating_add(1))
     }
 
-    /// Images that must stay as they are because clones stand on them or above them.
+    /// Images that must not change because clones are based on them or on images above them.
     pub(crate) fn pinned(&self) -> HashSet<u32> {
         let lines = self.clones.iter().filter_map(|clone| self.line(clone.node).ok());
         lines.flatten().collect()
     }
 
-    /// Takes out the images that nothing needs: no name, nothing above, not the head. Gives them.
+    /// Removes and returns the images that nothing needs: without a name, without children, and not the head.
     pub(crate) fn take_unneeded(&mut self) -> Vec<Node> {
         let mut taken = Vec::new();
         loop {

@@ -1,16 +1,16 @@
-//! Reverting: the head becomes what a snapshot shows, again.
+//! Reverting: the head becomes equal to a snapshot.
 //!
 //! A new empty delta is made above the snapshot's image, the old head's chain is closed, and the record gets the new
-//! head: that is the commit. What the old head held, and what only it needed, is removed then. Users of the
-//! chain ask for it again.
+//! head: that is the commit. The old head, and the images that only it needed, are removed then. Users of the chain
+//! have to ask for it again.
 
 use crate::Result;
 use crate::disk::Disk;
 use crate::record::Pending;
 
 impl Disk {
-    /// Makes the head what the snapshot shows. What was written since goes. The chain that was handed out before takes
-    /// no writes any more: ask for it again.
+    /// Makes the head equal to the snapshot. Writes since then are lost. The chain that was returned before takes no
+    /// writes any more: ask for it again.
     pub fn revert(&self, name: &str) -> Result<()> {
         self.noting(|| {
             let _operation = self.begin("reverting")?;
@@ -24,7 +24,7 @@ impl Disk {
             // The next caller that asks for the chain opens it again, above the head of that time.
             image.layer().close()?;
             drop(image);
-            // What cannot be flushed is thrown away, if the record can be written.
+            // Writes that cannot be flushed are dropped, if the record can be written.
             let failed = self.drop_head().and_then(|line| self.lay_down(&line));
             let mut after = announced.clone();
             let head = node.id;

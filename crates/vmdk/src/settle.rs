@@ -1,14 +1,14 @@
-//! What an operation that was committed still has to do, and what one that was not has left.
+//! Completing committed operations, and undoing uncommitted ones.
 //!
-//! Everything here can be done any number of times, and in a crash between any two steps. So the same code ends an
-//! operation, finishes what an error has interrupted when the next operation begins, and recovers a disk after a crash:
+//! Every step can be repeated any number of times, and interrupted by a crash. So the same code ends an operation,
+//! completes one that an error has interrupted when the next operation begins, and recovers a disk after a crash:
 //!
-//! 1. descriptors are put right: the CID of an image that took another's place, the hints of those above it;
-//! 2. a merge that was not committed: down, the image above the target learns the target's new CID, for what it shows
-//!    is the same; up, the target gets its CID back, for the same reason;
-//! 3. files that are not needed any more, or were never finished, are removed; before the rest, where a full file
-//!    system has no room for that;
-//! 4. the record says that nothing is under way, and VMware's list is written.
+//! 1. descriptors are corrected: the CID of an image that took another's place, the hints of those above it;
+//! 2. for a merge that was not committed: down, the image above the target gets the target's new CID, because its
+//!    visible content is the same; up, the target gets its CID back, for the same reason;
+//! 3. files that are not needed any more, or were never finished, are removed; first if a full file system has no room
+//!    for the other steps;
+//! 4. the record states that nothing is under way, and VMware's list is written.
 
 use crate::disk::Disk;
 use crate::images::{list, remove};
@@ -23,7 +23,7 @@ use layer::image::parent_hint;
 use std::collections::{BTreeSet, HashSet};
 
 impl Disk {
-    /// After an opening: what the last owner has left.
+    /// Called after an opening: completes or undoes operations of the last owner.
     pub(crate) fn recover(&self) -> Result<()> {
         let directory = &**self.home.directory();
         remove(directory, RECORD_NEW)?;
@@ -42,7 +42,7 @@ impl Disk {
             None => self.sweep(&record)?,
         }
         match self.finish_pending() {
-            // What is under way goes on being so: the disk is used meanwhile, or deleted.
+            // The operation stays under way: the disk is used meanwhile, or deleted.
             Err(error) if error.kind() == ErrorKind::NoSpace => {
                 tracing::warn!(%error, disk = self.name(), "an interrupted operation needs free space to finish");
                 self.state.lock().unsettled = true;
@@ -53,9 +53,9 @@ impl Disk {
         Ok(())
     }
 
-    /// Finishes what opening the disk found no room for. Where there still is none, the chain is read as it is: what
-    /// the descriptors of its images have to say is written in place before anything that needs room, and a chain
-    /// whose images do not fit together is refused when it is opened.
+    /// Completes the work for which the opening found no room. If there still is none, the chain is opened unchanged:
+    /// corrections of descriptors are written in place before anything that needs room, and a chain whose images do not
+    /// fit together is refused when it is opened.
     pub(crate) fn settled(&self) -> Result<()> {
         self.noting(|| {
             let unsettled = self.state.lock().unsettled;
@@ -76,7 +76,7 @@ impl Disk {
         let own: Vec<_> = record.nodes.iter().filter(|node| node.is_own()).collect();
         let folders: BTreeSet<Option<&str>> = own.iter().map(|node| node.folder.as_deref()).collect();
         for reference in folders {
-            // A folder that is missing is told of when the chain is opened.
+            // A missing folder is reported when the chain is opened.
             let Ok(folder) = self.folder(record, reference) else { continue };
             let directory = &**folder.directory();
             let names = list(directory)?;
@@ -99,7 +99,7 @@ impl Disk {
         Ok(())
     }
 
-    /// Finishes or takes back what the record says is under way.
+    /// Completes or undoes the operation that the record names.
     pub(crate) fn finish_pending(&self) -> Result<()> {
         // While either of two records may be the durable one, both may need the files.
         self.check_usable()?;
@@ -115,14 +115,14 @@ impl Disk {
         Ok(())
     }
 
-    /// Does what a record says is under way.
+    /// Performs the pending steps of a record.
     pub(crate) fn carry_out(&self, record: &Record) -> Result<()> {
         let Some(pending) = &record.pending else { return Ok(()) };
         let kept: HashSet<FileRecord> = record.nodes.iter().flat_map(|node| self.files(record, node)).collect();
         let files = pending.made.iter().chain(&pending.gone).filter(|file| !kept.contains(file));
         let files: Vec<FileRecord> = files.cloned().collect();
         match self.put_right(record, pending) {
-            // The files that go make room for the descriptors that stay.
+            // Removing files makes room for the descriptors.
             Err(error) if error.kind() == ErrorKind::NoSpace => {
                 self.remove_files(record, &files)?;
                 self.put_right(record, pending)
@@ -131,7 +131,7 @@ impl Disk {
         }
     }
 
-    /// Puts the descriptors right. Each is tried, whatever becomes of the others.
+    /// Corrects the descriptors. Each is tried, even if others fail.
     fn put_right(&self, record: &Record, pending: &Pending) -> Result<()> {
         let mut outcome = Ok(());
         for settlement in &pending.settle {
@@ -145,7 +145,7 @@ impl Disk {
         outcome
     }
 
-    /// Puts a descriptor right, through the image where that is open for writing.
+    /// Corrects a descriptor, through the image if that is open for writing.
     fn settle(&self, record: &Record, settlement: &Settlement) -> Result<()> {
         let level = self.open_head().and_then(|line| line.level(settlement.node));
         match level {
@@ -160,7 +160,7 @@ impl Disk {
         }
     }
 
-    /// What has to be said after a merge that was not committed.
+    /// The corrections after a merge that was not committed.
     fn unmerge(&self, record: &Record, merging: &Merging) -> Result<Option<Settlement>> {
         let Ok(node) = record.node(merging.node) else { return Ok(None) };
         match merging.side {
@@ -172,7 +172,7 @@ impl Disk {
                 let parent = ParentNow::Of { content, hint: parent_hint(&child.folder, &place) };
                 Ok(Some(Settlement { node: above, content: None, parent: Some(parent), text: None }))
             }
-            // A head keeps its new identity: nothing stands on it.
+            // A head keeps its new identity: it has no children.
             MergeSide::Up if merging.node == record.head => Ok(None),
             MergeSide::Up => {
                 Ok(Some(Settlement { node: merging.node, content: merging.content, parent: None, text: None }))
@@ -180,12 +180,12 @@ impl Disk {
         }
     }
 
-    /// What VMware's list of snapshots is called.
+    /// Name of VMware's list of snapshots.
     pub(crate) fn vmsd_name(&self, record: &Record) -> String {
         format!("{}.vmsd", record.stem)
     }
 
-    /// VMware's list of snapshots, as the record has it.
+    /// VMware's list of snapshots, according to the record.
     pub(crate) fn list_of(&self, record: &Record) -> Vmsd {
         let snapshots = record.snapshots.iter().map(|snapshot| {
             let file = record.node(snapshot.node).map_or_else(
@@ -213,8 +213,8 @@ impl Disk {
         }
     }
 
-    /// Writes VMware's list of snapshots, if it is not there as it should be. It follows from the record: what cannot
-    /// be written now is written next time.
+    /// Writes VMware's list of snapshots, if it differs. It follows from the record: if it cannot be written now, it is
+    /// written next time.
     pub(crate) fn write_list(&self) {
         let record = self.record();
         if !record.vmsd || record.last_uid == 0 {
@@ -227,8 +227,8 @@ impl Disk {
         }
     }
 
-    /// Does something that needs room. Where there is none, VMware's list goes for it: it follows from the record, and
-    /// is written again when something is done or the disk is opened.
+    /// Runs a step that needs room. If there is none, VMware's list is removed for it: it follows from the record, and
+    /// is written again after the next operation or opening.
     pub(crate) fn with_room(&self, record: &Record, work: impl Fn() -> Result<()>) -> Result<()> {
         let outcome = work();
         let full = outcome.as_ref().is_err_and(|error| error.kind() == ErrorKind::NoSpace);

@@ -9,11 +9,11 @@
 //! ```
 //!
 //! 1. A crash before the commit leaves the disk as it was, one after it leaves the snapshot taken.
-//! 2. The head's content has its identity of this opening before the delta remembers it: no write changes it then.
-//! 3. Several disks at one point: every disk's commit first, then all are frozen in one order, pushed, and let go. What
-//!    fails before the push is taken back on all of them. A power cut between the commits of several disks may leave
-//!    some with the snapshot and some without, as their records are files of their own; the deltas are empty then. The
-//!    owner of the disks remembers which snapshots belong together.
+//! 2. The head's content has its identity of this opening before the delta stores it: no write changes it then.
+//! 3. Several disks at one point: every disk's commit first, then all are frozen in one order, pushed, and released. A
+//!    failure before the push is undone on all of them. A power cut between the commits of several disks may leave some
+//!    with the snapshot and some without, because their records are separate files; the deltas are empty then. The
+//!    owner of the disks records which snapshots belong together.
 
 use crate::disk::{Disk, Operation, check_name};
 use crate::line::{Level, Line};
@@ -26,48 +26,48 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// A snapshot to be taken.
+/// Parameters of a new snapshot.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct NewSnapshot {
     /// Its name.
     pub name: String,
-    /// What a person has to say about it.
+    /// Its description.
     pub description: String,
-    /// The folder that the new head goes to; the disk's own if nothing is said.
+    /// The folder of the new head; the disk's own if this is not set.
     pub folder: Option<PathBuf>,
-    /// The format of the new head; the disk's usual one if nothing is said.
+    /// The format of the new head; the disk's usual one if this is not set.
     pub delta: Option<DeltaFormat>,
-    /// The number that it gets; the next one if nothing is said. `Busy` where another snapshot has it.
+    /// Its number; the next one if this is not set. `Busy` if another snapshot has it.
     pub uid: Option<u32>,
-    /// When it was taken, in seconds since 1970: that of the snapshot it is a copy of. Now, if nothing is said.
+    /// When it was taken, in seconds since 1970: that of the snapshot of which it is a copy. Now, if this is not set.
     pub created: Option<u64>,
 }
 
 impl NewSnapshot {
-    /// A snapshot of that name, with nothing special about it.
+    /// A snapshot of that name, with default parameters.
     pub fn named(name: impl Into<String>) -> Self {
         Self { name: name.into(), ..Self::default() }
     }
 }
 
-/// A snapshot as people see it.
+/// Information about a snapshot.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Snapshot {
     /// Its name.
     pub name: String,
-    /// VMware's number of it.
+    /// VMware's number for it.
     pub uid: u32,
     /// The one before it.
     pub parent: Option<String>,
     /// When it was taken: seconds since 1970.
     pub created: u64,
-    /// Capacity then, in bytes.
+    /// Capacity at that time, in bytes.
     pub capacity: u64,
-    /// Whether the head stands on it.
+    /// Whether the head is based on it.
     pub current: bool,
-    /// What a person had to say about it.
+    /// Its description.
     pub description: String,
-    /// Names of linked clones that stand on it.
+    /// Names of linked clones that are based on it.
     pub clones: Vec<String>,
 }
 
@@ -82,8 +82,8 @@ struct Prepared<'a> {
 }
 
 /// Takes a snapshot of each disk, all at one point in time: no disk has a write that began after the point of another.
-/// `between` is called at that point, while all writes are held off; its error is returned, and then no snapshot was
-/// taken.
+/// `between` is called at that point, while all writes are held off; if it fails, its error is returned, and no
+/// snapshot was taken.
 pub fn snapshot_group(of: &[(Arc<Disk>, NewSnapshot)], between: &mut dyn FnMut() -> Result<()>) -> Result<()> {
     let mut order: Vec<&(Arc<Disk>, NewSnapshot)> = of.iter().collect();
     // The same order in every group, so that two groups never wait for each other.
@@ -116,8 +116,8 @@ pub fn snapshot_group(of: &[(Arc<Disk>, NewSnapshot)], between: &mut dyn FnMut()
     outcome
 }
 
-/// Freezes all disks, and pushes their new tops. Gives the levels of those that are past the point: all or none, but
-/// for a disk that failed in between.
+/// Freezes all disks, and pushes their new tops. Returns the levels of those that are past the point: all or none,
+/// except disks that failed in between.
 fn take_point(
     prepared: &[Prepared<'_>],
     between: &mut dyn FnMut() -> Result<()>,
@@ -148,7 +148,7 @@ fn take_back(prepared: Vec<Prepared<'_>>) {
 }
 
 impl Disk {
-    /// Takes a snapshot of the head. Says how long writers had to wait.
+    /// Takes a snapshot of the head. Returns how long writers had to wait.
     pub fn snapshot(&self, new: &NewSnapshot) -> Result<Duration> {
         self.noting(|| {
             let prepared = self.prepare(new)?;
@@ -188,7 +188,7 @@ impl Disk {
         shown.collect()
     }
 
-    /// Everything of a snapshot that does not need the point in time.
+    /// The steps of a snapshot that do not need the point in time.
     fn prepare(&self, new: &NewSnapshot) -> Result<Prepared<'_>> {
         check_name("snapshot", &new.name)?;
         let operation = self.begin("a snapshot")?;
@@ -251,7 +251,7 @@ impl Disk {
         match self.commit(after) {
             Ok(()) => Ok(prepared),
             Err(error) => {
-                // The record announces the files still, or possibly: see `settle`.
+                // The record still announces the files, or may: see `settle`.
                 if let Err(second) = prepared.take_back() {
                     tracing::warn!(%second, "a failed snapshot stays until the disk is opened next");
                 }
@@ -272,8 +272,8 @@ impl Disk {
         self.commit(after)
     }
 
-    /// Makes an empty delta above an image, announced in the record, and opens it for writing. The commit puts
-    /// it among the nodes.
+    /// Makes an empty delta above an image, announced in the record, and opens it for writing. The commit adds it to
+    /// the nodes.
     #[expect(clippy::too_many_arguments, reason = "each of them is said by one caller only")]
     pub(crate) fn make_delta(
         &self,
@@ -344,18 +344,18 @@ impl Disk {
 }
 
 impl Prepared<'_> {
-    /// The writes go to the delta now: the old head is only read from here on.
+    /// Writes go to the delta now: the old head is only read from here on.
     fn finish(&self, key: chain::LevelKey) {
         self.line.pushed(Level { node: self.node, image: Arc::clone(&self.image), key });
         if let Err(error) = self.disk.set_reading(&self.line, self.before.head) {
-            // Everything in it is durable, and it is read as it is open now.
+            // Everything in it is durable, and its present opening stays readable.
             self.disk.doubt(&error);
             tracing::warn!(%error, "the image below a snapshot could not be closed");
         }
         self.disk.write_list();
     }
 
-    /// Nothing was pushed: the record is put back, and the delta removed.
+    /// Nothing was pushed: restores the record, and removes the delta.
     fn take_back(self) -> Result<()> {
         let mut record = self.before.clone();
         let delta = self.disk.record().nodes.into_iter().find(|node| node.id == self.node);

@@ -1,27 +1,28 @@
-//! Room for a record that has to be written later: an operation that has begun does not fail for the lack of it.
+//! Room for a record that has to be written later, so that an operation that has begun does not fail for lack of it.
 
 use crate::disk::Disk;
 use crate::record::Record;
 use crate::stored::{self, RECORD_SPARE};
 use crate::{ErrorKind, Result};
 
-/// What identities may be longer in the record that is written than in the one that was measured.
+/// The most bytes by which identities may lengthen the record that is written over the measured one.
 const SLACK: u64 = 256;
 
-/// Room for a record, until it is dropped or taken by a record that finds no other.
+/// Room for a record, until this is dropped or a record uses it because it finds no other.
 pub(crate) struct Spare<'a> {
     disk: &'a Disk,
     bytes: u64,
 }
 
 impl Disk {
-    /// Takes the room for the record that ends a merge down, and is as good for the one that announces it.
+    /// Reserves the room for the record that ends a merge down; it is also enough for the record that announces the
+    /// merge.
     pub(crate) fn set_aside(&self, announced: &Record, sources: &[u32], target: u32) -> Result<Spare<'_>> {
         let after = self.merged_down(announced, sources, target)?.encode()?.len();
         let bytes = announced.encode()?.len().max(after) as u64 + SLACK;
         let spare = Spare { disk: self, bytes };
-        // A record may fit where a reservation does not: the announcement decides, and gives back the room of the
-        // record before it, which is then set aside.
+        // A record may fit where a reservation does not: then the announcement is written, and its success returns the
+        // room of the record before, which is reserved next.
         match self.with_room(announced, || spare.take()) {
             Err(error) if error.kind() != ErrorKind::NoSpace => Err(error),
             _ => Ok(spare),
@@ -34,7 +35,7 @@ impl Spare<'_> {
         stored::set_aside(&**self.disk.home.directory(), self.bytes)
     }
 
-    /// Takes it again if a record has taken it, as far as there is room: the record before has given some back.
+    /// Reserves it again if a record has used it, as far as there is room: the record before has returned some.
     pub fn renew(&self) {
         if let Err(error) = self.take() {
             tracing::debug!(%error, disk = self.disk.name(), "no room can be set aside for the next record");

@@ -3,7 +3,7 @@
 //! It is replaced, never written in place ([`backend::replace`]), in two steps: between them what else the operation
 //! needs is made.
 //!
-//! A disk is deleted by giving its record another name: that needs no room, which a full file system does not have.
+//! A disk is deleted by renaming its record: that needs no room, so it works on a full file system.
 
 use crate::record::{Fate, Pending, RECORD_MAX, Record};
 use crate::{Error, ErrorKind, Result};
@@ -12,14 +12,14 @@ use error::IoContext;
 
 /// The file that holds it.
 pub(crate) const RECORD_NAME: &str = "lamina.disk";
-/// What its name is while it is being written.
+/// Its name while it is being written.
 pub(crate) const RECORD_NEW: &str = "lamina.disk.lamina-new";
-/// Room that is taken ahead for a record: see [`set_aside`].
+/// Room that is reserved for a record: see [`set_aside`].
 pub(crate) const RECORD_SPARE: &str = "lamina.spare.lamina-new";
-/// What its name is while the disk is being deleted.
+/// Its name while the disk is being deleted.
 pub(crate) const RECORD_GONE: &str = "lamina.gone";
 
-/// Reads the record of a folder. Of a disk that is being deleted, it says so.
+/// Reads the record of a folder, and whether the disk is being deleted.
 pub(crate) fn load(directory: &dyn Directory) -> Result<Record> {
     if let Some(record) = load_from(directory, RECORD_NAME)? {
         return Ok(record);

@@ -26,7 +26,7 @@ struct Kept {
     stack: Vec<Memory>,
     /// The least length of the stack since memory was last released.
     least: usize,
-    /// So many at the bottom hold no memory of the system.
+    /// This many at the bottom hold no memory of the system.
     released: usize,
 }
 

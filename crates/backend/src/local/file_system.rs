@@ -81,8 +81,8 @@ impl FileSystem {
     }
 }
 
-/// Of the files of a folder on btrfs that `wanted` names, those that are copied on write: what is overwritten there
-/// takes new space. None on other file systems.
+/// The files of a folder on btrfs, among those that `wanted` names, that are copied on write, so that an overwrite
+/// allocates new space. Empty on other file systems.
 pub fn copied_on_write(folder: &Path, wanted: &dyn Fn(&str) -> bool) -> io::Result<Vec<String>> {
     let mut names = Vec::new();
     if FileSystem::of(folder)? != FileSystem::Btrfs {

@@ -81,7 +81,7 @@ pub(super) enum Change {
 }
 
 impl Change {
-    /// Applies the change as asked for.
+    /// Applies the complete change.
     pub(super) fn apply(&self, content: &mut Content) {
         match self {
             Self::Write { offset, bytes, .. } => content.write(*offset, bytes),

@@ -151,7 +151,7 @@ impl World {
         Ok(if !matches!(verdict, Verdict::Cut) && self.does_fail(fault) { Verdict::Fail } else { verdict })
     }
 
-    /// The same with all that is random about it anew.
+    /// The same with new random decisions.
     pub(super) fn reseeded(self, seed: u64, options: SimulatedOptions) -> World {
         World { random: Random::new(seed), options, ..self }
     }

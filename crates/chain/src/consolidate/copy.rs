@@ -1,10 +1,11 @@
 //! The copying of a merge: one step at a time, each with its range held.
 //!
-//! 1. A step looks again, with the range held, at what is there now; what a pass saw before is only a hint where to go.
-//! 2. A grain of the target that the sources hold in part gets the rest from what shows there: down, through the
-//!    sources; up, through the target itself. Never from levels above, whose newer content is not the target's.
-//! 3. What the caches knew to lie in a source lies in the target afterwards, so that they stay warm when the sources
-//!    go.
+//! 1. A step maps its range again while it holds it; the result of a pass is only a hint where to go.
+//! 2. A grain of the target that the sources hold in part gets the rest from the content that shows there: down,
+//!    through the sources; up, through the target itself. Never from levels above, whose newer content is not the
+//!    target's.
+//! 3. Cache entries of a source become entries of the target, so that the caches stay warm when the sources are
+//!    removed.
 
 use super::Job;
 use crate::Result;
@@ -18,14 +19,14 @@ use backend::Buffer;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Bytes that are looked through for the next thing to copy.
+/// Bytes searched for the next range to copy.
 const LOOK_AHEAD: u64 = 64 << 20;
 /// Extents of it.
 const LOOK_AHEAD_EXTENTS: usize = 128;
-/// Extents of a copied range that are put into the caches.
+/// Extents of a copied range that are inserted into the caches.
 const EXTENTS_MAX: usize = 64;
 
-/// The way a merge goes.
+/// The direction of a merge.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Side {
     /// Into the level below.
@@ -34,7 +35,7 @@ pub(super) enum Side {
     Up,
 }
 
-/// What a step did.
+/// The result of a step.
 pub(super) struct Copied {
     /// Where the next one begins.
     pub next: u64,
@@ -42,7 +43,7 @@ pub(super) struct Copied {
     pub bytes: u64,
 }
 
-/// Where the levels of a merge stand now.
+/// The present levels of a merge.
 struct Places {
     sources: Range<usize>,
     target: usize,
@@ -62,7 +63,7 @@ fn grains(target: &Level, found: &[Mapping]) -> Vec<(Range<u64>, bool)> {
     let mut add = |run: Range<u64>, zero: bool| match runs.last_mut() {
         _ if run.is_empty() => {}
         Some((last, was_zero)) if *was_zero == zero && run.start <= last.end => last.end = last.end.max(run.end),
-        // A grain that two runs share is data, which `widened` has put in already.
+        // A grain that two runs share is data, which `widened` has added already.
         _ => runs.push((run, zero)),
     };
     for mapping in found.iter().filter(|mapping| mapping.to != To::Absent) {
@@ -86,7 +87,7 @@ fn grains(target: &Level, found: &[Mapping]) -> Vec<(Range<u64>, bool)> {
 }
 
 impl Chain {
-    /// Goes to the next thing to copy at or after `at`, and copies up to `most` bytes of it.
+    /// Finds the next range to copy at or after `at`, and copies up to `most` bytes of it.
     pub(super) fn copy_next(&self, job: &Job, at: u64, most: u64) -> Result<Copied> {
         let levels = self.levels();
         let capacity = job.target.layer.capacity();
@@ -104,7 +105,7 @@ impl Chain {
             if mapping.to == To::Absent {
                 continue;
             }
-            // Zeros cost little, so more of them is one step.
+            // Zeros cost little, so one step covers more of them.
             let most = if mapping.to == To::Zero { mapping.length.clamp(most, DISCARD_STEP.max(most)) } else { most };
             let start = mapping.start / job.target.grain * job.target.grain;
             return self.copy_within(job, start..capacity, most);
@@ -112,7 +113,7 @@ impl Chain {
         Ok(Copied { next: known / job.target.grain * job.target.grain, bytes: 0 }.at_least(known, capacity))
     }
 
-    /// Copies what there is in the first `most` bytes of `range`.
+    /// Copies the content of the first `most` bytes of `range`.
     pub(super) fn copy_within(&self, job: &Job, range: Range<u64>, most: u64) -> Result<Copied> {
         let target = &job.target;
         let most = (most / target.grain).max(1) * target.grain;
@@ -129,7 +130,7 @@ impl Chain {
         if job.side == Side::Up {
             let last = places.sources.end == levels.stack.len();
             found = within_gaps(&found, &walk(places.target..places.target + 1)?);
-            // With nothing below the sources, absent reads as zeros too.
+            // With nothing below the sources, absent ranges read as zeros too.
             found.retain(|mapping| !(last && mapping.to == To::Zero));
         }
         let mut bytes = 0;
@@ -175,7 +176,7 @@ impl Chain {
         Ok(())
     }
 
-    /// Zeroes what the target would show, once the sources are gone, past the end of the shortest of them.
+    /// Zeroes the range behind the end of the shortest source that the target would show without the sources.
     pub(super) fn hide_tail(&self, job: &Job) -> Result<()> {
         let target = &job.target;
         let levels = self.levels();
@@ -213,7 +214,7 @@ impl Chain {
 }
 
 impl Copied {
-    /// Goes on at least where something new is to be looked at.
+    /// Continues at least to the next range to be examined.
     fn at_least(mut self, known: u64, capacity: u64) -> Self {
         if known >= capacity {
             self.next = capacity;
@@ -222,7 +223,7 @@ impl Copied {
     }
 }
 
-/// The parts of `found` where `held` says nothing.
+/// The parts of `found` that are absent in `held`.
 fn within_gaps(found: &[Mapping], held: &[Mapping]) -> Vec<Mapping> {
     let mut out = Vec::new();
     for mapping in found {

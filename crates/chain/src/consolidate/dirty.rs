@@ -1,4 +1,4 @@
-//! What was written while a merge was under way: a bit for each piece of the disk.
+//! What was written while a merge was under way: a bit for each part of the disk.
 
 use crate::limits::{DIRTY_UNIT_MIN, DIRTY_UNITS_MAX};
 use std::ops::Range;
@@ -28,13 +28,13 @@ impl DirtyLog {
         }
     }
 
-    /// Bytes noted, in whole pieces.
+    /// Bytes noted, in whole parts.
     pub fn bytes(&self) -> u64 {
         let bits: u64 = self.words.iter().map(|word| u64::from(word.load(Ordering::SeqCst).count_ones())).sum();
         bits * self.unit
     }
 
-    /// Takes the first piece at or after `from` out of the log.
+    /// Removes the first part at or after `from` from the log.
     pub fn take(&self, from: u64) -> Option<Range<u64>> {
         let mut unit = from.div_ceil(self.unit);
         while let Some(word) = self.words.get((unit / 64) as usize) {

@@ -1,8 +1,9 @@
 //! Merging levels while the disk is in use.
 //!
-//! **Down** ([`Chain::merge_down`]): what a run of levels holds is copied into the level below them, then they go. With
-//! the top among them and the base below, that is the consolidation of the whole chain. **Up** ([`Chain::merge_up`]):
-//! what a level shows of those right below it is copied into it, then they go.
+//! **Down** ([`Chain::merge_down`]): the content of a run of levels is copied into the level below them, then they are
+//! removed. With the top among them and the base below, that is the consolidation of the whole chain. **Up**
+//! ([`Chain::merge_up`]): the content of the levels right below a level that shows through it is copied into it, then
+//! they are removed.
 //!
 //! ```text
 //!          down, the top among the sources                     writes go to
@@ -13,20 +14,20 @@
 //!   swap     publish the levels without the sources             target
 //! ```
 //!
-//! 1. **Nothing that can be seen changes before the commit.** Down: whatever is written into the target lies under a
-//!    source that has the same range. Up: only what is absent is filled, with what showed there. So a crash, an error
-//!    or an interruption before the commit leaves a chain that reads as before, and the merge may be begun again, from
-//!    the last checkpoint on.
-//! 2. **It ends** whatever is written meanwhile: once writes go to both sides, what is left to copy only shrinks, and
-//!    writes are held off only while the stack is swapped. Passes before that keep what has to be copied then,
-//!    and the time in which every write costs two, small.
-//! 3. **Nothing flushed is lost.** Before the commit a flush covers both sides, and the target then has durably all
-//!    that was acknowledged before; everything after that goes to both, and after the swap to the target.
+//! 1. **No visible change before the commit.** Down: every range written into the target is covered by a source. Up:
+//!    only absent ranges are filled, with the content that showed through. So a crash, an error or an interruption
+//!    before the commit leaves a chain that reads as before, and the merge may be repeated, from the last checkpoint
+//!    on.
+//! 2. **It ends** under any load: once writes go to both sides, the rest to be copied only shrinks, and writes are held
+//!    off only while the stack is swapped. The passes before keep that rest small, and with it the time in which every
+//!    write costs two.
+//! 3. **No flushed write is lost.** Before the commit a flush covers both sides, and the target then has durably
+//!    everything that was acknowledged before; later writes go to both, and after the swap to the target.
 //! 4. One step copies at most [`COPY_STEP`] with that range held, so a write waits for no more than that. Steps hold
 //!    the range against writers; mirrored writes hold it in both levels' grains.
-//! 5. A target that gives places to others changes only after every plan that does not hold its epoch is gone.
-//! 6. The state that the target (down) or the sources (up) were a snapshot of is given up when a merge begins. No other
-//!    chain may have that level open: the owner of names ensures it, and records a merge as begun if it is to be
+//! 5. A target that reuses places changes only after every plan that does not hold its epoch is gone.
+//! 6. The state of the snapshot whose level is the target (down) or a source (up) is given up when a merge begins. No
+//!    other chain may have that level open: the owner of names ensures it, and records a merge as begun if it is to be
 //!    resumed after a crash.
 
 mod copy;
@@ -46,20 +47,20 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 use work::{NoProgress, Progress, Throttle};
 
-/// What a merge did.
+/// The result of a merge.
 pub struct Merged {
-    /// The layers that are no longer part of the chain, newest first. Their files may be removed: reads under way hold
+    /// The layers that are no longer part of the chain, newest first. Their files may be removed: reads under way keep
     /// them open.
     pub removed: Vec<Arc<dyn Layer>>,
-    /// Bytes copied, those copied again included.
+    /// Bytes copied, including those copied again.
     pub copied: u64,
-    /// Times that the log of writes was gone through.
+    /// Passes over the log of writes.
     pub passes: u32,
-    /// How long writers were held off at the most.
+    /// The longest time for which writers were held off.
     pub pause: Duration,
 }
 
-/// What writers know of a merge.
+/// The state of a merge that writers read.
 pub(crate) struct Job {
     side: Side,
     pub target: Arc<Level>,
@@ -78,17 +79,17 @@ impl Job {
         self.mirroring.load(Ordering::SeqCst)
     }
 
-    /// True while nothing that a guest has flushed depends on the target.
+    /// True while no flushed write depends on the target.
     pub fn leaves_target_out(&self) -> bool {
         self.side == Side::Down && !self.commits()
     }
 
-    /// True when the owner's record may change at any moment: what is flushed has to be durable on both sides.
+    /// True when the owner's record may change at any moment: flushed writes have to be durable on both sides.
     fn commits(&self) -> bool {
         self.committing.load(Ordering::SeqCst)
     }
 
-    /// The other side failed: the merge ends with this, unless it is past that: then the write fails.
+    /// The other side failed: the merge ends with this error, unless it is past that point; then the write fails.
     pub fn fail(&self, error: Error) -> Result<()> {
         if self.commits() {
             return Err(error);
@@ -115,8 +116,8 @@ impl Job {
 
 impl Chain {
     /// Merges the levels from `newest` down to right above `into` into that one, from byte `from` on (a checkpoint of
-    /// an earlier try, or 0). `commit` makes the owner's record durable that the sources are gone; it is called once,
-    /// last.
+    /// an earlier attempt, or 0). `commit` makes the owner's record durable that the sources are gone; it is called
+    /// once, last.
     pub fn merge_down(
         &self,
         newest: LevelKey,
@@ -149,8 +150,8 @@ impl Chain {
         }
     }
 
-    /// Puts another opening of the same image in the place of a level: for writing, before something is merged into it,
-    /// or for reading afterwards. Waits until no request reads through the old one.
+    /// Replaces a level by another opening of the same image: for writing, before a merge into it, or for reading
+    /// afterwards. Waits until no request reads through the old one.
     pub fn replace(&self, key: LevelKey, layer: Arc<dyn Layer>) -> Result<()> {
         let control = self.control.lock();
         let levels = self.levels();
@@ -158,7 +159,7 @@ impl Chain {
             Error::new(ErrorKind::Invalid, format!("{}: only a level below the top can be replaced", self.name))
         })?;
         let old = &levels.stack[index];
-        // A flat disk is called by how it has its space, which writing changes: the name of the format may be another.
+        // The format name of a flat disk includes its provisioning type, which writing changes.
         if layer.capacity() != old.layer.capacity() || layer.grain().max(SECTOR) != old.grain {
             return Err(Error::new(
                 ErrorKind::Invalid,
@@ -174,9 +175,9 @@ impl Chain {
         self.wait_unused(&old, &NoProgress)
     }
 
-    /// Does work on a level that moves its grains: wiping, shrinking. A layer reuses a place once no plan holds an
-    /// epoch from before the move; but cache entries hold no epoch. So while this lasts nothing of the level is
-    /// cached, and every reader holds its epoch, wherever in the stack the level is.
+    /// Runs work on a level that moves its grains: wiping, shrinking. A layer reuses a place once no plan holds an
+    /// epoch from before the move; but cache entries hold no epoch. So meanwhile nothing of the level is cached, and
+    /// every reader holds its epoch, wherever in the stack the level is.
     pub fn while_moving<T>(&self, key: LevelKey, work: impl FnOnce() -> Result<T>) -> Result<T> {
         let _operation = self.operation.try_lock().ok_or_else(|| {
             Error::new(ErrorKind::Busy, format!("{}: a merge or other work on this disk is under way", self.name))
@@ -221,12 +222,12 @@ impl Chain {
         result.inspect_err(|_| {
             let _control = self.control.lock();
             self.publish(self.levels().stack.clone(), None);
-            // What was copied is read from the target already. After a flush that failed it may not be there.
+            // Copied data is read from the target already. After a flush that failed it may not be there.
             self.metadata.purge(job.target.number());
         })
     }
 
-    /// Checks what is asked for, and makes the job known to writers.
+    /// Checks the request, and makes the job known to writers.
     fn begin(&self, side: Side, upper: LevelKey, lower: LevelKey) -> Result<(Arc<Job>, Arc<Levels>)> {
         let _control = self.control.lock();
         self.check_running()?;
@@ -271,7 +272,7 @@ impl Chain {
             committing: AtomicBool::new(false),
             failure: Mutex::new(None),
         });
-        // From here on every write leaves a note.
+        // From here on every write adds a note.
         let (old, _) = self.publish(levels.stack.clone(), Some(Arc::clone(&job)));
         Ok((job, old))
     }
@@ -321,8 +322,8 @@ impl Chain {
         }
         self.hide_tail(job)?;
         self.flush_target(job)?;
-        // From here on a write that the target does not get fails, so nothing acknowledged is missing from it; and
-        // every flush covers it.
+        // From here on a write that the target does not get fails, so the target lacks nothing acknowledged; and every
+        // flush covers it.
         job.committing.store(true, Ordering::SeqCst);
         self.pass_writers(&mut merged);
         self.flush()?;
@@ -337,7 +338,7 @@ impl Chain {
         Ok(merged)
     }
 
-    /// Waits until every write has ended that had begun; others begin meanwhile.
+    /// Waits until all writes that had begun have ended; others begin meanwhile.
     fn pass_writers(&self, merged: &mut Merged) {
         let _control = self.control.lock();
         let levels = self.levels();
@@ -345,7 +346,7 @@ impl Chain {
         merged.pause = merged.pause.max(pause);
     }
 
-    /// Copies what was written meanwhile, until both sides are the same and stay so.
+    /// Copies what was written meanwhile, until both sides are equal and stay so.
     fn follow_writes(
         &self,
         job: &Arc<Job>,
@@ -358,7 +359,7 @@ impl Chain {
             let left = job.dirty.bytes();
             let last = left <= COPY_REST || left > before / 2 || merged.passes >= COPY_PASSES_MAX;
             if last {
-                // Flushed now, so that little is left to flush while writes cost two.
+                // Flushed now, so that little is left to flush while every write costs two.
                 self.flush_target(job)?;
                 job.mirroring.store(true, Ordering::SeqCst);
                 self.pass_writers(merged);

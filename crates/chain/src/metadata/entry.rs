@@ -6,7 +6,7 @@
 //!        59..52  level    51..39  file (13 bits)              38..0   sector in the file (39 bits: 256 TiB)
 //! ```
 //!
-//! What does not fit (a file of a higher number, a place that is no multiple of a sector) is not cached.
+//! An extent that does not fit (a file of a higher number, a place that is no multiple of a sector) is not cached.
 
 use crate::mapping::{Mapping, To};
 use layer::SECTOR;
@@ -100,7 +100,7 @@ impl CachedExtent {
         Self { key: from << LENGTH_BITS | (to - from), place: self.place + by }
     }
 
-    /// The two as one, if `next` goes on where this ends. What was seen of either was seen of both.
+    /// The two as one, if `next` continues this one. A use of either counts for both.
     pub fn joined(self, next: Self) -> Option<Self> {
         let flags = SEEN | PREFETCHED;
         let length = self.length() + next.length();

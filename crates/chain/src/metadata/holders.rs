@@ -1,5 +1,5 @@
-//! Which level holds a block whose extent is no longer cached: a byte for each 4 KiB, so that a random load over far
-//! more than the cached extents still asks one level of a deep chain and not half of them.
+//! Which level holds a block whose extent is no longer cached: a byte for each 4 KiB. So a random load over far more
+//! than the cached extents asks one level of a deep chain instead of half of them.
 //!
 //! ```text
 //! span   256 KiB of addresses: which span, how often it helped, and for each of its 64 blocks a level's number,
@@ -7,10 +7,10 @@
 //! set    four spans; a new one takes the place of the one that helped least
 //! ```
 //!
-//! 1. A block's number is that of the newest level that has anything of it, and that level has all of it. It says
-//!    nothing of places: the level itself is asked, so that nothing here goes stale by what happens inside a level.
-//! 2. What changes or is copied by a merge becomes UNKNOWN; a look-up treats a number that is not in its own stack of
-//!    levels, because the level is gone, as UNKNOWN.
+//! 1. A block's number is that of the newest level that has any of it, and that level has all of it. It gives no place:
+//!    the level itself is asked, so changes within a level make nothing here stale.
+//! 2. A block that changes or is copied by a merge becomes UNKNOWN; a look-up treats a number that is not in its own
+//!    stack of levels, because the level is gone, as UNKNOWN.
 //! 3. Memory is a fixed share of what the entries may take ([`BYTES_PER_ENTRY`]), taken when it is first needed.
 
 use super::SPAN;
@@ -26,12 +26,12 @@ const SPAN_SECTORS: u64 = SPAN / SECTOR;
 const BYTES_PER_ENTRY: usize = 10;
 /// Spans of a set.
 const WAYS: usize = 4;
-/// Times that a span has to help to have been worth its survey.
+/// Uses of a span that make its survey worthwhile.
 const HELPS_TO_PAY: u8 = 3;
 
 /// No level has anything of the block.
 pub(crate) const NO_LEVEL: u8 = 254;
-/// Not known, or not as simple as that.
+/// Not known, or held by several levels.
 pub(crate) const UNKNOWN: u8 = 255;
 
 /// What is known of a range.
@@ -41,9 +41,9 @@ pub(crate) enum Holder {
     Level(u8),
     /// No level has any of it.
     NoLevel,
-    /// A walk has to find out.
+    /// Only a walk can determine it.
     Unknown,
-    /// A survey of the span may be worth its while.
+    /// A survey of the span may be useful.
     Missing,
 }
 
@@ -57,12 +57,12 @@ struct Span {
 
 const EMPTY: Span = Span { number: 0, helped: 0, levels: [UNKNOWN; SPAN_BLOCKS] };
 
-/// What a shard knows.
+/// The spans of a shard.
 #[derive(Clone, Default)]
 pub(super) struct Holders {
     spans: Vec<Span>,
     sets: usize,
-    /// Spans that went, having paid or not.
+    /// Evicted spans that were useful, and others.
     pub(super) paid: u64,
     pub(super) wasted: u64,
 }
@@ -79,7 +79,7 @@ fn blocks(from: u64, to: u64) -> std::ops::Range<usize> {
 }
 
 impl Holders {
-    /// Sets how many entries the whole cache of `shards` such parts may have; forgets everything.
+    /// Sets the most entries of the whole cache of `shards` such parts; drops everything.
     pub fn set_size(&mut self, entries: usize, shards: usize) {
         let spans = entries * BYTES_PER_ENTRY / size_of::<Span>() / shards;
         *self = Self { sets: spans / WAYS, paid: self.paid, wasted: self.wasted, ..Self::default() };
@@ -115,7 +115,7 @@ impl Holders {
         }
     }
 
-    /// Takes in what a survey of the span of sector `from` found.
+    /// Inserts the result of a survey of the span of sector `from`.
     pub fn put(&mut self, from: u64, levels: &[u8; SPAN_BLOCKS]) {
         if self.sets == 0 {
             return;
@@ -141,7 +141,7 @@ impl Holders {
         set[at] = Span { number, helped: 0, levels: *levels };
     }
 
-    /// Sectors `from..to` are held by `level`, as a walk found, if their span is here.
+    /// Notes that `level` holds sectors `from..to`, if their span is cached.
     pub fn learn(&mut self, from: u64, to: u64, level: u8) {
         if to - from > SPAN_SECTORS || !from.is_multiple_of(BLOCK_SECTORS) || number_of(from) != number_of(to - 1) {
             return;
@@ -154,12 +154,12 @@ impl Holders {
         }
     }
 
-    /// Nothing is known of sectors `from..to` any more.
+    /// Makes sectors `from..to` unknown.
     pub fn forget(&mut self, from: u64, to: u64) {
         self.forget_where(from, to, |_| true);
     }
 
-    /// Nothing is known any more of what `wanted` chooses in sectors `from..to`.
+    /// Makes the blocks in sectors `from..to` unknown that `wanted` selects.
     pub fn forget_where(&mut self, from: u64, to: u64, wanted: impl Fn(u8) -> bool) {
         if self.spans.is_empty() || from >= to {
             return;
@@ -188,7 +188,7 @@ impl Holders {
         }
     }
 
-    /// Nothing is known any more of what level `number` holds.
+    /// Makes all blocks of level `number` unknown.
     pub fn purge(&mut self, number: u8) {
         let levels = self.spans.iter_mut().flat_map(|span| &mut span.levels);
         levels.filter(|level| **level == number).for_each(|level| *level = UNKNOWN);

@@ -1,18 +1,18 @@
 //! The metadata cache: which level holds which extent, for the extents that requests looked up most recently.
 //!
-//! Sixteen shards, each answering for every sixteenth 64 MiB of addresses under a lock of its own, which is held for a
-//! search in two sorted arrays and nothing else. Eviction goes round all of them: entries seen since the hand last came
-//! by stay (second chance), so it is recency of the whole disk that decides, not of a shard.
+//! Sixteen shards, each responsible for every sixteenth 64 MiB of addresses. A shard has a lock of its own, which is
+//! held only for a search in two sorted arrays. Eviction goes round all shards: entries used since the hand last passed
+//! stay (second chance), so it follows the recency in the whole disk, not in a shard.
 //!
-//! 1. An entry is true whenever a shard's lock is free, but for ranges under change ([`crate::changes`]), where it may
-//!    be what was before: no write has been acknowledged then. Where places are reused, ranges under change have no
+//! 1. An entry is current whenever a shard's lock is free. In a range under change ([`crate::changes`]) it may be the
+//!    old one: no write of the range has been acknowledged then. If places are reused, ranges under change have no
 //!    entries.
-//! 2. There are never more entries than the maximum, but for what threads are putting in at this moment.
-//! 3. A prefetched entry goes first unless a request looks it up. How much is prefetched follows from what became of
-//!    earlier prefetches: as long as a quarter of what leaves the cache unused had been used, or nothing leaves it, all
-//!    that the tunables allow; in a random load beyond the cache, nothing, but for a try now and then.
-//! 4. Where nothing is prefetched, a miss asks one level if [`holders`] knows which, instead of walking down to it.
-//!    Spans are surveyed as they are missed, as long as those that had to go had paid for it.
+//! 2. There are never more entries than the maximum, except those that threads are inserting at this moment.
+//! 3. A prefetched entry is evicted first unless a request looks it up. The amount of prefetching follows from the use
+//!    of earlier prefetches: everything that the tunables allow, as long as a quarter of the evicted prefetched entries
+//!    had been used, or none was evicted; in a random load beyond the cache none, except a trial now and then.
+//! 4. Without prefetching, a miss asks one level if [`holders`] knows which, instead of walking down to it. Spans are
+//!    surveyed on a miss as long as evicted ones have been useful enough.
 
 mod entry;
 pub(crate) mod holders;
@@ -37,19 +37,19 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
 const SHARDS: usize = 16;
-/// Addresses that belong together: no entry crosses the border between two of these.
+/// Addresses that belong together: no entry crosses the boundary between two of these.
 const REGION: u64 = 64 << 20;
 /// Addresses surveyed together ([`holders`]).
 pub(crate) const SPAN: u64 = 256 << 10;
-/// Prefetched extents that were used, or left unused, before their number is thought over.
+/// Prefetched extents that were used or evicted before the amount is adjusted.
 const OUTCOMES: u64 = 128;
-/// Walks between two looks at that.
+/// Walks between two adjustments.
 const JUDGE_EVERY: u64 = 32;
-/// Misses between two tries while prefetching does not pay. A try asks all levels for much more than a miss does.
+/// Misses between two trials while prefetching is not useful. A trial asks all levels for much more than a miss does.
 const TRY_EVERY: u64 = 256;
-/// Extents of a try.
+/// Extents of a trial.
 const TRY_EXTENTS: usize = 8;
-/// Misses between two surveys while they do not pay.
+/// Misses between two surveys while they are not useful.
 const SURVEY_EVERY: u64 = 32;
 
 /// What can be changed while the cache is in use.
@@ -107,7 +107,7 @@ struct Counters {
     unused: AtomicU64,
 }
 
-/// Counts of a time ago.
+/// Earlier values of counters.
 #[derive(Default)]
 struct Judged {
     used: u64,
@@ -125,11 +125,11 @@ pub(crate) struct MetadataCache {
     entries_max: AtomicUsize,
     prefetch_bytes: AtomicU64,
     prefetch_extents: AtomicUsize,
-    /// What prefetching is worth now, in extents.
+    /// The present amount of prefetching, in extents.
     effort: AtomicUsize,
-    /// Whether surveys pay.
+    /// Whether surveys are useful.
     surveys: AtomicBool,
-    /// What had become of prefetches and surveys when that was last thought over.
+    /// Results of prefetches and surveys at the last adjustment.
     judged: Mutex<Judged>,
     counters: Counters,
 }
@@ -187,7 +187,7 @@ impl MetadataCache {
         }
     }
 
-    /// Takes effect at once: a smaller cache is smaller when this returns.
+    /// Takes effect at once: a smaller cache is smaller on return.
     pub fn set_tunables(&self, tunables: Tunables) -> Result<()> {
         tunables.check()?;
         if self.entries_max.swap(tunables.entries, Ordering::Relaxed) != tunables.entries {
@@ -204,7 +204,7 @@ impl MetadataCache {
         self.entries_max.load(Ordering::Relaxed) == 0
     }
 
-    /// Works on a shard, and keeps the count of all.
+    /// Runs on a shard, and updates the total count.
     fn with<T>(&self, index: usize, work: impl FnOnce(&mut Shard) -> T) -> T {
         let mut shard = self.shards[index].0.lock();
         let before = shard.entries;
@@ -218,7 +218,7 @@ impl MetadataCache {
         result
     }
 
-    /// Works on each shard that may know something of `range`.
+    /// Runs on each shard that may have entries of `range`.
     fn with_each(&self, range: &Range<u64>, mut work: impl FnMut(&mut Shard)) {
         let first = range.start / REGION;
         let last = range.end.div_ceil(REGION).min(first + SHARDS as u64);
@@ -227,7 +227,7 @@ impl MetadataCache {
         }
     }
 
-    /// Appends where `range` is; false, and nothing appended, when not all of it is known.
+    /// Appends the places of `range`; false, and nothing appended, if any part is unknown.
     pub fn lookup(&self, range: &Range<u64>, out: &mut Vec<Mapping>) -> bool {
         let before = out.len();
         for part in regions(range.clone()) {
@@ -243,7 +243,7 @@ impl MetadataCache {
                 shard.hits += 1;
             }
         }
-        // A last sector that is not whole was looked up whole.
+        // A partial last sector was looked up as a whole.
         if let Some(last) = out.last_mut()
             && last.end() > range.end
         {
@@ -257,7 +257,7 @@ impl MetadataCache {
         !self.shards[shard_of(address)].0.lock().is_free(sector, sector + 1)
     }
 
-    /// What to resolve together with `demand`, and how many extents of it at most.
+    /// The range to resolve together with `demand`, and its most extents.
     pub fn window(&self, demand: &Range<u64>, capacity: u64) -> (Range<u64>, usize) {
         let bytes = self.prefetch_bytes.load(Ordering::Relaxed).next_multiple_of(SECTOR);
         let mut most = self.effort.load(Ordering::Relaxed).min(self.prefetch_extents.load(Ordering::Relaxed));
@@ -267,7 +267,7 @@ impl MetadataCache {
         if bytes == 0 || most == 0 || self.is_off() {
             return (demand.clone(), 0);
         }
-        // In a stream what comes before is known already, and everything is spent on what follows.
+        // In a stream the extents before are cached already, so everything is spent on those behind.
         let streams = demand.start >= SECTOR && self.knows(demand.start - SECTOR);
         let start = if streams { demand.start } else { demand.start / bytes * bytes };
         let end = demand.end.div_ceil(bytes).saturating_mul(bytes).min(capacity).max(demand.end);
@@ -290,7 +290,7 @@ impl MetadataCache {
         self.surveys.load(Ordering::Relaxed) || self.counters.walks.load(Ordering::Relaxed).is_multiple_of(SURVEY_EVERY)
     }
 
-    /// Takes in what a survey found for the span that begins at `start`, unless something of it changed meanwhile.
+    /// Inserts the result of a survey of the span that begins at `start`, unless it changed meanwhile.
     pub fn fill_holders(&self, changes: &Changes, token: &Token, start: u64, levels: &[u8; SPAN_BLOCKS]) {
         let mut shard = self.shards[shard_of(start)].0.lock();
         if changes.unchanged(token, &(start..start + SPAN)) {
@@ -298,7 +298,8 @@ impl MetadataCache {
         }
     }
 
-    /// Takes in what a walk of `levels` levels found for `demand` and around it, but for what changed meanwhile.
+    /// Inserts the result of a walk of `levels` levels for `demand` and around it, except ranges that changed
+    /// meanwhile.
     pub fn fill(&self, changes: &Changes, token: &Token, demand: &Range<u64>, found: &[Mapping], levels: usize) {
         let counters = &self.counters;
         if counters.walks.fetch_add(1, Ordering::Relaxed).is_multiple_of(JUDGE_EVERY) {
@@ -336,18 +337,18 @@ impl MetadataCache {
         self.evict();
     }
 
-    /// Before a change where places are reused: forgets `range`.
+    /// Called before a change if places are reused: drops `range`.
     pub fn forget(&self, range: &Range<u64>) {
         let (from, to) = sectors(range);
         self.with_each(range, |shard| {
             shard.remove(from, to);
             shard.holders.forget(from, to);
         });
-        // An entry cut in its middle is two.
+        // An entry cut in its middle becomes two.
         self.evict();
     }
 
-    /// As [`MetadataCache::forget`], but only what lies in level `number`.
+    /// As [`MetadataCache::forget`], only for extents in level `number`.
     pub fn forget_level(&self, range: &Range<u64>, number: u8) {
         let (from, to) = sectors(range);
         self.with_each(range, |shard| {
@@ -358,7 +359,7 @@ impl MetadataCache {
         self.evict();
     }
 
-    /// After a change: `range` is now what `found` says, and unknown where that says nothing.
+    /// Called after a change: `range` is now as in `found`, and unknown where that has no extent.
     pub fn replace(&self, range: &Range<u64>, found: &[Mapping]) {
         if self.is_off() || range.end - range.start > UPDATE_BYTES_MAX {
             return self.forget(range);
@@ -391,7 +392,7 @@ impl MetadataCache {
         self.evict();
     }
 
-    /// After a merge copied `range`: what was known to lie in one of `from` lies where `found` says.
+    /// Called after a merge copied `range`: extents in one of `from` are now at the places in `found`.
     pub fn retarget(&self, range: &Range<u64>, from: Numbers, found: &[Mapping]) {
         for part in regions(range.clone()) {
             let (start, end) = sectors(&part);
@@ -412,7 +413,7 @@ impl MetadataCache {
         self.evict();
     }
 
-    /// Forgets everything that lies in level `number`.
+    /// Drops all extents in level `number`.
     pub fn purge(&self, number: u8) {
         for index in 0..SHARDS {
             self.with(index, |shard| {
@@ -422,10 +423,10 @@ impl MetadataCache {
         }
     }
 
-    /// Brings the number of entries down to the maximum.
+    /// Reduces the number of entries to the maximum.
     fn evict(&self) {
         let maximum = self.entries_max.load(Ordering::Relaxed);
-        // Twice round clears every mark and then takes everything.
+        // Two rounds clear every mark and then evict everything.
         for _ in 0..3 * SHARDS {
             let excess = self.total.load(Ordering::Relaxed).saturating_sub(maximum);
             if excess == 0 {
@@ -443,7 +444,7 @@ impl MetadataCache {
         }
     }
 
-    /// Thinks over how much to prefetch, and whether to survey.
+    /// Adjusts the amount of prefetching, and whether to survey.
     fn judge(&self) {
         let Some(mut judged) = self.judged.try_lock() else { return };
         let mut now = Judged { unused: self.counters.unused.load(Ordering::Relaxed), ..Judged::default() };

@@ -4,7 +4,7 @@
 //! 2. A leaf has at most [`LEAF_MAX`] entries and memory for at most two steps of [`LEAF_STEP`] more than it has: an
 //!    entry costs little above its 16 bytes however often it was split, cut and evicted.
 //! 3. The hand goes from high addresses to low, a leaf at a time: against the direction of most streams, which would
-//!    otherwise push it before them and lose what was just fetched.
+//!    otherwise push it along and lose what was just fetched.
 
 use super::entry::CachedExtent;
 use super::holders::Holders;
@@ -14,12 +14,12 @@ use layer::SECTOR;
 
 /// Entries of a leaf at the most.
 pub(super) const LEAF_MAX: usize = 64;
-/// Entries for which memory is taken at a time.
+/// Entries for which memory is allocated at a time.
 const LEAF_STEP: usize = 8;
 
 const REGION_SECTORS: u64 = REGION / SECTOR;
 
-/// Steps from a guess before it is given up for a search by halves.
+/// Steps from an estimate before a binary search.
 const STEPS_MAX: usize = 6;
 
 /// One shard of the cache.
@@ -31,28 +31,28 @@ pub(super) struct Shard {
     pub entries: usize,
     /// The leaf above the one that is swept next.
     hand: usize,
-    /// Lookups answered, and not.
+    /// Lookups answered, and missed.
     pub hits: u64,
     pub misses: u64,
-    /// Prefetched entries that were asked for.
+    /// Prefetched entries that were used.
     pub used: u64,
-    /// What is known beside the entries.
+    /// The levels of blocks without entries.
     pub holders: Holders,
 }
 
-/// What a sweep did.
+/// The result of a sweep.
 #[derive(Default)]
 pub(super) struct Swept {
     pub evicted: usize,
-    /// Of these, prefetched and never asked for.
+    /// Of these, prefetched and never used.
     pub unused: usize,
-    /// The hand has been everywhere once.
+    /// The hand has completed a round.
     pub round: bool,
 }
 
 impl Shard {
-    /// The last leaf that begins at or before `sector`: where it would be if all had as much, and from there step by
-    /// step, for the same reason as among entries.
+    /// The last leaf that begins at or before `sector`: from its position under a uniform distribution, step by step,
+    /// for the same reason as among entries.
     fn leaf_at_or_before(&self, sector: u64) -> Option<usize> {
         // Addresses of other shards lie between two regions of this one.
         let own = |sector: u64| sector / (REGION_SECTORS * SHARDS as u64) * REGION_SECTORS + sector % REGION_SECTORS;
@@ -76,8 +76,8 @@ impl Shard {
     fn at_or_before(&self, sector: u64) -> Option<(usize, usize)> {
         let leaf = self.leaf_at_or_before(sector)?;
         let entries = &self.leaves[leaf];
-        // Where it would be if extents were of one size, and from there step by step: entries are read far more often
-        // than they fit into the processor's cache, and this touches one or two lines of a leaf instead of four.
+        // Starts from its position if extents were of one size, and goes step by step: entries are read far more often
+        // than they fit into the processor's cache, and this touches one or two cache lines of a leaf instead of four.
         let (first, next) = (self.firsts[leaf], self.firsts.get(leaf + 1));
         let span = next.map_or(entries[entries.len() - 1].end(), |next| *next) - first;
         let guess = (sector - first).min(span) * entries.len() as u64 / span.max(1);
@@ -99,7 +99,7 @@ impl Shard {
         }
     }
 
-    /// Appends what is at sectors `from..to`; false when not all of it is here.
+    /// Appends the extents of sectors `from..to`; false if any is missing.
     pub fn lookup(&mut self, from: u64, to: u64, out: &mut Vec<Mapping>) -> bool {
         let Some((mut leaf, mut index)) = self.at_or_before(from) else { return false };
         let mut at = from;
@@ -134,10 +134,10 @@ impl Shard {
         before.is_none_or(|(leaf, index)| self.leaves[leaf][index].end() <= from)
     }
 
-    /// Forgets sectors `from..to`.
+    /// Drops sectors `from..to`.
     pub fn remove(&mut self, from: u64, to: u64) {
         let Some(mut leaf) = self.firsts.partition_point(|first| *first < to).checked_sub(1) else { return };
-        // From the last leaf concerned to the first, so that what is removed does not move what is to come.
+        // From the last leaf concerned to the first, so that removals do not move the remaining ones.
         loop {
             let entries = &mut self.leaves[leaf];
             let first = entries.partition_point(|entry| entry.end() <= from);
@@ -163,7 +163,7 @@ impl Shard {
         }
     }
 
-    /// The parts of `from..to` whose entries `wanted` chooses by their level.
+    /// The parts of `from..to` whose entries `wanted` selects by their level.
     pub fn parts_of(&self, from: u64, to: u64, wanted: impl Fn(u8) -> bool) -> Vec<(u64, u64)> {
         let mut parts = Vec::new();
         let leaf = self.firsts.partition_point(|first| *first <= from).saturating_sub(1);
@@ -178,7 +178,7 @@ impl Shard {
         parts
     }
 
-    /// Puts in an entry where nothing is; one with the neighbours that it goes on from or that go on from it.
+    /// Inserts an entry in a free range; joined with neighbours that it continues or that continue it.
     pub fn insert(&mut self, mut entry: CachedExtent) {
         let Some(leaf) = self.leaf_for(entry.start()) else {
             self.firsts.push(entry.start());
@@ -217,7 +217,7 @@ impl Shard {
         Some(self.firsts.partition_point(|first| *first <= start).saturating_sub(1))
     }
 
-    /// Cuts a leaf in two: in the middle, or behind what was put in last when that is its end, as in a stream.
+    /// Splits a leaf: in the middle, or behind the entry inserted last if that is its end, as in a stream.
     fn split(&mut self, leaf: usize, inserted: usize) {
         let entries = &mut self.leaves[leaf];
         let at = if inserted + 1 == entries.len() { entries.len() - 1 } else { entries.len() / 2 };
@@ -232,7 +232,7 @@ impl Shard {
         }
     }
 
-    /// After entries of a leaf went: drops it, joins it with the next, or gives memory back.
+    /// After entries of a leaf were removed: drops it, joins it with the next, or returns memory.
     fn settle(&mut self, leaf: usize) {
         let length = self.leaves[leaf].len();
         if length > LEAF_MAX {
@@ -260,7 +260,7 @@ impl Shard {
         }
     }
 
-    /// Moves the hand on until `wanted` entries are gone that were not seen since it last came by, or it has come
+    /// Moves the hand until `wanted` entries that were not used since it last passed are evicted, or it has completed a
     /// round.
     pub fn sweep(&mut self, wanted: usize) -> Swept {
         let mut swept = Swept::default();
@@ -289,7 +289,7 @@ impl Shard {
         swept
     }
 
-    /// Forgets everything that lies in level `number`.
+    /// Drops all extents in level `number`.
     pub fn purge(&mut self, number: u8) {
         for leaf in (0..self.leaves.len()).rev() {
             let before = self.leaves[leaf].len();
@@ -302,13 +302,13 @@ impl Shard {
         }
     }
 
-    /// Bytes of memory, headers of the allocator not counted.
+    /// Bytes of memory, without headers of the allocator.
     pub fn memory(&self) -> usize {
         let leaves: usize = self.leaves.iter().map(|leaf| leaf.capacity() * size_of::<CachedExtent>()).sum();
         leaves + self.leaves.capacity() * size_of::<Vec<CachedExtent>>() + self.firsts.capacity() * size_of::<u64>()
     }
 
-    /// Panics when an invariant does not hold.
+    /// Panics if an invariant is violated.
     #[cfg(test)]
     pub fn check(&self) {
         assert_eq!(self.entries, self.leaves.iter().map(Vec::len).sum::<usize>());
@@ -332,7 +332,7 @@ fn reserve(entries: &mut Vec<CachedExtent>) {
     }
 }
 
-/// Gives memory back that is not needed soon.
+/// Returns memory that is not needed soon.
 fn trim(entries: &mut Vec<CachedExtent>) {
     if entries.capacity() >= entries.len() + 2 * LEAF_STEP {
         entries.shrink_to(entries.len() + LEAF_STEP / 2);

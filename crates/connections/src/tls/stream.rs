@@ -51,7 +51,7 @@ enum Step {
     Again,
     /// It waits for the peer.
     Blocked,
-    /// What was to be encrypted is.
+    /// Everything given to it is encrypted.
     Encrypted,
     /// The peer says nothing more.
     Ended,

@@ -72,7 +72,7 @@ impl NewFile {
     }
 }
 
-/// A file as a place to write to.
+/// A file as a [`std::io::Write`].
 struct Output {
     file: Arc<dyn File>,
     position: u64,
@@ -104,7 +104,7 @@ impl Seek for Output {
     }
 }
 
-/// One disk that is written as a stream, in a file of its own or in an archive.
+/// One disk that is written as a stream, to a file of its own or into an archive.
 pub(super) struct StreamSink {
     new: NewFile,
     file: Arc<dyn File>,
@@ -205,7 +205,7 @@ fn threads() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
 }
 
-/// The descriptor inside a stream that is called `name`.
+/// The descriptor inside a stream with the file name `name`.
 fn embedded(name: &str, capacity: u64) -> Result<Vec<u8>> {
     let entropy = system_entropy();
     let random = &mut || entropy();

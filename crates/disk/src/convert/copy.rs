@@ -1,8 +1,8 @@
-//! The engine: one thread reads pieces and finds the zeros in them, the caller's writes them.
+//! The copying: one thread reads parts of the disk and finds the zeros in them, the caller's thread writes them.
 //!
-//! Buffers are reused: the buffer of a piece that was written is read into again, so that memory is bounded and stays
-//! in the processor's caches. When either thread ends, so does the other: the reader ends at the next piece that it
-//! cannot send, and the writer detects a channel that closes without an end mark as a failed reader.
+//! Buffers are reused: after a part is written, its buffer is read into again, so that memory is limited and stays in
+//! the processor's caches. When either thread ends, so does the other: the reader ends at the next part that it cannot
+//! send, and the writer detects a channel that closes without an end mark as a failed reader.
 
 use backend::{BLOCK_SIZE, Buffer};
 use error::{Error, ErrorKind, Result};
@@ -12,58 +12,59 @@ use std::thread;
 use work::Progress;
 use work::Throttle;
 
-/// Bytes of a piece; pieces begin at multiples of it.
+/// Bytes of a part; parts begin at multiples of it.
 pub const PIECE: u64 = 1 << 20;
 
-/// Pieces in memory: one being read, one being written, the others between them.
+/// Parts in memory: one being read, one being written, the others between them.
 pub const PIECES: usize = 8;
 
 /// The smallest run of zeros that is left out.
 const ZERO_UNIT: u64 = BLOCK_SIZE as u64;
 
-/// What the source has from some byte on.
+/// Content of the source from some byte on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SourceRun {
-    /// How far, in bytes; not 0.
+    /// Its length in bytes; not 0.
     pub length: u64,
-    /// True where it reads as zeros without being read.
+    /// True if it reads as zeros without being read.
     pub zero: bool,
 }
 
-/// Where the content comes from. Asked by one thread, from front to back.
+/// The source of the content. Called by one thread, from front to back.
 pub trait Source: Send {
     /// Capacity in bytes.
     fn capacity(&self) -> u64;
 
-    /// What is at `start`, below the capacity.
+    /// The kind of the content at `start`, below the capacity.
     fn next(&mut self, start: u64) -> Result<SourceRun>;
 
-    /// Reads what [`Source::next`] did not call zeros.
+    /// Reads a range that [`Source::next`] did not return as zeros.
     fn read(&mut self, start: u64, out: &mut [u8]) -> Result<()>;
 }
 
-/// Where the content goes. All of it reads as zeros before anything is written.
+/// The target of the content. All of it reads as zeros before anything is written.
 pub trait Sink: Send {
-    /// Data is written in whole units of this many bytes, a power of two, but for the end of the disk.
+    /// Data is written in whole units of this many bytes, a power of two, except at the end of the disk.
     fn unit(&self) -> u64;
 
-    /// Takes all pieces.
+    /// Writes all parts.
     fn fill(&mut self, pieces: &mut Pieces<'_>) -> Result<()>;
 
     /// Makes the target durable and gives it its name. After an error nothing is left.
     fn finish(self: Box<Self>, progress: &dyn Progress) -> Result<()>;
 
-    /// Removes what was made.
+    /// Removes the unfinished target.
     fn abandon(self: Box<Self>);
 }
 
-/// A part of the disk: a megabyte with something in it, or a run of zeros of any length.
+/// A part of the disk: a megabyte with data in it, or a run of zeros of any length.
 pub struct CopyPiece {
-    /// Where it begins.
+    /// Its first byte.
     pub start: u64,
     /// Its length in bytes.
     pub length: u64,
-    /// What is not zeros, relative to `start`: in order, apart, in the sink's units but for the end of the disk.
+    /// Ranges that are not zeros, relative to `start`: in order, not adjacent, in the sink's units except at the end of
+    /// the disk.
     pub runs: Vec<Range<usize>>,
     /// The bytes; behind the end of the disk zeros up to a whole block.
     buffer: Option<Buffer>,
@@ -80,13 +81,13 @@ impl CopyPiece {
         self.bytes(&(run.start..run.end.next_multiple_of(BLOCK_SIZE)))
     }
 
-    /// What lies between the runs, as byte ranges of the disk.
+    /// The ranges between the runs, as byte ranges of the disk.
     pub fn zeros(&self) -> Zeros<'_> {
         Zeros { piece: self, at: 0, next: 0 }
     }
 }
 
-/// The ranges of a piece that are zeros.
+/// The ranges of a part that are zeros.
 pub struct Zeros<'a> {
     piece: &'a CopyPiece,
     at: u64,
@@ -119,7 +120,7 @@ enum Message {
     End,
 }
 
-/// The pieces as they come, in order.
+/// The parts in order.
 pub struct Pieces<'a> {
     full: Receiver<Message>,
     empty: Sender<Buffer>,
@@ -132,7 +133,7 @@ pub struct Pieces<'a> {
 }
 
 impl Pieces<'_> {
-    /// Hands the next piece to `take`; false after the last. Reports the bytes done so far to `progress`.
+    /// Passes the next part to `take`; false after the last. Reports the bytes done so far to `progress`.
     pub fn next(&mut self, take: impl FnOnce(&CopyPiece) -> Result<()>) -> Result<bool> {
         if self.ended {
             return Ok(false);
@@ -173,7 +174,7 @@ impl Pieces<'_> {
     }
 }
 
-/// Copies all of a source; gives the bytes that were not zeros.
+/// Copies all of a source; returns the number of bytes that were not zeros.
 pub fn copy(source: Box<dyn Source + '_>, mut sink: Box<dyn Sink + '_>, progress: &dyn Progress) -> Result<u64> {
     let total = source.capacity();
     let unit = sink.unit().max(ZERO_UNIT);
@@ -182,7 +183,7 @@ pub fn copy(source: Box<dyn Source + '_>, mut sink: Box<dyn Sink + '_>, progress
         let (to_writer, full) = sync_channel(PIECES);
         let (empty, to_reader) = channel();
         for _ in 0..PIECES {
-            // Nothing is taken yet: the other end is alive.
+            // Nothing is received yet: the other end is alive.
             let _ = empty.send(Buffer::recycled((PIECE / BLOCK_SIZE as u64) as usize));
         }
         let reader = Reader { source, unit, to_writer, to_reader };
@@ -190,7 +191,7 @@ pub fn copy(source: Box<dyn Source + '_>, mut sink: Box<dyn Sink + '_>, progress
         spawned.map_err(|error| Error::io("starting a thread to read", error))?;
         let throttle = Throttle::new(progress);
         let mut pieces = Pieces { full, empty, held: None, progress, total, copied: 0, throttle, ended: false };
-        // The pieces go with this, and so the reader ends.
+        // Dropping the parts ends the reader.
         sink.fill(&mut pieces).map(|()| pieces.copied)
     });
     match outcome {
@@ -227,7 +228,7 @@ impl Reader<'_> {
         while start < capacity {
             let zeros = self.zeros_from(start, capacity)?;
             let piece = match zeros - start {
-                // Zeros up to the end of the piece at least: as far as they go, in whole pieces.
+                // Zeros up to the end of the part at least, in whole parts as far as they go.
                 length if zeros == capacity || length >= PIECE => {
                     let end = if zeros == capacity { capacity } else { zeros / PIECE * PIECE };
                     CopyPiece { start, length: end - start, runs: Vec::new(), buffer: None }
@@ -245,7 +246,7 @@ impl Reader<'_> {
         Ok(())
     }
 
-    /// Where the zeros that begin at `start` end.
+    /// The end of the zeros that begin at `start`.
     fn zeros_from(&mut self, start: u64, capacity: u64) -> Result<u64> {
         let mut at = start;
         while at < capacity {
@@ -288,7 +289,7 @@ impl Reader<'_> {
     }
 }
 
-/// The parts of `bytes` that are not zeros, in units; neighbours together.
+/// The parts of `bytes` that are not zeros, in units; adjacent ones joined.
 fn runs(bytes: &[u8], unit: usize) -> Vec<Range<usize>> {
     let mut runs: Vec<Range<usize>> = Vec::new();
     for (number, part) in bytes.chunks(unit).enumerate() {
@@ -304,7 +305,7 @@ fn runs(bytes: &[u8], unit: usize) -> Vec<Range<usize>> {
     runs
 }
 
-/// Whether all bytes are zero: in strides that the compiler makes wide, and at once where the first are not.
+/// Whether all bytes are zero: in strides that the compiler vectorises, and without reading on if the first are not.
 fn is_zero(bytes: &[u8]) -> bool {
     const STRIDE: usize = 256;
     let zero = |part: &[u8]| part.iter().fold(0, |sum, byte| sum | byte) == 0;

@@ -8,7 +8,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use work::Progress;
 
-/// Bytes asked about at a time, and runs taken from one answer.
+/// Bytes mapped at a time, and runs of one result.
 const ASK_BYTES: u64 = 256 << 20;
 const ASK_EXTENTS: usize = 1024;
 
@@ -42,7 +42,7 @@ impl<H: Send> Source for HoldingSource<H> {
 /// A device, read from front to back.
 pub struct DeviceSource {
     device: Arc<dyn Device>,
-    /// Where the first of `extents` begins.
+    /// The first byte of the first of `extents`.
     at: u64,
     extents: VecDeque<StatusExtent>,
 }
@@ -87,7 +87,7 @@ impl Source for DeviceSource {
     }
 }
 
-/// What is done with a device once it was filled, or could not be.
+/// Called with a device after it was filled, or could not be.
 pub type End = Box<dyn FnOnce(bool) -> Result<()> + Send>;
 
 /// A device that reads as zeros, written from front to back.
@@ -97,7 +97,7 @@ pub struct DeviceSink {
 }
 
 impl DeviceSink {
-    /// Fills the device; `end` is then told whether it is whole, and takes it back otherwise.
+    /// Fills the device; `end` is then called with the result, and removes the device after a failure.
     pub fn new(device: Arc<dyn Device>, end: End) -> Self {
         Self { device, end }
     }
@@ -126,7 +126,7 @@ impl Sink for DeviceSink {
         match flushed {
             Ok(()) => end(true),
             Err(error) => {
-                // The first failure is the one to tell.
+                // The first failure is reported.
                 let _ = end(false);
                 Err(error)
             }

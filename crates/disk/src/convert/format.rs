@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
 
-/// What a target can be.
+/// The kind of a target.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub enum TargetFormat {
@@ -66,7 +66,7 @@ impl From<TargetFormat> for String {
     }
 }
 
-/// What a file is, when its user says so instead of its first bytes.
+/// The kind of a file, if its user states it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub enum SourceFormat {

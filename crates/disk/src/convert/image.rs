@@ -10,7 +10,7 @@ use std::sync::Arc;
 use work::Progress;
 use work::Unreported;
 
-/// Extents of one piece whose bytes are sent on their way to the medium early; the rest waits for the flush.
+/// Extents of one part whose bytes are written out to the medium early; the others wait for the flush.
 const WRITE_OUT_EXTENTS: usize = 64;
 
 /// An image under its temporary name.
@@ -18,7 +18,7 @@ pub(super) struct ImageSink {
     unfinished: Unfinished,
     image: Image,
     kind: ImageKind,
-    /// Files whose bytes lie where their layer says.
+    /// Files with the bytes at the places in their layer's map.
     layer: Arc<dyn Layer>,
     extents: Vec<Extent>,
 }
@@ -33,7 +33,7 @@ impl ImageSink {
         progress: &dyn Progress,
     ) -> Result<Self> {
         let random = system_entropy();
-        // Zeros are written at the end, and only where nothing else was.
+        // Zeros are written at the end, and only where nothing else was written.
         let made = match kind {
             ImageKind::EagerZeroedThick => ImageKind::ZeroedThick,
             kind => kind,
@@ -52,7 +52,7 @@ impl ImageSink {
         }
     }
 
-    /// Has the system begin to write what was just written: the flush at the end then finds little to do.
+    /// Makes the system begin to write out the data: the flush at the end then has little to do.
     fn write_out(&mut self, start: u64, length: u64) -> Result<()> {
         self.extents.clear();
         self.layer.map(start..start + length, WRITE_OUT_EXTENTS, &mut self.extents)?;

@@ -9,14 +9,15 @@
 //!
 //! What holds:
 //!
-//! 1. **Whole or not at all.** The target has its name once all of it is durable. An error, an interruption and a crash
-//!    leave nothing that looks like a disk; what a crash leaves is swept, by the datastore at its next opening and in a
-//!    folder at the next conversion to the same name.
+//! 1. **All or nothing.** The target has its name once all of it is durable. An error, an interruption and a crash
+//!    leave nothing under that name. The remains of a crash are removed by the datastore at its next opening, and in a
+//!    folder by the next conversion to the same name.
 //! 2. **The source is not changed**, and does not change: of a disk in use a snapshot is read.
-//! 3. **Zeros are not written.** What the source does not hold is passed over; what it holds is looked at. So the
-//!    target is as thin as its format allows, and a thick one has its space all the same.
-//! 4. **Memory is bounded**: [`copy::PIECES`] pieces, whatever is converted.
-//! 5. A source is what its user says, and untrusted: everything that [`layer::image`] says of foreign images.
+//! 3. **Zeros are not written.** Ranges that the source does not hold are skipped; the others are searched for zeros.
+//!    So the target is as thin as its format allows, and a thick one has its space all the same.
+//! 4. **Memory is limited**: [`copy::PIECES`] parts, whatever is converted.
+//! 5. The kind of a source is what its user states, and its content is untrusted: the rules of [`layer::image`] for
+//!    foreign images apply.
 
 mod archive;
 mod copy;
@@ -53,11 +54,11 @@ pub enum Address {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct ImageOptions {
-    /// What the file is; otherwise its first bytes say it.
+    /// The kind of the file; otherwise its first bytes decide.
     pub format: Option<SourceFormat>,
-    /// Take a parent that was changed since its child was made.
+    /// Accept a parent that was changed since its child was made.
     pub force_parent: bool,
-    /// Replay the journal of a SEsparse image that was not closed, as far as it can be proven whole.
+    /// Replay the journal of a SEsparse image that was not closed, as far as it can be proven.
     pub replay_journal: bool,
     /// Folders besides the image's own that it may refer to.
     pub permitted: Vec<PathBuf>,
@@ -77,11 +78,11 @@ pub struct Conversion {
     pub format: TargetFormat,
     /// How the source is opened.
     pub options: ImageOptions,
-    /// Most bytes a second; 0 for as fast as it goes.
+    /// Most bytes a second; 0 for no limit.
     pub rate: u64,
 }
 
-/// What a conversion made.
+/// The result of a conversion.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Converted {
     /// The target: a path or the name of a disk.
@@ -92,9 +93,9 @@ pub struct Converted {
     pub capacity: u64,
     /// Bytes that were not zeros.
     pub copied: u64,
-    /// Files that were made, with their paths; none for disks of a datastore.
+    /// Files that were created, with their paths; none for disks of a datastore.
     pub files: Vec<PathBuf>,
-    /// What a person should know.
+    /// Warnings for the user.
     pub warnings: Vec<String>,
 }
 
@@ -110,7 +111,7 @@ impl Conversion {
             let missing = || Error::new(ErrorKind::Invalid, "a disk is named without a datastore: give --datastore");
             datastore.ok_or_else(missing)
         };
-        // The target first: what cannot be made is not read for.
+        // The target first, so that nothing is read for one that cannot be made.
         target::check(&self.to, self.format)?;
         let mut warnings = Vec::new();
         let _use = match &self.from {
@@ -141,7 +142,7 @@ pub(crate) fn copy_into(
 ) -> Result<Converted> {
     target::check(to, format)?;
     let capacity = source.capacity().next_multiple_of(layer::SECTOR);
-    // Until the disk is there, no other gets its name.
+    // Until the disk exists, no other operation gets its name.
     let mut reservation = None;
     let made = match (to, datastore) {
         (Address::Path(path), _) => target::make(path, format, capacity, progress)?,

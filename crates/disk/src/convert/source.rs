@@ -15,20 +15,20 @@ use std::path::Path;
 use std::sync::Arc;
 use work::Progress;
 
-/// Bytes asked about at a time, and runs taken from one answer.
+/// Bytes mapped at a time, and runs of one result.
 const ASK_BYTES: u64 = 256 << 20;
 const ASK_SPANS: usize = 1024;
 
-/// Bytes of an archive's member digested between two looks whether that is still wanted.
+/// Bytes of an archive's member digested between two checks for a cancellation.
 const DIGEST_PIECE: usize = 1 << 20;
 
-/// Where the magic of a tar archive stands.
+/// Offset of the magic number of a tar archive.
 const TAR_MAGIC: (u64, &[u8]) = (257, b"ustar");
 
 /// A chain of layers.
 pub struct ChainSource {
     chain: Arc<Chain>,
-    /// What is known of the bytes from the first span's start on.
+    /// The known extents from the first span's start on.
     spans: VecDeque<Span>,
 }
 
@@ -63,7 +63,7 @@ impl Source for ChainSource {
 }
 
 impl ImageOptions {
-    /// For the opener.
+    /// Options for the opener.
     pub(crate) fn opening(&self, writable: bool) -> OpenOptions {
         OpenOptions {
             writable,
@@ -115,8 +115,8 @@ pub(crate) fn whole_chain(label: &str, opened: &image::Chain) -> Result<Chain> {
     Chain::open(label, opened.layers(), options)
 }
 
-/// Whether the file begins as a tar archive does, and its name says that it is one of a virtual machine: the first
-/// bytes of a raw disk are its guest's.
+/// Whether the file begins as a tar archive does, and has the suffix of a virtual machine's archive: the guest writes
+/// the first bytes of a raw disk.
 pub(crate) fn is_archive(place: &Place) -> Result<bool> {
     if !place.name.to_ascii_lowercase().ends_with(".ova") {
         return Ok(false);
@@ -128,7 +128,7 @@ pub(crate) fn is_archive(place: &Place) -> Result<bool> {
     Ok(bytes == magic)
 }
 
-/// The file of one disk of an archive, its digest checked.
+/// The file of one disk of an archive, after a check of its digest.
 pub(crate) fn open_member(
     place: &Place,
     options: &ImageOptions,
@@ -155,7 +155,7 @@ pub(crate) fn open_member(
         let text = format!("'{}' of '{label}' is a delta of another disk; unpack the archive first", disk.file);
         return Err(Error::new(ErrorKind::Unsupported, text));
     }
-    // The manifest's digest is checked before anything is made of the file.
+    // The manifest's digest is checked before anything is created from the file.
     let mut reader = ova.reader(&disk.file)?;
     let mut buffer = vec![0; DIGEST_PIECE];
     loop {

@@ -10,7 +10,7 @@ use layer::image::{Folder, ImageKind, NewImage};
 use std::path::{Path, PathBuf};
 use work::Progress;
 
-/// A sink, and the files that it is made of.
+/// A sink, and the files that it creates.
 pub(crate) struct Target<'a> {
     pub(crate) sink: Box<dyn Sink + 'a>,
     pub(crate) files: Vec<PathBuf>,
@@ -57,7 +57,7 @@ pub(super) fn make(
     progress: &dyn Progress,
 ) -> Result<Target<'static>> {
     let (folder, name) = folder_of(path)?;
-    // What a conversion to the same name left when the power went.
+    // Removes the remains of a conversion to the same name that a power cut ended.
     let removed = storage::sweep_one(&**folder.directory(), &name)?;
     if !removed.is_empty() {
         tracing::warn!("removed what an unfinished conversion had left: {}", removed.join(", "));

@@ -1,7 +1,8 @@
 //! Moving a disk to another datastore, which this process opens for that.
 //!
-//! Clients that have the disk open go on using it, so the other datastore stays open here as long as there are any: its
-//! lock is held meanwhile, and no other process can serve it. It is closed with this one at the latest.
+//! Clients that have the disk open continue to use it, so the other datastore stays open in this process as long as
+//! there are any: its lock is held meanwhile, and no other process can serve it. It is closed with this datastore at
+//! the latest.
 
 use super::run::{MigrateOptions, Peer};
 use crate::datastore::{Datastore, OpenOptions, QueueChoice};
@@ -15,11 +16,12 @@ use work::Progress;
 /// Memory for the other datastore.
 const METADATA_CACHE: usize = 64 << 20;
 const WRITE_BUFFER: usize = 32 << 20;
-/// How often it is looked whether clients are left.
+/// How often to check whether clients are left.
 const IDLE_POLL: Duration = Duration::from_millis(200);
 
 impl Datastore {
-    /// Moves a disk, with its snapshots and its clients, to another datastore. `Busy` while that is open elsewhere.
+    /// Moves a disk, with its snapshots and its clients, to another datastore. `Busy` if that is open in another
+    /// process.
     pub fn migrate_away(
         &self,
         name: &str,
@@ -59,7 +61,7 @@ impl Datastore {
         peer_datastores.iter().find(|peer| peer.path.as_deref() == Some(path)).cloned()
     }
 
-    /// Closes the other datastore, or has that done once no client uses it.
+    /// Closes the other datastore, or arranges that for when no client uses it.
     fn leave(&self, peer: Peer) -> Result<()> {
         let datastore = peer.datastore;
         if !datastore.switches.in_use() {

@@ -1,12 +1,12 @@
-//! Bringing in images that are there already: copied, used where they are, or used while they are copied.
+//! Importing existing images: copied, used where they are, or used while they are copied.
 //!
-//! **Live**: the images are adopted for reading, with a hidden native disk as the layer above them. The guest writes
-//! there, and the whole moves to its target as any disk does, in the background.
+//! **Live**: the images are adopted for reading, with a hidden native disk as the layer above them. Guests write to
+//! that, and the disk migrates to its target as any disk does, in the background.
 //!
 //! 1. The images are never changed.
-//! 2. The disk is known when everything it consists of is durable; a crash before that leaves nothing.
-//! 3. What lies above the images is named by the disk's record, and goes when no record names it.
-//! 4. An interrupted move begins again when the datastore is served again.
+//! 2. The disk exists when everything it consists of is durable; a crash before that leaves nothing.
+//! 3. The disk's record names the layer above the images; a layer that no record names is removed.
+//! 4. An interrupted migration begins again when the datastore is served again.
 
 use super::native_layer::NativeLayer;
 use super::run::{MigrateOptions, Source, Target};
@@ -28,25 +28,25 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use work::{NoProgress, Progress, Throttled};
 
-/// How the hidden disks above images are called.
+/// Names of the hidden disks above images.
 pub(crate) const OVERLAY: &str = ".overlay-";
-/// How long a background move that failed waits before it begins again, and how often it looks whether to stop.
+/// How long a failed background migration waits before it begins again, and how often it checks whether to stop.
 const RETRY: Duration = Duration::from_secs(60);
 const LOOK: Duration = Duration::from_millis(100);
 
-/// What becomes of images that are brought in.
+/// How images are imported.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ImportMode {
     /// They are copied.
     Copy,
-    /// They stay where they are, and are read; what is written goes to a delta in the datastore.
+    /// They stay in place and are read; writes go to a delta in the datastore.
     InPlace,
     /// They are read until they have been copied in the background.
     Live,
 }
 
-/// How images are brought in.
+/// Options of an import.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ImportOptions {
     /// The newest image of the chain.
@@ -56,19 +56,19 @@ pub struct ImportOptions {
     pub format: Option<SourceFormat>,
     /// What becomes of them.
     pub way: ImportMode,
-    /// What they are copied to.
+    /// The format of the copy.
     pub target: MigrateOptions,
     /// Folders that images may refer to, besides their own.
     pub permitted: Vec<PathBuf>,
-    /// Take a parent that was changed since its child was made.
+    /// Accept a parent that was changed since its child was made.
     pub force_parent: bool,
-    /// Replay the journal of a SEsparse image that was not closed properly, as far as it can be proven whole.
+    /// Replay the journal of a SEsparse image that was not closed properly, as far as it can be proven.
     pub replay_journal: bool,
-    /// Bytes per second that may be copied; 0 for as fast as it goes.
+    /// Most bytes per second; 0 for no limit.
     pub rate: u64,
 }
 
-/// What the record of a disk keeps about the layer above its images.
+/// The part of a disk's record about the layer above its images.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Overlay {
     /// Name of the hidden native disk.
@@ -78,7 +78,7 @@ pub(crate) struct Overlay {
 }
 
 impl Overlay {
-    /// What the record of a disk says.
+    /// The form in the record of a disk.
     pub fn of(record: &vmdk::Record) -> Result<Option<Self>> {
         let Some(text) = &record.overlay else { return Ok(None) };
         serde_json::from_str(text).map(Some).map_err(|error| {
@@ -96,7 +96,7 @@ impl Overlay {
     }
 }
 
-/// The moves that go on in the background.
+/// Migrations that run in the background.
 #[derive(Default)]
 pub(crate) struct Imports {
     stop: Arc<AtomicBool>,
@@ -115,7 +115,7 @@ impl Progress for Background {
 }
 
 impl Datastore {
-    /// Makes a disk of images that are there.
+    /// Creates a disk from existing images.
     pub fn import(&self, name: &str, options: &ImportOptions, progress: &dyn Progress) -> Result<DiskInfo> {
         let _name = self.reserve(name)?;
         let how = match options.way {
@@ -158,7 +158,7 @@ impl Datastore {
         match done {
             Ok(()) if options.way == ImportMode::InPlace => self.disk(name),
             Ok(()) => {
-                // Opened again, with what lies above it.
+                // Opened again, with the layer above it.
                 disk.close()?;
                 drop(disk);
                 self.foreign.open_folder(&folder)?;
@@ -217,7 +217,7 @@ impl Datastore {
         }
     }
 
-    /// Makes the hidden disk above images, and says so in their record.
+    /// Creates the hidden disk above images, and enters it in their record.
     fn put_above(&self, adopted: &ForeignOriginal, options: &ImportOptions) -> Result<()> {
         let disk = &adopted.entry.disk;
         let native = format!("{OVERLAY}{}", names::uuid_text(&names::new_uuid()?));

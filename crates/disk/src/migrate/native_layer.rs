@@ -9,7 +9,7 @@
 //! 1. The disk is thin and has no user but this layer: space that a thick type reserved would hide the image below.
 //! 2. A range never becomes absent again: discarding reserves. So an answer of [`Layer::map`] may grow old without
 //!    showing the image below where the guest has written.
-//! 3. Places are never named, so none needs to be kept: there is no epoch.
+//! 3. Its map names no places, so no place has to be kept for readers: there is no epoch.
 
 use crate::device::{Allocation, Device};
 use backend::{BLOCK_SIZE, Buffer, File, SharedSlice};

@@ -68,7 +68,7 @@ pub(crate) trait Replica: Send + Sync {
     /// Removes a snapshot.
     fn forget(&self, snapshot: &str) -> Result<()>;
 
-    /// Another capacity.
+    /// Changes the capacity.
     fn resize(&self, capacity: u64) -> Result<()>;
 }
 

@@ -2,8 +2,8 @@
 //!
 //! One thread serves one connection and is its own reactor. It receives as much as the socket has, works through all
 //! requests that arrived, and sends their replies together. Here is the stream of the protocol: heads, payloads,
-//! replies; what a request asks for is done by the [`Session`] under it, whose completions come back tagged with the
-//! head of the request. When nothing is under way the thread waits in the receive call itself, so that a client with one
+//! replies; the [`Session`] under it carries out the requests, and its completions come back tagged with the head of
+//! the request. When nothing is under way the thread waits in the receive call itself, so that a client with one
 //! request at a time costs no system call beyond receiving, reading and sending. Invariants:
 //!
 //! 1. Memory is bounded: no request is taken up while the session has no room for it, replies that are not sent

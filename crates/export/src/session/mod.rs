@@ -320,8 +320,8 @@ impl<'a, T> Session<'a, T> {
         self.polling = polling;
     }
 
-    /// Waits until a request completes, or, if it is worth it or nothing else would wake it, until `socket` is readable:
-    /// true when there may be something to receive.
+    /// Waits until a request completes, or, if it is worth it or nothing else would wake it, until `socket` is
+    /// readable: true when there may be something to receive.
     pub fn wait(&mut self, socket: Option<BorrowedFd<'_>>) -> Result<bool> {
         let began = Instant::now();
         let readable = if self.reads.pending() == 0 && self.flushes.running() {

@@ -107,7 +107,7 @@ fn damaged_sessions() {
 fn how_messages_are_cut_does_not_matter() {
     for seed in 0..200 {
         let said = [0, 1, 13, 4096].map(|step| {
-            // Seeded anew each time, so that the disk goes the same way.
+            // The same seed each time, so that the disk makes the same decisions.
             let disk = MemoryDisk::new("vm", CAPACITY, seed);
             session(&Shelf::of(&[&disk]), script(&mut Random(seed)), step).len()
         });

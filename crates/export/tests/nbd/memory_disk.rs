@@ -192,7 +192,7 @@ impl MemoryDisk {
         self.file.misses_of_8.store(8, Ordering::Relaxed);
     }
 
-    /// Of 8 reads of a piece of the medium, so many do not find it in the page cache.
+    /// Of 8 reads of a piece of the medium, this many do not find it in the page cache.
     pub fn misses_of_8(&self, misses: u32) {
         self.file.misses_of_8.store(misses, Ordering::Relaxed);
     }

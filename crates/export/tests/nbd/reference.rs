@@ -28,7 +28,7 @@ pub struct Head {
 pub enum Next {
     /// A request of which nothing is missing.
     Whole(Head),
-    /// The beginning of a request; at least so many bytes are missing.
+    /// The beginning of a request; at least this many bytes are missing.
     Part(u64),
     /// No place where another request could begin: a wrong magic number, or too long a payload.
     Lost,

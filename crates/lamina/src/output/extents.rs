@@ -71,7 +71,7 @@ impl Extents {
         Ok(())
     }
 
-    /// Ends a diff of so many extents and bytes.
+    /// Ends a diff of this many extents and bytes.
     pub fn end(mut self, extents: u64, bytes: u64) -> io::Result<()> {
         match self.form {
             Form::Text if extents == 0 => writeln!(self.out, "'{}' and '{}' do not differ", self.head.1, self.head.2)?,

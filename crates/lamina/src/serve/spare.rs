@@ -25,7 +25,7 @@ impl Spare {
         Self { path: datastore.join(FILE), directory }
     }
 
-    /// Gives the room up where the file system has less than that.
+    /// Releases the reserved space if the file system has less than that available.
     pub fn give_up_if_full(&self) {
         if self.directory.room().is_ok_and(|room| room.available < ROOM) && self.directory.remove(FILE).is_ok() {
             tracing::warn!(path = %self.path.display(), "the file system is full: reserved space is used");
@@ -53,7 +53,7 @@ impl Spare {
             match file.reserve(room, by) {
                 Ok(()) => room += by,
                 Err(error) => {
-                    // What was found before the room ran out is not kept.
+                    // Returns what a reservation that failed half way has allocated.
                     let _ = file.set_len(room);
                     if !error::lacks_space(&error) {
                         return Err(error);

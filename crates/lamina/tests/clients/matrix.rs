@@ -33,7 +33,7 @@ impl Matrix {
         Self { served: Served::start(), failures: Vec::new(), lines: 0 }
     }
 
-    /// Tries one line.
+    /// Tests one line of the table.
     pub fn line(&mut self, line: Line, run: impl FnOnce(&Target, &Line) -> Result<(), String>) {
         let disk = format!("line{}", self.lines);
         self.lines += 1;

@@ -12,7 +12,7 @@ use testkit::pattern::{self, SECTOR};
 
 const ROUND_REQUESTS: u64 = 16;
 const READ_BYTES: usize = 1 << 20;
-/// Reads within a doubtful piece, one by one.
+/// Where a read finds doubtful content, it is repeated in parts of this size.
 const PIECE_BYTES: usize = 4096;
 
 #[derive(Clone)]

@@ -180,7 +180,7 @@ impl Medium {
         answer.trim().parse().unwrap()
     }
 
-    /// So many requests of a kind pass, and so many after them fail.
+    /// This many requests of a kind pass, and this many after them fail.
     pub fn fail(&mut self, request: Request, passes: u64, fails: u64) {
         let command = [(Request::Read, 0), (Request::Write, 1), (Request::Flush, 3), (Request::Punch, 4)];
         let (_, command) = command.into_iter().find(|(of, _)| *of == request).unwrap();
@@ -201,7 +201,7 @@ impl Medium {
     }
 }
 
-/// Runs a test of this file again, with a medium of so many MiB of its own.
+/// Runs a test of this file again, with a medium of this many MiB of its own.
 pub fn on_medium(test: &str, megabytes: usize, body: fn(&mut Medium)) {
     if let Some(folder) = std::env::var_os(INSIDE) {
         let folder = PathBuf::from(folder);

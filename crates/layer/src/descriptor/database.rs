@@ -1,6 +1,6 @@
-//! The disk data base: `ddb.key = "value"` lines, most of which mean something to VMware only.
+//! The disk data base: `ddb.key = "value"` lines, most of which only VMware's software uses.
 //!
-//! Entries keep their order and their bytes, whatever encoding those are in, and keys compare without regard to case.
+//! Entries keep their order and their bytes in any encoding, and keys compare without regard to case.
 
 use super::{Adapter, ContentId, DATABASE_MAX, Geometry, Result, Uuid, corrupt, identity};
 
@@ -17,7 +17,7 @@ pub struct Database {
 }
 
 impl Database {
-    /// Takes one more entry as it was read.
+    /// Adds an entry as it was read.
     pub(super) fn push(&mut self, key: String, value: Vec<u8>) -> Result<()> {
         if self.entries.len() >= DATABASE_MAX {
             return Err(corrupt(format!("the descriptor has more than {DATABASE_MAX} ddb entries")));
@@ -30,14 +30,14 @@ impl Database {
         &self.entries
     }
 
-    /// The value of `key`, the first if there are several; `None` as well if it is no plain text.
+    /// The value of `key`, the first if there are several; `None` also if it is not plain text.
     pub fn get(&self, key: &str) -> Option<&str> {
         let entry = self.entries.iter().find(|entry| entry.key.eq_ignore_ascii_case(key))?;
         std::str::from_utf8(&entry.value).ok()
     }
 
-    /// Sets `key` where it stands, or puts it where VMware's alphabetical order has it. Both come from the program:
-    /// a quote or control character in them is our bug and is left out.
+    /// Sets `key` where it is, or inserts it at VMware's alphabetical position. Both come from the program: a quote or
+    /// control character in them is a bug of lamina and is left out.
     pub fn set(&mut self, key: &str, value: &str) {
         let clean = |text: &str| text.chars().filter(|c| !c.is_control() && *c != '"').collect::<String>();
         let (key, value) = (clean(key), clean(value).into_bytes());
@@ -55,12 +55,12 @@ impl Database {
         self.entries.retain(|entry| !entry.key.eq_ignore_ascii_case(key));
     }
 
-    /// Keys and values in order; what is not UTF-8 in a value is shown with replacement characters.
+    /// Keys and values in order; bytes of a value that are not UTF-8 become replacement characters.
     pub fn iter(&self) -> impl Iterator<Item = (&str, std::borrow::Cow<'_, str>)> {
         self.entries.iter().map(|entry| (entry.key.as_str(), String::from_utf8_lossy(&entry.value)))
     }
 
-    /// What a base disk has: adapter, geometry, hardware version, and identities.
+    /// The entries of a base disk: adapter, geometry, hardware version, and identities.
     pub fn set_disk(&mut self, adapter: Adapter, sectors: u64, uuid: Uuid) {
         let geometry = Geometry::of(adapter, sectors);
         self.set("ddb.adapterType", adapter.name());
@@ -69,19 +69,19 @@ impl Database {
         self.set_geometry(geometry);
     }
 
-    /// Writes down the geometry, as after a change of the capacity.
+    /// Sets the geometry, as after a change of the capacity.
     pub fn set_geometry(&mut self, geometry: Geometry) {
         self.set("ddb.geometry.cylinders", &geometry.cylinders.to_string());
         self.set("ddb.geometry.heads", &geometry.heads.to_string());
         self.set("ddb.geometry.sectors", &geometry.sectors.to_string());
     }
 
-    /// Writes down the long identity of the content, which ends with the short one.
+    /// Sets the long identity of the content, which ends with the short one.
     pub fn set_long_content(&mut self, content: ContentId, random: &mut dyn FnMut() -> u64) {
         self.set("ddb.longContentID", &identity::long_content(content, random));
     }
 
-    /// Whether two of them say the same but for the long identity of the content.
+    /// Whether two of them are equal except for the long identity of the content.
     pub(super) fn differs_only_in_long_content(&self, other: &Self) -> bool {
         let rest = |of: &Self| {
             let mut of = of.clone();

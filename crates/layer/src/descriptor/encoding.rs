@@ -1,8 +1,8 @@
 //! Encodings of a descriptor's text.
 //!
-//! File names are the only text that has to be understood. They are decoded from UTF-8 and windows-1252; in the other
-//! encodings that VMware writes (GBK, Big5, Shift_JIS and whatever a host's code page is called) only names of plain
-//! ASCII are, which all of them contain. Everything else in the text passes through as bytes.
+//! File names are the only text that lamina has to decode. They are decoded from UTF-8 and windows-1252. In the other
+//! encodings that VMware writes (GBK, Big5, Shift_JIS and the names of hosts' code pages) only names in ASCII, which
+//! all of them contain, are accepted. All other text passes through as bytes.
 
 use super::{Result, invalid, shown, unsupported};
 use std::borrow::Cow;
@@ -13,7 +13,7 @@ const NAME_MAX: usize = 64;
 /// How names in a descriptor are encoded.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Encoding {
-    /// UTF-8, and what is meant where nothing is said.
+    /// UTF-8, the default.
     Utf8,
     /// windows-1252.
     Windows1252,
@@ -21,7 +21,7 @@ pub enum Encoding {
     Other(String),
 }
 
-/// What windows-1252 has at 0x80 to 0x9f; the five gaps stand for the control characters of the same number, so that
+/// The characters of windows-1252 at 0x80 to 0x9f. The five gaps are the control characters of the same number, so that
 /// every byte has a character of its own.
 const WINDOWS_1252: [char; 32] = [
     '\u{20ac}', '\u{81}', '\u{201a}', '\u{192}', '\u{201e}', '\u{2026}', '\u{2020}', '\u{2021}', '\u{2c6}', '\u{2030}',
@@ -31,7 +31,7 @@ const WINDOWS_1252: [char; 32] = [
 ];
 
 impl Encoding {
-    /// The encoding of that name; `None` if it is no name.
+    /// The encoding of that name; `None` if it is not a valid name.
     pub fn named(name: &str) -> Option<Self> {
         let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.:+".contains(&byte);
         if name.is_empty() || name.len() > NAME_MAX || !name.bytes().all(plain) {
@@ -53,7 +53,7 @@ impl Encoding {
         }
     }
 
-    /// Decodes a name; `what` says whose it is.
+    /// Decodes a name; `what` describes it in messages.
     pub fn decode(&self, bytes: &[u8], what: &str) -> Result<String> {
         if bytes.is_ascii() {
             return Ok(bytes.iter().map(|byte| char::from(*byte)).collect());

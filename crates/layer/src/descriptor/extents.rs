@@ -3,14 +3,14 @@
 use super::{Encoding, PATH_MAX, Result, corrupt, invalid, shown, unsupported};
 use crate::{CAPACITY_MAX, SECTOR};
 
-/// What the guest may do with an extent.
+/// Access of the guest to an extent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Access {
     /// Read and write.
     ReadWrite,
     /// Read.
     ReadOnly,
-    /// Nothing: reads as zeros.
+    /// No access: reads as zeros.
     None,
 }
 
@@ -22,16 +22,16 @@ impl Access {
     }
 }
 
-/// What holds an extent's bytes.
+/// The kind of an extent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ExtentKind {
-    /// A part of a file, as it is.
+    /// A part of a file, without a format.
     Flat,
-    /// A file on VMFS, as it is.
+    /// A file on VMFS, without a format.
     Vmfs,
     /// Workstation's sparse format.
     Sparse,
-    /// Nothing: zeros.
+    /// No file: zeros.
     Zero,
     /// A redo log with 512-byte grains.
     VmfsSparse,
@@ -67,33 +67,33 @@ impl ExtentKind {
 /// One extent.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ExtentLine {
-    /// What the guest may do with it.
+    /// Access of the guest.
     pub access: Access,
     /// Length in sectors, never 0.
     pub sectors: u64,
-    /// What holds its bytes.
+    /// Its kind.
     pub kind: ExtentKind,
     /// The file, relative to the descriptor's folder; `None` for zeros.
     pub file: Option<String>,
     /// Sectors of the file that come before the extent.
     pub offset: u64,
-    /// What VMware wrote behind the offset (partition, device), passed through.
+    /// The fields that VMware wrote behind the offset (partition, device), passed through.
     pub device: String,
 }
 
 impl ExtentLine {
-    /// An extent that is all of a file.
+    /// An extent that is a whole file.
     pub fn whole(kind: ExtentKind, sectors: u64, file: impl Into<String>) -> Self {
         let file = Some(file.into());
         Self { access: Access::ReadWrite, sectors, kind, file, offset: 0, device: String::new() }
     }
 
-    /// Length in bytes, which cannot overflow: parsing and writing hold it within the largest capacity.
+    /// Length in bytes, which cannot overflow: parsing and writing limit it to the largest capacity.
     pub fn length(&self) -> u64 {
         self.sectors.saturating_mul(SECTOR)
     }
 
-    /// Reads the line if it is one: `None` when its first two words are none of an extent's.
+    /// Reads the line if it is an extent: `None` if its first two words are not those of one.
     pub(super) fn parse(line: &[u8], encoding: &Encoding) -> Option<Result<Self>> {
         let (first, rest) = word(line);
         let (second, rest) = word(rest);
@@ -101,7 +101,7 @@ impl ExtentLine {
         let access = Access::NAMES.iter().find(|(name, _)| name.as_bytes().eq_ignore_ascii_case(first));
         match access {
             Some((_, access)) => Some(Self::parse_rest(line, *access, second, rest, encoding)),
-            // Passing over what looks like an extent would move everything behind it.
+            // Skipping a line that looks like an extent would move everything behind it.
             None if numeric && first.iter().all(u8::is_ascii_alphabetic) && !first.is_empty() => {
                 Some(Err(unsupported(format!("extent line {} allows an access of unknown kind", shown(line)))))
             }
@@ -174,21 +174,21 @@ impl ExtentLine {
     }
 }
 
-/// The first word, and what comes after it.
+/// The first word, and the text after it.
 fn word(text: &[u8]) -> (&[u8], &[u8]) {
     let text = text.trim_ascii_start();
     text.split_at(text.iter().position(u8::is_ascii_whitespace).unwrap_or(text.len()))
 }
 
-/// What stands between the quote that `text` begins with and the next one, and what comes after it. A name cannot hold
-/// a quote: the format has no known escape for it.
+/// The text between the quote with which `text` begins and the next one, and the text after it. A name cannot contain a
+/// quote: the format has no known escape for it.
 fn quoted(text: &[u8]) -> Option<(&[u8], &[u8])> {
     let inner = text.strip_prefix(b"\"")?;
     let end = inner.iter().position(|byte| *byte == b'"')?;
     Some((&inner[..end], &inner[end + 1..]))
 }
 
-/// Decimal digits and nothing else.
+/// Decimal digits only.
 fn number(digits: &[u8]) -> Option<u64> {
     if digits.is_empty() || !digits.iter().all(u8::is_ascii_digit) {
         return None;

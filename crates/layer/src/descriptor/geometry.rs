@@ -1,4 +1,4 @@
-//! The disk that firmware sees: adapter, cylinders, heads and sectors, as VMware computes them.
+//! The geometry that firmware sees: adapter, cylinders, heads and sectors, as VMware computes them.
 
 /// The adapter a disk was made for (`ddb.adapterType`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -7,7 +7,7 @@ pub enum Adapter {
     Ide,
     /// BusLogic SCSI.
     BusLogic,
-    /// LSI Logic SCSI; disks on newer adapters say so too.
+    /// LSI Logic SCSI; disks on newer adapters have this value too.
     #[default]
     LsiLogic,
 }
@@ -32,7 +32,7 @@ impl Adapter {
 /// Cylinders, heads and sectors per track.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Geometry {
-    /// Cylinders, as far as their field reaches.
+    /// Cylinders, up to the maximum of their field.
     pub cylinders: u64,
     /// Heads.
     pub heads: u64,
@@ -46,7 +46,7 @@ const GIB: u64 = 1 << 21;
 const CYLINDERS_MAX: (u64, u64) = (16_383, 65_535);
 
 impl Geometry {
-    /// The geometry of a disk of that many sectors.
+    /// The geometry of a disk of this many sectors.
     pub fn of(adapter: Adapter, sectors: u64) -> Self {
         let (heads, per_track) = match adapter {
             Adapter::Ide => (16, 63),

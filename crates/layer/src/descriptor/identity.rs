@@ -1,4 +1,4 @@
-//! Identities in a descriptor: of the content, which changes with it, and of the disk, which stays.
+//! Identities in a descriptor: that of the content, which changes with it, and that of the disk, which stays.
 
 use std::fmt;
 
@@ -7,25 +7,25 @@ use std::fmt;
 pub struct ContentId(u32);
 
 impl ContentId {
-    /// Of a disk that was never written.
+    /// The identity of a disk that was never written.
     pub const INITIAL: Self = Self(0xffff_fffe);
-    /// What `parentCID` says where there is no parent; no content has it.
+    /// The value of `parentCID` without a parent; no content has it.
     const NONE: u32 = 0xffff_ffff;
 
-    /// The identity with that number; `None` for the number that means no content.
+    /// The identity with that number; `None` for the number that is reserved for no content.
     pub fn new(number: u32) -> Option<Self> {
         (number != Self::NONE).then_some(Self(number))
     }
 
-    /// A new identity: neither of the two reserved numbers, nor 0, which some readers take for missing.
+    /// A new identity: neither of the two reserved numbers, nor 0, which some readers treat as missing.
     pub fn random(random: &mut dyn FnMut() -> u64) -> Self {
-        // Folding both halves in makes one more number enough, whatever generator is behind it.
+        // Combining both halves makes one more random number enough, whatever the generator is.
         let drawn = random();
         let number = (drawn ^ (drawn >> 32)) as u32;
         Self(if matches!(number, 0 | 0xffff_fffe | Self::NONE) { 0x1a31_7a5e } else { number })
     }
 
-    /// A new identity of as many hexadecimal digits at the most, other than `old`, even from a generator that repeats
+    /// A new identity of at most as many hexadecimal digits, different from `old`, even from a generator that repeats
     /// itself.
     pub(super) fn after(old: Self, digits: usize, random: &mut dyn FnMut() -> u64) -> Self {
         let mask = u32::MAX >> (32 - 4 * digits.clamp(1, 8));
@@ -68,7 +68,7 @@ pub(super) fn long_content(content: ContentId, random: &mut dyn FnMut() -> u64) 
 pub struct Uuid(pub [u8; 16]);
 
 impl Uuid {
-    /// A new one, of VMware's family: it begins with 60 00 C2 9.
+    /// A new one in VMware's range: it begins with 60 00 C2 9.
     pub fn random(random: &mut dyn FnMut() -> u64) -> Self {
         let mut bytes = [0; 16];
         bytes[..8].copy_from_slice(&random().to_le_bytes());

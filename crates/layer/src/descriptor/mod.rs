@@ -1,4 +1,4 @@
-//! The VMDK descriptor: a small text that says which files hold a disk's bytes, in which order, and what lies below it.
+//! The VMDK descriptor: a small text that names the files of a disk in their order, and its parent.
 //!
 //! ```text
 //! # Disk DescriptorFile         header: key=value
@@ -13,17 +13,17 @@
 //! ddb.longContentID = "4b98b55ba6a6bc2e8fd6eb368f67ca74"
 //! ```
 //!
-//! [docs/format/vmdk-descriptor.md](../../../../docs/format/vmdk-descriptor.md) has every key, its source, and what
-//! other readers make of it. What holds:
+//! [docs/format/vmdk-descriptor.md](../../../../docs/format/vmdk-descriptor.md) has every key, its source, and how
+//! other readers treat it. Invariants:
 //!
 //! 1. [`Descriptor::parse`] is total: any bytes give a descriptor or an error, in time linear in their number, and with
 //!    memory within the limits below.
-//! 2. What two readers could understand differently is refused, not guessed: keys given twice with different values,
-//!    an extent line that cannot be one, sizes that overflow.
-//! 3. Entries of the data base keep their order and their bytes. Comments and header keys that mean nothing to us are
+//! 2. Text that two readers could interpret differently is refused: keys given twice with different values, invalid
+//!    extent lines, sizes that overflow.
+//! 3. Entries of the data base keep their order and their bytes. Comments and header keys that lamina does not use are
 //!    dropped when the text is written again, as VMware does.
-//! 4. What [`Descriptor::to_bytes`] writes parses to the same descriptor, and reads the same in QEMU, which looks for
-//!    strings where others parse lines.
+//! 4. The result of [`Descriptor::to_bytes`] parses to the same descriptor, and QEMU, which searches for strings where
+//!    other readers parse lines, reads the same.
 //! 5. A descriptor file is replaced whole or not at all ([`storage`]).
 
 mod database;
@@ -61,7 +61,7 @@ pub const PATH_MAX: usize = 4096;
 /// CID and parentCID have to end within this many bytes, or QEMU does not find them.
 pub const QEMU_HEAD_MAX: usize = 20 * SECTOR as usize;
 
-/// What kind of image the text describes.
+/// The kind of image that the text describes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum CreateType {
     /// One sparse extent of Workstation with the descriptor inside.
@@ -82,7 +82,7 @@ pub enum CreateType {
     SeSparse,
     /// A delta object.
     VsanSparse,
-    /// Any other, by its name: of device mappings, and kinds unknown to us.
+    /// Any other, by its name: device mappings, and unknown kinds.
     Other(String),
 }
 
@@ -97,7 +97,7 @@ impl CreateType {
         ("vmfsSparse", Self::VmfsSparse),
         ("seSparse", Self::SeSparse),
         ("vsanSparse", Self::VsanSparse),
-        // Names that were documented or used once, for the same things.
+        // Names that were documented or used once for the same kinds.
         ("2GbMaxExtentSparse", Self::TwoGbMaxExtentSparse),
         ("2GbMaxExtentFlat", Self::TwoGbMaxExtentFlat),
         ("vmfsThin", Self::Vmfs),
@@ -135,7 +135,7 @@ pub struct Descriptor {
     pub native_snapshot: Option<bool>,
     /// The kind of image.
     pub create_type: CreateType,
-    /// Where the parent's descriptor was when this was made.
+    /// Path of the parent's descriptor when this was made.
     pub parent_hint: Option<String>,
     /// The file in which VMware tracks changed blocks.
     pub change_tracking: Option<String>,
@@ -162,8 +162,8 @@ impl Descriptor {
         }
     }
 
-    /// An empty delta above `parent`, whose descriptor is found at `hint` (a name in the same folder, or a path).
-    /// `random` makes its identity.
+    /// An empty delta above `parent`, whose descriptor is at `hint` (a name in the same folder, or a path). `random`
+    /// provides its identity.
     pub fn delta(
         parent: &Self,
         hint: &str,
@@ -207,8 +207,9 @@ impl Descriptor {
         }
     }
 
-    /// Gives the content a new identity: due before the first change after each opening, so that a delta made above
-    /// the old content is never combined with the new one. Change tracking ends, since changes are not recorded.
+    /// Gives the content a new identity: necessary before the first change after each opening, so that a delta made
+    /// above the old content is never combined with the new one. Change tracking ends, because lamina does not record
+    /// changes.
     pub fn renew_content(&mut self, random: &mut dyn FnMut() -> u64) {
         self.content = ContentId::after(self.content, 8, random);
         self.database.set_long_content(self.content, random);
@@ -218,7 +219,7 @@ impl Descriptor {
     }
 }
 
-/// An error of a text that contradicts itself or the format.
+/// The error for a text that contradicts itself or the format.
 fn corrupt(message: impl Into<String>) -> Error {
     Error::new(ErrorKind::Corrupt, message)
 }
@@ -231,7 +232,7 @@ fn unsupported(message: impl Into<String>) -> Error {
     Error::new(ErrorKind::Unsupported, message)
 }
 
-/// Text from outside for an error: short, and nothing that a terminal would obey.
+/// Text from outside for an error: short, and without control characters.
 fn shown(bytes: &[u8]) -> String {
     const SHOWN_MAX: usize = 80;
     let cut = &bytes[..bytes.len().min(SHOWN_MAX)];

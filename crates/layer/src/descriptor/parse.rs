@@ -1,4 +1,4 @@
-//! Reading a descriptor: lines of bytes, each understood by itself, one pass.
+//! Parsing a descriptor: lines of bytes, each by itself, in one pass.
 
 use super::{
     ContentId, CreateType, Database, Descriptor, EXTENTS_MAX, Encoding, ExtentLine, LINE_MAX, PATH_MAX, Result,
@@ -6,7 +6,7 @@ use super::{
 };
 use crate::{CAPACITY_MAX, SECTOR};
 
-/// Header keys that mean something, in the order of [`Header`]'s fields.
+/// Header keys that lamina uses, in the order of [`Header`]'s fields.
 const KEYS: [&str; 8] = [
     "version",
     "encoding",
@@ -18,7 +18,7 @@ const KEYS: [&str; 8] = [
     "changeTrackPath",
 ];
 
-/// Values of [`KEYS`] as they stand in the text.
+/// Values of [`KEYS`] as written in the text.
 #[derive(Default)]
 struct Header<'a> {
     values: [Option<&'a [u8]>; KEYS.len()],
@@ -27,12 +27,12 @@ struct Header<'a> {
 /// Whether a file that begins with these bytes is a descriptor: its first line that is neither empty nor a comment is
 /// `version=` with a number.
 pub(crate) fn starts_like_one(bytes: &[u8]) -> bool {
-    /// Lines looked at.
+    /// Lines examined.
     const LINES_MAX: usize = 64;
     for line in lines(bytes).take(LINES_MAX) {
         let line = line.trim_ascii();
         if line.is_empty() || line.starts_with(b"#") {
-            // Comments are text; what is not is no descriptor, whatever it begins with.
+            // Comments are text; binary data is no descriptor, whatever it begins with.
             if line.contains(&0) {
                 return false;
             }
@@ -48,7 +48,8 @@ impl Descriptor {
     /// Reads a descriptor from a file's bytes, or from those embedded in an extent, which zeros follow.
     ///
     /// # Errors
-    /// `Corrupt` for a text that is none or contradicts itself, `Unsupported` for one of a newer or foreign kind.
+    /// `Corrupt` for bytes that are no descriptor or contradict themselves, `Unsupported` for one of a newer or foreign
+    /// kind.
     pub fn parse(bytes: &[u8]) -> Result<Self> {
         let end = bytes.iter().position(|byte| *byte == 0).unwrap_or(bytes.len());
         if end > TEXT_MAX {
@@ -81,7 +82,7 @@ impl Descriptor {
                 let Ok(key) = std::str::from_utf8(key) else {
                     return Err(corrupt(format!("the ddb key {} is no text", shown(key))));
                 };
-                // It is written with blanks and quotes, and has to be a line then too.
+                // It is written with blanks and quotes, and has to be within the limit of a line then too.
                 if key.len() + value.len() + 5 > LINE_MAX {
                     return Err(corrupt(format!("the ddb entry {} is too long", shown(key.as_bytes()))));
                 }
@@ -173,7 +174,7 @@ impl<'a> Header<'a> {
         self.text(index, encoding)?.ok_or_else(|| corrupt(format!("{} is empty", KEYS[index])))
     }
 
-    /// An empty value says nothing, as no line does.
+    /// An empty value counts as absent.
     fn text(&self, index: usize, encoding: &Encoding) -> Result<Option<String>> {
         match self.values[index] {
             None | Some([]) => Ok(None),
@@ -185,18 +186,19 @@ impl<'a> Header<'a> {
     }
 }
 
-/// Lines without their ends. A mark of UTF-8 at the beginning, as Windows editors write, is not part of the first.
+/// Lines without their ends. A UTF-8 byte order mark at the beginning, as Windows editors write it, is not part of the
+/// first line.
 fn lines(text: &[u8]) -> impl Iterator<Item = &[u8]> {
     let text = text.strip_prefix(b"\xef\xbb\xbf").unwrap_or(text);
     text.split(|byte| *byte == b'\n')
 }
 
-/// Lines that say something, without blanks around them.
+/// Lines that are not empty, without surrounding blanks.
 fn content_lines(text: &[u8]) -> impl Iterator<Item = &[u8]> {
     lines(text).map(<[u8]>::trim_ascii).filter(|line| !line.is_empty() && !line.starts_with(b"#"))
 }
 
-/// Key and value of a line, without blanks and quotes around them.
+/// Key and value of a line, without surrounding blanks and quotes.
 fn pair(line: &[u8]) -> Option<(&[u8], &[u8])> {
     let equals = line.iter().position(|byte| *byte == b'=')?;
     let (key, value) = (line[..equals].trim_ascii(), line[equals + 1..].trim_ascii());

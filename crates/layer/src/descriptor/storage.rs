@@ -1,21 +1,20 @@
-//! Descriptors on the medium: loading, creating together with extents, replacing, and what a crash leaves.
+//! Descriptor files: loading, creating together with extents, replacing, and removing the remains of a crash.
 //!
-//! A descriptor file is not written in place while there is room. Its new text goes into a file of its own,
-//! [`NEW_SUFFIX`] behind the name, which is made durable and then renamed over the old one. What holds at every
-//! instruction:
+//! A descriptor file is not written in place while there is room. Its new text goes into a file of its own, with
+//! [`NEW_SUFFIX`] behind the name, which is made durable and then renamed over the old one. Invariants:
 //!
-//! 1. The name leads to the old text or to the new one, each of them whole. Digits that are overwritten for lack of
-//!    room are old or new by the sector, and the text is one either way.
+//! 1. The name leads to the old text or to the new one, each of them complete. Digits that are overwritten for lack of
+//!    room are old or new in each sector, and both combine to a valid text.
 //! 2. The new text is durable before any file that only it names is created ([`Pending`]). So a crash while a disk is
-//!    being made leaves a file that says what else was made, and [`sweep`] removes all of it.
-//! 3. Sweeping removes only what the unfinished text names, under names that this program gives to extents of that
-//!    very descriptor, and nothing that any finished descriptor of the folder names.
-//! 4. The process that makes a disk holds the lock of the temporary file from the moment it appears until the disk has
-//!    its name or is gone; a sweep in a folder of other disks takes that lock first ([`sweep_one`]).
+//!    being created leaves a file that names what else was created, and [`sweep`] removes all of it.
+//! 3. A sweep removes only files that the unfinished text names, under names that lamina gives to extents of that very
+//!    descriptor, and none that a finished descriptor of the folder names.
+//! 4. The process that creates a disk holds the lock of the temporary file from the moment it appears until the disk
+//!    has its name or is gone; a sweep in a folder of other disks takes that lock first ([`sweep_one`]).
 //!
 //! An embedded descriptor cannot be replaced by renaming: only digits of its identities are overwritten, each within
-//! its sector ([`renew_embedded`], [`renumber`]). A full file system has no room for the new text of a descriptor
-//! file either: its digits are overwritten in the same way then, and nothing else of it.
+//! its sector ([`renew_embedded`], [`renumber`]). If a full file system has no room for the new text of a descriptor
+//! file, its digits are overwritten in the same way, and nothing else of it.
 
 use super::{ContentId, Descriptor, Result, TEXT_MAX, corrupt, invalid};
 use crate::{Error, ErrorKind, IoContext, SECTOR};
@@ -25,7 +24,7 @@ use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// What the name of an unfinished descriptor ends with.
+/// The suffix of an unfinished descriptor.
 pub const NEW_SUFFIX: &str = ".lamina-new";
 
 /// Longest name of a descriptor that is created: its extents' names have to fit into 255 bytes as well.
@@ -42,7 +41,7 @@ pub fn load(file: &dyn File, name: &str) -> Result<Descriptor> {
     Descriptor::parse(&bytes).map_err(|error| error.context(format!("'{name}'")))
 }
 
-/// Puts a new text in place of descriptor `name`, which exists. Durable on return; after a failure the old text stands.
+/// Replaces the text of descriptor `name`, which exists. Durable on return; after a failure the old text is in place.
 pub fn replace(directory: &dyn Directory, name: &str, descriptor: &Descriptor) -> Result<()> {
     let temporary = format!("{name}{NEW_SUFFIX}");
     // Left by a crash, or by a failed creation that was not swept: this process owns the disk, so it may go.
@@ -55,19 +54,19 @@ pub fn replace(directory: &dyn Directory, name: &str, descriptor: &Descriptor) -
     pending.commit()
 }
 
-/// A descriptor whose text is durable under its temporary name, while the files it names are made.
+/// A descriptor whose text is durable under its temporary name while the files that it names are created.
 pub struct Pending<'a> {
     directory: &'a dyn Directory,
     name: String,
     temporary: String,
-    /// While it is held, no sweep takes the text for what a crash has left.
+    /// While it is held, no sweep treats the text as the remains of a crash.
     lock: Box<dyn Lock>,
 }
 
-/// Makes the file that is to become `name`, under its temporary name, and locks it.
+/// Creates the file that is to become `name`, under its temporary name, and locks it.
 ///
 /// # Errors
-/// `Exists` when there is one; `Busy` when a concurrent sweep took it for what a crash had left.
+/// `Exists` if there is one; `Busy` if a concurrent sweep treated it as the remains of a crash.
 pub fn create_unfinished(
     directory: &dyn Directory,
     name: &str,
@@ -105,12 +104,12 @@ impl<'a> Pending<'a> {
         }
     }
 
-    /// Goes on with a creation that this process began, and whose text is still under its temporary name and locked.
+    /// Continues a creation that this process began, and whose text is still under its temporary name and locked.
     pub fn resume(directory: &'a dyn Directory, name: &str, lock: Box<dyn Lock>) -> Self {
         Self { directory, name: name.to_owned(), temporary: format!("{name}{NEW_SUFFIX}"), lock }
     }
 
-    /// Leaves it as it is, for [`Pending::resume`]: its lock.
+    /// Leaves the files as they are and returns the lock, for [`Pending::resume`].
     pub fn suspend(self) -> Box<dyn Lock> {
         self.lock
     }
@@ -129,7 +128,7 @@ impl<'a> Pending<'a> {
         }
     }
 
-    /// Gives the descriptor its name, durably. The files it names must be durable, contents and all.
+    /// Gives the descriptor its name, durably. The content of all files that it names must be durable.
     pub fn commit(self) -> Result<()> {
         match self.rename() {
             Ok(()) => self.settle(),
@@ -140,7 +139,7 @@ impl<'a> Pending<'a> {
         }
     }
 
-    /// The first half of [`Pending::commit`]: after an error nothing has happened, and what was made can be removed.
+    /// The first half of [`Pending::commit`]: after an error nothing has changed, and the created files can be removed.
     pub fn rename(&self) -> Result<()> {
         self.directory
             .rename(&self.temporary, &self.name)
@@ -152,16 +151,16 @@ impl<'a> Pending<'a> {
         self.directory.sync().during(|| format!("making '{}' durable", self.name))
     }
 
-    /// Takes back what was begun. Files that it names must be gone.
+    /// Undoes the creation. The files that it names must be removed already.
     pub fn abandon(self) {
-        // Whatever stays is swept at the next opening.
+        // Files that stay are removed at the next opening.
         let _ = self.directory.remove(&self.temporary);
         let _ = self.directory.sync();
     }
 }
 
-/// Removes what crashed creations and replacements left in a folder, and says what that was. Only for the process that
-/// owns the folder: a creation under way looks the same.
+/// Removes the remains of crashed creations and replacements in a folder, and returns their names. Only for the process
+/// that owns the folder: a creation under way looks the same.
 pub fn sweep(directory: &dyn Directory) -> Result<Vec<String>> {
     let names = directory.list().during(|| "listing the folder".to_owned())?;
     let unfinished: Vec<&String> = names.iter().filter(|name| name.ends_with(NEW_SUFFIX)).collect();
@@ -180,10 +179,10 @@ pub fn sweep(directory: &dyn Directory) -> Result<Vec<String>> {
     Ok(removed)
 }
 
-/// As [`sweep`] for what was to become `name`, in a folder that others may own.
+/// As [`sweep`] for an unfinished `name`, in a folder that other processes may own.
 ///
 /// # Errors
-/// `Busy` while a process still makes it and has its text locked, or has one of its extents open for writing.
+/// `Busy` while a process still creates it and has its text locked, or has one of its extents open for writing.
 pub fn sweep_one(directory: &dyn Directory, name: &str) -> Result<Vec<String>> {
     let list = || directory.list().during(|| "listing the folder".to_owned());
     let temporary = format!("{name}{NEW_SUFFIX}");
@@ -196,8 +195,8 @@ pub fn sweep_one(directory: &dyn Directory, name: &str) -> Result<Vec<String>> {
             _ => Error::io(format!("locking '{file}' of an unfinished disk"), error),
         })
     };
-    // Held until everything is gone. What was read before the lock was taken may have been finished meanwhile; then
-    // the lock has made an empty file, which names nothing.
+    // Held until everything is removed. The file that was read may have been finished before the lock was taken; then
+    // the lock has created an empty file, which names nothing.
     let _text = lock(&temporary)?;
     let names = list()?;
     let remains = remains_of(directory, &temporary, &names, &extents_in_use(directory, &names));
@@ -210,12 +209,12 @@ pub fn sweep_one(directory: &dyn Directory, name: &str) -> Result<Vec<String>> {
     Ok(remains)
 }
 
-/// The files that an unfinished text names and that may go, and last the text itself.
+/// The files that an unfinished text names and that may be removed, and last the text itself.
 fn remains_of(directory: &dyn Directory, temporary: &str, names: &[String], kept: &BTreeSet<String>) -> Vec<String> {
     let descriptor_name = temporary.strip_suffix(NEW_SUFFIX).unwrap_or(temporary);
     let stem = stem_of(descriptor_name).unwrap_or(descriptor_name);
     let mut remains = Vec::new();
-    // A text that is not whole was not durable yet, so nothing was made after it.
+    // An incomplete text was not durable yet, so nothing was created after it.
     if let Ok(descriptor) = load_named(directory, temporary) {
         let files = descriptor.extents.into_iter().filter_map(|extent| extent.file);
         remains.extend(files.filter(|file| is_extent_of(stem, file) && !kept.contains(file) && names.contains(file)));
@@ -238,7 +237,7 @@ fn extents_in_use(directory: &dyn Directory, names: &[String]) -> BTreeSet<Strin
     descriptors.flat_map(|descriptor| descriptor.extents).filter_map(|extent| extent.file).collect()
 }
 
-/// Whether a descriptor `STEM.vmdk` made here could have an extent of that name.
+/// Whether an extent of a descriptor `STEM.vmdk` created by lamina can have that name.
 fn is_extent_of(stem: &str, file: &str) -> bool {
     let Some(tail) = file.strip_prefix(stem).and_then(|rest| rest.strip_suffix(".vmdk")) else { return false };
     match tail {
@@ -277,13 +276,13 @@ pub fn check_name(name: &str) -> Result<&str> {
 
 /// The magic of the extents that may embed a descriptor.
 const SPARSE_MAGIC: &[u8] = b"KDMV";
-/// Where QEMU looks for an embedded descriptor whatever the header says.
+/// The place where QEMU looks for an embedded descriptor, whatever the header states.
 const EMBEDDED_USUAL: Range<u64> = SECTOR..21 * SECTOR;
 
-/// Where a hosted sparse extent says that its descriptor is, in bytes; `None` where it says that it has none.
+/// The place of a hosted sparse extent's descriptor according to its header, in bytes; `None` if it has none.
 ///
 /// # Errors
-/// `Corrupt` when the file is none, or points to where no descriptor can be.
+/// `Corrupt` if the file is not such an extent, or points to a place where no descriptor can be.
 pub fn embedded_place(file: &dyn File) -> Result<Option<Range<u64>>> {
     let mut header = [0; SECTOR as usize];
     file.read_at(&mut header, 0).during(|| "reading the header of a sparse extent".to_owned())?;
@@ -303,25 +302,25 @@ pub fn embedded_place(file: &dyn File) -> Result<Option<Range<u64>>> {
     }
 }
 
-/// Reads the descriptor embedded in a hosted sparse extent: where it is, and what it says. `None` without one.
+/// Reads the descriptor embedded in a hosted sparse extent, and its place. `None` without one.
 pub fn load_embedded(file: &dyn File) -> Result<Option<(Range<u64>, Descriptor)>> {
     let Some(place) = embedded_place(file)? else { return Ok(None) };
     let mut bytes = vec![0; (place.end - place.start) as usize];
     file.read_at(&mut bytes, place.start).during(|| "reading an embedded descriptor".to_owned())?;
-    // Extents of split disks have room for a descriptor and nothing in it.
+    // Extents of split disks have room for a descriptor, and leave it empty.
     if bytes.iter().all(|byte| *byte == 0) {
         return Ok(None);
     }
     Ok(Some((place, Descriptor::parse(&bytes)?)))
 }
 
-/// Room that new sparse extents should give an embedded descriptor, in bytes.
+/// Room for an embedded descriptor in new sparse extents, in bytes.
 pub fn embedded_usual() -> Range<u64> {
     EMBEDDED_USUAL
 }
 
 /// Overwrites the content identity of a descriptor embedded at `place`, digit for digit so that nothing else moves, and
-/// makes it durable. Gives the descriptor as it is then.
+/// makes it durable. Returns the new descriptor.
 pub fn renew_embedded(file: &dyn File, place: Range<u64>, random: &mut dyn FnMut() -> u64) -> Result<Descriptor> {
     let text = read_text(file, &place)?;
     let old = Descriptor::parse(&text)?.content;
@@ -338,7 +337,7 @@ pub fn renew_embedded(file: &dyn File, place: Range<u64>, random: &mut dyn FnMut
 }
 
 /// Overwrites the identities of the content and of the parent's content in the text at `place`, digit for digit, and
-/// makes that durable. False, and nothing changed, where the text has no room for their digits.
+/// makes that durable. False, and nothing changed, if the text has no room for their digits.
 pub fn renumber(file: &dyn File, place: Range<u64>, content: ContentId, parent: Option<ContentId>) -> Result<bool> {
     let text = read_text(file, &place)?;
     let mut changed = text.clone();
@@ -358,8 +357,8 @@ pub fn renumber(file: &dyn File, place: Range<u64>, content: ContentId, parent: 
     Ok(true)
 }
 
-/// As [`replace`] of a descriptor that says `old`. Without room for the new text its identities are written in place;
-/// where there is more to change, that is an error of kind `NoSpace` all the same.
+/// As [`replace`] of a descriptor with the text `old`. Without room for the new text its identities are written in
+/// place; if more has to change, the result is still an error of kind `NoSpace`.
 pub fn replace_or_renumber(directory: &dyn Directory, name: &str, old: &Descriptor, new: &Descriptor) -> Result<()> {
     let refused = match replace(directory, name, new) {
         Err(error) if error.kind() == ErrorKind::NoSpace => error,
@@ -373,7 +372,7 @@ pub fn replace_or_renumber(directory: &dyn Directory, name: &str, old: &Descript
     if written && database && renumbered == *new { Ok(()) } else { Err(refused) }
 }
 
-/// Gives the content of descriptor `name` a new identity in place, as [`renew_embedded`] does inside of an extent.
+/// Gives the content of descriptor `name` a new identity in place, as [`renew_embedded`] does in an extent.
 pub fn renew_in_place(directory: &dyn Directory, name: &str, random: &mut dyn FnMut() -> u64) -> Result<Descriptor> {
     let (file, place) = open_text(directory, name)?;
     renew_embedded(&*file, place, random)
@@ -388,7 +387,7 @@ fn open_text(directory: &dyn Directory, name: &str) -> Result<(Arc<dyn File>, Ra
 
 /// Digits of an identity.
 const DIGITS: usize = 8;
-/// Digits of `ddb.longContentID`, which ends with those of the short one.
+/// Digits of `ddb.longContentID`, which ends with the short identity.
 const LONG_DIGITS: usize = 32;
 
 fn read_text(file: &dyn File, place: &Range<u64>) -> Result<Vec<u8>> {
@@ -397,7 +396,7 @@ fn read_text(file: &dyn File, place: &Range<u64>) -> Result<Vec<u8>> {
     Ok(text)
 }
 
-/// Puts an identity of the content where its digits stand.
+/// Overwrites the digits of an identity of the content.
 fn put_content(text: &mut [u8], digits: Range<usize>, content: ContentId) {
     let full = content.to_string();
     let width = digits.len();
@@ -417,8 +416,8 @@ fn overwrite(file: &dyn File, place: &Range<u64>, text: &[u8], changed: &[u8]) -
     file.sync().during(context)
 }
 
-/// Writes a descriptor embedded at `place` anew and makes it durable. Not whole or not at all: for what a crash in
-/// between may undo or spoil, such as a new image that nothing refers to yet.
+/// Writes a descriptor embedded at `place` again and makes it durable. Not atomic: for cases in which a crash may undo
+/// or damage it, such as a new image that nothing refers to yet.
 pub fn write_embedded(file: &dyn File, place: Range<u64>, descriptor: &Descriptor) -> Result<()> {
     let size = usize::try_from(place.end - place.start).unwrap_or(0).min(TEXT_MAX);
     let text = descriptor.to_embedded_bytes(size)?;
@@ -426,7 +425,7 @@ pub fn write_embedded(file: &dyn File, place: Range<u64>, descriptor: &Descripto
     file.sync().during(|| "writing an embedded descriptor".to_owned())
 }
 
-/// Where the value of the first line with that key stands.
+/// The place of the value of the first line with that key.
 fn value_of(text: &[u8], key: &[u8]) -> Option<Range<usize>> {
     let mut start = 0;
     for line in text.split(|byte| *byte == b'\n') {

@@ -1,8 +1,8 @@
 //! Writing a descriptor, in VMware's order and so that QEMU finds what it searches for.
 //!
-//! QEMU looks for the strings `CID=`, `parentCID=` and `createType="` anywhere in the first 20 sectors, takes the first
-//! place it finds, and, when it writes, throws away what stands between `CID=` and `parentCID=`. Hence the two stand on
-//! neighbouring lines, before anything that comes from outside.
+//! QEMU searches for the strings `CID=`, `parentCID=` and `createType="` anywhere in the first 20 sectors, takes the
+//! first place that it finds, and, when it writes, drops the text between `CID=` and `parentCID=`. So the two are on
+//! adjacent lines, before any text from outside.
 
 use super::{Descriptor, Encoding, PATH_MAX, QEMU_HEAD_MAX, Result, TEXT_MAX, identity, invalid};
 use crate::{CAPACITY_MAX, SECTOR};
@@ -49,7 +49,7 @@ impl Descriptor {
     /// The text as it is embedded in `size` bytes of an extent: zeros follow it.
     ///
     /// # Errors
-    /// `NoSpace` when it does not fit, besides those of [`Descriptor::to_bytes`].
+    /// `NoSpace` if it does not fit, besides those of [`Descriptor::to_bytes`].
     pub fn to_embedded_bytes(&self, size: usize) -> Result<Vec<u8>> {
         let mut out = self.to_bytes()?;
         if out.len() > size {
@@ -104,7 +104,7 @@ pub(super) fn quotable<'a>(encoding: &Encoding, text: &'a str, what: &str) -> Re
     Ok(bytes)
 }
 
-/// Refuses what would end a line or the text.
+/// Refuses bytes that would end a line or the text.
 pub(super) fn check_plain(bytes: &[u8], what: &str) -> Result<()> {
     if bytes.iter().any(|byte| matches!(byte, 0 | b'\n')) {
         return Err(invalid(format!("{what} '{}' holds a line break or a zero", bytes.escape_ascii())));

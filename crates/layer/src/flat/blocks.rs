@@ -1,14 +1,14 @@
-//! The file-block model: what VMFS would say of a flat file, in blocks of 1 MiB.
+//! The file-block model: the state of a flat file in VMFS's terms, in blocks of 1 MiB.
 //!
-//! VMFS gives a file space in blocks of 1 MiB and counts two things: `nb`, the blocks it has, and `tbz`, those among
-//! them that have still to be zeroed when they are first written. On the host a block *has space* when any byte of it
+//! VMFS gives a file space in blocks of 1 MiB and keeps two counters: `nb`, the blocks that have space, and `tbz`,
+//! those among them that have to be zeroed on their first write. On the host a block *has space* when any byte of it
 //! has, and is *to be zeroed* when all of that space is reserved and none of it written.
 //!
-//! 1. `written` and `unwritten` are disjoint, but for the moment in which [`Blocks::write`] moves a block.
-//! 2. The counters are the numbers of bits in the sets. They change by what an atomic change of a word reports, so
-//!    that they are right when several threads change the same word.
+//! 1. `written` and `unwritten` are disjoint, except while [`Blocks::write`] moves a block.
+//! 2. The counters are the numbers of bits in the sets. They change by the result of an atomic change of a word, so
+//!    they are right when several threads change the same word.
 //! 3. A block is in `written` before a write to it is acknowledged, and leaves it only under the block's lock
-//!    ([`super::locks`]) after its bytes read as zeros. What is not in `written` reads as zeros.
+//!    ([`super::locks`]) after its bytes read as zeros. A block that is not in `written` reads as zeros.
 //!
 //! Two bits a block: 16 KiB of memory for a terabyte.
 
@@ -20,14 +20,14 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 /// Size of a file block of VMFS.
 pub const FILE_BLOCK: u64 = 1 << 20;
 
-/// What a block is.
+/// The state of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum BlockType {
     /// Takes no space.
     Hole,
-    /// Has space, all of it reserved only.
+    /// Has space that is reserved only.
     Unwritten,
-    /// Has space with something written to it.
+    /// Has space, some of it written.
     Written,
 }
 
@@ -37,7 +37,7 @@ pub(super) struct Blocks {
     bytes: Range<u64>,
     written: Set,
     unwritten: Set,
-    /// Whether space was ever seen or made that is reserved only: a written block may hold some of it then.
+    /// Whether space that is reserved only was ever found or made: a written block may contain some of it then.
     reserved_seen: AtomicBool,
 }
 
@@ -48,7 +48,7 @@ impl Blocks {
         Self { bytes, written: Set::new(count), unwritten: Set::new(count), reserved_seen: AtomicBool::new(false) }
     }
 
-    /// How many blocks there are.
+    /// Number of blocks.
     pub(super) fn count(&self) -> u64 {
         self.bytes.end.div_ceil(FILE_BLOCK).saturating_sub(self.bytes.start / FILE_BLOCK)
     }
@@ -59,7 +59,7 @@ impl Blocks {
         (self.written.count.load(Ordering::Relaxed) + unwritten, unwritten)
     }
 
-    /// The blocks that bytes of the file touch.
+    /// The blocks that a range of the file touches.
     pub(super) fn touched(&self, bytes: &Range<u64>) -> Range<u64> {
         let first = self.bytes.start / FILE_BLOCK;
         let clipped = bytes.start.max(self.bytes.start)..bytes.end.min(self.bytes.end);
@@ -69,7 +69,7 @@ impl Blocks {
         clipped.start / FILE_BLOCK - first..clipped.end.div_ceil(FILE_BLOCK) - first
     }
 
-    /// The bytes of the file that blocks cover, as far as they are the extent's.
+    /// The bytes of the file that blocks cover, clipped to the extent.
     pub(super) fn bytes_of(&self, blocks: Range<u64>) -> Range<u64> {
         let first = self.bytes.start / FILE_BLOCK;
         ((first + blocks.start) * FILE_BLOCK).max(self.bytes.start)
@@ -84,7 +84,7 @@ impl Blocks {
         }
     }
 
-    /// Whether `block` is written, and the end of the run of blocks alike in that, `end` at most.
+    /// Whether `block` is written, and the end of the run of blocks of the same state, `end` at most.
     pub(super) fn written_run(&self, block: u64, end: u64) -> (bool, u64) {
         self.written.run(block, end)
     }
@@ -104,7 +104,7 @@ impl Blocks {
         }
     }
 
-    /// Whether a written block may hold space that is reserved only.
+    /// Whether a written block may contain space that is reserved only.
     pub(super) fn may_be_mixed(&self) -> bool {
         self.reserved_seen.load(Ordering::Acquire)
     }
@@ -117,7 +117,7 @@ impl Blocks {
         }
     }
 
-    /// Notes what one block is now. Under its lock.
+    /// Notes the state of one block. Under its lock.
     pub(super) fn set(&self, block: u64, state: BlockType) {
         match state {
             BlockType::Hole => {
@@ -133,7 +133,7 @@ impl Blocks {
         }
     }
 
-    /// Reads from the file system what every block is. No other thread may change the extent meanwhile.
+    /// Reads the state of every block from the file system. No other thread may change the extent meanwhile.
     pub(super) fn load(&self, file: &dyn File, name: &str) -> Result<()> {
         let mut at = self.bytes.start;
         while at < self.bytes.end {
@@ -146,10 +146,10 @@ impl Blocks {
                     self.reserved_seen.store(true, Ordering::Release);
                 }
             }
-            // A file system that answers with what was asked before must not hold us here.
+            // A file system that repeats its answer must not keep this loop running.
             at = last.range.end.max(at + 1);
         }
-        // A block of which something is written is no longer to be zeroed.
+        // A block with a written part is no longer to be zeroed.
         for (unwritten, written) in self.unwritten.words.iter().zip(&self.written.words) {
             unwritten.fetch_and(!written.load(Ordering::Relaxed), Ordering::Relaxed);
         }
@@ -181,7 +181,7 @@ impl Set {
 
     fn insert(&self, block: u64) {
         let Some(word) = self.word(block) else { return };
-        // Most writes go to blocks that were written before: a load is all they cost.
+        // Most writes go to blocks that were written before, and cost one load.
         if word.load(Ordering::Acquire) & bit(block) == 0
             && word.fetch_or(bit(block), Ordering::AcqRel) & bit(block) == 0
         {
@@ -215,7 +215,7 @@ impl Set {
         }
     }
 
-    /// Whether `block` is a member, and where the run of members or strangers that it belongs to ends, `end` at most.
+    /// Whether `block` is a member, and the end of the run of blocks for which that is the same, `end` at most.
     fn run(&self, block: u64, end: u64) -> (bool, u64) {
         let member = self.has(block);
         let mut at = block;

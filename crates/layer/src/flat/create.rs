@@ -1,4 +1,4 @@
-//! Making flat disks: the extents, with their space, and the descriptor that names them.
+//! Creating flat disks: the extents with their space, and the descriptor that names them.
 //!
 //! ```text
 //! vmfs                 NAME.vmdk + NAME-flat.vmdk              as ESXi makes all three types
@@ -21,7 +21,7 @@ use work::{Progress, Throttle};
 /// Sectors of one piece of a split disk, as VMware cuts it: 2047 MiB.
 pub(crate) const SPLIT_SECTORS: u64 = 4_192_256;
 
-/// Which product's flat disk.
+/// The product whose layout is made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NewKind {
     /// One flat extent, as on VMFS.
@@ -32,17 +32,17 @@ pub enum NewKind {
     TwoGbMaxExtentFlat,
 }
 
-/// A flat disk to be made.
+/// Parameters of a new flat disk.
 pub struct NewDisk<'a> {
     /// Name of the descriptor: `NAME.vmdk`.
     pub name: &'a str,
     /// Capacity in bytes, whole sectors.
     pub capacity: u64,
-    /// Which product's.
+    /// The layout.
     pub kind: NewKind,
-    /// How it has its space.
+    /// The provisioning type.
     pub provisioning: Provisioning,
-    /// The adapter that its geometry is made for.
+    /// The adapter for which its geometry is computed.
     pub adapter: Adapter,
     /// How zeros are written.
     pub mode: IoMode,
@@ -113,7 +113,7 @@ pub fn create(
         Ok(()) => pending.settle().map(|()| descriptor),
         Err(error) => {
             for name in made {
-                // What stays is swept at the next opening, while the unfinished descriptor names it.
+                // A file that stays is removed at the next opening, because the unfinished descriptor names it.
                 if directory.remove(name).is_err() {
                     return Err(error);
                 }
@@ -124,7 +124,7 @@ pub fn create(
     }
 }
 
-/// Makes a raw file of that capacity. Durable on return; nothing is left after an error.
+/// Makes a raw file of this capacity. Durable on return; nothing is left after an error.
 pub fn create_raw(
     directory: &dyn Directory,
     name: &str,
@@ -147,14 +147,14 @@ pub fn create_raw(
     match made {
         Ok(()) => directory.sync().during(|| format!("making '{name}' durable")),
         Err(error) => {
-            // What stays is swept at the next opening.
+            // A file that stays is removed at the next opening.
             let _ = directory.remove(&temporary);
             Err(error)
         }
     }
 }
 
-/// Makes one extent of a disk in a new file: length, space and zeros, durable but for its name.
+/// Makes one extent of a disk in a new file: length, space and zeros. Durable except for its name.
 pub(crate) fn fill_extent(
     file: &dyn File,
     name: &str,
@@ -186,7 +186,7 @@ impl Making<'_> {
         let during = || format!("making '{name}' of {length} bytes");
         file.set_len(length).during(during)?;
         if provisioning != Provisioning::Thin {
-            // All of it at once, so that it is contiguous where it can be.
+            // In one call, so that it is contiguous where possible.
             file.reserve(0, length).during(during)?;
         }
         if provisioning == Provisioning::EagerZeroedThick {

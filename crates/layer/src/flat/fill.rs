@@ -1,8 +1,7 @@
-//! Filling: an extent gets all its space, zeroed. Thin becomes eager zeroed thick (*inflate*), and so does zeroed
-//! thick.
+//! Filling: gives an extent all its space, zeroed. Thin and zeroed thick extents become eager zeroed thick (*inflate*).
 //!
-//! First all space is reserved, in one call so that it is contiguous where it can be and runs out before anything has
-//! changed; then block after block is written, each held alone for that:
+//! First all space is reserved, in one call, so that it is contiguous where possible, and so that a lack of space is
+//! found before anything has changed. Then each block is written, under its lock:
 //!
 //! ```text
 //! hole, unwritten            zeros are written
@@ -11,11 +10,11 @@
 //! written in part            read and written back as it is
 //! ```
 //!
-//! 1. From the beginning discards keep their space: what was found to be whole stays so.
+//! 1. From the beginning discards keep their space, so a block that was found to be whole stays whole.
 //! 2. Whether a block was ever written is read from the layer's own block sets, not from the file system's extent map,
 //!    which lacks the bytes that are still dirty in the page cache.
-//! 3. Written back is what was read, so a power cut between the two changes nothing, sector by sector.
-//! 4. Stopped, it leaves an extent of its old type with more space than before. Run again it goes on.
+//! 3. The bytes that were read are written back, so a power cut between the two changes nothing, sector by sector.
+//! 4. If stopped, it leaves an extent of its old type with more space than before. Running it again continues.
 
 use super::blocks::BlockType;
 use super::{FILE_BLOCK, Flat, Provisioning, interrupted};
@@ -24,7 +23,7 @@ use backend::{BLOCK_SIZE, Buffer, Placement};
 use std::ops::Range;
 use work::{Progress, Throttle};
 
-/// Bytes written between two flushes: a guest's flush in between waits for no more than this.
+/// Bytes written between two flushes: a flush of a guest waits for no more than this.
 const FLUSH_EVERY: u64 = 32 << 20;
 
 impl Flat {
@@ -36,7 +35,7 @@ impl Flat {
         let _work = self.begin_work()?;
         let before = self.provisioning();
         self.set_provisioning(Provisioning::EagerZeroedThick);
-        // Discards that began under the old type end here.
+        // Waits for discards that began under the old type.
         drop(self.locks.alone(0..u64::MAX));
         let outcome = self.take_space().and_then(|()| self.fill_blocks(progress)).and_then(|()| self.flush());
         if outcome.is_err() {
@@ -45,7 +44,7 @@ impl Flat {
         outcome
     }
 
-    /// Reserves everything; what cannot be had in full is given back.
+    /// Reserves everything; if that fails, returns what was reserved.
     fn take_space(&self) -> Result<()> {
         let length = self.bytes.end - self.bytes.start;
         let during = || format!("taking {length} bytes of space for '{}'", self.name);
@@ -102,7 +101,7 @@ impl Flat {
         Ok(())
     }
 
-    /// Reads a block, which is held alone, and writes the same bytes.
+    /// Reads a block, which is locked exclusively, and writes the same bytes.
     fn write_back(&self, bytes: &Range<u64>, memory: &mut Buffer) -> Result<()> {
         if memory.is_empty() {
             *memory = Buffer::recycled(FILE_BLOCK as usize / BLOCK_SIZE);
@@ -118,10 +117,10 @@ impl Flat {
     }
 }
 
-/// What the file system says about which bytes are written, asked for part by part as the work goes on.
+/// The written bytes according to the file system, asked for in parts as the work proceeds.
 struct Account<'a> {
     flat: &'a Flat,
-    /// Bytes that `whole` covers.
+    /// Bytes for which `whole` has the answer.
     from: u64,
     known_to: u64,
     /// Written runs, merged, in order.
@@ -142,7 +141,7 @@ impl Account<'_> {
         self.whole.clear();
         let flat = self.flat;
         let mut known_to = from;
-        // An answer that ends within the block does not tell about it: the next part is asked for.
+        // An answer that ends within the block is incomplete: asks for the next part.
         while known_to < (from + FILE_BLOCK).min(flat.bytes.end) {
             let found: Vec<Placement> =
                 flat.file.placements(known_to).during(|| format!("asking where the bytes of '{}' are", flat.name))?;

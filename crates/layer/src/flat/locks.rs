@@ -1,20 +1,19 @@
 //! Locks of file blocks: a thread that changes the type of a block holds the block's lock exclusively.
 //!
-//! Guest writes share a block; discards, filling and hole punching take it alone for as long as they look at one block
-//! and change it (about a millisecond). Reads take nothing.
+//! Guest writes share a block; discards, filling and hole punching lock it exclusively while they examine and change it
+//! (about a millisecond). Reads take no lock.
 //!
 //! 1. Blocks share a fixed number of locks. A thread that needs several takes them in the order of the locks, so that
 //!    no two threads wait for each other.
-//! 2. A write that finds the block it goes to being filled with zeros waits for it; zeros are never written over what
-//!    was acknowledged.
+//! 2. A write to a block that is being filled with zeros waits; zeros are never written over acknowledged data.
 
 use parking_lot::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::ops::Range;
 
-/// Locks of one extent: neighbours have different ones, so that a busy block holds up little else.
+/// Locks of one extent. Adjacent blocks have different ones, so that a busy block delays few others.
 const STRIPES: usize = 64;
 
-/// Blocks that are changed in one go at the most; each has a lock of its own.
+/// Blocks that are changed at once, at most; each has a lock of its own.
 pub(super) const ALONE_MAX: u64 = 16;
 
 pub(super) struct Locks {
@@ -34,14 +33,14 @@ impl Locks {
         Self { stripes: (0..STRIPES).map(|_| RwLock::new(())).collect() }
     }
 
-    /// Shares blocks with other writers.
+    /// Locks blocks for sharing.
     pub(super) fn share(&self, blocks: Range<u64>) -> Shared<'_> {
         let first = stripe(blocks.start);
         match blocks.end.saturating_sub(blocks.start) {
             0 | 1 => Shared::One(self.stripes[first].read()),
             2 => {
                 let second = stripe(blocks.start + 1);
-                // Out of the order of the blocks where the numbers begin again.
+                // Not in the order of the blocks where the lock numbers wrap round.
                 let (low, high) = (first.min(second), first.max(second));
                 Shared::Two(self.stripes[low].read(), self.stripes[high].read())
             }
@@ -49,7 +48,7 @@ impl Locks {
         }
     }
 
-    /// Takes blocks alone.
+    /// Locks blocks exclusively.
     pub(super) fn alone(&self, blocks: Range<u64>) -> Vec<RwLockWriteGuard<'_, ()>> {
         stripes_of(&blocks).map(|index| self.stripes[index].write()).collect()
     }

@@ -1,24 +1,24 @@
 //! Flat extents: bytes as they are. Raw files, Workstation's and VMFS's flat extents.
 //!
-//! The file holds the disk, or a part of it beginning at an offset; there is no header and no table. What makes the
-//! three provisioning types is the space that the file has in the file system:
+//! The file holds the disk, or a part of it beginning at an offset; there is no header and no table. The provisioning
+//! type is the state of the file's space in the file system:
 //!
 //! ```text
 //! thin                holes where nothing was written; zeroing gives the space back
-//! zeroed thick        all space reserved, what was never written is unwritten to the file system too
+//! zeroed thick        all space reserved; blocks never written are unwritten extents of the file system
 //! eager zeroed thick  all space reserved and written
 //! ```
 //!
-//! [docs/format/flat.md](../../../../docs/format/flat.md) says what each operation does to the space, and how VMware's
-//! counters follow from it. What holds:
+//! [docs/format/flat.md](../../../../docs/format/flat.md) describes the effect of each operation on the space, and how
+//! VMware's counters follow from it. Invariants:
 //!
-//! 1. A flat extent has no parent to ask: what is not written reads as zeros.
-//! 2. The counters ([`Flat::counters`]) are true whenever no change is under way, and after each reopening: see
-//!    [`blocks`] for the model and [`locks`] for which changes may run at once.
-//! 3. Filling ([`Flat::fill`]) and giving back ([`Flat::punch_zeros`]) never change what is read, at any instruction,
-//!    with or without the guest writing, power cuts included.
-//! 4. After a failed flush nothing is known of what was written before: every later change and flush fails, until the
-//!    image is opened again.
+//! 1. A flat extent has no parent: blocks never written read as zeros.
+//! 2. The counters ([`Flat::counters`]) are exact whenever no change is under way, and after each reopening: see
+//!    [`blocks`] for the model and [`locks`] for the changes that may run at the same time.
+//! 3. Filling ([`Flat::fill`]) and punching ([`Flat::punch_zeros`]) never change what is read, with or without
+//!    concurrent guest writes, and across power cuts.
+//! 4. After a failed flush the state of earlier writes is unknown: every later change and flush fails until the image
+//!    is opened again.
 
 mod blocks;
 mod create;
@@ -44,14 +44,14 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::{Arc, OnceLock};
 
-/// How a disk has its space.
+/// The provisioning type of a disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Provisioning {
-    /// Space when it is first written.
+    /// Space on first write.
     Thin,
-    /// Space from the beginning, zeroed when it is first written.
+    /// Space at creation, zeroed on first write.
     ZeroedThick,
-    /// Space from the beginning, zeroed.
+    /// Space at creation, zeroed.
     EagerZeroedThick,
 }
 
@@ -91,11 +91,11 @@ impl std::ops::Add for Counters {
 pub struct FlatOptions {
     /// Where the extent begins in the file, in bytes.
     pub offset: u64,
-    /// Length of the extent in bytes; `None` for all that the file has after `offset`, rounded up to sectors.
+    /// Length of the extent in bytes; `None` for everything in the file after `offset`, rounded up to sectors.
     pub capacity: Option<u64>,
     /// Whether the extent may be changed.
     pub writable: bool,
-    /// Whether its descriptor calls it thin. Without holes it is taken for thick otherwise.
+    /// Whether its descriptor calls it thin. A file without holes counts as thick otherwise.
     pub thin: bool,
 }
 
@@ -118,12 +118,12 @@ pub struct Flat {
     state: AtomicU8,
     blocks: Blocks,
     locks: Locks,
-    /// Held by the one piece of long work that may be under way.
+    /// Held by long work: one at a time.
     work: Mutex<()>,
 }
 
 impl Flat {
-    /// Opens the part of `file`, which errors call `name`, that is the extent.
+    /// Opens the part of `file` that is the extent; errors call it `name`.
     ///
     /// # Errors
     /// `Corrupt` when the file is too short, `Invalid` when direct I/O cannot reach the extent's borders.
@@ -181,7 +181,7 @@ impl Flat {
         if aligned { wanted } else { IoMode::Buffered }
     }
 
-    /// How the extent has its space, now.
+    /// The current provisioning type.
     pub fn provisioning(&self) -> Provisioning {
         let index = usize::from(self.provisioning.load(Ordering::SeqCst));
         Provisioning::ALL.get(index).copied().unwrap_or(Provisioning::Thin)
@@ -197,7 +197,7 @@ impl Flat {
         Counters { blocks: self.blocks.count(), nb, tbz }
     }
 
-    /// In how many contiguous runs the extent's bytes lie on the medium; `None` where the file system does not say.
+    /// Number of contiguous runs of the extent's bytes on the medium; `None` if the file system does not report them.
     pub fn fragments(&self) -> Result<Option<u64>> {
         let mut runs = 0u64;
         let mut known = true;
@@ -219,7 +219,7 @@ impl Flat {
         Ok(known.then_some(runs))
     }
 
-    /// The bytes of the file that a range of the extent is, checked.
+    /// The bytes of the file for a range of the extent, after a check.
     fn checked(&self, start: u64, length: u64) -> Result<Range<u64>> {
         let end = start.checked_add(length).filter(|end| *end <= self.capacity());
         match end {
@@ -256,8 +256,8 @@ impl Flat {
         }
     }
 
-    /// The bytes to take from the file system for `part`: beyond the end of the file up to the end of its last page,
-    /// which stays allocated otherwise.
+    /// The bytes to return to the file system for `part`: beyond the end of the file up to the end of its last page,
+    /// which would stay allocated otherwise.
     fn whole_pages(&self, part: &Range<u64>) -> Range<u64> {
         match part.end == self.bytes.end && self.owns_tail {
             true => part.start..part.end.next_multiple_of(BLOCK_SIZE as u64),
@@ -265,7 +265,7 @@ impl Flat {
         }
     }
 
-    /// Begins long work; refused while other is under way, which would undo it.
+    /// Begins long work; refused while other long work is under way, which would undo it.
     fn begin_work(&self) -> Result<MutexGuard<'_, ()>> {
         self.check_open()?;
         self.work
@@ -273,7 +273,7 @@ impl Flat {
             .ok_or_else(|| Error::new(ErrorKind::Busy, format!("'{}' is being filled or punched already", self.name)))
     }
 
-    /// Writes the slices at `range.start` of the file; with direct I/O by way of aligned memory where they are not.
+    /// Writes the slices at `range.start` of the file; for direct I/O, copies unaligned ones to aligned memory.
     fn put(&self, range: &Range<u64>, slices: &[&[u8]]) -> Result<()> {
         let aligned =
             |slice: &&[u8]| slice.len().is_multiple_of(BLOCK_SIZE) && slice.as_ptr().addr().is_multiple_of(BLOCK_SIZE);
@@ -308,7 +308,7 @@ impl Flat {
         format!("writing {} bytes at {start} of '{}'", range.end - range.start, self.name)
     }
 
-    /// Writes as a guest does: shares the blocks, and notes what they are then.
+    /// Writes for a guest: shares the blocks, and notes their new state.
     fn write_shared(&self, range: &Range<u64>, slices: &[&[u8]]) -> Result<()> {
         let blocks = self.blocks.touched(range);
         let shared = self.locks.share(blocks.clone());
@@ -318,7 +318,7 @@ impl Flat {
                 Ok(())
             }
             Err(error) => {
-                // A part of it may be there, and space taken for it.
+                // A part of it may have been written, and space allocated for it.
                 drop(shared);
                 self.look_again(blocks);
                 Err(error)
@@ -326,7 +326,7 @@ impl Flat {
         }
     }
 
-    /// Asks the file system what blocks are after a change of them failed.
+    /// Asks the file system for the state of blocks after a change of them failed.
     fn look_again(&self, blocks: Range<u64>) {
         for block in blocks {
             let alone = self.locks.alone(block..block + 1);
@@ -337,7 +337,7 @@ impl Flat {
         }
     }
 
-    /// What the file system says of one block.
+    /// The state of one block according to the file system.
     fn look(&self, block: u64) -> std::io::Result<BlockType> {
         let bytes = self.blocks.bytes_of(block..block + 1);
         let mut state = BlockType::Hole;

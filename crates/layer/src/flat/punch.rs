@@ -1,4 +1,4 @@
-//! Giving back blocks that hold only zeros (*punchzero*): the extent becomes thin, and takes as little space as it can
+//! Punching blocks that hold only zeros (*punchzero*): the extent becomes thin, and takes as little space as possible
 //! in whole file blocks.
 //!
 //! A block is read without a lock first, which excludes most blocks with data. A block that seems empty is locked
@@ -12,12 +12,12 @@ use backend::{BLOCK_SIZE, Buffer};
 use std::ops::Range;
 use work::{Progress, Throttle};
 
-/// Bytes read at a time: most blocks that hold something show it in their first part.
+/// Bytes read at a time: most blocks with data have some in their first part.
 const PART: u64 = 64 << 10;
 
 impl Flat {
-    /// Makes the extent thin and gives back every file block that holds only zeros, while it is in use. Says how many
-    /// blocks that were. Durable on return.
+    /// Makes the extent thin and returns every file block that holds only zeros, while it is in use. Returns the number
+    /// of these blocks. Durable on return.
     ///
     /// # Errors
     /// `Interrupted` when `progress` says so: the extent is thin then, with what was given back so far.
@@ -51,8 +51,8 @@ impl Flat {
         Ok(given_back)
     }
 
-    /// Gives back the run of unwritten blocks that begins at `first`, as far as one step goes: there is nothing to look
-    /// at.
+    /// Returns the run of unwritten blocks that begins at `first`, as far as one step goes: unwritten blocks need not
+    /// be read.
     fn punch_unwritten(&self, first: u64) -> Result<(u64, u64)> {
         let end = self.blocks.count().min(first + ALONE_MAX);
         let _alone = self.locks.alone(first..end);
@@ -60,11 +60,11 @@ impl Flat {
         if run > 0 {
             self.give_back(first..first + run, &self.blocks.bytes_of(first..first + run))?;
         }
-        // A guest may have written the first one just now: the next round looks at it.
+        // A guest may have written the first block just now: the next round reads it.
         Ok((first + run, run))
     }
 
-    /// How many blocks it gave back, and how many bytes it read.
+    /// The number of returned blocks, and of bytes read.
     fn punch_if_zero(&self, block: u64, memory: &mut Buffer) -> Result<(u64, u64)> {
         let bytes = self.blocks.bytes_of(block..block + 1);
         let zeros = self.leading_zeros(&bytes, memory)?;
@@ -77,11 +77,11 @@ impl Flat {
             return Ok((0, zeros + again + PART));
         }
         self.give_back(block..block + 1, &bytes)?;
-        // A page that the extent shares with what comes before or behind it in the file stays.
+        // A page that the extent shares with other parts of the file stays.
         Ok((u64::from(self.blocks.state(block) == BlockType::Hole), zeros + again))
     }
 
-    /// How many bytes of the file from the first on read as zeros, in whole parts.
+    /// How many bytes of the file, from the first on, read as zeros, in whole parts.
     fn leading_zeros(&self, bytes: &Range<u64>, memory: &mut Buffer) -> Result<u64> {
         let mut at = bytes.start;
         while at < bytes.end {

@@ -1,4 +1,4 @@
-//! The room that a copy into a flat extent needs: how much it is, and taking it before the copy is begun.
+//! The room that a copy into a flat extent needs: measures it, and allocates it before the copy begins.
 
 use super::Flat;
 use super::blocks::BlockType;
@@ -22,7 +22,7 @@ impl Flat {
         Ok(holes + bytes.end.saturating_sub(at))
     }
 
-    /// Takes the space of a range of the file, block by block: no guest waits for more than one.
+    /// Allocates the space of a range of the file, block by block: a guest waits for one block at most.
     pub(super) fn take_holes_of(&self, bytes: &Range<u64>) -> Result<()> {
         for block in self.blocks.touched(bytes) {
             let whole = self.blocks.bytes_of(block..block + 1);

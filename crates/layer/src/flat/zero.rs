@@ -1,4 +1,4 @@
-//! Zeroing a range: by giving space back, by telling the file system, or by writing zeros.
+//! Zeroing a range: by punching, by telling the file system, or by writing zeros.
 //!
 //! | | space given back | space kept |
 //! |---|---|---|
@@ -6,8 +6,8 @@
 //! | zeroed thick | as kept | whole blocks unwritten again, parts of written ones zeroed |
 //! | eager zeroed thick | as kept | zeros written |
 //!
-//! The type is read again under the locks of each step, so that no step acts by a type that filling or punching has
-//! ended meanwhile.
+//! The provisioning type is read again under the locks of each step, because filling or punching may have changed it
+//! meanwhile.
 
 use super::blocks::BlockType;
 use super::locks::ALONE_MAX;
@@ -24,7 +24,7 @@ impl Flat {
         let mut block = blocks.start;
         while block < blocks.end {
             if self.provisioning() == Provisioning::Thin && !keep {
-                // Nothing to give back, however long the range: on to the next block with space.
+                // There is no space to return, however long the range: continues at the next block with space.
                 match self.blocks.next_with_space(block, blocks.end) {
                     Some(next) => block = next,
                     None => return Ok(()),
@@ -41,7 +41,8 @@ impl Flat {
         Ok(())
     }
 
-    /// One step, with the blocks to itself. False when zeros have to be written, which needs no more than sharing.
+    /// One step, with the blocks locked exclusively. False if zeros have to be written, for which sharing the blocks is
+    /// enough.
     fn zero_alone(&self, blocks: Range<u64>, part: &Range<u64>, keep: bool) -> Result<bool> {
         if self.provisioning() == Provisioning::EagerZeroedThick {
             return Ok(false);
@@ -55,7 +56,7 @@ impl Flat {
         Ok(true)
     }
 
-    /// Punches a hole. Blocks are held alone.
+    /// Punches a hole. Blocks are locked exclusively.
     pub(super) fn give_back(&self, blocks: Range<u64>, part: &Range<u64>) -> Result<()> {
         let during = || format!("giving back {} bytes of '{}'", part.end - part.start, self.name);
         let pages = self.whole_pages(part);
@@ -65,7 +66,7 @@ impl Flat {
             let whole = part.start <= bytes.start && bytes.end <= part.end && in_pages(&self.whole_pages(&bytes));
             let left = match whole {
                 true => BlockType::Hole,
-                // Dearer, as it has everything written placed first; thin disks hardly ever need it.
+                // Slower, because it allocates everything that was written first; thin disks rarely need it.
                 false if self.blocks.may_be_mixed() => self.look(block).during(during)?,
                 false => match self.file.next_allocated(bytes.start).during(during)? {
                     Some(run) if run.start < bytes.end => self.blocks.state(block),
@@ -77,7 +78,7 @@ impl Flat {
         Ok(())
     }
 
-    /// Zeroes and keeps, or takes, the space. Blocks are held alone.
+    /// Zeroes a range and keeps, or allocates, its space. Blocks are locked exclusively.
     fn keep_zeroed(&self, blocks: Range<u64>, part: &Range<u64>) -> Result<()> {
         for block in blocks {
             let bytes = self.blocks.bytes_of(block..block + 1);
@@ -85,8 +86,8 @@ impl Flat {
             let state = self.blocks.state(block);
             match state {
                 BlockType::Unwritten => {}
-                // Only whole blocks become unwritten, so that what the file system says of a block and what is
-                // counted stay the same.
+                // Only whole blocks become unwritten, so that the state in the file system and the counters stay the
+                // same.
                 BlockType::Written if range != bytes || !in_pages(&range) => self.put_zeros(&range)?,
                 _ => match self.file.zero_range(range.start, range.end - range.start) {
                     Ok(()) if in_pages(&range) => self.blocks.set(block, BlockType::Unwritten),
@@ -103,7 +104,7 @@ impl Flat {
         Ok(())
     }
 
-    /// Writes zeros as a guest would.
+    /// Writes zeros as a write of a guest does.
     fn write_zeros(&self, range: &Range<u64>) -> Result<()> {
         let mut at = range.start;
         while at < range.end {
@@ -114,13 +115,13 @@ impl Flat {
         Ok(())
     }
 
-    /// Writes zeros to at most one block, which is held alone.
+    /// Writes zeros to at most one block, which is locked exclusively.
     pub(super) fn put_zeros(&self, range: &Range<u64>) -> Result<()> {
         self.put(range, &[&zeros()[..(range.end - range.start) as usize]])
     }
 }
 
-/// Whether a range consists of whole pages, which alone can be holes or unwritten.
+/// Whether a range consists of whole pages: only those can be holes or unwritten.
 fn in_pages(range: &Range<u64>) -> bool {
     range.start.is_multiple_of(BLOCK_SIZE as u64) && range.end.is_multiple_of(BLOCK_SIZE as u64)
 }

@@ -1,5 +1,5 @@
-//! Looking at every table: what is mapped, what is dead, and what contradicts itself. Opening for writing looks too, so
-//! that no place is given out that an entry names.
+//! Checking every table: mapped and dead space, and contradictions. Opening for writing uses it too, so that no place
+//! is allocated that an entry names.
 
 use super::Hosted;
 use super::copies::Doubt;
@@ -9,10 +9,10 @@ use super::space::SectorRun;
 use crate::{IoContext, Result, SECTOR};
 use std::collections::BTreeMap;
 
-/// Findings told in words; all are counted.
+/// Findings reported as text; all are counted.
 const FINDINGS_MAX: usize = 64;
 
-/// What a look at every table found.
+/// The result of a check.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Check {
     /// Grains that have a place in the file.
@@ -21,29 +21,29 @@ pub struct Check {
     pub zero_grains: u64,
     /// Bytes of the file that nothing names, free places of an open image not counted.
     pub dead: u64,
-    /// Grains for which no copy of their table names a place that can be.
+    /// Grains for which no copy of their table names a valid place.
     pub bad: u64,
-    /// Grains of which the two copies of their table say different things, and neither is provably wrong.
+    /// Grains for which the two copies of their table differ, and neither is provably wrong.
     pub unproven: u64,
     /// Grains whose place is named by another entry too, or overlaps tables.
     pub shared: u64,
     /// Directories, tables, header and descriptor that overlap each other.
     pub overlaps: u64,
-    /// Tables whose two copies are not the same.
+    /// Tables whose two copies differ.
     pub differing: u64,
     /// Tables that cannot be read in either copy.
     pub lost: u64,
     /// The image was not closed properly.
     pub unclean: bool,
-    /// What cannot be proven, grain by grain: the first of them.
+    /// The first unproven findings, grain by grain.
     pub doubts: Vec<String>,
-    /// What one copy has wrong and the other proves: the first of them.
+    /// The first findings in which one copy is wrong and the other proves it.
     pub proven: Vec<String>,
-    /// Tables whose copies were made the same since the image was opened or last checked, and what was wrong with them.
+    /// Tables whose copies were made equal since the image was opened or last checked, and what was wrong with them.
     pub repaired: u64,
-    /// The first of those, in words.
+    /// The first of those, as text.
     pub mended: Vec<String>,
-    /// What had to be read around.
+    /// Damage that was read around.
     pub warnings: Vec<String>,
 }
 
@@ -53,7 +53,7 @@ impl Check {
         self.bad + self.unproven + self.shared + self.overlaps + self.differing + self.lost == 0
     }
 
-    /// Why the image must not be written, if so.
+    /// Why the image must not be written, if that is so.
     pub(super) fn unwritable(&self) -> Option<String> {
         match self {
             Check { shared, .. } if *shared > 0 => Some(format!("{shared} grains share their place with others")),
@@ -63,7 +63,7 @@ impl Check {
     }
 }
 
-/// Adds a sentence, if there is room for it.
+/// Adds a sentence, up to the limit.
 pub(super) fn tell(sentences: &mut Vec<String>, sentence: impl FnOnce() -> String) {
     if sentences.len() < FINDINGS_MAX {
         sentences.push(sentence());
@@ -104,22 +104,22 @@ impl Places {
     }
 }
 
-/// The findings with what opening for writing needs of them.
+/// The findings with the parts that opening for writing needs.
 pub(super) struct Scan {
     pub(super) check: Check,
     /// Tables whose copies differ.
     pub(super) differing: Vec<usize>,
-    /// Entries that only a look at the whole file settles, by table.
+    /// Entries that only a check of the whole file decides, by table.
     pub(super) settled: BTreeMap<usize, Vec<(usize, u32)>>,
-    /// Some entries are in doubt: a place that nothing seems to name may be in use, and is not given out.
+    /// Some entries are in doubt: a place that nothing seems to name may be in use, and is not allocated.
     pub(super) in_doubt: bool,
-    /// What header, descriptor, directories and tables take, sorted.
+    /// Sectors of header, descriptor, directories and tables, sorted.
     pub(super) areas: Vec<(u64, u64)>,
-    /// Entries that a table alone does not settle.
+    /// Entries that a table alone does not decide.
     pub(super) doubts: Vec<(usize, Doubt)>,
     pub(super) tables: Places,
     pub(super) grains: Places,
-    /// Grains that touch two places each, so that neighbours seem to share one.
+    /// Grains that touch two places each, so that adjacent ones seem to share one.
     pub(super) unaligned: u64,
     pub(super) sectors: u64,
     overhead: u64,
@@ -127,7 +127,7 @@ pub(super) struct Scan {
 }
 
 impl Scan {
-    /// First sector behind everything that something names, or may name.
+    /// First sector behind everything that an entry names, or may name.
     pub(super) fn used(&self) -> u64 {
         match self.in_doubt {
             true => self.sectors.max(self.overhead),
@@ -157,7 +157,7 @@ impl Scan {
 }
 
 impl Hosted {
-    /// Looks at every table, and at both copies of each.
+    /// Checks every table, and both copies of each.
     pub fn check(&self) -> Result<Check> {
         let scan = self.scan()?;
         let length = self.file.len().during(|| format!("{}: cannot find out the length", self.image))? / SECTOR;
@@ -171,11 +171,11 @@ impl Hosted {
         Ok(Check { dead, repaired, mended, warnings: self.warnings(), ..scan.check })
     }
 
-    /// Goes through all tables, both copies of each.
+    /// Walks all tables, both copies of each.
     pub(super) fn scan(&self) -> Result<Scan> {
         let header = &self.header;
         let length = self.file.len().during(|| format!("{}: cannot find out the length", self.image))?;
-        // However long a file claims to be, entries name nothing behind this.
+        // Entries name nothing behind this, however long the file is.
         let sectors = length.div_ceil(SECTOR).min(u64::from(u32::MAX) + header.grain);
         let mut scan = Scan {
             check: Check { unclean: header.unclean, ..Check::default() },
@@ -215,7 +215,7 @@ impl Hosted {
         Ok(scan)
     }
 
-    /// Table `index` as its copies have it in the file, or as it is in memory where the file may be behind that.
+    /// Table `index` according to its copies in the file, or from memory where the file may be older.
     pub(super) fn look_at(&self, directories: &Directories, index: usize) -> Result<Option<ReadTable>> {
         if let Some(table) = self.tables.unwritten(index) {
             let entries = (0..table.len()).map(|at| table.entry(at)).collect();
@@ -274,7 +274,7 @@ impl Hosted {
         Ok(())
     }
 
-    /// Where places do not tell (grains off the beat, or tables among grains): looks at the sectors themselves.
+    /// If places do not decide (unaligned grains, or tables among grains): examines the sectors themselves.
     fn scan_shared(&self, directories: &Directories, scan: &mut Scan) {
         let pairs = scan.tables.bits.iter().zip(&scan.grains.bits);
         let mixed: u64 = pairs.map(|(tables, grains)| u64::from((tables & grains).count_ones())).sum();
@@ -296,7 +296,7 @@ impl Hosted {
         u64::from(self.header.table_entries)
     }
 
-    /// The bytes of some grains, as messages have them.
+    /// The bytes of some grains, in the form for messages.
     pub(super) fn bytes_of(&self, grains: std::ops::Range<u64>) -> String {
         let end = (grains.end * self.grain_bytes()).min(self.header.capacity * SECTOR);
         format!("bytes {} to {end} of its disk", grains.start * self.grain_bytes())

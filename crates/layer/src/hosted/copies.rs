@@ -1,27 +1,28 @@
-//! One grain table from its two copies: which entries agree, which copy proves itself wrong, and what stays in doubt.
+//! Combining the two copies of a grain table: which entries agree, which copy is provably wrong, and what stays in
+//! doubt.
 //!
-//! An entry is provably wrong when it names no place that a grain can have: outside the file, among the metadata, off
-//! the beat of all others of its table, or where another grain of its table lies by both copies. Then the other copy's
-//! entry holds. Where neither is wrong, nothing is chosen: reading such a grain is an error, as silence would be wrong
-//! data one time in two. Two cases need no choice: zeros by either entry where no parent shows through, and an image
-//! that was not closed, in which a crash may have left each entry old or new.
+//! An entry is provably wrong if it names no place that a grain can have: outside the file, among the metadata, not
+//! aligned like all others of its table, or the place of another grain of its table by both copies. Then the other
+//! copy's entry is right. If neither is wrong, none is chosen: reading such a grain is an error, because a choice would
+//! return wrong data one time in two. Two cases need no choice: zeros by either entry where no parent shows through,
+//! and an image that was not closed, in which a crash may have left each entry old or new.
 
 use super::directory::{ENTRY_ABSENT, ENTRY_BAD, ENTRY_ZERO};
 use rustc_hash::FxHashSet;
 
-/// Which entries of a grain table can be, and what is done where its copies differ.
+/// Which entries of a grain table are possible, and the treatment of copies that differ.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Rules {
     /// First sector that a grain can have.
     pub(super) first: u64,
     pub(super) zero_grains: bool,
-    /// Sectors that the places of grains are multiples of, as far as is known.
+    /// Alignment of the places of grains in sectors, as far as it is known.
     pub(super) beat: u64,
-    /// Both copies are read and compared; in a stream the primary counts until it is damaged.
+    /// Both copies are read and compared; in a stream the primary is used unless it is damaged.
     pub(super) compare: bool,
     /// A parent shows through absent grains.
     pub(super) parent: bool,
-    /// Where two possible entries differ, one is taken: a crash leaves such, or the caller asks for the primary.
+    /// Where two possible entries differ, one is taken: after a crash, or because the caller asks for the primary.
     pub(super) lenient: bool,
 }
 
@@ -31,7 +32,7 @@ impl Rules {
             ENTRY_ABSENT => true,
             ENTRY_ZERO if self.zero_grains => true,
             ENTRY_BAD => false,
-            // The last grain may be cut short at the end of the file: what is missing reads as zeros.
+            // The last grain may be cut short at the end of the file: the missing part reads as zeros.
             place => u64::from(place) >= self.first && u64::from(place) < file_sectors,
         }
     }
@@ -42,42 +43,42 @@ impl Rules {
     }
 }
 
-/// An entry of which neither copy can be proven.
+/// An entry for which neither copy can be proven.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Doubt {
     pub(super) at: usize,
-    /// What each copy says, primary first.
+    /// The entry of each copy, primary first.
     pub(super) entries: [u32; 2],
-    /// Whether what it says can be.
+    /// Whether it is possible.
     pub(super) possible: [bool; 2],
 }
 
-/// The copies of a table put together.
+/// The combined copies of a table.
 #[derive(Debug, Default)]
 pub(crate) struct Merged {
-    /// The entries that hold; [`ENTRY_BAD`] in doubt.
+    /// The right entries; [`ENTRY_BAD`] if in doubt.
     pub(super) entries: Vec<u32>,
     pub(super) doubts: Vec<Doubt>,
     /// Entries that only this copy has wrong, provably.
     pub(super) wrong: [usize; 2],
-    /// Entries of which one was taken though both can be.
+    /// Entries of which one was taken although both are possible.
     pub(super) taken: usize,
 }
 
-/// What holds of an entry that the copies have differently and both can have: `None` when that is in doubt.
+/// The right entry where the copies differ and both are possible: `None` if that is in doubt.
 pub(super) fn same_or_lenient(rules: &Rules, [primary, redundant]: [u32; 2]) -> Option<u32> {
     let (placed, other) = (rules.is_place(primary), rules.is_place(redundant));
     match (placed, other) {
         (false, false) if !rules.parent => Some(primary),
-        // What a crash leaves is old or new, and both are right; but if it was no crash, a place that is forgotten is
-        // data lost, and one too many is not.
+        // A crash leaves old or new entries, and both are right; but if it was no crash, a dropped place is lost data,
+        // and an additional one is not.
         (false, true) if rules.lenient => Some(redundant),
         _ if rules.lenient => Some(primary),
         _ => None,
     }
 }
 
-/// Puts two copies together that were both read.
+/// Combines two copies that were both read.
 pub(super) fn merge(rules: &Rules, primary: &[u32], redundant: &[u32], file_sectors: u64) -> Merged {
     let allow = |entry| rules.allow(entry, file_sectors);
     if primary == redundant && primary.iter().all(|entry| allow(*entry)) {
@@ -122,7 +123,7 @@ pub(super) fn merge(rules: &Rules, primary: &[u32], redundant: &[u32], file_sect
     merged
 }
 
-/// A table of which only one copy is there.
+/// A table of which only one copy exists.
 pub(super) fn alone(rules: &Rules, entries: Vec<u32>, file_sectors: u64) -> Merged {
     let mut merged = Merged { entries, ..Merged::default() };
     for (at, entry) in merged.entries.iter_mut().enumerate() {

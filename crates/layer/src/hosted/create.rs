@@ -1,4 +1,4 @@
-//! Making an empty extent: everything but the header, a flush, then the header. A crash before that leaves no extent.
+//! Creating an empty extent: everything but the header, a flush, then the header. A crash before that leaves no extent.
 
 use super::header::{
     DESCRIPTOR_SECTORS_MAX, FLAG_NEWLINES, FLAG_REDUNDANT, FLAG_ZERO_GRAINS, Header, TABLE_ENTRIES_MAX,
@@ -12,15 +12,15 @@ const DESCRIPTOR_SECTORS: u64 = 20;
 /// Sectors of the usual grain, 64 KiB.
 const GRAIN_SECTORS: u64 = 128;
 
-/// What an extent is made like.
+/// Parameters of an extent.
 #[derive(Clone, Debug)]
 pub struct CreateOptions<'a> {
     /// Capacity in bytes, a multiple of 512.
     pub capacity: u64,
     /// The descriptor to embed; none in the extents of a split disk.
     pub descriptor: Option<&'a [u8]>,
-    /// Entries of their own for zero grains (version 2): zeros over a parent then take no space. QEMU reads them,
-    /// Workstation is not known to.
+    /// Use own entries for zero grains (version 2): zeros over a parent then take no space. QEMU reads them; whether
+    /// Workstation does is not known.
     pub zero_grains: bool,
 }
 

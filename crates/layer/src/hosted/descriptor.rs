@@ -1,4 +1,4 @@
-//! The descriptor text embedded in an extent: handed out and replaced as bytes; what it says is not looked at here.
+//! The descriptor text embedded in an extent: read and replaced as bytes; its content is not examined here.
 
 use super::Hosted;
 use crate::{Error, ErrorKind, IoContext, Result, SECTOR};
@@ -6,7 +6,7 @@ use backend::File;
 
 use super::header::Header;
 
-/// Reads the embedded descriptor, without the zeros behind it; `None` where there is none.
+/// Reads the embedded descriptor, without the zeros behind it; `None` if there is none.
 pub(crate) fn read_descriptor(file: &dyn File, header: &Header, image: &str) -> Result<Option<Vec<u8>>> {
     if header.descriptor_offset == 0 || header.descriptor_size == 0 {
         return Ok(None);
@@ -26,13 +26,13 @@ pub(crate) fn read_descriptor(file: &dyn File, header: &Header, image: &str) -> 
 }
 
 impl Hosted {
-    /// The embedded descriptor; `None` where there is none.
+    /// The embedded descriptor; `None` if there is none.
     pub fn descriptor(&self) -> Result<Option<Vec<u8>>> {
         read_descriptor(self.file.as_ref(), &self.header, &self.image)
     }
 
     /// Replaces the embedded descriptor, durably. Only sectors that change are written: a change within one of them
-    /// (CID and parentCID stand in the first) is there or not after a crash, a wider one may be there in part.
+    /// (CID and parentCID are in the first) is complete or absent after a crash, a larger one may be partial.
     pub fn set_descriptor(&self, text: &[u8]) -> Result<()> {
         self.check_changeable(self.writer()?)?;
         let room = self.header.descriptor_size * SECTOR;

@@ -1,8 +1,8 @@
-//! Both copies of the grain directory, and reading a grain table from whichever copy is whole.
+//! Both copies of the grain directory, and reading a grain table from an undamaged copy.
 //!
-//! A file has two directories, each with tables of its own, that name the same grains. The primary counts. Where it
-//! cannot be (a place outside the file, an entry that names one, a failed read) and the redundant copy can, that one is
-//! used and it is said, in the log and in [`Warnings`].
+//! A file has two directories, each with tables of its own, that name the same grains. The primary is used. If it is
+//! invalid (a place outside the file, an entry that names one, a failed read) and the redundant copy is not, that one
+//! is used, with a warning in the log and in [`Warnings`].
 
 use super::copies::{Doubt, Merged, Rules, alone, merge};
 use super::header::{FLAG_COMPRESSED, FLAG_REDUNDANT, FLAG_ZERO_GRAINS, Header};
@@ -13,15 +13,15 @@ use parking_lot::Mutex;
 /// Most warnings kept per image.
 const WARNINGS_MAX: usize = 16;
 
-/// Entry of a grain table or directory: nothing here.
+/// Entry of a grain table or directory: absent.
 pub(crate) const ENTRY_ABSENT: u32 = 0;
-/// Entry of a grain table: zeros, where [`FLAG_ZERO_GRAINS`] says so.
+/// Entry of a grain table: zeros, if [`FLAG_ZERO_GRAINS`] is set.
 pub(crate) const ENTRY_ZERO: u32 = 1;
 
 /// In memory, in place of an entry that names no place in the file. No grain can begin at this sector.
 pub(crate) const ENTRY_BAD: u32 = u32::MAX;
 
-/// What a person should know about an image that could be read all the same.
+/// Warnings about an image that could be read all the same.
 #[derive(Default)]
 pub(crate) struct Warnings(Mutex<Vec<String>>);
 
@@ -41,32 +41,32 @@ impl Warnings {
     }
 }
 
-/// Places of the two copies of a table, primary first; 0 where a copy has none or an impossible one.
+/// Places of the two copies of a table, primary first; 0 if a copy has none or an impossible one.
 pub(crate) type Places = [u32; 2];
 
 /// A grain table as read.
 #[derive(Debug)]
 pub(crate) struct ReadTable {
-    /// Its entries, always as many as the header says; those that name no place, and those of which neither copy is
+    /// Its entries, always as many as in the header; entries that name no place, and those of which neither copy is
     /// proven, are [`ENTRY_BAD`].
     pub(crate) entries: Vec<u32>,
-    /// Where it lies.
+    /// Its places.
     pub(crate) places: Places,
     /// Entries that are [`ENTRY_BAD`].
     pub(super) doubts: Vec<Doubt>,
-    /// The copies are not the same.
+    /// The copies differ.
     pub(crate) differ: bool,
-    /// Entries that the primary and the redundant copy have wrong, as the other one proves.
+    /// Entries that the primary and the redundant copy have wrong, as the other copy proves.
     pub(super) wrong: [usize; 2],
 }
 
 impl ReadTable {
-    /// One of which nothing is wrong.
+    /// A table without damage.
     pub(super) fn whole(entries: Vec<u32>, places: Places) -> Self {
         Self { entries, places, doubts: Vec::new(), differ: false, wrong: [0, 0] }
     }
 
-    /// Whether its copies are not the same, or not what can be.
+    /// Whether its copies differ, or are invalid.
     pub(super) fn is_doubtful(read: &Option<Self>) -> bool {
         read.as_ref().is_some_and(|table| table.differ || !table.doubts.is_empty())
     }
@@ -78,7 +78,7 @@ pub(crate) struct Directories {
     copies: [Vec<u32>; 2],
     /// First sector behind each directory, where its tables are laid out.
     laid: [u64; 2],
-    /// Most tables lie there.
+    /// Most tables are at those places.
     regular: bool,
     table_entries: usize,
     table_sectors: u64,
@@ -115,7 +115,7 @@ impl Directories {
             table_entries: header.table_entries as usize,
             table_sectors: header.table_sectors(),
             rules: Rules {
-                // The grains of a stream begin behind its first marker, wherever its header says.
+                // The grains of a stream begin behind its first marker, whatever its header states.
                 first: if compressed { 1 } else { header.overhead.max(1) },
                 zero_grains: header.has(FLAG_ZERO_GRAINS),
                 beat: if !compressed && header.overhead.is_multiple_of(header.grain) { header.grain } else { 1 },
@@ -132,7 +132,7 @@ impl Directories {
         Ok(directories)
     }
 
-    /// Says whether a parent shows through, and whether the primary is taken where neither copy is proven.
+    /// Sets whether a parent shows through, and whether the primary is taken if neither copy is proven.
     pub(super) fn set_rules(&mut self, parent: bool, force: bool) {
         self.rules.parent = parent;
         self.rules.lenient |= force;
@@ -143,7 +143,7 @@ impl Directories {
         self.rules.lenient = force;
     }
 
-    /// The same directories, by which no possible entry is preferred to another.
+    /// The same directories, without a preference between possible entries.
     pub(super) fn strict(&self) -> Self {
         Self { rules: Rules { lenient: false, ..self.rules }, ..self.clone() }
     }
@@ -152,7 +152,7 @@ impl Directories {
         &self.rules
     }
 
-    /// Where table `index` of a copy lies in a file that has all tables behind their directory, the usual layout.
+    /// The place of table `index` of a copy in a file with all tables behind their directory, the usual layout.
     pub(super) fn laid_out(&self, copy: usize, index: usize) -> u32 {
         let place = (index as u64).checked_mul(self.table_sectors).and_then(|by| self.laid[copy].checked_add(by));
         place.and_then(|place| u32::try_from(place).ok()).unwrap_or(0)
@@ -163,12 +163,12 @@ impl Directories {
         self.copies[0].len().max(self.copies[1].len())
     }
 
-    /// What the copies say where table `index` lies, unchecked; a lost copy says 0.
+    /// The places of table `index` according to the copies, unchecked; 0 for a lost copy.
     pub(crate) fn named(&self, index: usize) -> Places {
         [0, 1].map(|copy: usize| self.copies[copy].get(index).copied().unwrap_or(0))
     }
 
-    /// Which copies are there.
+    /// Which copies exist.
     pub(crate) fn has(&self, copy: usize) -> bool {
         !self.copies[copy].is_empty()
     }
@@ -192,7 +192,7 @@ impl Directories {
         ((index / per_sector) as u64, bytes)
     }
 
-    /// Reads table `index` from the copy that is whole; `None` when the directory has no such table.
+    /// Reads table `index` from an undamaged copy; `None` if the directory has no such table.
     pub(crate) fn read_table(
         &self,
         file: &dyn File,
@@ -232,8 +232,9 @@ impl Directories {
         // New tables lie behind overHead, where nothing was laid out.
         let before_grains = places.iter().all(|place| u64::from(*place) < self.rules.first);
         if (self.regular && before_grains || copies[0] != copies[1]) && copies.iter().all(Option::is_some) {
-            // A directory whose entry leads elsewhere leads to something that is no table; where the other directory's
-            // leads to where tables are laid out, that one holds. Nothing is to be written where the first one leads.
+            // A directory entry that leads elsewhere leads to something that is no table; if the other directory's
+            // entry leads to the usual place of tables, that one is right. Nothing may be written at the place of the
+            // wrong one.
             let laid = [0, 1].map(|copy| places[copy] == self.laid_out(copy, index));
             if laid[0] != laid[1] {
                 let astray = usize::from(laid[0]);

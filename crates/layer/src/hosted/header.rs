@@ -1,13 +1,13 @@
 //! The header of a sparse extent: one sector, at the start of the file, and once more as the footer of a stream.
 //!
-//! What passes [`Header::decode`] has a capacity, grains and tables within the limits below; where its areas lie in the
-//! file is checked where they are read.
+//! A header that passes [`Header::decode`] has a capacity, grains and tables within the limits below; the places of its
+//! areas are checked where they are read.
 
 use crate::{CAPACITY_MAX, Error, ErrorKind, Result, SECTOR};
 
 /// `KDMV`.
 pub const MAGIC: [u8; 4] = *b"KDMV";
-/// What some writers put there until the file is complete.
+/// The magic number of some writers until the file is complete.
 const MAGIC_UNFINISHED: [u8; 4] = *b"kdmv";
 
 /// Bytes of a header.
@@ -23,10 +23,10 @@ pub const FLAG_ZERO_GRAINS: u32 = 1 << 2;
 pub const FLAG_COMPRESSED: u32 = 1 << 16;
 /// Flag: grains and tables have markers before them.
 pub const FLAG_MARKERS: u32 = 1 << 17;
-/// Flags that a reader must know to read the file rightly.
+/// Flags that a reader must know to read the file correctly.
 const FLAGS_ESSENTIAL: u32 = 0xffff_0000;
 
-/// Carriage returns, line feeds and a space, which a text-mode transfer would have changed.
+/// Line ends and a space, which a text-mode transfer would have changed.
 const NEWLINES: [u8; 4] = [0x0a, 0x20, 0x0d, 0x0a];
 
 /// Place of the directory in the header of a stream: the footer has the real one.
@@ -188,7 +188,7 @@ impl Header {
         (self.directory_entries() * 4).div_ceil(SECTOR)
     }
 
-    /// Grains of the extent, the last one perhaps cut by the capacity.
+    /// Grains of the extent; the capacity may cut the last one.
     pub fn grains(&self) -> u64 {
         self.capacity.div_ceil(self.grain)
     }

@@ -1,10 +1,10 @@
-//! Mending the tables of an image by their second copies: what a look at the whole file settles beyond one table, and
-//! writing both copies alike.
+//! Repairing the tables of an image by their second copies: decisions that need the whole file, and writing both copies
+//! alike.
 //!
-//! Beyond its table an entry is provably wrong when it names a place that another grain has by both copies, or where a
-//! table lies. And where all else that nothing names is a hole, as it is in files that we have closed, a place that
-//! holds data is in use: of two possible entries the one that names data holds. What is still in doubt stays as it
-//! is in both copies, is told, and reads as an error.
+//! Beyond its own table, an entry is provably wrong if it names the place of another grain by both copies, or a place
+//! of a table. And if everything else that nothing names is a hole, as it is in files that lamina has closed, a place
+//! with data is in use: of two possible entries the one that names data is right. An entry still in doubt stays as it
+//! is in both copies, is reported, and reads as an error.
 
 use super::Hosted;
 use super::check::{Scan, tell};
@@ -13,7 +13,7 @@ use super::directory::{Directories, ENTRY_ABSENT, Places};
 use super::space::Space;
 use crate::{IoContext, Result, SECTOR};
 
-/// What was mended and no check has reported yet.
+/// Repairs that no check has reported yet.
 #[derive(Default)]
 pub(super) struct Mended {
     pub(super) tables: u64,
@@ -21,8 +21,8 @@ pub(super) struct Mended {
 }
 
 impl Hosted {
-    /// Makes the two copies of every table the same that can be proven, in an image open for writing. What was done is
-    /// in the next [`Hosted::check`].
+    /// Makes the two copies of every table equal as far as proofs go, in an image open for writing. The next
+    /// [`Hosted::check`] reports the repairs.
     pub fn repair(&self) -> Result<()> {
         let writer = self.writer()?;
         let _no_changes = self.hold_changes(writer)?;
@@ -38,7 +38,7 @@ impl Hosted {
         (mended.tables, mended.sentences)
     }
 
-    /// Settles what a table alone does not, and counts and tells the rest.
+    /// Decides what a table alone does not, and counts and reports the rest.
     pub(super) fn settle_doubts(&self, directories: &Directories, scan: &mut Scan) -> Result<()> {
         let rules = directories.rules();
         let grain = self.header.grain;
@@ -104,7 +104,7 @@ impl Hosted {
         self.header.unclean && self.writer.is_none()
     }
 
-    /// The entry that holds, if that can be proven or makes no difference.
+    /// The right entry, if it can be proven or makes no difference.
     fn settle(&self, rules: &Rules, doubt: &Doubt, tidy: bool) -> Result<Option<u32>> {
         let [primary, redundant] = doubt.entries;
         match doubt.possible {
@@ -137,7 +137,7 @@ impl Hosted {
         for dead in end.chain(std::iter::once(scan.named_end()..u64::MAX / SECTOR)) {
             match self.file.next_allocated(dead.start * SECTOR) {
                 Ok(found) if found.as_ref().is_none_or(|found| found.start >= dead.end * SECTOR) => {}
-                // Where holes cannot be told, nothing is.
+                // If holes cannot be determined, nothing is.
                 _ => return false,
             }
         }
@@ -151,8 +151,8 @@ impl Hosted {
         Ok(bytes.iter().any(|byte| *byte != 0))
     }
 
-    /// Makes both copies of the tables that differ the same, durably, but for entries in doubt; a copy that is nowhere
-    /// gets a place.
+    /// Makes both copies of the differing tables equal, durably, except for entries in doubt; a missing copy gets a
+    /// place.
     pub(super) fn mend(&self, scan: &Scan, space: &Space) -> Result<()> {
         let flush = || self.file.sync().during(|| format!("{}: cannot flush", self.image));
         let directories = self.tables.directories().strict();
@@ -201,7 +201,7 @@ impl Hosted {
         Ok(())
     }
 
-    /// Whether a table can lie at `place`, where it was laid out: before the grains, and not over anything else.
+    /// Whether a table can be at `place`, where it was laid out: before the grains, and not over anything else.
     fn is_free_for_table(&self, scan: &Scan, place: u32) -> bool {
         let (start, end) = (u64::from(place), u64::from(place) + self.header.table_sectors());
         let apart = |area: &(u64, u64)| end <= area.0 || area.0.saturating_add(area.1) <= start;

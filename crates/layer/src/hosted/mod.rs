@@ -5,23 +5,24 @@
 //! ```
 //!
 //! A directory names tables, a table 512 grains of 64 KiB. There are two copies of directory and tables, which name the
-//! same grains; both are written, the primary is read, and the redundant one where the primary is damaged. The bytes,
-//! and the order in which they become durable, are on the format's page: docs/format/hosted.md. What must hold:
+//! same grains; both are written, the primary is read, and the redundant one if the primary is damaged. The bytes, and
+//! the order in which they become durable, are in docs/format/hosted.md. Invariants:
 //!
 //! 1. Payload is durable before an entry that names it is written; a new table is durable before a directory names it.
 //!    So a crash leaves at worst grains without a name.
-//! 2. Between two commits both copies of a table are the same on the medium. A crash within a commit may leave them
-//!    different, each entry old or new; opening for writing makes them the same before anything else is changed. In a
-//!    file that was closed, copies that differ are damage: what one of them proves is mended, the rest is left alone.
-//! 3. The unclean mark is durable before the first change and goes after the last, when the file is cut to what is
-//!    used.
-//! 4. A place is named by one entry at most (a file where it is not so is not opened for writing), and used again only
+//! 2. Between two commits both copies of a table are equal on the medium. A crash within a commit may leave them
+//!    different, each entry old or new; opening for writing makes them equal before anything else is changed. In a file
+//!    that was closed, copies that differ are damage: lamina repairs what one of them proves, and does not change the
+//!    rest.
+//! 3. The unclean mark is durable before the first change and is removed after the last, when the file is cut to its
+//!    used part.
+//! 4. A place is named by one entry at most (a file that violates this is not opened for writing), and reused only
 //!    after no reader can reach it by its old entry: see `space.rs`.
 //! 5. After a failed write or flush nothing more is written: the layer is [`ErrorKind::Stopped`] until it is opened
 //!    again.
 //!
-//! Locks, outermost first: the gate (shared by changes, alone by closing), the commit, `loading`, the tables' state and
-//! directories, the space. None but the gate is held while payload is read or written.
+//! Locks, outermost first: the gate (shared by changes, exclusive for closing), the commit, `loading`, the tables'
+//! state and directories, the space. Only the gate is held while payload is read or written.
 
 mod check;
 mod copies;
@@ -55,13 +56,13 @@ use write::Writer;
 /// How an extent is opened.
 #[derive(Clone, Debug)]
 pub struct OpenOptions {
-    /// What messages call the image.
+    /// The name of the image in messages.
     pub image: String,
     /// Open it for writing.
     pub writable: bool,
-    /// A parent shows through where the extent has nothing. Without one, zeros need no entry.
+    /// True if a parent shows through where the extent has no data. Without one, zeros need no entry.
     pub parent: bool,
-    /// Read a grain by the primary copy of its table where the copies differ and neither is provably wrong.
+    /// Read a grain by the primary copy of its table if the copies differ and neither is provably wrong.
     pub force: bool,
 }
 
@@ -112,7 +113,7 @@ impl Hosted {
         Ok(layer)
     }
 
-    /// What a person should know about the image: damage that could be read around.
+    /// Damage that could be read around, for the user.
     pub fn warnings(&self) -> Vec<String> {
         self.warnings.list()
     }
@@ -166,7 +167,7 @@ impl Layer for Hosted {
     }
 
     fn table_size(&self) -> (u64, u64) {
-        // Twice, and each on a page border of its own in the worst case.
+        // Both copies, and each on a page boundary of its own in the worst case.
         let table = (self.header.table_sectors() * SECTOR).next_multiple_of(backend::BLOCK_SIZE as u64);
         (u64::from(self.header.table_entries) * self.grain_bytes(), 2 * table)
     }
@@ -206,7 +207,7 @@ impl Layer for Hosted {
                 let content = match table.entry(first + at) {
                     ENTRY_ABSENT => Content::Absent,
                     ENTRY_ZERO if self.header.has(FLAG_ZERO_GRAINS) => Content::Zero,
-                    // What could be told stays said; the damage is met when it is asked for itself.
+                    // The extents before the damage stay valid; a request for the damaged range itself gets the error.
                     ENTRY_BAD if !answer.is_empty() => return Ok(()),
                     ENTRY_BAD => return Err(self.damaged_entry(number)),
                     place => Content::Data { file: 0, offset: u64::from(place) * SECTOR + (start - number * grain) },

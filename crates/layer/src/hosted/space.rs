@@ -1,4 +1,4 @@
-//! Where new grains go, and when the place of an old one may be used again.
+//! Places for new grains, and when the place of an old one may be reused.
 //!
 //! Grains are appended; the file grows in steps, as a hole, and [`Space::used`] is what closing cuts it to. A grain
 //! that no table names any more is *retired* ([`crate::retirement`]): when no table on the medium names it and no
@@ -16,10 +16,10 @@ use std::ops::Range;
 /// Bytes by which the file grows at a time.
 const GROWTH: u64 = 64 << 20;
 
-/// Most runs of free places remembered; more stay dead until the image is opened after a crash, or copied.
+/// Most runs of free places remembered; others stay dead until the image is opened after a crash, or copied.
 const FREE_RUNS_MAX: usize = 1 << 16;
 
-/// First sector that no 32-bit entry can name as the start of a grain; the largest number is kept for damage.
+/// First sector that no 32-bit entry can name as the start of a grain; the largest number is reserved for damage.
 const SECTORS_END: u64 = u32::MAX as u64;
 
 /// Most runs of retired places remembered; more stay dead likewise.
@@ -85,7 +85,7 @@ impl Space {
         self.state.lock().free.values().sum()
     }
 
-    /// Places for `grains` grains, in as few runs as may be. They read as zeros, and no table names them.
+    /// Allocates places for `grains` grains, in as few runs as possible. They read as zeros, and no table names them.
     pub(super) fn allocate(&self, file: &dyn File, grains: u64, out: &mut Vec<SectorRun>) -> Result<()> {
         let mut state = self.state.lock();
         let mut left = grains * self.grain;
@@ -113,11 +113,11 @@ impl Space {
         Ok(())
     }
 
-    /// A place of `sectors` sectors for tables; reads as zeros.
+    /// Allocates a place of `sectors` sectors for tables; it reads as zeros.
     pub(super) fn allocate_table(&self, file: &dyn File, sectors: u64) -> Result<u32> {
         let mut state = self.state.lock();
         if state.tables.sectors < sectors {
-            // Whole grains, so that what comes after stays aligned.
+            // Whole grains, so that later places stay aligned.
             let size = sectors.next_multiple_of(self.grain);
             state.tables = self.append(&mut state, file, size)?;
         }
@@ -127,7 +127,7 @@ impl Space {
         u32::try_from(place).map_err(|_| self.full())
     }
 
-    /// Takes back the place for tables that was handed out last. Another one stays unused.
+    /// Frees the place for tables that was allocated last. Any other one stays unused.
     pub(super) fn give_table_back(&self, place: u32, sectors: u64) {
         let mut state = self.state.lock();
         if state.tables.start == u64::from(place) + sectors {
@@ -153,7 +153,7 @@ impl Space {
         Error::new(ErrorKind::NoSpace, what)
     }
 
-    /// Takes note of grains that no table in memory names any more.
+    /// Notes grains that no table in memory names any more.
     pub(super) fn retire(&self, places: impl Iterator<Item = u32>) {
         let mut state = self.state.lock();
         for place in places.map(u64::from) {
@@ -161,7 +161,7 @@ impl Space {
         }
     }
 
-    /// Gives back places that were allocated and never named.
+    /// Frees places that were allocated and never named.
     pub(super) fn give_back(&self, runs: &[SectorRun]) {
         let mut state = self.state.lock();
         for run in runs {
@@ -193,7 +193,7 @@ impl Space {
         self.state.lock().retirement.released();
     }
 
-    /// Punches a run that no table names and makes it free. What cannot be punched stays dead: only space is lost.
+    /// Punches a run that no table names and frees it. A run that cannot be punched stays dead: only space is lost.
     pub(super) fn free_run(&self, run: SectorRun, file: &dyn File) {
         if let Err(error) = file.punch(run.start * SECTOR, run.sectors * SECTOR) {
             tracing::warn!(image = self.image, sector = run.start, "cannot give space back: {error}");

@@ -1,11 +1,11 @@
-//! Grain tables in memory: a bounded cache of what is on the medium, and the tables changed since the last commit.
+//! Grain tables in memory: a bounded cache of those on the medium, and the tables changed since the last commit.
 //!
 //! 1. A table is in memory once: readers and writers share the same words.
 //! 2. A changed table stays in memory until a commit has written it: first in `changed`, then in `writing`, then it may
-//!    be forgotten. So what is read from the medium is never older than what was committed.
-//! 3. Tables are loaded one at a time (`loading`): between the look that found a table missing and its insertion no
-//!    other thread can have loaded, changed, committed and forgotten it.
-//! 4. A table with entries that neither copy proves is read as far as it goes and never changed.
+//!    be dropped. So a table read from the medium is never older than the last commit.
+//! 3. Tables are loaded one at a time (`loading`): between the look-up that found a table missing and its insertion no
+//!    other thread can have loaded, changed, committed and dropped it.
+//! 4. A table with entries that neither copy proves is read as far as possible and never changed.
 
 use super::directory::{Directories, ENTRY_ABSENT, ENTRY_BAD, Places, Warnings};
 use crate::cache::ClockCache;
@@ -49,7 +49,7 @@ impl Table {
         self.entries.len()
     }
 
-    /// Where it lies.
+    /// Its places.
     pub(super) fn places(&self) -> Places {
         self.places
     }
@@ -119,7 +119,7 @@ impl Tables {
         self.directories.read().clone()
     }
 
-    /// Table `index`, or `None` when there is none yet: all its grains are absent.
+    /// Table `index`, or `None` if there is none yet: all its grains are absent.
     pub(crate) fn get(&self, file: &dyn File, index: usize, warnings: &Warnings) -> Result<Option<Arc<Table>>> {
         if let Some(table) = self.state.read().get(index) {
             return Ok(Some(Arc::clone(table)));
@@ -135,14 +135,14 @@ impl Tables {
         let Some(read) = read else { return Ok(None) };
         let table = Arc::new(Table::new(read.entries, read.places, !read.doubts.is_empty()));
         if read.differ {
-            // One copy is damaged; the next change of the table mends it.
+            // One copy is damaged; the next change of the table repairs it.
             table.changed.store(u32::MAX, Ordering::Relaxed);
         }
         self.state.write().cache.insert(index, Arc::clone(&table));
         Ok(Some(table))
     }
 
-    /// As [`Tables::get`] for a look at all of them: what is not in memory is read and not kept.
+    /// As [`Tables::get`] for a walk through all of them: tables that are not in memory are read and not kept.
     pub(crate) fn peek(
         &self,
         file: &dyn File,
@@ -157,7 +157,7 @@ impl Tables {
         Ok(read.map(|read| Arc::new(Table::new(read.entries, read.places, !read.doubts.is_empty()))))
     }
 
-    /// Enters a new, empty table that lies at `places`, unless there is one by now.
+    /// Enters a new, empty table at `places`, unless there is one by now.
     pub(super) fn add(&self, index: usize, places: Places) -> bool {
         let mut state = self.state.write();
         if state.get(index).is_some() {
@@ -170,18 +170,18 @@ impl Tables {
         true
     }
 
-    /// Table `index` if it is in memory and the file may be behind it.
+    /// Table `index` if it is in memory and the file may be older.
     pub(super) fn unwritten(&self, index: usize) -> Option<Arc<Table>> {
         let state = self.state.read();
         state.changed.get(&index).or_else(|| state.writing.get(&index)).map(Arc::clone)
     }
 
-    /// What a crash has left is mended: from now on copies that differ are damage.
+    /// Notes that the remains of a crash are repaired: from now on copies that differ are damage.
     pub(super) fn judge_strictly(&self, force: bool) {
         self.directories.write().judge_strictly(force);
     }
 
-    /// Takes what is in memory of a table that was written past it. Nothing of it is changed before or meanwhile.
+    /// Drops a table from memory that was written around it. Nothing in it is changed before or meanwhile.
     pub(super) fn replace(&self, index: usize, entries: Vec<u32>, places: Places, damaged: bool) {
         self.state.write().cache.insert(index, Arc::new(Table::new(entries, places, damaged)));
     }
@@ -214,7 +214,7 @@ impl Tables {
     ) -> Result<()> {
         self.check_changeable(index, table)?;
         let mut state = self.state.write();
-        // It may have been forgotten and loaded again since the caller got it.
+        // It may have been dropped and loaded again since the caller got it.
         let table = Arc::clone(state.get(index).unwrap_or(table));
         let mut sectors = 0;
         for (at, value) in (first..).zip(values) {
@@ -233,7 +233,7 @@ impl Tables {
         Ok(())
     }
 
-    /// Begins a commit: everything changed, as it is now. Ended by [`Tables::written`]; commits do not overlap.
+    /// Begins a commit of everything changed so far. Ended by [`Tables::written`]; commits do not overlap.
     pub(super) fn take_changes(&self) -> Batch {
         let mut state = self.state.write();
         let changed = std::mem::take(&mut state.changed);
@@ -261,7 +261,7 @@ impl Tables {
         batch
     }
 
-    /// Enters tables into the directories: returns copy, sector within it, and content of each sector to write.
+    /// Enters tables into the directories; returns copy, sector within it, and content of each sector to write.
     pub(super) fn enter_places(&self, tables: impl Iterator<Item = (usize, Places)>) -> Vec<(usize, u64, Vec<u8>)> {
         let mut directories = self.directories.write();
         let mut sectors: Vec<(usize, usize)> = Vec::new();
@@ -279,7 +279,7 @@ impl Tables {
         sectors.into_iter().map(content).collect()
     }
 
-    /// Ends a commit: what it wrote may be forgotten.
+    /// Ends a commit: the written tables may be dropped.
     pub(super) fn written(&self) {
         let mut state = self.state.write();
         for (index, table) in std::mem::take(&mut state.writing) {

@@ -1,8 +1,9 @@
-//! Changing a sparse extent: opening and closing for it, whole grains, zeros, and the commit that makes it durable.
+//! Changing a sparse extent: opening and closing for writing, whole grains, zeros, and the commit that makes them
+//! durable.
 //!
 //! Before a new grain is written, both copies of its table, and the directory sectors that name a new one, have their
-//! space: the commit finds it. A grain that is there is overwritten in place. A new one is written first and entered
-//! in its table, in memory, after that: so the map never names bytes that are not in the file. The commit writes the
+//! space, so the commit finds it. A grain with a place is overwritten there. A new one is written first and entered in
+//! its table, in memory, after that: so the map never names bytes that are not in the file. The commit writes the
 //! tables:
 //!
 //! ```text
@@ -23,16 +24,16 @@ use parking_lot::{RwLock, RwLockWriteGuard};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Changed tables beyond which a writer commits by itself.
+/// Changed tables at which a writer commits by itself.
 const CHANGED_TABLES_MAX: usize = 1024;
 
 /// Bytes of tables that get their space at a time: those of a gibibyte.
 const TABLES_PIECE: u64 = 64 << 10;
 
-/// Runs of dead grains freed when an image is opened; the rest stays dead.
+/// Runs of dead grains freed when an image is opened; further ones stay dead.
 const RECLAIMED_RUNS_MAX: usize = 4096;
 
-/// What an extent opened for writing has more.
+/// Additional state of an extent opened for writing.
 pub(super) struct Writer {
     pub(super) space: Space,
     parent: bool,
@@ -64,7 +65,7 @@ struct WritePiece {
 }
 
 impl Hosted {
-    /// Makes an extent just opened ready for changes; see the invariants of the module.
+    /// Prepares an extent just opened for changes; see the invariants of the module.
     pub(super) fn begin_writing(&mut self, parent: bool, force: bool) -> Result<()> {
         let scan = self.scan()?;
         if let Some(problem) = scan.check.unwritable() {
@@ -98,7 +99,7 @@ impl Hosted {
             .during(|| format!("{}: cannot mark it as in use or closed", self.image))
     }
 
-    /// Commits, cuts the file to what is used, takes the mark away. Changes after this fail.
+    /// Commits, cuts the file to its used part, and removes the mark. Later changes fail.
     pub(super) fn end_writing(&self, writer: &Writer) -> Result<()> {
         let mut open = writer.gate.write();
         if !*open {
@@ -115,7 +116,7 @@ impl Hosted {
         closed().inspect_err(|_| writer.commits.stop())
     }
 
-    /// Makes all changes durable, and keeps others from beginning.
+    /// Makes all changes durable, and prevents others.
     pub(super) fn hold_changes<'a>(&self, writer: &'a Writer) -> Result<RwLockWriteGuard<'a, bool>> {
         let open = writer.gate.write();
         self.check_open(writer, *open)?;
@@ -132,8 +133,8 @@ impl Hosted {
         writer.commits.check_changeable(&self.image, open)
     }
 
-    /// After an error of the medium nothing is written any more. A full file system or damaged tables are no such
-    /// error.
+    /// After an error of the medium nothing is written any more. A full file system or damaged tables are not such
+    /// errors.
     fn stop_after(&self, writer: &Writer, error: Error) -> Error {
         if !matches!(error.kind(), ErrorKind::NoSpace | ErrorKind::Corrupt | ErrorKind::Invalid) {
             writer.commits.stop();
@@ -165,7 +166,7 @@ impl Hosted {
             return Err(self.stop_after(writer, error));
         }
         for piece in pieces.iter().filter(|piece| piece.fresh) {
-            // Should this fail, places are lost until the image is opened again: some may be named already.
+            // If this fails, places are lost until the image is opened again: some may be named already.
             let place = piece.place.unwrap_or(0);
             self.enter(writer, piece.first, piece.count, |at| (place + at * self.header.grain) as u32)
                 .map_err(|error| self.stop_after(writer, error))?;
@@ -173,7 +174,7 @@ impl Hosted {
         self.commit_if_many(writer)
     }
 
-    /// Where grains are now.
+    /// The present places of grains.
     fn plan(&self, first: u64, count: u64) -> Result<Vec<WritePiece>> {
         let mut pieces: Vec<WritePiece> = Vec::new();
         let mut number = first;
@@ -199,7 +200,7 @@ impl Hosted {
         Ok(pieces)
     }
 
-    /// Finds places for the pieces that have none; what was allocated goes to `runs`.
+    /// Allocates places for the parts that have none; the allocated ones are added to `runs`.
     fn place(&self, writer: &Writer, planned: Vec<WritePiece>, runs: &mut Vec<SectorRun>) -> Result<Vec<WritePiece>> {
         let missing: u64 = planned.iter().filter(|piece| piece.fresh).map(|piece| piece.count).sum();
         if missing == 0 {
@@ -229,7 +230,7 @@ impl Hosted {
         Ok(pieces)
     }
 
-    /// Writes the payload, pieces next to each other in the file with one call.
+    /// Writes the payload; parts adjacent in the file take one call.
     fn write_pieces(&self, pieces: &[WritePiece], slices: &[&[u8]], length: u64) -> Result<()> {
         let grain = self.grain_bytes();
         let mut source = Source { slices, at: 0 };
@@ -275,7 +276,7 @@ impl Hosted {
         Ok(())
     }
 
-    /// Table `index`, made where there is none.
+    /// Table `index`, created if there is none.
     fn table_for_change(&self, writer: &Writer, index: usize) -> Result<Arc<Table>> {
         for _ in 0..2 {
             if let Some(table) = self.tables.get(self.file.as_ref(), index, &self.warnings)? {
@@ -297,7 +298,7 @@ impl Hosted {
         Err(Error::new(ErrorKind::Corrupt, what))
     }
 
-    /// Takes the space of the tables of grains that are going to get a place, and makes those that are not there yet.
+    /// Allocates the space of the tables of grains that are going to get a place, and creates missing ones.
     fn back_tables(&self, writer: &Writer, first: u64, count: u64) -> Result<()> {
         for (index, _, _) in self.by_table(first, count) {
             let table = self.table_for_change(writer, index)?;
@@ -306,7 +307,8 @@ impl Hosted {
         Ok(())
     }
 
-    /// Takes the space of both copies of a table. New images have holes there, and copies that left zeros out.
+    /// Allocates the space of both copies of a table. New images have holes there, and so have copies that left zeros
+    /// out.
     fn back_table(&self, writer: &Writer, table: &Table) -> Result<()> {
         let places = table.places().into_iter().filter(|place| *place != 0);
         let sectors = self.header.table_sectors();
@@ -341,8 +343,8 @@ impl Hosted {
 
     /// Zeroes grains of one table.
     fn zero_part(&self, writer: &Writer, first: u64, count: u64, keep: bool) -> Result<()> {
-        // How a grain without a place says zeros: by an entry of its own, by none where no parent shows through, and
-        // else not at all: then it gets a place that is a hole.
+        // A grain without a place becomes zero by an entry of its own, or by none if no parent shows through; if
+        // neither is possible, it gets a place that is a hole.
         let nowhere = match (writer.parent, self.header.has(FLAG_ZERO_GRAINS)) {
             (false, _) => Some(ENTRY_ABSENT),
             (true, true) => Some(ENTRY_ZERO),
@@ -441,7 +443,7 @@ impl Hosted {
     }
 }
 
-/// Whether a grain at `place` continues a piece.
+/// Whether a grain at `place` continues a part.
 fn follows(last: &WritePiece, place: Option<u64>, grain: u64) -> bool {
     match (last.place, place) {
         (None, None) => true,

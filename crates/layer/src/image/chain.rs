@@ -1,4 +1,4 @@
-//! Following parents down to the base.
+//! Opening the parents of an image down to the base.
 //!
 //! A child names its parent by where it was once; disks are moved and copied. A parent is looked for under its name in
 //! the child's folder, then where the hint leads from there, then in the folder beside the child's that bears the
@@ -24,7 +24,7 @@ impl Chain {
         &self.images
     }
 
-    /// Gives the images away, newest first.
+    /// Returns the images, newest first.
     pub fn into_images(self) -> Vec<Image> {
         self.images
     }
@@ -56,7 +56,7 @@ pub fn open_chain(place: Place, options: &OpenOptions) -> Result<Chain> {
     Ok(Chain { images })
 }
 
-/// Why places where a parent could be were passed over; the gravest reason is told.
+/// Why places of a possible parent were skipped; the most serious reason is reported.
 #[derive(Default)]
 struct Passed {
     changed: Option<(Error, Image)>,
@@ -104,8 +104,8 @@ fn find_parent(child: &Image, reference: &ParentReference, options: &OpenOptions
     match passed {
         Passed { changed: Some((_, image)), .. } if options.force => Ok(image),
         Passed { changed: Some((error, _)), .. } => Err(error),
-        // A clone may bear its parent's name: the file in its own folder is itself, and the parent is where it may not
-        // be looked for.
+        // A clone may have its parent's name: the file in its own folder is itself, and the parent is where it may not
+        // be searched.
         Passed { circle: Some(circle), refused: Some(refused), unreadable: None, .. } => Err(refused.context(circle)),
         Passed { circle: Some(error), .. } => Err(error),
         Passed { unreadable: Some(error), .. } | Passed { refused: Some(error), .. } => {
@@ -120,7 +120,7 @@ fn find_parent(child: &Image, reference: &ParentReference, options: &OpenOptions
     }
 }
 
-/// Where the parent could be, best first. Without an identity to know it by, only where the image says.
+/// Places of the parent, best first. Without an identity, only the named path.
 fn candidates(child: &Place, reference: &ParentReference) -> impl Iterator<Item = Result<Place>> {
     let hint = reference.hint.as_str();
     let places = if reference.format.is_some() { 1..2 } else { 0..3 };

@@ -1,9 +1,9 @@
 //! Checking an image: every table of every extent, and every compressed grain.
 //!
-//! What the formats' own checks find comes out as sentences. With `repair` the image is opened for writing first, which
-//! alone puts right what a crash leaves. Tables are mended as far as what the format keeps twice proves them: by the
-//! second directory of a hosted sparse extent, by bitmap and backmap of SEsparse, which are made to say what the tables
-//! say after that. What nothing proves is told by grain.
+//! The findings of the formats' own checks are returned as text. With `repair` the image is opened for writing first,
+//! which by itself corrects the remains of a crash. Tables are repaired as far as the redundancy of the format proves
+//! them: by the second directory of a hosted sparse extent, by bitmap and backmap of SEsparse, which then follow the
+//! tables. Unproven damage is reported by grain.
 
 use super::extent::{ExtentOptions, Format, is_compressed, open_extent};
 use super::maintain::Engine;
@@ -22,21 +22,21 @@ use work::{Progress, Throttle};
 
 /// Bytes of compressed grains read at a time.
 const READ_PIECE: u64 = 1 << 20;
-/// Extents asked for at a time.
+/// Extents requested at a time.
 const ASK_EXTENTS: usize = 1024;
 
-/// What was found in one extent.
+/// The findings in one extent.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Checked {
     /// The file.
     pub file: String,
     /// The format, by its name.
     pub format: String,
-    /// What is wrong, in sentences.
+    /// Damage, as text.
     pub problems: Vec<String>,
-    /// What is worth knowing, and nothing wrong.
+    /// Notes about what is not damage.
     pub notes: Vec<String>,
-    /// How many things were put right.
+    /// Number of repairs.
     pub repaired: u64,
     /// Bytes in the file that nothing names.
     pub dead: u64,
@@ -77,7 +77,7 @@ pub fn check(place: &Place, options: &OpenOptions, repair: bool, progress: &dyn 
             work.check_alone(Format::HostedSparse, place, parent, progress)
         }
         _ => {
-            // Whatever cannot be opened alone says so here.
+            // Parts that cannot be opened by themselves are reported here.
             let image = Image::open(place.clone(), &OpenOptions { writable: false, ..options.clone() })?;
             let format = match image.layer().format() {
                 "vmfssparse" => Format::VmfsSparse,
@@ -109,7 +109,7 @@ impl Work<'_> {
         Ok(vec![self.check(format, place, flat, parent, progress)?])
     }
 
-    /// Checks one extent, after what was to be repaired was.
+    /// Checks one extent, after the repair.
     fn check(
         &self,
         format: Format,
@@ -143,7 +143,7 @@ impl Work<'_> {
         Ok(Checked { repaired: checked.repaired, file: checked.file, notes: checked.notes, ..after })
     }
 
-    /// Looks without changing anything.
+    /// Checks without changing anything.
     fn look(
         &self,
         format: Format,
@@ -253,7 +253,7 @@ fn of_hosted(found: &hosted::Check) -> Checked {
     Checked { format: "monolithicsparse".into(), problems, notes, dead: found.dead, ..Checked::default() }
 }
 
-/// The sentences, and how many more there would be.
+/// The sentences, and the number of further ones.
 fn first_of(mut problems: Vec<String>, count: u64) -> Vec<String> {
     let told = problems.len() as u64;
     if count > told && told > 0 {

@@ -1,9 +1,10 @@
 //! Several extents as one layer: each begins where the one before it ends.
 //!
-//! 1. Parts adjoin, none is empty, and each is as long as its extent line says, whatever its layer could hold beyond.
+//! 1. Parts are adjacent, none is empty, and each is as long as its extent line says, even if its layer could hold
+//!    more.
 //! 2. File number `n` of this layer is the only file of part `n`, so that places pass through unchanged.
-//! 3. A change of whole grains here is one of whole grains in every part, or the parts cannot be opened for writing
-//!    together.
+//! 3. A change of whole grains of the disk is one of whole grains in every part; otherwise the parts cannot be opened
+//!    for writing together.
 
 use crate::{Content, Error, ErrorKind, Extent, Layer, Result, SECTOR, Usage, read_only};
 use backend::File;
@@ -15,9 +16,9 @@ use std::sync::Arc;
 pub(super) struct Part {
     /// Length in bytes.
     pub(super) length: u64,
-    /// What holds it; `None` for zeros that cannot be written.
+    /// Its layer; `None` for zeros that cannot be written.
     pub(super) layer: Option<Arc<dyn Layer>>,
-    /// How it is called in messages.
+    /// Its name in messages.
     pub(super) name: String,
 }
 
@@ -34,7 +35,7 @@ pub(super) struct Concatenated {
     writable: bool,
 }
 
-/// A piece of a range: which part, where in it.
+/// A part of a range: which extent, and the range in it.
 struct ExtentPart<'a> {
     index: usize,
     placed: &'a Placed,
@@ -42,7 +43,7 @@ struct ExtentPart<'a> {
 }
 
 impl Concatenated {
-    /// Puts parts together. With `writable`, as many of them as their lines allow can be written.
+    /// Combines parts. With `writable`, those whose lines allow it can be written.
     pub(super) fn new(parts: Vec<Part>, writable: bool) -> Result<Self> {
         let grain = parts.iter().filter_map(|part| part.layer.as_ref()).map(|layer| layer.grain()).max();
         let grain = grain.unwrap_or(SECTOR);
@@ -73,7 +74,7 @@ impl Concatenated {
         Ok(Self { parts: placed, capacity, grain, writable })
     }
 
-    /// The pieces of a range, in order.
+    /// The parts of a range, in order.
     fn pieces(&self, range: Range<u64>) -> Result<impl Iterator<Item = ExtentPart<'_>>> {
         if range.start > range.end || range.end > self.capacity {
             let text = format!("bytes {} to {} reach past the end of the disk", range.start, range.end);
@@ -106,8 +107,8 @@ impl ExtentPart<'_> {
         }
     }
 
-    /// Turns what the part's layer said, in `out` from `from` on, into places of the whole; `own` is where this disk's
-    /// answer begins.
+    /// Converts the result of the part's layer, in `out` from `from` on, to places of the whole disk; `own` is where
+    /// this disk's result begins.
     fn translate(&self, out: &mut Vec<Extent>, from: usize, own: usize) -> Result<()> {
         for extent in &mut out[from..] {
             extent.start += self.placed.start;
@@ -120,7 +121,7 @@ impl ExtentPart<'_> {
                 _ => {}
             }
         }
-        // Nothing on both sides of a border is one nothing.
+        // Absent extents on both sides of a boundary are merged.
         if from > own
             && let (Some(last), Some(next)) = (out.get(from - 1).copied(), out.get(from).copied())
             && last.content == next.content
@@ -216,7 +217,7 @@ impl Layer for Concatenated {
         }
         let length: u64 = slices.iter().map(|slice| slice.len() as u64).sum();
         let mut rest = slices.to_vec();
-        // Refused before anything is written if a part of it must be.
+        // The whole request is refused before anything is written if any part of it must be.
         for piece in self.pieces(start..start.saturating_add(length))? {
             piece.changeable()?;
         }
@@ -230,7 +231,7 @@ impl Layer for Concatenated {
     fn overwrite(&self, start: u64, slices: &[&[u8]]) -> Result<bool> {
         let length: u64 = slices.iter().map(|slice| slice.len() as u64).sum();
         let mut pieces = self.pieces(start..start.saturating_add(length))?;
-        // Across a border some extent might refuse after another was changed.
+        // Beyond a boundary an extent might refuse after another was changed.
         match (self.writable, pieces.next(), pieces.next()) {
             (true, Some(piece), None) => piece.changeable()?.overwrite(piece.within.start, slices),
             _ => Ok(false),
@@ -242,7 +243,7 @@ impl Layer for Concatenated {
             return Err(read_only(self.format()));
         }
         for piece in self.pieces(range)? {
-            // What is zero for ever need not be made so.
+            // An extent of zeros need not be zeroed.
             if piece.placed.part.layer.is_some() {
                 piece.changeable()?.zero(piece.within.clone(), keep)?;
             }
@@ -287,7 +288,7 @@ impl Layer for Concatenated {
     }
 
     fn close(&self) -> Result<()> {
-        // Every part is closed, whatever becomes of the others.
+        // Every part is closed, even if others fail.
         let outcomes: Vec<Result<()>> = self.layers().map(|layer| layer.close()).collect();
         outcomes.into_iter().collect()
     }

@@ -1,4 +1,4 @@
-//! Making images: any kind that can be written, with its extents, its descriptor, and the parent below it.
+//! Creating images of any format that can be written, with extents, descriptor, and parent.
 //!
 //! ```text
 //! thin, zeroedthick, eagerzeroedthick   NAME.vmdk + NAME-flat.vmdk           as on VMFS
@@ -11,15 +11,15 @@
 //! raw                                   NAME                                 no descriptor
 //! ```
 //!
-//! What holds at every instruction:
+//! Invariants:
 //!
 //! 1. The name leads to nothing until [`Unfinished::finish`], and then to a whole image. So a conversion fills an image
 //!    between [`begin`] and `finish`, and a half-filled image is never taken for a disk.
-//! 2. The text that names the extents is durable, under a temporary name, before any of them is made: what a crash
-//!    leaves is what [`storage::sweep`] removes. An image that is one file is made under that temporary name as a
-//!    whole.
+//! 2. The text that names the extents is durable, under a temporary name, before any of them is created:
+//!    [`storage::sweep`] removes the remains of a crash. An image that is one file is created under that temporary name
+//!    as a whole.
 //! 3. The file with the temporary name is locked as long as an image is unfinished: a second creation fails, `Busy`.
-//! 4. Nothing that was there before is written over, and after an error nothing new is left.
+//! 4. No existing file is overwritten, and after an error no new file is left.
 
 use super::{Folder, Image, OpenOptions, Place};
 use crate::descriptor::storage::{self, NEW_SUFFIX, Pending};
@@ -32,7 +32,7 @@ use std::str::FromStr;
 use std::sync::Arc;
 use work::{Progress, WorkPart, WorkPlace};
 
-/// What an image is made of: a format, and for flat ones how they have their space.
+/// The format of an image, and for flat ones the provisioning type.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum ImageKind {
     /// Flat on VMFS, space when it is first written.
@@ -92,7 +92,7 @@ impl ImageKind {
         }
     }
 
-    /// What its descriptor says; `None` without one.
+    /// The `createType` of its descriptor; `None` without a descriptor.
     pub fn create_type(self) -> Option<CreateType> {
         Some(match self {
             Self::Thin | Self::ZeroedThick | Self::EagerZeroedThick => CreateType::Vmfs,

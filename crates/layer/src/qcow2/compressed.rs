@@ -14,7 +14,7 @@ impl Qcow2 {
     pub(super) fn inflate(&self, cluster: u64, offset: u64, size: u64, out: &mut [u8]) -> Result<()> {
         let context = || format!("{}: cannot read compressed cluster {cluster}", self.image);
         let length = self.files[0].len().during(context)?;
-        // The data of the last one end with the file; where they end they say themselves.
+        // The data of the last cluster end with the file; compressed data mark their own end.
         let size = size.min(length.saturating_sub(offset)).min(2 * self.header.cluster_size() + 512);
         let mut input = vec![0; size as usize];
         self.files[0].read_at(&mut input, offset).during(context)?;

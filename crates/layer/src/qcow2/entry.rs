@@ -1,4 +1,4 @@
-//! Entries of the second-level tables: where a cluster is.
+//! Entries of the second-level tables: the places of clusters.
 
 use super::OFFSET_MASK;
 use super::header::Header;
@@ -7,13 +7,13 @@ const COMPRESSED: u64 = 1 << 62;
 const COPIED: u64 = 1 << 63;
 /// In version 3 and without extended entries: the cluster reads as zeros.
 const ZERO: u64 = 1;
-/// Bits of a standard entry that mean nothing yet.
+/// Bits of a standard entry without a meaning so far.
 const RESERVED: u64 = 0x3f00_0000_0000_01fe;
 
-/// What a cluster is.
+/// The state of a cluster.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Cluster {
-    /// In no file of this image.
+    /// Not in this image.
     Absent,
     /// Zeros.
     Zero,
@@ -22,9 +22,9 @@ pub(super) enum Cluster {
         /// The offset.
         offset: u64,
     },
-    /// In 32 parts, each for itself data, zeros or absent.
+    /// In 32 parts, each of which is data, zeros or absent.
     Parts {
-        /// Where the whole cluster would be.
+        /// The place of the whole cluster.
         offset: u64,
         /// A bit for each part that is data.
         data: u32,
@@ -35,7 +35,7 @@ pub(super) enum Cluster {
     Compressed {
         /// The offset.
         offset: u64,
-        /// How many bytes they have at the most.
+        /// The most bytes that they have.
         size: u64,
     },
 }
@@ -51,7 +51,7 @@ impl Cluster {
     }
 }
 
-/// How entries are laid out in an image.
+/// The layout of entries in an image.
 pub(super) struct Entries {
     cluster_bits: u32,
     words: u64,
@@ -74,7 +74,7 @@ impl Entries {
         (1 << self.cluster_bits) / (8 * self.words)
     }
 
-    /// Bytes of a table kept together.
+    /// Bytes of a table cached together.
     pub(super) fn slice_bytes(&self) -> u64 {
         super::SLICE_BYTES.min(1 << self.cluster_bits)
     }
@@ -86,14 +86,14 @@ impl Entries {
         (table + byte - within, (within / 8) as usize)
     }
 
-    /// Decodes the entry at a word of a slice; the error says what cannot be.
+    /// Decodes the entry at a word of a slice; the error says what is invalid.
     pub(super) fn decode(&self, slice: &[u64], word: usize) -> Result<Cluster, &'static str> {
         let entry = slice.get(word).copied().ok_or("it lies outside its table")?;
         if entry & COMPRESSED != 0 {
             if self.external {
                 return Err("it is compressed, and the data are in another file");
             }
-            // The number of sectors stands above the offset, with as many bits as are needed for a cluster.
+            // The number of sectors is above the offset, with as many bits as a cluster needs.
             let offset_bits = 62 - (self.cluster_bits - 8);
             let offset = entry & ((1 << offset_bits) - 1);
             let sectors = (entry & (COMPRESSED - 1)) >> offset_bits;
@@ -106,7 +106,7 @@ impl Entries {
         if !offset.is_multiple_of(1 << self.cluster_bits) {
             return Err("it names a place in the middle of a cluster");
         }
-        // In a data file of its own a cluster may lie at 0: there the other mark says that it is there.
+        // In an external data file a cluster may be at 0: there the other mark states that it is allocated.
         let present = offset != 0 || (self.external && entry & COPIED != 0);
         if self.words == 2 {
             let parts = slice.get(word + 1).copied().ok_or("it lies outside its table")?;

@@ -1,4 +1,4 @@
-//! The header of a qcow2 image with its extensions: the one gate for its numbers.
+//! The header of a qcow2 image with its extensions: all its numbers are checked here.
 
 use super::big_endian;
 use crate::{CAPACITY_MAX, Error, ErrorKind, IoContext, Result};
@@ -46,7 +46,7 @@ pub(super) enum Compression {
 pub struct Backing {
     /// A path relative to the image's folder or absolute, or something only QEMU understands.
     pub name: String,
-    /// Its format where the image says so. Never guess it: the content of a raw image can pass for another format.
+    /// Its format if the image states it. It is never guessed: the content of a raw image can look like another format.
     pub format: Option<String>,
 }
 
@@ -162,17 +162,17 @@ impl Header {
         self.backing.as_ref()
     }
 
-    /// Whether the clusters lie in a file of their own.
+    /// Whether the clusters are in an external data file.
     pub fn external_data(&self) -> bool {
         self.features & EXTERNAL_DATA != 0
     }
 
-    /// The name of that file, where the image says it.
+    /// The name of that file, if the image states it.
     pub fn data_file(&self) -> Option<&str> {
         self.data_file.as_deref()
     }
 
-    /// Its last writer marked it as damaged.
+    /// True if its last writer marked it as damaged.
     pub fn marked_corrupt(&self) -> bool {
         self.features & CORRUPT != 0
     }
@@ -198,7 +198,7 @@ impl Header {
     }
 }
 
-/// What header extensions say that matters here.
+/// The header extensions that this reader uses.
 #[derive(Default)]
 struct Extensions {
     backing_format: Option<String>,
@@ -230,7 +230,7 @@ impl Extensions {
         Ok(found)
     }
 
-    /// Says features by the names that the image gives them.
+    /// Lists features by the names in the image.
     fn unknown_features(&self, features: u64) -> String {
         let named = |bit: u32| {
             let mut entries = self.feature_names.chunks_exact(FEATURE_NAME);

@@ -1,13 +1,14 @@
-//! QEMU's qcow2, versions 2 and 3, to read: bases that come along, and images to import.
+//! QEMU's qcow2, versions 2 and 3, read only: for bases in imported folders, and images to import.
 //!
-//! Written for this because the crates that read qcow2 want their own I/O and their own chains: see
-//! docs/adr/0010-qcow2-reader.md. The bytes are on the format's page, docs/format/qcow2.md. What must hold:
+//! The crates that read qcow2 bring their own I/O and their own chains, so this is a reader of lamina's own: see
+//! docs/adr/0010-qcow2-reader.md. The bytes are in docs/format/qcow2.md. Invariants:
 //!
-//! 1. Never written, never repaired: a dirty mark concerns reference counts, which this reader does not use.
-//! 2. The first-level table is the only thing loaded whole, at most `L1_ENTRIES_MAX` entries of it; second-level
-//!    tables are read in slices of `SLICE_BYTES` through a bounded cache, compressed clusters through another.
+//! 1. The image is never written and never repaired: a dirty mark concerns reference counts, which this reader does not
+//!    use.
+//! 2. Only the first-level table is loaded completely, at most `L1_ENTRIES_MAX` entries of it; second-level tables are
+//!    read in slices of `SLICE_BYTES` through a bounded cache, compressed clusters through another.
 //! 3. A compressed cluster never takes more memory than one cluster when inflated, nor twice that when compressed.
-//! 4. Backing file and data file are named to the caller, which opens them and refuses a circle. Internal snapshots are
+//! 4. The caller gets the names of backing file and data file, opens them, and refuses a cycle. Internal snapshots are
 //!    ignored.
 
 mod compressed;
@@ -41,7 +42,7 @@ const OFFSET_MASK: u64 = 0x00ff_ffff_ffff_fe00;
 /// An open qcow2 image.
 pub struct Qcow2 {
     image: String,
-    /// The image, and the file that its clusters lie in where that is another one.
+    /// The image, and the external data file, if it has one.
     files: Vec<Arc<dyn File>>,
     header: Header,
     l1: Vec<u64>,
@@ -52,7 +53,7 @@ pub struct Qcow2 {
 }
 
 impl Qcow2 {
-    /// Opens an image. `data` is its external data file, which must be given when [`Header::external_data`] says so.
+    /// Opens an image. `data` is its external data file, required if [`Header::external_data`] is true.
     pub fn open(file: Arc<dyn File>, data: Option<Arc<dyn File>>, image: &str) -> Result<Self> {
         let header = Header::read(file.as_ref()).map_err(|error| error.context(image))?;
         if header.external_data() != data.is_some() {
@@ -121,7 +122,7 @@ impl Qcow2 {
         Ok(Some((slice, word)))
     }
 
-    /// What a cluster is.
+    /// The state of a cluster.
     fn cluster(&self, cluster: u64) -> Result<Cluster> {
         match self.slice(cluster)? {
             None => Ok(Cluster::Absent),
@@ -132,7 +133,7 @@ impl Qcow2 {
         }
     }
 
-    /// Puts what is known of one cluster into the answer; false when that is full.
+    /// Adds one cluster to the result; false if that is full.
     fn say_cluster(&self, cluster: u64, range: &Range<u64>, answer: &mut Answer<'_>) -> Result<bool> {
         let size = self.header.cluster_size();
         let base = cluster * size;
@@ -169,7 +170,7 @@ impl Qcow2 {
         Ok(answer.say(start, end - start, content))
     }
 
-    /// The last cluster of a file may be short: what is missing reads as zeros. One that begins outside is damage.
+    /// The last cluster of a file may be short: the missing part reads as zeros. One that begins outside is damage.
     fn check_place(&self, cluster: u64, offset: u64) -> Result<()> {
         let file = &self.files[self.files.len() - 1];
         let length = file.len().during(|| format!("{}: cannot find out the length", self.image))?;
@@ -219,7 +220,7 @@ impl Layer for Qcow2 {
         let mut answer = Answer::new(out, most);
         let mut cluster = range.start / size;
         while cluster * size < range.end {
-            // Where the first level has nothing, one step passes the whole table.
+            // An empty entry of the first level covers the whole range of its table in one step.
             let per_table = self.entries.per_table();
             if self.l1.get((cluster / per_table) as usize).is_none_or(|entry| entry & OFFSET_MASK == 0) {
                 let next = (cluster / per_table + 1) * per_table;
@@ -234,7 +235,7 @@ impl Layer for Qcow2 {
             match self.say_cluster(cluster, &range, &mut answer) {
                 Ok(true) => {}
                 Ok(false) => return Ok(()),
-                // What could be told stays said; the damage is met when it is asked for itself.
+                // The extents before the damage stay valid; a request for the damaged range itself gets the error.
                 Err(_) if !answer.is_empty() => return Ok(()),
                 Err(error) => return Err(error),
             }

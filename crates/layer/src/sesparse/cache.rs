@@ -1,18 +1,18 @@
 //! Pages of metadata in memory: directory, tables, bitmap and backmap through one bounded cache of 4 KiB pages.
 //!
-//! 1. What is in memory is what holds; the file may be behind it only where a page is dirty or being written.
-//! 2. A page leaves memory only when it is neither, so that what a miss reads is current. The cache is larger than its
-//!    bound for as long as that demands; a thread that changes pages commits before half of the bound is dirty.
-//! 3. A commit takes the pages as they are at one instant and shares their bytes; a change made while they are being
-//!    written copies the page first.
-//! 4. A page that is `backed` has its space in the file, so that writing it cannot run out of room.
+//! 1. The page in memory is current; the file may be older only while the page is dirty or being written.
+//! 2. A page leaves memory only when it is neither, so a miss reads a current page. The cache grows beyond its limit if
+//!    that is necessary; a thread that changes pages commits before half of the limit is dirty.
+//! 3. A commit takes the pages as of one instant and shares their bytes; a change made while they are being written
+//!    copies the page first.
+//! 4. A page that is `backed` has its space in the file, so that writing it cannot fail for lack of room.
 
 use super::header::{TABLE_PAGES, Words, put};
 use backend::Buffer;
 use rustc_hash::FxHashMap;
 use std::sync::Arc;
 
-/// What a page holds. In the order in which a commit may write them.
+/// The kind of a page. In the order in which a commit may write them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Kind {
     Bitmap,
@@ -22,13 +22,13 @@ pub(super) enum Kind {
 }
 
 impl Kind {
-    /// How many there are.
+    /// Number of kinds.
     pub(super) const ALL: usize = 4;
 }
 
 const KIND_SHIFT: u32 = 60;
 
-/// A page: which area, and its number therein.
+/// A page: its area, and its number in it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(super) struct PageKey(u64);
 
@@ -55,7 +55,7 @@ impl PageKey {
         Self(self.0 + by)
     }
 
-    /// The page before it, when both belong to one table.
+    /// The page before it, if both belong to one table.
     pub(super) fn before_in_table(self) -> Option<Self> {
         (self.kind() == Kind::Table && !self.index().is_multiple_of(TABLE_PAGES)).then(|| Self(self.0 - 1))
     }
@@ -113,7 +113,7 @@ pub(super) struct Captured {
 /// The pages in memory.
 pub(super) struct Cache {
     pages: FxHashMap<PageKey, Page>,
-    /// Every page once; the hand goes round and evicts what was not used since it last came by.
+    /// Every page once; the clock hand evicts pages that were not used since it last passed.
     ring: Vec<PageKey>,
     hand: usize,
     most: usize,
@@ -133,7 +133,7 @@ impl Cache {
         Some(&page.bytes)
     }
 
-    /// As [`Cache::get`], without a trace of having looked.
+    /// As [`Cache::get`], without marking the page as used.
     pub(super) fn peek(&self, key: PageKey) -> Option<&PageBytes> {
         self.pages.get(&key).map(|page| &page.bytes)
     }
@@ -157,7 +157,7 @@ impl Cache {
         }
     }
 
-    /// The bytes of a page, to be changed; `None` when it is not in memory.
+    /// The bytes of a page, for changing; `None` if it is not in memory.
     pub(super) fn edit(&mut self, key: PageKey) -> Option<&mut [u8]> {
         let page = self.pages.get_mut(&key)?;
         page.used = true;
@@ -170,8 +170,8 @@ impl Cache {
         Some(bytes)
     }
 
-    /// Puts words into a page, which must be in memory, from word `index` on. A page that has them stays as it is: one
-    /// without space in the file is not dirtied for nothing.
+    /// Puts words into a page, which must be in memory, from word `index` on. A page that has them already stays as it
+    /// is, so that a page without space in the file is not dirtied in vain.
     pub(super) fn set_all(&mut self, key: PageKey, index: usize, words: impl Iterator<Item = u64> + Clone) {
         if self.peek(key).is_some_and(|page| page.words_from(index).zip(words.clone()).all(|(has, word)| has == word)) {
             return;
@@ -184,7 +184,7 @@ impl Cache {
         }
     }
 
-    /// Whether writing the page cannot run out of room; `None` when it is not in memory.
+    /// Whether the page can be written without an allocation; `None` if it is not in memory.
     pub(super) fn is_backed(&self, key: PageKey) -> Option<bool> {
         self.pages.get(&key).map(|page| page.backed)
     }
@@ -195,13 +195,13 @@ impl Cache {
         }
     }
 
-    /// Takes a page that was read from the file.
+    /// Inserts a page that was read from the file.
     pub(super) fn insert(&mut self, key: PageKey, bytes: PageBytes) {
         let backed = bytes.bytes().iter().any(|byte| *byte != 0);
         self.add(key, Page { bytes, used: true, dirty: false, writing: false, backed, fresh: false });
     }
 
-    /// A page of zeros that belongs to a new table, to be written whatever the file has there.
+    /// Inserts a page of zeros that belongs to a new table: written whatever the file has there.
     pub(super) fn insert_fresh(&mut self, key: PageKey) {
         let bytes = PageBytes::new(Buffer::zeroed(1));
         self.add(key, Page { bytes, used: true, dirty: true, writing: false, backed: true, fresh: true });
@@ -212,7 +212,7 @@ impl Cache {
         if self.pages.insert(key, page).is_some() {
             return;
         }
-        // Each look at a page either takes it or spends its chance; twice round is enough to know that none can go.
+        // Each visit either evicts a page or clears its mark; two rounds show that no page can go.
         let mut looks = self.ring.len() * 2;
         while self.ring.len() >= self.most && looks > 0 {
             looks -= 1;
@@ -238,12 +238,12 @@ impl Cache {
         &self.dirty
     }
 
-    /// Whether so much is dirty that it is time for a commit.
+    /// Whether so many pages are dirty that a commit is due.
     pub(super) fn is_pressed(&self) -> bool {
         self.dirty.len() >= self.most / 2
     }
 
-    /// Whether what is done on the side should wait.
+    /// Whether background work should wait.
     pub(super) fn is_half_pressed(&self) -> bool {
         self.dirty.len() >= self.most / 4
     }
@@ -264,7 +264,7 @@ impl Cache {
         captured
     }
 
-    /// Captured pages are in the file and durable.
+    /// Notes that captured pages are in the file and durable.
     pub(super) fn settled(&mut self, captured: &[Captured]) {
         for page in captured {
             if let Some(page) = self.pages.get_mut(&page.key) {
@@ -273,7 +273,7 @@ impl Cache {
         }
     }
 
-    /// Memory taken by pages, in bytes.
+    /// Memory used by pages, in bytes.
     pub(super) fn memory(&self) -> u64 {
         (self.pages.len() * backend::BLOCK_SIZE) as u64
     }

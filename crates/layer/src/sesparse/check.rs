@@ -1,19 +1,19 @@
-//! Checking an image: what the tables say against bitmap, backmap and the file itself.
+//! Checking an image: compares the tables with bitmap, backmap and the file.
 //!
-//! The tables decide what a guest reads. Damage in them (places beyond the file, two entries with one grain, entries
-//! that cannot be) is mended first, as far as bitmap and backmap prove what was there ([`super::proof`]). Then both
-//! follow from the tables: a named grain is marked as allocated and owned at any time, an allocated one that nothing
-//! names is freed only where the tables are without damage.
+//! The tables decide what a guest reads. Damage in them (places beyond the file, two entries with one grain, invalid
+//! entries) is repaired first, as far as bitmap and backmap prove the right entry ([`super::proof`]). Then bitmap and
+//! backmap follow from the tables. A named grain is always marked as allocated and given its owner; an allocated grain
+//! that nothing names is freed only if the tables are undamaged.
 //!
-//! A check alone goes on beside guests. It looks under a [`super::wipe::Census`]: of a grain that is not in it, all
-//! three places have said the same since it began, so that a difference is damage. Of a grain that is in it, the
-//! places are looked at again at one instant, as is every entry that seems wrong: under the lock of the state they
-//! agree at any time. A writer waits for that lock only, for as long as one table or one page of the bitmap takes; what
-//! has to be read is read without it. What damages a grain while guests change this very grain may be left to the next
-//! check.
+//! A check without repair runs beside guests. It compares under a [`super::wipe::Census`]: for a grain that is not in
+//! the census, table, bitmap and backmap have not changed since it began, so that a difference is damage. For a grain
+//! in the census, and for every suspicious entry, the three are compared again at one instant, under the lock of the
+//! state, where they always agree. A writer waits only for that lock, while one table or one page of the bitmap is
+//! compared; reads from the file are made without it. Damage of a grain that guests change at the same time may be
+//! found by the next check only.
 //!
-//! With `repair` changes wait while it runs; reads go on. Memory is bounded by the window of [`GrainSet`], time by the
-//! tables that the file really holds.
+//! With `repair` changes wait while it runs, and reads continue. Memory is limited by the window of [`GrainSet`], time
+//! by the tables that the file really holds.
 
 use super::SeSparse;
 use super::cache::{Kind, PageBytes, PageKey};
@@ -31,43 +31,43 @@ use work::Progress;
 
 /// Grains of a window: 1 TiB, 32 MiB of memory.
 const WINDOW: u64 = 1 << 28;
-/// Findings told in words; all are counted.
+/// Findings reported as text; all are counted.
 const FINDINGS_MAX: usize = 64;
 
-/// What a check found. Counts are grains unless said otherwise.
+/// The result of a check. Counts are grains unless stated otherwise.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct CheckReport {
     /// Tables that the directory names.
     pub tables: u64,
     /// Grains that tables name.
     pub named: u64,
-    /// Slots and entries that cannot be, and tables named by two slots: damage.
+    /// Invalid slots and entries, and tables named by two slots: damage.
     pub invalid: u64,
-    /// Named grains that the file does not have: damage.
+    /// Named grains beyond the end of the file: damage.
     pub outside: u64,
     /// Grains named by more than one entry: damage.
     pub overlapping: u64,
-    /// Named, and free in the bitmap: someone else may take them.
+    /// Named grains that are free in the bitmap: they may be allocated again.
     pub unallocated: u64,
-    /// Named by another entry than the backmap says.
+    /// Grains that another entry names than the backmap has.
     pub misowned: u64,
-    /// Allocated, and named by nothing: lost space.
+    /// Allocated grains that nothing names: lost space.
     pub unnamed: u64,
-    /// Tables in use that are counted as free. Opening for writing counts them.
+    /// Tables in use that are counted as free. Opening for writing corrects the count.
     pub uncounted_tables: u64,
     /// Tables in use that no slot of the directory names: damage.
     pub lost_tables: u64,
-    /// Entries and slots that are wrong, and nothing proves what is right.
+    /// Wrong entries and slots for which nothing proves the right content.
     pub unproven: u64,
-    /// Entries and slots of which the rest proves what they have to be: not repaired yet.
+    /// Entries and slots whose right content is proven: not repaired yet.
     pub provable: u64,
-    /// Entries, slots, bits and owners that were put right.
+    /// Entries, slots, bits and owners that were repaired.
     pub repaired: u64,
-    /// The first findings in words.
+    /// The first findings, as text.
     pub findings: Vec<String>,
-    /// The first of what is unproven, by grain of the disk.
+    /// The first unproven findings, by grain of the disk.
     pub doubts: Vec<String>,
-    /// The first of what is provable, or was put right by it.
+    /// The first proven or repaired findings.
     pub proven: Vec<String>,
 }
 
@@ -77,13 +77,13 @@ impl CheckReport {
         self.invalid + self.outside + self.overlapping + self.lost_tables + self.unproven + self.provable > 0
     }
 
-    /// Whether nothing at all was found.
+    /// Whether the image has no finding at all.
     pub fn is_clean(&self) -> bool {
         let repairable = self.unallocated + self.misowned + self.unnamed + self.uncounted_tables;
         !self.is_damaged() && repairable == 0
     }
 
-    /// Whether all that was found is grains that nothing names, as a crash leaves them.
+    /// Whether the only findings are grains that nothing names, as a crash leaves them.
     pub fn is_lost_space_only(&self) -> bool {
         !self.is_damaged() && self.unallocated + self.misowned + self.uncounted_tables == 0
     }
@@ -93,30 +93,30 @@ impl CheckReport {
     }
 }
 
-/// Adds a sentence, if there is room for it.
+/// Adds a sentence, up to the limit.
 pub(super) fn tell(sentences: &mut Vec<String>, what: impl FnOnce() -> String) {
     if sentences.len() < FINDINGS_MAX {
         sentences.push(what());
     }
 }
 
-/// What a repair leaves alone.
+/// Differences that a repair does not change.
 #[derive(Clone, Copy)]
 struct Doubts {
-    /// Grains that nothing names may belong to an entry that is damaged.
+    /// Grains that nothing names may belong to a damaged entry.
     kept: bool,
 }
 
-/// A table that is being looked at.
+/// A table under examination.
 struct CheckedTable {
     slot: u64,
     table: Table,
     ours: bool,
-    /// Nothing is changed meanwhile but by the check.
+    /// True if only the check changes the image meanwhile.
     alone: bool,
 }
 
-/// A grain of which bitmap and tables do not say the same.
+/// A grain for which bitmap and tables differ.
 struct Difference {
     grain: u64,
     allocated: bool,
@@ -134,7 +134,7 @@ impl SeSparse {
         }
         let _no_changes = repair.then(|| self.gate.write());
         if self.options.write {
-            // What waits to be free is free then, or held by a reader.
+            // Grains that wait to be freed are free then, or held by a reader.
             self.commit_at_once()?;
         }
         let (mut report, evidence) = self.look(None, &mut work)?;
@@ -163,7 +163,7 @@ impl SeSparse {
         Ok(report)
     }
 
-    /// Goes through everything; with `repair` makes bitmap and backmap say what the tables say.
+    /// Compares everything; with `repair` makes bitmap and backmap agree with the tables.
     fn look(&self, repair: Option<Doubts>, work: &mut Work<'_, '_>) -> Result<(CheckReport, Evidence)> {
         let mut report = CheckReport::default();
         let mut evidence = Evidence::default();
@@ -181,7 +181,7 @@ impl SeSparse {
         Ok((report, evidence))
     }
 
-    /// Goes through all tables, for the grains of a window; what concerns tables alone is told in the first.
+    /// Reads all tables, for the grains of a window; findings about tables alone are reported in the first window.
     fn check_tables(
         &self,
         window: &Range<u64>,
@@ -235,7 +235,7 @@ impl SeSparse {
             slot += 1;
             work.step(1)?;
         }
-        // Opening for writing puts it right.
+        // Opening for writing corrects it.
         let counted = self.state.lock().header.free_table;
         if first && tables.end() > counted {
             report.uncounted_tables = tables.end() - counted;
@@ -247,7 +247,7 @@ impl SeSparse {
         Ok(named)
     }
 
-    /// Grains of a page of the bitmap of which it does not say what the tables do.
+    /// Grains of a page of the bitmap for which bitmap and tables differ.
     fn compare_page(&self, page: u64, named: &GrainSet, limit: u64) -> Result<Vec<Difference>> {
         self.settle(|state| {
             let bytes = state.page(PageKey::new(Kind::Bitmap, page))?;
@@ -269,7 +269,7 @@ impl SeSparse {
         })
     }
 
-    /// Looks at the entries of a table; returns the grains of the window with their owners, by grain.
+    /// Examines the entries of a table; returns the grains of the window with their owners, by grain.
     fn check_table(
         &self,
         checked: &CheckedTable,
@@ -294,7 +294,7 @@ impl SeSparse {
                 Some(Entry::Data(grain)) if grain.0 < readable && window.contains(&grain.0) => {
                     report.named += 1;
                     let twice = named.insert(grain.0);
-                    // One that is on its way may have gone from an entry that was looked at to this one.
+                    // A grain being moved may have gone from an entry that was examined to this one.
                     let damage = twice && (alone || !self.is_in_census(grain.0)) && still_so()?;
                     if damage {
                         evidence.suspect(suspect);
@@ -304,7 +304,7 @@ impl SeSparse {
                         owners.push((grain.0, Owner { table, entry }));
                     }
                 }
-                // Only ESXi writes zeros so, and it may have written the image before lamina did.
+                // Only ESXi writes such zeros, and it may have written the image before lamina did.
                 Some(entry @ (Entry::Unmapped | Entry::Zero))
                     if first && ours && entry.encode() != raw && still_so()? =>
                 {
@@ -339,7 +339,7 @@ impl SeSparse {
         let mut rest = owners.iter().filter(|(grain, _)| *grain < limit).peekable();
         while rest.peek().is_some() {
             self.settle(|state| {
-                // One that lacks its page stays at the front.
+                // A finding whose page is missing stays at the front.
                 while let Some((grain, owner)) = rest.peek() {
                     if !check_owner(state, *grain, *owner, repair, report)? {
                         let raw = Entry::Data(Grain(*grain)).encode();
@@ -368,7 +368,7 @@ impl SeSparse {
         for page in window.start / PAGE_BITS..limit.div_ceil(PAGE_BITS) {
             let mut differences = self.compare_page(page, named, limit)?;
             if !entered && differences.iter().any(|found| found.allocated) {
-                // A write may have taken them before the census began, and not entered them yet.
+                // A write may have allocated them before the census began, and not entered them yet.
                 drop(self.announce(&[], work)?);
                 entered = true;
                 differences = self.compare_page(page, named, limit)?;
@@ -415,13 +415,13 @@ fn check_owner(state: &mut LayerState, grain: u64, owner: Owner, repair: bool, r
     Ok(false)
 }
 
-/// Whether an entry says the same as when it was read.
+/// Whether an entry is the same as when it was read.
 pub(super) fn says(state: &mut LayerState, owner: Owner, raw: u64) -> Step<bool> {
     let entry = u64::from(owner.entry);
     Ok(state.word(table_page(owner.table, entry), page_index(entry))? == raw)
 }
 
-/// Whether the entry that the backmap has for a grain names it, and the bitmap calls it free.
+/// Whether the entry that the backmap has for a grain names it, while the grain is free in the bitmap.
 fn is_unallocated(state: &mut LayerState, grain: u64) -> Step<bool> {
     let bit = grain % PAGE_BITS;
     if state.word(bitmap_page(grain), (bit / 64) as usize)? >> (bit % 64) & 1 == 1 {

@@ -1,7 +1,7 @@
-//! The 8-byte entries of grain directory, grain tables and backmap, and the types of what they point to.
+//! The 8-byte entries of grain directory, grain tables and backmap, and the types of the places that they name.
 //!
-//! A number read from the medium becomes one of these types only through `decode`, which refuses what the format does
-//! not have. Whether the place lies within its area is checked by the caller, which has the areas.
+//! A number read from the medium becomes one of these types only through `decode`, which refuses values that the format
+//! does not have. The caller, which knows the areas, checks that the place lies within its area.
 
 use std::ops::Range;
 
@@ -14,7 +14,7 @@ pub(super) const TABLE_SPAN: u64 = TABLE_ENTRIES * GRAIN;
 
 const KIND_SHIFT: u32 = 60;
 const IN_USE: u64 = 1 << KIND_SHIFT;
-/// Low twelve bits of a grain's number stand here in a table entry, and an entry's number here in the backmap.
+/// Position of the low twelve bits of a grain's number in a table entry, and of an entry's number in the backmap.
 const TWELVE_SHIFT: u32 = 48;
 const TWELVE: u64 = 0xfff;
 const LOW: u64 = (1 << TWELVE_SHIFT) - 1;
@@ -27,7 +27,7 @@ pub(super) struct Grain(pub u64);
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(super) struct Table(pub u32);
 
-/// Adjoining grains.
+/// Adjacent grains.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct GrainRun {
     pub start: u64,
@@ -49,9 +49,10 @@ impl From<Range<u64>> for GrainRun {
 /// What a table says of a grain of the guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Entry {
-    /// The parent shows through.
+    /// Absent: the parent's content.
     Absent,
-    /// Given back by the guest: zeros. Read only; the rest of such an entry may name a grain of old and means nothing.
+    /// Discarded by the guest: zeros. Only read; the rest of such an entry may name an earlier grain and has no
+    /// meaning.
     Unmapped,
     /// Zeros that hide the parent.
     Zero,
@@ -60,7 +61,7 @@ pub(super) enum Entry {
 }
 
 impl Entry {
-    /// `None` for what the format does not have.
+    /// `None` for a value that the format does not have.
     #[inline]
     pub(super) fn decode(raw: u64) -> Option<Self> {
         match raw >> KIND_SHIFT {
@@ -83,8 +84,8 @@ impl Entry {
     }
 }
 
-/// A slot of the grain directory: the table that maps its 16 MiB, if any. The outer `None` is for what the format does
-/// not have.
+/// A slot of the grain directory: the table that maps its 16 MiB, if any. The outer `None` is for values that the
+/// format does not have.
 pub(super) fn decode_slot(raw: u64) -> Option<Option<Table>> {
     match raw {
         0 => Some(None),
@@ -97,7 +98,7 @@ pub(super) fn encode_slot(table: Table) -> u64 {
     IN_USE | u64::from(table.0)
 }
 
-/// The table entry that names a grain, as the backmap has it.
+/// The table entry that names a grain, according to the backmap.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(super) struct Owner {
     pub table: Table,
@@ -106,7 +107,7 @@ pub(super) struct Owner {
 }
 
 impl Owner {
-    /// `None` for a grain without an owner, and for what the format does not have.
+    /// `None` for a grain without an owner, and for a value that the format does not have.
     pub(super) fn decode(raw: u64) -> Option<Self> {
         let table = u32::try_from(raw & LOW).ok()?;
         let entry = (raw >> TWELVE_SHIFT & TWELVE) as u16;

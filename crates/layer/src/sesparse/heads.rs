@@ -1,9 +1,9 @@
-//! Mending the headers of an image that carries our mark, before anything else in it is used.
+//! Repairing the headers of an image that carries lamina's mark, before anything else in it is used.
 //!
-//! Every word of the constant header follows from the capacity, which stands in it twice; of the volatile header the
-//! magic number and the padding are known, the sequence number stands in the journal header and the mark too, and the
-//! journal is empty, so that nothing can have to be replayed. One wrong word is mended; more are not proven to be a
-//! header of ours.
+//! Every word of the constant header follows from the capacity, which is in it twice. Of the volatile header the magic
+//! number and the padding are known, and the sequence number is in the journal header and the mark too; the journal is
+//! empty, so the replay flag must be zero. One wrong word is repaired; with more, nothing proves that lamina wrote the
+//! header.
 
 use super::header::{Layout, Volatile, Words, journal_sequence, put};
 use super::touched;
@@ -14,14 +14,14 @@ const WORDS: usize = SECTOR as usize / 8;
 const VOLATILE: usize = SECTOR as usize;
 const JOURNAL: usize = 2 * SECTOR as usize;
 
-/// Whether the constant header can be one of ours, where the mark says that no other program has changed the image
+/// Whether lamina can have written the constant header, if the mark says that no other program has changed the image
 /// since.
 pub(super) fn is_believable(layout: &Layout, block: &[u8]) -> bool {
     let ours = touched::is_marked(block) && journal_sequence(&block[JOURNAL..]) == Some(touched::sequence(block));
     !ours || *layout == Layout::for_capacity(layout.capacity)
 }
 
-/// Puts one wrong word of the constant header right, and one of the volatile header; what was wrong, in words.
+/// Corrects one wrong word of the constant header, and one of the volatile header; returns what was wrong, as text.
 /// `journal` is the beginning of the journal.
 pub(super) fn mend(block: &mut [u8], journal: &[u8]) -> Vec<String> {
     let mut mended = Vec::new();
@@ -57,7 +57,7 @@ fn mend_constant(block: &mut [u8]) -> Option<usize> {
 fn mend_volatile(block: &mut [u8], journal: &[u8]) -> Option<usize> {
     let words = Words(&block[VOLATILE..]);
     let mut header = Volatile { free_table: words.get(8), next_sequence: words.get(16), replay: words.get(24) };
-    // A program that writes transactions counts in both headers.
+    // A program that writes transactions updates the sequence number in both headers.
     let counted = journal_sequence(&block[JOURNAL..]);
     let marked = touched::sequence(block);
     if counted == Some(marked) {

@@ -1,15 +1,14 @@
 //! ESXi's journal. lamina replays one that ESXi left unreplayed, and never writes one.
 //!
-//! A transaction is the new content of up to 24 sectors of metadata, in a slot of 25 sectors. How its checksum
-//! is made is not published, so a torn transaction cannot be told from a whole one by its own bytes. What can be
-//! proven:
+//! A transaction is the new content of up to 24 sectors of metadata, in a slot of 25 sectors. Its checksum is not
+//! published, so a torn transaction cannot be told from a whole one by its own bytes. What can be proven:
 //!
 //! * a transaction that a later one follows was complete before the later one was begun;
-//! * the last one was complete if a header counts it already, or if its sectors stand in their places already.
+//! * the last one was complete if a header counts it already, or if its sectors are at their places already.
 //!
-//! So a replay, which has to be asked for, takes an unbroken sequence from slot 0 to the last, each transaction with
-//! sane counts, targets within the metadata and payload that decodes; it leaves out the last one if nothing proves it
-//! whole, and says so. Anything else is refused: the image then needs its own hypervisor.
+//! So a replay, which has to be asked for, takes an unbroken sequence from slot 0 to the last. Each transaction must
+//! have possible counts, targets within the metadata and payload that decodes. The last one is left out, with a note,
+//! if nothing proves it whole. Anything else is refused: the image then needs its own hypervisor.
 
 use super::entry::{Entry, Owner, decode_slot};
 use super::header::{Area, Layout, Volatile, Words, journal_sequence, put_journal_header};
@@ -70,7 +69,7 @@ pub(super) fn refuse(name: &str) -> Error {
     Error::new(ErrorKind::Unsupported, text)
 }
 
-/// Reads the journal of an image whose volatile header is `volatile` and finds out what a replay would write.
+/// Reads the journal of an image whose volatile header is `volatile` and determines what a replay would write.
 pub(super) fn read(
     file: &Arc<dyn File>,
     name: &str,
@@ -100,7 +99,8 @@ pub(super) fn read(
     if counted > last.saturating_add(1) {
         return Err(unproven(format!("it ends at transaction {last}, its headers count to {counted}")));
     }
-    // The last session, from slot 0 on; when it went round, what follows the last slot is older and belongs to it too.
+    // The last session, from slot 0 on; if it wrapped round, the transactions behind the last slot are older and belong
+    // to it too.
     let mut order: Vec<usize> = (0..=at).collect();
     let sequence_of = |slot: usize| slots.get(slot).and_then(|slot| slot.as_ref().ok()).map(|slot| slot.sequence);
     let older = (at + 1..slots.len()).rev().zip(1..);
@@ -140,7 +140,7 @@ pub(super) fn read(
     Ok((overlay, replayed))
 }
 
-/// Whether every sector of a transaction already stands where it belongs.
+/// Whether every sector of a transaction is at its place already.
 fn is_in_place(
     transaction: &Transaction,
     overlay: &Overlay,
@@ -219,8 +219,8 @@ fn check_payload(layout: &Layout, sector: u64, payload: &[u8]) -> Option<&'stati
     (!sane).then_some(what)
 }
 
-/// Writes a replay into the file and marks the journal as replayed. A cut in between changes nothing: the journal is
-/// still there, and writing whole sectors again gives the same.
+/// Writes a replay into the file and marks the journal as replayed. A cut in between does no harm: the journal is still
+/// there, and writing whole sectors again gives the same result.
 pub(super) fn apply(
     file: &Arc<dyn File>,
     name: &str,
@@ -248,14 +248,14 @@ pub(super) fn apply(
     Volatile { next_sequence: next, replay: 0, ..before }.encode(&mut block[at..]);
     file.write_at(&[&block], 0, false).during(failed)?;
     file.sync().during(failed)?;
-    // Only now: were this header to count further than one that still asks for a replay, it would prove whole what was
-    // left out.
+    // Written last: if this header counted further than one that still requires a replay, it would prove the
+    // transaction that was left out.
     put_journal_header(&mut block[layout.journal_header.start() as usize..], next);
     file.write_at(&[&block], 0, false).during(failed)?;
     file.sync().during(failed)
 }
 
-/// Empties a journal that has been replayed: what it says will not be true for long.
+/// Empties a journal that has been replayed, because its content will soon be out of date.
 pub(super) fn clear(file: &Arc<dyn File>, name: &str, layout: &Layout) -> Result<()> {
     let failed = || format!("clearing the journal of {name}");
     let slots = layout.journal.size.min(JOURNAL_SECTORS) / SLOT_SECTORS;

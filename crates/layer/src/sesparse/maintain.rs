@@ -1,4 +1,4 @@
-//! How long work goes on beside guests: watched, and one piece of it at a time.
+//! Long work beside guests: with progress, and one work at a time.
 
 use super::SeSparse;
 use super::commit::interrupted;
@@ -7,7 +7,7 @@ use parking_lot::MutexGuard;
 use std::sync::atomic::Ordering;
 use work::{Progress, Throttle};
 
-/// A piece of work under way.
+/// Long work under way.
 pub(super) struct Work<'a, 'w> {
     layer: &'a SeSparse,
     throttle: Throttle<&'w dyn Progress>,
@@ -38,18 +38,18 @@ impl Work<'_, '_> {
         (self.done, self.total) = (0, total);
     }
 
-    /// So many bytes were read and written; told with the next step.
+    /// Notes that this many bytes were read and written; reported with the next step.
     pub(super) fn moved(&mut self, bytes: u64) {
         self.moved += bytes;
     }
 
-    /// Ends steps; fails when the work is not wanted any more.
+    /// Ends steps; fails if the work was stopped.
     pub(super) fn step(&mut self, done: u64) -> Result<()> {
         self.done += done;
         self.ask()
     }
 
-    /// Fails when the work is not wanted any more.
+    /// Fails if the work was stopped.
     pub(super) fn ask(&mut self) -> Result<()> {
         let moved = std::mem::take(&mut self.moved);
         let wanted = !self.layer.closing.load(Ordering::Acquire)

@@ -10,9 +10,9 @@
 //!              grains: 4 KiB each, in the order of first use                          space
 //! ```
 //!
-//! The bytes are in `docs/format/sesparse.md`. The work is split so: `state` is what is known, behind one lock, with
-//! the pages of metadata in `cache`, and `supply` brings what work on it lacks; `read` and `write` are what guests do;
-//! `commit` makes it durable; `recover` opens for writing; `wipe`, `shrink` and `check` are what people ask for.
+//! The bytes are in `docs/format/sesparse.md`. The modules: `state` is the state in memory, behind one lock, with the
+//! pages of metadata in `cache`, and `supply` fetches what work on it lacks; `read` and `write` serve guests; `commit`
+//! makes changes durable; `recover` opens for writing; `wipe`, `shrink` and `check` are long work.
 //!
 //! What must hold:
 //!
@@ -23,8 +23,8 @@
 //! 3. A grain is given to a new owner only after no table on the medium names it and every reader that saw it there is
 //!    done ([`crate::retirement`]).
 //! 4. An allocated grain is overwritten in place. A move announces the grain first, waits for the writes that were
-//!    under way already, and gives up when a write comes meanwhile (`relocate`).
-//! 5. After a failed write of metadata or a failed flush nothing is changed any more until the image is opened again.
+//!    under way already, and skips the grain if a write comes meanwhile (`relocate`).
+//! 5. After a failed write of metadata or a failed flush nothing is changed until the image is opened again.
 //!
 //! Locks, in the order in which they are taken: `maintenance`, `gate` (shared by every change, exclusive for a repair
 //! and `close`), `commits`, `length`, `state`, `epochs`. No I/O happens under the last two.
@@ -77,7 +77,7 @@ pub enum DirtyJournal {
     /// Do not open it, and say why.
     #[default]
     Refuse,
-    /// Replay what can be proven whole: in memory when opened for reading, into the file when opened for writing.
+    /// Replay what can be proven: in memory if opened for reading, into the file if opened for writing.
     Replay,
 }
 
@@ -92,7 +92,7 @@ pub struct Options {
     pub cache: usize,
     /// Freed runs of at least this many bytes are punched into the file at once; `None` keeps them for new grains.
     pub punch: Option<u64>,
-    /// Open it for writing though its directory is damaged: to be checked and repaired. What is damaged stays an error.
+    /// Open it for writing although its directory is damaged, for a check with repair. Damaged parts stay errors.
     pub repair: bool,
 }
 
@@ -117,21 +117,21 @@ pub struct SeSparse {
     /// Held while the file's length changes.
     length: Mutex<()>,
     gate: RwLock<()>,
-    /// One piece of long work at a time.
+    /// Held by long work: one at a time.
     maintenance: Mutex<()>,
     /// Grains were written since the last flush of the file.
     unsynced: AtomicBool,
     /// `close` has begun; it still changes the image.
     closing: AtomicBool,
     closed: AtomicBool,
-    /// Requests of guests, for long work to see whether it is alone.
+    /// Requests of guests: lets long work detect activity.
     requests: AtomicU64,
-    /// Sectors that replaying the journal in memory put over those of the file.
+    /// Sectors of a journal replayed in memory, over those of the file.
     overlay: Overlay,
     replayed: Option<Replayed>,
-    /// Our mark was there when the image was opened: bitmap and backmap mean what we write.
+    /// True if the image had lamina's mark when it was opened: bitmap and backmap are lamina's.
     ours: bool,
-    /// What was wrong with its headers and was mended when it was opened, and not told yet.
+    /// Damage of its headers that was repaired at the opening, and is not reported yet.
     mended: Mutex<Vec<String>>,
 }
 
@@ -146,12 +146,12 @@ impl SeSparse {
         self.replayed.as_ref()
     }
 
-    /// Memory taken by tables, in bytes.
+    /// Memory used by tables, in bytes.
     pub fn memory(&self) -> u64 {
         self.state.lock().cache.memory()
     }
 
-    /// Refuses changes of what is only read, closed or stopped.
+    /// Refuses changes of an image that is read only, closed or stopped.
     fn check_changeable(&self) -> Result<()> {
         if !self.options.write {
             return Err(crate::read_only(self.format()));
@@ -182,7 +182,7 @@ impl SeSparse {
         self.requests.load(Ordering::Relaxed)
     }
 
-    /// Two requests at once may count as one: the counter is a sign of activity, and every read passes here.
+    /// Two requests at once may count as one: the counter shows activity only, and every read passes here.
     fn count_request(&self) {
         self.requests.store(self.requests.load(Ordering::Relaxed).wrapping_add(1), Ordering::Relaxed);
     }
@@ -223,7 +223,7 @@ impl Layer for SeSparse {
     }
 
     fn epoch(&self) -> Option<Arc<dyn Any + Send + Sync>> {
-        // The chain asks the map for what it does not know already; long work is to notice the other reads too.
+        // The chain calls the map only for what it does not know; long work has to notice the other reads too.
         self.count_request();
         self.options.write.then(|| self.epochs.enter() as _)
     }

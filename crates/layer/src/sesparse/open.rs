@@ -1,8 +1,8 @@
-//! Opening and making images.
+//! Opening and creating images.
 //!
-//! Everything in a file is untrusted until it has come through here: the headers decode into types that cannot be
-//! wrong, and the areas they name lie within the file where it matters. What tables, bitmap and backmap say is checked
-//! when it is read.
+//! Nothing in a file is used before it has passed the checks here: the headers decode into types that cannot be wrong,
+//! and the areas that they name lie within the file where necessary. Entries of tables, bitmap and backmap are checked
+//! when they are read.
 
 use super::cache::{Cache, Kind};
 use super::header::{Layout, Volatile, capacity_to_create, put_journal_header};
@@ -27,7 +27,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64};
 /// Least memory for tables, in pages: one step of the largest operation needs some two hundred.
 const CACHE_PAGES_MIN: usize = 512;
 
-/// Mends the headers in the file, as far as they prove themselves; what was wrong.
+/// Repairs the headers in the file, as far as they can be proven; returns what was wrong.
 fn mend_headers(file: &Arc<dyn File>, name: &str, block: &mut Buffer) -> Result<Vec<String>> {
     let failed = || format!("opening {name}");
     let journal = Layout::for_capacity(1).journal;
@@ -40,7 +40,7 @@ fn mend_headers(file: &Arc<dyn File>, name: &str, block: &mut Buffer) -> Result<
 }
 
 impl SeSparse {
-    /// Opens an image. `name` is for messages. A caller that opens for writing holds the image's lock.
+    /// Opens an image. `name` is for messages. For writing, the caller holds the image's lock.
     pub fn open(file: Arc<dyn File>, name: &str, options: Options) -> Result<Self> {
         let corrupt = |what: String| Error::new(ErrorKind::Corrupt, format!("{name}: {what}"));
         let failed = || format!("opening {name}");
@@ -112,7 +112,7 @@ impl SeSparse {
         *layer.mended.lock() = mended;
         match options.write {
             true => layer.recover()?,
-            // A reader must not be given what another part of the disk holds.
+            // A reader must not get content of another part of the disk.
             false => layer.find_shared_tables(),
         }
         Ok(layer)

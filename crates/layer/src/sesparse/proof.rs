@@ -1,17 +1,18 @@
-//! What tables, backmap and bitmap prove of each other. A grain that a table names stands in three places: the entry,
-//! the owner in the backmap, the bit of the bitmap. Where one of them is wrong the two others agree, and it is mended:
+//! What tables, backmap and bitmap prove of each other. A grain that a table names is recorded in three places: the
+//! entry, the owner in the backmap, and the bit of the bitmap. If one of them is wrong and the two others agree, it is
+//! repaired:
 //!
-//! * An entry that cannot be, or names a grain that is another's by backmap and table, or that is free by bitmap and
-//!   backmap, is wrong. If the backmap gives exactly one allocated grain that nothing names to this entry, that is what
-//!   it named. If not, it is unproven: it is told by grain of the disk, and made an entry that every reader refuses
-//!   where it would lead into the data of another.
-//! * An entry that says what we write where nothing is, and an allocated grain that the backmap gives to it: that is
-//!   what a write or a deletion leaves behind that was cut, and free.
-//! * A slot of the directory that cannot be, or names a table that was never handed out: if one table is in use, by its
-//!   own entries and the backmap, and no slot names it, it belongs there. An image that was not closed may have such
-//!   tables from the crash: there it is told only. Of two slots with one table neither is proven.
+//! * An entry is wrong if it is invalid, names a grain that belongs to another entry by backmap and table, or names one
+//!   that is free by bitmap and backmap. If the backmap gives exactly one allocated, unnamed grain to this entry, that
+//!   is the grain that it named. If not, it is unproven: it is reported by grain of the disk, and replaced by an entry
+//!   that every reader refuses if it would lead to the data of another entry.
+//! * An entry for an absent grain, and an allocated grain that the backmap gives to it: a write or a deletion that a
+//!   crash cut off leaves that, and the grain is free.
+//! * A slot of the directory that is invalid, or names a table that was never allocated: if one table is in use, by its
+//!   own entries and the backmap, and no slot names it, it belongs to this slot. An image that was not closed may have
+//!   such tables from the crash: there it is only reported. Of two slots with one table neither is proven.
 //!
-//! Entries without a grain (absent, zeros) stand nowhere else, so that nothing can prove them.
+//! Entries without a grain (absent, zeros) are recorded nowhere else, so nothing can prove them.
 
 use super::SeSparse;
 use super::cache::{Kind, PageKey};
@@ -25,14 +26,14 @@ use crate::{Result, SECTOR};
 use rustc_hash::{FxHashMap, FxHashSet};
 use std::cmp::Ordering;
 
-/// Grains that nothing names, and suspect entries, looked at one by one; more are counted only.
+/// Unnamed grains and suspect entries that are examined one by one; further ones are only counted.
 const EVIDENCE_MAX: usize = 1 << 20;
-/// Tables without a slot that are read: they were handed out one after another, so that the lowest come into question.
+/// Tables without a slot that are read: tables are allocated in ascending order, so the lowest are the candidates.
 const UNNAMED_MAX: usize = 1024;
 /// What makes an entry one that no reader takes.
 const REFUSED: u64 = 0xf << 60;
 
-/// An entry that does not agree with the rest.
+/// An entry that does not agree with bitmap and backmap.
 #[derive(Clone, Copy)]
 pub(super) struct Suspect {
     pub slot: u64,
@@ -40,17 +41,17 @@ pub(super) struct Suspect {
     pub raw: u64,
 }
 
-/// What a walk through everything found that may prove something.
+/// Findings of a complete walk that may prove something.
 #[derive(Default)]
 pub(super) struct Evidence {
     pub suspects: Vec<Suspect>,
-    /// Allocated grains that nothing names, with who the backmap says owns them.
+    /// Allocated grains that nothing names, with their owners by the backmap.
     pub claims: Vec<(u64, Owner)>,
-    /// Tables that sound slots name.
+    /// Tables that undamaged slots name.
     pub named: NamedTables,
-    /// Slots that cannot be, or whose table another one names too.
+    /// Invalid slots, and slots whose table another one names too.
     pub bad_slots: Vec<u64>,
-    /// Slots with a table that was never handed out.
+    /// Slots with a table that was never allocated.
     pub beyond_slots: Vec<u64>,
 }
 
@@ -74,20 +75,20 @@ impl Evidence {
     }
 }
 
-/// What follows from the evidence.
+/// The conclusions from the evidence.
 #[derive(Default)]
 pub(super) struct Proofs {
-    /// Entries and what they have to be.
+    /// Entries and their right content.
     entries: Vec<(Owner, u64)>,
     slots: Vec<(u64, Table)>,
-    /// What is mended by it, in words.
+    /// The repairs, as text.
     pub sentences: Vec<String>,
-    /// Allocated grains that are not free, though nothing names them yet.
+    /// Allocated grains that are not free although nothing names them yet.
     pub kept: u64,
 }
 
 impl Proofs {
-    /// How many entries and slots are proven.
+    /// Number of proven entries and slots.
     pub(super) fn proven(&self) -> u64 {
         let entries = self.entries.iter().filter(|(_, raw)| raw & REFUSED != REFUSED).count();
         (entries + self.slots.len()) as u64
@@ -95,7 +96,7 @@ impl Proofs {
 }
 
 impl SeSparse {
-    /// Weighs the evidence. What stays in doubt is counted and told in the report.
+    /// Draws the conclusions. Unproven findings are counted and reported.
     pub(super) fn prove(&self, evidence: &Evidence, report: &mut CheckReport) -> Result<Proofs> {
         let mut proofs = Proofs::default();
         let mut claims: FxHashMap<Owner, Vec<u64>> = FxHashMap::default();
@@ -119,7 +120,7 @@ impl SeSparse {
             false => false,
         };
         self.prove_slots(evidence, &lost, zeros, report, &mut proofs);
-        // A backmap that disagrees with most entries does not mean what ours does.
+        // A backmap that disagrees with most entries was not written by lamina.
         if !ours && report.misowned * 2 >= report.named {
             return Ok(proofs);
         }
@@ -179,15 +180,15 @@ impl SeSparse {
         }
     }
 
-    /// Whether the only slot with a table that was never handed out leads to an empty one, while one that was handed
-    /// out has entries of zeros and no slot. No grain tells which slot had it, and a crash leaves such tables too.
+    /// Whether the only slot with a table that was never allocated belongs to an empty table, while an allocated table
+    /// has entries of zeros and no slot. No grain shows which slot had it, and a crash leaves such tables too.
     fn leads_past_zeros(&self, evidence: &Evidence) -> Result<bool> {
         let &[slot] = &evidence.beyond_slots[..] else { return Ok(false) };
         let Some(beyond) = self.settle(|state| state.table_of(slot))? else { return Ok(false) };
         if self.says_something(beyond)? {
             return Ok(false);
         }
-        // Opening for writing has counted it, with all below.
+        // Opening for writing has counted it, and all tables below.
         let unnamed = (0..beyond.0).filter(|table| !evidence.named.contains(u64::from(*table)));
         for table in unnamed.take(UNNAMED_MAX) {
             if self.says_something(Table(table))? {
@@ -227,8 +228,8 @@ impl SeSparse {
         }
         let mut ambiguous = false;
         if let Verdict::Unowned(owned) = verdict {
-            // Either the owner of what it names is wrong, or it names what a crash has left: likelier is that of which
-            // fewer bytes are wrong.
+            // Either the owner of the named grain is wrong, or the entry names a grain that a crash left: the one with
+            // fewer wrong bytes is more likely.
             let nearest = claimed.iter().map(|grain| unlike(raw, Entry::Data(Grain(*grain)).encode())).min();
             match nearest.map(|nearest| nearest.cmp(&unlike(owned, owner.encode()))) {
                 None | Some(Ordering::Greater) => return Ok(()),
@@ -248,7 +249,7 @@ impl SeSparse {
             return Ok(());
         }
         if verdict == Verdict::Odd {
-            // Nothing speaks against the zeros that it says.
+            // Nothing contradicts its zeros.
             return Ok(());
         }
         proofs.kept += claimed.len() as u64;
@@ -288,7 +289,7 @@ impl SeSparse {
                 let key = table_page(owner.table, u64::from(owner.entry));
                 state.need_no_commit()?;
                 state.need_backed(key)?;
-                // What the wrong entry named is not given up: it is another's, or free.
+                // The grain that the wrong entry named is not freed: it belongs to another entry, or is free.
                 state.cache.set(key, page_index(u64::from(owner.entry)), raw);
                 Ok(())
             })?;
@@ -296,18 +297,18 @@ impl SeSparse {
         Ok(())
     }
 
-    /// Whether a slot named a table when the image was opened that was not handed out then.
+    /// Whether a slot named a table at the opening that was not allocated then.
     pub(super) fn is_uncounted(&self, table: Table) -> bool {
         self.state.lock().uncounted_tables.contains(&table)
     }
 
-    /// Whether nothing that a crash has left is allocated any more. Else the only table that no slot names may be one
-    /// that was never flushed.
+    /// Whether no allocated grain is left from a crash. Otherwise the only table that no slot names may be one that was
+    /// never flushed.
     fn is_recounted(&self) -> bool {
         self.state.lock().suspect.as_ref().is_none_or(|left| left.regions().next().is_none())
     }
 
-    /// Whether bitmap and backmap mean what we write there.
+    /// Whether lamina wrote bitmap and backmap.
     pub(super) fn is_ours(&self) -> bool {
         self.ours || self.state.lock().touched.is_some()
     }
@@ -319,33 +320,33 @@ impl SeSparse {
     }
 }
 
-/// Whether a damaged entry has more of one that names a grain than of one that names nothing. Where a crash has left
-/// grains of deletions, only that tells the two apart.
+/// Whether a damaged entry is closer to one that names a grain than to one that names none. If a crash has left grains
+/// of deletions, nothing else distinguishes the two.
 fn is_like(raw: u64, entry: Entry) -> bool {
     let unlike = |other: Entry| unlike(raw, other.encode());
     let same_place = raw << 4 == entry.encode() << 4 && raw << 4 != 0;
     same_place || unlike(entry) < unlike(Entry::Absent).min(unlike(Entry::Zero))
 }
 
-/// How many bytes of two words differ.
+/// Number of bytes in which two words differ.
 fn unlike(one: u64, other: u64) -> usize {
     (one ^ other).to_le_bytes().into_iter().filter(|byte| *byte != 0).count()
 }
 
-/// What the other places say of a suspect entry.
+/// The result of comparing a suspect entry with bitmap and backmap.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Verdict {
-    /// It is the backmap that is wrong.
+    /// The backmap is wrong.
     Right,
-    /// No entry is like this.
+    /// The entry is invalid.
     Impossible,
-    /// It says zeros in a way that we do not write.
+    /// It is a form of zeros that lamina does not write.
     Odd,
-    /// The grain that it names is another entry's.
+    /// It names a grain of another entry.
     NamesOther,
-    /// The grain that it names is free.
+    /// It names a free grain.
     NamesFree,
-    /// The grain that it names is another entry's by the backmap, as this word says, and that entry does not name it.
+    /// By the backmap its grain belongs to another entry, given by this word, and that entry does not name it.
     Unowned(u64),
 }
 
@@ -364,13 +365,13 @@ fn judge(state: &mut LayerState, owner: Owner, raw: u64) -> Step<Verdict> {
         Some(other) if other == owner => Verdict::Right,
         Some(other) if names(state, other, grain)? => Verdict::NamesOther,
         _ if !allocated && owned == 0 => Verdict::NamesFree,
-        // No crash leaves an owner that cannot be: there it is the backmap that is wrong.
+        // No crash leaves an invalid owner, so the backmap is wrong.
         Some(_) if allocated => Verdict::Unowned(owned),
         _ => Verdict::Right,
     })
 }
 
-/// Whether an entry that does not name a grain any more has given it up. One that is damaged has not.
+/// Whether an entry that no longer names a grain has dropped it. A damaged entry has not.
 pub(super) fn gave_up(state: &mut LayerState, owner: Owner, grain: Grain) -> Step<bool> {
     let raw = state.word(table_page(owner.table, u64::from(owner.entry)), page_index(u64::from(owner.entry)))?;
     Ok(match Entry::decode(raw) {

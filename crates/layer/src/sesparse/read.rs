@@ -1,4 +1,4 @@
-//! What is at a range: the walk through directory and tables.
+//! Mapping a range: the walk through directory and tables.
 
 use super::SeSparse;
 use super::cache::{Kind, PageBytes, PageKey};
@@ -12,11 +12,11 @@ use std::sync::Arc;
 
 /// Bytes of the disk that one page of a table maps: 2 MiB.
 pub(super) const PAGE_SPAN: u64 = PAGE_ENTRIES * GRAIN;
-/// Pages that one call looks at: a sparse disk is answered in parts of several gigabytes.
+/// Pages that one call visits: a sparse disk is answered in parts of several gigabytes.
 const WALK_MAX: usize = 2048;
 /// Pages of the bitmap read at a time for counting.
 const COUNTED_PAGES: u64 = 64;
-/// Pieces of metadata in the file system that are looked at for counting.
+/// Extents of metadata in the file system that are examined for counting.
 const PIECES_MAX: usize = 1 << 16;
 
 /// Extents under construction.
@@ -27,7 +27,7 @@ struct Answer<'a> {
 }
 
 impl Answer<'_> {
-    /// Adds an extent, to the last one if they adjoin; whether there was room for it.
+    /// Adds an extent, joined to the last one if they are adjacent; false if there was no room for it.
     #[inline]
     fn push(&mut self, extent: Extent) -> bool {
         if self.out.len() > self.first
@@ -64,7 +64,7 @@ impl SeSparse {
             let before = at;
             match self.settle(|state| self.map_page(state, at..range.end, &mut answer)) {
                 Ok(reached) => at = reached,
-                // What came before the damage is good; the next call begins at it.
+                // The extents before the damage are good; the next call begins at the damage.
                 Err(_) if at > range.start => break,
                 Err(error) => return Err(error),
             }
@@ -75,7 +75,7 @@ impl SeSparse {
         Ok(())
     }
 
-    /// Adds what one page of a table says, or an absent table; returns how far it came.
+    /// Adds what one page of a table maps, or an absent table; returns where it ended.
     fn map_page(&self, state: &mut LayerState, range: Range<u64>, answer: &mut Answer) -> Step<u64> {
         let at = range.start;
         let Some(table) = state.table_of(at / TABLE_SPAN)? else {
@@ -96,7 +96,7 @@ impl SeSparse {
         }
     }
 
-    /// As [`SeSparse::map_page`] within a page. Fails with an entry that cannot be, if it is the first.
+    /// As [`SeSparse::map_page`] within a page. Fails if its first entry is invalid.
     fn map_entries(
         &self,
         page: &PageBytes,
@@ -119,7 +119,7 @@ impl SeSparse {
             }) else {
                 return if at == range.start { Err(raw) } else { Ok(at) };
             };
-            // One entry, and all that go on from it.
+            // One entry, and all that continue it.
             let mut count = 1;
             next = words.next();
             match entry {
@@ -150,7 +150,7 @@ impl SeSparse {
         Ok(at)
     }
 
-    /// Reads metadata, with what was replayed in memory over it.
+    /// Reads metadata, with a journal replayed in memory over it.
     pub(super) fn read_metadata(&self, buffer: &mut Buffer, offset: u64) -> Result<()> {
         let length = buffer.len() as u64;
         let read = if self.file.mode() == IoMode::Direct && !offset.is_multiple_of(BLOCK_SIZE as u64) {
@@ -169,8 +169,8 @@ impl SeSparse {
         Ok(())
     }
 
-    /// Counts bits of the bitmap as it is in memory. Dead are grains that were handed out once and are free or waiting
-    /// to be, as far as they take space: not what was punched, nor what the file has grown by and was never written.
+    /// Counts bits of the bitmap in memory. Dead grains are those that were allocated once and are free or waiting to
+    /// be freed, as far as they occupy space: neither punched grains nor those added to the file and never written.
     pub(super) fn count_usage(&self) -> Result<Usage> {
         let (held, waiting) = {
             let state = self.state.lock();
@@ -200,8 +200,8 @@ impl SeSparse {
         Ok(Usage { allocated, mapped, dead })
     }
 
-    /// Bytes that take space in front of the grains, reserved ones counted. Given up at [`PIECES_MAX`] pieces: what
-    /// is dead may then be said to be more than it is by some tables.
+    /// Bytes that occupy space in front of the grains, including reserved ones. Ends after [`PIECES_MAX`] extents: the
+    /// number of dead bytes may then be too high by some tables.
     fn metadata_space(&self) -> std::io::Result<u64> {
         let end = self.layout.grains.start();
         let (mut at, mut space) = (0, 0);

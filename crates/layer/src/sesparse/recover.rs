@@ -1,12 +1,11 @@
-//! Opening for writing: which tables are in use, and what a crash left behind.
+//! Opening for writing: finds the tables in use, and grains and tables that a crash left.
 //!
-//! Nothing has to be repaired for the image to be right ([`super::commit`]): what is looked for is space that nothing
-//! names. Tables: handed out, and in no slot of the directory. Grains: allocated in a region that is marked
-//! ([`super::touched`]), and not named by the entry that the backmap says. The backmap may be believed here because the
-//! mark is ours, and an owner is durable before the entry is; but for an owner that is damaged. So tables are looked
-//! through for what would be freed.
+//! The image is right without any repair ([`super::commit`]): recovery looks for space that nothing names. Tables:
+//! allocated, and in no slot of the directory. Grains: allocated in a marked region ([`super::touched`]), and not named
+//! by the entry in the backmap. The backmap can be relied on, because the mark is lamina's and an owner is durable
+//! before the entry is; but an owner may be damaged. So tables are searched for the grains that would be freed.
 //!
-//! The time this takes is bounded: what is beyond [`RECOUNT_PAGES`] stays marked, and is found by a wipe.
+//! The time for this is limited: regions beyond [`RECOUNT_PAGES`] stay marked, and a wipe finds their grains.
 
 use super::SeSparse;
 use super::cache::{Kind, PageBytes, PageKey};
@@ -26,10 +25,10 @@ const SPARE_MAX: usize = 4096;
 /// Pages of the bitmap recounted when opening: 8 GiB of grains. One region is recounted in any case.
 const RECOUNT_PAGES: u64 = 64;
 
-/// Tables read to see whether one names what seems free: 64 MiB of them.
+/// Tables read to find whether one names a grain that seems free: 64 MiB of them.
 const CONFIRM_TABLES: usize = 2048;
 
-/// Tables that slots name: as many bits as the highest of them, which the area of tables bounds.
+/// Tables that slots name: a bit for each, up to the highest, which the area of tables limits.
 #[derive(Clone, Default)]
 pub(super) struct NamedTables {
     words: Vec<u64>,
@@ -38,7 +37,7 @@ pub(super) struct NamedTables {
 }
 
 impl NamedTables {
-    /// Adds a table; whether it was named before.
+    /// Adds a table; true if it was named before.
     pub(super) fn insert(&mut self, table: Table) -> bool {
         let (word, bit) = ((table.0 / 64) as usize, table.0 % 64);
         if word >= self.words.len() {
@@ -55,7 +54,7 @@ impl NamedTables {
         self.end
     }
 
-    /// How many there are.
+    /// Number of tables.
     fn count(&self) -> usize {
         self.words.iter().map(|word| word.count_ones() as usize).sum()
     }
@@ -66,12 +65,12 @@ impl NamedTables {
 }
 
 impl SeSparse {
-    /// Looks through the directory, and recounts marked regions.
+    /// Reads the directory, and recounts marked regions.
     pub(super) fn recover(&self) -> Result<()> {
         let (named, damaged) = self.read_directory(self.options.repair)?;
         self.state.lock().named_tables = named.clone();
         if damaged {
-            // What the lost tables own is not free, though nothing seems to name it.
+            // Grains of the lost tables are not free, although nothing seems to name them.
             return Ok(());
         }
         let miscounted = {
@@ -89,24 +88,24 @@ impl SeSparse {
             miscounted
         };
         match miscounted || self.options.repair {
-            // A repair frees what nothing names by the tables themselves: an owner may be what is damaged.
+            // A repair determines unnamed grains by the tables themselves, because an owner may be damaged.
             //
-            // A slot is durable only after the count is: one of the two is damaged. If that is the slot, the table that
-            // it named has grains that nothing seems to name. They stay marked.
+            // A slot is durable only after the count is, so one of the two is damaged. If it is the slot, the table
+            // that it named has grains that nothing seems to name. Their regions stay marked.
             true => Ok(()),
             false => self.recount(&named),
         }
     }
 
-    /// Makes the tables known that two slots name, as far as the directory can be read.
+    /// Determines the tables that two slots name, as far as the directory can be read.
     pub(super) fn find_shared_tables(&self) {
         if let Err(error) = self.read_directory(true) {
             tracing::warn!(image = %self.name, %error, "the grain directory cannot be read as a whole");
         }
     }
 
-    /// Which tables the directory names, and whether it is damaged, where that is no error. Two slots with one table
-    /// would each change what the other has.
+    /// Which tables the directory names, and whether it is damaged, in an opening that allows damage. Two slots with
+    /// one table would each change the data of the other.
     fn read_directory(&self, tolerant: bool) -> Result<(NamedTables, bool)> {
         let corrupt = |what: String| {
             let text = format!("{}: {what}; check the image, with --repair to mend what can be proven", self.name);
@@ -178,7 +177,7 @@ impl SeSparse {
                     tracing::info!(image = %self.name, grains = dead.len(), "freed what a crash had left");
                 }
             }
-            // They stay marked, and a wipe goes by all tables.
+            // They stay marked, and a wipe decides by all tables.
             Ok(None) => {}
             Err(error) => tracing::warn!(image = %self.name, %error, "what a crash has left is not freed"),
         }
@@ -190,19 +189,20 @@ impl SeSparse {
         Ok(())
     }
 
-    /// Finds allocated grains of a page of the bitmap that nothing names as far as their owners say.
+    /// Finds allocated grains of a page of the bitmap that nothing names according to their owners.
     fn find_dead(&self, page: u64, named: &NamedTables, dead: &mut Vec<(u64, Option<Owner>)>) -> Result<()> {
         let grains = page * PAGE_BITS..((page + 1) * PAGE_BITS).min(self.layout.grains_max());
         let run = GrainRun { start: grains.start, count: grains.end - grains.start };
         let mut owners = self.settle(|state| state.owners(run))?;
-        // By owner: neighbours in a table share its pages.
+        // By owner: adjacent entries of a table share its pages.
         owners.sort_unstable_by_key(|(_, owner)| *owner);
         for (grain, owner) in owners {
             let known = owner.filter(|owner| named.contains(u64::from(owner.table.0)));
             let live = match (known, owner) {
                 (Some(owner), _) => !self.settle(|state| gave_up(state, owner, grain))?,
                 (None, Some(_)) => false,
-                // A crash leaves grains without an owner, and none with what is no owner: a table may name that one.
+                // A crash leaves grains without an owner, but none with an invalid owner: a table may name such a
+                // grain.
                 (None, None) => self.settle(|state| state.word(backmap_page(grain.0), page_index(grain.0)))? != 0,
             };
             if !live {
@@ -212,9 +212,8 @@ impl SeSparse {
         Ok(())
     }
 
-    /// Those of some grains that an entry names all the same: it is their owner that is wrong. Looked for in all tables
-    /// where these are few, else in those that a wrong byte of an owner makes of the right one; `None` where these are
-    /// too many.
+    /// Those of some grains that an entry names all the same: their owner is wrong. Searches all tables if these are
+    /// few, otherwise those whose number differs in one byte from that of an owner; `None` if these are too many.
     fn named_elsewhere(&self, dead: &[(u64, Option<Owner>)], named: &NamedTables) -> Result<Option<FxHashSet<u64>>> {
         let mut kept = FxHashSet::default();
         if dead.is_empty() {
@@ -265,8 +264,8 @@ impl SeSparse {
     }
 }
 
-/// Tables that slots name and whose number is that of an owner's but for one byte, and those of owners themselves.
-/// `None` if these are too many.
+/// Tables that slots name and whose number differs in one byte from that of an owner, and those of the owners
+/// themselves. `None` if these are too many.
 fn tables_near(dead: &[(u64, Option<Owner>)], named: &NamedTables) -> Option<FxHashSet<Table>> {
     let owners: FxHashSet<Table> = dead.iter().map(|(_, owner)| owner.map_or(Table(0), |owner| owner.table)).collect();
     let mut wanted = FxHashSet::default();

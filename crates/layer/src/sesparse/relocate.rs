@@ -1,15 +1,15 @@
-//! Moving grains under guests, and finding out for sure that one holds only zeros.
+//! Moving grains under guests, and proving that a grain holds only zeros.
 //!
 //! Guest writes go to grains in place without a lock. So a move of grains
 //!
 //! 1. announces them: a write that is planned from now on marks them as disturbed;
 //! 2. waits until every epoch entered before is over: no write that was planned earlier is still under way;
 //! 3. copies, without a lock;
-//! 4. points the tables to the copies, but for grains that were disturbed, or whose entry changed meanwhile: those
-//!    copies are thrown away.
+//! 4. points the tables to the copies, except for grains that were disturbed, or whose entry changed meanwhile: their
+//!    copies are dropped.
 //!
-//! A writer never waits. The old places are freed like any other grain that a table gives up: after the commit that
-//! makes the copies durable first and the entries then.
+//! A writer never waits. The old places are freed like any other grain that a table drops: after the commit that makes
+//! first the copies and then the entries durable.
 
 use super::SeSparse;
 use super::entry::{Entry, GRAIN, Grain, GrainRun, Owner};
@@ -23,22 +23,22 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-/// Between two looks whether old writers are done.
+/// Pause between two checks whether earlier writers have ended.
 const QUIET_PAUSE: Duration = Duration::from_micros(200);
-/// Bytes cut off a file at a time. The file system holds the file while it discards them, and a guest's write to it
+/// Bytes cut off a file at a time. The file system locks the file while it discards them, and a guest's write to it
 /// waits.
 const CUT_STEP: u64 = 16 << 20;
-/// Into how many steps an end is cut that is too long for small ones.
+/// Number of steps in which an end is cut that is too long for small ones.
 const CUT_STEPS: u64 = 1024;
 
-/// A grain that is to move, or to be looked at, and the entry that names it.
+/// A grain that is to be moved, or examined, and the entry that names it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Held {
     pub grain: Grain,
     pub owner: Owner,
 }
 
-/// Announced grains; the announcement ends with it.
+/// Announced grains; dropping this ends the announcement.
 pub(super) struct Announced<'a> {
     layer: &'a SeSparse,
     grains: Vec<Grain>,
@@ -72,7 +72,7 @@ impl SeSparse {
         Ok(announced)
     }
 
-    /// Points the entry of an announced grain to something else, unless it was disturbed; whether it did.
+    /// Changes the entry of an announced grain, unless the grain was disturbed; true if it did.
     pub(super) fn repoint(&self, held: Held, entry: Entry) -> Result<bool> {
         let _changing = self.gate.read();
         self.check_changeable()?;
@@ -93,7 +93,7 @@ impl SeSparse {
         })
     }
 
-    /// Moves grains, sorted by place, into the lowest free ones: the highest first, as long as each comes to lie lower.
+    /// Moves grains, sorted by place, into the lowest free ones: the highest first, while the new place is lower.
     /// Returns how many moved.
     pub(super) fn relocate(&self, held: &[Held], work: &mut Work) -> Result<u64> {
         let mut places: Vec<GrainRun> = Vec::new();
@@ -101,12 +101,12 @@ impl SeSparse {
             0 => Ok(0),
             _ => self.copy_and_repoint(&held[held.len() - taken..], &mut places, work),
         });
-        // What is left of the places was not used.
+        // The remaining places were not used.
         self.give_back(&places);
         moved
     }
 
-    /// Takes the lowest free grains, as many as there are grains above them that are to move; returns how many.
+    /// Allocates the lowest free grains, as many as there are grains above them to be moved; returns how many.
     fn take_low(&self, held: &[Held], places: &mut Vec<GrainRun>) -> Result<usize> {
         let mut taken = 0;
         while taken < held.len() {
@@ -153,7 +153,7 @@ impl SeSparse {
         Ok(moved)
     }
 
-    /// The grains of a run that are named by the entry that the backmap says, in order, and how many are allocated.
+    /// The grains of a run that are named by the entry in the backmap, in order, and the number of allocated ones.
     pub(super) fn held(&self, run: GrainRun) -> Result<(Vec<Held>, u64)> {
         let owners = self.settle(|state| state.owners(run))?;
         let mut held = Vec::with_capacity(owners.len());
@@ -167,7 +167,7 @@ impl SeSparse {
         Ok((held, owners.len() as u64))
     }
 
-    /// Reads grains, adjoining ones by one call.
+    /// Reads grains, adjacent ones by one call.
     pub(super) fn read_grains(&self, held: &[Held]) -> Result<Buffer> {
         let mut content = Buffer::recycled(held.len());
         let mut rest: &mut [u8] = &mut content;
@@ -180,10 +180,10 @@ impl SeSparse {
         Ok(content)
     }
 
-    /// Cuts off the file what is free at its end. Returns how many bytes.
+    /// Cuts free grains off the end of the file. Returns the number of bytes.
     pub(super) fn cut_end(&self) -> Result<u64> {
         let mut cut = 0;
-        // Looked at again for each step: the file may grow between two of them.
+        // Read again for each step: the file may grow between two of them.
         while let step @ 1.. = self.cut_step()? {
             cut += step;
         }
@@ -195,7 +195,7 @@ impl SeSparse {
         let Some(end) = self.settle(LayerState::lower_end)? else { return Ok(0) };
         let bytes = self.grain_offset(Grain(end))?;
         let length = self.file.len().during(|| format!("asking for the length of {}", self.name))?;
-        // A length may be a lie of many petabytes, all of them a hole: steps grow with what there is to cut.
+        // A damaged length may be many petabytes, all of them a hole: steps grow with the length to be cut.
         let step = CUT_STEP.max(length.saturating_sub(bytes) / CUT_STEPS);
         let shorter = bytes.max(length.saturating_sub(step));
         if length <= shorter {
@@ -213,8 +213,8 @@ pub(super) fn names(state: &mut LayerState, owner: Owner, grain: Grain) -> Step<
 }
 
 impl LayerState {
-    /// Lowers the end of what is handed out to behind the last allocated grain, and the length with it: new grains at
-    /// the end have to wait for growth from here on. `None` while the bitmap is not to be trusted.
+    /// Lowers the end of the allocated grains to the last allocated one, and the length with it: new grains at the end
+    /// have to wait for growth from here on. `None` while the bitmap cannot be relied on.
     fn lower_end(&mut self) -> Step<Option<u64>> {
         if self.touched.is_none() {
             return Ok(None);
@@ -250,7 +250,7 @@ impl LayerState {
         Ok(range.start)
     }
 
-    /// Allocated grains of a run within one page of the bitmap, in order, with their owners as the backmap has them.
+    /// Allocated grains of a run within one page of the bitmap, in order, with their owners by the backmap.
     pub(super) fn owners(&mut self, run: GrainRun) -> Step<Vec<(Grain, Option<Owner>)>> {
         let bits = self.page(super::state::bitmap_page(run.start))?;
         let mut owners = Vec::new();

@@ -1,7 +1,7 @@
 //! Shrinking: live grains move from the end of the file into free ones below, then the file is cut.
 //!
-//! Each batch is complete in itself ([`super::relocate`]), so the work can stop, or the power go, after any
-//! instruction: what was moved and committed is moved, the rest is where it was, and a later shrink goes on.
+//! Each batch is complete in itself ([`super::relocate`]), so the work can be stopped, or the power fail, after any
+//! instruction: committed moves are done, the other grains are where they were, and a later shrink continues.
 
 use super::SeSparse;
 use super::entry::{GRAIN, GrainRun};
@@ -11,21 +11,21 @@ use crate::{Error, ErrorKind, Result};
 use backend::BLOCK_SIZE;
 use work::Progress;
 
-/// Grains looked at for one batch; one page of the backmap.
+/// Grains examined for one batch; one page of the backmap.
 const BATCH: u64 = PAGE_ENTRIES / 2;
 /// Batches between two commits: their flushes cost more than the moving.
 const BATCHES: u64 = 16;
-/// Times that the end of the file is gone through.
+/// Passes over the end of the file.
 const PASSES: usize = 3;
 
-/// What a shrink did.
+/// The result of a shrink.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ShrinkReport {
     /// Grains moved.
     pub moved: u64,
     /// Bytes by which the file became shorter.
     pub cut: u64,
-    /// Grains at the end that could not be moved, because guests kept writing to them or nothing names them.
+    /// Grains at the end that could not be moved, because guests continued to write them or nothing names them.
     pub left: u64,
 }
 
@@ -38,7 +38,7 @@ impl SeSparse {
         self.check_changeable()?;
         let mut report = ShrinkReport::default();
         let mut done = self.shrink_down(&mut work, &mut report);
-        // What guests wrote to while it was moved gets another chance.
+        // Grains that guests wrote during the move are tried again.
         for _ in 1..PASSES {
             if done.is_err() || report.left == 0 {
                 break;
@@ -46,7 +46,7 @@ impl SeSparse {
             report.left = 0;
             done = self.shrink_down(&mut work, &mut report);
         }
-        // What was moved so far is cut off in any case.
+        // The end is cut in any case, as far as grains were moved.
         let ended = self.commit_at_once().and_then(|()| self.commit_at_once()).and_then(|()| self.cut_end());
         report.cut += *ended.as_ref().unwrap_or(&0);
         done?;
@@ -60,7 +60,7 @@ impl SeSparse {
             let text = format!("{}: another program changed its bitmap; wipe it first", self.name);
             return Err(Error::new(ErrorKind::Unsupported, text));
         }
-        // What is free already is waiting for a commit.
+        // Grains that are free already wait for a commit.
         self.commit_at_once()?;
         self.state.lock().space.search_again();
         self.search_all(work)?;
@@ -82,7 +82,7 @@ impl SeSparse {
                 (exhausted, exhausted && !searched && state.space.search_forgotten())
             };
             if more {
-                // More runs are free than fit into memory: this batch again, with the next of them.
+                // More runs are free than fit into memory: repeats this batch with the next runs.
                 self.search_all(work)?;
                 searched = true;
                 work.step(moved)?;
@@ -91,7 +91,7 @@ impl SeSparse {
             if exhausted {
                 return Ok(());
             }
-            // There was room for them, and they are where they were.
+            // There was room for them, and they were not moved.
             report.left += allocated.saturating_sub(moved);
             end = start;
             batches += 1;
@@ -104,7 +104,7 @@ impl SeSparse {
         Ok(())
     }
 
-    /// Goes on searching until all free runs are known that fit into memory.
+    /// Continues the search until all free runs that fit into memory are known.
     pub(super) fn search_all(&self, work: &mut Work) -> Result<()> {
         let pages = self.state.lock().space.fresh.div_ceil(PAGE_BITS);
         for _ in 0..pages {
@@ -121,5 +121,5 @@ impl SeSparse {
     }
 }
 
-/// Bytes of a batch at the most.
+/// Most bytes of a batch.
 const _: () = assert!(BATCH * GRAIN <= 1 << 20 && PAGE_BITS.is_multiple_of(BATCH));

@@ -1,38 +1,38 @@
-//! Which grains are free: runs of free grains known, and the end of what was ever handed out.
+//! Free grains: the known runs of them, and the end of the allocated part.
 //!
 //! Places for new grains come from three sources, in this order:
 //!
-//! 1. a free run near the last allocation that is worth breaking a stream for ([`WORTHWHILE`] grains, or all of what is
-//!    wanted), so that what is written together lies together;
+//! 1. a free run near the last allocation, if it is long enough to interrupt a stream ([`WORTHWHILE`] grains, or all
+//!    that are requested), so that grains written together are adjacent;
 //! 2. the end of the grain area;
-//! 3. free runs however small, when the end is the capacity, or when so much is free in the middle that the file would
-//!    grow to no purpose ([`slack`]).
+//! 3. free runs of any length, if the end is the capacity, or if so much is free in the middle that the file would grow
+//!    without need ([`slack`]).
 //!
-//! Guests write several files at once, and so several streams of requests take turns. A stream that goes on where it
-//! ended gets grains set aside, more with each time, so that each stream lies together however they mix.
+//! Guests write several files at once, and so several streams of requests alternate. A stream that continues where it
+//! ended gets grains set aside, more each time, so that each stream is contiguous however they alternate.
 //!
 //! What must hold, all of it under the lock of the layer:
 //!
 //! 1. A grain in `runs`, or set aside for a stream, is not named by any table, in memory or on the medium, no reader
-//!    uses it any more, and its bit in the bitmap is clear.
-//! 2. Grains from `fresh` on were never handed out, or are as good as that.
+//!    uses it, and its bit in the bitmap is clear.
+//! 2. Grains from `fresh` on were never allocated, or can be treated so.
 //! 3. `fresh <= length <= limit`; the file reaches to `length`.
-//! 4. A grain is in one of `runs`, one stream, or none. The bitmap does not tell them apart, so streams give back what
-//!    they have before it is searched, and before the end is lowered.
+//! 4. A grain is in one of `runs`, one stream, or none. The bitmap does not distinguish these, so streams release their
+//!    grains before it is searched, and before the end is lowered.
 
 use super::entry::GrainRun;
 use std::collections::BTreeMap;
 
 /// Shortest free run that is used while there is room at the end, in grains: 64 KiB.
 const WORTHWHILE: u64 = 16;
-/// Free runs kept in memory; more are forgotten, and found again in the bitmap.
+/// Free runs kept in memory; further ones are dropped, and found again in the bitmap.
 const RUNS_MAX: usize = if cfg!(test) { 16 } else { 1 << 15 };
-/// Free runs looked at for one allocation.
+/// Free runs examined for one allocation.
 const LOOKS_MAX: usize = 32;
 /// Free grains beyond which even the smallest runs are used: 64 MiB, or an eighth of the file.
 const SLACK: u64 = 1 << 14;
 
-/// Streams that are told apart.
+/// Streams that are distinguished.
 const STREAMS: usize = 8;
 /// Grains set aside for a stream, at first and at the most: 64 KiB, 1 MiB.
 const AHEAD_MIN: u64 = 16;
@@ -41,7 +41,7 @@ const AHEAD_MAX: u64 = 256;
 /// Requests of a guest that follow one another.
 #[derive(Clone, Copy, Debug)]
 struct Stream {
-    /// The grain of the guest with which it would go on.
+    /// The grain of the guest with which it would continue.
     next: u64,
     aside: GrainRun,
     /// Grains to set aside the next time.
@@ -54,14 +54,14 @@ fn slack(fresh: u64) -> u64 {
     SLACK.max(fresh / 8)
 }
 
-/// Where an allocation can be had.
+/// Where an allocation is possible.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Choice {
-    /// Here.
+    /// In this run.
     Run(GrainRun),
     /// At the end, once the file is longer.
     Growth,
-    /// Nowhere now: all of the grain area is taken, or waits for a commit or a reader.
+    /// Nowhere now: all grains are allocated, or wait for a commit or a reader.
     Full,
 }
 
@@ -80,15 +80,15 @@ pub(super) struct Space {
     cursor: Option<u64>,
     /// The bitmap is known to be right.
     trusted: bool,
-    /// Runs were forgotten since the search began.
+    /// Runs were dropped since the search began.
     forgot: bool,
     streams: [Stream; STREAMS],
-    /// Counts up whenever a stream takes some.
+    /// Grows whenever a stream allocates.
     clock: u64,
 }
 
 impl Space {
-    /// The space of a file that holds `length` grains. Where the bitmap is to be trusted, it is searched bit by bit.
+    /// The space of a file that holds `length` grains. If the bitmap can be relied on, it is searched in parts.
     pub(super) fn new(length: u64, limit: u64, trusted: bool) -> Self {
         let length = length.min(limit);
         let cursor = (trusted && length > 0).then_some(0);
@@ -113,12 +113,12 @@ impl Space {
         self.cursor
     }
 
-    /// That page has been searched; `pages` is how many there are.
+    /// Notes that the page has been searched; `pages` is the number of pages.
     pub(super) fn searched(&mut self, pages: u64) {
         self.cursor = self.cursor.map(|page| page + 1).filter(|page| *page < pages);
     }
 
-    /// Searches the bitmap, which is now known to be right, once more from the start.
+    /// Searches the bitmap, which is now known to be right, again from the start.
     pub(super) fn search_again(&mut self) {
         self.trusted = true;
         self.cursor = Some(0);
@@ -130,7 +130,7 @@ impl Space {
         self.free
     }
 
-    /// Sets a place aside for up to `want` grains, of which the first is `guest` of the disk. The same again until
+    /// Sets a place aside for up to `want` grains, of which the first is `guest` of the disk. Returns the same until
     /// [`Space::use_aside`] takes it.
     pub(super) fn set_aside(&mut self, guest: u64, want: u64) -> Choice {
         let going_on = self.streams.iter().position(|stream| stream.next == guest);
@@ -161,7 +161,7 @@ impl Space {
         Choice::Run(GrainRun { start: aside.start, count: aside.count.min(want) })
     }
 
-    /// Takes the first grains that were set aside for `guest`.
+    /// Allocates the first grains that were set aside for `guest`.
     pub(super) fn use_aside(&mut self, guest: u64, count: u64) {
         if let Some(stream) = self.streams.iter_mut().find(|stream| stream.next == guest) {
             let count = count.min(stream.aside.count);
@@ -171,7 +171,7 @@ impl Space {
         }
     }
 
-    /// Forgets the first grain that was set aside for `guest`: it turned out to be in use.
+    /// Drops the first grain that was set aside for `guest`: it was found to be in use.
     pub(super) fn skip_aside(&mut self, guest: u64) {
         if let Some(stream) = self.streams.iter_mut().find(|stream| stream.next == guest) {
             let count = 1.min(stream.aside.count);
@@ -179,9 +179,9 @@ impl Space {
         }
     }
 
-    /// Gives back what is set aside: nothing is from here on.
+    /// Releases everything set aside.
     pub(super) fn end_streams(&mut self) {
-        // From the last on: what came from the end goes back to it.
+        // Begins with the last, so that grains from the end return to it.
         let mut order: [usize; STREAMS] = std::array::from_fn(|index| index);
         order.sort_unstable_by_key(|index| std::cmp::Reverse(self.streams[*index].aside.start));
         order.into_iter().for_each(|index| self.end_stream(index));
@@ -195,7 +195,7 @@ impl Space {
         }
     }
 
-    /// Chooses a place for up to `want` grains, without taking it.
+    /// Chooses a place for up to `want` grains, without allocating it.
     fn choose(&mut self, want: u64) -> Choice {
         let least = if self.free > slack(self.fresh) { 1 } else { want.min(WORTHWHILE) };
         if let Some(run) = self.run_near(least) {
@@ -217,7 +217,7 @@ impl Space {
         Choice::Full
     }
 
-    /// Searches again for runs that were forgotten, if there are any; whether it will.
+    /// Searches again for dropped runs; false if there are none.
     pub(super) fn search_forgotten(&mut self) -> bool {
         let again = self.trusted && self.forgot && self.cursor.is_none();
         if again {
@@ -241,7 +241,7 @@ impl Space {
         self.runs.first_key_value().map(|(&start, &count)| GrainRun { start, count })
     }
 
-    /// Takes grains that [`Space::lowest`] named, or that were chosen.
+    /// Allocates grains that [`Space::lowest`] returned, or that were chosen.
     pub(super) fn take(&mut self, run: GrainRun) {
         if run.start == self.fresh {
             self.fresh = run.end();
@@ -255,7 +255,7 @@ impl Space {
         }
     }
 
-    /// Takes free grains back. Those known to be free already may be among them.
+    /// Frees grains. Some of them may be known as free already.
     pub(super) fn put(&mut self, run: GrainRun) {
         if run.count == 0 || run.start >= self.fresh {
             return;
@@ -272,7 +272,7 @@ impl Space {
         }
         self.runs.insert(start, end - start);
         self.free += end - start;
-        // The lowest are kept: these the file is filled up with when it shrinks.
+        // The lowest are kept: a shrink fills the file up from there.
         if self.runs.len() > RUNS_MAX
             && let Some((_, count)) = self.runs.pop_last()
         {
@@ -281,7 +281,7 @@ impl Space {
         }
     }
 
-    /// Takes back grains that were just handed out at the end and never used.
+    /// Frees grains that were just allocated at the end and never used.
     pub(super) fn put_last(&mut self, run: GrainRun) -> bool {
         let last = run.end() == self.fresh;
         if last {
@@ -290,7 +290,7 @@ impl Space {
         last
     }
 
-    /// Lowers the end of what was handed out: nothing from `fresh` on is in use.
+    /// Lowers the end of the allocated grains: nothing from `fresh` on is in use.
     pub(super) fn lower(&mut self, fresh: u64) {
         while let Some((&start, &count)) = self.runs.last_key_value() {
             if start + count <= fresh {
@@ -344,7 +344,7 @@ mod tests {
                 space.use_aside(guest, found.count);
                 places.push(found.start);
             }
-            // And another stream writes at scattered places.
+            // Another stream writes at scattered places.
             let Choice::Run(found) = space.set_aside(1_000_000 + step * 7, 1) else { panic!("there is room") };
             space.use_aside(1_000_000 + step * 7, found.count);
         }

@@ -1,8 +1,7 @@
 //! The layer's state in memory, behind one lock that is never held over I/O.
 //!
-//! Work on the state is a closure that may run several times: whatever it lacks it asks for with a [`Need`], before it
-//! has changed anything. [`super::SeSparse::settle`] releases the lock, fetches what is needed, and runs the closure
-//! again.
+//! Work on the state is a closure that may run several times: it requests what it lacks with a [`Need`] before it has
+//! changed anything. [`super::SeSparse::settle`] releases the lock, fetches what is needed, and runs the closure again.
 
 use super::cache::{Cache, Kind, PageBytes, PageKey};
 use super::entry::{Entry, Grain, GrainRun, Owner, Table, decode_slot, encode_slot};
@@ -23,7 +22,7 @@ pub(super) const RETIRED_RUNS_MAX: usize = if cfg!(test) { 1 << 12 } else { 1 <<
 /// Runs of freed grains that call for a commit of their own: long before more wait than are remembered.
 const FREED_MAX: usize = RETIRED_RUNS_MAX / 16;
 
-/// Owners of grains that are free by the bitmap looked at in one step: each may need a page of a table.
+/// Grains that are free by the bitmap whose owners are examined in one step: each may need a page of a table.
 const OWNERS_MAX: usize = 64;
 
 /// What work on the state lacks.
@@ -36,11 +35,11 @@ pub(super) enum Need {
     TableRoom(Table),
     /// A longer file.
     Growth,
-    /// A commit: too much is dirty or freed.
+    /// A commit: too many pages are dirty, or too many grains freed.
     Commit,
     /// A free grain; there may be some after a commit, if the caller drops its epoch.
     Full,
-    /// Nothing helps.
+    /// The work failed.
     Failed(Error),
 }
 
@@ -50,7 +49,7 @@ impl From<Error> for Need {
     }
 }
 
-/// The result of one try.
+/// The result of one attempt.
 pub(super) type Step<T> = std::result::Result<T, Need>;
 
 /// What the lock protects.
@@ -61,13 +60,13 @@ pub(super) struct LayerState {
     pub space: Space,
     pub header: Volatile,
     pub header_dirty: bool,
-    /// Tables handed out once that no slot names.
+    /// Tables that were allocated once and that no slot names.
     pub spare_tables: Vec<Table>,
     /// Tables for which there is space in the file.
     pub table_room: Range<u32>,
-    /// Marks of this session and those left from earlier ones; `None` while the bitmap is not to be trusted.
+    /// Marks of this session and those left from earlier ones; `None` while the bitmap cannot be relied on.
     pub touched: Option<Touched>,
-    /// They are to be written with the next commit, changed or not.
+    /// True if the next commit has to write them, changed or not.
     pub mark_dirty: bool,
     /// The marks of earlier sessions whose regions were not recounted.
     pub suspect: Option<Touched>,
@@ -75,17 +74,18 @@ pub(super) struct LayerState {
     /// Grains being moved; true once a writer has written to one.
     pub moving: FxHashMap<Grain, bool>,
     pub census: Option<Census>,
-    /// Grains that the file holds: places beyond are damage.
+    /// Grains that the file holds: entries beyond them are damaged.
     pub readable: u64,
     pub loading: FxHashSet<PageKey>,
-    /// Where the file has nothing, by kind of page: pages in it are zeros and need not be read. What a commit has
-    /// written is taken off before its pages may leave memory.
+    /// Holes of the file, by kind of page: pages in them are zeros and need not be read. What a commit has written is
+    /// removed from the list before its pages may leave memory.
     pub holes: [Range<u64>; Kind::ALL],
-    /// Commits that have written pages: what was found out before one may not be true behind it.
+    /// Number of commits that have written pages: an earlier answer about holes may be out of date.
     pub settled: u64,
-    /// Tables that two slots of the directory name: one of them is wrong, and nothing proves which.
+    /// Tables that two slots of the directory name: one slot is wrong, and nothing proves which.
     pub shared_tables: FxHashSet<Table>,
-    /// Tables that slots name; kept while it is open for writing. What other tables say is of an earlier crash.
+    /// Tables that slots name; kept while the image is open for writing. The content of other tables is from before a
+    /// crash.
     pub named_tables: NamedTables,
     /// Tables that slots named when the image was opened, and that were not handed out.
     pub uncounted_tables: FxHashSet<Table>,
@@ -102,7 +102,7 @@ impl LayerState {
         if self.cache.contains(key) { Ok(()) } else { Err(Need::Page(key)) }
     }
 
-    /// Asks for a page that can be written without running out of room.
+    /// Asks for a page that can be written without an allocation in the file system.
     pub(super) fn need_backed(&self, key: PageKey) -> Step<()> {
         match self.cache.is_backed(key) {
             Some(true) => Ok(()),
@@ -117,7 +117,7 @@ impl LayerState {
         self.cache.get(key).map(|page| page.word(index)).ok_or(Need::Page(key))
     }
 
-    /// Not to be asked in the middle of a change.
+    /// Not to be called in the middle of a change.
     pub(super) fn need_no_commit(&self) -> Step<()> {
         let pressed = self.cache.is_pressed() || self.retirement.open().len() > FREED_MAX;
         if pressed { Err(Need::Commit) } else { Ok(()) }
@@ -138,7 +138,7 @@ impl LayerState {
         }
     }
 
-    /// The table of `slot`, made if there is none.
+    /// The table of `slot`, allocated if there is none.
     pub(super) fn table_for_change(&mut self, slot: u64) -> Step<Table> {
         if let Some(table) = self.table_of(slot)? {
             return Ok(table);
@@ -154,7 +154,7 @@ impl LayerState {
             return Err(Need::TableRoom(table));
         }
         self.named_tables.insert(table);
-        // In this order: a page that is dirty is not put out by those that come in.
+        // In this order, so that loading pages does not evict the dirty one.
         self.cache.set(directory, (slot % PAGE_ENTRIES) as usize, encode_slot(table));
         for page in 0..TABLE_PAGES {
             self.cache.insert_fresh(table_page(table, page * PAGE_ENTRIES));
@@ -177,7 +177,7 @@ impl LayerState {
         }
     }
 
-    /// Puts an entry into a table whose page is in memory, and takes what was there out of use.
+    /// Puts an entry into a table whose page is in memory, and frees what it named before.
     pub(super) fn set_entry(&mut self, owner: Owner, entry: Entry) -> Step<()> {
         let (key, index) = (table_page(owner.table, u64::from(owner.entry)), page_index(u64::from(owner.entry)));
         let before = Entry::decode(self.word(key, index)?);
@@ -204,13 +204,12 @@ impl LayerState {
         Ok(())
     }
 
-    /// Enters grains next to each other into entries next to each other of one page of a table; all pages concerned are
-    /// in memory.
+    /// Enters adjacent grains into adjacent entries of one page of a table; all pages concerned are in memory.
     pub(super) fn set_entries(&mut self, first: Owner, run: GrainRun) -> Step<()> {
         let (key, index) = (table_page(first.table, u64::from(first.entry)), page_index(u64::from(first.entry)));
         let before = self.cache.get(key).ok_or(Need::Page(key))?.words_from(index).take(run.count as usize);
         if before.map(Entry::decode).any(|entry| matches!(entry, Some(Entry::Data(_)))) {
-            // Another writer was faster: the grains that it entered are given up, one by one.
+            // Another writer has entered grains first: those of this writer are freed one by one.
             for (entry, grain) in (first.entry..).zip(run.start..run.end()) {
                 self.set_entry(Owner { entry, ..first }, Entry::Data(Grain(grain)))?;
             }
@@ -224,8 +223,8 @@ impl LayerState {
         Ok(())
     }
 
-    /// Sets the backmap of grains whose pages are in memory: the first belongs to `first`, the next to the entry behind
-    /// it.
+    /// Sets the backmap of grains whose pages are in memory: the first belongs to entry `first`, the others to the
+    /// entries behind it.
     fn set_owners(&mut self, run: GrainRun, first: Option<Owner>) {
         let mut start = run.start;
         while start < run.end() {
@@ -243,7 +242,7 @@ impl LayerState {
         self.cache.set(backmap_page(grain), page_index(grain), owner.map_or(0, Owner::encode));
     }
 
-    /// The owner of a grain, as the backmap has it.
+    /// The owner of a grain according to the backmap.
     pub(super) fn owner(&mut self, grain: u64) -> Step<Option<Owner>> {
         Ok(Owner::decode(self.word(backmap_page(grain), page_index(grain))?))
     }
@@ -257,7 +256,7 @@ impl LayerState {
         Ok(())
     }
 
-    /// Hands out up to `want` adjoining grains, the first of them for grain `guest` of the disk.
+    /// Allocates up to `want` adjacent grains, the first of them for grain `guest` of the disk.
     pub(super) fn claim(&mut self, guest: u64, want: u64) -> Step<GrainRun> {
         if let Some(page) = self.space.to_search() {
             self.search(page)?;
@@ -270,7 +269,7 @@ impl LayerState {
             };
             let run = self.before_one_in_use(run)?;
             if run.count == 0 {
-                // The bitmap is wrong, and right from here on.
+                // The bitmap is wrong here, and is corrected from here on.
                 self.set_bits(GrainRun { count: 1, ..run }, true)?;
                 self.space.skip_aside(guest);
                 continue;
@@ -281,8 +280,8 @@ impl LayerState {
         }
     }
 
-    /// The part of a run that the bitmap calls free before a grain that the backmap and a table in use
-    /// give to an entry. Taking that would give it two owners.
+    /// The part of a run that is free by the bitmap, before a grain that the backmap and a table in use give to an
+    /// entry. Allocating that grain would give it two owners.
     fn before_one_in_use(&mut self, run: GrainRun) -> Step<GrainRun> {
         let run = GrainRun { count: run.count.min(PAGE_BITS - run.start % PAGE_BITS), ..run };
         if self.touched.is_none() {
@@ -311,7 +310,7 @@ impl LayerState {
         Ok(run)
     }
 
-    /// Hands out a free run, or as much of it as lies in one page of the bitmap.
+    /// Allocates a free run, up to the end of the page of the bitmap.
     pub(super) fn claim_run(&mut self, run: GrainRun) -> Step<GrainRun> {
         let run = self.before_one_in_use(run)?;
         if run.count == 0 {
@@ -322,7 +321,7 @@ impl LayerState {
         Ok(run)
     }
 
-    /// Marks grains as allocated, as many as lie in one page of the bitmap.
+    /// Marks grains as allocated, up to the end of the page of the bitmap.
     fn allocate(&mut self, run: GrainRun) -> Step<GrainRun> {
         let run = GrainRun { count: run.count.min(PAGE_BITS - run.start % PAGE_BITS), ..run };
         self.need_backed(bitmap_page(run.start))?;
@@ -354,7 +353,7 @@ impl LayerState {
         Ok(())
     }
 
-    /// Looks for free grains in a page of the bitmap.
+    /// Searches a page of the bitmap for free grains.
     pub(super) fn search(&mut self, page: u64) -> Step<()> {
         self.space.end_streams();
         let bytes = self.page(PageKey::new(Kind::Bitmap, page))?;
@@ -385,7 +384,7 @@ impl LayerState {
         Ok(())
     }
 
-    /// A page to be looked at while the state changes.
+    /// A page that is examined while the state changes.
     pub(super) fn page(&mut self, key: PageKey) -> Step<PageBytes> {
         self.cache.get(key).cloned().ok_or(Need::Page(key))
     }
@@ -402,7 +401,7 @@ impl LayerState {
         Ok(())
     }
 
-    /// Takes grains back that were handed out and not used.
+    /// Frees grains that were allocated and not used.
     pub(super) fn give_back(&mut self, run: GrainRun) -> Step<()> {
         self.set_bits(run, false)?;
         if !self.space.put_last(run) && self.touched.is_some() {
@@ -431,7 +430,7 @@ pub(super) fn bitmap_page(grain: u64) -> PageKey {
     PageKey::new(Kind::Bitmap, grain / PAGE_BITS)
 }
 
-/// Cuts a run at the borders of bitmap pages.
+/// Splits a run at the boundaries of bitmap pages.
 pub(super) fn by_bitmap_page(run: GrainRun) -> impl Iterator<Item = GrainRun> {
     let mut start = run.start;
     std::iter::from_fn(move || {

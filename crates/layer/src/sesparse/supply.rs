@@ -1,8 +1,8 @@
-//! Giving work on the state what it lacks: pages of metadata, space in the file for them, a longer file, a commit.
+//! Supplies what work on the state lacks: pages of metadata, space in the file for them, a longer file, a commit.
 //!
-//! 1. None of it happens under the lock of the state; what was found out meanwhile is looked at again under it.
-//! 2. A page is read by one thread at a time, and only while it is not in memory: so what it read is current.
-//! 3. What is known to be a hole of the file was one when a commit last ended, and nothing was written there since.
+//! 1. None of it runs under the lock of the state; its results are checked again under it.
+//! 2. A page is read by one thread at a time, and only while it is not in memory: so the read page is current.
+//! 3. A known hole of the file was one when a commit last ended, and nothing was written there since.
 
 use super::SeSparse;
 use super::cache::{Kind, PageBytes, PageKey};
@@ -14,12 +14,12 @@ use backend::{BLOCK_SIZE, Buffer};
 use parking_lot::MutexGuard;
 use std::ops::Range;
 
-/// Rounds after which work on the state is given up: some thousand pages for one step mean that the cache is thrashing.
+/// Rounds after which work on the state fails: some thousand pages for one step mean that the cache is thrashing.
 const ROUNDS_MAX: usize = 100_000;
 
-/// Pages for which space is taken at a time: each call costs as much as writing some hundred kilobytes.
+/// Pages for which space is allocated at a time: each call costs as much as writing some hundred kilobytes.
 const ROOM_PAGES: u64 = 64;
-/// Grains by which the file grows at a time: 64 MiB, of which nothing takes space before it is written.
+/// Grains by which the file grows at a time: 64 MiB, which occupy no space before they are written.
 const GROWTH: u64 = 4 * TABLE_SPAN / GRAIN;
 
 impl SeSparse {
@@ -56,7 +56,7 @@ impl SeSparse {
         self.area(key.kind()).start() + key.index() * BLOCK_SIZE as u64
     }
 
-    /// Reads a page, and in a table that is being gone through the rest of the table with it.
+    /// Reads a page; if a table is read in order, also the rest of the table.
     fn load<'a>(&'a self, key: PageKey, mut state: MutexGuard<'a, LayerState>) -> Result<MutexGuard<'a, LayerState>> {
         if state.loading.contains(&key) {
             self.loaded.wait(&mut state);
@@ -96,8 +96,8 @@ impl SeSparse {
         Ok(state)
     }
 
-    /// The hole of the file that holds a range within one area, if one does: new pages are most often zeros that the
-    /// file does not have, and reading such through the page cache fills that with zeros, far ahead.
+    /// The hole of the file around a range, within one area, if there is one: new pages usually lie in holes, and
+    /// reading holes through the page cache fills it with zeros by read-ahead.
     fn find_hole(&self, kind: Kind, bytes: &Range<u64>) -> Result<Option<Range<u64>>> {
         if !self.overlay.is_empty() {
             return Ok(None);
@@ -117,7 +117,7 @@ impl SeSparse {
         }
     }
 
-    /// Takes space for a page and its neighbours.
+    /// Allocates space for a page and its neighbours.
     fn back(&self, key: PageKey) -> Result<()> {
         let first = PageKey::new(key.kind(), key.index() - key.index() % ROOM_PAGES);
         let count = self.back_pages(first)?;
@@ -135,7 +135,7 @@ impl SeSparse {
         Ok(())
     }
 
-    /// Takes space for pages from `first` on; how many.
+    /// Allocates space for pages from `first` on; returns how many.
     fn back_pages(&self, first: PageKey) -> Result<u64> {
         let pages = self.area(first.kind()).size / PAGE_SECTORS;
         let count = ROOM_PAGES.min(pages.saturating_sub(first.index()));
@@ -145,7 +145,7 @@ impl SeSparse {
 
     fn reserve(&self, offset: u64, length: u64) -> Result<()> {
         match self.file.reserve(offset, length) {
-            // Then writing it may fail; there is nothing better to be had.
+            // Writing may fail then; the file system offers nothing better.
             Err(error) if error.kind() == std::io::ErrorKind::Unsupported => Ok(()),
             other => other.during(|| format!("taking {length} bytes for tables of {}", self.name)),
         }
@@ -163,7 +163,7 @@ impl SeSparse {
         }
         let longer = (length + GROWTH).min(limit);
         let bytes = self.grain_offset(Grain(longer))?;
-        // While its end is being cut, it may be long enough still.
+        // A shrink may be cutting the file, which may still be long enough.
         let present = self.file.len().during(|| format!("asking for the length of {}", self.name))?;
         if present < bytes {
             self.file.set_len(bytes).during(|| format!("growing {} to {bytes} bytes", self.name))?;

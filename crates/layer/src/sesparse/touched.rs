@@ -1,15 +1,15 @@
-//! The mark of an open image: which regions of the grain area may hold grains that nothing names.
+//! The mark of an open image: the regions of the grain area that may hold grains which nothing names.
 //!
-//! A crash leaves grains that are allocated in the bitmap and named by no table: allocated for a write that was not
-//! flushed, or given up by a table already and not yet freed. To find them without looking at everything, a region's
-//! bit is durable before the first bitmap page of it changes, and before the first table that gives up a grain of it.
-//! Opening for writing recounts what is marked; closing takes the marks away.
+//! A crash leaves grains that are allocated in the bitmap and that no table names: allocated for a write that was not
+//! flushed, or removed from a table and not yet freed. To find them without examining everything, the bit of a region
+//! is durable before its first bitmap page changes, and before the first table that drops a grain of it changes.
+//! Opening for writing recounts the marked regions; closing removes the marks.
 //!
-//! The mark stands where ESXi leaves uninitialised memory and no reader looks: behind the known part of the journal
-//! header, the bits in the sector after it. It counts only while the sequence number of the journal is the one it was
-//! made with: any other program that changes the image writes transactions, and then lamina does not know which bits of
-//! the bitmap that program keeps. So the mark also says that lamina keeps every bit of the bitmap, and that free grains
-//! may be taken from it.
+//! The mark is stored where ESXi leaves uninitialised memory that no reader uses: behind the known part of the journal
+//! header, with the bits in the sector after it. It is valid only while the sequence number of the journal is the one
+//! with which it was made: any other program that changes the image writes transactions, and then lamina does not know
+//! which bits of the bitmap that program maintains. So the mark also states that lamina maintains every bit of the
+//! bitmap, and that free grains may be taken from it.
 //!
 //! | byte of the file | what |
 //! |---:|---|
@@ -28,12 +28,12 @@ const BITS_AT: usize = 1536;
 /// Regions of an image.
 const REGIONS: u64 = SECTOR * 8;
 
-/// Whether the first block carries a mark, whatever it goes with.
+/// Whether the first block has a mark, valid or not.
 pub(super) fn is_marked(block: &[u8]) -> bool {
     Words(block).get(AT) == MAGIC
 }
 
-/// The sequence number that a mark goes with.
+/// The sequence number with which a mark was made.
 pub(super) fn sequence(block: &[u8]) -> u64 {
     Words(block).get(AT + 8)
 }
@@ -53,7 +53,7 @@ impl Touched {
         Self { shift: region.ilog2(), bits: [0; (REGIONS / 64) as usize] }
     }
 
-    /// Reads the mark from the first block; `None` when there is none that counts.
+    /// Reads the mark from the first block; `None` if there is no valid one.
     pub(super) fn decode(block: &[u8], grains: u64, sequence: u64) -> Option<Self> {
         let words = Words(block);
         let mut touched = Self::new(grains);
@@ -76,7 +76,7 @@ impl Touched {
         }
     }
 
-    /// Marks the region of a grain; whether it was not marked before.
+    /// Marks the region of a grain; true if it was not marked before.
     pub(super) fn insert(&mut self, grain: u64) -> bool {
         let region = (grain >> self.shift).min(REGIONS - 1);
         let word = &mut self.bits[(region / 64) as usize];
@@ -85,7 +85,7 @@ impl Touched {
         *word != before
     }
 
-    /// Takes the mark of a region away.
+    /// Removes the mark of a region.
     pub(super) fn remove(&mut self, region: u64) {
         if let Some(word) = self.bits.get_mut((region / 64) as usize) {
             *word &= !(1 << (region % 64));

@@ -1,15 +1,15 @@
-//! Wiping: finding grains that no table names, or that hold only zeros, and freeing them.
+//! Wiping: finds grains that no table names, or that hold only zeros, and frees them.
 //!
-//! What a table names can only be told by going through all tables, and guests go on meanwhile. So the bitmap is
-//! compared with a [`Census`] that errs on one side only: it counts what the tables name as the walk comes by, and
-//! everything that was handed out, entered or given up since it began. What was given up before and is not free yet is
-//! counted at its start, after a wait for those who had taken grains and not entered them. An allocated grain that is
-//! not in the census then is nobody's.
+//! Which grains tables name is known only after all tables were read, and guests write meanwhile. So the bitmap is
+//! compared with a [`Census`] that errs on one side only. It counts what the tables name when the walk reads them, and
+//! everything that was allocated, entered or dropped since it began. Grains dropped before and not free yet are counted
+//! at its start, after a wait for writers that had allocated grains and not entered them. An allocated grain that is
+//! not in the census then belongs to no entry.
 //!
 //! The census covers a window of the grain area at a time, so that its memory does not depend on the disk.
 //!
-//! In an image that others wrote last, the bitmap is not believed until a wipe has been through: new grains come from
-//! the end of the file only. From then on the mark says that it is ours.
+//! In an image that another program wrote last, the bitmap is not used until a wipe has completed: new grains come from
+//! the end of the file only. From then on the mark states that lamina maintains the bitmap.
 
 use super::SeSparse;
 use super::cache::{Kind, PageBytes, PageKey};
@@ -29,14 +29,14 @@ const WINDOW: u64 = 1 << 27;
 /// Tables looked at in one step.
 const TABLES_PER_STEP: u64 = 16;
 
-/// What a wipe did, in grains.
+/// The result of a wipe, in grains.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct WipeReport {
     /// Grains freed that no table named.
     pub unnamed: u64,
     /// Grains freed that held only zeros.
     pub zeros: u64,
-    /// Grains named by a table that the bitmap had as free.
+    /// Grains named by a table that were free in the bitmap.
     pub repaired: u64,
 }
 
@@ -56,12 +56,12 @@ impl GrainSet {
         self.window.contains(&grain) && self.word(grain / 64 * 64) >> (grain % 64) & 1 == 1
     }
 
-    /// Which grains it can hold.
+    /// The grains that it can hold.
     pub(super) fn window(&self) -> Range<u64> {
         self.window.clone()
     }
 
-    /// Adds a grain; whether it was in the window and there already.
+    /// Adds a grain; true if it was in the window and there already.
     pub(super) fn insert(&mut self, grain: u64) -> bool {
         if !self.window.contains(&grain) {
             return false;
@@ -80,14 +80,14 @@ impl GrainSet {
     }
 }
 
-/// Grains of a window that are on their way: handed out, entered or given up since the census began, or given up before
-/// and not free yet. Of all others, tables, bitmap and backmap say the same from its begin to its end.
+/// Grains of a window that were allocated, entered or dropped since the census began, or dropped before and not free
+/// yet. For all others, tables, bitmap and backmap do not change during the census.
 pub(super) struct Census {
     accounted: GrainSet,
 }
 
 impl Census {
-    /// Grains that are somebody's business, named or not.
+    /// Grains that may belong to an entry, named or not.
     pub(super) fn account(&mut self, run: GrainRun) {
         for grain in run.start..run.end() {
             self.accounted.insert(grain);
@@ -104,19 +104,19 @@ impl Census {
     }
 }
 
-/// Where the file has something: tables in holes need not be read.
+/// Ranges of the file with data: tables in holes need not be read.
 #[derive(Default)]
 pub(super) struct Holes {
-    /// Up to the end of it, what is not in it is a hole.
+    /// Up to this offset, everything outside these ranges is a hole.
     known: Option<Range<u64>>,
     searched: Range<u64>,
-    /// Commits that had written pages when it was found out.
+    /// Commits that had written pages when the ranges were read.
     settled: u64,
 }
 
 impl Holes {
-    /// Forgets what was found out before a commit: it may have written a table where there was a hole, and the table
-    /// may have left memory since.
+    /// Drops the ranges after a commit: it may have written a table in a hole, and the table may have left memory
+    /// since.
     fn renew(&mut self, settled: u64) {
         if self.settled != settled {
             *self = Self { settled, ..Self::default() };
@@ -130,7 +130,7 @@ impl Holes {
             let end = self.known.as_ref().map_or(u64::MAX, |known| known.end);
             self.searched = range.start..end.max(range.end);
             if end < range.end {
-                // More may follow within the range: not worth asking.
+                // More data may follow within the range: another query would cost more than it saves.
                 return Ok(false);
             }
         }
@@ -157,8 +157,8 @@ impl SeSparse {
             counted?;
             window = window.end..window.end + WINDOW;
         }
-        // One commit writes what was found and frees what the tables gave up, the next writes that. The mark, which
-        // promises that bitmap and backmap are right, must not be there before they are.
+        // One commit writes the corrections and frees the dropped grains, the next writes that. The mark, which states
+        // that bitmap and backmap are right, must not be durable before they are.
         self.commit_at_once()?;
         {
             let mut state = self.state.lock();
@@ -181,7 +181,7 @@ impl SeSparse {
         let mut named = GrainSet::new(counted.clone());
         self.begin_census(counted);
         let others_wrote = self.state.lock().touched.is_none();
-        // From here on everything new is counted; what was taken before will have been entered.
+        // From here on everything new is counted; grains allocated before will have been entered.
         drop(self.announce(&[], work)?);
         let mut holes = Holes::default();
         let (slots, mut slot) = (self.layout.slots(), 0);
@@ -217,8 +217,8 @@ impl SeSparse {
         Ok(())
     }
 
-    /// Begins a census of a window. Grains that were taken before and not entered yet are not counted in it before they
-    /// are entered.
+    /// Begins a census of a window. Grains that were allocated before and not entered are counted only when they are
+    /// entered.
     pub(super) fn begin_census(&self, window: Range<u64>) {
         let mut census = Census { accounted: GrainSet::new(window) };
         // Nothing is on its way from waiting to free while commits are held off.
@@ -230,8 +230,8 @@ impl SeSparse {
         state.census = Some(census);
     }
 
-    /// The first slot from `from` on that is in use, or the first of the next page of the directory: a disk is mostly
-    /// larger than what is in it.
+    /// The first slot from `from` on that is in use, or the first of the next page of the directory: most of a disk is
+    /// usually unused.
     pub(super) fn next_slot(&self, from: u64) -> Result<u64> {
         let slots = self.layout.slots();
         if from >= slots {
@@ -261,7 +261,7 @@ impl SeSparse {
     /// one that is a hole of the file.
     pub(super) fn read_table(&self, slot: u64, holes: &mut Holes) -> Result<Option<(Table, Vec<PageBytes>)>> {
         let Some(table) = self.settle(|state| state.table_of(slot))? else { return Ok(None) };
-        // First what is in memory: what is not there is current in the file from then on until it is loaded.
+        // Memory first: a page that is not there is current in the file until it is loaded.
         let cached: Vec<Option<PageBytes>> = {
             let state = self.state.lock();
             holes.renew(state.settled);
@@ -287,7 +287,7 @@ impl SeSparse {
         )))
     }
 
-    /// Makes the backmap say what a table says: what others wrote there may mean something else.
+    /// Makes the backmap agree with a table: entries by other programs may have another meaning.
     fn adopt(&self, table: Table, content: &[PageBytes]) -> Result<()> {
         for (entry, raw) in (0..).zip(content.iter().flat_map(PageBytes::words)) {
             let Some(Entry::Data(grain)) = Entry::decode(raw) else { continue };
@@ -317,7 +317,7 @@ impl SeSparse {
                 work.moved(held.len() as u64 * GRAIN);
                 if !zeros.is_empty() {
                     let _announced = self.announce(&zeros, work)?;
-                    // Somebody may have written to them before they were announced.
+                    // A guest may have written to them before they were announced.
                     for held in self.holding_zeros(&zeros)? {
                         report.zeros += u64::from(self.repoint(held, Entry::Zero)?);
                     }
@@ -330,7 +330,7 @@ impl SeSparse {
         Ok(())
     }
 
-    /// Those of some grains that hold only zeros.
+    /// Returns those of some grains that hold only zeros.
     fn holding_zeros(&self, held: &[Held]) -> Result<Vec<Held>> {
         let content = self.read_grains(held)?;
         let is_zero = |grain: &[u8]| grain.as_chunks::<64>().0.iter().all(|part| *part == [0; 64]);
@@ -365,7 +365,7 @@ fn count(state: &LayerState, named: &mut GrainSet, slot: u64, content: &[PageByt
     Ok(())
 }
 
-/// Frees what is allocated in a page of the bitmap and not in the census.
+/// Frees the grains of a page of the bitmap that are allocated and not in the census.
 fn sweep(state: &mut LayerState, named: &GrainSet, census: &Census, page: u64, report: &mut WipeReport) -> Step<()> {
     state.need_no_commit()?;
     let bytes = state.page(PageKey::new(Kind::Bitmap, page))?;
@@ -375,7 +375,7 @@ fn sweep(state: &mut LayerState, named: &GrainSet, census: &Census, page: u64, r
     for (first, bits) in (page * PAGE_BITS..end).step_by(64).zip(bytes.words()) {
         let (named, accounted) = (named.word(first), census.word(first));
         let mut lost = bits & !(named | accounted);
-        // What was accounted for may be free by now; only what a table names and nobody touched must be allocated.
+        // Counted grains may be free by now; only grains that a table names and that did not change must be allocated.
         let mut missing = named & !bits & !accounted;
         while lost != 0 {
             let grain = first + u64::from(lost.trailing_zeros());

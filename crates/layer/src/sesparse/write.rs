@@ -1,8 +1,8 @@
 //! Writing and zeroing grains.
 //!
-//! A step covers what one page of a table maps. It asks the map where its grains are and takes new ones for those that
-//! have none, next to each other; writes them without a lock, adjoining grains by one call; then enters the new ones
-//! into the table. Grains that have a place are overwritten there.
+//! A step covers what one page of a table maps. It asks the map for the places of its grains and allocates new ones for
+//! those that have none, adjacent to each other; writes them without a lock, adjacent grains by one call; then enters
+//! the new ones into the table. Grains that have a place are overwritten there.
 //!
 //! Of two writers to one grain without a place both take one, and the later entry wins: they were not ordered. A writer
 //! that zeroes a grain while another overwrites it in place wins likewise, and the place is not reused before the other
@@ -24,7 +24,7 @@ const FULL_PAUSES_MAX: usize = 5_000;
 /// Bytes of zeros written at a time where space is to be kept.
 const ZEROS: usize = 256 << 10;
 
-/// Adjoining grains of a step with adjoining places.
+/// Adjacent grains of a step with adjacent places.
 #[derive(Clone, Copy, Debug)]
 struct WritePiece {
     /// First entry, counted from the first of the step.
@@ -55,7 +55,7 @@ impl SeSparse {
     }
 
     fn write_step(&self, at: u64, length: u64, slices: &[&[u8]]) -> Result<()> {
-        // The last grain of a disk may be cut, and direct I/O requires whole blocks: then what is written is a copy.
+        // The last grain of a disk may be partial, and direct I/O requires whole blocks: then a copy is written.
         let fits = |slice: &&[u8]| aligned(slice.len()) && aligned(slice.as_ptr().addr());
         if !length.is_multiple_of(GRAIN) || (self.file.mode() == IoMode::Direct && !slices.iter().all(fits)) {
             let mut whole = Buffer::zeroed(length.div_ceil(GRAIN) as usize);
@@ -120,7 +120,7 @@ impl SeSparse {
         })
     }
 
-    /// Waits for grains to become free, when all are taken: the first time by a commit, then for readers.
+    /// Waits for grains to become free, if all are allocated: the first time by a commit, then for readers.
     fn wait_for_grains(&self, pauses: &mut usize) -> Result<()> {
         let hopeless = *pauses > 1 && self.state.lock().retirement.waiting().next().is_none();
         if hopeless || *pauses == FULL_PAUSES_MAX {
@@ -134,8 +134,8 @@ impl SeSparse {
         self.commit_at_once()
     }
 
-    /// Finds the places of grains, and takes new ones where there are none. `claimed` outlives tries that lack
-    /// something.
+    /// Finds the places of grains, and allocates new ones where there are none. `claimed` keeps them over attempts that
+    /// lack something.
     fn plan(state: &mut LayerState, slot: u64, entries: &Range<u64>, claimed: &mut Vec<GrainRun>) -> Step<Plan> {
         state.need_no_commit()?;
         let table = state.table_for_change(slot)?;
@@ -200,7 +200,7 @@ impl SeSparse {
         written.during(|| format!("writing {} grains at {offset} of {}", place.count, self.name))
     }
 
-    /// Gives up grains that were taken and not entered. If that fails they stay allocated, for wipe to find.
+    /// Frees grains that were allocated and not entered. If that fails they stay allocated, for a wipe to find.
     pub(super) fn give_back(&self, runs: &[GrainRun]) {
         for run in runs.iter().rev() {
             for part in super::state::by_bitmap_page(*run) {
@@ -262,7 +262,7 @@ impl SeSparse {
 }
 
 impl LayerState {
-    /// Where the grains of these entries are, if all of them have places: the usual case, without a copy or a change.
+    /// Places of the grains of these entries, if all of them have places: the usual case, without a copy or a change.
     fn places(&mut self, table: Table, entries: &Range<u64>) -> Step<Option<Vec<WritePiece>>> {
         let key = table_page(table, entries.start);
         let readable = self.readable;
@@ -283,7 +283,7 @@ impl LayerState {
     }
 }
 
-/// Marks those of these grains that are being moved as written, so that the move gives them up.
+/// Marks those of these grains that are being moved as written, so that the move skips them.
 fn announce(state: &mut LayerState, pieces: &[WritePiece]) {
     if state.moving.is_empty() {
         return;
@@ -299,7 +299,7 @@ fn announce(state: &mut LayerState, pieces: &[WritePiece]) {
 
 /// Enters the new places of a plan into the table.
 fn enter(state: &mut LayerState, plan: &Plan, first: u64) -> Step<()> {
-    // All at once: what was entered before a second try could have been given up in between.
+    // In one step: grains entered before a second attempt could have been dropped in between.
     state.need(table_page(plan.table, first))?;
     for piece in plan.pieces.iter().filter(|piece| piece.new) {
         state.need_backmap(piece.place)?;

@@ -1,6 +1,6 @@
-//! Compressing grains: at once, or by a few threads whose results come back in order.
+//! Compressing grains: directly, or by a few threads whose results are returned in order.
 //!
-//! At most `DEPTH_PER_THREAD` grains per thread are under way; a caller that hands in more waits for the oldest.
+//! At most `DEPTH_PER_THREAD` grains per thread are under way; a caller that adds more waits for the oldest.
 
 use super::marker::{GRAIN_MARKER_SIZE, Marker};
 use crate::{Error, ErrorKind, Result, SECTOR};
@@ -11,13 +11,13 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread::JoinHandle;
 
-/// Grains handed in and not taken back yet, for each thread.
+/// Grains added and not returned yet, for each thread.
 const DEPTH_PER_THREAD: usize = 4;
 
 /// Most threads of one writer.
 pub(super) const THREADS_MAX: usize = 64;
 
-/// A grain as it goes into the file: marker, data, zeros up to a sector.
+/// A grain in its stored form: marker, data, zeros up to a sector.
 pub(super) struct Packed {
     pub(super) grain: u64,
     pub(super) bytes: Vec<u8>,
@@ -39,7 +39,7 @@ pub(super) struct Deflaters {
 }
 
 impl Deflaters {
-    /// Compressors at `level` (0 to 9); with less than two threads the caller's own does the work.
+    /// Compressors at `level` (0 to 9); with less than two threads the caller's thread does the work.
     pub(super) fn new(level: u32, threads: usize) -> Self {
         let level = level.min(9);
         let threads = threads.min(THREADS_MAX);
@@ -55,14 +55,14 @@ impl Deflaters {
             let worker = std::thread::Builder::new().name("deflate".to_owned()).spawn(move || {
                 let mut deflater = compressor(level);
                 loop {
-                    // The lock goes before the work begins.
+                    // The lock is released before the work begins.
                     let job = receiver.lock().recv();
                     let Ok(job) = job else { break };
-                    // The result is dropped when the writer failed meanwhile.
+                    // The writer has failed if nothing takes the result.
                     let _ = job.done.send(pack(&mut deflater, job.grain, job.sector, &job.data));
                 }
             });
-            // Fewer threads are slower, nothing else.
+            // Fewer threads are slower and have no other effect.
             new.workers.extend(worker.ok());
         }
         if !new.workers.is_empty() {
@@ -71,7 +71,7 @@ impl Deflaters {
         new
     }
 
-    /// Hands a grain in; returns the oldest one when enough are under way.
+    /// Adds a grain; returns the oldest one if enough are under way.
     pub(super) fn push(&mut self, grain: u64, sector: u64, data: &[u8], padded: usize) -> Result<Option<Packed>> {
         let mut data = data.to_vec();
         data.resize(padded, 0);
@@ -112,7 +112,7 @@ fn compressor(level: u32) -> Compress {
     Compress::new(Compression::new(level), true)
 }
 
-/// Compresses a grain and puts marker and padding round it.
+/// Compresses a grain and adds marker and padding.
 fn pack(deflater: &mut Compress, grain: u64, sector: u64, data: &[u8]) -> Result<Packed> {
     deflater.reset();
     let mut bytes = Vec::with_capacity(data.len() + data.len() / 64 + 1024);

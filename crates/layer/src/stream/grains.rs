@@ -50,7 +50,8 @@ impl Grains {
         }
         let written = self.inflaters.inflate(&input[skip..skip + size], out);
         let written = match (written, self.markers) {
-            // Without markers some write the size before the data: what looked like bare data was that size.
+            // Without markers some programs write the size before the data: bytes that look like bare data are that
+            // size.
             (Err(_), false) => match sized(&input) {
                 Some(data) => self.inflaters.inflate(data, out),
                 None => written,
@@ -66,10 +67,10 @@ impl Grains {
         Ok(())
     }
 
-    /// Where the compressed data lie in `input`: offset and length, which may go beyond it but not beyond `most`.
+    /// Place of the compressed data in `input`: offset and length, which may exceed it but not `most`.
     fn locate(&self, input: &[u8], grain: u64, most: usize) -> Result<(usize, usize)> {
         if !self.markers {
-            // Its length is nowhere: the data end where they say so themselves.
+            // The length is not recorded: the compressed data mark their own end.
             return Ok((0, most));
         }
         let head = input.get(..16).and_then(|head| head.try_into().ok());
@@ -90,7 +91,7 @@ impl Grains {
     }
 }
 
-/// Data with their size before them.
+/// Data preceded by their size.
 fn sized(input: &[u8]) -> Option<&[u8]> {
     let size = u32::from_le_bytes(input.get(..4)?.try_into().ok()?);
     input.get(4..)?.get(..usize::try_from(size).ok()?)

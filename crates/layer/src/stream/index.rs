@@ -1,4 +1,4 @@
-//! Where the grains of a stream lie: by the directory that header or footer name, or by walking the markers.
+//! The places of the grains of a stream: by the directory that header or footer name, or by walking the markers.
 
 use super::marker::{GRAIN_MARKER_SIZE, Kind, Marker};
 use crate::hosted::directory::{Directories, ENTRY_ABSENT, Warnings};
@@ -17,7 +17,7 @@ const WALK_BYTES: usize = 64 << 10;
 pub(super) enum Index {
     /// Tables in the file.
     Tables(Box<TableIndex>),
-    /// Grain and sector of each marker found, by grain. Takes 8 bytes for at least 512 of the file.
+    /// Grain and sector of each marker found, by grain: 8 bytes of memory for at least 512 of the file.
     Walked(Grains),
 }
 
@@ -26,13 +26,13 @@ pub(super) struct TableIndex {
     tables: Tables,
     /// Entries of each.
     per_table: u64,
-    /// For each table whether there is one.
+    /// For each table whether it exists.
     present: Vec<bool>,
 }
 
 impl Index {
-    /// Finds the index; the header returned is the one that counts. `cut`: also of a stream whose end is missing, as
-    /// far as it goes.
+    /// Finds the index, and the header that is valid. With `cut`, also of a stream whose end is missing, as far as it
+    /// goes.
     pub(super) fn open(
         file: &dyn File,
         header: Header,
@@ -87,7 +87,8 @@ impl Index {
         }
     }
 
-    /// How many grains from `grain` on are certainly absent, as far as is seen without reading; 0 when it may be there.
+    /// How many grains from `grain` on are certainly absent, as far as is known without reading; 0 if it may be
+    /// present.
     pub(super) fn absent_from(&self, grain: u64) -> u64 {
         match self {
             Self::Tables(index) => match index.present.get((grain / index.per_table) as usize) {
@@ -147,7 +148,8 @@ fn read_footer(file: &dyn File, head: &Header) -> Result<Header> {
     Ok(footer)
 }
 
-/// Goes from marker to marker to the end, or as far as the file goes: the grains, and where and why it went no further.
+/// Walks from marker to marker to the end, or as far as the file goes: returns the grains, and where and why the walk
+/// ended.
 fn walk(file: &dyn File, header: &Header) -> Result<(Grains, Option<String>)> {
     let length = file.len().during(|| "cannot find out the length".to_owned())?;
     let mut reader = Window { file, start: 0, bytes: Vec::new() };
@@ -180,7 +182,7 @@ fn walk(file: &dyn File, header: &Header) -> Result<(Grains, Option<String>)> {
         sector = sector.saturating_add(next);
     };
     let stopped = stopped.map(|why| format!("sector {sector}, where {why}"));
-    // Should a grain be there twice, the later one counts, as it would in a table.
+    // If a grain is present twice, the later one counts, as it would in a table.
     grains.sort_by_key(|(grain, _)| *grain);
     grains.reverse();
     grains.dedup_by_key(|(grain, _)| *grain);

@@ -17,9 +17,9 @@ pub(super) enum Marker {
     End,
     /// `sectors` sectors of something else follow the marker's own.
     Metadata {
-        /// What they are.
+        /// Their kind.
         kind: Kind,
-        /// How many.
+        /// Their number.
         sectors: u64,
     },
 }
@@ -38,7 +38,7 @@ pub(super) enum Kind {
 }
 
 impl Marker {
-    /// Reads a marker; `None` when it is none.
+    /// Reads a marker; `None` if the bytes are not one.
     pub(super) fn decode(bytes: &[u8; 16]) -> Option<Self> {
         let value = u64::from_le_bytes(bytes[..8].try_into().ok()?);
         let size = u32::from_le_bytes(bytes[8..12].try_into().ok()?);
@@ -56,7 +56,7 @@ impl Marker {
         Some(Self::Metadata { kind, sectors: value })
     }
 
-    /// The bytes; of a grain's marker the first [`GRAIN_MARKER_SIZE`] count.
+    /// The stored form; of a grain's marker the first [`GRAIN_MARKER_SIZE`] bytes count.
     pub(super) fn encode(&self) -> [u8; 16] {
         let (value, size, kind) = match *self {
             Self::Grain { sector, size } => (sector, size, 0),

@@ -4,14 +4,14 @@
 //! header | descriptor | grain .. grain | table | grain .. grain | table | directory | footer | end of stream
 //! ```
 //!
-//! Every part but the header has a marker before it. The bytes, and the variants that other programs write, are on the
-//! format's page: docs/format/stream.md. What must hold:
+//! Every part except the header has a marker before it. The bytes, and the variants that other programs write, are in
+//! docs/format/stream.md. Invariants:
 //!
 //! 1. A grain never takes more memory than its header's grain size when inflated, nor twice that when compressed.
-//! 2. Where the directory is lost (a transfer that was cut) the markers are walked instead, and it is said; each step
-//!    goes forward in the file, so that the walk ends.
+//! 2. If the directory is lost (a transfer that was cut), the markers are walked instead, with a warning; each step
+//!    goes forward in the file, so the walk ends.
 //! 3. Inflated grains are kept in a cache of `CACHE_BYTES`; grains read whole do not pass through it.
-//! 4. [`StreamWriter`] never goes back: what it writes can go down a pipe.
+//! 4. [`StreamWriter`] never seeks: its output can be a pipe.
 
 mod deflate;
 mod grains;
@@ -52,12 +52,12 @@ pub struct Stream {
 }
 
 impl Stream {
-    /// Opens an extent; `image` is what messages call it. One whose end is missing is refused.
+    /// Opens an extent; messages call it `image`. One whose end is missing is refused.
     pub fn open(file: Arc<dyn File>, image: &str) -> Result<Self> {
         Self::open_with(file, image, false)
     }
 
-    /// Opens an extent even if its end is missing: what was in that part reads as zeros.
+    /// Opens an extent even if its end is missing: the missing part reads as zeros.
     pub fn salvage(file: Arc<dyn File>, image: &str) -> Result<Self> {
         Self::open_with(file, image, true)
     }
@@ -76,7 +76,7 @@ impl Stream {
         Ok(Self { image: image.to_owned(), file, header, index, grains, warnings, cache })
     }
 
-    /// What a person should know about the image: damage that could be read around.
+    /// Damage that could be read around, for the user.
     pub fn warnings(&self) -> Vec<String> {
         self.warnings.list()
     }
@@ -98,7 +98,7 @@ impl Stream {
         }
     }
 
-    /// Reads one grain, or the first bytes of it when it is cut by the capacity.
+    /// Reads one grain, or its first bytes if the capacity cuts it.
     fn read_grain(&self, grain: u64, out: &mut [u8]) -> Result<()> {
         match self.index.entry(self.file.as_ref(), grain, &self.warnings)? {
             ENTRY_ABSENT => {
@@ -151,7 +151,7 @@ impl Layer for Stream {
         let mut start = range.start;
         while start < range.end {
             let grain = start / size;
-            // A table that is not there is passed in one step.
+            // A missing table is passed in one step.
             let (content, grains) = match self.index.absent_from(grain) {
                 0 => match self.lookup(grain) {
                     Ok(content) => (content, 1),

@@ -13,7 +13,7 @@ const GRAIN_SECTORS: u64 = 128;
 /// Sectors kept for the descriptor, more only for a longer text.
 const DESCRIPTOR_SECTORS: u64 = 20;
 
-/// What a stream is written like.
+/// Parameters of a stream.
 #[derive(Clone, Debug)]
 pub struct StreamOptions<'a> {
     /// Capacity in bytes, a multiple of 512.
@@ -22,11 +22,11 @@ pub struct StreamOptions<'a> {
     pub descriptor: &'a [u8],
     /// 0 (stored) to 9 (smallest); 6 is usual.
     pub level: u32,
-    /// Threads that compress; 0 and 1 mean the caller's own.
+    /// Threads that compress; with 0 and 1 the caller's thread does.
     pub threads: usize,
 }
 
-/// Writes a streamOptimized extent to anything that takes bytes.
+/// Writes a streamOptimized extent to any [`std::io::Write`].
 pub struct StreamWriter<W: Write> {
     out: W,
     header: Header,
@@ -92,13 +92,13 @@ impl<W: Write> StreamWriter<W> {
         self.header.grain * SECTOR
     }
 
-    /// Bytes written so far; with several threads a little behind what was handed in.
+    /// Bytes written so far; with several threads slightly less than was added.
     pub fn position(&self) -> u64 {
         self.position * SECTOR
     }
 
-    /// Takes whole grains at `start`, behind everything taken before; the last of the disk may be cut by its capacity.
-    /// What is never handed in, and grains that are all zeros, are left out: they read as zeros.
+    /// Adds whole grains at `start`, behind all earlier ones; the capacity may cut the last one of the disk. Grains
+    /// that are never added, and grains of zeros, are left out: they read as zeros.
     pub fn write(&mut self, start: u64, data: &[u8]) -> Result<()> {
         self.check()?;
         let (grain, capacity) = (self.grain(), self.header.capacity * SECTOR);
@@ -121,7 +121,7 @@ impl<W: Write> StreamWriter<W> {
         Ok(())
     }
 
-    /// Ends the stream and gives back what it was written to, flushed.
+    /// Ends the stream and returns its output, flushed.
     pub fn finish(mut self) -> Result<W> {
         self.check()?;
         while let Some(packed) = self.deflaters.pop()? {
@@ -155,7 +155,7 @@ impl<W: Write> StreamWriter<W> {
         Ok(())
     }
 
-    /// Sector of what comes next, as tables name it.
+    /// Sector of the next part, as tables name it.
     fn place(&mut self) -> Result<u32> {
         u32::try_from(self.position).map_err(|_| {
             self.failed = true;
@@ -174,7 +174,7 @@ impl<W: Write> StreamWriter<W> {
         self.put(&packed.bytes)
     }
 
-    /// Writes the table under way, if it names anything.
+    /// Writes the current table, if it names any grain.
     fn put_table(&mut self) -> Result<()> {
         if self.table.iter().all(|entry| *entry == 0) {
             return Ok(());

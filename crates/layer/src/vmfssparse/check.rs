@@ -1,7 +1,7 @@
-//! Looking at all tables: what is used, what is dead, what is wrong.
+//! Checking all tables: used and dead space, and damage.
 //!
-//! A look at everything reads each table once, past the cache. Finding what overlaps needs a bit per sector of the
-//! file; it is done window by window, with one look at all tables for each 64 GiB of file, so that memory stays small.
+//! A check reads each table once, past the cache. Finding overlaps needs a bit per sector of the file; it is done in
+//! windows, with one pass over all tables for each 64 GiB of file, so that memory stays small.
 
 use super::VmfsSparse;
 use super::header::{HEADER_SECTORS, TABLE_SECTORS};
@@ -12,7 +12,7 @@ use crate::{Error, ErrorKind, Result, SECTOR};
 /// Most problems that are listed; more are counted.
 const PROBLEMS_MAX: usize = 32;
 
-/// What a check found.
+/// The result of a check.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Check {
     /// Grain tables.
@@ -23,9 +23,9 @@ pub struct Check {
     pub zero_entries: u64,
     /// Bytes that nothing names: shrinking returns them.
     pub dead: u64,
-    /// How many problems there are.
+    /// Number of problems.
     pub problem_count: u64,
-    /// The first of them, as sentences.
+    /// The first of them, as text.
     pub problems: Vec<String>,
 }
 
@@ -38,7 +38,7 @@ impl Check {
     }
 }
 
-/// What is used, in sectors.
+/// Used space, in sectors.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Survey {
     pub(super) tables: u64,
@@ -46,14 +46,14 @@ pub(super) struct Survey {
     pub(super) zeros: u64,
     pub(super) damaged: u64,
     pub(super) used: u64,
-    /// Behind the last sector that is named.
+    /// End of the last named sector.
     pub(super) end: u64,
     pub(super) dead: u64,
 }
 
 impl VmfsSparse {
-    /// Checks the whole extent: entries that lead out of the file, what overlaps, a header that does not say what is.
-    /// Reads every table, and once more for each further 64 GiB of file. The extent must not be shrunk meanwhile.
+    /// Checks the whole extent: entries beyond the file, overlaps, and a header that disagrees with the file. Reads
+    /// every table, and once more for each further 64 GiB of file. The extent must not be shrunk meanwhile.
     pub fn check(&self) -> Result<Check> {
         let mut check = Check::default();
         let header = &self.header;
@@ -77,7 +77,7 @@ impl VmfsSparse {
         if unreadable > 0 {
             return Ok(check);
         }
-        // A million entries that name one table must not have it read a million times.
+        // A million entries with the same table must not cause a million reads of it.
         if let Err(error) = self.check_table_places() {
             check.complain(1, || error.to_string());
             return Ok(check);
@@ -131,7 +131,7 @@ impl VmfsSparse {
         Ok(survey)
     }
 
-    /// Marks what is used within the window of `marks`; answers how much of it was marked before.
+    /// Marks the used sectors within the window of `marks`; returns how many were marked before.
     pub(super) fn mark(&self, marks: &mut Marks) -> Result<u64> {
         let grain = self.header.grain();
         let mut overlaps = u64::from(marks.mark(0..HEADER_SECTORS));
@@ -148,7 +148,7 @@ impl VmfsSparse {
         Ok(overlaps)
     }
 
-    /// Refuses a directory in which tables lie outside the file or overlap; answers how many there are.
+    /// Refuses a directory with tables that lie outside the file or overlap; returns the number of tables.
     pub(super) fn check_table_places(&self) -> Result<u64> {
         let places = (0..self.tables.count()).map(|index| self.tables.place(index));
         let mut places: Vec<u64> = places.filter(|place| *place != 0).collect();

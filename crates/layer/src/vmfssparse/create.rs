@@ -1,4 +1,4 @@
-//! Making an empty redo log: the directory as a hole, a flush, then the header. A crash before that leaves no extent.
+//! Creating an empty redo log: the directory as a hole, a flush, then the header. A crash before that leaves no extent.
 
 use super::header::{GRAIN_SECTORS_WRITTEN_MAX, HEADER_SIZE, Header};
 use super::space::ALIGNMENT;
@@ -7,7 +7,7 @@ use crate::{Error, ErrorKind, IoContext, Result, SECTOR};
 use backend::File;
 use std::sync::Arc;
 
-/// What an extent is made like.
+/// Parameters of an extent.
 #[derive(Clone, Debug)]
 pub struct CreateOptions {
     /// Capacity in bytes: a multiple of 512, less than 2 TiB.
@@ -17,7 +17,7 @@ pub struct CreateOptions {
 }
 
 impl CreateOptions {
-    /// An extent as ESX makes it.
+    /// The parameters that ESX uses.
     pub fn new(capacity: u64) -> Self {
         Self { capacity, grain_sectors: 1 }
     }
@@ -44,7 +44,7 @@ pub fn create(file: Arc<dyn File>, image: &str, options: &CreateOptions) -> Resu
     let file = AlignedFile::new(file);
     file.file().set_len(free * SECTOR).during(context)?;
     file.file().sync().during(context)?;
-    // Magic last: the sectors of one write may become durable in any order.
+    // The magic number last: the sectors of one write may become durable in any order.
     let (first, rest) = header.bytes().split_at(SECTOR as usize);
     file.write_at(&[rest], SECTOR, true).during(context)?;
     debug_assert_eq!(first.len() + rest.len(), HEADER_SIZE);

@@ -1,8 +1,8 @@
 //! The header of a redo log: 2,048 bytes at the start of the file.
 //!
-//! What passes [`Header::decode`] has a capacity, a grain and a directory within the limits below; whether the
-//! directory lies within the file is checked where it is read. The bytes are kept: fields that lamina does not use
-//! (names, generations) are written back as they were found.
+//! A header that passes [`Header::decode`] has a capacity, a grain and a directory within the limits below; the place
+//! of the directory is checked where it is read. The bytes are kept: fields that lamina does not use (names,
+//! generations) are written back unchanged.
 
 use crate::{Error, ErrorKind, Result, SECTOR};
 
@@ -27,14 +27,14 @@ pub(super) const TABLE_SECTORS: u64 = TABLE_SIZE as u64 / SECTOR;
 /// Sectors beyond the last that an entry can name: 2 TiB.
 pub(super) const SECTORS_END: u64 = 1 << 32;
 
-/// Largest grain in sectors: 1 GiB, as QEMU has it.
+/// Largest grain in sectors: 1 GiB, QEMU's limit.
 pub const GRAIN_SECTORS_MAX: u32 = 0x20_0000;
 
-/// Largest grain, in sectors, of an extent that is written: partial grains are filled up in memory. 1 MiB.
+/// Largest grain, in sectors, of an extent that is written: 1 MiB. Partial grains are completed in memory.
 pub const GRAIN_SECTORS_WRITTEN_MAX: u32 = 2048;
 
 const VERSION: u32 = 1;
-/// Root, and capable of being checked: what ESX writes into every delta.
+/// Root, and capable of being checked: the flags that ESX writes into every delta.
 const FLAGS: u32 = 3;
 /// Flag: its last writer found it inconsistent.
 const FLAG_INCONSISTENT: u32 = 4;
@@ -90,7 +90,7 @@ impl Header {
         Ok(header)
     }
 
-    /// The bytes as they belong into the file.
+    /// The stored form.
     pub(super) fn bytes(&self) -> &[u8; HEADER_SIZE] {
         &self.bytes
     }
@@ -115,12 +115,12 @@ impl Header {
         self.capacity().div_ceil(u64::from(TABLE_ENTRIES) * self.grain())
     }
 
-    /// Sectors of the directory, the whole of what the header claims.
+    /// Sectors of the directory that the header claims.
     pub(super) fn directory_sectors(&self) -> u64 {
         (u64::from(self.get(24)) * 4).div_ceil(SECTOR)
     }
 
-    /// Where the next grain goes, as the header has it; it is not to be trusted.
+    /// The next free sector according to the header, which may be out of date.
     pub fn free_sector(&self) -> u64 {
         u64::from(self.get(OFFSET_FREE))
     }

@@ -4,23 +4,21 @@
 //! header (4 sectors) | grain directory | grains and grain tables, as they were first written
 //! ```
 //!
-//! The directory names tables, a table 4,096 grains. The bytes are on the format's page: docs/format/vmfssparse.md.
-//! What must hold:
+//! The directory names tables, a table 4,096 grains. The bytes are in docs/format/vmfssparse.md. Invariants:
 //!
-//! 1. Payload goes to the file at once; only tables are held back. A commit makes the payload and new tables durable
-//!    first, then writes the entries that name them: a crash leaves at worst grains and tables without a name. The
-//!    mark of where the file ends comes last, and is not used after a crash.
-//! 2. The unclean mark is durable before the first change, and goes after the last.
-//! 3. A grain keeps its place: writing again goes there. Only shrinking moves grains, and a place that was named is
-//!    cut off when all that were told of it are gone ([`Layer::epoch`]).
-//! 4. The format has no entry for zeros. Zeros over a parent are grains like others, with a hole of the file under them
-//!    where they are many; the value 1, which some readers take for zeros and others do not, is read as zeros and not
-//!    written.
+//! 1. Payload goes to the file at once; tables are written later. A commit makes the payload and new tables durable
+//!    first, then writes the entries that name them, so a crash leaves at worst unnamed grains and tables. The mark of
+//!    the end of the file comes last, and is not used after a crash.
+//! 2. The unclean mark is durable before the first change, and is removed after the last.
+//! 3. A grain keeps its place: later writes go there. Only shrinking moves grains, and a place that was named is cut
+//!    off only after all operations that may use it have ended ([`Layer::epoch`]).
+//! 4. The format has no entry for zeros. Zeros over a parent are ordinary grains, with a hole of the file under long
+//!    runs; the value 1, which some readers take for zeros and others do not, is read as zeros and not written.
 //! 5. After a failed write or flush nothing more is written: the layer is [`ErrorKind::Stopped`] until it is opened
 //!    again.
 //!
-//! Locks, outermost first: `shrinking`, the gate (shared by changes, alone by closing and by the steps of shrinking),
-//! `commit`, `unnamed`, `space`, the cache's own. None but the gate is held while payload is read or written.
+//! Locks, outermost first: `shrinking`, the gate (shared by changes, exclusive for closing and for the steps of
+//! shrinking), `commit`, `unnamed`, `space`, the cache's own. Only the gate is held while payload is read or written.
 
 mod check;
 mod commit;
@@ -79,7 +77,7 @@ impl VmfsSparse {
         &self.header
     }
 
-    /// What a person should know about the image: damage that could be read around.
+    /// Damage that could be read around, for the user.
     pub fn warnings(&self) -> Vec<String> {
         let mut warnings = Vec::new();
         if self.header.unclean() {
@@ -156,7 +154,8 @@ impl Layer for VmfsSparse {
                         Some((DATA, place)) => {
                             Content::Data { file: 0, offset: place * SECTOR + (start - first * size) }
                         }
-                        // What could be told stays said; the damage is met when it is asked for itself.
+                        // The extents before the damage stay valid; a request for the damaged range itself gets the
+                        // error.
                         Some(_) if !answer.is_empty() => return Ok(false),
                         Some(_) => return Err(self.damaged_entry(first)),
                     };

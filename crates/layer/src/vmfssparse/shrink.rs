@@ -1,7 +1,7 @@
-//! Shrinking: dead space is found, live grains are moved from the end of the file into it, and the end is cut off. The
-//! extent stays in use; reads go on, writes wait for one step at a time, of a mebibyte at the most.
+//! Shrinking: finds dead space, moves live grains from the end of the file into it, and cuts the end off. The extent
+//! stays in use; reads continue, writes wait for one step at a time, of a mebibyte at most.
 //!
-//! A round goes like this, with `target` where the file would end if nothing in it were dead:
+//! The steps of a round, with `target` as the end of the file without dead space:
 //!
 //! ```text
 //! commit, and wait for every reader that was given places before: now what no table names is unused
@@ -11,9 +11,9 @@
 //! wait for every reader that was given the old places, and cut the file
 //! ```
 //!
-//! A crash leaves a grain at its old place or at its new one, and the other as dead space. What is put into use at the
-//! end of the file meanwhile is the next round's. So is what did not fit, because holes are too small for a grain or a
-//! table: the next round aims higher by so much.
+//! A crash leaves a grain at its old place or at its new one, and the other as dead space. What writes add at the end
+//! of the file meanwhile belongs to the next round. So does what did not fit, because holes are too small for a grain
+//! or a table: the next round has a target higher by as much.
 
 use super::VmfsSparse;
 use super::commit::Writer;
@@ -29,10 +29,10 @@ use work::{Progress, Throttle};
 /// Sectors moved while writes wait: 1 MiB, a fraction of a millisecond.
 const STEP_SECTORS: u64 = 2048;
 
-/// Most rounds: each moves only what the one before had no room for, or what was put at the end of the file since.
+/// Most rounds: each moves only what the one before had no room for, or what was added at the end of the file since.
 const ROUNDS_MAX: usize = 8;
 
-/// How long a read may use what it was told before shrinking gives up.
+/// How long a read may use a place before shrinking gives up.
 const PATIENCE: Duration = Duration::from_secs(30);
 
 /// Between two looks whether such reads are over.
@@ -52,11 +52,11 @@ pub struct Shrunk {
 /// One round.
 struct Round<'a> {
     writer: &'a Writer,
-    /// Where the file shall end.
+    /// The future end of the file.
     target: u64,
     /// End of what could not be moved.
     left: u64,
-    /// How much that was.
+    /// Sectors that could not be moved.
     unmoved: u64,
     moved: u64,
 }
@@ -93,7 +93,7 @@ impl VmfsSparse {
         throttle: &Throttle<&dyn Progress>,
     ) -> Result<(bool, u64)> {
         self.settle(writer)?;
-        // Alone, so that no place is taken and not entered yet: it would look dead.
+        // Under the exclusive gate, so that no place is allocated and not entered yet: it would look dead.
         let end = {
             let open = writer.gate.write();
             self.check_open(writer, *open)?;
@@ -108,13 +108,13 @@ impl VmfsSparse {
         let mut round = Round { writer, target, left: target, unmoved: 0, moved: 0 };
         let result = self.move_all(&mut round, *moved, throttle);
         *moved += round.moved * SECTOR;
-        // Also when it was stopped: what was moved stays so.
+        // Also if it was stopped: moved grains stay moved.
         self.settle(writer)?;
         result?;
         Ok((self.cut(writer, end, round.left)?, round.unmoved))
     }
 
-    /// Where a file used up to sector `end` would end if nothing in it were dead.
+    /// The end of a file that is used up to sector `end`, without its dead space.
     fn target(&self, end: u64) -> Result<u64> {
         let mut used = self.tables.data_start();
         for index in 0..self.tables.count() {
@@ -163,7 +163,7 @@ impl VmfsSparse {
             for index in 0..self.tables.count() {
                 let mut told = round.moved;
                 while self.move_step(round, index)? {
-                    // What is moved is read and written.
+                    // Moved bytes are read and written.
                     let moved = 2 * (round.moved - std::mem::replace(&mut told, round.moved)) * SECTOR;
                     let done = before + round.moved * SECTOR;
                     if throttle.step(done, done, moved).is_break() {
@@ -179,7 +179,7 @@ impl VmfsSparse {
         Ok(())
     }
 
-    /// Moves something of table `index`; false when there is nothing more to move, or no room for it.
+    /// Moves a part of table `index`; false if there is nothing more to move, or no room for it.
     fn move_step(&self, round: &mut Round<'_>, index: u32) -> Result<bool> {
         let Some(table) = self.tables.survey(&self.file, index)? else { return Ok(false) };
         let grain = self.header.grain();
@@ -191,7 +191,7 @@ impl VmfsSparse {
         }
         drop(table);
         self.back_table(round.writer, index)?;
-        // From here on there are no writes and no commits; reads may go on.
+        // From here on there are no writes and no commits; reads continue.
         let open = round.writer.gate.write();
         self.check_open(round.writer, *open)?;
         let _between_commits = round.writer.commits.turn();
@@ -264,12 +264,12 @@ impl VmfsSparse {
         self.file.write_at(&[&bytes], to.start * SECTOR, false).during(context)
     }
 
-    /// Cuts the file, of which nothing between `left` and `end` is in use; true when more came behind `end` meanwhile.
+    /// Cuts the file between `left` and `end`, where nothing is in use; true if more was added behind `end` meanwhile.
     fn cut(&self, writer: &Writer, end: u64, left: u64) -> Result<bool> {
         let open = writer.gate.write();
         self.check_open(writer, *open)?;
         let context = || format!("{}: cannot cut it", self.image);
-        // What came behind `end` and could not be moved is no reason to keep what lies before it.
+        // Parts added behind `end` that could not be moved do not keep the space before them.
         let left = left.min(end);
         let mut space = writer.space.lock();
         writer.backing.forget(left * SECTOR..u64::MAX);

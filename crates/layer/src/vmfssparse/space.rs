@@ -1,13 +1,13 @@
-//! Where new grains and tables go.
+//! Places for new grains and tables.
 //!
-//! 1. New places are taken from the end, so that what is written together lies together. Where grains allow it, a place
-//!    is as far from a 4 KiB border of the file as its grain is from one of the disk, and from a border of up to 64 KiB
-//!    where so much is written at once: aligned blocks of the guest stay aligned, cost one page of memory or medium
-//!    each when they are read or written again, and large ones lie in large folios. What is skipped is taken by the
-//!    next tables and small writes.
-//! 2. A place is handed out once. Exceptions are *holes*, which no table on the medium names and no reader can have
-//!    been given: sectors skipped for alignment, places taken in vain, and dead space that shrinking found.
-//! 3. With direct I/O the file grows ahead of its use, since each write that makes a file longer waits for all others.
+//! 1. New places are taken from the end, so that data written together is adjacent. Where the grain size allows it, a
+//!    place has the same distance from a 4 KiB boundary of the file as its grain from one of the disk, and from a
+//!    boundary of up to 64 KiB if that much is written at once. So aligned blocks of the guest stay aligned, cost one
+//!    page of memory or medium each when they are read or written again, and large ones lie in large folios. Skipped
+//!    sectors are used by the next tables and small writes.
+//! 2. A place is allocated once. Exceptions are *holes*, which no table on the medium names and no reader can use:
+//!    sectors skipped for alignment, places allocated in vain, and dead space that shrinking found.
+//! 3. With direct I/O the file grows ahead of its use, because each write that extends a file waits for all others.
 
 use super::header::SECTORS_END;
 use crate::{Error, ErrorKind, IoContext, Result, SECTOR};
@@ -17,7 +17,7 @@ use std::collections::BTreeMap;
 /// Sectors of a page.
 pub(super) const ALIGNMENT: u64 = 8;
 
-/// Largest border that places keep their distance to: as far as writes are cut apart below anyway.
+/// Largest boundary to which places keep their distance: larger writes are split below anyway.
 const ALIGNMENT_MAX: u64 = 128;
 
 /// Sectors by which a file in direct mode grows at a time: 16 MiB.
@@ -26,10 +26,10 @@ const GROWTH: u64 = 32 << 10;
 /// Most holes remembered; more stay dead until the extent is shrunk.
 const HOLES_MAX: usize = 1 << 18;
 
-/// Holes looked at before a new place is taken from the end.
+/// Holes examined before a new place is taken from the end.
 const PROBES_MAX: usize = 32;
 
-/// The border that matters for so many sectors at once.
+/// The boundary that applies to this many sectors at once.
 fn alignment(sectors: u64) -> u64 {
     1 << sectors.clamp(ALIGNMENT, ALIGNMENT_MAX).ilog2()
 }
@@ -43,9 +43,9 @@ pub(super) struct Place {
 
 /// The space of one file.
 pub(super) struct Space {
-    /// First sector never used.
+    /// First sector that was never used.
     free: u64,
-    /// First sector that the file does not have yet, where it grows ahead.
+    /// First sector beyond the file, where it grows ahead.
     grown: u64,
     grows_ahead: bool,
     holes: BTreeMap<u64, u64>,
@@ -57,17 +57,17 @@ impl Space {
         Self { free, grown: free, grows_ahead, holes: BTreeMap::new() }
     }
 
-    /// First sector never used.
+    /// First sector that was never used.
     pub(super) fn free(&self) -> u64 {
         self.free
     }
 
-    /// Takes `sectors` sectors in one piece for what stands at sector `lba` of the disk.
+    /// Allocates `sectors` contiguous sectors for the data at sector `lba` of the disk.
     pub(super) fn take(&mut self, file: &dyn File, sectors: u64, lba: u64) -> Result<u64> {
         self.take_at(file, sectors, lba, alignment(sectors))
     }
 
-    /// Takes `sectors` sectors that begin on the border of a page, for a table.
+    /// Allocates `sectors` sectors from the boundary of a page, for a table.
     pub(super) fn take_pages(&mut self, file: &dyn File, sectors: u64) -> Result<u64> {
         self.take_at(file, sectors, 0, ALIGNMENT)
     }
@@ -80,7 +80,7 @@ impl Space {
         {
             return Ok(place);
         }
-        // Less than a page is not worth its alignment.
+        // Less than a page is not worth alignment.
         let skip = if sectors < ALIGNMENT { 0 } else { skip };
         let start = self.free + skip;
         let end = start + sectors;
@@ -102,7 +102,7 @@ impl Space {
         let reserve = |to: u64| file.reserve(self.grown * SECTOR, (to - self.grown) * SECTOR);
         self.grown = match reserve(far) {
             Ok(()) => far,
-            // Near the end of the room there is, what is needed may still fit.
+            // Near the end of the room, a smaller place may still fit.
             Err(error) if error::lacks_space(&error) => {
                 reserve(end).during(context)?;
                 end
@@ -112,7 +112,7 @@ impl Space {
         Ok(())
     }
 
-    /// Takes `sectors` sectors out of a hole, if one of the lowest has room for them.
+    /// Allocates `sectors` sectors from a hole, if one of the lowest has room for them.
     pub(super) fn take_hole(&mut self, sectors: u64, lba: u64) -> Option<u64> {
         self.take_hole_at(sectors, lba, ALIGNMENT)
     }
@@ -129,10 +129,10 @@ impl Space {
         Some(start + skip)
     }
 
-    /// Takes the lowest hole, or as much of it as is asked for: at least `unit` sectors, a multiple of it.
+    /// Allocates the lowest hole, or as much of it as is requested: at least `unit` sectors, a multiple of it.
     pub(super) fn take_part(&mut self, sectors: u64, unit: u64) -> Option<Place> {
         let (start, length) = loop {
-            // Holes too small for one grain are of no use to any caller.
+            // No caller can use holes too small for one grain.
             let (start, length) = self.holes.pop_first()?;
             if length >= unit {
                 break (start, length);
@@ -143,24 +143,24 @@ impl Space {
         Some(Place { start, sectors: taken })
     }
 
-    /// A place that no reader was given is a hole from now on.
+    /// Adds a place that no reader uses to the holes.
     pub(super) fn give_back(&mut self, place: Place) {
         if place.sectors > 0 && self.holes.len() < HOLES_MAX {
             self.holes.insert(place.start, place.sectors);
         }
     }
 
-    /// True when no further hole is remembered.
+    /// True if no further hole can be remembered.
     pub(super) fn is_full(&self) -> bool {
         self.holes.len() >= HOLES_MAX
     }
 
-    /// Forgets all holes.
+    /// Drops all holes.
     pub(super) fn forget_holes(&mut self) {
         self.holes.clear();
     }
 
-    /// The file was cut to `sectors`.
+    /// Notes that the file was cut to `sectors`.
     pub(super) fn cut(&mut self, sectors: u64) {
         self.free = sectors;
         self.grown = sectors;

@@ -1,6 +1,6 @@
-//! Grain directory and grain tables: what the file says, checked, and in memory.
+//! Grain directory and grain tables: checked, and in memory.
 //!
-//! 1. The directory is in memory whole (4 MiB for 2 TiB). It may name tables that the file's directory does not name
+//! 1. The whole directory is in memory (4 MiB for 2 TiB). It may name tables that the file's directory does not name
 //!    yet; these are in the cache, changed, until a commit has written them.
 //! 2. Tables are read on demand and kept as runs. An invalid entry is kept as it is; a read or write of its
 //!    grain fails.
@@ -31,21 +31,21 @@ const PART_ENTRIES: u32 = SECTOR as u32 / 4;
 /// All parts of a table.
 pub(super) const PARTS_ALL: u64 = (1 << TABLE_SECTORS) - 1;
 
-/// The parts that a range of entries touches.
+/// The parts to which a range of entries belongs.
 pub(super) fn parts_of(entries: &Range<u32>) -> u64 {
     let (first, last) = (entries.start / PART_ENTRIES, entries.end.div_ceil(PART_ENTRIES));
     ((1u64 << last) - 1) & !((1u64 << first) - 1)
 }
 
-/// The maps of an extent.
+/// Directory and tables of an extent.
 pub(super) struct Tables {
     image: String,
     capacity: u64,
     grain: u64,
-    /// Where the file has its directory, in sectors.
+    /// Place of the directory in the file, in sectors.
     directory_place: Range<u64>,
     directory: Box<[AtomicU32]>,
-    /// Sectors of the file, as far as anything may be named.
+    /// End of the part of the file that entries may name, in sectors.
     limit: AtomicU64,
     pub(super) cache: RunCache,
 }
@@ -75,29 +75,29 @@ impl Tables {
         })
     }
 
-    /// How many tables the capacity needs.
+    /// Number of tables that the capacity needs.
     pub(super) fn count(&self) -> u32 {
         self.directory.len() as u32
     }
 
-    /// The sector of table `index`; 0 when there is none.
+    /// The sector of table `index`; 0 if there is none.
     pub(super) fn place(&self, index: u32) -> u64 {
         self.directory.get(index as usize).map_or(0, |entry| u64::from(entry.load(Ordering::Acquire)))
     }
 
-    /// The table is at `sector` from now on.
+    /// Notes that the table is at `sector` from now on.
     pub(super) fn set_place(&self, index: u32, sector: u64) {
         if let Some(entry) = self.directory.get(index as usize) {
             entry.store(sector as u32, Ordering::Release);
         }
     }
 
-    /// Sectors of the file, as far as anything may be named.
+    /// End of the part of the file that entries may name, in sectors.
     pub(super) fn limit(&self) -> u64 {
         self.limit.load(Ordering::Acquire)
     }
 
-    /// The file is in use up to `sector`.
+    /// Notes that the file is in use up to `sector`.
     pub(super) fn raise_limit(&self, sector: u64) {
         self.limit.fetch_max(sector, Ordering::AcqRel);
     }
@@ -132,13 +132,13 @@ impl Tables {
         u64::from(index) * u64::from(TABLE_ENTRIES)
     }
 
-    /// Entries of table `index` that stand for something: fewer in the last.
+    /// Entries of table `index` within the capacity: fewer in the last.
     fn entries(&self, index: u32) -> u32 {
         let grains = self.capacity.div_ceil(self.grain) - self.first_grain(index);
         grains.min(u64::from(TABLE_ENTRIES)) as u32
     }
 
-    /// Whether `sectors` sectors at `start` may be something that is named.
+    /// Whether entries may name `sectors` sectors at `start`.
     fn may_be_named(&self, start: u64, sectors: u64, limit: u64) -> bool {
         let in_directory = start < self.directory_place.end && start + sectors > self.directory_place.start;
         start >= HEADER_SECTORS && start < limit && !in_directory
@@ -163,7 +163,7 @@ impl Tables {
         Ok(self.decode(&bytes, self.entries(index)))
     }
 
-    /// Table `index` for a look at all of them, past the cache; `None` where there is none.
+    /// Table `index` for a walk through all tables, past the cache; `None` if there is none.
     pub(super) fn survey(&self, file: &AlignedFile, index: u32) -> Result<Option<Arc<RunList>>> {
         if self.place(index) == 0 {
             return Ok(None);
@@ -185,7 +185,7 @@ impl Tables {
             let place = u64::from(value);
             let (kind, place) = match value {
                 VALUE_ZERO => (ZERO, 0),
-                // The last grain of a file may be cut short: what is missing reads as zeros.
+                // The last grain of a file may be cut short: the missing part reads as zeros.
                 _ if self.may_be_named(place, self.grain, limit) => (DATA, place),
                 _ => (DAMAGED, place),
             };
@@ -219,8 +219,8 @@ impl Tables {
         self.directory_place.start + u64::from(index / PART_ENTRIES)
     }
 
-    /// Bytes of the directory's sectors from `sector` on, with what `unnamed` says for tables that are not yet written
-    /// at their place.
+    /// Bytes of the directory's sectors from `sector` on, with the entries of `unnamed` for tables that are not yet
+    /// written.
     pub(super) fn encode_directory(&self, sectors: Range<u64>, unnamed: &FxHashMap<u32, u32>) -> Vec<u8> {
         let first = (sectors.start - self.directory_place.start) as u32 * PART_ENTRIES;
         let last = (sectors.end - self.directory_place.start) as u32 * PART_ENTRIES;

@@ -1,4 +1,4 @@
-//! Looking at the whole map: what is used, what is dead, what is wrong.
+//! Checking the whole map: used and dead space, and damage.
 
 use super::VsanSparse;
 use super::page::DATA;
@@ -9,22 +9,22 @@ use crate::{ErrorKind, Result};
 /// Most problems that are listed; more are counted.
 const PROBLEMS_MAX: usize = 32;
 
-/// What a check found.
+/// The result of a check.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Check {
     /// Map pages.
     pub pages: u64,
     /// Grains with data.
     pub grains: u64,
-    /// Blocks that were handed out and that no grain has: what crashes have cost.
+    /// Blocks that were allocated and that no grain has: space that crashes have cost.
     pub dead: u64,
-    /// How many problems there are.
+    /// Number of problems.
     pub problem_count: u64,
-    /// The first of them, as sentences.
+    /// The first of them, as text.
     pub problems: Vec<String>,
 }
 
-/// What is used, in blocks.
+/// Used space, in blocks.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Survey {
     pages: u64,
@@ -33,8 +33,8 @@ pub(super) struct Survey {
 }
 
 impl VsanSparse {
-    /// Checks the whole map: each page is whole and names blocks of the units, no block is named twice. Reads every
-    /// page, and once more for each 512 GiB of units.
+    /// Checks the whole map: each page must be whole and name blocks of the units, and no block may be named twice.
+    /// Reads every page, and once more for each 512 GiB of units.
     pub fn check(&self) -> Result<Check> {
         let mut check = Check::default();
         for index in 0..self.map.layout.pages {
@@ -63,7 +63,7 @@ impl VsanSparse {
         let mut beyond = 0;
         self.each_run(|run| {
             let end = run.place + u64::from(run.count);
-            // Writes go on: what was handed out since the check began has a place behind where it ended then.
+            // Writes continue: blocks allocated since the check began lie behind the end of that moment.
             beyond += u64::from(end > next && end > self.next());
         })?;
         for (count, what) in [(twice, "more than one grain has"), (beyond, "a grain has, but no unit handed out")] {
@@ -81,7 +81,7 @@ impl VsanSparse {
         self.writer.as_ref().map_or(self.header.next, |writer| writer.space.lock().next())
     }
 
-    /// Hands out the runs that have places, page by page.
+    /// Passes the runs that have places to the caller, page by page.
     fn each_run(&self, mut look: impl FnMut(EntryRun)) -> Result<u64> {
         let mut pages = 0;
         for index in 0..self.map.layout.pages {

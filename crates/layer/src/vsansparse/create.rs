@@ -1,4 +1,4 @@
-//! Making an empty object: areas first, a flush, then the header. A crash before that leaves no object.
+//! Creating an empty object: areas first, a flush, then the header. A crash before that leaves no object.
 
 use super::header::Header;
 use super::layout::{BLOCK, LOG_BLOCKS, LOG_START, Layout};
@@ -7,7 +7,7 @@ use crate::{IoContext, Result};
 use backend::{Buffer, File};
 use std::sync::Arc;
 
-/// What an object is made like.
+/// Parameters of an object.
 #[derive(Clone, Debug)]
 pub struct CreateOptions {
     /// Capacity in bytes: a multiple of 512, 64 TiB at the most.
@@ -22,7 +22,7 @@ pub fn create(file: Arc<dyn File>, image: &str, options: &CreateOptions) -> Resu
     let context = || format!("{image}: cannot be made");
     let file = AlignedFile::new(file);
     file.file().set_len(layout.data * BLOCK).during(context)?;
-    // The log is a hole nowhere: appending to it changes nothing but its own blocks. The root has its space as well.
+    // The log has no holes, so that appending changes nothing but its own blocks. The root has its space as well.
     let zeros = Buffer::zeroed(LOG_BLOCKS as usize);
     file.write_at(&[&zeros], LOG_START * BLOCK, false).during(context)?;
     let root = layout.root_copies(0)..layout.root_copies(layout.root_blocks);

@@ -1,24 +1,24 @@
-//! The header: what opening needs before anything else. Two copies of one block each; a new one is written over the
-//! older of the two, with one durable write, so that a torn write leaves the other.
+//! The header: the state that opening needs first. Two copies of one block each; a new one is written over the older of
+//! the two, with one durable write, so that a torn write leaves the other.
 
 use super::layout::{BLOCK, COPIES, Layout};
 use crate::aligned::AlignedFile;
 use crate::{Error, ErrorKind, IoContext, Result};
 use checksums::checksum_without;
 
-/// What a file begins with.
+/// The first bytes of a file.
 pub const MAGIC: [u8; 8] = *b"LMVSANSP";
 
 const VERSION: u32 = 1;
 const SIZE: usize = BLOCK as usize;
 const OFFSET_CHECKSUM: usize = 12;
 
-/// A header that is in order.
+/// A header that passed its checks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Header {
-    /// Tells this object from every other.
+    /// Identifies this object.
     pub id: [u8; 16],
-    /// Which of two copies is newer.
+    /// Decides which of two copies is newer.
     pub sequence: u64,
     /// Bytes of the disk.
     pub capacity: u64,
@@ -30,7 +30,7 @@ pub struct Header {
     pub tail_number: u64,
     /// First block that no unit has handed out.
     pub next: u64,
-    /// Closed properly: nothing to replay.
+    /// Closed properly: nothing has to be replayed.
     pub clean: bool,
 }
 
@@ -50,7 +50,7 @@ impl Header {
         bytes
     }
 
-    /// Reads a copy; `None` where there is none that is whole.
+    /// Reads a copy; `None` if it is not whole.
     fn decode(bytes: &[u8; SIZE]) -> Result<Option<Self>> {
         if bytes[..8] != MAGIC || !is_sealed(bytes, OFFSET_CHECKSUM) {
             return Ok(None);
@@ -83,7 +83,7 @@ impl Header {
         // Numbers that only grow, and will never be as large: sums of them cannot overflow.
         let counters = [self.sequence, self.tail, self.tail_number];
         let reached = counters.iter().any(|counter| *counter > 1 << 60) || self.incarnation > 1 << 30;
-        // Every grain has one place at the most, and what a crash loses is little.
+        // Every grain has one place at most, and a crash loses little.
         let most = layout.data + 2 * layout.grains + (1 << 30);
         if reached || self.next < layout.data || self.next > most {
             return Err(Error::new(ErrorKind::Corrupt, "its header holds invalid numbers"));

@@ -1,4 +1,4 @@
-//! Where everything lies in the file. It follows from the capacity, so that no pointer can lead astray.
+//! The places of everything in the file. They follow from the capacity, so no pointer can be wrong.
 
 use crate::{CAPACITY_MAX, Error, ErrorKind, Result, SECTOR};
 use std::ops::Range;
@@ -6,7 +6,7 @@ use std::ops::Range;
 /// Bytes of a block, the unit of the file; also the grain of the map.
 pub const BLOCK: u64 = 4096;
 
-/// Bytes of a unit, in which space is taken from the file system.
+/// Bytes of a unit, in which space is allocated in the file system.
 pub const UNIT: u64 = 4 << 20;
 
 /// Blocks of a unit.

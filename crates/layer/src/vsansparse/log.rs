@@ -1,9 +1,9 @@
 //! The log: changes of the map since the last checkpoint, in batches, in a ring of blocks that were written before.
 //!
 //! A *position* counts blocks and only grows; its place is the position modulo the size of the ring. A batch counts if
-//! its checksum holds, it is this object's, stands where it says, has the next number, and is not of an earlier
-//! incarnation than the one before. The first that does not count ends the log. A batch is durable before the next is
-//! begun, so only the last can be torn.
+//! its checksum holds, it belongs to this object, is at the place that it names, has the next number, and its
+//! incarnation is not lower than that of the one before. The first that does not count ends the log. A batch is durable
+//! before the next is begun, so only the last can be torn.
 
 use super::header::{is_sealed, seal, u64_at};
 use super::layout::{BLOCK, LOG_BLOCKS, LOG_START};
@@ -35,9 +35,9 @@ const KIND_ZERO: u64 = 2;
 pub(super) struct Record {
     /// The first grain.
     pub(super) grain: u64,
-    /// How many there are.
+    /// Number of grains.
     pub(super) count: u64,
-    /// The block that has the first one's bytes; `None` for zeros.
+    /// The block with the first one's bytes; `None` for zeros.
     pub(super) place: Option<u64>,
 }
 
@@ -70,7 +70,7 @@ impl Record {
 #[derive(Default)]
 pub(super) struct Pending {
     records: Vec<Record>,
-    /// Changes that have reserved room and are not in `records` yet, or have just come.
+    /// Changes that have reserved room and are not in `records` yet, or were added just now.
     pub(super) reserved: usize,
 }
 
@@ -139,7 +139,7 @@ impl Log {
                 field.copy_from_slice(&record.encode());
             }
             seal(&mut buffer, OFFSET_CHECKSUM);
-            // A batch at the end of the ring goes on at its beginning.
+            // A batch at the end of the ring continues at its beginning.
             let start = self.head % LOG_BLOCKS;
             let cut = ((LOG_BLOCKS - start) as usize * SIZE).min(length);
             for (offset, bytes) in [(start, &buffer[..cut]), (0, &buffer[cut..])] {
@@ -154,7 +154,7 @@ impl Log {
         Ok(())
     }
 
-    /// Hands out the records from the tail on, and finds the end of the log. `apply` refuses what cannot be.
+    /// Passes the records from the tail on to `apply`, which refuses invalid ones, and finds the end of the log.
     pub(super) fn replay(&mut self, file: &AlignedFile, mut apply: impl FnMut(Record) -> Result<()>) -> Result<()> {
         self.head = self.tail;
         let mut incarnation = 0;

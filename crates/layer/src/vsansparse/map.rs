@@ -1,9 +1,9 @@
-//! The map in memory: the root, which says of each page whether there is one, and the pages, read on demand.
+//! The map in memory: the root, which has the state of each page, and the pages, read on demand.
 //!
-//! 1. The root is in memory whole, as far as anything is there: a quarter of a byte for 2 MiB of the disk. It is read
+//! 1. The whole root is in memory, as far as the disk is used: a quarter of a byte for 2 MiB of the disk. It is read
 //!    without a lock.
-//! 2. A page that the root calls stored is in the cache, or whole in the file. So a page is put into the cache, as
-//!    changed, before the root says that it is stored, and written before the root's block is.
+//! 2. A page with the state stored is in the cache, or whole in the file. So a page enters the cache, as changed,
+//!    before the root has that state, and is written before the root's block is.
 //! 3. Pages are changed under their lock in the cache, and the change is logged under the same lock: the order in the
 //!    log is that in memory.
 
@@ -20,14 +20,14 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
 const WORDS: usize = ROOT_PAGES as usize * 2 / 64;
 
-/// What the root says of a page.
+/// The state of a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum PageState {
-    /// All of it is absent.
+    /// Absent completely.
     Absent = 0,
-    /// There is a page.
+    /// Stored.
     Stored = 1,
-    /// All of it is zeros that hide the parent, and has no place.
+    /// Zeros that hide the parent, without a place.
     Zero = 2,
 }
 
@@ -45,7 +45,7 @@ impl Default for RootBlock {
     }
 }
 
-/// A root block as it was captured.
+/// A captured root block.
 pub(super) struct CapturedRoot {
     pub(super) index: u32,
     pub(super) body: Vec<u8>,
@@ -59,11 +59,11 @@ pub(super) struct Map {
     image: String,
     id: [u8; 16],
     root: Box<[OnceLock<Box<RootBlock>>]>,
-    /// Places end here.
+    /// End of the valid places.
     limit: AtomicU64,
-    /// Held while the root's word on a page changes.
+    /// Held while the state of a page in the root changes.
     births: Mutex<()>,
-    /// While the log is replayed, a torn copy is what an interrupted checkpoint has left.
+    /// During replay, a torn copy is the remains of an interrupted checkpoint.
     replaying: AtomicBool,
 }
 
@@ -107,14 +107,14 @@ impl Map {
             let mut field = [0; 8];
             field.copy_from_slice(bytes);
             let value = u64::from_le_bytes(field);
-            // 3 is no state.
+            // State 3 is invalid.
             if value & (value >> 1) & 0x5555_5555_5555_5555 != 0 {
                 return Err(self.corrupt(format!("root block {index} is invalid")));
             }
             word.store(value, Ordering::Relaxed);
         }
         block.copy.store(current.copy.map_or(0, |copy| copy as u32 + 1), Ordering::Relaxed);
-        // A torn copy is written over before the next crash can happen.
+        // A torn copy is overwritten before the next crash can happen.
         block.changed.store(current.broken, Ordering::Relaxed);
         let _ = self.root[index as usize].set(Box::new(block));
         Ok(())
@@ -135,22 +135,22 @@ impl Map {
         Identity { id: self.id, kind, index }
     }
 
-    /// Replaying is over.
+    /// Ends replay.
     pub(super) fn replayed(&self) {
         self.replaying.store(false, Ordering::Relaxed);
     }
 
-    /// Places end here.
+    /// End of the valid places.
     pub(super) fn limit(&self) -> u64 {
         self.limit.load(Ordering::Acquire)
     }
 
-    /// Blocks before `block` are in use.
+    /// Notes that blocks before `block` are in use.
     pub(super) fn raise_limit(&self, block: u64) {
         self.limit.fetch_max(block, Ordering::AcqRel);
     }
 
-    /// What the root says of page `index`.
+    /// The state of page `index`.
     pub(super) fn state(&self, index: u32) -> PageState {
         let Some(block) = self.root.get((index / ROOT_PAGES) as usize).and_then(OnceLock::get) else {
             return PageState::Absent;
@@ -173,7 +173,7 @@ impl Map {
         block.changed.store(true, Ordering::Relaxed);
     }
 
-    /// Makes a page that has nothing be zeros; `log` is called if that changes it. False when there is a page.
+    /// Makes an absent page zeros; `log` is called if that changes it. False if there is a stored page.
     pub(super) fn zero_whole(&self, index: u32, log: impl FnOnce()) -> bool {
         let _births = self.births.lock();
         match self.state(index) {
@@ -187,7 +187,7 @@ impl Map {
         true
     }
 
-    /// Page `index` as the file has it.
+    /// Page `index` as it is in the file.
     pub(super) fn load(&self, file: &AlignedFile, index: u32) -> Result<RunList> {
         let mut copies = [0; (BLOCK * COPIES) as usize];
         let context = || format!("{}: cannot read page {index} of the map", self.image);
@@ -204,7 +204,7 @@ impl Map {
         Ok(list)
     }
 
-    /// Changes page `index`, which is made if there is none. Captures must be kept out.
+    /// Changes page `index`, which is created if there is none. Captures must be prevented.
     pub(super) fn change<R>(
         &self,
         file: &AlignedFile,
@@ -226,7 +226,7 @@ impl Map {
         self.pages.change(index, || self.load(file, index), change)
     }
 
-    /// Takes all root blocks that changed. One capture at a time.
+    /// Captures all root blocks that changed. One capture at a time.
     pub(super) fn capture_root(&self) -> Vec<CapturedRoot> {
         let blocks = (0..).zip(self.root.iter()).filter_map(|(index, block)| Some((index, block.get()?)));
         let changed = blocks.filter(|(_, block)| block.changed.swap(false, Ordering::Relaxed));
@@ -238,7 +238,7 @@ impl Map {
         captured.collect()
     }
 
-    /// Writes a page or root block over its older copy; says which copy that is.
+    /// Writes a page or root block over its older copy; returns which copy that is.
     pub(super) fn write_copy(
         &self,
         file: &AlignedFile,
@@ -268,7 +268,7 @@ impl Map {
         Ok(())
     }
 
-    /// Page `index` for a look at all of them, past the cache; `None` where there is none.
+    /// Page `index` for a walk through all of them, past the cache; `None` if there is none.
     pub(super) fn survey(&self, file: &AlignedFile, index: u32) -> Result<Option<std::sync::Arc<RunList>>> {
         if self.state(index) != PageState::Stored {
             return Ok(None);

@@ -1,23 +1,24 @@
-//! vsanSparse: a delta object with an extent map of its own, in which space is taken in units of 4 MiB.
+//! vsanSparse: a delta object with an extent map of its own, in which space is allocated in units of 4 MiB.
 //!
 //! ```text
 //! header, twice | log (1 MiB) | root | map pages | units of 4 MiB, filled one after another as grains are first
 //! written
 //! ```
 //!
-//! vSAN keeps its deltas as objects of its store, and no file format of theirs exists. This one is lamina's, with their
-//! behaviour; its bytes are on its page: docs/format/vsansparse.md. What must hold:
+//! vSAN keeps its deltas as objects of its store, and no file format of them exists. This one is lamina's, with their
+//! behaviour; its bytes are in docs/format/vsansparse.md. Invariants:
 //!
-//! 1. A grain (4 KiB) that has been given a place keeps it. Writing again goes there, discarding punches a hole there,
-//!    and writing after that goes there too. So places are never freed, nothing that was told of one has to be waited
-//!    for, and the file is never longer than the disk and its map.
-//! 2. A change of the map is logged before anything else shows it, and its payload is durable before it is logged. A
-//!    flush is one flush of the file, and one append to the log if the map changed.
+//! 1. A grain (4 KiB) that has a place keeps it. Later writes go there, a discard punches a hole there, and writes
+//!    after that go there too. So places are never freed, no reader of a place has to be waited for, and the file is
+//!    never longer than the disk and its map.
+//! 2. A change of the map is logged before any reader of the medium can see it, and its payload is durable before it is
+//!    logged. A flush is one flush of the file, and one append to the log if the map changed.
 //! 3. A checkpoint writes pages whose changes are all logged, over the older of their two copies, then the root, then
-//!    the header that releases the log up to there. Whenever the power goes, the log or a whole copy has it.
+//!    the header that releases the log up to there. After a power cut at any moment, every change is in the log or in a
+//!    whole copy.
 //! 4. Recovery reads the log, at most a mebibyte, whatever the size of the disk.
 //! 5. After a failed write of the map or flush nothing more is written: the layer is [`ErrorKind::Stopped`] until it is
-//!    opened again. What read with a failed checksum is an error, never data.
+//!    opened again. Metadata that fails its checksum is an error, never data.
 //!
 //! Locks, outermost first: the gate (shared by changes, alone by closing), `checkpoint`, `log`, `order` (shared by
 //! changes of the map, alone by captures), `births` and the cache's own, `pending`, `space`. None but the gate is held
@@ -62,7 +63,7 @@ pub struct VsanSparse {
 }
 
 impl VsanSparse {
-    /// Opens an object. What a crash has left is replayed, in memory only where it is opened for reading.
+    /// Opens an object. The remains of a crash are replayed, in memory only if it is opened for reading.
     pub fn open(file: Arc<dyn File>, options: &OpenOptions) -> Result<Self> {
         let image = options.image.clone();
         let file = AlignedFile::new(file);
@@ -101,7 +102,7 @@ impl Layer for VsanSparse {
     }
 
     fn table_size(&self) -> (u64, u64) {
-        // A page of the map, twice.
+        // A page of the map in both copies.
         (layout::PAGE_GRAINS * BLOCK, 2 * BLOCK)
     }
 
@@ -153,7 +154,7 @@ impl Layer for VsanSparse {
                 Ok(true) => {}
                 Ok(false) => return Ok(()),
                 Err(error) if answer.is_empty() => return Err(error),
-                // What could be told stays said; the damage is met when it is asked for itself.
+                // The extents before the damage stay valid; a request for the damaged range itself gets the error.
                 Err(_) => return Ok(()),
             }
         }

@@ -1,9 +1,9 @@
 //! Map pages and root blocks as bytes: one block each, in two copies that are written in turn.
 //!
-//! A copy is whole when its checksum holds, and it is this object's and in its place. Of two whole ones the one with
-//! the greater sequence counts. A copy that is all zeros was never written. A copy that is neither is a torn write,
-//! which only the pages and root blocks of an interrupted checkpoint can have; those are replayed from the log and
-//! written again before anything else happens, so that at any other time it is damage and not to be read around.
+//! A copy is whole if its checksum holds, and it belongs to this object and its place. Of two whole ones the one with
+//! the greater sequence counts. A copy of zeros was never written. Any other copy is a torn write, which only the pages
+//! and root blocks of an interrupted checkpoint can have; those are replayed from the log and written again before
+//! anything else happens, so that at any other time such a copy is damage and may not be read around.
 
 use super::header::{is_sealed, seal, u64_at};
 use super::layout::{BLOCK, COPIES, PAGE_GRAINS, ROOT_PAGES};
@@ -21,23 +21,23 @@ const ENTRY_SIZE: usize = 6;
 const PLACE_MASK: u64 = (1 << 38) - 1;
 const STATE_SHIFT: u32 = 46;
 
-/// Entry or run: a place is kept for the grain, which is absent still. Only in memory.
+/// Entry or run: a place is kept for the grain, which is still absent. Only in memory.
 pub(super) const RESERVED: u8 = 0;
 /// Entry or run: the grain's bytes are at its place.
 pub(super) const DATA: u8 = 1;
 /// Entry or run: zeros; a place may be kept.
 pub(super) const ZERO: u8 = 2;
-/// Run: zeros; the place that is kept is not in the log yet. Only in memory.
+/// Run: zeros; the kept place is not in the log yet. Only in memory.
 pub(super) const ZERO_RESERVED: u8 = 3;
 
-/// What a block of the map is.
+/// The kind of a block of the map.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
     Page = 1,
     Root = 2,
 }
 
-/// Which block of which object.
+/// A block of an object.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Identity {
     pub(super) id: [u8; 16],
@@ -45,7 +45,7 @@ pub(super) struct Identity {
     pub(super) index: u32,
 }
 
-/// A copy as it was found.
+/// The state of a copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Found {
     /// Whole.
@@ -59,7 +59,7 @@ enum Found {
     Broken,
 }
 
-/// The head of a block, but for its checksum.
+/// The head of a block, without its checksum.
 fn head(identity: Identity, sequence: u64) -> [u8; 40] {
     let mut bytes = [0; 40];
     bytes[..4].copy_from_slice(&MAGIC);
@@ -92,15 +92,15 @@ fn inspect(identity: Identity, bytes: &[u8]) -> Found {
 
 /// The current one of two copies.
 pub(super) struct Current<'a> {
-    /// Which of the two; `None` when neither is whole.
+    /// Which of the two; `None` if neither is whole.
     pub(super) copy: Option<usize>,
-    /// Its body; empty when there is none.
+    /// Its body; empty if there is none.
     pub(super) body: &'a [u8],
     /// One of the copies is torn or damaged.
     pub(super) broken: bool,
 }
 
-/// Chooses between the copies.
+/// Chooses the current copy.
 pub(super) fn choose(identity: Identity, copies: &[u8]) -> Current<'_> {
     let mut current = Current { copy: None, body: &[], broken: false };
     let mut newest = 0;
@@ -125,7 +125,7 @@ pub(super) fn encode_entries(list: &RunList) -> Vec<u8> {
         let (state, place) = match run.kind {
             DATA => (DATA, run.place),
             ZERO => (ZERO, run.place),
-            // A place that the log does not know may be handed out again after a crash.
+            // After a crash a place that the log does not have may be allocated again.
             ZERO_RESERVED => (ZERO, 0),
             _ => continue,
         };
@@ -139,7 +139,7 @@ pub(super) fn encode_entries(list: &RunList) -> Vec<u8> {
     body
 }
 
-/// Reads the body of a map page of `grains` entries, whose places lie in `valid`; `None` when it holds what cannot be.
+/// Reads the body of a map page of `grains` entries, whose places lie in `valid`; `None` if it has an invalid entry.
 pub(super) fn decode_entries(body: &[u8], grains: u32, valid: &Range<u64>) -> Option<RunList> {
     let mut list = RunList::new(1);
     for (first, entry) in (0..grains).zip(body.chunks_exact(ENTRY_SIZE)) {

@@ -1,8 +1,8 @@
-//! What happens after a crash: the log is read from its tail on, and each change is made again, in order.
+//! Recovery after a crash: reads the log from its tail on, and applies each change again, in order.
 //!
-//! A page may be newer in the file than the log's tail: a checkpoint was interrupted. Making old changes and then the
-//! newer ones again ends where it was, since each change says what the entries are and not how they differ; and
-//! nothing is in a page that is not in the log or before its tail.
+//! A page in the file may be newer than the log's tail, if a checkpoint was interrupted. Applying old changes and then
+//! the newer ones again has the same result, because each change states what the entries are and not how they differ,
+//! and everything in a page is in the log or before its tail.
 
 use super::VsanSparse;
 use super::layout::PAGE_GRAINS;
@@ -15,18 +15,18 @@ use std::ops::Range;
 /// Most pages that a log changes; a writer makes a checkpoint long before.
 const CHANGED_PAGES_MAX: usize = 1 << 16;
 
-/// Pages that a log may touch again and again, beside four times those of the disk: what bounds the time of a replay.
+/// Pages that a log may touch repeatedly, beyond four times those of the disk: limits the time of a replay.
 const VISITS_MAX: u64 = 1 << 26;
 
-/// What became of entries that were made zeros.
+/// Entries that were made zeros.
 pub(super) struct Zeroed {
-    /// Those that were something else before.
+    /// Those that were not zeros before.
     pub(super) changed: Vec<Range<u32>>,
-    /// Places that hold nothing any more: first block and count.
+    /// Places that hold no data any more: first block and count.
     pub(super) places: Vec<(u64, u64)>,
 }
 
-/// Makes entries zeros, and keeps the places they have. Those that are absent only if a parent shows through there.
+/// Makes entries zeros, and keeps their places. Absent ones only if a parent shows through there.
 pub(super) fn zero_entries(list: &mut RunList, entries: Range<u32>, parent: bool) -> Zeroed {
     let mut zeroed = Zeroed { changed: Vec::new(), places: Vec::new() };
     let pieces: Vec<_> = list.pieces(entries).collect();
@@ -50,7 +50,7 @@ pub(super) fn zero_entries(list: &mut RunList, entries: Range<u32>, parent: bool
 }
 
 impl VsanSparse {
-    /// Replays the log if the object was not closed properly. Afterwards the header says what is used.
+    /// Replays the log if the object was not closed properly. Afterwards the header has the end of the used part.
     pub(super) fn recover(&mut self) -> Result<Log> {
         let header = &self.header;
         let mut log = Log {

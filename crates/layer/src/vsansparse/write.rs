@@ -1,8 +1,8 @@
 //! Writes and zeros.
 //!
 //! A write first makes sure that every grain has a place, which the page keeps for it without showing it; then the
-//! payload goes to the file, without a lock; then the page shows it, and the log will say so. Two writes of one grain
-//! find the same place.
+//! payload is written to the file, without a lock; then the page shows the place, and the change is added to the log.
+//! Two writes of one grain find the same place.
 
 use super::VsanSparse;
 use super::commit::Writer;
@@ -16,7 +16,7 @@ use crate::extents::check_range;
 use crate::{IoContext, Result};
 use std::ops::Range;
 
-/// Space is given back from this many bytes on: a hole costs a hundred microseconds.
+/// Space is returned from this many bytes on: a hole costs a hundred microseconds.
 const PUNCH_MIN: u64 = 32 << 10;
 
 /// Bytes of pages that get their space at a time: those of 16 MiB of the disk.
@@ -24,13 +24,13 @@ const PAGES_PIECE: u64 = 64 << 10;
 
 static ZEROS: [u8; BLOCK as usize] = [0; BLOCK as usize];
 
-/// Grains next to each other, at places next to each other.
+/// Adjacent grains at adjacent places.
 #[derive(Clone, Copy, Debug)]
 struct WritePiece {
     first: u64,
     count: u64,
     place: u64,
-    /// The map does not show it yet.
+    /// True while the map does not show it.
     new: bool,
 }
 
@@ -59,7 +59,7 @@ impl VsanSparse {
         self.commit_if_many(writer)
     }
 
-    /// Finds a place for each grain, and takes one where there is none.
+    /// Finds a place for each grain, and allocates one where there is none.
     fn plan(&self, writer: &Writer, grains: Range<u64>) -> Result<Vec<WritePiece>> {
         let mut pieces: Vec<WritePiece> = Vec::new();
         let mut say = |piece: WritePiece| match pieces.last_mut() {
@@ -101,7 +101,7 @@ impl VsanSparse {
         say: &mut impl FnMut(WritePiece),
     ) -> Result<()> {
         let base = u64::from(index) * PAGE_GRAINS;
-        // Room for payload and map is taken first: a full file system is found out here, before anything changes.
+        // Room for payload and map is allocated first, so that a full file system is detected before anything changes.
         let prepared = writer.space.lock().prepare(&self.file, entries.len() as u64);
         prepared.map_err(|error| error.context(&self.image))?;
         self.reserve_map(writer, index, Kind::Page)?;
@@ -127,8 +127,8 @@ impl VsanSparse {
         })
     }
 
-    /// Takes the space of all that a change of page `index`, or only of what the root says of it, will have written: a
-    /// new page has none yet, and a copy of the file that left zeros out may have none for anything.
+    /// Allocates the space of everything that a change of page `index`, or only of its state in the root, will have
+    /// written: a new page has none yet, and a copy of the file that left zeros out may have none anywhere.
     fn reserve_map(&self, writer: &Writer, index: u32, what: Kind) -> Result<()> {
         let layout = &self.map.layout;
         let take = |first: u64, blocks: u64, piece: u64| {
@@ -143,7 +143,7 @@ impl VsanSparse {
         }
     }
 
-    /// Writes the pieces, those that follow each other in the file at once.
+    /// Writes the parts; those adjacent in the file take one call.
     fn write_pieces(&self, first: u64, pieces: &[WritePiece], slices: &[&[u8]]) -> Result<()> {
         let mut rest = pieces;
         while let Some(piece) = rest.first() {
@@ -170,7 +170,7 @@ impl VsanSparse {
         Ok(())
     }
 
-    /// Lets the map show a piece whose payload is written.
+    /// Makes the map show a part whose payload is written.
     fn show(&self, writer: &Writer, piece: &WritePiece) -> Result<()> {
         for (index, entries) in self.map.layout.split(piece.first..piece.first + piece.count) {
             let grain = u64::from(index) * PAGE_GRAINS + u64::from(entries.start);
@@ -208,7 +208,7 @@ impl VsanSparse {
             }
             self.reserve_map(writer, index, Kind::Page)?;
             let places = {
-                // No two ranges of one page that change adjoin.
+                // No two changed ranges of one page are adjacent.
                 let _room = self.reserve_room(writer, entries.len().div_ceil(2))?;
                 let _order = writer.order.read();
                 self.map.change(&self.file, index, |page| {

@@ -202,7 +202,7 @@ pub fn remote_at(port: u16) -> Remote {
     Remote { host: "127.0.0.1".into(), port, name: "unused".into() }
 }
 
-/// A line that is cut again and again: each time after so many bytes, whichever way they go.
+/// A line that is cut again and again: each time after this many bytes, whichever way they go.
 pub struct Line {
     pub port: u16,
     pub cuts: Arc<AtomicUsize>,

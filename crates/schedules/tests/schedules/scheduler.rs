@@ -9,9 +9,9 @@ use testkit::Random;
 enum Manner {
     /// Any that can go on.
     Uniform,
-    /// The same as before, but for one step in so many: long stretches of one thread between others'.
+    /// The same as before, but for one step in this many: long stretches of one thread between others'.
     Sticky(u64),
-    /// By priority; that of the thread under way becomes the lowest at one step in so many (probabilistic concurrency
+    /// By priority; that of the thread under way becomes the lowest at one step in this many (probabilistic concurrency
     /// testing: few changes, each anywhere).
     Priorities(u64),
 }

@@ -1,8 +1,8 @@
 //! Carrying out operations on the datastore and on the model, and comparing what they answer.
 //!
 //! 1. `model` is what the datastore must answer between two operations.
-//! 2. An operation that ends in an error because the power went, or because a fault was asked for, leads to a restart
-//!    ([`recover`]): what it did or did not do is decided there, by looking.
+//! 2. An operation that ends in an error because of a power cut or a requested fault leads to a restart ([`recover`]),
+//!    which determines from the content whether the operation took effect.
 //! 3. Any other error is a failure of the run, but for the few that the model foretells (in use, no space).
 
 mod control;

@@ -1,15 +1,15 @@
-//! What was written to a disk and is not in its map yet.
+//! The write buffer: what was written to a disk and is not in its map yet.
 //!
-//! Writes, discards and zeroes land here first and are acknowledged from here. Write-back takes them out in order of
-//! address; a flush takes them out through the journal. A snapshot closes the newest layer: what lies in it and below
-//! belongs to the snapshot, what comes later goes to a new layer above, so that taking a snapshot moves no data.
+//! Writes, discards and zeroes enter the buffer first and are acknowledged from it. Write-back removes them in order of
+//! address; a flush moves them through the journal. A snapshot closes the newest layer: everything in it and below
+//! belongs to the snapshot, and later writes go to a new layer above, so taking a snapshot moves no data.
 //!
 //! What must hold:
 //!
-//! 1. Within a layer entries do not overlap; the newest write to a block is the only one its layer knows.
+//! 1. Within a layer entries do not overlap: a layer holds only the newest write to a block.
 //! 2. A layer is emptied into the map before anything of the layer above it.
-//! 3. An entry being written home stays, readable, until its place is in the map; if it was overwritten meanwhile, only
-//!    what is left of it (told by its stamp) is removed then.
+//! 3. An entry that is being written to its place stays readable until its place is in the map. If it was partly
+//!    overwritten meanwhile, only the rest of it, recognised by its stamp, is removed then.
 
 use crate::space::Run;
 use backend::{BLOCK_SIZE, SharedSlice};
@@ -18,19 +18,19 @@ use rustc_hash::FxHashMap;
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
 
-/// What a range of blocks became.
+/// What was done to a range of blocks.
 #[derive(Clone, Debug)]
 pub enum Content {
     /// New data.
     Data(SharedSlice, Checksums),
-    /// Given back.
+    /// Discarded.
     Unmapped,
     /// Reads as zeros and keeps (or takes) space.
     Zero,
 }
 
 impl Content {
-    /// Changes of the map that so many blocks of it may need beside those that are counted as blocks of data.
+    /// Changes of the map that this many blocks of it may need beyond those counted as blocks of data.
     pub fn changes(&self, blocks: u64) -> u64 {
         match self {
             Self::Data(..) => 0,
@@ -39,7 +39,7 @@ impl Content {
         }
     }
 
-    /// What a part of it is.
+    /// The same for a part of it.
     pub fn part(&self, blocks: Range<u64>) -> Self {
         match self {
             Self::Data(slice, sums) => {
@@ -52,14 +52,14 @@ impl Content {
     }
 }
 
-/// What entries hold beside their bytes, to be given back when they go.
+/// What was set aside for entries beside their bytes, to be released with them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Held {
     /// Claimed blocks.
     pub claimed: u64,
     /// Blocks of data.
     pub data: u64,
-    /// Changes of the map beside those that blocks of data make.
+    /// Changes of the map beyond those for blocks of data.
     pub changes: u64,
 }
 
@@ -72,21 +72,21 @@ impl std::ops::AddAssign for Held {
 }
 
 /// Changes of the map that a discard of any length may be on its way into it: at its beginning, at its end, and where
-/// the step ends that it has come to. What lies between is cut out of nodes that are changed for these.
+/// the current step ends. Entries between are removed from nodes that are changed for these.
 pub const DISCARD_CHANGES: u64 = 3;
 
-/// A run of blocks with one fate.
+/// A run of blocks with one kind of change.
 #[derive(Clone, Debug)]
 pub struct DirtyEntry {
     /// Length in blocks.
     pub blocks: u64,
-    /// What it became.
+    /// The kind of change.
     pub content: Content,
-    /// Which write it came from; parts of it keep the stamp.
+    /// The write that it came from; parts of it keep the stamp.
     pub stamp: u64,
     /// Room was set aside for it.
     pub claimed: bool,
-    /// The free nodes of the map cover it. Otherwise it goes over written blocks of its disk.
+    /// The free nodes of the map suffice for it. Otherwise it goes over written blocks of its disk.
     pub covered: bool,
 }
 
@@ -95,7 +95,7 @@ pub struct DirtyEntry {
 pub struct DirtyPiece {
     /// First logical block.
     pub logical: u64,
-    /// The entry, cut to the piece.
+    /// The entry, cut to this part.
     pub entry: DirtyEntry,
 }
 
@@ -126,7 +126,7 @@ pub struct Layer {
 }
 
 impl Layer {
-    /// True when everything has reached the map.
+    /// True when everything in it is in the map.
     pub fn is_empty(&self) -> bool {
         self.entries.is_empty()
     }
@@ -145,7 +145,7 @@ impl Layer {
         self.entries.range(first..range.end)
     }
 
-    /// Whether taking out `range` leaves a discard in two pieces: both need what the one had.
+    /// Whether removing `range` splits a discard: both parts need what was set aside for it.
     fn cuts_discard(&self, range: &Range<u64>) -> bool {
         self.discards > 0
             && self.overlapping(range).next().is_some_and(|(at, entry)| {
@@ -153,8 +153,8 @@ impl Layer {
             })
     }
 
-    /// Cuts `range` out; returns what was held there. A discard that is cut in two takes what the second piece needs
-    /// from the caller.
+    /// Removes `range`; returns what was set aside for it. If that splits a discard, the second part takes what it
+    /// needs from the caller.
     fn cut(&mut self, range: &Range<u64>) -> Held {
         let mut held = Held::default();
         let hit: Vec<u64> = self.overlapping(range).map(|(at, _)| *at).collect();
@@ -184,7 +184,7 @@ impl Layer {
         held
     }
 
-    /// Replaces what the layer knew of a range; returns what went.
+    /// Replaces the entries of a range; returns what was set aside for them.
     pub fn insert(&mut self, logical: u64, entry: DirtyEntry) -> Held {
         let gone = self.cut(&(logical..logical + entry.blocks));
         self.discards += usize::from(matches!(entry.content, Content::Unmapped));
@@ -195,15 +195,15 @@ impl Layer {
         gone
     }
 
-    /// The first part of a range that still is what the write `stamp` made of it.
+    /// The first part of a range that the write `stamp` still defines.
     pub fn still(&self, range: &Range<u64>, stamp: u64) -> Option<Range<u64>> {
         self.overlapping(range)
             .find(|(_, entry)| entry.stamp == stamp)
             .map(|(at, entry)| (*at).max(range.start)..(at + entry.blocks).min(range.end))
     }
 
-    /// Removes what is left of the write `stamp` in a range; returns what went. Of a discard it is a beginning or an
-    /// end.
+    /// Removes the rest of the write `stamp` in a range; returns what was set aside for it. Of a discard the rest is a
+    /// beginning or an end.
     pub fn remove(&mut self, logical: u64, blocks: u64, stamp: u64) -> Held {
         let mine: Vec<Range<u64>> = self
             .overlapping(&(logical..logical + blocks))
@@ -226,7 +226,7 @@ impl Layer {
         (claimed, others)
     }
 
-    /// Copies entries from `from` on, up to `most` blocks of data, to be written home; the last one may be a part.
+    /// Copies entries from `from` on, up to `most` blocks of data, for writing; the last one may be a part.
     pub fn take(&self, from: u64, most: u64) -> Vec<DirtyPiece> {
         let mut pieces = Vec::new();
         let mut blocks = 0;
@@ -250,7 +250,7 @@ impl Layer {
 /// The layers of one disk, oldest first; the last one takes writes.
 pub struct Layers {
     layers: VecDeque<Layer>,
-    /// Blocks whose partial overwrite is being prepared: false once something else wrote there.
+    /// Blocks whose partial overwrite is being prepared: false once another write changed the block.
     partial: FxHashMap<u64, bool>,
 }
 
@@ -261,12 +261,12 @@ impl Default for Layers {
 }
 
 impl Layers {
-    /// True when nothing waits.
+    /// True when nothing is buffered.
     pub fn is_empty(&self) -> bool {
         self.layers.len() == 1 && self.layers[0].is_empty()
     }
 
-    /// True when no snapshot waits for anything here.
+    /// True when no snapshot waits for buffered writes.
     pub fn is_single(&self) -> bool {
         self.layers.len() == 1
     }
@@ -307,13 +307,13 @@ impl Layers {
         }
     }
 
-    /// Whether a write of a range leaves a discard of the newest layer in two pieces.
+    /// Whether a write of a range splits a discard of the newest layer.
     pub fn cuts_discard(&self, range: &Range<u64>) -> bool {
         self.layers.back().is_some_and(|layer| layer.cuts_discard(range))
     }
 
-    /// Puts a write on top; returns what went of that which it replaced in the newest layer. The second piece of a
-    /// discard that it cuts in two takes what it needs from the caller.
+    /// Adds a write to the newest layer; returns what was set aside for the entries that it replaced. The second part
+    /// of a discard that it splits takes what it needs from the caller.
     pub fn insert(&mut self, logical: u64, entry: DirtyEntry) -> Held {
         if !self.partial.is_empty() {
             self.invalidate_partial(&(logical..logical + entry.blocks));
@@ -321,7 +321,7 @@ impl Layers {
         self.layers.back_mut().expect("there is always a layer").insert(logical, entry)
     }
 
-    /// Announces that a block is being read to be partly overwritten. False when another write has announced it.
+    /// Announces that a block is being read for a partial overwrite. False if another write has announced it.
     pub fn begin_partial(&mut self, block: u64) -> bool {
         if self.partial.contains_key(&block) {
             return false;
@@ -335,7 +335,7 @@ impl Layers {
         self.partial.remove(&block).unwrap_or(false)
     }
 
-    /// Closes the newest layer for a snapshot. False when there is nothing to wait for: the map is complete.
+    /// Closes the newest layer for a snapshot. False if nothing is buffered: the map is complete.
     pub fn close(&mut self, snapshot: u64) -> bool {
         if self.is_empty() {
             return false;
@@ -346,7 +346,7 @@ impl Layers {
         true
     }
 
-    /// Forgets everything; returns what went.
+    /// Drops everything; returns what was set aside.
     pub fn clear(&mut self) -> Held {
         let mut gone = Held::default();
         for layer in &mut self.layers {
@@ -356,7 +356,7 @@ impl Layers {
         gone
     }
 
-    /// The newest content of a range, in pieces, and the gaps that the map has to answer.
+    /// The newest content of a range, in extents, and the gaps for which the map has to be asked.
     pub fn overlay(&self, range: Range<u64>, pieces: &mut Vec<DirtyPiece>, gaps: &mut Vec<Range<u64>>) {
         gaps.clear();
         gaps.push(range);

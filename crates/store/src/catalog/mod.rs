@@ -39,7 +39,7 @@ const NO_ROOT: u64 = u64::MAX;
 /// Ids are smaller than this.
 const ID_LIMIT: u64 = 1 << 62;
 
-/// What an object is.
+/// The kind of an object.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ObjectState {
     /// A disk with a writable head.
@@ -68,9 +68,9 @@ pub enum Provisioning {
 pub struct Object {
     /// Never used twice.
     pub id: u64,
-    /// What it is.
+    /// Its kind.
     pub state: ObjectState,
-    /// Of a disk, and of the disk that a snapshot was taken of.
+    /// Of a disk, and of the disk from which a snapshot was taken.
     pub provisioning: Provisioning,
     /// Being made: a full clone or an eager zeroed disk that is not complete yet.
     pub incomplete: bool,
@@ -100,7 +100,7 @@ impl Object {
         matches!(self.state, ObjectState::Snapshot | ObjectState::Unsealed)
     }
 
-    /// The slot form.
+    /// The stored form.
     pub fn encode(&self) -> Vec<u8> {
         let mut out = vec![0; NAME_AT + self.name.len()];
         out[0] = match self.state {
@@ -126,7 +126,7 @@ impl Object {
         out
     }
 
-    /// From a slot; `None` when it is free.
+    /// Reads the stored form; `None` when the slot is free.
     pub fn decode(bytes: &[u8]) -> Result<Option<Self>> {
         let damaged = |what: &str| {
             Error::new(ErrorKind::Corrupt, format!("a catalog record has an impossible {what}; run 'lamina check'"))
@@ -156,7 +156,7 @@ impl Object {
         if root.is_some_and(|root| root.0 >= PHYSICAL_LIMIT) {
             return Err(damaged("root"));
         }
-        // Ids count up from 1: these bounds keep every sum over them from overflowing.
+        // Ids count up from 1: these limits keep every sum over them from overflowing.
         if word(0) == 0 || [0, 3, 4, 5].into_iter().any(|i| word(i) >= ID_LIMIT) {
             return Err(damaged("id"));
         }
@@ -201,15 +201,14 @@ pub struct Catalog {
     dirty: BTreeSet<u64>,
     next_id: u64,
     reserved: u64,
-    /// Pages that could not be read, and why: what their slots hold is not known, and they are left alone.
+    /// Pages that could not be read, and why: the content of their slots is unknown, and they are not changed.
     lost: BTreeMap<u64, String>,
-    /// What the bytes of such pages seem to say, with the slots.
+    /// The records that the bytes of such pages contain, with their slots.
     unproven: Vec<(u64, Object)>,
 }
 
 impl Catalog {
-    /// Reads all records; `slots` as the superblock has it. A page that is damaged takes its objects with it, and no
-    /// others.
+    /// Reads all records; `slots` is the number in the superblock. A damaged page loses its objects, and no others.
     pub fn open(pages: &mut Pages, slots: u64, next_id: u64) -> Result<Self> {
         let mut catalog = Self { slots, next_id, ..Self::default() };
         for first in (0..slots).step_by(SLOTS_PER_PAGE) {
@@ -248,7 +247,7 @@ impl Catalog {
         let key = slot_page(first);
         tracing::error!(%error, "a page of the catalog is damaged: its disks and snapshots are missing");
         self.lost.insert(key.number(), error.to_string());
-        // None of its slots is given out, also none that was free.
+        // None of its slots is used, not even one that was free.
         self.slots = self.slots.max(first + SLOTS_PER_PAGE as u64);
         let raw = pages.read_raw(key);
         for slot in first..(first + SLOTS_PER_PAGE as u64).min(self.slots) {
@@ -263,17 +262,17 @@ impl Catalog {
         &self.lost
     }
 
-    /// Whether an object of that id may have been on a page that was lost.
+    /// Whether an object of that id may have been on a lost page.
     pub fn may_have_lost(&self, id: u64, next_id: u64) -> bool {
         !self.lost.is_empty() && id < next_id && self.find(id).is_none()
     }
 
-    /// What the bytes of lost pages seem to say.
+    /// The records that the bytes of lost pages contain.
     pub fn unproven(&self) -> impl Iterator<Item = &Object> {
         self.unproven.iter().map(|(_, object)| object)
     }
 
-    /// Takes an object as the bytes of its lost page have it, for looking only; false where that cannot be.
+    /// Adds an object from the bytes of its lost page, for reading only; false where that is impossible.
     pub fn admit_unproven(&mut self, id: u64) -> bool {
         let Some((slot, object)) = self.unproven.iter().find(|(_, object)| object.id == id).cloned() else {
             return false;
@@ -286,12 +285,12 @@ impl Catalog {
         true
     }
 
-    /// Slots in use or free, for the superblock.
+    /// Number of slots, used or free, for the superblock.
     pub fn slots(&self) -> u64 {
         self.slots
     }
 
-    /// The next id to give, for the superblock.
+    /// The next id to assign, for the superblock.
     pub fn next_id(&self) -> u64 {
         self.next_id
     }
@@ -403,7 +402,7 @@ impl Catalog {
         Ok(())
     }
 
-    /// Sets a root: what a write changes most often, without touching the indexes.
+    /// Sets a root, without touching the indexes: writes change nothing else as often.
     pub fn set_root(&mut self, id: u64, root: Option<NodeId>) {
         if let Some(held) = self.objects.get_mut(&id)
             && held.object.root != root
@@ -413,7 +412,7 @@ impl Catalog {
         }
     }
 
-    /// Forgets an object.
+    /// Removes an object.
     pub fn remove(&mut self, id: u64) {
         if let Some(held) = self.objects.remove(&id) {
             self.unindex(&held.object);
@@ -427,14 +426,14 @@ impl Catalog {
         self.dirty.len() as u64
     }
 
-    /// The pages of changed records will be needed.
+    /// Surveys the pages of changed records.
     pub fn survey_store(&self, pages: &mut Pages) {
         for slot in &self.dirty {
             pages.peek(slot_page(*slot));
         }
     }
 
-    /// All records of a page are written by the next checkpoint, into a page made anew.
+    /// The next checkpoint writes all records of a page, into a rebuilt page.
     pub fn renew_page(&mut self, pages: &mut Pages, number: u64) {
         pages.replace(PageKey::new(PageFile::Catalog, number));
         let first = number * SLOTS_PER_PAGE as u64;
@@ -447,11 +446,12 @@ impl Catalog {
             return Ok(());
         }
         let by_slot: FxHashMap<u64, u64> = self.objects.values().map(|held| (held.slot, held.object.id)).collect();
-        // Each stays marked until its page has it: a page that is not read now is not written by the next checkpoint.
+        // Each record stays marked until its page has it: a page that cannot be read now is written by a later
+        // checkpoint.
         while let Some(slot) = self.dirty.first().copied() {
             let page = match pages.get_mut(slot_page(slot)) {
                 Ok(page) => page,
-                // Memory knows all that was in it.
+                // Memory has all records that were in it.
                 Err(error) if error.kind() == ErrorKind::Corrupt => {
                     tracing::error!(%error, "a page of the catalog is written anew");
                     self.renew_page(pages, slot_page(slot).number());
@@ -478,7 +478,7 @@ fn whole_page(pages: &mut Pages, slot: u64) -> Result<()> {
     if !pages.is_unwritten(key) {
         return Ok(());
     }
-    // The superblock counts slots of it: it was written.
+    // The superblock counts slots of the page, so it was written.
     let text = format!("{key} holds zeros only; run 'lamina check --repair' on the datastore");
     Err(Error::new(ErrorKind::Corrupt, text))
 }

@@ -1,4 +1,4 @@
-//! What changes cost, and waiting for room to make them.
+//! The cost of changes, and waiting for room to make them.
 
 use super::checkpoint::Purpose;
 use super::log::{Cost, Grant};
@@ -9,14 +9,15 @@ use crate::space::Run;
 use crate::{Error, ErrorKind, Result};
 use std::time::Duration;
 
-/// Pages that one step of a long change dirties, about: a step holds the metadata lock, and others wait that long.
+/// Pages that one step of a long change dirties, approximately: a step holds the metadata lock, and other threads wait
+/// that long.
 pub(super) const STEP_PAGES: u64 = 128;
 /// What an append takes beside its operations: the head of the batch, padding, and a second batch where the first is
 /// cut.
 pub(super) const APPEND_BYTES: u64 = 4 * backend::BLOCK_SIZE as u64;
-/// How long a thread that waits for room sleeps until it looks again by itself.
+/// How long a thread that waits for room sleeps before it checks again by itself.
 const LOOK_AGAIN: Duration = Duration::from_millis(50);
-/// Checkpoints that one thread makes for one piece of work: two bring any journal down to nothing.
+/// Checkpoints that one thread makes for one piece of work: two empty any journal.
 const CHECKPOINTS_MAX: u32 = 64;
 
 /// The free blocks that an operation takes into the map.
@@ -28,18 +29,18 @@ fn new_run(operation: &Operation) -> Option<Run> {
     }
 }
 
-/// The cost of a batch of so many bytes that is appended at once.
+/// The cost of a batch of this many bytes that is appended at once.
 pub(super) fn batch_bytes(body: usize) -> u64 {
     Journal::footprint(body)
 }
 
 impl Engine {
-    /// Tells admission what has changed. Under the metadata lock, after each change.
+    /// Tells admission what has changed. Called under the metadata lock, after each change.
     pub(super) fn count_changes(&self, meta: &Meta) {
         self.log.admission.set_changes(meta.pending.bytes_unappended() as u64, meta.dirty_pages());
     }
 
-    /// Leave to do work of this cost; waits until there is room. Under no lock that a checkpoint takes.
+    /// Waits for a grant for work of this cost. Not to be called under a lock that a checkpoint takes.
     pub(super) fn admit(&self, cost: Cost) -> Result<Grant<'_>> {
         loop {
             if let Some(grant) = self.log.admission.try_admit(cost) {
@@ -49,13 +50,13 @@ impl Engine {
         }
     }
 
-    /// Leave to append something small. Under no lock that a checkpoint takes.
+    /// Waits for a grant for a small append. Not to be called under a lock that a checkpoint takes.
     pub(super) fn admit_append(&self) -> Result<Grant<'_>> {
         self.admit(Cost { bytes: APPEND_BYTES, pages: 0 })
     }
 
-    /// Waits until there is room for work of this cost: makes a checkpoint, unless another thread does. Under no lock
-    /// that a checkpoint takes.
+    /// Waits until there is room for work of this cost: makes a checkpoint, unless another thread does. Not to be
+    /// called under a lock that a checkpoint takes.
     pub(super) fn make_room(&self, cost: Cost) -> Result<()> {
         let mut made = 0;
         loop {
@@ -65,7 +66,7 @@ impl Engine {
                 return Ok(());
             }
             match self.log.try_lock_checkpoints() {
-                // What an empty budget holds has its turn: others are slowed down meanwhile.
+                // An empty budget lets this thread have its turn: other threads are slowed down meanwhile.
                 Some(_guard) if made < CHECKPOINTS_MAX || self.log.admission.holds(cost) => {
                     self.checkpoint_locked(Purpose::GoOn)?;
                     made += 1;
@@ -85,7 +86,7 @@ impl Engine {
         }
     }
 
-    /// Has a checkpoint made when it is worth while. Under no lock that a checkpoint takes.
+    /// Asks for a checkpoint when there is enough to gain. Not to be called under a lock that a checkpoint takes.
     pub(super) fn make_journal_room(&self) -> Result<()> {
         if self.log.admission.is_checkpoint_due() {
             self.request(|work| work.checkpoint = true);
@@ -108,7 +109,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Carries out an operation if there is room for it: its cost, and nothing done, if there is not.
+    /// Carries out an operation if there is room for it; otherwise changes nothing and returns its cost.
     pub(super) fn try_carry_out(&self, meta: &mut Meta, operation: Operation, gate: u64) -> Result<Option<Cost>> {
         let cost = meta.cost(&operation)?;
         let Some(_grant) = self.log.admission.try_admit(cost) else { return Ok(Some(cost)) };
@@ -116,8 +117,8 @@ impl Engine {
         Ok(None)
     }
 
-    /// As [`Engine::try_carry_out`]; the new run that the operation would have taken is free again unless it was
-    /// carried out.
+    /// As [`Engine::try_carry_out`]. If the operation is not carried out, the new run that it would have mapped is free
+    /// again.
     pub(super) fn try_carry_out_new(&self, meta: &mut Meta, operation: Operation, gate: u64) -> Result<Option<Cost>> {
         let new = new_run(&operation);
         let done = self.try_carry_out(meta, operation, gate);
@@ -127,7 +128,8 @@ impl Engine {
         done
     }
 
-    /// As [`Engine::carry_out`]; if there is no room for it in the map, the run that it would have taken is free again.
+    /// As [`Engine::carry_out`]. If the map has no room for the operation, the run that it would have mapped is free
+    /// again.
     pub(super) fn carry_out_new(&self, meta: &mut Meta, operation: Operation, gate: u64) -> Result<()> {
         let new = new_run(&operation);
         let done = self.carry_out(meta, operation, gate);
@@ -137,7 +139,7 @@ impl Engine {
         done
     }
 
-    /// After a failure in the middle of a change memory is not looked at any more.
+    /// After a failure in the middle of a change the metadata in memory is not read any more.
     pub(super) fn release_new(&self, meta: &mut Meta, new: Option<Run>) {
         if let Some(run) = new
             && !self.running.is_stopped()
@@ -147,8 +149,8 @@ impl Engine {
         }
     }
 
-    /// Applies an operation and queues it for the journal. A failure in the middle stops the datastore: memory and
-    /// journal would no longer agree. Under a grant, or for what the reserves of admission are for.
+    /// Applies an operation and queues it for the journal. A failure in the middle stops the datastore, because memory
+    /// and journal would no longer agree. Called under a grant, or for operations that use the reserves of admission.
     pub(super) fn carry_out(&self, meta: &mut Meta, operation: Operation, gate: u64) -> Result<()> {
         if operation.changes_map()
             && !self.ensure_nodes(meta, crate::engine::metadata::NODES_PER_OPERATION)?
@@ -164,7 +166,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Carries out an operation once there is room for it. Under no lock that a checkpoint takes.
+    /// Carries out an operation once there is room for it. Not to be called under a lock that a checkpoint takes.
     pub(super) fn carry_out_waiting(&self, operation: Operation, gate: u64) -> Result<()> {
         loop {
             let mut meta = self.meta.lock();
@@ -184,13 +186,13 @@ impl Engine {
         }
     }
 
-    /// Makes sure of room for so many images of a checkpoint.
+    /// Reserves room for this many images of a checkpoint.
     pub(super) fn reserve_images(&self, pages: u64) -> Result<()> {
         self.log.reserve_images(pages, &*self.directory, &|error| self.stop(error))
     }
 
-    /// Doubles the room for images while it is what bounds the dirty pages, or is less than one change of so many pages
-    /// needs. A full file system leaves it as it is: checkpoints come earlier then.
+    /// Doubles the room for images while it limits the dirty pages, or is less than one change of this many pages
+    /// needs. On a full file system it stays as it is: checkpoints come earlier then.
     pub(super) fn grow_images(&self, pages: u64) {
         if self.log.admission.is_capacity_short() || pages > self.log.admission.page_limit() {
             let wanted = (self.log.admission.capacity() * 2).min(self.log.admission.capacity_max());

@@ -1,7 +1,7 @@
-//! The write buffers of all disks, and the bound on what they hold together.
+//! The write buffers of all disks, and the limit on their total content.
 //!
-//! Locks, in this order: `heads`, for a look at the list; the buffer of a disk (several: ascending by id); `room` and
-//! `sealed`, for a wait. The part takes no lock of another part; the metadata lock is taken under the buffer of a disk.
+//! Locks, in this order: `heads`, to look up a disk; the buffer of a disk (several: ascending by id); `room` and
+//! `sealed`, to wait. This part takes no lock of another part; the metadata lock is taken under the buffer of a disk.
 
 use super::read::gone;
 use crate::Result;
@@ -13,7 +13,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Freed blocks that are worth waking the threads that wait for room (512 KiB).
+/// Freed blocks that justify waking the threads that wait for room (512 KiB).
 const WAKE_BLOCKS: u64 = 128;
 
 /// The writable state of an open disk.
@@ -21,7 +21,7 @@ pub struct Head {
     /// Object id of the disk.
     pub id: u64,
     buffer: Mutex<Buffer>,
-    /// The height of its tree is among those that are known.
+    /// Whether the height of its tree is known.
     measured: AtomicBool,
 }
 
@@ -31,19 +31,19 @@ pub struct Buffer {
     pub layers: Layers,
     /// Set when the disk was deleted or reverted under it.
     pub gone: bool,
-    /// Where write-back goes on: an elevator over logical addresses.
+    /// Where write-back continues: an elevator over logical addresses.
     pub cursor: u64,
     /// Ranges being written past the buffer.
     through: Vec<Range<u64>>,
 }
 
 impl Buffer {
-    /// True while a range is being written past the buffer: reads and writes of it wait.
+    /// True while a range is being written past the buffer: reads and writes of that range wait.
     fn is_passing(&self, range: &Range<u64>) -> bool {
         self.through.iter().any(|other| other.start < range.end && range.start < other.end)
     }
 
-    /// Begins writing a range past the buffer; false when something of it, or of a closed layer, is buffered.
+    /// Begins to write a range past the buffer. False if any of it, or of a closed layer, is buffered.
     pub fn enter_through(&mut self, range: &Range<u64>) -> Result<bool> {
         if self.gone {
             return Err(gone());
@@ -63,7 +63,7 @@ impl Buffer {
         }
     }
 
-    /// What the oldest layer holds, from where write-back goes on, up to `most` blocks.
+    /// Content of the oldest layer, from where write-back continues, up to `most` blocks.
     pub fn oldest_pieces(&mut self, most: u64) -> Vec<DirtyPiece> {
         let cursor = self.cursor;
         let (layer, _) = self.layers.oldest();
@@ -87,7 +87,7 @@ impl Head {
         self.measured.load(Ordering::Acquire)
     }
 
-    /// The height of its tree is known.
+    /// Notes that the height of its tree is known.
     pub(super) fn set_measured(&self) {
         self.measured.store(true, Ordering::Release);
     }
@@ -101,7 +101,7 @@ impl Head {
                 return buffer;
             }
             drop(buffer);
-            // It takes as long as a copy of a few hundred kilobytes.
+            // The wait is as long as a copy of a few hundred kilobytes.
             tries += 1;
             if tries < 16 {
                 crate::sync::thread::yield_now();
@@ -115,9 +115,9 @@ impl Head {
 /// The buffers of a store.
 pub struct Buffers {
     heads: RwLock<FxHashMap<u64, Arc<Head>>>,
-    /// Most disks that were among them.
+    /// The highest number of disks that had a buffer at the same time.
     count: AtomicU64,
-    /// Bound of the data in all buffers, in blocks.
+    /// Limit of the data in all buffers, in blocks.
     limit: u64,
     /// Blocks of data in all buffers.
     blocks: AtomicU64,
@@ -132,7 +132,7 @@ pub struct Buffers {
 }
 
 impl Buffers {
-    /// Empty buffers with a bound in blocks.
+    /// Empty buffers with a limit in blocks.
     pub fn new(limit: u64) -> Self {
         Self {
             heads: RwLock::default(),
@@ -148,12 +148,12 @@ impl Buffers {
         }
     }
 
-    /// The writable state of a disk that has one.
+    /// The writable state of a disk, if it has one.
     pub fn find(&self, disk: u64) -> Option<Arc<Head>> {
         self.heads.read().get(&disk).cloned()
     }
 
-    /// The state of a disk that there is not: reads and writes of it are refused.
+    /// The state of a disk that does not exist: it refuses reads and writes.
     pub fn gone(disk: u64) -> Arc<Head> {
         Head::new(disk, Buffer { gone: true, ..Buffer::default() })
     }
@@ -169,19 +169,19 @@ impl Buffers {
         head
     }
 
-    /// Disks that have one, or had one at the same time.
+    /// The highest number of disks that had a buffer at the same time.
     pub fn count(&self) -> u64 {
         self.count.load(Ordering::SeqCst)
     }
 
-    /// The disks that have one, in the order of their numbers.
+    /// The disks that have a buffer, ascending by id.
     pub fn heads(&self) -> Vec<Arc<Head>> {
         let mut heads: Vec<_> = self.heads.read().values().cloned().collect();
         heads.sort_unstable_by_key(|head| head.id);
         heads
     }
 
-    /// Forgets disks that are gone: devices that have them open fail from then on.
+    /// Removes disks that are gone: devices that have them open fail from then on.
     pub fn forget(&self, gone: &[Arc<Head>]) {
         let mut heads = self.heads.write();
         gone.iter().for_each(|head| drop(heads.remove(&head.id)));
@@ -197,8 +197,8 @@ impl Buffers {
         self.limit
     }
 
-    /// Takes room for data; how much was held before, or `None` when there is not enough. A single write larger than
-    /// the bound has an empty buffer for itself.
+    /// Takes room for data. Returns how much was held before, or `None` if there is not enough room. A single write
+    /// larger than the limit is let in when the buffers are empty.
     pub fn try_take(&self, blocks: u64) -> Option<u64> {
         let before = self.blocks.fetch_add(blocks, Ordering::SeqCst);
         if before + blocks <= self.limit || before == 0 {
@@ -218,7 +218,7 @@ impl Buffers {
         }
     }
 
-    /// Waits until there may be room for data, or for some time.
+    /// Waits until there may be room for data, or until a timeout.
     pub fn wait_for_room(&self, blocks: u64, time: Duration) {
         let mut room = self.room.lock();
         if self.blocks() + blocks > self.limit {
@@ -226,7 +226,7 @@ impl Buffers {
         }
     }
 
-    /// Snapshots are being taken. Under the locks of the buffers of their disks.
+    /// Notes that snapshots are being taken. Called under the locks of the buffers of their disks.
     pub fn note_snapshots(&self) {
         self.snapshots.fetch_add(1, Ordering::AcqRel);
     }
@@ -236,12 +236,12 @@ impl Buffers {
         self.snapshots.load(Ordering::Acquire)
     }
 
-    /// A snapshot waits for buffered writes.
+    /// Notes that a snapshot waits for buffered writes.
     pub fn note_unsealed(&self) {
         self.unsealed.fetch_add(1, Ordering::AcqRel);
     }
 
-    /// The buffered writes of a snapshot have reached the map.
+    /// Notes that the buffered writes of a snapshot are in the map.
     pub fn note_sealed(&self) {
         self.unsealed.fetch_sub(1, Ordering::AcqRel);
         let _guard = self.sealed.lock();
@@ -258,13 +258,13 @@ impl Buffers {
         self.sealing() > 0
     }
 
-    /// Waits until a snapshot is sealed, or for some time.
+    /// Waits until a snapshot is sealed, or until a timeout.
     pub fn wait_sealed(&self, time: Duration) {
         let mut sealed = self.sealed.lock();
         self.sealed_ready.wait_for(&mut sealed, time);
     }
 
-    /// Wakes all waiting threads, to look again.
+    /// Wakes all waiting threads, so that they check their conditions again.
     pub fn wake(&self) {
         self.room_ready.notify_all();
         self.sealed_ready.notify_all();

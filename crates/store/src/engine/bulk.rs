@@ -1,4 +1,4 @@
-//! Filling a disk that is not in use yet, past the buffer: full clones, eager zeroing, imports.
+//! Fills a disk that is not in use yet, past the buffer: for full clones, eager zeroing and imports.
 
 use super::Engine;
 use super::admit::STEP_PAGES;
@@ -12,25 +12,24 @@ use backend::{BLOCK_SIZE, IoMode};
 use checksums::Checksums;
 use std::ops::Range;
 
-/// Writes a disk that nothing else writes, from as many threads as there are; of two writes to a block the later
-/// counts.
+/// Writes a disk that no client writes, from any number of threads. Of two writes to a block the later counts.
 pub struct BulkWriter<'a> {
     engine: &'a Engine,
     disk: u64,
 }
 
 impl<'a> BulkWriter<'a> {
-    /// For a disk marked incomplete: whatever happens before [`Engine::complete_disk`] leaves no disk behind.
+    /// For a disk marked as incomplete: a failure before [`Engine::complete_disk`] leaves no disk behind.
     pub fn new(engine: &'a Engine, disk: u64) -> Self {
         Self { engine, disk }
     }
 
-    /// Writes whole blocks at `logical`, to new places, at once.
+    /// Writes whole blocks at `logical` to new places, immediately.
     pub fn write(&self, logical: u64, data: &[u8]) -> Result<()> {
         self.write_summed(logical, data, &Checksums::of(data))
     }
 
-    /// The same, of data whose checksums are known.
+    /// The same for data whose checksums are known.
     pub fn write_summed(&self, logical: u64, data: &[u8], sums: &Checksums) -> Result<()> {
         let engine = self.engine;
         engine.check_running()?;
@@ -54,7 +53,7 @@ impl<'a> BulkWriter<'a> {
                 .during(|| format!("writing {} bytes of a new disk", bytes.len()))
                 .map_err(|error| engine.stop(error))?;
             drop(turn);
-            // The medium works while the next piece is read, instead of when all of it is flushed.
+            // The medium works while the next part is read, instead of when everything is flushed.
             file.write_out(offset, bytes.len() as u64, false);
             engine.files.touch(run);
             let gate = engine.log.clocks.wrote_home();
@@ -69,8 +68,8 @@ impl<'a> BulkWriter<'a> {
         engine.bound_pending()
     }
 
-    /// Maps what was written: in steps, where the range is mapped in many pieces already. `at` says how many blocks
-    /// are mapped, also after an error.
+    /// Maps what was written, in steps if the range is already mapped in many extents. `at` returns the number of
+    /// mapped blocks, also after an error.
     fn map(&self, logical: u64, run: Run, sums: &[u32], gate: u64, at: &mut u64) -> Result<()> {
         while *at < run.blocks {
             let range = logical + *at..logical + run.blocks;
@@ -84,7 +83,7 @@ impl<'a> BulkWriter<'a> {
         Ok(())
     }
 
-    /// Takes space for a range without writing it: it reads as zeros.
+    /// Takes space for a range without writing it: the range reads as zeros.
     pub fn reserve(&self, range: Range<u64>) -> Result<()> {
         let engine = self.engine;
         let mut at = range.start;
@@ -121,26 +120,27 @@ impl<'a> BulkWriter<'a> {
         Ok(())
     }
 
-    /// Lets go of a range: it reads as zeros. For disks that begin as a clone; nothing of it may be buffered.
+    /// Unmaps a range, which then reads as zeros. For disks that begin as a clone; no block of the range may be
+    /// buffered.
     pub fn discard(&self, range: Range<u64>) -> Result<()> {
         self.engine.unmap_waiting(self.disk, range)
     }
 
-    /// Makes everything durable that was written or released before.
+    /// Makes durable what was written or unmapped before.
     pub fn commit(&self) -> Result<()> {
         self.engine.commit_changes()
     }
 
-    /// File systems let one writer at a time into the cached pages of a file, and the kernel burns the time of all
-    /// others: a wait for this lock instead leaves the processor to other threads. Past the page cache they
-    /// write side by side.
+    /// File systems let one writer at a time into the cached pages of a file, and the kernel spins in all other
+    /// writers: waiting for this lock instead leaves the processor to other threads. Past the page cache they write in
+    /// parallel.
     fn turn(&self) -> Option<MutexGuard<'a, ()>> {
         (self.engine.options.mode == IoMode::Buffered).then(|| self.engine.writeback.lock_copying())
     }
 }
 
 impl Engine {
-    /// Has a checkpoint or a commit made when much is pending. Under no lock that a checkpoint takes.
+    /// Starts a checkpoint or a commit if much is pending. Not to be called under a lock that a checkpoint takes.
     pub(super) fn bound_pending(&self) -> Result<()> {
         if self.is_checkpoint_due() {
             self.checkpoint_if_needed()?;

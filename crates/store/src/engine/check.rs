@@ -1,12 +1,11 @@
 //! `check`: walks everything the catalog reaches, counts references, and compares with what the tables say.
 //!
-//! Without `repair` the store goes on meanwhile: what is walked is the state that a checkpoint left
-//! (`metadata/view.rs`), whole and exact, read from the medium. So a check reports what was wrong at that moment, and
-//! nothing that changes look like; it stops others no longer than a checkpoint does. Data blocks are verified as they
-//! are when they are read ([`super::verify`]), and the room of the file system region by region.
+//! Without `repair` the store remains in use. The check walks the complete state that a checkpoint left
+//! (`metadata/view.rs`), as it is on the medium, and so reports what was wrong at that moment. It stops other work no
+//! longer than a checkpoint does. Data blocks are verified as they are when they are read ([`super::verify`]), and
+//! space of the file system region by region.
 //!
-//! With `repair` everything stands still from the first count to the last change: writes wait in the buffer, and reads
-//! too.
+//! With `repair` all requests wait from the first count to the last change: writes in the buffer, and reads too.
 //!
 //! Data blocks are counted window by window, so that memory does not grow with the size of the store; each window walks
 //! the trees again.
@@ -24,18 +23,18 @@ use backend::BLOCK_SIZE;
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-/// Findings listed one by one; the rest is only counted.
+/// Findings listed one by one; further ones are only counted.
 const FINDINGS_MAX: usize = 1000;
 /// Data blocks counted in one pass, in whole pages of the table: 64 MiB of memory for 63.5 GiB of data.
 const WINDOW_BLOCKS: u64 = TABLE_ENTRIES << 15;
-/// Pages kept for what a repair changes last: summaries and the catalog.
+/// Pages kept free for the last changes of a repair: summaries and the catalog.
 const REPAIR_AHEAD: u64 = 64;
 /// Marks a counted block that some tree maps as written.
 const WRITTEN: u32 = 1 << 31;
-/// Rounds of dropping deleted trees before a check begins: under load there may always be another.
+/// Rounds of dropping deleted trees before a check begins: under load new ones may always appear.
 const TRASH_ROUNDS: usize = 256;
 
-/// What `check` shall do.
+/// What a check examines and changes.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct CheckOptions {
     /// Read every data block and verify its checksum.
@@ -44,16 +43,16 @@ pub struct CheckOptions {
     pub repair: bool,
 }
 
-/// One thing found.
+/// One finding.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Finding {
     /// What is wrong, and where.
     pub problem: String,
-    /// What was done about it.
+    /// What was done about it, if anything.
     pub repaired: Option<String>,
 }
 
-/// What `check` did.
+/// The result of a check.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Report {
     /// Metadata pages walked.
@@ -62,15 +61,15 @@ pub struct Report {
     pub blocks: u64,
     /// Data blocks read and verified.
     pub verified: u64,
-    /// Bytes that nothing refers to.
+    /// Bytes of blocks that nothing refers to.
     pub leaked: u64,
-    /// What is wrong.
+    /// The findings.
     pub findings: Vec<Finding>,
-    /// Findings beyond those listed.
+    /// Number of findings beyond those listed.
     pub unlisted: u64,
-    /// Pages of `data.table` that were made anew: their checksums are to be compared with the blocks.
+    /// Pages of `data.table` that were rebuilt: their checksums have to be compared with the blocks.
     pub(super) renewed: Vec<u64>,
-    /// Pages of the catalog to be written anew from memory.
+    /// Pages of the catalog that have to be written from memory.
     pub(super) renewed_catalog: Vec<u64>,
 }
 
@@ -84,7 +83,7 @@ impl Report {
     }
 }
 
-/// A tree to walk, and what to call it.
+/// A tree to walk, and its name in messages.
 pub(super) struct Root {
     name: String,
     pub node: NodeId,
@@ -124,20 +123,20 @@ impl Window {
         at.map_or(0, |count| count & !WRITTEN)
     }
 
-    /// A part of it.
+    /// References counted in a part of the window.
     pub fn part(&self, range: Range<u64>) -> Self {
         let from = (range.start - self.range.start) as usize;
         Self { counts: self.counts[from..from + (range.end - range.start) as usize].to_vec(), range }
     }
 
-    /// Nothing is expected of the blocks of a range.
+    /// Excludes a range of blocks from the comparison.
     fn clear(&mut self, range: Range<u64>) {
         let end = range.end.min(self.range.end);
         (range.start.max(self.range.start)..end).for_each(|block| self.counts[(block - self.range.start) as usize] = 0);
     }
 }
 
-/// Counts what is done, and asks whether to go on: (done, total).
+/// Reports progress (done, total), and fails if the caller asks to stop.
 pub(super) struct Steps<'a> {
     done: u64,
     total: u64,
@@ -155,7 +154,7 @@ impl Steps<'_> {
 }
 
 impl Engine {
-    /// Makes a checkpoint, and the view of what it left. One view at a time.
+    /// Makes a checkpoint, and a view of the state that it left. One view exists at a time.
     fn view(&self) -> Result<View> {
         let _checkpoint = self.log.lock_checkpoints();
         self.meta.lock().want_view();
@@ -185,7 +184,7 @@ impl Engine {
         let mut view = self.view()?;
         let used = view.used;
         let checked = self.check_sight(&mut view.sight(), StoreActivity::Running, used, options, progress, &mut report);
-        // A view that was lost says nothing, whatever it seemed to show.
+        // Findings of a view that was lost are worthless.
         view.check()?;
         checked?;
         drop(view);
@@ -193,10 +192,10 @@ impl Engine {
         Ok(report)
     }
 
-    /// Checks and repairs while everything stands still.
+    /// Checks and repairs while all requests wait.
     fn check_stopped(&self, options: CheckOptions, progress: &dyn Fn(u64, u64) -> bool) -> Result<Report> {
         let _control = self.control.lock();
-        // A hole about to be punched is no leak.
+        // Blocks that are about to be punched are no leak.
         let _punching = self.reserves.lock_punching();
         self.commit_changes()?;
         while self.drop_whole_trash()? {}
@@ -213,7 +212,7 @@ impl Engine {
         meta.pages.drop_clean();
         meta.pages.set_mender(Some(mender));
         let used = meta.data.counts().used;
-        // Payload that flushes have put into the journal since: it is not home.
+        // Payload that flushes have put into the journal since then and that is not at its place yet.
         let logged = std::mem::take(&mut meta.logged);
         let standing = StoreActivity::Stopped(&logged);
         let checked = self.check_sight(&mut meta.sight(), standing, used, options, progress, &mut report);
@@ -269,7 +268,7 @@ impl Engine {
                 count_tree(sight, root, number == 0, &mut nodes, &mut seen, &mut window, &mut lost)?;
                 steps.pass(1)?;
             }
-            // A tree that cannot be read whole keeps what it refers to: nothing is called a leak then.
+            // A tree that cannot be read completely may refer to any block, so nothing is reported as a leak.
             let whole = lost.is_empty() && sight.catalog.lost().is_empty();
             let repair = options.repair && whole;
             if number == 0 {
@@ -289,7 +288,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Damaged pages of `map.table`: reported, and with `repair` made anew.
+    /// Reports damaged pages of `map.table`, and with `repair` rebuilds them.
     fn renew_node_tables(
         &self,
         sight: &mut Sight<'_>,
@@ -319,7 +318,7 @@ impl Engine {
         }
     }
 
-    /// Damaged pages of `data.table`: reported, and with `repair` made anew.
+    /// Reports damaged pages of `data.table`, and with `repair` rebuilds them.
     fn renew_block_tables(
         &self,
         sight: &mut Sight<'_>,
@@ -355,11 +354,11 @@ impl Engine {
         }
     }
 
-    /// Space of the file system that no block claims.
+    /// Space of the file system that belongs to no block.
     fn compare_room(&self, standing: StoreActivity<'_>, repair: bool, report: &mut Report) -> Result<()> {
         let running = matches!(standing, StoreActivity::Running);
         if running {
-            // Space that could not be given back yet is no leak.
+            // Space whose return to the file system failed before is no leak.
             self.return_rest();
         }
         self.unclaimed_room(running, &mut |file, run| {
@@ -379,8 +378,8 @@ impl Engine {
 }
 
 impl Engine {
-    /// Whether one more repaired page fits into the checkpoint that will make the repairs durable. Where the file
-    /// system has no room for a larger one, the rest is left to the next check.
+    /// Whether one more repaired page fits into the checkpoint that will make the repairs durable. If the file system
+    /// has no room for a larger checkpoint, the next check repairs the rest.
     pub(super) fn has_room_for_repair(&self, sight: &Sight<'_>) -> bool {
         let wanted =
             sight.pages.dirty() as u64 + sight.data.changed_regions() + sight.map.changed_regions() + REPAIR_AHEAD;
@@ -390,7 +389,7 @@ impl Engine {
 
     fn compare_nodes(&self, sight: &mut Sight<'_>, nodes: &[u32], repair: bool, report: &mut Report) -> Result<()> {
         for (id, counted) in (0u64..).zip(nodes) {
-            // A damaged page of the table has been reported.
+            // The damaged page of the table was reported already.
             let Ok(BlockEntry { references: known, .. }) = sight.map.entry(sight.pages, id) else { continue };
             if known == *counted {
                 continue;
@@ -433,7 +432,7 @@ impl Engine {
     }
 }
 
-/// Objects must refer to objects that exist.
+/// Reports objects that refer to objects which do not exist.
 fn check_catalog(catalog: &Catalog, report: &mut Report) -> Vec<Root> {
     let mut roots = Vec::new();
     for object in catalog.objects() {
@@ -464,7 +463,7 @@ fn check_catalog(catalog: &Catalog, report: &mut Report) -> Vec<Root> {
     roots
 }
 
-/// Counts the references of all trees on the blocks of a range, and where `nodes` holds none yet on the nodes.
+/// Counts the references of all trees to the blocks of a range, and to nodes if `nodes` is still empty.
 pub(super) fn count_trees(sight: &mut Sight<'_>, range: Range<u64>, nodes: &mut [u32]) -> Result<Window> {
     let roots = check_catalog(sight.catalog, &mut Report::default());
     let first = nodes.iter().all(|count| *count == 0);
@@ -476,7 +475,7 @@ pub(super) fn count_trees(sight: &mut Sight<'_>, range: Range<u64>, nodes: &mut 
     Ok(window)
 }
 
-/// Adds the references of one tree. Nodes are counted in the first pass; leaves met before are not entered again.
+/// Adds the references of one tree. Nodes are counted in the first pass; a leaf met before is not entered again.
 fn count_tree(
     sight: &mut Sight<'_>,
     root: &Root,
@@ -489,7 +488,7 @@ fn count_tree(
     let mut effects = Effects::default();
     let mut visit = |visit: Visit| match visit {
         Visit::Node { id, .. } => {
-            // Past the end of the map there is nothing to read: found damaged by the walk.
+            // A node past the end of the map cannot be read: the walk reports it as damaged.
             let Some(known) = seen.get_mut(id.0 as usize) else { return Ok(true) };
             if first {
                 nodes[id.0 as usize] += 1;
@@ -513,7 +512,7 @@ fn count_tree(
     tree::walk_damaged(&mut sight.nodes(&mut effects), root.node, &mut visit, &mut damaged)
 }
 
-/// Which disks and snapshots map a data block: for the message about a damaged one.
+/// Which disks and snapshots map a data block, for the message about a damaged block.
 pub(super) fn owners_of(sight: &mut Sight<'_>, block: u64) -> Result<String> {
     let mut report = Report::default();
     let mut names = Vec::new();

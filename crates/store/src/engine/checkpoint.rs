@@ -1,20 +1,22 @@
-//! Checkpoints: the metadata pages of one moment, made whole on the medium so that the journal before it can go.
+//! Checkpoints: write the metadata pages of one moment to the medium, so that the journal before that moment can be
+//! released.
 //!
-//! 1. Under all locks, for as long as it takes to copy a list: the dirty pages are captured, and where the journal ends
-//!    then (the tail to be). Nothing is being overwritten at that moment. Changes may be pending that the pages
-//!    contain already.
-//! 2. While everything runs on: the payload that was in the journal then goes home, the data files are flushed, and the
-//!    pending changes that were captured are appended; where they end is where replay of such changes will begin.
-//!    (Urgent batches, which overtake pending ones, are replayed from the tail on.)
-//! 3. Captured pages that the checkpoint before does not know, nodes in places that were free then, are written home
-//!    and flushed: nothing would look at them if this checkpoint did not end.
+//! 1. Under all locks, for as long as copying a list takes: captures the dirty pages and the end of the journal (the
+//!    future tail). Nothing is being overwritten at that moment. The pages may already contain changes that are still
+//!    pending.
+//! 2. While requests continue: writes the payload in the journal to its place, flushes the data files, and appends the
+//!    captured pending changes. The position where they end is where replay of such changes will begin. (Urgent
+//!    batches, which overtake pending changes, are replayed from the tail on.)
+//! 3. Writes those captured pages that the previous checkpoint does not refer to (nodes in places that were free then)
+//!    to their places and flushes them: recovery does not read them unless this checkpoint is committed.
 //! 4. Images of the other captured pages go to the images file and are flushed.
 //! 5. One write of the superblock commits the checkpoint: it names the images, releases the journal before the tail,
 //!    and holds the sizes. From here on recovery takes the pages from the images.
-//! 6. They are written home and flushed; a second write of the superblock says that no images are needed.
+//! 6. Writes the pages to their places and flushes them; a second write of the superblock says that no images are
+//!    needed.
 //!
-//! The journal is appended to in step 2 only, and only with what waits to be appended anyway: a checkpoint needs no
-//! more of the ring than what was admitted, and a reserve for padding.
+//! Only step 2 appends to the journal, and only changes that were pending anyway: a checkpoint needs no more of the
+//! ring than what was admitted, and a reserve for padding.
 
 use super::log::Superblock;
 use super::{Engine, Meta};
@@ -26,29 +28,28 @@ use backend::{Block, SharedSlice};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// Payload blocks taken home at a time.
+/// Payload blocks written to their places at a time.
 pub(super) const LOGGED_ROUND: usize = 256;
 
-/// What a checkpoint is for.
+/// The purpose of a checkpoint.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Purpose {
-    /// The datastore goes on.
+    /// The datastore stays in use.
     GoOn,
     /// The datastore is being closed.
     Close,
-    /// The outcome of recovery is made the new start. What recovery has carried out is in the pages, and is never
-    /// appended.
+    /// The result of recovery becomes the new start. What recovery carried out is in the pages, and is never appended.
     Recover,
 }
 
 impl Engine {
-    /// Whether so much has changed that a checkpoint is worth while; makes room for larger ones where that helps.
+    /// Whether enough has changed for a checkpoint; grows the room for larger ones where that helps.
     pub(super) fn is_checkpoint_due(&self) -> bool {
         self.grow_images(0);
         self.log.admission.is_checkpoint_due()
     }
 
-    /// A checkpoint, unless another thread has just made one that leaves room.
+    /// Makes a checkpoint, unless another thread has just made one that leaves room.
     pub(super) fn checkpoint_if_needed(&self) -> Result<()> {
         let before = self.counters.checkpoints.load(Ordering::Acquire);
         let guard = self.log.lock_checkpoints();
@@ -60,7 +61,7 @@ impl Engine {
         Ok(())
     }
 
-    /// A checkpoint now.
+    /// Makes a checkpoint now.
     pub fn checkpoint(&self) -> Result<()> {
         let _guard = self.log.lock_checkpoints();
         self.checkpoint_locked(Purpose::GoOn)
@@ -70,7 +71,7 @@ impl Engine {
         self.check_running()?;
         self.check_owner()?;
         let captured = self.capture(purpose)?;
-        // What was captured counts as clean: another checkpoint would leave it out.
+        // The captured pages count as clean, so another checkpoint would leave them out.
         self.commit_captured(captured, purpose).map_err(|error| self.stop(error))
     }
 
@@ -80,14 +81,15 @@ impl Engine {
 
         while !payload.is_empty() {
             if self.write_logged(LOGGED_ROUND)? == 0 {
-                // What is left is not durable in the journal yet, and may not go home before it is.
+                // The remaining blocks are not durable in the journal yet, and may not be written to their places
+                // before.
                 self.sync_all_data()?;
                 self.append_pending(&mut self.log.lock())?;
             }
             let meta = self.meta.lock();
             payload.retain(|block, slice| meta.logged.get(block).is_some_and(|now| same(now, slice)));
         }
-        // Newer content of such a block may be on its way home instead: let that arrive.
+        // Newer content of such a block may be on its way to its place: waits for that write.
         drop(self.writeback.lock());
         self.files.write_out();
         self.sync_all_data()?;
@@ -98,16 +100,16 @@ impl Engine {
         let mut commit = self.log.lock();
         self.append_pending(&mut commit)?;
         next.ordered = commit.take_captured_end().ok_or_else(|| {
-            // Here and below, before another thread has the journal and appends to it.
+            // Here and below, before another thread gets the journal and appends to it.
             self.stop(Error::new(ErrorKind::Io, "changes captured by a checkpoint did not become durable"))
         })?;
-        // Nothing else writes the superblock while the checkpoint lock is held.
+        // Nothing else writes the superblock under the checkpoint lock.
         next.sequence = commit.superblock().sequence;
         next.checkpoint = commit.superblock().checkpoint + 1;
         let grown = next.map_length > commit.superblock().map_length;
         drop(commit);
         if grown {
-            // The superblock will vouch for this length, also when no page of the map is among the images.
+            // The superblock will name this length, also if no page of the map is among the images.
             self.meta.file(PageFile::Map).sync().during(|| "flushing the map".into())?;
         }
         if !images.is_empty() {
@@ -116,7 +118,7 @@ impl Engine {
         let mut commit = self.log.lock();
         next.clean = purpose == Purpose::Close && commit.batches() == batches;
         if next.clean {
-            // Nothing but the checkpoint itself lies behind the tail: release that too.
+            // Only appends of the checkpoint itself lie behind the tail: they are released too.
             next.tail = commit.head();
             next.ordered = next.tail;
         }
@@ -128,9 +130,9 @@ impl Engine {
         if carried_out.is_empty() { Ok(()) } else { self.retire_committed(carried_out) }
     }
 
-    /// Commits a checkpoint with images, and takes them home.
+    /// Commits a checkpoint with images, and writes them to their places.
     fn commit_images(&self, next: &mut Superblock, images: &[(PageKey, Arc<Block>)]) -> Result<()> {
-        // Nearly always there is room: what may become dirty is bounded by it.
+        // There is room nearly always, because the room limits the dirty pages.
         self.reserve_images(images.len() as u64)?;
         self.log.commit_images(next, images)?;
         self.meta.keep_home(images);
@@ -143,7 +145,7 @@ impl Engine {
         let _gate = self.writeback.lock();
         let mut commit = self.log.lock();
         let _through = self.writeback.stop_through();
-        // An overwrite in place that begins from now on is announced behind the tail.
+        // An overwrite in place that begins after this is announced behind the tail.
         self.log.end_permits();
         let mut guard = self.meta.lock();
         let meta = &mut *guard;
@@ -175,7 +177,7 @@ impl Engine {
     }
 }
 
-/// Pages of the data table that appending what is pending now will change again: its holds end.
+/// Pages of the data table that appending the pending changes will dirty again, because holds end.
 fn held_pages(meta: &super::Meta) -> u64 {
     let mut pages = 0;
     let mut last = u64::MAX;
@@ -187,14 +189,14 @@ fn held_pages(meta: &super::Meta) -> u64 {
     pages
 }
 
-/// What a checkpoint holds on to.
+/// What a checkpoint has captured.
 struct Capture {
     next: Superblock,
     pages: Captured,
-    /// Payload in the journal before the tail that is not home.
+    /// Payload in the journal before the tail that is not at its place.
     payload: BTreeMap<u64, SharedSlice>,
     batches: u64,
-    /// What recovery has carried out: in the pages, and not in the journal.
+    /// Operations that recovery carried out: in the pages, and not in the journal.
     carried_out: Vec<super::metadata::Pending>,
 }
 

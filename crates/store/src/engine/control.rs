@@ -10,12 +10,12 @@ use std::time::Duration;
 
 /// The most bytes of the journal that one change of the catalog takes (8 MiB): it goes into one batch.
 const CHANGE_BYTES_MAX: u64 = 8 << 20;
-/// Pages that a changed record dirties: its own, and the count of its root.
+/// Pages that a changed record dirties: the page of the record, and the page with the count of its root.
 pub(super) const PAGES_PER_RECORD: u64 = 2;
 /// The longest record.
 pub(super) const RECORD_MAX: u64 = crate::catalog::SLOT_SIZE as u64;
 
-/// What a new disk is to be.
+/// Parameters of a new disk.
 #[derive(Clone, Debug)]
 pub struct NewDisk {
     /// Name.
@@ -26,11 +26,11 @@ pub struct NewDisk {
     pub provisioning: Provisioning,
     /// Identity.
     pub uuid: [u8; 16],
-    /// True while its content is being made: it is removed at the next opening if that never ends.
+    /// True while the content is being made: the next opening removes a disk that is still incomplete.
     pub incomplete: bool,
 }
 
-/// What a new snapshot is to be.
+/// Parameters of a new snapshot.
 #[derive(Clone, Debug)]
 pub struct NewSnapshot {
     /// The disk.
@@ -39,11 +39,11 @@ pub struct NewSnapshot {
     pub name: String,
     /// Identity.
     pub uuid: [u8; 16],
-    /// True for one that only serves an operation under way: it is removed at the next opening.
+    /// True for a snapshot that only serves an operation under way: the next opening removes it.
     pub incomplete: bool,
 }
 
-/// What a copy has in common with its original.
+/// The identity and age that a copy takes over from its original.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DiskIdentity {
     /// Identity.
@@ -52,10 +52,10 @@ pub struct DiskIdentity {
     pub created: u64,
 }
 
-/// What becomes of a disk that was made out of sight.
+/// What a disk that was made under a temporary name becomes.
 #[derive(Clone, Debug)]
 pub enum ReceiveCommit {
-    /// It is a disk of that name, independent of what it began as.
+    /// A disk of its own under this name, independent of its origin.
     Disk {
         /// The disk.
         id: u64,
@@ -64,39 +64,39 @@ pub enum ReceiveCommit {
         /// Its identity and age.
         like: DiskIdentity,
     },
-    /// Another disk gets its snapshot, and is what the snapshot holds; it goes itself.
+    /// Another disk takes over its snapshot and the content of that snapshot; the disk itself is deleted.
     Update {
-        /// The disk that goes.
+        /// The disk that is deleted.
         id: u64,
         /// Its snapshot.
         snapshot: u64,
-        /// The disk that gets it.
+        /// The disk that takes it over.
         disk: u64,
     },
 }
 
 impl Engine {
-    /// Looks at the catalog.
+    /// Runs `look` on the catalog.
     pub fn with_catalog<T>(&self, look: impl FnOnce(&crate::catalog::Catalog) -> T) -> T {
         look(&self.meta.lock().catalog)
     }
 
-    /// What a change of the catalog may cost: as much as every datastore has room for at once.
+    /// The highest cost of a change of the catalog: every datastore has that much room at once.
     pub(super) fn change_cost(&self) -> Cost {
         Cost { bytes: (self.log.ring() / 4).min(CHANGE_BYTES_MAX), pages: self.log.admission.page_limit() / 2 }
     }
 
-    /// What takes effect at once goes into one batch of the journal: it must fit.
+    /// Changes that take effect at once go into one batch of the journal, so they must fit.
     fn refuse_too_many(&self, meta: &Meta, operations: &[Operation], limit: Cost) -> Result<()> {
         let size: u64 = operations.iter().map(|operation| operation.size() as u64).sum();
         if size + APPEND_BYTES <= limit.bytes {
             let records = operations.len() as u64;
-            // Many records share pages: of the catalog, and of the counts of their roots.
+            // Many records share pages of the catalog and of the counts of their roots.
             let catalog = (meta.catalog.slots() + records) / crate::catalog::SLOTS_PER_PAGE as u64 + 1;
             let roots = meta.map.regions() * crate::space::REGION_PAGES;
             let pages = (records * PAGES_PER_RECORD).min(catalog.min(records) + roots.min(records) + PAGES_PER_RECORD);
             if pages > limit.pages {
-                // Room for them beside all that is admitted.
+                // Reserves that room beyond all that is admitted.
                 self.reserve_images(self.log.admission.capacity() + pages)?;
             }
             return Ok(());
@@ -111,17 +111,17 @@ impl Engine {
         ))
     }
 
-    /// Carries out catalog operations that `plan` names after a look at the catalog, all of them or none, and makes
-    /// them durable.
+    /// Carries out the catalog operations that `plan` returns after a look at the catalog, all of them or none, and
+    /// makes them durable.
     fn change<T>(&self, plan: impl FnOnce(&mut crate::catalog::Catalog) -> Result<(Vec<Operation>, T)>) -> Result<T> {
         self.check_running()?;
         self.make_journal_room()?;
         let limit = self.change_cost();
         let grant = self.admit(limit)?;
         let outcome = self.enqueue_change(limit, plan)?;
-        // With room for the append in hand: a checkpoint that is needed for room and fails would make this an error
-        // although the change is carried out and becomes durable with the next batch. What the change has cost counts
-        // by itself now, and the rest of the grant is not kept from writers while the medium works.
+        // The append uses the grant that is already held: a checkpoint made for room could fail, and this would return
+        // an error although the change is carried out and becomes durable with the next batch. The cost of the change
+        // is counted by now, and the rest of the grant is released before the I/O, so that writers can use it.
         let room = match self.log.admission.try_admit(Cost { bytes: APPEND_BYTES, pages: 0 }) {
             Some(room) => {
                 drop(grant);
@@ -134,8 +134,8 @@ impl Engine {
         Ok(outcome)
     }
 
-    /// As [`Engine::change`], but for making it durable: after an error nothing has changed, unless the datastore has
-    /// stopped. Under a grant of `limit`.
+    /// As [`Engine::change`] without making the change durable, under a grant of `limit`. After an error nothing has
+    /// changed, unless the datastore has stopped.
     pub(super) fn enqueue_change<T>(
         &self,
         limit: Cost,
@@ -143,10 +143,10 @@ impl Engine {
     ) -> Result<T> {
         let mut meta = self.meta.lock();
         let (operations, outcome) = plan(&mut meta.catalog)?;
-        // Room first: what is carried out in memory cannot be taken back.
+        // Room is reserved first: a change that was carried out in memory cannot be undone.
         let records = operations.iter().filter(|operation| !matches!(operation, Operation::Trash { .. })).count();
         if records > 0 {
-            // What only goes needs none.
+            // Deleted records need no room.
             self.reserve_metadata(&meta, records as u64)?;
         }
         self.refuse_too_many(&meta, &operations, limit)?;
@@ -161,7 +161,7 @@ impl Engine {
         Ok(outcome)
     }
 
-    /// Makes an empty disk. Space for thick types is taken by the caller through [`super::BulkWriter`].
+    /// Makes an empty disk. The caller takes the space of thick types through [`super::BulkWriter`].
     pub fn create_disk(&self, new: NewDisk) -> Result<u64> {
         let _control = self.control.lock();
         self.change(|catalog| {
@@ -170,7 +170,7 @@ impl Engine {
         })
     }
 
-    /// The content of a disk being made is complete.
+    /// Marks the content of a disk as complete.
     pub fn complete_disk(&self, id: u64) -> Result<()> {
         let _control = self.control.lock();
         self.change(|catalog| {
@@ -179,9 +179,9 @@ impl Engine {
         })
     }
 
-    /// A disk that was made to take another's place takes it, at once and whole: it is complete, and has that one's
-    /// name, identity and age. The other, where it is in this store, gets the name `aside` and is incomplete from now
-    /// on, so that it is gone after the next opening at the latest.
+    /// A new disk takes the place of another in one change: it becomes complete, and gets the name, identity and age of
+    /// the other. The replaced disk, if it is in this store, gets the name `aside` and becomes incomplete, so that the
+    /// next opening at the latest deletes it.
     pub fn replace_disk(&self, old: Option<(u64, &str)>, new: u64, name: &str, like: DiskIdentity) -> Result<()> {
         let _control = self.control.lock();
         self.change(|catalog| {
@@ -204,8 +204,8 @@ impl Engine {
         })
     }
 
-    /// Takes the name from a disk that another has replaced elsewhere: it is incomplete from now on, so that it is gone
-    /// after the next opening at the latest.
+    /// Marks a disk that a disk elsewhere has replaced as incomplete, so that the next opening at the latest deletes
+    /// it.
     pub fn retire_disk(&self, id: u64, aside: &str) -> Result<()> {
         let _control = self.control.lock();
         self.change(|catalog| {
@@ -215,7 +215,7 @@ impl Engine {
         })
     }
 
-    /// Gives a snapshot the identity and age of the one it is a copy of.
+    /// Gives a snapshot the identity and age of its original.
     pub fn liken_snapshot(&self, id: u64, like: DiskIdentity) -> Result<()> {
         let _control = self.control.lock();
         self.change(|catalog| {
@@ -248,7 +248,7 @@ impl Engine {
         })
     }
 
-    /// Sets more blocks aside for a thick disk, if there is room for them.
+    /// Sets more blocks aside for a thick disk, if there are enough free ones.
     pub fn set_more_aside(&self, id: u64, more: u64) -> Result<()> {
         let _control = self.control.lock();
         let _room = self.claim_blocks(more)?;
@@ -259,7 +259,7 @@ impl Engine {
         })
     }
 
-    /// Sets no more than so many blocks aside for a thick disk from now on. Writes that go on may have taken some.
+    /// Limits the blocks set aside for a thick disk to this number. Writes under way may have taken some.
     pub fn set_aside_at_most(&self, id: u64, most: u64) -> Result<()> {
         let _control = self.control.lock();
         self.change(|catalog| {
@@ -297,7 +297,7 @@ impl Engine {
             let source = catalog.get(snapshot)?.clone();
             let mut operations = Vec::with_capacity(new.len() + 1);
             if source.incomplete {
-                // Taken for these clones: it stays if they do.
+                // The snapshot was taken for these clones: it stays if they are made.
                 operations.push(Operation::Put { record: Object { incomplete: false, ..source.clone() }.encode() });
             }
             let mut ids = Vec::with_capacity(new.len());
@@ -322,8 +322,8 @@ impl Engine {
         self.change(|_| Ok((vec![Operation::Trash { object: snapshot }], ())))
     }
 
-    /// Deletes a disk and its snapshots, but for those that `handed_over` has new records of: they go to another disk,
-    /// whose record is among them too.
+    /// Deletes a disk and its snapshots, except those with a record in `handed_over`: they become snapshots of another
+    /// disk, whose record is also in it.
     pub fn delete_disk(&self, disk: u64, handed_over: &[Object]) -> Result<()> {
         let _control = self.control.lock();
         for object in handed_over.iter().filter(|object| object.is_snapshot()) {
@@ -354,7 +354,7 @@ impl Engine {
             let mut operations = Vec::new();
             let object = catalog.get(disk)?.clone();
             if object.provisioning != Provisioning::Thin {
-                // All that the head gets is shared with the snapshot: every write will need a new place again.
+                // All blocks that the head gets are shared with the snapshot, so every write will need a new place.
                 let object = Object { reserved: size_in_blocks(catalog.get(snapshot)?), ..object };
                 operations.push(Operation::Put { record: object.encode() });
             }
@@ -364,7 +364,7 @@ impl Engine {
         })
     }
 
-    /// Disks that were made out of sight take their places: all of them, or none.
+    /// Disks that were made under temporary names become visible: all of them, or none.
     pub fn arrive(&self, arrivals: &[ReceiveCommit]) -> Result<()> {
         let _control = self.control.lock();
         let mut heads = Vec::new();
@@ -418,8 +418,8 @@ impl Engine {
         })
     }
 
-    /// Cuts the tie between a linked clone and the snapshot it started from. The blocks they share stay shared, by
-    /// reference count, and belong to both alike.
+    /// Makes a linked clone independent of the snapshot it started from. Reference counts keep the blocks that both
+    /// use.
     pub fn detach(&self, disk: u64) -> Result<()> {
         let _control = self.control.lock();
         self.change(|catalog| {
@@ -433,7 +433,7 @@ fn size_in_blocks(object: &Object) -> u64 {
     object.capacity.div_ceil(backend::BLOCK_SIZE as u64)
 }
 
-/// Blocks to be set aside beside what is, for a disk that becomes what a snapshot holds.
+/// Blocks that must be set aside in addition for a disk that becomes equal to a snapshot.
 fn lacks(catalog: &Catalog, disk: u64, snapshot: u64) -> Result<u64> {
     let (object, snapshot) = (catalog.get(disk)?, catalog.get(snapshot)?);
     let thick = object.provisioning != Provisioning::Thin;

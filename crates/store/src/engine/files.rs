@@ -22,10 +22,10 @@ pub fn data_file_name(number: u64) -> String {
     format!("data.{number:04}")
 }
 
-/// Before recovery: what is read from now on is what the media hold.
+/// Called before recovery: what is read from now on comes from the medium.
 ///
-/// After a failed flush the operating system may show what was never written as if it were, until it needs the memory.
-/// A recovery that took it for good would show clients data that is older some time later.
+/// After a failed flush the operating system may return data from its cache that was never written, until it needs the
+/// memory. A recovery that relied on such data would show clients older data some time later.
 pub fn show_media(directory: &dyn Directory) -> Result<()> {
     let pages = PageFile::ALL.map(|file| file.name().to_owned());
     let others = [SUPERBLOCK_FILE, JOURNAL_FILE, IMAGES_FILE].map(str::to_owned);
@@ -33,25 +33,26 @@ pub fn show_media(directory: &dyn Directory) -> Result<()> {
     let data = (0..).map(data_file_name).take_while(|name| names.contains(name));
     for name in pages.into_iter().chain(others).chain(data).filter(|name| names.contains(name)) {
         let file = directory.open(&name, IoMode::Buffered).during(|| format!("opening {name}"))?;
-        // What waits to be written is good, if it can be written. The first flush may tell of a failure before this
-        // opening: what that has lost is forgotten.
+        // Data that waits to be written is good if it can be written. The first flush may report a failure from before
+        // this opening: the data of that failure is dropped.
         file.sync().or_else(|_| file.sync()).during(|| format!("flushing {name} before recovery"))?;
         file.forget_cached().during(|| format!("reading {name} anew"))?;
     }
     Ok(())
 }
 
-/// Data files are written out in pieces of this many bytes: few enough requests of the medium at a time that an append
-/// to the journal, which a flush waits for, does not wait long behind them (at 64 of 4 KiB, about a millisecond).
+/// Data files are written out in parts of this many bytes. Few requests are in the device's queue at a time, so that an
+/// append to the journal, which a flush waits for, does not wait long behind them (at 64 requests of 4 KiB, about a
+/// millisecond).
 const WRITE_OUT_PIECE: u64 = 256 << 10;
-/// What was written is remembered by parts of this many bytes.
+/// Written ranges are remembered in parts of this many bytes.
 const PART: u64 = 1 << 20;
 
 struct DataFile {
     file: Arc<dyn File>,
     /// Written or reserved since it was last flushed.
     dirty: AtomicBool,
-    /// A bit for each part written since it was last written out.
+    /// A bit for each part that was written since it was last written out.
     written: Box<[AtomicU64]>,
 }
 
@@ -59,7 +60,7 @@ impl DataFile {
     fn new(file: Arc<dyn File>) -> Self {
         let parts = (FILE_BLOCKS * BLOCK_SIZE as u64).div_ceil(PART * 64);
         let written = (0..parts).map(|_| AtomicU64::new(0)).collect();
-        // What a process that was killed had written may still wait in the page cache, and recovery reads it.
+        // Writes of a process that was killed may still wait in the page cache, and recovery reads them.
         Self { file, dirty: AtomicBool::new(true), written }
     }
 
@@ -113,7 +114,7 @@ impl DataFiles {
         self.files.read().iter().map(|file| Arc::clone(&file.file)).collect()
     }
 
-    /// The file and byte offset of a run. Space is only ever described for files that exist.
+    /// The file and byte offset of a run. The metadata describes space only of files that exist.
     pub fn locate(&self, run: Run) -> Result<(Arc<dyn File>, u64)> {
         let (number, offset, _) = buffer::place(run);
         let files = self.files.read();
@@ -123,7 +124,7 @@ impl DataFiles {
         Ok((Arc::clone(&file.file), offset))
     }
 
-    /// Makes sure that the file of a run exists, durably; calls `stop` if the sync of the folder fails.
+    /// Makes the file of a run, durably, if it is missing; calls `stop` if the sync of the folder fails.
     pub fn ensure(&self, run: Run, stop: &dyn Fn(Error) -> Error) -> Result<()> {
         let (number, _, _) = buffer::place(run);
         let mut files = self.files.write();
@@ -136,7 +137,7 @@ impl DataFiles {
         Ok(())
     }
 
-    /// Notes that a run is being changed, before it is.
+    /// Notes that a run is about to be changed.
     pub fn touch(&self, run: Run) {
         let (number, offset, length) = buffer::place(run);
         if let Some(file) = self.files.read().get(number as usize) {
@@ -144,8 +145,8 @@ impl DataFiles {
         }
     }
 
-    /// Has the operating system write what it caches of the data to the medium, little by little, and waits for it:
-    /// what is to be flushed by [`DataFiles::sync`] while others need the medium too.
+    /// Has the operating system write cached data to the medium, in small parts, and waits for it: prepares a flush by
+    /// [`DataFiles::sync`] while other requests need the medium too.
     pub fn write_out(&self) {
         if self.mode == IoMode::Buffered {
             let files = self.files.read().clone();
@@ -153,7 +154,7 @@ impl DataFiles {
         }
     }
 
-    /// Makes all changes that finished before this call durable.
+    /// Makes all writes that ended before this call durable.
     pub fn sync(&self) -> Result<()> {
         let dirty: Vec<(usize, Arc<dyn File>)> = self
             .files
@@ -169,7 +170,7 @@ impl DataFiles {
         Ok(())
     }
 
-    /// Bytes that all data files take in the file system.
+    /// Bytes that all data files occupy in the file system.
     pub fn allocated(&self) -> Result<u64> {
         let mut sum = 0;
         for file in self.files.read().iter() {

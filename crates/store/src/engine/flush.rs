@@ -1,14 +1,14 @@
-//! Flush: making what was acknowledged durable, once for all that wait.
+//! Flush: makes acknowledged writes durable, once for all flushes that wait.
 //!
-//! A flush that finds little buffered puts it into the journal, payload and all, behind the pending changes: one
-//! durable append. One that finds much writes it home first. Pending changes that point at data written home wait for
-//! a flush of the data files.
+//! A flush that finds little buffered puts it into the journal with its payload, behind the pending changes, in one
+//! durable append. A flush that finds much writes it to its place first. Pending changes that refer to data written in
+//! place or to new places wait for a flush of the data files.
 //!
 //! Two kinds of operations are appended ahead of what is pending, because they commute with it:
 //!
-//! * announcements of overwrites: they name only blocks whose mapping is durable (others are held and
-//!   never overwritten in place, see [`super::placement`]), so nothing pending can concern them but their being freed,
-//!   which makes them irrelevant;
+//! * announcements of overwrites: they name only blocks whose mapping is durable (others are held and never overwritten
+//!   in place, see [`super::placement`]). The only pending change that can concern such a block frees it, and then the
+//!   announcement has no effect;
 //! * the record of a new unsealed snapshot: everything pending for its disk was written before it and belongs to it
 //!   too, and the operation that completes it ([`Operation::Seal`]) keeps its place in the order.
 
@@ -28,9 +28,9 @@ use crate::tree;
 use crate::{ErrorKind, Result};
 use backend::{BLOCK_SIZE, SharedSlice};
 
-/// Blocks of data that a flush brings into the map at a time.
+/// Blocks of data that one step of a flush brings into the map.
 const LOG_STEP: u64 = 64;
-/// The most payload that a flush puts into the journal instead of writing it home: 4 MiB.
+/// The most payload that a flush puts into the journal instead of writing it to its place: 4 MiB.
 const PAYLOAD_MAX: u64 = 4 << 20;
 
 impl Engine {
@@ -44,13 +44,14 @@ impl Engine {
         self.log.clocks.acknowledged()
     }
 
-    /// Makes every change of the map and the catalog carried out before this call durable; what is only buffered is
-    /// left alone.
+    /// Makes every change of the map and the catalog carried out before this call durable. Buffered data stays
+    /// buffered.
     pub(super) fn commit_changes(&self) -> Result<()> {
         self.commit_pending(false)
     }
 
-    /// The same; `gently` where nothing waits for it, but others for the medium.
+    /// The same. `gently` writes data out in small parts: for callers that no request waits for, beside requests that
+    /// need the medium.
     pub(super) fn commit_pending(&self, gently: bool) -> Result<()> {
         self.check_running()?;
         self.make_journal_room()?;
@@ -58,12 +59,12 @@ impl Engine {
         self.append_changes(gently)
     }
 
-    /// The same for what has room in the journal already: under a grant, and without waiting for a checkpoint.
+    /// The same for a caller that holds a grant for room in the journal: it does not wait for a checkpoint.
     pub(super) fn append_changes(&self, gently: bool) -> Result<()> {
         let mut commit = self.log.lock();
         self.append_pending(&mut commit)?;
-        // Looked at under the lock of the journal: what another thread takes for its batch is not durable before the
-        // end of that.
+        // Examined under the lock of the journal: changes that another thread took for its batch are durable only when
+        // that batch is.
         if self.meta.lock().pending.is_empty() {
             return Ok(());
         }
@@ -71,7 +72,7 @@ impl Engine {
         if gently {
             self.files.write_out();
         }
-        // What is left waits for data; whatever was pending when this was called waits for no more than this flush.
+        // The remaining changes wait for data. Changes that were pending at the call wait for this flush only.
         self.sync_data()?;
         self.append_pending(&mut self.log.lock())
     }
@@ -102,7 +103,7 @@ impl Engine {
             }
             let covered = self.log.clocks.acknowledged();
             let left = match self.log_buffers() {
-                // What is freed, or held, becomes free by what is pending.
+                // Blocks that were freed or held can be used once the pending changes are durable.
                 Err(error) if error.kind() == ErrorKind::NoSpace && !freed => {
                     freed = true;
                     drop(gate);
@@ -113,7 +114,7 @@ impl Engine {
                 Err(error) if self.isolate(&error) => continue,
                 other => other?,
             };
-            // No batch of write-back is under way now: its writes are among those to be made durable.
+            // No batch of write-back is under way now, so this flush makes all its writes durable.
             let announced = self.log.announced_end();
             drop(gate);
             if self.log.needs_sync() {
@@ -122,14 +123,14 @@ impl Engine {
                 commit = self.log.lock();
             }
             if !self.log.is_settled(announced) {
-                // A flush of the data files came between the end of a write home and the end of its batch: what was
-                // written is durable, and recovery would still put older payload of the journal over it once the next
+                // A flush of the data files ran after a write to its place ended and before its batch ended: the data
+                // is durable, and recovery would still write older payload of the journal over it once the next
                 // overwrite has begun.
                 self.sync_all_data()?;
             }
             self.append_pending(&mut commit)?;
             while !self.log.is_told(announced) {
-                // The record waits behind changes whose data came home during the flush: one more flush covers them.
+                // The record waits behind changes whose data was written during the flush: one more flush covers them.
                 drop(commit);
                 self.sync_data()?;
                 commit = self.log.lock();
@@ -141,27 +142,28 @@ impl Engine {
                 self.make_room(cost)?;
                 continue;
             }
-            // A thread that took the lock in between may have appended what this flush queued: durable either way.
+            // A thread that took the lock in between may have appended the queued operations: they are durable in both
+            // cases.
             self.log.clocks.set_durable(covered);
             return Ok(());
         }
     }
 
-    /// The most payload one flush journals: bounded by the ring too.
+    /// The most payload that one flush puts into the journal: the size of the ring limits it too.
     pub(super) fn payload_max(&self) -> u64 {
         PAYLOAD_MAX.min(self.log.ring() / 16)
     }
 
-    /// Pending changes beyond this many bytes ask for a commit of their own.
+    /// More bytes of pending changes than this ask for a commit of their own.
     pub(super) fn pending_limit(&self) -> usize {
         (self.log.ring() / 8).min(16 << 20) as usize
     }
 
-    /// Makes everything written home so far durable.
+    /// Makes durable everything that was written to its place so far.
     pub(super) fn sync_data(&self) -> Result<()> {
         let wanted = self.log.clocks.home();
         let one = self.log.lock_syncing();
-        // After a flush that failed the next one succeeds without what was lost.
+        // After a flush that failed, the kernel lets the next one succeed although data was lost.
         self.check_running()?;
         if self.log.clocks.synced() >= wanted {
             return Ok(());
@@ -169,8 +171,8 @@ impl Engine {
         self.sync_locked(one)
     }
 
-    /// As [`Engine::sync_data`], and whatever else was written to the data files: payload taken home does not count as
-    /// written, because flushes need not wait for it.
+    /// As [`Engine::sync_data`], including other writes to the data files: payload that recovery or a checkpoint writes
+    /// to its place does not count as written, because flushes need not wait for it.
     pub(super) fn sync_all_data(&self) -> Result<()> {
         self.sync_locked(self.log.lock_syncing())
     }
@@ -182,16 +184,16 @@ impl Engine {
         drop(through);
         self.files.sync().map_err(|error| self.stop(error))?;
         self.counters.data_syncs.fetch_add(1, Ordering::Relaxed);
-        // One critical section: who finds it settled finds the record pending, or appended.
+        // One critical section, so that a thread that finds the overwrite settled finds its record pending or appended.
         let mut meta = self.meta.lock();
         if let Some(position) = syncing.end() {
-            // Behind the checksums of what it settles: they are pending already.
+            // The record follows the checksums of the overwrites that it settles: they are pending already.
             meta.enqueue(Operation::Synced { position }, 0)?;
         }
         Ok(())
     }
 
-    /// What the buffered pieces will need of the metadata, before any lock is taken for them.
+    /// What the buffered extents will need of the metadata, determined before any lock is taken for them.
     fn bring_in_buffered(&self) -> Vec<Fetch> {
         if self.meta.lock().pages.is_warm() {
             return Vec::new();
@@ -206,8 +208,9 @@ impl Engine {
         fetched
     }
 
-    /// Moves what is buffered into the map and the pending list, payload by reference. Under gate and commit. `None`
-    /// when that was everything; else the cost of what there was no room for, or nothing if it was enough for one turn.
+    /// Moves buffered extents into the map and the pending list, payload by reference. Under gate and commit. `None` if
+    /// that was everything; otherwise the cost for which there was no room, or no cost if the limit of one turn was
+    /// reached.
     pub(super) fn log_buffers(&self) -> Result<Option<Cost>> {
         let mut steps = STEPS_MAX;
         for head in self.buffers.heads() {
@@ -232,7 +235,7 @@ impl Engine {
         Ok(None)
     }
 
-    /// One entry of the oldest layer, in steps; what there was room for leaves the buffer.
+    /// Moves one entry of the oldest layer in steps. Parts for which there was room leave the buffer.
     pub(super) fn log_entry(
         &self,
         buffer: &mut Buffer,
@@ -243,8 +246,8 @@ impl Engine {
         let end = piece.logical + piece.entry.blocks;
         let (mut at, mut most) = (piece.logical, LOG_STEP);
         while at < end {
-            // What was buffered since over a discard or zeroes is not theirs any more: the buffer was not held all the
-            // time since the piece was copied.
+            // Data buffered since over a discard or zeroes is a newer write: the buffer was not locked all the time
+            // since the entry was copied.
             let (layer, _) = buffer.layers.oldest();
             let Some(still) = layer.still(&(at..end), piece.entry.stamp) else { break };
             let mut meta = self.meta.lock();
@@ -266,7 +269,8 @@ impl Engine {
                 if most == 1 || self.log.admission.holds(cost) {
                     return Ok(step.refused);
                 }
-                // A checkpoint must have room for what a step dirties: shared leaves name blocks all over the medium.
+                // A checkpoint must have room for what a step dirties: shared leaves may refer to blocks all over the
+                // medium.
                 most /= 2;
             }
             at = step.end;
@@ -274,12 +278,12 @@ impl Engine {
         Ok(None)
     }
 
-    /// Data of a few blocks, if there is room for it.
+    /// Moves data of a few blocks, if there is room for it.
     fn log_step(&self, meta: &mut Meta, head: &Head, piece: &DirtyPiece) -> Result<Step> {
         let blocks = piece.entry.blocks;
         let end = piece.logical + blocks;
         let (_, pages) = meta.reach(head.id, piece.logical..end, false, u64::MAX)?;
-        // At worst each block gets a record and a place of its own.
+        // In the worst case each block gets a record and a place of its own.
         let cost = Cost { bytes: blocks * (BLOCK_SIZE as u64 + 64), pages: pages + blocks };
         let Some(_grant) = self.log.admission.try_admit(cost) else {
             return Ok(Step { end: piece.logical, refused: Some(cost) });
@@ -294,8 +298,8 @@ impl Engine {
         let root = meta.catalog.get(head.id)?.root;
         let mut extents = Vec::new();
         if let Some(root) = root {
-            // Payload follows what is pending in the journal, and goes home when the journal has it: what matters is
-            // who shares the blocks now.
+            // The payload follows the pending changes in the journal, and is written to its place after the append:
+            // what counts is which trees share the blocks now.
             let (none, mut effects) = (Holds::default(), Effects::default());
             let mut nodes = meta.current_nodes(&none, &mut effects);
             tree::lookup_exclusive(&mut nodes, root, range.clone(), &mut extents)?;
@@ -308,7 +312,7 @@ impl Engine {
         for extent in extents {
             let mut own = Vec::new();
             if !extent.shared_path {
-                // Runs of blocks that are this head's alone: overwritten, the journal protecting them.
+                // Runs of blocks that only this head maps are overwritten; the journal protects the content.
                 for i in 0..extent.blocks {
                     if meta.entry(extent.physical + i)?.references == 1 {
                         match own.last_mut() {
@@ -324,7 +328,7 @@ impl Engine {
                 let data = vec![part(logical, logical + blocks)];
                 let gate = self.log.clocks.synced();
                 if extent.unwritten {
-                    // Reserved space of a thick disk: the record that it is written goes into the map with the content.
+                    // Reserved space of a thick disk: the record that it is written enters the map with the content.
                     let from = (logical - piece.logical) as usize;
                     let checksums = sums.as_slice()[from..from + blocks as usize].to_vec();
                     let written = Operation::Written { disk: head.id, logical, run, checksums };
@@ -357,9 +361,10 @@ impl Engine {
         Ok(())
     }
 
-    /// Appends what is pending, as far as the data behind it is durable.
+    /// Appends the pending changes up to the first whose data is not durable.
     pub(super) fn append_pending(&self, commit: &mut MutexGuard<'_, Committer>) -> Result<()> {
-        // What held the journal before may have failed with what was pending: it is neither here nor durable then.
+        // The thread that held the journal before may have failed with the pending changes: they are lost then, and not
+        // durable.
         self.check_running()?;
         let body_max = BODY_MAX.min(self.log.ring() as usize / 4);
         loop {
@@ -384,14 +389,14 @@ impl Engine {
                 }
             }
             if !changes_something {
-                // Nothing that a checkpoint holds: a clean one may let go of it.
+                // The bytes are no payload that a checkpoint keeps: a clean checkpoint can drop them.
                 commit.discount_last();
             }
             self.retire_committed(taken.changes)?;
         }
     }
 
-    /// What the journal now holds: new places may be overwritten in place, freed ones wait for their readers.
+    /// The journal has the changes now: new places may be overwritten in place, and freed blocks wait only for readers.
     pub(super) fn retire_committed(&self, taken: Vec<Pending>) -> Result<()> {
         let mut meta = self.meta.lock();
         if meta.committed(taken)? {
@@ -414,14 +419,14 @@ impl Engine {
         Ok(())
     }
 
-    /// Ends the journal with a trailer, unless something is being appended: then another look comes. True if there is
-    /// one now, or none is needed.
+    /// Ends the journal with a trailer, unless an append is under way: maintenance then tries again. True if there is a
+    /// trailer now, or none is needed.
     pub(super) fn trail_journal(&self) -> Result<bool> {
         let Some(mut commit) = self.log.try_lock() else { return Ok(false) };
         self.check_running()?;
         self.check_owner()?;
         if let Err(error) = self.log.trail(&mut commit) {
-            // The next batch overwrites it, durably, and tells whether the medium still takes writes.
+            // The next batch overwrites the trailer with a durable write, and reports if the medium fails.
             tracing::warn!(%error, "the journal stays without a trailer until something is appended");
         }
         Ok(true)

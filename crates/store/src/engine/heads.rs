@@ -1,9 +1,9 @@
 //! Changes of the catalog that cut the buffers of heads: snapshots, and changes that replace or delete a head.
 //!
-//! 1. What can fail comes before anything is changed: room in the journal, for metadata, and for what thick disks have
-//!    to have set aside. It is measured again under the locks under which the change is made, and claimed until then.
-//! 2. A head that ends keeps its buffer until the change is carried out: after an error it is as it was, with all that
-//!    was acknowledged, and its clients go on.
+//! 1. Steps that can fail come before any change: room in the journal and for metadata, and blocks to be set aside for
+//!    thick disks. The blocks are counted again under the locks under which the change is made, and claimed until then.
+//! 2. A head that ends keeps its buffer until the change is carried out: after an error it is as before, with all
+//!    acknowledged writes, and its clients continue.
 
 use super::admit::APPEND_BYTES;
 use super::control::{PAGES_PER_RECORD, RECORD_MAX, check_name};
@@ -17,14 +17,14 @@ use crate::{Error, ErrorKind, Result};
 use backend::BLOCK_SIZE;
 use std::sync::Arc;
 
-/// Blocks claimed beyond what was measured for snapshots of thick disks that are being written (16 MiB): a second
-/// measurement under the locks then finds them enough.
+/// Blocks claimed beyond the measured number for snapshots of thick disks that are being written (16 MiB), so that a
+/// second count under the locks finds the claim sufficient.
 const ASIDE_SLACK: u64 = 4096;
 
-/// What came of trying to take snapshots.
+/// The result of an attempt to take snapshots.
 enum Cut {
     Taken(Vec<u64>),
-    /// So many blocks have to be claimed first.
+    /// This many blocks have to be claimed first.
     Lacks(u64),
 }
 
@@ -37,7 +37,7 @@ impl Engine {
         let mut room = self.claim_blocks(0)?;
         loop {
             self.make_journal_room()?;
-            // Two records each, and what completes the snapshot.
+            // Two records for each snapshot, and the operation that completes it.
             let grant = self.admit(Cost {
                 bytes: APPEND_BYTES + wanted.len() as u64 * (2 * (RECORD_MAX + 16) + 32),
                 pages: wanted.len() as u64 * 3 * PAGES_PER_RECORD,
@@ -63,12 +63,13 @@ impl Engine {
                 })?,
                 other => other?,
             };
-            // The records of the snapshots overtake what is pending: that there is this room must be durable before.
+            // The records of the snapshots overtake pending changes: the fact that there is room must be durable
+            // before.
             self.commit_changes()?;
         }
     }
 
-    /// Takes the snapshots, if `room` claimed blocks are enough. Under control and a grant for them.
+    /// Takes the snapshots, if `room` claimed blocks are enough. Called under `control` and a grant.
     fn cut(&self, wanted: &[NewSnapshot], room: u64) -> Result<Cut> {
         let mut heads: Vec<Arc<Head>> = Vec::with_capacity(wanted.len());
         self.with_catalog(|catalog| check_wanted(catalog, wanted))?;
@@ -84,14 +85,14 @@ impl Engine {
         let mut ids = vec![0; wanted.len()];
         let mut operations = Vec::with_capacity(2 * wanted.len());
         {
-            // All buffers at once: this is the point in time.
+            // All buffers are locked at once: this is the point in time of the snapshots.
             let mut buffers: Vec<_> = order.iter().map(|i| (*i, heads[*i].lock())).collect();
             let mut meta = self.meta.lock();
             let mut reserved = vec![None; wanted.len()];
             let mut lacks = 0;
             for (i, buffer) in &buffers {
                 let disk = wanted[*i].disk;
-                // From now on every write of a thick disk needs a new place: that is set aside.
+                // From now on every write of a thick disk needs a new place, so blocks are set aside.
                 let size = meta.catalog.get(disk)?.capacity.div_ceil(BLOCK_SIZE as u64);
                 if let Some(aside) = aside(&meta.catalog, disk, size, &buffer.layers)? {
                     reserved[*i] = Some(aside.reserved);
@@ -143,9 +144,9 @@ impl Engine {
         Ok(Cut::Taken(ids))
     }
 
-    /// Carries out a change after which the heads of these disks are no longer what they were, and makes it durable:
-    /// what is buffered for them is forgotten, and devices that have them open fail from then on. `lacks` says how many
-    /// blocks the change sets aside beside what is. Under control.
+    /// Carries out a change that replaces or deletes the heads of these disks, and makes it durable. Their buffers are
+    /// dropped, and devices that have them open fail from then on. `lacks` returns how many more blocks the change sets
+    /// aside. Called under `control`.
     pub(super) fn change_heads<T>(
         &self,
         disks: &[u64],
@@ -157,14 +158,14 @@ impl Engine {
         heads.dedup_by_key(|head| head.id);
         let (outcome, _grant) = loop {
             self.check_running()?;
-            // What closed layers hold belongs to snapshots.
+            // Closed layers belong to snapshots.
             heads.iter().try_for_each(|head| self.settle(head))?;
             self.make_journal_room()?;
             let lacking = self.with_catalog(lacks)?;
             let room = self.claim_blocks(lacking).map_err(|error| {
                 error.context("the disk is thick, and what shares its blocks needs its whole size again")
             })?;
-            // Held until the change is in the journal: nothing from here on waits for a checkpoint.
+            // Held until the change is in the journal: no later step waits for a checkpoint.
             let limit = self.change_cost();
             let grant = self.admit(limit)?;
             let _gate = self.writeback.lock();

@@ -1,4 +1,4 @@
-//! Looking at maps: what a range is, what changed between two points, how much a disk holds.
+//! Queries of maps: the state of a range, the differences between two points, the blocks of a disk.
 
 use super::metadata::{Effects, Fetch};
 use super::placement::Holds;
@@ -9,10 +9,10 @@ use crate::space::SpaceCounts;
 use crate::tree::{self, Aim, NodeId};
 use std::ops::Range;
 
-/// Blocks looked at under one hold of the lock (1 GiB of disk).
+/// Blocks examined under one hold of the lock (1 GiB of disk).
 const STRIDE: u64 = 1 << 18;
 
-/// What a range of blocks is.
+/// The state of a range of blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Condition {
     /// Holds data.
@@ -23,14 +23,14 @@ pub enum Condition {
     Hole,
 }
 
-/// A run of blocks of one condition.
+/// A run of blocks of one state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Span {
     /// First block.
     pub logical: u64,
     /// Length in blocks.
     pub blocks: u64,
-    /// What it is.
+    /// Its state.
     pub condition: Condition,
 }
 
@@ -41,20 +41,20 @@ pub struct Changed {
     pub logical: u64,
     /// Length in blocks.
     pub blocks: u64,
-    /// The later point holds no data there.
+    /// True if the later point holds no data there.
     pub zero: bool,
 }
 
-/// What a tree maps, in blocks.
+/// Counts of blocks that a tree maps.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct BlockCounts {
     /// Allocated.
     pub allocated: u64,
-    /// Of these, never written: to be zeroed on first write.
+    /// Of these, never written: they are zeroed on first write.
     pub unwritten: u64,
-    /// Of the allocated, seen by no other.
+    /// Of the allocated blocks, mapped by this tree only.
     pub exclusive: u64,
-    /// Extents: runs that lie together logically and physically.
+    /// Extents: runs that are contiguous logically and physically.
     pub extents: u64,
 }
 
@@ -67,7 +67,7 @@ pub struct StoreCounts {
     pub map: SpaceCounts,
     /// Data blocks set aside for thick disks.
     pub reserved: u64,
-    /// Data blocks freed and not yet given out or back.
+    /// Data blocks that were freed and are not yet reused or returned to the file system.
     pub held: u64,
     /// Metadata pages in memory.
     pub pages_cached: u64,
@@ -107,7 +107,7 @@ impl Meta {
 }
 
 impl Engine {
-    /// What a range of a head is, at most `limit` spans.
+    /// The state of a range of a head, in at most `limit` spans.
     pub fn spans_head(&self, head: &Head, range: Range<u64>, limit: usize) -> Result<Vec<Span>> {
         let mut out = Vec::new();
         let mut fetch = Fetch::default();
@@ -135,7 +135,7 @@ impl Engine {
             let root = meta.catalog.get(head.id)?.root;
             let looked = fetch.look(&mut meta, |meta| {
                 for gap in gaps {
-                    // Each gap on its own: spans of the buffer lie between them.
+                    // Each gap by itself: spans of the buffer lie between them.
                     let mut own = Vec::new();
                     meta.spans(root, gap, &mut own)?;
                     spans.append(&mut own);
@@ -162,7 +162,7 @@ impl Engine {
         Ok(out)
     }
 
-    /// What a range of a snapshot is, at most `limit` spans.
+    /// The state of a range of a snapshot, in at most `limit` spans.
     pub fn spans_snapshot(&self, snapshot: u64, range: Range<u64>, limit: usize) -> Result<Vec<Span>> {
         self.wait_sealed(snapshot)?;
         let mut out = Vec::new();
@@ -184,13 +184,14 @@ impl Engine {
         Ok(out)
     }
 
-    /// Brings everything buffered for a disk, or the last writes of a snapshot, into the map.
+    /// Brings all buffered writes of a disk, or the last writes of a snapshot, into the map.
     fn complete(&self, object: u64) -> Result<()> {
         let disk = self.with_catalog(|catalog| catalog.get(object).map(|o| !o.is_snapshot()))?;
         if disk { self.settle(&self.head(object)) } else { self.wait_sealed(object) }
     }
 
-    /// Calls `each` for what differs within `range` between two disks or snapshots, in order, until it returns false.
+    /// Calls `each` for every difference between two disks or snapshots within `range`, in order, until it returns
+    /// false.
     pub fn diff(
         &self,
         from: u64,
@@ -200,8 +201,8 @@ impl Engine {
     ) -> Result<()> {
         self.complete(from)?;
         self.complete(to)?;
-        // Where the smaller point ends within a block, the rest of that block came or went, whatever the trees say: it
-        // may be shared, and is not to be seen in that point.
+        // If the smaller point ends within a block, the rest of that block counts as changed whatever the trees say:
+        // the block may be shared, and its rest is not visible in that point.
         let ends = self.with_catalog(|catalog| Ok((catalog.get(from)?.capacity, catalog.get(to)?.capacity)))?;
         let block = backend::BLOCK_SIZE as u64;
         let end = ends.0.min(ends.1);
@@ -215,7 +216,7 @@ impl Engine {
                 let mut found = Vec::new();
                 let (a, b) = (meta.catalog.get(from)?.root, meta.catalog.get(to)?.root);
                 if a == b && at < range.end && tail.is_none_or(|tail| tail < part.start) {
-                    // One tree: nothing can differ anywhere.
+                    // Both points have the same tree: no range can differ.
                     return Ok(None);
                 }
                 let mut effects = Effects::default();
@@ -264,7 +265,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Counts what a disk or snapshot maps.
+    /// Counts the blocks that a disk or snapshot maps.
     pub fn count_blocks(&self, object: u64) -> Result<BlockCounts> {
         self.complete(object)?;
         let mut counts = BlockCounts::default();
@@ -273,7 +274,7 @@ impl Engine {
         let mut at = 0;
         let mut last = (u64::MAX, u64::MAX);
         while at < end {
-            // Far beyond the last mapping there is nothing to stride over one step at a time.
+            // Behind the last mapping there is nothing to walk in single steps.
             let stride = end.min(at + STRIDE);
             let looked = self.meta.look(|meta| {
                 let Some(root) = meta.catalog.get(object)?.root else { return Ok(None) };
@@ -325,7 +326,7 @@ impl Engine {
         }
     }
 
-    /// Bytes that all files of the store take in the file system.
+    /// Bytes that all files of the store occupy in the file system.
     pub fn allocated_bytes(&self) -> Result<u64> {
         use crate::IoContext;
         let mut sum = self.files.allocated()? + self.log.ring() + 2 * backend::BLOCK_SIZE as u64;
@@ -337,7 +338,7 @@ impl Engine {
 }
 
 impl Meta {
-    /// Runs a look-up of a range of a tree. When it misses pages, all that can be known to be missed by now is noted.
+    /// Looks up a range of a tree. If pages are missing, all pages that are known to be missing by now are noted.
     fn surveyed<T>(
         &mut self,
         root: NodeId,
@@ -352,7 +353,7 @@ impl Meta {
         found
     }
 
-    /// The first mapped block at or after `from`, found by walking nodes, not by looking block by block.
+    /// The first mapped block at or after `from`, found by walking nodes instead of single blocks.
     pub(super) fn next_mapped(&mut self, root: NodeId, from: u64, end: u64) -> Result<Option<u64>> {
         let mut width = STRIDE;
         let mut at = from;

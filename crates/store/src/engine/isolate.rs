@@ -1,8 +1,8 @@
-//! Ranges of disks that cannot be brought into the map, because the part of it that describes them is damaged.
+//! Ranges of disks that cannot be brought into the map, because the map is damaged where it describes them.
 //!
-//! A write is acknowledged before anything looks at the map. What turns out later to have no way into it would stand in
-//! the way of all that is flushed or written back after it, of every disk. So it leaves the buffer: the next flush of
-//! its disk fails with the reason, the range answers reads with the damage, and further writes to it are refused.
+//! A write is acknowledged before the map is read. A write that turns out to have no way into a damaged map would block
+//! every later flush and write-back of every disk. So it is removed from the buffer: the next flush of its disk fails
+//! with the reason, reads of the range return the damage, and further writes to it are refused.
 
 use super::metadata::{Effects, Meta};
 use super::{Engine, Head};
@@ -17,9 +17,9 @@ use std::ops::Range;
 /// What was isolated of one disk.
 #[derive(Default)]
 struct Isolated {
-    /// Blocks, and why.
+    /// Ranges of blocks, with the reason.
     ranges: Vec<(Range<u64>, String)>,
-    /// Acknowledged writes were lost, which no flush has told yet.
+    /// Acknowledged writes were lost, and no flush has reported that yet.
     untold: Option<String>,
 }
 
@@ -81,7 +81,7 @@ impl Engine {
         }
     }
 
-    /// Refuses what has no way into the map.
+    /// Refuses a write that the damaged map cannot take.
     #[inline]
     pub(super) fn refuse_isolated(&self, head: &Head, range: &Range<u64>) -> Result<()> {
         if self.isolation.any.load(Ordering::Acquire) { self.look_at_isolated(head, range) } else { Ok(()) }
@@ -95,7 +95,7 @@ impl Engine {
         if !isolated.ranges.iter().any(|(known, _)| overlaps(known)) {
             return Ok(());
         }
-        // It may have been mended, or the disk gone back to a snapshot.
+        // The map may have been repaired, or the disk reverted to a snapshot.
         let mut unreadable = Vec::new();
         self.meta.lock().unreadable(head.id, range.clone(), &mut unreadable);
         match unreadable.into_iter().next() {
@@ -107,8 +107,8 @@ impl Engine {
         }
     }
 
-    /// After bringing buffered blocks into the map failed with `error`: takes those out of the buffers that have no way
-    /// into it. True if there were any, and the rest can be tried again.
+    /// Called after bringing buffered blocks into the map failed with `error`: removes those from the buffers that the
+    /// map cannot take. True if there were any, so that the others can be tried again.
     pub(super) fn isolate(&self, error: &Error) -> bool {
         if error.kind() != ErrorKind::Corrupt {
             return false;

@@ -1,8 +1,8 @@
 //! Operations of the journal that cannot be carried out, because what they change is damaged.
 //!
-//! What must hold: nothing is left out that a repair could still carry out. An ordinary opening refuses
-//! instead: its checkpoint releases the journal. A repair has tried all proofs before it leaves out what concerns
-//! objects on a lost page of the catalog. A salvage leaves out whatever cannot be, and says of which ranges.
+//! What must hold: no operation is left out that a repair could still carry out. An ordinary opening refuses instead,
+//! because its checkpoint releases the journal. A repair tries all proofs before it leaves out operations on objects of
+//! a lost page of the catalog. A salvage leaves out every operation that fails, and reports the ranges.
 
 use super::Meta;
 use super::metadata::Effects;
@@ -18,7 +18,7 @@ use std::ops::Range;
 pub enum Tolerance {
     /// Nothing.
     Nothing,
-    /// What concerns objects that are not known any more.
+    /// Operations on objects that are unknown.
     LostObjects,
     /// Everything.
     Everything,
@@ -27,11 +27,11 @@ pub enum Tolerance {
 /// What was left out.
 pub struct LeftOut {
     tolerance: Tolerance,
-    /// Objects of lower ids were there at the checkpoint.
+    /// Objects with lower ids existed at the checkpoint.
     next_id: u64,
-    /// Objects that were never made.
+    /// Objects whose creation was left out.
     objects: BTreeSet<u64>,
-    /// Of objects that are known, the blocks that are not what they should be.
+    /// For objects that are known, the blocks whose content is not what it should be.
     pub ranges: BTreeMap<u64, Vec<Range<u64>>>,
 }
 
@@ -61,7 +61,7 @@ pub fn target(operation: &Operation) -> Option<(u64, Range<u64>)> {
 }
 
 impl LeftOut {
-    /// Nothing yet.
+    /// No operation was left out yet.
     pub fn new(tolerance: Tolerance, next_id: u64) -> Self {
         Self { tolerance, next_id, objects: BTreeSet::new(), ranges: BTreeMap::new() }
     }
@@ -85,7 +85,7 @@ impl LeftOut {
             _ => None,
         };
         if let Some(disk) = disk.filter(|disk| self.is_missing(meta, *disk)) {
-            // What it would be a snapshot of is not known.
+            // The disk of the snapshot is unknown.
             self.leave_out_lost(meta, operation, disk)?;
             self.objects.insert(id);
             meta.catalog.remove(id);
@@ -117,7 +117,7 @@ impl LeftOut {
         Ok(false)
     }
 
-    /// After an operation failed half way: whether that is tolerated.
+    /// Called after an operation failed half way: returns whether the failure is tolerated.
     pub fn tolerates(&mut self, operation: &Operation, error: &Error) -> bool {
         if self.tolerance != Tolerance::Everything {
             return false;
@@ -151,7 +151,7 @@ impl LeftOut {
             Operation::Map { run, .. }
             | Operation::MapData { run, .. }
             | Operation::Unwritten { run, fresh: true, .. } => {
-                // Its data is not to be written over.
+                // The blocks keep their data.
                 match meta.data.adopt(&mut meta.pages, *run) {
                     Err(error) if self.tolerance != Tolerance::Everything => return Err(error),
                     _ => {}

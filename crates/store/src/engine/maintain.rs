@@ -1,5 +1,5 @@
-//! What goes on by itself: write-back, commits by time, checkpoints, dropping deleted trees, and giving
-//! space back to the file system.
+//! Background maintenance: write-back, commits by time, checkpoints, dropping deleted trees, and returning space to the
+//! file system.
 
 use super::Engine;
 use super::checkpoint::LOGGED_ROUND;
@@ -14,57 +14,56 @@ use backend::{BLOCK_SIZE, IoMode};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// How often maintenance looks round when it is not asked.
+/// How often maintenance runs without being asked.
 const TICK: Duration = Duration::from_millis(100);
 /// Without an append for this long the journal gets a trailer.
 const TRAILER_IDLE: Duration = Duration::from_millis(10);
-/// How often an owner that appends nothing to the journal looks whether it still is the owner.
+/// How often an owner that appends nothing to the journal checks that it still is the owner.
 const OWNER_CHECK: Duration = Duration::from_secs(2);
-/// How often memory that no buffer has needed meanwhile goes back to the system.
+/// How often memory that the buffers have not needed meanwhile is returned to the system.
 const MEMORY_CHECK: Duration = Duration::from_secs(5);
-/// Without a write for this long the datastore counts as idle: space is given back down to the last run.
+/// Without a write for this long the datastore counts as idle, and short runs are returned too.
 const IDLE: Duration = Duration::from_millis(700);
 /// Without a write for this long even single blocks are punched, which costs a journal entry of the file system each.
 const LONG_IDLE: Duration = Duration::from_secs(4);
-/// Freed blocks that are worth a commit of their own (64 MiB).
+/// Freed blocks that justify a commit of their own (64 MiB).
 const FREEING_MAX: u64 = 16_384;
-/// Nodes of a deleted tree dropped under one hold of the lock.
+/// Nodes of a deleted tree that are dropped under one hold of the lock.
 const DROP_STEPS: u32 = 1;
-/// Holds between two looks at other work.
+/// Holds of the lock between two checks for other work.
 const DROP_ROUNDS: usize = 256;
-/// While writes come in, giving space back takes one part in so many of a thread's time, so that they go on at their
-/// rate.
+/// While clients write, punching takes one part in this many of a thread's time, so that writes keep their rate.
 const BUSY_SHARE: u32 = 8;
 /// The shortest run given back at once, in blocks (64 KiB).
 const PUNCH_RUN: u64 = 16;
-/// Blocks given back per round in long runs (256 MiB), and while writes come in (16 MiB) ...
+/// Blocks returned per round in long runs (256 MiB), and while clients write (16 MiB) ...
 const PUNCH_BLOCKS: u64 = 1 << 16;
 const PUNCH_BLOCKS_BUSY: u64 = 1 << 12;
-/// ... and one by one: they cannot be had while they are being punched.
+/// ... and in single blocks: they cannot be allocated while they are being punched.
 const PUNCH_SINGLES: u64 = 512;
-/// Free backed blocks kept for the writes to come while the datastore is busy: one part in so many of what is used ...
+/// Free backed blocks kept for coming writes while the datastore is busy: one part in this many of the used blocks ...
 const SLACK_SHARE: u64 = 32;
-/// ... within these bounds.
+/// ... within these limits.
 const SLACK: std::ops::RangeInclusive<u64> = 256..=8192;
-/// How long punching rests after a failure: the file system may refuse it for good.
+/// How long punching pauses after a failure: the file system may refuse it permanently.
 const PUNCH_RETRY: Duration = Duration::from_secs(10);
-/// What is kept even when idle, in blocks (256 KiB).
+/// Blocks kept even when idle (256 KiB).
 const SLACK_IDLE: u64 = 64;
 
-/// What maintenance remembers from round to round.
+/// State that maintenance keeps from round to round.
 struct Watch {
     activity: u64,
     last_write: Instant,
     last_commit: Instant,
     region: u64,
     passes: Passes,
-    /// Until when dropping and punching rest for the sake of writers.
+    /// Until when dropping and punching pause for writers.
     rest: Instant,
-    /// Until when punching rests after a failure.
+    /// Until when punching pauses after a failure.
     punch_after: Instant,
 }
 
-/// Passes over all free runs that found nothing to punch, since something was written or freed.
+/// Passes over all free runs that found nothing to punch since the last write or free.
 #[derive(Clone, Copy, Default)]
 struct Passes {
     runs: bool,
@@ -77,7 +76,7 @@ impl Passes {
         if idle > LONG_IDLE && self.runs && !self.singles { 1 } else { PUNCH_RUN }
     }
 
-    /// A pass over runs of at least `least` blocks has found nothing.
+    /// Notes that a pass over runs of at least `least` blocks found nothing.
     fn end(&mut self, least: u64) {
         match least {
             1 => self.singles = true,
@@ -143,7 +142,7 @@ impl Engine {
         let mut owner_seen = Instant::now();
         let mut memory_seen = Instant::now();
         let mut last_round = Instant::now();
-        // Where the journal ended when it was looked at last, and since when, while it lacks a trailer.
+        // The end of the journal at the last look, and since when it is there, while there is no trailer.
         let mut trailing = None;
         while self.running.goes_on() {
             if owner_seen.elapsed() > OWNER_CHECK {
@@ -159,7 +158,7 @@ impl Engine {
             let time = if trailing.is_some() { TRAILER_IDLE } else { TICK };
             let (trailer, extend, round) = self.running.next_upkeep(time, |work| {
                 let trailer = std::mem::take(&mut work.trailer);
-                // Asked for by writers many times a second: nothing else has to be looked at for that.
+                // Writers ask for this many times a second, so no other work is examined here.
                 let extend = std::mem::take(&mut work.extend) && !(work.commit || work.checkpoint);
                 (trailer, extend, work.commit || work.checkpoint || work.reclaim)
             });
@@ -182,8 +181,8 @@ impl Engine {
         }
     }
 
-    /// Ends the journal with a trailer once nothing was appended for some time after it ended at `head`. What to look
-    /// at next, if there is no trailer yet.
+    /// Ends the journal with a trailer once nothing was appended for some time after it ended at `head`. Returns what
+    /// to compare next time, if there is no trailer yet.
     fn trail_when_idle(&self, head: u64, since: Instant) -> Option<(u64, Instant)> {
         if self.log.head() != head {
             return Some((self.log.head(), Instant::now()));
@@ -191,13 +190,13 @@ impl Engine {
         if since.elapsed() < TRAILER_IDLE {
             return Some((head, since));
         }
-        // A store that has stopped writes none.
+        // A store that has stopped writes no trailer.
         (!self.trail_journal().unwrap_or(true)).then(|| (head, Instant::now()))
     }
 
     fn maintain(&self, watch: &mut Watch) -> Result<()> {
         let clock = self.log.clocks.acknowledged();
-        // Bulk writers do not touch the clock, only what was written home.
+        // Bulk writers do not note the time of a write; only the count of written blocks shows them.
         let activity = clock + self.log.clocks.home();
         let writes = activity - watch.activity;
         if writes > 0 {
@@ -230,7 +229,7 @@ impl Engine {
         if writes > 0 {
             self.extend_ahead()?;
         }
-        // Commits flush data, which in buffered mode costs the writes of the moment: not more often than of use.
+        // A commit flushes data, which costs concurrent writes in buffered mode, so it is made only when it is of use.
         let undurable = pending > 0 || !self.log.clocks.is_durable(clock);
         let since = watch.last_commit.elapsed();
         let interval = match self.options.mode {
@@ -242,7 +241,7 @@ impl Engine {
             || undurable && (since > interval || idle > IDLE / 2)
             || freeing > 0 && since > IDLE && (quiet || freeing > FREEING_MAX)
         {
-            // Idle, or long enough: what is only buffered becomes durable too.
+            // If idle, or after the time limit, buffered data becomes durable too.
             if undurable && (since > interval || idle > IDLE / 2) {
                 if !quiet {
                     self.files.write_out();
@@ -271,14 +270,14 @@ impl Engine {
         Ok(())
     }
 
-    /// Drops parts of deleted trees; true while something is left.
+    /// Drops parts of deleted trees; true while parts are left.
     fn drop_trash(&self, rounds: usize) -> Result<bool> {
         for _ in 0..rounds {
             let Some(object) = self.with_catalog(|catalog| catalog.first_trash()) else { return Ok(false) };
             let operation = Operation::Drop { object, steps: DROP_STEPS };
             let _fetch = self.meta.bring_in(|meta| meta.survey_operation(&operation));
             let mut meta = self.meta.lock();
-            // Another thread may have dropped the last of it meanwhile.
+            // Another thread may have dropped the last part meanwhile.
             if meta.catalog.first_trash() != Some(object) {
                 continue;
             }
@@ -295,7 +294,7 @@ impl Engine {
         Ok(true)
     }
 
-    /// Drops what is deleted, to the end.
+    /// Drops all deleted trees completely.
     pub(super) fn drop_all_trash(&self) -> Result<bool> {
         self.make_journal_room()?;
         let more = self.drop_trash(DROP_ROUNDS)?;
@@ -303,7 +302,7 @@ impl Engine {
         Ok(more)
     }
 
-    /// As [`Engine::drop_all_trash`]; what is damaged stays.
+    /// As [`Engine::drop_all_trash`], but damaged trees stay.
     pub(super) fn drop_whole_trash(&self) -> Result<bool> {
         match self.drop_all_trash() {
             Err(error) if error.kind() == ErrorKind::Corrupt => {
@@ -314,7 +313,7 @@ impl Engine {
         }
     }
 
-    /// Punches free runs: long ones soon, single blocks when nothing else goes on.
+    /// Punches free runs: long ones soon, single blocks when the datastore is idle.
     fn give_space_back(&self, watch: &mut Watch, idle: Duration, calm: bool) -> Result<()> {
         let least = watch.passes.least(idle);
         let keep = if idle > IDLE {
@@ -347,8 +346,8 @@ impl Engine {
         Ok(())
     }
 
-    /// Gives free runs of at least `least` blocks back, `most` blocks in all, keeping `keep` blocks free; the number
-    /// given back.
+    /// Returns free runs of at least `least` blocks to the file system, `most` blocks in all, and keeps `keep` blocks
+    /// free. The result is the number of returned blocks.
     pub(super) fn punch_free(&self, region: &mut u64, least: u64, keep: u64, most: u64) -> Result<u64> {
         let mut failed = self.reserves.lock_punching();
         self.punch_failed(&mut failed)?;
@@ -369,7 +368,7 @@ impl Engine {
             let mut runs = meta.data.take_reclaimable(&mut meta.pages, region, least, spare.min(most))?;
             self.update_headroom(meta);
             if self.reserves.claims() > self.reserves.headroom() {
-                // A writer claimed some of it meanwhile, and found it free.
+                // A writer claimed a part of it meanwhile.
                 runs.into_iter().for_each(|run| meta.data.release(run));
                 self.update_headroom(meta);
                 return Ok(0);
@@ -387,7 +386,7 @@ impl Engine {
                 }
                 told += 1;
             }
-            // The next round finds again what there was no room for.
+            // The next round finds the runs for which there was no room.
             for run in runs.drain(told..) {
                 meta.data.release(run);
                 refused = true;
@@ -406,7 +405,7 @@ impl Engine {
         if runs.is_empty() {
             return room.map(|()| 0);
         }
-        // The medium must not lose the space while the journal could still call it ours.
+        // The journal must not describe space as backed after the medium has lost it.
         let mut punched = 0;
         let result = room.and_then(|()| self.commit_changes()).and_then(|()| {
             runs.iter().try_for_each(|run| {
@@ -417,7 +416,7 @@ impl Engine {
         });
         let given = runs[..punched].iter().map(|run| run.blocks).sum();
         failed.extend(&runs[punched..]);
-        // Not backed, whether punched or not: nothing is written there before room is reserved for it again.
+        // The run counts as not backed, punched or not: nothing is written there before its space is reserved again.
         let mut meta = self.meta.lock();
         runs.into_iter().for_each(|run| meta.data.release(run));
         self.update_headroom(&meta);
@@ -432,7 +431,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Gives back what could not be given back before; whether nothing is left of it.
+    /// Returns space whose return failed before; true if none is left.
     pub(super) fn return_rest(&self) -> bool {
         let mut failed = self.reserves.lock_punching();
         if let Err(error) = self.punch_failed(&mut failed) {
@@ -441,19 +440,19 @@ impl Engine {
         failed.is_empty()
     }
 
-    /// Punches what could not be punched before, where it has not been reserved again since.
+    /// Punches runs whose punching failed before, unless they were reserved again since.
     fn punch_failed(&self, failed: &mut Vec<Run>) -> Result<()> {
         failed.append(&mut self.reserves.take_unreturned());
         if failed.is_empty() {
             return Ok(());
         }
         self.commit_changes()?;
-        // No room is reserved meanwhile: what is not backed stays so, and holds nothing.
+        // No space is reserved meanwhile, so what is not backed stays so and holds no data.
         let _extending = self.reserves.lock_extending();
         while let Some(run) = failed.last().copied() {
             let mut left: Vec<Run> = Vec::new();
             for block in run.start..run.start + run.blocks {
-                // Room may have been found for regions that the tables do not have.
+                // There may be room now for regions that the tables lack.
                 let is_backed = |meta: &mut super::Meta| Ok(block < meta.data.blocks() && meta.entry(block)?.backed);
                 if self.meta.look(is_backed)? {
                     continue;
@@ -469,8 +468,8 @@ impl Engine {
         Ok(())
     }
 
-    /// One round of everything the threads do, in the caller: for stores opened without threads. True while there may
-    /// be more to do.
+    /// One round of all background work in the calling thread, for stores opened without threads. True while there may
+    /// be more work.
     pub fn pump(&self) -> Result<bool> {
         let mut more = self.write_back_once()?;
         more |= self.write_logged(LOGGED_ROUND)? > 0;
@@ -483,7 +482,7 @@ impl Engine {
         Ok(more)
     }
 
-    /// Gives everything back that can be: for stores opened without threads, and before measuring.
+    /// Returns all space that can be returned: for stores opened without threads, and before measuring.
     pub fn reclaim(&self) -> Result<u64> {
         self.flush()?;
         while self.drop_trash(DROP_ROUNDS)? {}

@@ -7,8 +7,8 @@
 //! * **Write-back** (`writeback`): blocks that belong to the head alone are overwritten in place, after the journal
 //!   has durably announced which (so that recovery knows whose checksum it must not trust); all others get new places
 //!   next to each other. Then the map changes in memory and the change waits in the pending list.
-//! * **Flush** (`flush`): what little is still buffered goes into the journal with its payload, behind all pending
-//!   changes, in one durable append that every waiting flush shares. The payload goes home later.
+//! * **Flush** (`flush`): if little is still buffered, it goes into the journal with its payload, behind all pending
+//!   changes, in one durable append that all waiting flushes share. The payload is written to its place later.
 //!
 //! A pending change is appended to the journal only after the data it points at is durable, so that replay never maps
 //! a block to something that was not written there.
@@ -19,11 +19,13 @@
 //!    Its effect depends on nothing but the operation and the metadata. (Announcements of overwrites and new unsealed
 //!    snapshots may be appended ahead of pending changes: they commute with them, see `flush`.)
 //! 2. A checkpoint captures the pages at one moment, with nothing being overwritten, and ends only when all that they
-//!    describe is durable at home: data written back, payload of the journal, and the pending changes in their order.
+//!    describe is durable at its place: data written back, payload of the journal, and the pending changes in their
+//!    order.
 //! 3. A freed block is given out again only when the operation that freed it is durable and no read that was planned
 //!    before is under way.
-//! 4. Whatever changes metadata was admitted before (`log`): the journal has room for what it appends and the
-//!    next checkpoint for what it dirties. Nothing waits for that under a lock that a checkpoint takes.
+//! 4. Every change of metadata is admitted first (`log`): the journal has room for what the change appends, and the
+//!    next checkpoint for the pages that it dirties. No thread waits for that room under a lock that a checkpoint
+//!    takes.
 //! 5. After a failed write or flush of the medium nothing is written any more until the datastore is opened again.
 //!
 //! # Parts and flows
@@ -113,18 +115,18 @@ use writeback::WriteBack;
 /// How an engine behaves.
 #[derive(Clone, Copy, Debug)]
 pub struct EngineOptions {
-    /// Page cache or O_DIRECT for data.
+    /// Whether data goes through the page cache or past it (O_DIRECT).
     pub mode: IoMode,
-    /// Bound of the metadata cache in bytes.
+    /// Limit of the metadata cache in bytes.
     pub metadata_cache: usize,
-    /// Bound of the write buffer in bytes.
+    /// Limit of the write buffer in bytes.
     pub write_buffer: usize,
-    /// Longest time that an acknowledged write stays undurable without a flush.
+    /// Longest time that an acknowledged write may stay in memory without a flush.
     pub commit_interval: Duration,
-    /// Let large writes go past the buffer (buffered mode only).
+    /// Whether large writes go past the buffer (buffered mode only).
     pub write_through: bool,
-    /// Run write-back and maintenance on threads of their own. Without, the caller drives them with [`Engine::pump`]
-    /// (simulations: everything happens on one thread, in an order that the seed decides).
+    /// Whether write-back and maintenance run on threads of their own. If not, the caller drives them with
+    /// [`Engine::pump`], as simulations do: everything then happens on one thread, in an order that the seed decides.
     pub threads: bool,
 }
 
@@ -165,19 +167,19 @@ pub struct Counters {
 pub struct Engine {
     directory: Arc<dyn Directory>,
     options: EngineOptions,
-    /// Gone when the datastore was dropped.
+    /// Set when the datastore was dropped.
     owner: Option<Weak<Owner>>,
     uuid: [u8; 16],
     /// Counters.
     pub counters: Counters,
     running: Running,
-    /// Ranges that cannot be brought into the map.
+    /// Ranges that write-back could not bring into the map.
     isolation: isolate::Isolation,
-    /// What its opening found damaged: for the report of the first check.
+    /// Damage that the opening found, for the report of the first check.
     found_first: Mutex<Report>,
-    /// One check at a time.
+    /// Held by a check: one runs at a time.
     checking: Mutex<()>,
-    /// One change of the catalog at a time.
+    /// Held by a change of the catalog: one runs at a time.
     control: Mutex<()>,
     buffers: Buffers,
     writeback: WriteBack,
@@ -203,7 +205,7 @@ impl Engine {
         &self.options
     }
 
-    /// Why it takes no writes any more; `None` while it does.
+    /// Why the datastore takes no more writes; `None` while it takes them.
     pub fn failure(&self) -> Option<String> {
         self.running.failure()
     }
@@ -212,7 +214,7 @@ impl Engine {
         self.running.check()
     }
 
-    /// Stops all writes: from here on what the medium holds is not known.
+    /// Stops all writes after a failure: what the medium holds is unknown from here on.
     #[cold]
     fn stop(&self, error: Error) -> Error {
         if !self.running.is_stopped() {
@@ -223,7 +225,7 @@ impl Engine {
         error
     }
 
-    /// The writable state of a disk. Of a disk that there is not, one that refuses everything.
+    /// The writable state of a disk. If there is no such disk, a state that refuses every request.
     pub fn head(&self, disk: u64) -> Arc<Head> {
         let exists =
             || self.with_catalog(|catalog| catalog.find(disk).is_some_and(|object| object.state == ObjectState::Disk));
@@ -232,7 +234,7 @@ impl Engine {
         }
         if exists() {
             let head = self.buffers.head(disk);
-            // It may have been deleted in between, and its buffer forgotten before this one was made.
+            // The disk may have been deleted, and its buffer removed, before this state was made.
             if exists() {
                 return head;
             }
@@ -246,15 +248,15 @@ impl Engine {
         self.meta.statistics()
     }
 
-    /// Tells writers how much they may count on. Called whenever free space changed, before claims and changes are
-    /// given back.
+    /// Updates the number of free blocks that writers may count on. Called whenever free space changed, and before
+    /// claims and changes are given back.
     fn update_headroom(&self, meta: &Meta) {
         let free = meta.data.counts().free;
         self.reserves.set_headroom(free.saturating_sub(meta.catalog.reserved()));
         self.update_changes_max(meta);
     }
 
-    /// Asks the background threads for something, if there are any.
+    /// Wakes the background threads, if there are any.
     fn request(&self, ask: impl FnOnce(&mut Work)) {
         if self.options.threads {
             self.running.request(ask);

@@ -1,11 +1,11 @@
 //! Ownership: one process at a time writes a datastore.
 //!
 //! The owner holds three locks: on the file `lock`, which every version takes; on the superblock, which every opener
-//! needs; and on the folder, where the file system locks folders. Removing or replacing one of the files therefore lets
-//! no second owner in. The owner compares, before an append to the journal and every few seconds, what the names lead
-//! to with what it has locked, and stops writing once they differ: a process of version 0.1.0 knows only the file
-//! `lock`, and a folder restored under a running server is not the one that was opened. Appends that follow each other
-//! within [`LOOK_INTERVAL`] share one comparison.
+//! needs; and on the folder, where the file system can lock folders. So removing or replacing one of the files lets no
+//! second owner in. Before an append to the journal, and every few seconds, the owner compares the files that the names
+//! lead to with the files that it has locked, and stops writing if they differ: a process of version 0.1.0 knows only
+//! the file `lock`, and a folder restored under a running server is not the one that was opened. Appends within
+//! [`LOOK_INTERVAL`] share one comparison.
 
 use super::Engine;
 use super::files::{LOCK_FILE, SUPERBLOCK_FILE};
@@ -15,22 +15,23 @@ use crate::{Error, ErrorKind, Result};
 use backend::{Directory, Lock};
 use std::time::Duration;
 
-/// For this long after a comparison the names are taken to lead where they did. Another process that opens the
-/// datastore takes longer before it writes, and comparing takes 3 % of the time of a flush of one block.
+/// For this long after a comparison the names count as unchanged. Another process that opens the datastore takes longer
+/// before it writes, and comparing takes 3 % of the time of a flush of one block.
 pub(super) const LOOK_INTERVAL: Duration = Duration::from_millis(2);
 
 /// The locks of the owner of a datastore, until dropped.
 pub struct Owner {
     locks: Vec<(&'static str, Box<dyn Lock>)>,
     taken: Instant,
-    /// Until when the last comparison counts, in nanoseconds since `taken`.
+    /// Until when the last comparison is valid, in nanoseconds since `taken`.
     valid_until: AtomicU64,
-    /// A look that failed has been reported.
+    /// A comparison that failed has been reported.
     reported: AtomicBool,
 }
 
 impl Owner {
-    /// Becomes the owner of the datastore in a folder: `Busy` when another process, or another opener in this one, is.
+    /// Becomes the owner of the datastore in a folder. `Busy` if another process, or another opener in this process,
+    /// owns it.
     pub fn take(directory: &dyn Directory) -> Result<Self> {
         let mut locks = Vec::with_capacity(3);
         let busy = |what: &str, error: std::io::Error| match error.kind() {
@@ -54,7 +55,7 @@ impl Owner {
         Ok(Self { locks, taken, valid_until, reported: AtomicBool::new(false) })
     }
 
-    /// Fails once a name no longer leads to the file that was locked.
+    /// Fails if a name no longer leads to the file that was locked.
     fn check(&self) -> Result<()> {
         let now = self.taken.elapsed();
         if (now.as_nanos() as u64) < self.valid_until.load(Ordering::Relaxed) {
@@ -72,7 +73,7 @@ impl Owner {
                         ),
                     ));
                 }
-                // The lock is held all the same: a look that fails says nothing about its name.
+                // The lock is held all the same: a failed comparison proves nothing about the name.
                 Err(error) => {
                     if !self.reported.swap(true, Ordering::Relaxed) {
                         tracing::warn!(%error, file = name, "whether the datastore is still owned cannot be seen");
@@ -86,7 +87,7 @@ impl Owner {
 }
 
 impl Engine {
-    /// Stops the datastore once it has another owner, or may have. Stores opened without an owner have none to lose.
+    /// Stops the datastore if it has another owner, or may have one. Stores opened without an owner are not checked.
     pub(super) fn check_owner(&self) -> Result<()> {
         let Some(owner) = &self.owner else { return Ok(()) };
         let held = match owner.upgrade() {

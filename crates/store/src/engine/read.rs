@@ -1,4 +1,4 @@
-//! Reading: asking the buffer and the map where blocks are, and verifying what the caller fetched.
+//! Reading: finds blocks in the buffer and the map, and verifies what the caller fetched.
 
 use super::log::Cost;
 use super::metadata::{Effects, Fetch};
@@ -14,7 +14,7 @@ use backend::{BLOCK_SIZE, Buffer, File, SharedSlice};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// What noting the content of a suspect block costs.
+/// The cost of noting the content of a suspect block.
 const RESOLVE_COST: Cost = Cost { bytes: 32, pages: 3 };
 
 /// A part of a planned read; always whole blocks.
@@ -24,7 +24,7 @@ pub enum Part {
         /// Length in bytes.
         length: usize,
     },
-    /// Held in memory: written a moment ago and not at home yet. Already verified.
+    /// Held in memory: written a moment ago and not at its place yet. Already verified.
     Memory(SharedSlice),
     /// In a data file.
     Stored(Stored),
@@ -75,7 +75,7 @@ impl Meta {
     fn plan(&mut self, files: &DataFiles, root: Option<NodeId>, range: Range<u64>, out: &mut Parts) -> Result<()> {
         let planned = self.plan_walk(files, root, range.clone(), out);
         if planned.is_err() && self.pages.absent() > 0 {
-            // Not only what it stumbled over: all that can be known to be missed by now.
+            // All pages that can be known to be missing by now, not only the first.
             self.survey(root, range, Aim::Read);
         }
         planned
@@ -154,7 +154,7 @@ impl Engine {
         }
     }
 
-    /// The same with what is in memory; else what is not.
+    /// The same with the metadata in memory; otherwise the pages that are missing.
     fn try_plan_head(
         &self,
         head: &Head,
@@ -203,7 +203,7 @@ impl Engine {
         Ok(Ok(Planned { parts: parts.into_iter().map(|(_, part)| part).collect(), guard }))
     }
 
-    /// Finds where a range of blocks of a snapshot is. Waits while its last writes are on their way into the map.
+    /// Finds where a range of blocks of a snapshot is. Waits while its last writes are not in the map yet.
     pub fn plan_snapshot(&self, snapshot: u64, range: Range<u64>) -> Result<Planned> {
         self.wait_sealed(snapshot)?;
         self.meta.look(|meta| {
@@ -270,7 +270,7 @@ impl Engine {
         if found == planned {
             return Ok(());
         }
-        // For what a suspect block is found to hold.
+        // To note the content that a suspect block is found to hold.
         let _grant = self.admit(RESOLVE_COST)?;
         let mut meta = self.meta.lock();
         let entry = meta.entry(run.start)?;
@@ -296,7 +296,8 @@ impl Engine {
         }
         if meta.in_flight.contains(run.start) {
             drop(meta);
-            // A write of it has begun, whose announcement may be in the journal already. One that failed never ends.
+            // A write of the block has begun, and its announcement may be in the journal already. A write that failed
+            // never ends.
             self.check_running().map_err(|error| {
                 let offset = logical * BLOCK_SIZE as u64;
                 error
@@ -305,7 +306,7 @@ impl Engine {
             return Ok(());
         }
         if entry.suspect {
-            // A write that was never acknowledged as durable was cut off here: what is left of it is the content now.
+            // A crash cut off a write that was never acknowledged as durable: what it left is the content now.
             let operation = Operation::Resolve { block: run.start, checksum: found };
             meta.enqueue(operation, 0)?;
             self.count_changes(&meta);

@@ -1,17 +1,17 @@
-//! Damaged pages: finding them, naming what they describe, and making anew what follows from other pages.
+//! Damaged pages: finds them, names what they describe, and rebuilds what follows from other pages.
 //!
-//! What follows from what ([the format](../../../../docs/format/native.md#what-can-be-proven)):
+//! What can be rebuilt, and from what ([the format](../../../../docs/format/native.md#what-can-be-proven)):
 //!
 //! * A page of any kind from the images of the last checkpoint, or from its own checksum where one bit is inverted
 //!   ([`crate::pages::Mender`]).
 //! * Summaries from the tables, reference counts from the trees.
-//! * Of an entry of `data.table`, the checksum from the block: where the bytes that are left of the entry have the
-//!   checksum of the block, both are what was written. Where they differ, nothing tells which of them is wrong, and
-//!   the block stays an error.
-//! * Pages of the catalog that are damaged while the store is open from memory.
+//! * Of an entry of `data.table`, the checksum from the block: if the remaining bytes of the entry are the checksum of
+//!   the block, both are what was written. If they differ, nothing proves which of them is wrong, and the block stays
+//!   an error.
+//! * Damaged pages of the catalog from memory, while the store is open.
 //!
-//! What must hold: no count is made anew while a tree cannot be walked whole or an object is not known. A count that is
-//! too low would free, or overwrite in place, what another tree refers to.
+//! What must hold: no count is rebuilt while a tree cannot be walked completely or an object is unknown. A count that
+//! is too low would free, or overwrite in place, blocks that another tree refers to.
 
 use super::check::{Report, Root, Steps, Window};
 use super::metadata::{Effects, Meta, Sight};
@@ -26,7 +26,7 @@ use backend::BLOCK_SIZE;
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-/// Owners named in one finding.
+/// Owners named in one finding, at most.
 const OWNERS_MAX: usize = 8;
 
 /// The finding for a damaged copy of the superblock.
@@ -42,8 +42,8 @@ pub(super) fn damaged_page(key: PageKey, error: &Error) -> String {
 }
 
 impl Meta {
-    /// Blanks damaged pages behind the end of what the last checkpoint knew: nothing was ever written home there, and
-    /// the journal has all that they will hold. Before the journal is carried out.
+    /// Blanks damaged pages behind the end that the last checkpoint knew: nothing was ever written to their places, and
+    /// the journal has all that they will hold. Called before replay.
     pub(super) fn blank_unused(&mut self) -> Result<Vec<PageKey>> {
         let summaries = |regions: u64| regions.div_ceil(SUMMARY_ENTRIES);
         let known = [
@@ -124,14 +124,14 @@ impl Sight<'_> {
                 }
                 Ok(true)
             };
-            // What cannot be walked is a finding of its own.
+            // A tree that cannot be walked is a finding of its own.
             let _ = tree::walk_damaged(&mut self.nodes(&mut effects), root.node, &mut visit, &mut |_, _, _| {});
             owners.extend(here.map(|span| root.bytes(&span)));
         }
         listed(owners)
     }
 
-    /// In whose trees nodes are, and what lies below them there.
+    /// The trees that contain the given nodes, and the ranges below the nodes.
     pub(super) fn describe_nodes(&mut self, roots: &[Root], damaged: &BTreeMap<u64, String>) -> BTreeMap<u64, String> {
         let mut owners: BTreeMap<u64, Vec<String>> = BTreeMap::new();
         for root in roots {
@@ -146,7 +146,7 @@ impl Sight<'_> {
         owners.into_iter().map(|(id, owners)| (id, listed(owners))).collect()
     }
 
-    /// Makes a page of `map.table` anew from what was counted.
+    /// Rebuilds a page of `map.table` from the counted references.
     pub(super) fn renew_nodes(&mut self, page: u64, nodes: &[u32]) {
         self.map.renew_table(self.pages, page, &mut |id, _| BlockEntry {
             references: nodes.get(id as usize).copied().unwrap_or(0),
@@ -154,8 +154,8 @@ impl Sight<'_> {
         });
     }
 
-    /// Makes a page of `data.table` anew from what was counted. Whether the remaining checksums match the blocks
-    /// is left to `check --data`.
+    /// Rebuilds a page of `data.table` from the counted references. `check --data` compares the remaining checksums
+    /// with the blocks.
     pub(super) fn renew_blocks(&mut self, page: u64, window: &Window) {
         if !window.range.contains(&(page * TABLE_ENTRIES)) {
             return;
@@ -178,12 +178,12 @@ fn listed(mut owners: Vec<String>) -> String {
 }
 
 impl Engine {
-    /// What the opening found, for the report of a check: told once.
+    /// Reports what the opening found, in the first check only.
     pub(super) fn take_found_first(&self) -> Report {
         std::mem::take(&mut self.found_first.lock())
     }
 
-    /// Looks at both copies of the superblock, before a checkpoint writes over one of them.
+    /// Examines both copies of the superblock before a checkpoint overwrites one of them.
     pub(super) fn check_superblock(&self, repair: bool, report: &mut Report) -> Result<()> {
         let _checkpoint = self.log.lock_checkpoints();
         if let Some(copy) = self.log.damaged_superblock(repair)? {
@@ -192,7 +192,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Puts right what can be before replay needs it.
+    /// Repairs what can be repaired before replay needs it.
     pub(super) fn repair_before_replay(&self) -> Result<()> {
         let mut report = self.take_found_first();
         let mut guard = self.meta.lock();
@@ -201,12 +201,12 @@ impl Engine {
             let problem = format!("{key} is damaged; the last checkpoint has nothing in it");
             report.add(problem, Some("made anew from the journal".to_owned()));
         }
-        // All pages are looked at now: the images of the last checkpoint go with the one that ends recovery.
+        // All pages are examined now: the checkpoint that ends recovery overwrites the images of the last one.
         let standing = StoreActivity::Stopped(&BTreeMap::new());
         let options = CheckOptions { data: false, repair: true };
         let mut first = Report::default();
         self.check_sight(&mut meta.sight(), standing, 0, options, &|_, _| true, &mut first)?;
-        // The rest is for the check that follows to find.
+        // The check that follows finds the rest.
         first.findings.retain(|finding| finding.repaired.is_some());
         if !first.findings.is_empty() {
             self.recount(meta)?;
@@ -218,13 +218,13 @@ impl Engine {
         Ok(())
     }
 
-    /// Counts regions anew after a repair.
+    /// Counts the regions again after a repair.
     pub(super) fn recount(&self, meta: &mut Meta) -> Result<()> {
         meta.map.recount(&mut meta.pages)?;
         meta.data.recount(&mut meta.pages)
     }
 
-    /// The end of an opening that repairs.
+    /// The last step of an opening that repairs.
     pub(super) fn end_mending(&self) -> Result<()> {
         let mut report = self.take_found_first();
         let mut meta = self.meta.lock();
@@ -235,7 +235,7 @@ impl Engine {
         Ok(())
     }
 
-    /// What was brought back goes home with the next checkpoint.
+    /// The next checkpoint writes the restored pages to their places.
     pub(super) fn note_mended(&self, meta: &mut Meta, report: &mut Report) -> Result<()> {
         let Some(mender) = meta.pages.mender().cloned() else { return Ok(()) };
         for (key, proof) in mender.take_mended() {
@@ -249,7 +249,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Reports damaged pages, and makes anew those that follow from memory.
+    /// Reports damaged pages, and rebuilds those that follow from memory.
     pub(super) fn report_damaged(&self, sight: &mut Sight<'_>, damaged: &Damaged, repair: bool, report: &mut Report) {
         for (number, why) in sight.catalog.lost() {
             let first = number * SLOTS_PER_PAGE as u64;
@@ -276,7 +276,7 @@ impl Engine {
         }
     }
 
-    /// Walks one tree for the counts of a check. False: not all of it could be walked.
+    /// Walks one tree for the counts of a check. False if a part of it could not be walked.
     pub(super) fn note_lost_nodes(
         &self,
         sight: &mut Sight<'_>,
@@ -297,7 +297,7 @@ impl Engine {
         }
     }
 
-    /// Blocks of table pages that were made anew, against the checksums that were left.
+    /// Compares blocks of rebuilt table pages with the remaining checksums.
     pub(super) fn verify_renewed(
         &self,
         sight: &mut Sight<'_>,

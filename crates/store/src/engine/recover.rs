@@ -1,17 +1,17 @@
 //! Making, opening and closing a store.
 //!
-//! Opening reads the superblock. If it names images of a checkpoint, they go home first. Then it follows the journal
-//! from its tail, every operation is carried out again, payload is put where it belongs, snapshots that were waiting
-//! for their last writes are completed with what there is, and a checkpoint makes the result the new starting point.
+//! Opening reads the superblock. If it names images of a checkpoint, they are written to their places first. Then it
+//! reads the journal from its tail, applies every operation again, writes payload to its place, completes snapshots
+//! that were waiting for their last writes with what there is, and makes a checkpoint of the result as the new start.
 //!
 //! What must hold:
 //!
-//! 1. Nothing is appended to the journal before that checkpoint: a ring that is full recovers like any other. What
-//!    recovery carries out beside replay is in the pages that the checkpoint captures.
+//! 1. Nothing is appended to the journal before that checkpoint, so a full ring recovers like any other. The effects of
+//!    recovery beyond replay are in the pages that the checkpoint captures.
 //! 2. Recovery can be cut off anywhere and begin again. Until the checkpoint is committed the superblock describes the
 //!    state that replay starts from, and what is written home is what the next recovery would write again.
-//! 3. Work that has no bound, clearing what lies behind the end of a disk that shrank, comes after the checkpoint and
-//!    is admitted step by step like any other.
+//! 3. Work without a bound, such as clearing the blocks behind the end of a disk that shrank, comes after the
+//!    checkpoint and is admitted step by step.
 
 use super::buffers::Buffers;
 use super::check::Report;
@@ -38,11 +38,11 @@ use std::sync::Arc;
 pub const JOURNAL_SIZE_MIN: u64 = 4 << 20;
 /// The largest journal: 4 GiB.
 pub const JOURNAL_SIZE_MAX: u64 = 4 << 30;
-/// The journal of a datastore made without a word about it: 128 MiB.
+/// The journal of a datastore made without `--journal-size`: 128 MiB.
 pub const JOURNAL_SIZE_DEFAULT: u64 = 128 << 20;
-/// Blocks of the map reserved from the start (2 MiB): those that are kept, and as many for writes.
+/// Blocks of the map reserved at the start (2 MiB): half of them are kept free, the others are for writes.
 const MAP_RESERVE: u64 = 2 * KEPT;
-/// Pages that recovery may change beside those that replay has changed: of snapshots that it completes.
+/// Pages that recovery may change beyond those that replay changes: for the snapshots that it completes.
 const PAGES_AHEAD: u64 = 64;
 /// Regions of data that are accepted beyond the length of the data files.
 const REGIONS_AHEAD: u64 = 1024;
@@ -50,14 +50,14 @@ const REGIONS_AHEAD: u64 = 1024;
 /// What a store is opened for.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Opening {
-    /// Use: damage that takes more than what it describes is refused.
+    /// For use: damage that affects more than the damaged page describes refuses the opening.
     Ordinary,
-    /// A check that repairs.
+    /// For a check that repairs.
     Repair,
 }
 
 impl Opening {
-    /// What can be done about damage that it cannot pass.
+    /// What a user can do about damage that this kind of opening refuses.
     fn advice(self) -> &'static str {
         match self {
             Self::Ordinary => "run 'lamina check --repair', or read out what is whole with 'lamina salvage'",
@@ -73,7 +73,7 @@ impl Opening {
     }
 }
 
-/// What an opening has found, before the first change.
+/// What an opening has found before the first change.
 pub(super) struct Parts<'a> {
     pub meta: Metadata,
     pub directory: Arc<dyn Directory>,
@@ -97,7 +97,7 @@ pub struct InitParameters {
 }
 
 impl Engine {
-    /// Makes a store in an empty directory. The superblock comes last: before it there is nothing to open.
+    /// Makes a store in an empty directory. The superblock is written last: without it the directory is no datastore.
     pub fn init(directory: &Arc<dyn Directory>, parameters: InitParameters) -> Result<()> {
         let size = parameters.journal_size;
         if !(JOURNAL_SIZE_MIN..=JOURNAL_SIZE_MAX).contains(&size) || !size.is_multiple_of(BLOCK_SIZE as u64) {
@@ -121,13 +121,14 @@ impl Engine {
                 format!("the folder is not empty (it holds {foreign}); a datastore needs a folder of its own"),
             ));
         }
-        // Left behind by an init that was interrupted.
+        // The files are remains of an `init` that was interrupted.
         for name in names.iter().filter(|name| *name != LOCK_FILE) {
             directory.remove(name).during(|| format!("removing {name}"))?;
         }
         let create = |name: &str| directory.create(name, IoMode::Buffered).during(|| format!("creating {name}"));
         let journal = create(JOURNAL_FILE)?;
-        // Written, not only reserved: appends into it never change the file system's own metadata.
+        // The journal is written with zeros, not only reserved, so that appends do not change the metadata of the file
+        // system.
         let zeros = Buffer::zeroed(1 << 20 >> 12);
         journal.reserve(0, size).during(|| "reserving the journal".into())?;
         let mut at = 0;
@@ -137,7 +138,7 @@ impl Engine {
             at += length as u64;
         }
         journal.sync().during(|| "flushing the journal".into())?;
-        // The first changes find their room, whatever other programs take.
+        // Reserves room for the first changes, so that other programs cannot take it.
         let map = (PageFile::Map, MAP_RESERVE * BLOCK_SIZE as u64);
         for (file, room) in std::iter::once(map).chain(table_bytes(1, 1, 0)) {
             let pages = create(file.name())?;
@@ -172,13 +173,13 @@ impl Engine {
         directory.sync().during(|| "flushing the new datastore".into())
     }
 
-    /// Opens a store that no other process can reach: recovers it if it was not closed, and starts its threads if the
-    /// options say so.
+    /// Opens a store that no other process can open: recovers it if it was not closed, and starts its threads if the
+    /// options ask for that.
     pub fn open(directory: Arc<dyn Directory>, options: EngineOptions) -> Result<Arc<Self>> {
         Self::open_owned(directory, options, None)
     }
 
-    /// As [`Engine::open`]; the store is written while `owner` exists and holds its locks.
+    /// As [`Engine::open`]. The store is written only while `owner` exists and holds its locks.
     pub fn open_owned(
         directory: Arc<dyn Directory>,
         options: EngineOptions,
@@ -187,8 +188,8 @@ impl Engine {
         Self::open_for(directory, options, owner, Opening::Ordinary)
     }
 
-    /// As [`Engine::open_owned`], for a check that repairs: what is damaged and can be proven is put right before it is
-    /// needed. What was found is in the report of the next check.
+    /// As [`Engine::open_owned`], for a check that repairs: damage that can be repaired with a proof is repaired before
+    /// recovery needs the page. The findings are in the report of the next check.
     pub fn open_repairing(
         directory: Arc<dyn Directory>,
         options: EngineOptions,
@@ -212,14 +213,14 @@ impl Engine {
             Opening::Repair => Superblock::read_mended(&*superblock_file)?,
         };
         if let Some(copy) = superblock.damaged_copy(&*superblock_file)? {
-            // Every opening writes the superblock, over this copy first.
+            // Every opening writes the superblock, over the damaged copy first.
             tracing::error!(copy, "a copy of the superblock is damaged; the other one is used");
             found_first.add(damaged_superblock(copy), Some("written anew when the datastore was opened".to_owned()));
         }
         if !superblock.clean {
             files::show_media(&*directory)?;
         }
-        // The journal goes past the page cache where the file system allows: it is never read again but in recovery.
+        // The journal bypasses the page cache where the file system allows it: only recovery reads it.
         let journal_file = match directory.open(JOURNAL_FILE, IoMode::Direct) {
             Ok(file) => file,
             Err(_) => open(JOURNAL_FILE, IoMode::Buffered)?,
@@ -249,7 +250,7 @@ impl Engine {
             superblock.incarnation = superblock.incarnation.max(head.incarnation);
             superblock.images = None;
             superblock.clean = false;
-            // The images file may be written anew from here on.
+            // The images file may be overwritten from here on.
             superblock.write(&*superblock_file)?;
         }
         let mut journal = Journal::new(journal_file, superblock.journal_size, salt, superblock.tail);
@@ -260,7 +261,7 @@ impl Engine {
         found.check_whole(opening)?;
         let (mut replay_from, mut ordered_from) = (superblock.tail, superblock.ordered);
         if let Some(checkpoint) = &found.checkpoint {
-            // Of version 1, which kept images in the ring. They stay there until the first checkpoint is committed.
+            // Version 1 kept images in the ring. They stay there until the first checkpoint is committed.
             let mut images = Vec::new();
             collect_images(&journal, superblock.tail, checkpoint, &mut images)?;
             write_home(&page_files, &images)?;
@@ -300,8 +301,8 @@ impl Engine {
         }
         let crashed = !superblock.clean || found.end != superblock.tail;
         if crashed {
-            // What the last life announced and did not write is settled by no flush of this one, until a checkpoint
-            // has made the outcome of recovery the new start: recovery may have to begin again.
+            // A flush of this opening does not settle overwrites that an earlier opening announced and did not write,
+            // until a checkpoint has made the result of recovery the new start: recovery may have to begin again.
             engine.log.settle_nothing();
             let tolerance = match opening {
                 Opening::Ordinary => Tolerance::Nothing,
@@ -319,7 +320,7 @@ impl Engine {
         Ok(engine)
     }
 
-    /// Puts the parts of an opening together.
+    /// Combines the parts of an opening into an engine.
     pub(super) fn assemble(parts: Parts<'_>) -> Result<Arc<Self>> {
         let Parts { meta, directory, options, superblock, superblock_file, journal, images, files, .. } = parts;
         let queue = || directory.queue(LANE_DEPTH).during(|| "starting an I/O queue".into());
@@ -345,7 +346,7 @@ impl Engine {
         }))
     }
 
-    /// The last steps of opening: completes what a crash interrupted and starts the threads.
+    /// The last steps of opening: completes operations that a crash interrupted, and starts the threads.
     fn start(self: &Arc<Self>, crashed: bool) -> Result<()> {
         if crashed {
             let mut meta = self.meta.lock();
@@ -359,8 +360,8 @@ impl Engine {
             for snapshot in unsealed {
                 self.carry_out(&mut meta, Operation::Seal { snapshot }, 0)?;
             }
-            // Disks that are incomplete are for the owner of the store to look at: the record of a migration may say
-            // that one of them is the disk. And they go together with their snapshots, as any disk does.
+            // Incomplete disks are left to the owner of the store: the record of a migration may name one of them as
+            // the disk. They are deleted together with their snapshots, as any disk is.
             let mut incomplete: Vec<u64> = meta
                 .catalog
                 .objects()
@@ -380,7 +381,7 @@ impl Engine {
             self.log.end_announced();
             self.clear_behind_ends()?;
         }
-        // From here on the files change: space is reserved before the journal knows of it.
+        // The files change from here on: space is reserved before the journal describes it.
         self.log.note_open()?;
         unless_full(self.extend_map(0))?;
         if self.options.threads {
@@ -389,7 +390,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Takes the room for the images of any single change, and for all pages that are dirty already.
+    /// Reserves room for the images of any single change, and for all pages that are dirty already.
     fn reserve_for_checkpoints(&self) -> Result<()> {
         let needed = {
             let meta = self.meta.lock();
@@ -398,26 +399,25 @@ impl Engine {
         };
         let reserved = self.reserve_images(needed);
         reserved.map_err(|error| error.context("the datastore cannot be opened without room for its metadata"))?;
-        // What is in use has its room. A region that nothing was ever reserved in may lack its table: changes that need
-        // it ask again.
+        // Regions in use have their room. A region in which nothing was ever reserved may lack its table pages; a
+        // change that needs them reserves them.
         unless_full(self.reserve_tables())
     }
 
-    /// A shrink that a crash cut short has the new capacity and still the blocks behind it.
+    /// A disk whose shrink was cut short by a crash has the new capacity and still the blocks behind it.
     fn clear_behind_ends(&self) -> Result<()> {
         let disks: Vec<(u64, u64)> = self.with_catalog(|catalog| {
             catalog.disks().map(|disk| (disk.id, disk.capacity.div_ceil(BLOCK_SIZE as u64))).collect()
         });
         for (disk, end) in disks {
-            // What stays for lack of room is out of sight, and cleared before the disk grows.
+            // Blocks that stay for lack of room cannot be reached, and are cleared before the disk grows.
             unless_full(self.unmap_waiting(disk, end..crate::tree::LOGICAL_LIMIT))?;
         }
         Ok(())
     }
 
-    /// What is set aside for a thick disk with snapshots is counted down by writes that a crash may have counted
-    /// twice: start again from the safe side, as far as there are free blocks for it. There are for what was set aside
-    /// when the crash came.
+    /// Writes count down the blocks set aside for a thick disk with snapshots, and a crash may have counted some twice.
+    /// Restores the full number as far as free blocks allow; the blocks that were set aside at the crash are free.
     fn restore_reserves(&self, meta: &mut Meta) -> Result<()> {
         let thick = |disk: &&Object| disk.provisioning != Provisioning::Thin && disk.reserved > 0;
         let disks: Vec<Object> = meta.catalog.disks().filter(thick).cloned().collect();
@@ -431,8 +431,8 @@ impl Engine {
         Ok(())
     }
 
-    /// Writes everything home and ends the threads. The store can only be dropped afterwards, or closed again if that
-    /// failed.
+    /// Writes all data and metadata to its place, and ends the threads. Afterwards the store can only be dropped, or
+    /// closed again if this failed.
     pub fn close(&self) -> Result<()> {
         let mut closed = self.running.begin_closing();
         if *closed {
@@ -440,9 +440,9 @@ impl Engine {
         }
         self.running.end_threads();
         self.flush()?;
-        // Also what no write waits for: the checkpoint then has nothing to append.
+        // This includes changes that no write waits for, so that the checkpoint has nothing to append.
         self.commit_changes()?;
-        // Recovery looks for space that nothing names.
+        // The next opening looks for blocks that nothing refers to.
         let purpose = if self.return_rest() { Purpose::Close } else { Purpose::GoOn };
         let _guard = self.log.lock_checkpoints();
         self.checkpoint_locked(purpose)?;
@@ -461,12 +461,12 @@ pub(super) struct Survey {
     pub end: Place,
     pub incarnation: u64,
     pub checkpoint: Option<FoundCheckpoint>,
-    /// Where the journal goes on behind damage at its end.
+    /// Where whole batches of the journal continue behind damage at its end.
     pub beyond: Option<Place>,
 }
 
 impl Survey {
-    /// Fails where what was acknowledged is lost.
+    /// Fails if acknowledged changes are lost.
     fn check_whole(&self, opening: Opening) -> Result<()> {
         let Some(place) = self.beyond else { return Ok(()) };
         Err(Error::new(
@@ -483,13 +483,13 @@ impl Survey {
 }
 
 impl FoundCheckpoint {
-    /// What it says.
+    /// The contents of the superblock.
     pub fn record(&self) -> CheckpointRecord {
         self.record
     }
 }
 
-/// Follows the journal to its end.
+/// Reads the journal to its end and applies its operations.
 pub(super) fn survey(journal: &Journal, incarnation: u64) -> Result<Survey> {
     let mut found = Survey { end: journal.tail(), incarnation, checkpoint: None, beyond: None };
     let mut lowest = incarnation;
@@ -512,7 +512,7 @@ pub(super) fn survey(journal: &Journal, incarnation: u64) -> Result<Survey> {
     Ok(found)
 }
 
-/// The pages of a finished checkpoint: those appended between its place and its end.
+/// The pages of a finished checkpoint: those appended between its tail and its end.
 pub(super) fn collect_images(
     journal: &Journal,
     tail: Place,
@@ -539,7 +539,8 @@ pub(super) fn collect_images(
     Ok(())
 }
 
-/// A truncated metadata file is found here, not at some later read; and no size beyond the files' lengths is accepted.
+/// Finds a truncated metadata file at the opening, not at a later read. Sizes beyond the lengths of the files are
+/// refused.
 fn check_lengths(
     files: &[Arc<dyn File>; PageFile::COUNT],
     data_files: &[Arc<dyn File>],
@@ -562,7 +563,7 @@ fn check_lengths(
             ));
         }
     }
-    // A region is described before its space is reserved: some may lie behind the end of the last file.
+    // A region is described before its space is reserved, so some may lie behind the end of the last file.
     let mut regions_max = (data_files.len() as u64).saturating_sub(1) * crate::space::FILE_REGIONS + REGIONS_AHEAD;
     if let Some(last) = data_files.last() {
         let length = last.len().during(|| "measuring the last data file".into())?;

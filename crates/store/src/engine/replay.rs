@@ -1,10 +1,10 @@
-//! Replay: carrying out again what the journal holds behind the last checkpoint.
+//! Replay: applies the operations that the journal holds behind the last checkpoint.
 //!
-//! What an announcement leaves in doubt is kept in [`crate::engine::placement::Doubts`].
+//! Blocks that an announcement leaves in doubt are in [`crate::engine::placement::Doubts`].
 //!
-//! What must hold at the end: the entry of each block in use has the checksum of what is on the medium, or is suspect.
-//! Suspect blocks were being overwritten by a write that was not acknowledged as durable: what is found there is
-//! their content.
+//! What must hold at the end: the table entry of each block in use has the checksum of the content on the medium, or
+//! the block is suspect. Suspect blocks were being overwritten by a write that was not acknowledged as durable: the
+//! content found there is their content.
 
 use super::left_out::LeftOut;
 use super::metadata::Effects;
@@ -20,7 +20,7 @@ fn blocks(run: &Run) -> std::ops::Range<u64> {
 }
 
 impl Engine {
-    /// Carries out the operations from `from` to `end` again: urgent ones all, others from `ordered` on.
+    /// Applies the operations from `from` to `end`: urgent ones all, others from `ordered` on.
     pub(super) fn replay(&self, from: Place, ordered: Place, end: Place, left_out: &mut LeftOut) -> Result<u64> {
         self.find_reserved_nodes()?;
         let mut doubts = Doubts::default();
@@ -37,7 +37,7 @@ impl Engine {
                     format!("the journal could be read a moment ago and cannot now, at {}", place.position),
                 ));
             };
-            // What was pending when the checkpoint captured its pages is in them already.
+            // Changes that were pending when the checkpoint captured its pages are in the pages.
             if kind == BatchKind::Urgent || kind == BatchKind::Operations && place >= ordered {
                 let mut reader = Reader::new(&body);
                 while let Some(operation) = reader.next_operation()? {
@@ -78,7 +78,7 @@ impl Engine {
         operation: &Operation,
         position: u64,
     ) -> Result<()> {
-        // Where the file system is full, what replay needs was there before.
+        // On a full file system, the space that replay needs was reserved before the crash.
         self.ensure_nodes(meta, crate::engine::metadata::NODES_PER_OPERATION)?;
         match operation {
             Operation::Overwrite { run, checksums } => {
@@ -107,7 +107,7 @@ impl Engine {
                 blocks(run).for_each(|block| doubts.told(block));
                 meta.doubt(doubts, *run)
             }
-            // Read while it was being overwritten: what was found then need not be there any more.
+            // The block was read while it was being overwritten: its content may have changed since.
             Operation::Resolve { block, .. } => {
                 doubts.resolved(*block);
                 meta.doubt(doubts, Run { start: *block, blocks: 1 })
@@ -116,7 +116,7 @@ impl Engine {
         }
     }
 
-    /// Writes journalled payload to its place, unless a later announced overwrite is found whole there.
+    /// Writes payload of the journal to its place, unless the complete content of a later announced overwrite is there.
     fn put_payload_home(&self, doubts: &Doubts) -> Result<()> {
         let logged = std::mem::take(&mut self.meta.lock().logged);
         for (block, slice) in logged {
@@ -145,7 +145,7 @@ impl Engine {
 }
 
 impl Meta {
-    /// A flush of the data files covered what was announced before `settled`.
+    /// Notes that a flush of the data files covered the overwrites announced before `settled`.
     fn settle(&mut self, doubts: &mut Doubts, settled: u64) -> Result<()> {
         for one in doubts.settle(settled) {
             let run = Run { start: one.block, blocks: 1 };
@@ -159,7 +159,7 @@ impl Meta {
         Ok(())
     }
 
-    /// Marks what is in doubt of a run whose checksums have just been noted.
+    /// Marks the blocks in doubt of a run whose checksums have just been noted.
     fn doubt(&mut self, doubts: &Doubts, run: Run) -> Result<()> {
         for block in blocks(&run).filter(|block| doubts.contains(*block)) {
             self.data.annotate(&mut self.pages, Run { start: block, blocks: 1 }, |_, entry| entry.suspect = true)?;

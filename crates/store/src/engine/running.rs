@@ -1,4 +1,4 @@
-//! Whether the store runs: the failure that stopped it, its threads, and what they are asked for.
+//! Whether the store runs: the failure that stopped it, its threads, and the requests to them.
 
 use crate::sync::atomic::{AtomicBool, Ordering};
 use crate::sync::thread::JoinHandle;
@@ -6,7 +6,7 @@ use crate::sync::{Condvar, Mutex, MutexGuard};
 use crate::{Error, ErrorKind, Result};
 use std::time::Duration;
 
-/// What the background threads are asked for.
+/// Requests to the background threads.
 #[derive(Clone, Copy, Default, PartialEq, Eq)]
 pub struct Work {
     pub write_back: bool,
@@ -17,24 +17,24 @@ pub struct Work {
     pub trailer: bool,
 }
 
-/// The state of the store as a whole. Its locks are held for a few instructions, beside any other.
+/// The state of the store as a whole. Its locks are held for a few instructions, in any order with others.
 #[derive(Default)]
 pub struct Running {
     stopped: AtomicBool,
     reason: Mutex<Option<String>>,
     closing: AtomicBool,
-    /// Closing has succeeded. Held while it is tried.
+    /// True after a successful close. Locked while closing is attempted.
     closed: Mutex<bool>,
     work: Mutex<Work>,
-    /// Write-back is asked for.
+    /// Write-back was requested.
     write_back_ready: Condvar,
-    /// Anything else is.
+    /// Any other work was requested.
     upkeep_ready: Condvar,
     threads: Mutex<Vec<JoinHandle<()>>>,
 }
 
 impl Running {
-    /// An error once the store has stopped.
+    /// Returns an error if the store has stopped.
     pub fn check(&self) -> Result<()> {
         if self.is_stopped() {
             return Err(self.error());
@@ -51,7 +51,7 @@ impl Running {
         )
     }
 
-    /// Why the store has stopped, if it has.
+    /// The reason why the store has stopped, if it has.
     pub fn failure(&self) -> Option<String> {
         self.is_stopped().then(|| self.reason.lock().clone().unwrap_or_default())
     }
@@ -60,12 +60,12 @@ impl Running {
         self.stopped.load(Ordering::Acquire)
     }
 
-    /// False once the store is being closed or has stopped: background work ends.
+    /// False while the store is being closed or has stopped, so that background work ends.
     pub fn goes_on(&self) -> bool {
         !self.closing.load(Ordering::Acquire) && !self.is_stopped()
     }
 
-    /// Nothing is written from here on. The first reason is kept.
+    /// Stops all writes. The first reason is kept.
     #[cold]
     pub fn stop(&self, reason: &str) {
         let first = !self.stopped.swap(true, Ordering::AcqRel);
@@ -75,7 +75,7 @@ impl Running {
         self.wake();
     }
 
-    /// Begins closing: one at a time. Whether that has been done, to be set at its end.
+    /// Begins closing, one caller at a time. Returns whether the store was closed already, to be set at the end.
     pub fn begin_closing(&self) -> MutexGuard<'_, bool> {
         let closed = self.closed.lock();
         self.closing.store(true, Ordering::Release);
@@ -101,7 +101,7 @@ impl Running {
         self.upkeep_ready.notify_all();
     }
 
-    /// Asks the threads for something. What was asked for before wakes no thread again: writers ask many times a
+    /// Requests work from the threads. A request that is already noted wakes no thread again: writers ask many times a
     /// second.
     pub fn request(&self, ask: impl FnOnce(&mut Work)) {
         let mut work = self.work.lock();
@@ -117,7 +117,7 @@ impl Running {
         }
     }
 
-    /// Waits until write-back is asked for, or for `time`.
+    /// Waits until write-back is requested, or for `time`.
     pub fn next_write_back(&self, time: Duration) {
         let mut work = self.work.lock();
         if !work.write_back {
@@ -126,7 +126,7 @@ impl Running {
         work.write_back = false;
     }
 
-    /// Waits until something other than write-back is asked for, or for `time`; then `take` takes what it serves.
+    /// Waits until other work is requested, or for `time`; then `take` takes the requests that it serves.
     pub fn next_upkeep<T>(&self, time: Duration, take: impl FnOnce(&mut Work) -> T) -> T {
         let mut work = self.work.lock();
         if !(work.commit || work.checkpoint || work.extend || work.reclaim || work.trailer) {
@@ -135,7 +135,7 @@ impl Running {
         take(&mut work)
     }
 
-    /// Takes what was asked for without waiting.
+    /// Takes the requests without waiting.
     pub fn take_work<T>(&self, take: impl FnOnce(&mut Work) -> T) -> T {
         take(&mut self.work.lock())
     }

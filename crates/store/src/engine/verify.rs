@@ -1,16 +1,17 @@
-//! Verifying data blocks, while the store goes on or while it stands still.
+//! Verification of data blocks, while the store is in use or while all requests wait.
 //!
-//! What a block must hash to is asked of the table as it is now, under the metadata lock; the blocks are read without
-//! it. A block that differs then is in doubt, no more: it may have been overwritten in between. Blocks in doubt are
-//! asked for and read again, a few times. Those that still differ are looked at while no write is on its way home
-//! (under `gate` and `through`, for as long as it takes to read a few blocks): a block that differs there is damaged.
+//! The expected checksum is read from the table under the metadata lock; the blocks are read without it. A block that
+//! differs then is in doubt only: it may have been overwritten in between. Blocks in doubt are examined again a few
+//! times. Those that still differ are examined while no write is on its way to its place (under `gate` and `through`,
+//! for as long as it takes to read a few blocks): a block that differs there is damaged.
 //!
-//! What must hold, so that nothing is called damaged that is not:
+//! What must hold, so that no good block is called damaged:
 //!
 //! 1. Between the look at the table and the end of the read no block gets another owner: the epoch is held.
-//! 2. Under `gate` and `through` the table says what the medium holds, but for payload of the journal that is not home
-//!    yet, and for blocks that are not written: those freed and reserved anew since the view was taken, which have no
-//!    checksum, and those that no tree of the view maps as written, which are not read at all.
+//! 2. Under `gate` and `through` the table describes what the medium holds, with two exceptions: payload of the journal
+//!    that is not at its place, and blocks that are not written. The latter are blocks freed and reserved again since
+//!    the view was taken, which have no checksum, and blocks that no tree of the view maps as written, which are not
+//!    read at all.
 
 use super::Engine;
 use super::check::{Report, Steps, Window, owners_of};
@@ -24,33 +25,33 @@ use std::time::Duration;
 
 /// Blocks read at a time (1 MiB).
 const VERIFY_BLOCKS: u64 = 256;
-/// Blocks in doubt that are looked at again together.
+/// Blocks in doubt that are examined together.
 const DOUBTS_MAX: usize = 256;
-/// How often they are looked at without stopping writes ...
+/// How often they are examined without stopping writes ...
 const ROUNDS: u32 = 4;
-/// ... and how long after each other: a batch of writes goes home in a few milliseconds.
+/// ... and the pause between: a batch of writes reaches its places in a few milliseconds.
 const PAUSE: Duration = Duration::from_millis(4);
-/// Blocks looked at under one hold of the locks that keep writes from going home.
+/// Blocks examined under one hold of the locks that stop writes to their places.
 const BLOCKS_PER_HOLD: usize = 4;
 
-/// Whether the store goes on while it is checked.
+/// Whether the store is in use during the check.
 #[derive(Clone, Copy)]
 pub(super) enum StoreActivity<'a> {
-    /// Others read and write.
+    /// Clients read and write.
     Running,
-    /// Nothing changes; this payload of the journal is not home.
+    /// All requests wait; this payload of the journal is not at its place.
     Stopped(&'a BTreeMap<u64, SharedSlice>),
 }
 
-/// What a block is expected to be.
+/// The expected content of a block.
 #[derive(Clone, Copy)]
 enum Expected {
-    /// It is free, or what is in its place does not count.
+    /// The block is free, or its content on the medium does not count.
     Nothing,
     Checksum(u32),
 }
 
-/// What was found of a block.
+/// The result for a block.
 enum Found {
     Good,
     Unreadable(String),
@@ -107,8 +108,8 @@ impl Engine {
         self.settle_doubts(sight, &mut doubts, report)
     }
 
-    /// Reads a run at once. A block that fails its checksum is reported; while the store runs it is put among `doubts`
-    /// and checked again.
+    /// Reads a run at once. A block that fails its checksum is reported; while the store is in use it is added to
+    /// `doubts` and examined again.
     fn verify_run(
         &self,
         sight: &mut Sight<'_>,
@@ -132,7 +133,7 @@ impl Engine {
         let whole = file.read_at(&mut bytes, offset).is_ok();
         for ((block, content), wanted) in (run.start..).zip(bytes.chunks_exact(BLOCK_SIZE)).zip(wanted) {
             let Expected::Checksum(sum) = wanted else { continue };
-            // One bad sector must not hide its neighbours.
+            // A bad sector must not keep its neighbours from being verified.
             let found = if whole { compare(sum, content) } else { self.read_one(block, sum)? };
             match found {
                 Found::Good => report.verified += 1,
@@ -143,7 +144,7 @@ impl Engine {
         Ok(())
     }
 
-    /// What blocks must hash to now. While the guard lives, none of them gets another owner.
+    /// The expected checksums as of now. While the guard exists, none of these blocks gets another owner.
     fn expected_now(&self, run: Run) -> Result<(Vec<Expected>, Arc<()>)> {
         self.meta.look(|meta| {
             let mut wanted = Vec::with_capacity(run.blocks as usize);
@@ -202,7 +203,7 @@ impl Engine {
                 if let Found::Differs { expected: 0, .. } = found
                     && sight.entry(block)?.checksum != 0
                 {
-                    // Freed since, and reserved without being written.
+                    // The block was freed since, and reserved again without being written.
                     continue;
                 }
                 report_block(sight, block, found, report)?;

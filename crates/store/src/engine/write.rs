@@ -1,4 +1,4 @@
-//! Writing: into the buffer, with room set aside for what may need a new place.
+//! Writing: into the buffer, after room was set aside for blocks that may need a new place.
 
 use super::metadata::Effects;
 use super::placement::Holds;
@@ -16,17 +16,17 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Free blocks beyond what is claimed that let a writer go on without asking for more (4 MiB).
+/// Free blocks beyond the claimed ones with which a writer continues without asking for more (4 MiB).
 const CLAIMS_AHEAD: u64 = 1024;
-/// Write-back is asked for once in so many blocks (256 KiB).
+/// Write-back is requested once in this many blocks (256 KiB).
 const WRITE_BACK_STRIDE: u64 = 64;
-/// How long those who wait for room in the buffer sleep until they look again by themselves.
+/// How long threads that wait for room in the buffer sleep before they check again by themselves.
 const LOOK_AGAIN: Duration = Duration::from_millis(50);
-/// Blocks zeroed with one entry (16 MiB): each may be a change of the map.
+/// Blocks zeroed by one entry (16 MiB): each may be a change of the map.
 const ZERO_MAX: u64 = 1 << 12;
 
 impl Engine {
-    /// Writes whole blocks. Byte 0 of `data` belongs to block `logical`.
+    /// Writes whole blocks. The data begins with block `logical`.
     pub fn write_blocks(&self, head: &Head, logical: u64, data: SharedSlice) -> Result<()> {
         let blocks = (data.len() / BLOCK_SIZE) as u64;
         let checksums = Checksums::of(&data);
@@ -36,7 +36,7 @@ impl Engine {
         self.put_in_parts(head, logical, blocks, Content::Data(data, checksums))
     }
 
-    /// Gives blocks back: they read as zeros afterwards.
+    /// Discards blocks: they read as zeros afterwards.
     pub fn discard_blocks(&self, head: &Head, range: Range<u64>) -> Result<()> {
         if range.is_empty() {
             return Ok(());
@@ -44,7 +44,7 @@ impl Engine {
         self.put(head, range.start, range.end - range.start, &mut Content::Unmapped, None).map(|_| ())
     }
 
-    /// Makes blocks read as zeros and keep, or take, space.
+    /// Zeroes blocks, and keeps or takes their space.
     pub fn zero_blocks(&self, head: &Head, range: Range<u64>) -> Result<()> {
         for part in chunks(range, ZERO_MAX) {
             self.put_in_parts(head, part.start, part.blocks, Content::Zero)?;
@@ -52,8 +52,8 @@ impl Engine {
         Ok(())
     }
 
-    /// Puts an entry into the buffer, for a thick disk in as many parts as it takes: its data has its space, and what
-    /// one part needs of the map is less than what all of it may need at once.
+    /// Puts an entry into the buffer. For a thick disk it is split where necessary: its data has its space, and one
+    /// part needs less of the map at a time than all parts together may.
     fn put_in_parts(&self, head: &Head, logical: u64, blocks: u64, mut content: Content) -> Result<()> {
         match self.put(head, logical, blocks, &mut content, None) {
             Err(error) if error.kind() == ErrorKind::NoSpace && blocks > 1 && self.is_thick(head)? => {
@@ -103,7 +103,7 @@ impl Engine {
     }
 
     /// Puts an entry into the buffer, which takes its content. With `partial`, only if that block was not written since
-    /// it was announced: `Ok(false)` otherwise.
+    /// the change was announced; otherwise the result is `Ok(false)`.
     fn put(&self, head: &Head, logical: u64, blocks: u64, content: &mut Content, partial: Option<u64>) -> Result<bool> {
         let fail = |error: Error| {
             if let Some(block) = partial {
@@ -121,7 +121,7 @@ impl Engine {
             if buffer.gone {
                 break (buffer, held, covered);
             }
-            // A snapshot may have been taken since it was found to fit, and sealed.
+            // A snapshot may have been taken and sealed since the entry was found to fit.
             let single = buffer.layers.is_single();
             let unchanged = single && self.buffers.snapshots() == snapshots;
             let cuts = buffer.layers.cuts_discard(&range);
@@ -143,7 +143,7 @@ impl Engine {
             drop(buffer);
             self.give_back(held);
             fits.map_err(fail)?;
-            // For the second piece of what it cuts in two.
+            // Room for the second part of an entry that it splits.
             more = if cuts { DISCARD_CHANGES } else { 0 };
         };
         let refused = if buffer.gone {
@@ -169,8 +169,8 @@ impl Engine {
         Ok(true)
     }
 
-    /// Waits for room in the buffer and among the changes of the map, and sets room aside in the file system; whether
-    /// free nodes cover the write.
+    /// Waits for room in the buffer and in the map, and sets room aside in the file system. Returns whether free nodes
+    /// cover the write.
     fn prepare(&self, head: &Head, range: &Range<u64>, content: &Content, more: u64) -> Result<(Held, bool)> {
         self.check_running()?;
         let (mut held, covered) = self.take_changes(head, range, content, more)?;
@@ -186,7 +186,7 @@ impl Engine {
         Ok((held, covered))
     }
 
-    /// Takes back what an entry had.
+    /// Releases what was set aside for an entry.
     pub(super) fn give_back(&self, held: Held) {
         if held.claimed > 0 {
             self.reserves.end_claim(held.claimed);
@@ -199,7 +199,7 @@ impl Engine {
         }
     }
 
-    /// How full the write buffer is.
+    /// The fill level of the write buffer.
     pub fn buffer_percent(&self) -> u32 {
         (self.buffers.blocks() * 100 / self.buffers.limit().max(1)).min(100) as u32
     }
@@ -230,7 +230,7 @@ impl Engine {
         }
     }
 
-    /// Sets aside free blocks for a write of `blocks`; 0 when all of it fits where it is mapped.
+    /// Sets aside free blocks for a write of `blocks`; 0 if all of it fits where it is mapped.
     fn claim(&self, head: &Head, logical: u64, blocks: u64) -> Result<u64> {
         let claims = self.reserves.add_claim(blocks);
         let headroom = self.reserves.headroom();
@@ -248,12 +248,12 @@ impl Engine {
                 return Err(error);
             }
         }
-        // The file system is full. What only overwrites its own blocks still fits.
+        // The file system is full. An overwrite of the disk's own blocks still fits.
         self.reserves.end_claim(blocks);
         if self.fits_without_claim(head, logical..logical + blocks)? {
             return Ok(0);
         }
-        // Blocks freed, and own blocks written, a moment ago help once that is durable.
+        // Recently freed blocks, and own blocks written a moment ago, can be used once that is durable.
         if self.meta.lock().helped_by_commit() && self.commit_changes().is_ok() {
             let claims = self.reserves.add_claim(blocks);
             if self.extend(claims).is_ok() {
@@ -270,8 +270,8 @@ impl Engine {
         Err(self.no_space(head))
     }
 
-    /// Whether a range can be written without taking space once what it overwrites is at home: buffered blocks have
-    /// claimed theirs, and keep them. Waits for that.
+    /// Whether a range can be written without taking space once the blocks that it overwrites are at their place:
+    /// buffered blocks have their claims, and keep them. Waits for that.
     fn fits_after_write_back(&self, head: &Head, range: Range<u64>) -> Result<bool> {
         let failures = self.writeback.failing.count();
         for _ in 0..DRAINS_MAX {
@@ -311,8 +311,8 @@ impl Engine {
         }
     }
 
-    /// True when a range can be written without any change of the map: all of it lies over written blocks that the disk
-    /// has to itself.
+    /// True if a range can be written without any change of the map: all of it lies over written blocks that only this
+    /// disk maps.
     pub(super) fn fits_in_written(&self, head: &Head, sealed: bool, range: Range<u64>) -> Result<bool> {
         let blocks = range.end - range.start;
         self.meta.look(|meta| Ok(sealed && meta.own_blocks(head.id, range.clone(), true)? == blocks))
@@ -323,8 +323,9 @@ impl Engine {
         self.fits_in_own(head, sealed, range)
     }
 
-    /// True when a range can be written without taking space: over the disk's own blocks, or out of what is set aside
-    /// for it. Not `sealed`: what waits below belongs to a snapshot, and the map will share it once that has arrived.
+    /// True if a range can be written without taking space: over the disk's own blocks, or out of the blocks set aside
+    /// for it. Not while `sealed`: closed layers belong to a snapshot, and the map will share their blocks when they
+    /// are brought in.
     fn fits_in_own(&self, head: &Head, sealed: bool, range: Range<u64>) -> Result<bool> {
         let blocks = range.end - range.start;
         self.meta.look(|meta| {
@@ -335,13 +336,13 @@ impl Engine {
 }
 
 impl Meta {
-    /// True when something waits for being durable before its blocks can be used.
+    /// True if freed or held blocks wait for durability before they can be used.
     fn helped_by_commit(&self) -> bool {
         self.freed.freeing() > 0 || self.holds_nodes() || self.pending.iter().any(|pending| !pending.held.is_empty())
     }
 
-    /// How many blocks of a range a disk has to itself: all, or those that were written before. What holds some of
-    /// them, or is in flight to them, is waited for by write-back, and the journal takes them over it.
+    /// How many blocks of a range only this disk maps: all, or those that were written before. Write-back waits for
+    /// blocks that are held or in flight; their content can go to the journal.
     fn own_blocks(&mut self, disk: u64, range: Range<u64>, written: bool) -> Result<u64> {
         let Some(root) = self.catalog.get(disk)?.root else { return Ok(0) };
         let mut extents = Vec::new();
@@ -357,7 +358,7 @@ impl Meta {
     }
 }
 
-/// A run cut at `most` blocks.
+/// Splits a run into parts of at most `most` blocks.
 pub(super) fn chunks(range: Range<u64>, most: u64) -> impl Iterator<Item = Run> {
     let mut at = range.start;
     std::iter::from_fn(move || {

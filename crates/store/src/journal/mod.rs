@@ -6,14 +6,14 @@
 //! What must hold:
 //!
 //! 1. A batch counts only if its head and body pass their checksum, it names its own position, its sequence number is
-//!    the next one and its incarnation is not lower than that of the batch before it. The first that fails ends the
-//!    journal: it was never acknowledged, nor was anything after it.
-//! 2. Every opening that appends does so under a higher incarnation than any batch found, so that remains of a log cut
-//!    off by a crash can never be taken for its continuation.
+//!    the next one, and its incarnation is not lower than that of the batch before it. The first batch that fails ends
+//!    the journal: neither it nor anything after it was acknowledged.
+//! 2. Every opening that appends uses a higher incarnation than any batch found, so that remains of a log that a crash
+//!    cut off cannot pass for its continuation.
 //! 3. The head never overtakes the tail. The tail moves only after a checkpoint has made everything before it
 //!    unnecessary and the superblock says so.
 //! 4. A trailer is written at the head after everything before the head is durable, and the head stays: the next batch
-//!    overwrites it. A whole trailer behind the end of the journal therefore tells damage from a torn batch.
+//!    overwrites it. So a whole trailer behind the end of the journal proves damage rather than a torn batch.
 
 mod record;
 
@@ -29,7 +29,7 @@ const HEAD_SIZE: usize = 64;
 const CHECKSUM_AT: usize = 60;
 /// Blocks read at a time when looking for batches (1 MiB): no ring is smaller.
 const PIECE_BLOCKS: usize = 256;
-/// No ring gets this far in the life of any medium: what names a higher position is damaged.
+/// No ring reaches this position in the life of any medium: a batch that names a higher one is damaged.
 const POSITION_MAX: u64 = 1 << 62;
 /// The largest body of one batch.
 pub const BODY_MAX: usize = 32 << 20;
@@ -45,7 +45,7 @@ pub enum BatchKind {
     Pages,
     /// The end of a checkpoint: its pages are all in the journal. Body: sequence number from which to replay.
     Checkpoint,
-    /// No batch of its own: everything before it was durable when it was written. It has no body.
+    /// Not a batch: it states that everything before it was durable when it was written. It has no body.
     Trailer,
 }
 
@@ -67,24 +67,24 @@ impl BatchKind {
     }
 }
 
-/// Where in the journal: the position and sequence number of a batch.
+/// A place in the journal: the position and sequence number of a batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Place {
-    /// Byte position, growing for ever.
+    /// Byte position, which only grows.
     pub position: u64,
     /// Sequence number.
     pub sequence: u64,
 }
 
-/// A batch as found.
+/// A batch that was read.
 pub struct Batch {
     /// Its place.
     pub place: Place,
-    /// Where the next batch would be.
+    /// The place of the next batch.
     pub next: Place,
-    /// What its body is.
+    /// The kind of its body.
     pub kind: BatchKind,
-    /// Under which opening it was written.
+    /// The incarnation under which it was written.
     pub incarnation: u64,
     /// The body.
     pub body: Vec<u8>,
@@ -98,15 +98,16 @@ pub struct Journal {
     incarnation: u64,
     tail: Place,
     head: Place,
-    /// The head at which the trailer stands that was written last.
+    /// The head at which the last trailer was written.
     trailed: Option<Place>,
     staging: Buffer,
-    /// Batches with one inverted bit are read as they were.
+    /// Whether batches with one inverted bit are restored when they are read.
     mending: bool,
 }
 
 impl Journal {
-    /// A ring of `size` bytes whose oldest needed batch is at `tail`; `salt` keeps rings of other datastores apart.
+    /// A ring of `size` bytes whose oldest needed batch is at `tail`. `salt` distinguishes it from rings of other
+    /// datastores.
     pub fn new(file: Arc<dyn File>, size: u64, salt: u64, tail: Place) -> Self {
         Self {
             file,
@@ -121,7 +122,7 @@ impl Journal {
         }
     }
 
-    /// From now on a batch in which one bit is inverted is read as it was, which its checksum proves
+    /// From now on a batch in which one bit is inverted is restored when it is read, which its checksum proves
     /// ([`crate::pages::restore_bit`]): for repair and salvage.
     pub fn mend(&mut self) {
         self.mending = true;
@@ -133,7 +134,7 @@ impl Journal {
         Ok(found.filter(|batch| batch.kind != BatchKind::Trailer))
     }
 
-    /// As [`Journal::read`], but finds trailers, too.
+    /// As [`Journal::read`], but returns trailers too.
     fn read_any(&self, place: Place, incarnation: u64) -> Result<Option<Batch>> {
         if place.position > POSITION_MAX || place.sequence > POSITION_MAX {
             return Ok(None);
@@ -144,7 +145,7 @@ impl Journal {
         if read.is_some() || !self.mending {
             return Ok(read);
         }
-        // Not only the body may be damaged, but what says how long it is.
+        // The field with its length may be damaged too.
         for bit in 0..8 * HEAD_SIZE {
             first[bit / 8] ^= 1 << (bit % 8);
             if let Some(batch) = self.read_as(&first, place, incarnation, false)? {
@@ -185,10 +186,11 @@ impl Journal {
         }))
     }
 
-    /// Looks behind the place where the journal ended for a batch that can only be its continuation: whole, later, and
-    /// of no earlier opening. A crash never leaves one (only the last batch can be torn), so what lies between was
-    /// damaged since, or the superblock that named the tail is an old one. A trailer counts as a batch, but for the one
-    /// at the end itself, which says that nothing is missing. Returns the place of what was found.
+    /// Searches behind the place where the journal ended for a batch that can only be its continuation: undamaged,
+    /// later, and of no earlier incarnation. A crash never leaves one, because only the last batch can be torn. So
+    /// either the batches between were damaged since, or the superblock that named the tail is an old one. A trailer
+    /// counts as a batch, except one at the end itself, which says that nothing is missing. Returns the place of what
+    /// was found.
     pub fn continuation(&self, end: Place, incarnation: u64) -> Result<Option<Place>> {
         if end.position > POSITION_MAX {
             return Ok(None);
@@ -230,7 +232,7 @@ impl Journal {
         Ok(())
     }
 
-    /// The salt of a ring whose first batch is still there: of a datastore without a checkpoint.
+    /// The salt of a ring that still has its first batch: of a datastore without a checkpoint.
     pub fn first_salt(file: &dyn File) -> Option<u64> {
         let mut first = Buffer::zeroed(1);
         file.read_at(&mut first, 0).ok()?;
@@ -253,7 +255,7 @@ impl Journal {
         self.tail
     }
 
-    /// The opening under which batches are appended.
+    /// The incarnation under which batches are appended.
     pub fn incarnation(&self) -> u64 {
         self.incarnation
     }
@@ -268,7 +270,7 @@ impl Journal {
         self.size
     }
 
-    /// Lets go of everything before `tail`.
+    /// Releases everything before `tail`.
     pub fn release(&mut self, tail: Place) {
         debug_assert!(tail >= self.tail && tail <= self.head);
         self.tail = tail;
@@ -302,7 +304,7 @@ impl Journal {
         Ok(())
     }
 
-    /// Puts a batch for the head together.
+    /// Builds the batch for the head.
     fn stage(&mut self, kind: BatchKind, parts: &[&[u8]], length: usize) {
         let padded = padded(length);
         if self.staging.len() < padded {
@@ -328,14 +330,14 @@ impl Journal {
         self.staging[60..64].copy_from_slice(&sum.to_le_bytes());
     }
 
-    /// Writes a trailer at the head, without a flush, unless it stands there, nothing lies before it, or the ring has
-    /// no room for it. Everything before the head is durable: appends are. What a failure leaves at the head counts for
-    /// nothing, and the next batch overwrites it.
+    /// Writes a trailer at the head, without a flush, unless there is one, nothing lies before it, or the ring has no
+    /// room for it. Everything before the head is durable, because appends are. What a failed write leaves at the head
+    /// does not count, and the next batch overwrites it.
     pub fn trail(&mut self) -> Result<()> {
         if self.trailed == Some(self.head) || self.used() == 0 || self.used() + BLOCK_SIZE as u64 > self.size {
             return Ok(());
         }
-        // Not tried again before the next batch, also if it fails.
+        // Not tried again before the next batch, even after a failure.
         self.trailed = Some(self.head);
         self.stage(BatchKind::Trailer, &[], 0);
         let offset = self.head.position % self.size;

@@ -1,7 +1,7 @@
-//! Operations: what the journal holds and what replay carries out again.
+//! Operations: what the journal holds and what replay applies.
 //!
 //! Each is one code byte and little-endian fields. Data of a block follows its operation raw. Decoding checks every
-//! count against what is left of the body, so that a damaged record is an error and never a wild allocation.
+//! count against the rest of the body, so a damaged record is an error and never an unbounded allocation.
 
 use crate::space::Run;
 use crate::tree::{LOGICAL_LIMIT, PHYSICAL_LIMIT};
@@ -17,11 +17,11 @@ pub const RUN_MAX: u64 = 16_384;
 pub enum Operation {
     /// Blocks `logical..` of a disk are at `run`, freshly allocated, with these checksums; their content is durable.
     Map { disk: u64, logical: u64, run: Run, checksums: Vec<u32> },
-    /// As [`Operation::Map`], the content being here and not at home yet.
+    /// As [`Operation::Map`], with the content here and not at its place yet.
     MapData { disk: u64, logical: u64, run: Run, data: Vec<SharedSlice> },
     /// An overwrite in place is about to begin: from here on the blocks hold old or new content or a mixture.
     Overwrite { run: Run, checksums: Vec<u32> },
-    /// As [`Operation::Overwrite`], the new content being here: replay puts it in place.
+    /// As [`Operation::Overwrite`], with the new content here: replay writes it to its place.
     OverwriteData { run: Run, data: Vec<SharedSlice> },
     /// Overwrites announced before this journal position have all reached the medium.
     Synced { position: u64 },
@@ -32,9 +32,9 @@ pub enum Operation {
     Unwritten { disk: u64, logical: u64, run: Run, fresh: bool },
     /// Unwritten blocks of a disk got content, in place, with these checksums.
     Written { disk: u64, logical: u64, run: Run, checksums: Vec<u32> },
-    /// What a suspect block was found to hold.
+    /// The content that a suspect block was found to have.
     Resolve { block: u64, checksum: u32 },
-    /// The file system gave blocks, or is about to get them back.
+    /// The file system has given blocks, or is about to get them back.
     Backed { run: Run, backed: bool },
     /// A new or changed object of the catalog, encoded as there.
     Put { record: Vec<u8> },
@@ -42,9 +42,9 @@ pub enum Operation {
     Seal { snapshot: u64 },
     /// A new disk starts as the content of a snapshot.
     Clone { snapshot: u64, record: Vec<u8> },
-    /// The head of a disk becomes the content of a snapshot; what it was goes to the trash object.
+    /// The head of a disk becomes the content of a snapshot; its old tree goes to the trash object.
     Revert { disk: u64, snapshot: u64, trash: u64 },
-    /// A disk or snapshot loses its name; its tree is dropped piece by piece.
+    /// A disk or snapshot loses its name; its tree is dropped in steps.
     Trash { object: u64 },
     /// Overwrites in place may happen here from now on, until a [`Operation::Synced`] behind it.
     Announce { run: Run },
@@ -55,7 +55,7 @@ pub enum Operation {
 }
 
 impl Operation {
-    /// The most bytes of the journal that it takes, without the padding of its batch.
+    /// The most bytes of the journal that it needs, without the padding of its batch.
     pub fn size(&self) -> usize {
         match self {
             Self::MapData { run, .. } | Self::OverwriteData { run, .. } => run.blocks as usize * BLOCK_SIZE + 32,
@@ -68,10 +68,10 @@ impl Operation {
         }
     }
 
-    /// Data blocks that must not be overwritten in place before the operation is durable: an announcement, which goes
-    /// into the journal at once, would be replayed before it. Not so where space alone is given: that is written once
-    /// before anything is overwritten. Checksums of overwrites are pending behind the announcement that covers them;
-    /// a new announcement waits until they are durable.
+    /// Data blocks that must not be overwritten in place before the operation is durable: an announcement, which enters
+    /// the journal at once, would be replayed before it. Operations that only assign space are excluded: the space is
+    /// written once before anything is overwritten. Checksums of overwrites are pending behind the announcement that
+    /// covers them; a new announcement waits until they are durable.
     pub fn names(&self) -> Option<Run> {
         match self {
             Self::Map { run, .. }
@@ -84,7 +84,7 @@ impl Operation {
         }
     }
 
-    /// True when it may change a tree in a way that takes new nodes.
+    /// True if it may change a tree in a way that allocates nodes.
     pub fn changes_map(&self) -> bool {
         matches!(
             self,
@@ -97,7 +97,7 @@ impl Operation {
     }
 }
 
-/// Collects the body of a batch: metadata in one piece, payload by reference.
+/// Collects the body of a batch: metadata in one buffer, payload by reference.
 #[derive(Default)]
 pub struct Writer {
     parts: Vec<Part>,
@@ -121,7 +121,7 @@ impl Writer {
         self.length == 0
     }
 
-    /// The body, in pieces.
+    /// The body, as a list of parts.
     pub fn finish(&mut self) -> Vec<&[u8]> {
         if !self.current.is_empty() {
             self.parts.push(Part::Bytes(std::mem::take(&mut self.current)));
@@ -281,7 +281,7 @@ impl Writer {
     }
 }
 
-/// Reads operations back.
+/// Decodes operations.
 pub struct Reader<'a> {
     left: &'a [u8],
 }

@@ -1,31 +1,31 @@
-//! Which page leaves memory: not one that is needed all the time, however many others are needed once.
+//! Decides which page leaves memory: not one that is used all the time, however many others are used once.
 //!
 //! The scheme is that of S3-FIFO (Yang et al., "FIFO queues are all you need for cache eviction", SOSP 2023). New pages
-//! stand in a short queue and leave at its end, unless they were used again meanwhile; then, and when they are wanted
-//! again soon after they have left, they come to the long queue. A page there goes round once more for each use, up to
-//! [`USES_MAX`]. A request looks at a page several times in a row: that is one use.
+//! enter a short queue and leave at its end. Pages that were used again meanwhile, or are wanted again soon after they
+//! left, enter the long queue. There a page goes round once more for each use, up to [`USES_MAX`]. A request reads a
+//! page several times in a row: that counts as one use.
 
 use super::{PageKey, Pages};
 use rustc_hash::FxHashSet;
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-/// Uses of a page that count.
+/// Uses of a page that count, at most.
 const USES_MAX: u8 = 3;
-/// The short queue is one part in so many of the cache.
+/// The short queue is one part in this many of the cache.
 const NEW_PART: usize = 8;
-/// Pages looked at for each one that comes in.
+/// Pages examined for each page that enters.
 const LOOKS_MAX: usize = 64;
 
 /// How much a page is used.
 #[derive(Clone, Copy, Default)]
 pub(super) struct Uses {
     count: u8,
-    /// Pages that had come in when it was used last.
+    /// Number of pages that had entered when it was used last.
     last: u64,
 }
 
-/// The queues. They may name pages that are gone.
+/// The queues. They may name pages that are not in memory any more.
 #[derive(Default)]
 pub(super) struct Queues {
     new: VecDeque<PageKey>,
@@ -33,22 +33,22 @@ pub(super) struct Queues {
     /// Pages that left the short queue last.
     left: FxHashSet<PageKey>,
     left_order: VecDeque<PageKey>,
-    /// Pages that have come in.
+    /// Number of pages that have entered.
     came: u64,
-    /// Uses of a page within so many others that come in are one.
+    /// Uses of a page within this many entering pages count as one.
     apart: u64,
     new_max: usize,
     left_max: usize,
 }
 
 impl Queues {
-    /// For a cache of so many pages.
+    /// For a cache of this many pages.
     pub fn new(limit: usize) -> Self {
         let new_max = limit / NEW_PART;
         Self { apart: new_max as u64 / 2, new_max, left_max: limit, ..Self::default() }
     }
 
-    /// A page comes in; what its uses begin with.
+    /// Notes that a page enters; returns its initial uses.
     pub fn enter(&mut self, key: PageKey) -> Uses {
         self.came += 1;
         let known = self.left.remove(&key);
@@ -60,7 +60,7 @@ impl Queues {
         Uses { count: u8::from(known), last: self.came }
     }
 
-    /// A page is used.
+    /// Notes a use of a page.
     #[inline]
     pub fn note(&self, uses: &mut Uses) {
         if self.came - uses.last > self.apart {
@@ -85,13 +85,13 @@ impl Queues {
         self.new.len() + self.others.len()
     }
 
-    /// These pages only, all of them old.
+    /// Sets the queues to these pages, all of them old.
     pub fn restart(&mut self, keys: impl Iterator<Item = PageKey>) {
         self.new.clear();
         self.others = keys.collect();
     }
 
-    /// Drops the names of pages that are gone, and what is named twice.
+    /// Drops duplicates, and the names of pages that are not in memory any more.
     fn tidy(&mut self, is_there: impl Fn(&PageKey) -> bool) {
         let mut seen = FxHashSet::default();
         let mut stays = |key: &PageKey| is_there(key) && seen.insert(*key);
@@ -101,7 +101,7 @@ impl Queues {
 }
 
 impl Pages {
-    /// Makes room for a page that comes in, if pages can leave.
+    /// Makes room for a page that enters, if pages can leave.
     pub(super) fn make_room(&mut self) {
         let mut looks = self.queues.len().min(LOOKS_MAX);
         while self.slots.len() >= self.limit && looks > 0 {
@@ -113,7 +113,7 @@ impl Pages {
             match self.slots.get_mut(&key) {
                 None => {}
                 Some(slot) if slot.dirty => queues.others.push_back(key),
-                // Captured by a checkpoint that still holds it: its file has an older one.
+                // A checkpoint that captured it still holds it: its file has an older page.
                 Some(slot) if Arc::strong_count(&slot.page) > 1 && is_new => queues.new.push_back(key),
                 Some(slot) if Arc::strong_count(&slot.page) > 1 => queues.others.push_back(key),
                 Some(slot) if slot.uses.count > 0 => {
@@ -129,7 +129,7 @@ impl Pages {
                 }
             }
         }
-        // Names of forgotten pages must not pile up.
+        // Names of pages that left must not accumulate.
         if self.queues.len() > 2 * self.slots.len() + 1024 {
             let slots = &self.slots;
             self.queues.tidy(|key| slots.contains_key(key));

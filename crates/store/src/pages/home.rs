@@ -5,7 +5,7 @@ use crate::{IoContext, Result};
 use backend::{BLOCK_SIZE, Block, File};
 use std::sync::Arc;
 
-/// Writes pages to their files, neighbours together, and flushes the files.
+/// Writes pages to their files, adjacent ones together, and flushes the files.
 pub fn write_home(files: &[Arc<dyn File>; PageFile::COUNT], pages: &[(PageKey, Arc<Block>)]) -> Result<()> {
     let mut touched = [false; PageFile::COUNT];
     let mut at = 0;

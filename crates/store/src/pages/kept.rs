@@ -1,15 +1,15 @@
-//! Home pages as one checkpoint left them, for a reader that goes on while later checkpoints write over them.
+//! Pages as one checkpoint left them, for a reader that continues while later checkpoints overwrite them.
 //!
-//! Between two checkpoints the files of the pages are the state that the first one captured, whole. To read that state
-//! for longer, a reader has the old content of every page kept that a later checkpoint is about to write over.
+//! Between two checkpoints the files of the pages hold the complete state that the first one captured. A reader that
+//! needs that state for longer has the old content kept of every page that a later checkpoint is about to overwrite.
 //!
 //! What must hold:
 //!
-//! 1. A page is kept before anything is written over it. So a reader that reads a file first and asks for a kept page
-//!    afterwards gets the old content: if no page was kept when it asked, nothing had been written when it read.
-//! 2. One checkpoint runs at a time, and begins no home write before [`Kept::keep`] has returned.
-//! 3. What is kept takes bounded memory; the rest goes to a file without a name, which is gone with the process. When
-//!    that cannot be written, the checkpoint goes on and the reader fails.
+//! 1. A page is kept before it is overwritten. So a reader that reads a file first and asks for a kept page afterwards
+//!    gets the old content: if no page was kept when it asked, the page had not been overwritten when it read.
+//! 2. One checkpoint runs at a time, and writes no page to its place before [`Kept::keep`] has returned.
+//! 3. Kept pages take a limited amount of memory; further ones go to a file without a name, which disappears with the
+//!    process. If that cannot be written, the checkpoint continues and the reader fails.
 
 use super::PageKey;
 use crate::sync::Mutex;
@@ -18,16 +18,16 @@ use backend::{BLOCK_SIZE, Block, Directory, File, IoMode};
 use rustc_hash::FxHashMap;
 use std::sync::Arc;
 
-/// Pages kept in memory (32 MiB); few in tests, so that they meet the file.
+/// Pages kept in memory (32 MiB); few in tests, so that the file is used.
 const MEMORY_MAX: usize = if cfg!(test) { 64 } else { 8192 };
-/// The file for more of them. Its name is removed as soon as it is open.
+/// The file for further pages. Its name is removed as soon as it is open.
 const OVERFLOW_FILE: &str = "check.pages";
 
 enum Image {
     Memory(Box<Block>),
     /// Number of the page in the file.
     Overflow(u64),
-    /// The medium did not give it when it was to be kept.
+    /// The medium failed to read it when it was to be kept.
     Unreadable(String),
 }
 
@@ -41,13 +41,13 @@ struct KeptState {
     failure: Option<String>,
 }
 
-/// What later checkpoints would have overwritten.
+/// Pages that later checkpoints have overwritten.
 pub struct Kept {
     directory: Arc<dyn Directory>,
     state: Mutex<KeptState>,
 }
 
-/// Pages are kept while this lives.
+/// While this exists, pages are kept.
 pub struct Keeping(Arc<Kept>);
 
 impl Kept {
@@ -64,7 +64,7 @@ impl Kept {
         Keeping(Arc::clone(self))
     }
 
-    /// Keeps the pages that are about to be written over, as far as a reader is there and has not got them already.
+    /// Keeps the pages that are about to be overwritten, if there is a reader and they are not kept already.
     pub fn keep(&self, file: &dyn File, keys: &mut dyn Iterator<Item = PageKey>) {
         for key in keys {
             {
@@ -80,7 +80,7 @@ impl Kept {
             let read = file.read_at(&mut page.0, key.offset());
             let mut state = self.state.lock();
             if state.readers == 0 {
-                // The reader has ended meanwhile: what is put here now the next one would take for its own.
+                // The reader has ended meanwhile: the next reader would take a page stored now for one of its own.
                 return;
             }
             let image = match read {
@@ -106,7 +106,7 @@ impl Kept {
         let file = match &state.overflow {
             Some(file) => Arc::clone(file),
             None => {
-                // Left behind by a process that was killed before it had removed the name.
+                // A process that was killed before it had removed the name left it.
                 let _ = self.directory.remove(OVERFLOW_FILE);
                 let create = || format!("creating {OVERFLOW_FILE}");
                 let file = self.directory.create(OVERFLOW_FILE, IoMode::Buffered).during(create)?;
@@ -123,7 +123,7 @@ impl Kept {
     /// Reads a page as it was when the reader began.
     pub(super) fn read(&self, file: &dyn File, key: PageKey) -> Result<Block> {
         let mut page = Block([0; BLOCK_SIZE]);
-        // The file first: see above.
+        // The file is read first: see invariant 1.
         let now = file.read_at(&mut page.0, key.offset());
         let what = || format!("reading {key} of the datastore's metadata");
         let state = self.state.lock();
@@ -151,7 +151,7 @@ impl Kept {
 }
 
 impl Keeping {
-    /// An error if a page could not be kept or read again: what the reader has seen since then says nothing.
+    /// Fails if a page could not be kept or read again: what the reader has seen since then is worthless.
     pub fn check(&self) -> Result<()> {
         match &self.0.state.lock().failure {
             Some(failure) => Err(lost(failure)),

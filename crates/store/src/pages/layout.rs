@@ -77,7 +77,7 @@ impl PageKey {
         Self((file as u64) << NUMBER_BITS | number)
     }
 
-    /// From its stored form; `None` when there is no such file, or no such page in any file.
+    /// From the stored form; `None` if there is no such file, or no such page in any file.
     pub fn from_raw(raw: u64) -> Option<Self> {
         let key = Self(raw);
         ((raw >> NUMBER_BITS) < PageFile::COUNT as u64 && key.number() < tree::PHYSICAL_LIMIT).then_some(key)
@@ -123,7 +123,7 @@ fn page_checksum(page: &Block) -> u32 {
     checksums::checksum_without(&page.0, 12)
 }
 
-/// A copy of a page with its checksum in, as it goes to the medium.
+/// A copy of a page with its checksum, in the form in which it is written.
 pub fn sealed(page: &Block) -> Block {
     let mut copy = *page;
     let sum = page_checksum(page);
@@ -131,7 +131,7 @@ pub fn sealed(page: &Block) -> Block {
     copy
 }
 
-/// Checks a page as it came from its file; a page that was never written becomes a blank one.
+/// Checks a page read from its file; a page that was never written becomes a blank one.
 pub fn verify(page: &mut Block, key: PageKey) -> Result<()> {
     let corrupt = |what: &str| {
         Err(Error::new(ErrorKind::Corrupt, format!("{key} {what}; run 'lamina check --repair' on the datastore")))

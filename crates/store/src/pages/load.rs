@@ -1,5 +1,4 @@
-//! How pages come into memory: under the lock of the cache, or without it. What must hold is said in the
-//! [cache](super).
+//! Loads pages into memory: under the lock of the cache, or without it. The invariants are in the [cache](super).
 
 use super::{PageFile, PageKey, Pages, Slot, verify};
 use crate::sync::{Condvar, Mutex};
@@ -7,8 +6,8 @@ use crate::{Error, ErrorKind, IoContext, Result};
 use backend::{BLOCK_SIZE, Block, File};
 use std::sync::Arc;
 
-/// With so many hits since the last miss, an operation is not prepared for misses of its own: the preparation would
-/// cost all operations together more than a miss that rare costs the threads that wait for it.
+/// After this many hits since the last miss, an operation does not prepare for misses: the preparations would cost all
+/// operations together more than so rare a miss costs the threads that wait for it.
 const WARM_HITS: u64 = 1 << 16;
 
 /// A page that is being read without the lock.
@@ -22,12 +21,12 @@ pub struct Load {
 enum Outcome {
     #[default]
     UnderWay,
-    /// The page, if it could be read and was put in.
+    /// The page, if it could be read and was inserted.
     Ended(Option<Arc<Block>>),
 }
 
 impl Load {
-    /// Waits for its end. `None`: the caller has to look the page up again.
+    /// Waits for the end of the read. `None`: the caller has to look the page up again.
     pub fn wait(&self) -> Option<Arc<Block>> {
         let mut outcome = self.outcome.lock();
         loop {
@@ -44,14 +43,14 @@ impl Load {
     }
 }
 
-/// Reads neighbouring pages from their file and verifies them.
+/// Reads adjacent pages from their file and verifies them.
 pub fn read_home(file: &dyn File, first: PageKey, count: usize) -> Vec<Result<Block>> {
     let mut pages = vec![Block([0; BLOCK_SIZE]); count];
     let whole = file.read_at(bytemuck::cast_slice_mut(&mut pages), first.offset()).is_ok();
     let mut out = Vec::with_capacity(count);
     for (number, page) in (first.number()..).zip(pages) {
         let key = PageKey::new(first.file(), number);
-        // One bad sector must not hide its neighbours.
+        // A bad sector must not keep its neighbours from being read.
         out.push(if whole { verified(page, key) } else { read_one(file, key) });
     }
     out
@@ -64,7 +63,7 @@ pub(super) fn read_one(file: &dyn File, key: PageKey) -> Result<Block> {
     verified(page, key)
 }
 
-/// A page as it came from its file, ready for use.
+/// A page read from its file, ready for use.
 pub(super) fn verified(mut page: Block, key: PageKey) -> Result<Block> {
     verify(&mut page, key)?;
     if key.file() == PageFile::DataTable {
@@ -74,13 +73,13 @@ pub(super) fn verified(mut page: Block, key: PageKey) -> Result<Block> {
 }
 
 impl Pages {
-    /// From now on look-ups note what is not in memory and fail, until [`Pages::undefer`].
+    /// From now on look-ups note pages that are not in memory and fail, until [`Pages::undefer`].
     pub fn defer(&mut self) {
         debug_assert!(self.absent.is_empty());
         self.deferring = true;
     }
 
-    /// Look-ups read the medium again. What they missed, in order of the files; empty: all was in memory.
+    /// Look-ups read the medium again. Returns the missed pages, in order of the files; empty if all were in memory.
     pub fn undefer(&mut self) -> Vec<PageKey> {
         self.deferring = false;
         self.take_absent()
@@ -91,7 +90,7 @@ impl Pages {
         self.deferring
     }
 
-    /// What was missed since it was asked for last, in order of the files.
+    /// The pages missed since the last call, in order of the files.
     pub fn take_absent(&mut self) -> Vec<PageKey> {
         let mut absent = std::mem::take(&mut self.absent);
         absent.sort_unstable();
@@ -99,12 +98,12 @@ impl Pages {
         absent
     }
 
-    /// How much was missed.
+    /// Number of missed pages.
     pub fn absent(&self) -> usize {
         self.absent.len()
     }
 
-    /// The page if it is in memory; else it is noted as missed.
+    /// The page if it is in memory; otherwise it is noted as missed.
     pub fn peek(&mut self, key: PageKey) -> Option<&Block> {
         match self.slots.get_mut(&key) {
             Some(slot) => {
@@ -118,7 +117,7 @@ impl Pages {
         }
     }
 
-    /// True when next to nothing has been missed for a long time.
+    /// True if misses have been very rare for a long time.
     pub fn is_warm(&self) -> bool {
         self.statistics.hits - self.hits_at_miss > WARM_HITS
     }
@@ -132,7 +131,7 @@ impl Pages {
         }
         self.statistics.locked += 1;
         let page = Arc::new(self.read_home(key)?);
-        // A read of it without the lock that is under way is cancelled.
+        // Cancels a read of the page that is under way without the lock.
         self.loading.remove(&key);
         self.insert(key, page);
         Ok(())
@@ -145,8 +144,8 @@ impl Pages {
         self.slots.insert(key, Slot { page, uses, dirty: false, unknown: false });
     }
 
-    /// Registers the caller as the one that reads a page: true; or gives the read that is under way. `None` when the
-    /// page is in memory already.
+    /// Registers the caller as the reader of a page: true; or returns the read that is under way. `None` if the page is
+    /// in memory already.
     pub fn begin_load(&mut self, key: PageKey) -> Option<(bool, Arc<Load>)> {
         if self.slots.contains_key(&key) {
             return None;
@@ -160,8 +159,9 @@ impl Pages {
         Some((true, load))
     }
 
-    /// Ends a read: puts the page in if its registration stands, and wakes its waiters. The page while it is in
-    /// memory for certain; `None` when it has to be looked for again. An error counts only if the registration stands.
+    /// Ends a read: inserts the page if its registration is still valid, and wakes its waiters. Returns the page if it
+    /// is certainly in memory; `None` if it has to be looked up again. An error counts only if the registration is
+    /// valid.
     pub fn end_load(&mut self, key: PageKey, load: &Arc<Load>, read: Result<Block>) -> Result<Option<Arc<Block>>> {
         if self.loading.get(&key).is_none_or(|registered| !Arc::ptr_eq(registered, load)) {
             load.end(None);

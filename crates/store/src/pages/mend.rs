@@ -1,12 +1,11 @@
-//! Bringing back a page that fails its checksum, where its content can be proven.
+//! Restores a page that fails its checksum, if its content can be proven.
 //!
 //! Two things prove a page:
 //!
 //! * The images of the last checkpoint: a page that is among them has not changed since (invariant 1 of the
 //!   [cache](super)), so its image is the page.
-//! * Its own checksum, when one inverted bit explains the difference. CRC32C has a Hamming distance of 4 over any
-//!   length that is used here: of all pages with a valid checksum at most one is a single bit away, and none is where
-//!   two bits are wrong.
+//! * Its own checksum, if one inverted bit explains the difference. CRC32C has a Hamming distance of 4 over any length
+//!   used here: of all pages with a valid checksum at most one differs in a single bit, and none if two bits are wrong.
 
 use super::{PageKey, verify};
 use crate::sync::Mutex;
@@ -17,7 +16,7 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Where the checksum of a page stands.
+/// Offset of the checksum in a page.
 const CHECKSUM_AT: usize = 12;
 /// The polynomial of CRC32C, bits reversed.
 const POLYNOMIAL: u32 = 0x82f6_3b78;
@@ -40,7 +39,7 @@ const fn table() -> [u32; 256] {
     table
 }
 
-/// What proved a page.
+/// The proof for a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Proof {
     /// The images of the last checkpoint hold it.
@@ -58,8 +57,8 @@ impl fmt::Display for Proof {
     }
 }
 
-/// Puts right the one inverted bit of `bytes` whose checksum, CRC32C with its own field at `field` taken as zero, is
-/// wrong. False, and nothing changed, when no single bit explains it.
+/// Corrects the one inverted bit of `bytes` whose checksum, CRC32C with its own field at `field` taken as zero, is
+/// wrong. False, and nothing changed, if no single bit explains it.
 pub fn restore_bit(bytes: &mut [u8], field: usize) -> bool {
     let Some(Ok(stored)) = bytes.get(field..field + 4).map(<[u8; 4]>::try_from) else { return false };
     let found = checksums::checksum_without(bytes, field);
@@ -71,15 +70,16 @@ pub fn restore_bit(bytes: &mut [u8], field: usize) -> bool {
     invert(bytes, difference, field..field + 4)
 }
 
-/// Puts right the one inverted bit of `bytes`, whose checksum stands elsewhere and is right.
+/// Corrects the one inverted bit of `bytes`, whose checksum is stored elsewhere and is right.
 pub fn restore_bit_of(bytes: &mut [u8], stored: u32) -> bool {
     let difference = stored ^ crate::checksum(bytes);
     invert(bytes, difference, 0..0)
 }
 
-/// Inverts the bit that makes a difference of the checksum, if there is one outside `not_in`.
+/// Inverts the bit that explains a difference of the checksum, if there is one outside `not_in`.
 fn invert(bytes: &mut [u8], difference: u32, not_in: Range<usize>) -> bool {
-    // What each bit of the last byte adds to the checksum; of each byte before, that with one more byte behind it.
+    // The contribution of each bit of the last byte to the checksum; then that of each byte before, with one more byte
+    // behind it.
     let mut adds: [u32; 8] = std::array::from_fn(|bit| TABLE[1 << bit]);
     for at in (0..bytes.len()).rev() {
         if !not_in.contains(&at)
@@ -93,7 +93,7 @@ fn invert(bytes: &mut [u8], difference: u32, not_in: Range<usize>) -> bool {
     false
 }
 
-/// Pages of the last checkpoint: where each is in the file that holds them.
+/// Pages of the last checkpoint: the place of each in the images file.
 pub struct ImageIndex {
     /// The file.
     pub file: Arc<dyn File>,
@@ -101,7 +101,7 @@ pub struct ImageIndex {
     pub places: FxHashMap<PageKey, u64>,
 }
 
-/// Brings back pages that a cache finds damaged.
+/// Restores pages that a cache finds damaged.
 #[derive(Default)]
 pub struct Mender {
     images: Option<ImageIndex>,
@@ -109,7 +109,7 @@ pub struct Mender {
 }
 
 impl Mender {
-    /// With the images of the last checkpoint, where they are whole.
+    /// With the images of the last checkpoint, if they are undamaged.
     pub fn new(images: Option<ImageIndex>) -> Self {
         Self { images, mended: Mutex::default() }
     }
@@ -119,7 +119,7 @@ impl Mender {
         self.images.as_ref().is_some_and(|images| images.places.contains_key(&key))
     }
 
-    /// The page that ought to be at `key`, where `raw` was found, if it can be proven.
+    /// The page that belongs at `key`, where `raw` was found, if it can be proven.
     pub fn restore(&self, key: PageKey, raw: Option<&Block>) -> Option<Block> {
         let (page, proof) = self.proven(key, raw)?;
         self.mended.lock().insert(key, proof);
@@ -132,7 +132,7 @@ impl Mender {
         {
             let mut page = Block([0; BLOCK_SIZE]);
             let read = images.file.read_at(&mut page.0, *place).is_ok();
-            // A page of zeros passes for one that was never written, and is no image.
+            // A page of zeros counts as never written, and is no image.
             if read && page.0[0..4] != [0; 4] && verify(&mut page, key).is_ok() {
                 return Some((page, Proof::Image));
             }
@@ -141,7 +141,7 @@ impl Mender {
         (restore_bit(&mut page.0, CHECKSUM_AT) && verify(&mut page, key).is_ok()).then_some((page, Proof::Bit))
     }
 
-    /// What was brought back since it was asked for last.
+    /// The pages restored since the last call.
     pub fn take_mended(&self) -> BTreeMap<PageKey, Proof> {
         std::mem::take(&mut self.mended.lock())
     }

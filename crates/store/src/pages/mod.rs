@@ -1,34 +1,34 @@
-//! Metadata pages: 4 KiB each, in a few files, cached in memory under a bound.
+//! Metadata pages: 4 KiB each, in a few files, cached in a limited amount of memory.
 //!
 //! What must hold:
 //!
-//! 1. A page that the last checkpoint knows changes in its file only while the next one writes home what the journal
-//!    already holds whole; between checkpoints the files are, as far as the last one looks, exactly its state. So a
-//!    page may be changed in memory, freed and used again at any time without ordering of any kind. What the last
-//!    checkpoint does not know, a node of the map in a place that was free then, may be written home at any time.
-//! 2. Every page read from a file passes its checksum and names itself (file kind and number) before a caller gets it;
-//!    a page of zeros was never written and reads as blank, except in the map, where it is corruption.
-//! 3. A dirty page stays in memory until a checkpoint has written it home: a read of the file before that returns an
-//!    older page. A reference on the captured page shows that the checkpoint still writes it. The bound of the cache
-//!    holds because a checkpoint is requested before dirty pages fill it.
+//! 1. A page that the last checkpoint refers to changes in its file only while the next one writes pages of which it
+//!    has complete images. Between checkpoints the files hold exactly the state of the last one, as far as that refers
+//!    to them. So a page may be changed in memory, freed and reused at any time without any ordering. A page that the
+//!    last checkpoint does not refer to, a node of the map in a place that was free then, may be written at any time.
+//! 2. Every page read from a file passes its checksum and names itself (file kind and number) before a caller gets it.
+//!    A page of zeros was never written and reads as blank, except in the map, where it is corruption.
+//! 3. A dirty page stays in memory until a checkpoint has written it to its place: a read of the file before that
+//!    returns an older page. A reference on the captured page shows that the checkpoint still writes it. The limit of
+//!    the cache holds because a checkpoint is requested before dirty pages fill it.
 //!
 //! # Loading without the lock
 //!
-//! The cache lives behind a lock that every request needs, so the medium is not waited for under it. A look-up that
-//! *defers* ([`Pages::defer`]) notes what is not in memory and fails; its caller releases the lock, reads the pages,
-//! puts them in and looks again. Reads under way are registered ([`Pages::begin_load`]), so that no thread reads a page
-//! that another already reads, and every way in which a page comes into memory or loses its meaning cancels the
-//! registration: [`Pages::create`], [`Pages::forget`] and a load under the lock. What was read is put in only while its
-//! registration stands ([`Pages::end_load`]).
+//! Every request needs the lock of the cache, so no thread waits for the medium under it. A look-up that *defers*
+//! ([`Pages::defer`]) notes the pages that are not in memory and fails; its caller releases the lock, reads the pages,
+//! inserts them and looks again. Reads under way are registered ([`Pages::begin_load`]), so that no two threads read
+//! the same page. Every other way in which a page enters memory or becomes invalid cancels the registration:
+//! [`Pages::create`], [`Pages::forget`] and a load under the lock. The read page is inserted only while its
+//! registration is valid ([`Pages::end_load`]).
 //!
-//! No stale page gets in like this. While a registration stands, the page was at no time in `slots`. Only pages in
-//! `slots` are changed and captured, and a captured page stays in `slots` until the checkpoint that holds it has
-//! written it home, or it is forgotten, which cancels. So nothing is written to the place of the page between the
-//! registration and its end: what was read is the page, whole and current. (A page that was captured and then
-//! forgotten is free; nothing that a look-up meets names it until it is created again, which puts it into `slots`.)
+//! This admits no stale page. While a registration is valid, the page was at no time in `slots`. Only pages in `slots`
+//! are changed and captured, and a captured page stays in `slots` until the checkpoint that holds it has written it, or
+//! until it is forgotten, which cancels. So nothing is written to the place of the page between the registration and
+//! its end: the read page is complete and current. (A page that was captured and then forgotten is free; nothing that a
+//! look-up meets names it until it is created again, which puts it into `slots`.)
 //!
-//! A thread that waits for a page holds a reference on it, which keeps it in memory as a checkpoint's does, until it
-//! has looked again: in a cache however small each look gets further than the one before.
+//! A thread that waits for a page holds a reference on it, which keeps it in memory, as that of a checkpoint does,
+//! until the thread has looked again: even in a very small cache each look gets further than the one before.
 
 mod eviction;
 mod home;
@@ -53,21 +53,21 @@ struct Slot {
     page: Arc<Block>,
     uses: Uses,
     dirty: bool,
-    /// Its place held nothing that the last checkpoint knows of.
+    /// The last checkpoint does not refer to its place.
     unknown: bool,
 }
 
-/// Dirty pages as they were at the moment of a checkpoint, in file order.
+/// Dirty pages as of the moment of a checkpoint, in file order.
 #[derive(Default)]
 pub struct Captured {
-    /// Those that the last checkpoint knows: to be journalled before they are written home.
+    /// Those that the last checkpoint refers to: they need images before they are written to their places.
     pub known: Vec<(PageKey, Arc<Block>)>,
-    /// Those it does not: to be written home before the checkpoint ends.
+    /// The others: to be written to their places before the checkpoint ends.
     pub unknown: Vec<(PageKey, Arc<Block>)>,
 }
 
 impl Captured {
-    /// All of them, in file order: for tests, in which no crash comes between.
+    /// All of them, in file order: for tests without crashes in between.
     pub fn all(&self) -> Vec<(PageKey, Arc<Block>)> {
         let mut all = [self.known.as_slice(), self.unknown.as_slice()].concat();
         all.sort_unstable_by_key(|(key, _)| *key);
@@ -75,7 +75,8 @@ impl Captured {
     }
 }
 
-/// Freed nodes remembered between two checkpoints; beyond it every new node counts as known to the last one.
+/// Freed nodes remembered between two checkpoints. Beyond this every new node counts as one that the last checkpoint
+/// refers to.
 const RETIRED_MAX: usize = 1 << 16;
 
 /// Counters of the cache.
@@ -87,7 +88,7 @@ pub struct PageStatistics {
     pub misses: u64,
     /// Of these, pages read while the caller held the lock of the cache.
     pub locked: u64,
-    /// Clean pages given up.
+    /// Clean pages evicted.
     pub evictions: u64,
 }
 
@@ -97,22 +98,22 @@ pub struct Pages {
     slots: FxHashMap<PageKey, Slot>,
     queues: Queues,
     dirty: FxHashSet<PageKey>,
-    /// Of these, pages that the last checkpoint does not know.
+    /// Of these, pages that the last checkpoint does not refer to.
     dirty_unknown: usize,
-    /// Nodes freed since the last capture that the checkpoint before it knows.
+    /// Nodes freed since the last capture to which the checkpoint before it refers.
     retired: FxHashSet<PageKey>,
     limit: usize,
     statistics: PageStatistics,
-    /// Look-ups note what they miss in `absent`, and fail.
+    /// Look-ups note the pages that they miss in `absent`, and fail.
     deferring: bool,
     absent: Vec<PageKey>,
     /// Pages being read without the lock.
     loading: FxHashMap<PageKey, Arc<Load>>,
-    /// Hits there were at the last miss.
+    /// Number of hits at the last miss.
     hits_at_miss: u64,
-    /// For a reader of an older state: pages that were written over since.
+    /// For a reader of an older state: pages that were overwritten since.
     kept: Option<Arc<Kept>>,
-    /// Brings back damaged pages, during a repair and for a salvage.
+    /// Restores damaged pages, during a repair and for a salvage.
     mender: Option<Arc<Mender>>,
 }
 
@@ -138,17 +139,17 @@ impl Pages {
         }
     }
 
-    /// The pages as they were when `kept` began, for reading only.
+    /// The pages as of the moment when `kept` began, for reading only.
     pub fn as_kept(files: [Arc<dyn File>; PageFile::COUNT], limit: usize, kept: Arc<Kept>) -> Self {
         Self { kept: Some(kept), ..Self::new(files, limit) }
     }
 
-    /// From now on damaged pages are brought back where they can be proven; with `None`, no longer.
+    /// From now on damaged pages are restored if they can be proven; with `None`, no longer.
     pub fn set_mender(&mut self, mender: Option<Arc<Mender>>) {
         self.mender = mender;
     }
 
-    /// What brings back damaged pages.
+    /// The mender of damaged pages.
     pub fn mender(&self) -> Option<&Arc<Mender>> {
         self.mender.as_ref()
     }
@@ -173,12 +174,12 @@ impl Pages {
         self.dirty.len()
     }
 
-    /// Of these, pages that it has to journal first.
+    /// Of these, pages that need an image first.
     pub fn dirty_known(&self) -> usize {
         self.dirty.len() - self.dirty_unknown
     }
 
-    /// The page, read from its file if need be and the cache does not defer.
+    /// The page, read from its file if necessary, unless the cache defers.
     #[inline]
     pub fn get(&mut self, key: PageKey) -> Result<&Block> {
         if !self.slots.contains_key(&key) {
@@ -206,7 +207,7 @@ impl Pages {
         Ok(Arc::make_mut(&mut slot.page))
     }
 
-    /// The page of a node in a place that is free; it starts blank whatever its file holds.
+    /// The page of a node in a free place; it starts blank whatever its file holds.
     pub fn create(&mut self, key: PageKey) -> Result<&mut Block> {
         self.make_room();
         let unknown = self.retired.len() < RETIRED_MAX && !self.retired.contains(&key);
@@ -218,7 +219,7 @@ impl Pages {
         self.get_mut(key)
     }
 
-    /// A blank page in the place of one that is damaged and that the last checkpoint knows.
+    /// A blank page in the place of a damaged one to which the last checkpoint refers.
     pub fn replace(&mut self, key: PageKey) -> &mut Block {
         self.make_room();
         self.loading.remove(&key);
@@ -233,7 +234,7 @@ impl Pages {
         !self.dirty.contains(&key) && self.read_raw(key).0 == [0; BLOCK_SIZE]
     }
 
-    /// The bytes at the place of a page, whatever they are; zeros where they cannot be read.
+    /// The bytes at the place of a page, unchecked; zeros if they cannot be read.
     pub fn read_raw(&self, key: PageKey) -> Block {
         let mut page = Block([0; BLOCK_SIZE]);
         match self.file(key.file()).read_at(&mut page.0, key.offset()) {
@@ -242,7 +243,7 @@ impl Pages {
         }
     }
 
-    /// Drops the page of a node that is free: no look-up reads it again, so it need not be written.
+    /// Drops the page of a free node: no look-up reads it again, so it need not be written.
     pub fn forget(&mut self, key: PageKey) {
         self.loading.remove(&key);
         let unknown = self.slots.remove(&key).is_some_and(|slot| slot.unknown);
@@ -261,7 +262,7 @@ impl Pages {
         }
         let read = load::read_one(&**self.file(key.file()), key);
         let Some(mender) = &self.mender else { return read };
-        // Where there is an image, a page of zeros was lost, and not never written.
+        // If there is an image, a page of zeros was lost, not never written.
         let lost = read.is_err() || mender.has_image(key) && self.read_raw(key).0 == [0; BLOCK_SIZE];
         match lost.then(|| mender.restore(key, Some(&self.read_raw(key)))).flatten() {
             Some(page) => load::verified(page, key),
@@ -269,9 +270,9 @@ impl Pages {
         }
     }
 
-    /// Takes all dirty pages as they are now and calls them clean: what is changed from now on belongs to the next
-    /// checkpoint. The caller makes them durable, [`sealed`], before it releases the journal behind them. The
-    /// checkpoint before this one has ended. All requests wait meanwhile, so checksums are computed later.
+    /// Takes all dirty pages as they are now and marks them clean: later changes belong to the next checkpoint. The
+    /// caller makes them durable, [`sealed`], before it releases the journal behind them. The checkpoint before this
+    /// one has ended. All requests wait meanwhile, so checksums are computed later.
     pub fn capture(&mut self) -> Captured {
         let mut keys: Vec<PageKey> = self.dirty.drain().collect();
         keys.sort_unstable();
@@ -287,7 +288,7 @@ impl Pages {
         captured
     }
 
-    /// Drops every clean page: `check` wants to see the medium, not the memory.
+    /// Drops every clean page, so that a check reads the medium instead of memory.
     pub fn drop_clean(&mut self) {
         self.slots.retain(|_, slot| slot.dirty);
         self.queues.restart(self.slots.keys().copied());

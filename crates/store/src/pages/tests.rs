@@ -40,7 +40,7 @@ fn pages_are_what_was_last_put_in_through_eviction_and_checkpoints() {
                     model.insert(key, value);
                 }
                 75..85 => {
-                    // Given out anew: whatever the page held is gone.
+                    // Allocated again: the old content of the page is gone.
                     let page = pages.create(key).unwrap();
                     assert_eq!(word(page), 0);
                     model.insert(key, 0);

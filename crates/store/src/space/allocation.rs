@@ -1,4 +1,4 @@
-//! What may be allocated: bitmaps in memory, built from the table region by region when they are first needed.
+//! Allocation: bitmaps in memory, built from the table region by region when they are first needed.
 
 use super::region::{self, Bitmaps, REGION_BLOCKS, REGION_PAGES};
 use super::table::{self, TABLE_ENTRIES};
@@ -6,9 +6,9 @@ use super::{Run, Space, SpaceKind};
 use crate::pages::{PageFile, PageKey, Pages};
 use crate::{Error, ErrorKind, Result};
 
-/// Regions whose bitmaps are kept in memory (4 KiB each); few in tests, so that they meet the end of it.
+/// Regions whose bitmaps are kept in memory (4 KiB each); few in tests, so that the limit is reached.
 pub(super) const LOADED_REGIONS_MAX: usize = if cfg!(test) { 8 } else { 4096 };
-/// The shortest run that a first search takes, in blocks (64 KiB): shorter ones only when no longer one is left.
+/// The shortest run that a first search takes, in blocks (64 KiB): shorter ones only if there is no longer one.
 pub(super) const GOOD_RUN: u64 = 16;
 
 impl Space {
@@ -35,7 +35,7 @@ impl Space {
             return Ok(());
         }
         if pages.is_deferring() {
-            // All of them are missed at once.
+            // All missing pages are noted at once.
             self.survey_region(pages, number);
         }
         let mut bitmaps = Box::new(Bitmaps::new());
@@ -68,13 +68,13 @@ impl Space {
         let known = (u64::from(region.used), u64::from(region.backed));
         let counted = (bitmaps.used(), backed_count);
         if counted.0 < known.0 || counted.1 < known.1 {
-            // Pages of the table are gone: what they described must not be taken for free space.
+            // Pages of the table are lost: the blocks that they described must not count as free space.
             region.damaged = true;
             self.counts.free -= before;
             return Err(lost(self.table, number));
         }
         if known != counted {
-            // A summary that was lost is made anew from the table (invariant 3).
+            // A lost summary is rebuilt from the table (invariant 3).
             tracing::warn!(region = number, file = self.summary.name(), ?known, ?counted, "a summary is put right");
             (region.used, region.backed) = (counted.0 as u16, counted.1 as u16);
             self.counts.used = self.counts.used + counted.0 - known.0;
@@ -87,12 +87,12 @@ impl Space {
         Ok(())
     }
 
-    /// Why there may be less to allocate than the file system has: a region that is damaged.
+    /// A damaged region, as a reason for less free space than the file system has.
     pub fn damage(&self) -> Option<Error> {
         (0..).zip(&self.regions).find(|(_, region)| region.damaged).map(|(number, _)| lost(self.table, number))
     }
 
-    /// Loads a region to allocate from it; false when it is damaged: then it is passed over.
+    /// Loads a region to allocate from it; false if it is damaged, so that it is skipped.
     pub(super) fn load_whole(&mut self, pages: &mut Pages, number: u64) -> Result<bool> {
         if self.regions[number as usize].damaged {
             return Ok(false);
@@ -109,7 +109,7 @@ impl Space {
         }
     }
 
-    /// Gives up bitmaps that hold nothing the table does not know.
+    /// Drops bitmaps that hold nothing beyond the table.
     fn unload_some(&mut self) {
         let mut give_up = LOADED_REGIONS_MAX / 8;
         for region in &mut self.regions {
@@ -127,8 +127,8 @@ impl Space {
         }
     }
 
-    /// Takes up to `want` free backed blocks that lie next to each other; `None` when nothing is free. The run is
-    /// held until [`Space::adopt`] and, if that never comes, [`Space::release`].
+    /// Takes up to `want` free backed blocks that are contiguous; `None` if none are free. The run is held until
+    /// [`Space::adopt`] or [`Space::release`].
     pub fn allocate(&mut self, pages: &mut Pages, want: u64) -> Result<Option<Run>> {
         let good = want.min(GOOD_RUN);
         if !(self.fragmented && good > 1) {

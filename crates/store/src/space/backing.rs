@@ -1,4 +1,4 @@
-//! Which blocks the file system has given, which it is to give next, and which it can have back.
+//! The blocks that the file system has given, those to reserve next, and those that can be returned.
 
 use super::region::{self, REGION_BLOCKS};
 use super::{Run, Space, SpaceKind};
@@ -9,12 +9,12 @@ use crate::pages::Pages;
 const EXTENSION_RUN: u64 = 256;
 
 impl Space {
-    /// Blocks of a region that the file system gave; none where there is no such region.
+    /// Blocks of a region that the file system has given; none if there is no such region.
     pub fn backed_in(&self, region: u64) -> u64 {
         self.regions.get(region as usize).map_or(0, |region| u64::from(region.backed))
     }
 
-    /// Map only: the file is now reserved up to this many blocks.
+    /// Map only: notes that the file is reserved up to this many blocks.
     pub fn set_backed_length(&mut self, blocks: u64) {
         debug_assert_eq!(self.kind, SpaceKind::Map);
         let more = blocks.saturating_sub(self.backed_length);
@@ -33,7 +33,7 @@ impl Space {
         }
     }
 
-    /// Where to reserve about `want` more blocks: an unbacked hole inside, or new regions at the end.
+    /// Where to reserve about `want` more blocks: an unbacked hole in existing regions, or new regions at the end.
     pub fn plan_extension(&mut self, pages: &mut Pages, want: u64) -> Result<Run> {
         debug_assert_eq!(self.kind, SpaceKind::Data);
         let count = self.regions();
@@ -56,13 +56,13 @@ impl Space {
         Ok(Run { start: count * REGION_BLOCKS, blocks: want.min(REGION_BLOCKS) })
     }
 
-    /// Notes that the file system gave (or is about to take back) a run.
+    /// Notes that the file system has given a run, or is about to get it back.
     pub fn set_backed(&mut self, pages: &mut Pages, run: Run, backed: bool) -> Result<()> {
         debug_assert_eq!(self.kind, SpaceKind::Data);
         self.grow_for(run)?;
         for (number, first, count) in region::parts(run) {
             if !backed {
-                // What is taken away must have been counted: see there.
+                // What is returned must have been counted: see there.
                 self.load(pages, number)?;
             }
             let part = Run { start: number * REGION_BLOCKS + first, blocks: count };
@@ -94,8 +94,8 @@ impl Space {
         Ok(())
     }
 
-    /// Takes free backed runs of at least `least` blocks out of allocation, up to `most` blocks in all, from region
-    /// `*region` on (advanced past what was searched). The caller clears their backed flags, punches and releases.
+    /// Removes free backed runs of at least `least` blocks from allocation, up to `most` blocks in all, from region
+    /// `*region` on (advanced past what was searched). The caller clears their backed flags, punches and releases them.
     pub fn take_reclaimable(&mut self, pages: &mut Pages, region: &mut u64, least: u64, most: u64) -> Result<Vec<Run>> {
         let mut runs = Vec::new();
         let mut taken = 0;
@@ -105,7 +105,8 @@ impl Space {
             let loaded = candidate.estimate() >= least
                 && match self.load_whole(pages, number) {
                     Ok(loaded) => loaded,
-                    // What was taken before is enough for now; the error comes again if the region is asked for first.
+                    // The runs taken before are enough for now; the error comes again if the search begins at this
+                    // region.
                     Err(_) if !runs.is_empty() => break,
                     Err(error) => return Err(error),
                 };
@@ -135,7 +136,7 @@ impl Space {
         Ok(runs)
     }
 
-    /// Free blocks that the file system could have back.
+    /// Free blocks that could be returned to the file system.
     pub fn reclaimable(&self) -> u64 {
         self.counts.free
     }

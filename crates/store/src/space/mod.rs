@@ -1,17 +1,17 @@
-//! Physical blocks: who refers to them, what they must hash to, which are free, which the file system has given.
+//! Physical blocks: their references and checksums, which are free, and which the file system has given.
 //!
-//! One [`Space`] describes the data files, another the nodes of the map. A block's lasting state is its entry in the
-//! table (reference count, checksum, backed flag); the free-block bitmaps in memory follow from it, region by region,
-//! and are built when a region is first allocated from.
+//! One [`Space`] describes the data files, another the nodes of the map. A block's durable state is its entry in the
+//! table (reference count, checksum, backed flag). The free-block bitmaps in memory follow from it; they are built
+//! region by region when a region is first allocated from.
 //!
 //! What must hold:
 //!
 //! 1. A block may be allocated only while its `used` bit is clear. The bit is set from allocation on, before the table
-//!    says so, and stays set after the last reference is gone until the engine has made the freeing durable and no read
-//!    that may still name the block is under way ([`Space::release`]).
+//!    has a reference, and stays set after the last reference is gone until the engine has made the freeing durable and
+//!    no read that may still name the block is under way ([`Space::release`]).
 //! 2. A block flagged backed takes real space in the file system: a write to it cannot fail with ENOSPC. The flag is
 //!    set after the reservation and cleared (durably) before the hole is punched.
-//! 3. Summaries (used and backed per region) equal the counts in the table; they are all that opening reads.
+//! 3. Summaries (used and backed per region) equal the counts in the table; opening reads nothing else.
 
 mod allocation;
 mod backing;
@@ -31,10 +31,10 @@ use std::collections::BTreeSet;
 pub const FILE_REGIONS: u64 = 16_384;
 /// Blocks per data file.
 pub const FILE_BLOCKS: u64 = FILE_REGIONS * REGION_BLOCKS;
-/// Regions that one operation may add: replay meets new ones in order, so a record that jumps further is damaged.
+/// Regions that one operation may add: replay meets new ones in order, so a record with a larger step is damaged.
 const REGIONS_AHEAD_MAX: u64 = 8;
 
-/// What a space describes.
+/// The subject of a space.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SpaceKind {
     /// Nodes of the trees: all blocks below the reserved length of the map file are backed.
@@ -55,11 +55,11 @@ pub struct Run {
 /// Counts of a space, in blocks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SpaceCounts {
-    /// With references.
+    /// Blocks with references.
     pub used: u64,
-    /// Given by the file system.
+    /// Blocks that the file system has given.
     pub backed: u64,
-    /// Backed and free to allocate.
+    /// Blocks that are backed and free to allocate.
     pub free: u64,
 }
 
@@ -73,7 +73,7 @@ pub struct Space {
     dirty_regions: BTreeSet<u64>,
     counts: SpaceCounts,
     cursor: u64,
-    /// No good run was found since the last long run came free.
+    /// No good run was found since the last long run became free.
     fragmented: bool,
     extension_hint: u64,
     /// Map only: blocks below this are backed.
@@ -103,15 +103,15 @@ impl Space {
         }
     }
 
-    /// A space of which nothing but the table is looked at: its summaries may be damaged.
+    /// A space of which only the table is read: its summaries may be damaged.
     pub fn table_only(kind: SpaceKind, regions: u64) -> Self {
         let mut space = Self::without_regions(kind);
         space.grow_regions(regions);
         space
     }
 
-    /// The space as the last checkpoint left it. `backed_length` (in blocks) is the reserved length of the map file.
-    /// Summaries that cannot be read are counted anew from the table.
+    /// The space as of the last checkpoint. `backed_length` (in blocks) is the reserved length of the map file.
+    /// Summaries that cannot be read are counted again from the table.
     pub fn open(kind: SpaceKind, regions: u64, backed_length: u64, pages: &mut Pages) -> Result<Self> {
         let mut space = Self::without_regions(kind);
         let summary = space.summary;
@@ -145,18 +145,18 @@ impl Space {
         }
         if kind == SpaceKind::Map {
             space.set_backed_length(backed_length);
-            // What is used lies below the reserved length: it was counted as free with the rest of it.
+            // The used blocks lie below the reserved length: they were counted as free with the rest of it.
             space.counts.free = space.regions.iter().map(Region::estimate).sum();
         }
         Ok(space)
     }
 
-    /// Pages of summaries that could not be read when it was opened, and were counted anew.
+    /// Pages of summaries that could not be read at the opening, and were counted again.
     pub fn take_derived(&mut self) -> Vec<(PageKey, Error)> {
         std::mem::take(&mut self.derived)
     }
 
-    /// A region as its table has it. Where part of that cannot be read, the region is not allocated from.
+    /// A region according to its table. If part of that cannot be read, the region is not allocated from.
     fn count_region(&self, pages: &mut Pages, number: u64) -> Region {
         let mut region = Region::empty();
         for page in number * REGION_PAGES..(number + 1) * REGION_PAGES {
@@ -257,7 +257,7 @@ impl Space {
         })
     }
 
-    /// Adds the regions up to the end of a run, unless it lies absurdly far beyond what there is.
+    /// Adds the regions up to the end of a run, unless it lies too far beyond the existing ones.
     pub(super) fn grow_for(&mut self, run: Run) -> Result<()> {
         let needed = run.start.saturating_add(run.blocks).div_ceil(REGION_BLOCKS);
         if needed > self.regions() + REGIONS_AHEAD_MAX {
@@ -286,7 +286,7 @@ impl Space {
     /// Gives a run its first reference. It must have none.
     pub fn adopt(&mut self, pages: &mut Pages, run: Run) -> Result<()> {
         if self.kind == SpaceKind::Data {
-            // Replay meets blocks of regions that the last checkpoint did not know.
+            // Replay meets blocks of regions that the last checkpoint did not have.
             self.grow_for(run)?;
         }
         self.check_range(run)?;
@@ -302,7 +302,7 @@ impl Space {
         Ok(())
     }
 
-    /// One more reference on each block of a run.
+    /// Adds a reference to each block of a run.
     pub fn add_references(&mut self, pages: &mut Pages, run: Run) -> Result<()> {
         self.check_range(run)?;
         self.change(pages, run, |block, entry| {
@@ -314,8 +314,8 @@ impl Space {
         })
     }
 
-    /// One reference less on each block of a run; what has none left goes to `freed`, still not allocatable, and the
-    /// rest to `left`.
+    /// Removes a reference from each block of a run. Blocks without any go to `freed`, still not allocatable, the
+    /// others to `left`.
     pub fn drop_references(
         &mut self,
         pages: &mut Pages,
@@ -325,7 +325,7 @@ impl Space {
     ) -> Result<()> {
         self.check_range(run)?;
         let (first, first_left) = (freed.len(), left.len());
-        // The bitmaps must be there before the table forgets the blocks: they are what holds them until release.
+        // The bitmaps must exist before the table loses the blocks: they hold the blocks until release.
         for (number, _, _) in region::parts(run) {
             self.load(pages, number)?;
         }
@@ -362,7 +362,7 @@ impl Space {
             entry.backed |= holds_data;
             Ok(())
         })?;
-        // Without bitmaps the counts may be wrong as well: they are made anew by [`Space::recount`].
+        // Without bitmaps the counts may be wrong as well: [`Space::recount`] counts them again.
         let exact = self.regions[(block / REGION_BLOCKS) as usize].bitmaps.is_some();
         if exact && (before == 0) != (references == 0) {
             self.count_used(run, references > 0);
@@ -371,7 +371,7 @@ impl Space {
         Ok(())
     }
 
-    /// Counts every region anew whose bitmaps are not in memory: the end of a repair.
+    /// Counts every region again whose bitmaps are not in memory: the end of a repair.
     pub fn recount(&mut self, pages: &mut Pages) -> Result<()> {
         for number in 0..self.regions() {
             let region = &mut self.regions[number as usize];
@@ -384,11 +384,11 @@ impl Space {
             self.counts.backed -= u64::from(std::mem::take(&mut region.backed));
             self.counts.free -= before;
             region.damaged = false;
-            // A summary that counts nothing is lower than any table, and put right.
+            // A summary of zero is lower than any table, and is corrected.
             self.dirty_regions.insert(number);
             match self.load(pages, number) {
                 Err(error) if error.kind() == ErrorKind::Corrupt => {
-                    // Its table cannot be read whole: what it counted stays.
+                    // Its table cannot be read completely: its count stays.
                     let region = &mut self.regions[number as usize];
                     (region.used, region.backed, region.damaged) = (known.0, known.1, true);
                     self.counts.used += u64::from(known.0);
@@ -400,7 +400,7 @@ impl Space {
         Ok(())
     }
 
-    /// Keeps `used` counts true. A run may span regions.
+    /// Updates the `used` counts. A run may span regions.
     fn count_used(&mut self, run: Run, used: bool) {
         for (number, _, count) in region::parts(run) {
             let region = &mut self.regions[number as usize];
@@ -412,20 +412,20 @@ impl Space {
                 region.used -= count as u16;
                 self.counts.used -= count;
             }
-            // Changes nothing where bitmaps are in memory: allocation and release count there.
+            // Changes nothing if bitmaps are in memory: allocation and release count there.
             self.counts.free = self.counts.free + region.estimate() - before;
             self.dirty_regions.insert(number);
         }
     }
 
-    /// The page of summaries is written anew by the next checkpoint.
+    /// The next checkpoint writes the page of summaries.
     pub fn renew_summaries(&mut self, pages: &mut Pages, page: u64) {
         pages.replace(PageKey::new(self.summary, page));
         self.dirty_regions.extend(page * SUMMARY_ENTRIES..((page + 1) * SUMMARY_ENTRIES).min(self.regions()));
     }
 
-    /// Makes a page of the table anew in the place of one that is damaged. Entry by entry `renew` is given the block
-    /// and what the bytes that are there say of it, if they say anything.
+    /// Rebuilds a page of the table in the place of a damaged one. For each entry, `renew` gets the block and the
+    /// contents of the old bytes, if they are readable.
     pub fn renew_table(&mut self, pages: &mut Pages, page: u64, renew: &mut dyn FnMut(u64, BlockEntry) -> BlockEntry) {
         let key = PageKey::new(self.table, page);
         let raw = pages.read_raw(key);
@@ -440,7 +440,7 @@ impl Space {
         {
             self.loaded -= 1;
             let known = u64::from(region.backed.saturating_sub(region.used));
-            // What the bitmaps counted gives way to the estimate, until the regions are counted anew.
+            // The estimate replaces the count of the bitmaps until the regions are counted again.
             self.counts.free = self.regions.iter().map(Region::estimate).sum::<u64>().max(known);
         }
     }
@@ -461,7 +461,7 @@ impl Space {
             let key = PageKey::new(self.summary, number / SUMMARY_ENTRIES);
             match pages.get_mut(key) {
                 Ok(page) => self.regions[number as usize].write(page, number % SUMMARY_ENTRIES),
-                // Memory knows all that was in it.
+                // Memory has all counts that were in it.
                 Err(error) if error.kind() == ErrorKind::Corrupt => {
                     tracing::error!(%error, "a page of summaries is written anew");
                     pages.replace(key);

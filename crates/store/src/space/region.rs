@@ -1,5 +1,5 @@
-//! A region: 32 table pages' worth of blocks, with its counts (always in memory, kept in a summary page) and its
-//! bitmaps (in memory while allocated from).
+//! A region: the blocks of 32 table pages, with their counts (always in memory, stored in a summary page) and their
+//! bitmaps (in memory while the region is allocated from).
 //!
 //! Summary entry: u16 used, u16 backed; 1016 entries per page behind the common head.
 
@@ -20,15 +20,15 @@ const SUMMARY_SIZE: usize = 4;
 /// Regions per summary page.
 pub const SUMMARY_ENTRIES: u64 = ((BLOCK_SIZE - HEADER_SIZE) / SUMMARY_SIZE) as u64;
 
-/// What is known of a region.
+/// The state of a region in memory.
 pub struct Region {
     /// Blocks with references.
     pub used: u16,
-    /// Blocks given by the file system.
+    /// Blocks that the file system has given.
     pub backed: u16,
     /// Free and backed bits, when in memory.
     pub bitmaps: Option<Box<Bitmaps>>,
-    /// Its table lost blocks that the summary still counts: nothing is allocated from it until `check` repaired it.
+    /// Its table lost blocks that the summary still counts: nothing is allocated from it until `check` has repaired it.
     pub damaged: bool,
 }
 
@@ -49,7 +49,7 @@ impl Region {
         page.0[at + 2..at + 4].copy_from_slice(&self.backed.to_le_bytes());
     }
 
-    /// Itself, if it does not count more blocks than it has.
+    /// The region itself, if it does not count more blocks than it has.
     pub fn possible(self, summary: PageFile, number: u64) -> Result<Self> {
         if u64::from(self.used) <= REGION_BLOCKS && u64::from(self.backed) <= REGION_BLOCKS {
             return Ok(self);
@@ -69,7 +69,7 @@ impl Region {
     }
 }
 
-/// Cuts a run at region borders: (region, first block within it, count).
+/// Splits a run at region boundaries: (region, first block within it, count).
 pub fn parts(run: Run) -> impl Iterator<Item = (u64, u64, u64)> {
     let end = run.start + run.blocks;
     let mut block = run.start;
@@ -107,7 +107,7 @@ impl Bitmaps {
         self.used_count
     }
 
-    /// Sets or clears used bits; returns by how much the number of free backed blocks changed.
+    /// Sets or clears used bits; returns the change of the number of free backed blocks.
     pub fn set_used(&mut self, first: u64, count: u64, used: bool) -> u64 {
         let before = self.free;
         self.edit(first, count, |bitmaps, word, mask| {
@@ -166,7 +166,7 @@ fn find_run(from: u64, least: u64, most: u64, word: impl Fn(usize) -> u64) -> Op
             continue;
         }
         at += u64::from(ones.trailing_zeros());
-        // Length of the run that starts here, as far as it is of interest.
+        // Length of the run that starts here, up to the length of interest.
         let start = at;
         while at < REGION_BLOCKS && at - start < most {
             let zeros = !word((at / 64) as usize) >> (at % 64);

@@ -1,4 +1,4 @@
-//! Which pages an operation on a space will need: they are looked at if they are in memory, and noted as missed if not.
+//! Surveys of the pages that an operation on a space will need: pages in memory are read, missing ones are noted.
 //! Nothing is changed.
 
 use super::allocation::GOOD_RUN;
@@ -7,7 +7,7 @@ use super::table::{self, TABLE_ENTRIES};
 use super::{BlockEntry, Run, SUMMARY_ENTRIES, Space};
 use crate::pages::{PageKey, Pages};
 
-/// Regions looked at ahead of a search for free blocks: a search seldom goes further.
+/// Regions surveyed ahead of a search for free blocks: a search rarely goes further.
 const SEARCH_REGIONS: u64 = 64;
 
 impl Space {
@@ -17,7 +17,7 @@ impl Space {
         pages.peek(key).map(|page| table::read(page, index))
     }
 
-    /// Notes that the entries of a run will be needed, so that their pages are loaded.
+    /// Surveys the entries of a run.
     pub fn survey_entries(&self, pages: &mut Pages, run: Run) {
         let end = run.start.saturating_add(run.blocks).min(self.blocks());
         if run.start < end {
@@ -27,7 +27,7 @@ impl Space {
         }
     }
 
-    /// References on a run will be dropped.
+    /// Surveys dropping references on a run.
     pub fn survey_drop(&self, pages: &mut Pages, run: Run) {
         self.survey_entries(pages, run);
         let blocks = run.blocks.min(self.blocks().saturating_sub(run.start));
@@ -36,8 +36,8 @@ impl Space {
         }
     }
 
-    /// A run will be overwritten where it is referred to once and lasting, and dropped elsewhere. The number of blocks
-    /// of which the first is known.
+    /// Surveys an overwrite of a run: in place where it has one durable reference, otherwise dropped. Returns the
+    /// number of blocks of the former kind.
     pub fn survey_overwrite(&self, pages: &mut Pages, run: Run) -> u64 {
         let mut own = 0;
         let end = run.start.saturating_add(run.blocks).min(self.blocks());
@@ -58,7 +58,7 @@ impl Space {
         own
     }
 
-    /// The bitmaps of a region will be needed.
+    /// Surveys the bitmaps of a region.
     pub(super) fn survey_region(&self, pages: &mut Pages, number: u64) {
         if self.regions.get(number as usize).is_some_and(|region| region.bitmaps.is_none() && !region.damaged) {
             for page in 0..REGION_PAGES {
@@ -67,7 +67,7 @@ impl Space {
         }
     }
 
-    /// Up to `want` blocks will be allocated next to each other, and get their first reference.
+    /// Surveys the allocation of up to `want` contiguous blocks with their first reference.
     pub fn survey_allocation(&self, pages: &mut Pages, want: u64) {
         let count = self.regions();
         let least = if self.fragmented { 1 } else { want.min(GOOD_RUN) };
@@ -86,7 +86,7 @@ impl Space {
         }
     }
 
-    /// Free blocks will be taken back from `region` on.
+    /// Surveys the removal of free blocks from `region` on.
     pub fn survey_reclaim(&self, pages: &mut Pages, region: u64, least: u64) {
         let candidate = (region..self.regions()).find(|number| self.regions[*number as usize].estimate() >= least);
         if let Some(number) = candidate {
@@ -94,7 +94,7 @@ impl Space {
         }
     }
 
-    /// The summaries of changed regions will be written.
+    /// Surveys the summaries of changed regions.
     pub fn survey_summaries(&self, pages: &mut Pages) {
         for number in &self.dirty_regions {
             pages.peek(PageKey::new(self.summary, number / SUMMARY_ENTRIES));

@@ -17,18 +17,18 @@ const HELD: u32 = 1 << 29;
 const SUSPECT: u32 = 1 << 30;
 const BACKED: u32 = 1 << 31;
 
-/// What is known of one block.
+/// The entry of one block.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct BlockEntry {
     /// CRC32C of its content.
     pub checksum: u32,
-    /// How many nodes (for a data block) or nodes and roots (for a node) point at it.
+    /// Number of nodes (for a data block) or of nodes and roots (for a node) that refer to it.
     pub references: u32,
     /// The file system has given its space.
     pub backed: bool,
-    /// An overwrite was under way when the machine stopped: whatever it holds now is what was left of it.
+    /// An overwrite was under way when the machine stopped: the block holds what that left.
     pub suspect: bool,
-    /// A pending operation concerns it (`engine/placement.rs`). Meaningless on the medium, where checkpoints may leave
+    /// A pending operation concerns it (`engine/placement`). Without meaning on the medium, where checkpoints may leave
     /// it.
     pub held: bool,
 }
@@ -37,7 +37,7 @@ impl BlockEntry {
     /// The highest reference count.
     pub const REFERENCES_MAX: u32 = (1 << 28) - 1;
 
-    /// Forgets what was noted of a block that is free now. Holds stay until the operations behind them are durable.
+    /// Clears what was noted of a block that is free now. Holds stay until the operations behind them are durable.
     pub fn clear_notes(&mut self) {
         self.checksum = 0;
         self.suspect = false;
@@ -63,7 +63,7 @@ pub fn read(page: &Block, index: usize) -> BlockEntry {
     }
 }
 
-/// Clears what only meant something to the process that wrote the page.
+/// Clears flags that had a meaning only for the process that wrote the page.
 pub fn forget_holds(page: &mut Block) {
     for entry in page.0[HEADER_SIZE..].chunks_exact_mut(ENTRY_SIZE) {
         entry[7] &= !((HELD >> 24) as u8);

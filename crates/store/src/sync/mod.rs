@@ -1,5 +1,5 @@
-//! Locks, atomics, threads and the clock they go by, from one place: those of the system, or with the feature
-//! `schedules` those of a scheduler that decides every step of every thread from a seed.
+//! Locks, atomics, threads and their clock: those of the system, or with the feature `schedules` those of a scheduler
+//! that decides every step of every thread from a seed.
 //!
 //! Nothing else in this crate takes them from elsewhere. The feature belongs to the package `lamina-schedules` alone,
 //! which compiles these sources a second time: programs never contain it.

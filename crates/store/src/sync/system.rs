@@ -12,7 +12,7 @@ pub mod thread {
     pub use std::thread::{Builder, JoinHandle, sleep, yield_now};
 }
 
-/// The clock that waits and rests go by.
+/// The clock for waits and pauses.
 pub mod time {
     pub use std::time::Instant;
 }

@@ -1,14 +1,14 @@
-//! Keeping nodes neither too full nor too empty.
+//! Balancing: keeps nodes neither too full nor too empty.
 //!
-//! Both directions work on a path that is exclusive (invariant 3) and change one place of it at a time:
+//! Both directions work on an exclusive path (invariant 3) and change one level of it at a time:
 //!
 //! - [`make_room`] does one split, at the highest node that has to be split, and the operation starts again. Full paths
-//!   are rare enough (a leaf one time in 127, a node above it one in 127 of those) that walking down again is
-//!   cheaper than code that carries a split upwards. Where a sequential stream writes, the split leaves it a node to
-//!   fill and packs the one behind it.
-//! - [`settle`] goes up from a node that lost entries: an empty one goes away, one no more than half full is merged
+//!   are so rare (a leaf one time in 127, a node above it one in 127 of those) that walking down again is cheaper than
+//!   code that carries a split upwards. For a sequential stream, the split leaves a node for it to fill and packs the
+//!   one behind it.
+//! - [`settle`] goes up from a node that lost entries: an empty one is removed, one no more than half full is merged
 //!   with a neighbour if both fit in [`MERGED_ENTRIES`]. A quarter of the page stays free then, so that the next
-//!   insertion does not split it again. Shared neighbours are left alone: merging would copy them to save the same
+//!   insertion does not split it again. Shared neighbours are not merged: merging would copy them to save the same
 //!   space.
 
 use super::page::{self, ENTRIES_MAX, EXTENT_BLOCKS_MAX};
@@ -20,15 +20,16 @@ use backend::Block;
 /// The most entries that two nodes merged into one may have.
 pub(super) const MERGED_ENTRIES: usize = ENTRIES_MAX * 3 / 4;
 
-/// Entries that both halves of a split can take at least before they are split in their turn, but for a leaf that is
-/// left full behind an ascending stream: [`crate::tree::nodes_needed`] counts on it.
+/// Entries for which both halves of a split have room before they are split again, except a leaf left full behind an
+/// ascending stream: [`crate::tree::nodes_needed`] relies on it.
 pub(super) const SPLIT_ROOM: usize = 16;
 
-/// A node with more entries than this is not looked at for merging: most lie here, and cost no look at a neighbour.
+/// A node with more entries than this is not considered for merging: most nodes are of this kind, and need no look at a
+/// neighbour.
 const SMALL_ENTRIES: usize = ENTRIES_MAX / 2;
 
 /// Brings the full leaf at the end of `path` one split closer to having room for an extent at `position`. The path is
-/// void afterwards.
+/// invalid afterwards.
 pub(super) fn make_room<S: NodeStore + ?Sized>(
     store: &mut S,
     root: &mut NodeId,
@@ -76,7 +77,7 @@ fn split<S: NodeStore + ?Sized>(store: &mut S, path: &Path, depth: usize, positi
     let right = store.node_mut(right_id)?;
     page::initialise(right, right_id, level);
     let first = page::move_tail(&mut left, at, right);
-    // What lies between the last extent and `position` goes to the right: nothing can be appended to the left any more.
+    // Entries between the last extent and `position` go to the right: nothing can be appended to the left any more.
     let key = match page::mapping(&left, count - 1) {
         Some(last) if at == count => last.end(),
         _ => first,
@@ -87,22 +88,21 @@ fn split<S: NodeStore + ?Sized>(store: &mut S, path: &Path, depth: usize, positi
     Ok(())
 }
 
-/// Where to split a full leaf that has no room at `position`: in the middle, or, when a sequential stream seems to
-/// write there, just before what follows the stream. It has the left leaf to fill then, or an empty right one if
+/// Where to split a full leaf without room at `position`: in the middle, or, if a sequential stream seems to write
+/// there, just before the extent that follows the stream. The stream then fills the left leaf, or an empty right one if
 /// nothing follows.
 fn leaf_split(leaf: &Block, position: u64) -> usize {
     let index = page::first_ending_after(leaf, position);
     let Some(next) = page::mapping(leaf, index) else { return page::count(leaf) };
     let before = index.checked_sub(1).and_then(|before| page::mapping(leaf, before));
     let continues = before.is_some_and(|before| before.end() == position);
-    // Far from what follows, or else each gap closed in a random fill would look like a stream.
+    // Only at a distance from the next extent: otherwise each gap closed in a random fill would look like a stream.
     let has_space_ahead = next.logical.saturating_sub(position) > EXTENT_BLOCKS_MAX;
     let count = page::count(leaf);
     if continues && has_space_ahead { index.clamp(SPLIT_ROOM, count - SPLIT_ROOM) } else { count / 2 }
 }
 
-/// Restores invariant 6 after the node at `depth` lost entries, and merges what became small. The path is void
-/// afterwards.
+/// Restores invariant 6 after the node at `depth` lost entries, and merges small nodes. The path is invalid afterwards.
 pub(super) fn settle<S: NodeStore + ?Sized>(
     store: &mut S,
     root: &mut NodeId,
@@ -124,14 +124,14 @@ pub(super) fn settle<S: NodeStore + ?Sized>(
     settle_root(store, root)
 }
 
-/// Merges the child that `parent` points at, of `count` entries, with the one before or after it; false if neither can
-/// be.
+/// Merges the child with `count` entries to which `parent` refers with the one before or after it; false if neither can
+/// be merged.
 fn merge_with_neighbour<S: NodeStore + ?Sized>(store: &mut S, parent: Step, count: usize) -> Result<bool> {
     for (left, right) in [(parent.index.wrapping_sub(1), parent.index), (parent.index, parent.index + 1)] {
         let node = store.node(parent.id)?;
         let (Some(left), Some(right)) = (page::slot(node, left), page::slot(node, right)) else { continue };
         let neighbour = if left.index == parent.index { right.child } else { left.child };
-        // The count is asked for first: it says no without loading the page.
+        // The reference count is read first: it can exclude a merge without loading the page.
         if store.references(neighbour)? > 1 || page::count(store.node(neighbour)?) + count > MERGED_ENTRIES {
             continue;
         }
@@ -145,7 +145,7 @@ fn merge_with_neighbour<S: NodeStore + ?Sized>(store: &mut S, parent: Step, coun
     Ok(false)
 }
 
-/// A root without children becomes an empty leaf; a root with one child gives way to it, shared or not.
+/// A root without children becomes an empty leaf; a root with one child is replaced by the child, shared or not.
 fn settle_root<S: NodeStore + ?Sized>(store: &mut S, root: &mut NodeId) -> Result<()> {
     loop {
         let node = store.node(*root)?;
@@ -156,7 +156,7 @@ fn settle_root<S: NodeStore + ?Sized>(store: &mut S, root: &mut NodeId) -> Resul
             page::initialise(store.node_mut(*root)?, *root, 0);
             return Ok(());
         };
-        // A shared node can only be met after the first turn: the tree's own root was exclusive. It keeps its child.
+        // A shared node can only occur after the first turn: the tree's own root was exclusive. It keeps its child.
         let old = *root;
         if store.references(old)? > 1 {
             return Ok(());

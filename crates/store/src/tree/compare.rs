@@ -1,14 +1,14 @@
-//! What differs between two trees: changed-block tracking, and the increments of a backup.
+//! Differences between two trees: changed-block tracking, and the increments of a backup.
 //!
-//! Two cursors move through the trees in step, each over a sequence of extents in which subtrees are not opened until
-//! they have to be. Two cursors that stand before the same node both skip it: node numbers are equal only if the bytes
-//! are. So the cost follows the nodes that are *not* shared, and it does not matter that the trees differ in height or
-//! in where nodes begin:
+//! Two cursors move through the trees in step, each over a sequence of extents in which subtrees are opened only when
+//! necessary. If both cursors are at the same node, both skip it: node numbers are equal only if the content is. So the
+//! cost is in proportion to the nodes that are *not* shared. The trees may differ in height and in the boundaries of
+//! nodes:
 //!
-//! - Before a cursor stands an extent, an unopened subtree with a lower bound, or the end. All before it is compared.
-//! - An extent (or its part) before everything that the other side can still bring is a difference.
+//! - A cursor is at an extent, at an unopened subtree with a lower bound, or at the end. Everything before is compared.
+//! - An extent (or its part) before everything that can still follow on the other side is a difference.
 //! - Otherwise the higher of two subtrees is opened, so that nodes of one level meet; at one level, the one that begins
-//!   first. An extent makes the other side open the subtree that may hold something before or under it.
+//!   first. An extent makes the other side open the subtree that may have an extent before or at the same blocks.
 
 use super::page::{self, LOGICAL_LIMIT};
 use super::{LEVELS_MAX, Mapping, NodeId, NodeStore, corrupt};
@@ -77,13 +77,13 @@ pub fn diff<S: NodeStore + ?Sized>(
             }
             (Head::Subtree(left), _) => a.open(store, left)?,
             (_, Head::Subtree(right)) => b.open(store, right)?,
-            // An extent stands before the end or before another extent in one of the cases above.
+            // Only an extent can be before the end or before another extent in the cases above.
             (Head::Extent(_), _) | (_, Head::Extent(_)) => return report.flush(),
         }
     }
 }
 
-/// Joins differences that follow each other.
+/// Joins adjacent differences.
 struct Report<'a> {
     pending: Option<DiffExtent>,
     each: &'a mut dyn FnMut(DiffExtent) -> Result<()>,
@@ -113,11 +113,11 @@ impl Report<'_> {
 struct Subtree {
     id: NodeId,
     level: u8,
-    /// Nothing below lies before this.
+    /// The first block that may be mapped below.
     lower: u64,
 }
 
-/// What stands before a cursor.
+/// The item at which a cursor is.
 #[derive(Clone, Copy)]
 enum Head {
     Extent(Mapping),
@@ -126,7 +126,7 @@ enum Head {
 }
 
 impl Head {
-    /// Nothing before this is still to come.
+    /// The first block that may still follow.
     fn lower(&self) -> u64 {
         match self {
             Head::Extent(mapping) => mapping.logical,
@@ -140,7 +140,7 @@ impl Head {
 #[derive(Clone, Copy)]
 struct Frame {
     node: Subtree,
-    /// The entry to come next.
+    /// The index of the next entry.
     next: usize,
 }
 
@@ -166,7 +166,7 @@ impl Cursor {
         Ok(Self { head, frames: [None; LEVELS_MAX], depth: 0, range })
     }
 
-    /// Goes into the subtree that stands before the cursor, to the first entry that matters to the range.
+    /// Opens the subtree at the cursor, at the first entry within the range.
     fn open<S: NodeStore + ?Sized>(&mut self, store: &mut S, node: Subtree) -> Result<()> {
         let page = store.node(node.id)?;
         let found = page::level(page);
@@ -184,7 +184,7 @@ impl Cursor {
         self.advance(store)
     }
 
-    /// Leaves what stands before the cursor behind.
+    /// Moves past the item at the cursor.
     fn advance<S: NodeStore + ?Sized>(&mut self, store: &mut S) -> Result<()> {
         self.head = Head::End;
         while let Some(above) = self.depth.checked_sub(1) {
@@ -218,7 +218,7 @@ impl Cursor {
         }
     }
 
-    /// Leaves the first `blocks` blocks of the extent before the cursor behind.
+    /// Moves past the first `blocks` blocks of the extent at the cursor.
     fn pass<S: NodeStore + ?Sized>(&mut self, store: &mut S, extent: Mapping, blocks: u64) -> Result<()> {
         if blocks < extent.blocks {
             self.head = Head::Extent(extent.clipped(extent.logical + blocks, extent.end()));

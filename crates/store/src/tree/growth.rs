@@ -1,5 +1,5 @@
-//! How many nodes a number of changes may need: a bound that knows nothing of the trees but their number, their height
-//! and the number of nodes there are.
+//! How many nodes a number of changes may need: an upper limit that depends only on the number of trees, their height
+//! and the number of existing nodes.
 //!
 //! A *change* maps or unmaps at least one block in one leaf: a step of [`super::replace()`]. On each level it touches
 //! one node of its tree. A bound for any number of changes in any order:
@@ -17,13 +17,13 @@
 //!    upwards.
 //! 4. **Growth.** The first node of a tree, and the roots that it gets.
 //!
-//! With several layers, which snapshots part, a node that the changes of one layer have made may be copied for the
-//! next one. Nodes that a change gives up are free at once; the bound does not count on them.
+//! With several layers, which snapshots separate, a node that the changes of one layer have made may be copied for the
+//! next one. Nodes that a change frees can be used at once; the limit does not rely on them.
 
 use super::balance::SPLIT_ROOM;
 use super::page::ENTRIES_MAX;
 
-/// Nodes that a tree may need beside those of copies and splits: its first one, and new roots.
+/// Nodes that a tree may need beyond those of copies and splits: its first one, and new roots.
 pub const NODES_PER_TREE: u64 = 4;
 /// Entries that a change adds at most.
 const ENTRIES_PER_CHANGE: u64 = 2;
@@ -35,17 +35,17 @@ const LEVELS_GAINED: u64 = 2;
 /// The trees that changes are made to.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Forest {
-    /// How many trees.
+    /// Number of trees.
     pub trees: u64,
     /// Levels of the highest one.
     pub levels: u64,
-    /// Layers of changes, parted by snapshots, of the tree that has most; at least one.
+    /// Layers of changes, separated by snapshots, of the tree with the most; at least one.
     pub layers: u64,
-    /// Nodes that there are, of these trees and all others.
+    /// Existing nodes, of these trees and all others.
     pub used: u64,
 }
 
-/// Nodes that so many changes of these trees allocate at most.
+/// The most nodes that this many changes of these trees allocate.
 pub fn nodes_needed(forest: &Forest, changes: u64) -> u64 {
     if changes == 0 {
         return 0;

@@ -1,8 +1,8 @@
-//! Reading the map: what is at this range?
+//! Looking up ranges in the map.
 //!
 //! The hottest path of the store. A lookup is one descent for each leaf that the range touches, with two binary
-//! searches on page bytes at the ends and nothing decoded in between; it keeps no stack, but starts again from the root
-//! at the upper bound of the leaf it has finished, which a leaf's worth of entries pays for.
+//! searches on page bytes at the ends and no decoding in between. It keeps no stack: it starts again from the root at
+//! the upper bound of the finished leaf, whose many entries outweigh the cost.
 
 use super::page::{self, LOGICAL_LIMIT};
 use super::{Mapping, NodeId, NodeStore, corrupt};
@@ -20,8 +20,8 @@ pub struct Extent {
     pub blocks: u64,
     /// Space is allocated, but reads as zeros.
     pub unwritten: bool,
-    /// Some node on the way to this extent is shared ([`NodeStore::is_shared`]), so another tree sees it too whatever
-    /// the count of the data block says. Only [`lookup_exclusive`] finds this out; false from [`lookup`].
+    /// Some node on the path to this extent is shared ([`NodeStore::is_shared`]), so another tree maps it too, whatever
+    /// the count of the data block is. Only [`lookup_exclusive`] determines this; [`lookup`] sets false.
     pub shared_path: bool,
 }
 
@@ -38,7 +38,7 @@ pub fn lookup<S: NodeStore + ?Sized>(
     })
 }
 
-/// As [`lookup`], and finds out whether the path is shared: asked before overwriting in place.
+/// As [`lookup`], and determines whether the path is shared: used before overwriting in place.
 pub fn lookup_exclusive<S: NodeStore + ?Sized>(
     store: &mut S,
     root: NodeId,

@@ -1,11 +1,11 @@
 //! The map of a disk: a copy-on-write B+tree from logical blocks to physical blocks.
 //!
-//! A tree is named by its root node and nothing else. A snapshot is one more reference on the root; a write copies
-//! ("shadows") the shared nodes on its path and leaves the others to both trees. The tree owns no memory and does no
-//! I/O: pages, their allocation and all reference counts are reached through [`NodeStore`], which the engine implements
-//! over its page cache and the tests over plain memory.
+//! A tree is named by its root node only. A snapshot is one more reference on the root; a write copies ("shadows") the
+//! shared nodes on its path and shares the others between both trees. The tree owns no memory and does no I/O: it
+//! accesses pages, their allocation and all reference counts through [`NodeStore`], which the engine implements over
+//! its page cache and the tests over plain memory.
 //!
-//! What must hold, and what every function here keeps:
+//! Invariants, which every function here keeps:
 //!
 //! 1. **References of nodes.** The count of a node = parent entries that name it + owners outside (heads, snapshots)
 //!    that name it as a root.
@@ -26,15 +26,16 @@
 //!
 //! Changes are not atomic in memory: when the store fails inside [`replace()`] or [`drop_step`] the pages may be half
 //! changed, and the owner has to go back to its last checkpoint and journal. A lookup of the same range beforehand
-//! meets nodes that cannot be read while nothing is changed yet; [`NODES_PER_STEP`] says what to keep in reserve.
+//! finds nodes that cannot be read while nothing is changed yet; [`NODES_PER_STEP`] is the number of nodes to keep in
+//! reserve.
 //!
 //! | file | what it holds |
 //! |---|---|
 //! | `page` | layout of a node: encode, decode, validate, search, edit in place |
-//! | `path` | the way from a root to a leaf, and making it exclusive |
+//! | `path` | the path from a root to a leaf, and making it exclusive |
 //! | `balance` | splitting full nodes, removing empty and merging small ones |
 //! | `lookup`, `replace`, `remove`, `compare`, `walk` | the operations |
-//! | `reach` | how much a `replace` would touch |
+//! | `reach` | how many pages a `replace` would touch |
 //! | `growth` | how many nodes a number of changes may need |
 //! | `survey` | which pages an operation will need |
 
@@ -67,15 +68,15 @@ use crate::{Error, ErrorKind, Result};
 use backend::Block;
 use std::fmt;
 
-/// Levels a tree may have. Six levels of half-full nodes map every logical block one by one; the rest is for trees
-/// thinned out while their nodes were shared.
+/// Levels of a tree, at most. Six levels of half-full nodes map every logical block by itself; the rest is for trees
+/// whose entries were removed while their nodes were shared.
 pub const LEVELS_MAX: usize = 16;
 
 /// Nodes that [`replace()`] allocates at most for each leaf it touches, and for each [`EXTENT_BLOCKS_MAX`] blocks it
 /// maps there: a shadow and a split on every level, and a new root.
 pub const NODES_PER_STEP: usize = 2 * LEVELS_MAX + 1;
 
-/// The number of a node's page in the space of map pages. 0 is a number like any other.
+/// The number of a node's page in the space of map pages. 0 is an ordinary number.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 pub struct NodeId(pub u64);
 
@@ -85,7 +86,7 @@ impl fmt::Display for NodeId {
     }
 }
 
-/// A piece of a leaf: consecutive logical blocks on consecutive physical blocks.
+/// A part of a leaf: consecutive logical blocks on consecutive physical blocks.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Mapping {
     /// First logical block.
@@ -114,8 +115,8 @@ impl Mapping {
 
 /// Pages and reference counts, as the tree needs them.
 ///
-/// Nodes given out by [`NodeStore::node`] have passed [`validate`] when they were loaded. Borrowed pages are never held
-/// across another call, so an implementation may evict at any call.
+/// Nodes returned by [`NodeStore::node`] have passed [`validate`] when they were loaded. Borrowed pages are never held
+/// across another call, so an implementation may evict pages at any call.
 pub trait NodeStore {
     /// The page of a node, verified (checksum, identity, [`validate`]) when it was loaded.
     fn node(&mut self, id: NodeId) -> Result<&Block>;
@@ -126,14 +127,14 @@ pub trait NodeStore {
     /// A new page of zeros with one reference.
     fn allocate(&mut self) -> Result<NodeId>;
 
-    /// A tree has so many levels now.
+    /// Notes that a tree has this many levels now.
     fn note_height(&mut self, _levels: usize) {}
 
     /// Number of references on a node.
     fn references(&mut self, id: NodeId) -> Result<u32>;
 
-    /// True when what lies below a node may be seen by more than one tree, now or in the metadata that recovery would
-    /// find: asked before data is overwritten in place.
+    /// True if what lies below a node may be mapped by more than one tree, now or in the metadata that recovery would
+    /// find: used before data is overwritten in place.
     fn is_shared(&mut self, id: NodeId) -> Result<bool> {
         Ok(self.references(id)? > 1)
     }
@@ -141,13 +142,14 @@ pub trait NodeStore {
     /// One more reference on a node.
     fn add_reference(&mut self, id: NodeId) -> Result<()>;
 
-    /// One reference less; the number that remains. At 0 the page is free.
+    /// Removes a reference from a node; returns the number that remains. At 0 the page is free.
     fn drop_reference(&mut self, id: NodeId) -> Result<u32>;
 
     /// One more reference on each of `blocks` data blocks from `physical`.
     fn add_data_references(&mut self, physical: u64, blocks: u64) -> Result<()>;
 
-    /// One reference less on each of `blocks` data blocks from `physical`. The store collects what became free.
+    /// Removes a reference from each of `blocks` data blocks from `physical`. The store collects those that become
+    /// free.
     fn drop_data_references(&mut self, physical: u64, blocks: u64) -> Result<()>;
 }
 

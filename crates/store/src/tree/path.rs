@@ -1,7 +1,7 @@
-//! The way from a root down to the node that an operation changes, and how it becomes exclusive.
+//! The path from a root to the node that an operation changes, and how it becomes exclusive.
 //!
-//! A path is taken read-only: every node on it is loaded, and a damaged one reported, before anything changes. It is
-//! valid until the tree changes its shape; after a split or a merge the operation starts again from the root.
+//! A path is found by reading only: every node on it is loaded, and a damaged one reported, before anything changes. It
+//! is valid until the tree changes its shape; after a split or a merge the operation starts again from the root.
 
 use super::page::{self, LOGICAL_LIMIT};
 use super::{LEVELS_MAX, NodeId, NodeStore, corrupt};
@@ -12,7 +12,7 @@ use std::ops::Range;
 #[derive(Clone, Copy)]
 pub(super) struct Step {
     pub id: NodeId,
-    /// Which child the path goes on to; meaningless in the last step.
+    /// Index of the child to which the path continues; without meaning in the last step.
     pub index: usize,
 }
 
@@ -21,9 +21,9 @@ pub(super) struct Path {
     pub steps: [Step; LEVELS_MAX],
     /// Depth of the last node.
     pub depth: usize,
-    /// Everything below the last node, or below its children `covered`, lies before this.
+    /// Upper bound of everything below the last node, or below its children `covered`.
     pub upper: u64,
-    /// Children of the last node that lie wholly in the range asked for; empty when the last node is a leaf.
+    /// Children of the last node that lie completely within the range; empty if the last node is a leaf.
     pub covered: Range<usize>,
     /// Depth of the first node with more than one reference: it and all after it must be shadowed.
     shared_from: Option<usize>,
@@ -35,7 +35,7 @@ impl Path {
         Self::to_covered(store, root, position, position..position)
     }
 
-    /// The path towards `position`, which ends early at a node that has children wholly inside `range`.
+    /// The path towards `position`, which ends early at a node with children completely inside `range`.
     pub fn to_covered<S: NodeStore + ?Sized>(
         store: &mut S,
         root: NodeId,
@@ -115,9 +115,9 @@ impl Path {
     }
 }
 
-/// A copy of a node, with references of its own on everything the node refers to.
+/// A copy of a node, which holds its own references on everything that the node refers to.
 ///
-/// Children gain a reference here, so a node below a shadowed one is always shared, and shadowed in its turn.
+/// Children gain a reference here, so a node below a shadowed one is always shared, and is shadowed next.
 fn shadow<S: NodeStore + ?Sized>(store: &mut S, id: NodeId) -> Result<NodeId> {
     let mut node = *store.node(id)?;
     let copy = store.allocate()?;

@@ -1,25 +1,25 @@
-//! How much a change of the map touches, found without changing anything.
+//! Computes how much a change of the map touches, without changing anything.
 //!
-//! The owner bounds what one operation may change, and asks here first: how far from the beginning of a range a step
-//! may go, and how many pages it changes at most. The answer holds as long as no node of the tree becomes shared that
-//! was exclusive; nodes that other changes split meanwhile are covered by what is allowed for each level.
+//! The owner limits what one operation may change, and asks here first how far from the beginning of a range a step may
+//! go, and how many pages it changes at most. The answer holds as long as no exclusive node of the tree becomes shared;
+//! an allowance for each level covers nodes that other changes split meanwhile.
 
 use super::page::{self, EXTENT_BLOCKS_MAX, LOGICAL_LIMIT};
 use super::{LEVELS_MAX, NodeId, NodeStore, corrupt};
 use crate::Result;
 use std::ops::Range;
 
-/// Nodes that one step changes on a level of its path: the node, what is split off it, and a neighbour it is merged
-/// with.
+/// Nodes that one step changes on a level of its path: the node, a node split off from it, and a neighbour merged with
+/// it.
 const NODES_PER_LEVEL: u64 = 3;
-/// Pages of reference counts that change with them: of a new node and of one given up.
+/// Pages of reference counts that change with them: of a new node and of a freed one.
 const COUNTS_PER_LEVEL: u64 = 2;
-/// Extents of a mapping that fit into a leaf before it has to be split once more.
+/// Extents of a mapping that fit into a leaf before it has to be split again.
 const EXTENTS_PER_SPLIT: u64 = 64;
-/// Extents that mapping a range adds beside its own: what it cuts in two.
+/// Extents that mapping a range adds beside its own: the parts of an extent that it splits.
 const EXTENTS_PER_RANGE: u64 = 2;
 
-/// What a change of the beginning of a range touches at most.
+/// What a change of the beginning of a range touches, at most.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Reach {
     /// Where it ends: the end of the range, or of a leaf in it.
@@ -30,25 +30,25 @@ pub struct Reach {
     pub tables: u64,
 }
 
-/// What earlier answers for the same step have counted: a batch that changes one leaf in many places changes it once.
+/// What earlier answers for the same step have counted: a batch that changes one leaf in many places counts it once.
 #[derive(Debug, Default)]
 pub struct Seen {
     path: [Option<NodeId>; LEVELS_MAX],
-    /// Ranges asked about since the last split was counted for them.
+    /// Ranges since the last split was counted for them.
     ranges: u64,
 }
 
-/// What one descent found.
+/// The result of one descent.
 struct Leaf {
     upper: u64,
     nodes: u64,
     tables: u64,
 }
 
-/// How far a change of `range` may go if it is to touch about `most` pages: at least one leaf. `per_page` is the number
-/// of blocks, or nodes, that a page of a table describes. With `unmap` the range is unmapped, else mapped to
-/// something; the pages that describe that are the caller's to count. `seen` is what was counted for earlier ranges of
-/// the same step, in ascending order.
+/// How far a change of `range` may go so that it touches about `most` pages: at least one leaf. `per_page` is the
+/// number of blocks, or nodes, that a page of a table describes. With `unmap` the range is unmapped, otherwise mapped;
+/// the caller counts the pages that describe the new blocks. `seen` is what was counted for earlier ranges of the same
+/// step, in ascending order.
 pub fn reach<S: NodeStore + ?Sized>(
     store: &mut S,
     root: NodeId,
@@ -113,7 +113,7 @@ fn step<S: NodeStore + ?Sized>(
         }
         if level == 0 {
             if shared {
-                // The copy refers to all that the leaf refers to.
+                // The copy refers to everything that the leaf refers to.
                 if new {
                     let pages = page::data_runs(node).into_iter().map(|run| (run.physical, run.blocks));
                     leaf.tables += described(pages, per_page);
@@ -146,7 +146,7 @@ fn step<S: NodeStore + ?Sized>(
     Err(corrupt(id, "too many levels"))
 }
 
-/// Pages of a table that describe these runs, neighbours counted once.
+/// Pages of a table that describe these runs; shared ones count once.
 fn described(runs: impl Iterator<Item = (u64, u64)>, per_page: u64) -> u64 {
     let mut pages = 0;
     let mut last = None;

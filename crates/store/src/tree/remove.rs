@@ -1,17 +1,17 @@
-//! Giving up a tree, or a part of one.
+//! Dropping a tree, or a part of one.
 //!
-//! A tree of a large disk has more nodes than may be visited under one lock, so [`drop_step`] takes it down from the
-//! right end in portions. What is left after each portion is a valid tree, and is all that the next one needs to know:
-//! work can stop at any step, be checkpointed, and go on after a crash from the root alone.
+//! A tree of a large disk has more nodes than may be visited under one lock, so [`drop_step`] removes it from the right
+//! end in portions. The rest after each portion is a valid tree, and the next portion needs nothing else: the work can
+//! stop at any step, be covered by a checkpoint, and continue after a crash from the root alone.
 
 use super::page;
 use super::{LEVELS_MAX, NodeId, NodeStore, corrupt};
 use crate::Result;
 
-/// Drops the caller's reference on a tree, as far as letting go of `budget` leaves and shared subtrees (at least one)
-/// takes it. `root` becomes `None` when nothing is left to do.
+/// Drops the caller's reference on a tree, as far as dropping `budget` leaves and shared subtrees (at least one) goes.
+/// `root` becomes `None` when nothing is left.
 ///
-/// In between, the tree under `root` maps ever less, and no other code may read it.
+/// Meanwhile the tree under `root` maps fewer and fewer blocks, and no other code may read it.
 pub fn drop_step<S: NodeStore + ?Sized>(store: &mut S, root: &mut Option<NodeId>, budget: usize) -> Result<()> {
     let Some(top) = *root else { return Ok(()) };
     if store.references(top)? > 1 {
@@ -55,7 +55,7 @@ pub fn drop_step<S: NodeStore + ?Sized>(store: &mut S, root: &mut Option<NodeId>
     Ok(())
 }
 
-/// Takes the exclusive node at `depth` out of the tree and frees it, and the parents that it leaves empty: an internal
+/// Removes the exclusive node at `depth` from the tree and frees it, and the parents that become empty: an internal
 /// node without children is no valid state to stop in. Returns the depth of the node that remains; `root` is `None` if
 /// none does.
 fn unlink<S: NodeStore + ?Sized>(
@@ -89,7 +89,7 @@ fn unlink<S: NodeStore + ?Sized>(
     }
 }
 
-/// Drops one reference on a subtree that is already unlinked, whose root must have the given level, all in one go.
+/// Drops one reference on an unlinked subtree, whose root must have the given level, completely.
 pub(super) fn drop_subtree<S: NodeStore + ?Sized>(store: &mut S, id: NodeId, level: u8) -> Result<()> {
     if store.references(id)? > 1 {
         store.drop_reference(id)?;

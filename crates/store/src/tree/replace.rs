@@ -1,8 +1,8 @@
 //! Changing the map: a range is unmapped and, usually, mapped to new blocks.
 //!
-//! The range is worked off from the left in steps. A step takes a path, makes it exclusive, and edits one leaf, or cuts
-//! whole subtrees out of one internal node; then it brings the nodes around back into shape. The common case, one block
-//! of an exclusive tree moved to another place, is one descent and one entry overwritten.
+//! The range is processed from the left in steps. A step finds a path, makes it exclusive, and edits one leaf, or
+//! removes whole subtrees from one internal node; then it balances the nodes around. The common case, one block of an
+//! exclusive tree moved to another place, is one descent and one overwritten entry.
 //!
 //! References on data are dropped after the entry is gone: a failure between the two leaks a block, and never frees
 //! one that is still mapped.
@@ -16,12 +16,11 @@ use std::ops::Range;
 /// Unmaps `range`, and then maps it to consecutive physical blocks from `with.0`, unwritten if `with.1`. Returns the
 /// root, which takes the place of the one given: the caller's reference has moved to it.
 ///
-/// Each data block loses the reference that an entry gone had on it. The new blocks come with a reference already
-/// counted for the new entry. So to keep blocks and change only their flag, add a reference to them first and pass them
-/// as new.
+/// Each data block loses the reference of a removed entry. The new blocks already have a reference counted for the new
+/// entry. So to keep blocks and change only their flag, add a reference to them first and pass them as new.
 ///
-/// Unmapping what is not mapped changes nothing. Unmapping a long range drops whole subtrees: those shared with other
-/// trees by one count, exclusive ones node by node, so the caller bounds the range to bound the time.
+/// Unmapping an unmapped range changes nothing. Unmapping a long range drops whole subtrees: those shared with other
+/// trees by one count, exclusive ones node by node, so the caller limits the range to limit the time.
 pub fn replace<S: NodeStore + ?Sized>(
     store: &mut S,
     root: NodeId,
@@ -74,7 +73,7 @@ fn map<S: NodeStore + ?Sized>(
 
 fn unmap<S: NodeStore + ?Sized>(store: &mut S, mut root: NodeId, range: Range<u64>) -> Result<NodeId> {
     let mut position = range.start;
-    // Looking first keeps a discard of empty space from copying shared nodes for nothing.
+    // The look-up first keeps a discard of empty space from copying shared nodes in vain.
     while let Some(mapped) = lookup::first_mapped(store, root, position..range.end)? {
         let mut path = Path::to_covered(store, root, mapped, range.clone())?;
         path.make_exclusive(store, &mut root)?;
@@ -92,7 +91,7 @@ fn unmap<S: NodeStore + ?Sized>(store: &mut S, mut root: NodeId, range: Range<u6
     Ok(root)
 }
 
-/// Replaces `range` in the leaf at the end of an exclusive path. False when there was no room: the tree has been split,
+/// Replaces `range` in the leaf at the end of an exclusive path. False if there was no room: the tree has been split,
 /// and the step has to start again.
 fn edit_leaf<S: NodeStore + ?Sized>(
     store: &mut S,

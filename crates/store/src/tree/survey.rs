@@ -1,9 +1,9 @@
-//! Which pages an operation on a tree will need, as far as the pages in memory tell.
+//! Surveys which pages an operation on a tree will need, as far as the pages in memory show.
 //!
-//! A survey walks as the operation would and goes round what is not in memory, so that one pass finds all that can be
-//! known by now, and the next pass, once that has been read, what lies below it. It changes nothing, trusts nothing
-//! (what is damaged ends it early: the operation will say so), and may ask for a little too much or too little: what
-//! it misses is read when it is needed.
+//! A survey walks as the operation would and skips what is not in memory, so that one pass finds everything that can be
+//! known by now, and the next pass, after those pages were read, what lies below. It changes nothing and does not
+//! report damage, which ends it early: the operation will report it. It may ask for a few pages too many or too few;
+//! those that it misses are read when they are needed.
 
 use super::page::{self, ENTRIES_MAX};
 use super::{LOGICAL_LIMIT, NodeId};
@@ -16,7 +16,7 @@ const MERGED_BELOW: usize = ENTRIES_MAX / 2 + 2;
 /// Leaves with more entries may be split when they gain some.
 const SPLIT_ABOVE: usize = ENTRIES_MAX - 3;
 
-/// What is in memory. What is asked for and is not there is noted.
+/// The pages in memory. Requested pages that are missing are noted.
 pub trait Resident {
     /// The page of a node.
     fn node(&mut self, id: NodeId) -> Option<&Block>;
@@ -24,19 +24,19 @@ pub trait Resident {
     /// Number of references on a node.
     fn references(&mut self, id: NodeId) -> Option<u32>;
 
-    /// A reference on a node will be dropped.
+    /// Notes that a reference on a node will be dropped.
     fn drop_node(&mut self, id: NodeId);
 
-    /// The entries of data blocks will be read or gain a reference.
+    /// Notes that the entries of data blocks will be read or gain a reference.
     fn data(&mut self, physical: u64, blocks: u64);
 
-    /// References on data blocks will be dropped.
+    /// Notes that references on data blocks will be dropped.
     fn drop_data(&mut self, physical: u64, blocks: u64);
 
-    /// Data blocks will be overwritten where that is allowed, and dropped elsewhere.
+    /// Notes that data blocks will be overwritten where that is allowed, and dropped elsewhere.
     fn overwrite_data(&mut self, physical: u64, blocks: u64);
 
-    /// Nodes will be allocated.
+    /// Notes that nodes will be allocated.
     fn allocate(&mut self);
 
     /// True when enough is noted for one pass.
@@ -64,7 +64,7 @@ impl Aim {
     }
 }
 
-/// What an operation on a range of a tree will need.
+/// Surveys an operation on a range of a tree.
 pub fn survey<S: Resident + ?Sized>(store: &mut S, root: NodeId, range: Range<u64>, aim: Aim) {
     let range = range.start..range.end.min(LOGICAL_LIMIT);
     if !range.is_empty() {
@@ -148,7 +148,7 @@ fn visit<S: Resident + ?Sized>(
     }
 }
 
-/// What comparing two trees within a range will need: nodes that are in both are not opened.
+/// Surveys a comparison of two trees within a range: nodes that are in both are not opened.
 pub fn survey_difference<S: Resident + ?Sized>(store: &mut S, roots: [Option<NodeId>; 2], range: &Range<u64>) {
     let mut open: [Vec<(u8, NodeId)>; 2] = roots.map(|root| {
         let known = root.and_then(|root| store.node(root).map(|node| (page::level(node), root)));
@@ -178,13 +178,13 @@ pub fn survey_difference<S: Resident + ?Sized>(store: &mut S, roots: [Option<Nod
     }
 }
 
-/// What dropping one reference on a subtree will need.
+/// Surveys dropping one reference on a subtree.
 fn give_up<S: Resident + ?Sized>(store: &mut S, id: NodeId, level: u8) {
     let mut all = usize::MAX;
     drop_part(store, id, Some(level), &mut all);
 }
 
-/// What dropping `steps` leaves and shared subtrees of a tree from its end will need.
+/// Surveys dropping `steps` leaves and shared subtrees of a tree from its end.
 pub fn survey_drop<S: Resident + ?Sized>(store: &mut S, root: NodeId, mut steps: usize) {
     drop_part(store, root, None, &mut steps);
 }

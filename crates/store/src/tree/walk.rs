@@ -1,6 +1,6 @@
-//! Every node and extent of a tree, shown to a visitor: what counting, checking and dumping have in common.
+//! Passes every node and extent of a tree to a visitor: the common part of counting, checking and dumping.
 //!
-//! The walk also verifies what [`validate`](super::validate) cannot see on one page: that children lie within the
+//! The walk also verifies what [`validate`](super::validate) cannot check on one page: that children lie within the
 //! bounds and one level below their parents.
 
 use super::page::{self, LOGICAL_LIMIT};
@@ -8,22 +8,22 @@ use super::{LEVELS_MAX, Mapping, NodeId, NodeStore, corrupt};
 use crate::{Error, Result};
 use std::ops::Range;
 
-/// What a walk meets.
+/// An item of a walk.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Visit {
-    /// A node, before it is read; the visitor says whether to go into it. A checker of many trees goes into each shared
-    /// node once.
+    /// A node, before it is read; the visitor returns whether to descend into it. A checker of many trees descends into
+    /// each shared node once.
     Node {
         /// Its page.
         id: NodeId,
         /// Its level, 0 for a leaf.
         level: u8,
     },
-    /// An extent of the leaf visited last; the answer does not matter.
+    /// An extent of the leaf visited last; the result of the visitor is ignored.
     Extent(Mapping),
 }
 
-/// What is called with a part of a tree that cannot be walked: its root, the logical blocks below it, and why.
+/// Called with a part of a tree that cannot be walked: its root, the logical blocks below it, and why.
 pub type Lost<'a> = dyn FnMut(NodeId, Range<u64>, Error) + 'a;
 
 /// Visits the nodes of a tree, parents before their children, and the extents of each leaf, all in logical order.
@@ -36,7 +36,7 @@ pub fn walk<S: NodeStore + ?Sized>(
     walk_node(store, root, level, 0..LOGICAL_LIMIT, visit, &mut None)
 }
 
-/// As [`walk`], and goes on behind a damaged node, which it passes to `lost`. An error of the visitor still ends it.
+/// As [`walk`], but continues behind a damaged node, which it passes to `lost`. An error of the visitor still ends it.
 pub fn walk_damaged<S: NodeStore + ?Sized>(
     store: &mut S,
     root: NodeId,
@@ -91,7 +91,7 @@ fn walk_node<S: NodeStore + ?Sized>(
     Ok(())
 }
 
-/// Checks a node against what is above it.
+/// Checks a node against its parent.
 fn validate_below<S: NodeStore + ?Sized>(store: &mut S, id: NodeId, level: u8, bounds: &Range<u64>) -> Result<()> {
     let node = store.node(id)?;
     if page::level(node) != level {

@@ -23,7 +23,7 @@ pub(super) struct Spread {
     pub(super) size: u64,
     /// Levels above the base.
     pub(super) depth: u32,
-    /// Of the order.
+    /// Seed of the order of blocks.
     pub(super) seed: u64,
 }
 

@@ -102,7 +102,7 @@ impl Load {
         })
     }
 
-    /// So many writes a second over the first `blocks` of a disk, by [`STEADY_CLIENTS`] clients.
+    /// This many writes a second over the first `blocks` of a disk, by [`STEADY_CLIENTS`] clients.
     pub(super) fn steady(endpoint: &Endpoint, blocks: u64, per_second: u32, seed: u64) -> Result<Load> {
         let write =
             move |random: &mut Random| Request::Write { offset: random.below(blocks) * BLOCK, length: BLOCK as u32 };

@@ -51,7 +51,7 @@ impl Slice {
         Ok(counted as f64 / self.seconds)
     }
 
-    /// Writes or reads so many bytes, no block twice: requests per second, without and with a flush behind them.
+    /// Writes or reads this many bytes, no block twice: requests per second, without and with a flush behind them.
     pub(super) fn run_once(&self, client: &mut Client, bytes: u64, seed: u64) -> Result<[f64; 2]> {
         let all = self.size / u64::from(self.block);
         let count = (bytes / u64::from(self.block)).clamp(1, all);

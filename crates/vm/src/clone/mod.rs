@@ -51,7 +51,7 @@ pub enum Inside {
 pub struct Options {
     /// Which kind.
     pub way: CloneKind,
-    /// So many at a time.
+    /// This many at a time.
     pub parallel: usize,
     /// The parent's file systems are frozen by its agent around the moment.
     pub quiesce: bool,
@@ -70,7 +70,7 @@ pub struct Made {
     pub running: Option<Duration>,
     /// Why its guest does not have a new identity, where it should.
     pub without_identity: Option<String>,
-    /// Its guest's kernel could not be told to start its random numbers anew, and does so only within a minute.
+    /// Its guest's kernel could not be told to reseed its random numbers, and does so only within a minute.
     pub same_randomness: bool,
 }
 

@@ -1,5 +1,5 @@
-//! What is to be taken away if its maker does not come to the end: the file `intent.toml` of a folder that machines are
-//! made in, or deleted in.
+//! What has to be removed if a command does not complete: the file `intent.toml` of a folder in which machines are
+//! created or deleted.
 
 use crate::durable;
 use backend::clock;
@@ -13,7 +13,7 @@ const INTENT: &str = "intent.toml";
 /// Its version.
 const VERSION: u32 = 1;
 
-/// Disks and snapshots that go with machines which do not come into being.
+/// Disks and snapshots that are deleted with machines that were not created.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Intent {
@@ -24,29 +24,29 @@ pub struct Intent {
     /// Every machine.
     #[serde(default, rename = "machine")]
     pub machines: Vec<Intended>,
-    /// Snapshots that go unless clones stand on them.
+    /// Snapshots that are deleted unless clones are based on them.
     #[serde(default, rename = "snapshot")]
     pub snapshots: Vec<Snapshot>,
 }
 
-/// A machine that is being made or deleted.
+/// A machine that is being created or deleted.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Intended {
     /// Its name.
     pub name: String,
-    /// The disks that go with it.
+    /// The disks that are deleted with it.
     #[serde(default, rename = "disk")]
     pub disks: Vec<OwnDisk>,
 }
 
-/// A disk that goes with a machine.
+/// A disk that is deleted with a machine.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct OwnDisk {
     /// Its name.
     pub name: String,
-    /// The snapshot that it is a linked clone of: a disk of that name that stands on another snapshot is not this one.
+    /// The snapshot of which it is a linked clone: a disk of that name with another origin is a different disk.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub origin: Option<Snapshot>,
 }
@@ -62,7 +62,7 @@ pub struct Snapshot {
 }
 
 impl Intent {
-    /// One that begins now.
+    /// An intent that begins now.
     pub fn new(machines: Vec<Intended>, snapshots: Vec<Snapshot>) -> Self {
         Self { version: VERSION, begun: clock::seconds(), machines, snapshots }
     }
@@ -72,7 +72,7 @@ impl Intent {
         durable::write_toml(&folder.join(INTENT), self)
     }
 
-    /// The intent of a folder; `None` when it was not written yet: then nothing else was done either.
+    /// The intent of a folder; `None` if it was not written yet: then nothing else was done either.
     pub fn read(folder: &Path) -> Result<Option<Self>> {
         let path = folder.join(INTENT);
         let Some(text) = durable::read(&path)? else { return Ok(None) };
@@ -84,7 +84,7 @@ impl Intent {
         Ok(Some(intent))
     }
 
-    /// Removes it, and the folder that has nothing else any more.
+    /// Removes it, and the folder if that is empty.
     pub fn remove(folder: &Path) -> Result<()> {
         crate::machine::remove_if_there(&folder.join(INTENT))?;
         fs::remove_dir_all(folder).during(|| format!("removing '{}'", folder.display()))

@@ -1,4 +1,4 @@
-//! Machines that are being made.
+//! Machines that are being created.
 
 use super::intent::{Intended, Intent, OwnDisk, Snapshot};
 use super::{Machines, NEW};
@@ -15,17 +15,17 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// How long a disk may take to be free after the process that used it was ended.
+/// How long a disk may stay open after the process that used it was ended.
 const RELEASE_PATIENCE: Duration = Duration::from_secs(10);
 
-/// Machines that are being made: those that are not finished when this is dropped are taken away, with the disks that
-/// were made for them.
+/// Machines that are being created: those not finished when this is dropped are removed, with the disks that were
+/// created for them.
 pub struct Making {
     folder: PathBuf,
     machines: PathBuf,
     disks: Arc<dyn Disks>,
     intent: Intent,
-    /// Disks that are there and ours.
+    /// Disks that exist and were created by this process.
     made: Mutex<BTreeSet<String>>,
     open: bool,
     _lock: File,
@@ -33,20 +33,20 @@ pub struct Making {
 
 /// Which of the disks that an intent names may be deleted.
 pub(super) enum Whose<'a> {
-    /// Those that we know we made.
+    /// Those that this process has created.
     Made(&'a BTreeSet<String>),
-    /// Those that were made since then, as it was meant.
+    /// Those that match the intent and were created since.
     MadeSince(u64),
     /// All of them.
     Named {
-        /// Clones that stand on them get what they stand on.
+        /// Linked clones take over the snapshots on which they are based.
         promote: bool,
     },
 }
 
 impl Machines {
-    /// Begins to make machines. `made_for` says of each the disks that are made for it. `snapshots` are taken for this:
-    /// they go in the end, unless clones stand on them.
+    /// Begins to create machines. `made_for` has for each machine the disks that are created for it. `snapshots` are
+    /// taken for this: they are deleted in the end, unless clones are based on them.
     pub fn make(
         &self,
         definitions: &[Definition],
@@ -83,7 +83,7 @@ impl Machines {
 }
 
 impl Making {
-    /// These disks are there now, and ours.
+    /// Notes that these disks exist, created by this process.
     pub fn made(&self, disks: impl IntoIterator<Item = String>) {
         self.made.lock().extend(disks);
     }
@@ -99,12 +99,13 @@ impl Making {
         if folder.exists() {
             return Err(Error::new(ErrorKind::Exists, format!("there is a machine '{name}' already")));
         }
-        // Should one have come meanwhile: renaming a folder replaces only an empty one, and a machine's never is.
+        // A machine may have been created meanwhile: renaming a folder replaces only an empty one, and a machine's is
+        // never empty.
         fs::rename(self.folder.join(name), &folder).during(|| format!("making machine '{name}'"))?;
         Ok(Machine::at(folder))
     }
 
-    /// The end, with what was not finished left to the next command: for when it is not known what there is.
+    /// Ends without removing anything, which the next command does: for when the present state is unknown.
     pub fn leave(mut self) {
         self.open = false;
         if let Err(error) = durable::sync(&self.machines) {
@@ -112,7 +113,7 @@ impl Making {
         }
     }
 
-    /// The end: what was finished is durable, what was not is taken away.
+    /// Ends: finished machines are durable, unfinished ones are removed.
     pub fn settle(mut self) -> Result<()> {
         durable::sync(&self.machines)?;
         self.open = false;
@@ -139,7 +140,7 @@ pub(super) fn take_away(folder: &Path, intent: &Intent, disks: &dyn Disks, whose
         claims.extend(machine.end_processes()?);
         machine.remove_own_memory()?;
     }
-    // Asked once for all of them.
+    // Requested once for all of them.
     let there = match (&whose, left.iter().any(|machine| !machine.disks.is_empty())) {
         (Whose::MadeSince(_), true) => disks.all()?,
         _ => BTreeMap::new(),
@@ -160,7 +161,7 @@ pub(super) fn take_away(folder: &Path, intent: &Intent, disks: &dyn Disks, whose
     }
     for Snapshot { disk, name } in &intent.snapshots {
         match disks.delete_snapshot(disk, name) {
-            // Not taken, or gone with its disk; or clones stand on it.
+            // It was not taken, or deleted with its disk; or clones are based on it.
             Err(error) if !matches!(error.kind(), ErrorKind::NotFound | ErrorKind::Busy) => return Err(error),
             _ => {}
         }
@@ -168,8 +169,8 @@ pub(super) fn take_away(folder: &Path, intent: &Intent, disks: &dyn Disks, whose
     Intent::remove(folder)
 }
 
-/// Whether a disk that is there is the one that was meant: same origin, and no older. Clocks of two processes may
-/// differ by the second that they are cut to.
+/// Whether an existing disk is the one in the intent: same origin, and no older. The clocks of two processes may differ
+/// by the second to which they are rounded.
 fn is_ours(disk: &OwnDisk, facts: &Facts, begun: u64) -> bool {
     let origin = disk.origin.as_ref().map(|origin| (&*origin.disk, &*origin.name));
     let has = facts.origin.as_ref().map(|(disk, snapshot)| (&**disk, &**snapshot));

@@ -1,14 +1,15 @@
 //! The command line of a machine.
 //!
-//! A saved state fits a machine whose devices have the same addresses; so every device has one that is said here or in
-//! the definition, and none is left to QEMU's counting:
+//! A saved state fits a machine whose devices have the same addresses. So every device has an address from here or from
+//! the definition, and QEMU assigns none:
 //!
 //! ```text
 //! pcie.0  4   serial ports for the guest agent        8..15   disks
 //!         5   random numbers                          16..19  network cards
 //! ```
 //!
-//! Commas end an option in QEMU's syntax and are doubled in values; disks are given as JSON, where they mean nothing.
+//! Commas end an option in QEMU's syntax and are doubled in values; disks are given as JSON, where they have no such
+//! meaning.
 
 use super::features::Features;
 use crate::definition::{Definition, Link};
@@ -20,22 +21,22 @@ use std::path::{Path, PathBuf};
 const SERIAL_SLOT: u8 = 4;
 /// Slot of the source of random numbers.
 const RANDOM_SLOT: u8 = 5;
-/// Seconds after which a disk whose server went away fails the guest's requests; until then they wait for it to
-/// come back, as it does when the server is restarted.
+/// Seconds after which requests of the guest fail if the server of a disk is away; until then they wait for it to come
+/// back, as it does after a restart.
 const RECONNECT_SECONDS: u32 = 300;
 
-/// Where a machine's memory is.
+/// The memory of a machine.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Memory {
-    /// In memory of the process, gone with it.
+    /// Anonymous memory of the process.
     Private,
-    /// In a file that shows what the guest writes: what a frozen parent leaves to its children.
+    /// A shared file, to which the guest's writes go: a frozen parent leaves it to its clones.
     Shared(PathBuf),
-    /// A file's content, changed for this process alone: a child's.
+    /// A private mapping of a file: a clone's.
     CopyOnWrite(PathBuf),
 }
 
-/// Where one machine's sockets and logs are.
+/// Paths of one machine's sockets and logs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RunFolder(pub PathBuf);
 
@@ -45,12 +46,12 @@ impl RunFolder {
         self.0.join("qmp.sock")
     }
 
-    /// The guest's console: what is written goes to its first serial port.
+    /// The guest's console: bytes written to it reach its first serial port.
     pub fn console(&self) -> PathBuf {
         self.0.join("console.sock")
     }
 
-    /// What the guest wrote to its console.
+    /// The guest's output on its console.
     pub fn console_log(&self) -> PathBuf {
         self.0.join("console.log")
     }
@@ -60,28 +61,28 @@ impl RunFolder {
         self.0.join("agent.sock")
     }
 
-    /// The file that QEMU holds locked while it lives.
+    /// The file that QEMU holds locked as long as it lives.
     pub fn pid_file(&self) -> PathBuf {
         self.0.join("pid")
     }
 
-    /// What QEMU complained about.
+    /// QEMU's error output.
     pub fn errors(&self) -> PathBuf {
         self.0.join("qemu.log")
     }
 }
 
-/// Everything that decides the command line.
+/// Everything that determines the command line.
 pub struct Machine<'a> {
-    /// What the machine is.
+    /// The definition of the machine.
     pub definition: &'a Definition,
-    /// Where its memory is.
+    /// Its memory.
     pub memory: Memory,
-    /// Where its sockets are.
+    /// Its sockets.
     pub run: &'a RunFolder,
-    /// The NBD server that has its disks.
+    /// The NBD server of its disks.
     pub nbd: &'a Path,
-    /// It waits for a state to be loaded.
+    /// Whether it waits for a state to be loaded.
     pub incoming: bool,
 }
 
@@ -90,7 +91,7 @@ fn value(text: impl AsRef<Path>) -> String {
     text.as_ref().display().to_string().replace(',', ",,")
 }
 
-/// The arguments, the program's name not among them.
+/// The arguments, without the program's name.
 pub fn arguments(machine: &Machine<'_>, features: &Features) -> Vec<OsString> {
     let Machine { definition, run, .. } = machine;
     let mut all: Vec<String> = Vec::new();
@@ -104,7 +105,7 @@ pub fn arguments(machine: &Machine<'_>, features: &Features) -> Vec<OsString> {
             add("-cpu", "host".into());
         }
         super::features::Accelerator::Tcg => {
-            // The translation buffer is taken in full by each process: of a hundred clones, 32 MiB each is enough.
+            // Each process allocates the whole translation buffer: for a hundred clones, 32 MiB each is enough.
             add("-accel", "tcg,tb-size=32".into());
             add("-cpu", "max".into());
         }
@@ -112,9 +113,9 @@ pub fn arguments(machine: &Machine<'_>, features: &Features) -> Vec<OsString> {
     add("-smp", definition.cpus.to_string());
     add("-m", format!("{}M", definition.memory >> 20));
     add("-object", memory(machine, features));
-    // So that a state begins with its devices, whichever way it was saved (see `instant::state`).
+    // So that a state begins with its devices, however it was saved (see `instant::state`).
     add("-global", "migration.send-configuration=off".into());
-    // A guest whose kernel has a driver for it learns from it that it is a copy, and mixes its random numbers anew.
+    // The kernel of a guest with a driver for it learns that the guest is a copy, and reseeds its random numbers.
     add("-device", "vmgenid,guid=auto".into());
     add("-display", "none".into());
     add("-pidfile", run.pid_file().display().to_string());
@@ -172,7 +173,7 @@ pub fn arguments(machine: &Machine<'_>, features: &Features) -> Vec<OsString> {
     if machine.incoming {
         add("-incoming", "defer".into());
     }
-    // Its guest executes when it is told to: once this process is the one that counts.
+    // Its guest executes on command: once this process is the machine's.
     all.extend(["-S", "-nodefaults", "-no-user-config"].map(String::from));
     all.into_iter().map(OsString::from).collect()
 }
@@ -186,7 +187,7 @@ fn memory(machine: &Machine<'_>, features: &Features) -> String {
         }
         Memory::CopyOnWrite(file) => {
             let readonly = if features.memory_from_readonly_file { ",readonly=on,rom=off" } else { "" };
-            // No swap is set aside for it: most of a child is never written.
+            // No swap is reserved: most of a clone's memory is never written.
             format!(
                 "memory-backend-file,id=memory,size={size}M,mem-path={},share=off,reserve=off{readonly}",
                 value(file)

@@ -1,4 +1,4 @@
-//! What a QEMU offers, found by asking it: distributions patch, and versions say little.
+//! Features of a QEMU, determined by asking it: distributions patch it, and version numbers say little.
 
 use crate::qmp::Client;
 use error::{Error, ErrorKind, IoContext, Result};
@@ -11,7 +11,7 @@ use std::time::Duration;
 /// How long a QEMU without a machine may take to answer.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// What executes the guest's instructions.
+/// The accelerator.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Accelerator {
@@ -37,11 +37,11 @@ impl Accelerator {
 pub struct Features {
     /// The program.
     pub program: PathBuf,
-    /// Its version, for people.
+    /// Its version, for messages.
     pub version: String,
-    /// What runs guests here.
+    /// The accelerator used here.
     pub accelerator: Accelerator,
-    /// Why it is not KVM, if it is not.
+    /// Why it is not KVM.
     pub why_not_kvm: Option<String>,
     /// Memory files can be mapped copy-on-write from a file open for reading (`readonly=on,rom=off`).
     pub memory_from_readonly_file: bool,
@@ -53,7 +53,7 @@ pub struct Features {
     pub save_devices: bool,
 }
 
-/// A QEMU without a machine, asked and ended.
+/// A QEMU without a machine, for queries.
 struct Probe {
     child: Child,
     folder: PathBuf,
@@ -61,7 +61,7 @@ struct Probe {
 
 impl Drop for Probe {
     fn drop(&mut self) {
-        // It has no disks and no guest: nothing is lost by killing it.
+        // It has no disks and no guest, so killing it loses nothing.
         let _ = self.child.kill();
         let _ = self.child.wait();
         let _ = std::fs::remove_dir_all(&self.folder);
@@ -69,7 +69,7 @@ impl Drop for Probe {
 }
 
 impl Features {
-    /// Asks `program`; `folder` is where a socket may be put for the moment.
+    /// Asks `program`; `folder` is used for a temporary socket.
     pub fn detect(program: &Path, folder: &Path) -> Result<Self> {
         let folder = folder.join(format!("probe-{}", std::process::id()));
         std::fs::create_dir_all(&folder).during(|| format!("making '{}'", folder.display()))?;
@@ -120,7 +120,7 @@ fn version_text(version: &Value) -> String {
     if package.is_empty() { numbers } else { format!("{numbers} ({package})") }
 }
 
-/// Why guests cannot run on the processor itself, in words; `None` if they can as far as can be seen from outside.
+/// Why KVM cannot be used, as text; `None` if nothing speaks against it from outside.
 fn why_not_kvm(client: &mut Client) -> Result<Option<String>> {
     let built_in = client.execute("query-kvm", json!({}))?["present"].as_bool().unwrap_or(false);
     if !built_in {
@@ -129,15 +129,15 @@ fn why_not_kvm(client: &mut Client) -> Result<Option<String>> {
     if let Err(e) = std::fs::OpenOptions::new().read(true).write(true).open("/dev/kvm") {
         return Ok(Some(format!("/dev/kvm: {e}")));
     }
-    // Where the processor shows no virtualization, what answers on /dev/kvm is an emulation of it that is slower than
-    // QEMU's own, where guests run at all.
+    // If the processor shows no virtualization, /dev/kvm is an emulation that is slower than QEMU's own translator, if
+    // guests run at all.
     let flags = std::fs::read_to_string("/proc/cpuinfo").during(|| "reading /proc/cpuinfo".into())?;
     let flags = flags.lines().find(|line| line.starts_with("flags")).unwrap_or("");
     let hardware = flags.split_whitespace().any(|flag| flag == "vmx" || flag == "svm");
     Ok((!hardware && cfg!(target_arch = "x86_64")).then(|| "the processor shows neither vmx nor svm".into()))
 }
 
-/// What `query-qmp-schema` answers: every type under a number of its own.
+/// The result of `query-qmp-schema`: every type under a number of its own.
 struct Schema(Value);
 
 impl Schema {

@@ -1,4 +1,4 @@
-//! QEMU as it is found on this machine: what it can do, how it is started, and the process it becomes.
+//! The installed QEMU: its features, its command line, and its processes.
 //!
 //! ```text
 //! features   what this QEMU and this machine offer, by asking, never by version

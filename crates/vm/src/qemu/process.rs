@@ -1,11 +1,11 @@
 //! A running QEMU.
 //!
-//! 1. It is started in a process group of its own, with nothing of ours but what its command line names, so that
-//!    neither a signal to us nor our end reaches it.
-//! 2. It holds a lock on its pid file for as long as it lives (`-pidfile`), and the kernel reports which process holds
-//!    a lock: so it is found again by the file after any kill, even if its number was given to another process.
-//! 3. Signals go through a descriptor of the process (pidfd), taken before the lock is looked at once more: never to
-//!    another process that got its number meanwhile.
+//! 1. It is started in a process group of its own, with no open files except those of its command line, so that neither
+//!    a signal to the command nor the command's end reaches it.
+//! 2. It holds a lock on its pid file as long as it lives (`-pidfile`), and the kernel reports which process holds a
+//!    lock. So the file leads to it after any kill, even if its number was given to another process.
+//! 3. Signals go through a descriptor of the process (pidfd), opened before the lock is checked again: never to another
+//!    process that got its number meanwhile.
 
 use super::command::RunFolder;
 use crate::qmp::Client;
@@ -24,9 +24,9 @@ use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// How often a process that starts or ends is looked at.
+/// How often a process that starts or ends is checked.
 const POLL: Duration = Duration::from_millis(1);
-/// How long one that is ended may take.
+/// How long a process that was killed may take to end.
 const END_PATIENCE: Duration = Duration::from_secs(20);
 /// Most characters of QEMU's error output that go into a message.
 const COMPLAINT_MAX: usize = 2000;
@@ -46,21 +46,21 @@ pub struct Starting {
 }
 
 impl Starting {
-    /// Starts `program`. What it complains about goes to `errors`.
+    /// Starts `program`. Its error output goes to `errors`.
     pub fn new(program: &Path, arguments: &[OsString], errors: &Path) -> Result<Self> {
         let log = fs::File::create(errors).during(|| format!("making '{}'", errors.display()))?;
         let mut command = Command::new(program);
         command.args(arguments).stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
-        // Away from the signals of our terminal.
+        // Separate from the signals of the terminal.
         command.process_group(0);
         let child = command.spawn().map_err(|e| Error::io(format!("starting '{}'", program.display()), e))?;
         Ok(Self { child, errors: errors.into() })
     }
 
-    /// Waits until it is set up and answers on its monitor, after which it goes its own way.
+    /// Waits until it is set up and answers on its monitor; it runs independently afterwards.
     ///
     /// # Errors
-    /// With its own words when it ends instead.
+    /// With its error output if it ends instead.
     pub fn finish(mut self, run: &RunFolder, patience: Duration) -> Result<(Process, Client)> {
         let deadline = Instant::now() + patience;
         let answered = loop {
@@ -86,7 +86,7 @@ impl Starting {
         match answered {
             Ok(ready) => {
                 let mut child = self.child;
-                // A thread that waits for the child keeps it from staying a zombie while this process lives.
+                // A thread waits for the child, so that it does not stay a zombie while this process lives.
                 let name = format!("qemu {}", child.id());
                 let waiter = thread::Builder::new().name(name).spawn(move || child.wait());
                 waiter.during(|| "starting a thread".into())?;
@@ -126,9 +126,9 @@ impl Process {
         Ok(same.then(|| Self { pid, file: pid_file.into(), descriptor }))
     }
 
-    /// Ends the process that holds a pid file, and keeps any other from holding it while what this gives is there: one
-    /// that was started a moment ago and has not come to that yet ends when it does. The file is not to be asked about
-    /// meanwhile: closing any descriptor of it releases the lock.
+    /// Ends the process that holds a pid file, and keeps any other from holding it while the result exists: a process
+    /// that was just started and has not locked it yet ends when it tries. The file must not be queried meanwhile,
+    /// because closing any descriptor of it releases the lock.
     pub fn claim(pid_file: &Path) -> Result<fs::File> {
         let opening = || format!("opening '{}'", pid_file.display());
         loop {
@@ -155,7 +155,7 @@ impl Process {
         Ok(holder(&self.file)? == Some(self.pid))
     }
 
-    /// Ends it without asking the guest: as pulling the plug.
+    /// Kills it without asking the guest, like a loss of power.
     pub fn kill(&self) -> Result<()> {
         match pidfd_send_signal(&self.descriptor, Signal::KILL) {
             Ok(()) | Err(Errno::SRCH) => Ok(()),
@@ -163,7 +163,7 @@ impl Process {
         }
     }
 
-    /// Ends it so, and waits until it has.
+    /// Kills it, and waits until it has ended.
     pub fn end(&self) -> Result<()> {
         self.kill()?;
         match self.wait(END_PATIENCE)? {
@@ -172,8 +172,8 @@ impl Process {
         }
     }
 
-    /// Has QEMU end itself, and ends it if it does not: told by its monitor, it lets its own requests to the disks end.
-    /// The guest is not asked.
+    /// Makes QEMU end itself, and kills it if it does not: after a command on its monitor it completes its own requests
+    /// to the disks. The guest is not asked.
     pub fn quit(&self, monitor: Option<&mut Client>) -> Result<()> {
         // The connection stays open until then: QEMU may drop a command whose connection is closed.
         let told = monitor.is_some_and(|monitor| monitor.send(&json!({ "execute": "quit" })).is_ok());

@@ -19,10 +19,10 @@
 //! ```
 //!
 //! 1. [`Vmsd::parse`] is total: any bytes give a list or an error, in time linear in their number, with memory within
-//!    the limits below. Keys that mean nothing here are passed over.
+//!    the limits below. Unknown keys are skipped.
 //! 2. A list proves nothing about files: those that it names are opened through [`layer::image::Folder`], which checks
 //!    them.
-//! 3. What [`Vmsd::to_bytes`] writes parses to the same list.
+//! 3. The result of [`Vmsd::to_bytes`] parses to the same list.
 
 mod parse;
 #[cfg(test)]
@@ -41,7 +41,7 @@ pub const DISKS_MAX: usize = 512;
 /// A disk of a snapshot.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct VmsdDisk {
-    /// The descriptor that holds its state then: a name, or a path.
+    /// The descriptor of the image with its state: a name, or a path.
     pub file: String,
     /// The device: `scsi0:0`.
     pub node: String,
@@ -56,9 +56,9 @@ pub struct VmsdSnapshot {
     pub parent: Option<u32>,
     /// The file with the machine's state.
     pub state: String,
-    /// The name that people gave it; not unique.
+    /// The name given by the user; not unique.
     pub name: String,
-    /// What they wrote about it.
+    /// The description given by the user.
     pub description: String,
     /// When it was taken: microseconds since 1970.
     pub created: u64,
@@ -71,7 +71,7 @@ pub struct VmsdSnapshot {
 pub struct Vmsd {
     /// The last number given.
     pub last_uid: u32,
-    /// The snapshot that the machine stands on.
+    /// The snapshot on which the machine is based.
     pub current: Option<u32>,
     /// Whether images are left that no snapshot needs and that were not merged yet.
     pub need_consolidate: bool,

@@ -1,12 +1,12 @@
-//! Reading a list of snapshots. Lines are `key = "value"`; keys compare without regard to case; what VMware cannot put
-//! between quotes stands as `|` and two hexadecimal digits.
+//! Parsing a list of snapshots. Lines are `key = "value"`; keys compare without regard to case; a character that cannot
+//! stand between quotes is encoded as `|` and two hexadecimal digits.
 
 use super::{DISKS_MAX, LINE_MAX, SNAPSHOTS_MAX, TEXT_MAX, Vmsd, VmsdDisk, VmsdSnapshot};
 use crate::{Error, ErrorKind, Result};
 use layer::descriptor::Encoding;
 use std::collections::{BTreeMap, HashSet};
 
-/// One snapshot as its lines come.
+/// One snapshot while its lines are read.
 #[derive(Default)]
 struct Raw {
     uid: Option<u32>,
@@ -23,7 +23,7 @@ impl Vmsd {
     /// Reads a list.
     ///
     /// # Errors
-    /// `Corrupt` when it is too long, holds zeros, or gives a number twice.
+    /// `Corrupt` if it is too long, contains zeros, or has a number twice.
     pub fn parse(bytes: &[u8]) -> Result<Self> {
         if bytes.len() > TEXT_MAX {
             return Err(corrupt(format!("the list of snapshots has {} bytes: too many", bytes.len())));
@@ -52,7 +52,7 @@ impl Vmsd {
         }
         let mut seen = HashSet::new();
         for raw in raw.into_values() {
-            // What has no number is a rest of one that was deleted.
+            // An entry without a number is the rest of a deleted one.
             let Some(uid) = raw.uid else { continue };
             if !seen.insert(uid) {
                 return Err(corrupt(format!("two snapshots of the list have the number {uid}")));
@@ -99,7 +99,7 @@ impl Raw {
     }
 }
 
-/// The encoding that the list says it is in; UTF-8 if it does not.
+/// The encoding named in the list; UTF-8 if there is none.
 fn encoding_of(bytes: &[u8]) -> Option<Encoding> {
     let lines = bytes.split(|byte| *byte == b'\n').take(64);
     let mut named = lines.filter_map(|line| split_line(line).ok().flatten());
@@ -107,7 +107,7 @@ fn encoding_of(bytes: &[u8]) -> Option<Encoding> {
     Encoding::named(std::str::from_utf8(name).ok()?)
 }
 
-/// Key, in small letters, and value of a line; `None` for what is none.
+/// Key, in small letters, and value of a line; `None` for other lines.
 fn split_line(line: &[u8]) -> Result<Option<(String, &[u8])>> {
     if line.len() > LINE_MAX {
         return Err(corrupt(format!("the list of snapshots has a line of more than {LINE_MAX} bytes")));
@@ -124,11 +124,11 @@ fn split_line(line: &[u8]) -> Result<Option<(String, &[u8])>> {
     Ok(Some((key.to_ascii_lowercase(), value)))
 }
 
-/// The number behind a word, and what follows it.
+/// The number behind a word, and the text after it.
 fn indexed<'a>(key: &'a str, word: &str) -> Option<(usize, &'a str)> {
     let rest = key.strip_prefix(word)?;
     let end = rest.find(|c: char| !c.is_ascii_digit()).unwrap_or(rest.len());
-    // More digits than any index has are an index beyond every limit.
+    // More digits than any index has count as an index beyond every limit.
     let index = if end > 9 { usize::MAX } else { rest[..end].parse().ok()? };
     Some((index, &rest[end..]))
 }
@@ -137,7 +137,7 @@ fn number(text: &str) -> Option<u32> {
     text.trim().parse().ok()
 }
 
-/// Puts back what VMware has written as `|` and two digits, and decodes.
+/// Decodes `|` and two digits, and the encoding.
 fn unescape(value: &[u8], encoding: Option<&Encoding>) -> String {
     let mut bytes = Vec::with_capacity(value.len());
     let mut at = 0;

@@ -47,7 +47,7 @@ impl Vmsd {
     }
 }
 
-/// What cannot stand between quotes on one line, as `|` and two digits.
+/// Encodes a character that cannot stand between quotes as `|` and two digits.
 fn escape(value: &str) -> String {
     let mut out = String::with_capacity(value.len());
     for c in value.chars() {

@@ -171,7 +171,7 @@ impl World {
         }
     }
 
-    /// The medium works again; the power goes, and the disk is opened anew.
+    /// The medium works again; the power is cut, and the disk is opened again.
     fn restart(self) -> Self {
         let Self { machine, disk, random, mut sectors, what, .. } = self;
         drop(disk);

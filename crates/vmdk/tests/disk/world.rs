@@ -62,7 +62,7 @@ impl Guest {
 pub struct Busy<'a> {
     pub guest: &'a Mutex<Guest>,
     pub chain: Arc<Chain>,
-    /// Stops after so many reports; never if zero.
+    /// Stops after this many reports; never if zero.
     pub patience: Mutex<u32>,
 }
 

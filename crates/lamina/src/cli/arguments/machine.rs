@@ -177,7 +177,7 @@ pub enum VmCommand {
         /// Print the console's output so far, and end.
         #[arg(long)]
         said: bool,
-        /// End after so many seconds without output, where input is no terminal and has ended.
+        /// End after this many seconds without output, where input is no terminal and has ended.
         #[arg(long, value_name = "SECONDS", value_parser = parse_seconds, default_value = "3")]
         quiet: u64,
     },

@@ -13,7 +13,7 @@ const SLOTS: [u64; 6] = [0, 1, 2, 5, 6, 9];
 /// What happens after a read at an offset.
 type After = Box<dyn Fn(u64) + Send + Sync>;
 
-/// A file that tells of its reads, and takes no room ahead: tables stay holes until a commit writes them.
+/// A file that reports its reads, and reserves no space: tables stay holes until a commit writes them.
 struct Watched {
     file: Arc<dyn File>,
     after: OnceLock<After>,

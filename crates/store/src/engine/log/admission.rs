@@ -1,41 +1,41 @@
-//! Admission: work that changes metadata begins only when the journal has room for what it appends and a checkpoint has
-//! room for what it dirties.
+//! Admission: work that changes metadata begins only when the journal has room for its appends, and a checkpoint has
+//! room for the pages that it dirties.
 //!
-//! Two budgets. *Bytes* of the ring: what lies between tail and head, what waits to be appended, and what is granted
-//! must fit beside a reserve for small changes that cannot wait (announcements settled, snapshots sealed, space
-//! reserved, the padding of a checkpoint's own appends). *Pages*: those changed since the last checkpoint, those that a
-//! checkpoint under way has captured, and what is granted must fit into the images file and into a share of the
+//! Two budgets. *Bytes* of the ring: the bytes between tail and head, those that wait to be appended, and the granted
+//! ones must fit beside a reserve for small changes that cannot wait (settled announcements, sealed snapshots, reserved
+//! space, the padding of a checkpoint's own appends). *Pages*: those changed since the last checkpoint, those that a
+//! checkpoint under way has captured, and the granted ones must fit into the images file and into a share of the
 //! metadata cache. Captured pages count until their checkpoint has ended, because recovery from the one before would
 //! change all of them again.
 //!
 //! What must hold:
 //!
-//! 1. A grant is an upper bound. It is dropped after what was done under it is counted: in between, the same bytes and
-//!    pages may count twice, and never not at all.
+//! 1. A grant is an upper limit. It is dropped after the work done under it is counted: in between, the same bytes and
+//!    pages may count twice, but they are always counted.
 //! 2. [`Admission::try_admit`] may be called under any lock. A thread that waits must hold no lock that a
 //!    checkpoint takes.
-//! 3. What is asked for is never more than an empty budget holds, but for pages of a single operation, which is
-//!    admitted when nothing else counts.
+//! 3. No request exceeds an empty budget, except in the pages of a single operation, which is admitted when nothing
+//!    else counts.
 
 use crate::sync::atomic::{AtomicU64, Ordering};
 use crate::sync::{Condvar, Mutex};
 use std::time::Duration;
 
 /// Dirty pages allowed whatever the size of the cache (16 MiB): more than any single operation changes, so that each
-/// can be admitted.
+/// operation can be admitted.
 pub const PAGES_FLOOR: u64 = 4096;
-/// One part in so many of the ring is kept for small changes that cannot wait ...
+/// One part in this many of the ring is kept for small changes that cannot wait ...
 const RESERVE_SHARE: u64 = 16;
 /// ... and of the pages.
 const MARGIN_SHARE: u64 = 16;
-/// A checkpoint is asked for when this part of the ring is used.
+/// A checkpoint is requested when this part of the ring is used.
 const SOFT_RING_PERCENT: u64 = 40;
-/// From this fill on writers are slowed down ...
+/// Writers are slowed down from this fill level on ...
 const PACE_PERCENT: u64 = 60;
-/// ... the more the fuller, up to this for each batch.
+/// ... the more, the fuller the budget is, up to this time for each batch.
 const PACE_MAX: Duration = Duration::from_millis(20);
 
-/// What work needs.
+/// What a piece of work needs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Cost {
     /// Bytes of the ring.
@@ -58,9 +58,9 @@ pub struct Admission {
     ring: u64,
     /// Dirty pages that the cache allows.
     cache: u64,
-    /// Dirty pages that ask for a checkpoint, as far as the cache goes.
+    /// Dirty pages at which a checkpoint is requested, as far as the cache limits them.
     cache_soft: u64,
-    /// Pages that the images file has room for.
+    /// Pages for which the images file has room.
     capacity: AtomicU64,
     /// Bytes between tail and head.
     used: AtomicU64,
@@ -68,13 +68,13 @@ pub struct Admission {
     pending: AtomicU64,
     /// Pages that the next checkpoint has to write.
     dirty: AtomicU64,
-    /// Pages that recovery would change and that are not dirty now: of blocks that were announced only.
+    /// Pages that recovery would change and that are not dirty now: those of blocks that were only announced.
     announced: AtomicU64,
-    /// Pages that the checkpoint under way holds, and those that appending what it captured will dirty.
+    /// Pages that the checkpoint under way has captured, and those that its appends will dirty.
     captured: AtomicU64,
 }
 
-/// Leave to change metadata, up to a cost.
+/// A grant: permission to change metadata, up to a cost.
 pub struct Grant<'a> {
     admission: &'a Admission,
     cost: Cost,
@@ -108,12 +108,12 @@ impl Admission {
         }
     }
 
-    /// Bytes of the ring that work may take in all.
+    /// The most bytes of the ring that work may use.
     pub fn ring_limit(&self) -> u64 {
         self.ring - self.ring / RESERVE_SHARE
     }
 
-    /// Dirty pages that work may bring about in all.
+    /// The most pages that work may dirty.
     pub fn page_limit(&self) -> u64 {
         let hard = self.cache.min(self.capacity.load(Ordering::Acquire));
         hard - hard / MARGIN_SHARE
@@ -124,53 +124,54 @@ impl Admission {
         cost.bytes <= self.ring_limit() && cost.pages <= self.page_limit()
     }
 
-    /// The most pages that the images file is ever grown for.
+    /// The most pages for which the images file is grown.
     pub fn capacity_max(&self) -> u64 {
         self.cache
     }
 
-    /// Pages that the images file has room for.
+    /// Pages for which the images file has room.
     pub fn capacity(&self) -> u64 {
         self.capacity.load(Ordering::Acquire)
     }
 
-    /// The images file has room for so many pages now.
+    /// Notes that the images file has room for this many pages now.
     pub fn set_capacity(&self, pages: u64) {
         self.capacity.store(pages, Ordering::Release);
         self.notify();
     }
 
-    /// The ring is used from its tail to its head.
+    /// Notes that the ring is used from its tail to its head.
     pub fn set_used(&self, bytes: u64) {
         self.used.store(bytes, Ordering::Release);
     }
 
-    /// What waits to be appended, and what the next checkpoint has to write.
+    /// Notes the changes that wait to be appended, and the pages that the next checkpoint has to write.
     pub fn set_changes(&self, pending: u64, dirty: u64) {
         self.pending.store(pending, Ordering::Release);
         self.dirty.store(dirty, Ordering::Release);
     }
 
-    /// Blocks were announced whose pages recovery would change.
+    /// Notes that blocks were announced whose pages recovery would change.
     pub fn add_announced(&self, pages: u64) {
         self.announced.fetch_add(pages, Ordering::AcqRel);
     }
 
-    /// A checkpoint has captured what was dirty; appending what was pending then dirties up to `more` pages again.
+    /// Notes that a checkpoint has captured the dirty pages; appending the pending changes dirties up to `more` pages
+    /// again.
     pub fn begin_checkpoint(&self, more: u64) {
         let announced = self.announced.swap(0, Ordering::AcqRel);
         self.captured.fetch_add(self.dirty.load(Ordering::Acquire) + announced + more, Ordering::AcqRel);
     }
 
-    /// The checkpoint has ended: its pages are at home.
+    /// Notes that the checkpoint has ended: its pages are at their places.
     pub fn end_checkpoint(&self) {
         self.captured.store(0, Ordering::Release);
         self.notify();
     }
 
-    /// Wakes all waiting threads, to look again.
+    /// Wakes all waiting threads, so that they check for room again.
     pub fn notify(&self) {
-        // Taken, so that the wake-up does not fall between a look and the wait that follows it.
+        // Taken so that the wake-up cannot come between a check and the wait that follows it.
         drop(self.granted.lock());
         self.room.notify_all();
     }
@@ -191,7 +192,7 @@ impl Admission {
             && (cost.pages == 0 || pages == 0 || pages + cost.pages <= self.page_limit())
     }
 
-    /// Leave to do work of this cost, if there is room for it now.
+    /// A grant for work of this cost, if there is room for it now.
     pub fn try_admit(&self, cost: Cost) -> Option<Grant<'_>> {
         let mut granted = self.granted.lock();
         if !self.fits(*granted, cost) {
@@ -201,7 +202,7 @@ impl Admission {
         Some(Grant { admission: self, cost })
     }
 
-    /// Waits until there is room, or for some time.
+    /// Waits until there is room, or until a timeout.
     pub fn wait(&self, cost: Cost, time: Duration) {
         let mut granted = self.granted.lock();
         if !self.fits(*granted, cost) {
@@ -215,27 +216,27 @@ impl Admission {
         self.page_limit().saturating_sub(held)
     }
 
-    /// Whether so much has come together that a checkpoint is worth while.
+    /// Whether the budgets are so full that a checkpoint is due.
     pub fn is_checkpoint_due(&self) -> bool {
         let soft = self.cache_soft.min(self.page_limit() / 2);
         let dirty = self.dirty.load(Ordering::Acquire) + self.announced.load(Ordering::Acquire);
         dirty > soft || self.bytes_held() * 100 > self.ring * SOFT_RING_PERCENT
     }
 
-    /// Whether the images file is what asks for checkpoints, and not the cache.
+    /// Whether the images file, and not the cache, is the limit that requests checkpoints.
     pub fn is_capacity_short(&self) -> bool {
         let capacity = self.capacity();
         capacity < self.cache && self.dirty.load(Ordering::Acquire) > capacity / 4
     }
 
-    /// How full the fuller budget is.
+    /// Fill level of the fuller budget.
     fn percent(&self) -> u64 {
         let bytes = self.bytes_held() * 100 / self.ring_limit().max(1);
         let pages = self.pages_held() * 100 / self.page_limit().max(1);
         bytes.max(pages).min(100)
     }
 
-    /// How long a writer rests after a batch: in proportion to how full the budgets are.
+    /// How long a writer sleeps after a batch: in proportion to the fill level of the budgets.
     pub fn pace(&self) -> Duration {
         PACE_MAX * self.percent().saturating_sub(PACE_PERCENT) as u32 / (100 - PACE_PERCENT) as u32
     }
@@ -276,7 +277,7 @@ mod tests {
         assert!(admission.try_admit(cost(0, 501)).is_none());
         admission.add_announced(200);
         assert!(admission.try_admit(cost(0, 301)).is_none());
-        // What was captured counts until its checkpoint has ended.
+        // Captured pages count until their checkpoint has ended.
         admission.begin_checkpoint(100);
         admission.set_changes(6 << 20, 10);
         assert_eq!(admission.pages_left(), 1500 - 1310);
@@ -289,7 +290,7 @@ mod tests {
         let admission = admission();
         let large = admission.try_admit(cost(100, 5000)).unwrap();
         assert!(admission.try_admit(cost(0, 1)).is_none());
-        // Bytes alone need no pages.
+        // A request for bytes only needs no pages.
         assert!(admission.try_admit(cost(1, 0)).is_some());
         drop(large);
         admission.set_changes(0, 1);

@@ -1,4 +1,4 @@
-//! The images file: the pages of a checkpoint under way, whole in one place before any of them changes at home.
+//! The images file: holds all pages of a checkpoint under way before any of them changes at its place.
 //!
 //! | blocks | what |
 //! |---|---|
@@ -35,9 +35,9 @@ use std::sync::Arc;
 
 /// The images of a checkpoint.
 pub const IMAGES_FILE: &str = "checkpoint";
-/// No checkpoint has so many images: more than 16 TiB of them.
+/// Limit on the images of a checkpoint: more than 16 TiB of them.
 pub const COUNT_LIMIT: u64 = 1 << 32;
-/// Images that a new datastore has room for.
+/// Images for which a new datastore has room.
 pub const INITIAL_PAGES: u64 = 512;
 const MAGIC: &[u8; 4] = b"LMCI";
 const VERSION: u16 = 1;
@@ -51,7 +51,7 @@ pub fn length(pages: u64) -> u64 {
     (1 + pages.div_ceil(KEYS_PER_BLOCK) + pages) * BLOCK_SIZE as u64
 }
 
-/// Images that a file of `length` bytes has room for.
+/// Images for which a file of `length` bytes has room.
 pub fn capacity(length_of_file: u64) -> u64 {
     let blocks = (length_of_file / BLOCK_SIZE as u64).saturating_sub(1);
     let mut pages = blocks * KEYS_PER_BLOCK / (KEYS_PER_BLOCK + 1);
@@ -68,9 +68,9 @@ pub struct Head {
     pub number: u64,
     count: u64,
     keys_checksum: u32,
-    /// The opening under which it was made.
+    /// The incarnation under which it was made.
     pub incarnation: u64,
-    /// What the superblock says once it is committed.
+    /// The record that the superblock holds once the checkpoint is committed.
     pub record: CheckpointRecord,
 }
 
@@ -120,13 +120,13 @@ impl Head {
 pub struct Images {
     file: Arc<dyn File>,
     salt: u64,
-    /// What one inverted bit explains is read as it was.
+    /// Whether an image with one inverted bit is restored when it is read.
     mending: bool,
 }
 
 /// Pages with their keys.
 pub type Pages = [(PageKey, Arc<Block>)];
-/// What is called with each part of the images.
+/// Called with each part of the images.
 type Part<'a> = dyn FnMut(&Pages) -> Result<()> + 'a;
 
 impl Images {
@@ -157,7 +157,7 @@ impl Images {
         Ok(Self { file, salt, mending: false })
     }
 
-    /// From now on what one inverted bit explains is read as it was: for repair and salvage.
+    /// From now on an image with one inverted bit is restored when it is read: for repair and salvage.
     pub fn mend(&mut self) {
         self.mending = true;
     }
@@ -172,7 +172,7 @@ impl Images {
         Ok(found.filter(|(head, _)| head.salt == self.salt))
     }
 
-    /// The keys of the images, if they are whole.
+    /// The keys of the images, if they are undamaged.
     fn read_keys(&self, head: &Head) -> Result<Option<Buffer>> {
         let doing = || format!("reading {IMAGES_FILE}");
         if length(head.count) > self.file.len().during(doing)? {
@@ -187,10 +187,10 @@ impl Images {
         Ok(whole.then_some(keys))
     }
 
-    /// What the superblock said, where both copies of it are lost: after the checkpoint that the file holds, if that is
-    /// whole, or before the first. All that images need was durable before they were written, and no later checkpoint
-    /// changed a page that is among them, or it had left its own. Half of the datastore's identity is lost. `None`
-    /// where nothing proves which state is the newest.
+    /// The contents of the superblock if both copies are lost: after the checkpoint that the file holds, if all of it
+    /// is undamaged, otherwise before the first. Everything that images refer to was durable before they were written,
+    /// and no later checkpoint changed a page that is among them, or it would have left its own images. Half of the
+    /// datastore's identity is lost. `None` if nothing proves which state is the newest.
     pub fn lost_superblock(&self, journal_size: u64) -> Result<Option<Superblock>> {
         let mut bytes = Buffer::zeroed(1);
         self.file.read_at(&mut bytes, 0).during(|| format!("reading {IMAGES_FILE}"))?;
@@ -239,8 +239,8 @@ impl Images {
         Head::decode(&bytes).map(|(head, _)| head.salt)
     }
 
-    /// Takes home the images that are whole, and spoils the places of those that are not: what is there may be of the
-    /// checkpoint before. The number of these. `None` where not even the places are known.
+    /// Writes the undamaged images to their places, and invalidates the places of the damaged ones, because those may
+    /// hold pages of the checkpoint before. Returns the number of damaged images, or `None` if their keys are damaged.
     pub fn take_whole_home(&self, files: &[Arc<dyn File>; PageFile::COUNT]) -> Result<Option<(Head, u64)>> {
         let Some((head, _)) = self.read_head()? else { return Ok(None) };
         let Some(keys) = self.read_keys(&head)? else { return Ok(None) };
@@ -262,19 +262,19 @@ impl Images {
         Ok(Some((head, lost)))
     }
 
-    /// Whether a page is the image of `key`, as it goes to the medium.
+    /// Whether a page is the image of `key`, in the form in which it is written.
     fn is_image(&self, page: &mut Block, key: PageKey) -> bool {
-        // A page of zeros passes for one that was never written, and is no image.
+        // A page of zeros counts as never written, and is no image.
         let whole = |page: &mut Block| page.0[0..4] != [0; 4] && verify(page, key).is_ok();
         whole(page) || self.mending && restore_bit(&mut page.0, 12) && whole(page)
     }
 
-    /// Images that it has room for.
+    /// Images for which it has room.
     pub fn capacity(&self) -> Result<u64> {
         Ok(capacity(self.file.len().during(|| format!("measuring {IMAGES_FILE}"))?))
     }
 
-    /// Grows the file to have room for so many images.
+    /// Grows the file to have room for this many images.
     pub fn reserve(&self, pages: u64) -> Result<()> {
         let before = self.file.len().during(|| format!("measuring {IMAGES_FILE}"))?;
         let wanted = length(pages);
@@ -282,7 +282,7 @@ impl Images {
             return Ok(());
         }
         if let Err(error) = self.file.reserve(before, wanted - before) {
-            // A file system that runs full on the way keeps what it had found.
+            // A file system that runs full meanwhile keeps the blocks that it had found.
             let _ = self.file.set_len(before);
             return Err(error).during(|| format!("reserving {wanted} bytes for checkpoints ({IMAGES_FILE})"));
         }
@@ -294,7 +294,7 @@ impl Images {
         self.file.sync().during(|| format!("flushing {IMAGES_FILE}"))
     }
 
-    /// Writes the images of a checkpoint and flushes them; what the superblock has to name.
+    /// Writes the images of a checkpoint and flushes them; returns what the superblock has to name.
     pub fn write(
         &self,
         number: u64,
@@ -330,9 +330,10 @@ impl Images {
         Ok(NamedImages { count, checksum })
     }
 
-    /// The images that have to go home before anything else: those that the superblock names. Where its other copy
-    /// cannot be read it may have been the newer one, and the images of the checkpoint that it committed are whole:
-    /// everything that such images need was durable before they were written, so they count in either case.
+    /// The images that have to be written to their places first: those that the superblock names. If its other copy
+    /// cannot be read, that copy may have been the newer one, and the images of the checkpoint that it committed are
+    /// undamaged. Everything that such images refer to was durable before they were written, so they count in either
+    /// case.
     pub fn outstanding(&self, superblock: &Superblock, other_copy_lost: bool) -> Result<Option<Head>> {
         if self.file.len().during(|| format!("measuring {IMAGES_FILE}"))? < BLOCK_SIZE as u64 {
             return match superblock.images {
@@ -357,7 +358,7 @@ impl Images {
         Ok(whole.then_some(head))
     }
 
-    /// Where the pages of checkpoint `number` are in the file, if it still holds them.
+    /// The positions of the pages of checkpoint `number` in the file, if it still holds them.
     pub fn index(&self, number: u64) -> Option<ImageIndex> {
         let (head, _) = self.read_head().ok()?.filter(|(head, _)| head.number == number)?;
         let keys = self.read_keys(&head).ok()??;
@@ -371,7 +372,7 @@ impl Images {
         Some(ImageIndex { places: places.collect(), file: Arc::clone(&self.file) })
     }
 
-    /// Takes images home and flushes them there.
+    /// Writes images to their places and flushes them.
     pub fn take_home(&self, head: &Head, files: &[Arc<dyn File>; PageFile::COUNT]) -> Result<()> {
         match self.each(head, &mut |images| write_home(files, images))? {
             true => Ok(()),
@@ -379,7 +380,7 @@ impl Images {
         }
     }
 
-    /// Calls `each` with all images in portions; false when one of them is not whole, which ends it.
+    /// Calls `each` with all images in portions. Returns false at the first damaged image.
     fn each(&self, head: &Head, each: &mut Part<'_>) -> Result<bool> {
         let doing = || format!("reading {IMAGES_FILE}");
         let Some(keys) = self.read_keys(head)? else { return Ok(false) };
@@ -406,7 +407,7 @@ impl Images {
     }
 }
 
-/// An error where a file system with `available` bytes has no room to grow from `known` images to `pages`.
+/// Fails if a file system with `available` bytes has no room to grow from `known` images to `pages`.
 pub fn check_room(available: u64, pages: u64, known: u64) -> Result<()> {
     if available >= length(pages) - length(known) {
         return Ok(());

@@ -1,4 +1,4 @@
-//! The commit log: the journal, the superblock, what is durable, and the room for what becomes durable next.
+//! The commit log: the journal, the superblock, the durable positions, and the room for later appends.
 //!
 //! Locks, in this order: `checkpoint` (one checkpoint at a time), the journal, `syncing` (one flush of the data files
 //! at a time), `permits`. `growing` (of the images file) may be taken under all of them. The log takes no lock of
@@ -28,19 +28,19 @@ use backend::{Directory, File};
 use permits::Permits;
 use std::sync::Arc;
 
-/// The journal, and what the superblock on the medium says.
+/// The journal, and the contents of the superblock on the medium.
 pub struct Committer {
     journal: Journal,
     superblock: Superblock,
-    /// Where the pending changes ended that the checkpoint under way has captured.
+    /// Journal position at which the pending changes that the checkpoint under way captured end.
     ordered: Option<Place>,
     /// Batches of operations appended since opening.
     batches: u64,
 }
 
-/// See the head of the file.
+/// Counters of what is durable, see `clocks.rs`.
 pub struct CommitLog {
-    /// Room for what is appended and dirtied.
+    /// Room for appends and for dirty pages.
     pub admission: Admission,
     /// What is durable.
     pub clocks: Clocks,
@@ -52,23 +52,23 @@ pub struct CommitLog {
     /// Size of the journal ring in bytes.
     ring: u64,
     images: Images,
-    /// One growth of the images file at a time.
+    /// Held while the images file grows: one growth at a time.
     growing: Mutex<()>,
     head: AtomicU64,
     tail: AtomicU64,
-    /// Journal position of announced overwrites still under way; `u64::MAX`: none.
+    /// Journal position of the announced overwrites under way; `u64::MAX`: none.
     announced: AtomicU64,
-    /// Just behind the position of the announcement made last.
+    /// The position just behind the last announcement.
     announced_end: AtomicU64,
     /// Overwrites announced before this journal position are durable.
     settled: AtomicU64,
-    /// What the journal durably says about that.
+    /// The position up to which the journal durably says that they are settled.
     told: AtomicU64,
-    /// A batch was appended since the last trailer: another one is asked for.
+    /// A batch was appended since the last trailer, and a new trailer was asked for.
     untrailed: AtomicBool,
 }
 
-/// A flush of the data files under way. One at a time.
+/// Held by a flush of the data files: one at a time.
 pub struct Syncing<'a> {
     log: &'a CommitLog,
     _one: MutexGuard<'a, ()>,
@@ -77,7 +77,7 @@ pub struct Syncing<'a> {
 }
 
 impl CommitLog {
-    /// Over a journal that has been surveyed, for a metadata cache of `cache` pages.
+    /// The log over a journal that recovery has read, for a metadata cache of `cache` pages.
     pub fn new(
         journal: Journal,
         superblock: Superblock,
@@ -124,12 +124,12 @@ impl CommitLog {
         self.commit.lock()
     }
 
-    /// Waits for the checkpoint under way, and keeps others from beginning.
+    /// Waits for the checkpoint under way, and holds the lock that lets no other begin.
     pub fn lock_checkpoints(&self) -> MutexGuard<'_, ()> {
         self.checkpoint.lock()
     }
 
-    /// The same, unless one is under way.
+    /// The same, if none is under way.
     pub fn try_lock_checkpoints(&self) -> Option<MutexGuard<'_, ()>> {
         self.checkpoint.try_lock()
     }
@@ -143,19 +143,19 @@ impl CommitLog {
         Ok(())
     }
 
-    /// Whether the batch just appended is the first since the last trailer: then a trailer has to be asked for.
+    /// Whether the batch just appended is the first since the last trailer, so that a new trailer has to be asked for.
     pub fn lacks_trailer(&self, _commit: &Committer) -> bool {
         !self.untrailed.load(Ordering::Acquire) && !self.untrailed.swap(true, Ordering::AcqRel)
     }
 
-    /// Ends the journal with a trailer, so that damage of its last batch can be told from a torn one. Nothing depends
-    /// on its success.
+    /// Ends the journal with a trailer, so that damage of its last batch can be told from a torn one. A failure has no
+    /// other consequence.
     pub fn trail(&self, commit: &mut Committer) -> Result<()> {
         self.untrailed.store(false, Ordering::Release);
         commit.journal.trail()
     }
 
-    /// The journal, locked, unless something is being appended.
+    /// The journal, locked, unless an append is under way.
     pub fn try_lock(&self) -> Option<MutexGuard<'_, Committer>> {
         self.commit.try_lock()
     }
@@ -165,7 +165,7 @@ impl CommitLog {
         self.head.load(Ordering::Acquire)
     }
 
-    /// Lets go of the journal before `tail`.
+    /// Releases the journal before `tail`.
     fn release(&self, commit: &mut Committer, tail: Place) {
         commit.journal.release(tail);
         self.tail.store(tail.position, Ordering::Release);
@@ -180,28 +180,29 @@ impl CommitLog {
         Ok(())
     }
 
-    /// Which copy of the superblock on the medium is damaged; with `repair` it is written anew. No checkpoint is under
-    /// way.
+    /// Finds which copy of the superblock on the medium is damaged; with `repair` it is written again. Not during a
+    /// checkpoint.
     pub fn damaged_superblock(&self, repair: bool) -> Result<Option<u64>> {
         let mut commit = self.lock();
         let damaged = commit.superblock.damaged_copy(&*self.superblock_file)?;
         let whole = Superblock::read(&*self.superblock_file).is_ok_and(|(found, _)| found == commit.superblock);
         let damaged = if whole { damaged } else { Some(commit.superblock.sequence % 2) };
         if damaged.is_some() && repair {
-            // One after the other, so that both are of now whichever was damaged.
+            // One after the other, so that both copies are current whichever was damaged.
             commit.superblock.write(&*self.superblock_file)?;
             commit.superblock.write(&*self.superblock_file)?;
         }
         Ok(damaged)
     }
 
-    /// Where the pages of the last checkpoint still are whole beside their places. No checkpoint is under way.
+    /// Positions of the pages of the last checkpoint in the images file, if they are still undamaged there. Not during
+    /// a checkpoint.
     pub fn image_index(&self) -> Option<ImageIndex> {
         let number = self.lock().superblock.checkpoint;
         self.images.index(number)
     }
 
-    /// The superblock says that the store was not closed: from here on the files change.
+    /// Writes in the superblock that the store is not closed, because the files change from here on.
     pub fn note_open(&self) -> Result<()> {
         let mut commit = self.lock();
         if commit.superblock.clean {
@@ -225,7 +226,7 @@ impl CommitLog {
         Ok(())
     }
 
-    /// Makes sure of room for so many images in the file system of `directory`.
+    /// Reserves room for this many images in the file system of `directory`.
     pub fn reserve_images(&self, pages: u64, directory: &dyn Directory, stop: &dyn Fn(Error) -> Error) -> Result<()> {
         if pages <= self.admission.capacity() {
             return Ok(());
@@ -235,11 +236,11 @@ impl CommitLog {
         if pages <= known {
             return Ok(());
         }
-        // Asked first: a file system that runs full on the way searches long.
+        // Asked first, because a file system that runs full during a reservation searches for a long time.
         let room = directory.room().during(|| "asking for the room of the file system".into())?;
         images::check_room(room.available, pages, known)?;
         self.images.reserve(pages)?;
-        // A power cut would undo it, and recovery needs as many.
+        // Made durable, because a power cut would undo the reservation, and recovery needs as many images.
         self.images.sync().map_err(stop)?;
         self.admission.set_capacity(self.images.capacity()?);
         Ok(())
@@ -247,39 +248,40 @@ impl CommitLog {
 
     /// Overwrites in place are about to be announced with the next batch: no flush settles them until
     /// [`CommitLog::end_announced`].
+    /// [`CommitLog::end_announced`].
     pub fn begin_announced(&self, commit: &Committer) {
         let position = commit.journal.head().position;
         self.announced.store(position, Ordering::Release);
         self.announced_end.store(position + 1, Ordering::Release);
     }
 
-    /// The position that has to be settled for all overwrites announced so far to be.
+    /// The position that has to be settled so that all overwrites announced so far are settled.
     pub fn announced_end(&self) -> u64 {
         self.announced_end.load(Ordering::Acquire)
     }
 
-    /// Whether a flush of the data files has settled all that was announced before a position.
+    /// Whether a flush of the data files has settled all overwrites announced before a position.
     pub fn is_settled(&self, position: u64) -> bool {
         self.settled.load(Ordering::Acquire) >= position
     }
 
-    /// The journal durably says that overwrites announced before a position are settled.
+    /// Notes that the journal durably says that overwrites announced before a position are settled.
     pub fn note_told(&self, position: u64) {
         self.told.fetch_max(position, Ordering::AcqRel);
     }
 
-    /// Whether the journal durably says so of all that was announced before a position.
+    /// Whether the journal durably says that for all overwrites announced before a position.
     pub fn is_told(&self, position: u64) -> bool {
         self.told.load(Ordering::Acquire) >= position
     }
 
-    /// What was announced is written, and the data files know of it.
+    /// Notes that the announced overwrites are written, and that the data files have noted them.
     pub fn end_announced(&self) {
         self.announced.store(u64::MAX, Ordering::Release);
     }
 
-    /// Nothing that was announced is settled by a flush, until [`CommitLog::end_announced`]: for recovery, which may
-    /// have to begin again.
+    /// No flush settles announced overwrites until [`CommitLog::end_announced`]: for recovery, which may have to begin
+    /// again.
     pub fn settle_nothing(&self) {
         self.announced.store(0, Ordering::Release);
     }
@@ -292,7 +294,8 @@ impl CommitLog {
 
     /// Appends the announcement of runs with `append`, and permits them.
     pub fn permit(&self, runs: &[Run], append: impl FnOnce() -> Result<()>) -> Result<()> {
-        // Held over the append: what ends permits reads the head of the journal after it has ended these too.
+        // Held during the append: the code that ends permits reads the head of the journal after it has ended these
+        // too.
         let mut permits = self.permits.lock();
         append()?;
         runs.iter().for_each(|run| permits.add(*run));
@@ -304,12 +307,12 @@ impl CommitLog {
         self.permits.lock().clear();
     }
 
-    /// Whether a home write is not durable.
+    /// Whether a write to the data files is not durable.
     pub fn needs_sync(&self) -> bool {
         self.clocks.home() > self.clocks.synced()
     }
 
-    /// Waits for the flush of the data files under way; then no other begins.
+    /// Waits for the flush of the data files under way, and lets no other begin.
     pub fn lock_syncing(&self) -> MutexGuard<'_, ()> {
         self.syncing.lock()
     }
@@ -317,7 +320,7 @@ impl CommitLog {
     /// Begins a flush of the data files: ends all permits, and notes what the flush settles. No write past the buffer
     /// may be under way.
     pub fn begin_sync<'a>(&'a self, one: MutexGuard<'a, ()>) -> Syncing<'a> {
-        // One critical section: a permit given between its two statements would be settled and live on.
+        // One critical section: a permit given between the two statements would be settled and still be valid.
         let mut permits = self.permits.lock();
         permits.clear();
         // The order matters: an announcement made after the head was read lies behind it.
@@ -329,7 +332,8 @@ impl CommitLog {
 }
 
 impl Syncing<'_> {
-    /// The data files are flushed. The journal position before which announcements are settled now, if it has grown.
+    /// Notes that the data files are flushed. Returns the journal position before which announcements are settled now,
+    /// if it has grown.
     pub fn end(self) -> Option<u64> {
         self.log.clocks.set_synced(self.home);
         let before = self.log.settled.fetch_max(self.settled, Ordering::AcqRel);
@@ -338,17 +342,17 @@ impl Syncing<'_> {
 }
 
 impl Committer {
-    /// What the superblock on the medium says.
+    /// The contents of the superblock on the medium.
     pub fn superblock(&self) -> Superblock {
         self.superblock
     }
 
-    /// Where the next batch goes.
+    /// The position of the next batch.
     pub fn head(&self) -> Place {
         self.journal.head()
     }
 
-    /// The opening that appends.
+    /// The incarnation of this opening.
     pub fn incarnation(&self) -> u64 {
         self.journal.incarnation()
     }
@@ -358,27 +362,27 @@ impl Committer {
         self.journal.read(place, 0)
     }
 
-    /// A checkpoint captures what is pending: where it ends in the journal is not known yet.
+    /// Notes that a checkpoint captures the pending changes; the position where they end in the journal is unknown yet.
     pub fn begin_capture(&mut self) {
         self.ordered = None;
     }
 
-    /// All that the checkpoint under way captured is in the journal.
+    /// Notes that all changes that the checkpoint under way captured are in the journal.
     pub fn end_capture(&mut self) {
         self.ordered = Some(self.journal.head());
     }
 
-    /// Where the captured changes ended.
+    /// The position where the captured changes ended.
     pub fn take_captured_end(&mut self) -> Option<Place> {
         self.ordered.take()
     }
 
-    /// Batches of operations appended since opening, but for those that change nothing.
+    /// Batches of operations appended since opening, without those that change nothing.
     pub fn batches(&self) -> u64 {
         self.batches
     }
 
-    /// The batch appended last changes nothing that a checkpoint holds: a clean one may release it.
+    /// Notes that the last batch changes nothing that a checkpoint keeps: a clean one may release it.
     pub fn discount_last(&mut self) {
         self.batches -= 1;
     }

@@ -4,7 +4,7 @@
 use crate::space::Run;
 use std::collections::BTreeMap;
 
-/// Permits kept at most; a store with more scattered large writes takes them anew.
+/// Most permits kept; a store with more scattered large writes announces them again.
 const PERMITS_MAX: usize = 4096;
 
 /// Physical ranges that the journal has announced: start to end.

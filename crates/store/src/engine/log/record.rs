@@ -1,15 +1,15 @@
-//! What a checkpoint says of the store, beside its pages.
+//! The contents of a checkpoint beside its pages.
 
 use super::Superblock;
 use crate::journal::Place;
 
-/// What the superblock says after a checkpoint, in the head of the images file and, in version 1, at the end of a
-/// checkpoint in the journal: nine numbers of eight bytes.
+/// The record that the superblock holds after a checkpoint. It is in the head of the images file and, in version 1, at
+/// the end of a checkpoint in the journal: nine numbers of eight bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CheckpointRecord {
-    /// From where urgent batches are replayed, and images looked for.
+    /// Position from which urgent batches are replayed, and images searched.
     pub tail: Place,
-    /// From where all batches are replayed.
+    /// Position from which all batches are replayed.
     pub ordered: Place,
     pub data_regions: u64,
     pub map_regions: u64,
@@ -20,10 +20,10 @@ pub struct CheckpointRecord {
 
 impl CheckpointRecord {
     const WORDS: usize = 9;
-    /// Bytes of it.
+    /// Bytes of the stored form.
     pub const SIZE: usize = 8 * Self::WORDS;
 
-    /// What a superblock says.
+    /// The record of a superblock.
     pub fn of(superblock: &Superblock) -> Self {
         Self {
             tail: superblock.tail,
@@ -36,7 +36,7 @@ impl CheckpointRecord {
         }
     }
 
-    /// Takes it into a superblock.
+    /// Writes the record into a superblock.
     pub fn update(&self, superblock: &mut Superblock) {
         superblock.tail = self.tail;
         superblock.ordered = self.ordered;
@@ -47,7 +47,7 @@ impl CheckpointRecord {
         superblock.next_id = self.next_id;
     }
 
-    /// As stored.
+    /// The stored form.
     pub fn encode(&self) -> Vec<u8> {
         let words: [u64; Self::WORDS] = [
             self.tail.position,
@@ -63,7 +63,7 @@ impl CheckpointRecord {
         words.iter().flat_map(|word| word.to_le_bytes()).collect()
     }
 
-    /// From its stored form.
+    /// Reads the stored form.
     pub fn decode(body: &[u8]) -> Option<Self> {
         if body.len() != Self::SIZE {
             return None;

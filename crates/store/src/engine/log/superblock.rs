@@ -21,7 +21,7 @@
 //! | 128 | 8 | position from which pending operations are replayed: those between the tail and it are in the pages |
 //! | 136 | 8 | its sequence number |
 //! | 144 | 8 | number of the last checkpoint |
-//! | 152 | 8 | page images of that checkpoint that have to go home, 0: none |
+//! | 152 | 8 | page images of that checkpoint that have to be written to their places, 0: none |
 //! | 160 | 4 | CRC32C of the head of the file that holds them |
 
 use crate::journal::Place;
@@ -35,10 +35,10 @@ pub const FORMAT_VERSION: u32 = 2;
 /// The version without an images file.
 const VERSION_RING_IMAGES: u32 = 1;
 
-/// The page images that recovery takes home before anything else.
+/// The page images that recovery writes to their places before anything else.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NamedImages {
-    /// How many.
+    /// Number of images.
     pub count: u64,
     /// CRC32C of the head of the images file.
     pub checksum: u32,
@@ -53,7 +53,7 @@ pub struct Superblock {
     pub sequence: u64,
     pub journal_size: u64,
     pub tail: Place,
-    /// Where batches of pending operations are replayed from; urgent ones are from the tail on.
+    /// Position from which batches of pending operations are replayed; urgent ones are replayed from the tail on.
     pub ordered: Place,
     pub data_regions: u64,
     pub map_regions: u64,
@@ -65,7 +65,7 @@ pub struct Superblock {
     pub incarnation: u64,
     /// Number of the last checkpoint that was committed.
     pub checkpoint: u64,
-    /// Its images, while their pages may not be at home.
+    /// Its images, while their pages may not be at their places.
     pub images: Option<NamedImages>,
 }
 
@@ -177,7 +177,7 @@ impl Superblock {
         Ok(Some(superblock))
     }
 
-    /// Reads the newer of the two copies; and whether the other one cannot be read, so that it may have been newer.
+    /// Reads the newer of the two copies, and whether the other one is unreadable and so may have been newer.
     pub fn read(file: &dyn File) -> Result<(Self, bool)> {
         let mut newest: Option<Self> = None;
         let mut refused = None;
@@ -203,7 +203,7 @@ impl Superblock {
         }
     }
 
-    /// As [`Superblock::read`], of copies in each of which one bit may be inverted.
+    /// As [`Superblock::read`], for copies in each of which one bit may be inverted.
     pub fn read_mended(file: &dyn File) -> Result<(Self, bool)> {
         let mut newest: Option<Self> = None;
         let mut lost = false;
@@ -217,7 +217,7 @@ impl Superblock {
             match decoded {
                 Ok(Some(found)) if newest.is_none_or(|best| found.sequence > best.sequence) => newest = Some(found),
                 Ok(Some(_)) => {}
-                // A later version must not be taken for damage.
+                // A later version must not be reported as damage.
                 Err(error) if error.kind() == ErrorKind::Unsupported => return Err(error),
                 Ok(None) | Err(_) => lost = true,
             }
@@ -228,12 +228,12 @@ impl Superblock {
         }
     }
 
-    /// Which copy of the file, 0 or 1, is damaged while the other one says this.
+    /// Finds which copy of the file, 0 or 1, is damaged while the other one equals this superblock.
     pub fn damaged_copy(&self, file: &dyn File) -> Result<Option<u64>> {
         let other = (self.sequence + 1) % 2;
         let mut bytes = Buffer::zeroed(1);
         let read = file.read_at(&mut bytes, other * BLOCK_SIZE as u64);
-        // The first copy of a new datastore is alone.
+        // The first copy of a new datastore is its only one.
         let never_written = self.sequence == 1 && read.is_ok() && bytes.iter().all(|byte| *byte == 0);
         let whole = read.is_ok() && matches!(Self::decode(&bytes), Ok(Some(_)));
         Ok((!whole && !never_written).then_some(other))

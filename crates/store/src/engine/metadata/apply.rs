@@ -1,4 +1,4 @@
-//! Carrying out operations on the metadata: the one way in which it changes.
+//! Applies operations to the metadata: the only way in which it changes.
 
 use super::Meta;
 use crate::catalog::{Object, ObjectState};
@@ -13,7 +13,7 @@ use backend::Block;
 /// Nodes that must be free before an operation starts: no operation allocates more.
 pub const NODES_PER_OPERATION: u64 = 4 * tree::NODES_PER_STEP as u64;
 
-/// The metadata as the trees see it.
+/// The metadata, as the trees access it.
 pub struct Nodes<'a> {
     pub pages: &'a mut Pages,
     pub map: &'a mut Space,
@@ -22,7 +22,7 @@ pub struct Nodes<'a> {
     pub effects: &'a mut Effects,
 }
 
-/// What an operation did beside changing the metadata.
+/// Side effects of an operation.
 #[derive(Default)]
 pub struct Effects {
     /// Data blocks that lost their last reference.
@@ -31,7 +31,7 @@ pub struct Effects {
     pub unshared: Vec<Run>,
     /// Nodes that lost a reference and have others.
     pub unshared_nodes: Vec<NodeId>,
-    /// Nodes changed, made or freed, while some node was held.
+    /// Nodes that were changed, made or freed while a node was held.
     pub changed_nodes: Vec<NodeId>,
     /// Levels of a tree that has grown.
     pub levels: u64,
@@ -91,7 +91,7 @@ impl NodeStore for Nodes<'_> {
             return Ok(self.map.entry(self.pages, id.0)?.references);
         }
         self.note_change(id);
-        // A node may be used again at once: its page changes on the medium only with a whole checkpoint.
+        // A node may be reused at once: its page changes on the medium only with a complete checkpoint.
         self.map.release(run);
         self.pages.forget(PageKey::new(PageFile::Map, id.0));
         Ok(0)
@@ -108,17 +108,18 @@ impl NodeStore for Nodes<'_> {
 }
 
 impl Meta {
-    /// The trees, changes beside theirs going to `effects`.
+    /// The trees; side effects are added to `effects`.
     pub(crate) fn nodes<'a>(&'a mut self, effects: &'a mut Effects) -> Nodes<'a> {
         Nodes { pages: &mut self.pages, map: &mut self.map, data: &mut self.data, holds: &self.holds, effects }
     }
 
-    /// The trees as they are now, whatever recovery would find: not to be asked about overwriting in place.
+    /// The trees as they are now, regardless of what recovery would find: not to be used for decisions about
+    /// overwriting in place.
     pub(crate) fn current_nodes<'a>(&'a mut self, none: &'a Holds, effects: &'a mut Effects) -> Nodes<'a> {
         Nodes { holds: none, ..self.nodes(effects) }
     }
 
-    /// Changes what a disk maps a range to.
+    /// Changes the mapping of a range of a disk.
     fn replace(
         &mut self,
         disk: u64,
@@ -147,8 +148,8 @@ impl Meta {
         Ok(())
     }
 
-    /// A thick disk that takes new places takes them from what was set aside for it, but for as many as it made free
-    /// for them: these were not shared.
+    /// A thick disk takes new places out of the blocks set aside for it, except as many as it freed: those were not
+    /// shared.
     fn consume_reserve(&mut self, disk: u64, blocks: u64, freed: &[Run]) -> Result<()> {
         let blocks = blocks.saturating_sub(freed.iter().map(|run| run.blocks).sum());
         if self.catalog.get(disk)?.reserved > 0 {
@@ -212,12 +213,12 @@ impl Meta {
                 if *new {
                     self.data.adopt(&mut self.pages, *run)?;
                 } else {
-                    // The range's own blocks: hold them while the range releases them.
+                    // Blocks that only this disk maps in the range: held while the range releases them.
                     self.data.add_references(&mut self.pages, *run)?;
                 }
                 self.forget_logged(*run);
                 self.replace(*disk, *logical, run.blocks, Some((run.start, true)), effects)?;
-                // What was written there, or was to be taken there, is of no concern to a check any more.
+                // The check ignores earlier writes and reservations there from now on.
                 self.data.annotate(&mut self.pages, *run, |_, entry| entry.checksum = 0)?;
                 if *new {
                     self.consume_reserve(*disk, run.blocks, &effects.freed[first..])?;
@@ -239,7 +240,7 @@ impl Meta {
             Operation::Put { record } => {
                 let mut object = decode(record)?;
                 if let Some(known) = self.catalog.find(object.id) {
-                    // A root is never taken from a record: it names a page of another life of the map.
+                    // A root is never taken from a record: it names a page of an earlier state of the map.
                     object.root = known.root;
                 } else {
                     object.root = None;
@@ -311,7 +312,7 @@ impl Meta {
         Ok(())
     }
 
-    /// Keeps payload until it is home; returns its checksums.
+    /// Keeps payload until it is written to its place; returns its checksums.
     fn log(&mut self, run: Run, data: &[backend::SharedSlice]) -> Vec<u32> {
         let mut sums = Vec::with_capacity(run.blocks as usize);
         let mut block = run.start;

@@ -1,4 +1,4 @@
-//! What changes cost: bytes of the journal, and pages that they dirty at most.
+//! Upper limits of what changes cost: bytes of the journal, and pages that they dirty.
 
 use super::{Effects, Meta};
 use crate::catalog::SLOTS_PER_PAGE;
@@ -8,28 +8,29 @@ use crate::space::{REGION_PAGES, Run, SUMMARY_ENTRIES, TABLE_ENTRIES};
 use crate::{Result, tree};
 use std::ops::Range;
 
-/// What every operation may dirty beside what it is about: the catalog's page of its disk and summaries.
+/// Pages that every operation may dirty besides its own: the catalog page of its disk, and summaries.
 const PAGES_BESIDE: u64 = 3;
-/// Pages that dropping one leaf dirties: entries of all its extents, counts of its node, the parent.
+/// Pages that dropping one leaf dirties: those with the entries of all its extents and the count of its node, and the
+/// parent.
 const PAGES_PER_DROPPED_LEAF: u64 = 2 * 254 + 4;
-/// Nodes above a leaf, and what every operation may dirty beside.
+/// Nodes above a leaf, and further pages that every operation may dirty.
 const PAGES_ON_PATH: u64 = tree::LEVELS_MAX as u64 + PAGES_BESIDE;
-/// Pages beside those of tables and nodes that a small datastore changes between two checkpoints.
+/// Pages other than those of tables and nodes that a small datastore changes between two checkpoints.
 const FEW_PAGES: u64 = 64;
 
-/// What the changes of one step touch at most: pages that several of them change count once as far as the changes come
-/// in ascending order.
+/// The most pages that the changes of one step dirty: a page that several of them change counts once, if the changes
+/// come in ascending order.
 #[derive(Default)]
 pub struct Touched {
     seen: tree::Seen,
     nodes: u64,
     tables: u64,
-    /// The page of the data table that counted last.
+    /// The page of the data table that was counted last.
     last: Option<u64>,
 }
 
 impl Touched {
-    /// Adds a change of what the data table says of a run.
+    /// Adds a change of the table entries of a run.
     pub fn touch_run(&mut self, run: Run) {
         let (first, last) = (run.start / TABLE_ENTRIES, (run.start + run.blocks.max(1) - 1) / TABLE_ENTRIES);
         self.tables += last - first + 1 - u64::from(self.last == Some(first));
@@ -58,15 +59,15 @@ impl Meta {
         regions * REGION_PAGES + regions / SUMMARY_ENTRIES + 2
     }
 
-    /// How far a change of what a disk maps may go to dirty about `most` pages, at least one leaf of its map; and how
-    /// many pages that dirties at most.
+    /// How far a change of the mapping of a disk may go to dirty about `most` pages, at least one leaf of its map; and
+    /// how many pages that dirties at most.
     pub fn reach(&mut self, disk: u64, range: Range<u64>, unmap: bool, most: u64) -> Result<(u64, u64)> {
         let mut touched = Touched::default();
         let end = self.touch(disk, range, unmap, most, &mut touched)?;
         Ok((end, self.pages_of(&touched)))
     }
 
-    /// Adds a change of what a disk maps to those of the same step; where it has to end, as [`Meta::reach`] says.
+    /// Adds a change of a disk's mapping to those of the same step. It has to end where [`Meta::reach`] says.
     fn touch(&mut self, disk: u64, range: Range<u64>, unmap: bool, most: u64, touched: &mut Touched) -> Result<u64> {
         let Some(root) = self.catalog.get(disk)?.root else { return Ok(range.end) };
         let (mut effects, seen) = (Effects::default(), &mut touched.seen);
@@ -83,13 +84,13 @@ impl Meta {
         Ok(())
     }
 
-    /// How many pages these changes dirty at most.
+    /// The most pages that these changes dirty.
     pub fn pages_of(&self, touched: &Touched) -> u64 {
         let summaries = touched.tables.min(self.tables() / REGION_PAGES / SUMMARY_ENTRIES + 2);
         touched.nodes + (touched.tables + summaries).min(self.tables()) + PAGES_BESIDE
     }
 
-    /// What an operation costs at most, its place in a batch included.
+    /// The highest cost of an operation, including its bytes in a batch.
     pub fn cost(&mut self, operation: &Operation) -> Result<Cost> {
         let pages = match operation {
             Operation::Map { disk, logical, run, .. }
@@ -121,7 +122,7 @@ impl Meta {
         Ok(Cost { bytes: operation.size() as u64, pages })
     }
 
-    /// Nodes that an operation allocates at most.
+    /// The most nodes that an operation allocates.
     pub fn nodes_of(&mut self, operation: &Operation) -> Result<u64> {
         let mut touched = Touched::default();
         match operation {
@@ -132,7 +133,7 @@ impl Meta {
                 self.touch_mapping(*disk, *logical, *run, &mut touched)?;
             }
             Operation::Unmap { disk, logical, blocks } => {
-                // Leaves between the first and the last are released whole.
+                // Leaves between the first and the last are released completely.
                 let last = *logical + blocks.saturating_sub(1);
                 self.touch(*disk, *logical..*logical + 1, true, u64::MAX, &mut touched)?;
                 self.touch(*disk, last..last + 1, true, u64::MAX, &mut touched)?;
@@ -142,8 +143,8 @@ impl Meta {
         Ok(touched.nodes + tree::NODES_PER_TREE)
     }
 
-    /// Images that there must be room for at least, so that every single change of this datastore can be made,
-    /// with so many new records and the map as long as so many regions.
+    /// Images for which there must be room so that every single change of this datastore can be made, with this many
+    /// new records and a map of this many regions.
     pub fn images_needed(&self, records: u64, map_regions: u64) -> u64 {
         let regions = self.data.regions() + map_regions;
         let (tables, summaries) = (regions * REGION_PAGES, regions / SUMMARY_ENTRIES + 2);

@@ -1,9 +1,9 @@
-//! Looking at metadata, and making sure that it is in memory, without waiting for the medium under the metadata lock.
+//! Reads metadata into memory without waiting for the medium under the metadata lock.
 //!
-//! A look-up that misses pages releases the lock, reads them and looks again ([`Metadata::look`], [`Fetch`]). A
-//! change cannot begin again, so it is prepared instead: a survey (`survey.rs`) of what it will need, under the lock,
-//! by turns with reads without it ([`Metadata::bring_in`]). What a change misses all the same, because something
-//! changed in between, it reads under the lock; [`crate::pages::PageStatistics::locked`] counts that.
+//! A look-up that misses pages releases the lock, reads them and starts again ([`Metadata::look`], [`Fetch`]). A change
+//! cannot start again, so it is prepared: a survey of what it will need (`survey.rs`), under the lock, alternates with
+//! reads without the lock ([`Metadata::bring_in`]). Pages that the change still misses, because the metadata changed in
+//! between, are read under the lock; [`crate::pages::PageStatistics::locked`] counts them.
 
 use super::{Meta, Metadata};
 use crate::Result;
@@ -11,19 +11,19 @@ use crate::pages::{Load, PageKey, read_home};
 use backend::{BLOCK_SIZE, Block};
 use std::sync::Arc;
 
-/// How often a look-up releases the lock for what it misses: several times the height of a tree with its tables.
-/// Beyond it the tree changes faster than it can be read, and the look-up reads under the lock.
+/// How often a look-up releases the lock to read missing pages: several times the height of a tree with its tables.
+/// After that the tree changes faster than it can be read, and the look-up reads under the lock.
 const LOOKS_MAX: usize = 256;
 /// How often a change is surveyed before it is made.
 const SURVEYS_MAX: usize = 48;
-/// Pages held in memory for one request (16 MiB): beyond it they take their chance with all others.
+/// Pages pinned in memory for one request (16 MiB); further ones may be evicted.
 const HELD_MAX: usize = 4096;
-/// Pages read at a time (1 MiB): what a look-up or survey misses beyond that it misses again.
+/// Pages read at a time (1 MiB): a look-up or survey that needs more misses the others again.
 pub(crate) const ABSENT_MAX: usize = 256;
 /// Neighbours read with one request: the table pages of a region.
 const GROUP_MAX: usize = crate::space::REGION_PAGES as usize;
 
-/// What a request has had read into memory. The pages stay there while it lives.
+/// Pages that a request has read into memory. They stay there while this exists.
 #[derive(Default)]
 pub(crate) struct Fetch {
     looks: usize,
@@ -31,8 +31,8 @@ pub(crate) struct Fetch {
 }
 
 impl Fetch {
-    /// Runs `look`. `Err` with what it missed: to be given to [`Metadata::load_pages`] without the lock, and then to be
-    /// run again. No `look` may change metadata before it has seen all that it needs.
+    /// Runs `look`. `Err` has the missing pages, to be read with [`Metadata::load_pages`] without the lock before
+    /// `look` is run again. `look` may not change metadata before it has seen all that it needs.
     pub fn look<T>(
         &mut self,
         meta: &mut Meta,
@@ -50,7 +50,7 @@ impl Fetch {
 }
 
 impl Metadata {
-    /// Looks at metadata under the lock, as often as it takes to have all of it in memory.
+    /// Runs a look-up under the lock, as often as it takes to have all its pages in memory.
     pub(crate) fn look<T>(&self, mut look: impl FnMut(&mut Meta) -> Result<T>) -> Result<T> {
         let mut fetch = Fetch::default();
         loop {
@@ -62,7 +62,8 @@ impl Metadata {
         }
     }
 
-    /// Has what `survey` notes as missed read into memory. What cannot be read is left for the change to complain of.
+    /// Reads the pages that `survey` notes as missing. Pages that cannot be read are left: the change then reports the
+    /// error.
     pub(crate) fn bring_in(&self, survey: impl Fn(&mut Meta)) -> Fetch {
         let mut fetch = Fetch::default();
         for _ in 0..SURVEYS_MAX {
@@ -98,7 +99,7 @@ impl Metadata {
         let groups: Vec<&[(PageKey, Arc<Load>)]> =
             own.chunk_by(|(a, _), (b, _)| a.raw() + 1 == b.raw()).flat_map(|group| group.chunks(GROUP_MAX)).collect();
         if groups.len() > 1 {
-            // The medium works on all of them while the first is waited for.
+            // The medium reads all of them while the first is waited for.
             for group in &groups {
                 let first = group[0].0;
                 self.file(first.file()).will_need(first.offset(), (group.len() * BLOCK_SIZE) as u64);

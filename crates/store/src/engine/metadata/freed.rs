@@ -1,14 +1,14 @@
-//! Freed blocks on their way to being given out again: first their freeing has to be durable, then the reads that were
-//! planned before have to end.
+//! Freed blocks until they can be reused: first the freeing has to be durable, then the reads that were planned before
+//! have to end.
 
 use crate::space::Run;
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-/// Blocks that were freed and cannot be had yet.
+/// Blocks that were freed and cannot be reused yet.
 #[derive(Default)]
 pub struct Freed {
-    /// Held by reads that may name blocks mapped now; replaced when blocks are durably freed.
+    /// Held by reads that may name blocks which are mapped now; replaced when blocks are durably freed.
     epoch: Arc<()>,
     /// Blocks whose freeing is durable, waiting for the reads of their epoch.
     waiting: VecDeque<(Arc<()>, Vec<Run>)>,
@@ -28,13 +28,13 @@ impl Freed {
         Arc::clone(&self.epoch)
     }
 
-    /// A pending change has freed blocks.
+    /// Notes blocks that a pending change has freed.
     pub fn freed(&mut self, runs: &[Run]) {
         self.freeing += sum(runs);
         self.blocks += sum(runs);
     }
 
-    /// The freeing of these is durable; true if there are any.
+    /// Notes that the freeing of these blocks is durable; true if there are any.
     pub fn durable(&mut self, runs: Vec<Run>) -> bool {
         self.freeing -= sum(&runs);
         let any = !runs.is_empty();
@@ -45,9 +45,9 @@ impl Freed {
         any
     }
 
-    /// Blocks that no read names any more: they can be given out.
+    /// Blocks that no read names any more: they can be reused.
     pub fn take(&mut self) -> Option<Vec<Run>> {
-        // Epochs end in order: a guard of a later one says nothing of blocks freed before it.
+        // Epochs end in order: the end of a later one proves nothing for blocks freed before it.
         if Arc::strong_count(&self.waiting.front()?.0) > 1 {
             return None;
         }
@@ -61,7 +61,7 @@ impl Freed {
         self.freeing
     }
 
-    /// All blocks that were freed and cannot be had.
+    /// All blocks that were freed and cannot be reused yet.
     pub fn blocks(&self) -> u64 {
         self.blocks
     }

@@ -1,7 +1,7 @@
-//! Metadata: the trees, tables and the catalog, the changes of them that are pending, and what these hold.
+//! Metadata: the trees, the tables and the catalog, their pending changes, and the blocks that these hold.
 //!
-//! One lock, taken after all others of the engine but those of [`super::log`] that are for a few instructions. Pages
-//! are read from the medium without it ([`fetch`]). The part takes no lock of another part.
+//! One lock, taken after all other locks of the engine except those of [`super::log`] that are held for a few
+//! instructions. Pages are read from the medium without it ([`fetch`]). This part takes no lock of another part.
 
 mod apply;
 mod cost;
@@ -34,7 +34,7 @@ use std::sync::Arc;
 pub struct Metadata {
     meta: Mutex<Meta>,
     files: [Arc<dyn File>; PageFile::COUNT],
-    /// What a check still needs of pages that checkpoints write over.
+    /// Pages that a check still needs and that checkpoints overwrite.
     kept: Arc<Kept>,
 }
 
@@ -44,24 +44,24 @@ pub struct Meta {
     pub map: Space,
     pub data: Space,
     pub catalog: Catalog,
-    /// Payload in the journal that is not home yet, by physical block.
+    /// Payload in the journal that is not at its place yet, by physical block.
     pub logged: BTreeMap<u64, SharedSlice>,
-    /// Blocks being overwritten in place, by write-back, by a write past the buffer or by payload on its way home.
+    /// Blocks being overwritten in place by write-back, by a write past the buffer, or by payload.
     pub in_flight: InFlight,
-    /// Changes that the journal does not have.
+    /// Changes that are not in the journal yet.
     pub pending: Queue,
-    /// Freed blocks that cannot be had.
+    /// Freed blocks that cannot be reused yet.
     pub freed: Freed,
     /// Blocks and nodes that pending operations concern.
     holds: Holds,
-    /// Levels of the highest tree that is known.
+    /// Levels of the highest known tree.
     levels: u64,
-    /// The catalog as the next checkpoint captures it, for a check that asked for it.
+    /// The catalog as the next checkpoint captures it, for a check that requested it.
     viewed: Option<Catalog>,
 }
 
 impl Metadata {
-    /// Over pages that a recovery has put in order.
+    /// The metadata over pages that recovery has completed.
     pub fn new(
         directory: Arc<dyn Directory>,
         files: [Arc<dyn File>; PageFile::COUNT],
@@ -133,8 +133,8 @@ impl Meta {
         Ok(())
     }
 
-    /// A pending change is in the journal: what it held is free to be overwritten, what it freed waits for its readers.
-    /// True if it freed something.
+    /// Notes that a pending change is in the journal: blocks that it held may be overwritten, blocks that it freed wait
+    /// for readers. True if it freed any.
     pub fn committed(&mut self, changes: Vec<Pending>) -> Result<bool> {
         self.pending.appended();
         let mut freed = Vec::new();
@@ -152,12 +152,12 @@ impl Meta {
         Ok(self.freed.durable(freed))
     }
 
-    /// Levels of the highest tree that is known: all that have grown, and all that were asked about.
+    /// Levels of the highest known tree: of those that have grown and those that were measured.
     pub fn levels(&self) -> u64 {
         self.levels
     }
 
-    /// Finds out how high the tree of a disk is.
+    /// Measures the height of a disk's tree.
     pub fn note_levels(&mut self, disk: u64) -> Result<()> {
         if let Some(root) = self.catalog.get(disk)?.root {
             let mut effects = Effects::default();

@@ -1,13 +1,13 @@
-//! Pending changes: carried out in memory and not in the journal yet, in the order in which the journal takes them.
+//! Pending changes: applied in memory and not in the journal yet, in the order in which the journal takes them.
 
 use crate::journal::Operation;
 use crate::space::Run;
 use std::collections::VecDeque;
 
-/// A change that is in memory and not in the journal yet.
+/// A change that is applied in memory and not in the journal yet.
 pub struct Pending {
     pub operation: Operation,
-    /// The data it points at is durable once so many home writes are.
+    /// The data that it refers to is durable once this many writes to the data files are.
     pub gate: u64,
     /// Its number among the operations that became pending.
     pub number: u64,
@@ -15,7 +15,7 @@ pub struct Pending {
     pub freed: Vec<Run>,
     /// Blocks that must not be overwritten in place before it is durable.
     pub held: Vec<Run>,
-    /// It takes effect together with the next one or not at all: both go into one batch.
+    /// It takes effect together with the next one or not at all, so both go into one batch.
     joined: bool,
 }
 
@@ -24,11 +24,11 @@ pub struct Pending {
 pub struct Queue {
     changes: VecDeque<Pending>,
     bytes: usize,
-    /// Bytes of what was taken from the queue and is being appended.
+    /// Bytes of the changes that were taken from the queue and are being appended.
     appending: usize,
     /// How many of the changes are [`Operation::Checksums`].
     checksums: usize,
-    /// Changes at the front that the checkpoint under way has captured already.
+    /// Changes at the front that the checkpoint under way has captured.
     captured: Option<usize>,
 }
 
@@ -36,7 +36,7 @@ pub struct Queue {
 #[derive(Default)]
 pub struct Taken {
     pub changes: Vec<Pending>,
-    /// All that a checkpoint captured had been taken before: where the journal ends now is where it ends.
+    /// All captured changes were taken before: the journal position of their end is the current end.
     pub ordered: bool,
 }
 
@@ -47,7 +47,7 @@ impl Queue {
         self.changes.push_back(Pending { operation, gate, number, freed, held, joined: false });
     }
 
-    /// The change queued last takes effect with the next one or not at all.
+    /// Marks the change queued last: it takes effect with the next one or not at all.
     pub fn join_last(&mut self) {
         if let Some(last) = self.changes.back_mut() {
             last.joined = true;
@@ -64,8 +64,8 @@ impl Queue {
         Some(next)
     }
 
-    /// Takes the changes that go into the next batch: those whose data is durable up to `synced`, while `more` says
-    /// that the batch has room. A batch ends where what a checkpoint captured ends.
+    /// Takes the changes for the next batch: those whose data is durable up to `synced`, while `more` returns that the
+    /// batch has room. A batch ends where the changes that a checkpoint captured end.
     pub fn take_batch(&mut self, synced: u64, mut more: impl FnMut(&Operation) -> bool) -> Taken {
         let mut taken = Taken::default();
         if self.captured == Some(0) {
@@ -85,29 +85,29 @@ impl Queue {
         taken
     }
 
-    /// Takes everything, never to be appended.
+    /// Takes all changes, which are then never appended.
     pub fn take_all(&mut self) -> Vec<Pending> {
         let taken = std::iter::from_fn(|| self.pop()).collect();
         self.appending = 0;
         taken
     }
 
-    /// What was taken is in the journal.
+    /// Notes that the taken changes are in the journal.
     pub fn appended(&mut self) {
         self.appending = 0;
     }
 
-    /// A checkpoint captures all that is pending.
+    /// Notes that a checkpoint captures all pending changes.
     pub fn capture(&mut self) {
         self.captured = Some(self.changes.len());
     }
 
-    /// Bytes of what waits.
+    /// Bytes of the waiting changes.
     pub fn bytes(&self) -> usize {
         self.bytes
     }
 
-    /// Bytes of what waits, and of what is being appended.
+    /// Bytes of the waiting changes and of those being appended.
     pub fn bytes_unappended(&self) -> usize {
         self.bytes + self.appending
     }

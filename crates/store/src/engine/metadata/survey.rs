@@ -10,17 +10,17 @@ use crate::tree::{self, Aim, NodeId, Resident};
 use backend::Block;
 use std::ops::Range;
 
-/// Nodes that the survey of one range looks at, under the lock. A change that needs more reads the rest itself.
+/// Nodes that the survey of one range visits under the lock. A change that needs more reads the rest itself.
 const NODES_MAX: usize = 1024;
 
-/// The metadata as a survey sees it.
+/// The metadata, as a survey accesses it.
 struct InMemory<'a> {
     pages: &'a mut Pages,
     map: &'a Space,
     data: &'a Space,
-    /// Blocks that can be overwritten where they are.
+    /// Blocks that can be overwritten in place.
     own: u64,
-    /// Nodes looked at.
+    /// Nodes visited.
     nodes: usize,
 }
 
@@ -64,7 +64,7 @@ impl Meta {
         InMemory { pages: &mut self.pages, map: &self.map, data: &self.data, own: 0, nodes: 0 }
     }
 
-    /// What is about to happen to a range of a tree. The number of blocks that a write can overwrite where they are.
+    /// Surveys a coming change of a range of a tree. Returns the number of blocks that a write can overwrite in place.
     pub(crate) fn survey(&mut self, root: Option<NodeId>, range: Range<u64>, aim: Aim) -> u64 {
         let mut store = self.in_memory();
         match root {
@@ -75,7 +75,7 @@ impl Meta {
         store.own
     }
 
-    /// What comparing two trees will need.
+    /// Surveys what a comparison of two trees will need.
     pub(crate) fn survey_difference(&mut self, roots: [Option<NodeId>; 2], range: &Range<u64>) {
         tree::survey_difference(&mut self.in_memory(), roots, range);
     }
@@ -88,17 +88,17 @@ impl Meta {
         }
     }
 
-    /// The table entries of a run of data will be needed.
+    /// Surveys the table entries of a run of data.
     pub(crate) fn survey_run(&mut self, run: Run) {
         self.data.survey_entries(&mut self.pages, run);
     }
 
-    /// A new place will be taken for up to `blocks` blocks.
+    /// Surveys the allocation of up to `blocks` blocks.
     pub(crate) fn survey_allocation(&mut self, blocks: u64) {
         self.data.survey_allocation(&mut self.pages, blocks);
     }
 
-    /// Another owner will refer to what these objects map.
+    /// Surveys a further reference to everything that these objects map.
     pub(crate) fn survey_roots(&mut self, objects: &[u64]) {
         for object in objects {
             if let Some(root) = self.catalog.find(*object).and_then(|object| object.root) {
@@ -107,14 +107,14 @@ impl Meta {
         }
     }
 
-    /// What a checkpoint changes itself.
+    /// Surveys the changes that a checkpoint itself makes.
     pub(crate) fn survey_capture(&mut self) {
         self.catalog.survey_store(&mut self.pages);
         self.data.survey_summaries(&mut self.pages);
         self.map.survey_summaries(&mut self.pages);
     }
 
-    /// What an operation will need.
+    /// Surveys what an operation will need.
     pub(crate) fn survey_operation(&mut self, operation: &Operation) {
         match operation {
             Operation::Map { disk, logical, run, .. }
@@ -150,7 +150,7 @@ impl Meta {
         }
     }
 
-    /// What pieces of a buffer will need on their way into the map.
+    /// Surveys what extents of a buffer will need on their way into the map.
     pub(crate) fn survey_pieces(&mut self, disk: u64, pieces: &[DirtyPiece]) {
         let mut blocks = 0;
         for piece in pieces {
@@ -163,7 +163,7 @@ impl Meta {
                     blocks += piece.entry.blocks;
                     Aim::Write
                 }
-                // Its own blocks are mapped anew.
+                // The disk's own blocks are mapped again.
                 Content::Zero => {
                     blocks += piece.entry.blocks;
                     Aim::Map

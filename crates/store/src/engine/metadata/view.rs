@@ -1,9 +1,9 @@
-//! The metadata as one checkpoint left it, to be looked at without locks while the store goes on.
+//! The metadata as a checkpoint left it, to be read without locks while the store is in use.
 //!
-//! A checkpoint leaves the files of the pages as the state of one moment: trees, reference counts and, captured beside
-//! them, the catalog agree to the last count. Pages that later checkpoints are about to write over are kept for the
-//! view ([`crate::pages::Kept`]), so that it stays that moment however long it is looked at. It has a page cache of
-//! its own: what others have in memory stays there, and what it sees comes from the medium.
+//! A checkpoint leaves the files of the pages in the state of one moment: trees, reference counts and the catalog,
+//! which is captured with them, agree exactly. Pages that later checkpoints are about to overwrite are kept for the
+//! view ([`crate::pages::Kept`]), so that it remains that state as long as it exists. It has a page cache of its own:
+//! the pages in memory for requests stay there, and the view reads from the medium.
 
 use super::{Effects, Meta, Metadata, Nodes};
 use crate::Result;
@@ -15,10 +15,10 @@ use crate::space::{BlockEntry, Space, SpaceKind};
 use backend::Block;
 use std::sync::Arc;
 
-/// Bound of the page cache of a view (16 MiB): enough for the upper levels of the trees.
+/// Limit of the page cache of a view (16 MiB): enough for the upper levels of the trees.
 const CACHE: usize = 16 << 20;
 
-/// Metadata that a check looks at: a view, or what is in memory while nothing changes it.
+/// Metadata that a check reads: a view, or the metadata in memory while nothing changes it.
 pub(crate) struct Sight<'a> {
     pub pages: &'a mut Pages,
     pub map: &'a mut Space,
@@ -28,7 +28,7 @@ pub(crate) struct Sight<'a> {
 }
 
 impl Sight<'_> {
-    /// The trees, for looking at them.
+    /// The trees, for reading.
     pub fn nodes<'a>(&'a mut self, effects: &'a mut Effects) -> Nodes<'a> {
         Nodes { pages: self.pages, map: self.map, data: self.data, holds: self.holds, effects }
     }
@@ -45,7 +45,7 @@ pub(crate) struct View {
     map: Space,
     data: Space,
     catalog: Catalog,
-    /// None: nothing is pending in what a checkpoint left.
+    /// None, because no change is pending in the state that a checkpoint left.
     holds: Holds,
     /// Data blocks in use.
     pub used: u64,
@@ -63,15 +63,15 @@ impl View {
         }
     }
 
-    /// An error if something of the view was lost.
+    /// Fails if a part of the view was lost.
     pub fn check(&self) -> Result<()> {
         self.keeping.check()
     }
 }
 
 impl Metadata {
-    /// What the checkpoint that has just ended has left, `superblock` being what it says, and `catalog` and `used` what
-    /// [`Meta::take_view`] says. Before the next checkpoint begins: nothing has been written over yet.
+    /// The state that the checkpoint which has just ended left. `superblock` are its contents, `catalog` and `used` the
+    /// results of [`Meta::take_view`]. Called before the next checkpoint begins, so that nothing is overwritten yet.
     pub fn view(&self, superblock: &Superblock, (catalog, used): (Catalog, u64)) -> View {
         let keeping = self.kept.begin();
         View {
@@ -85,7 +85,7 @@ impl Metadata {
         }
     }
 
-    /// Keeps what a view still needs of pages that a checkpoint is about to write home.
+    /// Keeps the pages that a view still needs and a checkpoint is about to overwrite.
     pub fn keep_home(&self, pages: &[(PageKey, Arc<Block>)]) {
         for group in pages.chunk_by(|(a, _), (b, _)| a.file() == b.file()) {
             let file = self.file(group[0].0.file());
@@ -95,7 +95,7 @@ impl Metadata {
 }
 
 impl Meta {
-    /// What is in memory. Nothing may change it meanwhile.
+    /// The metadata in memory. Nothing may change it meanwhile.
     pub(crate) fn sight(&mut self) -> Sight<'_> {
         Sight {
             pages: &mut self.pages,
@@ -106,7 +106,7 @@ impl Meta {
         }
     }
 
-    /// The next checkpoint is made for a view.
+    /// Requests that the next checkpoint is made for a view.
     pub fn want_view(&mut self) {
         self.viewed = Some(Catalog::default());
     }
@@ -116,7 +116,7 @@ impl Meta {
         (self.viewed.take().unwrap_or_default(), self.data.counts().used)
     }
 
-    /// Part of a checkpoint: the catalog of that moment, if a view is to be made of it.
+    /// Part of a checkpoint: the catalog of that moment, if a view was requested.
     pub(crate) fn note_view(&mut self) {
         if self.viewed.is_some() {
             self.viewed = Some(self.catalog.clone());

@@ -1,11 +1,10 @@
-//! Doubt: which blocks replay cannot say the content of, because a write of them was announced and may have been cut
-//! off.
+//! Doubt: the blocks whose content replay cannot know, because a write of them was announced and may have been cut off.
 //!
-//! Two kinds of records put a block in doubt. An *announced overwrite* names the checksum of what was to be written. A
-//! *permit* allows any content from then on. The order of the journal is the order in which changes were made, but
-//! announcements overtake the changes that are pending: a block may be announced before the journal tells what an
-//! earlier write left there. So a block stays in doubt until the journal says that a flush of the data files has
-//! settled it, or, for announced overwrites, until a later record tells the content of the block.
+//! Two kinds of records put a block in doubt. An *announced overwrite* names the checksum of the content that was to be
+//! written. A *permit* allows any content from then on. The order of the journal is the order in which changes were
+//! made, but announcements overtake pending changes: a block may be announced before the journal has the checksum of an
+//! earlier write. So a block stays in doubt until the journal says that a flush of the data files has settled it, or,
+//! for announced overwrites, until a later record has the checksum of its content.
 //!
 //! Everything here is pure: no I/O, no metadata. The caller marks the table entries.
 
@@ -16,30 +15,31 @@ use rustc_hash::{FxHashMap, FxHashSet};
 pub struct Doubts {
     /// Overwrites that were announced.
     overwritten: FxHashMap<u64, Overwritten>,
-    /// Permits to overwrite with anything: position.
+    /// Blocks that may be overwritten with any content: position of the permit.
     permitted: FxHashMap<u64, u64>,
-    /// Blocks with permits that were suspect before, by what an earlier crash left.
+    /// Blocks with permits that were suspect before, from an earlier crash.
     inherited: FxHashSet<u64>,
 }
 
-/// Announced overwrites of a block that nothing has settled.
+/// Announced overwrites of a block that are not settled.
 #[derive(Clone, Copy)]
 struct Overwritten {
-    /// Position of the first of them. Once it is settled, older payload is out of date, whatever came of the others.
+    /// Position of the first of them. Once it is settled, older payload is out of date, whatever became of the later
+    /// ones.
     first: u64,
     /// Position of the last of them.
     last: u64,
-    /// Checksum of what the last of them was to write.
+    /// Checksum of the content that the last of them was to write.
     checksum: u32,
 }
 
-/// What a flush of the data files settled about one block.
+/// What a flush of the data files settled for one block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Settled {
     /// The block.
     pub block: u64,
-    /// An announced overwrite of it is durable at home: older payload must not come over it. Where there was only a
-    /// permit, checksums in the journal say whether the block was written.
+    /// An announced overwrite of it is durable at its place: older payload must not be written over it. If there was
+    /// only a permit, checksums in the journal say whether the block was written.
     pub overwritten: bool,
     /// Nothing else keeps the block in doubt.
     pub certain: bool,
@@ -60,29 +60,29 @@ impl Doubts {
         self.permitted.insert(block, position);
     }
 
-    /// The journal tells what is in the block after any overwrite that it has announced before, or that the block was
-    /// freed. Permits go on: they end with a flush only.
+    /// Notes that the journal has the checksum of the block after all overwrites announced before, or that the block
+    /// was freed. Permits stay: only a flush ends them.
     pub fn told(&mut self, block: u64) {
         self.overwritten.remove(&block);
         self.inherited.remove(&block);
     }
 
-    /// A read found this content in the block, which was suspect: what an earlier crash left is known.
+    /// Notes that a read found this content in the suspect block: the result of an earlier crash is known.
     pub fn resolved(&mut self, block: u64) {
         self.inherited.remove(&block);
     }
 
-    /// True while the block may hold something else than its checksum says.
+    /// True while the content of the block may differ from its checksum.
     pub fn contains(&self, block: u64) -> bool {
         self.overwritten.contains_key(&block) || self.permitted.contains_key(&block) || self.inherited.contains(&block)
     }
 
-    /// The checksum of the overwrite that was announced last and that nothing has settled.
+    /// The checksum of the overwrite that was announced last and is not settled.
     pub fn awaited(&self, block: u64) -> Option<u32> {
         self.overwritten.get(&block).map(|announced| announced.checksum)
     }
 
-    /// A flush of the data files covered what was announced before position `settled`.
+    /// Notes that a flush of the data files covered the overwrites announced before position `settled`.
     pub fn settle(&mut self, settled: u64) -> Vec<Settled> {
         let mut done = Vec::new();
         self.overwritten.retain(|block, announced| {
@@ -102,7 +102,7 @@ impl Doubts {
         done.iter().filter(|one| one.overwritten).for_each(|one| {
             self.inherited.remove(&one.block);
         });
-        // The order decides nothing, but it is the same in every run.
+        // The order has no influence on the result, but it is the same in every run.
         done.sort_unstable();
         done.iter_mut().for_each(|one| one.certain = !self.contains(one.block));
         done

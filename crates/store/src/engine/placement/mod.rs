@@ -1,17 +1,18 @@
-//! Placement: where a write of a block goes, and what the state that recovery would find says about it.
+//! Placement: decides where a block is written, and tracks what the state that recovery would find says about the
+//! block.
 //!
 //! A block is overwritten in place only if all of this holds:
 //!
 //! 1. it has one owner in the current metadata: one reference, on a path of nodes with one reference each;
-//! 2. it has one owner in the *durable* metadata, which is what recovery finds, too: no pending operation took a
-//!    reference from the block or from a node on its path and left others;
+//! 2. it has one owner in the *durable* metadata, which recovery finds, too: no pending operation took a reference from
+//!    the block or from a node on its path while other references stay;
 //! 3. no pending operation names the block: an announcement overtakes pending operations, so replay would see the
 //!    announcement first and the older statement last;
-//! 4. nothing is in flight for it: neither journalled payload on its way home nor another overwrite in place.
+//! 4. no write of it is in flight: neither payload of the journal nor another overwrite in place.
 //!
-//! Conditions 2 and 3 are *holds*. An operation that becomes pending holds the blocks it names and what it unshares
-//! until the journal has it durably. Operations become durable in the order in which they became pending, so a hold is
-//! the number of the last pending operation that concerns the block or node.
+//! Conditions 2 and 3 are *holds*. An operation that becomes pending holds the blocks that it names and those that it
+//! unshares until the journal has it durably. Operations become durable in the order in which they became pending, so a
+//! hold is the number of the last pending operation that concerns the block or node.
 //!
 //! Everything here is pure: no I/O, no threads, no clock. The state diagram is in `docs/format/native.md`; why holds
 //! are counted is in `docs/adr/0012-placement.md`; `tests/model` explores every order of steps.
@@ -42,7 +43,7 @@ use crate::tree::NodeId;
 use rustc_hash::FxHashMap;
 use std::collections::BTreeMap;
 
-/// What decides where a write of one mapped block goes.
+/// The state of a mapped block that decides where it is written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct BlockState {
     /// References of the block in the current metadata.
@@ -57,7 +58,7 @@ pub struct BlockState {
     pub unwritten: bool,
 }
 
-/// Where a write of a block goes.
+/// Where a block is written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Placement {
     /// Over its own old content, after an announcement.
@@ -68,7 +69,7 @@ pub enum Placement {
     New,
 }
 
-/// Decides where a write of a mapped block goes.
+/// Decides where a mapped block is written.
 pub fn place(state: BlockState) -> Placement {
     if state.references != 1 || state.shared_path || state.held || state.in_flight {
         Placement::New
@@ -79,10 +80,10 @@ pub fn place(state: BlockState) -> Placement {
     }
 }
 
-/// Which blocks and nodes pending operations concern.
+/// The blocks and nodes that pending operations concern.
 ///
 /// The first hold of a data block is a flag in its table entry, which the caller keeps: [`Holds::hold_block`] and
-/// [`Holds::release_block`] say what becomes of it. Only what is held by several operations at once costs memory here.
+/// [`Holds::release_block`] return its new value. Only blocks held by several operations at once cost memory here.
 #[derive(Clone, Default)]
 pub struct Holds {
     /// Number of the operation that became pending last.
@@ -91,13 +92,13 @@ pub struct Holds {
     durable: u64,
     /// Nodes, and the last operation that concerns each.
     nodes: FxHashMap<u64, u64>,
-    /// Entries of `nodes` that were worth keeping when it was last cleaned.
+    /// Entries of `nodes` that remained when it was last cleaned.
     nodes_kept: usize,
     /// Blocks concerned by more than one pending operation, and the last of them.
     again: FxHashMap<u64, u64>,
 }
 
-/// Entries of nodes beyond those kept that make a cleaning worth its time.
+/// Entries of nodes beyond those kept at which a cleaning is worth its time.
 const CLEAN_AFTER: usize = 1024;
 
 impl Holds {
@@ -106,13 +107,13 @@ impl Holds {
         self.last + 1
     }
 
-    /// An operation is pending: everything it concerns has been held under [`Holds::next`].
+    /// Notes that an operation is pending: everything that it concerns has been held under [`Holds::next`].
     pub fn pushed(&mut self) -> u64 {
         self.last += 1;
         self.last
     }
 
-    /// All operations up to `number` are durable.
+    /// Notes that all operations up to `number` are durable.
     pub fn committed(&mut self, number: u64) {
         self.durable = number;
         if self.durable == self.last {
@@ -129,18 +130,18 @@ impl Holds {
         self.nodes.is_empty()
     }
 
-    /// True while the durable metadata may reach what lies below the node in other ways than the current metadata.
+    /// True while the durable metadata may have other paths to what lies below the node than the current metadata.
     pub fn is_node_held(&self, node: NodeId) -> bool {
         !self.nodes.is_empty() && self.nodes.get(&node.0).is_some_and(|until| *until > self.durable)
     }
 
-    /// The operation about to become pending took a reference from a node and left others.
+    /// The next pending operation took a reference from a node that has others.
     pub fn hold_node(&mut self, node: NodeId) {
         self.nodes.insert(node.0, self.next());
     }
 
-    /// An operation changed these nodes, or freed them: entries may have moved from each to each other. What lies
-    /// below is held as long as the longest hold among them.
+    /// An operation changed these nodes, or freed them: entries may have moved between any of them. What lies below is
+    /// held as long as the longest hold among them.
     pub fn spread(&mut self, changed: &[NodeId]) {
         let longest = changed.iter().filter_map(|node| self.nodes.get(&node.0)).max().copied();
         let Some(until) = longest.filter(|until| *until > self.durable) else { return };
@@ -150,7 +151,7 @@ impl Holds {
         }
     }
 
-    /// The operation about to become pending concerns a block; `flagged` is the flag of its entry, which is set
+    /// The next pending operation concerns a block; `flagged` is the flag in its entry, which the caller sets
     /// afterwards.
     pub fn hold_block(&mut self, block: u64, flagged: bool) {
         if flagged {
@@ -158,7 +159,8 @@ impl Holds {
         }
     }
 
-    /// Releases a block that operation `number`, which is durable now, had held; true when its flag is to be cleared.
+    /// Releases a block that operation `number`, which is durable now, had held; true if the caller has to clear its
+    /// flag.
     pub fn release_block(&mut self, block: u64, number: u64) -> bool {
         if self.again.is_empty() {
             return true;
@@ -174,11 +176,11 @@ impl Holds {
     }
 }
 
-/// Blocks that a write is under way for: claimed under the metadata lock where the write is planned, given back when
-/// its outcome is in the metadata.
+/// Blocks with a write under way: claimed under the metadata lock when the write is planned, and released when its
+/// result is in the metadata.
 #[derive(Clone, Default)]
 pub struct InFlight {
-    /// Runs by first block; they do not overlap. Neighbours are not joined: each is given back as it was claimed.
+    /// Runs by first block, without overlaps. Adjacent runs are not joined: each is released as it was claimed.
     runs: BTreeMap<u64, u64>,
 }
 
@@ -201,7 +203,7 @@ impl InFlight {
         self.runs.insert(run.start, run.blocks);
     }
 
-    /// Gives a claimed run back.
+    /// Releases a claimed run.
     pub fn release(&mut self, run: Run) {
         let blocks = self.runs.remove(&run.start);
         debug_assert_eq!(blocks, Some(run.blocks), "a run is given back as it was claimed");

@@ -1,14 +1,15 @@
-//! Claims: free blocks that what is under way counts on, so that no other counts on them too.
+//! Claims: free blocks on which operations under way rely, so that no other operation uses them too.
 //!
-//! 1. The blocks claimed are never more than the headroom: free blocks less what is set aside for thick disks. A claim
-//!    is added first and compared with the headroom afterwards; what lowers the headroom stores the new one first and
-//!    looks at the claims afterwards, or holds a claim of that size. So no two count on the same block.
-//! 2. A buffered block that may need a new place is claimed from before the acknowledgment until it is in the map. One
-//!    without a claim overwrites a block of its disk, or takes what is set aside for the disk. A hold or a write in
-//!    flight, which ends by itself, does not make it take what others claimed: write-back waits for the journal first,
-//!    and what it still cannot place goes home through the journal ([`Engine::log_batch`]), over its own block.
-//! 3. A batch of write-back takes free blocks before the headroom says so, at its end. Until then they stay claimed:
-//!    by the entries it brings home, by the batch for those without a claim, and by the batch for entries that are
+//! 1. The claimed blocks never exceed the headroom: free blocks less the blocks set aside for thick disks. A claim is
+//!    added first and compared with the headroom afterwards. Code that lowers the headroom stores the new value first
+//!    and reads the claims afterwards, or holds a claim of that size. So no two operations rely on the same block.
+//! 2. A buffered block that may need a new place has a claim from before its acknowledgment until it is in the map. A
+//!    block without a claim overwrites a block of its disk, or takes one that is set aside for the disk. A hold or a
+//!    write in flight ends by itself, so it does not make the block take what others claimed: write-back waits for the
+//!    journal first, and what it still cannot place is written through the journal ([`Engine::log_batch`]) over its own
+//!    block.
+//! 3. A batch of write-back takes free blocks before the headroom is lowered, at its end. Until then they stay claimed:
+//!    by the entries of the batch, by the batch for entries without a claim, and by the batch for entries that are
 //!    replaced meanwhile ([`Engine::give_back_replaced`]).
 
 use crate::Result;
@@ -19,7 +20,7 @@ use crate::engine::writeback::STEPS_MAX;
 use crate::engine::{Engine, Head};
 use backend::BLOCK_SIZE;
 
-/// Blocks that an operation counts on until this is dropped.
+/// Blocks on which an operation relies until this is dropped.
 pub(crate) struct Claim<'a> {
     engine: &'a Engine,
     pub(crate) blocks: u64,
@@ -32,7 +33,7 @@ impl Drop for Claim<'_> {
 }
 
 impl Engine {
-    /// Makes sure that so many blocks are free beside what others count on.
+    /// Makes sure that this many blocks are free beside those claimed by others.
     pub(crate) fn claim_blocks(&self, blocks: u64) -> Result<Claim<'_>> {
         let claims = self.reserves.add_claim(blocks);
         let claim = Claim { engine: self, blocks };
@@ -42,16 +43,16 @@ impl Engine {
         Ok(claim)
     }
 
-    /// The same without taking space from the file system: `None` when there is not enough.
+    /// The same without reserving space in the file system: `None` if there are not enough free blocks.
     pub(crate) fn try_claim(&self, blocks: u64) -> Option<Claim<'_>> {
         let claims = self.reserves.add_claim(blocks);
         let claim = Claim { engine: self, blocks };
         (blocks == 0 || claims <= self.reserves.headroom()).then_some(claim)
     }
 
-    /// Takes a batch of the oldest layer into the map with its payload in the journal, as far as one flush would:
-    /// blocks of the disk alone keep their places whatever holds them. For what no new place is left for. Returns the
-    /// cost of what there was no room for in the journal; that stays buffered. Under gate and commit.
+    /// Moves a batch of the oldest layer into the map with its payload in the journal, as far as one flush would:
+    /// blocks that only the disk maps keep their places, held or not. For blocks for which no new place is left.
+    /// Returns the cost for which the journal had no room; those blocks stay buffered. Under gate and commit.
     pub(crate) fn log_batch(&self, head: &Head, pieces: &[DirtyPiece]) -> Result<Option<Cost>> {
         let mut left = (self.payload_max() / BLOCK_SIZE as u64).max(1);
         let mut steps = STEPS_MAX;
@@ -66,7 +67,7 @@ impl Engine {
             }
             let mut buffer = head.lock();
             if let Some(cost) = self.log_entry(&mut buffer, head, &part, &mut steps)? {
-                // No cost: enough steps for one turn.
+                // No cost is returned: the limit of steps in one turn was reached.
                 return Ok((cost != Cost::default()).then_some(cost));
             }
         }
@@ -74,16 +75,16 @@ impl Engine {
     }
 }
 
-/// What a thick disk has to have set aside when all that it maps becomes shared: its whole size, and what is buffered
-/// and takes from it before that.
+/// What a thick disk must have set aside when all its blocks become shared: its whole size, and the buffered blocks
+/// that use a part of that before.
 pub(crate) struct Aside {
     /// Blocks to be set aside.
     pub reserved: u64,
-    /// Blocks that this takes beside what is set aside or claimed already.
+    /// Blocks that this needs beyond those set aside or claimed already.
     pub lacks: u64,
 }
 
-/// See [`Aside`]; nothing for a disk that is not thick.
+/// See [`Aside`]; zero for a disk that is not thick.
 pub(crate) fn aside(catalog: &Catalog, disk: u64, blocks: u64, buffered: &Layers) -> Result<Option<Aside>> {
     let object = catalog.get(disk)?;
     if object.provisioning == crate::catalog::Provisioning::Thin {

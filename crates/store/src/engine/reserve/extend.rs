@@ -1,8 +1,9 @@
-//! Taking space from the file system: data blocks ahead of the writes that need them, room for metadata ahead of both.
+//! Reserves space in the file system: data blocks ahead of the writes that need them, and room for metadata ahead of
+//! both.
 //!
 //! A reservation can wait for the file system's own journal for a long time, so it is made without the metadata lock:
-//! by maintenance ahead of need, else by the writer that finds nothing left. Only where neither came in time does it
-//! happen under the lock.
+//! by maintenance ahead of need, otherwise by the writer that finds no free blocks. Only if neither came in time is it
+//! made under the lock.
 
 use super::unless_full;
 use crate::catalog::SLOTS_PER_PAGE;
@@ -18,38 +19,39 @@ use backend::BLOCK_SIZE;
 const EXTENSION_MIN: u64 = 256;
 /// ... and at most this many (4 MiB).
 const EXTENSION_MAX: u64 = 1024;
-/// One part in so many of what is used is reserved ahead.
+/// One part in this many of the used blocks is reserved ahead.
 const EXTENSION_SHARE: u64 = 128;
 /// The smallest reservation tried when the file system is nearly full, in blocks.
 const EXTENSION_LEAST: u64 = 16;
 
-/// Pages of the catalog that there is room for beside those in use.
+/// Pages of the catalog for which room is kept beyond those in use.
 const CATALOG_AHEAD: u64 = 64;
 
-/// What describing one more piece of reserved space costs at most.
+/// The highest cost of describing one more part of reserved space.
 const EXTENSION_COST: Cost = Cost { bytes: 32, pages: 8 };
 
-/// What metadata has to have room for in the file system.
+/// The room that metadata needs in the file system.
 pub(crate) struct Needs {
-    /// Bytes that each file has to grow to.
+    /// Lengths to which the files have to grow, in bytes.
     files: [(PageFile, u64); 5],
     /// Images of a checkpoint.
     images: u64,
 }
 
 impl Engine {
-    /// Reserves more space until `claims` blocks fit into what is free. Under no lock that a checkpoint takes.
+    /// Reserves more space until `claims` blocks fit into the free ones. Not to be called under a lock that a
+    /// checkpoint takes.
     pub(crate) fn extend(&self, claims: u64) -> Result<()> {
         let mut largest = EXTENSION_MAX;
         while self.headroom_now() < claims {
-            // Each piece on its own: a thick disk takes any number of them.
+            // Each part by itself, because a thick disk may need any number of them.
             let _grant = self.admit(EXTENSION_COST)?;
             self.extend_once(claims, &mut largest)?;
         }
         Ok(())
     }
 
-    /// Free blocks that writes may count on, what no read names any more among them.
+    /// Free blocks on which writes may rely, including freed ones that no read names any more.
     fn headroom_now(&self) -> u64 {
         let mut meta = self.meta.lock();
         meta.release_freed();
@@ -57,7 +59,7 @@ impl Engine {
         self.reserves.headroom()
     }
 
-    /// Reserves one piece, of at most `largest` blocks, if `claims` blocks do not fit yet.
+    /// Reserves one part, of at most `largest` blocks, if `claims` blocks do not fit yet.
     fn extend_once(&self, claims: u64, largest: &mut u64) -> Result<()> {
         let _extending = self.reserves.lock_extending();
         let planned = self.meta.look(|meta| {
@@ -86,8 +88,8 @@ impl Engine {
         }
     }
 
-    /// The same as [`Engine::extend`] under the metadata lock, for `want` blocks: when a write has to go home and
-    /// finds less than it set aside.
+    /// The same as [`Engine::extend`] under the metadata lock, for `want` blocks: when a batch finds fewer free blocks
+    /// than it set aside.
     pub(crate) fn extend_locked(&self, meta: &mut Meta, want: u64) -> Result<()> {
         let Some(_extending) = self.reserves.try_extending() else { return Ok(()) };
         let mut want = extension(meta).max(want.min(EXTENSION_MAX));
@@ -103,7 +105,7 @@ impl Engine {
         }
     }
 
-    /// Takes up to `want` free blocks, reserving more from the file system if need be.
+    /// Takes up to `want` free blocks, reserving more in the file system if necessary.
     pub(in crate::engine) fn allocate(&self, meta: &mut Meta, want: u64) -> Result<Run> {
         for attempt in 0..3 {
             if let Some(run) = meta.data.allocate(&mut meta.pages, want)? {
@@ -124,8 +126,8 @@ impl Engine {
         let length = run.blocks * BLOCK_SIZE as u64;
         self.check_room(length, "data")?;
         if let Err(error) = file.reserve(offset, length) {
-            // A file system that runs full on the way keeps what it had found, without a record of it. Punching a hole
-            // needs room too on some.
+            // A file system that runs full meanwhile keeps the blocks that it had found, and no record describes them.
+            // On some file systems punching a hole needs room too.
             if file.punch(offset, length).is_err() {
                 self.reserves.note_unreturned(run);
             }
@@ -135,8 +137,8 @@ impl Engine {
         Ok(())
     }
 
-    /// An error where the file system has no room for so many bytes. Asked first: one that runs full on the way
-    /// searches long, and takes what it found in part.
+    /// Fails if the file system has no room for this many bytes. Asked first, because a file system that runs full
+    /// during a reservation searches for a long time, and keeps a part of what it found.
     pub(super) fn check_room(&self, length: u64, what: &str) -> Result<()> {
         let room = self.directory.room().during(|| "asking for the room of the file system".into())?;
         if room.available >= length {
@@ -149,7 +151,7 @@ impl Engine {
     }
 
     fn note_backed(&self, meta: &mut Meta, run: Run) -> Result<()> {
-        // The reservation itself must be durable before the journal says so.
+        // The reservation itself must be durable before the journal describes it.
         let gate = self.log.clocks.wrote_home();
         let operation = Operation::Backed { run, backed: true };
         meta.enqueue(operation, gate).map_err(|error| self.stop(error))?;
@@ -158,7 +160,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Keeps some space ahead of writes that come in.
+    /// Keeps some space reserved ahead of writes.
     pub(crate) fn extend_ahead(&self) -> Result<()> {
         let short = {
             let meta = self.meta.lock();
@@ -167,29 +169,29 @@ impl Engine {
             (ahead > self.reserves.headroom()).then_some(ahead)
         };
         if let Some(claims) = short {
-            // A full file system is an error for the write that needs more.
+            // A full file system is reported by the write that needs more.
             unless_full(self.extend(claims))?;
         }
         self.extend_map_ahead()
     }
 
-    /// Takes the room that the tables, summaries and the catalog with `records` new records will need from the file
-    /// system: a checkpoint must not find it full.
+    /// Reserves the room that the tables, the summaries and the catalog with `records` new records will need, so that
+    /// no checkpoint finds the file system full.
     pub(crate) fn reserve_metadata(&self, meta: &Meta, records: u64) -> Result<()> {
         self.reserve_needs(&needs(meta, records, 0))
     }
 
-    /// Reserves what the tables of the present size need, so that it is reserved before any change. Under no lock.
+    /// Reserves what the tables of the present size need before any change is made. Under no lock.
     pub(crate) fn reserve_tables(&self) -> Result<()> {
         let needs = needs(&self.meta.lock(), 0, 0);
         self.reserve_needs(&needs)
     }
 
-    /// Makes a reservation of metadata durable. A power cut would undo it, and recovery would find the room taken by
-    /// another program.
+    /// Makes a reservation of metadata durable. A power cut would undo it, and recovery would find that another program
+    /// has taken the room.
     pub(super) fn keep_reserved(&self, file: PageFile) -> Result<()> {
         let synced = self.meta.file(file).sync().during(|| format!("flushing {}", file.name()));
-        // Pages written before may be lost with it.
+        // Pages written before may be lost with the failed flush.
         synced.map_err(|error| self.stop(error))
     }
 
@@ -214,7 +216,7 @@ fn extension(meta: &Meta) -> u64 {
     (meta.data.counts().used / EXTENSION_SHARE).clamp(EXTENSION_MIN, EXTENSION_MAX)
 }
 
-/// Bytes of each file that describes so many regions of map and data, and holds a catalog of so many slots.
+/// Lengths of the files that describe this many regions of map and data, and hold a catalog with this many slots.
 pub(crate) fn table_bytes(map_regions: u64, data_regions: u64, slots: u64) -> [(PageFile, u64); 5] {
     let table = |regions: u64| regions * REGION_PAGES;
     let summary = |regions: u64| regions / SUMMARY_ENTRIES + 1;
@@ -228,7 +230,7 @@ pub(crate) fn table_bytes(map_regions: u64, data_regions: u64, slots: u64) -> [(
     .map(|(file, pages)| (file, pages * BLOCK_SIZE as u64))
 }
 
-/// What metadata needs with so many new records, and with the map as long as `nodes` if that is more than it is.
+/// The room for metadata with this many new records, and with a map of at least `nodes`.
 pub(super) fn needs(meta: &Meta, records: u64, nodes: u64) -> Needs {
     let map_regions = meta.map.regions().max(nodes.div_ceil(REGION_BLOCKS));
     let files = table_bytes(map_regions, meta.data.regions(), meta.catalog.slots() + records);

@@ -1,9 +1,9 @@
-//! Reserves: free blocks and free nodes that what is under way counts on, and space taken from the file system for
+//! Reserves: free blocks and free nodes on which operations under way rely, and space reserved in the file system for
 //! them.
 //!
 //! Locks, in this order: `scarce`, `punching`, `extending`. The gate is taken under `scarce`. The commit log and the
 //! metadata lock are taken under all three, never the other way round; only [`Reserves::try_extending`] may be called
-//! under them. `known` is for a few instructions.
+//! under them. `known` is held for a few instructions.
 
 mod claim;
 mod extend;
@@ -22,12 +22,12 @@ use crate::sync::{Mutex, MutexGuard};
 use crate::tree::Forest;
 use crate::{Error, ErrorKind, Result};
 
-/// Whether a file system has given no more.
+/// True if the file system has no more space.
 fn is_full(error: &Error) -> bool {
     error.kind() == ErrorKind::NoSpace
 }
 
-/// The same outcome, but that a full file system is none: what it was for asks again.
+/// The same result, with a full file system as success: the operation that needs the space asks again.
 pub(crate) fn unless_full(outcome: Result<()>) -> Result<()> {
     outcome.or_else(|error| if is_full(&error) { Ok(()) } else { Err(error) })
 }
@@ -35,35 +35,35 @@ pub(crate) fn unless_full(outcome: Result<()>) -> Result<()> {
 /// See the head of the file.
 #[derive(Default)]
 pub struct Reserves {
-    /// Held from the moment that space is no longer called backed until its hole is punched; runs whose punch failed.
+    /// Held from the change that marks space as not backed until its hole is punched. Contains runs whose punch failed.
     punching: Mutex<Vec<Run>>,
-    /// One reservation of space from the file system at a time.
+    /// Held by a reservation of space in the file system: one at a time.
     extending: Mutex<()>,
-    /// Runs that take room and that nothing names, whose punch failed where `punching` may not be locked.
+    /// Runs that occupy room, that nothing refers to, and whose punch failed where `punching` could not be locked.
     unreturned: Mutex<Vec<Run>>,
     /// Blocks for which buffered writes may need new places.
     claims: AtomicU64,
-    /// Free blocks that writes may count on.
+    /// Free blocks on which writes may rely.
     headroom: AtomicU64,
-    /// Changes of the map that count beside blocks of data in the buffer.
+    /// Changes of the map that count beside the blocks of data in the buffer.
     changes: AtomicU64,
-    /// Changes that the free nodes cover.
+    /// Changes for which the free nodes suffice.
     changes_max: AtomicU64,
-    /// What that was found from: the trees, and free nodes.
+    /// The state from which that number was computed: the trees, and the free nodes.
     known: Mutex<Option<(Forest, u64)>>,
-    /// One write at a time for which there are not enough nodes.
+    /// Held by a write for which there are not enough nodes: one at a time.
     scarce: Mutex<()>,
     /// Bytes reserved in each metadata file.
     metadata: [AtomicU64; PageFile::COUNT],
 }
 
 impl Reserves {
-    /// Keeps holes from being punched; the runs whose punch failed.
+    /// Keeps holes from being punched. Contains the runs whose punch failed.
     pub fn lock_punching(&self) -> MutexGuard<'_, Vec<Run>> {
         self.punching.lock()
     }
 
-    /// A run takes room of the file system without a record, and could not be given back.
+    /// Notes that a run occupies room of the file system without a record, and could not be returned.
     pub fn note_unreturned(&self, run: Run) {
         self.unreturned.lock().push(run);
     }
@@ -83,7 +83,7 @@ impl Reserves {
         self.extending.try_lock()
     }
 
-    /// Claims blocks; all that is claimed then. Compared with the headroom afterwards.
+    /// Claims blocks; returns the number of all claimed blocks. Compared with the headroom afterwards.
     pub fn add_claim(&self, blocks: u64) -> u64 {
         self.claims.fetch_add(blocks, Ordering::SeqCst) + blocks
     }
@@ -98,42 +98,42 @@ impl Reserves {
         self.claims.load(Ordering::SeqCst)
     }
 
-    /// Free blocks that writes may count on.
+    /// Free blocks on which writes may rely.
     pub fn headroom(&self) -> u64 {
         self.headroom.load(Ordering::SeqCst)
     }
 
-    /// So many blocks are free beside those set aside. Before claims are given back.
+    /// Sets the number of free blocks beyond those set aside. Called before claims are given back.
     pub fn set_headroom(&self, blocks: u64) {
         self.headroom.store(blocks, Ordering::SeqCst);
     }
 
-    /// Lets one write after the other wait for nodes.
+    /// Lets one write at a time wait for nodes.
     pub fn lock_scarce(&self) -> MutexGuard<'_, ()> {
         self.scarce.lock()
     }
 
-    /// Counts changes of the map. Compared with the maximum afterwards.
+    /// Counts changes of the map; returns the number of all counted ones. Compared with the maximum afterwards.
     pub fn add_changes(&self, changes: u64) {
         self.changes.fetch_add(changes, Ordering::SeqCst);
     }
 
-    /// Changes are in the map, or will not be made.
+    /// Removes changes from the count: they are in the map, or will not be made.
     pub fn end_changes(&self, changes: u64) {
         self.changes.fetch_sub(changes, Ordering::SeqCst);
     }
 
-    /// Changes counted.
+    /// Counted changes.
     pub fn changes(&self) -> u64 {
         self.changes.load(Ordering::SeqCst)
     }
 
-    /// Changes that the free nodes cover.
+    /// Changes for which the free nodes suffice.
     pub fn changes_max(&self) -> u64 {
         self.changes_max.load(Ordering::SeqCst)
     }
 
-    /// `find` says how many changes the free nodes cover, unless `from` is as it was.
+    /// `find` computes for how many changes the free nodes suffice, unless `from` is as before.
     pub fn publish_changes_max(&self, from: (Forest, u64), find: impl FnOnce() -> u64) {
         let mut known = self.known.lock();
         if *known != Some(from) {
@@ -147,7 +147,7 @@ impl Reserves {
         self.metadata[file as usize].load(Ordering::Acquire)
     }
 
-    /// So many bytes are reserved in a metadata file.
+    /// Sets the bytes reserved in a metadata file.
     pub fn note_metadata(&self, file: PageFile, bytes: u64) {
         self.metadata[file as usize].fetch_max(bytes, Ordering::AcqRel);
     }

@@ -1,17 +1,19 @@
-//! Free nodes of the map: what is acknowledged never finds too few of them on its way into the map.
+//! Free nodes of the map: an acknowledged change always finds enough of them on its way into the map.
 //!
 //! 1. Everything that may change the map counts as a number of *changes* (see [`crate::tree::nodes_needed`]) from
-//!    before it is acknowledged until it is in the map: a block of data as one, through the bound of the write buffer;
+//!    before its acknowledgment until it is in the map: a block of data as one, through the limit of the write buffer;
 //!    zeroes as one for each block; a discard of any length as [`DISCARD_CHANGES`]; writes past the buffer while they
-//!    are under way. What goes into the map at once, under the metadata lock, is compared with what is spare instead.
-//! 2. The free nodes, less [`KEPT`], cover what all changes counted may need when one more is let in. Changes are
-//!    added first and compared with [`Reserves::changes_max`] afterwards; what uses nodes publishes the new maximum
-//!    first and takes its changes out afterwards. So the nodes that a change has used are missing from the maximum, or
-//!    the change still counts.
-//! 3. What the changes that were let in need only gets less afterwards: each takes no more than its part of the bound.
-//!    A snapshot taken later parts them from what comes after it, and makes none of them need more.
+//!    are under way. Changes that enter the map at once, under the metadata lock, are compared with the spare nodes
+//!    instead.
+//! 2. The free nodes, less [`KEPT`], suffice for all counted changes when one more is let in. Changes are added first
+//!    and compared with [`Reserves::changes_max`] afterwards; code that uses nodes publishes the new maximum first and
+//!    removes its changes from the count afterwards. So the nodes that a change has used are missing from the maximum,
+//!    or the change still counts.
+//! 3. The need of the changes that were let in only falls afterwards: each takes no more than its part of the limit. A
+//!    snapshot taken later separates them from later changes, and increases the need of none.
 //! 4. A write that lies over written blocks of its disk alone needs no nodes, and is let in when there are none. It
-//!    never gets a new place: write-back waits for what holds its blocks, or lets the journal take it over them.
+//!    never gets a new place: write-back waits for the operations that hold its blocks, or lets the journal write it
+//!    over them.
 //! 5. [`KEPT`] nodes are for discards on a full file system, and half of them for writes of thick disks, which are let
 //!    in one at a time then. Dropping deleted trees, sealing snapshots and changing the catalog need no nodes.
 
@@ -26,21 +28,21 @@ use backend::BLOCK_SIZE;
 use std::ops::Range;
 use std::time::Duration;
 
-/// Free nodes that writes leave (1 MiB).
+/// Free nodes that writes do not use (1 MiB).
 pub(crate) const KEPT: u64 = 256;
-/// Free nodes that writes of thick disks leave on a full file system: their data has its space.
+/// Free nodes that writes of thick disks do not use on a full file system: their data has its space.
 const KEPT_BY_THICK: u64 = KEPT / 2;
-/// Map nodes reserved at a time: one part in 16 of what is used, within these bounds.
+/// Map nodes reserved at a time: one part in 16 of the used ones, within these limits.
 const NODES: std::ops::RangeInclusive<u64> = 256..=4096;
-/// Free map nodes that maintenance keeps while writes come in.
+/// Free map nodes that maintenance keeps while clients write.
 const NODES_AHEAD: u64 = 1024;
-/// Changes beside a full buffer, and as many blocks of zeroes, that are let in at the same time.
+/// Changes beyond a full buffer that are let in at the same time, and as many blocks of zeroes.
 const CHANGES_BESIDE: u64 = 1 << 14;
-/// Batches written back for one write that finds no nodes, before it is refused although others go on.
+/// Batches written back for one write that finds no nodes, before it is refused although other work continues.
 pub(crate) const DRAINS_MAX: u32 = 1 << 12;
-/// How often the end of what is under way is waited for, [`LOOK_AGAIN`] each time.
+/// How often the end of work under way is waited for, [`LOOK_AGAIN`] each time.
 const UNDER_WAY_MAX: u32 = 1000;
-/// How long a write waits that would fit if no others were under way.
+/// How long a write waits that would fit if no other work were under way.
 const LOOK_AGAIN: Duration = Duration::from_millis(1);
 
 /// Changes of the map that are under way outside the buffer, until this is dropped.
@@ -59,13 +61,13 @@ fn nodes_more(used: u64) -> u64 {
     (used / 16).clamp(*NODES.start(), *NODES.end())
 }
 
-/// Nodes that so many changes may need, with a batch of write-back in flight: it may carry out once more what was
-/// overwritten in the buffer meanwhile.
+/// Nodes that this many changes may need, with a batch of write-back in flight: the batch may bring entries into the
+/// map that were replaced in the buffer meanwhile.
 fn needed(forest: &Forest, changes: u64) -> u64 {
     nodes_needed(forest, changes + changes.min(BATCH_MAX))
 }
 
-/// The most changes, up to `limit`, that so many free nodes cover.
+/// The most changes, up to `limit`, for which this many free nodes suffice.
 fn covered_by(forest: &Forest, free: u64, limit: u64) -> u64 {
     let (mut fits, mut above) = (0, limit + 1);
     while above - fits > 1 {
@@ -80,14 +82,14 @@ fn covered_by(forest: &Forest, free: u64, limit: u64) -> u64 {
 }
 
 impl Engine {
-    /// The trees that changes may be made to.
+    /// The trees that may be changed.
     fn forest(&self, meta: &Meta) -> Forest {
-        // One more: a disk that is changed without having been opened.
+        // One more, for a disk that is changed without having been opened.
         let trees = self.buffers.count() + 1;
         Forest { trees, levels: meta.levels(), layers: 1 + self.buffers.sealing(), used: meta.map.counts().used }
     }
 
-    /// All changes that count.
+    /// All counted changes.
     fn changes(&self) -> u64 {
         self.buffers.blocks() + self.reserves.changes()
     }
@@ -97,18 +99,19 @@ impl Engine {
         2 * self.buffers.limit() + CHANGES_BESIDE
     }
 
-    /// Tells writers how many changes the free nodes cover. Under the metadata lock, before changes are taken out.
+    /// Publishes for how many changes the free nodes suffice. Under the metadata lock, before changes are removed from
+    /// the count.
     pub(crate) fn update_changes_max(&self, meta: &Meta) {
         let (forest, free) = (self.forest(meta), meta.map.counts().free);
         self.reserves.publish_changes_max((forest, free), || covered_by(&forest, free, self.changes_limit()));
     }
 
-    /// Whether the free nodes cover all changes that count.
+    /// Whether the free nodes suffice for all counted changes.
     pub(crate) fn is_covered(&self) -> bool {
         self.changes() <= self.reserves.changes_max()
     }
 
-    /// Asks for more nodes ahead of need, now and then.
+    /// Requests more nodes ahead of need, from time to time.
     pub(crate) fn ask_for_nodes(&self, blocks: u64) {
         let changes = self.changes();
         if changes + changes / 2 > self.reserves.changes_max() && changes / 64 != changes.saturating_sub(blocks) / 64 {
@@ -116,7 +119,7 @@ impl Engine {
         }
     }
 
-    /// Finds out how high the tree of a disk is, once.
+    /// Measures the height of a disk's tree, once.
     pub(crate) fn measure(&self, head: &Head) -> Result<()> {
         if head.is_measured() {
             return Ok(());
@@ -127,11 +130,11 @@ impl Engine {
         Ok(())
     }
 
-    /// Whether so many nodes are free beside those that cover all changes, `keep` of them left: for an operation that
-    /// does not count as changes, and is carried out next under this lock.
+    /// Whether this many nodes are free beyond those for all counted changes and `keep`: for an operation that does not
+    /// count as changes, and is applied next under this lock.
     pub(crate) fn are_spare(&self, meta: &Meta, nodes: u64, keep: u64) -> bool {
         let (forest, free) = (self.forest(meta), meta.map.counts().free);
-        // Published first: a change that is added from now on finds them gone.
+        // Published first, so that a change that is added from now on finds them used.
         let left = free.saturating_sub(nodes);
         self.reserves.publish_changes_max((forest, left), || covered_by(&forest, left, self.changes_limit()));
         let spare = free >= nodes + keep && self.is_covered();
@@ -141,13 +144,13 @@ impl Engine {
         spare
     }
 
-    /// Nodes that one step of a discard may need.
+    /// The most nodes that one step of a discard needs.
     pub(crate) fn nodes_of_discard(&self, meta: &Meta) -> u64 {
         nodes_needed(&self.forest(meta), DISCARD_CHANGES)
     }
 
-    /// Makes so many nodes spare, `keep` of them left: takes room from the file system, or brings what is buffered into
-    /// the map. They may be gone again when the caller looks. Under no lock.
+    /// Makes this many nodes spare, beyond `keep`: reserves room in the file system, or brings buffered data into the
+    /// map. Others may use them before the caller looks. Under no lock.
     pub(crate) fn make_spare(&self, nodes: u64, keep: u64) -> Result<()> {
         let _turn = self.reserves.lock_scarce();
         let (mut tries, failures) = (0, self.writeback.failing.count());
@@ -159,7 +162,7 @@ impl Engine {
             match extended {
                 Err(error) if !is_full(&error) => return Err(error),
                 Err(_) if self.drain_once(failures)? => {}
-                // Nothing is buffered: what others count is under way, and ends.
+                // Nothing is buffered: the other counted changes are under way and end by themselves.
                 Err(_) if self.changes() > 0 && tries < UNDER_WAY_MAX => {
                     tries += 1;
                     if self.options.threads {
@@ -171,8 +174,8 @@ impl Engine {
         }
     }
 
-    /// Brings a batch of what is buffered into the map; false when nothing is. One that cannot be brought there,
-    /// because metadata of its disk is not read, is an error only when nothing else makes progress either.
+    /// Brings a batch of buffered data into the map; false if nothing is buffered. A batch that cannot enter the map,
+    /// because metadata of its disk cannot be read, is an error only if no other disk makes progress.
     pub(crate) fn drain_once(&self, failures: u64) -> Result<bool> {
         match self.write_back_once() {
             Err(_) if !self.running.is_stopped() => self.writeback.failing.check(failures).map(|()| true),
@@ -180,14 +183,15 @@ impl Engine {
         }
     }
 
-    /// Counts so many changes if the free nodes cover them now. Under any lock.
+    /// Counts this many changes if the free nodes suffice for them now. Under any lock.
     pub(crate) fn try_changes(&self, head: &Head, changes: u64) -> Option<Changes<'_>> {
         self.reserves.add_changes(changes);
         let claim = Changes { engine: self, changes };
         (changes == 0 || head.is_measured() && self.is_covered()).then_some(claim)
     }
 
-    /// Makes room in the buffer and among the changes for a write; false when no nodes cover it and it needs none.
+    /// Makes room in the buffer and among the changes for a write; false if there are no nodes for it and it needs
+    /// none.
     pub(crate) fn take_changes(
         &self,
         head: &Head,
@@ -225,7 +229,7 @@ impl Engine {
         let needs_none = || {
             let own = {
                 let buffer = head.lock();
-                // The second piece of a discard that it cuts in two may need nodes.
+                // The second part of a discard that it splits may need nodes.
                 is_data && buffer.layers.is_single() && !buffer.layers.cuts_discard(range)
             };
             self.fits_in_written(head, own, range.clone())
@@ -235,9 +239,9 @@ impl Engine {
         Ok((held, covered))
     }
 
-    /// Has `take` count `own` changes when the free nodes cover them beside all others; false when they do not, and
-    /// `needs_none` says that they need none. Takes room from the file system; when that is full, waits until what is
-    /// buffered is in the map. After an error nothing counts.
+    /// Has `take` count `own` changes once the free nodes suffice for them beside all others; false if they do not
+    /// suffice and `needs_none` returns that none are needed. Reserves room in the file system; if that is full, waits
+    /// until buffered data is in the map. After an error nothing counts.
     fn cover(
         &self,
         own: u64,
@@ -250,10 +254,10 @@ impl Engine {
         if self.is_covered() {
             return Ok(true);
         }
-        // Not counted while it waits: two that wait would each keep the other out.
+        // Not counted while it waits: two waiting writes would block each other.
         give_back();
         let _turn = self.reserves.lock_scarce();
-        // What does not go in on these grounds does not count.
+        // A write let in because it needs no nodes does not count.
         let goes_in_without = || match needs_none() {
             Ok(true) => Ok(true),
             other => {
@@ -276,7 +280,7 @@ impl Engine {
             if self.drain_once(failures)? && drains < DRAINS_MAX {
                 continue;
             }
-            // Nothing is buffered, unless others write all the time.
+            // Nothing is buffered, unless other clients write all the time.
             let (lacks, committed) = {
                 let meta = self.meta.lock();
                 let lacks = needed(&self.forest(&meta), own) + keep > meta.map.counts().free;
@@ -292,7 +296,7 @@ impl Engine {
                 continue;
             }
             if lacks || drains >= DRAINS_MAX {
-                // Own blocks that are held can be overwritten once that is durable.
+                // The disk's own blocks that are held can be overwritten once that is durable.
                 if !committed && self.commit_changes().is_ok() {
                     take()?;
                     if goes_in_without()? {
@@ -310,8 +314,8 @@ impl Engine {
         }
     }
 
-    /// Takes room from the file system until the free nodes cover all changes that count, as far as they are let in,
-    /// and `more` beside.
+    /// Reserves room in the file system until the free nodes suffice for all counted changes, as far as they are let
+    /// in, and for `more` beyond.
     pub(crate) fn extend_map(&self, more: u64) -> Result<()> {
         let _extending = self.reserves.lock_extending();
         let (counts, lacks) = {
@@ -332,7 +336,7 @@ impl Engine {
         }
     }
 
-    /// Keeps nodes ahead of writes that come in.
+    /// Keeps nodes reserved ahead of writes.
     pub(crate) fn extend_map_ahead(&self) -> Result<()> {
         let _extending = self.reserves.lock_extending();
         let (counts, wanted) = {
@@ -345,11 +349,11 @@ impl Engine {
         if counts.free >= wanted {
             return Ok(());
         }
-        // A full file system is an error for the write that needs more.
+        // A full file system is reported by the write that needs more.
         unless_full(self.lengthen_map(counts.backed, (wanted - counts.free).max(nodes_more(counts.used))))
     }
 
-    /// Reserves so many nodes more, and before that what describes them. Under no lock but that on extending.
+    /// Reserves this many nodes more, after the room for their table entries. Under no lock except that on extending.
     fn lengthen_map(&self, backed: u64, more: u64) -> Result<()> {
         let needs = super::extend::needs(&self.meta.lock(), 0, backed + more);
         self.reserve_needs(&needs)?;
@@ -368,8 +372,8 @@ impl Engine {
         self.keep_reserved(PageFile::Map)
     }
 
-    /// Finds the nodes that were reserved after the checkpoint that recovery starts from: the journal may use them, and
-    /// a file system that is full has no others.
+    /// Finds the nodes that were reserved after the checkpoint from which recovery starts: the journal may use them,
+    /// and a full file system has no others.
     pub(crate) fn find_reserved_nodes(&self) -> Result<()> {
         let (file, size) = (self.meta.file(PageFile::Map), BLOCK_SIZE as u64);
         let mut end = self.meta.lock().map.counts().backed * size;
@@ -381,8 +385,8 @@ impl Engine {
         Ok(())
     }
 
-    /// Makes sure that the next operation finds as many nodes as any may need; false when the file system is full.
-    /// Under the metadata lock, for what is not counted: replay, and what should not happen.
+    /// Makes sure that the next operation finds as many nodes as any operation needs; false if the file system is full.
+    /// Under the metadata lock, for operations that are not counted: replay, and cases that should not occur.
     pub(crate) fn ensure_nodes(&self, meta: &mut Meta, nodes: u64) -> Result<bool> {
         let counts = meta.map.counts();
         if counts.free >= nodes {

@@ -1,13 +1,13 @@
-//! Reading disks and snapshots out of a store that cannot be opened, without writing to it.
+//! Reads disks and snapshots out of a store that cannot be opened, without writing to it.
 //!
-//! The store is opened for itself over an [`Overlay`]: everything that recovery writes stays in memory. What an
-//! ordinary opening refuses is taken as far as it can be proven, and the rest is named (`open`). Pages come from their
-//! places, from the images of the last checkpoint or with one inverted bit put right ([`crate::pages::Mender`]); tables
-//! that are lost are counted anew from the trees (`../rebuild.rs`); operations of the journal that meet damage are left
-//! out, with the ranges that they concern (`../left_out.rs`).
+//! The store is opened over an [`Overlay`], which keeps everything that recovery writes in memory. State that an
+//! ordinary opening refuses is used as far as it can be proven, and the rest is named (`open`). Pages come from their
+//! places, from the images of the last checkpoint, or with one inverted bit corrected ([`crate::pages::Mender`]). Lost
+//! tables are counted again from the trees (`../rebuild.rs`). Operations of the journal that meet damage are left out,
+//! with the ranges that they concern (`../left_out.rs`).
 //!
-//! What must hold: what is handed out as good is what was written. A block is good if it has the checksum that the
-//! table has for it, and nothing that was left out may have changed it since.
+//! What must hold: content that is returned as good is what was written. A block is good if it has the checksum in the
+//! table, and no operation that was left out may have changed it since.
 
 mod open;
 
@@ -22,18 +22,18 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// A store from which is read what can be.
+/// A damaged store, open for reading what can be read.
 pub struct Salvage {
     engine: Arc<Engine>,
-    /// What is wrong, beside the ranges of single disks.
+    /// Damage other than the lost ranges of single disks.
     notes: Vec<String>,
-    /// Blocks of disks and snapshots that operations left out concern.
+    /// Blocks of disks and snapshots that the left-out operations concern.
     left_out: BTreeMap<u64, Vec<Range<u64>>>,
     /// Objects whose records were on a damaged page.
     unproven: BTreeSet<u64>,
-    /// Part of the journal is lost: what is read is older than what was acknowledged.
+    /// Part of the journal is lost: the content is older than what was acknowledged.
     behind: bool,
-    /// Blocks whose content is known to be newer than what can be told of them.
+    /// Blocks whose content is known to be newer than what can be read.
     outdated: BTreeSet<u64>,
 }
 
@@ -42,11 +42,11 @@ pub struct Salvage {
 pub struct Salvaged {
     /// Its record.
     pub object: Object,
-    /// False where the record is on a damaged page: name and size may be wrong.
+    /// False if the record is on a damaged page: name and size may be wrong.
     pub proven: bool,
 }
 
-/// What is at some blocks of a disk.
+/// The state of some blocks of a disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SalvagedPiece {
     /// They read as zeros.
@@ -57,24 +57,24 @@ pub enum SalvagedPiece {
     Lost,
 }
 
-/// What a block that was read is worth.
+/// How far the content of a block can be trusted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verdict {
     /// It is what was written.
     Good,
-    /// It was being overwritten when the store stopped: it holds what was left of that, and no flush ever covered it.
+    /// It was being overwritten when the store stopped: it holds what that left, and no flush ever covered it.
     Unverified,
     /// It is not what was written.
     Lost,
 }
 
 impl Salvage {
-    /// Opens what is in a folder, which no process writes meanwhile.
+    /// Opens the store in a folder, which no process writes meanwhile.
     pub fn open(directory: Arc<dyn Directory>) -> Result<Self> {
         open::open(directory)
     }
 
-    /// What is wrong with the store as a whole.
+    /// Damage of the store as a whole.
     pub fn notes(&self) -> &[String] {
         &self.notes
     }
@@ -84,7 +84,7 @@ impl Salvage {
         self.behind
     }
 
-    /// Every disk and snapshot, disks by name and each followed by its snapshots.
+    /// All disks and snapshots: disks by name, each followed by its snapshots.
     pub fn objects(&self) -> Vec<Salvaged> {
         let salvaged =
             |object: &Object| Salvaged { object: object.clone(), proven: !self.unproven.contains(&object.id) };
@@ -94,7 +94,7 @@ impl Salvage {
                 out.push(salvaged(disk));
                 out.extend(catalog.snapshots_of(disk.id).filter(|snapshot| !snapshot.incomplete).map(salvaged));
             }
-            // Of disks whose record is lost.
+            // Snapshots of disks whose record is lost.
             let orphan = |object: &&Object| object.is_snapshot() && catalog.find(object.disk).is_none();
             let mut orphans: Vec<Salvaged> = catalog.objects().filter(orphan).map(salvaged).collect();
             orphans.sort_by_key(|orphan| orphan.object.id);
@@ -103,7 +103,7 @@ impl Salvage {
         })
     }
 
-    /// The blocks of an object that cannot be found: in order, apart.
+    /// The blocks of an object that cannot be found: sorted, without overlaps.
     pub fn lost(&self, id: u64) -> Result<Vec<Range<u64>>> {
         let mut ranges = self.left_out.get(&id).cloned().unwrap_or_default();
         let mut meta = self.engine.meta.lock();
@@ -121,7 +121,7 @@ impl Salvage {
         Ok(merge_ranges(ranges))
     }
 
-    /// What is in `range` of an object, in order and without gaps; `lost` is what [`Salvage::lost`] said.
+    /// The state of `range` of an object, in order and without gaps; `lost` is the result of [`Salvage::lost`].
     pub fn pieces(&self, id: u64, range: Range<u64>, lost: &[Range<u64>]) -> Result<Vec<(Range<u64>, SalvagedPiece)>> {
         let mut out = Vec::new();
         let mut at = range.start;
@@ -162,15 +162,15 @@ impl Salvage {
         Ok(())
     }
 
-    /// Reads blocks of the store from `physical` on into `out`, and says of each what it is worth. What is lost reads
-    /// as zeros.
+    /// Reads blocks of the store from `physical` on into `out`, and returns how far each can be trusted. Lost blocks
+    /// read as zeros.
     pub fn read(&self, physical: u64, out: &mut [u8]) -> Vec<Verdict> {
         let run = Run { start: physical, blocks: (out.len() / BLOCK_SIZE) as u64 };
         let located = self.engine.files.locate(run).ok();
         let whole = located.as_ref().is_some_and(|(file, offset)| file.read_at(out, *offset).is_ok());
         let mut verdicts = Vec::with_capacity(run.blocks as usize);
         for (number, block) in (physical..).zip(out.chunks_exact_mut(BLOCK_SIZE)) {
-            // One bad sector must not hide its neighbours.
+            // A bad sector must not keep its neighbours from being read.
             let read = whole
                 || located.as_ref().is_some_and(|(file, offset)| {
                     file.read_at(block, offset + (number - physical) * BLOCK_SIZE as u64).is_ok()
@@ -190,13 +190,13 @@ impl Salvage {
         }
         match self.engine.meta.lock().entry(number) {
             Ok(entry) if entry.references > 0 && entry.checksum == checksum(content) => Verdict::Good,
-            // Where the journal is lost, the block may have another owner since.
+            // If part of the journal is lost, the block may have another owner since.
             Ok(entry) if entry.references > 0 && entry.suspect && !self.behind => Verdict::Unverified,
             _ => Verdict::Lost,
         }
     }
 
-    /// Everything of an object, for tests: of each block its content, or none where it is lost.
+    /// The content of each block of an object, or `None` where it is lost: for tests.
     pub fn contents(&self, id: u64, range: Range<u64>) -> Result<Vec<Option<Vec<u8>>>> {
         let mut out = Vec::new();
         for (range, piece) in self.pieces(id, range, &self.lost(id)?)? {
@@ -219,12 +219,12 @@ impl Salvage {
 /// All blocks of a disk.
 const EVERYTHING: Range<u64> = 0..LOGICAL_LIMIT;
 
-/// Whether an object is one that is read out.
+/// Whether an object is one that can be read out.
 fn is_readable(object: &Object) -> bool {
     matches!(object.state, ObjectState::Disk | ObjectState::Snapshot)
 }
 
-/// Ranges in order and apart.
+/// Sorts ranges and joins those that overlap.
 pub fn merge_ranges(mut ranges: Vec<Range<u64>>) -> Vec<Range<u64>> {
     ranges.sort_unstable_by_key(|range| range.start);
     let mut out: Vec<Range<u64>> = Vec::new();

@@ -1,11 +1,11 @@
-//! Finding the newest state that can be proven, in memory.
+//! Finds the newest state that can be proven, in memory.
 //!
-//! 1. The superblock: the newer copy that is whole, or whole but for one inverted bit; without either what the images
-//!    of the last checkpoint say, which count whether or not a superblock named them.
-//! 2. The images of that checkpoint, where they have to go home. A place whose image is damaged is spoilt: what is
-//!    there may be of the checkpoint before.
-//! 3. Pages, with what follows from others made anew.
-//! 4. The journal, as far as it is whole. Behind damage in it, what later batches name is counted as lost.
+//! 1. The superblock: the newer copy that is undamaged, or undamaged but for one inverted bit; without either, the
+//!    record in the images of the last checkpoint, which counts whether or not a superblock named them.
+//! 2. The images of that checkpoint, if they have to be written to their places. A place whose image is damaged is
+//!    invalidated: it may hold a page of the checkpoint before.
+//! 3. Pages, with those rebuilt that follow from others.
+//! 4. The journal, as far as it is undamaged. Blocks that later batches name count as lost.
 
 use super::super::check::{Report, Window, count_trees};
 use super::super::files::{DataFiles, JOURNAL_FILE, SUPERBLOCK_FILE};
@@ -26,10 +26,10 @@ use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Bound of the metadata cache (64 MiB): one reader.
+/// Limit of the metadata cache (64 MiB): there is one reader.
 const METADATA_CACHE: usize = 64 << 20;
 
-/// See the head of the file.
+/// See the steps at the head of the file.
 pub fn open(below: Arc<dyn Directory>) -> Result<Salvage> {
     let directory: Arc<dyn Directory> = Arc::new(Overlay::over(below));
     let mut notes = Vec::new();
@@ -59,13 +59,13 @@ pub fn open(below: Arc<dyn Directory>) -> Result<Salvage> {
     journal.mend();
     let found = survey(&journal, superblock.incarnation)?;
     if let Some(checkpoint) = &found.checkpoint {
-        // Of version 1, which kept images in the ring.
+        // Version 1 kept images in the ring.
         let mut pages = Vec::new();
         super::super::recover::collect_images(&journal, superblock.tail, checkpoint, &mut pages)?;
         write_home(&files, &pages)?;
         checkpoint.record().update(&mut superblock);
     }
-    // Whatever was appended would lie behind the tail: a truncated journal has lost it.
+    // Every append lies behind the tail, so a truncated journal has lost it.
     let behind = found.beyond.is_some() || length < superblock.journal_size && !superblock.clean;
 
     let mut pages = Pages::new(files.clone(), METADATA_CACHE);
@@ -109,7 +109,7 @@ pub fn open(below: Arc<dyn Directory>) -> Result<Salvage> {
     for (disk, ranges) in beyond.ranges {
         left_out.entry(disk).or_default().extend(ranges);
     }
-    // Objects on lost pages of the catalog are as the last checkpoint had them.
+    // Objects on lost pages of the catalog have the state of the last checkpoint.
     if found.end != superblock.tail {
         unproven.iter().for_each(|id| note_changes(&engine, *id, &superblock, found.end, &mut left_out));
     }
@@ -134,7 +134,7 @@ fn complete(directory: &dyn Directory, notes: &mut Vec<String>) -> Result<()> {
     }
 }
 
-/// The newest superblock that can be proven, the images file, and the images that count beside it.
+/// The newest superblock that can be proven, the images file, and the images that have to be applied.
 fn find_state(
     directory: &dyn Directory,
     superblock_file: &dyn File,
@@ -170,7 +170,7 @@ fn find_state(
     }
 }
 
-/// The pages of the last checkpoint, where they may not be at home.
+/// The pages of the last checkpoint, if they may not be at their places.
 fn take_images_home(
     superblock: &mut Superblock,
     images: &Images,
@@ -202,7 +202,7 @@ fn take_images_home(
     Ok(())
 }
 
-/// Makes anew what follows from other pages; gives the objects whose records are on damaged pages.
+/// Rebuilds pages that follow from others; returns the objects whose records are on damaged pages.
 fn renew(engine: &Engine, notes: &mut Vec<String>) -> Result<BTreeSet<u64>> {
     let mut guard = engine.meta.lock();
     let meta = &mut *guard;
@@ -230,7 +230,7 @@ fn renew(engine: &Engine, notes: &mut Vec<String>) -> Result<BTreeSet<u64>> {
     Ok(unproven)
 }
 
-/// Takes what damaged pages of the catalog seem to say, where the tree is one that nothing else refers to.
+/// Uses the records on damaged pages of the catalog that name a tree which no other object refers to.
 fn admit_unproven(meta: &mut Meta) -> Result<BTreeSet<u64>> {
     let mut unproven = BTreeSet::new();
     if meta.catalog.unproven().next().is_none() {
@@ -255,7 +255,7 @@ fn admit_unproven(meta: &mut Meta) -> Result<BTreeSet<u64>> {
     Ok(unproven)
 }
 
-/// Payload goes to data files also where these are missing.
+/// Payload is written also to data files that are missing.
 fn complete_data_files(engine: &Engine) -> Result<()> {
     let blocks = engine.meta.lock().data.blocks();
     if blocks > 0 {
@@ -282,7 +282,7 @@ fn seal(engine: &Engine, left_out: &mut LeftOut) {
     }
 }
 
-/// What the journal has changed of an object since the checkpoint, which was not carried out.
+/// Changes of an object in the journal since the checkpoint that were not applied.
 fn note_changes(
     engine: &Engine,
     id: u64,
@@ -305,7 +305,7 @@ fn note_changes(
     }
 }
 
-/// What batches behind damage in the journal say has changed.
+/// Changes that batches behind damage in the journal describe.
 #[derive(Default)]
 struct Beyond {
     ranges: std::collections::BTreeMap<u64, Vec<Range<u64>>>,

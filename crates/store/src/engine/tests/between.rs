@@ -143,7 +143,7 @@ fn a_new_place_of_what_claims_none_is_not_promised_to_another_write() {
     // Let in over its own block, without a claim. Then one block comes free.
     write(&engine, 5, 2);
     free(&engine, &other, 0..1);
-    // Payload of the block is on its way home, so write-back takes a new place: the free one.
+    // Payload of the block is being written to its place, so write-back takes a new place: the free one.
     let run = own_block(&engine, 1, 5);
     engine.meta.lock().in_flight.claim(run);
     let writer = Arc::clone(&engine);

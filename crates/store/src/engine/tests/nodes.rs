@@ -13,7 +13,7 @@ fn place(i: u64) -> u64 {
     i * 3 % (WRITTEN * 3)
 }
 
-/// A store with a disk of many extents, everything at home.
+/// A store with a disk of many extents, everything at its place.
 fn wide() -> (SimulatedDisk, Arc<Engine>, u64) {
     let (disk, engine) = made();
     let id = add_disk(&engine, "wide", WIDE, Provisioning::Thin);
@@ -139,7 +139,7 @@ fn an_overwrite_without_a_node_goes_home_whatever_holds_its_block() {
     assert_eq!(refused.kind(), ErrorKind::NoSpace);
     (10..40).for_each(|i| engine.write_blocks(&head, place(i), slice(2, 1)).unwrap());
     let run = own_block(&engine, id, place(20));
-    // Payload of the block is on its way home.
+    // Payload of the block is being written to its place.
     engine.meta.lock().in_flight.claim(run);
     while engine.write_back_once().unwrap() {}
     engine.meta.lock().in_flight.release(run);

@@ -43,7 +43,7 @@ fn cloned(engine: &Engine, disk: u64, new: NewDisk) -> u64 {
     clone
 }
 
-/// Everything buffered goes home; nothing is flushed, and no pending change appended.
+/// Everything buffered is written to its place; nothing is flushed, and no pending change appended.
 fn write_back_all(engine: &Engine) {
     while engine.write_back_once().unwrap() {}
 }

@@ -14,7 +14,7 @@ fn opened(disk: &SimulatedDisk) -> Arc<Engine> {
     Engine::open(disk.directory(), EngineOptions { metadata_cache: 0, ..options() }).unwrap()
 }
 
-/// Every second block holds 1, everything is at home and durable.
+/// Every second block holds 1, everything is at its place and durable.
 fn wide() -> SimulatedDisk {
     let disk = formatted();
     let engine = opened(&disk);

@@ -121,7 +121,7 @@ fn an_overwrite_acknowledged_on_a_full_file_system_goes_home_whatever_is_in_flig
     fill_with_other(&disk, &engine);
     write(&engine, 5, 2);
     let run = own_block(&engine, 1, 5);
-    // Payload of the block is on its way home.
+    // Payload of the block is being written to its place.
     engine.meta.lock().in_flight.claim(run);
     while engine.write_back_once().unwrap() {}
     engine.meta.lock().in_flight.release(run);
@@ -169,7 +169,7 @@ fn what_is_buffered_when_a_thick_disk_gets_a_snapshot_takes_nothing_of_what_is_s
     fill_up(&disk);
     write_until_full(&engine, other);
     for round in 2..5 {
-        // Again and again, buffered and at home: each block takes a new place once.
+        // Repeatedly buffered and written back: each block takes a new place once.
         (0..SIZE).for_each(|block| write_to(&engine, thick, block, round).unwrap());
         engine.flush().unwrap();
     }

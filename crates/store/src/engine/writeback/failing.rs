@@ -1,25 +1,25 @@
-//! Failures of write-back that do not stop the store, for those who wait for it: while a medium does not read the
-//! metadata that write-back needs, there is no room in a full buffer.
+//! Failures of write-back that do not stop the store, for writers that wait for it: while the medium cannot read the
+//! metadata that write-back needs, no room comes free in a full buffer.
 //!
 //! Write-back tries one disk after the other. It makes no progress when more attempts in a row have failed than disks
-//! have something buffered. One that succeeds ends that.
+//! have buffered data. A successful attempt ends that state.
 
 use crate::sync::Mutex;
 use crate::sync::atomic::{AtomicU64, Ordering};
 use crate::{Error, ErrorKind};
 
-/// What failed last.
+/// The last failure.
 struct Failure {
     kind: ErrorKind,
     message: String,
-    /// Disks that had something buffered.
+    /// Disks that had buffered data.
     disks: u64,
 }
 
 /// Failures in a row.
 #[derive(Default)]
 pub struct Failing {
-    /// Attempts that have failed since one succeeded.
+    /// Attempts that have failed since the last success.
     in_a_row: AtomicU64,
     /// Attempts that have failed.
     all: AtomicU64,
@@ -27,14 +27,14 @@ pub struct Failing {
 }
 
 impl Failing {
-    /// An attempt has brought something into the map, or found nothing to do.
+    /// Notes that an attempt has brought data into the map, or found none.
     pub fn note_progress(&self) {
         if self.in_a_row.load(Ordering::Acquire) > 0 {
             self.in_a_row.store(0, Ordering::Release);
         }
     }
 
-    /// An attempt has failed while so many disks had something buffered.
+    /// Notes that an attempt has failed while this many disks had buffered data.
     pub fn note_failure(&self, error: &Error, disks: u64) {
         *self.last.lock() = Some(Failure { kind: error.kind(), message: error.to_string(), disks });
         self.in_a_row.fetch_add(1, Ordering::AcqRel);
@@ -46,7 +46,7 @@ impl Failing {
         self.all.load(Ordering::Acquire)
     }
 
-    /// An error if nothing makes progress, and an attempt has failed since there were `count`.
+    /// Fails if nothing makes progress, and an attempt has failed since there were `count` failures.
     pub fn check(&self, count: u64) -> Result<(), Error> {
         let in_a_row = self.in_a_row.load(Ordering::Acquire);
         if in_a_row == 0 || self.count() <= count {
@@ -82,7 +82,7 @@ mod tests {
         failing.note_failure(&error, 2);
         let told = failing.check(0).unwrap_err();
         assert!(told.kind() == ErrorKind::Io && told.to_string().contains("reading map"), "{told}");
-        // One that begins to wait now has seen no failure yet.
+        // A writer that begins to wait now has seen no failure yet.
         failing.check(failing.count()).unwrap();
         failing.note_progress();
         failing.check(0).unwrap();

@@ -1,4 +1,4 @@
-//! A batch on its way: announced, written, and brought into the map.
+//! Writes a batch: announces overwrites, writes the blocks, and brings them into the map.
 
 use super::plan::{BlockWrite, Plan};
 use super::{BATCH_STRIDE, Lane};
@@ -17,20 +17,20 @@ use backend::{Completion, File, IoMode};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Runs of new places from this many bytes go to the medium at once, through the page cache as they may: left to the
-/// next flush, they would make it, and every append to the journal beside it, wait for hundreds of megabytes.
+/// Runs of new places of this many bytes are sent from the page cache to the medium at once. Left to the next flush,
+/// hundreds of megabytes would delay it and every append to the journal.
 const WRITE_OUT_MIN: u64 = 256 << 10;
 /// Blocks in one write (1 MiB).
 const GROUP_BLOCKS_MAX: u64 = 256;
 /// Short writes that are brought into the map together.
 const GROUPS_PER_FINISH: usize = 32;
-/// Slices per write: the kernel takes no more (`IOV_MAX`).
+/// Slices per write: the limit of the kernel (`IOV_MAX`).
 pub const SLICES_MAX: usize = 1000;
 /// Operations in flight of one lane.
 pub const LANE_DEPTH: u32 = 64;
 
 impl BlockWrite {
-    /// What bringing it into the map will need.
+    /// Surveys what bringing the batch into the map will need.
     fn survey(&self, meta: &mut Meta, disk: u64) {
         meta.survey_run(self.run);
         if self.placement != Placement::InPlace {
@@ -40,7 +40,7 @@ impl BlockWrite {
 }
 
 impl Engine {
-    /// Makes durable which blocks are about to be overwritten in place.
+    /// Announces durably which blocks are about to be overwritten in place.
     pub(super) fn announce(&self, mut commit: MutexGuard<'_, Committer>, homes: &[BlockWrite]) -> Result<()> {
         let mut writer = Writer::default();
         for home in homes.iter().filter(|home| home.placement == Placement::InPlace) {
@@ -56,9 +56,9 @@ impl Engine {
         appended
     }
 
-    /// Writes a batch and brings it into the map. What cannot be brought there, for lack of room or because metadata is
-    /// not read, stays buffered, and is returned as an error that came late: all that was announced has been written
-    /// then.
+    /// Writes a batch and brings it into the map. Extents that cannot enter the map, for lack of room or because
+    /// metadata cannot be read, stay buffered, and are returned as a late error: everything announced has been written
+    /// by then.
     pub(super) fn write_homes(&self, lane: &mut Lane, head: &Head, plan: &mut Plan) -> Result<Option<Error>> {
         plan.sort();
         let homes = plan.homes();
@@ -145,11 +145,11 @@ impl Engine {
         Ok(short)
     }
 
-    /// Lets the map name what has been written, and the buffer forget it.
+    /// Makes the map name the written blocks, and removes them from the buffer.
     fn finish_homes(&self, head: &Head, homes: &[BlockWrite], groups: &[Range<usize>]) -> Result<Option<Error>> {
         let mut short = None;
         let done: Vec<&BlockWrite> = groups.iter().flat_map(|group| &homes[group.clone()]).collect();
-        // After the writes and before the clock says so: a flush in between may have cleared the mark.
+        // After the writes and before the counter grows: a flush in between may have cleared the mark.
         done.iter().for_each(|home| self.files.touch(home.run));
         let gate = self.log.clocks.wrote_home();
         for part in done.chunks(BATCH_STRIDE) {
@@ -177,7 +177,8 @@ impl Engine {
         Ok(short)
     }
 
-    /// One piece that is at home: into the map, out of the buffer. Returns what the buffer had set aside for it.
+    /// Brings one written extent into the map and removes it from the buffer. Returns what the buffer had set aside for
+    /// it.
     fn finish_home(
         &self,
         meta: &mut Meta,
@@ -189,7 +190,7 @@ impl Engine {
         let checksums = home.checksums.clone();
         let operation = match home.placement {
             Placement::InPlace => {
-                // Its announcement is over with the batch: without the checksums the content would be taken for torn.
+                // Its announcement ends with the batch: without the checksums recovery would take the content for torn.
                 meta.note_overwritten(home.run, &checksums).map_err(|error| self.stop(error))?;
                 None
             }

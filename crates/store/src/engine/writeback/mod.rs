@@ -1,8 +1,8 @@
-//! Write-back: buffered entries to their places on the medium, in order of address.
+//! Write-back: writes buffered entries to their places on the medium, in order of address.
 //!
-//! A batch runs under the gate: plan (which blocks may be overwritten in place, which need new places), announce the
-//! overwrites durably, write, and then, piece by piece as writes finish, change the map and take the piece out of the
-//! buffer. Readers see the buffered copy until the map names the new one, both under the buffer's lock.
+//! A batch runs under the gate. It plans which blocks may be overwritten in place and which need new places, announces
+//! the overwrites durably, and writes. As writes end, it changes the map and removes the extents from the buffer, a few
+//! at a time. Readers see the buffered copy until the map names the new one, both under the buffer's lock.
 
 mod failing;
 mod homes;
@@ -30,8 +30,8 @@ use std::sync::Arc;
 /// Blocks of data per batch at most.
 pub(crate) const BATCH_MAX: u64 = 1024;
 
-/// Blocks of data per batch: short enough that a flush does not wait long for the gate (a few milliseconds), long
-/// enough that announcements are few.
+/// Blocks of data per batch: few enough that a flush does not wait long for the gate (a few milliseconds), and enough
+/// that announcements are rare.
 fn batch_blocks(mode: IoMode) -> u64 {
     match mode {
         IoMode::Buffered => BATCH_MAX,
@@ -39,22 +39,22 @@ fn batch_blocks(mode: IoMode) -> u64 {
     }
 }
 
-/// Pieces planned, and brought into the map, under one hold of the locks: readers and writers of the disk wait no
+/// Extents planned, and brought into the map, under one hold of the locks: readers and writers of the disk wait no
 /// longer than that.
 const BATCH_STRIDE: usize = 64;
-/// The smallest batch that is cut no further, in blocks.
+/// The smallest batch, in blocks, that is not split further.
 const BATCH_MIN: u64 = 64;
 
-/// What write-back keeps between batches.
+/// State that write-back keeps between batches.
 pub struct Lane {
     queue: Box<dyn Queue>,
 }
 
-/// Write-back, and the other ways in which data gets to the medium.
+/// Write-back, and the other paths of data to the medium.
 ///
-/// Locks, in this order: `logged` (one round of journalled payload), the gate (no write-back under way), the journal,
-/// `through` (shared by writes past the buffer; exclusive where none may be under way). `copying` is held over one
-/// write, beside none.
+/// Locks, in this order: `logged` (one round of payload of the journal), the gate (no write-back under way), the
+/// journal, `through` (shared by writes past the buffer; exclusive where none may be under way). `copying` is held over
+/// one write, with no other lock.
 pub struct WriteBack {
     gate: Mutex<Lane>,
     logged: Mutex<LoggedLane>,
@@ -62,14 +62,14 @@ pub struct WriteBack {
     copying: Mutex<()>,
     /// The disk that was served last; changed under the gate.
     served: AtomicU64,
-    /// Flushes waiting for the gate: write-back steps aside.
+    /// Flushes that wait for the gate: write-back lets them go first.
     flushes_waiting: AtomicU64,
     /// Pages that a block of the last batch needed; changed under the gate.
     pages_per_block: AtomicU64,
-    /// While a batch is under way: what entries had that were replaced in a buffer meanwhile. The batch may bring them
-    /// into the map all the same, and takes what they had counted on.
+    /// While a batch is under way: what was set aside for entries that were replaced in a buffer meanwhile. The batch
+    /// may still bring them into the map, and then uses it.
     replaced: Mutex<Option<Held>>,
-    /// Attempts that failed.
+    /// Failed attempts.
     pub failing: Failing,
 }
 
@@ -89,14 +89,14 @@ impl WriteBack {
         }
     }
 
-    /// Blocks of the next batch where so many pages may still be dirtied: as many as are likely to be admitted, so that
-    /// the batch need not be planned again. Batches as different as one run and scattered blocks follow each other
-    /// seldom, and a guess that is too high costs one plan.
+    /// Blocks of the next batch if this many pages may still be dirtied: as many as are likely to be admitted, so that
+    /// the batch need not be planned again. Very different batches, such as one run and scattered blocks, rarely follow
+    /// each other, and an estimate that is too high costs one plan.
     fn batch(&self, most: u64, pages_left: u64) -> u64 {
         most.min((pages_left / self.pages_per_block.load(Ordering::Relaxed)).max(BATCH_MIN))
     }
 
-    /// A batch of so many blocks needs so many pages.
+    /// Notes how many pages a batch of this many blocks needed.
     fn note_pages(&self, pages: u64, blocks: u64) {
         self.pages_per_block.store(pages.div_ceil(blocks.max(1)).max(1), Ordering::Relaxed);
     }
@@ -149,13 +149,13 @@ impl Drop for UnderWay<'_> {
     }
 }
 
-/// What became of a batch.
+/// The result of a batch.
 enum Batch {
     /// Nothing is buffered.
     Empty,
     /// Written.
     Done,
-    /// Something of it is still buffered: there was no room for this.
+    /// A part of it is still buffered: there was no room for this cost.
     Refused(Cost),
 }
 
@@ -185,7 +185,7 @@ impl Engine {
             if matches!(batch, Ok(Batch::Empty)) {
                 continue;
             }
-            // Also after a failure: others need not be waiting for the same.
+            // Also after a failure: other threads may wait for something else.
             self.writeback.served.store(head.id, Ordering::Relaxed);
             let batch = match batch {
                 Err(error) if self.isolate(&error) => return Ok(true),
@@ -232,7 +232,7 @@ impl Engine {
         }
     }
 
-    /// What the next batch will need of the metadata, before any lock is taken for it.
+    /// Surveys what the next batch will need of the metadata, before any lock is taken for it.
     fn bring_in_next(&self) -> Fetch {
         let next = self.heads_in_turn().into_iter().find(|head| !head.lock().layers.is_empty());
         next.map(|head| self.bring_in_batch(&head)).unwrap_or_default()
@@ -246,8 +246,8 @@ impl Engine {
         self.meta.bring_in(|meta| meta.survey_pieces(head.id, &pieces))
     }
 
-    /// Takes back what an entry had that was replaced in a buffer. While a batch may have a copy of it, no other entry
-    /// counts on the same.
+    /// Releases what was set aside for a replaced entry of a buffer. While a batch may have a copy of the entry, no
+    /// other entry uses it.
     pub(super) fn give_back_replaced(&self, held: Held) {
         if held == Held::default() {
             return;
@@ -257,14 +257,14 @@ impl Engine {
             drop(replaced);
             return self.give_back(held);
         };
-        // Room in the buffer is given back at once; as changes of the map the blocks count on.
+        // Room in the buffer is released at once; as changes of the map the blocks still count.
         self.reserves.add_changes(held.data);
         *later += Held { data: 0, changes: held.changes + held.data, ..held };
         drop(replaced);
         self.give_back(Held { data: held.data, ..Held::default() });
     }
 
-    /// Before a batch looks at a buffer. What ends it has told the headroom what it took.
+    /// Called before a batch reads a buffer. The end of the batch has lowered the headroom.
     fn begin_batch(&self) -> UnderWay<'_> {
         *self.writeback.replaced.lock() = Some(Held::default());
         UnderWay(self)
@@ -286,7 +286,7 @@ impl Engine {
             if let Ok(cost) = &planned {
                 self.writeback.note_pages(cost.pages, pieces.iter().map(|piece| piece.entry.blocks).sum());
             }
-            // An announcement overtakes what is pending: of these blocks, checksums of older content.
+            // An announcement overtakes pending changes, here pending checksums of older content of these blocks.
             let overtakes = planned.is_ok() && meta.awaits_checksums(plan.homes());
             if let Ok(cost) = &planned
                 && !overtakes
@@ -299,13 +299,15 @@ impl Engine {
             drop(meta);
             let lacks = matches!(&planned, Err(error) if error.kind() == ErrorKind::NoSpace);
             if lacks && waited {
-                // What holds it now came since. The journal takes it in order, and needs no place beside its own.
+                // The operations that hold the block came since. The journal takes it in order, and it needs no place
+                // but its own.
                 let refused = self.log_batch(head, &pieces)?;
                 self.sync_all_data()?;
                 self.append_pending(&mut commit)?;
                 return Ok(refused.map_or(Batch::Done, Batch::Refused));
             }
-            // What is held needs a new place, and may be overwritten in place once the journal has what holds it.
+            // A held block needs a new place, or waits until the operations that hold it are in the journal; then it
+            // may be overwritten in place.
             waited |= lacks;
             let cost = if lacks { Cost::default() } else { planned? };
             if overtakes || lacks {
@@ -315,7 +317,7 @@ impl Engine {
                 return Ok(Batch::Refused(cost));
             }
         };
-        // Older payload of these must not go home beside or after what is written now. The journal still has it.
+        // Older payload of these blocks must not be written beside or after this write. The journal still has it.
         for run in plan.in_place() {
             meta.forget_logged(run);
         }
@@ -324,7 +326,7 @@ impl Engine {
         let short = self.write_homes(lane, head, &mut plan)?;
         self.log.end_announced();
         let others = plan.end(&mut self.meta.lock());
-        // What data needed is counted where it is now.
+        // What was set aside for the data is now counted where it was used.
         drop(grant);
         if let Some(error) = short {
             return Err(error);
@@ -355,7 +357,7 @@ impl Engine {
     }
 }
 
-/// Makes a batch about half as long; false when it is one piece of `least` blocks.
+/// Halves a batch; false when it is one extent of `least` blocks.
 fn shorten(pieces: &mut Vec<DirtyPiece>, least: u64) -> bool {
     if pieces.len() > 1 {
         pieces.truncate(pieces.len() / 2);

@@ -1,9 +1,9 @@
-//! Discards and zeroes on their way into the map, and snapshots that are complete: what write-back and flush do beside
-//! moving data.
+//! Moves discards and zeroes into the map, and completes snapshots: the work of write-back and flush beside moving
+//! data.
 //!
-//! A discard may free any number of blocks, so it enters the map in steps of a bounded number of pages, each admitted
-//! on its own. What a step has brought into the map leaves the buffer at once; the rest stays there, where readers see
-//! it, until its own step. Locks are let go of between steps.
+//! A discard may free any number of blocks, so it enters the map in steps of a limited number of pages, each admitted
+//! by itself. A part that is in the map leaves the buffer at once; the rest stays in the buffer, where readers see it,
+//! until its own step. Locks are released between steps.
 
 use crate::Result;
 use crate::buffer::{Content, DirtyPiece};
@@ -20,30 +20,30 @@ use std::ops::Range;
 const UNMAP_MAX: u64 = 1 << 20;
 /// Blocks that are zeroed in one step (16 MiB).
 const ZERO_STEP: u64 = 4096;
-/// Steps of one batch of write-back, and of one turn of a flush: others may go between.
+/// Steps of one batch of write-back, and of one turn of a flush, so that other threads can run in between.
 pub(crate) const STEPS_MAX: usize = 16;
 
-/// What zeroing a range means for the map.
+/// What zeroing a range does to the map.
 enum Zeroed {
-    /// It has space that was never written.
+    /// It has space that was never written: nothing changes.
     Already,
-    /// It keeps its blocks, from this one on.
+    /// It keeps its blocks, which start at this one.
     Kept(u64),
     /// It needs blocks of its own.
     New,
 }
 
-/// What became of a step.
+/// The result of a step.
 pub(crate) struct Step {
     /// Everything before this block is in the map.
     pub end: u64,
-    /// What the rest needs, if there was no room for it.
+    /// The cost of the rest, if there was no room for it.
     pub refused: Option<Cost>,
 }
 
 impl Engine {
-    /// Discards and zeroes of a batch: no data, only the map. What is left when there is no room for more, or enough
-    /// was done, stays buffered; the cost of what was refused.
+    /// Moves the discards and zeroes of a batch into the map; they have no data. The part for which there is no room,
+    /// or that exceeds the limit of a turn, stays buffered. Returns the refused cost.
     pub(crate) fn finish_others(&self, head: &Head, pieces: Vec<DirtyPiece>) -> Result<Option<Cost>> {
         let mut steps = 0;
         for piece in pieces {
@@ -58,7 +58,7 @@ impl Engine {
                 let _fetch = self.meta.bring_in(|meta| meta.survey_pieces(head.id, std::slice::from_ref(&part)));
                 let mut buffer = head.lock();
                 let (layer, _) = buffer.layers.oldest();
-                // Not what has been written since: such a write may count on the blocks that are mapped there.
+                // Parts written since are left out: such a write may rely on the blocks that are mapped there.
                 let Some(still) = layer.still(&(at..end), piece.entry.stamp) else { break };
                 at = still.start;
                 let mut meta = self.meta.lock();
@@ -79,7 +79,7 @@ impl Engine {
         Ok(None)
     }
 
-    /// Brings the beginning of a discarded or zeroed range into the map.
+    /// Moves the beginning of a discarded or zeroed range into the map.
     pub(crate) fn apply_other(&self, meta: &mut Meta, disk: u64, range: Range<u64>, content: &Content) -> Result<Step> {
         if matches!(content, Content::Unmapped) {
             return self.unmap_step(meta, disk, range);
@@ -92,7 +92,8 @@ impl Engine {
                 Zeroed::Kept(physical) => {
                     let run = crate::space::Run { start: physical, blocks: range.end - range.start };
                     let operation = Operation::Unwritten { disk, logical: range.start, run, fresh: false };
-                    // Until the journal says so, recovery expects the old content: nothing may be written there.
+                    // Until the journal has the change, recovery expects the old content, so nothing may be written
+                    // there.
                     if let Some(cost) = self.try_carry_out(meta, operation, 0)? {
                         return Ok(Step { end: range.start, refused: Some(cost) });
                     }
@@ -127,10 +128,10 @@ impl Engine {
         }
     }
 
-    /// Unmaps a range, step by step. Under no lock that a checkpoint takes.
+    /// Unmaps a range step by step. Not to be called under a lock that a checkpoint takes.
     pub(crate) fn unmap_waiting(&self, disk: u64, range: Range<u64>) -> Result<()> {
         let mut at = range.start;
-        // Where nothing is mapped, nothing has to be spare.
+        // Where nothing is mapped, no node is needed.
         while let Some(first) = self.meta.look(|meta| meta.first_mapped(disk, at..range.end))? {
             self.check_running()?;
             self.measure(&self.buffers.head(disk))?;
@@ -156,7 +157,7 @@ impl Engine {
         Ok(())
     }
 
-    /// The oldest layer of a disk has reached the map: the snapshot that closed it is complete.
+    /// Notes that the oldest layer of a disk is in the map: the snapshot that closed it is complete.
     pub(crate) fn seal_oldest(&self, buffer: &mut Buffer) -> Result<()> {
         let Some(snapshot) = buffer.layers.retire() else { return Ok(()) };
         buffer.cursor = 0;
@@ -175,8 +176,8 @@ impl Meta {
         tree::first_mapped(&mut self.nodes(&mut Effects::default()), root, range)
     }
 
-    /// Cuts a range by what zeroing it means. Nothing is written, and the journal keeps the order: what matters is
-    /// which trees share the blocks now, not what holds them.
+    /// Splits a range by what zeroing does to it. Nothing is written, and the journal keeps the order: what counts is
+    /// which trees share the blocks now, not which operations hold them.
     fn zeroed(&mut self, disk: u64, range: Range<u64>) -> Result<Vec<(Range<u64>, Zeroed)>> {
         let mut extents = Vec::new();
         if let Some(root) = self.catalog.get(disk)?.root {

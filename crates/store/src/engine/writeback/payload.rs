@@ -1,8 +1,8 @@
-//! Payload of the journal on its way home: what flushes made durable in the ring, written to its place when nothing
-//! waits for it, once however often it was overwritten there.
+//! Writes payload of the journal to its place when no request waits for it: once, however often a block was overwritten
+//! in the ring.
 //!
-//! The journal protects it until the next checkpoint, so nothing has to be announced or flushed here; but what its
-//! journal does not hold yet may not go.
+//! The journal protects payload until the next checkpoint, so nothing has to be announced or flushed here. Payload
+//! whose record is not in the journal yet may not be written.
 
 use super::{LANE_DEPTH, SLICES_MAX};
 use crate::engine::Engine;
@@ -10,7 +10,7 @@ use crate::space::Run;
 use crate::{IoContext, Result};
 use backend::{Queue, SharedSlice};
 
-/// What taking journalled payload home keeps between rounds.
+/// State that writing payload keeps between rounds.
 pub struct LoggedLane {
     pub(crate) queue: Box<dyn Queue>,
     cursor: u64,
@@ -23,9 +23,9 @@ impl LoggedLane {
 }
 
 impl Engine {
-    /// Takes journalled payload home, up to `most` blocks; the number written. The journal protects it until the next
-    /// checkpoint, so nothing has to be announced or flushed here. Payload whose record is still to be appended stays:
-    /// a crash would find it where recovery expects what was there before.
+    /// Writes payload to its place, up to `most` blocks; returns the number of written blocks. The journal protects it
+    /// until the next checkpoint, so nothing has to be announced or flushed here. Payload whose record has not been
+    /// appended stays: after a crash recovery expects the older content at its place.
     pub(crate) fn write_logged(&self, most: usize) -> Result<usize> {
         let mut lane = self.writeback.lock_logged();
         let (blocks, guard) = {

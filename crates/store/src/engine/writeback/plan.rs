@@ -1,4 +1,4 @@
-//! Where the blocks of a batch go.
+//! Plans where the blocks of a batch are written.
 
 use super::BATCH_STRIDE;
 use crate::buffer::{Content, DirtyPiece};
@@ -16,7 +16,7 @@ use crate::{Error, ErrorKind, Result};
 use backend::{BLOCK_SIZE, SharedSlice};
 use std::ops::Range;
 
-/// A run of one piece with its place.
+/// A run within one entry, with its place.
 pub struct BlockWrite {
     pub placement: Placement,
     pub logical: u64,
@@ -26,7 +26,7 @@ pub struct BlockWrite {
     pub stamp: u64,
 }
 
-/// Where everything of a batch goes. It ends by [`Plan::undo`] or [`Plan::end`].
+/// The places of everything in a batch. It ends with [`Plan::undo`] or [`Plan::end`].
 #[derive(Default)]
 pub struct Plan<'a> {
     homes: Vec<BlockWrite>,
@@ -34,12 +34,12 @@ pub struct Plan<'a> {
     others: Vec<DirtyPiece>,
     /// Runs to be overwritten in place.
     claimed: Vec<Run>,
-    /// New places of what has not claimed any, until the headroom says that they are taken.
+    /// Claims for the new places of blocks without a claim, until the headroom is lowered.
     unclaimed: Option<Claim<'a>>,
 }
 
 impl Plan<'_> {
-    /// The data of the batch, in the order of its pieces until [`Plan::sort`].
+    /// The data of the batch, in the order of its entries until [`Plan::sort`].
     pub fn homes(&self) -> &[BlockWrite] {
         &self.homes
     }
@@ -49,12 +49,12 @@ impl Plan<'_> {
         self.homes.iter().filter(|home| home.placement == Placement::InPlace).map(|home| home.run)
     }
 
-    /// Orders the data by address on the medium: it is faster, and neighbours become one write.
+    /// Sorts the data by address on the medium: writing is faster, and adjacent runs become one write.
     pub fn sort(&mut self) {
         self.homes.sort_unstable_by_key(|home| home.run.start);
     }
 
-    /// Gives everything back: nothing was written.
+    /// Releases everything: nothing was written.
     pub fn undo(self, meta: &mut Meta) {
         for home in self.homes.iter().filter(|home| home.placement == Placement::New) {
             meta.data.release(home.run);
@@ -62,7 +62,7 @@ impl Plan<'_> {
         self.claimed.into_iter().for_each(|run| meta.in_flight.release(run));
     }
 
-    /// The data is written and in the map; what is left to do.
+    /// The data is written and in the map: does the remaining work.
     pub fn end(self, meta: &mut Meta) -> Vec<DirtyPiece> {
         self.claimed.into_iter().for_each(|run| meta.in_flight.release(run));
         self.others
@@ -70,8 +70,8 @@ impl Plan<'_> {
 }
 
 impl Engine {
-    /// Splits pieces into runs and finds their places. `waited`: the journal has been waited for, and blocks that were
-    /// held then no longer are. After an error the plan holds what there is to undo.
+    /// Splits entries into runs and finds their places. `waited`: the journal has been waited for, so blocks that were
+    /// held then are not held any more. After an error the plan contains what has to be undone.
     pub(crate) fn plan_batch<'a>(
         &'a self,
         meta: &mut MutexGuard<'_, Meta>,
@@ -93,8 +93,8 @@ impl Engine {
         let mut parts = Vec::with_capacity(data.len());
         for (i, (_, _, piece)) in data.iter().enumerate() {
             if i % BATCH_STRIDE == BATCH_STRIDE - 1 {
-                // Other threads may go between: what is planned so far is claimed, so no payload goes home over it and
-                // no read resolves it.
+                // Releases the lock for other threads: what is planned so far is claimed, so no payload is written over
+                // it and no read resolves it.
                 MutexGuard::bump(meta);
             }
             let range = piece.logical..piece.logical + piece.entry.blocks;
@@ -112,12 +112,12 @@ impl Engine {
             parts.push(std::mem::take(&mut placements));
         }
         if not_covered > 0 {
-            // A new place takes nodes that others count on.
+            // A new place takes nodes on which others rely.
             return Err(Error::new(ErrorKind::NoSpace, "no free nodes beside what other writes count on"));
         }
         if not_claimed > 0 {
-            // What is set aside for the disk is for blocks that are shared: what is only held takes none of it unless
-            // waiting for the journal has not helped.
+            // The blocks set aside for the disk are for shared blocks: a block that is only held takes none of them
+            // unless waiting for the journal has not helped.
             let aside = if waited { meta.catalog.get(head.id)?.reserved } else { 0 };
             let claim = self.try_claim(not_claimed).or_else(|| self.try_claim(not_claimed.saturating_sub(aside)));
             if claim.is_none() {
@@ -158,7 +158,7 @@ impl Engine {
 }
 
 impl Meta {
-    /// What announcing, writing and mapping these costs at most.
+    /// The highest cost of announcing, writing and mapping these.
     pub fn cost_of_homes(&mut self, disk: u64, homes: &[BlockWrite]) -> Result<Cost> {
         let (mut announced, mut bytes, mut touched) = (0, 0, Touched::default());
         for home in homes {
@@ -179,7 +179,7 @@ impl Meta {
 
     /// True when checksums are pending of a block that is about to be overwritten in place.
     pub fn awaits_checksums(&self, homes: &[BlockWrite]) -> bool {
-        // The list is long when much was written to new places, and then holds no checksums as a rule.
+        // The list is long when much was written to new places, and then usually holds no checksums.
         if !self.pending.has_checksums() {
             return false;
         }
@@ -201,7 +201,7 @@ impl Meta {
         Ok(placements.into_iter().map(|(range, placement, physical)| (range, place(placement, physical))).collect())
     }
 
-    /// Where a write of one block of an extent goes.
+    /// Where one block of an extent is written.
     pub fn placement(&mut self, extent: &Extent, block: u64) -> Result<Placement> {
         let entry = self.entry(block)?;
         Ok(place(BlockState {
@@ -213,7 +213,7 @@ impl Meta {
         }))
     }
 
-    /// Cuts a logical range by where its parts go: (range, placement, physical block for in place and fill).
+    /// Splits a logical range by the places of its parts: (range, placement, physical block for in place and fill).
     pub fn placements(
         &mut self,
         root: Option<tree::NodeId>,

@@ -2,9 +2,9 @@
 //! processor's caches.
 //!
 //! A large write in buffered mode costs two copies, from the socket and to the page cache; waiting in the buffer in
-//! between costs a third trip through memory and another thread. So a write of at least [`THROUGH_MIN`] blocks that
-//! meets nothing buffered goes home in the thread that brought it: overwriting in place what belongs to the head alone,
-//! into new places otherwise.
+//! between costs a third pass through memory and another thread. So the thread that received a write of at least
+//! [`THROUGH_MIN`] blocks writes it directly, unless any of its range is buffered: over blocks that only the head maps,
+//! otherwise to new places.
 //!
 //! What must hold:
 //!
@@ -31,10 +31,10 @@ use std::ops::Range;
 const THROUGH_MIN: u64 = 32;
 /// How far ahead of a write permits are taken, in blocks (32 MiB).
 const PERMIT_AHEAD: u64 = 8192;
-/// Runs that are permitted with one announcement.
+/// Runs that one announcement permits.
 const PERMITS_AT_ONCE: usize = 512;
 
-/// What a write-through needs to go on.
+/// What a write-through needs before it can continue.
 enum Outcome {
     /// Written.
     Done,
@@ -52,7 +52,7 @@ struct Part {
 }
 
 impl Engine {
-    /// Writes whole blocks at once if they are many and nothing stands in the way. False: the buffer has to take them.
+    /// Writes whole blocks at once if there are many and nothing prevents it. False: the buffer has to take them.
     pub(crate) fn write_through(
         &self,
         head: &Head,
@@ -66,7 +66,7 @@ impl Engine {
         }
         self.check_running()?;
         self.pace()?;
-        // Permits are looked for that far ahead too.
+        // Permits are required that far ahead too.
         let ahead = logical..(logical + blocks).max(logical + PERMIT_AHEAD);
         let _fetch = self.meta.bring_in(|meta| {
             let new = blocks - meta.survey_disk(head.id, logical..logical + blocks, Aim::Write).min(blocks);
@@ -75,7 +75,7 @@ impl Engine {
                 meta.survey_allocation(new);
             }
         });
-        // A permit may end between being taken and being used; after three times the buffer takes the write.
+        // A permit may end before it is used; after three attempts the buffer takes the write.
         for _ in 0..3 {
             match self.try_through(head, logical..logical + blocks, data, checksums)? {
                 Outcome::Done => return Ok(true),
@@ -115,7 +115,7 @@ impl Engine {
             let root = meta.catalog.get(head.id)?.root;
             let own = meta.places(root, range.clone())?;
             let new: u64 = own.iter().filter(|(_, place)| place.is_none()).map(|(r, _)| r.end - r.start).sum();
-            // Until the blocks are taken, and the headroom says so.
+            // Until the blocks are taken and the headroom is lowered.
             let Some(_claim) = self.try_claim(new) else { return Ok(Outcome::Buffer) };
             // Until they are in the map.
             let Some(changes) = self.try_changes(head, new) else { return Ok(Outcome::Buffer) };
@@ -127,7 +127,7 @@ impl Engine {
                 let runs = ahead
                     .iter()
                     .filter_map(|(range, place)| place.map(|start| Run { start, blocks: range.end - range.start }));
-                // No more than one batch takes, however short they are.
+                // No more runs than one batch takes, however short they are.
                 return Ok(Outcome::Announce(runs.take(PERMITS_AT_ONCE).collect()));
             }
             let mut parts: Vec<Part> = Vec::new();
@@ -155,11 +155,11 @@ impl Engine {
             let Ok(Some(grant)) = grant else {
                 parts.iter().filter(|part| part.new).for_each(|part| meta.data.release(part.run));
                 self.update_headroom(meta);
-                // Those who write into the buffer wait for room there.
+                // Writes into the buffer wait for room there.
                 return grant.map(|_| Outcome::Buffer);
             };
-            // Nothing can fail any more but the medium: older payload of these must not go home over what is written
-            // now.
+            // Only the medium can fail from here on: older payload of these blocks must not be written over the new
+            // content.
             for part in parts.iter().filter(|part| !part.new) {
                 meta.in_flight.claim(part.run);
                 meta.forget_logged(part.run);
@@ -175,7 +175,7 @@ impl Engine {
                 .map_err(|error| self.stop(error))?;
         }
         parts.iter().for_each(|part| self.files.touch(part.run));
-        // First what a flush has to cover, then the clock that makes it look.
+        // First the files, which a flush has to cover, then the counter that makes the flush examine them.
         let gate = self.log.clocks.wrote_home();
         let _fetch = self.meta.bring_in(|meta| {
             for part in &parts {
@@ -196,14 +196,14 @@ impl Engine {
                 let operation = Operation::Map { disk, logical, run, checksums: sums };
                 match self.carry_out_new(&mut meta, operation, gate) {
                     Ok(()) => {}
-                    // What was overwritten in place is to be told to the map all the same.
+                    // The map has to learn what was overwritten in place even after a failure.
                     Err(error) if self.running.is_stopped() => return Err(error),
                     Err(error) => short = Some(error),
                 }
             } else {
                 meta.in_flight.release(part.run);
                 let operation = Operation::Checksums { run: part.run, checksums: sums };
-                // The announcement of what was overwritten ends with this write.
+                // The announcement of the overwritten blocks ends with this write.
                 self.carry_out(&mut meta, operation, gate)?;
             }
         }
@@ -217,7 +217,7 @@ impl Engine {
         short.map_or(Ok(Outcome::Done), Err)
     }
 
-    /// Makes durable that blocks may hold anything from now on, and permits writing them.
+    /// Announces durably that blocks may hold anything from now on, and permits writing them.
     pub(crate) fn announce_ahead(&self, runs: &[Run]) -> Result<()> {
         let pages = pages_of_runs(runs);
         let mut writer = Writer::default();
@@ -234,7 +234,7 @@ impl Engine {
     }
 }
 
-/// Pages of the data table that describe these runs, each once: short runs share them.
+/// Pages of the data table that describe these runs, each counted once: short runs share them.
 fn pages_of_runs(runs: &[Run]) -> u64 {
     let of = |run: &Run| run.start / TABLE_ENTRIES..=(run.start + run.blocks.max(1) - 1) / TABLE_ENTRIES;
     let mut pages: Vec<u64> = runs.iter().flat_map(of).collect();
@@ -243,7 +243,7 @@ fn pages_of_runs(runs: &[Run]) -> u64 {
     pages.len() as u64
 }
 
-/// What mapping these costs at most.
+/// The highest cost of mapping these.
 fn parts_cost(meta: &mut Meta, disk: u64, parts: &[Part]) -> Result<Cost> {
     let (mut bytes, mut touched) = (0, Touched::default());
     for part in parts {

@@ -1,12 +1,12 @@
-//! Atomic numbers. Every operation that orders anything lets other threads go first; those that do not, the counters,
-//! are read for reports alone and would only slow the schedules down.
+//! Atomic numbers. Every operation that orders anything lets the scheduler run another thread first. Counters, which
+//! order nothing, do not: they are read for reports alone and would only slow the schedules down.
 
 pub use std::sync::atomic::Ordering;
 
-/// Lets the scheduler choose who goes on.
+/// Lets the scheduler choose the next thread.
 fn step(order: Ordering) {
     if order != Ordering::Relaxed {
-        // Of all of shuttle's calls this is the one that is nothing but a choice.
+        // Of all calls of shuttle, this one does nothing but choose.
         shuttle::thread::sleep(std::time::Duration::ZERO);
     }
 }

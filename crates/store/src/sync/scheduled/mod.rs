@@ -1,12 +1,13 @@
-//! Locks in the shape of parking_lot's over those of shuttle, which runs all threads of a store as coroutines of one
-//! thread and lets its scheduler choose at every lock, release and atomic operation which goes on.
+//! Locks with the interface of parking_lot over those of shuttle, which runs all threads of a store as coroutines of
+//! one thread and lets its scheduler choose the next one at every lock, release and atomic operation.
 //!
-//! 1. A plain wait is a plain wait: when no thread can go on, shuttle reports a deadlock.
+//! 1. A plain wait blocks: when no thread can run, shuttle reports a deadlock.
 //! 2. A wait with a timeout ends by notification or after a number of steps drawn at random, so it is never part of a
 //!    deadlock. It does not block: it yields until it ends.
-//! 3. Time passes by timeouts and sleeps alone, each as long as it was asked for ([`time`]). No real clock decides
-//!    anything, so a seed repeats a schedule.
-//! 4. Threads interleave as with sequentially consistent memory. What weaker orderings allow beside that is not tried.
+//! 3. Time passes only in timeouts and sleeps, each as long as requested ([`time`]). No real clock decides anything, so
+//!    a seed repeats a schedule.
+//! 4. Threads interleave as with sequentially consistent memory. Results that only weaker orderings allow are not
+//!    tried.
 
 pub mod atomic;
 pub mod thread;
@@ -78,7 +79,7 @@ impl<T> DerefMut for MutexGuard<'_, T> {
     }
 }
 
-/// A lock that many hold for reading, or one for writing.
+/// A lock held by many readers, or by one writer.
 #[derive(Default)]
 pub struct RwLock<T> {
     inner: shuttle::sync::RwLock<T>,
@@ -101,7 +102,7 @@ impl<T> RwLock<T> {
     }
 }
 
-/// What threads wait for under a lock.
+/// A condition variable.
 #[derive(Default)]
 pub struct Condvar {
     inner: shuttle::sync::Condvar,
@@ -124,7 +125,7 @@ impl Condvar {
     /// Opens the lock until a notification or for some time.
     pub fn wait_for<T>(&self, guard: &mut MutexGuard<'_, T>, time: Duration) {
         let seen = self.notified.load(Ordering::Relaxed);
-        // Short ones as likely as long ones.
+        // Short times as likely as long ones.
         let bits = thread_rng().gen_range(0..=TIMEOUT_BITS);
         let mut steps = thread_rng().gen_range(0..1u32 << bits);
         guard.inner = None;

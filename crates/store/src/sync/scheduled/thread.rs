@@ -4,7 +4,7 @@ pub use shuttle::thread::{Builder, JoinHandle, yield_now};
 
 use std::time::Duration;
 
-/// Lets others go on; so much time has passed then.
+/// Lets other threads run for this much time of the clock.
 pub fn sleep(time: Duration) {
     yield_now();
     super::time::pass(time);

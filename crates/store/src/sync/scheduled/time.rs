@@ -1,5 +1,5 @@
-//! A clock that stands still but for the timeouts and sleeps of its threads. Its zero means nothing: schedules of one
-//! thread of the system share it, and only differences are looked at.
+//! A clock that advances only in the timeouts and sleeps of its threads. Its zero has no meaning: schedules of one
+//! thread of the system share it, and only differences are used.
 
 use std::cell::Cell;
 use std::ops::Add;

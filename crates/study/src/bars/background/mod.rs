@@ -102,7 +102,7 @@ impl Stage {
         }
     }
 
-    /// A snapshot of the disk with images, and an eighth of the disk written anew above it.
+    /// A snapshot of the disk with images, and an eighth of the disk written again above it.
     fn add_level(&self, disk_size: u64, snapshot: &str, random: &mut Random) -> Result<()> {
         self.datastore.snapshot(IMAGES, snapshot)?;
         let order = random.order(u32::try_from(disk_size / RUN).unwrap_or(u32::MAX));

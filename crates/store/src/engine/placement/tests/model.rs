@@ -123,7 +123,7 @@ struct Step {
 
 struct Outcome {
     states: usize,
-    /// All sequences of so many actions were tried.
+    /// All sequences of this many actions were tried.
     depth: usize,
     /// What went wrong, and how.
     violation: Option<(String, Vec<Action>)>,

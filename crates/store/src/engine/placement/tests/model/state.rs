@@ -108,7 +108,7 @@ pub struct ModelState {
     pub now: Metadata,
     pub held: [bool; BLOCKS],
     pub taken: [bool; BLOCKS],
-    /// Freed durably, and payload that may belong to them is on its way home.
+    /// Freed durably, and payload that may belong to them is being written to its place.
     pub limbo: [bool; BLOCKS],
     pub holds: Holds,
     pub in_flight: InFlight,

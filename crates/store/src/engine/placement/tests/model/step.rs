@@ -26,7 +26,7 @@ pub enum Action {
     /// One pending operation is appended to the journal.
     Append,
     PayloadBegin(usize),
-    /// The payload is at home; true: its write landed after whatever was written there meanwhile.
+    /// The payload is at its place; true: its write landed after any other write there meanwhile.
     PayloadEnd(bool),
     Capture,
     CheckpointEnd,
@@ -110,7 +110,7 @@ impl Rules {
         }
         state.holds.committed(waiting.number);
         for block in waiting.freed {
-            // Payload on its way home may land there until it has ended.
+            // Payload under way to its place may land there until it has ended.
             let busy = state.payload_home.is_some() && !self.has(Fault::LimboIgnored);
             state.limbo[block] = busy;
             state.taken[block] = busy;
@@ -431,7 +431,7 @@ impl Rules {
         for BlockWrite { logical, placement, block, value } in batch.homes {
             if placement == Placement::InPlace {
                 state.now.note(block, Content::of(value));
-                // With a fault, payload on its way home may have the same claim.
+                // With a fault, payload under way to its place may have the same claim.
                 if state.in_flight.contains(block as u64) && state.payload_home.is_none_or(|(other, _)| other != block)
                 {
                     state.in_flight.release(Run { start: block as u64, blocks: 1 });

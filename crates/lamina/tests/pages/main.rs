@@ -1,0 +1,122 @@
+//! The examples of README.md and of the manual, run as they stand: every fenced block `console` is typed into one shell
+//! for each page, in order, and what the commands print is compared with what the page shows.
+//!
+//! | in the page | what the test does |
+//! |---|---|
+//! | a block `console` | runs each line that begins with `$ `; compares the output where the page shows any |
+//! | a line `...` of output | lets any number of lines stand there |
+//! | a block `console not-run: REASON` | runs nothing, lists the block with its reason |
+//! | a block of another language | contains no commands: text, xml, toml |
+//! | a comment `<!-- test setup` ... `-->` | runs its lines: what the page presupposes, such as a disk |
+//!
+//! Each page has its own mount, process and network namespaces (`shell.rs`), so that the paths, addresses and host
+//! names of the page are the ones that are used. `comparison.rs` has the list of what may differ between two machines.
+
+#![allow(clippy::unwrap_used)]
+
+mod comparison;
+mod page;
+mod shell;
+
+use page::{Block, Page};
+use shell::Shell;
+use std::path::{Path, PathBuf};
+
+/// Blocks of all pages that are not run, at most: each one more needs a reason that convinces a reader of this line.
+const NOT_RUN_MAX: usize = 24;
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2).unwrap().to_path_buf()
+}
+
+fn read(path: &str) -> Page {
+    let text = std::fs::read_to_string(root().join(path)).unwrap_or_else(|e| panic!("{path}: {e}"));
+    Page::parse(path, &text)
+}
+
+/// Plays one page from its beginning to its end. All differences are printed together, not the first alone.
+fn play(path: &str) {
+    let page = read(path);
+    assert!(page.complaints.is_empty(), "{}", page.complaints.join("\n"));
+    let mut shell = Shell::new(&root());
+    let mut complaints = Vec::new();
+    for block in &page.blocks {
+        match block {
+            Block::Setup { line, commands } => {
+                let done = shell.run(commands, 0);
+                assert_eq!(done.code, 0, "{path}:{line}: the setup fails: {}", done.output);
+            }
+            Block::Console { commands } => {
+                for command in commands {
+                    let done = shell.run(&command.text, command.output.len());
+                    let place = format!("{path}:{}: $ {}", command.line, command.text);
+                    let refused = command.output.iter().any(|line| line.starts_with("lamina: "));
+                    if (done.code != 0) != refused {
+                        complaints.push(format!("{place}\nexit code {}:\n{}", done.code, done.output));
+                    } else if let Err(difference) = comparison::compare(&command.output, &done.output) {
+                        complaints.push(format!("{place}\n{difference}"));
+                    }
+                }
+            }
+            Block::NotRun { .. } => {}
+        }
+    }
+    assert!(complaints.is_empty(), "{} commands differ:\n\n{}", complaints.len(), complaints.join("\n\n"));
+}
+
+macro_rules! pages {
+    ($($name:ident: $path:literal),* $(,)?) => {
+        const PAGES: &[&str] = &[$($path),*];
+        $(
+            #[test]
+            fn $name() {
+                play($path);
+            }
+        )*
+    };
+}
+
+pages! {
+    readme: "README.md",
+    manual: "docs/manual/README.md",
+    clients: "docs/manual/clients.md",
+    clones: "docs/manual/clones.md",
+    datastore: "docs/manual/datastore.md",
+    disks: "docs/manual/disks.md",
+    file_systems: "docs/manual/file-systems.md",
+    images: "docs/manual/images.md",
+    jobs: "docs/manual/jobs.md",
+    measuring: "docs/manual/measuring.md",
+    moving_from_vmware: "docs/manual/moving-from-vmware.md",
+    remote_clones: "docs/manual/remote-clones.md",
+    serving: "docs/manual/serving.md",
+    snapshots: "docs/manual/snapshots.md",
+    troubleshooting: "docs/manual/troubleshooting.md",
+    virtual_machines: "docs/manual/virtual-machines.md",
+}
+
+#[test]
+fn every_page_of_the_manual_is_run() {
+    for entry in std::fs::read_dir(root().join("docs/manual")).unwrap() {
+        let path = format!("docs/manual/{}", entry.unwrap().file_name().to_string_lossy());
+        assert!(PAGES.contains(&path.as_str()), "{path} is not in the list of this test");
+    }
+}
+
+#[test]
+fn what_is_not_run_has_a_reason() {
+    let (mut run, mut not_run) = (0, Vec::new());
+    for path in PAGES {
+        let page = read(path);
+        assert!(page.complaints.is_empty(), "{}", page.complaints.join("\n"));
+        for block in &page.blocks {
+            match block {
+                Block::Console { commands } => run += commands.len(),
+                Block::NotRun { line, reason } => not_run.push(format!("{path}:{line}: {reason}")),
+                Block::Setup { .. } => {}
+            }
+        }
+    }
+    println!("{run} commands are run; blocks that are not:\n{}", not_run.join("\n"));
+    assert!(run > 0 && not_run.len() <= NOT_RUN_MAX, "{} blocks are not run:\n{}", not_run.len(), not_run.join("\n"));
+}

@@ -1,0 +1,152 @@
+//! A shell in namespaces of its own: mounts, processes, network. `/tmp`, `/srv`, `/mnt`, `/var/lib` and `/dev/shm` are
+//! empty folders of the test there, `/etc` is a copy, and all go with it. Every process that a page leaves, a server or
+//! a guest, ends with it.
+//!
+//! | path or name | what it is |
+//! |---|---|
+//! | `/tmp/tour` | the folder in which the page is played |
+//! | `~/lamina` | the source; `~/lamina/target/guest` the guest of `scripts/guest` |
+//! | `*.example.org`, `store.example` | this host, over the loopback device of the namespace |
+
+use std::io::{PipeReader, Read, Write};
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::{Child, ChildStdin, Command, Stdio};
+use std::sync::mpsc::{Receiver, channel};
+use std::time::{Duration, Instant};
+use tempfile::TempDir;
+use testkit::machines;
+
+/// How long a command of a page may take on a busy machine. Guests run without KVM.
+const COMMAND_MAX: Duration = Duration::from_secs(600);
+/// How long the output of a command in the background is waited for.
+const BACKGROUND_MAX: Duration = Duration::from_secs(60);
+/// What the shell prints after each command, followed by its exit code.
+const MARK: &str = "\u{1}ended ";
+
+const HOSTS: &str = "127.0.0.1 localhost backup.example.org build.example.org store.example\n";
+
+/// Every path is looked up before a folder is covered: the source may lie in it.
+const BEGIN: &str = r#"
+set -e
+mkdir -p "$SCRATCH"/{tmp/tour,srv,var-lib/lamina,home,source,program}
+mkdir -p "$SOURCE/target/guest"
+mount --rbind "$SOURCE" "$SCRATCH/source"
+mount --rbind "$PROGRAM" "$SCRATCH/program"
+mount --bind "$GUEST" "$SCRATCH/source/target/guest"
+cp -a /etc "$SCRATCH/etc" 2>/dev/null || true
+cp "$SCRATCH/hosts" "$SCRATCH/etc/hosts"
+mount --rbind "$SCRATCH" /mnt
+mount -t tmpfs tmpfs /dev/shm
+for folder in tmp srv etc var-lib; do mount --bind /mnt/$folder /${folder/-//}; done
+ln -s /mnt/source /mnt/home/lamina
+ip link set lo up
+export HOME=/mnt/home PATH=/mnt/program:$PATH:/usr/local/sbin:/usr/sbin:/sbin LC_ALL=C.UTF-8
+export FOLDER=/mnt
+cd /tmp/tour
+set +e
+"#;
+
+/// What a command did.
+pub struct Done {
+    pub code: i32,
+    /// Standard output and error, as a terminal would show them.
+    pub output: String,
+}
+
+/// A shell that keeps its variables, folder and background processes from command to command.
+pub struct Shell {
+    child: Child,
+    stdin: ChildStdin,
+    output: Receiver<Vec<u8>>,
+    scratch: TempDir,
+}
+
+impl Shell {
+    pub fn new(root: &Path) -> Self {
+        let scratch = TempDir::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+        let program = Path::new(env!("CARGO_BIN_EXE_lamina")).parent().unwrap();
+        std::fs::write(scratch.path().join("hosts"), HOSTS).unwrap();
+        let (reader, writer) = std::io::pipe().unwrap();
+        let mut command = Command::new("unshare");
+        if !rustix::process::geteuid().is_root() {
+            command.args(["--user", "--map-root-user"]);
+        }
+        command
+            .args(["--mount", "--pid", "--net", "--fork", "--kill-child", "--mount-proc"])
+            .args(["bash", "--noprofile", "--norc"])
+            .envs([("SCRATCH", scratch.path()), ("SOURCE", root), ("PROGRAM", program), ("GUEST", machines::guest())])
+            .env_remove("LAMINA_DATASTORE")
+            .env_remove("RUST_LOG")
+            .stdin(Stdio::piped())
+            .stdout(writer.try_clone().unwrap())
+            .stderr(writer)
+            // Signals of the terminal are for the test alone.
+            .process_group(0);
+        let mut child = command.spawn().expect("unshare, of util-linux");
+        drop(command);
+        let stdin = child.stdin.take().unwrap();
+        let mut shell = Self { child, stdin, output: collected(reader), scratch };
+        let done = shell.run(BEGIN, 0);
+        assert_eq!(done.code, 0, "the namespaces of a page: {}", done.output);
+        shell
+    }
+
+    /// Runs a command to its end. One in the background (`&`) has `lines` to print before the next one is run.
+    pub fn run(&mut self, command: &str, lines: usize) -> Done {
+        // The shell reads its commands from its input: what it runs gets another one.
+        std::fs::write(self.scratch.path().join("command"), command).unwrap();
+        let mut output = Vec::new();
+        let step = format!("eval \"$(<{}/command)\" </dev/null; __code=$?\n", self.folder());
+        self.stdin.write_all(step.as_bytes()).unwrap();
+        if command.ends_with('&') {
+            let begin = Instant::now();
+            while output.iter().filter(|byte| **byte == b'\n').count() < lines && begin.elapsed() < BACKGROUND_MAX {
+                output.extend(self.output.recv_timeout(Duration::from_millis(100)).unwrap_or_default());
+            }
+        }
+        let mark = format!("printf '\\n\\001ended %d\\n' \"$__code\"\n");
+        self.stdin.write_all(mark.as_bytes()).unwrap();
+        let begin = Instant::now();
+        loop {
+            let text = String::from_utf8_lossy(&output).into_owned();
+            if let Some((text, code)) = text.split_once(&format!("\n{MARK}")) {
+                if let Some(code) = code.strip_suffix('\n') {
+                    return Done { code: code.parse().unwrap(), output: text.into() };
+                }
+            }
+            assert!(begin.elapsed() < COMMAND_MAX, "no end of: {command}\n{text}");
+            match self.output.recv_timeout(Duration::from_secs(1)) {
+                Ok(bytes) => output.extend(bytes),
+                Err(std::sync::mpsc::RecvTimeoutError::Timeout) => {}
+                Err(_) => panic!("the shell ended in: {command}\n{text}"),
+            }
+        }
+    }
+
+    /// The folder of the test, as the shell sees it: under its own name until `/mnt` is there.
+    fn folder(&self) -> &'static str {
+        "${FOLDER:-$SCRATCH}"
+    }
+}
+
+fn collected(mut reader: PipeReader) -> Receiver<Vec<u8>> {
+    let (sender, receiver) = channel();
+    std::thread::spawn(move || {
+        let mut bytes = [0; 4096];
+        while let Ok(count @ 1..) = reader.read(&mut bytes) {
+            if sender.send(bytes[..count].to_vec()).is_err() {
+                break;
+            }
+        }
+    });
+    receiver
+}
+
+impl Drop for Shell {
+    /// The shell is the first process of its namespace: all others end with it.
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
