@@ -1,10 +1,10 @@
 //! Bytes at offsets: the only part of lamina that touches a medium.
 //!
-//! Everything above asks for files of a [`Directory`] and reads, writes, flushes and punches them through [`File`]; work
-//! that must overlap goes through a per-thread [`Queue`]. That is all a medium has to do. What only a local file system
-//! can do stands in two traits of its own, which a medium may lack: [`LocalFile`] (a descriptor, space, the page cache)
-//! and [`LocalFolder`] (permissions, files of other programs). The methods of `dyn File` and `dyn Directory` say what
-//! takes their place then; no code above needs either trait.
+//! Everything above asks for files of a [`Directory`] and reads, writes, flushes and punches them through [`File`];
+//! work that must overlap goes through a per-thread [`Queue`]. That is all a medium has to do. What only a local file
+//! system can do stands in two traits of its own, which a medium may lack: [`LocalFile`] (a descriptor, space, the page
+//! cache) and [`LocalFolder`] (permissions, files of other programs). The methods of `dyn File` and `dyn Directory` say
+//! what takes their place then; no code above needs either trait.
 //!
 //! Three implementations stand behind these traits: local files ([`local`]), with queues over io_uring ([`uring`]) or
 //! over a thread pool where the kernel or a container forbids io_uring ([`portable`]); and a simulated device for tests
@@ -20,9 +20,12 @@
 //! 4. After a failed flush nothing is known of the writes before it; the caller must stop, not retry.
 //! 5. What was reserved has its space: writing it does not fail with ENOSPC. A file without a local part takes space by
 //!    its length, and all of its length has its space, also after it was punched.
+//! 6. A lock excludes every other owner until it is given back or lost, and its loss can be seen ([`Lock`]). What can
+//!    revoke ownership fences the former owner.
 
 mod buffer;
 pub mod clock;
+mod completions;
 mod directory;
 mod file;
 pub mod local;
@@ -39,6 +42,7 @@ pub mod uring;
 mod validate;
 
 pub use buffer::{BLOCK_SIZE, Block, Buffer, SharedSlice, release_idle};
+pub use completions::{CompletionQueue, InFlight};
 pub use directory::{Access, Directory, LocalFolder, Lock, Room};
 pub use file::{File, IoMode, LocalFile, LocalPart, Placement};
 pub use queue::{Completion, QUEUE_DEPTH_MAX, QUEUE_POLLS_MAX, Queue, QueueKind};

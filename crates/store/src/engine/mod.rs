@@ -24,7 +24,8 @@
 //!    before is under way.
 //! 4. Whatever changes metadata was admitted before (`log`): the journal has room for what it appends and the
 //!    next checkpoint for what it dirties. Nothing waits for that under a lock that a checkpoint takes.
-//! 5. After a failed write or flush of the medium nothing is written any more until the datastore is opened again.
+//! 5. After a failed write or flush of the medium, or the loss of the ownership (`owner`), nothing is written any more
+//!    until the datastore is opened again.
 //!
 //! # Parts and flows
 //!
@@ -215,6 +216,7 @@ impl Engine {
     /// Stops all writes: from here on what the medium holds is not known.
     #[cold]
     fn stop(&self, error: Error) -> Error {
+        let error = self.explained_by_loss(error);
         if !self.running.is_stopped() {
             tracing::error!(%error, "the datastore stops taking writes");
         }

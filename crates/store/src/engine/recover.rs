@@ -347,6 +347,7 @@ impl Engine {
 
     /// The last steps of opening: completes what a crash interrupted and starts the threads.
     fn start(self: &Arc<Self>, crashed: bool) -> Result<()> {
+        self.stop_on_loss();
         if crashed {
             let mut meta = self.meta.lock();
             let mut unsealed: Vec<u64> = meta
