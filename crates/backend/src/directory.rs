@@ -22,11 +22,27 @@ pub struct Room {
     pub available: u64,
 }
 
-/// Proof of being the one owner; the lock goes when this is dropped or the process ends, however it ends.
+/// Ownership of a name, exclusive until it is given back or lost. It is given back when this is dropped or the process
+/// ends, however it ends.
+///
+/// It is lost when the medium lets another owner in: a lease has expired or was revoked, or the locked name no longer
+/// leads to the locked file. It does not come back. A medium that revokes ownership fences: from then on it refuses
+/// everything that would change it through the directory that took the lock and the files opened there. A local file
+/// system cannot fence, so the owner looks before it writes.
 pub trait Lock: Send + Sync {
-    /// Whether the name that was locked still leads to the locked file. Once it does not, another process that locks
-    /// the name is not excluded.
-    fn is_named(&self) -> io::Result<bool>;
+    /// Why the ownership is lost; `None` while it is held. An error says that this cannot be seen now.
+    fn loss(&self) -> io::Result<Option<String>>;
+
+    /// Has `lost` called once when the medium learns that the ownership is lost, at once if it is lost already. The
+    /// thread that calls it serves no operation of a queue. A medium that learns of it only by looking never calls.
+    fn on_loss(&self, lost: Box<dyn FnOnce() + Send>) {
+        drop(lost);
+    }
+}
+
+/// Why the ownership of a name is lost that leads elsewhere, or nowhere.
+pub(crate) fn renamed(name: &str) -> String {
+    format!("its file '{name}' was removed or replaced while it was open")
 }
 
 /// The files of a datastore under their names, on any medium.
@@ -57,7 +73,7 @@ pub trait Directory: Send + Sync {
     fn sync(&self) -> io::Result<()>;
 
     /// Takes the exclusive lock on file `name` (created when missing): `WouldBlock` when another process, or another
-    /// opener in this one, holds it. The name leads to the locked file on return.
+    /// opener in this one, holds it. The name leads to the locked file on return. How it can be lost: [`Lock`].
     fn lock(&self, name: &str) -> io::Result<Box<dyn Lock>>;
 
     /// As [`Directory::lock`], of a file that exists (`NotFound` otherwise).

@@ -20,9 +20,12 @@
 //! 4. After a failed flush nothing is known of the writes before it; the caller must stop, not retry.
 //! 5. What was reserved has its space: writing it does not fail with ENOSPC. A file without a local part takes space by
 //!    its length, and all of its length has its space, also after it was punched.
+//! 6. A lock excludes every other owner until it is given back or lost, and its loss can be seen ([`Lock`]). What can
+//!    revoke ownership fences the former owner.
 
 mod buffer;
 pub mod clock;
+mod completions;
 mod directory;
 mod file;
 pub mod local;
@@ -40,6 +43,7 @@ pub mod uring;
 mod validate;
 
 pub use buffer::{BLOCK_SIZE, Block, Buffer, SharedSlice, release_idle};
+pub use completions::{CompletionQueue, InFlight};
 pub use directory::{Access, Directory, LocalFolder, Lock, Room};
 pub use file::{File, IoMode, LocalFile, LocalPart, Placement};
 pub use queue::{Completion, QUEUE_DEPTH_MAX, QUEUE_POLLS_MAX, Queue, QueueKind};

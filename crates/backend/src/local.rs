@@ -21,6 +21,7 @@ pub use file_system::{FileSystem, copied_on_write};
 
 pub use scheduling::wake_promptly;
 
+use crate::directory::renamed;
 use crate::portable::{PortableQueue, Workers};
 use crate::validate::check_name;
 use crate::{Access, Directory, File, IoMode, LocalFolder, Lock, Queue, QueueKind, Room};
@@ -373,8 +374,9 @@ struct LocalLock {
 }
 
 impl Lock for LocalLock {
-    fn is_named(&self) -> io::Result<bool> {
-        self.place.as_ref().map_or(Ok(true), |(folder, name, identity)| leads_to(folder, name, *identity))
+    fn loss(&self) -> io::Result<Option<String>> {
+        let Some((folder, name, identity)) = &self.place else { return Ok(None) };
+        Ok((!leads_to(folder, name, *identity)?).then(|| renamed(name)))
     }
 }
 
@@ -437,7 +439,7 @@ mod tests {
         let other = LocalDirectory::open_resolved(path.path()).unwrap();
         let lock = directory.lock_folder().unwrap().unwrap();
         assert_eq!(other.lock_folder().err().unwrap().kind(), io::ErrorKind::WouldBlock);
-        assert!(lock.is_named().unwrap());
+        assert_eq!(lock.loss().unwrap(), None);
         drop(lock);
         assert!(other.lock_folder().unwrap().is_some());
     }

@@ -3,18 +3,21 @@
 //! What must hold: nothing that is done through it reaches the folder below, which is opened for reading only. Names
 //! and lengths of the files below do not change meanwhile.
 
+use crate::directory::renamed;
+use crate::validate::{check_name, check_range};
 use crate::{Access, BLOCK_SIZE, Directory, File, IoMode, Lock, Queue, QueueKind, Room};
 use parking_lot::Mutex;
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 const BLOCK: u64 = BLOCK_SIZE as u64;
 
 /// The folder.
 pub struct Overlay {
     below: Arc<dyn Directory>,
-    names: Mutex<Names>,
+    names: Arc<Mutex<Names>>,
 }
 
 #[derive(Default)]
@@ -28,15 +31,16 @@ struct Names {
 impl Overlay {
     /// Over a folder, with nothing changed.
     pub fn over(below: Arc<dyn Directory>) -> Self {
-        Self { below, names: Mutex::default() }
+        Self { below, names: Arc::default() }
     }
 }
 
-impl Directory for Overlay {
-    fn open(&self, name: &str, _: IoMode) -> io::Result<Arc<dyn File>> {
+impl Overlay {
+    fn find(&self, name: &str) -> io::Result<Arc<OverlayFile>> {
+        check_name(name)?;
         let mut names = self.names.lock();
         if let Some(file) = names.known.get(name) {
-            return Ok(Arc::clone(file) as Arc<dyn File>);
+            return Ok(Arc::clone(file));
         }
         if names.removed.contains(name) {
             return Err(io::ErrorKind::NotFound.into());
@@ -44,21 +48,30 @@ impl Directory for Overlay {
         let below = self.below.open_foreign(name, IoMode::Buffered, Access::Read)?;
         let length = below.len()?;
         let state = OverlayState { length, below: length, blocks: BTreeMap::new() };
-        let file = Arc::new(OverlayFile { below: Some(below), state: Mutex::new(state) });
+        let file =
+            Arc::new(OverlayFile { below: Some(below), state: Mutex::new(state), locked: AtomicBool::default() });
         names.known.insert(name.to_owned(), Arc::clone(&file));
         Ok(file)
     }
+}
+
+impl Directory for Overlay {
+    fn open(&self, name: &str, _: IoMode) -> io::Result<Arc<dyn File>> {
+        Ok(self.find(name)?)
+    }
 
     fn create(&self, name: &str, _: IoMode) -> io::Result<Arc<dyn File>> {
+        check_name(name)?;
         if self.list()?.iter().any(|known| known == name) {
             return Err(io::ErrorKind::AlreadyExists.into());
         }
-        let file = Arc::new(OverlayFile { below: None, state: Mutex::default() });
+        let file = Arc::new(OverlayFile::default());
         self.names.lock().known.insert(name.to_owned(), Arc::clone(&file));
         Ok(file)
     }
 
     fn remove(&self, name: &str) -> io::Result<()> {
+        self.find(name)?;
         let mut names = self.names.lock();
         names.known.remove(name);
         names.removed.insert(name.to_owned());
@@ -66,7 +79,8 @@ impl Directory for Overlay {
     }
 
     fn rename(&self, from: &str, to: &str) -> io::Result<()> {
-        self.open(from, IoMode::Buffered)?;
+        self.find(from)?;
+        check_name(to)?;
         let mut names = self.names.lock();
         let file = names.known.remove(from).ok_or(io::ErrorKind::NotFound)?;
         names.known.insert(to.to_owned(), file);
@@ -86,8 +100,15 @@ impl Directory for Overlay {
         Ok(())
     }
 
-    fn lock(&self, _: &str) -> io::Result<Box<dyn Lock>> {
-        Ok(Box::new(Alone))
+    fn lock(&self, name: &str) -> io::Result<Box<dyn Lock>> {
+        if self.find(name).is_err_and(|error| error.kind() == io::ErrorKind::NotFound) {
+            self.create(name, IoMode::Buffered)?;
+        }
+        let file = self.find(name)?;
+        if file.locked.swap(true, Ordering::AcqRel) {
+            return Err(io::Error::new(io::ErrorKind::WouldBlock, format!("'{name}' is locked by another owner")));
+        }
+        Ok(Box::new(OverlayLock { names: Arc::clone(&self.names), name: name.to_owned(), file }))
     }
 
     fn room(&self) -> io::Result<Room> {
@@ -103,12 +124,23 @@ impl Directory for Overlay {
     }
 }
 
-/// What is in memory has one owner.
-struct Alone;
+struct OverlayLock {
+    names: Arc<Mutex<Names>>,
+    name: String,
+    file: Arc<OverlayFile>,
+}
 
-impl Lock for Alone {
-    fn is_named(&self) -> io::Result<bool> {
-        Ok(true)
+impl Lock for OverlayLock {
+    fn loss(&self) -> io::Result<Option<String>> {
+        let names = self.names.lock();
+        let held = names.known.get(&self.name).is_some_and(|file| Arc::ptr_eq(file, &self.file));
+        Ok((!held).then(|| renamed(&self.name)))
+    }
+}
+
+impl Drop for OverlayLock {
+    fn drop(&mut self) {
+        self.file.locked.store(false, Ordering::Release);
     }
 }
 
@@ -121,9 +153,11 @@ struct OverlayState {
     blocks: BTreeMap<u64, Option<Box<[u8; BLOCK_SIZE]>>>,
 }
 
+#[derive(Default)]
 struct OverlayFile {
     below: Option<Arc<dyn File>>,
     state: Mutex<OverlayState>,
+    locked: AtomicBool,
 }
 
 impl OverlayFile {
@@ -180,11 +214,41 @@ impl File for OverlayFile {
     }
 
     fn read_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<()> {
+        check_range(offset, buffer.len() as u64)?;
         self.read(&self.state.lock(), buffer, offset)
     }
 
     fn write_at(&self, slices: &[&[u8]], offset: u64, _: bool) -> io::Result<()> {
+        let total = slices.iter().map(|slice| slice.len() as u64).sum();
+        check_range(offset, total)?;
+        self.write(&mut self.state.lock(), slices, offset)
+    }
+
+    fn sync(&self) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn punch(&self, offset: u64, length: u64) -> io::Result<()> {
+        check_range(offset, length)?;
         let mut state = self.state.lock();
+        let end = (offset + length).min(state.length);
+        if offset >= end {
+            return Ok(());
+        }
+        // Whole blocks, the last of the file among them, need no memory.
+        let last = if end == state.length { end.div_ceil(BLOCK) } else { end / BLOCK };
+        let whole = offset.div_ceil(BLOCK)..last.max(offset.div_ceil(BLOCK));
+        let edges = [offset..end.min(whole.start * BLOCK), (whole.end * BLOCK).clamp(offset, end)..end];
+        for edge in edges.into_iter().filter(|edge| !edge.is_empty()) {
+            self.write(&mut state, &[&[0; BLOCK_SIZE][..(edge.end - edge.start) as usize]], edge.start)?;
+        }
+        state.blocks.extend(whole.map(|number| (number, None)));
+        Ok(())
+    }
+}
+
+impl OverlayFile {
+    fn write(&self, state: &mut OverlayState, slices: &[&[u8]], offset: u64) -> io::Result<()> {
         let mut at = offset;
         for slice in slices {
             let mut rest = *slice;
@@ -193,7 +257,7 @@ impl File for OverlayFile {
                 let (part, behind) = rest.split_at(rest.len().min(BLOCK_SIZE - from));
                 let mut block = Box::new([0; BLOCK_SIZE]);
                 if part.len() < BLOCK_SIZE {
-                    self.read(&state, &mut block[..], number * BLOCK)?;
+                    self.read(state, &mut block[..], number * BLOCK)?;
                 }
                 block[from..from + part.len()].copy_from_slice(part);
                 state.blocks.insert(number, Some(block));
@@ -202,19 +266,6 @@ impl File for OverlayFile {
             }
         }
         state.length = state.length.max(at);
-        Ok(())
-    }
-
-    fn sync(&self) -> io::Result<()> {
-        Ok(())
-    }
-
-    fn punch(&self, offset: u64, length: u64) -> io::Result<()> {
-        if !offset.is_multiple_of(BLOCK) || !length.is_multiple_of(BLOCK) {
-            return Err(io::ErrorKind::InvalidInput.into());
-        }
-        let mut state = self.state.lock();
-        state.blocks.extend((offset / BLOCK..(offset + length) / BLOCK).map(|number| (number, None)));
         Ok(())
     }
 }

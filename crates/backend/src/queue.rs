@@ -15,6 +15,8 @@ pub enum QueueKind {
     Threads,
     /// Done at once, in the caller (simulated device).
     Inline,
+    /// The medium's own way to complete operations.
+    Medium,
 }
 
 /// The end of one operation.

@@ -36,6 +36,7 @@ mod queue;
 mod unflushed;
 mod world;
 
+use crate::directory::renamed;
 use crate::{Directory, File, IoMode, Lock, Queue, QueueKind, Room};
 use file::SimulatedFile;
 use parking_lot::Mutex;
@@ -290,8 +291,8 @@ struct SimulatedLock {
 }
 
 impl Lock for SimulatedLock {
-    fn is_named(&self) -> io::Result<bool> {
-        self.world.lock().leads_to(&self.name, self.id)
+    fn loss(&self) -> io::Result<Option<String>> {
+        Ok((!self.world.lock().leads_to(&self.name, self.id)?).then(|| renamed(&self.name)))
     }
 }
 

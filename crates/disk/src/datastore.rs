@@ -281,6 +281,7 @@ impl Datastore {
             QueueKind::Uring => "io_uring",
             QueueKind::Threads => "threads",
             QueueKind::Inline => "inline",
+            QueueKind::Medium => "medium",
         };
         let (background_work, background_rate) = self.foreground.pace();
         Ok(Status {

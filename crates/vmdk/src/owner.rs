@@ -28,7 +28,7 @@ impl Owner {
     /// Whether the lock is still what others would lock.
     pub fn holds(&self) -> bool {
         // A look that fails says nothing: the lock is held all the same.
-        self.file.is_named().unwrap_or(true)
+        self.file.loss().map_or(true, |lost| lost.is_none())
     }
 }
 

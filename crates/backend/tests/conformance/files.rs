@@ -2,7 +2,7 @@
 
 use crate::queues::drain;
 use crate::{SPAN, fill, range};
-use backend::{BLOCK_SIZE, Buffer, Directory, File, IoMode};
+use backend::{BLOCK_SIZE, Buffer, Directory, File, IoMode, Lock};
 use std::io::ErrorKind;
 use testkit::Random;
 
@@ -119,14 +119,15 @@ pub fn locks_exclude(directory: &dyn Directory) {
     assert!(!directory.list().unwrap().contains(&"missing".to_owned()));
     let lock = directory.lock_existing("lock").unwrap();
     assert_eq!(directory.lock("lock").err().unwrap().kind(), ErrorKind::WouldBlock);
-    assert!(lock.is_named().unwrap());
+    let is_held = |lock: &dyn Lock| lock.loss().unwrap().is_none();
+    assert!(is_held(&*lock));
     directory.rename("lock", "moved").unwrap();
-    assert!(!lock.is_named().unwrap());
+    assert!(!is_held(&*lock));
     // Another file of that name is another lock, and the one before knows.
     let second = directory.lock("lock").unwrap();
-    assert!(!lock.is_named().unwrap() && second.is_named().unwrap());
+    assert!(!is_held(&*lock) && is_held(&*second));
     directory.remove("lock").unwrap();
-    assert!(!second.is_named().unwrap());
+    assert!(!is_held(&*second));
     directory.remove("moved").unwrap();
 }
 
@@ -190,6 +191,33 @@ pub fn space_is_taken_and_given_back(directory: &dyn Directory, mode: IoMode) {
     assert_eq!(file.len().unwrap(), 9 * MIB);
     file.reserve(0, 0).unwrap();
     file.punch(0, 0).unwrap();
+    directory.remove("space").unwrap();
+}
+
+/// A file without a local part has the space of its length, and keeps it.
+pub fn space_follows_the_length(directory: &dyn Directory) {
+    const MIB: u64 = 1 << 20;
+    let file = directory.create("space", IoMode::Buffered).unwrap();
+    let room = || directory.room().unwrap().available;
+    let before = room();
+    file.reserve(2 * MIB, MIB).unwrap();
+    assert_eq!((file.len().unwrap(), room()), (3 * MIB, before - 3 * MIB));
+    file.reserve(0, MIB).unwrap();
+    file.write_at(&[&[1; 4096]], MIB, false).unwrap();
+    file.punch(MIB, 1024).unwrap();
+    file.zero_range(MIB + 1024, 1024).unwrap();
+    let mut found = [1; 4096];
+    file.read_at(&mut found, MIB).unwrap();
+    assert!(found[..2048] == [0; 2048] && found[2048..] == [1; 2048]);
+    assert_eq!((file.allocated().unwrap(), room()), (3 * MIB, before - 3 * MIB));
+    assert_eq!(file.next_allocated(MIB).unwrap(), Some(MIB..3 * MIB));
+    assert_eq!(placements(&*file), [(0..3 * MIB, true)]);
+    assert_eq!(file.next_allocated(3 * MIB).unwrap(), None);
+    assert_eq!(file.reserve(0, before + MIB).unwrap_err().kind(), ErrorKind::StorageFull);
+    assert_eq!(file.len().unwrap(), 3 * MIB);
+    file.forget_cached().unwrap();
+    file.set_len(0).unwrap();
+    assert_eq!(room(), before);
     directory.remove("space").unwrap();
 }
 

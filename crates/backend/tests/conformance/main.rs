@@ -1,14 +1,18 @@
 //! One suite that every implementation of the traits has to pass: the same random script, checked against a plain
-//! vector of bytes, over local files (buffered and direct, io_uring and threads) and the simulated device.
+//! vector of bytes, over local files (buffered and direct, io_uring and threads), the simulated device, and media
+//! without anything of a local file system: a medium in memory, and a folder whose changes stay in memory.
 
 #![allow(clippy::unwrap_used)]
 
 mod files;
+mod memory;
 mod queues;
 
 use backend::local::{LocalDirectory, LocalQueues};
+use backend::overlay::Overlay;
 use backend::simulated::{SimulatedDisk, SimulatedOptions};
-use backend::{BLOCK_SIZE, Directory, IoMode, QueueKind};
+use backend::{BLOCK_SIZE, Buffer, Directory, IoMode, QueueKind};
+use memory::MemoryMedium;
 use std::io::ErrorKind;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -70,8 +74,11 @@ fn conforms(directory: &Arc<dyn Directory>, mode: IoMode) {
     files::names_behave(directory.as_ref(), mode);
     files::locks_exclude(directory.as_ref());
     files::past_the_end_is_zeros(directory.as_ref(), mode);
-    files::reserved_and_written_are_told_apart(directory.as_ref(), mode);
-    files::space_is_taken_and_given_back(directory.as_ref(), mode);
+    if directory.create("probe", mode).unwrap().local().is_some() {
+        files::reserved_and_written_are_told_apart(directory.as_ref(), mode);
+        files::space_is_taken_and_given_back(directory.as_ref(), mode);
+    }
+    directory.remove("probe").unwrap();
     files::offsets_are_checked(directory.as_ref(), mode);
     for seed in 0..4 {
         queues::queued_script_matches_bytes(directory.as_ref(), mode, seed);
@@ -133,6 +140,67 @@ fn simulated_buffered() {
 #[test]
 fn simulated_direct() {
     conforms(&simulated(), IoMode::Direct);
+}
+
+#[test]
+fn memory() {
+    let medium = MemoryMedium::new(7);
+    let directory = medium.connect();
+    assert!(directory.local().is_none());
+    conforms(&directory, IoMode::Buffered);
+    files::space_follows_the_length(directory.as_ref());
+    assert!(medium.overtaken() > 0, "operations were done in the order of pushing");
+}
+
+#[test]
+fn overlay() {
+    let directory: Arc<dyn Directory> = Arc::new(Overlay::over(simulated()));
+    conforms(&directory, IoMode::Buffered);
+}
+
+#[test]
+fn a_revoked_owner_is_told_and_fenced_and_keeps_what_it_flushed() {
+    let medium = MemoryMedium::new(7);
+    let directory = medium.connect();
+    let file = directory.create("file", IoMode::Buffered).unwrap();
+    let lock = directory.lock("lock").unwrap();
+    directory.sync().unwrap();
+    let told = Arc::new(AtomicU32::new(0));
+    let tell = || {
+        let told = Arc::clone(&told);
+        Box::new(move || {
+            told.fetch_add(1, Ordering::SeqCst);
+        })
+    };
+    lock.on_loss(tell());
+    file.write_at(&[&[1; 100]], 0, false).unwrap();
+    file.sync().unwrap();
+    file.write_at(&[&[2; 200]], 50, false).unwrap();
+    assert_eq!(told.load(Ordering::SeqCst), 0);
+    medium.revoke();
+    assert_eq!(told.load(Ordering::SeqCst), 1);
+    lock.on_loss(tell());
+    assert_eq!(told.load(Ordering::SeqCst), 2, "at once");
+    assert!(lock.loss().unwrap().is_some());
+    let changes = medium.changes();
+    let mut queue = directory.queue(4).unwrap();
+    queue.write(&file, 0, vec![Buffer::zeroed(1).into()], true, 1);
+    queue.sync(&file, 2);
+    let refused = queues::drain(queue.as_mut()).into_iter().map(|completion| completion.result);
+    let others = [file.write_at(&[&[3]], 0, false), file.sync(), file.set_len(0), file.punch(0, 10), directory.sync()];
+    let names = [directory.rename("file", "other"), directory.remove("file"), directory.lock("lock").map(|_| ())];
+    for result in refused.chain(others).chain(names) {
+        assert_eq!(result.unwrap_err().kind(), ErrorKind::PermissionDenied);
+    }
+    assert_eq!(medium.changes(), changes);
+    let next = medium.connect();
+    let _lock = next.lock("lock").unwrap();
+    drop(lock);
+    assert_eq!(medium.connect().lock("lock").err().unwrap().kind(), ErrorKind::WouldBlock);
+    let file = next.open("file", IoMode::Buffered).unwrap();
+    let mut found = [9; 200];
+    file.read_at(&mut found, 0).unwrap();
+    assert!(found[..100] == [1; 100] && found[100..] == [0; 100] && file.len().unwrap() == 100);
 }
 
 #[test]

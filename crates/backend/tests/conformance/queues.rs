@@ -133,13 +133,17 @@ pub fn many_slices_in_one_write(directory: &dyn Directory, mode: IoMode) {
 pub fn queue_reports_errors(directory: &dyn Directory) {
     let file = directory.create("errors", IoMode::Direct).unwrap();
     let mut queue = directory.queue(4).unwrap();
-    let data = Arc::new(Buffer::with_bytes(BLOCK_SIZE));
-    queue.write(&file, 512, vec![SharedSlice::new(data.clone(), 0..BLOCK_SIZE)], false, 1);
-    queue.write(&file, 0, vec![SharedSlice::new(data, 0..512)], false, 2);
+    let mut wanted = 2;
+    if file.mode() == IoMode::Direct {
+        let data = Arc::new(Buffer::with_bytes(BLOCK_SIZE));
+        queue.write(&file, 512, vec![SharedSlice::new(data.clone(), 0..BLOCK_SIZE)], false, 1);
+        queue.write(&file, 0, vec![SharedSlice::new(data, 0..512)], false, 2);
+        wanted += 2;
+    }
     queue.read(&file, u64::MAX - 4095, Buffer::with_bytes(BLOCK_SIZE), 3);
     queue.poll_readable(-1, 4);
     let mut completions = Vec::new();
-    while completions.len() < 4 {
+    while completions.len() < wanted {
         queue.wait(&mut completions, None).unwrap();
     }
     assert!(completions.iter().all(|completion| completion.result.is_err()));

@@ -26,7 +26,8 @@
 //! 4. Every change of metadata is admitted first (`log`): the journal has room for what the change appends, and the
 //!    next checkpoint for the pages that it dirties. No thread waits for that room under a lock that a checkpoint
 //!    takes.
-//! 5. After a failed write or flush of the medium nothing is written any more until the datastore is opened again.
+//! 5. After a failed write or flush of the medium, or the loss of the ownership (`owner`), nothing is written any more
+//!    until the datastore is opened again.
 //!
 //! # Parts and flows
 //!
@@ -217,6 +218,7 @@ impl Engine {
     /// Stops all writes after a failure: what the medium holds is unknown from here on.
     #[cold]
     fn stop(&self, error: Error) -> Error {
+        let error = self.explained_by_loss(error);
         if !self.running.is_stopped() {
             tracing::error!(%error, "the datastore stops taking writes");
         }

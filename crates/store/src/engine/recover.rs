@@ -348,6 +348,7 @@ impl Engine {
 
     /// The last steps of opening: completes operations that a crash interrupted, and starts the threads.
     fn start(self: &Arc<Self>, crashed: bool) -> Result<()> {
+        self.stop_on_loss();
         if crashed {
             let mut meta = self.meta.lock();
             let mut unsealed: Vec<u64> = meta

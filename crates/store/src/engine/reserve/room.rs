@@ -13,6 +13,7 @@ use crate::space::{REGION_BLOCKS, Run, TABLE_ENTRIES};
 use crate::{ErrorKind, IoContext, Result};
 use backend::{BLOCK_SIZE, File};
 use std::ops::Range;
+use std::sync::Arc;
 
 /// As long as a file can be.
 const END: u64 = i64::MAX as u64;
@@ -25,7 +26,9 @@ impl Engine {
         running: bool,
         each: &mut dyn FnMut(&dyn File, Run) -> Result<()>,
     ) -> Result<()> {
-        for (number, file) in (0u64..).zip(self.files.all()) {
+        // Space that follows the length of a file is not left behind in it.
+        let local = |file: &Arc<dyn File>| file.local().is_some();
+        for (number, file) in (0u64..).zip(self.files.all()).filter(|(_, file)| local(file)) {
             let base = number * crate::space::FILE_BLOCKS;
             let mut at = 0;
             // Files are sparse: regions that take no room are never met.
