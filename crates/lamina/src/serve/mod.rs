@@ -120,7 +120,6 @@ fn serve(
     nbd.stop();
     control.stop();
     clients.close();
-    socket::remove_stale(path)?;
     announced
 }
 
@@ -195,11 +194,10 @@ fn start_control(
     clients: &Arc<nbd::Clients>,
     nbd: &Arc<nbd::Server>,
 ) -> Result<socket::Server> {
-    let listener = socket::bind(path)?;
     let (datastore, serving, folder) = (Arc::clone(datastore), serving.clone(), path.to_path_buf());
     let (clients, nbd) = (Arc::clone(clients), Arc::clone(nbd));
     socket::Server::start(
-        listener,
+        path,
         Box::new(move |request, watch| {
             let service = Service {
                 datastore: &datastore,
