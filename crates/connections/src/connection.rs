@@ -5,8 +5,9 @@ use crate::peer::Peer;
 use crate::service::Shared;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
-use rustix::net::{RecvFlags, Shutdown};
-use std::io;
+use rustix::net::sockopt::{self, Timeout};
+use rustix::net::{RecvFlags, SendFlags, Shutdown};
+use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -41,6 +42,13 @@ impl Connection {
     /// The socket. Only the thread of the connection reads from it.
     pub fn socket(&self) -> &Arc<OwnedFd> {
         &self.socket
+    }
+
+    /// How long reading and writing may wait before they fail with `WouldBlock`; `None` for as long as it takes.
+    pub fn set_timeouts(&self, read: Option<Duration>, write: Option<Duration>) -> io::Result<()> {
+        sockopt::set_socket_timeout(&self.socket, Timeout::Recv, read)?;
+        sockopt::set_socket_timeout(&self.socket, Timeout::Send, write)?;
+        Ok(())
     }
 
     /// Set when the protocol is to finish what it has taken up and end the connection.
@@ -129,5 +137,21 @@ impl Connection {
                 return;
             }
         }
+    }
+}
+
+impl Read for &Connection {
+    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        Ok(rustix::net::recv(&self.socket, into, RecvFlags::empty())?.0)
+    }
+}
+
+impl Write for &Connection {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        Ok(rustix::net::send(&self.socket, bytes, SendFlags::NOSIGNAL)?)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
     }
 }

@@ -158,6 +158,26 @@ pub fn connect(path: &Path) -> io::Result<UnixStream> {
     Ok(socket.into())
 }
 
+/// Removes a socket that an earlier owner of its folder left; call it as the owner. Anything else is left alone.
+///
+/// # Errors
+/// `Exists` for a file that is not a socket, and errors of the system.
+pub fn remove_stale(path: &Path) -> Result<()> {
+    let what = || format!("removing the stale socket '{}'", path.display());
+    let metadata = match std::fs::symlink_metadata(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+        metadata => metadata.during(what)?,
+    };
+    if !metadata.file_type().is_socket() {
+        let text = format!("'{}' is not a socket: move it away, lamina needs that name", path.display());
+        return Err(Error::new(ErrorKind::Exists, text));
+    }
+    match std::fs::remove_file(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(Error::io(what(), error)),
+        _ => Ok(()),
+    }
+}
+
 fn bind_unix(path: &Path, mode: u32, owned: bool) -> Result<Listener> {
     let what = || format!("listening on unix socket {}", path.display());
     let (address, _folder) = match SocketAddrUnix::new(path) {
@@ -178,20 +198,12 @@ fn bind_unix(path: &Path, mode: u32, owned: bool) -> Result<Listener> {
     };
     let socket = match attempt() {
         Err(Errno::ADDRINUSE) => {
-            if !is_socket(path) {
-                let text = format!("{}: there is a file that is not a socket; move it away", what());
-                return Err(Error::new(ErrorKind::Exists, text));
-            }
-            // A connection succeeds, or finds no room to wait, where a process listens.
-            let abandoned = || matches!(connect(path), Err(error) if error.kind() == io::ErrorKind::ConnectionRefused);
-            if !owned && !abandoned() {
+            if !owned && is_live(path) {
                 let text = format!("{}: another server listens there", what());
                 return Err(Error::new(ErrorKind::Busy, text));
             }
-            match std::fs::remove_file(path) {
-                Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(Error::io(what(), error)),
-                _ => attempt(),
-            }
+            remove_stale(path)?;
+            attempt()
         }
         outcome => outcome,
     };
@@ -202,8 +214,10 @@ fn bind_unix(path: &Path, mode: u32, owned: bool) -> Result<Listener> {
     Ok(Listener { socket, address: Address::Unix(path.to_owned()), file: Some(file) })
 }
 
-fn is_socket(path: &Path) -> bool {
-    std::fs::symlink_metadata(path).is_ok_and(|metadata| metadata.file_type().is_socket())
+/// Whether a process listens there: a connection succeeds, or finds no room to wait.
+fn is_live(path: &Path) -> bool {
+    let is_socket = std::fs::symlink_metadata(path).is_ok_and(|metadata| metadata.file_type().is_socket());
+    is_socket && !matches!(connect(path), Err(error) if error.kind() == io::ErrorKind::ConnectionRefused)
 }
 
 #[cfg(test)]

@@ -20,22 +20,21 @@ struct Small {
     finished: AtomicUsize,
 }
 
-fn send(mut socket: &std::fs::File, bytes: &[u8]) -> bool {
-    socket.write_all(bytes).is_ok()
+fn send(mut connection: &Connection, bytes: &[u8]) -> bool {
+    connection.write_all(bytes).is_ok()
 }
 
 impl Protocol for Small {
     fn serve(&self, connection: &Arc<Connection>) {
-        let socket = std::fs::File::from(connection.socket().try_clone().unwrap());
         let mut byte = [0];
-        while matches!((&socket).read(&mut byte), Ok(1)) {
+        while matches!((&**connection).read(&mut byte), Ok(1)) {
             let go_on = match byte[0] {
-                b'e' => send(&socket, &byte),
-                b'a' => connection.authenticate().is_ok() && send(&socket, &byte),
+                b'e' => send(connection, &byte),
+                b'a' => connection.authenticate().is_ok() && send(connection, &byte),
                 b'p' => panic!("a fault in the protocol"),
                 b'w' => {
                     self.working.fetch_add(1, Ordering::SeqCst);
-                    send(&socket, &vec![0; 64 << 20])
+                    send(connection, &vec![0; 64 << 20])
                 }
                 b'h' => {
                     self.working.fetch_add(1, Ordering::SeqCst);
@@ -43,7 +42,7 @@ impl Protocol for Small {
                         std::thread::sleep(Duration::from_millis(1));
                     }
                     self.finished.fetch_add(1, Ordering::SeqCst);
-                    send(&socket, b"h")
+                    send(connection, b"h")
                 }
                 _ => false,
             };

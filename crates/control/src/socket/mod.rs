@@ -38,5 +38,5 @@ mod path;
 mod server;
 
 pub use client::Client;
-pub use path::{bind, connect, path, remove_stale};
+pub use path::{connect, path, remove_stale};
 pub use server::{Handler, Server};

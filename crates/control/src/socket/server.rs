@@ -7,29 +7,29 @@
 //!    [`IDLE_MAX`], leaves half a line for [`HALF_LINE_MAX`] or does not read for [`STALL_MAX`] is closed.
 //! 2. A request sees `cancelled()` soon after its client said so or went away, and when [`Server::stop`] has waited
 //!    [`GRACE`] for it; one that cannot get rid of its answer is cut off after as long again.
-//! 3. After [`Server::stop`] no request is running and none will start. The socket file is left to the owner.
+//! 3. After [`Server::stop`] no request is running and none will start, and the socket file is removed.
 //!
-//! Locks: `connections` is held for insertions, removals and shutdown only; `writing` of a connection while a
-//! line is written. Neither is taken under the other.
+//! Accepting, counting and ending connections is the business of [`connections`].
 
 use super::lines::{Line, LineReader};
 use crate::dispatch::Watch;
 use crate::message::{
     FromClient, FromServer, Part, ProgressReport, REPLY_LINE_MAX, REQUEST_LINE_MAX, Reply, Request, decode, encode,
 };
+use connections::{Access, Connection, Drain, Limits, Listen, Protocol, Refusal, Service, ServiceConfig};
 use disk::Progress;
 use error::{Error, ErrorKind, Result};
-use parking_lot::{Condvar, Mutex, MutexGuard};
+use parking_lot::Mutex;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use std::collections::HashMap;
+use rustix::net::SendFlags;
 use std::io::{self, Write};
-use std::net::Shutdown;
-use std::os::fd::AsFd;
-use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::thread::{self, JoinHandle};
-use std::time::{Duration, Instant};
+use std::thread;
+use std::time::Duration;
 
 /// Connections at once.
 const CONNECTIONS_MAX: usize = 64;
@@ -55,110 +55,63 @@ const PROGRESS_INTERVAL: Duration = Duration::from_millis(100);
 /// What carries out requests.
 pub type Handler = dyn Fn(Request, &dyn Watch) -> Result<Reply> + Send + Sync;
 
-/// What the accepting thread, the connections and `stop` share.
-struct Shared {
-    handler: Box<Handler>,
-    connections: Mutex<HashMap<u64, UnixStream>>,
-    one_ended: Condvar,
-    /// Cancels whatever still runs.
-    cancel_all: AtomicBool,
-    /// Hangs up when the server stops: every wait includes it.
-    stopping: UnixStream,
-}
+/// A control server at work. Dropping it stops it.
+pub struct Server(Service);
 
-/// A control server at work. Dropping it without [`Server::stop`] leaves its threads to the end of the process.
-pub struct Server {
-    shared: Arc<Shared>,
-    acceptor: JoinHandle<()>,
-    stop: UnixStream,
+/// What the threads of connections share.
+struct Control {
+    handler: Box<Handler>,
 }
 
 impl Server {
-    /// Starts to answer on `listener`.
-    pub fn start(listener: UnixListener, handler: Box<Handler>) -> Result<Self> {
-        let failed = |e| Error::io("starting the control server", e);
-        let (stop, stopping) = UnixStream::pair().map_err(failed)?;
-        // A client may hang up between poll and accept.
-        listener.set_nonblocking(true).map_err(failed)?;
-        let shared = Arc::new(Shared {
-            handler,
-            connections: Mutex::new(HashMap::new()),
-            one_ended: Condvar::new(),
-            cancel_all: AtomicBool::new(false),
-            stopping,
-        });
-        let for_acceptor = Arc::clone(&shared);
-        let acceptor = thread::Builder::new()
-            .name("control".into())
-            .spawn(move || accept_all(&for_acceptor, &listener))
-            .map_err(failed)?;
-        Ok(Self { shared, acceptor, stop })
+    /// Listens in the folder of a datastore and begins to answer. Call only as owner of the datastore.
+    ///
+    /// # Errors
+    /// `Exists` where a file that is not a socket is in the way, and errors of the system.
+    pub fn start(datastore: &Path, handler: Box<Handler>) -> Result<Self> {
+        let config = ServiceConfig {
+            name: "control",
+            listen: vec![Listen::Owned { path: super::path(datastore) }],
+            access: Access::LOCAL,
+            limits: Limits { unix: CONNECTIONS_MAX, authenticated: 0, unauthenticated: 0 },
+            drain: Drain { undisturbed: GRACE, finish: GRACE, cut: None },
+        };
+        Service::start(config, Arc::new(Control { handler })).map(Self)
     }
 
-    /// Accepts no more, lets requests under way finish, cancels those that take longer than [`GRACE`].
-    pub fn stop(self) {
-        drop(self.stop);
-        if self.acceptor.join().is_err() {
-            tracing::error!("the thread that accepted control connections had panicked");
-        }
-        let shared = &self.shared;
-        let mut connections = shared.connections.lock();
-        if !shared.all_ended_within(&mut connections, GRACE) {
-            tracing::info!(requests = connections.len(), "cancelling requests that are still under way");
-            shared.cancel_all.store(true, Ordering::Relaxed);
-            for stream in connections.values() {
-                // Only reading ends: the client is still to be told that its request was interrupted.
-                let _ = stream.shutdown(Shutdown::Read);
-            }
-            if !shared.all_ended_within(&mut connections, GRACE) {
-                for stream in connections.values() {
-                    let _ = stream.shutdown(Shutdown::Both);
-                }
-            }
-        }
-        while !connections.is_empty() {
-            shared.one_ended.wait(&mut connections);
-        }
+    /// Accepts no more, lets requests under way finish, cancels those that take longer than [`GRACE`]. Again is
+    /// harmless.
+    pub fn stop(&self) {
+        self.0.stop();
     }
 }
 
-impl Shared {
-    /// Waits until no connection is left whose client has gone: each ends with its last request.
-    fn settled_within(&self, time: Duration) -> bool {
-        let deadline = Instant::now() + time;
-        let mut connections = self.connections.lock();
-        while connections.values().any(has_gone) {
-            if Instant::now() >= deadline || self.cancel_all.load(Ordering::Relaxed) {
-                return false;
-            }
-            // Another client may go meanwhile without ending one.
-            self.one_ended.wait_for(&mut connections, PROGRESS_INTERVAL);
+impl Protocol for Control {
+    fn serve(&self, connection: &Arc<Connection>) {
+        backend::local::wake_promptly();
+        if let Err(error) = connection.set_timeouts(Some(HALF_LINE_MAX), Some(STALL_MAX)) {
+            tracing::warn!(%error, "a control connection could not be served");
+            return;
         }
-        true
+        Session { handler: &*self.handler, connection, writing: Mutex::new(()) }.serve();
     }
 
-    fn all_ended_within(&self, connections: &mut MutexGuard<'_, HashMap<u64, UnixStream>>, time: Duration) -> bool {
-        let deadline = Instant::now() + time;
-        while !connections.is_empty() {
-            if self.one_ended.wait_until(connections, deadline).timed_out() {
-                return connections.is_empty();
-            }
+    fn refuse(&self, socket: &OwnedFd, why: Refusal) {
+        let sentence = match why {
+            Refusal::Full(_, limit) => format!("{limit} commands are under way already: try again later"),
+            // A client that connected in time gets the answer that its request was not begun.
+            Refusal::Stopping => "the server of this datastore is stopping: try again".to_owned(),
+        };
+        if let Ok(line) = encode(&failure(&Error::new(ErrorKind::Busy, sentence)), REPLY_LINE_MAX) {
+            // A new socket has room for it; fails when the client has gone.
+            let _ = rustix::net::send(socket, &line, SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
         }
-        true
     }
-}
-
-/// Whether the peer has closed the connection.
-fn has_gone(stream: &UnixStream) -> bool {
-    let gone = PollFlags::RDHUP | PollFlags::HUP | PollFlags::ERR;
-    let mut entries = [PollFd::from_borrowed_fd(stream.as_fd(), PollFlags::RDHUP)];
-    matches!(poll(&mut entries, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })), Ok(1..))
-        && entries[0].revents().intersects(gone)
 }
 
 /// Waits until one of the sockets is readable or hung up; which ones are.
-fn wait<const N: usize>(sockets: [&UnixStream; N], timeout: Duration) -> io::Result<[bool; N]> {
-    let mut entries = sockets.map(|socket| PollFd::from_borrowed_fd(socket.as_fd(), PollFlags::IN));
+fn wait<const N: usize>(sockets: [BorrowedFd<'_>; N], timeout: Duration) -> io::Result<[bool; N]> {
+    let mut entries = sockets.map(|socket| PollFd::from_borrowed_fd(socket, PollFlags::IN));
     let timeout = Timespec { tv_sec: timeout.as_secs() as i64, tv_nsec: i64::from(timeout.subsec_nanos()) };
     match poll(&mut entries, Some(&timeout)) {
         Ok(_) => Ok(entries.map(|entry| !entry.revents().is_empty())),
@@ -167,112 +120,32 @@ fn wait<const N: usize>(sockets: [&UnixStream; N], timeout: Duration) -> io::Res
     }
 }
 
-fn accept_all(shared: &Arc<Shared>, listener: &UnixListener) {
-    let mut number = 0u64;
-    loop {
-        let mut entries = [
-            PollFd::from_borrowed_fd(listener.as_fd(), PollFlags::IN),
-            PollFd::from_borrowed_fd(shared.stopping.as_fd(), PollFlags::IN),
-        ];
-        match poll(&mut entries, None) {
-            Ok(_) | Err(rustix::io::Errno::INTR) => {}
-            Err(e) => {
-                tracing::error!("waiting for control connections: {}; no more are accepted", io::Error::from(e));
-                return;
-            }
-        }
-        if !entries[1].revents().is_empty() {
-            // A client that connected in time gets the answer that its request was not begun.
-            while let Ok((stream, _)) = listener.accept() {
-                let _ = refuse(&stream, "the server of this datastore is stopping: try again");
-            }
-            return;
-        }
-        match listener.accept() {
-            Ok((stream, _)) => {
-                number += 1;
-                if let Err(e) = begin(shared, stream, number) {
-                    tracing::warn!("a control connection could not be served: {e}");
-                }
-            }
-            Err(e) if matches!(e.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::ConnectionAborted) => {}
-            Err(e) => {
-                // Out of descriptors or memory: the connection stays in the backlog, others may end meanwhile.
-                tracing::warn!("accepting a control connection: {e}");
-                thread::sleep(PROGRESS_INTERVAL);
-            }
-        }
-    }
-}
-
-/// Tells a client that it is not served.
-fn refuse(mut stream: &UnixStream, sentence: &str) -> io::Result<()> {
-    let line = encode(&failure(&Error::new(ErrorKind::Busy, sentence)), REPLY_LINE_MAX).map_err(io::Error::other)?;
-    stream.write_all(&line)
-}
-
-/// Gives an accepted connection its thread.
-fn begin(shared: &Arc<Shared>, stream: UnixStream, number: u64) -> io::Result<()> {
-    stream.set_nonblocking(false)?;
-    stream.set_read_timeout(Some(HALF_LINE_MAX))?;
-    stream.set_write_timeout(Some(STALL_MAX))?;
-    let place = {
-        let mut connections = shared.connections.lock();
-        if connections.len() >= CONNECTIONS_MAX {
-            drop(connections);
-            return refuse(&stream, &format!("{CONNECTIONS_MAX} commands are under way already: try again later"));
-        }
-        connections.insert(number, stream.try_clone()?);
-        Place { shared: Arc::clone(shared), number }
-    };
-    let thread = thread::Builder::new().name(format!("control-{number}"));
-    thread
-        .spawn(move || {
-            backend::local::wake_promptly();
-            Connection { shared: &place.shared, stream: &stream, writing: Mutex::new(()) }.serve();
-        })
-        .map(drop)
-}
-
-/// A place among the connections, given back however its thread ends.
-struct Place {
-    shared: Arc<Shared>,
-    number: u64,
-}
-
-impl Drop for Place {
-    fn drop(&mut self) {
-        self.shared.connections.lock().remove(&self.number);
-        self.shared.one_ended.notify_all();
-    }
-}
-
 fn failure(error: &Error) -> FromServer {
     FromServer::Error(error.into())
 }
 
 /// One client.
-struct Connection<'a> {
-    shared: &'a Shared,
-    stream: &'a UnixStream,
+struct Session<'a> {
+    handler: &'a Handler,
+    connection: &'a Connection,
     /// Held while a line is written, so that lines do not mix.
     writing: Mutex<()>,
 }
 
-impl Connection<'_> {
+impl Session<'_> {
     fn send(&self, message: &FromServer) -> Result<()> {
         let line = encode(message, REPLY_LINE_MAX)?;
         let _writing = self.writing.lock();
-        let mut stream = self.stream;
-        stream.write_all(&line).map_err(|e| Error::io("answering a control client", e))
+        let mut connection = self.connection;
+        connection.write_all(&line).map_err(|e| Error::io("answering a control client", e))
     }
 
     /// Answers requests until the client goes, misbehaves or the server stops.
     fn serve(&self) {
-        let mut lines = LineReader::new(self.stream, REQUEST_LINE_MAX);
+        let mut lines = LineReader::new(self.connection, REQUEST_LINE_MAX);
         loop {
             if !lines.has_pending() {
-                match wait([self.stream, &self.shared.stopping], IDLE_MAX) {
+                match wait([self.connection.socket().as_fd(), self.connection.stopping()], IDLE_MAX) {
                     Ok([true, false]) => {}
                     _ => return,
                 }
@@ -303,11 +176,10 @@ impl Connection<'_> {
     }
 
     /// Carries out one request while watching the connection; `Ok(false)` when the connection is of no more use.
-    fn run(&self, request: Request, lines: &mut LineReader<&UnixStream>) -> Result<bool> {
+    fn run(&self, request: Request, lines: &mut LineReader<&Connection>) -> Result<bool> {
         tracing::debug!(?request, "control request");
-        let follower =
-            Follower { connection: self, cancelled: AtomicBool::new(false), done: 0.into(), total: 0.into() };
-        if request == Request::Settle && !self.shared.settled_within(SETTLE_MAX) {
+        let follower = Follower { session: self, cancelled: AtomicBool::new(false), done: 0.into(), total: 0.into() };
+        if request == Request::Settle && !self.connection.others_settled(SETTLE_MAX) {
             let sentence = "requests of disconnected clients are still running: try again later";
             self.send(&failure(&Error::new(ErrorKind::Busy, sentence)))?;
             return Ok(true);
@@ -321,7 +193,7 @@ impl Connection<'_> {
         let (result, usable) = match request.takes_long() {
             true => self.follow(request, &follower, lines)?,
             false => {
-                let work = std::panic::AssertUnwindSafe(|| (self.shared.handler)(request, &follower));
+                let work = std::panic::AssertUnwindSafe(|| (self.handler)(request, &follower));
                 (std::panic::catch_unwind(work).unwrap_or_else(|_| Err(failed_inside())), true)
             }
         };
@@ -344,7 +216,7 @@ impl Connection<'_> {
         &self,
         request: Request,
         follower: &Follower<'_>,
-        lines: &mut LineReader<&UnixStream>,
+        lines: &mut LineReader<&Connection>,
     ) -> Result<(Result<Reply>, bool)> {
         let (finished, finish) = UnixStream::pair().map_err(|e| Error::io("carrying out a control request", e))?;
         let mut usable = true;
@@ -352,16 +224,16 @@ impl Connection<'_> {
             let worker = thread::Builder::new().name("control-work".into()).spawn_scoped(scope, || {
                 // Hangs up when the work ends, also by a panic.
                 let _finish = finish;
-                (self.shared.handler)(request, follower)
+                (self.handler)(request, follower)
             });
             let worker = worker.map_err(|e| Error::io("carrying out a control request", e))?;
             let mut told = (0, 0);
             loop {
                 // A client that is gone would be readable for ever.
                 let ready = if usable {
-                    wait([&finished, self.stream], PROGRESS_INTERVAL)
+                    wait([finished.as_fd(), self.connection.socket().as_fd()], PROGRESS_INTERVAL)
                 } else {
-                    wait([&finished], PROGRESS_INTERVAL).map(|[ended]| [ended, false])
+                    wait([finished.as_fd()], PROGRESS_INTERVAL).map(|[ended]| [ended, false])
                 };
                 match ready {
                     Ok([true, _]) => break,
@@ -403,7 +275,7 @@ fn failed_inside() -> Error {
 
 /// What a request under way sees of its client.
 struct Follower<'a> {
-    connection: &'a Connection<'a>,
+    session: &'a Session<'a>,
     cancelled: AtomicBool,
     done: AtomicU64,
     total: AtomicU64,
@@ -416,13 +288,13 @@ impl Progress for Follower<'_> {
     }
 
     fn cancelled(&self) -> bool {
-        self.cancelled.load(Ordering::Relaxed) || self.connection.shared.cancel_all.load(Ordering::Relaxed)
+        self.cancelled.load(Ordering::Relaxed) || self.session.connection.ends()
     }
 }
 
 impl Watch for Follower<'_> {
     fn part(&self, part: Part) -> Result<()> {
-        self.connection
+        self.session
             .send(&FromServer::Part(part))
             .map_err(|error| Error::new(ErrorKind::Interrupted, format!("the client closed its connection: {error}")))
     }

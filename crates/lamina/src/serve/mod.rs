@@ -109,7 +109,7 @@ fn serve(
     };
     let target = Target::Open(service);
     let handler = Box::new(move |request, watch: &dyn Watch| control::dispatch(&target, request, watch));
-    let control = socket::Server::start(socket::bind(path)?, handler)?;
+    let control = socket::Server::start(path, handler)?;
     spare.keep();
     for warning in &status.file_system.warnings {
         tracing::warn!(datastore = %path.display(), "{warning}");
@@ -135,7 +135,6 @@ fn serve(
     jobs.stop();
     control.stop();
     clients.close();
-    socket::remove_stale(path)?;
     announced
 }
 

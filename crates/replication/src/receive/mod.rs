@@ -14,8 +14,6 @@ use connections::{
 };
 use disk::Datastore;
 use error::{Error, ErrorKind, IoContext, Result};
-use rustix::net::sockopt::{self, Timeout};
-use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
@@ -167,9 +165,7 @@ impl Receiving {
     fn converse(&self, connection: &Arc<Connection>) -> Result<()> {
         let peer = connection.peer();
         let during = || format!("setting up TLS with {peer}");
-        sockopt::set_socket_timeout(connection.socket(), Timeout::Send, Some(SILENCE_MAX))
-            .map_err(io::Error::from)
-            .during(during)?;
+        connection.set_timeouts(None, Some(SILENCE_MAX)).during(during)?;
         let stream = TlsStream::accept(Arc::clone(connection.socket()), &self.identity).during(during)?;
         let admitted = |stream: &TlsStream| {
             if !self.clients.is_empty() && !stream.client_is(&self.clients) {

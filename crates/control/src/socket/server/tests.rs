@@ -8,6 +8,7 @@ use crate::socket::client::Client;
 use disk::ChangedExtent;
 use std::io::{BufRead, BufReader, Read};
 use std::sync::atomic::AtomicUsize;
+use std::time::Instant;
 
 /// How the playing handler answers each request.
 fn play(request: Request, watch: &dyn Watch) -> Result<Reply> {
@@ -42,8 +43,7 @@ struct World {
 impl World {
     fn new() -> Self {
         let folder = tempfile::tempdir().unwrap();
-        let listener = crate::socket::bind(folder.path()).unwrap();
-        let server = Server::start(listener, Box::new(play)).unwrap();
+        let server = Server::start(folder.path(), Box::new(play)).unwrap();
         Self { folder, server: Some(server) }
     }
 
@@ -146,7 +146,7 @@ fn stopping_cancels_what_takes_too_long_and_says_so() {
     let mut world = World::new();
     let mut client = world.client();
     let worker = thread::spawn(move || client.ask(detach(), &Notes::default()));
-    while world.server.as_ref().unwrap().shared.connections.lock().is_empty() {
+    while world.server.as_ref().unwrap().0.connections() == 0 {
         thread::sleep(Duration::from_millis(1));
     }
     thread::sleep(Duration::from_millis(50));
