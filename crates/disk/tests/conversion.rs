@@ -337,7 +337,7 @@ fn qcow2_is_read_with_its_backing_files() {
     qemu(&["create", "-q", "-f", "qcow2", "-F", "raw", "-b", "../base.raw", "inner/top.qcow2"]);
     let mut outside = conversion(&inner.join("top.qcow2"), &path.join("no.vmdk"), TargetFormat::Image(ImageKind::Thin));
     let error = outside.run(None, &NoProgress).err().unwrap();
-    assert!(error.kind() == ErrorKind::Invalid && error.to_string().contains("permit"), "{error}");
+    assert!(error.kind() == ErrorKind::Invalid && error.to_string().contains("--allow-folder"), "{error}");
     // A file of that name in the image's own folder is not the backing file.
     std::fs::write(inner.join("base.raw"), vec![1; MIB as usize]).unwrap();
     outside.options.permitted = vec![path.to_path_buf()];

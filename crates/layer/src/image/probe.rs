@@ -100,7 +100,7 @@ pub(super) fn judge(name: &str, label: &str, length: u64, found: Signature) -> R
             let text = "begins like no image that can be opened, and is not called like a raw disk (.raw, .img, .dd)";
             refuse(ErrorKind::Invalid, format!("{text}; if it is a raw disk, give --from raw"))
         }
-        (Signature::Foreign(_) | Signature::ChangeTracking, true) | (_, false) => Ok(found),
+        (Signature::Raw | Signature::Foreign(_) | Signature::ChangeTracking, true) | (_, false) => Ok(found),
         (_, true) => {
             let text = "is called like a raw disk and does not begin like one, which its guest may have written";
             let option = found.option();
