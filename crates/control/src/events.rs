@@ -136,7 +136,8 @@ impl Events {
     /// Tells of every change from now on, until that is not wanted any more.
     ///
     /// # Errors
-    /// Always: `Interrupted` on request, `Stopped` when the process closes the datastore, of `watch` if it takes no more.
+    /// Always: `Interrupted` on request, `Stopped` when the process closes the datastore, the error of `watch` if it
+    /// takes no more.
     pub fn follow(&self, watch: &dyn Watch) -> Result<Reply> {
         let subscription = self.subscribe();
         while let Some(events) = subscription.take() {

@@ -334,9 +334,8 @@ fn disks(face: &Face) {
     face.disk(DiskRequest::Delete { name: text("c"), promote: false, force: false });
     face.disk(DiskRequest::Show { name: text("b") });
     assert!(matches!(face.done(Request::ExportList), Reply::Exports(exports) if exports.len() == 1));
-    assert!(
-        matches!(face.done(Request::Check { data: true, repair: false }), Reply::Check(report) if report.findings.is_empty())
-    );
+    let check = Request::Check { data: true, repair: false };
+    assert!(matches!(face.done(check), Reply::Check(report) if report.findings.is_empty()));
     assert_eq!(face.done(Request::Settle), Reply::Settled);
 }
 

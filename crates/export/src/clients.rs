@@ -1,8 +1,8 @@
 //! Which clients have which exports open, and which may come back to one.
 //!
-//! A client that says that it leaves (over NBD with `NBD_CMD_DISC`) is done with its export. One whose connection ends in
-//! another way (the client is killed, the network fails, the server stops) may reconnect and go on as if nothing had
-//! happened, as QEMU does with `reconnect-delay`. Such a client counts as a user of its export for the grace time.
+//! A client that says that it leaves (over NBD with `NBD_CMD_DISC`) is done with its export. One whose connection ends
+//! in another way (the client is killed, the network fails, the server stops) may reconnect and continue as if nothing
+//! had happened, as QEMU does with `reconnect-delay`. Such a client counts as a user of its export for the grace time.
 //!
 //! Invariants:
 //!

@@ -1,8 +1,8 @@
 //! A medium in memory that is no local file system: the smallest one that an engine runs on.
 //!
 //! 1. Its queues complete later, out of order, on a thread of the medium.
-//! 2. Its locks are leases, and the medium may revoke them ([`MemoryMedium::revoke`]): the former owner is told, fenced,
-//!    and what it had not flushed is gone.
+//! 2. Its locks are leases, and the medium may revoke them ([`MemoryMedium::revoke`]): the former owner is told,
+//!    fenced, and its writes that were not flushed are gone.
 //! 3. Files have no local part: they take space by their length.
 
 use backend::{

@@ -6,7 +6,8 @@ use serde::{Deserialize, Serialize};
 /// One change.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Event {
-    /// Counts the events of one run of the server from 1; a subscriber sees no gap but those that [`Change::Missed`] tells of.
+    /// Counts the events of one run of the server from 1; a subscriber sees no gap except those that [`Change::Missed`]
+    /// reports.
     pub number: u64,
     /// When, in seconds since 1970.
     pub time: u64,

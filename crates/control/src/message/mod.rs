@@ -96,8 +96,8 @@ impl Request {
         }
     }
 
-    /// True for what is carried out in the process that asks, never in the one that serves the datastore: what starts or
-    /// changes a machine's QEMU, which must depend on no server.
+    /// True for requests that the asking process carries out, never the one that serves the datastore: those that start
+    /// or change a machine's QEMU, which must depend on no server.
     pub fn is_of_asking_process(&self) -> bool {
         match self {
             Self::Machine(_) | Self::Disk(DiskRequest::Resize { tell_machine: true, .. }) => true,

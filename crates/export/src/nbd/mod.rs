@@ -1,11 +1,11 @@
 //! The NBD server: disks for hypervisors, backup tools and block clients.
 //!
-//! A session goes through phases, one file each: [`server`] takes the connection over, [`handshake`] agrees on an export
-//! and on extensions, [`transmission`] serves requests until one side leaves: it is codec and stream, and has the work
-//! done by the session core ([`crate::session`]). Beside them: [`protocol`] (constants, headers), [`options`] and
+//! A session goes through phases, one file each: [`server`] takes the connection over, [`handshake`] agrees on an
+//! export and on extensions, [`transmission`] serves requests until one side leaves: it is codec and stream, and the
+//! session core ([`crate::session`]) does the work. Beside them: [`protocol`] (constants, headers), [`options`] and
 //! [`requests`] (what a client sends, checked), [`replies`] (what it is sent), [`status`] (metadata contexts),
-//! [`limits`] (bounds). What can be opened and which clients are connected stand beside ([`crate::exports`],
-//! [`crate::clients`]); sockets, TLS and threads are those of [`connections`].
+//! [`limits`] (bounds). Exports and the list of connected clients are in [`crate::exports`] and [`crate::clients`];
+//! sockets, TLS and threads are those of [`connections`].
 //!
 //! What the server promises, whatever a client does:
 //!
