@@ -1,4 +1,4 @@
-//! Frames: 32 bytes of head, then a payload of the length that the head says.
+//! Frames: 32 bytes of head, then a payload of the length in the head.
 //!
 //! | offset | size | field |
 //! |---|---|---|
@@ -22,7 +22,7 @@ pub const HEAD: usize = 32;
 
 const MAGIC: [u8; 4] = *b"LMRP";
 
-/// What a frame is.
+/// The kind of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     /// A message, as JSON.
@@ -33,7 +33,7 @@ pub enum Kind {
     Zero,
     /// A segment of a disk is complete: the payload is the sum of its data's lengths, eight bytes.
     Segment,
-    /// Nothing more comes on this connection.
+    /// Nothing more is sent on this connection.
     End,
 }
 
@@ -43,11 +43,11 @@ const KINDS: [(Kind, u16); 5] =
 /// The head of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Head {
-    /// What it is.
+    /// The kind.
     pub kind: Kind,
-    /// Which disk.
+    /// The index of the disk.
     pub disk: u16,
-    /// Where; of a segment's end, which.
+    /// Byte offset; of a segment's end, the number of the segment.
     pub offset: u64,
     /// Bytes of payload.
     pub length: u32,
@@ -68,7 +68,7 @@ impl Head {
         Self { kind, disk, offset, length: payload.len() as u32, checksum: checksum(payload) }
     }
 
-    /// The bytes.
+    /// The stored form.
     pub fn encode(&self) -> [u8; HEAD] {
         let mut out = [0; HEAD];
         let kind = KINDS.iter().find(|(kind, _)| *kind == self.kind).map_or(0, |(_, code)| *code);
@@ -83,7 +83,7 @@ impl Head {
         out
     }
 
-    /// Reads a head: what it says is within the bounds of its kind.
+    /// Reads a head, and checks it against the limits of its kind.
     pub fn decode(bytes: &[u8; HEAD]) -> Result<Self> {
         let word = |at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
         let half = |at: usize| u16::from_le_bytes([bytes[at], bytes[at + 1]]);
@@ -111,12 +111,12 @@ impl Head {
         }
     }
 
-    /// Whether the payload is what was sent.
+    /// Whether the payload has the checksum in the head.
     pub fn verify(&self, payload: &[u8]) -> Result<()> {
         self.verify_sum(payload.len(), checksum(payload))
     }
 
-    /// Whether a payload of that length and checksum is.
+    /// Whether a payload has this length and checksum.
     pub fn verify_sum(&self, length: usize, sum: u32) -> Result<()> {
         match length == self.length as usize && sum == self.checksum {
             true => Ok(()),

@@ -12,15 +12,17 @@
 //!
 //! Sockets, TLS and the threads of connections are those of [`connections`].
 //!
-//! The protocol is described in `docs/protocol/replication.md`. What holds:
+//! The protocol is described in `docs/protocol/replication.md`. Invariants:
 //!
-//! 1. Nothing is said before TLS is up, and nothing by a client that the server's certificates and names don't admit.
-//! 2. Everything from a peer is decoded in one place ([`frame::Head::decode`], [`message::Message::decode`]); no size
-//!    that it sends is used before it is checked, and no message takes more memory than the bytes received for it.
-//! 3. A session is a control connection, over which every request has one answer, and data connections, over which data
-//!    goes one way. It ends with its control connection, over which errors of data connections are sent too.
-//! 4. What has arrived and was recorded need not be sent again, whatever breaks. A disk appears whole or not at all.
-//! 5. No wait is unbounded: every wait for a peer has a limit, and a peer that works on an answer sends keep-alives.
+//! 1. Nothing is sent before TLS is up, and a client that the server's certificates and names do not admit gets no
+//!    answer.
+//! 2. Bytes of a peer are decoded in one place ([`frame::Head::decode`], [`message::Message::decode`]); no size in them
+//!    is used before it is checked, and no message takes more memory than the bytes received for it.
+//! 3. A session is a control connection, on which every request has one answer, and data connections, on which data
+//!    goes one way. It ends with its control connection, on which errors of data connections are reported too.
+//! 4. Data that has arrived and was recorded need not be sent again, whatever breaks. A disk appears completely or not
+//!    at all.
+//! 5. No wait is unlimited: every wait for a peer has a timeout, and a peer that works on an answer sends keep-alives.
 
 #![forbid(unsafe_code)]
 

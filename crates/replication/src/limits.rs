@@ -1,18 +1,18 @@
-//! Every bound of the protocol in one place.
+//! All limits of the protocol.
 
 use std::time::Duration;
 
 /// Most data in one frame.
 pub const PIECE_MAX: usize = 1 << 20;
 
-/// Data that is sent in one frame: it is read, verified, encrypted and sent, received, decrypted and verified again,
-/// and stays in the processor's cache from step to step. 256 KiB went 3 to 6 % faster than 1 MiB or 128 KiB.
+/// Data sent in one frame: it is read, verified, encrypted and sent, received, decrypted and verified again, and stays
+/// in the processor's cache from step to step. 256 KiB was 3 to 6 % faster than 1 MiB or 128 KiB.
 pub const PIECE_SENT: usize = 256 << 10;
 
 /// Longest message: an offer of many disks with many snapshots, or with the definition of a machine.
 pub const MESSAGE_MAX: usize = 4 << 20;
 
-/// What is set aside for a message before its bytes are there.
+/// Memory allocated for a message before its bytes arrive.
 pub const MESSAGE_STEP: usize = 64 << 10;
 
 /// Longest description of itself that a peer gives, in bytes.
@@ -21,7 +21,7 @@ pub const PROGRAM_MAX: usize = 256;
 /// Most data connections of one session.
 pub const STREAMS_MAX: usize = 16;
 
-/// Data connections unless told otherwise.
+/// Data connections, unless configured.
 pub const STREAMS_DEFAULT: usize = 4;
 
 /// Connections of each class at a time.
@@ -42,22 +42,22 @@ pub const SILENCE_MAX: Duration = Duration::from_secs(30);
 /// How long an earlier session may take to release a reception that a new session opens.
 pub const TAKEOVER_MAX: Duration = Duration::from_secs(15);
 
-/// How long data connections may take to leave after the sender has heard that all has come.
+/// How long data connections may take to end after the sender has heard that everything has arrived.
 pub const LEAVE_MAX: Duration = Duration::from_secs(5);
 
-/// What has arrived is recorded after that long.
+/// Arrived data is recorded after this time.
 pub const SAVE_INTERVAL: Duration = Duration::from_secs(2);
 
-/// And after that many bytes.
+/// And after this many bytes.
 pub const SAVE_BYTES: u64 = 1 << 30;
 
-/// Pause before the first new attempt after a broken connection; each further one is twice as long.
+/// Pause before the first new attempt after a broken connection; it doubles with each further one.
 pub const BACKOFF_MIN: Duration = Duration::from_millis(250);
 
 /// Longest pause between two attempts.
 pub const BACKOFF_MAX: Duration = Duration::from_secs(8);
 
-/// Attempts in a row that may bring nothing.
+/// Attempts in a row without progress, at most.
 pub const ATTEMPTS_MAX: u32 = 8;
 
 /// How long sessions may take to end when the server stops.

@@ -1,4 +1,4 @@
-//! What the two sides tell each other besides data: one JSON object in a frame.
+//! Messages of the two sides besides data: one JSON object in a frame.
 //!
 //! | from | message | meaning, and its answer |
 //! |---|---|---|
@@ -18,25 +18,25 @@ use serde::{Deserialize, Serialize};
 /// Versions of the protocol that this program speaks, the newest first.
 pub const VERSIONS: [u32; 1] = [1];
 
-/// An offer.
+/// The contents of an offer.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Offer {
     /// The disks.
     pub disks: Vec<NewArrival>,
-    /// What comes with them: the definition of a machine.
+    /// An attachment: the definition of a machine.
     pub attachment: Option<String>,
-    /// Only if that was begun before: otherwise the answer is a failure, `not_found`.
+    /// Only if it was begun before: otherwise the answer is a failure, `not_found`.
     pub resume_only: bool,
 }
 
-/// What the receiver has of a disk.
+/// The data of a disk that the receiver has.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Known {
-    /// The snapshot from which it can be told what differs.
+    /// The snapshot with which the sender can compare.
     pub base: Option<String>,
-    /// Segments that are there: first, and first behind; in order, apart.
+    /// Segments that are present, as ranges (first, end), sorted and not adjacent.
     pub done: Vec<(u64, u64)>,
     /// Bytes of data in them.
     pub bytes: u64,
@@ -46,65 +46,65 @@ pub struct Known {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub enum Message {
-    /// The first word.
+    /// The first message.
     Hello {
         /// Versions that the sender speaks.
         versions: Vec<u32>,
         /// Program and version, for people.
         program: String,
     },
-    /// Its answer.
+    /// The answer to it.
     Welcome {
-        /// The version that holds from now on.
+        /// The version that both use from now on.
         version: u32,
         /// Program and version, for people.
         program: String,
     },
-    /// Disks.
+    /// Offers disks.
     Offer(Offer),
-    /// They are welcome.
+    /// Accepts the offer.
     Accept {
         /// The session, for further connections.
         session: String,
-        /// What proves that a further connection belongs to it.
+        /// The token that proves that a further connection belongs to the session.
         token: String,
-        /// What is there, disk by disk.
+        /// What is present, disk by disk.
         disks: Vec<Known>,
     },
-    /// They are all here.
+    /// All offered disks are present already.
     Already {
         /// Their names.
         disks: Vec<String>,
     },
-    /// A further connection.
+    /// Joins a session with a further connection.
     Join {
         /// The session.
         session: String,
         /// The token from the `accept` message.
         token: String,
     },
-    /// Data may come.
+    /// Data may be sent.
     Joined,
-    /// How is it?
+    /// Asks for the state of the session.
     Ping,
-    /// So.
+    /// The state of the session.
     Pong {
         /// Bytes of data received in this session.
         bytes: u64,
     },
     /// The answer takes time.
     Working,
-    /// All was sent.
+    /// Everything was sent.
     Finish {
-        /// Segments and bytes of data, disk by disk, those of earlier sessions included.
+        /// Segments and bytes of data, disk by disk, including those of earlier sessions.
         disks: Vec<(u64, u64)>,
     },
-    /// The disks are there.
+    /// The disks are complete.
     Committed {
         /// Their names.
         disks: Vec<String>,
     },
-    /// It is over.
+    /// The session has failed.
     Failure {
         /// Kind.
         kind: String,
@@ -113,7 +113,7 @@ pub enum Message {
     },
 }
 
-/// Longest sentence of a peer that is handed on.
+/// Longest error text of a peer that is passed on.
 const SENTENCE_MAX: usize = 2000;
 
 fn plain(text: &str, most: usize) -> String {
@@ -126,7 +126,7 @@ impl Message {
         Self::Failure { kind: error.kind().name().into(), message: plain(&error.to_string(), SENTENCE_MAX) }
     }
 
-    /// The error that a failure carries; any other message is out of turn.
+    /// The error of a failure; any other message is out of turn.
     pub fn into_error(self) -> Error {
         match self {
             Self::Failure { kind, message } => Error::new(ErrorKind::from_name(&kind), plain(&message, SENTENCE_MAX)),
@@ -134,7 +134,7 @@ impl Message {
         }
     }
 
-    /// What it is, for people.
+    /// Its kind, for messages.
     pub fn name(&self) -> &'static str {
         match self {
             Self::Hello { .. } => "hello",

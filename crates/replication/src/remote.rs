@@ -5,14 +5,14 @@ use std::str::FromStr;
 
 const SCHEME: &str = "lamina://";
 
-/// Where something is sent.
+/// The target of a transfer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Remote {
     /// Name or address of the server, without brackets.
     pub host: String,
     /// Port.
     pub port: u16,
-    /// The name that it is to have there.
+    /// The name there.
     pub name: String,
 }
 
@@ -27,7 +27,7 @@ impl FromStr for Remote {
         let bare = host.strip_prefix('[').and_then(|host| host.strip_suffix(']'));
         let host = match bare {
             Some(host) => host,
-            // An IPv6 address needs its brackets: without them it is ambiguous where the port begins.
+            // An IPv6 address needs its brackets: without them the beginning of the port is ambiguous.
             None if host.contains(':') => return Err(wrong()),
             None => host,
         };

@@ -12,13 +12,13 @@ use std::time::Instant;
 
 /// A stream of bytes in both directions.
 pub trait ByteStream {
-    /// Fills `into`; `UnexpectedEof` when the peer has ended before.
+    /// Fills `into`; `UnexpectedEof` if the peer has ended before.
     fn read_exact(&mut self, into: &mut [u8]) -> io::Result<()>;
 
-    /// Sends these bytes, now or later.
+    /// Sends these bytes, possibly delayed until a flush.
     fn write(&mut self, parts: &[&[u8]]) -> io::Result<()>;
 
-    /// Sends what is not sent yet.
+    /// Sends all delayed bytes.
     fn flush(&mut self) -> io::Result<()>;
 
     /// When waiting for the peer ends with `TimedOut`; `None` for never.
@@ -43,23 +43,23 @@ impl ByteStream for TlsStream {
     }
 }
 
-/// A stream, spoken over in frames.
+/// A stream of frames.
 pub struct Conversation<S> {
     /// The bytes.
     pub stream: S,
-    /// The peer, for errors.
+    /// Name of the peer, for errors.
     peer: String,
-    /// Both sides have found each other's certificates good: what fails from now on is the line.
+    /// Both sides have accepted each other's certificates: later failures are those of the connection.
     established: bool,
 }
 
 impl<S: ByteStream> Conversation<S> {
-    /// Speaks over a stream.
+    /// Makes frames of a stream of bytes.
     pub fn new(stream: S, peer: String) -> Self {
         Self { stream, peer, established: false }
     }
 
-    /// Certificates are good, and so are versions.
+    /// Notes that the certificates and versions are accepted.
     pub fn establish(&mut self) {
         self.established = true;
     }
@@ -91,14 +91,14 @@ impl<S: ByteStream> Conversation<S> {
         self.stream.set_deadline(deadline).map_err(|error| self.broken("waiting for", error))
     }
 
-    /// Sends a frame, now or later.
+    /// Sends a frame, possibly delayed until a flush.
     pub fn send(&mut self, head: &Head, payload: &[&[u8]]) -> Result<()> {
         let head = head.encode();
         let sent = self.stream.write(&[&head]).and_then(|()| self.stream.write(payload));
         sent.map_err(|error| self.broken("sending to", error))
     }
 
-    /// Sends what is not sent yet.
+    /// Sends all delayed bytes.
     pub fn flush(&mut self) -> Result<()> {
         self.stream.flush().map_err(|error| self.broken("sending to", error))
     }
@@ -154,7 +154,7 @@ impl<S: ByteStream> Conversation<S> {
         }
         let length = head.length as usize;
         let mut payload = Vec::new();
-        // Memory as bytes come: a length is only a word.
+        // Memory grows with the bytes that arrive, because the announced length may be wrong.
         while payload.len() < length {
             let have = payload.len();
             payload.resize(length.min(have + MESSAGE_STEP), 0);

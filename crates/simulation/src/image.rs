@@ -1,7 +1,7 @@
-//! What a disk or snapshot holds according to the model, and what a crash may leave of it.
+//! The content of a disk or snapshot according to the model, and what a crash may leave of it.
 //!
-//! 1. `blocks` is what a read returns now; a block that is not there was never written (or lies behind what once was
-//!    the end of the disk) and reads as zeros.
+//! 1. `blocks` is what a read returns now; a missing block was never written (or lies behind an earlier end of the
+//!    disk) and reads as zeros.
 //! 2. `history` has, for each block written since it was last made durable, all contents from the durable one to the
 //!    present one, in order. After a crash each sector of the block must be that sector of one of them, at or after its
 //!    floor: a write made durable on its own raises the floor of the sectors it covers.
@@ -16,7 +16,7 @@ use std::sync::Arc;
 pub type Block = [u8; BLOCK_SIZE];
 
 const BLOCK: u64 = BLOCK_SIZE as u64;
-/// What a medium writes whole or not at all, in bytes.
+/// The atomic unit of the medium, in bytes.
 const SECTOR: usize = 512;
 const SECTORS: usize = BLOCK_SIZE / SECTOR;
 
@@ -51,12 +51,12 @@ pub fn touched(offset: u64, length: u64) -> impl Iterator<Item = (u64, Range<usi
 }
 
 impl Image {
-    /// What a block holds now.
+    /// The present content of a block.
     pub fn block(&self, block: u64) -> &Block {
         self.blocks.get(&block).map_or(&ZEROS, |block| block)
     }
 
-    /// What a block holds now, with its identity; `None` when it was never written.
+    /// The present content of a block, with its identity; `None` if it was never written.
     pub fn version(&self, block: u64) -> Option<Arc<Block>> {
         self.blocks.get(&block).cloned()
     }
@@ -125,8 +125,8 @@ impl Image {
         }
     }
 
-    /// Makes whole blocks read as zeros, not durably; of those never written nothing is remembered, so that the range
-    /// may be terabytes.
+    /// Makes whole blocks read as zeros, not durably; blocks never written are not recorded, so that the range may be
+    /// terabytes.
     pub fn zero_known(&mut self, blocks: Range<u64>) {
         let zeros = Arc::new(ZEROS);
         for block in self.known(blocks) {
@@ -139,12 +139,12 @@ impl Image {
         self.history.is_empty()
     }
 
-    /// Everything written so far is durable.
+    /// Marks everything written so far as durable.
     pub fn flush(&mut self) {
         self.history.clear();
     }
 
-    /// What a range holds now is durable.
+    /// Marks the present content of a range as durable.
     pub fn make_durable(&mut self, offset: u64, length: u64) {
         for (block, range) in touched(offset, length) {
             let Some(history) = self.history.get_mut(&block) else { continue };
@@ -158,7 +158,7 @@ impl Image {
         }
     }
 
-    /// Forgets what lies behind a smaller capacity; durable, as a change of capacity is.
+    /// Drops content behind a smaller capacity; durable, as a change of capacity is.
     pub fn truncate(&mut self, capacity: u64) {
         let end = capacity.div_ceil(BLOCK);
         self.blocks.split_off(&end);
@@ -180,7 +180,7 @@ impl Image {
         }
     }
 
-    /// The disk grows from `capacity`: the rest of its last block, which comes into sight, is cleared.
+    /// The disk grows from `capacity`: the rest of its last block, which becomes visible, is cleared.
     pub fn extend(&mut self, capacity: u64) {
         if !capacity.is_multiple_of(BLOCK) && self.blocks.contains_key(&(capacity / BLOCK)) {
             let content = *self.block(capacity / BLOCK);
@@ -188,8 +188,8 @@ impl Image {
         }
     }
 
-    /// Compares a block as found after a crash, or after a write that failed, with what it may hold. What is found is
-    /// its content from now on, and, if the finding came after a crash, for good.
+    /// Compares a block found after a crash, or after a write that failed, with the contents that it may have. The
+    /// found content is its content from now on and, after a crash, durable.
     pub fn observe(&mut self, block: u64, found: &Block, for_good: bool) -> Result<(), String> {
         let Some(history) = self.history.get_mut(&block) else {
             return compare(block, found, bytes(&self.blocks.get(&block).cloned()));
@@ -212,7 +212,7 @@ impl Image {
         }
         let mut same = history.versions.iter().filter(|version| bytes(version) == found);
         let content = match (same.next(), same.next()) {
-            // Only one version is this: the block is that version, with its identity.
+            // Only one version matches: the block is that version, with its identity.
             (Some(version), None) => version.clone(),
             _ => Some(Arc::new(*found)),
         };
@@ -228,7 +228,7 @@ impl Image {
         Ok(())
     }
 
-    /// The blocks that may differ between two images: those of which at least one was written since they were one.
+    /// The blocks that may differ between two images: those of which at least one was written since they were equal.
     pub fn written_apart<'a>(&'a self, other: &'a Image) -> impl Iterator<Item = u64> + 'a {
         let mut blocks: Vec<u64> = self.blocks.keys().chain(other.blocks.keys()).copied().collect();
         blocks.sort_unstable();
@@ -243,11 +243,11 @@ impl Image {
 
 /// True when all bytes are zeros.
 pub fn is_zero(bytes: &[u8]) -> bool {
-    // Whole blocks at a time: most of what a comparison reads of a large disk is holes.
+    // Whole blocks at a time: most blocks compared on a large disk are holes.
     bytes.chunks(BLOCK_SIZE).all(|part| *part == ZEROS[..part.len()])
 }
 
-/// Says where two contents of a block differ.
+/// Describes where two contents of a block differ.
 pub fn compare(block: u64, found: &[u8], expected: &[u8]) -> Result<(), String> {
     if found == expected {
         return Ok(());
@@ -287,7 +287,7 @@ mod tests {
         image.clone().observe(0, &found, true).unwrap_err();
         found[512..1024].fill(2);
         image.clone().observe(0, &found, true).unwrap();
-        // Durable on its own: nothing older for that sector.
+        // Durable by itself: no older content for that sector.
         image.make_durable(512, 512);
         image.observe(0, &found, true).unwrap_err();
     }

@@ -1,7 +1,7 @@
-//! The reference: what a datastore must answer, kept in memory in the simplest way.
+//! The reference: the expected results of a datastore, kept in memory in the simplest way.
 //!
-//! A model is a value, cheap to copy: an operation whose end a crash may hide is judged by comparing what is found
-//! with the model before and the model after, and nothing else is right.
+//! A model is a value that is cheap to copy: an operation whose result a crash may hide is judged by comparing the
+//! found state with the model before and the model after; nothing else is right.
 
 use crate::image::Image;
 use disk::Provisioning;
@@ -11,7 +11,7 @@ use std::sync::Arc;
 /// A snapshot.
 #[derive(Clone, Debug)]
 pub struct Snapshot {
-    /// Capacity of the disk then.
+    /// Capacity of the disk at that time.
     pub capacity: u64,
     /// The snapshot before it.
     pub parent: Option<String>,
@@ -28,20 +28,20 @@ pub struct Disk {
     pub provisioning: Provisioning,
     /// The `disk@snapshot` it is a linked clone of.
     pub origin: Option<(String, String)>,
-    /// The snapshot its head stands on.
+    /// The snapshot on which its head is based.
     pub parent: Option<String>,
     /// Content of the head.
     pub image: Arc<Image>,
     /// Snapshots by name.
     pub snapshots: BTreeMap<String, Snapshot>,
-    /// It may share blocks with others although nothing says so any more.
+    /// It may share blocks with others although no record shows that any more.
     pub detached: bool,
-    /// It, or what it was cloned from, was thick: blocks may be allocated that were never written.
+    /// It, or the disk from which it was cloned, was thick: blocks may be allocated that were never written.
     pub reserved: bool,
 }
 
 impl Disk {
-    /// One that stands on nothing.
+    /// A disk that is based on nothing.
     pub fn of(capacity: u64, provisioning: Provisioning, image: Image) -> Self {
         Self {
             capacity,
@@ -82,7 +82,7 @@ impl Model {
         }
     }
 
-    /// As [`Model::image`], to be changed.
+    /// As [`Model::image`], for changing.
     pub fn image_mut(&mut self, title: &str) -> Option<&mut Image> {
         match title.split_once('@') {
             None => self.disks.get_mut(title).map(|disk| Arc::make_mut(&mut disk.image)),
@@ -110,13 +110,13 @@ impl Model {
         self.disks.iter().flat_map(of).collect()
     }
 
-    /// Linked clones that stand on snapshots of a disk, by name.
+    /// Linked clones that are based on snapshots of a disk, by name.
     pub fn clones_of(&self, disk: &str) -> Vec<String> {
         let stands = |clone: &Disk| clone.origin.as_ref().is_some_and(|(origin, _)| origin == disk);
         self.disks.iter().filter(|(_, clone)| stands(clone)).map(|(name, _)| name.clone()).collect()
     }
 
-    /// Linked clones that stand on one snapshot.
+    /// Linked clones that are based on one snapshot.
     pub fn clones_on(&self, disk: &str, snapshot: &str) -> Vec<String> {
         let at = Some((disk.to_owned(), snapshot.to_owned()));
         self.disks.iter().filter(|(_, clone)| clone.origin == at).map(|(name, _)| name.clone()).collect()
@@ -180,7 +180,7 @@ impl Model {
         }
     }
 
-    /// Deletes a disk; the snapshots that clones stand on become those of the first clone by name.
+    /// Deletes a disk; the first clone by name takes over the snapshots on which clones are based.
     pub fn delete_disk(&mut self, name: &str) {
         let clones = self.clones_of(name);
         let Some(gone) = self.disks.remove(name) else { return };
@@ -227,7 +227,7 @@ impl Model {
 }
 
 fn flush(image: &mut Arc<Image>) {
-    // An image that nothing is uncertain about stays shared.
+    // An image without uncertain content stays shared.
     if !image.is_settled() {
         Arc::make_mut(image).flush();
     }

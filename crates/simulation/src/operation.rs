@@ -1,4 +1,4 @@
-//! What can be done to a datastore, as values that a seed generates.
+//! Operations on a datastore, as values that a seed generates.
 //!
 //! An operation names its targets by raw numbers that are reduced to what exists when it is carried out, so every
 //! subsequence of a list of operations is a list of operations too: that is what makes shrinking a failing run simple.
@@ -9,7 +9,7 @@ use backend::simulated::Fault;
 /// Failures of a medium that fails until it is replaced.
 const FOR_EVER: u64 = u64::MAX;
 
-/// How the offset and length of a request lie.
+/// The alignment of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Span {
     /// Chooses the offset.
@@ -20,11 +20,11 @@ pub struct Span {
     pub align: u64,
 }
 
-/// One thing to do. Numbers without another word choose among what there is.
+/// One operation. Numbers without further description choose among the existing objects.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[allow(missing_docs)]
 pub enum Operation {
-    /// Write data that follows from `fill`; with `again`, the bytes that are there already.
+    /// Write data that follows from `fill`; with `again`, the bytes that are present already.
     Write { disk: u64, span: Span, fill: u64, again: bool, fua: bool },
     /// Write single blocks at this many places of a disk; places and bytes follow from `fill`.
     Scatter { disk: u64, places: u64, fill: u64 },
@@ -36,13 +36,13 @@ pub enum Operation {
     Discard { disk: u64, span: Span, fua: bool },
     /// Read from a disk or snapshot.
     Read { title: u64, span: Span },
-    /// Plan a read and keep the plan while other things happen.
+    /// Plan a read and keep the plan during other operations.
     BeginRead { title: u64, span: Span },
-    /// Fetch and verify what was planned.
+    /// Fetch and verify a planned read.
     EndReads,
     /// Flush through one disk.
     Flush { disk: u64 },
-    /// Ask what a range is.
+    /// Query the state of a range.
     Status { title: u64, span: Span },
     /// Compare two points of a disk.
     Diff { disk: u64, from: u64, to: u64 },
@@ -66,13 +66,13 @@ pub enum Operation {
     CloneFull { source: u64, head: bool, cancel: bool },
     /// Detach a clone.
     Detach { disk: u64 },
-    /// Close the devices that are open.
+    /// Close the open devices.
     CloseDevices,
-    /// What runs in the background.
+    /// Background work.
     Pump { rounds: u64 },
     /// A checkpoint.
     Checkpoint,
-    /// Give free space back.
+    /// Return free space.
     Reclaim,
     /// Check everything.
     Check,
@@ -80,7 +80,7 @@ pub enum Operation {
     Compare,
     /// Close and open.
     Reopen,
-    /// Forget the process, keep the medium, open again.
+    /// Drop the process, keep the medium, open again.
     Kill,
     /// Cut the power after so many operations of the medium from now; then, with `again`, after so many of recovery.
     Cut { after: u64, again: Option<u64> },
@@ -125,7 +125,7 @@ pub enum Profile {
     Again,
 }
 
-/// Most disks that a run keeps; beyond them creation gives way to deletion.
+/// Most disks that a run keeps; beyond them a disk is deleted instead of created.
 pub const DISKS_MAX: usize = 8;
 /// Most snapshots of all disks.
 pub const SNAPSHOTS_MAX: usize = 24;
@@ -139,7 +139,7 @@ pub fn generate(random: &mut Random, profile: Profile) -> Operation {
         Profile::Tight => 20,
         Profile::Errors => 20,
         Profile::Full => 12,
-        // Their cuts come with the regime.
+        // Their cuts are part of the regime.
         _ => 0,
     };
     if random.below(1000) < special {

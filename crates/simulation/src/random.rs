@@ -9,7 +9,7 @@ fn mix(mut word: u64) -> u64 {
 }
 
 /// `length` bytes that follow from `seed` and differ in every word, so that no byte of one write passes for another's.
-/// Seeds that are multiples of 61 give zeros: data that happens to be zero is data all the same.
+/// Seeds that are multiples of 61 give zeros: data of zeros is data too.
 pub fn pattern(seed: u64, length: usize) -> Vec<u8> {
     if seed.is_multiple_of(61) {
         return vec![0; length];

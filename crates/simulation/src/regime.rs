@@ -3,7 +3,7 @@
 //! Each regime is a world (sizes of journal, caches and medium) and a mix of operations that keeps the datastore in one
 //! condition: more dirty metadata than the journal holds, a map larger than the metadata cache, disks of 16 TiB,
 //! journals of several sizes, a file system with hardly any room, blocks that heads share although no snapshot is left,
-//! and power cuts one right after the other. The model and the comparison are those of every other run.
+//! and power cuts in direct succession. The model and the comparison are those of every other run.
 
 use crate::operation::{Operation, Profile, Span, generate};
 use crate::random::Random;
@@ -13,7 +13,7 @@ const MIB: u64 = 1 << 20;
 const TIB: u64 = 1 << 40;
 /// Capacity of a wide disk.
 const WIDE: u64 = 16 * TIB;
-/// The journal that `lamina init` makes unless told otherwise.
+/// The default journal of `lamina init`.
 const JOURNAL_DEFAULT: u64 = 128 << 20;
 /// The largest thick disk where its table of blocks is to be larger than the journal.
 const THICK_WIDE_MAX: u64 = 4 << 30;
@@ -22,12 +22,12 @@ const THICK_MAX: u64 = 8 << 20;
 /// Power cuts inside recoveries in direct succession.
 const RECOVERY_CUTS_MAX: u64 = 5;
 
-/// What a run is made on.
+/// Parameters of the datastore of a run.
 #[derive(Clone, Copy, Debug)]
 pub struct World {
     /// Size of the journal in bytes.
     pub journal_size: u64,
-    /// Bounds of the metadata cache in bytes; one is chosen.
+    /// Limits of the metadata cache in bytes; one is chosen.
     pub metadata_caches: [usize; 2],
     /// Size of the file system in bytes, when it is to be small.
     pub room: Option<u64>,

@@ -1,6 +1,6 @@
-//! The receiving side: where senders arrive.
+//! The receiving side: accepts senders.
 //!
-//! 1. A connection is worth nothing until TLS is up and the client's certificate is one of those that are wanted.
+//! 1. A connection is not used until TLS is up and the client's certificate is admitted.
 //! 2. [`Receiver::stop`] ends every session in an orderly way: what has arrived is recorded.
 
 mod session;
@@ -21,25 +21,26 @@ use std::time::Duration;
 pub use session::{Sessions, converse};
 pub use taking::take;
 
-/// What is done with the definition of a machine that comes with its disks.
+/// The handling of the attachment, the definition of a machine that is sent with its disks.
 pub trait Attachments: Send + Sync {
-    /// Refuses what could not be used, before anything is received for it.
+    /// Refuses an attachment that could not be used, before anything is received for it.
     fn check(&self, text: &str, disks: &[String]) -> Result<()>;
 
-    /// Prepares it, before the disks are there. Dropped unfinished, it takes itself back, and the disks.
+    /// Prepares a machine before its disks are complete. If the result is dropped, the machine and the disks are
+    /// removed.
     fn begin(&self, text: &str, disks: &[String]) -> Result<Box<dyn Making>>;
 
-    /// Learns that disks have arrived, or were brought up to date, with an attachment or without.
+    /// Called when disks have arrived, or were brought up to date, with or without an attachment.
     fn arrived(&self, _disks: &[String]) {}
 }
 
-/// Something that is about to be there.
+/// A prepared machine.
 pub trait Making: Send {
-    /// It is there.
+    /// Completes it.
     fn finish(self: Box<Self>) -> Result<()>;
 }
 
-/// Takes disks alone.
+/// Receives disks without attachments.
 pub struct NoAttachments;
 
 impl Attachments for NoAttachments {
@@ -53,14 +54,14 @@ impl Attachments for NoAttachments {
     }
 }
 
-/// Where and from whom disks are received.
+/// Options of a receiver.
 #[derive(Clone, Debug)]
 pub struct ReceiverConfig {
-    /// Address; port 0 takes a free one.
+    /// Address; port 0 chooses a free one.
     pub listen: SocketAddr,
     /// The server's certificate, and the authorities that sign clients.
     pub tls: TlsConfig,
-    /// Names that a client's certificate has to be for: one of them. Empty admits every client that `tls` admits.
+    /// Names of which a client's certificate must have one. If empty, every client that `tls` admits is admitted.
     pub clients: Vec<String>,
 }
 
@@ -70,7 +71,7 @@ pub struct Receiver {
     address: SocketAddr,
 }
 
-/// What the threads of connections share.
+/// The state shared by the threads of connections.
 struct Receiving {
     sessions: Sessions,
     identity: TlsIdentity,
@@ -114,7 +115,7 @@ impl Receiver {
                 remedy: "receive on 127.0.0.1, or name the authorities that sign clients (--tls-client-ca)",
             },
             limits: Limits::each(CONNECTIONS_MAX),
-            // A sender begins again where it was cut off.
+            // A sender continues where it was cut off.
             drain: Drain { undisturbed: Duration::ZERO, finish: Duration::ZERO, cut: Some(STOP_GRACE) },
         };
         let service = Service::start(service, Arc::new(protocol))?;
@@ -136,12 +137,12 @@ impl Receiver {
         self.service.connections()
     }
 
-    /// Cuts every connection, as a network may: for tests.
+    /// Cuts every connection, as a network failure does: for tests.
     pub fn cut(&self) {
         self.service.cut();
     }
 
-    /// Stops accepting and ends all sessions. Again is harmless.
+    /// Stops accepting and ends all sessions. May be repeated.
     pub fn stop(&self) {
         self.service.stop();
     }

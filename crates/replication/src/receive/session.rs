@@ -1,9 +1,9 @@
-//! Sessions: the control connection of one sender, from its first word to disks that are there.
+//! Sessions: the control connection of one sender, from its first message to the complete disks.
 //!
-//! 1. A session lives as long as its control connection. When that ends, its data connections are cut, what they have
-//!    brought is recorded, and only then may another session take over.
-//! 2. Whatever goes wrong on a data connection is the answer to the next question on the control connection.
-//! 3. The token that admits data connections is random and told on the control connection only.
+//! 1. A session lives as long as its control connection. When that ends, its data connections are cut, the data that
+//!    arrived on them is recorded, and only then may another session take over.
+//! 2. A failure of a data connection is the answer to the next request on the control connection.
+//! 3. The token that admits data connections is random and sent on the control connection only.
 
 use super::{Attachments, taking};
 use crate::limits::{LEAVE_MAX, SAVE_BYTES, SAVE_INTERVAL, SILENCE_MAX, STREAMS_MAX, TAKEOVER_MAX, WORKING_INTERVAL};
@@ -21,7 +21,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
-/// How often it is looked whether an earlier session has let go, and whether something has to be recorded.
+/// How often to check whether an earlier session has ended, and whether arrived data has to be recorded.
 const LOOK_INTERVAL: Duration = Duration::from_millis(50);
 
 /// The sessions of a receiver.
@@ -35,7 +35,7 @@ pub struct Sessions {
 pub(super) struct Session {
     token: String,
     pub(super) reception: Arc<Reception>,
-    /// Why it is over.
+    /// Why it has ended.
     failed: Mutex<Option<Message>>,
     /// Set when it ends: no data connection may join any more.
     ended: AtomicBool,
@@ -54,7 +54,7 @@ impl Session {
         self.failed.lock().get_or_insert_with(|| Message::failure(error));
     }
 
-    /// Cuts all connections: each thread notices by itself.
+    /// Cuts all connections: each thread notices that itself.
     fn cut(&self) {
         let streams = self.streams.lock();
         for socket in streams.iter().flatten().chain(&self.control) {
@@ -62,7 +62,7 @@ impl Session {
         }
     }
 
-    /// Ends it: returns when no data connection is at work any more.
+    /// Ends the session, and returns when no data connection is active any more.
     fn end(&self) {
         self.ended.store(true, Ordering::Release);
         let mut streams = self.streams.lock();
@@ -100,7 +100,7 @@ impl Session {
         self.left.notify_all();
     }
 
-    /// Waits until all data connections have left, which they do when all is sent; gives how many have not.
+    /// Waits until all data connections have ended, which they do when everything is sent; returns how many have not.
     fn wait_left(&self) -> usize {
         let deadline = Instant::now() + LEAVE_MAX;
         let mut streams = self.streams.lock();
@@ -108,7 +108,7 @@ impl Session {
         streams.len()
     }
 
-    /// Records what has arrived, from time to time, until `over` hangs up.
+    /// Records arrived data from time to time, until `over` is closed.
     fn keep_record(&self, over: &mpsc::Receiver<()>) {
         let mut last = Instant::now();
         while let Err(mpsc::RecvTimeoutError::Timeout) = over.recv_timeout(LOOK_INTERVAL) {
@@ -195,18 +195,18 @@ pub(super) fn serve<S: ByteStream>(
         Err(error) => Err(error),
     };
     if let Err(error) = &outcome {
-        // Fails if the sender is gone; the error is returned all the same.
+        // Fails if the sender has disconnected; the error is returned all the same.
         let _ = line.tell(&Message::failure(error));
     }
     outcome
 }
 
-/// Does what takes time, and says so.
+/// Runs work that takes time, and sends keep-alives meanwhile.
 fn work<S: ByteStream, T: Send>(line: &mut Conversation<S>, work: impl FnOnce() -> Result<T> + Send) -> Result<T> {
     std::thread::scope(|scope| {
         let (done, answer) = mpsc::channel();
         let spawned = std::thread::Builder::new().name("receive-work".to_owned()).spawn_scoped(scope, move || {
-            // Fails if the connection is broken and the receiver of the answer is gone: the work is done nonetheless.
+            // Fails if the connection is broken and nothing can receive the answer: the work is done all the same.
             let _ = done.send(work());
         });
         spawned.map_err(|error| Error::io("starting a thread to receive", error))?;
@@ -281,7 +281,7 @@ fn receive<S: ByteStream>(
     ended.map(drop)
 }
 
-/// Answers a sender until the disks are there (true), or it leaves.
+/// Answers a sender until the disks are complete (true), or until it disconnects.
 fn control<S: ByteStream>(sessions: &Sessions, session: &Session, line: &mut Conversation<S>) -> Result<bool> {
     loop {
         line.set_deadline(Some(Instant::now() + SILENCE_MAX))?;
@@ -332,7 +332,7 @@ fn join<S: ByteStream>(
     let session = sessions.open.lock().get(id).cloned();
     let same = |session: &Arc<Session>| {
         let (a, b) = (session.token.as_bytes(), token.as_bytes());
-        // As long for every wrong token.
+        // Takes the same time for every wrong token.
         a.len() == b.len() && a.iter().zip(b).fold(0, |sum, (a, b)| sum | (a ^ b)) == 0
     };
     let joined = session
@@ -358,7 +358,7 @@ fn join<S: ByteStream>(
     taken
 }
 
-/// A data connection that leaves its session however its thread ends.
+/// Removes a data connection from its session, however its thread ends.
 struct Leaving<'a> {
     session: &'a Session,
     socket: Option<&'a Arc<Connection>>,

@@ -1,6 +1,6 @@
-//! Data connections: frames, as they come, to where they belong.
+//! Data connections: writes each frame to its disk as it arrives.
 //!
-//! One buffer of the size of the largest frame is all the memory that a connection takes besides TLS's.
+//! Besides TLS, a connection takes the memory of one buffer of the size of the largest frame.
 
 use crate::frame::Kind;
 use crate::limits::PIECE_MAX;
@@ -18,7 +18,7 @@ struct Segment {
     bytes: u64,
 }
 
-/// Takes what comes until the sender ends, and tells it how much that was.
+/// Receives until the sender ends, and reports the number of bytes.
 pub fn take<S: ByteStream>(reception: &Reception, line: &mut Conversation<S>, total: &AtomicU64) -> Result<()> {
     let mut buffer = Buffer::recycled(PIECE_MAX / BLOCK_SIZE);
     let mut segment: Option<Segment> = None;

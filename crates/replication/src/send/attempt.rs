@@ -1,4 +1,4 @@
-//! One attempt: from connecting to disks that are there, or to a reason why not.
+//! One attempt: from connecting to complete disks, or to the reason of a failure.
 
 use super::plan::DiskPlan;
 use super::{SendOptions, Sent, Shipment, stopped};
@@ -21,16 +21,16 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Instant;
 use work::{Progress, Throttle, Throttled};
 
-/// Why an attempt came to nothing.
+/// Why an attempt failed.
 pub enum Failed {
-    /// Another one may do better.
+    /// Another attempt may succeed.
     Broken(Error),
-    /// Another one would end the same way.
+    /// Another attempt would fail in the same way.
     Refused(Error),
 }
 
 impl Failed {
-    /// Of what the receiver says.
+    /// From an error that the receiver reported.
     fn told(error: Error) -> Self {
         match error.kind() {
             ErrorKind::Busy | ErrorKind::Stopped | ErrorKind::Io => Self::Broken(error),
@@ -38,7 +38,7 @@ impl Failed {
         }
     }
 
-    /// Of what happened on a connection.
+    /// From an error on a connection.
     fn happened(error: Error) -> Self {
         match error.kind() {
             ErrorKind::Io => Self::Broken(error),
@@ -50,7 +50,7 @@ impl Failed {
 type Line = Conversation<TlsStream>;
 type Attempted<T> = std::result::Result<T, Failed>;
 
-/// What all attempts have in common.
+/// State that all attempts share.
 pub struct Attempt<'a> {
     shipment: &'a Shipment,
     remote: &'a Remote,
@@ -60,12 +60,12 @@ pub struct Attempt<'a> {
     server: CertificateName,
     offer: Message,
     throttle: Throttle<Throttled<'a>>,
-    /// Most bytes that the receiver has said to have, whether for good or not.
+    /// Most bytes that the receiver has reported as present, recorded or not.
     arrived: u64,
     resumed: Option<u64>,
 }
 
-/// What the threads of an attempt share.
+/// State that the threads of an attempt share.
 struct Shared<'a> {
     plans: &'a [DiskPlan],
     /// The next segment: disk, and place in its plan.
@@ -94,7 +94,7 @@ impl Shared<'_> {
     fn cut(&self) {
         self.stop.store(true, Ordering::Release);
         for socket in self.sockets.lock().iter() {
-            // Fails where the connection is gone already.
+            // Fails if the connection is broken already.
             let _ = rustix::net::shutdown(socket, Shutdown::Both);
         }
     }
@@ -150,7 +150,7 @@ impl<'a> Attempt<'a> {
         Ok(Self { shipment, remote, options, progress, identity, server, offer, throttle, arrived: 0, resumed: None })
     }
 
-    /// Most bytes that the receiver has said to have.
+    /// Most bytes that the receiver has reported as present.
     pub fn arrived(&self) -> u64 {
         self.arrived
     }
@@ -163,7 +163,7 @@ impl<'a> Attempt<'a> {
         for address in addresses {
             match TcpStream::connect_timeout(&address, CONNECT_TIMEOUT) {
                 Ok(socket) => {
-                    // An improvement only.
+                    // Only increases count.
                     let _ = socket.set_nodelay(true);
                     let timed = socket.set_write_timeout(Some(SILENCE_MAX));
                     timed.map_err(|error| Error::io(during(), error))?;
@@ -176,7 +176,7 @@ impl<'a> Attempt<'a> {
         Err(Error::io(during(), last.unwrap_or_else(none)))
     }
 
-    /// A connection on which both sides have introduced themselves.
+    /// A connection after the first messages of both sides.
     fn connect(&self) -> Attempted<(Line, Arc<OwnedFd>)> {
         let socket = self.dial().map_err(Failed::Broken)?;
         let stream = TlsStream::connect(Arc::clone(&socket), &self.identity, &self.server)
@@ -202,7 +202,7 @@ impl<'a> Attempt<'a> {
         Ok((line, socket))
     }
 
-    /// Says something, and waits for the answer: as long as signs of life come.
+    /// Sends a message, and waits for the answer as long as keep-alives arrive.
     fn ask(&self, line: &mut Line, message: &Message) -> Attempted<Message> {
         line.tell(message).map_err(Failed::happened)?;
         loop {
@@ -220,7 +220,7 @@ impl<'a> Attempt<'a> {
         Failed::Refused(message.into_error())
     }
 
-    /// Sends everything that is not there, and gives the names of the disks there.
+    /// Sends everything that is missing, and returns the names of the disks there.
     pub fn run(&mut self, sent: &mut Sent) -> Attempted<Vec<String>> {
         let (mut line, socket) = self.connect()?;
         let (session, token, known) = match self.ask(&mut line, &self.offer)? {
@@ -313,7 +313,7 @@ impl<'a> Attempt<'a> {
             if self.progress.cancelled() {
                 return Err(Failed::Refused(stopped()));
             }
-            // After a failure too: the receiver may know why.
+            // After a failure too: the receiver may report the reason.
             let answer = self.ask(line, &Message::Ping);
             let own = if over { shared.failed.lock().take() } else { None };
             match (answer, own) {
@@ -325,7 +325,7 @@ impl<'a> Attempt<'a> {
                     }
                 }
                 (Ok(other), _) => return Err(Self::out_of_turn(other)),
-                // A refusal of ours says more than that the line is broken.
+                // A refusal by this side is more precise than the report of a broken connection.
                 (Err(Failed::Broken(_)), Some(refused @ Failed::Refused(_))) => return Err(refused),
                 (Err(failed), _) => return Err(failed),
             }

@@ -7,8 +7,8 @@
 //!      +---- pause <---- a connection breaks
 //! ```
 //!
-//! 1. A plan names every segment that has something in it: which ones, and how many bytes, follows from the disk's
-//!    point and the base alone, so it is the same at every attempt.
+//! 1. A plan names every segment with data: the segments and their bytes follow from the disk's point and the base
+//!    alone, so the plan is the same at every attempt.
 //! 2. Each segment is sent over one connection, as a whole.
 //! 3. A broken connection is made again, a limited number of times in a row; what the receiver refuses is not offered
 //!    again.
@@ -28,42 +28,42 @@ use work::Progress;
 
 /// A disk to send.
 pub struct ShippedDisk {
-    /// What.
+    /// Its point.
     pub outgoing: Outgoing,
-    /// The name that it is to have there.
+    /// The name there.
     pub name: String,
-    /// The identity that it is to have there.
+    /// The identity there.
     pub uuid: String,
 }
 
-/// What is sent together.
+/// Disks that are sent together.
 pub struct Shipment {
     /// The disks.
     pub disks: Vec<ShippedDisk>,
-    /// What comes with them: the definition of a machine.
+    /// The attachment: the definition of a machine.
     pub attachment: Option<String>,
-    /// The points stay as snapshots there.
+    /// Whether the points stay as snapshots there.
     pub keep: bool,
-    /// Only what differs from a snapshot that both sides have, where there is one.
+    /// Whether only differences from a common snapshot are sent, if there is one.
     pub incremental: bool,
-    /// A disk of that name that is there is brought up to date.
+    /// Whether an existing disk of that name is brought up to date.
     pub update: bool,
-    /// Only if the receiver still has the beginning; `NotFound` otherwise.
+    /// Whether the receiver must have the beginning of an earlier transfer; `NotFound` otherwise.
     pub resume_only: bool,
 }
 
-/// How it is sent.
+/// Options of a transfer.
 #[derive(Clone, Debug)]
 pub struct SendOptions {
     /// Data connections.
     pub streams: usize,
-    /// Most bytes of data a second; 0 for as fast as it goes.
+    /// Most bytes of data a second; 0 for no limit.
     pub rate: u64,
     /// The client's certificate, and the authorities that sign servers.
     pub tls: ClientTls,
 }
 
-/// How it went.
+/// The result of a transfer.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Sent {
     /// Names of the disks, there.
@@ -72,7 +72,7 @@ pub struct Sent {
     pub capacity: u64,
     /// Bytes of data sent.
     pub data: u64,
-    /// Bytes of data that were there already, from an attempt before.
+    /// Bytes of data that an earlier attempt had sent.
     pub resumed: u64,
     /// Bytes on the wire, all connections together.
     pub wire: u64,
@@ -86,7 +86,7 @@ pub struct Sent {
     pub seconds: f64,
 }
 
-/// Sends disks, and comes back when they are there.
+/// Sends disks, and returns when they are complete.
 pub fn send(shipment: &Shipment, remote: &Remote, options: &SendOptions, progress: &dyn Progress) -> Result<Sent> {
     if options.streams == 0 || options.streams > STREAMS_MAX {
         let text = format!("{} streams: 1 to {STREAMS_MAX} can be used", options.streams);
@@ -127,7 +127,7 @@ pub fn send(shipment: &Shipment, remote: &Remote, options: &SendOptions, progres
     Ok(sent)
 }
 
-/// The error of a sender that is not wanted any more.
+/// The error of a sender that was stopped.
 fn stopped() -> Error {
     Error::new(
         ErrorKind::Interrupted,

@@ -1,25 +1,25 @@
-//! What has to be sent: which segments of which disks.
+//! Plans: the segments of the disks that have to be sent.
 
 use crate::message::Known;
 use disk::transfer::{Outgoing, SEGMENT};
 use error::{Error, ErrorKind, Result};
 
-/// What has to be sent of one disk.
+/// The plan of one disk.
 pub struct DiskPlan {
-    /// Compared with what.
+    /// The base.
     pub base: Option<String>,
-    /// Segments that are not there yet, in order.
+    /// Missing segments, in order.
     pub left: Vec<u64>,
     /// Bytes of data in them.
     pub left_bytes: u64,
-    /// All segments with something in them, those that are there included.
+    /// All segments with data, including those that are present.
     pub segments: u64,
     /// Bytes of data in all of them.
     pub bytes: u64,
 }
 
 impl DiskPlan {
-    /// Looks through a disk once.
+    /// Reads through a disk once.
     pub fn of(outgoing: &Outgoing, known: &Known, stopped: &dyn Fn() -> bool) -> Result<Self> {
         let base = known.base.clone();
         let mut plan = Self { base, left: Vec::new(), left_bytes: 0, segments: 0, bytes: 0 };

@@ -1,6 +1,5 @@
 //! Random runs without end: power cuts in every regime, failing media, full file systems, plain use. Prints the seed
-//! that fails. With `--cuts N` exactly N power cuts, shared out evenly over all regimes (or those named), and counts of
-//! each.
+//! that fails. With `--cuts N` exactly N power cuts, divided evenly over all regimes (or those named), and counts of
 //!
 //! `lamina-soak [PROFILE ...] [--seed N] [--runs N] [--from N] [--cuts N] [--jobs N]`
 
@@ -14,9 +13,9 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-/// Time spent on making a failing run shorter.
+/// Time spent on shortening a failing run.
 const SHRINK_TIME: Duration = Duration::from_secs(60);
-/// How often progress is told.
+/// How often progress is printed.
 const TELL: Duration = Duration::from_secs(10);
 /// Regimes tried at the same time, at most.
 const JOBS_MAX: u64 = 64;
@@ -113,7 +112,7 @@ fn run_on(arguments: &Arguments) -> bool {
     true
 }
 
-/// What a regime has been through.
+/// Counts of a regime.
 struct Counted {
     profile: Profile,
     runs: u64,
@@ -122,7 +121,7 @@ struct Counted {
     failed: Option<Box<scenario::Failure>>,
 }
 
-/// Exactly `cuts` power cuts, the same number in each regime; the table of what happened.
+/// Exactly `cuts` power cuts, the same number in each regime; prints the table of counts.
 fn count_cuts(arguments: &Arguments, cuts: u64) -> bool {
     let regimes = arguments.profiles.len() as u64;
     let shares = (0..regimes).map(|number| cuts / regimes + u64::from(number < cuts % regimes));
@@ -170,7 +169,7 @@ fn row(done: &Counted) -> String {
     figures.iter().fold(name, |text, figure| format!("{text}{figure:>12}")) + verdict
 }
 
-/// One seed after the other until the power went so often.
+/// One seed after the other until this number of power cuts is reached.
 fn cut_often(arguments: &Arguments, profile: Profile, cuts: u64, stop: &AtomicBool) -> Counted {
     let began = Instant::now();
     let mut done = Counted { profile, runs: 0, sum: Statistics::default(), seconds: 0, failed: None };
