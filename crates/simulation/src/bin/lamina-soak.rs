@@ -1,5 +1,6 @@
 //! Random runs without end: power cuts in every regime, failing media, full file systems, plain use. Prints the seed
 //! that fails. With `--cuts N` exactly N power cuts, divided evenly over all regimes (or those named), and counts of
+//! each.
 //!
 //! `lamina-soak [PROFILE ...] [--seed N] [--runs N] [--from N] [--cuts N] [--jobs N]`
 
