@@ -237,17 +237,11 @@ impl Layer for Hosted {
     }
 
     fn flush(&self) -> Result<()> {
-        match &self.writer {
-            Some(writer) => self.flush_open(writer),
-            None => Ok(()),
-        }
+        self.writer.as_ref().map_or(Ok(()), |writer| self.flush_open(writer))
     }
 
     fn close(&self) -> Result<()> {
-        match &self.writer {
-            Some(writer) => self.end_writing(writer),
-            None => Ok(()),
-        }
+        self.writer.as_ref().map_or(Ok(()), |writer| self.end_writing(writer))
     }
 
     fn usage(&self) -> Result<Usage> {
