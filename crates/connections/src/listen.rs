@@ -5,7 +5,7 @@
 //! 2. A file that is not a socket is never removed.
 //! 3. TCP beyond loopback needs TLS with client certificates, unless the operator says otherwise ([`Access`]).
 
-use crate::limits::BACKLOG;
+use crate::limits::{BACKLOG, BACKLOG_OWNED};
 use crate::tls::TlsConfig;
 use error::{Error, ErrorKind, IoContext, Result};
 use rustix::fs::{Mode, OFlags};
@@ -193,7 +193,7 @@ fn bind_unix(path: &Path, mode: u32, owned: bool) -> Result<Listener> {
         // Linux gives the file the permissions of the socket, so there is no moment in which it is open to others.
         rustix::fs::fchmod(&socket, mode)?;
         rustix::net::bind(&socket, &address)?;
-        rustix::net::listen(&socket, BACKLOG)?;
+        rustix::net::listen(&socket, if owned { BACKLOG_OWNED } else { BACKLOG })?;
         Ok(socket)
     };
     let socket = match attempt() {
