@@ -92,9 +92,16 @@ pub struct LocalPart<'a> {
 /// What only a file of a local file system can do: its space, and the page cache above it.
 pub trait LocalFile: Send + Sync {
     /// Has the operating system begin to write what it caches of a range to the medium, and with `wait` waits for that:
-    /// so that a later [`File::sync`] finds little left to do. Nothing is durable for it.
+    /// so that a later [`File::sync`] finds little left to do. Nothing is durable for it, and the next flush fails if
+    /// it has failed.
     fn write_out(&self, offset: u64, length: u64, wait: bool) {
         let _ = (offset, length, wait);
+    }
+
+    /// The end of a flush that a queue has had carried out on the descriptor and that succeeded: fails if
+    /// [`LocalFile::write_out`] has failed since the last flush.
+    fn end_flush(&self) -> io::Result<()> {
+        Ok(())
     }
 
     /// Has the operating system begin to bring a range into its cache, if it caches this file.

@@ -334,7 +334,11 @@ impl Operation {
                     return Some(Ok(()));
                 }
             }
-            Work::Sync | Work::Poll(_) => return Some(Ok(())),
+            Work::Sync => {
+                let local = self.file.as_ref().and_then(|file| file.local());
+                return Some(local.map_or(Ok(()), |local| local.file.end_flush()));
+            }
+            Work::Poll(_) => return Some(Ok(())),
         }
         None
     }

@@ -15,13 +15,16 @@ use std::io;
 use std::ops::Range;
 
 /// Extents at and after `offset`, as many as one call gives; the first may begin before, the last may reach past the
-/// end of the file. Without `FIEMAP`, what is there is all that can be said.
-pub(super) fn placements(file: &File, offset: u64) -> io::Result<Vec<Placement>> {
+/// end of the file. With `place`, the kernel places first what is not yet. Without `FIEMAP`, what is there is all that
+/// can be said.
+pub(super) fn placements(file: &File, offset: u64, place: bool) -> io::Result<Vec<Placement>> {
     #[cfg(target_os = "linux")]
-    match fiemap::placements(file, offset, !place_by_writing_out(file, offset)) {
+    match fiemap::placements(file, offset, place) {
         Err(error) if is_missing(&error) => {}
         answer => return answer,
     }
+    #[cfg(not(target_os = "linux"))]
+    let _ = place;
     let run = by_seeking(file, offset)?;
     Ok(run.map(|range| Placement { range, physical: None, written: true }).into_iter().collect())
 }
@@ -36,15 +39,18 @@ pub(super) fn next_allocated(file: &File, offset: u64) -> io::Result<Option<Rang
     by_seeking(file, offset)
 }
 
-/// Writes out what the page cache has of a file, on file systems where a page counts as written out no earlier than the
-/// extent map says so; false on others, where only the call that asks for the map can place it.
+/// Whether a page counts as written out no earlier than the extent map says so. On other file systems only the call
+/// that asks for the map can place it.
 #[cfg(target_os = "linux")]
-fn place_by_writing_out(file: &File, offset: u64) -> bool {
+pub(super) fn places_by_writing_out(file: &File) -> bool {
     /// `EXT4_SUPER_MAGIC` and `XFS_SUPER_MAGIC` of `linux/magic.h`.
     const KNOWN: [u64; 2] = [0xef53, 0x5846_5342];
-    let known = rustix::fs::fstatfs(file).is_ok_and(|found| KNOWN.contains(&(found.f_type as u64)));
-    // To the end of the file, whatever that is by then.
-    known && super::file::write_out_call(file, offset, 0, true)
+    rustix::fs::fstatfs(file).is_ok_and(|found| KNOWN.contains(&(found.f_type as u64)))
+}
+
+#[cfg(not(target_os = "linux"))]
+pub(super) fn places_by_writing_out(_file: &File) -> bool {
+    false
 }
 
 /// Whether the file system knows no `FIEMAP`.

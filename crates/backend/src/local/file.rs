@@ -7,9 +7,11 @@ use super::{extents, retry};
 use crate::queue::resume_short_read;
 use crate::validate::{check_alignment, check_range, check_slices};
 use crate::{BLOCK_SIZE, File, IoMode, LocalFile, LocalPart, Placement};
+use parking_lot::RwLock;
 use std::io::{self, IoSlice};
 use std::ops::Range;
 use std::os::fd::AsRawFd;
+use std::sync::atomic::{AtomicI32, Ordering};
 
 /// Slices in one system call (`IOV_MAX` of Linux and the BSDs).
 pub(crate) const VECTORS_MAX: usize = 1024;
@@ -27,6 +29,43 @@ const ZEROS_LENGTH: usize = 256 << 10;
 pub struct OpenFile {
     file: std::fs::File,
     mode: IoMode,
+    written_out: WrittenOut,
+}
+
+/// Failures of writing out, kept for the next flush.
+///
+/// Linux tells each open file once of a write that was lost, and `sync_file_range` counts as told: `fdatasync` succeeds
+/// afterwards. What the file system could not place at all (ext4 with delayed allocation) it tells the call that tried
+/// to, and no other.
+#[derive(Default)]
+struct WrittenOut {
+    /// Shared while a range is written out: a flush beside it may find the failure told already, and not yet noted.
+    running: RwLock<()>,
+    /// The last failure since the last flush as an error number, or 0.
+    failed: AtomicI32,
+}
+
+impl WrittenOut {
+    fn run(&self, write_out: impl FnOnce() -> io::Result<()>) -> io::Result<()> {
+        let _running = self.running.read();
+        let outcome = write_out();
+        if let Err(error) = &outcome
+            && error.kind() != io::ErrorKind::Unsupported
+        {
+            let code = error.raw_os_error().unwrap_or(rustix::io::Errno::IO.raw_os_error());
+            self.failed.store(code, Ordering::Release);
+        }
+        outcome
+    }
+
+    /// After a flush: what it does not know of.
+    fn take(&self) -> io::Result<()> {
+        drop(self.running.write());
+        match self.failed.swap(0, Ordering::AcqRel) {
+            0 => Ok(()),
+            code => Err(io::Error::from_raw_os_error(code)),
+        }
+    }
 }
 
 /// Space in bytes from which a removed file is closed by a thread of its own.
@@ -48,7 +87,7 @@ impl Drop for OpenFile {
 
 impl OpenFile {
     pub(super) fn new(file: std::fs::File, mode: IoMode) -> Self {
-        Self { file, mode }
+        Self { file, mode, written_out: WrittenOut::default() }
     }
 
     fn write_vectors(&self, mut vectors: &mut [IoSlice<'_>], mut offset: u64, durable: bool) -> io::Result<()> {
@@ -229,7 +268,9 @@ impl File for OpenFile {
 
     fn sync(&self) -> io::Result<()> {
         // Never retried after a failure: the kernel reports a lost write once and then forgets it.
-        self.file.sync_data()
+        let flushed = self.file.sync_data();
+        let written_out = self.written_out.take();
+        flushed.and(written_out)
     }
 
     fn punch(&self, offset: u64, length: u64) -> io::Result<()> {
@@ -251,8 +292,13 @@ impl File for OpenFile {
 impl LocalFile for OpenFile {
     fn write_out(&self, offset: u64, length: u64, wait: bool) {
         if self.mode == IoMode::Buffered {
-            write_out_call(&self.file, offset, length, wait);
+            // Told by the next flush.
+            let _ = self.written_out.run(|| write_out_call(&self.file, offset, length, wait));
         }
+    }
+
+    fn end_flush(&self) -> io::Result<()> {
+        self.written_out.take()
     }
 
     fn will_need(&self, offset: u64, length: u64) {
@@ -298,7 +344,15 @@ impl LocalFile for OpenFile {
         if offset >= length {
             return Ok(Vec::new());
         }
-        let mut found = extents::placements(&self.file, offset)?;
+        let mut placed = extents::places_by_writing_out(&self.file);
+        if placed {
+            // To the end of the file, whatever that is by then.
+            match self.written_out.run(|| write_out_call(&self.file, offset, 0, true)) {
+                Err(error) if error.kind() == io::ErrorKind::Unsupported => placed = false,
+                outcome => outcome?,
+            }
+        }
+        let mut found = extents::placements(&self.file, offset, !placed)?;
         for placement in &mut found {
             let start = placement.range.start.max(offset);
             placement.physical = placement.physical.map(|at| at.saturating_add(start - placement.range.start));
@@ -342,20 +396,24 @@ fn read_cached_call(_file: &std::fs::File, _buffer: &mut [u8], _offset: u64) -> 
 }
 
 #[cfg(target_os = "linux")]
-pub(super) fn write_out_call(file: &std::fs::File, offset: u64, length: u64, wait: bool) -> bool {
+fn write_out_call(file: &std::fs::File, offset: u64, length: u64, wait: bool) -> io::Result<()> {
     let flags = match wait {
         true => libc::SYNC_FILE_RANGE_WAIT_BEFORE | libc::SYNC_FILE_RANGE_WRITE | libc::SYNC_FILE_RANGE_WAIT_AFTER,
         false => libc::SYNC_FILE_RANGE_WRITE,
     };
-    let (Ok(offset), Ok(length)) = (i64::try_from(offset), i64::try_from(length)) else { return false };
+    let (Ok(offset), Ok(length)) = (i64::try_from(offset), i64::try_from(length)) else {
+        return Err(io::ErrorKind::InvalidInput.into());
+    };
     // SAFETY: a system call on a descriptor that is open for as long as `file` is borrowed; it touches no memory.
-    // Its outcome does not matter: errors of the medium are kept for, and told by, the next flush.
-    unsafe { libc::sync_file_range(file.as_raw_fd(), offset, length, flags) == 0 }
+    match unsafe { libc::sync_file_range(file.as_raw_fd(), offset, length, flags) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
 }
 
 #[cfg(not(target_os = "linux"))]
-fn write_out_call(_file: &std::fs::File, _offset: u64, _length: u64, _wait: bool) -> bool {
-    false
+fn write_out_call(_file: &std::fs::File, _offset: u64, _length: u64, _wait: bool) -> io::Result<()> {
+    Ok(())
 }
 
 /// A hint: errors are ignored, a read of the range returns them.
@@ -443,6 +501,23 @@ mod tests {
             file.read_at(&mut found, 0).unwrap();
             assert!(found == model, "at {offset}");
         }
+        std::fs::remove_dir_all(&folder).unwrap();
+    }
+
+    #[test]
+    fn a_flush_fails_once_for_what_writing_out_has_lost() {
+        let folder = std::env::temp_dir().join(format!("lamina-lost-{}", std::process::id()));
+        std::fs::create_dir_all(&folder).unwrap();
+        let file = OpenFile::new(std::fs::File::create_new(folder.join("file")).unwrap(), IoMode::Buffered);
+        let lost = || Err(io::Error::from_raw_os_error(rustix::io::Errno::NOSPC.raw_os_error()));
+        file.written_out.run(lost).unwrap_err();
+        // What is written out well afterwards brings nothing back.
+        file.write_out(0, 4096, true);
+        assert_eq!(file.sync().unwrap_err().kind(), io::ErrorKind::StorageFull);
+        file.sync().unwrap();
+        // A kernel that cannot write out at all has lost nothing.
+        file.written_out.run(|| Err(io::ErrorKind::Unsupported.into())).unwrap_err();
+        file.sync().unwrap();
         std::fs::remove_dir_all(&folder).unwrap();
     }
 
