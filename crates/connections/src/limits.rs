@@ -24,8 +24,8 @@ impl Limits {
 /// Connections that the kernel keeps until they are accepted.
 pub const BACKLOG: i32 = 128;
 
-/// The same for the socket of a folder's owner: of many short commands at once, most wait until they are accepted instead
-/// of being refused.
+/// The same for the socket of a folder's owner: of many short commands at once, most wait until they are accepted
+/// instead of being refused.
 pub const BACKLOG_OWNED: i32 = 16;
 
 /// Pause before accepting again when the process or the system has no descriptor left.
