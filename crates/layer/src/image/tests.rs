@@ -200,7 +200,7 @@ fn what_is_no_disk_says_what_it_is() {
         (b"\xbe\xba\xfe\xca\0\0\0\0".to_vec(), ErrorKind::Invalid, "open the descriptor"),
         (b"\xa2\x72\x19\xf6".to_vec(), ErrorKind::Invalid, "no disk"),
         (b"vhdxfile".to_vec(), ErrorKind::Unsupported, "VHDX"),
-        (b"".to_vec(), ErrorKind::Corrupt, "whole sectors"),
+        (b"".to_vec(), ErrorKind::Invalid, "--from raw"),
         (extent("").into_bytes(), ErrorKind::Corrupt, "names no extents"),
         (extent("RW 8 VSANSPARSE \"vsan://1\"").into_bytes(), ErrorKind::Unsupported, "vSAN"),
         (extent("RW 8 VMFSRDM \"x-rdm.vmdk\"").into_bytes(), ErrorKind::Unsupported, "device"),
