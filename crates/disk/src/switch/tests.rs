@@ -221,6 +221,19 @@ fn a_read_is_finished_by_the_device_that_planned_it() {
 }
 
 #[test]
+fn a_flush_completes_in_the_device_that_it_was_asked_of() {
+    let (old, new) = (Memory::new(vec![1; SECTOR]), Memory::new(vec![2; SECTOR]));
+    let switch = Switch::new(Arc::clone(&old) as Arc<dyn Device>);
+    let device = SwitchedDevice::new("disk", false, Arc::clone(&switch));
+    let ticket = device.begin_flush().unwrap();
+    let before = switch.exchange(Arc::clone(&new) as Arc<dyn Device>);
+    assert!(!before.wait_unused(&|| true), "the flush is still inside");
+    device.finish_flush(ticket).unwrap();
+    assert_eq!((old.flushed.load(Ordering::SeqCst), new.flushed.load(Ordering::SeqCst)), (1, 0));
+    assert!(before.wait_unused(&|| false));
+}
+
+#[test]
 fn what_is_inside_is_waited_for_after_an_exchange_was_undone_too() {
     let switch = Switch::new(Memory::new(vec![1; SECTOR]));
     let device = SwitchedDevice::new("disk", false, Arc::clone(&switch));

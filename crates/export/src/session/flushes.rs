@@ -89,28 +89,25 @@ impl<T> Flushes<T> {
     /// Starts one for all that were asked for; true when it was completed here and took long.
     pub fn start(&mut self, beside_others: bool, completions: &mut VecDeque<Completion<T>>) -> bool {
         let began = Instant::now();
-        let ticket = match self.device.read_only() {
-            true => Err(None),
-            false => self.device.begin_flush().map_err(Some),
-        };
-        let ticket = match ticket {
-            Ok(ticket) => ticket,
-            Err(done) => {
-                complete(self.asked.drain(..), done.map_or(Ok(()), Err), completions);
-                return false;
-            }
-        };
-        let ticket = match beside_others && self.last >= LONG {
-            true => match self.hand_over(ticket) {
-                None => return false,
-                Some(ticket) => ticket,
-            },
-            false => ticket,
-        };
-        let done = self.device.finish_flush(ticket);
+        let Some(done) = self.carry_out(beside_others) else { return false };
         self.last = began.elapsed();
         complete(self.asked.drain(..), done, completions);
         self.last >= LONG
+    }
+
+    /// What came of it; `None` when it was handed over.
+    fn carry_out(&mut self, beside_others: bool) -> Option<Result<()>> {
+        if self.device.read_only() {
+            return Some(Ok(()));
+        }
+        let mut ticket = match self.device.begin_flush() {
+            Ok(ticket) => ticket,
+            Err(error) => return Some(Err(error)),
+        };
+        if beside_others && self.last >= LONG {
+            ticket = self.hand_over(ticket)?;
+        }
+        Some(self.device.finish_flush(ticket))
     }
 
     /// Gives the ticket to the flusher, or back.

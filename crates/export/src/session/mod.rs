@@ -320,8 +320,8 @@ impl<'a, T> Session<'a, T> {
         self.polling = polling;
     }
 
-    /// Waits until a request completes, or, if it is worth it or nothing else would wake it, until `socket` is
-    /// readable: true when there may be something to receive.
+    /// Waits until a request completes, or until `socket` is readable: true when there may be something to receive.
+    /// While only reads are under way the socket is watched where the client keeps several requests under way.
     pub fn wait(&mut self, socket: Option<BorrowedFd<'_>>) -> Result<bool> {
         let began = Instant::now();
         let readable = if self.reads.pending() == 0 && self.flushes.running() {

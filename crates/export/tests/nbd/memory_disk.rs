@@ -105,6 +105,8 @@ enum Place {
 /// Where the encoded form of blocks begins in the file: two blocks of room for each.
 const ENCODED: u64 = 1 << 40;
 const ENCODED_BYTES: usize = BLOCK_SIZE + 16;
+/// Writes below this length leave encoded blocks.
+const ENCODED_WRITES: u64 = 1 << 20;
 
 fn encode(block: u64, content: &[u8]) -> Vec<u8> {
     let head = [block.to_le_bytes(), [0xaa; 8]].concat();
@@ -342,13 +344,15 @@ impl Device for MemoryDisk {
     }
 
     fn write(&self, offset: u64, data: SharedSlice, fua: bool) -> Result<()> {
-        self.change(offset, data.len() as u64, fua, |state, block| {
-            let (from, to) = (offset.max(block * BLOCK), (offset + data.len() as u64).min((block + 1) * BLOCK));
+        let length = data.len() as u64;
+        self.change(offset, length, fua, |state, block| {
+            let (from, to) = (offset.max(block * BLOCK), (offset + length).min((block + 1) * BLOCK));
             let data = &data[(from - offset) as usize..(to - offset) as usize];
             self.file.bytes.write()[from as usize..to as usize].copy_from_slice(data);
             let place = match state.random.below(16) {
                 0..5 => Place::Memory,
-                5 => Place::Encoded,
+                // What large writes leave stays in long runs: how much memory reads of it take is measured.
+                5 if length < ENCODED_WRITES => Place::Encoded,
                 _ => Place::Media,
             };
             state.blocks.insert(block, place);
