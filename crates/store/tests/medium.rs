@@ -189,6 +189,31 @@ fn loses_its_ownership_under_load(seed: u64) {
     engine.close().unwrap();
 }
 
+#[test]
+fn an_engine_that_is_refused_says_that_its_ownership_is_lost() {
+    for flush_first in [true, false] {
+        let medium = MemoryMedium::new(9);
+        let disk = initialised(&medium);
+        let (_owner, engine) = open(&medium.connect());
+        write(&engine, disk, 0, 1).unwrap();
+        if flush_first {
+            // The look before this append counts for the next one.
+            engine.flush().unwrap();
+            write(&engine, disk, 1, 2).unwrap();
+        }
+        let told = medium.lapse();
+        assert_told(&engine.flush().unwrap_err());
+        assert_told(&write(&engine, disk, 2, 3).unwrap_err());
+        told.into_iter().for_each(|lost| lost());
+        assert_told(&engine.close().unwrap_err());
+        drop(engine);
+        let (_owner, engine) = open(&medium.connect());
+        assert_eq!(versions(&engine, disk)[..3], [u64::from(flush_first), 0, 0]);
+        assert_clean(&engine);
+        engine.close().unwrap();
+    }
+}
+
 fn assert_told(error: &Error) {
     assert!(is_told(error), "{error}");
 }

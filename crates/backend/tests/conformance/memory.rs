@@ -194,6 +194,11 @@ impl MemoryMedium {
 
     /// Takes the ownership from all owners. Nothing that they do changes the medium from here on.
     pub fn revoke(&self) {
+        self.lapse().into_iter().for_each(|lost| lost());
+    }
+
+    /// The same, but the owners learn of it by asking or by a refusal; calling what is returned tells them.
+    pub fn lapse(&self) -> Vec<Box<dyn FnOnce() + Send>> {
         let mut state = self.pool.state();
         for lease in std::mem::take(&mut state.held).into_values() {
             state.fenced.insert(lease.session);
@@ -201,9 +206,7 @@ impl MemoryMedium {
         }
         state.files.iter_mut().for_each(Content::lose_unflushed);
         state.names = state.durable_names.clone();
-        let watchers = std::mem::take(&mut state.watchers);
-        drop(state);
-        watchers.into_iter().for_each(|(_, lost)| lost());
+        std::mem::take(&mut state.watchers).into_iter().map(|(_, lost)| lost).collect()
     }
 
     /// Changes so far, flushes among them; those that a fence has refused not.
