@@ -120,6 +120,8 @@ struct Transmission<'a> {
 impl Transmission<'_> {
     fn run(&mut self) -> Result<()> {
         loop {
+            // Before more is taken up: what has completed since goes out first.
+            self.answer();
             self.take_up()?;
             // A flush completed here kept other requests waiting, if there were any.
             if self.session.end_batch() && self.is_wanting() && self.receive(Wait::No)? {

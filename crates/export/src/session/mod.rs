@@ -152,6 +152,8 @@ pub struct Session<'a, T> {
     reads: Reads<'a, T>,
     flushes: Flushes<T>,
     completions: VecDeque<Completion<T>>,
+    /// Bytes of the reads among them.
+    completed_bytes: usize,
     finished: Vec<Finished<T>>,
     pool: Pool,
     depth: Depth,
@@ -176,6 +178,7 @@ impl<'a, T> Session<'a, T> {
             flushes: Flushes::new(Arc::clone(&device)),
             device,
             completions: VecDeque::new(),
+            completed_bytes: 0,
             finished: Vec::new(),
             pool: Pool::default(),
             depth: Depth::default(),
@@ -195,13 +198,19 @@ impl<'a, T> Session<'a, T> {
 
     /// True while another request may be submitted, beside `unsent` replies that hold `unsent_bytes`.
     pub fn has_room(&self, unsent: usize, unsent_bytes: usize) -> bool {
-        self.under_way() + unsent < OUTSTANDING_REQUESTS_MAX && self.reads.held() + unsent_bytes < HELD_BYTES_MAX
+        self.under_way() + self.completions.len() + unsent < OUTSTANDING_REQUESTS_MAX
+            && self.held() + unsent_bytes < HELD_BYTES_MAX
     }
 
     /// The same for a read of that length: one is taken up whatever its length when nothing is held.
     pub fn has_room_to_read(&self, length: usize, unsent_bytes: usize) -> bool {
-        let held = self.reads.held() + unsent_bytes;
+        let held = self.held() + unsent_bytes;
         held == 0 || held + length <= HELD_BYTES_MAX
+    }
+
+    /// Bytes of reads that have not completed, or have and were not taken.
+    fn held(&self) -> usize {
+        self.reads.held() + self.completed_bytes
     }
 
     /// Requests that have not completed.
@@ -252,6 +261,7 @@ impl<'a, T> Session<'a, T> {
                 let ask = Ask { tag, offset, length, arrived: self.arrived };
                 if let Some(finished) = self.reads.begin(ask, &mut self.pool) {
                     self.served += 1;
+                    self.completed_bytes += finished.bytes();
                     self.completions.push_back(finished.into());
                 }
                 return;
@@ -292,7 +302,11 @@ impl<'a, T> Session<'a, T> {
 
     /// The next request that has completed.
     pub fn completed(&mut self) -> Option<Completion<T>> {
-        self.completions.pop_front()
+        let completion = self.completions.pop_front()?;
+        if let Ok(Reply::Read(plan)) = &completion.outcome {
+            self.completed_bytes -= plan.length;
+        }
+        Some(completion)
     }
 
     /// True while there is something for [`Session::completed`] to give.
@@ -355,6 +369,7 @@ impl<'a, T> Session<'a, T> {
         };
         for read in finished.drain(..) {
             served(read.ask.arrived);
+            self.completed_bytes += read.bytes();
             self.completions.push_back(read.into());
         }
         self.finished = finished;

@@ -50,6 +50,13 @@ pub struct Finished<T> {
     pub outcome: Result<ReadPlan>,
 }
 
+impl<T> Finished<T> {
+    /// Bytes that it brings.
+    pub fn bytes(&self) -> usize {
+        self.outcome.as_ref().map_or(0, |plan| plan.length)
+    }
+}
+
 /// What a wait found readable.
 #[derive(Clone, Copy, Default)]
 pub struct Readable {
