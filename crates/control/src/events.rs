@@ -1,8 +1,8 @@
 //! Events: every change of a datastore and of its jobs, told to whatever subscribes.
 //!
 //! What holds:
-//! 1. A subscriber is told of every change that is made after [`Change::Subscribed`], in the order of their numbers,
-//!    before the reply of the request that made it.
+//! 1. A subscriber is told of every change that is made after [`Change::Subscribed`], in the order of their numbers.
+//!    A change is in its queue before the request that made it has its reply.
 //! 2. Nothing waits for a subscriber. One that has [`QUEUE_MAX`] events to take loses those that follow, until it has
 //!    taken them; then it is told how many it has lost.
 //!
@@ -20,6 +20,9 @@ use std::time::Duration;
 
 /// Events that wait for one subscriber.
 pub const QUEUE_MAX: usize = 1024;
+
+/// Subscribers at once: fewer than connections, so that verbs always find room.
+pub const SUBSCRIBERS_MAX: usize = 16;
 
 /// How often a subscription looks whether it is still wanted.
 const INTERVAL: Duration = Duration::from_millis(100);
@@ -123,23 +126,27 @@ impl Events {
         self.changed.notify_all();
     }
 
-    fn subscribe(&self) -> Subscription<'_> {
+    fn subscribe(&self) -> Result<Subscription<'_>> {
         let mut state = self.state.lock();
+        if state.queues.len() >= SUBSCRIBERS_MAX {
+            let text = format!("{SUBSCRIBERS_MAX} subscribers follow the events already: end one of them first");
+            return Err(Error::new(ErrorKind::Busy, text));
+        }
         state.subscribers += 1;
         let number = state.subscribers;
         let mut queue = Queue::default();
         queue.put(&Event { number: state.last, time: clock::seconds(), change: Change::Subscribed });
         state.queues.insert(number, queue);
-        Subscription { events: self, number }
+        Ok(Subscription { events: self, number })
     }
 
     /// Tells of every change from now on, until that is not wanted any more.
     ///
     /// # Errors
-    /// Always: `Interrupted` on request, `Stopped` when the process closes the datastore, the error of `watch` if it
-    /// takes no more.
+    /// Always: `Busy` for a subscriber too many, `Interrupted` on request, `Stopped` when the process closes the
+    /// datastore, the error of `watch` if it takes no more.
     pub fn follow(&self, watch: &dyn Watch) -> Result<Reply> {
-        let subscription = self.subscribe();
+        let subscription = self.subscribe()?;
         while let Some(events) = subscription.take() {
             for event in events {
                 watch.part(Part::Event(Box::new(event)))?;

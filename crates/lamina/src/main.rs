@@ -17,7 +17,7 @@ mod serve;
 
 use clap::Parser;
 use cli::{Cli, Command, VmArguments, VmCommand};
-use control::{JobRequest, MachineReply, Reply, Request, SnapshotRequest, Target};
+use control::{JobRequest, MachineReply, MachineVerb, Reply, Request, SnapshotRequest, Target};
 use disk::{Datastore, InitOptions, file_system};
 use error::{Error, ErrorKind};
 use follow::{Follow, Parts};
@@ -28,7 +28,6 @@ use std::io::{self, BufWriter, IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 use tracing_subscriber::EnvFilter;
 
@@ -92,11 +91,8 @@ fn run(cli: Cli) -> Result<End, End> {
     match (cli.command, request) {
         (Command::Vm(VmArguments { command: VmCommand::Console { said, quiet, .. }, .. }), Some(request)) => {
             let target = Target::At(datastore(cli.datastore)?);
-            let reply = control::dispatch(
-                &target,
-                request.clone(),
-                &Follow::new(&request, Arc::new(AtomicBool::new(false)), Parts::None),
-            )?;
+            let reply =
+                control::dispatch(&target, request.clone(), &Follow::new(&request, Arc::default(), Parts::None))?;
             console::attach(&reply, said, Duration::from_secs(quiet))
         }
         (_, Some(request)) if !request.needs_datastore() => ask(&Target::Files, form, request),
@@ -174,7 +170,10 @@ fn init(path: &Path, journal_size: u64, any_file_system: bool, form: Form) -> Re
 
 /// Has a request carried out, and prints its reply.
 fn ask(target: &Target, form: Form, request: Request) -> Result<End, End> {
-    let interrupted = follow::interruption(exit::INTERRUPTED)?;
+    let interrupted = match is_interruptible(&request) {
+        true => follow::interruption(exit::INTERRUPTED)?,
+        false => Arc::default(),
+    };
     let mut out = BufWriter::new(io::stdout());
     let parts = match &request {
         Request::Snapshot(SnapshotRequest::Diff { disk, from, to }) => {
@@ -223,6 +222,15 @@ fn end(form: Form, reply: &Reply) -> Result<End, End> {
         reply if finds_fault(reply) => exit::CORRUPT,
         _ => 0,
     }))
+}
+
+/// Whether the work looks for an interruption. What does not is ended by the signal itself; what it leaves is finished
+/// or undone by the next command.
+fn is_interruptible(request: &Request) -> bool {
+    match request {
+        Request::Machine(request) => matches!(request.verb, MachineVerb::Clone { .. } | MachineVerb::Send { .. }),
+        _ => true,
+    }
 }
 
 /// Whether the answer tells of something wrong that still is.

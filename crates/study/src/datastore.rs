@@ -33,13 +33,12 @@ pub struct Datastore {
 
 /// Longest wait for an answer on the control socket.
 const ANSWER_TIME_MAX: Duration = Duration::from_secs(60);
-/// Version of the control protocol spoken here.
-const CONTROL_VERSION: u32 = 3;
-
 /// A connection to a server's control socket: a line of JSON there, a line back.
 #[derive(Debug)]
 pub struct Control {
     stream: BufReader<UnixStream>,
+    /// The server's, so that programs of different age can be compared: what is asked here is the same in all of them.
+    version: u64,
 }
 
 impl Control {
@@ -49,23 +48,30 @@ impl Control {
     }
 
     fn request(&mut self, request: Value) -> Result<Duration> {
-        let doing = || "talking to the control socket".to_string();
-        let line = format!("{}\n", json!({ "version": CONTROL_VERSION, "message": { "request": request } }));
+        let line = json!({ "version": self.version, "message": { "request": request } });
         let began = Instant::now();
-        self.stream.get_mut().write_all(line.as_bytes()).doing(doing)?;
+        let mut answer = self.exchange(Some(&line))?;
         loop {
-            let mut line = String::new();
-            self.stream.read_line(&mut line).doing(doing)?;
-            let answer: Value =
-                serde_json::from_str(&line).map_err(|e| Error::Answer(format!("control socket: {e}: {line:?}")))?;
             let message = &answer["message"];
             if message.get("reply").is_some() {
                 return Ok(began.elapsed());
             }
             if message.get("progress").is_none() {
-                return Err(Error::Answer(format!("control socket: {line}")));
+                return Err(Error::Answer(format!("control socket: {answer}")));
             }
+            answer = self.exchange(None)?;
         }
+    }
+
+    /// Sends a line, if there is one to send, and reads one.
+    fn exchange(&mut self, line: Option<&Value>) -> Result<Value> {
+        let doing = || "talking to the control socket".to_string();
+        if let Some(line) = line {
+            self.stream.get_mut().write_all(format!("{line}\n").as_bytes()).doing(doing)?;
+        }
+        let mut answer = String::new();
+        self.stream.read_line(&mut answer).doing(doing)?;
+        serde_json::from_str(&answer).map_err(|e| Error::Answer(format!("control socket: {e}: {answer:?}")))
     }
 }
 
@@ -220,9 +226,15 @@ impl Datastore {
     pub fn control(&self) -> Result<Control> {
         let path = self.path.join("control.sock");
         let doing = || format!("connecting to {} (a path above 107 bytes cannot be: see --work)", path.display());
-        let stream = UnixStream::connect(&path).doing(doing)?;
-        stream.set_read_timeout(Some(ANSWER_TIME_MAX)).doing(doing)?;
-        Ok(Control { stream: BufReader::new(stream) })
+        let connect = |version| -> Result<Control> {
+            let stream = UnixStream::connect(&path).doing(doing)?;
+            stream.set_read_timeout(Some(ANSWER_TIME_MAX)).doing(doing)?;
+            Ok(Control { stream: BufReader::new(stream), version })
+        };
+        // A version that no server has is refused by a line with the server's own.
+        let refusal = connect(0)?.exchange(Some(&json!({ "version": 0, "message": "cancel" })))?;
+        let version = refusal["version"].as_u64();
+        connect(version.ok_or_else(|| Error::Answer(format!("control socket: {refusal}")))?)
     }
 
     /// Where a disk or snapshot of it is served.

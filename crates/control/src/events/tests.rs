@@ -36,7 +36,7 @@ fn deleted(number: u64) -> Change {
 fn every_change_after_the_subscription_is_told_in_order() {
     let events = Events::default();
     events.publish(vec![deleted(1)]);
-    let subscription = events.subscribe();
+    let subscription = events.subscribe().unwrap();
     events.publish(vec![deleted(2), deleted(3)]);
     events.publish(vec![deleted(4)]);
     let taken = subscription.take().unwrap();
@@ -49,7 +49,7 @@ fn every_change_after_the_subscription_is_told_in_order() {
 #[test]
 fn a_slow_subscriber_is_told_how_much_it_missed_and_disturbs_no_other() {
     let events = Events::default();
-    let (slow, quick) = (events.subscribe(), events.subscribe());
+    let (slow, quick) = (events.subscribe().unwrap(), events.subscribe().unwrap());
     let count = QUEUE_MAX as u64 + 10;
     for number in 1..=count {
         events.publish(vec![deleted(number)]);
@@ -63,6 +63,15 @@ fn a_slow_subscriber_is_told_how_much_it_missed_and_disturbs_no_other() {
     assert_eq!(taken[QUEUE_MAX - 1].number, count - 11);
     events.publish(vec![deleted(0)]);
     assert_eq!(slow.take().unwrap()[0].number, count + 1, "it goes on");
+}
+
+#[test]
+fn a_subscriber_too_many_is_refused_until_another_goes() {
+    let events = Events::default();
+    let mut held: Vec<_> = (0..SUBSCRIBERS_MAX).map(|_| events.subscribe().unwrap()).collect();
+    assert_eq!(events.subscribe().err().map(|error| error.kind()), Some(ErrorKind::Busy));
+    held.pop();
+    assert!(events.subscribe().is_ok());
 }
 
 #[test]

@@ -185,8 +185,8 @@ impl Session<'_> {
             return Ok(true);
         }
         if request.is_of_asking_process() {
-            let sentence = "what starts, changes or tells a machine is done by the process that asks, not by the server: it cannot be a \
-                            job of the server";
+            let sentence = "what starts, changes or tells a machine is done by the process that asks, not by the \
+                            server: it cannot be a job of the server";
             self.send(&failure(&Error::new(ErrorKind::Unsupported, sentence)))?;
             return Ok(true);
         }
