@@ -19,8 +19,8 @@ use disk::images::NewImage;
 use disk::migrate::{ImportMode, ImportOptions, MigrateOptions};
 use disk::salvage::SalvageRequest;
 use disk::{
-    ChangedExtent, Datastore, Device, DiskFormat, ImageKind, InitOptions, NewDisk, Point, Progress, Provisioning,
-    SnapshotOptions, Tuning,
+    ChangedExtent, Datastore, DeltaFormat, Device, DiskFormat, ImageKind, InitOptions, NewDisk, Point, Progress,
+    Provisioning, SnapshotOptions, Tuning,
 };
 use error::{ErrorKind, Result};
 use export::exports::ExportName;
@@ -293,6 +293,15 @@ fn target(format: DiskFormat) -> MigrateOptions {
     MigrateOptions { format, provisioning: Provisioning::Thin, delta: None }
 }
 
+/// Ends the subscription of a face, also when the test fails before.
+struct Enough<'a>(&'a Face);
+
+impl Drop for Enough<'_> {
+    fn drop(&mut self) {
+        self.0.enough.store(true, Ordering::Relaxed);
+    }
+}
+
 /// Disks and their snapshots.
 fn disks(face: &Face) {
     face.done(Request::Status);
@@ -378,6 +387,9 @@ fn images(face: &Face) {
     face.disk(DiskRequest::Reopen { name: text("flat") });
     face.disk(DiskRequest::Inflate { name: text("flat") });
     face.disk(DiskRequest::PunchZero { name: text("flat") });
+    // In a delta there are grains that can be dead.
+    let options = SnapshotOptions { description: String::new(), folder: None, delta: Some(DeltaFormat::SeSparse) };
+    face.done(Request::Snapshot(SnapshotRequest::Create { of: vec![(text("flat"), text("d"))], options }));
     face.disk(DiskRequest::Wipe { name: text("flat") });
     face.disk(DiskRequest::Shrink { name: text("flat") });
     face.disk(DiskRequest::Consolidate { name: text("flat"), rate: 0 });
@@ -467,6 +479,7 @@ fn a_face_in_the_same_process_runs_every_verb() {
     let face = Face::new();
     std::thread::scope(|scope| {
         let following = scope.spawn(|| face.ask(Request::Events));
+        let enough = Enough(&face);
         while face.events.lock().unwrap().is_empty() {
             std::thread::yield_now();
         }
@@ -475,7 +488,7 @@ fn a_face_in_the_same_process_runs_every_verb() {
         others(&face);
         machines(&face);
         jobs(&face);
-        face.enough.store(true, Ordering::Relaxed);
+        drop(enough);
         assert_eq!(following.join().unwrap().unwrap_err().kind(), ErrorKind::Interrupted);
     });
     let asked = face.asked.lock().unwrap().clone();

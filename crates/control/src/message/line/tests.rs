@@ -93,7 +93,7 @@ fn malformed_lines_are_invalid() {
         &b""[..],
         b"{}",
         b"null",
-        b"[3]",
+        b"[4]",
         b"\xff\xfe",
         br#"{"version":4}"#,
         br#"{"version":-1,"message":"cancel"}"#,
