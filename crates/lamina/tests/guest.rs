@@ -35,16 +35,16 @@ fn a_guest_lives_on_a_disk_and_another_on_its_clone() {
     let store = Store::new();
     store.run("disk create vm1 256M").ok();
     let mut server = store.serve("");
-    let console = boot(&store, &guest, "vm1", "make");
+    let console = boot(&store, guest, "vm1", "make");
     assert!(console.contains("trimmed"), "{console}");
     let used = store.run("disk show vm1 --json").json()["blocks_allocated"].as_u64().unwrap() * 4096;
     assert!(used < 40 << 20, "{used} bytes: the 48 MiB that were deleted are trimmed");
 
     store.run("snapshot create vm1@made").ok();
     store.run("clone vm1@made vm2").ok();
-    boot(&store, &guest, "vm1", "change");
-    boot(&store, &guest, "vm2", "verify");
-    boot(&store, &guest, "vm1@made", "verify");
+    boot(&store, guest, "vm1", "change");
+    boot(&store, guest, "vm2", "verify");
+    boot(&store, guest, "vm1@made", "verify");
     // In the end the file systems are what e2fsck thinks they are, here as well.
     let folder = tempfile::tempdir().unwrap();
     for disk in ["vm1", "vm2", "vm1@made"] {

@@ -310,8 +310,8 @@ fn headlines(kept: &[Kept]) -> String {
     for headline in &HEADLINES {
         let (begin, end) = headline.of;
         let files = kept.iter().filter(|kept| kept.study == headline.study.word());
-        let all = files.flat_map(|kept| kept.findings.iter().map(move |found| (kept, found)));
-        let found = all.filter(|(_, found)| found.what.starts_with(begin) && found.what.ends_with(end)).last();
+        let mut all = files.flat_map(|kept| kept.findings.iter().map(move |found| (kept, found)));
+        let found = all.rfind(|(_, found)| found.what.starts_with(begin) && found.what.ends_with(end));
         if let Some((kept, found)) = found {
             // What the figure is of may say how many or how deep.
             let number = found.what.strip_prefix(begin).filter(|_| begin.ends_with(' ') || begin.is_empty());

@@ -50,10 +50,12 @@ impl DeltaFormat {
 
     /// What vSphere chooses for a disk of that size; beyond what it has files for, the one format that goes so far.
     pub fn usual(capacity: u64) -> Self {
-        match capacity {
-            0..=Self::VMFS_MAX => Self::VmfsSparse,
-            0..=Self::SE_MAX => Self::SeSparse,
-            _ => Self::VsanSparse,
+        if capacity <= Self::VMFS_MAX {
+            Self::VmfsSparse
+        } else if capacity <= Self::SE_MAX {
+            Self::SeSparse
+        } else {
+            Self::VsanSparse
         }
     }
 

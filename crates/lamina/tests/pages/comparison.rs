@@ -96,7 +96,7 @@ fn plain(line: &str) -> String {
 /// Whether a character is not the second of two that are `same`, for a filter.
 fn not_repeated(same: char) -> impl FnMut(&char) -> bool {
     let mut before = None;
-    move |c| std::mem::replace(&mut before, Some(*c)) != Some(same) || *c != same
+    move |c| before.replace(*c) != Some(same) || *c != same
 }
 
 fn is_number(word: &str) -> bool {

@@ -105,15 +105,15 @@ impl Shell {
                 output.extend(self.output.recv_timeout(Duration::from_millis(100)).unwrap_or_default());
             }
         }
-        let mark = format!("printf '\\n\\001ended %d\\n' \"$__code\"\n");
+        let mark = "printf '\\n\\001ended %d\\n' \"$__code\"\n".to_string();
         self.stdin.write_all(mark.as_bytes()).unwrap();
         let begin = Instant::now();
         loop {
             let text = String::from_utf8_lossy(&output).into_owned();
-            if let Some((text, code)) = text.split_once(&format!("\n{MARK}")) {
-                if let Some(code) = code.strip_suffix('\n') {
-                    return Done { code: code.parse().unwrap(), output: text.into() };
-                }
+            if let Some((text, code)) = text.split_once(&format!("\n{MARK}"))
+                && let Some(code) = code.strip_suffix('\n')
+            {
+                return Done { code: code.parse().unwrap(), output: text.into() };
             }
             assert!(begin.elapsed() < COMMAND_MAX, "no end of: {command}\n{text}");
             match self.output.recv_timeout(Duration::from_secs(1)) {

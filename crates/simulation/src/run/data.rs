@@ -34,7 +34,7 @@ impl SimulationRun {
             if again { self.model.disks[name].image.read(offset, length) } else { pattern(fill, length as usize) };
         let device = self.device(name)?;
         // At the place in memory that a block has there, or at another.
-        let lead = (if fill % 2 == 0 { offset } else { fill } % BLOCK) as usize;
+        let lead = (if fill.is_multiple_of(2) { offset } else { fill } % BLOCK) as usize;
         let mut buffer = Buffer::with_bytes(lead + length as usize);
         // What surrounds the data in the buffer must not get anywhere.
         buffer.fill(0xee);

@@ -99,7 +99,6 @@ fn one_piece_of_long_work_at_a_time() {
         true
     });
     layer.wipe(false, &watch).unwrap();
-    drop(watch);
     assert_eq!(inner, Some(ErrorKind::Busy));
     let reader = open(&*disk.directory(), IoMode::Buffered, Options::default());
     assert_eq!(reader.unwrap().wipe(false, &NoProgress).unwrap_err().kind(), ErrorKind::ReadOnly);
