@@ -403,7 +403,7 @@ fn others(face: &Face) {
     let disks = vec![SentDisk { disk: text("b"), name: text("b") }];
     let remote = text("lamina://127.0.0.1:1/b");
     let send = SendRequest { remote, disks, point: SendPoint::Now, attachment: None, how: how() };
-    face.fails(Request::Send(Box::new(send)), ErrorKind::NotFound);
+    face.fails(Request::Send(Box::new(send)), ErrorKind::Invalid);
     assert_eq!(face.done(Request::Receive(ReceiveRequest::List)), Reply::Receptions(Vec::new()));
     face.fails(Request::Receive(ReceiveRequest::Delete { id: text("0") }), ErrorKind::NotFound);
 }
@@ -443,7 +443,7 @@ fn machines(face: &Face) {
     face.vm(MachineVerb::Clone { source: source(), names: vec![text("child")], options });
     let send =
         MachineVerb::Send { source: source(), remote: text("lamina://127.0.0.1:1/web"), how: how(), quiesce: false };
-    face.fails(face.machine(send), ErrorKind::NotFound);
+    face.fails(face.machine(send), ErrorKind::Invalid);
     let MachineReply::Machines(all) = face.vm(MachineVerb::List) else { panic!("list is list") };
     assert_eq!(all.len(), 2);
     face.vm(MachineVerb::Delete { names: vec![text("child")], keep_disks: false, promote: false });
