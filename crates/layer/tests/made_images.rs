@@ -209,12 +209,12 @@ fn what_cannot_be_is_refused() {
     let path = folder();
     let folder = Folder::local(path.path(), &[]).unwrap();
     make(&folder, "vm.vmdk", MIB, ImageKind::Thin, None);
-    make(&folder, "file", MIB, ImageKind::Raw, None);
+    make(&folder, "file.raw", MIB, ImageKind::Raw, None);
     let parent = |name: &str| {
         let image = Image::open(folder.resolve(name).unwrap(), &OpenOptions::default()).unwrap();
         NewParent::of(&image, &folder)
     };
-    assert_eq!(parent("file").err().unwrap().kind(), ErrorKind::Unsupported);
+    assert_eq!(parent("file.raw").err().unwrap().kind(), ErrorKind::Unsupported);
     for kind in ImageKind::ALL.into_iter().filter(|kind| !kind.can_have_parent()) {
         let new = NewImage::new("child.vmdk", MIB, kind).above(parent("vm.vmdk").unwrap());
         assert_eq!(create(&folder, &new, &mut || 1, &NoProgress).err().unwrap().kind(), ErrorKind::Invalid, "{kind}");
