@@ -6,12 +6,15 @@
 //!    system that can still be written.
 //! 3. Mounted again over a healthy medium, every sector holds a version that is allowed: what was flushed is there.
 //! 4. The check then finds nothing. Nothing panics, and nothing hangs.
+//! 5. A flush fails for each write that was lost since the last one, whichever call the kernel has told.
 
 #![allow(clippy::unwrap_used)]
 
 mod doubted;
 mod medium;
 
+use backend::local::{LocalDirectory, LocalQueues};
+use backend::{Directory, File, IoMode};
 use doubted::{Doubted, Snapshot};
 use medium::{Medium, Request};
 use std::process::{Command, Stdio};
@@ -43,6 +46,34 @@ fn an_ext4_whose_medium_fails() {
 #[test]
 fn an_xfs_whose_medium_fails() {
     medium::on_medium("an_xfs_whose_medium_fails", 300, |medium| cases(medium, true, 4));
+}
+
+#[test]
+fn a_flush_tells_what_writing_out_has_lost() {
+    medium::on_medium("a_flush_tells_what_writing_out_has_lost", 300, |medium| {
+        let write_out: fn(&dyn File) = |file| file.write_out(0, 1 << 20, true);
+        let list_extents: fn(&dyn File) = |file| drop(file.placements(0));
+        let calls = [("writing out", write_out), ("listing extents", list_extents)];
+        for ((call, lose), xfs) in calls.into_iter().flat_map(|call| [(call, false), (call, true)]) {
+            medium.make_file_system(xfs);
+            medium.mount("rw");
+            let directory = LocalDirectory::open(&medium.mounted, LocalQueues::Threads).unwrap();
+            let file = directory.create("file", IoMode::Buffered).unwrap();
+            // The second time the file system has nothing to write but the content.
+            for content in [[1; 64 << 10], [2; 64 << 10]] {
+                file.write_at(&[&content], 0, false).unwrap();
+                file.sync().unwrap();
+            }
+            file.write_at(&[&[3; 64 << 10]], 0, false).unwrap();
+            medium.fail(Request::Write, 0, u64::MAX);
+            lose(&*file);
+            assert!(medium.heal() > 0, "{call} wrote nothing");
+            let flushed = file.sync();
+            assert!(flushed.is_err(), "xfs {xfs}: {call} has lost a write, and the flush after it succeeds");
+            drop((file, directory));
+            medium.unmount();
+        }
+    });
 }
 
 fn number(variable: &str, otherwise: u64) -> u64 {
@@ -111,10 +142,7 @@ fn case(medium: &mut Medium, xfs: bool, seed: u64, tally: &mut Tally) {
         false => format!("errors={}{discard}", ["continue", "remount-ro"][(seed / 12 % 2) as usize]),
     };
     println!("LAMINA_MEDIUM_FROM={seed}: {fails:?}, {times} times, {options}");
-    match xfs {
-        true => tool("mkfs.xfs", &["-q", "-f", &medium.device]),
-        false => tool("mke2fs", &["-q", "-F", "-t", "ext4", "-m", "0", &medium.device]),
-    };
+    medium.make_file_system(xfs);
     medium.mount(&options);
     let store = Store::at(&medium.mounted, "4M");
     let format = FORMATS[random.below(FORMATS.len() as u64) as usize];

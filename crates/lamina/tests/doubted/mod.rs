@@ -4,6 +4,7 @@
 //! A read finds the newest acknowledged version or one whose write failed after it, or it fails with EIO: it never
 //! finds an older one. After the disk was opened again any of the versions may be there; what is found stays.
 
+#![allow(dead_code, reason = "each test file uses its part")]
 #![allow(clippy::unwrap_used)]
 
 use testkit::Random;
@@ -66,6 +67,8 @@ pub struct Doubted {
     version: u64,
     /// Requests may fail with EIO.
     pub fails: bool,
+    /// Some writes are durable once they are acknowledged (FUA).
+    pub fua: bool,
     pub counted: Counted,
 }
 
@@ -79,6 +82,7 @@ impl Doubted {
             random: Random(seed << 8 | number),
             version: 0,
             fails: false,
+            fua: true,
             counted: Counted::default(),
         }
     }
@@ -104,7 +108,7 @@ impl Doubted {
             if sent.iter().any(|(_, other, ..)| other.start < range.end && range.start < other.end) {
                 continue;
             }
-            let fua = self.random.once_in(24);
+            let fua = self.random.once_in(24) && self.fua;
             self.version += 1;
             let version = if kind == Kind::Write { self.version } else { 0 };
             range.clone().for_each(|sector| self.sectors[sector].versions.push(version));
@@ -144,8 +148,7 @@ impl Doubted {
     pub fn flush(&mut self, client: &mut Client) -> Result<bool, Failure> {
         match client.flush() {
             Ok(()) => {
-                let snapshots = self.snapshots.iter_mut().flat_map(|snapshot| &mut snapshot.sectors);
-                snapshots.chain(&mut self.sectors).for_each(Sector::flushed);
+                self.flushed();
                 Ok(true)
             }
             Err(Failure::Errno(EIO)) if self.fails => {
@@ -154,6 +157,12 @@ impl Doubted {
             }
             Err(failure) => Err(failure),
         }
+    }
+
+    /// What was acknowledged is durable.
+    pub fn flushed(&mut self) {
+        let snapshots = self.snapshots.iter_mut().flat_map(|snapshot| &mut snapshot.sectors);
+        snapshots.chain(&mut self.sectors).for_each(Sector::flushed);
     }
 
     /// Reads some of the disk: nothing old, nothing wrong.

@@ -3,20 +3,27 @@
 //! mounts can be taken away; the inner one tells it over a socket what has to fail.
 //!
 //! nbdkit's error filter cannot fail flushes or the nth request. What is refused here has changed nothing, and
-//! what was acknowledged is kept.
+//! what was acknowledged is kept, until the power is cut: then each unit of 4 KiB that was written since the last flush
+//! is kept or lost, and nothing changes any more until the power is back. (ext4 and XFS cannot be mounted again when
+//! their superblock or a block of a directory is torn within.)
 
+#![allow(dead_code, reason = "each test file uses its part")]
 #![allow(clippy::unwrap_used)]
 
+use std::collections::BTreeSet;
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
+use testkit::Random;
 use testkit::mounted;
 use testkit::nbd::{EIO, OPT_GO, OPTION, OPTION_REPLY, REP_ACK, REP_INFO, SIMPLE_REPLY};
 use testkit::process::tool;
 
 /// Says to the inner run where its medium is.
 const INSIDE: &str = "LAMINA_TEST_MEDIUM";
+/// What a power cut does not tear.
+const UNIT: usize = 4096;
 const UNSUPPORTED: u32 = 0x8000_0001;
 /// Flags, flush, FUA, trim, write zeroes.
 const FLAGS: u16 = 0b110_1101;
@@ -43,8 +50,21 @@ impl Request {
     }
 }
 
+/// The power, while it may be cut.
+struct Power {
+    /// Changes and flushes that are still carried out.
+    left: u64,
+    done: u64,
+    off: bool,
+    /// What the last flush has left, and which units were written since.
+    durable: Vec<u8>,
+    unflushed: BTreeSet<usize>,
+    random: Random,
+}
+
 struct Inside {
     content: Vec<u8>,
+    power: Option<Power>,
     fails: Option<Request>,
     /// Requests of that kind that are still let through, and those that then fail.
     passes: u64,
@@ -53,6 +73,41 @@ struct Inside {
 }
 
 impl Inside {
+    /// Carries out what changes something.
+    fn change(&mut self, request: Request, range: std::ops::Range<usize>, payload: &[u8]) {
+        if let Some(power) = &mut self.power {
+            if power.off {
+                return;
+            }
+            if power.left == 0 {
+                power.off = true;
+                for unit in std::mem::take(&mut power.unflushed) {
+                    let bytes = unit * UNIT..(unit + 1) * UNIT;
+                    if power.random.once_in(2) {
+                        self.content[bytes.clone()].copy_from_slice(&power.durable[bytes]);
+                    }
+                }
+                return;
+            }
+            power.left -= 1;
+            power.done += 1;
+            match request {
+                Request::Flush => {
+                    for unit in std::mem::take(&mut power.unflushed) {
+                        let bytes = unit * UNIT..(unit + 1) * UNIT;
+                        power.durable[bytes.clone()].copy_from_slice(&self.content[bytes]);
+                    }
+                }
+                _ => power.unflushed.extend(range.start / UNIT..range.end.div_ceil(UNIT)),
+            }
+        }
+        match request {
+            Request::Write => self.content[range].copy_from_slice(payload),
+            Request::Punch => self.content[range].fill(0),
+            Request::Read | Request::Flush => {}
+        }
+    }
+
     fn refuses(&mut self, request: Request) -> bool {
         if self.fails != Some(request) || self.left == 0 {
             return false;
@@ -120,9 +175,7 @@ fn serve(mut stream: UnixStream, inside: &Mutex<Inside>) -> io::Result<()> {
             match request {
                 request if inside.refuses(request) => error = EIO,
                 Request::Read => answer.extend(&inside.content[range]),
-                Request::Write => inside.content[range].copy_from_slice(&payload),
-                Request::Punch => inside.content[range].fill(0),
-                Request::Flush => {}
+                _ => inside.change(request, range, &payload),
             }
         }
         let mut message = SIMPLE_REPLY.to_be_bytes().to_vec();
@@ -133,21 +186,42 @@ fn serve(mut stream: UnixStream, inside: &Mutex<Inside>) -> io::Result<()> {
     }
 }
 
+/// The power may be cut: after so many changes, with this seed. The answer is 0.
+const POWER: u64 = 100;
+/// The answer is 1 where the power is off, and else 0.
+const POWER_IS_OFF: u64 = 101;
+/// The power is back, and stays. The answer is how many changes were carried out since it might be cut.
+const POWER_STAYS: u64 = 102;
+
+impl Inside {
+    fn obey(&mut self, words: &[u64]) -> u64 {
+        match words[0] {
+            POWER => {
+                let (durable, unflushed, random) = (self.content.clone(), BTreeSet::new(), Random(words[2]));
+                self.power = Some(Power { left: words[1], done: 0, off: false, durable, unflushed, random });
+                0
+            }
+            POWER_IS_OFF => u64::from(self.power.as_ref().is_some_and(|power| power.off)),
+            POWER_STAYS => self.power.take().map_or(0, |power| power.done),
+            command => {
+                self.fails = Request::of(command as u16);
+                (self.passes, self.left) = (words[1], words[2]);
+                std::mem::take(&mut self.failed)
+            }
+        }
+    }
+}
+
 /// Does what the inner run asks for: a kind of request, how many pass and how many then fail. The answer is how many
-/// have failed since the last time.
+/// have failed since the last time. Or something about the power.
 fn obey(stream: UnixStream, inside: &Mutex<Inside>) -> io::Result<()> {
     let mut lines = BufReader::new(stream.try_clone()?);
     let mut answers = stream;
     let mut line = String::new();
     while lines.read_line(&mut line)? > 0 {
         let words: Vec<u64> = line.split_whitespace().map(|word| word.parse().unwrap()).collect();
-        let failed = {
-            let mut inside = inside.lock().unwrap();
-            inside.fails = Request::of(words[0] as u16);
-            (inside.passes, inside.left) = (words[1], words[2]);
-            std::mem::take(&mut inside.failed)
-        };
-        writeln!(answers, "{failed}")?;
+        let answer = inside.lock().unwrap().obey(&words);
+        writeln!(answers, "{answer}")?;
         line.clear();
     }
     Ok(())
@@ -192,12 +266,34 @@ impl Medium {
         self.tell(2, 0, 0)
     }
 
+    /// The power is cut after so many changes and flushes; the seed decides what of the unflushed is kept.
+    pub fn cut_power_after(&mut self, changes: u64, seed: u64) {
+        self.tell(POWER, changes, seed);
+    }
+
+    /// Whether the power has been cut: what was acknowledged since may be lost.
+    pub fn is_off(&mut self) -> bool {
+        self.tell(POWER_IS_OFF, 0, 0) == 1
+    }
+
+    /// The power is back; how many changes there were since it might be cut.
+    pub fn restore_power(&mut self) -> u64 {
+        self.tell(POWER_STAYS, 0, 0)
+    }
+
     pub fn mount(&self, options: &str) {
         tool("mount", &["-o", options, &self.device, self.mounted.to_str().unwrap()]);
     }
 
     pub fn unmount(&self) {
         tool("umount", &[self.mounted.to_str().unwrap()]);
+    }
+
+    pub fn make_file_system(&self, xfs: bool) {
+        match xfs {
+            true => tool("mkfs.xfs", &["-q", "-f", &self.device]),
+            false => tool("mke2fs", &["-q", "-F", "-t", "ext4", "-m", "0", &self.device]),
+        };
     }
 }
 
@@ -213,7 +309,7 @@ pub fn on_medium(test: &str, megabytes: usize, body: fn(&mut Medium)) {
         return println!("not root: what is simulated has to do");
     }
     let folder = tempfile::tempdir().unwrap();
-    let inside = Inside { content: vec![0; megabytes << 20], fails: None, passes: 0, left: 0, failed: 0 };
+    let inside = Inside { content: vec![0; megabytes << 20], power: None, fails: None, passes: 0, left: 0, failed: 0 };
     let inside = Arc::new(Mutex::new(inside));
     listen(folder.path().join("nbd"), &inside, serve);
     listen(folder.path().join("control"), &inside, obey);
