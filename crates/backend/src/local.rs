@@ -19,7 +19,7 @@ pub use file::OpenFile;
 pub(crate) use file::VECTORS_MAX;
 pub use file_system::{FileSystem, copied_on_write};
 
-pub use scheduling::wake_promptly;
+pub use scheduling::Thread;
 
 use crate::directory::renamed;
 use crate::portable::{PortableQueue, Workers};

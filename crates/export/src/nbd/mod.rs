@@ -26,6 +26,7 @@ pub mod requests;
 pub mod server;
 pub mod status;
 pub mod transmission;
+mod turns;
 
 pub use server::{Server, ServerConfig};
 

@@ -4,9 +4,11 @@
 //! export begin after them ([`crate::clients`]).
 
 use super::limits::{CONNECTIONS_DEFAULT, STOP_GRACE_DEFAULT, UNIX_SEND_BUFFER_BYTES};
+use super::turns::Turns;
 use super::{Terms, serve};
 use crate::clients::{Clients, Whose};
 use crate::exports::{Exports, ResizePolicy};
+use backend::local::Thread;
 use connections::limits::HANDSHAKE_TIMEOUT_DEFAULT;
 use connections::transport::Socket;
 use connections::{
@@ -71,12 +73,12 @@ struct Nbd {
     terms: Terms,
     /// TCP connections begin with TLS.
     tls_required: bool,
+    turns: Turns,
 }
 
 impl Protocol for Nbd {
     fn serve(&self, connection: &Arc<Connection>) {
-        // With more connections than processors each gets its share within milliseconds, not within seconds.
-        backend::local::wake_promptly();
+        let _turn = self.turns.join(Thread::current());
         let peer = connection.peer();
         let span = tracing::info_span!("nbd", connection = connection.number(), %peer);
         let _entered = span.enter();
@@ -102,6 +104,7 @@ impl Server {
         let protocol = Nbd {
             exports,
             clients: Arc::clone(&config.clients),
+            turns: Turns::default(),
             tls_required: config.tls.as_ref().is_some_and(|tls| tls.required),
             terms: Terms {
                 tls: identity,
