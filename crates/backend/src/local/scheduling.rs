@@ -1,16 +1,15 @@
-//! What the scheduler is told of a thread.
+//! Scheduling attributes of threads.
 
-/// Has the calling thread run soon after it wakes, for short moments at a time: for threads that answer a person or a
-/// guest, beside others that work all the time or more of their own kind than there are processors. On a machine that
-/// is busy with both, the difference is a few milliseconds for each answer. It takes no privilege, because other
-/// threads keep their share of processor time (Linux 6.12 and later, `sched_setattr(2)`: a slice shorter than the
-/// default one); elsewhere it does nothing.
+/// Makes the scheduler run the calling thread soon after it wakes, in short slices: for threads that answer a user or a
+/// guest beside threads that always compute, or that outnumber the processors. On a busy machine this saves a few
+/// milliseconds per answer. It takes no privilege, because other threads keep their share of processor time (Linux 6.12
+/// and later, `sched_setattr(2)`: a slice shorter than the default one); elsewhere it does nothing.
 pub fn wake_promptly() {
     #[cfg(target_os = "linux")]
     ask();
 }
 
-/// The slice asked for, in nanoseconds: the shortest that the kernel grants.
+/// The requested slice, in nanoseconds: the shortest that the kernel grants.
 #[cfg(target_os = "linux")]
 const SLICE: u64 = 100_000;
 
@@ -34,7 +33,7 @@ fn ask() {
         size: size_of::<Attributes>() as u32,
         policy: 0,
         flags: 0,
-        // Part of what is set: it stays what it is.
+        // The call sets the nice value too: this keeps the present one.
         nice: rustix::process::getpriority_process(None).unwrap_or(0),
         priority: 0,
         runtime: SLICE,
@@ -42,6 +41,6 @@ fn ask() {
         period: 0,
     };
     // SAFETY: the kernel reads `size` bytes of a structure that lives through the call; thread 0 is the calling one. A
-    // kernel that knows nothing of it answers with an error, which changes nothing.
+    // kernel without this call, or without the slice in it, returns an error and changes nothing.
     unsafe { libc::syscall(libc::SYS_sched_setattr, 0, std::ptr::from_ref(&attributes), 0) };
 }
