@@ -1,5 +1,5 @@
-//! Flat extents on the simulated disk: against a model, through power cuts, with failures, and with the guest writing
-//! while long work goes on.
+//! Flat extents on the simulated disk: against a model, through power cuts, with failures, and with guest writes during
+//! filling and punching.
 
 use super::*;
 use crate::descriptor::tests::Random;
@@ -27,12 +27,12 @@ fn open(directory: &dyn Directory, name: &str, mode: IoMode, options: FlatOption
     Flat::open(file, name, options)
 }
 
-/// A raw file of that type.
+/// Creates a raw file of this provisioning type.
 fn made(directory: &dyn Directory, capacity: u64, provisioning: Provisioning) {
     create_raw(directory, "disk", capacity, provisioning, IoMode::Buffered, &NoProgress).unwrap();
 }
 
-/// Reads as a chain does: what the map calls zero is not looked at.
+/// Reads as a chain does: ranges that the map reports as zeros are not read.
 fn read(flat: &Flat, start: u64, length: u64) -> Vec<u8> {
     let mut extents = Vec::new();
     let mut at = start;
@@ -57,7 +57,7 @@ fn read(flat: &Flat, start: u64, length: u64) -> Vec<u8> {
     bytes
 }
 
-/// The counters as a fresh opening finds them.
+/// The counters after a new opening.
 fn recounted(directory: &dyn Directory, flat: &Flat) -> Counters {
     let options = FlatOptions {
         offset: flat.bytes.start,
@@ -163,7 +163,7 @@ fn random_histories_match_a_plain_array() {
     }
 }
 
-/// What the sectors of a disk may hold after a power cut: what was flushed last, or anything written since.
+/// The possible contents of each sector after a power cut: the last flushed one, and any written since.
 struct History {
     sectors: Vec<Vec<Vec<u8>>>,
 }
@@ -317,7 +317,7 @@ fn failures_and_interruptions_while_a_disk_is_made_leave_nothing() {
         if create(&*directory, &new(Provisioning::Thin), &mut || random.next(), &NoProgress).is_err() {
             storage::sweep(&*directory).unwrap();
             let names = directory.list().unwrap();
-            // The last flush may fail when all is done.
+            // The last flush may fail when the disk is complete.
             assert!(names.is_empty() || names.len() == 2, "{number}: {names:?}");
         }
         for name in directory.list().unwrap() {
@@ -385,7 +385,7 @@ fn what_does_not_fit_the_file_is_refused() {
         assert!(flat.zero(start..start.wrapping_add(length as u64), false).is_err());
     }
     assert_eq!(flat.usage().unwrap(), Usage::default());
-    // A raw file that ends within a sector has that sector.
+    // A raw file that ends within a sector includes that whole sector.
     let file = directory.create("odd", IoMode::Buffered).unwrap();
     file.write_at(&[&[7; 700]], 0, false).unwrap();
     let flat = open(&*directory, "odd", IoMode::Buffered, options(true)).unwrap();
@@ -440,7 +440,7 @@ fn filling_without_room_changes_nothing() {
     assert_eq!((flat.counters(), flat.provisioning()), (before, Provisioning::Thin));
     assert_eq!(recounted(&*directory, &flat), before);
     world.set_capacity(16 * MIB);
-    // Stopped on the way it stays thin with more space, and goes on where it was.
+    // If filling is cancelled, the extent stays thin with more space, and the next call continues at that point.
     let mut calls = 0;
     let stop = steps(|_, _| {
         calls += 1;

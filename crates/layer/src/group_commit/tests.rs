@@ -1,9 +1,9 @@
-//! Who is served by which commit: by example, and with threads that write and flush.
+//! Which commit serves which call: by example, and with threads that write and flush.
 
 use super::*;
 use crate::model::Random;
 
-/// Commits `what`, as the formats do. True when this call made the commit.
+/// Makes a commit as the formats do. Returns true when this call made it.
 fn commit(commits: &GroupCommit<u64>, call: Call, what: impl FnOnce(&mut u64) -> Result<()>) -> Result<bool> {
     let Some(mut turn) = commits.turn_for(call) else { return commits.check_changeable("image", true).map(|()| false) };
     commits.check_changeable("image", true)?;
@@ -79,7 +79,8 @@ fn what_threads_wrote_before_a_flush_is_on_the_medium_after_it() {
                 for round in 1..=ROUNDS {
                     written[thread].store(round, Ordering::SeqCst);
                     let work = |count: &mut u64| {
-                        // Taken at the beginning, on the medium at the end; a commit now and then finds no room.
+                        // A commit takes the values at its beginning and stores them at its end; some fail for lack of
+                        // space.
                         let taken: Vec<u64> = written.iter().map(|word| word.load(Ordering::SeqCst)).collect();
                         std::thread::yield_now();
                         if random.below(20) == 0 {

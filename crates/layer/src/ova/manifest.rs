@@ -20,7 +20,7 @@ impl Manifest {
             }
             let wrong = || corrupt(format!("line {number} is not of the form SHA256(name)= digits"));
             let (algorithm, rest) = line.split_once('(').ok_or_else(wrong)?;
-            // A name may hold brackets itself: the last one closes.
+            // A name may contain brackets itself, so the last bracket is the closing one.
             let (name, digits) = rest.rsplit_once(')').ok_or_else(wrong)?;
             let digits = digits.trim_start().strip_prefix('=').ok_or_else(wrong)?.trim();
             let Some(algorithm) = Algorithm::named(algorithm.trim()) else {

@@ -1,4 +1,4 @@
-//! What is handed out, by example; against a model of every holder; and with threads that read, change and commit.
+//! Retirement by example; against a model of all operations and tables; and with threads that read, change and commit.
 
 use super::*;
 use crate::epochs::Epoch;
@@ -62,7 +62,7 @@ fn runs_are_bounded_and_handed_out_in_parts() {
     assert!(retirement.give_up(1..2), "there is room again");
 }
 
-/// A place that waits: when it was given up, and who was there before.
+/// A retired location: how many commits and operations had begun before.
 struct Waiting {
     commits_begun: u64,
     operations_before: u64,
@@ -129,19 +129,19 @@ const PLACES: u64 = 256;
 const CHANGES: u64 = 5_000;
 const NONE: u64 = u64::MAX;
 
-/// An image of places: the map and the free places behind locks, the content without one.
+/// A model image: the map and the free locations behind locks, the content without a lock.
 struct Image {
     epochs: Epochs,
     state: Mutex<(Retirement, Vec<u64>)>,
-    /// The place of each owner.
+    /// The location of each owner's data.
     map: Vec<AtomicU64>,
-    /// The map as the last complete commit has it.
+    /// The map as of the last complete commit.
     medium: Vec<AtomicU64>,
     content: Vec<AtomicU64>,
 }
 
 impl Image {
-    /// An operation: what it was told stays as it is while it holds its epoch.
+    /// A read: the location from the map keeps its content while the epoch is held.
     fn read(&self, owner: u64) {
         let _epoch = self.epochs.enter();
         let place = self.map[owner as usize].load(Ordering::SeqCst);
@@ -216,7 +216,7 @@ fn threads_never_see_a_place_of_another_owner() {
         }
         over.store(true, Ordering::SeqCst);
     });
-    // With no operation under way every place but those in use becomes free.
+    // With no operation under way, every location except those in use becomes free.
     image.commit();
     assert_eq!(image.state.lock().1.len() as u64, PLACES - OWNERS);
 }

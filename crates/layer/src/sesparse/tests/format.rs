@@ -1,4 +1,4 @@
-//! The bytes: worked examples of entries and layouts, and a small image whose every byte is known.
+//! The bytes of the format: examples of entries and layouts, and a small image in which every byte is known.
 
 use super::super::entry::{Entry, Grain, Owner, Table, decode_slot, encode_slot};
 use super::super::header::{Area, Layout, Volatile};
@@ -171,7 +171,7 @@ fn the_last_grain_may_be_cut() {
 fn sixty_two_tebibytes_are_sparse_and_open_at_once() {
     let folder = tempfile::tempdir().unwrap();
     let directory = backend::local::LocalDirectory::open(folder.path(), backend::local::LocalQueues::Threads).unwrap();
-    // ext4 ends at 16 TiB: the tables of the largest disk fit, a grain behind them too.
+    // ext4 files end at 16 TiB: the tables of the largest disk fit, and a grain after them.
     let file = directory.create(NAME, IoMode::Buffered).unwrap();
     let capacity = 62 << 40;
     let layer = SeSparse::create(Arc::clone(&file), NAME, capacity, writing()).unwrap();
