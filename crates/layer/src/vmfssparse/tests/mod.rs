@@ -1,4 +1,4 @@
-//! Redo logs: the trials that every format passes, and the setting for what is special about them.
+//! Redo logs: the model tests that every format passes, and helpers for the tests of this format.
 
 use super::*;
 use crate::model::{Subject, Trial, run_threads};
@@ -35,7 +35,7 @@ impl Subject for Cowd {
     }
 
     fn maintain(&self, layer: &VmfsSparse, number: u64) -> Result<()> {
-        // Space that a crash would have left without a name, now and then in front of tables yet to come.
+        // Allocates space without naming it, as a crash would leave it, sometimes before the next tables.
         if !number.is_multiple_of(3) {
             let mut space = layer.writer()?.space.lock();
             space.take(layer.file.file().as_ref(), number / 3 % 300, 0)?;
@@ -108,7 +108,7 @@ fn large_writes_keep_their_distance_to_large_borders_and_waste_nothing() {
     subject.create(Arc::clone(&file)).unwrap();
     let layer = subject.open(Arc::clone(&file), true).unwrap();
     let bytes = vec![7; PIECE as usize];
-    // Every other one, so that many tables come between them, then the rest with small ones before.
+    // Every other piece first, so that many tables are between them; then the others, preceded by small writes.
     for start in (0..layer.capacity()).step_by(2 * PIECE as usize) {
         layer.write(start, &[&bytes]).unwrap();
     }
