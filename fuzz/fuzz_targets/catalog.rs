@@ -1,4 +1,4 @@
-//! A catalog page of arbitrary bytes: read, changed, stored and read again.
+//! A catalog page of arbitrary bytes is read, changed, stored and read again.
 
 #![no_main]
 

@@ -1,4 +1,5 @@
-//! A line of the control protocol, from either side: it is decoded or refused, and what is decoded crosses unchanged.
+//! A line of the control protocol in either direction: it is decoded or refused; a decoded message survives encoding
+//! and decoding unchanged.
 
 #![no_main]
 
@@ -17,7 +18,7 @@ fuzz_target!(|data: &[u8]| {
         && let Ok(line) = encode(&message, REPLY_LINE_MAX)
     {
         let again = decode::<FromServer>(&line).expect("it was encoded");
-        // Numbers with a fraction may be written otherwise; the second time they are as they were.
+        // Numbers with a fraction may be encoded differently at first; encoding them again gives the same text.
         assert_eq!(encode(&again, REPLY_LINE_MAX).expect("it was encoded"), line);
     }
 });

@@ -1,4 +1,4 @@
-//! The text of a descriptor: what can be read can be written, and reads the same again.
+//! The text of a descriptor: a text that parses can be written, and parses to the same descriptor.
 
 #![no_main]
 

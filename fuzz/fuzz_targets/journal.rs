@@ -1,4 +1,4 @@
-//! A ring of arbitrary bytes, followed as recovery does.
+//! A journal ring of arbitrary bytes, read as recovery does.
 
 #![no_main]
 
@@ -15,7 +15,7 @@ fuzz_target!(|data: &[u8]| {
     let sealed = input.u8() & 1 == 1;
     let tail = Place { position: input.word(8) & !(BLOCK_SIZE as u64 - 1), sequence: input.word(8) };
     let mut ring = vec![0; SIZE];
-    // Pieces of the input at block borders, so that small inputs make several batches.
+    // Pieces of the input at block boundaries, so that small inputs make several batches.
     while !input.is_empty() {
         let at = input.word(1) as usize * BLOCK_SIZE;
         let length = input.word(2) as usize;
@@ -41,7 +41,7 @@ fuzz_target!(|data: &[u8]| {
         }
     }
     let _ = journal.continuation(at, incarnation).expect("the medium is whole");
-    // What is appended there is found there.
+    // A batch appended there must be found there.
     if at.position < 1 << 61 && at.sequence < 1 << 61 && incarnation < u64::MAX {
         journal.resume(at, incarnation + 1);
         journal.release(at);

@@ -1,5 +1,5 @@
-//! A text as the definition of a machine and as the record of an image: what is read holds together, and what is
-//! written reads the same.
+//! A text as the definition of a machine and as the record of an image: a text that parses passes the checks, and can
+//! be written and parsed again to the same value.
 
 #![no_main]
 

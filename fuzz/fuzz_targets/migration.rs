@@ -1,4 +1,5 @@
-//! The record of a migration, with the right checksum or as it comes: what can be read is written, and read the same.
+//! The record of a migration, with the right checksum or with the input's: a record that decodes can be written and
+//! read back unchanged.
 
 #![no_main]
 
@@ -7,7 +8,7 @@ use intent::Intents;
 use lamina_fuzz::layers::quiet_disk;
 use libfuzzer_sys::fuzz_target;
 
-// The intents of migrations are private to the crate `disk`: the target includes their modules by path.
+// The modules for migration intents are private in the crate `disk`, so the target compiles their sources.
 #[allow(dead_code)]
 #[path = "../../crates/disk/src/migrate/intent.rs"]
 mod intent;

@@ -1,4 +1,5 @@
-//! Whatever QEMU or a guest's agent says: refused or understood, without a panic, a hang, or memory without bound.
+//! Arbitrary messages from QEMU or a guest agent: they are refused or decoded, without a panic, a hang or unbounded
+//! memory.
 
 #![no_main]
 

@@ -1,4 +1,4 @@
-//! An archive with damage: its list, description and manifest, and the disks in it.
+//! A damaged archive: its member list, description and manifest, and the disks in it.
 
 #![no_main]
 
@@ -11,7 +11,7 @@ use libfuzzer_sys::fuzz_target;
 use std::io::Read;
 use std::sync::OnceLock;
 
-/// Bytes read of one member.
+/// The most bytes read from one member.
 const READ_MAX: u64 = 1 << 20;
 
 fuzz_target!(|data: &[u8]| {

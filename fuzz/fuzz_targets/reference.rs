@@ -1,4 +1,4 @@
-//! A name that an image gives, resolved in a real folder with links in it: it never leads out of what is permitted.
+//! A file name in an image, resolved in a real folder with links: it never leads outside the permitted folders.
 
 #![no_main]
 
@@ -10,10 +10,10 @@ use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
-/// What files say that may not be opened.
+/// The content of files that must not be opened.
 const SECRET: &[u8] = b"secret";
 
-/// `in` is the image's folder, `allowed` is permitted besides, `out` is not.
+/// `in` is the image's folder, `allowed` is permitted too, `out` is not.
 fn tree() -> PathBuf {
     let root = std::env::temp_dir().join("lamina-fuzz-reference");
     let _ = fs::remove_dir_all(&root);
@@ -53,7 +53,7 @@ fuzz_target!(|reference: &str| {
         let folder = Folder::local(&root.join("in"), &[root.join("allowed")]).expect("it was made");
         (root.canonicalize().expect("it was made"), folder)
     });
-    // What an absolute path would say.
+    // Replaces `$` by the absolute path of the tree.
     let reference = reference.replace('$', &root.to_string_lossy());
     let Ok(place) = folder.resolve(&reference) else { return };
     let path = place.folder.path().map(Path::to_owned).expect("a folder of the file system");

@@ -1,4 +1,4 @@
-//! A streamOptimized extent with damage: its index found at the end or by its markers, its grains inflated.
+//! A damaged streamOptimized extent: its index is found at the end or by its markers, and its grains are decompressed.
 
 #![no_main]
 

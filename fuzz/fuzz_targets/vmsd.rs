@@ -1,4 +1,4 @@
-//! VMware's list of snapshots: what can be read can be written, and reads the same again.
+//! VMware's list of snapshots: a text that parses can be written, and parses to the same list.
 
 #![no_main]
 

@@ -1,4 +1,5 @@
-//! Images of every format, made by lamina itself or, where it only reads, by others: what the targets damage.
+//! Images of every format, as bases for damage: made by lamina, or by other programs for formats that lamina only
+//! reads.
 
 use crate::Input;
 use crate::files::Sectors;
@@ -7,7 +8,7 @@ use backend::{File, IoMode};
 use layer::{Layer, hosted, sesparse, stream, vmfssparse, vsansparse};
 use std::sync::Arc;
 
-/// Writes what every image has: a few grains here and there, zeros, and something written twice.
+/// Writes the same data to every image: a few scattered grains, zeros, and a grain that is written twice.
 fn fill(layer: &dyn Layer) {
     let (capacity, grain) = (layer.capacity(), layer.grain());
     let bytes = |value: u8, length: u64| vec![value; length as usize];
@@ -20,7 +21,7 @@ fn fill(layer: &dyn Layer) {
     layer.zero(60 * grain..62 * grain, false).expect("a new image takes zeros");
 }
 
-/// The ways an image is found: new, with data and closed, with data and left open, and that with more not flushed.
+/// An image in four states: new; with data, closed; with data, left open; left open with more unflushed data.
 fn states<L: Layer>(create: &dyn Fn(Arc<dyn File>), open: &dyn Fn(Arc<dyn File>) -> L) -> Vec<Sectors> {
     let disk = quiet_disk();
     let file = disk.directory().create("image", IoMode::Buffered).expect("a new disk takes files");
@@ -37,7 +38,7 @@ fn states<L: Layer>(create: &dyn Fn(Arc<dyn File>), open: &dyn Fn(Arc<dyn File>)
     out
 }
 
-/// Redo logs with small grains, and one with larger ones.
+/// Redo logs with small grains, and one with larger grains.
 pub fn vmfssparse() -> Vec<Sectors> {
     let open = |file: Arc<dyn File>| {
         vmfssparse::VmfsSparse::open(file, &vmfssparse::OpenOptions::writing("image")).expect("a new image opens")
@@ -50,7 +51,7 @@ pub fn vmfssparse() -> Vec<Sectors> {
     [with(5 << 20, 1), with((33 << 20) + 512, 8)].concat()
 }
 
-/// SEsparse, in every state.
+/// SEsparse images in every state.
 pub fn sesparse() -> Vec<Sectors> {
     let options = |write| sesparse::Options { write, cache: 1 << 20, ..sesparse::Options::default() };
     let create = |file: Arc<dyn File>| {
@@ -65,7 +66,7 @@ pub fn sesparse() -> Vec<Sectors> {
     images
 }
 
-/// As ESXi leaves an image behind when it dies: two transactions in the journal that put back what stands there.
+/// An image as ESXi leaves it in a crash: two transactions in the journal, with the content that is in place already.
 fn journalled(mut image: Sectors) -> Sectors {
     let word = |sector: &mut [u8; 512], at: usize, value: u64| {
         sector[at..at + 8].copy_from_slice(&value.to_le_bytes());
@@ -75,7 +76,7 @@ fn journalled(mut image: Sectors) -> Sectors {
         let bytes = header[80 + 16 * index..].first_chunk().expect("eight bytes of a header");
         u64::from_le_bytes(*bytes)
     };
-    // Volatile header, journal header, journal, directory, tables: in the order of the constant header.
+    // Areas in the order of the constant header: volatile header, journal header, journal, directory, tables.
     let (volatile, journal, targets) = (area(0), area(2), [area(3), area(4)]);
     let sectors = image.sectors_mut();
     for (slot, target) in (0..).zip(targets) {
@@ -96,7 +97,7 @@ fn journalled(mut image: Sectors) -> Sectors {
     image
 }
 
-/// vsanSparse, in every state.
+/// vsanSparse objects in every state.
 pub fn vsansparse() -> Vec<Sectors> {
     let options = vsansparse::CreateOptions { capacity: (40 << 20) + 512, id: *b"0123456789abcdef" };
     let create = |file: Arc<dyn File>| vsansparse::create(file, "image", &options).expect("a new disk takes bytes");
@@ -106,7 +107,7 @@ pub fn vsansparse() -> Vec<Sectors> {
     states(&create, &open)
 }
 
-/// Gives every structure of a vsanSparse object the checksum that its bytes ask for.
+/// Gives every structure of a vsanSparse object the right checksum.
 pub fn seal_vsansparse(image: &mut Sectors) {
     let sectors = image.sectors_mut();
     let blocks: std::collections::BTreeSet<u64> = sectors.keys().map(|sector| sector / 8).collect();
@@ -136,7 +137,7 @@ pub fn seal_vsansparse(image: &mut Sectors) {
 const DESCRIPTOR: &[u8] = b"# Disk DescriptorFile\nversion=1\nCID=fffffffe\nparentCID=ffffffff\n\
 createType=\"monolithicSparse\"\nRW 81921 SPARSE \"image\"\n";
 
-/// Workstation's sparse extents, with zero grains and without, and what qemu-img makes.
+/// Sparse extents of VMware Workstation, with and without zero grains, and one made by qemu-img.
 pub fn hosted() -> Vec<Sectors> {
     let open = |file: Arc<dyn File>| {
         let options = hosted::OpenOptions { image: "image".into(), writable: true, parent: true, force: false };
@@ -154,7 +155,7 @@ pub fn hosted() -> Vec<Sectors> {
     images
 }
 
-/// Compressed streams: of lamina, and of qemu-img.
+/// Compressed streams from lamina and from qemu-img.
 pub fn stream() -> Vec<Sectors> {
     let options = stream::StreamOptions { capacity: (40 << 20) + 512, descriptor: DESCRIPTOR, level: 6, threads: 1 };
     let mut writer = stream::StreamWriter::new(Vec::new(), &options).expect("memory takes bytes");
@@ -190,7 +191,7 @@ pub fn ova() -> Vec<Sectors> {
     vec![archive(Algorithm::Sha256), archive(Algorithm::Sha1)]
 }
 
-/// QEMU's own, of versions 2 and 3, with compressed clusters, extended tables and a backing file.
+/// qcow2 images of versions 2 and 3, with compressed clusters, extended tables and a backing file.
 pub fn qcow2() -> Vec<Sectors> {
     vec![
         kept(include_bytes!("../seeds/qcow2/qemu-v3")),
@@ -202,7 +203,7 @@ pub fn qcow2() -> Vec<Sectors> {
     ]
 }
 
-/// An image that is kept as a seed, behind one byte of options.
+/// An image from a seed file, after its byte of options.
 fn kept(seed: &[u8]) -> Sectors {
     Sectors::read(&mut Input(seed.get(1..).unwrap_or_default()), &[])
 }
