@@ -2,13 +2,13 @@
 //!
 //! ```text
 //!            down: F <- C                                 up: C <- F
-//! announce   F is written, C hides it; its snapshot's     C is written, with what shows through it
-//!            name is gone from here on
-//! merge      C's bytes into F; F's CID changes with       F's bytes into C; C's CID changes with
-//!            the first of them                            the first of them
-//! commit     F stands where C stood                       C stands on F's parent
-//! settle     F takes C's CID, so that what stood on C     C takes its own CID back, so that what stands on it
-//!            stands on F; hints are written               stands right; it remembers F's parent
+//! announce   the record says that F is written, hidden    the record says that C is filled where F
+//!            by C; F's snapshot loses its name            shows through
+//! merge      C's data is copied into F; the first write   F's data is copied into C; the first write
+//!            changes F's CID                              changes C's CID
+//! commit     F takes C's place in the tree                F's parent becomes C's parent
+//! settle     F gets C's CID, which C's children record;   C gets its old CID back, which its children
+//!            their hints are written                      record; its parentCID and hint are written
 //! remove     C's files                                    F's files
 //! ```
 //!

@@ -7,9 +7,9 @@
 //!
 //! ```text
 //!          down, the top among the sources                     writes go to
-//!   bulk     copy what the sources hold, front to back          top, and a note in the log
-//!   passes   copy what the log says, again while it shrinks     top, and a note in the log
-//!   mirror   let writers pass; copy the rest of the log         top, then target
+//!   bulk     copy what the sources hold, front to back          top, and mark the dirty log
+//!   passes   copy what the log has, again while it shrinks      top, and mark the dirty log
+//!   mirror   wait for writers under way; copy the log's rest    top, then target
 //!   commit   flush both; the owner's record made durable        top, then target
 //!   swap     publish the levels without the sources             target
 //! ```
