@@ -5,11 +5,11 @@
 //! each with a count of changes begun and of changes under way. The steps:
 //!
 //! ```text
-//! reader  T  take the stripes' counts        writer  B  begin: count up        (then, under the shard's lock:
-//!         L  look, without a lock                    R  remove what is cached   remove)
-//!         C  under the shard's lock:                 W  change the layer
-//!            counts as at T, nothing under way?      P  put the new answer     (under the shard's lock)
-//!            then put it in                          E  end
+//! reader  T  take the stripes' counts              writer  B  begin: count up
+//!         L  look up in the layers, without a lock         R  under the shard's lock: remove cached results
+//!         C  under the shard's lock: insert, if the        W  change the layer
+//!            counts are those of T and no change           P  under the shard's lock: insert the new result
+//!            is under way                                  E  end: count down
 //! ```
 //!
 //! Why no stale result stays: if C comes before R in the order of the shard's lock, R removes the result of C, or P

@@ -1,12 +1,12 @@
 //! S3-FIFO over blocks (Yang and others, SOSP 2023: "FIFO queues are all you need for cache eviction").
 //!
 //! ```text
-//!             not seen lately                read again while there
-//!   insert ------------------> small (10 %) ------------------------> main --+ read again: once more round
+//!             no ghost of the block             read again
+//!   insert ------------------> small (10 %) ------------------------> main --+ read again: requeued
 //!      |                         |                                     ^ |---+
 //!      |                         v not read again                      | v not read again
-//!      |                       ghost (numbers only)                    | gone
-//!      +--- number is a ghost -----------------------------------------+
+//!      |                       ghost (block numbers only)              | evicted
+//!      +--- the block is a ghost --------------------------------------+
 //! ```
 //!
 //! 1. A block is in at most one queue, once; a slot is free or in exactly one queue.
