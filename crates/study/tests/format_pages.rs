@@ -195,7 +195,7 @@ const ITEMS: &[Item] = &[
         "Volatile",
         ("docs/format/sesparse.md", "Volatile header"),
         &[
-            ("free_table", "grain tables handed out"),
+            ("free_table", "grain tables allocated"),
             ("next_sequence", "sequence number of the journal's next transaction"),
             ("replay", "has to be replayed"),
         ],
