@@ -101,11 +101,11 @@ mod tests {
         assert_eq!(file.allocated().unwrap(), 16 << 10);
         let operations = disk.operations();
         backing.take(&*file, 0..16 << 10, 1).unwrap();
-        assert_eq!(disk.operations(), operations, "it is known");
+        assert_eq!(disk.operations(), operations, "the page is known to have space");
         backing.take(&*file, 40 << 10..44 << 10, 32 << 10).unwrap();
         assert_eq!(file.allocated().unwrap(), 48 << 10);
         backing.take(&*file, 70 << 10..71 << 10, 64 << 10).unwrap();
-        assert_eq!(file.allocated().unwrap(), 52 << 10, "only the page that is needed");
+        assert_eq!(file.allocated().unwrap(), 52 << 10, "only the requested page is reserved");
         let refused = backing.take(&*file, 128 << 10..256 << 10, 1).unwrap_err();
         assert_eq!(refused.kind(), io::ErrorKind::StorageFull);
         // Freed space is allocated again.

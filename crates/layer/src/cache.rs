@@ -70,7 +70,7 @@ mod tests {
         cache.insert(1000, 0u64);
         for key in 0..100u64 {
             cache.insert(key, key * 2);
-            assert_eq!(cache.get(1000), Some(&0), "asked for between any two insertions");
+            assert_eq!(cache.get(1000), Some(&0), "used between any two insertions");
             assert!(cache.slots.len() <= 8 && cache.index.len() == cache.slots.len());
             assert_eq!(cache.index.get(&key).map(|at| cache.slots[*at].value), Some(key * 2));
         }

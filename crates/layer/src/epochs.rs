@@ -71,14 +71,14 @@ mod tests {
     fn an_epoch_is_over_when_it_and_all_before_it_are_left() {
         let epochs = Epochs::new();
         let first = epochs.end();
-        assert!(epochs.is_over(first), "no operation was there");
+        assert!(epochs.is_over(first), "no operation was running");
         let old = epochs.enter();
         let second = epochs.end();
         let young = epochs.enter();
         let third = epochs.end();
         drop(young);
         assert!(epochs.is_over(first) && !epochs.is_over(second));
-        assert!(!epochs.is_over(third), "an older operation is still there");
+        assert!(!epochs.is_over(third), "an older operation is still running");
         let current = epochs.enter();
         drop(old);
         assert!(epochs.is_over(third), "the current epoch does not count");

@@ -71,7 +71,7 @@ impl<T> GroupCommit<T> {
     /// Refuses changes of an image that was stopped or closed.
     pub(crate) fn check_changeable(&self, image: &str, is_open: bool) -> Result<()> {
         if self.stopped.load(Ordering::Acquire) {
-            let what = format!("{image}: an earlier failure of the medium stopped all changes: open it again");
+            let what = format!("{image}: an earlier I/O error stopped all changes: open it again");
             return Err(Error::new(ErrorKind::Stopped, what));
         }
         match is_open {

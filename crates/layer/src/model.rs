@@ -32,7 +32,7 @@ fn stamp_of(lba: u64, bytes: &[u8]) -> u64 {
     let mut stamp = [0; 8];
     stamp.copy_from_slice(&bytes[..8]);
     let stamp = u64::from_le_bytes(stamp).max(ZEROS);
-    assert!(bytes == sector_bytes(lba, stamp), "sector {lba} holds what no write put there as a whole");
+    assert!(bytes == sector_bytes(lba, stamp), "sector {lba} is no complete sector of any write");
     stamp
 }
 
@@ -64,7 +64,7 @@ pub(crate) fn stamps(layer: &dyn Layer, sectors: Range<u64>) -> Result<Vec<u64>>
                         out.push(stamp_of(lba, sector));
                     }
                 }
-                Content::Encoded => panic!("nothing is encoded here"),
+                Content::Encoded => panic!("no data is encoded here"),
             }
         }
     }
@@ -270,7 +270,10 @@ impl<'a, S: Subject> Trial<'a, S> {
         self.subject.check(&reader);
         drop(reader);
         let writer = self.open(true).unwrap();
-        assert!(stamps(&writer, 0..self.subject.capacity()).unwrap() == found, "writers see what readers see");
+        assert!(
+            stamps(&writer, 0..self.subject.capacity()).unwrap() == found,
+            "an opening for writing reads the same as one for reading"
+        );
         writer.close().unwrap();
         self.memory = Memory::new(found);
     }

@@ -38,7 +38,7 @@ pub(crate) fn read(layer: &dyn Layer, range: Range<u64>, parent: Option<&[u8]>) 
     while at < range.end {
         extents.clear();
         layer.map(at..range.end, 7, &mut extents)?;
-        assert!(!extents.is_empty() && extents.len() <= 7, "at least one extent, and no more than asked for");
+        assert!(!extents.is_empty() && extents.len() <= 7, "at least one extent, and at most the requested number");
         for extent in &extents {
             assert!(extent.start == at && extent.length > 0 && at + extent.length <= range.end, "extents adjoin");
             let part = &mut out[(at - range.start) as usize..][..extent.length as usize];

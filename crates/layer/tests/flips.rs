@@ -118,7 +118,7 @@ fn read_grain(layer: &dyn Layer, size: u64, grain: u64, absent: u32) -> Result<O
                     layer.file(file)?.read_at(&mut bytes, offset).unwrap();
                     found.extend(bytes);
                 }
-                Content::Encoded => panic!("nothing is encoded here"),
+                Content::Encoded => panic!("no data is encoded here"),
             }
             at = extent.start + extent.length;
         }

@@ -215,7 +215,7 @@ fn go_on_where_there_is_no_room(format: Format, parent: bool, seed: u64) {
         world.layer.discard(unit * world.unit..(unit + length) * world.unit).unwrap();
         for (unit, before) in (unit..).zip(before) {
             let after = world.read(unit);
-            assert!(after == before || after.iter().all(|byte| *byte == 0), "neither zeros nor what it was");
+            assert!(after == before || after.iter().all(|byte| *byte == 0), "neither zeros nor the old content");
             world.written.remove(&unit);
         }
         world.layer.flush().unwrap();

@@ -262,7 +262,7 @@ fn qemu_and_we_write_split_disks_in_turn() {
         }
         let image = open(&path, true).unwrap();
         assert_eq!(image.layer().capacity(), capacity);
-        assert_ne!(image.descriptor().unwrap().content, before.content, "QEMU renews it as we do");
+        assert_ne!(image.descriptor().unwrap().content, before.content, "QEMU changes the CID as lamina does");
         assert!(read(&**image.layer(), piece - 64 * 1024, 128 * 1024).iter().all(|byte| *byte == 17));
         assert!(read(&**image.layer(), 2 * piece, 4096).iter().all(|byte| *byte == 0));
         assert!(read(&**image.layer(), 2 * piece + 4096, 64 * 1024).iter().all(|byte| *byte == 34));
@@ -340,5 +340,5 @@ fn qemu_sees_that_we_changed_a_parent() {
     image.layer().close().unwrap();
     drop(image);
     let (good, told) = try_run(folder.path(), "qemu-io", &through);
-    assert!(!good || told.contains("failed"), "QEMU reads a child through a changed parent: {told}");
+    assert!(!good || told.contains("failed"), "QEMU read a child although its parent had changed: {told}");
 }

@@ -288,7 +288,7 @@ fn a_crash_leaves_an_image_or_what_is_swept() {
                 break;
             }
         }
-        assert!(finished, "{kind} is never finished");
+        assert!(finished, "the creation of {kind} never completed");
     }
 }
 
@@ -347,5 +347,5 @@ fn makers_of_one_name_do_not_harm_each_other() {
         }
     });
     let (made, swept) = (made.into_inner(), swept.into_inner());
-    assert!(made > 10 && swept > 10, "{made} made, {swept} swept: the test misses its aim");
+    assert!(made > 10 && swept > 10, "{made} created, {swept} swept: too few of either");
 }

@@ -240,7 +240,7 @@ fn a_hundred_thousand_mutations_parse_or_fail_and_come_back() {
         match Descriptor::parse(&text) {
             Ok(descriptor) => {
                 good += 1;
-                let again = descriptor.to_bytes().expect("what was read can be written");
+                let again = descriptor.to_bytes().expect("a parsed descriptor can be written");
                 assert_eq!(Descriptor::parse(&again).unwrap(), descriptor, "round {round}: {}", again.escape_ascii());
                 let padded = descriptor.to_embedded_bytes(again.len() + 700).unwrap();
                 assert_eq!(Descriptor::parse(&padded).unwrap(), descriptor);
@@ -252,7 +252,7 @@ fn a_hundred_thousand_mutations_parse_or_fail_and_come_back() {
             }
         }
     }
-    assert!(good > 10_000 && bad > 10_000, "{good} good, {bad} bad: the mutations miss their aim");
+    assert!(good > 10_000 && bad > 10_000, "{good} valid, {bad} invalid: too few of either");
     assert!(begin.elapsed() < Duration::from_secs(60), "{:?}", begin.elapsed());
 }
 
@@ -384,7 +384,10 @@ fn a_power_cut_leaves_the_old_descriptor_or_the_new_one() {
                 let after = disk.crash();
                 let found = load_named(&*after.directory(), "web.vmdk").unwrap();
                 assert!(found == old || found == new, "seed {seed} cut {cut}");
-                assert!(!finished || found == new, "seed {seed} cut {cut}: replaced, and the old one is back");
+                assert!(
+                    !finished || found == new,
+                    "seed {seed} cut {cut}: the old descriptor after a completed replacement"
+                );
                 outcomes[usize::from(found == new)] += 1;
                 // The next replacement succeeds after any outcome, and a sweep removes all other files.
                 storage::sweep(&*after.directory()).unwrap();
@@ -396,7 +399,7 @@ fn a_power_cut_leaves_the_old_descriptor_or_the_new_one() {
             }
         }
     }
-    assert!(outcomes[0] > 100 && outcomes[1] > 100, "{outcomes:?}: the cuts miss their aim");
+    assert!(outcomes[0] > 100 && outcomes[1] > 100, "{outcomes:?}: too few cuts left the old or the new descriptor");
 }
 
 #[test]

@@ -21,7 +21,7 @@ pub(super) struct Locks {
 }
 
 /// Shared locks of blocks. Most writes touch one or two blocks.
-#[expect(dead_code, reason = "guards are held, not looked at")]
+#[expect(dead_code, reason = "guards are only held")]
 pub(super) enum Shared<'a> {
     One(RwLockReadGuard<'a, ()>),
     Two(RwLockReadGuard<'a, ()>, RwLockReadGuard<'a, ()>),

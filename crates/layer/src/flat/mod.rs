@@ -459,5 +459,8 @@ fn zeros() -> &'static Buffer {
 
 /// The error of work that was cancelled.
 fn interrupted(what: &str, name: &str) -> Error {
-    Error::new(ErrorKind::Interrupted, format!("{what} '{name}' was stopped; what is done stays, and it can go on"))
+    Error::new(
+        ErrorKind::Interrupted,
+        format!("{what} '{name}' was stopped; its changes so far are kept, and it can be repeated"),
+    )
 }

@@ -33,7 +33,7 @@ impl Flat {
             let done = self.blocks.bytes_of(next..next + 1).start - self.bytes.start;
             if throttle.step(done, total, std::mem::take(&mut moved)).is_break() {
                 self.flush()?;
-                return Err(interrupted("giving back zeros of", &self.name));
+                return Err(interrupted("freeing zeros of", &self.name));
             }
             let (end, punched) = match self.blocks.state(next) {
                 BlockType::Unwritten => self.punch_unwritten(next)?,

@@ -187,7 +187,10 @@ impl History {
 
     fn check(&self, found: &[u8], what: &str) {
         for (index, (sector, allowed)) in found.chunks(512).zip(&self.sectors).enumerate() {
-            assert!(allowed.iter().any(|old| old == sector), "{what}: sector {index} holds what was never written");
+            assert!(
+                allowed.iter().any(|old| old == sector),
+                "{what}: sector {index} has content that was never written"
+            );
         }
     }
 }
@@ -234,7 +237,7 @@ fn power_cuts_keep_what_was_flushed_through_every_operation() {
             flat.fill(&NoProgress).unwrap();
         }
     }
-    assert!(cuts > 200, "only {cuts} cuts: the test misses its aim");
+    assert!(cuts > 200, "only {cuts} power cuts");
 }
 
 #[test]
@@ -264,7 +267,7 @@ fn a_crash_while_a_disk_is_made_leaves_all_of_it_or_nothing() {
             storage::sweep(&*directory).unwrap();
             let names = directory.list().unwrap();
             outcomes[usize::from(names.is_empty())] += 1;
-            assert!(!finished || !names.is_empty(), "seed {seed} cut {cut}: finished and gone");
+            assert!(!finished || !names.is_empty(), "seed {seed} cut {cut}: the disk was created and is missing");
             if !names.is_empty() {
                 let file = directory.open("web.vmdk", IoMode::Buffered).unwrap();
                 let descriptor = storage::load(&*file, "web.vmdk").unwrap();
@@ -424,7 +427,7 @@ fn a_failed_write_leaves_the_counters_true() {
         assert_eq!(flat.counters(), recounted(&*directory, &flat), "seed {seed}");
         let mut straight = vec![0; 4 << 20];
         flat.file(0).unwrap().read_at(&mut straight, 0).unwrap();
-        assert!(read(&flat, 0, 4 * MIB) == straight, "seed {seed}: the map hides what was written");
+        assert!(read(&flat, 0, 4 * MIB) == straight, "seed {seed}: the map lacks written data");
     }
 }
 

@@ -57,7 +57,7 @@ impl Flat {
 
     /// Punches a hole. The caller has locked the blocks exclusively.
     pub(super) fn give_back(&self, blocks: Range<u64>, part: &Range<u64>) -> Result<()> {
-        let during = || format!("giving back {} bytes of '{}'", part.end - part.start, self.name);
+        let during = || format!("freeing {} bytes of '{}'", part.end - part.start, self.name);
         let pages = self.whole_pages(part);
         self.file.punch(pages.start, pages.end - pages.start).during(during)?;
         for block in blocks {

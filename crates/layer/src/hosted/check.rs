@@ -56,7 +56,7 @@ impl Check {
     /// Why the image must not be written; `None` if it may be.
     pub(super) fn unwritable(&self) -> Option<String> {
         match self {
-            Check { shared, .. } if *shared > 0 => Some(format!("{shared} grains share their place with others")),
+            Check { shared, .. } if *shared > 0 => Some(format!("{shared} grains overlap others")),
             Check { overlaps, .. } if *overlaps > 0 => Some(format!("{overlaps} of its tables overlap")),
             _ => None,
         }

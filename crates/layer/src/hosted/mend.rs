@@ -74,7 +74,7 @@ impl Hosted {
                     scan.check.zero_grains += u64::from(!place && entry != ENTRY_ABSENT);
                     tell(&mut scan.check.proven, || {
                         format!(
-                            "the copies of the table have grain {number} at sectors {one} and {other}: {entry} holds"
+                            "the copies of the table have grain {number} at sectors {one} and {other}: {entry} is right"
                         )
                     });
                 }
@@ -87,7 +87,7 @@ impl Hosted {
                     let impossible = doubt.possible == [false; 2];
                     *(if impossible { &mut scan.check.bad } else { &mut scan.check.unproven }) += 1;
                     tell(&mut scan.check.doubts, || match impossible {
-                        true => format!("grain {number} ({bytes}): no copy of its table names a valid place"),
+                        true => format!("grain {number} ({bytes}): no copy of its table names a valid sector"),
                         false => format!(
                             "grain {number} ({bytes}): the copies of its table name sectors {one} and {other}, and \
                              neither is provably wrong; reading it fails until one is"
@@ -182,7 +182,7 @@ impl Hosted {
                 let bytes: Vec<u8> = entries.into_iter().flat_map(u32::to_le_bytes).collect();
                 self.file
                     .write_at(&[&bytes], u64::from(place) * SECTOR, false)
-                    .during(|| format!("{}: cannot mend grain table {index}", self.image))?;
+                    .during(|| format!("{}: cannot repair grain table {index}", self.image))?;
             }
             if places != table.places {
                 moved.push((index, places));

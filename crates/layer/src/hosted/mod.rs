@@ -105,7 +105,7 @@ impl Hosted {
         match options.writable {
             true => layer.begin_writing(options.parent, options.force)?,
             false if layer.header.unclean => {
-                let sentence = "it was not closed properly; what was flushed is there".to_owned();
+                let sentence = "it was not closed properly; flushed data is complete".to_owned();
                 layer.warnings.add(&layer.image, sentence);
             }
             false => {}
@@ -145,7 +145,7 @@ impl Hosted {
 
     fn damaged_entry(&self, grain: u64) -> Error {
         let what =
-            format!("{}: the place of grain {grain} is lost, its tables are damaged or the file was cut", self.image);
+            format!("{}: grain {grain} has no valid sector: its tables are damaged or the file was cut", self.image);
         Error::new(ErrorKind::Corrupt, format!("{what}; check the image, with --repair to correct what can be proven"))
     }
 }

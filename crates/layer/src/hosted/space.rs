@@ -196,7 +196,7 @@ impl Space {
     /// Punches and frees a run that no table names. If punching fails, the run stays dead: only space is lost.
     pub(super) fn free_run(&self, run: SectorRun, file: &dyn File) {
         if let Err(error) = file.punch(run.start * SECTOR, run.sectors * SECTOR) {
-            tracing::warn!(image = self.image, sector = run.start, "cannot give space back: {error}");
+            tracing::warn!(image = self.image, sector = run.start, "cannot free space: {error}");
             return;
         }
         let mut state = self.state.lock();

@@ -191,9 +191,12 @@ impl Tables {
         if !table.damaged {
             return Ok(());
         }
-        let what = format!("{}: grain table {index} is damaged in ways that its two copies do not settle", self.image);
+        let what = format!(
+            "{}: grain table {index} is damaged, and its two copies do not prove the right entries",
+            self.image
+        );
         let advice =
-            "check the image with --repair; what stays in doubt cannot be changed, copy the rest to a new image";
+            "check the image with --repair; a table in doubt cannot be changed: copy the other data to a new image";
         Err(Error::new(ErrorKind::Corrupt, format!("{what}; {advice}")))
     }
 

@@ -159,7 +159,7 @@ fn changed(child: &str, reference: &ParentReference, parent: &Image) -> Option<E
         Some(descriptor) if descriptor.content == wanted => return None,
         Some(descriptor) => format!("its content is {} now", descriptor.content),
         None if names_raw(parent.place(), reference) => return None,
-        None => "its content has no identity at all".to_owned(),
+        None => "its content has no CID".to_owned(),
     };
     let text = format!(
         "'{child}' was made above content {wanted} of '{label}', but {found}: the parent was changed or exchanged since, \

@@ -223,7 +223,7 @@ impl Work<'_> {
         for (count, what, damage) in wrong.into_iter().filter(|(count, ..)| *count > 0) {
             match damage || found.repaired == 0 {
                 true => checked.problems.push(format!("{count} {what}")),
-                false => checked.notes.push(format!("{count} {what}: put right")),
+                false => checked.notes.push(format!("{count} {what}: corrected")),
             }
         }
         let mended = if write { ": mended" } else { "" };
@@ -235,9 +235,9 @@ impl Work<'_> {
 
 fn of_hosted(found: &hosted::Check) -> Checked {
     let wrong = [
-        (found.bad, "entries name places outside the file"),
-        (found.unproven, "grains are at different places by the two copies of their table"),
-        (found.shared, "grains share their place with others or with tables"),
+        (found.bad, "entries name sectors outside the file"),
+        (found.unproven, "grains have different sectors in the two copies of their table"),
+        (found.shared, "grains overlap other grains or tables"),
         (found.overlaps, "tables overlap"),
         (found.differing, "tables differ from their second copy"),
         (found.lost, "tables cannot be read in either copy"),
@@ -248,7 +248,7 @@ fn of_hosted(found: &hosted::Check) -> Checked {
     let mut notes = found.warnings.clone();
     notes.extend(found.proven.iter().cloned());
     if found.unclean {
-        notes.push("it was not closed properly; what was flushed is there".to_owned());
+        notes.push("it was not closed properly; flushed data is complete".to_owned());
     }
     Checked { format: "monolithicsparse".into(), problems, notes, dead: found.dead, ..Checked::default() }
 }

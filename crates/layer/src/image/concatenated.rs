@@ -62,7 +62,7 @@ impl Concatenated {
             }
             let end = capacity.checked_add(part.length).filter(|end| *end <= crate::CAPACITY_MAX && part.length > 0);
             let end = end.ok_or_else(|| {
-                Error::new(ErrorKind::Corrupt, format!("'{}' has a length that no disk has room for", part.name))
+                Error::new(ErrorKind::Corrupt, format!("'{}' makes the disk longer than any disk can be", part.name))
             })?;
             placed.push(Placed { start: capacity, part });
             capacity = end;
@@ -102,7 +102,7 @@ impl ExtentPart<'_> {
         match &self.placed.part.layer {
             Some(layer) if layer.writable() => Ok(layer),
             Some(_) => Err(Error::new(ErrorKind::ReadOnly, format!("the extent '{name}' is read-only"))),
-            None => Err(Error::new(ErrorKind::ReadOnly, "the extent there holds nothing and cannot be written")),
+            None => Err(Error::new(ErrorKind::ReadOnly, "the range has no extent file and cannot be written")),
         }
     }
 
@@ -114,7 +114,7 @@ impl ExtentPart<'_> {
             match &mut extent.content {
                 Content::Data { file, .. } if *file == 0 => *file = self.index as u16,
                 Content::Data { file, .. } => {
-                    let text = format!("'{}' keeps its bytes in a file {file} of its own", self.placed.part.name);
+                    let text = format!("'{}' has data in a second file, number {file}", self.placed.part.name);
                     return Err(Error::new(ErrorKind::Unsupported, text));
                 }
                 _ => {}

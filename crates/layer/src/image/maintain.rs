@@ -168,10 +168,10 @@ impl Image {
                     sum.dead += report.dead;
                     sum.repaired += report.repaired;
                     sum.mended.extend(report.mended);
-                    sum.add(report.bad, format!("{} entries name places outside the file", report.bad));
-                    let what = "grains are at different places by the two copies of their table";
+                    sum.add(report.bad, format!("{} entries name sectors outside the file", report.bad));
+                    let what = "grains have different sectors in the two copies of their table";
                     sum.add(report.unproven, format!("{} {what}", report.unproven));
-                    sum.add(report.shared, format!("{} grains share their place with others", report.shared));
+                    sum.add(report.shared, format!("{} grains overlap others", report.shared));
                     sum.add(report.overlaps, format!("{} tables overlap others", report.overlaps));
                     sum.add(report.differing, format!("{} tables differ from their copies", report.differing));
                     sum.add(report.lost, format!("{} tables cannot be read", report.lost));

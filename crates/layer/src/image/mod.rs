@@ -425,7 +425,7 @@ fn check_size(layer: &dyn Layer, descriptor: &Descriptor, label: &str) -> Result
     let text = format!("'{label}' holds {header} bytes by its header and {line} by its descriptor: one is damaged");
     Err(Error::new(
         ErrorKind::Corrupt,
-        format!("{text}; --force-parent takes the header's word, to save what is there"),
+        format!("{text}; --force-parent uses the header's capacity, to rescue the data"),
     ))
 }
 

@@ -139,12 +139,12 @@ fn a_disk_is_opened_written_and_opened_again() {
     assert_ne!(renewed.content, ContentId::INITIAL);
     assert_eq!(image.descriptor().unwrap(), renewed);
     image.layer().zero(0..MIB, true).unwrap();
-    assert_eq!(image.descriptor().unwrap(), renewed, "one identity for one opening");
+    assert_eq!(image.descriptor().unwrap(), renewed, "one new CID per opening");
     assert_eq!(image.counters().unwrap(), Counters { blocks: 8, nb: 2, tbz: 1 });
     image.inflate(&NoProgress).unwrap();
     assert_eq!(image.provisioning(), Some(Provisioning::EagerZeroedThick));
     assert!(!image.descriptor().unwrap().thin());
-    assert_eq!(image.descriptor().unwrap().content, renewed.content, "zeros that were there before are no change");
+    assert_eq!(image.descriptor().unwrap().content, renewed.content, "writing zeros over zeros changes no content");
     image.layer().close().unwrap();
     drop(image);
     let image = open(&directory, "vm.vmdk", &writing()).unwrap();
@@ -155,7 +155,7 @@ fn a_disk_is_opened_written_and_opened_again() {
     assert_eq!(read(&**image.layer(), 3 * MIB, 8192), [[1; 4096], [0; 4096]].concat());
     assert_eq!(image.descriptor().unwrap().content, renewed.content);
     image.layer().write(0, &[&[1; 512]]).unwrap();
-    assert_ne!(image.descriptor().unwrap().content, renewed.content, "the next opening has its own");
+    assert_ne!(image.descriptor().unwrap().content, renewed.content, "the next opening has a CID of its own");
 }
 
 #[test]

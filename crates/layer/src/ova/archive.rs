@@ -63,12 +63,12 @@ impl Archive {
                 continue;
             }
             if !kind.is_file() {
-                return Err(corrupt(format!("{path:?} is no plain file: links and devices have no place in it")));
+                return Err(corrupt(format!("{path:?} is no plain file: links and devices are refused")));
             }
             let name = plain_name(path.strip_prefix("./").unwrap_or(&path)).map_err(|error| error.context(image))?;
             let (start, size) = (entry.raw_file_position(), entry.size());
             if start.checked_add(size).is_none_or(|end| end > length) {
-                return Err(corrupt(format!("{name} goes on behind the end: the archive was cut")));
+                return Err(corrupt(format!("{name} extends past the end: the archive is truncated")));
             }
             if members.len() == MEMBERS_MAX {
                 return Err(corrupt(format!("it has more than {MEMBERS_MAX} members")));

@@ -30,7 +30,7 @@ impl Manifest {
             let digest = unhex(digits).filter(|digest| digest.len() == algorithm.length()).ok_or_else(wrong)?;
             let name = plain_name(name.strip_prefix("./").unwrap_or(name))?;
             if entries.len() == MEMBERS_MAX || entries.iter().any(|(own, ..)| own == name) {
-                return Err(corrupt(format!("line {number} is one too many")));
+                return Err(corrupt(format!("line {number} repeats a name, or exceeds {MEMBERS_MAX} names")));
             }
             entries.push((name.to_owned(), algorithm, digest));
         }

@@ -46,7 +46,7 @@ impl Envelope {
         // All known descriptors have the references first, but this code does not require it.
         for mut disk in found.disks {
             let file = found.files.iter().find(|(id, _)| *id == disk.file).map(|(_, name)| name.clone());
-            let missing = || wrong(format!("disk {} names file {}, which is none", disk.id, disk.file));
+            let missing = || wrong(format!("disk {} refers to file {}, which is not listed", disk.id, disk.file));
             disk.file = file.ok_or_else(missing)?;
             envelope.disks.push(disk);
         }
@@ -121,7 +121,7 @@ impl Found {
             }
         }
         if self.files.len() == MEMBERS_MAX || self.files.iter().any(|(own, _)| own == id) {
-            return Err(wrong(format!("file {id} is one too many")));
+            return Err(wrong(format!("file {id} is listed twice, or exceeds the limit of {MEMBERS_MAX} files")));
         }
         self.files.push((id.to_owned(), name.to_owned()));
         Ok(())

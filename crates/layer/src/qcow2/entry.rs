@@ -101,11 +101,11 @@ impl Entries {
             return Ok(Cluster::Compressed { offset, size: (sectors + 1) * 512 - offset % 512 });
         }
         if entry & RESERVED != 0 || (entry & ZERO != 0 && !self.zero_flag) {
-            return Err("bits are set that must not be");
+            return Err("reserved bits are set");
         }
         let offset = entry & OFFSET_MASK;
         if !offset.is_multiple_of(1 << self.cluster_bits) {
-            return Err("it names a place in the middle of a cluster");
+            return Err("its offset is no multiple of the cluster size");
         }
         // In an external data file a cluster may be at offset 0: there the COPIED bit means that it is allocated.
         let present = offset != 0 || (self.external && entry & COPIED != 0);
@@ -113,7 +113,7 @@ impl Entries {
             let parts = slice.get(word + 1).copied().ok_or("it lies outside its table")?;
             let (data, zero) = (parts as u32, (parts >> 32) as u32);
             if data & zero != 0 || (data != 0 && !present) {
-                return Err("its parts contradict each other");
+                return Err("a subcluster is both data and zeros");
             }
             return Ok(match (data, zero) {
                 (u32::MAX, _) => Cluster::Data { offset },

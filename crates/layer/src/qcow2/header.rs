@@ -132,13 +132,13 @@ impl Header {
         let coverage = self.cluster_size() / entry * self.cluster_size();
         self.l1_entries = self.size.div_ceil(coverage);
         if self.l1_entries > L1_ENTRIES_MAX || self.l1_entries > l1_size {
-            let what = format!("its first-level table has {l1_size} entries and would need {}", self.l1_entries);
+            let what = format!("its L1 table has {l1_size} entries and would need {}", self.l1_entries);
             return Err(corrupt(what));
         }
         let end = self.l1_offset.checked_add(self.l1_entries * 8);
         let outside = end.is_none_or(|end| end > length) || !self.l1_offset.is_multiple_of(self.cluster_size());
         if outside && self.l1_entries > 0 {
-            return Err(corrupt("its first-level table lies outside the file, or between clusters"));
+            return Err(corrupt("its L1 table lies outside the file or does not begin at a cluster"));
         }
         Ok(())
     }

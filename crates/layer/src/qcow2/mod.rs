@@ -63,8 +63,7 @@ impl Qcow2 {
             return Err(Error::new(ErrorKind::Invalid, format!("{image}: {what}")));
         }
         let mut bytes = vec![0; header.l1_entries() as usize * 8];
-        file.read_at(&mut bytes, header.l1_offset())
-            .during(|| format!("{image}: cannot read the first-level table"))?;
+        file.read_at(&mut bytes, header.l1_offset()).during(|| format!("{image}: cannot read the L1 table"))?;
         let l1 = big_endian(&bytes);
         let entries = Entries::new(&header);
         let slices = ClockCache::new((TABLE_CACHE_BYTES / entries.slice_bytes()) as usize);
@@ -102,7 +101,7 @@ impl Qcow2 {
             return Ok(None);
         }
         if !table.is_multiple_of(self.header.cluster_size()) {
-            return Err(self.corrupt(format_args!("entry {index} of the first-level table is damaged")));
+            return Err(self.corrupt(format_args!("entry {index} of the L1 table is damaged")));
         }
         let (offset, word) = self.entries.slice_of(table, entry);
         if let Some(slice) = self.slices.read().get(offset) {
@@ -110,12 +109,10 @@ impl Qcow2 {
         }
         let length = self.files[0].len().during(|| format!("{}: cannot find out the length", self.image))?;
         if offset + self.entries.slice_bytes() > length {
-            return Err(self.corrupt(format_args!("second-level table {index} lies outside the file")));
+            return Err(self.corrupt(format_args!("L2 table {index} lies outside the file")));
         }
         let mut bytes = vec![0; self.entries.slice_bytes() as usize];
-        self.files[0]
-            .read_at(&mut bytes, offset)
-            .during(|| format!("{}: cannot read second-level table {index}", self.image))?;
+        self.files[0].read_at(&mut bytes, offset).during(|| format!("{}: cannot read L2 table {index}", self.image))?;
         let slice: Arc<[u64]> = big_endian(&bytes).into();
         self.slices.write().insert(offset, Arc::clone(&slice));
         Ok(Some((slice, word)))

@@ -18,17 +18,17 @@ fn places_wait_for_a_later_commit_and_for_older_operations() {
     retirement.begin_commit(&epochs);
     assert!(retirement.give_up(8..9));
     retirement.complete_commit();
-    assert_eq!(retirement.next_ready(&epochs, ALL), None, "a reader from before holds it");
+    assert_eq!(retirement.next_ready(&epochs, ALL), None, "an earlier reader may use the run");
     drop(reader);
     assert_eq!(retirement.next_ready(&epochs, ALL), Some(7..8));
-    assert_eq!(retirement.waiting().collect::<Vec<_>>(), [8..9, 7..8], "it is not free yet");
+    assert_eq!(retirement.waiting().collect::<Vec<_>>(), [8..9, 7..8], "the runs are not free yet");
     retirement.released();
     let later = epochs.enter();
     let number = retirement.close(&epochs);
     assert!(!epochs.is_over(number));
     drop(later);
     assert!(epochs.is_over(number));
-    assert_eq!(retirement.next_ready(&epochs, ALL), None, "given up during the first commit");
+    assert_eq!(retirement.next_ready(&epochs, ALL), None, "retired during the first commit");
     retirement.begin_commit(&epochs);
     retirement.complete_commit();
     assert_eq!(retirement.next_ready(&epochs, ALL), Some(8..9));
@@ -50,7 +50,7 @@ fn runs_are_bounded_and_handed_out_in_parts() {
     let (mut retirement, epochs) = (Retirement::new(2), Epochs::new());
     assert!(retirement.give_up(10..20) && retirement.give_up(20..24) && retirement.give_up(40..41));
     assert!(!retirement.give_up(60..61), "a third run");
-    assert!(retirement.give_up(41..42), "this one adjoins");
+    assert!(retirement.give_up(41..42), "an adjacent run is accepted");
     assert_eq!(retirement.open(), [10..24, 40..42]);
     retirement.begin_commit(&epochs);
     retirement.complete_commit();
@@ -59,7 +59,7 @@ fn runs_are_bounded_and_handed_out_in_parts() {
         parts.push(part);
     }
     assert_eq!(parts, [40..42, 10..18, 18..24]);
-    assert!(retirement.give_up(1..2), "there is room again");
+    assert!(retirement.give_up(1..2), "another run is accepted again");
 }
 
 /// A retired location: how many commits and operations had begun before.
@@ -111,14 +111,14 @@ fn a_place_is_handed_out_once_when_no_operation_and_no_table_has_it() {
             let oldest = operations.keys().next().copied().unwrap_or(u64::MAX);
             while let Some(ready) = retirement.next_ready(&epochs, 1 + random.below(3)) {
                 for place in ready {
-                    let was = waiting.remove(&place).unwrap_or_else(|| panic!("{place} was handed out twice"));
+                    let was = waiting.remove(&place).unwrap_or_else(|| panic!("{place} was returned as ready twice"));
                     assert!(was.commits_begun < completed, "seed {seed}: a table on the medium may name {place}");
                     assert!(was.operations_before < oldest, "seed {seed}: an operation may use {place}");
                 }
             }
             retirement.released();
         }
-        assert!(waiting.is_empty(), "seed {seed}: all were committed, none was in use");
+        assert!(waiting.is_empty(), "seed {seed}: all retired locations were committed and unused");
         assert_eq!(retirement.waiting, 0);
     }
 }
@@ -167,7 +167,7 @@ impl Image {
         while let Some(ready) = state.0.next_ready(&self.epochs, 3) {
             for place in ready {
                 let named = self.medium.iter().any(|named| named.load(Ordering::SeqCst) == place);
-                assert!(!named, "a crash would bring back a name of place {place}");
+                assert!(!named, "after a crash a table would name location {place} again");
                 self.content[place as usize].store(NONE, Ordering::SeqCst);
                 state.1.push(place);
             }

@@ -151,7 +151,7 @@ impl RunCache {
     /// Changes a cached table.
     fn apply<R>(&self, mut tables: Exclusive<'_>, index: u32, change: impl FnOnce(&mut RunList) -> (R, u64)) -> R {
         let tables = &mut *tables;
-        let Some(slot) = tables.by_index.get_mut(&index) else { unreachable!("put in under this very lock") };
+        let Some(slot) = tables.by_index.get_mut(&index) else { unreachable!("inserted under the same lock") };
         slot.touched();
         let before = slot.list.heap_bytes();
         let (answer, parts) = change(Arc::make_mut(&mut slot.list));

@@ -20,7 +20,7 @@ fn check(list: &RunList, model: &[ModelRow], stride: u32) {
     let runs: Vec<EntryRun> = list.runs().collect();
     for pair in runs.windows(2) {
         assert!(pair[0].end() <= pair[1].first, "sorted and disjoint");
-        assert!(!pair[0].is_continued_by(&pair[1], stride), "{pair:?} should be one");
+        assert!(!pair[0].is_continued_by(&pair[1], stride), "{pair:?} should be one run");
     }
     let mut seen = Vec::new();
     for piece in list.pieces(0..model.len() as u32) {
@@ -130,7 +130,7 @@ fn the_cache_is_bounded_and_keeps_what_changed() {
     for index in 0..100_000u32 {
         cache.read(index + 1000, || Ok(table(index)), place).unwrap();
     }
-    assert_eq!(cache.read(7, || Ok(table(7)), place).unwrap(), 7001, "written, so it could go");
+    assert_eq!(cache.read(7, || Ok(table(7)), place).unwrap(), 7001, "a written table could be evicted");
     let failed = cache.read(1 << 30, || Err(Error::new(ErrorKind::Io, "no")), place);
     assert_eq!(failed.unwrap_err().kind(), ErrorKind::Io);
 }

@@ -413,7 +413,7 @@ fn check_owner(state: &mut LayerState, grain: u64, owner: Owner, repair: bool, r
         report.repaired += 1;
     }
     report.misowned += 1;
-    report.tell(|| format!("the backmap does not have grain {grain} with entry {} of its table", owner.entry));
+    report.tell(|| format!("the backmap does not give grain {grain} to entry {} of its table", owner.entry));
     Ok(false)
 }
 

@@ -162,7 +162,7 @@ impl SeSparse {
     /// Stops all changes after a failed commit: it is unknown which of its writes are durable.
     fn stop(&self, error: Error) -> Error {
         self.commits.stop();
-        tracing::error!(image = %self.name, %error, "writes stopped: what the medium has is not known");
+        tracing::error!(image = %self.name, %error, "writes stopped: the state of the storage device is unknown");
         error
     }
 
@@ -255,5 +255,5 @@ impl SeSparse {
 
 /// The error of work that its caller cancelled.
 pub(super) fn interrupted(name: &str, what: &str) -> Error {
-    Error::new(ErrorKind::Interrupted, format!("{name}: {what} was stopped; what it did so far is kept"))
+    Error::new(ErrorKind::Interrupted, format!("{name}: {what} was stopped; its changes so far are kept"))
 }

@@ -49,7 +49,7 @@ impl fmt::Display for Replayed {
             write!(f, ", the last number {}", self.last)?;
         }
         match self.dropped {
-            Some(number) => write!(f, "; number {number} left out, because nothing proves that it is whole"),
+            Some(number) => write!(f, "; number {number} left out, because it is not proven complete"),
             None => Ok(()),
         }
     }
@@ -161,14 +161,14 @@ fn is_in_place(
 fn decode_transaction(sectors: &[u8], slot: u64, layout: &Layout) -> std::result::Result<Transaction, String> {
     let words = Words(sectors);
     if words.get(0) != SLOT_MAGIC {
-        return Err("it does not begin like one".to_owned());
+        return Err("its magic number is wrong".to_owned());
     }
     if words.get(16) != slot {
-        return Err(format!("it says it is slot {}", words.get(16)));
+        return Err(format!("its slot number is {}", words.get(16)));
     }
     let used = words.get(24);
     if !(2..=SLOT_SECTORS).contains(&used) {
-        return Err(format!("it says it has {used} sectors"));
+        return Err(format!("its length is {used} sectors"));
     }
     if words.get(40) == u64::MAX {
         return Err("no sequence number follows its own".to_owned());

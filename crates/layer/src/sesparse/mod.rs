@@ -174,7 +174,7 @@ impl SeSparse {
 
     fn grain_offset(&self, grain: Grain) -> Result<u64> {
         self.layout.grain_offset(grain.0).ok_or_else(|| {
-            Error::new(ErrorKind::Corrupt, format!("{}: grain {} has no place in a file", self.name, grain.0))
+            Error::new(ErrorKind::Corrupt, format!("{}: grain {} is too high for any file", self.name, grain.0))
         })
     }
 

@@ -33,7 +33,7 @@ fn mend_headers(file: &Arc<dyn File>, name: &str, block: &mut Buffer) -> Result<
     let beginning = read_sectors(file, journal.offset, BLOCK_SIZE / SECTOR as usize).during(failed)?;
     let mended = heads::mend(block, &beginning);
     if !mended.is_empty() {
-        file.write_at(&[&block[..]], 0, true).during(|| format!("mending the headers of {name}"))?;
+        file.write_at(&[&block[..]], 0, true).during(|| format!("repairing the headers of {name}"))?;
     }
     Ok(mended)
 }
@@ -55,7 +55,7 @@ impl SeSparse {
         };
         let layout = Layout::decode(&block[..SECTOR as usize]).map_err(corrupt)?;
         if !heads::is_believable(&layout, &block) {
-            let text = "its constant header is damaged: the places in it do not follow from the capacity";
+            let text = "its constant header is damaged: the locations of its areas do not follow from the capacity";
             return Err(corrupt(format!("{text}; check the image with --repair")));
         }
         if length < layout.grains.start() {
@@ -102,7 +102,7 @@ impl SeSparse {
             header.free_table = 0;
         }
         if header.free_table > layout.tables_max() {
-            return Err(corrupt(format!("it says that {} tables are handed out", header.free_table)));
+            return Err(corrupt(format!("its header counts {} allocated tables, more than fit", header.free_table)));
         }
         if options.write {
             journal::clear(&file, name, &layout)?;

@@ -173,7 +173,7 @@ impl SeSparse {
             proofs.kept += grains;
             tell(&mut report.doubts, || {
                 format!(
-                    "table {} with {grains} grains is in use, and no slot of the directory names it: what it maps seems empty",
+                    "table {} with {grains} grains is in use, and no slot names it: its data reads as absent",
                     table.0
                 )
             });
@@ -258,12 +258,12 @@ impl SeSparse {
         tell(&mut report.doubts, || {
             let place = self.place_of(slot, owner);
             let why = match verdict {
-                Verdict::NamesFree => "names a grain that bitmap and backmap call free",
-                Verdict::NamesOther => "names a grain that another entry and the backmap have",
+                Verdict::NamesFree => "names a grain that is free in bitmap and backmap",
+                Verdict::NamesOther => "names a grain that belongs to another entry by the backmap",
                 Verdict::Unowned(_) => {
-                    "names a grain that is another entry's by the backmap, which has a grain of its own for it"
+                    "names a grain that the backmap gives to another entry, while it gives this entry a different grain"
                 }
-                _ => "cannot be",
+                _ => "is invalid",
             };
             format!("{place}: its entry {raw:#018x} {why}, and nothing proves what is right")
         });

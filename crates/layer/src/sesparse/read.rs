@@ -91,7 +91,7 @@ impl SeSparse {
             Ok(reached) => Ok(reached),
             Err(raw) => match state.decode(raw) {
                 Err(damage) => Err(damage),
-                Ok(_) => Err(state.corrupt(&format!("table entry {raw:#018x} cannot be"))),
+                Ok(_) => Err(state.corrupt(&format!("table entry {raw:#018x} is invalid"))),
             },
         }
     }

@@ -108,7 +108,7 @@ impl SeSparse {
     /// slots name one table, writes through one would change the data of the other.
     fn read_directory(&self, tolerant: bool) -> Result<(NamedTables, bool)> {
         let corrupt = |what: String| {
-            let text = format!("{}: {what}; check the image, with --repair to mend what can be proven", self.name);
+            let text = format!("{}: {what}; check the image, with --repair to correct proven damage", self.name);
             Error::new(ErrorKind::Corrupt, text)
         };
         let counted = self.state.lock().header.free_table;
@@ -174,16 +174,18 @@ impl SeSparse {
                 self.free(&dead)?;
                 done.into_iter().for_each(|region| suspect.remove(region));
                 if !dead.is_empty() {
-                    tracing::info!(image = %self.name, grains = dead.len(), "freed what a crash had left");
+                    tracing::info!(image = %self.name, grains = dead.len(), "freed grains that a crash left allocated");
                 }
             }
             // The grains stay marked, and a wipe decides by reading all tables.
             Ok(None) => {}
-            Err(error) => tracing::warn!(image = %self.name, %error, "what a crash has left is not freed"),
+            Err(error) => {
+                tracing::warn!(image = %self.name, %error, "grains that a crash left allocated are not freed")
+            }
         }
         let mut state = self.state.lock();
         if suspect.regions().next().is_some() {
-            tracing::warn!(image = %self.name, "a crash left more to recount than opening waits for; wipe it");
+            tracing::warn!(image = %self.name, "a crash left more marked regions than an opening examines; wipe it");
         }
         state.suspect = Some(suspect);
         Ok(())

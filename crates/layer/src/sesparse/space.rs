@@ -340,7 +340,7 @@ mod tests {
             for (stream, places) in places.iter_mut().enumerate() {
                 let guest = stream as u64 * 50_000 + step;
                 let Choice::Run(found) = space.set_aside(guest, 1) else { panic!("there is room") };
-                assert_eq!(space.set_aside(guest, 1), Choice::Run(found), "the same until it is used");
+                assert_eq!(space.set_aside(guest, 1), Choice::Run(found), "the same run until it is used");
                 space.use_aside(guest, found.count);
                 places.push(found.start);
             }
@@ -357,7 +357,7 @@ mod tests {
         all.dedup();
         assert_eq!(all.len(), 3000);
         space.end_streams();
-        assert_eq!(space.fresh - space.free(), 4000, "what was set aside and not used is free");
+        assert_eq!(space.fresh - space.free(), 4000, "grains set aside and not used are free");
     }
 
     #[test]
@@ -366,7 +366,7 @@ mod tests {
         space.length = 64;
         for guest in 0..64 {
             let guest = guest % 2 * 1000 + guest / 2;
-            let Choice::Run(found) = space.set_aside(guest, 1) else { panic!("there is room for {guest}") };
+            let Choice::Run(found) = space.set_aside(guest, 1) else { panic!("grains for {guest}") };
             space.use_aside(guest, found.count);
         }
         assert_eq!(space.set_aside(5000, 1), Choice::Full);

@@ -149,7 +149,7 @@ impl LayerState {
         let next = u32::try_from(self.header.free_table).ok().map(Table);
         let table = match self.spare_tables.last().copied().or(next) {
             Some(table) if u64::from(table.0) < self.layout.tables_max() => table,
-            _ => return Err(self.corrupt("all grain tables are handed out")),
+            _ => return Err(self.corrupt("all grain tables are allocated")),
         };
         if !self.table_room.contains(&table.0) {
             return Err(Need::TableRoom(table));

@@ -43,7 +43,7 @@ impl SeSparse {
                 Need::TableRoom(table) => self.back_table(table)?,
                 Need::Growth => self.grow()?,
                 Need::Full => {
-                    return Err(Error::new(ErrorKind::NoSpace, format!("{}: every grain is taken", self.name)));
+                    return Err(Error::new(ErrorKind::NoSpace, format!("{}: every grain is allocated", self.name)));
                 }
                 Need::Commit | Need::Page(_) => self.commit_at_once()?,
             }

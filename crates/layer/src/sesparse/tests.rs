@@ -95,7 +95,7 @@ fn stamps(layer: &dyn Layer, start: u64, length: u64) -> Result<Vec<u64>> {
                     out.push(u64::from_le_bytes(words[0]));
                 }
             }
-            Content::Encoded => panic!("nothing is encoded here"),
+            Content::Encoded => panic!("no data is encoded here"),
         }
     }
     Ok(out)
@@ -134,7 +134,8 @@ impl Model {
         }
     }
 
-    /// After a power cut: every sector has a stamp written since the last flush, which becomes its only permitted one.
+    /// Called after a power cut: checks that every sector has one of its permitted stamps, and permits only that one
+    /// from then on.
     fn settle(&mut self, layer: &dyn Layer) {
         for (grain, sectors) in &mut self.grains {
             let found = stamps(layer, grain * GRAIN, GRAIN).unwrap();

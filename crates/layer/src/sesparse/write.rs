@@ -125,7 +125,7 @@ impl SeSparse {
     fn wait_for_grains(&self, pauses: &mut usize) -> Result<()> {
         let hopeless = *pauses > 1 && self.state.lock().retirement.waiting().next().is_none();
         if hopeless || *pauses == FULL_PAUSES_MAX {
-            let text = format!("{}: every grain is taken, and none becomes free; wipe it", self.name);
+            let text = format!("{}: every grain is allocated, and none becomes free; wipe it", self.name);
             return Err(Error::new(ErrorKind::NoSpace, text));
         }
         if *pauses > 0 {

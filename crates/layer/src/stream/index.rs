@@ -62,7 +62,7 @@ impl Index {
                     );
                     return Err(Error::new(ErrorKind::Corrupt, text));
                 }
-                warnings.add(image, format!("{error}; what is there was found by walking the stream"));
+                warnings.add(image, format!("{error}; its grains were found by walking the stream"));
                 if let Some(why) = stopped {
                     warnings.add(image, format!("the stream was followed up to {why}"));
                 }
@@ -169,11 +169,11 @@ fn walk(file: &dyn File, header: &Header) -> Result<(Grains, Option<String>)> {
                     break Some("a marker names no grain");
                 }
                 if start + bytes > length {
-                    break Some("the last grain is not whole");
+                    break Some("the last grain is incomplete");
                 }
                 match (u32::try_from(first / header.grain), u32::try_from(sector)) {
                     (Ok(grain), Ok(sector)) => grains.push((grain, sector)),
-                    _ => break Some("places exceed 32 bits"),
+                    _ => break Some("sector numbers exceed 32 bits"),
                 }
                 bytes.div_ceil(SECTOR)
             }

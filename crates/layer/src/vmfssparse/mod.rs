@@ -81,7 +81,7 @@ impl VmfsSparse {
     pub fn warnings(&self) -> Vec<String> {
         let mut warnings = Vec::new();
         if self.header.unclean() {
-            warnings.push(format!("{}: it was not closed properly; what was flushed is there", self.image));
+            warnings.push(format!("{}: it was not closed properly; flushed data is complete", self.image));
         }
         warnings
     }
@@ -96,7 +96,7 @@ impl VmfsSparse {
     }
 
     fn damaged_entry(&self, grain: u64) -> Error {
-        let what = format!("{}: the place of grain {grain} lies outside the file", self.image);
+        let what = format!("{}: grain {grain} lies outside the file", self.image);
         Error::new(ErrorKind::Corrupt, format!("{what}: it was cut, or its tables are damaged"))
     }
 

@@ -66,7 +66,8 @@ impl VsanSparse {
             // Writes continue: blocks allocated since the check began are past the end known then.
             beyond += u64::from(end > next && end > self.next());
         })?;
-        for (count, what) in [(twice, "more than one grain has"), (beyond, "a grain has, but no unit handed out")] {
+        for (count, what) in [(twice, "more than one grain has"), (beyond, "a grain has, outside the allocated units")]
+        {
             if count > 0 {
                 check.problems.push(format!("{count} runs of blocks that {what}"));
                 check.problem_count += count;

@@ -105,7 +105,7 @@ impl Header {
                 newest = Some(header);
             }
         }
-        let what = "this is no vsanSparse object: neither copy of its header is whole";
+        let what = "this is no vsanSparse object: neither copy of its header is valid";
         newest.ok_or_else(|| Error::new(ErrorKind::Invalid, what))
     }
 

@@ -195,7 +195,7 @@ impl Map {
         let current = page::choose(self.identity(Kind::Page, index), &copies);
         self.check_copies(&current, Kind::Page, index)?;
         let Some(copy) = current.copy else {
-            return Err(self.corrupt(format!("page {index} of the map is not there")));
+            return Err(self.corrupt(format!("page {index} of the map is missing")));
         };
         let valid = self.layout.data..self.limit();
         let list = page::decode_entries(current.body, self.layout.page_grains(index), &valid);

@@ -79,12 +79,12 @@ impl VsanSparse {
         let valid = self.map.layout.data..self.map.limit();
         let fits = |place: u64| place >= valid.start && place.saturating_add(record.count) <= valid.end;
         if record.count == 0 || end > self.map.layout.grains || !record.place.is_none_or(fits) {
-            return Err(self.map.corrupt("the log names what lies outside the object".to_owned()));
+            return Err(self.map.corrupt("the log names grains or blocks outside the object".to_owned()));
         }
         for (index, entries) in self.map.layout.split(record.grain..end) {
             *visits = visits.saturating_sub(1);
             if *visits == 0 || self.map.pages.changed() > CHANGED_PAGES_MAX {
-                return Err(self.map.corrupt("the log changes more than any log of its size does".to_owned()));
+                return Err(self.map.corrupt("the log changes more pages than a valid log of its size can".to_owned()));
             }
             let whole = entries.len() as u32 == self.map.layout.page_grains(index);
             let first = u64::from(index) * PAGE_GRAINS + u64::from(entries.start);

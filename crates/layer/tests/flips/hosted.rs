@@ -75,7 +75,10 @@ fn flip(world: &World, random: &mut Random, figures: &mut Figures) {
     let found = !check.is_sound();
     figures.found += u64::from(found);
     figures.harmless += u64::from(!found);
-    assert!(found || (lost.is_empty() && wrong.is_empty()), "{context}: lost {lost:?}, wrong {wrong:?}, and not found");
+    assert!(
+        found || (lost.is_empty() && wrong.is_empty()),
+        "{context}: lost {lost:?}, wrong {wrong:?}, not found by the check"
+    );
     // In a crashed image the copies may be old and new: then one is chosen, with a warning.
     assert!(wrong.is_empty() || (check.unclean && !reader.warnings().is_empty()), "{context}: wrong {wrong:?}");
     let told = |doubts: &[String], grain: u64| {
@@ -96,13 +99,16 @@ fn flip(world: &World, random: &mut Random, figures: &mut Figures) {
     let check = layer.check().unwrap();
     let (lost, wrong) = world.compare(&layer);
     for grain in &lost {
-        assert!(told(&check.doubts, *grain), "{context}: grain {grain} is lost and not told: {check:?}");
+        assert!(told(&check.doubts, *grain), "{context}: grain {grain} is lost and not reported: {check:?}");
     }
     for (grain, holds) in &wrong {
         let told = check.mended.iter().any(|sentence| sentence.contains(&format!("grain {grain} ")));
-        assert!(reader.header().unclean && told, "{context}: grain {grain} holds {holds:?} and not told: {check:?}");
+        assert!(
+            reader.header().unclean && told,
+            "{context}: grain {grain} holds {holds:?} and is not reported: {check:?}"
+        );
     }
-    assert!(!found || check.repaired > 0 || !check.is_sound(), "{context}: found, not mended, not told");
+    assert!(!found || check.repaired > 0 || !check.is_sound(), "{context}: found, but neither repaired nor reported");
     if check.is_sound() {
         figures.mended += u64::from(found && wrong.is_empty());
         assert!(lost.is_empty(), "{context}: {lost:?}");

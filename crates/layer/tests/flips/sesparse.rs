@@ -96,7 +96,10 @@ fn flip(world: &World, random: &mut Random, figures: &mut Figures) {
             // Space lost in a crash is not damage.
             found = !(report.is_clean() || world.killed && report.is_lost_space_only());
             let right = lost.is_empty() && wrong.is_empty();
-            assert!(found || right || unprovable, "{context}: lost {lost:?}, wrong {wrong:?}, not found: {report:?}");
+            assert!(
+                found || right || unprovable,
+                "{context}: lost {lost:?}, wrong {wrong:?}, not found by the check: {report:?}"
+            );
         }
         Err(error) => assert!(is_refusal(&error), "{context}: {error}"),
     }
@@ -120,7 +123,7 @@ fn flip(world: &World, random: &mut Random, figures: &mut Figures) {
     };
     let (lost, wrong) = world.compare(&layer);
     for grain in lost.iter().chain(wrong.iter().map(|(grain, _)| grain)) {
-        assert!(told(*grain) || unprovable, "{context}: grain {grain} is not right and not told: {report:?}");
+        assert!(told(*grain) || unprovable, "{context}: grain {grain} is wrong and not reported: {report:?}");
     }
     let again = check(&layer, false);
     assert!(!report.is_damaged() || !again.is_clean(), "{context}: {report:?} then {again:?}");

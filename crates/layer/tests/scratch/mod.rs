@@ -1,7 +1,7 @@
 //! Shared by the tests on real files: a temporary folder, a seeded generator, reading a layer, and QEMU's tools, which
 //! these tests need.
 
-#![allow(dead_code, reason = "each test file uses its part")]
+#![allow(dead_code, reason = "each test binary uses only some of these items")]
 
 use backend::Buffer;
 use layer::{Content, Layer};

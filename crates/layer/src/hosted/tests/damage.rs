@@ -30,9 +30,9 @@ fn the_redundant_copy_is_used_and_it_is_said() {
     let directory = (header.directory_offset * SECTOR) as usize;
     let table = u32::from_le_bytes(bytes[directory..directory + 4].try_into().unwrap()) as usize * SECTOR as usize;
     let cases: [(&str, usize, u32); 4] = [
-        ("a table out of the file", directory, 0x00ff_ffff),
+        ("a table outside the file", directory, 0x00ff_ffff),
         ("no table", directory + 4, 0),
-        ("a grain out of the file", table + 8, 0x7fff_ffff),
+        ("a grain outside the file", table + 8, 0x7fff_ffff),
         ("the directory itself", 56, 0x00ff_ffff),
     ];
     for (what, at, word) in cases {

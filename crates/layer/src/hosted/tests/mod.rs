@@ -120,7 +120,7 @@ fn ranges_that_cannot_be_are_refused() {
     let before = disk.operations();
     layer.flush().unwrap();
     layer.close().unwrap();
-    assert_eq!(disk.operations(), before, "closed is closed");
+    assert_eq!(disk.operations(), before, "a closed image accepts no writes");
     let reader = open(&file, false, false).unwrap();
     assert_eq!(reader.write(0, &[&[1; GRAIN as usize]]).unwrap_err().kind(), ErrorKind::ReadOnly);
     assert_eq!(read(&reader, 10 * GRAIN..capacity, None).unwrap(), vec![7; 3 * SECTOR as usize]);
@@ -137,7 +137,7 @@ fn reading_changes_nothing() {
     drop(writer);
     let before = disk.operations();
     let layer = open(&file, false, false).unwrap();
-    assert_eq!(layer.warnings().len(), 1, "it was not closed");
+    assert_eq!(layer.warnings().len(), 1, "the image was not closed");
     read_all(&layer, None);
     layer.check().unwrap();
     layer.flush().unwrap();

@@ -39,7 +39,7 @@ fn history(seed: u64) {
                 let writable = open(&file, false, parent.is_some()).unwrap();
                 assert_eq!(read_all(&writable, parent.as_deref()), model, "{context}");
                 layer = open(&file, true, parent.is_some()).unwrap();
-                assert_eq!(layer.check().unwrap().dead, 0, "{context}: opening for writing finds what is dead");
+                assert_eq!(layer.check().unwrap().dead, 0, "{context}: opening for writing finds dead grains");
             }
             17 => {
                 // Dropped without closing: everything that was flushed must be in the file.
@@ -60,7 +60,7 @@ fn history(seed: u64) {
     assert_eq!(usage.dead, 0, "seed {seed}");
     assert!(usage.mapped <= capacity.next_multiple_of(GRAIN));
     layer.close().unwrap();
-    assert!(file.len().unwrap() <= capacity.next_multiple_of(GRAIN) * 3 + (1 << 20), "places are used again");
+    assert!(file.len().unwrap() <= capacity.next_multiple_of(GRAIN) * 3 + (1 << 20), "dead grains are reused");
 }
 
 #[test]

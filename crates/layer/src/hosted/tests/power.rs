@@ -114,7 +114,7 @@ fn scenario(seed: u64) {
         let check = writer.check().unwrap();
         assert!(check.is_sound() && check.dead == 0, "{context}: {check:?}");
         writer.repair().unwrap();
-        assert_eq!(writer.check().unwrap().repaired, 0, "{context}: nothing is left to be repaired");
+        assert_eq!(writer.check().unwrap().repaired, 0, "{context}: the check finds nothing to repair");
         assert_eq!(read_all(&writer, run.parent.as_deref()), found, "{context}: opening for writing changed it");
         writer.close().unwrap();
     }

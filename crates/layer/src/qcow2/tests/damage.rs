@@ -40,7 +40,7 @@ fn what_is_unknown_is_refused_by_name() {
     says(with(23, &[40]), ErrorKind::Corrupt, "2^40");
     says(with(35, &[1]), ErrorKind::Unsupported, "encrypted");
     says(with(24, &[0xff; 8]), ErrorKind::Corrupt, "64 TiB");
-    says(with(24, &(1u64 << 40).to_be_bytes()), ErrorKind::Corrupt, "first-level table");
+    says(with(24, &(1u64 << 40).to_be_bytes()), ErrorKind::Corrupt, "L1 table");
     says(with(40, &(1u64 << 50).to_be_bytes()), ErrorKind::Corrupt, "outside the file");
     says(with(72, &[0x40]), ErrorKind::Unsupported, "bit 62");
     says(with(79, &[8]), ErrorKind::Unsupported, "method 0");

@@ -121,7 +121,7 @@ fn a_writer_waits_for_no_read_and_for_no_step() {
     assert!(report.unwrap().is_clean());
     let [reads, held] = [0, 1].map(|count| counts[count].load(Ordering::Relaxed));
     assert!(asked >= SLOTS.len() && reads >= SLOTS.len() as u64);
-    assert_eq!((waits, held), (0, 0), "steps and reads that a writer waits for");
+    assert_eq!((waits, held), (0, 0), "steps and reads of the check for which a writer waits");
 }
 
 /// Guest changes at each step of a check, commits before some, readers during some.

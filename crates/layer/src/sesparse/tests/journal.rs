@@ -90,7 +90,7 @@ fn the_last_transaction_is_dropped_unless_it_is_provably_whole() {
     let report = *layer.replayed().unwrap();
     assert_eq!((report.transactions, report.last, report.dropped), (2, 8, Some(9)));
     assert!(report.to_string().contains("number 9 left out"), "{report}");
-    assert_eq!(stamps(&layer, 0, GRAIN).unwrap(), [2; 8], "the later of two wins");
+    assert_eq!(stamps(&layer, 0, GRAIN).unwrap(), [2; 8], "the later transaction wins");
     assert_eq!(stamps(&layer, 64 * GRAIN, GRAIN).unwrap(), [ABSENT; 8]);
 
     // A header that counts the transaction proves it.
@@ -199,7 +199,7 @@ fn what_cannot_be_proven_is_refused() {
             vec![Slot { number: 0, sequence: 7, records: vec![(TABLE, [0xee; 512])] }, Slot::new(1, 8, TABLE, 1)],
             9,
         ),
-        ("sequence numbers that end", vec![Slot::new(0, u64::MAX, TABLE, 0), Slot::new(1, 0, TABLE, 0)], 0),
+        ("sequence numbers that overflow", vec![Slot::new(0, u64::MAX, TABLE, 0), Slot::new(1, 0, TABLE, 0)], 0),
     ];
     for (what, slots, next) in cases {
         let file = dirty(&slots, next);

@@ -23,7 +23,8 @@ fn craft(file: &dyn File, capacity: u64) -> Layout {
     layout
 }
 
-/// Writes at both ends and in the middle, discards half of it, wipes, shrinks, and opens the image after a kill.
+/// Writes at the beginning, in the middle and at the end of the disk, discards half of each write, opens the image
+/// after a kill, wipes and shrinks it.
 #[test]
 fn any_capacity_up_to_the_limit() {
     for capacity in [(2 << 40) - 512, (2 << 40) + GRAIN, 3 << 40, 16 << 40, 62 << 40, CAPACITY_MAX] {

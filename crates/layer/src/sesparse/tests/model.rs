@@ -56,7 +56,7 @@ fn history(seed: u64, capacity: u64, slots: &[u64], steps: u64) {
     assert_eq!((usage.mapped, usage.dead), (live * GRAIN, 0));
     let file = disk.directory().open(NAME, mode).unwrap();
     let tables = super::super::header::Layout::for_capacity(capacity / 512).grains.offset * 512;
-    assert_eq!(file.len().unwrap(), tables + live * GRAIN, "shrunk to what is live");
+    assert_eq!(file.len().unwrap(), tables + live * GRAIN, "shrunk to the live grains");
 }
 
 #[test]

@@ -132,7 +132,7 @@ fn a_cut_anywhere_beside_a_guest() {
         let after = Random(seed).below(160);
         finished += u32::from(cut(seed, after, true));
     }
-    assert!((1..900).contains(&finished), "{finished} of 1,000 ran to their end");
+    assert!((1..900).contains(&finished), "{finished} of 1,000 ended before the power cut");
 }
 
 const CHILD: &str = "LAMINA_TEST_CHILD";
@@ -191,7 +191,7 @@ fn killed_anywhere() {
             .spawn()
             .unwrap();
         std::thread::sleep(Duration::from_millis(60 + round * 37));
-        assert!(child.try_wait().unwrap().is_none(), "it goes on until it is killed");
+        assert!(child.try_wait().unwrap().is_none(), "the child runs until it is killed");
         child.kill().unwrap();
         child.wait().unwrap();
         let layer = open(&directory, IoMode::Buffered, writing()).unwrap();
@@ -264,12 +264,12 @@ fn deleting_half_returns_its_space() {
         assert_eq!((usage.mapped, usage.dead), (64 * MIB, 64 * MIB), "before the flush");
         layer.flush().unwrap();
         let usage = layer.usage().unwrap();
-        assert_eq!((usage.mapped, usage.dead), (64 * MIB, 64 * MIB), "behind it");
+        assert_eq!((usage.mapped, usage.dead), (64 * MIB, 64 * MIB), "after the flush");
         layer.wipe(true, &NoProgress).unwrap();
         layer.shrink(&NoProgress).unwrap();
         let usage = layer.usage().unwrap();
         assert_eq!((usage.mapped, usage.dead), (64 * MIB, 0));
         let returned = full.allocated - usage.allocated;
-        assert!(returned * 100 >= 64 * MIB * 99, "{returned} of {} bytes came back", 64 * MIB);
+        assert!(returned * 100 >= 64 * MIB * 99, "{returned} of {} bytes were returned to the file system", 64 * MIB);
     }
 }

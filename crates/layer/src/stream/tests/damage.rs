@@ -28,12 +28,15 @@ fn a_stream_cut_anywhere_gives_what_is_whole() {
                 continue;
             }
             let here = found == model;
-            assert!(here || found.iter().all(|byte| *byte == 0), "cut at {end}: grain {number} is neither");
-            assert!(!(here && lost), "cut at {end}: grain {number} is there and one before it is not");
+            assert!(
+                here || found.iter().all(|byte| *byte == 0),
+                "cut at {end}: grain {number} is neither data nor absent"
+            );
+            assert!(!(here && lost), "cut at {end}: grain {number} has data, but an earlier grain has not");
             lost |= !here;
         }
         if end >= tail {
-            assert!(!lost, "cut at {end}: only the end is missing");
+            assert!(!lost, "cut at {end}: only the end of the stream is missing");
         }
     }
 }

@@ -79,7 +79,7 @@ fn what_is_written_reads_back() {
     {
         let model = content(seed, capacity);
         let bytes = written(&model, level, threads);
-        assert_eq!(bytes, written(&model, level, 5), "as many threads as there are: the same stream");
+        assert_eq!(bytes, written(&model, level, 5), "any number of threads makes the same stream");
         let layer = Stream::open(memory_file(&bytes), "disk.vmdk").unwrap();
         assert_eq!(layer.descriptor().unwrap().unwrap(), descriptor(capacity as u64));
         assert!(read_all(&layer, None) == model, "seed {seed}");

@@ -155,7 +155,7 @@ fn damage_is_named_and_not_written_to() {
         let reader = open(&file, false).unwrap();
         let check = reader.check().unwrap();
         assert!(check.problem_count > 0 && check.problems[0].contains(says), "{check:?}");
-        let refused = open(&file, true).err().expect("written to all the same");
+        let refused = open(&file, true).err().expect("opened for writing despite the damage");
         assert_eq!(refused.kind(), ErrorKind::Corrupt, "{refused}");
         // Undamaged parts can be read, damaged ones cannot.
         let mut extents = Vec::new();

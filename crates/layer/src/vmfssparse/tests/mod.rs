@@ -50,7 +50,7 @@ impl Subject for Cowd {
     fn check(&self, layer: &VmfsSparse) {
         let check = layer.check().unwrap();
         assert_eq!(check.problems, Vec::<String>::new());
-        assert_eq!(check.zero_entries, 0, "no reader agrees with QEMU on them");
+        assert_eq!(check.zero_entries, 0, "other readers differ from QEMU for this entry");
     }
 }
 
@@ -125,6 +125,6 @@ fn large_writes_keep_their_distance_to_large_borders_and_waste_nothing() {
     let tables = 32 * 16 * 1024;
     assert!(
         layer.writer().unwrap().space.lock().free() * SECTOR <= data + tables + 2 * PIECE,
-        "what is skipped is used"
+        "skipped sectors are used"
     );
 }

@@ -62,7 +62,7 @@ fn all_dead_space_is_returned() {
         assert!(layer.check().unwrap().problems.is_empty());
         expect(&layer, &model);
         let shrunk = layer.shrink(&NoProgress).unwrap();
-        assert_eq!(shrunk.moved, 0, "nothing is left to do");
+        assert_eq!(shrunk.moved, 0, "a second shrink moves nothing");
         layer.close().unwrap();
         let file = disk.directory().open("image", IoMode::Buffered).unwrap();
         assert_eq!(file.len().unwrap(), shrunk.after);

@@ -1,5 +1,5 @@
 //! Arbitrary bytes as objects: there is a result or an error in bounded time. Most mutated blocks get the right
-//! checksum, so that the checks behind it are reached.
+//! checksum, so that decoding reaches the other checks.
 
 use super::*;
 use crate::model::Random;

@@ -22,7 +22,7 @@ fn the_log_goes_round() {
             if step % 40 == 0 {
                 layer.flush().unwrap();
             }
-            assert!(layer.map.pages.changed() <= 1100, "checkpoints come by themselves");
+            assert!(layer.map.pages.changed() <= 1100, "writes cause checkpoints");
         }
         layer.flush().unwrap();
         if round % 3 == 1 {
@@ -144,9 +144,9 @@ fn no_more_changes_wait_than_the_log_holds() {
     (0..1000).step_by(2).for_each(|grain| write(grain, 1));
     layer.flush().unwrap();
     let writer = layer.writer().unwrap();
-    assert!(writer.commits.turn().used() > 0, "what was flushed is in the log only");
+    assert!(writer.commits.turn().used() > 0, "flushed changes are only in the log");
     let record = |grain: u64| {
-        let Content::Data { offset, .. } = content(&layer, grain * BLOCK) else { panic!("it was written") };
+        let Content::Data { offset, .. } = content(&layer, grain * BLOCK) else { panic!("the page was written") };
         Record { grain, count: 1, place: Some(offset / BLOCK) }
     };
     let records: Vec<Record> = (0..1000).step_by(2).map(record).collect();
