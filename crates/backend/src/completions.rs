@@ -42,7 +42,7 @@ impl InFlight {
 impl Drop for InFlight {
     /// A completion that never comes would block its queue for ever.
     fn drop(&mut self) {
-        self.finish(Err(io::Error::other("the operation was given up before it was done")), None);
+        self.finish(Err(io::Error::other("the operation was dropped before it completed")), None);
     }
 }
 

@@ -47,7 +47,7 @@ pub enum LocalQueues {
 pub struct LocalDirectory {
     path: PathBuf,
     folder: Arc<OwnedFd>,
-    #[cfg_attr(not(target_os = "linux"), expect(dead_code, reason = "only io_uring may be demanded or done without"))]
+    #[cfg_attr(not(target_os = "linux"), expect(dead_code, reason = "only io_uring can be required or excluded"))]
     queues: LocalQueues,
     uring: AtomicBool,
     workers: Arc<Workers>,

@@ -222,7 +222,7 @@ mod tests {
             unreachable!()
         }
         fn read_at(&self, _: &mut [u8], _: u64) -> io::Result<()> {
-            panic!("a panic of the file, as this test wants it")
+            panic!("the panic that this test causes in the file")
         }
         fn write_at(&self, _: &[&[u8]], _: u64, _: bool) -> io::Result<()> {
             unreachable!()

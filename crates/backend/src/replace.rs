@@ -80,8 +80,11 @@ mod tests {
                 let finished = durably(&*disk.directory(), "record", "record.new", &new).is_ok();
                 let after = disk.crash();
                 let left = content(&*after.directory());
-                assert!(left == old || left == new, "seed {seed} cut {cut}: neither");
-                assert!(!finished || left == new, "seed {seed} cut {cut}: the old one is back");
+                assert!(left == old || left == new, "seed {seed} cut {cut}: neither the old nor the new content");
+                assert!(
+                    !finished || left == new,
+                    "seed {seed} cut {cut}: the old content after a completed replacement"
+                );
                 found[usize::from(left == new)] += 1;
                 // Whatever was left, the next replacement succeeds and leaves nothing else.
                 durably(&*after.directory(), "record", "record.new", &old).unwrap();
@@ -91,7 +94,7 @@ mod tests {
                 }
             }
         }
-        assert!(found[0] > 50 && found[1] > 50, "{found:?}: the cuts miss their aim");
+        assert!(found[0] > 50 && found[1] > 50, "{found:?}: too few cuts left the old or the new content");
     }
 
     #[test]

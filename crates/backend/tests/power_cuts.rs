@@ -86,7 +86,7 @@ fn stamps(file: &dyn File) -> Vec<u64> {
     file.read_at(&mut bytes, 0).unwrap();
     let stamp_of = |sector: &[u8]| {
         let words: Vec<u64> = sector.chunks(8).map(|word| u64::from_le_bytes(word.try_into().unwrap())).collect();
-        assert!(words.iter().all(|word| *word == words[0]), "a sector torn within");
+        assert!(words.iter().all(|word| *word == words[0]), "a sector with parts of two writes");
         words[0]
     };
     bytes.chunks(SECTOR as usize).map(stamp_of).collect()

@@ -35,7 +35,8 @@ const READS: u64 = 100_000;
 const MEDIUM_READS: u64 = 20_000;
 const IN_FLIGHT: usize = 32;
 /// Working sets in grains, against a cache of 65,536 entries.
-const SETS: [(&str, u64); 3] = [("warm", 60_000), ("twice the cache", 2 * 65_536), ("four times", 4 * 65_536)];
+const SETS: [(&str, u64); 3] =
+    [("warm", 60_000), ("twice the size of the cache", 2 * 65_536), ("four times", 4 * 65_536)];
 
 /// A flat disk of `grains` grains, with `DEPTH` deltas over it, or none for `None`; each grain is in a random level.
 fn build(directory: &LocalDirectory, grains: u64, deltas: Option<Format>) -> [Chain; 2] {
@@ -208,7 +209,7 @@ fn main() {
     let folder = tempfile::Builder::new().prefix("lamina-depth").tempdir_in(parent).unwrap();
     let directory = LocalDirectory::open(folder.path(), LocalQueues::Auto).unwrap();
     println!(
-        "format      working set      ratio  flat, deep      to find       without a chain        from the medium      \
+        "format      working set      ratio  flat, deep      to find       without a chain        from the device      \
          entries bytes hits levels a walk"
     );
     for format in Format::DELTAS {

@@ -111,7 +111,7 @@ mod tests {
         let during = changes.token(&(65_536..131_072));
         changes.end(&(70_000..70_512));
         assert!(!changes.unchanged(&token, &(65_536..65_537)));
-        assert!(!changes.unchanged(&during, &(65_536..65_537)), "taken while the change was under way");
+        assert!(!changes.unchanged(&during, &(65_536..65_537)), "the token was taken during the change");
         let after = changes.token(&(65_536..131_072));
         assert!(changes.unchanged(&after, &(65_536..131_072)));
     }

@@ -134,7 +134,7 @@ impl Chain {
                 ErrorKind::Io,
                 format!(
                     "{}: an earlier flush failed, and bytes {} to {} were changed before it; open the disk again to read \
-                     what the medium has",
+                     what the storage device has",
                     self.name, range.start, range.end
                 ),
             ));

@@ -23,7 +23,7 @@ use std::sync::Arc;
 
 const BLOCK: u64 = BLOCK_SIZE as u64;
 
-/// The number of levels from which a walk is worth avoiding.
+/// The fewest levels for which the cache of holders is asked before a walk: a walk through fewer levels is cheap.
 const HOLDERS_LEVELS_MIN: usize = 4;
 
 /// The most extents that the holder of a small range may return for it.
@@ -183,7 +183,7 @@ impl Chain {
     fn part(&self, levels: &Levels, mapping: &Mapping) -> Result<Part> {
         let level = |number: u8| {
             levels.level(number).ok_or_else(|| {
-                Error::new(ErrorKind::Corrupt, format!("{}: the cache names a level that is gone", self.name))
+                Error::new(ErrorKind::Corrupt, format!("{}: the cache names a level that was removed", self.name))
             })
         };
         let place = match mapping.to {
@@ -376,7 +376,7 @@ impl Chain {
         if length > REQUEST_MAX {
             return Err(Error::new(
                 ErrorKind::Invalid,
-                format!("{}: {length} bytes are more than one request may ask for ({REQUEST_MAX})", self.name),
+                format!("{}: {length} bytes exceed the limit of one request ({REQUEST_MAX})", self.name),
             ));
         }
         Ok(())

@@ -16,7 +16,7 @@ use std::ops::Range;
 /// The most extents per call to a level, within the demand.
 const EXTENTS_AT_ONCE: usize = 256;
 
-/// A range that is looked up, or still a gap.
+/// A part of the walked range: found in a level, or still to be looked up.
 #[derive(Clone, Copy)]
 struct WalkPiece {
     start: u64,
@@ -260,7 +260,7 @@ fn inconsistent(format: &str, range: &Range<u64>) -> Error {
     Error::new(
         ErrorKind::Corrupt,
         format!(
-            "a {format} image answered for bytes it was not asked about ({} to {}): its tables contradict each other",
+            "a {format} image mapped bytes {} to {}, which were not requested: its tables contradict each other",
             range.start, range.end
         ),
     )

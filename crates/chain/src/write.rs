@@ -226,7 +226,7 @@ impl Chain {
             job.dirty.mark(range);
             return Ok(());
         }
-        let text = format!("{}: a change during the last part of a merge was done in part", self.name);
+        let text = format!("{}: a change during the last part of a merge was executed only partly", self.name);
         job.fail(Error::new(ErrorKind::NoSpace, text))
     }
 

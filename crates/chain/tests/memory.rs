@@ -77,7 +77,7 @@ fn measure(name: &str, grains: u64, reads: impl Iterator<Item = u64>, discards: 
     // The memory of the empty chain is included.
     assert!(taken + own <= 32 * entries, "{name}: {taken} bytes for {entries} entries");
     let (counted, told) = (taken as f64, statistics.memory as f64);
-    assert!(told > counted * 0.8 && told < counted * 1.2, "the statistics say {told}, not {counted}");
+    assert!(told > counted * 0.8 && told < counted * 1.2, "the statistics report {told}, not {counted}");
 }
 
 #[test]
@@ -91,6 +91,11 @@ fn an_entry_takes_at_most_32_bytes() {
     }
     measure("at random", full, shuffled.iter().copied(), false);
     let (mut one, mut two) = (Random::new(2), Random::new(3));
-    measure("overflowing four times", 4 * full, (0..4 * full).map(|_| one.below(4 * full)), false);
-    measure("overflowing, with discards", 4 * full, (0..3 * full).map(|_| two.below(4 * full)), true);
+    measure("four times the capacity inserted", 4 * full, (0..4 * full).map(|_| one.below(4 * full)), false);
+    measure(
+        "more than the capacity inserted, with discards",
+        4 * full,
+        (0..3 * full).map(|_| two.below(4 * full)),
+        true,
+    );
 }

@@ -131,7 +131,7 @@ impl Tree<'_> {
                 continue;
             }
             if self.nodes.len() >= NODES_MAX {
-                return Err(Error::new(ErrorKind::Unsupported, format!("'{label}' is one of too many images")));
+                return Err(Error::new(ErrorKind::Unsupported, format!("'{label}' exceeds the limit of images")));
             }
             let id = self.nodes.len() as u32 + 1;
             let folder = &image.place().folder;
@@ -139,7 +139,7 @@ impl Tree<'_> {
             let reference = match folder.path() {
                 path if path == self.home.path() => None,
                 Some(path) => {
-                    let text = || format!("'{}' is no path in text", path.display());
+                    let text = || format!("the path '{}' is not UTF-8", path.display());
                     let path = path.to_str().ok_or_else(|| Error::new(ErrorKind::Invalid, text()))?;
                     Some(path.to_owned())
                 }

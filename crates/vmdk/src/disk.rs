@@ -216,7 +216,7 @@ impl Disk {
         if !self.state.lock().failed {
             // Files that remain are removed by the next opening.
             if let Err(second) = self.forget() {
-                tracing::warn!(%second, "what was made of a disk could not be removed");
+                tracing::warn!(%second, "files of an unfinished disk could not be removed");
             }
         }
         Err(error)
@@ -489,7 +489,7 @@ impl Disk {
         let mut state = self.state.lock();
         state.issued.retain(|issued| issued.chain.strong_count() > 0);
         if state.issued.iter().any(|issued| issued.nodes.iter().any(|node| nodes.contains(node))) {
-            let text = format!("disk '{}': a snapshot is open that stands on what would be merged", state.record.name);
+            let text = format!("disk '{}': an open snapshot depends on the image to be merged", state.record.name);
             return Err(Error::new(ErrorKind::Busy, text));
         }
         state.changing = nodes.to_vec();
@@ -554,7 +554,7 @@ impl Disk {
             let clones: Vec<&str> = self.live_clones(&record).map(|clone| clone.name.as_str()).collect();
             if !clones.is_empty() {
                 let text = format!(
-                    "disk '{}' cannot be deleted: linked clones stand on it: {}",
+                    "disk '{}' cannot be deleted: linked clones depend on it: {}",
                     record.name,
                     clones.join(", ")
                 );

@@ -115,8 +115,8 @@ impl Disk {
                 return Ok(());
             }
             let text = format!(
-                "disk '{}' cannot be consolidated: other branches of its snapshots, or linked clones, stand on what is \
-                 below its head",
+                "disk '{}' cannot be consolidated: other branches of its snapshots, or linked clones, depend on the \
+                 images below its head",
                 record.name
             );
             return Err(Error::new(ErrorKind::Busy, text));

@@ -522,7 +522,7 @@ impl Record {
     pub fn decode(bytes: &[u8]) -> Result<Self> {
         let corrupt = |what: &str| Err(Error::new(ErrorKind::Corrupt, format!("the record of the disk {what}")));
         let Some(end) = bytes.iter().take(64).position(|byte| *byte == b'\n') else {
-            return corrupt("is none: it does not begin as one");
+            return corrupt("has an invalid first line");
         };
         let first = String::from_utf8_lossy(&bytes[..end]);
         let Some(sum) = first.strip_prefix(MAGIC) else {
@@ -530,7 +530,7 @@ impl Record {
                 let text = format!("the record of the disk is of another version: '{}'", first.escape_debug());
                 return Err(Error::new(ErrorKind::Unsupported, text));
             }
-            return corrupt("is none: it does not begin as one");
+            return corrupt("has an invalid first line");
         };
         let text = &bytes[end + 1..];
         if *sum != format!("{:08X}", checksum(text)) {
@@ -580,7 +580,7 @@ impl Record {
             ending.extend(walked);
         }
         if !creating && (!parents.contains_key(&self.head) || !self.children(self.head).is_empty()) {
-            return corrupt("its head is no image, or images stand on it".to_owned());
+            return corrupt("its head is no image, or has children".to_owned());
         }
         let mut names = HashSet::new();
         let mut uids = HashSet::new();

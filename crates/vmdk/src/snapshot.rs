@@ -219,7 +219,7 @@ impl Disk {
         let folder = match &new.folder {
             None => None,
             Some(path) => {
-                let text = || Error::new(ErrorKind::Invalid, format!("'{}' is no path in text", path.display()));
+                let text = || Error::new(ErrorKind::Invalid, format!("the path '{}' is not UTF-8", path.display()));
                 let real = path.canonicalize();
                 let real = real.map_err(|error| Error::io(format!("looking for '{}'", path.display()), error))?;
                 let home = self.home.path().is_some_and(|home| home == real);
@@ -274,7 +274,7 @@ impl Disk {
 
     /// Makes an empty delta above an image, announced in the record, and opens it for writing. A commit has to add it
     /// to the nodes.
-    #[expect(clippy::too_many_arguments, reason = "each of them is said by one caller only")]
+    #[expect(clippy::too_many_arguments, reason = "every caller passes all of these")]
     pub(crate) fn make_delta(
         &self,
         record: &Record,

@@ -79,7 +79,7 @@ impl Memory {
         }
         let slab = bytemuck::allocation::zeroed_vec::<Aligned>(SLAB_BLOCKS).leak();
         kept.stack.extend(slab.chunks_exact_mut(size).map(Self::Part));
-        kept.stack.pop().expect("a slab has parts")
+        kept.stack.pop().expect("a slab has at least one part")
     }
 
     /// Keeps the memory for another buffer, if there is room.

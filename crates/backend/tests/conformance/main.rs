@@ -149,7 +149,7 @@ fn memory() {
     assert!(directory.local().is_none());
     conforms(&directory, IoMode::Buffered);
     files::space_follows_the_length(directory.as_ref());
-    assert!(medium.overtaken() > 0, "operations were done in the order of pushing");
+    assert!(medium.overtaken() > 0, "operations completed in the order of submission");
 }
 
 #[test]

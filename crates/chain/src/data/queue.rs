@@ -230,7 +230,7 @@ mod tests {
             read(&mut blocks, block);
         }
         let stayed = (0..500).filter(|block| blocks.get(*block).is_some()).count();
-        assert!(stayed > 450, "{stayed} of 500 stayed");
+        assert!(stayed > 450, "{stayed} of 500 blocks stayed in the cache");
         assert!(blocks.live <= 1000 && blocks.slots.len() <= 2001);
     }
 

@@ -220,13 +220,13 @@ mod tests {
         let first = 3 * SPAN_SECTORS;
         assert_eq!(holders.get(first, first + 8), Holder::Level(7));
         assert_eq!(holders.get(first + 1, first + 2), Holder::Level(7), "a part of a block");
-        assert_eq!(holders.get(first + 4, first + 12), Holder::Unknown, "two blocks, one of them not known");
+        assert_eq!(holders.get(first + 4, first + 12), Holder::Unknown, "two blocks, one of them unknown");
         assert_eq!(holders.get(first + 16, first + 24), Holder::NoLevel);
         assert_eq!(holders.get(first + 496, first + 512), Holder::Unknown, "two levels");
         assert_eq!(holders.get(first + 504, first + 512), Holder::Level(9));
         holders.learn(first + 8, first + 20, 5);
         assert_eq!(holders.get(first + 8, first + 16), Holder::Level(5));
-        assert_eq!(holders.get(first + 16, first + 24), Holder::NoLevel, "not learnt from a part");
+        assert_eq!(holders.get(first + 16, first + 24), Holder::NoLevel, "not recorded from a part of a block");
         holders.forget(first + 511, first + 5000);
         assert_eq!(holders.get(first + 504, first + 512), Holder::Unknown);
         assert_eq!(holders.get(first + 496, first + 504), Holder::Level(7));
@@ -256,7 +256,7 @@ mod tests {
         holders.put(0, &[1; SPAN_BLOCKS]);
         for span in 1..100_000 {
             holders.put(span * SPAN_SECTORS, &[2; SPAN_BLOCKS]);
-            assert_eq!(holders.get(0, 8), Holder::Level(1), "asked for between any two others");
+            assert_eq!(holders.get(0, 8), Holder::Level(1), "used between any two others");
         }
         assert!(holders.memory() <= 65_536 * BYTES_PER_ENTRY / 16);
         assert!(holders.wasted > 90_000 && holders.paid == 0);

@@ -50,7 +50,7 @@ const JUDGE_EVERY: u64 = 32;
 const TRY_EVERY: u64 = 256;
 /// Extents per trial.
 const TRY_EXTENTS: usize = 8;
-/// Misses between two surveys while they are not useful.
+/// Misses between two surveys while the results of surveys are rarely used.
 const SURVEY_EVERY: u64 = 32;
 
 /// Settings that can be changed while the cache is in use.

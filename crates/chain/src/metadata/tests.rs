@@ -118,7 +118,7 @@ fn neighbours_become_one() {
     }
     assert_eq!(shard.entries, 1);
     shard.insert(CachedExtent::new(&data(40, 10, 2, 540)).unwrap());
-    assert_eq!(shard.entries, 2, "another level's is another entry");
+    assert_eq!(shard.entries, 2, "an extent of another level is a separate entry");
     shard.remove(15, 16);
     assert_eq!(shard.entries, 3);
     let mut found = Vec::new();
@@ -227,12 +227,12 @@ fn prefetching_stops_where_it_is_in_vain_and_comes_back() {
         let most = read(random.below(100_000));
         late += if round > 50_000 { most } else { 0 };
     }
-    assert!(late < 50_000, "{late} extents prefetched in vain");
+    assert!(late < 50_000, "{late} extents were prefetched and never used");
     let mut most = 0;
     for block in 0..200_000 {
         most = most.max(read(200_000 + block));
     }
-    assert!(most >= 32, "a stream is prefetched again, {most} extents at a time");
+    assert!(most >= 32, "a sequential stream is prefetched again, {most} extents at a time");
 }
 
 #[test]

@@ -109,7 +109,7 @@ fn a_write_is_seen_through_every_cache() {
     chain.zero(4096 * 8, 4096 * 2, false).unwrap();
     chain.read(4096 * 8, &mut out).unwrap();
     assert_eq!(out, [0; 4096]);
-    assert_eq!(chain.statistics().metadata.misses, misses, "the cache knew");
+    assert_eq!(chain.statistics().metadata.misses, misses, "the cache had the extent");
 }
 
 #[test]

@@ -144,7 +144,7 @@ impl World {
         for (sector, bytes) in found.chunks_exact(SECTOR).enumerate() {
             let old = &self.flushed[sector * SECTOR..][..SECTOR];
             let newer = self.since.get(&sector).is_some_and(|all| all.iter().any(|now| now == bytes));
-            assert!(bytes == old || newer, "sector {sector} is neither what was flushed nor what was written since");
+            assert!(bytes == old || newer, "sector {sector} has neither the flushed content nor one written after it");
         }
         self.content = found;
         self.dead = false;
@@ -202,7 +202,7 @@ fn history(seed: u64, real: bool) -> (u32, u32) {
             if world.record.len() < 6
                 && let Some(mut new) = world.layer()
             {
-                // The record first: with an empty top the disk reads the same.
+                // The record changes first: the new top is empty, so a crash before the push changes no content.
                 world.record.insert(0, new.clone());
                 match chain.push(new.layer.clone()) {
                     Ok((key, _)) => {

@@ -118,7 +118,7 @@ fn a_discard_without_room_keeps_what_there_was() {
     assert!(read(&chain, 0, 1 << 20).unwrap().iter().all(|byte| *byte == 0));
     layers[0].faults.write.store(true, Ordering::SeqCst);
     chain.write(0, &[1; 4096]).unwrap_err();
-    assert_eq!(chain.discard(0, 1 << 20).unwrap_err().kind(), ErrorKind::Io, "only the medium fails a discard");
+    assert_eq!(chain.discard(0, 1 << 20).unwrap_err().kind(), ErrorKind::Io, "a discard fails only with an I/O error");
 }
 
 #[test]
@@ -132,7 +132,7 @@ fn a_flush_covers_the_level_below_a_new_snapshot() {
     let flushes = layers[0].flushes.load(Ordering::SeqCst);
     chain.write(0, &[2; 4096]).unwrap();
     chain.flush().unwrap();
-    assert_eq!(layers[0].flushes.load(Ordering::SeqCst), flushes, "nothing was written there");
+    assert_eq!(layers[0].flushes.load(Ordering::SeqCst), flushes, "nothing was written to that range");
 }
 
 #[test]
@@ -221,6 +221,6 @@ fn a_flush_in_the_middle_of_a_write_does_not_count_for_it() {
         chain.flush().unwrap();
         assert_eq!(layer.flushes.load(Ordering::SeqCst), before + 1);
         chain.flush().unwrap();
-        assert_eq!(layer.flushes.load(Ordering::SeqCst), before + 1, "nothing was written since");
+        assert_eq!(layer.flushes.load(Ordering::SeqCst), before + 1, "nothing was written after the failure");
     }
 }

@@ -132,7 +132,7 @@ fn an_interrupted_merge_changes_nothing_and_goes_on_later() {
     chain.push(Mock::new(Manner::new(capacity, 4096))).unwrap();
     let keys = chain.keys();
     let watcher = Watcher { stop_at: Some(150 << 20), ..Watcher::default() };
-    let mut commit = || panic!("not to be committed");
+    let mut commit = || panic!("the commit must not run");
     let error = chain.merge_down(keys[1], keys[3], 0, &watcher, &mut commit).err().unwrap();
     assert_eq!(error.kind(), ErrorKind::Interrupted);
     assert_eq!(chain.keys(), keys);
@@ -164,7 +164,7 @@ fn a_commit_that_fails_leaves_the_chain_as_it_was() {
     let (chain, _, mut content) = filled(4, 1 << 20, 512, 7);
     let keys = chain.keys();
     for _ in 0..2 {
-        let mut commit = || Err(error::Error::new(ErrorKind::NoSpace, "no room for the record"));
+        let mut commit = || Err(error::Error::new(ErrorKind::NoSpace, "no space for the record"));
         assert_eq!(chain.consolidate(&NoProgress, &mut commit).err().unwrap().kind(), ErrorKind::NoSpace);
         assert_eq!(chain.keys(), keys);
         content[5000..6000].fill(9);
@@ -235,7 +235,7 @@ fn a_level_can_be_opened_again_for_writing() {
     assert_content(&chain, &content);
     chain.merge_down(keys[0], keys[2], 0, &NoProgress, &mut || Ok(())).unwrap();
     assert_content(&chain, &content);
-    assert!(chain.replace(keys[2], layers[2].clone()).is_err(), "the top stays what it is");
+    assert!(chain.replace(keys[2], layers[2].clone()).is_err(), "the top level is unchanged");
 }
 
 #[test]

@@ -216,7 +216,7 @@ impl Mock {
         self.check(&self.faults.write, "write")?;
         match self.faults.write_in.load(Ordering::SeqCst) {
             0 => Ok(()),
-            1 => Err(Error::new(ErrorKind::NoSpace, "no room, says the test")),
+            1 => Err(Error::new(ErrorKind::NoSpace, "the test permits no space")),
             left => {
                 self.faults.write_in.store(left - 1, Ordering::SeqCst);
                 Ok(())
@@ -251,7 +251,7 @@ impl Layer for Mock {
         self.check(&self.faults.map, "map")?;
         let bad = self.faults.map_at.load(Ordering::Relaxed) * 512;
         if bad > 0 && range.contains(&bad) {
-            return Err(Error::new(ErrorKind::Corrupt, "a broken table, says the test"));
+            return Err(Error::new(ErrorKind::Corrupt, "the test damages this table"));
         }
         let Manner { grain, capacity, .. } = self.manner;
         assert!(range.start < range.end && range.end <= capacity && range.start.is_multiple_of(512));
@@ -388,7 +388,7 @@ impl Layer for Mock {
     fn flush(&self) -> Result<()> {
         self.check(&self.faults.flush, "flush")?;
         if self.faults.flush_room.load(Ordering::SeqCst) {
-            return Err(Error::new(ErrorKind::NoSpace, "no room for a flush, says the test"));
+            return Err(Error::new(ErrorKind::NoSpace, "the test permits no space for a flush"));
         }
         self.flushes.fetch_add(1, Ordering::Relaxed);
         let (table, freed) = {

@@ -28,7 +28,7 @@ fn each_object_has_a_map_of_its_own_and_takes_space_by_the_unit() {
     let [(_one, directory), _] = folders();
     let layer = Format::VsanSparse.create(&directory, "object", CAPACITY, IoMode::Buffered).unwrap();
     let empty = layer.usage().unwrap().allocated;
-    assert!(empty < 2 * MIB, "an empty object takes its log and its root: {empty}");
+    assert!(empty < 2 * MIB, "an empty object allocates its log and its root: {empty}");
     let taken = |layer: &Arc<dyn Layer>| layer.usage().unwrap().allocated - empty;
     // The first grain takes a unit, and two copies of a map page.
     layer.write(40 * MIB, &[&[1; 4096]]).unwrap();

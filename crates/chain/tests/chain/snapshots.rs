@@ -52,7 +52,7 @@ fn a_snapshot_holds_what_was_acknowledged_before_and_nothing_later() {
             assert_eq!(number(&below(&chain, 1), 512), snapshot, "a snapshot does not change");
         }
         stop.store(true, Ordering::Relaxed);
-        println!("writers held off for {longest:?} at the most");
+        println!("writers were delayed by at most {longest:?}");
     });
 }
 
@@ -75,9 +75,9 @@ fn a_slow_write_holds_no_other_write_off() {
     });
     let mut out = [0; 8];
     below(&chain, 1).read(0, &mut out).unwrap();
-    assert_eq!(out, [1; 8], "what was on its way is below");
+    assert_eq!(out, [1; 8], "a write in progress goes below the snapshot");
     below(&chain, 1).read(8192, &mut out).unwrap();
-    assert_eq!(out, [0; 8], "what came later is above");
+    assert_eq!(out, [0; 8], "a later write goes above the snapshot");
 }
 
 #[test]

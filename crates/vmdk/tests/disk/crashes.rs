@@ -198,12 +198,12 @@ impl World {
         let chain = disk.chain().unwrap();
         let found = read_quiet(&chain);
         let reverted = self.maybe_head.as_ref().is_some_and(|head| *head == found);
-        assert!(reverted || self.explains(&found), "the head is neither what was flushed nor what was written since");
+        assert!(reverted || self.explains(&found), "the head has neither the flushed content nor one written after it");
         let names: BTreeSet<String> = disk.snapshots().into_iter().map(|snapshot| snapshot.name).collect();
         for name in &names {
             let found = read_quiet(&disk.snapshot_chain(name).unwrap());
             match self.snapshots.get(name) {
-                Some(content) => assert!(found == *content, "snapshot {name} is not what it was"),
+                Some(content) => assert!(found == *content, "the content of snapshot {name} has changed"),
                 None => assert!(self.maybe_new.as_ref() == Some(name) && self.explains(&found), "snapshot {name}"),
             }
             self.snapshots.insert(name.clone(), found);
@@ -257,7 +257,7 @@ impl World {
         for name in &names {
             let (prefix, file) = name.split_once(':').unwrap();
             let known = prefix == "a" || self.clones.contains_key(prefix) || file == "lamina.lock";
-            assert!(known, "'{name}' is left");
+            assert!(known, "file '{name}' was not removed");
         }
         self.content = found;
         self.forget_maybes();
@@ -521,11 +521,14 @@ fn histories(seeds: std::ops::Range<u64>, formats: &[DeltaFormat]) {
         let run = std::panic::AssertUnwindSafe(|| history(seed, formats, &mut counts));
         std::panic::catch_unwind(run).unwrap_or_else(|_| panic!("seed {seed}, {formats:?}"));
     }
-    println!("cuts by operation: {counts:?}");
+    println!("power cuts by operation: {counts:?}");
     for operation in
         [Operation::Snapshot, Operation::DeleteUp, Operation::DeleteDown, Operation::Revert, Operation::Consolidate]
     {
-        assert!(counts.get(&operation).is_some_and(|count| *count > 3), "{operation:?} was hardly cut: {counts:?}");
+        assert!(
+            counts.get(&operation).is_some_and(|count| *count > 3),
+            "too few power cuts during {operation:?}: {counts:?}"
+        );
     }
 }
 

@@ -92,7 +92,7 @@ impl Progress for Machine {
     }
 }
 
-/// Attempts merges and a snapshot, each with `free` pages of space at its begin and none later. A merge down has
+/// Attempts merges and a snapshot, each with `free` pages of space at its beginning and none later. A merge down has
 /// reserved space for its record; a merge up has not.
 fn half_done(machine: &Machine, free: u64) {
     let merge = || machine.disk.delete_snapshot("second", Some(Direction::Down), machine);
@@ -122,8 +122,8 @@ fn a_disk_is_deleted_where_there_is_no_room() {
             }
         }
     }
-    println!("{left_something} deletions of what an operation had left");
-    assert!(left_something > 0, "nothing ran out of room half way");
+    println!("{left_something} deletions of disks with a pending operation");
+    assert!(left_something > 0, "no operation failed for lack of space and stayed pending");
 }
 
 #[test]
@@ -167,7 +167,7 @@ fn a_deletion_without_room_survives_power_cuts() {
             assert!(names.is_empty() || names == ["lamina.lock"], "{delta:?}, cut {cut}: {names:?}");
         }
     }
-    println!("{kept} kept, {unfinished} of them unfinished, {finished} deleted");
+    println!("{kept} disks kept, {unfinished} of them with a pending operation, {finished} deleted");
     assert!(kept > 10 && unfinished > 3 && finished > 100, "{kept} kept, {unfinished} unfinished, {finished} deleted");
 }
 
@@ -180,7 +180,7 @@ fn a_snapshot_is_deleted_where_its_data_has_room() {
         // The data is merged down into a thick base, which has the space.
         machine.disk.delete_snapshot("first", Some(Direction::Down), &NoProgress).unwrap();
         assert!(machine.storage.directory().room().unwrap().available > 0);
-        assert!(Machine::names(&machine.storage).contains(&"vm.vmsd".to_owned()), "the list is back");
+        assert!(Machine::names(&machine.storage).contains(&"vm.vmsd".to_owned()), "VMware's list was written again");
         assert_eq!(leaked(&machine.disk), Vec::<String>::new());
         machine.fill(0);
         machine.disk.consolidate(&NoProgress).unwrap();
@@ -439,6 +439,6 @@ fn an_interrupted_operation_keeps_no_disk_shut_for_lack_of_room() {
             }
         }
     }
-    println!("{opened} opened, {unfinished} of them unfinished");
+    println!("{opened} disks opened, {unfinished} of them with a pending operation");
     assert!(opened > 100 && unfinished > 10, "{opened} opened, {unfinished} unfinished");
 }

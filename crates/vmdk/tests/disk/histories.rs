@@ -155,9 +155,12 @@ impl History {
     fn verify(&mut self, folder: &Path) {
         let seed = self.seed;
         let found = read(&self.disk.chain().unwrap());
-        assert!(found == self.content(), "seed {seed}: the head");
+        assert!(found == self.content(), "seed {seed}: content of the head");
         for (name, content) in &self.snapshots {
-            assert!(read(&self.disk.snapshot_chain(name).unwrap()) == *content, "seed {seed}: snapshot {name}");
+            assert!(
+                read(&self.disk.snapshot_chain(name).unwrap()) == *content,
+                "seed {seed}: content of snapshot {name}"
+            );
         }
         let mut names: Vec<String> = self.disk.snapshots().into_iter().map(|snapshot| snapshot.name).collect();
         names.sort();
@@ -175,7 +178,10 @@ impl History {
         let record = self.disk.record();
         let content = self.content();
         let head = record.nodes.iter().find(|node| node.id == record.head).unwrap();
-        assert!(qemu_read(folder, &head.descriptor, content.len()) == content, "seed {seed}: QEMU's head");
+        assert!(
+            qemu_read(folder, &head.descriptor, content.len()) == content,
+            "seed {seed}: content of the head, read by QEMU"
+        );
         for snapshot in &record.snapshots {
             let node = record.nodes.iter().find(|node| node.id == snapshot.node).unwrap();
             let found = qemu_read(folder, &node.descriptor, content.len());
@@ -210,7 +216,7 @@ fn open_when_free(home: layer::image::Folder, seed: u64) -> Arc<Disk> {
             other => return other.unwrap(),
         }
     }
-    panic!("the disk stays open elsewhere")
+    panic!("another process keeps the disk open")
 }
 
 fn histories(seeds: std::ops::Range<u64>, steps: usize, formats: &[DeltaFormat]) {

@@ -166,7 +166,7 @@ impl World {
             let sector = &mut self.sectors[number as usize];
             assert!(sector.later.contains(&bytes[0]), "{}: {} at sector {number}", self.what, bytes[0]);
             let kept = sector.now.contains(&bytes[0]);
-            assert!(lost || kept, "{}: sector {number} has lost a write, and nothing was said of it", self.what);
+            assert!(lost || kept, "{}: sector {number} has lost a write without an error", self.what);
             *sector = Sector { now: vec![bytes[0]], later: vec![bytes[0]] };
         }
     }
@@ -186,8 +186,8 @@ impl World {
 }
 
 impl World {
-    /// Ends the faults, and opens the disk in another process, after a kill, or after a close that may have failed. The
-    /// page cache is kept. What is read then must stay.
+    /// Ends the faults, and opens the disk as another process would, after a kill or after a close that may have
+    /// failed. The page cache is kept. Content that the new process has read must not change afterwards.
     fn exchange_process(self, closes: bool) -> Self {
         let Self { machine, disk, random, mut sectors, what, .. } = self;
         machine.mend();
@@ -469,6 +469,6 @@ fn no_sector_reads_as_something_old() {
         unread += u64::from(failed > 0);
         stopped += u64::from(stop);
     }
-    println!("{cases} cases: in {unread} something could not be read, in {stopped} the disk stopped");
+    println!("{cases} cases: {unread} with sectors that could not be read, {stopped} in which the disk stopped");
     assert!(unread > cases / 20 && stopped > cases / 20);
 }

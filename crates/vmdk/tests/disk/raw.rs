@@ -81,7 +81,7 @@ fn what_a_guest_writes_at_the_beginning_is_no_descriptor() {
     disk.delete_snapshot("a", None, &NoProgress).unwrap();
     disk.delete_snapshot("b", None, &NoProgress).unwrap();
     disk.consolidate(&NoProgress).unwrap();
-    assert_eq!(disk.info().unwrap().levels, 1, "it can be merged into its base");
+    assert_eq!(disk.info().unwrap().levels, 1, "the delta can be merged into its raw base");
     assert!(read(&disk.chain().unwrap()) == content);
     disk.close().unwrap();
     drop(disk);
