@@ -47,7 +47,7 @@ fn use_it(directory: &Arc<dyn Directory>, input: &mut Input<'_>, trusted: bool) 
     let read = |name: &str, plan: &dyn Fn(std::ops::Range<u64>) -> error::Result<store::engine::Planned>| {
         for logical in [0, 1, 2, 3, 4, 7, 256] {
             if let Ok(block) = engine.read_blocks(name, logical..logical + 1, plan) {
-                assert!(!trusted || plausible(&block), "block {logical} of {name} is not what was written");
+                assert!(!trusted || plausible(&block), "block {logical} of {name} differs from the written data");
             }
         }
     };

@@ -75,7 +75,7 @@ fuzz_target!(|data: &[u8]| {
             let _ = (image.descriptor(), image.parent(), image.counters(), image.fragments());
         }
     }
-    assert_eq!(disk.operations(), before, "opening for reading changed something");
+    assert_eq!(disk.operations(), before, "opening for reading changed a file");
     if flags & 2 == 0 {
         return;
     }
@@ -89,12 +89,12 @@ fuzz_target!(|data: &[u8]| {
     }
     assert!(
         content.is_none() || content != image.descriptor().map(|descriptor| descriptor.content),
-        "changed, and it has the identity that it had"
+        "content changed, but the CID is the same"
     );
     let closed = layer.close().is_ok();
     drop(chain);
     if closed && flags & 1 == 1 {
-        let chain = open_chain(place(), &options).expect("what was written and closed opens");
+        let chain = open_chain(place(), &options).expect("a closed image opens again");
         look(&**chain.images()[0].layer(), &mut input);
     }
 });

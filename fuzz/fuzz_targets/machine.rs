@@ -10,9 +10,9 @@ use vm::instant::image::Record;
 fuzz_target!(|data: &[u8]| {
     let Ok(text) = std::str::from_utf8(data) else { return };
     if let Ok(machine) = Definition::parse(text, "fuzz") {
-        machine.check().expect("it was checked");
-        let written = machine.to_text().expect("what was read can be written");
-        assert_eq!(Definition::parse(&written, "fuzz").expect("it was written"), machine);
+        machine.check().expect("parsing has checked the definition");
+        let written = machine.to_text().expect("a parsed definition can be written");
+        assert_eq!(Definition::parse(&written, "fuzz").expect("a written definition can be parsed"), machine);
     }
     if let Ok(record) = Record::parse(text, "fuzz") {
         assert_eq!(record.snapshots.len(), record.machine.disks.len());

@@ -21,7 +21,7 @@ const NAME: &str = "migration-0f0e0d0c-0b0a-4908-8706-050403020100";
 fuzz_target!(|data: &[u8]| {
     let disk = quiet_disk();
     let directory = disk.directory();
-    let file = directory.create(NAME, IoMode::Buffered).expect("a new disk takes files");
+    let file = directory.create(NAME, IoMode::Buffered).expect("a new disk accepts new files");
     let bytes = match data.split_first() {
         Some((flags, body)) if flags & 1 == 0 => {
             [format!("lamina migration 1 crc32c={:08x}\n", checksums::checksum(body)).as_bytes(), body].concat()
@@ -29,11 +29,11 @@ fuzz_target!(|data: &[u8]| {
         Some((_, rest)) => rest.to_vec(),
         None => Vec::new(),
     };
-    file.write_at(&[&bytes], 0, false).expect("a new disk takes bytes");
+    file.write_at(&[&bytes], 0, false).expect("a new disk accepts writes");
     let intents = Intents::new(directory);
     let Ok(found) = intents.all() else { return };
     for intent in &found {
-        intents.put(intent).expect("it was read");
+        intents.put(intent).expect("a parsed record can be written");
     }
-    assert_eq!(intents.all().expect("it was written"), found);
+    assert_eq!(intents.all().expect("written records can be read"), found);
 });

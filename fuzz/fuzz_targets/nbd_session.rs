@@ -44,9 +44,9 @@ fn disks() -> &'static Disks {
             .create_disk("a", &NewDisk::native((1 << 20) + 512, Provisioning::Thin), &NoProgress)
             .expect("a new disk");
         let device = datastore.device("a", false).expect("a new disk");
-        device.write(8192, backend::SharedSlice::copy_of(&[7; 8192]), true).expect("room for a write");
+        device.write(8192, backend::SharedSlice::copy_of(&[7; 8192]), true).expect("a new disk accepts writes");
         datastore.create_snapshots(&[("a".into(), "s".into())], &SnapshotOptions::default()).expect("a new snapshot");
-        device.write(0, backend::SharedSlice::copy_of(&[8; 4096]), true).expect("room for a write");
+        device.write(0, backend::SharedSlice::copy_of(&[8; 4096]), true).expect("a new disk accepts writes");
         Disks(datastore)
     })
 }

@@ -25,14 +25,14 @@ fuzz_target!(|data: &[u8]| {
     if let Ok(archive) = Ova::open(file, "image") {
         for member in archive.members() {
             let name = member.name();
-            assert!(!name.contains(['/', '\\', '\0']) && !matches!(name, "" | "." | ".."), "{name:?} leads elsewhere");
+            assert!(!name.contains(['/', '\\', '\0']) && !matches!(name, "" | "." | ".."), "{name:?} is no plain name");
             assert!(member.size() <= length, "{name:?} is larger than the archive");
             let mut bytes = Vec::new();
-            let _ = archive.reader(name).expect("it is there").take(READ_MAX).read_to_end(&mut bytes);
+            let _ = archive.reader(name).expect("the archive lists the member").take(READ_MAX).read_to_end(&mut bytes);
         }
         let _ = (archive.descriptor(), archive.machine(), archive.hardware(), archive.warnings());
         for described in archive.disks() {
-            let section = archive.file(&described.file).expect("opening looked for it");
+            let section = archive.file(&described.file).expect("opening found the member");
             if let Ok(layer) = Stream::open(section, "image") {
                 look(&layer, &mut input);
             }

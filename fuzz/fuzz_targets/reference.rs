@@ -50,8 +50,8 @@ fuzz_target!(|reference: &str| {
     static FOLDER: OnceLock<(PathBuf, Folder)> = OnceLock::new();
     let (root, folder) = FOLDER.get_or_init(|| {
         let root = tree();
-        let folder = Folder::local(&root.join("in"), &[root.join("allowed")]).expect("it was made");
-        (root.canonicalize().expect("it was made"), folder)
+        let folder = Folder::local(&root.join("in"), &[root.join("allowed")]).expect("the folder exists");
+        (root.canonicalize().expect("the folder exists"), folder)
     });
     // Replaces `$` by the absolute path of the tree.
     let reference = reference.replace('$', &root.to_string_lossy());
@@ -62,6 +62,6 @@ fuzz_target!(|reference: &str| {
     if let Ok(file) = place.open(IoMode::Buffered, Access::Read) {
         let mut bytes = [0; SECRET.len()];
         file.read_at(&mut bytes, 0).expect("a regular file");
-        assert!(bytes != SECRET, "{reference:?} opens what is not permitted");
+        assert!(bytes != SECRET, "{reference:?} opens a file that is not permitted");
     }
 });

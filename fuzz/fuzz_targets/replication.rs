@@ -112,8 +112,8 @@ fuzz_target!(|data: &[u8]| {
         0 => {
             let _ = recode(input.0);
             if let Ok(message) = Message::decode(input.0) {
-                let bytes = message.encode().expect("it was decoded");
-                assert_eq!(Message::decode(&bytes).expect("it was encoded"), message);
+                let bytes = message.encode().expect("a decoded message can be encoded");
+                assert_eq!(Message::decode(&bytes).expect("an encoded message can be decoded"), message);
             }
             if let Some(bytes) = input.0.first_chunk::<HEAD>()
                 && let Ok(head) = Head::decode(bytes)

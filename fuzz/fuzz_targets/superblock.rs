@@ -17,9 +17,9 @@ fuzz_target!(|data: &[u8]| {
     let directory = disk.directory();
     for copy in 0..2 {
         // Changes single words of the copy, or replaces all of it.
-        let file = directory.open("superblock", backend::IoMode::Buffered).expect("it is there");
+        let file = directory.open("superblock", backend::IoMode::Buffered).expect("the file exists");
         let mut bytes = vec![0; 4096];
-        file.read_at(&mut bytes, copy * 4096).expect("the medium is whole");
+        file.read_at(&mut bytes, copy * 4096).expect("the simulated disk has no faults");
         if flags & 4 == 0 {
             for _ in 0..input.u8() % 4 {
                 let at = usize::from(input.u8()) % (USED / 8) * 8;

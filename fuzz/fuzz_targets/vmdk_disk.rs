@@ -41,14 +41,14 @@ fn make(delta: DeltaFormat, interrupted: bool) -> Vec<(String, Sectors)> {
     let disk = Disk::create(Folder::plain(Arc::clone(&directory)), &new, &options(), &NoProgress).expect("a new disk");
     let put = |at: u64, value: u8| {
         let chain = disk.chain().expect("a new disk");
-        chain.write(at, &[value; 4096]).expect("there is room");
+        chain.write(at, &[value; 4096]).expect("the disk has space");
     };
     put(0, 1);
     for (name, at) in [("a", 0), ("b", 8192), ("c", 1 << 20)] {
         disk.snapshot(&NewSnapshot::named(name)).expect("a new disk");
         put(at, name.as_bytes()[0]);
     }
-    disk.revert("a").expect("it is there");
+    disk.revert("a").expect("the snapshot exists");
     put(4096, 9);
     let mut world = world;
     if interrupted {
@@ -56,11 +56,12 @@ fn make(delta: DeltaFormat, interrupted: bool) -> Vec<(String, Sectors)> {
         let _ = disk.delete_snapshot("b", None, &NoProgress);
         world = world.crash();
     } else {
-        disk.close().expect("the medium is whole");
+        disk.close().expect("the simulated disk has no faults");
     }
     let directory = world.directory();
-    let names = directory.list().expect("the medium is whole").into_iter().filter(|name| name != "lamina.lock");
-    let file = |name: &str| directory.open(name, IoMode::Buffered).expect("it is there");
+    let names =
+        directory.list().expect("the simulated disk has no faults").into_iter().filter(|name| name != "lamina.lock");
+    let file = |name: &str| directory.open(name, IoMode::Buffered).expect("the file exists");
     names.map(|name| (name.clone(), Sectors::of(&*file(&name)))).collect()
 }
 
@@ -143,7 +144,7 @@ fuzz_target!(|data: &[u8]| {
     drop(disk);
     if closed {
         // The record names complete operations only, so the disk must open.
-        let disk = open().expect("what was open and closed opens");
+        let disk = open().expect("a closed disk opens again");
         let _ = disk.chain().map(|chain| read(&chain));
         let _ = disk.delete();
     }

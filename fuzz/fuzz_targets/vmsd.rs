@@ -9,5 +9,5 @@ fuzz_target!(|data: &[u8]| {
     let Ok(list) = Vmsd::parse(data) else { return };
     assert!(list.snapshots.len() <= SNAPSHOTS_MAX);
     assert!(list.snapshots.iter().all(|snapshot| snapshot.disks.len() <= DISKS_MAX));
-    assert_eq!(Vmsd::parse(&list.to_bytes()).expect("it was written"), list);
+    assert_eq!(Vmsd::parse(&list.to_bytes()).expect("a written list can be parsed"), list);
 });

@@ -191,10 +191,11 @@ impl Sectors {
     /// When the folder has it already.
     pub fn write(&self, directory: &Arc<dyn Directory>, name: &str) -> Arc<dyn File> {
         let file = directory.create(name, IoMode::Buffered).expect("a new name");
-        file.set_len(self.length).expect("a new disk takes bytes");
+        file.set_len(self.length).expect("a new disk accepts writes");
         let whole = |sector: u64| self.length.saturating_sub(sector * SECTOR as u64).min(SECTOR as u64) as usize;
         for (sector, bytes) in &self.sectors {
-            file.write_at(&[&bytes[..whole(*sector)]], sector * SECTOR as u64, false).expect("a new disk takes bytes");
+            file.write_at(&[&bytes[..whole(*sector)]], sector * SECTOR as u64, false)
+                .expect("a new disk accepts writes");
         }
         file
     }

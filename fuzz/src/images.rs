@@ -15,25 +15,25 @@ fn fill(layer: &dyn Layer) {
     for (at, count, value) in [(0, 3, 1), (5, 1, 2), (40, 8, 3), (1, 1, 4), (4096, 2, 5)] {
         let start = (at * grain).min((capacity - 1) / grain * grain);
         let length = (count * grain).min(capacity - start);
-        layer.write(start, &[&bytes(value, length)]).expect("a new image takes bytes");
+        layer.write(start, &[&bytes(value, length)]).expect("a new image accepts writes");
     }
-    layer.zero(41 * grain..43 * grain, false).expect("a new image takes zeros");
-    layer.zero(60 * grain..62 * grain, false).expect("a new image takes zeros");
+    layer.zero(41 * grain..43 * grain, false).expect("a new image accepts zeros");
+    layer.zero(60 * grain..62 * grain, false).expect("a new image accepts zeros");
 }
 
 /// An image in four states: new; with data, closed; with data, left open; left open with more unflushed data.
 fn states<L: Layer>(create: &dyn Fn(Arc<dyn File>), open: &dyn Fn(Arc<dyn File>) -> L) -> Vec<Sectors> {
     let disk = quiet_disk();
-    let file = disk.directory().create("image", IoMode::Buffered).expect("a new disk takes files");
+    let file = disk.directory().create("image", IoMode::Buffered).expect("a new disk accepts new files");
     create(Arc::clone(&file));
     let mut out = vec![Sectors::of(&*file)];
     let layer = open(Arc::clone(&file));
     fill(&layer);
-    layer.flush().expect("the medium is whole");
+    layer.flush().expect("the simulated disk has no faults");
     out.push(Sectors::of(&*file));
-    layer.write(layer.grain() * 90, &[&vec![6; layer.grain() as usize]]).expect("there is room");
+    layer.write(layer.grain() * 90, &[&vec![6; layer.grain() as usize]]).expect("the disk has space");
     out.push(Sectors::of(&*file));
-    layer.close().expect("the medium is whole");
+    layer.close().expect("the simulated disk has no faults");
     out.push(Sectors::of(&*file));
     out
 }
@@ -45,7 +45,8 @@ pub fn vmfssparse() -> Vec<Sectors> {
     };
     let with = |capacity, grain_sectors| {
         let options = vmfssparse::CreateOptions { capacity, grain_sectors };
-        let create = |file: Arc<dyn File>| vmfssparse::create(file, "image", &options).expect("a new disk takes bytes");
+        let create =
+            |file: Arc<dyn File>| vmfssparse::create(file, "image", &options).expect("a new disk accepts writes");
         states(&create, &open)
     };
     [with(5 << 20, 1), with((33 << 20) + 512, 8)].concat()
@@ -56,7 +57,7 @@ pub fn sesparse() -> Vec<Sectors> {
     let options = |write| sesparse::Options { write, cache: 1 << 20, ..sesparse::Options::default() };
     let create = |file: Arc<dyn File>| {
         let made = sesparse::SeSparse::create(file, "image", (40 << 20) + 512, options(true));
-        made.expect("a new disk takes bytes").close().expect("the medium is whole");
+        made.expect("a new disk accepts writes").close().expect("the simulated disk has no faults");
     };
     let open = |file: Arc<dyn File>| {
         sesparse::SeSparse::open(file, "image", options(true)).expect("a new image opens") //
@@ -100,7 +101,7 @@ fn journalled(mut image: Sectors) -> Sectors {
 /// vsanSparse objects in every state.
 pub fn vsansparse() -> Vec<Sectors> {
     let options = vsansparse::CreateOptions { capacity: (40 << 20) + 512, id: *b"0123456789abcdef" };
-    let create = |file: Arc<dyn File>| vsansparse::create(file, "image", &options).expect("a new disk takes bytes");
+    let create = |file: Arc<dyn File>| vsansparse::create(file, "image", &options).expect("a new disk accepts writes");
     let open = |file: Arc<dyn File>| {
         vsansparse::VsanSparse::open(file, &vsansparse::OpenOptions::writing("image")).expect("a new image opens")
     };
@@ -145,7 +146,8 @@ pub fn hosted() -> Vec<Sectors> {
     };
     let with = |zero_grains, descriptor| {
         let options = hosted::CreateOptions { capacity: (40 << 20) + 512, descriptor, zero_grains };
-        let create = |file: Arc<dyn File>| hosted::create(&*file, "image", &options).expect("a new disk takes bytes");
+        let create =
+            |file: Arc<dyn File>| hosted::create(&*file, "image", &options).expect("a new disk accepts writes");
         states(&create, &open)
     };
     let mut images = with(true, Some(DESCRIPTOR));
@@ -158,13 +160,13 @@ pub fn hosted() -> Vec<Sectors> {
 /// Compressed streams from lamina and from qemu-img.
 pub fn stream() -> Vec<Sectors> {
     let options = stream::StreamOptions { capacity: (40 << 20) + 512, descriptor: DESCRIPTOR, level: 6, threads: 1 };
-    let mut writer = stream::StreamWriter::new(Vec::new(), &options).expect("memory takes bytes");
+    let mut writer = stream::StreamWriter::new(Vec::new(), &options).expect("memory accepts writes");
     let grain = writer.grain();
     for (at, count, value) in [(0, 3, 1u8), (40, 2, 3), (600, 1, 4)] {
         let bytes: Vec<u8> = (0..count * grain).map(|at| value.wrapping_mul((at % 251) as u8)).collect();
-        writer.write(at * grain, &bytes).expect("memory takes bytes");
+        writer.write(at * grain, &bytes).expect("memory accepts writes");
     }
-    let own = writer.finish().expect("memory takes bytes");
+    let own = writer.finish().expect("memory accepts writes");
     vec![Sectors::from_bytes(&own), Sectors::read(&mut Input(include_bytes!("../seeds/stream/qemu-stream")), &[])]
 }
 
@@ -184,9 +186,9 @@ pub fn ova() -> Vec<Sectors> {
         let disk = PlannedDisk { file: "vm-disk1.vmdk".into(), capacity: 1 << 20, descriptor: DESCRIPTOR.to_vec() };
         let options = OvaOptions { algorithm, level: 6, threads: 1, time: 1_700_000_000 };
         let out = std::io::Cursor::new(Vec::new());
-        let mut writer = OvaWriter::new(out, "vm", machine, vec![disk], options).expect("memory takes bytes");
-        writer.add_disk(|stream| stream.write(0, &vec![7; 1 << 16])).expect("memory takes bytes");
-        Sectors::from_bytes(writer.finish().expect("memory takes bytes").get_ref())
+        let mut writer = OvaWriter::new(out, "vm", machine, vec![disk], options).expect("memory accepts writes");
+        writer.add_disk(|stream| stream.write(0, &vec![7; 1 << 16])).expect("memory accepts writes");
+        Sectors::from_bytes(writer.finish().expect("memory accepts writes").get_ref())
     };
     vec![archive(Algorithm::Sha256), archive(Algorithm::Sha1)]
 }

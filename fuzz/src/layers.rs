@@ -51,7 +51,7 @@ pub struct Probe {
 pub fn exercise<L: Layer>(file: &Sectors, input: &mut Input<'_>, format: &Format<'_, L>) {
     let disk = quiet_disk();
     let file = file.write(&disk.directory(), "image");
-    let again = || disk.directory().open("image", IoMode::Buffered).expect("it is there");
+    let again = || disk.directory().open("image", IoMode::Buffered).expect("the image file exists");
     let before = disk.operations();
     let mut sound = false;
     if let Ok(layer) = (format.open)(Arc::clone(&file), false) {
@@ -75,9 +75,9 @@ pub fn exercise<L: Layer>(file: &Sectors, input: &mut Input<'_>, format: &Format
     let closed = layer.close().is_ok();
     drop(layer);
     if closed && trusted {
-        let layer = (format.open)(again(), false).expect("what was closed opens");
+        let layer = (format.open)(again(), false).expect("a closed image opens again");
         compare(&layer, &probes, format.parent);
-        assert!(!(sound && good) || (format.sound)(&layer), "it was sound, and was only written");
+        assert!(!(sound && good) || (format.sound)(&layer), "the image was sound before the writes");
     }
 }
 
@@ -117,7 +117,7 @@ pub fn look(layer: &dyn Layer, input: &mut Input<'_>) -> Vec<Probe> {
     let probes = places.filter_map(|at| read_sector(layer, at).ok().map(|found| Probe { at, found })).collect();
     // Requests that must be refused.
     let mut none = Vec::new();
-    assert!(layer.map(0..capacity + SECTOR as u64, 1, &mut none).is_err(), "asked for more than there is");
+    assert!(layer.map(0..capacity + SECTOR as u64, 1, &mut none).is_err(), "a range beyond the capacity was accepted");
     let _ = layer.usage();
     probes
 }
@@ -129,10 +129,13 @@ fn ask(layer: &dyn Layer, start: u64, end: u64, most: usize) -> Result<Vec<Exten
         return Ok(extents);
     }
     layer.map(start..end, most, &mut extents)?;
-    assert!(!extents.is_empty() && extents.len() <= most, "{} extents, asked for {most}", extents.len());
+    assert!(!extents.is_empty() && extents.len() <= most, "{} extents, at most {most} requested", extents.len());
     let mut at = start;
     for extent in &extents {
-        assert!(extent.start == at && extent.length > 0 && extent.length <= end - at, "extents adjoin: {extents:?}");
+        assert!(
+            extent.start == at && extent.length > 0 && extent.length <= end - at,
+            "extents are adjacent: {extents:?}"
+        );
         at += extent.length;
     }
     Ok(extents)
@@ -141,7 +144,7 @@ fn ask(layer: &dyn Layer, start: u64, end: u64, most: usize) -> Result<Vec<Exten
 /// Data begins within the file, and ends there, except for a partial last grain.
 fn check_place(layer: &dyn Layer, extent: &Extent) {
     if let Content::Data { file, offset } = extent.content {
-        let length = layer.file(file).expect("a file that the map names").len().expect("it is open");
+        let length = layer.file(file).expect("a file that the map names").len().expect("the file is open");
         let end = offset.checked_add(extent.length).expect("an offset in a file");
         assert!(offset < length && end <= length + layer.grain(), "{extent:?} in a file of {length} bytes");
     }
@@ -155,7 +158,9 @@ fn read_sector(layer: &dyn Layer, at: u64) -> Result<Option<[u8; SECTOR]>> {
     match content {
         Content::Absent => return Ok(None),
         Content::Zero => {}
-        Content::Data { file, offset } => layer.file(file)?.read_at(&mut bytes, offset).expect("the medium is whole"),
+        Content::Data { file, offset } => {
+            layer.file(file)?.read_at(&mut bytes, offset).expect("the simulated disk has no faults")
+        }
         Content::Encoded => layer.read_encoded(at, &mut bytes)?,
     }
     Ok(Some(bytes))
@@ -205,7 +210,7 @@ fn change<L: Layer>(layer: &L, input: &mut Input<'_>, format: &Format<'_, L>, pr
             true
         }
         Err(error) => {
-            assert!(error.kind() != ErrorKind::Io, "the medium is whole: {error}");
+            assert!(error.kind() != ErrorKind::Io, "the simulated disk has no faults: {error}");
             // After a failed change the content of the range is unknown.
             probes.retain(|probe| !(start..end).contains(&probe.at));
             false
@@ -216,8 +221,8 @@ fn change<L: Layer>(layer: &L, input: &mut Input<'_>, format: &Format<'_, L>, pr
 fn compare(layer: &dyn Layer, probes: &[Probe], parent: bool) {
     let seen = |found: &Option<[u8; SECTOR]>| if parent { *found } else { Some(found.unwrap_or([0; SECTOR])) };
     for Probe { at, found } in probes {
-        let now = read_sector(layer, *at).expect("what was read before is read again");
-        assert!(seen(&now) == seen(found), "sector at {at} holds {:?}, and held {:?}", short(&now), short(found));
+        let now = read_sector(layer, *at).expect("a sector that was readable is still readable");
+        assert!(seen(&now) == seen(found), "sector at {at} has {:?}, before it had {:?}", short(&now), short(found));
     }
 }
 

@@ -108,10 +108,10 @@ impl Image {
         let disk = SimulatedDisk::new(1, SimulatedOptions { reorder: false, ..SimulatedOptions::default() });
         let directory = disk.directory();
         for (name, length, parts) in &self.0 {
-            let file = directory.create(name, IoMode::Buffered).expect("a new disk takes files");
-            file.set_len(*length).expect("a new disk takes files");
+            let file = directory.create(name, IoMode::Buffered).expect("a new disk accepts new files");
+            file.set_len(*length).expect("a new disk accepts new files");
             for (at, bytes) in parts {
-                file.write_at(&[bytes], *at, false).expect("a new disk takes bytes");
+                file.write_at(&[bytes], *at, false).expect("a new disk accepts writes");
             }
         }
         disk
