@@ -171,7 +171,7 @@ fn main() {
             run("qemu-io", &["-f", format, "-c", write, &image_name]);
         }
         let file = Sectors::from_bytes(&fs::read(&image).expect("qemu's image"));
-        // Without the flags byte, for the other targets.
+        // The target `stream` reads no flags byte; for the other targets it is 0.
         let spelled = file.spell();
         keep(seeds, target, name, &if target == "stream" { spelled } else { [vec![0], spelled].concat() });
     }

@@ -26,8 +26,9 @@ fn tree() -> PathBuf {
         ("inner/a", SECRET),
         ("a", SECRET),
     ] {
-        fs::create_dir_all(root.join(path).parent().unwrap_or(&root)).expect("a folder for temporary files");
-        fs::write(root.join(path), bytes).expect("a folder for temporary files");
+        fs::create_dir_all(root.join(path).parent().unwrap_or(&root))
+            .expect("a temporary folder accepts folders and files");
+        fs::write(root.join(path), bytes).expect("a temporary folder accepts folders and files");
     }
     for (to, link) in [
         ("../out", "in/c"),
@@ -41,7 +42,7 @@ fn tree() -> PathBuf {
         ("/", "in/i"),
         ("../in/c", "allowed/c"),
     ] {
-        symlink(to, root.join(link)).expect("a folder for temporary files");
+        symlink(to, root.join(link)).expect("a temporary folder accepts links");
     }
     root
 }

@@ -22,7 +22,7 @@ const PROBES_MAX: usize = 48;
 /// The largest grain of images that are written.
 const GRAIN_MAX: u64 = 1 << 20;
 
-/// A format as the targets use it.
+/// The functions of a format that the targets use.
 pub struct Format<'a, L> {
     /// Opens an image, for writing if the flag is set.
     pub open: &'a dyn Fn(Arc<dyn File>, bool) -> Result<L>,

@@ -22,7 +22,7 @@ use std::time::{Duration, Instant};
 /// An operation under way. It may be completed by any thread.
 pub struct InFlight {
     token: u64,
-    /// Taken when it completes.
+    /// Taken when the operation completes.
     done: Option<Arc<Done>>,
 }
 

@@ -130,8 +130,8 @@ impl Job {
             }
             Work::Sync => (guarded(|| file.sync()), None),
         };
-        // Before the completion is visible: its receiver may rely on the file being closed with the last handle of its
-        // own.
+        // The handle is dropped before the completion is visible. So a receiver that then drops its own last handle
+        // closes the file.
         drop(file);
         in_flight.complete(result, buffer);
     }

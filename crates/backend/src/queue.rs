@@ -22,7 +22,7 @@ pub enum QueueKind {
 /// The end of one operation.
 #[derive(Debug)]
 pub struct Completion {
-    /// The token given when it was pushed.
+    /// The token given when the operation was pushed.
     pub token: u64,
     /// Success, or the error. The queue has continued short transfers; bytes past the end of a file are zeros.
     pub result: io::Result<()>,

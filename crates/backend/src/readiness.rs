@@ -7,7 +7,7 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, RawFd};
 use std::time::Duration;
 
-/// Descriptors with the tokens to report them by.
+/// Watched descriptors, each with the token of its completion.
 #[derive(Default)]
 pub(crate) struct Watched {
     entries: Vec<(RawFd, u64)>,

@@ -39,7 +39,7 @@ pub enum Place {
     Media {
         /// The file.
         file: Arc<dyn File>,
-        /// Byte offset in it.
+        /// Byte offset in the file.
         offset: u64,
     },
     /// In a layer that has to decode it; read by [`Part::read`].

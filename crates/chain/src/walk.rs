@@ -32,7 +32,7 @@ pub(crate) struct Found {
     pub levels: usize,
 }
 
-/// One walk.
+/// The state of one walk through the levels.
 pub(crate) struct Walk<'a> {
     pub levels: &'a Levels,
     /// The levels to ask, as positions in the stack.

@@ -58,7 +58,7 @@ impl<T> GroupCommit<T> {
         Turn { commits: self, held: self.held.lock(), number: 0 }
     }
 
-    /// The turn, if no commit is under way.
+    /// Takes the right to commit, if no commit is under way.
     pub(crate) fn try_turn(&self) -> Option<Turn<'_, T>> {
         self.held.try_lock().map(|held| Turn { commits: self, held, number: 0 })
     }

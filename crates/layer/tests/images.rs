@@ -197,7 +197,7 @@ fn a_replaced_descriptor_keeps_its_permissions() {
     assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o664);
 }
 
-/// Writes the same data to the layer and to the model, also across borders of pieces.
+/// Writes the same data to the layer and to the model, also across the boundaries of extents.
 fn scribble(layer: &Arc<dyn Layer>, model: &mut [u8], seed: u64) {
     let mut random = Random(seed);
     let sectors = model.len() as u64 / 512;

@@ -35,7 +35,7 @@ enum NameChange {
 
 #[derive(Default)]
 pub(super) struct FileState {
-    /// What reads see.
+    /// The content that reads return.
     pub(super) live: Content,
     persistence: Persistence,
     pub(super) unreadable: Ranges,
@@ -221,7 +221,7 @@ impl World {
         let id = self.next_id;
         self.next_id += 1;
         let change = NameChange::Create { name: name.to_owned(), id };
-        // Also when the power is cut now: the name may survive, and then needs its file.
+        // The file is inserted even if the power is cut in this operation: the name may survive, and refers to it.
         self.files.insert(id, FileState::default());
         self.change_names(change, verdict)?;
         self.file(id)?.handles = 1;

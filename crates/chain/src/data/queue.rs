@@ -171,7 +171,7 @@ impl Blocks {
         }
     }
 
-    /// As [`Blocks::remove`] for many.
+    /// As [`Blocks::remove`], for a range of blocks.
     pub fn remove_range(&mut self, blocks: &Range<u64>) {
         if (self.slots.len() as u64) < blocks.end - blocks.start {
             for slot in &mut self.slots {

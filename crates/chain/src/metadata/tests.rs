@@ -58,7 +58,7 @@ fn a_shard_is_a_map_of_sectors() {
                 0..5 => {
                     let mapping = match random.below(4) {
                         0 => Mapping { to: To::Zero, ..data(start, length, 0, 0) },
-                        // Some of these continue each other.
+                        // Extents of this kind merge if they are adjacent.
                         1 => data(start, length, 1, start + 77),
                         _ => data(start, length, random.below(4) as u8, random.below(1 << 30)),
                     };

@@ -28,7 +28,7 @@ pub enum NewKind {
     Vmfs,
     /// One flat extent, as in VMware Workstation.
     MonolithicFlat,
-    /// Pieces of 2047 MiB.
+    /// Extents of 2047 MiB.
     TwoGbMaxExtentFlat,
 }
 

@@ -74,7 +74,7 @@ pub(super) fn create_shaped(
     let full = header.overhead.checked_add(header.capacity.next_multiple_of(header.grain));
     if full.is_none_or(|sectors| sectors > u64::from(u32::MAX)) {
         return Err(invalid(
-            "one sparse extent holds less than 2 TiB, all that its tables can name: choose 2gbsparse".to_owned(),
+            "a sparse extent ends below 2 TiB, because its sector numbers have 32 bits: choose 2gbsparse".to_owned(),
         ));
     }
 

@@ -149,7 +149,7 @@ impl Space {
     }
 
     fn full(&self) -> Error {
-        let what = format!("{}: the extent has reached 2 TiB, more its tables cannot address", self.image);
+        let what = format!("{}: the extent has reached 2 TiB, the limit of its 32-bit sector numbers", self.image);
         Error::new(ErrorKind::NoSpace, what)
     }
 

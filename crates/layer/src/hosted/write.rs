@@ -443,7 +443,7 @@ impl Hosted {
     }
 }
 
-/// Whether a grain at `place` continues a piece.
+/// Whether a grain at sector `place` can be appended to a piece of a write.
 fn follows(last: &WritePiece, place: Option<u64>, grain: u64) -> bool {
     match (last.place, place) {
         (None, None) => true,

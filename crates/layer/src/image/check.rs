@@ -167,7 +167,7 @@ impl Work<'_> {
                 let found = layer.check()?;
                 let mut notes = layer.warnings();
                 if found.zero_entries > 0 {
-                    notes.push(format!("{} entries hold 1: zeros here, not to QEMU", found.zero_entries));
+                    notes.push(format!("{} entries are 1: zeros for lamina, sector 1 for QEMU", found.zero_entries));
                 }
                 let problems = first_of(found.problems, found.problem_count);
                 Ok(Checked { format: "vmfssparse".into(), problems, notes, dead: found.dead, ..Checked::default() })

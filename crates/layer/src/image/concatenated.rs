@@ -287,7 +287,7 @@ impl Layer for Concatenated {
     }
 
     fn close(&self) -> Result<()> {
-        // Every part is closed, even if others fail.
+        // Every extent is closed, even if closing another one fails.
         let outcomes: Vec<Result<()>> = self.layers().map(|layer| layer.close()).collect();
         outcomes.into_iter().collect()
     }

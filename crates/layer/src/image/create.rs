@@ -176,7 +176,7 @@ impl FromStr for ImageKind {
     }
 }
 
-/// The pieces of a split disk.
+/// The extents of a split disk.
 fn split(sectors: u64, kind: ExtentKind, name: impl Fn(u64) -> String) -> Result<Vec<ExtentLine>> {
     let pieces = sectors.div_ceil(flat::SPLIT_SECTORS);
     if pieces > EXTENTS_MAX as u64 {

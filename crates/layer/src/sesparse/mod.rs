@@ -113,7 +113,7 @@ pub struct SeSparse {
     /// Signalled when a page has been read.
     loaded: Condvar,
     epochs: Epochs,
-    /// The turn to commit, with the first block of the file.
+    /// Lets one thread commit at a time; the committing thread owns a copy of the file's first block.
     commits: GroupCommit<Buffer>,
     /// Held while the length of the file changes.
     length: Mutex<()>,

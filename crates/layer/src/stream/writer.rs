@@ -159,7 +159,7 @@ impl<W: Write> StreamWriter<W> {
     fn place(&mut self) -> Result<u32> {
         u32::try_from(self.position).map_err(|_| {
             self.failed = true;
-            Error::new(ErrorKind::NoSpace, "the stream has reached 2 TiB, more its tables cannot address")
+            Error::new(ErrorKind::NoSpace, "the stream has reached 2 TiB, the limit of its 32-bit sector numbers")
         })
     }
 

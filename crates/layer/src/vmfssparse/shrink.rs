@@ -49,7 +49,7 @@ pub struct Shrunk {
     pub moved: u64,
 }
 
-/// One round.
+/// The state of one round of shrinking.
 struct Round<'a> {
     writer: &'a Writer,
     /// The end of the file after this round.

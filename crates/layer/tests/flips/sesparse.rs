@@ -84,7 +84,7 @@ fn flip(world: &World, random: &mut Random, figures: &mut Figures) {
     let at = offset / 8 * 8;
     let before = word(&*sound, at);
     let after = before ^ u64::from(mask) << (offset % 8 * 8);
-    let context = format!("killed {} byte {offset}: {before:#018x} is {after:#018x}", world.killed);
+    let context = format!("left unclosed: {}, byte {offset}: {before:#018x} changed to {after:#018x}", world.killed);
     let unprovable = is_unprovable(at, before, after);
     figures.tried += 1;
 
@@ -164,7 +164,7 @@ fn write_and_compare(world: &World, disk: SimulatedDisk, layer: SeSparse, grains
 fn use_unaware(world: &World, random: &mut Random, figures: &mut Figures) {
     let offset = BITMAP + random.below(64);
     let mask = 1 + random.below(255) as u8;
-    let context = format!("killed {} byte {offset} by {mask:#x}", world.killed);
+    let context = format!("left unclosed: {}, byte {offset} changed by {mask:#x}", world.killed);
     figures.tried += 1;
     let disk = world.damaged(offset, mask);
     let layer = open(open_file(&disk), Options { write: true, ..Options::default() }).unwrap();
@@ -182,7 +182,7 @@ fn use_after_crash(world: &World, random: &mut Random, figures: &mut Figures) {
         }
     };
     let mask = 1 << random.below(8) | (random.below(256) & random.below(256)) as u8;
-    let context = format!("killed {} byte {offset} by {mask:#x}", world.killed);
+    let context = format!("left unclosed: {}, byte {offset} changed by {mask:#x}", world.killed);
     figures.tried += 1;
     let disk = world.damaged(offset, mask);
     let layer = open(open_file(&disk), Options { write: true, ..Options::default() }).unwrap();

@@ -124,7 +124,7 @@ fn a_writer_waits_for_no_read_and_for_no_step() {
     assert_eq!((waits, held), (0, 0), "steps and reads of the check for which a writer waits");
 }
 
-/// Guest changes at each step of a check, commits before some, readers during some.
+/// At each step of a check a guest changes the image; before some steps there is a commit, and during some a reader.
 #[test]
 fn what_changes_between_the_steps_is_not_told() {
     for seed in 0..60 {

@@ -37,7 +37,7 @@ fn put(bytes: &mut [u8], at: usize, value: u64) {
     bytes[at..at + 8].copy_from_slice(&value.to_le_bytes());
 }
 
-/// Changes a random field; the headers and tables have fixed shares.
+/// Changes one field, or the length of the file. The area is chosen first: a random offset would mostly hit the tables.
 fn lie(random: &mut Random, file: &MemoryFile) {
     let word = |at: u64, range: u64, random: &mut Random| at + random.below(range / 8) * 8;
     let at = match random.below(16) {

@@ -93,12 +93,12 @@ fn the_last_transaction_is_dropped_unless_it_is_provably_whole() {
     assert_eq!(stamps(&layer, 0, GRAIN).unwrap(), [2; 8], "the later transaction wins");
     assert_eq!(stamps(&layer, 64 * GRAIN, GRAIN).unwrap(), [ABSENT; 8]);
 
-    // A header that counts the transaction proves it.
+    // A header that counts the transaction proves that it is complete.
     let layer = replayed(&dirty(&three(), 10), false).unwrap();
     assert_eq!(layer.replayed().unwrap().dropped, None);
     assert_eq!(stamps(&layer, 64 * GRAIN, GRAIN).unwrap(), [3; 8]);
 
-    // The transaction's content in place proves it, too.
+    // Its content at the targets proves that, too.
     let file = dirty(&three(), 7);
     file.write_at(&[&table_sector(2)], (TABLE + 1) * 512, false).unwrap();
     let layer = replayed(&file, false).unwrap();

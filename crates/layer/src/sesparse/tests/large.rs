@@ -58,7 +58,7 @@ fn any_capacity_up_to_the_limit() {
         assert_eq!((usage.mapped, usage.dead), (96 * GRAIN, 0));
         assert_eq!(file.len().unwrap(), (layout.grains.offset * 512) + 96 * GRAIN);
         assert!(usage.allocated < 4 * MIB, "{usage:?}");
-        // The rest is absent, which takes few answers.
+        // The rest of the disk is absent; the map returns it as one extent.
         let mut out = Vec::new();
         layer.map(64 * GRAIN..capacity / 3 / GRAIN * GRAIN, 64, &mut out).unwrap();
         assert_eq!((out.len(), out[0].content), (1, Content::Absent));

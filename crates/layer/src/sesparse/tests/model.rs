@@ -199,8 +199,8 @@ fn a_failed_flush_stops_all_writes() {
     assert_eq!(stamps(&layer, 0, GRAIN).unwrap(), [1; 8]);
 }
 
-/// Pages of tables, bitmap and backmap come from holes of the file, are written by a commit, evicted, and loaded again:
-/// then they must come from the file, although it was known as a hole.
+/// A page of tables, bitmap or backmap is first loaded from a hole of the file, then written by a commit, evicted, and
+/// loaded again. The second load must read the file, although the layer has recorded the hole.
 #[test]
 fn pages_from_holes_come_back_after_they_left_memory() {
     /// One grain in each of many more table pages than memory holds.

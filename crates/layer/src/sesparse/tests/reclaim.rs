@@ -73,7 +73,8 @@ fn guest(random: &mut Random, layer: &SeSparse, model: &mut Model) {
     let _ = operation.apply(layer);
 }
 
-/// One run; returns whether the work ended before the cut.
+/// Wipes and shrinks an image, with guest writes if `beside`, until the power is cut; then checks the image. Returns
+/// whether wipe and shrink completed before the cut.
 fn cut(seed: u64, after: u64, beside: bool) -> bool {
     let mut random = Random(seed);
     let disk = simulated(seed ^ after << 20);
