@@ -4,8 +4,8 @@
 //! |---|---|---|
 //! | 0 | 4 | magic `LMRP` |
 //! | 4 | 2 | kind |
-//! | 6 | 2 | disk: its number in the offer; 0 in messages |
-//! | 8 | 8 | offset in bytes; of a segment's end its number; 0 in messages |
+//! | 6 | 2 | disk: its index in the offer; 0 in messages |
+//! | 8 | 8 | offset in bytes; the number of the segment at a segment's end; 0 in messages |
 //! | 16 | 4 | length of the payload |
 //! | 20 | 4 | CRC32C of the payload |
 //! | 24 | 4 | zero |

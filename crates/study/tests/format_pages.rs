@@ -185,8 +185,8 @@ const ITEMS: &[Item] = &[
         ("docs/format/qcow2.md", "Header"),
         &[
             ("cluster_bits", "logarithm of a cluster's size"),
-            ("l1_entries", "entries of the first-level table"),
-            ("l1_offset", "place of the first-level table"),
+            ("l1_entries", "entries of the L1 table"),
+            ("l1_offset", "offset of the L1 table"),
         ],
     ),
     item("crates/layer/src/sesparse/header.rs", "Layout", ("docs/format/sesparse.md", "Constant header"), &[]),
@@ -195,7 +195,7 @@ const ITEMS: &[Item] = &[
         "Volatile",
         ("docs/format/sesparse.md", "Volatile header"),
         &[
-            ("free_table", "grain tables handed out"),
+            ("free_table", "grain tables allocated"),
             ("next_sequence", "sequence number of the journal's next transaction"),
             ("replay", "has to be replayed"),
         ],

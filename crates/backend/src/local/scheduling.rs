@@ -1,4 +1,4 @@
-//! What the scheduler is told of a thread.
+//! Scheduling attributes of threads.
 
 /// A thread of this process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -16,11 +16,11 @@ impl Thread {
         }
     }
 
-    /// With `short`, the thread runs soon after it wakes, for short moments at a time: for a thread that answers a person
-    /// or a guest, beside others that work all the time or more of their own kind than there are processors. On a machine
-    /// that is busy with both, the difference is a few milliseconds for each answer. It takes no privilege, because other
-    /// threads keep their share of processor time (Linux 6.12 and later, `sched_setattr(2)`: a slice shorter than the
-    /// default one); elsewhere it does nothing. Without `short`, the thread gets the default slice again.
+    /// With `short`, the scheduler runs the thread soon after it wakes, in short slices: for a thread that answers a user or
+    /// a guest beside threads that always compute, or that outnumber the processors. On a busy machine this saves a few
+    /// milliseconds per answer. It takes no privilege, because other threads keep their share of processor time (Linux
+    /// 6.12 and later, `sched_setattr(2)`: a slice shorter than the default one); elsewhere it does nothing. Without
+    /// `short`, the thread has the default slice again.
     pub fn set_short_slice(self, short: bool) {
         #[cfg(target_os = "linux")]
         ask(self.id, if short { SLICE } else { 0 });
@@ -29,7 +29,7 @@ impl Thread {
     }
 }
 
-/// The slice asked for, in nanoseconds: the shortest that the kernel grants.
+/// The requested slice, in nanoseconds: the shortest that the kernel grants.
 #[cfg(target_os = "linux")]
 const SLICE: u64 = 100_000;
 
@@ -53,7 +53,7 @@ fn ask(thread: rustix::thread::Pid, slice: u64) {
         size: size_of::<Attributes>() as u32,
         policy: 0,
         flags: 0,
-        // Part of what is set: it stays what it is.
+        // The call sets the nice value too: this keeps the present one.
         nice: rustix::process::getpriority_process(Some(thread)).unwrap_or(0),
         priority: 0,
         // 0: the default.
