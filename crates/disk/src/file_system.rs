@@ -1,9 +1,9 @@
 //! The file systems on which a datastore may lie, and their restrictions.
 //!
-//! What a datastore needs: a lock that excludes others for as long as its owner writes; flushes that make writes
-//! durable; and space that stays reserved, also for overwrites. Without the first two, a datastore is not created
-//! unless the user insists. An existing one is opened on every file system, because a refusal would only keep its owner
-//! from the disks.
+//! A datastore needs three things: a lock that excludes other processes for as long as its owner writes, flushes that
+//! make writes durable, and space that stays reserved, also for overwrites. Where one of the first two is missing, a
+//! new datastore is refused unless the user insists. An existing datastore is opened on every file system, because
+//! refusing would only make its disks unreachable.
 
 use crate::foreign::IMAGES;
 use backend::local::{FileSystem, copied_on_write};
@@ -31,7 +31,7 @@ pub struct FileSystemInfo {
     pub warnings: Vec<String>,
 }
 
-/// The suitability of a file system. The manual has the reasons.
+/// The suitability of a file system; `docs/manual/file-systems.md` has the reasons.
 pub fn suitability(kind: FileSystem) -> Suitability {
     use Suitability::{Good, Limited, Unsuitable};
     match kind {
@@ -59,7 +59,7 @@ pub fn suitability(kind: FileSystem) -> Suitability {
     }
 }
 
-/// Refuses to make a datastore at `path` where its file system is unsuitable.
+/// Refuses a new datastore at `path` if the file system there is unsuitable.
 pub fn check_for_new(path: &Path) -> Result<()> {
     // The folder may not exist yet: then its parent decides.
     let there = path.ancestors().find(|path| path.exists()).unwrap_or(Path::new("."));

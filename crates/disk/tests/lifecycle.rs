@@ -1,4 +1,4 @@
-//! The shortest way through everything.
+//! A short run through all operations of a datastore.
 #![allow(clippy::unwrap_used)]
 
 use backend::{Buffer, SharedSlice};

@@ -1,11 +1,11 @@
-//! The controller on a clock of its own.
+//! The rate controller with simulated time.
 
 #![allow(clippy::unwrap_used)]
 
 use super::*;
 use crate::NoProgress;
 
-/// A medium that serves `fast` requests in a window in time and `late` ones not, as the rate of the work decides.
+/// Runs windows in which `served` maps the rate of the work to the numbers of timely and late requests.
 fn after(windows: u32, control: &mut Control, served: impl Fn(f64) -> (u64, u64)) -> f64 {
     let (mut requests, mut slow, mut moved) = (control.requests, control.slow, control.moved);
     let mut now = control.began;
