@@ -1,4 +1,4 @@
-//! Clients that break the protocol or stall, beside others that must not be affected.
+//! Clients that violate the protocol or stall, and other clients that must not be affected.
 
 use crate::memory_disk::{MemoryDisk, Shelf};
 use crate::{Folder, Running};
@@ -32,7 +32,7 @@ fn eventually(what: &str, mut check: impl FnMut() -> bool) {
     }
 }
 
-/// Many times the timeout, because the machine may be busy: a client that is not cut off by then never is.
+/// A multiple of the timeout, because the machine may be loaded.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 #[test]
@@ -43,7 +43,7 @@ fn a_slow_handshake_is_cut_off_however_busy_it_looks() {
     let mut dripping = UnixStream::connect(&running.socket).unwrap();
     let begun = Instant::now();
     dripping.write_all(&3u32.to_be_bytes()).unwrap();
-    // One byte at a time of an endless option.
+    // An option of unlimited length, sent one byte at a time.
     while dripping.write_all(b"I").is_ok() {
         assert!(begun.elapsed() < PATIENCE, "the dripping client was never cut off");
         std::thread::sleep(Duration::from_millis(20));
@@ -51,7 +51,7 @@ fn a_slow_handshake_is_cut_off_however_busy_it_looks() {
             dripping.write_all(b"HAVEOPT\0\0\0\x03\0\0\xff\xff").unwrap();
         }
     }
-    // Busy with complete options, without ever choosing.
+    // A client that sends complete options without ever choosing an export.
     let mut busy = Client::unix(&running.socket);
     busy.greet(3);
     let begun = Instant::now();
@@ -88,20 +88,20 @@ fn unread_replies_bound_the_memory_and_stall_no_other_client() {
             client.stream.write_all(&batch).unwrap();
             rude.push(client);
         }
-        // Others go on meanwhile.
+        // Other clients are served meanwhile.
         let mut polite = Client::open(&running.socket, "vm", Mode::Simple);
         for n in 0..200 {
             let begun = Instant::now();
             assert_eq!(polite.read(n * 4096, 4096), [7; 4096]);
             assert!(begun.elapsed() < Duration::from_secs(2), "a polite client waited {:?}", begun.elapsed());
         }
-        // They keep no block from being reused and none of the device's memory, however long they take.
+        // Clients that do not read keep neither locations nor memory of the device occupied.
         eventually("guards are given back", || Arc::strong_count(&disk.guards) == 1);
         eventually("memory is given back", || disk.lent() == 0);
-        // Each may hold 48 MiB plus one request; 4,000 requests of 4 MiB would be 16 GB.
+        // Each such client may hold 48 MiB and one request; 4,000 requests of 4 MiB would be 16 GB.
         let grown = resident_bytes().saturating_sub(before);
         assert!(grown < 400 << 20, "four rude clients hold {} MiB", grown >> 20);
-        // Once they do read, they get everything.
+        // A client that starts reading gets all its replies.
         let mut reformed = rude.pop().unwrap();
         for _ in 0..50 {
             let (_, reply) = reformed.receive();
@@ -143,7 +143,7 @@ fn replies_before_a_disconnect_arrive_although_the_client_sends_more() {
         }
         batch.extend(client.encode(CMD_DISC, 0, 0, 0, &[]).1);
         client.stream.write_all(&batch).unwrap();
-        // As the notice that ends a TLS session, for example.
+        // Bytes after the disconnect request, such as the close notification of TLS.
         std::thread::sleep(Duration::from_millis(20));
         let _ = client.stream.write_all(&[0; 64]);
         std::thread::sleep(Duration::from_millis(100));
@@ -292,7 +292,7 @@ fn sockets_have_their_permissions_and_outlive_crashes() {
     let Err(error) = Server::start(config(0o600), shelf.clone()) else { panic!("two servers on one socket") };
     assert_eq!(error.kind(), ErrorKind::Busy);
     drop(server);
-    // A socket left by a killed server is replaced; any other file is not.
+    // A socket file left by a killed server is replaced; any other file is not.
     drop(std::os::unix::net::UnixListener::bind(&path).unwrap());
     assert!(path.exists());
     let server = Server::start(config(0o600), shelf.clone()).unwrap();

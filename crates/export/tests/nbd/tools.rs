@@ -1,4 +1,4 @@
-//! The clients people use, against the same server: libnbd's, QEMU's and fio's. They must be installed.
+//! The server with common clients: libnbd's tools, QEMU's tools and fio. They must be installed.
 
 use crate::Running;
 use crate::memory_disk::{MemoryDisk, Random, Shelf};
@@ -15,7 +15,7 @@ fn start() -> (Running, Arc<MemoryDisk>) {
     (Running::start(Shelf::of(&[&disk, &MemoryDisk::read_only("vm@monday", CAPACITY)])), disk)
 }
 
-/// Runs a tool to its end, which must be a good one; what it printed.
+/// Runs a tool, which must succeed; returns its output.
 fn run(tool: &str, arguments: &[&str]) -> String {
     let output = Command::new("timeout").arg("120").arg(tool).args(arguments).output();
     let output = output.unwrap_or_else(|error| panic!("{tool} could not be started: {error}"));
@@ -101,7 +101,7 @@ fn qemu_img_converts_compares_and_maps() {
     assert!(map.contains("\"zero\": true") && map.contains("\"zero\": false"), "{map}");
     let options = format!("driver=nbd,server.type=unix,server.path={},export=vm", running.socket.display());
     assert!(run("qemu-img", &["info", "--image-opts", &options]).contains("67110400 bytes"));
-    // The changed-block context under the name that backup tools ask for.
+    // The changed-block context under the name that backup tools use.
     let options = format!("driver=raw,file.{}", options.replace(",s", ",file.s").replace(",export", ",file.export"));
     let options = format!("{options},file.x-dirty-bitmap=qemu:dirty-bitmap:monday");
     let map = run("qemu-img", &["map", "--output=json", "--image-opts", &options]);
@@ -129,7 +129,7 @@ fn qemu_io_reads_writes_zeroes_and_discards() {
         "read 0 32M",
     ];
     let mut arguments = vec!["-f", "raw"];
-    // aio_read may overtake aio_write, so a flush stands between them in what is sent.
+    // `aio_read` may overtake `aio_write`, so the flush in the list of commands separates them.
     for command in commands.iter().filter(|command| !command.starts_with("aio_read")) {
         arguments.extend(["-c", command]);
     }

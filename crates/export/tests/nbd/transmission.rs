@@ -1,4 +1,4 @@
-//! Commands and their flags, in every style of headers.
+//! Commands and their flags, with every style of headers.
 
 use crate::Running;
 use crate::in_process::encode;
@@ -129,7 +129,7 @@ fn zeros_travel_as_holes_when_it_pays() {
         let reply = client.ask(CMD_READ, DF, 0, 32768);
         assert_eq!(reply.chunks, (1, 0), "DF: one chunk");
         assert_eq!((reply.data[8191], reply.data[8192], reply.data[20050], reply.data[20100]), (0, 5, 6, 0));
-        // Less than a block of zeros at the edges is not worth a chunk.
+        // A run of zeros shorter than a block does not become a chunk of its own.
         assert_eq!(client.ask(CMD_READ, 0, 8000, 4400).chunks, (1, 0));
         assert_eq!(client.ask(CMD_READ, 0, 1 << 20, 1 << 20).chunks, (0, 1));
         assert_eq!(client.ask(CMD_READ, DF, 1 << 20, 1 << 20).chunks, (1, 0));
@@ -154,7 +154,7 @@ fn zeroing_keeps_or_gives_back_space() {
     let flags: Vec<_> = extents.iter().map(|extent| (extent.length / 4096, extent.flags)).collect();
     assert_eq!(flags, [(1, 0), (1, 3), (1, 2), (1, 3), (1, 0)]);
     assert_eq!(client.read(4096, 3 * 4096), vec![0; 3 * 4096]);
-    // Refused quickly, and without effect, where it may cost as much as writing.
+    // FAST_ZERO is refused, without effect, if zeroing may cost as much as writing.
     assert_eq!(client.ask(CMD_ZEROES, FAST_ZERO | NO_HOLE, 0, 4096).error, ENOTSUP);
     assert_eq!(client.ask(CMD_ZEROES, FAST_ZERO, 100, 4096).error, ENOTSUP);
     assert_eq!(client.read(0, 4096), vec![1; 4096]);
@@ -181,7 +181,7 @@ fn block_status_of_several_contexts() {
         assert_eq!(status[&base], [extent(8192, 0), extent(8192, 3)]);
         assert_eq!(status[&ours], [extent(4096, 0), extent(4096, 1), extent(8192, 0)]);
         assert_eq!(status[&qemu], status[&ours]);
-        // One extent, not longer than asked.
+        // One extent, not longer than requested.
         let one = client.ask(CMD_STATUS, REQ_ONE, 100, 1000).status;
         assert_eq!((one[&base].clone(), one[&ours].clone()), (vec![extent(1000, 0)], vec![extent(1000, 0)]));
         assert_eq!(client.ask(CMD_STATUS, 0, CAPACITY - 1, 2).error, EINVAL);
@@ -189,7 +189,7 @@ fn block_status_of_several_contexts() {
             assert_eq!(client.ask(CMD_STATUS, PAYLOAD, 0, 12).error, EINVAL);
             continue;
         }
-        // A payload chooses contexts.
+        // A payload selects contexts.
         let form = |length: u64, ids: &[u32]| {
             let mut payload = length.to_be_bytes().to_vec();
             ids.iter().for_each(|id| payload.extend(id.to_be_bytes()));
@@ -211,7 +211,7 @@ fn block_status_of_several_contexts() {
 fn extended_headers_take_payload_and_length_as_they_say() {
     let (running, _disk) = start();
     let mut client = Client::open(&running.socket, "vm", Mode::Extended);
-    // A payload of a command that takes none is read and dropped.
+    // The payload of a command that takes none is read and discarded.
     assert_eq!(client.ask_with(CMD_READ, PAYLOAD, 0, 100_000, &vec![7; 100_000]).error, EINVAL);
     assert_eq!(client.ask_with(CMD_FLUSH, PAYLOAD, 0, 9, &[7; 9]).error, EINVAL);
     assert_eq!(client.ask(CMD_TRIM, 0, 0, 1 << 40).error, EINVAL);
@@ -269,7 +269,7 @@ fn a_disconnect_leaves_whatever_it_carries() {
                 batch.extend(client.encode(CMD_FLUSH, 0, 0, 0, &[]).1);
             }
             batch.extend(encode(mode, CMD_DISC, flags, 1, 0, 4096, &[]));
-            // What stands behind it is not looked at.
+            // Bytes after the disconnect request are ignored.
             batch.extend(client.encode(CMD_READ, 0, 0, 4096, &[]).1);
             client.stream.write_all(&batch).unwrap();
             for _ in 0..30 {
@@ -380,7 +380,7 @@ fn slow_reads_do_not_hold_up_others() {
     disk.settle();
     disk.slow(std::time::Duration::from_millis(300));
     let mut slow = vec![client.send(CMD_READ, 0, 0, 4096, &[])];
-    // Let the server go to sleep in its queue; it may take the next request only after the first slow read.
+    // Gives the server time to wait in its queue.
     std::thread::sleep(std::time::Duration::from_millis(50));
     slow.push(client.send(CMD_READ, 0, 4096, 4096, &[]));
     slow.push(client.send(CMD_READ, 0, 8192, 4096, &[]));
