@@ -1,7 +1,7 @@
-//! A second face: every request and its reply in one process, without socket, server loop or command line.
+//! A second front end: every request with its reply in one process, without socket, server loop or command line.
 //!
-//! The list of verbs is a match without a catch-all: a new verb does not compile until it is in it, and then the test
-//! fails until the face has asked for it.
+//! The list of requests is a match without a catch-all: a new request does not compile until it is listed, and then the
+//! test fails until this front end has sent it.
 
 #![allow(clippy::unwrap_used)]
 
@@ -130,7 +130,7 @@ mod machine {
     }
 }
 
-/// What this process exports over NBD, for its machines.
+/// The exports of this process over NBD, for its machines.
 struct Exports(Arc<Datastore>);
 
 impl export::exports::Exports for Exports {
@@ -148,7 +148,7 @@ impl export::exports::Exports for Exports {
     }
 }
 
-/// The face: it asks in its own process, and notes what it has asked for.
+/// The front end, which dispatches requests in its own process and records which ones it has sent.
 struct Face {
     target: Target,
     datastore: Arc<Datastore>,
@@ -221,7 +221,7 @@ impl Face {
         }
     }
 
-    /// A path beside the datastore.
+    /// A path next to the datastore.
     fn beside(&self, name: &str) -> PathBuf {
         self.folder.path().join(name)
     }
@@ -293,7 +293,7 @@ fn target(format: DiskFormat) -> MigrateOptions {
     MigrateOptions { format, provisioning: Provisioning::Thin, delta: None }
 }
 
-/// Ends the subscription of a face, also when the test fails before.
+/// Ends the subscription of a front end, also if the test fails before.
 struct Enough<'a>(&'a Face);
 
 impl Drop for Enough<'_> {
@@ -387,7 +387,7 @@ fn images(face: &Face) {
     face.disk(DiskRequest::Reopen { name: text("flat") });
     face.disk(DiskRequest::Inflate { name: text("flat") });
     face.disk(DiskRequest::PunchZero { name: text("flat") });
-    // In a delta there are grains that can be dead.
+    // A delta has grains that nothing may reference.
     let options = SnapshotOptions { description: String::new(), folder: None, delta: Some(DeltaFormat::SeSparse) };
     face.done(Request::Snapshot(SnapshotRequest::Create { of: vec![(text("flat"), text("d"))], options }));
     face.disk(DiskRequest::Wipe { name: text("flat") });
@@ -396,7 +396,7 @@ fn images(face: &Face) {
     face.disk(DiskRequest::Migrate { name: text("flat"), target: target(DiskFormat::Native), to: None, rate: 0 });
 }
 
-/// What reaches out of the datastore.
+/// Requests about things outside the datastore.
 fn others(face: &Face) {
     let salvage = SalvageRequest { datastore: face.beside("nothing"), extract: None };
     face.fails(Request::Salvage(Box::new(salvage)), ErrorKind::NotFound);
@@ -408,7 +408,7 @@ fn others(face: &Face) {
     face.fails(Request::Receive(ReceiveRequest::Delete { id: text("0") }), ErrorKind::NotFound);
 }
 
-/// Machines: with a QEMU that runs the firmware and nothing else.
+/// Machines, with a QEMU that runs only the firmware.
 fn machines(face: &Face) {
     let names = || vec![text("web")];
     let snapshot = || MachineSnapshot { machine: text("web"), name: text("s") };
@@ -456,7 +456,7 @@ fn machines(face: &Face) {
     face.vm(MachineVerb::Delete { names: names(), keep_disks: false, promote: false });
 }
 
-/// Jobs, and what was told of them.
+/// Jobs and their events.
 fn jobs(face: &Face) {
     let work = Request::Clone { disk: text("b"), at: Point::Head, names: vec![text("copy")], full: true };
     let job = face.job(JobRequest::Start(Box::new(work.clone())));
@@ -526,7 +526,7 @@ fn a_face_in_the_same_process_runs_every_verb() {
     datastore.close().unwrap();
 }
 
-/// What needs a server says so where there is none, and everything else works.
+/// Requests that need a server fail without one, and all others succeed.
 #[test]
 fn a_face_works_on_a_folder_that_no_server_has_open() {
     let folder = tempfile::tempdir().unwrap();
@@ -552,7 +552,7 @@ fn a_face_works_on_a_folder_that_no_server_has_open() {
     assert!(Path::new(&path).exists());
 }
 
-/// Follows what is not followed.
+/// Ignores progress.
 struct Nothing;
 
 impl Progress for Nothing {

@@ -1,4 +1,4 @@
-//! What subscribers are told, the slow ones too.
+//! Events that subscribers get, including slow subscribers.
 
 #![allow(clippy::unwrap_used)]
 
@@ -6,7 +6,7 @@ use super::*;
 use disk::Progress;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Takes parts until it is told to stop.
+/// Takes events until cancelled.
 #[derive(Default)]
 struct Taken {
     events: Mutex<Vec<Event>>,
@@ -56,7 +56,7 @@ fn a_slow_subscriber_is_told_how_much_it_missed_and_disturbs_no_other() {
         assert!(quick.take().unwrap().iter().all(|event| !matches!(event.change, Change::Missed { .. })));
     }
     let taken = slow.take().unwrap();
-    // The queue holds the beginning of the subscription too.
+    // The queue has the event `Subscribed` too.
     assert_eq!(taken.len(), QUEUE_MAX + 1);
     let last = taken.last().unwrap();
     assert_eq!((last.number, &last.change), (count, &Change::Missed { count: 11 }));

@@ -6,7 +6,7 @@ use super::*;
 use crate::message::ImageRequest;
 use disk::convert::ImageOptions;
 
-/// A client that wants its request done, until it does not.
+/// A client that can cancel its request.
 #[derive(Default)]
 struct Client {
     gone: AtomicBool,
