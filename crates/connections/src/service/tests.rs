@@ -1,4 +1,4 @@
-//! A service with a small protocol: limits, refusals, and every way to stop.
+//! A service with a minimal protocol: limits, refusals, and every way to stop.
 #![allow(clippy::unwrap_used)]
 
 use super::*;
@@ -8,12 +8,12 @@ use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::sync::atomic::AtomicUsize;
 
-/// Longer than anything takes on a busy machine, and shorter than a test that hangs.
+/// Longer than any step takes on a loaded machine, and shorter than the time limit of a test.
 const PATIENCE: Duration = Duration::from_secs(60);
 const MOMENT: Duration = Duration::from_millis(50);
 
-/// Answers bytes: `e` by itself, `a` after the client counts as authenticated, `p` by a panic, `w` by writing until the
-/// client has read all of it, `h` by working on until it is told to end. Anything else ends the connection.
+/// Replies to bytes: `e` with itself, `a` after authenticating the client, `p` with a panic, `w` by writing until the
+/// client has read everything, `h` after working until it is told to end. Other bytes end the connection.
 #[derive(Default)]
 struct Small {
     working: AtomicUsize,
@@ -138,13 +138,14 @@ fn each_class_has_places_of_its_own() {
     let mut unix: Vec<_> = (0..3).map(|_| world.unix()).collect();
     assert!(unix.iter_mut().all(|stream| ask(stream, b'e')), "TCP clients keep out those of the unix socket");
     assert_eq!(rest(&mut world.unix()), "full");
-    // A client that proves who it is makes room for another one that has not; beyond the limit it is not served.
+    // An authenticated client no longer counts as unauthenticated, so another one can connect. Beyond the limit of
+    // authenticated clients it is refused.
     assert!(ask(&mut tcp[0], b'a') && ask(&mut tcp[0], b'a'));
     tcp.push(world.tcp());
     assert!(ask(&mut tcp[2], b'e'));
     assert_eq!(rest(&mut world.tcp()), "full");
     assert!(!ask(&mut tcp[1], b'a'), "there is one place for authenticated clients");
-    // Places are free again when connections end, of authenticated ones too.
+    // A connection that ends no longer counts, in either class.
     drop((unix.remove(0), tcp.remove(0)));
     world.until("connections end", |world| world.service.connections() == 3);
     assert!(ask(&mut world.unix(), b'e'));
@@ -264,7 +265,7 @@ fn stopping_while_clients_connect_serves_no_client_afterwards() {
                         stream.set_read_timeout(Some(PATIENCE)).unwrap();
                         let _ = stream.write_all(b"e");
                         let mut answer = [0; 16];
-                        // Served, told that it is not, or cut off: never left waiting.
+                        // The client is served, refused or cut, but never left waiting.
                         match stream.read(&mut answer) {
                             Ok(bytes) => assert!(matches!(&answer[..bytes], b"" | b"e" | b"full" | b"stopping")),
                             Err(error) => assert_eq!(error.kind(), io::ErrorKind::ConnectionReset),
@@ -284,7 +285,7 @@ fn stopping_while_clients_connect_serves_no_client_afterwards() {
 #[test]
 fn clients_that_connected_in_time_are_told_that_the_service_stops() {
     let world = start(Limits::each(0), QUICK);
-    // The register is locked, so that the thread that accepts comes to no second connection before it stops.
+    // The register is locked, so that the accepting thread cannot reach the second connection before the service stops.
     let register = world.service.shared.register.lock();
     let first = UnixStream::connect(&world.path).unwrap();
     let mut second = UnixStream::connect(&world.path).unwrap();
@@ -301,14 +302,14 @@ fn replies_arrive_although_the_client_sends_on_after_the_end() {
     for connect in [World::unix, World::tcp] {
         let mut client = connect(&world);
         client.write_all(b"eee.").unwrap();
-        // As the notice that ends a TLS session.
+        // Bytes after the end of the protocol, such as the close notification of TLS.
         std::thread::sleep(MOMENT);
         client.write_all(&[b'e'; 64]).unwrap();
         std::thread::sleep(MOMENT);
         assert_eq!(rest(&mut client), "eee");
         drop(client);
     }
-    // A client that never closes is not waited for longer than a moment.
+    // The service does not wait long for a client that never closes.
     let mut endless = world.unix();
     endless.write_all(b".").unwrap();
     let begin = Instant::now();
