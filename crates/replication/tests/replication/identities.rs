@@ -1,4 +1,4 @@
-//! Who may send, and to whom.
+//! Which clients may send, and to which servers.
 
 use crate::site::{Keys, Site, options, remote};
 use disk::NoProgress;
