@@ -101,9 +101,9 @@ fn linked_clones_by_the_dozen() {
     fleet.run("clone base web-001").fails(1, "there is a machine 'web-001' already");
     fleet.run("clone base a_b").fails(2, "cannot name a machine");
     fleet.run("clone nothing x").fails(3, "there is no machine 'nothing'");
-    // A parent stays while clones stand on it; the snapshot goes with the last of them.
+    // A parent is not deleted while clones are based on it; the snapshot is deleted with the last clone.
     fleet.run("stop base deep --force").ok();
-    fleet.run("delete base").fails(4, "clones stand on disk 'base'");
+    fleet.run("delete base").fails(4, "clones are based on disk 'base'");
     assert_eq!(fleet.snapshots().len(), 4);
     fleet.run("delete deep").ok();
     assert_eq!(fleet.snapshots().len(), 2);

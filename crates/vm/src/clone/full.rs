@@ -1,4 +1,4 @@
-//! Full clones: copies of what the parent's disks hold, from snapshots that are gone again afterwards.
+//! Full clones: copies of the parent's disks, from snapshots that are deleted afterwards.
 
 use super::progress::Sum;
 use super::{Made, Outcome, Task, is_uncertain};
@@ -37,7 +37,7 @@ pub fn make(task: &Task<'_>) -> Result<Outcome> {
             },
         )
     });
-    // What is there is there, whatever became of the others.
+    // Clones that were made are kept, whatever happened to the others.
     match uncertain.into_inner() {
         true => making.leave(),
         false => making.settle()?,
