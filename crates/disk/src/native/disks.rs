@@ -276,7 +276,7 @@ impl Native {
                 ErrorKind::Busy,
                 format!(
                     "disk '{name}' is the parent of linked clones: {}; delete or detach them, or use --promote to hand \
-                     them the snapshots they stand on",
+                     over the snapshots that they are based on",
                     list(clones.iter().map(|clone| clone.name.as_str()))
                 ),
             ));
