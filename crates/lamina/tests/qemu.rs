@@ -1,5 +1,5 @@
-//! QEMU's tools against a real server: images in and out, requests of all kinds and alignments, and the bitmaps that
-//! its backup tools look for.
+//! QEMU's tools with a real server: copying images in and out, requests of all kinds and alignments, and the bitmaps
+//! that QEMU's backup tools use.
 
 #![allow(clippy::unwrap_used)]
 
@@ -7,7 +7,7 @@ use serde_json::Value;
 use testkit::pattern;
 use testkit::process::{Store, tool};
 
-/// Runs commands of qemu-io on an export; a pattern that is not found fails.
+/// Runs commands of qemu-io on an export; fails if a read does not match its pattern.
 fn io(store: &Store, export: &str, commands: &[&str]) {
     let uri = store.uri(export);
     let mut arguments = vec!["-f", "raw", "-d", "unmap"];
@@ -121,7 +121,7 @@ fn incremental_backup_by_dirty_bitmap() {
             socket.display()
         )
     };
-    // What the bitmap calls dirty, QEMU's map shows as no data.
+    // QEMU's map shows dirty extents of the bitmap as no data.
     let text = tool("qemu-img", &["map", "--output=json", "--image-opts", &image("vm1")]);
     let map: Value = serde_json::from_str(&text).unwrap();
     let dirty: Vec<(u64, u64)> = map

@@ -77,12 +77,12 @@ fn a_new_server_replaces_the_sockets_of_a_killed_one() {
 #[test]
 fn a_foreign_control_socket_is_no_server() {
     let store = Store::new();
-    // Accepts and hangs up.
+    // A server that accepts and closes the connection at once.
     let listener = UnixListener::bind(store.path().join("control.sock")).unwrap();
     let hangs_up = std::thread::spawn(move || drop(listener.accept()));
     store.run("disk list").fails(1, "broke");
     hangs_up.join().unwrap();
-    // The listener has gone too: now it is stale.
+    // Without a listener the socket is stale.
     store.run("disk list").ok();
 }
 
@@ -96,7 +96,7 @@ fn tcp_beyond_loopback_has_to_be_asked_for_in_plain_words() {
     assert_eq!(server.stop("TERM"), Some(0));
 }
 
-/// The greeting of a server that serves this connection, or nothing.
+/// The greeting on a connection; empty if it was refused.
 fn greeting(mut stream: impl Read) -> String {
     let mut greeting = [0; 8];
     match stream.read_exact(&mut greeting) {
@@ -112,7 +112,7 @@ fn idle_tcp_connections_do_not_keep_local_guests_out() {
     let ready: Value = serde_json::from_str(&server.ready).unwrap();
     let address = ready["nbd"][1].as_str().unwrap().trim_start_matches("nbd://").trim_end_matches('/');
     let idle: Vec<TcpStream> = (0..260).map(|_| TcpStream::connect(address).unwrap()).collect();
-    // The last ones are beyond the limit: all places for such clients are taken.
+    // The last connections exceed the limit for unauthenticated clients.
     assert_eq!(greeting(&idle[0]), "NBDMAGIC");
     assert_eq!(greeting(&idle[259]), "");
     for _ in 0..10 {

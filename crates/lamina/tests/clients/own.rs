@@ -1,4 +1,4 @@
-//! What no public client sends: RESIZE, by the project's own client of the protocol.
+//! RESIZE, which no public client supports, with the project's own client.
 
 use crate::matrix::{Line, Matrix};
 use crate::operation::{Operation, SIZE, STYLES, Style};
@@ -10,7 +10,7 @@ use std::net::TcpStream;
 use std::sync::Arc;
 use testkit::protocol::{CMD_FLUSH, CMD_RESIZE, Client, EPERM, Mode, OPT_STARTTLS, REP_ACK};
 
-/// A session in TLS with the certificate of the test authority.
+/// A session over TLS with the certificate of the test authority.
 fn secure(served: &Served) -> Client {
     let folder = served.certificates();
     let certificate = |name: &str| CertificateDer::from_pem_file(folder.join(name)).unwrap();
