@@ -1,6 +1,6 @@
-//! A thick disk in use is moved to thin and to native under random writes.
+//! Migration of a thick disk in use to thin and to native under random writes.
 //!
-//! See [`super::consolidate`] for what is watched.
+//! See [`super::consolidate`] for the measurements.
 
 use super::consolidate::{Work, watched};
 use super::load::Versions;
