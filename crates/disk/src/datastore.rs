@@ -263,7 +263,7 @@ impl Datastore {
     /// Capacity, allocated space and over-commitment of the datastore.
     pub fn status(&self) -> Result<Status> {
         let engine = &self.native.engine;
-        let room = engine.directory().room().during(|| "asking for the room of the file system".into())?;
+        let room = engine.directory().room().during(|| "querying the free space of the file system".into())?;
         let allocated = engine.allocated_bytes()?;
         let counts = engine.counts();
         let bytes = |blocks: u64| blocks * BLOCK_SIZE as u64;

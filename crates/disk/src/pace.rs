@@ -25,7 +25,7 @@ pub const TARGET_DEFAULT: Duration = Duration::from_millis(2);
 const WINDOW: Duration = Duration::from_millis(50);
 /// Time without requests after which no client counts as active.
 const IDLE: Duration = Duration::from_millis(500);
-/// The same when background work begins, for which a shorter time is enough.
+/// Time without requests after which no client counts as active when background work begins.
 const IDLE_AT_FIRST: Duration = Duration::from_millis(100);
 /// Initial rate in bytes per second, and the least one when clients become active.
 const RATE_FIRST: f64 = (64 << 20) as f64;
@@ -145,7 +145,7 @@ impl Foreground {
     fn begin(&self) {
         let mut control = self.control.lock();
         if self.jobs.fetch_add(1, Ordering::Relaxed) == 0 {
-            // Counters that stood still since the last background work ended are read anew.
+            // Requests of the time without background work do not count for the new rate.
             let counted = (self.requests.load(Ordering::Relaxed), self.slow.load(Ordering::Relaxed));
             *control = Control::new(Instant::now());
             (control.requests, control.slow) = counted;

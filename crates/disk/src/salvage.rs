@@ -128,7 +128,10 @@ impl SalvageRequest {
         let lock = directory.lock_folder().map_err(|error| match error.kind() {
             std::io::ErrorKind::WouldBlock => Error::new(
                 ErrorKind::Busy,
-                format!("{} is open in another process: stop that, or read disks through it", path.display()),
+                format!(
+                    "{} is open in another process: stop that process, or read the disks through it",
+                    path.display()
+                ),
             ),
             _ => Error::io(format!("locking {}", path.display()), error),
         })?;
@@ -164,7 +167,7 @@ impl SalvageRequest {
         let wanted = (extract.disk.clone(), extract.snapshot.clone());
         let found = all.iter().find(|one| names(&all, one) == wanted).ok_or_else(|| {
             let text = format!(
-                "no '{}' can be found in {}; 'lamina salvage {} --list' shows what can",
+                "no '{}' can be found in {}; 'lamina salvage {} --list' lists what can be found",
                 label(&wanted),
                 self.datastore.display(),
                 self.datastore.display()
@@ -243,7 +246,7 @@ fn format_of(path: &Path) -> Result<TargetFormat> {
         "vmdk" => "monolithicsparse",
         "ova" => "ova",
         _ => {
-            let text = format!("which format is '{}' to have? give --format", path.display());
+            let text = format!("the name '{}' does not tell the format: give --format", path.display());
             return Err(Error::new(ErrorKind::Invalid, text));
         }
     };

@@ -131,7 +131,7 @@ pub(crate) struct Client {
 }
 
 impl Client {
-    /// The switch that the client is counted at.
+    /// The switch that counts the client.
     pub fn switch(&self) -> &Arc<Switch> {
         &self.switch
     }
@@ -357,7 +357,10 @@ impl Device for SwitchedDevice {
     fn finish_flush(&self, mut ticket: FlushTicket) -> Result<()> {
         let origin = ticket.guard.take().and_then(|guard| guard.downcast::<Origin>().ok());
         let Origin { held, guard } = *origin.ok_or_else(|| {
-            Error::new(ErrorKind::Invalid, format!("{}: a flush was finished that was not asked for here", self.name))
+            Error::new(
+                ErrorKind::Invalid,
+                format!("{}: a flush was finished that this device did not begin", self.name),
+            )
         })?;
         ticket.guard = guard;
         held.device.finish_flush(ticket)

@@ -394,7 +394,7 @@ fn stopped_at_any_time_it_leaves_nothing() {
                 }
             }
         }
-        assert!(ended, "{format} is never done");
+        assert!(ended, "the operation on {format} never ends");
         if format == TargetFormat::Native {
             store.delete_disk("vm", false).unwrap();
         }
@@ -472,12 +472,12 @@ fn a_disk_is_read_as_it_was_when_the_conversion_began() {
             assert!(bytes[at..at + 4096] == [1; 4096] && rest.iter().all(|byte| *byte == 0), "{format}");
         }
         assert!(store.snapshots(None).unwrap().is_empty(), "{format}");
-        assert_eq!(device.read(0, 4096).unwrap(), [2; 4096], "{format}: what was written meanwhile stays");
+        assert_eq!(device.read(0, 4096).unwrap(), [2; 4096], "{format}: writes during the operation are kept");
     }
 }
 
 #[test]
-fn disks_in_vmwares_formats_are_ends_too() {
+fn disks_in_vmwares_formats_are_sources_and_targets() {
     let outer = folder();
     let path = outer.path();
     let store = store(&path.join("store"));

@@ -349,10 +349,10 @@ fn a_folder_of_a_host_comes_in_by_copy_and_in_place_with_its_tree() {
     datastore.close().unwrap();
     drop(datastore);
     let datastore = open(&path);
-    check(&datastore, "place", &model, "in place, opened again");
+    check(&datastore, "place", &model, "imported in place, after reopening");
     datastore.migrate("place", &options(FORMATS[2]), &NoProgress).unwrap();
     check(&datastore, "place", &model, "independent");
-    assert!(contents(head.parent().unwrap()) == before, "the host's files are as they were");
+    assert!(contents(head.parent().unwrap()) == before, "the host's files are unchanged");
 }
 
 #[test]
@@ -384,7 +384,7 @@ fn a_disk_with_several_first_states_moves_between_the_formats() {
 }
 
 #[test]
-fn what_is_no_image_is_not_imported_as_a_raw_disk() {
+fn a_file_that_is_not_an_image_is_not_imported_as_a_raw_disk() {
     use disk::convert::SourceFormat;
     use disk::migrate::{ImportMode, ImportOptions};
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
@@ -468,16 +468,16 @@ fn a_live_import_serves_at_once_and_goes_on_after_an_interruption() {
     device.flush().unwrap();
     drop(device);
     check(&datastore, "web", &model, "native");
-    assert!(contents(head.parent().unwrap()) == before, "the host's files are as they were");
+    assert!(contents(head.parent().unwrap()) == before, "the host's files are unchanged");
     datastore.close().unwrap();
     drop(datastore);
     let datastore = open(&path);
     check(&datastore, "web", &model, "native, opened again");
-    assert_eq!(datastore.status().unwrap().disks, 1, "nothing is left of what lay above the images");
+    assert_eq!(datastore.status().unwrap().disks, 1, "the overlay above the images is removed");
 }
 
 #[test]
-fn what_an_import_was_forced_to_take_is_taken_again_when_the_datastore_is_opened() {
+fn overridden_checks_of_an_import_stay_overridden_when_the_datastore_is_opened() {
     use disk::migrate::ImportMode;
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let (head, model) = host_folder(folder.path(), 41);

@@ -50,7 +50,7 @@ fn a_lock_that_is_removed_lets_no_second_owner_in_and_stops_the_first() {
 }
 
 #[test]
-fn the_same_for_a_disk_of_images() {
+fn a_removed_lock_of_a_disk_of_images_stops_its_owner() {
     let (_folder, path) = made();
     let owner = open(&path).unwrap();
     let new = NewDisk { format: DiskFormat::Vmdk, ..NewDisk::native(1 << 20, Provisioning::Thin) };

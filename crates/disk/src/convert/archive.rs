@@ -120,7 +120,7 @@ impl StreamSink {
         if !archive {
             storage::check_name(name)?;
         } else if stem(name).is_none() {
-            let text = format!("'{}' is no name for an archive: NAME.ova is", name.escape_debug());
+            let text = format!("'{}' is not the name of an archive: use NAME.ova", name.escape_debug());
             return Err(Error::new(ErrorKind::Invalid, text));
         }
         let new = NewFile { folder: folder.clone(), name: name.to_owned() };

@@ -116,7 +116,7 @@ impl SourceFormat {
         }
     }
 
-    /// The same format for [`layer::image`]; `None` for archives, which `layer::image` does not open.
+    /// This format as [`layer::image`] names it; `None` for archives, which `layer::image` does not open.
     pub(crate) fn of_image(self) -> Option<Format> {
         match self {
             Self::Raw => Some(Format::Flat),

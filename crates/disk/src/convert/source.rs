@@ -63,7 +63,7 @@ impl Source for ChainSource {
 }
 
 impl ImageOptions {
-    /// The same options for [`layer::image`].
+    /// These options as [`layer::image`] takes them.
     pub(crate) fn opening(&self, writable: bool) -> OpenOptions {
         OpenOptions {
             writable,

@@ -31,7 +31,7 @@ pub(super) fn check(to: &Address, format: TargetFormat) -> Result<()> {
             Err(Error::new(ErrorKind::Exists, format!("there is a file '{}' already", path.display())))
         }
         (Address::Disk(name), _) if name.contains('@') => {
-            let text = format!("'{name}' is a snapshot: the target is a new disk");
+            let text = format!("'{name}' names a snapshot, but the target must be a new disk");
             Err(Error::new(ErrorKind::Invalid, text))
         }
         _ => Ok(()),
@@ -42,7 +42,7 @@ pub(super) fn check(to: &Address, format: TargetFormat) -> Result<()> {
 pub(crate) fn folder_of(path: &Path) -> Result<(Folder, String)> {
     let name = path.file_name().and_then(|name| name.to_str());
     let Some(name) = name else {
-        let text = format!("'{}' is no file name, or no text", path.display());
+        let text = format!("'{}' has no file name, or is not UTF-8", path.display());
         return Err(Error::new(ErrorKind::Invalid, text));
     };
     let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));

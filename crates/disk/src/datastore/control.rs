@@ -197,7 +197,7 @@ impl Datastore {
         match self.foreign.find(disk) {
             Some(entry) => self.foreign.delete_snapshot(&entry, name, direction, progress),
             None if direction.is_some() => {
-                self.image_disk(disk, "deleting its snapshots merges nothing, so there is no direction").map(|_| ())
+                self.image_disk(disk, "deleting its snapshots merges nothing: omit --up and --down").map(|_| ())
             }
             None => self.native.delete_snapshot(disk, name),
         }
@@ -263,7 +263,7 @@ impl Datastore {
 
     /// Statistics of the chain of a disk in VMware's formats.
     pub fn disk_statistics(&self, name: &str) -> Result<DiskStatistics> {
-        self.foreign.statistics(&*self.image_disk(name, "it has no chain, and so no figures of one")?)
+        self.foreign.statistics(&*self.image_disk(name, "it has no chain, and so no statistics of one")?)
     }
 
     /// Changes tunables of a chain, at once and persistently.
@@ -285,7 +285,8 @@ impl Datastore {
             Some(why) => Err(Error::new(
                 ErrorKind::Unsupported,
                 format!(
-                    "disk '{name}' is a native one, and all native disks of the datastore have stopped together ({why});                      stop the server and start it again"
+                    "disk '{name}' is a native one, and all native disks of the datastore have stopped ({why}); \
+                     stop the server and start it again"
                 ),
             )),
         }
@@ -302,19 +303,24 @@ impl Datastore {
     /// Returns blocks of a flat disk that hold only zeros to the file system, while the disk is in use.
     pub fn punch_zeros(&self, name: &str, progress: &dyn Progress) -> Result<Reclaimed> {
         let _use = self.uses.share(name)?;
-        self.foreign.punch_zeros(&*self.image_disk(name, "discard gives back what it does not need")?, progress)
+        self.foreign.punch_zeros(
+            &*self.image_disk(name, "discarded blocks return to the file system without a command")?,
+            progress,
+        )
     }
 
     /// Finds grains of a disk's deltas that nothing references and frees them, while the disk is in use.
     pub fn wipe_disk(&self, name: &str, progress: &dyn Progress) -> Result<Reclaimed> {
         let _use = self.uses.share(name)?;
-        self.foreign.wipe(&*self.image_disk(name, "freed blocks go back by themselves")?, progress)
+        self.foreign
+            .wipe(&*self.image_disk(name, "freed blocks return to the file system without a command")?, progress)
     }
 
     /// Returns free grains of a disk's deltas to the file system, while the disk is in use.
     pub fn shrink_disk(&self, name: &str, progress: &dyn Progress) -> Result<Reclaimed> {
         let _use = self.uses.share(name)?;
-        self.foreign.shrink(&*self.image_disk(name, "freed blocks go back by themselves")?, progress)
+        self.foreign
+            .shrink(&*self.image_disk(name, "freed blocks return to the file system without a command")?, progress)
     }
 
     /// Merges the chain of a disk into its base, while the disk is in use. The snapshots between them are deleted.

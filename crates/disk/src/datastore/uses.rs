@@ -36,7 +36,7 @@ impl Uses {
         match all.entry(name.to_owned()).or_insert(Use::Shared(0)) {
             Use::Shared(count) => *count += 1,
             Use::Alone(what) => {
-                let text = format!("disk '{name}' is being {what}: this has to wait until that is done or stopped");
+                let text = format!("disk '{name}' is being {what}: wait until this has ended, or stop it");
                 return Err(Error::new(ErrorKind::Busy, text));
             }
         }
@@ -84,7 +84,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn alone_is_alone() {
+    fn exclusive_use_excludes_all_other_uses() {
         let uses = Arc::new(Uses::default());
         let (a, b) = (uses.share("x").unwrap(), uses.share("x").unwrap());
         assert_eq!(uses.alone("x", "migrated").err().unwrap().kind(), ErrorKind::Busy);

@@ -58,7 +58,7 @@ impl Foreign {
         progress: &dyn Progress,
     ) -> Result<Vec<DiskInfo>> {
         let (snapshot, made) = match (at, names) {
-            (_, []) => return Err(Error::new(ErrorKind::Invalid, "no clones are asked for")),
+            (_, []) => return Err(Error::new(ErrorKind::Invalid, "no clone is named")),
             (Point::Snapshot(name), _) => {
                 entry.find_snapshot(name)?;
                 (name.clone(), false)

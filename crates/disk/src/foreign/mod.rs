@@ -172,7 +172,7 @@ impl Foreign {
                 // Removes files that a crash left and no record names: only this datastore creates files in this
                 // folder.
                 if let Err(error) = layer::descriptor::storage::sweep(&**disk.home().directory()) {
-                    tracing::warn!(folder, %error, "what a crash has left could not be removed");
+                    tracing::warn!(folder, %error, "files left by a crash could not be removed");
                 }
                 let disk = self.with_overlay(disk, &path)?;
                 let (name, entry) = (disk.name(), ForeignDisk::new(folder.to_owned(), disk));

@@ -154,7 +154,10 @@ impl Original for ForeignOriginal {
                 at = span.start + span.length;
             }
             if spans.is_empty() {
-                return Err(Error::new(ErrorKind::Corrupt, format!("the source's map returns no extent for byte {at}")));
+                return Err(Error::new(
+                    ErrorKind::Corrupt,
+                    format!("the source's map returns no extent for byte {at}"),
+                ));
             }
         }
         let smaller = below.capacity().min(capacity);

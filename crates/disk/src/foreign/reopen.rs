@@ -168,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn clients_that_were_left_behind_get_the_disk() {
+    fn clients_of_a_suspended_disk_get_the_reopened_disk() {
         let (_dir, datastore, entry, client) = made();
         let write = || client.write(0, SharedSlice::copy_of(&[0; BLOCK]), false).map_err(|error| error.kind());
         let switch = datastore.foreign.switches.get(&entry.identity(None)).unwrap();

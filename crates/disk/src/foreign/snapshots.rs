@@ -43,7 +43,7 @@ impl ForeignDisk {
         Err(Error::new(
             ErrorKind::NotFound,
             format!(
-                "disk '{0}' has no snapshot '{1}'; 'lamina snapshot list {0}' shows what there is",
+                "disk '{0}' has no snapshot '{1}'; 'lamina snapshot list {0}' lists its snapshots",
                 self.disk.name(),
                 name.escape_debug()
             ),

@@ -37,14 +37,15 @@ pub fn create(new: &NewImage, options: &ImageOptions, progress: &dyn Progress) -
         (None, None) => return Err(invalid("an image without a parent needs a size".to_owned())),
     };
     let adapter = match new.adapter.as_deref() {
-        Some(name) => Adapter::named(name)
-            .ok_or_else(|| invalid(format!("'{}' is no adapter: lsilogic, buslogic, ide", name.escape_debug())))?,
+        Some(name) => Adapter::named(name).ok_or_else(|| {
+            invalid(format!("'{}' is not an adapter: use lsilogic, buslogic or ide", name.escape_debug()))
+        })?,
         None => Adapter::default(),
     };
     let mut image = image::NewImage { adapter, ..image::NewImage::new(&name, capacity, kind) };
     if let Some(parent) = &parent {
         if capacity < parent.layer().capacity() {
-            let text = format!("an image of {capacity} bytes cannot lie above one of {}", parent.layer().capacity());
+            let text = format!("an image of {capacity} bytes cannot have a parent of {}", parent.layer().capacity());
             return Err(invalid(text));
         }
         image = image.above(NewParent::of(parent, &folder)?);

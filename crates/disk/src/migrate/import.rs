@@ -133,7 +133,7 @@ impl Datastore {
         if options.format == Some(SourceFormat::Ova) || options.format.is_none() && is_archive(&place)? {
             let text = format!(
                 "'{}' is an archive of a virtual machine: `lamina convert ARCHIVE disk:{name} --format native` makes a \
-                 disk of one in it",
+                 disk from a disk in it",
                 place.label()
             );
             return Err(Error::new(ErrorKind::Unsupported, text));

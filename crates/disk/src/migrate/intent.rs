@@ -175,7 +175,7 @@ fn decode(bytes: &[u8]) -> Result<Intent> {
     };
     let away = intent.source.iter().chain([&intent.target]).any(leads_out);
     match away {
-        true => Err(KIND.corrupt("names a folder that is none of the datastore's")),
+        true => Err(KIND.corrupt("names a folder outside the datastore")),
         false => Ok(intent),
     }
 }
@@ -211,7 +211,7 @@ mod tests {
     }
 
     #[test]
-    fn each_stage_is_there_or_not_wherever_the_power_goes() {
+    fn after_any_power_cut_each_stage_is_recorded_completely_or_not() {
         for cut in 0..40 {
             for seed in 0..8 {
                 let disk = SimulatedDisk::new(seed, SimulatedOptions::default());

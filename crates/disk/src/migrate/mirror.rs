@@ -114,7 +114,7 @@ pub struct MirrorDevice {
 
 /// The error of a migration that was cancelled.
 pub(super) fn stopped() -> Error {
-    Error::new(ErrorKind::Interrupted, "stopped on request; the disk is as before")
+    Error::new(ErrorKind::Interrupted, "stopped on request; the disk is unchanged")
 }
 
 impl MirrorDevice {

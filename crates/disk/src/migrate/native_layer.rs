@@ -72,7 +72,7 @@ impl Layer for NativeLayer {
     }
 
     fn file(&self, index: u16) -> Result<&Arc<dyn File>> {
-        Err(Error::new(ErrorKind::Invalid, format!("{}: a native disk names no file {index}", self.disk.name())))
+        Err(Error::new(ErrorKind::Invalid, format!("{}: a native disk has no file {index}", self.disk.name())))
     }
 
     fn read_encoded(&self, start: u64, out: &mut [u8]) -> Result<()> {

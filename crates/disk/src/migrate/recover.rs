@@ -66,7 +66,7 @@ pub(crate) fn recover(native: &Native, datastore: Option<&Path>) -> Result<InDou
             }
         };
         if done {
-            tracing::info!(disk = intent.disk, stage = ?intent.stage, "an interrupted migration was settled");
+            tracing::info!(disk = intent.disk, stage = ?intent.stage, "completed or undid an interrupted migration");
             intents.remove(&intent.id)?;
         }
     }
@@ -103,5 +103,8 @@ fn retire(intent: &Intent, native: &Native, datastore: Option<&Path>) -> Result<
 }
 
 fn no_images() -> Error {
-    Error::new(ErrorKind::Corrupt, "the record of a migration names a folder of images, and there can be none here")
+    Error::new(
+        ErrorKind::Corrupt,
+        "the record of a migration names a folder of images, and this datastore cannot have one",
+    )
 }

@@ -313,8 +313,8 @@ impl Migration<'_> {
                 Err(second) => Ok(Turned::Unknown(Error::new(
                     ErrorKind::Stopped,
                     format!(
-                        "{error}, and then {second}: both copies of disk '{}' are kept alike until the datastore is \
-                         opened again, which finds out which of them is the disk",
+                        "{error}, and then {second}: both copies of disk '{}' get the same writes until the datastore \
+                         is opened again; the opening keeps one of them",
                         self.name
                     ),
                 ))),

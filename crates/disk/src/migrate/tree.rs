@@ -56,7 +56,7 @@ pub(crate) trait Original: Send + Sync {
 
 /// The target of a migration, used by the migration only until the commit.
 pub(crate) trait Replica: Send + Sync {
-    /// Its head. To be opened again after [`Replica::go_back`] and [`Replica::resize`].
+    /// The head of the copy. Must be opened again after [`Replica::go_back`] and [`Replica::resize`].
     fn head(&self) -> Result<Arc<dyn Device>>;
 
     /// Takes a snapshot and makes it durable with its content.

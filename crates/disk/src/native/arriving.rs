@@ -98,7 +98,7 @@ impl Native {
         self.refuse_in_use(disk.id, &format!("disk '{}'", disk.name))?;
         self.refuse_to_replace.get().map_or(Ok(()), |refuse| refuse(&disk.name))?;
         let refuse = |why: &str| {
-            let text = format!("disk '{}' cannot be brought up to date: {why}", disk.name);
+            let text = format!("disk '{}' cannot be updated: {why}", disk.name);
             Error::new(ErrorKind::Exists, text)
         };
         let base = self.engine.with_catalog(|catalog| catalog.find(disk.parent).cloned());
@@ -114,7 +114,7 @@ impl Native {
             true => Ok(base),
             false => {
                 let why = format!(
-                    "it was changed since its snapshot '{0}'; 'lamina snapshot revert {1}@{0}' gives those changes up",
+                    "it was changed since its snapshot '{0}'; 'lamina snapshot revert {1}@{0}' discards those changes",
                     base.name, disk.name
                 );
                 Err(refuse(&why))
@@ -225,14 +225,14 @@ impl Native {
                 (Some(from), Some(snapshot)) => {
                     let target = self.find_disk(&disk.name)?;
                     if self.unchanged_base(&target)?.uuid != from {
-                        let text = format!("disk '{}' was given other snapshots meanwhile", disk.name);
+                        let text = format!("disk '{}' got other snapshots meanwhile", disk.name);
                         return Err(Error::new(ErrorKind::Exists, text));
                     }
                     updated.push((target.id, snapshot.capacity));
                     arrivals.push(ReceiveCommit::Update { id, snapshot: snapshot.id, disk: target.id });
                 }
                 (Some(_), None) => {
-                    let text = format!("disk '{}' can only be brought up to date by a snapshot", disk.name);
+                    let text = format!("disk '{}' can only be updated with a snapshot", disk.name);
                     return Err(Error::new(ErrorKind::Invalid, text));
                 }
             }

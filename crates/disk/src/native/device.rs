@@ -342,7 +342,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn cuts_cover_the_range_once() {
+    fn partial_and_whole_blocks_cover_the_range_once() {
         for (offset, length, capacity) in
             [(0, 512, 1 << 20), (512, 4096, 1 << 20), (4096, 8192, 1 << 20), (5000, 1, 5001)]
         {

@@ -186,7 +186,7 @@ impl Native {
             return Err(Error::new(
                 ErrorKind::Invalid,
                 format!(
-                    "disk '{}' has {} bytes; {capacity} would lose its end: use --shrink if that is meant",
+                    "disk '{}' has {} bytes; with {capacity}, the data beyond is lost: use --shrink to allow that",
                     disk.name, disk.capacity
                 ),
             ));

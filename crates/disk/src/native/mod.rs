@@ -228,7 +228,7 @@ impl Native {
         self.engine.with_catalog(|catalog| catalog.disk(name).cloned()).filter(is_visible).ok_or_else(|| {
             Error::new(
                 ErrorKind::NotFound,
-                format!("there is no disk '{}'; 'lamina disk list' shows what there is", name.escape_debug()),
+                format!("there is no disk '{}'; 'lamina disk list' lists the disks", name.escape_debug()),
             )
         })
     }
@@ -238,7 +238,7 @@ impl Native {
             Error::new(
                 ErrorKind::NotFound,
                 format!(
-                    "disk '{0}' has no snapshot '{1}'; 'lamina snapshot list {0}' shows what there is",
+                    "disk '{0}' has no snapshot '{1}'; 'lamina snapshot list {0}' lists its snapshots",
                     disk.name,
                     name.escape_debug()
                 ),

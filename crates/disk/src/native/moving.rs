@@ -102,7 +102,10 @@ impl Native {
     pub fn hidden_device(&self, name: &str) -> Result<Arc<dyn Device>> {
         let disk = self.engine.with_catalog(|catalog| catalog.disk(name).cloned());
         let disk = disk.ok_or_else(|| {
-            Error::new(ErrorKind::Corrupt, format!("the hidden disk '{name}' is not there: what was written is lost"))
+            Error::new(
+                ErrorKind::Corrupt,
+                format!("the hidden disk '{name}' does not exist: the writes to it are lost"),
+            )
         })?;
         Ok(self.device_of(&disk, &disk))
     }

@@ -57,7 +57,7 @@ impl Device for Memory {
     fn finish_read(&self, plan: &mut ReadPlan) -> Result<Verdict> {
         self.come_in();
         let own = plan.guard.take().and_then(|guard| guard.downcast::<u32>().ok());
-        assert_eq!(own.as_deref(), Some(&7), "a plan comes back with what its device kept in it");
+        assert_eq!(own.as_deref(), Some(&7), "the device gets its plan back with the state that it stored");
         self.finished.fetch_add(1, Ordering::SeqCst);
         Ok(Verdict::Good)
     }
@@ -179,7 +179,7 @@ fn exchanges_under_load_lose_nothing() {
                     }
                     assert!(device.finish_read(&mut plan).unwrap() == Verdict::Good);
                     let seen = plan.slices().concat();
-                    assert_eq!(seen[..8], number.to_le_bytes(), "a writer reads what it wrote last");
+                    assert_eq!(seen[..8], number.to_le_bytes(), "a writer reads its own last write");
                 }
             });
         }
@@ -212,9 +212,9 @@ fn a_read_is_finished_by_the_device_that_planned_it() {
     let device = SwitchedDevice::new("disk", false, Arc::clone(&switch));
     let mut plan = device.plan_read(0, SECTOR).unwrap();
     let before = switch.exchange(Arc::clone(&new) as Arc<dyn Device>);
-    assert_eq!(device.read(0, 1).unwrap(), [2], "a request that begins now goes to the new one");
+    assert_eq!(device.read(0, 1).unwrap(), [2], "a request that begins now uses the new device");
     let tries = AtomicU64::new(0);
-    assert!(!before.wait_unused(&|| tries.fetch_add(1, Ordering::SeqCst) > 3), "the plan is still inside");
+    assert!(!before.wait_unused(&|| tries.fetch_add(1, Ordering::SeqCst) > 3), "the plan still uses the old device");
     assert!(device.finish_read(&mut plan).unwrap() == Verdict::Good);
     assert_eq!((old.finished.load(Ordering::SeqCst), new.finished.load(Ordering::SeqCst)), (1, 1));
     assert_eq!(plan.slices().concat(), vec![1; SECTOR]);
@@ -222,27 +222,27 @@ fn a_read_is_finished_by_the_device_that_planned_it() {
 }
 
 #[test]
-fn a_flush_completes_in_the_device_that_it_was_asked_of() {
+fn a_flush_completes_in_the_device_that_began_it() {
     let (old, new) = (Memory::new(vec![1; SECTOR]), Memory::new(vec![2; SECTOR]));
     let switch = Switch::new(Arc::clone(&old) as Arc<dyn Device>);
     let device = SwitchedDevice::new("disk", false, Arc::clone(&switch));
     let ticket = device.begin_flush().unwrap();
     let before = switch.exchange(Arc::clone(&new) as Arc<dyn Device>);
-    assert!(!before.wait_unused(&|| true), "the flush is still inside");
+    assert!(!before.wait_unused(&|| true), "the flush still uses the old device");
     device.finish_flush(ticket).unwrap();
     assert_eq!((old.flushed.load(Ordering::SeqCst), new.flushed.load(Ordering::SeqCst)), (1, 0));
     assert!(before.wait_unused(&|| false));
 }
 
 #[test]
-fn what_is_inside_is_waited_for_after_an_exchange_was_undone_too() {
+fn requests_in_the_old_device_are_waited_for_after_an_undone_exchange() {
     let switch = Switch::new(Memory::new(vec![1; SECTOR]));
     let device = SwitchedDevice::new("disk", false, Arc::clone(&switch));
     let plan = device.plan_read(0, SECTOR).unwrap();
     for _ in 0..2 {
         let before = switch.suspend(Memory::new(vec![2; SECTOR]));
         assert!(switch.is_suspended());
-        assert!(!before.wait_unused(&|| true), "the plan is inside");
+        assert!(!before.wait_unused(&|| true), "the plan uses the device");
         switch.restore(before);
         assert!(!switch.is_suspended());
         assert_eq!(device.read(0, 1).unwrap(), [1]);
@@ -283,7 +283,7 @@ fn clients_are_counted_and_see_their_own_access() {
 
 /// A new device does not know of writes that were lost with its predecessor.
 #[test]
-fn a_loss_is_told_once_to_each_client_that_was_there() {
+fn a_loss_is_reported_once_to_each_connected_client() {
     let switch = Switch::new(Memory::new(vec![0; SECTOR]));
     let client = |read_only| SwitchedDevice::new("disk", read_only, Arc::clone(&switch));
     let (first, second, reader) = (client(false), client(false), client(true));
@@ -320,7 +320,7 @@ fn a_loss_is_told_once_to_each_client_that_was_there() {
 
 /// The cost of the indirection, measured with the cheapest request: one that is served from memory.
 #[test]
-fn the_way_through_costs_next_to_nothing() {
+fn the_switch_adds_little_time_to_a_request() {
     const ROUNDS: u32 = 20_000;
     let memory = Memory::new(vec![0; 1 << 20]);
     let direct: Arc<dyn Device> = Arc::clone(&memory) as Arc<dyn Device>;

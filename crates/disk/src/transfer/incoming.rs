@@ -222,7 +222,7 @@ impl Datastore {
             let other = known.iter().find(|record| record.disks.iter().any(|other| other.name == disk.name));
             if let Some(other) = other {
                 let text = format!(
-                    "another state of disk '{}' was begun to be received and is kept; 'lamina receive delete {}' there \
+                    "the unfinished reception of another state of disk '{}' is kept; 'lamina receive delete {}' there \
                      gives it up",
                     disk.name, other.id
                 );
@@ -238,7 +238,7 @@ impl Datastore {
         Ok(Opened::Open(reception))
     }
 
-    /// The disks of an offer, if all are here in the state that the reception would give them.
+    /// The disks of an offer, if all of them exist here and already have the offered state.
     fn arrived_already(&self, new: &NewReception) -> Result<Option<Vec<DiskInfo>>> {
         let mut there = Vec::with_capacity(new.disks.len());
         for disk in &new.disks {
@@ -276,7 +276,7 @@ impl Datastore {
                     let base = self.native.unchanged_base(&there)?;
                     if !disk.bases.contains(&names::uuid_text(&base.uuid)) {
                         let text = format!(
-                            "disk '{}' cannot be brought up to date: the sender's disk has nothing to do with its \
+                            "disk '{}' cannot be updated: the sender's disk is not based on its \
                              snapshot '{}'",
                             disk.name, base.name
                         );
@@ -291,7 +291,7 @@ impl Datastore {
                 }
             };
             if update && !disk.keep {
-                let text = format!("disk '{}' can only be brought up to date by a snapshot that stays", disk.name);
+                let text = format!("disk '{}' can only be updated with a snapshot that the sender keeps", disk.name);
                 return Err(Error::new(ErrorKind::Invalid, text));
             }
             record.disks.push(Arriving {
@@ -378,8 +378,7 @@ impl Datastore {
         let active = self.receptions.lock();
         let known = self.known_receptions()?.into_iter().find(|record| record.id == id);
         let record = known.ok_or_else(|| {
-            let text =
-                format!("there is no reception '{}'; 'lamina receive list' shows what there is", id.escape_debug());
+            let text = format!("there is no reception '{}'; 'lamina receive list' lists them", id.escape_debug());
             Error::new(ErrorKind::NotFound, text)
         })?;
         if active.contains(id) {
@@ -415,9 +414,12 @@ impl Reception {
 
     /// The capacity of a disk; `Invalid` if there is no disk with that index.
     pub fn capacity(&self, disk: usize) -> Result<u64> {
-        self.state.lock().disks.get(disk).map(|disk| disk.capacity).ok_or_else(|| {
-            Error::new(ErrorKind::Invalid, format!("disk {disk} is none of those that are being received"))
-        })
+        self.state
+            .lock()
+            .disks
+            .get(disk)
+            .map(|disk| disk.capacity)
+            .ok_or_else(|| Error::new(ErrorKind::Invalid, format!("disk {disk} is not being received")))
     }
 
     /// The blocks of a byte range, which must begin at a block and end at a block or at the end of the disk.
@@ -429,7 +431,7 @@ impl Reception {
                 Ok((self.ids[disk], offset / BLOCK..end.div_ceil(BLOCK)))
             }
             _ => {
-                let text = format!("{length} bytes at {offset} are no whole blocks of a disk of {capacity} bytes");
+                let text = format!("{length} bytes at {offset} are not whole blocks of a disk of {capacity} bytes");
                 Err(Error::new(ErrorKind::Invalid, text))
             }
         }
@@ -485,7 +487,7 @@ impl Reception {
             (true, false) => disk.done[after - 1].1 = segment + 1,
             (false, true) => disk.done[after].0 = segment,
             (false, false) if disk.done.len() >= RANGES_MAX => {
-                let text = format!("segments come in no order: more than {RANGES_MAX} gaps");
+                let text = format!("segments arrive out of order: more than {RANGES_MAX} gaps");
                 return Err(Error::new(ErrorKind::Invalid, text));
             }
             (false, false) => disk.done.insert(after, (segment, segment + 1)),

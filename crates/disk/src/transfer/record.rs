@@ -261,7 +261,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_recorded_is_there_or_what_was_before_wherever_the_power_goes() {
+    fn after_any_power_cut_the_record_is_the_old_or_the_new_one() {
         for cut in 0..40 {
             for seed in 0..8 {
                 let disk = SimulatedDisk::new(seed, SimulatedOptions::default());

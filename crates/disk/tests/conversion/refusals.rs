@@ -143,7 +143,7 @@ fn a_dirty_journal_is_refused_unless_replayed() {
 }
 
 #[test]
-fn what_is_there_is_not_written_over() {
+fn an_existing_target_is_not_overwritten() {
     let outer = folder();
     let path = outer.path();
     std::fs::write(path.join("a.raw"), vec![7; MIB as usize]).unwrap();

@@ -91,7 +91,7 @@ fn under_load<T>(mirror: &MirrorDevice, start: &[u8], seed: u64, work: impl FnOn
 }
 
 #[test]
-fn both_copies_are_alike_at_the_end_whatever_is_written_meanwhile() {
+fn both_copies_are_equal_after_writes_during_the_copy() {
     for seed in 0..12 {
         let before = content(seed, 20 + seed % 3 * 40);
         let base = if seed % 2 == 0 { Base::Zeros } else { Base::State };
@@ -118,7 +118,7 @@ fn both_copies_are_alike_at_the_end_whatever_is_written_meanwhile() {
 }
 
 #[test]
-fn what_is_not_different_from_the_base_is_not_written() {
+fn ranges_equal_to_the_base_are_not_written() {
     let base = content(1, 60);
     let mut now = base.clone();
     now[100_000] ^= 1;
@@ -173,7 +173,7 @@ fn a_target_that_fails_ends_the_migration_and_no_request() {
 }
 
 #[test]
-fn a_target_that_fails_after_the_record_turned_fails_the_request() {
+fn a_target_that_fails_after_the_commit_fails_the_request() {
     let (source, target) = (MemoryDevice::new(content(1, 50)), MemoryDevice::new(vec![0; CAPACITY]));
     let mirror = MirrorDevice::new(source, target.clone(), Base::Zeros).unwrap();
     mirror.mark_data(&NoProgress).unwrap();
@@ -187,7 +187,7 @@ fn a_target_that_fails_after_the_record_turned_fails_the_request() {
 }
 
 #[test]
-fn a_record_that_cannot_be_turned_leaves_the_source() {
+fn a_failed_commit_keeps_the_source() {
     let (source, target) = (MemoryDevice::new(content(1, 50)), MemoryDevice::new(vec![0; CAPACITY]));
     let mirror = MirrorDevice::new(source.clone(), target.clone(), Base::Zeros).unwrap();
     mirror.mark_data(&NoProgress).unwrap();
@@ -198,7 +198,7 @@ fn a_record_that_cannot_be_turned_leaves_the_source() {
     target.failing.store(true, Ordering::SeqCst);
     mirror.write(0, Buffer::zeroed(1).into(), true).unwrap();
     // The failed write is known now, so the commit must be refused.
-    assert!(mirror.commit(|| -> error::Result<()> { panic!("the target is no copy any more") }).is_err());
+    assert!(mirror.commit(|| -> error::Result<()> { panic!("the target is not a copy any more") }).is_err());
     assert!(source.durable()[..4096] == [0; 4096]);
 }
 
@@ -210,7 +210,7 @@ fn a_flush_after_settling_covers_both() {
     mirror.copy(&NoProgress).unwrap();
     mirror.write(512, placed(512, &[9; 100]), true).unwrap();
     let flushes = target.flushes.load(Ordering::SeqCst);
-    assert!(target.durable()[512..612] != [9; 100], "before, a guest's flush does not wait for the target");
+    assert!(target.durable()[512..612] != [9; 100], "before `settle`, a guest's flush does not wait for the target");
     mirror.settle().unwrap();
     assert!(target.flushes.load(Ordering::SeqCst) > flushes && target.durable()[512..612] == [9; 100]);
     mirror.write(5000, placed(0, &[8; 100]), true).unwrap();
@@ -225,7 +225,10 @@ fn a_target_whose_buffer_never_empties_is_copied_to_all_the_same() {
     mirror.mark_data(&NoProgress).unwrap();
     mirror.copy(&NoProgress).unwrap();
     assert!(target.bytes() == source.bytes());
-    assert!(target.pressure_asked.load(Ordering::SeqCst) > 0, "the migration did not ask for the target's pressure");
+    assert!(
+        target.pressure_asked.load(Ordering::SeqCst) > 0,
+        "the migration did not query the target's write pressure"
+    );
     // A cancellation does not wait either until the target's buffer has room.
     let mirror = MirrorDevice::new(source, target, Base::Zeros).unwrap();
     mirror.mark_data(&NoProgress).unwrap();

@@ -102,7 +102,7 @@ fn a_native_disk_above_an_image_reads_as_one_disk() {
 }
 
 #[test]
-fn what_the_guest_gives_back_never_shows_the_image_again() {
+fn discarded_ranges_never_show_the_image_again() {
     let medium = SimulatedDisk::new(1, SimulatedOptions::default());
     World::make(&medium, 0);
     let world = World::open(&medium, 0);

@@ -88,7 +88,7 @@ fn to_thick() -> MigrateOptions {
 }
 
 #[test]
-fn a_power_cut_anywhere_leaves_one_of_the_two() {
+fn a_power_cut_anywhere_leaves_one_complete_copy() {
     let (mut before, mut after) = (0, 0);
     for seed in 0..12 {
         let whole = World::make(seed);
