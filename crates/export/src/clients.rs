@@ -403,8 +403,8 @@ impl Shared {
                 if let Err(error) = &outcome {
                     tracing::warn!(
                         %error,
-                        "the clients in use are not recorded: should this server be killed, their disks could be deleted \
-                         before they come back"
+                        "the connected clients are not recorded: if this server is killed, their disks could be \
+                         deleted before they reconnect"
                     );
                 }
                 if outcome.is_ok() {

@@ -41,12 +41,12 @@ pub trait Exports: Send + Sync {
 /// Whether clients may change the capacity of a writable disk.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ResizePolicy {
-    /// No; the feature is not offered.
+    /// Clients may not resize; the feature is not offered.
     Never,
-    /// They may grow it.
+    /// Clients may grow the export.
     #[default]
     Grow,
-    /// They may grow it, or shrink it and lose the data at its end.
+    /// Clients may grow the export, or shrink it and lose the data at its end.
     Any,
 }
 

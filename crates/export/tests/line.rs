@@ -224,7 +224,7 @@ fn every_request_has_its_reply() {
 }
 
 #[test]
-fn a_flush_holds_up_no_other_request() {
+fn a_flush_delays_no_other_request() {
     with_session(|memory, near, reply| {
         // A request arrives during a slow flush: from here on flushes are handed over.
         near.write_all(b"write 0 aaaa\nflush\n").unwrap();

@@ -58,7 +58,7 @@ pub(super) fn read(directory: &dyn Directory) -> Option<Record> {
     match KIND.read(directory, FILE).and_then(|bytes| bytes.as_deref().map(decode).transpose()) {
         Ok(record) => record,
         Err(error) => {
-            tracing::warn!(%error, "clients of the last server are not known, and none of them is waited for");
+            tracing::warn!(%error, "the clients of the last server are not known, and none of them is in grace");
             None
         }
     }

@@ -31,7 +31,7 @@ impl Clients {
     /// Renames a disk by calling `deed`, and lists its clients under the new name.
     ///
     /// # Errors
-    /// Those of `deed`; the list is then unchanged.
+    /// Errors of `deed`; the list of clients is then unchanged.
     pub fn rename<T>(&self, from: &str, to: &str, deed: impl FnOnce() -> Result<T>) -> Result<T> {
         let _moving = Moving::begin(self, from);
         let outcome = deed()?;
@@ -98,7 +98,7 @@ impl State {
         let gone = gone.filter(|waiting| waiting.gone.asked.as_deref() == Some(export));
         let gone = gone.map(|waiting| (waiting.gone.export.as_str(), &waiting.gone.peer, false));
         let Some((now, peer, connected)) = connected.chain(gone).next() else { return Ok(()) };
-        let mut text = format!("'{export}' was renamed to '{now}', and {peer} still looks for it under the old name: ");
+        let mut text = format!("'{export}' was renamed to '{now}', and {peer} may still request the old name: ");
         let _ = match connected {
             true => write!(text, "disconnect that client, or rename '{now}' back"),
             false => write!(text, "wait until the grace time of that client is over, or rename '{now}' back"),

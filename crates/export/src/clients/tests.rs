@@ -40,7 +40,7 @@ fn until(mut condition: impl FnMut() -> bool) {
 }
 
 #[test]
-fn who_says_farewell_is_gone_and_who_does_not_is_waited_for() {
+fn a_client_that_disconnects_is_removed_and_a_lost_client_is_in_grace() {
     let clients = Clients::in_memory(LONG);
     let (mut one, two) = (connect(&clients, ONE, "a"), connect(&clients, TWO, "a"));
     // A session that ends before its handshake is complete is not listed.
@@ -88,11 +88,11 @@ fn the_clients_in_grace_are_bounded() {
         drop(connect(&clients, Peer::Process { pid, user: 0 }, "a"));
     }
     assert_eq!(clients.all().len(), CLIENTS_GONE_MAX);
-    assert!(listed(&clients).iter().all(|(_, peer, _)| *peer != ONE), "the oldest went first");
+    assert!(listed(&clients).iter().all(|(_, peer, _)| *peer != ONE), "the oldest client is removed first");
 }
 
 #[test]
-fn a_new_session_waits_for_those_that_are_told_to_end() {
+fn a_new_session_waits_for_sessions_that_are_told_to_end() {
     let clients = Arc::new(Clients::in_memory(LONG));
     let (old, other) = (connect(&clients, ONE, "a"), connect(&clients, TWO, "a"));
     assert!(clients.retire("b", Whose::All).is_empty());
@@ -111,7 +111,11 @@ fn a_new_session_waits_for_those_that_are_told_to_end() {
     drop(old);
     assert!(clients.wait_ended(&[number], LONG).is_empty());
     let new = waiting.join().unwrap();
-    assert_eq!(listed(&clients), [("a".into(), TWO, true), ("a".into(), ONE, true)], "it is back: no grace is left");
+    assert_eq!(
+        listed(&clients),
+        [("a".into(), TWO, true), ("a".into(), ONE, true)],
+        "the client has reconnected, so its grace has ended"
+    );
     drop((new, other));
 }
 
@@ -123,7 +127,7 @@ fn recorded(directory: &Arc<dyn Directory>) -> Vec<(String, Peer, bool, bool)> {
 }
 
 #[test]
-fn the_record_follows_the_clients_and_goes_with_the_last() {
+fn the_record_follows_the_clients_and_is_removed_with_the_last() {
     let directory = directory();
     let clients = serve(&directory);
     let (mut one, two) = (connect(&clients, ONE, "a"), connect(&clients, TWO, "a@s"));
@@ -139,7 +143,7 @@ fn the_record_follows_the_clients_and_goes_with_the_last() {
 }
 
 #[test]
-fn clients_of_a_server_that_ended_are_waited_for() {
+fn clients_of_an_ended_server_are_in_grace() {
     let directory = directory();
     let clients = serve(&directory);
     let (mut one, two) = (connect(&clients, ONE, "a"), connect(&clients, TWO, "b"));
@@ -282,7 +286,7 @@ fn a_renamed_disk_keeps_its_clients_and_its_old_name_leads_to_no_other_disk() {
     clients.arrive(TWO).chooses("g2", LONG).unwrap();
     clients.rename("g3", "g", || Ok(())).unwrap();
     drop(connect(&clients, ONE, "g"));
-    assert_eq!(listed(&clients).len(), 3, "it has its own name again");
+    assert_eq!(listed(&clients).len(), 3, "the client uses the present name again");
 }
 
 #[test]
@@ -305,7 +309,7 @@ fn unknown_clients_are_never_the_same() {
     assert_eq!(listed(&clients), [waits.clone(), waits.clone()]);
     let mut back = connect(&clients, Peer::Unknown, "a");
     assert_eq!(listed(&clients), [here.clone(), waits.clone()]);
-    // It may be neither of the two clients in grace.
+    // The new client may be neither of the two clients in grace.
     back.says_farewell();
     drop(back);
     assert_eq!(listed(&clients), [waits.clone(), waits.clone()]);
@@ -317,7 +321,7 @@ fn unknown_clients_are_never_the_same() {
 }
 
 #[test]
-fn lost_clients_of_one_disk_take_no_other_its_grace() {
+fn lost_clients_of_one_disk_do_not_end_the_grace_of_another() {
     let clients = Clients::in_memory(LONG);
     drop(connect(&clients, ONE, "b"));
     for pid in 0..CLIENTS_GONE_MAX as i32 + 10 {
@@ -328,7 +332,7 @@ fn lost_clients_of_one_disk_take_no_other_its_grace() {
 }
 
 #[test]
-fn times_that_cannot_be_are_bounded() {
+fn impossible_times_are_bounded() {
     let directory = directory();
     let gone = |export: &str, ended| Gone {
         export: export.into(),
@@ -371,7 +375,7 @@ fn a_server_that_does_not_start_leaves_the_record() {
 }
 
 #[test]
-fn sessions_in_their_handshake_keep_no_other_waiting() {
+fn sessions_in_their_handshake_delay_no_other_session() {
     let clients = Clients::in_memory(LONG);
     let (one, two) = (clients.arrive(ONE), clients.arrive(TWO));
     one.chooses("a", LONG).unwrap();

@@ -48,7 +48,7 @@ impl State {
             let Gone { export, peer, .. } = self.gone.remove(at).gone;
             tracing::warn!(
                 export, client = %peer, limit = CLIENTS_GONE_MAX,
-                "too many clients lost their connections: this one is not waited for any more"
+                "too many clients lost their connections: this one is not in grace any more"
             );
         }
     }

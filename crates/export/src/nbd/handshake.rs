@@ -179,7 +179,7 @@ impl Handshake<'_> {
             let mut data = vec![0; length];
             return match length == 0 || self.fill(&mut data)? {
                 true => Ok(Some(data)),
-                false => Err(violation("the client left in the middle of an option")),
+                false => Err(violation("the client closed the connection in the middle of an option")),
             };
         }
         if length > OPTION_BYTES_SKIPPED_MAX || head.code == option::EXPORT_NAME {
@@ -190,7 +190,7 @@ impl Handshake<'_> {
         while left > 0 {
             let part = left.min(scratch.len());
             if !self.fill(&mut scratch[..part])? {
-                return Err(violation("the client left in the middle of an option"));
+                return Err(violation("the client closed the connection in the middle of an option"));
             }
             left -= part;
         }
@@ -454,7 +454,7 @@ impl Handshake<'_> {
         while filled < into.len() {
             match self.transport.receive(&mut [IoSliceMut::new(&mut into[filled..])], Wait::No) {
                 Ok(0) if filled == 0 => return Ok(false),
-                Ok(0) => return Err(violation("the client left in the middle of its handshake")),
+                Ok(0) => return Err(violation("the client closed the connection in the middle of its handshake")),
                 Ok(bytes) => {
                     filled += bytes;
                     self.check_deadline()?;

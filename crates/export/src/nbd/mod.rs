@@ -76,7 +76,7 @@ pub fn serve(
     let agreement = handshake::negotiate(transport, exports, terms)
         .inspect_err(|error| tracing::info!(%error, "connection ended in the handshake by an error"))?;
     let Some(mut agreement) = agreement else {
-        tracing::debug!("left before choosing an export");
+        tracing::debug!("the client closed the connection before it chose an export");
         return Ok(());
     };
     visit.agreed(&agreement.export);

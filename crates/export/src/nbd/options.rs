@@ -53,7 +53,7 @@ pub fn info_request(data: &[u8]) -> Result<InfoRequest<'_>, Malformed> {
         wanted.push(fields.u16().ok_or(SHORT)?);
     }
     if !fields.0.is_empty() {
-        return Err(Malformed("the option goes on after its information requests"));
+        return Err(Malformed("the option has bytes after its information requests"));
     }
     Ok(InfoRequest { name, wanted })
 }
@@ -76,7 +76,7 @@ pub fn context_request(data: &[u8]) -> Result<ContextRequest<'_>, Malformed> {
         queries.extend(std::str::from_utf8(query).ok());
     }
     if !fields.0.is_empty() {
-        return Err(Malformed("the option goes on after its queries"));
+        return Err(Malformed("the option has bytes after its queries"));
     }
     Ok(ContextRequest { name, queries, count })
 }

@@ -97,7 +97,7 @@ impl Server {
     /// Listens and accepts connections. On return all addresses accept connections.
     ///
     /// # Errors
-    /// Those of [`Service::start`], and `Invalid` for certificates and keys that cannot be used.
+    /// Errors of [`Service::start`], and `Invalid` for certificates and keys that cannot be used.
     pub fn start(config: ServerConfig, exports: Arc<dyn Exports>) -> Result<Self> {
         let identity = config.tls.as_ref().map(TlsIdentity::load).transpose()?;
         let protocol = Nbd {
@@ -145,11 +145,19 @@ impl Server {
         let numbers = self.clients.retire(export, whose);
         let left = self.clients.wait_ended(&numbers, self.stop_grace);
         if !left.is_empty() {
-            tracing::warn!(export, connections = left.len(), "cut off: their requests outlast the grace time");
+            tracing::warn!(
+                export,
+                connections = left.len(),
+                "connections were closed: their requests outlast the grace time"
+            );
             self.clients.cut(&left);
             let left = self.clients.wait_ended(&left, self.stop_grace);
             if !left.is_empty() {
-                tracing::error!(export, connections = left.len(), "connections hang in the device");
+                tracing::error!(
+                    export,
+                    connections = left.len(),
+                    "connections did not end: their requests wait for the device"
+                );
             }
         }
         numbers.len()

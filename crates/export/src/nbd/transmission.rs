@@ -452,7 +452,7 @@ impl Transmission<'_> {
         self.ended = true;
         let between_requests = matches!(self.incoming, Incoming::Head) && self.inbox.available().is_empty();
         if !between_requests && !self.stop.load(Ordering::Relaxed) {
-            tracing::info!("the client left in the middle of a request; the request has no effect");
+            tracing::info!("the client closed the connection in the middle of a request; the request has no effect");
         }
         Ok(())
     }

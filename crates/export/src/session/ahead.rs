@@ -83,7 +83,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_brought_for_warm_streams_and_random_reads() {
+    fn warm_streams_and_random_reads_are_not_read_ahead() {
         let mut ahead = Ahead::default();
         for offset in (0..CAPACITY).step_by(STEP as usize) {
             ahead.saw(offset, STEP);

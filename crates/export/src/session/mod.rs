@@ -202,7 +202,7 @@ impl<'a, T> Session<'a, T> {
             && self.held() + unsent_bytes < HELD_BYTES_MAX
     }
 
-    /// The same for a read of that length. If nothing is held, a read of any length is allowed.
+    /// Whether a read of that length may be submitted too. If nothing is held, a read of any length is allowed.
     pub fn has_room_to_read(&self, length: usize, unsent_bytes: usize) -> bool {
         let held = self.held() + unsent_bytes;
         held == 0 || held + length <= HELD_BYTES_MAX

@@ -196,7 +196,7 @@ fn check(seed: u64) -> Met {
     let mut expected = HashMap::new();
     for request in &requests {
         let outcome = apart.session(&terms, vec![opening.clone(), request.to_vec()], 0);
-        assert!(outcome.fault.is_none(), "a whole request ends the connection: {:?}", outcome.fault);
+        assert!(outcome.fault.is_none(), "a complete request ends the connection: {:?}", outcome.fault);
         expected.extend(replies(&outcome.heard, silence, &reads));
     }
 
@@ -218,11 +218,11 @@ fn check(seed: u64) -> Met {
         assert!(heard.get(&cookie) == expected.get(&cookie), "not the reply of a fresh connection: {head:x?}");
         assert_eq!(heard.contains_key(&cookie), number(request, 6, 8) != u64::from(CMD_DISC), "{head:x?}");
     }
-    assert_eq!(heard.len(), expected.len(), "replies to what was no request");
+    assert_eq!(heard.len(), expected.len(), "replies although no request was sent");
     assert!(together.disk.contents() == apart.disk.contents(), "the disks differ");
     if !lost && !read_only {
         let pattern = &probe[0][head_bytes..];
-        assert!(heard[&(cookie + PROBES - 2)].ends_with(pattern), "the probe does not read what it wrote");
+        assert!(heard[&(cookie + PROBES - 2)].ends_with(pattern), "the probe does not read its own write");
     }
     let refused = |request: &&&[u8]| {
         let error = match heard.get(&number(request, 8, 16)) {

@@ -35,7 +35,7 @@ fn export_name_pads_unless_told_not_to() {
 }
 
 #[test]
-fn export_name_of_nothing_closes() {
+fn export_name_of_a_missing_export_closes_the_connection() {
     let running = one_disk();
     for name in [&b"nothing"[..], b"\xff\xfe", b"a\0b", &[b'x'; 5000]] {
         let mut client = greeted(&running);
@@ -103,7 +103,10 @@ fn default_export_is_the_only_disk() {
     let running = one_disk();
     let mut client = greeted(&running);
     let replies = client.option(OPT_GO, &Client::info_data("", &[]));
-    assert!(replies.iter().any(|(kind, data)| *kind == REP_INFO && data[..] == *b"\0\x01vm"), "canonical name is told");
+    assert!(
+        replies.iter().any(|(kind, data)| *kind == REP_INFO && data[..] == *b"\0\x01vm"),
+        "the canonical name is sent"
+    );
     drop(running);
     let running = Running::start(Shelf::of(&[&MemoryDisk::new("a", MIB, 1), &MemoryDisk::new("b", MIB, 1)]));
     let mut client = greeted(&running);
@@ -276,7 +279,7 @@ fn information_that_is_not_known_is_left_out() {
 }
 
 #[test]
-fn extensions_may_be_asked_for_again() {
+fn extensions_may_be_negotiated_again() {
     let running = one_disk();
     let mut client = greeted(&running);
     for code in [OPT_STRUCTURED_REPLY, OPT_STRUCTURED_REPLY, OPT_EXTENDED, OPT_EXTENDED] {

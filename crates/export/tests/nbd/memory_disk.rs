@@ -327,7 +327,8 @@ impl Device for MemoryDisk {
             return Ok(Verdict::Again);
         }
         let state = self.state.lock();
-        let proof = plan.guard.take().expect("what the plan was made with").downcast::<Proof>().expect("our own");
+        let proof =
+            plan.guard.take().expect("the state that plan_read has stored").downcast::<Proof>().expect("our own");
         for (segment, versions) in plan.segments.iter_mut().zip(&proof.versions) {
             if let Segment::Media(media) = segment {
                 assert_eq!(media.fetched().len(), media.length, "a finished read has all its bytes");
@@ -479,13 +480,13 @@ impl Device for ReadOnly {
         self.0.finish_read(plan)
     }
     fn write(&self, _: u64, _: SharedSlice, _: bool) -> Result<()> {
-        panic!("the server let a write through to a read-only device")
+        panic!("the server passed a write to a read-only device")
     }
     fn discard(&self, _: u64, _: u64, _: bool) -> Result<()> {
-        panic!("the server let a discard through to a read-only device")
+        panic!("the server passed a discard to a read-only device")
     }
     fn write_zeroes(&self, _: u64, _: u64, _: bool, _: bool) -> Result<()> {
-        panic!("the server let a write-zeroes through to a read-only device")
+        panic!("the server passed a write-zeroes to a read-only device")
     }
     fn finish_flush(&self, ticket: FlushTicket) -> Result<()> {
         self.0.finish_flush(ticket)
@@ -494,7 +495,7 @@ impl Device for ReadOnly {
         self.0.prefetch(offset, length)
     }
     fn resize(&self, _: u64) -> Result<()> {
-        panic!("the server let a resize through to a read-only device")
+        panic!("the server passed a resize to a read-only device")
     }
     fn status(&self, offset: u64, length: u64, limit: usize) -> Result<Vec<StatusExtent>> {
         self.0.status(offset, length, limit)

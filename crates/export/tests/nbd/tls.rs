@@ -101,7 +101,7 @@ fn upgrade(mut stream: TcpStream, config: rustls::ClientConfig) -> Client {
 }
 
 #[test]
-fn nothing_is_said_before_tls_where_it_is_forced() {
+fn required_tls_precedes_all_other_options() {
     let certificates = Certificates::new();
     let running = start(certificates.server(true, true));
     let mut client = Client::tcp(running.tcp_address());
@@ -166,7 +166,7 @@ fn everything_works_through_tls() {
 }
 
 #[test]
-fn strangers_are_turned_away() {
+fn clients_with_unknown_certificates_are_refused() {
     let (ours, theirs) = (Certificates::new(), Certificates::new());
     let running = start(ours.server(true, true));
     for identity in [None, Some(&theirs)] {
@@ -175,7 +175,7 @@ fn strangers_are_turned_away() {
         let refused = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| client.option(OPT_LIST, &[])));
         assert!(
             refused.is_err(),
-            "a client with {} got in",
+            "a client with {} could connect",
             if identity.is_some() { "a false certificate" } else { "none" }
         );
     }
@@ -185,7 +185,7 @@ fn strangers_are_turned_away() {
 }
 
 #[test]
-fn clients_with_certificates_have_places_of_their_own() {
+fn clients_with_certificates_have_a_limit_of_their_own() {
     let certificates = Certificates::new();
     let listen = vec![Listen::Tcp("127.0.0.1:0".parse().unwrap())];
     let limits = Limits { unix: 1, authenticated: 2, unauthenticated: 1 };

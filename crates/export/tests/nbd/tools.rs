@@ -67,7 +67,7 @@ fn nbdinfo_shows_exports_and_features() {
     }
     let text = run("nbdinfo", &["--list", &uri(&running, "")]);
     assert!(text.contains("export=\"vm\"") && text.contains("export=\"vm@monday\""), "{text}");
-    assert!(run("nbdinfo", &[&uri(&running, "")]).contains("export=\"vm\""), "the default export, by its true name");
+    assert!(run("nbdinfo", &[&uri(&running, "")]).contains("export=\"vm\""), "the default export, by its own name");
     assert!(run("nbdinfo", &[&uri(&running, "vm@monday")]).contains("is_read_only: true"));
     assert_eq!(run("nbdinfo", &["--size", &uri(&running, "vm")]).trim(), CAPACITY.to_string());
 }
@@ -105,7 +105,7 @@ fn qemu_img_converts_compares_and_maps() {
     let options = format!("driver=raw,file.{}", options.replace(",s", ",file.s").replace(",export", ",file.export"));
     let options = format!("{options},file.x-dirty-bitmap=qemu:dirty-bitmap:monday");
     let map = run("qemu-img", &["map", "--output=json", "--image-opts", &options]);
-    assert!(map.contains("\"data\": false"), "what changed shows as no data: {map}");
+    assert!(map.contains("\"data\": false"), "a changed range is not reported as data: {map}");
 }
 
 #[test]
@@ -175,5 +175,5 @@ fn gnutls_clients_connect_with_certificates() {
     let plain = format!("driver=raw,file.driver=file,file.filename={}", image.display());
     run("qemu-img", &["compare", "--object", &object, "--image-opts", &options, &plain]);
     let plainly = Command::new("nbdinfo").arg(format!("nbd://localhost:{port}/vm")).output().unwrap();
-    assert!(!plainly.status.success(), "a client without TLS got in");
+    assert!(!plainly.status.success(), "a client without TLS could connect");
 }

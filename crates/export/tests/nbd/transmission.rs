@@ -55,7 +55,7 @@ fn ranges_and_lengths_beyond_the_limits_fail_and_the_session_goes_on() {
         assert_eq!(client.ask(CMD_READ, 1 << 9, 0, 512).error, EINVAL);
         assert_eq!(client.ask(CMD_TRIM, NO_HOLE, 0, 512).error, EINVAL);
         assert_eq!(client.ask_with(CMD_WRITE, REQ_ONE, 0, 512, &[1; 512]).error, EINVAL);
-        assert_eq!(client.ask(CMD_STATUS, 0, 0, 512).error, EINVAL, "no context was agreed on");
+        assert_eq!(client.ask(CMD_STATUS, 0, 0, 512).error, EINVAL, "no metadata context was negotiated");
         assert_eq!(client.read(0, 512), vec![0; 512]);
     }
 }
@@ -256,7 +256,7 @@ fn a_refused_payload_is_consumed_up_to_the_largest_there_may_be() {
 }
 
 #[test]
-fn a_disconnect_leaves_whatever_it_carries() {
+fn a_disconnect_with_any_fields_ends_the_session() {
     for mode in MODES {
         for flags in [0, FUA, PAYLOAD, u16::MAX] {
             let (running, _disk) = start();
@@ -328,7 +328,7 @@ fn device_errors_become_error_numbers_with_sentences() {
     let reply = client.ask(CMD_READ, 0, 0, 16384);
     assert_eq!(reply.error, EIO);
     assert!(reply.message.contains("reading 16384 bytes at 0 of vm"), "{}", reply.message);
-    assert_eq!(client.read(8192, 4096), [1; 4096], "only the broken part fails");
+    assert_eq!(client.read(8192, 4096), [1; 4096], "only the broken range fails");
 }
 
 #[test]
@@ -341,7 +341,7 @@ fn reads_that_keep_changing_are_planned_again() {
         assert_eq!(client.read(0, 65536), [1; 65536]);
     }
     disk.again_every.store(1, Ordering::SeqCst);
-    assert_eq!(client.ask(CMD_READ, 0, 0, 4096).error, EIO, "without end, it fails");
+    assert_eq!(client.ask(CMD_READ, 0, 0, 4096).error, EIO, "the read fails if every attempt has to be repeated");
 }
 
 #[test]

@@ -188,7 +188,7 @@ fn a_flush_takes_no_range() {
 }
 
 #[test]
-fn a_disconnect_is_one_whatever_it_says_beside() {
+fn a_disconnect_is_accepted_with_any_flags_and_payload() {
     for style in STYLES {
         for read_only in [false, true] {
             for flags in [0, flag::FUA, flag::PAYLOAD_LEN, u16::MAX] {
