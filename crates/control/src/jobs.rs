@@ -146,7 +146,7 @@ impl Watch for Followed<'_> {
     fn part(&self, part: Part) -> Result<()> {
         match self.client {
             Some(client) => client.part(part),
-            None => Err(Error::new(ErrorKind::Invalid, "a job has no client that takes its answer in parts")),
+            None => Err(Error::new(ErrorKind::Invalid, "a job cannot send its reply in parts")),
         }
     }
 }
@@ -258,7 +258,7 @@ impl Jobs {
     /// Starts a request as a job, on a thread of its own.
     pub fn start(self: &Arc<Self>, target: Target, request: Request) -> Result<JobInfo> {
         let Some(kind) = kind::of(&request) else {
-            let text = "this is no long work, and cannot be a job: ask for it without --background";
+            let text = "this is not a long operation and cannot be a job: repeat it without --background";
             return Err(Error::new(ErrorKind::Invalid, text));
         };
         let kept = is_short(&request).then(|| request.clone());
@@ -335,7 +335,10 @@ impl Jobs {
                 return Ok(JobEnd { job: job.info(), outcome: job.request.clone().zip(reply) });
             }
             if watch.cancelled() {
-                return Err(Error::new(ErrorKind::Interrupted, format!("stopped waiting for job {id}, which goes on")));
+                return Err(Error::new(
+                    ErrorKind::Interrupted,
+                    format!("stopped waiting for job {id}, which continues"),
+                ));
             }
             match job.total.load(Ordering::Relaxed) {
                 0 => {}

@@ -93,7 +93,7 @@ verbs! {
     "events": Request::Events,
 }
 
-/// The same for machines.
+/// The requests about machines.
 mod machine {
     use control::MachineVerb;
 
@@ -462,7 +462,7 @@ fn jobs(face: &Face) {
     let job = face.job(JobRequest::Start(Box::new(work.clone())));
     assert_eq!((job.kind.as_str(), job.object.as_str(), job.background), ("clone", "b", true));
     let Reply::JobEnded(end) = face.done(Request::Job(JobRequest::Wait { id: job.id.clone() })) else {
-        panic!("a job that was waited for has ended")
+        panic!("the reply to a wait is the end of the job")
     };
     let (asked, answer) = end.outcome.clone().unwrap();
     assert_eq!(asked, work);
@@ -471,7 +471,10 @@ fn jobs(face: &Face) {
     face.job(JobRequest::Cancel { id: job.id.clone() });
     let Reply::Jobs(all) = face.done(Request::Job(JobRequest::List)) else { panic!("a list is a list") };
     assert!(all.iter().any(|one| one.id == job.id) && all.iter().all(|one| one.ended.is_some()), "{all:?}");
-    assert!(all.iter().any(|one| one.kind == "vm start" && one.object == "web"), "machines' work is jobs too: {all:?}");
+    assert!(
+        all.iter().any(|one| one.kind == "vm start" && one.object == "web"),
+        "copies made by commands about machines are jobs too: {all:?}"
+    );
 }
 
 #[test]
@@ -493,7 +496,7 @@ fn a_face_in_the_same_process_runs_every_verb() {
     });
     let asked = face.asked.lock().unwrap().clone();
     let all: BTreeSet<&str> = VERBS.iter().chain(machine::VERBS).copied().collect();
-    assert_eq!(all.difference(&asked).collect::<Vec<_>>(), Vec::<&&str>::new(), "verbs that no request asked for");
+    assert_eq!(all.difference(&asked).collect::<Vec<_>>(), Vec::<&&str>::new(), "commands that no request used");
 
     let events = face.events.lock().unwrap();
     assert!(events.windows(2).all(|pair| pair[0].number < pair[1].number));
@@ -515,7 +518,7 @@ fn a_face_in_the_same_process_runs_every_verb() {
         Change::DiskDeleted { disk: text("web") },
         Change::DiskCreated { disk: text("copy"), origin: None },
     ] {
-        assert!(told(&change), "{change:?} was not told: {events:#?}");
+        assert!(told(&change), "{change:?} was not reported: {events:#?}");
     }
     drop(events);
     let Face { target, datastore, .. } = face;
@@ -564,6 +567,6 @@ impl Progress for Nothing {
 
 impl Watch for Nothing {
     fn part(&self, part: Part) -> Result<()> {
-        panic!("{part:?} was not asked for")
+        panic!("{part:?} was not requested")
     }
 }

@@ -107,7 +107,7 @@ fn about_clients(clients: &Clients, disk: &str, deed: Deed<'_>) -> (Vec<String>,
     if let Some(longest) = gone.iter().filter_map(|client| client.grace).max() {
         reasons.push(format!(
             "disk '{disk}' counts as in use for another {} s: {} lost the connection without a disconnect request and \
-             may come back",
+             may reconnect",
             seconds(longest),
             named(&gone)
         ));
@@ -138,7 +138,7 @@ pub fn forget(clients: &Clients, disk: &str, deed: Deed<'_>) {
     clients.forget(|export| deed.concerns(disk, export));
 }
 
-/// Adds their clients to disks.
+/// Adds to each disk the clients that use it.
 pub fn show(disks: &mut [DiskInfo], clients: &Clients) {
     for client in clients.all() {
         let disk = client.export.split_once('@').map_or(client.export.as_str(), |(disk, _)| disk);
@@ -157,7 +157,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn deeds_concern_what_they_take_away() {
+    fn an_operation_concerns_the_exports_that_it_removes() {
         let concerns = |deed: Deed<'_>| ["a", "a@s", "a@t", "ab", "ab@s", ""].map(|export| deed.concerns("a", export));
         assert_eq!(concerns(Deed::Delete), [true, true, true, false, false, false]);
         assert_eq!(concerns(Deed::Rename), concerns(Deed::Delete));
@@ -166,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn what_still_counts_is_more_than_nothing() {
+    fn remaining_grace_is_rounded_up_to_seconds() {
         assert_eq!([0, 1, 999, 1000, 1001].map(|ms| seconds(Duration::from_millis(ms))), [0, 1, 1, 1, 2]);
     }
 }

@@ -144,7 +144,7 @@ impl Service {
         let missing = || {
             let path = self.folder.display();
             let text = format!(
-                "datastore '{path}' is not served, and jobs and events are its server's: run 'lamina serve {path}'"
+                "datastore '{path}' is not served, and only a server has jobs and events: run 'lamina serve {path}'"
             );
             Error::new(ErrorKind::Unsupported, text)
         };

@@ -9,11 +9,11 @@ use std::path::PathBuf;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Reconnect {
-    /// No client's.
+    /// No clients.
     NoClient,
-    /// All clients'.
+    /// All clients.
     All,
-    /// Those of one process.
+    /// Clients of one process.
     Process(i32),
 }
 

@@ -13,7 +13,7 @@ pub enum ImageRequest {
     Show {
         /// Its path.
         path: PathBuf,
-        /// How it is opened.
+        /// How the image is opened.
         options: ImageOptions,
     },
     /// Check the tables of an image.
@@ -22,7 +22,7 @@ pub enum ImageRequest {
         path: PathBuf,
         /// Repair what can be repaired.
         repair: bool,
-        /// How it is opened.
+        /// How the image is opened.
         options: ImageOptions,
     },
     /// Create an image.

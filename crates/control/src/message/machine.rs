@@ -278,7 +278,7 @@ pub enum MachineReply {
     Frozen {
         /// The machine.
         name: String,
-        /// The image that it resumes from.
+        /// The memory image from which the machine resumes.
         image: String,
         /// How long stopping took, in milliseconds.
         stop_ms: f64,
@@ -313,9 +313,9 @@ pub enum MachineReply {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum MachineActivity {
-    /// It has no process.
+    /// The machine has no process.
     Stopped,
-    /// It has no process, but a saved memory image from which it continues.
+    /// The machine has no process, but a saved memory image from which it continues.
     Frozen,
     /// Its guest executes.
     Running,
@@ -425,7 +425,7 @@ pub struct Cloned {
     pub failed: Vec<(String, Failure)>,
     /// Consistency of the source's file systems, as one word; `None` if an existing snapshot was cloned.
     pub consistency: Option<String>,
-    /// The same as a sentence.
+    /// Consistency of the source's file systems, as a sentence.
     pub quiet: Option<String>,
     /// How long the source was paused, in milliseconds.
     pub stun_ms: Option<f64>,

@@ -40,7 +40,7 @@ impl Progress for Copy<'_> {
 impl Progress for Unwatched {}
 
 fn no_parts() -> Error {
-    Error::new(ErrorKind::Invalid, "the datastore answered with parts of an answer, which were not asked for")
+    Error::new(ErrorKind::Invalid, "the server sent a reply in parts, which was not requested")
 }
 
 impl Watch for Copy<'_> {
@@ -63,7 +63,7 @@ impl Bound {
 
 /// The error for a reply that does not belong to the request.
 pub fn unexpected(reply: &Reply) -> Error {
-    let mut text = format!("the datastore answered something else than what was asked: {reply:?}");
+    let mut text = format!("the server sent a reply that does not match the request: {reply:?}");
     text.truncate(text.char_indices().nth(200).map_or(text.len(), |(at, _)| at));
     Error::new(ErrorKind::Invalid, text)
 }

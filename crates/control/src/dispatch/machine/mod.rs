@@ -160,7 +160,7 @@ fn create(host: &Host, new: &NewMachine) -> Result<Definition> {
             return Err(Error::new(ErrorKind::NotFound, format!("there is no disk '{disk}'")));
         }
         if let Some(user) = users.get(disk) {
-            return Err(Error::new(ErrorKind::Busy, format!("disk '{disk}' is machine '{user}'s")));
+            return Err(Error::new(ErrorKind::Busy, format!("disk '{disk}' belongs to machine '{user}'")));
         }
         definition.add_disk(disk)?;
     }
@@ -231,7 +231,7 @@ fn freeze(host: &Host, name: String) -> Result<MachineReply> {
 fn execute(host: &Host, name: &str, command: &[String], input: &[u8], timeout: Duration) -> Result<MachineReply> {
     let machine = host.machines().get(name)?;
     let Some((program, arguments)) = command.split_first() else {
-        return Err(Error::new(ErrorKind::Invalid, format!("no program to run in machine '{name}' is named")));
+        return Err(Error::new(ErrorKind::Invalid, format!("no program to run in machine '{name}' is given")));
     };
     let Some(mut agent) = machine.agent(AGENT_PATIENCE)? else {
         let text =

@@ -82,7 +82,7 @@ impl Progress for Notes {
 
 impl Watch for Notes {
     fn part(&self, part: Part) -> Result<()> {
-        let Part::Extents(batch) = part else { panic!("{part:?} belongs to no diff") };
+        let Part::Extents(batch) = part else { panic!("{part:?} is not a part of a diff") };
         self.offsets.lock().extend(batch.iter().map(|e| e.offset));
         Ok(())
     }
@@ -186,7 +186,7 @@ fn bad_lines_get_one_error_and_the_end_of_the_connection() {
     }
     assert!(
         world.client().ask(Request::Disk(DiskRequest::List), &Notes::default()).is_ok(),
-        "others are not disturbed"
+        "other sessions are not affected"
     );
     world.stop();
 }
