@@ -25,8 +25,8 @@ impl Limits {
 /// Connections that the kernel keeps until they are accepted.
 pub const BACKLOG: i32 = 128;
 
-/// The same for an [`Owned`](crate::Listen::Owned) socket. If many short commands connect at once, most of them wait to
-/// be accepted instead of being refused.
+/// Length of the backlog of an [`Owned`](crate::Listen::Owned) socket. If many short commands connect at once, most of
+/// them wait to be accepted instead of being refused.
 pub const BACKLOG_OWNED: i32 = 16;
 
 /// Pause before accepting again if the process or the system has no descriptor left.

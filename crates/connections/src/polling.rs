@@ -50,7 +50,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn it_looks_longer_while_waits_are_short_and_not_at_all_after_a_long_one() {
+    fn polling_lasts_longer_while_waits_are_short_and_ends_after_a_long_one() {
         let mut polling = Polling::default();
         assert_eq!(polling.poll(|| Some(())), None, "nothing is known yet: no looking");
         for _ in 0..10 {

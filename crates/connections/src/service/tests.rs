@@ -130,13 +130,16 @@ fn rest(stream: &mut dyn Stream) -> String {
 }
 
 #[test]
-fn each_class_has_places_of_its_own() {
+fn each_class_has_a_limit_of_its_own() {
     let world = start(Limits { unix: 3, authenticated: 1, unauthenticated: 2 }, QUICK);
     let mut tcp: Vec<_> = (0..2).map(|_| world.tcp()).collect();
     assert!(tcp.iter_mut().all(|stream| ask(stream, b'e')));
     assert_eq!(rest(&mut world.tcp()), "full");
     let mut unix: Vec<_> = (0..3).map(|_| world.unix()).collect();
-    assert!(unix.iter_mut().all(|stream| ask(stream, b'e')), "TCP clients keep out those of the unix socket");
+    assert!(
+        unix.iter_mut().all(|stream| ask(stream, b'e')),
+        "TCP clients do not prevent clients of the unix socket from connecting"
+    );
     assert_eq!(rest(&mut world.unix()), "full");
     // An authenticated client no longer counts as unauthenticated, so another one can connect. Beyond the limit of
     // authenticated clients it is refused.
@@ -144,34 +147,34 @@ fn each_class_has_places_of_its_own() {
     tcp.push(world.tcp());
     assert!(ask(&mut tcp[2], b'e'));
     assert_eq!(rest(&mut world.tcp()), "full");
-    assert!(!ask(&mut tcp[1], b'a'), "there is one place for authenticated clients");
+    assert!(!ask(&mut tcp[1], b'a'), "the limit of authenticated clients is one");
     // A connection that ends no longer counts, in either class.
     drop((unix.remove(0), tcp.remove(0)));
     world.until("connections end", |world| world.service.connections() == 3);
     assert!(ask(&mut world.unix(), b'e'));
-    assert!(ask(&mut tcp[1], b'a'), "the place of the authenticated client that has gone");
-    world.until("two unix clients and one of TCP are left", |world| world.service.connections() == 3);
+    assert!(ask(&mut tcp[1], b'a'), "the closed connection does not count any more");
+    world.until("two unix clients and one TCP client remain", |world| world.service.connections() == 3);
 }
 
 #[test]
-fn idle_connections_of_one_class_lock_no_other_one_out() {
+fn idle_connections_of_one_class_do_not_block_another_class() {
     let world = start(Limits::each(256), QUICK);
     let idle: Vec<_> = (0..260).map(|_| world.tcp()).collect();
-    world.until("the places are taken", |world| world.service.connections() == 256);
+    world.until("all connections are in use", |world| world.service.connections() == 256);
     assert!(ask(&mut world.unix(), b'e'));
     drop(idle);
-    world.until("the places are free", |world| world.service.connections() == 0);
+    world.until("connections are available", |world| world.service.connections() == 0);
     assert!(ask(&mut world.tcp(), b'e'));
 }
 
 #[test]
-fn a_panic_gives_the_place_back() {
+fn a_connection_that_panics_no_longer_counts() {
     let world = start(Limits::each(1), QUICK);
     for _ in 0..3 {
         let mut stream = world.unix();
         assert!(ask(&mut stream, b'e'));
         assert!(!ask(&mut stream, b'p'));
-        world.until("the place is free", |world| world.service.connections() == 0);
+        world.until("the connection is available", |world| world.service.connections() == 0);
     }
 }
 
@@ -196,7 +199,7 @@ fn requests_under_way_are_finished_and_answered() {
 }
 
 #[test]
-fn what_may_go_on_undisturbed_is_told_to_end_only_afterwards() {
+fn sessions_are_told_to_end_after_the_undisturbed_time() {
     let world = start(Limits::each(8), Drain { undisturbed: MOMENT, ..QUICK });
     let mut client = world.unix();
     client.write_all(b"h").unwrap();
@@ -222,7 +225,7 @@ fn a_client_that_reads_nothing_is_cut_off() {
 }
 
 #[test]
-fn a_thread_that_hangs_is_left_behind() {
+fn stopping_does_not_wait_for_a_thread_that_hangs() {
     struct Hanging(AtomicBool);
     impl Protocol for Hanging {
         fn serve(&self, _connection: &Arc<Connection>) {
