@@ -88,7 +88,7 @@ impl Head {
         let word = |at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
         let half = |at: usize| u16::from_le_bytes([bytes[at], bytes[at + 1]]);
         if bytes[..4] != MAGIC {
-            return Err(malformed("something that is no frame"));
+            return Err(malformed("bytes that are not a frame"));
         }
         if word(28) != checksum(&bytes[..28]) {
             return Err(malformed("a head that fails its checksum"));
@@ -131,7 +131,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn heads_read_back_and_damage_is_found() {
+    fn frame_heads_survive_encoding_and_damage_is_found() {
         for (kind, length) in
             [(Kind::Message, 7), (Kind::Data, 4096), (Kind::Zero, 8), (Kind::Segment, 8), (Kind::End, 0)]
         {

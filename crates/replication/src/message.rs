@@ -183,7 +183,7 @@ impl Message {
                     })
                 };
                 if !disks.iter().all(ordered) {
-                    return Err(refuse("lists segments in no order".into()));
+                    return Err(refuse("lists segments out of order".into()));
                 }
                 disks.len()
             }
@@ -204,7 +204,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn messages_read_back_and_nonsense_is_refused() {
+    fn messages_survive_encoding_and_invalid_ones_are_refused() {
         let known = |done: &[(u64, u64)]| Known { base: None, done: done.to_vec(), bytes: 1 };
         let accept =
             |done: &[(u64, u64)]| Message::Accept { session: "s".into(), token: "t".into(), disks: vec![known(done)] };

@@ -44,7 +44,7 @@ pub struct NoAttachments;
 
 impl Attachments for NoAttachments {
     fn check(&self, _: &str, _: &[String]) -> Result<()> {
-        Err(Error::new(ErrorKind::Unsupported, "this server receives disks, and no machines"))
+        Err(Error::new(ErrorKind::Unsupported, "this server receives disks only, not machines"))
     }
 
     fn begin(&self, text: &str, disks: &[String]) -> Result<Box<dyn Making>> {
@@ -170,7 +170,7 @@ impl Receiving {
         let admitted = |stream: &TlsStream| {
             if !self.clients.is_empty() && !stream.client_is(&self.clients) {
                 let text =
-                    "the certificate is good, but for none of the names that disks are received from (--receive-from)";
+                    "the certificate is valid, but not for a name from which disks are received (--receive-from)";
                 return Err(Error::new(ErrorKind::Invalid, text));
             }
             match stream.has_certificate() {

@@ -111,8 +111,8 @@ pub fn send(shipment: &Shipment, remote: &Remote, options: &SendOptions, progres
             return Err(match again {
                 false => error,
                 true => error.context(format!(
-                    "given up after {fruitless} attempts in a row; what has arrived is kept, the same command goes on \
-                     from there"
+                    "given up after {fruitless} attempts in a row; the received data is kept, and the same command \
+                     resumes the transfer"
                 )),
             });
         }
@@ -131,7 +131,7 @@ pub fn send(shipment: &Shipment, remote: &Remote, options: &SendOptions, progres
 fn stopped() -> Error {
     Error::new(
         ErrorKind::Interrupted,
-        "stopped on request; what has arrived is kept, the same command goes on from there",
+        "stopped on request; the received data is kept, and the same command resumes the transfer",
     )
 }
 

@@ -9,7 +9,7 @@ use replication::send;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 #[test]
-fn a_line_that_breaks_at_any_byte_only_costs_time() {
+fn a_connection_that_breaks_at_any_byte_only_costs_time() {
     let keys = Keys::new();
     for seed in 0..6 {
         let (here, there) = (Site::new(), Site::new());
@@ -62,7 +62,7 @@ impl Progress for Until {
 }
 
 #[test]
-fn what_has_arrived_stays_over_restarts_of_both_sides() {
+fn received_data_survives_restarts_of_both_sides() {
     let keys = Keys::new();
     let (here, mut there) = (Site::new(), Site::new());
     let device = here.disk("web", 12 * SEGMENT);

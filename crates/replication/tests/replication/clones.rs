@@ -71,7 +71,7 @@ fn a_second_clone_moves_only_what_has_changed() {
     there.datastore.delete_disk("first", false).unwrap();
     same(&there.content("second"), &here.content("web@tuesday"));
 
-    // The same snapshot again: no data is sent.
+    // Sending the same snapshot again transfers no data.
     let mut shipment = here.shipment(&[("web", "tuesday", "third")]);
     shipment.incremental = true;
     let sent = send(&shipment, &remote(&receiver), &options(&keys, 4), &NoProgress).unwrap();
@@ -81,7 +81,7 @@ fn a_second_clone_moves_only_what_has_changed() {
 }
 
 #[test]
-fn a_disk_is_brought_up_to_date_where_it_stands() {
+fn an_existing_disk_is_updated() {
     let (keys, here, there) = (Keys::new(), Site::new(), Site::new());
     let device = furnished(&here, "web", 4);
     here.snapshot("web", "monday");

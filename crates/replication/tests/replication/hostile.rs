@@ -81,9 +81,9 @@ fn invalid_data_is_refused() {
         ("a wrong checksum", vec![(Head { checksum: 7, ..frame(Kind::Data, 0, 0, &block).0 }, block.clone())]),
         ("behind the end", vec![frame(Kind::Data, 0, 2 * SEGMENT + 4096, &block)]),
         ("over the end", vec![frame(Kind::Data, 0, 2 * SEGMENT, &[7; 8192])]),
-        ("at the end of numbers", vec![frame(Kind::Data, 0, u64::MAX - 4095, &block)]),
+        ("at the end of the number range", vec![frame(Kind::Data, 0, u64::MAX - 4095, &block)]),
         ("another disk", vec![frame(Kind::Data, 1, 0, &block)]),
-        ("the last disk there could be", vec![frame(Kind::Data, u16::MAX, 0, &block)]),
+        ("the highest possible number of a disk", vec![frame(Kind::Data, u16::MAX, 0, &block)]),
         ("part of a block", vec![frame(Kind::Data, 0, 0, &block[..512])]),
         ("between blocks", vec![frame(Kind::Data, 0, 512, &block)]),
         ("over the segment", vec![frame(Kind::Data, 0, SEGMENT - 4096, &[7; 8192])]),
@@ -123,7 +123,7 @@ fn invalid_data_is_refused() {
 }
 
 #[test]
-fn a_disk_of_which_too_little_came_does_not_appear() {
+fn an_incomplete_disk_does_not_appear() {
     let (keys, there) = (Keys::new(), Site::new());
     let receiver = there.receiver(&keys);
     for claim in [vec![(1, 4096)], vec![(0, 4096)], vec![(2, 0)], vec![(0, 0), (0, 0)], vec![(u64::MAX, u64::MAX)]] {
@@ -222,8 +222,8 @@ fn false_answers_of_a_receiver_are_refused() {
         bytes,
     };
     let cases = vec![
-        ("segments that there are not", accept(vec![known(None, &[(0, 1 << 40)], 0)])),
-        ("bytes that there are not", accept(vec![known(None, &[(0, 1)], u64::MAX)])),
+        ("segments that do not exist", accept(vec![known(None, &[(0, 1 << 40)], 0)])),
+        ("bytes beyond the end of the disk", accept(vec![known(None, &[(0, 1)], u64::MAX)])),
         ("bytes without segments", accept(vec![known(None, &[], 1)])),
         ("a snapshot that does not exist", accept(vec![known(Some("0f0e0d0c-0b0a-4908-8706-0504030201ff"), &[], 0)])),
         ("too few disks", accept(vec![known(None, &[], 0); 2])),
