@@ -236,7 +236,7 @@ impl Definition {
         self.check().map_err(|error| corrupt(error.to_string()))?;
         match disks.eq(self.disks.iter().map(|disk| &disk.name)) {
             true => Ok(()),
-            false => Err(corrupt("it has not one snapshot for each disk".into())),
+            false => Err(corrupt("its snapshots do not match its disks".into())),
         }
     }
 
@@ -255,7 +255,7 @@ impl Definition {
         let mut disks = BTreeSet::new();
         for disk in &self.disks {
             if !DISK_SLOTS.contains(&disk.slot) || !slots.insert(disk.slot) {
-                return invalid(format!("disk '{}': slot {} is taken or not one for disks", disk.name, disk.slot));
+                return invalid(format!("disk '{}': slot {} is in use or not for disks", disk.name, disk.slot));
             }
             if !disks.insert(&disk.name) {
                 return invalid(format!("disk '{}' is there twice", disk.name));
@@ -263,7 +263,10 @@ impl Definition {
         }
         for network in &self.networks {
             if !NETWORK_SLOTS.contains(&network.slot) || !slots.insert(network.slot) {
-                return invalid(format!("network {}: slot {} is taken or not one for it", network.mac, network.slot));
+                return invalid(format!(
+                    "network {}: slot {} is in use or not for network cards",
+                    network.mac, network.slot
+                ));
             }
         }
         Ok(())
@@ -273,8 +276,7 @@ impl Definition {
     pub fn add_disk(&mut self, name: &str) -> Result<()> {
         let taken = |slot: u8| self.disks.iter().any(|disk| disk.slot == slot);
         let slot = free_slot(DISK_SLOTS, &taken).ok_or_else(|| {
-            let text =
-                format!("machine '{}' has {} disks already, which is all it can have", self.name, self.disks.len());
+            let text = format!("machine '{}' has {} disks already, which is the maximum", self.name, self.disks.len());
             Error::new(ErrorKind::Invalid, text)
         })?;
         self.disks.push(Disk { name: name.to_owned(), slot });
@@ -285,7 +287,7 @@ impl Definition {
     pub fn add_network(&mut self, mac: Mac, link: Link) -> Result<()> {
         let taken = |slot: u8| self.networks.iter().any(|network| network.slot == slot);
         let slot = free_slot(NETWORK_SLOTS, &taken).ok_or_else(|| {
-            let text = format!("machine '{}' has all the network cards it can have", self.name);
+            let text = format!("machine '{}' has the maximum of network cards already", self.name);
             Error::new(ErrorKind::Invalid, text)
         })?;
         self.networks.push(Network { mac, link, slot });
@@ -310,7 +312,7 @@ pub fn check_name(name: &str) -> Result<()> {
     let plain = name.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'-');
     if name.is_empty() || name.len() > NAME_MAX || !plain || name.starts_with('-') || name.ends_with('-') {
         let name = name.escape_debug();
-        let text = format!("'{name}' cannot name a machine: letters, digits and inner hyphens, {NAME_MAX} at the most");
+        let text = format!("'{name}' cannot name a machine: use letters, digits and inner hyphens, at most {NAME_MAX}");
         return Err(Error::new(ErrorKind::Invalid, text));
     }
     Ok(())
@@ -370,7 +372,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_reads_the_same() {
+    fn definitions_survive_encoding() {
         let machine = machine();
         let text = machine.to_text().unwrap();
         assert!(text.contains("memory = \"256M\""), "{text}");
@@ -378,7 +380,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_hold_together_is_refused() {
+    fn inconsistent_definitions_are_refused() {
         let good = machine().to_text().unwrap();
         for (from, to) in [
             ("cpus = 2", "cpus = 0"),
@@ -403,7 +405,7 @@ mod tests {
     }
 
     #[test]
-    fn a_machine_has_only_so_many_slots() {
+    fn disks_and_cards_beyond_the_slots_are_refused() {
         let mut machine = machine();
         for number in 2..DISK_SLOTS.len() {
             machine.add_disk(&format!("d{number}")).unwrap();

@@ -40,8 +40,8 @@ pub fn start(change: &Change, machines: &Machines, images: &Images, features: &F
     if let Some(id) = freeze::frozen(machine)? {
         let image = images.get(&id).map_err(|error| {
             error.context(format_args!(
-                "machine '{}' cannot go on where it was frozen; 'lamina vm stop --force' gives that moment up, and its \
-                 disks stay as they were then",
+                "machine '{}' cannot continue from its frozen state; 'lamina vm stop --force' discards that state, and \
+                 its disks stay as they were then",
                 machine.name()
             ))
         })?;
@@ -144,7 +144,7 @@ pub fn stop(change: &Change, how: Stop) -> Result<()> {
             if !process.wait(patience)? {
                 let text = format!(
                     "the guest of machine '{}' has not powered itself off within {patience:?}; it still runs; --force \
-                     pulls the plug",
+                     ends it at once",
                     machine.name()
                 );
                 return Err(Error::new(ErrorKind::Busy, text));

@@ -49,14 +49,14 @@ const HELD: &str = "held";
 /// How long QEMU's monitor may take to answer.
 const MONITOR_PATIENCE: Duration = Duration::from_secs(20);
 
-/// The same for queries in which a quick answer matters more than a reliable one.
+/// How long QEMU's monitor may take when a quick answer matters more than a reliable one.
 const GLANCE_PATIENCE: Duration = Duration::from_millis(500);
 
 /// The state of a machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum MachineState {
-    /// It has no process.
+    /// The machine has no process.
     Stopped,
     /// Its guest executes.
     Running,
@@ -99,7 +99,7 @@ pub struct Start<'a> {
     pub nbd: &'a Path,
     /// Its memory.
     pub memory: Memory,
-    /// The same, as recorded in the run folder.
+    /// Its memory, as recorded in the run folder.
     pub record: MemoryRecord,
     /// Whether it waits for a state to be loaded.
     pub incoming: bool,
@@ -296,7 +296,7 @@ fn read_record(run: &Path) -> Result<MemoryRecord> {
     let path = run.join("memory");
     let text = fs::read(&path).during(|| format!("reading '{}'", path.display()))?;
     serde_json::from_slice(&text)
-        .map_err(|e| Error::new(ErrorKind::Corrupt, format!("'{}' is not what it should be: {e}", path.display())))
+        .map_err(|e| Error::new(ErrorKind::Corrupt, format!("'{}' cannot be parsed: {e}", path.display())))
 }
 
 impl Change {
@@ -333,7 +333,7 @@ impl Change {
             return Err(Error::new(ErrorKind::Invalid, text));
         }
         let record = serde_json::to_vec(&start.record)
-            .map_err(|e| Error::new(ErrorKind::Invalid, format!("where memory is cannot be written: {e}")))?;
+            .map_err(|e| Error::new(ErrorKind::Invalid, format!("the record of the memory cannot be encoded: {e}")))?;
         fs::write(run.0.join("memory"), record).during(|| format!("writing to '{}'", run.0.display()))?;
         let machine =
             command::Machine { definition, memory: start.memory, run: &run, nbd: start.nbd, incoming: start.incoming };

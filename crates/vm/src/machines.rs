@@ -80,7 +80,7 @@ impl Machines {
         match fs::metadata(folder.join(DEFINITION)) {
             Ok(_) => Ok(Machine::at(folder)),
             Err(e) if e.kind() == io::ErrorKind::NotFound => {
-                let text = format!("there is no machine '{name}'; 'lamina vm list' shows what there is");
+                let text = format!("there is no machine '{name}'; 'lamina vm list' lists the machines");
                 Err(Error::new(ErrorKind::NotFound, text))
             }
             Err(e) => Err(Error::io(format!("looking for machine '{name}'"), e)),

@@ -108,7 +108,7 @@ mod tests {
     use std::process::Command;
 
     #[test]
-    fn a_shell_understands_it_and_no_two_are_alike() {
+    fn the_script_is_valid_shell_and_unique_for_each_clone() {
         let mut definition = Definition {
             name: "web-1".into(),
             uuid: new_uuid().unwrap(),

@@ -103,7 +103,7 @@ pub fn check_name(name: &str) -> Result<()> {
     let plain = name.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte));
     if name.is_empty() || name.len() > NAME_MAX || !plain || name.starts_with(['.', '-']) {
         let name = name.escape_debug();
-        let text = format!("'{name}' cannot name a snapshot of a machine: letters, digits, '-', '_' and '.'");
+        let text = format!("'{name}' cannot name a snapshot of a machine: use letters, digits, '-', '_' and '.'");
         return Err(Error::new(ErrorKind::Invalid, text));
     }
     Ok(())
@@ -165,7 +165,7 @@ pub fn take(host: &Host, change: &Change, name: &str, options: Options) -> Resul
     let definition = machine.definition()?;
     let state = machine.state()?;
     if options.memory && !matches!(state, MachineState::Running | MachineState::Paused) {
-        let text = format!("machine '{}' does not run: it has no memory to be kept", machine.name());
+        let text = format!("machine '{}' does not run: it has no memory to save", machine.name());
         return Err(Error::new(ErrorKind::Invalid, text));
     }
     let (folder, disks) = (folder(machine), host.disks());
@@ -204,7 +204,7 @@ pub fn take(host: &Host, change: &Change, name: &str, options: Options) -> Resul
     Ok(taken)
 }
 
-#[allow(clippy::too_many_arguments, reason = "one step of take, which has them all")]
+#[allow(clippy::too_many_arguments, reason = "a step of `take`, which has these values")]
 fn take_in(
     host: &Host,
     change: &Change,
@@ -374,7 +374,7 @@ pub fn revert(host: &Host, change: &Change, name: &str, paused: bool) -> Result<
         }
         Err(error) => {
             remove_if_there(&file)?;
-            Err(error.context(format!("the disks of machine '{}' are as they were, and it is off", machine.name())))
+            Err(error.context(format!("the disks of machine '{}' were reverted, and it is off", machine.name())))
         }
     }
 }

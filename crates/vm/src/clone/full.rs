@@ -29,7 +29,7 @@ pub fn make(task: &Task<'_>) -> Result<Outcome> {
     let uncertain = AtomicBool::new(false);
     let each = fleet::each(names, options.parallel, &Unreported(progress), &|name| {
         let Some(definition) = by_name.get(name) else {
-            return Err(Error::new(ErrorKind::Invalid, "it is not asked for"));
+            return Err(Error::new(ErrorKind::Invalid, "this clone was not requested"));
         };
         copy(host, definition, &point.disks, &making, &sum).and_then(|()| making.finish(name).map(drop)).inspect_err(
             |error| {

@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 
 /// How long the agent of a clone may take to answer, if the parent's agent answered.
 const AGENT_PATIENCE: Duration = Duration::from_secs(30);
-/// The same if it is unknown whether the parent has an agent.
+/// How long the agent of a clone may take to answer, if the parent may have none.
 const UNKNOWN_PATIENCE: Duration = Duration::from_secs(10);
 /// How long the parent's agent may take to answer; it is already running.
 const PARENT_PATIENCE: Duration = Duration::from_secs(3);
@@ -29,7 +29,7 @@ pub fn make(task: &Task<'_>) -> Result<Outcome> {
     let Task { host, source, names, options, progress } = *task;
     if let Some(snapshot) = &source.snapshot {
         let text = format!(
-            "an instant clone shares what its parent is now, not what snapshot '{snapshot}' holds: revert to it and \
+            "an instant clone has the present state of its parent, not that of snapshot '{snapshot}': revert to it and \
              freeze, or make linked clones of it"
         );
         return Err(Error::new(ErrorKind::Invalid, text));
@@ -56,7 +56,7 @@ pub fn make(task: &Task<'_>) -> Result<Outcome> {
     let made = Mutex::new(BTreeMap::new());
     let each = fleet::each(names, options.parallel, progress, &|name| {
         let Some(definition) = by_name.get(name) else {
-            return Err(Error::new(ErrorKind::Invalid, "it is not asked for"));
+            return Err(Error::new(ErrorKind::Invalid, "this clone was not requested"));
         };
         let one = run(host, &image, definition, &making, agent, options)?;
         making.finish(name)?;

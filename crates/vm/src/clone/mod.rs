@@ -173,7 +173,7 @@ fn free_names(host: &Host, source: &Source, names: &[String]) -> Result<Names> {
         let taken = (0..count).map(|index| crate::definition::disk_name(name, index)).find(|it| disks.contains_key(it));
         let good = crate::definition::check_name(name).and_then(|()| match taken {
             _ if host.machines().has(name) => exists(format!("a machine '{name}'")),
-            _ if !seen.insert(name) => exists(format!("a clone '{name}' among those that are asked for")),
+            _ if !seen.insert(name) => exists(format!("a clone '{name}' in this request")),
             Some(disk) => exists(format!("a disk '{disk}'")),
             None => Ok(()),
         });

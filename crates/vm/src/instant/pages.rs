@@ -163,7 +163,7 @@ mod tests {
         sys.stdin.read()\n";
 
     #[test]
-    fn what_a_process_changed_and_nothing_else() {
+    fn only_pages_that_the_process_changed_are_copied() {
         let folder = tempfile::tempdir_in("/dev/shm").unwrap();
         let (file, copy) = (folder.path().join("memory"), folder.path().join("copy"));
         let original: Vec<u8> = (0..16 * 4096u32).map(|at| (at / 4096) as u8).collect();

@@ -113,7 +113,7 @@ pub fn load(monitor: &mut Client, features: &Features, file: &Path) -> Result<()
 fn ended(monitor: &mut Client) -> Result<String> {
     loop {
         let Some(event) = monitor.wait_event(&["MIGRATION"], PATIENCE)? else {
-            return Err(Error::new(ErrorKind::Io, format!("QEMU has not done it within {PATIENCE:?}")));
+            return Err(Error::new(ErrorKind::Io, format!("QEMU did not complete it within {PATIENCE:?}")));
         };
         let status = event.data["status"].as_str().unwrap_or_default();
         if matches!(status, "completed" | "failed" | "cancelled") {
@@ -142,8 +142,8 @@ fn join(began: &Path, devices: &Path, file: &Path) -> Result<()> {
     let read = |path: &Path| fs::read(path).during(|| format!("reading '{}'", path.display()));
     let joined = joined(&read(began)?, &read(devices)?).ok_or_else(|| {
         let text = format!(
-            "'{}' and what QEMU saved of its devices do not fit together: stop the machine and start it before another \
-             clone",
+            "the saved states of memory '{}' and of the devices do not match: stop the machine and start it before \
+             another clone",
             began.display()
         );
         Error::new(ErrorKind::Unsupported, text)

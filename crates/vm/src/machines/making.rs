@@ -33,9 +33,9 @@ pub struct Making {
 
 /// Which of the disks that an intent names may be deleted.
 pub(super) enum Whose<'a> {
-    /// Those that this process has created.
+    /// Disks that this process has created.
     Made(&'a BTreeSet<String>),
-    /// Those that match the intent and were created after this time.
+    /// Disks that match the intent and were created after this time.
     MadeSince(u64),
     /// All of them.
     Named {

@@ -108,7 +108,7 @@ fn released(folder: &Path) {
 }
 
 #[test]
-fn made_listed_and_deleted() {
+fn machines_are_made_listed_and_deleted() {
     let folder = tempfile::tempdir().unwrap();
     let (machines, disks) = open(folder.path());
     let making = make(&machines, &["web", "db"]).unwrap();
@@ -133,14 +133,14 @@ fn made_listed_and_deleted() {
 }
 
 #[test]
-fn what_is_not_finished_goes_and_what_is_stays() {
+fn recovery_removes_unfinished_machines_and_keeps_finished_ones() {
     let folder = tempfile::tempdir().unwrap();
     let (machines, disks) = open(folder.path());
     drop(make(&machines, &["web"]).unwrap());
     assert!(disks.names().is_empty());
     let making = make(&machines, &["a", "b", "c"]).unwrap();
     making.finish("b").unwrap();
-    assert_eq!(machines.recover().unwrap(), 0, "another process is at work on it");
+    assert_eq!(machines.recover().unwrap(), 0, "another process uses it");
     killed(making);
     assert_eq!(machines.recover().unwrap(), 1);
     assert_eq!(disks.names(), ["b-disk"]);

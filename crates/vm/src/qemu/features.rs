@@ -61,7 +61,7 @@ struct Probe {
 
 impl Drop for Probe {
     fn drop(&mut self) {
-        // It has no disks and no guest, so it can be killed.
+        // This QEMU has no disks and no guest, so it can be killed.
         let _ = self.child.kill();
         let _ = self.child.wait();
         let _ = std::fs::remove_dir_all(&self.folder);
@@ -177,7 +177,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn of_the_qemu_that_is_installed() {
+    fn features_of_the_installed_qemu() {
         let folder = tempfile::tempdir().unwrap();
         let features = Features::detect(Path::new("qemu-system-x86_64"), folder.path()).unwrap();
         assert!(features.version.starts_with(|first: char| first.is_ascii_digit()), "{features:?}");

@@ -228,7 +228,7 @@ mod tests {
     }
 
     #[test]
-    fn found_again_and_ended() {
+    fn a_process_is_found_again_and_ended() {
         let folder = tempfile::tempdir().unwrap();
         let run = RunFolder(folder.path().into());
         assert!(Process::find(&run.pid_file()).unwrap().is_none());
@@ -243,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn one_that_comes_too_late_does_not_come_to_life() {
+    fn a_process_started_during_a_claim_does_not_run() {
         let folder = tempfile::tempdir().unwrap();
         let run = RunFolder(folder.path().into());
         // A claim ends the process that holds the pid file.
