@@ -13,7 +13,7 @@ pub fn completion(shell: clap_complete::Shell, out: &mut dyn Write) -> io::Resul
     out.write_all(&script)
 }
 
-/// Writes `lamina.1` and a page for each verb; returns the files, sorted.
+/// Writes `lamina.1` and a page for each command; returns the files, sorted.
 pub fn man(directory: &Path) -> Result<Vec<PathBuf>> {
     let failed = |e| Error::io(format!("writing man pages to '{}'", directory.display()), e);
     std::fs::create_dir_all(directory).map_err(failed)?;

@@ -1,8 +1,8 @@
 //! `lamina`: the command line, and the server process behind `lamina serve`.
 //!
-//! A front end without storage logic: every verb becomes a [`control::Request`], [`control::dispatch()`] carries it out
-//! on a [`disk::Datastore`] (in this process, or in the server of the datastore), and [`output`] prints the reply. The
-//! modules in this order: [`cli`] (arguments to requests), [`output`], and [`serve`].
+//! A front end without storage logic: every command becomes a [`control::Request`], [`control::dispatch()`] carries it
+//! out on a [`disk::Datastore`] (in this process, or in the server of the datastore), and [`output`] prints the reply.
+//! The modules in this order: [`cli`] (arguments to requests), [`output`], and [`serve`].
 
 #![forbid(unsafe_code)]
 
@@ -84,7 +84,9 @@ fn run(cli: Cli) -> Result<End, End> {
     raise_file_limit();
     let mut request = cli.command.request().map_err(End::Usage)?;
     if cli.background {
-        let Some(work) = request else { return Err(End::Usage("only long work can go on in the background".into())) };
+        let Some(work) = request else {
+            return Err(End::Usage("only long operations can run in the background".into()));
+        };
         request = Some(Request::Job(JobRequest::Start(Box::new(work))));
     }
     match (cli.command, request) {
@@ -115,7 +117,7 @@ fn run(cli: Cli) -> Result<End, End> {
             }
             Ok(End::Code(0))
         }
-        // All other verbs have a request.
+        // All other commands have a request.
         (_, None) => Err(End::Usage("unknown command".into())),
     }
 }
@@ -125,7 +127,7 @@ fn datastore(path: Option<PathBuf>) -> Result<PathBuf, End> {
         .ok_or_else(|| End::Usage("which datastore? give --datastore PATH or set LAMINA_DATASTORE".into()))
 }
 
-/// Starts logging to stderr. The default is `info` for the server and `warn` for other verbs.
+/// Starts logging to stderr. The default is `info` for the server and `warn` for other commands.
 fn start_logging(cli: &Cli) -> Result<(), End> {
     let default = if matches!(cli.command, Command::Serve(_)) { "info" } else { "warn" };
     let wanted = cli.log.clone().or_else(|| std::env::var("RUST_LOG").ok()).filter(|filter| !filter.is_empty());

@@ -1,4 +1,4 @@
-//! Properties that all verbs share, tested for each of them. Needs no datastore.
+//! Properties that all commands share, tested for each of them. Needs no datastore.
 
 #![allow(clippy::unwrap_used)]
 
@@ -7,7 +7,7 @@ use std::fs::File;
 use testkit::process;
 use testkit::process::{Done, files, lamina, run};
 
-/// A verb as it is typed, with valid arguments.
+/// A command as it is typed, with valid arguments.
 struct Verb {
     name: &'static str,
     arguments: &'static str,
@@ -83,7 +83,7 @@ const VERBS: [Verb; 68] = [
     verb("events", ""),
     Verb { name: "completion", arguments: "bash", on_datastore: false, demands: true },
     Verb { name: "man", arguments: "/nowhere/at/all", on_datastore: false, demands: true },
-    // Groups of verbs.
+    // Groups of commands.
     Verb { name: "disk", arguments: "list", on_datastore: false, demands: true },
     Verb { name: "snapshot", arguments: "list", on_datastore: false, demands: true },
     Verb { name: "image", arguments: "show a.vmdk", on_datastore: false, demands: true },
@@ -270,7 +270,7 @@ fn man_pages_are_well_formed_and_name_their_options() {
     for page in files(&directory) {
         let text = std::fs::read_to_string(directory.join(&page)).unwrap();
         assert!(text.contains(".TH ") && text.contains(".SH NAME") && text.contains(".SH SYNOPSIS"), "{page}");
-        assert!(text.contains("json"), "{page} tells of the options that every verb has");
+        assert!(text.contains("json"), "{page} describes the options that every command has");
     }
     let page = std::fs::read_to_string(directory.join("lamina-disk-create.1")).unwrap();
     assert!(page.contains("provisioning") && page.contains("eagerzeroedthick"));
@@ -291,5 +291,5 @@ fn output_that_cannot_be_written_is_an_error_and_no_panic() {
     let (reader, writer) = std::io::pipe().unwrap();
     drop(reader);
     let done: Done = lamina().args(["completion", "bash"]).stdout(writer).output().unwrap().into();
-    assert_eq!((done.code, done.stderr.as_str()), (130, ""), "a reader that has gone is no complaint");
+    assert_eq!((done.code, done.stderr.as_str()), (130, ""), "a reader that has closed the pipe causes no error");
 }

@@ -52,7 +52,7 @@ fn verify(store: &Store, export: &str, damaged: &[u64]) {
     for block in 0..BLOCKS {
         match client.read(block * BLOCK as u64, BLOCK as u32) {
             Ok(content) => {
-                assert!(!damaged.contains(&block), "{export}: block {block} is damaged and was handed out");
+                assert!(!damaged.contains(&block), "{export}: block {block} is damaged and was sent to a client");
                 assert!(content == pattern::bytes(block, BLOCK), "{export}: block {block}");
             }
             Err(Failure::Errno(EIO)) => assert!(damaged.contains(&block), "{export}: block {block} is good"),
@@ -76,7 +76,7 @@ fn a_flipped_bit_in_data_costs_one_block() {
         let done = store.run("check --data");
         assert_eq!(done.code, 6, "{done:?}");
         assert!(done.stdout.contains("'vm1' at offset 69632"), "the disk and the place are named: {done:?}");
-        assert!(done.stdout.contains("'vm1@a' at offset 69632"), "and the snapshot: {done:?}");
+        assert!(done.stdout.contains("'vm1@a' at offset 69632"), "the snapshot is named: {done:?}");
         assert_eq!(store.run("check").code, 0, "metadata is sound");
 
         let mut server = store.serve(options);

@@ -58,7 +58,7 @@ fn files_that_btrfs_copies_on_write_are_told() {
         let mut server = process::Serving::start(command);
         assert_eq!(server.log().matches("copies files of the datastore on write").count(), 1, "{}", server.log());
         assert_eq!(server.stop("TERM"), Some(0));
-        // The same for images: only the folder of one disk is compressed.
+        // Images are reported too: only the folder of one disk is compressed.
         let plain = folder.join("plain");
         process::run(&format!("init --journal-size 4M {}", plain.display())).ok();
         let run = |arguments: &str| process::run(&format!("--datastore {} {arguments}", plain.display()));
@@ -82,7 +82,7 @@ fn tmpfs_is_for_tests() {
 #[test]
 fn a_program_behind_fuse_is_refused() {
     if tool("id", &["-u"]).trim() != "0" {
-        return println!("not root: what is said of FUSE is tested by its number");
+        return println!("not root: FUSE is tested only by its file system number");
     }
     let folder = tempfile::tempdir().unwrap();
     let mounted = folder.path().join("mounted");

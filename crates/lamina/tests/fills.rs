@@ -176,7 +176,7 @@ impl<'a> Case<'a> {
     /// Fills the file system, as another program would.
     fn take(&mut self) {
         self.taken += 1;
-        self.note("all room is taken");
+        self.note("the file system is full");
         match self.random.below(4) {
             0 => fill_with_names(self.folder, &format!("rest-{}", self.taken)),
             _ => take_the_rest(self.folder, &format!("rest-{}", self.taken)),
@@ -423,7 +423,7 @@ impl<'a> Case<'a> {
         }
         self.tally.fills += 1;
 
-        self.note("there is room again");
+        self.note("there is space again");
         make_room(self.folder, "rest-");
         self.is_full(true);
         for disk in 0..2 {
@@ -432,7 +432,7 @@ impl<'a> Case<'a> {
                     self.delete_snapshot(disk);
                 }
             }
-            until("there is room again", || self.round(disk, Mix::Fill) == 0);
+            until("there is space again", || self.round(disk, Mix::Fill) == 0);
         }
         for disk in 0..2 {
             self.is_full_or_not();

@@ -73,10 +73,10 @@ fn fill(client: &mut Client, written: &mut Written, random: &mut Random) -> u64 
         count += 1;
         // Writes are buffered in memory; only flushed data is certain to have space.
         if count % 512 == 0 && is_full(client.flush()) {
-            panic!("acknowledged writes found no room");
+            panic!("acknowledged writes failed for lack of space");
         }
     }
-    panic!("it never gets full");
+    panic!("the file system never gets full");
 }
 
 fn fill_up(folder: &Path) {
@@ -108,10 +108,12 @@ fn fill_up(folder: &Path) {
     let mut thick = Client::connect(&store.socket(), "thick").unwrap();
     let mut whole = Written::default();
     for block in 0..thick.size / BLOCK {
-        whole.put(&mut thick, block, block + 1).unwrap_or_else(|e| panic!("a thick disk has its room: {e:?}"));
+        whole
+            .put(&mut thick, block, block + 1)
+            .unwrap_or_else(|e| panic!("the space of a thick disk is reserved: {e:?}"));
     }
     thick.flush().unwrap();
-    assert!(is_full(written.put(&mut vm1, 1 << 17, 1)), "it is still full");
+    assert!(is_full(written.put(&mut vm1, 1 << 17, 1)), "the file system is still full");
     store.run("disk create large 512M --provisioning zeroedthick").fails(5, "large");
     store.run("disk show large").fails(3, "large");
     assert!(store.run("disk list").ok().contains("vm2"));
@@ -136,18 +138,18 @@ fn fill_up(folder: &Path) {
         written.0.remove(block);
     }
     vm1.flush().unwrap();
-    until("discarded room can be written", || {
+    until("discarded space can be written", || {
         let block = (1 << 17) + random.below(1 << 16);
         written.0.contains_key(&block) || !is_full(written.put(&mut vm1, block, block))
     });
     let again = fill(&mut vm1, &mut written, &mut random);
     println!("full again after {again} blocks, {} were discarded", given.len());
-    assert!(again > given.len() as u64 / 2, "most of what was discarded can be used again");
+    assert!(again > given.len() as u64 / 2, "most of the discarded space can be used again");
 
     // Deletions do too.
     drop(vm2);
     store.run("disk delete vm2").ok();
-    until("room of a deleted disk can be written", || {
+    until("the space of a deleted disk can be written", || {
         let block = (1 << 17) + (1 << 16) + random.below(1 << 15);
         written.0.contains_key(&block) || !is_full(written.put(&mut vm1, block, block))
     });
@@ -202,12 +204,12 @@ fn fill_images_up(folder: &Path) {
     fill_rest(folder, "rest-2");
     store.run("disk delete other").ok();
     assert!(!images.join("other").exists());
-    until("room of a deleted disk can be written", || !more(&mut vm1, &mut written));
+    until("the space of a deleted disk can be written", || !more(&mut vm1, &mut written));
     vm1.flush().unwrap();
     written.verify(&mut vm1);
     drop(vm1);
 
-    // The same without a server, and after a kill.
+    // The same steps without a server, and after a kill.
     assert_eq!(server.stop("KILL"), None);
     fill_rest(folder, "rest-3");
     store.run("disk delete cold").ok();
@@ -365,7 +367,10 @@ fn fill_format_up(folder: &Path, store: &Store, name: &str, format: &str, snapsh
         // Merging scattered blocks allocates whole grains of 64 KiB in a hosted base, which needs more space than this
         // file system has.
         let refused = deleted.code == 5 && name == "hosted2";
-        assert!(refused || matches!(deleted.code, 0 | 3), "{name}: with room a snapshot can be deleted: {deleted:?}");
+        assert!(
+            refused || matches!(deleted.code, 0 | 3),
+            "{name}: with free space a snapshot can be deleted: {deleted:?}"
+        );
     }
     written.verify(&mut client);
     drop(client);

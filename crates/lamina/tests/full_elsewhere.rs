@@ -131,7 +131,7 @@ fn filled(folder: &Path) {
     make_room(folder, "rest-");
     for name in disks {
         let mut client = Client::connect(&store.socket(), name).unwrap();
-        until("there is room again", || match client.write(3000 * BLOCK, &content(1, 1)) {
+        until("there is space again", || match client.write(3000 * BLOCK, &content(1, 1)) {
             Ok(()) => true,
             Err(Failure::Errno(ENOSPC)) => false,
             Err(failure) => panic!("{failure:?}"),

@@ -1,5 +1,5 @@
-//! Disks in VMware's formats through the command line: every verb, and every long operation while a client writes; the
-//! files are then read by other programs.
+//! Disks in VMware's formats through the command line: every command, and every long operation while a client writes;
+//! the files are then read by other programs.
 
 #![allow(clippy::unwrap_used)]
 
@@ -33,7 +33,7 @@ fn the_life_of_an_image_disk() {
         store.run("disk resize vm1 2G").fails(1, "capacity");
         let list = store.run("disk list --json").json();
         let names: Vec<&str> = list["disks"].as_array().unwrap().iter().map(|d| d["name"].as_str().unwrap()).collect();
-        assert_eq!(names, ["native", "se", "vm1"], "both kinds in one order");
+        assert_eq!(names, ["native", "se", "vm1"], "both kinds of disks in one order");
         assert!(store.path().join("images/vm1/vm1-flat.vmdk").exists());
 
         let shown = store.run("disk show vm1 --json").json();
@@ -108,7 +108,7 @@ fn the_life_of_an_image_disk() {
 }
 
 #[test]
-fn the_limit_of_levels_is_told() {
+fn snapshots_beyond_the_limit_of_levels_are_refused() {
     let store = Store::new();
     store.run("disk create vm1 64M --format vmdk").ok();
     store.run("disk tune vm1 --levels-max 3").ok();
@@ -133,7 +133,7 @@ fn a_datastore_that_was_moved_still_has_its_clones() {
 }
 
 #[test]
-fn what_is_no_disk_is_told_and_left_alone() {
+fn files_that_belong_to_no_disk_are_reported_and_kept() {
     let store = Store::new();
     store.run("disk create vm1 64M --format vmdk").ok();
     store.run("disk create vm2 64M --format vmdk").ok();
@@ -146,7 +146,7 @@ fn what_is_no_disk_is_told_and_left_alone() {
     assert_eq!(found.code, 6, "{found:?}");
     assert!(found.stdout.contains("images/vm1"), "{found:?}");
     assert_eq!(std::fs::read(&record).unwrap(), bytes);
-    assert_eq!(store.run("disk show vm2 --json").code, 0, "the others are there");
+    assert_eq!(store.run("disk show vm2 --json").code, 0, "the other disk can be used");
 }
 
 /// Writes to a disk until `stop` is set. The holder of `history`'s lock has exclusive use of the disk between rounds.
@@ -235,7 +235,7 @@ fn everything_under_writes(delta: &str, base: &str) {
         let head = store.run("disk show vm1 --json").json()["image"]["head"].as_str().unwrap().to_owned();
         let raw = store.path().with_file_name("raw");
         tool("qemu-img", &["convert", "-f", "vmdk", "-O", "raw", &head, raw.to_str().unwrap()]);
-        history.is(&std::fs::read(&raw).unwrap(), "what qemu-img reads");
+        history.is(&std::fs::read(&raw).unwrap(), "the content that qemu-img reads");
         check_descriptor(Path::new(&head));
     }
     // The full clone has no parent.
@@ -299,7 +299,7 @@ fn the_tools_of_others_read_and_write_exports() {
 
 /// Ctrl-C interrupts a merge and leaves the disk valid; the same holds for a client that disconnects.
 #[test]
-fn long_work_can_be_interrupted() {
+fn long_operations_can_be_interrupted() {
     let store = Store::new();
     store.run(&format!("disk create vm1 {SIZE} --format vmdk")).ok();
     let _server = store.serve("");
@@ -324,7 +324,7 @@ fn long_work_can_be_interrupted() {
             .unwrap();
         process::wait_until_interruptible(child.id());
         std::thread::sleep(std::time::Duration::from_millis(200));
-        assert!(child.try_wait().unwrap().is_none(), "{verb} takes long at that rate");
+        assert!(child.try_wait().unwrap().is_none(), "{verb} takes long at this rate");
         process::send(child.id(), "INT");
         assert_eq!(process::wait(&mut child), Some(130), "{verb}");
         history.is(&read_export(&store, "vm1"), verb);

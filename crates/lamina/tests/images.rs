@@ -1,5 +1,5 @@
-//! `lamina convert` and the verbs of images: results, output and errors, without a datastore, on an unserved one, and
-//! on a served one.
+//! `lamina convert` and the commands about images: results, output and errors, without a datastore, on an unserved one,
+//! and on a served one.
 
 #![allow(clippy::unwrap_used)]
 
@@ -55,7 +55,7 @@ fn images_are_made_shown_and_checked() {
 
     run("image create vm.vmdk 1G").fails(1, "vm.vmdk");
     run("image create flat.vmdk 2G --parent vm.vmdk").fails(2, "parent");
-    run("image create small.vmdk 1G --parent vm.vmdk --format vmfssparse").fails(2, "cannot lie above");
+    run("image create small.vmdk 1G --parent vm.vmdk --format vmfssparse").fails(2, "cannot have a parent");
     run("image create x.vmdk 3T --format vmfssparse").fails(2, "SEsparse");
     run("image create x.vmdk 3T -d vmfssparse").fails(2, "SEsparse");
     run("image create x.vmdk --format sesparse").fails(2, "SIZE");
@@ -115,7 +115,7 @@ fn what_a_crash_left_is_repaired_on_request() {
 }
 
 #[test]
-fn disks_come_and_go() {
+fn disks_are_converted_to_and_from_images() {
     let store = Store::new();
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path();
@@ -164,7 +164,7 @@ fn slow(path: &Path, target: &str, format: &str) -> std::process::Child {
 }
 
 #[test]
-fn interrupted_it_leaves_nothing() {
+fn an_interrupted_conversion_leaves_nothing() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path();
     make_raw(&path.join("a.raw"), 64);

@@ -86,8 +86,8 @@ fn a_killed_client_keeps_its_disk_for_the_grace_time() {
         store.run("snapshot delete vm1@b").ok();
         store.run("snapshot revert vm1@a --force").ok();
         store.run("disk rename vm1 vm2 --force").ok();
-        assert_eq!(self::users(&store, "vm2").len(), 1, "the client counts under the new name");
-        store.run("disk delete vm2").fails(4, "may come back");
+        assert_eq!(self::users(&store, "vm2").len(), 1, "the client is listed under the new name");
+        store.run("disk delete vm2").fails(4, "may reconnect");
         store.run("disk delete vm2 --force").ok();
         assert_eq!(server.stop("TERM"), Some(0));
         assert!(!store.path().join("clients").exists(), "{format}: all clients are done");
@@ -106,7 +106,7 @@ fn a_reader_of_a_snapshot_counts_for_that_snapshot() {
     assert!(store.run("disk list").ok().lines().all(|line| !line.contains("lost")));
     store.run("snapshot revert vm1@a").ok();
     store.run("snapshot delete vm1@a").fails(4, "use --force to delete the snapshot");
-    store.run("disk delete vm1").fails(4, "may come back");
+    store.run("disk delete vm1").fails(4, "may reconnect");
     store.run("snapshot delete vm1@a --force").ok();
     store.run("disk delete vm1").ok();
 }
@@ -174,8 +174,8 @@ fn a_record_that_cannot_be_written_or_read_keeps_nothing_from_being_served() {
     std::fs::create_dir(&obstacle).unwrap();
     let mut server = store.serve("");
     Client::connect(&store.socket(), "vm1").unwrap().vanish();
-    until("it is told", || server.log().contains("the clients in use are not recorded"));
-    store.run("disk delete vm1").fails(4, "may come back");
+    until("the failure is logged", || server.log().contains("the connected clients are not recorded"));
+    store.run("disk delete vm1").fails(4, "may reconnect");
     assert_eq!(server.stop("TERM"), Some(0));
     std::fs::remove_dir(&obstacle).unwrap();
     std::fs::write(store.path().join("clients"), "lamina clients 1 crc32c=00000000\n{}").unwrap();
@@ -229,10 +229,10 @@ fn a_client_of_a_renamed_disk_gets_no_other_disk_under_the_old_name() {
     assert!(Client::connect(&store.socket(), "g").is_err());
     let done = store.run("disk resize g2 32M --reconnect-clients --json").json();
     assert_eq!(done["reconnected"], 1, "{done}");
-    assert!(Client::connect(&store.socket(), "g").is_err(), "it would write into another disk");
+    assert!(Client::connect(&store.socket(), "g").is_err(), "the client would write into another disk");
     assert!(users(&store, "g").is_empty());
     assert!(users(&store, "g2").iter().all(|user| !user["grace"].is_null()));
-    store.run("disk delete g2").fails(4, "may come back");
+    store.run("disk delete g2").fails(4, "may reconnect");
     // The next server refuses it too.
     assert_eq!(server.stop("TERM"), Some(0));
     let _server = store.serve("");

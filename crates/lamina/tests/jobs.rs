@@ -45,7 +45,7 @@ fn work_in_the_background_goes_on_without_its_command() {
     let started = store.run(&format!("convert -f raw {raw} disk:vm1 -d native --background")).ok();
     let id = started.strip_prefix("job ").and_then(|rest| rest.strip_suffix(" started\n")).unwrap();
     let answer = store.run(&format!("job wait {id}")).ok();
-    assert!(answer.contains("vm1"), "the answer of the verb: {answer}");
+    assert!(answer.contains("vm1"), "the output of the command: {answer}");
     let waited = store.run(&format!("job wait {id} --json")).json();
     assert_eq!((&waited["target"], &waited["capacity"]), (&"vm1".into(), &(16 << 20).into()));
     let shown = store.run(&format!("job show {id} --json")).json();

@@ -203,7 +203,7 @@ impl Writer {
         let states = [self.disks[0].sectors.clone(), self.disks[1].sectors.clone()];
         self.uncertain = Some((name.clone(), states.clone()));
         let [a, b] = [&self.disks[0].name, &self.disks[1].name];
-        let gone = || Failure::Gone(std::io::Error::other("a command was cut off"));
+        let gone = || Failure::Gone(std::io::Error::other("a command was killed"));
         let run = |arguments: &str| {
             let mut command = store.command(arguments);
             let status = command.stdout(Stdio::null()).stderr(Stdio::null()).status().unwrap();
@@ -234,7 +234,7 @@ impl Writer {
                 snapshots.iter().any(|s| s["disk"] == disk && s["name"] == name)
             };
             let found = [there(&self.disks[0].name), there(&self.disks[1].name)];
-            assert_eq!(found[0], found[1], "{name}: a snapshot of two disks is there for both or for none");
+            assert_eq!(found[0], found[1], "{name}: snapshots of two disks exist for both or for none");
             if found[0] {
                 for (model, state) in self.disks.iter_mut().zip(states) {
                     model.snapshots.push((name.clone(), state));

@@ -49,7 +49,7 @@ fn parents(fleet: &Fleet) {
 fn look(fleet: &Fleet, what: &str) {
     // Any command removes what the killed one left first, and reports it.
     let next = process::output(&mut fleet.command("list"));
-    let what = &format!("{what}; then it was said: {}", String::from_utf8_lossy(&next.stderr));
+    let what = &format!("{what}; then the command printed: {}", String::from_utf8_lossy(&next.stderr));
     assert!(next.status.success(), "{what}");
     let list = fleet.list();
     assert!(fleet.unfinished().is_empty(), "{what}: {:?}", fleet.unfinished());
@@ -72,7 +72,7 @@ fn look(fleet: &Fleet, what: &str) {
     // killed command finds its folder removed, and ends.
     let runs = |machine: &serde_json::Value| machine["state"] == "running" || machine["state"] == "paused";
     let running: Vec<String> = list.iter().filter(|(_, one)| runs(one)).map(|(name, _)| name.clone()).collect();
-    process::until(&format!("those that run are {running:?}: {what}"), || {
+    process::until(&format!("the running machines are {running:?}: {what}"), || {
         let mut ran: Vec<String> = fleet.processes().into_values().collect();
         ran.sort();
         ran == running
@@ -126,7 +126,7 @@ fn clean(fleet: &Fleet, what: &str) {
 }
 
 #[test]
-fn whole_or_absent_whenever_a_command_is_killed() {
+fn a_killed_command_leaves_complete_machines_or_none() {
     let fleet = Fleet::new();
     parents(&fleet);
     let mut random = Random(0x5eed);
@@ -156,7 +156,7 @@ fn whole_or_absent_whenever_a_command_is_killed() {
         clean(&fleet, &what);
     }
     eprintln!("{killed} commands were killed, {done} were done before");
-    assert!(killed > KILLS / 3, "{killed} of {KILLS} were killed: the others were done before");
+    assert!(killed > KILLS / 3, "{killed} of {KILLS} were killed: the others ended before");
     fleet.run("stop --force running").ok();
     fleet.store.is_clean();
 }
@@ -187,7 +187,7 @@ fn look_at_what_was_to_go(fleet: &Fleet, command: &str, rewritten: bool, what: &
         }
     }
     let Some(gone) = list.get("gone") else {
-        assert!(command.starts_with("delete"), "{what}: it is not to be deleted");
+        assert!(command.starts_with("delete"), "{what}: a machine exists that no command was to leave");
         return;
     };
     let snapshots = fleet.run("snapshot list gone --json").json();
@@ -201,13 +201,13 @@ fn look_at_what_was_to_go(fleet: &Fleet, command: &str, rewritten: bool, what: &
     }
     assert_eq!(snapshots.len(), 1, "{what}");
     let reverted = contains(fleet, "gone", 0, 1);
-    assert!(reverted || contains(fleet, "gone", 0, 2), "{what}: its disk is neither as it was nor as it is to be");
+    assert!(reverted || contains(fleet, "gone", 0, 2), "{what}: the disk has neither the old nor the new state");
     // The machine runs or is stopped, but is not paused.
     assert!(["running", "stopped"].contains(&gone["state"].as_str().unwrap()), "{what}: {gone}");
 }
 
 #[test]
-fn gone_or_whole_whenever_a_removal_is_killed() {
+fn a_killed_removal_leaves_a_complete_machine_or_none() {
     let fleet = Fleet::new();
     parents(&fleet);
     for parent in ["off", "running"] {
@@ -243,7 +243,7 @@ fn gone_or_whole_whenever_a_removal_is_killed() {
             clean(&fleet, &what);
         }
     }
-    assert!(killed > REMOVALS.len() as u32 * REMOVAL_KILLS / 3, "{killed} were killed: the others were done before");
+    assert!(killed > REMOVALS.len() as u32 * REMOVAL_KILLS / 3, "{killed} were killed: the others ended before");
     // No unused memory file is left, and no used one was removed.
     assert_eq!(fleet.memory_files(), memory);
     fleet.run("stop --force running frozen icy").ok();

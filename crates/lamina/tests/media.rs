@@ -291,7 +291,7 @@ impl Case<'_> {
         self.trace.push(format!("healed after {failed}; writable: {writable}"));
         let log = self.server.as_ref().unwrap().log();
         let said = log.matches("takes no writes until it is opened again").count();
-        assert!(said <= 1, "said more than once: {log}");
+        assert!(said <= 1, "the message was logged more than once: {log}");
         self.said = said > 0;
         if writable {
             self.go_on();
@@ -393,6 +393,6 @@ impl Case<'_> {
         self.flush(1);
         self.round(1);
         self.disks[1].fails = false;
-        assert!(self.flush(1), "what may be lost was said before");
+        assert!(self.flush(1), "the loss was reported before, so this flush succeeds");
     }
 }

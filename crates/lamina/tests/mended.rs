@@ -54,7 +54,7 @@ fn read_back(folder: &Path, image: &str) -> Vec<u8> {
 }
 
 #[test]
-fn images_are_mended_by_what_is_kept_twice() {
+fn images_are_repaired_from_metadata_that_is_stored_twice() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path();
     let bytes = make_raw(&path.join("a.raw"));
@@ -82,12 +82,12 @@ fn images_are_mended_by_what_is_kept_twice() {
         assert_eq!(mended["problems"], 0, "{context}: {mended}");
         assert!(mended["repaired"].as_u64().unwrap() > 0, "{context}: {mended}");
         run_in(path, &format!("image check {image}")).ok();
-        assert!(read_back(path, image) == bytes, "{context}: not as it was");
+        assert!(read_back(path, image) == bytes, "{context}: the content has changed");
     }
 }
 
 #[test]
-fn what_nothing_proves_is_told_by_grain() {
+fn unprovable_damage_is_reported_for_each_grain() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path();
     make_raw(&path.join("a.raw"));
@@ -113,7 +113,7 @@ fn file_of(store: &Path, end: &str) -> PathBuf {
 }
 
 #[test]
-fn disks_of_a_datastore_are_mended() {
+fn disks_of_a_datastore_are_repaired() {
     for (format, end) in [("monolithicsparse", ".vmdk"), ("sesparse", "-sesparse.vmdk")] {
         let store = Store::new();
         let folder = tempfile::tempdir().unwrap();
@@ -139,7 +139,10 @@ fn disks_of_a_datastore_are_mended() {
             assert_eq!(again["findings"].as_array().unwrap().len(), 0, "{context}: {again}");
             let _ = std::fs::remove_file(folder.path().join("back.raw"));
             on("convert disk:vm back.raw -d raw").ok();
-            assert!(std::fs::read(folder.path().join("back.raw")).unwrap() == bytes, "{context}: not as it was");
+            assert!(
+                std::fs::read(folder.path().join("back.raw")).unwrap() == bytes,
+                "{context}: the content has changed"
+            );
         }
     }
 }

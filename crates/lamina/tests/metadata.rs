@@ -224,7 +224,7 @@ fn damaged_metadata_is_noticed_and_never_believed() {
         }
     }
     println!("{cases} damages, opened {opened} times of {}, {noticed} noticed, {repaired} repairs", 2 * cases);
-    assert!(noticed > cases / 4 && opened > cases / 4, "the damages are all too harmless, or all too harmful");
+    assert!(noticed > cases / 4 && opened > cases / 4, "all damages have no effect, or all prevent the opening");
 }
 
 /// A simple bitwise CRC32C.
@@ -251,7 +251,7 @@ fn another_version_is_refused_by_name() {
     for verb in ["status", "check --repair", "disk list", "serve", "disk create vm2 1M"] {
         store.run(verb).fails(1, "version 77");
     }
-    assert!(std::fs::read(&path).unwrap() == changed, "nothing was written to what is not understood");
+    assert!(std::fs::read(&path).unwrap() == changed, "nothing was written to a datastore of an unknown version");
     std::fs::write(&path, &original).unwrap();
     store.is_clean();
 }

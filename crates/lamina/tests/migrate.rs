@@ -234,7 +234,7 @@ fn a_disk_is_before_or_after_its_migration_whenever_the_server_is_killed() {
         }
         now = found;
         model.verify(&store, "a");
-        assert!(read_export(&store, "a@s") == snapshot, "the snapshot after kill {kills}");
+        assert!(read_export(&store, "a@s") == snapshot, "the snapshot is missing or wrong after kill {kills}");
         nothing_is_left(&store);
         assert_eq!(server.stop("TERM"), Some(0));
         store.is_clean();
@@ -290,7 +290,7 @@ fn a_client_is_served_while_its_disk_moves_and_ctrl_c_changes_nothing() {
         model.verify(&store, "a");
     }
     assert_eq!(server.stop("TERM"), Some(0));
-    // The same without a server.
+    // The same migration without a server.
     store.run("disk migrate a -d native").ok();
     nothing_is_left(&store);
     let mut server = store.serve("");

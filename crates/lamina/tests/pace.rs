@@ -58,7 +58,7 @@ fn clone_beside_a_client(store: &Store, name: &str, active: bool) -> (Duration, 
 }
 
 #[test]
-fn a_copy_gives_way_to_requests_that_are_late_and_to_no_others() {
+fn a_copy_slows_down_for_late_requests_only() {
     let store = filled();
     // With this target every request is late, so the copy has the minimum rate of 8 MiB/s.
     let server = store.serve("--latency-target 0.0001");

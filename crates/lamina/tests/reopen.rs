@@ -53,7 +53,7 @@ fn goes_on(store: &Store, format: &str, trigger: &Path) {
     (0..BLOCKS).for_each(|block| client.write(block * BLOCK, &content(block, 1)).unwrap());
     assert!(matches!(client.flush(), Err(Failure::Errno(EIO))));
     assert!(matches!(client.write(0, &content(0, 2)), Err(Failure::Errno(EIO))));
-    assert!(matches!(client.read(0, BLOCK as u32), Err(Failure::Errno(EIO))), "what was written is in doubt");
+    assert!(matches!(client.read(0, BLOCK as u32), Err(Failure::Errno(EIO))), "the writes may be lost");
     assert!(client.read(FAR * BLOCK, BLOCK as u32).unwrap() == content(FAR, 0));
     // The failure is logged once, and only for this disk.
     let log = server.log();

@@ -115,7 +115,7 @@ fn disks_are_sent_and_sent_again() {
         assert!(content(&there, "mirror") == content(&here, "web"));
     }
     let kept = here.run("--json snapshot list web").json()["snapshots"].as_array().unwrap().len();
-    assert_eq!(kept, 1, "only the last one is needed for the next time");
+    assert_eq!(kept, 1, "only the newest snapshot is needed for the next transfer");
     // An existing snapshot is sent.
     here.run("snapshot create web@monday").ok();
     let sent = send("web@monday", "weekly", "--incremental").json();

@@ -144,7 +144,7 @@ fn qemu_learns_the_size_by_reconnecting_and_loses_nothing() {
             for size in [65, 66, 67, 96] {
                 let done = store.run(&format!("disk resize vm1 {size}M --reconnect-clients --json")).json();
                 assert_eq!((&done["reconnected"], &done["capacity"]), (&json!(1), &json!(size * MIB)), "{done}");
-                until("QEMU is back", || store.run("disk show vm1 --json").json()["clients"] == 1);
+                until("QEMU has reconnected", || store.run("disk show vm1 --json").json()["clients"] == 1);
                 std::thread::sleep(std::time::Duration::from_millis(200));
             }
             stop.store(true, Ordering::Relaxed);
@@ -152,7 +152,7 @@ fn qemu_learns_the_size_by_reconnecting_and_loses_nothing() {
         });
         assert!(written.iter().all(|generation| *generation > 0), "{written:?}");
         monitor.execute("nbd-server-stop", json!({})).unwrap();
-        until("QEMU serves the disk no more", || {
+        until("QEMU no longer exports the disk", || {
             monitor.execute("query-block-exports", json!({})).unwrap().as_array().unwrap().is_empty()
         });
         monitor.execute("block_resize", json!({ "node-name": "disk0", "size": 96 * MIB })).unwrap();
@@ -166,16 +166,20 @@ fn qemu_learns_the_size_by_reconnecting_and_loses_nothing() {
         );
         monitor.read("disk0");
         let refused = monitor.execute("block_resize", json!({ "node-name": "disk0", "size": 128 * MIB }));
-        assert!(refused.is_err(), "QEMU was not told: {refused:?}");
+        assert!(refused.is_err(), "block_resize succeeded before the reconnection: {refused:?}");
         store.run("disk resize vm1 128M --reconnect-clients").ok();
         monitor.read("disk0");
         monitor.execute("block_resize", json!({ "node-name": "disk0", "size": 128 * MIB })).unwrap();
         let users = store.run("disk show vm1 --json").json()["users"].clone();
-        assert_eq!((users.as_array().unwrap().len(), &users[0]["grace"]), (1, &Value::Null), "it is back: {users}");
+        assert_eq!(
+            (users.as_array().unwrap().len(), &users[0]["grace"]),
+            (1, &Value::Null),
+            "the client has reconnected: {users}"
+        );
 
         monitor.execute("quit", json!({})).unwrap();
         wait(&mut qemu.child);
-        until("QEMU has let go", || store.run("disk show vm1 --json").json()["users"] == json!([]));
+        until("QEMU has closed the disk", || store.run("disk show vm1 --json").json()["users"] == json!([]));
         let mut client = Client::connect(&store.socket(), "vm1").unwrap();
         for (place, generation) in (0..).zip(written) {
             assert!(client.read(place * MIB, 64 << 10).unwrap() == vec![generation; 64 << 10], "place {place}");
@@ -187,7 +191,7 @@ fn qemu_learns_the_size_by_reconnecting_and_loses_nothing() {
 }
 
 #[test]
-fn what_was_asked_is_answered_before_the_connection_ends() {
+fn requests_in_flight_are_answered_before_the_connection_ends() {
     let store = Store::new();
     store.run("disk create vm1 64M").ok();
     let _server = store.serve("");
@@ -235,7 +239,10 @@ fn a_running_machine_sees_its_disk_grow() {
         let mut backup = Client::connect(&fleet.store.socket(), "more").unwrap();
         let done = fleet.store.run("disk resize more 96M").ok();
         assert!(done.contains("machine web sees the new size"), "{done}");
-        assert!(done.contains(&format!("process {} ", std::process::id())), "the backup does not: {done}");
+        assert!(
+            done.contains(&format!("process {} ", std::process::id())),
+            "the backup program keeps the old size: {done}"
+        );
         backup.read(0, 512).unwrap();
         drop(backup);
         let done = fleet.store.run("disk resize web 128M --json").json();

@@ -44,7 +44,7 @@ fn ready_in_json_and_to_the_service_manager() {
     let ready: Value = serde_json::from_str(&server.ready).unwrap();
     assert_eq!((&ready["ready"], &ready["engine"]), (&true.into(), &"threads".into()));
     let tcp = ready["nbd"][1].as_str().unwrap();
-    assert!(tcp.starts_with("nbd://127.0.0.1:") && !tcp.contains(":0/"), "the true port: {tcp}");
+    assert!(tcp.starts_with("nbd://127.0.0.1:") && !tcp.contains(":0/"), "the port that was chosen: {tcp}");
     let mut word = [0; 32];
     let length = manager.recv(&mut word).unwrap();
     assert_eq!(&word[..length], b"READY=1");
@@ -67,10 +67,10 @@ fn a_new_server_replaces_the_sockets_of_a_killed_one() {
         let mut server = store.serve("");
         store.run("disk list").ok();
         assert_eq!(server.stop("KILL"), None);
-        assert!(store.path().join("control.sock").exists(), "a killed server cannot tidy up");
+        assert!(store.path().join("control.sock").exists(), "a killed server leaves its socket");
         store.run("disk list").ok();
     }
-    assert!(!store.path().join("control.sock").exists(), "the next owner did");
+    assert!(!store.path().join("control.sock").exists(), "the next owner removed the socket");
     store.run("check").ok();
 }
 
@@ -166,7 +166,7 @@ fn a_client_killed_in_long_work_cancels_it() {
     wait_until_interruptible(child.id());
     send(child.id(), "KILL");
     assert_eq!(wait(&mut child), None);
-    until("the disk is gone again", || store.run("disk show big").code == 3);
+    until("the disk is removed", || store.run("disk show big").code == 3);
     assert_eq!(server.stop("TERM"), Some(0));
 }
 

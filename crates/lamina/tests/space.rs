@@ -41,7 +41,7 @@ fn thin_takes_what_is_written_and_thick_what_it_promises() {
     let store = Store::new();
     let empty = du(&store);
     store.run("disk create thin 256M").ok();
-    assert!(du(&store) < empty + MIB, "a thin disk takes nothing");
+    assert!(du(&store) < empty + MIB, "a thin disk takes no space");
     for kind in ["zeroedthick", "eagerzeroedthick"] {
         let before = du(&store);
         let made = store.run(&format!("disk create {kind} 64M --provisioning {kind} --json")).json();
@@ -69,7 +69,7 @@ fn thin_takes_what_is_written_and_thick_what_it_promises() {
     let mut server = store.serve("");
     let most = empty + map_grown + 2 * MIB;
     let left = shrinks_to(&store, most, Duration::from_secs(10));
-    assert!(left <= most, "deleted disks give their space back: {left}, it was {empty}");
+    assert!(left <= most, "deleted disks return their space: {left}, initially {empty}");
     assert_eq!(server.stop("TERM"), Some(0));
     store.is_clean();
 }
@@ -148,7 +148,7 @@ fn capacities_from_a_sector_to_64_tib() {
     store.run(&format!("snapshot create d{0}@a", 64u64 << 40)).ok();
     store.run(&format!("clone d{0}@a twin", 64u64 << 40)).ok();
     assert_eq!(server.stop("TERM"), Some(0));
-    assert!(begin.elapsed() < Duration::from_secs(20), "nothing here takes time by capacity");
+    assert!(begin.elapsed() < Duration::from_secs(20), "no operation here depends on the capacity");
     assert!(du(&store) < 64 * MIB);
     store.is_clean();
 }

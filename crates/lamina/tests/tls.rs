@@ -60,7 +60,7 @@ fn only_clients_with_a_certificate_of_ours_come_in() {
         assert!(!succeeds("nbdinfo", &["--size", &uri(folder)]), "{}", folder.display());
         assert!(!succeeds("qemu-img", &["info", "--object", &object(folder), "--image-opts", &image]));
     }
-    assert!(!succeeds("nbdinfo", &["--size", &format!("nbd://{tcp}/vm1")]), "nothing in clear text");
+    assert!(!succeeds("nbdinfo", &["--size", &format!("nbd://{tcp}/vm1")]), "no data is sent in clear text");
     // Permissions restrict the unix socket, so it needs no TLS.
     assert!(succeeds("nbdinfo", &["--size", &store.uri("vm1")]));
     assert_eq!(server.stop("TERM"), Some(0));

@@ -1,4 +1,4 @@
-//! Every verb on a real datastore: effect, output and errors, with and without a server.
+//! Every command on a real datastore: effect, output and errors, with and without a server.
 
 #![allow(clippy::unwrap_used)]
 

@@ -151,13 +151,15 @@ fn a_clone_that_is_interrupted_leaves_whole_ones_only() {
     let mut clone =
         fleet.command("clone base copy --full --count 40 --parallel 2").stderr(Stdio::piped()).spawn().unwrap();
     // Some clones are complete, and others are being made.
-    process::until("some are there", || ["copy-0001", "copy-0002"].iter().all(|it| fleet.folder().join(it).exists()));
+    process::until("some clones exist", || {
+        ["copy-0001", "copy-0002"].iter().all(|it| fleet.folder().join(it).exists())
+    });
     process::send(clone.id(), "INT");
     assert_eq!(wait(&mut clone), Some(130));
     let names = fleet.names();
     assert!((3..40).contains(&names.len()), "{names:?}");
     let disks: Vec<String> = fleet.disks().into_iter().collect();
-    assert_eq!(disks, names, "each has its disk, and there is no other");
+    assert_eq!(disks, names, "each clone has its disk, and there is no other disk");
     assert!(fleet.snapshots().is_empty() && fleet.unfinished().is_empty());
     holds(&fleet, names.last().unwrap(), 191 * MIB, 191);
 }
@@ -207,7 +209,7 @@ fn snapshots_with_and_without_memory() {
     fleet.run("clone web@quiet sibling").ok();
     holds(&fleet, "sibling", 0, 2);
     fleet.run("clone web@quiet whole --full").ok();
-    fleet.run("clone web@quiet now --instant").fails(2, "what its parent is now");
+    fleet.run("clone web@quiet now --instant").fails(2, "the present state of its parent");
     fleet.run("snapshot delete web@quiet").fails(4, "sibling");
     fleet.run("delete sibling").ok();
     for name in ["quiet", "live", "later", "still"] {

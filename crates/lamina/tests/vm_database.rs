@@ -45,7 +45,7 @@ fn recovered(room: &Room, name: &str, database: &str) -> u64 {
         ask(&format!("SELECT {all} FROM {table}")).split('|').map(|word| word.parse().unwrap()).collect::<Vec<u64>>()
     });
     let [debit, credit] = &tables;
-    assert_eq!(debit[..4], credit[..4], "{name}: {database}: a transaction is there by half");
+    assert_eq!(debit[..4], credit[..4], "{name}: {database}: half of a transaction is missing");
     assert_eq!(debit[0], debit[2], "{name}: {database}: a transaction in the middle is missing");
     assert_eq!(
         (&debit[1], &debit[4..], &credit[4..]),

@@ -61,7 +61,7 @@ fn children_of_a_frozen_parent() {
     for name in ["web-01", "web-20"] {
         is_itself(&room, name);
         assert_eq!(room.state(name), "running");
-        assert_eq!(ticks(&room.console(name))[0], last + 1, "it goes on where its parent stopped");
+        assert_eq!(ticks(&room.console(name))[0], last + 1, "the clone continues where its parent stopped");
         assert_eq!(room.shell(name, "cat /who /run/who"), "parent\nonly here");
         room.memory_is_right(name);
     }
@@ -88,7 +88,7 @@ fn children_of_a_frozen_parent() {
 
     // The parent continues too, and the image is removed with the last machine that needs it.
     room.run("vm start parent").ok();
-    room.until("the parent counts on", || room.tick("parent").is_some_and(|tick| tick > last));
+    room.until("the parent continues to count", || room.tick("parent").is_some_and(|tick| tick > last));
     assert_eq!(ticks(&room.console("parent"))[0], last + 1);
     assert_eq!(room.shell("parent", "cat /who; hostname"), "parent\nguest");
     room.memory_is_right("parent");
@@ -155,7 +155,7 @@ fn children_of_a_running_parent() {
 }
 
 #[test]
-fn what_fails_leaves_the_parent_running() {
+fn a_failed_clone_leaves_the_parent_running() {
     let room = Room::new();
     room.boot("parent", "128M", "workload=8 noagent");
     room.until_counts("parent");
@@ -211,7 +211,7 @@ fn a_manager_killed_anywhere_leaves_whole_clones_or_none() {
             manager.wait().unwrap();
             // A process that the killed command was starting holds its locks until it has executed QEMU.
             let machines = room.store.path().join("machines");
-            process::until("no lock of the killed one is left", || process::lockers(&machines).is_empty());
+            process::until("no lock of the killed command is left", || process::lockers(&machines).is_empty());
         }
         // The next command reports what it completed or removed, and succeeds.
         let next = room.run("vm list");
@@ -223,7 +223,7 @@ fn a_manager_killed_anywhere_leaves_whole_clones_or_none() {
         for child in &children {
             assert!(child.starts_with(&format!("r{round}-")), "{names:?}");
             assert_eq!(room.state(child), "running", "round {round}");
-            assert_eq!(&room.shell(child, "hostname"), *child, "a clone is itself, or it is not there");
+            assert_eq!(&room.shell(child, "hostname"), *child, "a clone has its own identity, or does not exist");
             room.until_counts(child);
             expected.insert((*child).clone());
         }
@@ -248,6 +248,6 @@ fn a_manager_killed_anywhere_leaves_whole_clones_or_none() {
         }
         room.memory_is_right("parent");
     }
-    assert_eq!(room.images().len(), 1, "what the parent itself goes on from");
+    assert_eq!(room.images().len(), 1, "the image from which the parent continues");
     room.close();
 }

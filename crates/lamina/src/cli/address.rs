@@ -181,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn ends_are_paths_or_disks() {
+    fn conversion_addresses_are_paths_or_disks() {
         let end = |text: &str| text.parse::<EndAddress>().unwrap().0;
         assert_eq!(end("vm.vmdk"), Address::Path("vm.vmdk".into()));
         assert_eq!(end("./disk:vm"), Address::Path("./disk:vm".into()));

@@ -47,12 +47,12 @@ pub struct Cli {
     #[arg(long, global = true, value_name = "FILTER")]
     pub log: Option<String>,
 
-    /// The verb.
+    /// The command.
     #[command(subcommand)]
     pub command: Command,
 }
 
-/// The verbs, and groups of verbs.
+/// The commands, and groups of commands.
 #[derive(Debug, Subcommand)]
 pub enum Command {
     /// Create a datastore in an empty or missing folder.
@@ -105,7 +105,7 @@ pub enum Command {
         /// The shell.
         shell: clap_complete::Shell,
     },
-    /// Write the man pages, one per verb, into a folder.
+    /// Write the man pages, one per command, into a folder.
     Man {
         /// The folder; created if it does not exist.
         directory: PathBuf,
@@ -113,7 +113,7 @@ pub enum Command {
 }
 
 impl Command {
-    /// The request; `None` for verbs without one.
+    /// The request; `None` for commands without one.
     pub fn request(&self) -> Result<Option<Request>, String> {
         Ok(Some(match self {
             Self::Status => Request::Status,
@@ -144,7 +144,7 @@ pub fn definition() -> clap::Command {
 #[cfg(test)]
 mod tests {
     #[test]
-    fn the_definitions_hold_together() {
+    fn the_command_line_definition_is_consistent() {
         super::definition().debug_assert();
     }
 }

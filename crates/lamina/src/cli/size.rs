@@ -58,7 +58,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_people_type() {
+    fn sizes_are_parsed_in_all_usual_forms() {
         for (text, bytes) in [
             ("0", 0),
             ("512", 512),

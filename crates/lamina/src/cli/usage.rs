@@ -37,7 +37,7 @@ mod tests {
     use clap::Parser;
 
     #[test]
-    fn complaints_take_one_line() {
+    fn usage_errors_take_one_line() {
         for arguments in [
             &["lamina", "disk", "create"][..],
             &["lamina", "disk", "create", "a", "10X"],

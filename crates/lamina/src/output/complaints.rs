@@ -32,7 +32,7 @@ pub fn complain_of_clones(cloned: &Cloned) -> u8 {
         let _ = writeln!(
             io::stderr(),
             "lamina: {same} of {} may draw their parent's random numbers for up to a minute: their guests have neither \
-             reseed-kernel nor Perl nor Python to have the kernel start over",
+             reseed-kernel nor Perl nor Python to reseed the kernel",
             made.len()
         );
     }

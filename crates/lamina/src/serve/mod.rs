@@ -229,7 +229,7 @@ mod tests {
     use clap::Parser;
 
     #[test]
-    fn one_request_opens_as_serve_does_by_default() {
+    fn a_single_request_opens_the_datastore_with_the_defaults_of_serve() {
         let Command::Serve(arguments) = Cli::try_parse_from(["lamina", "serve", "x"]).unwrap().command else {
             panic!("serve is serve");
         };

@@ -30,7 +30,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn by_path_and_by_abstract_name() {
+    fn notifications_reach_paths_and_abstract_names() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("notify");
         let name = format!("lamina-notify-test-{}", std::process::id());

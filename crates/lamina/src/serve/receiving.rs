@@ -78,7 +78,7 @@ pub fn start(
 ) -> Result<Option<Receiver>> {
     let Some(listen) = arguments.receive else { return Ok(None) };
     let (Some(certificate), Some(key)) = (&arguments.tls_cert, &arguments.tls_key) else {
-        return Err(Error::new(ErrorKind::Invalid, "receiving takes a certificate: give --tls-cert and --tls-key"));
+        return Err(Error::new(ErrorKind::Invalid, "receiving needs a certificate: give --tls-cert and --tls-key"));
     };
     let config = ReceiverConfig {
         listen,

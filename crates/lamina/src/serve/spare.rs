@@ -1,5 +1,5 @@
 //! Reserved space that a server needs to start on a full file system: its sockets need directory entries, and on XFS
-//! new inodes. The space is held by a file without meaning, which is deleted while the sockets are created.
+//! new inodes. The space is held by a file without content of its own, which is deleted while the sockets are created.
 
 use backend::{Directory, IoMode};
 use std::io;
@@ -74,7 +74,7 @@ mod tests {
     use backend::local::{LocalDirectory, LocalQueues};
 
     #[test]
-    fn room_is_taken_once_and_given_up_where_there_is_no_other() {
+    fn space_is_reserved_once_and_released_on_a_full_file_system() {
         let folder = tempfile::tempdir().unwrap();
         let directory = LocalDirectory::open(folder.path(), LocalQueues::Threads).unwrap();
         let spare = Spare::of(folder.path(), Arc::new(directory));

@@ -75,7 +75,7 @@ impl Guest {
             let ended = self.child.try_wait().unwrap();
             let console = self.console();
             assert!(ended.is_none() && !console.contains("guest: failed"), "{line}: the guest failed: {console}");
-            assert!(begin.elapsed() < PATIENCE, "{line}: the guest does not go on: {console}");
+            assert!(begin.elapsed() < PATIENCE, "{line}: the guest does not continue: {console}");
             std::thread::sleep(std::time::Duration::from_millis(20));
         }
     }

@@ -140,7 +140,7 @@ pub fn nbdcopy(generation: Generation, target: &Target, line: &Line) -> Outcome 
 }
 
 fn same(found: &[u8], expected: &[u8]) -> Outcome {
-    if found == expected { Ok(()) } else { Err("what it read are not the bytes of the disk".into()) }
+    if found == expected { Ok(()) } else { Err("the bytes that the client read are not those of the disk".into()) }
 }
 
 /// nbdinfo: shows the allocation.

@@ -29,7 +29,7 @@ fn both_generations(program: &str, style: fn(Generation) -> Style, operations: &
     generations(program, style, |_| true, operations, run);
 }
 
-/// The same for a client that does not support TLS in some generation.
+/// Tests both generations of a client that supports TLS only in some of them.
 fn generations(
     program: &str,
     style: fn(Generation) -> Style,

@@ -4,7 +4,7 @@
 //! A read returns the version acknowledged last or one whose write failed afterwards, or fails with EIO; it never
 //! returns an older version. After the disk was opened again, any of the versions may be read; the one found must stay.
 
-#![allow(dead_code, reason = "each test file uses its part")]
+#![allow(dead_code, reason = "each test file uses only a part")]
 #![allow(clippy::unwrap_used)]
 
 use testkit::Random;

@@ -48,7 +48,7 @@ pub struct Filled {
     pub history: History,
     /// Sectors with space of their own, according to acknowledged requests.
     placed: Vec<bool>,
-    /// The same according to durable requests.
+    /// Sectors with space of their own, according to durable requests.
     placed_durably: Vec<bool>,
     /// Whether the file system may be full.
     pub full: bool,
@@ -135,7 +135,7 @@ impl Filled {
                 Err(ENOSPC) => {
                     assert!(*kind != Kind::Trim, "{name}: a discard of {range:?} was refused");
                     assert!(!(*kind == Kind::Write && *placed), "{name}: an overwrite of {range:?} was refused");
-                    assert!(self.full, "{name}: {range:?} was refused, and there is room");
+                    assert!(self.full, "{name}: {range:?} was refused although there is space");
                     refused += 1;
                 }
                 Err(errno) => return Err(Failure::Errno(errno)),

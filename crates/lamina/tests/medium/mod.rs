@@ -7,7 +7,7 @@
 //! lost, and nothing changes until the power is back. Units are not torn, because ext4 and XFS cannot be mounted if
 //! their superblock or a directory block is torn.
 
-#![allow(dead_code, reason = "each test file uses its part")]
+#![allow(dead_code, reason = "each test file uses only a part")]
 #![allow(clippy::unwrap_used)]
 
 use std::collections::BTreeSet;
@@ -306,7 +306,7 @@ pub fn on_medium(test: &str, megabytes: usize, body: fn(&mut Medium)) {
         return body(&mut Medium { device, mounted: folder.join("mounted"), told });
     }
     if tool("id", &["-u"]).trim() != "0" {
-        return println!("not root: what is simulated has to do");
+        return println!("not root: other tests simulate this");
     }
     let folder = tempfile::tempdir().unwrap();
     let inside = Inside { content: vec![0; megabytes << 20], power: None, fails: None, passes: 0, left: 0, failed: 0 };

@@ -64,7 +64,7 @@ impl Page {
                 Ok(())
             }
             "" => Err("a block without a language: console, or what else it is"),
-            _ if body.iter().any(|(_, l)| l.starts_with(PROMPT)) => Err("commands in a block that is not console"),
+            _ if body.iter().any(|(_, l)| l.starts_with(PROMPT)) => Err("commands in a block that is not `console`"),
             _ => Ok(()),
         }
     }

@@ -1,4 +1,4 @@
-//! Arguments of the verbs of disks.
+//! Arguments of the commands about disks.
 
 use super::image::source_format;
 use crate::cli::address::parse_disk;

@@ -112,7 +112,7 @@ pub enum ImageCommand {
     Show {
         /// The image: a descriptor, or the file if the format has only one.
         path: PathBuf,
-        /// How it is opened.
+        /// How the image is opened.
         #[command(flatten)]
         opening: OpeningArguments,
     },
@@ -123,7 +123,7 @@ pub enum ImageCommand {
         /// Recover the image itself after a crash; its parents are never changed.
         #[arg(long)]
         repair: bool,
-        /// How it is opened.
+        /// How the image is opened.
         #[command(flatten)]
         opening: OpeningArguments,
     },

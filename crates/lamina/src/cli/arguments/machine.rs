@@ -1,4 +1,4 @@
-//! Arguments of the verbs of machines.
+//! Arguments of the commands about machines.
 
 use super::send::SendArguments;
 use crate::cli::address::{CLONES_MAX, NamePattern, absolute, parse_disk};
@@ -74,7 +74,7 @@ pub struct VmArguments {
     /// Folder for the memory files of machines, on a file system in memory. Default: /dev/shm.
     #[arg(long, global = true, value_name = "PATH", env = "LAMINA_MEMORY")]
     pub memory_folder: Option<PathBuf>,
-    /// The verb.
+    /// The command.
     #[command(subcommand)]
     pub command: VmCommand,
 }
@@ -277,7 +277,7 @@ impl VmCreate {
         });
         let networks: Vec<Link> = if self.networks.is_empty() { vec![Link::User] } else { cards.collect() };
         if !networks.is_empty() && networks.len() < self.networks.len() {
-            return Err("'--network none' is for no card at all, and there are others".into());
+            return Err("'--network none' means no card, and excludes other --network options".into());
         }
         Ok(NewMachine {
             name: self.name.clone(),

@@ -39,8 +39,8 @@ impl SendArguments {
     /// The options with absolute paths, because the server has another working directory.
     pub fn how(&self) -> Result<SendHow, String> {
         let authorities = self.tls_ca.as_deref().ok_or(
-            "how is the server to be known? give --tls-ca FILE (or set LAMINA_TLS_CA), the certificates of the \
-             authorities that sign it",
+            "the server cannot be authenticated: give --tls-ca FILE (or set LAMINA_TLS_CA), the certificates of the \
+             authorities that sign its certificate",
         )?;
         Ok(SendHow {
             incremental: self.incremental,

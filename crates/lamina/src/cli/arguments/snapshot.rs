@@ -1,4 +1,4 @@
-//! Arguments of the verbs of snapshots.
+//! Arguments of the commands about snapshots.
 
 use crate::cli::address::{SnapshotAddress, StateAddress, parse_disk};
 use crate::cli::format::parse_delta;

@@ -107,7 +107,7 @@ fn client(disk: &DiskInfo, user: &DiskUser) -> String {
     let of = if user.export == disk.name { String::new() } else { format!(" of {}", user.export) };
     match user.grace {
         None => format!("{}{of}", user.client),
-        Some(left) => format!("{}{of}: lost the connection, counts for another {left} s", user.client),
+        Some(left) => format!("{}{of}: lost the connection, in grace for another {left} s", user.client),
     }
 }
 

@@ -79,7 +79,7 @@ pub fn print_check(out: &mut dyn Write, check: &ImageCheck) -> io::Result<()> {
             writeln!(out, "{file}: note: {note}")?;
         }
         if finding.dead > 0 {
-            writeln!(out, "{file}: {} that nothing names", size(finding.dead))?;
+            writeln!(out, "{file}: {} to which no table refers", size(finding.dead))?;
         }
     }
     if check.repaired > 0 {

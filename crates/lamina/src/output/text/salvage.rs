@@ -51,7 +51,7 @@ fn print_ranges(out: &mut dyn Write, what: &str, ranges: &[ByteRange]) -> io::Re
 fn print_notes(out: &mut dyn Write, behind: bool, notes: &[String]) -> io::Result<()> {
     notes.iter().try_for_each(|note| writeln!(out, "note: {note}"))?;
     match behind {
-        true => writeln!(out, "note: the end of the journal is lost: all of this is as it was before"),
+        true => writeln!(out, "note: the end of the journal is lost: all disks are as they were before it"),
         false => Ok(()),
     }
 }
