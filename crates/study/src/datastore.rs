@@ -226,7 +226,8 @@ impl Datastore {
     /// Connects to the server's control socket.
     pub fn control(&self) -> Result<Control> {
         let path = self.path.join("control.sock");
-        let doing = || format!("connecting to {} (a path above 107 bytes cannot be: see --work)", path.display());
+        let doing =
+            || format!("connecting to {} (a path of more than 107 bytes does not work: see --work)", path.display());
         let connect = |version| -> Result<Control> {
             let stream = UnixStream::connect(&path).doing(doing)?;
             stream.set_read_timeout(Some(ANSWER_TIME_MAX)).doing(doing)?;

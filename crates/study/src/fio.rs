@@ -189,7 +189,7 @@ mod tests {
  "write": {"iops": 0, "bw_bytes": 0, "clat_ns": {"mean": 0, "max": 0}}}]}"#;
 
     #[test]
-    fn the_answer_is_read_past_the_engines_own_line() {
+    fn the_result_of_fio_is_parsed_after_the_line_of_its_engine() {
         let sample = parse(ANSWER, false).unwrap();
         assert_eq!((sample.rate, sample.p99_us, sample.client_cpu), (10.5, 4.0, 4.0));
     }

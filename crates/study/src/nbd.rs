@@ -215,7 +215,7 @@ impl Client {
         self.run_told(depth, requests, |_, timing| each(timing))
     }
 
-    /// The same, with the answered request as an argument of `each`.
+    /// Like the previous function, with the answered request as an argument of `each`.
     pub fn run_told(
         &mut self,
         depth: usize,

@@ -155,7 +155,7 @@ pub fn start_image(scratch: &Scratch, image: &Path, format: &str, mode: Mode, wr
     start_named(scratch, "qemu-nbd", image, format, mode, writable)
 }
 
-/// The same, with a given name.
+/// Starts qemu-nbd on an image, under a given name.
 pub fn start_named(
     scratch: &Scratch,
     name: &str,

@@ -69,8 +69,8 @@ impl Scratch {
         syncfs(&root).doing(|| format!("syncing {}", self.root.display()))
     }
 
-    /// The same, and waits until background work on `path` has ended: until the space it occupies has not changed for a
-    /// second, for ten seconds at most.
+    /// Syncs the work folder, and waits until background work on `path` has ended: until the space it occupies has not
+    /// changed for a second, for ten seconds at most.
     pub fn rest(&self, path: &Path) -> Result<()> {
         self.settle()?;
         let mut last = allocated(path)?;

@@ -35,7 +35,7 @@ impl Volume {
         let mounted = process::run(Command::new("mount").args(["-o", "loop"]).arg(&image).arg(&folder));
         if let Err(error) = mounted {
             return Err(Error::Usage(format!(
-                "{error}; without root choose a work folder (--work) whose file system has the room"
+                "{error}; without root choose a work folder (--work) whose file system has the space"
             )));
         }
         Ok(Volume { image, folder })
@@ -73,6 +73,6 @@ impl Drop for Volume {
 
 /// Bytes available to a user on the file system of a folder.
 pub fn room(path: &Path) -> Result<u64> {
-    let status = rustix::fs::statvfs(path).doing(|| format!("asking for the room at {}", path.display()))?;
+    let status = rustix::fs::statvfs(path).doing(|| format!("querying the free space at {}", path.display()))?;
     Ok(status.f_bavail * status.f_frsize)
 }

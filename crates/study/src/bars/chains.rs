@@ -21,7 +21,7 @@ use serde_json::{Value, json};
 const PROPERTY: &str = "deep chains";
 /// Least share of the base's rate with a warm cache.
 const WARM_SHARE_MIN: f64 = 0.95;
-/// The same with a cache that overflows.
+/// Least share of the base's rate with a cache that overflows.
 const OVERFLOWING_SHARE_MIN: f64 = 0.6;
 /// Most bytes of memory for each entry.
 const ENTRY_MEMORY_MAX: f64 = 32.0;
@@ -45,7 +45,7 @@ const STATES: [CacheShare; 2] = [
     CacheShare { word: "overflowing", halves: 8, share_min: OVERFLOWING_SHARE_MIN },
 ];
 
-/// Measures it.
+/// Runs the study.
 pub fn measure(setting: &Setting) -> Result<Outcome> {
     let plan = &setting.plan;
     let name = |state: &CacheShare, depth: u32| format!("{}-randread-4k-qd{depth}", state.word);

@@ -29,7 +29,7 @@ const COPY_SHARE_MIN: f64 = 0.9;
 
 const DISK: &str = "disk";
 
-/// Measures it.
+/// Runs the study.
 pub fn measure(setting: &Setting) -> Result<Outcome> {
     let plan = &setting.plan;
     let datastore = Datastore::init(&setting.lamina, &setting.scratch, "clones")?;

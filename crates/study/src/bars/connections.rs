@@ -50,7 +50,7 @@ impl Side {
     }
 }
 
-/// Measures it.
+/// Runs the study.
 pub fn measure(setting: &Setting) -> Result<Outcome> {
     let mut cells = Vec::new();
     for count in COUNTS {

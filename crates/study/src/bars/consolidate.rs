@@ -28,7 +28,7 @@ const DISK: &str = "disk";
 const CALM: Duration = Duration::from_secs(10);
 const FORMATS: [&str; 3] = ["sesparse", "vmfssparse", "vsansparse"];
 
-/// Measures it.
+/// Runs the study.
 pub fn measure(setting: &Setting) -> Result<Outcome> {
     let plan = &setting.plan;
     let mut outcome = Outcome::default();

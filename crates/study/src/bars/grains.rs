@@ -24,7 +24,7 @@ use std::time::Duration;
 const PROPERTY: &str = "grain formats";
 /// Least share of the flat disk's rate for sequential requests.
 const SEQUENTIAL_SHARE_MIN: f64 = 0.9;
-/// The same for random requests.
+/// Least share of the flat disk's rate for random requests.
 const RANDOM_SHARE_MIN: f64 = 0.8;
 /// Least share of VMFSsparse's rate. It is below 1 because even equal disks differ by noise.
 const VMFSSPARSE_SHARE_MIN: f64 = 0.95;
@@ -101,7 +101,7 @@ fn create(datastore: &Datastore, name: &str, side: usize, size: u64) -> Result<(
     }
 }
 
-/// Measures it.
+/// Runs the study.
 pub fn measure(setting: &Setting) -> Result<Outcome> {
     let plan = &setting.plan;
     let all = Cell::all();

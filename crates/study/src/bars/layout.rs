@@ -51,7 +51,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn levels_share_all_blocks_out() {
+    fn every_block_is_in_one_level() {
         for depth in [0, 1, 7, 1000] {
             let order = Random::new(3).order(1500);
             let mut seen: Vec<u64> = (0..=depth).flat_map(|number| level(&order, depth, number)).collect();

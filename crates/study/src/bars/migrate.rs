@@ -12,7 +12,7 @@ use serde_json::Value;
 
 const TARGETS: [&str; 2] = ["thin", "native"];
 
-/// Measures it.
+/// Runs the study.
 pub fn measure(setting: &Setting) -> Result<Outcome> {
     let plan = &setting.plan;
     let mut outcome = Outcome::default();

@@ -64,7 +64,7 @@ struct Figures {
     busy: [Vec<f64>; 3],
 }
 
-/// Measures it.
+/// Runs the study.
 pub fn measure(setting: &Setting) -> Result<Outcome> {
     let plan = &setting.plan;
     let mut random = Random::new(plan.seed);

@@ -84,7 +84,7 @@ fn chains(plan: &Plan) -> Vec<(&'static Format, Spread)> {
     chains
 }
 
-/// Measures it.
+/// Runs the study.
 pub fn measure(setting: &Setting) -> Result<Outcome> {
     let plan = &setting.plan;
     let mut all = chains(plan);

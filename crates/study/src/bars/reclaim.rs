@@ -28,7 +28,7 @@ const GROWTH_MAX: f64 = 0.05;
 const SPACE_MAX: f64 = 1.1;
 const OVERWRITES: u32 = 10;
 
-/// Measures it.
+/// Runs the study.
 pub fn measure(setting: &Setting) -> Result<Outcome> {
     let mut outcome = Outcome::default();
     let mut raw = serde_json::Map::new();

@@ -28,7 +28,7 @@ const WINDOW: Duration = Duration::from_secs(5);
 const RUN: u64 = 64 << 10;
 const DISK: &str = "disk";
 
-/// Measures it.
+/// Runs the study.
 pub fn measure(setting: &Setting) -> Result<Outcome> {
     let plan = &setting.plan;
     let datastore = Datastore::init(&setting.lamina, &setting.scratch, "reclaim-sesparse")?;

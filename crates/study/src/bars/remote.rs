@@ -1,8 +1,8 @@
 //! A disk is sent to a second server on this machine over TLS, compared with a full clone in the first server's
 //! datastore; then again after a part of it has changed.
 //!
-//! Both verbs answer when the new disk is durable. Both read a source that is in the page cache, and write to the same
-//! file system; the two servers share the processors that one has for itself in a local clone.
+//! Both commands answer when the new disk is durable. Both read a source that is in the page cache, and write to the
+//! same file system; the two servers share the processors that one has for itself in a local clone.
 
 use super::{BLOCK, Setting, fill, say, write_blocks};
 use crate::datastore::{Datastore, Keys, Serving};
@@ -48,7 +48,7 @@ impl Receiver {
         Ok(Receiver { serving, address, keys })
     }
 
-    /// Arguments of the command that sends `source` to it.
+    /// Arguments of the command that sends `source` to this receiver.
     pub fn verb(&self, source: &str, name: &str) -> Vec<String> {
         let target = format!("lamina://{}/{name}", self.address);
         let certificate = self.keys.certificate.display().to_string();
@@ -59,7 +59,7 @@ impl Receiver {
     }
 }
 
-/// Measures it.
+/// Runs the study.
 pub fn measure(setting: &Setting) -> Result<Outcome> {
     let plan = &setting.plan;
     let keys = Keys::make(&setting.scratch)?;

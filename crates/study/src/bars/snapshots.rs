@@ -48,7 +48,7 @@ fn taken(number: u32) -> String {
     format!("taken-{number:06}")
 }
 
-/// Measures it.
+/// Runs the study.
 pub fn measure(setting: &Setting) -> Result<Outcome> {
     let datastore = Datastore::init(&setting.lamina, &setting.scratch, "snapshots")?;
     datastore.create(DISK, setting.plan.disk_size)?;
@@ -203,7 +203,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_only_one_snapshot_holds() {
+    fn space_held_by_one_snapshot_alone_is_computed() {
         let head = [4, 2, 2, 2];
         let kept = [("a", [1, 0, 0, 0]), ("b", [2, 1, 0, 0]), ("c", [2, 2, 1, 0]), ("e", [3, 2, 2, 2])];
         let held = |name| held_alone(name, &kept, &head);

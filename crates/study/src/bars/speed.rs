@@ -58,7 +58,7 @@ const CELLS: [Cell; 9] = [
     cell("write-512k-qd4", Pattern::Write, LARGE, 4, false),
 ];
 
-/// Measures it.
+/// Runs the study.
 pub fn measure(setting: &Setting) -> Result<Outcome> {
     let plan = &setting.plan;
     let cells: Vec<&Cell> = CELLS.iter().filter(|cell| plan.wants(cell.name)).collect();

@@ -32,7 +32,7 @@ const CELLS: [(Cell, u64); 4] = [
 const FULL: &str = "full";
 const EMPTY: &str = "empty";
 
-/// Measures it.
+/// Runs the study.
 pub fn measure(setting: &Setting) -> Result<Outcome> {
     let plan = &setting.plan;
     let datastore = Datastore::init(&setting.lamina, &setting.scratch, "thin")?;

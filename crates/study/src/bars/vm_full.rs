@@ -24,7 +24,7 @@ const COPY_SHARE_MIN: f64 = 0.9;
 const PARENT: &str = "parent";
 const CLONE: &str = "clone";
 
-/// Measures it.
+/// Runs the study.
 pub fn measure(setting: &Setting) -> Result<Outcome> {
     let plan = &setting.plan;
     let datastore = Datastore::init(&setting.lamina, &setting.scratch, "machines")?;

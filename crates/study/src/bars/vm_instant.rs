@@ -214,13 +214,13 @@ fn frozen(setting: &Setting, room: &Room<'_>, outcome: &mut Outcome) -> Result<V
 struct Frozen {
     /// Milliseconds that a parent was paused whose own memory file became the image's.
     first: [Vec<f64>; TOUCHED.len()],
-    /// The same for a parent that was started from an image, whose memory is copied, most of it before the pause.
+    /// Milliseconds that a parent was paused that was started from an image: most of its memory is copied before.
     again: [Vec<f64>; TOUCHED.len()],
     /// Milliseconds until a clone executes.
     times: [Vec<f64>; TOUCHED.len()],
     /// Guest memory that a clone has copied after its identity was changed, in MiB.
     own: [Vec<f64>; TOUCHED.len()],
-    /// The same for a clone whose identity was not changed, so that only the parent's workload runs.
+    /// Guest memory that a clone has copied whose identity was not changed, in MiB: only the workload runs.
     idle: Vec<f64>,
     /// Seconds of whole commands.
     commands: Vec<f64>,

@@ -28,7 +28,7 @@ const SIZES: [u64; 3] = [1, 16, 64];
 const BAR_SIZE: u64 = 16;
 const PIECE: u64 = 1 << 20;
 
-/// Measures it.
+/// Runs the study.
 pub fn measure(setting: &Setting) -> Result<Outcome> {
     let plan = &setting.plan;
     let datastore = Datastore::init(&setting.lamina, &setting.scratch, "machines")?;

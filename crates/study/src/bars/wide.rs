@@ -43,7 +43,7 @@ fn places(seed: u64, count: u32) -> impl Iterator<Item = u64> {
     (0..count).map(move |_| random.below(CAPACITY / BLOCK))
 }
 
-/// Measures it.
+/// Runs the study.
 pub fn measure(setting: &Setting) -> Result<Outcome> {
     let plan = &setting.plan;
     let datastore = Datastore::init(&setting.lamina, &setting.scratch, "wide")?;

@@ -34,7 +34,7 @@ const SHARE_MAX: f64 = 1.1;
 /// Time that the memory has to shrink after the load has ended.
 const CALM: Duration = Duration::from_secs(30);
 
-/// Measures it.
+/// Runs the study.
 pub fn measure(setting: &Setting) -> Result<Outcome> {
     let plan = &setting.plan;
     let mut random = Random::new(plan.seed);

@@ -124,7 +124,7 @@ impl Stage {
     }
 }
 
-/// Measures it.
+/// Runs the study.
 pub fn measure(setting: &Setting) -> Result<Outcome> {
     let plan = &setting.plan;
     let work: Vec<_> = WORK.into_iter().filter(|(name, _)| plan.wants(name)).collect();

@@ -24,7 +24,7 @@ type Journal = (&'static str, Option<&'static str>);
 
 const JOURNALS: [Journal; 2] = [("default journal", None), ("journal of 4 MiB", Some("4M"))];
 
-/// Measures it.
+/// Runs the study.
 pub fn measure(setting: &Setting) -> Result<Outcome> {
     let mut outcome = Outcome::default();
     let mut raw = Vec::new();

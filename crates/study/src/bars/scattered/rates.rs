@@ -125,7 +125,7 @@ fn lamina(setting: &Setting, (name, size): Journal, room: u64) -> Result<Side> {
     Ok(Side::new(&format!("lamina, {name}"), Kind::Lamina(Box::new(datastore)), LAMINA, room))
 }
 
-/// Measures it.
+/// Runs the study.
 pub(super) fn measure(setting: &Setting, findings: &mut Vec<Finding>) -> Result<Value> {
     let plan = &setting.plan;
     let room = volume::room(setting.scratch.root())? / 100 * ROOM_PERCENT;
