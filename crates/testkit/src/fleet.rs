@@ -83,7 +83,7 @@ impl Fleet {
         command.kill().unwrap();
         command.wait().unwrap();
         let server = self.server.as_ref().unwrap().pid();
-        crate::process::until("no copy of a killed command is left", || {
+        crate::process::until("no process of a killed command is left", || {
             let store = self.store.path();
             processes(&store).into_iter().all(|(pid, words)| pid == server || !words[0].ends_with("lamina"))
                 && crate::process::lockers(&self.folder()).is_empty()
@@ -104,7 +104,7 @@ impl Fleet {
     pub fn memory_files(&self) -> usize {
         let folders = std::fs::read_dir(self.memory.path()).unwrap();
         let counts = folders.map(|folder| std::fs::read_dir(folder.unwrap().path()).unwrap().count());
-        counts.inspect(|files| assert_ne!(*files, 0, "a folder for memory is empty")).sum()
+        counts.inspect(|files| assert_ne!(*files, 0, "an empty folder for memory files is left")).sum()
     }
 
     /// QEMU processes of this datastore's machines: pid and name of the machine.

@@ -115,7 +115,7 @@ impl History {
         verify(&read_export(store, &self.name), &self.name, self.number, &mut self.sectors)
     }
 
-    /// The same for its snapshots that still exist.
+    /// Compares the disk's snapshots that still exist with their models.
     pub fn verify_snapshots(&mut self, store: &Store) {
         let listed = store.run(&format!("snapshot list {} --json", self.name)).json();
         let listed = listed["snapshots"].as_array().unwrap().clone();
@@ -132,7 +132,7 @@ impl History {
         is(bytes, what, self.number, &self.sectors);
     }
 
-    /// The same for a snapshot.
+    /// Without a crash: checks that bytes read from a snapshot are its versions.
     #[track_caller]
     pub fn snapshot_is(&self, snapshot: &str, bytes: &[u8], what: &str) {
         let (_, sectors) = self.snapshots.iter().find(|(name, _)| name == snapshot).unwrap();

@@ -2,7 +2,7 @@
 //! location, a simple NBD client, running the built program, and file systems for tests.
 
 #![forbid(unsafe_code)]
-#![allow(missing_docs, reason = "read beside the tests")]
+#![allow(missing_docs, reason = "only tests use this crate")]
 #![allow(clippy::unwrap_used, clippy::new_without_default, reason = "a test fails by a panic")]
 
 pub mod authority;

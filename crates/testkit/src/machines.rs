@@ -45,7 +45,7 @@ impl Room {
         self.boot_from("vm-initrd", name, &format!("--memory {memory}"), append);
     }
 
-    /// The same with another guest, and with further arguments for the machine.
+    /// Boots a machine with another guest and further arguments.
     pub fn boot_from(&self, initrd: &str, name: &str, arguments: &str, append: &str) {
         let [kernel, initrd] = ["vmlinuz", initrd].map(|file| guest().join(file));
         let line = format!("console=ttyS0 quiet panic=-1 {append}");
@@ -125,7 +125,7 @@ impl Room {
     #[track_caller]
     pub fn until_counts(&self, name: &str) {
         let now = self.tick(name);
-        self.until(&format!("{name} counts on from {now:?}"), || self.tick(name) > now);
+        self.until(&format!("{name} continues to count from {now:?}"), || self.tick(name) > now);
     }
 
     /// Asserts that the guest's memory has the content that its workload wrote.

@@ -43,12 +43,12 @@ pub fn on_tmpfs(test: &str, megabytes: u64, fill_up: fn(&Path)) {
     }
 }
 
-/// The same on a file system of this many MiB in a file, created by `mkfs`.
+/// Runs a test on a file system of this many MiB in a file, created by `mkfs`.
 fn on_loop(test: &str, megabytes: u64, mkfs: &str, options: &str, fill_up: fn(&Path)) {
     match std::env::var_os(INSIDE) {
         Some(folder) => fill_up(&PathBuf::from(folder)),
         // Only root may mount a loop device; without root only the tmpfs variant runs.
-        None if tool("id", &["-u"]).trim() != "0" => println!("not root: the run on tmpfs has to do"),
+        None if tool("id", &["-u"]).trim() != "0" => println!("not root: only the run on tmpfs is made"),
         None => mounted_by(
             test,
             &["--mount"],
@@ -84,7 +84,7 @@ pub fn on_failing_writes(test: &str, body: fn(&Path, &Path)) {
         return body(&folder, &folder.with_file_name("trigger"));
     }
     if tool("id", &["-u"]).trim() != "0" {
-        return println!("not root: what other tests simulate has to do");
+        return println!("not root: other tests simulate this");
     }
     let folder = tempfile::tempdir().unwrap();
     let script = "set -e; mkdir $FOLDER/medium $FOLDER/mounted; touch $FOLDER/medium/disk; \

@@ -162,7 +162,7 @@ impl Client {
         let error = u32::from_be_bytes(number(&mut self.replies)?);
         let cookie = u64::from_be_bytes(number(&mut self.replies)?);
         assert_eq!(magic, SIMPLE_REPLY, "not a simple reply");
-        let length = self.in_flight.remove(&cookie).expect("a reply to something asked");
+        let length = self.in_flight.remove(&cookie).expect("a reply to a request");
         if error != 0 {
             return Ok((cookie, Err(error)));
         }

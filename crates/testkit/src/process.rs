@@ -102,7 +102,7 @@ fn stuck(pid: u32, what: &str) -> ! {
         threads += &format!("{} {}: system call {}\n{stack}", thread.path().display(), name.trim(), system_call.trim());
     }
     let _ = Command::new("kill").args(["-KILL", &pid.to_string()]).status();
-    panic!("no end after {COMMAND_MAX:?}: {what}; its threads:\n{threads}");
+    panic!("{what} has not ended after {COMMAND_MAX:?}; its threads:\n{threads}");
 }
 
 /// A datastore in a temporary folder.

@@ -11,7 +11,7 @@ impl Random {
     }
 
     /// The next number.
-    #[allow(clippy::should_implement_trait, reason = "it never ends, and is used between other calls")]
+    #[allow(clippy::should_implement_trait, reason = "the sequence never ends, so it is not an iterator")]
     pub fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         mix(self.0)
@@ -22,7 +22,7 @@ impl Random {
         self.next() % limit.max(1)
     }
 
-    /// The same, as an index.
+    /// A random index below `limit`.
     pub fn index(&mut self, limit: usize) -> usize {
         self.below(limit as u64) as usize
     }
@@ -60,7 +60,7 @@ impl Random {
         }
     }
 
-    /// This many bytes.
+    /// `count` random bytes.
     pub fn bytes(&mut self, count: usize) -> Vec<u8> {
         let mut bytes = vec![0; count];
         self.fill(&mut bytes);
