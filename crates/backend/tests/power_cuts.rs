@@ -382,7 +382,7 @@ fn after_a_failed_flush_the_next_one_saves_nothing() {
 }
 
 #[test]
-fn a_full_disk_refuses_what_needs_space() {
+fn a_full_disk_refuses_operations_that_need_space() {
     let (disk, directory, file) =
         disk_with_file(1, SimulatedOptions { capacity: 16 * PAGE, ..SimulatedOptions::default() });
     let page = vec![7; PAGE as usize];

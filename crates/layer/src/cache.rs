@@ -65,7 +65,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn it_is_bounded_and_keeps_what_is_asked_for() {
+    fn the_cache_is_bounded_and_keeps_used_entries() {
         let mut cache = ClockCache::new(8);
         cache.insert(1000, 0u64);
         for key in 0..100u64 {

@@ -216,7 +216,7 @@ fn scribble(layer: &Arc<dyn Layer>, model: &mut [u8], seed: u64) {
 }
 
 #[test]
-fn qemu_reads_what_we_make() {
+fn qemu_reads_images_made_by_lamina() {
     let types = [Provisioning::Thin, Provisioning::ZeroedThick, Provisioning::EagerZeroedThick];
     for (kind, name) in [(NewKind::Vmfs, "vmfs"), (NewKind::MonolithicFlat, "monolithicFlat")] {
         for (seed, provisioning) in types.into_iter().enumerate() {

@@ -251,7 +251,7 @@ fn names_go_there_and_back() {
 /// Power cuts at every operation: the name leads to a complete image or does not exist, and sweeping removes all other
 /// files.
 #[test]
-fn a_crash_leaves_an_image_or_what_is_swept() {
+fn a_crash_leaves_an_image_or_files_that_a_sweep_removes() {
     for (number, kind) in ImageKind::ALL.into_iter().enumerate() {
         let mut finished = false;
         for cut in 0..200 {
@@ -303,7 +303,7 @@ fn a_plain_folder_has_no_other() {
 
 /// Creations and sweeps of one name at once: a creation that succeeds has a complete image.
 #[test]
-fn makers_of_one_name_do_not_harm_each_other() {
+fn threads_that_create_the_same_name_do_not_damage_each_other() {
     let outer = tempfile::tempdir().unwrap();
     let (made, swept) = (AtomicU64::new(0), AtomicU64::new(0));
     let end = Instant::now() + Duration::from_secs(2);

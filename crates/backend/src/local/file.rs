@@ -506,7 +506,7 @@ mod tests {
     }
 
     #[test]
-    fn a_flush_fails_once_for_what_writing_out_has_lost() {
+    fn a_flush_fails_once_after_a_failed_write_out() {
         let folder = std::env::temp_dir().join(format!("lamina-lost-{}", std::process::id()));
         std::fs::create_dir_all(&folder).unwrap();
         let file = OpenFile::new(std::fs::File::create_new(folder.join("file")).unwrap(), IoMode::Buffered);

@@ -120,7 +120,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn kinds_are_told_by_their_numbers() {
+    fn file_systems_are_recognised_by_their_numbers() {
         let known = [
             (0xef53, FileSystem::Ext),
             (0x5846_5342, FileSystem::Xfs),

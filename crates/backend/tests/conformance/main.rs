@@ -159,7 +159,7 @@ fn overlay() {
 }
 
 #[test]
-fn a_revoked_owner_is_told_and_fenced_and_keeps_what_it_flushed() {
+fn a_revoked_owner_is_notified_and_fenced_and_keeps_flushed_data() {
     let medium = MemoryMedium::new(7);
     let directory = medium.connect();
     let file = directory.create("file", IoMode::Buffered).unwrap();

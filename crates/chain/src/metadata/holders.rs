@@ -211,7 +211,7 @@ mod tests {
     }
 
     #[test]
-    fn it_says_what_a_survey_found_until_it_changes() {
+    fn holders_keep_survey_results_until_a_change() {
         let mut holders = holders();
         assert_eq!(holders.get(0, 8), Holder::Missing);
         let mut levels = [7; SPAN_BLOCKS];

@@ -28,7 +28,7 @@ fn check(chain: &Chain, grain: u64) {
 }
 
 #[test]
-fn a_layer_is_asked_only_for_what_those_above_left() {
+fn a_layer_is_asked_only_for_ranges_absent_above_it() {
     let (chain, layers) = striped(2, 1 << 20, Options::default());
     let whole = Mock::new(Manner::new(1 << 20, 4096));
     whole.write(0, &[&vec![1; 1 << 20]]).unwrap();
@@ -196,7 +196,7 @@ fn the_limit_of_levels_is_named_in_the_error() {
 }
 
 #[test]
-fn requests_past_the_end_and_to_what_is_only_read_are_refused() {
+fn requests_past_the_end_and_writes_to_read_only_layers_are_refused() {
     let layer = Mock::new(Manner::new(1 << 20, 4096)) as Arc<dyn Layer>;
     let chain = Chain::open("small", vec![layer.clone()], Options::default()).unwrap();
     let invalid = |result: error::Result<()>| assert_eq!(result.unwrap_err().kind(), ErrorKind::Invalid);
@@ -219,7 +219,7 @@ fn requests_past_the_end_and_to_what_is_only_read_are_refused() {
 /// A random load over more blocks than the cache has entries: each miss asks only the level that holds the block, and
 /// reads return the latest content.
 #[test]
-fn beyond_the_entries_one_level_is_asked_and_nothing_old_is_read() {
+fn with_a_full_cache_one_level_is_asked_and_no_stale_data_is_read() {
     const GRAINS: u64 = 4096;
     const CAPACITY: u64 = 1 << 30;
     // Spread over the disk, so that every shard has a part of the load.

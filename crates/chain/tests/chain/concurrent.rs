@@ -197,7 +197,7 @@ fn partial_grains_lose_nothing_under_snapshots() {
 }
 
 #[test]
-fn places_that_move_are_never_read_for_others() {
+fn moved_grains_are_never_read_as_other_grains() {
     run(2, Setup { grain: 1024, moves: true, data_cache: 0, entries: 65_536, merges: true });
     run(3, Setup { grain: 4096, moves: true, data_cache: 0, entries: 100, merges: true });
 }

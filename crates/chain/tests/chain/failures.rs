@@ -48,7 +48,7 @@ fn a_failed_prefetch_fails_no_read() {
 }
 
 #[test]
-fn a_failed_write_is_told_and_leaves_old_or_new() {
+fn a_failed_write_is_an_error_and_leaves_old_or_new_content() {
     let (chain, layers, mut content) = filled(3, 1 << 20, 4096, 3);
     content[..8192].fill(4);
     chain.write(0, &[4; 8192]).unwrap();
@@ -107,7 +107,7 @@ fn a_flush_without_room_is_done_again_when_there_is_some() {
 }
 
 #[test]
-fn a_discard_without_room_keeps_what_there_was() {
+fn a_discard_without_space_keeps_the_content() {
     let (chain, layers, content) = filled(3, 1 << 20, 4096, 7);
     layers[0].faults.write_in.store(1, Ordering::SeqCst);
     chain.discard(512, (1 << 20) - 1024).unwrap();

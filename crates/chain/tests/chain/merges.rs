@@ -148,7 +148,7 @@ fn an_interrupted_merge_changes_nothing_and_goes_on_later() {
 }
 
 #[test]
-fn a_merge_keeps_to_its_rate_and_tells_how_far_it_is() {
+fn a_merge_keeps_its_rate_limit_and_reports_progress() {
     let (chain, _, _) = filled(2, 4 << 20, 4096, 6);
     chain.write(0, &vec![7; 4 << 20]).unwrap();
     let watcher = Watcher::default();
@@ -260,7 +260,7 @@ fn a_merge_keeps_the_cache_warm() {
 /// A layer moves its grains independently of the chain, as shrinking does: no reader gets another grain's bytes from a
 /// file location that the cache had.
 #[test]
-fn places_that_move_beside_the_chain_are_not_cached() {
+fn extents_of_a_level_with_moving_grains_are_not_cached() {
     const CAPACITY: u64 = 1 << 20;
     const GRAIN: usize = 4096;
     for level in 0..2 {

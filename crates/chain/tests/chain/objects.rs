@@ -98,7 +98,7 @@ fn forty_levels_in_two_folders_read_as_one() {
 }
 
 #[test]
-fn the_limit_is_said_and_can_be_raised() {
+fn the_limit_is_in_the_error_and_can_be_raised() {
     let [(_one, directory), _] = folders();
     let layer = |name: &str| Format::VsanSparse.create(&directory, name, MIB, IoMode::Buffered).unwrap();
     let options = Options { levels_max: 32, ..Options::default() };

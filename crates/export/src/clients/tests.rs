@@ -239,7 +239,7 @@ fn the_page_about_the_record_shows_what_is_written() {
     };
     let written = String::from_utf8(record::encode(&record).unwrap()).unwrap();
     let page = include_str!("../../../../docs/format/clients.md");
-    assert!(page.contains(&written), "the page is to show:\n{written}");
+    assert!(page.contains(&written), "docs/format/clients.md should show:\n{written}");
 }
 
 #[test]

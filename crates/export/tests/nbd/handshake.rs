@@ -67,7 +67,7 @@ fn info_tells_what_was_asked() {
     assert_eq!(&replies[1].1[2..], b"vm");
     assert_eq!(&replies[2].1[2..], b"1048576 bytes in memory");
     assert_eq!(&replies[3].1[2..], [0, 0, 0, 1, 0, 0, 0x10, 0, 2, 0, 0, 0]);
-    // A request for no information returns the mandatory ones, and INFO does not end the handshake.
+    // INFO without information types returns the mandatory types, and does not end the handshake.
     assert_eq!(client.option(OPT_INFO, &Client::info_data("vm", &[])).len(), 2);
     assert_eq!(client.go("vm"), REP_ACK);
     assert_eq!(client.size, MIB);

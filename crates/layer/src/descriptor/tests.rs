@@ -420,7 +420,7 @@ fn a_failed_replacement_leaves_the_old_descriptor() {
 }
 
 #[test]
-fn sweeping_removes_what_was_begun_and_nothing_else() {
+fn sweeping_removes_unfinished_disks_and_nothing_else() {
     let disk = SimulatedDisk::new(1, SimulatedOptions::default());
     let directory = disk.directory();
     let with = |files: &[&str]| {

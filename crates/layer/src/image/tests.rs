@@ -93,7 +93,7 @@ fn read(layer: &dyn Layer, start: u64, length: u64) -> Vec<u8> {
 }
 
 #[test]
-fn files_are_told_apart_by_their_first_bytes() {
+fn formats_are_recognised_by_the_first_bytes() {
     let cases: [(&[u8], Signature); 14] = [
         (b"KDMV\x01", Signature::HostedSparse),
         (b"COWD", Signature::VmfsSparse),
@@ -455,7 +455,7 @@ fn disks_in_pieces_are_as_large_as_workstation_makes_them() {
 }
 
 #[test]
-fn a_raw_parent_is_taken_where_the_child_remembers_no_other_content() {
+fn a_raw_parent_is_accepted_if_the_child_records_the_initial_cid() {
     let world = disk(1);
     let directory = world.directory();
     // Guest data does not decide the format of the parent: neither another format's signature, nor a descriptor that

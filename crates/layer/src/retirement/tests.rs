@@ -69,7 +69,7 @@ struct Waiting {
 }
 
 #[test]
-fn a_place_is_handed_out_once_when_no_operation_and_no_table_has_it() {
+fn a_retired_location_is_released_once_when_nothing_uses_it() {
     for seed in 0..200 {
         let mut random = Random::new(seed);
         let (mut retirement, epochs) = (Retirement::new(10_000), Epochs::new());
@@ -177,7 +177,7 @@ impl Image {
 }
 
 #[test]
-fn threads_never_see_a_place_of_another_owner() {
+fn threads_never_see_a_location_of_another_owner() {
     let image = Image {
         epochs: Epochs::new(),
         state: Mutex::new((Retirement::new(PLACES as usize), (OWNERS..PLACES).collect())),

@@ -361,7 +361,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_set_aside_is_had_when_nothing_else_is() {
+    fn grains_set_aside_are_used_when_no_others_are_free() {
         let mut space = Space::new(0, 64, false);
         space.length = 64;
         for guest in 0..64 {

@@ -196,7 +196,7 @@ fn is_refusal(error: &error::Error) -> bool {
 }
 
 #[test]
-fn what_bitmap_and_backmap_prove_is_mended() {
+fn entries_proven_by_bitmap_and_backmap_are_repaired() {
     let count = from_environment("LAMINA_FLIPS", 400);
     flips(from_environment("LAMINA_SEED", 1), count, world, flip);
 }

@@ -314,7 +314,7 @@ impl<'a> Attempt<'a> {
             if self.progress.cancelled() {
                 return Err(Failed::Refused(stopped()));
             }
-            // After a failure too, because the receiver may report the reason.
+            // The receiver is asked after a failure too, because it may report the reason.
             let answer = self.ask(line, &Message::Ping);
             let own = if over { shared.failed.lock().take() } else { None };
             match (answer, own) {

@@ -11,8 +11,8 @@
 //!    are equal, because a running guest does not change its firmware.
 //! 2. The beginning of the devices in the older state is found by the header of the first device, which must occur
 //!    exactly once. Otherwise the operation fails without effect.
-//! 3. States are written to open files that are passed to QEMU. So no pipe and no further process is needed, and
-//!    starting one need not copy QEMU's address space.
+//! 3. States are written to open files that are passed to QEMU. So QEMU needs no pipe and no further process, whose
+//!    start would copy QEMU's address space.
 
 use crate::qemu::features::Features;
 use crate::qmp::Client;

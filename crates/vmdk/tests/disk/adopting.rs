@@ -170,7 +170,7 @@ fn wrong_entries_of_a_list_are_ignored() {
 }
 
 #[test]
-fn a_list_that_is_written_has_the_names_that_the_adopted_one_had() {
+fn a_written_list_has_the_names_of_the_adopted_list() {
     let (home, folder) = (scratch(), scratch());
     let (_, _, head) = foreign(folder.path(), DELTAS[0]);
     let list = folder.path().join("web.vmsd");
@@ -187,7 +187,7 @@ fn a_list_that_is_written_has_the_names_that_the_adopted_one_had() {
 }
 
 #[test]
-fn a_head_that_others_stand_on_is_not_written() {
+fn a_head_with_children_is_not_written() {
     let (home, folder) = (scratch(), scratch());
     let (snapshots, ..) = foreign(folder.path(), DELTAS[1]);
     let before = bytes_of(folder.path());

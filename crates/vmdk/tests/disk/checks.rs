@@ -58,13 +58,13 @@ fn checked_beside_guests(seed: u64, kind: ImageKind, snapshots: u32) {
 }
 
 #[test]
-fn nothing_false_is_told_of_a_disk_in_use() {
+fn a_check_of_a_disk_in_use_reports_no_false_findings() {
     for seed in 0..3 {
         checked_beside_guests(seed, ImageKind::Thin, 3);
     }
 }
 
 #[test]
-fn nothing_false_is_told_of_a_hosted_disk_in_use() {
+fn a_check_of_a_hosted_disk_in_use_reports_no_false_findings() {
     checked_beside_guests(1, ImageKind::MonolithicSparse, 0);
 }

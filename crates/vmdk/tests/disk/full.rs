@@ -109,7 +109,7 @@ fn half_done(machine: &Machine, free: u64) {
 }
 
 #[test]
-fn a_disk_is_deleted_where_there_is_no_room() {
+fn a_disk_is_deleted_on_a_full_file_system() {
     let mut left_something = 0;
     for delta in DELTAS {
         for kind in [ImageKind::Thin, ImageKind::EagerZeroedThick, ImageKind::MonolithicSparse] {
@@ -172,7 +172,7 @@ fn a_deletion_without_room_survives_power_cuts() {
 }
 
 #[test]
-fn a_snapshot_is_deleted_where_its_data_has_room() {
+fn a_snapshot_is_deleted_if_the_target_has_space_for_its_data() {
     for delta in DELTAS {
         let machine = Machine::new(ImageKind::EagerZeroedThick, delta, 11);
         let content = read(&machine.disk.chain().unwrap());
@@ -227,7 +227,7 @@ fn a_merge_that_has_begun_has_room_for_its_record() {
 }
 
 #[test]
-fn a_snapshot_whose_data_has_no_room_leaves_the_disk_as_it_is() {
+fn a_merge_without_space_for_the_data_leaves_the_disk_unchanged() {
     for delta in &DELTAS[..2] {
         let machine = Machine::new(ImageKind::Thin, *delta, 11);
         let content = read(&machine.disk.chain().unwrap());
@@ -250,7 +250,7 @@ fn a_snapshot_whose_data_has_no_room_leaves_the_disk_as_it_is() {
 
 /// The file system reports more free space than it has.
 #[test]
-fn a_snapshot_whose_data_has_only_room_that_is_told_of_leaves_the_disk_as_it_is() {
+fn a_merge_into_space_that_is_only_reported_leaves_the_disk_unchanged() {
     for delta in &DELTAS[..2] {
         let machine = Machine::new(ImageKind::Thin, *delta, 12);
         (5..10).for_each(|piece| machine.write(piece * 4, 5));
@@ -271,7 +271,7 @@ fn a_snapshot_whose_data_has_only_room_that_is_told_of_leaves_the_disk_as_it_is(
 
 /// Each range needs a table of its own in the target, which is larger than the range.
 #[test]
-fn a_snapshot_whose_tables_have_no_room_leaves_the_disk_as_it_is() {
+fn a_merge_without_space_for_tables_leaves_the_disk_unchanged() {
     const PIECES: u64 = 20;
     for delta in [DeltaFormat::VmfsSparse, DeltaFormat::SeSparse, DeltaFormat::VsanSparse] {
         let storage = SimulatedDisk::new(3, SimulatedOptions { capacity: 64 << 20, ..SimulatedOptions::default() });
@@ -304,7 +304,7 @@ fn a_snapshot_whose_tables_have_no_room_leaves_the_disk_as_it_is() {
 }
 
 #[test]
-fn a_clone_and_its_parent_are_deleted_where_there_is_no_room() {
+fn a_clone_and_its_parent_are_deleted_on_a_full_file_system() {
     let machine = Machine::new(ImageKind::Thin, DELTAS[1], 11);
     let clone = machine.disk.linked_clone("first", folder(&machine.storage, "c"), "copy", &machine.options).unwrap();
     machine.fill(0);
@@ -341,7 +341,7 @@ fn goes_on_without_room(disk: &Disk, content: &mut [u8], byte: u8) {
 }
 
 #[test]
-fn a_disk_is_written_opened_and_closed_where_there_is_no_room() {
+fn a_disk_is_written_opened_and_closed_on_a_full_file_system() {
     for delta in DELTAS {
         for kind in [ImageKind::Thin, ImageKind::EagerZeroedThick, ImageKind::MonolithicSparse] {
             let machine = Machine::new(kind, delta, 11);

@@ -439,7 +439,7 @@ fn reopening_waits_for_the_folders() {
 
 /// Only the head has to be writable, because only the head is written.
 #[test]
-fn a_disk_above_what_is_only_read_is_opened_again() {
+fn a_disk_above_read_only_images_is_reopened() {
     for (seed, delta) in [(0, "vm-000001-delta.vmdk"), (1, "vm-000001-sesparse.vmdk"), (2, "vm-000001-vsan.vmdk")] {
         let machine = SimulatedDisk::new(seed, SimulatedOptions::default());
         let directory = machine.directory();
@@ -459,7 +459,7 @@ fn a_disk_above_what_is_only_read_is_opened_again() {
 }
 
 #[test]
-fn no_sector_reads_as_something_old() {
+fn no_sector_reads_as_stale_data() {
     let kinds = [ImageKind::Thin, ImageKind::MonolithicSparse];
     let cases: u64 = std::env::var("LAMINA_CASES").map_or(200, |count| count.parse().unwrap());
     let (mut unread, mut stopped) = (0, 0);

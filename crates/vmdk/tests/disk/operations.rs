@@ -229,7 +229,7 @@ fn tunables_and_names_stay() {
 }
 
 #[test]
-fn clones_pin_what_they_stand_on() {
+fn clones_pin_the_images_below_them() {
     let (here, there) = (scratch(), scratch());
     let disk = make(here.path(), DELTAS[1]);
     write(&disk, 0, 1, 8192);
@@ -357,7 +357,7 @@ fn consolidation_ends_under_continuous_writes() {
 }
 
 #[test]
-fn an_interrupted_merge_can_be_gone_on_with() {
+fn an_interrupted_merge_can_be_continued() {
     for (delta, direction) in [(DELTAS[0], Direction::Up), (DELTAS[1], Direction::Down), (DELTAS[2], Direction::Down)] {
         let folder = scratch();
         let disk = make(folder.path(), delta);

@@ -63,7 +63,7 @@ fn a_chain_on_a_raw_base_opens_by_its_path_whatever_was_merged() {
 }
 
 #[test]
-fn what_a_guest_writes_at_the_beginning_is_no_descriptor() {
+fn guest_data_at_the_beginning_of_a_raw_disk_is_no_descriptor() {
     let folder = scratch();
     let disk = raw_disk(folder.path());
     std::fs::write(folder.path().join("other.bin"), b"another's").unwrap();

@@ -4,7 +4,7 @@ use super::*;
 
 /// A descriptor under creation is locked from its first moment to its last, so that no sweep treats it as left by a
 /// crash.
-fn one_that_is_being_made_is_not_swept(directory: &dyn Directory) {
+fn check_that_a_sweep_keeps_an_image_being_created(directory: &dyn Directory) {
     let descriptor = parsed(BASE);
     let busy = || {
         let error = storage::sweep_one(directory, "web.vmdk").unwrap_err();
@@ -40,9 +40,9 @@ fn one_that_is_being_made_is_not_swept(directory: &dyn Directory) {
 }
 
 #[test]
-fn one_that_is_being_made_is_not_swept_here_nor_on_a_file_system() {
-    one_that_is_being_made_is_not_swept(&*SimulatedDisk::new(1, SimulatedOptions::default()).directory());
+fn an_image_being_created_is_not_swept() {
+    check_that_a_sweep_keeps_an_image_being_created(&*SimulatedDisk::new(1, SimulatedOptions::default()).directory());
     let folder = tempfile::tempdir().unwrap();
     let local = backend::local::LocalDirectory::open(folder.path(), backend::local::LocalQueues::Threads).unwrap();
-    one_that_is_being_made_is_not_swept(&local);
+    check_that_a_sweep_keeps_an_image_being_created(&local);
 }

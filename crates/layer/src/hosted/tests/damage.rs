@@ -24,7 +24,7 @@ fn image(zero_grains: bool) -> (Vec<u8>, Vec<u8>) {
 }
 
 #[test]
-fn the_redundant_copy_is_used_and_it_is_said() {
+fn the_redundant_copy_is_used_with_a_warning() {
     let (bytes, model) = image(true);
     let header = super::super::read_header(memory_file(&bytes).as_ref()).unwrap();
     let directory = (header.directory_offset * SECTOR) as usize;
@@ -60,7 +60,7 @@ fn the_redundant_copy_is_used_and_it_is_said() {
 }
 
 #[test]
-fn places_with_two_names_are_not_written() {
+fn sectors_named_twice_are_not_written() {
     let (bytes, _) = image(false);
     let header = super::super::read_header(memory_file(&bytes).as_ref()).unwrap();
     let word = |at: usize| u32::from_le_bytes(bytes[at..at + 4].try_into().unwrap());
@@ -82,7 +82,7 @@ fn places_with_two_names_are_not_written() {
 }
 
 #[test]
-fn a_change_of_lines_and_other_lies_are_told() {
+fn changed_line_ends_and_invalid_headers_are_reported() {
     let (bytes, _) = image(false);
     let with = |at: usize, field: &[u8]| {
         let mut bytes = bytes.clone();

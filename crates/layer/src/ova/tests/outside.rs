@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn tar_and_qemu_read_what_we_make() {
+fn tar_and_qemu_read_archives_made_by_lamina() {
     let folder = Folder::new();
     let disks = [compressible(5, 3 << 20), pattern(6, 2 << 20)];
     folder.write("web.ova", &made(&disks, Algorithm::Sha256, Controller::LsiLogic));
@@ -45,7 +45,7 @@ const FOREIGN: &str = r#"<?xml version='1.0' encoding='UTF-8'?>
 "#;
 
 #[test]
-fn we_read_what_tar_puts_together() {
+fn archives_made_by_tar_are_read() {
     let folder = Folder::new();
     let model = compressible(8, 3 << 20);
     folder.write("in.raw", &model);

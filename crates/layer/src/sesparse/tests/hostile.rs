@@ -99,7 +99,7 @@ fn exercise(file: Arc<MemoryFile>, write: bool, deep: bool) {
 }
 
 #[test]
-fn a_hundred_thousand_lies_are_survived() {
+fn a_hundred_thousand_wrong_fields_cause_errors_only() {
     let base = Arc::new(honest());
     let mut random = Random(42);
     let mut slowest = (Duration::ZERO, 0);
@@ -163,7 +163,7 @@ fn what_qemu_refuses_is_refused_and_more() {
 }
 
 #[test]
-fn damaged_tables_give_errors_where_they_are_read() {
+fn damaged_tables_cause_errors_only_for_their_ranges() {
     const SLOTS: u64 = 4096 * 512;
     const TABLE: u64 = 6144 * 512;
     for raw in [5, 4 << 60, u64::MAX, 3 << 60 | 1 << 40, 0x3000_0000_0000_0001] {
@@ -206,7 +206,7 @@ fn bitmap_and_backmap_are_repaired_from_the_tables() {
 }
 
 #[test]
-fn what_others_wrote_is_appended_to_until_it_is_wiped() {
+fn an_image_of_another_program_is_appended_to_until_it_is_wiped() {
     // lamina's mark is removed, the bitmap is meaningless, and the backmap has directory slots instead of tables.
     let mut bytes = honest();
     put(&mut bytes, 1056, 0x6c61_7473_6e49_2063);

@@ -138,7 +138,7 @@ fn freed_places_wait_for_readers() {
 
 /// A writer must not prevent the release of grains that were just freed.
 #[test]
-fn a_full_image_takes_what_was_just_discarded() {
+fn a_full_image_reuses_discarded_grains() {
     let disk = simulated(6);
     let layer = create(&disk, IoMode::Buffered, 16 * MIB, writing());
     layer.write(0, &[&stamped(4096, 1)]).unwrap();

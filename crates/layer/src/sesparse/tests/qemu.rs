@@ -112,7 +112,7 @@ fn history(seed: u64, capacity: u64, mode: IoMode) {
 }
 
 #[test]
-fn qemu_reads_what_we_write() {
+fn qemu_reads_data_written_by_lamina() {
     for (seed, capacity) in [(1, 100 * MIB), (2, 64 * MIB), (3, 33 * MIB + 65_536)] {
         history(seed, capacity, IoMode::Buffered);
     }

@@ -214,7 +214,7 @@ fn killed_anywhere() {
 
 /// A long reader makes the layer drop retired grains; the mark shows where they are, also in a closed image.
 #[test]
-fn what_is_forgotten_is_found_when_opened_again() {
+fn forgotten_dead_grains_are_found_at_the_next_opening() {
     for closed in [false, true] {
         let disk = simulated(5);
         let layer = create(&disk, IoMode::Buffered, CAPACITY, writing());

@@ -4,7 +4,7 @@ use super::*;
 use crate::proving::{mutate, peak_memory};
 
 #[test]
-fn a_stream_cut_anywhere_gives_what_is_whole() {
+fn a_truncated_stream_gives_its_complete_grains() {
     let model = content(11, 40 << 20);
     let bytes = written(&model, 6, 2);
     let mut random = Random::new(1);

@@ -72,7 +72,7 @@ fn all_dead_space_is_returned() {
 }
 
 #[test]
-fn it_stops_when_told_and_keeps_what_was_done() {
+fn a_cancelled_shrink_keeps_its_completed_work() {
     let (_disk, layer) = image(1);
     let model = scattered(&layer, 1);
     let stop = steps(|done, _| done < 64 << 10);
