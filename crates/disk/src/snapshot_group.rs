@@ -10,9 +10,13 @@
 //! remove   the file goes
 //! ```
 //!
-//! An opening that finds the file decides by what came last: the native snapshots, or where there are none, that no
-//! disk of images lacks its own. Where the group is not whole, no write has gone to a delta, and the snapshots of
-//! images are deleted, which moves nothing.
+//! An opening that finds the file decides by what came last: the group is whole if the native snapshots are there and
+//! no disk of images lacks its own. Where it is not whole, all of its snapshots are deleted. No write has gone to a
+//! delta then, unless the file says that it is decided.
+//!
+//! What fails is decided at once, and that is written into the file where snapshots may be left: those of images that
+//! could not be taken back, and native ones after a failure of the medium. An append to the journal that has failed may
+//! be on the medium all the same; so the file says it before the first snapshot of images is taken back.
 //!
 //! The layout is in `docs/format/snapshot-group.md`.
 
@@ -47,7 +51,7 @@ pub(crate) struct ImageSnapshot {
 pub(crate) struct Group {
     /// Identity of the group, and of the file.
     id: String,
-    /// It is decided that none of the snapshots stays; those of `images` are still to be deleted.
+    /// It is decided that none of the snapshots stays; those named here are still to be deleted, if they are there.
     taking_back: bool,
     /// Identities of the native snapshots.
     native: Vec<String>,
@@ -73,20 +77,50 @@ impl UnderWay {
         put(&*self.directory, &self.group)
     }
 
-    /// After a failure: the snapshots that could not be taken back go at the next opening. Nothing is remembered of a
-    /// group that has none.
-    pub fn take_back(&mut self, foreign: &Foreign) -> Result<()> {
-        self.group.images.retain(|image| found(foreign, image).is_some_and(|(_, taken)| taken));
-        if self.group.images.is_empty() {
-            return self.end();
-        }
+    /// Decides that none of the snapshots stays.
+    pub fn give_up(&mut self) -> Result<()> {
         self.group.taking_back = true;
         put(&*self.directory, &self.group)
+    }
+
+    /// After a failure: what could not be taken back goes at the next opening. Nothing is remembered of a group of
+    /// which nothing is left. `native_gone` says that no opening will find one of its native snapshots.
+    pub fn take_back(&mut self, foreign: &Foreign, native_gone: bool) -> Result<()> {
+        self.group.images.retain(|image| found(foreign, image).is_some_and(|(_, taken)| taken));
+        if native_gone {
+            self.group.native.clear();
+        }
+        self.give_up_rest()
+    }
+
+    fn give_up_rest(&mut self) -> Result<()> {
+        match self.is_over() {
+            true => self.end(),
+            false => self.give_up(),
+        }
+    }
+
+    /// Whether nothing is left to be taken back.
+    fn is_over(&self) -> bool {
+        self.group.images.is_empty() && self.group.native.is_empty()
     }
 
     /// The snapshots are there, or none of them is.
     pub fn end(&self) -> Result<()> {
         KIND.remove(&*self.directory, &file_name(&self.group.id)?)
+    }
+
+    /// Tries again to have the file say what is so: what [`UnderWay::end`] or [`UnderWay::take_back`] could not.
+    pub fn try_again(&mut self) -> Result<()> {
+        match self.group.taking_back {
+            true => self.give_up_rest(),
+            false => self.end(),
+        }
+    }
+
+    /// Whether what remains is to be deleted: then no deletion makes the file say anything else than it does.
+    pub fn is_given_up(&self) -> bool {
+        self.group.taking_back
     }
 }
 
@@ -137,8 +171,9 @@ pub(crate) fn recover(native: &Native, foreign: &Foreign) -> Result<()> {
             KIND.remove(&**directory, name)?;
             continue;
         }
+        group.native.retain(|uuid| !take_back_native(uuid, native));
         group.images.retain(|image| !take_back(image, foreign));
-        if group.images.is_empty() {
+        if group.images.is_empty() && group.native.is_empty() {
             KIND.remove(&**directory, name)?;
         } else {
             group.taking_back = true;
@@ -148,21 +183,27 @@ pub(crate) fn recover(native: &Native, foreign: &Foreign) -> Result<()> {
     Ok(())
 }
 
-/// Whether the point was reached. Where there are native snapshots they came last, and all at once.
+/// Whether the point was reached, and nothing was taken back. Where there are native snapshots they came last, and all
+/// at once.
 fn is_whole(group: &Group, native: &Native, foreign: &Foreign) -> bool {
-    let has = |uuid: &String| {
-        native.engine.with_catalog(|catalog| {
-            let same = |uuid: &[u8; 16]| catalog.objects().any(|object| object.is_snapshot() && object.uuid == *uuid);
-            names::parse_uuid(uuid).is_some_and(|uuid| same(&uuid))
-        })
-    };
+    let has = |uuid: &String| find_native(uuid, native).is_some();
     // A disk that cannot be opened now says nothing.
     let lacks = |image: &ImageSnapshot| found(foreign, image).is_some_and(|(_, taken)| !taken);
-    match (group.taking_back, group.native.is_empty()) {
-        (true, _) => false,
-        (false, false) => group.native.iter().all(has),
-        (false, true) => !group.images.iter().any(lacks),
-    }
+    !group.taking_back && group.native.iter().all(has) && !group.images.iter().any(lacks)
+}
+
+fn find_native(uuid: &str, native: &Native) -> Option<u64> {
+    native.find_snapshot_by_identity(&names::parse_uuid(uuid)?)
+}
+
+/// Deletes a native snapshot; false where that has to wait for another opening.
+fn take_back_native(uuid: &str, native: &Native) -> bool {
+    let Some(id) = find_native(uuid, native) else { return true };
+    tracing::info!(uuid, "deleting a native snapshot of an interrupted group");
+    let deleted = native.take_back_snapshot(id);
+    deleted
+        .inspect_err(|error| tracing::error!(uuid, %error, "a snapshot of an interrupted group was not deleted"))
+        .is_ok()
 }
 
 /// Deletes a snapshot above which nothing was written; false where that has to wait for another opening, which does

@@ -6,11 +6,10 @@ use crate::info::{
     Direction, DiskInfo, DiskStatistics, EachExtent, NewDisk, Point, Reclaimed, SnapshotInfo, SnapshotOptions, Tuning,
 };
 use crate::names;
-use crate::native::check_capacity;
+use crate::native::{Taking, check_capacity};
 use crate::snapshot_group::{ImageSnapshot, UnderWay};
 use error::{Error, ErrorKind, Result};
 use std::sync::Arc;
-use store::engine::NewSnapshot;
 use work::Progress;
 
 impl Datastore {
@@ -78,7 +77,7 @@ impl Datastore {
     /// Deletes a disk with its snapshots. `Busy` while clients have it open, and with the list when clones stand on
     /// it, unless `promote`: then the snapshots they stand on become theirs.
     pub fn delete_disk(&self, name: &str, promote: bool) -> Result<()> {
-        self.end_groups()?;
+        self.end_whole_groups()?;
         let _use = self.uses.share(name)?;
         match self.foreign.find(name) {
             Some(entry) => self.foreign.delete_disk(&entry, promote),
@@ -108,12 +107,12 @@ impl Datastore {
         }
         let mut taken = Vec::new();
         if native.is_empty() {
-            self.snapshot_images(&images, &[], options, &mut || Ok(()))?;
+            self.snapshot_images(&images, None, options)?;
         } else {
             // The lock of the native disks is taken first: no write waits for that.
-            taken = self.native.create_snapshots(&native, &mut |new, take| match images.is_empty() {
-                true => take(),
-                false => self.snapshot_images(&images, new, options, take),
+            taken = self.native.create_snapshots(&native, &mut |taking| match images.is_empty() {
+                true => taking.take(),
+                false => self.snapshot_images(&images, Some(taking), options),
             })?;
         }
         for (entry, name) in &images {
@@ -124,31 +123,45 @@ impl Datastore {
         Ok(taken)
     }
 
-    /// Takes snapshots of disks of images, and of native ones by `take`: after a power cut all of them are there, or
-    /// none.
+    /// Takes snapshots of disks of images, and native ones: after a power cut all of them are there, or none.
     fn snapshot_images(
         &self,
         images: &[(Arc<ForeignDisk>, String)],
-        native: &[NewSnapshot],
+        mut native: Option<&mut Taking<'_>>,
         options: &SnapshotOptions,
-        take: &mut dyn FnMut() -> Result<()>,
     ) -> Result<()> {
-        if images.len() + native.len() < 2 {
-            return self.foreign.create_snapshots(images, None, options, take);
+        // From before their numbers are known until the group is over: a snapshot of the same name and number is one of
+        // the group.
+        let _alone = images.iter().map(|(entry, _)| entry.begin_snapshot()).collect::<Result<Vec<_>>>()?;
+        if images.len() < 2 && native.is_none() {
+            return self.foreign.create_snapshots(images, None, options, &mut || Ok(()));
         }
         let image = |(entry, name): &(Arc<ForeignDisk>, String)| ImageSnapshot {
             folder: entry.folder.clone(),
             snapshot: name.clone(),
             uid: entry.disk.record().last_uid.saturating_add(1),
         };
-        let uuids: Vec<[u8; 16]> = native.iter().map(|new| new.uuid).collect();
+        let uuids = native.iter().flat_map(|native| native.wanted()).map(|new| new.uuid).collect::<Vec<_>>();
         let images_of: Vec<ImageSnapshot> = images.iter().map(image).collect();
         let uids: Vec<u32> = images_of.iter().map(|image| image.uid).collect();
         let mut group = UnderWay::new(self.directory(), &uuids, images_of)?;
-        let outcome = group.begin().and_then(|()| self.foreign.create_snapshots(images, Some(&uids), options, take));
+        let outcome = group.begin().and_then(|()| {
+            self.foreign.create_snapshots(images, Some(&uids), options, &mut || {
+                let Some(native) = &mut native else { return Ok(()) };
+                let taken = native.take();
+                if taken.is_err() && !native.is_certain() {
+                    // What fails here is tried again below.
+                    let _ = group.give_up();
+                }
+                taken
+            })
+        });
         let ended = match &outcome {
             Ok(()) => group.end(),
-            Err(_) => group.take_back(&self.foreign),
+            Err(_) => {
+                let native_gone = native.is_none_or(|native| native.take_back());
+                group.take_back(&self.foreign, native_gone)
+            }
         };
         if ended.is_err() {
             self.unended.lock().push(group);
@@ -156,15 +169,30 @@ impl Datastore {
         outcome.and(ended)
     }
 
-    /// Removes records of groups that are over and could not be removed then. Before snapshots go or are made: what an
-    /// opening would read from them must still be true.
+    /// Has the records of groups that are over say so where they could not then: before snapshots are made, and their
+    /// numbers could be taken for those of a group.
     fn end_groups(&self) -> Result<()> {
+        self.end_groups_but(|_| false)
+    }
+
+    /// The same before snapshots go: what an opening would read from the records must still be true. That needs no
+    /// room; what does is left for later.
+    fn end_whole_groups(&self) -> Result<()> {
+        self.end_groups_but(UnderWay::is_given_up)
+    }
+
+    fn end_groups_but(&self, may_wait: fn(&UnderWay) -> bool) -> Result<()> {
         let mut unended = self.unended.lock();
-        while let Some(group) = unended.last() {
-            group.end()?;
-            unended.pop();
-        }
-        Ok(())
+        let mut outcome = Ok(());
+        unended.retain_mut(|group| match group.try_again() {
+            Ok(()) => false,
+            Err(_) if may_wait(group) => true,
+            Err(error) => {
+                outcome = Err(error);
+                true
+            }
+        });
+        outcome
     }
 
     /// Snapshots of one disk, or of all, parents before children.
@@ -189,7 +217,7 @@ impl Datastore {
         direction: Option<Direction>,
         progress: &dyn Progress,
     ) -> Result<()> {
-        self.end_groups()?;
+        self.end_whole_groups()?;
         let _use = self.uses.share(disk)?;
         match self.foreign.find(disk) {
             Some(entry) => self.foreign.delete_snapshot(&entry, name, direction, progress),

@@ -4,6 +4,7 @@ use super::{Foreign, ForeignDisk};
 use crate::info::{ChangedExtent, Direction, DiskInfo, EachExtent, Point, SnapshotInfo, SnapshotOptions};
 use chain::{Chain, Condition, LevelKey};
 use error::{Error, ErrorKind, Result};
+use parking_lot::MutexGuard;
 use std::sync::Arc;
 use vmdk::NewSnapshot;
 use work::{NoProgress, Progress};
@@ -48,6 +49,14 @@ impl ForeignDisk {
                 name.escape_debug()
             ),
         ))
+    }
+
+    /// The right to take a snapshot: `Busy` while another request takes one.
+    pub(crate) fn begin_snapshot(&self) -> Result<MutexGuard<'_, ()>> {
+        self.snapshots.try_lock().ok_or_else(|| {
+            let text = format!("disk '{}': another snapshot of it is being taken; try again", self.disk.name());
+            Error::new(ErrorKind::Busy, text)
+        })
     }
 
     /// Takes the names of snapshots whose work a crash ended. Their levels are merged with the next deletion.
