@@ -37,6 +37,8 @@ const KIND: Kind = Kind { word: "snapshot-group", version: 1, length_max: 4 << 2
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct ImageSnapshot {
+    /// Identity of the disk: another one may get its folder.
+    pub disk: String,
     /// Name of the disk's folder in `images`.
     pub folder: String,
     /// Name of the snapshot.
@@ -86,23 +88,12 @@ impl UnderWay {
     /// After a failure: what could not be taken back goes at the next opening. Nothing is remembered of a group of
     /// which nothing is left. `native_gone` says that no opening will find one of its native snapshots.
     pub fn take_back(&mut self, foreign: &Foreign, native_gone: bool) -> Result<()> {
-        self.group.images.retain(|image| found(foreign, image).is_some_and(|(_, taken)| taken));
+        self.group.images.retain(|image| found(foreign, image).is_taken());
         if native_gone {
             self.group.native.clear();
         }
-        self.give_up_rest()
-    }
-
-    fn give_up_rest(&mut self) -> Result<()> {
-        match self.is_over() {
-            true => self.end(),
-            false => self.give_up(),
-        }
-    }
-
-    /// Whether nothing is left to be taken back.
-    fn is_over(&self) -> bool {
-        self.group.images.is_empty() && self.group.native.is_empty()
+        self.group.taking_back = true;
+        save(&*self.directory, &self.group)
     }
 
     /// The snapshots are there, or none of them is.
@@ -113,7 +104,7 @@ impl UnderWay {
     /// Tries again to have the file say what is so: what [`UnderWay::end`] or [`UnderWay::take_back`] could not.
     pub fn try_again(&mut self) -> Result<()> {
         match self.group.taking_back {
-            true => self.give_up_rest(),
+            true => save(&*self.directory, &self.group),
             false => self.end(),
         }
     }
@@ -129,12 +120,56 @@ fn put(directory: &dyn Directory, group: &Group) -> Result<()> {
         .during(|| "recording snapshots that are taken together".into())
 }
 
-/// The disk of a snapshot, if it is open, and whether it has the snapshot.
-fn found(foreign: &Foreign, image: &ImageSnapshot) -> Option<(Arc<ForeignDisk>, bool)> {
-    let entry = foreign.entries().into_iter().find(|entry| entry.folder == image.folder)?;
+/// What is there of a snapshot.
+enum Found {
+    Taken(Arc<ForeignDisk>),
+    /// The disk lacks it.
+    NotTaken,
+    /// Another disk has its folder.
+    Gone,
+    /// The disk cannot be opened now, which says nothing.
+    Unknown,
+}
+
+impl Found {
+    fn is_taken(&self) -> bool {
+        matches!(self, Self::Taken(_))
+    }
+}
+
+fn found(foreign: &Foreign, image: &ImageSnapshot) -> Found {
     let is_it = |snapshot: &vmdk::SnapshotRecord| snapshot.name == image.snapshot && snapshot.uid == image.uid;
-    let taken = entry.disk.record().snapshots.iter().any(is_it);
-    Some((entry, taken))
+    match foreign.entries().into_iter().find(|entry| entry.folder == image.folder) {
+        Some(entry) if entry.disk.uuid() != image.disk => Found::Gone,
+        Some(entry) if entry.disk.record().snapshots.iter().any(is_it) => Found::Taken(entry),
+        Some(_) => Found::NotTaken,
+        None => Found::Unknown,
+    }
+}
+
+/// A disk of images was deleted: no group waits for it.
+pub(crate) fn forget(directory: &dyn Directory, disk: &str) -> Result<()> {
+    for name in directory.list().during(|| "looking for groups of snapshots".into())? {
+        if !name.starts_with(PREFIX) || name.ends_with(TEMPORARY) {
+            continue;
+        }
+        let Some(bytes) = KIND.read(directory, &name)? else { continue };
+        let mut group = decode(&bytes, &name)?;
+        let before = group.images.len();
+        group.images.retain(|image| image.disk != disk);
+        if group.taking_back && group.images.len() < before {
+            save(directory, &group)?;
+        }
+    }
+    Ok(())
+}
+
+/// Writes what is left to be taken back of a group that was given up; nothing of one of which nothing is.
+fn save(directory: &dyn Directory, group: &Group) -> Result<()> {
+    match group.images.is_empty() && group.native.is_empty() {
+        true => KIND.remove(directory, &file_name(&group.id)?),
+        false => put(directory, group),
+    }
 }
 
 fn file_name(id: &str) -> Result<String> {
@@ -173,12 +208,8 @@ pub(crate) fn recover(native: &Native, foreign: &Foreign) -> Result<()> {
         }
         group.native.retain(|uuid| !take_back_native(uuid, native));
         group.images.retain(|image| !take_back(image, foreign));
-        if group.images.is_empty() && group.native.is_empty() {
-            KIND.remove(&**directory, name)?;
-        } else {
-            group.taking_back = true;
-            put(&**directory, &group)?;
-        }
+        group.taking_back = true;
+        save(&**directory, &group)?;
     }
     Ok(())
 }
@@ -187,8 +218,7 @@ pub(crate) fn recover(native: &Native, foreign: &Foreign) -> Result<()> {
 /// at once.
 fn is_whole(group: &Group, native: &Native, foreign: &Foreign) -> bool {
     let has = |uuid: &String| find_native(uuid, native).is_some();
-    // A disk that cannot be opened now says nothing.
-    let lacks = |image: &ImageSnapshot| found(foreign, image).is_some_and(|(_, taken)| !taken);
+    let lacks = |image: &ImageSnapshot| matches!(found(foreign, image), Found::NotTaken);
     !group.taking_back && group.native.iter().all(has) && !group.images.iter().any(lacks)
 }
 
@@ -209,16 +239,15 @@ fn take_back_native(uuid: &str, native: &Native) -> bool {
 /// Deletes a snapshot above which nothing was written; false where that has to wait for another opening, which does
 /// not keep the datastore shut: the disk cannot be opened, or the file system is full.
 fn take_back(image: &ImageSnapshot, foreign: &Foreign) -> bool {
-    let Some((entry, taken)) = found(foreign, image) else {
-        tracing::warn!(
-            folder = image.folder,
-            "a snapshot of an interrupted group is kept until its disk can be opened"
-        );
-        return false;
+    let entry = match found(foreign, image) {
+        Found::Taken(entry) => entry,
+        Found::NotTaken | Found::Gone => return true,
+        Found::Unknown => {
+            let folder = &image.folder;
+            tracing::warn!(folder, "a snapshot of an interrupted group is kept until its disk can be opened");
+            return false;
+        }
     };
-    if !taken {
-        return true;
-    }
     tracing::info!(folder = image.folder, snapshot = image.snapshot, "deleting a snapshot of an interrupted group");
     entry
         .take_back_snapshot(&image.snapshot)

@@ -7,7 +7,7 @@ use crate::info::{
 };
 use crate::names;
 use crate::native::{Taking, check_capacity};
-use crate::snapshot_group::{ImageSnapshot, UnderWay};
+use crate::snapshot_group::{self, ImageSnapshot, UnderWay};
 use error::{Error, ErrorKind, Result};
 use std::sync::Arc;
 use work::Progress;
@@ -80,7 +80,14 @@ impl Datastore {
         self.end_whole_groups()?;
         let _use = self.uses.share(name)?;
         match self.foreign.find(name) {
-            Some(entry) => self.foreign.delete_disk(&entry, promote),
+            Some(entry) => {
+                let uuid = entry.disk.uuid();
+                self.foreign.delete_disk(&entry, promote)?;
+                if let Err(error) = snapshot_group::forget(&**self.directory(), &uuid) {
+                    tracing::warn!(%error, disk = name, "a record of snapshots that were taken together still names it");
+                }
+                Ok(())
+            }
             None => self.native.delete_disk(name, promote),
         }
     }
@@ -137,6 +144,7 @@ impl Datastore {
             return self.foreign.create_snapshots(images, None, options, &mut || Ok(()));
         }
         let image = |(entry, name): &(Arc<ForeignDisk>, String)| ImageSnapshot {
+            disk: entry.disk.uuid(),
             folder: entry.folder.clone(),
             snapshot: name.clone(),
             uid: entry.disk.record().last_uid.saturating_add(1),

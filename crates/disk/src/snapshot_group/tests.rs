@@ -20,7 +20,12 @@ fn group() -> Group {
         id: "0f0e0d0c-0b0a-4908-8706-050403020100".into(),
         taking_back: false,
         native: vec!["0f0e0d0c-0b0a-4908-8706-050403020101".into()],
-        images: vec![ImageSnapshot { folder: "größe".into(), snapshot: "monday".into(), uid: 4 }],
+        images: vec![ImageSnapshot {
+            disk: "0f0e0d0c-0b0a-4908-8706-050403020102".into(),
+            folder: "größe".into(),
+            snapshot: "monday".into(),
+            uid: 4,
+        }],
     }
 }
 
@@ -95,12 +100,17 @@ fn snapshots(datastore: &Datastore) -> Vec<String> {
 
 /// A group under way, as a power cut leaves it: these native snapshots and images belong to it.
 fn broken_off(datastore: &Datastore, native: &[[u8; 16]], images: &[(&str, u32)]) {
-    let images = images.iter().map(|(folder, uid)| ImageSnapshot {
-        folder: (*folder).to_owned(),
+    UnderWay::new(datastore.directory(), native, of_group(datastore, images)).unwrap().begin().unwrap();
+}
+
+fn of_group(datastore: &Datastore, images: &[(&str, u32)]) -> Vec<ImageSnapshot> {
+    let image = |(disk, uid): &(&str, u32)| ImageSnapshot {
+        disk: datastore.disk(disk).unwrap().uuid,
+        folder: (*disk).to_owned(),
         snapshot: "group".into(),
         uid: *uid,
-    });
-    UnderWay::new(datastore.directory(), native, images.collect()).unwrap().begin().unwrap();
+    };
+    images.iter().map(image).collect()
 }
 
 fn records(path: &Path) -> usize {
@@ -406,8 +416,8 @@ fn a_snapshot_of_another_request_is_none_of_a_group_that_finds_it() {
 fn what_could_not_be_recorded_after_a_failure_is_recorded_later() {
     let (folder, datastore) = made();
     let path = folder.path().join("store");
-    let images = ["a", "b"].map(|folder| ImageSnapshot { folder: folder.into(), snapshot: "group".into(), uid: 1 });
-    let mut group = UnderWay::new(datastore.directory(), &[], images.to_vec()).unwrap();
+    let images = of_group(&datastore, &[("a", 1), ("b", 1)]);
+    let mut group = UnderWay::new(datastore.directory(), &[], images).unwrap();
     group.begin().unwrap();
     // Of a group that has failed, one snapshot could not be taken back, and nothing can be recorded.
     take(&datastore, &["a"], "group");
@@ -424,5 +434,31 @@ fn what_could_not_be_recorded_after_a_failure_is_recorded_later() {
     drop(datastore);
     let datastore = open(&path);
     assert_eq!((snapshots(&datastore), records(&path)), (vec!["b@group".to_owned()], 0));
+    datastore.close().unwrap();
+}
+
+#[test]
+fn a_disk_that_gets_the_folder_of_one_in_a_group_is_none_of_it() {
+    let (folder, datastore) = made();
+    let path = folder.path().join("store");
+    // Both snapshots of the group could not be taken back. Then one of the disks was made anew, the other one deleted.
+    let mut group = UnderWay::new(datastore.directory(), &[], of_group(&datastore, &[("a", 1), ("b", 1)])).unwrap();
+    take(&datastore, &["a"], "group");
+    take(&datastore, &["b"], "group");
+    group.take_back(&datastore.foreign, true).unwrap();
+    datastore.delete_disk("a", false).unwrap();
+    assert_eq!(records(&path), 1);
+    datastore.delete_disk("b", false).unwrap();
+    assert_eq!(records(&path), 0, "nothing waits for disks that were deleted");
+    // A server that was killed between a deletion and that.
+    group.group.images.truncate(1);
+    group.give_up().unwrap();
+    let new = NewDisk { format: DiskFormat::Vmdk, ..NewDisk::native(SIZE, Provisioning::Thin) };
+    datastore.create_disk("a", &new, &NoProgress).unwrap();
+    take(&datastore, &["a"], "group");
+    datastore.close().unwrap();
+    drop(datastore);
+    let datastore = open(&path);
+    assert_eq!((snapshots(&datastore), records(&path)), (vec!["a@group".to_owned()], 0));
     datastore.close().unwrap();
 }
