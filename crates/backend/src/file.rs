@@ -65,7 +65,9 @@ pub trait File: Send + Sync {
     /// (`RWF_DSYNC`); nothing is said about earlier writes then.
     fn write_at(&self, slices: &[&[u8]], offset: u64, durable: bool) -> io::Result<()>;
 
-    /// Makes every write, reservation and length change that completed before this call durable (`fdatasync`).
+    /// Makes every write, reservation and length change that completed before this call durable (`fdatasync`). What
+    /// fails is lost, whatever the reason: no error of a flush has the kind of a lack of room, after which a caller
+    /// goes on.
     fn sync(&self) -> io::Result<()>;
 
     /// Discards a range: it reads as zeros afterwards, and a medium that can takes its space back. The length stays.
@@ -75,6 +77,15 @@ pub trait File: Send + Sync {
     /// is there, and do what takes its place where it is not.
     fn local(&self) -> Option<LocalPart<'_>> {
         None
+    }
+}
+
+/// The error of a flush. A medium that runs out of room below the file system, as a thin pool does, fails writes of the
+/// page cache that were acknowledged long before.
+pub(crate) fn flush_failed(error: io::Error) -> io::Error {
+    match error::lacks_space(&error) {
+        true => io::Error::other(format!("{error}; writes that were acknowledged are lost")),
+        false => error,
     }
 }
 

@@ -457,6 +457,23 @@ fn a_disk_above_what_is_only_read_is_opened_again() {
     }
 }
 
+/// A thin pool below the file system that is full: what was acknowledged is lost, and waiting for room does not help.
+#[test]
+fn a_flush_that_finds_no_room_stops_the_disk() {
+    let kinds = [ImageKind::Thin, ImageKind::MonolithicSparse, ImageKind::SeSparse];
+    for seed in 0..36 {
+        let mut world = World::new(seed, kinds[(seed / 3 % 3) as usize], DELTAS[(seed % 3) as usize]);
+        world.steps(20);
+        world.write();
+        world.faulty = true;
+        world.machine.fail_syncs_for_room(1);
+        world.flush();
+        assert!(world.disk.stopped().is_some(), "{}", world.what);
+        world.check(0, SECTORS);
+        world.reopen();
+    }
+}
+
 #[test]
 fn no_sector_reads_as_something_old() {
     let kinds = [ImageKind::Thin, ImageKind::MonolithicSparse];
