@@ -22,6 +22,7 @@ pub use file_system::{FileSystem, copied_on_write};
 pub use scheduling::Thread;
 
 use crate::directory::renamed;
+use crate::file::flush_failed;
 use crate::portable::{PortableQueue, Workers};
 use crate::validate::check_name;
 use crate::{Access, Directory, File, IoMode, LocalFolder, Lock, Queue, QueueKind, Room};
@@ -272,7 +273,7 @@ impl Directory for LocalDirectory {
     }
 
     fn sync(&self) -> io::Result<()> {
-        retry(|| rustix::fs::fsync(&self.folder))
+        retry(|| rustix::fs::fsync(&self.folder)).map_err(flush_failed)
     }
 
     fn lock(&self, name: &str) -> io::Result<Box<dyn Lock>> {

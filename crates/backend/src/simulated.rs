@@ -42,6 +42,7 @@ use crate::{Directory, File, IoMode, Lock, Queue, QueueKind, Room};
 use file::SimulatedFile;
 use parking_lot::Mutex;
 use queue::SimulatedQueue;
+use rustix::io::Errno;
 use std::io;
 use std::ops::Range;
 use std::sync::Arc;
@@ -172,7 +173,17 @@ impl SimulatedDisk {
 
     /// Makes the next `count` flushes, of files or of the folder, fail with EIO.
     pub fn fail_syncs(&self, count: u32) {
-        self.world.lock().failing_syncs = count;
+        self.fail_syncs_with(count, Errno::IO);
+    }
+
+    /// The same, where the medium says that it has no room.
+    pub fn fail_syncs_for_room(&self, count: u32) {
+        self.fail_syncs_with(count, Errno::NOSPC);
+    }
+
+    fn fail_syncs_with(&self, count: u32, error: Errno) {
+        let mut world = self.world.lock();
+        (world.failing_syncs, world.sync_error) = (count, error);
     }
 
     /// Makes reads that touch the range of file `name` fail with EIO until it is written again.

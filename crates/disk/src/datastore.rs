@@ -81,8 +81,8 @@ pub struct Datastore {
     reserved: Arc<Mutex<BTreeSet<String>>>,
     /// Live imports: migrations that run in the background.
     pub(crate) imports: Imports,
-    /// Snapshot groups that are complete, but whose record files could not be removed.
-    unended: Mutex<Vec<snapshot_group::UnderWay>>,
+    /// Groups of snapshots that are over, and whose records could not be made to say so yet.
+    pub(crate) unended: Mutex<Vec<snapshot_group::UnderWay>>,
     /// The latency of clients' requests, by which background work is paced.
     foreground: Arc<Foreground>,
     /// Names of disks that a replication session is receiving.
@@ -181,7 +181,7 @@ impl Datastore {
         Self::open_at(None, directory, options, Engine::open_repairing)
     }
 
-    fn open_at(
+    pub(crate) fn open_at(
         path: Option<&Path>,
         directory: Arc<dyn Directory>,
         options: EngineOptions,

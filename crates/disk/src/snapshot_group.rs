@@ -10,9 +10,13 @@
 //! remove   the file is removed
 //! ```
 //!
-//! If the file exists when the datastore is opened, the last step decides. The group is complete if the native
-//! snapshots exist, or, in a group without native disks, if every disk has its snapshot. Otherwise no delta has
-//! received a write, and the image snapshots are deleted, which moves no data.
+//! An opening that finds the file decides by what came last: the group is whole if the native snapshots are there and
+//! no disk of images lacks its own. Where it is not whole, all of its snapshots are deleted. No write has gone to a
+//! delta then, unless the file says that it is decided.
+//!
+//! What fails is decided at once, and that is written into the file where snapshots may be left: those of images that
+//! could not be taken back, and native ones after a failure of the medium. An append to the journal that has failed may
+//! be on the medium all the same; so the file says it before the first snapshot of images is taken back.
 //!
 //! The layout is in `docs/format/snapshot-group.md`.
 
@@ -33,6 +37,8 @@ const KIND: Kind = Kind { word: "snapshot-group", version: 1, length_max: 4 << 2
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct ImageSnapshot {
+    /// Identity of the disk: another one may get its folder.
+    pub disk: String,
     /// Name of the disk's folder in `images`.
     pub folder: String,
     /// Name of the snapshot.
@@ -47,7 +53,7 @@ pub(crate) struct ImageSnapshot {
 pub(crate) struct Group {
     /// Identity of the group, part of the file's name.
     id: String,
-    /// True once the group is abandoned; the snapshots in `images` are still to be deleted.
+    /// It is decided that none of the snapshots stays; those named here are still to be deleted, if they are there.
     taking_back: bool,
     /// Identities of the native snapshots.
     native: Vec<String>,
@@ -73,20 +79,39 @@ impl UnderWay {
         put(&*self.directory, &self.group)
     }
 
-    /// Abandons the group after a failure. Snapshots that could not be deleted stay in the record, and the next opening
-    /// deletes them; without any, the record is removed.
-    pub fn take_back(&mut self, foreign: &Foreign) -> Result<()> {
-        self.group.images.retain(|image| found(foreign, image).is_some_and(|(_, taken)| taken));
-        if self.group.images.is_empty() {
-            return self.end();
-        }
+    /// Decides that none of the snapshots stays.
+    pub fn give_up(&mut self) -> Result<()> {
         self.group.taking_back = true;
         put(&*self.directory, &self.group)
     }
 
-    /// Removes the record: either all snapshots exist or none.
+    /// After a failure: what could not be taken back goes at the next opening. Nothing is remembered of a group of
+    /// which nothing is left. `native_gone` says that no opening will find one of its native snapshots.
+    pub fn take_back(&mut self, foreign: &Foreign, native_gone: bool) -> Result<()> {
+        self.group.images.retain(|image| found(foreign, image).is_taken());
+        if native_gone {
+            self.group.native.clear();
+        }
+        self.group.taking_back = true;
+        save(&*self.directory, &self.group)
+    }
+
+    /// The snapshots are there, or none of them is.
     pub fn end(&self) -> Result<()> {
         KIND.remove(&*self.directory, &file_name(&self.group.id)?)
+    }
+
+    /// Tries again to have the file say what is so: what [`UnderWay::end`] or [`UnderWay::take_back`] could not.
+    pub fn try_again(&mut self) -> Result<()> {
+        match self.group.taking_back {
+            true => save(&*self.directory, &self.group),
+            false => self.end(),
+        }
+    }
+
+    /// Whether what remains is to be deleted: then no deletion makes the file say anything else than it does.
+    pub fn is_given_up(&self) -> bool {
+        self.group.taking_back
     }
 }
 
@@ -95,12 +120,56 @@ fn put(directory: &dyn Directory, group: &Group) -> Result<()> {
         .during(|| "recording snapshots that are taken together".into())
 }
 
-/// The disk of a snapshot if it is open, and whether it has the snapshot.
-fn found(foreign: &Foreign, image: &ImageSnapshot) -> Option<(Arc<ForeignDisk>, bool)> {
-    let entry = foreign.entries().into_iter().find(|entry| entry.folder == image.folder)?;
+/// What is there of a snapshot.
+enum Found {
+    Taken(Arc<ForeignDisk>),
+    /// The disk lacks it.
+    NotTaken,
+    /// Another disk has its folder.
+    Gone,
+    /// The disk cannot be opened now, which says nothing.
+    Unknown,
+}
+
+impl Found {
+    fn is_taken(&self) -> bool {
+        matches!(self, Self::Taken(_))
+    }
+}
+
+fn found(foreign: &Foreign, image: &ImageSnapshot) -> Found {
     let is_it = |snapshot: &vmdk::SnapshotRecord| snapshot.name == image.snapshot && snapshot.uid == image.uid;
-    let taken = entry.disk.record().snapshots.iter().any(is_it);
-    Some((entry, taken))
+    match foreign.entries().into_iter().find(|entry| entry.folder == image.folder) {
+        Some(entry) if entry.disk.uuid() != image.disk => Found::Gone,
+        Some(entry) if entry.disk.record().snapshots.iter().any(is_it) => Found::Taken(entry),
+        Some(_) => Found::NotTaken,
+        None => Found::Unknown,
+    }
+}
+
+/// A disk of images was deleted: no group waits for it.
+pub(crate) fn forget(directory: &dyn Directory, disk: &str) -> Result<()> {
+    for name in directory.list().during(|| "looking for groups of snapshots".into())? {
+        if !name.starts_with(PREFIX) || name.ends_with(TEMPORARY) {
+            continue;
+        }
+        let Some(bytes) = KIND.read(directory, &name)? else { continue };
+        let mut group = decode(&bytes, &name)?;
+        let before = group.images.len();
+        group.images.retain(|image| image.disk != disk);
+        if group.taking_back && group.images.len() < before {
+            save(directory, &group)?;
+        }
+    }
+    Ok(())
+}
+
+/// Writes what is left to be taken back of a group that was given up; nothing of one of which nothing is.
+fn save(directory: &dyn Directory, group: &Group) -> Result<()> {
+    match group.images.is_empty() && group.native.is_empty() {
+        true => KIND.remove(directory, &file_name(&group.id)?),
+        false => put(directory, group),
+    }
 }
 
 fn file_name(id: &str) -> Result<String> {
@@ -137,47 +206,48 @@ pub(crate) fn recover(native: &Native, foreign: &Foreign) -> Result<()> {
             KIND.remove(&**directory, name)?;
             continue;
         }
+        group.native.retain(|uuid| !take_back_native(uuid, native));
         group.images.retain(|image| !take_back(image, foreign));
-        if group.images.is_empty() {
-            KIND.remove(&**directory, name)?;
-        } else {
-            group.taking_back = true;
-            put(&**directory, &group)?;
-        }
+        group.taking_back = true;
+        save(&**directory, &group)?;
     }
     Ok(())
 }
 
-/// Whether the group is complete. Native snapshots, which are taken last and all at once, decide if there are any.
+/// Whether the point was reached, and nothing was taken back. Where there are native snapshots they came last, and all
+/// at once.
 fn is_whole(group: &Group, native: &Native, foreign: &Foreign) -> bool {
-    let has = |uuid: &String| {
-        native.engine.with_catalog(|catalog| {
-            let same = |uuid: &[u8; 16]| catalog.objects().any(|object| object.is_snapshot() && object.uuid == *uuid);
-            names::parse_uuid(uuid).is_some_and(|uuid| same(&uuid))
-        })
-    };
-    // A disk that cannot be opened does not decide.
-    let lacks = |image: &ImageSnapshot| found(foreign, image).is_some_and(|(_, taken)| !taken);
-    match (group.taking_back, group.native.is_empty()) {
-        (true, _) => false,
-        (false, false) => group.native.iter().all(has),
-        (false, true) => !group.images.iter().any(lacks),
-    }
+    let has = |uuid: &String| find_native(uuid, native).is_some();
+    let lacks = |image: &ImageSnapshot| matches!(found(foreign, image), Found::NotTaken);
+    !group.taking_back && group.native.iter().all(has) && !group.images.iter().any(lacks)
+}
+
+fn find_native(uuid: &str, native: &Native) -> Option<u64> {
+    native.find_snapshot_by_identity(&names::parse_uuid(uuid)?)
+}
+
+/// Deletes a native snapshot; false where that has to wait for another opening.
+fn take_back_native(uuid: &str, native: &Native) -> bool {
+    let Some(id) = find_native(uuid, native) else { return true };
+    tracing::info!(uuid, "deleting a native snapshot of an interrupted group");
+    let deleted = native.take_back_snapshot(id);
+    deleted
+        .inspect_err(|error| tracing::error!(uuid, %error, "a snapshot of an interrupted group was not deleted"))
+        .is_ok()
 }
 
 /// Deletes a snapshot after which nothing was written. False if this has to wait for the next opening, because the disk
 /// cannot be opened or the file system is full; the datastore is opened nevertheless.
 fn take_back(image: &ImageSnapshot, foreign: &Foreign) -> bool {
-    let Some((entry, taken)) = found(foreign, image) else {
-        tracing::warn!(
-            folder = image.folder,
-            "a snapshot of an interrupted group is kept until its disk can be opened"
-        );
-        return false;
+    let entry = match found(foreign, image) {
+        Found::Taken(entry) => entry,
+        Found::NotTaken | Found::Gone => return true,
+        Found::Unknown => {
+            let folder = &image.folder;
+            tracing::warn!(folder, "a snapshot of an interrupted group is kept until its disk can be opened");
+            return false;
+        }
     };
-    if !taken {
-        return true;
-    }
     tracing::info!(folder = image.folder, snapshot = image.snapshot, "deleting a snapshot of an interrupted group");
     entry
         .take_back_snapshot(&image.snapshot)

@@ -409,6 +409,9 @@ impl Disk {
         self.check_not_stopped()?;
         self.settled()?;
         let mut head = self.head.lock();
+        // Again: closing the disk, or opening it again, may have taken the line away since, and no other may come.
+        self.check_usable()?;
+        self.check_not_stopped()?;
         if let Some(line) = &*head {
             return Ok(Arc::clone(line));
         }

@@ -9,6 +9,7 @@ use super::content::{Content, PAGE, Ranges, pages_touched};
 use super::unflushed::{Change, Fate, Persistence, Random};
 use super::{FAULTS, Fault, Pace, SimulatedOptions};
 use crate::Room;
+use crate::file::flush_failed;
 use crate::validate::check_name;
 use rustix::io::Errno;
 use std::collections::{BTreeMap, BTreeSet};
@@ -62,6 +63,8 @@ pub(super) struct World {
     pub(super) cut_after: Option<u64>,
     pub(super) failing: BTreeSet<u64>,
     pub(super) failing_syncs: u32,
+    /// What flushes that fail say.
+    pub(super) sync_error: Errno,
     /// Requests of each kind that fail, counted from the next one.
     pub(super) failing_requests: [Range<u64>; FAULTS],
     pub(super) off: bool,
@@ -88,6 +91,7 @@ impl World {
             cut_after: None,
             failing: BTreeSet::new(),
             failing_syncs: 0,
+            sync_error: Errno::IO,
             failing_requests: Default::default(),
             off: false,
             readable: false,
@@ -282,7 +286,7 @@ impl World {
     pub(super) fn sync_names(&mut self) -> io::Result<()> {
         match self.begin_sync()? {
             Verdict::Proceed => {}
-            Verdict::Fail => return Err(Errno::IO.into()),
+            Verdict::Fail => return Err(flush_failed(self.sync_error.into())),
             Verdict::Cut => return Err(no_power()),
         }
         self.name_changes.clear();
@@ -408,7 +412,7 @@ impl World {
                     file.live = file.persistence.durable().clone();
                     self.used = self.used + file.live.space().total() * PAGE - before * PAGE;
                 }
-                Err(Errno::IO.into())
+                Err(flush_failed(self.sync_error.into()))
             }
             Verdict::Cut => Err(no_power()),
         }

@@ -6,11 +6,10 @@ use crate::info::{
     Direction, DiskInfo, DiskStatistics, EachExtent, NewDisk, Point, Reclaimed, SnapshotInfo, SnapshotOptions, Tuning,
 };
 use crate::names;
-use crate::native::check_capacity;
-use crate::snapshot_group::{ImageSnapshot, UnderWay};
+use crate::native::{Taking, check_capacity};
+use crate::snapshot_group::{self, ImageSnapshot, UnderWay};
 use error::{Error, ErrorKind, Result};
 use std::sync::Arc;
-use store::engine::NewSnapshot;
 use work::Progress;
 
 impl Datastore {
@@ -79,10 +78,17 @@ impl Datastore {
     /// Deletes a disk with its snapshots. `Busy` while clients have it open, and if linked clones are based on it (the
     /// error lists them). With `promote`, the snapshots that clones are based on are handed over to the clones instead.
     pub fn delete_disk(&self, name: &str, promote: bool) -> Result<()> {
-        self.end_groups()?;
+        self.end_whole_groups()?;
         let _use = self.uses.share(name)?;
         match self.foreign.find(name) {
-            Some(entry) => self.foreign.delete_disk(&entry, promote),
+            Some(entry) => {
+                let uuid = entry.disk.uuid();
+                self.foreign.delete_disk(&entry, promote)?;
+                if let Err(error) = snapshot_group::forget(&**self.directory(), &uuid) {
+                    tracing::warn!(%error, disk = name, "a record of snapshots that were taken together still names it");
+                }
+                Ok(())
+            }
             None => self.native.delete_disk(name, promote),
         }
     }
@@ -109,13 +115,12 @@ impl Datastore {
         }
         let mut taken = Vec::new();
         if native.is_empty() {
-            self.snapshot_images(&images, &[], options, &mut || Ok(()))?;
+            self.snapshot_images(&images, None, options)?;
         } else {
-            // The native lock is taken before the images are opened, because no write waits for that lock during this
-            // time.
-            taken = self.native.create_snapshots(&native, &mut |new, take| match images.is_empty() {
-                true => take(),
-                false => self.snapshot_images(&images, new, options, take),
+            // The lock of the native disks is taken first: no write waits for that.
+            taken = self.native.create_snapshots(&native, &mut |taking| match images.is_empty() {
+                true => taking.take(),
+                false => self.snapshot_images(&images, Some(taking), options),
             })?;
         }
         for (entry, name) in &images {
@@ -126,31 +131,46 @@ impl Datastore {
         Ok(taken)
     }
 
-    /// Takes snapshots of disks in VMware's formats, and of native disks by calling `take`. After a power cut either
-    /// all of the snapshots exist or none.
+    /// Takes snapshots of disks of images, and native ones: after a power cut all of them are there, or none.
     fn snapshot_images(
         &self,
         images: &[(Arc<ForeignDisk>, String)],
-        native: &[NewSnapshot],
+        mut native: Option<&mut Taking<'_>>,
         options: &SnapshotOptions,
-        take: &mut dyn FnMut() -> Result<()>,
     ) -> Result<()> {
-        if images.len() + native.len() < 2 {
-            return self.foreign.create_snapshots(images, None, options, take);
+        // From before their numbers are known until the group is over: a snapshot of the same name and number is one of
+        // the group.
+        let _alone = images.iter().map(|(entry, _)| entry.begin_snapshot()).collect::<Result<Vec<_>>>()?;
+        if images.len() < 2 && native.is_none() {
+            return self.foreign.create_snapshots(images, None, options, &mut || Ok(()));
         }
         let image = |(entry, name): &(Arc<ForeignDisk>, String)| ImageSnapshot {
+            disk: entry.disk.uuid(),
             folder: entry.folder.clone(),
             snapshot: name.clone(),
             uid: entry.disk.record().last_uid.saturating_add(1),
         };
-        let uuids: Vec<[u8; 16]> = native.iter().map(|new| new.uuid).collect();
+        let uuids = native.iter().flat_map(|native| native.wanted()).map(|new| new.uuid).collect::<Vec<_>>();
         let images_of: Vec<ImageSnapshot> = images.iter().map(image).collect();
         let uids: Vec<u32> = images_of.iter().map(|image| image.uid).collect();
         let mut group = UnderWay::new(self.directory(), &uuids, images_of)?;
-        let outcome = group.begin().and_then(|()| self.foreign.create_snapshots(images, Some(&uids), options, take));
+        let outcome = group.begin().and_then(|()| {
+            self.foreign.create_snapshots(images, Some(&uids), options, &mut || {
+                let Some(native) = &mut native else { return Ok(()) };
+                let taken = native.take();
+                if taken.is_err() && !native.is_certain() {
+                    // What fails here is tried again below.
+                    let _ = group.give_up();
+                }
+                taken
+            })
+        });
         let ended = match &outcome {
             Ok(()) => group.end(),
-            Err(_) => group.take_back(&self.foreign),
+            Err(_) => {
+                let native_gone = native.is_none_or(|native| native.take_back());
+                group.take_back(&self.foreign, native_gone)
+            }
         };
         if ended.is_err() {
             self.unended.lock().push(group);
@@ -158,16 +178,30 @@ impl Datastore {
         outcome.and(ended)
     }
 
-    /// Removes the records of snapshot groups that are complete but whose records could not be removed before. It runs
-    /// before snapshots are created or deleted, because recovery would compare such a record with the snapshots that it
-    /// finds.
+    /// Has the records of groups that are over say so where they could not then: before snapshots are made, and their
+    /// numbers could be taken for those of a group.
     fn end_groups(&self) -> Result<()> {
+        self.end_groups_but(|_| false)
+    }
+
+    /// The same before snapshots go: what an opening would read from the records must still be true. That needs no
+    /// room; what does is left for later.
+    fn end_whole_groups(&self) -> Result<()> {
+        self.end_groups_but(UnderWay::is_given_up)
+    }
+
+    fn end_groups_but(&self, may_wait: fn(&UnderWay) -> bool) -> Result<()> {
         let mut unended = self.unended.lock();
-        while let Some(group) = unended.last() {
-            group.end()?;
-            unended.pop();
-        }
-        Ok(())
+        let mut outcome = Ok(());
+        unended.retain_mut(|group| match group.try_again() {
+            Ok(()) => false,
+            Err(_) if may_wait(group) => true,
+            Err(error) => {
+                outcome = Err(error);
+                true
+            }
+        });
+        outcome
     }
 
     /// Snapshots of one disk, or of all disks, parents before children.
@@ -192,7 +226,7 @@ impl Datastore {
         direction: Option<Direction>,
         progress: &dyn Progress,
     ) -> Result<()> {
-        self.end_groups()?;
+        self.end_whole_groups()?;
         let _use = self.uses.share(disk)?;
         match self.foreign.find(disk) {
             Some(entry) => self.foreign.delete_snapshot(&entry, name, direction, progress),

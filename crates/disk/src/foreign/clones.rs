@@ -38,6 +38,7 @@ impl Foreign {
 
     /// Takes a snapshot named `name`, or `name` with a number if that name is taken.
     pub(super) fn snapshot_for(&self, entry: &Arc<ForeignDisk>, name: &str, description: &str) -> Result<String> {
+        let _alone = entry.begin_snapshot()?;
         let mut free = name.to_owned();
         let mut number = 2;
         while entry.find_snapshot(&free).is_ok() {

@@ -66,13 +66,16 @@ pub(crate) struct ForeignDisk {
     /// The open device of the head, which is updated when the list of snapshots changes.
     head: Mutex<Weak<ChainedDevice>>,
     clients: Mutex<()>,
-    /// The capacity when the images were last open; 0 before.
+    /// Held while snapshots are taken whose names users choose: of this disk, one request at a time.
+    snapshots: Mutex<()>,
+    /// As it was when the images were open last; 0 before.
     capacity: AtomicU64,
 }
 
 impl ForeignDisk {
     fn new(folder: String, disk: Arc<vmdk::Disk>) -> Arc<Self> {
-        Arc::new(Self { folder, disk, head: Mutex::default(), clients: Mutex::default(), capacity: AtomicU64::new(0) })
+        let (head, capacity) = (Mutex::default(), AtomicU64::new(0));
+        Arc::new(Self { folder, disk, head, clients: Mutex::default(), snapshots: Mutex::default(), capacity })
     }
 
     /// The identity under which clients of the head, or of a snapshot, are counted.

@@ -4,6 +4,7 @@ use super::{Foreign, ForeignDisk};
 use crate::info::{ChangedExtent, Direction, DiskInfo, EachExtent, Point, SnapshotInfo, SnapshotOptions};
 use chain::{Chain, Condition, LevelKey};
 use error::{Error, ErrorKind, Result};
+use parking_lot::MutexGuard;
 use std::sync::Arc;
 use vmdk::NewSnapshot;
 use work::{NoProgress, Progress};
@@ -50,8 +51,15 @@ impl ForeignDisk {
         ))
     }
 
-    /// Deletes temporary snapshots whose operation a crash ended. Their images are merged at the next deletion of a
-    /// snapshot.
+    /// The right to take a snapshot: `Busy` while another request takes one.
+    pub(crate) fn begin_snapshot(&self) -> Result<MutexGuard<'_, ()>> {
+        self.snapshots.try_lock().ok_or_else(|| {
+            let text = format!("disk '{}': another snapshot of it is being taken; try again", self.disk.name());
+            Error::new(ErrorKind::Busy, text)
+        })
+    }
+
+    /// Takes the names of snapshots whose work a crash ended. Their levels are merged with the next deletion.
     pub(super) fn drop_temporary_snapshots(&self) {
         let record = self.disk.record();
         for snapshot in record.snapshots.iter().filter(|snapshot| snapshot.description == TEMPORARY) {

@@ -109,8 +109,11 @@ impl NativeDevice {
         Ok(())
     }
 
-    fn finish(&self, fua: bool) -> Result<()> {
-        if fua { self.flush() } else { Ok(()) }
+    fn finish(&self, head: &Head, fua: bool) -> Result<()> {
+        match fua {
+            true => self.engine.flush_write(head).map_err(|error| error.context(&self.name)),
+            false => Ok(()),
+        }
     }
 
     fn spans(&self, range: Range<u64>, limit: usize) -> Result<Vec<Span>> {
@@ -178,7 +181,7 @@ impl Device for NativeDevice {
     fn write(&self, offset: u64, data: SharedSlice, fua: bool) -> Result<()> {
         let head = self.writable(offset, data.len() as u64)?;
         if data.is_empty() {
-            return self.finish(fua);
+            return self.finish(head, fua);
         }
         // Capacity 0 disables the rule for the last block: the data does not cover the bytes after the end of the disk.
         let parts = cut(offset, data.len() as u64, 0);
@@ -195,7 +198,7 @@ impl Device for NativeDevice {
             self.engine
                 .modify_block(head, &self.name, block, &|content| content[bytes.clone()].copy_from_slice(source))?;
         }
-        self.finish(fua)
+        self.finish(head, fua)
     }
 
     fn pressure(&self) -> u32 {
@@ -207,7 +210,7 @@ impl Device for NativeDevice {
     fn discard(&self, offset: u64, length: u64, fua: bool) -> Result<()> {
         let head = self.writable(offset, length)?;
         if length == 0 {
-            return self.finish(fua);
+            return self.finish(head, fua);
         }
         let parts = cut(offset, length, self.capacity());
         unless_full(self.zero_partial(head, &parts.partial))?;
@@ -216,13 +219,13 @@ impl Device for NativeDevice {
         } else {
             self.engine.discard_blocks(head, parts.whole)?;
         }
-        self.finish(fua)
+        self.finish(head, fua)
     }
 
     fn write_zeroes(&self, offset: u64, length: u64, allocate: bool, fua: bool) -> Result<()> {
         let head = self.writable(offset, length)?;
         if length == 0 {
-            return self.finish(fua);
+            return self.finish(head, fua);
         }
         let parts = cut(offset, length, self.capacity());
         self.zero_partial(head, &parts.partial)?;
@@ -233,7 +236,7 @@ impl Device for NativeDevice {
                 self.engine.discard_blocks(head, parts.whole)?;
             }
         }
-        self.finish(fua)
+        self.finish(head, fua)
     }
 
     fn begin_flush(&self) -> Result<FlushTicket> {

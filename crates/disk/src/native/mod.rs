@@ -27,6 +27,7 @@ mod snapshots;
 pub(crate) use arriving::Arrived;
 pub(crate) use disks::{check_capacity, list, stored};
 pub(crate) use moving::{NativeOriginal, NativeReplica};
+pub(crate) use snapshots::Taking;
 
 use crate::device::Device;
 use crate::info::{CheckOptions, CheckReport, Finding};

@@ -6,11 +6,45 @@ use crate::info::{ChangedExtent, DiskInfo, EachExtent, Point, SnapshotInfo};
 use crate::names;
 use backend::BLOCK_SIZE;
 use error::{Error, ErrorKind, Result};
+use store::Engine;
 use store::catalog::{Catalog, Object};
 use store::engine::NewSnapshot;
 
-/// The function that takes the native snapshots of a group; to be called once.
-pub(crate) type Taking<'a> = &'a mut dyn FnMut() -> Result<()>;
+/// The taking of native snapshots at one point, for the caller that has others stand still meanwhile.
+pub(crate) struct Taking<'a> {
+    engine: &'a Engine,
+    wanted: Vec<NewSnapshot>,
+    ids: Vec<u64>,
+}
+
+impl Taking<'_> {
+    /// What is taken.
+    pub fn wanted(&self) -> &[NewSnapshot] {
+        &self.wanted
+    }
+
+    /// Takes them, durably. Once only.
+    pub fn take(&mut self) -> Result<()> {
+        self.ids = self.engine.snapshot(&self.wanted)?;
+        Ok(())
+    }
+
+    /// False after a failure of the medium: the next opening may find snapshots whose taking has failed.
+    pub fn is_certain(&self) -> bool {
+        self.engine.failure().is_none()
+    }
+
+    /// Deletes what was taken. Says whether no opening will find any of it.
+    pub fn take_back(&mut self) -> bool {
+        for id in std::mem::take(&mut self.ids) {
+            if let Err(error) = self.engine.delete_snapshot(id) {
+                tracing::error!(%error, "a native snapshot of a failed group was not deleted");
+                return false;
+            }
+        }
+        self.is_certain()
+    }
+}
 
 fn info(catalog: &Catalog, snapshot: &Object) -> SnapshotInfo {
     let disk = catalog.find(snapshot.disk);
@@ -27,13 +61,13 @@ fn info(catalog: &Catalog, snapshot: &Object) -> SnapshotInfo {
 }
 
 impl Native {
-    /// Takes snapshots of several disks at one point: (disk, snapshot name). `around` gets the list of snapshots and
-    /// the function that takes them. It calls the function while the other disks of the group are quiesced, so
-    /// everything that may take long is done before.
+    /// Takes snapshots of several disks at one point: (disk, snapshot name). `around` is given the taking itself, to
+    /// be carried out at the point where others stand still too, and taken back when that fails; nothing that could
+    /// keep them waiting is left for then.
     pub fn create_snapshots(
         &self,
         of: &[(String, String)],
-        around: &mut dyn FnMut(&[NewSnapshot], Taking<'_>) -> Result<()>,
+        around: &mut dyn FnMut(&mut Taking<'_>) -> Result<()>,
     ) -> Result<Vec<SnapshotInfo>> {
         let _changes = self.changes.lock();
         let mut wanted = Vec::with_capacity(of.len());
@@ -42,24 +76,29 @@ impl Native {
             let disk = self.find_disk(disk)?.id;
             wanted.push(NewSnapshot { disk, name: name.clone(), uuid: names::new_uuid()?, incomplete: false });
         }
-        let mut ids = Vec::new();
-        let taken = around(&wanted, &mut || {
-            ids = self.engine.snapshot(&wanted)?;
-            Ok(())
-        });
-        if let Err(error) = taken {
-            // The snapshots of the other disks failed, so the native ones are deleted.
-            for id in ids {
-                if let Err(second) = self.engine.delete_snapshot(id) {
-                    tracing::error!(%second, "a native snapshot of a failed group was not deleted");
-                }
-            }
-            return Err(error);
-        }
+        let mut taking = Taking { engine: &self.engine, wanted, ids: Vec::new() };
+        around(&mut taking)?;
+        let ids = taking.ids;
         self.engine.with_catalog(|catalog| ids.iter().map(|id| Ok(info(catalog, catalog.get(*id)?))).collect())
     }
 
-    /// Snapshots of one disk, or of all disks, parents before children.
+    /// The number of the snapshot of that identity.
+    pub fn find_snapshot_by_identity(&self, uuid: &[u8; 16]) -> Option<u64> {
+        self.engine.with_catalog(|catalog| {
+            let same = |object: &&Object| object.is_snapshot() && object.uuid == *uuid;
+            catalog.objects().find(same).map(|object| object.id)
+        })
+    }
+
+    /// Deletes a snapshot of an interrupted operation, unless clones stand on it.
+    pub fn take_back_snapshot(&self, id: u64) -> Result<()> {
+        if self.engine.with_catalog(|catalog| catalog.disks().any(|clone| clone.origin == id)) {
+            return Err(Error::new(ErrorKind::Busy, "clones stand on it"));
+        }
+        self.engine.delete_snapshot(id)
+    }
+
+    /// Snapshots of one disk, or of all, parents before children.
     pub fn snapshots(&self, disk: Option<&str>) -> Result<Vec<SnapshotInfo>> {
         let only = disk.map(|name| self.find_disk(name)).transpose()?;
         Ok(self.engine.with_catalog(|catalog| {

@@ -6,14 +6,26 @@ use super::*;
 use crate::{
     Datastore, DiskFormat, InitOptions, NewDisk, NoProgress, OpenOptions, Provisioning, QueueChoice, SnapshotOptions,
 };
+use backend::local::{LocalDirectory, LocalQueues};
+use backend::{Directory, File, IoMode, LocalFolder, Lock, Queue, QueueKind, Room};
+use parking_lot::Mutex;
+use std::io;
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use store::Engine;
+use store::engine::EngineOptions;
 
 fn group() -> Group {
     Group {
         id: "0f0e0d0c-0b0a-4908-8706-050403020100".into(),
         taking_back: false,
         native: vec!["0f0e0d0c-0b0a-4908-8706-050403020101".into()],
-        images: vec![ImageSnapshot { folder: "größe".into(), snapshot: "monday".into(), uid: 4 }],
+        images: vec![ImageSnapshot {
+            disk: "0f0e0d0c-0b0a-4908-8706-050403020102".into(),
+            folder: "größe".into(),
+            snapshot: "monday".into(),
+            uid: 4,
+        }],
     }
 }
 
@@ -88,12 +100,17 @@ fn snapshots(datastore: &Datastore) -> Vec<String> {
 
 /// Writes the record of a group with these snapshots, as a power cut leaves it.
 fn broken_off(datastore: &Datastore, native: &[[u8; 16]], images: &[(&str, u32)]) {
-    let images = images.iter().map(|(folder, uid)| ImageSnapshot {
-        folder: (*folder).to_owned(),
+    UnderWay::new(datastore.directory(), native, of_group(datastore, images)).unwrap().begin().unwrap();
+}
+
+fn of_group(datastore: &Datastore, images: &[(&str, u32)]) -> Vec<ImageSnapshot> {
+    let image = |(disk, uid): &(&str, u32)| ImageSnapshot {
+        disk: datastore.disk(disk).unwrap().uuid,
+        folder: (*disk).to_owned(),
         snapshot: "group".into(),
         uid: *uid,
-    });
-    UnderWay::new(datastore.directory(), native, images.collect()).unwrap().begin().unwrap();
+    };
+    images.iter().map(image).collect()
 }
 
 fn records(path: &Path) -> usize {
@@ -228,5 +245,220 @@ fn what_cannot_be_taken_back_now_is_at_a_later_opening() {
     std::fs::rename(&away, &images).unwrap();
     let datastore = open(&path);
     assert_eq!((snapshots(&datastore), records(&path)), (vec!["b@group".to_owned()], 0));
+    datastore.close().unwrap();
+}
+
+/// A folder whose medium fails an append to the journal that it has carried out.
+struct FailingJournal {
+    inner: LocalDirectory,
+    fails: Arc<AtomicBool>,
+    /// What the record of the disk `a` was when the first file was replaced after that.
+    record_then: Arc<Mutex<Option<String>>>,
+}
+
+struct FailingFile {
+    inner: Arc<dyn File>,
+    fails: Arc<AtomicBool>,
+}
+
+impl FailingJournal {
+    fn has_group(&self, name: &str) -> bool {
+        self.inner.list().unwrap().iter().any(|there| there == name)
+    }
+
+    fn wrap(&self, name: &str, file: Arc<dyn File>) -> Arc<dyn File> {
+        match name {
+            "journal" => Arc::new(FailingFile { inner: file, fails: Arc::clone(&self.fails) }),
+            _ => file,
+        }
+    }
+}
+
+impl Directory for FailingJournal {
+    fn open(&self, name: &str, mode: IoMode) -> io::Result<Arc<dyn File>> {
+        Ok(self.wrap(name, self.inner.open(name, mode)?))
+    }
+    fn create(&self, name: &str, mode: IoMode) -> io::Result<Arc<dyn File>> {
+        Ok(self.wrap(name, self.inner.create(name, mode)?))
+    }
+    fn remove(&self, name: &str) -> io::Result<()> {
+        self.inner.remove(name)
+    }
+    fn rename(&self, from: &str, to: &str) -> io::Result<()> {
+        if self.fails.load(Ordering::SeqCst) && to.starts_with(PREFIX) && self.has_group(to) {
+            let record = std::fs::read_to_string(self.inner.path().join("images/a/lamina.disk")).unwrap();
+            self.record_then.lock().get_or_insert(record);
+        }
+        self.inner.rename(from, to)
+    }
+    fn list(&self) -> io::Result<Vec<String>> {
+        self.inner.list()
+    }
+    fn sync(&self) -> io::Result<()> {
+        self.inner.sync()
+    }
+    fn lock(&self, name: &str) -> io::Result<Box<dyn Lock>> {
+        self.inner.lock(name)
+    }
+    fn room(&self) -> io::Result<Room> {
+        self.inner.room()
+    }
+    fn queue(&self, depth: u32) -> io::Result<Box<dyn Queue>> {
+        self.inner.queue(depth)
+    }
+    fn queue_kind(&self) -> QueueKind {
+        self.inner.queue_kind()
+    }
+    fn local(&self) -> Option<&dyn LocalFolder> {
+        self.inner.local()
+    }
+}
+
+impl File for FailingFile {
+    fn len(&self) -> io::Result<u64> {
+        self.inner.len()
+    }
+    fn set_len(&self, length: u64) -> io::Result<()> {
+        self.inner.set_len(length)
+    }
+    fn read_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<()> {
+        self.inner.read_at(buffer, offset)
+    }
+    fn write_at(&self, slices: &[&[u8]], offset: u64, durable: bool) -> io::Result<()> {
+        self.inner.write_at(slices, offset, durable)?;
+        match durable && self.fails.load(Ordering::SeqCst) {
+            true => Err(io::Error::other("the medium failed")),
+            false => Ok(()),
+        }
+    }
+    fn sync(&self) -> io::Result<()> {
+        self.inner.sync()
+    }
+    fn punch(&self, offset: u64, length: u64) -> io::Result<()> {
+        self.inner.punch(offset, length)
+    }
+}
+
+#[test]
+fn native_snapshots_of_an_append_that_failed_go_with_the_others() {
+    let (folder, datastore) = made();
+    let path = folder.path().join("store");
+    datastore.close().unwrap();
+    drop(datastore);
+    let fails = Arc::new(AtomicBool::new(false));
+    let inner = LocalDirectory::open(&path, LocalQueues::Threads).unwrap();
+    let record_then = Arc::new(Mutex::new(None));
+    let directory = FailingJournal { inner, fails: Arc::clone(&fails), record_then: Arc::clone(&record_then) };
+    let directory = Arc::new(directory);
+    let datastore = Datastore::open_at(Some(&path), directory, EngineOptions::default(), Engine::open_owned).unwrap();
+    fails.store(true, Ordering::SeqCst);
+    let of = ["n", "a"].map(|disk| (disk.to_owned(), "group".to_owned()));
+    datastore.create_snapshots(&of, &SnapshotOptions::default()).unwrap_err();
+    drop(datastore);
+    // The power could have gone at any moment: that nothing stays is written before the first of them is taken back.
+    let record_then = record_then.lock().take().unwrap();
+    assert!(record_then.contains("\"group\""), "{record_then}");
+    // The append is on the medium: recovery finds the native snapshot.
+    let datastore = open(&path);
+    assert_eq!((snapshots(&datastore), records(&path)), (vec![], 0));
+    datastore.close().unwrap();
+}
+
+#[test]
+fn a_group_of_which_one_was_taken_back_goes_with_its_native_snapshots() {
+    let (folder, datastore) = made();
+    let path = folder.path().join("store");
+    take(&datastore, &["n", "a"], "group");
+    broken_off(&datastore, &[native_snapshot(&datastore, "group")], &[("a", 1), ("b", 1)]);
+    datastore.close().unwrap();
+    drop(datastore);
+    let datastore = open(&path);
+    assert_eq!((snapshots(&datastore), records(&path)), (vec![], 0));
+    datastore.close().unwrap();
+}
+
+#[test]
+fn a_snapshot_of_another_request_is_none_of_a_group_that_finds_it() {
+    let (folder, datastore) = made();
+    let path = folder.path().join("store");
+    let request = |disks: &[&str], name: &str| {
+        let of: Vec<_> = disks.iter().map(|disk| ((*disk).to_owned(), name.to_owned())).collect();
+        datastore.create_snapshots(&of, &SnapshotOptions::default()).is_ok()
+    };
+    // The one that the group comes to last.
+    let [a, b] = ["a", "b"].map(|disk| datastore.disk(disk).unwrap().uuid);
+    let late = if a > b { "a" } else { "b" };
+    let mut taken = Vec::new();
+    for round in 0..12 {
+        let name = format!("s{round}");
+        let (alone, group) = std::thread::scope(|scope| {
+            let group = scope.spawn(|| request(&["a", "b"], &name));
+            // When the group knows its numbers, and has no snapshot yet.
+            while records(&path) == 0 && !group.is_finished() {
+                std::thread::sleep(std::time::Duration::from_micros(50));
+            }
+            (request(&[late], &name), group.join().unwrap())
+        });
+        assert!(alone != group || !alone, "both took {name}");
+        taken.extend((alone || group).then(|| format!("{late}@{name}")));
+        assert_eq!(records(&path), 0, "round {round}: a group that took nothing is to be taken back");
+    }
+    assert!(!taken.is_empty());
+    datastore.close().unwrap();
+    drop(datastore);
+    let datastore = open(&path);
+    let there = snapshots(&datastore);
+    assert!(taken.iter().all(|name| there.contains(name)), "{taken:?} {there:?}");
+    datastore.close().unwrap();
+}
+
+#[test]
+fn what_could_not_be_recorded_after_a_failure_is_recorded_later() {
+    let (folder, datastore) = made();
+    let path = folder.path().join("store");
+    let images = of_group(&datastore, &[("a", 1), ("b", 1)]);
+    let mut group = UnderWay::new(datastore.directory(), &[], images).unwrap();
+    group.begin().unwrap();
+    // Of a group that has failed, one snapshot could not be taken back, and nothing can be recorded.
+    take(&datastore, &["a"], "group");
+    let blocked = path.join(format!("{}{TEMPORARY}", file_name(&group.group.id).unwrap()));
+    std::fs::create_dir(&blocked).unwrap();
+    group.take_back(&datastore.foreign, true).unwrap_err();
+    datastore.unended.lock().push(group);
+    let other = [("b".to_owned(), "other".to_owned())];
+    datastore.create_snapshots(&other, &SnapshotOptions::default()).unwrap_err();
+    datastore.delete_disk("n", false).unwrap();
+    std::fs::remove_dir(&blocked).unwrap();
+    take(&datastore, &["b"], "group");
+    datastore.close().unwrap();
+    drop(datastore);
+    let datastore = open(&path);
+    assert_eq!((snapshots(&datastore), records(&path)), (vec!["b@group".to_owned()], 0));
+    datastore.close().unwrap();
+}
+
+#[test]
+fn a_disk_that_gets_the_folder_of_one_in_a_group_is_none_of_it() {
+    let (folder, datastore) = made();
+    let path = folder.path().join("store");
+    // Both snapshots of the group could not be taken back. Then one of the disks was made anew, the other one deleted.
+    let mut group = UnderWay::new(datastore.directory(), &[], of_group(&datastore, &[("a", 1), ("b", 1)])).unwrap();
+    take(&datastore, &["a"], "group");
+    take(&datastore, &["b"], "group");
+    group.take_back(&datastore.foreign, true).unwrap();
+    datastore.delete_disk("a", false).unwrap();
+    assert_eq!(records(&path), 1);
+    datastore.delete_disk("b", false).unwrap();
+    assert_eq!(records(&path), 0, "nothing waits for disks that were deleted");
+    // A server that was killed between a deletion and that.
+    group.group.images.truncate(1);
+    group.give_up().unwrap();
+    let new = NewDisk { format: DiskFormat::Vmdk, ..NewDisk::native(SIZE, Provisioning::Thin) };
+    datastore.create_disk("a", &new, &NoProgress).unwrap();
+    take(&datastore, &["a"], "group");
+    datastore.close().unwrap();
+    drop(datastore);
+    let datastore = open(&path);
+    assert_eq!((snapshots(&datastore), records(&path)), (vec!["a@group".to_owned()], 0));
     datastore.close().unwrap();
 }

@@ -21,6 +21,8 @@ struct Isolated {
     ranges: Vec<(Range<u64>, String)>,
     /// Set when acknowledged writes were lost: the next flush of the disk reports it.
     untold: Option<String>,
+    /// The same of writes that are to be durable: a client that repeats such a write takes only that for lost.
+    untold_by_writes: Option<String>,
 }
 
 /// The isolated ranges of all disks.
@@ -35,11 +37,13 @@ impl Isolation {
         let mut disks = self.disks.lock();
         let isolated = disks.entry(disk).or_default();
         let bytes = BLOCK_SIZE as u64;
-        isolated.untold = Some(format!(
+        let lost = format!(
             "acknowledged writes to bytes {} to {} are lost: the map is damaged there ({why})",
             range.start * bytes,
             range.end * bytes
-        ));
+        );
+        isolated.untold_by_writes = Some(lost.clone());
+        isolated.untold = Some(lost);
         match isolated.ranges.last_mut() {
             Some((last, _)) if last.end == range.start => last.end = range.end,
             _ => isolated.ranges.push((range, why)),
@@ -72,10 +76,20 @@ impl Engine {
     /// Like [`Engine::flush_to`], for a client of a disk. Fails once after acknowledged writes to the disk were lost.
     pub fn flush_head(&self, head: &Head, ticket: u64) -> Result<()> {
         self.flush_to(ticket)?;
+        self.tell_lost(head, |isolated| isolated.untold.take())
+    }
+
+    /// The same for a client's write that is to be durable. The next flush fails all the same.
+    pub fn flush_write(&self, head: &Head) -> Result<()> {
+        self.flush()?;
+        self.tell_lost(head, |isolated| isolated.untold_by_writes.take())
+    }
+
+    fn tell_lost(&self, head: &Head, take: impl FnOnce(&mut Isolated) -> Option<String>) -> Result<()> {
         if !self.isolation.any.load(Ordering::Acquire) {
             return Ok(());
         }
-        match self.isolation.disks.lock().get_mut(&head.id).and_then(|isolated| isolated.untold.take()) {
+        match self.isolation.disks.lock().get_mut(&head.id).and_then(take) {
             Some(why) => Err(Error::new(ErrorKind::Corrupt, why)),
             None => Ok(()),
         }

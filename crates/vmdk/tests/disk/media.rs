@@ -3,10 +3,12 @@
 //! new process reads after a kill or a failed close, with the page cache kept, must stay.
 
 use crate::world::{DELTAS, Random, Sub, options};
-use backend::simulated::{Fault, SimulatedDisk, SimulatedOptions};
+use backend::simulated::{Fault, Request, SimulatedDisk, SimulatedOptions};
 use layer::descriptor::Adapter;
 use layer::image::{Folder, ImageKind};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 use vmdk::{DeltaFormat, Disk, NewDisk, NewSnapshot};
 use work::NoProgress;
 
@@ -455,6 +457,95 @@ fn a_disk_above_read_only_images_is_reopened() {
         disk.chain().unwrap().flush().unwrap();
         drop(disk);
         assert!(open(&[delta]).chain().is_err());
+    }
+}
+
+/// A thin pool below the file system that is full: what was acknowledged is lost, and waiting for room does not help.
+#[test]
+fn a_flush_that_finds_no_room_stops_the_disk() {
+    let kinds = [ImageKind::Thin, ImageKind::MonolithicSparse, ImageKind::SeSparse];
+    for seed in 0..36 {
+        let mut world = World::new(seed, kinds[(seed / 3 % 3) as usize], DELTAS[(seed % 3) as usize]);
+        world.steps(20);
+        world.write();
+        world.faulty = true;
+        world.machine.fail_syncs_for_room(1);
+        world.flush();
+        assert!(world.disk.stopped().is_some(), "{}", world.what);
+        world.check(0, SECTORS);
+        world.reopen();
+    }
+}
+
+/// Leaves others time while a flush lasts.
+fn slow_flush(request: Request) {
+    if request == Request::Sync {
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
+/// A caller that asks for the chain while another head comes: it may get the old one, which takes no writes any more,
+/// and nobody gets it later.
+#[test]
+fn a_chain_that_is_opened_during_a_revert_does_not_stay() {
+    for seed in 0..6 {
+        let (machine, disk) = small(seed);
+        disk.snapshot(&NewSnapshot::named("s")).unwrap();
+        disk.chain().unwrap().write(0, &[2; 4096]).unwrap();
+        disk.chain().unwrap().flush().unwrap();
+        machine.set_pace(Arc::new(slow_flush));
+        let done = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while !done.load(Ordering::SeqCst) {
+                    drop(disk.chain());
+                    std::thread::sleep(Duration::from_micros(100));
+                }
+            });
+            let reverted = disk.revert("s");
+            done.store(true, Ordering::SeqCst);
+            reverted.unwrap();
+        });
+        let first = |disk: &Disk| {
+            let mut bytes = [0; 4096];
+            disk.chain().unwrap().read(0, &mut bytes).unwrap();
+            bytes[0]
+        };
+        assert_eq!(first(&disk), 1, "seed {seed}");
+        disk.chain().unwrap().write(0, &[3; 4096]).unwrap();
+        disk.chain().unwrap().flush().unwrap();
+        drop(disk);
+        let disk = Disk::open(Folder::plain(machine.directory()), &options(2)).unwrap();
+        assert_eq!(first(&disk), 3, "seed {seed}: a flushed write is lost");
+    }
+}
+
+/// A caller that found the disk open, and looks for its chain when that is being closed.
+#[test]
+fn no_chain_is_opened_of_a_disk_that_was_closed() {
+    for seed in 0..6 {
+        let (machine, disk) = small(seed);
+        machine.set_pace(Arc::new(slow_flush));
+        let (disk, open) = (&disk, AtomicBool::new(true));
+        let late = std::thread::scope(|scope| {
+            let callers: Vec<_> = (0..4)
+                .map(|_| {
+                    scope.spawn(|| {
+                        let mut last = None;
+                        while open.load(Ordering::SeqCst) {
+                            last = disk.chain().ok();
+                        }
+                        last
+                    })
+                })
+                .collect();
+            std::thread::sleep(Duration::from_millis(1));
+            disk.close().unwrap();
+            open.store(false, Ordering::SeqCst);
+            let last = callers.into_iter().filter_map(|caller| caller.join().unwrap());
+            last.filter(|chain| chain.write(0, &[4; 4096]).is_ok()).count()
+        });
+        assert_eq!((late, disk.is_head_open()), (0, false), "seed {seed}");
     }
 }
 

@@ -1,0 +1,84 @@
+//! Snapshots of machines whose taking ends in the middle.
+
+#![allow(clippy::unwrap_used)]
+use super::*;
+use crate::disks::{Facts, SnapshotFacts};
+use crate::host::Places;
+use parking_lot::Mutex;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use work::Progress;
+
+/// Disks that have snapshots and nothing else. Something gets in the way of the folder `obstacle` when they are taken.
+struct Taken {
+    all: Mutex<Vec<(String, String)>>,
+    obstacle: PathBuf,
+}
+
+impl Disks for Taken {
+    fn server(&self) -> Result<PathBuf> {
+        Ok("/nbd".into())
+    }
+    fn all(&self) -> Result<BTreeMap<String, Facts>> {
+        Ok(BTreeMap::new())
+    }
+    fn create(&self, _: &str, _: u64) -> Result<()> {
+        Ok(())
+    }
+    fn snapshot(&self, of: &[(String, String)]) -> Result<()> {
+        self.all.lock().extend_from_slice(of);
+        fs::create_dir_all(self.obstacle.join("something")).unwrap();
+        Ok(())
+    }
+    fn snapshots(&self, disk: &str) -> Result<Vec<SnapshotFacts>> {
+        let of = self.all.lock().iter().filter(|(of, _)| of == disk).map(|(_, name)| name.clone()).collect::<Vec<_>>();
+        let facts = |name| SnapshotFacts { name, created: clock::seconds(), clones: Vec::new() };
+        Ok(of.into_iter().map(facts).collect())
+    }
+    fn delete_snapshot(&self, disk: &str, snapshot: &str) -> Result<()> {
+        self.all.lock().retain(|(of, name)| of != disk || name != snapshot);
+        Ok(())
+    }
+    fn revert(&self, _: &str, _: &str) -> Result<()> {
+        Ok(())
+    }
+    fn clone_linked(&self, _: &str, _: &str, _: &[String]) -> Result<()> {
+        Ok(())
+    }
+    fn clone_full(&self, _: &str, _: &str, _: &str, _: &dyn Progress) -> Result<()> {
+        Ok(())
+    }
+    fn delete(&self, _: &str, _: bool) -> Result<()> {
+        Ok(())
+    }
+    fn settle(&self) -> Result<()> {
+        Ok(())
+    }
+}
+
+/// The last step fails, or the command is killed before it: the next command finds what to delete.
+#[test]
+fn a_snapshot_that_did_not_get_its_name_leaves_none_of_its_disks() {
+    let folder = tempfile::tempdir().unwrap();
+    let obstacle = folder.path().join("machines/web/snapshots/s");
+    let disks = Arc::new(Taken { all: Mutex::default(), obstacle: obstacle.clone() });
+    let places = Places {
+        datastore: folder.path().to_owned(),
+        memory: Some(folder.path().join("memory")),
+        qemu: "qemu-system-x86_64".into(),
+    };
+    let host = Host::open(&places, Arc::clone(&disks) as Arc<dyn Disks>).unwrap();
+    let mut definition = Definition::new("web", 1, 64 << 20).unwrap();
+    definition.add_disk("web-disk").unwrap();
+    let making = host.machines().make(&[definition], |_| Vec::new(), Vec::new()).unwrap();
+    making.finish("web").unwrap();
+    making.settle().unwrap();
+    let change = host.change("web").unwrap();
+    take(&host, &change, "s", Options::default()).unwrap_err();
+    drop(change);
+    assert_eq!(disks.all.lock().len(), 1);
+    fs::remove_dir_all(&obstacle).unwrap();
+    host.recover().unwrap();
+    assert_eq!(*disks.all.lock(), []);
+    assert_eq!(names(&host.machines().get("web").unwrap()).unwrap(), Vec::<String>::new());
+}
