@@ -26,7 +26,7 @@ use connections::{Address, Limits, Listen, TlsConfig};
 use control::jobs::Jobs;
 use control::{Served, Service, Serving, Target, Watch, require_folder, socket, uri};
 use disk::{Datastore, OpenOptions};
-use error::{Error, Result};
+use error::{Error, ErrorKind, Result};
 use export::clients::Clients;
 use export::nbd;
 use exports::DatastoreExports;
@@ -162,6 +162,12 @@ fn limits(arguments: &ServeArguments) -> Limits {
 fn nbd_config(path: &Path, arguments: &ServeArguments) -> Result<nbd::ServerConfig> {
     let socket = arguments.socket.clone().unwrap_or_else(|| path.join(NBD_SOCKET));
     let socket = std::path::absolute(&socket).map_err(|e| Error::io(format!("finding '{}'", socket.display()), e))?;
+    let control = socket::path(path);
+    let folder = socket.parent().and_then(|folder| folder.canonicalize().ok());
+    if folder.as_deref() == control.parent() && socket.file_name() == control.file_name() {
+        let text = format!("'{}' is where commands reach the server: give --socket another path", socket.display());
+        return Err(Error::new(ErrorKind::Invalid, text));
+    }
     let unix = Listen::Unix { path: socket, mode: arguments.socket_mode };
     let tls = match (&arguments.tls_cert, &arguments.tls_key) {
         (Some(certificate), Some(key)) => Some(TlsConfig {
