@@ -12,6 +12,7 @@ use crate::names;
 use crate::native::Native;
 use crate::pace::{self, Background, Foreground};
 use crate::snapshot_group;
+use crate::spare::Spare;
 use crate::switch::Switches;
 use crate::transfer;
 use backend::local::{LocalDirectory, LocalQueues};
@@ -152,7 +153,11 @@ impl Datastore {
         if !path.join("superblock").exists() {
             return Err(Error::new(
                 ErrorKind::NotFound,
-                format!("{} is not a datastore; 'lamina init' makes one", path.display()),
+                format!(
+                    "{} is not a datastore: it has no superblock; 'lamina init' makes one, 'lamina salvage' reads one \
+                     that has lost it",
+                    path.display()
+                ),
             ));
         }
         let queues = match options.queue {
@@ -223,6 +228,11 @@ impl Datastore {
     /// The folder, for small records of servers.
     pub fn directory(&self) -> &Arc<dyn Directory> {
         self.native.engine.directory()
+    }
+
+    /// The room that is kept back for a full file system.
+    pub fn spare(&self) -> Spare {
+        Spare::of(Arc::clone(self.directory()))
     }
 
     /// Sets a function that is called before a received disk replaces a disk without clients: it refuses for clients

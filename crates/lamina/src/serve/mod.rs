@@ -17,7 +17,6 @@
 mod exports;
 mod notify;
 mod receiving;
-mod spare;
 
 use crate::cli::ServeArguments;
 use crate::output::Form;
@@ -25,7 +24,7 @@ use crate::{exit, follow};
 use connections::{Address, Limits, Listen, TlsConfig};
 use control::jobs::Jobs;
 use control::{Served, Service, Serving, Target, Watch, require_folder, socket, uri};
-use disk::{Datastore, OpenOptions};
+use disk::{Datastore, OpenOptions, Spare};
 use error::{Error, ErrorKind, Result};
 use export::clients::Clients;
 use export::nbd;
@@ -34,7 +33,6 @@ use rustix::process::{Resource, getrlimit};
 use serde_json::json;
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
-use spare::Spare;
 use std::io::Write;
 use std::path::Path;
 use std::sync::Arc;
@@ -57,7 +55,7 @@ pub fn run(path: &Path, arguments: &ServeArguments, form: Form) -> Result<()> {
     let path = path.canonicalize().map_err(|e| Error::io(format!("finding '{}'", path.display()), e))?;
     let datastore = Datastore::open(&path, open_options(arguments))?;
     datastore.foreground().set_target(arguments.latency_target);
-    let spare = Spare::of(&path, Arc::clone(datastore.directory()));
+    let spare = datastore.spare();
     spare.give_up_if_full();
     let outcome = serve(&path, &datastore, arguments, form, &mut signals, &spare);
     let closed = datastore.close();
