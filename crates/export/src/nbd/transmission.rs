@@ -124,7 +124,8 @@ impl Transmission<'_> {
             self.answer();
             self.take_up()?;
             // A flush completed here kept other requests waiting, if there were any.
-            if self.session.end_batch() && self.is_wanting() && self.receive(Wait::No)? {
+            let arrived = self.session.end_batch() && self.is_wanting() && self.receive(Wait::No)?;
+            if arrived {
                 self.session.saw_overlap();
             }
             self.answer();
@@ -136,6 +137,10 @@ impl Transmission<'_> {
             self.session.note_answered(drained && !busy);
             if self.ended && drained && !busy {
                 return self.fault.take().map_or(Ok(()), Err);
+            }
+            if arrived {
+                // The client may wait for these before it sends anything else: nothing is waited for before them.
+                continue;
             }
             let wanting = self.is_wanting();
             match (busy, drained) {

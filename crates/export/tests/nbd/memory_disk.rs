@@ -135,6 +135,7 @@ pub struct MemoryDisk {
     file: Arc<MemoryFile>,
     state: Mutex<DiskState>,
     pub flushes: AtomicU64,
+    flush_delay: Mutex<Duration>,
     pub fua_writes: AtomicU64,
     /// Answer "changed under the read" to every n-th read; 0 for only when true.
     pub again_every: AtomicU32,
@@ -178,6 +179,7 @@ impl MemoryDisk {
             file: Arc::new(file),
             state: Mutex::new(state),
             flushes: AtomicU64::new(0),
+            flush_delay: Mutex::new(Duration::ZERO),
             fua_writes: AtomicU64::new(0),
             again_every: AtomicU32::new(0),
             verdicts: AtomicU32::new(0),
@@ -192,6 +194,11 @@ impl MemoryDisk {
     pub fn slow(&self, delay: Duration) {
         *self.file.delay.lock() = delay;
         self.file.misses_of_8.store(8, Ordering::Relaxed);
+    }
+
+    /// Every flush takes this long, from the moment in which it is counted.
+    pub fn slow_flushes(&self, delay: Duration) {
+        *self.flush_delay.lock() = delay;
     }
 
     /// Of 8 reads of a piece of the medium, this many do not find it in the page cache.
@@ -367,6 +374,7 @@ impl Device for MemoryDisk {
     }
     fn finish_flush(&self, _ticket: FlushTicket) -> Result<()> {
         self.flushes.fetch_add(1, Ordering::SeqCst);
+        std::thread::sleep(*self.flush_delay.lock());
         Ok(())
     }
     fn prefetch(&self, offset: u64, length: u64) -> Result<()> {
