@@ -1,6 +1,6 @@
 //! Room that a datastore keeps back for what its owner has to do on a full file system and what wants room there: the
-//! sockets of a server, for which XFS takes new inodes, and the names that deleting a disk needs. It lies in a file that
-//! means nothing, and is given up meanwhile.
+//! sockets of a server, for which XFS takes new inodes, and the names that deleting a disk needs. It lies in a file
+//! that means nothing, and is given up meanwhile.
 
 use backend::{Directory, IoMode};
 use std::io;

@@ -65,7 +65,8 @@ impl Engine {
         }
     }
 
-    /// The same as [`Engine::claim_blocks`] without reserving space in the file system: `None` if there are not enough free blocks.
+    /// The same as [`Engine::claim_blocks`] without reserving space in the file system: `None` if there are not enough
+    /// free blocks.
     pub(crate) fn try_claim(&self, blocks: u64) -> Option<Claim<'_>> {
         let claims = self.reserves.add_claim(blocks);
         let claim = Claim { engine: self, blocks };
