@@ -2,6 +2,7 @@
 //! fresh memory costs a page fault and a cleared page for each block.
 
 mod kept;
+mod mapping;
 
 use kept::Memory;
 pub use kept::release_idle;
@@ -55,13 +56,11 @@ impl Buffer {
     pub fn recycled(blocks: usize) -> Self {
         let class = blocks.next_power_of_two().ilog2() as usize;
         if blocks == 0 || class >= kept::CLASSES {
-            return Self { memory: Memory::Own(bytemuck::allocation::zeroed_vec(blocks)), length: blocks };
+            return Self { memory: Memory::zeroed(blocks), length: blocks };
         }
         let mut memory = Memory::of(class);
         if let Memory::Own(own) = &mut memory {
             if own.is_empty() {
-                // The kernel zeroes each page at its first use: a request that announces a long payload takes no memory
-                // before the payload arrives.
                 *own = bytemuck::allocation::zeroed_vec(1 << class);
                 own.truncate(blocks);
             }
@@ -74,7 +73,7 @@ impl Buffer {
     /// `blocks` blocks of zeros.
     pub fn zeroed(blocks: usize) -> Self {
         if blocks == 0 || blocks.next_power_of_two().ilog2() as usize >= kept::SLAB_CLASSES {
-            return Self { memory: Memory::Own(bytemuck::allocation::zeroed_vec(blocks)), length: blocks };
+            return Self { memory: Memory::zeroed(blocks), length: blocks };
         }
         let mut buffer = Self::recycled(blocks);
         buffer.fill(0);

@@ -1,8 +1,17 @@
-//! Memory of buffers is returned to the system. The test has its own process, because memory is counted per process.
+//! Memory of buffers is taken as it is used, and goes back to the system. A process of its own: what is in use is
+//! counted for all of it.
 
 #![allow(clippy::unwrap_used)]
 
-use backend::Buffer;
+use backend::{BLOCK_SIZE, Buffer};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// Held by each test, so that it counts its own memory only.
+static ALONE: Mutex<()> = Mutex::new(());
+
+fn alone() -> MutexGuard<'static, ()> {
+    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 /// Resident memory of this process, in bytes.
 fn resident() -> usize {
@@ -13,6 +22,7 @@ fn resident() -> usize {
 
 #[test]
 fn what_no_buffer_needs_any_more_goes_back_to_the_system() {
+    let _alone = alone();
     let many = |blocks: usize, count: usize| {
         (0..count)
             .map(|_| {
@@ -34,4 +44,15 @@ fn what_no_buffer_needs_any_more_goes_back_to_the_system() {
     let again = many(1, 100);
     assert!(again.iter().all(|buffer| buffer.iter().all(|byte| *byte == 7)));
     assert!(Buffer::zeroed(4).iter().all(|byte| *byte == 0));
+}
+
+#[test]
+fn memory_of_a_large_request_is_taken_as_its_bytes_arrive() {
+    let _alone = alone();
+    let before = resident();
+    // The payload of the largest request, at an offset within a block and at a whole one; one piece has arrived.
+    let mut announced: Vec<Buffer> = [8193, 8192, 4000, 256].repeat(4).into_iter().map(Buffer::recycled).collect();
+    announced.iter_mut().for_each(|buffer| buffer[..BLOCK_SIZE].fill(7));
+    assert!(resident() < before + (16 << 20), "{} after {before}", resident());
+    assert!(announced.iter().all(|buffer| buffer[BLOCK_SIZE - 1] == 7));
 }

@@ -12,6 +12,7 @@ use crate::names;
 use crate::native::Native;
 use crate::pace::{self, Background, Foreground};
 use crate::snapshot_group;
+use crate::spare::Spare;
 use crate::switch::Switches;
 use crate::transfer;
 use backend::local::{LocalDirectory, LocalQueues};
@@ -152,7 +153,11 @@ impl Datastore {
         if !path.join("superblock").exists() {
             return Err(Error::new(
                 ErrorKind::NotFound,
-                format!("{} is not a datastore; 'lamina init' makes one", path.display()),
+                format!(
+                    "{} is not a datastore: it has no superblock; 'lamina init' makes one, 'lamina salvage' reads one \
+                     that has lost it",
+                    path.display()
+                ),
             ));
         }
         let queues = match options.queue {
@@ -225,8 +230,13 @@ impl Datastore {
         self.native.engine.directory()
     }
 
-    /// Sets a function that is called before a received disk replaces a disk without connected clients. It refuses the
-    /// replacement if a client of the disk may reconnect. Only the first call has an effect.
+    /// The room that is kept back for a full file system.
+    pub fn spare(&self) -> Spare {
+        Spare::of(Arc::clone(self.directory()))
+    }
+
+    /// Sets a function that is called before a received disk replaces a disk without clients: it refuses for clients
+    /// that may come back. Only the first call has an effect.
     pub fn refuse_to_replace(&self, refuse: impl Fn(&str) -> Result<()> + Send + Sync + 'static) {
         let _ = self.native.refuse_to_replace.set(Box::new(refuse));
     }

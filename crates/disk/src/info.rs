@@ -51,7 +51,10 @@ impl FromStr for DiskFormat {
         match name {
             "native" => Ok(Self::Native),
             "vmdk" => Ok(Self::Vmdk),
-            other => other.parse().map(Self::Image),
+            other => other
+                .parse()
+                .map(Self::Image)
+                .map_err(|error: Error| Error::new(error.kind(), format!("{error}, native, vmdk"))),
         }
     }
 }

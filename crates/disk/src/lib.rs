@@ -16,6 +16,7 @@ pub mod pace;
 pub mod salvage;
 pub mod sealed;
 mod snapshot_group;
+mod spare;
 pub mod switch;
 pub mod transfer;
 
@@ -25,5 +26,6 @@ pub(crate) use error::{Error, ErrorKind, Result};
 pub use file_system::FileSystemInfo;
 pub use foreign::ChainedDevice;
 pub use info::*;
+pub use spare::Spare;
 pub use switch::{Switch, SwitchedDevice};
 pub use work::{NoProgress, Progress, Throttled};

@@ -68,7 +68,9 @@ pub struct ByteRange {
 pub struct SalvageList {
     /// Disks and snapshots.
     pub objects: Vec<SalvageObject>,
-    /// True if acknowledged changes at the end of the journal are lost.
+    /// Disks and snapshots may be missing here: a page of the catalog is lost.
+    pub incomplete: bool,
+    /// Acknowledged changes at the end of the journal are lost.
     pub behind: bool,
     /// Problems of the datastore as a whole.
     pub notes: Vec<String>,
@@ -156,7 +158,8 @@ impl SalvageRequest {
                 lost: ranges_of(&lost, one.object.capacity).iter().map(|range| range.length).sum(),
             });
         }
-        Ok(SalvageList { objects, behind: salvage.is_behind(), notes: salvage.notes().to_vec() })
+        let (incomplete, behind) = (salvage.is_incomplete(), salvage.is_behind());
+        Ok(SalvageList { objects, incomplete, behind, notes: salvage.notes().to_vec() })
     }
 
     /// Extracts a disk or snapshot.

@@ -240,7 +240,10 @@ fn finds_fault(reply: &Reply) -> bool {
         Reply::Check(report) => report.findings.iter().any(|finding| finding.repaired.is_none()),
         Reply::ImageCheck(check) => check.problems > 0,
         Reply::Image(info) => info.problem.is_some(),
-        Reply::SalvageList(list) => list.behind || list.objects.iter().any(|object| object.lost > 0 || !object.proven),
+        Reply::SalvageList(list) => {
+            let doubtful = list.objects.iter().any(|object| object.lost > 0 || !object.proven);
+            doubtful || list.incomplete || list.behind
+        }
         Reply::Salvaged(report) => report.behind || !report.proven || !report.lost.is_empty(),
         _ => false,
     }

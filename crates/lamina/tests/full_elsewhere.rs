@@ -87,6 +87,13 @@ fn filled(folder: &Path) {
     let disks = ["native", "images"];
     store.run("disk create native 64M").ok();
     store.run("disk create images 64M --format vmdk").ok();
+    // Their folders have names in them up to where another one, as a deletion needs, takes a block on XFS.
+    let tight = ["x", "xx", "xxx"];
+    for name in tight {
+        store.run(&format!("disk create {name} 8M --format vmfssparse")).ok();
+        store.run(&format!("snapshot create {name}@a")).ok();
+        store.run(&format!("snapshot create {name}@b")).ok();
+    }
     for name in ["native", "images"] {
         store.run(&format!("disk create spare-{name} 8M{}", if name == "images" { " --format vmdk" } else { "" })).ok();
     }
@@ -121,6 +128,10 @@ fn filled(folder: &Path) {
     fill_with_names(folder, "rest-4");
     let mut server = store.serve("");
     store.run("disk delete spare-images").ok();
+    for name in tight {
+        fill_with_names(folder, &format!("rest-4-{name}"));
+        store.run(&format!("disk delete {name}")).ok();
+    }
     for name in disks {
         let mut client = Client::connect(&store.socket(), name).unwrap();
         for block in 0..BLOCKS {

@@ -128,6 +128,33 @@ fn check_repairs_what_can_be_proven_and_names_the_rest() {
 }
 
 #[test]
+fn a_missing_file_is_damage_and_told_with_the_way_out() {
+    let (store, contents) = build();
+    let out = tempfile::tempdir().unwrap();
+    for name in ["superblock", "journal", "checkpoint", "catalog", "map", "map.summary", "data.table"] {
+        let (path, aside) = (store.path().join(name), out.path().join(name));
+        std::fs::copy(&path, &aside).unwrap();
+        std::fs::remove_file(&path).unwrap();
+        for command in ["disk list", "check --repair"] {
+            let done = store.run(command);
+            assert_eq!(done.code, if name == "superblock" { 3 } else { 6 }, "{name}: {done:?}");
+            assert!(done.stderr.contains(name) && done.stderr.contains("lamina salvage"), "{name}: {done:?}");
+        }
+        let list = run(&format!("salvage {} --list --json", store.path().display()));
+        assert_eq!(list.code, if ["catalog", "map"].contains(&name) { 6 } else { 0 }, "{name}: {list:?}");
+        let list: serde_json::Value = serde_json::from_str(&list.stdout).unwrap();
+        assert_eq!(list["incomplete"], name == "catalog", "{name}: {list}");
+        std::fs::rename(&aside, &path).unwrap();
+    }
+    assert_eq!(salvaged(&store, &contents, out.path()), 0);
+    // A disk whose record cannot be read is not reported as one that never was.
+    store.run("disk show vm1").ok();
+    spoil(&store, "catalog", 0, PAGE);
+    let done = store.run("disk show vm1");
+    assert!(done.code == 3 && done.stderr.contains("a page of the catalog is damaged, so"), "{done:?}");
+}
+
+#[test]
 fn a_datastore_that_cannot_be_opened_is_read_out() {
     let (store, contents) = build();
     let out = tempfile::tempdir().unwrap();

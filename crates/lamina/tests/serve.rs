@@ -87,6 +87,17 @@ fn a_foreign_control_socket_is_no_server() {
 }
 
 #[test]
+fn the_nbd_socket_does_not_take_the_place_of_the_control_socket() {
+    let store = Store::new();
+    let link = store.path().with_file_name("link");
+    std::os::unix::fs::symlink(store.path(), &link).unwrap();
+    for folder in [store.path(), link] {
+        let socket = folder.join("control.sock");
+        store.run(&format!("serve --socket {}", socket.display())).fails(2, "where commands reach the server");
+    }
+}
+
+#[test]
 fn tcp_beyond_loopback_has_to_be_asked_for_in_plain_words() {
     let store = Store::new();
     let done = store.run("serve --tcp 0.0.0.0:0");

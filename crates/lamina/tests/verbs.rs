@@ -72,6 +72,7 @@ fn the_life_of_a_snapshot() {
     assert_eq!(taken["snapshots"].as_array().unwrap().len(), 2);
     store.run("snapshot create vm1@b").ok();
     store.run("snapshot create vm1@b").fails(1, "b");
+    store.run("snapshot create vm1@c vm1@d").fails(2, "named twice");
     store.run("snapshot create vm2@b vm9@b").fails(3, "vm9");
     store.run("snapshot show vm2@b").fails(3, "vm2");
     let shown = store.run("snapshot show vm1@b --json").json();

@@ -4,6 +4,7 @@
 //! length of the stack between two calls of [`release_idle`] is the number of buffers that were not needed in that
 //! time.
 
+use super::mapping::Mapping;
 use super::{Aligned, BLOCK_SIZE};
 use parking_lot::Mutex;
 use rustix::mm::{Advice, madvise};
@@ -15,6 +16,8 @@ const KEPT_PER_CLASS: usize = 16 << 20;
 /// Buffers of the first classes, up to 16 KiB, are cut from slabs. All slabs are kept: their number is bounded by the
 /// limits on data in flight and in write buffers.
 pub(super) const SLAB_CLASSES: usize = 3;
+/// Memory from this class on (1 MiB) is mapped: a request that announces much takes no memory before its bytes arrive.
+const MAPPED_CLASS: usize = 8;
 /// Blocks in a slab (1 MiB).
 const SLAB_BLOCKS: usize = 256;
 /// Parts of slabs released under one hold of the lock.
@@ -48,6 +51,8 @@ impl Kept {
 pub(super) enum Memory {
     /// In an allocation of its own, of which the first blocks are in use.
     Own(Vec<Aligned>),
+    /// In a mapping of its own.
+    Mapped(Mapping),
     /// In a part of a slab. Slabs are never freed, their parts are used again.
     Part(&'static mut [Aligned]),
 }
@@ -56,6 +61,7 @@ impl Memory {
     pub fn blocks(&self) -> &[Aligned] {
         match self {
             Self::Own(blocks) => blocks,
+            Self::Mapped(mapping) => mapping.blocks(),
             Self::Part(blocks) => blocks,
         }
     }
@@ -63,8 +69,15 @@ impl Memory {
     pub fn blocks_mut(&mut self) -> &mut [Aligned] {
         match self {
             Self::Own(blocks) => blocks,
+            Self::Mapped(mapping) => mapping.blocks_mut(),
             Self::Part(blocks) => blocks,
         }
+    }
+
+    /// New memory, all zeros.
+    pub fn zeroed(blocks: usize) -> Self {
+        let mapping = if blocks >> MAPPED_CLASS > 0 { Mapping::new(blocks) } else { None };
+        mapping.map_or_else(|| Self::Own(bytemuck::allocation::zeroed_vec(blocks)), Self::Mapped)
     }
 
     /// Memory of `class`, kept or new.
@@ -74,6 +87,11 @@ impl Memory {
             return memory;
         }
         let size = 1 << class;
+        if class >= MAPPED_CLASS {
+            // Outside of the lock: the system takes its time.
+            drop(kept);
+            return Self::zeroed(size);
+        }
         if class >= SLAB_CLASSES {
             return Self::Own(Vec::with_capacity(size));
         }
@@ -84,17 +102,16 @@ impl Memory {
 
     /// Keeps the memory for another buffer, if there is room.
     pub fn keep(self) {
-        match self {
-            Self::Part(blocks) => KEPT[blocks.len().ilog2() as usize].lock().stack.push(Self::Part(blocks)),
-            Self::Own(blocks) => {
-                let capacity = blocks.capacity();
-                let class = if capacity.is_power_of_two() { capacity.ilog2() as usize } else { return };
-                if (SLAB_CLASSES..CLASSES).contains(&class) {
-                    let mut kept = KEPT[class].lock();
-                    if (kept.stack.len() + 1) * capacity * BLOCK_SIZE <= KEPT_PER_CLASS {
-                        kept.stack.push(Self::Own(blocks));
-                    }
-                }
+        let capacity = match self {
+            Self::Part(blocks) => return KEPT[blocks.len().ilog2() as usize].lock().stack.push(Self::Part(blocks)),
+            Self::Own(ref blocks) => blocks.capacity(),
+            Self::Mapped(ref mapping) => mapping.blocks().len(),
+        };
+        let class = if capacity.is_power_of_two() { capacity.ilog2() as usize } else { return };
+        if (SLAB_CLASSES..CLASSES).contains(&class) {
+            let mut kept = KEPT[class].lock();
+            if (kept.stack.len() + 1) * capacity * BLOCK_SIZE <= KEPT_PER_CLASS {
+                kept.stack.push(self);
             }
         }
     }
@@ -121,7 +138,7 @@ pub fn release_idle() {
             let freed: Vec<Memory> = {
                 let mut kept = kept.lock();
                 let idle = kept.least;
-                if matches!(kept.stack.first(), Some(Memory::Own(_))) {
+                if !matches!(kept.stack.first(), Some(Memory::Part(_))) {
                     kept.least -= idle;
                     kept.stack.drain(..idle).collect()
                 } else {

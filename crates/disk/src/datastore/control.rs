@@ -80,16 +80,18 @@ impl Datastore {
     pub fn delete_disk(&self, name: &str, promote: bool) -> Result<()> {
         self.end_whole_groups()?;
         let _use = self.uses.share(name)?;
-        match self.foreign.find(name) {
-            Some(entry) => {
-                let uuid = entry.disk.uuid();
-                self.foreign.delete_disk(&entry, promote)?;
-                if let Err(error) = snapshot_group::forget(&**self.directory(), &uuid) {
-                    tracing::warn!(%error, disk = name, "a record of snapshots that were taken together still names it");
-                }
-                Ok(())
+        let Some(entry) = self.foreign.find(name) else { return self.native.delete_disk(name, promote) };
+        let spare = self.spare();
+        match self.foreign.delete_disk(&entry, promote) {
+            // XFS may want room for the new name of the record. The disk is as before.
+            Err(error)
+                if error.kind() == ErrorKind::NoSpace && self.foreign.find(name).is_some() && spare.give_up() =>
+            {
+                let deleted = self.foreign.delete_disk(&entry, promote);
+                spare.keep();
+                deleted
             }
-            None => self.native.delete_disk(name, promote),
+            outcome => outcome,
         }
     }
 

@@ -139,9 +139,11 @@ impl Native {
     fn copy(&self, source: &Object, snapshot: &Object, to: u64, progress: &dyn Progress) -> Result<()> {
         let end = snapshot.capacity.div_ceil(BLOCK_SIZE as u64);
         let counts = self.engine.count_blocks(snapshot.id)?;
-        let total = (counts.allocated - counts.unwritten) * BLOCK_SIZE as u64;
-        let writer = BulkWriter::new(&self.engine, to);
+        let data = counts.allocated - counts.unwritten;
+        let total = data * BLOCK_SIZE as u64;
         let thick = source.provisioning != Provisioning::Thin;
+        self.engine.check_space(if thick { end } else { data })?;
+        let writer = BulkWriter::new(&self.engine, to);
         let title = format!("{}@{}", source.name, snapshot.name);
         let plan = |range| self.engine.plan_snapshot(snapshot.id, range);
         let throttle = Throttle::new(progress);

@@ -106,6 +106,7 @@ impl Native {
         provisioning: Provisioning,
         progress: &dyn Progress,
     ) -> Result<()> {
+        self.engine.check_space(blocks.end - blocks.start)?;
         let writer = BulkWriter::new(&self.engine, id);
         let total = (blocks.end - blocks.start) * BLOCK_SIZE as u64;
         let eager = provisioning == Provisioning::EagerZeroedThick;

@@ -124,8 +124,9 @@ impl Transmission<'_> {
             // Completed requests are answered before further requests are accepted.
             self.answer();
             self.take_up()?;
-            // A device flush on this thread has delayed requests that arrived during it.
-            if self.session.end_batch() && self.is_wanting() && self.receive(Wait::No)? {
+            // A flush completed here kept other requests waiting, if there were any.
+            let arrived = self.session.end_batch() && self.is_wanting() && self.receive(Wait::No)?;
+            if arrived {
                 self.session.saw_overlap();
             }
             self.answer();
@@ -137,6 +138,10 @@ impl Transmission<'_> {
             self.session.note_answered(drained && !busy);
             if self.ended && drained && !busy {
                 return self.fault.take().map_or(Ok(()), Err);
+            }
+            if arrived {
+                // The client may wait for these before it sends anything else: nothing is waited for before them.
+                continue;
             }
             let wanting = self.is_wanting();
             match (busy, drained) {

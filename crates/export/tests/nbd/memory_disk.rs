@@ -136,6 +136,7 @@ pub struct MemoryDisk {
     file: Arc<MemoryFile>,
     state: Mutex<DiskState>,
     pub flushes: AtomicU64,
+    flush_delay: Mutex<Duration>,
     pub fua_writes: AtomicU64,
     /// Every n-th read returns "changed during the read"; 0 for only if true.
     pub again_every: AtomicU32,
@@ -179,6 +180,7 @@ impl MemoryDisk {
             file: Arc::new(file),
             state: Mutex::new(state),
             flushes: AtomicU64::new(0),
+            flush_delay: Mutex::new(Duration::ZERO),
             fua_writes: AtomicU64::new(0),
             again_every: AtomicU32::new(0),
             verdicts: AtomicU32::new(0),
@@ -195,7 +197,12 @@ impl MemoryDisk {
         self.file.misses_of_8.store(8, Ordering::Relaxed);
     }
 
-    /// Sets how many of 8 reads miss the page cache.
+    /// Every flush takes this long, from the moment in which it is counted.
+    pub fn slow_flushes(&self, delay: Duration) {
+        *self.flush_delay.lock() = delay;
+    }
+
+    /// Of 8 reads of a piece of the medium, this many do not find it in the page cache.
     pub fn misses_of_8(&self, misses: u32) {
         self.file.misses_of_8.store(misses, Ordering::Relaxed);
     }
@@ -369,6 +376,7 @@ impl Device for MemoryDisk {
     }
     fn finish_flush(&self, _ticket: FlushTicket) -> Result<()> {
         self.flushes.fetch_add(1, Ordering::SeqCst);
+        std::thread::sleep(*self.flush_delay.lock());
         Ok(())
     }
     fn prefetch(&self, offset: u64, length: u64) -> Result<()> {

@@ -6,8 +6,11 @@ use crate::memory_disk::{MemoryDisk, Random, Shelf};
 use error::ErrorKind;
 use export::exports::ResizePolicy;
 use export::nbd::ServerConfig;
+use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::Duration;
+use testkit::process::{PATIENCE, until};
 use testkit::protocol::*;
 
 const MODES: [Mode; 3] = [Mode::Simple, Mode::Structured, Mode::Extended];
@@ -113,6 +116,31 @@ fn flushes_that_arrive_together_share_one() {
     }
     let flushes = disk.flushes.load(Ordering::SeqCst);
     assert!((1..=4).contains(&flushes), "{flushes} device flushes for 20 requests sent at once");
+}
+
+#[test]
+fn what_arrives_during_a_flush_is_answered_although_the_client_sends_nothing_more() {
+    let (running, disk) = start();
+    for command in [CMD_FLUSH, CMD_READ, CMD_TRIM] {
+        let stream = UnixStream::connect(&running.socket).unwrap();
+        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        let mut client = Client::new(Box::new(stream));
+        client.greet(3);
+        client.choose(Mode::Structured);
+        assert_eq!(client.go("vm"), REP_ACK);
+        disk.slow_flushes(Duration::from_millis(100));
+        let before = disk.flushes.load(Ordering::SeqCst);
+        let first = client.encode(CMD_FLUSH, 0, 0, 0, &[]).1;
+        client.stream.write_all(&first).unwrap();
+        until("the flush has begun", || disk.flushes.load(Ordering::SeqCst) > before);
+        disk.slow_flushes(Duration::ZERO);
+        let length = if command == CMD_FLUSH { 0 } else { 512 };
+        let second = client.encode(command, 0, 0, length, &[]).1;
+        client.stream.write_all(&second).unwrap();
+        for _ in 0..2 {
+            assert_eq!(client.receive().1.error, 0);
+        }
+    }
 }
 
 #[test]

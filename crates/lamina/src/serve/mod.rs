@@ -17,7 +17,6 @@
 mod exports;
 mod notify;
 mod receiving;
-mod spare;
 
 use crate::cli::ServeArguments;
 use crate::output::Form;
@@ -25,8 +24,8 @@ use crate::{exit, follow};
 use connections::{Address, Limits, Listen, TlsConfig};
 use control::jobs::Jobs;
 use control::{Served, Service, Serving, Target, Watch, require_folder, socket, uri};
-use disk::{Datastore, OpenOptions};
-use error::{Error, Result};
+use disk::{Datastore, OpenOptions, Spare};
+use error::{Error, ErrorKind, Result};
 use export::clients::Clients;
 use export::nbd;
 use exports::DatastoreExports;
@@ -34,7 +33,6 @@ use rustix::process::{Resource, getrlimit};
 use serde_json::json;
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
-use spare::Spare;
 use std::io::Write;
 use std::path::Path;
 use std::sync::Arc;
@@ -57,7 +55,7 @@ pub fn run(path: &Path, arguments: &ServeArguments, form: Form) -> Result<()> {
     let path = path.canonicalize().map_err(|e| Error::io(format!("finding '{}'", path.display()), e))?;
     let datastore = Datastore::open(&path, open_options(arguments))?;
     datastore.foreground().set_target(arguments.latency_target);
-    let spare = Spare::of(&path, Arc::clone(datastore.directory()));
+    let spare = datastore.spare();
     spare.give_up_if_full();
     let outcome = serve(&path, &datastore, arguments, form, &mut signals, &spare);
     let closed = datastore.close();
@@ -162,6 +160,12 @@ fn limits(arguments: &ServeArguments) -> Limits {
 fn nbd_config(path: &Path, arguments: &ServeArguments) -> Result<nbd::ServerConfig> {
     let socket = arguments.socket.clone().unwrap_or_else(|| path.join(NBD_SOCKET));
     let socket = std::path::absolute(&socket).map_err(|e| Error::io(format!("finding '{}'", socket.display()), e))?;
+    let control = socket::path(path);
+    let folder = socket.parent().and_then(|folder| folder.canonicalize().ok());
+    if folder.as_deref() == control.parent() && socket.file_name() == control.file_name() {
+        let text = format!("'{}' is where commands reach the server: give --socket another path", socket.display());
+        return Err(Error::new(ErrorKind::Invalid, text));
+    }
     let unix = Listen::Unix { path: socket, mode: arguments.socket_mode };
     let tls = match (&arguments.tls_cert, &arguments.tls_key) {
         (Some(certificate), Some(key)) => Some(TlsConfig {

@@ -266,8 +266,11 @@ impl<'a> NewImage<'a> {
     pub fn descriptor(&self, random: &mut dyn FnMut() -> u64) -> Result<Option<Descriptor>> {
         flat::check_capacity(self.capacity)?;
         if self.parent.is_some() && !self.kind.can_have_parent() {
-            let text =
-                format!("'{}' cannot have a parent: a {} disk stores all of its data itself", self.name, self.kind);
+            let text = format!(
+                "'{}' cannot have a parent: a {} disk holds everything itself; give --format sesparse, vmfssparse or \
+                 another format of deltas",
+                self.name, self.kind
+            );
             return Err(Error::new(ErrorKind::Invalid, text));
         }
         let Some(create_type) = self.kind.create_type() else {

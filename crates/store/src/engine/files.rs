@@ -96,6 +96,20 @@ pub struct DataFiles {
     files: RwLock<Vec<Arc<DataFile>>>,
 }
 
+/// Opens a file that every datastore has. `Corrupt` if it is missing.
+pub fn open_present(directory: &dyn Directory, name: &str, mode: IoMode) -> Result<Arc<dyn File>> {
+    directory.open(name, mode).map_err(|error| match error.kind() {
+        std::io::ErrorKind::NotFound => Error::new(
+            ErrorKind::Corrupt,
+            format!(
+                "{name} is missing from the datastore: restore the file from a backup, or read out what is whole with \
+                 'lamina salvage'"
+            ),
+        ),
+        _ => Error::io(format!("opening {name} of the datastore"), error),
+    })
+}
+
 impl DataFiles {
     pub fn open(directory: Arc<dyn Directory>, mode: IoMode) -> Result<Self> {
         let names = directory.list().during(|| "listing the datastore".into())?;

@@ -196,12 +196,13 @@ fn check_wanted(catalog: &Catalog, wanted: &[NewSnapshot]) -> Result<()> {
     for (i, new) in wanted.iter().enumerate() {
         check_name(&new.name)?;
         let disk = catalog.get(new.disk)?;
-        let again = wanted[..i].iter().any(|other| other.disk == new.disk);
-        if again || catalog.snapshot(new.disk, &new.name).is_some() {
-            return Err(Error::new(
-                ErrorKind::Exists,
-                format!("disk '{}' has a snapshot '{}' already, or is named twice", disk.name, new.name),
-            ));
+        if wanted[..i].iter().any(|other| other.disk == new.disk) {
+            let text = format!("disk '{}' is named twice: one snapshot of it is taken at a time", disk.name);
+            return Err(Error::new(ErrorKind::Invalid, text));
+        }
+        if catalog.snapshot(new.disk, &new.name).is_some() {
+            let text = format!("disk '{}' has a snapshot '{}' already", disk.name, new.name);
+            return Err(Error::new(ErrorKind::Exists, text));
         }
     }
     Ok(())

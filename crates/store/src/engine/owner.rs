@@ -46,6 +46,10 @@ impl Owner {
                      commands on its socket"
                 ),
             ),
+            std::io::ErrorKind::ReadOnlyFilesystem | std::io::ErrorKind::PermissionDenied => {
+                let what = format!("locking {what} of the datastore, for which it must be writable");
+                Error::io(format!("{what} ('lamina salvage' reads one that is not)"), error)
+            }
             _ => Error::io(format!("locking {what} of the datastore"), error),
         };
         let lock = directory.lock(LOCK_FILE).map_err(|error| busy("its file 'lock'", error))?;

@@ -204,7 +204,7 @@ impl Engine {
         owner: Option<&Arc<Owner>>,
         opening: Opening,
     ) -> Result<Arc<Self>> {
-        let open = |name: &str, mode| directory.open(name, mode).during(|| format!("opening {name} of the datastore"));
+        let open = |name: &str, mode| files::open_present(&*directory, name, mode);
         let mut found_first = Report::default();
         let superblock_file = open(SUPERBLOCK_FILE, IoMode::Buffered)?;
         superblock_file.forget_cached().during(|| "reading the superblock anew".into())?;

@@ -27,6 +27,7 @@
 //! 3. Space for the images is reserved before pages become dirty that may need it.
 
 use super::{CheckpointRecord, FORMAT_VERSION, NamedImages, Superblock};
+use crate::engine::files;
 use crate::journal::Place;
 use crate::pages::{ImageIndex, PageFile, PageKey, restore_bit, restore_bit_of, sealed, verify, write_home};
 use crate::{Error, ErrorKind, IoContext, Result, checksum};
@@ -145,9 +146,7 @@ impl Images {
             Self::create(directory, INITIAL_PAGES)?;
             directory.sync().during(|| format!("creating {IMAGES_FILE}"))?;
         }
-        let file = directory
-            .open(IMAGES_FILE, IoMode::Buffered)
-            .during(|| format!("opening {IMAGES_FILE} of the datastore"))?;
+        let file = files::open_present(directory, IMAGES_FILE, IoMode::Buffered)?;
         Ok(Self { file, salt, mending: false })
     }
 

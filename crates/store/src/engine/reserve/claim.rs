@@ -12,12 +12,13 @@
 //!    claimed: by the entries of the batch, by the batch for entries without a claim, and by the batch for entries that
 //!    are replaced meanwhile ([`Engine::give_back_replaced`]).
 
-use crate::Result;
 use crate::buffer::{Content, DirtyPiece, Layers};
 use crate::catalog::Catalog;
 use crate::engine::log::Cost;
+use crate::engine::reserve::extend::EXTENSION_MAX;
 use crate::engine::writeback::STEPS_MAX;
 use crate::engine::{Engine, Head};
+use crate::{ErrorKind, Result};
 use backend::BLOCK_SIZE;
 
 /// Free blocks on which an operation relies until this is dropped.
@@ -35,6 +36,10 @@ impl Drop for Claim<'_> {
 impl Engine {
     /// Claims free blocks, and reserves more in the file system if too few are free.
     pub(crate) fn claim_blocks(&self, blocks: u64) -> Result<Claim<'_>> {
+        if blocks > EXTENSION_MAX {
+            // Refused before it counts: a claim that cannot be met would have others refused beside it.
+            self.check_space(blocks)?;
+        }
         let claims = self.reserves.add_claim(blocks);
         let claim = Claim { engine: self, blocks };
         if blocks > 0 && claims > self.reserves.headroom() {
@@ -43,7 +48,25 @@ impl Engine {
         Ok(claim)
     }
 
-    /// Claims free blocks without reserving more in the file system: `None` if too few are free.
+    /// Fails if there are not this many blocks beside those claimed, neither free ones nor in the file system. For what
+    /// takes many blocks, step by step: so it fails before it takes the last room from others.
+    pub fn check_space(&self, blocks: u64) -> Result<()> {
+        let check = || {
+            let lacks = (self.reserves.claims() + blocks).saturating_sub(self.headroom_now());
+            self.check_room(lacks.saturating_mul(BLOCK_SIZE as u64), "data")
+        };
+        match check() {
+            // What was deleted may be on its way back.
+            Err(error) if error.kind() == ErrorKind::NoSpace => {
+                while self.drop_whole_trash()? {}
+                check()
+            }
+            checked => checked,
+        }
+    }
+
+    /// The same as [`Engine::claim_blocks`] without reserving space in the file system: `None` if there are not enough
+    /// free blocks.
     pub(crate) fn try_claim(&self, blocks: u64) -> Option<Claim<'_>> {
         let claims = self.reserves.add_claim(blocks);
         let claim = Claim { engine: self, blocks };

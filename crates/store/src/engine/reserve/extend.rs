@@ -18,7 +18,7 @@ use backend::BLOCK_SIZE;
 /// One reservation takes at least this many data blocks (1 MiB) ...
 const EXTENSION_MIN: u64 = 256;
 /// ... and at most this many (4 MiB).
-const EXTENSION_MAX: u64 = 1024;
+pub(super) const EXTENSION_MAX: u64 = 1024;
 /// One part in this many of the used blocks is reserved ahead.
 const EXTENSION_SHARE: u64 = 128;
 /// The smallest reservation tried when the file system is nearly full, in blocks.
@@ -51,8 +51,8 @@ impl Engine {
         Ok(())
     }
 
-    /// The free blocks on which writes may rely, including freed blocks to which no read refers any more.
-    fn headroom_now(&self) -> u64 {
+    /// Free blocks on which writes may rely, including freed ones that no read names any more.
+    pub(super) fn headroom_now(&self) -> u64 {
         let mut meta = self.meta.lock();
         meta.release_freed();
         self.update_headroom(&meta);
@@ -146,7 +146,10 @@ impl Engine {
         }
         Err(Error::new(
             ErrorKind::NoSpace,
-            format!("the file system of the datastore is full: {length} bytes for {what} cannot be reserved"),
+            format!(
+                "the file system of the datastore is full: {length} bytes for {what} are needed, and {} are left",
+                room.available
+            ),
         ))
     }
 

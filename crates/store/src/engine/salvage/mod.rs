@@ -85,6 +85,11 @@ impl Salvage {
         self.behind
     }
 
+    /// Whether disks and snapshots may be missing: a page of the catalog is lost.
+    pub fn is_incomplete(&self) -> bool {
+        self.engine.with_catalog(|catalog| !catalog.lost().is_empty())
+    }
+
     /// All disks and snapshots: disks by name, each followed by its snapshots.
     pub fn objects(&self) -> Vec<Salvaged> {
         let salvaged =

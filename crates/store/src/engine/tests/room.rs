@@ -58,6 +58,26 @@ fn discarded() -> (SimulatedDisk, Arc<Engine>) {
 }
 
 #[test]
+fn what_cannot_have_its_room_is_refused_before_it_takes_any() {
+    let (disk, engine) = made();
+    let available = || disk.directory().room().unwrap().available;
+    disk.set_capacity(disk.directory().room().unwrap().total - available() + (32 << 20));
+    let before = available();
+    for refused in [engine.claim_blocks(16 << 10).map(drop), engine.check_space(16 << 10)] {
+        assert_eq!(refused.unwrap_err().kind(), ErrorKind::NoSpace);
+    }
+    assert_eq!(available(), before);
+    // What a deleted disk had counts.
+    let gone = add_disk(&engine, "gone", 6000, Provisioning::ZeroedThick);
+    engine.flush().unwrap();
+    assert_eq!(engine.check_space(4000).unwrap_err().kind(), ErrorKind::NoSpace);
+    engine.delete_disk(gone, &[]).unwrap();
+    engine.check_space(4000).unwrap();
+    write_to(&engine, 1, 0, 1).unwrap();
+    engine.flush().unwrap();
+}
+
+#[test]
 fn space_whose_punch_fails_can_be_used_and_is_given_back_later() {
     let (disk, engine) = discarded();
     let before = disk.operations();

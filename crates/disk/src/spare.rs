@@ -1,9 +1,9 @@
-//! Reserved space that a server needs to start on a full file system: its sockets need directory entries, and on XFS
-//! new inodes. The space is held by a file without content of its own, which is deleted while the sockets are created.
+//! Room that a datastore keeps back for what its owner has to do on a full file system and what wants room there: the
+//! sockets of a server, for which XFS takes new inodes, and the names that deleting a disk needs. It lies in a file
+//! that means nothing, and is given up meanwhile.
 
 use backend::{Directory, IoMode};
 use std::io;
-use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// The file, in the datastore's folder.
@@ -15,20 +15,28 @@ const ROOM_MIN: u64 = 64 << 10;
 
 /// The reserved space of a datastore, for use by its owner.
 pub struct Spare {
-    path: PathBuf,
     directory: Arc<dyn Directory>,
 }
 
 impl Spare {
-    /// The reserved space of the datastore in a folder.
-    pub fn of(datastore: &Path, directory: Arc<dyn Directory>) -> Self {
-        Self { path: datastore.join(FILE), directory }
+    /// Of the datastore in a folder.
+    pub(crate) fn of(directory: Arc<dyn Directory>) -> Self {
+        Self { directory }
+    }
+
+    /// Releases the reserved space; false if there is none.
+    pub fn give_up(&self) -> bool {
+        let given = self.directory.remove(FILE).is_ok();
+        if given {
+            tracing::warn!("the file system is full: the space that the datastore keeps back is used");
+        }
+        given
     }
 
     /// Releases the reserved space if the file system has less than that available.
     pub fn give_up_if_full(&self) {
-        if self.directory.room().is_ok_and(|room| room.available < ROOM) && self.directory.remove(FILE).is_ok() {
-            tracing::warn!(path = %self.path.display(), "the file system is full: reserved space is used");
+        if self.directory.room().is_ok_and(|room| room.available < ROOM) {
+            self.give_up();
         }
     }
 
@@ -37,8 +45,8 @@ impl Spare {
     pub fn keep(&self) {
         match self.take() {
             Ok(room) if room >= ROOM_MIN => {}
-            Ok(_) => tracing::warn!(path = %self.path.display(), "no space can be reserved: the file system is full"),
-            Err(error) => tracing::warn!(path = %self.path.display(), %error, "no space can be reserved"),
+            Ok(_) => tracing::warn!("no space can be kept back for a full file system: it is full"),
+            Err(error) => tracing::warn!(%error, "no space can be kept back for a full file system"),
         }
     }
 
@@ -77,11 +85,11 @@ mod tests {
     fn space_is_reserved_once_and_released_on_a_full_file_system() {
         let folder = tempfile::tempdir().unwrap();
         let directory = LocalDirectory::open(folder.path(), LocalQueues::Threads).unwrap();
-        let spare = Spare::of(folder.path(), Arc::new(directory));
+        let (spare, path) = (Spare::of(Arc::new(directory)), folder.path().join(FILE));
         spare.keep();
         spare.keep();
-        assert_eq!(std::fs::metadata(&spare.path).unwrap().len(), ROOM);
+        assert_eq!(std::fs::metadata(&path).unwrap().len(), ROOM);
         spare.give_up_if_full();
-        assert_eq!(spare.path.exists(), spare.directory.room().unwrap().available >= ROOM);
+        assert_eq!(path.exists(), spare.directory.room().unwrap().available >= ROOM);
     }
 }
