@@ -36,7 +36,7 @@ impl Disk {
             self.commit(after).inspect_err(|_| self.stay_stopped(failed))?;
             // Another caller may have opened the chain of before meanwhile.
             if let Some(line) = self.drop_head() {
-                self.lay_down(&line);
+                self.close_dropped_head(&line);
             }
             self.finish_pending()
         })
