@@ -398,7 +398,7 @@ fn images(face: &Face) {
 
 /// What reaches out of the datastore.
 fn others(face: &Face) {
-    let salvage = SalvageRequest { datastore: face.beside("nothing"), extract: None };
+    let salvage = SalvageRequest { datastore: face.beside("nothing").into(), extract: None };
     face.fails(Request::Salvage(Box::new(salvage)), ErrorKind::NotFound);
     let disks = vec![SentDisk { disk: text("b"), name: text("b") }];
     let remote = text("lamina://127.0.0.1:1/b");

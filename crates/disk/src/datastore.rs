@@ -7,6 +7,7 @@ use crate::device::Device;
 use crate::file_system::{self, FileSystemInfo};
 use crate::foreign::Foreign;
 use crate::info::{CheckOptions, CheckReport, Status};
+use crate::location::{Location, holds_datastore};
 use crate::migrate::{self, Imports};
 use crate::names;
 use crate::native::Native;
@@ -14,21 +15,17 @@ use crate::pace::{self, Background, Foreground};
 use crate::snapshot_group;
 use crate::switch::Switches;
 use crate::transfer;
-use backend::local::{LocalDirectory, LocalQueues};
+use backend::local::LocalQueues;
 use backend::{BLOCK_SIZE, Directory, IoMode, QueueKind};
 use error::{Error, ErrorKind, IoContext, Result};
 use parking_lot::{Mutex, RwLock};
 use std::collections::BTreeSet;
-use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 use store::engine::{FORMAT_VERSION, InitParameters, Owner};
 use store::{Engine, EngineOptions};
 use uses::Uses;
 use work::Progress;
-
-/// Files that a failed creation of a datastore leaves.
-const LOCK_FILE: &str = "lock";
 
 /// Parameters of a new datastore.
 #[derive(Clone, Copy, Debug)]
@@ -37,7 +34,7 @@ pub struct InitOptions {
     pub journal_size: u64,
 }
 
-/// The engine for overlapping I/O.
+/// The engine for overlapping I/O in a folder. Other media have their own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum QueueChoice {
     /// io_uring where it works, threads where it does not.
@@ -73,8 +70,8 @@ pub struct Datastore {
     pub(crate) uses: Arc<Uses>,
     /// Held for writing while a name moves from one disk to another, for reading while a disk is opened by its name.
     pub(crate) rename_lock: RwLock<()>,
-    /// Its folder, where it has one.
-    pub(crate) path: Option<PathBuf>,
+    /// Where it is, if it was opened by its location.
+    pub(crate) location: Option<Location>,
     /// Other datastores that clients of this one have moved to.
     pub(crate) peer_datastores: Arc<Mutex<Vec<Arc<Datastore>>>>,
     /// Reserved names: of disks that are being created or renamed.
@@ -104,8 +101,9 @@ impl Drop for Reservation {
 }
 
 impl Datastore {
-    /// Makes a datastore in an empty or missing folder.
-    pub fn init(path: &Path, options: InitOptions) -> Result<()> {
+    /// Makes a datastore at a location where there is none: in an empty or missing folder.
+    pub fn init(location: impl Into<Location>, options: InitOptions) -> Result<()> {
+        let location = location.into();
         let range = store::engine::JOURNAL_SIZE_MIN..=store::engine::JOURNAL_SIZE_MAX;
         if !range.contains(&options.journal_size) || !options.journal_size.is_multiple_of(BLOCK_SIZE as u64) {
             return Err(Error::new(
@@ -116,19 +114,13 @@ impl Datastore {
                 ),
             ));
         }
-        let made = !path.exists();
-        if made {
-            std::fs::create_dir_all(path).during(|| format!("making {}", path.display()))?;
-        }
-        let result = LocalDirectory::open(path, LocalQueues::Threads)
-            .during(|| format!("opening {}", path.display()))
-            .and_then(|directory| Self::init_in(Arc::new(directory), options));
+        let made = location.make()?;
+        let directory = location.connect(LocalQueues::Threads);
+        let result = directory.and_then(|directory| Self::init_in(directory, options));
         if result.is_err() && made {
-            // Removes only files that this call created, and the folder only if it is empty otherwise.
-            let _ = std::fs::remove_file(path.join(LOCK_FILE));
-            let _ = std::fs::remove_dir(path);
+            location.unmake();
         }
-        result.map_err(|error| error.context(path.display()))
+        result.map_err(|error| error.context(&location))
     }
 
     /// Makes a datastore in a directory of any backend.
@@ -138,40 +130,38 @@ impl Datastore {
     }
 
     /// Opens a datastore and becomes its owner: `Busy` if another process owns it.
-    pub fn open(path: &Path, options: OpenOptions) -> Result<Arc<Self>> {
-        Self::open_local(path, options, Engine::open_owned)
+    pub fn open(location: impl Into<Location>, options: OpenOptions) -> Result<Arc<Self>> {
+        Self::open_located(location.into(), options, Engine::open_owned)
     }
 
     /// As [`Datastore::open`], for a check that repairs: damage that keeps the datastore from opening is repaired if
     /// the right content can be proven, and is in the report of the check.
-    pub fn open_repairing(path: &Path, options: OpenOptions) -> Result<Arc<Self>> {
-        Self::open_local(path, options, Engine::open_repairing)
+    pub fn open_repairing(location: impl Into<Location>, options: OpenOptions) -> Result<Arc<Self>> {
+        Self::open_located(location.into(), options, Engine::open_repairing)
     }
 
-    fn open_local(path: &Path, options: OpenOptions, open: OpenEngine) -> Result<Arc<Self>> {
-        if !path.join("superblock").exists() {
-            return Err(Error::new(
-                ErrorKind::NotFound,
-                format!("{} is not a datastore; 'lamina init' makes one", path.display()),
-            ));
-        }
+    fn open_located(location: Location, options: OpenOptions, open: OpenEngine) -> Result<Arc<Self>> {
+        location.require()?;
         let queues = match options.queue {
             QueueChoice::Auto => LocalQueues::Auto,
             QueueChoice::Uring => LocalQueues::Uring,
             QueueChoice::Threads => LocalQueues::Threads,
         };
-        let directory = LocalDirectory::open(path, queues).during(|| format!("opening {}", path.display()))?;
+        let directory = location.connect(queues)?;
+        if !holds_datastore(&*directory) {
+            let text = format!("{location} is not a datastore; 'lamina init' makes one");
+            return Err(Error::new(ErrorKind::NotFound, text));
+        }
         let engine_options = EngineOptions {
             mode: options.mode,
             metadata_cache: options.metadata_cache,
             write_buffer: options.write_buffer,
             ..EngineOptions::default()
         };
-        Self::open_at(Some(path), Arc::new(directory), engine_options, open)
-            .map_err(|error| error.context(path.display()))
+        Self::open_at(Some(&location), directory, engine_options, open).map_err(|error| error.context(&location))
     }
 
-    /// Opens a datastore in a directory of any backend: one without a path, and so without disks in other formats.
+    /// Opens a datastore in a directory of any backend: one without a location, and so without disks in other formats.
     pub fn open_in(directory: Arc<dyn Directory>, options: EngineOptions) -> Result<Arc<Self>> {
         Self::open_at(None, directory, options, Engine::open_owned)
     }
@@ -182,7 +172,7 @@ impl Datastore {
     }
 
     fn open_at(
-        path: Option<&Path>,
+        location: Option<&Location>,
         directory: Arc<dyn Directory>,
         options: EngineOptions,
         open: OpenEngine,
@@ -193,10 +183,10 @@ impl Datastore {
         let switches = Arc::<Switches>::default();
         let native = Native::open(engine, Arc::clone(&switches));
         // Whether an incomplete disk is kept is decided by the record of its migration.
-        let mut doubt = migrate::recover(&native, path)?;
+        let mut doubt = migrate::recover(&native, location.and_then(Location::local_path))?;
         doubt.names.append(&mut transfer::recover(&native)?);
         native.remove_incomplete(&doubt.names)?;
-        let foreign = Foreign::open(&native, path, mode, Arc::clone(&switches), &doubt.folders)?;
+        let foreign = Foreign::open(&native, location, mode, Arc::clone(&switches), &doubt.folders)?;
         snapshot_group::recover(&native, &foreign)?;
         let datastore = Arc::new_cyclic(|this| Self {
             native,
@@ -204,7 +194,7 @@ impl Datastore {
             switches,
             uses: Arc::default(),
             rename_lock: RwLock::new(()),
-            path: path.map(Path::to_path_buf),
+            location: location.cloned(),
             peer_datastores: Arc::default(),
             reserved: Arc::default(),
             imports: Imports::default(),
@@ -321,7 +311,7 @@ impl Datastore {
 
     /// The file system that holds the datastore, with warnings.
     pub fn file_system(&self) -> FileSystemInfo {
-        self.path.as_deref().map(file_system::look_at).unwrap_or_default()
+        self.location.as_ref().map(file_system::look_at).unwrap_or_default()
     }
 
     /// Opens `disk` or `disk@snapshot` for I/O; counted as a client until dropped.

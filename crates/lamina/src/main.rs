@@ -150,10 +150,10 @@ fn raise_file_limit() {
 
 fn init(path: &Path, journal_size: u64, any_file_system: bool, form: Form) -> Result<End, End> {
     if !any_file_system {
-        file_system::check_for_new(path)?;
+        file_system::check_for_new(&path.into())?;
     }
     Datastore::init(path, InitOptions { journal_size })?;
-    let file_system = file_system::look_at(path);
+    let file_system = file_system::look_at(&path.into());
     let mut out = io::stdout().lock();
     match form {
         Form::Json => output::print_json(

@@ -1,9 +1,8 @@
 //! What can be asked of a disk.
 
 use disk::migrate::{ImportOptions, MigrateOptions};
-use disk::{NewDisk, Tuning};
+use disk::{Location, NewDisk, Tuning};
 use serde::{Deserialize, Serialize};
-use std::path::PathBuf;
 
 /// Which clients of a disk have their connections ended, to reconnect.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -123,7 +122,7 @@ pub enum DiskRequest {
         /// What it is to be.
         target: MigrateOptions,
         /// The other datastore.
-        to: Option<PathBuf>,
+        to: Option<Location>,
         /// Most bytes a second; 0 for as fast as it goes.
         rate: u64,
     },

@@ -3,8 +3,9 @@
 //!
 //! Here only what makes an address readable in one way is checked; which names a datastore accepts it says itself.
 
-use disk::Point;
+use clap::builder::{OsStringValueParser, TypedValueParser};
 use disk::convert::Address;
+use disk::{Location, Point};
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
@@ -89,6 +90,11 @@ impl FromStr for EndAddress {
             None => Ok(Self(Address::Path(text.into()))),
         }
     }
+}
+
+/// Reads the location of a datastore.
+pub fn location() -> impl TypedValueParser<Value = Location> {
+    OsStringValueParser::new().try_map(Location::parse)
 }
 
 /// A path that means the same to every process.

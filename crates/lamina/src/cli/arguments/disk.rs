@@ -1,14 +1,14 @@
 //! Verbs of disks.
 
 use super::image::source_format;
-use crate::cli::address::parse_disk;
+use crate::cli::address::{location, parse_disk};
 use crate::cli::format::{parse_delta, parse_format};
 use crate::cli::size::parse_size;
 use clap::{Args, Subcommand, ValueEnum};
 use control::{DiskRequest, Reconnect, Request};
 use disk::convert::SourceFormat;
 use disk::migrate::{ImportMode, ImportOptions, MigrateOptions};
-use disk::{DeltaFormat, DiskFormat, NewDisk, Provisioning, Tuning};
+use disk::{DeltaFormat, DiskFormat, Location, NewDisk, Provisioning, Tuning};
 use std::path::PathBuf;
 
 /// How a disk takes its space.
@@ -116,8 +116,8 @@ pub struct DiskMigrate {
     #[arg(long, value_name = "FORMAT", value_parser = parse_delta)]
     pub delta: Option<DeltaFormat>,
     /// Folder of another datastore to move it to.
-    #[arg(long, value_name = "DATASTORE")]
-    pub to: Option<PathBuf>,
+    #[arg(long, value_name = "DATASTORE", value_parser = location())]
+    pub to: Option<Location>,
     /// Most bytes a second that are copied, such as 100M.
     #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "0")]
     pub rate: u64,
@@ -363,13 +363,7 @@ impl DiskCommand {
                     provisioning: migrate.provisioning.into(),
                     delta: migrate.delta,
                 },
-                to: match &migrate.to {
-                    Some(path) => Some(
-                        std::path::absolute(path)
-                            .map_err(|error| format!("'{}' is no path: {error}", path.display()))?,
-                    ),
-                    None => None,
-                },
+                to: migrate.to.as_ref().map(Location::absolute).transpose().map_err(|error| error.to_string())?,
                 rate: migrate.rate,
             },
             Self::Import(import) => import.request()?,
