@@ -24,8 +24,8 @@ use crate::output::Form;
 use crate::{exit, follow};
 use connections::{Address, Limits, Listen, TlsConfig};
 use control::jobs::Jobs;
-use control::{Served, Service, Serving, Target, Watch, require_folder, socket, uri};
-use disk::{Datastore, OpenOptions};
+use control::{Served, Service, Serving, Target, Watch, socket, uri};
+use disk::{Datastore, Location, OpenOptions};
 use error::{Error, Result};
 use export::clients::Clients;
 use export::nbd;
@@ -36,7 +36,6 @@ use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 use spare::Spare;
 use std::io::Write;
-use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -47,23 +46,24 @@ const NBD_SOCKET: &str = "nbd.sock";
 const FILES_BY_CONNECTION: usize = 2;
 
 /// Serves until asked to stop.
-pub fn run(path: &Path, arguments: &ServeArguments, form: Form) -> Result<()> {
-    require_folder(path)?;
+pub fn run(location: &Location, arguments: &ServeArguments, form: Form) -> Result<()> {
+    location.require()?;
     // First of all, so that a signal that comes while the journal is replayed is not lost.
     let mut signals = Signals::new([SIGINT, SIGTERM]).map_err(|e| Error::io("registering for signals", e))?;
     let _second_signal = follow::interruption(exit::INTERRUPTED)?;
 
     // URIs name the socket for clients in any folder.
-    let path = path.canonicalize().map_err(|e| Error::io(format!("finding '{}'", path.display()), e))?;
-    let datastore = Datastore::open(&path, open_options(arguments))?;
+    let location = location.resolved()?;
+    let folder = location.need_folder("a control socket or a server")?;
+    let datastore = Datastore::open(&location, open_options(arguments))?;
     datastore.foreground().set_target(arguments.latency_target);
-    let spare = Spare::of(&path, Arc::clone(datastore.directory()));
+    let spare = Spare::of(folder, Arc::clone(datastore.directory()));
     spare.give_up_if_full();
-    let outcome = serve(&path, &datastore, arguments, form, &mut signals, &spare);
+    let outcome = serve(&location, &datastore, arguments, form, &mut signals, &spare);
     let closed = datastore.close();
     outcome?;
     closed?;
-    tracing::info!(datastore = %path.display(), "closed");
+    tracing::info!(datastore = %location, "closed");
     Ok(())
 }
 
@@ -79,7 +79,7 @@ pub fn open_options(arguments: &ServeArguments) -> OpenOptions {
 
 /// From an open datastore to one that no client uses any more.
 fn serve(
-    path: &Path,
+    location: &Location,
     datastore: &Arc<Datastore>,
     arguments: &ServeArguments,
     form: Form,
@@ -90,38 +90,38 @@ fn serve(
     let exports = DatastoreExports { datastore: Arc::clone(datastore), read_only: arguments.read_only };
     let grace = Duration::from_secs(arguments.client_grace);
     let clients = Arc::new(Clients::of_server(Arc::clone(datastore.directory()), grace));
-    let config = nbd::ServerConfig { clients: Arc::clone(&clients), ..nbd_config(path, arguments)? };
+    let config = nbd::ServerConfig { clients: Arc::clone(&clients), ..nbd_config(location, arguments)? };
     let nbd = Arc::new(nbd::Server::start(config, Arc::new(exports))?);
     let of_replaced = Arc::clone(&clients);
     datastore.refuse_to_replace(move |disk| control::refuse_to_replace(&of_replaced, disk));
     let jobs = Arc::new(Jobs::new()?);
-    let receiver = receiving::start(path, datastore, &jobs, arguments)?;
+    let receiver = receiving::start(location, datastore, &jobs, arguments)?;
     let mut serving = serving(&nbd, arguments);
     serving.receive = receiver.as_ref().map(|receiver| receiver.address());
     // Should this fail, the servers stop as they are dropped.
     let serving = Arc::new(serving);
     let service = Service {
         datastore: Arc::clone(datastore),
-        folder: path.into(),
+        location: location.clone(),
         clients: Arc::clone(&clients),
         served: Some(Served { nbd: Arc::clone(&nbd), serving: Arc::clone(&serving) }),
         jobs: Some(Arc::clone(&jobs)),
     };
     let target = Target::Open(service);
     let handler = Box::new(move |request, watch: &dyn Watch| control::dispatch(&target, request, watch));
-    let control = socket::Server::start(path, handler)?;
+    let control = socket::Server::start(location, handler)?;
     spare.keep();
     for warning in &status.file_system.warnings {
-        tracing::warn!(datastore = %path.display(), "{warning}");
+        tracing::warn!(datastore = %location, "{warning}");
     }
     // Not before everything listens: a server that cannot start leaves the record as it is.
     clients.keep_record()?;
     tracing::info!(
-        datastore = %path.display(), engine = status.engine, io_mode = status.io_mode, disks = status.disks,
+        datastore = %location, engine = status.engine, io_mode = status.io_mode, disks = status.disks,
         snapshots = status.snapshots, read_only = serving.read_only, "serving"
     );
     datastore.start_imports();
-    let announced = announce(path, &serving, &status.engine, form);
+    let announced = announce(location, &serving, &status.engine, form);
     if announced.is_ok() {
         notify::service_manager("READY=1");
         if let Some(signal) = signals.forever().next() {
@@ -159,8 +159,11 @@ fn limits(arguments: &ServeArguments) -> Limits {
     limits
 }
 
-fn nbd_config(path: &Path, arguments: &ServeArguments) -> Result<nbd::ServerConfig> {
-    let socket = arguments.socket.clone().unwrap_or_else(|| path.join(NBD_SOCKET));
+fn nbd_config(location: &Location, arguments: &ServeArguments) -> Result<nbd::ServerConfig> {
+    let socket = match &arguments.socket {
+        Some(socket) => socket.clone(),
+        None => location.need_folder("an NBD socket")?.join(NBD_SOCKET),
+    };
     let socket = std::path::absolute(&socket).map_err(|e| Error::io(format!("finding '{}'", socket.display()), e))?;
     let unix = Listen::Unix { path: socket, mode: arguments.socket_mode };
     let tls = match (&arguments.tls_cert, &arguments.tls_key) {
@@ -203,7 +206,7 @@ fn serving(nbd: &nbd::Server, arguments: &ServeArguments) -> Serving {
 }
 
 /// The one line on stdout that says that clients may come.
-fn announce(path: &Path, serving: &Serving, engine: &str, form: Form) -> Result<()> {
+fn announce(location: &Location, serving: &Serving, engine: &str, form: Form) -> Result<()> {
     let mut uris = uri::of_export(serving, "");
     let receive = serving.receive.map(|address| format!("lamina://{address}/"));
     if form == Form::Text {
@@ -212,7 +215,7 @@ fn announce(path: &Path, serving: &Serving, engine: &str, form: Form) -> Result<
     let line = match form {
         Form::Text => format!("ready: {}", uris.join(" ")),
         Form::Json => json!({
-            "ready": true, "nbd": uris, "control": socket::path(path), "pid": serving.pid, "engine": engine,
+            "ready": true, "nbd": uris, "control": socket::path(location)?, "pid": serving.pid, "engine": engine,
             "receive": receive,
         })
         .to_string(),

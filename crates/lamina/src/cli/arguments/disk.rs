@@ -122,8 +122,8 @@ pub struct DiskMigrate {
     #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "0")]
     pub rate: u64,
     /// Folder of the datastore. The option of the whole command line, without its short form: here that is the format.
-    #[arg(long, value_name = "PATH", env = "LAMINA_DATASTORE")]
-    pub datastore: Option<PathBuf>,
+    #[arg(long, value_name = "PATH", env = "LAMINA_DATASTORE", value_parser = location())]
+    pub datastore: Option<Location>,
 }
 
 /// `lamina disk import`.
@@ -168,8 +168,8 @@ pub struct DiskImport {
     #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "0")]
     pub rate: u64,
     /// Folder of the datastore. The option of the whole command line, without its short form: here that is the format.
-    #[arg(long, value_name = "PATH", env = "LAMINA_DATASTORE")]
-    pub datastore: Option<PathBuf>,
+    #[arg(long, value_name = "PATH", env = "LAMINA_DATASTORE", value_parser = location())]
+    pub datastore: Option<Location>,
 }
 
 impl DiskImport {

@@ -1,10 +1,11 @@
 //! `lamina image`, `lamina convert`: images by their paths, and disks made of them and from them.
 
-use crate::cli::address::{EndAddress, absolute};
+use crate::cli::address::{EndAddress, absolute, location};
 use crate::cli::size::parse_size;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args, Subcommand};
 use control::{ImageRequest, Request};
+use disk::Location;
 use disk::convert::{Address, Conversion, ImageOptions, SourceFormat, TargetFormat};
 use disk::images::{ImageKind, NewImage};
 use std::path::PathBuf;
@@ -76,8 +77,8 @@ pub struct ConvertArguments {
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     pub rate: Option<u64>,
     /// Folder of the datastore. The option of the whole command line, without its short form: here that is the format.
-    #[arg(long, value_name = "PATH", env = "LAMINA_DATASTORE")]
-    pub datastore: Option<PathBuf>,
+    #[arg(long, value_name = "PATH", env = "LAMINA_DATASTORE", value_parser = location())]
+    pub datastore: Option<Location>,
 }
 
 impl ConvertArguments {
@@ -138,8 +139,8 @@ pub enum ImageCommand {
         #[arg(short = 'd', long, value_name = "FORMAT", value_parser = image_kind(), default_value = "thin")]
         format: ImageKind,
         /// Not needed here. Without its short form, which is the format: `-d sesparse` must not pass for a datastore.
-        #[arg(long, value_name = "PATH", env = "LAMINA_DATASTORE", hide = true)]
-        datastore: Option<PathBuf>,
+        #[arg(long, value_name = "PATH", env = "LAMINA_DATASTORE", hide = true, value_parser = location())]
+        datastore: Option<Location>,
         /// The image below it: a snapshot's child, for formats that can be one.
         #[arg(long, value_name = "IMAGE")]
         parent: Option<PathBuf>,
