@@ -1,13 +1,14 @@
-//! Makes the seeds of the targets that damage images: `cargo run --example seeds -- seeds`.
+//! Creates the seeds of the targets that damage images: `cargo run --example seeds -- seeds`.
 //!
-//! For each base image an input that takes it as it is and puts it to use, and images that qemu-img makes, spelled out.
+//! For each base image the seeds have an input that uses the undamaged image. Images made by qemu-img are added
+//! completely.
 
 use lamina_fuzz::files::Sectors;
 use std::fs;
 use std::path::Path;
 use std::process::Command;
 
-/// Seeds spelled out: target, name, arguments of qemu-img, and what qemu-io does then.
+/// Images from QEMU: target, name, arguments of qemu-img, and commands for qemu-io.
 const FOREIGN: [(&str, &str, &str, &[&str]); 8] = [
     ("hosted", "qemu-sparse", "create -q -f vmdk IMAGE 33M", &["write -q -P 7 0 1k", "write -q -P 8 32M 1k"]),
     (
@@ -39,14 +40,14 @@ fn run(program: &str, arguments: &[&str]) {
     assert!(status.success(), "{program} {arguments:?}");
 }
 
-/// What is done to an image once it is open: for reading, then for writing with four changes. See `layers::exercise`.
+/// Operations on an open image: for reading, then for writing with four changes. See `layers::exercise`.
 const USES: [&[u8]; 3] = [
     &[0, 0, 4, 0, 0, 9, 64, 0, 3, 0, 0, 0, 0, 0, 7, 4, 1, 6],
     &[1, 5, 0, 0, 0, 0, 0, 0, 7, 8, 3, 1, 12, 2, 7, 0, 132, 1, 6, 7, 1, 0, 0, 8, 5, 1, 9],
     &[0, 0, 7, 5, 1, 3, 4, 1, 7, 4, 7, 1, 0, 1, 4, 7, 2, 6, 24, 0, 1],
 ];
 
-/// Folders of the target `image`: its options, then files by number of name and of base.
+/// Folders for the target `image`: its options, then files by index of name and of base.
 const FOLDERS: [(&str, u8, &[(u8, u8)]); 6] = [
     ("flat", 0, &[(0, 1), (3, 6)]),
     ("three-levels", 0, &[(0, 4), (2, 3), (1, 1), (3, 6), (4, 7), (6, 10)]),
@@ -170,7 +171,7 @@ fn main() {
             run("qemu-io", &["-f", format, "-c", write, &image_name]);
         }
         let file = Sectors::from_bytes(&fs::read(&image).expect("qemu's image"));
-        // Without flags, for the targets that have them.
+        // The target `stream` reads no flags byte; for the other targets it is 0.
         let spelled = file.spell();
         keep(seeds, target, name, &if target == "stream" { spelled } else { [vec![0], spelled].concat() });
     }

@@ -1,4 +1,4 @@
-//! A catalog page of arbitrary bytes: read, changed, stored and read again.
+//! A catalog page of arbitrary bytes is read, changed, stored and read again.
 
 #![no_main]
 
@@ -22,24 +22,24 @@ fuzz_target!(|data: &[u8]| {
         page.0[at..at + bytes.len()].copy_from_slice(bytes);
     }
     page = sealed(&page);
-    verify(&mut Block(page.0), key).expect("it was sealed");
+    verify(&mut Block(page.0), key).expect("the page has a valid checksum");
     let directory =
         SimulatedDisk::new(1, SimulatedOptions { reorder: false, ..SimulatedOptions::default() }).directory();
-    let files =
-        PageFile::ALL.map(|file| directory.create(file.name(), IoMode::Buffered).expect("a new disk takes files"));
-    files[PageFile::Catalog as usize].write_at(&[&page.0], 0, false).expect("a new disk takes bytes");
+    let files = PageFile::ALL
+        .map(|file| directory.create(file.name(), IoMode::Buffered).expect("a new disk accepts new files"));
+    files[PageFile::Catalog as usize].write_at(&[&page.0], 0, false).expect("a new disk accepts writes");
     let mut pages = Pages::new(files, 1 << 20);
     let Ok(mut catalog) = Catalog::open(&mut pages, SLOTS_PER_PAGE as u64, next_id) else { return };
     let mut objects: Vec<Object> = catalog.objects().cloned().collect();
     objects.sort_unstable_by_key(|object| object.id);
     for object in &objects {
         let record = object.encode();
-        assert_eq!(Object::decode(&record).expect("it was encoded").as_ref(), Some(object));
+        assert_eq!(Object::decode(&record).expect("an encoded object can be decoded").as_ref(), Some(object));
         let _ = (catalog.disk(&object.name), catalog.snapshot(object.disk, &object.name));
         let _ = catalog.snapshots_of(object.disk).count() + catalog.disks().count();
     }
     if let Some(object) = objects.first() {
-        catalog.update(object.id, |object| object.state = ObjectState::Trash).expect("it is there");
+        catalog.update(object.id, |object| object.state = ObjectState::Trash).expect("the object exists");
         assert!(catalog.first_trash().is_some());
     }
     if let Some(object) = objects.get(1) {
@@ -49,8 +49,8 @@ fuzz_target!(|data: &[u8]| {
     catalog.set_root(id, None);
     let mut before: Vec<Object> = catalog.objects().cloned().collect();
     before.sort_unstable_by_key(|object| object.id);
-    catalog.store(&mut pages).expect("memory is whole");
-    let again = Catalog::open(&mut pages, catalog.slots(), catalog.next_id()).expect("what it stored it reads");
+    catalog.store(&mut pages).expect("memory returns no I/O errors");
+    let again = Catalog::open(&mut pages, catalog.slots(), catalog.next_id()).expect("a stored catalog can be read");
     let mut after: Vec<Object> = again.objects().cloned().collect();
     after.sort_unstable_by_key(|object| object.id);
     assert_eq!(before, after);

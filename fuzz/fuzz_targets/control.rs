@@ -1,4 +1,5 @@
-//! A line of the control protocol, from either side: it is decoded or refused, and what is decoded crosses unchanged.
+//! A line of the control protocol in either direction: it is decoded or refused; a decoded message survives encoding
+//! and decoding unchanged.
 
 #![no_main]
 
@@ -8,7 +9,7 @@ use libfuzzer_sys::fuzz_target;
 fuzz_target!(|data: &[u8]| {
     if let Ok(message) = decode::<FromClient>(data) {
         let line = encode(&message, REQUEST_LINE_MAX).expect("it came in a line of that length");
-        assert_eq!(decode::<FromClient>(&line).expect("it was encoded"), message);
+        assert_eq!(decode::<FromClient>(&line).expect("an encoded message can be decoded and encoded again"), message);
         if let FromClient::Request(request) = message {
             let _ = request.takes_long();
         }
@@ -16,8 +17,8 @@ fuzz_target!(|data: &[u8]| {
     if let Ok(message) = decode::<FromServer>(data)
         && let Ok(line) = encode(&message, REPLY_LINE_MAX)
     {
-        let again = decode::<FromServer>(&line).expect("it was encoded");
-        // Numbers with a fraction may be written otherwise; the second time they are as they were.
-        assert_eq!(encode(&again, REPLY_LINE_MAX).expect("it was encoded"), line);
+        let again = decode::<FromServer>(&line).expect("an encoded message can be decoded and encoded again");
+        // Numbers with a fraction may be encoded differently at first; encoding them again gives the same text.
+        assert_eq!(encode(&again, REPLY_LINE_MAX).expect("an encoded message can be decoded and encoded again"), line);
     }
 });

@@ -1,4 +1,4 @@
-//! Arbitrary changes to the files of a small datastore, which is then put to use.
+//! Arbitrary changes to the files of a small datastore, which is then opened and used.
 
 #![no_main]
 
@@ -10,7 +10,7 @@ use store::Engine;
 use store::catalog::Provisioning;
 use store::engine::{CheckOptions, NewDisk, NewSnapshot};
 
-/// Gives every structure of a file the checksum that its bytes ask for.
+/// Gives every structure in a file the right checksum.
 fn seal_file(directory: &Arc<dyn Directory>, name: &str) {
     if name.starts_with("data.0") || name == "lock" {
         return;
@@ -30,7 +30,7 @@ fn seal_file(directory: &Arc<dyn Directory>, name: &str) {
     let _ = file.write_at(&[&bytes], 0, false);
 }
 
-/// Every block that was ever written says what it is in text; anything else must be zeros.
+/// Written blocks contain a text that names them; all other blocks must be zeros.
 fn plausible(block: &[u8]) -> bool {
     let end = block.iter().position(|byte| *byte == 0).unwrap_or(block.len());
     block[end..].iter().all(|byte| *byte == 0)
@@ -47,7 +47,7 @@ fn use_it(directory: &Arc<dyn Directory>, input: &mut Input<'_>, trusted: bool) 
     let read = |name: &str, plan: &dyn Fn(std::ops::Range<u64>) -> error::Result<store::engine::Planned>| {
         for logical in [0, 1, 2, 3, 4, 7, 256] {
             if let Ok(block) = engine.read_blocks(name, logical..logical + 1, plan) {
-                assert!(!trusted || plausible(&block), "block {logical} of {name} is not what was written");
+                assert!(!trusted || plausible(&block), "block {logical} of {name} differs from the written data");
             }
         }
     };
@@ -111,7 +111,7 @@ fuzz_target!(|data: &[u8]| {
         match kind % 8 {
             0 => drop(disk.flip_bit(name, at, kind >> 5)),
             1 => {
-                // Whole blocks lost, as a medium loses them.
+                // Lost blocks read as zeros, as after a lost write.
                 overwrite(&directory, name, at / 4096 * 4096, &[0; BLOCK_SIZE]);
             }
             2 => {
@@ -122,7 +122,7 @@ fuzz_target!(|data: &[u8]| {
             3 => drop(directory.remove(name)),
             4 => overwrite(&directory, name, at / 8 * 8, &input.word(8).to_le_bytes()),
             5 => {
-                // A page in the place of another.
+                // Copies a page over another one.
                 if let Ok(file) = directory.open(name, IoMode::Buffered) {
                     let mut block = [0; BLOCK_SIZE];
                     let _ = file.read_at(&mut block, u64::from(input.u8()) * BLOCK_SIZE as u64);

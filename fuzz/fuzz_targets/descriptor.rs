@@ -1,4 +1,4 @@
-//! The text of a descriptor: what can be read can be written, and reads the same again.
+//! The text of a descriptor: a text that parses can be written, and parses to the same descriptor.
 
 #![no_main]
 
@@ -11,10 +11,10 @@ fuzz_target!(|data: &[u8]| {
     assert!(descriptor.capacity() <= CAPACITY_MAX);
     let _ = (descriptor.thin(), descriptor.database.get("ddb.adapterType"));
     let Ok(text) = descriptor.to_bytes() else {
-        assert!(descriptor.extents.iter().any(|extent| extent.sectors == 0), "read, and cannot be written");
+        assert!(descriptor.extents.iter().any(|extent| extent.sectors == 0), "a parsed descriptor cannot be written");
         return;
     };
-    assert_eq!(Descriptor::parse(&text).expect("it was written"), descriptor);
+    assert_eq!(Descriptor::parse(&text).expect("a written descriptor can be parsed"), descriptor);
     let mut changed = descriptor.clone();
     let mut number = 7;
     changed.renew_content(&mut || {
@@ -23,6 +23,6 @@ fuzz_target!(|data: &[u8]| {
     });
     assert_ne!(changed.content, descriptor.content);
     if let Ok(text) = changed.to_bytes() {
-        assert_eq!(Descriptor::parse(&text).expect("it was written"), changed);
+        assert_eq!(Descriptor::parse(&text).expect("a written descriptor can be parsed"), changed);
     }
 });

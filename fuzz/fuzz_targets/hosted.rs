@@ -1,4 +1,4 @@
-//! A sparse extent of Workstation with damage: read, written, checked.
+//! A damaged sparse extent of VMware Workstation: read, written, checked.
 
 #![no_main]
 

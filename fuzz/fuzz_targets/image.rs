@@ -1,4 +1,5 @@
-//! A folder of images that name each other: descriptors, extents, parents. Opened as a chain, read and written.
+//! A folder of images that refer to each other by descriptors, extents and parents. Opened as a chain, read and
+//! written.
 
 #![no_main]
 
@@ -9,7 +10,7 @@ use layer::image::{Format, OpenOptions, Place, open_chain};
 use libfuzzer_sys::fuzz_target;
 use std::sync::{Arc, OnceLock};
 
-/// Names that the texts below lead to.
+/// File names that the descriptors below contain.
 const NAMES: [&str; 8] =
     ["a.vmdk", "b.vmdk", "c.vmdk", "a-flat.vmdk", "a-delta.vmdk", "b-delta.vmdk", "c-sesparse.vmdk", "d.qcow2"];
 
@@ -25,7 +26,7 @@ fn text(kind: &str, extents: &str, content: u32, parent: Option<(&str, u32)>) ->
     Sectors::from_bytes(text.as_bytes())
 }
 
-/// Texts that fit together, and an extent of every kind.
+/// Descriptors that fit together, and an extent of every kind.
 fn bases() -> Vec<Sectors> {
     let mut bases = vec![
         text("vmfs", "RW 2048 VMFS \"a-flat.vmdk\"", 1, None),
@@ -74,7 +75,7 @@ fuzz_target!(|data: &[u8]| {
             let _ = (image.descriptor(), image.parent(), image.counters(), image.fragments());
         }
     }
-    assert_eq!(disk.operations(), before, "opening for reading changed something");
+    assert_eq!(disk.operations(), before, "opening for reading changed a file");
     if flags & 2 == 0 {
         return;
     }
@@ -88,12 +89,12 @@ fuzz_target!(|data: &[u8]| {
     }
     assert!(
         content.is_none() || content != image.descriptor().map(|descriptor| descriptor.content),
-        "changed, and it has the identity that it had"
+        "content changed, but the CID is the same"
     );
     let closed = layer.close().is_ok();
     drop(chain);
     if closed && flags & 1 == 1 {
-        let chain = open_chain(place(), &options).expect("what was written and closed opens");
+        let chain = open_chain(place(), &options).expect("a closed image opens again");
         look(&**chain.images()[0].layer(), &mut input);
     }
 });

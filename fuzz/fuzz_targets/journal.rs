@@ -1,4 +1,4 @@
-//! A ring of arbitrary bytes, followed as recovery does.
+//! A journal ring of arbitrary bytes, read as recovery does.
 
 #![no_main]
 
@@ -15,7 +15,7 @@ fuzz_target!(|data: &[u8]| {
     let sealed = input.u8() & 1 == 1;
     let tail = Place { position: input.word(8) & !(BLOCK_SIZE as u64 - 1), sequence: input.word(8) };
     let mut ring = vec![0; SIZE];
-    // Pieces of the input at block borders, so that small inputs make several batches.
+    // Pieces of the input at block boundaries, so that small inputs make several batches.
     while !input.is_empty() {
         let at = input.word(1) as usize * BLOCK_SIZE;
         let length = input.word(2) as usize;
@@ -26,12 +26,12 @@ fuzz_target!(|data: &[u8]| {
         seal_batches(&mut ring);
     }
     let disk = SimulatedDisk::new(1, SimulatedOptions { reorder: false, ..SimulatedOptions::default() });
-    let file = disk.directory().create("journal", IoMode::Buffered).expect("a new disk takes files");
-    file.write_at(&[&ring], 0, false).expect("a new disk takes bytes");
+    let file = disk.directory().create("journal", IoMode::Buffered).expect("a new disk accepts new files");
+    file.write_at(&[&ring], 0, false).expect("a new disk accepts writes");
     let salt = u64::from_le_bytes(*b"saltsalt");
     let mut journal = Journal::new(file, SIZE as u64, salt, tail);
     let (mut at, mut incarnation) = (tail, 0);
-    while let Some(batch) = journal.read(at, incarnation).expect("the medium is whole") {
+    while let Some(batch) = journal.read(at, incarnation).expect("the simulated disk has no faults") {
         assert!(batch.next > at && batch.incarnation >= incarnation);
         let mut reader = Reader::new(&batch.body);
         while let Ok(Some(_)) = reader.next_operation() {}
@@ -40,13 +40,16 @@ fuzz_target!(|data: &[u8]| {
             break;
         }
     }
-    let _ = journal.continuation(at, incarnation).expect("the medium is whole");
-    // What is appended there is found there.
+    let _ = journal.continuation(at, incarnation).expect("the simulated disk has no faults");
+    // A batch appended there must be found there.
     if at.position < 1 << 61 && at.sequence < 1 << 61 && incarnation < u64::MAX {
         journal.resume(at, incarnation + 1);
         journal.release(at);
-        journal.append(store::journal::BatchKind::Operations, &[b"body"]).expect("an empty ring has room");
-        let found = journal.read(at, incarnation).expect("the medium is whole").expect("it was appended");
+        journal.append(store::journal::BatchKind::Operations, &[b"body"]).expect("an empty ring has space");
+        let found = journal
+            .read(at, incarnation)
+            .expect("the simulated disk has no faults")
+            .expect("the appended batch is valid");
         assert_eq!(found.body, b"body");
     }
 });

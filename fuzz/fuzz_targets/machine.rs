@@ -1,5 +1,5 @@
-//! A text as the definition of a machine and as the record of an image: what is read holds together, and what is
-//! written reads the same.
+//! A text as the definition of a machine and as the record of an image: a text that parses passes the checks, and can
+//! be written and parsed again to the same value.
 
 #![no_main]
 
@@ -10,9 +10,9 @@ use vm::instant::image::Record;
 fuzz_target!(|data: &[u8]| {
     let Ok(text) = std::str::from_utf8(data) else { return };
     if let Ok(machine) = Definition::parse(text, "fuzz") {
-        machine.check().expect("it was checked");
-        let written = machine.to_text().expect("what was read can be written");
-        assert_eq!(Definition::parse(&written, "fuzz").expect("it was written"), machine);
+        machine.check().expect("parsing has checked the definition");
+        let written = machine.to_text().expect("a parsed definition can be written");
+        assert_eq!(Definition::parse(&written, "fuzz").expect("a written definition can be parsed"), machine);
     }
     if let Ok(record) = Record::parse(text, "fuzz") {
         assert_eq!(record.snapshots.len(), record.machine.disks.len());

@@ -1,4 +1,5 @@
-//! The record of a migration, with the right checksum or as it comes: what can be read is written, and read the same.
+//! The record of a migration, with the right checksum or with the input's: a record that decodes can be written and
+//! read back unchanged.
 
 #![no_main]
 
@@ -7,7 +8,7 @@ use intent::Intents;
 use lamina_fuzz::layers::quiet_disk;
 use libfuzzer_sys::fuzz_target;
 
-// The intents of migrations are private to the crate `disk`: the target includes their modules by path.
+// The modules for migration intents are private in the crate `disk`, so the target compiles their sources.
 #[allow(dead_code)]
 #[path = "../../crates/disk/src/migrate/intent.rs"]
 mod intent;
@@ -20,7 +21,7 @@ const NAME: &str = "migration-0f0e0d0c-0b0a-4908-8706-050403020100";
 fuzz_target!(|data: &[u8]| {
     let disk = quiet_disk();
     let directory = disk.directory();
-    let file = directory.create(NAME, IoMode::Buffered).expect("a new disk takes files");
+    let file = directory.create(NAME, IoMode::Buffered).expect("a new disk accepts new files");
     let bytes = match data.split_first() {
         Some((flags, body)) if flags & 1 == 0 => {
             [format!("lamina migration 1 crc32c={:08x}\n", checksums::checksum(body)).as_bytes(), body].concat()
@@ -28,11 +29,11 @@ fuzz_target!(|data: &[u8]| {
         Some((_, rest)) => rest.to_vec(),
         None => Vec::new(),
     };
-    file.write_at(&[&bytes], 0, false).expect("a new disk takes bytes");
+    file.write_at(&[&bytes], 0, false).expect("a new disk accepts writes");
     let intents = Intents::new(directory);
     let Ok(found) = intents.all() else { return };
     for intent in &found {
-        intents.put(intent).expect("it was read");
+        intents.put(intent).expect("a parsed record can be written");
     }
-    assert_eq!(intents.all().expect("it was written"), found);
+    assert_eq!(intents.all().expect("written records can be read"), found);
 });

@@ -1,4 +1,5 @@
-//! Whatever QEMU or a guest's agent says: refused or understood, without a panic, a hang, or memory without bound.
+//! Arbitrary messages from QEMU or a guest agent: they are refused or decoded, without a panic, a hang or unbounded
+//! memory.
 
 #![no_main]
 
@@ -17,9 +18,9 @@ const PATIENCE: Duration = Duration::from_secs(5);
 fuzz_target!(|data: &[u8]| {
     let Some((role, said)) = data.split_first() else { return };
     let (ours, mut theirs) = UnixStream::pair().expect("two sockets");
-    theirs.write_all(said).expect("what fits into a socket");
-    theirs.shutdown(Shutdown::Write).expect("it is open");
-    let mut client = Client::over(ours, Path::new("peer"), PATIENCE).expect("it is open");
+    theirs.write_all(said).expect("the input fits into the socket's buffer");
+    theirs.shutdown(Shutdown::Write).expect("the socket is open");
+    let mut client = Client::over(ours, Path::new("peer"), PATIENCE).expect("the socket is open");
     match role % 3 {
         0 => {
             if client.greet().is_ok() {

@@ -1,4 +1,4 @@
-//! A client that says arbitrary things, from the first byte on, to the server over a real datastore in memory.
+//! A client that sends arbitrary bytes, from the first byte on, to the NBD server over a datastore in memory.
 
 #![no_main]
 
@@ -16,7 +16,7 @@ use std::io::{self, IoSlice, IoSliceMut};
 use std::os::fd::BorrowedFd;
 use std::sync::{Arc, OnceLock};
 
-/// Replies a client takes before it is taken for one that never ends.
+/// Bytes of replies after which the session counts as endless.
 const REPLIES_MAX: usize = 256 << 20;
 
 struct Disks(Arc<Datastore>);
@@ -44,14 +44,14 @@ fn disks() -> &'static Disks {
             .create_disk("a", &NewDisk::native((1 << 20) + 512, Provisioning::Thin), &NoProgress)
             .expect("a new disk");
         let device = datastore.device("a", false).expect("a new disk");
-        device.write(8192, backend::SharedSlice::copy_of(&[7; 8192]), true).expect("room for a write");
+        device.write(8192, backend::SharedSlice::copy_of(&[7; 8192]), true).expect("a new disk accepts writes");
         datastore.create_snapshots(&[("a".into(), "s".into())], &SnapshotOptions::default()).expect("a new snapshot");
-        device.write(0, backend::SharedSlice::copy_of(&[8; 4096]), true).expect("room for a write");
+        device.write(0, backend::SharedSlice::copy_of(&[8; 4096]), true).expect("a new disk accepts writes");
         Disks(datastore)
     })
 }
 
-/// A stream in memory that gives and takes in pieces of a size that the input chooses.
+/// A stream in memory that reads and writes in pieces, whose size the input determines.
 struct Stream {
     left: Vec<u8>,
     at: usize,
@@ -87,7 +87,8 @@ impl Transport for Stream {
     }
 }
 
-/// The way to the transmission phase: fixed newstyle, structured replies or extended headers, all contexts, GO.
+/// The handshake up to the transmission phase: fixed newstyle, structured replies or extended headers, all contexts,
+/// GO.
 fn greeting(flags: u8) -> Vec<u8> {
     fn option(out: &mut Vec<u8>, code: u32, data: &[u8]) {
         out.extend_from_slice(b"IHAVEOPT");
@@ -113,7 +114,7 @@ fn greeting(flags: u8) -> Vec<u8> {
     out
 }
 
-/// Requests whose magic, offset and length are mostly in range.
+/// Requests whose magic number, offset and length are mostly valid.
 fn requests(input: &mut Input<'_>, extended: bool, out: &mut Vec<u8>) {
     while !input.is_empty() {
         let command = u16::from(input.u8() % 16);
@@ -130,7 +131,7 @@ fn requests(input: &mut Input<'_>, extended: bool, out: &mut Vec<u8>) {
         } else {
             out.extend_from_slice(&(length as u32).to_be_bytes());
         }
-        // Writes have a payload with every style of headers; other commands where a flag of extended ones says so.
+        // Writes have a payload with every header style; other commands only if a flag of an extended header says so.
         if command == 1 || extended && flags & 32 != 0 {
             out.resize(out.len() + length as usize % (1 << 18), 0xa5);
         }

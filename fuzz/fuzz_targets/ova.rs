@@ -1,4 +1,4 @@
-//! An archive with damage: its list, description and manifest, and the disks in it.
+//! A damaged archive: its member list, description and manifest, and the disks in it.
 
 #![no_main]
 
@@ -11,7 +11,7 @@ use libfuzzer_sys::fuzz_target;
 use std::io::Read;
 use std::sync::OnceLock;
 
-/// Bytes read of one member.
+/// The most bytes read from one member.
 const READ_MAX: u64 = 1 << 20;
 
 fuzz_target!(|data: &[u8]| {
@@ -25,14 +25,14 @@ fuzz_target!(|data: &[u8]| {
     if let Ok(archive) = Ova::open(file, "image") {
         for member in archive.members() {
             let name = member.name();
-            assert!(!name.contains(['/', '\\', '\0']) && !matches!(name, "" | "." | ".."), "{name:?} leads elsewhere");
+            assert!(!name.contains(['/', '\\', '\0']) && !matches!(name, "" | "." | ".."), "{name:?} is no plain name");
             assert!(member.size() <= length, "{name:?} is larger than the archive");
             let mut bytes = Vec::new();
-            let _ = archive.reader(name).expect("it is there").take(READ_MAX).read_to_end(&mut bytes);
+            let _ = archive.reader(name).expect("the archive lists the member").take(READ_MAX).read_to_end(&mut bytes);
         }
         let _ = (archive.descriptor(), archive.machine(), archive.hardware(), archive.warnings());
         for described in archive.disks() {
-            let section = archive.file(&described.file).expect("opening looked for it");
+            let section = archive.file(&described.file).expect("opening found the member");
             if let Ok(layer) = Stream::open(section, "image") {
                 look(&layer, &mut input);
             }

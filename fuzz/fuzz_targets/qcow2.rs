@@ -1,4 +1,4 @@
-//! A qcow2 image with damage, with and without an external data file.
+//! A damaged qcow2 image, with and without an external data file.
 
 #![no_main]
 
@@ -19,7 +19,7 @@ fuzz_target!(|data: &[u8]| {
     let before = disk.operations();
     let Ok(header) = Header::read(&*file) else { return };
     let _ = (header.backing(), header.data_file(), header.marked_corrupt());
-    // The data may as well lie in the image itself: what is asked of it is the same.
+    // The image itself serves as the data file: the reader treats both alike.
     let data = (header.external_data() || with_data).then(|| Arc::clone(&file));
     if let Ok(layer) = Qcow2::open(file, data, "image") {
         look(&layer, &mut input);

@@ -1,4 +1,4 @@
-//! The body of a batch of operations: what decodes, encodes to something that decodes to the same.
+//! The body of a batch of operations: operations that decode can be encoded, and decode to the same operations again.
 
 #![no_main]
 

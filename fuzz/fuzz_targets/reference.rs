@@ -1,4 +1,4 @@
-//! A name that an image gives, resolved in a real folder with links in it: it never leads out of what is permitted.
+//! A file name in an image, resolved in a real folder with links: it never leads outside the permitted folders.
 
 #![no_main]
 
@@ -10,10 +10,10 @@ use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
-/// What files say that may not be opened.
+/// The content of files that must not be opened.
 const SECRET: &[u8] = b"secret";
 
-/// `in` is the image's folder, `allowed` is permitted besides, `out` is not.
+/// `in` is the image's folder, `allowed` is permitted too, `out` is not.
 fn tree() -> PathBuf {
     let root = std::env::temp_dir().join("lamina-fuzz-reference");
     let _ = fs::remove_dir_all(&root);
@@ -26,8 +26,9 @@ fn tree() -> PathBuf {
         ("inner/a", SECRET),
         ("a", SECRET),
     ] {
-        fs::create_dir_all(root.join(path).parent().unwrap_or(&root)).expect("a folder for temporary files");
-        fs::write(root.join(path), bytes).expect("a folder for temporary files");
+        fs::create_dir_all(root.join(path).parent().unwrap_or(&root))
+            .expect("a temporary folder accepts folders and files");
+        fs::write(root.join(path), bytes).expect("a temporary folder accepts folders and files");
     }
     for (to, link) in [
         ("../out", "in/c"),
@@ -41,7 +42,7 @@ fn tree() -> PathBuf {
         ("/", "in/i"),
         ("../in/c", "allowed/c"),
     ] {
-        symlink(to, root.join(link)).expect("a folder for temporary files");
+        symlink(to, root.join(link)).expect("a temporary folder accepts links");
     }
     root
 }
@@ -50,10 +51,10 @@ fuzz_target!(|reference: &str| {
     static FOLDER: OnceLock<(PathBuf, Folder)> = OnceLock::new();
     let (root, folder) = FOLDER.get_or_init(|| {
         let root = tree();
-        let folder = Folder::local(&root.join("in"), &[root.join("allowed")]).expect("it was made");
-        (root.canonicalize().expect("it was made"), folder)
+        let folder = Folder::local(&root.join("in"), &[root.join("allowed")]).expect("the folder exists");
+        (root.canonicalize().expect("the folder exists"), folder)
     });
-    // What an absolute path would say.
+    // Replaces `$` by the absolute path of the tree.
     let reference = reference.replace('$', &root.to_string_lossy());
     let Ok(place) = folder.resolve(&reference) else { return };
     let path = place.folder.path().map(Path::to_owned).expect("a folder of the file system");
@@ -62,6 +63,6 @@ fuzz_target!(|reference: &str| {
     if let Ok(file) = place.open(IoMode::Buffered, Access::Read) {
         let mut bytes = [0; SECRET.len()];
         file.read_at(&mut bytes, 0).expect("a regular file");
-        assert!(bytes != SECRET, "{reference:?} opens what is not permitted");
+        assert!(bytes != SECRET, "{reference:?} opens a file that is not permitted");
     }
 });

@@ -1,5 +1,5 @@
-//! What a sender says to a receiver over a real datastore in memory, from the first byte on: arbitrary bytes, messages
-//! with the right checksums, and data frames for a disk that is being received. And the record of a reception.
+//! Arbitrary bytes from a sender to a receiver over a datastore in memory, from the first byte on; messages with the
+//! right checksums; data frames for a disk that is being received; and the record of a reception.
 
 #![no_main]
 
@@ -71,13 +71,13 @@ fn message(out: &mut Vec<u8>, payload: &[u8]) {
     out.extend_from_slice(payload);
 }
 
-/// Frames of which most could be.
+/// Frames, most of which are valid.
 fn frames(input: &mut Input<'_>) -> Vec<u8> {
     let mut out = Vec::new();
     while !input.is_empty() && out.len() < 4 << 20 {
         let shape = input.u8();
         let (disk, place) = (u16::from(input.u8() >> 6), input.word(2));
-        // Around the beginnings and ends of segments and of the disk.
+        // Offsets near the beginnings and ends of segments and of the disk.
         let offset = (place & 3) * SEGMENT + (place >> 2 & 7) * 4096 + u64::from(place & 1 << 15 != 0);
         let payload = match shape % 5 {
             0 | 1 => vec![shape; [4096, 512, 8192, 12_288][usize::from(shape >> 6)]],
@@ -112,8 +112,8 @@ fuzz_target!(|data: &[u8]| {
         0 => {
             let _ = recode(input.0);
             if let Ok(message) = Message::decode(input.0) {
-                let bytes = message.encode().expect("it was decoded");
-                assert_eq!(Message::decode(&bytes).expect("it was encoded"), message);
+                let bytes = message.encode().expect("a decoded message can be encoded");
+                assert_eq!(Message::decode(&bytes).expect("an encoded message can be decoded"), message);
             }
             if let Some(bytes) = input.0.first_chunk::<HEAD>()
                 && let Ok(head) = Head::decode(bytes)

@@ -1,4 +1,5 @@
-//! A SEsparse image with damage, its journal dirty or not: read, replayed, written, wiped, shrunk, checked, repaired.
+//! A damaged SEsparse image, with or without a dirty journal: read, replayed, written, wiped, shrunk, checked,
+//! repaired.
 
 #![no_main]
 
@@ -20,7 +21,7 @@ fuzz_target!(|data: &[u8]| {
     let repair = flags & 4 != 0;
     let format = Format {
         open: &|file, write| SeSparse::open(file, "image", Options { write, journal, cache: 1 << 20, punch, repair }),
-        // A grain without an owner may be given to one disk block, or to two.
+        // In an image with findings, a grain without an owner may be used by two blocks of the disk.
         sound: &|layer: &SeSparse| layer.check(false, &NoProgress).is_ok_and(|report| report.is_clean()),
         maintain: &|layer, what| match what % 4 {
             0 => drop(layer.wipe(what & 4 == 0, &NoProgress)),

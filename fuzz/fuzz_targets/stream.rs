@@ -1,4 +1,4 @@
-//! A streamOptimized extent with damage: its index found at the end or by its markers, its grains inflated.
+//! A damaged streamOptimized extent: its index is found at the end or by its markers, and its grains are decompressed.
 
 #![no_main]
 
@@ -18,7 +18,7 @@ fuzz_target!(|data: &[u8]| {
     let before = disk.operations();
     let whole = Stream::open(Arc::clone(&file), "image").is_ok();
     let layer = Stream::salvage(file, "image");
-    assert!(!whole || layer.is_ok(), "opened whole, and not what is left of it");
+    assert!(!whole || layer.is_ok(), "opens normally, but not by force");
     if let Ok(layer) = layer {
         look(&layer, &mut input);
         let _ = (layer.descriptor(), layer.warnings());

@@ -1,4 +1,4 @@
-//! Two arbitrary copies of the superblock in front of a datastore that is otherwise whole.
+//! Two arbitrary copies of the superblock of an otherwise undamaged datastore.
 
 #![no_main]
 
@@ -7,7 +7,7 @@ use libfuzzer_sys::fuzz_target;
 use store::Engine;
 use store::engine::CheckOptions;
 
-/// Bytes of a copy that mean something.
+/// The bytes of a superblock that are in use.
 const USED: usize = 144;
 
 fuzz_target!(|data: &[u8]| {
@@ -16,10 +16,10 @@ fuzz_target!(|data: &[u8]| {
     let disk = if flags & 2 == 0 { Image::closed() } else { Image::crashed() }.restore();
     let directory = disk.directory();
     for copy in 0..2 {
-        // Words to change, where the copy as it is, is not wanted whole.
-        let file = directory.open("superblock", backend::IoMode::Buffered).expect("it is there");
+        // Changes single words of the copy, or replaces all of it.
+        let file = directory.open("superblock", backend::IoMode::Buffered).expect("the file exists");
         let mut bytes = vec![0; 4096];
-        file.read_at(&mut bytes, copy * 4096).expect("the medium is whole");
+        file.read_at(&mut bytes, copy * 4096).expect("the simulated disk has no faults");
         if flags & 4 == 0 {
             for _ in 0..input.u8() % 4 {
                 let at = usize::from(input.u8()) % (USED / 8) * 8;

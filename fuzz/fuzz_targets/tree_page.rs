@@ -1,5 +1,5 @@
-//! Nodes of arbitrary bytes as a tree: what passes validation must bear every operation, however little sense the nodes
-//! make together.
+//! Nodes of arbitrary bytes as a tree: every operation must handle nodes that pass validation, even if they contradict
+//! each other.
 
 #![no_main]
 
@@ -9,7 +9,7 @@ use lamina_fuzz::Input;
 use libfuzzer_sys::fuzz_target;
 use store::tree::{self, LOGICAL_LIMIT, NodeId, NodeStore};
 
-/// Nodes given, and at most made on top of them.
+/// The number of nodes in the input, and the most nodes after changes.
 const NODES: usize = 8;
 const NODES_MAX: usize = 400;
 
@@ -74,13 +74,13 @@ fn page(input: &mut Input<'_>, id: u64) -> Block {
     page.0[16..24].copy_from_slice(&id.to_le_bytes());
     let shape = input.u8();
     if shape & 0x80 != 0 {
-        // Bytes as they come.
+        // Raw bytes of the input.
         let length = input.word(2) as usize % 4096;
         let bytes = input.bytes(length);
         page.0[..bytes.len()].copy_from_slice(bytes);
         return page;
     }
-    // Entries that mostly ascend: most pages pass, and lead to each other.
+    // Mostly ascending entries: most pages are valid, and refer to each other.
     let level = shape % 4;
     page.0[6] = level;
     let count = input.u8() as usize % 255;
@@ -103,7 +103,7 @@ fn page(input: &mut Input<'_>, id: u64) -> Block {
     page
 }
 
-/// Whether a tree keeps its bounds and reaches each of its nodes by one way only.
+/// Whether a tree keeps its bounds and reaches each of its nodes by only one path.
 fn is_sound(nodes: &mut Nodes, root: NodeId) -> bool {
     let mut seen = std::collections::BTreeSet::new();
     let mut once = true;
@@ -148,14 +148,14 @@ fuzz_target!(|data: &[u8]| {
                 match tree::replace(&mut nodes, one, range.clone(), with) {
                     Ok(root) => {
                         one = root;
-                        // Where the tree did not contradict itself before, a later look may meet other trees' damage
-                        // on the way, never something else in this place.
+                        // In a tree that was sound before, a later lookup may fail on the damage of other trees, but
+                        // never return another mapping for this range.
                         if sound && tree::lookup(&mut nodes, one, range.clone(), &mut extents).is_ok() {
                             let mapped: u64 = extents.iter().map(|extent| extent.blocks).sum();
                             assert_eq!(mapped, range.end - range.start);
                         }
                     }
-                    // Half changed, as the documentation says: the tree is not used after it.
+                    // The tree is half changed and must not be used after an error, as the documentation says.
                     Err(_) => return,
                 }
             }

@@ -1,4 +1,4 @@
-//! A disk of images with damage to its record or to one of its files: opened, used, settled, checked, opened again.
+//! A disk of images with a damaged record or a damaged file: opened, used, recovered, checked, opened again.
 
 #![no_main]
 
@@ -18,7 +18,7 @@ use work::NoProgress;
 const RECORD: &str = "lamina.disk";
 const MAGIC_LENGTH: usize = "lamina disk 1 crc32c=".len();
 
-/// Options whose identities are the same in every run.
+/// Options with the same identities in every run.
 fn options() -> Options {
     let number = AtomicU64::new(0x1234_5678_9abc);
     Options {
@@ -27,7 +27,7 @@ fn options() -> Options {
     }
 }
 
-/// A disk with three snapshots in two branches, closed; and the same with a snapshot half deleted.
+/// A closed disk with three snapshots in two branches; or the same disk with an interrupted deletion of a snapshot.
 fn make(delta: DeltaFormat, interrupted: bool) -> Vec<(String, Sectors)> {
     let world = quiet_disk();
     let directory = world.directory();
@@ -41,14 +41,14 @@ fn make(delta: DeltaFormat, interrupted: bool) -> Vec<(String, Sectors)> {
     let disk = Disk::create(Folder::plain(Arc::clone(&directory)), &new, &options(), &NoProgress).expect("a new disk");
     let put = |at: u64, value: u8| {
         let chain = disk.chain().expect("a new disk");
-        chain.write(at, &[value; 4096]).expect("there is room");
+        chain.write(at, &[value; 4096]).expect("the disk has space");
     };
     put(0, 1);
     for (name, at) in [("a", 0), ("b", 8192), ("c", 1 << 20)] {
         disk.snapshot(&NewSnapshot::named(name)).expect("a new disk");
         put(at, name.as_bytes()[0]);
     }
-    disk.revert("a").expect("it is there");
+    disk.revert("a").expect("the snapshot exists");
     put(4096, 9);
     let mut world = world;
     if interrupted {
@@ -56,15 +56,16 @@ fn make(delta: DeltaFormat, interrupted: bool) -> Vec<(String, Sectors)> {
         let _ = disk.delete_snapshot("b", None, &NoProgress);
         world = world.crash();
     } else {
-        disk.close().expect("the medium is whole");
+        disk.close().expect("the simulated disk has no faults");
     }
     let directory = world.directory();
-    let names = directory.list().expect("the medium is whole").into_iter().filter(|name| name != "lamina.lock");
-    let file = |name: &str| directory.open(name, IoMode::Buffered).expect("it is there");
+    let names =
+        directory.list().expect("the simulated disk has no faults").into_iter().filter(|name| name != "lamina.lock");
+    let file = |name: &str| directory.open(name, IoMode::Buffered).expect("the file exists");
     names.map(|name| (name.clone(), Sectors::of(&*file(&name)))).collect()
 }
 
-/// Puts the right checksum into a record.
+/// Sets the right checksum in a record.
 fn seal(directory: &Arc<dyn Directory>) {
     let Ok(file) = directory.open(RECORD, IoMode::Buffered) else { return };
     let mut bytes = vec![0; file.len().unwrap_or(0).min(1 << 20) as usize];
@@ -105,7 +106,7 @@ fuzz_target!(|data: &[u8]| {
     for (number, (name, file)) in files.iter().enumerate() {
         let hit = if flags & 2 == 0 { name == RECORD } else { number == victim % files.len() };
         match hit {
-            // The undamaged file is the only base.
+            // The only base is the undamaged file.
             true => drop(
                 Sectors::read(&mut Input(&[&[1], input.0].concat()), std::slice::from_ref(file))
                     .write(&directory, name),
@@ -142,8 +143,8 @@ fuzz_target!(|data: &[u8]| {
     let closed = disk.close().is_ok();
     drop(disk);
     if closed {
-        // Whatever was done to it, it was done whole.
-        let disk = open().expect("what was open and closed opens");
+        // The record names complete operations only, so the disk must open.
+        let disk = open().expect("a closed disk opens again");
         let _ = disk.chain().map(|chain| read(&chain));
         let _ = disk.delete();
     }

@@ -1,4 +1,4 @@
-//! A redo log of ESX's with damage: read, written, shrunk, checked.
+//! A damaged VMFSsparse redo log: read, written, shrunk, checked.
 
 #![no_main]
 

@@ -1,4 +1,4 @@
-//! VMware's list of snapshots: what can be read can be written, and reads the same again.
+//! VMware's list of snapshots: a text that parses can be written, and parses to the same list.
 
 #![no_main]
 
@@ -9,5 +9,5 @@ fuzz_target!(|data: &[u8]| {
     let Ok(list) = Vmsd::parse(data) else { return };
     assert!(list.snapshots.len() <= SNAPSHOTS_MAX);
     assert!(list.snapshots.iter().all(|snapshot| snapshot.disks.len() <= DISKS_MAX));
-    assert_eq!(Vmsd::parse(&list.to_bytes()).expect("it was written"), list);
+    assert_eq!(Vmsd::parse(&list.to_bytes()).expect("a written list can be parsed"), list);
 });

@@ -1,4 +1,4 @@
-//! A vsanSparse object with damage, its checksums put right or not: replayed, read, written, checked.
+//! A damaged vsanSparse object, with right or wrong checksums: replayed, read, written, checked.
 
 #![no_main]
 

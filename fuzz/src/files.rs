@@ -1,7 +1,7 @@
-//! Files of an input: bytes that the input spells out, or an image that it damages.
+//! Files of an input: spelled out in the input, or a base image with damage.
 //!
-//! An image of a few hundred bytes of metadata may be megabytes long, nearly all of them zeros, and what matters lies
-//! in a few sectors of it. So a file is kept as the sectors that are not zeros, and damage is aimed at those.
+//! An image with a few hundred bytes of metadata may have megabytes of zeros. So a file is kept as its nonzero sectors,
+//! and damage goes mostly to these.
 
 use crate::Input;
 use backend::{Directory, File, IoMode};
@@ -11,10 +11,10 @@ use std::sync::Arc;
 /// Bytes of a sector.
 pub const SECTOR: usize = 512;
 
-/// No file of an input is longer than this, whatever it says: 4 TiB.
+/// The greatest length of a file of an input: 4 TiB.
 const LENGTH_MAX: u64 = 4 << 40;
 
-/// A file: its length, and the sectors of it that are not zeros.
+/// A file: its length, and its sectors that are not zeros.
 #[derive(Clone, Default, PartialEq, Eq)]
 pub struct Sectors {
     /// Length in bytes.
@@ -23,7 +23,7 @@ pub struct Sectors {
 }
 
 impl Sectors {
-    /// What an input says a file is: one of `bases`, or what is spelled out; then damaged.
+    /// Reads a file from an input: one of `bases`, or a file spelled out; then damages it.
     pub fn read(input: &mut Input<'_>, bases: &[Self]) -> Self {
         let mut file = match usize::from(input.u8()) % (bases.len() + 1) {
             0 => Self::spelled(input),
@@ -35,7 +35,7 @@ impl Sectors {
         file
     }
 
-    /// The length, then pieces: the number of the sector where one begins, its length, its bytes.
+    /// Reads a file that is spelled out: its length, then pieces with their first sector, length and bytes.
     fn spelled(input: &mut Input<'_>) -> Self {
         let mut file = Self { length: input.word(6).min(LENGTH_MAX), ..Self::default() };
         for _ in 0..input.u8() {
@@ -46,10 +46,10 @@ impl Sectors {
         file
     }
 
-    /// The input that [`Sectors::read`] makes this file of, undamaged.
+    /// The input from which [`Sectors::read`] makes this file, undamaged.
     ///
     /// # Panics
-    /// When it is in too many pieces.
+    /// When it has too many pieces.
     pub fn spell(&self) -> Vec<u8> {
         let mut pieces: Vec<(u64, Vec<u8>)> = Vec::new();
         for (sector, bytes) in &self.sectors {
@@ -66,7 +66,7 @@ impl Sectors {
         out.extend(&self.length.to_le_bytes()[..6]);
         out.push(u8::try_from(pieces.len()).expect("a seed of few pieces"));
         for (sector, mut piece) in pieces {
-            // What follows the last byte of a piece is zeros anyway.
+            // The rest of the last sector is zeros anyway.
             piece.truncate(piece.iter().rposition(|byte| *byte != 0).map_or(0, |last| last + 1));
             out.extend(&sector.to_le_bytes()[..4]);
             out.extend(&piece.len().to_le_bytes()[..2]);
@@ -75,7 +75,7 @@ impl Sectors {
         out
     }
 
-    /// What a file holds.
+    /// The content of a file.
     ///
     /// # Panics
     /// When it cannot be read.
@@ -99,7 +99,7 @@ impl Sectors {
         out
     }
 
-    /// Puts bytes at `offset`, as far as the length goes.
+    /// Writes bytes at `offset`, up to the length of the file.
     fn put(&mut self, mut offset: u64, mut bytes: &[u8]) {
         bytes = &bytes[..bytes.len().min(self.length.saturating_sub(offset) as usize)];
         while !bytes.is_empty() {
@@ -122,7 +122,7 @@ impl Sectors {
         }
     }
 
-    /// The offset of a sector that is not zeros.
+    /// The offset of a random sector that is not zeros.
     fn pick(&self, input: &mut Input<'_>) -> u64 {
         let number = input.word(2) as usize % self.sectors.len().max(1);
         self.sectors.keys().nth(number).map_or(0, |sector| sector * SECTOR as u64)
@@ -136,7 +136,7 @@ impl Sectors {
             0 => self.put(base + u64::from(input.u8()) * 8 % 512, &input.word(8).to_le_bytes()),
             1 => self.put(base + u64::from(input.u8()) * 4 % 512, &input.word(4).to_le_bytes()[..4]),
             2 => {
-                // Near what it was: limits are where mistakes are.
+                // A small change of a value: errors are likely at limits.
                 let at = base + u64::from(input.u8()) * 4 % 512;
                 self.get(at, &mut word);
                 let change = i64::from(input.u8() as i8);
@@ -144,7 +144,7 @@ impl Sectors {
             }
             3 => self.put(base, &[0; SECTOR]),
             4 => {
-                // A sector in the place of another.
+                // Copies a sector over another one.
                 let mut sector = [0; SECTOR];
                 self.get(self.pick(input), &mut sector);
                 self.put(base, &sector);
@@ -164,7 +164,7 @@ impl Sectors {
                 self.put(base + u64::from(input.u8()) % 512, input.bytes(length));
             }
             7 => {
-                // One word repeated, as tables of one kind of entry have it.
+                // Repeats one word, as in tables with equal entries.
                 let at = base + u64::from(input.u8()) * 8 % 512;
                 let value = input.word(8);
                 let step = u64::from(input.u8());
@@ -173,28 +173,29 @@ impl Sectors {
                 }
             }
             _ => {
-                // A field takes the value of another.
+                // Copies a field over another one.
                 self.get(self.pick(input) + u64::from(input.u8()) * 4 % 512, &mut word);
                 self.put(base + u64::from(input.u8()) * 4 % 512, &word[..if kind & 64 == 0 { 8 } else { 4 }]);
             }
         }
     }
 
-    /// The sectors that are not zeros, to be changed.
+    /// The nonzero sectors, for changes.
     pub fn sectors_mut(&mut self) -> &mut BTreeMap<u64, [u8; SECTOR]> {
         &mut self.sectors
     }
 
-    /// Makes the file in a folder.
+    /// Creates the file in a folder.
     ///
     /// # Panics
     /// When the folder has it already.
     pub fn write(&self, directory: &Arc<dyn Directory>, name: &str) -> Arc<dyn File> {
         let file = directory.create(name, IoMode::Buffered).expect("a new name");
-        file.set_len(self.length).expect("a new disk takes bytes");
+        file.set_len(self.length).expect("a new disk accepts writes");
         let whole = |sector: u64| self.length.saturating_sub(sector * SECTOR as u64).min(SECTOR as u64) as usize;
         for (sector, bytes) in &self.sectors {
-            file.write_at(&[&bytes[..whole(*sector)]], sector * SECTOR as u64, false).expect("a new disk takes bytes");
+            file.write_at(&[&bytes[..whole(*sector)]], sector * SECTOR as u64, false)
+                .expect("a new disk accepts writes");
         }
         file
     }

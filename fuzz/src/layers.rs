@@ -1,10 +1,10 @@
-//! What must hold of a layer, whatever the bytes it was opened on.
+//! Properties of a layer that must hold for any bytes of the image.
 //!
-//! 1. It answers or says what is wrong, in bounded time and memory.
-//! 2. Opened for reading it changes nothing.
-//! 3. Its map adjoins, stays within what was asked for, and names bytes that its files have.
-//! 4. Where the image is sound, or the format refuses to write unsound ones, a write changes what it is meant to change
-//!    and nothing else, now and after closing and opening again; and the image stays sound.
+//! 1. Every call returns a result or an error, in bounded time and memory.
+//! 2. Opening for reading changes nothing.
+//! 3. The extents of the map are adjacent, within the requested range, and refer to bytes that the files have.
+//! 4. If the image is sound, or if the format refuses to write unsound images, a write changes only its own range, now
+//!    and after closing and opening again; and the image stays sound.
 
 use crate::Input;
 use crate::files::{SECTOR, Sectors};
@@ -14,44 +14,44 @@ use error::{ErrorKind, Result};
 use layer::{CAPACITY_MAX, Content, Extent, Layer};
 use std::sync::Arc;
 
-/// Questions asked to walk through a map, and extents of each answer.
+/// The most calls to walk through a map, and the most extents per call.
 const QUESTIONS_MAX: usize = 64;
 const EXTENTS_MAX: usize = 64;
-/// Sectors that are watched while others are changed.
+/// The most sectors that are watched while others are changed.
 const PROBES_MAX: usize = 48;
-/// Largest grain that is written.
+/// The largest grain of images that are written.
 const GRAIN_MAX: u64 = 1 << 20;
 
-/// A format, as the targets drive it.
+/// The functions of a format that the targets use.
 pub struct Format<'a, L> {
-    /// Opens an image, for writing if that is asked for.
+    /// Opens an image, for writing if the flag is set.
     pub open: &'a dyn Fn(Arc<dyn File>, bool) -> Result<L>,
-    /// Whether the image is in order, by its own check.
+    /// Whether the format's own check finds no error.
     pub sound: &'a dyn Fn(&L) -> bool,
-    /// Something that must not change what is read.
+    /// Maintenance that must not change the content.
     pub maintain: &'a dyn Fn(&L, u8),
-    /// Whether what is not sound is not opened for writing.
+    /// Whether the format refuses to open an unsound image for writing.
     pub strict: bool,
-    /// Whether there is a parent: without one, zeros and nothing are the same.
+    /// Whether there is a parent: without one, zero and absent grains read the same.
     pub parent: bool,
 }
 
-/// A disk without surprises.
+/// A simulated disk without faults and reordering.
 pub fn quiet_disk() -> SimulatedDisk {
     SimulatedDisk::new(1, SimulatedOptions { reorder: false, ..SimulatedOptions::default() })
 }
 
-/// A sector, and what was found there: `None` where the parent shows through.
+/// A sector with its content: `None` where the parent shows through.
 pub struct Probe {
     at: u64,
     found: Option<[u8; SECTOR]>,
 }
 
-/// Opens an image of these bytes for reading and for writing, and does everything to it.
+/// Opens an image for reading and for writing, and runs all operations on it.
 pub fn exercise<L: Layer>(file: &Sectors, input: &mut Input<'_>, format: &Format<'_, L>) {
     let disk = quiet_disk();
     let file = file.write(&disk.directory(), "image");
-    let again = || disk.directory().open("image", IoMode::Buffered).expect("it is there");
+    let again = || disk.directory().open("image", IoMode::Buffered).expect("the image file exists");
     let before = disk.operations();
     let mut sound = false;
     if let Ok(layer) = (format.open)(Arc::clone(&file), false) {
@@ -62,7 +62,7 @@ pub fn exercise<L: Layer>(file: &Sectors, input: &mut Input<'_>, format: &Format
     }
     assert_eq!(disk.operations(), before, "opening for reading changed the image");
     let Ok(layer) = (format.open)(file, true) else { return };
-    // Recovery may have put right what a reader found wrong.
+    // Recovery may have repaired what the check found.
     let trusted = format.strict || sound || (format.sound)(&layer);
     let mut probes = look(&layer, input);
     let mut good = true;
@@ -75,13 +75,13 @@ pub fn exercise<L: Layer>(file: &Sectors, input: &mut Input<'_>, format: &Format
     let closed = layer.close().is_ok();
     drop(layer);
     if closed && trusted {
-        let layer = (format.open)(again(), false).expect("what was closed opens");
+        let layer = (format.open)(again(), false).expect("a closed image opens again");
         compare(&layer, &probes, format.parent);
-        assert!(!(sound && good) || (format.sound)(&layer), "it was sound, and was only written");
+        assert!(!(sound && good) || (format.sound)(&layer), "the image was sound before the writes");
     }
 }
 
-/// Walks through the map, reads some of what it names, and gives back sectors to watch.
+/// Walks through the map, reads some of the data, and returns sectors to watch.
 pub fn look(layer: &dyn Layer, input: &mut Input<'_>) -> Vec<Probe> {
     let capacity = layer.capacity();
     assert!(capacity <= CAPACITY_MAX && layer.grain() > 0 && layer.grain().is_multiple_of(SECTOR as u64));
@@ -90,7 +90,7 @@ pub fn look(layer: &dyn Layer, input: &mut Input<'_>) -> Vec<Probe> {
     for _ in 0..QUESTIONS_MAX {
         let extents = match ask(layer, at, capacity, EXTENTS_MAX) {
             Ok(extents) => extents,
-            // Behind the damage there may be more.
+            // There may be more extents after the damage.
             Err(_) => {
                 at = at.saturating_add(layer.grain().max(1 << 20)) / layer.grain() * layer.grain();
                 if at >= capacity { break } else { continue }
@@ -115,33 +115,36 @@ pub fn look(layer: &dyn Layer, input: &mut Input<'_>) -> Vec<Probe> {
     let step = places.len().div_ceil(PROBES_MAX).max(1);
     let places = places.into_iter().step_by(step);
     let probes = places.filter_map(|at| read_sector(layer, at).ok().map(|found| Probe { at, found })).collect();
-    // What cannot be asked for.
+    // Requests that must be refused.
     let mut none = Vec::new();
-    assert!(layer.map(0..capacity + SECTOR as u64, 1, &mut none).is_err(), "asked for more than there is");
+    assert!(layer.map(0..capacity + SECTOR as u64, 1, &mut none).is_err(), "a range beyond the capacity was accepted");
     let _ = layer.usage();
     probes
 }
 
-/// The answer of the map for a range, checked for what every answer must be.
+/// Calls the map for a range, and checks the properties of every result.
 fn ask(layer: &dyn Layer, start: u64, end: u64, most: usize) -> Result<Vec<Extent>> {
     let mut extents = Vec::new();
     if start == end {
         return Ok(extents);
     }
     layer.map(start..end, most, &mut extents)?;
-    assert!(!extents.is_empty() && extents.len() <= most, "{} extents, asked for {most}", extents.len());
+    assert!(!extents.is_empty() && extents.len() <= most, "{} extents, at most {most} requested", extents.len());
     let mut at = start;
     for extent in &extents {
-        assert!(extent.start == at && extent.length > 0 && extent.length <= end - at, "extents adjoin: {extents:?}");
+        assert!(
+            extent.start == at && extent.length > 0 && extent.length <= end - at,
+            "extents are adjacent: {extents:?}"
+        );
         at += extent.length;
     }
     Ok(extents)
 }
 
-/// Data begins in the file, and ends there but for a last grain that was cut.
+/// Data begins within the file, and ends there, except for a partial last grain.
 fn check_place(layer: &dyn Layer, extent: &Extent) {
     if let Content::Data { file, offset } = extent.content {
-        let length = layer.file(file).expect("a file that the map names").len().expect("it is open");
+        let length = layer.file(file).expect("a file that the map names").len().expect("the file is open");
         let end = offset.checked_add(extent.length).expect("an offset in a file");
         assert!(offset < length && end <= length + layer.grain(), "{extent:?} in a file of {length} bytes");
     }
@@ -155,13 +158,15 @@ fn read_sector(layer: &dyn Layer, at: u64) -> Result<Option<[u8; SECTOR]>> {
     match content {
         Content::Absent => return Ok(None),
         Content::Zero => {}
-        Content::Data { file, offset } => layer.file(file)?.read_at(&mut bytes, offset).expect("the medium is whole"),
+        Content::Data { file, offset } => {
+            layer.file(file)?.read_at(&mut bytes, offset).expect("the simulated disk has no faults")
+        }
         Content::Encoded => layer.read_encoded(at, &mut bytes)?,
     }
     Ok(Some(bytes))
 }
 
-/// Changes something, and what is expected of the sectors watched; false when it could not be done.
+/// Makes a change, and updates the expected content of the watched sectors; returns false if the change failed.
 fn change<L: Layer>(layer: &L, input: &mut Input<'_>, format: &Format<'_, L>, probes: &mut Vec<Probe>) -> bool {
     let (capacity, grain) = (layer.capacity(), layer.grain());
     let kind = input.u8();
@@ -205,8 +210,8 @@ fn change<L: Layer>(layer: &L, input: &mut Input<'_>, format: &Format<'_, L>, pr
             true
         }
         Err(error) => {
-            assert!(error.kind() != ErrorKind::Io, "the medium is whole: {error}");
-            // Nothing is known of what was to be changed.
+            assert!(error.kind() != ErrorKind::Io, "the simulated disk has no faults: {error}");
+            // After a failed change the content of the range is unknown.
             probes.retain(|probe| !(start..end).contains(&probe.at));
             false
         }
@@ -216,8 +221,8 @@ fn change<L: Layer>(layer: &L, input: &mut Input<'_>, format: &Format<'_, L>, pr
 fn compare(layer: &dyn Layer, probes: &[Probe], parent: bool) {
     let seen = |found: &Option<[u8; SECTOR]>| if parent { *found } else { Some(found.unwrap_or([0; SECTOR])) };
     for Probe { at, found } in probes {
-        let now = read_sector(layer, *at).expect("what was read before is read again");
-        assert!(seen(&now) == seen(found), "sector at {at} holds {:?}, and held {:?}", short(&now), short(found));
+        let now = read_sector(layer, *at).expect("a sector that was readable is still readable");
+        assert!(seen(&now) == seen(found), "sector at {at} has {:?}, before it had {:?}", short(&now), short(found));
     }
 }
 

@@ -1,5 +1,5 @@
-//! What the fuzz targets stand on: an input read piece by piece, and what to do harm to: a small datastore, and images
-//! of VMware's formats ([`files`], [`images`]), of which [`layers`] says what must hold whatever was done to them.
+//! Shared by the fuzz targets: an input that is consumed piece by piece; a small datastore; and images of VMware's
+//! formats ([`files`], [`images`]), for which [`layers`] checks what must hold after any damage.
 
 #![forbid(unsafe_code)]
 
@@ -13,41 +13,41 @@ use std::sync::Arc;
 use std::sync::OnceLock;
 use store::EngineOptions;
 
-/// An input, consumed from the front. Past its end everything is zero.
+/// An input, consumed from the front. Past its end all bytes are zero.
 pub struct Input<'a>(pub &'a [u8]);
 
 impl<'a> Input<'a> {
-    /// At most `count` bytes.
+    /// The next bytes, at most `count`.
     pub fn bytes(&mut self, count: usize) -> &'a [u8] {
         let (taken, left) = self.0.split_at(count.min(self.0.len()));
         self.0 = left;
         taken
     }
 
-    /// One byte.
+    /// The next byte.
     pub fn u8(&mut self) -> u8 {
         self.bytes(1).first().copied().unwrap_or(0)
     }
 
-    /// Up to eight bytes, little-endian.
+    /// The next `count` bytes, at most eight, as a little-endian number.
     pub fn word(&mut self, count: usize) -> u64 {
         self.bytes(count).iter().rev().fold(0, |word, byte| word << 8 | u64::from(*byte))
     }
 
-    /// True at the end.
+    /// Whether the input is consumed.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 }
 
-/// The CRC32C of `bytes` with the four at `at` taken as zero, put there.
+/// Sets the CRC32C of `bytes`, computed with the field at `at` as zero, in that field.
 pub fn seal(bytes: &mut [u8], at: usize) {
     bytes[at..at + 4].fill(0);
     let sum = checksums::checksum(bytes);
     bytes[at..at + 4].copy_from_slice(&sum.to_le_bytes());
 }
 
-/// Gives every batch head in a ring, and the body behind it, the right checksum.
+/// Sets the right checksums of every batch head in a ring, and of the body after it.
 pub fn seal_batches(ring: &mut [u8]) {
     for at in (0..ring.len()).step_by(4096) {
         if ring[at..].starts_with(b"LMJB") {
@@ -59,10 +59,10 @@ pub fn seal_batches(ring: &mut [u8]) {
     }
 }
 
-/// A file of the image: its name, its length, and what of it is not zero.
+/// A file of the image: its name, its length, and its nonzero parts.
 type ImageFile = (&'static str, u64, Vec<(u64, Vec<u8>)>);
 
-/// A small datastore of this version, as `crates/store/tests/golden.rs` made it.
+/// A small datastore in the present format, as made by `crates/store/tests/golden.rs`.
 pub struct Image(Vec<ImageFile>);
 
 impl Image {
@@ -72,7 +72,7 @@ impl Image {
         IMAGE.get_or_init(|| Self::parse(include_str!("../../crates/store/tests/golden/v1-closed.image")))
     }
 
-    /// Left behind by a crash: the journal has to be replayed.
+    /// After a crash: the journal has to be replayed.
     pub fn crashed() -> &'static Self {
         static IMAGE: OnceLock<Image> = OnceLock::new();
         IMAGE.get_or_init(|| Self::parse(include_str!("../../crates/store/tests/golden/v1-crashed.image")))
@@ -98,32 +98,32 @@ impl Image {
         Self(files)
     }
 
-    /// Names and lengths of its files.
+    /// Names and lengths of the datastore's files.
     pub fn files(&self) -> impl Iterator<Item = (&'static str, u64)> {
         self.0.iter().map(|(name, length, _)| (*name, *length))
     }
 
-    /// A disk with these files.
+    /// A simulated disk with these files.
     pub fn restore(&self) -> SimulatedDisk {
         let disk = SimulatedDisk::new(1, SimulatedOptions { reorder: false, ..SimulatedOptions::default() });
         let directory = disk.directory();
         for (name, length, parts) in &self.0 {
-            let file = directory.create(name, IoMode::Buffered).expect("a new disk takes files");
-            file.set_len(*length).expect("a new disk takes files");
+            let file = directory.create(name, IoMode::Buffered).expect("a new disk accepts new files");
+            file.set_len(*length).expect("a new disk accepts new files");
             for (at, bytes) in parts {
-                file.write_at(&[bytes], *at, false).expect("a new disk takes bytes");
+                file.write_at(&[bytes], *at, false).expect("a new disk accepts writes");
             }
         }
         disk
     }
 }
 
-/// An engine that does everything on the calling thread, in little memory.
+/// An engine that does all work on the calling thread, with little memory.
 pub fn options() -> EngineOptions {
     EngineOptions { metadata_cache: 2 << 20, write_buffer: 1 << 20, threads: false, ..EngineOptions::default() }
 }
 
-/// Overwrites bytes of a file as far as it has them.
+/// Overwrites bytes of a file, up to its end.
 pub fn overwrite(directory: &Arc<dyn Directory>, name: &str, at: u64, bytes: &[u8]) {
     if let Ok(file) = directory.open(name, IoMode::Buffered) {
         let length = file.len().unwrap_or(0);

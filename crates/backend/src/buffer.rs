@@ -1,5 +1,5 @@
-//! Memory for block I/O: aligned so that it can go to and from the medium without a copy, and kept when it is dropped,
-//! because fresh memory costs a page fault and a cleared page for each block.
+//! Aligned memory for block I/O, which direct I/O uses without a copy. Dropped buffers are kept for reuse, because
+//! fresh memory costs a page fault and a cleared page for each block.
 
 mod kept;
 
@@ -11,8 +11,8 @@ use std::sync::Arc;
 /// The unit of mapping, checksum and sharing, in bytes; also the alignment that direct I/O gets everywhere.
 pub const BLOCK_SIZE: usize = 4096;
 
-/// One block of memory for what is never read or written past the page cache: aligned for the numbers in it only,
-/// because memory with greater alignment takes up to twice its size from the allocator.
+/// One block of memory that is never used for direct I/O. It is aligned only for the integers in it, because memory
+/// with greater alignment takes up to twice its size from the allocator.
 #[repr(C, align(16))]
 #[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
 pub struct Block(pub [u8; BLOCK_SIZE]);
@@ -22,7 +22,7 @@ pub struct Block(pub [u8; BLOCK_SIZE]);
 #[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
 struct Aligned([u8; BLOCK_SIZE]);
 
-/// A run of whole blocks of memory, seen as bytes.
+/// Consecutive blocks of memory, accessed as bytes.
 pub struct Buffer {
     memory: Memory,
     /// Blocks in use.
@@ -50,8 +50,8 @@ impl Drop for Buffer {
 }
 
 impl Buffer {
-    /// `blocks` blocks of memory that may hold anything this process had in memory before: for callers that overwrite
-    /// all of it before it is read.
+    /// `blocks` blocks of memory with arbitrary old content of this process: for callers that overwrite all of it
+    /// before they read it.
     pub fn recycled(blocks: usize) -> Self {
         let class = blocks.next_power_of_two().ilog2() as usize;
         if blocks == 0 || class >= kept::CLASSES {
@@ -60,12 +60,12 @@ impl Buffer {
         let mut memory = Memory::of(class);
         if let Memory::Own(own) = &mut memory {
             if own.is_empty() {
-                // The system zeroes it page by page as it is used: a request that announces much takes no memory
-                // before its bytes arrive.
+                // The kernel zeroes each page at its first use: a request that announces a long payload takes no memory
+                // before the payload arrives.
                 *own = bytemuck::allocation::zeroed_vec(1 << class);
                 own.truncate(blocks);
             }
-            // Kept memory keeps its length; only what was cut off is zeroed.
+            // Kept memory holds old content; only the blocks by which it grows here are zeroed.
             own.resize(blocks, bytemuck::Zeroable::zeroed());
         }
         Self { memory, length: blocks }
@@ -119,7 +119,7 @@ impl std::fmt::Debug for Buffer {
     }
 }
 
-/// Bytes that several owners read: a part of a buffer.
+/// A part of a buffer, which several owners read.
 #[derive(Clone, Debug)]
 pub struct SharedSlice {
     buffer: Arc<Buffer>,
@@ -142,7 +142,7 @@ impl SharedSlice {
         Self { buffer: Arc::new(Buffer::copy_of(bytes)), start: 0, end: bytes.len() }
     }
 
-    /// How many bytes of memory lie between the beginning of a block and the first byte.
+    /// How many bytes lie between the first byte and the beginning of its block.
     pub fn lead(&self) -> usize {
         self.start % BLOCK_SIZE
     }

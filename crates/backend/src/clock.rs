@@ -1,4 +1,4 @@
-//! The time of day, for what people read, and for deadlines that outlast a process: no metadata depends on it. Zero
+//! The wall clock, for times that users read and for deadlines that outlast a process; no metadata depends on it. Zero
 //! where the clock is before 1970.
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};

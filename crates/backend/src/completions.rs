@@ -1,14 +1,14 @@
-//! Completions that come from other threads: the receiving half of a queue, for every medium whose operations end
-//! elsewhere than in the thread that pushed them.
+//! Completions from other threads: the receiving half of a queue, for every medium whose operations complete on another
+//! thread than the one that pushed them.
 //!
-//! 1. Each operation that was begun completes exactly once, whatever becomes of the medium's code: an [`InFlight`] that
-//!    is dropped completes with an error.
+//! 1. Each operation completes exactly once, whatever the medium's code does: an [`InFlight`] that is dropped completes
+//!    with an error.
 //! 2. Dropping a [`CompletionQueue`] waits for its operations.
 //! 3. Nothing is called under its lock.
 //!
-//! Waiting: with nothing polled, on a condition variable; with descriptors polled, in poll(2) on these and a pipe that
-//! the next operation to complete writes one byte into. Only the thread that takes `sleeping` writes the byte, so the
-//! pipe holds one at most and never blocks its writer.
+//! A wait without polled descriptors uses a condition variable. With polled descriptors it uses poll(2) on them and on
+//! a pipe, into which the next operation to complete writes one byte. Only the thread that takes `sleeping` writes the
+//! byte, so the pipe holds one byte at most and never blocks its writer.
 
 use crate::queue::QUEUE_DEPTH_MAX;
 use crate::readiness::Watched;
@@ -22,12 +22,12 @@ use std::time::{Duration, Instant};
 /// An operation under way. It may be completed by any thread.
 pub struct InFlight {
     token: u64,
-    /// Taken when it completes.
+    /// Taken when the operation completes.
     done: Option<Arc<Done>>,
 }
 
 impl InFlight {
-    /// Ends the operation; `buffer` is that of a read.
+    /// Completes the operation; `buffer` is the buffer of a read.
     pub fn complete(mut self, result: io::Result<()>, buffer: Option<Buffer>) {
         self.finish(result, buffer);
     }
@@ -40,13 +40,13 @@ impl InFlight {
 }
 
 impl Drop for InFlight {
-    /// A completion that never comes would hang its queue.
+    /// A completion that never comes would block its queue for ever.
     fn drop(&mut self) {
-        self.finish(Err(io::Error::other("the operation was given up before it was done")), None);
+        self.finish(Err(io::Error::other("the operation was dropped before it completed")), None);
     }
 }
 
-/// Where the operations of one queue report.
+/// Where the operations of one queue put their completions.
 struct Done {
     state: Mutex<DoneState>,
     finished: Condvar,
@@ -57,7 +57,7 @@ struct DoneState {
     /// Operations not finished yet.
     running: usize,
     completions: Vec<Completion>,
-    /// The queue's thread is about to enter poll(2), or in it.
+    /// The queue's thread is in poll(2) or about to enter it.
     sleeping: bool,
 }
 
@@ -69,7 +69,7 @@ impl Done {
         let wake = std::mem::take(&mut state.sleeping);
         drop(state);
         match wake {
-            // The pipe cannot be full, and without a reader there is no thread to wake.
+            // The pipe has room for the byte. If the write fails, the queue is gone and no thread waits.
             true => drop((&self.wake).write(&[1])),
             false => drop(self.finished.notify_one()),
         }
@@ -103,7 +103,7 @@ impl CompletionQueue {
         state.running + state.completions.len()
     }
 
-    /// Begins an operation; waits for the end of another one if as many as may be are in flight.
+    /// Begins an operation; if `depth` operations are in flight, first waits for one of them to complete.
     pub fn begin(&mut self, token: u64) -> InFlight {
         let mut state = self.done.state.lock();
         while state.running >= self.depth {
@@ -114,7 +114,7 @@ impl CompletionQueue {
         InFlight { token, done: Some(Arc::clone(&self.done)) }
     }
 
-    /// Adds the completion of an operation that was done at once.
+    /// Adds the completion of an operation that the pushing thread carried out.
     pub fn push(&self, completion: Completion) {
         self.done.state.lock().completions.push(completion);
     }
@@ -126,7 +126,7 @@ impl CompletionQueue {
         }
     }
 
-    /// As [`crate::Queue::wait`], with everything submitted.
+    /// As [`crate::Queue::wait`], when everything is submitted.
     pub fn wait(&mut self, completions: &mut Vec<Completion>, timeout: Option<Duration>) -> io::Result<()> {
         let mut found = Vec::new();
         if self.watched.is_empty() {
@@ -156,7 +156,7 @@ impl CompletionQueue {
     fn wait_polling(&mut self, found: &mut Vec<Completion>, timeout: Option<Duration>) -> io::Result<()> {
         let mut state = self.done.state.lock();
         found.append(&mut state.completions);
-        // With completions at hand descriptors still get their turn: a busy medium must not starve them.
+        // Descriptors are polled even while completions wait: a busy medium must not starve them.
         let timeout = if found.is_empty() { timeout } else { Some(Duration::ZERO) };
         let sleeps = timeout != Some(Duration::ZERO);
         state.sleeping = sleeps;

@@ -1,19 +1,19 @@
-//! Directories: names, ownership, room, queues.
+//! Directories: names, ownership, free space, queues.
 
 use crate::{File, IoMode, Queue, QueueKind};
 use std::io;
 use std::sync::Arc;
 
-/// What a file of another maker is opened for.
+/// The access for which a file of another program is opened.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Access {
-    /// Reading: the medium is not changed whatever happens, and a file that may not be written can be opened.
+    /// Reading only: the handle cannot change the file, and a file without write permission can be opened.
     Read,
     /// Reading and writing.
     ReadWrite,
 }
 
-/// Room in the file system that holds a directory.
+/// Space in the file system that holds a directory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Room {
     /// Size of the file system in bytes.
@@ -22,25 +22,26 @@ pub struct Room {
     pub available: u64,
 }
 
-/// Ownership of a name, exclusive until it is given back or lost. It is given back when this is dropped or the process
-/// ends, however it ends.
+/// Exclusive ownership of a name, until it is released or lost. Dropping this value releases it, and so does the end of
+/// the process.
 ///
-/// It is lost when the medium lets another owner in: a lease has expired or was revoked, or the locked name no longer
-/// leads to the locked file. It does not come back. A medium that revokes ownership fences: from then on it refuses
-/// everything that would change it through the directory that took the lock and the files opened there. A local file
-/// system cannot fence, so the owner looks before it writes.
+/// Ownership is lost when the medium admits another owner: a lease has expired or was revoked, or the locked name no
+/// longer leads to the locked file. Lost ownership never returns. A medium that revokes ownership fences the former
+/// owner: it refuses every change through the directory that took the lock and through the files opened there. A local
+/// file system cannot fence, so the owner calls [`Lock::loss`] before it writes.
 pub trait Lock: Send + Sync {
-    /// Why the ownership is lost; `None` while it is held. An error says that this cannot be seen now.
+    /// Why the ownership is lost; `None` while it is held. An error means that this could not be determined.
     fn loss(&self) -> io::Result<Option<String>>;
 
-    /// Has `lost` called once when the medium learns that the ownership is lost, at once if it is lost already. The
-    /// thread that calls it serves no operation of a queue. A medium that learns of it only by looking never calls.
+    /// Registers `lost`, which the medium calls once when it learns that the ownership is lost, at once if it is lost
+    /// already. The calling thread serves no operation of a queue. A medium that notices a loss only in [`Lock::loss`]
+    /// never calls `lost`.
     fn on_loss(&self, lost: Box<dyn FnOnce() + Send>) {
         drop(lost);
     }
 }
 
-/// Why the ownership of a name is lost that leads elsewhere, or nowhere.
+/// The reason for a loss: the locked name leads to another file, or to none.
 pub(crate) fn renamed(name: &str) -> String {
     format!("its file '{name}' was removed or replaced while it was open")
 }
@@ -53,8 +54,8 @@ pub trait Directory: Send + Sync {
     /// Creates a file that must not exist yet. Durable only after [`Directory::sync`].
     fn create(&self, name: &str, mode: IoMode) -> io::Result<Arc<dyn File>>;
 
-    /// As [`Directory::create`], and the lock on it: `WouldBlock` when another process locked the new file first; that
-    /// process may have removed it.
+    /// As [`Directory::create`], and takes the lock on the new file: `WouldBlock` when another process locked it first;
+    /// that process may have removed it.
     fn create_locked(&self, name: &str, mode: IoMode) -> io::Result<(Arc<dyn File>, Box<dyn Lock>)> {
         let file = self.create(name, mode)?;
         Ok((file, self.lock(name)?))
@@ -63,7 +64,7 @@ pub trait Directory: Send + Sync {
     /// Removes a file.
     fn remove(&self, name: &str) -> io::Result<()>;
 
-    /// Renames a file over whatever bore the new name.
+    /// Renames a file, and replaces the file that has the new name, if any.
     fn rename(&self, from: &str, to: &str) -> io::Result<()>;
 
     /// Names of all files, sorted.
@@ -82,23 +83,24 @@ pub trait Directory: Send + Sync {
         self.lock(name)
     }
 
-    /// Room in the file system.
+    /// Space in the file system.
     fn room(&self) -> io::Result<Room>;
 
     /// A new queue of at most `depth` operations in flight, for one thread.
     fn queue(&self, depth: u32) -> io::Result<Box<dyn Queue>>;
 
-    /// What [`Directory::queue`] makes, for the user to see.
+    /// The kind of queues that [`Directory::queue`] makes, for messages to users.
     fn queue_kind(&self) -> QueueKind;
 
-    /// What only a folder of a local file system can do; `None` on other media. The methods of `dyn Directory` use it
-    /// where it is there, and do what takes its place where it is not.
+    /// The operations that only a folder of a local file system has; `None` on other media, for which the methods of
+    /// `dyn Directory` have substitutes.
     fn local(&self) -> Option<&dyn LocalFolder> {
         None
     }
 }
 
-/// What only a folder of a local file system can do: other programs put files there, and files have permissions.
+/// Operations that only a folder of a local file system has: other programs put files there, and files have
+/// permissions.
 pub trait LocalFolder: Send + Sync {
     /// Opens a file that another program may have put there: only a regular file, never through a symbolic link, and
     /// with no more rights than `access` asks for.
@@ -107,13 +109,13 @@ pub trait LocalFolder: Send + Sync {
     /// Gives file `to` the owner and permissions of file `from`, as far as this process may.
     fn copy_permissions(&self, from: &str, to: &str) -> io::Result<()>;
 
-    /// Takes the exclusive lock on the folder itself, which no file put in another's place gives free: `WouldBlock`
-    /// when another opener holds it, `None` where the file system locks no folders.
+    /// Takes the exclusive lock on the folder itself, which stays held when a file in the folder is replaced:
+    /// `WouldBlock` when another opener holds it, `None` where the file system locks no folders.
     fn lock_folder(&self) -> io::Result<Option<Box<dyn Lock>>>;
 }
 
-/// The abilities of [`LocalFolder`] on any directory. Where it has no local part, no other program puts files there,
-/// and there are no permissions.
+/// The operations of [`LocalFolder`] for any directory. A directory without a local part holds no files of other
+/// programs, and has no permissions.
 impl dyn Directory + '_ {
     /// As [`LocalFolder::open_foreign`]; without a local part as [`Directory::open`].
     pub fn open_foreign(&self, name: &str, mode: IoMode, access: Access) -> io::Result<Arc<dyn File>> {
@@ -128,7 +130,7 @@ impl dyn Directory + '_ {
         self.local().map_or(Ok(()), |local| local.copy_permissions(from, to))
     }
 
-    /// As [`LocalFolder::lock_folder`]; without a local part no folder has to be locked.
+    /// As [`LocalFolder::lock_folder`]; a directory without a local part needs no lock on its folder.
     pub fn lock_folder(&self) -> io::Result<Option<Box<dyn Lock>>> {
         self.local().map_or(Ok(None), |local| local.lock_folder())
     }

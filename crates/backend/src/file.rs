@@ -1,4 +1,4 @@
-//! Files: what every medium does with one, and what only a local file system does.
+//! Files: the operations of every medium, and those of local file systems only.
 
 use crate::validate::check_range;
 use std::io;
@@ -14,19 +14,19 @@ pub enum IoMode {
     Direct,
 }
 
-/// A run of a file that takes space in the file system.
+/// An allocated range of a file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Placement {
-    /// The bytes of the file.
+    /// Byte offsets in the file.
     pub range: Range<u64>,
-    /// Byte address of the run on the medium; `None` where the file system does not say.
+    /// Byte address of the range on the block device; `None` where the file system does not report it.
     pub physical: Option<u64>,
-    /// False while the space is only reserved: it reads as zeros.
+    /// False while the space is only reserved: the range reads as zeros.
     pub written: bool,
 }
 
 impl Placement {
-    /// What is known where only runs are: it has its space and counts as written.
+    /// For media that report only allocated ranges: such a range counts as written.
     pub(crate) fn of_run(run: Option<Range<u64>>) -> Vec<Self> {
         run.map(|range| Self { range, physical: None, written: true }).into_iter().collect()
     }
@@ -34,7 +34,7 @@ impl Placement {
 
 /// One file of a datastore, on any medium. All methods may be called from any thread at once.
 pub trait File: Send + Sync {
-    /// How the file was opened. What has no page cache takes reads and writes at any offset, as `Buffered` does.
+    /// How the file was opened. A file without a page cache takes reads and writes at any offset, as `Buffered` does.
     fn mode(&self) -> IoMode {
         self.local().map_or(IoMode::Buffered, |local| local.mode)
     }
@@ -47,102 +47,102 @@ pub trait File: Send + Sync {
         Ok(self.len()? == 0)
     }
 
-    /// Cuts or extends (with zeros) the file to `length` bytes. On a local file the zeros take no space.
+    /// Truncates or extends (with zeros) the file to `length` bytes. On a local file the added zeros take no space.
     fn set_len(&self, length: u64) -> io::Result<()>;
 
     /// Fills `buffer` from `offset`; bytes past the end of the file read as zeros.
     fn read_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<()>;
 
-    /// As [`File::read_at`] but only if no medium has to be waited for (a page cache has it all): `Ok(false)` means
-    /// nothing useful is in `buffer`. Always `Ok(false)` where there is no cache, or no telling what it has. It stands
-    /// here because most reads of a client begin with it.
+    /// As [`File::read_at`], but only if the page cache has the whole range. `Ok(false)` means that it does not, and
+    /// that the content of `buffer` is undefined. A medium without a cache, or without knowledge of it, always returns
+    /// `Ok(false)`. The method is part of this trait because most reads of a client begin with it.
     fn read_cached_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<bool> {
         let _ = (buffer, offset);
         Ok(false)
     }
 
     /// Writes the slices one after another at `offset`. When `durable`, they survive power loss once this returns
-    /// (`RWF_DSYNC`); nothing is said about earlier writes then.
+    /// (`RWF_DSYNC`); earlier writes need not.
     fn write_at(&self, slices: &[&[u8]], offset: u64, durable: bool) -> io::Result<()>;
 
     /// Makes every write, reservation and length change that completed before this call durable (`fdatasync`).
     fn sync(&self) -> io::Result<()>;
 
-    /// Discards a range: it reads as zeros afterwards, and a medium that can takes its space back. The length stays.
+    /// Punches a hole: the range reads as zeros afterwards, and a medium that can frees its space. The length stays.
     fn punch(&self, offset: u64, length: u64) -> io::Result<()>;
 
-    /// What only a file of a local file system can do; `None` on other media. The methods of `dyn File` use it where it
-    /// is there, and do what takes its place where it is not.
+    /// The operations that only a local file has; `None` on other media, for which the methods of `dyn File` have
+    /// substitutes.
     fn local(&self) -> Option<LocalPart<'_>> {
         None
     }
 }
 
-/// The local part of a file, as [`File::local`] answers it: one call tells a queue all that it needs of a file.
+/// The local part of a file, as [`File::local`] returns it: one call gives a queue all that it needs to know of a file.
 #[derive(Clone, Copy)]
 pub struct LocalPart<'a> {
-    /// The rest of what the file can do.
+    /// The operations of a local file.
     pub file: &'a dyn LocalFile,
-    /// For queues that hand work to the kernel; `None` where reads and writes have to pass through [`File`].
+    /// For queues that submit to the kernel; `None` where reads and writes have to pass through [`File`].
     pub descriptor: Option<RawFd>,
     /// How the file was opened.
     pub mode: IoMode,
 }
 
-/// What only a file of a local file system can do: its space, and the page cache above it.
+/// Operations that only a local file has: on its space, and on the page cache above it.
 pub trait LocalFile: Send + Sync {
-    /// Has the operating system begin to write what it caches of a range to the medium, and with `wait` waits for that:
-    /// so that a later [`File::sync`] finds little left to do. Nothing is durable for it, and the next flush fails if
-    /// it has failed.
+    /// Starts write-back of the dirty pages of a range, and with `wait` waits for its end, so that a later
+    /// [`File::sync`] finds little left to do. Nothing becomes durable by this call. If write-back fails, the next
+    /// flush fails.
     fn write_out(&self, offset: u64, length: u64, wait: bool) {
         let _ = (offset, length, wait);
     }
 
-    /// The end of a flush that a queue has had carried out on the descriptor and that succeeded: fails if
-    /// [`LocalFile::write_out`] has failed since the last flush.
+    /// To be called after a queue has flushed the descriptor with success: fails if [`LocalFile::write_out`] has failed
+    /// since the last flush.
     fn end_flush(&self) -> io::Result<()> {
         Ok(())
     }
 
-    /// Has the operating system begin to bring a range into its cache, if it caches this file.
+    /// Starts reading a range into the page cache, if the file is buffered.
     fn will_need(&self, offset: u64, length: u64) {
         let _ = (offset, length);
     }
 
-    /// Has the operating system forget what it caches of the file and need not write any more, so that reads show what
-    /// the medium has: after a failed flush the cache may hold what was never written.
+    /// Drops the clean pages of the file from the page cache, so that reads show what the device holds. After a failed
+    /// flush, clean pages may hold data that was never written.
     fn forget_cached(&self) -> io::Result<()> {
         Ok(())
     }
 
-    /// Takes space from the file system for a range, growing the file if it ends before it: later writes there cannot
-    /// fail with ENOSPC. Contents are kept; what was a hole reads as zeros.
+    /// Allocates space for a range, growing the file if it ends before the range: later writes there cannot fail with
+    /// ENOSPC. Contents are kept; holes read as zeros.
     fn reserve(&self, offset: u64, length: u64) -> io::Result<()>;
 
-    /// Makes a range within the file read as zeros without giving its space back; where it had none, space is taken.
-    /// The medium need not be written for it. `Unsupported` where that cannot be had: the caller writes zeros then.
+    /// Makes a range within the file read as zeros and keeps its space allocated; holes get space. The device need not
+    /// be written. `Unsupported` where the file system cannot do this: the caller then writes zeros.
     fn zero_range(&self, offset: u64, length: u64) -> io::Result<()> {
         let _ = (offset, length);
         Err(io::ErrorKind::Unsupported.into())
     }
 
-    /// The first range at or after `offset` that takes space in the file system, up to the end of the file. A long
-    /// range may be answered in parts: ask again from its end.
+    /// The first allocated range at or after `offset`, up to the end of the file. A long range may be returned in
+    /// parts: the caller asks again from its end.
     fn next_allocated(&self, offset: u64) -> io::Result<Option<Range<u64>>>;
 
-    /// What takes space at and after `offset` up to the end of the file, in order, neighbours not merged. A long answer
-    /// comes in parts: ask again from the end of the last; empty when there is no more. What was written before the
-    /// call counts as written, also while it waits in the page cache.
+    /// All allocated ranges at and after `offset` up to the end of the file, in order, neighbours not merged. A long
+    /// list comes in parts: the caller asks again from the end of the last range, until the list is empty. Data written
+    /// before the call counts as written, even while it is only in the page cache.
     fn placements(&self, offset: u64) -> io::Result<Vec<Placement>> {
         self.next_allocated(offset).map(Placement::of_run)
     }
 
-    /// Bytes this file takes in the file system.
+    /// Bytes allocated to this file in the file system.
     fn allocated(&self) -> io::Result<u64>;
 }
 
-/// The abilities of [`LocalFile`] on any file. A file without a local part takes space by its length: all of it has
-/// its space and counts as written, and there is no page cache.
+/// The operations of [`LocalFile`] for any file. A file without a local part is allocated by its length: every byte of
+/// it has space and counts as written. Such a file has no page cache.
 impl dyn File + '_ {
     /// As [`LocalFile::write_out`]; nothing to do without a page cache.
     pub fn write_out(&self, offset: u64, length: u64, wait: bool) {
@@ -163,7 +163,7 @@ impl dyn File + '_ {
         self.local().map_or(Ok(()), |local| local.file.forget_cached())
     }
 
-    /// As [`LocalFile::reserve`]; without a local part the file grows to the end of the range. Nothing else may change
+    /// As [`LocalFile::reserve`]; without a local part the file grows to the end of the range. No other call may change
     /// its length meanwhile.
     pub fn reserve(&self, offset: u64, length: u64) -> io::Result<()> {
         if let Some(local) = self.local() {
@@ -176,7 +176,7 @@ impl dyn File + '_ {
         }
     }
 
-    /// As [`LocalFile::zero_range`]; without a local part the range is punched, which leaves it its space.
+    /// As [`LocalFile::zero_range`]; without a local part the range is punched, which there keeps its space.
     pub fn zero_range(&self, offset: u64, length: u64) -> io::Result<()> {
         match self.local() {
             Some(local) => local.file.zero_range(offset, length),
@@ -184,7 +184,7 @@ impl dyn File + '_ {
         }
     }
 
-    /// As [`LocalFile::next_allocated`]; without a local part all up to the end of the file.
+    /// As [`LocalFile::next_allocated`]; without a local part everything up to the end of the file.
     pub fn next_allocated(&self, offset: u64) -> io::Result<Option<Range<u64>>> {
         if let Some(local) = self.local() {
             return local.file.next_allocated(offset);
@@ -193,7 +193,7 @@ impl dyn File + '_ {
         Ok((offset < length).then_some(offset..length))
     }
 
-    /// As [`LocalFile::placements`]; without a local part all up to the end of the file, as written.
+    /// As [`LocalFile::placements`]; without a local part everything up to the end of the file, as written.
     pub fn placements(&self, offset: u64) -> io::Result<Vec<Placement>> {
         if let Some(local) = self.local() {
             return local.file.placements(offset);
@@ -201,7 +201,7 @@ impl dyn File + '_ {
         self.next_allocated(offset).map(Placement::of_run)
     }
 
-    /// As [`LocalFile::allocated`]; without a local part the length.
+    /// As [`LocalFile::allocated`]; without a local part the length of the file.
     pub fn allocated(&self) -> io::Result<u64> {
         match self.local() {
             Some(local) => local.file.allocated(),

@@ -1,13 +1,13 @@
 //! Files in a folder of a local file system.
 //!
-//! 1. Names are plain: one path component, so that nothing handed in from above can reach outside the folder. What
-//!    others may have put there is opened without following a symbolic link ([`LocalFolder::open_foreign`]), and so is
-//!    a folder that an image names ([`LocalDirectory::open_resolved`]).
-//! 2. A created, renamed or removed name is durable after [`Directory::sync`], which is an fsync of the folder; a file
-//!    created for direct I/O on a file system that refuses it is not left behind.
-//! 3. The lock is an advisory lock of the open file description (`flock`): the kernel drops it with the process,
-//!    however that ends, and two openers in one process exclude each other too.
-//! 4. What queues are made of is probed once, at the start, and can be told ([`Directory::queue_kind`]).
+//! 1. A name is one component of a path, so that no name from the crates above reaches outside the folder. Files that
+//!    other programs may have put there are opened without following a symbolic link ([`LocalFolder::open_foreign`]),
+//!    and so is a folder that an image names ([`LocalDirectory::open_resolved`]).
+//! 2. A created, renamed or removed name is durable after [`Directory::sync`], which is an fsync of the folder. A file
+//!    created for direct I/O on a file system that refuses direct I/O is removed again.
+//! 3. The lock is an advisory lock of the open file description (`flock`). The kernel releases it when the process
+//!    ends, however it ends, and two openers in one process exclude each other too.
+//! 4. The kind of queues is probed once, at the start; [`Directory::queue_kind`] reports it.
 
 mod extents;
 mod file;
@@ -19,7 +19,7 @@ pub use file::OpenFile;
 pub(crate) use file::VECTORS_MAX;
 pub use file_system::{FileSystem, copied_on_write};
 
-pub use scheduling::wake_promptly;
+pub use scheduling::Thread;
 
 use crate::directory::renamed;
 use crate::portable::{PortableQueue, Workers};
@@ -47,7 +47,7 @@ pub enum LocalQueues {
 pub struct LocalDirectory {
     path: PathBuf,
     folder: Arc<OwnedFd>,
-    #[cfg_attr(not(target_os = "linux"), expect(dead_code, reason = "only io_uring may be demanded or done without"))]
+    #[cfg_attr(not(target_os = "linux"), expect(dead_code, reason = "only io_uring can be required or excluded"))]
     queues: LocalQueues,
     uring: AtomicBool,
     workers: Arc<Workers>,
@@ -75,8 +75,8 @@ impl LocalDirectory {
         Ok(Self { path, folder, queues, uring: AtomicBool::new(uring), workers: Workers::new() })
     }
 
-    /// Opens a folder by its canonical path (as [`std::fs::canonicalize`] gives it), one component after another and
-    /// through no symbolic link: a link put in its place since the path was resolved and allowed is refused.
+    /// Opens a folder by its canonical path (as [`std::fs::canonicalize`] gives it), component by component, and
+    /// follows no symbolic link: a link that was put there after the path was resolved and permitted is refused.
     pub fn open_resolved(path: impl AsRef<Path>) -> io::Result<Self> {
         let path = path.as_ref().to_path_buf();
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
@@ -95,7 +95,8 @@ impl LocalDirectory {
                 }
             }
         }
-        // The steps need no right to list a folder; the folder itself is listed and flushed.
+        // Opening the components needs no right to list them. The folder itself is listed and flushed, so it is opened
+        // again.
         let folder = rustix::fs::openat(&folder, ".", flags, Mode::empty()).map_err(fail)?;
         let uring = probe_uring().is_ok();
         let (folder, queues) = (Arc::new(folder), LocalQueues::Auto);
@@ -135,7 +136,7 @@ impl LocalDirectory {
 
     fn create_file(&self, name: &str, mode: IoMode) -> io::Result<std::fs::File> {
         let file = self.open_with(name, mode, OFlags::CREATE | OFlags::EXCL).inspect_err(|error| {
-            // With EXCL, this error alone comes after the file was made.
+            // With EXCL, only this error comes after the file was created.
             if error.kind() == io::ErrorKind::Unsupported {
                 let _ = self.remove(name);
             }
@@ -157,7 +158,7 @@ impl LocalDirectory {
         io::Error::new(io::ErrorKind::WouldBlock, text)
     }
 
-    /// Whether that file still bears the name.
+    /// Whether the name still leads to the file with this identity.
     fn leads_to(&self, name: &str, identity: Identity) -> io::Result<bool> {
         leads_to(&self.folder, name, identity).map_err(|error| named(error, "look at", &self.path.join(name)))
     }
@@ -170,7 +171,7 @@ impl LocalDirectory {
         loop {
             let file = self.open_with(name, IoMode::Buffered, flags)?;
             self.take_lock(name, &file)?;
-            // Its last owner may have removed or renamed it since it was opened here.
+            // The previous owner may have removed or renamed the file since it was opened here.
             let identity = Identity::of(&file)?;
             if self.leads_to(name, identity)? {
                 return Ok(self.locked(name, file, identity));
@@ -179,7 +180,7 @@ impl LocalDirectory {
     }
 }
 
-/// Device and inode number: they name a file for as long as it is open.
+/// Device and inode number, which identify a file for as long as it is open.
 #[derive(Clone, Copy, PartialEq, Eq)]
 struct Identity(u64, u64);
 
@@ -195,7 +196,7 @@ impl From<rustix::fs::Stat> for Identity {
     }
 }
 
-/// Whether the name in a folder leads to an open file of that identity.
+/// Whether the name in a folder leads to the file with this identity.
 fn leads_to(folder: &OwnedFd, name: &str, identity: Identity) -> io::Result<bool> {
     match rustix::fs::statat(folder, name, rustix::fs::AtFlags::empty()) {
         Ok(found) => Ok(Identity::from(found) == identity),
@@ -227,7 +228,7 @@ impl Directory for LocalDirectory {
         match lock {
             Ok((lock, identity)) => Ok((Arc::new(OpenFile::new(file, mode)), self.locked(name, lock, identity))),
             Err(error) => {
-                // Another process has locked it first: whether to remove it is that process's decision.
+                // Another process has locked the new file first: only that process may remove it.
                 if error.kind() != io::ErrorKind::WouldBlock {
                     let _ = self.remove(name);
                 }
@@ -253,7 +254,7 @@ impl Directory for LocalDirectory {
         let mut names = Vec::new();
         for entry in rustix::fs::Dir::read_from(&self.folder)? {
             let entry = entry?;
-            // A name that is no text is none of ours.
+            // lamina gives no file a name that is not UTF-8.
             let Ok(name) = entry.file_name().to_str() else { continue };
             let regular = match entry.file_type() {
                 rustix::fs::FileType::Unknown => {
@@ -296,7 +297,8 @@ impl Directory for LocalDirectory {
             match crate::uring::UringQueue::new(depth) {
                 Ok(queue) => return Ok(Box::new(queue)),
                 Err(error) if self.queues == LocalQueues::Uring => return Err(error),
-                // Probing found io_uring, but the limit on rings or locked memory is reached: go on without it.
+                // Probing found io_uring, but the limit on rings or locked memory is reached: threads serve from now
+                // on.
                 Err(_) => self.uring.store(false, Ordering::Relaxed),
             }
         }
@@ -321,7 +323,7 @@ impl LocalFolder for LocalDirectory {
             Access::Read => OFlags::RDONLY,
             Access::ReadWrite => OFlags::RDWR,
         };
-        // Without NONBLOCK a FIFO would be waited on; a regular file knows nothing of it.
+        // Without NONBLOCK, opening a FIFO would block. The flag has no effect on a regular file.
         let file = self.open_flags(name, mode, rights | OFlags::NOFOLLOW | OFlags::NONBLOCK)?;
         Ok(Arc::new(OpenFile::new(file, mode)))
     }
@@ -331,7 +333,7 @@ impl LocalFolder for LocalDirectory {
         check_name(to)?;
         let like = rustix::fs::statat(&self.folder, from, rustix::fs::AtFlags::SYMLINK_NOFOLLOW)?;
         let file = self.open_flags(to, IoMode::Buffered, OFlags::RDWR | OFlags::NOFOLLOW)?;
-        // Only root may give files away; others keep what they make.
+        // Only root may change the owner of a file; for other users the new file keeps its owner.
         let owner = rustix::fs::Uid::from_raw(like.st_uid);
         let group = rustix::fs::Gid::from_raw(like.st_gid);
         let _ = rustix::fs::fchown(&file, Some(owner), Some(group));
@@ -347,14 +349,14 @@ impl LocalFolder for LocalDirectory {
                 let text = format!("{} is locked by another owner", self.path.display());
                 Err(io::Error::new(io::ErrorKind::WouldBlock, text))
             }
-            // NFS, for one, locks only what is open for writing.
+            // Some file systems lock no folder: NFS locks only what is open for writing.
             Err(_) => Ok(None),
         }
     }
 }
 
-/// Has a new file overwritten in place on btrfs, where each write takes new space otherwise: what was reserved would
-/// not be there on a full file system. Where that fails, the file is written like any other on such a file system, and
+/// Makes btrfs overwrite a new file in place (NOCOW). With copy-on-write each write takes new space, so that a write
+/// into reserved space could fail on a full file system. If the flag cannot be set, the file stays copy-on-write, and
 /// [`copied_on_write`] reports it.
 #[cfg(target_os = "linux")]
 fn overwrite_in_place(file: &std::fs::File) {
@@ -369,7 +371,7 @@ fn overwrite_in_place(file: &std::fs::File) {
 /// Holds the open file description that carries the lock.
 struct LocalLock {
     file: std::fs::File,
-    /// The folder, the name in it, and the file that must bear it; none for the folder itself.
+    /// The folder, the name in it, and the identity of the locked file; none when the folder itself is locked.
     place: Option<(Arc<OwnedFd>, String, Identity)>,
 }
 
@@ -381,8 +383,8 @@ impl Lock for LocalLock {
 }
 
 impl Drop for LocalLock {
-    /// Closing would not do: a process being started shares every open file description until it executes its program,
-    /// and the lock would outlast its owner by as long.
+    /// Closing the file is not enough: a forked process shares every open file description until it executes its
+    /// program, and would hold the lock until then.
     fn drop(&mut self) {
         let _ = retry(|| rustix::fs::flock(&self.file, FlockOperation::Unlock));
     }
@@ -397,7 +399,8 @@ fn probe_uring() -> io::Result<()> {
 
 #[cfg(target_os = "linux")]
 fn set_direct(file: &std::fs::File) -> io::Result<()> {
-    // Set after opening instead of while opening: an open that creates would leave the file behind when refused.
+    // O_DIRECT is set after opening: an open with O_DIRECT that creates the file would leave it behind when the file
+    // system refuses the flag.
     let flags = rustix::fs::fcntl_getfl(file)?;
     Ok(rustix::fs::fcntl_setfl(file, flags | OFlags::DIRECT)?)
 }

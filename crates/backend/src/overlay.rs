@@ -1,7 +1,7 @@
-//! A folder over another one that is never written: what changes stays in memory, in blocks of 4 KiB.
+//! An overlay over a folder that is never written: changes stay in memory, in blocks of 4 KiB.
 //!
-//! What must hold: nothing that is done through it reaches the folder below, which is opened for reading only. Names
-//! and lengths of the files below do not change meanwhile.
+//! Invariants: no operation on the overlay changes the folder below, which is opened for reading only. Names and
+//! lengths of the files below do not change while the overlay exists.
 
 use crate::directory::renamed;
 use crate::validate::{check_name, check_range};
@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 const BLOCK: u64 = BLOCK_SIZE as u64;
 
-/// The folder.
+/// The overlay.
 pub struct Overlay {
     below: Arc<dyn Directory>,
     names: Arc<Mutex<Names>>,
@@ -22,9 +22,9 @@ pub struct Overlay {
 
 #[derive(Default)]
 struct Names {
-    /// Files that were opened or made.
+    /// Files that were opened or created through the overlay.
     known: BTreeMap<String, Arc<OverlayFile>>,
-    /// Files below that are gone here.
+    /// Files of the folder below that are removed in the overlay.
     removed: BTreeSet<String>,
 }
 
@@ -147,9 +147,9 @@ impl Drop for OverlayLock {
 #[derive(Default)]
 struct OverlayState {
     length: u64,
-    /// Bytes of the file below that count.
+    /// Length of the visible part of the file below: a truncation reduces it.
     below: u64,
-    /// Blocks that changed; `None` for zeros.
+    /// Changed blocks; `None` is a block of zeros.
     blocks: BTreeMap<u64, Option<Box<[u8; BLOCK_SIZE]>>>,
 }
 
@@ -161,7 +161,7 @@ struct OverlayFile {
 }
 
 impl OverlayFile {
-    /// Reads a part of the file below; what it does not have, or has no more, reads as zeros.
+    /// Reads from the file below; bytes past its visible part read as zeros.
     fn read_below(&self, state: &OverlayState, buffer: &mut [u8], offset: u64) -> io::Result<()> {
         let count = state.below.saturating_sub(offset).min(buffer.len() as u64) as usize;
         let (held, rest) = buffer.split_at_mut(count);
@@ -235,7 +235,7 @@ impl File for OverlayFile {
         if offset >= end {
             return Ok(());
         }
-        // Whole blocks, the last of the file among them, need no memory.
+        // Whole blocks, the last of the file among them, are noted as zeros and need no memory.
         let last = if end == state.length { end.div_ceil(BLOCK) } else { end / BLOCK };
         let whole = offset.div_ceil(BLOCK)..last.max(offset.div_ceil(BLOCK));
         let edges = [offset..end.min(whole.start * BLOCK), (whole.end * BLOCK).clamp(offset, end)..end];

@@ -1,9 +1,8 @@
-//! The pages of a process that are its own: copies of what it maps copy-on-write (Linux,
+//! The private pages of a process: its copies of pages that it maps copy-on-write (Linux,
 //! Documentation/admin-guide/mm/pagemap).
 //!
-//! `PAGEMAP_SCAN` walks what is mapped and skips what is not, so that it takes as long as there are such pages; kernels
-//! before 6.7 are asked for an entry of every page. A page that is there or in swap, and does not belong to a file, is
-//! a copy.
+//! `PAGEMAP_SCAN` visits mapped pages only, so its time depends on their number. On kernels before 6.7 the entry of
+//! every page in the range is read. A page that is present or in swap, and does not belong to a file, is a copy.
 
 use rustix::ioctl::{Ioctl, IoctlOutput, Opcode, ioctl, opcode};
 use std::ffi::c_void;
@@ -12,9 +11,9 @@ use std::io;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 
-/// Runs that are asked for at a time.
+/// Runs requested per call.
 const RUNS_AT_ONCE: usize = 256;
-/// Entries that are read at a time where the kernel cannot scan.
+/// Entries read per call where the kernel has no scan.
 const ENTRIES_AT_ONCE: u64 = 4096;
 
 const ENTRY_PRESENT: u64 = 1 << 63;
@@ -25,12 +24,12 @@ const IS_FILE: u64 = 1 << 2;
 const IS_PRESENT: u64 = 1 << 3;
 const IS_SWAPPED: u64 = 1 << 4;
 
-/// The page map of a process.
+/// The open page map of a process.
 #[derive(Debug)]
 pub struct PageMap(File);
 
 impl PageMap {
-    /// Opens that of process `pid`.
+    /// Opens the page map of process `pid`.
     ///
     /// # Errors
     /// Those of opening `/proc/PID/pagemap`: another user's process, or one that is gone.
@@ -38,10 +37,10 @@ impl PageMap {
         File::open(format!("/proc/{pid}/pagemap")).map(Self)
     }
 
-    /// The runs of `addresses`, which begin and end with pages, that are copies of the process's own; in order.
+    /// The runs of private pages in `addresses`, which begins and ends at page boundaries; in order.
     pub fn copies(&self, addresses: Range<u64>) -> io::Result<Vec<Range<u64>>> {
         match self.scan(addresses.clone()) {
-            // What a kernel says that does not know the call.
+            // The errors of a kernel without this call.
             Err(error) if matches!(error.raw_os_error(), Some(libc::ENOTTY | libc::EINVAL)) => self.entries(addresses),
             other => other,
         }
@@ -136,7 +135,7 @@ impl Scan {
             regions: regions.as_mut_ptr() as u64,
             region_count: regions.len() as u64,
             pages_max: 0,
-            // "Is a file's" turned around has to hold, and one of the two others.
+            // Selects pages that are present or in swap and do not belong to a file: the flag of a file is inverted.
             inverted: IS_FILE,
             all_of: IS_FILE,
             any_of: IS_PRESENT | IS_SWAPPED,
@@ -173,7 +172,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn both_ways_find_the_same() {
+    fn scan_and_entries_find_the_same_pages() {
         let page = rustix::param::page_size();
         let file = tempfile::tempfile().unwrap();
         file.set_len(600 * page as u64).unwrap();
@@ -197,7 +196,7 @@ mod tests {
         assert_eq!(map.entries(all.clone()).unwrap(), expected);
         assert_eq!(map.copies(all).unwrap(), expected);
         assert_eq!(map.copies(page_of(4)..page_of(5)).unwrap().first(), Some(&(page_of(4)..page_of(5))));
-        // More runs than are asked for at a time.
+        // More runs than one call returns.
         for index in (0..600).step_by(2) {
             memory[index * page] = 1;
         }

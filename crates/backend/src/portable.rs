@@ -1,8 +1,8 @@
 //! Queues over a pool of threads that make ordinary calls: for kernels and containers without io_uring, for other
-//! systems, and for files that have no descriptor.
+//! systems, and for files without a descriptor.
 //!
-//! 1. A job owns what it needs, buffer, slices and file, and leaves exactly one completion behind
-//!    ([`CompletionQueue`]), whatever the file's code does.
+//! 1. A job owns its buffer, slices and file, and produces exactly one completion ([`CompletionQueue`]), whatever the
+//!    file's code does.
 //! 2. Dropping a queue waits for its jobs; dropping the last handle of the pool ends its threads.
 //! 3. No call to a file is made under a lock.
 
@@ -17,8 +17,8 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-/// Threads of one pool. They wait for the medium most of their time, so their number follows what a medium carries at
-/// once rather than the number of cores.
+/// The most threads of one pool. They mostly wait for the device, so their number follows the parallelism of devices
+/// and not the number of cores.
 const WORKERS_MAX: usize = 16;
 
 /// The threads that all queues of a directory share; started when first needed.
@@ -32,7 +32,7 @@ struct PoolShared {
     work: Condvar,
 }
 
-/// Bounded by the depths of the queues.
+/// The waiting jobs; the depths of the queues bound their number.
 struct PoolState {
     jobs: VecDeque<Job>,
     idle: usize,
@@ -65,7 +65,7 @@ impl Workers {
         let short_of_threads = state.idle < state.jobs.len();
         drop(state);
         if short_of_threads && !self.grow() {
-            // No thread could be had at all: the caller does the work.
+            // No thread could be started: the caller does the work.
             let job = self.shared.state.lock().jobs.pop_front();
             if let Some(job) = job {
                 job.run();
@@ -75,7 +75,7 @@ impl Workers {
         self.shared.work.notify_one();
     }
 
-    /// Starts one more thread if allowed; whether there is any thread at all.
+    /// Starts one more thread if allowed; returns whether the pool has any thread.
     fn grow(&self) -> bool {
         let mut threads = self.threads.lock();
         if threads.len() < WORKERS_MAX {
@@ -94,7 +94,7 @@ impl Drop for Workers {
         self.shared.state.lock().closed = true;
         self.shared.work.notify_all();
         for thread in self.threads.get_mut().drain(..) {
-            // Jobs catch their panics; there is nothing to learn from a thread's end.
+            // Jobs catch their panics, so the result of a thread says nothing.
             let _ = thread.join();
         }
     }
@@ -130,7 +130,8 @@ impl Job {
             }
             Work::Sync => (guarded(|| file.sync()), None),
         };
-        // Before the completion is seen: its receiver may count on the file being closed with its own handle.
+        // The handle is dropped before the completion is visible. So a receiver that then drops its own last handle
+        // closes the file.
         drop(file);
         in_flight.complete(result, buffer);
     }
@@ -165,7 +166,8 @@ impl Queue for PortableQueue {
     }
 
     fn read(&mut self, file: &Arc<dyn File>, offset: u64, mut buffer: Buffer, token: u64) {
-        // What lies in the page cache is read sooner than a thread is woken. Any error comes again from the thread.
+        // A read from the page cache takes less time than waking a thread. The thread meets an error again and reports
+        // it.
         if let Ok(true) = file.read_cached_at(&mut buffer, offset) {
             return self.completions.push(Completion { token, result: Ok(()), buffer: Some(buffer) });
         }
@@ -206,7 +208,7 @@ mod tests {
 
     use super::*;
 
-    /// Panics.
+    /// A file that panics in every method.
     struct Panicking;
 
     impl File for Panicking {
@@ -220,7 +222,7 @@ mod tests {
             unreachable!()
         }
         fn read_at(&self, _: &mut [u8], _: u64) -> io::Result<()> {
-            panic!("a panic of the file, as this test wants it")
+            panic!("the panic that this test causes in the file")
         }
         fn write_at(&self, _: &[&[u8]], _: u64, _: bool) -> io::Result<()> {
             unreachable!()

@@ -6,25 +6,25 @@ use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// What carries the work of a queue.
+/// What executes the operations of a queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum QueueKind {
     /// io_uring.
     Uring,
     /// A pool of threads making ordinary system calls.
     Threads,
-    /// Done at once, in the caller (simulated device).
+    /// The calling thread, at once (simulated device).
     Inline,
-    /// The medium's own way to complete operations.
+    /// A mechanism of the medium's own.
     Medium,
 }
 
 /// The end of one operation.
 #[derive(Debug)]
 pub struct Completion {
-    /// The token given when it was pushed.
+    /// The token given when the operation was pushed.
     pub token: u64,
-    /// Success, or why not. Short transfers have been carried on by the queue; bytes past the end of a file are zeros.
+    /// Success, or the error. The queue has continued short transfers; bytes past the end of a file are zeros.
     pub result: io::Result<()>,
     /// The buffer of a read.
     pub buffer: Option<Buffer>,
@@ -65,18 +65,18 @@ pub const QUEUE_DEPTH_MAX: u32 = 4096;
 /// Most descriptors one queue watches at a time; a poll beyond it completes with an error.
 pub const QUEUE_POLLS_MAX: usize = 1024;
 
-/// Largest buffered write that a queue makes at once, on the thread that pushes it. It is a copy into the page cache:
-/// ext4 and others refuse it to io_uring's own context, and a worker thread for it costs 15 times the copy (4 KiB
-/// on ext4: 4 us at once, 57 us through io_uring, 24 us through a pool).
+/// The largest buffered write that a queue makes on the thread that pushes it, as a copy into the page cache. ext4 and
+/// other file systems refuse to do this without blocking, so io_uring passes it to a worker thread, which costs 15
+/// times the copy (4 KiB on ext4: 4 us on the pushing thread, 57 us through io_uring, 24 us through a pool).
 const WRITE_AT_ONCE_MAX: u64 = 256 << 10;
 
-/// Whether a write is better made at once than handed on.
+/// Whether the pushing thread makes a write itself.
 pub(crate) fn write_at_once(mode: IoMode, length: u64, durable: bool) -> bool {
     mode == IoMode::Buffered && !durable && length <= WRITE_AT_ONCE_MAX
 }
 
-/// Where a read at `offset` that brought only `done` bytes goes on: `None` when the rest lies past the end of the file.
-/// Direct reads stop in the middle of a block only at the end of the file; should the file have grown since, that
+/// Where a read at `offset` that brought only `done` bytes continues: `None` when the rest lies past the end of the
+/// file. A direct read stops in the middle of a block only at the end of the file. If the file has grown since, the
 /// block is read again, because the next offset would not be aligned.
 pub(crate) fn resume_short_read(file: &dyn File, offset: u64, done: usize) -> io::Result<Option<usize>> {
     if file.len()? <= offset.saturating_add(done as u64) {
@@ -88,7 +88,7 @@ pub(crate) fn resume_short_read(file: &dyn File, offset: u64, done: usize) -> io
     }))
 }
 
-/// The error of a poll for which there is no room.
+/// The error of a poll beyond the limit.
 pub(crate) fn too_many_polls() -> io::Error {
     io::Error::new(io::ErrorKind::QuotaExceeded, format!("more than {QUEUE_POLLS_MAX} descriptors in one queue"))
 }

@@ -3,7 +3,7 @@
 use error::{Error, Result};
 use rustix::rand::{GetRandomFlags, getrandom};
 
-/// As many bytes from the kernel's generator (getrandom(2)).
+/// `N` bytes of the kernel's random generator (getrandom(2)).
 pub fn bytes<const N: usize>() -> Result<[u8; N]> {
     let mut bytes = [0; N];
     let mut filled = 0;

@@ -1,4 +1,4 @@
-//! The descriptors a queue watches without io_uring: one-shot, by poll(2).
+//! The descriptors that a queue without io_uring watches: one-shot, by poll(2).
 
 use crate::Completion;
 use crate::queue::{QUEUE_POLLS_MAX, too_many_polls};
@@ -7,7 +7,7 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, RawFd};
 use std::time::Duration;
 
-/// Descriptors with the tokens to report them by.
+/// Watched descriptors, each with the token of its completion.
 #[derive(Default)]
 pub(crate) struct Watched {
     entries: Vec<(RawFd, u64)>,
@@ -18,7 +18,7 @@ impl Watched {
         self.entries.is_empty()
     }
 
-    /// Watches a descriptor until it is readable; hands the completion back at once when there is no room.
+    /// Watches a descriptor until it is readable; returns a completion with an error when there is no room.
     pub(crate) fn add(&mut self, descriptor: RawFd, token: u64) -> Option<Completion> {
         let error = if self.entries.len() >= QUEUE_POLLS_MAX {
             too_many_polls()
@@ -31,8 +31,8 @@ impl Watched {
         Some(Completion { token, result: Err(error), buffer: None })
     }
 
-    /// Waits until a watched descriptor or `wake` is readable, at most for `timeout`, and moves what is readable to
-    /// `completions`. A signal ends the wait early.
+    /// Waits until a watched descriptor or `wake` is readable, at most for `timeout`, and moves the readable
+    /// descriptors to `completions`. A signal ends the wait early.
     pub(crate) fn wait(
         &mut self,
         wake: Option<BorrowedFd<'_>>,
@@ -41,8 +41,9 @@ impl Watched {
     ) -> io::Result<()> {
         let mut watched: Vec<PollFd<'_>> = Vec::with_capacity(self.entries.len() + 1);
         for &(descriptor, _) in &self.entries {
-            // SAFETY: not negative (checked in `add`), and the caller of `Queue::poll_readable` keeps it open until
-            // its completion; should it not, poll(2) answers POLLNVAL or watches another file, and touches no memory.
+            // SAFETY: not negative (checked in `add`), and the caller of `Queue::poll_readable` keeps it open until its
+            // completion. If the caller does not, poll(2) returns POLLNVAL or watches another file, and touches no
+            // memory.
             let borrowed = unsafe { BorrowedFd::borrow_raw(descriptor) };
             watched.push(PollFd::from_borrowed_fd(borrowed, PollFlags::IN));
         }

@@ -1,13 +1,13 @@
-//! Small files that are replaced as a whole: the new content is written and flushed under a temporary name, then that
-//! is renamed, then the folder is flushed. So a crash leaves the old content or the new one, each of them whole, and at
-//! most a file of the temporary name beside it.
+//! Small files that are replaced as a whole: the new content is written and flushed under a temporary name, then the
+//! temporary file is renamed, then the folder is flushed. So a crash leaves the old content or the new one, each
+//! complete, and at most a temporary file beside it.
 
 use crate::{Directory, File, IoMode};
 use std::io;
 use std::sync::Arc;
 
-/// Puts `bytes` in the place of what `name` holds, whose permissions stay if it is there, by way of `temporary`.
-/// Durable on return.
+/// Replaces the content of file `name`, or creates it, by way of the file `temporary`. Permissions of the replaced file
+/// are kept. Durable on return.
 pub fn durably(directory: &dyn Directory, name: &str, temporary: &str, bytes: &[u8]) -> io::Result<()> {
     prepare(directory, temporary, bytes)?;
     keep_permissions(directory, name, temporary)?;
@@ -16,13 +16,14 @@ pub fn durably(directory: &dyn Directory, name: &str, temporary: &str, bytes: &[
 }
 
 /// As [`durably`], without a flush: the file survives the end of this process, and a power cut once the operating
-/// system has written it. A flush would make the data of all disks in the file system go to the medium first.
+/// system has written it. A flush would first write the data of all disks in the file system.
 pub fn unflushed(directory: &dyn Directory, name: &str, temporary: &str, bytes: &[u8]) -> io::Result<()> {
     write(directory, temporary, bytes, |_| Ok(()))?;
     directory.rename(temporary, name)
 }
 
-/// Writes a whole file of that name, durable but for the name; in the place of one that an earlier try has left.
+/// Creates file `temporary` with this content and flushes it, but not its name. Replaces the file of an earlier
+/// attempt.
 pub fn prepare(directory: &dyn Directory, temporary: &str, bytes: &[u8]) -> io::Result<()> {
     write(directory, temporary, bytes, |file| file.sync())
 }
@@ -43,7 +44,7 @@ fn write(
 ) -> io::Result<()> {
     remove_if_there(directory, name)?;
     let file = directory.create(name, IoMode::Buffered)?;
-    // What is not whole takes room that others could use: on a full file system, all that is left.
+    // An incomplete file is removed, because on a full file system it may hold the last free space.
     file.write_at(&[bytes], 0, false).and_then(|()| finish(&file)).inspect_err(|_| drop(directory.remove(name)))
 }
 
@@ -79,8 +80,11 @@ mod tests {
                 let finished = durably(&*disk.directory(), "record", "record.new", &new).is_ok();
                 let after = disk.crash();
                 let left = content(&*after.directory());
-                assert!(left == old || left == new, "seed {seed} cut {cut}: neither");
-                assert!(!finished || left == new, "seed {seed} cut {cut}: the old one is back");
+                assert!(left == old || left == new, "seed {seed} cut {cut}: neither the old nor the new content");
+                assert!(
+                    !finished || left == new,
+                    "seed {seed} cut {cut}: the old content after a completed replacement"
+                );
                 found[usize::from(left == new)] += 1;
                 // Whatever was left, the next replacement succeeds and leaves nothing else.
                 durably(&*after.directory(), "record", "record.new", &old).unwrap();
@@ -90,7 +94,7 @@ mod tests {
                 }
             }
         }
-        assert!(found[0] > 50 && found[1] > 50, "{found:?}: the cuts miss their aim");
+        assert!(found[0] > 50 && found[1] > 50, "{found:?}: too few cuts left the old or the new content");
     }
 
     #[test]

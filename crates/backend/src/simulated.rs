@@ -1,34 +1,35 @@
-//! A simulated machine's storage for tests: it keeps what is flushed, and does its worst to everything else.
+//! Simulated storage for tests: keeps what is flushed, and may lose, tear or reorder everything else.
 //!
-//! What it may do to us:
+//! Faults that the simulation can cause:
 //!
-//! 1. **Power cut** ([`SimulatedDisk::crash`]). Each write that was not flushed is kept, lost, or torn at 512-byte
-//!    sectors (any subset of them), independently of all others, so a later write may be there and an earlier one not.
-//!    A length change, reservation, punch or zeroed range that was not flushed is kept or lost, the last two also half
-//!    done. Growth of a
-//!    file by a write may be lost while its bytes were written: they vanish. Names created, renamed or removed since
-//!    the last [`Directory::sync`] may be lost, the later ones before the earlier.
-//! 2. **Write-back on its own.** Nothing stays unflushed for ever: beyond a bound the oldest changes of a file become
-//!    durable, after newer ones may have been lost.
-//! 3. **Errors.** Any operation can be made to fail. A failed write leaves any subset of its sectors written. After a
-//!    failed flush some of the writes before it are lost for good, though they can still be read until the power goes;
-//!    the next flush succeeds and does not bring them back, as on Linux.
-//! 4. **Full.** Space is counted in 4 KiB: reservations and writes into holes take it, punching, cutting and removing
-//!    give it back, and what does not fit is refused with ENOSPC before anything is written.
+//! 1. **Power cut** ([`SimulatedDisk::crash`]). Each unflushed write is kept, lost, or torn at 512-byte sectors (any
+//!    subset of them), independently of all others, so a later write may survive and an earlier one not. An unflushed
+//!    length change, reservation, punch or zeroed range is kept or lost; a punch or zeroed range may also be half done.
+//!    The growth of a file by a write may be lost although its bytes were written: then the bytes vanish. Names
+//!    created, renamed or removed since the last [`Directory::sync`] may be lost, later ones before earlier ones.
+//! 2. **Unrequested write-back.** Beyond a bound of unflushed changes the oldest changes of a file become durable,
+//!    although newer ones may still be lost.
+//! 3. **Errors.** Any operation can be made to fail. A failed write leaves any subset of its sectors written. A failed
+//!    flush loses some of the writes before it for good, though reads may still return them until a power cut. The next
+//!    flush succeeds and does not write them, as on Linux.
+//! 4. **Full.** Space is counted in units of 4 KiB: reservations and writes into holes allocate it; punching,
+//!    truncating and removing free it. An operation without enough space is refused with ENOSPC before anything is
+//!    written.
 //! 5. **Bit rot and unreadable sectors**, where a test asks for them.
-//! 6. **Delay.** A medium can be made slow: every request then takes its time before it has an effect.
-//! 7. **Order.** Operations in a queue are performed in any order, at any time until they complete, and complete in
-//!    any order. The page cache forgets when it likes.
+//! 6. **Delay.** A medium can be made slow: every request then waits before it takes effect.
+//! 7. **Order.** Operations in a queue are performed in any order, at any time until they complete, and complete in any
+//!    order. The page cache may evict clean pages at any time.
 //!
-//! What it assumes a real disk and file system never do:
+//! Assumptions about a real disk and file system:
 //!
 //! 1. A sector is written whole or not at all, and a sector changes only by a write to it.
-//! 2. What a successful flush or durable write made durable stays, and no older write comes back over it.
-//! 3. Changes of names become durable in the order they were made, each of them whole (any journalling file system).
+//! 2. What a successful flush or durable write made durable stays, and no older write overwrites it later.
+//! 3. Changes of names become durable in the order in which they were made, each completely (any journalling file
+//!    system).
 //! 4. A file's contents do not depend on its name being durable, nor on other files.
 //!
-//! Everything follows from the seed and the sequence of calls. Memory is what is written, in pages of 4 KiB shared
-//! between the live and the durable state.
+//! Everything follows from the seed and the sequence of calls. Contents are kept in pages of 4 KiB, shared between the
+//! live and the durable state.
 
 mod content;
 mod file;
@@ -51,7 +52,7 @@ use world::{FileId, World};
 pub struct SimulatedOptions {
     /// Size of the file system in bytes.
     pub capacity: u64,
-    /// Whether queues perform and complete operations in random order; otherwise at once and in theirs.
+    /// Whether queues perform and complete operations in random order; otherwise at once, in the order of pushing.
     pub reorder: bool,
     /// Unflushed changes per file beyond which the oldest are written back.
     pub unflushed_max: usize,
@@ -63,10 +64,10 @@ impl Default for SimulatedOptions {
     }
 }
 
-/// What a slow medium takes its time for.
+/// The kinds of requests that a slow medium delays.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Request {
-    /// A read that no cache answers.
+    /// A read that the page cache does not answer.
     Read,
     /// A write.
     Write,
@@ -76,7 +77,7 @@ pub enum Request {
     Space,
 }
 
-/// What a medium fails of itself, each alone.
+/// The kinds of requests that can be made to fail, each separately.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
     /// Reads.
@@ -91,18 +92,18 @@ pub enum Fault {
     Punch,
 }
 
-/// Kinds of [`Fault`].
+/// The number of kinds of [`Fault`].
 const FAULTS: usize = 5;
 
 impl Fault {
-    /// All of them.
+    /// All kinds.
     pub const ALL: [Self; FAULTS] = [Self::Read, Self::Write, Self::Sync, Self::Reserve, Self::Punch];
 }
 
-/// Takes the time of a request, on the thread that makes it.
+/// A function that waits for the duration of a request, on the thread that makes it.
 pub type Pace = Arc<dyn Fn(Request) + Send + Sync>;
 
-/// Takes the time of a slow medium, before a request has any effect.
+/// Waits as a slow medium does, before a request takes effect.
 fn take_time(world: &Mutex<World>, request: Request) {
     let pace = world.lock().pace.clone();
     if let Some(pace) = pace {
@@ -127,32 +128,33 @@ impl SimulatedDisk {
         Arc::new(SimulatedDirectory { world: Arc::clone(&self.world) })
     }
 
-    /// Cuts the power and gives the disk as found afterwards. All handles of the old disk fail from now on; another
-    /// call gives another possible outcome of the same cut. Faults asked for do not carry over, the capacity does.
+    /// Cuts the power and returns the disk as it is afterwards. All handles of the old disk fail from then on; another
+    /// call returns another possible outcome of the same cut. The capacity carries over, requested faults do not.
     pub fn crash(&self) -> SimulatedDisk {
         SimulatedDisk { world: Arc::new(Mutex::new(self.world.lock().crash())) }
     }
 
-    /// A disk that holds what is durable on this one, with a seed and options of its own. All of it has to be durable:
-    /// then nothing about the new disk depends on what happened to this one, or how often it was asked.
+    /// A disk with the durable contents of this one, and its own seed and options. Everything on this disk has to be
+    /// durable, so that the new disk depends neither on the history of this one nor on earlier calls.
     pub fn copy_of_durable(&self, seed: u64, options: SimulatedOptions) -> SimulatedDisk {
         SimulatedDisk { world: Arc::new(Mutex::new(self.world.lock().crash().reseeded(seed, options))) }
     }
 
-    /// Operations so far that change something or make it durable. A number of an operation is the count before it.
+    /// The number of operations so far that change something or make it durable. An operation has as its number the
+    /// count before it.
     pub fn operations(&self) -> u64 {
         self.world.lock().operations
     }
 
-    /// Lets `count` operations (in the counting of [`SimulatedDisk::operations`]) succeed. The one after them is
-    /// caught by a power cut half way: it fails, its effect is as good as any unflushed one, and so does everything
-    /// else, reads included, until [`SimulatedDisk::crash`] starts the machine again.
+    /// Lets `count` operations (as [`SimulatedDisk::operations`] counts) succeed, and cuts the power during the next
+    /// one. That operation fails, with the effect of an unflushed one. Every later operation fails, reads included,
+    /// until [`SimulatedDisk::crash`].
     pub fn cut_after(&self, count: u64) {
         self.world.lock().cut_after = Some(count);
     }
 
-    /// As [`SimulatedDisk::cut_after`], but what changes nothing goes on as if the power were there: threads that only
-    /// read, and try again what they cannot, come to the first change and learn of the cut by that.
+    /// As [`SimulatedDisk::cut_after`], but operations that change nothing still succeed: threads that only read, and
+    /// retry when that fails, do not end before a change reports the cut.
     pub fn cut_changes_after(&self, count: u64) {
         let mut world = self.world.lock();
         (world.cut_after, world.readable) = (Some(count), true);
@@ -190,7 +192,7 @@ impl SimulatedDisk {
         self.world.lock().failing_requests[fault as usize] = count..count.saturating_add(times);
     }
 
-    /// Ends all failures asked for, but for sectors that cannot be read.
+    /// Ends all requested failures, except unreadable sectors.
     pub fn mend(&self) {
         let mut world = self.world.lock();
         world.failing.clear();
@@ -210,17 +212,17 @@ impl SimulatedDisk {
         Ok(())
     }
 
-    /// Makes the medium slow; not the one that a crash leaves.
+    /// Makes the medium slow. The disk after a crash is not slow.
     pub fn set_pace(&self, pace: Pace) {
         self.world.lock().pace = Some(pace);
     }
 
-    /// Makes the file system larger or smaller; less than is used leaves no room.
+    /// Changes the size of the file system. A size below the used space leaves no free space.
     pub fn set_capacity(&self, bytes: u64) {
         self.world.lock().options.capacity = bytes;
     }
 
-    /// Makes the file system tell of that much more room than it has, as btrfs does.
+    /// Makes the file system report `bytes` more free space than it has, as btrfs does.
     pub fn overstate_room(&self, bytes: u64) {
         self.world.lock().overstated = bytes;
     }

@@ -1,12 +1,12 @@
 //! Queues over io_uring: one ring per queue.
 //!
-//! 1. What the kernel may read or write (buffers, the slices of a write, its iovecs) lies in an `Operation` in the
-//!    table from push to completion, on the heap, and is neither moved nor touched meanwhile. `user_data` is the index
-//!    in the table, and an operation has at most one entry in the ring at a time.
-//! 2. Dropping a queue waits until the kernel has released every buffer. Should waiting fail, the buffers are leaked:
-//!    memory is never freed under the kernel.
-//! 3. Every operation completes exactly once, with all its bytes or an error: short transfers go on where they stopped,
-//!    and interrupted ones start again.
+//! 1. Memory that the kernel may read or write (buffers, the slices of a write, its iovecs) belongs to an `Operation`
+//!    in the table from push to completion. It lies on the heap and is neither moved nor accessed meanwhile.
+//!    `user_data` is the index in the table, and an operation has at most one entry in the ring at a time.
+//! 2. Dropping a queue waits until the kernel has released every buffer. If waiting fails, the buffers are leaked:
+//!    memory that the kernel may still use is never freed.
+//! 3. Every operation completes exactly once, with all its bytes or an error: short transfers are continued, and
+//!    interrupted ones are started again.
 //! 4. A wait that finds nothing costs one system call, which submits and waits together.
 //!
 //! A queue may move to another thread between two calls, even with operations in flight and even if the first thread
@@ -24,13 +24,13 @@ use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Bytes in one entry of the ring: what the kernel transfers in one call, in whole blocks.
+/// The most bytes that one entry of the ring transfers, in whole blocks.
 const TRANSFER_MAX: usize = 1 << 30;
 
-/// Times an operation that made no progress is started again before its error counts.
+/// How often an operation without progress is started again before its error is returned.
 const RESTARTS_MAX: u32 = 256;
 
-/// Entries in the ring beyond those for the depth: polls that may wait for submission.
+/// Entries in the ring beyond the depth, for polls that wait for submission.
 const POLL_ENTRIES: u32 = 16;
 
 /// Poll for input; hang-ups and errors are always reported.
@@ -58,7 +58,7 @@ struct Operation {
     /// Keeps the descriptor open; `None` for polls.
     file: Option<Arc<dyn File>>,
     descriptor: RawFd,
-    /// Where the next transfer of a write goes, or a read began.
+    /// Offset of the next transfer of a write; for a read, its first offset.
     offset: u64,
     restarts: u32,
     work: Work,
@@ -68,20 +68,20 @@ struct Operation {
 pub struct UringQueue {
     ring: IoUring,
     depth: usize,
-    /// The operations of the kernel, by `user_data`.
+    /// The operations that the kernel has, by `user_data`.
     operations: Vec<Option<Operation>>,
     free: Vec<usize>,
-    /// Operations in the table, polls apart.
+    /// Operations in the table, without polls.
     running: usize,
     polls: usize,
-    /// Polls pushed since the ring was last seen without entries.
+    /// Polls pushed since the submission ring was last seen empty.
     polls_unsubmitted: usize,
     /// Completions not handed out yet.
     finished: Vec<Completion>,
 }
 
-/// Whether io_uring works here, with everything a queue needs of it. Kernels before 5.11, kernels with io_uring
-/// switched off and containers that forbid its system calls all answer with an error.
+/// Whether io_uring works here, with every operation that a queue uses. Kernels before 5.11, kernels with io_uring
+/// disabled and containers that forbid its system calls all return an error.
 pub fn probe() -> io::Result<()> {
     let mut ring: IoUring = IoUring::new(2)?;
     let mut known = Probe::new();
@@ -94,7 +94,7 @@ pub fn probe() -> io::Result<()> {
     if !needed.into_iter().all(|code| known.is_supported(code)) {
         return Err(io::Error::new(io::ErrorKind::Unsupported, "this kernel's io_uring lacks an operation"));
     }
-    // A filter of system calls may allow setting up and forbid entering.
+    // A seccomp filter may allow io_uring_setup and forbid io_uring_enter.
     // SAFETY: a no-op refers to no memory.
     unsafe { ring.submission().push(&opcode::Nop::new().build()) }.map_err(io::Error::other)?;
     ring.submit_and_wait(1)?;
@@ -109,7 +109,7 @@ impl UringQueue {
     pub fn new(depth: u32) -> io::Result<Self> {
         let depth = depth.clamp(1, QUEUE_DEPTH_MAX);
         let entries = depth + POLL_ENTRIES;
-        // Without COOP_TASKRUN (before 5.19) each completion interrupts the thread: slower, otherwise the same.
+        // Without COOP_TASKRUN (kernels before 5.19) each completion interrupts the thread: slower, otherwise the same.
         let ring = IoUring::builder()
             .setup_coop_taskrun()
             .setup_taskrun_flag()
@@ -128,7 +128,7 @@ impl UringQueue {
         })
     }
 
-    /// Takes an operation into the table and the ring, waiting for a place first if need be.
+    /// Puts an operation into the table and the ring, after waiting for a free place if necessary.
     fn push(&mut self, operation: Operation) {
         while self.running >= self.depth && !matches!(operation.work, Work::Poll(_)) {
             if let Err(error) = self.enter(1, None) {
@@ -153,21 +153,21 @@ impl UringQueue {
         self.start(index);
     }
 
-    /// Puts the next transfer of operation `index` into the ring.
+    /// Submits the next transfer of operation `index` to the ring.
     fn start(&mut self, index: usize) {
         let Some(operation) = self.operations[index].as_mut() else { return };
         let entry = operation.entry().user_data(index as u64);
-        // SAFETY: what the entry points to lies in the operation, which stays in the table, untouched, until the
+        // SAFETY: what the entry points to belongs to the operation, which stays in the table, not accessed, until the
         // completion with this index (invariant 1).
         let pushed = unsafe { self.ring.submission().push(&entry) };
         if pushed.is_err() {
-            // Cannot be: the ring has an entry for each operation of the depth, and for the polls not submitted.
+            // Impossible: the ring has an entry for each operation of the depth and for the polls not submitted.
             debug_assert!(false, "the ring is full");
             self.end(index, Err(Errno::NOBUFS.into()));
         }
     }
 
-    /// Takes operation `index` from the table and completes it. Only when the kernel does not have it.
+    /// Takes operation `index` from the table and completes it. Only for operations that the kernel does not have.
     fn end(&mut self, index: usize, result: io::Result<()>) {
         let Some(operation) = self.operations[index].take() else { return };
         self.free.push(index);
@@ -186,10 +186,10 @@ impl UringQueue {
         self.finished.push(Completion { token: operation.token, result, buffer });
     }
 
-    /// Takes what the kernel has completed; starts again what is not done yet.
+    /// Collects what the kernel has completed; restarts operations that are not done yet.
     fn reap(&mut self) {
         loop {
-            // One at a time: starting an operation again needs the ring.
+            // One event at a time, because restarting an operation needs the ring.
             let Some(event) = self.ring.completion().next() else { return };
             let index = event.user_data() as usize;
             let Some(operation) = self.operations.get_mut(index).and_then(Option::as_mut) else {
@@ -222,7 +222,7 @@ impl UringQueue {
         }
     }
 
-    /// Whether a system call now would bring anything forward.
+    /// Whether a system call now would make progress.
     fn has_work_for_kernel(&mut self) -> bool {
         let submission = self.ring.submission();
         !submission.is_empty() || submission.taskrun() || submission.cq_overflow()
@@ -249,14 +249,14 @@ impl UringQueue {
     }
 }
 
-/// Conditions of a submission that pass by themselves or by taking completions.
+/// Errors of a submission that end by themselves or when completions are collected.
 fn passes_by(error: &io::Error) -> bool {
     let Some(code) = error.raw_os_error() else { return false };
     matches!(Errno::from_raw_os_error(code), Errno::INTR | Errno::TIME | Errno::BUSY | Errno::AGAIN)
 }
 
 impl Operation {
-    /// The entry for the rest of the work.
+    /// The ring entry for the rest of the work.
     fn entry(&mut self) -> squeue::Entry {
         let descriptor = Fd(self.descriptor);
         match &mut self.work {
@@ -283,12 +283,13 @@ impl Operation {
         }
     }
 
-    /// Takes the kernel's result into account: the end of the operation, or `None` when there is more to do.
+    /// Processes the kernel's result: returns the end of the operation, or `None` when there is more to do.
     fn advance(&mut self, result: i32) -> Option<io::Result<()>> {
         let Ok(moved) = usize::try_from(result) else {
             let error = Errno::from_raw_os_error(-result);
             self.restarts += 1;
-            // Nothing here cancels: the kernel does, when the thread that submitted ends before the operation.
+            // No code here cancels operations. The kernel does when the thread that submitted an operation ends before
+            // it.
             let passing = matches!(error, Errno::INTR | Errno::AGAIN | Errno::CANCELED);
             let again = passing && self.restarts <= RESTARTS_MAX;
             return if again { None } else { Some(Err(error.into())) };
@@ -344,7 +345,7 @@ impl Operation {
     }
 }
 
-/// What the kernel needs to know of a file, from one call of it; `None` for a file without a descriptor.
+/// The descriptor and mode of a file, from one call of it; `None` for a file without a descriptor.
 fn in_kernel(file: &Arc<dyn File>) -> Option<(RawFd, IoMode)> {
     let local = file.local()?;
     Some((local.descriptor?, local.mode))
@@ -370,7 +371,7 @@ impl Queue for UringQueue {
                 restarts: 0,
                 work: Work::Read { buffer, done: 0 },
             }),
-            // A file without a descriptor is no business of the kernel's: done here.
+            // A file without a descriptor is read here, on the calling thread.
             other => {
                 let result = other.transpose().and_then(|_| file.read_at(&mut buffer, offset));
                 self.finished.push(Completion { token, result, buffer: Some(buffer) });
@@ -449,7 +450,7 @@ impl Queue for UringQueue {
             _ => None,
         };
         let outcome = self.wait_until(deadline, timeout != Some(Duration::ZERO));
-        // With something to hand out, an error of the ring itself can wait for the next call, which meets it again.
+        // If there are completions to return, an error of the ring is left to the next call, which meets it again.
         let outcome = if self.finished.is_empty() { outcome } else { Ok(()) };
         completions.append(&mut self.finished);
         outcome
@@ -475,7 +476,7 @@ mod tests {
     use super::*;
     use crate::{IoMode, simulated};
 
-    /// A file of `length` bytes, for the operation to ask about its end.
+    /// A file of `length` bytes, whose end the operation checks.
     fn file(length: u64) -> Arc<dyn File> {
         let disk = simulated::SimulatedDisk::new(0, simulated::SimulatedOptions::default());
         let file = disk.directory().create("file", IoMode::Direct).unwrap();
@@ -520,7 +521,7 @@ mod tests {
             buffer.fill(9);
             Work::Read { buffer, done: 0 }
         };
-        // The file goes on: the block that was cut is read again.
+        // The file continues after the block: the incomplete block is read again.
         let mut inside = operation(file(1 << 20), read());
         assert!(inside.advance(4096 + 512).is_none());
         assert!(matches!(inside.work, Work::Read { done: 4096, .. }));

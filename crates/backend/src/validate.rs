@@ -1,5 +1,5 @@
-//! What every implementation refuses before it touches a medium: names that are paths, offsets no kernel takes, and
-//! direct I/O that is not aligned.
+//! Arguments that every implementation refuses before any I/O: names that are paths, offsets beyond the kernel's range,
+//! and direct I/O that is not aligned.
 
 use crate::{BLOCK_SIZE, IoMode};
 use std::io;
@@ -23,7 +23,7 @@ pub(crate) fn check_range(offset: u64, length: u64) -> io::Result<()> {
     }
 }
 
-/// The same for what is written in one request: how many bytes that is.
+/// As [`check_range`], for the slices of one write; returns their total length.
 pub(crate) fn check_slices(mode: IoMode, slices: &[&[u8]], offset: u64) -> io::Result<u64> {
     let mut total = 0u64;
     for slice in slices {
@@ -34,8 +34,8 @@ pub(crate) fn check_slices(mode: IoMode, slices: &[&[u8]], offset: u64) -> io::R
     Ok(total)
 }
 
-/// Refuses what direct I/O cannot carry: anything not in whole blocks at a block's offset in aligned memory. The check
-/// is stricter than most media, so that code tried on one medium works on every other.
+/// Refuses direct I/O that is not in whole blocks, at a block's offset, in aligned memory. The check is stricter than
+/// most devices, so that code tested on one device works on every other.
 pub(crate) fn check_alignment(mode: IoMode, offset: u64, memory: &[u8]) -> io::Result<()> {
     let aligned = |number: u64| number.is_multiple_of(BLOCK_SIZE as u64);
     let fits = aligned(offset) && aligned(memory.len() as u64) && aligned(memory.as_ptr().addr() as u64);

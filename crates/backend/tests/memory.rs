@@ -1,10 +1,10 @@
-//! Memory of buffers goes back to the system. A process of its own: what is in use is counted for all of it.
+//! Memory of buffers is returned to the system. The test has its own process, because memory is counted per process.
 
 #![allow(clippy::unwrap_used)]
 
 use backend::Buffer;
 
-/// Memory of this process that is in use, in bytes.
+/// Resident memory of this process, in bytes.
 fn resident() -> usize {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
     let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
@@ -26,11 +26,11 @@ fn what_no_buffer_needs_any_more_goes_back_to_the_system() {
     let (small, large) = (many(1, 16 << 10), many(256, 64));
     assert!(resident() > before + (120 << 20));
     drop((small, large));
-    // In use since the last call, then not.
+    // The first call counts the buffers as used since the last call, the second as idle.
     backend::release_idle();
     backend::release_idle();
     assert!(resident() < before + (24 << 20), "{} after {before}", resident());
-    // It can be used again, whatever it holds.
+    // Released memory can be used again, with any content.
     let again = many(1, 100);
     assert!(again.iter().all(|buffer| buffer.iter().all(|byte| *byte == 7)));
     assert!(Buffer::zeroed(4).iter().all(|byte| *byte == 0));

@@ -1,4 +1,4 @@
-//! The simulated disk keeps what it guarantees, causes every fault that it documents, and does so by the seed.
+//! The simulated disk keeps its guarantees, causes every fault that it documents, and is determined by its seed.
 
 #![allow(clippy::unwrap_used)]
 
@@ -12,12 +12,12 @@ const SECTOR: u64 = 512;
 const SECTORS: u64 = 256;
 const PAGE: u64 = 4096;
 
-/// What each sector may hold after a power cut. A sector's content is named by one number, repeated through it; zero
-/// means zeros.
+/// What each sector may hold after a power cut. The content of a sector is identified by one number, repeated through
+/// the sector; zero is a sector of zeros.
 struct Model {
     possible: Vec<Vec<u64>>,
     length: u64,
-    /// No outcome is shorter than the one, or longer than the other.
+    /// Bounds of the length after a power cut.
     length_min: u64,
     length_max: u64,
 }
@@ -80,13 +80,13 @@ impl Model {
     }
 }
 
-/// The number each sector holds; fails on sectors that are not whole.
+/// The number in each sector; fails if a sector is torn.
 fn stamps(file: &dyn File) -> Vec<u64> {
     let mut bytes = vec![0; (SECTORS * SECTOR) as usize];
     file.read_at(&mut bytes, 0).unwrap();
     let stamp_of = |sector: &[u8]| {
         let words: Vec<u64> = sector.chunks(8).map(|word| u64::from_le_bytes(word.try_into().unwrap())).collect();
-        assert!(words.iter().all(|word| *word == words[0]), "a sector torn within");
+        assert!(words.iter().all(|word| *word == words[0]), "a sector with parts of two writes");
         words[0]
     };
     bytes.chunks(SECTOR as usize).map(stamp_of).collect()
@@ -96,7 +96,7 @@ fn bytes_of(stamps: &[u64]) -> Vec<u8> {
     stamps.iter().flat_map(|stamp| stamp.to_le_bytes().repeat(SECTOR as usize / 8)).collect()
 }
 
-/// A disk with one durable, empty file.
+/// A disk with one empty file whose name is durable.
 fn disk_with_file(seed: u64, options: SimulatedOptions) -> (SimulatedDisk, Arc<dyn Directory>, Arc<dyn File>) {
     let disk = SimulatedDisk::new(seed, options);
     let directory = disk.directory();
@@ -161,7 +161,7 @@ fn a_crash_leaves_only_what_may_be() {
                     (disk, file) = (after, found);
                 }
             }
-            // Go on from what was found: all of it is on the medium.
+            // The next round starts with what was found, all of which is durable.
             model.possible = stamps(file.as_ref()).into_iter().map(|stamp| vec![stamp]).collect();
             model.length = file.len().unwrap();
             model.sync();
@@ -224,7 +224,7 @@ fn names_are_lost_from_the_last_and_never_in_part() {
         }
     }
     assert!(all > 10 && nothing > 10 && some > 10);
-    // After a flush of the folder nothing is lost, and what was removed stays away.
+    // After a flush of the folder nothing is lost, and a removed name does not return.
     for seed in 0..50 {
         let (disk, directory, _file) = disk_with_file(seed, SimulatedOptions::default());
         directory.create("brief", IoMode::Buffered).unwrap();
@@ -237,7 +237,7 @@ fn names_are_lost_from_the_last_and_never_in_part() {
     }
 }
 
-/// A fixed piece of work; its outcome as text.
+/// A fixed sequence of operations.
 fn work(disk: &SimulatedDisk) -> std::io::Result<()> {
     let directory = disk.directory();
     let log = directory.create("log", IoMode::Buffered)?;
@@ -369,7 +369,7 @@ fn after_a_failed_flush_the_next_one_saves_nothing() {
         assert!(file.sync().is_err());
         file.write_at(&[&bytes_of(&[2; 8])], PAGE, false).unwrap();
         file.sync().unwrap();
-        // The page cache may show what is lost, or have forgotten it.
+        // Reads may still return the lost data from the page cache, or not.
         let cached = stamps(file.as_ref());
         assert_eq!(cached[8..16], [2; 8]);
         let found = disk.crash().directory().open("file", IoMode::Buffered).unwrap();
@@ -395,7 +395,7 @@ fn a_full_disk_refuses_what_needs_space() {
     assert_eq!(file.write_at(&[&page], 16 * PAGE, false).unwrap_err().kind(), ErrorKind::StorageFull);
     assert_eq!(file.reserve(15 * PAGE, 2 * PAGE).unwrap_err().kind(), ErrorKind::StorageFull);
     assert_eq!(file.len().unwrap(), 16 * PAGE);
-    // What was reserved or written before takes nothing new.
+    // Space that was reserved or written before takes no new space.
     file.write_at(&[&page], 3 * PAGE, true).unwrap();
     file.write_at(&[&page], 9 * PAGE, false).unwrap();
     file.punch(PAGE + 1, 3 * PAGE).unwrap();

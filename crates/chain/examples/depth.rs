@@ -1,16 +1,16 @@
-//! What depth costs: random 4 KiB reads through 32 deltas of each format over a flat base, against that base alone,
-//! with a warm metadata cache and with a working set that overflows it.
+//! Measures the cost of chain depth: random 4 KiB reads through 32 deltas of each format over a flat base, against that
+//! base alone, with a warm metadata cache and with a working set that overflows it.
 //!
 //! ```text
 //! cargo run --release -p lamina-chain --example depth [FOLDER] [FORMAT] [SET]
 //! ```
 //!
-//! Every grain of the disk lies in a level of its own choice, so each 4 KiB is an extent of its own: the worst there
-//! is. Files are in FOLDER (default: the system's folder for temporary files), read in two ways: through the page
-//! cache, one read after the other, which makes everything but the medium count; and from the medium, 32 at a time.
-//! The deltas are closed after they were written and opened again for reading. Both sides are measured in turn; the
-//! figures are medians, ratios those of the rounds. What goes through the page cache is measured in time of the
-//! processor, which others on the machine disturb less.
+//! Each grain of the disk lies in a random level, so each 4 KiB is an extent of its own: the worst case. Files are in
+//! FOLDER (default: the system's folder for temporary files). They are read in two ways: from the page cache, one read
+//! after another, so that every cost except the device's shows; and from the device, 32 reads at a time. The deltas are
+//! closed after they were written and opened again for reading. Both chains are measured in turn; figures are medians,
+//! ratios are medians of the ratios in each round. Reads from the page cache are measured in processor time, which
+//! other load on the machine disturbs less.
 
 #![allow(clippy::unwrap_used)]
 
@@ -31,13 +31,14 @@ const GRAIN: u64 = 4096;
 const DEPTH: u64 = 32;
 const ROUNDS: usize = 7;
 const READS: u64 = 100_000;
-/// Reads from the medium, and how many at a time.
+/// Reads from the device, and how many are in flight.
 const MEDIUM_READS: u64 = 20_000;
 const IN_FLIGHT: usize = 32;
-/// Grains, and what they are to a cache of 65,536 entries.
-const SETS: [(&str, u64); 3] = [("warm", 60_000), ("twice the cache", 2 * 65_536), ("four times", 4 * 65_536)];
+/// Working sets in grains, against a cache of 65,536 entries.
+const SETS: [(&str, u64); 3] =
+    [("warm", 60_000), ("twice the size of the cache", 2 * 65_536), ("four times", 4 * 65_536)];
 
-/// A flat disk of `grains`, and `DEPTH` deltas over it (none with `None`); each grain is in a level of its own choice.
+/// A flat disk of `grains` grains, with `DEPTH` deltas over it, or none for `None`; each grain is in a random level.
 fn build(directory: &LocalDirectory, grains: u64, deltas: Option<Format>) -> [Chain; 2] {
     let capacity = grains * GRAIN;
     let mut random = Random::new(7);
@@ -56,22 +57,22 @@ fn build(directory: &LocalDirectory, grains: u64, deltas: Option<Format>) -> [Ch
     drop(layers);
     [IoMode::Buffered, IoMode::Direct].map(|mode| {
         let open = |(level, format): (usize, &Format)| {
-            // One of the two has the top open for writing, as in use.
+            // The buffered chain has its top open for writing, as in use.
             format.open(directory, &name(level), mode, level == 0 && mode == IoMode::Buffered).unwrap()
         };
         Chain::open("depth", formats.iter().enumerate().map(open).collect(), Options::default()).unwrap()
     })
 }
 
-/// Nanoseconds that this thread has been running.
+/// Nanoseconds of processor time of this thread.
 fn running() -> f64 {
-    // The kernel brings the figure up to date when it schedules.
+    // The kernel updates the figure when it schedules.
     std::thread::yield_now();
     let figures = std::fs::read_to_string("/proc/thread-self/schedstat").unwrap();
     figures.split_whitespace().next().unwrap().parse().unwrap()
 }
 
-/// Nanoseconds to find 4 KiB, without reading them.
+/// Nanoseconds to look up 4 KiB, without reading them.
 fn find(chain: &Chain, grains: u64) -> f64 {
     let mut random = Random::new(5);
     let begun = running();
@@ -82,7 +83,7 @@ fn find(chain: &Chain, grains: u64) -> f64 {
     (running() - begun) / READS as f64
 }
 
-/// The files and offsets of all grains.
+/// The file and offset of each grain.
 fn places(chain: &Chain, grains: u64) -> Vec<(Arc<dyn File>, u64)> {
     let place = |grain: u64| match &chain.plan(grain * GRAIN, GRAIN as usize).unwrap().parts[0].place {
         Place::Media { file, offset } => (Arc::clone(file), *offset),
@@ -91,7 +92,7 @@ fn places(chain: &Chain, grains: u64) -> Vec<(Arc<dyn File>, u64)> {
     (0..grains).map(place).collect()
 }
 
-/// Nanoseconds of a read where every place is known beforehand: what the same files give without a chain.
+/// Nanoseconds of a read at a known location: the cost of the same files without a chain.
 fn bare(places: &[(Arc<dyn File>, u64)]) -> f64 {
     let (mut random, mut buffer) = (Random::new(3), Buffer::zeroed(1));
     let begun = running();
@@ -122,7 +123,7 @@ fn measure(chain: &Chain, grains: u64, round: u64) -> f64 {
     (running() - begun) / READS as f64
 }
 
-/// Reads per second from the medium.
+/// Reads per second from the device.
 fn measure_medium(directory: &LocalDirectory, chain: &Chain, grains: u64, round: u64) -> f64 {
     let mut random = Random::new(round);
     let mut queue = directory.queue(IN_FLIGHT as u32).unwrap();
@@ -208,7 +209,7 @@ fn main() {
     let folder = tempfile::Builder::new().prefix("lamina-depth").tempdir_in(parent).unwrap();
     let directory = LocalDirectory::open(folder.path(), LocalQueues::Auto).unwrap();
     println!(
-        "format      working set      ratio  flat, deep      to find       without a chain        from the medium      \
+        "format      working set      ratio  flat, deep      to find       without a chain        from the device      \
          entries bytes hits levels a walk"
     );
     for format in Format::DELTAS {

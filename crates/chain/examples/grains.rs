@@ -1,5 +1,5 @@
-//! What the delta formats cost: SEsparse, VMFSsparse and vsanSparse beside a thin flat disk, each as a chain of its
-//! own, over request sizes x {sequential, random} x {read, write} x {empty, full}.
+//! Measures the delta formats: SEsparse, VMFSsparse and vsanSparse beside a thin flat disk, each as a chain of its own,
+//! over request sizes x {sequential, random} x {read, write} x {empty, full}.
 //!
 //! ```text
 //! cargo run --release -p lamina-chain --example grains [WORD]...
@@ -7,20 +7,20 @@
 //! read write sequential random empty full      only these cells
 //! flat sesparse vmfssparse vsansparse          only these formats
 //! 4 8 16 32 64 128 256 512                     only these sizes, in KiB
-//! direct                                       files are opened past the page cache
-//! flush                                        writes end with a flush that counts
-//! delta                                        each above an empty thin base, as a snapshot has it
-//! rounds=N threads=N mib=N capacity=N          of a cell; of each run; moved by a run; of a disk, in MiB
-//! fill=N                                       full disks are filled by writes of this many KiB (1024)
+//! direct                                       files are opened for direct I/O
+//! flush                                        each run of writes ends with a flush, which is timed too
+//! delta                                        each disk is a delta over an empty thin base, as after a snapshot
+//! rounds=N threads=N mib=N capacity=N          rounds, threads, MiB moved by a run, MiB of a disk
+//! fill=N                                       full disks are filled by writes of N KiB (1024)
 //! folder=PATH                                  where the files are, instead of the system's temporary folder
 //! ```
 //!
-//! All formats do the same requests in turn; the order of turns changes from round
-//! to round, the first round warms up and is not counted. A figure is the median of the rounds, a ratio the median of
-//! the ratios within a round. Nothing is left to be written back when a round begins.
+//! All formats do the same requests in turn. The order of the formats changes from round to round; the first round
+//! warms up and is not counted. A figure is the median of the rounds, a ratio the median of the ratios within a round.
+//! No dirty pages remain when a round begins.
 //!
-//! Through the page cache, how a disk was filled decides how Linux keeps it: in folios as large as the writes that made
-//! it, up to the 64 KiB at which files here are written.
+//! Reads from the page cache depend on how a disk was filled: Linux keeps a file in folios as large as the writes that
+//! made it, here up to 64 KiB.
 
 #![allow(clippy::unwrap_used)]
 
@@ -39,10 +39,10 @@ const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
 const SIZES: [u64; 8] = [4, 8, 16, 32, 64, 128, 256, 512];
 const FORMATS: [&str; 4] = ["flat", "sesparse", "vmfssparse", "vsansparse"];
-/// Requests of one run at the most: small ones need not move as much to be measured.
+/// The most requests of one run: runs of small requests move less data, to save time.
 const REQUESTS_MAX: u64 = 8192;
 
-/// What was asked for.
+/// The settings from the command line.
 struct Plan {
     words: Vec<String>,
     rounds: usize,
@@ -73,7 +73,7 @@ impl Plan {
         self.words.iter().any(|other| other == word)
     }
 
-    /// Whether one of several is wanted: all are, unless some are named.
+    /// Whether one of several choices is selected: all are, unless some are named.
     fn wants(&self, all: &[&str], one: &str) -> bool {
         self.has(one) || !all.iter().any(|other| self.has(other))
     }
@@ -114,7 +114,7 @@ fn cells(plan: &Plan) -> Vec<Cell> {
     cells
 }
 
-/// A disk of a format.
+/// A disk of one format.
 struct Disk {
     chain: Chain,
     files: Vec<String>,
@@ -172,7 +172,7 @@ impl Disk {
     }
 }
 
-/// Offsets of one run: from the start on, or in an order without repetition.
+/// The offsets of one run: sequential from the start, or a random order without repetition.
 fn offsets(plan: &Plan, cell: Cell, seed: u64) -> Vec<u64> {
     let all = plan.capacity / cell.size;
     let count = (plan.bytes / cell.size).min(REQUESTS_MAX).min(all);

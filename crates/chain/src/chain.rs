@@ -20,11 +20,11 @@ use std::time::{Duration, Instant};
 /// How a chain is opened.
 #[derive(Clone, Copy, Debug)]
 pub struct Options {
-    /// Refuse every change, whatever the top layer allows.
+    /// Refuse every change, also when the top layer is open for writing.
     pub read_only: bool,
-    /// Most levels, at most [`LEVELS_MAX`].
+    /// The most levels, up to [`LEVELS_MAX`].
     pub levels_max: usize,
-    /// The metadata cache.
+    /// Settings of the metadata cache.
     pub metadata: Tunables,
     /// Bytes of the data cache; 0 for none.
     pub data_cache: u64,
@@ -42,7 +42,7 @@ pub struct Chain {
     pub(crate) read_only: bool,
     levels_max: AtomicUsize,
     current: RwLock<Arc<Levels>>,
-    /// Of the current levels; incremented just before others are published.
+    /// The generation of the current levels, incremented just before new levels are published.
     generation: AtomicU64,
     pub(crate) identities: Arc<Identities>,
     pub(crate) metadata: MetadataCache,
@@ -52,17 +52,17 @@ pub struct Chain {
     pub(crate) flushes: Flushes,
     pub(crate) unflushed: Unflushed,
     pub(crate) stopped: AtomicBool,
-    /// Why it was stopped, or why its top takes no changes.
+    /// Why the chain was stopped, or why its top refuses changes.
     pub(crate) failure: Mutex<Option<String>>,
-    /// Held by a change of the stack: one at a time.
+    /// Held during a change of the stack: one at a time.
     pub(crate) control: Mutex<()>,
-    /// Held by a merge: one at a time.
+    /// Held during a merge: one at a time.
     pub(crate) operation: Mutex<()>,
     pub(crate) fills: AtomicU64,
 }
 
 impl Chain {
-    /// A chain of layers, newest first. The name is for messages.
+    /// Opens a chain of layers, newest first. The name is for messages.
     pub fn open(name: impl Into<String>, layers: Vec<Arc<dyn Layer>>, options: Options) -> Result<Self> {
         let name = name.into();
         check_limit(&name, options.levels_max)?;
@@ -135,13 +135,12 @@ impl Chain {
         self.metadata.set_tunables(tunables)
     }
 
-    /// The most levels that it may have.
+    /// The most levels that this chain may have.
     pub fn levels_max(&self) -> usize {
         self.levels_max.load(Ordering::Relaxed)
     }
 
-    /// Sets the most levels, at most [`LEVELS_MAX`]. A chain that has more already keeps them, and gets no further
-    /// ones.
+    /// Sets the most levels, up to [`LEVELS_MAX`]. A chain with more levels keeps them, and takes no new ones.
     pub fn set_levels_max(&self, levels: usize) -> Result<()> {
         check_limit(&self.name, levels)?;
         self.levels_max.store(levels, Ordering::Relaxed);
@@ -153,7 +152,7 @@ impl Chain {
         self.data.set_size(bytes)
     }
 
-    /// Present figures.
+    /// The present statistics.
     pub fn statistics(&self) -> Statistics {
         let levels = self.levels();
         let of_level = |level: &Arc<Level>| LevelStatistics {
@@ -171,8 +170,8 @@ impl Chain {
         }
     }
 
-    /// Flushes, and closes every layer that is open for writing. Later changes fail; reads continue. A layer without
-    /// room for its flush stays open, to be closed again.
+    /// Flushes, and closes every layer that is open for writing. Later changes fail; reads continue. A layer whose
+    /// flush fails for lack of space stays open and can be closed again.
     pub fn close(&self) -> Result<()> {
         let _control = self.control.lock();
         if self.stopped.load(Ordering::SeqCst) {
@@ -194,9 +193,9 @@ impl Chain {
         Ok(())
     }
 
-    /// Stops the chain without a flush, and waits until no change and no flush is under way: later ones are refused.
-    /// For an owner that opens the same layers again. Returns whether there were changes since the last successful
-    /// flush: these may be lost.
+    /// Stops the chain without a flush, for an owner that opens the same layers again. Waits until no change and no
+    /// flush is under way; later ones are refused. Returns whether there were changes since the last successful flush,
+    /// which may be lost.
     pub fn abandon(&self) -> bool {
         let _control = self.control.lock();
         self.stopped.store(true, Ordering::SeqCst);
@@ -207,7 +206,7 @@ impl Chain {
         !self.unflushed.is_empty()
     }
 
-    /// Why it takes no changes any more, if a failure of the medium is the reason.
+    /// Why the chain refuses changes, if an I/O failure is the reason.
     pub fn failure(&self) -> Option<String> {
         self.failure.lock().clone()
     }
@@ -217,23 +216,24 @@ impl Chain {
         Arc::clone(&self.current.read())
     }
 
-    /// True while these are the current levels. To be called after a token was taken, so that a fill is never older
-    /// than a stack to which writes already go.
+    /// True while these are the current levels. To be called after a token was taken: then a cache fill cannot come
+    /// from an older stack than the one that writes go to.
     pub(crate) fn is_current(&self, levels: &Levels) -> bool {
         self.generation.load(Ordering::SeqCst) == levels.generation
     }
 
-    /// Makes another stack current. Under the control lock. Returns the previous levels, through which no writer goes
-    /// any more, and for how long no write could begin.
+    /// Makes another stack current, under the control lock. Returns the previous levels, to which no write goes any
+    /// more, and for how long no write could begin.
     ///
-    /// Until the last writer has left the old gate, the new levels guard what it writes as well: the old top, and the
-    /// target of the old merge, may reuse places although the new levels do not write there.
+    /// Until the last writer has left the old gate, guards of the new levels also hold the epochs of the old top and of
+    /// the old merge's target: these layers may still reuse grains, although no write through the new levels goes
+    /// there.
     pub(crate) fn publish(&self, stack: Vec<Arc<Level>>, job: Option<Arc<Job>>) -> (Arc<Levels>, Duration) {
         let moving = self.levels().moving;
         self.publish_moving(stack, job, moving)
     }
 
-    /// As [`Chain::publish`], and says which level's places move from here on.
+    /// As [`Chain::publish`], and sets the level whose grains are moved from now on.
     pub(crate) fn publish_moving(
         &self,
         stack: Vec<Arc<Level>>,
@@ -272,7 +272,7 @@ impl Chain {
         std::mem::replace(&mut *current, new)
     }
 
-    /// A level for a layer that joins the chain.
+    /// A level for a layer that is added to the chain.
     pub(crate) fn new_level(&self, layer: Arc<dyn Layer>) -> Result<Arc<Level>> {
         check_capacity(&self.name, &*layer)?;
         let identity = self.identities.take(|number| self.metadata.purge(number))?;

@@ -1,33 +1,33 @@
-//! Cache-fill invalidation: no look-up puts an answer into a cache that a write has made stale.
+//! Cache-fill invalidation: no lookup inserts an answer that a write has made stale.
 //!
-//! A reader that misses a cache looks the range up in the layers, or reads it, without any lock, and inserts the result
-//! into the cache afterwards. Meanwhile a write may have begun and ended. So the address space is divided into stripes,
-//! each with a count of changes begun and of those under way. The steps:
+//! A reader that misses a cache looks the range up in the layers, or reads it, without any lock, and then inserts the
+//! result into the cache. A write may have begun and ended meanwhile. So the address space is divided into stripes,
+//! each with a count of changes begun and of changes under way. The steps:
 //!
 //! ```text
-//! reader  T  take the stripes' counts        writer  B  begin: count up        (then, under the shard's lock:
-//!         L  look, without a lock                    R  remove what is cached   remove)
-//!         C  under the shard's lock:                 W  change the layer
-//!            counts as at T, nothing under way?      P  put the new answer     (under the shard's lock)
-//!            then put it in                          E  end
+//! reader  T  take the stripes' counts              writer  B  begin: count up
+//!         L  look up in the layers, without a lock         R  under the shard's lock: remove cached results
+//!         C  under the shard's lock: insert, if the        W  change the layer
+//!            counts are those of T and no change           P  under the shard's lock: insert the new result
+//!            is under way                                  E  end: count down
 //! ```
 //!
-//! Why no old result stays: if C comes before R in the order of the shard's lock, R removes the result of C, or P
-//! replaces it. If C comes after R, it comes after B, and sees another count than T did unless T came after B too; then
-//! either T saw the change under way, and C refuses, or T came after E, and L read the layer after W. A change of the
-//! stack itself (a snapshot, a merge) is detected by taking T first and checking afterwards that the stack that L walks
-//! is still the current one: no write goes to a newer stack before it is current.
+//! Why no stale result stays: if C comes before R in the order of the shard's lock, R removes the result of C, or P
+//! replaces it. If C comes after R, it also comes after B. Then C sees another count than T, unless T came after B. In
+//! that case either T saw the change under way, and C refuses; or T came after E, and L read the layer after W. A
+//! change of the stack (a snapshot, a merge) is detected by a check after T that the stack which L walks is current: no
+//! write goes to a new stack before it is current.
 //!
-//! Stripes repeat over the address space; a collision costs a cache fill, never correctness.
+//! Stripes repeat over the address space; a collision only costs a cache fill.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Bytes of address space of one stripe.
+/// Bytes of address space per stripe.
 const STRIPE: u64 = 64 << 10;
-/// Stripes.
+/// The number of stripes.
 const STRIPES: u64 = 4096;
-/// One change under way. In each count the low 16 bits are those under way, the rest those begun.
+/// Adds one change under way. The low 16 bits of a count are the changes under way, the rest those begun.
 const UNDER_WAY: u64 = 1;
 const BEGUN: u64 = 1 << 16;
 
@@ -36,16 +36,16 @@ pub(crate) struct Changes {
     counts: Box<[AtomicU64]>,
 }
 
-/// The counts of the stripes of a range at one point in time.
+/// The counts of a range's stripes at one point in time.
 pub(crate) struct Token {
     first: u64,
-    /// The first ones are stored in place, which is enough for most requests.
+    /// The first counts, stored inline, which is enough for most requests.
     few: [u64; FEW],
     more: Vec<u64>,
 }
 
 const FEW: usize = 2;
-/// A count that no stripe has: one change under way, none begun.
+/// A value that no count can have: one change under way, none begun.
 const NONE: u64 = UNDER_WAY;
 
 /// Stripe numbers of a range, each stripe once.
@@ -70,14 +70,14 @@ impl Changes {
         }
     }
 
-    /// Called after the caches have the new result, or none.
+    /// Called after the caches have the new result, or have dropped the range.
     pub fn end(&self, range: &Range<u64>) {
         for stripe in stripes(range) {
             self.count(stripe).fetch_sub(UNDER_WAY, Ordering::SeqCst);
         }
     }
 
-    /// To be taken before anything about `range` is looked up.
+    /// To be called before any lookup in `range`.
     pub fn token(&self, range: &Range<u64>) -> Token {
         let stripes = stripes(range);
         let first = stripes.start;
@@ -111,7 +111,7 @@ mod tests {
         let during = changes.token(&(65_536..131_072));
         changes.end(&(70_000..70_512));
         assert!(!changes.unchanged(&token, &(65_536..65_537)));
-        assert!(!changes.unchanged(&during, &(65_536..65_537)), "taken while the change was under way");
+        assert!(!changes.unchanged(&during, &(65_536..65_537)), "the token was taken during the change");
         let after = changes.token(&(65_536..131_072));
         assert!(changes.unchanged(&after, &(65_536..131_072)));
     }

@@ -1,16 +1,16 @@
-//! Flushes: all callers that wait for one share the next.
+//! Flushes: all callers that wait for a flush share the next one.
 //!
-//! 1. A flush that was asked for is answered by one that **began** after that.
-//! 2. One runs at a time. It flushes every level that was written since its last flush, so that what lies in a level
-//!    which a snapshot has just put below is covered too. That a level was written is noted when the write has ended:
-//!    noted before, it could be taken for flushed by a flush that began and ended in between.
-//! 3. The target of a merge down is left out until the commit: its sources hide it, only the merge writes it, and after
-//!    a crash it is copied into again. So a guest's flush does not wait for a merge's data, and the merge flushes it
-//!    beside the guest's flushes. Any other level may hold what a guest wrote, and is flushed here only.
-//! 4. After one failed nothing is known of what was written before; the chain stops, and what was changed since the
-//!    last one that succeeded is not read any more ([`crate::unflushed`]). One that found no room is no such
-//!    failure: the layer has kept what it was to write, and writes it with the next. A layer that cannot do so says
-//!    [`ErrorKind::Stopped`] then.
+//! 1. A flush request is answered by a flush that **began** after the request.
+//! 2. One flush runs at a time. It flushes every level written since that level's last flush, so data in a level that a
+//!    snapshot has just put below is covered too. A level is marked as written when the write has ended: an earlier
+//!    mark could be cleared by a flush that began and ended during the write.
+//! 3. The target of a merge down is left out until the commit: the sources hide it, only the merge writes it, and after
+//!    a crash it is copied again. So a guest's flush does not wait for the data of a merge; the merge flushes the
+//!    target itself. Every other level may hold guest writes and is flushed only here.
+//! 4. After a failed flush the state of earlier writes is unknown: the chain stops, and ranges changed since the last
+//!    successful flush are not read any more ([`crate::unflushed`]). Lack of space is no such failure: the layer keeps
+//!    the data that it has to write, and writes it with the next flush. A layer that cannot do so returns
+//!    [`ErrorKind::Stopped`].
 
 use crate::chain::Chain;
 use crate::consolidate::Job;
@@ -23,7 +23,7 @@ use std::sync::atomic::Ordering;
 #[derive(Default)]
 struct FlushesState {
     asked: u64,
-    /// Requests up to this one are answered.
+    /// Requests up to this number are answered.
     answered: u64,
     running: bool,
 }
@@ -98,7 +98,7 @@ impl Chain {
         flushed.map_err(|error| error.context(format_args!("flushing {}", self.name)))
     }
 
-    /// Makes durable what a merge has copied so far.
+    /// Makes the data copied by a merge so far durable.
     pub(crate) fn flush_target(&self, job: &Job) -> Result<()> {
         if !job.leaves_target_out() {
             return self.flush();
@@ -110,14 +110,14 @@ impl Chain {
         })
     }
 
-    /// Nothing is written from here on.
+    /// Stops the chain: no level is written from here on.
     #[cold]
     pub(crate) fn stop(&self, error: &Error) {
         self.stopped.store(true, Ordering::SeqCst);
         self.note_failure(error);
     }
 
-    /// Changes fail from here on. Said once.
+    /// Makes later changes fail. Logged once.
     #[cold]
     pub(crate) fn note_failure(&self, error: &Error) {
         let mut failure = self.failure.lock();
@@ -127,14 +127,14 @@ impl Chain {
         }
     }
 
-    /// An error for what was changed before a flush that has failed: the medium may have what was there before.
+    /// Fails for a range that was changed before a failed flush: the device may hold its old content.
     pub(crate) fn check_flushed(&self, range: &Range<u64>) -> Result<()> {
         if self.stopped.load(Ordering::SeqCst) && self.unflushed.covers(range) {
             return Err(Error::new(
                 ErrorKind::Io,
                 format!(
                     "{}: an earlier flush failed, and bytes {} to {} were changed before it; open the disk again to read \
-                     what the medium has",
+                     what the storage device has",
                     self.name, range.start, range.end
                 ),
             ));
@@ -142,7 +142,7 @@ impl Chain {
         Ok(())
     }
 
-    /// An error once a flush has failed.
+    /// Fails once a flush has failed.
     pub(crate) fn check_running(&self) -> Result<()> {
         if self.stopped.load(Ordering::SeqCst) {
             return Err(Error::new(

@@ -1,9 +1,9 @@
-//! The gate of a stack of levels: writers go through together, can be held off for a moment, and are turned away once
-//! another stack is current.
+//! The gate of a stack of levels. Any number of writers may be inside. Writers can be made to wait for a moment, and
+//! are refused once another stack is current.
 //!
-//! 1. After [`Gate::close`] returned no writer is inside, and none enters before [`Gate::open`].
-//! 2. After [`Gate::retire`] no writer enters any more, nor waits to; after [`Gate::drain`] none is inside either.
-//! 3. Passing an open gate is one atomic step each way.
+//! 1. After [`Gate::close`] has returned no writer is inside, and none enters before [`Gate::open`].
+//! 2. After [`Gate::retire`] no writer enters or waits; after [`Gate::drain`] none is inside.
+//! 3. Entering and leaving an open gate is one atomic step each.
 
 use parking_lot::{Condvar, Mutex};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -12,7 +12,7 @@ const CLOSED: u64 = 1 << 63;
 const RETIRED: u64 = 1 << 62;
 const INSIDE: u64 = RETIRED - 1;
 
-/// How many are inside, and whether more may come.
+/// The number of writers inside, and whether more may enter.
 #[derive(Default)]
 pub(crate) struct Gate {
     state: AtomicU64,
@@ -20,11 +20,11 @@ pub(crate) struct Gate {
     changed: Condvar,
 }
 
-/// A writer inside; it leaves when this is dropped.
+/// A writer inside the gate, until this is dropped.
 pub(crate) struct Inside<'a>(&'a Gate);
 
 impl Gate {
-    /// Goes in; waits while it is closed. `None` when it is retired.
+    /// Enters, and waits while the gate is closed. `None` when the gate is retired.
     pub fn enter(&self) -> Option<Inside<'_>> {
         let mut state = self.state.load(Ordering::SeqCst);
         loop {
@@ -60,7 +60,7 @@ impl Gate {
         self.changed.notify_all();
     }
 
-    /// Turns writers away from now on, those that wait to enter too.
+    /// Refuses writers from now on, including those that wait to enter.
     pub fn retire(&self) {
         let _waiting = self.waiting.lock();
         self.state.fetch_or(RETIRED, Ordering::SeqCst);

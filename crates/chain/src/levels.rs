@@ -1,10 +1,11 @@
 //! The stack of levels at one point in time.
 //!
-//! 1. A [`Levels`] never changes; a snapshot or merge publishes another one. A request holds the one it works with, so
-//!    a merge can wait until no request reads by an older one any more.
-//! 2. A level is known to the caches by a number from 0 to 255. A number is given to another level only after the last
-//!    reference to the old one is gone and the caches are cleared of it, so a cached place never names another level.
-//! 3. What a level does not show to those above it: bytes past its own capacity or past that of any level between.
+//! 1. A [`Levels`] never changes; a snapshot or a merge publishes a new one. A request holds a reference to the one it
+//!    uses, so a merge can wait until no request reads through an old one.
+//! 2. The caches identify a level by a number from 0 to 255. A number is reused only after the last reference to its
+//!    old level is gone and the caches have dropped it, so a cached extent never refers to another level.
+//! 3. A level hides its bytes past its own capacity, and past the capacity of any level above it, from the levels
+//!    above.
 
 use crate::consolidate::Job;
 use crate::gate::Gate;
@@ -20,23 +21,23 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-/// Numbers that levels can have.
+/// How many numbers levels can have.
 const NUMBERS: usize = 256;
 
-/// The name of a level of one open chain; stays with it wherever in the stack it comes to stand.
+/// The key of a level in one open chain; it stays the same when the level's position in the stack changes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct LevelKey(pub(crate) u64);
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Use {
-    /// Never given, or cleared from the caches.
+    /// Never used, or dropped by the caches.
     Free,
     Taken,
-    /// Given back; the caches may still name it.
+    /// Released; the caches may still refer to it.
     Left,
 }
 
-/// Gives numbers to levels.
+/// Assigns numbers to levels.
 pub(crate) struct Identities {
     numbers: Mutex<[Use; NUMBERS]>,
     next_key: AtomicU64,
@@ -54,7 +55,7 @@ impl Identities {
         Arc::new(Self { numbers: Mutex::new([Use::Free; NUMBERS]), next_key: AtomicU64::new(1) })
     }
 
-    /// A number that no level has; `purge` clears the caches of one that a level had before.
+    /// Assigns an unused number; `purge` makes the caches drop a number that another level had before.
     pub fn take(self: &Arc<Self>, purge: impl FnOnce(u8)) -> Result<Arc<Identity>> {
         let mut numbers = self.numbers.lock();
         let free = numbers.iter().position(|state| *state == Use::Free);
@@ -76,13 +77,13 @@ impl Drop for Identity {
     }
 }
 
-/// One layer and what the chain keeps about it.
+/// One layer, with the state that the chain keeps about it.
 pub(crate) struct Level {
     pub identity: Arc<Identity>,
     pub layer: Arc<dyn Layer>,
-    /// Something was written whose end no flush has begun after.
+    /// A write has ended since the last flush of this level began.
     pub unflushed: AtomicBool,
-    /// It may give places to others.
+    /// The layer may reuse freed grains.
     pub reuses: bool,
     pub grain: u64,
 }
@@ -97,7 +98,7 @@ impl Level {
             ));
         }
         let reuses = layer.epoch().is_some();
-        // Below a sector nothing is ever asked of a layer.
+        // The chain never asks a layer for less than a sector.
         let grain = grain.max(SECTOR);
         Ok(Self { identity, layer, unflushed: AtomicBool::new(false), reuses, grain })
     }
@@ -106,7 +107,7 @@ impl Level {
         self.identity.key
     }
 
-    /// To be held around whatever changes the layer.
+    /// To be held during every change of the layer.
     pub fn changing(&self) -> Changing<'_> {
         Changing(self)
     }
@@ -122,8 +123,8 @@ impl Level {
     }
 }
 
-/// A change of a layer under way. That it needs a flush is noted at its end: a flush in the middle of it need not cover
-/// it, and must not take the note away.
+/// A change of a layer under way. Its end marks the level as unflushed: a flush during the change need not cover it,
+/// and must not clear the mark.
 pub(crate) struct Changing<'a>(&'a Level);
 
 impl Drop for Changing<'_> {
@@ -135,7 +136,7 @@ impl Drop for Changing<'_> {
     }
 }
 
-/// Keeps what a plan names from becoming something else.
+/// Keeps the file locations in a plan from being reused.
 pub(crate) struct Guard {
     pub levels: Arc<Levels>,
     _top: Option<Arc<dyn Any + Send + Sync>>,
@@ -149,20 +150,20 @@ pub(crate) struct Levels {
     pub generation: u64,
     /// Newest first; never empty.
     pub stack: Vec<Arc<Level>>,
-    /// Index in the stack by number, 255 where there is none.
+    /// The position in the stack by number; 255 for none.
     by_number: [u8; NUMBERS],
-    /// Least capacity from the top down to each level.
+    /// For each level, the least capacity from the top down to it.
     visible: Vec<u64>,
     pub gate: Gate,
-    /// Levels that are still written by the requests inside an older gate.
+    /// Levels that requests inside an older gate may still write.
     leaving: Vec<Arc<Level>>,
-    /// The level whose places are given to others beside what is written: nothing in it is cached.
+    /// The level whose grains are moved by other work than writes: none of its extents is cached.
     pub moving: Option<LevelKey>,
     /// The merge that is under way.
     pub job: Option<Arc<Job>>,
-    /// It takes from the top, so that it has to know of writes.
+    /// The top is a source of the merge, so the merge has to be told of writes.
     pub job_is_live: bool,
-    /// Reads are widened to this, because some file is open past the page cache.
+    /// The alignment to which reads are widened, because some file is open for direct I/O.
     pub alignment: u64,
 }
 
@@ -197,12 +198,12 @@ impl Levels {
         self.visible[0]
     }
 
-    /// The level with a number, if it is in this stack.
+    /// The level with this number, if it is in this stack.
     pub fn level(&self, number: u8) -> Option<&Arc<Level>> {
         self.stack.get(self.by_number[number as usize] as usize)
     }
 
-    /// Where in the stack the level with a number is.
+    /// The position in the stack of the level with this number.
     pub fn index(&self, number: u8) -> Option<usize> {
         let index = self.by_number[number as usize] as usize;
         (index < self.stack.len()).then_some(index)
@@ -212,7 +213,7 @@ impl Levels {
         self.stack.iter().position(|level| level.key() == key)
     }
 
-    /// The merge that has to know of writes.
+    /// The merge that has to be told of writes.
     pub fn live_job(&self) -> Option<&Arc<Job>> {
         self.job.as_ref().filter(|_| self.job_is_live)
     }
@@ -221,7 +222,7 @@ impl Levels {
         self.moving.and_then(|key| self.stack.iter().find(|level| level.key() == key))
     }
 
-    /// What may be kept of an answer: nothing that lies in a level whose places move.
+    /// The extents that may be cached: all except those in a level whose grains are moved.
     pub fn lasting<'a>(&self, found: &'a [Mapping]) -> Cow<'a, [Mapping]> {
         match self.moving_level().map(|level| level.number()) {
             None => Cow::Borrowed(found),
@@ -229,7 +230,7 @@ impl Levels {
         }
     }
 
-    /// How far level `index` can be seen through those from `from` on.
+    /// How many bytes of level `index` show through the levels from `from` on.
     pub fn visible(&self, from: usize, index: usize) -> u64 {
         if from == 0 {
             return self.visible[index];
@@ -237,7 +238,7 @@ impl Levels {
         self.stack[from..=index].iter().map(|level| level.layer.capacity()).min().unwrap_or(0)
     }
 
-    /// To be taken before a place is looked for, and held while it is used.
+    /// To be taken before a lookup of a file location, and held while the location is used.
     pub fn guard(self: Arc<Self>) -> Guard {
         let epoch = |level: &Level| if level.reuses { level.layer.epoch() } else { None };
         let top = epoch(self.top());

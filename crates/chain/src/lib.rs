@@ -1,37 +1,38 @@
 //! Chains: layers of any formats, newest first, seen as one range of bytes.
 //!
 //! ```text
-//! chain        what is open: levels, caches, counters; reads, writes, discards, flushes at any byte
-//! levels       the stack at one point in time; writers enter by its gate, snapshots swap it
-//! walk         the resolver: down the levels once, each asked only for what those above left absent
-//! metadata     resolved extents, 16 bytes each, evicted by recency; and a byte a block that says which level to ask
-//! data         blocks that were read, where a disk has a read cache
-//! changes      cache-fill invalidation: a look-up that a write overtook does not fill a cache
-//! ranges       byte ranges that one change at a time may touch
-//! unflushed    what was changed since the last flush: not read any more once one has failed
-//! consolidate  layers merged into the one below or above while the disk is in use
+//! chain        an open chain: levels, caches, counters; reads, writes, discards, flushes at any byte offset
+//! levels       the stack at one point in time; writers enter through its gate, snapshots replace it
+//! walk         lookup: one walk down the levels, each asked only for the ranges that the levels above lack
+//! metadata     cached extents, 16 bytes each, evicted by recency; and a byte per block: which level holds it
+//! data         cached blocks, for disks with a read cache
+//! changes      cache-fill invalidation: a lookup during which a write began does not fill a cache
+//! ranges       locks on byte ranges: one change of a range at a time
+//! unflushed    ranges changed since the last flush, which are not read any more after a failed flush
+//! consolidate  merges of layers into the layer below or above while the disk is in use
 //! ```
 //!
-//! The crate knows [`layer::Layer`] and nothing of formats, names and descriptors: the owner that opens a chain keeps
-//! those, and makes its own record durable at the one moment where it matters (`commit` of a merge, before
-//! [`Chain::push`]). What holds:
+//! The crate knows [`layer::Layer`], but no formats, names or descriptors. Those belong to the owner that opens a
+//! chain. The owner also makes its record durable at the moment that matters: in `commit` of a merge, and before
+//! [`Chain::push`]. Invariants:
 //!
-//! 1. **Ask, then read.** A plan is made under short locks; data moves without any. A plan holds the levels it was made
-//!    from and the epoch of every layer that may give places to others, so what it names stays what it was.
-//! 2. **Depth is paid once.** What a walk finds is cached under its address, wherever it lay; a cached read costs the
-//!    same at depth 1 and 32. Where more is read at random than is cached, one level is asked instead of half of them.
-//! 3. **No old answer after a new one** (`changes`): a cache takes what was found only if nothing there has
-//!    begun to change since before it was looked for.
-//! 4. **Changes of one place come one after another** (range locks, in order of arrival); nothing else waits.
-//! 5. **A snapshot is a new stack.** Writes acknowledged before it are below, those begun after it above, and no write
-//!    waits for another disk's I/O.
-//! 6. **A merge changes nothing that can be seen** until its commit: a crash or an interruption before leaves the chain
-//!    as it was, one after leaves it merged.
-//! 7. **After a failed flush nothing is written**, and what was changed since the one before is not read, until the
-//!    chain is opened again: the medium may show what was there before.
+//! 1. **Plan, then read.** A plan is made under short locks; data moves without locks. A plan holds the levels from
+//!    which it was made and the epoch of every layer that may reuse grains, so its file locations keep their content.
+//! 2. **A cached read costs the same at any depth.** What a walk finds is cached under its guest address, whichever
+//!    level holds it. A random load over more extents than fit the cache asks one level per miss, not half of them.
+//! 3. **No stale answers** (`changes`): a lookup result enters a cache only if no change of its range has begun since
+//!    before the lookup.
+//! 4. **Changes of one range are made one after another** (range locks, in order of arrival); other requests do not
+//!    wait.
+//! 5. **A snapshot is a new stack.** Writes acknowledged before it are below, writes that begin after it are above, and
+//!    no write waits for another disk's I/O.
+//! 6. **A merge changes nothing visible** until its commit: a crash or an interruption before the commit leaves the
+//!    chain as it was, one after it leaves the chain merged.
+//! 7. **After a failed flush nothing is written**, and ranges changed since the last successful flush are not read,
+//!    until the chain is opened again: the device may hold their old content.
 //!
 //! Locks, in the order in which they are taken: operation (one merge), control (one change of the stack), range, gate,
-//! then one leaf at a time: a shard of a cache, the current stack, the flush state.
+//! then one of these at a time: a shard of a cache, the current stack, the flush state.
 
 #![forbid(unsafe_code)]
 

@@ -1,27 +1,28 @@
-//! Every bound of a chain in one place.
+//! All limits of a chain.
 
-/// Most levels of one chain, whatever is asked for. The caches tell 256 apart, those on their way out included.
+/// The most levels of one chain, whatever its configuration. The caches have 256 level numbers, which removed levels
+/// also use until their last reader ends.
 pub const LEVELS_MAX: usize = 128;
 
-/// Levels of a chain unless asked otherwise.
+/// The default limit on levels.
 pub const LEVELS_DEFAULT: usize = 64;
 
-/// Extents in the metadata cache unless asked otherwise.
+/// The default limit on extents in the metadata cache.
 pub const ENTRIES_DEFAULT: usize = 65_536;
 
-/// Most extents in a metadata cache: 16 Mi, some 300 MB.
+/// The greatest limit on extents in a metadata cache: 16 Mi, some 300 MB.
 pub const ENTRIES_MAX: usize = 16 << 20;
 
-/// Bytes around a miss that are resolved with it, unless asked otherwise.
+/// Bytes around a cache miss that are looked up with it, by default.
 pub const PREFETCH_BYTES_DEFAULT: u64 = 4 << 20;
 
-/// Most bytes around a miss that are resolved with it.
+/// The most bytes around a cache miss that are looked up with it.
 pub const PREFETCH_BYTES_MAX: u64 = 1 << 30;
 
-/// Extents that a prefetch brings at most, unless asked otherwise.
+/// The most extents that a prefetch inserts, by default.
 pub const PREFETCH_EXTENTS_DEFAULT: usize = 64;
 
-/// Most extents that a prefetch may be allowed to bring.
+/// The greatest limit on the extents that a prefetch inserts.
 pub const PREFETCH_EXTENTS_MAX: usize = 128;
 
 /// Largest data cache: 1 TiB.
@@ -30,29 +31,31 @@ pub const DATA_CACHE_MAX: u64 = 1 << 40;
 /// Largest request that is read or written at once.
 pub const REQUEST_MAX: u64 = 1 << 30;
 
-/// Largest change of a range that enters the metadata cache; what a larger one did is asked for when it is needed.
+/// The largest changed range whose new extents are inserted into the metadata cache; larger ones are looked up when
+/// needed.
 pub const UPDATE_BYTES_MAX: u64 = 256 << 20;
 
 /// Largest range that one step of a discard locks.
 pub const DISCARD_STEP: u64 = 16 << 20;
 
-/// Bytes that one step of a merge copies, with that range locked: a write to it waits for this much.
+/// Bytes that one step of a merge copies with that range locked; a write to the range waits for the step.
 pub const COPY_STEP: u64 = 256 << 10;
 
-/// Bytes after which a merge makes its copies durable and says so. A flush of the disk may have to wait for this much.
+/// Bytes after which a merge flushes its copies and reports a checkpoint. A flush of the disk may have to wait for
+/// them.
 pub const COPY_CHECKPOINT: u64 = 16 << 20;
 
-/// Passes over what was written during a merge before writes go to both sides.
+/// The most passes over the dirty log of a merge before writes go to both sides.
 pub const COPY_PASSES_MAX: u32 = 8;
 
-/// A pass over no more than this is the last one.
+/// If no more than this is left to copy, the next pass is the last.
 pub const COPY_REST: u64 = 8 << 20;
 
-/// Bytes one bit of a merge's log of writes stands for, at the least.
+/// The least bytes per bit of a merge's dirty log.
 pub const DIRTY_UNIT_MIN: u64 = 64 << 10;
 
-/// Bits in a merge's log of writes, at the most: 1 MiB of memory.
+/// The most bits in a merge's dirty log: 1 MiB of memory.
 pub const DIRTY_UNITS_MAX: u64 = 8 << 20;
 
-/// Grains a layer may be made of: 1 byte to 64 MiB.
+/// The largest grain of a layer; grains may have 1 byte to 64 MiB.
 pub const GRAIN_MAX: u64 = 64 << 20;

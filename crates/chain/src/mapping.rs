@@ -1,24 +1,24 @@
-//! Where a run of bytes of the chain lies.
+//! Where a range of bytes of the chain is stored.
 
 use layer::Content;
 
-/// What answers for a run.
+/// The content of a range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum To {
-    /// No level has it: zeros.
+    /// No level holds it: it reads as zeros.
     Absent,
-    /// A level says zeros.
+    /// A level records zeros.
     Zero,
-    /// Bytes as they are.
+    /// Stored data.
     Data {
         /// Number of the level, see [`crate::levels::Identity`].
         level: u8,
-        /// Which of its files.
+        /// Index of the file in that level.
         file: u16,
-        /// Byte offset in it.
+        /// Byte offset in the file.
         offset: u64,
     },
-    /// Bytes that the level has to decode.
+    /// Data that the level has to decode.
     Encoded {
         /// Number of the level.
         level: u8,
@@ -26,7 +26,7 @@ pub(crate) enum To {
 }
 
 impl To {
-    /// What a level's answer means; `None` for what it does not have.
+    /// Translates a level's answer; `None` for a range that the level does not hold.
     pub fn of(content: Content, level: u8) -> Option<Self> {
         match content {
             Content::Absent => None,
@@ -36,7 +36,7 @@ impl To {
         }
     }
 
-    /// The level that must be there for this to be true.
+    /// The level that this refers to.
     pub fn level(self) -> Option<u8> {
         match self {
             Self::Absent | Self::Zero => None,
@@ -44,7 +44,7 @@ impl To {
         }
     }
 
-    /// Where the byte `by` further on lies.
+    /// The same content, `by` bytes further on.
     pub fn advanced(self, by: u64) -> Self {
         match self {
             Self::Data { level, file, offset } => Self::Data { level, file, offset: offset.saturating_add(by) },
@@ -52,13 +52,13 @@ impl To {
         }
     }
 
-    /// True when it reads as zeros without a read of any level.
+    /// True when the range reads as zeros without I/O.
     pub fn is_zero(self) -> bool {
         matches!(self, Self::Absent | Self::Zero)
     }
 }
 
-/// A run of bytes with one destination.
+/// A range of bytes with its content.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Mapping {
     pub start: u64,
@@ -71,19 +71,19 @@ impl Mapping {
         self.start + self.length
     }
 
-    /// True when `next` goes on where this ends.
+    /// True when `next` continues this range without a break.
     pub fn continues(&self, next: &Mapping) -> bool {
         self.end() == next.start && self.to.advanced(self.length) == next.to
     }
 
-    /// The part within `start..end`, which must overlap.
+    /// The part within `start..end`, which must overlap this range.
     pub fn clipped(&self, start: u64, end: u64) -> Self {
         let from = self.start.max(start);
         Self { start: from, length: self.end().min(end) - from, to: self.to.advanced(from - self.start) }
     }
 }
 
-/// Appends a run, to the last one where it goes on.
+/// Appends a range, joined with the last one if it continues that.
 pub(crate) fn push(out: &mut Vec<Mapping>, next: Mapping) {
     match out.last_mut() {
         Some(last) if last.continues(&next) => last.length += next.length,

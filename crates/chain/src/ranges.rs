@@ -1,8 +1,8 @@
-//! Byte ranges that one change at a time may touch.
+//! Locks on byte ranges: one change of a range at a time.
 //!
-//! Requests are kept in order of arrival; one goes ahead as soon as no earlier one that overlaps is left. So no request
-//! starves, a large one does not stop those that do not overlap it, and since each holds one range none deadlocks.
-//! There are as many entries as threads that write, so a list is searched faster than a tree.
+//! Requests are kept in order of arrival. A request proceeds once no earlier request overlaps it. So no request
+//! starves, and a large request does not delay requests that do not overlap it. Each request locks one range, so there
+//! is no deadlock. There are as many entries as writing threads; for so few a list is faster than a tree.
 
 use parking_lot::{Condvar, Mutex};
 use std::ops::Range;
@@ -14,27 +14,27 @@ struct Request {
 
 #[derive(Default)]
 struct RangesState {
-    /// In order of arrival: held and waiting.
+    /// Held and waiting requests, in order of arrival.
     requests: Vec<Request>,
     next: u64,
     waiting: usize,
 }
 
-/// The ranges in use.
+/// The locked ranges.
 #[derive(Default)]
 pub struct Ranges {
     state: Mutex<RangesState>,
     freed: Condvar,
 }
 
-/// A range that one request holds; free again when this is dropped.
+/// The lock of one range, released when this is dropped.
 pub struct Held<'a> {
     ranges: &'a Ranges,
     number: u64,
 }
 
 impl Ranges {
-    /// Waits for `range`.
+    /// Locks `range`; waits for earlier requests that overlap it.
     pub fn lock(&self, range: Range<u64>) -> Held<'_> {
         let mut state = self.state.lock();
         let number = state.next;

@@ -1,10 +1,10 @@
-//! Reading: where the bytes of a range are, for a caller that fetches them in its own way.
+//! Reading: plans, which tell a caller where the bytes of a range are, so that it can read them in its own way.
 //!
-//! 1. What is taken in which order: the token of the data cache, the levels, their epochs, then the caches. So a place
-//!    in a plan is not given to others while the plan lives, and nothing read by an old stack enters a cache.
-//! 2. A plan covers the request, widened to sectors (to blocks, where files are open past the page cache or blocks are
-//!    kept), but for the end of the disk.
-//! 3. A prefetch never fails a read: what cannot be resolved around it is left out.
+//! 1. A plan takes, in this order: the token of the data cache, the levels, their epochs, then the cached extents. So a
+//!    file location in a plan is not reused while the plan exists, and data read through an old stack enters no cache.
+//! 2. A plan covers the request, widened to sectors, or to blocks if a file is open for direct I/O or the data cache is
+//!    on, but not past the end of the disk.
+//! 3. A failed prefetch fails no read: ranges around the request that cannot be looked up are left out.
 
 use crate::chain::Chain;
 use crate::changes::Token;
@@ -23,15 +23,15 @@ use std::sync::Arc;
 
 const BLOCK: u64 = BLOCK_SIZE as u64;
 
-/// Levels from which on a walk is long enough to be worth avoiding.
+/// The fewest levels for which the cache of holders is asked before a walk: a walk through fewer levels is cheap.
 const HOLDERS_LEVELS_MIN: usize = 4;
 
-/// Extents that a level may say its part of a small range is made of.
+/// The most extents that the holder of a small range may return for it.
 const EXTENTS_OF_HOLDER: usize = 64;
 
 /// Where a part of a planned read is.
 pub enum Place {
-    /// Nowhere: it reads as zeros.
+    /// Stored nowhere: the part reads as zeros.
     Zero,
     /// In memory.
     Memory(SharedSlice),
@@ -39,14 +39,14 @@ pub enum Place {
     Media {
         /// The file.
         file: Arc<dyn File>,
-        /// Byte offset in it.
+        /// Byte offset in the file.
         offset: u64,
     },
-    /// In a layer that has to decode it: [`Part::read`].
+    /// In a layer that has to decode it; read by [`Part::read`].
     Encoded {
         /// The layer.
         layer: Arc<dyn Layer>,
-        /// Byte offset in it.
+        /// Byte offset in the layer.
         start: u64,
     },
 }
@@ -55,11 +55,11 @@ pub enum Place {
 pub struct Part {
     /// Length in bytes.
     pub length: usize,
-    /// Where it is.
+    /// Where the bytes are.
     pub place: Place,
 }
 
-/// A read whose places are known. While it lives, they are not given to others.
+/// A read whose file locations are known. They are not reused while this exists.
 pub struct Plan {
     /// Byte offset of the first part.
     pub start: u64,
@@ -70,7 +70,7 @@ pub struct Plan {
 }
 
 impl Part {
-    /// Reads the bytes from `skip` on into `out`, at once.
+    /// Reads the bytes from `skip` on into `out`, on the calling thread.
     pub fn read(&self, skip: usize, out: &mut [u8]) -> Result<()> {
         match &self.place {
             Place::Zero => out.fill(0),
@@ -82,7 +82,7 @@ impl Part {
     }
 }
 
-/// Reads at any offset into any memory, also where the file is open past the page cache.
+/// Reads at any offset into any memory, also from a file that is open for direct I/O.
 fn read_file(file: &dyn File, offset: u64, out: &mut [u8]) -> Result<()> {
     let what = || format!("reading {} bytes at {offset} of a layer's file", out.len());
     if file.mode() == IoMode::Buffered {
@@ -121,7 +121,7 @@ impl Chain {
                 let end = (offset + length as u64).div_ceil(unit).saturating_mul(unit).min(capacity);
                 offset / unit * unit..end
             };
-            // The token may cover more than the capacity: that can only make it invalid too early.
+            // The token may cover more than the capacity: then a change there only prevents a cache fill.
             let token = match cached {
                 true => {
                     self.check_range(u64::MAX, offset, length as u64)?;
@@ -145,7 +145,7 @@ impl Chain {
         }
     }
 
-    /// From the data cache where it can, from the layers elsewhere.
+    /// Plans parts from the data cache where possible, from the layers elsewhere.
     fn plan_cached(&self, levels: &Levels, range: Range<u64>, parts: &mut Vec<Part>) -> Result<bool> {
         let mut missing = range.start;
         let mut at = range.start;
@@ -164,7 +164,7 @@ impl Chain {
         if missing < range.end { self.plan_run(levels, missing..range.end, parts) } else { Ok(true) }
     }
 
-    /// False when the levels are not current any more.
+    /// Returns false when the levels are not current any more.
     fn plan_run(&self, levels: &Levels, range: Range<u64>, parts: &mut Vec<Part>) -> Result<bool> {
         if range.is_empty() {
             return Ok(true);
@@ -183,7 +183,7 @@ impl Chain {
     fn part(&self, levels: &Levels, mapping: &Mapping) -> Result<Part> {
         let level = |number: u8| {
             levels.level(number).ok_or_else(|| {
-                Error::new(ErrorKind::Corrupt, format!("{}: the cache names a level that is gone", self.name))
+                Error::new(ErrorKind::Corrupt, format!("{}: the cache names a level that was removed", self.name))
             })
         };
         let place = match mapping.to {
@@ -198,10 +198,11 @@ impl Chain {
         Ok(Part { length: mapping.length as usize, place })
     }
 
-    /// Appends where `range` is, from the cache or by a walk. False when the levels are not current any more.
+    /// Appends the extents of `range`, from the cache or by a walk. Returns false when the levels are not current any
+    /// more.
     pub(crate) fn resolve(&self, levels: &Levels, range: &Range<u64>, out: &mut Vec<Mapping>) -> Result<bool> {
         if self.metadata.lookup(range, out) {
-            // What lay in a level that was merged away is looked for again.
+            // If an extent refers to a level that a merge has removed, the range is looked up again.
             if out.iter().all(|found| found.to.level().is_none_or(|number| levels.level(number).is_some())) {
                 return Ok(true);
             }
@@ -236,8 +237,8 @@ impl Chain {
         Ok(true)
     }
 
-    /// Where `range` is, if it is known which level holds it; a span that is not known is surveyed. `None` where a walk
-    /// has to find out. The caller has taken its token, and has checked that the levels are current.
+    /// Looks `range` up in the level that is known to hold it; surveys the span if it is not in the table. `None` where
+    /// a walk is needed. The caller has taken its token, and has checked that the levels are current.
     fn resolve_by_holder(&self, levels: &Levels, range: &Range<u64>) -> Result<Option<Vec<Mapping>>> {
         let mut holder = self.metadata.holder(range);
         if holder == Holder::Missing {
@@ -246,7 +247,7 @@ impl Chain {
             if !self.is_current(levels) {
                 return Ok(None);
             }
-            // Damage elsewhere in the span is no business of this range.
+            // A survey that fails elsewhere in the span must not fail the read of this range.
             let Ok(found) = survey(levels, start..(start + SPAN).min(levels.capacity())) else { return Ok(None) };
             self.metadata.fill_holders(&self.changes, &token, start, &found);
             holder = self.metadata.holder(range);
@@ -271,7 +272,7 @@ impl Chain {
                 Some(to) if extent.start == at && extent.length > 0 => {
                     push(&mut found, Mapping { start: at, length: extent.length, to });
                 }
-                // It holds the block no more: a merge or a discard is under way.
+                // The level does not hold the block any more: a merge or a discard is under way.
                 _ => return Ok(None),
             }
             at += extent.length;
@@ -279,8 +280,8 @@ impl Chain {
         Ok((at == range.end).then_some(found))
     }
 
-    /// Reads into memory, by levels that no write of this range passes: the caller holds the range. With `from`, as
-    /// it looks without the levels above.
+    /// Reads into memory, for a caller that has locked the range, so that no write changes it. With `from` above 0,
+    /// reads as if the levels above `from` did not exist.
     pub(crate) fn read_held(&self, levels: &Arc<Levels>, from: usize, start: u64, out: &mut [u8]) -> Result<()> {
         let capacity = levels.stack[from].layer.capacity();
         let end = (start + out.len() as u64).min(capacity).max(start);
@@ -305,11 +306,11 @@ impl Chain {
         })
     }
 
-    /// Reads into memory at once.
+    /// Reads into memory, on the calling thread.
     pub fn read(&self, offset: u64, out: &mut [u8]) -> Result<()> {
         let plan = self.plan(offset, out.len())?;
         if plan.token.is_some() {
-            // Blocks are kept whole, so whole ones are read.
+            // The data cache keeps whole blocks, so whole blocks are read.
             let mut read = Vec::with_capacity(plan.parts.len());
             for part in &plan.parts {
                 let mut bytes = vec![0; part.length];
@@ -330,8 +331,8 @@ impl Chain {
         Ok(())
     }
 
-    /// Offers what was read by a plan to the data cache. `contents` gives the bytes of each part by its index; those
-    /// of zeros and of memory are not asked for.
+    /// Offers the result of a planned read to the data cache. `contents` returns the bytes of a part by its index; it
+    /// is not called for parts of zeros or in memory.
     pub fn keep<'a>(&self, plan: &Plan, contents: impl Fn(usize) -> &'a [u8]) {
         let Some(token) = &plan.token else { return };
         let mut at = plan.start;
@@ -346,7 +347,7 @@ impl Chain {
             while at < end {
                 let inside = (at % BLOCK) as usize;
                 let step = (BLOCK_SIZE - inside).min((end - at) as usize);
-                // A block of zeros, or one from this cache, needs no memory of its own.
+                // A block of zeros, or one from this cache, is not inserted.
                 let worthless = bytes.is_empty() && step == BLOCK_SIZE;
                 if inside == 0 && !worthless {
                     whole = Some((Buffer::recycled(1), false));
@@ -375,14 +376,14 @@ impl Chain {
         if length > REQUEST_MAX {
             return Err(Error::new(
                 ErrorKind::Invalid,
-                format!("{}: {length} bytes are more than one request may ask for ({REQUEST_MAX})", self.name),
+                format!("{}: {length} bytes exceed the limit of one request ({REQUEST_MAX})", self.name),
             ));
         }
         Ok(())
     }
 }
 
-/// Reads what `part`, which lies at `at`, has of the range that begins at `start`.
+/// Reads the part of the range starting at `start` that `part`, which lies at `at`, overlaps.
 fn read_overlap(at: u64, part: &Part, start: u64, out: &mut [u8]) -> Result<()> {
     let end = start + out.len() as u64;
     let (from, to) = (at.max(start), (at + part.length as u64).min(end));

@@ -1,21 +1,21 @@
 //! Snapshots: a new top level at one point in time, while requests continue.
 //!
-//! The owner of names first creates the new delta, empty, and its record that it is now the top, durable; only then
-//! comes [`Chain::push`]. A crash between the two opens a chain whose top is empty: the same bytes. So there is nothing
-//! to undo and no step that can fail late.
+//! The owner of the chain first creates the new, empty delta, and makes its own record durable that the delta is the
+//! top. Only then it calls [`Chain::push`]. A crash between the two leaves a chain with an empty top, which reads the
+//! same. So no step has to be undone.
 //!
 //! ```text
 //!   writers:   ... inside the old gate ............ inside the new gate ...
 //!   push:             | publish |  drain the old gate  | flush |  done
 //! ```
 //!
-//! 1. A write that begins after `publish` goes to the new level and does not wait; one that was inside the old gate has
-//!    ended before `push` returns. So writes acknowledged before are below, later ones above, and when `push` has
-//!    returned the level below never changes again.
-//! 2. Two writes to the same bytes on either side of that moment run one after another: ranges are locked in the chain,
+//! 1. A write that begins after `publish` goes to the new level and does not wait. A write that was inside the old gate
+//!    has ended before `push` returns. So writes acknowledged before `push` are below, later ones above, and once
+//!    `push` has returned, the level below never changes again.
+//! 2. Two writes to the same bytes, one through each stack, run one after the other: ranges are locked in the chain,
 //!    not in a level.
-//! 3. Several disks at one point in time: [`Chain::freeze`] each (always in the same order), then push each. Writes
-//!    wait from the first freeze to the push of their disk; reads and flushes do not.
+//! 3. A snapshot of several disks at one point in time: [`Chain::freeze`] on each (always in the same order), then push
+//!    on each. Writes of a disk wait from the first freeze until the push of that disk; reads and flushes do not.
 
 use crate::chain::Chain;
 use crate::levels::{Level, LevelKey, Levels};
@@ -25,7 +25,7 @@ use parking_lot::MutexGuard;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// A chain whose writers are held off. Dropped without a push, it continues as before.
+/// A chain whose writers wait. If this is dropped without a push, the chain continues as before.
 pub struct Frozen<'a> {
     chain: &'a Chain,
     levels: Arc<Levels>,
@@ -34,7 +34,7 @@ pub struct Frozen<'a> {
 }
 
 impl Chain {
-    /// Adds an empty layer, open for writing, on top: the levels below are a snapshot from now on, and durable on
+    /// Adds an empty layer, open for writing, on top. The levels below are a snapshot from now on, and durable on
     /// return. Returns the new level, and the longest time for which writers waited.
     pub fn push(&self, layer: Arc<dyn Layer>) -> Result<(LevelKey, Duration)> {
         let control = self.control.lock();
@@ -46,7 +46,7 @@ impl Chain {
         Ok((key, pause))
     }
 
-    /// Holds off writers, and waits for those under way.
+    /// Makes new writes wait, and waits for those under way.
     pub fn freeze(&self) -> Result<Frozen<'_>> {
         self.check_writable()?;
         let control = self.control.lock();
@@ -78,7 +78,7 @@ impl Chain {
 }
 
 impl Frozen<'_> {
-    /// As [`Chain::push`], without the flush: the caller flushes when all disks are past the point.
+    /// As [`Chain::push`], without the flush: the caller flushes once all disks have been pushed.
     pub fn push(self, layer: Arc<dyn Layer>) -> Result<(LevelKey, Duration)> {
         let level = self.chain.prepare(layer)?;
         let key = level.key();
@@ -89,7 +89,7 @@ impl Frozen<'_> {
 
 impl Drop for Frozen<'_> {
     fn drop(&mut self) {
-        // A writer that waits at the gate of levels that are no longer current tries again with the current ones.
+        // A writer that waits at the gate of an old stack tries again with the current one.
         self.levels.gate.open();
     }
 }

@@ -3,7 +3,7 @@
 use crate::levels::LevelKey;
 use serde::{Deserialize, Serialize};
 
-/// Figures of the metadata cache.
+/// Statistics of the metadata cache.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MetadataStatistics {
     /// Lookups answered from the cache.
@@ -14,13 +14,13 @@ pub struct MetadataStatistics {
     pub evictions: u64,
     /// Walks down the chain.
     pub walks: u64,
-    /// Levels asked in all walks together: with `walks`, the mean length.
+    /// Levels asked in all walks together; divided by `walks`, the mean length of a walk.
     pub walk_levels: u64,
     /// Levels asked in the longest walk.
     pub walk_levels_max: u64,
     /// Extents put into the cache before any request looked them up.
     pub prefetched: u64,
-    /// Of these, used later.
+    /// Prefetched extents that were used later.
     pub prefetched_used: u64,
     /// Extents in the cache now.
     pub entries: u64,
@@ -41,7 +41,7 @@ impl MetadataStatistics {
     }
 }
 
-/// Figures of the data cache. Blocks are 4 KiB.
+/// Statistics of the data cache. Blocks are 4 KiB.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DataStatistics {
     /// Blocks read from the cache.
@@ -58,14 +58,14 @@ pub struct DataStatistics {
     pub blocks: u64,
     /// Bytes of memory that the cache uses now.
     pub memory: u64,
-    /// Its limit in bytes.
+    /// The limit on the cache's memory in bytes.
     pub memory_max: u64,
 }
 
-/// One level.
+/// Statistics of one level.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LevelStatistics {
-    /// Its name in this chain.
+    /// The key of the level in this chain.
     pub key: LevelKey,
     /// Its format, in the form of `lamina convert -d`.
     pub format: &'static str,
@@ -77,7 +77,7 @@ pub struct LevelStatistics {
     pub writable: bool,
 }
 
-/// Figures of a chain.
+/// Statistics of a chain.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Statistics {
     /// The levels, newest first.
@@ -86,6 +86,6 @@ pub struct Statistics {
     pub metadata: MetadataStatistics,
     /// The data cache.
     pub data: DataStatistics,
-    /// Writes of partial grains, which had to be completed from below.
+    /// Writes of partial grains, which had to be completed with data of levels below.
     pub fills: u64,
 }

@@ -1,5 +1,5 @@
-//! What a range is, for block status and for changed-block tracking. Asked of the layers, past the cache: a backup that
-//! looks at the whole disk takes nothing from the guest.
+//! The allocation status of ranges, for NBD block status and changed-block tracking. The layers are asked directly: the
+//! scan of a whole disk for a backup evicts no cached extent of the guest.
 
 use crate::chain::Chain;
 use crate::levels::LevelKey;
@@ -10,42 +10,42 @@ use layer::SECTOR;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// What a run is.
+/// The status of a range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Condition {
     /// Some level holds data.
     Data,
-    /// A level says zeros.
+    /// A level records zeros.
     Zero,
-    /// No level has it.
+    /// No level holds it.
     Absent,
 }
 
-/// A run of bytes in one condition.
+/// A range of bytes with one status.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Span {
     /// Byte offset.
     pub start: u64,
     /// Length in bytes.
     pub length: u64,
-    /// What it is.
+    /// Its status.
     pub condition: Condition,
 }
 
-/// Bytes that are surely answered for at a time, and those that may be.
+/// Bytes that a step always answers, and bytes that it may answer.
 const STEP: u64 = 64 << 10;
 const WINDOW: u64 = 64 << 20;
-/// Extents of a walk.
+/// The most extents of a walk.
 const EXTENTS: usize = 1024;
 
 impl Chain {
-    /// What a range is: at most `limit` spans, the whole range unless the limit cut it.
+    /// The status of a range: at most `limit` spans, which cover the whole range unless the limit is reached.
     pub fn status(&self, offset: u64, length: u64, limit: usize) -> Result<Vec<Span>> {
         let all = 0..self.levels().stack.len();
         self.spans(offset, length, limit, all)
     }
 
-    /// What was written above level `below`: [`Condition::Absent`] is what was not.
+    /// What was written above level `below`; ranges not written there are [`Condition::Absent`].
     pub fn changed_above(&self, below: LevelKey, offset: u64, length: u64, limit: usize) -> Result<Vec<Span>> {
         let position = self.levels().position(below).ok_or_else(|| {
             Error::new(ErrorKind::NotFound, format!("{}: the level to compare with is not in the chain", self.name))

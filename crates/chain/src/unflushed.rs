@@ -1,22 +1,22 @@
-//! Where a chain was changed since its last flush, in coarse parts of the disk.
+//! The ranges of a chain that changed since its last flush, in units of at least 1 MiB.
 //!
-//! After a flush that failed the operating system may drop data that was written before, and return the old content of
-//! the medium without an error. Formats without checksums cannot detect that. So parts changed since the last
-//! successful flush are not read any more then.
+//! After a failed flush the operating system may drop data that was written before, and return the old content of the
+//! device without an error. Formats without checksums cannot detect that. So after a failed flush, parts that changed
+//! since the last successful flush are not read any more.
 //!
-//! 1. A change is noted when it has ended, after its level has been noted as written: a flush that takes the note also
-//!    flushes the level.
-//! 2. A flush takes the notes when it begins and drops them when it has succeeded. One that failed keeps them.
+//! 1. A change is noted when it has ended, after its level has been marked as written. So a flush that takes the note
+//!    also flushes the level.
+//! 2. A flush takes the notes when it begins, and drops them when it has succeeded. A failed flush keeps them.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Most parts; larger disks have larger parts.
+/// The most parts; larger disks have larger parts.
 const PIECES_MAX: u64 = 1 << 18;
 /// The smallest part in bytes.
 const PIECE_MIN: u64 = 1 << 20;
 
-/// A set of parts. `used` says which words are not zero: a flush reads no others.
+/// A set of parts. `used` tells which words are not zero, so that a flush reads only those.
 struct Marks {
     words: Box<[AtomicU64]>,
     used: Box<[AtomicU64]>,
@@ -30,14 +30,14 @@ impl Marks {
     }
 
     fn add(&self, word: usize, bits: u64) {
-        // A plain load first: most parts are written more than once.
+        // A plain load first, because most parts are written more than once.
         if self.words[word].load(Ordering::SeqCst) & bits != bits {
             self.words[word].fetch_or(bits, Ordering::SeqCst);
             self.used[word / 64].fetch_or(1 << (word % 64), Ordering::SeqCst);
         }
     }
 
-    /// Removes and returns everything.
+    /// Clears the set, and calls `each` for every word that was not zero.
     fn take(&self, mut each: impl FnMut(usize, u64)) {
         for (i, used) in self.used.iter().enumerate() {
             let mut left = if used.load(Ordering::SeqCst) == 0 { 0 } else { used.swap(0, Ordering::SeqCst) };
@@ -56,12 +56,12 @@ pub(crate) struct Unflushed {
     pieces: u64,
     /// Changed since the last flush began.
     since: Marks,
-    /// Changed before it.
+    /// Changed before the last flush began, and not flushed with success yet.
     before: Marks,
 }
 
 impl Unflushed {
-    /// For a disk of this many bytes; parts beyond, after it has grown, count as one.
+    /// For a disk of this many bytes; if the disk grows, all parts beyond count as one.
     pub fn new(capacity: u64) -> Self {
         let piece = capacity.div_ceil(PIECES_MAX).next_power_of_two().max(PIECE_MIN);
         let pieces = capacity.div_ceil(piece).max(1);
@@ -81,23 +81,23 @@ impl Unflushed {
         self.pieces_of(range).for_each(|(word, bit)| self.since.add(word, bit));
     }
 
-    /// Notes that a flush begins.
+    /// Called when a flush begins.
     pub fn begin_flush(&self) {
         self.since.take(|word, bits| self.before.add(word, bits));
     }
 
-    /// Notes that it has succeeded.
+    /// Called when a flush has succeeded.
     pub fn end_flush(&self) {
         self.before.take(|_, _| {});
     }
 
-    /// Whether nothing was changed since the last flush that succeeded.
+    /// Whether nothing was changed since the last successful flush.
     pub fn is_empty(&self) -> bool {
         let none = |marks: &Marks| marks.used.iter().all(|used| used.load(Ordering::SeqCst) == 0);
         none(&self.since) && none(&self.before)
     }
 
-    /// Whether any part of a range may have been changed.
+    /// Whether any part of a range may have changed since the last successful flush.
     pub fn covers(&self, range: &Range<u64>) -> bool {
         let has = |marks: &Marks, word: usize, bit| marks.words[word].load(Ordering::SeqCst) & bit != 0;
         self.pieces_of(range).any(|(word, bit)| has(&self.since, word, bit) || has(&self.before, word, bit))
@@ -121,7 +121,7 @@ mod tests {
         unflushed.begin_flush();
         assert!(!unflushed.is_empty(), "a flush that has not ended");
         unflushed.note(&(299 * MIB..300 * MIB + 5));
-        // A flush failed, and the next one begins.
+        // A flush has failed, and the next one begins.
         unflushed.begin_flush();
         unflushed.note(&(5 * MIB..6 * MIB));
         assert_eq!([5, 69, 299, 300].map(covered), [true; 4]);
@@ -140,7 +140,7 @@ mod tests {
             assert!(unflushed.pieces <= PIECES_MAX);
             unflushed.note(&(capacity.saturating_sub(1)..capacity.max(1)));
             assert!(unflushed.covers(&(capacity.saturating_sub(1)..capacity.max(1))));
-            // A disk that has grown.
+            // The disk has grown.
             unflushed.begin_flush();
             unflushed.end_flush();
             unflushed.note(&(2 * capacity..2 * capacity + 1));

@@ -1,10 +1,10 @@
-//! The resolver: one walk down the levels, each asked only for what those above left absent.
+//! Lookup in the layers: one walk down the levels, each asked only for the ranges that the levels above do not hold.
 //!
-//! The range that a request waits for (`demand`) is resolved whole. Around it, within `window`, extents are added as
-//! long as they are cheap: each gap is asked for once per level, what a level does not answer at once is left out, and
-//! what is farthest from the demand is dropped first when there are more than `most`.
+//! The requested range (`demand`) is looked up completely. Around it, within `window`, extents are added only while
+//! they are cheap: each gap is asked for once per level, and what a level does not answer in that call is left out. If
+//! there are more than `most` of these extents, those farthest from the demand are dropped.
 //!
-//! A *survey* only finds which level holds each block of a span ([`holders`]), asking each level once.
+//! A *survey* only finds which level holds each block of a span ([`holders`]), and asks each level once.
 
 use crate::levels::Levels;
 use crate::mapping::{Mapping, To, push};
@@ -13,10 +13,10 @@ use crate::{Error, ErrorKind, Result};
 use layer::{Content, Extent};
 use std::ops::Range;
 
-/// Extents of the demanded range that are asked of a level at a time.
+/// The most extents per call to a level, within the demand.
 const EXTENTS_AT_ONCE: usize = 256;
 
-/// A run that is resolved, or not yet.
+/// A part of the walked range: found in a level, or still to be looked up.
 #[derive(Clone, Copy)]
 struct WalkPiece {
     start: u64,
@@ -24,22 +24,22 @@ struct WalkPiece {
     to: Option<To>,
 }
 
-/// What a walk found.
+/// The result of a walk.
 pub(crate) struct Found {
-    /// In order. Covers the demand; outside it there may be gaps.
+    /// In order of address. Covers the demand; outside it there may be gaps.
     pub mappings: Vec<Mapping>,
-    /// Levels that were asked.
+    /// The number of levels that were asked.
     pub levels: usize,
 }
 
-/// One walk.
+/// The state of one walk through the levels.
 pub(crate) struct Walk<'a> {
     pub levels: &'a Levels,
-    /// Which of the levels, as indices in the stack.
+    /// The levels to ask, as positions in the stack.
     pub among: Range<usize>,
     pub demand: Range<u64>,
     pub window: Range<u64>,
-    /// Extents outside the demand, at the most.
+    /// The most extents outside the demand.
     pub most: usize,
 }
 
@@ -53,7 +53,7 @@ impl Walk<'_> {
         self.run_parts()
     }
 
-    /// The usual small read: each level but one has nothing of it. `None` when it is not that simple.
+    /// The common small read: only one level holds any of it. `None` if that is not the case.
     fn run_whole(&self) -> Result<Option<Found>> {
         let demand = &self.demand;
         let length = demand.end - demand.start;
@@ -106,7 +106,7 @@ impl Walk<'_> {
                     self.ask(index, piece.start..seen, &mut answer, &mut next)?;
                 }
                 if piece.end > visible {
-                    // Nothing further down shows through past the end of this level.
+                    // Past the end of this level, the levels below do not show through.
                     next.push(WalkPiece { start: piece.start.max(visible), end: piece.end, to: Some(To::Absent) });
                 }
             }
@@ -117,7 +117,7 @@ impl Walk<'_> {
         for WalkPiece { start, end, to } in pieces {
             let mapping = Mapping { start, length: end - start, to: to.unwrap_or(To::Absent) };
             if start == demand.start || start == demand.end {
-                // The cache keeps what was asked for and what was prefetched as separate entries.
+                // The cache keeps the demand and what was prefetched as separate entries.
                 mappings.push(mapping);
             } else {
                 push(&mut mappings, mapping);
@@ -145,7 +145,7 @@ impl Walk<'_> {
                 let absent = extent.content == Content::Absent;
                 match out.last_mut() {
                     Some(last) if absent && last.to.is_none() && last.end == extent.start => {
-                        // A gap grows only within the gap it came from: the demand's borders stay.
+                        // Gaps of different ranges are not joined: the borders of the demand stay.
                         if extent.start == gap.start {
                             out.push(WalkPiece { start: extent.start, end, to });
                         } else {
@@ -165,7 +165,7 @@ impl Walk<'_> {
         Ok(())
     }
 
-    /// Lets go of what is farthest from the demand, down to `most` pieces outside it.
+    /// Drops the pieces farthest from the demand until `most` are left outside it.
     fn trim(&self, pieces: &mut Vec<WalkPiece>) {
         let demand = &self.demand;
         let mut first = 0;
@@ -186,10 +186,11 @@ impl Walk<'_> {
     }
 }
 
-/// Extents of a span that are asked of a level.
+/// The most extents of a span that a level is asked for.
 const EXTENTS_OF_SPAN: usize = 2 * SPAN_BLOCKS;
 
-/// Which level holds each block of `span`, which begins where one of the cache does and ends at its end or the disk's.
+/// Which level holds each block of `span`. The span begins where one in the cache does, and ends with it or with the
+/// disk.
 pub(crate) fn survey(levels: &Levels, span: Range<u64>) -> Result<[u8; SPAN_BLOCKS]> {
     let block = holders::BLOCK;
     let mut found = [NO_LEVEL; SPAN_BLOCKS];
@@ -200,7 +201,7 @@ pub(crate) fn survey(levels: &Levels, span: Range<u64>) -> Result<[u8; SPAN_BLOC
         if left == 0 {
             break;
         }
-        // The block that `at` lies in, and all from there to `end`, become `holder` unless a level above has them.
+        // Assigns `holder` to the blocks from the one at `at` up to `end`, except those that a level above holds.
         let mut settle = |at: u64, end: u64, holder: u8| {
             let blocks = ((at - span.start) / block) as usize..(end - span.start).div_ceil(block) as usize;
             for known in found[blocks].iter_mut().filter(|known| **known == NO_LEVEL) {
@@ -209,7 +210,7 @@ pub(crate) fn survey(levels: &Levels, span: Range<u64>) -> Result<[u8; SPAN_BLOC
         };
         let end = span.end.min(levels.visible(0, index));
         if end < span.end {
-            // What lies past the end of a level is left to walks.
+            // Blocks past the end of a level are left to walks.
             settle(end.max(span.start), span.end, UNKNOWN);
         }
         if end <= span.start {
@@ -218,7 +219,7 @@ pub(crate) fn survey(levels: &Levels, span: Range<u64>) -> Result<[u8; SPAN_BLOC
         answer.clear();
         level.layer.map(span.start..end, EXTENTS_OF_SPAN, &mut answer)?;
         let holder = if level.number() < NO_LEVEL { level.number() } else { UNKNOWN };
-        // Runs of what the level has: it holds the blocks within a run whole, those at its borders only in part.
+        // The level holds the blocks within a run completely, and those at its borders only in part.
         let mut run = span.start..span.start;
         let mut close = |run: &Range<u64>| {
             let whole_start = run.start.next_multiple_of(block);
@@ -259,7 +260,7 @@ fn inconsistent(format: &str, range: &Range<u64>) -> Error {
     Error::new(
         ErrorKind::Corrupt,
         format!(
-            "a {format} image answered for bytes it was not asked about ({} to {}): its tables contradict each other",
+            "a {format} image mapped bytes {} to {}, which were not requested: its tables contradict each other",
             range.start, range.end
         ),
     )

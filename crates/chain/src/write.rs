@@ -1,16 +1,15 @@
-//! Writing: to the top level, whole grains at a time.
+//! Writing: to the top level, in whole grains.
 //!
-//! 1. A change holds its range, widened to the grains that it touches, from before the first byte is read for
-//!    completing a grain until the caches have the result. So two writes to parts of one grain run one after another,
-//!    and lose nothing.
-//! 2. It stays inside the gate of its levels. If others have become current, it starts again.
-//! 3. The rest of a partial grain is the visible content of the chain, read while the range is held.
-//! 4. The order at the caches: begin, drop (if places are reused), change, insert the new result, end. After a failure
-//!    the range is dropped: its content is unknown.
-//! 5. While a merge has the top as a source, its target gets the same write (in its last part) or the log a note
-//!    (before). A target that fails fails the merge, never the write. A write that the top did in part, after an error
-//!    or for lack of room, adds a note too, and ends a merge in its last part.
-//! 6. A discard never fails for lack of room: a range for which there is none keeps its content.
+//! 1. A change locks its range, widened to whole grains, before it reads the rest of a partial grain, and until the
+//!    caches have the result. So two writes to parts of one grain run one after the other, and neither is lost.
+//! 2. A change stays inside the gate of its levels. If other levels have become current, it starts again.
+//! 3. The rest of a partial grain is the visible content of the chain, read while the range is locked.
+//! 4. Steps at the caches: begin, drop the range (if grains are reused), change the layer, insert the new extents, end.
+//!    After a failure the range is dropped, because its content is unknown.
+//! 5. While a merge has the top as a source, its target gets the same write (in the last pass), or the dirty log is
+//!    marked (before). If the target fails, the merge fails, not the write. A write that the top made only in part,
+//!    after an error or for lack of space, is marked too, and ends a merge that is in its last pass.
+//! 6. A discard never fails for lack of space: a range that cannot be recorded as discarded keeps its content.
 
 use crate::Result;
 use crate::chain::Chain;
@@ -27,33 +26,33 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-/// Extents of a changed range that are inserted into the caches.
+/// The most extents of a changed range that are inserted into the caches.
 const EXTENTS_MAX: usize = 64;
 
 /// The new content of a range.
 #[derive(Clone, Copy)]
 enum Change<'a> {
-    /// These bytes, at this offset.
+    /// Data at an offset.
     Write(u64, &'a [u8]),
     /// Zeros over whole grains.
     Clear(Clear),
-    /// These zeros over a part of a grain, unless it reads as zeros anyway.
+    /// Zeros over a part of a grain, unless that part reads as zeros already.
     ZeroPart(u64, &'a [u8]),
 }
 
 /// How a range becomes zeros.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Clear {
-    /// It keeps or takes its space.
+    /// The range keeps its space, or gets space.
     Keep,
-    /// It may return its space.
+    /// The space may be freed.
     Zero,
-    /// It returns its space, and becomes zeros as far as there is room to record that.
+    /// The space is freed, where there is room to record that; elsewhere the range keeps its content.
     Discard,
 }
 
 impl Clear {
-    /// Whether all of it is zeros now.
+    /// Returns whether the whole range reads as zeros now.
     fn carry_out(self, level: &Level, range: Range<u64>) -> Result<bool> {
         match self {
             Self::Keep => level.layer.zero(range, true).map(|()| true),
@@ -63,7 +62,7 @@ impl Clear {
     }
 }
 
-/// A range under change.
+/// Marks a range as under change until dropped.
 pub(crate) struct Flux<'a> {
     changes: &'a Changes,
     range: Range<u64>,
@@ -100,12 +99,13 @@ impl Chain {
         }
     }
 
-    /// Makes a range read as zeros, hiding what is below. With `keep`, it keeps or takes its space.
+    /// Makes a range read as zeros, whatever the levels below hold. With `keep`, the range keeps its space or gets
+    /// space.
     pub fn zero(&self, offset: u64, length: u64, keep: bool) -> Result<()> {
         self.clear_range(offset, length, if keep { Clear::Keep } else { Clear::Zero })
     }
 
-    /// Discards a range: it reads as zeros, except where there was no room to record that; those parts keep their
+    /// Discards a range: it reads as zeros, except for parts where there was no room to record that; those keep their
     /// content.
     pub fn discard(&self, offset: u64, length: u64) -> Result<()> {
         self.clear_range(offset, length, Clear::Discard)
@@ -140,7 +140,7 @@ impl Chain {
         Ok(())
     }
 
-    /// Changes `range`; false if the levels were not current any more, and nothing happened.
+    /// Changes `range`; returns false without a change if the levels were not current any more.
     fn change(&self, levels: &Arc<Levels>, range: Range<u64>, change: Change<'_>) -> Result<bool> {
         let top = levels.top();
         let whole = top.widened(&range);
@@ -171,7 +171,7 @@ impl Chain {
             Ok(_) => self.metadata.replace(&whole, &levels.lasting(&self.answer(levels, &whole))),
             Err(error) => {
                 self.metadata.forget(&span);
-                // The top has stopped after a failure of its own metadata.
+                // The top layer has stopped after a failure of its own metadata.
                 if error.kind() == ErrorKind::Stopped {
                     self.note_failure(error);
                 }
@@ -182,7 +182,7 @@ impl Chain {
                 Ok(true) => self.tell(levels, job, &range, change),
                 _ => self.tell_of_a_part(job, &range),
             };
-            // The change returns the failure of the top.
+            // If the change failed, that error is returned instead.
             if result.is_ok() {
                 told?;
             }
@@ -190,14 +190,14 @@ impl Chain {
         result.map(|_| true).map_err(|error| error.context(&self.name))
     }
 
-    /// True when no level has data in a range that the caller holds.
+    /// True when no level has data in a range that the caller has locked.
     fn is_zero_held(&self, levels: &Arc<Levels>, range: &Range<u64>) -> Result<bool> {
         let among = 0..levels.stack.len();
         let walk = Walk { levels, among, demand: range.clone(), window: range.clone(), most: 0 };
         Ok(walk.run()?.mappings.iter().all(|found| found.to.is_zero()))
     }
 
-    /// The extents of the top for a range that was just written.
+    /// The extents in the top level of a range that was just written.
     fn answer(&self, levels: &Levels, range: &Range<u64>) -> Vec<Mapping> {
         let top = levels.top();
         let mut extents = Vec::new();
@@ -220,17 +220,18 @@ impl Chain {
         found
     }
 
-    /// Tells a merge with the top as a source that a change may have been done in part.
+    /// Tells a merge with the top as a source that a change may have been made only in part.
     fn tell_of_a_part(&self, job: &Job, range: &Range<u64>) -> Result<()> {
         if !job.mirrors() {
             job.dirty.mark(range);
             return Ok(());
         }
-        let text = format!("{}: a change during the last part of a merge was done in part", self.name);
+        let text = format!("{}: a change during the last part of a merge was executed only partly", self.name);
         job.fail(Error::new(ErrorKind::NoSpace, text))
     }
 
-    /// Writes to one level: whole grains, the partial ones at the ends completed with the visible content of the chain.
+    /// Writes to one level in whole grains; partial grains at the ends are completed with the visible content of the
+    /// chain.
     fn put(&self, levels: &Arc<Levels>, level: &Level, offset: u64, data: &[u8]) -> Result<()> {
         let end = offset + data.len() as u64;
         let whole = level.widened(&(offset..end));
@@ -242,7 +243,8 @@ impl Chain {
             return Ok(());
         }
         self.fills.fetch_add(1, Ordering::Relaxed);
-        // End of the first grain and of the whole grains between; both at the end of the range if it lies in one grain.
+        // The ends of the first grain and of the whole grains after it; both are the end of the range if it lies in one
+        // grain.
         let head_end = if offset > whole.start { (whole.start + level.grain).min(whole.end) } else { whole.start };
         let body_end = if end < whole.end { (end / level.grain * level.grain).max(head_end) } else { whole.end };
         let fill = |grain: Range<u64>| -> Result<(Buffer, usize)> {
@@ -272,8 +274,8 @@ impl Chain {
         level.layer.write(whole.start, &slices)
     }
 
-    /// Zeroes whole grains of one level. Ranges that read as zeros because no level has them are not changed. Returns
-    /// whether all of it is zeros now.
+    /// Zeroes whole grains of one level. Ranges that no level holds read as zeros already and are not changed. Returns
+    /// whether the whole range reads as zeros now.
     fn clear(&self, levels: &Arc<Levels>, level: &Level, range: &Range<u64>, clear: Clear) -> Result<bool> {
         let _changing = level.changing();
         if clear == Clear::Keep || levels.stack.len() == 1 {
@@ -296,7 +298,7 @@ impl Chain {
         Ok(whole & (run.is_empty() || clear.carry_out(level, level.widened(&run))?))
     }
 
-    /// Tells a merge with the top as a source what changed.
+    /// Tells a merge with the top as a source about a change.
     fn tell(&self, levels: &Arc<Levels>, job: &Job, range: &Range<u64>, change: Change<'_>) -> Result<()> {
         if !job.mirrors() {
             job.dirty.mark(range);

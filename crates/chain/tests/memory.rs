@@ -1,5 +1,5 @@
-//! Memory of the metadata cache, all in, by an allocator that counts: at most 32 bytes an entry at 65,536 entries,
-//! however they came in.
+//! The whole memory of the metadata cache, counted by the allocator: at most 32 bytes per entry at 65,536 entries, in
+//! whatever order they were inserted.
 
 #![allow(clippy::unwrap_used)]
 
@@ -15,7 +15,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use testkit::Random;
 
-/// Rounds up as glibc does: 8 bytes of header, multiples of 16.
+/// Rounds sizes up as glibc does: 8 bytes of header, multiples of 16.
 struct Counting;
 
 static LIVE: AtomicUsize = AtomicUsize::new(0);
@@ -24,11 +24,11 @@ fn cost(size: usize) -> usize {
     (size + 8).next_multiple_of(16).max(32)
 }
 
-// SAFETY: every call is handed on to the system's allocator unchanged; only a counter is kept beside it.
+// SAFETY: every call is passed on to the system's allocator unchanged; besides that, only a counter changes.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         LIVE.fetch_add(cost(layout.size()), Ordering::Relaxed);
-        // SAFETY: the caller's promises are those that `System` asks for.
+        // SAFETY: the caller keeps the same contract that `System` requires.
         unsafe { System.alloc(layout) }
     }
     unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
@@ -43,7 +43,7 @@ static ALLOCATOR: Counting = Counting;
 
 const ENTRIES: usize = 65_536;
 
-/// Grains in this order, over levels in turn, so that no two are one extent.
+/// Reads grains in the order of `reads`, with the levels in turn, so that no two grains are one extent.
 fn measure(name: &str, grains: u64, reads: impl Iterator<Item = u64>, discards: bool) {
     let capacity = grains * 4096;
     let layers: Vec<Arc<dyn Layer>> = (0..8u64)
@@ -74,10 +74,10 @@ fn measure(name: &str, grains: u64, reads: impl Iterator<Item = u64>, discards: 
         statistics.memory as f64 / entries as f64
     );
     assert!(entries > ENTRIES * 9 / 10 && entries <= ENTRIES, "{entries}");
-    // The chain and its shards themselves are there from the start, and count all the same.
+    // The memory of the empty chain is included.
     assert!(taken + own <= 32 * entries, "{name}: {taken} bytes for {entries} entries");
     let (counted, told) = (taken as f64, statistics.memory as f64);
-    assert!(told > counted * 0.8 && told < counted * 1.2, "the statistics say {told}, not {counted}");
+    assert!(told > counted * 0.8 && told < counted * 1.2, "the statistics report {told}, not {counted}");
 }
 
 #[test]
@@ -91,6 +91,11 @@ fn an_entry_takes_at_most_32_bytes() {
     }
     measure("at random", full, shuffled.iter().copied(), false);
     let (mut one, mut two) = (Random::new(2), Random::new(3));
-    measure("overflowing four times", 4 * full, (0..4 * full).map(|_| one.below(4 * full)), false);
-    measure("overflowing, with discards", 4 * full, (0..3 * full).map(|_| two.below(4 * full)), true);
+    measure("four times the capacity inserted", 4 * full, (0..4 * full).map(|_| one.below(4 * full)), false);
+    measure(
+        "more than the capacity inserted, with discards",
+        4 * full,
+        (0..3 * full).map(|_| two.below(4 * full)),
+        true,
+    );
 }

@@ -1,7 +1,7 @@
-//! CRC32C (Castagnoli), the checksum of every structure and every block.
+//! CRC32C (Castagnoli): the checksum of every structure and every block.
 //!
-//! The checksum of several blocks is computed from theirs, without the data: blocks that were summed for the medium
-//! need not be summed again for the wire.
+//! The checksum of several blocks can be computed from those of the single blocks, without the data. So blocks whose
+//! checksums are known from the medium need not be summed again for the network.
 
 #![forbid(unsafe_code)]
 
@@ -23,13 +23,13 @@ pub fn checksum_of(parts: &[&[u8]]) -> u32 {
     digest.finalize() as u32
 }
 
-/// The checksum of a structure that holds it in four bytes at `field`, which count as zero.
+/// The checksum of a structure that contains it in the four bytes at `field`, which count as zero.
 pub fn checksum_without(bytes: &[u8], field: usize) -> u32 {
     checksum_of(&[&bytes[..field], &[0; 4], &bytes[field + 4..]])
 }
 
-/// What becomes of a checksum when a block comes behind what was summed, but for the checksum of that block: byte by
-/// byte of it, as it is linear.
+/// Tables for appending a block: the checksum of data with a block appended is the checksum of the block, XORed with
+/// the entries here for the four bytes of the checksum of the data. This works because CRC32C is linear.
 static BEHIND: LazyLock<[[u32; 256]; 4]> = LazyLock::new(|| {
     let bit = |bit: usize| crc_fast::checksum_combine(CrcAlgorithm::Crc32Iscsi, 1 << bit, 0, BLOCK_SIZE as u64) as u32;
     let bits: [u32; 32] = std::array::from_fn(bit);
@@ -40,27 +40,27 @@ static BEHIND: LazyLock<[[u32; 256]; 4]> = LazyLock::new(|| {
     })
 });
 
-/// The checksum of consecutive blocks from their checksums.
+/// The checksum of consecutive blocks, from the checksums of the blocks.
 pub fn checksum_of_blocks(sums: impl IntoIterator<Item = u32>) -> u32 {
     let behind = &*BEHIND;
-    // Of no bytes it is zero.
+    // The checksum of no bytes is zero.
     sums.into_iter().fold(0, |sum: u32, next| {
         let bytes = sum.to_le_bytes();
         behind.iter().zip(bytes).fold(next, |sum, (table, byte)| sum ^ table[usize::from(byte)])
     })
 }
 
-/// Checksums of the blocks of a piece of data.
+/// The checksums of the blocks of some data.
 #[derive(Clone, Debug)]
 pub enum Checksums {
-    /// One block, no allocation.
+    /// One block, without an allocation of memory.
     One(u32),
-    /// Several: a part of what was computed for the whole write.
+    /// Several blocks: a part of the checksums computed for a whole write.
     Many(Arc<[u32]>, Range<usize>),
 }
 
 impl Checksums {
-    /// Computes them over whole blocks.
+    /// Computes the checksums of whole blocks.
     pub fn of(bytes: &[u8]) -> Self {
         debug_assert!(!bytes.is_empty() && bytes.len().is_multiple_of(BLOCK_SIZE));
         if bytes.len() == BLOCK_SIZE {
@@ -71,7 +71,7 @@ impl Checksums {
         Self::Many(sums, 0..count)
     }
 
-    /// As a slice.
+    /// The checksums, one for each block.
     pub fn as_slice(&self) -> &[u32] {
         match self {
             Self::One(sum) => std::slice::from_ref(sum),
@@ -84,7 +84,7 @@ impl Checksums {
         checksum_of_blocks(self.as_slice().iter().copied())
     }
 
-    /// Of a part of the data.
+    /// The checksums of a part of the data.
     pub fn part(&self, blocks: Range<usize>) -> Self {
         match self {
             Self::One(sum) => Self::One(*sum),

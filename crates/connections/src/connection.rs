@@ -1,4 +1,4 @@
-//! One accepted connection, as its protocol and its service share it.
+//! An accepted connection, shared by its protocol and the service that accepted it.
 
 use crate::limits::{CLOSE_PATIENCE, CLOSE_READ_BYTES};
 use crate::peer::Peer;
@@ -24,12 +24,12 @@ pub struct Connection {
 }
 
 impl Connection {
-    /// Its number: no other connection of the service ever has it.
+    /// Its number, which is unique within the service.
     pub fn number(&self) -> u64 {
         self.number
     }
 
-    /// The other end.
+    /// The peer.
     pub fn peer(&self) -> &Peer {
         &self.peer
     }
@@ -44,14 +44,14 @@ impl Connection {
         &self.socket
     }
 
-    /// How long reading and writing may wait before they fail with `WouldBlock`; `None` for as long as it takes.
+    /// How long reads and writes may block before they fail with `WouldBlock`; `None` for no limit.
     pub fn set_timeouts(&self, read: Option<Duration>, write: Option<Duration>) -> io::Result<()> {
         sockopt::set_socket_timeout(&self.socket, Timeout::Recv, read)?;
         sockopt::set_socket_timeout(&self.socket, Timeout::Send, write)?;
         Ok(())
     }
 
-    /// Set when the protocol is to finish what it has taken up and end the connection.
+    /// Set when the protocol has to finish the requests it has begun and to end the connection.
     pub fn ends(&self) -> bool {
         self.stop.load(Ordering::SeqCst)
     }
@@ -61,37 +61,37 @@ impl Connection {
         &self.stop
     }
 
-    /// Tells the protocol to finish what it has taken up and end the connection. A thread that waits for input wakes up
-    /// to the end of it.
+    /// Tells the protocol to finish the requests it has begun and to end the connection. A thread that waits for input
+    /// reads the end of the stream.
     pub fn finish(&self) {
         self.stop.store(true, Ordering::SeqCst);
         self.shut_down(Shutdown::Read);
     }
 
-    /// Ends the connection at once, for both sides and every thread.
+    /// Closes the connection at once, in both directions and for all threads.
     pub fn cut(&self) {
         self.shut_down(Shutdown::Both);
     }
 
     fn shut_down(&self, how: Shutdown) {
-        // Fails when the peer is gone already.
+        // Fails if the peer has disconnected, which is ignored.
         let _ = rustix::net::shutdown(&self.socket, how);
     }
 
-    /// Whether the service stops.
+    /// Whether the service is stopping.
     pub fn service_stops(&self) -> bool {
         self.service.stops()
     }
 
-    /// Becomes readable (hung up) when the service stops.
+    /// Becomes readable (hang-up) when the service stops.
     pub fn stopping(&self) -> BorrowedFd<'_> {
         self.service.stopping()
     }
 
-    /// The client has proven by a certificate who it is: from now on it has one of the places for such clients.
+    /// The client has presented a valid certificate: from now on the connection counts as authenticated.
     ///
     /// # Errors
-    /// `ConnectionRefused` when all these places are taken.
+    /// `ConnectionRefused` if the limit of authenticated connections is reached.
     pub fn authenticate(&self) -> io::Result<()> {
         self.service.authenticate(self)
     }
@@ -104,15 +104,15 @@ impl Connection {
             && entries[0].revents().intersects(gone)
     }
 
-    /// Waits until no connection of the service is left whose peer has gone. False when one still is after `patience`,
-    /// and when this connection is told to end.
+    /// Waits until no other connection of the service has a peer that has disconnected. False if one still has after
+    /// `patience`, or when this connection is told to end.
     pub fn others_settled(&self, patience: Duration) -> bool {
         self.service.settled(patience, || self.ends())
     }
 
-    /// Closes the connection in both directions, after everything that was sent. A socket that is closed with unread
-    /// input is reset, and a reset discards what the peer has not read: input is read until the peer closes too, for
-    /// [`CLOSE_PATIENCE`] at most.
+    /// Closes the connection in both directions, after everything that was sent. Closing a socket with unread input
+    /// sends a reset, and a reset discards what the peer has not read. So input is read until the peer closes too, for
+    /// at most [`CLOSE_PATIENCE`].
     pub fn close(&self) {
         if rustix::net::shutdown(&self.socket, Shutdown::Write).is_err() {
             return;

@@ -1,18 +1,18 @@
-//! Connections: everything between a socket and a protocol.
+//! Connections: sockets, TLS, limits and threads, for any protocol.
 //!
 //! ```text
-//! listen        places to listen: unix sockets and their files, TCP and who may listen beyond loopback
+//! listen        addresses to listen on: unix sockets with their files, TCP, and who may listen beyond loopback
 //! peer          the other end of a connection
 //! service       accepting, counting, refusing, a thread for each connection, and stopping
-//! connection    one accepted connection: how its protocol and its service share it
-//! transport     bytes in both directions, each call says whether it may wait
-//! polling       looking again for a moment before sleeping
+//! connection    one accepted connection, shared by its protocol and the service
+//! transport     bytes in both directions; each call states whether it may block
+//! polling       polling for a short time before sleeping
 //! tls           certificates and keys; TLS over a transport, and over a blocking socket
-//! limits        every bound
+//! limits        all limits
 //! ```
 //!
-//! A protocol is a [`Protocol`]: it is given each connection on a thread of that connection. This crate knows no
-//! protocol, no disk and no datastore.
+//! A protocol implements [`Protocol`]: it serves each connection on a thread of its own. This crate does not know
+//! protocols, disks or datastores.
 
 #![forbid(unsafe_code)]
 

@@ -1,9 +1,9 @@
-//! Places to listen: unix sockets with their files, and TCP addresses.
+//! Addresses to listen on: unix sockets with their files, and TCP.
 //!
-//! 1. A unix socket has its final permissions from the moment its file exists. Its file is removed at the end if it is
-//!    still the one made here.
+//! 1. A unix socket has its final permissions from the moment its file exists. The file is removed at the end, unless
+//!    it was replaced by another one.
 //! 2. A file that is not a socket is never removed.
-//! 3. TCP beyond loopback needs TLS with client certificates, unless the operator says otherwise ([`Access`]).
+//! 3. TCP beyond loopback needs TLS with client certificates, unless the operator allows it without ([`Access`]).
 
 use crate::limits::{BACKLOG, BACKLOG_OWNED};
 use crate::tls::TlsConfig;
@@ -18,46 +18,47 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 
-/// A place to listen.
+/// An address to listen on.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Listen {
-    /// A unix socket that clients name by its path, of 107 bytes at most. A socket on which no process listens any more
-    /// is replaced.
+    /// A unix socket with a path of at most 107 bytes. A socket file on which no process listens is replaced.
     Unix {
         /// Path of the socket.
         path: PathBuf,
-        /// Permission bits, `0o600` for the owner alone: they decide which users may connect.
+        /// Permission bits of the socket file, such as `0o600` for its owner only, which decide which users may
+        /// connect.
         mode: u32,
     },
-    /// A unix socket in a folder that the caller holds a lock for, with mode 0600. Any socket there belonged to an
-    /// earlier owner and is replaced. Its path may be longer than an address holds: [`connect`] reaches it.
+    /// A unix socket, with mode 0600, in a folder whose lock the caller holds. An existing socket file belonged to an
+    /// earlier owner and is replaced. The path may be longer than a socket address allows: [`connect`] reaches it
+    /// nevertheless.
     Owned {
         /// Path of the socket.
         path: PathBuf,
     },
-    /// A TCP address; port 0 takes a free one.
+    /// A TCP address; port 0 selects a free one.
     Tcp(SocketAddr),
 }
 
-/// A place listened on, as clients have to name it.
+/// An address that is listened on, as clients connect to it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Address {
     /// A unix socket.
     Unix(PathBuf),
-    /// A TCP address with its true port.
+    /// A TCP address with the port actually used.
     Tcp(SocketAddr),
 }
 
 /// What decides whether a TCP address beyond loopback may be listened on.
 #[derive(Clone, Debug)]
 pub struct Access {
-    /// TLS, if any.
+    /// The TLS configuration, if TLS is offered.
     pub tls: Option<TlsConfig>,
-    /// The operator trusts the network.
+    /// Whether the operator allows insecure TCP.
     pub insecure_tcp: bool,
-    /// What a client of an unprotected port could do, for the error: `read every disk`.
+    /// What a client of an unprotected port could do, for the error message: `read every disk`.
     pub exposes: &'static str,
-    /// What to do instead, for the error.
+    /// How to listen securely, for the error message.
     pub remedy: &'static str,
 }
 
@@ -81,7 +82,7 @@ impl Access {
     }
 }
 
-/// A socket that listens.
+/// A listening socket.
 pub(crate) struct Listener {
     pub(crate) socket: OwnedFd,
     pub(crate) address: Address,
@@ -89,7 +90,7 @@ pub(crate) struct Listener {
 }
 
 impl Listen {
-    /// Listens. The socket does not block.
+    /// Listens, with a non-blocking socket.
     pub(crate) fn bind(&self, access: &Access) -> Result<Listener> {
         let listener = match self {
             Self::Unix { path, mode } => bind_unix(path, *mode, false)?,
@@ -102,14 +103,14 @@ impl Listen {
                 Listener { socket: listener.into(), address, file: None }
             }
         };
-        // A client may hang up between poll and accept.
+        // Non-blocking, because a client may disconnect between poll and accept.
         rustix::io::ioctl_fionbio(&listener.socket, true)
             .map_err(|error| Error::io("preparing a socket to listen", error.into()))?;
         Ok(listener)
     }
 }
 
-/// A socket file made here, known by its inode.
+/// A socket file that this process created, identified by its inode.
 pub(crate) struct SocketFile {
     path: PathBuf,
     inode: (u64, u64),
@@ -121,7 +122,7 @@ impl SocketFile {
         Some(Self { path: path.to_owned(), inode: (metadata.dev(), metadata.ino()) })
     }
 
-    /// Removes it, if the path still names this file.
+    /// Removes the file, unless the path names another one.
     pub(crate) fn remove(&self) {
         if Self::of(&self.path).is_some_and(|file| file.inode == self.inode)
             && let Err(error) = std::fs::remove_file(&self.path)
@@ -135,8 +136,8 @@ fn new_socket() -> rustix::io::Result<OwnedFd> {
     rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)
 }
 
-/// The address of a socket; where its path is too long for one, through the descriptor of its folder, which has to stay
-/// open while the address is used.
+/// The address of a socket. If its path is too long, the address goes through the descriptor of its folder, which must
+/// stay open while the address is used.
 fn address(path: &Path) -> io::Result<(SocketAddrUnix, Option<OwnedFd>)> {
     let (folder, name) = match SocketAddrUnix::new(path) {
         Err(Errno::NAMETOOLONG) => match (path.parent(), path.file_name()) {
@@ -150,7 +151,7 @@ fn address(path: &Path) -> io::Result<(SocketAddrUnix, Option<OwnedFd>)> {
     Ok((SocketAddrUnix::new(short)?, Some(folder)))
 }
 
-/// Connects to a unix socket, however long its path.
+/// Connects to a unix socket with a path of any length.
 pub fn connect(path: &Path) -> io::Result<UnixStream> {
     let (address, _folder) = address(path)?;
     let socket = new_socket()?;
@@ -158,7 +159,8 @@ pub fn connect(path: &Path) -> io::Result<UnixStream> {
     Ok(socket.into())
 }
 
-/// Removes a socket that an earlier owner of its folder left; call it as the owner. Anything else is left alone.
+/// Removes a socket that an earlier owner of its folder left; to be called as the owner. Other files are left
+/// unchanged.
 ///
 /// # Errors
 /// `Exists` for a file that is not a socket, and errors of the system.
@@ -190,7 +192,7 @@ fn bind_unix(path: &Path, mode: u32, owned: bool) -> Result<Listener> {
     let mode = Mode::from_raw_mode(mode);
     let attempt = || -> rustix::io::Result<OwnedFd> {
         let socket = new_socket()?;
-        // Linux gives the file the permissions of the socket, so there is no moment in which it is open to others.
+        // On Linux the file gets the permissions of the socket, so that other users can connect at no moment.
         rustix::fs::fchmod(&socket, mode)?;
         rustix::net::bind(&socket, &address)?;
         rustix::net::listen(&socket, if owned { BACKLOG_OWNED } else { BACKLOG })?;
@@ -208,13 +210,13 @@ fn bind_unix(path: &Path, mode: u32, owned: bool) -> Result<Listener> {
         outcome => outcome,
     };
     let socket = socket.map_err(|error| Error::io(what(), error.into()))?;
-    // The umask has taken bits away that were asked for.
+    // Restores permission bits that the umask has removed.
     rustix::fs::chmod(path, mode).map_err(|error| Error::io(what(), error.into()))?;
     let file = SocketFile::of(path).ok_or_else(|| Error::new(ErrorKind::Io, format!("{}: it vanished", what())))?;
     Ok(Listener { socket, address: Address::Unix(path.to_owned()), file: Some(file) })
 }
 
-/// Whether a process listens there: a connection succeeds, or finds no room to wait.
+/// Whether a process listens on the socket: a connection succeeds, or fails because the backlog is full.
 fn is_live(path: &Path) -> bool {
     let is_socket = std::fs::symlink_metadata(path).is_ok_and(|metadata| metadata.file_type().is_socket());
     is_socket && !matches!(connect(path), Err(error) if error.kind() == io::ErrorKind::ConnectionRefused)
@@ -240,7 +242,7 @@ mod tests {
             let error = unix(&path, mode).bind(&Access::LOCAL).err().unwrap();
             assert_eq!(error.kind(), ErrorKind::Busy, "{error}");
             connect(&path).unwrap();
-            // As a process that is killed leaves it.
+            // The state that a killed process leaves.
             drop(listener);
             assert!(path.exists());
             assert_eq!(connect(&path).unwrap_err().kind(), io::ErrorKind::ConnectionRefused);

@@ -12,14 +12,14 @@ use std::os::fd::AsFd;
 pub enum Peer {
     /// A process on this machine, over a unix socket.
     Process {
-        /// Its number.
+        /// Process id.
         pid: i32,
-        /// Its user.
+        /// User id.
         user: u32,
     },
     /// A TCP address.
     Address(SocketAddr),
-    /// The system does not say.
+    /// The system does not report the peer.
     #[default]
     Unknown,
 }
@@ -37,8 +37,8 @@ impl Peer {
         }
     }
 
-    /// Whether a connection from `other` can be the same client again: the same process, or the same host, whose port
-    /// is another one each time. Two clients of which nothing is known are two clients.
+    /// Whether a connection from `other` may come from the same client: the same process, or the same host with any
+    /// port. Two unknown peers count as different clients.
     pub fn may_be(&self, other: &Self) -> bool {
         match (self, other) {
             (Self::Unknown, _) | (_, Self::Unknown) => false,

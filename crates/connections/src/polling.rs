@@ -1,25 +1,25 @@
-//! Looking again and again for a moment before sleeping.
+//! Polling for a short time before sleeping.
 //!
-//! A client with few requests at a time answers within microseconds, and so does the medium when much is in flight;
-//! putting the processor to sleep and waking it costs more than that, in virtual machines above all. As QEMU's event
-//! loop does it, the moment adapts: it grows while waits are short and goes to nothing when they are not, so that a
-//! quiet client costs no time. Others get the processor between two looks.
+//! A client with few requests at a time responds within microseconds, and so does storage when much is in flight.
+//! Sleeping and waking up takes longer than that, especially in virtual machines. As in QEMU's event loop, the polling
+//! time adapts: it grows while waits are short and drops to zero when they are not, so that an idle client costs no CPU
+//! time. The thread yields the processor between two polls.
 
 use std::time::{Duration, Instant};
 
-/// Waits up to this long are worth polling for.
+/// Longest wait for which polling is worthwhile.
 const WINDOW_MAX: Duration = Duration::from_micros(50);
-/// The first window after a wait that was short.
+/// Polling time after the first short wait.
 const WINDOW_MIN: Duration = Duration::from_micros(4);
 
-/// How long to look before sleeping.
+/// How long to poll before sleeping.
 #[derive(Debug, Default)]
 pub struct Polling {
     window: Duration,
 }
 
 impl Polling {
-    /// Calls `look` until it finds something or the moment has passed.
+    /// Calls `look` until it returns a result or the polling time is over.
     pub fn poll<T>(&self, mut look: impl FnMut() -> Option<T>) -> Option<T> {
         if self.window.is_zero() {
             return None;
@@ -36,7 +36,7 @@ impl Polling {
         }
     }
 
-    /// Learns from a wait that the moment was too short for.
+    /// Adapts the polling time after a wait that polling did not cover.
     pub fn slept(&mut self, time: Duration) {
         self.window = match time <= WINDOW_MAX {
             true => (self.window * 2).clamp(WINDOW_MIN, WINDOW_MAX),
@@ -50,7 +50,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn it_looks_longer_while_waits_are_short_and_not_at_all_after_a_long_one() {
+    fn polling_lasts_longer_while_waits_are_short_and_ends_after_a_long_one() {
         let mut polling = Polling::default();
         assert_eq!(polling.poll(|| Some(())), None, "nothing is known yet: no looking");
         for _ in 0..10 {

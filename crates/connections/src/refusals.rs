@@ -1,10 +1,11 @@
-//! Refusals in the log, at a bounded rate: a client that connects again and again does not fill the log.
+//! Log messages about refused clients at a bounded rate, so that a client that connects repeatedly does not fill the
+//! log.
 
 use crate::limits::REFUSAL_LOG_INTERVAL;
 use std::time::{Duration, Instant};
 
-/// Refusals of one cause. The first one is logged at once; those that follow within [`REFUSAL_LOG_INTERVAL`] are
-/// counted and logged at its end as one line.
+/// Refusals with the same cause. The first one is logged at once; those within the following [`REFUSAL_LOG_INTERVAL`]
+/// are counted and logged at its end as one message.
 #[derive(Debug, Default)]
 pub struct Refusals {
     logged: Option<Instant>,
@@ -17,7 +18,7 @@ impl Refusals {
         self.pending += 1;
     }
 
-    /// How many refusals are to be logged now: all since the last line, when the interval has passed.
+    /// Number of refusals to log now: all since the last message, if the interval has passed.
     pub fn due(&mut self, now: Instant) -> Option<u64> {
         if self.pending == 0 || !self.wait(now).is_some_and(|wait| wait.is_zero()) {
             return None;
@@ -26,7 +27,7 @@ impl Refusals {
         Some(std::mem::take(&mut self.pending))
     }
 
-    /// How long until refusals are due; `None` when there are none.
+    /// Time until refusals have to be logged; `None` if there are none.
     pub fn wait(&self, now: Instant) -> Option<Duration> {
         let due = |logged: Instant| (logged + REFUSAL_LOG_INTERVAL).saturating_duration_since(now);
         (self.pending > 0).then(|| self.logged.map_or(Duration::ZERO, due))

@@ -1,13 +1,13 @@
-//! Accepting connections, counting and refusing them, a thread for each, and stopping.
+//! Accepting, counting and refusing connections, a thread for each, and stopping.
 //!
-//! One thread accepts on each address, one thread serves each connection. What holds:
+//! One thread accepts connections on each address, one thread serves each connection. Invariants:
 //!
-//! 1. The register holds exactly the connections whose threads run; a thread leaves it however it ends. Each class of
-//!    connections has its own limit ([`Limits`]), and no class ever has more connections than that.
-//! 2. A TCP connection is unauthenticated until its client has proven by a certificate who it is.
-//! 3. [`Service::stop`] accepts no more, and ends the connections in the steps and times of [`Drain`]. Only a thread
-//!    that hangs outside of its socket outlives it.
-//! 4. Refusals are logged at a bounded rate, however often clients try.
+//! 1. The register has exactly the connections whose threads run, however the threads end. Each class of connections
+//!    has its own limit ([`Limits`]), which is never exceeded.
+//! 2. A TCP connection is unauthenticated until its client has presented a valid certificate.
+//! 3. [`Service::stop`] stops accepting and ends the connections in the steps of [`Drain`]. A thread outlives it only
+//!    if it hangs in something other than its socket.
+//! 4. Refusals are logged at a bounded rate, however often clients connect.
 
 use crate::connection::Connection;
 use crate::limits::{ACCEPT_RETRY, BACKLOG, Limits, SETTLE_LOOK};
@@ -28,32 +28,32 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// What is done with connections.
+/// A protocol that serves connections.
 pub trait Protocol: Send + Sync {
     /// Serves a connection, on a thread of its own. The connection is over when this returns.
     fn serve(&self, connection: &Arc<Connection>);
 
-    /// Tells a client that is not served why. Called on the thread that accepts: it must not wait.
+    /// Tells a refused client the reason. Called on the accepting thread, so it must not block.
     fn refuse(&self, _socket: &OwnedFd, _why: Refusal) {}
 }
 
-/// Why a client is not served.
+/// Why a client is refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Refusal {
-    /// All places for its class of connections are taken.
+    /// The limit for its class of connections is reached.
     Full(Class, usize),
-    /// The service stops.
+    /// The service is stopping.
     Stopping,
 }
 
 /// A class of connections, each with its own limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Class {
-    /// Over a unix socket: the permissions of its file have said who may connect.
+    /// Over a unix socket; the permissions of its file decide who may connect.
     Unix,
-    /// Over TCP, with a client certificate that TLS has found good.
+    /// Over TCP, with a valid client certificate.
     Authenticated,
-    /// Over TCP, without one, or not that far yet.
+    /// Over TCP, without a valid client certificate, or before the end of the TLS handshake.
     Unauthenticated,
 }
 
@@ -71,27 +71,27 @@ impl fmt::Display for Class {
     }
 }
 
-/// How connections end when the service stops. Each step is left early when no connection is left.
+/// How connections end when the service stops. A step ends early if no connection is left.
 #[derive(Clone, Copy, Debug)]
 pub struct Drain {
-    /// How long they go on as if nothing was.
+    /// How long connections continue undisturbed.
     pub undisturbed: Duration,
-    /// How long they have to finish what they have taken up, once they are told to.
+    /// How long connections may take to finish their requests after they are told to end.
     pub finish: Duration,
-    /// How long threads of connections that are cut off are waited for; `None` for as long as they take.
+    /// How long to wait for the threads of connections that were cut; `None` for no limit.
     pub cut: Option<Duration>,
 }
 
-/// What a service does.
+/// Configuration of a service.
 #[derive(Clone, Debug)]
 pub struct ServiceConfig {
     /// Its name, in the names of its threads and in the log.
     pub name: &'static str,
-    /// Places to listen.
+    /// Addresses to listen on.
     pub listen: Vec<Listen>,
     /// Whether TCP beyond loopback is allowed.
     pub access: Access,
-    /// Connections at a time.
+    /// Limits of the number of connections.
     pub limits: Limits,
     /// How connections end when it stops.
     pub drain: Drain,
@@ -107,16 +107,16 @@ pub struct Service {
     drain: Drain,
 }
 
-/// What the threads share.
+/// State shared by the service's threads.
 pub(crate) struct Shared {
     name: &'static str,
     limits: Limits,
     stop: AtomicBool,
-    /// Becomes readable (hung up) when the service stops: the other end is dropped.
+    /// Becomes readable (hang-up) when the service stops, because the other end is dropped.
     stopping: OwnedFd,
     stopper: Mutex<Option<OwnedFd>>,
     register: Mutex<Register>,
-    /// A connection has ended.
+    /// Signalled when a connection has ended.
     left: Condvar,
 }
 
@@ -124,7 +124,7 @@ pub(crate) struct Shared {
 struct Register {
     next: u64,
     places: HashMap<u64, Place>,
-    /// Places of each class.
+    /// Number of connections of each class.
     counts: [usize; 3],
     refusals: [Refusals; 3],
 }
@@ -136,7 +136,7 @@ struct Place {
 
 /// A connection in the register, removed when dropped.
 struct Entry {
-    // Dropped in this order: when the register is empty, sockets are closed.
+    // The fields are dropped in this order, so that all sockets are closed when the register is empty.
     connection: Arc<Connection>,
     registration: Registration,
 }
@@ -158,11 +158,11 @@ impl Drop for Registration {
 }
 
 impl Service {
-    /// Listens and begins to accept. On return every address takes connections.
+    /// Listens and accepts connections. On return all addresses accept connections.
     ///
     /// # Errors
-    /// `Invalid` without an address and for one that may not be listened on, `Busy` where another server listens,
-    /// `Exists` where a file is in the way of a unix socket, and errors of the system.
+    /// `Invalid` without an address or for an address that is not allowed, `Busy` if another server listens there,
+    /// `Exists` if the path of a unix socket is another file, and errors of the system.
     pub fn start(config: ServiceConfig, protocol: Arc<dyn Protocol>) -> Result<Self> {
         let name = config.name;
         if config.listen.is_empty() {
@@ -187,7 +187,7 @@ impl Service {
             files: Mutex::default(),
             drain: config.drain,
         };
-        // On failure the service is dropped, which removes the sockets and stops the threads that have begun.
+        // If this fails, the service is dropped, which removes the sockets and stops the threads that were started.
         let mut listeners = Vec::new();
         for listen in &config.listen {
             let mut listener = listen.bind(&config.access)?;
@@ -204,22 +204,22 @@ impl Service {
         Ok(service)
     }
 
-    /// Where it listens, in the order of the configuration.
+    /// The addresses that it listens on, in the order of the configuration.
     pub fn addresses(&self) -> &[Address] {
         &self.addresses
     }
 
-    /// Connections at this moment.
+    /// Current number of connections.
     pub fn connections(&self) -> usize {
         self.shared.register.lock().places.len()
     }
 
-    /// Cuts every connection off, as a network may.
+    /// Cuts all connections, as a network failure does.
     pub fn cut(&self) {
         self.shared.each(Connection::cut);
     }
 
-    /// Accepts no more, and ends all connections in the steps of [`Drain`]. Again is harmless.
+    /// Stops accepting, and ends all connections in the steps of [`Drain`]. May be called again.
     pub fn stop(&self) {
         let (shared, name) = (&self.shared, self.shared.name);
         shared.stop.store(true, Ordering::SeqCst);
@@ -290,7 +290,7 @@ impl Shared {
         }
     }
 
-    /// Waits until no connection is left; false when one still is after `patience`.
+    /// Waits until no connection is left; false if one is left after `patience`.
     fn emptied(&self, patience: Option<Duration>) -> bool {
         let deadline = patience.map(|patience| Instant::now() + patience);
         let mut register = self.register.lock();
@@ -307,7 +307,7 @@ impl Shared {
         true
     }
 
-    /// Waits until no connection is left whose peer has gone.
+    /// Waits until no connection is left whose peer has disconnected.
     pub(crate) fn settled(&self, patience: Duration, interrupted: impl Fn() -> bool) -> bool {
         let deadline = Instant::now() + patience;
         let mut register = self.register.lock();
@@ -315,13 +315,13 @@ impl Shared {
             if Instant::now() >= deadline || interrupted() {
                 return false;
             }
-            // Another client may go meanwhile without ending a connection.
+            // Wakes up at intervals, because a further client may disconnect without ending a connection.
             self.left.wait_for(&mut register, SETTLE_LOOK);
         }
         true
     }
 
-    /// Takes a connection into the register, or gives its socket back with the reason why not.
+    /// Adds a connection to the register, or returns its socket with the reason of the refusal.
     fn enter(
         self: &Arc<Self>,
         socket: OwnedFd,
@@ -346,7 +346,7 @@ impl Shared {
         Ok(Entry { connection, registration: Registration { shared: Arc::clone(self), number } })
     }
 
-    /// Moves a connection to the places for authenticated clients.
+    /// Makes a connection count as authenticated.
     pub(crate) fn authenticate(&self, connection: &Connection) -> io::Result<()> {
         let mut register = self.register.lock();
         let (count, limit) = (register.counts[Class::Authenticated as usize], self.limits.authenticated);
@@ -367,7 +367,7 @@ impl Shared {
         Err(io::Error::new(io::ErrorKind::ConnectionRefused, text))
     }
 
-    /// Logs what is due; gives how long until more is.
+    /// Logs the refusals that are due; returns the time until the next ones.
     fn log_refusals(&self) -> Option<Duration> {
         let now = Instant::now();
         let mut register = self.register.lock();
@@ -407,13 +407,14 @@ fn accept(shared: &Arc<Shared>, protocol: &Arc<dyn Protocol>, listener: &Listene
             Ok(socket) => welcome(shared, protocol, listener, socket),
             Err(Errno::INTR | Errno::AGAIN | Errno::CONNABORTED) => {}
             Err(error) => {
-                // The connection stays in the backlog; others may end meanwhile.
+                // The connection stays in the backlog, and a descriptor may become free meanwhile.
                 tracing::warn!(%error, service, ?address, "accepting a connection failed; retrying");
                 std::thread::sleep(ACCEPT_RETRY);
             }
         }
     }
-    // Clients that connected in time are told that the service stops. Others may come as fast as these are told.
+    // Clients in the backlog are told that the service stops. The number is bounded, because others may connect
+    // meanwhile.
     for _ in 0..=BACKLOG {
         let Ok(socket) = rustix::net::accept_with(&listener.socket, SocketFlags::CLOEXEC) else { break };
         protocol.refuse(&socket, Refusal::Stopping);
@@ -439,7 +440,7 @@ fn welcome(shared: &Arc<Shared>, protocol: &Arc<dyn Protocol>, listener: &Listen
     let protocol = Arc::clone(protocol);
     let thread = std::thread::Builder::new().name(format!("{}-{}", shared.name, entry.registration.number));
     let spawned = thread.spawn(move || {
-        // The register is left last, and by a panic too.
+        // The entry is dropped last, also after a panic.
         let entry = entry;
         protocol.serve(&entry.connection);
     });
@@ -448,10 +449,10 @@ fn welcome(shared: &Arc<Shared>, protocol: &Arc<dyn Protocol>, listener: &Listen
     }
 }
 
-/// Options of TCP sockets; each is an improvement only, so failures do not matter.
+/// Sets options of TCP sockets. Failures are ignored, because the options are only optimizations.
 fn tune(socket: &OwnedFd) {
     let _ = sockopt::set_tcp_nodelay(socket, true);
-    // A peer that vanished without a word is noticed within minutes.
+    // A peer that disappeared without closing is detected within minutes.
     let _ = sockopt::set_socket_keepalive(socket, true);
     let _ = sockopt::set_tcp_keepidle(socket, Duration::from_secs(60));
     let _ = sockopt::set_tcp_keepintvl(socket, Duration::from_secs(15));

@@ -1,11 +1,11 @@
-//! What carries the bytes of a session: a socket, TLS over one, or memory.
+//! Transports of a session: a socket, TLS over a socket, or memory.
 //!
-//! The session decides when to wait and for what; a transport moves bytes and says honestly when it cannot. Invariants:
+//! The session decides when to wait; a transport moves bytes and reports when it would block. Invariants:
 //!
 //! 1. `receive` and `send` without permission to wait return [`io::ErrorKind::WouldBlock`] instead of waiting.
-//! 2. What `send` accepted is sent in order, sooner or later: at once by a socket, after [`Transport::flush`] by TLS.
-//! 3. When [`Transport::has_input`] is false and `receive` filled less than it was given, waiting for the descriptor
-//!    to become readable misses nothing.
+//! 2. What `send` accepted is sent in order: at once by a socket, at the latest by [`Transport::flush`] with TLS.
+//! 3. If [`Transport::has_input`] is false and `receive` filled less than it was given, the session can wait for the
+//!    descriptor to become readable without missing input.
 
 use crate::connection::Connection;
 use crate::polling::Polling;
@@ -22,45 +22,44 @@ use std::time::{Duration, Instant};
 pub enum Wait {
     /// Not at all.
     No,
-    /// Until something came.
+    /// Until some bytes are received.
     Some,
-    /// Until everything asked for came, or the stream ended; a transport may return earlier with a part.
+    /// Until all requested bytes are received or the stream ends; a transport may return earlier with a part.
     All,
 }
 
 /// A stream of bytes in both directions.
 pub trait Transport: Send {
-    /// Fills the slices one after another; 0 when the peer will send nothing more.
+    /// Fills the slices in order; 0 at the end of the stream.
     fn receive(&mut self, into: &mut [IoSliceMut<'_>], wait: Wait) -> io::Result<usize>;
 
-    /// Sends from the slices one after another, without waiting; how much was accepted.
+    /// Sends the slices in order without blocking; returns the number of accepted bytes.
     fn send(&mut self, slices: &[IoSlice<'_>]) -> io::Result<usize>;
 
-    /// Pushes out what was accepted and is still here, without waiting; true when nothing is left.
+    /// Sends accepted bytes that are still buffered, without blocking; true if none are left.
     fn flush(&mut self) -> io::Result<bool> {
         Ok(true)
     }
 
-    /// True when `receive` has something to give without asking the socket.
+    /// True if `receive` has data without reading the socket.
     fn has_input(&self) -> bool {
         false
     }
 
-    /// What to wait on; `None` when nothing here ever waits.
+    /// The descriptor to wait on; `None` if the transport never blocks.
     fn descriptor(&self) -> Option<BorrowedFd<'_>>;
 
-    /// TLS over this transport has found a certificate of the peer good. An error when the peer is not served all the
-    /// same.
+    /// Called when TLS over this transport has validated the peer's certificate. An error refuses the peer.
     fn authenticated(&mut self) -> io::Result<()> {
         Ok(())
     }
 
-    /// Ends the stream in the way of the transport's protocol, after everything that was sent; errors are ignored.
-    /// A socket reads on until the peer closes too ([`Connection::close`]).
+    /// Ends the stream as the transport's protocol requires, after everything that was sent; errors are ignored. A
+    /// socket reads until the peer closes too ([`Connection::close`]).
     fn close(&mut self) {}
 }
 
-/// Waits until the descriptor is readable (`input`) or writable (`output`), hung up, or `timeout` has passed (false).
+/// Waits until the descriptor is readable (`input`), writable (`output`) or hung up; false after `timeout`.
 pub fn wait_for(transport: &dyn Transport, input: bool, output: bool, timeout: Option<Duration>) -> io::Result<bool> {
     let Some(descriptor) = transport.descriptor() else { return Ok(true) };
     let mut flags = PollFlags::empty();
@@ -78,15 +77,15 @@ pub fn wait_for(transport: &dyn Transport, input: bool, output: bool, timeout: O
     }
 }
 
-/// The socket of a connection, unix or TCP, in blocking mode: each call says for itself whether it may wait, so that
-/// an idle session costs one system call for each request instead of two.
+/// The socket of a connection, unix or TCP, in blocking mode. Each call states whether it may block, so that an idle
+/// session needs one system call per request instead of two.
 pub struct Socket {
     connection: Arc<Connection>,
     polling: Polling,
 }
 
 impl Socket {
-    /// The bytes of a connection.
+    /// A transport over the socket of a connection.
     pub fn new(connection: Arc<Connection>) -> Self {
         Self { connection, polling: Polling::default() }
     }
@@ -158,22 +157,22 @@ impl Transport for Socket {
     }
 }
 
-/// A stream that has all its input from the start and keeps what is sent: for tests and fuzzing. A session over it
-/// runs to its end without ever waiting.
+/// A stream whose input is given at the start and whose output is kept, for tests and fuzzing. A session over it never
+/// waits.
 #[derive(Debug, Default)]
 pub struct Memory {
-    /// What the peer sends before it closes.
+    /// Bytes that the peer sends before it closes.
     pub input: Vec<u8>,
-    /// How far the input has been received.
+    /// Number of input bytes received so far.
     pub received: usize,
-    /// What we sent; shared, so that it can be looked at when the session has ended.
+    /// Bytes that the session has sent; shared, so that they can be read after the session has ended.
     pub output: Arc<parking_lot::Mutex<Vec<u8>>>,
-    /// Largest number of bytes that one call moves, to exercise every way a message can be cut; 0 for no limit.
+    /// Largest number of bytes per call, to test all ways in which messages can be split; 0 for no limit.
     pub step: usize,
 }
 
 impl Memory {
-    /// A peer that sends `input` and closes.
+    /// A stream whose peer sends `input` and closes.
     pub fn new(input: Vec<u8>) -> Self {
         Self { input, ..Self::default() }
     }

@@ -1,12 +1,12 @@
-//! Events: every change of a datastore and of its jobs, told to whatever subscribes.
+//! Events: notifications of every change of a datastore and of its jobs to subscribers.
 //!
-//! What holds:
-//! 1. A subscriber is told of every change that is made after [`Change::Subscribed`], in the order of their numbers.
-//!    A change is in its queue before the request that made it has its reply.
-//! 2. Nothing waits for a subscriber. One that has [`QUEUE_MAX`] events to take loses those that follow, until it has
-//!    taken them; then it is told how many it has lost.
+//! Invariants:
+//! 1. A subscriber gets every change made after [`Change::Subscribed`], in the order of event numbers. A change is in
+//!    the subscriber's queue before the requesting client gets its reply.
+//! 2. No request waits for a subscriber. If a subscriber's queue has [`QUEUE_MAX`] events, further events are dropped
+//!    until the subscriber takes the queue; the subscriber then gets the number of dropped events.
 //!
-//! Locks: `state`, for as long as an event is put into the queues.
+//! Locks: `state`, while an event is added to the queues.
 
 pub mod changes;
 
@@ -18,13 +18,13 @@ use parking_lot::{Condvar, Mutex};
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-/// Events that wait for one subscriber.
+/// Limit of the events in one subscriber's queue.
 pub const QUEUE_MAX: usize = 1024;
 
-/// Subscribers at once: fewer than connections, so that verbs always find room.
+/// Limit of the number of subscribers: less than that of connections, so that other requests find a free one.
 pub const SUBSCRIBERS_MAX: usize = 16;
 
-/// How often a subscription looks whether it is still wanted.
+/// Interval at which a subscription checks for cancellation.
 const INTERVAL: Duration = Duration::from_millis(100);
 
 /// The events of one datastore.
@@ -44,11 +44,11 @@ struct State {
     closed: bool,
 }
 
-/// What one subscriber is still to be told.
+/// The events that a subscriber has not taken yet.
 #[derive(Default)]
 struct Queue {
     events: Vec<Event>,
-    /// Events dropped after those, and the last of them.
+    /// Number of events dropped after `events`, and the number of the last of them.
     missed: u64,
     last_missed: u64,
 }
@@ -73,7 +73,7 @@ impl Queue {
     }
 }
 
-/// A subscriber; it goes with this.
+/// A subscription, which ends when dropped.
 struct Subscription<'a> {
     events: &'a Events,
     number: u64,
@@ -86,7 +86,7 @@ impl Drop for Subscription<'_> {
 }
 
 impl Subscription<'_> {
-    /// What is to be told; waits for it for [`INTERVAL`]. `None` after the end of all events.
+    /// The queued events; waits up to [`INTERVAL`] for some. `None` when events have ended.
     fn take(&self) -> Option<Vec<Event>> {
         let mut state = self.events.state.lock();
         let mut waited = false;
@@ -105,7 +105,7 @@ impl Subscription<'_> {
 }
 
 impl Events {
-    /// Tells subscribers of changes.
+    /// Adds changes to the queues of all subscribers.
     pub fn publish(&self, changes: Vec<Change>) {
         if changes.is_empty() {
             return;
@@ -120,7 +120,7 @@ impl Events {
         self.changed.notify_all();
     }
 
-    /// Ends all subscriptions, once they have told what there is.
+    /// Ends all subscriptions after they have passed on the queued events.
     pub fn close(&self) {
         self.state.lock().closed = true;
         self.changed.notify_all();
@@ -140,11 +140,11 @@ impl Events {
         Ok(Subscription { events: self, number })
     }
 
-    /// Tells of every change from now on, until that is not wanted any more.
+    /// Passes on every change from now on, until cancelled.
     ///
     /// # Errors
-    /// Always: `Busy` for a subscriber too many, `Interrupted` on request, `Stopped` when the process closes the
-    /// datastore, the error of `watch` if it takes no more.
+    /// Always ends with an error: `Busy` if there are too many subscribers, `Interrupted` if cancelled, `Stopped` when
+    /// the process closes the datastore, or the error of `watch`.
     pub fn follow(&self, watch: &dyn Watch) -> Result<Reply> {
         let subscription = self.subscribe()?;
         while let Some(events) = subscription.take() {

@@ -1,19 +1,21 @@
-//! Jobs: long work of a process that has a datastore open, as other requests see it.
+//! Jobs: long operations of a process that has a datastore open, visible to other requests.
 //!
 //! ```text
-//!  dispatch --- attached ---> on the thread of its face, cancelled with its client
-//!          \--- start ------> on a thread of its own, goes on when its client has gone
+//!  dispatch --- attached ---> on the thread of its front end, cancelled when its client disconnects
+//!          \--- start ------> on a thread of its own, continues when its client disconnects
 //! ```
 //!
-//! What holds:
-//! 1. A job is in the list from before its work begins until [`ENDED_MAX`] or [`ATTACHED_ENDED_MAX`] later ones of its
-//!    sort have ended. Its end is set once, also when its work panics, and told to whatever waits for it.
-//! 2. A job sees `cancelled()` soon after [`Jobs::cancel`], and an attached one after its client has gone.
-//! 3. After [`Jobs::stop`] no started job is running and none will start. Jobs are kept nowhere but in memory: what a
-//!    killed process leaves of their work is finished or undone by the recovery of the datastore, as for any other.
-//! 4. At most [`STARTED_MAX`] started jobs run at once, and an outcome of more than [`OUTCOME_MAX`] is not kept.
+//! Invariants:
+//! 1. A job is listed from before its operation begins until [`ENDED_MAX`] later started jobs, or
+//!    [`ATTACHED_ENDED_MAX`] later attached ones, have ended. Its outcome is set exactly once, also if it panics, and
+//!    wakes all waiting requests.
+//! 2. `cancelled()` becomes true soon after [`Jobs::cancel`], and for an attached job after its client has
+//!    disconnected.
+//! 3. After [`Jobs::stop`] no started job is running and none can be started. Jobs are kept in memory only: what a
+//!    killed process leaves of them is completed or undone by the recovery of the datastore.
+//! 4. At most [`STARTED_MAX`] started jobs run at a time, and an outcome longer than [`OUTCOME_MAX`] is not kept.
 //!
-//! Locks: `state` is held to look jobs up, to add and to end them; nothing else is taken under it.
+//! Locks: `state` is held to look up, add and end jobs; no other lock is taken while it is held.
 
 pub mod kind;
 
@@ -32,25 +34,25 @@ use std::sync::{Arc, OnceLock};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Started jobs that run at once.
+/// Most started jobs that run at a time.
 pub const STARTED_MAX: usize = 64;
-/// Started jobs that are kept after their end.
+/// Most started jobs that are kept after they have ended.
 pub const ENDED_MAX: usize = 256;
-/// Attached jobs that are kept after their end.
+/// Most attached jobs that are kept after they have ended.
 pub const ATTACHED_ENDED_MAX: usize = 64;
-/// The longest outcome that is kept: bytes of its request and its reply as JSON.
+/// Longest outcome that is kept: bytes of the request and the reply as JSON.
 pub const OUTCOME_MAX: usize = 256 << 10;
 
-/// How long started jobs may go on after [`Jobs::stop`] before they are cancelled.
+/// How long started jobs may continue after [`Jobs::stop`] before they are cancelled.
 const GRACE: Duration = Duration::from_secs(5);
-/// How often a wait looks whether it is still wanted, and tells progress.
+/// Interval at which a wait checks for cancellation and reports progress.
 const WAIT_INTERVAL: Duration = Duration::from_millis(100);
-/// Characters of a run's identity that its jobs bear.
+/// Number of characters of the run's identity in job ids.
 const RUN_LENGTH: usize = 6;
 
 /// The jobs of one process, and the events of its datastore.
 pub struct Jobs {
-    /// Tells the jobs of this run from those of any other.
+    /// Distinguishes the jobs of this run of the server from those of other runs.
     run: String,
     events: Events,
     state: Mutex<State>,
@@ -67,7 +69,7 @@ struct State {
 struct Job {
     id: String,
     kind: Kind,
-    /// What was asked, where it is kept: of started jobs.
+    /// The request, kept for started jobs only.
     request: Option<Request>,
     started: u64,
     background: bool,
@@ -79,7 +81,7 @@ struct Job {
 
 struct End {
     time: u64,
-    /// The reply, where it is kept.
+    /// The reply, if it is kept.
     outcome: std::result::Result<Option<Reply>, Failure>,
     cancelled: bool,
 }
@@ -109,10 +111,10 @@ impl Job {
     }
 }
 
-/// What the work of a job sees.
+/// The progress that a job's operation reports to.
 struct Followed<'a> {
     job: &'a Job,
-    /// What follows it for its client; `None` for a started job.
+    /// The client's own progress; `None` for a started job.
     client: Option<&'a dyn Watch>,
 }
 
@@ -144,12 +146,12 @@ impl Watch for Followed<'_> {
     fn part(&self, part: Part) -> Result<()> {
         match self.client {
             Some(client) => client.part(part),
-            None => Err(Error::new(ErrorKind::Invalid, "a job has no client that takes its answer in parts")),
+            None => Err(Error::new(ErrorKind::Invalid, "a job cannot send its reply in parts")),
         }
     }
 }
 
-/// Ends a job, also when its work panics.
+/// Ends a job when dropped, also if its operation panics.
 struct Ending<'a> {
     jobs: &'a Jobs,
     job: &'a Job,
@@ -178,13 +180,13 @@ impl Drop for Ending<'_> {
     }
 }
 
-/// Whether something is short enough to be kept.
+/// Whether a value is short enough to be kept.
 fn is_short<T: serde::Serialize>(value: &T) -> bool {
     serde_json::to_vec(value).is_ok_and(|text| text.len() <= OUTCOME_MAX)
 }
 
 impl Jobs {
-    /// Those of a process that has just opened a datastore: none.
+    /// No jobs: the state of a process that has just opened a datastore.
     pub fn new() -> Result<Self> {
         let mut run = new_identity()?;
         run.truncate(RUN_LENGTH);
@@ -239,7 +241,7 @@ impl Jobs {
         self.events.publish(vec![Change::JobEnded { job: Box::new(job.info()) }]);
     }
 
-    /// Carries out work as a job of its client, on this thread.
+    /// Carries out an operation as a job of its client, on this thread.
     pub fn attached(
         &self,
         kind: Kind,
@@ -256,7 +258,7 @@ impl Jobs {
     /// Starts a request as a job, on a thread of its own.
     pub fn start(self: &Arc<Self>, target: Target, request: Request) -> Result<JobInfo> {
         let Some(kind) = kind::of(&request) else {
-            let text = "this is no long work, and cannot be a job: ask for it without --background";
+            let text = "this is not a long operation and cannot be a job: repeat it without --background";
             return Err(Error::new(ErrorKind::Invalid, text));
         };
         let kept = is_short(&request).then(|| request.clone());
@@ -267,7 +269,8 @@ impl Jobs {
             let job = &*for_thread;
             let ending = Ending { jobs: &jobs, job };
             let outcome = carry_out(&target, request, &Followed { job, client: None });
-            // Before its end is told: a process that stops closes the datastore after that.
+            // The target is dropped before the end is reported, because a stopping process closes the datastore after
+            // that.
             drop(target);
             if let Err(error) = &outcome {
                 tracing::info!(job = job.id, kind = job.kind.verb, "the job ended: {error}");
@@ -307,7 +310,7 @@ impl Jobs {
         self.find(id).map(|job| job.info())
     }
 
-    /// Has a job stop; what it is at this moment.
+    /// Cancels a job; returns its current state.
     pub fn cancel(&self, id: &str) -> Result<JobInfo> {
         let job = self.find(id)?;
         job.cancelled.store(true, Ordering::Relaxed);
@@ -317,7 +320,7 @@ impl Jobs {
     /// Waits until a job ends.
     ///
     /// # Errors
-    /// Of the job, if it ended with one; `Interrupted` when `watch` does not want it any more.
+    /// The job's error, if it failed; `Interrupted` if `watch` is cancelled.
     pub fn wait(&self, id: &str, watch: &dyn Watch) -> Result<JobEnd> {
         let job = self.find(id)?;
         loop {
@@ -332,7 +335,10 @@ impl Jobs {
                 return Ok(JobEnd { job: job.info(), outcome: job.request.clone().zip(reply) });
             }
             if watch.cancelled() {
-                return Err(Error::new(ErrorKind::Interrupted, format!("stopped waiting for job {id}, which goes on")));
+                return Err(Error::new(
+                    ErrorKind::Interrupted,
+                    format!("stopped waiting for job {id}, which continues"),
+                ));
             }
             match job.total.load(Ordering::Relaxed) {
                 0 => {}
@@ -341,8 +347,8 @@ impl Jobs {
         }
     }
 
-    /// Starts no more, lets started jobs finish, cancels those that take longer than [`GRACE`], and ends the
-    /// subscriptions of events. Attached jobs are their faces' to end.
+    /// Refuses further jobs, lets started jobs finish, cancels those that take longer than [`GRACE`], and ends all
+    /// event subscriptions. Attached jobs are ended by their front ends.
     pub fn stop(&self) {
         let mut state = self.state.lock();
         state.stopping = true;
@@ -370,12 +376,12 @@ impl Jobs {
 }
 
 impl State {
-    /// Started jobs under way.
+    /// Started jobs that are running.
     fn running(&self) -> impl Iterator<Item = &Arc<Job>> {
         self.jobs.values().filter(|job| job.background && job.end.get().is_none())
     }
 
-    /// Forgets the oldest ended jobs of a sort, but as many as are kept.
+    /// Removes the oldest ended jobs of a kind beyond the number that is kept.
     fn forget(&mut self, background: bool) {
         let kept = if background { ENDED_MAX } else { ATTACHED_ENDED_MAX };
         let ended = self.jobs.iter().filter(|(_, job)| job.background == background && job.end.get().is_some());

@@ -1,26 +1,26 @@
-//! The control side of a datastore: every verb as a typed request with its reply, and the one place that carries it
-//! out.
+//! The control interface of a datastore: every operation as a typed request with its reply, and the function that
+//! carries them out.
 //!
-//! Every verb is a [`Request`]; [`dispatch()`] is the only place that turns one into calls of [`disk::Datastore`] and a
-//! [`Reply`]. A face (the command line, the control socket) builds requests and shows replies; none is needed by this
-//! crate. The same code runs whether a request is carried out in the process that asks or by the owner of the datastore
-//! behind the control socket.
+//! Every operation is a [`Request`]. Only [`dispatch()`] translates a request to calls of [`disk::Datastore`] and
+//! returns a [`Reply`]. A front end (the command line, the control socket) builds requests and shows replies; this
+//! crate depends on none. The same code runs whether a request is carried out in the requesting process or, through the
+//! control socket, by the owner of the datastore.
 //!
 //! ```text
-//!  face -> Request -> dispatch --- open in this process ------------------> calls of disk, export, replication
+//!  front end -> Request -> dispatch --- open in this process ------------> calls of disk, export, replication
 //!                           \ \--- at a location - no server ----> open it, dispatch, close it
 //!                            \                \--- its server ---> client ~~~ control socket ~~~ dispatch
-//!                             machines: calls of vm in this process, whose disks are requests again
+//!                             machines: calls of vm in this process, which accesses disks by requests
 //! ```
 //!
 //! ```text
 //! message    requests, replies, and their encoding as lines
-//! dispatch   requests to calls; a file for each noun
-//! jobs       long work: listed, waited for and cancelled by other requests
-//! events     changes, told to whatever subscribes
-//! owner      the process that owns a datastore: found, or become for one request
+//! dispatch   from requests to calls; a file for each group
+//! jobs       long operations: listed, waited for and cancelled by other requests
+//! events     notifications of changes to subscribers
+//! owner      the process that owns a datastore: an existing one, or this one for one request
 //! socket     requests of other processes
-//! uri        under which URIs clients reach an export
+//! uri        URIs by which clients reach an export
 //! ```
 
 #![forbid(unsafe_code)]

@@ -1,4 +1,4 @@
-//! Asking a datastore: its owner when it is served, or as its owner for the time of one request when it is not.
+//! Carrying out a request on a datastore: by its server, or, if it is not served, by opening it for this request.
 
 use crate::dispatch::{Service, Target, Watch, dispatch};
 use crate::message::{Reply, Request};
@@ -10,14 +10,14 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// How long another owner may take to answer or to go before it counts as busy: a server that starts or stops, or
-/// another verb at work.
+/// How long to wait for another owner that does not answer (a server that is starting or stopping, or another command)
+/// before the datastore counts as busy.
 const OWNER_PATIENCE: Duration = Duration::from_secs(3);
 
-/// How often it is tried again meanwhile.
+/// Interval between attempts during this time.
 const RETRY_INTERVAL: Duration = Duration::from_millis(20);
 
-/// How a datastore is opened for one request: as a server does unless told otherwise.
+/// Options for opening a datastore for one request: the defaults of the server.
 pub const OPEN_OPTIONS: OpenOptions = OpenOptions {
     mode: backend::IoMode::Buffered,
     queue: QueueChoice::Auto,
@@ -39,20 +39,20 @@ pub fn ask(location: &Location, request: Request, watch: &dyn Watch) -> Result<R
                 jobs: None,
             };
             let outcome = dispatch(&Target::Open(service), request, watch);
-            // What was answered is only true once it is at home.
+            // The reply is valid only after the datastore was closed, which writes back all data.
             let closed = datastore.close();
             outcome.and_then(|reply| closed.map(|()| reply))
         }
     }
 }
 
-/// The process that owns the datastore now.
+/// The owner of the datastore.
 enum Owner {
     Server(Client),
     Us(Arc<Datastore>),
 }
 
-/// Finds the owner, or becomes it.
+/// Connects to the owner, or opens the datastore.
 fn reach(location: &Location, request: &Request, watch: &dyn Watch) -> Result<Owner> {
     let open = match request {
         Request::Check { repair: true, .. } => Datastore::open_repairing,

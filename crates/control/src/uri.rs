@@ -1,9 +1,9 @@
-//! The URIs under which NBD clients reach an export (the NBD URI specification's schemes).
+//! URIs by which NBD clients reach an export (schemes of the NBD URI specification).
 
 use crate::message::Serving;
 use std::fmt::Write;
 
-/// Percent-encodes what a path segment or a query value may not hold as it is.
+/// Percent-encodes characters that a path segment or a query value must not contain.
 fn encode(text: &[u8], also: &[u8]) -> String {
     let mut out = String::with_capacity(text.len());
     for byte in text {
@@ -17,7 +17,7 @@ fn encode(text: &[u8], also: &[u8]) -> String {
     out
 }
 
-/// One URI for each way to reach the export; the server's own with an empty name.
+/// One URI for each way to reach the export; for an empty name the URIs of the server itself.
 pub fn of_export(serving: &Serving, name: &str) -> Vec<String> {
     use std::os::unix::ffi::OsStrExt;
     let name = encode(name.as_bytes(), b"@");

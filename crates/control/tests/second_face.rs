@@ -1,7 +1,7 @@
-//! A second face: every request and its reply in one process, without socket, server loop or command line.
+//! A second front end: every request with its reply in one process, without socket, server loop or command line.
 //!
-//! The list of verbs is a match without a catch-all: a new verb does not compile until it is in it, and then the test
-//! fails until the face has asked for it.
+//! The list of requests is a match without a catch-all: a new request does not compile until it is listed, and then the
+//! test fails until this front end has sent it.
 
 #![allow(clippy::unwrap_used)]
 
@@ -93,7 +93,7 @@ verbs! {
     "events": Request::Events,
 }
 
-/// The same for machines.
+/// The requests about machines.
 mod machine {
     use control::MachineVerb;
 
@@ -130,7 +130,7 @@ mod machine {
     }
 }
 
-/// What this process exports over NBD, for its machines.
+/// The exports of this process over NBD, for its machines.
 struct Exports(Arc<Datastore>);
 
 impl export::exports::Exports for Exports {
@@ -148,7 +148,7 @@ impl export::exports::Exports for Exports {
     }
 }
 
-/// The face: it asks in its own process, and notes what it has asked for.
+/// The front end, which dispatches requests in its own process and records which ones it has sent.
 struct Face {
     target: Target,
     datastore: Arc<Datastore>,
@@ -221,7 +221,7 @@ impl Face {
         }
     }
 
-    /// A path beside the datastore.
+    /// A path next to the datastore.
     fn beside(&self, name: &str) -> PathBuf {
         self.folder.path().join(name)
     }
@@ -293,7 +293,7 @@ fn target(format: DiskFormat) -> MigrateOptions {
     MigrateOptions { format, provisioning: Provisioning::Thin, delta: None }
 }
 
-/// Ends the subscription of a face, also when the test fails before.
+/// Ends the subscription of a front end, also if the test fails before.
 struct Enough<'a>(&'a Face);
 
 impl Drop for Enough<'_> {
@@ -387,7 +387,7 @@ fn images(face: &Face) {
     face.disk(DiskRequest::Reopen { name: text("flat") });
     face.disk(DiskRequest::Inflate { name: text("flat") });
     face.disk(DiskRequest::PunchZero { name: text("flat") });
-    // In a delta there are grains that can be dead.
+    // A delta has grains that nothing may reference.
     let options = SnapshotOptions { description: String::new(), folder: None, delta: Some(DeltaFormat::SeSparse) };
     face.done(Request::Snapshot(SnapshotRequest::Create { of: vec![(text("flat"), text("d"))], options }));
     face.disk(DiskRequest::Wipe { name: text("flat") });
@@ -396,7 +396,7 @@ fn images(face: &Face) {
     face.disk(DiskRequest::Migrate { name: text("flat"), target: target(DiskFormat::Native), to: None, rate: 0 });
 }
 
-/// What reaches out of the datastore.
+/// Requests about things outside the datastore.
 fn others(face: &Face) {
     let salvage = SalvageRequest { datastore: face.beside("nothing").into(), extract: None };
     face.fails(Request::Salvage(Box::new(salvage)), ErrorKind::NotFound);
@@ -408,7 +408,7 @@ fn others(face: &Face) {
     face.fails(Request::Receive(ReceiveRequest::Delete { id: text("0") }), ErrorKind::NotFound);
 }
 
-/// Machines: with a QEMU that runs the firmware and nothing else.
+/// Machines, with a QEMU that runs only the firmware.
 fn machines(face: &Face) {
     let names = || vec![text("web")];
     let snapshot = || MachineSnapshot { machine: text("web"), name: text("s") };
@@ -456,13 +456,13 @@ fn machines(face: &Face) {
     face.vm(MachineVerb::Delete { names: names(), keep_disks: false, promote: false });
 }
 
-/// Jobs, and what was told of them.
+/// Jobs and their events.
 fn jobs(face: &Face) {
     let work = Request::Clone { disk: text("b"), at: Point::Head, names: vec![text("copy")], full: true };
     let job = face.job(JobRequest::Start(Box::new(work.clone())));
     assert_eq!((job.kind.as_str(), job.object.as_str(), job.background), ("clone", "b", true));
     let Reply::JobEnded(end) = face.done(Request::Job(JobRequest::Wait { id: job.id.clone() })) else {
-        panic!("a job that was waited for has ended")
+        panic!("the reply to a wait is the end of the job")
     };
     let (asked, answer) = end.outcome.clone().unwrap();
     assert_eq!(asked, work);
@@ -471,7 +471,10 @@ fn jobs(face: &Face) {
     face.job(JobRequest::Cancel { id: job.id.clone() });
     let Reply::Jobs(all) = face.done(Request::Job(JobRequest::List)) else { panic!("a list is a list") };
     assert!(all.iter().any(|one| one.id == job.id) && all.iter().all(|one| one.ended.is_some()), "{all:?}");
-    assert!(all.iter().any(|one| one.kind == "vm start" && one.object == "web"), "machines' work is jobs too: {all:?}");
+    assert!(
+        all.iter().any(|one| one.kind == "vm start" && one.object == "web"),
+        "copies made by commands about machines are jobs too: {all:?}"
+    );
 }
 
 #[test]
@@ -493,7 +496,7 @@ fn a_face_in_the_same_process_runs_every_verb() {
     });
     let asked = face.asked.lock().unwrap().clone();
     let all: BTreeSet<&str> = VERBS.iter().chain(machine::VERBS).copied().collect();
-    assert_eq!(all.difference(&asked).collect::<Vec<_>>(), Vec::<&&str>::new(), "verbs that no request asked for");
+    assert_eq!(all.difference(&asked).collect::<Vec<_>>(), Vec::<&&str>::new(), "commands that no request used");
 
     let events = face.events.lock().unwrap();
     assert!(events.windows(2).all(|pair| pair[0].number < pair[1].number));
@@ -515,7 +518,7 @@ fn a_face_in_the_same_process_runs_every_verb() {
         Change::DiskDeleted { disk: text("web") },
         Change::DiskCreated { disk: text("copy"), origin: None },
     ] {
-        assert!(told(&change), "{change:?} was not told: {events:#?}");
+        assert!(told(&change), "{change:?} was not reported: {events:#?}");
     }
     drop(events);
     let Face { target, datastore, .. } = face;
@@ -526,7 +529,7 @@ fn a_face_in_the_same_process_runs_every_verb() {
     datastore.close().unwrap();
 }
 
-/// What needs a server says so where there is none, and everything else works.
+/// Requests that need a server fail without one, and all others succeed.
 #[test]
 fn a_face_works_on_a_folder_that_no_server_has_open() {
     let folder = tempfile::tempdir().unwrap();
@@ -552,7 +555,7 @@ fn a_face_works_on_a_folder_that_no_server_has_open() {
     assert!(Path::new(&path).exists());
 }
 
-/// Follows what is not followed.
+/// Ignores progress.
 struct Nothing;
 
 impl Progress for Nothing {
@@ -564,6 +567,6 @@ impl Progress for Nothing {
 
 impl Watch for Nothing {
     fn part(&self, part: Part) -> Result<()> {
-        panic!("{part:?} was not asked for")
+        panic!("{part:?} was not requested")
     }
 }

@@ -34,14 +34,14 @@ pub struct InitOptions {
     pub journal_size: u64,
 }
 
-/// The engine for overlapping I/O in a folder. Other media have their own.
+/// How overlapping I/O is submitted for a datastore in a folder. Other media have their own ways.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum QueueChoice {
-    /// io_uring where it works, threads where it does not.
+    /// io_uring where the kernel allows it, otherwise threads.
     Auto,
-    /// io_uring or an error.
+    /// io_uring, or an error where the kernel does not allow it.
     Uring,
-    /// Threads.
+    /// Threads that make blocking calls.
     Threads,
 }
 
@@ -58,7 +58,7 @@ pub struct OpenOptions {
     pub write_buffer: usize,
 }
 
-/// Options for the engine.
+/// A function of the engine that opens a store: with or without repair.
 type OpenEngine = fn(Arc<dyn Directory>, EngineOptions, Option<&Arc<Owner>>) -> Result<Arc<Engine>>;
 
 /// An open datastore. Methods may be called from any thread.
@@ -66,23 +66,23 @@ pub struct Datastore {
     pub(crate) native: Arc<Native>,
     pub(crate) foreign: Foreign,
     pub(crate) switches: Arc<Switches>,
-    /// Disks on which long work runs.
+    /// Which operations are running on which disks.
     pub(crate) uses: Arc<Uses>,
     /// Held for writing while a name moves from one disk to another, for reading while a disk is opened by its name.
     pub(crate) rename_lock: RwLock<()>,
-    /// Where it is, if it was opened by its location.
+    /// The datastore's location; `None` if it was opened by a directory.
     pub(crate) location: Option<Location>,
-    /// Other datastores that clients of this one have moved to.
+    /// Other datastores to which clients of this one were migrated together with their disks.
     pub(crate) peer_datastores: Arc<Mutex<Vec<Arc<Datastore>>>>,
-    /// Reserved names: of disks that are being created or renamed.
+    /// Reserved names, of disks that are being created or renamed.
     reserved: Arc<Mutex<BTreeSet<String>>>,
-    /// Migrations that run in the background.
+    /// Live imports: migrations that run in the background.
     pub(crate) imports: Imports,
-    /// Groups of snapshots that are complete, and whose records could not be removed yet.
+    /// Snapshot groups that are complete, but whose record files could not be removed.
     unended: Mutex<Vec<snapshot_group::UnderWay>>,
     /// The latency of clients' requests, by which background work is paced.
     foreground: Arc<Foreground>,
-    /// Receptions that a sender's session uses.
+    /// Names of disks that a replication session is receiving.
     pub(crate) receptions: Mutex<BTreeSet<String>>,
     pub(crate) this: Weak<Datastore>,
     _owner: Arc<Owner>,
@@ -129,13 +129,13 @@ impl Datastore {
         Engine::init(&directory, InitParameters { uuid, journal_size: options.journal_size })
     }
 
-    /// Opens a datastore and becomes its owner: `Busy` if another process owns it.
+    /// Opens a datastore and takes its ownership: `Busy` if another process owns it.
     pub fn open(location: impl Into<Location>, options: OpenOptions) -> Result<Arc<Self>> {
         Self::open_located(location.into(), options, Engine::open_owned)
     }
 
-    /// As [`Datastore::open`], for a check that repairs: damage that keeps the datastore from opening is repaired if
-    /// the right content can be proven, and is in the report of the check.
+    /// As [`Datastore::open`], for `check --repair`: damage that prevents opening is repaired if the right content can
+    /// be proven, and is listed in the report of the check.
     pub fn open_repairing(location: impl Into<Location>, options: OpenOptions) -> Result<Arc<Self>> {
         Self::open_located(location.into(), options, Engine::open_repairing)
     }
@@ -161,12 +161,12 @@ impl Datastore {
         Self::open_at(Some(&location), directory, engine_options, open).map_err(|error| error.context(&location))
     }
 
-    /// Opens a datastore in a directory of any backend: one without a location, and so without disks in other formats.
+    /// Opens a datastore in a directory of any backend. It has no location, and so no disks in VMware's formats.
     pub fn open_in(directory: Arc<dyn Directory>, options: EngineOptions) -> Result<Arc<Self>> {
         Self::open_at(None, directory, options, Engine::open_owned)
     }
 
-    /// The same, for a check that repairs.
+    /// As [`Datastore::open_in`], for `check --repair`.
     pub fn open_repairing_in(directory: Arc<dyn Directory>, options: EngineOptions) -> Result<Arc<Self>> {
         Self::open_at(None, directory, options, Engine::open_repairing)
     }
@@ -182,7 +182,7 @@ impl Datastore {
         let engine = open(directory, options, Some(&owner))?;
         let switches = Arc::<Switches>::default();
         let native = Native::open(engine, Arc::clone(&switches));
-        // Whether an incomplete disk is kept is decided by the record of its migration.
+        // The migration's record decides whether an incomplete disk is kept.
         let mut doubt = migrate::recover(&native, location.and_then(Location::local_path))?;
         doubt.names.append(&mut transfer::recover(&native)?);
         native.remove_incomplete(&doubt.names)?;
@@ -210,38 +210,38 @@ impl Datastore {
         Ok(datastore)
     }
 
-    /// The folder, for small records of servers.
+    /// The datastore's directory, in which servers keep small records.
     pub fn directory(&self) -> &Arc<dyn Directory> {
         self.native.engine.directory()
     }
 
-    /// Sets a function that is called before a received disk replaces a disk without clients: it refuses for clients
-    /// that may come back. Only the first call has an effect.
+    /// Sets a function that is called before a received disk replaces a disk without connected clients. It refuses the
+    /// replacement if a client of the disk may reconnect. Only the first call has an effect.
     pub fn refuse_to_replace(&self, refuse: impl Fn(&str) -> Result<()> + Send + Sync + 'static) {
         let _ = self.native.refuse_to_replace.set(Box::new(refuse));
     }
 
-    /// Refuses with `Busy`, and the reason, while an operation has exclusive use of a disk.
+    /// Returns `Busy`, with the reason, while an operation has exclusive use of the disk.
     pub fn refuse_alone(&self, disk: &str) -> Result<()> {
         self.uses.share(disk).map(drop)
     }
 
-    /// Statistics of clients' requests, to which servers report.
+    /// Latency statistics of clients' requests; servers report to them.
     pub fn foreground(&self) -> &Arc<Foreground> {
         &self.foreground
     }
 
-    /// The pace of background work.
+    /// The rate limit of background work.
     pub fn background<'a>(&self, progress: &'a dyn Progress) -> Background<'a> {
         Background::new(progress, &self.foreground)
     }
 
-    /// The engine below: for tests that drive it by hand.
+    /// The storage engine, for tests that control its steps.
     pub fn engine(&self) -> &Engine {
         &self.native.engine
     }
 
-    /// Writes everything to its place and closes. Devices still open fail from then on.
+    /// Writes back all buffered data and closes the datastore. Devices that are still open return errors afterwards.
     pub fn close(&self) -> Result<()> {
         self.stop_imports();
         let peer_datastores = std::mem::take(&mut *self.peer_datastores.lock());
@@ -250,10 +250,10 @@ impl Datastore {
         self.native.close().and(foreign)
     }
 
-    /// Capacity, allocation, over-commitment.
+    /// Capacity, allocated space and over-commitment of the datastore.
     pub fn status(&self) -> Result<Status> {
         let engine = &self.native.engine;
-        let room = engine.directory().room().during(|| "asking for the room of the file system".into())?;
+        let room = engine.directory().room().during(|| "querying the free space of the file system".into())?;
         let allocated = engine.allocated_bytes()?;
         let counts = engine.counts();
         let bytes = |blocks: u64| blocks * BLOCK_SIZE as u64;
@@ -301,7 +301,7 @@ impl Datastore {
         })
     }
 
-    /// Walks all metadata.
+    /// Checks all metadata, and the images of disks in VMware's formats.
     pub fn check(&self, options: CheckOptions, progress: &dyn Progress) -> Result<CheckReport> {
         let mut report = self.native.check(options, progress)?;
         self.foreign.check(options.repair, progress, &mut report)?;
@@ -309,12 +309,12 @@ impl Datastore {
         Ok(report)
     }
 
-    /// The file system that holds the datastore, with warnings.
+    /// The file system that holds the datastore, with warnings about its restrictions.
     pub fn file_system(&self) -> FileSystemInfo {
         self.location.as_ref().map(file_system::look_at).unwrap_or_default()
     }
 
-    /// Opens `disk` or `disk@snapshot` for I/O; counted as a client until dropped.
+    /// Opens `disk` or `disk@snapshot` for I/O. The device counts as a client until it is dropped.
     pub fn device(&self, name: &str, read_only: bool) -> Result<Arc<dyn Device>> {
         let (disk, snapshot) = names::split(name);
         let _rename = self.rename_lock.read();
@@ -324,12 +324,12 @@ impl Datastore {
         }
     }
 
-    /// A queue for one thread, of the kind chosen at open, for the data files that [`Device::plan_read`] names.
+    /// An I/O queue for one thread, of the kind chosen at opening, for the data files that [`Device::plan_read`] names.
     pub fn queue(&self, depth: u32) -> std::io::Result<Box<dyn backend::Queue>> {
         self.native.engine.directory().queue(depth)
     }
 
-    /// Names that [`Datastore::device`] takes.
+    /// The names that [`Datastore::device`] can open.
     pub fn device_names(&self) -> Vec<String> {
         let mut names = self.native.device_names();
         names.extend(self.foreign.device_names());

@@ -1,12 +1,12 @@
-//! What an export serves: a range of bytes that can be read, written, discarded and flushed.
+//! The interface between disks and exports: a range of bytes that can be read, written, discarded and flushed.
 //!
-//! Reads come in two steps so that the exporter decides how to wait: [`Device::plan_read`] asks the map (short, never
-//! waits for data), the exporter fetches the [`Segment::Media`] parts in its own way (at once from the page cache, or
-//! through its [`backend::Queue`]), and [`Device::finish_read`] makes of what was fetched what the reply delivers.
+//! A read has two steps, so that the exporter decides how to wait. [`Device::plan_read`] looks up the map without
+//! waiting for data. The exporter then fetches the [`Segment::Media`] parts, from the page cache at once or through its
+//! [`backend::Queue`]. [`Device::finish_read`] verifies or decodes what was fetched.
 //!
-//! 1. What is fetched and what is delivered may differ in place and length: a file past the page cache takes whole
-//!    blocks only, and encoded data is shorter than what it decodes to. [`Media`] says both.
-//! 2. What proves that fetched bytes are right is the device's own: it stays with the device, in the guard of the plan.
+//! 1. Offset and length of what is fetched may differ from what is delivered: a file opened with O_DIRECT takes whole
+//!    blocks only, and encoded data is shorter than its decoded form. [`Media`] has both.
+//! 2. Checksums and whatever else verifies fetched data stay with the device, in the guard of the plan.
 
 use backend::{BLOCK_SIZE, Buffer, File, SharedSlice};
 use error::{Error, Result};
@@ -24,9 +24,9 @@ pub enum Segment {
         /// Length in bytes.
         length: usize,
     },
-    /// Held in memory.
+    /// Bytes in memory.
     Memory(SharedSlice),
-    /// To be fetched from a medium.
+    /// Bytes in a file, which the exporter fetches.
     Media(Media),
 }
 
@@ -34,33 +34,33 @@ pub enum Segment {
 pub struct Media {
     /// The file.
     pub file: Arc<dyn File>,
-    /// Byte offset in it: a multiple of 4 KiB in every file past the page cache, of 512 bytes elsewhere.
+    /// Byte offset in the file: a multiple of 4 KiB if the file is opened with O_DIRECT, otherwise of 512 bytes.
     pub offset: u64,
-    /// Bytes to fetch from there.
+    /// Bytes to fetch from `offset`.
     pub length: usize,
-    /// Where the caller puts what it fetched: `length` bytes, rounded up to whole blocks. [`Device::finish_read`] may
-    /// put what they decode to in their place.
+    /// Where the caller puts the fetched bytes: `length` bytes, rounded up to whole blocks. [`Device::finish_read`] may
+    /// replace them by their decoded form.
     pub buffer: Option<Buffer>,
-    /// Which bytes of `buffer` the reply gets when the read is finished.
+    /// The bytes of `buffer` that belong to the reply, once the read is finished.
     pub delivered: Range<usize>,
-    /// CRC32C of each delivered block, where the device has verified block by block.
+    /// CRC32C of each delivered block, if the device verifies blocks one by one.
     pub verified: Option<Vec<u32>>,
 }
 
 impl Media {
-    /// A part that is delivered as it is fetched.
+    /// A part whose fetched bytes are delivered unchanged.
     pub fn new(file: Arc<dyn File>, offset: u64, length: usize) -> Self {
         Self { file, offset, length, buffer: None, delivered: 0..length, verified: None }
     }
 
-    /// What was fetched; nothing before.
+    /// The fetched bytes; empty before they are fetched.
     pub fn fetched(&self) -> &[u8] {
         self.buffer.as_deref().and_then(|bytes| bytes.get(..self.length)).unwrap_or(&[])
     }
 }
 
 impl Segment {
-    /// The bytes for the reply, once the read is finished. None of zeros.
+    /// The bytes for the reply, once the read is finished. Empty for zeros.
     pub fn delivered(&self) -> &[u8] {
         match self {
             Self::Zero { .. } => &[],
@@ -71,7 +71,7 @@ impl Segment {
         }
     }
 
-    /// Length of what it delivers, in bytes.
+    /// Number of bytes that the segment delivers.
     pub fn length(&self) -> usize {
         match self {
             Self::Zero { length } => *length,
@@ -81,32 +81,32 @@ impl Segment {
     }
 }
 
-/// What the end of a read found.
+/// The outcome of [`Device::finish_read`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verdict {
-    /// The segments deliver what the device holds.
+    /// The segments hold the content of the range.
     Good,
-    /// The range changed under the read: plan it again.
+    /// The range was changed during the read: plan the read again.
     Again,
 }
 
-/// A read whose places are known. While it lives, no place it names is given to another owner.
+/// A planned read. While it lives, no location that it names is reused for other data.
 pub struct ReadPlan {
-    /// The parts in order; together they cover the request, widened to whole blocks, or to whole sectors where the
-    /// device has no blocks.
+    /// The parts in order. Together they cover the request, widened to whole blocks, or to whole sectors on devices
+    /// without blocks.
     pub segments: Vec<Segment>,
-    /// Bytes of the first parts that lie before the request.
+    /// Bytes at the beginning of the segments that lie before the request.
     pub skip: usize,
     /// Length of the request in bytes.
     pub length: usize,
     /// Byte offset of the request.
     pub offset: u64,
-    /// What the device keeps for the read: until it is finished, no place in the plan is given to another owner.
+    /// What the device needs for the read. Until it is dropped, no location in the plan is reused for other data.
     pub guard: Option<Box<dyn Any + Send>>,
 }
 
 impl ReadPlan {
-    /// What each segment contributes to the reply: its index, and which of its bytes.
+    /// The parts of the reply: the index of each segment, and which of its bytes.
     pub fn parts(&self) -> impl Iterator<Item = (usize, Range<usize>)> {
         let (mut skip, mut left) = (self.skip, self.length);
         self.segments.iter().enumerate().filter_map(move |(index, segment)| {
@@ -119,7 +119,7 @@ impl ReadPlan {
         })
     }
 
-    /// True when the segments have every byte of the reply in memory. Call after a finished read.
+    /// True if the segments hold every byte of the reply in memory. Call after a finished read.
     pub fn is_whole(&self) -> bool {
         let there = |(index, range): (usize, Range<usize>)| match &self.segments[index] {
             Segment::Zero { .. } => range.len(),
@@ -128,7 +128,7 @@ impl ReadPlan {
         self.parts().map(there).sum::<usize>() == self.length
     }
 
-    /// The bytes of the reply, slice by slice, in order. Call after a finished read.
+    /// The bytes of the reply in order, as slices of the segments. Call after a finished read.
     pub fn slices(&self) -> Vec<&[u8]> {
         let mut out: Vec<&[u8]> = Vec::with_capacity(self.segments.len());
         for (index, range) in self.parts() {
@@ -147,9 +147,9 @@ impl ReadPlan {
         out
     }
 
-    /// The checksum of the reply. Call after a finished read.
+    /// The CRC32C of the reply. Call after a finished read.
     pub fn checksum(&self) -> u32 {
-        // What was verified block by block just now need not be summed again.
+        // Checksums of blocks that were just verified are combined instead of being computed again.
         let mut known = Vec::with_capacity(self.length / BLOCK_SIZE);
         for segment in &self.segments {
             match segment {
@@ -163,7 +163,7 @@ impl ReadPlan {
         }
     }
 
-    /// Fetches what lies on media, at once: for callers without a queue.
+    /// Fetches the parts that lie in files, blocking: for callers without a queue.
     pub fn fetch(&mut self) -> io::Result<()> {
         for segment in &mut self.segments {
             if let Segment::Media(media) = segment {
@@ -176,16 +176,16 @@ impl ReadPlan {
     }
 }
 
-/// A flush that was asked for. It completes in [`Device::finish_flush`], on whichever thread that is called.
+/// A requested flush. It completes in [`Device::finish_flush`], on the thread that calls it.
 #[derive(Default)]
 pub struct FlushTicket {
-    /// Which acknowledged writes it covers, as the device numbers them.
+    /// Which acknowledged writes the flush covers, as a number of the device.
     pub number: u64,
-    /// What the device keeps until it has completed.
+    /// What the device keeps until the flush has completed.
     pub guard: Option<Box<dyn Any + Send>>,
 }
 
-/// What a range is, for block status.
+/// Allocation state of a range, for block status.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Allocation {
     /// Holds data.
@@ -201,7 +201,7 @@ pub enum Allocation {
 pub struct StatusExtent {
     /// Length in bytes.
     pub length: u64,
-    /// What it is.
+    /// Its state.
     pub allocation: Allocation,
 }
 
@@ -210,7 +210,7 @@ pub struct StatusExtent {
 pub struct DirtyExtent {
     /// Length in bytes.
     pub length: u64,
-    /// True when it may differ from the snapshot.
+    /// True if it may differ from the snapshot.
     pub dirty: bool,
 }
 
@@ -226,59 +226,61 @@ pub trait Device: Send + Sync {
     /// True when writes are refused.
     fn read_only(&self) -> bool;
 
-    /// Finds where a range is.
+    /// Looks up where the bytes of a range are.
     fn plan_read(&self, offset: u64, length: usize) -> Result<ReadPlan>;
 
-    /// Verifies what was fetched, and decodes it where it is encoded. A block that fails its checksum twice is
-    /// `Corrupt`: counted and logged.
+    /// Verifies the fetched bytes, and decodes them where they are encoded. A block whose checksum fails twice gives
+    /// `Corrupt`, and is counted and logged.
     fn finish_read(&self, plan: &mut ReadPlan) -> Result<Verdict>;
 
-    /// Writes bytes at an offset. They may lie anywhere in memory; where they lie as far from the beginning of a block
-    /// of memory ([`SharedSlice::lead`]) as `offset` from that of a block, a device that keeps them copies none of the
-    /// whole blocks. With `fua` they are durable on return. May wait while the write buffer is full.
+    /// Writes bytes at an offset. `data` may have any alignment in memory. A device that keeps whole blocks of `data`
+    /// copies none of them if the position of `data` within a block of memory ([`SharedSlice::lead`]) equals that of
+    /// `offset` within a block. With `fua` the bytes are durable on return. May wait while the write buffer is full.
     fn write(&self, offset: u64, data: SharedSlice, fua: bool) -> Result<()>;
 
-    /// How full the write buffer is, in percent: background work lets it empty first.
+    /// Fill level of the write buffer in percent. Background work pauses while it is high.
     fn pressure(&self) -> u32 {
         0
     }
 
-    /// Gives a range back: it reads as zeros afterwards, but for what a full file system has no room to say that of.
+    /// Discards a range, which then reads as zeros. Parts of it may keep their data if a full file system has no room
+    /// to record the discard.
     fn discard(&self, offset: u64, length: u64, fua: bool) -> Result<()>;
 
-    /// Makes a range read as zeros. With `allocate` it keeps or takes space so that later writes there cannot run out.
+    /// Makes a range read as zeros. With `allocate` the range keeps or gets space, so that later writes to it cannot
+    /// fail for lack of space.
     fn write_zeroes(&self, offset: u64, length: u64, allocate: bool, fua: bool) -> Result<()>;
 
-    /// Asks for everything acknowledged before, by whatever connection, to be made durable. Never waits.
+    /// Requests that all writes acknowledged before, on any connection, become durable. Never waits.
     fn begin_flush(&self) -> Result<FlushTicket> {
-        // A device without numbers of its own counts from when the flush is carried out: that covers no less.
+        // A device that does not number its writes flushes everything in `finish_flush`, which covers at least as much.
         Ok(FlushTicket::default())
     }
 
-    /// Waits until what the ticket covers is durable, and makes it so unless another flush does.
+    /// Makes durable what the ticket covers, or waits for another flush that does.
     fn finish_flush(&self, ticket: FlushTicket) -> Result<()>;
 
-    /// Both at once, on this thread.
+    /// Begins and finishes a flush on this thread.
     fn flush(&self) -> Result<()> {
         self.finish_flush(self.begin_flush()?)
     }
 
-    /// Brings a range towards the caches; a hint.
+    /// Hints that a range will be read soon, so that the device can load it into its caches.
     fn prefetch(&self, offset: u64, length: u64) -> Result<()>;
 
     /// Grows or shrinks the disk.
     fn resize(&self, capacity: u64) -> Result<()>;
 
-    /// What a range is, at most `limit` extents; covers the whole range unless the limit cut it.
+    /// Allocation state of a range as at most `limit` extents, which cover the whole range unless the limit is reached.
     fn status(&self, offset: u64, length: u64, limit: usize) -> Result<Vec<StatusExtent>>;
 
-    /// Names of the snapshots that [`Device::changed_since`] takes.
+    /// The snapshots that [`Device::changed_since`] accepts.
     fn dirty_bases(&self) -> Vec<String>;
 
     /// What changed since snapshot `base` of the same disk, at most `limit` extents.
     fn changed_since(&self, base: &str, offset: u64, length: u64, limit: usize) -> Result<Vec<DirtyExtent>>;
 
-    /// Plans, fetches and finishes a read at once: for callers without a queue.
+    /// Plans, fetches and finishes a read, blocking: for callers without a queue.
     fn read_plan(&self, offset: u64, length: usize) -> Result<ReadPlan> {
         loop {
             let mut plan = self.plan_read(offset, length)?;
@@ -290,7 +292,7 @@ pub trait Device: Send + Sync {
         }
     }
 
-    /// Reads into memory at once.
+    /// Reads into memory, blocking.
     fn read(&self, offset: u64, length: usize) -> Result<Vec<u8>> {
         Ok(self.read_plan(offset, length)?.slices().concat())
     }

@@ -1,9 +1,9 @@
 //! The file systems on which a datastore may lie, and their restrictions.
 //!
-//! What a datastore needs: a lock that excludes others for as long as its owner writes; flushes that make writes
-//! durable; and space that stays reserved, also for overwrites. Without the first two, a datastore is not created
-//! unless the user insists. An existing one is opened on every file system, because a refusal would only keep its owner
-//! from the disks.
+//! A datastore needs three things: a lock that excludes other processes for as long as its owner writes, flushes that
+//! make writes durable, and space that stays reserved, also for overwrites. Where one of the first two is missing, a
+//! new datastore is refused unless the user insists. An existing datastore is opened on every file system, because
+//! refusing would only make its disks unreachable.
 
 use crate::foreign::IMAGES;
 use crate::location::Location;
@@ -32,35 +32,35 @@ pub struct FileSystemInfo {
     pub warnings: Vec<String>,
 }
 
-/// The suitability of a file system. The manual has the reasons.
+/// The suitability of a file system; `docs/manual/file-systems.md` has the reasons.
 pub fn suitability(kind: FileSystem) -> Suitability {
     use Suitability::{Good, Limited, Unsuitable};
     match kind {
         FileSystem::Ext | FileSystem::Xfs | FileSystem::Btrfs => Good,
         FileSystem::Memory => Limited("it is kept in memory, and nothing of it survives a restart of the machine"),
         FileSystem::Zfs => Limited(
-            "it copies on write and keeps no reserved space back: once the pool is full, overwrites and flushes fail, and \
-             the datastore stops until it is started again; keep room free by a reservation on the dataset",
+            "it copies on write and does not keep reserved space free: once the pool is full, overwrites and flushes \
+             fail, and the datastore stops until it is started again; keep space free by a reservation of the dataset",
         ),
         FileSystem::Overlay => Limited(
-            "it goes with its container, and flushes nothing if mounted with 'volatile'; use a volume of the host",
+            "it is deleted with its container, and flushes nothing if mounted with 'volatile'; use a host volume",
         ),
         FileSystem::Other(_) => Limited("lamina was not tested on it"),
         FileSystem::Nfs => Unsuitable(
-            "a lock there ends without notice when the server or the network is away for long, so that two owners may \
+            "a lock there ends without notice when the server or the network is down for long, so that two owners may \
              write, and a write may fail for lack of space after it was reserved",
         ),
         FileSystem::Smb => {
             Unsuitable("its locks and its flushes depend on mount options and on the server, and it reserves no space")
         }
         FileSystem::Network => Unsuitable("its locks may end without notice, so that two owners may write"),
-        FileSystem::Fuse => {
-            Unsuitable("locks, flushes and reserved space depend on the program behind it, which cannot be queried")
-        }
+        FileSystem::Fuse => Unsuitable(
+            "locks, flushes and reserved space depend on the program that implements it, which cannot be queried",
+        ),
     }
 }
 
-/// Refuses to make a datastore in a folder where its file system is unsuitable.
+/// Refuses a new datastore in a local folder if the file system there is unsuitable.
 pub fn check_for_new(location: &Location) -> Result<()> {
     let Some(path) = location.local_path() else { return Ok(()) };
     // The folder may not exist yet: then its parent decides.
@@ -72,7 +72,7 @@ pub fn check_for_new(location: &Location) -> Result<()> {
         Suitability::Unsuitable(why) => Err(Error::new(
             ErrorKind::Unsupported,
             format!(
-                "{} is on {}: {why}; use ext4, XFS or btrfs, or insist with --any-file-system",
+                "{} is on {}: {why}; use ext4, XFS or btrfs, or allow it with --any-file-system",
                 path.display(),
                 kind.name()
             ),
@@ -124,7 +124,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_loses_locks_or_flushes_is_unsuitable_and_what_loses_room_is_limited() {
+    fn file_systems_that_lose_locks_or_flushes_are_refused_and_those_that_lose_space_are_limited() {
         use FileSystem as Fs;
         for good in [Fs::Ext, Fs::Xfs, Fs::Btrfs] {
             assert_eq!(suitability(good), Suitability::Good);
@@ -138,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn a_folder_that_is_not_there_yet_is_judged_by_what_will_hold_it() {
+    fn a_missing_folder_is_judged_by_the_file_system_of_its_parent() {
         let memory = Path::new("/dev/shm");
         if memory.is_dir() {
             check_for_new(&memory.join("no/such/folder").into()).unwrap();

@@ -13,11 +13,11 @@ pub use vmdk::DeltaFormat;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Provisioning {
-    /// On first write.
+    /// Space is allocated on first write.
     Thin,
-    /// Reserved at creation, zeroed on first write.
+    /// Space is reserved at creation, and zeroed on first write.
     ZeroedThick,
-    /// Reserved and zeroed at creation.
+    /// Space is reserved and zeroed at creation.
     EagerZeroedThick,
 }
 
@@ -25,11 +25,11 @@ pub enum Provisioning {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub enum DiskFormat {
-    /// The datastore's own.
+    /// The datastore's native format.
     Native,
-    /// VMware's flat disk, with the provisioning type asked for.
+    /// VMware's flat disk, with the requested provisioning type.
     Vmdk,
-    /// An image of that kind.
+    /// A disk whose oldest image is of that kind.
     Image(ImageKind),
 }
 
@@ -79,7 +79,7 @@ pub struct NewDisk {
     pub provisioning: Provisioning,
     /// Its format.
     pub format: DiskFormat,
-    /// The format of its snapshots, if they are images; that of vSphere if this is not set.
+    /// The format of its snapshots, if they are images; vSphere's choice if `None`.
     pub delta: Option<DeltaFormat>,
 }
 
@@ -95,9 +95,9 @@ impl NewDisk {
 pub struct Counters {
     /// Blocks that its files cover.
     pub blocks: u64,
-    /// Blocks that have space.
+    /// Blocks with allocated space.
     pub nb: u64,
-    /// Of these, blocks that are zeroed on their first write.
+    /// Allocated blocks that are zeroed on their first write.
     pub tbz: u64,
 }
 
@@ -113,7 +113,7 @@ pub struct ImageFile {
 /// Further information about a disk in VMware's formats.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ImageDetails {
-    /// Kind of the base.
+    /// Kind of the base image.
     pub kind: String,
     /// Format of new deltas.
     pub delta: String,
@@ -123,7 +123,7 @@ pub struct ImageDetails {
     pub fragments: Option<u64>,
     /// Number of levels of the head's chain.
     pub levels: u64,
-    /// The most levels.
+    /// Limit of the number of levels.
     pub levels_max: u64,
     /// Formats of the levels, newest first.
     pub formats: Vec<String>,
@@ -135,11 +135,11 @@ pub struct ImageDetails {
     pub allocated: u64,
     /// Bytes of guest data in it, in whole grains.
     pub mapped: u64,
-    /// Bytes in it that nothing names: wiping and shrinking return them.
+    /// Bytes in it that nothing references: wiping and shrinking return them.
     pub dead: u64,
     /// True if there are levels that no snapshot needs.
     pub consolidation_needed: bool,
-    /// A live import: it is read from its images until the server has copied them into the datastore.
+    /// True during a live import: the disk is read from the imported images until the server has copied them.
     #[serde(default)]
     pub importing: bool,
 }
@@ -159,25 +159,25 @@ pub struct DiskInfo {
     pub format: String,
     /// The snapshot on which the head is based.
     pub parent_snapshot: Option<String>,
-    /// Linked clone of `disk@snapshot`.
+    /// For a linked clone, the `disk@snapshot` that it is based on.
     pub origin: Option<String>,
     /// Number of snapshots.
     pub snapshots: u64,
     /// Blocks of 4 KiB that the head of a native disk maps; `None` if counting was not requested.
     pub blocks_allocated: Option<u64>,
-    /// Of these, blocks that still have to be zeroed on first write.
+    /// Of these, blocks that are zeroed on their first write.
     pub blocks_to_be_zeroed: Option<u64>,
     /// Bytes of the head that no snapshot, clone or other disk shares; `None` if counting was not requested.
     pub exclusive: Option<u64>,
-    /// Clients that have it open now.
+    /// Number of clients that have the disk open.
     pub clients: u64,
-    /// These clients, and those that may come back, as far as the server knows them.
+    /// Connected clients, and clients that may reconnect, as far as the server knows them.
     #[serde(default)]
     pub users: Vec<DiskUser>,
-    /// The virtual machine that has the disk; `None` if that was not requested.
+    /// The virtual machine that uses the disk; `None` if that was not requested.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub machine: Option<String>,
-    /// Why it takes no writes any more; `None` while it does.
+    /// Why the disk has stopped taking writes; `None` if it has not.
     #[serde(default)]
     pub stopped: Option<String>,
     /// Creation time, seconds since 1970.
@@ -190,11 +190,11 @@ pub struct DiskInfo {
 /// A client of a disk or of a snapshot of it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DiskUser {
-    /// What it has open: `disk` or `disk@snapshot`.
+    /// What the client has open: `disk` or `disk@snapshot`.
     pub export: String,
-    /// Which client: its process, or its address.
+    /// The client, by its process or its address.
     pub client: String,
-    /// For how many seconds it still counts after its connection ended; `None` while it is connected.
+    /// Seconds for which the client still counts as a user after its connection ended; `None` while it is connected.
     pub grace: Option<u64>,
 }
 
@@ -220,22 +220,22 @@ pub struct SnapshotInfo {
     pub description: String,
 }
 
-/// Options of new snapshots.
+/// Options of a new snapshot.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SnapshotOptions {
-    /// Their description.
+    /// Its description.
     #[serde(default)]
     pub description: String,
-    /// The folder of new images; the disk's own if this is not set.
+    /// The folder of the new image; the disk's own folder if `None`.
     #[serde(default)]
     pub folder: Option<PathBuf>,
-    /// The format of new images; the disk's usual one if this is not set.
+    /// The format of the new image; the disk's usual delta format if `None`.
     #[serde(default)]
     pub delta: Option<DeltaFormat>,
 }
 
 impl SnapshotOptions {
-    /// True if an option is set that only images have.
+    /// True if an option is set that native snapshots do not support.
     pub(crate) fn is_special(&self) -> bool {
         *self != Self::default()
     }
@@ -245,35 +245,35 @@ impl SnapshotOptions {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Direction {
-    /// The snapshot's image goes into the newer one.
+    /// The snapshot's image is merged into the newer image.
     Up,
-    /// The newer image goes into the snapshot's.
+    /// The newer image is merged into the snapshot's image.
     Down,
 }
 
-/// The result of returning space, in bytes.
+/// The result of reclaiming space, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Reclaimed {
-    /// Found dead or full of zeros, and free for new data.
+    /// Bytes that were unreferenced or zeros and are now free.
     pub freed: u64,
-    /// Returned to the file system.
+    /// Bytes that were returned to the file system.
     pub returned: u64,
-    /// Moved for that.
+    /// Bytes that were moved in order to free space at the end of a file.
     pub moved: u64,
 }
 
 /// Changes of the tunables of a disk's chain; `None` leaves one unchanged.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Tuning {
-    /// Most extents in the metadata cache.
+    /// Limit of the metadata cache, in extents.
     pub metadata_entries: Option<u64>,
-    /// Bytes around a miss that are resolved with it.
+    /// Bytes around a cache miss that are looked up together with it.
     pub prefetch: Option<u64>,
-    /// Most extents that one prefetch brings.
+    /// Limit of the extents that one prefetch adds.
     pub prefetch_extents: Option<u64>,
     /// Bytes of the read cache; 0 for none.
     pub read_cache: Option<u64>,
-    /// Most levels of the chain.
+    /// Limit of the number of levels.
     pub levels_max: Option<u64>,
 }
 
@@ -290,7 +290,7 @@ pub struct LevelInfo {
     pub writable: bool,
 }
 
-/// Figures of a disk's chain, since it was opened.
+/// Statistics of a disk's chain, since the disk was opened.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DiskStatistics {
     /// The disk.
@@ -301,9 +301,9 @@ pub struct DiskStatistics {
     pub metadata: MetadataStatistics,
     /// The read cache.
     pub data: DataStatistics,
-    /// Writes of partial grains, which had to be filled up from below.
+    /// Writes of partial grains, for which the rest of the grain was read from lower levels.
     pub fills: u64,
-    /// Tunables as they are now.
+    /// The current tunables.
     pub tunables: Tuning,
 }
 
@@ -327,20 +327,20 @@ pub struct ChangedExtent {
     pub zero: bool,
 }
 
-/// Takes extents in order of offset. An error ends what gives them.
+/// Called with extents in order of offset. An error ends the enumeration.
 pub type EachExtent<'a> = &'a mut dyn FnMut(ChangedExtent) -> Result<()>;
 
-/// A datastore as a whole.
+/// Status of a datastore.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Status {
     /// Identity.
     pub uuid: String,
     /// On-disk format version.
     pub version: u32,
-    /// The file system that holds it; without a name if it is not on this machine.
+    /// The file system that holds the datastore; without a name if it is not a local one.
     #[serde(default)]
     pub file_system: FileSystemInfo,
-    /// Size of the file system that holds it, in bytes.
+    /// Size of that file system in bytes.
     pub capacity: u64,
     /// Bytes available in the file system.
     pub available: u64,
@@ -368,9 +368,9 @@ pub struct Status {
     pub checksum_errors: u64,
     /// Background work under way that is paced by the latency of clients.
     pub background_work: u64,
-    /// Its total limit in bytes per second now; 0 for no limit.
+    /// Current limit of that work in bytes per second, in total; 0 for none.
     pub background_rate: u64,
-    /// The I/O engine: `io_uring`, `threads`.
+    /// How I/O is submitted: `io_uring` or `threads`.
     pub engine: String,
     /// `buffered` or `direct`.
     pub io_mode: String,
@@ -381,7 +381,7 @@ pub struct Status {
 pub struct Finding {
     /// What is wrong, with the place.
     pub problem: String,
-    /// What was done about it, if anything.
+    /// How it was repaired; `None` if it was not.
     pub repaired: Option<String>,
 }
 
@@ -394,11 +394,11 @@ pub struct CheckReport {
     pub blocks: u64,
     /// Data blocks whose checksum was verified.
     pub verified: u64,
-    /// Bytes that nothing refers to.
+    /// Bytes that are allocated but not referenced.
     pub leaked: u64,
     /// Images checked.
     pub images: u64,
-    /// Bytes in images that nothing names.
+    /// Bytes in images that nothing references.
     pub dead: u64,
     /// The findings; empty if the datastore is clean.
     pub findings: Vec<Finding>,

@@ -1,4 +1,4 @@
-//! Disks over the native store, and over chains of foreign images, as guests, backup tools and users see them.
+//! Disks, snapshots and clones as clients and users see them, on the native store and on chains of VMware images.
 
 #![forbid(unsafe_code)]
 

@@ -7,7 +7,7 @@ use uuid::{Builder, Uuid};
 /// The longest name of a disk or snapshot, in bytes.
 const NAME_MAX: usize = 200;
 
-/// Checks the name of a disk or snapshot: it has to survive shells, URIs and export names.
+/// Checks the name of a disk or snapshot: it must be usable unquoted in shells, URIs and NBD export names.
 pub fn check(what: &str, name: &str) -> Result<()> {
     let refuse =
         |why: &str| Err(Error::new(ErrorKind::Invalid, format!("{what} name '{}' {why}", name.escape_debug())));
@@ -37,12 +37,12 @@ pub fn uuid_text(uuid: &[u8; 16]) -> String {
     Uuid::from_bytes(*uuid).to_string()
 }
 
-/// Reads the usual text form of an identity, and no other.
+/// Parses the usual text form of an identity; other forms give `None`.
 pub fn parse_uuid(text: &str) -> Option<[u8; 16]> {
     Some(text.parse::<Hyphenated>().ok()?.into_uuid().into_bytes())
 }
 
-/// Splits `disk@snapshot`.
+/// Splits `disk@snapshot` into its two names.
 pub fn split(target: &str) -> (&str, Option<&str>) {
     match target.split_once('@') {
         Some((disk, snapshot)) => (disk, Some(snapshot)),

@@ -1,17 +1,17 @@
-//! The pace of background work: as fast as the requests of clients stay within a target of latency, shared by all work
-//! under way.
+//! Pacing of background work: all work together runs as fast as possible while clients' requests stay within a target
+//! latency.
 //!
-//! A session reports how long its requests take ([`Foreground::served`]), as long as there is background work at all.
-//! Work asks for its rate, and reports what it moves ([`work::Throttle`]). In every [`WINDOW`] the rate of all work
-//! together is set anew, as congestion control of a network does it (additive increase, multiplicative decrease):
+//! While there is background work, sessions report how long requests take ([`Foreground::served`]). The work asks for
+//! its rate and reports the bytes that it moves ([`work::Throttle`]). After every [`WINDOW`] the common rate is
+//! adjusted as in congestion control of networks (additive increase, multiplicative decrease):
 //!
-//! | in the window | rate |
+//! | in the window | new rate |
 //! |---|---|
-//! | no request for [`IDLE`] | without limit |
-//! | over 1 % of the requests late, or none answered | [`DECREASE`] of what was moved, at least [`RATE_MIN`] |
-//! | else, where the work moved what it may | [`INCREASE`] more, at least [`RATE_STEP`] |
+//! | no request for [`IDLE`] | unlimited |
+//! | over 1 % of the requests late, or none completed | [`DECREASE`] times the rate achieved, at least [`RATE_MIN`] |
+//! | otherwise, if the work used its rate | [`INCREASE`] more, at least [`RATE_STEP`] more |
 //!
-//! [`RATE_MIN`] bounds the time of the work on a medium that cannot keep to the target at all.
+//! [`RATE_MIN`] ensures that the work ends on storage that cannot reach the target latency.
 
 use parking_lot::Mutex;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -19,51 +19,51 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 use work::{Progress, slower};
 
-/// Latency that 99 % of the requests of clients keep to while background work is under way, unless configured.
+/// Default target: the latency that 99 % of clients' requests stay within while background work runs.
 pub const TARGET_DEFAULT: Duration = Duration::from_millis(2);
 /// Time over which requests are counted before the rate is adjusted.
 const WINDOW: Duration = Duration::from_millis(50);
 /// Time without requests after which no client counts as active.
 const IDLE: Duration = Duration::from_millis(500);
-/// Time without requests after which work that has just begun takes clients for idle.
+/// Time without requests after which no client counts as active when background work begins.
 const IDLE_AT_FIRST: Duration = Duration::from_millis(100);
-/// Rate with which work begins, bytes per second.
+/// Initial rate in bytes per second, and the least one when clients become active.
 const RATE_FIRST: f64 = (64 << 20) as f64;
-/// Least rate of all work together, bytes per second.
+/// Minimum of the common rate, in bytes per second.
 const RATE_MIN: f64 = (8 << 20) as f64;
-/// Least increase of a window, bytes per second.
+/// Minimum increase per window, in bytes per second.
 const RATE_STEP: f64 = (4 << 20) as f64;
-/// Rates from here on are no limit.
+/// Rates of at least this many bytes per second count as unlimited.
 const RATE_MAX: f64 = (16u64 << 30) as f64;
-/// Share of the rate that a window adds.
+/// Increase per window, as a fraction of the rate.
 const INCREASE: f64 = 1.0 / 16.0;
-/// Share of what was moved that is left after a window with slow requests.
+/// Factor applied to the rate achieved in a window with late requests.
 const DECREASE: f64 = 0.7;
 
-/// The requests of clients, and what background work may do beside them.
+/// Latency of clients' requests, and the rate of background work that follows from it.
 pub struct Foreground {
-    /// Nanoseconds; 0 for no target.
+    /// Target latency in nanoseconds; 0 for none.
     target: AtomicU64,
-    /// Pieces of background work under way.
+    /// Number of background operations that are running.
     jobs: AtomicUsize,
     requests: AtomicU64,
     slow: AtomicU64,
-    /// Bytes that background work has moved.
+    /// Total bytes that background work has moved.
     moved: AtomicU64,
-    /// Sessions with requests that are not answered.
+    /// Number of sessions with requests that are not completed.
     waiting: AtomicUsize,
     control: Mutex<Control>,
 }
 
-/// The controller. Counters are as they were at the beginning of the window.
+/// State of the rate controller. Counters have their values at the beginning of the window.
 struct Control {
     began: Instant,
     requests: u64,
     slow: u64,
     moved: u64,
-    /// Bytes per second of all work together; [`RATE_MAX`] for no limit.
+    /// Common rate in bytes per second; [`RATE_MAX`] for no limit.
     rate: f64,
-    /// When a request was last seen.
+    /// When requests were last seen.
     active: Instant,
 }
 
@@ -73,12 +73,13 @@ impl Control {
         Self { began: now, requests: 0, slow: 0, moved: 0, rate: RATE_FIRST, active }
     }
 
-    /// Ends a window in which the counters reached these values; `waiting` with requests that are not answered.
+    /// Ends a window with the current values of the counters; `waiting` if a session has requests that are not
+    /// completed.
     fn end_window(&mut self, now: Instant, requests: u64, slow: u64, moved: u64, waiting: bool) {
         let seconds = now.duration_since(self.began).as_secs_f64();
         let (served, late) = (requests - self.requests, slow - self.slow);
         let speed = (moved - self.moved) as f64 / seconds;
-        // A request that is not answered within a window is late, whatever becomes of it.
+        // Requests that are not completed within a window count as late.
         let stuck = waiting && served == 0;
         if served > 0 || waiting {
             self.active = now;
@@ -88,7 +89,7 @@ impl Control {
         } else if stuck || late * 100 > served {
             self.rate = (self.rate.min(speed) * DECREASE).max(RATE_MIN);
         } else if self.rate >= RATE_MAX {
-            // Clients have become active beside work at full speed.
+            // Clients became active while the work was not limited.
             self.rate = speed.max(RATE_FIRST);
         } else if speed * 2.0 >= self.rate {
             self.rate += (self.rate * INCREASE).max(RATE_STEP);
@@ -98,7 +99,7 @@ impl Control {
 }
 
 impl Foreground {
-    /// Requests of clients are to stay within `target`; zero for work without regard to them.
+    /// Keeps clients' requests within `target`; zero disables pacing.
     pub fn new(target: Duration) -> Self {
         Self {
             target: AtomicU64::new(nanoseconds(target)),
@@ -116,18 +117,18 @@ impl Foreground {
         self.target.store(nanoseconds(target), Ordering::Relaxed);
     }
 
-    /// When a request arrives: now, if background work is under way that measures how long requests take.
+    /// The arrival time of a request; `None` if there is no background work, for which latency is measured.
     pub fn arrived(&self) -> Option<Instant> {
         (self.jobs.load(Ordering::Relaxed) > 0).then(Instant::now)
     }
 
-    /// A session has requests that are not answered, until what this gives is dropped.
+    /// Counts a session as having requests that are not completed, until the result is dropped.
     pub fn wait(self: &Arc<Self>) -> Waiting {
         self.waiting.fetch_add(1, Ordering::Relaxed);
         Waiting(Arc::clone(self))
     }
 
-    /// This many requests that arrived then are answered.
+    /// Reports that `count` requests which arrived at that time are completed.
     pub fn served(&self, arrived: Instant, count: u64) {
         self.requests.fetch_add(count, Ordering::Relaxed);
         if nanoseconds(arrived.elapsed()) > self.target.load(Ordering::Relaxed) {
@@ -135,7 +136,7 @@ impl Foreground {
         }
     }
 
-    /// Pieces of background work under way, and the rate of all of them together in bytes per second; 0 for no limit.
+    /// Number of background operations that are running, and their common rate in bytes per second; 0 for no limit.
     pub fn pace(&self) -> (usize, u64) {
         let rate = self.control.lock().rate;
         (self.jobs.load(Ordering::Relaxed), if rate >= RATE_MAX { 0 } else { rate as u64 })
@@ -144,7 +145,7 @@ impl Foreground {
     fn begin(&self) {
         let mut control = self.control.lock();
         if self.jobs.fetch_add(1, Ordering::Relaxed) == 0 {
-            // Nothing was counted since the last work ended.
+            // Requests of the time without background work do not count for the new rate.
             let counted = (self.requests.load(Ordering::Relaxed), self.slow.load(Ordering::Relaxed));
             *control = Control::new(Instant::now());
             (control.requests, control.slow) = counted;
@@ -152,7 +153,7 @@ impl Foreground {
         }
     }
 
-    /// Bytes per second that one of the pieces of work may move now; 0 for no limit.
+    /// Bytes per second that one background operation may move now; 0 for no limit.
     fn share(&self) -> u64 {
         if self.target.load(Ordering::Relaxed) == 0 {
             return 0;
@@ -161,7 +162,7 @@ impl Foreground {
         let now = Instant::now();
         if now.duration_since(control.began) >= WINDOW {
             let slow = self.slow.load(Ordering::Relaxed);
-            // After the slow ones, of which each is counted here first.
+            // Read after the late requests, so that every late request is counted here too.
             let requests = self.requests.load(Ordering::Relaxed);
             let waiting = self.waiting.load(Ordering::Relaxed) > 0;
             control.end_window(now, requests, slow, self.moved.load(Ordering::Relaxed), waiting);
@@ -177,7 +178,7 @@ fn nanoseconds(time: Duration) -> u64 {
     u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
 }
 
-/// A session that has requests to answer.
+/// A session with requests that are not completed.
 pub struct Waiting(Arc<Foreground>);
 
 impl Drop for Waiting {
@@ -186,7 +187,7 @@ impl Drop for Waiting {
     }
 }
 
-/// A piece of background work that gives way to clients. It counts as such once it asks for its rate.
+/// A background operation that is paced. It counts as running once it first asks for its rate.
 pub struct Background<'a> {
     progress: &'a dyn Progress,
     foreground: Arc<Foreground>,
@@ -194,7 +195,7 @@ pub struct Background<'a> {
 }
 
 impl<'a> Background<'a> {
-    /// Work watched by `progress`, beside these clients.
+    /// A background operation with progress `progress`, paced by the latency in `foreground`.
     pub fn new(progress: &'a dyn Progress, foreground: &Arc<Foreground>) -> Self {
         Self { progress, foreground: Arc::clone(foreground), begun: OnceLock::new() }
     }

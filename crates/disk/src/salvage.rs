@@ -2,11 +2,11 @@
 //!
 //! What holds:
 //!
-//! 1. Nothing is written to the datastore. It is locked like any other by its folder, where it has one and the file
-//!    system locks folders: no process writes it meanwhile.
-//! 2. Every range that is not what was written is named, and reads as zeros in the target. The target is made whole all
-//!    the same.
-//! 3. The ways of a conversion are used for everything else: formats, progress, interruption, all or nothing.
+//! 1. Nothing is written to the datastore. Its folder, if it has one, is locked on file systems that lock folders, so
+//!    that no other process writes to it meanwhile.
+//! 2. Ranges whose content cannot be recovered are reported, and read as zeros in the target. The target is completed
+//!    nevertheless.
+//! 3. Everything else works as in a conversion: formats, progress, cancellation, and that a failure leaves no target.
 
 use crate::convert::{Address, Source, SourceRun, TargetFormat, copy_into};
 use crate::location::Location;
@@ -23,20 +23,20 @@ use store::engine::{Salvage, SalvageVerdict, Salvaged, SalvagedPiece, merge_rang
 use work::Progress;
 
 const BLOCK: u64 = BLOCK_SIZE as u64;
-/// Blocks asked about at a time (64 MiB).
+/// Most blocks that one query covers (64 MiB).
 const ASK_BLOCKS: u64 = 1 << 14;
 
-/// What to read out of a datastore.
+/// A request to read disks out of a damaged datastore.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SalvageRequest {
-    /// Where it is.
+    /// Location of the datastore.
     pub datastore: Location,
-    /// What to read, and where to; otherwise what there is is listed.
+    /// What to extract; `None` lists what can be extracted.
     pub extract: Option<Extract>,
 }
 
-/// One disk or snapshot, and where it goes.
+/// A disk or snapshot to extract, and the target.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Extract {
@@ -44,77 +44,77 @@ pub struct Extract {
     pub disk: String,
     /// A snapshot of it.
     pub snapshot: Option<String>,
-    /// A file that is not there yet, or the location of another datastore.
+    /// A new file, or the location of another datastore.
     pub to: Location,
-    /// The format of a file.
+    /// The format, if the target is a file.
     pub format: Option<TargetFormat>,
-    /// The name of the disk in another datastore.
+    /// The name of the new disk, if the target is a datastore.
     pub name: Option<String>,
-    /// Most bytes a second; 0 for as fast as it goes.
+    /// Limit in bytes per second; 0 for none.
     pub rate: u64,
 }
 
 /// A range of bytes of a disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ByteRange {
-    /// Where it begins.
+    /// Its first byte.
     pub start: u64,
     /// Its length.
     pub length: u64,
 }
 
-/// What can be read.
+/// What can be extracted.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SalvageList {
     /// Disks and snapshots.
     pub objects: Vec<SalvageObject>,
-    /// Acknowledged changes at the end of the journal are lost.
+    /// True if acknowledged changes at the end of the journal are lost.
     pub behind: bool,
-    /// What is wrong with the datastore as a whole.
+    /// Problems of the datastore as a whole.
     pub notes: Vec<String>,
 }
 
-/// A disk or snapshot that can be read.
+/// A disk or snapshot that can be extracted.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SalvageObject {
-    /// The disk; of a snapshot whose disk is not known, `#` and its number.
+    /// The disk; `#` and a number for a snapshot whose disk is unknown.
     pub disk: String,
-    /// The snapshot.
+    /// The snapshot; `None` for the head.
     pub snapshot: Option<String>,
     /// Capacity in bytes.
     pub capacity: u64,
-    /// False where name and capacity come from a damaged page.
+    /// False if name and capacity come from a damaged page.
     pub proven: bool,
-    /// Bytes whose place is not known; what blocks are worth is found out when they are read.
+    /// Bytes whose location is unknown. Blocks with bad checksums are found only when they are read.
     pub lost: u64,
 }
 
-/// What was read out.
+/// Result of an extraction.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SalvageReport {
     /// `DISK` or `DISK@SNAPSHOT`.
     pub source: String,
-    /// A file, or a disk of another datastore.
+    /// Path of the new file, or name of the new disk.
     pub target: String,
-    /// Its format.
+    /// Format of the target.
     pub format: TargetFormat,
     /// Capacity in bytes.
     pub capacity: u64,
     /// Bytes that were not zeros.
     pub copied: u64,
-    /// What is lost: zeros in the target.
+    /// Ranges that are lost and read as zeros in the target.
     pub lost: Vec<ByteRange>,
-    /// What was being overwritten when the datastore stopped, and no flush ever covered.
+    /// Ranges that were being overwritten when the datastore stopped, and that no flush has covered.
     pub unverified: Vec<ByteRange>,
-    /// False where name and capacity come from a damaged page.
+    /// False if name and capacity come from a damaged page.
     pub proven: bool,
-    /// Acknowledged changes at the end of the journal are lost.
+    /// True if acknowledged changes at the end of the journal are lost.
     pub behind: bool,
-    /// What is wrong with the datastore as a whole.
+    /// Problems of the datastore as a whole.
     pub notes: Vec<String>,
 }
 
-/// A datastore that is read, and its lock.
+/// A datastore opened for salvage, and its lock.
 struct Opened {
     salvage: Arc<Salvage>,
     _lock: Option<Box<dyn Lock>>,
@@ -127,7 +127,7 @@ impl SalvageRequest {
         let lock = directory.lock_folder().map_err(|error| match error.kind() {
             std::io::ErrorKind::WouldBlock => Error::new(
                 ErrorKind::Busy,
-                format!("{location} is open in another process: stop that, or read disks through it"),
+                format!("{location} is open in another process: stop that process, or read the disks through it"),
             ),
             _ => Error::io(format!("locking {location}"), error),
         })?;
@@ -135,7 +135,7 @@ impl SalvageRequest {
         Ok(Opened { salvage: Arc::new(salvage), _lock: lock })
     }
 
-    /// Lists what can be read.
+    /// Lists what can be extracted.
     pub fn list(&self) -> Result<SalvageList> {
         let opened = self.open()?;
         let salvage = &opened.salvage;
@@ -155,7 +155,7 @@ impl SalvageRequest {
         Ok(SalvageList { objects, behind: salvage.is_behind(), notes: salvage.notes().to_vec() })
     }
 
-    /// Reads out what is asked for.
+    /// Extracts a disk or snapshot.
     pub fn extract(&self, extract: &Extract, progress: &dyn Progress) -> Result<SalvageReport> {
         let opened = self.open()?;
         let salvage = &opened.salvage;
@@ -163,7 +163,7 @@ impl SalvageRequest {
         let wanted = (extract.disk.clone(), extract.snapshot.clone());
         let found = all.iter().find(|one| names(&all, one) == wanted).ok_or_else(|| {
             let text = format!(
-                "no '{}' can be found in {at}; 'lamina salvage {at} --list' shows what can",
+                "no '{}' can be found in {at}; 'lamina salvage {at} --list' lists what can be found",
                 label(&wanted),
                 at = self.datastore
             );
@@ -197,7 +197,7 @@ impl SalvageRequest {
         })
     }
 
-    /// Copies to the target; returns the target's format, bytes and name.
+    /// Copies to the target; returns the target's format, the bytes copied and the target's name.
     fn copy(
         &self,
         extract: &Extract,
@@ -233,7 +233,7 @@ impl SalvageRequest {
     }
 }
 
-/// The format that the name of a file stands for.
+/// The target format that a file name extension stands for.
 fn format_of(path: &Path) -> Result<TargetFormat> {
     let name = path.extension().and_then(|extension| extension.to_str()).unwrap_or("");
     let format = match name.to_ascii_lowercase().as_str() {
@@ -241,14 +241,14 @@ fn format_of(path: &Path) -> Result<TargetFormat> {
         "vmdk" => "monolithicsparse",
         "ova" => "ova",
         _ => {
-            let text = format!("which format is '{}' to have? give --format", path.display());
+            let text = format!("the name '{}' does not tell the format: give --format", path.display());
             return Err(Error::new(ErrorKind::Invalid, text));
         }
     };
     format.parse()
 }
 
-/// How an object is called: its disk, and the snapshot if it is one.
+/// The name of an object: its disk, and its own name if it is a snapshot.
 fn names(all: &[Salvaged], one: &Salvaged) -> (String, Option<String>) {
     let object = &one.object;
     if !object.is_snapshot() {
@@ -262,33 +262,33 @@ fn label((disk, snapshot): &(String, Option<String>)) -> String {
     snapshot.as_ref().map_or_else(|| disk.clone(), |snapshot| format!("{disk}@{snapshot}"))
 }
 
-/// Ranges of blocks as bytes of a disk.
+/// Ranges of blocks as ranges of bytes, cut at the capacity.
 fn ranges_of(blocks: &[Range<u64>], capacity: u64) -> Vec<ByteRange> {
     let bytes = blocks.iter().map(|range| (range.start * BLOCK, (range.end * BLOCK).min(capacity)));
     bytes.filter(|(start, end)| start < end).map(|(start, end)| ByteRange { start, length: end - start }).collect()
 }
 
-/// What reading has found.
+/// Ranges with problems that reading has found so far.
 #[derive(Default)]
 struct Seen {
     lost: Vec<Range<u64>>,
     unverified: Vec<Range<u64>>,
 }
 
-/// A disk or snapshot as the source of a conversion.
+/// A disk or snapshot of a damaged datastore as the source of a conversion.
 struct SalvageSource {
     salvage: Arc<Salvage>,
     id: u64,
     capacity: u64,
-    /// Blocks whose place is not known.
+    /// Blocks whose location is unknown.
     lost: Vec<Range<u64>>,
-    /// What is known of the blocks ahead.
+    /// Results of the last query that are still ahead of the read position.
     pieces: VecDeque<(Range<u64>, SalvagedPiece)>,
     seen: Arc<Mutex<Seen>>,
 }
 
 impl SalvageSource {
-    /// What is at a block, and how far.
+    /// The state of the blocks from `block` on, and the range that has this state.
     fn piece_at(&mut self, block: u64) -> Result<(Range<u64>, SalvagedPiece)> {
         while self.pieces.front().is_some_and(|(range, _)| range.end <= block) {
             self.pieces.pop_front();

@@ -1,13 +1,13 @@
-//! Small records of a datastore: files of a line that says what they are, and JSON.
+//! Small record files of a datastore: a header line with kind, version and checksum, followed by JSON.
 //!
 //! ```text
 //! lamina KIND VERSION crc32c=XXXXXXXX
 //! { ... }
 //! ```
 //!
-//! 1. The checksum covers everything behind the first line, and counts as it was written, in the case of its digits
-//!    too. Any bytes give a record, or an error.
-//! 2. A file is replaced as a whole ([`backend::replace`]).
+//! 1. The checksum covers everything after the first line as it was written; its hexadecimal digits must match in case
+//!    too. Any input decodes to a record or an error.
+//! 2. A file is replaced atomically ([`backend::replace`]).
 
 pub use backend::replace::remove_if_there;
 use backend::{Directory, File, IoMode, replace};
@@ -17,26 +17,26 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use std::io;
 
-/// What a file is written as before it has its name.
+/// Suffix of the temporary file that is renamed to the record.
 pub const TEMPORARY: &str = ".new";
 
 /// A kind of record.
 pub struct Kind {
-    /// The word for it, in the file and in errors.
+    /// Its name, in the header line and in errors.
     pub word: &'static str,
     /// The version this program writes and reads.
     pub version: u32,
-    /// Largest file.
+    /// Size limit of a file in bytes.
     pub length_max: u64,
 }
 
 impl Kind {
-    /// The error of bytes that are no such record.
+    /// The error for bytes that are not such a record.
     pub fn corrupt(&self, what: &str) -> Error {
         Error::new(ErrorKind::Corrupt, format!("the record of a {} {what}", self.word))
     }
 
-    /// The bytes of a record.
+    /// Encodes a record.
     pub fn encode(&self, record: &impl Serialize) -> Result<Vec<u8>> {
         let Self { word, version, .. } = self;
         let mut body = serde_json::to_vec_pretty(record).map_err(|error| {
@@ -48,7 +48,7 @@ impl Kind {
         Ok(bytes)
     }
 
-    /// The record in some bytes; whether it holds together is for the caller to find.
+    /// Decodes a record. The caller checks whether its fields are consistent.
     pub fn decode<T: DeserializeOwned>(&self, bytes: &[u8]) -> Result<T> {
         let Self { word, version: own, .. } = self;
         let end = bytes.iter().position(|byte| *byte == b'\n').ok_or_else(|| self.corrupt("has no first line"))?;
@@ -71,7 +71,7 @@ impl Kind {
         serde_json::from_slice(body).map_err(|error| self.corrupt(&format!("cannot be parsed: {error}")))
     }
 
-    /// The bytes of a file; `None` when there is none.
+    /// The content of a file; `None` if it does not exist.
     pub fn read(&self, directory: &dyn Directory, name: &str) -> Result<Option<Vec<u8>>> {
         match directory.open(name, IoMode::Buffered) {
             Ok(file) => self.read_from(&*file, name).map(Some),
@@ -93,7 +93,7 @@ impl Kind {
         Ok(bytes)
     }
 
-    /// Removes a file, durably; one that is gone already is no error.
+    /// Removes a file durably; a missing file is not an error.
     pub fn remove(&self, directory: &dyn Directory, name: &str) -> Result<()> {
         remove_if_there(directory, name)
             .and_then(|()| directory.sync())
@@ -101,7 +101,7 @@ impl Kind {
     }
 }
 
-/// Writes a file, durably; in the place of an earlier one of that name.
+/// Writes a file durably, replacing an earlier one with that name.
 pub fn put(directory: &dyn Directory, name: &str, bytes: &[u8]) -> io::Result<()> {
     replace::durably(directory, name, &format!("{name}{TEMPORARY}"), bytes)
 }

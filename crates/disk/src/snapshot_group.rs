@@ -1,18 +1,18 @@
-//! What a datastore remembers of snapshots of several disks that are being taken at one point, when some of the disks
-//! are images: each of those has a record of its own, and the native ones have the journal. A power cut between them
-//! leaves all of the snapshots, or none.
+//! Snapshots of several disks at one point, when some of the disks are in VMware's formats. Each of these disks has its
+//! own record, and the native disks have the journal; a power cut between these writes must leave all of the snapshots
+//! or none. A file in the datastore records the group while the snapshots are taken.
 //!
 //! ```text
-//! put      the file names the disks, and the native snapshots by identity
-//! prepare  the record of each disk of images has the snapshot, with an empty delta above it
-//! point    every disk stands still; the native snapshots are durable, all in one batch of the journal
-//! push     writes of the disks of images go to the deltas
-//! remove   the file goes
+//! write    the file names the disks, and the native snapshots by identity
+//! prepare  the record of each disk in a VMware format has the snapshot, with an empty delta above it
+//! point    all disks are quiesced; the native snapshots are made durable in one batch of the journal
+//! push     writes to the disks in VMware's formats go to the deltas
+//! remove   the file is removed
 //! ```
 //!
-//! An opening that finds the file decides by what came last: the native snapshots, or where there are none, that no
-//! disk of images lacks its own. Where the group is not whole, no write has gone to a delta, and the snapshots of
-//! images are deleted, which moves nothing.
+//! If the file exists when the datastore is opened, the last step decides. The group is complete if the native
+//! snapshots exist, or, in a group without native disks, if every disk has its snapshot. Otherwise no delta has
+//! received a write, and the image snapshots are deleted, which moves no data.
 //!
 //! The layout is in `docs/format/snapshot-group.md`.
 
@@ -25,11 +25,11 @@ use error::{Error, ErrorKind, IoContext, Result};
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 
-/// How the files begin.
+/// Prefix of the files' names.
 const PREFIX: &str = "snapshot-group-";
 const KIND: Kind = Kind { word: "snapshot-group", version: 1, length_max: 4 << 20 };
 
-/// A snapshot of a disk of images.
+/// A snapshot of a disk in a VMware format.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct ImageSnapshot {
@@ -41,40 +41,40 @@ pub(crate) struct ImageSnapshot {
     pub uid: u32,
 }
 
-/// Snapshots that are there together or not at all.
+/// Snapshots of which all or none must exist.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Group {
-    /// Identity of the group, and of the file.
+    /// Identity of the group, part of the file's name.
     id: String,
-    /// It is decided that none of the snapshots stays; those of `images` are still to be deleted.
+    /// True once the group is abandoned; the snapshots in `images` are still to be deleted.
     taking_back: bool,
     /// Identities of the native snapshots.
     native: Vec<String>,
     images: Vec<ImageSnapshot>,
 }
 
-/// A group under way.
+/// A group whose snapshots are being taken.
 pub(crate) struct UnderWay {
     directory: Arc<dyn Directory>,
     group: Group,
 }
 
 impl UnderWay {
-    /// A group that nothing is remembered of yet.
+    /// A group without a record yet.
     pub fn new(directory: &Arc<dyn Directory>, native: &[[u8; 16]], images: Vec<ImageSnapshot>) -> Result<Self> {
         let id = names::uuid_text(&names::new_uuid()?);
         let native = native.iter().map(names::uuid_text).collect();
         Ok(Self { directory: Arc::clone(directory), group: Group { id, taking_back: false, native, images } })
     }
 
-    /// Remembers, durably, that these snapshots belong together: before the first of them is taken.
+    /// Writes the group's record durably, before the first snapshot is taken.
     pub fn begin(&self) -> Result<()> {
         put(&*self.directory, &self.group)
     }
 
-    /// After a failure: the snapshots that could not be taken back go at the next opening. Nothing is remembered of a
-    /// group that has none.
+    /// Abandons the group after a failure. Snapshots that could not be deleted stay in the record, and the next opening
+    /// deletes them; without any, the record is removed.
     pub fn take_back(&mut self, foreign: &Foreign) -> Result<()> {
         self.group.images.retain(|image| found(foreign, image).is_some_and(|(_, taken)| taken));
         if self.group.images.is_empty() {
@@ -84,7 +84,7 @@ impl UnderWay {
         put(&*self.directory, &self.group)
     }
 
-    /// The snapshots are there, or none of them is.
+    /// Removes the record: either all snapshots exist or none.
     pub fn end(&self) -> Result<()> {
         KIND.remove(&*self.directory, &file_name(&self.group.id)?)
     }
@@ -95,7 +95,7 @@ fn put(directory: &dyn Directory, group: &Group) -> Result<()> {
         .during(|| "recording snapshots that are taken together".into())
 }
 
-/// The disk of a snapshot, if it is open, and whether it has the snapshot.
+/// The disk of a snapshot if it is open, and whether it has the snapshot.
 fn found(foreign: &Foreign, image: &ImageSnapshot) -> Option<(Arc<ForeignDisk>, bool)> {
     let entry = foreign.entries().into_iter().find(|entry| entry.folder == image.folder)?;
     let is_it = |snapshot: &vmdk::SnapshotRecord| snapshot.name == image.snapshot && snapshot.uid == image.uid;
@@ -121,7 +121,7 @@ fn decode(bytes: &[u8], name: &str) -> Result<Group> {
     Ok(group)
 }
 
-/// Keeps groups whose taking was interrupted, or takes them back. While the datastore is opened.
+/// Completes or abandons groups that were interrupted, while the datastore is opened.
 pub(crate) fn recover(native: &Native, foreign: &Foreign) -> Result<()> {
     let directory = native.engine.directory();
     let names = directory.list().during(|| "looking for groups of snapshots".into())?;
@@ -132,7 +132,7 @@ pub(crate) fn recover(native: &Native, foreign: &Foreign) -> Result<()> {
         }
         let Some(bytes) = KIND.read(&**directory, name)? else { continue };
         let mut group = decode(&bytes, name)?;
-        // Decided once: what becomes of the snapshots later is no sign any more.
+        // The record is removed at once, because later changes of the snapshots would change the decision.
         if is_whole(&group, native, foreign) {
             KIND.remove(&**directory, name)?;
             continue;
@@ -148,7 +148,7 @@ pub(crate) fn recover(native: &Native, foreign: &Foreign) -> Result<()> {
     Ok(())
 }
 
-/// Whether the point was reached. Where there are native snapshots they came last, and all at once.
+/// Whether the group is complete. Native snapshots, which are taken last and all at once, decide if there are any.
 fn is_whole(group: &Group, native: &Native, foreign: &Foreign) -> bool {
     let has = |uuid: &String| {
         native.engine.with_catalog(|catalog| {
@@ -156,7 +156,7 @@ fn is_whole(group: &Group, native: &Native, foreign: &Foreign) -> bool {
             names::parse_uuid(uuid).is_some_and(|uuid| same(&uuid))
         })
     };
-    // A disk that cannot be opened now says nothing.
+    // A disk that cannot be opened does not decide.
     let lacks = |image: &ImageSnapshot| found(foreign, image).is_some_and(|(_, taken)| !taken);
     match (group.taking_back, group.native.is_empty()) {
         (true, _) => false,
@@ -165,8 +165,8 @@ fn is_whole(group: &Group, native: &Native, foreign: &Foreign) -> bool {
     }
 }
 
-/// Deletes a snapshot above which nothing was written; false where that has to wait for another opening, which does
-/// not keep the datastore shut: the disk cannot be opened, or the file system is full.
+/// Deletes a snapshot after which nothing was written. False if this has to wait for the next opening, because the disk
+/// cannot be opened or the file system is full; the datastore is opened nevertheless.
 fn take_back(image: &ImageSnapshot, foreign: &Foreign) -> bool {
     let Some((entry, taken)) = found(foreign, image) else {
         tracing::warn!(

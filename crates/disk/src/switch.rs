@@ -1,4 +1,4 @@
-//! What every client of the datastore holds: a device that can be exchanged for another while it is in use.
+//! The device that every client of the datastore holds. The device behind it can be exchanged while it is in use.
 //!
 //! ```text
 //!   client ── SwitchedDevice ─┐
@@ -7,19 +7,18 @@
 //!                                 exchange
 //! ```
 //!
-//! One [`Switch`] stands behind all clients of a disk (or of a snapshot), so that an exchange is seen by all at once.
+//! One [`Switch`] is shared by all clients of a disk (or of a snapshot), so that an exchange takes effect for all at
+//! once.
 //!
-//! 1. A request goes to one device from its beginning to its end: the one that was current when it began. A read that
-//!    was planned by a device is finished by that device, however long the client takes to fetch the data; so is a
-//!    flush.
-//! 2. [`Switch::exchange`] never waits for a request, and no request waits for an exchange: a request that begins
-//!    after it goes to the new device. [`Before::wait_unused`] waits until no request is inside the old one.
-//! 3. What is acknowledged must be in both devices while requests may be inside both: the caller of the exchange
-//!    ensures that (a migration puts a mirror between).
-//! 4. Whether a client may write is a matter of the client ([`SwitchedDevice`]), not of the device.
-//! 5. A new device knows nothing of writes that were lost with the one before, and would answer a flush with success.
-//!    After [`Switch::note_loss`], called before the exchange, the first flush of each client that was connected
-//!    answers an error.
+//! 1. A request uses one device from beginning to end: the current one when it began. A planned read is finished by the
+//!    device that planned it, however long the client takes to fetch the data; the same holds for a flush.
+//! 2. [`Switch::exchange`] never waits for a request, and no request waits for an exchange. A request that begins
+//!    afterwards uses the new device. [`Before::wait_unused`] waits until no request uses the old one.
+//! 3. While requests may use either device, acknowledged writes must be in both. The caller of the exchange ensures
+//!    that; a migration uses a mirror for it.
+//! 4. Whether a client may write is a property of the client ([`SwitchedDevice`]), not of the device.
+//! 5. A new device does not know of writes that were lost with its predecessor, and its flush would succeed. After
+//!    [`Switch::note_loss`], called before the exchange, the first flush of each connected client therefore fails.
 
 use crate::device::{Device, DirtyExtent, FlushTicket, ReadPlan, StatusExtent, Verdict};
 use backend::SharedSlice;
@@ -34,21 +33,21 @@ use std::time::Duration;
 #[cfg(test)]
 mod tests;
 
-/// How often it is looked whether an old device is still used.
+/// Interval at which `wait_unused` checks whether the old device is still used.
 const UNUSED_POLL: Duration = Duration::from_micros(200);
 
-/// A device; its references count the requests that are inside it.
+/// A device; the references to this value count the requests that use it.
 struct Held {
     device: Arc<dyn Device>,
-    /// It stands in for the disk's own device ([`Switch::suspend`]).
+    /// True for a temporary replacement of the disk's own device ([`Switch::suspend`]).
     stands_in: bool,
 }
 
-/// The place where the current device of a disk stands.
+/// Holds the current device of a disk or snapshot.
 pub struct Switch {
     held: RwLock<Arc<Held>>,
     clients: AtomicU64,
-    /// How often acknowledged writes may have been lost with a device.
+    /// How often acknowledged writes may have been lost at an exchange.
     losses: AtomicU64,
 }
 
@@ -58,7 +57,7 @@ pub struct Before {
 }
 
 impl Switch {
-    /// A switch to that device.
+    /// A switch whose current device is `device`.
     pub fn new(device: Arc<dyn Device>) -> Arc<Self> {
         let held = RwLock::new(Arc::new(Held { device, stands_in: false }));
         Arc::new(Self { held, clients: AtomicU64::new(0), losses: AtomicU64::new(0) })
@@ -69,22 +68,22 @@ impl Switch {
         Arc::clone(&self.enter().device)
     }
 
-    /// Clients that have it open.
+    /// Number of clients that have the disk or snapshot open.
     pub fn clients(&self) -> u64 {
         self.clients.load(Ordering::Acquire)
     }
 
-    /// Sends requests that begin from now on to another device.
+    /// Makes `device` the current device for requests that begin from now on.
     pub fn exchange(&self, device: Arc<dyn Device>) -> Before {
         self.replace(Held { device, stands_in: false })
     }
 
-    /// As [`Switch::exchange`], to a device that refuses requests until the disk's own one comes.
+    /// As [`Switch::exchange`], with a device that refuses requests until the disk's own device is available again.
     pub fn suspend(&self, device: Arc<dyn Device>) -> Before {
         self.replace(Held { device, stands_in: true })
     }
 
-    /// Whether the current device is one that [`Switch::suspend`] put there.
+    /// Whether the current device was set by [`Switch::suspend`].
     pub fn is_suspended(&self) -> bool {
         self.held.read().stands_in
     }
@@ -93,12 +92,12 @@ impl Switch {
         Before { held: std::mem::replace(&mut *self.held.write(), Arc::new(held)) }
     }
 
-    /// Undoes an exchange. Requests that have been inside the device since before count as such for the next one.
+    /// Undoes an exchange. Requests that still use the old device are waited for at the next exchange.
     pub fn restore(&self, before: Before) {
         *self.held.write() = before.held;
     }
 
-    /// Acknowledged writes that were not flushed may be lost with the current device. To call before an exchange.
+    /// Records that writes which were acknowledged but not flushed may be lost. To be called before an exchange.
     pub fn note_loss(&self) {
         self.losses.fetch_add(1, Ordering::SeqCst);
     }
@@ -109,12 +108,12 @@ impl Switch {
 }
 
 impl Before {
-    /// The device.
+    /// The device before the exchange.
     pub fn device(&self) -> &Arc<dyn Device> {
         &self.held.device
     }
 
-    /// Waits until no request is inside it; false when `cancelled` said so before.
+    /// Waits until no request uses the device; false if `cancelled` returned true first.
     pub fn wait_unused(&self, cancelled: &dyn Fn() -> bool) -> bool {
         while Arc::strong_count(&self.held) > 1 {
             if cancelled() {
@@ -126,13 +125,13 @@ impl Before {
     }
 }
 
-/// What keeps a disk or snapshot from being deleted: counted until dropped.
+/// A counted client, which keeps a disk or snapshot from being deleted until it is dropped.
 pub(crate) struct Client {
     switch: Arc<Switch>,
 }
 
 impl Client {
-    /// Where it is connected.
+    /// The switch that counts the client.
     pub fn switch(&self) -> &Arc<Switch> {
         &self.switch
     }
@@ -149,28 +148,28 @@ impl Drop for Client {
     }
 }
 
-/// What is behind a switch, whatever its name is now.
+/// The disk or snapshot behind a switch, independent of its name.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Identity {
     /// A disk or snapshot of the native store.
     Native(u64),
-    /// A disk of another maker's format by its folder, or a snapshot of it.
+    /// A disk in a VMware format or a snapshot of it.
     Foreign {
-        /// The folder.
+        /// The disk's folder.
         folder: String,
         /// The snapshot; `None` for the head.
         snapshot: Option<String>,
     },
 }
 
-/// The switches of everything that is open.
+/// The switches of all open disks and snapshots.
 #[derive(Default)]
 pub(crate) struct Switches {
     open: Mutex<BTreeMap<Identity, Weak<Switch>>>,
 }
 
 impl Switches {
-    /// Counts a client of what `identity` names; `open` opens it when no client has it open.
+    /// Counts a client of a disk or snapshot; `open` is called if no client has it open.
     pub fn attach(&self, identity: Identity, open: impl FnOnce() -> Result<Arc<dyn Device>>) -> Result<Client> {
         let mut all = self.open.lock();
         if let Some(switch) = all.get(&identity).and_then(Weak::upgrade) {
@@ -182,22 +181,22 @@ impl Switches {
         Ok(Client::new(switch))
     }
 
-    /// The switch of what `identity` names, if a client has it open.
+    /// The switch of a disk or snapshot, if a client has it open.
     pub fn get(&self, identity: &Identity) -> Option<Arc<Switch>> {
         self.open.lock().get(identity).and_then(Weak::upgrade)
     }
 
-    /// True while anything has clients.
+    /// Whether any disk or snapshot has clients.
     pub fn in_use(&self) -> bool {
         self.open.lock().values().filter_map(Weak::upgrade).any(|switch| switch.clients() > 0)
     }
 
-    /// How many clients it has.
+    /// Number of clients that a disk or snapshot has.
     pub fn clients(&self, identity: &Identity) -> u64 {
         self.get(identity).map_or(0, |switch| switch.clients())
     }
 
-    /// What was behind one identity is behind another from now on, perhaps in another datastore: a disk that moved.
+    /// Assigns a switch to a new identity, perhaps in another datastore, after its disk was migrated.
     pub fn hand_over(&self, identity: &Identity, to: &Switches, new: Identity) {
         let switch = self.open.lock().remove(identity);
         if let Some(switch) = switch {
@@ -205,7 +204,7 @@ impl Switches {
         }
     }
 
-    /// Refuses with `Busy` while clients have it open.
+    /// Returns `Busy` while clients have the disk or snapshot open.
     pub fn refuse_in_use(&self, identity: &Identity, what: &str) -> Result<()> {
         match self.clients(identity) {
             0 => Ok(()),
@@ -217,7 +216,7 @@ impl Switches {
     }
 }
 
-/// A disk or snapshot as a client has it open.
+/// A disk or snapshot as opened by a client.
 pub struct SwitchedDevice {
     name: String,
     read_only: bool,
@@ -226,26 +225,28 @@ pub struct SwitchedDevice {
     told: Told,
 }
 
-/// Which losses a client was told of: how many there were when it attached or got the last error for one.
+/// Which losses have been reported to a client: the value of `losses` when it connected or last got an error for a
+/// loss.
 struct Told {
     by_flush: AtomicU64,
-    /// Apart from flushes: a client that repeats a failed request of this kind takes only that request for lost.
+    /// Counted separately from flushes: after a failed FUA write the client repeats only this write, so its next flush
+    /// must fail too.
     by_fua: AtomicU64,
 }
 
-/// What the plan of a read or the ticket of a flush keeps: the device that made it, and what that device keeps.
+/// The guard of a planned read or of a flush: the device that made it, and the guard of that device.
 struct Origin {
     held: Arc<Held>,
     guard: Option<Box<dyn Any + Send>>,
 }
 
 impl SwitchedDevice {
-    /// A client's view of what is behind a switch.
+    /// A new client of a switch, counted until dropped.
     pub fn new(name: impl Into<String>, read_only: bool, switch: Arc<Switch>) -> Self {
         Self::over(name, read_only, Client::new(switch))
     }
 
-    /// The same for a client that is counted already.
+    /// As [`SwitchedDevice::new`], for a client that is already counted.
     pub(crate) fn over(name: impl Into<String>, read_only: bool, client: Client) -> Self {
         let losses = || AtomicU64::new(client.switch.losses.load(Ordering::SeqCst));
         let told = Told { by_flush: losses(), by_fua: losses() };
@@ -254,14 +255,14 @@ impl SwitchedDevice {
 
     fn writer(&self) -> Result<Arc<Held>> {
         let held = self.switch.enter();
-        // A device that refuses by itself says better why.
+        // The error of a device that is read-only itself is more specific.
         if self.read_only && !held.device.read_only() {
             return Err(Error::new(ErrorKind::ReadOnly, format!("{} is open for reading only", self.name)));
         }
         Ok(held)
     }
 
-    /// As [`SwitchedDevice::writer`], for a request that may ask to be durable on return.
+    /// As [`SwitchedDevice::writer`]; with `fua` a loss is reported too.
     fn durable_writer(&self, fua: bool) -> Result<Arc<Held>> {
         let held = self.writer()?;
         if fua {
@@ -270,8 +271,8 @@ impl SwitchedDevice {
         Ok(held)
     }
 
-    /// An error, once, after acknowledged writes may have been lost. Called inside the device that the request goes to:
-    /// asked before, it would miss a loss that is noted until the request gets there.
+    /// Returns an error once after a loss of acknowledged writes. It is called after the device was entered, because a
+    /// loss could otherwise be recorded between this check and the request.
     fn tell_loss(&self, told: &AtomicU64) -> Result<()> {
         let losses = self.switch.losses.load(Ordering::SeqCst);
         if self.read_only || told.swap(losses, Ordering::SeqCst) == losses {
@@ -279,7 +280,7 @@ impl SwitchedDevice {
         }
         let text = format!(
             "{}: the disk was opened again after a failure, and writes that were acknowledged before and not flushed \
-             may be lost; said once, later flushes count",
+             may be lost; reported once, later flushes are valid",
             self.name
         );
         Err(Error::new(ErrorKind::Io, text))
@@ -319,7 +320,7 @@ impl Device for SwitchedDevice {
                 }
                 verdict
             }
-            // Finished before: there is nothing left to verify against.
+            // The read was finished before, so there is nothing left to verify.
             Some(Err(guard)) => {
                 plan.guard = Some(guard);
                 self.switch.enter().device.finish_read(plan)
@@ -356,7 +357,10 @@ impl Device for SwitchedDevice {
     fn finish_flush(&self, mut ticket: FlushTicket) -> Result<()> {
         let origin = ticket.guard.take().and_then(|guard| guard.downcast::<Origin>().ok());
         let Origin { held, guard } = *origin.ok_or_else(|| {
-            Error::new(ErrorKind::Invalid, format!("{}: a flush was finished that was not asked for here", self.name))
+            Error::new(
+                ErrorKind::Invalid,
+                format!("{}: a flush was finished that this device did not begin", self.name),
+            )
         })?;
         ticket.guard = guard;
         held.device.finish_flush(ticket)

@@ -1,5 +1,5 @@
-//! Conversions on the file system of the host: every pair of formats, chains and archives, compared with a model byte
-//! for byte and with QEMU where it reads the format; and everything that is refused, leaving nothing.
+//! Conversions between every pair of formats, of chains and of archives, compared byte for byte with a model, and with
+//! QEMU where it reads the format. Conversions that are refused must leave nothing.
 
 #![allow(clippy::unwrap_used)]
 
@@ -19,14 +19,14 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use testkit::Random;
 
 const MIB: u64 = 1 << 20;
-/// Ends within a block and within every larger grain.
+/// A capacity that ends within a block and within every larger grain.
 const ODD: u64 = 9 * MIB + 512;
 
 fn folder() -> tempfile::TempDir {
     tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap()
 }
 
-/// Writes some runs of bytes at any sector, and zeros over others.
+/// Writes random data to some ranges of sectors, and zeros to others.
 fn scribble(model: &mut [u8], random: &mut Random, mut write: impl FnMut(u64, &[u8])) {
     let sectors = model.len() as u64 / 512;
     for turn in 0..24 {
@@ -53,7 +53,7 @@ fn run(program: &str, folder: &Path, arguments: &[&str]) {
     assert!(output.status.success(), "{program} {arguments:?}: {text}");
 }
 
-/// The disk as QEMU reads it.
+/// Content of the disk as QEMU reads it.
 fn by_qemu(path: &Path, format: &str) -> Vec<u8> {
     let raw = path.with_extension("by-qemu");
     let (from, to) = (path.to_str().unwrap(), raw.to_str().unwrap());
@@ -63,7 +63,7 @@ fn by_qemu(path: &Path, format: &str) -> Vec<u8> {
     bytes
 }
 
-/// The disk as the chain reads it, not by way of a conversion.
+/// Content of the disk as its chain reads it, without a conversion.
 fn content(path: &Path, format: Option<Format>) -> Vec<u8> {
     let options = layer::image::OpenOptions { format, ..Default::default() };
     let opened = open_chain(Place::local(path, &[]).unwrap(), &options).unwrap();
@@ -111,7 +111,7 @@ fn names(path: &Path) -> Vec<String> {
     names
 }
 
-/// The name of a file of that format.
+/// A file name for a format.
 fn file_of(format: TargetFormat, stem: &str) -> String {
     match format {
         TargetFormat::Ova => format!("{stem}.ova"),
@@ -120,7 +120,7 @@ fn file_of(format: TargetFormat, stem: &str) -> String {
     }
 }
 
-/// Compares a target with the model, in every way that there is.
+/// Compares a target with the model, with every available reader.
 fn check_target(path: &Path, format: TargetFormat, model: &[u8], what: &str) {
     match format {
         TargetFormat::Image(ImageKind::Raw) => assert!(std::fs::read(path).unwrap() == model, "{what}"),
@@ -129,7 +129,7 @@ fn check_target(path: &Path, format: TargetFormat, model: &[u8], what: &str) {
             convert(path, &raw, TargetFormat::Image(ImageKind::Raw)).unwrap();
             assert!(std::fs::read(&raw).unwrap() == model, "{what}");
             std::fs::remove_file(raw).unwrap();
-            // And with tar and QEMU.
+            // The archive is also unpacked with tar and read with QEMU.
             let folder = path.parent().unwrap().join("unpacked");
             std::fs::create_dir(&folder).unwrap();
             run("tar", &folder, &["-xf", path.to_str().unwrap()]);
@@ -163,7 +163,7 @@ fn every_format_becomes_every_other() {
     let mut sources: Vec<(String, Address)> =
         ["source.qcow2", "packed.qcow2"].map(|name| (name.to_owned(), Address::Path(path.join(name)))).to_vec();
     let mut made = 0;
-    // The first round makes every format of the raw disk; the second each of each.
+    // The first round converts the raw disk to every format, the second round every format to every format.
     let formats: Vec<TargetFormat> = TargetFormat::all().collect();
     for format in &formats {
         let target = match format {
@@ -218,15 +218,15 @@ fn every_format_becomes_every_other() {
         }
     }
     assert_eq!(made, (formats.len() + 2) * formats.len());
-    // The snapshots that were read are gone.
+    // The temporary snapshots of the conversions are deleted.
     assert!(store.snapshots(None).unwrap().is_empty());
     let report = store.check(disk::CheckOptions { data: true, repair: false }, &NoProgress).unwrap();
     assert!(report.findings.is_empty(), "{report:?}");
     store.close().unwrap();
 }
 
-/// A chain of `depth` deltas of one kind above a base, written at random through all levels in turn; the model of each
-/// level.
+/// A chain of `depth` deltas of one kind above a base, with random data written at every level. Returns the path and
+/// the model of each level.
 fn make_chain(path: &Path, base: ImageKind, delta: ImageKind, depth: usize, seed: u64) -> Vec<(PathBuf, Vec<u8>)> {
     let mut model = vec![0; ODD as usize];
     let mut random = Random(seed);
@@ -246,7 +246,7 @@ fn make_chain(path: &Path, base: ImageKind, delta: ImageKind, depth: usize, seed
         let opened = open_chain(Place::local(&new.path, &[]).unwrap(), &options).unwrap();
         let chain = Chain::open("written", opened.layers(), chain::Options::default()).unwrap();
         scribble(&mut model, &mut random, |start, bytes| {
-            // Zeros are sometimes said and sometimes written.
+            // Zeros are sometimes written as data, and sometimes with the zero operation.
             match bytes.iter().all(|byte| *byte == 0) && bytes.len() > 512 {
                 true => chain.zero(start, bytes.len() as u64, false).unwrap(),
                 false => chain.write(start, bytes).unwrap(),
@@ -290,12 +290,12 @@ fn chains_become_one_image() {
     }
 }
 
-/// As old versions of QEMU made them: without a word on what the backing file is.
+/// Removes the backing format from a qcow2 header, as old versions of QEMU did not write it.
 fn forget_backing_format(path: &Path) {
     let mut bytes = std::fs::read(path).unwrap();
     let tag = [0xe2, 0x79, 0x2a, 0xca];
     let at = bytes[..4096].windows(4).position(|word| word == tag).unwrap();
-    // An extension of the header of an unknown type, which readers skip.
+    // A header extension of unknown type, which readers skip.
     bytes[at..at + 4].copy_from_slice(&[0x11, 0x22, 0x33, 0x44]);
     std::fs::write(path, bytes).unwrap();
 }
@@ -320,14 +320,14 @@ fn qcow2_is_read_with_its_backing_files() {
     let formats: Vec<&str> = info.levels.iter().map(|level| level.format.as_str()).collect();
     assert_eq!(formats, ["qcow2", "qcow2", "raw"]);
 
-    // Above a VMDK.
+    // A qcow2 image above a VMDK.
     convert(&path.join("base.raw"), &path.join("base.vmdk"), TargetFormat::Image(ImageKind::MonolithicSparse)).unwrap();
     qemu(&["create", "-q", "-f", "qcow2", "-F", "vmdk", "-b", "base.vmdk", "above.qcow2"]);
     let raw = path.join("above.raw");
     convert(&path.join("above.qcow2"), &raw, TargetFormat::Image(ImageKind::Raw)).unwrap();
     assert!(std::fs::read(&raw).unwrap() == model);
 
-    // What is not said is not guessed, and what is elsewhere has to be allowed.
+    // A missing backing format is not guessed, and a backing file in another folder must be allowed explicitly.
     forget_backing_format(&path.join("middle.qcow2"));
     let refused = convert(&path.join("top.qcow2"), &path.join("no.vmdk"), TargetFormat::Image(ImageKind::Thin));
     let error = refused.err().unwrap();
@@ -338,7 +338,7 @@ fn qcow2_is_read_with_its_backing_files() {
     let mut outside = conversion(&inner.join("top.qcow2"), &path.join("no.vmdk"), TargetFormat::Image(ImageKind::Thin));
     let error = outside.run(None, &NoProgress).err().unwrap();
     assert!(error.kind() == ErrorKind::Invalid && error.to_string().contains("--allow-folder"), "{error}");
-    // A file of that name in the image's own folder is not the backing file.
+    // A file with the same name in the image's own folder is not used as the backing file.
     std::fs::write(inner.join("base.raw"), vec![1; MIB as usize]).unwrap();
     outside.options.permitted = vec![path.to_path_buf()];
     outside.run(None, &NoProgress).unwrap();
@@ -350,7 +350,7 @@ fn qcow2_is_read_with_its_backing_files() {
     }
 }
 
-/// Stops the work after a number of calls.
+/// Cancels the work after a number of calls.
 struct Patience(AtomicU64);
 
 impl Progress for Patience {
@@ -394,7 +394,7 @@ fn stopped_at_any_time_it_leaves_nothing() {
                 }
             }
         }
-        assert!(ended, "{format} is never done");
+        assert!(ended, "the operation on {format} never ends");
         if format == TargetFormat::Native {
             store.delete_disk("vm", false).unwrap();
         }
@@ -415,7 +415,7 @@ fn what_a_crash_left_is_removed_by_the_next() {
     for kind in ImageKind::ALL {
         let format = TargetFormat::Image(kind);
         let to = path.join(file_of(format, "vm"));
-        // As it is when the power goes before the end: everything is there but the name.
+        // The state after a power cut before the end: the target is complete but still has its temporary name.
         let made = convert(&path.join("a.raw"), &to, format).unwrap();
         let unfinished = path.join(format!("{}.lamina-new", to.file_name().unwrap().to_str().unwrap()));
         std::fs::rename(&to, &unfinished).unwrap();
@@ -428,7 +428,7 @@ fn what_a_crash_left_is_removed_by_the_next() {
     }
 }
 
-/// Writes to the disk while it is read.
+/// A progress that writes to the disk while it is read.
 struct Meanwhile<F: Fn(u64) + Sync>(F);
 
 impl<F: Fn(u64) + Sync> Progress for Meanwhile<F> {
@@ -472,12 +472,12 @@ fn a_disk_is_read_as_it_was_when_the_conversion_began() {
             assert!(bytes[at..at + 4096] == [1; 4096] && rest.iter().all(|byte| *byte == 0), "{format}");
         }
         assert!(store.snapshots(None).unwrap().is_empty(), "{format}");
-        assert_eq!(device.read(0, 4096).unwrap(), [2; 4096], "{format}: what was written meanwhile stays");
+        assert_eq!(device.read(0, 4096).unwrap(), [2; 4096], "{format}: writes during the operation are kept");
     }
 }
 
 #[test]
-fn disks_in_vmwares_formats_are_ends_too() {
+fn disks_in_vmwares_formats_are_sources_and_targets() {
     let outer = folder();
     let path = outer.path();
     let store = store(&path.join("store"));
@@ -500,7 +500,7 @@ fn disks_in_vmwares_formats_are_ends_too() {
         }
         assert!(disk_content(&store, "vm") == model, "{kind}");
         assert!(std::fs::read(path.join("b.raw")).unwrap() == model, "{kind}");
-        // Nothing is left of one that was stopped.
+        // A cancelled conversion leaves nothing.
         for patience in [0, 2, 5] {
             let conversion = Conversion {
                 from: Address::Disk("back".into()),

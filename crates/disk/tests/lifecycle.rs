@@ -1,4 +1,4 @@
-//! The shortest way through everything.
+//! A short run through all operations of a datastore.
 #![allow(clippy::unwrap_used)]
 
 use backend::{Buffer, SharedSlice};
@@ -38,7 +38,7 @@ fn a_disk_stays_while_one_of_its_snapshots_is_open() {
 }
 
 #[test]
-fn a_disk_gets_no_name_that_means_something_else() {
+fn a_disk_name_with_another_meaning_is_refused() {
     let (_dir, ds) = made();
     for name in ["", "a@b", "a/b", "..", "a b", "-a", "\u{7f}", &"n".repeat(300)] {
         assert_eq!(ds.rename_disk("a", name).unwrap_err().kind(), ErrorKind::Invalid, "'{name}'");

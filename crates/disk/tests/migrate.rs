@@ -1,4 +1,4 @@
-//! Disks that move between all formats, with their snapshots, under clients that write and verify all the time.
+//! Migrations between all formats, with snapshots, while clients write and verify.
 
 #![allow(clippy::unwrap_used)]
 
@@ -14,7 +14,7 @@ use std::time::Duration;
 use testkit::Random;
 
 const CAPACITY: usize = 6 << 20;
-/// The formats, and how native ones take their space.
+/// The formats, with the provisioning types of native disks.
 const FORMATS: [(&str, Provisioning); 9] = [
     ("native", Provisioning::Thin),
     ("thin", Provisioning::Thin),
@@ -74,7 +74,7 @@ fn scribble(device: &dyn Device, model: &mut [u8], random: &mut Random, times: u
     }
 }
 
-/// What a disk and its snapshots hold.
+/// Expected content of a disk and its snapshots.
 struct Model {
     head: Vec<u8>,
     snapshots: BTreeMap<String, Vec<u8>>,
@@ -143,7 +143,7 @@ fn every_format_moves_to_every_other_with_its_snapshots_under_a_client() {
         let stop = AtomicBool::new(false);
         std::thread::scope(|scope| {
             let writer = scope.spawn(|| {
-                // The client was opened once, before the first of all moves.
+                // The client stays connected from before the first migration.
                 while !stop.load(Ordering::Relaxed) {
                     scribble(&*client, &mut model.head, &mut random, 1);
                     let at = random.below(CAPACITY as u64 - 9000);
@@ -178,7 +178,7 @@ fn every_format_moves_to_every_other_with_its_snapshots_under_a_client() {
     assert!(!left.iter().any(|name| name.to_string_lossy().starts_with("migration-")), "{left:?}");
 }
 
-/// Stops at the given question.
+/// Cancels at a given call.
 struct StopAt(AtomicU64);
 
 impl Progress for StopAt {
@@ -278,7 +278,7 @@ fn a_disk_moves_to_another_datastore_and_back() {
     drop(client);
     datastore.close().unwrap();
     drop(datastore);
-    // The thread that watches the moved clients finds within a moment that none is left.
+    // The thread that watches the migrated clients notices shortly that none is left.
     std::thread::sleep(Duration::from_millis(500));
     let other = open(&there);
     check(&other, "a", &model, "there");
@@ -291,9 +291,10 @@ fn a_disk_moves_to_another_datastore_and_back() {
     assert_eq!(report.findings, vec![]);
 }
 
-/// A folder as a host leaves it: a disk of VMware's with a tree of snapshots, its newest image, and what it holds.
+/// A folder with a VMware disk and its snapshots, as a host leaves it; returns the newest image and the expected
+/// content.
 fn host_folder(path: &Path, seed: u64) -> (std::path::PathBuf, Model) {
-    // Made by the datastore's own means, and then treated as written by another program.
+    // Created by lamina, then used like files of another program.
     let datastore = made(&path.join("maker"));
     let model = disk_with_tree(&datastore, "web", FORMATS[1], seed);
     datastore.close().unwrap();
@@ -348,10 +349,10 @@ fn a_folder_of_a_host_comes_in_by_copy_and_in_place_with_its_tree() {
     datastore.close().unwrap();
     drop(datastore);
     let datastore = open(&path);
-    check(&datastore, "place", &model, "in place, opened again");
+    check(&datastore, "place", &model, "imported in place, after reopening");
     datastore.migrate("place", &options(FORMATS[2]), &NoProgress).unwrap();
     check(&datastore, "place", &model, "independent");
-    assert!(contents(head.parent().unwrap()) == before, "the host's files are as they were");
+    assert!(contents(head.parent().unwrap()) == before, "the host's files are unchanged");
 }
 
 #[test]
@@ -368,7 +369,7 @@ fn a_disk_with_several_first_states_moves_between_the_formats() {
     scribble(&*datastore.device("web", false).unwrap(), &mut head, &mut random, 20);
     take("zeros-of-a-migration");
     let kept = head.clone();
-    // The state that both the snapshot and the head stand on goes.
+    // Deletes the snapshot that another snapshot and the head have as a common parent.
     datastore.revert("web", "first").unwrap();
     datastore.delete_snapshot("web", "first", None, &NoProgress).unwrap();
     let head = datastore.device("web", true).unwrap().read(0, CAPACITY).unwrap().to_vec();
@@ -383,7 +384,7 @@ fn a_disk_with_several_first_states_moves_between_the_formats() {
 }
 
 #[test]
-fn what_is_no_image_is_not_imported_as_a_raw_disk() {
+fn a_file_that_is_not_an_image_is_not_imported_as_a_raw_disk() {
     use disk::convert::SourceFormat;
     use disk::migrate::{ImportMode, ImportOptions};
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
@@ -410,7 +411,7 @@ fn what_is_no_image_is_not_imported_as_a_raw_disk() {
             assert_eq!(datastore.disk("web").unwrap_err().kind(), ErrorKind::NotFound, "{name} {way:?}");
         }
     }
-    // A name that says so is enough, and so is the user's word.
+    // The name `.img`, or the format given by the user, is enough to import a raw disk.
     let content = [7; 8192];
     for (name, format) in [("web.img", None), ("web.bin", Some(SourceFormat::Raw))] {
         let path = put(name, &content);
@@ -467,20 +468,20 @@ fn a_live_import_serves_at_once_and_goes_on_after_an_interruption() {
     device.flush().unwrap();
     drop(device);
     check(&datastore, "web", &model, "native");
-    assert!(contents(head.parent().unwrap()) == before, "the host's files are as they were");
+    assert!(contents(head.parent().unwrap()) == before, "the host's files are unchanged");
     datastore.close().unwrap();
     drop(datastore);
     let datastore = open(&path);
     check(&datastore, "web", &model, "native, opened again");
-    assert_eq!(datastore.status().unwrap().disks, 1, "nothing is left of what lay above the images");
+    assert_eq!(datastore.status().unwrap().disks, 1, "the overlay above the images is removed");
 }
 
 #[test]
-fn what_an_import_was_forced_to_take_is_taken_again_when_the_datastore_is_opened() {
+fn overridden_checks_of_an_import_stay_overridden_when_the_datastore_is_opened() {
     use disk::migrate::ImportMode;
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let (head, model) = host_folder(folder.path(), 41);
-    // The base looks as if it was written to.
+    // Changes the base's content ID, as a write to the base would.
     let base = head.with_file_name("web.vmdk");
     let text = std::fs::read_to_string(&base).unwrap();
     let (before, rest) = text.split_once("\nCID=").unwrap();

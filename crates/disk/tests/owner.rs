@@ -1,4 +1,4 @@
-//! One owner at a time, whatever happens to the files that name it.
+//! A datastore has one owner at a time, also if its lock file or superblock is renamed or replaced.
 #![allow(clippy::unwrap_used)]
 use backend::SharedSlice;
 use disk::*;
@@ -38,7 +38,7 @@ fn a_lock_that_is_removed_lets_no_second_owner_in_and_stops_the_first() {
         fs::copy(&moved, path.join(name)).unwrap();
         assert_eq!(open(&path).err().unwrap().kind(), ErrorKind::Busy, "{name} was replaced");
     }
-    // Appends within two milliseconds share one look at the names.
+    // Appends within two milliseconds share one check of the lock file's name.
     std::thread::sleep(std::time::Duration::from_millis(2));
     let error = device.write(4096, SharedSlice::copy_of(&[2; 4096]), true).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Stopped, "{error}");
@@ -50,7 +50,7 @@ fn a_lock_that_is_removed_lets_no_second_owner_in_and_stops_the_first() {
 }
 
 #[test]
-fn the_same_for_a_disk_of_images() {
+fn a_removed_lock_of_a_disk_of_images_stops_its_owner() {
     let (_folder, path) = made();
     let owner = open(&path).unwrap();
     let new = NewDisk { format: DiskFormat::Vmdk, ..NewDisk::native(1 << 20, Provisioning::Thin) };

@@ -1,39 +1,40 @@
-//! One error type for the datastore and everything above it: a kind to act on, a sentence to read, the cause behind it.
+//! One error type for the datastore and all layers above it. An error has a kind for the program, a message for the
+//! user, and the cause.
 
 #![forbid(unsafe_code)]
 
 use std::fmt;
 use std::io;
 
-/// What a caller may want to do differently. A kind exists only if some caller reacts to it in its own way.
+/// The kind of an error. A kind exists only if some caller handles it differently.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ErrorKind {
-    /// No disk, snapshot or datastore of that name (ENOENT).
+    /// The disk, snapshot or datastore does not exist (ENOENT).
     NotFound,
     /// The name is taken (EEXIST).
     Exists,
-    /// A size, name, offset or option that cannot be (EINVAL).
+    /// A size, name, offset or option is invalid (EINVAL).
     Invalid,
     /// In use: by clients, by clones, or by another process (EBUSY).
     Busy,
-    /// The file system, or what was reserved of it, is full (ENOSPC).
+    /// The file system, or a reservation in it, is full (ENOSPC).
     NoSpace,
-    /// A write to something that is only read (EROFS).
+    /// A write to an object that is read-only (EROFS).
     ReadOnly,
-    /// Bytes on the medium that fail their checksum or contradict each other (EIO).
+    /// Bytes on the medium fail their checksum or are inconsistent (EIO).
     Corrupt,
     /// The medium failed (EIO).
     Io,
     /// Made by a newer version, or not available on this machine (ENOTSUP).
     Unsupported,
-    /// Stopped on request; nothing half-made is left (EINTR).
+    /// Cancelled on request; no partial result is left (EINTR).
     Interrupted,
     /// An earlier failure of the medium stopped all writes until the datastore is opened again (EIO).
     Stopped,
 }
 
 impl ErrorKind {
-    /// Every kind, once.
+    /// All kinds.
     pub const ALL: [Self; 11] = [
         Self::NotFound,
         Self::Exists,
@@ -48,7 +49,7 @@ impl ErrorKind {
         Self::Stopped,
     ];
 
-    /// Its name in every protocol of this project. Names never change.
+    /// The name of the kind in every protocol of this project. Names never change.
     pub fn name(self) -> &'static str {
         match self {
             Self::NotFound => "not_found",
@@ -65,13 +66,13 @@ impl ErrorKind {
         }
     }
 
-    /// The kind that a peer named; [`ErrorKind::Io`] where a newer peer knows kinds that are unknown here.
+    /// The kind with a name that a peer sent; [`ErrorKind::Io`] if this version does not know the name.
     pub fn from_name(name: &str) -> Self {
         Self::ALL.into_iter().find(|kind| kind.name() == name).unwrap_or(Self::Io)
     }
 }
 
-/// An error: what happened, to what, and what to do about it.
+/// An error: what happened, to which object, and what to do about it.
 #[derive(Debug)]
 pub struct Error {
     kind: ErrorKind,
@@ -79,21 +80,21 @@ pub struct Error {
     source: Option<io::Error>,
 }
 
-/// Whether a system call failed because the file system is full, or its owner's quota used up.
+/// Whether a system call failed because the file system is full or a quota is exceeded.
 pub fn lacks_space(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded)
 }
 
-/// The result of anything that can fail here.
+/// The result of an operation that can fail with [`Error`].
 pub type Result<T> = std::result::Result<T, Error>;
 
 impl Error {
-    /// An error with its sentence.
+    /// An error with its message.
     pub fn new(kind: ErrorKind, message: impl Into<String>) -> Self {
         Self { kind, message: message.into(), source: None }
     }
 
-    /// A failed system call; the kind follows from its code.
+    /// The error of a failed system call; the kind is derived from its code.
     pub fn io(message: impl Into<String>, source: io::Error) -> Self {
         let kind = match source.kind() {
             io::ErrorKind::NotFound => ErrorKind::NotFound,
@@ -107,7 +108,7 @@ impl Error {
         Self { kind, message: message.into(), source: Some(source) }
     }
 
-    /// The same error for another who asked for the same.
+    /// A copy of the error, for another caller that waits for the same result.
     pub fn repeated(&self) -> Self {
         let source = self.source.as_ref().map(|source| match source.raw_os_error() {
             Some(code) => io::Error::from_raw_os_error(code),
@@ -116,12 +117,12 @@ impl Error {
         Self { kind: self.kind, message: self.message.clone(), source }
     }
 
-    /// What kind of failure this is.
+    /// The kind of the error.
     pub fn kind(&self) -> ErrorKind {
         self.kind
     }
 
-    /// The same error with a wider context in front of its sentence.
+    /// The error with `what` put in front of its message.
     pub fn context(mut self, what: impl fmt::Display) -> Self {
         self.message = format!("{what}: {}", self.message);
         self
@@ -144,9 +145,9 @@ impl std::error::Error for Error {
     }
 }
 
-/// Adds a sentence to the error of a system call.
+/// Adds a message to the error of a system call.
 pub trait IoContext<T> {
-    /// Wraps the error; `what` is only built on failure.
+    /// Wraps the error; `what` is called only on failure.
     fn during(self, what: impl FnOnce() -> String) -> Result<T>;
 }
 
@@ -160,7 +161,7 @@ impl<T> IoContext<T> for io::Result<T> {
 mod tests {
     use super::*;
 
-    /// The kind behind `kind` in the list. The match has no catch-all arm, so that a new kind has to be added here.
+    /// The kind after `kind` in the list. The match has no catch-all arm, so that a new kind must be added here.
     fn next(kind: ErrorKind) -> Option<ErrorKind> {
         match kind {
             ErrorKind::NotFound => Some(ErrorKind::Exists),

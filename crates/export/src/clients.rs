@@ -1,21 +1,22 @@
-//! Which clients have which exports open, and which may come back to one.
+//! Which clients have which exports open, and which disconnected clients may reconnect.
 //!
-//! A client that says that it leaves (over NBD with `NBD_CMD_DISC`) is done with its export. One whose connection ends
-//! in another way (the client is killed, the network fails, the server stops) may reconnect and continue as if nothing
-//! had happened, as QEMU does with `reconnect-delay`. Such a client counts as a user of its export for the grace time.
+//! A client that disconnects properly (over NBD with `NBD_CMD_DISC`) no longer uses its export. A client whose
+//! connection ends in another way (the client is killed, the network fails, the server stops) may reconnect and
+//! continue its requests, as QEMU does with `reconnect-delay`. Such a client counts as a user of its export for the
+//! grace time.
 //!
 //! Invariants:
 //!
-//! 1. From the moment at which a session has agreed on an export until its device is closed, the session is listed as
-//!    connected; when it ends without saying so, it becomes a client in grace in the same step. There is no moment
-//!    at which a client that may come back is not listed.
-//! 2. A session that is told to end, so that its client reconnects, keeps new sessions of its export waiting until its
-//!    requests are done. A request that the client repeats over the new connection never overtakes the first one.
-//! 3. What is listed survives the end of the process in a [record](record). The record is written by a thread of its
-//!    own, after the event: no session waits for it, and a failure to write it is a warning.
-//! 4. Grace is measured on the monotonic clock while the process lives. The time of day counts only between processes.
-//! 5. A client of a disk that is renamed is listed under the new name, with the name it asked for. While it is listed,
-//!    that name opens no other disk ([renames]).
+//! 1. A session is listed as connected from the moment an export is negotiated until its device is closed. If it ends
+//!    without a disconnect request, its client enters grace in the same step. So a client that may reconnect is listed
+//!    at every moment.
+//! 2. While a session that was told to end finishes its requests, new sessions of its export wait. So a request that
+//!    the client repeats on the new connection never overtakes the original one.
+//! 3. The list survives the end of the process in a [record](record). A separate thread writes the record after each
+//!    change: no session waits for it, and a failure to write it is only logged.
+//! 4. Grace is measured with the monotonic clock while the process runs; between processes with the time of day.
+//! 5. A client of a renamed disk is listed under the new name together with the name that it requested. While the
+//!    client is listed, the requested name opens no other disk ([renames]).
 
 pub mod limits;
 pub mod record;
@@ -36,14 +37,14 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use waiting::{Waiting, grace_left};
 
-/// A client of an export, as it is shown.
+/// A client of an export, for display.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Client {
     /// The export.
     pub export: String,
     /// The client.
     pub peer: Peer,
-    /// How long it still counts after its connection ended; `None` while it is connected.
+    /// Remaining time for which the client counts as a user after its connection ended; `None` while it is connected.
     pub grace: Option<Duration>,
 }
 
@@ -57,7 +58,7 @@ pub enum Whose {
 }
 
 impl Whose {
-    /// Whether it is about the connections of that client.
+    /// Whether connections of that client are meant.
     pub fn means(self, peer: &Peer) -> bool {
         match self {
             Self::All => true,
@@ -69,15 +70,15 @@ impl Whose {
 /// How a session ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Departure {
-    /// The client said that it leaves.
+    /// The client sent a disconnect request.
     Farewell,
-    /// The connection ended without that.
+    /// The connection ended without one.
     Lost,
     /// The server stops.
     ServerStops,
 }
 
-/// The clients of a server. Dropping it stops the thread that writes the record, after a last look.
+/// The clients of a server. Dropping this writes the record a last time and ends the thread that writes it.
 pub struct Clients {
     shared: Arc<Shared>,
     writer: Mutex<Option<JoinHandle<()>>>,
@@ -88,7 +89,7 @@ struct Shared {
     state: Mutex<State>,
     /// A session has ended.
     left: Condvar,
-    /// The record is to be looked at.
+    /// Signalled when the record may have to be written.
     due: Condvar,
     directory: Option<Arc<dyn Directory>>,
 }
@@ -98,9 +99,9 @@ struct State {
     next: u64,
     sessions: BTreeMap<u64, Session>,
     gone: Vec<Waiting>,
-    /// Disks that are being renamed.
+    /// Disks that a rename is in progress for.
     moving: Vec<String>,
-    /// The list has changed since it was last written.
+    /// Whether the list has changed since the record was last written.
     changed: bool,
     closing: bool,
 }
@@ -108,24 +109,24 @@ struct State {
 /// A connection.
 struct Session {
     peer: Peer,
-    /// What it has open, or is about to open, by its present name.
+    /// The export that the client has open or is opening, by its current name.
     export: Option<String>,
-    /// The name the client asked for.
+    /// The name that the client requested.
     asked: Option<String>,
-    /// The handshake is over.
+    /// Whether the handshake is complete.
     agreed: bool,
     since: u64,
     stop: Arc<AtomicBool>,
-    /// What carries it, unless that is not a connection of a server.
+    /// The connection; `None` for a session that does not run over a connection of a server.
     connection: Option<Arc<Connection>>,
-    /// Told to end, so that the client reconnects.
+    /// Whether the session was told to end, so that its client reconnects.
     retiring: bool,
-    /// An unknown client in grace that this one may be. It is in grace again if this one says farewell: the two may be
-    /// different clients.
+    /// A client in grace with unknown identity that this client may be. It returns to grace if this client disconnects
+    /// properly, because the two may be different clients.
     taken: Option<Waiting>,
 }
 
-/// A connection's place in the list, given back when dropped.
+/// A session's entry in the list, removed when dropped.
 pub struct Visit {
     shared: Arc<Shared>,
     number: u64,
@@ -147,13 +148,13 @@ impl fmt::Debug for Clients {
 }
 
 impl Clients {
-    /// Clients that are forgotten with the process.
+    /// A list of clients that is not recorded.
     pub fn in_memory(grace: Duration) -> Self {
         Self::with(grace, None, State::default())
     }
 
-    /// The clients of a server that begins: those of the one before have the whole grace time to come back. The record
-    /// stays as it is until [`Clients::keep_record`].
+    /// The list for a starting server: clients of the previous server get the whole grace time. The record is not
+    /// changed until [`Clients::keep_record`].
     pub fn of_server(directory: Arc<dyn Directory>, grace: Duration) -> Self {
         let (grace, now) = (grace.min(CLIENT_GRACE_MAX), clock::seconds());
         let mut state = State { changed: true, ..State::default() };
@@ -170,10 +171,11 @@ impl Clients {
         Self::with(grace, Some(directory), state)
     }
 
-    /// Begins to keep the record. A server calls this when it listens: one that cannot start changes nothing.
+    /// Starts writing the record. A server calls this once it listens, so that a server that fails to start leaves the
+    /// record unchanged.
     ///
     /// # Errors
-    /// `Io` when there is no thread for the record.
+    /// `Io` if the thread that writes the record cannot be started.
     pub fn keep_record(&self) -> Result<()> {
         let mut writer = self.writer.lock();
         if writer.is_none() {
@@ -185,8 +187,8 @@ impl Clients {
         Ok(())
     }
 
-    /// The clients of a datastore that is not served, by the record that the last server left. Where that was killed,
-    /// the grace begins with the first look.
+    /// The clients of a datastore that is not served, from the record of the last server. If that server was killed,
+    /// the grace time begins when the record is first read.
     pub fn of_record(directory: Arc<dyn Directory>) -> Self {
         let Some(Record { grace, clients }) = record::read(&*directory) else {
             return Self::in_memory(CLIENT_GRACE_DEFAULT);
@@ -203,7 +205,7 @@ impl Clients {
                 state.changed = true;
             }
             match grace_left(&gone, grace, now) {
-                // The next server waits for it again.
+                // The grace time of this client restarts with the next server.
                 None if !gone.with_server => state.changed = true,
                 left => state.waits(gone, left.unwrap_or_default()),
             }
@@ -222,12 +224,12 @@ impl Clients {
         Self { shared: Arc::new(shared), writer: Mutex::new(None) }
     }
 
-    /// Takes up a session over anything that is not a connection of a server.
+    /// Adds a session that does not run over a connection of a server.
     pub fn arrive(&self, peer: Peer) -> Visit {
         self.enter(peer, None)
     }
 
-    /// Takes up a connection.
+    /// Adds the session of a connection.
     pub fn connected(&self, connection: Arc<Connection>) -> Visit {
         self.enter(connection.peer().clone(), Some(connection))
     }
@@ -252,7 +254,8 @@ impl Clients {
         Visit { shared: Arc::clone(&self.shared), number, stop, connection, departure: Departure::Lost }
     }
 
-    /// Tells sessions of an export to finish the requests they have begun and end; their numbers.
+    /// Tells the matching sessions of an export to finish the requests they have begun and to end; returns their
+    /// numbers.
     pub(super) fn retire(&self, export: &str, whose: Whose) -> Vec<u64> {
         let mut state = self.shared.state.lock();
         let mut numbers = Vec::new();
@@ -271,7 +274,7 @@ impl Clients {
         numbers
     }
 
-    /// Cuts the connections of sessions off.
+    /// Closes the connections of these sessions.
     pub(super) fn cut(&self, numbers: &[u64]) {
         let state = self.shared.state.lock();
         for session in numbers.iter().filter_map(|number| state.sessions.get(number)) {
@@ -281,7 +284,7 @@ impl Clients {
         }
     }
 
-    /// Waits until sessions have ended; those that have not by then.
+    /// Waits until these sessions have ended; returns those that have not when `patience` is over.
     pub(super) fn wait_ended(&self, numbers: &[u64], patience: Duration) -> Vec<u64> {
         let deadline = Instant::now() + patience;
         let mut state = self.shared.state.lock();
@@ -293,7 +296,7 @@ impl Clients {
         }
     }
 
-    /// All clients that are connected or may come back, by export.
+    /// All clients that are connected or may reconnect, by export.
     pub fn all(&self) -> Vec<Client> {
         let now = Instant::now();
         let state = self.shared.state.lock();
@@ -311,7 +314,7 @@ impl Clients {
         all
     }
 
-    /// Nothing that is gone and whose export `matches` comes back any more: its disk is deleted.
+    /// Removes clients in grace whose export `matches`, because the disk was deleted.
     pub fn forget(&self, matches: impl Fn(&str) -> bool) {
         let mut state = self.shared.state.lock();
         let before = state.gone.len();
@@ -322,14 +325,14 @@ impl Clients {
         self.record_unless_kept(forgotten);
     }
 
-    /// Writes the record after a change in a process that serves nothing.
+    /// Writes the record after a change, in a process that does not serve the datastore.
     fn record_unless_kept(&self, changed: bool) {
         if changed && self.writer.lock().is_none() {
             self.shared.write_now();
         }
     }
 
-    /// Writes the record a last time, and stops to write it.
+    /// Writes the record a last time and ends the thread that writes it.
     pub fn close(&self) {
         self.shared.state.lock().closing = true;
         self.shared.due.notify_all();
@@ -365,7 +368,7 @@ impl State {
 }
 
 impl Shared {
-    /// Has the record looked at, if something has changed.
+    /// Wakes the thread that writes the record if the list has changed.
     fn touch(&self, state: &mut State, changed: bool) {
         if changed {
             state.changed = true;
@@ -373,7 +376,7 @@ impl Shared {
         }
     }
 
-    /// Writes the record whenever the list has changed, until it is to end.
+    /// Writes the record whenever the list has changed, until the list is closed.
     fn keep(&self) {
         let mut written = None;
         let mut state = self.state.lock();
@@ -388,7 +391,7 @@ impl Shared {
                 state.changed |= state.gone.len() < before;
             }
             if !state.closing {
-                // Clients that stay for a moment only, and those that come together, are one change or none.
+                // Changes within this time are written together; a client that connects only briefly causes no write.
                 let until = Instant::now() + RECORD_GATHER;
                 while !state.closing && !self.due.wait_until(&mut state, until).timed_out() {}
             }
@@ -400,8 +403,8 @@ impl Shared {
                 if let Err(error) = &outcome {
                     tracing::warn!(
                         %error,
-                        "the clients in use are not recorded: should this server be killed, their disks could be deleted \
-                         before they come back"
+                        "the connected clients are not recorded: if this server is killed, their disks could be \
+                         deleted before they reconnect"
                     );
                 }
                 if outcome.is_ok() {
@@ -418,16 +421,16 @@ impl Shared {
         }
     }
 
-    /// Writes the record for a process that serves nothing.
+    /// Writes the record in a process that does not serve the datastore.
     fn write_now(&self) {
         let record = self.state.lock().record(self.grace);
         if let Err(error) = self.write(&record) {
-            // What was recorded before stays, and is looked at again by the next process.
+            // The previous record stays in place, and the next process reads it again.
             tracing::info!(%error, "the record of clients stays as the last server left it");
         }
     }
 
-    /// Writes the record, or removes it where there is nothing to be kept.
+    /// Writes the record, or removes it if it would be empty.
     fn write(&self, record: &Record) -> Result<()> {
         let Some(directory) = &self.directory else { return Ok(()) };
         match record.clients.is_empty() || self.grace.is_zero() {
@@ -438,26 +441,26 @@ impl Shared {
 }
 
 impl Visit {
-    /// Its number among the connections.
+    /// The number of the session.
     pub fn number(&self) -> u64 {
         self.number
     }
 
-    /// Set when the session is to finish what it has taken up and end.
+    /// Set when the session has to finish the requests it has begun and to end.
     pub fn stop(&self) -> Arc<AtomicBool> {
         Arc::clone(&self.stop)
     }
 
-    /// The client is about to open an export. Waits for sessions of it that are told to end.
+    /// The client is about to open an export. Waits for sessions of the export that were told to end.
     ///
     /// # Errors
-    /// `Busy` when they do not within `patience`, when this session is told to end, and when a client of a disk that
-    /// had the name before still looks for it under that name.
+    /// `Busy` if these sessions do not end within `patience`, if this session is told to end, or if a client of a disk
+    /// that had this name before may still reconnect under it.
     pub fn chooses(&self, export: &str, patience: Duration) -> Result<()> {
         let deadline = Instant::now() + patience;
         let mut state = self.shared.state.lock();
         let own = self.number;
-        // A session in its handshake has no requests to wait for.
+        // A session that has not completed its handshake has no requests to wait for.
         let in_the_way = |state: &State| {
             let ends =
                 |session: &Session| session.agreed && session.retiring && session.export.as_deref() == Some(export);
@@ -469,7 +472,7 @@ impl Visit {
                 let text = format!("requests of an earlier connection to '{export}' are still under way: try again");
                 return Err(Error::new(ErrorKind::Busy, text));
             }
-            // A server that stops sets the flag only.
+            // A stopping server only sets the flag and does not signal `left`.
             self.shared.left.wait_until(&mut state, deadline.min(now + RETIRED_LOOK));
         }
         state.refuse_former_name(export)?;
@@ -480,11 +483,11 @@ impl Visit {
         Ok(())
     }
 
-    /// The handshake is over: the client uses the export from now on.
+    /// The handshake is complete: the client uses the export from now on.
     pub fn agreed(&self, export: &str) {
         let mut state = self.shared.state.lock();
         let Some(session) = state.sessions.get_mut(&self.number) else { return };
-        // What was opened under that name may have another name by now.
+        // The disk may have been renamed since it was opened.
         if session.asked.as_deref() != Some(export) {
             session.export = Some(export.to_owned());
             session.asked = Some(export.to_owned());
@@ -498,12 +501,12 @@ impl Visit {
         self.shared.touch(&mut state, true);
     }
 
-    /// The client has said that it leaves.
+    /// The client has sent a disconnect request.
     pub fn says_farewell(&mut self) {
         self.departure = Departure::Farewell;
     }
 
-    /// The session ends because the server does, unless its client has said that it leaves.
+    /// Marks the session as ended by the server, unless its client has sent a disconnect request.
     pub fn ends_with_server(&mut self) {
         if self.departure == Departure::Lost {
             self.departure = Departure::ServerStops;

@@ -1,4 +1,4 @@
-//! Exports: what a client can choose to open, whatever the protocol, when it may, and what it may do with it.
+//! Exports: which ones clients can open over any protocol, when, and with which permissions.
 
 use crate::clients::Visit;
 use crate::clients::limits::RETIRED_PATIENCE;
@@ -7,57 +7,57 @@ use disk::pace::Foreground;
 use std::io;
 use std::sync::Arc;
 
-/// An export as a listing shows it.
+/// An entry of a list of exports.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ExportName {
-    /// What clients ask for: `disk`, or `disk@snapshot`.
+    /// The name that clients request: `disk` or `disk@snapshot`.
     pub name: String,
-    /// A line for people; may be empty.
+    /// Description for users; may be empty.
     pub description: String,
 }
 
-/// Where exports come from.
+/// The source of exports.
 pub trait Exports: Send + Sync {
     /// All of them.
     fn names(&self) -> Vec<ExportName>;
 
-    /// Opens one by name, for as long as the device is held.
+    /// Opens an export by name; it stays open as long as the device is held.
     fn open(&self, name: &str, read_only: bool) -> error::Result<Arc<dyn Device>>;
 
     /// A queue for the thread of one connection.
     fn queue(&self, depth: u32) -> io::Result<Box<dyn backend::Queue>>;
 
-    /// Receives how long requests take, if background work goes by it.
+    /// The receiver of request latencies, if background work is paced by them.
     fn foreground(&self) -> Option<Arc<Foreground>> {
         None
     }
 
-    /// The line for people about one export. Override where searching all names is slow.
+    /// The description of one export. Override it where listing all names is slow.
     fn description(&self, name: &str) -> Option<String> {
         self.names().into_iter().find(|export| export.name == name).map(|export| export.description)
     }
 }
 
-/// What clients may do to the capacity of a disk they can write.
+/// Whether clients may change the capacity of a writable disk.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ResizePolicy {
-    /// Nothing; the feature is not offered.
+    /// Clients may not resize; the feature is not offered.
     Never,
-    /// Make it larger.
+    /// Clients may grow the export.
     #[default]
     Grow,
-    /// Make it larger, or smaller with loss of what lies beyond.
+    /// Clients may grow the export, or shrink it and lose the data at its end.
     Any,
 }
 
-/// Exports as one session sees them: one that is told to end its connections is opened after they have ended.
+/// Exports for one session: an export whose sessions were told to end is opened after they have ended.
 pub struct Admission<'a> {
     exports: &'a dyn Exports,
     visit: &'a Visit,
 }
 
 impl<'a> Admission<'a> {
-    /// The exports for the session of that visit.
+    /// The exports for the session of `visit`.
     pub fn new(exports: &'a dyn Exports, visit: &'a Visit) -> Self {
         Self { exports, visit }
     }

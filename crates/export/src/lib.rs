@@ -1,8 +1,8 @@
-//! The ways out of a datastore: protocols through which block clients reach a [`disk::Device`].
+//! Exports of a datastore: protocols through which block clients reach a [`disk::Device`].
 //!
-//! An export knows a device and nothing of formats. [`exports`] says what can be opened, [`clients`] which clients have
-//! opened it, [`session`] carries out the requests of one client; a protocol turns a client's bytes into requests of a
-//! session and completions into replies. Today there is one, [`nbd`].
+//! An export uses a device and does not know disk formats. [`exports`] lists what can be opened, [`clients`] tracks
+//! which clients have it open, and [`session`] carries out the requests of one client. A protocol decodes bytes to
+//! requests of a session and encodes completions to replies; [`nbd`] is the only one so far.
 
 #![forbid(unsafe_code)]
 

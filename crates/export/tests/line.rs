@@ -1,5 +1,4 @@
-//! A second protocol over the session core, as small as possible: a line for each request and each reply. It stands in
-//! this file alone; everything that it needs is public.
+//! A minimal second protocol over the session core: one line per request and reply. It uses only public interfaces.
 //!
 //! ```text
 //! read OFFSET LENGTH | write OFFSET TEXT | zero OFFSET LENGTH | discard OFFSET LENGTH | flush
@@ -56,7 +55,7 @@ fn serve(mut socket: UnixStream, exports: &dyn Exports) {
         match session.under_way() {
             0 if ended => return,
             0 if received.contains(&b'\n') => {}
-            // As nothing else could wake it, it waits for the socket in its own way.
+            // Only the socket can wake the session, so it waits for the socket alone.
             0 => wait_readable(&socket),
             _ => drop(session.wait((!ended).then(|| socket.as_fd())).unwrap()),
         }
@@ -83,12 +82,12 @@ fn decode(line: &str, session: &mut Session<'_, u64>) -> Operation {
     }
 }
 
-/// A disk of letters in memory, whose flushes take a moment, or as long as the test says.
+/// A disk of letters in memory, whose flushes take some time, or as long as the test requires.
 struct Memory {
     letters: Mutex<Vec<u8>>,
     /// What the last flush made durable.
     durable: Mutex<Vec<u8>>,
-    /// Flushes wait while it is set.
+    /// Flushes wait while this is set.
     held: Mutex<bool>,
     changed: Condvar,
 }
@@ -176,7 +175,7 @@ impl Exports for One {
     }
 }
 
-/// Lets flushes go on when it is dropped.
+/// Releases waiting flushes when dropped.
 struct Release<'a>(&'a Memory);
 
 impl Drop for Release<'_> {
@@ -185,7 +184,7 @@ impl Drop for Release<'_> {
     }
 }
 
-/// Runs a session over a pair of sockets beside `client`.
+/// Runs a session over a pair of sockets concurrently with `client`.
 fn with_session(client: impl FnOnce(&Memory, &mut UnixStream, &mut dyn FnMut() -> String)) {
     let memory = Arc::new(Memory {
         letters: Mutex::new(vec![b'.'; 64]),
@@ -204,7 +203,7 @@ fn with_session(client: impl FnOnce(&Memory, &mut UnixStream, &mut dyn FnMut() -
             lines.read_line(&mut line).unwrap();
             line.trim_end().to_owned()
         };
-        // A test that fails lets the session end, too.
+        // Dropped when the test fails too, so that the session ends.
         let _release = Release(&memory);
         client(&memory, &mut near, &mut reply);
         near.shutdown(std::net::Shutdown::Write).unwrap();
@@ -225,9 +224,9 @@ fn every_request_has_its_reply() {
 }
 
 #[test]
-fn a_flush_holds_up_no_other_request() {
+fn a_flush_delays_no_other_request() {
     with_session(|memory, near, reply| {
-        // Requests under way beside a flush that takes long: from here on flushes are handed over.
+        // A request arrives during a slow flush: from here on flushes are handed over.
         near.write_all(b"write 0 aaaa\nflush\n").unwrap();
         assert_eq!([reply(), reply()], ["1 ok", "2 ok"]);
         memory.hold(true);
@@ -235,7 +234,8 @@ fn a_flush_holds_up_no_other_request() {
         assert_eq!(reply(), "4 ok aaaa");
         near.write_all(b"write 0 bbbb\n").unwrap();
         assert_eq!(reply(), "5 ok");
-        // One that is asked for meanwhile covers what completed before it, and so is not the one under way.
+        // A flush requested during another one covers the requests completed before, so it needs a device flush of its
+        // own.
         near.write_all(b"flush\nread 0 4\n").unwrap();
         assert_eq!(reply(), "7 ok bbbb");
         memory.hold(false);

@@ -1,4 +1,4 @@
-//! `lamina vm console`: into the guest, by its first serial port.
+//! `lamina vm console`: access to the guest's first serial port.
 
 use crate::{End, exit, follow};
 use control::{MachineReply, Reply};
@@ -12,12 +12,12 @@ use std::os::unix::net::UnixStream;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-/// Ctrl-], as telnet and virsh have it.
+/// Ctrl-], as in telnet and virsh.
 const ESCAPE: u8 = 0x1d;
-/// How often an interruption is looked for.
+/// Interval of checks for an interruption.
 const LOOK: Duration = Duration::from_millis(100);
 
-/// A terminal that hands on every key; as it was once this is dropped.
+/// The terminal in raw mode; its former mode is restored when this is dropped.
 struct Raw {
     before: Termios,
 }
@@ -38,7 +38,7 @@ impl Drop for Raw {
     }
 }
 
-/// Attaches to the console, or prints what it has said.
+/// Attaches to the console, or prints its output so far.
 pub fn attach(reply: &Reply, said: bool, quiet: Duration) -> std::result::Result<End, End> {
     let Reply::Machine(MachineReply::Console { name, socket, lock, log }) = reply else {
         return Err(Error::new(ErrorKind::Invalid, "the answer does not say where the console is").into());
@@ -54,7 +54,7 @@ pub fn attach(reply: &Reply, said: bool, quiet: Duration) -> std::result::Result
         out.flush()?;
         return Ok(End::Code(0));
     }
-    // The port takes one at a time, and leaves a second one waiting without a word.
+    // The port accepts one connection at a time, and would leave a second one waiting without a message.
     let lock = File::create(lock).map_err(|e| Error::io(format!("opening '{}'", lock.display()), e))?;
     if lock.try_lock().is_err() {
         let text = format!("another process is attached to the console of machine '{name}'");
@@ -76,7 +76,8 @@ pub fn attach(reply: &Reply, said: bool, quiet: Duration) -> std::result::Result
     outcome
 }
 
-/// Copies both ways until the console's end, the escape, or silence after the input's end.
+/// Copies in both directions until the console closes, the escape key is pressed, or no output follows the end of the
+/// input.
 fn exchange(
     stream: &UnixStream,
     interactive: bool,
@@ -107,7 +108,7 @@ fn exchange(
         if ready[0] {
             let mut from = stream;
             match from.read(&mut buffer).map_err(lost)? {
-                // The machine has ended.
+                // The machine has stopped.
                 0 => return Ok(End::Code(0)),
                 length => {
                     out.write_all(&buffer[..length])?;

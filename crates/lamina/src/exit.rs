@@ -1,17 +1,17 @@
-//! Exit codes: what a script can tell apart without reading sentences.
+//! Exit codes, by which scripts distinguish results without parsing messages.
 
 use error::ErrorKind;
 
-/// Wrong usage: an option, a size or a name that cannot be.
+/// Wrong usage: an invalid option, size or name.
 pub const USAGE: u8 = 2;
 
-/// Corrupt, check found problems that are not repaired, or salvage lost ranges.
+/// Data is corrupt, a check found problems that are not repaired, or a salvage lost ranges.
 pub const CORRUPT: u8 = 6;
 
-/// Interrupted, as shells count a death by SIGINT.
+/// Interrupted; the code that shells use for SIGINT.
 pub const INTERRUPTED: u8 = 130;
 
-/// The code of a kind of error.
+/// The exit code for a kind of error.
 pub fn code(kind: ErrorKind) -> u8 {
     match kind {
         ErrorKind::Invalid => USAGE,

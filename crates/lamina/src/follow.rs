@@ -1,4 +1,5 @@
-//! Following long work from a terminal: a bar on stderr, Ctrl-C, and answers that come in parts, printed as they come.
+//! Progress of long operations on a terminal: a progress bar on stderr, Ctrl-C, and partial replies that are printed as
+//! they arrive.
 
 use crate::output::{self, Extents, Form};
 use control::{DiskRequest, ImageRequest, JobRequest, MachineVerb, Part, Request, SnapshotRequest, Watch};
@@ -14,14 +15,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 use vm::definition::CloneKind;
 
-/// How long work has to last before a bar shows; most verbs are done by then.
+/// Time after which the progress bar is shown; most commands are faster.
 const BAR_AFTER: Duration = Duration::from_millis(300);
 
-/// Sets a flag on the first SIGINT or SIGTERM and ends the process at the second.
+/// Sets a flag on the first SIGINT or SIGTERM, and ends the process on the second one.
 pub fn interruption(code: u8) -> Result<Arc<AtomicBool>> {
     let interrupted = Arc::new(AtomicBool::new(false));
     for signal in [SIGINT, SIGTERM] {
-        // In this order: the first signal finds the flag unset and sets it.
+        // Registered in this order, so that the first signal finds the flag unset and sets it.
         flag::register_conditional_shutdown(signal, i32::from(code), Arc::clone(&interrupted))
             .and_then(|_| flag::register(signal, Arc::clone(&interrupted)))
             .map_err(|e| Error::io("registering for signals", e))?;
@@ -29,15 +30,15 @@ pub fn interruption(code: u8) -> Result<Arc<AtomicBool>> {
     Ok(interrupted)
 }
 
-/// What is counted.
+/// Template of a bar that counts bytes.
 const BYTES: &str = "{msg} [{bar:30}] {binary_bytes} of {binary_total_bytes}, {binary_bytes_per_sec}, {eta} left";
-/// The same.
+/// Template of a bar that counts objects.
 const THINGS: &str = "{msg} [{bar:30}] {human_pos} of {human_len}, {eta} left";
 
-/// Where that is not known.
+/// Template of a bar whose unit is unknown.
 const PART: &str = "{msg} [{bar:30}] {percent}%, {eta} left";
 
-/// A bar on stderr that shows once the work has lasted; where stderr is no terminal it never does.
+/// A progress bar on stderr, shown after [`BAR_AFTER`]; never shown if stderr is not a terminal.
 struct Bar {
     bar: ProgressBar,
     begun: Instant,
@@ -45,9 +46,9 @@ struct Bar {
 }
 
 impl Bar {
-    /// For work that is called `what`.
+    /// A bar for the operation `what`.
     fn new(what: &'static str, template: &str) -> Self {
-        // Hidden until it is worth showing; indicatif itself keeps it hidden where stderr is no terminal.
+        // Hidden at first; indicatif keeps it hidden if stderr is not a terminal.
         let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::hidden());
         bar.set_message(what);
         if let Ok(style) = ProgressStyle::with_template(template) {
@@ -56,7 +57,7 @@ impl Bar {
         Self { bar, begun: Instant::now(), visible: AtomicBool::new(false) }
     }
 
-    /// So much of all is done.
+    /// Sets the progress.
     fn update(&self, done: u64, total: u64) {
         self.bar.set_length(total);
         self.bar.set_position(done);
@@ -66,13 +67,13 @@ impl Bar {
         }
     }
 
-    /// Takes it away.
+    /// Removes the bar.
     fn finish(&self) {
         self.bar.finish_and_clear();
     }
 }
 
-/// What a request's progress is called, and what its numbers count.
+/// Name and bar template for a request's progress.
 fn template(request: &Request) -> Option<(&'static str, &'static str)> {
     Some(match request {
         Request::Check { .. } => ("checking", THINGS),
@@ -104,19 +105,19 @@ fn template(request: &Request) -> Option<(&'static str, &'static str)> {
     })
 }
 
-/// Prints the parts of an answer.
+/// Prints partial replies.
 pub enum Parts {
-    /// The answer comes in one.
+    /// The reply has no parts.
     None,
-    /// Of a diff.
+    /// Extents of a diff.
     Extents(Extents),
-    /// Changes, on standard output.
+    /// Events.
     Events(Form),
 }
 
-/// Follows one request of the command line.
+/// Progress of one request of the command line.
 pub struct Follow {
-    /// `None` for what takes no time.
+    /// `None` for requests without progress.
     bar: Option<Bar>,
     interrupted: Arc<AtomicBool>,
     parts: Mutex<Parts>,
@@ -124,7 +125,7 @@ pub struct Follow {
 }
 
 impl Follow {
-    /// Follows `request`; `parts` prints what comes in parts.
+    /// Progress of `request`; `parts` prints partial replies.
     pub fn new(request: &Request, interrupted: Arc<AtomicBool>, parts: Parts) -> Self {
         Self {
             bar: template(request).map(|(what, template)| Bar::new(what, template)),
@@ -134,12 +135,12 @@ impl Follow {
         }
     }
 
-    /// True when the reader of the output has seen enough (`| head`).
+    /// True if the reader of the output has closed it (`| head`).
     pub fn unread(&self) -> bool {
         self.unread.load(Ordering::Relaxed)
     }
 
-    /// Takes the bar away and gives back what prints parts.
+    /// Removes the bar and returns the printer of partial replies.
     pub fn finish(self) -> Parts {
         if let Some(bar) = &self.bar {
             bar.finish();

@@ -1,4 +1,4 @@
-//! Completion scripts and man pages, generated from the definitions of the command line.
+//! Completion scripts and man pages, generated from the definition of the command line.
 
 use crate::cli;
 use error::{Error, Result};
@@ -7,13 +7,13 @@ use std::path::{Path, PathBuf};
 
 /// Prints the completion script of a shell.
 pub fn completion(shell: clap_complete::Shell, out: &mut dyn Write) -> io::Result<()> {
-    // The generator panics on an output that fails, so it gets memory.
+    // The generator panics if writing fails, so it writes to memory first.
     let mut script = Vec::new();
     clap_complete::generate(shell, &mut cli::definition(), "lamina", &mut script);
     out.write_all(&script)
 }
 
-/// Writes `lamina.1` and a page for each verb; the files written, sorted.
+/// Writes `lamina.1` and a page for each command; returns the files, sorted.
 pub fn man(directory: &Path) -> Result<Vec<PathBuf>> {
     let failed = |e| Error::io(format!("writing man pages to '{}'", directory.display()), e);
     std::fs::create_dir_all(directory).map_err(failed)?;

@@ -1,9 +1,8 @@
 //! `lamina`: the command line, and the server process behind `lamina serve`.
 //!
-//! A face, not a place for storage logic: every verb becomes a [`control::Request`],
-//! is carried out by [`control::dispatch()`] on a [`disk::Datastore`] (in this process, or in the one that serves the
-//! datastore), and the reply is printed by [`output`]. The folders in that order: [`cli`] (arguments to requests),
-//! [`output`], and [`serve`].
+//! A front end without storage logic: every command becomes a [`control::Request`], [`control::dispatch()`] carries it
+//! out on a [`disk::Datastore`] (in this process, or in the server of the datastore), and [`output`] prints the reply.
+//! The modules in this order: [`cli`] (arguments to requests), [`output`], and [`serve`].
 
 #![forbid(unsafe_code)]
 
@@ -30,15 +29,15 @@ use std::sync::Arc;
 use std::time::Duration;
 use tracing_subscriber::EnvFilter;
 
-/// How a command ended.
+/// Result of a command.
 enum End {
-    /// With an answer, and the exit code that goes with it.
+    /// A reply, with the exit code for it.
     Code(u8),
-    /// With an error.
+    /// An error.
     Failed(Error),
-    /// With a complaint about the command line.
+    /// An error in the arguments.
     Usage(String),
-    /// The reader of the output has closed it: end without a message.
+    /// The reader of the output has closed it: exit without a message.
     Unread,
 }
 
@@ -49,7 +48,7 @@ impl From<Error> for End {
 }
 
 impl From<io::Error> for End {
-    /// Of the output.
+    /// An error of writing the output.
     fn from(error: io::Error) -> Self {
         match error.kind() {
             io::ErrorKind::BrokenPipe => Self::Unread,
@@ -71,7 +70,7 @@ fn main() -> ExitCode {
         End::Unread => (exit::INTERRUPTED, None),
     };
     if let Some(sentence) = sentence {
-        // One line, whatever an error brought along; stderr may be closed.
+        // Errors are printed on one line. Writing may fail if stderr is closed, which is ignored.
         let line: Vec<&str> = sentence.lines().map(str::trim).collect();
         let _ = writeln!(io::stderr(), "lamina: {}", line.join(" "));
     }
@@ -84,7 +83,9 @@ fn run(cli: Cli) -> Result<End, End> {
     raise_file_limit();
     let mut request = cli.command.request().map_err(End::Usage)?;
     if cli.background {
-        let Some(work) = request else { return Err(End::Usage("only long work can go on in the background".into())) };
+        let Some(work) = request else {
+            return Err(End::Usage("only long operations can run in the background".into()));
+        };
         request = Some(Request::Job(JobRequest::Start(Box::new(work))));
     }
     match (cli.command, request) {
@@ -117,7 +118,7 @@ fn run(cli: Cli) -> Result<End, End> {
             }
             Ok(End::Code(0))
         }
-        // Every other verb has a request.
+        // All other commands have a request.
         (_, None) => Err(End::Usage("unknown command".into())),
     }
 }
@@ -128,7 +129,7 @@ fn datastore(location: Option<Location>) -> Result<Location, End> {
         .ok_or_else(|| End::Usage("which datastore? give --datastore PATH or set LAMINA_DATASTORE".into()))
 }
 
-/// Logs go to stderr: a server tells what it does, a verb only what is wrong.
+/// Starts logging to stderr. The default is `info` for the server and `warn` for other commands.
 fn start_logging(cli: &Cli) -> Result<(), End> {
     let default = if matches!(cli.command, Command::Serve(_)) { "info" } else { "warn" };
     let wanted = cli.log.clone().or_else(|| std::env::var("RUST_LOG").ok()).filter(|filter| !filter.is_empty());
@@ -142,8 +143,8 @@ fn start_logging(cli: &Cli) -> Result<(), End> {
         .map_err(|e| End::Failed(Error::new(ErrorKind::Unsupported, format!("logging cannot start: {e}"))))
 }
 
-/// Every disk made of images keeps files open: as many as this process may have. Where that cannot be raised, fewer
-/// disks can be open at once, and opening one more says so.
+/// Raises the limit of open files as far as this process may, because every disk in a VMware format keeps files open.
+/// If it cannot be raised, fewer disks can be open, and opening another one reports that.
 fn raise_file_limit() {
     let mut limit = getrlimit(Resource::Nofile);
     limit.current = limit.maximum;
@@ -170,7 +171,7 @@ fn init(location: &Location, journal_size: u64, any_file_system: bool, form: For
     Ok(End::Code(0))
 }
 
-/// Has a request carried out, and prints its reply.
+/// Carries out a request, and prints its reply.
 fn ask(target: &Target, form: Form, request: Request) -> Result<End, End> {
     let interrupted = match is_interruptible(&request) {
         true => follow::interruption(exit::INTERRUPTED)?,
@@ -200,7 +201,7 @@ fn ask(target: &Target, form: Form, request: Request) -> Result<End, End> {
     end(form, &reply)
 }
 
-/// How a command ends whose reply was printed: with what was not done on stderr, and the code that says so.
+/// The result of a command whose reply was printed: failures are printed to stderr, and set the exit code.
 fn end(form: Form, reply: &Reply) -> Result<End, End> {
     Ok(End::Code(match reply {
         Reply::Machine(MachineReply::Each { failed, .. }) => output::complain(failed),
@@ -226,8 +227,8 @@ fn end(form: Form, reply: &Reply) -> Result<End, End> {
     }))
 }
 
-/// Whether the work looks for an interruption. What does not is ended by the signal itself; what it leaves is finished
-/// or undone by the next command.
+/// Whether the operation checks for an interruption. Other operations are ended by the signal itself; the next command
+/// completes or undoes what they leave.
 fn is_interruptible(request: &Request) -> bool {
     match request {
         Request::Machine(request) => matches!(request.verb, MachineVerb::Clone { .. } | MachineVerb::Send { .. }),
@@ -235,7 +236,7 @@ fn is_interruptible(request: &Request) -> bool {
     }
 }
 
-/// Whether the answer tells of something wrong that still is.
+/// Whether the reply reports a problem that still exists.
 fn finds_fault(reply: &Reply) -> bool {
     match reply {
         Reply::Check(report) => report.findings.iter().any(|finding| finding.repaired.is_none()),

@@ -1,4 +1,4 @@
-//! What every verb inherits: one conformance suite, run over all of them. Needs no datastore.
+//! Properties that all commands share, tested for each of them. Needs no datastore.
 
 #![allow(clippy::unwrap_used)]
 
@@ -7,13 +7,13 @@ use std::fs::File;
 use testkit::process;
 use testkit::process::{Done, files, lamina, run};
 
-/// A verb as it is typed, with arguments that are right.
+/// A command as it is typed, with valid arguments.
 struct Verb {
     name: &'static str,
     arguments: &'static str,
-    /// Works on a datastore that exists.
+    /// Whether it needs an existing datastore.
     on_datastore: bool,
-    /// Has arguments that cannot be left out.
+    /// Whether it has mandatory arguments.
     demands: bool,
 }
 
@@ -43,7 +43,7 @@ const VERBS: [Verb; 68] = [
     verb("disk consolidate", "vm1"),
     verb("disk migrate", "vm1 --format thin"),
     verb("disk import", "/nowhere/vm1.vmdk vm1"),
-    // Whom to trust is asked first.
+    // Missing certificates are reported before a missing datastore.
     Verb { name: "disk send", arguments: "vm1 lamina://nowhere.invalid:1/vm1", on_datastore: false, demands: true },
     verb("receive list", ""),
     verb("receive delete", "00000000-0000-4000-8000-000000000000"),
@@ -83,7 +83,7 @@ const VERBS: [Verb; 68] = [
     verb("events", ""),
     Verb { name: "completion", arguments: "bash", on_datastore: false, demands: true },
     Verb { name: "man", arguments: "/nowhere/at/all", on_datastore: false, demands: true },
-    // Nouns, which have verbs of their own.
+    // Groups of commands.
     Verb { name: "disk", arguments: "list", on_datastore: false, demands: true },
     Verb { name: "snapshot", arguments: "list", on_datastore: false, demands: true },
     Verb { name: "image", arguments: "show a.vmdk", on_datastore: false, demands: true },
@@ -94,7 +94,7 @@ const VERBS: [Verb; 68] = [
     Verb { name: "vm snapshot", arguments: "list", on_datastore: false, demands: true },
 ];
 
-/// Verbs that take as many names as one likes.
+/// Verbs that accept any number of names.
 const SEVERAL: [&str; 6] = ["snapshot create", "vm start", "vm stop", "vm pause", "vm resume", "vm delete"];
 
 #[test]
@@ -113,7 +113,7 @@ fn help_is_an_answer() {
         for option in ["--help", "-h"] {
             let text = run(&format!("{name} {option}")).ok();
             assert!(text.contains(&format!("Usage: lamina {name}")), "{name}: {text}");
-            // Images are files by their paths: no datastore is asked.
+            // Verbs of images take paths and need no datastore.
             let datastore = text.contains("--datastore") || name.starts_with("image ");
             assert!(text.contains("--json") && datastore, "{name}: {text}");
         }
@@ -124,7 +124,7 @@ fn help_is_an_answer() {
 
 #[test]
 fn bad_options_and_surplus_arguments_are_usage_errors() {
-    // What follows a command to run in a guest is the command's.
+    // Arguments after a command to run in a guest belong to that command.
     for Verb { name, arguments, .. } in VERBS.iter().filter(|verb| verb.name != "vm exec") {
         run(&format!("{name} {arguments} --no-such-option")).fails(2, "--no-such-option");
         if !SEVERAL.contains(name) {
@@ -294,7 +294,7 @@ fn man_pages_are_well_formed_and_name_their_options() {
     for page in files(&directory) {
         let text = std::fs::read_to_string(directory.join(&page)).unwrap();
         assert!(text.contains(".TH ") && text.contains(".SH NAME") && text.contains(".SH SYNOPSIS"), "{page}");
-        assert!(text.contains("json"), "{page} tells of the options that every verb has");
+        assert!(text.contains("json"), "{page} describes the options that every command has");
     }
     let page = std::fs::read_to_string(directory.join("lamina-disk-create.1")).unwrap();
     assert!(page.contains("provisioning") && page.contains("eagerzeroedthick"));
@@ -315,5 +315,5 @@ fn output_that_cannot_be_written_is_an_error_and_no_panic() {
     let (reader, writer) = std::io::pipe().unwrap();
     drop(reader);
     let done: Done = lamina().args(["completion", "bash"]).stdout(writer).output().unwrap().into();
-    assert_eq!((done.code, done.stderr.as_str()), (130, ""), "a reader that has gone is no complaint");
+    assert_eq!((done.code, done.stderr.as_str()), (130, ""), "a reader that has closed the pipe causes no error");
 }

@@ -1,5 +1,5 @@
-//! Faults that a medium and an operator bring: a flipped bit in data, a block that went to the wrong place, a second
-//! owner. What is damaged is an error, and what is not stays as it was.
+//! Faults of storage and operators: a flipped bit in data, a block written to the wrong location, a second owner.
+//! Damaged data gives an error, and all other data stays intact.
 
 #![allow(clippy::unwrap_used)]
 
@@ -13,7 +13,7 @@ use testkit::{pattern, process};
 const BLOCK: usize = 4096;
 const BLOCKS: u64 = 64;
 
-/// A disk whose blocks can be told apart, stopped.
+/// A datastore with a disk whose blocks are distinguishable; the server is stopped.
 fn store_with_data(options: &str) -> Store {
     let store = Store::new();
     store.run("disk create vm1 16M").ok();
@@ -29,7 +29,7 @@ fn store_with_data(options: &str) -> Store {
     store
 }
 
-/// Where the content of a block is on the medium: (data file, byte offset).
+/// Location of a block's content: (data file, byte offset).
 fn find(store: &Store, block: u64) -> (PathBuf, u64) {
     let content = pattern::bytes(block, BLOCK);
     for name in process::files(&store.path()).into_iter().filter(|name| name.starts_with("data.0")) {
@@ -46,20 +46,20 @@ fn write_medium(path: &PathBuf, offset: u64, bytes: &[u8]) {
     File::options().write(true).open(path).unwrap().write_all_at(bytes, offset).unwrap();
 }
 
-/// Reads every block by itself; the damaged ones must be errors, all others what was written.
+/// Reads every block separately; damaged ones must give errors, all others their content.
 fn verify(store: &Store, export: &str, damaged: &[u64]) {
     let mut client = Client::connect(&store.socket(), export).unwrap();
     for block in 0..BLOCKS {
         match client.read(block * BLOCK as u64, BLOCK as u32) {
             Ok(content) => {
-                assert!(!damaged.contains(&block), "{export}: block {block} is damaged and was handed out");
+                assert!(!damaged.contains(&block), "{export}: block {block} is damaged and was sent to a client");
                 assert!(content == pattern::bytes(block, BLOCK), "{export}: block {block}");
             }
             Err(Failure::Errno(EIO)) => assert!(damaged.contains(&block), "{export}: block {block} is good"),
             Err(failure) => panic!("{export}: block {block}: {failure:?}"),
         }
     }
-    // A read over many blocks fails as a whole, with EIO.
+    // A read that includes a damaged block fails completely, with EIO.
     let all = client.read(0, (BLOCKS as usize * BLOCK) as u32);
     assert_eq!(matches!(all, Err(Failure::Errno(EIO))), !damaged.is_empty());
 }
@@ -76,7 +76,7 @@ fn a_flipped_bit_in_data_costs_one_block() {
         let done = store.run("check --data");
         assert_eq!(done.code, 6, "{done:?}");
         assert!(done.stdout.contains("'vm1' at offset 69632"), "the disk and the place are named: {done:?}");
-        assert!(done.stdout.contains("'vm1@a' at offset 69632"), "and the snapshot: {done:?}");
+        assert!(done.stdout.contains("'vm1@a' at offset 69632"), "the snapshot is named: {done:?}");
         assert_eq!(store.run("check").code, 0, "metadata is sound");
 
         let mut server = store.serve(options);
@@ -85,19 +85,19 @@ fn a_flipped_bit_in_data_costs_one_block() {
         assert!(store.run("status --json").json()["checksum_errors"].as_u64().unwrap() > 0);
         let served = store.run("check --data");
         assert_eq!((served.code, served.stdout.contains("'vm1' at offset 69632")), (6, true), "{served:?}");
-        // A part of it cannot be written: what would be kept is not known. Nor can it pass into a copy.
+        // A damaged block cannot be written in part, because the rest of it is unknown, and cannot be copied.
         let mut client = Client::connect(&store.socket(), "vm1").unwrap();
         assert!(matches!(client.write(17 * BLOCK as u64 + 512, &[1; 512]), Err(Failure::Errno(EIO))));
         let copy = store.run("clone vm1 copy --full");
         assert_eq!(copy.code, 6, "{copy:?}");
         store.run("disk show copy").fails(3, "copy");
-        // Restored as a whole it is good again, there.
+        // After the whole block was overwritten, it is valid again.
         client.write(17 * BLOCK as u64, &pattern::bytes(17, BLOCK)).unwrap();
         client.flush().unwrap();
         verify(&store, "vm1", &[]);
         verify(&store, "vm1@a", &[17]);
         drop(client);
-        // With the snapshot the damage goes.
+        // Deleting the snapshot removes the damaged block.
         store.run("snapshot delete vm1@a").ok();
         store.is_clean();
         assert_eq!(server.stop("TERM"), Some(0));
@@ -112,7 +112,7 @@ fn blocks_in_each_others_places_are_not_mistaken() {
     let (other, other_offset) = find(&store, 40);
     write_medium(&path, offset, &pattern::bytes(40, BLOCK));
     write_medium(&other, other_offset, &pattern::bytes(3, BLOCK));
-    // A hole where data was: zeros are no less wrong.
+    // A hole in place of data: the zeros must be detected too.
     let (lost, lost_offset) = find(&store, 50);
     write_medium(&lost, lost_offset, &[0; BLOCK]);
     let _server = store.serve("");
@@ -127,7 +127,7 @@ fn a_second_owner_is_refused_and_does_no_harm() {
     for _ in 0..3 {
         store.run("serve").fails(4, "");
         assert!(process::files(&store.path()).contains(&"control.sock".to_string()));
-        // The first one is as well as before.
+        // The first owner is not affected.
         verify(&store, "vm1", &[]);
     }
     // Another path to the same folder is the same datastore.

@@ -1,4 +1,4 @@
-//! What is said of the file system below a datastore, on real ones.
+//! Warnings about the file system of a datastore, on real file systems.
 
 #![allow(clippy::unwrap_used)]
 
@@ -6,7 +6,7 @@ use std::path::Path;
 use testkit::process::{Store, tool, until};
 use testkit::{mounted, process};
 
-/// Nothing is to be warned of.
+/// Checks that there is no warning.
 fn is_good(folder: &Path, name: &str) {
     let store = Store::at(folder, "4M");
     store.run("disk create vm 8M --format vmdk").ok();
@@ -39,7 +39,7 @@ fn btrfs_is_good() {
 #[test]
 fn files_that_btrfs_copies_on_write_are_told() {
     mounted::on_btrfs("files_that_btrfs_copies_on_write_are_told", |folder| {
-        // What is compressed cannot be overwritten in place.
+        // Compressed files on btrfs cannot be overwritten in place.
         let compressed = folder.join("compressed");
         std::fs::create_dir(&compressed).unwrap();
         tool("chattr", &["+c", compressed.to_str().unwrap()]);
@@ -50,7 +50,7 @@ fn files_that_btrfs_copies_on_write_are_told() {
         let status = run("status --json").json();
         assert!(status["file_system"]["warnings"][0].as_str().unwrap().contains("on write"), "{status}");
         assert!(run("status").ok().contains("warning"));
-        // It is no damage.
+        // The warning is not a finding of the check.
         let checked = run("check").ok();
         assert!(checked.starts_with("warning: btrfs copies") && checked.ends_with("clean\n"), "{checked}");
         let mut command = process::lamina();
@@ -58,7 +58,7 @@ fn files_that_btrfs_copies_on_write_are_told() {
         let mut server = process::Serving::start(command);
         assert_eq!(server.log().matches("copies files of the datastore on write").count(), 1, "{}", server.log());
         assert_eq!(server.stop("TERM"), Some(0));
-        // Images, too: of a disk whose folder alone is compressed.
+        // Images are reported too: only the folder of one disk is compressed.
         let plain = folder.join("plain");
         process::run(&format!("init --journal-size 4M {}", plain.display())).ok();
         let run = |arguments: &str| process::run(&format!("--datastore {} {arguments}", plain.display()));
@@ -82,7 +82,7 @@ fn tmpfs_is_for_tests() {
 #[test]
 fn a_program_behind_fuse_is_refused() {
     if tool("id", &["-u"]).trim() != "0" {
-        return println!("not root: what is said of FUSE is tested by its number");
+        return println!("not root: FUSE is tested only by its file system number");
     }
     let folder = tempfile::tempdir().unwrap();
     let mounted = folder.path().join("mounted");
@@ -99,6 +99,6 @@ fn a_program_behind_fuse_is_refused() {
     tool("fusermount3", &["-u", mounted.to_str().unwrap()]);
     process::wait(&mut medium);
     refused.fails(1, "is on FUSE");
-    // That file system makes no folders, with the option or without.
+    // That file system supports no folders, so the option does not help.
     assert!(insisted.code != 0 && !insisted.stderr.contains("is on FUSE"), "{insisted:?}");
 }

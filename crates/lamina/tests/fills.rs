@@ -1,10 +1,11 @@
-//! Disks in each format that is written, on small file systems of each kind that become full to the last byte again and
-//! again, with snapshots, discards, deletions, stops and kills. A seed decides what is done.
+//! Disks in each writable format, on small file systems of each kind that are repeatedly filled to the last byte, with
+//! snapshots, discards, deletions, stops and kills. A seed determines the operations.
 //!
-//! 1. Only what needs room is refused, with ENOSPC. Overwrites, reads, flushes, discards, deletions and stops go on.
-//! 2. When there is room again, all goes on by itself.
-//! 3. Nothing acknowledged is lost by a stop, nothing flushed by a kill.
-//! 4. The check finds nothing.
+//! 1. Only requests that need space are refused, with ENOSPC. Overwrites, reads, flushes, discards, deletions and stops
+//!    succeed.
+//! 2. When space is available again, all requests succeed without intervention.
+//! 3. Acknowledged data survives a stop, flushed data survives a kill.
+//! 4. The check finds no problems.
 
 #![allow(clippy::unwrap_used)]
 
@@ -20,14 +21,14 @@ use testkit::nbd::{Client, ENOSPC, Failure};
 use testkit::process::{Serving, Store, tool, until};
 use testkit::{mounted, pattern, process};
 
-/// Fills of one datastore.
+/// Number of times that one datastore is filled.
 const FILLS_OF_ONE: u64 = 4;
 const SIZE: usize = 12 << 20;
 const SNAPSHOTS: usize = 3;
-/// With less than that free, writes may be refused.
+/// With less free space than this, writes may be refused.
 const ROOM: u64 = 16 << 20;
 
-/// What disks are made of, and whether all their places are taken at the beginning.
+/// Options of the disks, and whether all their space is allocated at creation.
 const FORMATS: [(&str, bool); 12] = [
     ("", false),
     ("--provisioning zeroedthick", false),
@@ -65,7 +66,7 @@ fn number(variable: &str, otherwise: u64) -> u64 {
     std::env::var(variable).map_or(otherwise, |value| value.parse().unwrap())
 }
 
-/// What has been through.
+/// Statistics.
 #[derive(Default, Debug)]
 struct Tally {
     fills: u64,
@@ -101,15 +102,15 @@ struct Case<'a> {
     server: Option<Serving>,
     random: Random,
     disks: Vec<Filled>,
-    /// Of images: a snapshot of it can be merged into either side.
+    /// For disks in VMware's formats: snapshots that may be merged in either direction.
     merged: Vec<bool>,
     clients: Vec<Client>,
-    /// Disks that come and go.
+    /// Disks that are created and deleted.
     spares: Vec<String>,
     next: u64,
-    /// What other programs have taken, by number.
+    /// Number of files with which other programs have filled the file system.
     taken: u64,
-    /// What was done, for the report of a failure.
+    /// The operations, printed if the test fails.
     trace: Vec<String>,
     tally: Tally,
 }
@@ -149,7 +150,7 @@ impl<'a> Case<'a> {
         self.trace.push(what.into());
     }
 
-    /// Whether a command was done; it may have been refused for want of room.
+    /// Whether a command succeeded; it may be refused for lack of space.
     fn done(&mut self, arguments: &str) -> bool {
         let done = self.store.run(arguments);
         self.note(format!("{arguments}: {} {}", done.code, done.stderr.trim_end()));
@@ -172,10 +173,10 @@ impl<'a> Case<'a> {
         self.clients = self.disks.iter().map(connect).collect();
     }
 
-    /// Another program takes all that is left.
+    /// Fills the file system, as another program would.
     fn take(&mut self) {
         self.taken += 1;
-        self.note("all room is taken");
+        self.note("the file system is full");
         match self.random.below(4) {
             0 => fill_with_names(self.folder, &format!("rest-{}", self.taken)),
             _ => take_the_rest(self.folder, &format!("rest-{}", self.taken)),
@@ -183,7 +184,7 @@ impl<'a> Case<'a> {
         self.is_full(true);
     }
 
-    /// Disks and their snapshots may fill the file system without another program.
+    /// The disks and their snapshots may fill the file system without another program.
     fn is_full_or_not(&mut self) {
         let full = self.free() < ROOM;
         self.is_full(full);
@@ -232,7 +233,7 @@ impl<'a> Case<'a> {
         }
     }
 
-    /// Always works.
+    /// Deletes a disk, which must succeed.
     fn delete(&mut self) {
         if self.spares.is_empty() {
             return;
@@ -277,7 +278,7 @@ impl<'a> Case<'a> {
         listed.map(|snapshot| snapshot["name"].as_str().unwrap().to_owned()).collect()
     }
 
-    /// What was refused has changed nothing.
+    /// A refused request must not have changed the snapshots.
     fn snapshots_are(&self, disk: usize) {
         let mut listed = self.listed(disk);
         let mut known: Vec<&str> = self.disks[disk].history.snapshots.iter().map(|(name, _)| name.as_str()).collect();
@@ -286,7 +287,7 @@ impl<'a> Case<'a> {
         assert_eq!(listed, known, "disk{disk}");
     }
 
-    /// Anything that may be done at any time.
+    /// A random operation that is possible at any time.
     fn step(&mut self) {
         let disk = self.random.below(2) as usize;
         let snapshots = self.disks[disk].history.snapshots.len();
@@ -309,7 +310,7 @@ impl<'a> Case<'a> {
         }
     }
 
-    /// A stop without a flush before it.
+    /// Stops the server without a flush before.
     fn stop(&mut self) {
         self.note("stop");
         self.clients.clear();
@@ -322,7 +323,7 @@ impl<'a> Case<'a> {
         self.disks.iter().for_each(|disk| disk.is_whole(&self.store));
     }
 
-    /// A kill with requests in flight, and sometimes in the middle of an operation.
+    /// Kills the server with requests in flight, and sometimes during an operation.
     fn kill(&mut self) {
         let disk = self.random.below(2) as usize;
         let name = format!("disk{disk}");
@@ -353,7 +354,7 @@ impl<'a> Case<'a> {
                 std::thread::sleep(delay);
                 server.kill();
             });
-            // A snapshot that is being taken holds what was acknowledged before: nothing is written meanwhile.
+            // While a snapshot is taken, nothing is written, so that its content is known.
             while operation.is_none() {
                 match self.disks[disk].round(&mut self.clients[disk], Mix::Any) {
                     Ok(_) => {}
@@ -375,7 +376,7 @@ impl<'a> Case<'a> {
         self.disks.iter_mut().for_each(|disk| disk.settle(&self.store));
     }
 
-    /// Until the file system is full; what goes on meanwhile; and room again.
+    /// Fills the file system, runs operations, and makes space again.
     fn fill_up(&mut self) {
         for _ in 0..12 {
             self.is_full_or_not();
@@ -386,7 +387,7 @@ impl<'a> Case<'a> {
         let left = self.random.below(6 << 20);
         self.note(format!("{left} bytes are left"));
         leave(self.folder, &format!("rest-{}", self.taken), left);
-        // By its disks as long as they take anything; then by another program.
+        // Filled by the disks as long as they accept writes, then by another program.
         for disk in 0..2 {
             let mut refused = 0;
             for _ in 0..self.random.below(200) {
@@ -422,7 +423,7 @@ impl<'a> Case<'a> {
         }
         self.tally.fills += 1;
 
-        self.note("there is room again");
+        self.note("there is space again");
         make_room(self.folder, "rest-");
         self.is_full(true);
         for disk in 0..2 {
@@ -431,7 +432,7 @@ impl<'a> Case<'a> {
                     self.delete_snapshot(disk);
                 }
             }
-            until("there is room again", || self.round(disk, Mix::Fill) == 0);
+            until("there is space again", || self.round(disk, Mix::Fill) == 0);
         }
         for disk in 0..2 {
             self.is_full_or_not();
@@ -447,7 +448,7 @@ impl<'a> Case<'a> {
         }
         self.clients.clear();
         assert_eq!(self.server.take().unwrap().stop("TERM"), Some(0));
-        // An image that was killed and is only read since then is warned of; it is no finding.
+        // A warning about an image that was killed and only read since is not a finding.
         let checked = self.store.run("check --data");
         assert!(checked.code == 0 && checked.stdout.ends_with("clean\n"), "{checked:?}");
         for disk in &self.disks {

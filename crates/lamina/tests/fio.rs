@@ -1,5 +1,5 @@
-//! fio writes and verifies through its NBD engine: at depth, in mixed sizes, with flushes and trims between, and once
-//! more after a restart.
+//! fio writes and verifies through its NBD engine: with many requests, in mixed sizes, with flushes and trims, and
+//! again after a restart.
 
 #![allow(clippy::unwrap_used)]
 
@@ -31,7 +31,7 @@ fn what_fio_writes_it_finds() {
         "--fsync=16",
         "--randseed=2",
     ];
-    // Trims each block before it is written.
+    // This job trims each block before writing it.
     let trims = ["--rw=randtrimwrite", "--size=64M", "--iodepth=16", "--bs=8k", "--fsync=128", "--randseed=3"];
     let jobs: [(&str, &[&str]); 3] = [("vm1", &random), ("vm2", &mixed), ("vm3", &trims)];
     for options in ["", "--io direct"] {

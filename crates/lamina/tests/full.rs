@@ -1,5 +1,5 @@
-//! A full file system: what needs room is refused, everything else goes on, and it recovers by itself.
-//! On tmpfs and ext4, since reservations and holes differ between the two.
+//! A full file system: requests that need space are refused, all others succeed, and the datastore recovers without
+//! intervention. On tmpfs and ext4, which differ in reservations and holes.
 
 #![allow(clippy::unwrap_used)]
 
@@ -31,7 +31,7 @@ fn full_ext4_of_images() {
     on_ext4("full_ext4_of_images", fill_images_up);
 }
 
-/// What a disk must read as, by block: the seed of its content.
+/// Expected content of a disk: a seed for each block.
 #[derive(Default)]
 struct Written(std::collections::BTreeMap<u64, u64>);
 
@@ -58,7 +58,7 @@ fn is_full(outcome: Result<(), Failure>) -> bool {
     }
 }
 
-/// Writes new blocks until there is no room; how many there was room for.
+/// Writes new blocks until no space is left; returns the number of blocks written.
 fn fill(client: &mut Client, written: &mut Written, random: &mut Random) -> u64 {
     let mut count = 0;
     for _ in 0..1 << 16 {
@@ -71,12 +71,12 @@ fn fill(client: &mut Client, written: &mut Written, random: &mut Random) -> u64 
             return count;
         }
         count += 1;
-        // A burst goes into memory; only what has been flushed has room on the medium.
+        // Writes are buffered in memory; only flushed data is certain to have space.
         if count % 512 == 0 && is_full(client.flush()) {
-            panic!("acknowledged writes found no room");
+            panic!("acknowledged writes failed for lack of space");
         }
     }
-    panic!("it never gets full");
+    panic!("the file system never gets full");
 }
 
 fn fill_up(folder: &Path) {
@@ -96,7 +96,7 @@ fn fill_up(folder: &Path) {
     println!("full after {count} blocks");
     assert!(count > 4096, "{count} blocks fit into 96 MiB");
 
-    // What needs no new room goes on.
+    // Requests that need no space succeed.
     vm1.flush().unwrap();
     written.verify(&mut vm1);
     let known: Vec<u64> = written.0.keys().copied().collect();
@@ -108,16 +108,18 @@ fn fill_up(folder: &Path) {
     let mut thick = Client::connect(&store.socket(), "thick").unwrap();
     let mut whole = Written::default();
     for block in 0..thick.size / BLOCK {
-        whole.put(&mut thick, block, block + 1).unwrap_or_else(|e| panic!("a thick disk has its room: {e:?}"));
+        whole
+            .put(&mut thick, block, block + 1)
+            .unwrap_or_else(|e| panic!("the space of a thick disk is reserved: {e:?}"));
     }
     thick.flush().unwrap();
-    assert!(is_full(written.put(&mut vm1, 1 << 17, 1)), "it is still full");
+    assert!(is_full(written.put(&mut vm1, 1 << 17, 1)), "the file system is still full");
     store.run("disk create large 512M --provisioning zeroedthick").fails(5, "large");
     store.run("disk show large").fails(3, "large");
     assert!(store.run("disk list").ok().contains("vm2"));
     store.run("status").ok();
 
-    // Full, and killed: it opens, and everything is there.
+    // The server is killed while the file system is full: the datastore opens, and all flushed data exists.
     drop((vm1, vm2, thick));
     assert_eq!(server.stop("KILL"), None);
     store.is_clean();
@@ -129,25 +131,25 @@ fn fill_up(folder: &Path) {
     other.verify(&mut vm2);
     whole.verify(&mut thick);
 
-    // Discards alone make room.
+    // Discards free enough space.
     let given: Vec<u64> = written.0.keys().copied().step_by(2).collect();
     for block in &given {
         vm1.trim(block * BLOCK, BLOCK as u32).unwrap();
         written.0.remove(block);
     }
     vm1.flush().unwrap();
-    until("discarded room can be written", || {
+    until("discarded space can be written", || {
         let block = (1 << 17) + random.below(1 << 16);
         written.0.contains_key(&block) || !is_full(written.put(&mut vm1, block, block))
     });
     let again = fill(&mut vm1, &mut written, &mut random);
     println!("full again after {again} blocks, {} were discarded", given.len());
-    assert!(again > given.len() as u64 / 2, "most of what was discarded can be used again");
+    assert!(again > given.len() as u64 / 2, "most of the discarded space can be used again");
 
-    // So do deletions.
+    // Deletions do too.
     drop(vm2);
     store.run("disk delete vm2").ok();
-    until("room of a deleted disk can be written", || {
+    until("the space of a deleted disk can be written", || {
         let block = (1 << 17) + (1 << 16) + random.below(1 << 15);
         written.0.contains_key(&block) || !is_full(written.put(&mut vm1, block, block))
     });
@@ -179,7 +181,7 @@ fn fill_images_up(folder: &Path) {
     }
     vm1.flush().unwrap();
     store.run("snapshot create vm1@s").ok();
-    // What was refused may be there or not: only blocks that hold nothing yet.
+    // A refused write may or may not take effect, so only unused blocks are written.
     let mut next = 512;
     let mut more = |vm1: &mut Client, written: &mut Written| {
         next += 3;
@@ -188,7 +190,7 @@ fn fill_images_up(folder: &Path) {
     while !more(&mut vm1, &mut written) {}
     fill_rest(folder, "rest-1");
 
-    // What needs room is refused and leaves nothing behind; what gives it back is done.
+    // Operations that need space are refused and leave nothing; operations that free space succeed.
     written.verify(&mut vm1);
     let images = store.path().join("images");
     store.run("clone vm1@s full --full").fails(5, "full");
@@ -202,12 +204,12 @@ fn fill_images_up(folder: &Path) {
     fill_rest(folder, "rest-2");
     store.run("disk delete other").ok();
     assert!(!images.join("other").exists());
-    until("room of a deleted disk can be written", || !more(&mut vm1, &mut written));
+    until("the space of a deleted disk can be written", || !more(&mut vm1, &mut written));
     vm1.flush().unwrap();
     written.verify(&mut vm1);
     drop(vm1);
 
-    // Without a server, and after a kill, too.
+    // The same steps without a server, and after a kill.
     assert_eq!(server.stop("KILL"), None);
     fill_rest(folder, "rest-3");
     store.run("disk delete cold").ok();
@@ -230,7 +232,7 @@ fn full_ext4_of_formats() {
     on_ext4("full_ext4_of_formats", fill_formats_up);
 }
 
-/// Disks in each format that is written: as it is created, and above two snapshots.
+/// Disks in each writable format: new ones, and with two snapshots.
 const FORMATS: [(&str, &str, usize); 9] = [
     ("thin", "--format vmdk", 0),
     ("hosted", "--format monolithicsparse", 0),
@@ -243,13 +245,13 @@ const FORMATS: [(&str, &str, usize); 9] = [
     ("hosted2", "--format monolithicsparse --delta vmfssparse", 2),
 ];
 
-/// Blocks of the disks; the file system has room for a fraction of them.
+/// Blocks of the disks; the file system has space for a fraction of them.
 const BLOCKS: u64 = 65_536;
 
-/// Blocks from here on are in the top image of a disk only.
+/// Blocks from this one on are in the top image of a disk only.
 const TOP: u64 = 4096;
 
-/// Overwrites blocks that the top image holds: each finds its room.
+/// Overwrites blocks that the top image has, which needs no space.
 fn overwrite(client: &mut Client, written: &mut Written, random: &mut Random, count: usize) {
     let known: Vec<u64> = written.0.keys().copied().filter(|block| *block >= TOP).collect();
     for _ in 0..count {
@@ -282,7 +284,7 @@ fn fill_format_up(folder: &Path, store: &Store, name: &str, format: &str, snapsh
     }
     leave(folder, "rest", 6 << 20);
 
-    // Filled by the disk, then to the last byte by another program. What was acknowledged is flushed.
+    // Filled by the disk, then to the last byte by another program. Acknowledged writes can be flushed.
     let fresh = |random: &mut Random| TOP + random.below(BLOCKS - TOP);
     let mut count = 0;
     loop {
@@ -298,7 +300,7 @@ fn fill_format_up(folder: &Path, store: &Store, name: &str, format: &str, snapsh
     client.flush().unwrap();
     written.verify(&mut client);
 
-    // Only what needs room is refused.
+    // Only requests that need space are refused.
     overwrite(&mut client, &mut written, &mut random, 200);
     for _ in 0..50 {
         let block = fresh(&mut random);
@@ -319,7 +321,7 @@ fn fill_format_up(folder: &Path, store: &Store, name: &str, format: &str, snapsh
     written.verify(&mut client);
     overwrite(&mut client, &mut written, &mut random, 50);
 
-    // A snapshot goes, or stays with its name.
+    // A snapshot is deleted, or keeps its name.
     let listed = || store.run(&format!("snapshot list {name} --json")).json();
     for snapshot in 0..snapshots {
         let before = listed();
@@ -334,7 +336,7 @@ fn fill_format_up(folder: &Path, store: &Store, name: &str, format: &str, snapsh
     }
     overwrite(&mut client, &mut written, &mut random, 50);
 
-    // A stop, without a flush before it, loses nothing; the disk opens and is written without room.
+    // A stop without a flush loses nothing; the disk then opens and can be overwritten without space.
     for block in written.0.keys().copied().filter(|block| *block >= TOP).take(30).collect::<Vec<_>>() {
         written.put(&mut client, block, random.next()).unwrap();
     }
@@ -351,7 +353,7 @@ fn fill_format_up(folder: &Path, store: &Store, name: &str, format: &str, snapsh
         take_the_rest(folder, &format!("rest-{signal}"));
     }
 
-    // With room again it goes on by itself, in the same server.
+    // When space is available again, writes succeed on the same server.
     let mut server = store.serve("");
     let mut client = Client::connect(&store.socket(), name).unwrap();
     make_room(folder, "rest");
@@ -362,9 +364,13 @@ fn fill_format_up(folder: &Path, store: &Store, name: &str, format: &str, snapsh
     client.flush().unwrap();
     for snapshot in 0..snapshots {
         let deleted = store.run(&format!("snapshot delete {name}@s{snapshot}"));
-        // Scattered blocks take whole grains of 64 KiB in a hosted base, more than this file system has.
+        // Merging scattered blocks allocates whole grains of 64 KiB in a hosted base, which needs more space than this
+        // file system has.
         let refused = deleted.code == 5 && name == "hosted2";
-        assert!(refused || matches!(deleted.code, 0 | 3), "{name}: with room a snapshot can be deleted: {deleted:?}");
+        assert!(
+            refused || matches!(deleted.code, 0 | 3),
+            "{name}: with free space a snapshot can be deleted: {deleted:?}"
+        );
     }
     written.verify(&mut client);
     drop(client);

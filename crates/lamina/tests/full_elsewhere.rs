@@ -1,5 +1,5 @@
-//! Another program fills the file system while a datastore is at rest: it is served, flushed, discarded and deleted
-//! from all the same, and goes on by itself when there is room again.
+//! Another program fills the file system while a datastore is not served. The datastore can nevertheless be served and
+//! flushed, and disks discarded and deleted; when space is available again, writes succeed.
 
 #![allow(clippy::unwrap_used)]
 
@@ -32,8 +32,8 @@ fn filled_tmpfs() {
     mounted::on_tmpfs("filled_tmpfs", 96, filled);
 }
 
-/// On a file system with blocks of 1 KiB, what was written through the page cache has holes within blocks of 4 KiB.
-/// With direct I/O these are written whole.
+/// On a file system with blocks of 1 KiB, data written through the page cache has holes within blocks of 4 KiB. With
+/// direct I/O these blocks are written completely.
 #[test]
 fn overwrites_of_parts_of_blocks() {
     mounted::on_ext4("overwrites_of_parts_of_blocks", |folder| {
@@ -99,7 +99,7 @@ fn filled(folder: &Path) {
     assert_eq!(server.stop("TERM"), Some(0));
     for (round, signal) in (1..).zip(["TERM", "KILL", "TERM"]) {
         fill_with_names(folder, &format!("rest-{round}"));
-        // It is served, and what needs no room goes on.
+        // The datastore can be served, and requests that need no space succeed.
         let mut server = store.serve("");
         for name in disks {
             let mut client = Client::connect(&store.socket(), name).unwrap();
@@ -116,7 +116,7 @@ fn filled(folder: &Path) {
         store.run("status").ok();
         server.stop(signal);
     }
-    // Deletions too, by a server and without one.
+    // Deletions succeed too, with and without a server.
     store.run("disk delete spare-native").ok();
     fill_with_names(folder, "rest-4");
     let mut server = store.serve("");
@@ -127,11 +127,11 @@ fn filled(folder: &Path) {
             assert!(client.read(block * BLOCK, BLOCK as u32).unwrap() == content(block, 3), "{name} {block}");
         }
     }
-    // With room again everything goes on.
+    // When space is available again, all requests succeed.
     make_room(folder, "rest-");
     for name in disks {
         let mut client = Client::connect(&store.socket(), name).unwrap();
-        until("there is room again", || match client.write(3000 * BLOCK, &content(1, 1)) {
+        until("there is space again", || match client.write(3000 * BLOCK, &content(1, 1)) {
             Ok(()) => true,
             Err(Failure::Errno(ENOSPC)) => false,
             Err(failure) => panic!("{failure:?}"),

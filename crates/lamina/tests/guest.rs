@@ -1,6 +1,6 @@
-//! A Linux guest in QEMU on a lamina disk: it makes a file system, writes, trims, mounts again and verifies; then it
-//! changes the disk, and other guests find the snapshot and a linked clone as they were. The guest is made by
-//! `scripts/guest`; its part of the test is `tests/guest/init`.
+//! A Linux guest in QEMU on a lamina disk: it creates a file system, writes, trims, mounts it again and verifies. It
+//! then changes the disk, and other guests find the snapshot and a linked clone unchanged. `scripts/guest` builds the
+//! guest; `tests/guest/init` is its part of the test.
 
 #![allow(clippy::unwrap_used)]
 
@@ -8,7 +8,7 @@ use std::path::Path;
 use testkit::process;
 use testkit::process::{Store, tool};
 
-/// Boots a guest on a disk for one phase; what its console said.
+/// Boots a guest on a disk for one phase; returns its console output.
 fn boot(store: &Store, guest: &Path, disk: &str, phase: &str) -> String {
     let blockdev = format!(
         "driver=nbd,node-name=disk0,export={disk},server.type=unix,server.path={},discard=unmap,read-only={}",
@@ -17,7 +17,7 @@ fn boot(store: &Store, guest: &Path, disk: &str, phase: &str) -> String {
     );
     let [kernel, initrd] = ["vmlinuz", "initrd"].map(|name| guest.join(name).to_str().unwrap().to_string());
     let line = format!("console=ttyS0 quiet panic=-1 phase={phase}");
-    // No KVM: where these tests run it is often missing, and a guest's speed is not what is tested.
+    // KVM is not used: it is often missing where these tests run, and the guest's speed does not matter.
     let machine =
         ["-accel", "tcg", "-machine", "pc", "-m", "256", "-display", "none", "-serial", "stdio", "-monitor", "none"];
     let disk = ["-no-reboot", "-nodefaults", "-blockdev", &blockdev, "-device", "virtio-blk-pci,drive=disk0"];
@@ -45,7 +45,7 @@ fn a_guest_lives_on_a_disk_and_another_on_its_clone() {
     boot(&store, guest, "vm1", "change");
     boot(&store, guest, "vm2", "verify");
     boot(&store, guest, "vm1@made", "verify");
-    // In the end the file systems are what e2fsck thinks they are, here as well.
+    // In the end e2fsck finds the file systems clean on the host too.
     let folder = tempfile::tempdir().unwrap();
     for disk in ["vm1", "vm2", "vm1@made"] {
         let image = folder.path().join(disk);

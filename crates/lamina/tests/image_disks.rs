@@ -1,5 +1,5 @@
-//! Disks in VMware's formats through the program: every verb, and every long operation while a client writes, with what
-//! other programs read from the files afterwards.
+//! Disks in VMware's formats through the command line: every command, and every long operation while a client writes;
+//! the files are then read by other programs.
 
 #![allow(clippy::unwrap_used)]
 
@@ -33,7 +33,7 @@ fn the_life_of_an_image_disk() {
         store.run("disk resize vm1 2G").fails(1, "capacity");
         let list = store.run("disk list --json").json();
         let names: Vec<&str> = list["disks"].as_array().unwrap().iter().map(|d| d["name"].as_str().unwrap()).collect();
-        assert_eq!(names, ["native", "se", "vm1"], "both kinds in one order");
+        assert_eq!(names, ["native", "se", "vm1"], "both kinds of disks in one order");
         assert!(store.path().join("images/vm1/vm1-flat.vmdk").exists());
 
         let shown = store.run("disk show vm1 --json").json();
@@ -108,7 +108,7 @@ fn the_life_of_an_image_disk() {
 }
 
 #[test]
-fn the_limit_of_levels_is_told() {
+fn snapshots_beyond_the_limit_of_levels_are_refused() {
     let store = Store::new();
     store.run("disk create vm1 64M --format vmdk").ok();
     store.run("disk tune vm1 --levels-max 3").ok();
@@ -133,7 +133,7 @@ fn a_datastore_that_was_moved_still_has_its_clones() {
 }
 
 #[test]
-fn what_is_no_disk_is_told_and_left_alone() {
+fn files_that_belong_to_no_disk_are_reported_and_kept() {
     let store = Store::new();
     store.run("disk create vm1 64M --format vmdk").ok();
     store.run("disk create vm2 64M --format vmdk").ok();
@@ -146,29 +146,29 @@ fn what_is_no_disk_is_told_and_left_alone() {
     assert_eq!(found.code, 6, "{found:?}");
     assert!(found.stdout.contains("images/vm1"), "{found:?}");
     assert_eq!(std::fs::read(&record).unwrap(), bytes);
-    assert_eq!(store.run("disk show vm2 --json").code, 0, "the others are there");
+    assert_eq!(store.run("disk show vm2 --json").code, 0, "the other disk can be used");
 }
 
-/// Writes to a disk until told to stop; a holder of its lock has the disk between two rounds.
+/// Writes to a disk until `stop` is set. The holder of `history`'s lock has exclusive use of the disk between rounds.
 fn write_on(store: &Store, history: &Mutex<History>, stop: &AtomicBool) {
     let name = history.lock().name.clone();
     let mut client = Client::connect(&store.socket(), &name).unwrap();
     while !stop.load(Ordering::Acquire) {
         history.lock().step(&mut client).unwrap();
-        // The lock is not fair: yield to the other thread.
+        // The lock is not fair, so this thread yields to the other one.
         std::thread::yield_now();
     }
     history.lock().flush(&mut client).unwrap();
 }
 
-/// Takes a snapshot between two rounds, so that it is known what it holds.
+/// Takes a snapshot between two rounds, so that its content is known.
 fn take(store: &Store, history: &Mutex<History>, snapshot: &str) {
     let mut history = history.lock();
     store.run(&format!("snapshot create {}@{snapshot}", history.name)).ok();
     history.snapshot_taken(snapshot);
 }
 
-/// Ends the writer also when the test fails.
+/// Stops the writer when dropped, also if the test fails.
 struct Stopping<'a>(&'a AtomicBool);
 
 impl Drop for Stopping<'_> {
@@ -182,7 +182,7 @@ fn rounds_pass(history: &Mutex<History>, rounds: u64) {
     process::until("the client has written more", || history.lock().version > begin + rounds * 8);
 }
 
-/// A disk of each delta format lives through everything at once.
+/// Runs all operations on a disk of each delta format while a client writes.
 fn everything_under_writes(delta: &str, base: &str) {
     let store = Store::new();
     store.run(&format!("disk create vm1 {SIZE} --format {base} --delta {delta}")).ok();
@@ -230,15 +230,15 @@ fn everything_under_writes(delta: &str, base: &str) {
     assert_eq!(server.stop("TERM"), Some(0));
     let text = store.run("check").ok();
     assert!(text.ends_with("clean\n"), "{text}");
-    // What QEMU reads from the files.
+    // The content that QEMU reads from the files.
     if delta != "vsansparse" {
         let head = store.run("disk show vm1 --json").json()["image"]["head"].as_str().unwrap().to_owned();
         let raw = store.path().with_file_name("raw");
         tool("qemu-img", &["convert", "-f", "vmdk", "-O", "raw", &head, raw.to_str().unwrap()]);
-        history.is(&std::fs::read(&raw).unwrap(), "what qemu-img reads");
+        history.is(&std::fs::read(&raw).unwrap(), "the content that qemu-img reads");
         check_descriptor(Path::new(&head));
     }
-    // And the full clone is one disk with nothing below.
+    // The full clone has no parent.
     let _server = store.serve("");
     assert_eq!(store.run("disk show full --json").json()["image"]["levels"], 1);
     read_export(&store, "full").chunks_exact(pattern::SECTOR).enumerate().for_each(|(at, sector)| {
@@ -246,7 +246,7 @@ fn everything_under_writes(delta: &str, base: &str) {
     });
 }
 
-/// A descriptor as ESXi writes it: a text that names its parent by CID and hint.
+/// Checks a descriptor as ESXi writes it: text that names its parent by CID and hint.
 fn check_descriptor(path: &Path) {
     let text = std::fs::read_to_string(path).unwrap();
     for word in ["# Disk DescriptorFile", "CID=", "parentCID=", "parentFileNameHint=", "createType="] {
@@ -297,9 +297,9 @@ fn the_tools_of_others_read_and_write_exports() {
     assert!(text.contains("65536"), "{text}");
 }
 
-/// Ctrl-C ends a merge and leaves the disk as good as before; the same for a client that goes away.
+/// Ctrl-C interrupts a merge and leaves the disk valid; the same holds for a client that disconnects.
 #[test]
-fn long_work_can_be_interrupted() {
+fn long_operations_can_be_interrupted() {
     let store = Store::new();
     store.run(&format!("disk create vm1 {SIZE} --format vmdk")).ok();
     let _server = store.serve("");
@@ -324,7 +324,7 @@ fn long_work_can_be_interrupted() {
             .unwrap();
         process::wait_until_interruptible(child.id());
         std::thread::sleep(std::time::Duration::from_millis(200));
-        assert!(child.try_wait().unwrap().is_none(), "{verb} takes long at that rate");
+        assert!(child.try_wait().unwrap().is_none(), "{verb} takes long at this rate");
         process::send(child.id(), "INT");
         assert_eq!(process::wait(&mut child), Some(130), "{verb}");
         history.is(&read_export(&store, "vm1"), verb);

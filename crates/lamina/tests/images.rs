@@ -1,5 +1,5 @@
-//! `lamina convert` and the verbs of images: what they make, print and refuse; without a datastore, on one, and on one
-//! that is served.
+//! `lamina convert` and the commands about images: results, output and errors, without a datastore, on an unserved one,
+//! and on a served one.
 
 #![allow(clippy::unwrap_used)]
 
@@ -16,7 +16,7 @@ fn run_in(folder: &Path, arguments: &str) -> Done {
     process::output(lamina().current_dir(folder).args(arguments.split_whitespace())).into()
 }
 
-/// A disk with something in it: bytes, a hole and odd ends.
+/// A disk with data, a hole, and unaligned ends.
 fn make_raw(path: &Path, megabytes: usize) -> Vec<u8> {
     let mut bytes = vec![0; megabytes * MIB + 512];
     for (at, byte) in bytes.iter_mut().enumerate() {
@@ -55,7 +55,7 @@ fn images_are_made_shown_and_checked() {
 
     run("image create vm.vmdk 1G").fails(1, "vm.vmdk");
     run("image create flat.vmdk 2G --parent vm.vmdk").fails(2, "parent");
-    run("image create small.vmdk 1G --parent vm.vmdk --format vmfssparse").fails(2, "cannot lie above");
+    run("image create small.vmdk 1G --parent vm.vmdk --format vmfssparse").fails(2, "cannot have a parent");
     run("image create x.vmdk 3T --format vmfssparse").fails(2, "SEsparse");
     run("image create x.vmdk 3T -d vmfssparse").fails(2, "SEsparse");
     run("image create x.vmdk --format sesparse").fails(2, "SIZE");
@@ -65,7 +65,7 @@ fn images_are_made_shown_and_checked() {
     run("image show vm-000001-sesparse.vmdk").fails(2, "open the descriptor");
     assert_eq!(files(path), ["vm-000001-sesparse.vmdk", "vm-000001.vmdk", "vm-flat.vmdk", "vm.vmdk"]);
 
-    // The parent is gone: what is there is shown, and what is missing told.
+    // The parent is missing: the image is shown, and the missing parent reported.
     std::fs::rename(path.join("vm.vmdk"), path.join("moved")).unwrap();
     let done = run("image show vm-000001.vmdk");
     assert!(done.code == 6 && done.stdout.contains("problem: the parent of"), "{done:?}");
@@ -73,7 +73,7 @@ fn images_are_made_shown_and_checked() {
     assert!(done.code == 6 && done.stdout.contains("1 problem"), "{done:?}");
     std::fs::rename(path.join("moved"), path.join("vm.vmdk")).unwrap();
 
-    // A cut extent.
+    // A truncated extent.
     run("image create cut.vmdk 64M --format monolithicflat").ok();
     std::fs::File::options().write(true).open(path.join("cut-flat.vmdk")).unwrap().set_len(1 << 20).unwrap();
     run("image check cut.vmdk").fails(6, "truncated");
@@ -85,7 +85,7 @@ fn what_a_crash_left_is_repaired_on_request() {
     let path = folder.path();
     make_raw(&path.join("a.raw"), 8);
     run_in(path, "convert -f raw a.raw vm.vmdk -d vmfssparse").ok();
-    // Marked as open, as a crash leaves it.
+    // Sets the mark of an open image, as a crash leaves it.
     let extent = path.join("vm-delta.vmdk");
     let mut bytes = std::fs::read(&extent).unwrap();
     bytes[1648] = 1;
@@ -93,7 +93,7 @@ fn what_a_crash_left_is_repaired_on_request() {
     let text = run_in(path, "image check vm.vmdk").ok();
     assert!(text.contains("not closed properly") && text.ends_with("clean\n"), "{text}");
     assert_eq!(std::fs::read(&extent).unwrap(), bytes, "checking changes nothing");
-    // Repaired, it may still hold space that nothing names.
+    // A repaired image may still have unreferenced space.
     let text = run_in(path, "image check --repair vm.vmdk").ok();
     assert!(text.ends_with("clean\n") && !text.contains("not closed properly"), "{text}");
     assert_eq!(std::fs::read(&extent).unwrap()[1648], 0);
@@ -115,7 +115,7 @@ fn what_a_crash_left_is_repaired_on_request() {
 }
 
 #[test]
-fn disks_come_and_go() {
+fn disks_are_converted_to_and_from_images() {
     let store = Store::new();
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path();
@@ -152,7 +152,7 @@ fn disks_come_and_go() {
     assert!(!path.join("x.vmdk").exists());
 }
 
-/// Starts a conversion that takes its time and waits until its target is under way.
+/// Starts a slow conversion and waits until its target exists under a temporary name.
 fn slow(path: &Path, target: &str, format: &str) -> std::process::Child {
     let arguments = format!("convert -f raw a.raw {target} -d {format} --rate 4M");
     let mut command = lamina();
@@ -164,19 +164,19 @@ fn slow(path: &Path, target: &str, format: &str) -> std::process::Child {
 }
 
 #[test]
-fn interrupted_it_leaves_nothing() {
+fn an_interrupted_conversion_leaves_nothing() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path();
     make_raw(&path.join("a.raw"), 64);
     for format in ["thin", "eagerzeroedthick", "sesparse", "2gbsparse", "monolithicsparse", "streamoptimized"] {
         let mut child = slow(path, "vm.vmdk", format);
-        // A second conversion into the same name is refused meanwhile.
+        // A second conversion to the same name is refused meanwhile.
         let other = run_in(path, &format!("convert -f raw a.raw vm.vmdk -d {format}"));
         other.fails(4, "being made");
         send(child.id(), "INT");
         assert_eq!(wait(&mut child), Some(130), "{format}");
         assert_eq!(files(path), ["a.raw"], "{format}");
-        // Killed, what it left is removed by the next.
+        // What a killed conversion left is removed by the next one.
         let mut child = slow(path, "vm.vmdk", format);
         send(child.id(), "KILL");
         assert_eq!(wait(&mut child), None);
@@ -198,7 +198,7 @@ fn a_full_folder_is_left_as_it_was() {
 fn fill_by_converting(target: &Path) {
     let folder = tempfile::tempdir().unwrap();
     let raw = folder.path().join("a.raw");
-    // No format can make this fit.
+    // Random data, which no format can compress.
     std::fs::write(&raw, Random(1).bytes(40 * MIB)).unwrap();
     for format in [
         "thin",

@@ -1,4 +1,4 @@
-//! Disks of clients that are gone and may come back, and of machines: nothing takes them away by mistake.
+//! Disks of disconnected clients that may reconnect, and of machines, are protected against accidental removal.
 
 #![allow(clippy::unwrap_used)]
 
@@ -22,7 +22,7 @@ impl QemuIo {
         client
     }
 
-    /// How errors call it.
+    /// Its name in error messages.
     fn name(&self) -> String {
         format!("process {} of user ", self.0.id())
     }
@@ -48,7 +48,7 @@ fn until_unused(store: &Store, disk: &str) {
     until("nothing has the disk open", || users(store, disk).is_empty());
 }
 
-/// Waits until the server has recorded that an export is in use.
+/// Waits until the server has recorded the client of an export.
 fn until_recorded(store: &Store, export: &str) {
     let record = store.path().join("clients");
     until("the client is recorded", || {
@@ -81,13 +81,13 @@ fn a_killed_client_keeps_its_disk_for_the_grace_time() {
         let shown = store.run("disk show vm1").ok();
         assert!(shown.contains(&client.name()) && shown.contains("lost the connection"), "{shown}");
         assert!(store.run("disk list").ok().contains("0 (+1 lost)"));
-        // A snapshot that the client had not open is not its business.
+        // A snapshot that the client did not have open is not protected.
         store.run("snapshot create vm1@b").ok();
         store.run("snapshot delete vm1@b").ok();
         store.run("snapshot revert vm1@a --force").ok();
         store.run("disk rename vm1 vm2 --force").ok();
-        assert_eq!(self::users(&store, "vm2").len(), 1, "the client counts under the new name");
-        store.run("disk delete vm2").fails(4, "may come back");
+        assert_eq!(self::users(&store, "vm2").len(), 1, "the client is listed under the new name");
+        store.run("disk delete vm2").fails(4, "may reconnect");
         store.run("disk delete vm2 --force").ok();
         assert_eq!(server.stop("TERM"), Some(0));
         assert!(!store.path().join("clients").exists(), "{format}: all clients are done");
@@ -106,7 +106,7 @@ fn a_reader_of_a_snapshot_counts_for_that_snapshot() {
     assert!(store.run("disk list").ok().lines().all(|line| !line.contains("lost")));
     store.run("snapshot revert vm1@a").ok();
     store.run("snapshot delete vm1@a").fails(4, "use --force to delete the snapshot");
-    store.run("disk delete vm1").fails(4, "may come back");
+    store.run("disk delete vm1").fails(4, "may reconnect");
     store.run("snapshot delete vm1@a --force").ok();
     store.run("disk delete vm1").ok();
 }
@@ -122,7 +122,7 @@ fn the_grace_ends_and_a_goodbye_needs_none() {
         store.run("disk rename vm1 vm2").ok();
         Client::connect(&store.socket(), "vm2").unwrap().vanish();
         until("the connection has ended", || users(&store, "vm2").iter().any(|user| !user["grace"].is_null()));
-        // The same client again: it says farewell this time.
+        // The same client reconnects, and disconnects properly this time.
         drop(Client::connect(&store.socket(), "vm2").unwrap());
         until_unused(&store, "vm2");
         store.run("disk rename vm2 vm3").ok();
@@ -147,12 +147,12 @@ fn a_server_that_is_killed_or_stopped_leaves_its_clients_in_grace() {
         let name = format!("process {} of user ", std::process::id());
         until_recorded(&store, "vm1");
         server.stop(signal);
-        // Without a server, and with the next one.
+        // Refused without a server, and by the next server.
         store.run("disk delete vm1").fails(4, &name);
         store.run("disk rename vm1 vm2").fails(4, "--force");
         let mut server = store.serve("");
         store.run("disk delete vm1").fails(4, &name);
-        // It comes back, and then it is done.
+        // The client reconnects and disconnects properly.
         drop(Client::connect(&store.socket(), "vm1").unwrap());
         until_unused(&store, "vm1");
         store.run("disk rename vm1 vm2").ok();
@@ -169,13 +169,13 @@ fn a_server_that_is_killed_or_stopped_leaves_its_clients_in_grace() {
 fn a_record_that_cannot_be_written_or_read_keeps_nothing_from_being_served() {
     let store = Store::new();
     store.run("disk create vm1 16M").ok();
-    // A folder where the record is to be written.
+    // A folder in place of the record's temporary file prevents writing it.
     let obstacle = store.path().join("clients.new");
     std::fs::create_dir(&obstacle).unwrap();
     let mut server = store.serve("");
     Client::connect(&store.socket(), "vm1").unwrap().vanish();
-    until("it is told", || server.log().contains("the clients in use are not recorded"));
-    store.run("disk delete vm1").fails(4, "may come back");
+    until("the failure is logged", || server.log().contains("the connected clients are not recorded"));
+    store.run("disk delete vm1").fails(4, "may reconnect");
     assert_eq!(server.stop("TERM"), Some(0));
     std::fs::remove_dir(&obstacle).unwrap();
     std::fs::write(store.path().join("clients"), "lamina clients 1 crc32c=00000000\n{}").unwrap();
@@ -229,11 +229,11 @@ fn a_client_of_a_renamed_disk_gets_no_other_disk_under_the_old_name() {
     assert!(Client::connect(&store.socket(), "g").is_err());
     let done = store.run("disk resize g2 32M --reconnect-clients --json").json();
     assert_eq!(done["reconnected"], 1, "{done}");
-    assert!(Client::connect(&store.socket(), "g").is_err(), "it would write into another disk");
+    assert!(Client::connect(&store.socket(), "g").is_err(), "the client would write into another disk");
     assert!(users(&store, "g").is_empty());
     assert!(users(&store, "g2").iter().all(|user| !user["grace"].is_null()));
-    store.run("disk delete g2").fails(4, "may come back");
-    // The next server refuses it as well.
+    store.run("disk delete g2").fails(4, "may reconnect");
+    // The next server refuses it too.
     assert_eq!(server.stop("TERM"), Some(0));
     let _server = store.serve("");
     assert!(Client::connect(&store.socket(), "g").is_err());

@@ -1,4 +1,4 @@
-//! Jobs and events of a served datastore, as their users see them.
+//! Jobs and events of a served datastore, through the command line.
 
 #![allow(clippy::unwrap_used)]
 
@@ -9,12 +9,12 @@ use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
 use testkit::process::{Done, PATIENCE, Serving, Store, output};
 
-/// A file without zeros, of so many MiB.
+/// A file without zeros, of this size in MiB.
 fn make_raw(path: &Path, mib: usize) {
     std::fs::write(path, (0..mib << 20).map(|at| (at >> 9) as u8 | 1).collect::<Vec<u8>>()).unwrap();
 }
 
-/// A served datastore, beside a raw image to convert.
+/// A served datastore, and a raw image to convert.
 fn world() -> (Store, Serving, String) {
     let store = Store::new();
     let raw = store.path().with_file_name("a.raw");
@@ -23,13 +23,13 @@ fn world() -> (Store, Serving, String) {
     (store, serving, raw.display().to_string())
 }
 
-/// Work that takes minutes, as a job; its identity.
+/// Starts a job that takes minutes; returns its id.
 fn slow(store: &Store, raw: &str, disk: &str) -> String {
     let arguments = format!("convert -f raw {raw} disk:{disk} -d native --rate 100K --background --json");
     store.run(&arguments).json()["id"].as_str().unwrap().to_owned()
 }
 
-/// Waits for something that must become true.
+/// Waits until a condition holds.
 #[track_caller]
 fn until(what: &str, condition: impl Fn() -> bool) {
     let begin = Instant::now();
@@ -45,7 +45,7 @@ fn work_in_the_background_goes_on_without_its_command() {
     let started = store.run(&format!("convert -f raw {raw} disk:vm1 -d native --background")).ok();
     let id = started.strip_prefix("job ").and_then(|rest| rest.strip_suffix(" started\n")).unwrap();
     let answer = store.run(&format!("job wait {id}")).ok();
-    assert!(answer.contains("vm1"), "the answer of the verb: {answer}");
+    assert!(answer.contains("vm1"), "the output of the command: {answer}");
     let waited = store.run(&format!("job wait {id} --json")).json();
     assert_eq!((&waited["target"], &waited["capacity"]), (&"vm1".into(), &(16 << 20).into()));
     let shown = store.run(&format!("job show {id} --json")).json();
@@ -53,7 +53,7 @@ fn work_in_the_background_goes_on_without_its_command() {
     assert_eq!((&shown["background"], &shown["error"]), (&true.into(), &Value::Null));
     assert!(store.run(&format!("job show {id}")).ok().contains("done"));
     assert_eq!(store.run("disk show vm1 --json").json()["capacity"], 16 << 20);
-    // One that fails ends its waiter as the verb would have ended.
+    // Waiting for a failed job exits as the command itself would.
     let failing = store.run(&format!("convert -f raw {raw} disk:vm1 -d native --background --json")).json();
     store.run(&format!("job wait {}", failing["id"].as_str().unwrap())).fails(1, "vm1");
     assert_eq!(serving.stop("TERM"), Some(0));
@@ -74,7 +74,7 @@ fn a_job_is_seen_cancelled_and_waited_for_by_others() {
     assert_eq!(store.run(&format!("job show {id} --json")).json()["state"], "cancelled");
     store.run("disk show vm1").fails(3, "vm1");
 
-    // Attached work: seen by others, cancelled by them, and by the death of its client.
+    // Attached operations: other commands can see and cancel them, and the death of their client cancels them.
     for kill in [false, true] {
         let mut command = store.command(&format!("convert -f raw {raw} disk:vm2 -d native --rate 100K"));
         let mut child = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
@@ -112,7 +112,7 @@ fn jobs_end_with_their_server() {
     store.run("events").fails(1, "lamina serve");
     let mut serving = store.serve("");
     store.run(&format!("job wait {id}")).fails(3, &id);
-    // What is no long work, and what the server does not carry out.
+    // Short operations, and operations that the server does not carry out, cannot be jobs.
     store.run("disk list --background").fails(2, "--background");
     store.run("vm list --background").fails(1, "process that asks");
     store.run("completion bash --background").fails(2, "background");
@@ -120,7 +120,7 @@ fn jobs_end_with_their_server() {
     store.is_clean();
 }
 
-/// `lamina events`, its lines one by one.
+/// `lamina events`, read line by line.
 struct Events {
     child: Child,
     lines: std::io::Lines<BufReader<std::process::ChildStdout>>,
@@ -152,7 +152,7 @@ fn changes_are_told_as_lines() {
     let mut told = Vec::new();
     while told.len() < 4 {
         let event = events.next();
-        // Making a disk may take long, and is a job.
+        // Creating a disk may take long, so it is a job too.
         if !event["event"].as_str().unwrap().starts_with("job_") {
             told.push((event["event"].as_str().unwrap().to_owned(), event["disk"].as_str().unwrap().to_owned()));
         }
@@ -160,7 +160,7 @@ fn changes_are_told_as_lines() {
     let expected =
         [("disk_created", "vm1"), ("snapshot_created", "vm1"), ("disk_created", "vm2"), ("disk_renamed", "vm2")];
     assert_eq!(told, expected.map(|(event, disk)| (event.to_owned(), disk.to_owned())));
-    // Interrupted on request, and ended with its server.
+    // The subscription ends when interrupted, and when its server stops.
     let mut other = Events::new(&store);
     let _: Done = output(std::process::Command::new("kill").args(["-INT", &other.child.id().to_string()])).into();
     assert_eq!(other.child.wait().unwrap().code(), Some(130));

@@ -1,12 +1,12 @@
-//! A server killed with SIGKILL, again and again, under writers that know what must be there afterwards.
+//! A server is killed repeatedly with SIGKILL under writers that check the content afterwards.
 //!
-//! Each writer has two disks and one connection to each. It sends rounds of requests that do not overlap, waits for
-//! all answers of a round, and now and then flushes, or takes a snapshot of both disks at one point through the
-//! command line. For every sector it tracks which versions a crash may leave: the last one that a flush or FUA made
-//! durable, or any that was sent after it. A snapshot holds what had been answered before it: exactly, once a flush
-//! followed; without one the crash may have taken from it what it may take from the disk, and nothing written later
-//! may be in it. What was found after one crash has to be there after all later ones. The kill comes at a random
-//! instant, in some rounds while the server is still opening the datastore.
+//! Each writer has two disks and one connection to each. It sends rounds of requests that do not overlap and waits for
+//! all replies of a round; occasionally it flushes, or takes a snapshot of both disks at one point with the command
+//! line. For every sector it tracks the versions that a crash may leave: the last one made durable by a flush or FUA,
+//! and all later ones. A snapshot has the content acknowledged before it: exactly, if a flush followed; otherwise a
+//! crash may have lost the same writes as on the disk, and no later write may be in the snapshot. Content found after
+//! one crash must be found after all later ones. The kill comes at a random time, in some rounds while the server is
+//! still opening the datastore.
 
 #![allow(clippy::unwrap_used)]
 
@@ -22,7 +22,7 @@ use testkit::{pattern, process};
 const KILLS: u64 = 100;
 const WRITERS: u64 = 2;
 const DISK_SECTORS: usize = (12 << 20) / SECTOR;
-/// Requests of one round, and the sectors of the largest (256 KiB).
+/// Requests per round, and sectors of the largest request (256 KiB).
 const ROUND_REQUESTS: u64 = 24;
 const REQUEST_SECTORS_MAX: u64 = 512;
 /// Snapshots kept of each disk.
@@ -32,7 +32,7 @@ const READ_BYTES: usize = 1 << 20;
 /// For each sector the versions that a crash may leave: first the durable one, last the newest.
 type Sectors = Vec<Vec<u64>>;
 
-/// What is known of one disk.
+/// Model of one disk.
 struct Model {
     name: String,
     number: u64,
@@ -40,7 +40,7 @@ struct Model {
     snapshots: Vec<(String, Sectors)>,
 }
 
-/// One request of a round, and whether its answer made it durable.
+/// A request of a round, and whether its reply means that it is durable.
 struct Sent {
     disk: usize,
     cookie: u64,
@@ -53,13 +53,13 @@ struct Writer {
     random: Random,
     version: u64,
     snapshot: u64,
-    /// Taken by a command that was killed before it answered: there or not, but never in part.
+    /// A snapshot of a command that was killed before it answered: it may exist or not, but only for both disks.
     uncertain: Option<(String, [Sectors; 2])>,
     flushes: u64,
 }
 
 impl Model {
-    /// Everything sent so far is durable.
+    /// All writes sent so far are durable.
     fn settle(&mut self) {
         let snapshots = self.snapshots.iter_mut().map(|(_, sectors)| sectors);
         for versions in snapshots.chain([&mut self.sectors]).flatten() {
@@ -68,8 +68,8 @@ impl Model {
     }
 }
 
-/// Reads an export and holds it against what is known; what was found is what there is from now on. The number of
-/// sectors that hold something younger than what was durable.
+/// Reads an export and checks each sector against the allowed versions; the one found is then the durable one. Returns
+/// the number of sectors that were newer than the durable version.
 fn verify(store: &Store, export: &str, number: u64, sectors: &mut Sectors) -> usize {
     let content = read_export(store, export);
     let mut younger = 0;
@@ -105,13 +105,13 @@ impl Writer {
         Self { disks, random: Random(0xdead + number), version: 0, snapshot: 0, uncertain: None, flushes: 0 }
     }
 
-    /// Works until the server is gone.
+    /// Sends requests until the server is killed.
     fn work(&mut self, store: &Store, killed: &AtomicBool) {
         match self.rounds(store) {
             Failure::Gone(_) => {}
             Failure::Errno(errno) => panic!("a request failed with {errno}"),
         }
-        // The connection may break a moment before the killer's signal is counted, never without one.
+        // The connection may break shortly before `killed` is set, but never without a kill.
         process::until("the server was killed", || killed.load(Ordering::Acquire));
     }
 
@@ -134,12 +134,12 @@ impl Writer {
         }
     }
 
-    /// Requests that do not overlap, all in flight at once.
+    /// Sends requests that do not overlap, all in flight at once.
     fn round(&mut self, clients: &mut [Client; 2]) -> Result<(), Failure> {
         let mut sent: Vec<Sent> = Vec::new();
         for _ in 0..1 + self.random.below(ROUND_REQUESTS) {
             let disk = self.random.below(2) as usize;
-            // Mostly single blocks, some larger, some not aligned to blocks; often in a hot corner of the disk.
+            // Mostly single blocks, some larger, some not aligned to blocks, often in one small area of the disk.
             let (align, length) = match self.random.below(8) {
                 0 => (1, 1 + self.random.below(24)),
                 1 => (8, 8 * (1 + self.random.below(REQUEST_SECTORS_MAX / 8))),
@@ -187,7 +187,7 @@ impl Writer {
         Ok(())
     }
 
-    /// A flush on one connection covers its own disk only, so each disk is flushed.
+    /// A flush on one connection covers only its own disk, so both disks are flushed.
     fn flush(&mut self, clients: &mut [Client; 2]) -> Result<(), Failure> {
         for (client, model) in clients.iter_mut().zip(&mut self.disks) {
             client.flush()?;
@@ -203,13 +203,13 @@ impl Writer {
         let states = [self.disks[0].sectors.clone(), self.disks[1].sectors.clone()];
         self.uncertain = Some((name.clone(), states.clone()));
         let [a, b] = [&self.disks[0].name, &self.disks[1].name];
-        let gone = || Failure::Gone(std::io::Error::other("a command was cut off"));
+        let gone = || Failure::Gone(std::io::Error::other("a command was killed"));
         let run = |arguments: &str| {
             let mut command = store.command(arguments);
             let status = command.stdout(Stdio::null()).stderr(Stdio::null()).status().unwrap();
             if status.success() { Ok(()) } else { Err(gone()) }
         };
-        // A command that finds no server waits to become the owner itself: it must not meet the next round.
+        // A command that finds no server waits to become the owner, so it must end before the next round.
         run(&format!("snapshot create {a}@{name} {b}@{name}"))?;
         self.uncertain = None;
         for (model, state) in self.disks.iter_mut().zip(states) {
@@ -217,7 +217,7 @@ impl Writer {
         }
         if self.disks[0].snapshots.len() > SNAPSHOTS {
             for model in &mut self.disks {
-                // Whether it is deleted or not: it is not looked at again.
+                // Deleted or not, the snapshot is not checked any more.
                 let (oldest, _) = model.snapshots.remove(0);
                 run(&format!("snapshot delete {}@{oldest}", model.name))?;
             }
@@ -225,7 +225,7 @@ impl Writer {
         Ok(())
     }
 
-    /// After a crash: both disks, all snapshots, and the one that was being taken.
+    /// After a crash: checks both disks, all snapshots, and the one that was being taken.
     fn verify(&mut self, store: &Store) -> usize {
         if let Some((name, states)) = self.uncertain.take() {
             let listed = store.run("snapshot list --json").json();
@@ -234,7 +234,7 @@ impl Writer {
                 snapshots.iter().any(|s| s["disk"] == disk && s["name"] == name)
             };
             let found = [there(&self.disks[0].name), there(&self.disks[1].name)];
-            assert_eq!(found[0], found[1], "{name}: a snapshot of two disks is there for both or for none");
+            assert_eq!(found[0], found[1], "{name}: snapshots of two disks exist for both or for none");
             if found[0] {
                 for (model, state) in self.disks.iter_mut().zip(states) {
                     model.snapshots.push((name.clone(), state));
@@ -259,7 +259,7 @@ fn a_hundred_kills_lose_nothing_that_was_flushed() {
     let mut random = Random(20_261_121);
     let (mut kills, mut younger) = (0, 0);
     let begin = Instant::now();
-    // On a slow machine less happens between two kills: without enough of it the test would prove nothing.
+    // On a slow machine less happens between two kills, so the test continues until enough has happened.
     let enough = |writers: &[Writer]| {
         let sum = |of: fn(&Writer) -> u64| writers.iter().map(of).sum::<u64>();
         sum(|writer| writer.version) > 20 * KILLS
@@ -280,14 +280,14 @@ fn a_hundred_kills_lose_nothing_that_was_flushed() {
             kills += 1;
         });
         if random.once_in(4) {
-            // Once more, while it opens what the last kill left.
+            // A second kill while the server opens what the first one left.
             let mut opening = store.command("serve").stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
             std::thread::sleep(Duration::from_millis(random.below(25)));
             process::send(opening.id(), "KILL");
             assert_eq!(process::wait(&mut opening), None);
             kills += 1;
         }
-        // The check opens the datastore itself in one half of the cases, so that it also meets an unrecovered one.
+        // In half of the cases the check opens the datastore first, so that it also handles an unrecovered one.
         let check_first = random.once_in(2);
         if check_first {
             store.is_clean();

@@ -1,11 +1,11 @@
-//! A server killed with SIGKILL at random moments of every operation on disks in VMware's formats, while a client
+//! A server is killed with SIGKILL at random times during every operation on disks in VMware's formats, while a client
 //! writes.
 //!
-//! Three disks, one for each delta format. In each round one of them is written to and operated on: snapshots are
-//! taken, deleted upwards and downwards, gone back to; levels wiped, shrunk and consolidated; the base inflated and
-//! punched; clones made. The kill comes at a random instant of that. Afterwards the datastore opens, every sector of
-//! the disk and of each snapshot that is still listed holds what it may hold ([`history`]), the check is clean, and
-//! QEMU reads the same from the files.
+//! There are three disks, one for each delta format. In each round one of them is written to and operated on: snapshots
+//! are taken, deleted upwards and downwards and reverted to; levels are wiped, shrunk and consolidated; the base is
+//! inflated and punched; clones are made. The kill comes at a random time. Afterwards the datastore must open, every
+//! sector of the disk and of each listed snapshot must have an allowed version ([`history`]), the check must be clean,
+//! and QEMU must read the same from the files.
 
 #![allow(clippy::unwrap_used)]
 
@@ -23,10 +23,10 @@ const KILLS: u64 = 42;
 const SIZE: usize = 8 << 20;
 /// Snapshots kept of each disk.
 const SNAPSHOTS: usize = 4;
-/// The latest moment of a kill after the operation began.
+/// Latest time of a kill after the operation began, in milliseconds.
 const KILL_AFTER_MS_MAX: u64 = 120;
 
-/// What is killed.
+/// The operations that are interrupted.
 const OPERATIONS: [&str; 10] = [
     "snapshot create",
     "snapshot create",
@@ -40,12 +40,12 @@ const OPERATIONS: [&str; 10] = [
     "disk punchzero",
 ];
 
-/// Writes until the server is gone.
+/// Writes until the server is killed.
 fn write_on(store: &Store, history: &Mutex<History>, killed: &AtomicBool) {
     let name = history.lock().name.clone();
     let mut client = match Client::connect(&store.socket(), &name) {
         Ok(client) => client,
-        // Killed before it could answer.
+        // The server was killed before it accepted the connection.
         Err(_) => return process::until("the server was killed", || killed.load(Ordering::Acquire)),
     };
     loop {
@@ -59,28 +59,28 @@ fn write_on(store: &Store, history: &Mutex<History>, killed: &AtomicBool) {
     process::until("the server was killed", || killed.load(Ordering::Acquire));
 }
 
-/// Disks are called as their deltas are.
+/// The delta format of a disk, which is also its name.
 fn delta_of(disk: &str) -> &str {
     disk
 }
 
-/// Runs a command that may be cut off; true when it was done.
+/// Runs a command that may be interrupted; true if it succeeded.
 fn attempt(store: &Store, arguments: &str) -> bool {
     let outcome = process::output(&mut store.command(arguments));
     outcome.status.success()
 }
 
-/// What came of the operations.
+/// Statistics of the operations.
 #[derive(Default)]
 struct Tally {
-    /// Done before the kill.
+    /// Completed before the kill.
     done: AtomicU64,
-    /// Under way when it came.
+    /// Interrupted by the kill.
     cut: AtomicU64,
 }
 
-/// One operation, as often as the server lives. A snapshot is taken between two rounds, so that it is known what it
-/// holds; if the command is cut off, it may be there or not.
+/// Repeats one operation until the server is killed. Snapshots are taken between two rounds of writes, so that their
+/// content is known; the snapshot of an interrupted command may exist or not.
 fn operate(
     store: &Store,
     history: &Mutex<History>,
@@ -125,7 +125,7 @@ fn operate(
             let gone = any.cloned();
             history.lock().snapshots.retain(|(name, _)| Some(name) != gone.as_ref());
         }
-        // A consolidation takes all of them.
+        // A consolidation deletes all snapshots.
         if done && wanted == "disk consolidate" {
             history.lock().snapshots.clear();
         }
@@ -149,7 +149,7 @@ fn kills_in_the_middle_of_every_operation_lose_nothing() {
     let sum = |histories: &[Mutex<History>], of: fn(&History) -> u64| -> u64 {
         histories.iter().map(|history| of(&history.lock())).sum()
     };
-    // On a slow machine less happens between two kills: without enough of it the test would prove nothing.
+    // On a slow machine less happens between two kills, so the test continues until enough has happened.
     let enough = |histories: &[Mutex<History>]| {
         sum(histories, |history| history.version) > 20 * KILLS
             && sum(histories, |history| history.flushes) > KILLS
@@ -170,12 +170,12 @@ fn kills_in_the_middle_of_every_operation_lose_nothing() {
             let (store, killed, tally) = (&store, &killed, &tally);
             scope.spawn(move || operate(store, history, operation, &mut own, killed, tally));
             std::thread::sleep(Duration::from_millis(10 + random.below(KILL_AFTER_MS_MAX)));
-            // Set first: the connection breaks before `kill` returns.
+            // Set first, because the connection breaks before `stop` returns.
             killed.store(true, Ordering::Release);
             assert_eq!(server.stop("KILL"), None);
         });
         if random.once_in(4) {
-            // Once more, while it opens what the last kill left.
+            // A second kill while the server opens what the first one left.
             let mut opening = store.command("serve").stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
             std::thread::sleep(Duration::from_millis(random.below(15)));
             process::send(opening.id(), "KILL");
@@ -196,7 +196,7 @@ fn kills_in_the_middle_of_every_operation_lose_nothing() {
             history.is(&std::fs::read(&raw).unwrap(), &format!("qemu-img after a kill in '{operation}'"));
         }
     }
-    // They still do all that is asked of them.
+    // All disks can still be written and operated on.
     let mut server = store.serve("");
     for history in &mut histories {
         let history = history.get_mut();

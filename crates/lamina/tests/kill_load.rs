@@ -1,8 +1,9 @@
-//! A server killed with SIGKILL at random moments under writers, flushes, FUA, discards, snapshots, linked clones and
-//! deletions, again and again on one datastore.
+//! A server is killed with SIGKILL at random times under writes, flushes, FUA, discards, snapshots, linked clones and
+//! deletions, repeatedly on the same datastore.
 //!
-//! `LAMINA_KILLS` kills (20), seed `LAMINA_SEED` (1). The moment of each kill is 1 to 300 ms after the load begins, or,
-//! once in four, while the server opens what the kill before has left. `make kills` makes a thousand.
+//! The number of kills is `LAMINA_KILLS` (20), the seed `LAMINA_SEED` (1). Each kill comes 1 to 300 ms after the load
+//! begins or, in a quarter of the cases, while the server recovers from the previous kill. `make kills` runs a thousand
+//! kills.
 
 #![allow(clippy::unwrap_used)]
 
@@ -17,9 +18,9 @@ use testkit::process;
 use testkit::process::Store;
 
 const KILLS: u64 = 20;
-/// Capacity of each family's disks: small ones are read whole, the large one makes the map wide.
+/// Capacity of each family's disks. Small disks are read completely; the large one has a map of many pages.
 const CAPACITIES: [u64; 3] = [4 << 20, (3 << 20) + 512, 1 << 40];
-/// How the server is run, in turn.
+/// Options of the server, used in turn.
 const OPTIONS: [&str; 5] = [
     "",
     "--io direct",
@@ -27,7 +28,7 @@ const OPTIONS: [&str; 5] = [
     "--io direct --queue threads",
     "--metadata-cache 1M --write-buffer 1M",
 ];
-/// How often a long run says how far it is.
+/// Interval of progress messages, in kills.
 const TELL: u64 = 100;
 
 fn setting(variable: &str, otherwise: u64) -> u64 {
@@ -60,12 +61,12 @@ fn a_server_killed_under_load_loses_nothing_that_was_flushed() {
     let mut random = Random(seed);
     let began = Instant::now();
     let mut kills = 0;
-    // Without a request between two kills they prove nothing: a slow machine gets more of them.
+    // On a slow machine few requests fit between two kills, so more kills are made until there were enough requests.
     let enough = |families: &[Family], kills: u64| {
         kills >= kills_asked && families.iter().all(|family| family.tally.requests > 5 * kills_asked)
     };
     while !enough(&families, kills) && kills < 4 * kills_asked {
-        // The check opens the datastore itself in one half of the cases, so that it also meets an unrecovered one.
+        // In half of the cases the check opens the datastore first, so that it also handles an unrecovered one.
         let check_first = random.once_in(2);
         if check_first {
             store.is_clean();

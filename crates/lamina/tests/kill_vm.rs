@@ -1,9 +1,10 @@
-//! `lamina vm` killed with SIGKILL at any moment of any clone, of snapshots, freezing and starting, and of deleting
-//! machines, deleting snapshots and reverting to them.
+//! `lamina vm` is killed with SIGKILL at random times during every kind of clone, snapshots, freezing, starting,
+//! deletion of machines and snapshots, and reverts.
 //!
-//! A parent runs, another is frozen, a third is off. In each round one command is killed at a random instant; then a
-//! harmless one follows, and after it: every machine that is listed is whole, every disk and snapshot of the datastore
-//! belongs to one, no process runs that no machine has, nothing half made is left, and what ran still runs.
+//! One parent runs, another one is frozen, a third one is stopped. In each round one command is killed at a random
+//! time, and a harmless one follows. Then every listed machine must be complete, every disk and snapshot must belong to
+//! a machine, every process must belong to a machine, nothing incomplete may be left, and machines that ran must still
+//! run.
 
 #![allow(clippy::unwrap_used)]
 
@@ -15,10 +16,10 @@ use testkit::fleet::{Fleet, contains, holds, write};
 use testkit::process;
 
 const KILLS: u64 = 60;
-/// The latest moment of a kill after the command began.
+/// Latest time of a kill after the command began, in milliseconds.
 const KILL_AFTER_MS_MAX: u64 = 160;
 
-/// What is killed. `NEW` stands for names that are not in use.
+/// The commands that are killed. `NEW` stands for unused names.
 const COMMANDS: [&str; 12] = [
     "clone running NEW --linked --count 12",
     "clone off NEW --linked --count 12",
@@ -44,11 +45,11 @@ fn parents(fleet: &Fleet) {
     fleet.run("freeze frozen").ok();
 }
 
-/// What must hold after the command that follows a killed one.
+/// Checks the state after the command that follows a killed one.
 fn look(fleet: &Fleet, what: &str) {
-    // The command that follows: whatever it is, it takes away what was left first, and says so.
+    // Any command removes what the killed one left first, and reports it.
     let next = process::output(&mut fleet.command("list"));
-    let what = &format!("{what}; then it was said: {}", String::from_utf8_lossy(&next.stderr));
+    let what = &format!("{what}; then the command printed: {}", String::from_utf8_lossy(&next.stderr));
     assert!(next.status.success(), "{what}");
     let list = fleet.list();
     assert!(fleet.unfinished().is_empty(), "{what}: {:?}", fleet.unfinished());
@@ -67,17 +68,17 @@ fn look(fleet: &Fleet, what: &str) {
     assert_eq!(list["running"]["state"], "running", "{what}");
     assert_eq!(list["frozen"]["state"], "frozen", "{what}");
     assert_eq!(list["off"]["state"], "stopped", "{what}");
-    // Each process is one machine's, and each machine that runs has one; what was only just started for a killed
-    // command finds its folder gone, and ends.
+    // Every process belongs to a machine, and every running machine has one. A process that was being started for the
+    // killed command finds its folder removed, and ends.
     let runs = |machine: &serde_json::Value| machine["state"] == "running" || machine["state"] == "paused";
     let running: Vec<String> = list.iter().filter(|(_, one)| runs(one)).map(|(name, _)| name.clone()).collect();
-    process::until(&format!("those that run are {running:?}: {what}"), || {
+    process::until(&format!("the running machines are {running:?}: {what}"), || {
         let mut ran: Vec<String> = fleet.processes().into_values().collect();
         ran.sort();
         ran == running
     });
-    // A machine's snapshot covers all of its disks or none. A snapshot made for clones has clones, one made for a
-    // memory image has that image.
+    // A machine's snapshot covers all of its disks. A snapshot made for clones has clones, and one made for a memory
+    // image belongs to an existing image.
     let images: BTreeSet<String> = process::files(&fleet.store.path().join("memory-images")).into_iter().collect();
     for (snapshot, clones) in fleet.snapshots() {
         let (disk, name) = snapshot.split_once('@').unwrap();
@@ -101,9 +102,9 @@ fn look(fleet: &Fleet, what: &str) {
     }
 }
 
-/// Takes away what was made, so that the next round has little to look through.
+/// Removes the machines of a round, so that the next round is fast.
 fn clean(fleet: &Fleet, what: &str) {
-    // A parent's name comes before those of its clones.
+    // Clones are deleted before their parents, whose names sort first.
     for (name, machine) in fleet.list().into_iter().rev() {
         if PARENTS.contains(&name.as_str()) {
             continue;
@@ -125,7 +126,7 @@ fn clean(fleet: &Fleet, what: &str) {
 }
 
 #[test]
-fn whole_or_absent_whenever_a_command_is_killed() {
+fn a_killed_command_leaves_complete_machines_or_none() {
     let fleet = Fleet::new();
     parents(&fleet);
     let mut random = Random(0x5eed);
@@ -136,7 +137,7 @@ fn whole_or_absent_whenever_a_command_is_killed() {
             fleet.run("stop icy --force").ok();
         }
         if command == "freeze icy" {
-            // What went on from an image once has no memory of its own to leave: a new start has.
+            // A machine that continued from an image has no memory file of its own to freeze until it is started again.
             fleet.run("stop icy --force").ok();
             fleet.run("start icy").ok();
         }
@@ -155,13 +156,13 @@ fn whole_or_absent_whenever_a_command_is_killed() {
         clean(&fleet, &what);
     }
     eprintln!("{killed} commands were killed, {done} were done before");
-    assert!(killed > KILLS / 3, "{killed} of {KILLS} were killed: the others were done before");
+    assert!(killed > KILLS / 3, "{killed} of {KILLS} were killed: the others ended before");
     fleet.run("stop --force running").ok();
     fleet.store.is_clean();
 }
 
-/// What is killed while it takes something away, and what there is before: each begins with a machine `gone`, whose
-/// disk holds 1 in the beginning.
+/// Commands that remove something, and the commands before each. Each begins with a machine `gone` whose disk begins
+/// with 1.
 const REMOVALS: [(&str, &[&str]); 8] = [
     ("delete gone", &["clone off gone --linked"]),
     ("delete gone", &["clone running gone --instant --identity keep", "stop gone --force"]),
@@ -172,10 +173,10 @@ const REMOVALS: [(&str, &[&str]); 8] = [
     ("revert gone@live", &["clone off gone --full --start", "snapshot create gone@live --memory"]),
     ("revert gone@cold", &["clone off gone --full", "snapshot create gone@cold", "start gone"]),
 ];
-/// How often each of them is killed.
+/// Number of kills of each command.
 const REMOVAL_KILLS: u32 = 5;
 
-/// Everything that is removed is gone without a trace, or there without a loss.
+/// Checks that a removed object left nothing, or that it still exists unchanged.
 fn look_at_what_was_to_go(fleet: &Fleet, command: &str, rewritten: bool, what: &str) {
     look(fleet, what);
     let list = fleet.list();
@@ -186,7 +187,7 @@ fn look_at_what_was_to_go(fleet: &Fleet, command: &str, rewritten: bool, what: &
         }
     }
     let Some(gone) = list.get("gone") else {
-        assert!(command.starts_with("delete"), "{what}: it is not to be deleted");
+        assert!(command.starts_with("delete"), "{what}: a machine exists that no command was to leave");
         return;
     };
     let snapshots = fleet.run("snapshot list gone --json").json();
@@ -200,13 +201,13 @@ fn look_at_what_was_to_go(fleet: &Fleet, command: &str, rewritten: bool, what: &
     }
     assert_eq!(snapshots.len(), 1, "{what}");
     let reverted = contains(fleet, "gone", 0, 1);
-    assert!(reverted || contains(fleet, "gone", 0, 2), "{what}: its disk is neither as it was nor as it is to be");
-    // It runs on as before, or as it did then, or it is off; it does not stand still.
+    assert!(reverted || contains(fleet, "gone", 0, 2), "{what}: the disk has neither the old nor the new state");
+    // The machine runs or is stopped, but is not paused.
     assert!(["running", "stopped"].contains(&gone["state"].as_str().unwrap()), "{what}: {gone}");
 }
 
 #[test]
-fn gone_or_whole_whenever_a_removal_is_killed() {
+fn a_killed_removal_leaves_a_complete_machine_or_none() {
     let fleet = Fleet::new();
     parents(&fleet);
     for parent in ["off", "running"] {
@@ -228,7 +229,7 @@ fn gone_or_whole_whenever_a_removal_is_killed() {
             let mut child = fleet.command(command).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
             let mut what = format!("'{command}' after {before:?}");
             if round == 0 {
-                // The first run is not killed and measures how long it takes; the others are killed up to that.
+                // The first run is not killed and measures the duration; the others are killed at a random part of it.
                 assert!(child.wait().unwrap().success(), "{what}");
                 whole = begun.elapsed();
             } else {
@@ -242,8 +243,8 @@ fn gone_or_whole_whenever_a_removal_is_killed() {
             clean(&fleet, &what);
         }
     }
-    assert!(killed > REMOVALS.len() as u32 * REMOVAL_KILLS / 3, "{killed} were killed: the others were done before");
-    // Nothing unused was left, and nothing in use was removed.
+    assert!(killed > REMOVALS.len() as u32 * REMOVAL_KILLS / 3, "{killed} were killed: the others ended before");
+    // No unused memory file is left, and no used one was removed.
     assert_eq!(fleet.memory_files(), memory);
     fleet.run("stop --force running frozen icy").ok();
     fleet.run(&format!("delete {}", PARENTS.join(" "))).ok();

@@ -1,4 +1,4 @@
-//! libnbd's tools against a real server: what they say of exports, and that copies in and out are exact and sparse.
+//! libnbd's tools with a real server: information about exports, and exact and sparse copies in both directions.
 
 #![allow(clippy::unwrap_used)]
 
@@ -14,7 +14,7 @@ fn json(arguments: &[&str]) -> Value {
     serde_json::from_str(&tool("nbdinfo", arguments)).unwrap()
 }
 
-/// A map as (offset, length, description).
+/// The map of an export as (offset, length, description).
 fn map(option: &str, uri: &str) -> Vec<(u64, u64, String)> {
     let extents = json(&[option, "--json", uri]);
     let number = |value: &Value| value.as_u64().unwrap();
@@ -23,7 +23,7 @@ fn map(option: &str, uri: &str) -> Vec<(u64, u64, String)> {
     extents.map(|e| (number(&e["offset"]), number(&e["length"]), text(&e["description"]))).collect()
 }
 
-/// An image of `size` bytes with data in some places only.
+/// An image of `size` bytes with data at a few offsets.
 fn image(path: &Path, seed: u64, size: u64) {
     let file = File::create(path).unwrap();
     file.set_len(size).unwrap();
@@ -112,7 +112,7 @@ fn nbdcopy_in_and_out_is_exact_and_sparse() {
         store.run(&format!("disk create vm2 {size}")).ok();
         let mut server = store.serve(if seed % 2 == 0 { "--io direct" } else { "" });
         let [original_text, back_text] = [original.to_str().unwrap(), back.to_str().unwrap()];
-        // Several connections at once: the server says that it can.
+        // Several connections at once, because the server advertises CAN_MULTI_CONN.
         tool("nbdcopy", &["--connections=4", "--flush", original_text, &store.uri("vm1")]);
         tool("nbdcopy", &["--flush", &store.uri("vm1"), &store.uri("vm2")]);
         assert_eq!(server.stop("TERM"), Some(0));
@@ -128,7 +128,7 @@ fn nbdcopy_in_and_out_is_exact_and_sparse() {
     }
 }
 
-/// A file system made of this source tree, through the server and back: e2fsck finds nothing, debugfs every file.
+/// A file system with this source tree is copied to a disk and back: e2fsck finds no problem, debugfs finds every file.
 #[test]
 fn a_file_system_survives_the_way_through_a_disk() {
     let store = Store::new();
@@ -142,7 +142,7 @@ fn a_file_system_survives_the_way_through_a_disk() {
     tool("nbdcopy", &["--flush", &path("made"), &store.uri("vm1")]);
     store.run("snapshot create vm1@golden").ok();
     store.run("clone vm1@golden twin").ok();
-    // The disk goes on changing; what stands on the snapshot does not.
+    // The disk is changed; the snapshot and its clone must not change.
     Client::connect(&store.socket(), "vm1").unwrap().write(0, &[0xff; 1 << 20]).unwrap();
     for name in ["vm1@golden", "twin"] {
         tool("nbdcopy", &[&store.uri(name), &path(name)]);

@@ -1,12 +1,12 @@
-//! Disks on media that fail below the file system: reads, writes, flushes and discards are refused, once, for a time or
-//! for ever, under a datastore in use on ext4 and on XFS. A seed decides what is done.
+//! Storage that fails below the file system: reads, writes, flushes and discards fail once, for a time or permanently,
+//! under a datastore in use on ext4 and on XFS. A seed determines the operations.
 //!
-//! 1. What fails is EIO. No read finds old data or wrong bytes.
-//! 2. A disk that has stopped after a failed flush says so once and goes on after `disk reopen` or a restart, on a file
-//!    system that can still be written.
-//! 3. Mounted again over a healthy medium, every sector holds a version that is allowed: what was flushed is there.
-//! 4. The check then finds nothing. Nothing panics, and nothing hangs.
-//! 5. A flush fails for each write that was lost since the last one, whichever call the kernel has told.
+//! 1. Failures are reported as EIO. No read returns old data or wrong bytes.
+//! 2. A disk that stopped after a failed flush reports that once and continues after `disk reopen` or a restart, if the
+//!    file system is still writable.
+//! 3. After mounting on healthy storage, every sector has an allowed version, and flushed data exists.
+//! 4. The check then finds no problems. Nothing panics or hangs.
+//! 5. A flush fails for each write lost since the previous flush, whichever system call got the error from the kernel.
 
 #![allow(clippy::unwrap_used)]
 
@@ -59,7 +59,7 @@ fn a_flush_tells_what_writing_out_has_lost() {
             medium.mount("rw");
             let directory = LocalDirectory::open(&medium.mounted, LocalQueues::Threads).unwrap();
             let file = directory.create("file", IoMode::Buffered).unwrap();
-            // The second time the file system has nothing to write but the content.
+            // The second time, the file system has only data to write, no metadata.
             for content in [[1; 64 << 10], [2; 64 << 10]] {
                 file.write_at(&[&content], 0, false).unwrap();
                 file.sync().unwrap();
@@ -80,7 +80,7 @@ fn number(variable: &str, otherwise: u64) -> u64 {
     std::env::var(variable).map_or(otherwise, |value| value.parse().unwrap())
 }
 
-/// What has been through.
+/// Statistics.
 #[derive(Default, Debug)]
 struct Tally {
     failed: u64,
@@ -100,7 +100,7 @@ fn cases(medium: &mut Medium, xfs: bool, otherwise: u64) {
     let (begin, first) = (Instant::now(), number("LAMINA_MEDIUM_FROM", 0));
     let wanted = number("LAMINA_MEDIA", otherwise);
     let mut tally = Tally::default();
-    // One more than the first ones: a restart without a mount read from the page cache what was never written.
+    // In addition, the case in which a restart without a mount read data from the page cache that was never written.
     let remembered = (first == 0 && wanted <= RESTARTED).then_some(RESTARTED);
     for seed in (first..first + wanted).chain(remembered) {
         case(medium, xfs, seed, &mut tally);
@@ -118,7 +118,7 @@ struct Case<'a> {
     disks: Vec<Doubted>,
     clients: Vec<Client>,
     fails: Request,
-    /// The log has said that the disk of images takes no writes.
+    /// Whether the log has reported that the disk of images takes no writes.
     said: bool,
     next: u64,
     trace: Vec<String>,
@@ -174,7 +174,7 @@ impl Case<'_> {
         self.clients = self.disks.iter().map(connect).collect();
     }
 
-    /// A command that must end; it may fail.
+    /// Runs a command, which must end but may fail.
     fn run(&mut self, arguments: &str) -> Done {
         let mut command = self.store.command(arguments);
         let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
@@ -222,7 +222,7 @@ impl Case<'_> {
         assert!(done.code == 0 || self.disks[disk].fails, "{done:?}");
     }
 
-    /// While all is well.
+    /// Operations while nothing fails.
     fn calm(&mut self) {
         for disk in 0..2 {
             for _ in 0..6 {
@@ -243,7 +243,7 @@ impl Case<'_> {
             0..7 => self.round(disk),
             7..10 => drop(self.flush(disk)),
             10..14 => {
-                // What waits to be written stays: only then what a disk reads is its own matter.
+                // Data waiting for writeback stays in the page cache; only then is the content of reads defined.
                 if self.fails == Request::Read {
                     self.forget();
                 }
@@ -263,14 +263,14 @@ impl Case<'_> {
         }
     }
 
-    /// Takes what is not to be written out of the page cache.
+    /// Drops clean data from the page cache.
     fn forget(&self) {
         let folders = [self.store.path(), self.store.path().join("images").join("disk1")];
         let entries = folders.iter().flat_map(std::fs::read_dir).flatten().flatten().map(|entry| entry.path());
         for path in entries.filter(|path| path.is_file()).chain([self.medium.device.clone().into()]) {
             let mut dd = Command::new("dd");
             dd.arg(format!("if={}", path.display())).args(["iflag=nocache", "count=0", "status=none"]);
-            // A medium that fails may have no file to open.
+            // The file may not be readable on failing storage.
             let _ = dd.stderr(Stdio::null()).status();
         }
     }
@@ -291,7 +291,7 @@ impl Case<'_> {
         self.trace.push(format!("healed after {failed}; writable: {writable}"));
         let log = self.server.as_ref().unwrap().log();
         let said = log.matches("takes no writes until it is opened again").count();
-        assert!(said <= 1, "said more than once: {log}");
+        assert!(said <= 1, "the message was logged more than once: {log}");
         self.said = said > 0;
         if writable {
             self.go_on();
@@ -319,7 +319,7 @@ impl Case<'_> {
         self.settle(true);
         self.clients.clear();
         assert_eq!(self.server.take().unwrap().stop("TERM"), Some(0));
-        // What was not closed properly is said, and no finding.
+        // Images that were not closed cleanly are reported, but are not findings.
         let checked = self.run("check --data");
         assert!(checked.code == 0 && checked.stdout.ends_with("clean\n"), "{checked:?}");
         for disk in &self.disks {
@@ -334,7 +334,7 @@ impl Case<'_> {
         tool("umount", &[mounted.to_str().unwrap()]);
     }
 
-    /// Kills the server or stops it: whether it says that all is written.
+    /// Kills or stops the server; returns whether the stop reported that all data was written.
     fn stop(&mut self, server: &mut Serving) -> bool {
         let code = match self.random.once_in(2) {
             true => {
@@ -347,7 +347,7 @@ impl Case<'_> {
         code == Some(0)
     }
 
-    /// After a new opening; whether the last one has ended well.
+    /// Checks the content after the datastore was opened again; `stopped` if the last stop succeeded.
     fn settle(&mut self, stopped: bool) {
         let socket = self.store.socket();
         for disk in 0..2 {
@@ -356,7 +356,7 @@ impl Case<'_> {
             let listed = listed["snapshots"].as_array().unwrap().iter();
             let listed: Vec<String> = listed.map(|snapshot| snapshot["name"].as_str().unwrap().to_owned()).collect();
             self.disks[disk].settle(&socket);
-            // A stop writes what was acknowledged; what could not be written was told by a flush that failed, or by it.
+            // A stop writes acknowledged data back; a loss must have been reported by a failed flush or by the stop.
             let told = self.disks[disk].counted.flushes_failed > 0 || self.said;
             let lost = self.disks[disk].counted.sectors_lost - lost;
             assert!(lost == 0 || told || !stopped, "disk{disk}: a stop that succeeded has lost {lost} sectors");
@@ -364,9 +364,9 @@ impl Case<'_> {
         }
     }
 
-    /// The medium is well again, and the file system has stood it.
+    /// Continues after the storage was repaired, if the file system has survived.
     fn go_on(&mut self) {
-        // The first writing of a file may still learn of what failed before.
+        // The first write to a file may still report an earlier failure.
         let (restart, reopen) = (self.random.once_in(2), !self.next.is_multiple_of(2));
         if reopen || !restart {
             let reopened = (0..3).any(|_| self.run("disk reopen disk1").code == 0);
@@ -388,11 +388,11 @@ impl Case<'_> {
             }
             return;
         }
-        // The first flush after that reports what may be lost, and so does the first request with FUA.
+        // The first flush afterwards reports a possible loss, and so does the first request with FUA.
         self.disks[1].settle(&self.store.socket());
         self.flush(1);
         self.round(1);
         self.disks[1].fails = false;
-        assert!(self.flush(1), "what may be lost was said before");
+        assert!(self.flush(1), "the loss was reported before, so this flush succeeds");
     }
 }

@@ -1,5 +1,5 @@
-//! Wrong bytes in the metadata of images in VMware's formats: `image check` and `check` find them, `--repair` mends
-//! what the format keeps twice, and what nothing proves is told.
+//! Damaged metadata of images in VMware's formats: `image check` and `check` find it, `--repair` repairs what the
+//! format has a second copy of, and the rest is reported.
 
 #![allow(clippy::unwrap_used)]
 
@@ -8,7 +8,7 @@ use testkit::process;
 use testkit::process::{Done, Store, files, lamina};
 
 const MIB: usize = 1 << 20;
-/// Where SEsparse images of up to 16 TiB have their directory and tables.
+/// Offsets of directory and tables in SEsparse images of up to 16 TiB.
 const DIRECTORY: usize = 4096 * 512;
 const TABLES: usize = 6144 * 512;
 
@@ -16,20 +16,20 @@ fn run_in(folder: &Path, arguments: &str) -> Done {
     process::output(lamina().current_dir(folder).args(arguments.split_whitespace())).into()
 }
 
-/// What a verb says in JSON that warns on the way.
+/// The JSON output of a command that also prints warnings.
 fn json(done: Done) -> serde_json::Value {
     assert_eq!(done.code, 0, "{done:?}");
     serde_json::from_str(&done.stdout).unwrap()
 }
 
-/// A raw disk with something in every grain.
+/// A raw disk with data in every grain.
 fn make_raw(path: &Path) -> Vec<u8> {
     let bytes: Vec<u8> = (0..20 * MIB as u32 / 4).flat_map(|at| at.wrapping_mul(2_654_435_761).to_le_bytes()).collect();
     std::fs::write(path, &bytes).unwrap();
     bytes
 }
 
-/// Changes a byte of a file by a mask.
+/// Changes bits of one byte of a file.
 fn flip(path: &Path, at: usize, mask: u8) {
     let mut bytes = std::fs::read(path).unwrap();
     bytes[at] ^= mask;
@@ -41,7 +41,7 @@ fn word(path: &Path, at: usize) -> usize {
     u32::from_le_bytes(bytes[at..at + 4].try_into().unwrap()) as usize
 }
 
-/// The first entries of a hosted extent's primary table.
+/// Offset of the first entries of a hosted extent's primary table.
 fn primary_table(path: &Path) -> usize {
     word(path, word(path, 56) * 512) * 512
 }
@@ -54,7 +54,7 @@ fn read_back(folder: &Path, image: &str) -> Vec<u8> {
 }
 
 #[test]
-fn images_are_mended_by_what_is_kept_twice() {
+fn images_are_repaired_from_metadata_that_is_stored_twice() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path();
     let bytes = make_raw(&path.join("a.raw"));
@@ -82,18 +82,18 @@ fn images_are_mended_by_what_is_kept_twice() {
         assert_eq!(mended["problems"], 0, "{context}: {mended}");
         assert!(mended["repaired"].as_u64().unwrap() > 0, "{context}: {mended}");
         run_in(path, &format!("image check {image}")).ok();
-        assert!(read_back(path, image) == bytes, "{context}: not as it was");
+        assert!(read_back(path, image) == bytes, "{context}: the content has changed");
     }
 }
 
 #[test]
-fn what_nothing_proves_is_told_by_grain() {
+fn unprovable_damage_is_reported_for_each_grain() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path();
     make_raw(&path.join("a.raw"));
     run_in(path, "convert -f raw a.raw hosted.vmdk -d monolithicsparse").ok();
     let hosted = path.join("hosted.vmdk");
-    // Both copies of grain 5 lead nowhere.
+    // Both copies of the entry of grain 5 are invalid.
     let redundant = word(&hosted, word(&hosted, 48) * 512) * 512;
     for table in [primary_table(&hosted), redundant] {
         flip(&hosted, table + 5 * 4 + 3, 0x70);
@@ -105,7 +105,7 @@ fn what_nothing_proves_is_told_by_grain() {
     }
 }
 
-/// The only file in the folder of the only disk in VMware's formats whose name ends so.
+/// The only file with this suffix in the folder of the only disk in a VMware format.
 fn file_of(store: &Path, end: &str) -> PathBuf {
     let folders = std::fs::read_dir(store.join("images")).unwrap().map(|entry| entry.unwrap().path());
     let files = folders.flat_map(|folder| std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()));
@@ -113,7 +113,7 @@ fn file_of(store: &Path, end: &str) -> PathBuf {
 }
 
 #[test]
-fn disks_of_a_datastore_are_mended() {
+fn disks_of_a_datastore_are_repaired() {
     for (format, end) in [("monolithicsparse", ".vmdk"), ("sesparse", "-sesparse.vmdk")] {
         let store = Store::new();
         let folder = tempfile::tempdir().unwrap();
@@ -139,7 +139,10 @@ fn disks_of_a_datastore_are_mended() {
             assert_eq!(again["findings"].as_array().unwrap().len(), 0, "{context}: {again}");
             let _ = std::fs::remove_file(folder.path().join("back.raw"));
             on("convert disk:vm back.raw -d raw").ok();
-            assert!(std::fs::read(folder.path().join("back.raw")).unwrap() == bytes, "{context}: not as it was");
+            assert!(
+                std::fs::read(folder.path().join("back.raw")).unwrap() == bytes,
+                "{context}: the content has changed"
+            );
         }
     }
 }

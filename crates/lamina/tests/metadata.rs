@@ -1,8 +1,8 @@
-//! Damaged metadata: every metadata file, a datastore that was closed and one that was killed, bits flipped, pages
-//! zeroed or swapped, files cut. Not everything can be repaired, but nothing wrong may be returned: each
-//! sector reads as it was flushed or is an error, also after more was written, and after `check --repair`.
+//! Damaged metadata: in every metadata file of a closed datastore and of a killed one, bits are flipped, pages zeroed
+//! or swapped, files truncated. Not all damage can be repaired, but no wrong data may be returned: each sector has its
+//! flushed content or gives an error, also after further writes and after `check --repair`.
 //!
-//! Damage to the very last batch of the journal looks like a write that was cut off, so the test checks only what was
+//! Damage to the last batch of the journal is indistinguishable from an interrupted write, so the test checks only data
 //! flushed before that batch.
 
 #![allow(clippy::unwrap_used)]
@@ -24,10 +24,10 @@ const PAGE: u64 = 4096;
 const CAPACITY: u64 = 12 << 20;
 const READ: usize = 64 << 10;
 
-/// What each export must read as.
+/// Expected content of each export.
 type Contents = BTreeMap<String, Vec<u8>>;
 
-/// Three disks and a snapshot with a history; left closed or killed.
+/// Three disks and a snapshot; the server is closed or killed in the end.
 fn build(killed: bool) -> (Store, Contents) {
     let store = Store::at(&std::env::temp_dir(), "4M");
     for disk in ["vm1", "vm2", "scratch"] {
@@ -38,7 +38,7 @@ fn build(killed: bool) -> (Store, Contents) {
     let mut server = store.serve("");
     let mut clients = ["vm1", "vm2"].map(|disk| Client::connect(&store.socket(), disk).unwrap());
     let mut images = [vec![0; CAPACITY as usize], vec![0; CAPACITY as usize]];
-    // More than the ring holds, so that it has gone round.
+    // More writes than the journal ring holds, so that it has wrapped around.
     for round in 0..1200 {
         for (client, image) in clients.iter_mut().zip(&mut images) {
             let length = if round % 16 == 0 { 64 << 10 } else { SECTOR << random.below(5) };
@@ -62,7 +62,7 @@ fn build(killed: bool) -> (Store, Contents) {
     let [vm1, vm2] = images;
     contents.insert("vm1".into(), vm1);
     contents.insert("vm2".into(), vm2);
-    // The batches that no journal can vouch for.
+    // Writes for the last batches of the journal, whose damage cannot be detected.
     let mut scratch = Client::connect(&store.socket(), "scratch").unwrap();
     for _ in 0..3 {
         scratch.write(0, &[1; 4096]).unwrap();
@@ -82,13 +82,13 @@ fn copy_of(store: &Store, folder: &Path) -> PathBuf {
     copy
 }
 
-/// Damages a file in one of many ways; what was done.
+/// Damages a file in a random way; returns a description.
 fn damage(path: &Path, random: &mut Random) -> String {
     let file = File::options().read(true).write(true).open(path).unwrap();
     let length = file.metadata().unwrap().len();
     let pages = (length / PAGE).max(1);
     let mut page = [0; PAGE as usize];
-    // Most pages of most files are empty: look for one that is not.
+    // Most pages of most files are empty, so a used one is searched for.
     let mut used = 0;
     for _ in 0..256 {
         used = random.below(pages);
@@ -129,7 +129,7 @@ fn damage(path: &Path, random: &mut Random) -> String {
     }
 }
 
-/// Serves a damaged datastore if it lets itself be opened.
+/// Serves a damaged datastore, if it can be opened.
 fn try_serve(path: &Path, log: &Path) -> Option<Serving> {
     let mut command = lamina();
     command.arg("serve").arg(path).stdout(Stdio::null());
@@ -139,11 +139,11 @@ fn try_serve(path: &Path, log: &Path) -> Option<Serving> {
     (probe.code == 0).then(|| Serving::start(command))
 }
 
-/// Each sector as it was, or an error. The number of sectors that are errors.
+/// Checks that each sector has its content or gives an error; returns the number of sectors with errors.
 fn verify(socket: &Path, contents: &Contents, what: &str) -> usize {
     let mut errors = 0;
     for (export, image) in contents {
-        // A disk that cannot be opened is an error of all of it.
+        // A disk that cannot be opened counts as errors for all its sectors.
         let Ok(mut client) = Client::connect(socket, export) else {
             errors += image.len() / SECTOR;
             continue;
@@ -167,7 +167,8 @@ fn verify(socket: &Path, contents: &Contents, what: &str) -> usize {
     errors
 }
 
-/// New data on the scratch disk must not hurt the others: damaged metadata may call their blocks free.
+/// Writes new data to the scratch disk. It must not affect the other disks, whose blocks damaged metadata may call
+/// free.
 fn write_scratch(socket: &Path) {
     let Ok(mut client) = Client::connect(socket, "scratch") else { return };
     for at in 0..64 {
@@ -201,13 +202,13 @@ fn damaged_metadata_is_noticed_and_never_believed() {
                         errors += verify(&socket, &contents, &what);
                         write_scratch(&socket);
                         errors += verify(&socket, &contents, &format!("{what}; then written to"));
-                        // It may be unable to write its metadata home; then it has to say so.
+                        // The server may be unable to write back its metadata, and must then report that.
                         let end = server.stop("TERM");
                         assert!(matches!(end, Some(0 | 1 | 6)), "{what}: {end:?}");
                         errors += usize::from(end != Some(0));
                     } else {
                         let said = std::fs::read_to_string(&log).unwrap();
-                        // The log may have told more before.
+                        // The log may have earlier messages.
                         assert!(said.lines().last().unwrap_or_default().starts_with("lamina: "), "{what}: {said}");
                         errors += 1;
                     }
@@ -223,10 +224,10 @@ fn damaged_metadata_is_noticed_and_never_believed() {
         }
     }
     println!("{cases} damages, opened {opened} times of {}, {noticed} noticed, {repaired} repairs", 2 * cases);
-    assert!(noticed > cases / 4 && opened > cases / 4, "the damages are all too harmless, or all too harmful");
+    assert!(noticed > cases / 4 && opened > cases / 4, "all damages have no effect, or all prevent the opening");
 }
 
-/// CRC32C, bit by bit.
+/// A simple bitwise CRC32C.
 fn crc32c(bytes: &[u8]) -> u32 {
     !bytes.iter().fold(!0, |crc, &byte| {
         (0..8).fold(crc ^ u32::from(byte), |crc, _| crc >> 1 ^ if crc & 1 == 1 { 0x82f6_3b78 } else { 0 })
@@ -250,7 +251,7 @@ fn another_version_is_refused_by_name() {
     for verb in ["status", "check --repair", "disk list", "serve", "disk create vm2 1M"] {
         store.run(verb).fails(1, "version 77");
     }
-    assert!(std::fs::read(&path).unwrap() == changed, "nothing was written to what is not understood");
+    assert!(std::fs::read(&path).unwrap() == changed, "nothing was written to a datastore of an unknown version");
     std::fs::write(&path, &original).unwrap();
     store.is_clean();
 }
@@ -264,7 +265,7 @@ fn one_good_copy_of_the_superblock_is_enough() {
             let copy = copy_of(&store, folder.path());
             let file = File::options().write(true).open(copy.join("superblock")).unwrap();
             file.write_all_at(&[0xff; 512], copy_number * PAGE).unwrap();
-            // The older copy may lead to a journal that has been overwritten since: then it must not be used.
+            // The older copy may refer to a part of the journal that was overwritten since; then it must not be used.
             match try_serve(&copy, &folder.path().join("log")) {
                 Some(mut server) => {
                     let errors = verify(&copy.join("nbd.sock"), &contents, &format!("copy {copy_number} lost"));

@@ -1,4 +1,4 @@
-//! Disks that move while NBD clients use them: what clients notice, and what is left when the server is killed.
+//! Disks that are migrated while NBD clients use them: the effect on clients, and what is left if the server is killed.
 
 #![allow(clippy::unwrap_used)]
 
@@ -16,17 +16,17 @@ const SECTORS: usize = (8 << 20) / SECTOR;
 const REQUEST_SECTORS_MAX: u64 = 256;
 const READ_BYTES: usize = 1 << 20;
 const DISK: u64 = 1;
-/// How the file that records a migration begins.
+/// Prefix of the file that records a migration.
 const RECORD: &str = "migration-";
 
-/// How far a migration is by its record.
+/// Stage of a migration according to its record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Stage {
     Copying,
     Committed,
 }
 
-/// What the only migration's record says. `None` before there is one, and when it is gone.
+/// The stage of the only migration; `None` before its record exists and after it was removed.
 fn stage(store: &Store) -> Option<Stage> {
     let names = process::files(&store.path());
     let name = names.iter().find(|name| name.starts_with(RECORD) && !name.ends_with(".new"))?;
@@ -34,16 +34,16 @@ fn stage(store: &Store) -> Option<Stage> {
     Some(if text.contains("\"committed\"") { Stage::Committed } else { Stage::Copying })
 }
 
-/// When the server is killed.
+/// Time of a kill.
 #[derive(Clone, Copy, Debug)]
 enum Moment {
-    /// After this part of the time that a migration usually takes.
+    /// After this fraction of the usual duration.
     Part(f64),
-    /// As soon as the record says this.
+    /// When the record has this stage.
     Reached(Stage),
 }
 
-/// For each sector the versions that a crash may leave: first the durable one, last the newest.
+/// For each sector the versions that a crash may leave: the durable one first, the newest last.
 struct Model {
     sectors: Vec<Vec<u64>>,
     version: u64,
@@ -59,7 +59,7 @@ impl Model {
         self.sectors.iter_mut().for_each(|versions| drop(versions.drain(..versions.len() - 1)));
     }
 
-    /// One request, waited for.
+    /// Sends one request and waits for the reply.
     fn step(&mut self, client: &mut Client) -> Result<(), Failure> {
         if self.random.once_in(12) {
             client.flush()?;
@@ -90,7 +90,7 @@ impl Model {
         Ok(())
     }
 
-    /// What is there is what may be; it is what there is from now on.
+    /// Checks each sector against the allowed versions; the one found is then the durable one.
     fn verify(&mut self, store: &Store, export: &str) {
         let content = read_export(store, export);
         for (at, (sector, versions)) in content.chunks_exact(SECTOR).zip(&mut self.sectors).enumerate() {
@@ -110,7 +110,7 @@ fn read_export(store: &Store, export: &str) -> Vec<u8> {
     content
 }
 
-/// The only disk, as the format that `-d` takes.
+/// The format of the only disk, as `-d` takes it.
 fn format(store: &Store) -> String {
     let listed = store.run("disk list --json").json();
     let disks = listed["disks"].as_array().unwrap();
@@ -120,7 +120,7 @@ fn format(store: &Store) -> String {
     if of("format") == "vmdk" { of("provisioning") } else { of("format") }
 }
 
-/// What no migration may leave behind.
+/// Checks that no file of a migration is left.
 fn nothing_is_left(store: &Store) {
     let names = process::files(&store.path());
     assert!(!names.iter().any(|name| name.starts_with(RECORD)), "{names:?}");
@@ -154,10 +154,10 @@ fn a_disk_is_before_or_after_its_migration_whenever_the_server_is_killed() {
     let formats = ["thin", "sesparse", "native", "vsansparse", "vmfssparse", "zeroedthick", "native"];
     let mut random = Random(20_261_121);
     let (mut kills, mut moved, mut stayed, mut now) = (0, 0, 0, "native".to_owned());
-    // Kills by what the record said when the server was dead.
+    // Number of kills by the record's stage when the server was dead.
     let (mut without, mut copying, mut committed) = (0, 0, 0);
     let mut next = 0;
-    // How long a migration takes here, learnt as it goes, so that the kills meet all of it.
+    // Usual duration of a migration, updated by each one, so that kills are spread over all of it.
     let mut usual = Duration::from_millis(300);
     while kills < KILLS {
         let mut server = store.serve("");
@@ -209,14 +209,14 @@ fn a_disk_is_before_or_after_its_migration_whenever_the_server_is_killed() {
                 Some(Stage::Committed) => committed += 1,
             }
             writer.join().unwrap();
-            // A command that finds no server does the work itself, and is killed during it now and then.
+            // A command that finds no server migrates the disk itself, and is sometimes killed.
             if random.once_in(2) {
                 let _ = migration.kill();
             }
             process::wait(&mut migration);
         });
         if random.once_in(3) {
-            // The first process that opens it settles what was interrupted, and says so on stderr.
+            // The first process that opens the datastore completes the recovery, and logs that to stderr.
             let done = store.run("check --data");
             assert_eq!(done.code, 0, "{done:?}");
         }
@@ -234,7 +234,7 @@ fn a_disk_is_before_or_after_its_migration_whenever_the_server_is_killed() {
         }
         now = found;
         model.verify(&store, "a");
-        assert!(read_export(&store, "a@s") == snapshot, "the snapshot after kill {kills}");
+        assert!(read_export(&store, "a@s") == snapshot, "the snapshot is missing or wrong after kill {kills}");
         nothing_is_left(&store);
         assert_eq!(server.stop("TERM"), Some(0));
         store.is_clean();
@@ -257,7 +257,7 @@ fn a_client_is_served_while_its_disk_moves_and_ctrl_c_changes_nothing() {
     for _ in 0..100 {
         model.step(&mut client).unwrap();
     }
-    // Refused with the reason while it moves, and stopped by Ctrl-C.
+    // Other operations on a disk that is being migrated are refused with the reason, and Ctrl-C cancels the migration.
     let mut command = store.command("disk migrate a -d native --rate 500K");
     let migration = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     process::until("it has begun", || process::files(&store.path()).iter().any(|name| name.starts_with(RECORD)));
@@ -290,7 +290,7 @@ fn a_client_is_served_while_its_disk_moves_and_ctrl_c_changes_nothing() {
         model.verify(&store, "a");
     }
     assert_eq!(server.stop("TERM"), Some(0));
-    // And without a server.
+    // The same migration without a server.
     store.run("disk migrate a -d native").ok();
     nothing_is_left(&store);
     let mut server = store.serve("");
@@ -299,8 +299,8 @@ fn a_client_is_served_while_its_disk_moves_and_ctrl_c_changes_nothing() {
     store.is_clean();
 }
 
-/// The worst answer while a thick disk moves under random writes: printed, and bounded so that a stun would fail.
-/// `LAMINA_MIGRATE_MIB` makes the disk larger, for figures.
+/// Prints the longest latency while a thick disk is migrated under random writes, with a bound that a long pause would
+/// exceed. `LAMINA_MIGRATE_MIB` sets the size of the disk, for measurements.
 #[test]
 fn no_request_waits_for_the_copying() {
     let size = std::env::var("LAMINA_MIGRATE_MIB").map_or(64, |text| text.parse::<u64>().unwrap()) << 20;

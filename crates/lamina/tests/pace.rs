@@ -1,4 +1,4 @@
-//! Background work gives way to clients, and does not wait for clients that are idle.
+//! Background work slows down for active clients, but not for idle ones.
 
 #![allow(clippy::unwrap_used)]
 
@@ -26,7 +26,8 @@ fn filled() -> Store {
     store
 }
 
-/// Clones the disk in full while a client of another one writes; how long that takes, and the rates that `status` told.
+/// Makes a full clone while a client of another disk may write; returns the duration and the rates that `status`
+/// reported.
 fn clone_beside_a_client(store: &Store, name: &str, active: bool) -> (Duration, Vec<u64>) {
     let done = AtomicBool::new(!active);
     let mut rates = Vec::new();
@@ -57,9 +58,9 @@ fn clone_beside_a_client(store: &Store, name: &str, active: bool) -> (Duration, 
 }
 
 #[test]
-fn a_copy_gives_way_to_requests_that_are_late_and_to_no_others() {
+fn a_copy_slows_down_for_late_requests_only() {
     let store = filled();
-    // Every request is late: the copy has its least rate, 8 MiB/s.
+    // With this target every request is late, so the copy has the minimum rate of 8 MiB/s.
     let server = store.serve("--latency-target 0.0001");
     let (slowed, rates) = clone_beside_a_client(&store, "slowed", true);
     assert!(slowed > Duration::from_secs(3), "{slowed:?}");
@@ -69,7 +70,7 @@ fn a_copy_gives_way_to_requests_that_are_late_and_to_no_others() {
     let (idle, _) = clone_beside_a_client(&store, "idle", false);
     assert!(idle < slowed / 2, "{idle:?} without clients, {slowed:?} beside one");
     drop(server);
-    // None is.
+    // With this target no request is late.
     let server = store.serve("--latency-target 60000");
     let (gained, rates) = clone_beside_a_client(&store, "gained", true);
     assert!(gained < slowed / 2, "{gained:?}, and {slowed:?} beside late requests");

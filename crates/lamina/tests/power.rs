@@ -1,9 +1,9 @@
-//! Power cuts below the file system, while snapshots of several disks are taken at one point: of native disks and of
-//! disks of images, on ext4 and on XFS. A seed decides what is done, and when the power goes.
+//! Power cuts below the file system while snapshots of several disks are taken at one point: native disks and disks in
+//! VMware's formats, on ext4 and on XFS. A seed determines the operations and the time of the cut.
 //!
-//! 1. Each group of snapshots is there whole, or none of it is. One that was acknowledged is there.
-//! 2. Every sector of disks and snapshots holds a version that is allowed: what was flushed is there.
-//! 3. The check finds nothing.
+//! 1. Each group of snapshots exists completely or not at all; an acknowledged group exists.
+//! 2. Every sector of disks and snapshots has an allowed version, and flushed data exists.
+//! 3. The check finds no problems.
 
 #![allow(clippy::unwrap_used)]
 
@@ -17,9 +17,9 @@ use testkit::nbd::Client;
 use testkit::process::{Serving, Store, tool};
 
 const SIZE: usize = 4 << 20;
-/// Groups while the power may go.
+/// Number of snapshot groups during which the power may be cut.
 const GROUPS: usize = 2;
-/// Changes of the medium that a case has, until one without a cut has told.
+/// Assumed number of changes per case, until a case without a power cut has counted them.
 const CHANGES: u64 = 400;
 const FORMATS: [&str; 6] = [
     "",
@@ -44,13 +44,13 @@ fn number(variable: &str, otherwise: u64) -> u64 {
     std::env::var(variable).map_or(otherwise, |value| value.parse().unwrap())
 }
 
-/// What has been through.
+/// Statistics.
 #[derive(Default, Debug)]
 struct Tally {
     cut: u64,
     whole: u64,
     none: u64,
-    /// Of a case without a cut.
+    /// Number of changes in a case without a power cut.
     changes: u64,
 }
 
@@ -75,7 +75,7 @@ fn case(medium: &mut Medium, xfs: bool, seed: u64, tally: &mut Tally) {
     medium.make_file_system(xfs);
     medium.mount("rw");
     let store = Store::at(&medium.mounted, "4M");
-    // A native disk, one of images, and one of either kind.
+    // One native disk, one disk in a VMware format, and one of a random kind.
     let other = 1 + random.below(FORMATS.len() as u64 - 1) as usize;
     let formats = ["", FORMATS[other], FORMATS[random.below(FORMATS.len() as u64) as usize]];
     let mut disks: Vec<Doubted> = Vec::new();
@@ -91,7 +91,7 @@ fn case(medium: &mut Medium, xfs: bool, seed: u64, tally: &mut Tally) {
         disk.fua = false;
         disk.fails = true;
     }
-    // The first of a run tells how many changes there are.
+    // The first case of a run has no power cut and counts the changes.
     let after = if seed.is_multiple_of(8) { u64::MAX } else { random.below(tally.changes) };
     medium.cut_power_after(after, seed);
     for group in 0..GROUPS {
@@ -109,7 +109,7 @@ fn case(medium: &mut Medium, xfs: bool, seed: u64, tally: &mut Tally) {
         }
         for (disk, client) in disks.iter_mut().zip(&mut clients) {
             disk.round(client).unwrap();
-            // What is acknowledged after the cut is not.
+            // Writes acknowledged after the cut do not count as durable.
             if client.flush().is_ok() && !medium.is_off() {
                 disk.flushed();
             }

@@ -1,5 +1,5 @@
-//! QEMU's tools against a real server: images in and out, requests of all kinds and alignments, and the bitmaps that
-//! its backup tools look for.
+//! QEMU's tools with a real server: copying images in and out, requests of all kinds and alignments, and the bitmaps
+//! that QEMU's backup tools use.
 
 #![allow(clippy::unwrap_used)]
 
@@ -7,7 +7,7 @@ use serde_json::Value;
 use testkit::pattern;
 use testkit::process::{Store, tool};
 
-/// Runs commands of qemu-io on an export; a pattern that is not found fails.
+/// Runs commands of qemu-io on an export; fails if a read does not match its pattern.
 fn io(store: &Store, export: &str, commands: &[&str]) {
     let uri = store.uri(export);
     let mut arguments = vec!["-f", "raw", "-d", "unmap"];
@@ -47,7 +47,7 @@ fn images_convert_in_and_out() {
     let map: Value = serde_json::from_str(&tool("qemu-img", &["map", "--output=json", "-f", "raw", &vm1])).unwrap();
     let zero: u64 =
         map.as_array().unwrap().iter().filter(|e| e["zero"] == true).map(|e| e["length"].as_u64().unwrap()).sum();
-    assert_eq!(zero, 22 << 20, "the hole is one: {map}");
+    assert_eq!(zero, 22 << 20, "the hole is reported as one extent: {map}");
     assert_eq!(server.stop("TERM"), Some(0));
     store.is_clean();
 }
@@ -121,7 +121,7 @@ fn incremental_backup_by_dirty_bitmap() {
             socket.display()
         )
     };
-    // What the bitmap calls dirty, QEMU's map shows as no data.
+    // QEMU's map shows dirty extents of the bitmap as no data.
     let text = tool("qemu-img", &["map", "--output=json", "--image-opts", &image("vm1")]);
     let map: Value = serde_json::from_str(&text).unwrap();
     let dirty: Vec<(u64, u64)> = map
@@ -139,7 +139,7 @@ fn incremental_backup_by_dirty_bitmap() {
         .iter()
         .map(|e| (e["offset"].as_u64().unwrap(), e["length"].as_u64().unwrap()))
         .collect();
-    assert_eq!(told, dirty, "the command line tells the same");
+    assert_eq!(told, dirty, "the command line prints the same");
     io(&store, "vm1@monday", &["read -P 1 0 8M", "read -P 0 32M 4k"]);
     io(&store, "vm1@tuesday", &["read -P 2 1M 64k", "read -P 0 4M 64k", "read -P 3 32M 4k"]);
     assert_eq!(server.stop("TERM"), Some(0));

@@ -1,5 +1,5 @@
-//! A disk in a VMware format whose medium fails a flush stops alone, says so, and goes on after `lamina disk reopen`
-//! with its client connected.
+//! A disk in a VMware format stops after a failed flush, reports that, and continues after `lamina disk reopen` with
+//! its client connected. Other disks are not affected.
 
 #![allow(clippy::unwrap_used)]
 
@@ -10,7 +10,7 @@ use testkit::{mounted, pattern};
 
 const BLOCK: u64 = 4096;
 const BLOCKS: u64 = 600;
-/// Beyond what a failed flush puts in doubt with the blocks that are written before it.
+/// A block far from those that the failed flush makes uncertain.
 const FAR: u64 = 2048;
 
 fn content(block: u64, round: u64) -> Vec<u8> {
@@ -45,7 +45,7 @@ fn goes_on(store: &Store, format: &str, trigger: &Path) {
         client.write(block * BLOCK, &content(block, 0)).unwrap();
     }
     client.flush().unwrap();
-    // Nothing has failed: nothing is done.
+    // A disk that has not stopped is left unchanged.
     assert_eq!(store.run("disk reopen vm").ok(), "disk vm takes writes\n");
     assert!(!store.run("disk list").ok().contains("STATE"));
 
@@ -53,9 +53,9 @@ fn goes_on(store: &Store, format: &str, trigger: &Path) {
     (0..BLOCKS).for_each(|block| client.write(block * BLOCK, &content(block, 1)).unwrap());
     assert!(matches!(client.flush(), Err(Failure::Errno(EIO))));
     assert!(matches!(client.write(0, &content(0, 2)), Err(Failure::Errno(EIO))));
-    assert!(matches!(client.read(0, BLOCK as u32), Err(Failure::Errno(EIO))), "what was written is in doubt");
+    assert!(matches!(client.read(0, BLOCK as u32), Err(Failure::Errno(EIO))), "the writes may be lost");
     assert!(client.read(FAR * BLOCK, BLOCK as u32).unwrap() == content(FAR, 0));
-    // It is said, once, and of this disk alone.
+    // The failure is logged once, and only for this disk.
     let log = server.log();
     assert_eq!(log.matches("takes no writes until it is opened again").count(), 1, "{log}");
     let shown = store.run("disk show vm --json").json();
@@ -67,7 +67,7 @@ fn goes_on(store: &Store, format: &str, trigger: &Path) {
     beside.write(0, &content(0, 0)).unwrap();
     beside.flush().unwrap();
 
-    // The medium still fails: the disk stays as it is.
+    // The storage still fails, so the disk stays stopped.
     store.run("disk reopen vm").fails(1, "mend the medium first");
     assert!(matches!(client.write(0, &content(0, 2)), Err(Failure::Errno(EIO))));
     assert!(store.run("disk show vm --json").json()["stopped"].is_string());
@@ -75,10 +75,10 @@ fn goes_on(store: &Store, format: &str, trigger: &Path) {
     std::fs::remove_file(trigger).unwrap();
     assert_eq!(store.run("disk reopen vm").ok(), "disk vm takes writes\n");
     assert!(store.run("disk show vm --json").json()["stopped"].is_null());
-    // What was acknowledged may be gone: the next flush says so, once.
+    // Acknowledged writes may be lost, which the next flush reports once.
     assert!(matches!(client.flush(), Err(Failure::Errno(EIO))));
     client.flush().unwrap();
-    // What was flushed is there, and what was not is one or the other, now and after a restart.
+    // Flushed data exists; other data has its old or new content, which stays the same after a restart.
     let mut found = Vec::new();
     for block in 0..BLOCKS {
         let read = client.read(block * BLOCK, BLOCK as u32).unwrap();

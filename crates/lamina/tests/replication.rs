@@ -1,5 +1,5 @@
-//! Disks and machines sent from one served datastore to another, as a user does it, with processes killed at any
-//! instant: what was sent is there whole or not at all, and the same command goes on where the last one ended.
+//! Disks and machines are sent from one served datastore to another with the command line, with processes killed at
+//! random times. An object arrives completely or not at all, and repeating the command resumes the transfer.
 
 #![allow(clippy::unwrap_used)]
 
@@ -14,7 +14,7 @@ use testkit::process::{Done, Serving, Store, tool, until};
 const SIZE: u64 = 64 << 20;
 const PIECE: u64 = 1 << 20;
 
-/// One certificate for both ends: it names this machine and is self-signed.
+/// One self-signed certificate for both sides, which names this machine.
 struct Keys {
     folder: tempfile::TempDir,
 }
@@ -49,7 +49,7 @@ impl Keys {
     }
 }
 
-/// The address that a server receives on.
+/// The address on which a server receives.
 fn address(server: &Serving) -> String {
     let ready: Value = serde_json::from_str(&server.ready).unwrap();
     ready["receive"].as_str().unwrap().to_owned()
@@ -99,14 +99,14 @@ fn disks_are_sent_and_sent_again() {
     let send = |source: &str, target: &str, more: &str| -> Done {
         here.run(&format!("--json disk send {source} {to}{target} {} {more}", keys.send()))
     };
-    // As it is now: no trace is left on either side.
+    // Without `--incremental`: no snapshot is left on either side.
     let sent = send("web", "copy", "--streams 2").json();
     assert_eq!((sent["data"].as_u64(), sent["capacity"].as_u64()), (Some(40 * PIECE), Some(SIZE)));
     assert!(content(&there, "copy") == content(&here, "web"));
     for (store, disk) in [(&here, "web"), (&there, "copy")] {
         assert_eq!(store.run(&format!("--json snapshot list {disk}")).json()["snapshots"], serde_json::json!([]));
     }
-    // Again and again, with what both sides know.
+    // Repeated incremental transfers, based on snapshots that both sides have.
     for (round, changed) in [(0u64, 40), (1, 3), (2, 1)] {
         fill(&here, "web", 10 + round, 50 + round..50 + round + if round == 0 { 0 } else { changed });
         let sent = send("web", "mirror", "--incremental").json();
@@ -115,18 +115,18 @@ fn disks_are_sent_and_sent_again() {
         assert!(content(&there, "mirror") == content(&here, "web"));
     }
     let kept = here.run("--json snapshot list web").json()["snapshots"].as_array().unwrap().len();
-    assert_eq!(kept, 1, "only the last one is needed for the next time");
-    // A snapshot of one's own.
+    assert_eq!(kept, 1, "only the newest snapshot is needed for the next transfer");
+    // An existing snapshot is sent.
     here.run("snapshot create web@monday").ok();
     let sent = send("web@monday", "weekly", "--incremental").json();
     assert_eq!((sent["data"].as_u64(), sent["incremental"].as_u64()), (Some(0), Some(1)));
     assert!(content(&there, "weekly@monday") == content(&here, "web@monday"));
     let said = here.run(&format!("disk send web@monday {to}other {}", keys.send())).ok();
     assert!(said.starts_with("sent other: "), "{said}");
-    // What cannot be.
+    // Transfers that are refused.
     send("web@monday", "weekly", "").fails(1, "there is a disk 'weekly' already");
     send("nothing", "x", "").fails(3, "nothing");
-    // A client that may come back finds what it left: the sender waits.
+    // A client in grace expects an unchanged disk, so the sender waits for the end of the grace.
     let client = Client::connect(&there.socket(), "mirror").unwrap();
     let begin = Instant::now();
     client.vanish();
@@ -141,7 +141,7 @@ fn disks_are_sent_and_sent_again() {
     there.run("check --data").ok();
 }
 
-/// A command that is sending.
+/// Starts a command that sends.
 fn start(mut command: Command) -> std::process::Child {
     command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap()
 }
@@ -150,7 +150,7 @@ fn start(mut command: Command) -> std::process::Child {
 fn a_kill_of_either_end_leaves_a_disk_whole_or_absent() {
     let (keys, here, there) = (Keys::new(), Store::new(), Store::new());
     let mut random = Random(0x5e4d);
-    // A client that has left just before the kill may count as one that has not: that is not the point here.
+    // Without grace, because a client that disconnected just before the kill would delay this test.
     let receive = |port: u16| format!("{} --client-grace 0", keys.receive(port));
     let (mut mine, mut theirs) = (here.serve(""), there.serve(&receive(0)));
     let to = address(&theirs);
@@ -160,7 +160,7 @@ fn a_kill_of_either_end_leaves_a_disk_whole_or_absent() {
     here.run("snapshot create web@s0").ok();
     let (mut goal, mut resumed) = (0, 0);
     let command = |goal: u64| {
-        // Slow enough to be met at work, quick enough to come to an end.
+        // Slow enough to be interrupted, and fast enough to complete.
         let rate = if goal == 0 { "40M" } else { "12M" };
         here.command(&format!("--json disk send web@s{goal} {to}web --incremental --rate {rate} {}", keys.send()))
     };
@@ -179,7 +179,7 @@ fn a_kill_of_either_end_leaves_a_disk_whole_or_absent() {
         match round % 3 {
             0 => {
                 theirs = there.serve(&receive);
-                // It comes again by itself; some rounds it is not let.
+                // The sender reconnects on its own; in some rounds it is killed.
                 if random.next().is_multiple_of(2) {
                     child.kill().unwrap();
                 }
@@ -188,7 +188,7 @@ fn a_kill_of_either_end_leaves_a_disk_whole_or_absent() {
             _ => {}
         }
         child.wait().unwrap();
-        // Whole as it was, or whole as it was to be.
+        // The disk has its old or its new state, completely.
         let there_now = disks(&there);
         match goal {
             0 if there_now.is_empty() => {}
@@ -237,7 +237,8 @@ fn a_machine_arrives_with_all_its_disks_or_not_at_all() {
         here.command(&format!("--json vm clone web --to {to}{name} --incremental --rate 24M {}", keys.send()))
     };
     let machines = || -> Vec<String> {
-        let list = there.run("--json vm list").json();
+        // It warns when it removes an incomplete machine.
+        let list = there.run("--json --log error vm list").json();
         list["machines"].as_array().unwrap().iter().map(|one| one["name"].as_str().unwrap().to_owned()).collect()
     };
     let mut kills = 0;
@@ -252,7 +253,7 @@ fn a_machine_arrives_with_all_its_disks_or_not_at_all() {
             child.kill().unwrap();
         }
         child.wait().unwrap();
-        // The verb puts in order what a kill has left.
+        // `vm list` completes or removes what a kill left.
         let (is_machine, disks) = (machines().contains(&name), disks(&there));
         let has = |disk: &str| disks.iter().any(|known| known == disk);
         assert_eq!((has(&name), has(&format!("{name}-2"))), (is_machine, is_machine), "{name}: {disks:?}");
@@ -265,7 +266,7 @@ fn a_machine_arrives_with_all_its_disks_or_not_at_all() {
         assert!(machines().contains(&name));
     }
     assert_eq!(kills, 8);
-    // Its own identity, and only what has changed the second time.
+    // The copy has its own identity, and the second transfer sent only differences.
     let shown = |store: &Store, name: &str| store.run(&format!("--json vm show {name}")).json();
     let (parent, copy) = (shown(&here, "web"), shown(&there, "copy7"));
     assert_ne!(parent["uuid"], copy["uuid"]);
@@ -273,8 +274,7 @@ fn a_machine_arrives_with_all_its_disks_or_not_at_all() {
     let outcome: Done = process::output(&mut command("last")).into();
     let sent = outcome.json();
     assert_eq!(sent["incremental"], 2, "{sent}");
-    // The first copy of each name is a full one unless what it is compared with has another name: snapshots of the
-    // earlier ones are on both sides.
+    // A first copy would be sent completely, but snapshots of earlier copies with other names are on both sides.
     assert!(sent["data"].as_u64().unwrap() <= 2 * PIECE, "{sent}");
     let outcome: Done = process::output(&mut command("last")).into();
     outcome.fails(1, "there is a machine 'last' already");

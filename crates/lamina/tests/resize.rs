@@ -1,5 +1,5 @@
-//! Disks that grow while QEMU has them: what it takes for clients that reconnect, and that lamina's own machines need
-//! nothing more. Every test runs with each QEMU of [`generations`].
+//! Disks that grow while QEMU uses them: what clients that reconnect need, and that lamina's own machines need nothing
+//! more. Every test runs with each QEMU of [`generations`].
 
 #![allow(clippy::unwrap_used)]
 
@@ -16,12 +16,12 @@ use testkit::{fleet, nbd, newest, pattern, process};
 
 const MIB: u64 = 1 << 20;
 
-/// The QEMUs to test with: the installed one, and the newest that Debian has.
+/// The QEMUs to test: the installed one, and the newest one in Debian.
 fn generations() -> Vec<PathBuf> {
     vec!["qemu-system-x86_64".into(), newest::newest().join("bin/qemu-system-x86_64")]
 }
 
-/// QEMU's monitor.
+/// A connection to QEMU's monitor.
 struct Monitor {
     stream: UnixStream,
     lines: BufReader<UnixStream>,
@@ -37,7 +37,7 @@ impl Monitor {
         monitor
     }
 
-    /// What it answers, or why not.
+    /// Executes a command; returns its result or the error.
     fn execute(&mut self, command: &str, arguments: Value) -> Result<Value, String> {
         let request = json!({ "execute": command, "arguments": arguments });
         self.stream.write_all(format!("{request}\n").as_bytes()).unwrap();
@@ -60,14 +60,14 @@ impl Monitor {
         node["image"]["virtual-size"].as_u64().unwrap()
     }
 
-    /// The request that makes QEMU notice that its connection has ended.
+    /// A read that makes QEMU detect that its connection has ended.
     fn read(&mut self, node: &str) {
         let line = format!("qemu-io {node} \"read -q 0 512\"");
         self.execute("human-monitor-command", json!({ "command-line": line })).unwrap();
     }
 }
 
-/// A QEMU without a machine, with a disk of the datastore.
+/// A QEMU without a machine that uses a disk of the datastore.
 struct Qemu {
     child: Child,
     folder: tempfile::TempDir,
@@ -90,20 +90,20 @@ impl Qemu {
         Monitor::connect(&self.folder.path().join("qmp"))
     }
 
-    /// Where it serves the disk itself while [`Qemu::load`] runs.
+    /// The socket on which QEMU itself exports the disk during [`Qemu::load`].
     fn socket(&self) -> PathBuf {
         self.folder.path().join("nbd")
     }
 
-    /// Writes through QEMU until it is told to stop: to each place again and again, many at a time, never to one place
-    /// before the last write to it was answered. What each place holds in the end.
+    /// Writes through QEMU until `stop` is set: repeatedly to each of several locations, many at a time, but to each
+    /// location only after its last write was answered. Returns the last value of each location.
     fn load(&self, stop: &AtomicBool) -> Vec<u8> {
         const PLACES: u64 = 16;
         let mut client = Client::connect(&self.socket(), "disk0").unwrap();
         let mut generation = vec![0u8; PLACES as usize];
         while !stop.load(Ordering::Relaxed) {
             for (place, last) in (0..).zip(&mut generation) {
-                // Never 0 again: that is what a place holds that was not written.
+                // Never 0, which is the value of a location that was not written.
                 *last = *last % u8::MAX + 1;
                 let data = vec![*last; 64 << 10];
                 client.submit(nbd::Command::Write { offset: place * MIB, data: &data, fua: false }).unwrap();
@@ -144,7 +144,7 @@ fn qemu_learns_the_size_by_reconnecting_and_loses_nothing() {
             for size in [65, 66, 67, 96] {
                 let done = store.run(&format!("disk resize vm1 {size}M --reconnect-clients --json")).json();
                 assert_eq!((&done["reconnected"], &done["capacity"]), (&json!(1), &json!(size * MIB)), "{done}");
-                until("QEMU is back", || store.run("disk show vm1 --json").json()["clients"] == 1);
+                until("QEMU has reconnected", || store.run("disk show vm1 --json").json()["clients"] == 1);
                 std::thread::sleep(std::time::Duration::from_millis(200));
             }
             stop.store(true, Ordering::Relaxed);
@@ -152,13 +152,13 @@ fn qemu_learns_the_size_by_reconnecting_and_loses_nothing() {
         });
         assert!(written.iter().all(|generation| *generation > 0), "{written:?}");
         monitor.execute("nbd-server-stop", json!({})).unwrap();
-        until("QEMU serves the disk no more", || {
+        until("QEMU no longer exports the disk", || {
             monitor.execute("query-block-exports", json!({})).unwrap().as_array().unwrap().is_empty()
         });
         monitor.execute("block_resize", json!({ "node-name": "disk0", "size": 96 * MIB })).unwrap();
         assert_eq!(monitor.size("disk0"), 96 * MIB, "{}", program.display());
 
-        // Without the option it stays as it is, and that is said.
+        // Without the option connected clients keep the old size, and the command reports that.
         let done = store.run("disk resize vm1 128M").ok();
         assert!(
             done.contains(&format!("process {}", qemu.child.id())) && done.contains("--reconnect-clients"),
@@ -166,16 +166,20 @@ fn qemu_learns_the_size_by_reconnecting_and_loses_nothing() {
         );
         monitor.read("disk0");
         let refused = monitor.execute("block_resize", json!({ "node-name": "disk0", "size": 128 * MIB }));
-        assert!(refused.is_err(), "QEMU was not told: {refused:?}");
+        assert!(refused.is_err(), "block_resize succeeded before the reconnection: {refused:?}");
         store.run("disk resize vm1 128M --reconnect-clients").ok();
         monitor.read("disk0");
         monitor.execute("block_resize", json!({ "node-name": "disk0", "size": 128 * MIB })).unwrap();
         let users = store.run("disk show vm1 --json").json()["users"].clone();
-        assert_eq!((users.as_array().unwrap().len(), &users[0]["grace"]), (1, &Value::Null), "it is back: {users}");
+        assert_eq!(
+            (users.as_array().unwrap().len(), &users[0]["grace"]),
+            (1, &Value::Null),
+            "the client has reconnected: {users}"
+        );
 
         monitor.execute("quit", json!({})).unwrap();
         wait(&mut qemu.child);
-        until("QEMU has let go", || store.run("disk show vm1 --json").json()["users"] == json!([]));
+        until("QEMU has closed the disk", || store.run("disk show vm1 --json").json()["users"] == json!([]));
         let mut client = Client::connect(&store.socket(), "vm1").unwrap();
         for (place, generation) in (0..).zip(written) {
             assert!(client.read(place * MIB, 64 << 10).unwrap() == vec![generation; 64 << 10], "place {place}");
@@ -187,14 +191,14 @@ fn qemu_learns_the_size_by_reconnecting_and_loses_nothing() {
 }
 
 #[test]
-fn what_was_asked_is_answered_before_the_connection_ends() {
+fn requests_in_flight_are_answered_before_the_connection_ends() {
     let store = Store::new();
     store.run("disk create vm1 64M").ok();
     let _server = store.serve("");
     let mut client = Client::connect(&store.socket(), "vm1").unwrap();
     let data = pattern::bytes(3, 4 << 20);
     client.write(0, &data).unwrap();
-    // It does not read its answers yet, and another client is none of its business.
+    // The client does not read its replies yet, and another client must not be affected.
     let asked: Vec<u64> =
         (0..4).map(|_| client.submit(nbd::Command::Read { offset: 0, length: 4 << 20 }).unwrap()).collect();
     let mut other = Client::connect(&store.socket(), "vm1").unwrap();
@@ -204,7 +208,7 @@ fn what_was_asked_is_answered_before_the_connection_ends() {
         for cookie in asked {
             let (answered, outcome) = match client.complete() {
                 Ok(answer) => answer,
-                // Not taken up yet when the connection ended.
+                // The request was not begun when the connection ended.
                 Err(Failure::Gone(_)) => break,
                 Err(error) => panic!("{error:?}"),
             };
@@ -228,19 +232,22 @@ fn a_running_machine_sees_its_disk_grow() {
         fleet.store.run("disk create more --size 32M").ok();
         fleet.run("delete web --keep-disks").ok();
         fleet.run(&format!("create web --disk web,more --memory {} --network none {qemu}", fleet::MEMORY)).ok();
-        // Off, there is nothing to tell.
+        // A stopped machine needs no notification.
         assert_eq!(fleet.store.run("disk resize more 48M").ok(), "disk more has 48 MiB now\n");
         fleet.run(&format!("start web {qemu}")).ok();
-        // A backup that reads the disk meanwhile keeps its connection.
+        // A backup client that reads the disk keeps its connection.
         let mut backup = Client::connect(&fleet.store.socket(), "more").unwrap();
         let done = fleet.store.run("disk resize more 96M").ok();
         assert!(done.contains("machine web sees the new size"), "{done}");
-        assert!(done.contains(&format!("process {} ", std::process::id())), "the backup does not: {done}");
+        assert!(
+            done.contains(&format!("process {} ", std::process::id())),
+            "the backup program keeps the old size: {done}"
+        );
         backup.read(0, 512).unwrap();
         drop(backup);
         let done = fleet.store.run("disk resize web 128M --json").json();
         assert_eq!((&done["machine"], &done["machine_sees_it"]), (&json!("web"), &json!(true)), "{done}");
-        // Paused, and told again what is known.
+        // The machine is paused, and the resize is repeated.
         fleet.run("pause web").ok();
         fleet.store.run("disk resize web 160M").ok();
         fleet.store.run("disk resize web 160M").ok();

@@ -1,4 +1,4 @@
-//! `check --repair` and `salvage` on datastores with damaged files, as their user meets them.
+//! `check --repair` and `salvage` on datastores with damaged files, with the command line.
 
 #![allow(clippy::unwrap_used)]
 
@@ -14,7 +14,7 @@ use testkit::process::{Store, run};
 const CAPACITY: usize = 4 << 20;
 const PAGE: usize = 4096;
 
-/// A datastore with two disks and a snapshot, stopped, and what each holds.
+/// A stopped datastore with two disks and a snapshot, and the content of each.
 fn build() -> (Store, BTreeMap<&'static str, Vec<u8>>) {
     let store = Store::at(&std::env::temp_dir(), "4M");
     for disk in ["vm1", "vm2"] {
@@ -59,13 +59,13 @@ fn bytes_of(path: &Path) -> Vec<u8> {
     bytes
 }
 
-/// Every file of the datastore, byte by byte.
+/// The content of every file of the datastore.
 fn files_of(store: &Store) -> BTreeMap<PathBuf, Vec<u8>> {
     let entries = std::fs::read_dir(store.path()).unwrap().map(|entry| entry.unwrap().path());
     entries.filter(|path| path.is_file()).map(|path| (path.clone(), bytes_of(&path))).collect()
 }
 
-/// Reads everything out and compares it; bytes lost.
+/// Extracts everything and compares it; returns the number of lost bytes.
 fn salvaged(store: &Store, contents: &BTreeMap<&'static str, Vec<u8>>, out: &Path) -> u64 {
     let before = files_of(store);
     let path = store.path();
@@ -99,7 +99,7 @@ fn check_repairs_what_can_be_proven_and_names_the_rest() {
     let (store, contents) = build();
     let out = tempfile::tempdir().unwrap();
     for (name, offset, words) in [
-        // Among the images of the last checkpoint, before others take their place.
+        // The page has a copy among the images of the last checkpoint, until the next checkpoint replaces them.
         ("catalog", 100, "page 0 of catalog"),
         ("superblock", 40, "superblock"),
         ("superblock", PAGE as u64 + 40, "superblock"),
@@ -134,7 +134,7 @@ fn a_datastore_that_cannot_be_opened_is_read_out() {
     spoil(&store, "superblock", 0, 2 * PAGE);
     store.run("disk list").fails(6, "superblock");
     assert_eq!(salvaged(&store, &contents, out.path()), 0);
-    // Into another datastore.
+    // Extraction into another datastore.
     let other = Store::at(&std::env::temp_dir(), "4M");
     run(&format!("salvage {} --disk vm1 --to {} --name saved", store.path().display(), other.path().display()));
     let copy = out.path().join("copy.raw");
@@ -145,7 +145,7 @@ fn a_datastore_that_cannot_be_opened_is_read_out() {
     run(&format!("salvage {} --disk vm1 --to {}/x", store.path().display(), out.path().display())).fails(2, "--format");
     let text = run(&format!("salvage {} --list", store.path().display())).stdout;
     assert!(text.starts_with("NAME") && text.contains("vm1@middle"), "{text}");
-    // A running server keeps its datastore to itself.
+    // A datastore with a running server cannot be salvaged.
     let mut server = other.serve("");
     run(&format!("salvage {} --list", other.path().display())).fails(4, "open in another process");
     server.stop("TERM");

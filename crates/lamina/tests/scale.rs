@@ -1,4 +1,4 @@
-//! Many clones and many snapshots: small versions of what the bench measures, for their being right.
+//! Correctness with many clones and many snapshots: small versions of benchmarks.
 
 #![allow(clippy::unwrap_used)]
 
@@ -28,7 +28,7 @@ fn ten_thousand_clones() {
     println!("10,000 clones in {took:.1?}");
     assert!(took < Duration::from_secs(30), "{took:?}");
     assert_eq!(store.run("status --json").json()["disks"], 10_001);
-    // A change of one disk does not affect another.
+    // A write to one clone does not affect another.
     let mut one = Client::connect(&store.socket(), "vm-7777").unwrap();
     assert!(one.read(0, 8 << 20).unwrap() == content);
     one.write(4096, &[9; 4096]).unwrap();
@@ -58,7 +58,7 @@ fn a_chain_of_a_thousand_snapshots() {
     let mut server = store.serve("");
     let mut client = Client::connect(&store.socket(), "vm1").unwrap();
     let mut random = Random(5);
-    // The seed of each block's content, now and at some snapshots.
+    // The seed of each block's content, for the current state and for some snapshots.
     let mut now: BTreeMap<u64, u64> = BTreeMap::new();
     let mut then: BTreeMap<u64, BTreeMap<u64, u64>> = BTreeMap::new();
     for number in 0..DEPTH {
@@ -93,7 +93,7 @@ fn a_chain_of_a_thousand_snapshots() {
     let mut server = store.serve("");
     verify("vm1", &now);
     assert_eq!(store.run("snapshot list vm1 --json").json()["snapshots"].as_array().unwrap().len(), DEPTH as usize);
-    // From the middle, from the ends: what is kept does not change.
+    // Snapshots are deleted in the middle and at the ends; the content of the others must not change.
     for number in (0..DEPTH).filter(|number| !then.contains_key(number)).step_by(3) {
         store.run(&format!("snapshot delete vm1@s{number}")).ok();
     }

@@ -44,7 +44,7 @@ fn ready_in_json_and_to_the_service_manager() {
     let ready: Value = serde_json::from_str(&server.ready).unwrap();
     assert_eq!((&ready["ready"], &ready["engine"]), (&true.into(), &"threads".into()));
     let tcp = ready["nbd"][1].as_str().unwrap();
-    assert!(tcp.starts_with("nbd://127.0.0.1:") && !tcp.contains(":0/"), "the true port: {tcp}");
+    assert!(tcp.starts_with("nbd://127.0.0.1:") && !tcp.contains(":0/"), "the port that was chosen: {tcp}");
     let mut word = [0; 32];
     let length = manager.recv(&mut word).unwrap();
     assert_eq!(&word[..length], b"READY=1");
@@ -67,22 +67,22 @@ fn a_new_server_replaces_the_sockets_of_a_killed_one() {
         let mut server = store.serve("");
         store.run("disk list").ok();
         assert_eq!(server.stop("KILL"), None);
-        assert!(store.path().join("control.sock").exists(), "a killed server cannot tidy up");
+        assert!(store.path().join("control.sock").exists(), "a killed server leaves its socket");
         store.run("disk list").ok();
     }
-    assert!(!store.path().join("control.sock").exists(), "the next owner did");
+    assert!(!store.path().join("control.sock").exists(), "the next owner removed the socket");
     store.run("check").ok();
 }
 
 #[test]
 fn a_foreign_control_socket_is_no_server() {
     let store = Store::new();
-    // Accepts and hangs up.
+    // A server that accepts and closes the connection at once.
     let listener = UnixListener::bind(store.path().join("control.sock")).unwrap();
     let hangs_up = std::thread::spawn(move || drop(listener.accept()));
     store.run("disk list").fails(1, "broke");
     hangs_up.join().unwrap();
-    // The listener has gone too: now it is stale.
+    // Without a listener the socket is stale.
     store.run("disk list").ok();
 }
 
@@ -96,7 +96,7 @@ fn tcp_beyond_loopback_has_to_be_asked_for_in_plain_words() {
     assert_eq!(server.stop("TERM"), Some(0));
 }
 
-/// The greeting of a server that serves this connection, or nothing.
+/// The greeting on a connection; empty if it was refused.
 fn greeting(mut stream: impl Read) -> String {
     let mut greeting = [0; 8];
     match stream.read_exact(&mut greeting) {
@@ -112,7 +112,7 @@ fn idle_tcp_connections_do_not_keep_local_guests_out() {
     let ready: Value = serde_json::from_str(&server.ready).unwrap();
     let address = ready["nbd"][1].as_str().unwrap().trim_start_matches("nbd://").trim_end_matches('/');
     let idle: Vec<TcpStream> = (0..260).map(|_| TcpStream::connect(address).unwrap()).collect();
-    // The last ones are beyond the limit: all places for such clients are taken.
+    // The last connections exceed the limit for unauthenticated clients.
     assert_eq!(greeting(&idle[0]), "NBDMAGIC");
     assert_eq!(greeting(&idle[259]), "");
     for _ in 0..10 {
@@ -166,7 +166,7 @@ fn a_client_killed_in_long_work_cancels_it() {
     wait_until_interruptible(child.id());
     send(child.id(), "KILL");
     assert_eq!(wait(&mut child), None);
-    until("the disk is gone again", || store.run("disk show big").code == 3);
+    until("the disk is removed", || store.run("disk show big").code == 3);
     assert_eq!(server.stop("TERM"), Some(0));
 }
 

@@ -1,4 +1,4 @@
-//! Space as the file system counts it, and the extremes of what a disk can be: tiny, odd, huge, and of any name.
+//! Space usage as the file system reports it, and extremes of disks: tiny, odd and huge sizes, and unusual names.
 
 #![allow(clippy::unwrap_used)]
 
@@ -10,21 +10,21 @@ use testkit::{pattern, process};
 
 const MIB: u64 = 1 << 20;
 
-/// What the datastore takes of the file system.
+/// Bytes that the datastore occupies in the file system.
 fn du(store: &Store) -> u64 {
     let text = tool("du", &["-s", "-B1", store.path().to_str().unwrap()]);
     text.split_whitespace().next().unwrap().parse().unwrap()
 }
 
-/// What the map takes: it keeps the room that nodes for a full write buffer need, so that a flush finds it.
+/// Bytes that the map occupies. It reserves nodes for a full write buffer, so that a flush has the space that it needs.
 fn map(store: &Store) -> u64 {
     std::fs::metadata(store.path().join("map")).unwrap().blocks() * 512
 }
 
-/// The most that the map grows by for 16 MiB in the write buffer.
+/// Most bytes by which the map grows for a write buffer of 16 MiB.
 const MAP_GROWTH_MAX: u64 = 6 * MIB;
 
-/// Waits until `du` is at most `most`; what it is then.
+/// Waits until `du` is at most `most`; returns its value.
 fn shrinks_to(store: &Store, most: u64, patience: Duration) -> u64 {
     let begin = Instant::now();
     loop {
@@ -41,7 +41,7 @@ fn thin_takes_what_is_written_and_thick_what_it_promises() {
     let store = Store::new();
     let empty = du(&store);
     store.run("disk create thin 256M").ok();
-    assert!(du(&store) < empty + MIB, "a thin disk takes nothing");
+    assert!(du(&store) < empty + MIB, "a thin disk takes no space");
     for kind in ["zeroedthick", "eagerzeroedthick"] {
         let before = du(&store);
         let made = store.run(&format!("disk create {kind} 64M --provisioning {kind} --json")).json();
@@ -69,7 +69,7 @@ fn thin_takes_what_is_written_and_thick_what_it_promises() {
     let mut server = store.serve("");
     let most = empty + map_grown + 2 * MIB;
     let left = shrinks_to(&store, most, Duration::from_secs(10));
-    assert!(left <= most, "deleted disks give their space back: {left}, it was {empty}");
+    assert!(left <= most, "deleted disks return their space: {left}, initially {empty}");
     assert_eq!(server.stop("TERM"), Some(0));
     store.is_clean();
 }
@@ -85,7 +85,7 @@ fn discarded_runs_go_back_to_the_file_system() {
             client.write(at * MIB, &pattern::bytes(at, MIB as usize)).unwrap();
         }
         client.flush().unwrap();
-        // Every second run of 64 KiB, then whole ranges.
+        // Discards every second range of 64 KiB, then whole ranges.
         let full = du(&store);
         assert!(full > 128 * MIB);
         for run in (0..1024).step_by(2) {
@@ -131,7 +131,7 @@ fn capacities_from_a_sector_to_64_tib() {
         let last = pattern::bytes(capacity, 512);
         client.write(capacity - 512, &last).unwrap();
         assert!(client.read(capacity - 512, 512).unwrap() == last);
-        // The middle of a disk of 64 TiB is as near as its beginning.
+        // The middle of a disk of 64 TiB is accessible as fast as its beginning.
         let middle = capacity / 2 / 512 * 512;
         if middle + 512 < capacity {
             client.write(middle, &last).unwrap();
@@ -148,7 +148,7 @@ fn capacities_from_a_sector_to_64_tib() {
     store.run(&format!("snapshot create d{0}@a", 64u64 << 40)).ok();
     store.run(&format!("clone d{0}@a twin", 64u64 << 40)).ok();
     assert_eq!(server.stop("TERM"), Some(0));
-    assert!(begin.elapsed() < Duration::from_secs(20), "nothing here takes time by capacity");
+    assert!(begin.elapsed() < Duration::from_secs(20), "no operation here depends on the capacity");
     assert!(du(&store) < 64 * MIB);
     store.is_clean();
 }
@@ -169,7 +169,7 @@ fn names_of_any_script() {
     for export in exports {
         let name = export["name"].as_str().unwrap();
         assert!(names.iter().any(|n| name == *n || name == format!("{n}@état")), "{name}");
-        // Ready to be pasted: escaped as a URI has to be.
+        // The URI is escaped, so that it can be pasted.
         let uri = export["uris"][0].as_str().unwrap();
         assert_eq!(tool("nbdinfo", &["--size", uri]).trim(), (4 << 20).to_string(), "{uri}");
         tool("qemu-img", &["info", "-f", "raw", uri]);

@@ -1,5 +1,4 @@
-//! TLS over TCP with client certificates, with the clients and the certificates that people have: made by openssl,
-//! used by libnbd and QEMU (both GnuTLS).
+//! TLS over TCP with client certificates made by openssl, used by libnbd and QEMU (both based on GnuTLS).
 
 #![allow(clippy::unwrap_used)]
 
@@ -20,7 +19,7 @@ fn only_clients_with_a_certificate_of_ours_come_in() {
     let [ours, theirs, unknown] = ["ours", "theirs", "unknown"].map(|name| folder.path().join(name));
     authority(&ours);
     authority(&theirs);
-    // A client that has our authority's certificate and none of its own.
+    // A client with the right authority's certificate but without one of its own.
     std::fs::create_dir(&unknown).unwrap();
     std::fs::copy(ours.join("ca-cert.pem"), unknown.join("ca-cert.pem")).unwrap();
     std::fs::copy(ours.join("ca-cert.pem"), theirs.join("ca-cert.pem")).unwrap();
@@ -61,8 +60,8 @@ fn only_clients_with_a_certificate_of_ours_come_in() {
         assert!(!succeeds("nbdinfo", &["--size", &uri(folder)]), "{}", folder.display());
         assert!(!succeeds("qemu-img", &["info", "--object", &object(folder), "--image-opts", &image]));
     }
-    assert!(!succeeds("nbdinfo", &["--size", &format!("nbd://{tcp}/vm1")]), "nothing in clear text");
-    // The unix socket is ours by its permissions.
+    assert!(!succeeds("nbdinfo", &["--size", &format!("nbd://{tcp}/vm1")]), "no data is sent in clear text");
+    // Permissions restrict the unix socket, so it needs no TLS.
     assert!(succeeds("nbdinfo", &["--size", &store.uri("vm1")]));
     assert_eq!(server.stop("TERM"), Some(0));
     store.is_clean();

@@ -1,4 +1,4 @@
-//! Every verb on a real datastore: what it does, what it prints, how it fails; served and unserved alike.
+//! Every command on a real datastore: effect, output and errors, with and without a server.
 
 #![allow(clippy::unwrap_used)]
 
@@ -106,7 +106,7 @@ fn clones_one_or_many_linked_or_full() {
     let full = store.run("clone base@golden copy --full --json").json();
     assert_eq!(full["disks"][0]["origin"], Value::Null);
 
-    // All or none: the second name is taken.
+    // Either all clones are made or none: the second name exists already.
     store.run("disk create x-0002 1M").ok();
     store.run("clone base@golden x --count 3").fails(1, "x-0002");
     store.run("disk show x-0001").fails(3, "x-0001");
@@ -130,7 +130,8 @@ fn check_finds_damage_and_says_so_by_its_exit_code() {
     store.run("disk create vm1 1G").ok();
     let report = store.run("check --json").json();
     assert_eq!(report["findings"], Value::Array(Vec::new()));
-    // Every file cut to nothing, one at a time, in a copy: noticed where it matters, never a panic.
+    // Each file is truncated to nothing, one at a time, in a copy: the check must detect it where it matters, and never
+    // panic.
     let original = store.path();
     let mut noticed = 0;
     for name in process::files(&original) {
@@ -149,14 +150,14 @@ fn check_finds_damage_and_says_so_by_its_exit_code() {
     assert!(store.run("check").ok().ends_with("clean\n"));
 }
 
-/// What differs from one datastore to the next by nature.
+/// Output without the parts that differ between datastores.
 fn neutral(text: &str, store: &Store) -> String {
     let text = text.replace(&store.path().display().to_string(), "STORE");
     let mut out = String::new();
     for line in text.lines() {
         let volatile = ["uuid", "created", "allocated", "available", "  data", "  metadata", "  reclaimable"];
         let volatile = volatile.iter().any(|word| line.trim_start_matches([' ', '"']).starts_with(word.trim_start()));
-        // Times of snapshot lists.
+        // Removes the times in lists of snapshots.
         let line = line.split("  20").next().unwrap_or_default();
         out.push_str(if volatile { "(volatile)" } else { line });
         out.push('\n');

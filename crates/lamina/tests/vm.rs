@@ -1,5 +1,5 @@
-//! Machines as their users see them: made, started, cloned, reverted, deleted. They boot nothing; what a guest notices
-//! is tested with one in `crates/vm`.
+//! Machines with the command line: creating, starting, cloning, reverting and deleting them. They boot nothing;
+//! `crates/vm` tests the effects on guests.
 
 #![allow(clippy::unwrap_used)]
 
@@ -25,7 +25,7 @@ fn a_machine_from_its_making_to_its_end() {
     assert_eq!((&shown["state"], &shown["memory"], &shown["cpus"]), (&json!("stopped"), &json!(32 << 20), &json!(1)));
     assert_eq!(shown["disks"], json!([{ "name": "web", "slot": 8 }]));
     assert_eq!(shown["accelerator"] == "kvm", shown["why_not_kvm"].is_null(), "{shown}");
-    // No server runs: the message says what to do, and nothing is left.
+    // Without a server the message says what to do, and no process is left.
     fleet.server.take().unwrap().stop("TERM");
     fleet.run("start web").fails(1, "run 'lamina serve");
     assert_eq!((fleet.names(), fleet.memory_files()), (vec!["web".to_string()], 0));
@@ -46,7 +46,7 @@ fn a_machine_from_its_making_to_its_end() {
     fleet.run("stop web --force").ok();
     assert_eq!((fleet.state("web").as_str(), fleet.processes().len()), ("stopped", 0));
     fleet.run("stop web").fails(2, "does not run");
-    // A QEMU that is not there, and one that cannot start.
+    // A missing QEMU, and one that cannot start.
     fleet.run("start web --qemu /nowhere/qemu").fails(3, "qemu-system-x86");
     assert_eq!(fleet.memory_files(), 0);
     fleet.run("delete web --keep-disks").ok();
@@ -101,9 +101,9 @@ fn linked_clones_by_the_dozen() {
     fleet.run("clone base web-001").fails(1, "there is a machine 'web-001' already");
     fleet.run("clone base a_b").fails(2, "cannot name a machine");
     fleet.run("clone nothing x").fails(3, "there is no machine 'nothing'");
-    // A parent stays while clones stand on it; the snapshot goes with the last of them.
+    // A parent is not deleted while clones are based on it; the snapshot is deleted with the last clone.
     fleet.run("stop base deep --force").ok();
-    fleet.run("delete base").fails(4, "clones stand on disk 'base'");
+    fleet.run("delete base").fails(4, "clones are based on disk 'base'");
     assert_eq!(fleet.snapshots().len(), 4);
     fleet.run("delete deep").ok();
     assert_eq!(fleet.snapshots().len(), 2);
@@ -112,7 +112,7 @@ fn linked_clones_by_the_dozen() {
     }
     assert!(fleet.snapshots().is_empty(), "{:?}", fleet.snapshots());
     assert_eq!(fleet.disks(), ["base", "more", "web-003"].map(String::from).into());
-    // A parent that goes gives its clones what they stand on.
+    // With --promote, a deleted parent hands its snapshots over to its clones.
     fleet.run("clone base heir").ok();
     fleet.run("delete base --promote").ok();
     holds(&fleet, "heir", 0, 9);
@@ -150,14 +150,16 @@ fn a_clone_that_is_interrupted_leaves_whole_ones_only() {
     }
     let mut clone =
         fleet.command("clone base copy --full --count 40 --parallel 2").stderr(Stdio::piped()).spawn().unwrap();
-    // Some are whole, and more are under way.
-    process::until("some are there", || ["copy-0001", "copy-0002"].iter().all(|it| fleet.folder().join(it).exists()));
+    // Some clones are complete, and others are being made.
+    process::until("some clones exist", || {
+        ["copy-0001", "copy-0002"].iter().all(|it| fleet.folder().join(it).exists())
+    });
     process::send(clone.id(), "INT");
     assert_eq!(wait(&mut clone), Some(130));
     let names = fleet.names();
     assert!((3..40).contains(&names.len()), "{names:?}");
     let disks: Vec<String> = fleet.disks().into_iter().collect();
-    assert_eq!(disks, names, "each has its disk, and there is no other");
+    assert_eq!(disks, names, "each clone has its disk, and there is no other disk");
     assert!(fleet.snapshots().is_empty() && fleet.unfinished().is_empty());
     holds(&fleet, names.last().unwrap(), 191 * MIB, 191);
 }
@@ -181,7 +183,7 @@ fn snapshots_with_and_without_memory() {
     let taken = fleet.run("snapshot create web@live --memory --json").json();
     assert_eq!((&taken["memory"], &taken["disks"]), (&json!(true), &json!(["web@live"])));
     assert_eq!(fleet.state("web"), "running");
-    // Again, now that its memory stands on an image; and while it is paused, which it stays.
+    // Again, now that its memory is based on an image, and while it is paused, which it stays.
     fleet.run("snapshot create web@later --memory").ok();
     fleet.run("pause web").ok();
     fleet.run("snapshot create web@still --memory").ok();
@@ -207,7 +209,7 @@ fn snapshots_with_and_without_memory() {
     fleet.run("clone web@quiet sibling").ok();
     holds(&fleet, "sibling", 0, 2);
     fleet.run("clone web@quiet whole --full").ok();
-    fleet.run("clone web@quiet now --instant").fails(2, "what its parent is now");
+    fleet.run("clone web@quiet now --instant").fails(2, "the present state of its parent");
     fleet.run("snapshot delete web@quiet").fails(4, "sibling");
     fleet.run("delete sibling").ok();
     for name in ["quiet", "live", "later", "still"] {
@@ -231,7 +233,7 @@ fn instant_clones_of_a_frozen_and_of_a_running_parent() {
     let made: serde_json::Value = serde_json::from_str(&made.stdout).unwrap();
     assert!(made["stun_ms"].as_f64().is_some() && made["made"][2]["running_ms"].as_f64().is_some(), "{made}");
     assert_eq!(fleet.state("base"), "running");
-    // Once more of the same parent, and of a child.
+    // Again from the same parent, and from a child.
     fleet.run("clone base again --instant --identity keep").ok();
     fleet.run("clone run-0002 grandchild --instant --identity keep").ok();
     assert_eq!(fleet.processes().len(), 6);
@@ -248,7 +250,7 @@ fn instant_clones_of_a_frozen_and_of_a_running_parent() {
     holds(&fleet, "ice-0004", 0, 2);
     let list = fleet.list();
     assert!(list.values().all(|one| one["state"] == "running"), "{list:?}");
-    // When the last that needs it is gone, nothing is left of any image.
+    // When the last machine that needs an image is deleted, nothing of the image is left.
     let names: Vec<String> = list.into_keys().collect();
     fleet.run(&format!("stop --force {}", names.join(" "))).ok();
     for name in names.iter().rev().filter(|name| *name != "base" && *name != "run-0002") {
@@ -268,10 +270,10 @@ fn the_console_of_a_machine() {
     fleet.run("console web").fails(2, "does not run");
     assert_eq!(fleet.run("console web --said").ok(), "");
     fleet.run("start web").ok();
-    // No terminal, no input: it ends when nothing is said any more.
+    // Without terminal and input, the console ends when there is no more output.
     fleet.run("console web --quiet 0").ok();
     let mut first = fleet.command("console web --quiet 60").stdin(Stdio::piped()).spawn().unwrap();
-    // It handles an interruption once it is attached; its lock file is there since the console before it.
+    // The command handles an interruption once it is attached. Its lock file exists since the previous console command.
     process::wait_until_interruptible(first.id());
     fleet.run("console web --quiet 0").fails(4, "is attached to the console");
     process::send(first.id(), "INT");

@@ -1,8 +1,9 @@
-//! A database in a guest that is cloned while it commits: whichever way, the clone finds a clean file system, and in it
-//! a sound database with every transaction that was acknowledged before, and none by half.
+//! A guest is cloned while databases in it commit. For every kind of clone, the clone has a clean file system and a
+//! valid database with every transaction acknowledged before, and no partial one.
 //!
-//! The guest writes to two databases in turn, on two disks: one with a rollback journal, one with a write-ahead log.
-//! All disks of a clone are of one point, so the second may lack the last transaction of the first and nothing else.
+//! The guest writes alternately to two databases on two disks: one with a rollback journal, one with a write-ahead log.
+//! All disks of a clone are of one point in time, so only the last transaction of the first database may be missing in
+//! the second one.
 
 #![allow(clippy::unwrap_used)]
 
@@ -10,18 +11,19 @@ use testkit::machines::Room;
 
 const ROLLBACK: &str = "/ledger/rollback.db";
 const WAL: &str = "/mnt/wal.db";
-/// Transactions that are acknowledged between one clone and the next, at the least.
+/// Least number of transactions acknowledged between two clones.
 const BETWEEN: u64 = 20;
 
-/// The last number that a database has acknowledged.
+/// Number of the last transaction that a database has acknowledged.
 fn acknowledged(console: &str, database: &str) -> u64 {
-    // A line may be cut short at the end.
+    // The last line may be incomplete.
     let whole = console.rsplit_once('\n').map_or("", |(whole, _)| whole);
     let number = |line: &str| line.trim().strip_prefix(database)?.strip_prefix(' ')?.parse().ok();
     whole.lines().rev().find_map(number).unwrap_or(0)
 }
 
-/// Waits until the parent has committed some more. What both databases have acknowledged: rollback, log.
+/// Waits until the parent has committed more transactions; returns the last acknowledged ones: rollback journal,
+/// write-ahead log.
 #[track_caller]
 fn commits(room: &Room) -> (u64, u64) {
     let numbers = || {
@@ -33,7 +35,7 @@ fn commits(room: &Room) -> (u64, u64) {
     numbers()
 }
 
-/// The last transaction of a database that is sound; each has all that it was made of.
+/// The last transaction of a database, which must be valid and have all earlier transactions completely.
 #[track_caller]
 fn recovered(room: &Room, name: &str, database: &str) -> u64 {
     let ask = |query: &str| room.shell(name, &format!("sqlite3 {database} '{query}'"));
@@ -43,7 +45,7 @@ fn recovered(room: &Room, name: &str, database: &str) -> u64 {
         ask(&format!("SELECT {all} FROM {table}")).split('|').map(|word| word.parse().unwrap()).collect::<Vec<u64>>()
     });
     let [debit, credit] = &tables;
-    assert_eq!(debit[..4], credit[..4], "{name}: {database}: a transaction is there by half");
+    assert_eq!(debit[..4], credit[..4], "{name}: {database}: half of a transaction is missing");
     assert_eq!(debit[0], debit[2], "{name}: {database}: a transaction in the middle is missing");
     assert_eq!(
         (&debit[1], &debit[4..], &credit[4..]),
@@ -61,7 +63,7 @@ fn a_database_recovers_in_every_kind_of_hot_clone() {
     room.shell("parent", "mkfs.ext4 -q /dev/vdb && mount /dev/vdb /mnt && mkdir /ledger && sync");
     room.shell("parent", &format!("setsid ledger {ROLLBACK} {WAL} >/dev/ttyS0 2>&1 </dev/null &"));
 
-    // Each: what was acknowledged before, and the most that can have been committed when it was there.
+    // For each clone: what was acknowledged before it, and the most that can have been committed when it existed.
     let mut clones = Vec::new();
     let mut hot = |name: &str, commands: &[&str]| {
         let before = commits(&room);
@@ -78,7 +80,7 @@ fn a_database_recovers_in_every_kind_of_hot_clone() {
     hot("again", &["vm clone parent again --linked"]);
     commits(&room);
     assert_eq!(room.state("parent"), "running");
-    // It has shown what it was to show, and leaves the processors to the others.
+    // The parent is not needed any more, and would take processor time from the clones.
     room.run("vm stop parent --force").ok();
 
     let mut hot_journals = 0;
@@ -89,7 +91,7 @@ fn a_database_recovers_in_every_kind_of_hot_clone() {
             room.until_answers(name);
             let (_, before, after) = clones.iter().find(|clone| clone.0 == name).unwrap();
             assert!(room.console(name).contains("guest: its file system is clean"), "{}", room.console(name));
-            // The journal is replayed, then all of it is looked at.
+            // The journal is replayed, then the whole file system is checked.
             room.shell(name, "mount /dev/vdb /mnt && umount /mnt && e2fsck -fn /dev/vdb 2>&1 && mount /dev/vdb /mnt");
             let journal = room.shell(name, &format!("[ ! -s {ROLLBACK}-journal ] || echo there"));
             hot_journals += u32::from(journal == "there");

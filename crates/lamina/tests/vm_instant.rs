@@ -1,5 +1,5 @@
-//! Instant clones of a real guest: children of a frozen and of a running parent, each from the parent's middle and then
-//! itself; a guest without an agent; a QEMU that fails; a manager that is killed.
+//! Instant clones of a real guest: clones of a frozen and of a running parent that continue from the parent's state
+//! with an identity of their own; a guest without an agent; a QEMU that fails; a command that is killed.
 
 #![allow(clippy::unwrap_used)]
 
@@ -9,10 +9,10 @@ use std::time::Instant;
 use testkit::machines::{Room, ticks};
 use testkit::process;
 
-/// How often a manager is killed.
+/// Number of kills.
 const ROUNDS: u32 = 10;
 
-/// No two of the guests' answers are the same.
+/// Asserts that all answers of the guests differ.
 #[track_caller]
 fn all_differ(what: &str, answers: &[String]) {
     let different: BTreeSet<&String> = answers.iter().collect();
@@ -20,14 +20,14 @@ fn all_differ(what: &str, answers: &[String]) {
     assert!(answers.iter().all(|answer| !answer.is_empty()), "{what}: {answers:?}");
 }
 
-/// Its guest takes itself for what its definition says, and so does its network card.
+/// Checks that the guest and its network card have the identity of the definition.
 #[track_caller]
 fn is_itself(room: &Room, name: &str) {
     let mac = room.show(name)["networks"][0]["mac"].as_str().unwrap().to_string();
     assert_eq!(room.shell(name, "hostname; cat /etc/hostname /run/cloned"), format!("{name}\n{name}\n{name}"));
     assert_eq!(room.shell(name, "cat /sys/class/net/eth0/address"), mac);
     assert_eq!(room.ask(name, "query-rx-filter")[0]["main-mac"], mac);
-    // Plugged in again, with an address that the guest requested again.
+    // The card is connected again, and the guest has requested an address again.
     assert_eq!(room.shell(name, "cat /sys/class/net/eth0/carrier"), "1");
     room.until(&format!("{name} has an address"), || room.shell(name, "ip addr show eth0").contains("inet "));
 }
@@ -50,7 +50,7 @@ fn children_of_a_frozen_parent() {
     for one in made["made"].as_array().unwrap() {
         assert!(one["without_identity"].is_null() && one["same_randomness"] == false, "{made}");
     }
-    // Most of it is its parent's: it has run for seconds, and its guest has had its identity changed.
+    // Most memory is still shared with the parent: the clone has run for seconds only, and its identity was changed.
     let own = room.own_memory("web-20");
     assert!(own > 0 && own < 24 << 20, "{own} bytes");
     let of_all = |line: &str| names.iter().map(|name| room.shell(name, line)).collect::<Vec<_>>();
@@ -61,16 +61,16 @@ fn children_of_a_frozen_parent() {
     for name in ["web-01", "web-20"] {
         is_itself(&room, name);
         assert_eq!(room.state(name), "running");
-        assert_eq!(ticks(&room.console(name))[0], last + 1, "it goes on where its parent stopped");
+        assert_eq!(ticks(&room.console(name))[0], last + 1, "the clone continues where its parent stopped");
         assert_eq!(room.shell(name, "cat /who /run/who"), "parent\nonly here");
         room.memory_is_right(name);
     }
-    // The rest has done its duty.
+    // The other clones are not needed any more.
     let rest: Vec<&str> = names[3..].iter().map(String::as_str).collect();
     room.run(&format!("vm stop --force {}", rest.join(" "))).ok();
     room.run(&format!("vm delete {}", rest.join(" "))).ok();
 
-    // Each writes to a disk of its own, and finds it again after its guest starts over.
+    // Each clone writes to its own disk, and finds its data again after its guest was restarted.
     for name in &names[..3] {
         room.shell(name, &format!("echo {name} >/who; sync"));
     }
@@ -86,16 +86,16 @@ fn children_of_a_frozen_parent() {
     assert_eq!(room.shell("web-02", "cat /who"), "web-02");
     assert_eq!(room.shell("web-03", "cat /who /run/who"), "web-03\nonly here");
 
-    // The parent goes on as well, and the image goes with the last that was made of it.
+    // The parent continues too, and the image is removed with the last machine that needs it.
     room.run("vm start parent").ok();
-    room.until("the parent counts on", || room.tick("parent").is_some_and(|tick| tick > last));
+    room.until("the parent continues to count", || room.tick("parent").is_some_and(|tick| tick > last));
     assert_eq!(ticks(&room.console("parent"))[0], last + 1);
     assert_eq!(room.shell("parent", "cat /who; hostname"), "parent\nguest");
     room.memory_is_right("parent");
     assert_eq!(room.images().len(), 1);
     room.run("vm stop --force parent web-01 web-02 web-03").ok();
     room.run("vm delete web-01 web-02 web-03").ok();
-    // By that command, not by the next.
+    // The command that deletes this machine removes the image, not the next command.
     assert_eq!(room.images(), Vec::<String>::new());
     assert_eq!(room.memory_files(), Vec::<String>::new());
     assert_eq!(room.names(), ["parent"]);
@@ -110,7 +110,7 @@ fn children_of_a_running_parent() {
     room.boot("parent", "192M", "workload=48,256");
     room.until_counts("parent");
     room.shell("parent", "dd if=/dev/urandom of=/run/random bs=1M count=8; sha256sum </run/random >/run/sum");
-    // The first takes the parent's own memory, those after it what it has changed since.
+    // The first clone uses the parent's own memory file, later ones a copy with the parent's changes since.
     for number in 1..=4 {
         let name = format!("child-{number}");
         room.shell("parent", &format!("echo {number} >/run/number; echo {number} >/number; sync"));
@@ -120,7 +120,7 @@ fn children_of_a_running_parent() {
         assert_eq!(room.shell(&name, "sha256sum </run/random | cmp - /run/sum && echo same"), "same");
         is_itself(&room, &name);
         room.memory_is_right(&name);
-        // The parent has noticed nothing but a short stop: no number is missing, none is there twice.
+        // The parent was paused only briefly: no number is missing or repeated.
         room.until_counts("parent");
         room.memory_is_right("parent");
         assert_eq!(room.state("parent"), "running");
@@ -131,7 +131,7 @@ fn children_of_a_running_parent() {
     for number in 1..=4 {
         assert_eq!(room.shell(&format!("child-{number}"), "cat /run/number /number"), format!("{number}\n{number}"));
     }
-    // Firmware and tables came along through all generations: guests start over.
+    // Firmware and tables were copied through all generations, so guests can reboot.
     for name in ["parent", "child-4"] {
         room.shell(name, "reboot");
         room.until(&format!("{name} is up again"), || {
@@ -140,7 +140,7 @@ fn children_of_a_running_parent() {
         room.until_answers(name);
         assert_eq!(room.shell(name, "cat /number"), "4");
     }
-    // What has become of it in all that is frozen as well, and goes on.
+    // A parent that was cloned several times is frozen, cloned from the image, and continues.
     room.shell("parent", "echo frozen >/run/number; sync");
     room.run("vm freeze parent").ok();
     room.run("vm clone parent last --instant").ok();
@@ -155,12 +155,12 @@ fn children_of_a_running_parent() {
 }
 
 #[test]
-fn what_fails_leaves_the_parent_running() {
+fn a_failed_clone_leaves_the_parent_running() {
     let room = Room::new();
     room.boot("parent", "128M", "workload=8 noagent");
     room.until_counts("parent");
 
-    // A QEMU that cannot load a state, and one that does not even start with one.
+    // A QEMU that cannot load a state, and one that does not start with one.
     for (number, end) in ["exit 1", "exec \"$qemu\" \"$@\" -device nothing"].iter().enumerate() {
         let broken = room.store.path().join(format!("qemu-{number}"));
         let text = format!(
@@ -177,7 +177,7 @@ fn what_fails_leaves_the_parent_running() {
         std::fs::remove_file(broken).unwrap();
     }
 
-    // Without an agent there is no new identity: said, and its network stays unplugged.
+    // Without an agent the identity is not changed: the command reports that, and the network stays disconnected.
     let refused = room.run("vm clone parent strict --instant --identity required");
     assert!(refused.code != 0 && refused.stderr.contains("no agent"), "{refused:?}");
     assert_eq!(room.names(), ["parent"]);
@@ -199,7 +199,7 @@ fn a_manager_killed_anywhere_leaves_whole_clones_or_none() {
         let command = format!("vm clone parent --instant --count 2 --parallel 2 --name-pattern r{round}-%d");
         room.store.command(&command).stdout(std::process::Stdio::null()).spawn().unwrap()
     };
-    // The first run is not killed and measures how long it takes; the others are killed at moments up to that.
+    // The first run is not killed and measures the duration; the others are killed at a random part of it.
     let began = Instant::now();
     assert!(clone(0).wait().unwrap().success());
     let whole = began.elapsed();
@@ -209,11 +209,11 @@ fn a_manager_killed_anywhere_leaves_whole_clones_or_none() {
             std::thread::sleep(whole.mul_f64(f64::from(round) / f64::from(ROUNDS)));
             manager.kill().unwrap();
             manager.wait().unwrap();
-            // What it was starting has its locks until it is a QEMU.
+            // A process that the killed command was starting holds its locks until it has executed QEMU.
             let machines = room.store.path().join("machines");
-            process::until("no lock of the killed one is left", || process::lockers(&machines).is_empty());
+            process::until("no lock of the killed command is left", || process::lockers(&machines).is_empty());
         }
-        // The next command reports what it had to complete or remove, and succeeds.
+        // The next command reports what it completed or removed, and succeeds.
         let next = room.run("vm list");
         assert_eq!(next.code, 0, "{next:?}");
         let names = room.names();
@@ -223,7 +223,7 @@ fn a_manager_killed_anywhere_leaves_whole_clones_or_none() {
         for child in &children {
             assert!(child.starts_with(&format!("r{round}-")), "{names:?}");
             assert_eq!(room.state(child), "running", "round {round}");
-            assert_eq!(&room.shell(child, "hostname"), *child, "a clone is itself, or it is not there");
+            assert_eq!(&room.shell(child, "hostname"), *child, "a clone has its own identity, or does not exist");
             room.until_counts(child);
             expected.insert((*child).clone());
         }
@@ -235,7 +235,7 @@ fn a_manager_killed_anywhere_leaves_whole_clones_or_none() {
         let left: Vec<&String> =
             folders.iter().filter(|name| name.starts_with(".new") || name.starts_with(".old")).collect();
         assert!(left.is_empty(), "round {round}: {left:?}");
-        // No process but those of machines that are there.
+        // Only processes of existing machines are running.
         let running = std::fs::read_dir("/proc").unwrap().filter_map(|entry| {
             let line = std::fs::read(entry.unwrap().path().join("cmdline")).ok()?;
             let line = String::from_utf8_lossy(&line).into_owned();
@@ -248,6 +248,6 @@ fn a_manager_killed_anywhere_leaves_whole_clones_or_none() {
         }
         room.memory_is_right("parent");
     }
-    assert_eq!(room.images().len(), 1, "what the parent itself goes on from");
+    assert_eq!(room.images().len(), 1, "the image from which the parent continues");
     room.close();
 }

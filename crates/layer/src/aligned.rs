@@ -1,11 +1,11 @@
-//! Requests of any range in either mode: direct I/O requires whole, aligned blocks of 4 KiB, which formats that count
-//! in sectors cannot always offer.
+//! Reads and writes of any range, in either I/O mode: direct I/O requires whole, aligned blocks of 4 KiB, which formats
+//! with sector granularity cannot always offer.
 //!
-//! 1. Through the page cache everything goes to the file as it is.
-//! 2. In direct mode a write that covers blocks in part reads them, puts its bytes in and writes them whole. Meanwhile
-//!    no other write or punch of this file may run, or adjacent bytes in the block would be lost: it holds `blocks`
-//!    exclusively, every other operation holds it shared.
-//! 3. Sectors that such a write restores unchanged do not change on the medium, whatever part of the write a power cut
+//! 1. Buffered requests go to the file unchanged.
+//! 2. A direct write that covers blocks only in part reads them, merges its bytes, and writes whole blocks. Meanwhile
+//!    no other write or punch of this file may run, or adjacent bytes in the block would be lost: such a write holds
+//!    `blocks` exclusively, every other operation holds it shared.
+//! 3. Sectors that such a write only rewrites do not change on the device, whichever part of the write a power cut
 //!    keeps.
 
 use backend::{BLOCK_SIZE, Buffer, File, IoMode};
@@ -15,10 +15,10 @@ use std::sync::Arc;
 
 const BLOCK: u64 = BLOCK_SIZE as u64;
 
-/// Most bytes copied at a time.
+/// The most bytes copied at a time.
 const COPY_MAX: u64 = 1 << 20;
 
-/// A file to read and write at any offset.
+/// A file that can be read and written at any offset.
 pub(crate) struct AlignedFile {
     file: Arc<dyn File>,
     direct: bool,
@@ -31,12 +31,12 @@ impl AlignedFile {
         Self { file, direct, blocks: RwLock::new(()) }
     }
 
-    /// The file itself, for operations without alignment.
+    /// The file itself, for operations that need no alignment.
     pub(crate) fn file(&self) -> &Arc<dyn File> {
         &self.file
     }
 
-    /// Whether it bypasses the page cache.
+    /// Whether the file is open for direct I/O.
     pub(crate) fn is_direct(&self) -> bool {
         self.direct
     }
@@ -117,7 +117,7 @@ fn is_aligned(offset: u64, memory: &[u8]) -> bool {
         && memory.as_ptr().addr().is_multiple_of(BLOCK_SIZE)
 }
 
-/// The rest of a list of slices.
+/// The slices that are not copied yet.
 struct Bytes<'a> {
     slices: &'a [&'a [u8]],
     at: usize,
@@ -142,7 +142,7 @@ impl Bytes<'_> {
     }
 }
 
-/// The part of `slices`, taken one after another, that begins at byte `from` and has `length` bytes.
+/// The part of the concatenated `slices` that begins at byte `from` and has `length` bytes.
 pub(crate) fn part_of<'a>(slices: &[&'a [u8]], mut from: usize, mut length: usize) -> Vec<&'a [u8]> {
     let mut out = Vec::with_capacity(slices.len().min(8));
     for slice in slices {

@@ -1,12 +1,12 @@
-//! Space in the file for later writes: tables and directories, which a commit writes long after the writes that changed
-//! them were acknowledged.
+//! File space for later writes of tables and directories. A commit writes these long after the writes that changed them
+//! were acknowledged.
 //!
-//! 1. A format allocates the space of every table, bitmap or directory sector that a change will write, before the
-//!    payload of that change is written. So a full file system refuses the write, and never the flush after it.
-//! 2. Allocated ranges are remembered, and asking again costs a look-up. Code that returns space reports it
+//! 1. Before a format writes the payload of a change, it allocates the space of every table, bitmap or directory sector
+//!    that the change will write. So a full file system refuses the write, and never the flush after it.
+//! 2. Allocated ranges are remembered, and a repeated request costs a lookup. Code that frees space reports it
 //!    ([`Backing::forget`]).
-//! 3. Space is allocated in parts around the requested range, where the format allows it, and exactly where the file
-//!    system has no room for a part.
+//! 3. Space is allocated in larger pieces around the requested range, where the format allows it. If the file system
+//!    lacks the space for a piece, only the range is allocated.
 
 use backend::File;
 use parking_lot::Mutex;
@@ -14,18 +14,18 @@ use std::collections::BTreeMap;
 use std::io;
 use std::ops::Range;
 
-/// Most ranges remembered: 3 MiB. Beyond it all are dropped, and allocated again when they are requested.
+/// The most ranges remembered: 3 MiB. Beyond it all are dropped, and allocated again when they are requested.
 const RANGES_MAX: usize = 1 << 16;
 
 /// The ranges of one file that are known to have space.
 #[derive(Default)]
 pub(crate) struct Backing {
-    /// End by start; disjoint, never adjoining.
+    /// The end of each range by its start; disjoint, never adjacent.
     known: Mutex<BTreeMap<u64, u64>>,
 }
 
 impl Backing {
-    /// Allocates the space of `range`, and of all parts of `piece` bytes that it touches if there is room for them.
+    /// Allocates the space of `range`, and of all pieces of `piece` bytes that it touches if there is space for them.
     pub(crate) fn take(&self, file: &dyn File, range: Range<u64>, piece: u64) -> io::Result<()> {
         if range.is_empty() || self.has(&range) {
             return Ok(());
@@ -42,7 +42,7 @@ impl Backing {
         Ok(())
     }
 
-    /// Drops `range`, whose space was returned.
+    /// Drops `range`, whose space was freed.
     pub(crate) fn forget(&self, range: Range<u64>) {
         let mut known = self.known.lock();
         let touched = known.range(..range.end).filter(|(_, end)| **end > range.start);
@@ -78,7 +78,7 @@ impl Backing {
     }
 }
 
-/// As [`File::reserve`]. If the file system does not support it, a write may find no room.
+/// As [`File::reserve`]. If the file system does not support that, a later write may meet a lack of space.
 fn reserve(file: &dyn File, range: &Range<u64>) -> io::Result<()> {
     match file.reserve(range.start, range.end - range.start) {
         Err(error) if error.kind() == io::ErrorKind::Unsupported => Ok(()),
@@ -101,14 +101,14 @@ mod tests {
         assert_eq!(file.allocated().unwrap(), 16 << 10);
         let operations = disk.operations();
         backing.take(&*file, 0..16 << 10, 1).unwrap();
-        assert_eq!(disk.operations(), operations, "it is known");
+        assert_eq!(disk.operations(), operations, "the page is known to have space");
         backing.take(&*file, 40 << 10..44 << 10, 32 << 10).unwrap();
         assert_eq!(file.allocated().unwrap(), 48 << 10);
         backing.take(&*file, 70 << 10..71 << 10, 64 << 10).unwrap();
-        assert_eq!(file.allocated().unwrap(), 52 << 10, "only the page that is needed");
+        assert_eq!(file.allocated().unwrap(), 52 << 10, "only the requested page is reserved");
         let refused = backing.take(&*file, 128 << 10..256 << 10, 1).unwrap_err();
         assert_eq!(refused.kind(), io::ErrorKind::StorageFull);
-        // Returned space is allocated again.
+        // Freed space is allocated again.
         file.punch(0, 16 << 10).unwrap();
         backing.forget(0..16 << 10);
         backing.take(&*file, 0..4096, 1).unwrap();

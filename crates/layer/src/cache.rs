@@ -1,8 +1,8 @@
-//! A bounded cache of small items that cost a read or an inflation: tables, slices of tables, grains.
+//! A bounded cache of small items that cost a read or a decompression: tables, slices of tables, grains.
 //!
 //! 1. It never holds more than `capacity` entries.
-//! 2. A hit changes nothing but one bit, so that many readers share the lock around it.
-//! 3. Room is made by the clock algorithm: entries used since the hand passed last stay one round more.
+//! 2. A hit changes only one bit, so that many readers can share the lock around the cache.
+//! 3. Eviction is by the CLOCK algorithm: entries used since the hand last passed stay for another round.
 
 use rustc_hash::FxHashMap;
 use std::hash::Hash;
@@ -14,7 +14,7 @@ struct Slot<K, V> {
     used: AtomicBool,
 }
 
-/// The cache; its owner does the locking.
+/// The cache; its owner locks it.
 pub(crate) struct ClockCache<K, V> {
     slots: Vec<Slot<K, V>>,
     index: FxHashMap<K, usize>,
@@ -38,7 +38,7 @@ impl<K: Copy + Eq + Hash, V> ClockCache<K, V> {
         Some(&slot.value)
     }
 
-    /// Inserts an entry in the place of an older one of the same key or of one not used recently.
+    /// Inserts an entry, in place of the one with the same key, or of one that was not used recently.
     pub(crate) fn insert(&mut self, key: K, value: V) {
         if let Some(&at) = self.index.get(&key) {
             self.slots[at].value = value;
@@ -70,7 +70,7 @@ mod tests {
         cache.insert(1000, 0u64);
         for key in 0..100u64 {
             cache.insert(key, key * 2);
-            assert_eq!(cache.get(1000), Some(&0), "asked for between any two insertions");
+            assert_eq!(cache.get(1000), Some(&0), "used between any two insertions");
             assert!(cache.slots.len() <= 8 && cache.index.len() == cache.slots.len());
             assert_eq!(cache.index.get(&key).map(|at| cache.slots[*at].value), Some(key * 2));
         }

@@ -1,22 +1,21 @@
-//! Which operations may still use places that the map of an image gave them.
+//! Epochs: which operations may still use file locations that they looked up in the map of an image.
 //!
-//! Reads, and writes in place, go to places without a lock. Each enters the current epoch before it asks the map, and
-//! holds it while it uses the answer. A thread that takes places away first changes the map, then ends the epoch, and
-//! waits until that epoch is over:
+//! Reads, and writes in place, access file locations without a lock. Each enters the current epoch before it looks up
+//! the map, and holds the epoch while it uses the result. A thread that removes locations from the map first changes
+//! the map, then ends the epoch, and waits until that epoch is over:
 //!
-//! 1. An operation that can have been told of a place before the map changed holds the epoch that was ended, or an
-//!    older one.
-//! 2. An epoch is over when neither it nor an older one is held. So epochs end in order, and one operation that never
-//!    ends keeps every later epoch from being over.
+//! 1. An operation that can have looked up a location before the map changed holds the ended epoch, or an older one.
+//! 2. An epoch is over when no operation holds it or an older one. So epochs are over in their order, and an operation
+//!    that never ends keeps all later epochs from being over.
 //!
-//! Epochs are kept until they are over: one for each batch of places that waits ([`crate::retirement`]), and one for
-//! each piece of long work.
+//! Epochs are kept until they are over: one for each batch of retired locations ([`crate::retirement`]), and one for
+//! each long operation.
 
 use parking_lot::Mutex;
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-/// Held by an operation while it uses places that the map gave it.
+/// Held by an operation while it uses file locations from the map.
 #[derive(Debug)]
 pub(crate) struct Epoch;
 
@@ -28,9 +27,9 @@ pub(crate) struct Epochs {
 
 #[derive(Default)]
 struct Ended {
-    /// Those that are not over, as far as that was looked at; the oldest first.
+    /// Epochs that were not over when last checked, oldest first.
     held: VecDeque<Arc<Epoch>>,
-    /// Epochs that were ended so far.
+    /// The number of epochs ended so far.
     count: u64,
 }
 
@@ -39,7 +38,7 @@ impl Epochs {
         Self { current: Mutex::new(Arc::new(Epoch)), ended: Mutex::default() }
     }
 
-    /// Enters the current epoch. **Before** the map is asked.
+    /// Enters the current epoch. To be called **before** the map is looked up.
     pub(crate) fn enter(&self) -> Arc<Epoch> {
         Arc::clone(&self.current.lock())
     }
@@ -53,10 +52,10 @@ impl Epochs {
         ended.count
     }
 
-    /// Whether no operation holds epoch `number`, which was ended, or an older one.
+    /// Whether no operation holds the ended epoch `number` or an older one.
     pub(crate) fn is_over(&self, number: u64) -> bool {
         let mut ended = self.ended.lock();
-        // `get_mut` orders what the last holder did before what the caller does, unlike a look at the count.
+        // `get_mut` orders the last holder's accesses before the caller's; reading the count would not.
         while ended.held.front_mut().is_some_and(|epoch| Arc::get_mut(epoch).is_some()) {
             ended.held.pop_front();
         }
@@ -72,14 +71,14 @@ mod tests {
     fn an_epoch_is_over_when_it_and_all_before_it_are_left() {
         let epochs = Epochs::new();
         let first = epochs.end();
-        assert!(epochs.is_over(first), "no operation was there");
+        assert!(epochs.is_over(first), "no operation was running");
         let old = epochs.enter();
         let second = epochs.end();
         let young = epochs.enter();
         let third = epochs.end();
         drop(young);
         assert!(epochs.is_over(first) && !epochs.is_over(second));
-        assert!(!epochs.is_over(third), "an older operation is still there");
+        assert!(!epochs.is_over(third), "an older operation is still running");
         let current = epochs.enter();
         drop(old);
         assert!(epochs.is_over(third), "the current epoch does not count");

@@ -1,12 +1,12 @@
-//! Common parts of all maps: checking the requested range, and building the result.
+//! Shared by the maps of all formats: checking the requested range, and building the result.
 
 use crate::{Content, Error, ErrorKind, Extent, Result};
 use std::ops::Range;
 
-/// Most entries examined for one result: an image with a false capacity of many terabytes does not block a caller.
+/// The most entries examined for one result, so that an image with a false capacity of many terabytes blocks no caller.
 const STEPS_MAX: u32 = 1 << 20;
 
-/// Refuses a range that does not lie within `capacity`, or not on multiples of `unit` (the end of the layer counts).
+/// Refuses a range that does not lie within `capacity`, or whose borders are no multiples of `unit` or the end.
 pub(crate) fn check_range(image: &str, range: &Range<u64>, capacity: u64, unit: u64) -> Result<()> {
     let aligned = range.start.is_multiple_of(unit) && (range.end.is_multiple_of(unit) || range.end == capacity);
     if range.start > range.end || range.end > capacity || !aligned {
@@ -36,7 +36,8 @@ impl<'a> Answer<'a> {
         self.out.len() == self.first
     }
 
-    /// Adds the kind of the next bytes; false if there is no room for it, or the range is complete.
+    /// Adds the content of the next bytes; false if there is no room for another extent, or too many entries were
+    /// examined.
     pub(crate) fn say(&mut self, start: u64, length: u64, content: Content) -> bool {
         if length == 0 {
             return true;

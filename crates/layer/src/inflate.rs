@@ -1,24 +1,24 @@
-//! Inflating grains and clusters into memory of their own size and no more.
+//! Decompressing grains and clusters, with memory limited to their size.
 
 use flate2::{Decompress, FlushDecompress, Status};
 use parking_lot::Mutex;
 
-/// Inflaters kept for the next grain; each has a window of 32 KiB and its tables.
+/// The most decompressors kept for later grains; each has a window of 32 KiB and its tables.
 const KEPT_MAX: usize = 8;
 
-/// Inflaters of one image, kept because making one costs as much as inflating some KiB.
+/// Decompressors of one image, kept because creating one costs as much as decompressing some KiB.
 pub(crate) struct Inflaters {
     zlib: bool,
     kept: Mutex<Vec<Decompress>>,
 }
 
 impl Inflaters {
-    /// Inflaters of zlib streams, or of bare deflate.
+    /// Decompressors for zlib streams, or for raw deflate.
     pub(crate) fn new(zlib: bool) -> Self {
         Self { zlib, kept: Mutex::new(Vec::new()) }
     }
 
-    /// Inflates into `out` and says how much it was; what is longer than `out`, or has no end, is an error.
+    /// Decompresses into `out` and returns the length; data longer than `out`, or without an end, is an error.
     pub(crate) fn inflate(&self, input: &[u8], out: &mut [u8]) -> std::result::Result<usize, &'static str> {
         let kept = self.kept.lock().pop();
         let mut inflater = kept.unwrap_or_else(|| Decompress::new(self.zlib));
@@ -33,7 +33,8 @@ impl Inflaters {
 }
 
 fn inflate(inflater: &mut Decompress, input: &[u8], out: &mut [u8]) -> std::result::Result<usize, &'static str> {
-    // Takes the first byte too many, and lets the inflater see the end where there is none.
+    // One byte of room after `out` detects data that is too long, and lets the decompressor reach the end of the
+    // stream.
     let mut probe = [0; 1];
     loop {
         let (read, written) = (inflater.total_in() as usize, inflater.total_out() as usize);

@@ -1,4 +1,5 @@
-//! What tests compare a layer with: a plain memory of sectors, random operations on both, and power cuts in between.
+//! A model for tests of layers: sectors in plain memory, random operations on layer and model, and power cuts in
+//! between.
 
 use crate::aligned::AlignedFile;
 use crate::{Content, ErrorKind, IoContext, Layer, Result, SECTOR};
@@ -9,12 +10,12 @@ use std::ops::Range;
 use std::sync::Arc;
 pub(crate) use testkit::Random;
 
-/// A sector's content as a number: what it was stamped with when it was written.
+/// A sector's content is represented by a stamp, a number written with it. This is the stamp of an absent sector.
 pub(crate) const ABSENT: u64 = 0;
 /// The stamp of zeros.
 pub(crate) const ZEROS: u64 = 1;
 
-/// The bytes of a sector.
+/// The bytes of a sector with this stamp.
 pub(crate) fn sector_bytes(lba: u64, stamp: u64) -> [u8; SECTOR as usize] {
     let mut bytes = [0; SECTOR as usize];
     if stamp > ZEROS {
@@ -31,11 +32,11 @@ fn stamp_of(lba: u64, bytes: &[u8]) -> u64 {
     let mut stamp = [0; 8];
     stamp.copy_from_slice(&bytes[..8]);
     let stamp = u64::from_le_bytes(stamp).max(ZEROS);
-    assert!(bytes == sector_bytes(lba, stamp), "sector {lba} holds what no write put there as a whole");
+    assert!(bytes == sector_bytes(lba, stamp), "sector {lba} is no complete sector of any write");
     stamp
 }
 
-/// Reads sectors as a chain would, and says what they are stamped with.
+/// Reads sectors as a chain would, and returns their stamps.
 pub(crate) fn stamps(layer: &dyn Layer, sectors: Range<u64>) -> Result<Vec<u64>> {
     let mut out = Vec::new();
     let _epoch = layer.epoch();
@@ -56,40 +57,41 @@ pub(crate) fn stamps(layer: &dyn Layer, sectors: Range<u64>) -> Result<Vec<u64>>
                 Content::Data { file, offset } => {
                     let file = AlignedFile::new(Arc::clone(layer.file(file)?));
                     let mut bytes = vec![0xa5; extent.length as usize];
-                    // The power may go between the question and this, when another thread's write meets the cut.
+                    // The power may be cut between the lookup and this read, when another thread's write reaches the
+                    // cut.
                     file.read_at(&mut bytes, offset).during(|| format!("reading at {offset}"))?;
                     for (lba, sector) in (extent.start / SECTOR..).zip(bytes.chunks_exact(SECTOR as usize)) {
                         out.push(stamp_of(lba, sector));
                     }
                 }
-                Content::Encoded => panic!("nothing is encoded here"),
+                Content::Encoded => panic!("no data is encoded here"),
             }
         }
     }
     Ok(out)
 }
 
-/// What a format's tests say of it.
+/// How the tests handle a format.
 pub(crate) trait Subject {
     /// The layer.
     type Layer: Layer;
-    /// Makes an image.
+    /// Creates an image.
     fn create(&self, file: Arc<dyn File>) -> Result<()>;
-    /// Opens it.
+    /// Opens an image.
     fn open(&self, file: Arc<dyn File>, writable: bool) -> Result<Self::Layer>;
     /// Capacity in sectors.
     fn capacity(&self) -> u64;
-    /// Something that must not change what is read: shrinking, checkpoints.
+    /// Maintenance that must not change the content: shrinking, checkpoints.
     fn maintain(&self, layer: &Self::Layer, number: u64) -> Result<()>;
-    /// Fails the test when the image is not in order.
+    /// Fails the test when the format's check finds an error.
     fn check(&self, layer: &Self::Layer);
 }
 
-/// The memory, with what a power cut may bring back.
+/// The model of the content, with what a power cut may restore.
 #[derive(Clone)]
 struct Memory {
     now: Vec<u64>,
-    /// Sectors written since the last flush, with what they were before and everything they have been since.
+    /// Sectors written since the last flush, with their content before and all content since.
     unflushed: FxHashMap<u64, Vec<u64>>,
 }
 
@@ -116,7 +118,7 @@ impl Memory {
     }
 }
 
-/// A run of a test: one image on one simulated disk.
+/// One test run: one image on one simulated disk.
 pub(crate) struct Trial<'a, S: Subject> {
     subject: &'a S,
     mode: IoMode,
@@ -147,7 +149,7 @@ impl<'a, S: Subject> Trial<'a, S> {
     fn range(&mut self, grain: u64) -> Range<u64> {
         let capacity = self.subject.capacity();
         let grains = capacity.div_ceil(grain);
-        // Most of it happens in a few places, as guests have it.
+        // Most operations go to a few ranges, as with guests.
         let first = match self.random.below(3) {
             0 => self.random.below(grains),
             1 => self.random.below(grains.min(64)),
@@ -161,7 +163,7 @@ impl<'a, S: Subject> Trial<'a, S> {
         first * grain..((first + count) * grain).min(capacity)
     }
 
-    /// One random operation; an error is a cut, or the test's failure.
+    /// One random operation; an error is a cut, or fails the test.
     fn step(&mut self, layer: &S::Layer) -> Result<()> {
         let grain = layer.grain() / SECTOR;
         match self.random.below(100) {
@@ -203,7 +205,7 @@ impl<'a, S: Subject> Trial<'a, S> {
         }
     }
 
-    /// Random operations, with closing and opening in between; everything must read as in memory.
+    /// Random operations, with closing and opening in between; all reads must equal the model.
     pub(crate) fn run(mut self, steps: u64) {
         let mut layer = self.open(true).unwrap();
         for _ in 0..steps {
@@ -230,8 +232,8 @@ impl<'a, S: Subject> Trial<'a, S> {
         self.subject.check(&layer);
     }
 
-    /// Random operations, the power cut in the middle of one of them, several times over; what was flushed must be
-    /// there, the rest old or new by sectors, and the image in order.
+    /// Random operations, with a power cut in one of them, several times. Flushed data must be there, other sectors are
+    /// old or new, and the format's check must find no error.
     pub(crate) fn run_with_cuts(mut self, steps: u64, cuts: u32) {
         for _ in 0..cuts {
             let operations = self.disk.operations();
@@ -248,7 +250,7 @@ impl<'a, S: Subject> Trial<'a, S> {
                     break;
                 }
             }
-            // Sometimes the cut comes while it is closed.
+            // Sometimes the cut comes during the close.
             if !self.disk.is_off() && self.random.below(3) == 0 {
                 let _ = layer.close().inspect(|()| self.memory.flushed());
             }
@@ -258,7 +260,7 @@ impl<'a, S: Subject> Trial<'a, S> {
         }
     }
 
-    /// What the cut has left becomes what memory holds.
+    /// Sets the model to the content after the cut.
     fn settle(&mut self) {
         let reader = self.open(false).unwrap();
         let found = stamps(&reader, 0..self.subject.capacity()).unwrap();
@@ -268,14 +270,17 @@ impl<'a, S: Subject> Trial<'a, S> {
         self.subject.check(&reader);
         drop(reader);
         let writer = self.open(true).unwrap();
-        assert!(stamps(&writer, 0..self.subject.capacity()).unwrap() == found, "writers see what readers see");
+        assert!(
+            stamps(&writer, 0..self.subject.capacity()).unwrap() == found,
+            "an opening for writing reads the same as one for reading"
+        );
         writer.close().unwrap();
         self.memory = Memory::new(found);
     }
 }
 
-/// Threads that write, flush and read sectors of their own, neighbours of the others', while one maintains the image;
-/// then the power is cut. What each of them flushed must be there.
+/// Threads write, flush and read their own sectors, which are neighbours of other threads' sectors, while another
+/// thread maintains the image; then the power is cut. Data that each thread flushed must be there.
 pub(crate) fn run_threads<S: Subject + Sync>(subject: &S, seed: u64, mode: IoMode, steps: u64) {
     const THREADS: u64 = 4;
     let disk = SimulatedDisk::new(seed, SimulatedOptions::default());
@@ -296,7 +301,7 @@ pub(crate) fn run_threads<S: Subject + Sync>(subject: &S, seed: u64, mode: IoMod
             let mut random = Random::new(seed * THREADS + thread);
             let mut memory = empty.clone();
             for step in 0..steps {
-                // Every fourth grain is this thread's.
+                // Every fourth grain belongs to this thread.
                 let number = random.below(grains / THREADS) * THREADS + thread;
                 let range = number * grain..(number + 1) * grain;
                 let result = match random.below(20) {

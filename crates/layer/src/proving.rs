@@ -1,4 +1,4 @@
-//! What the tests of the formats share: seeded randomness, reading a layer as a chain does, QEMU's tools, files.
+//! Shared by the tests of the formats: random data, reading a layer as a chain does, QEMU's tools, files.
 
 use crate::{Content, Layer, Result};
 use backend::local::{LocalDirectory, LocalQueues};
@@ -9,7 +9,7 @@ use std::process::Command;
 use std::sync::Arc;
 pub(crate) use testkit::Random;
 
-/// Bytes that follow from `seed`, different in every word.
+/// Bytes determined by `seed`, different in every word.
 pub(crate) fn pattern(seed: u64, length: usize) -> Vec<u8> {
     let mut random = Random::new(seed);
     let mut out: Vec<u8> = (0..length.div_ceil(8)).flat_map(|_| random.next().to_le_bytes()).collect();
@@ -29,7 +29,7 @@ pub(crate) fn compressible(seed: u64, length: usize) -> Vec<u8> {
     out
 }
 
-/// Reads a range as a chain does: what the layer does not have comes from `parent`, or is zero.
+/// Reads a range as a chain does: ranges that the layer does not hold come from `parent`, or are zeros.
 pub(crate) fn read(layer: &dyn Layer, range: Range<u64>, parent: Option<&[u8]>) -> Result<Vec<u8>> {
     let mut out = vec![0; (range.end - range.start) as usize];
     let _epoch = layer.epoch();
@@ -38,7 +38,7 @@ pub(crate) fn read(layer: &dyn Layer, range: Range<u64>, parent: Option<&[u8]>) 
     while at < range.end {
         extents.clear();
         layer.map(at..range.end, 7, &mut extents)?;
-        assert!(!extents.is_empty() && extents.len() <= 7, "at least one extent, and no more than asked for");
+        assert!(!extents.is_empty() && extents.len() <= 7, "at least one extent, and at most the requested number");
         for extent in &extents {
             assert!(extent.start == at && extent.length > 0 && at + extent.length <= range.end, "extents adjoin");
             let part = &mut out[(at - range.start) as usize..][..extent.length as usize];
@@ -58,12 +58,12 @@ pub(crate) fn read(layer: &dyn Layer, range: Range<u64>, parent: Option<&[u8]>) 
     Ok(out)
 }
 
-/// Everything a layer has.
+/// Reads the whole layer.
 pub(crate) fn read_all(layer: &dyn Layer, parent: Option<&[u8]>) -> Vec<u8> {
     read(layer, 0..layer.capacity(), parent).unwrap()
 }
 
-/// A folder for files, gone with its owner.
+/// A temporary folder, removed with this value.
 pub(crate) struct Folder {
     pub(crate) path: tempfile::TempDir,
     pub(crate) directory: LocalDirectory,
@@ -92,7 +92,7 @@ impl Folder {
         std::fs::read(self.path.path().join(name)).unwrap()
     }
 
-    /// Runs a program of QEMU's in the folder; it must succeed.
+    /// Runs one of QEMU's programs in the folder; it must succeed.
     pub(crate) fn run(&self, program: &str, arguments: &[&str]) -> String {
         let (success, output) = self.try_run(program, arguments);
         assert!(success, "{program} {arguments:?}: {output}");
@@ -122,7 +122,7 @@ pub(crate) fn peak_memory() -> u64 {
     line.split_whitespace().nth(1).unwrap().parse::<u64>().unwrap() * 1024
 }
 
-/// Changes some bytes of an image: single bits, words that mean much, runs, or its length.
+/// Changes some bytes of an image: single bits, words with critical values, runs, or its length.
 pub(crate) fn mutate(random: &mut Random, bytes: &mut Vec<u8>, weak_spots: &[Range<usize>]) {
     for _ in 0..1 + random.below(4) {
         if bytes.is_empty() {
@@ -156,7 +156,7 @@ pub(crate) fn mutate(random: &mut Random, bytes: &mut Vec<u8>, weak_spots: &[Ran
     }
 }
 
-/// The bytes that a format's page shows under `<!-- bytes: name -->`; what it does not show is zero.
+/// The bytes that a page in docs/format shows under `<!-- bytes: name -->`; bytes not shown are zero.
 pub(crate) fn shown(page: &str, name: &str, length: usize) -> Vec<u8> {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/format").join(page);
     let text = std::fs::read_to_string(path).unwrap();

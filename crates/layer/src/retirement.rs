@@ -1,14 +1,15 @@
-//! When a place of an image file that was given up may have a new owner, or be punched.
+//! Retirement: when a location in an image file that no table in memory names any more may be reused or punched.
 //!
-//! A place that the map in memory names no more waits until
+//! A retired location waits until
 //!
-//! 1. a commit that began after it was given up is complete, so that no table on the medium names it: a crash does not
-//!    bring the name back; and
-//! 2. the epoch in which it was given up is over, so that no operation uses it ([`crate::epochs`]).
+//! 1. a commit that began after the retirement is complete, so that no table on the device names the location and a
+//!    crash cannot bring the entry back; and
+//! 2. the epoch of the retirement is over, so that no operation uses the location ([`crate::epochs`]).
 //!
-//! Places wait in batches. A batch is closed, and its epoch ended, when a commit begins ([`Retirement::begin_commit`]),
-//! or earlier by long work that has to know when all operations of before have ended ([`Retirement::close`]). Batches
-//! are handed out in order. Formats count places in their own unit: grains or sectors.
+//! Locations wait in batches. A batch is closed, and its epoch ended, when a commit begins
+//! ([`Retirement::begin_commit`]), or earlier by long work that has to wait for all operations under way
+//! ([`Retirement::close`]). Batches are released in order. Each format counts locations in its own unit: grains or
+//! sectors.
 //!
 //! The caller's lock protects the state. Commits do not overlap ([`crate::group_commit`]).
 
@@ -16,22 +17,22 @@ use crate::epochs::Epochs;
 use std::collections::VecDeque;
 use std::ops::Range;
 
-/// Places that were given up together.
+/// Locations that were retired together.
 struct Batch {
     places: Vec<Range<u64>>,
     epoch: u64,
-    /// The commit whose completion takes their names off the medium.
+    /// The commit after which no table on the device names these locations.
     commit: u64,
 }
 
-/// Places that were given up and are not free yet.
+/// Locations that are retired and not free yet.
 pub(crate) struct Retirement {
-    /// Given up since the last batch was closed.
+    /// Retired since the last batch was closed.
     open: Vec<Range<u64>>,
     batches: VecDeque<Batch>,
-    /// Handed out, and not free yet.
+    /// Returned by [`Retirement::next_ready`], and not free yet.
     releasing: Vec<Range<u64>>,
-    /// Runs in `open` and `batches`.
+    /// Number of runs in `open` and `batches`.
     waiting: usize,
     waiting_max: usize,
     begun: u64,
@@ -39,7 +40,7 @@ pub(crate) struct Retirement {
 }
 
 impl Retirement {
-    /// At most `waiting_max` runs wait. Only an operation that never ends lets it come to that.
+    /// At most `waiting_max` runs wait. The limit is reached only if an operation never ends.
     pub(crate) fn new(waiting_max: usize) -> Self {
         Self {
             open: Vec::new(),
@@ -52,8 +53,8 @@ impl Retirement {
         }
     }
 
-    /// The map in memory has given up places. False when too many wait and these are forgotten: no table names them,
-    /// and they stay allocated.
+    /// Retires locations that the map in memory has dropped. Returns false when too many wait: then these are not
+    /// remembered, and stay allocated although no table names them.
     #[must_use]
     pub(crate) fn give_up(&mut self, places: Range<u64>) -> bool {
         match self.open.last_mut() {
@@ -67,7 +68,7 @@ impl Retirement {
         true
     }
 
-    /// Places given up since the last batch was closed.
+    /// Locations retired since the last batch was closed.
     pub(crate) fn open(&self) -> &[Range<u64>] {
         &self.open
     }
@@ -82,7 +83,7 @@ impl Retirement {
         epoch
     }
 
-    /// A commit begins: its tables, taken **after** this, name nothing that was given up so far.
+    /// A commit begins: its tables, taken **after** this call, name no location that was retired before.
     pub(crate) fn begin_commit(&mut self, epochs: &Epochs) {
         if !self.open.is_empty() {
             self.close(epochs);
@@ -90,13 +91,13 @@ impl Retirement {
         self.begun += 1;
     }
 
-    /// The commit that began last is durable.
+    /// The last commit that began is complete.
     pub(crate) fn complete_commit(&mut self) {
         self.completed = self.begun;
     }
 
-    /// Hands out at most `most` adjoining places that may be free now. [`Retirement::released`] has to follow once they
-    /// are.
+    /// Returns at most `most` adjacent locations that may be reused. The caller frees them, and then calls
+    /// [`Retirement::released`].
     pub(crate) fn next_ready(&mut self, epochs: &Epochs, most: u64) -> Option<Range<u64>> {
         let batch = self.batches.front_mut()?;
         if batch.commit > self.completed || !epochs.is_over(batch.epoch) {
@@ -115,12 +116,12 @@ impl Retirement {
         Some(places.start..end)
     }
 
-    /// What was handed out is free.
+    /// The locations returned by [`Retirement::next_ready`] are free.
     pub(crate) fn released(&mut self) {
         self.releasing.clear();
     }
 
-    /// Every run that no table in memory names and that is not free yet.
+    /// All runs that no table in memory names and that are not free yet.
     pub(crate) fn waiting(&self) -> impl Iterator<Item = Range<u64>> {
         let batches = self.batches.iter().flat_map(|batch| &batch.places);
         self.open.iter().chain(batches).chain(&self.releasing).cloned()

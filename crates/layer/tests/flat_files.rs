@@ -1,5 +1,5 @@
-//! Flat extents on the file system of the host: space, counters and fragments as the host sees them, and long work with
-//! guests writing.
+//! Flat extents on the host's file system: space, counters and fragments as the host reports them, and filling and
+//! punching during guest writes.
 
 #![allow(clippy::unwrap_used)]
 
@@ -99,7 +99,7 @@ fn counters_follow_the_host() {
     }
 }
 
-/// Guests write, zero and flush their own blocks while the disk is filled and punched again and again.
+/// Guests write, zero and flush their own blocks while the disk is filled and punched repeatedly.
 #[test]
 fn long_work_changes_nothing_under_writing_guests() {
     const GUESTS: u64 = 4;
@@ -115,7 +115,7 @@ fn long_work_changes_nothing_under_writing_guests() {
                     let (flat, done) = (&flat, &done);
                     scope.spawn(move || {
                         let mut random = Random(guest);
-                        // What this guest wrote last to each of its blocks: a byte, or zeros.
+                        // The last content of each block of this guest: a byte value, or zeros.
                         let mut model = vec![0u8; BLOCKS as usize];
                         while !done.load(Ordering::Relaxed) {
                             let block = random.below(BLOCKS / GUESTS) * GUESTS + guest;

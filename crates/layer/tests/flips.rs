@@ -1,7 +1,7 @@
-//! Wrong bytes in the metadata of images that were closed or left open by a crash: what the format keeps twice is found
-//! and mended, and what cannot be proven is told by grain, read as an error or as it was, and never as something else.
+//! Wrong bytes in the metadata of closed and of crashed images. Redundantly stored values are found and repaired.
+//! Damage without proof is reported by grain, and reads return an error or the right data, but never other data.
 //!
-//! `LAMINA_FLIPS` sets how many are tried, `LAMINA_SEED` where they begin.
+//! `LAMINA_FLIPS` sets the number of flips, `LAMINA_SEED` the first seed.
 
 #![allow(clippy::unwrap_used)]
 
@@ -22,19 +22,19 @@ use testkit::Random;
 const NAME: &str = "image.vmdk";
 const SECTOR: u64 = 512;
 
-/// An image on a disk of its own, and what each of its grains holds: the number of the write, 0 for zeros.
+/// An image on its own disk, with the content of each grain: the number of the write, or 0 for zeros.
 struct World {
     disk: SimulatedDisk,
     capacity: u64,
     grain: u64,
     model: BTreeMap<u64, u32>,
-    /// Something shows through where the image has nothing.
+    /// Whether a parent shows through absent grains.
     parent: bool,
-    /// It was not closed.
+    /// Whether the image was left without closing it.
     killed: bool,
 }
 
-/// What the parent has everywhere.
+/// The content of all grains of the parent.
 const PARENT: u32 = u32::MAX;
 
 impl World {
@@ -42,7 +42,7 @@ impl World {
         self.model.get(&grain).copied().unwrap_or(if self.parent { PARENT } else { 0 })
     }
 
-    /// Writes grains as `number`, or zeros them, and flushes now and then.
+    /// Writes grains with content `number`, or zeros them, and flushes now and then.
     fn change(&mut self, layer: &dyn Layer, random: &mut Random, number: u32, grains: Range<u64>) {
         let range = grains.start * self.grain..(grains.end * self.grain).min(self.capacity);
         let number = if random.below(5) == 0 {
@@ -62,19 +62,19 @@ impl World {
         self.disk.copy_of_durable(1, SimulatedOptions { reorder: false, ..SimulatedOptions::default() })
     }
 
-    /// A copy with `mask` on one byte.
+    /// A copy in which one byte is combined with `mask` by XOR.
     fn damaged(&self, offset: u64, mask: u8) -> SimulatedDisk {
         let disk = self.copy();
         (0..8).filter(|bit| mask >> bit & 1 == 1).for_each(|bit| disk.flip_bit(NAME, offset, bit).unwrap());
         disk
     }
 
-    /// Grains that cannot be read, and those that are wrong: with what they hold.
+    /// Grains that cannot be read, and wrong grains with their content.
     fn compare(&self, layer: &dyn Layer) -> (Vec<u64>, Vec<(u64, Option<u32>)>) {
         let (mut lost, mut wrong) = (Vec::new(), Vec::new());
         let absent = if self.parent { PARENT } else { 0 };
         for grain in 0..self.capacity.div_ceil(self.grain) {
-            // Most of a disk is not written: one look at each table's worth of it is enough.
+            // Most of a disk is not written: one grain per table is checked there.
             if !self.is_interesting(grain) {
                 continue;
             }
@@ -100,7 +100,7 @@ fn content(number: u32, bytes: u64) -> Vec<u8> {
     number.to_le_bytes().repeat(bytes as usize / 4)
 }
 
-/// The number of the write that a grain holds; `None` for content of no write.
+/// The number of the write whose content a grain has; `None` for other content.
 fn read_grain(layer: &dyn Layer, size: u64, grain: u64, absent: u32) -> Result<Option<u32>> {
     let end = ((grain + 1) * size).min(layer.capacity());
     let Range { start, end } = grain * size..end;
@@ -118,7 +118,7 @@ fn read_grain(layer: &dyn Layer, size: u64, grain: u64, absent: u32) -> Result<O
                     layer.file(file)?.read_at(&mut bytes, offset).unwrap();
                     found.extend(bytes);
                 }
-                Content::Encoded => panic!("nothing is encoded here"),
+                Content::Encoded => panic!("no data is encoded here"),
             }
             at = extent.start + extent.length;
         }
@@ -146,21 +146,21 @@ fn from_environment(name: &str, otherwise: u64) -> u64 {
     std::env::var(name).ok().and_then(|value| value.parse().ok()).unwrap_or(otherwise)
 }
 
-/// What became of the flips of one format.
+/// Counts of the outcomes for one format.
 #[derive(Default, Debug)]
 struct Figures {
     tried: u64,
-    /// Not opened, by any of the ways.
+    /// Images that could not be opened in any way.
     refused: u64,
     found: u64,
     harmless: u64,
-    /// Found, and every grain right after a repair.
+    /// Flips that were found, and after whose repair every grain was right.
     mended: u64,
-    /// Grains that stay unproven after a repair, each of them reported.
+    /// Grains that are unproven after a repair; each is reported.
     unproven: u64,
 }
 
-/// One flip on something that opens; after it nothing is wrong that the check does not tell.
+/// Tests flips, one by one, on images; every wrong grain must be reported by a check.
 fn flips(seed: u64, count: u64, world: impl Fn(u64) -> World, one: impl Fn(&World, &mut Random, &mut Figures)) {
     let mut random = Random(seed);
     let mut figures = Figures::default();

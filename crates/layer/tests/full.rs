@@ -1,5 +1,5 @@
-//! A full file system under each format that can be written: what needs room is refused before it is acknowledged, and
-//! everything else goes on, on the simulated medium down to its last page.
+//! A full file system under each writable format: requests that need space are refused before they are acknowledged,
+//! and all others continue, down to the last free page of the simulated disk.
 
 #![allow(clippy::unwrap_used)]
 
@@ -26,7 +26,7 @@ enum Format {
     VmfsSparse,
     SeSparse,
     VsanSparse,
-    /// With entries for zero grains, or without.
+    /// True with entries for zero grains.
     Hosted(bool),
 }
 
@@ -86,7 +86,7 @@ impl Format {
     }
 }
 
-/// A layer, and what it must read as: the byte of each unit that was written.
+/// A layer with the content that it must have: the byte value of each written unit.
 struct World {
     format: Format,
     parent: bool,
@@ -113,14 +113,14 @@ impl World {
     fn write(&mut self, unit: u64) -> Result<()> {
         let byte = 1 + self.random.below(255) as u8;
         let bytes = vec![byte; self.unit as usize];
-        // What was refused may be there in part.
+        // A refused write may have been done in part.
         self.written.remove(&unit);
         self.layer.write(unit * self.unit, &[&bytes])?;
         self.written.insert(unit, byte);
         Ok(())
     }
 
-    /// Writes new units until one finds no room; how many did.
+    /// Writes new units until one finds no space; returns how many succeeded.
     fn fill(&mut self) -> u64 {
         for count in 0.. {
             let unit = loop {
@@ -138,7 +138,7 @@ impl World {
         unreachable!()
     }
 
-    /// Another program takes all pages that are left.
+    /// Simulates another program that takes all remaining pages.
     fn take_the_rest(&self, name: &str) {
         let left = self.directory.room().unwrap().available;
         if left > 0 {
@@ -190,11 +190,11 @@ impl World {
 fn go_on_where_there_is_no_room(format: Format, parent: bool, seed: u64) {
     let mut world = World::new(format, parent, seed);
     let count = world.fill();
-    // As many as have room; in formats that take space in large units, those of one unit less.
+    // As many units as fit; formats that allocate in large units may leave part of one unused.
     assert!(count * world.unit > ROOM / 4, "{count} units of {} bytes fit", world.unit);
     world.take_the_rest("rest");
 
-    // Everything that was acknowledged has its room.
+    // All acknowledged writes have their space.
     world.layer.flush().unwrap();
     world.overwrite_some(300);
     world.layer.flush().unwrap();
@@ -208,14 +208,14 @@ fn go_on_where_there_is_no_room(format: Format, parent: bool, seed: u64) {
     }
     world.layer.flush().unwrap();
 
-    // Discards are done as far as they can be, of what was written and of what was not.
+    // Discards free what they can, in written and in unwritten ranges.
     for length in [1, 3, 40] {
         let unit = world.random.below(CAPACITY / world.unit - length);
         let before: Vec<Vec<u8>> = (unit..unit + length).map(|unit| world.read(unit)).collect();
         world.layer.discard(unit * world.unit..(unit + length) * world.unit).unwrap();
         for (unit, before) in (unit..).zip(before) {
             let after = world.read(unit);
-            assert!(after == before || after.iter().all(|byte| *byte == 0), "neither zeros nor what it was");
+            assert!(after == before || after.iter().all(|byte| *byte == 0), "neither zeros nor the old content");
             world.written.remove(&unit);
         }
         world.layer.flush().unwrap();
@@ -223,7 +223,7 @@ fn go_on_where_there_is_no_room(format: Format, parent: bool, seed: u64) {
     world.take_the_rest("given back");
     world.verify();
 
-    // A stop loses nothing, and what was stopped opens, both without room; so does what was not stopped.
+    // Closing loses no data, and the image opens without free space, after a close and after a crash.
     world.layer.close().unwrap();
     world.take_the_rest("cut off");
     world.reopen();
@@ -237,7 +237,7 @@ fn go_on_where_there_is_no_room(format: Format, parent: bool, seed: u64) {
     world.overwrite_some(100);
     world.layer.flush().unwrap();
 
-    // With room again it goes on by itself.
+    // When there is space again, writes continue without reopening.
     for name in world.directory.list().unwrap().iter().filter(|name| *name != "image") {
         world.directory.remove(name).unwrap();
     }
@@ -270,7 +270,7 @@ fn an_image_whose_zeros_were_left_out_by_a_copy_has_room_for_its_tables() {
         let unit = world.unit;
         world.write(1).unwrap();
         world.layer.close().unwrap();
-        // As a copy that leaves out pages of zeros makes it.
+        // Punches all pages of zeros, as after a copy with holes.
         let file = world.directory.open("image", IoMode::Buffered).unwrap();
         let mut page = vec![0; 4096];
         for at in (0..file.len().unwrap()).step_by(4096) {
@@ -291,7 +291,7 @@ fn an_image_whose_zeros_were_left_out_by_a_copy_has_room_for_its_tables() {
                     break;
                 }
             }
-            // Other programs take what is left right after the write was acknowledged.
+            // Other programs take the remaining space right after the write was acknowledged.
             let used = ROOM - world.directory.room().unwrap().available;
             world.storage.set_capacity(used);
             if unflushed % 8 == 0 {

@@ -1,4 +1,4 @@
-//! Images on the file system of the host: which files may be opened, and what QEMU makes of ours and we of QEMU's.
+//! Images on the host's file system: which files may be opened, and interoperation with QEMU in both directions.
 
 #![allow(clippy::unwrap_used)]
 
@@ -81,12 +81,12 @@ fn only_permitted_files_are_opened() {
         let refused = error(try_open(bad, &[]));
         let permit = format!("--allow-folder '{}'", other.canonicalize().unwrap().display());
         assert!(refused.kind() == ErrorKind::Invalid && refused.to_string().contains(&permit), "{bad}: {refused}");
-        // Permitted, it opens; so does a link to the permitted folder.
+        // With permission it opens; also through a link to the permitted folder.
         assert!(try_open(bad, std::slice::from_ref(&other)).is_ok(), "{bad}");
         assert!(try_open(bad, &[own.join("folder")]).is_ok(), "{bad}");
         assert!(try_open(bad, &[own.join("below")]).is_err(), "{bad}");
     }
-    // Whether a refused file exists is not told.
+    // The error does not reveal whether a refused file exists.
     let (missing, there) = (error(try_open("../other/gone", &[])), error(try_open("../other/data", &[])));
     assert_eq!(missing.to_string().replace("gone", "data"), there.to_string());
     for (bad, kind) in [
@@ -104,17 +104,17 @@ fn only_permitted_files_are_opened() {
             refused.kind()
         );
     }
-    // A permitted folder is no file, and the folder it is in not permitted.
+    // A permitted folder is not a file, and its parent folder is not permitted.
     symlink(".", own.join("self")).unwrap();
     let gate = Folder::local(&own, std::slice::from_ref(&other)).unwrap();
     for folder in [".", "self", "folder", "../other"] {
         assert_eq!(error(gate.resolve(folder)).kind(), ErrorKind::Invalid, "{folder}");
     }
-    // A pipe is not waited for, a device is none of ours.
+    // Opening a pipe must not block, and a device is refused.
     assert!(error(try_open("pipe", &[])).to_string().contains("not a regular file"));
     let device = error(try_open("/dev/zero", &[PathBuf::from("/dev")]));
     assert!(device.to_string().contains("not a regular file"), "{device}");
-    // What the user names is followed wherever it leads, and its own folder is where it really is.
+    // For the path that the user names, links are followed, and the real folder of the file is the permitted one.
     symlink(own.join("disk.vmdk"), other.join("elsewhere.vmdk")).unwrap();
     try_open("below/data", &[]).unwrap();
     assert!(open(&other.join("elsewhere.vmdk"), false).is_ok());
@@ -154,7 +154,7 @@ fn parents_are_found_where_disks_were_moved_to() {
         ("relative.vmdk", "../base/gold.vmdk"),
         ("windows.vmdk", "..\\base\\gold.vmdk"),
         ("moved.vmdk", "/vmfs/volumes/5f3c/base/gold.vmdk"),
-        // A linked clone often has its parent's name.
+        // A linked clone often has the same file name as its parent.
         ("gold.vmdk", "/vmfs/volumes/5f3c/base/gold.vmdk"),
     ] {
         let path = root.join("vm").join(name);
@@ -163,7 +163,7 @@ fn parents_are_found_where_disks_were_moved_to() {
         let refused = error(chain(&path, &[])).to_string();
         assert!(refused.contains("--allow-folder"), "{hint}: {refused}");
     }
-    // The one of its own folder is taken first, if it is the one.
+    // The file in the child's own folder is preferred, if its CID matches.
     make(&root.join("vm"), "gold2.vmdk", MIB, NewKind::Vmfs, Provisioning::Thin);
     std::fs::write(root.join("vm/near.vmdk"), text("RW 8 ZERO", "../base/gold2.vmdk")).unwrap();
     assert!(chain(&root.join("vm/near.vmdk"), &[]).unwrap()[1].ends_with("vm/gold2.vmdk"));
@@ -197,7 +197,7 @@ fn a_replaced_descriptor_keeps_its_permissions() {
     assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o664);
 }
 
-/// Writes the same here and in the model, at borders of pieces too.
+/// Writes the same data to the layer and to the model, also across the boundaries of extents.
 fn scribble(layer: &Arc<dyn Layer>, model: &mut [u8], seed: u64) {
     let mut random = Random(seed);
     let sectors = model.len() as u64 / 512;
@@ -262,14 +262,14 @@ fn qemu_and_we_write_split_disks_in_turn() {
         }
         let image = open(&path, true).unwrap();
         assert_eq!(image.layer().capacity(), capacity);
-        assert_ne!(image.descriptor().unwrap().content, before.content, "QEMU renews it as we do");
+        assert_ne!(image.descriptor().unwrap().content, before.content, "QEMU changes the CID as lamina does");
         assert!(read(&**image.layer(), piece - 64 * 1024, 128 * 1024).iter().all(|byte| *byte == 17));
         assert!(read(&**image.layer(), 2 * piece, 4096).iter().all(|byte| *byte == 0));
         assert!(read(&**image.layer(), 2 * piece + 4096, 64 * 1024).iter().all(|byte| *byte == 34));
         assert!(read(&**image.layer(), 0, 512).iter().all(|byte| *byte == 51));
         let counters = image.counters().unwrap();
         assert_eq!((counters.nb, counters.tbz), (4, 0), "{counters:?}");
-        // Over the border, and what QEMU wrote given back.
+        // Writes across the border, and discards data written by QEMU.
         image.layer().write(piece - 4096, &[&[68; 8192]]).unwrap();
         image.layer().zero(2 * piece..2 * piece + 8 * MIB, false).unwrap();
         image.layer().close().unwrap();
@@ -305,7 +305,7 @@ fn we_read_and_write_flat_disks_of_qemu() {
         scribble(image.layer(), &mut model, index as u64);
         drop(image);
         assert!(read_by_qemu(folder.path(), &name) == model, "{adapter}");
-        // And QEMU goes on writing what we wrote the descriptor of.
+        // QEMU writes to an image whose descriptor lamina wrote.
         run(folder.path(), "qemu-io", &["-f", "vmdk", "-c", "write -P 18 2M 64k", &name]);
         model[2 << 20..(2 << 20) + 65536].fill(18);
         assert!(read(&**open(&folder.path().join(&name), false).unwrap().layer(), 0, 3 * MIB) == model);
@@ -317,7 +317,7 @@ fn qemu_sees_that_we_changed_a_parent() {
     let folder = folder();
     let base = make(folder.path(), "base.vmdk", 4 * MIB, NewKind::Vmfs, Provisioning::Thin);
     run(folder.path(), "qemu-img", &["create", "-f", "vmdk", "-b", "base.vmdk", "-F", "vmdk", "child.vmdk"]);
-    // The child that QEMU made remembers our identity.
+    // The child that QEMU made records lamina's CID.
     let directory = LocalDirectory::open(folder.path(), LocalQueues::Threads).unwrap();
     let file = directory.open("child.vmdk", IoMode::Buffered).unwrap();
     let (place, child) = storage::load_embedded(&*file).unwrap().unwrap();
@@ -326,7 +326,7 @@ fn qemu_sees_that_we_changed_a_parent() {
     assert_eq!((base.content, child.parent_hint.as_deref()), (ContentId::INITIAL, Some("base.vmdk")));
     let through = ["-f", "vmdk", "-c", "read -P 0 0 64k", "child.vmdk"];
     assert!(!run(folder.path(), "qemu-io", &through).contains("failed"));
-    // QEMU finds the identity of the child itself where we renewed it in place.
+    // QEMU finds the child's CID where lamina renewed it in place.
     let mut random = Random(1);
     for _ in 0..20 {
         storage::renew_embedded(&*file, place.clone(), &mut || random.next()).unwrap();
@@ -340,5 +340,5 @@ fn qemu_sees_that_we_changed_a_parent() {
     image.layer().close().unwrap();
     drop(image);
     let (good, told) = try_run(folder.path(), "qemu-io", &through);
-    assert!(!good || told.contains("failed"), "QEMU reads a child through a changed parent: {told}");
+    assert!(!good || told.contains("failed"), "QEMU read a child although its parent had changed: {told}");
 }

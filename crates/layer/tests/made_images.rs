@@ -1,5 +1,5 @@
-//! Images of every kind that can be made: what is written into them is there when they are opened again, alone and
-//! above a parent, here and in QEMU; names and descriptors are VMware's; and nothing is left of what was not finished.
+//! Images of every kind that lamina can create: data written to them is there when they are opened again, alone and
+//! above a parent, by lamina and by QEMU; names and descriptors are VMware's; and an unfinished image leaves no files.
 
 #![allow(clippy::unwrap_used)]
 
@@ -21,7 +21,7 @@ use std::time::{Duration, Instant};
 use work::NoProgress;
 
 const MIB: u64 = 1 << 20;
-/// Ends within a grain of every sparse format.
+/// A capacity that ends within a grain of every sparse format.
 const ODD: u64 = 5 * MIB + 512;
 
 fn writing() -> OpenOptions {
@@ -39,7 +39,7 @@ fn make(folder: &Folder, name: &str, capacity: u64, kind: ImageKind, parent: Opt
     create(folder, &new, &mut || random.next(), &NoProgress).unwrap()
 }
 
-/// What a chain of layers shows.
+/// The content of a chain of layers.
 fn read_chain(layers: &[Arc<dyn Layer>]) -> Vec<u8> {
     let capacity = layers[0].capacity();
     let mut bytes = vec![0; capacity as usize];
@@ -72,7 +72,7 @@ fn read_chain(layers: &[Arc<dyn Layer>]) -> Vec<u8> {
     bytes
 }
 
-/// Writes random grains and says what was written.
+/// Writes random grains to the layer and to the model.
 fn scribble(layer: &dyn Layer, model: &mut [u8], random: &mut Random) {
     let (grain, capacity) = (layer.grain().max(4096), layer.capacity());
     for _ in 0..20 {
@@ -82,7 +82,7 @@ fn scribble(layer: &dyn Layer, model: &mut [u8], random: &mut Random) {
         layer.write(start, &[&bytes]).unwrap();
         model[start as usize..end as usize].copy_from_slice(&bytes);
     }
-    // The very end, and zeros over what may be there.
+    // The last grain, and zeros over what may be there.
     let last = (capacity - 1) / grain * grain;
     let bytes = random.bytes((capacity - last) as usize);
     layer.write(last, &[&bytes]).unwrap();
@@ -113,7 +113,7 @@ fn every_kind_holds_what_is_written() {
             drop(image);
             let image = Image::open(folder.resolve("disk.vmdk").unwrap(), &OpenOptions { writable: false, ..options });
             assert!(read_chain(&[Arc::clone(image.unwrap().layer())]) == model, "{kind} of {capacity}");
-            // QEMU has no reader for delta objects, and raw files need none.
+            // QEMU cannot read vsanSparse objects, and raw files need no reader.
             if !matches!(kind, ImageKind::VsanSparse | ImageKind::Raw) {
                 assert!(read_by_qemu(path.path(), "disk.vmdk") == model, "{kind} of {capacity} by QEMU");
             }
@@ -183,7 +183,7 @@ fn files_are_called_as_vmware_calls_them() {
         assert_eq!(listed[0], "vm.vmdk");
         listed.sort();
         assert_eq!(listed, files, "{kind}");
-        // A second one of that name, or of a name that an extent has, changes nothing.
+        // Another image with this name, or with the name of an extent, is refused without a change.
         let new = NewImage::new("vm.vmdk", capacity, kind);
         let refused = create(&folder, &new, &mut || 1, &NoProgress).err().unwrap();
         assert_eq!(refused.kind(), ErrorKind::Exists, "{refused}");
@@ -197,7 +197,7 @@ fn files_are_called_as_vmware_calls_them() {
         }
         made.remove().unwrap();
         assert!(names(path.path()).is_empty());
-        // Stopped, nothing is left.
+        // After a cancellation no file is left.
         let stopped = create(&folder, &new, &mut || 1, &testkit::steps(|_, _| false)).err().unwrap();
         assert_eq!(stopped.kind(), ErrorKind::Interrupted, "{stopped}");
         assert!(names(path.path()).is_empty(), "{kind}");
@@ -248,7 +248,8 @@ fn names_go_there_and_back() {
     assert!("qcow2".parse::<ImageKind>().is_err());
 }
 
-/// Power cuts at every operation: the name leads to a whole image or to nothing, and sweeping leaves no trace.
+/// Power cuts at every operation: the name leads to a complete image or does not exist, and sweeping removes all other
+/// files.
 #[test]
 fn a_crash_leaves_an_image_or_what_is_swept() {
     for (number, kind) in ImageKind::ALL.into_iter().enumerate() {
@@ -287,7 +288,7 @@ fn a_crash_leaves_an_image_or_what_is_swept() {
                 break;
             }
         }
-        assert!(finished, "{kind} is never finished");
+        assert!(finished, "the creation of {kind} never completed");
     }
 }
 
@@ -300,7 +301,7 @@ fn a_plain_folder_has_no_other() {
     assert_eq!(directory.list().unwrap(), ["vm-flat.vmdk", "vm.vmdk"]);
 }
 
-/// Creations and sweeps of one name at once: a creation that succeeds has the whole image.
+/// Creations and sweeps of one name at once: a creation that succeeds has a complete image.
 #[test]
 fn makers_of_one_name_do_not_harm_each_other() {
     let outer = tempfile::tempdir().unwrap();
@@ -323,7 +324,7 @@ fn makers_of_one_name_do_not_harm_each_other() {
             image.layer().close().unwrap();
             drop(image);
             match turn % 5 {
-                // As if it had been killed.
+                // As after a kill of the process.
                 0 => drop(unfinished),
                 1 => unfinished.abandon(),
                 _ => {
@@ -332,7 +333,8 @@ fn makers_of_one_name_do_not_harm_each_other() {
                     let read = read_chain(&[Arc::clone(image.unwrap().layer())]);
                     assert!(read[..65536].iter().all(|byte| *byte == number as u8 + 1), "{kind} of {number}");
                     made.fetch_add(1, Ordering::Relaxed);
-                    // The descriptor last: without it, the leftover of another claims the extent.
+                    // The descriptor is removed last: without it, another process's unfinished descriptor would claim
+                    // the extent.
                     finished.files.iter().rev().for_each(|file| directory.remove(file).unwrap());
                 }
             }
@@ -345,5 +347,5 @@ fn makers_of_one_name_do_not_harm_each_other() {
         }
     });
     let (made, swept) = (made.into_inner(), swept.into_inner());
-    assert!(made > 10 && swept > 10, "{made} made, {swept} swept: the test misses its aim");
+    assert!(made > 10 && swept > 10, "{made} created, {swept} swept: too few of either");
 }

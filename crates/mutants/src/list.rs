@@ -21,15 +21,15 @@ use std::path::Path;
 pub struct Mutant {
     /// Name, unique in the list.
     pub name: String,
-    /// What it breaks.
+    /// The fault, in one sentence.
     pub breaks: String,
-    /// The file that it changes, from the root of the repository.
+    /// The file that it changes, relative to the root of the repository.
     pub file: String,
     /// Arguments of `cargo test`.
     pub test: Vec<String>,
-    /// Text that it takes away.
+    /// The text that is replaced.
     pub find: String,
-    /// Text that it puts there.
+    /// The replacement.
     pub replace: String,
 }
 
@@ -43,7 +43,7 @@ pub enum Stale {
 }
 
 impl Mutant {
-    /// The text of the file with the fault in it.
+    /// The text of the file with the fault planted.
     pub fn plant(&self, text: &str) -> Result<String, Stale> {
         match text.matches(&self.find).count() {
             0 => Err(Stale::Missing),
@@ -54,7 +54,7 @@ impl Mutant {
 }
 
 impl Stale {
-    /// What to tell about a mutant that is stale.
+    /// The message for a stale mutant.
     pub fn explain(self, mutant: &Mutant) -> String {
         let what = match self {
             Stale::Missing => "does not contain its text any more".to_string(),

@@ -1,4 +1,4 @@
-//! Deliberate faults, planted one at a time: does the test that must notice each of them fail?
+//! Plants deliberate faults one at a time, and reports whether the test that must detect each fault fails.
 //!
 //! `lamina-mutants [--list] [--check] [--only NAME]... [--json] [--no-baseline] [--seconds N]`
 
@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-/// Longest time for the test of a mutant: one that takes longer hangs.
+/// The longest time for the test of a mutant. A test that takes longer counts as hanging.
 const TEST_SECONDS: u64 = 300;
 
 struct Arguments {
@@ -42,9 +42,9 @@ fn arguments() -> Result<Arguments, String> {
             "--check" => out.check = true,
             "--json" => out.json = true,
             "--no-baseline" => out.baseline = false,
-            "--only" => out.only.push(words.next().ok_or("--only wants a name, or the beginning of one and *")?),
+            "--only" => out.only.push(words.next().ok_or("--only needs a name, or the beginning of a name and *")?),
             "--seconds" => {
-                let value = words.next().ok_or("--seconds wants a number")?;
+                let value = words.next().ok_or("--seconds needs a number")?;
                 out.time = Duration::from_secs(value.parse().map_err(|error| format!("--seconds {value}: {error}"))?);
             }
             other => {
@@ -95,7 +95,7 @@ fn work(arguments: &Arguments) -> Result<bool, String> {
     judge_all(&scratch, &mutants, arguments)
 }
 
-/// Whether every mutant can be planted; builds nothing.
+/// Checks that every mutant can be planted, without building anything.
 fn check(root: &Path, mutants: &[Mutant]) -> Result<bool, String> {
     let mut stale = 0;
     for mutant in mutants {
@@ -106,7 +106,7 @@ fn check(root: &Path, mutants: &[Mutant]) -> Result<bool, String> {
             stale += 1;
         }
     }
-    println!("{} mutants, {stale} that the code has outgrown", mutants.len());
+    println!("{} mutants, {stale} whose text is not in the code any more", mutants.len());
     Ok(stale == 0)
 }
 

@@ -1,7 +1,7 @@
-//! Planting one fault and running the test that must notice it.
+//! Plants one fault and runs the test that must detect it.
 //!
-//! Everything happens in a copy of the repository below `target/mutants`, with a build folder of its own, so that the
-//! tree is never changed and builds are incremental.
+//! All work is done in a copy of the repository below `target/mutants` with its own build folder, so the repository is
+//! never changed and builds are incremental.
 
 use crate::list::Mutant;
 use std::fs::{self, File};
@@ -10,33 +10,33 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// Longest time for building one mutant.
+/// The longest time for building a mutant.
 const BUILD_TIME: Duration = Duration::from_secs(1800);
-/// How often a process is looked at.
+/// How often a process is polled.
 const POLL: Duration = Duration::from_millis(50);
 /// Folders that are not copied.
 const LEFT_OUT: [&str; 3] = ["target", ".git", "bench-results"];
 
-/// What became of a mutant.
+/// The result of a mutant.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Outcome {
     /// The test failed.
     Killed,
     /// The test did not end in time.
     TimedOut,
-    /// The test passed: nothing notices the fault.
+    /// The test passed: it does not detect the fault.
     Survived,
     /// The mutant cannot be planted, built or judged.
     Broken(String),
 }
 
 impl Outcome {
-    /// True when the fault was noticed.
+    /// True when the test detected the fault.
     pub fn is_killed(&self) -> bool {
         matches!(self, Outcome::Killed | Outcome::TimedOut)
     }
 
-    /// A word for the table.
+    /// The result in one word.
     pub fn word(&self) -> &'static str {
         match self {
             Outcome::Killed => "killed",
@@ -53,17 +53,17 @@ enum Ended {
     TooLate,
 }
 
-/// The copy that faults are planted in.
+/// The copy in which faults are planted.
 pub struct Scratch {
     tree: PathBuf,
     build: PathBuf,
     log: PathBuf,
-    /// Longest time for a test.
+    /// The longest time for a test.
     time: Duration,
 }
 
 impl Scratch {
-    /// Brings the copy of `root` up to date: files that are equal stay, so that they are not built again.
+    /// Updates the copy of `root`. Unchanged files keep their times, so that they are not built again.
     pub fn make(root: &Path, folder: &Path, time: Duration) -> Result<Self, String> {
         let scratch =
             Self { tree: folder.join("tree"), build: folder.join("target"), log: folder.join("log.txt"), time };
@@ -71,7 +71,7 @@ impl Scratch {
         Ok(scratch)
     }
 
-    /// Runs a test command on the code as it is; an error says why its failing would mean nothing.
+    /// Runs a test command without any fault. After an error, a failure of the test would prove nothing.
     pub fn baseline(&self, test: &[String]) -> Result<(), String> {
         let command = test.join(" ");
         if !matches!(self.cargo(test, true, BUILD_TIME)?, Ended::Well) {
@@ -85,7 +85,7 @@ impl Scratch {
         }
     }
 
-    /// Plants a fault, runs its test, and takes the fault away again.
+    /// Plants a fault, runs its test, and removes the fault.
     pub fn judge(&self, mutant: &Mutant) -> Outcome {
         let path = self.tree.join(&mutant.file);
         let text = match fs::read_to_string(&path) {
@@ -125,7 +125,7 @@ impl Scratch {
         let log = File::create(&self.log).map_err(failed)?;
         let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
         command.arg("test").current_dir(&self.tree).env("CARGO_TARGET_DIR", &self.build);
-        // What surrounds this program must not decide what is built.
+        // Variables of the surrounding cargo must not influence the build.
         for name in ["CARGO_MANIFEST_DIR", "RUSTFLAGS", "RUSTC_WRAPPER"] {
             command.env_remove(name);
         }
@@ -134,7 +134,7 @@ impl Scratch {
         }
         command.args(test);
         command.stdin(Stdio::null()).stdout(log.try_clone().map_err(failed)?).stderr(log);
-        // A group of its own: a test that hangs goes together with what it started.
+        // With a process group of its own, a test that hangs is killed together with its child processes.
         let mut child = command.process_group(0).spawn().map_err(failed)?;
         let began = Instant::now();
         loop {
@@ -152,7 +152,7 @@ impl Scratch {
     }
 }
 
-/// Makes `to` hold what `from` holds, and nothing else.
+/// Makes `to` a copy of `from`, and removes all other files from `to`.
 fn mirror(from: &Path, to: &Path) -> Result<(), String> {
     let failed = |path: &Path, error: std::io::Error| format!("{}: {error}", path.display());
     fs::create_dir_all(to).map_err(|error| failed(to, error))?;

@@ -1,11 +1,11 @@
-//! Frames: 32 bytes of head, then a payload of the length in the head.
+//! Frames: a header of 32 bytes, followed by a payload whose length is in the header.
 //!
 //! | offset | size | field |
 //! |---|---|---|
 //! | 0 | 4 | magic `LMRP` |
 //! | 4 | 2 | kind |
-//! | 6 | 2 | disk: its number in the offer; 0 in messages |
-//! | 8 | 8 | offset in bytes; of a segment's end its number; 0 in messages |
+//! | 6 | 2 | disk: its index in the offer; 0 in messages |
+//! | 8 | 8 | offset in bytes; the number of the segment at a segment's end; 0 in messages |
 //! | 16 | 4 | length of the payload |
 //! | 20 | 4 | CRC32C of the payload |
 //! | 24 | 4 | zero |
@@ -17,7 +17,7 @@ use crate::limits::{MESSAGE_MAX, PIECE_MAX};
 use checksums::checksum;
 use error::{Error, ErrorKind, Result};
 
-/// Bytes of a head.
+/// Bytes of a header.
 pub const HEAD: usize = 32;
 
 const MAGIC: [u8; 4] = *b"LMRP";
@@ -40,14 +40,14 @@ pub enum Kind {
 const KINDS: [(Kind, u16); 5] =
     [(Kind::Message, 1), (Kind::Data, 2), (Kind::Zero, 3), (Kind::Segment, 4), (Kind::End, 5)];
 
-/// The head of a frame.
+/// The header of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Head {
     /// The kind.
     pub kind: Kind,
     /// The index of the disk.
     pub disk: u16,
-    /// Byte offset; of a segment's end, the number of the segment.
+    /// Byte offset; the number of the segment at a segment's end.
     pub offset: u64,
     /// Bytes of payload.
     pub length: u32,
@@ -63,12 +63,12 @@ fn malformed(what: &str) -> Error {
 }
 
 impl Head {
-    /// The head of a frame with that payload.
+    /// The header of a frame with that payload.
     pub fn of(kind: Kind, disk: u16, offset: u64, payload: &[u8]) -> Self {
         Self { kind, disk, offset, length: payload.len() as u32, checksum: checksum(payload) }
     }
 
-    /// The stored form.
+    /// The encoded header.
     pub fn encode(&self) -> [u8; HEAD] {
         let mut out = [0; HEAD];
         let kind = KINDS.iter().find(|(kind, _)| *kind == self.kind).map_or(0, |(_, code)| *code);
@@ -83,12 +83,12 @@ impl Head {
         out
     }
 
-    /// Reads a head, and checks it against the limits of its kind.
+    /// Decodes a header, and checks it against the limits of its kind.
     pub fn decode(bytes: &[u8; HEAD]) -> Result<Self> {
         let word = |at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
         let half = |at: usize| u16::from_le_bytes([bytes[at], bytes[at + 1]]);
         if bytes[..4] != MAGIC {
-            return Err(malformed("something that is no frame"));
+            return Err(malformed("bytes that are not a frame"));
         }
         if word(28) != checksum(&bytes[..28]) {
             return Err(malformed("a head that fails its checksum"));
@@ -111,12 +111,12 @@ impl Head {
         }
     }
 
-    /// Whether the payload has the checksum in the head.
+    /// Checks the payload against the checksum in the header.
     pub fn verify(&self, payload: &[u8]) -> Result<()> {
         self.verify_sum(payload.len(), checksum(payload))
     }
 
-    /// Whether a payload has this length and checksum.
+    /// Checks length and checksum of a payload.
     pub fn verify_sum(&self, length: usize, sum: u32) -> Result<()> {
         match length == self.length as usize && sum == self.checksum {
             true => Ok(()),
@@ -131,7 +131,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn heads_read_back_and_damage_is_found() {
+    fn frame_heads_survive_encoding_and_damage_is_found() {
         for (kind, length) in
             [(Kind::Message, 7), (Kind::Data, 4096), (Kind::Zero, 8), (Kind::Segment, 8), (Kind::End, 0)]
         {

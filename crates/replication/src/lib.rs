@@ -1,28 +1,28 @@
-//! Disks sent to another lamina server: encrypted, over several connections, resumable, and only what it lacks.
+//! Sending disks to another lamina server: encrypted, over several connections, resumable, and only data that it lacks.
 //!
 //! ```text
-//! frame         the unit on the wire, and what it may say
-//! message       what the two sides tell each other besides data
+//! frame         the unit of transmission and its checks
+//! message       messages other than data
 //! stream        frames and messages over any stream of bytes
 //! remote        lamina://HOST:PORT/NAME
-//! send          the sending side: a plan, its streams, starting again after a broken connection
-//! receive       the receiving side: listener, sessions, streams
-//! limits        every bound
+//! send          the sender: plan, data connections, retries after a broken connection
+//! receive       the receiver: listening, sessions, data connections
+//! limits        all limits
 //! ```
 //!
-//! Sockets, TLS and the threads of connections are those of [`connections`].
+//! Sockets, TLS and threads are in crate [`connections`].
 //!
 //! The protocol is described in `docs/protocol/replication.md`. Invariants:
 //!
-//! 1. Nothing is sent before TLS is up, and a client that the server's certificates and names do not admit gets no
-//!    answer.
-//! 2. Bytes of a peer are decoded in one place ([`frame::Head::decode`], [`message::Message::decode`]); no size in them
-//!    is used before it is checked, and no message takes more memory than the bytes received for it.
-//! 3. A session is a control connection, on which every request has one answer, and data connections, on which data
-//!    goes one way. It ends with its control connection, on which errors of data connections are reported too.
-//! 4. Data that has arrived and was recorded need not be sent again, whatever breaks. A disk appears completely or not
+//! 1. No data is sent before TLS is established, and a client without an accepted certificate and name gets no reply.
+//! 2. Bytes of a peer are decoded in one place ([`frame::Head::decode`], [`message::Message::decode`]). Sizes in them
+//!    are checked before they are used, and a message never takes more memory than the bytes received for it.
+//! 3. A session has a control connection, on which every request has one reply, and data connections, which carry data
+//!    in one direction. The session ends with its control connection, on which errors of data connections are reported
+//!    too.
+//! 4. Data that was received and recorded is not sent again, whatever fails. A disk becomes visible completely or not
 //!    at all.
-//! 5. No wait is unlimited: every wait for a peer has a timeout, and a peer that works on an answer sends keep-alives.
+//! 5. Every wait for a peer has a timeout, and a peer that needs long for a reply sends keep-alives.
 
 #![forbid(unsafe_code)]
 

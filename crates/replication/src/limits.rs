@@ -5,8 +5,8 @@ use std::time::Duration;
 /// Most data in one frame.
 pub const PIECE_MAX: usize = 1 << 20;
 
-/// Data sent in one frame: it is read, verified, encrypted and sent, received, decrypted and verified again, and stays
-/// in the processor's cache from step to step. 256 KiB was 3 to 6 % faster than 1 MiB or 128 KiB.
+/// Data that is sent in one frame. It is small enough to stay in the processor's cache while it is read, verified,
+/// encrypted and sent, or received, decrypted and verified. 256 KiB was 3 to 6 % faster than 1 MiB or 128 KiB.
 pub const PIECE_SENT: usize = 256 << 10;
 
 /// Longest message: an offer of many disks with many snapshots, or with the definition of a machine.
@@ -15,13 +15,13 @@ pub const MESSAGE_MAX: usize = 4 << 20;
 /// Memory allocated for a message before its bytes arrive.
 pub const MESSAGE_STEP: usize = 64 << 10;
 
-/// Longest description of itself that a peer gives, in bytes.
+/// Longest program name and version that a peer sends, in bytes.
 pub const PROGRAM_MAX: usize = 256;
 
 /// Most data connections of one session.
 pub const STREAMS_MAX: usize = 16;
 
-/// Data connections, unless configured.
+/// Number of data connections, unless configured.
 pub const STREAMS_DEFAULT: usize = 4;
 
 /// Connections of each class at a time.
@@ -33,31 +33,31 @@ pub const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 /// How often the sender sends a ping.
 pub const PING_INTERVAL: Duration = Duration::from_millis(500);
 
-/// How often a receiver that works on an answer sends a keep-alive (`Working`).
+/// How often a receiver that has not finished its reply sends a keep-alive (`Working`).
 pub const WORKING_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Silence after which a peer counts as gone.
+/// Time without a message after which a peer counts as disconnected.
 pub const SILENCE_MAX: Duration = Duration::from_secs(30);
 
-/// How long an earlier session may take to release a reception that a new session opens.
+/// How long an earlier session may take to release a reception that a new session needs.
 pub const TAKEOVER_MAX: Duration = Duration::from_secs(15);
 
-/// How long data connections may take to end after the sender has heard that everything has arrived.
+/// How long data connections may take to end after the sender knows that everything was received.
 pub const LEAVE_MAX: Duration = Duration::from_secs(5);
 
-/// Arrived data is recorded after this time.
+/// Received data is recorded after this time, or
 pub const SAVE_INTERVAL: Duration = Duration::from_secs(2);
 
-/// And after this many bytes.
+/// after this many bytes, whichever comes first.
 pub const SAVE_BYTES: u64 = 1 << 30;
 
-/// Pause before the first new attempt after a broken connection; it doubles with each further one.
+/// Pause before the first retry after a broken connection; it doubles with each further retry.
 pub const BACKOFF_MIN: Duration = Duration::from_millis(250);
 
 /// Longest pause between two attempts.
 pub const BACKOFF_MAX: Duration = Duration::from_secs(8);
 
-/// Attempts in a row without progress, at most.
+/// Most consecutive attempts without progress.
 pub const ATTEMPTS_MAX: u32 = 8;
 
 /// How long sessions may take to end when the server stops.

@@ -1,21 +1,21 @@
-//! Messages of the two sides besides data: one JSON object in a frame.
+//! Messages other than data: one JSON object in a frame.
 //!
-//! | from | message | meaning, and its answer |
+//! | from | message | meaning, and its reply |
 //! |---|---|---|
-//! | sender | `hello` | versions it speaks; answered by `welcome` with the one that holds |
-//! | sender | `offer` | disks, and what comes with them; answered by `accept` or `already` |
-//! | sender | `join` | on a further connection: data of that session comes here; answered by `joined` |
-//! | sender | `ping` | how is it? answered by `pong` |
-//! | sender | `finish` | all was sent: segments and bytes of each disk; answered by `committed` |
-//! | receiver | `working` | the answer takes time; any number of these before it |
-//! | receiver | `failure` | instead of any answer: kind and sentence; the session is over |
+//! | sender | `hello` | protocol versions it supports; answered by `welcome` with the version to use |
+//! | sender | `offer` | disks and an attachment; answered by `accept` or `already` |
+//! | sender | `join` | adds this connection to a session as a data connection; answered by `joined` |
+//! | sender | `ping` | queries the state; answered by `pong` |
+//! | sender | `finish` | everything was sent: segments and bytes of each disk; answered by `committed` |
+//! | receiver | `working` | keep-alive before a reply; any number of times |
+//! | receiver | `failure` | error instead of a reply: kind and text; the session ends |
 
 use crate::limits::{PROGRAM_MAX, STREAMS_MAX};
 use disk::transfer::{DISKS_MAX, NewArrival};
 use error::{Error, ErrorKind, Result};
 use serde::{Deserialize, Serialize};
 
-/// Versions of the protocol that this program speaks, the newest first.
+/// Protocol versions that this program supports, the newest first.
 pub const VERSIONS: [u32; 1] = [1];
 
 /// The contents of an offer.
@@ -26,17 +26,17 @@ pub struct Offer {
     pub disks: Vec<NewArrival>,
     /// An attachment: the definition of a machine.
     pub attachment: Option<String>,
-    /// Only if it was begun before: otherwise the answer is a failure, `not_found`.
+    /// Only resume an earlier transfer; if there is none, the reply is the failure `not_found`.
     pub resume_only: bool,
 }
 
-/// The data of a disk that the receiver has.
+/// The state of a disk at the receiver.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Known {
-    /// The snapshot with which the sender can compare.
+    /// The snapshot that differences can be computed against.
     pub base: Option<String>,
-    /// Segments that are present, as ranges (first, end), sorted and not adjacent.
+    /// Segments that were received, as sorted ranges (first, first after) that are not adjacent.
     pub done: Vec<(u64, u64)>,
     /// Bytes of data in them.
     pub bytes: u64,
@@ -48,42 +48,42 @@ pub struct Known {
 pub enum Message {
     /// The first message.
     Hello {
-        /// Versions that the sender speaks.
+        /// Protocol versions that the sender supports.
         versions: Vec<u32>,
-        /// Program and version, for people.
+        /// Program and version, for display.
         program: String,
     },
-    /// The answer to it.
+    /// Reply to `hello`.
     Welcome {
-        /// The version that both use from now on.
+        /// The version to use from now on.
         version: u32,
-        /// Program and version, for people.
+        /// Program and version, for display.
         program: String,
     },
     /// Offers disks.
     Offer(Offer),
     /// Accepts the offer.
     Accept {
-        /// The session, for further connections.
+        /// Identity of the session, for data connections.
         session: String,
-        /// The token that proves that a further connection belongs to the session.
+        /// Token that proves that a data connection belongs to the session.
         token: String,
-        /// What is present, disk by disk.
+        /// What was received before, for each disk.
         disks: Vec<Known>,
     },
-    /// All offered disks are present already.
+    /// All offered disks were received before.
     Already {
         /// Their names.
         disks: Vec<String>,
     },
-    /// Joins a session with a further connection.
+    /// Adds a data connection to a session.
     Join {
         /// The session.
         session: String,
         /// The token from the `accept` message.
         token: String,
     },
-    /// Data may be sent.
+    /// Reply to `join`: data may be sent.
     Joined,
     /// Asks for the state of the session.
     Ping,
@@ -92,11 +92,11 @@ pub enum Message {
         /// Bytes of data received in this session.
         bytes: u64,
     },
-    /// The answer takes time.
+    /// Keep-alive: the reply takes time.
     Working,
     /// Everything was sent.
     Finish {
-        /// Segments and bytes of data, disk by disk, including those of earlier sessions.
+        /// Segments and bytes of data of each disk, including those of earlier sessions.
         disks: Vec<(u64, u64)>,
     },
     /// The disks are complete.
@@ -106,14 +106,14 @@ pub enum Message {
     },
     /// The session has failed.
     Failure {
-        /// Kind.
+        /// Kind of the error.
         kind: String,
-        /// Sentence.
+        /// Text of the error.
         message: String,
     },
 }
 
-/// Longest error text of a peer that is passed on.
+/// Longest error text of a peer that is shown.
 const SENTENCE_MAX: usize = 2000;
 
 fn plain(text: &str, most: usize) -> String {
@@ -126,7 +126,7 @@ impl Message {
         Self::Failure { kind: error.kind().name().into(), message: plain(&error.to_string(), SENTENCE_MAX) }
     }
 
-    /// The error of a failure; any other message is out of turn.
+    /// The error in a `failure`; for any other message the error that it was unexpected.
     pub fn into_error(self) -> Error {
         match self {
             Self::Failure { kind, message } => Error::new(ErrorKind::from_name(&kind), plain(&message, SENTENCE_MAX)),
@@ -153,13 +153,13 @@ impl Message {
         }
     }
 
-    /// The bytes.
+    /// Encodes the message.
     pub fn encode(&self) -> Result<Vec<u8>> {
         serde_json::to_vec(self)
             .map_err(|error| Error::new(ErrorKind::Invalid, format!("a message cannot be encoded: {error}")))
     }
 
-    /// Reads a message.
+    /// Decodes a message.
     pub fn decode(bytes: &[u8]) -> Result<Self> {
         let refuse = |what: String| Error::new(ErrorKind::Corrupt, format!("the peer sent a message that {what}"));
         let message: Self =
@@ -183,7 +183,7 @@ impl Message {
                     })
                 };
                 if !disks.iter().all(ordered) {
-                    return Err(refuse("lists segments in no order".into()));
+                    return Err(refuse("lists segments out of order".into()));
                 }
                 disks.len()
             }
@@ -204,7 +204,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn messages_read_back_and_nonsense_is_refused() {
+    fn messages_survive_encoding_and_invalid_ones_are_refused() {
         let known = |done: &[(u64, u64)]| Known { base: None, done: done.to_vec(), bytes: 1 };
         let accept =
             |done: &[(u64, u64)]| Message::Accept { session: "s".into(), token: "t".into(), disks: vec![known(done)] };

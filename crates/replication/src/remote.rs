@@ -1,4 +1,4 @@
-//! `lamina://HOST:PORT/NAME`: a disk or machine at another server.
+//! Remote names `lamina://HOST:PORT/NAME`: a disk or machine on another server.
 
 use std::fmt;
 use std::str::FromStr;
@@ -12,7 +12,7 @@ pub struct Remote {
     pub host: String,
     /// Port.
     pub port: u16,
-    /// The name there.
+    /// The name on that server.
     pub name: String,
 }
 
@@ -27,7 +27,7 @@ impl FromStr for Remote {
         let bare = host.strip_prefix('[').and_then(|host| host.strip_suffix(']'));
         let host = match bare {
             Some(host) => host,
-            // An IPv6 address needs its brackets: without them the beginning of the port is ambiguous.
+            // An IPv6 address must be in brackets, because otherwise the port is ambiguous.
             None if host.contains(':') => return Err(wrong()),
             None => host,
         };

@@ -12,16 +12,16 @@ use std::time::Instant;
 
 /// A stream of bytes in both directions.
 pub trait ByteStream {
-    /// Fills `into`; `UnexpectedEof` if the peer has ended before.
+    /// Fills `into`; `UnexpectedEof` if the peer has ended the stream before.
     fn read_exact(&mut self, into: &mut [u8]) -> io::Result<()>;
 
-    /// Sends these bytes, possibly delayed until a flush.
+    /// Sends the bytes, possibly only at the next flush.
     fn write(&mut self, parts: &[&[u8]]) -> io::Result<()>;
 
-    /// Sends all delayed bytes.
+    /// Sends all buffered bytes.
     fn flush(&mut self) -> io::Result<()>;
 
-    /// When waiting for the peer ends with `TimedOut`; `None` for never.
+    /// Time after which waiting for the peer ends with `TimedOut`; `None` for no limit.
     fn set_deadline(&mut self, deadline: Option<Instant>) -> io::Result<()>;
 }
 
@@ -47,24 +47,24 @@ impl ByteStream for TlsStream {
 pub struct Conversation<S> {
     /// The bytes.
     pub stream: S,
-    /// Name of the peer, for errors.
+    /// Name of the peer, for error messages.
     peer: String,
-    /// Both sides have accepted each other's certificates: later failures are those of the connection.
+    /// True once both sides have accepted certificates and versions: later errors are those of the connection.
     established: bool,
 }
 
 impl<S: ByteStream> Conversation<S> {
-    /// Makes frames of a stream of bytes.
+    /// A stream of frames over a stream of bytes.
     pub fn new(stream: S, peer: String) -> Self {
         Self { stream, peer, established: false }
     }
 
-    /// Notes that the certificates and versions are accepted.
+    /// Records that certificates and versions are accepted.
     pub fn establish(&mut self) {
         self.established = true;
     }
 
-    /// The peer's name, for messages.
+    /// Name of the peer, for messages.
     pub fn peer(&self) -> &str {
         &self.peer
     }
@@ -78,7 +78,7 @@ impl<S: ByteStream> Conversation<S> {
             io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock => {
                 Error::new(ErrorKind::Io, format!("{peer} has sent nothing for too long"))
             }
-            // Errors of TLS concern keys and certificates, or bytes that were changed on the way.
+            // TLS errors before that concern keys and certificates, or bytes that were modified in transit.
             io::ErrorKind::InvalidData if !self.established => {
                 Error::new(ErrorKind::Invalid, format!("TLS with {peer}: {error}"))
             }
@@ -86,19 +86,19 @@ impl<S: ByteStream> Conversation<S> {
         }
     }
 
-    /// When waiting for the peer ends.
+    /// Time after which waiting for the peer ends.
     pub fn set_deadline(&mut self, deadline: Option<Instant>) -> Result<()> {
         self.stream.set_deadline(deadline).map_err(|error| self.broken("waiting for", error))
     }
 
-    /// Sends a frame, possibly delayed until a flush.
+    /// Sends a frame, possibly only at the next flush.
     pub fn send(&mut self, head: &Head, payload: &[&[u8]]) -> Result<()> {
         let head = head.encode();
         let sent = self.stream.write(&[&head]).and_then(|()| self.stream.write(payload));
         sent.map_err(|error| self.broken("sending to", error))
     }
 
-    /// Sends all delayed bytes.
+    /// Sends all buffered bytes.
     pub fn flush(&mut self) -> Result<()> {
         self.stream.flush().map_err(|error| self.broken("sending to", error))
     }
@@ -114,20 +114,21 @@ impl<S: ByteStream> Conversation<S> {
         self.flush()
     }
 
-    /// The head of the next frame.
+    /// The header of the next frame.
     pub fn head(&mut self) -> Result<Head> {
         let mut bytes = [0; HEAD];
         self.stream.read_exact(&mut bytes).map_err(|error| self.broken("listening to", error))?;
         Head::decode(&bytes).map_err(|error| error.context(&self.peer))
     }
 
-    /// The payload of a frame, into memory of its length.
+    /// Reads the payload of a frame into memory of its length.
     pub fn payload(&mut self, head: &Head, into: &mut [u8]) -> Result<()> {
         self.stream.read_exact(into).map_err(|error| self.broken("listening to", error))?;
         head.verify(into).map_err(|error| error.context(&self.peer))
     }
 
-    /// A payload of data; with the checksums of its blocks where these are whole, from which its own follows.
+    /// Reads a data payload. Returns the checksums of its blocks if it consists of whole blocks; the payload's checksum
+    /// is derived from them.
     pub fn data(&mut self, head: &Head, into: &mut [u8]) -> Result<Option<Checksums>> {
         if into.is_empty() || !into.len().is_multiple_of(BLOCK_SIZE) {
             return self.payload(head, into).map(|()| None);
@@ -138,14 +139,14 @@ impl<S: ByteStream> Conversation<S> {
         Ok(Some(sums))
     }
 
-    /// A payload of eight bytes: a number.
+    /// Reads a payload of eight bytes as a number.
     pub fn number(&mut self, head: &Head) -> Result<u64> {
         let mut bytes = [0; 8];
         self.payload(head, &mut bytes)?;
         Ok(u64::from_le_bytes(bytes))
     }
 
-    /// The next frame, which has to be a message.
+    /// The next frame, which must be a message.
     pub fn hear(&mut self) -> Result<Message> {
         let head = self.head()?;
         if head.kind != Kind::Message {
@@ -154,7 +155,7 @@ impl<S: ByteStream> Conversation<S> {
         }
         let length = head.length as usize;
         let mut payload = Vec::new();
-        // Memory grows with the bytes that arrive, because the announced length may be wrong.
+        // Memory grows with the bytes received, because the announced length may be wrong.
         while payload.len() < length {
             let have = payload.len();
             payload.resize(length.min(have + MESSAGE_STEP), 0);

@@ -1,11 +1,12 @@
-//! The content of a disk or snapshot according to the model, and what a crash may leave of it.
+//! The content of a disk or snapshot according to the model, and the contents that a crash may leave.
 //!
-//! 1. `blocks` is what a read returns now; a missing block was never written (or lies behind an earlier end of the
-//!    disk) and reads as zeros.
-//! 2. `history` has, for each block written since it was last made durable, all contents from the durable one to the
-//!    present one, in order. After a crash each sector of the block must be that sector of one of them, at or after its
-//!    floor: a write made durable on its own raises the floor of the sectors it covers.
-//! 3. Two images hold the same `Arc` for a block only if neither wrote it since one was made from the other.
+//! 1. `blocks` has the current content. A missing block was never written (or lies past an earlier end of the disk)
+//!    and reads as zeros.
+//! 2. `history` has, for each block written since it was last durable, all contents in order, from the durable to the
+//!    current one. After a crash each sector of the block must have that sector of one of these contents, not older
+//!    than the floor of the sector. A write with FUA raises the floor of the sectors that it covers.
+//! 3. Two images share the `Arc` of a block only if neither has written the block since one image was copied from the
+//!    other.
 
 use backend::BLOCK_SIZE;
 use std::collections::BTreeMap;
@@ -16,7 +17,7 @@ use std::sync::Arc;
 pub type Block = [u8; BLOCK_SIZE];
 
 const BLOCK: u64 = BLOCK_SIZE as u64;
-/// The atomic unit of the medium, in bytes.
+/// The unit that the medium writes atomically, in bytes.
 const SECTOR: usize = 512;
 const SECTORS: usize = BLOCK_SIZE / SECTOR;
 
@@ -24,7 +25,7 @@ static ZEROS: Block = [0; BLOCK_SIZE];
 
 #[derive(Clone, Debug)]
 struct History {
-    /// `None` is the block that was never written.
+    /// `None` stands for a block that was never written.
     versions: Vec<Option<Arc<Block>>>,
     floor: [usize; SECTORS],
 }
@@ -40,7 +41,7 @@ fn bytes(version: &Option<Arc<Block>>) -> &Block {
     version.as_deref().unwrap_or(&ZEROS)
 }
 
-/// The blocks that a byte range touches, and the bytes touched of each.
+/// The blocks that a byte range touches, each with the bytes touched.
 pub fn touched(offset: u64, length: u64) -> impl Iterator<Item = (u64, Range<usize>)> {
     let end = offset + length;
     let blocks = if length == 0 { 0..0 } else { offset / BLOCK..end.div_ceil(BLOCK) };
@@ -51,12 +52,12 @@ pub fn touched(offset: u64, length: u64) -> impl Iterator<Item = (u64, Range<usi
 }
 
 impl Image {
-    /// The present content of a block.
+    /// The current content of a block.
     pub fn block(&self, block: u64) -> &Block {
         self.blocks.get(&block).map_or(&ZEROS, |block| block)
     }
 
-    /// The present content of a block, with its identity; `None` if it was never written.
+    /// The current content of a block as a shared reference; `None` if the block was never written.
     pub fn version(&self, block: u64) -> Option<Arc<Block>> {
         self.blocks.get(&block).cloned()
     }
@@ -84,7 +85,7 @@ impl Image {
         true
     }
 
-    /// Blocks known to have been written, or possibly written before a crash, within a range.
+    /// The blocks of a range that were written, or may have been written before a crash.
     pub fn known(&self, range: Range<u64>) -> Vec<u64> {
         let mut known: Vec<u64> = self.blocks.range(range.clone()).map(|(block, _)| *block).collect();
         known.extend(self.history.range(range).map(|(block, _)| *block));
@@ -100,7 +101,7 @@ impl Image {
         history.versions.push(Some(content));
     }
 
-    /// Writes `data` at `offset`, not durably.
+    /// Writes `data` at `offset`. The write is not durable.
     pub fn write(&mut self, offset: u64, data: &[u8]) {
         let mut at = 0;
         for (block, range) in touched(offset, data.len() as u64) {
@@ -111,7 +112,7 @@ impl Image {
         }
     }
 
-    /// Makes a range read as zeros, not durably.
+    /// Makes a range read as zeros. The change is not durable.
     pub fn zero(&mut self, offset: u64, length: u64) {
         let zeros = Arc::new(ZEROS);
         for (block, range) in touched(offset, length) {
@@ -125,8 +126,8 @@ impl Image {
         }
     }
 
-    /// Makes whole blocks read as zeros, not durably; blocks never written are not recorded, so that the range may be
-    /// terabytes.
+    /// Makes whole blocks read as zeros; the change is not durable. Blocks that were never written are not recorded, so
+    /// the range may have terabytes.
     pub fn zero_known(&mut self, blocks: Range<u64>) {
         let zeros = Arc::new(ZEROS);
         for block in self.known(blocks) {
@@ -134,17 +135,17 @@ impl Image {
         }
     }
 
-    /// True when everything written is durable.
+    /// True when all writes are durable.
     pub fn is_settled(&self) -> bool {
         self.history.is_empty()
     }
 
-    /// Marks everything written so far as durable.
+    /// Marks all writes as durable.
     pub fn flush(&mut self) {
         self.history.clear();
     }
 
-    /// Marks the present content of a range as durable.
+    /// Marks the current content of a range as durable.
     pub fn make_durable(&mut self, offset: u64, length: u64) {
         for (block, range) in touched(offset, length) {
             let Some(history) = self.history.get_mut(&block) else { continue };
@@ -158,7 +159,7 @@ impl Image {
         }
     }
 
-    /// Drops content behind a smaller capacity; durable, as a change of capacity is.
+    /// Removes the content past a smaller capacity. The change is durable, as every change of a capacity is.
     pub fn truncate(&mut self, capacity: u64) {
         let end = capacity.div_ceil(BLOCK);
         self.blocks.split_off(&end);
@@ -168,7 +169,7 @@ impl Image {
             let mut content = *self.block(capacity / BLOCK);
             content[tail..].fill(0);
             self.blocks.insert(capacity / BLOCK, Arc::new(content));
-            // Older contents may only come back for the part that still exists.
+            // Older contents may reappear only in the part of the block that still exists.
             if let Some(history) = self.history.get_mut(&(capacity / BLOCK)) {
                 for version in &mut history.versions {
                     let mut content = *bytes(version);
@@ -180,7 +181,7 @@ impl Image {
         }
     }
 
-    /// The disk grows from `capacity`: the rest of its last block, which becomes visible, is cleared.
+    /// Clears the rest of the last block, which becomes visible when the disk grows from `capacity`.
     pub fn extend(&mut self, capacity: u64) {
         if !capacity.is_multiple_of(BLOCK) && self.blocks.contains_key(&(capacity / BLOCK)) {
             let content = *self.block(capacity / BLOCK);
@@ -188,8 +189,8 @@ impl Image {
         }
     }
 
-    /// Compares a block found after a crash, or after a write that failed, with the contents that it may have. The
-    /// found content is its content from now on and, after a crash, durable.
+    /// Compares a block found after a crash or a failed write with the contents that it may have. From now on the found
+    /// content is its current content and, with `for_good`, durable.
     pub fn observe(&mut self, block: u64, found: &Block, for_good: bool) -> Result<(), String> {
         let Some(history) = self.history.get_mut(&block) else {
             return compare(block, found, bytes(&self.blocks.get(&block).cloned()));
@@ -201,7 +202,7 @@ impl Image {
                 let age = history.versions.iter().rposition(|old| bytes(old)[range.clone()] == found[range.clone()]);
                 let what = match age {
                     Some(age) => format!("version {age} of {}, made durable since", history.versions.len()),
-                    None => "nothing that was ever written there".into(),
+                    None => "a content that was never written there".into(),
                 };
                 return Err(format!(
                     "sector {sector} of block {block} holds {what}: found {}, last written {}",
@@ -212,7 +213,7 @@ impl Image {
         }
         let mut same = history.versions.iter().filter(|version| bytes(version) == found);
         let content = match (same.next(), same.next()) {
-            // Only one version matches: the block is that version, with its identity.
+            // If exactly one version matches, its `Arc` is kept.
             (Some(version), None) => version.clone(),
             _ => Some(Arc::new(*found)),
         };
@@ -228,7 +229,7 @@ impl Image {
         Ok(())
     }
 
-    /// The blocks that may differ between two images: those of which at least one was written since they were equal.
+    /// The blocks that may differ between two images: those written in at least one image since they were equal.
     pub fn written_apart<'a>(&'a self, other: &'a Image) -> impl Iterator<Item = u64> + 'a {
         let mut blocks: Vec<u64> = self.blocks.keys().chain(other.blocks.keys()).copied().collect();
         blocks.sort_unstable();
@@ -243,11 +244,11 @@ impl Image {
 
 /// True when all bytes are zeros.
 pub fn is_zero(bytes: &[u8]) -> bool {
-    // Whole blocks at a time: most blocks compared on a large disk are holes.
+    // Compares whole blocks, because most blocks on a large disk are holes.
     bytes.chunks(BLOCK_SIZE).all(|part| *part == ZEROS[..part.len()])
 }
 
-/// Describes where two contents of a block differ.
+/// Describes the difference between two contents of a block.
 pub fn compare(block: u64, found: &[u8], expected: &[u8]) -> Result<(), String> {
     if found == expected {
         return Ok(());
@@ -287,7 +288,7 @@ mod tests {
         image.clone().observe(0, &found, true).unwrap_err();
         found[512..1024].fill(2);
         image.clone().observe(0, &found, true).unwrap();
-        // Durable by itself: no older content for that sector.
+        // The sector is durable on its own: older contents are refused.
         image.make_durable(512, 512);
         image.observe(0, &found, true).unwrap_err();
     }

@@ -1,7 +1,7 @@
-//! The reference: the expected results of a datastore, kept in memory in the simplest way.
+//! The reference model: the expected results of a datastore, kept in memory in the simplest way.
 //!
-//! A model is a value that is cheap to copy: an operation whose result a crash may hide is judged by comparing the
-//! found state with the model before and the model after; nothing else is right.
+//! A model is cheap to copy. If a crash interrupts an operation, the state found is compared with the model before and
+//! the model after the operation, and must equal one of them.
 
 use crate::image::Image;
 use disk::Provisioning;
@@ -11,7 +11,7 @@ use std::sync::Arc;
 /// A snapshot.
 #[derive(Clone, Debug)]
 pub struct Snapshot {
-    /// Capacity of the disk at that time.
+    /// Capacity of the disk when the snapshot was taken.
     pub capacity: u64,
     /// The snapshot before it.
     pub parent: Option<String>,
@@ -24,24 +24,24 @@ pub struct Snapshot {
 pub struct Disk {
     /// Capacity in bytes.
     pub capacity: u64,
-    /// How it takes space.
+    /// Provisioning type.
     pub provisioning: Provisioning,
-    /// The `disk@snapshot` it is a linked clone of.
+    /// The `disk@snapshot` from which it was cloned, if it is a linked clone.
     pub origin: Option<(String, String)>,
-    /// The snapshot on which its head is based.
+    /// The snapshot on which the head is based.
     pub parent: Option<String>,
     /// Content of the head.
     pub image: Arc<Image>,
     /// Snapshots by name.
     pub snapshots: BTreeMap<String, Snapshot>,
-    /// It may share blocks with others although no record shows that any more.
+    /// It was a linked clone, and may still share blocks with other disks.
     pub detached: bool,
-    /// It, or the disk from which it was cloned, was thick: blocks may be allocated that were never written.
+    /// It, or the disk from which it was cloned, was thick: blocks may be allocated without having been written.
     pub reserved: bool,
 }
 
 impl Disk {
-    /// A disk that is based on nothing.
+    /// A disk without snapshots and origin.
     pub fn of(capacity: u64, provisioning: Provisioning, image: Image) -> Self {
         Self {
             capacity,
@@ -64,7 +64,7 @@ pub struct Model {
 }
 
 impl Model {
-    /// Everything acknowledged is durable.
+    /// Marks all acknowledged writes as durable.
     pub fn flush(&mut self) {
         for disk in self.disks.values_mut() {
             flush(&mut disk.image);
@@ -82,7 +82,7 @@ impl Model {
         }
     }
 
-    /// As [`Model::image`], for changing.
+    /// Like [`Model::image`], to be changed.
     pub fn image_mut(&mut self, title: &str) -> Option<&mut Image> {
         match title.split_once('@') {
             None => self.disks.get_mut(title).map(|disk| Arc::make_mut(&mut disk.image)),
@@ -110,13 +110,13 @@ impl Model {
         self.disks.iter().flat_map(of).collect()
     }
 
-    /// Linked clones that are based on snapshots of a disk, by name.
+    /// The names of the linked clones of a disk's snapshots.
     pub fn clones_of(&self, disk: &str) -> Vec<String> {
         let stands = |clone: &Disk| clone.origin.as_ref().is_some_and(|(origin, _)| origin == disk);
         self.disks.iter().filter(|(_, clone)| stands(clone)).map(|(name, _)| name.clone()).collect()
     }
 
-    /// Linked clones that are based on one snapshot.
+    /// The names of the linked clones of one snapshot.
     pub fn clones_on(&self, disk: &str, snapshot: &str) -> Vec<String> {
         let at = Some((disk.to_owned(), snapshot.to_owned()));
         self.disks.iter().filter(|(_, clone)| clone.origin == at).map(|(name, _)| name.clone()).collect()
@@ -131,7 +131,7 @@ impl Model {
         }
     }
 
-    /// Deletes a snapshot: its children get its parent.
+    /// Deletes a snapshot. Its children become children of its parent.
     pub fn delete_snapshot(&mut self, disk: &str, name: &str) {
         let Some(disk) = self.disks.get_mut(disk) else { return };
         let Some(gone) = disk.snapshots.remove(name) else { return };
@@ -143,7 +143,7 @@ impl Model {
         }
     }
 
-    /// Goes back to a snapshot.
+    /// Reverts a disk to a snapshot.
     pub fn revert(&mut self, disk: &str, name: &str) {
         let Some(disk) = self.disks.get_mut(disk) else { return };
         let Some(snapshot) = disk.snapshots.get(name) else { return };
@@ -169,7 +169,7 @@ impl Model {
         self.disks.insert(name.to_owned(), clone);
     }
 
-    /// Gives a disk another name, also where clones refer to it.
+    /// Renames a disk, also in the origins of clones.
     pub fn rename(&mut self, from: &str, to: &str) {
         let Some(disk) = self.disks.remove(from) else { return };
         self.disks.insert(to.to_owned(), disk);
@@ -180,7 +180,7 @@ impl Model {
         }
     }
 
-    /// Deletes a disk; the first clone by name takes over the snapshots on which clones are based.
+    /// Deletes a disk. The first clone by name takes over the snapshots that have clones.
     pub fn delete_disk(&mut self, name: &str) {
         let clones = self.clones_of(name);
         let Some(gone) = self.disks.remove(name) else { return };
@@ -212,7 +212,7 @@ impl Model {
         promoted.snapshots.append(&mut handed);
     }
 
-    /// Everything but the content, one line for each disk and snapshot.
+    /// Everything except the content: one line for each disk and snapshot.
     pub fn structure(&self) -> Vec<String> {
         let mut lines = Vec::new();
         for (name, disk) in &self.disks {
@@ -227,7 +227,7 @@ impl Model {
 }
 
 fn flush(image: &mut Arc<Image>) {
-    // An image without uncertain content stays shared.
+    // An image whose writes are all durable stays shared.
     if !image.is_settled() {
         Arc::make_mut(image).flush();
     }
@@ -241,7 +241,7 @@ pub fn describe_disk(
     origin: &Option<String>,
     parent: &Option<String>,
 ) -> String {
-    format!("{name}: {capacity} bytes, {provisioning:?}, clone of {origin:?}, stands on {parent:?}")
+    format!("{name}: {capacity} bytes, {provisioning:?}, clone of {origin:?}, based on {parent:?}")
 }
 
 /// The line of a snapshot in [`Model::structure`].

@@ -1,32 +1,33 @@
 //! Operations on a datastore, as values that a seed generates.
 //!
-//! An operation names its targets by raw numbers that are reduced to what exists when it is carried out, so every
-//! subsequence of a list of operations is a list of operations too: that is what makes shrinking a failing run simple.
+//! An operation refers to its targets by arbitrary numbers, which are mapped to existing objects when the operation is
+//! carried out. So every subsequence of a list of operations is a valid list too, which makes it simple to shorten a
+//! failing run.
 
 use crate::random::Random;
 use backend::simulated::Fault;
 
-/// Failures of a medium that fails until it is replaced.
+/// The number of failures of a medium that fails until it is replaced.
 const FOR_EVER: u64 = u64::MAX;
 
-/// The alignment of a request.
+/// The range and alignment of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Span {
     /// Chooses the offset.
     pub at: u64,
-    /// Length in bytes before it is fitted into the disk.
+    /// Length in bytes, which is limited by the size of the disk.
     pub length: u64,
-    /// The offset is a multiple of this.
+    /// The offset is a multiple of this number.
     pub align: u64,
 }
 
-/// One operation. Numbers without further description choose among the existing objects.
+/// An operation. Numbers without a description choose among the existing objects.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[allow(missing_docs)]
 pub enum Operation {
-    /// Write data that follows from `fill`; with `again`, the bytes that are present already.
+    /// Write data derived from `fill`; with `again`, write the current content again.
     Write { disk: u64, span: Span, fill: u64, again: bool, fua: bool },
-    /// Write single blocks at this many places of a disk; places and bytes follow from `fill`.
+    /// Write single blocks at this many places of a disk. Places and data are derived from `fill`.
     Scatter { disk: u64, places: u64, fill: u64 },
     /// Discard whole blocks, up to the whole disk.
     DiscardLarge { disk: u64, at: u64, length: u64 },
@@ -38,17 +39,17 @@ pub enum Operation {
     Read { title: u64, span: Span },
     /// Plan a read and keep the plan during other operations.
     BeginRead { title: u64, span: Span },
-    /// Fetch and verify a planned read.
+    /// Read and verify the planned reads.
     EndReads,
-    /// Flush through one disk.
+    /// Flush one disk.
     Flush { disk: u64 },
     /// Query the state of a range.
     Status { title: u64, span: Span },
     /// Compare two points of a disk.
     Diff { disk: u64, from: u64, to: u64 },
-    /// Make a disk; `kind` chooses the provisioning type.
+    /// Create a disk; `kind` chooses the provisioning type.
     Create { capacity: u64, kind: u64 },
-    /// Grow or shrink.
+    /// Change the capacity of a disk.
     Resize { disk: u64, capacity: u64, by_device: bool },
     /// Rename.
     Rename { disk: u64 },
@@ -58,58 +59,60 @@ pub enum Operation {
     Snapshot { disk: u64, disks: u64 },
     /// Delete a snapshot.
     DeleteSnapshot { snapshot: u64 },
-    /// Go back to a snapshot.
+    /// Revert to a snapshot.
     Revert { snapshot: u64 },
-    /// Linked clones of a snapshot, or of a head.
+    /// Make linked clones of a snapshot, or of a head.
     CloneLinked { source: u64, head: bool, count: u64 },
-    /// A full clone of a snapshot, or of a head; with `cancel`, stopped half way.
+    /// Make a full clone of a snapshot, or of a head; with `cancel`, cancel it half way.
     CloneFull { source: u64, head: bool, cancel: bool },
     /// Detach a clone.
     Detach { disk: u64 },
     /// Close the open devices.
     CloseDevices,
-    /// Background work.
+    /// Run background work.
     Pump { rounds: u64 },
-    /// A checkpoint.
+    /// Make a checkpoint.
     Checkpoint,
-    /// Return free space.
+    /// Punch free space.
     Reclaim,
-    /// Check everything.
+    /// Run a check that verifies all data.
     Check,
-    /// Compare everything with the model.
+    /// Compare the whole datastore with the model.
     Compare,
-    /// Close and open.
+    /// Close and open the datastore.
     Reopen,
-    /// Drop the process, keep the medium, open again.
+    /// Drop the engine without closing, keep the medium, and open again.
     Kill,
-    /// Cut the power after so many operations of the medium from now; then, with `again`, after so many of recovery.
+    /// Cut the power after `after` further requests to the medium; with `again`, cut it again after so many requests of
+    /// recovery.
     Cut { after: u64, again: Option<u64> },
-    /// The next recovery is cut off after this many operations of the medium, the one after it likewise, and so on.
+    /// Cut off the next recovery after the first number of requests, the recovery after it after the second number, and
+    /// so on.
     CutRecoveries { after: Vec<u64> },
-    /// Fail an operation of the medium some way from now.
+    /// Let the medium fail one request after `after` others.
     FailOperation { after: u64 },
     /// Fail the next flushes of the medium.
     FailSyncs { count: u64 },
-    /// Fail this many requests of one kind, some way from now.
+    /// Let the medium fail `times` requests of one kind after `after` others.
     FailRequests { fault: Fault, after: u64, times: u64 },
-    /// Leave the file system with this much room beyond what is used.
+    /// Leave this much free space in the file system.
     Room { bytes: u64 },
 }
 
-/// What kind of run to generate.
+/// The kind of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Profile {
-    /// No faults: long, every operation, everything compared exactly.
+    /// Long, without faults: every operation, and every result compared exactly.
     Model,
     /// Power cuts.
     PowerCuts,
-    /// Failing operations and flushes of the medium.
+    /// Failing requests and flushes of the medium.
     Errors,
     /// A file system that fills up.
     Full,
-    /// Power cuts, slow reads and hardly any room: what is freed is given out again at once.
+    /// Power cuts, slow reads and hardly any free space, so that freed blocks are reused at once.
     Tight,
-    /// Power cuts; writes scattered over 16 TiB, and more dirty metadata than the journal has room for.
+    /// Power cuts; writes scattered over 16 TiB, so that more metadata is dirty than the journal has room for.
     Scattered,
     /// Power cuts; maps larger than the metadata cache.
     Maps,
@@ -119,15 +122,15 @@ pub enum Profile {
     Journals,
     /// Power cuts on a small file system that is mostly full.
     NearlyFull,
-    /// Power cuts; heads that share blocks although no snapshot is left.
+    /// Power cuts; disks that share blocks although the snapshot between them is deleted.
     Shared,
-    /// Power cuts one after the other, in recovery too.
+    /// Consecutive power cuts, also in recovery.
     Again,
 }
 
-/// Most disks that a run keeps; beyond them a disk is deleted instead of created.
+/// The most disks of a run; then a disk is deleted instead of created.
 pub const DISKS_MAX: usize = 8;
-/// Most snapshots of all disks.
+/// The most snapshots of all disks.
 pub const SNAPSHOTS_MAX: usize = 24;
 
 /// The next operation of a run.
@@ -139,7 +142,7 @@ pub fn generate(random: &mut Random, profile: Profile) -> Operation {
         Profile::Tight => 20,
         Profile::Errors => 20,
         Profile::Full => 12,
-        // Their cuts are part of the regime.
+        // These regimes generate their own power cuts.
         _ => 0,
     };
     if random.below(1000) < special {
@@ -204,7 +207,7 @@ pub fn generate(random: &mut Random, profile: Profile) -> Operation {
     }
 }
 
-/// As [`generate`], for [`Profile::Tight`].
+/// Like [`generate`], for [`Profile::Tight`].
 fn tight(random: &mut Random, disk: u64) -> Operation {
     match random.below(100) {
         0..44 => Operation::Write { disk, span: span(random), fill: random.next(), again: false, fua: false },
@@ -253,7 +256,8 @@ fn capacity(random: &mut Random) -> u64 {
 }
 
 impl Span {
-    /// The byte range on a disk of `capacity` bytes: near one of a few places, so that requests meet, or anywhere.
+    /// The byte range on a disk of `capacity` bytes: often near one of a few places, so that requests overlap,
+    /// otherwise anywhere.
     pub fn fit(&self, capacity: u64) -> (u64, u64) {
         let length = self.length.min(capacity);
         let room = capacity - length;

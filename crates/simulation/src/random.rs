@@ -1,4 +1,4 @@
-//! Seeded randomness: the same seed gives the same run, on every machine.
+//! Seeded random numbers: the same seed gives the same run on every machine.
 
 pub use testkit::Random;
 
@@ -8,8 +8,8 @@ fn mix(mut word: u64) -> u64 {
     word ^ (word >> 31)
 }
 
-/// `length` bytes that follow from `seed` and differ in every word, so that no byte of one write passes for another's.
-/// Seeds that are multiples of 61 give zeros: data of zeros is data too.
+/// `length` bytes derived from `seed`. They differ in every word, so that bytes of one write are not mistaken for those
+/// of another. Seeds that are multiples of 61 give zeros, because written zeros must be tested too.
 pub fn pattern(seed: u64, length: usize) -> Vec<u8> {
     if seed.is_multiple_of(61) {
         return vec![0; length];

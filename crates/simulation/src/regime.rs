@@ -1,9 +1,9 @@
-//! Regimes: the conditions under which power cuts are tried, beside the usual small disks.
+//! Regimes: conditions under which power cuts are tested, in addition to the usual small disks.
 //!
-//! Each regime is a world (sizes of journal, caches and medium) and a mix of operations that keeps the datastore in one
-//! condition: more dirty metadata than the journal holds, a map larger than the metadata cache, disks of 16 TiB,
-//! journals of several sizes, a file system with hardly any room, blocks that heads share although no snapshot is left,
-//! and power cuts in direct succession. The model and the comparison are those of every other run.
+//! A regime consists of a world (sizes of journal, caches and medium) and a mix of operations that keeps the datastore
+//! in one condition: more dirty metadata than the journal holds, a map larger than the metadata cache, disks of 16 TiB,
+//! journals of several sizes, a file system with hardly any free space, blocks shared without a snapshot, or
+//! consecutive power cuts. Model and comparison are the same as in every other run.
 
 use crate::operation::{Operation, Profile, Span, generate};
 use crate::random::Random;
@@ -15,11 +15,11 @@ const TIB: u64 = 1 << 40;
 const WIDE: u64 = 16 * TIB;
 /// The default journal of `lamina init`.
 const JOURNAL_DEFAULT: u64 = 128 << 20;
-/// The largest thick disk where its table of blocks is to be larger than the journal.
+/// The largest thick disk in the regime whose table of blocks must be larger than the journal.
 const THICK_WIDE_MAX: u64 = 4 << 30;
-/// The largest thick disk elsewhere.
+/// The largest thick disk in the other regimes.
 const THICK_MAX: u64 = 8 << 20;
-/// Power cuts inside recoveries in direct succession.
+/// The most consecutive power cuts in recovery.
 const RECOVERY_CUTS_MAX: u64 = 5;
 
 /// Parameters of the datastore of a run.
@@ -27,22 +27,22 @@ const RECOVERY_CUTS_MAX: u64 = 5;
 pub struct World {
     /// Size of the journal in bytes.
     pub journal_size: u64,
-    /// Limits of the metadata cache in bytes; one is chosen.
+    /// Sizes of the metadata cache in bytes, of which one is chosen.
     pub metadata_caches: [usize; 2],
-    /// Size of the file system in bytes, when it is to be small.
+    /// Size of the file system in bytes, if it is small.
     pub room: Option<u64>,
-    /// Capacity of the largest thick disk made.
+    /// Capacity of the largest thick disk.
     pub thick_max: u64,
 }
 
 impl World {
-    /// The world of a run of this kind.
+    /// The world of a run with this profile.
     pub fn of(profile: Profile, seed: u64) -> Self {
         let mut random = Random::new(seed ^ 0x776f_726c);
         let usual =
             Self { journal_size: JOURNAL_SIZE, metadata_caches: [1 << 20, 2 << 20], room: None, thick_max: THICK_MAX };
         match profile {
-            // With the smaller cache there are checkpoints all the time; the larger one lets pages come together.
+            // The smaller cache causes frequent checkpoints; with the larger one many dirty pages accumulate.
             Profile::Scattered => Self { thick_max: THICK_WIDE_MAX, metadata_caches: [1 << 20, 32 << 20], ..usual },
             Profile::Maps => Self { metadata_caches: [256 << 10, 1 << 20], ..usual },
             Profile::Journals => {
@@ -55,7 +55,7 @@ impl World {
     }
 }
 
-/// What a run of a regime begins with; `None` for the usual disks.
+/// The first operations of a run of a regime; `None` for the usual disks.
 pub(crate) fn beginning(random: &mut Random, profile: Profile) -> Option<Vec<Operation>> {
     let create = |capacity, kind| Operation::Create { capacity, kind };
     Some(match profile {
@@ -63,7 +63,7 @@ pub(crate) fn beginning(random: &mut Random, profile: Profile) -> Option<Vec<Ope
             create(WIDE, 7),
             create(THICK_WIDE_MAX, 0),
             scatter(random, 0, 600),
-            // A page of the table of blocks each: more than the journal has room for.
+            // Each write needs another page of the table of blocks: together more pages than the journal has room for.
             scatter(random, 1, 1600),
         ],
         Profile::Maps => vec![create(TIB, 7), scatter(random, 0, 6000)],
@@ -74,7 +74,7 @@ pub(crate) fn beginning(random: &mut Random, profile: Profile) -> Option<Vec<Ope
     })
 }
 
-/// Appends what comes next in a run of a regime: one operation, or a few that belong together.
+/// Appends the next operations of a run of a regime: one, or a few that belong together.
 pub(crate) fn extend(random: &mut Random, profile: Profile, out: &mut Vec<Operation>) {
     match profile {
         Profile::Scattered => out.push(scattered(random)),
@@ -95,7 +95,7 @@ fn scatter(random: &mut Random, disk: u64, places: u64) -> Operation {
     Operation::Scatter { disk, places, fill: random.next() }
 }
 
-/// A cut some way ahead: within a step, within a batch, within a checkpoint.
+/// A power cut after a random number of requests: within a step, a batch or a checkpoint.
 fn cut(random: &mut Random, farthest: &[u64]) -> Operation {
     let after = *random.pick(farthest);
     Operation::Cut { after: random.below(after), again: random.percent(30).then(|| random.below(60)) }
@@ -181,7 +181,7 @@ fn wide(random: &mut Random) -> Operation {
 fn journals(random: &mut Random) -> Operation {
     let number = random.next();
     match random.below(100) {
-        // What is flushed before write-back has taken it home goes through the journal with its payload.
+        // Data that is flushed before write-back goes through the journal with its payload.
         0..30 => write(random, 64),
         30..48 => Operation::Flush { disk: number },
         48..53 => cut(random, &[3, 20, 200]),
@@ -197,7 +197,7 @@ fn nearly_full(random: &mut Random, out: &mut Vec<Operation>) -> Operation {
         24..30 => Operation::Flush { disk: number },
         30..36 => Operation::Discard { disk: number, span: span(random, 512), fua: false },
         36..41 => cut(random, &[3, 20, 200]),
-        // Another program takes all that is left, and then what is buffered has to become durable.
+        // Another program takes the rest of the file system. Then buffered writes must still become durable.
         58..61 => {
             out.push(Operation::Room { bytes: 0 });
             Operation::Flush { disk: number }
@@ -219,7 +219,7 @@ fn nearly_full(random: &mut Random, out: &mut Vec<Operation>) -> Operation {
     }
 }
 
-/// Two heads that share blocks although no snapshot says so any more, and writes to the same places of both.
+/// Two disks that share blocks after the snapshot between them is deleted, and writes to the same places of both.
 fn shared(random: &mut Random, out: &mut Vec<Operation>) {
     let disk = random.next();
     if random.percent(40) {
@@ -263,7 +263,7 @@ fn shared(random: &mut Random, out: &mut Vec<Operation>) {
     if random.percent(40) {
         step(Operation::Pump { rounds: 2 }, random);
     }
-    // Every head that there may be, in no order.
+    // Writes to random disks in any order.
     for _ in 0..random.between(2, 5) {
         let write = at(random.next(), random);
         step(write, random);
@@ -279,7 +279,7 @@ fn shared(random: &mut Random, out: &mut Vec<Operation>) {
     }
 }
 
-/// Down, looked at, overwritten, flushed, and down again; recovery itself is cut off several times in a row.
+/// A power cut, reads, overwrites, a flush, and the next power cut. Recovery is cut off several times as well.
 fn again(random: &mut Random, out: &mut Vec<Operation>) {
     let disk = random.next();
     for _ in 0..random.below(4) {

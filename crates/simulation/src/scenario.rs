@@ -1,4 +1,4 @@
-//! Whole runs from a seed, and what to say when one fails.
+//! Complete runs from a seed, and reports of failures.
 
 use crate::operation::{Operation, Profile};
 use crate::random::Random;
@@ -8,28 +8,28 @@ use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{Duration, Instant};
 
-/// Operations shown of a failing run.
+/// The most operations shown of a failing run.
 const SHOWN_MAX: usize = 80;
 
-/// A run that violated what must hold.
+/// A run with a violation.
 #[derive(Debug)]
 pub struct Failure {
-    /// What was violated.
+    /// Description of the violation.
     pub violation: String,
-    /// Its seed.
+    /// Seed of the run.
     pub seed: u64,
-    /// Its kind.
+    /// Profile of the run.
     pub profile: Profile,
-    /// Operations that fail, the violation in the last of them.
+    /// The operations up to the violation.
     pub operations: Vec<Operation>,
-    /// What was done, targets resolved.
+    /// The operations carried out, with their actual targets.
     pub trace: Vec<String>,
-    /// Most power cuts that it was to make.
+    /// Limit on the power cuts of the run.
     pub cuts_max: Option<u64>,
 }
 
 impl Failure {
-    /// The words of the violation up to its first figure: what a shorter run has to violate too.
+    /// The description of the violation up to its first digit: a shorter run must violate the same.
     fn kind(&self) -> String {
         self.violation.chars().take_while(|letter| !letter.is_ascii_digit()).take(60).collect()
     }
@@ -54,7 +54,7 @@ impl fmt::Display for Failure {
 }
 
 impl Profile {
-    /// All of them.
+    /// All profiles.
     pub const ALL: [Self; 12] = [
         Self::Model,
         Self::PowerCuts,
@@ -70,12 +70,12 @@ impl Profile {
         Self::Again,
     ];
 
-    /// Whether its runs cut the power.
+    /// Whether runs of the profile cut the power.
     pub fn cuts(self) -> bool {
         !matches!(self, Self::Model | Self::Errors | Self::Full)
     }
 
-    /// The word for it on a command line.
+    /// The name of the profile on the command line.
     pub fn name(self) -> &'static str {
         match self {
             Self::Model => "model",
@@ -126,7 +126,7 @@ pub fn operations(seed: u64, profile: Profile, count: usize) -> Vec<Operation> {
     operations
 }
 
-/// Something to work on from the start.
+/// The first operations of a run, which create disks.
 fn beginning(random: &mut Random, profile: Profile, seed: u64) -> Vec<Operation> {
     regime::beginning(random, profile).unwrap_or_else(|| {
         let tight = profile == Profile::Tight;
@@ -138,12 +138,12 @@ fn beginning(random: &mut Random, profile: Profile, seed: u64) -> Vec<Operation>
     })
 }
 
-/// Carries operations out one after another; panics count as violations.
+/// Carries out operations one after another. A panic counts as a violation.
 pub fn carry_out(seed: u64, profile: Profile, operations: &[Operation]) -> Result<Statistics, Box<Failure>> {
     carry_out_within(seed, profile, operations, None)
 }
 
-/// The same, with no more power cuts than these.
+/// Like [`carry_out`], with a limit on the power cuts.
 fn carry_out_within(
     seed: u64,
     profile: Profile,
@@ -170,7 +170,7 @@ fn carry_out_within(
         };
         let trace = run.trace().map(str::to_owned).collect();
         if violation.starts_with("panic") {
-            // Locks may be held for ever by what panicked.
+            // The thread that panicked may still hold locks.
             std::mem::forget(run);
         }
         return Err(fail(violation, number + 1, trace));
@@ -178,17 +178,17 @@ fn carry_out_within(
     Ok(run.statistics)
 }
 
-/// A whole run of a seed.
+/// A complete run of a seed.
 pub fn run(seed: u64, profile: Profile) -> Result<Statistics, Box<Failure>> {
     run_within(seed, profile, None)
 }
 
-/// A whole run of a seed, with no more power cuts than these.
+/// A complete run of a seed, with a limit on the power cuts.
 pub fn run_within(seed: u64, profile: Profile, cuts_max: Option<u64>) -> Result<Statistics, Box<Failure>> {
     carry_out_within(seed, profile, &operations(seed, profile, profile.length()), cuts_max)
 }
 
-/// A shorter list of operations that fails too, as far as it is found in the time given.
+/// Shortens a failing list of operations, as far as possible in the given time.
 pub fn shrink(mut failure: Box<Failure>, time: Duration) -> Box<Failure> {
     let began = Instant::now();
     let mut part = failure.operations.len() / 2;
@@ -211,7 +211,7 @@ pub fn shrink(mut failure: Box<Failure>, time: Duration) -> Box<Failure> {
     failure
 }
 
-/// Runs all seeds of a range and says what the first failing one does, made shorter; for tests.
+/// Runs all seeds of a range. Panics with the shortened operations of the first seed that fails; for tests.
 ///
 /// # Panics
 /// If a seed fails.
@@ -223,7 +223,7 @@ pub fn all(profile: Profile, seeds: std::ops::Range<u64>) -> Statistics {
             Ok(statistics) => sum += statistics,
             Err(failure) => {
                 let first = failure.violation.clone();
-                panic!("{}\nbefore it was made shorter: {first}", shrink(failure, SHRINK_TIME));
+                panic!("{}\nbefore shortening: {first}", shrink(failure, SHRINK_TIME));
             }
         }
     }

@@ -1,5 +1,5 @@
-//! Single bits inverted on the medium: in data, one block cannot be read and `check` says which; in metadata it is
-//! noticed or makes no difference. Never wrong data, never a panic.
+//! Single bits inverted on the medium. In data, one block cannot be read and `check` reports it. In metadata, the flip
+//! is detected or has no effect. No read returns wrong data, and nothing panics.
 #![allow(clippy::unwrap_used)]
 
 use backend::BLOCK_SIZE;
@@ -12,7 +12,7 @@ use simulation::scenario;
 
 const BLOCK: u64 = BLOCK_SIZE as u64;
 
-/// A datastore with some history, everything home and durable, and open.
+/// An open datastore with a random history. Everything is written back and durable.
 fn prepared(seed: u64) -> SimulationRun {
     let mut run = SimulationRun::new(seed).unwrap();
     let operations = scenario::operations(seed, Profile::Model, 600);
@@ -67,13 +67,13 @@ fn a_flipped_bit_in_data_is_an_error_of_that_block_only_and_check_names_it() {
         let report = datastore.check(CheckOptions { data: true, repair: false }, &NoProgress).unwrap();
         assert_eq!(report.findings.len(), 1, "{:?}", report.findings);
         let problem = &report.findings[0].problem;
-        // The name of any owner will do: a block may have many.
+        // Any owner may be reported, because a block may have many.
         assert!(problem.contains("checksum") && problem.contains("at offset"), "{problem}");
     }
     assert!(flips > 10);
 }
 
-/// Whatever is read is right, or refused as corrupt.
+/// Checks that every read returns the right data or a corruption error.
 fn nothing_wrong_is_read(run: &SimulationRun, datastore: &Datastore, context: &str) {
     for title in run.model.titles() {
         let Ok(device) = datastore.device(&title, true) else { continue };
@@ -107,7 +107,7 @@ fn a_flipped_bit_in_metadata_is_noticed_or_makes_no_difference() {
         let files: Vec<(String, u64)> = names.map(|name| (name.clone(), length(&name))).collect();
         for (name, length) in &files {
             for _ in 0..12 {
-                // Each flip on a machine of its own.
+                // Each flip is tried on its own copy of the medium.
                 let medium = run.disk.clone().crash();
                 let offset = match random.percent(50) {
                     true => random.below((*length).min(3 * BLOCK)),

@@ -1,4 +1,4 @@
-//! A file system that is full, step by step: what must go on, and how it ends.
+//! A full file system, step by step: which requests must still succeed, and how space is freed again.
 #![allow(clippy::unwrap_used)]
 
 use backend::simulated::{SimulatedDisk, SimulatedOptions};
@@ -39,7 +39,7 @@ fn a_full_datastore_goes_on_and_recovers_without_being_opened_again() {
     let (a, b) = (datastore.device("a", false).unwrap(), datastore.device("b", false).unwrap());
     let thick = datastore.device("thick", false).unwrap();
     let mut random = Random::new(1);
-    // Fills both until nothing fits any more.
+    // Fills both disks until no further block fits.
     let mut written = [Vec::new(), Vec::new()];
     'full: for block in 0..DISK / BLOCK as u64 {
         for (device, written) in [&a, &b].into_iter().zip(&mut written) {
@@ -54,12 +54,12 @@ fn a_full_datastore_goes_on_and_recovers_without_being_opened_again() {
     }
     assert!(written[0].len() > 4000, "only {} blocks fitted", written[0].len());
     a.flush().unwrap();
-    // A thick disk has its space.
+    // The blocks of a thick disk are reserved.
     for block in 0..1024 {
         write(&*thick, block, 7_000 + block).unwrap();
     }
     thick.flush().unwrap();
-    // Overwrites of what a disk has go on.
+    // Overwrites of existing blocks still succeed.
     for _ in 0..500 {
         let block = *random.pick(&written[1]);
         write(&*b, block, block + 1).unwrap();
@@ -68,14 +68,14 @@ fn a_full_datastore_goes_on_and_recovers_without_being_opened_again() {
     for block in &written[0] {
         assert_eq!(read(&*a, *block), pattern(block + 1, BLOCK));
     }
-    // Discards make room for others.
+    // Discards free blocks for other disks.
     a.discard(0, 4 << 20, false).unwrap();
     a.flush().unwrap();
     while datastore.engine().pump().unwrap() {}
     for block in 0..200 {
         write(&*b, DISK / BLOCK as u64 - 1 - block, block).unwrap();
     }
-    // So does deleting a disk.
+    // Deleting a disk frees blocks too.
     drop(a);
     datastore.delete_disk("a", false).unwrap();
     while datastore.engine().pump().unwrap() {}

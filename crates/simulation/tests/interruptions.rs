@@ -1,10 +1,10 @@
-//! Every change of a datastore, cut off at each operation of the medium in turn, and recovery from it too; and the
-//! histories of bugs that random runs have found.
+//! Every change of a datastore, cut off at each request to the medium in turn, with a second cut in recovery; and
+//! operations that reproduce bugs found by random runs.
 
 use simulation::operation::{Operation, Profile, Span};
 use simulation::scenario::{Failure, carry_out};
 
-/// Beyond any number of operations of the medium that one change takes here.
+/// More than the requests to the medium that any of these changes makes.
 const CUTS: u64 = 70;
 
 const fn span(at: u64, length: u64) -> Span {
@@ -15,14 +15,14 @@ fn write(disk: u64, at: u64, length: u64, fill: u64) -> Operation {
     Operation::Write { disk, span: span(at, length), fill, again: false, fua: false }
 }
 
-/// Two disks; the first with two snapshots, a clone on the older of them, and writes without a flush.
+/// Two disks. The first has two snapshots, a clone of the older one, and unflushed writes.
 fn history() -> Vec<Operation> {
     vec![
         Operation::Create { capacity: 1 << 20, kind: 7 },
         Operation::Create { capacity: (2 << 20) - 512, kind: 7 },
         write(0, 0, 40_000, 1),
         write(1, 0, 60_000, 2),
-        // The end of the second disk, within its last block.
+        // Writes at the end of the second disk, which lies within a block.
         write(1, 12, 2048, 3),
         Operation::Snapshot { disk: 0, disks: 1 },
         write(0, 0, 20_000, 4),
@@ -42,7 +42,8 @@ fn run(seed: u64, operations: &[Operation]) {
     }
 }
 
-/// The history, then `last` cut off after each number of operations of the medium, with and without a cut in recovery.
+/// Runs the history, and then `last` with a power cut after each number of requests to the medium, with and without a
+/// cut in recovery.
 fn cut_everywhere(last: &[Operation]) {
     for after in 0..CUTS {
         for again in [None, Some(after % 7), Some(10 + after % 23)] {
@@ -98,7 +99,7 @@ fn a_disk_that_shrank_and_grew_shows_zeros_whenever_it_was_cut_off() {
 
 #[test]
 fn payload_in_the_journal_survives_an_overwrite_in_place_and_a_recovery_that_are_both_cut_off() {
-    // The flush of the interrupted recovery must not pass for one of the overwrite.
+    // The flush of the interrupted recovery must not count as a flush of the overwrite.
     for after in 0..8 {
         for again in 0..40 {
             let operations = [
@@ -122,7 +123,7 @@ fn payload_in_the_journal_survives_an_overwrite_in_place_and_a_recovery_that_are
 fn space_reserved_before_a_kill_is_given_back() {
     let thick = Operation::Create { capacity: 1_984_512, kind: 0 };
     run(1, &[thick.clone(), write(0, 0, 1_000_000, 1), Operation::Kill, Operation::Check]);
-    // Also when nothing had been journalled since the datastore was opened.
+    // The same when nothing was journalled since the datastore was opened.
     let quiet = [thick, Operation::Snapshot { disk: 0, disks: 1 }, Operation::Reopen, write(0, 0, 4096, 1)];
     for after in 0..12 {
         let cut =
@@ -153,13 +154,13 @@ fn what_a_full_file_system_refuses_has_not_begun() {
         let then = [change, Operation::Compare, Operation::Check, Operation::Reopen, Operation::Compare];
         run(3, &[&base[..], &then[..]].concat());
     }
-    // A thick disk has its space, flushed or not, before and after a snapshot and going back to it.
+    // Writes of a thick disk always have space, flushed or not, before and after a snapshot and after reverting to it.
     let mut thick = base.to_vec();
     for round in 0..6 {
         thick.extend([write(1, round, 500_000, round + 1), Operation::Flush { disk: 1 }]);
     }
     run(4, &thick);
-    // Nor does a growth that is refused, or done, take what is set aside for writes to shared blocks.
+    // Growing the disk, refused or not, must not use up the reservation for writes to shared blocks.
     for grown in [8 << 20, (1 << 20) + 65_536] {
         let mut thick = base.to_vec();
         thick.insert(4, Operation::Room { bytes: 2 << 20 });

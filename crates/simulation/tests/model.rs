@@ -1,5 +1,5 @@
-//! 100,000 random operations over several disks, snapshots and clones, compared with the model one by one, with
-//! closing, killing and opening in between.
+//! 100,000 random operations over several disks, snapshots and clones, each compared with the model, with closing,
+//! killing and opening in between.
 
 use simulation::operation::Profile;
 use simulation::scenario;
@@ -8,7 +8,7 @@ fn run(seeds: std::ops::Range<u64>) {
     let count = seeds.end - seeds.start;
     let statistics = scenario::all(Profile::Model, seeds);
     assert!(statistics.operations >= count * 5000);
-    // A run that never got that far proves little.
+    // Runs with few restarts or checkpoints would prove little.
     assert!(statistics.restarts > count && statistics.checkpoints > count * 20, "{statistics:?}");
 }
 

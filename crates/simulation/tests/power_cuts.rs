@@ -1,5 +1,5 @@
-//! More than 1,000 seeds of power cuts: at any operation of the medium, inside any operation of the datastore, and
-//! again while it recovers. What was not flushed is dropped, reordered and torn at 512 bytes.
+//! More than 1,000 seeds of power cuts: at any request to the medium, inside any operation of the datastore, and again
+//! in recovery. Unflushed writes are dropped, reordered, and torn at 512 bytes.
 
 use simulation::operation::Profile;
 use simulation::scenario;

@@ -1,5 +1,5 @@
-//! Power cuts in every regime: metadata and maps beyond what memory and journal hold, disks of 16 TiB, journals of
-//! several sizes, hardly any room, shared blocks without a snapshot, cut after cut. `lamina-soak --cuts 10000` makes
+//! Power cuts in every regime: metadata and maps larger than memory and journal, disks of 16 TiB, journals of several
+//! sizes, hardly any free space, shared blocks without a snapshot, consecutive cuts. `lamina-soak --cuts 10000` makes
 //! many more.
 
 use simulation::operation::Profile;
@@ -22,7 +22,7 @@ fn with_more_dirty_metadata_than_the_journal_holds_nothing_is_lost() {
 #[test]
 fn with_maps_beyond_the_metadata_cache_nothing_is_lost() {
     let statistics = run(Profile::Maps, 3);
-    // The larger one of the caches has room for 256 pages.
+    // The larger of the two caches has room for 256 pages.
     assert!(statistics.nodes_max > 256, "{statistics:?}");
 }
 

@@ -1,8 +1,8 @@
-//! Slow media: real threads on a simulated medium that takes its time for every request, with buffers and a journal
-//! that fill much faster than it empties them. The power goes at some point, and what was flushed is compared.
+//! Slow media: threads on a simulated medium that delays every request, with buffers and a journal that fill much
+//! faster than the medium empties them. The power is cut at some point, and flushed data is compared.
 //!
-//! A slow flush is what lets write-back, checkpoint and flushes of several clients run into each other for long. No
-//! request may fail, and none may wait much longer than the medium takes for what lies before it.
+//! With a slow flush, write-back, checkpoints and flushes of several clients overlap for long. No request may fail, and
+//! none may wait much longer than the medium needs for the requests before it.
 #![allow(clippy::unwrap_used)]
 
 use backend::simulated::{Request, SimulatedDisk, SimulatedOptions};
@@ -18,12 +18,12 @@ use store::EngineOptions;
 const WRITERS: u64 = 3;
 const CAPACITY: u64 = 4 << 30;
 const JOURNAL: u64 = 4 << 20;
-/// How long a medium is written to before its power goes.
+/// How long a medium is written until its power is cut.
 const TIME: Duration = Duration::from_millis(2500);
-/// The longest that a request may take; the media below take tens of milliseconds for their slowest.
+/// The longest time that a request may take. The slowest request of the media below takes tens of milliseconds.
 const LONGEST: Duration = Duration::from_secs(20);
 
-/// What a medium takes for a read or write, and for a flush.
+/// The time that a medium needs for a read or write, and for a flush.
 #[derive(Clone, Copy, Debug)]
 struct Medium {
     request: Duration,
@@ -31,15 +31,15 @@ struct Medium {
 }
 
 const MEDIA: [Medium; 3] = [
-    // A disk with a queue: writes are taken quickly, flushes wait for the head.
+    // A disk with a queue: it accepts writes quickly, and flushes wait for the head to move.
     Medium { request: Duration::from_micros(50), sync: Duration::from_millis(40) },
-    // A network: everything takes the same.
+    // A network: all requests take the same time.
     Medium { request: Duration::from_millis(2), sync: Duration::from_millis(2) },
     // A saturated device.
     Medium { request: Duration::from_millis(5), sync: Duration::from_millis(60) },
 ];
 
-/// A writer's disk with what it may hold, and how long its requests took.
+/// The disk of one writer: its expected content, and how long its requests took.
 struct Mine {
     name: String,
     image: Image,
@@ -55,7 +55,7 @@ fn write_and_flush(datastore: &Datastore, disk: &SimulatedDisk, number: u64) -> 
     loop {
         mine.requests += 1;
         let blocks = *random.pick(&[1, 1, 1, 1, 16, 128]);
-        // Half of the requests hit a few blocks again and again, the others lie anywhere.
+        // Half of the requests go to the same few blocks, the others anywhere.
         let places = if random.percent(50) { 64 } else { CAPACITY / BLOCK_SIZE as u64 - blocks };
         let (offset, length) = (random.below(places) * BLOCK_SIZE as u64, blocks * BLOCK_SIZE as u64);
         let began = Instant::now();
@@ -89,7 +89,7 @@ fn write_and_flush(datastore: &Datastore, disk: &SimulatedDisk, number: u64) -> 
     }
 }
 
-/// Takes and deletes snapshots until the power goes.
+/// Takes and deletes snapshots until the power is cut.
 fn snapshots(datastore: &Datastore, disk: &SimulatedDisk) {
     for number in 0u64.. {
         let (name, snapshot) = (format!("w{}", number % WRITERS), format!("s{number}"));
@@ -140,7 +140,7 @@ fn run(seed: u64, medium: Medium) {
         taker.join().unwrap();
         mine
     });
-    // The rest is not about time.
+    // The remaining steps are not timed.
     ended.store(true, Ordering::Relaxed);
     assert!(requests.load(Ordering::Relaxed) > 0);
     let _ = datastore.close();

@@ -1,5 +1,5 @@
-//! Real threads on a real folder: writers that verify, snapshots and deletions meanwhile; then everything is opened
-//! again and compared.
+//! Threads on a real folder: writers that verify their data, with concurrent snapshots and deletions. Then the
+//! datastore is opened again and compared.
 #![allow(clippy::unwrap_used)]
 
 use backend::{IoMode, SharedSlice};
@@ -17,7 +17,7 @@ const WRITERS: u64 = 4;
 const CAPACITY: u64 = 24 << 20;
 const TIME: Duration = Duration::from_secs(16);
 
-/// A writer's disk: its model, and the snapshots it took with what they must hold.
+/// The disk of one writer: its model, and its snapshots with their expected content.
 struct Mine {
     name: String,
     image: Image,
@@ -90,13 +90,13 @@ fn write_and_verify(datastore: &Datastore, number: u64, until: Instant) -> Mine 
                 datastore.delete_snapshot(&name, &snapshot, None, &NoProgress).unwrap();
             }
         }
-        // The history of the model is not wanted here, and would grow.
+        // Older contents are not needed here, and would accumulate.
         mine.image.flush();
     }
     mine
 }
 
-/// Clones, copies and deletes disks of others while they are written.
+/// Clones, copies and deletes disks while other threads write them.
 fn stir(datastore: &Datastore, stop: &AtomicBool) {
     let mut random = Random::new(99);
     let mut number = 0;

@@ -1,14 +1,14 @@
-//! What one disk suffers from what another does: latencies of a small disk whose metadata is cached, alone, beside
-//! reads of a disk that misses metadata pages, and beside a check; and of 16 reads at a time that all miss.
-//!
+//! Measures how the load on one disk affects another. The latencies of a small disk whose metadata is cached are
+//! measured alone, beside reads of a second disk that miss metadata pages, and beside a check. The last measurement is
+//! of 16 concurrent reads that all miss.
 //! ```text
 //! cargo run --release -p lamina-store --example neighbour -- /path/of/an/empty/folder [GiB] [microseconds]
 //! ```
 //!
-//! The big disk maps every second block, an extent each, so that its metadata is many times the cache. A read of a
-//! metadata page takes this many microseconds longer than the page cache of the operating system needs for it: the
-//! medium of this program always misses. Four readers take processors, too, and wake up as often as they sleep: the
-//! same readers with an ample cache, asleep as long by themselves, show what of it is not due to the misses.
+//! The large disk maps every second block with an extent of its own, so its metadata is many times the size of the
+//! cache. Each read of a metadata page is delayed by the given number of microseconds, because otherwise the page cache
+//! of the operating system would answer at once. The four readers also use processor time and wake up often. A run with
+//! an ample metadata cache, in which the readers sleep as long, shows the part of the effect that is not due to misses.
 
 #![allow(clippy::unwrap_used, clippy::print_stdout, clippy::print_stderr)]
 
@@ -28,7 +28,7 @@ const READERS: u64 = 4;
 const DEPTH: u64 = 16;
 const MEASURED: Duration = Duration::from_secs(4);
 
-/// A directory whose metadata pages take time to read.
+/// A directory that delays reads of metadata pages.
 struct Slow {
     inner: Arc<dyn Directory>,
     delay: Arc<AtomicU64>,
@@ -211,7 +211,7 @@ fn main() {
     let back_to_back = Duration::ZERO;
     let paced = Duration::from_micros(100);
 
-    // What readers cost a neighbour although they miss nothing.
+    // The effect of four readers that miss no metadata page.
     let ample = EngineOptions { metadata_cache: 1 << 30, ..EngineOptions::default() };
     let engine = Engine::open(Arc::clone(&directory), ample).unwrap();
     (0..HOT_BLOCKS).for_each(|block| read(&engine, hot, block));
@@ -238,7 +238,7 @@ fn main() {
         measure("reads beside 4 readers that miss metadata", paced, &for_a_while, || {
             read(&engine, hot, random.below(HOT_BLOCKS));
         });
-        measure("one of such readers", back_to_back, &for_a_while, || {
+        measure("another reader that misses metadata", back_to_back, &for_a_while, || {
             read(&engine, cold, 2 * random.below(cold_blocks))
         });
     });

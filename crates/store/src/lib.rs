@@ -1,15 +1,15 @@
 //! The native store: block maps, checksums, allocation, journal and recovery behind lamina's own disk format.
 //!
 //! ```text
-//! engine    write buffer in, journal and data files out; flush, snapshot, clone, delete, checkpoint, recovery
-//! buffer    what was written and is not in the map yet, per disk, in layers cut by snapshots
+//! engine    connects the other modules: flush, snapshot, clone, delete, checkpoint, recovery
+//! buffer    writes that are not in the map yet, per disk, in layers separated by snapshots
 //! catalog   disks and snapshots: names, capacities, roots
-//! tree      logical block -> physical block, shared between disks by reference counts
-//! space     physical blocks: reference counts, checksums, free runs, what the file system has given
-//! pages     4 KiB metadata pages, cached, written home only by checkpoints
-//! journal   the ring: operations, payload of small flushed writes, page images of a checkpoint
+//! tree      maps logical to physical blocks; nodes are shared between disks and reference-counted
+//! space     physical blocks: reference counts, checksums, free runs, space allocated in the file system
+//! pages     4 KiB metadata pages, cached, written in place only by checkpoints
+//! journal   a ring: operations, and payload of small flushed writes
 //! sync      locks, atomics and threads, or a scheduler that decides their order
-//! engine::check  walks everything and compares
+//! engine::check  walks all metadata and compares it
 //! ```
 //!
 //! The format is described in `docs/format/native.md`.

@@ -1,5 +1,5 @@
-//! A small ring, a small cache and more metadata than either holds: nothing is refused for it, at run time, after a
-//! crash, or in a datastore that an earlier version left behind.
+//! Datastores with a small ring, a small cache and more metadata than either can hold. No operation is refused because
+//! of that: at run time, after a crash, or on a datastore of an earlier version.
 
 #![allow(clippy::unwrap_used)]
 
@@ -57,12 +57,12 @@ fn is_whole(engine: &Engine) {
     assert_eq!((report.findings, report.leaked), (vec![], 0));
 }
 
-/// Everything that goes on by itself, to the end.
+/// Waits until all background work is done.
 fn settle(engine: &Engine) {
     if engine.options().threads {
         let began = std::time::Instant::now();
         while engine.with_catalog(|catalog| catalog.first_trash().is_some()) {
-            assert!(began.elapsed().as_secs() < 300, "what was deleted is still there");
+            assert!(began.elapsed().as_secs() < 300, "a deleted tree is still not dropped");
             std::thread::sleep(std::time::Duration::from_millis(20));
         }
     } else {
@@ -71,7 +71,7 @@ fn settle(engine: &Engine) {
     engine.flush().unwrap();
 }
 
-/// Blocks all over a disk of 16 TiB, in an order without pattern.
+/// The logical block of write `i`: scattered over a disk of 16 TiB.
 fn scattered(i: u64) -> u64 {
     i.wrapping_mul(0x9e37_79b9_7f4a_7c15) % (16 * TIB / BLOCK_SIZE as u64)
 }
@@ -90,7 +90,7 @@ fn writes_all_over_a_large_disk(threads: bool) {
     let mut model = BTreeMap::new();
     for round in 0..3 {
         for i in 0..WRITES {
-            // In the later rounds a half of the writes goes over what is there.
+            // In later rounds half of the writes overwrite earlier blocks.
             let logical = scattered(i + round * WRITES / 2);
             write(&engine, vm, logical, i + round);
             model.insert(logical, i + round);
@@ -99,7 +99,7 @@ fn writes_all_over_a_large_disk(threads: bool) {
             }
         }
         if round == 1 {
-            // From here on each write copies its path, and counts all that the copies refer to.
+            // After the snapshot each write copies its path, which adds references to all blocks below the copies.
             let snapshot = NewSnapshot { disk: vm, name: "all".into(), uuid: UUID, incomplete: false };
             engine.snapshot(&[snapshot]).unwrap();
         }
@@ -148,7 +148,8 @@ fn large_disks_go(threads: bool) {
     }
     engine.flush().unwrap();
     assert_eq!(engine.counts().data.used, 2 * blocks);
-    // A discard is visible as a whole at once, while its steps go on, and survives the flush behind it.
+    // A discard is visible as a whole at once, although it enters the map in steps, and is durable after the next
+    // flush.
     engine.discard_blocks(&engine.head(ids[1]), 1..blocks).unwrap();
     write(&engine, ids[1], 777, 4);
     write(&engine, ids[2], 5, 6);
@@ -191,7 +192,7 @@ fn a_discard_of_many_single_blocks_goes_in_steps() {
     engine.discard_blocks(&engine.head(vm), 0..16 * TIB / BLOCK_SIZE as u64).unwrap();
     write(&engine, vm, 3, 3);
     engine.flush().unwrap();
-    // Zeroes that keep their space, over what is there and over holes.
+    // Zeroes both written and unmapped blocks. All of them are allocated afterwards.
     for i in 0..200 {
         write(&engine, vm, 2 * i, i + 1);
     }
@@ -216,7 +217,7 @@ fn a_snapshot_of_a_thick_disk_that_does_not_fit_leaves_everything_going() {
         let snapshot = NewSnapshot { disk: thick, name: "s".into(), uuid: UUID, incomplete: false };
         assert_eq!(engine.snapshot(&[snapshot]).unwrap_err().kind(), ErrorKind::NoSpace);
     }
-    // In a file system that is full, what has its space is written on.
+    // On a full file system, blocks of the thick disk can still be written.
     for i in 0..300 {
         write(&engine, thick, i * 331 % blocks, i);
     }
@@ -258,7 +259,7 @@ fn where_the_images_file_cannot_grow_checkpoints_come_earlier() {
     is_whole(&engine);
 }
 
-/// Cuts the power at every few operations of recovery, again and again in the same recovery, then lets it end.
+/// Cuts the power after every few operations of recovery, and in each following recovery, then lets recovery end.
 #[test]
 fn recovery_that_is_cut_off_without_end_ends_well() {
     let disk = disk(1 << 40);
@@ -302,8 +303,8 @@ fn recovery_that_is_cut_off_without_end_ends_well() {
     }
 }
 
-/// A datastore of version 1 whose ring is full of operations that change more pages than the ring has room for: what
-/// version 1 could neither go on with nor open.
+/// A datastore of version 1 whose ring is full of operations that change more pages than the ring has room for. Version
+/// 1 could neither continue with it nor open it.
 #[test]
 fn a_full_ring_of_version_1_opens() {
     const OPERATIONS: u64 = 6000;
@@ -313,7 +314,7 @@ fn a_full_ring_of_version_1_opens() {
     engine.close().unwrap();
     drop(engine);
     let directory = disk.directory();
-    // The superblock as version 1 had it.
+    // Writes the superblock as version 1 did.
     let file = directory.open("superblock", IoMode::Buffered).unwrap();
     let copy = |number: u64| {
         let mut bytes = vec![0; BLOCK_SIZE];
@@ -335,7 +336,7 @@ fn a_full_ring_of_version_1_opens() {
     directory.remove(IMAGES_FILE).unwrap();
     let newest = copy(newest);
     let tail = Place { position: word(&newest, 48), sequence: word(&newest, 56) };
-    // The ring, filled to its end: each operation maps a block in a page of the table of its own.
+    // Fills the ring: each operation maps a block that another table page describes.
     let data = directory.create("data.0000", IoMode::Buffered).unwrap();
     data.set_len((OPERATIONS + 1) * 508 * BLOCK_SIZE as u64).unwrap();
     let salt = u64::from_le_bytes(UUID[..8].try_into().unwrap());

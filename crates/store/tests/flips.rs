@@ -1,7 +1,7 @@
-//! Wrong bits and bytes anywhere in the files of stores that were stopped or killed. Nothing wrong is ever read; a
-//! bit is found or makes no difference, and a repair, or a salvage, gives every block that is not damaged itself.
+//! Wrong bits and bytes anywhere in the files of stores that were closed or killed. No read returns wrong data. A wrong
+//! bit is reported or has no effect, and a repair or a salvage returns every block that is not damaged itself.
 //!
-//! `LAMINA_FLIPS` sets how many are tried, `LAMINA_SEED` where they begin.
+//! `LAMINA_FLIPS` sets the number of flips, `LAMINA_SEED` the first seed.
 
 #![allow(clippy::unwrap_used)]
 
@@ -19,18 +19,18 @@ const BLOCKS: u64 = 1500;
 const DISKS: u64 = 10;
 const RING: u64 = 4 << 20;
 
-/// What each block of each object holds: its number of the write, 0 for zeros.
+/// The content of each block of each object: the number of its last write, 0 for zeros.
 type Model = BTreeMap<u64, BTreeMap<u64, u32>>;
 
 struct World {
     disk: SimulatedDisk,
     model: Model,
-    /// Everything that was ever in a block: for what a lost end of the journal takes back.
+    /// All contents that a block ever had: a read may return an older one if the end of the journal is lost.
     history: BTreeMap<(u64, u64), BTreeSet<u32>>,
     names: BTreeMap<u64, String>,
     /// Files with their lengths.
     files: Vec<(String, u64)>,
-    /// Bytes of the journal that its last batch takes.
+    /// The bytes of the last batch in the journal.
     last_batch: std::ops::Range<u64>,
 }
 
@@ -46,7 +46,7 @@ fn content(number: u32) -> Buffer {
     buffer
 }
 
-/// A store with a history, stopped or killed; all that was written was flushed.
+/// A store with a random history, closed or killed. All writes were flushed.
 fn world(seed: u64, closed: bool) -> World {
     let mut random = Random(seed);
     let disk = SimulatedDisk::new(seed, SimulatedOptions { reorder: false, ..SimulatedOptions::default() });
@@ -81,7 +81,7 @@ fn world(seed: u64, closed: bool) -> World {
     for round in 0..rounds {
         for _ in 0..random.below(400) {
             number += 1;
-            // Most of it on the first disks, so that they have trees of several levels.
+            // Most writes go to the first disks, so that their trees have several levels.
             let id = disks[(random.below(DISKS) * random.below(3) / 2) as usize % disks.len()];
             let block = random.below(BLOCKS);
             let data = SharedSlice::new(Arc::new(content(number)), 0..BLOCK_SIZE);
@@ -100,7 +100,7 @@ fn world(seed: u64, closed: bool) -> World {
                 let made =
                     engine.snapshot(&[NewSnapshot { disk: id, name, uuid: [2; 16], incomplete: false }]).unwrap();
                 let image = world.model[&id].clone();
-                // Writes that it waits for are lost with the end of the journal.
+                // Writes that the snapshot waits for are lost with the end of the journal.
                 for block in 0..BLOCKS {
                     let before = world.history.get(&(id, block)).cloned().unwrap_or_default();
                     world.history.insert((made[0], block), before);
@@ -137,8 +137,8 @@ fn is_snapshot(world: &World, id: u64) -> bool {
     !world.names.contains_key(&id)
 }
 
-/// Blocks that are lost: an error, or not there. What is read must be right; `older` is what a lost end of the journal
-/// may have brought back.
+/// Returns the blocks that are lost: they return an error, or their disk is missing. All other blocks must be right.
+/// With `older`, a block may have a content from before the lost end of the journal.
 fn compare(
     world: &World,
     older: bool,
@@ -187,10 +187,10 @@ fn opened(world: &World, engine: &Engine, older: bool, context: &str) -> Vec<(u6
     })
 }
 
-/// Blocks that a salvage does not give, and what it says.
+/// The blocks that a salvage cannot return, and its notes.
 type Salvaged = (Vec<(u64, u64)>, Vec<String>);
 
-/// What a salvage does not give; `None` when nothing can be proven at all.
+/// The blocks that a salvage cannot return. `None` if it can prove nothing.
 fn salvaged(world: &World, disk: &SimulatedDisk, older: bool, context: &str) -> Option<Salvaged> {
     let before = disk.operations();
     let salvage = match Salvage::open(disk.directory()) {
@@ -219,7 +219,7 @@ fn salvaged(world: &World, disk: &SimulatedDisk, older: bool, context: &str) -> 
     Some((lost, salvage.notes().to_vec()))
 }
 
-/// Bytes of the journal that its last batch takes.
+/// The bytes of the last batch in the journal.
 fn last_batch(disk: &SimulatedDisk) -> std::ops::Range<u64> {
     let file = disk.directory().open("journal", IoMode::Buffered).unwrap();
     let mut ring = Buffer::zeroed((RING / BLOCK_SIZE as u64) as usize);
@@ -244,7 +244,7 @@ struct Figures {
     window: u64,
 }
 
-/// One flip: `mask` on a byte of a file.
+/// One flip: inverts the bits `mask` of a byte of a file.
 fn flip(world: &World, name: &str, offset: u64, mask: u8, figures: &mut Figures, context: &str) {
     let damage = || {
         let disk = world.disk.copy_of_durable(1, SimulatedOptions { reorder: false, ..SimulatedOptions::default() });
@@ -291,7 +291,7 @@ fn flip(world: &World, name: &str, offset: u64, mask: u8, figures: &mut Figures,
             let report = engine.check(CheckOptions { data: true, repair: true }, &|_, _| true).unwrap();
             let lost = opened(world, &engine, window && !single, &format!("{context}: repaired"));
             let open = report.findings.iter().filter(|finding| finding.repaired.is_none()).count();
-            assert!(lost.is_empty() || open > 0, "{context}: lost {lost:?}, and the repair says nothing");
+            assert!(lost.is_empty() || open > 0, "{context}: lost {lost:?}, and the repair reports nothing");
             engine.close().unwrap();
             drop(engine);
             let engine = Engine::open(disk.directory(), options()).unwrap();
@@ -309,17 +309,17 @@ fn flip(world: &World, name: &str, offset: u64, mask: u8, figures: &mut Figures,
         }
         None => figures.nothing_proven += 1,
     }
-    // Something gives all that is not damaged.
+    // Opening, repair or salvage must return all blocks that are not damaged themselves.
     let in_data = name.starts_with("data.0");
     let outcomes = [lost_open, lost, salvaged.map(|(lost, _)| lost)];
     let least = outcomes.iter().flatten().map(Vec::len).min();
     assert!(least.is_some(), "{context}: it neither opens, nor is repaired, nor salvaged");
     if single && !in_data {
-        assert_eq!(least, Some(0), "{context}: one bit of metadata takes blocks");
+        assert_eq!(least, Some(0), "{context}: one inverted bit of metadata loses blocks");
     }
     if in_data {
         let blocks: BTreeSet<u64> = outcomes.iter().flatten().flatten().map(|(_, block)| *block).collect();
-        assert!(blocks.len() <= 1, "{context}: one block of data takes {blocks:?}");
+        assert!(blocks.len() <= 1, "{context}: one damaged data block loses {blocks:?}");
     }
 }
 
@@ -339,7 +339,7 @@ fn a_wrong_bit_or_byte_anywhere_is_found_or_harmless_and_takes_only_itself() {
         let world = world(round, round.is_multiple_of(2));
         for (name, length) in &world.files {
             for turn in 0..4 {
-                // Where something is, most of the time.
+                // Most offsets lie in the used part of the file.
                 let used = match random.below(4) {
                     0 => *length,
                     1 => (*length).min(64 * BLOCK_SIZE as u64),

@@ -1,10 +1,10 @@
-//! The format, held to its page: bytes of every structure as `docs/format/native.md` shows them, and datastores of
-//! this and earlier versions, kept under `tests/golden/`, that every later version must open, find in order and read
-//! right.
+//! Compares the format with its page: the bytes of every structure as `docs/format/native.md` shows them, and
+//! datastores of this and earlier versions, kept under `tests/golden/`. Every later version must open these datastores,
+//! find no damage and read the right content.
 //!
-//! An image is text: `file NAME LENGTH`, then `OFFSET BYTES` in hexadecimal, 32 bytes to a line, lines of zeros left
-//! out. When a structure changes on purpose, the test prints what it is now; then the page, the version history and
-//! [`FORMAT_VERSION`](store::engine::FORMAT_VERSION) have something to say too.
+//! An image is text: `file NAME LENGTH`, then `OFFSET BYTES` in hexadecimal, 32 bytes to a line, without lines of
+//! zeros. If a structure differs from the page, the test prints its bytes. After an intended change, update the page,
+//! its version history and [`FORMAT_VERSION`](store::engine::FORMAT_VERSION).
 
 #![allow(clippy::unwrap_used)]
 
@@ -58,7 +58,7 @@ fn dump(bytes: &[u8]) -> String {
     out
 }
 
-/// Every byte that the page shows is that, every other one is zero.
+/// Checks that every byte that the page shows is the same in `bytes`, and that every other byte is zero.
 fn is_as_shown(name: &str, bytes: &[u8]) {
     let shown = shown(&page(), name);
     let same = bytes.iter().enumerate().all(|(at, byte)| shown.get(&at).copied().unwrap_or(0) == *byte);
@@ -93,7 +93,7 @@ fn superblock() {
     let directory = disk().directory();
     Engine::init(&directory, InitParameters { uuid: UUID, journal_size: 4 << 20 }).unwrap();
     let file = directory.open("superblock", IoMode::Buffered).unwrap();
-    // The first copy has number 1 and is the second block.
+    // The first copy has sequence number 1 and is the second block.
     assert_eq!(read(&*file, 0, BLOCK_SIZE), vec![0; BLOCK_SIZE]);
     let mut bytes = read(&*file, 4096, BLOCK_SIZE);
     bytes[104..112].copy_from_slice(&CREATED.to_le_bytes());
@@ -166,7 +166,7 @@ fn operations() {
         writer.push(operation);
         let bytes = writer.finish().concat();
         assert_eq!(bytes[0], code);
-        // One line of the table of operations: its code, its name, and its bytes without payload.
+        // A row of the table of operations: code, name, and bytes without payload.
         let payload = bytes.iter().position(|byte| *byte == 0xdd).unwrap_or(bytes.len());
         let hex: Vec<String> = bytes[..payload].iter().map(|byte| format!("{byte:02x}")).collect();
         let line = format!("| {code} | {name} | `{}` |", hex.join(" "));
@@ -230,7 +230,7 @@ fn catalog_page() {
     is_as_shown("catalog page", &captured(&mut pages, PageKey::new(PageFile::Catalog, 0)));
 }
 
-/// Nodes in a page cache, each with one reference: as much of a store as these trees need.
+/// Nodes in a page cache, each with one reference: enough of a store for these trees.
 struct Nodes {
     pages: Pages,
     next: u64,
@@ -332,7 +332,7 @@ fn store_image(name: &str, directory: &dyn Directory) {
     std::fs::write(image_path(name), text).unwrap();
 }
 
-/// A block that begins with this text, and is otherwise zeros, so that the images stay small.
+/// A block that begins with this text and is otherwise zeros, so that the images are small.
 fn block(what: &str) -> Vec<u8> {
     let mut bytes = vec![0; BLOCK_SIZE];
     bytes[..what.len()].copy_from_slice(what.as_bytes());
@@ -345,7 +345,7 @@ fn write(engine: &Engine, disk: &str, logical: u64, what: &str) {
     engine.write_blocks(&engine.head(id), logical, SharedSlice::new(Arc::new(buffer), 0..BLOCK_SIZE)).unwrap();
 }
 
-/// The head of a disk, or with `disk@name` a snapshot.
+/// A block of a disk, or of a snapshot if the name is `disk@name`.
 fn content(engine: &Engine, name: &str, logical: u64) -> Vec<u8> {
     let (disk, snapshot) = name.split_once('@').map_or((name, None), |(disk, snapshot)| (disk, Some(snapshot)));
     let disk = engine.with_catalog(|catalog| catalog.disk(disk).unwrap().id);
@@ -361,7 +361,7 @@ fn new_disk(name: &str, provisioning: Provisioning) -> NewDisk {
     NewDisk { name: name.into(), capacity: (1 << 20) + 512, provisioning, uuid: UUID, incomplete: false }
 }
 
-/// What the closed datastore holds; the other one adds to it.
+/// The content of the closed datastore. The crashed one has later writes.
 const CLOSED: [(&str, u64, &str); 14] = [
     ("vm", 0, "first"),
     ("vm", 1, "overwritten in place"),
@@ -414,7 +414,7 @@ fn make_crashed(directory: &Arc<dyn Directory>) {
     let engine = make_closed(directory);
     engine.checkpoint().unwrap();
     let vm = engine.with_catalog(|catalog| catalog.disk("vm").unwrap().id);
-    // Payload in the journal, a write home with its announcement, and a snapshot that waits for its last write.
+    // Payload in the journal, an announced overwrite that was written, and a snapshot that waits for its last write.
     write(&engine, "vm", 0, "only in the journal");
     engine.flush().unwrap();
     write(&engine, "vm", 1, "announced, and at home");
@@ -427,15 +427,18 @@ fn make_crashed(directory: &Arc<dyn Directory>) {
     engine.snapshot(&[tuesday]).unwrap();
 }
 
-/// The same with a power cut in recovery: the checkpoint at its end is committed, and its pages are not at their
-/// places.
+/// Like `make_crashed`, with a power cut in recovery: the final checkpoint is committed, but its pages are not written
+/// to their places.
 fn make_crashed_in_checkpoint() -> SimulatedDisk {
     let disk = disk();
     make_crashed(&disk.directory());
     for after in 1.. {
         let disk = disk.crash();
         disk.cut_after(disk.operations() + after);
-        assert!(Engine::open(disk.directory(), options()).is_err(), "no cut leaves images outstanding");
+        assert!(
+            Engine::open(disk.directory(), options()).is_err(),
+            "recovery ended without a cut that leaves images in use"
+        );
         let disk = disk.crash();
         let file = disk.directory().open("superblock", IoMode::Buffered).unwrap();
         let copies = [0, 4096].map(|at| read(&*file, at, BLOCK_SIZE));
@@ -445,7 +448,7 @@ fn make_crashed_in_checkpoint() -> SimulatedDisk {
             return disk;
         }
     }
-    unreachable!("some cut leaves images outstanding")
+    unreachable!("one of the cuts leaves images in use")
 }
 
 fn is_whole(engine: &Engine) {
@@ -492,7 +495,7 @@ fn opens_and_reads_right(image: &str) {
             assert_eq!(catalog.disk("clone").unwrap().origin, monday.id);
         });
         is_whole(&engine);
-        // And it can be written on: the second round finds the same again.
+        // The datastore can be written: the second round finds the same content after a write.
         write(&engine, "clone", 9, "by a later version");
         engine.close().unwrap();
     }
@@ -520,7 +523,8 @@ fn recovers(image: &str) {
         ("vm", 1, "announced, and at home"),
         ("vm@tuesday", 0, "only in the journal"),
         ("vm@tuesday", 1, "announced, and at home"),
-        // Acknowledged, never flushed: the snapshot is there, this write of it was lost.
+        // The last write before the snapshot was acknowledged and never flushed: the snapshot exists, but the write is
+        // lost.
         ("vm@tuesday", 2, "after the snapshot"),
     ];
     for round in 0..2 {
@@ -529,7 +533,7 @@ fn recovers(image: &str) {
         for (name, logical, what) in older.filter(|(name, logical, _)| (*name, *logical) != ("vm", 1)).chain(newer) {
             assert!(content(&engine, name, logical) == block(what), "block {logical} of {name}");
         }
-        // What was never completed is for the owner of the store to decide about, who removes it here.
+        // An incomplete disk stays until the owner of the store deletes it, which the test does here.
         let half = engine.with_catalog(|catalog| catalog.disk("half-made").map(|disk| (disk.id, disk.incomplete)));
         match half {
             Some((id, incomplete)) => {

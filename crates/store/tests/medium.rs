@@ -1,5 +1,5 @@
-//! An engine on a medium that is no local file system: its operations complete later and out of order, it has no local
-//! part of files, and it may take the ownership away.
+//! An engine on a medium that is not a local file system: operations complete later and out of order, files have no
+//! local part, and the medium may revoke the ownership.
 
 #![allow(clippy::unwrap_used)]
 
@@ -20,7 +20,7 @@ use testkit::Random;
 const BLOCKS: u64 = 4096;
 const WRITERS: u64 = 4;
 
-/// Past the page cache, as the engine sees it: its write-back goes through queues.
+/// Direct I/O, so that write-back uses queues.
 fn options() -> EngineOptions {
     EngineOptions { mode: IoMode::Direct, write_buffer: 2 << 20, ..EngineOptions::default() }
 }
@@ -47,7 +47,7 @@ fn initialised(medium: &MemoryMedium) -> u64 {
     disk
 }
 
-/// The version of a block, in its first bytes.
+/// Writes a block that begins with its version.
 fn write(engine: &Engine, disk: u64, block: u64, version: u64) -> Result<()> {
     let mut buffer = Buffer::zeroed(1);
     buffer[..8].copy_from_slice(&version.to_le_bytes());
@@ -134,7 +134,7 @@ fn loses_its_ownership_under_load(seed: u64) {
                 let mut random = Random::new(seed * WRITERS + writer);
                 let mut written = Vec::new();
                 let mut version = 0;
-                // Blocks of its own, each in ever newer versions.
+                // Each writer has its own blocks, and writes them with increasing versions.
                 let error = loop {
                     version += 1;
                     let block = random.below(BLOCKS / WRITERS) * WRITERS + writer;
@@ -158,14 +158,14 @@ fn loses_its_ownership_under_load(seed: u64) {
                         flushes.fetch_add(1, Ordering::SeqCst);
                     }
                 };
-                // A write under way when it happens may be told by the medium.
+                // A write that is under way at the revocation may fail with the error of the medium.
                 let refused = error.kind() == ErrorKind::Io && error.to_string().contains("revoked the lease");
                 assert!(refused || is_told(&error), "{error}");
             });
         }
         let begun = Instant::now();
         while flushes.load(Ordering::SeqCst) < 40 + 20 * seed {
-            assert!(begun.elapsed() < Duration::from_secs(120), "flushes do not come forward");
+            assert!(begun.elapsed() < Duration::from_secs(120), "flushes make no progress");
             std::thread::yield_now();
         }
         medium.revoke();
@@ -197,7 +197,7 @@ fn an_engine_that_is_refused_says_that_its_ownership_is_lost() {
         let (_owner, engine) = open(&medium.connect());
         write(&engine, disk, 0, 1).unwrap();
         if flush_first {
-            // The look before this append counts for the next one.
+            // The ownership check before this append also covers the next one.
             engine.flush().unwrap();
             write(&engine, disk, 1, 2).unwrap();
         }

@@ -1,4 +1,4 @@
-//! What goes on beside the rest: checks beside writes, and look-ups that miss metadata beside those that do not.
+//! Concurrent work: checks during writes, and lookups that miss metadata beside lookups that do not.
 
 #![allow(clippy::unwrap_used)]
 
@@ -19,7 +19,7 @@ const RING: u64 = 4 << 20;
 const BLOCKS: u64 = 6000;
 const DATA_FILE: &str = "data.0000";
 
-/// The smallest cache there is: 64 pages.
+/// The smallest cache: 64 pages.
 const SMALL: EngineOptions = EngineOptions {
     mode: IoMode::Buffered,
     metadata_cache: 0,
@@ -60,7 +60,7 @@ fn value(engine: &Engine, disk: u64, block: u64) -> u64 {
     u64::from_le_bytes(bytes[..8].try_into().unwrap())
 }
 
-/// A disk whose every second block is an extent of its own.
+/// A disk in which every second block is an extent of its own.
 fn scattered(engine: &Engine, name: &str) -> u64 {
     let disk = engine.create_disk(new_disk(name)).unwrap();
     for block in (0..BLOCKS).step_by(2) {
@@ -70,7 +70,7 @@ fn scattered(engine: &Engine, name: &str) -> u64 {
     disk
 }
 
-/// Everything that changes a store, on disks of its own, until told to stop. Returns how long a write took at most.
+/// Does all kinds of changes on disks of its own until it is stopped. Returns the longest time that a write took.
 fn load(engine: &Engine, seed: u64, stop: &AtomicBool) -> Duration {
     let mut random = Random(seed);
     let disk = engine.create_disk(new_disk(&format!("load{seed}"))).unwrap();
@@ -120,7 +120,7 @@ fn load(engine: &Engine, seed: u64, stop: &AtomicBool) -> Duration {
     longest
 }
 
-/// Runs `work` while three threads write; returns how long a write took at most.
+/// Runs `work` while three threads write. Returns the longest time that a write took.
 fn beside_load(engine: &Engine, work: impl FnOnce()) -> Duration {
     let stop = &AtomicBool::new(false);
     std::thread::scope(|scope| {
@@ -159,7 +159,7 @@ fn checks_beside_load_find_nothing_and_stop_nothing() {
                 assert!(report.blocks >= BLOCKS / 2 && report.pages > BLOCKS / 2 / 254);
             }
         });
-        // A bound for a machine that does other things besides: a check of everything under the locks takes longer.
+        // The limit allows for a busy machine. A check that held the locks throughout would take longer.
         assert!(longest < Duration::from_secs(10), "a write took {longest:?}");
         (0..BLOCKS).step_by(2).for_each(|block| assert_eq!(value(&engine, cold, block), block + 1));
         let repairing = engine.check(CheckOptions { data: true, repair: true }, &|_, _| true).unwrap();
@@ -168,12 +168,12 @@ fn checks_beside_load_find_nothing_and_stop_nothing() {
     }
 }
 
-/// Where the block of a disk lies in the data file.
+/// The place of a block of a disk in the data file.
 fn place(engine: &Engine, disk: u64, block: u64) -> (u64, u64) {
     let planned = engine.plan_head(&engine.head(disk), block..block + 1).unwrap();
     match planned.parts.first() {
         Some(Part::Stored(stored)) => (stored.block, stored.offset),
-        _ => panic!("the block is not at home"),
+        _ => panic!("the block is not in the data file"),
     }
 }
 
@@ -185,7 +185,7 @@ fn damage_is_found_beside_load() {
     engine.close().unwrap();
     drop(engine);
 
-    // A reference too many, on a block that a disk uses: nothing will ever change it.
+    // Adds one reference too many to a block that a disk maps and that is never overwritten.
     let engine = Engine::open(medium.directory(), SMALL).unwrap();
     let (leaked, _) = place(&engine, cold, 100);
     engine.close().unwrap();
@@ -195,7 +195,7 @@ fn damage_is_found_beside_load() {
     let mut page = backend::Block([0; BLOCK_SIZE]);
     table.read_at(&mut page.0, key.offset()).unwrap();
     verify(&mut page, key).unwrap();
-    // Entries of eight bytes; the count is in the second four.
+    // Entries have eight bytes; the reference count begins at the fifth.
     page.0[HEADER_SIZE + (leaked % TABLE_ENTRIES) as usize * 8 + 4] += 1;
     table.write_at(&[&sealed(&page).0], key.offset(), true).unwrap();
 
@@ -214,8 +214,8 @@ fn damage_is_found_beside_load() {
         assert!(found[1].ends_with(&format!("disk 'cold' at offset {}", 2000 * BLOCK_SIZE)), "{found:?}");
         assert_eq!(problems(&check(&engine, false)), [expected.as_str()]);
 
-        // A page of the table. The load changes free blocks on the page as well, and a checkpoint then writes it anew
-        // before it is looked at: the flip is planted again.
+        // Flips a bit in a table page. The load changes free blocks on the same page, so a checkpoint may overwrite it
+        // before the check reads it: the flip is repeated.
         let (inside, _) = place(&engine, cold, 3 * TABLE_ENTRIES);
         let key = PageKey::new(PageFile::DataTable, inside / TABLE_ENTRIES);
         let found = (0..50).any(|_| {
@@ -249,7 +249,7 @@ fn in_a_small_cache_few_pages_are_read_under_the_lock_and_none_is_stale() {
     let medium = disk();
     let engine = Engine::open(medium.directory(), SMALL).unwrap();
     let disks = [scattered(&engine, "a"), scattered(&engine, "b"), scattered(&engine, "c")];
-    // Their maps are several times the cache, and nothing dirty keeps them in memory.
+    // The maps of these disks are several times the size of the cache, and are clean, so that they can be evicted.
     let unchanged = ["d", "e", "f", "g", "h", "i"].map(|name| scattered(&engine, name));
     let before = engine.page_statistics();
     std::thread::scope(|scope| {

@@ -1,4 +1,4 @@
-//! A medium that does not answer reads of metadata: who needs none of them must not wait.
+//! A medium that does not answer reads of metadata: requests that need no such reads must not wait.
 
 #![allow(clippy::unwrap_used)]
 
@@ -15,7 +15,7 @@ const BLOCKS: u64 = 2 * 8000;
 
 #[derive(Default)]
 struct Stall {
-    /// Reads of metadata wait.
+    /// True while reads of metadata are blocked.
     on: bool,
     waiting: usize,
 }
@@ -39,7 +39,7 @@ impl Gate {
         stall.waiting -= 1;
     }
 
-    /// Waits until this many reads wait.
+    /// Waits until this many reads are blocked.
     fn wait_for(&self, count: usize) {
         let mut stall = self.0.0.lock().unwrap();
         while stall.waiting < count {
@@ -50,7 +50,7 @@ impl Gate {
     }
 }
 
-/// Opens the gate whatever happens: a test that fails must end.
+/// Unblocks reads when dropped, so that a failing test ends.
 struct Opened<'a>(&'a Gate);
 
 impl Drop for Opened<'_> {
@@ -169,15 +169,16 @@ fn a_disk_in_memory_is_read_and_written_while_others_wait_for_metadata() {
     let engine = Engine::open(directory, options).unwrap();
     let at_opening = engine.page_statistics().locked;
     assert!((0..16).all(|block| value(&engine, hot, block) == 1));
-    // The root of the other disk; its leaves are not in memory.
+    // Loads the root of the other disk's map, but no leaf.
     value(&engine, cold, 0);
-    // What a write over its own block needs.
+    // Loads the metadata for an overwrite of this block.
     write(&engine, hot, 0, 1);
     engine.flush().unwrap();
     gate.set(true);
     std::thread::scope(|scope| {
         let opened = Opened(&gate);
-        // Two of different pages, and one of a page that another reads: it waits for that one.
+        // Two readers miss different pages, and a third one misses the page that the second is reading, and waits for
+        // that read.
         let readers: Vec<_> = [BLOCKS / 2, BLOCKS - 2, BLOCKS - 2]
             .map(|block| {
                 scope.spawn({

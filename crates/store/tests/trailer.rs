@@ -1,5 +1,5 @@
-//! Damage of the last record of the journal: found once the journal was idle, harmless after a clean stop, and never
-//! seen where there was a power cut.
+//! Damage of the last batch in the journal: it is found once the journal was idle, is harmless after a clean close, and
+//! is never reported after a mere power cut.
 
 #![allow(clippy::unwrap_used)]
 
@@ -46,7 +46,7 @@ fn value(engine: &Engine, disk: u64, block: u64) -> u8 {
     engine.read_blocks("disk", block..block + 1, &|range| engine.plan_head(&head, range)).unwrap()[0]
 }
 
-/// A batch or trailer in the ring, as the format page describes its head.
+/// A batch or trailer in the ring, as described on the format page.
 #[derive(Clone, Copy)]
 struct Found {
     kind: u16,
@@ -55,7 +55,7 @@ struct Found {
     length: u64,
 }
 
-/// What lies in the ring, in the order of sequence numbers.
+/// The batches and the trailer in the ring, ordered by sequence number.
 fn ring(disk: &SimulatedDisk) -> Vec<Found> {
     let file = disk.directory().open(JOURNAL_FILE, IoMode::Buffered).unwrap();
     let mut bytes = vec![0; RING as usize];
@@ -82,7 +82,7 @@ fn trailed(disk: &SimulatedDisk) -> Option<Found> {
     (trailer.kind == 5 && trailer.sequence == last.sequence + 1).then_some(last)
 }
 
-/// The machine goes down, and what the kernel had written is on the medium.
+/// Models a crash of the machine after the kernel has written its cached data.
 fn kill(disk: &SimulatedDisk) -> SimulatedDisk {
     disk.directory().open(JOURNAL_FILE, IoMode::Buffered).unwrap().sync().unwrap();
     disk.crash()
@@ -104,7 +104,7 @@ fn a_flip_in_the_last_record_is_found_after_an_idle_moment() {
     }
     let disk = kill(&disk);
     let last = trailed(&disk).unwrap();
-    // Every byte of the head, and bytes of the payload.
+    // Tries every byte of the head, and some bytes of the payload.
     for at in (0..64).chain((64..64 + last.length).step_by(61)) {
         disk.flip_bit(JOURNAL_FILE, last.offset + at, (at % 8) as u8).unwrap();
         let Err(error) = open(&disk, false) else { panic!("byte {at} is lost unnoticed") };
@@ -112,7 +112,7 @@ fn a_flip_in_the_last_record_is_found_after_an_idle_moment() {
         assert!(error.to_string().contains("the journal is damaged"), "{error}");
         disk.flip_bit(JOURNAL_FILE, last.offset + at, (at % 8) as u8).unwrap();
     }
-    // The trailer itself may be lost.
+    // Without the trailer, the store opens.
     let trailer = *ring(&disk).last().unwrap();
     disk.flip_bit(JOURNAL_FILE, trailer.offset + 24, 3).unwrap();
     let engine = open(&disk, false).unwrap();
@@ -140,8 +140,8 @@ fn after_a_clean_stop_no_flip_in_the_journal_matters() {
     }
 }
 
-/// Writes, flushes and idle moments until the power goes; the last value of each block that was flushed, and those that
-/// may be there beside it.
+/// Writes, flushes and pauses until the power is cut. Records for each block the value flushed last, and the values
+/// that may be found instead.
 fn life(engine: &Engine, vm: u64, seed: u64, known: &mut [(u8, Vec<u8>)]) {
     for i in 0..60u64 {
         let block = (i * 7 + seed) % known.len() as u64;
@@ -151,7 +151,7 @@ fn life(engine: &Engine, vm: u64, seed: u64, known: &mut [(u8, Vec<u8>)]) {
             return;
         }
         known[block as usize] = (new, Vec::new());
-        // An idle moment: a trailer, now and then with all that else goes on by itself.
+        // In a pause, a trailer and, at times, all other background work is due.
         if !(i + seed).is_multiple_of(3) && engine.pump().is_err() {
             return;
         }

@@ -14,7 +14,7 @@ use store::{Engine, EngineOptions};
 
 const BLOCKS: u64 = 40_000;
 const BUFFER: usize = 1 << 20;
-/// Far more than anything here takes.
+/// Far longer than any step of the test takes.
 const DEADLINE: Duration = Duration::from_secs(300);
 
 fn write(engine: &Engine, disk: u64, block: u64, value: u8) -> error::Result<()> {
@@ -48,7 +48,7 @@ fn a_writer_that_waits_for_write_back_learns_that_it_fails() {
     drop(engine);
 
     let engine = Engine::open(Arc::clone(&directory), options).unwrap();
-    // The root of the map, and one leaf, are in memory from here on.
+    // Loads the root of the map and one leaf.
     write(&engine, disk, 0, 2).unwrap();
     engine.flush().unwrap();
     let map = directory.open("map", IoMode::Buffered).unwrap();
@@ -60,7 +60,7 @@ fn a_writer_that_waits_for_write_back_learns_that_it_fails() {
     std::thread::scope(|scope| {
         let engine = &engine;
         scope.spawn(move || {
-            // More than the buffer holds, to leaves that cannot be read.
+            // Writes more than the buffer holds, to leaves that cannot be read.
             let error = (1000..).find_map(|i| write(engine, disk, 2 * (i % BLOCKS), 3).err());
             sender.send(error.unwrap()).unwrap();
         });
@@ -69,7 +69,7 @@ fn a_writer_that_waits_for_write_back_learns_that_it_fails() {
         assert!(error.to_string().contains("map"), "{error}");
     });
 
-    // The medium reads again.
+    // Reads of metadata succeed again.
     map.write_at(&[&content], 0, false).unwrap();
     let began = Instant::now();
     while let Err(error) = write(&engine, disk, 2, 4) {

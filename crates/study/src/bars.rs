@@ -1,4 +1,4 @@
-//! One module per study: each builds its disks, measures, and returns findings and raw samples.
+//! One module per study: each creates its disks, measures, and returns findings and raw samples.
 
 pub mod background;
 pub mod chains;
@@ -35,26 +35,26 @@ use std::path::PathBuf;
 
 /// Bytes of a block: the unit of mapping and of all random requests.
 pub const BLOCK: u64 = 4096;
-/// Requests in flight while a layout is written.
+/// Requests in flight while a disk is filled.
 const LAYOUT_DEPTH: usize = 16;
 
-/// What every study needs.
+/// Settings and tools of every study.
 #[derive(Debug)]
 pub struct Setting {
     /// Sizes and counts.
     pub plan: Plan,
-    /// Work folder.
+    /// The work folder.
     pub scratch: Scratch,
     /// The product.
     pub lamina: PathBuf,
-    /// Another lamina to compare it with.
+    /// Another lamina program to compare with.
     pub baseline: Option<PathBuf>,
-    /// Where earlier results lie.
+    /// Folder with the results of earlier runs.
     pub results: PathBuf,
 }
 
 impl Setting {
-    /// A timed job of 4 KiB requests over a whole disk of the planned size.
+    /// A fio job of 4 KiB requests for a fixed time, over a whole disk of the planned size.
     fn job(&self, pattern: Pattern, depth: u32, seed: u64) -> Job {
         let length = Length::Time { seconds: self.plan.seconds, ramp: self.plan.ramp };
         let block = BLOCK as u32;
@@ -91,18 +91,18 @@ pub fn measure(study: Study, setting: &Setting) -> Result<Outcome> {
     }
 }
 
-/// Says what is going on, to people only.
+/// Prints what is being done, to stderr.
 fn say(what: &str) {
     eprintln!("  {what}");
 }
 
-/// What a filter that leaves no cell is told.
+/// The error if a filter matches no cell.
 fn no_cell<T: AsRef<str>>(plan: &Plan, names: &[T]) -> Error {
     let names = names.iter().map(AsRef::as_ref).collect::<Vec<_>>().join(", ");
     Error::Usage(format!("no cell has {:?} in its name; there are {names}", plan.cells))
 }
 
-/// Writes every byte of a disk in order, and makes it durable.
+/// Writes every byte of a disk sequentially, and makes it durable.
 fn fill(endpoint: &Endpoint, size: u64) -> Result<()> {
     const STEP: u64 = 1 << 20;
     let mut client = Client::connect(&endpoint.socket, &endpoint.export)?;
@@ -112,7 +112,7 @@ fn fill(endpoint: &Endpoint, size: u64) -> Result<()> {
     client.flush()
 }
 
-/// Writes blocks at these indices, each `bytes` long, and makes them durable.
+/// Writes blocks of `bytes` bytes at these indices, and makes them durable.
 fn write_blocks(endpoint: &Endpoint, indices: impl IntoIterator<Item = u64>, bytes: u64) -> Result<()> {
     let mut client = Client::connect(&endpoint.socket, &endpoint.export)?;
     let requests = indices.into_iter().map(|i| Request::Write { offset: i * bytes, length: bytes as u32 });

@@ -1,8 +1,8 @@
-//! lamina's command line, as the study uses it.
+//! lamina's command line, as used by the studies.
 //!
-//! What must hold: the verbs go to the server when one runs (the command line finds it by itself), and their time is
-//! what a script would see, process start included. Where starting a process would drown what is timed, [`Control`]
-//! says the same over the datastore's control socket.
+//! Commands use the server if one is running (the command line finds it), and their time includes the start of a
+//! process, as in a script. Where that would dominate the measured time, [`Control`] sends the same requests over the
+//! datastore's control socket.
 
 use crate::error::{Doing, Error, Result};
 use crate::fio::Endpoint;
@@ -17,32 +17,33 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-/// Longest time one verb may take.
+/// Time limit of a command.
 const VERB_TIME_MAX: Duration = Duration::from_secs(1800);
 
-/// A datastore of its own in the work folder.
+/// A datastore in the work folder.
 #[derive(Debug)]
 pub struct Datastore {
     program: PathBuf,
     path: PathBuf,
     socket: PathBuf,
     log: PathBuf,
-    /// Whether the program knows `serve --client-grace`: 0.1.0 does not.
+    /// Whether the program supports `serve --client-grace`, which 0.1.0 does not.
     has_grace: bool,
 }
 
-/// Longest wait for an answer on the control socket.
+/// Time limit of a reply on the control socket.
 const ANSWER_TIME_MAX: Duration = Duration::from_secs(60);
-/// A connection to a server's control socket: a line of JSON there, a line back.
+/// A connection to a server's control socket, which sends and receives lines of JSON.
 #[derive(Debug)]
 pub struct Control {
     stream: BufReader<UnixStream>,
-    /// The server's, so that programs of different age can be compared: what is asked here is the same in all of them.
+    /// Protocol version of the server, so that older programs can be measured: the requests used here are the same in
+    /// all versions.
     version: u64,
 }
 
 impl Control {
-    /// Takes a snapshot; the time from the request to the answer that it is there.
+    /// Takes a snapshot; returns the time from the request to the reply.
     pub fn snapshot(&mut self, disk: &str, name: &str) -> Result<Duration> {
         self.request(json!({ "snapshot": { "create": { "of": [[disk, name]], "options": {} } } }))
     }
@@ -63,7 +64,7 @@ impl Control {
         }
     }
 
-    /// Sends a line, if there is one to send, and reads one.
+    /// Sends a line, if one is given, and reads one.
     fn exchange(&mut self, line: Option<&Value>) -> Result<Value> {
         let doing = || "talking to the control socket".to_string();
         if let Some(line) = line {
@@ -80,15 +81,15 @@ impl Control {
 pub struct Serving {
     /// Buffered or direct.
     pub mode: Mode,
-    /// Bound of the metadata cache in bytes, when not the default.
+    /// Limit of the metadata cache in bytes; `None` for the default.
     pub metadata_cache: Option<u64>,
-    /// Refuse writes.
+    /// Whether to refuse writes.
     pub read_only: bool,
-    /// Receive what other servers send, with this certificate and key.
+    /// Certificate and key for receiving from other servers; `None` to receive nothing.
     pub receive: Option<Keys>,
 }
 
-/// A certificate that is for this machine and signed by itself: of servers and of clients.
+/// A self-signed certificate for this machine, used by servers and clients.
 #[derive(Clone, Debug)]
 pub struct Keys {
     /// The certificate, PEM.
@@ -98,7 +99,7 @@ pub struct Keys {
 }
 
 impl Keys {
-    /// Makes one in the work folder.
+    /// Creates a certificate in the work folder.
     pub fn make(scratch: &Scratch) -> Result<Keys> {
         let keys = Keys { certificate: scratch.path("certificate.pem"), key: scratch.path("key.pem") };
         let mut command = Command::new("openssl");
@@ -112,19 +113,19 @@ impl Keys {
 }
 
 impl Serving {
-    /// With defaults in everything but the mode.
+    /// Defaults except for the mode.
     pub fn plain(mode: Mode) -> Serving {
         Serving { mode, metadata_cache: None, read_only: false, receive: None }
     }
 }
 
 impl Datastore {
-    /// Makes one.
+    /// Creates a datastore.
     pub fn init(program: &Path, scratch: &Scratch, name: &str) -> Result<Datastore> {
         Self::init_at(program, scratch, name, scratch.path(name), None)
     }
 
-    /// Makes one in a folder of the caller's choice, with a journal of this size, such as `4M`.
+    /// Creates a datastore in a given folder, with a journal of this size, such as `4M`.
     pub fn init_at(
         program: &Path,
         scratch: &Scratch,
@@ -145,12 +146,12 @@ impl Datastore {
         Ok(Datastore { program: program.into(), path, socket, log, has_grace })
     }
 
-    /// Its folder.
+    /// The folder of the datastore.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Runs a verb; how long it took.
+    /// Runs a command; returns its duration.
     pub fn verb<S: AsRef<std::ffi::OsStr>>(&self, words: &[S]) -> Result<Duration> {
         let mut command = Command::new(&self.program);
         command.arg("--datastore").arg(&self.path).args(words);
@@ -159,12 +160,12 @@ impl Datastore {
         Ok(began.elapsed())
     }
 
-    /// Runs a verb; what it printed.
+    /// Runs a command; returns its output.
     pub fn text<S: AsRef<std::ffi::OsStr>>(&self, words: &[S]) -> Result<String> {
         process::run_within(Command::new(&self.program).arg("--datastore").arg(&self.path).args(words), VERB_TIME_MAX)
     }
 
-    /// Runs a verb that answers in JSON.
+    /// Runs a command with JSON output.
     pub fn ask<S: AsRef<std::ffi::OsStr>>(&self, words: &[S]) -> Result<Value> {
         let mut command = Command::new(&self.program);
         command.arg("--datastore").arg(&self.path).args(words).arg("--json");
@@ -178,12 +179,12 @@ impl Datastore {
         self.create_as(disk, size, "thin").map(|_| ())
     }
 
-    /// Creates a disk of a provisioning type; how long that took.
+    /// Creates a disk with a provisioning type; returns the duration.
     pub fn create_as(&self, disk: &str, size: u64, provisioning: &str) -> Result<Duration> {
         self.verb(&["disk", "create", disk, "--size", &size.to_string(), "--provisioning", provisioning])
     }
 
-    /// Creates a disk in one of VMware's formats: flat, with snapshots that are deltas of this format.
+    /// Creates a flat disk in VMware's format, whose snapshots are deltas of the given format.
     pub fn create_vmdk(&self, disk: &str, size: u64, provisioning: &str, delta: Option<&str>) -> Result<()> {
         let size = size.to_string();
         let mut words =
@@ -192,12 +193,12 @@ impl Datastore {
         self.verb(&words).map(|_| ())
     }
 
-    /// Figures of a disk's chain and caches.
+    /// Statistics of a disk's chain and caches.
     pub fn statistics(&self, disk: &str) -> Result<Value> {
         self.ask(&["disk", "stats", disk])
     }
 
-    /// The folder in which a disk in VMware's formats has its files.
+    /// The folder with the files of a disk in a VMware format.
     pub fn images(&self, disk: &str) -> PathBuf {
         self.path.join("images").join(disk)
     }
@@ -217,36 +218,39 @@ impl Datastore {
         self.verb(&["snapshot", "delete", &format!("{disk}@{name}")])
     }
 
-    /// Makes the head equal to a snapshot.
+    /// Reverts the head to a snapshot.
     pub fn revert(&self, disk: &str, name: &str) -> Result<Duration> {
         self.verb(&["snapshot", "revert", &format!("{disk}@{name}")])
     }
 
-    /// A connection to the control socket of its server.
+    /// Connects to the server's control socket.
     pub fn control(&self) -> Result<Control> {
         let path = self.path.join("control.sock");
-        let doing = || format!("connecting to {} (a path above 107 bytes cannot be: see --work)", path.display());
+        let doing =
+            || format!("connecting to {} (a path of more than 107 bytes does not work: see --work)", path.display());
         let connect = |version| -> Result<Control> {
             let stream = UnixStream::connect(&path).doing(doing)?;
             stream.set_read_timeout(Some(ANSWER_TIME_MAX)).doing(doing)?;
             Ok(Control { stream: BufReader::new(stream), version })
         };
-        // A version that no server has is refused by a line with the server's own.
+        // A request with version 0 is refused with an error that has the server's version.
         let refusal = connect(0)?.exchange(Some(&json!({ "version": 0, "message": "cancel" })))?;
         let version = refusal["version"].as_u64();
         connect(version.ok_or_else(|| Error::Answer(format!("control socket: {refusal}")))?)
     }
 
-    /// Where a disk or snapshot of it is served.
+    /// The endpoint of a disk or snapshot.
     pub fn endpoint(&self, export: &str) -> Endpoint {
         Endpoint { socket: self.socket.clone(), export: export.into() }
     }
 
-    /// Serves it; ready when `export` can be opened. Also how long that took from the start of the process.
+    /// Serves the datastore, and waits until `export` can be opened; returns the server and the time since its process
+    /// started.
     pub fn serve(&self, serving: &Serving, export: &str) -> Result<(Server, Duration)> {
         let mut command = Command::new(&self.program);
         command.arg("serve").arg(&self.path).arg("--socket").arg(&self.socket).args(["--io", serving.mode.word()]);
-        // fio closes its connections without a disconnect request, and its disks are reverted and deleted right after.
+        // Without grace, because fio disconnects without a disconnect request, and its disks are reverted and deleted
+        // directly afterwards.
         if self.has_grace {
             command.args(["--client-grace", "0"]);
         }
@@ -264,7 +268,7 @@ impl Datastore {
         let service = Service::start(&mut command, &self.log)?;
         let endpoint = self.endpoint(export);
         peers::wait_ready(&service, &endpoint)?;
-        // Disks are served a moment before verbs are answered: ready is when both are.
+        // NBD is ready shortly before the control socket; the server is ready when both are.
         while !service.has_said("ready:") {
             if service.ended() || began.elapsed() > peers::START_TIME_MAX {
                 return Err(service.failure("does not get ready"));

@@ -1,16 +1,16 @@
-//! What can stop a measurement. A missed limit is not an error: it is a finding.
+//! Errors that stop a measurement. A missed limit is not an error but a finding.
 
 use std::io;
 
-/// Why a measurement could not be made.
+/// Why a measurement failed.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// A file or socket failed.
     #[error("{what}: {source}")]
     Io {
-        /// What was being done, and to what.
+        /// What was being done, and with which file or socket.
         what: String,
-        /// What the system said.
+        /// The error of the system.
         source: io::Error,
     },
     /// A server answered a request with an error.
@@ -21,16 +21,16 @@ pub enum Error {
     Command {
         /// The command line.
         command: String,
-        /// Exit status and the last words of its standard error.
+        /// Exit status and the end of its standard error.
         detail: String,
     },
-    /// A program or server answered something that cannot be understood.
+    /// The output of a program or the reply of a server cannot be parsed.
     #[error("unexpected answer: {0}")]
     Answer(String),
-    /// The options ask for something that cannot be done.
+    /// The options request something that is not possible.
     #[error("{0}")]
     Usage(String),
-    /// A person or the system asked to stop.
+    /// The user or the system has requested a stop.
     #[error("interrupted")]
     Interrupted,
 }
@@ -38,9 +38,9 @@ pub enum Error {
 /// Result of this crate.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// Says what was being done when an I/O error came.
+/// Adds to an I/O error what was being done.
 pub trait Doing<T> {
-    /// Adds the sentence.
+    /// Adds the description.
     fn doing(self, what: impl FnOnce() -> String) -> Result<T>;
 }
 

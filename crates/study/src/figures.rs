@@ -1,8 +1,8 @@
-//! Writes the pages of figures from kept result files, so that no figure is typed: `docs/figures.md` has every finding
-//! of the files in `docs/figures`, and README.md, between two markers, those of [`HEADLINES`].
+//! Generates the pages of figures from stored result files, so that no figure is typed by hand: `docs/figures.md` has
+//! every finding of the files in `docs/figures`, and README.md, between two markers, those of [`HEADLINES`].
 //!
-//! A result file is what a study leaves in the results folder, under any name that ends with `.json`. Both pages are
-//! functions of the files: `tests/figures.rs` holds the pages in the repository to them.
+//! A result file is written by a study to the results folder, and may have any name that ends with `.json`. Both pages
+//! are functions of the files; `tests/figures.rs` checks that the pages in the repository match.
 
 use crate::error::{Doing, Error, Result};
 use crate::plan::{Options, Study};
@@ -15,23 +15,23 @@ use std::fmt::Write;
 use std::fs;
 use std::path::Path;
 
-/// Where the result files lie, from the root of the repository.
+/// Folder of the result files, relative to the root of the repository.
 pub const FOLDER: &str = "docs/figures";
 /// The page with every finding.
 pub const PAGE: &str = "docs/figures.md";
 /// The page with the headlines.
 pub const README: &str = "README.md";
-/// Where the table of headlines begins.
+/// Marks the beginning of the table of headlines.
 pub const BEGIN: &str = "<!-- figures: begin; written by `lamina-study figures` -->";
-/// Where it ends.
+/// Marks the end of the table.
 pub const END: &str = "<!-- figures: end -->";
 
-/// A row of README.md.
+/// A row of the table in README.md.
 struct Headline {
     study: Study,
-    /// What the finding begins with, and ends with; of several findings the last one counts.
+    /// Beginning and end of the finding's name; if several findings match, the last one is used.
     of: (&'static str, &'static str),
-    /// What README.md calls it.
+    /// Its name in README.md.
     called: &'static str,
 }
 
@@ -117,10 +117,10 @@ const HEADLINES: [Headline; 20] = [
     ),
 ];
 
-/// A result file, as far as the pages need it.
+/// The parts of a result file that the pages use.
 #[derive(Debug, Deserialize)]
 pub struct Kept {
-    /// Name of the file without its ending.
+    /// Name of the file without `.json`.
     #[serde(skip)]
     pub name: String,
     study: String,
@@ -144,12 +144,12 @@ struct Host {
 }
 
 impl Host {
-    /// Version of the kernel, without what its builder added.
+    /// Version of the kernel, without suffixes of its distributor.
     fn version(&self) -> &str {
         self.kernel.split('-').next().unwrap_or_default()
     }
 
-    /// Kind of the file system, without its device.
+    /// Type of the file system, without its device.
     fn file_system(&self) -> &str {
         self.file_system.split_whitespace().next().unwrap_or("unknown")
     }
@@ -192,7 +192,7 @@ impl Found {
     }
 }
 
-/// Reads the result files of a folder, in the order of the studies and then of their names.
+/// Reads the result files of a folder, ordered by study and then by name.
 pub fn kept(folder: &Path) -> Result<Vec<Kept>> {
     let mut out = Vec::new();
     for entry in fs::read_dir(folder).doing(|| format!("listing {}", folder.display()))? {
@@ -210,12 +210,12 @@ pub fn kept(folder: &Path) -> Result<Vec<Kept>> {
     Ok(out)
 }
 
-/// Place of a study in the order of all.
+/// Position of a study in the order of all studies.
 fn place(study: &str) -> usize {
     Study::EACH.iter().position(|other| other.word() == study).unwrap_or(Study::EACH.len())
 }
 
-/// Writes both pages below the root of the repository.
+/// Writes both pages in the repository at `root`.
 pub fn write(root: &Path) -> Result<()> {
     let kept = kept(&root.join(FOLDER))?;
     let put = |path: &str, text: String| {
@@ -228,7 +228,7 @@ pub fn write(root: &Path) -> Result<()> {
     put(README, with_headlines(&text, &kept)?)
 }
 
-/// `docs/figures.md`.
+/// Generates `docs/figures.md`.
 pub fn page(kept: &[Kept]) -> String {
     let mut out = String::from(
         "# Figures\n\n\
@@ -253,13 +253,13 @@ pub fn page(kept: &[Kept]) -> String {
     out
 }
 
-/// What the command line says of a study.
+/// The description of a study on the command line.
 fn about(study: &str) -> String {
     let command = Options::command();
     command.find_subcommand(study).and_then(|c| c.get_about()).map_or_else(|| study.into(), |text| text.to_string())
 }
 
-/// Machine, day and command of a result file.
+/// Machine, date and command of a result file.
 fn provenance(kept: &Kept) -> String {
     let machine = &kept.machine;
     let quick = if kept.plan.quick { ", `--quick`: proves no limit" } else { "" };
@@ -278,7 +278,7 @@ fn provenance(kept: &Kept) -> String {
     )
 }
 
-/// Medians of every server in every cell of the study of speed.
+/// Median rates of every server in every cell of the study `speed`.
 fn rates(raw: &Value) -> String {
     let mut out = String::new();
     let mut head: Vec<&String> = Vec::new();
@@ -304,7 +304,7 @@ fn rates(raw: &Value) -> String {
     out + "\n"
 }
 
-/// The table of README.md: a headline whose study has no result file has no row.
+/// Generates the table of README.md. A headline without a result file has no row.
 fn headlines(kept: &[Kept]) -> String {
     let mut out = String::from("| what | measured | study |\n|---|---:|---|\n");
     for headline in &HEADLINES {
@@ -313,7 +313,7 @@ fn headlines(kept: &[Kept]) -> String {
         let mut all = files.flat_map(|kept| kept.findings.iter().map(move |found| (kept, found)));
         let found = all.rfind(|(_, found)| found.what.starts_with(begin) && found.what.ends_with(end));
         if let Some((kept, found)) = found {
-            // What the figure is of may say how many or how deep.
+            // The finding's name may contain a count or a depth, which is added.
             let number = found.what.strip_prefix(begin).filter(|_| begin.ends_with(' ') || begin.is_empty());
             let number = number.and_then(|rest| rest.split([' ', ':']).find(|word| word.parse::<u64>().is_ok()));
             let detail = number.map(|number| format!(" ({number})")).unwrap_or_default();
@@ -346,7 +346,7 @@ fn headlines(kept: &[Kept]) -> String {
     out
 }
 
-/// README.md with the table of these files between its markers.
+/// README.md with the table for these files between its markers.
 pub fn with_headlines(readme: &str, kept: &[Kept]) -> Result<String> {
     let parts = readme.split_once(BEGIN).and_then(|(before, rest)| Some((before, rest.split_once(END)?.1)));
     let (before, after) = parts.ok_or_else(|| Error::Answer(format!("{README} lacks the lines {BEGIN} and {END}")))?;

@@ -1,6 +1,7 @@
-//! Runs fio against an NBD export and reads its answer.
+//! Runs fio on an NBD export and parses its output.
 //!
-//! Measured on two cores against the fastest peer, fio's own threads use about half a core: the servers are the limit.
+//! On two cores with the fastest server, fio's own threads use about half a core, so that the servers are the
+//! bottleneck.
 
 use crate::error::{Doing, Error, Result};
 use crate::process;
@@ -11,10 +12,10 @@ use std::path::PathBuf;
 use std::process::Command;
 use std::time::Duration;
 
-/// Time a run may take beyond what it was given.
+/// Time that a run may take in addition to its planned duration.
 const GRACE: Duration = Duration::from_secs(120);
 
-/// Where a disk is served.
+/// Address of an export.
 #[derive(Clone, Debug)]
 pub struct Endpoint {
     /// Unix socket.
@@ -24,22 +25,22 @@ pub struct Endpoint {
 }
 
 impl Endpoint {
-    /// As an NBD URI.
+    /// The address as an NBD URI.
     pub fn uri(&self) -> String {
         format!("nbd+unix:///{}?socket={}", self.export, self.socket.display())
     }
 }
 
-/// What kind of requests.
+/// Pattern of requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub enum Pattern {
-    /// Reads anywhere.
+    /// Random reads.
     RandomRead,
-    /// Writes anywhere.
+    /// Random writes.
     RandomWrite,
-    /// Reads from the beginning to the end and over again.
+    /// Sequential reads, repeated from the beginning.
     Read,
-    /// Writes from the beginning to the end and over again.
+    /// Sequential writes, repeated from the beginning.
     Write,
 }
 
@@ -64,24 +65,24 @@ impl Pattern {
     }
 }
 
-/// How long a run lasts.
+/// Length of a run.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub enum Length {
-    /// This long, after a ramp that is not counted. Random addresses may repeat.
+    /// A fixed time after a ramp that is not counted. Random offsets may repeat.
     Time {
-        /// Seconds counted.
+        /// Counted seconds.
         seconds: f64,
-        /// Seconds before.
+        /// Seconds of the ramp.
         ramp: f64,
     },
-    /// This many bytes, no block twice, and a flush at the end which counts.
+    /// A fixed number of bytes, no block twice, including a final flush.
     Bytes(u64),
 }
 
 /// One run of fio.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct Job {
-    /// Reads or writes, anywhere or in order.
+    /// Pattern of the requests.
     pub pattern: Pattern,
     /// Bytes of each request.
     pub block: u32,
@@ -89,15 +90,15 @@ pub struct Job {
     pub depth: u32,
     /// Whether a flush follows each write.
     pub flush_each: bool,
-    /// How long.
+    /// Length of the run.
     pub length: Length,
-    /// Bytes of the disk to use, from its beginning.
+    /// Bytes of the disk to use, from offset 0.
     pub size: u64,
-    /// Addresses: the same seed for every side of a comparison.
+    /// Seed of the offsets, the same for every side of a comparison.
     pub seed: u64,
 }
 
-/// What a run gave.
+/// Result of a run.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct Sample {
     /// Requests per second.
@@ -108,11 +109,11 @@ pub struct Sample {
     pub mean_us: f64,
     /// 99th percentile of completion latency, microseconds.
     pub p99_us: f64,
-    /// Worst completion latency, microseconds.
+    /// Longest completion latency, microseconds.
     pub max_us: f64,
     /// Processor time of the load generator, in per cent of one core.
     pub client_cpu: f64,
-    /// Processor time of the server for each request, microseconds, where it was measured.
+    /// Processor time of the server per request in microseconds, if it was measured.
     pub server_cpu_us: Option<f64>,
 }
 
@@ -148,7 +149,7 @@ pub fn run(scratch: &Scratch, endpoint: &Endpoint, job: &Job) -> Result<Sample> 
     parse(&text, job.pattern.writes())
 }
 
-/// Reads fio's JSON, before which its NBD engine prints a line of its own.
+/// Parses fio's JSON output, which follows a line printed by its NBD engine.
 fn parse(text: &str, writes: bool) -> Result<Sample> {
     let start = text.find("\n{").map_or(0, |at| at + 1);
     let value: Value =
@@ -188,7 +189,7 @@ mod tests {
  "write": {"iops": 0, "bw_bytes": 0, "clat_ns": {"mean": 0, "max": 0}}}]}"#;
 
     #[test]
-    fn the_answer_is_read_past_the_engines_own_line() {
+    fn the_result_of_fio_is_parsed_after_the_line_of_its_engine() {
         let sample = parse(ANSWER, false).unwrap();
         assert_eq!((sample.rate, sample.p99_us, sample.client_cpu), (10.5, 4.0, 4.0));
     }

@@ -1,20 +1,20 @@
-//! Measures lamina against its peers and against its own limits, from outside.
+//! Measures lamina and compares it with other servers and with its own limits, from outside.
 //!
-//! What must hold of a measurement here:
+//! Invariants of the measurements:
 //!
-//! 1. The product is driven like any client would drive it: command line and NBD, nothing linked in.
-//! 2. What is compared is interleaved run by run on one file system, and the order rotates, so that a noisy neighbour,
-//!    a warming CPU or a filling disk meets every side alike. Figures are medians.
-//! 3. Every side starts a run from the same state: dirty pages written back, caches warm (buffered) or dropped
-//!    (direct).
-//! 4. Raw samples are kept beside the verdict, with the machine and the options that made them.
-//! 5. Processes and files of a run end with it, also when it fails or is interrupted.
+//! 1. lamina is used as by any client, through command line and NBD; none of its code is linked.
+//! 2. Sides of a comparison alternate run by run on the same file system, in a rotating order, so that other load, a
+//!    warming CPU or a filling disk affects all sides alike. Figures are medians.
+//! 3. Every side begins a run in the same state: dirty pages are written back, and caches are warm (buffered) or
+//!    dropped (direct).
+//! 4. Raw samples are stored with the findings, together with the machine and the options.
+//! 5. Processes and files of a run are removed at its end, also if it fails or is interrupted.
 //!
-//! The parts: [`plan`] (options and sizes), [`scratch`] (work folder), [`volume`] (a
-//! file system larger than the medium), [`process`] (children and interruption), [`nbd`] (a small pipelined client for
-//! layouts and latencies), [`fio`] (the load generator), [`peers`] (other servers), [`datastore`] (lamina's command
-//! line), [`statistics`], [`report`], [`machine`], [`figures`] (the pages that show kept results), and a module per
-//! study in [`bars`].
+//! Modules: [`plan`] (options and sizes), [`scratch`] (work folder), [`volume`] (a sparse file system larger than the
+//! storage), [`process`] (child processes and interruption), [`nbd`] (a small pipelined client for layouts and
+//! latencies), [`fio`] (the load generator), [`peers`] (other servers), [`datastore`] (lamina's command line),
+//! [`statistics`], [`report`], [`machine`], [`figures`] (the pages of stored results), and a module per study in
+//! [`bars`].
 
 #![forbid(unsafe_code)]
 

@@ -1,16 +1,16 @@
-//! What the figures were measured on: without it a figure means nothing.
+//! The machine that the figures were measured on.
 
 use serde::Serialize;
 use std::fs;
 use std::path::Path;
 use std::process::Command;
 
-/// A machine and the tools on it, as far as they can be found out. Nothing here can fail a run.
+/// A machine and its tools, as far as they can be determined. Missing information is not an error.
 #[derive(Clone, Debug, Serialize)]
 pub struct Machine {
-    /// When, UTC.
+    /// Date and time, UTC.
     pub date: String,
-    /// Revision of the source, `+` when changed since.
+    /// Revision of the source, with `+` if it was modified since.
     pub revision: String,
     /// Processor model.
     pub processor: String,
@@ -22,9 +22,9 @@ pub struct Machine {
     pub kernel: String,
     /// File system of the work folder.
     pub file_system: String,
-    /// Load averages at the start: neighbours make noise.
+    /// Load averages at the start, which show whether other work was running.
     pub load: String,
-    /// First line each tool says of its version.
+    /// Version of each tool: the first line of its output.
     pub tools: Vec<String>,
 }
 
@@ -40,7 +40,7 @@ fn after_colon(path: &str, name: &str) -> Option<String> {
 }
 
 impl Machine {
-    /// Describes this one, with the file system of `work`.
+    /// Describes this machine, with the file system of `work`.
     pub fn describe(work: &Path) -> Machine {
         let unknown = || "unknown".to_string();
         let path = work.display().to_string();
@@ -49,7 +49,7 @@ impl Machine {
         let memory = after_colon("/proc/meminfo", "MemTotal");
         let tools = [("fio", "--version"), ("nbdkit", "--version"), ("rustc", "--version")];
         let mut tools: Vec<String> = tools.iter().filter_map(|(p, a)| said(p, &[a])).collect();
-        // Its first line, of several.
+        // qemu-nbd prints several lines, of which only the first is used.
         let qemu = Command::new("qemu-nbd").arg("--version").output().ok();
         tools.extend(qemu.and_then(|o| String::from_utf8_lossy(&o.stdout).lines().next().map(str::to_string)));
         Machine {

@@ -1,4 +1,4 @@
-//! `lamina-study`: the command line of the measurements. See the library for what is measured.
+//! `lamina-study`: the command line for the measurements, which the library implements.
 
 #![forbid(unsafe_code)]
 
@@ -39,14 +39,14 @@ fn main() -> ExitCode {
     }
 }
 
-/// The lamina built together with this program.
+/// The lamina program that was built together with this program.
 fn beside() -> PathBuf {
     let here = std::env::current_exe().ok().and_then(|p| p.parent().map(|folder| folder.join("lamina")));
     here.unwrap_or_else(|| PathBuf::from("lamina"))
 }
 
-/// Runs the studies asked for; whether every limit was met. One that cannot be measured does not keep the others from
-/// being measured, but fails the whole.
+/// Runs the requested studies; returns whether every limit was met. If a study fails, the others are run, and an error
+/// is returned in the end.
 fn measure(options: &Options) -> Result<bool> {
     let settings = &options.settings;
     let plan = settings.plan().map_err(Error::Usage)?;
@@ -94,7 +94,7 @@ fn measure(options: &Options) -> Result<bool> {
     failed.map_or(Ok(missed.is_empty()), Err)
 }
 
-/// An empty work folder: one study's files are not in the way, or on the medium, of the next.
+/// An empty work folder, so that files of one study do not affect the next one.
 fn renewed(old: Scratch, options: &Options) -> Result<Scratch> {
     drop(old);
     Scratch::new(&options.settings.work, options.settings.keep)

@@ -1,11 +1,11 @@
-//! A small pipelined NBD client: makes layouts block by block and times each request by the study's own clock.
+//! A small pipelined NBD client, which writes layouts block by block and times each request with the study's clock.
 //!
-//! fio measures throughput better; what it cannot do is write exactly these blocks between two snapshots, or say which
-//! requests were in flight while a snapshot was taken. Only the plain part of the protocol is spoken: fixed newstyle,
-//! simple replies.
+//! fio measures throughput better, but it cannot write exactly given blocks between two snapshots, nor report which
+//! requests were in flight while a snapshot was taken. The client uses only the basic protocol: fixed newstyle, simple
+//! replies.
 //!
-//! What must hold: at most `depth` requests are in flight, each in its own slot, and the slot is the cookie; a reply
-//! with any other cookie, or no reply within [`REPLY_TIME_MAX`], is an error.
+//! Invariant: at most `depth` requests are in flight, each in its own slot, whose number is the cookie. A reply with
+//! another cookie, or no reply within [`REPLY_TIME_MAX`], is an error.
 
 use crate::error::{Doing, Error, Result};
 use crate::random::Random;
@@ -31,9 +31,9 @@ const SIMPLE_REPLY: u32 = 0x6744_6698;
 pub const REPLY_TIME_MAX: Duration = Duration::from_secs(120);
 /// Most bytes in one request.
 pub const LENGTH_MAX: u32 = 4 << 20;
-/// Payloads from this length on are sent from where they lie.
+/// Payloads of at least this length are sent without copying them.
 const SENT_ALONE_MIN: u32 = 32 << 10;
-/// Bytes that are stamped as one.
+/// Size of the blocks that [`Request::Stamped`] writes.
 const BLOCK: usize = 4096;
 /// Most bytes of one option reply.
 const OPTION_REPLY_MAX: u32 = 64 << 10;
@@ -41,7 +41,7 @@ const OPTION_REPLY_MAX: u32 = 64 << 10;
 /// One request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Request {
-    /// Reads, and throws away.
+    /// Reads and discards the data.
     Read {
         /// First byte.
         offset: u64,
@@ -55,23 +55,23 @@ pub enum Request {
         /// Bytes.
         length: u32,
     },
-    /// Writes whole blocks whose bytes follow from their place and a version, for [`Client::compare`] to find again.
+    /// Writes whole blocks whose content is a function of offset and version, for [`Client::compare`].
     Stamped {
         /// First byte.
         offset: u64,
         /// Bytes.
         length: u32,
-        /// Which version.
+        /// The version.
         version: u32,
     },
-    /// Gives a range back.
+    /// Discards a range.
     Trim {
         /// First byte.
         offset: u64,
         /// Bytes.
         length: u32,
     },
-    /// Makes all writes answered so far durable.
+    /// Flushes: makes all writes answered so far durable.
     Flush,
 }
 
@@ -86,7 +86,7 @@ impl Request {
     }
 }
 
-/// When a request was sent and when it was answered.
+/// The time at which a request was sent and at which it was answered.
 #[derive(Clone, Copy, Debug)]
 pub struct Timing {
     /// Just before it was sent.
@@ -102,7 +102,7 @@ impl Timing {
     }
 }
 
-/// Appends the head of a request.
+/// Appends the header of a request.
 fn head(message: &mut Vec<u8>, kind: u16, cookie: u64, offset: u64, length: u32) {
     message.extend(REQUEST.to_be_bytes());
     message.extend(0u16.to_be_bytes());
@@ -112,8 +112,8 @@ fn head(message: &mut Vec<u8>, kind: u16, cookie: u64, offset: u64, length: u32)
     message.extend(length.to_be_bytes());
 }
 
-/// Appends the block that a version has at a place: random bytes behind place and version themselves, so that neither
-/// another block's content nor an older one passes for it.
+/// Appends the content of a version of a block: offset and version, followed by random bytes, so that neither another
+/// block's content nor an older version is taken for it.
 fn stamped(content: &[u8], offset: u64, version: u32, out: &mut Vec<u8>) {
     let from = Random::new(offset ^ u64::from(version) << 40).below(u64::from(LENGTH_MAX)) as usize;
     out.extend(offset.to_le_bytes());
@@ -204,8 +204,8 @@ impl Client {
         self.size
     }
 
-    /// Sends all requests with up to `depth` in flight, and calls `each` with the timing of every one as it is
-    /// answered. Returns how many there were.
+    /// Sends all requests with up to `depth` in flight, and calls `each` with the timing of each one when it is
+    /// answered. Returns the number of requests.
     pub fn run(
         &mut self,
         depth: usize,
@@ -215,7 +215,7 @@ impl Client {
         self.run_told(depth, requests, |_, timing| each(timing))
     }
 
-    /// The same, with the request that was answered.
+    /// Like the previous function, with the answered request as an argument of `each`.
     pub fn run_told(
         &mut self,
         depth: usize,
@@ -271,7 +271,7 @@ impl Client {
             if free.len() == slots.len() {
                 return Ok(done);
             }
-            // Take what has arrived before sending again, so that a burst of replies makes one burst of requests.
+            // All replies that have arrived are processed before sending again, so that requests are sent in batches.
             loop {
                 let slot = self.reply(&mut slots, &mut each)?;
                 free.push(slot);
@@ -318,7 +318,8 @@ impl Client {
         Ok(slot)
     }
 
-    /// Reads as many blocks at `offset` as there are versions; how many do not hold what [`Request::Stamped`] wrote.
+    /// Reads as many blocks at `offset` as there are versions; returns the number of blocks that do not have the
+    /// content of [`Request::Stamped`].
     pub fn compare(&mut self, offset: u64, versions: &[u32]) -> Result<u64> {
         let doing = || "comparing what was written".to_string();
         let length = u32::try_from(versions.len() * BLOCK).ok().filter(|length| *length <= LENGTH_MAX);
@@ -345,7 +346,7 @@ impl Client {
         Ok(differences)
     }
 
-    /// Makes everything written so far durable.
+    /// Makes all completed writes durable.
     pub fn flush(&mut self) -> Result<()> {
         self.run(1, [Request::Flush], |_| ()).map(|_| ())
     }
@@ -357,7 +358,7 @@ impl Drop for Client {
         message.extend(REQUEST.to_be_bytes());
         message.extend([0, 0, 0, 2]);
         message.extend([0; 20]);
-        // Leaving politely; a server that is gone does not mind.
+        // Sends a disconnect request; an error is ignored, because the server may have ended.
         let _ = self.stream.write_all(&message);
     }
 }

@@ -1,4 +1,4 @@
-//! The servers of a comparison: each one an image file, a process and a socket.
+//! The servers of a comparison; each has an image file, a process and a socket.
 //!
 //! | name | server and image | buffered | direct |
 //! |---|---|---|---|
@@ -8,8 +8,8 @@
 //! | `qcow2` | qemu-nbd on qcow2 as `qemu-img create` makes it | writeback, threads | none, Linux AIO |
 //! | `qcow2-ext` | qcow2 with extended_l2 and clusters of 128 KiB | writeback, threads | none, Linux AIO |
 //!
-//! The raw servers share one file, written before, so that they differ in nothing but themselves; only one of them is
-//! asked at a time. nbdkit has no direct I/O: its direct column is the nearest thing it offers.
+//! The raw servers share one file that was written before, so that only the servers differ; only one of them is used at
+//! a time. nbdkit has no direct I/O; the direct column is the closest mode that it offers.
 
 use crate::error::{Doing, Error, Result};
 use crate::fio::Endpoint;
@@ -21,12 +21,12 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-/// Longest time a server may take until it answers.
+/// Time limit for the start of a server.
 pub const START_TIME_MAX: Duration = Duration::from_secs(120);
-/// Clients a server must admit: the one that measures and those that look.
+/// Number of clients that a server must accept: the measuring client and those that check its state.
 const CLIENTS: &str = "8";
 
-/// What a server's image is, for the studies that compare with one kind.
+/// Kind of a server, for studies that compare with one kind.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     /// A server of a raw file.
@@ -35,28 +35,28 @@ pub enum Kind {
     Qcow2,
     /// A server of an image that lamina serves too.
     Image,
-    /// lamina.
+    /// lamina itself.
     Ours,
-    /// Another lamina, that this one is compared with.
+    /// Another lamina program, as baseline.
     Baseline,
 }
 
 /// A running server with one disk.
 #[derive(Debug)]
 pub struct Server {
-    /// Column in the report.
+    /// Its column in the report.
     pub name: String,
-    /// What it stands for.
+    /// Its kind.
     pub kind: Kind,
-    /// Where it is reached.
+    /// Its endpoint.
     pub endpoint: Endpoint,
-    /// The file or folder that holds its data.
+    /// The file or folder with its data.
     pub data: PathBuf,
     /// Its process.
     pub service: Service,
 }
 
-/// Waits until a server answers for an export; how long that took.
+/// Waits until a server answers requests for an export; returns the duration.
 pub fn wait_ready(service: &Service, endpoint: &Endpoint) -> Result<Duration> {
     let began = Instant::now();
     loop {
@@ -67,7 +67,7 @@ pub fn wait_ready(service: &Service, endpoint: &Endpoint) -> Result<Duration> {
         if service.ended() {
             return Err(service.failure("ended before it answered"));
         }
-        // A socket that is not there yet, or not listened on yet; anything else will not get better by waiting.
+        // The socket may not exist yet, or not be listened on; other errors are final.
         if !matches!(failed, Error::Io { .. }) || began.elapsed() > START_TIME_MAX {
             return Err(service.failure(&format!("does not answer: {failed}")));
         }
@@ -75,16 +75,16 @@ pub fn wait_ready(service: &Service, endpoint: &Endpoint) -> Result<Duration> {
     }
 }
 
-/// Images of the peers, made once for both modes.
+/// Images of the other servers, created once for both modes.
 pub struct Images {
-    /// Raw, every byte written.
+    /// The raw image, of which every byte is written.
     pub raw: PathBuf,
     qcow2: PathBuf,
     qcow2_extended: PathBuf,
 }
 
 impl Images {
-    /// Fills the raw file with random bytes and converts it.
+    /// Fills the raw image with random bytes and converts it.
     pub fn make(scratch: &Scratch, size: u64, seed: u64) -> Result<Images> {
         let raw = scratch.path("disk.raw");
         crate::scratch::random_file(&raw, size, seed)?;
@@ -95,7 +95,7 @@ impl Images {
     }
 }
 
-/// Makes an empty qcow2 image.
+/// Creates an empty qcow2 image.
 pub fn create_qcow2(path: &Path, size: u64, options: Option<&str>) -> Result<()> {
     let mut command = Command::new("qemu-img");
     command.args(["create", "-q", "-f", "qcow2"]);
@@ -114,8 +114,7 @@ fn convert(from: &Path, to: &Path, options: Option<&str>) -> Result<()> {
     process::run(command.arg(from).arg(to)).map(|_| ())
 }
 
-/// Starts every peer that this machine can run. A peer the kernel refuses is reported with the reason, not left out in
-/// silence.
+/// Starts every server that this machine can run. A server that the kernel does not allow is returned with the reason.
 pub fn start(scratch: &Scratch, images: &Images, mode: Mode) -> Result<(Vec<Server>, Vec<String>)> {
     let mut servers = vec![start_one(scratch, "nbdkit", Kind::Raw, &images.raw, nbdkit("file", &images.raw, mode))?];
     let mut absent = Vec::new();
@@ -129,7 +128,7 @@ pub fn start(scratch: &Scratch, images: &Images, mode: Mode) -> Result<(Vec<Serv
     for (name, kind, image, format, engine) in qemu {
         match start_one(scratch, name, kind, image, qemu_nbd(image, format, mode, engine)) {
             Ok(server) => servers.push(server),
-            // Containers commonly forbid io_uring; every other failure stops the study.
+            // Containers often forbid io_uring; every other failure stops the study.
             Err(Error::Command { detail, .. }) if engine == "io_uring" => {
                 absent.push(format!("{name} ({}) cannot run here: {detail}", mode.word()));
             }
@@ -141,7 +140,7 @@ pub fn start(scratch: &Scratch, images: &Images, mode: Mode) -> Result<(Vec<Serv
 
 fn start_one(scratch: &Scratch, name: &str, kind: Kind, data: &Path, command: Invocation) -> Result<Server> {
     let socket = scratch.socket(name);
-    // What the server of the other mode left.
+    // Removes the socket of the server with the other mode.
     let _ = std::fs::remove_file(&socket);
     let mut process = Command::new(command.program);
     process.arg(command.socket_option).arg(&socket).args(&command.arguments);
@@ -151,12 +150,12 @@ fn start_one(scratch: &Scratch, name: &str, kind: Kind, data: &Path, command: In
     Ok(Server { name: name.into(), kind, endpoint, data: data.into(), service })
 }
 
-/// Starts qemu-nbd on an image of any of its formats, with what lies below it; its name in reports is `qemu-nbd`.
+/// Starts qemu-nbd on an image of any format, with its parents; its name in reports is `qemu-nbd`.
 pub fn start_image(scratch: &Scratch, image: &Path, format: &str, mode: Mode, writable: bool) -> Result<Server> {
     start_named(scratch, "qemu-nbd", image, format, mode, writable)
 }
 
-/// The same, with a name of its own.
+/// Starts qemu-nbd on an image, under a given name.
 pub fn start_named(
     scratch: &Scratch,
     name: &str,
@@ -173,7 +172,7 @@ pub fn start_named(
     start_one(scratch, name, Kind::Image, image, command)
 }
 
-/// Starts nbdkit on a folder of empty raw files of these names: each is an export.
+/// Starts nbdkit on a folder of empty raw files with these names, each of which is an export.
 pub fn start_folder(scratch: &Scratch, names: &[String], size: u64, mode: Mode) -> Result<Server> {
     let folder = scratch.path("files");
     std::fs::create_dir(&folder).doing(|| format!("creating {}", folder.display()))?;
@@ -189,11 +188,11 @@ struct Invocation {
     program: &'static str,
     socket_option: &'static str,
     arguments: Vec<String>,
-    /// Empty for the default one.
+    /// Name of the export; empty for the default one.
     export: String,
 }
 
-/// nbdkit on a `file`, or on each file of a `dir`.
+/// The command line of nbdkit for a `file`, or for each file of a `dir`.
 fn nbdkit(what: &str, path: &Path, mode: Mode) -> Invocation {
     let path = format!("{what}={}", path.display());
     let mut arguments = vec!["-f".into(), "--exit-with-parent".into(), "file".into(), path];
@@ -215,7 +214,7 @@ fn qemu_nbd(image: &Path, format: &str, mode: Mode, engine: &str) -> Invocation 
         "--discard=unmap".into(),
         "--detect-zeroes=off".into(),
         "--image-opts".into(),
-        // Three servers share the raw file by turns; see the head of this file.
+        // Locking is off, because three servers share the raw file, one at a time.
         format!("driver={format},file.driver=file,file.filename={file},file.locking=off"),
     ];
     Invocation { program: "qemu-nbd", socket_option: "-k", arguments, export: String::new() }

@@ -1,4 +1,4 @@
-//! Options of the command line, and the sizes that follow from them.
+//! Options of the command line, and the sizes derived from them.
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use serde::Serialize;
@@ -133,18 +133,18 @@ impl Study {
     }
 }
 
-/// Whether the servers go through the page cache.
+/// Whether servers use the page cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum Mode {
     /// Through the page cache
     Buffered,
-    /// Around it
+    /// With direct I/O
     Direct,
 }
 
 impl Mode {
-    /// As the command lines say it.
+    /// Its name on command lines.
     pub fn word(self) -> &'static str {
         match self {
             Mode::Buffered => "buffered",
@@ -170,16 +170,16 @@ fn size(text: &str) -> Result<u64, String> {
 /// How to measure.
 #[derive(Clone, Debug, Args)]
 pub struct Settings {
-    /// Shorter runs, fewer of them, smaller disks: a first impression that proves no limit
+    /// Shorter and fewer runs, smaller disks: a first impression that proves no limit
     #[arg(long, global = true)]
     pub quick: bool,
-    /// The lamina to measure [default: the one beside this program]
+    /// The lamina program to measure [default: next to this program]
     #[arg(long, global = true, value_name = "PROGRAM")]
     pub lamina: Option<PathBuf>,
-    /// speed, wide, neighbour: another lamina to measure in the same run, of a release for example
+    /// speed, wide, neighbour: another lamina program to measure in the same run, for example a release
     #[arg(long, global = true, value_name = "PROGRAM")]
     pub baseline: Option<PathBuf>,
-    /// Work folder; its file system is what is measured on
+    /// Work folder; its file system is measured
     #[arg(long, global = true, value_name = "FOLDER", default_value = "target/bench")]
     pub work: PathBuf,
     /// Folder for the raw results
@@ -199,13 +199,13 @@ pub struct Settings {
     /// 60]
     #[arg(long, global = true)]
     pub seconds: Option<f64>,
-    /// Only this mode [default: both where a study has two]
+    /// Only this mode [default: both, if the study has two]
     #[arg(long, global = true)]
     pub mode: Option<Mode>,
     /// Size of the disks [default: 2G, quick 512M]
     #[arg(long, global = true, value_parser = size)]
     pub disk_size: Option<u64>,
-    /// speed: the peers alone, without lamina
+    /// speed: only the other servers, without lamina
     #[arg(long, global = true)]
     pub peers_only: bool,
     /// Only cells whose name contains this: speed, chains, grains, peers-chain; formats and targets of consolidate and
@@ -216,8 +216,8 @@ pub struct Settings {
     /// left them
     #[arg(long, global = true)]
     pub merge: bool,
-    /// depth, peers-chain: snapshot depths beside 0; peers-chain takes those up to 32 [default: 1,8,32,256,1000, quick
-    /// 1,8,32]
+    /// depth, peers-chain: snapshot depths in addition to 0; peers-chain uses those up to 32 [default: 1,8,32,256,1000,
+    /// quick 1,8,32]
     #[arg(long, global = true, value_delimiter = ',')]
     pub depths: Vec<u32>,
     /// snapshots: how many to take under load [default: 300, quick 100]
@@ -234,7 +234,7 @@ pub struct Settings {
 /// The settings with every default filled in.
 #[derive(Clone, Debug, Serialize)]
 pub struct Plan {
-    /// Whether this is the short version.
+    /// Whether the run is a short one.
     pub quick: bool,
     /// Seed of layouts and loads.
     pub seed: u64,
@@ -242,37 +242,37 @@ pub struct Plan {
     pub runs: u32,
     /// Seconds of each run.
     pub seconds: f64,
-    /// Seconds of a load that has to last.
+    /// Seconds of the load in `scattered`.
     pub lasting: f64,
-    /// Seconds of the mixed load.
+    /// Seconds of the mixed load in `endurance`.
     pub endurance: f64,
     /// Seconds before each run that are not counted.
     pub ramp: f64,
-    /// Modes asked for.
+    /// The modes to measure.
     pub modes: Vec<Mode>,
     /// Bytes of each disk.
     pub disk_size: u64,
-    /// Without lamina.
+    /// Whether to measure without lamina.
     pub peers_only: bool,
-    /// Parts of the names of wanted cells; empty for all.
+    /// Parts of the names of the cells to measure; empty for all.
     pub cells: Vec<String>,
-    /// Nothing is measured.
+    /// Whether to measure nothing and merge earlier results.
     pub merge: bool,
-    /// Snapshot depths beside 0.
+    /// Snapshot depths in addition to 0.
     pub depths: Vec<u32>,
-    /// Snapshots taken under load.
+    /// Number of snapshots taken under load.
     pub snapshots: u32,
-    /// Linked clones.
+    /// Number of linked clones.
     pub clones: u32,
     /// Blocks of the disk of 16 TiB.
     pub blocks: u32,
 }
 
-/// Smallest disk the layouts of all bars fit on.
+/// Smallest disk for the layouts of all studies.
 const DISK_SIZE_MIN: u64 = 64 << 20;
 
 impl Settings {
-    /// Fills the defaults in.
+    /// Fills in the defaults.
     pub fn plan(&self) -> Result<Plan, String> {
         let quick = self.quick;
         let pick = |full: u32, short: u32| if quick { short } else { full };
@@ -314,12 +314,12 @@ impl Settings {
 }
 
 impl Plan {
-    /// Whether a cell of this name was asked for.
+    /// Whether a cell with this name is to be measured.
     pub fn wants(&self, cell: &str) -> bool {
         self.cells.is_empty() || self.cells.iter().any(|part| cell.contains(part.as_str()))
     }
 
-    /// The mode of bars that are about one only: the first one asked for.
+    /// The mode of studies that use only one: the first requested mode.
     pub fn mode(&self) -> Mode {
         self.modes.first().copied().unwrap_or(Mode::Buffered)
     }

@@ -1,12 +1,12 @@
-//! Child processes: commands that end by themselves and services that run until stopped.
+//! Child processes: commands that end on their own, and services that run until they are stopped.
 //!
-//! What must hold:
+//! Invariants:
 //!
-//! 1. Every child is in [`CHILDREN`] from its start until the moment before it is reaped, so that an interruption or a
-//!    deadline reaches it, and never reaches a stranger that was given the same number later: signals are sent and
-//!    entries removed under one lock, and the reaping comes after the removal.
-//! 2. No child outlives the study: a service stops when it is dropped, a command when its deadline passes, and all of
-//!    them on SIGINT, SIGTERM and SIGHUP.
+//! 1. Every child is in [`CHILDREN`] from its start until just before it is reaped. So signals for interruptions and
+//!    deadlines reach every child, but never another process that got the same pid later: signals are sent and entries
+//!    removed under one lock, and the child is reaped after the removal.
+//! 2. No child outlives the study: a service is stopped when it is dropped, a command at its deadline, and all of them
+//!    on SIGINT, SIGTERM and SIGHUP.
 
 use crate::error::{Doing, Error, Result};
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process, waitid};
@@ -19,13 +19,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Longest time a command may take unless its caller says otherwise.
+/// Default time limit of a command.
 pub const COMMAND_TIME_MAX: Duration = Duration::from_secs(600);
-/// Longest time a service may take to stop by itself.
+/// Time that a service may take to stop.
 pub const STOP_TIME_MAX: Duration = Duration::from_secs(60);
-/// How often deadlines are looked at.
+/// Interval at which deadlines are checked.
 const WATCH_INTERVAL: Duration = Duration::from_millis(100);
-/// Bytes of a child's standard error that an error message repeats.
+/// Bytes of a child's standard error that an error message includes.
 const LAST_WORDS_MAX: usize = 2000;
 
 static INTERRUPTED: AtomicBool = AtomicBool::new(false);
@@ -42,12 +42,12 @@ fn children() -> MutexGuard<'static, BTreeMap<u32, Deadline>> {
 
 fn signal(id: u32, signal: Signal) {
     if let Some(pid) = i32::try_from(id).ok().and_then(Pid::from_raw) {
-        // The only failure is a child that has just ended by itself.
+        // Fails only if the child has just ended.
         let _ = kill_process(pid, signal);
     }
 }
 
-/// Starts watching for signals and deadlines. Call once, before the first child.
+/// Starts watching for signals and deadlines. To be called once, before the first child is started.
 pub fn watch() -> Result<()> {
     use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
     let mut signals =
@@ -75,12 +75,12 @@ pub fn watch() -> Result<()> {
     Ok(())
 }
 
-/// Fails once a person or the system has asked to stop.
+/// Returns an error if an interruption was requested.
 pub fn go_on() -> Result<()> {
     if INTERRUPTED.load(Ordering::SeqCst) { Err(Error::Interrupted) } else { Ok(()) }
 }
 
-/// Sleeps, but not past an interruption.
+/// Sleeps, but ends early at an interruption.
 pub fn pause(time: Duration) -> Result<()> {
     let end = Instant::now() + time;
     loop {
@@ -93,7 +93,7 @@ pub fn pause(time: Duration) -> Result<()> {
     }
 }
 
-/// The command line as a person would type it.
+/// The command line as a user would type it.
 pub fn shown(command: &Command) -> String {
     let words = std::iter::once(command.get_program()).chain(command.get_args());
     words.map(|w| w.to_string_lossy().into_owned()).collect::<Vec<_>>().join(" ")
@@ -108,10 +108,10 @@ fn spawn(command: &mut Command, at: Option<Instant>) -> Result<Child> {
     Ok(child)
 }
 
-/// Waits for the end, then reaps. True when the deadline ended it.
+/// Waits for the end of a child, then reaps it. True if its deadline has ended it.
 fn reap(child: &mut Child) -> Result<(ExitStatus, bool)> {
     if let Some(pid) = i32::try_from(child.id()).ok().and_then(Pid::from_raw) {
-        // Leaves the child in place as a zombie, so that its number stays its own until it is off the list.
+        // Waits without reaping, so that the pid stays reserved until the child is removed from the list.
         while let Err(e) = waitid(WaitId::Pid(pid), WaitIdOptions::EXITED | WaitIdOptions::NOWAIT) {
             if e != rustix::io::Errno::INTR {
                 break;
@@ -123,12 +123,12 @@ fn reap(child: &mut Child) -> Result<(ExitStatus, bool)> {
     Ok((status, passed))
 }
 
-/// Runs a command to its end and gives its standard output.
+/// Runs a command; returns its standard output.
 pub fn run(command: &mut Command) -> Result<String> {
     run_within(command, COMMAND_TIME_MAX)
 }
 
-/// Runs a command to its end, at most this long.
+/// Runs a command with a time limit.
 pub fn run_within(command: &mut Command, time: Duration) -> Result<String> {
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut child = spawn(command, Some(Instant::now() + time))?;
@@ -142,7 +142,7 @@ pub fn run_within(command: &mut Command, time: Duration) -> Result<String> {
     });
     let mut output = Vec::new();
     if let Some(mut pipe) = child.stdout.take() {
-        // A pipe that breaks early shows as a failed or unreadable answer below.
+        // If reading fails early, the command's status or its output shows the error below.
         let _ = pipe.read_to_end(&mut output);
     }
     let errors = errors.join().unwrap_or_default();
@@ -159,7 +159,7 @@ pub fn run_within(command: &mut Command, time: Duration) -> Result<String> {
     Ok(String::from_utf8_lossy(&output).into_owned())
 }
 
-/// Clock ticks of `/proc` in a second, on every Linux of the architectures that matter here.
+/// Clock ticks per second in `/proc`, on Linux for all common architectures.
 const CLOCK_TICKS: u32 = 100;
 
 /// A process that runs until it is stopped.
@@ -171,7 +171,7 @@ pub struct Service {
 }
 
 impl Service {
-    /// Starts it; what it prints goes to `log`.
+    /// Starts the service; its output is written to `log`.
     pub fn start(command: &mut Command, log: &Path) -> Result<Service> {
         let out = File::create(log).doing(|| format!("creating {}", log.display()))?;
         let err = out.try_clone().doing(|| format!("opening {}", log.display()))?;
@@ -180,42 +180,43 @@ impl Service {
         Ok(Service { child: Some(child), command: shown(command), log: log.to_path_buf() })
     }
 
-    /// Process number.
+    /// Its pid.
     pub fn id(&self) -> u32 {
         self.child.as_ref().map_or(0, Child::id)
     }
 
-    /// Processor time that it has used so far, all threads together.
+    /// Processor time that it has used so far, of all threads.
     pub fn processor_time(&self) -> Result<Duration> {
         let path = format!("/proc/{}/stat", self.id());
         let text = std::fs::read_to_string(&path).doing(|| format!("reading {path}"))?;
-        // The name of the program stands in brackets and may hold anything; user and system time are fields 14 and 15.
+        // The program's name is in parentheses and may contain any character; user and system time are fields 14 and
+        // 15.
         let fields = text.rsplit(')').next().unwrap_or_default().split_whitespace().skip(11).take(2);
         let ticks: u64 = fields.filter_map(|field| field.parse::<u64>().ok()).sum();
         Ok(Duration::from_secs(ticks) / CLOCK_TICKS)
     }
 
-    /// Whether it has ended by itself.
+    /// Whether it has ended.
     pub fn ended(&self) -> bool {
         let Some(pid) = i32::try_from(self.id()).ok().and_then(Pid::from_raw) else { return true };
         let options = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT | WaitIdOptions::NOHANG;
         !matches!(waitid(WaitId::Pid(pid), options), Ok(None))
     }
 
-    /// Whether it has printed a line that starts so.
+    /// Whether it has printed a line with this prefix.
     pub fn has_said(&self, start: &str) -> bool {
         let log = std::fs::read(&self.log).unwrap_or_default();
         String::from_utf8_lossy(&log).lines().any(|line| line.starts_with(start))
     }
 
-    /// An error about this service, with the end of its log.
+    /// An error about the service, with the end of its log.
     pub fn failure(&self, what: &str) -> Error {
         let log = std::fs::read(&self.log).unwrap_or_default();
         let words = String::from_utf8_lossy(&log[log.len().saturating_sub(LAST_WORDS_MAX)..]).trim().to_string();
         Error::Command { command: self.command.clone(), detail: format!("{what}: {words}") }
     }
 
-    /// Resident memory now and at its highest, in bytes.
+    /// Current and maximum resident memory, in bytes.
     pub fn resident(&self) -> Result<(u64, u64)> {
         let path = format!("/proc/{}/status", self.id());
         let text = std::fs::read_to_string(&path).doing(|| format!("reading {path}"))?;
@@ -226,12 +227,12 @@ impl Service {
         field("VmRSS:").zip(field("VmHWM:")).ok_or_else(|| Error::Answer(format!("{path} has no VmRSS")))
     }
 
-    /// Asks it to stop and waits; after [`STOP_TIME_MAX`] it is killed, which is an error.
+    /// Stops the service with SIGTERM and waits; after [`STOP_TIME_MAX`] it is killed, which is an error.
     pub fn stop(mut self) -> Result<()> {
         self.end()
     }
 
-    /// Kills it, as a crash would, and waits until it is gone.
+    /// Kills the service, like a crash, and waits for its end.
     pub fn kill(mut self) -> Result<()> {
         let Some(mut child) = self.child.take() else { return Ok(()) };
         signal(child.id(), Signal::KILL);

@@ -1,11 +1,11 @@
-//! A small seeded generator: the same seed gives the same layout and the same load, on every side of a comparison.
+//! A seeded random number generator: the same seed gives the same layout and load for every side of a comparison.
 
-/// SplitMix64: passes the usual statistical batteries, eight bytes of state, one multiplication chain per word.
+/// SplitMix64, which passes common statistical tests with eight bytes of state and a short computation per word.
 #[derive(Clone, Debug)]
 pub struct Random(u64);
 
 impl Random {
-    /// The sequence of this seed.
+    /// A generator with this seed.
     pub fn new(seed: u64) -> Random {
         Random(seed)
     }
@@ -19,7 +19,7 @@ impl Random {
         z ^ (z >> 31)
     }
 
-    /// A number below `limit`, which must not be 0. The bias is below one in 2^32 for the sizes used here.
+    /// A number below `limit`, which must not be 0. The bias is below 2^-32 for the limits used here.
     pub fn below(&mut self, limit: u64) -> u64 {
         ((u128::from(self.word()) * u128::from(limit)) >> 64) as u64
     }
@@ -31,7 +31,7 @@ impl Random {
         }
     }
 
-    /// The numbers 0..count in random order.
+    /// The numbers 0 to `count` - 1 in random order.
     pub fn order(&mut self, count: u32) -> Vec<u32> {
         let mut all: Vec<u32> = (0..count).collect();
         for i in (1..all.len()).rev() {

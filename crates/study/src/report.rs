@@ -1,4 +1,4 @@
-//! Findings: the limit, what was measured, whether the limit is met; as a table for people and as JSON.
+//! Findings: a measured figure with its limit and whether the limit is met, as a table for users and as JSON.
 
 use crate::error::{Doing, Error, Result};
 use crate::machine::Machine;
@@ -8,20 +8,20 @@ use serde_json::{Value, json};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Which side of the limit is good.
+/// Direction of a limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Wanted {
-    /// At least the limit.
+    /// The figure must be at least the limit.
     AtLeast,
-    /// At most the limit.
+    /// The figure must be at most the limit.
     AtMost,
 }
 
-/// One figure, with what is asked of it if anything.
+/// A measured figure, with its limit if it has one.
 #[derive(Clone, Debug, Serialize)]
 pub struct Finding {
-    /// The property of the product that it is about.
+    /// The property of lamina that it concerns.
     pub property: &'static str,
     /// What was measured.
     pub what: String,
@@ -29,9 +29,9 @@ pub struct Finding {
     pub measured: f64,
     /// Its unit.
     pub unit: &'static str,
-    /// What is asked, if anything.
+    /// The limit, if any.
     pub limit: Option<(Wanted, f64)>,
-    /// Whether it is met; nothing asked is met.
+    /// Whether the limit is met; true without a limit.
     pub met: bool,
 }
 
@@ -60,7 +60,7 @@ impl Finding {
         Finding { property, what: what.into(), measured, unit, limit: Some((Wanted::AtMost, limit)), met }
     }
 
-    /// A figure worth knowing, of which nothing is asked.
+    /// A figure without a limit.
     pub fn note(property: &'static str, what: impl Into<String>, measured: f64, unit: &'static str) -> Finding {
         Finding { property, what: what.into(), measured, unit, limit: None, met: true }
     }
@@ -86,11 +86,11 @@ impl Finding {
 pub struct Outcome {
     /// Its findings.
     pub findings: Vec<Finding>,
-    /// All samples.
+    /// Raw samples.
     pub raw: Value,
 }
 
-/// Four significant digits or whole numbers, whichever is longer.
+/// Formats a number with four significant digits, or as a whole number if it is larger.
 pub fn figure(number: f64) -> String {
     match number.abs() {
         n if n >= 100.0 => format!("{number:.0}"),
@@ -100,7 +100,7 @@ pub fn figure(number: f64) -> String {
     }
 }
 
-/// Lines of columns: the first two to the left, the others to the right.
+/// A table with two left-aligned columns, and right-aligned ones after them.
 pub fn table(head: &[&str], rows: &[Vec<String>]) -> String {
     let mut widths: Vec<usize> = head.iter().map(|h| h.chars().count()).collect();
     for row in rows {
@@ -129,7 +129,7 @@ pub fn shown(findings: &[Finding]) -> String {
     table(&["property", "what", "measured", "asked", ""], &rows)
 }
 
-/// Keeps an outcome as JSON in the results folder; where.
+/// Stores an outcome as JSON in the results folder; returns the path.
 pub fn keep(folder: &Path, study: &str, machine: &Machine, plan: &Plan, outcome: &Outcome) -> Result<PathBuf> {
     fs::create_dir_all(folder).doing(|| format!("creating {}", folder.display()))?;
     let stamp: String = machine.date.chars().filter(|c| c.is_ascii_alphanumeric()).collect();
@@ -142,18 +142,18 @@ pub fn keep(folder: &Path, study: &str, machine: &Machine, plan: &Plan, outcome:
     Ok(path)
 }
 
-/// The command line of this run, the program by its name alone.
+/// The command line of this run, with only the name of the program.
 fn command() -> String {
     std::iter::once("lamina-study".to_owned()).chain(std::env::args().skip(1)).collect::<Vec<_>>().join(" ")
 }
 
-/// The samples of each cell that earlier runs of a study left in the results folder, the latest of each.
+/// The latest samples of each cell that earlier runs of a study have stored in the results folder.
 pub fn earlier(folder: &Path, study: &str) -> Result<Vec<Value>> {
     let listed = fs::read_dir(folder).doing(|| format!("listing {}", folder.display()))?;
     let mut paths: Vec<PathBuf> = listed.flatten().map(|entry| entry.path()).collect();
     let name = |path: &PathBuf| path.file_name().is_some_and(|name| is_of(&name.to_string_lossy(), study));
     paths.retain(name);
-    // Their names end with the time.
+    // The names end with the time.
     paths.sort();
     let mut cells: Vec<Value> = Vec::new();
     for path in paths {

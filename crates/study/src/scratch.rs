@@ -1,10 +1,10 @@
-//! The work folder of a run, and the state of its files in the page cache.
+//! The work folder of a run, and control over its files in the page cache.
 //!
-//! What must hold:
+//! Invariants:
 //!
-//! 1. All files of all sides lie in one folder on one file system; only sockets lie elsewhere, because a socket's path
+//! 1. All files of all sides are in one folder on one file system. Only sockets are elsewhere, because a socket's path
 //!    may not exceed 107 bytes.
-//! 2. The folder goes when the run ends. What a killed run left behind goes when the next one starts.
+//! 2. The folder is removed at the end of the run. What a killed run left is removed when the next one starts.
 
 use crate::error::{Doing, Result};
 use rustix::fs::{Advice, fadvise, syncfs};
@@ -15,7 +15,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// How deep a tree of files may be; deeper ones are not ours.
+/// Greatest depth of a folder tree that is processed.
 const DEPTH_MAX: usize = 16;
 const PREFIX: &str = "run-";
 
@@ -28,7 +28,7 @@ pub struct Scratch {
 }
 
 impl Scratch {
-    /// Makes a folder for this process below `parent`.
+    /// Creates a folder for this process in `parent`.
     pub fn new(parent: &Path, keep: bool) -> Result<Scratch> {
         fs::create_dir_all(parent).doing(|| format!("creating {}", parent.display()))?;
         let parent = parent.canonicalize().doing(|| format!("resolving {}", parent.display()))?;
@@ -47,30 +47,30 @@ impl Scratch {
         &self.root
     }
 
-    /// A file or folder in it, not created.
+    /// The path of a file or folder in it, which is not created.
     pub fn path(&self, name: &str) -> PathBuf {
         self.root.join(name)
     }
 
-    /// Where a socket of this name belongs.
+    /// The path of a socket with this name.
     pub fn socket(&self, name: &str) -> PathBuf {
         self.sockets.join(name)
     }
 
-    /// Removes one file or folder in it.
+    /// Removes a file or folder in it.
     pub fn remove(&self, path: &Path) -> Result<()> {
         let done = if path.is_dir() { fs::remove_dir_all(path) } else { fs::remove_file(path) };
         done.doing(|| format!("removing {}", path.display()))
     }
 
-    /// Writes everything dirty on this file system back, so that no run pays for another's writes.
+    /// Writes back all dirty data of this file system, so that no run is slowed down by another run's writes.
     pub fn settle(&self) -> Result<()> {
         let root = File::open(&self.root).doing(|| format!("opening {}", self.root.display()))?;
         syncfs(&root).doing(|| format!("syncing {}", self.root.display()))
     }
 
-    /// The same, and lets background work on `path` come to rest: until the space it takes has not changed for a
-    /// second, ten seconds at most.
+    /// Syncs the work folder, and waits until background work on `path` has ended: until the space it occupies has not
+    /// changed for a second, for ten seconds at most.
     pub fn rest(&self, path: &Path) -> Result<()> {
         self.settle()?;
         let mut last = allocated(path)?;
@@ -97,7 +97,7 @@ impl Drop for Scratch {
     }
 }
 
-/// Removes the folders of runs whose process is gone.
+/// Removes the folders of runs whose process has ended.
 fn remove_leftovers(parent: &Path) {
     for entry in fs::read_dir(parent).into_iter().flatten().flatten() {
         let name = entry.file_name();
@@ -112,7 +112,7 @@ fn remove_leftovers(parent: &Path) {
 }
 
 fn visit(path: &Path, depth: usize, each: &mut dyn FnMut(&Path, &fs::Metadata) -> Result<()>) -> Result<()> {
-    // A server may remove a file between listing and looking: that file counts as nothing.
+    // A server may remove a file after it was listed; such a file is ignored.
     let Ok(metadata) = fs::symlink_metadata(path) else { return Ok(()) };
     each(path, &metadata)?;
     if metadata.is_dir() && depth < DEPTH_MAX {
@@ -123,7 +123,7 @@ fn visit(path: &Path, depth: usize, each: &mut dyn FnMut(&Path, &fs::Metadata) -
     Ok(())
 }
 
-/// Bytes the file system has given to a file or a tree, as `du` counts them.
+/// Bytes that a file or tree occupies, as `du` counts them.
 pub fn allocated(path: &Path) -> Result<u64> {
     let mut sum = 0;
     visit(path, 0, &mut |_, m| {
@@ -133,7 +133,8 @@ pub fn allocated(path: &Path) -> Result<u64> {
     Ok(sum)
 }
 
-/// Drops the clean cached pages of a file or a tree. Write dirty ones back first ([`Scratch::settle`]).
+/// Drops clean pages of a file or tree from the page cache. Dirty ones have to be written back first
+/// ([`Scratch::settle`]).
 pub fn drop_cached(path: &Path) -> Result<()> {
     visit(path, 0, &mut |p, m| {
         if m.is_file() {
@@ -144,7 +145,7 @@ pub fn drop_cached(path: &Path) -> Result<()> {
     })
 }
 
-/// Reads everything allocated in a file or a tree once, so that it is in the page cache.
+/// Reads all allocated data of a file or tree, so that it is in the page cache.
 pub fn warm(path: &Path) -> Result<()> {
     let mut buffer = vec![0; 1 << 20];
     visit(path, 0, &mut |p, m| {
@@ -174,7 +175,7 @@ fn warm_file(path: &Path, buffer: &mut [u8]) -> Result<()> {
     Ok(())
 }
 
-/// Writes `size` random bytes into a new file and to the medium.
+/// Writes `size` random bytes to a new file and flushes it.
 pub fn random_file(path: &Path, size: u64, seed: u64) -> Result<()> {
     use std::io::Write;
     let doing = || format!("writing {}", path.display());
@@ -192,8 +193,8 @@ pub fn random_file(path: &Path, size: u64, seed: u64) -> Result<()> {
     file.sync_all().doing(doing)
 }
 
-/// Waits until what a file or tree allocates is at most `bytes`, or the time is over: what it allocates then, and how
-/// long it took.
+/// Waits until a file or tree occupies at most `bytes`, or until the time is over; returns the occupied bytes and the
+/// time taken.
 pub fn wait_allocated(path: &Path, bytes: u64, time: Duration) -> Result<(u64, Duration)> {
     let began = std::time::Instant::now();
     loop {
@@ -213,7 +214,7 @@ mod tests {
     #[test]
     fn a_run_leaves_nothing_and_sweeps_up_after_killed_ones() {
         let parent = std::env::temp_dir().join(format!("study-scratch-{}", std::process::id()));
-        // No process has this number: it is above the kernel's limit.
+        // This pid is above the kernel's limit, so that no such process exists.
         fs::create_dir_all(parent.join("run-2000000000")).unwrap();
         let scratch = Scratch::new(&parent, false).unwrap();
         assert!(!parent.join("run-2000000000").exists());

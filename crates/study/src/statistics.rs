@@ -1,6 +1,6 @@
 //! Medians, percentiles and ratios of samples.
 
-/// The middle sample, or the mean of the two in the middle; 0 of none.
+/// The median; 0 if there are no samples.
 pub fn median(samples: &[f64]) -> f64 {
     let mut sorted = samples.to_vec();
     sorted.sort_by(f64::total_cmp);
@@ -11,7 +11,8 @@ pub fn median(samples: &[f64]) -> f64 {
     }
 }
 
-/// The smallest sample that at least this share (0 to 1) of all samples does not exceed (nearest rank); 0 of none.
+/// The percentile by nearest rank: the smallest sample that at least this share (0 to 1) of all samples does not
+/// exceed; 0 if there are none.
 pub fn percentile(samples: &[f64], share: f64) -> f64 {
     let mut sorted = samples.to_vec();
     sorted.sort_by(f64::total_cmp);
@@ -19,12 +20,12 @@ pub fn percentile(samples: &[f64], share: f64) -> f64 {
     sorted.get(rank.clamp(1, sorted.len().max(1)) - 1).copied().unwrap_or(0.0)
 }
 
-/// The largest sample; 0 of none.
+/// The largest sample; 0 if there are none.
 pub fn largest(samples: &[f64]) -> f64 {
     samples.iter().copied().fold(0.0, f64::max)
 }
 
-/// `a / b`, and 0 when there is nothing to compare with: a missing side must not meet a limit.
+/// `a / b`, or 0 if `b` is 0, so that a missing side never meets a limit.
 pub fn ratio(a: f64, b: f64) -> f64 {
     if b > 0.0 { a / b } else { 0.0 }
 }

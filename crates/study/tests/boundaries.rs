@@ -1,4 +1,4 @@
-//! What a part may not know, held to the manifests and the imports: the tables of ARCHITECTURE.md are the rules.
+//! Checks manifests and imports against the tables of allowed dependencies in ARCHITECTURE.md.
 
 #![allow(clippy::unwrap_used)]
 
@@ -15,12 +15,12 @@ fn read(path: &Path) -> String {
     std::fs::read_to_string(path).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
 }
 
-/// Names between backquotes.
+/// The names in backquotes in a cell.
 fn quoted(cell: &str) -> Vec<String> {
     cell.split('`').skip(1).step_by(2).map(str::to_owned).collect()
 }
 
-/// The rows of the table below a heading of ARCHITECTURE.md: first cell and second cell.
+/// The rows of the table under a heading of ARCHITECTURE.md: first and second cell.
 fn table(heading: &str) -> Vec<(String, String)> {
     let page = read(&root().join("ARCHITECTURE.md"));
     let section = page.split(&format!("\n## {heading}\n")).nth(1).expect("the heading is there");
@@ -30,7 +30,7 @@ fn table(heading: &str) -> Vec<(String, String)> {
     cells.map(|cells| (cells[0].to_owned(), cells.get(1).copied().unwrap_or_default().to_owned())).collect()
 }
 
-/// The keys of each section of a manifest.
+/// The keys in each section of a manifest.
 fn sections(manifest: &str) -> BTreeMap<String, Names> {
     let (mut out, mut section) = (BTreeMap::<String, Names>::new(), String::new());
     for line in manifest.lines() {
@@ -44,7 +44,7 @@ fn sections(manifest: &str) -> BTreeMap<String, Names> {
     out
 }
 
-/// The folders of the crates by name.
+/// The folder of each crate by name.
 fn crates() -> BTreeMap<String, PathBuf> {
     let entries = std::fs::read_dir(root().join("crates")).unwrap().map(|entry| entry.unwrap().path());
     entries.map(|path| (path.file_name().unwrap().to_string_lossy().into_owned(), path)).collect()
@@ -62,7 +62,7 @@ fn sources(folder: &Path, out: &mut Vec<(PathBuf, String)>) {
     }
 }
 
-/// The lines of a source that are no comments, without its unit tests.
+/// The lines of a source file without comments and unit tests.
 fn code(text: &str) -> String {
     let text = text.split("#[cfg(test)]\nmod tests {").next().unwrap();
     text.lines().filter(|line| !line.trim_start().starts_with("//")).map(|line| format!("{line}\n")).collect()
@@ -136,7 +136,7 @@ fn every_dependency_is_used() {
     none(complaints);
 }
 
-/// `a/{b,c}` as `a/b` and `a/c`.
+/// Expands `a/{b,c}` to `a/b` and `a/c`.
 fn expanded(path: &str) -> Vec<String> {
     match path.split_once('{').and_then(|(start, rest)| Some((start, rest.split_once('}')?.0))) {
         Some((start, names)) => names.split(',').map(|name| format!("{start}{name}")).collect(),
@@ -144,7 +144,7 @@ fn expanded(path: &str) -> Vec<String> {
     }
 }
 
-/// The modules at the root of the crate that a source names. `levels` is how often `super` leads there.
+/// The modules in the crate's root that a source file names. `levels` is the number of `super` that lead to the root.
 fn named(code: &str, levels: usize) -> Names {
     let mut out = Names::new();
     for start in ["crate::".to_owned(), "super::".repeat(levels)] {

@@ -1,4 +1,4 @@
-//! The study's NBD client against a server that is not ours.
+//! The study's NBD client with a server of another project.
 
 #![allow(clippy::unwrap_used)]
 
@@ -15,7 +15,7 @@ struct Memory {
     service: Option<Service>,
 }
 
-/// 64 MiB of nbdkit's memory, with these filters in front.
+/// nbdkit with 64 MiB of memory and these filters.
 fn serve(name: &str, words: &[&str]) -> Memory {
     let folder = std::env::temp_dir().join(format!("study-client-{name}-{}", std::process::id()));
     std::fs::create_dir_all(&folder).unwrap();
@@ -39,7 +39,7 @@ fn client(memory: &Memory) -> Client {
     Client::connect(&memory.endpoint.socket, "").unwrap()
 }
 
-/// What `nbdcopy` reads.
+/// The content of the disk as `nbdcopy` reads it.
 fn content(memory: &Memory) -> Vec<u8> {
     let path = memory.folder.join("content");
     process::run(Command::new("nbdcopy").arg(memory.endpoint.uri()).arg(&path)).unwrap();
@@ -52,7 +52,7 @@ fn every_request_is_answered_once_and_lands_where_it_was_sent() {
     let mut client = client(&memory);
     assert_eq!(client.size(), 64 << 20);
     for depth in [1, 3, 64] {
-        // Every third block, then every sixth of them taken back.
+        // Writes every third block, then discards every sixth of them.
         let write = (0..3000).step_by(3).map(|b| Request::Write { offset: b * 4096, length: 4096 });
         let mut answered = 0;
         let count = client.run(depth, write, |t| {

@@ -1,4 +1,4 @@
-//! The pages of figures are what the kept result files say.
+//! The pages of figures match the stored result files.
 
 #![allow(clippy::unwrap_used)]
 

@@ -1,19 +1,19 @@
-//! Holds the pages of bytes and records to the code: each field of each record, each kind of page, batch and message,
-//! and each magic number has its words on its page. The test reads the sources, so a member that is added to a type
-//! listed here fails until its page says what it is. (Tests beside the encoders hold the operations of the journal, and
-//! the bytes of the examples.)
+//! Checks that the format pages match the code: each field of each record, each kind of page, batch and message, and
+//! each magic number must be described on its page. The test reads the sources, so that a new member of a type listed
+//! here fails until its page describes it. (Tests of the encoders check the operations of the journal and the bytes of
+//! the examples.)
 
 #![allow(clippy::unwrap_used)]
 
 use std::path::{Path, PathBuf};
 
-/// A type of the code, and the section of the page that describes it; an empty section is the whole page.
+/// A type in the code, and the section of the page that describes it; an empty section stands for the whole page.
 struct Item {
     source: &'static str,
     name: &'static str,
     page: &'static str,
     section: &'static str,
-    /// What the page calls a field or variant, where it is not its own name.
+    /// Names that the page uses for fields or variants, if they differ from the code.
     called: &'static [(&'static str, &'static str)],
 }
 
@@ -60,7 +60,7 @@ const ITEMS: &[Item] = &[
             ("map_length", "length of the map"),
             ("catalog_slots", "slots of the catalog"),
             ("next_id", "next object id"),
-            ("created", "time of making"),
+            ("created", "creation time"),
             ("clean", "closed cleanly"),
         ],
     ),
@@ -97,8 +97,8 @@ const ITEMS: &[Item] = &[
             ("incomplete", "being made"),
             ("parent", "the snapshot before it"),
             ("origin", "the snapshot it started from"),
-            ("created", "time of making"),
-            ("reserved", "blocks set aside"),
+            ("created", "creation time"),
+            ("reserved", "blocks reserved"),
         ],
     ),
     item(
@@ -185,8 +185,8 @@ const ITEMS: &[Item] = &[
         ("docs/format/qcow2.md", "Header"),
         &[
             ("cluster_bits", "logarithm of a cluster's size"),
-            ("l1_entries", "entries of the first-level table"),
-            ("l1_offset", "place of the first-level table"),
+            ("l1_entries", "entries of the L1 table"),
+            ("l1_offset", "offset of the L1 table"),
         ],
     ),
     item("crates/layer/src/sesparse/header.rs", "Layout", ("docs/format/sesparse.md", "Constant header"), &[]),
@@ -195,7 +195,7 @@ const ITEMS: &[Item] = &[
         "Volatile",
         ("docs/format/sesparse.md", "Volatile header"),
         &[
-            ("free_table", "grain tables handed out"),
+            ("free_table", "grain tables allocated"),
             ("next_sequence", "sequence number of the journal's next transaction"),
             ("replay", "has to be replayed"),
         ],
@@ -255,7 +255,7 @@ fn read(path: &str) -> String {
     std::fs::read_to_string(root().join(path)).unwrap_or_else(|e| panic!("{path}: {e}"))
 }
 
-/// Fields or variants of a type, under the names that serde gives them; `None` when the source has no such type.
+/// Fields or variants of a type, with the names that serde gives them; `None` if the source has no such type.
 fn members(source: &str, name: &str) -> Option<Vec<String>> {
     let starts = ["struct", "enum"].map(|kind| [format!("{kind} {name} {{\n"), format!("{kind} {name}<M> {{\n")]);
     let body = starts.as_flattened().iter().find_map(|start| source.split_once(start.as_str()))?.1.split_once("\n}")?.0;
@@ -280,7 +280,7 @@ fn members(source: &str, name: &str) -> Option<Vec<String>> {
     Some(out)
 }
 
-/// A section of a page, to the next heading of its level or above.
+/// A section of a page, up to the next heading of the same or a higher level.
 fn section<'a>(page: &'a str, heading: &str) -> &'a str {
     if heading.is_empty() {
         return page;
@@ -290,7 +290,7 @@ fn section<'a>(page: &'a str, heading: &str) -> &'a str {
     rest.split("\n## ").next().unwrap()
 }
 
-/// Whether a text has these words, whole.
+/// Whether a text contains these words as whole words.
 fn has_words(text: &str, words: &str) -> bool {
     let border = |c: Option<char>| c.is_none_or(|c| !c.is_alphanumeric() && c != '_');
     let (text, words) = (text.to_lowercase(), words.to_lowercase());
@@ -298,7 +298,7 @@ fn has_words(text: &str, words: &str) -> bool {
         .any(|(at, _)| border(text[..at].chars().next_back()) && border(text[at + words.len()..].chars().next()))
 }
 
-/// Words of a name in code.
+/// The words of a name in code.
 fn words(name: &str) -> String {
     let mut out = String::new();
     for c in name.chars() {
@@ -311,7 +311,7 @@ fn words(name: &str) -> String {
     out.trim().into()
 }
 
-/// Whether a section says what a member is: in a table, in an example, or by its name in code type.
+/// Whether a section describes a member: in a table, in an example, or by its name in code font.
 fn says(section: &str, member: &str, called: Option<&str>) -> bool {
     let mut code = false;
     let mut laid_out = String::new();
@@ -363,7 +363,7 @@ fn every_member_of_a_record_is_on_its_page() {
     assert!(complaints.is_empty(), "\n{}", complaints.join("\n"));
 }
 
-/// Every stored record of a source that has one is listed above.
+/// Every stored record in a source file with a listed one must be listed too.
 #[test]
 fn every_record_beside_a_listed_one_is_listed() {
     let mut complaints = Vec::new();
@@ -387,7 +387,7 @@ fn every_record_beside_a_listed_one_is_listed() {
     assert!(complaints.is_empty(), "\n{}", complaints.join("\n"));
 }
 
-/// Fields of the header of VMFSsparse have no names in the code: its offsets are held instead.
+/// The header fields of VMFSsparse have no names in the code, so their offsets are checked.
 #[test]
 fn every_offset_of_the_vmfssparse_header_has_a_row() {
     let source = read("crates/layer/src/vmfssparse/header.rs");
@@ -405,7 +405,7 @@ fn every_offset_of_the_vmfssparse_header_has_a_row() {
     assert!(missing.is_empty(), "docs/format/vmfssparse.md has no row for the offsets {missing:?}");
 }
 
-/// What begins a structure on a medium or a wire, in the crates whose formats have pages.
+/// The magic numbers of structures in storage or on the wire, in crates whose formats have pages.
 #[test]
 fn every_magic_number_is_on_a_page() {
     let mut pages = String::new();

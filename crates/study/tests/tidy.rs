@@ -1,19 +1,19 @@
-//! What review should not have to say: the shape of files, names that say nothing, links that lead nowhere.
+//! Rules for the repository: size and form of files, meaningless names, broken links.
 //!
-//! Each rule is one function from the repository to a list of complaints; all complaints are printed at once.
+//! Each rule is a function from the repository to a list of violations, all of which are printed at once.
 
 #![allow(clippy::unwrap_used)]
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
-/// Lines of a file that are neither blank nor comment.
+/// Most lines of a file that are neither blank nor comments.
 const CODE_LINES_MAX: usize = 600;
 /// Characters of a line of code.
 const LINE_LENGTH_MAX: usize = 120;
-/// Names that say where something was put, not what it is.
+/// Names that do not say what something is.
 const EMPTY_NAMES: [&str; 8] = ["util", "utils", "common", "helper", "helpers", "misc", "stuff", "manager"];
-/// Folders that are not ours to judge, or not kept.
+/// Folders that are not checked, because they are generated or not in the repository.
 const PASSED_OVER: [&str; 7] = ["target", ".git", "corpus", "artifacts", "coverage", "seeds", "bench-results"];
 
 fn root() -> PathBuf {
@@ -75,7 +75,7 @@ fn files_are_short_and_begin_with_what_they_are() {
         }
         for (number, line) in (1..).zip(file.text.lines()) {
             let length = line.chars().count();
-            // A sentence inside code is broken where it reads well.
+            // A string in code may be longer, because it is broken at a suitable point.
             let sentence = line.contains('"') || line.ends_with('\\');
             if length > LINE_LENGTH_MAX && !sentence {
                 complaints.push(format!("{}:{number}: {length} characters, at most {LINE_LENGTH_MAX}", file.path));
@@ -99,7 +99,7 @@ fn names_say_what_a_thing_is() {
 
 #[test]
 fn nothing_is_left_for_later() {
-    // Put together here, so that this file does not find itself.
+    // Assembled here, so that this file does not match.
     let markers: Vec<String> = [
         ("TO", "DO"),
         ("FIX", "ME"),
@@ -141,7 +141,7 @@ fn only_tests_may_unwrap_and_only_the_backend_is_unsafe() {
     none(complaints);
 }
 
-/// The anchor that a heading gets on the usual renderers.
+/// The anchor that common renderers give to a heading.
 fn anchor(heading: &str) -> String {
     let kept = |c: &char| c.is_alphanumeric() || matches!(c, ' ' | '-' | '_');
     heading.trim().to_lowercase().chars().filter(kept).map(|c| if c == ' ' { '-' } else { c }).collect()
@@ -156,7 +156,7 @@ fn anchors(text: &str) -> BTreeSet<String> {
     headings.map(|line| anchor(line.trim_start_matches('#'))).collect()
 }
 
-/// Targets of inline links outside code blocks.
+/// The targets of inline links outside code blocks.
 fn links(text: &str) -> Vec<&str> {
     let mut code = false;
     let mut out = Vec::new();
@@ -202,7 +202,7 @@ fn files_named_in_documents_and_comments_exist() {
         for word in file.text.split(|c: char| !(c.is_alphanumeric() || "/._-@".contains(c))) {
             let word = word.trim_end_matches(['.', '/']);
             let ours = ["crates/", "docs/", "scripts/", "packaging/"].iter().any(|start| word.starts_with(start));
-            // What a number or a placeholder completes is no path.
+            // Paths with a number or placeholder are not checked.
             if ours && !word.contains("..") && !root.join(word).exists() {
                 complaints.push(format!("{}: {word} does not exist", file.path));
             }

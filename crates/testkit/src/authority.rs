@@ -1,9 +1,9 @@
-//! Certificates of a test authority, made by openssl.
+//! Certificates of a test authority, created with openssl.
 
 use crate::process::tool;
 use std::path::Path;
 
-/// An authority with certificates for a server and a client, under the names that both clients look for.
+/// Creates an authority with certificates for a server and a client, in files named as libnbd and QEMU expect.
 pub fn authority(folder: &Path) {
     std::fs::create_dir(folder).unwrap();
     let path = |name: &str| folder.join(name).to_str().unwrap().to_string();

@@ -1,4 +1,4 @@
-//! A served datastore with machines that boot nothing: all that matters here is around them.
+//! A served datastore with machines whose guests boot nothing.
 
 use crate::nbd::Client;
 use crate::pattern;
@@ -8,11 +8,11 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
 
-/// Enough for the firmware, which finds nothing to boot and waits.
+/// Enough memory for the firmware, which finds nothing to boot and waits.
 pub const MEMORY: &str = "32M";
 pub const MIB: u64 = 1 << 20;
 
-/// The datastore and its server. Its machines are ended with it.
+/// The datastore and its server. Its machines are stopped when this is dropped.
 pub struct Fleet {
     pub store: Store,
     pub server: Option<Serving>,
@@ -37,12 +37,12 @@ impl Fleet {
         output(&mut self.command(arguments)).into()
     }
 
-    /// A machine with a disk of its own; without network cards.
+    /// Creates a machine with its own disk and without network cards.
     pub fn make(&self, name: &str, disk: &str) {
         self.run(&format!("create {name} --memory {MEMORY} --disk-size {disk} --network none")).ok();
     }
 
-    /// All machines by name, as `list` tells them.
+    /// All machines by name, as `list` reports them.
     pub fn list(&self) -> BTreeMap<String, Value> {
         let list = self.run("list --json").json();
         let machines = list["machines"].as_array().unwrap().iter();
@@ -67,7 +67,7 @@ impl Fleet {
         list["disks"].as_array().unwrap().iter().map(|disk| disk["name"].as_str().unwrap().to_owned()).collect()
     }
 
-    /// All snapshots of the datastore: `disk@snapshot`, and how many clones stand on each.
+    /// All snapshots of the datastore: `disk@snapshot`, and the number of clones based on each.
     pub fn snapshots(&self) -> BTreeMap<String, usize> {
         let list = self.store.run("snapshot list --json").json();
         let of = |one: &Value| {
@@ -77,13 +77,13 @@ impl Fleet {
         list["snapshots"].as_array().unwrap().iter().map(of).collect()
     }
 
-    /// SIGKILL for a command, and the end of what it was about to start: until that is QEMU it is a copy of the
-    /// command, with its locks.
+    /// Kills a command with SIGKILL, and waits for the end of a process that it was starting: between fork and exec
+    /// that process is a copy of the command and holds its locks.
     pub fn kill(&self, command: &mut Child) {
         command.kill().unwrap();
         command.wait().unwrap();
         let server = self.server.as_ref().unwrap().pid();
-        crate::process::until("no copy of a killed command is left", || {
+        crate::process::until("no process of a killed command is left", || {
             let store = self.store.path();
             processes(&store).into_iter().all(|(pid, words)| pid == server || !words[0].ends_with("lamina"))
                 && crate::process::lockers(&self.folder()).is_empty()
@@ -94,20 +94,20 @@ impl Fleet {
         self.store.path().join("machines")
     }
 
-    /// Folders of machines that are half made or half deleted.
+    /// Folders of machines that are incomplete or partly deleted.
     pub fn unfinished(&self) -> Vec<String> {
         let names = crate::process::files(&self.folder());
         names.into_iter().filter(|name| name.starts_with(".new-") || name.starts_with(".old-")).collect()
     }
 
-    /// Files that hold memory of machines; where there are none, there is no folder for them.
+    /// Number of memory files; if there are none, their folder must not exist.
     pub fn memory_files(&self) -> usize {
         let folders = std::fs::read_dir(self.memory.path()).unwrap();
         let counts = folders.map(|folder| std::fs::read_dir(folder.unwrap().path()).unwrap().count());
-        counts.inspect(|files| assert_ne!(*files, 0, "a folder for memory is empty")).sum()
+        counts.inspect(|files| assert_ne!(*files, 0, "an empty folder for memory files is left")).sum()
     }
 
-    /// Processes that work on this datastore's machines: process number and name of the machine.
+    /// QEMU processes of this datastore's machines: pid and name of the machine.
     pub fn processes(&self) -> BTreeMap<u32, String> {
         let qemus = processes(&self.folder()).into_iter().filter(|(_, words)| words[0].contains("qemu-system"));
         let named = qemus.map(|(pid, words)| {
@@ -118,13 +118,13 @@ impl Fleet {
     }
 }
 
-/// Processes whose command line names a folder, with its words.
+/// Processes whose command line contains a folder, with their arguments.
 fn processes(folder: &Path) -> BTreeMap<u32, Vec<String>> {
     let mut found = BTreeMap::new();
     let folder = folder.to_str().unwrap();
     for entry in std::fs::read_dir("/proc").unwrap() {
         let Some(pid) = entry.unwrap().file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
-        // A process that ends meanwhile has no command line any more.
+        // A process that has just ended has no command line.
         let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
         let words: Vec<String> =
             line.split(|byte| *byte == 0).map(|w| String::from_utf8_lossy(w).into_owned()).collect();
@@ -146,14 +146,14 @@ impl Drop for Fleet {
     }
 }
 
-/// Writes a megabyte that tells where it was written and when.
+/// Writes a megabyte of data that depends on offset and seed.
 pub fn write(fleet: &Fleet, disk: &str, at: u64, seed: u64) {
     let mut client = Client::connect(&fleet.store.socket(), disk).unwrap();
     client.write(at, &pattern::bytes(seed, MIB as usize)).unwrap();
     client.flush().unwrap();
 }
 
-/// Whether that is what is there.
+/// Whether the disk has that data.
 pub fn contains(fleet: &Fleet, disk: &str, at: u64, seed: u64) -> bool {
     let mut client = Client::connect(&fleet.store.socket(), disk).unwrap();
     client.read(at, MIB as u32).unwrap() == pattern::bytes(seed, MIB as usize)

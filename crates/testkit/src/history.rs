@@ -1,16 +1,16 @@
-//! What is known of a disk that is written to: for each sector the versions that a crash may leave there, and the same
-//! for its snapshots.
+//! A model of a disk that is written to: for each sector of the disk and of its snapshots, the versions that a crash
+//! may leave.
 //!
-//! Rounds of requests that do not overlap are sent at once and all answered before the next one. The first version of a
-//! sector is the last that a flush or FUA made durable, the last one is the newest. Where there was no crash, the
-//! newest is what a read must find; after one, any of them, and what was found has to stay.
+//! Rounds of requests that do not overlap are sent at once, and all are answered before the next round. The first
+//! version in the list of a sector is the last one that a flush or FUA made durable, the last version is the newest.
+//! Without a crash a read must return the newest version; after a crash any of them, and the one found must stay.
 
 use crate::Random;
 use crate::nbd::{Client, Command, Failure};
 use crate::pattern::{self, SECTOR};
 use crate::process::Store;
 
-/// Requests of one round, and the sectors of the largest (128 KiB).
+/// Requests per round, and sectors of the largest request (128 KiB).
 const ROUND_REQUESTS: u64 = 16;
 const REQUEST_SECTORS_MAX: u64 = 256;
 const READ_BYTES: usize = 1 << 20;
@@ -18,7 +18,7 @@ const READ_BYTES: usize = 1 << 20;
 /// For each sector the versions that a crash may leave.
 pub type Sectors = Vec<Vec<u64>>;
 
-/// One disk.
+/// The model of one disk.
 pub struct History {
     pub name: String,
     pub number: u64,
@@ -43,12 +43,12 @@ impl History {
         }
     }
 
-    /// Requests that do not overlap, all in flight at once.
+    /// Sends requests that do not overlap, all in flight at once.
     pub fn round(&mut self, client: &mut Client) -> Result<(), Failure> {
         let all = self.sectors.len() as u64;
         let mut sent: Vec<(u64, std::ops::Range<usize>, bool)> = Vec::new();
         for _ in 0..1 + self.random.below(ROUND_REQUESTS) {
-            // Mostly single blocks, some larger, some not aligned to blocks; often in a hot corner of the disk.
+            // Mostly single blocks, some larger, some not aligned to blocks, often in one small area of the disk.
             let (align, length) = match self.random.below(8) {
                 0 => (1, 1 + self.random.below(24)),
                 1 => (8, 8 * (1 + self.random.below(REQUEST_SECTORS_MAX / 8))),
@@ -88,7 +88,7 @@ impl History {
         Ok(())
     }
 
-    /// A flush: everything sent so far is durable.
+    /// Flushes: everything sent so far is durable.
     pub fn flush(&mut self, client: &mut Client) -> Result<(), Failure> {
         client.flush()?;
         let snapshots = self.snapshots.iter_mut().map(|(_, sectors)| sectors);
@@ -99,22 +99,23 @@ impl History {
         Ok(())
     }
 
-    /// A round or a flush.
+    /// Sends a round or a flush.
     pub fn step(&mut self, client: &mut Client) -> Result<(), Failure> {
         if self.random.once_in(5) { self.flush(client) } else { self.round(client) }
     }
 
-    /// A snapshot of the state as it is now.
+    /// Records a snapshot of the current state.
     pub fn snapshot_taken(&mut self, name: &str) {
         self.snapshots.push((name.to_owned(), self.sectors.clone()));
     }
 
-    /// After a crash: the disk holds what it may hold. How many sectors are younger than what was durable.
+    /// After a crash: checks each sector against the allowed versions. Returns the number of sectors that are newer
+    /// than the durable version.
     pub fn verify(&mut self, store: &Store) -> usize {
         verify(&read_export(store, &self.name), &self.name, self.number, &mut self.sectors)
     }
 
-    /// The same for those of its snapshots that are still there.
+    /// Compares the disk's snapshots that still exist with their models.
     pub fn verify_snapshots(&mut self, store: &Store) {
         let listed = store.run(&format!("snapshot list {} --json", self.name)).json();
         let listed = listed["snapshots"].as_array().unwrap().clone();
@@ -125,13 +126,13 @@ impl History {
         }
     }
 
-    /// Without a crash: bytes from wherever are the newest versions.
+    /// Without a crash: checks that bytes read in any way are the newest versions.
     #[track_caller]
     pub fn is(&self, bytes: &[u8], what: &str) {
         is(bytes, what, self.number, &self.sectors);
     }
 
-    /// The same for a snapshot.
+    /// Without a crash: checks that bytes read from a snapshot are its versions.
     #[track_caller]
     pub fn snapshot_is(&self, snapshot: &str, bytes: &[u8], what: &str) {
         let (_, sectors) = self.snapshots.iter().find(|(name, _)| name == snapshot).unwrap();
@@ -161,7 +162,7 @@ fn verify(content: &[u8], export: &str, number: u64, sectors: &mut Sectors) -> u
     younger
 }
 
-/// All bytes of an export of a running server.
+/// The content of an export of a running server.
 pub fn read_export(store: &Store, export: &str) -> Vec<u8> {
     let mut client = Client::connect(&store.socket(), export).unwrap();
     let mut content = Vec::with_capacity(client.size as usize);

@@ -1,8 +1,8 @@
-//! What the tests of several crates share, a dev-dependency only: numbers from a seed, content that tells where it
-//! belongs, a plain NBD client, the built program run as a user runs it, and file systems of a test's own.
+//! Shared by the tests of several crates, as a dev-dependency only: seeded random numbers, content that identifies its
+//! location, a simple NBD client, running the built program, and file systems for tests.
 
 #![forbid(unsafe_code)]
-#![allow(missing_docs, reason = "read beside the tests")]
+#![allow(missing_docs, reason = "only tests use this crate")]
 #![allow(clippy::unwrap_used, clippy::new_without_default, reason = "a test fails by a panic")]
 
 pub mod authority;

@@ -1,4 +1,4 @@
-//! Machines with a real guest, for tests: a served datastore, and the guest of `scripts/guest` in it.
+//! Machines with a real guest, for tests: a served datastore, and the guest that `scripts/guest` builds.
 
 use crate::process::{self, Done, Serving, Store, output, tool};
 use serde_json::Value;
@@ -7,22 +7,22 @@ use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
-/// How long a guest may take for anything, on a busy machine.
+/// Time limit for any step of a guest on a loaded machine.
 const PATIENCE: Duration = Duration::from_secs(240);
 
-/// The guest's folder, made at need.
+/// The guest's folder, built if necessary.
 pub fn guest() -> &'static Path {
     static FOLDER: OnceLock<PathBuf> = OnceLock::new();
     FOLDER.get_or_init(|| {
         let root = Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2).unwrap();
-        // Beside what cargo builds, whichever folder that is.
+        // Next to the output of cargo, wherever that is.
         let folder = process::program().ancestors().nth(2).unwrap().join("guest");
         tool(root.join("scripts/guest").to_str().unwrap(), &[folder.to_str().unwrap()]);
         folder
     })
 }
 
-/// A served datastore, and all machines that run on it.
+/// A served datastore with running machines.
 pub struct Room {
     pub store: Store,
     server: Option<Serving>,
@@ -39,12 +39,13 @@ impl Room {
         self.store.run(arguments)
     }
 
-    /// Makes and starts a machine with a guest; `append` goes to its kernel's command line. It is up when this returns.
+    /// Creates and starts a machine with a guest, with `append` on its kernel command line; returns when the guest is
+    /// up.
     pub fn boot(&self, name: &str, memory: &str, append: &str) {
         self.boot_from("vm-initrd", name, &format!("--memory {memory}"), append);
     }
 
-    /// The same with another of the guests, and with what `arguments` say of the machine.
+    /// Boots a machine with another guest and further arguments.
     pub fn boot_from(&self, initrd: &str, name: &str, arguments: &str, append: &str) {
         let [kernel, initrd] = ["vmlinuz", initrd].map(|file| guest().join(file));
         let line = format!("console=ttyS0 quiet panic=-1 {append}");
@@ -58,7 +59,7 @@ impl Room {
         }
     }
 
-    /// What the console said.
+    /// The console output.
     pub fn console(&self, name: &str) -> String {
         self.run(&format!("vm console {name} --said")).stdout
     }
@@ -71,7 +72,7 @@ impl Room {
         self.until(&format!("{name}'s agent answers"), || self.run(&format!("vm exec {name} -- /bin/true")).code == 0);
     }
 
-    /// Waits for something that must become true; what all consoles said if it does not.
+    /// Waits until a condition holds; otherwise panics with all console outputs.
     #[track_caller]
     pub fn until(&self, what: &str, mut condition: impl FnMut() -> bool) {
         let begin = Instant::now();
@@ -84,7 +85,7 @@ impl Room {
         }
     }
 
-    /// Runs a line in the guest's shell: what it printed.
+    /// Runs a line in the guest's shell; returns its output.
     #[track_caller]
     pub fn shell(&self, name: &str, line: &str) -> String {
         let mut command = self.store.command(&format!("vm exec {name} -- /bin/sh -c"));
@@ -102,29 +103,29 @@ impl Room {
         self.show(name)["state"].as_str().unwrap().to_string()
     }
 
-    /// The machines.
+    /// Names of the machines.
     pub fn names(&self) -> Vec<String> {
         let list = self.run("vm list --json").json();
         list["machines"].as_array().unwrap().iter().map(|one| one["name"].as_str().unwrap().to_string()).collect()
     }
 
-    /// The disks.
+    /// Names of the disks.
     pub fn disks(&self) -> BTreeSet<String> {
         let list = self.run("disk list --json").json();
         let disks = list.as_array().or_else(|| list["disks"].as_array()).unwrap();
         disks.iter().map(|one| one["name"].as_str().unwrap().to_string()).collect()
     }
 
-    /// The last number that the guest's workload counted to; `None` before the first.
+    /// The last number that the guest's workload has printed; `None` before the first one.
     pub fn tick(&self, name: &str) -> Option<u64> {
         ticks(&self.console(name)).last().copied()
     }
 
-    /// Waits until the guest has counted on a little: it executes.
+    /// Waits until the guest's workload has printed another number, which shows that the guest runs.
     #[track_caller]
     pub fn until_counts(&self, name: &str) {
         let now = self.tick(name);
-        self.until(&format!("{name} counts on from {now:?}"), || self.tick(name) > now);
+        self.until(&format!("{name} continues to count from {now:?}"), || self.tick(name) > now);
     }
 
     /// Asserts that the guest's memory has the content that its workload wrote.
@@ -140,7 +141,7 @@ impl Room {
         });
     }
 
-    /// Asks QEMU's monitor.
+    /// Executes a command on QEMU's monitor.
     pub fn ask(&self, name: &str, command: &str) -> Value {
         use std::io::{BufRead, BufReader, Write};
         let socket = self.show(name)["monitor"].as_str().unwrap().to_string();
@@ -153,15 +154,15 @@ impl Room {
         answers.find(|answer| answer["id"] == 7).unwrap()["return"].clone()
     }
 
-    /// Bytes of the guest's memory that a machine has for itself.
+    /// Bytes of guest memory that a machine has copied.
     pub fn own_memory(&self, name: &str) -> u64 {
         let pid = &self.show(name)["pid"];
         let maps = std::fs::read_to_string(format!("/proc/{pid}/smaps")).unwrap();
         let mut of_guest = false;
         let mut kib = 0;
         for line in maps.lines() {
-            // In `smaps`, the line of a mapping begins with its address, and the lines of its properties with a capital
-            // letter.
+            // In `smaps`, the line of a mapping begins with its address, and the lines of its properties begin with a
+            // capital letter.
             if line.starts_with(|first: char| first.is_ascii_digit() || first.is_ascii_lowercase()) {
                 of_guest = line.contains("/image-");
             } else if let (true, Some(rest)) = (of_guest, line.strip_prefix("Anonymous:")) {
@@ -171,14 +172,14 @@ impl Room {
         kib << 10
     }
 
-    /// The folder that memory of machines lies in.
+    /// The folder of the machines' memory files.
     fn memory(&self) -> PathBuf {
         use std::os::unix::fs::MetadataExt;
         let store = std::fs::metadata(self.store.path()).unwrap();
         format!("/dev/shm/lamina-{}-{:x}-{:x}", store.uid(), store.dev(), store.ino()).into()
     }
 
-    /// Files that hold memory of machines; where there are none, there is no folder for them.
+    /// Memory files; if there are none, their folder must not exist.
     pub fn memory_files(&self) -> Vec<String> {
         let there = self.memory().exists();
         let files = if there { crate::process::files(&self.memory()) } else { Vec::new() };
@@ -191,7 +192,7 @@ impl Room {
         crate::process::files(&self.store.path().join("memory-images"))
     }
 
-    /// Ends everything; nothing is wrong with what is left.
+    /// Stops everything, and checks that nothing is left.
     pub fn close(mut self) {
         self.end_machines();
         assert_eq!(self.server.take().unwrap().stop("TERM"), Some(0));
@@ -208,16 +209,16 @@ impl Room {
 impl Drop for Room {
     fn drop(&mut self) {
         if self.server.is_some() {
-            // After a failure, too, no process outlives its test.
+            // Also after a failure, so that no process outlives its test.
             self.end_machines();
         }
         let _ = std::fs::remove_dir_all(self.memory());
     }
 }
 
-/// The numbers that a console counted.
+/// The numbers that the workload has printed on the console.
 pub fn ticks(console: &str) -> Vec<u64> {
-    // A line may be cut short at the end.
+    // The last line may be incomplete.
     let whole = console.rsplit_once('\n').map_or("", |(whole, _)| whole);
     whole.lines().filter_map(|line| line.trim().strip_prefix("tick ")?.parse().ok()).collect()
 }

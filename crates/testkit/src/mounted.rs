@@ -1,16 +1,16 @@
-//! A small file system of its own for a test, that can really be full: a tmpfs in a mount namespace that the test makes
-//! by running itself under `unshare`, which needs no root where user namespaces are allowed; and, for root, others on a
-//! loop device. Nothing is left mounted: the mounts go with the namespace.
+//! A small file system for a test, which can become full: a tmpfs in a mount namespace, in which the test runs itself
+//! with `unshare` (without root, if user namespaces are allowed); and, for root, other file systems on a loop device.
+//! The mounts end with the namespace.
 
 use crate::process::tool;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Says to the inner run where its small file system is.
+/// Environment variable with the path of the file system, for the inner process.
 const INSIDE: &str = "LAMINA_TEST_FULL";
 
-/// Runs a script in a mount namespace, which has the program of this test as `$0`, the test's name as `$TEST`, and a
-/// folder as `$FOLDER`; `inside` is the variable that says to the inner run where it is.
+/// Runs a script in a mount namespace. It gets the test program as `$0`, the test's name as `$TEST`, and a folder as
+/// `$FOLDER`; `inside` is the environment variable for the inner process and its value.
 pub fn in_a_namespace(test: &str, unshare: &[&str], script: &str, folder: &Path, inside: (&str, &Path)) {
     let status = Command::new("unshare")
         .args(unshare)
@@ -24,14 +24,14 @@ pub fn in_a_namespace(test: &str, unshare: &[&str], script: &str, folder: &Path,
     assert!(status.success(), "the run on a file system of its own failed");
 }
 
-/// Runs one test of this file again with `script` before it, which mounts a file system on `$FOLDER/mounted`.
+/// Runs one test of this file again after `script`, which mounts a file system on `$FOLDER/mounted`.
 fn mounted_by(test: &str, unshare: &[&str], script: &str) {
     let folder = tempfile::tempdir().unwrap();
     let script = format!("set -e; {script}; exec \"$0\" --exact \"$TEST\" --include-ignored --nocapture");
     in_a_namespace(test, unshare, &script, folder.path(), (INSIDE, &folder.path().join("mounted")));
 }
 
-/// Runs a test again, by its name, on a tmpfs of this many MiB.
+/// Runs a test again, by name, on a tmpfs of this many MiB.
 pub fn on_tmpfs(test: &str, megabytes: u64, fill_up: fn(&Path)) {
     match std::env::var_os(INSIDE) {
         Some(folder) => fill_up(&PathBuf::from(folder)),
@@ -43,12 +43,12 @@ pub fn on_tmpfs(test: &str, megabytes: u64, fill_up: fn(&Path)) {
     }
 }
 
-/// The same on a file system of this many MiB in a file, made by `mkfs`.
+/// Runs a test on a file system of this many MiB in a file, created by `mkfs`.
 fn on_loop(test: &str, megabytes: u64, mkfs: &str, options: &str, fill_up: fn(&Path)) {
     match std::env::var_os(INSIDE) {
         Some(folder) => fill_up(&PathBuf::from(folder)),
-        // Only root may mount a file system with a medium; what others can do is the test on tmpfs.
-        None if tool("id", &["-u"]).trim() != "0" => println!("not root: the run on tmpfs has to do"),
+        // Only root may mount a loop device; without root only the tmpfs variant runs.
+        None if tool("id", &["-u"]).trim() != "0" => println!("not root: only the run on tmpfs is made"),
         None => mounted_by(
             test,
             &["--mount"],
@@ -60,30 +60,31 @@ fn on_loop(test: &str, megabytes: u64, mkfs: &str, options: &str, fill_up: fn(&P
     }
 }
 
-/// On an ext4 with blocks of 1 KiB, as `mke2fs` makes small ones: a block of a disk may have space in part.
+/// Runs a test on ext4 with blocks of 1 KiB, the default of `mke2fs` for small file systems, so that a block of a disk
+/// may be allocated partly.
 pub fn on_ext4(test: &str, fill_up: fn(&Path)) {
     on_loop(test, 96, "mke2fs -q -t ext4 -b 1024 -m 0", "", fill_up);
 }
 
-/// On an XFS, of the least size that its tools make.
+/// Runs a test on XFS of the smallest size that its tools allow.
 pub fn on_xfs(test: &str, fill_up: fn(&Path)) {
     on_loop(test, 300, "mkfs.xfs -q", "", fill_up);
 }
 
-/// On a btrfs.
+/// Runs a test on btrfs.
 pub fn on_btrfs(test: &str, fill_up: fn(&Path)) {
     on_loop(test, 256, "mkfs.btrfs -q", "", fill_up);
 }
 
-/// On an ext4 without a journal whose medium fails writes with EIO for as long as the file `trigger` beside the mount
-/// exists: a loop device over a file of nbdfuse, served by nbdkit.
+/// Runs a test on ext4 without a journal, whose storage fails writes with EIO while the file `trigger` next to the
+/// mount exists: a loop device on a file of nbdfuse, served by nbdkit.
 pub fn on_failing_writes(test: &str, body: fn(&Path, &Path)) {
     if let Some(folder) = std::env::var_os(INSIDE) {
         let folder = PathBuf::from(folder);
         return body(&folder, &folder.with_file_name("trigger"));
     }
     if tool("id", &["-u"]).trim() != "0" {
-        return println!("not root: what other tests simulate has to do");
+        return println!("not root: other tests simulate this");
     }
     let folder = tempfile::tempdir().unwrap();
     let script = "set -e; mkdir $FOLDER/medium $FOLDER/mounted; touch $FOLDER/medium/disk; \
@@ -99,7 +100,8 @@ pub fn on_failing_writes(test: &str, body: fn(&Path, &Path)) {
     in_a_namespace(test, &["--mount"], script, folder.path(), (INSIDE, &folder.path().join("mounted")));
 }
 
-/// Takes all but this many bytes of a file system. Asked of the file system itself: a quota does not show in its room.
+/// Fills a file system except for this many bytes, according to the file system itself, because a quota does not show
+/// as missing space.
 pub fn leave(folder: &Path, name: &str, bytes: u64) {
     let path = folder.join(name);
     let Ok(file) = std::fs::File::create(&path) else { return };
@@ -113,19 +115,19 @@ pub fn leave(folder: &Path, name: &str, bytes: u64) {
             false => piece /= 2,
         }
     }
-    // What a refused piece has taken goes back, too.
+    // Frees what a failed allocation has taken too.
     file.set_len(end.saturating_sub(bytes)).unwrap();
     file.sync_all().unwrap();
 }
 
-/// Takes what is left to the last byte, most of it at once.
+/// Fills a file system to the last byte, most of it in one step.
 pub fn take_the_rest(folder: &Path, name: &str) {
     leave(folder, name, 16 << 10);
     fill_rest(folder, &format!("{name}-end"));
 }
 
-/// Takes the last block, and but for btrfs the last name: there the room for names is apart, and a server cannot keep
-/// any of it back.
+/// Fills the last block and, except on btrfs, the space for further names. On btrfs names use separate space, of which
+/// a server cannot reserve any.
 pub fn fill_with_names(folder: &Path, name: &str) {
     fill_rest(folder, name);
     if is_btrfs(folder) {
@@ -141,7 +143,7 @@ pub fn is_btrfs(folder: &Path) -> bool {
     tool("stat", &["-f", "-c", "%T", folder.to_str().unwrap()]).trim() == "btrfs"
 }
 
-/// Takes away what the functions here have filled a file system with, by the beginning of its names.
+/// Deletes the files with which these functions have filled a file system, by the prefix of their names.
 pub fn make_room(folder: &Path, names: &str) {
     for entry in std::fs::read_dir(folder).unwrap().flatten() {
         if entry.file_name().to_string_lossy().starts_with(names) {
@@ -152,11 +154,11 @@ pub fn make_room(folder: &Path, names: &str) {
     }
 }
 
-/// Takes what is left of a file system, to the last block.
+/// Fills a file system to the last block.
 pub fn fill_rest(folder: &Path, name: &str) {
-    // Where there is no room for a name, there is nothing left.
+    // If not even a name can be created, the file system is full.
     let Ok(mut rest) = std::fs::File::create(folder.join(name)) else { return };
-    // A block that holds one byte is taken: the others of it would only take time.
+    // Most bytes are written in large steps; a block with a single byte counts as full.
     for (length, most) in [(1 << 20, u32::MAX), (4096, u32::MAX), (1, 64)] {
         let mut left = most;
         while left > 0 && std::io::Write::write_all(&mut rest, &vec![1; length]).is_ok() && rest.sync_all().is_ok() {

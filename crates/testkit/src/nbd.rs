@@ -1,8 +1,8 @@
-//! A small NBD client for tests: the plain part of the protocol (fixed newstyle, simple replies) over a unix socket.
+//! A small NBD client for tests: the basic protocol (fixed newstyle, simple replies) over a unix socket.
 //!
-//! The public clients test that we speak as others do; this one is for what they cannot be told: to know which request
-//! was answered when the server dies, to see the error of one block, to keep many writes in flight. It never panics on
-//! a server that goes away: that is [`Failure::Gone`].
+//! The public clients test compatibility. This client is for tests that need more control: to know which request was
+//! answered when the server was killed, to see the error of a single block, to keep many writes in flight. It does not
+//! panic if the server disconnects, but returns [`Failure::Gone`].
 
 use std::collections::HashMap;
 use std::io::{self, BufReader, Read, Write};
@@ -19,11 +19,11 @@ pub const REP_ACK: u32 = 1;
 pub const REP_INFO: u32 = 3;
 const FLAG_FUA: u16 = 1;
 
-/// Errors as the protocol numbers them.
+/// Error numbers of the protocol.
 pub const EIO: u32 = 5;
 pub const ENOSPC: u32 = 28;
 
-/// Why there is no answer, or not the one wanted.
+/// Why a request failed.
 #[derive(Debug)]
 pub enum Failure {
     /// The server answered with an error.
@@ -38,7 +38,7 @@ impl From<io::Error> for Failure {
     }
 }
 
-/// What is asked of an export.
+/// A request to an export.
 #[derive(Clone, Copy)]
 pub enum Command<'a> {
     Read { offset: u64, length: u32 },
@@ -48,11 +48,11 @@ pub enum Command<'a> {
     Zero { offset: u64, length: u32, fua: bool },
 }
 
-/// A connection to one export. Dropping it sends the protocol's disconnect request.
+/// A connection to one export. Dropping it sends a disconnect request.
 pub struct Client {
     stream: UnixStream,
     replies: BufReader<UnixStream>,
-    /// Bytes that the reply to each request in flight brings.
+    /// Number of data bytes in the reply to each request in flight.
     in_flight: HashMap<u64, usize>,
     next: u64,
     vanishes: bool,
@@ -65,7 +65,7 @@ impl Drop for Client {
             let mut message = REQUEST.to_be_bytes().to_vec();
             message.extend([0, 0, 0, 2]);
             message.extend([0; 20]);
-            // The server may be gone already.
+            // Sending may fail, because the server may have ended.
             let _ = self.stream.write_all(&message);
         }
     }
@@ -92,7 +92,7 @@ impl Client {
         Ok(client)
     }
 
-    /// Ends the connection without a word, as a client that is killed does.
+    /// Closes the connection without a disconnect request, as a killed client does.
     pub fn vanish(mut self) {
         self.vanishes = true;
     }
@@ -131,7 +131,7 @@ impl Client {
         }
     }
 
-    /// Sends a request; its cookie.
+    /// Sends a request; returns its cookie.
     pub fn submit(&mut self, command: Command) -> Result<u64, Failure> {
         let (kind, fua, offset, length, payload): (u16, bool, u64, u32, &[u8]) = match command {
             Command::Read { offset, length } => (0, false, offset, length, &[]),
@@ -156,13 +156,13 @@ impl Client {
         Ok(cookie)
     }
 
-    /// Waits for the next reply: which request, and what came of it.
+    /// Waits for the next reply; returns the request's cookie and result.
     pub fn complete(&mut self) -> Result<(u64, Result<Vec<u8>, u32>), Failure> {
         let magic = u32::from_be_bytes(number(&mut self.replies)?);
         let error = u32::from_be_bytes(number(&mut self.replies)?);
         let cookie = u64::from_be_bytes(number(&mut self.replies)?);
         assert_eq!(magic, SIMPLE_REPLY, "not a simple reply");
-        let length = self.in_flight.remove(&cookie).expect("a reply to something asked");
+        let length = self.in_flight.remove(&cookie).expect("a reply to a request");
         if error != 0 {
             return Ok((cookie, Err(error)));
         }
@@ -171,7 +171,7 @@ impl Client {
         Ok((cookie, Ok(data)))
     }
 
-    /// One request, waited for. Nothing else may be in flight.
+    /// Sends one request and waits for its reply. No other request may be in flight.
     pub fn call(&mut self, command: Command) -> Result<Vec<u8>, Failure> {
         assert!(self.in_flight.is_empty());
         let asked = self.submit(command)?;

@@ -1,9 +1,9 @@
-//! Content that tells where it belongs: every sector names its disk, its number and its version, so that a sector in
-//! the wrong place, of the wrong time, or torn within, is seen as such. Version 0 is a sector of zeros.
+//! Content that identifies its location: every sector contains its disk, number and version, so that a misplaced,
+//! outdated or torn sector is detected. Version 0 is a sector of zeros.
 
 use crate::random::{Random, mix};
 
-/// What no crash tears.
+/// The unit that a crash does not tear.
 pub const SECTOR: usize = 512;
 
 /// Fills one sector.
@@ -19,7 +19,7 @@ pub fn fill(sector: &mut [u8], disk: u64, number: u64, version: u64) {
     }
 }
 
-/// The version that a sector holds whole; what is wrong with it otherwise.
+/// The version of a complete sector, or an error that describes its content.
 pub fn version(sector: &[u8], disk: u64, number: u64) -> Result<u64, String> {
     let version = u64::from_le_bytes(sector[..8].try_into().unwrap());
     let mut expected = [0; SECTOR];

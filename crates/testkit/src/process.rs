@@ -1,4 +1,4 @@
-//! Running the built `lamina` from tests, as any user would.
+//! Runs the built `lamina` program from tests.
 
 use serde_json::Value;
 use std::fs::File;
@@ -8,12 +8,12 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
-/// How long anything here may take before the test fails.
+/// Default time limit of a step before the test fails.
 pub const PATIENCE: Duration = Duration::from_secs(60);
-/// How long a command or the start of a server may take: long enough for a check of all data on a loaded machine.
+/// Time limit of a command or the start of a server, sufficient for a check of all data on a loaded machine.
 const COMMAND_MAX: Duration = Duration::from_secs(300);
 
-/// The built program, beside the tests of its crate.
+/// The built program, next to the test program.
 pub fn program() -> PathBuf {
     let test = std::env::current_exe().unwrap();
     let program = test.ancestors().nth(2).unwrap().join("lamina");
@@ -21,7 +21,7 @@ pub fn program() -> PathBuf {
     program
 }
 
-/// The program, in an environment without our variables.
+/// The program, in an environment without lamina's variables.
 pub fn lamina() -> Command {
     let mut command = Command::new(program());
     for variable in ["LAMINA_DATASTORE", "RUST_LOG", "NOTIFY_SOCKET"] {
@@ -31,7 +31,7 @@ pub fn lamina() -> Command {
     command
 }
 
-/// What a command did.
+/// Result of a command.
 #[derive(Debug)]
 pub struct Done {
     pub code: i32,
@@ -50,20 +50,21 @@ impl From<Output> for Done {
 }
 
 impl Done {
-    /// It did what was asked and had nothing to complain about.
+    /// Asserts that the command succeeded without messages on stderr; returns its output.
     #[track_caller]
     pub fn ok(self) -> String {
         assert_eq!((self.code, self.stderr.as_str()), (0, ""), "{self:?}");
         self.stdout
     }
 
-    /// It printed one JSON value.
+    /// Asserts success, and parses the output as one JSON value.
     #[track_caller]
     pub fn json(self) -> Value {
         serde_json::from_str(&self.ok()).unwrap()
     }
 
-    /// It failed with `code` and one line that begins with our name and holds `words`; nothing on stdout.
+    /// Asserts that the command failed with `code`, printed nothing to stdout, and one line to stderr that begins with
+    /// `lamina:` and contains `words`.
     #[track_caller]
     pub fn fails(self, code: i32, words: &str) {
         assert_eq!((self.code, self.stdout.as_str()), (code, ""), "{self:?}");
@@ -78,7 +79,7 @@ pub fn run(arguments: &str) -> Done {
     output(lamina().args(arguments.split_whitespace())).into()
 }
 
-/// Runs a command to its end. One that does not end fails the test, with what each of its threads waits for.
+/// Runs a command. If it does not end, the test fails and prints what each of its threads waits for.
 #[track_caller]
 pub fn output(command: &mut Command) -> Output {
     let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
@@ -91,7 +92,7 @@ pub fn output(command: &mut Command) -> Output {
     }
 }
 
-/// Ends a process that should have ended or answered long ago, and the test with it.
+/// Ends a process that does not end or answer, and fails the test.
 #[track_caller]
 fn stuck(pid: u32, what: &str) -> ! {
     let mut threads = String::new();
@@ -101,7 +102,7 @@ fn stuck(pid: u32, what: &str) -> ! {
         threads += &format!("{} {}: system call {}\n{stack}", thread.path().display(), name.trim(), system_call.trim());
     }
     let _ = Command::new("kill").args(["-KILL", &pid.to_string()]).status();
-    panic!("no end after {COMMAND_MAX:?}: {what}; its threads:\n{threads}");
+    panic!("{what} has not ended after {COMMAND_MAX:?}; its threads:\n{threads}");
 }
 
 /// A datastore in a temporary folder.
@@ -110,7 +111,7 @@ pub struct Store {
 }
 
 impl Store {
-    /// A new one.
+    /// A new datastore.
     pub fn new() -> Self {
         let store = Self { folder: tempfile::tempdir().unwrap() };
         let done: Done = output(lamina().args(["init", "--journal-size", "8M"]).arg(store.path())).into();
@@ -122,7 +123,7 @@ impl Store {
         self.folder.path().join("store")
     }
 
-    /// A command on it, not started yet.
+    /// A command on the datastore, not started yet.
     pub fn command(&self, arguments: &str) -> Command {
         let mut command = lamina();
         command.arg("--datastore").arg(self.path()).args(arguments.split_whitespace());
@@ -133,7 +134,7 @@ impl Store {
         output(&mut self.command(arguments)).into()
     }
 
-    /// Makes a datastore in a folder of the caller's choice.
+    /// Creates a datastore in a given folder.
     pub fn at(folder: &Path, journal_size: &str) -> Self {
         let folder = tempfile::Builder::new().tempdir_in(folder).unwrap();
         let store = Self { folder };
@@ -142,31 +143,31 @@ impl Store {
         store
     }
 
-    /// Where NBD clients find it while it is served.
+    /// Its NBD socket while it is served.
     pub fn socket(&self) -> PathBuf {
         self.path().join("nbd.sock")
     }
 
-    /// The URI of an export, for names that need no escapes.
+    /// The URI of an export whose name needs no escaping.
     pub fn uri(&self, export: &str) -> String {
         format!("nbd+unix:///{export}?socket={}", self.socket().display())
     }
 
-    /// No finding, checksums of all data included. The datastore need not be served.
+    /// Checks that there are no findings, including checksums of all data. The datastore need not be served.
     #[track_caller]
     pub fn is_clean(&self) {
         let text = self.run("check --data").ok();
         assert!(text.ends_with("clean\n"), "{text}");
     }
 
-    /// Serves it until the value is dropped or stopped.
+    /// Serves the datastore until the result is dropped or stopped.
     pub fn serve(&self, arguments: &str) -> Serving {
         Serving::start(self.command(&format!("serve {arguments}")))
     }
 }
 
 impl Drop for Store {
-    /// What a failed test leaves is worth a look.
+    /// The datastore of a failed test is kept for inspection.
     fn drop(&mut self) {
         if std::thread::panicking() {
             self.folder.disable_cleanup(true);
@@ -180,12 +181,12 @@ pub struct Serving {
     child: Child,
     _stdout: BufReader<ChildStdout>,
     log: File,
-    /// The line it printed when it was ready.
+    /// The line that the server printed when it was ready.
     pub ready: String,
 }
 
 impl Serving {
-    /// Starts and waits for the ready line.
+    /// Starts a server and waits for the ready line.
     pub fn start(mut command: Command) -> Self {
         let log = tempfile::tempfile().unwrap();
         let mut child = command.stdout(Stdio::piped()).stderr(log.try_clone().unwrap()).spawn().unwrap();
@@ -202,7 +203,7 @@ impl Serving {
         serving
     }
 
-    /// What it has logged.
+    /// Its log.
     pub fn log(&self) -> String {
         let mut bytes = vec![0; self.log.metadata().unwrap().len() as usize];
         self.log.read_exact_at(&mut bytes, 0).unwrap();
@@ -213,13 +214,13 @@ impl Serving {
         self.child.id()
     }
 
-    /// Sends a signal and waits for the end: its exit code, `None` if the signal killed it.
+    /// Sends a signal and waits for the end; returns the exit code, or `None` if the signal killed it.
     pub fn stop(&mut self, signal: &str) -> Option<i32> {
         send(self.pid(), signal);
         wait(&mut self.child)
     }
 
-    /// SIGKILL, and at once: without a program that sends it.
+    /// Kills the server with SIGKILL directly, without starting a program that sends it.
     pub fn kill(&mut self) {
         self.child.kill().unwrap();
         assert_eq!(wait(&mut self.child), None, "it was killed");
@@ -230,7 +231,7 @@ impl Drop for Serving {
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
-        // Whatever a test is about: no server panics.
+        // In every test, the server must not have panicked.
         let log = self.log();
         if std::thread::panicking() {
             eprintln!("the server's log:\n{log}");
@@ -240,13 +241,13 @@ impl Drop for Serving {
     }
 }
 
-/// Sends a signal to a process we started.
+/// Sends a signal to a process that the test has started.
 pub fn send(pid: u32, signal: &str) {
     let status = Command::new("kill").args([format!("-{signal}"), pid.to_string()]).status().unwrap();
     assert!(status.success(), "kill -{signal} {pid}");
 }
 
-/// Waits for an end that must come; the exit code.
+/// Waits for the end of a process; returns its exit code.
 pub fn wait(child: &mut Child) -> Option<i32> {
     let begin = Instant::now();
     loop {
@@ -258,7 +259,7 @@ pub fn wait(child: &mut Child) -> Option<i32> {
     }
 }
 
-/// Waits until a process catches SIGINT: only then an interruption is for it to handle.
+/// Waits until a process catches SIGINT, so that it can handle an interruption.
 pub fn wait_until_interruptible(pid: u32) {
     until("SIGINT is caught", || {
         let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
@@ -267,7 +268,7 @@ pub fn wait_until_interruptible(pid: u32) {
     });
 }
 
-/// Waits for something that must become true.
+/// Waits until a condition holds.
 pub fn until(what: &str, mut condition: impl FnMut() -> bool) {
     let begin = Instant::now();
     while !condition() {
@@ -276,7 +277,7 @@ pub fn until(what: &str, mut condition: impl FnMut() -> bool) {
     }
 }
 
-/// Runs another program that must succeed; its output.
+/// Runs another program, which must succeed; returns its output.
 pub fn tool(program: &str, arguments: &[&str]) -> String {
     let output = Command::new(program).args(arguments).stdin(Stdio::null()).output();
     let output = output.unwrap_or_else(|e| panic!("{program}: {e}; the tests need it"));
@@ -286,7 +287,7 @@ pub fn tool(program: &str, arguments: &[&str]) -> String {
     stdout
 }
 
-/// All files in a folder by name.
+/// The names of all files in a folder.
 pub fn files(folder: &Path) -> Vec<String> {
     let mut names: Vec<String> =
         std::fs::read_dir(folder).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
@@ -294,8 +295,8 @@ pub fn files(folder: &Path) -> Vec<String> {
     names
 }
 
-/// Processes that have something of a folder open that is there to be locked: what becomes a QEMU has the locks of the
-/// command that starts it until it is one, and for a moment then no command line.
+/// Processes that hold lock files of a folder open. Between fork and exec, a process that becomes QEMU holds the locks
+/// of the command that starts it, and may have no command line.
 pub fn lockers(folder: &Path) -> Vec<u32> {
     let folder = folder.canonicalize().unwrap();
     let is_lock = |file: &Path| {
@@ -304,7 +305,7 @@ pub fn lockers(folder: &Path) -> Vec<u32> {
     let processes = std::fs::read_dir("/proc").unwrap();
     let numbers = processes.filter_map(|entry| entry.unwrap().file_name().to_str()?.parse::<u32>().ok());
     let has_one = |pid: &u32| {
-        // A process that ends meanwhile has no files any more.
+        // A process that has just ended has no files.
         let Ok(open) = std::fs::read_dir(format!("/proc/{pid}/fd")) else { return false };
         open.filter_map(|file| std::fs::read_link(file.ok()?.path()).ok()).any(|file| is_lock(&file))
     };

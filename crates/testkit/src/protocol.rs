@@ -1,5 +1,5 @@
-//! An NBD client written from the protocol document alone: it shares no code with the server, so that a constant
-//! mistyped there is not mistyped here. Blocking, one thread, panics on anything the protocol forbids.
+//! An NBD client written from the protocol document. It shares no code with the server, so that a wrong constant is not
+//! wrong on both sides. It blocks, uses one thread, and panics on every violation of the protocol.
 
 use std::collections::HashMap;
 use std::io::{Read, Write};
@@ -58,7 +58,7 @@ pub const ENOSPC: u32 = 28;
 pub const EOVERFLOW: u32 = 75;
 pub const ENOTSUP: u32 = 95;
 
-/// How requests and replies look.
+/// Style of headers and replies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mode {
     Simple,
@@ -66,21 +66,21 @@ pub enum Mode {
     Extended,
 }
 
-/// A run of bytes and its status flags.
+/// A range of bytes with its status flags.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Extent {
     pub length: u64,
     pub flags: u64,
 }
 
-/// What came back for one request.
+/// The reply to a request.
 #[derive(Debug, Default)]
 pub struct Reply {
     pub error: u32,
     pub message: String,
-    /// Content of a read, put together from its chunks.
+    /// Data of a read, joined from its chunks.
     pub data: Vec<u8>,
-    /// Content chunks: data, holes.
+    /// Number of content chunks: data, holes.
     pub chunks: (usize, usize),
     pub status: HashMap<u32, Vec<Extent>>,
 }
@@ -125,7 +125,7 @@ impl Client {
         Self { stream, mode: Mode::Simple, size: 0, flags: 0, cookie: 1000, asked: HashMap::new() }
     }
 
-    /// Connects and goes straight to an export.
+    /// Connects, and opens an export.
     pub fn open(path: &Path, export: &str, mode: Mode) -> Self {
         let mut client = Self::unix(path);
         client.greet(3);
@@ -140,7 +140,7 @@ impl Client {
         bytes
     }
 
-    /// True when the server has closed and nothing is left to read.
+    /// True if the server has closed the connection and all input was read.
     pub fn at_end(&mut self) -> bool {
         let mut byte = [0];
         matches!(self.stream.read(&mut byte), Ok(0) | Err(_))
@@ -162,7 +162,7 @@ impl Client {
         self.stream.write_all(&out).unwrap();
     }
 
-    /// Replies to an option, up to its final one.
+    /// The replies to an option, including the final one.
     pub fn option_replies(&mut self, code: u32) -> Vec<(u32, Vec<u8>)> {
         let mut replies = Vec::new();
         loop {
@@ -183,7 +183,7 @@ impl Client {
         self.option_replies(code)
     }
 
-    /// Type of the final reply.
+    /// The type of the final reply to an option.
     pub fn verdict(&mut self, code: u32, data: &[u8]) -> u32 {
         self.option(code, data).last().unwrap().0
     }
@@ -221,7 +221,7 @@ impl Client {
         data
     }
 
-    /// Contexts chosen: name to id.
+    /// Chooses contexts; returns their ids by name.
     pub fn set_meta(&mut self, export: &str, queries: &[&str]) -> HashMap<String, u32> {
         let replies = self.option(OPT_SET_META, &Self::meta_data(export, queries));
         assert_eq!(replies.last().unwrap().0, REP_ACK);
@@ -229,7 +229,7 @@ impl Client {
         contexts.map(|(_, data)| (String::from_utf8(data[4..].to_vec()).unwrap(), be32(data))).collect()
     }
 
-    /// Chooses an export; the final reply's type.
+    /// Chooses an export; returns the type of the final reply.
     pub fn go(&mut self, export: &str) -> u32 {
         let replies = self.option(OPT_GO, &Self::info_data(export, &[]));
         for (kind, data) in &replies {
@@ -266,7 +266,7 @@ impl Client {
         (self.cookie, out)
     }
 
-    /// Takes note of a request that was sent by other means.
+    /// Registers a request that was sent in another way.
     pub fn expect(&mut self, command: u16, cookie: u64, offset: u64, length: u64) {
         let asked = Asked { offset, length, command, reply: Reply::default(), covered: 0 };
         assert!(self.asked.insert(cookie, asked).is_none(), "two requests with one cookie");
@@ -279,7 +279,7 @@ impl Client {
         cookie
     }
 
-    /// Receives until some request is answered whole.
+    /// Receives until a request is completely answered.
     pub fn receive(&mut self) -> (u64, Reply) {
         loop {
             let magic = be32(&self.take(4));
@@ -380,7 +380,7 @@ impl Client {
         Some((cookie, asked.reply))
     }
 
-    /// One request and its reply.
+    /// Sends a request and waits for its reply.
     pub fn ask(&mut self, command: u16, flags: u16, offset: u64, length: u64) -> Reply {
         self.ask_with(command, flags, offset, length, &[])
     }
@@ -403,7 +403,7 @@ impl Client {
         assert_eq!(reply.error, 0, "{}", reply.message);
     }
 
-    /// Leaves politely and sees the server close.
+    /// Sends a disconnect request and checks that the server closes the connection.
     pub fn leave(mut self) {
         self.send(CMD_DISC, 0, 0, 0, &[]);
         assert!(self.at_end());

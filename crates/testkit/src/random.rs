@@ -1,17 +1,17 @@
-//! Numbers from a seed: the same seed gives the same test, on every machine.
+//! Seeded random numbers: the same seed gives the same test on every machine.
 
-/// A small generator (SplitMix64): fast, and good enough to choose operations and content.
+/// A small generator (SplitMix64), fast and good enough to choose operations and content.
 #[derive(Clone, Debug)]
 pub struct Random(pub u64);
 
 impl Random {
-    /// A generator for one of many seeds in a row. Neighbouring seeds must not give related streams.
+    /// A generator for one of several consecutive seeds, whose sequences must not be related.
     pub fn new(seed: u64) -> Self {
         Self(mix(seed ^ 0x6c61_6d69_6e61))
     }
 
     /// The next number.
-    #[allow(clippy::should_implement_trait, reason = "it never ends, and is used between other calls")]
+    #[allow(clippy::should_implement_trait, reason = "the sequence never ends, so it is not an iterator")]
     pub fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         mix(self.0)
@@ -22,7 +22,7 @@ impl Random {
         self.next() % limit.max(1)
     }
 
-    /// The same as an index.
+    /// A random index below `limit`.
     pub fn index(&mut self, limit: usize) -> usize {
         self.below(limit as u64) as usize
     }
@@ -32,23 +32,23 @@ impl Random {
         from + self.below(to - from + 1)
     }
 
-    /// A number below `limit`, small ones as likely as large ones.
+    /// A number below `limit`, where each order of magnitude is equally likely.
     pub fn scaled(&mut self, limit: u64) -> u64 {
         let bits = 64 - limit.leading_zeros() as u64;
         (self.next() >> (64 - bits).min(63) >> self.below(bits)) % limit
     }
 
-    /// True in `percent` of 100 cases.
+    /// True with a probability of `percent` %.
     pub fn percent(&mut self, percent: u64) -> bool {
         self.below(100) < percent
     }
 
-    /// True once in `times`.
+    /// True with a probability of one in `times`.
     pub fn once_in(&mut self, times: u64) -> bool {
         self.below(times) == 0
     }
 
-    /// One of the items, of which there must be one.
+    /// One of the items, which must not be empty.
     pub fn pick<'a, T>(&mut self, items: &'a [T]) -> &'a T {
         &items[self.below(items.len() as u64) as usize]
     }
@@ -60,14 +60,14 @@ impl Random {
         }
     }
 
-    /// This many bytes.
+    /// `count` random bytes.
     pub fn bytes(&mut self, count: usize) -> Vec<u8> {
         let mut bytes = vec![0; count];
         self.fill(&mut bytes);
         bytes
     }
 
-    /// A generator of its own for a part of what this one decides.
+    /// A new generator seeded by this one, for an independent part of a test.
     pub fn fork(&mut self) -> Self {
         Self(self.next())
     }

@@ -1,10 +1,10 @@
-//! Long work watched by a function.
+//! Progress of long work, controlled by a function.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 use work::Progress;
 
-/// Watches long work by a function of how much is done, and of how much there is, which says whether to go on.
+/// A progress that calls a function with the amounts done and in total; the function returns whether to continue.
 pub fn steps<F: FnMut(u64, u64) -> bool + Send>(each: F) -> Steps<F> {
     Steps { each: Mutex::new(each), stopped: AtomicBool::new(false) }
 }

@@ -1,7 +1,7 @@
 //! The guest agent: QEMU's own (`qemu-ga`), reached through a serial port of the guest.
 //!
-//! 1. Whether an agent answers is determined by sending a number and reading until it comes back
-//!    (`guest-sync-delimited`), so that a partial answer to an earlier client is never taken for one to this client.
+//! 1. To detect an agent, a number is sent and input is read until the number comes back (`guest-sync-delimited`), so
+//!    that the rest of a reply to an earlier client is never taken for a reply to this one.
 //! 2. A guest without an agent is no error: [`Agent::connect`] returns `None`.
 //! 3. A frozen guest is thawed in every case: [`Frozen`] thaws when dropped.
 
@@ -14,29 +14,29 @@ use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// How long a command of the agent may take, unless stated otherwise.
+/// How long a command of the agent may take, unless the call sets another limit.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// How long freezing may take: the guest writes out its buffers.
+/// How long freezing may take, since the guest writes out its buffers.
 const FREEZE_PATIENCE: Duration = Duration::from_secs(60);
-/// Pause before each query for the end of a program in the guest, at first and at most: each query costs processor time
-/// that the program needs.
+/// Pause before each query whether a program in the guest has ended: the first one, and the longest one. Each query
+/// takes processor time from the program.
 const POLL: [Duration; 2] = [Duration::from_millis(5), Duration::from_millis(40)];
 /// Most bytes that one command writes or reads in the guest.
 const DATA_MAX: usize = 1 << 20;
 
-/// A connection to an agent that answers.
+/// A connection to an agent that has answered.
 pub struct Agent {
     client: Client,
 }
 
-/// The result of a program in the guest.
+/// The result of a program that ran in the guest.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Ended {
-    /// Its exit code; `None` when a signal ended it.
+    /// Its exit code; `None` if a signal ended it.
     pub code: Option<i64>,
-    /// Its output.
+    /// Its standard output.
     pub output: Vec<u8>,
-    /// Its error output.
+    /// Its standard error.
     pub errors: Vec<u8>,
 }
 
@@ -54,18 +54,18 @@ impl Agent {
     /// The agent at the other end of a connection; `None` if none answers within `patience`.
     pub fn over(mut client: Client, patience: Duration) -> Result<Option<Self>> {
         let deadline = Instant::now() + patience;
-        // Never zero, so that it differs from an agent's answer to garbage.
+        // Never zero, because a stale reply may have the number 0.
         let number = u64::from(std::process::id()) << 20 | (deadline.elapsed().as_nanos() as u64 & 0xf_ffff) | 1;
-        // The byte ends a partial line that may be on its way.
+        // This byte ends a partial line of an earlier client.
         client.send_bytes(&[0xff])?;
         client.send(&json!({ "execute": "guest-sync-delimited", "arguments": { "id": number } }))?;
         loop {
             match client.line(deadline) {
                 Ok(answer) if answer["return"] == number => break,
                 Ok(_) => {}
-                // The rest of answers to others may be cut in the middle.
+                // A line may be the rest of a reply to another client, and is skipped.
                 Err(error) if error.kind() == ErrorKind::Invalid && Instant::now() < deadline => {}
-                // Silent, gone, or not an agent.
+                // The agent does not answer, has disconnected, or is not an agent.
                 Err(_) => return Ok(None),
             }
         }
@@ -73,7 +73,7 @@ impl Agent {
         Ok(Some(Self { client }))
     }
 
-    /// Freezes the guest's file systems, and runs its hooks (databases flush). Returns how many were frozen.
+    /// Freezes the guest's file systems and runs its freeze hooks (which flush databases).
     pub fn freeze(mut self) -> Result<Frozen> {
         self.client.set_patience(FREEZE_PATIENCE);
         let count = self.client.execute("guest-fsfreeze-freeze", json!({}))?.as_u64().unwrap_or(0);
@@ -81,12 +81,12 @@ impl Agent {
         Ok(Frozen { agent: Some(self), count })
     }
 
-    /// Thaws all frozen file systems, whichever client froze them; returns how many.
+    /// Thaws all frozen file systems, even if another client froze them; returns their number.
     pub fn thaw(&mut self) -> Result<u64> {
         Ok(self.client.execute("guest-fsfreeze-thaw", json!({}))?.as_u64().unwrap_or(0))
     }
 
-    /// Runs a program in the guest to its end.
+    /// Runs a program in the guest and waits for its end.
     pub fn execute(&mut self, program: &str, arguments: &[&str], input: &[u8], patience: Duration) -> Result<Ended> {
         if input.len() > DATA_MAX {
             let text = format!("{} bytes are more than the guest agent takes at once", input.len());
@@ -118,7 +118,7 @@ impl Agent {
         }
     }
 
-    /// Asks the guest to power itself off.
+    /// Requests the guest to shut down.
     pub fn shut_down(&mut self) -> Result<()> {
         self.client.send(&json!({ "execute": "guest-shutdown", "arguments": { "mode": "powerdown" } }))
     }
@@ -132,13 +132,13 @@ impl Agent {
 /// A guest whose file systems are frozen.
 pub struct Frozen {
     agent: Option<Agent>,
-    /// File systems that were frozen.
+    /// Number of frozen file systems.
     pub count: u64,
 }
 
 impl Frozen {
-    /// Thaws them. Returns how many were thawed: fewer than were frozen means that the guest stopped waiting, and
-    /// copies made meanwhile are only crash-consistent.
+    /// Thaws the file systems and returns their number. If it is lower than [`Frozen::count`], the guest has thawed
+    /// some on its own, and copies made meanwhile are only crash-consistent.
     pub fn thaw(mut self) -> Result<(Agent, u64)> {
         let mut agent = self.agent.take().ok_or_else(|| Error::new(ErrorKind::Stopped, "thawed already"))?;
         let count = agent.thaw()?;

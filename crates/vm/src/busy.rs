@@ -1,10 +1,10 @@
-//! Retries of operations that are `Busy` for a moment.
+//! Retries of operations that return `Busy` for a short time.
 
 use error::{ErrorKind, Result};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Number of attempts.
+/// Pause between attempts.
 const INTERVAL: Duration = Duration::from_millis(5);
 
 /// Repeats an operation while it fails with `Busy`; returns the last result.

@@ -13,7 +13,7 @@
 //!
 //! [[disk]]
 //! name = "web"                # a disk of the datastore
-//! slot = 8                    # its place on the PCI bus: the same for the life of the machine
+//! slot = 8                    # its PCI slot, which never changes
 //!
 //! [[network]]
 //! mac = "52:54:00:12:34:56"
@@ -21,10 +21,11 @@
 //! slot = 16
 //! ```
 //!
-//! 1. [`Definition::parse`] is total: any text gives a consistent definition, or an error that names the line or key.
-//! 2. Every device has its slot from the moment when it is added. Saved states and instant clones fit only a machine
-//!    with the same addresses of devices, so no address is assigned by counting.
-//! 3. A definition is replaced as a whole or not at all.
+//! 1. [`Definition::parse`] accepts any text: it returns a consistent definition, or an error that names the line or
+//!    key.
+//! 2. Every device gets its PCI slot when it is added. Saved states and instant clones require the same device
+//!    addresses, so no address may depend on the number of devices.
+//! 3. A definition file is replaced atomically.
 
 use crate::identity::{Mac, new_uuid};
 use error::{Error, ErrorKind, Result};
@@ -33,9 +34,9 @@ use std::collections::BTreeSet;
 use std::path::PathBuf;
 use uuid::Uuid;
 
-/// Longest text read as a definition, in bytes.
+/// Longest definition file that is read, in bytes.
 pub const TEXT_MAX: usize = 1 << 20;
-/// Longest name of a machine: it becomes a folder and a host name.
+/// Longest name of a machine, which is used as a folder name and a host name.
 pub const NAME_MAX: usize = 63;
 /// Most virtual CPUs.
 pub const CPUS_MAX: u32 = 255;
@@ -43,29 +44,30 @@ pub const CPUS_MAX: u32 = 255;
 pub const MEMORY_MIN: u64 = 16 << 20;
 /// Most memory, in bytes.
 pub const MEMORY_MAX: u64 = 4 << 40;
-/// Slots for disks: a bus of 32 slots, of which the lower ones belong to the chipset and to what every machine has.
+/// Slots for disks. The PCI bus has 32 slots, of which the lower ones are used by the chipset and by devices of every
+/// machine.
 pub const DISK_SLOTS: std::ops::Range<u8> = 8..16;
 /// Slots for network cards.
 pub const NETWORK_SLOTS: std::ops::Range<u8> = 16..20;
 
-/// A machine.
+/// The definition of a machine.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Definition {
-    /// Its name, which is also its folder's and what its guest is told to be called.
+    /// Its name, which is also the name of its folder and the host name of its guest.
     pub name: String,
-    /// Its identity, as the guest's firmware tables show it.
+    /// Its UUID, which the guest sees in its firmware tables.
     #[serde(with = "uuid::serde::hyphenated")]
     pub uuid: Uuid,
     /// Virtual CPUs.
     pub cpus: u32,
-    /// Memory in bytes; written as `256M`.
+    /// Memory in bytes; in the file as `256M`.
     #[serde(with = "memory")]
     pub memory: u64,
-    /// What it boots; without it the firmware looks for a boot loader on the first disk.
+    /// The kernel to boot; without it the firmware boots from the first disk.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub boot: Option<Boot>,
-    /// What it was cloned from.
+    /// The machine that it was cloned from.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub origin: Option<Origin>,
     /// Its disks.
@@ -90,15 +92,15 @@ pub struct Boot {
     pub append: String,
 }
 
-/// How a machine was cloned.
+/// Kind of a clone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum CloneKind {
-    /// With disks of its own.
+    /// The clone has independent copies of the disks.
     Full,
-    /// With disks that are deltas on a snapshot of the parent's.
+    /// The clone's disks are deltas on snapshots of the parent's disks.
     Linked,
-    /// With the parent's disks and memory shared copy-on-write, running.
+    /// The clone runs, and shares the parent's disks and memory copy-on-write.
     Instant,
 }
 
@@ -113,16 +115,16 @@ impl CloneKind {
     }
 }
 
-/// What a machine was cloned from. A note: nothing depends on whether that machine is still there.
+/// The machine that a clone was made from. It is informational: the machine may have been deleted since.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Origin {
     /// The machine.
     pub machine: String,
-    /// Its snapshot, if it was one.
+    /// Its snapshot, if one was cloned.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub snapshot: Option<String>,
-    /// How.
+    /// Kind of the clone.
     pub way: CloneKind,
 }
 
@@ -132,17 +134,17 @@ pub struct Origin {
 pub struct Disk {
     /// The disk.
     pub name: String,
-    /// Its place on the bus, one of [`DISK_SLOTS`].
+    /// Its PCI slot, one of [`DISK_SLOTS`].
     pub slot: u8,
 }
 
-/// What a network card is plugged into.
+/// The network that a network card is connected to.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Link {
-    /// QEMU's own network: out, not in.
+    /// QEMU's user network, which allows outgoing connections only.
     User,
-    /// Nothing.
+    /// Not connected.
     None,
     /// A bridge of the host, by name.
     Bridge(String),
@@ -152,16 +154,16 @@ pub enum Link {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Network {
-    /// Its address.
+    /// Its MAC address.
     pub mac: Mac,
-    /// What it is plugged into.
+    /// The network that it is connected to.
     pub link: Link,
-    /// Its place on the bus, one of [`NETWORK_SLOTS`].
+    /// Its PCI slot, one of [`NETWORK_SLOTS`].
     pub slot: u8,
 }
 
 impl Definition {
-    /// A machine without devices, with an identity of its own.
+    /// A machine without devices, with a new UUID.
     pub fn new(name: &str, cpus: u32, memory: u64) -> Result<Self> {
         let definition = Self {
             name: name.to_owned(),
@@ -177,7 +179,7 @@ impl Definition {
         Ok(definition)
     }
 
-    /// A clone of it: the same devices at the same places, an identity of its own.
+    /// The definition of a clone: the same devices in the same slots, with a new identity.
     pub fn for_clone(&self, name: &str, origin: Origin) -> Result<Self> {
         let disks = self.disks.iter().enumerate();
         let mut networks = Vec::with_capacity(self.networks.len());
@@ -201,7 +203,7 @@ impl Definition {
         self.disks.iter().map(|disk| disk.name.clone()).collect()
     }
 
-    /// Reads a definition; errors call it `origin`.
+    /// Parses a definition; errors name it `origin`.
     pub fn parse(text: &str, origin: &str) -> Result<Self> {
         let invalid = |what: String| Error::new(ErrorKind::Invalid, format!("'{origin}': {what}"));
         if text.len() > TEXT_MAX {
@@ -218,8 +220,8 @@ impl Definition {
             .map_err(|e| Error::new(ErrorKind::Invalid, format!("machine '{}' cannot be written: {e}", self.name)))
     }
 
-    /// Whether a record with the machine as it was holds together: it is of the version that is known, (its, ours), and
-    /// of each disk it names a snapshot. Errors call it `origin`.
+    /// Checks a record that contains the definition of a machine: its version is supported, and it names one snapshot
+    /// for each disk. `version` has the record's version and the supported one; errors name the record `origin`.
     pub(crate) fn check_record<'a>(
         &self,
         origin: &str,
@@ -234,11 +236,11 @@ impl Definition {
         self.check().map_err(|error| corrupt(error.to_string()))?;
         match disks.eq(self.disks.iter().map(|disk| &disk.name)) {
             true => Ok(()),
-            false => Err(corrupt("it has not one snapshot for each disk".into())),
+            false => Err(corrupt("its snapshots do not match its disks".into())),
         }
     }
 
-    /// Whether it holds together.
+    /// Checks that the definition is consistent.
     pub fn check(&self) -> Result<()> {
         let invalid = |what: String| Err(Error::new(ErrorKind::Invalid, what));
         check_name(&self.name)?;
@@ -253,7 +255,7 @@ impl Definition {
         let mut disks = BTreeSet::new();
         for disk in &self.disks {
             if !DISK_SLOTS.contains(&disk.slot) || !slots.insert(disk.slot) {
-                return invalid(format!("disk '{}': slot {} is taken or not one for disks", disk.name, disk.slot));
+                return invalid(format!("disk '{}': slot {} is in use or not for disks", disk.name, disk.slot));
             }
             if !disks.insert(&disk.name) {
                 return invalid(format!("disk '{}' is there twice", disk.name));
@@ -261,7 +263,10 @@ impl Definition {
         }
         for network in &self.networks {
             if !NETWORK_SLOTS.contains(&network.slot) || !slots.insert(network.slot) {
-                return invalid(format!("network {}: slot {} is taken or not one for it", network.mac, network.slot));
+                return invalid(format!(
+                    "network {}: slot {} is in use or not for network cards",
+                    network.mac, network.slot
+                ));
             }
         }
         Ok(())
@@ -271,8 +276,7 @@ impl Definition {
     pub fn add_disk(&mut self, name: &str) -> Result<()> {
         let taken = |slot: u8| self.disks.iter().any(|disk| disk.slot == slot);
         let slot = free_slot(DISK_SLOTS, &taken).ok_or_else(|| {
-            let text =
-                format!("machine '{}' has {} disks already, which is all it can have", self.name, self.disks.len());
+            let text = format!("machine '{}' has {} disks already, which is the maximum", self.name, self.disks.len());
             Error::new(ErrorKind::Invalid, text)
         })?;
         self.disks.push(Disk { name: name.to_owned(), slot });
@@ -283,7 +287,7 @@ impl Definition {
     pub fn add_network(&mut self, mac: Mac, link: Link) -> Result<()> {
         let taken = |slot: u8| self.networks.iter().any(|network| network.slot == slot);
         let slot = free_slot(NETWORK_SLOTS, &taken).ok_or_else(|| {
-            let text = format!("machine '{}' has all the network cards it can have", self.name);
+            let text = format!("machine '{}' has the maximum of network cards already", self.name);
             Error::new(ErrorKind::Invalid, text)
         })?;
         self.networks.push(Network { mac, link, slot });
@@ -291,7 +295,7 @@ impl Definition {
     }
 }
 
-/// What the disks that are made for a machine are called.
+/// The name of a disk that is created for a machine.
 pub fn disk_name(machine: &str, index: usize) -> String {
     match index {
         0 => machine.to_owned(),
@@ -303,18 +307,18 @@ fn free_slot(mut slots: std::ops::Range<u8>, taken: &dyn Fn(u8) -> bool) -> Opti
     slots.find(|slot| !taken(*slot))
 }
 
-/// Whether a machine may bear that name: what a host may be called (RFC 1123), without dots.
+/// Checks that a name can be used for a machine: a host name (RFC 1123) without dots.
 pub fn check_name(name: &str) -> Result<()> {
     let plain = name.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'-');
     if name.is_empty() || name.len() > NAME_MAX || !plain || name.starts_with('-') || name.ends_with('-') {
         let name = name.escape_debug();
-        let text = format!("'{name}' cannot name a machine: letters, digits and inner hyphens, {NAME_MAX} at the most");
+        let text = format!("'{name}' cannot name a machine: use letters, digits and inner hyphens, at most {NAME_MAX}");
         return Err(Error::new(ErrorKind::Invalid, text));
     }
     Ok(())
 }
 
-/// Memory sizes as people write them.
+/// Memory sizes in the file, such as `256M`.
 mod memory {
     use serde::de::{Error, Unexpected};
     use serde::{Deserialize, Deserializer, Serializer};
@@ -368,7 +372,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_reads_the_same() {
+    fn definitions_survive_encoding() {
         let machine = machine();
         let text = machine.to_text().unwrap();
         assert!(text.contains("memory = \"256M\""), "{text}");
@@ -376,7 +380,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_hold_together_is_refused() {
+    fn inconsistent_definitions_are_refused() {
         let good = machine().to_text().unwrap();
         for (from, to) in [
             ("cpus = 2", "cpus = 0"),
@@ -401,7 +405,7 @@ mod tests {
     }
 
     #[test]
-    fn a_machine_has_only_so_many_slots() {
+    fn disks_and_cards_beyond_the_slots_are_refused() {
         let mut machine = machine();
         for number in 2..DISK_SLOTS.len() {
             machine.add_disk(&format!("d{number}")).unwrap();

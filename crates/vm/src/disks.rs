@@ -1,20 +1,20 @@
-//! What machines need of the datastore that keeps their disks.
+//! The interface to the datastore that has the machines' disks.
 
 use error::Result;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use work::Progress;
 
-/// A disk, as far as machines are concerned.
+/// The properties of a disk that machines need.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Facts {
     /// Its capacity in bytes.
     pub capacity: u64,
     /// The disk and snapshot that it is a linked clone of.
     pub origin: Option<(String, String)>,
-    /// How many clients have it open now.
+    /// Number of clients that have it open.
     pub clients: u64,
-    /// When it was made, in seconds since 1970.
+    /// When it was created, in seconds since 1970.
     pub created: u64,
 }
 
@@ -25,47 +25,46 @@ pub struct SnapshotFacts {
     pub name: String,
     /// When it was taken, in seconds since 1970.
     pub created: u64,
-    /// The linked clones that stand on it.
+    /// The linked clones that are based on it.
     pub clones: Vec<String>,
 }
 
-/// A datastore, as machines see it. Methods may be called from any thread.
+/// A datastore. Methods may be called from any thread.
 pub trait Disks: Send + Sync {
     /// The Unix socket of its NBD server.
     ///
     /// # Errors
-    /// With what to do, when it is not served.
+    /// If the datastore is not served, with a hint what to do.
     fn server(&self) -> Result<PathBuf>;
 
     /// All disks by their names.
     fn all(&self) -> Result<BTreeMap<String, Facts>>;
 
-    /// Makes an empty disk.
+    /// Creates an empty disk.
     fn create(&self, disk: &str, capacity: u64) -> Result<()>;
 
-    /// Takes snapshots of several disks at one point: (disk, snapshot). All or none.
+    /// Takes snapshots of several disks at one point: (disk, snapshot). Either all are taken or none.
     fn snapshot(&self, of: &[(String, String)]) -> Result<()>;
 
     /// The snapshots of a disk.
     fn snapshots(&self, disk: &str) -> Result<Vec<SnapshotFacts>>;
 
-    /// Deletes a snapshot; `Busy` while clones stand on it or a client has it open.
+    /// Deletes a snapshot; `Busy` while clones are based on it or a client has it open.
     fn delete_snapshot(&self, disk: &str, snapshot: &str) -> Result<()>;
 
-    /// Makes a disk as it was at a snapshot; `Busy` while a client has it open.
+    /// Reverts a disk to a snapshot; `Busy` while a client has it open.
     fn revert(&self, disk: &str, snapshot: &str) -> Result<()>;
 
-    /// Makes linked clones of a snapshot: all of them or none.
+    /// Makes linked clones of a snapshot: either all of them or none.
     fn clone_linked(&self, disk: &str, snapshot: &str, names: &[String]) -> Result<()>;
 
-    /// Makes an independent copy of a snapshot, whole or not at all. `progress` is told bytes done and in all.
+    /// Makes an independent copy of a snapshot, completely or not at all. Reports copied and total bytes.
     fn clone_full(&self, disk: &str, snapshot: &str, name: &str, progress: &dyn Progress) -> Result<()>;
 
-    /// Deletes a disk with its snapshots; `Busy` while a client has it open, or if clones stand on it and `promote`,
-    /// which copies to them what they stand on, is not set.
+    /// Deletes a disk with its snapshots. `Busy` while a client has it open, and if clones are based on its snapshots,
+    /// unless `promote` hands these snapshots over to the clones.
     fn delete(&self, disk: &str, promote: bool) -> Result<()>;
 
-    /// Waits until the requests of closed connections are done or given up: no disk appears or goes afterwards on
-    /// their account.
+    /// Waits until the requests of closed connections have ended. Afterwards these requests create or delete no disks.
     fn settle(&self) -> Result<()>;
 }

@@ -1,4 +1,4 @@
-//! Files that are replaced whole or not at all, and what there is of them.
+//! Atomic replacement and durable creation of small files.
 
 use backend::local::{LocalDirectory, LocalQueues};
 use backend::replace;
@@ -10,10 +10,10 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 
-/// Files synced at once: the file system gathers what comes together into one commit of its journal.
+/// Files synced at a time: the file system combines syncs that overlap into one commit of its journal.
 const SYNCED_AT_ONCE: usize = 16;
 
-/// Puts `bytes` in the place of what `path` holds. Durable on return; before that, the old content stands.
+/// Replaces the content of `path` atomically by `bytes`. The new content is durable on return.
 pub fn write(path: &Path, bytes: &[u8]) -> Result<()> {
     let work = || {
         let name = path.file_name().and_then(|name| name.to_str()).ok_or(io::ErrorKind::InvalidFilename)?;
@@ -32,14 +32,14 @@ pub fn sync_folder_of(path: &Path) -> io::Result<()> {
     File::open(folder_of(path))?.sync_all()
 }
 
-/// The same with a value, as TOML.
+/// As [`write`], with a value that is encoded as TOML.
 pub fn write_toml(path: &Path, value: &impl Serialize) -> Result<()> {
     let text = toml::to_string(value)
         .map_err(|e| Error::new(ErrorKind::Invalid, format!("'{}' cannot be written: {e}", path.display())))?;
     write(path, text.as_bytes())
 }
 
-/// The text of a file; `None` when it is not there.
+/// The text of a file; `None` if the file does not exist.
 pub fn read(path: &Path) -> Result<Option<String>> {
     match fs::read_to_string(path) {
         Ok(text) => Ok(Some(text)),
@@ -48,7 +48,7 @@ pub fn read(path: &Path) -> Result<Option<String>> {
     }
 }
 
-/// The names in a folder; one that is no text is none of ours.
+/// The names in a folder. Names that are not UTF-8 are left out.
 pub fn names(folder: &Path) -> Result<Vec<String>> {
     let listing = || format!("listing '{}'", folder.display());
     let mut names = Vec::new();
@@ -58,12 +58,12 @@ pub fn names(folder: &Path) -> Result<Vec<String>> {
     Ok(names)
 }
 
-/// Makes durable what a file holds, or the names in a folder.
+/// Makes the content of a file, or the names in a folder, durable.
 pub fn sync(path: &Path) -> Result<()> {
     File::open(path).and_then(|file| file.sync_all()).during(|| format!("writing '{}'", path.display()))
 }
 
-/// Writes new files and makes them and their names durable, many at once.
+/// Writes new files and makes them and their names durable, several at a time.
 pub fn write_many(files: &[(PathBuf, String)]) -> Result<()> {
     let next = AtomicUsize::new(0);
     let one = |(path, text): &(PathBuf, String)| {

@@ -1,4 +1,4 @@
-//! Many machines at once: each is created completely or not at all, with an error for each failed one.
+//! Operations on many machines: each succeeds completely or has no effect, and each failure is reported.
 
 use error::{Error, ErrorKind, Result};
 use parking_lot::Mutex;
@@ -6,17 +6,17 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use work::Progress;
 
-/// Results by name.
+/// Results of an operation on several machines, by name.
 #[derive(Debug, Default)]
 pub struct Outcome {
-    /// The created ones, in the order of their names.
+    /// Machines on which it succeeded, in the order of the names.
     pub made: Vec<String>,
-    /// The failed ones, with the reason.
+    /// Machines on which it failed, with the error.
     pub failed: Vec<(String, Error)>,
 }
 
-/// Calls `work` for each name, `parallel` at a time. `progress` counts those that are done. Once it is cancelled no
-/// more are begun: `work` finishes or removes those that are.
+/// Calls `work` for each name, `parallel` at a time. `progress` counts the completed ones. Once it is cancelled, no
+/// further ones are begun; `work` has to complete or undo those that are running.
 pub fn each(
     names: &[String],
     parallel: usize,
@@ -70,7 +70,7 @@ mod tests {
     }
 
     #[test]
-    fn each_is_made_once_failed_or_not_begun() {
+    fn each_item_succeeds_once_or_fails_or_is_not_begun() {
         let names: Vec<String> = (0..100).map(|number| format!("vm-{number:03}")).collect();
         let seen = Mutex::new(Vec::new());
         let outcome = each(&names, 4, &Stop(AtomicBool::new(false)), &|name| {

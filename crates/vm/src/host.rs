@@ -1,19 +1,19 @@
-//! The environment of commands about machines: the machines, the images of instant clones, the installed QEMU, and the
-//! locks between commands.
+//! The environment of commands about machines: the machines, the memory images of instant clones, the installed QEMU,
+//! and locks between commands.
 //!
 //! ```text
 //! DATASTORE/machines/           see machines
-//! DATASTORE/machines/.working   held shared by commands that make, start or change machines
-//! DATASTORE/machines/.qemu      what the QEMU found here can do, kept because asking takes a tenth of a second
+//! DATASTORE/machines/.working   locked shared by commands that create, start or change machines
+//! DATASTORE/machines/.qemu      cached features of the QEMU found, because querying them takes a tenth of a second
 //! DATASTORE/memory-images/      see instant::image
-//! /dev/shm/lamina-UID-DEV-INO/  memory of this datastore's machines
+//! /dev/shm/lamina-UID-DEV-INO/  memory files of this datastore's machines
 //! ```
 //!
-//! 1. Every command begins with [`Host::recover`]: unfinished work of a killed command is removed or completed first.
-//! 2. Images and memory are only swept while no command is at work: references are found by searching, and a command at
-//!    work may be about to create one.
-//! 3. Memory files hold what guests hold. Only the owner of their folder can read it, and a folder that another user
-//!    has made is refused. It exists only while it is not empty: a datastore that is removed leaves none behind.
+//! 1. Every command begins with [`Host::recover`], which removes or completes what a killed command left.
+//! 2. Images and memory files are removed only while no other command runs: a running command may be about to create a
+//!    reference to one.
+//! 3. Memory files contain the memory of guests. Only the owner of their folder can read it, and a folder created by
+//!    another user is refused. The folder exists only while it has files, so a deleted datastore leaves none.
 
 use crate::disks::Disks;
 use crate::instant::image::Images;
@@ -31,41 +31,41 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-/// How long to wait for a machine that another command changes.
+/// How long to wait for another command that changes a machine.
 const CHANGE_PATIENCE: Duration = Duration::from_secs(30);
-/// The lock that all commands at work share.
+/// The file that all running commands lock shared.
 const WORKING: &str = ".working";
-/// The default folder for memory.
+/// The default parent of the folder for memory files.
 const MEMORY: &str = "/dev/shm";
 
-/// Paths of everything.
+/// Paths.
 #[derive(Clone, Debug)]
 pub struct Places {
-    /// The datastore.
+    /// The datastore's folder.
     pub datastore: PathBuf,
-    /// A folder in a file system that keeps its files in memory.
+    /// Parent of the folder for memory files, on a file system in memory; `None` for the default.
     pub memory: Option<PathBuf>,
-    /// QEMU's program.
+    /// Path of QEMU.
     pub qemu: PathBuf,
 }
 
-/// Everything that commands need.
+/// The environment of commands.
 pub struct Host {
     machines: Machines,
     images: Images,
     qemu: PathBuf,
     features: OnceLock<Features>,
-    /// Set when an operation has begun that may leave memory files without a machine.
+    /// Set when an operation has begun that may leave unused memory files.
     worked: AtomicBool,
 }
 
-/// While this exists, nothing is swept.
+/// While this exists, no other command removes images or memory files.
 pub struct Working {
     _lock: File,
 }
 
 impl Drop for Host {
-    /// Files that only this command needed are removed with it, not with the next one.
+    /// Removes memory files that only this command needed, instead of leaving them to the next command.
     fn drop(&mut self) {
         if self.worked.load(Ordering::Relaxed)
             && let Err(error) = self.sweep()
@@ -105,7 +105,7 @@ impl Host {
         &**self.machines.disks()
     }
 
-    /// Begins work that creates, starts or changes machines.
+    /// Begins an operation that creates, starts or changes machines.
     pub fn work(&self) -> Result<Working> {
         self.worked.store(true, Ordering::Relaxed);
         let path = self.machines.folder().join(WORKING);
@@ -114,7 +114,7 @@ impl Host {
         Ok(Working { _lock: lock })
     }
 
-    /// A machine, for changing; waits for another command that changes it.
+    /// Locks a machine for changes; waits while another command has it locked.
     pub fn change(&self, name: &str) -> Result<Change> {
         self.worked.store(true, Ordering::Relaxed);
         self.machines.get(name)?.change_within(CHANGE_PATIENCE)
@@ -138,11 +138,11 @@ impl Host {
         {
             return Ok(known.features);
         }
-        // Not among the machines, where its folder would be taken for one.
+        // The probe's folder is not among the machines, where it would be taken for one.
         let features = Features::detect(&self.qemu, &self.machines.folder().join(".probe"))?;
         if let Some(found) = found {
             let known = Known { found, features: features.clone() };
-            // Stored for speed alone: without it, the next command asks QEMU again.
+            // The cache is only an optimization: without it, the next command queries QEMU again.
             let kept = serde_json::to_vec(&known).map_err(io::Error::from).map(|text| durable::write(&path, &text));
             if let Err(error) = kept {
                 tracing::debug!("the list of QEMU's features could not be cached: {error}");
@@ -151,14 +151,14 @@ impl Host {
         Ok(features)
     }
 
-    /// Removes or resumes what a killed command has left, and sweeps files that no machine needs any more.
+    /// Removes or completes what a killed command left, and removes files that no machine needs.
     pub fn recover(&self) -> Result<()> {
         self.machines.recover()?;
         for machine in self.machines.list()? {
             if !machine.is_held() && !snapshots::is_unfinished(&machine) {
                 continue;
             }
-            // Another command is changing it.
+            // Another command is changing the machine.
             let Ok(change) = machine.change() else { continue };
             if let Err(error) = self.recover_one(&change) {
                 tracing::error!("machine '{}': {error}", machine.name());
@@ -170,7 +170,7 @@ impl Host {
         Ok(())
     }
 
-    /// Removes files that no machine needs any more, unless another command is at work.
+    /// Removes files that no machine needs, unless another command is running.
     fn sweep(&self) -> Result<()> {
         let lock = lock_file(&self.machines.folder().join(WORKING))?;
         if lock.try_lock().is_ok() {
@@ -188,13 +188,13 @@ impl Host {
         snapshots::recover(change, self)
     }
 
-    /// Whether a snapshot of a disk was taken for clones alone, and is deleted with the last of them.
+    /// Whether a snapshot of a disk was taken only for clones, so that it is deleted with the last of them.
     pub fn is_only_for_clones(&self, snapshot: &str) -> bool {
         let image = snapshot.strip_prefix(crate::instant::freeze::PREFIX);
         snapshot.starts_with(crate::clone::PREFIX) || image.is_some_and(|id| self.images.get(id).is_err())
     }
 
-    /// The machines whose disks are linked clones of this one's: (snapshot, machine or disk).
+    /// The machines whose disks are linked clones of this machine's disks: (snapshot, machine or disk).
     pub fn children(&self, machine: &Machine) -> Result<Vec<(String, String)>> {
         let users = self.machines.users_of_disks()?;
         let mut children = Vec::new();
@@ -216,7 +216,7 @@ impl Host {
     }
 }
 
-/// Properties of a QEMU when it was asked: if any of them differs, it is asked again.
+/// Properties of the QEMU whose features are cached: if one of them differs, QEMU is queried again.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct Found {
     program: PathBuf,
@@ -256,8 +256,8 @@ impl Found {
     }
 }
 
-/// The folder for the memory of a datastore's machines: named by the identity of the datastore's folder, not by its
-/// name.
+/// The folder for memory files of a datastore's machines, named after device and inode of the datastore's folder, so
+/// that renaming the datastore does not change it.
 fn memory_folder(datastore: &Path, within: &Path) -> Result<PathBuf> {
     let store = fs::metadata(datastore).during(|| format!("looking at '{}'", datastore.display()))?;
     let user = rustix::process::geteuid().as_raw();

@@ -1,4 +1,4 @@
-//! Identities of machines: UUIDs and network addresses, from the system's random numbers.
+//! Identities of machines: random UUIDs and MAC addresses.
 
 use backend::random;
 use error::{Error, ErrorKind, Result};
@@ -12,12 +12,12 @@ pub(crate) fn new_uuid() -> Result<Uuid> {
     Ok(Builder::from_random_bytes(random::bytes()?).into_uuid())
 }
 
-/// The address of a network card.
+/// A MAC address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Mac([u8; 6]);
 
 impl Mac {
-    /// A new one under QEMU's prefix for locally administered addresses, 52:54:00.
+    /// A random address with QEMU's prefix for locally administered addresses, 52:54:00.
     pub fn new() -> Result<Self> {
         let [a, b, c] = random::bytes()?;
         Ok(Self([0x52, 0x54, 0, a, b, c]))
@@ -48,7 +48,7 @@ impl FromStr for Mac {
     }
 }
 
-/// Two hexadecimal digits.
+/// Parses two hexadecimal digits.
 fn hex(pair: &[u8]) -> Option<u8> {
     let digit = |byte: u8| char::from(byte).to_digit(16);
     match pair {

@@ -1,32 +1,33 @@
 //! Virtual machines: QEMU processes on disks of a datastore, and their clones.
 //!
 //! ```text
-//! disks        what machines need of a datastore
-//! definition   what a machine is: machine.toml
-//! identity     UUIDs and network addresses
-//! qmp          the protocol to QEMU and to the guest agent
-//! agent        the agent inside the guest
-//! qemu         the QEMU found here: features, command lines, processes
+//! disks        the interface to the datastore
+//! definition   the definition of a machine: machine.toml
+//! identity     UUIDs and MAC addresses
+//! qmp          the protocol of QEMU's monitor and of the guest agent
+//! agent        the guest agent
+//! qemu         the installed QEMU: features, command lines, processes
 //! machine      one machine: its folder, its process
-//! machines     all of them: made whole or not at all
+//! machines     all machines: created completely or not at all
 //! lifecycle    starting and stopping
-//! busy         retries of operations that are `Busy` for a moment
-//! durable      files that are replaced whole or not at all
-//! quiet        the disks of a machine at one point, its guest frozen around it
+//! busy         retries of operations that return `Busy` for a short time
+//! durable      atomic replacement of files
+//! quiet        snapshots of a machine's disks at one point, with the guest's file systems frozen
 //! snapshots    a machine's snapshots
-//! instant      memory images, and machines that go on from them
-//! personality  what gives a copy of a running guest an identity of its own
-//! clone        clones of every kind, one or many
-//! resize       a disk that gets larger while its machine runs
-//! fleet        many at once
-//! host         what commands work with: all of this, locks, recovery
+//! instant      memory images, and machines that continue from them
+//! personality  giving a copy of a running guest its own identity
+//! clone        clones of every kind
+//! resize       growing a disk while its machine runs
+//! fleet        operations on many machines
+//! host         the environment of commands, locks, recovery
 //! ```
 //!
-//! What holds:
+//! Invariants:
 //!
-//! 1. A machine's process is its own: it goes on when we end or are killed, and is found again.
-//! 2. A guest is started only by a command of its user: there is no automatic restart.
-//! 3. Features of QEMU are asked for, not concluded from versions.
+//! 1. A machine's QEMU process is independent: it continues when the command that started it ends or is killed, and
+//!    later commands find it.
+//! 2. A guest is started only by a command of the user: there is no automatic restart.
+//! 3. Features of QEMU are queried, not derived from its version.
 
 #![forbid(unsafe_code)]
 

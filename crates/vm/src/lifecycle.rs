@@ -16,19 +16,19 @@ use std::time::{Duration, Instant};
 const RELEASE_PATIENCE: Duration = Duration::from_secs(3);
 /// How long the guest's agent may take to answer before the power button is pressed instead.
 const AGENT_PATIENCE: Duration = Duration::from_secs(2);
-/// How often they are looked at.
+/// Interval at which the clients of a disk are checked.
 const RELEASE_INTERVAL: Duration = Duration::from_millis(20);
 
-/// How a machine is to stop.
+/// How to stop a machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stop {
-    /// The guest is asked to power itself off, and has that long.
+    /// Request the guest to shut down, and wait up to this time.
     Ask(Duration),
-    /// At once, as if the plug were pulled; what the guest had not flushed is lost.
+    /// At once, like a power failure; data that the guest has not flushed is lost.
     Now,
 }
 
-/// Starts a machine; a frozen one goes on where it stopped. With `paused`, its guest does not execute yet.
+/// Starts a machine; a frozen one continues where it was frozen. With `paused`, the guest does not execute yet.
 pub fn start(change: &Change, machines: &Machines, images: &Images, features: &Features, paused: bool) -> Result<()> {
     let machine = change.machine();
     if machine.process()?.is_some() {
@@ -40,17 +40,17 @@ pub fn start(change: &Change, machines: &Machines, images: &Images, features: &F
     if let Some(id) = freeze::frozen(machine)? {
         let image = images.get(&id).map_err(|error| {
             error.context(format_args!(
-                "machine '{}' cannot go on where it was frozen; 'lamina vm stop --force' gives that moment up, and its \
-                 disks stay as they were then",
+                "machine '{}' cannot continue from its frozen state; 'lamina vm stop --force' discards that state, and \
+                 its disks stay as they were then",
                 machine.name()
             ))
         })?;
         let mut successor = child::set_up(change, machines, &image, features)?;
         let _holding = change.hold(Hold { resume: !paused, thaw: false })?;
         change.take_over(&successor)?;
-        // From here on its disks may change: it must not be started from the image again.
+        // From here on its disks may change, so it must not be started from the image again.
         freeze::forget(machine)?;
-        // It is itself, not a copy of itself: its network is as it was.
+        // The machine itself continues, not a copy of it, so its network is connected again.
         for index in 0..image.record.machine.networks.len() {
             successor.monitor.execute("set_link", json!({ "name": format!("nic{index}"), "up": true }))?;
         }
@@ -64,7 +64,7 @@ pub fn start(change: &Change, machines: &Machines, images: &Images, features: &F
         record: MemoryRecord::Own(file.clone()),
         incoming: false,
     };
-    // Killed from here on, it is off or it executes, but not something between the two.
+    // If this command is killed from here on, the machine ends up stopped or running, but not in between.
     let _holding = change.hold(Hold { resume: !paused, thaw: false })?;
     let begun = change.set_up(start).and_then(|successor| change.take_over(&successor).map(|()| successor));
     match begun {
@@ -83,7 +83,7 @@ fn go(successor: &mut Successor, paused: bool) -> Result<()> {
     }
 }
 
-/// Waits until no client uses the disks of a machine: two that write to one disk destroy what is on it.
+/// Waits until no client uses the disks of a machine, because two clients that write to one disk destroy its content.
 fn wait_for_disks(machine: &Machine, disks: &dyn Disks) -> Result<()> {
     let definition = machine.definition()?;
     let deadline = Instant::now() + RELEASE_PATIENCE;
@@ -104,8 +104,8 @@ fn wait_for_disks(machine: &Machine, disks: &dyn Disks) -> Result<()> {
             None => return Ok(()),
             Some((disk, clients)) if Instant::now() >= deadline => {
                 let text = format!(
-                    "machine '{}': its disk '{disk}' is in use by {clients} other client(s); two that write to one disk \
-                     destroy what is on it",
+                    "machine '{}': its disk '{disk}' is in use by {clients} other client(s); two writers \
+                     destroy its content",
                     machine.name()
                 );
                 return Err(Error::new(ErrorKind::Busy, text));
@@ -118,11 +118,11 @@ fn wait_for_disks(machine: &Machine, disks: &dyn Disks) -> Result<()> {
 /// Stops a machine.
 ///
 /// # Errors
-/// `Busy` when its guest does not power itself off in time: it runs on, and nothing was done to it.
+/// `Busy` if the guest does not shut down in time; the machine then continues to run unchanged.
 pub fn stop(change: &Change, how: Stop) -> Result<()> {
     let machine = change.machine();
     if how == Stop::Now && machine.process()?.is_none() && freeze::frozen(machine)?.is_some() {
-        // The frozen state is given up: it cannot be resumed any more, or the user does not want it.
+        // The frozen state is discarded, because it cannot be resumed or the user does not want it.
         freeze::forget(machine)?;
         return change.sweep();
     }
@@ -135,7 +135,7 @@ pub fn stop(change: &Change, how: Stop) -> Result<()> {
                     format!("the guest of machine '{}' is paused and cannot react; resume it first", machine.name());
                 return Err(Error::new(ErrorKind::Invalid, text));
             }
-            // The agent's connection stays open until the guest is off.
+            // The connection to the agent stays open until the guest is off.
             let mut agent = machine.agent(AGENT_PATIENCE)?;
             match &mut agent {
                 Some(agent) => agent.shut_down()?,
@@ -144,7 +144,7 @@ pub fn stop(change: &Change, how: Stop) -> Result<()> {
             if !process.wait(patience)? {
                 let text = format!(
                     "the guest of machine '{}' has not powered itself off within {patience:?}; it still runs; --force \
-                     pulls the plug",
+                     ends it at once",
                     machine.name()
                 );
                 return Err(Error::new(ErrorKind::Busy, text));
@@ -154,16 +154,16 @@ pub fn stop(change: &Change, how: Stop) -> Result<()> {
     change.sweep()
 }
 
-/// Holds the guest still.
+/// Pauses the guest.
 pub fn pause(change: &Change) -> Result<()> {
     change.machine().running()?;
     change.machine().monitor()?.execute("stop", json!({})).map(drop)
 }
 
-/// Lets it go on.
+/// Resumes the guest.
 pub fn resume(change: &Change) -> Result<()> {
     change.machine().running()?;
-    // A start from an image that was killed half-way is carried on: the disks move on from here.
+    // Completes a start from an image that was killed before its end: the disks may change from here on.
     freeze::forget(change.machine())?;
     change.machine().monitor()?.execute("cont", json!({})).map(drop)
 }

@@ -1,19 +1,19 @@
-//! One machine: its folder, its process, and its operations.
+//! A machine: its folder, its process, and its operations.
 //!
 //! ```text
 //! NAME/machine.toml   the definition
-//! NAME/run            link to the folder of the process that runs it: run.1, run.2, ..
-//! NAME/run.N/         pid file, sockets, logs, and `memory`, which says where the guest's memory is
+//! NAME/run            link to the folder of its current process: run.1, run.2, ..
+//! NAME/run.N/         pid file, sockets, logs, and `memory`, which names the guest's memory file
 //! NAME/snapshots/     its snapshots
-//! NAME/held           while a command holds its guest still: what to undo if the command is killed
+//! NAME/held           exists while a command has the guest paused: what to undo if the command is killed
 //! ```
 //!
-//! 1. A machine runs if the process behind `run` lives; there is no second record of that which could disagree.
-//! 2. Replacing the link is how one process takes over from another: at every instant exactly one is the machine's.
-//! 3. One change of a machine at a time ([`Machine::change`]); reading its state does not wait for a change.
-//! 4. A process that the link does not name never executes a guest: it is a successor that did not take over, or a
+//! 1. A machine runs if the process behind `run` is alive; no other record of its state can disagree.
+//! 2. Another process takes over by replacing the link: at every moment exactly one process is the machine's.
+//! 3. Changes of a machine are serialized ([`Machine::change`]); reading its state does not wait for a change.
+//! 4. A process that the link does not name never executes the guest: it is a successor that did not take over, or a
 //!    predecessor whose guest is paused. The next change of the machine ends it ([`Change::sweep`]).
-//! 5. A guest that a command has paused is resumed if that command is killed: by the next command at the latest.
+//! 5. If a command that has paused a guest is killed, the next command resumes the guest.
 
 use crate::agent::Agent;
 use crate::busy::while_busy;
@@ -34,35 +34,35 @@ use std::time::Duration;
 
 /// The definition's file.
 pub const DEFINITION: &str = "machine.toml";
-/// The link to the folder of the process.
+/// The link to the folder of the current process.
 const RUN: &str = "run";
-/// How long the agent of a frozen guest may take to answer.
+/// How long the agent may take to answer when file systems are thawed during recovery.
 const AGENT_PATIENCE: Duration = Duration::from_secs(5);
 /// Longest path of a Unix socket on Linux, in bytes.
 const SOCKET_PATH_MAX: usize = 107;
-/// How long QEMU may take from being started to answering.
+/// How long QEMU may take to answer after it was started.
 const START_PATIENCE: Duration = Duration::from_secs(60);
-/// Attempts to remove a folder in which a process that is about to end creates files.
+/// Attempts to remove a folder while a process that is ending creates files in it.
 const REMOVALS_MAX: u32 = 10;
 /// The file that records that a command has paused the guest.
 const HELD: &str = "held";
-/// How long its monitor may take to answer.
+/// How long QEMU's monitor may take to answer.
 const MONITOR_PATIENCE: Duration = Duration::from_secs(20);
 
-/// How long it may take if an early answer matters more than a certain one.
+/// How long QEMU's monitor may take when a quick answer matters more than a reliable one.
 const GLANCE_PATIENCE: Duration = Duration::from_millis(500);
 
 /// The state of a machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum MachineState {
-    /// It has no process.
+    /// The machine has no process.
     Stopped,
     /// Its guest executes.
     Running,
     /// Its guest is paused.
     Paused,
-    /// It has a process that waits for a state to be loaded, or failed.
+    /// Its process is waiting for a state to be loaded, or has failed.
     Other,
 }
 
@@ -72,51 +72,51 @@ pub struct Machine {
     folder: PathBuf,
 }
 
-/// The memory of a process, according to its run folder.
+/// The memory of a process, as recorded in its run folder.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum MemoryRecord {
-    /// Only in the process.
+    /// Anonymous memory of the process.
     Private,
-    /// A file of this machine's own, removed with it.
+    /// A file that belongs to this machine and is removed with it.
     Own(PathBuf),
-    /// The image of that name.
+    /// The image with that name.
     Image(String),
 }
 
-/// A machine with the right to change it.
+/// A machine that is locked for changes.
 pub struct Change {
     machine: Machine,
-    /// Held as long as this exists.
+    /// The lock, held until this is dropped.
     _lock: fs::File,
 }
 
-/// How a process is started.
+/// Parameters of a new process.
 pub struct Start<'a> {
-    /// The QEMU.
+    /// The QEMU to start.
     pub features: &'a Features,
     /// The NBD server of its disks.
     pub nbd: &'a Path,
     /// Its memory.
     pub memory: Memory,
-    /// The same, for the record.
+    /// Its memory, as recorded in the run folder.
     pub record: MemoryRecord,
-    /// Whether it waits for a state.
+    /// Whether it waits for a state to be loaded.
     pub incoming: bool,
 }
 
-/// A process that is set up and not yet the machine's.
+/// A process that is set up but is not the machine's current process yet.
 pub struct Successor {
-    /// Its sockets.
+    /// Its run folder.
     pub run: RunFolder,
-    /// Its monitor.
+    /// A connection to its monitor.
     pub monitor: Client,
     /// The process.
     pub process: Process,
 }
 
 impl Machine {
-    /// The machine in a folder, which exists.
+    /// The machine in an existing folder.
     pub fn at(folder: impl Into<PathBuf>) -> Self {
         Self { folder: folder.into() }
     }
@@ -140,12 +140,12 @@ impl Machine {
         Definition::parse(&text, &path.display().to_string())
     }
 
-    /// The right to change it; waits while another command has it.
+    /// Locks the machine for changes; waits up to `patience` while another command has it locked.
     pub fn change_within(&self, patience: Duration) -> Result<Change> {
         while_busy(patience, || self.change())
     }
 
-    /// The right to change it.
+    /// Locks the machine for changes; `Busy` if another command has it locked.
     pub fn change(&self) -> Result<Change> {
         let lock = fs::File::open(&self.folder).during(|| format!("opening '{}'", self.folder.display()))?;
         match lock.try_lock() {
@@ -158,28 +158,28 @@ impl Machine {
         }
     }
 
-    /// Its name, which is that of its folder.
+    /// Its name, which is the name of its folder.
     pub fn name(&self) -> String {
         self.folder.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default()
     }
 
-    /// The sockets of its process, if it has one.
+    /// The run folder of its current process.
     pub fn run(&self) -> RunFolder {
         RunFolder(self.folder.join(RUN))
     }
 
-    /// Its process.
+    /// Its current process, if it is running.
     pub fn process(&self) -> Result<Option<Process>> {
         Process::find(&self.run().pid_file())
     }
 
-    /// Its process; an error if it has none.
+    /// Its current process; an error if it is not running.
     pub fn running(&self) -> Result<Process> {
         let stopped = || Error::new(ErrorKind::Invalid, format!("machine '{}' does not run", self.name()));
         self.process()?.ok_or_else(stopped)
     }
 
-    /// Its monitor.
+    /// A connection to its monitor.
     pub fn monitor(&self) -> Result<Client> {
         self.monitor_within(MONITOR_PATIENCE)
     }
@@ -189,14 +189,14 @@ impl Machine {
             .map_err(|error| error.context(format_args!("machine '{}'", self.name())))
     }
 
-    /// Its guest's agent; `None` if none answers in time.
+    /// A connection to the guest's agent; `None` if it does not answer in time.
     pub fn agent(&self, patience: Duration) -> Result<Option<Agent>> {
         self.running()?;
         Agent::connect(&self.run().agent(), patience)
             .map_err(|error| error.context(format_args!("machine '{}'", self.name())))
     }
 
-    /// Its state, as far as it is available at once: `Other` while another command uses its monitor.
+    /// Its state without a long wait: `Other` while another command uses its monitor.
     pub fn glance(&self) -> Result<MachineState> {
         match self.process()? {
             None => Ok(MachineState::Stopped),
@@ -216,7 +216,7 @@ impl Machine {
         let status =
             match self.monitor_within(patience).and_then(|mut monitor| monitor.execute("query-status", json!({}))) {
                 Ok(status) => status,
-                // It ended between the two queries.
+                // The process ended between the two queries.
                 Err(_) if self.process()?.is_none() => return Ok(MachineState::Stopped),
                 Err(error) => return Err(error),
             };
@@ -227,7 +227,7 @@ impl Machine {
         })
     }
 
-    /// The folders of its processes, including ended ones.
+    /// The run folders of its processes, including those that have ended.
     fn run_folders(&self) -> Result<Vec<PathBuf>> {
         let is_one = |name: &String| {
             let number = name.strip_prefix("run.").unwrap_or("");
@@ -237,7 +237,7 @@ impl Machine {
         Ok(names.into_iter().filter(is_one).map(|name| self.folder.join(name)).collect())
     }
 
-    /// All its processes, including those that the link does not name.
+    /// All its running processes, including those that the link does not name.
     pub fn processes(&self) -> Result<Vec<Process>> {
         let mut all = Vec::new();
         for folder in self.run_folders()? {
@@ -246,37 +246,37 @@ impl Machine {
         Ok(all)
     }
 
-    /// Ends all its processes; no process starts in their folders while the result exists.
+    /// Ends all its processes. No process can start in their folders while the result exists.
     pub fn end_processes(&self) -> Result<Vec<fs::File>> {
         let folders = self.run_folders()?.into_iter();
         folders.map(|folder| Process::claim(&RunFolder(folder).pid_file())).collect()
     }
 
-    /// Removes the memory files that only its processes used.
+    /// Removes memory files that only this machine used.
     pub fn remove_own_memory(&self) -> Result<()> {
         self.run_folders()?.iter().try_for_each(|folder| remove_own_memory(folder))
     }
 
-    /// Whether a command that had paused its guest may have been killed.
+    /// Whether a command that paused the guest may have been killed.
     pub fn is_held(&self) -> bool {
         self.folder.join(HELD).exists()
     }
 
-    /// Where the memory of its process is.
+    /// The memory of its current process.
     pub fn memory(&self) -> Result<MemoryRecord> {
         read_record(&self.run().0)
     }
 }
 
-/// Removes the folder of a process that the link does not name any more, and ends the process.
+/// Removes the run folder of a process that the link does not name, and ends the process.
 fn remove_run_folder(folder: &Path) -> Result<()> {
     let pid_file = RunFolder(folder.into()).pid_file();
     for left in (0..REMOVALS_MAX).rev() {
-        // Until the folder is gone.
+        // Held until the folder is removed, so that no process starts in it.
         let _claim = Process::claim(&pid_file)?;
         remove_own_memory(folder)?;
         match fs::remove_dir_all(folder) {
-            // A process that was just started has created a file meanwhile, maybe its pid file.
+            // A process that was just started may have created a file meanwhile, such as its pid file.
             Err(error) if error.kind() == io::ErrorKind::DirectoryNotEmpty && left > 0 => {}
             outcome => return outcome.during(|| format!("removing '{}'", folder.display())),
         }
@@ -296,7 +296,7 @@ fn read_record(run: &Path) -> Result<MemoryRecord> {
     let path = run.join("memory");
     let text = fs::read(&path).during(|| format!("reading '{}'", path.display()))?;
     serde_json::from_slice(&text)
-        .map_err(|e| Error::new(ErrorKind::Corrupt, format!("'{}' is not what it should be: {e}", path.display())))
+        .map_err(|e| Error::new(ErrorKind::Corrupt, format!("'{}' cannot be parsed: {e}", path.display())))
 }
 
 impl Change {
@@ -311,13 +311,13 @@ impl Change {
         durable::write(&self.machine.folder.join(DEFINITION), definition.to_text()?.as_bytes())
     }
 
-    /// Sets up a process for it beside the present one, if any.
+    /// Starts a process in addition to the current one, if any.
     pub fn set_up(&self, start: Start<'_>) -> Result<Successor> {
         let definition = self.machine.definition()?;
         let folder = self.next_run_folder()?;
         let result = self.set_up_in(&definition, RunFolder(folder.clone()), start);
         result.inspect_err(|_| {
-            // The log stays for the user if there is only one machine: the error quotes it.
+            // The log is kept if the machine has no other process, because the error refers to it.
             let _ = fs::remove_dir_all(&folder);
         })
     }
@@ -326,14 +326,14 @@ impl Change {
         let longest = run.console().as_os_str().len();
         if longest > SOCKET_PATH_MAX {
             let text = format!(
-                "the path of a socket, '{}', has {longest} bytes, and can have {SOCKET_PATH_MAX}: keep the datastore in a \
+                "the path of a socket, '{}', has {longest} bytes, at most {SOCKET_PATH_MAX} work: keep the datastore in a \
                  folder with a shorter path",
                 run.console().display()
             );
             return Err(Error::new(ErrorKind::Invalid, text));
         }
         let record = serde_json::to_vec(&start.record)
-            .map_err(|e| Error::new(ErrorKind::Invalid, format!("where memory is cannot be written: {e}")))?;
+            .map_err(|e| Error::new(ErrorKind::Invalid, format!("the record of the memory cannot be encoded: {e}")))?;
         fs::write(run.0.join("memory"), record).during(|| format!("writing to '{}'", run.0.display()))?;
         let machine =
             command::Machine { definition, memory: start.memory, run: &run, nbd: start.nbd, incoming: start.incoming };
@@ -345,7 +345,7 @@ impl Change {
         Ok(Successor { run, monitor, process })
     }
 
-    /// Makes a process the machine's.
+    /// Makes a process the machine's current process.
     pub fn take_over(&self, successor: &Successor) -> Result<()> {
         let name = successor.run.0.file_name().unwrap_or_default();
         let temporary = self.machine.folder.join("run.new");
@@ -355,7 +355,7 @@ impl Change {
             .during(|| format!("linking the process of machine '{}'", self.machine.name()))
     }
 
-    /// A folder for the next process.
+    /// A new run folder.
     fn next_run_folder(&self) -> Result<PathBuf> {
         let mut number = 1;
         loop {
@@ -368,8 +368,8 @@ impl Change {
         }
     }
 
-    /// Ends processes that the link does not name, and removes the files of ended ones, including memory files that
-    /// only they used.
+    /// Ends processes that the link does not name, and removes the files of ended processes, including memory files
+    /// that only they used.
     pub fn sweep(&self) -> Result<()> {
         let current = fs::read_link(self.machine.folder.join(RUN)).ok();
         for folder in self.machine.run_folders()? {
@@ -377,7 +377,7 @@ impl Change {
             if !counts {
                 remove_run_folder(&folder)?;
             } else if Process::find(&RunFolder(folder.clone()).pid_file())?.is_none() {
-                // The last output of the guest and of QEMU stays for the user.
+                // The last output of the guest and of QEMU is kept for the user.
                 remove_own_memory(&folder)?;
                 remove_if_there(&folder.join("memory"))?;
             }
@@ -385,25 +385,25 @@ impl Change {
         Ok(())
     }
 
-    /// Records that the guest is about to be paused, so that it is resumed if this process is killed. The caller has
-    /// checked whether it executes; ends when the result is dropped.
+    /// Records that the guest is about to be paused, so that the next command resumes it if this process is killed. The
+    /// caller has checked whether the guest is running. The record is removed when the result is dropped.
     pub fn hold(&self, hold: Hold) -> Result<Holding> {
         let path = self.machine.folder.join(HELD);
         let text = serde_json::to_vec(&hold)
             .map_err(|e| Error::new(ErrorKind::Invalid, format!("'{}' cannot be written: {e}", path.display())))?;
-        // Not durable: a power cut ends the guest too.
+        // Not durable, because a power cut ends the guest too.
         fs::write(&path, text).during(|| format!("writing '{}'", path.display()))?;
         Ok(Holding { path })
     }
 
-    /// Resumes a guest whose command was killed. Returns whether there was one.
+    /// Resumes the guest after a command that paused it was killed. Returns whether there was such a command.
     pub fn let_go_on(&self) -> Result<bool> {
         let path = self.machine.folder.join(HELD);
         let Some(text) = durable::read(&path)? else { return Ok(false) };
-        // The command was killed before it paused the guest.
+        // If the file is empty, the command was killed before it paused the guest.
         let hold: Hold = serde_json::from_str(&text).unwrap_or_default();
         if crate::instant::freeze::frozen(&self.machine)?.is_some() {
-            // The guest is an image now, and continues from there: its process would continue beside it.
+            // The machine is frozen and continues from its image, so its old process must not continue too.
             for process in self.machine.processes()? {
                 process.end()?;
             }
@@ -427,9 +427,9 @@ impl Change {
 /// What has to be undone for a paused guest.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Hold {
-    /// It executed, and has to execute again.
+    /// Whether it was running and has to be resumed.
     pub resume: bool,
-    /// Its file systems are frozen by its agent.
+    /// Whether its file systems are frozen by its agent.
     pub thaw: bool,
 }
 
@@ -446,7 +446,7 @@ impl Drop for Holding {
     }
 }
 
-/// Removes a file that may not exist.
+/// Removes a file; a missing file is not an error.
 pub(crate) fn remove_if_there(path: &Path) -> Result<()> {
     match fs::remove_file(path) {
         Err(e) if e.kind() != io::ErrorKind::NotFound => Err(Error::io(format!("removing '{}'", path.display()), e)),

@@ -2,16 +2,17 @@
 //!
 //! ```text
 //! NAME/            a machine
-//! .new-ID/         machines that are being made: intent.toml, and NAME/ for each that has not come into being yet
-//! .old-ID/         one that is being deleted: the same
-//! .lock            held while folders of these two kinds are begun or looked for
+//! .new-ID/         machines that are being created: intent.toml, and NAME/ for each that is not complete yet
+//! .old-ID/         a machine that is being deleted, with the same files
+//! .lock            held while folders of these two kinds are created or searched for
 //! ```
 //!
-//! 1. A machine is there when its folder lies among the others. It is made in a folder `.new-*`, and renaming its own
-//!    folder out of there creates it; deleting renames it back.
-//! 2. `intent.toml` is durable before the first disk is made. So such a folder says what a killed command left half
-//!    done: disks that it names are deleted if their machine's folder is still in it ([`Machines::recover`]).
-//! 3. A command locks such a folder while it works on it; recovery leaves a locked folder alone.
+//! 1. A machine exists if its folder is directly in the folder of machines. It is prepared in a folder `.new-*` and
+//!    created by renaming its own folder out of there; deleting it renames the folder into `.old-*`.
+//! 2. `intent.toml` is durable before the first disk is created. So the folder describes what a killed command left
+//!    incomplete: disks that the file names are deleted if the folder of their machine is still there
+//!    ([`Machines::recover`]).
+//! 3. A command locks its folder `.new-*` or `.old-*` while it runs; recovery skips locked folders.
 
 mod intent;
 mod making;
@@ -34,13 +35,13 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// The folder of machines in a datastore's.
+/// Name of the folder of machines in a datastore.
 pub const FOLDER: &str = "machines";
-/// What the folder of machines that are being made begins with.
+/// Prefix of folders in which machines are created.
 const NEW: &str = ".new-";
-/// What the folder of a machine that is being deleted begins with.
+/// Prefix of folders in which machines are deleted.
 const OLD: &str = ".old-";
-/// The lock under which such folders are begun and looked for.
+/// The lock under which such folders are created and searched for.
 const LOCK: &str = ".lock";
 
 /// The machines of a datastore.
@@ -50,7 +51,7 @@ pub struct Machines {
 }
 
 impl Machines {
-    /// The machines in `folder`, which is made if it is missing.
+    /// The machines in `folder`, which is created if it does not exist.
     pub fn open(folder: impl Into<PathBuf>, disks: Arc<dyn Disks>) -> Result<Self> {
         let folder = folder.into();
         fs::create_dir_all(&folder).during(|| format!("making '{}'", folder.display()))?;
@@ -62,7 +63,7 @@ impl Machines {
         &self.folder
     }
 
-    /// The datastore's side.
+    /// The interface to the datastore.
     pub fn disks(&self) -> &Arc<dyn Disks> {
         &self.disks
     }
@@ -72,14 +73,14 @@ impl Machines {
         check_name(name).is_ok() && self.folder.join(name).exists()
     }
 
-    /// A machine by its name.
+    /// The machine with that name.
     pub fn get(&self, name: &str) -> Result<Machine> {
         check_name(name)?;
         let folder = self.folder.join(name);
         match fs::metadata(folder.join(DEFINITION)) {
             Ok(_) => Ok(Machine::at(folder)),
             Err(e) if e.kind() == io::ErrorKind::NotFound => {
-                let text = format!("there is no machine '{name}'; 'lamina vm list' shows what there is");
+                let text = format!("there is no machine '{name}'; 'lamina vm list' lists the machines");
                 Err(Error::new(ErrorKind::NotFound, text))
             }
             Err(e) => Err(Error::io(format!("looking for machine '{name}'"), e)),
@@ -91,7 +92,7 @@ impl Machines {
         list(&self.folder)
     }
 
-    /// Which machine has which disk. Machines whose definition cannot be read have none that is known.
+    /// Which machine uses which disk. Machines whose definition cannot be read are left out.
     pub fn users_of_disks(&self) -> Result<BTreeMap<String, String>> {
         users_of_disks(&self.folder)
     }
@@ -100,7 +101,7 @@ impl Machines {
         durable::names(&self.folder)
     }
 
-    /// Held while a folder is begun or looked for: no command finds one that exists and is not yet locked.
+    /// Held while a folder is created or searched for, so that no command finds a folder that is not locked yet.
     fn lock(&self) -> Result<File> {
         lock_file(&self.folder.join(LOCK)).and_then(|lock| {
             lock.lock().during(|| format!("locking '{}'", self.folder.display()))?;
@@ -108,9 +109,9 @@ impl Machines {
         })
     }
 
-    /// A folder for something that may not come to its end, with what goes then.
+    /// Creates a folder for a command that may be interrupted, with the intent of what has to be removed then.
     fn begin(&self, prefix: &str, intent: &Intent) -> Result<(PathBuf, File)> {
-        // Short, because sockets lie in the folder, and the length of their paths is limited.
+        // The name is short, because sockets are in the folder and the length of their paths is limited.
         let id: String = new_uuid()?.to_string().chars().take(8).collect();
         let folder = self.folder.join(format!("{prefix}{id}"));
         let made = || format!("making '{}'", folder.display());
@@ -129,12 +130,12 @@ impl Machines {
         Ok((folder, lock))
     }
 
-    /// Deletes a machine that does not run, with those of its disks that are named, and then `snapshots`, unless clones
-    /// stand on them. With `promote`, clones of its disks get what they stand on: of snapshots that were taken for
-    /// clones alone, the one that gets them keeps those that others stand on.
+    /// Deletes a machine that does not run, with the given disks of it, and then `snapshots`, unless clones are based
+    /// on them. With `promote`, snapshots that clones of its disks are based on are handed over to the clones. A
+    /// snapshot that was taken only for clones is then kept by the clone that gets it, if other clones are based on it.
     ///
     /// # Errors
-    /// `Busy`, with nothing done, while it runs, while its disks are used, or clones stand on them.
+    /// `Busy`, with no effect, while the machine runs, its disks are in use, or clones are based on them.
     pub fn delete(&self, name: &str, disks: &[String], mut snapshots: Vec<Snapshot>, promote: bool) -> Result<()> {
         let machine = self.get(name)?;
         let change = machine.change()?;
@@ -156,8 +157,8 @@ impl Machines {
             if !clones.is_empty() && !promote {
                 let names: Vec<&str> = clones.iter().map(String::as_str).take(5).collect();
                 return busy(format!(
-                    "clones stand on disk '{disk}' of machine '{name}': {}{}; delete them first, or give them what they \
-                     stand on with --promote",
+                    "clones are based on disk '{disk}' of machine '{name}': {}{}; delete them first, or hand over \
+                     the snapshots to them with --promote",
                     names.join(", "),
                     if clones.len() > names.len() { ", .." } else { "" }
                 ));
@@ -173,8 +174,8 @@ impl Machines {
         making::take_away(&folder, &intent, &*self.disks, making::Whose::Named { promote })
     }
 
-    /// Removes what killed commands left half made or half deleted. How many such folders there were; one that cannot
-    /// be removed now stays for the next time, and is logged.
+    /// Removes what killed commands left while they created or deleted machines; returns the number of such folders. A
+    /// folder that cannot be removed is logged and left for the next command.
     pub fn recover(&self) -> Result<usize> {
         let unfinished = |name: &String| name.starts_with(NEW) || name.starts_with(OLD);
         if !self.folders()?.iter().any(unfinished) {
@@ -186,7 +187,7 @@ impl Machines {
             for name in self.folders()?.into_iter().filter(unfinished) {
                 let folder = self.folder.join(&name);
                 let Ok(lock) = File::open(&folder) else { continue };
-                // Locked: another command works in it.
+                // If the folder is locked, another command is using it.
                 if lock.try_lock().is_ok() {
                     left.push((folder, name.starts_with(OLD), lock));
                 }
@@ -195,7 +196,7 @@ impl Machines {
         if left.is_empty() {
             return Ok(0);
         }
-        // What the killed one had asked for may still be under way.
+        // Requests of the killed command may still be running.
         self.disks.settle()?;
         for (folder, deleting, _lock) in &left {
             tracing::warn!(folder = %folder.display(), "removing what an interrupted command left");
@@ -226,8 +227,8 @@ fn list(folder: &Path) -> Result<Vec<Machine>> {
     Ok(names.into_iter().map(|name| Machine::at(folder.join(name))).collect())
 }
 
-/// Which machine has which disk, of the machines in a folder that need not be there. Machines whose definition cannot
-/// be read have none that is known.
+/// Which machine uses which disk, for the machines in a folder that need not exist. Machines whose definition cannot be
+/// read are left out.
 pub fn users_of_disks(folder: &Path) -> Result<BTreeMap<String, String>> {
     let mut users = BTreeMap::new();
     if !folder.exists() {
@@ -242,7 +243,7 @@ pub fn users_of_disks(folder: &Path) -> Result<BTreeMap<String, String>> {
     Ok(users)
 }
 
-/// Opens a file that is there to be locked.
+/// Opens an existing file for locking.
 pub(crate) fn lock_file(path: &Path) -> Result<File> {
     fs::OpenOptions::new()
         .create(true)

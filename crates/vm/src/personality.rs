@@ -1,19 +1,18 @@
-//! What gives a copy of a running guest an identity of its own: its agent does it inside the guest, before the network
-//! is plugged in.
+//! Giving a copy of a running guest its own identity. The guest's agent changes it before the network is connected.
 //!
-//! A guest that was copied with its memory knows the parent's host name, machine id and network address, and would draw
-//! the same random numbers: its kernel's pool has the same content. No device tells older kernels that they were copied
-//! (a VM generation id does, where the kernel has a driver for it), so the new entropy goes in from outside first.
+//! A guest that was copied with its memory has the parent's host name, machine id and MAC address, and its random
+//! number generator has the same state. Older kernels are not notified that they were copied (newer ones are, by a VM
+//! generation id, if they have a driver for it), so new entropy is passed in from outside first.
 //!
-//! 1. Randomness before everything else: whatever the guest makes new is made from it. That the kernel starts over from
-//!    what it is given takes a request that no shell can make; `reseed-kernel`, Perl or Python make it, whichever the
-//!    guest has. One with none of them uses the new entropy within a minute, as kernels do by themselves: it is said.
-//! 2. The steps are those of a shell script that any POSIX shell runs, given by its standard input; no value of it
-//!    comes from the guest, and all are checked to hold nothing that a shell would obey.
-//! 3. A network card is found by its place on the bus, which is the same in every copy, and its address is looked at
-//!    after it was set. The guest's driver tells the card, so QEMU's filter has it too.
-//! 4. If the guest has `/etc/lamina/clone-hook`, it runs last, with the new name as its argument: for what only the
-//!    guest's owner knows (keys of an SSH server, an agent's registration).
+//! 1. Entropy comes first, because the guest generates the new identity from it. Reseeding the kernel's generator at
+//!    once takes an ioctl, which a shell cannot call; `reseed-kernel`, Perl or Python calls it, whichever the guest
+//!    has. Without any of them the kernel uses the new entropy within a minute, and the result says so.
+//! 2. The steps are a POSIX shell script that is passed by standard input. No value in it comes from the guest, and all
+//!    values are checked for characters with a meaning in shells.
+//! 3. A network card is identified by its PCI slot, which is the same in every copy, and its MAC address is verified
+//!    after it was set. The guest's driver sets the address in the card, so that QEMU's filter uses it too.
+//! 4. If the guest has `/etc/lamina/clone-hook`, it runs last, with the new name as its argument, for identities that
+//!    only the guest's owner knows (keys of an SSH server, registration of an agent).
 
 use crate::agent::Agent;
 use crate::definition::{Definition, check_name};
@@ -22,23 +21,24 @@ use error::{Error, ErrorKind, Result};
 use std::fmt::Write;
 use std::time::Duration;
 
-/// How long it may take in the guest; a hook may wait for a network address.
+/// How long the script may take in the guest; a hook may wait for a network address.
 const PATIENCE: Duration = Duration::from_secs(60);
-/// Bytes of entropy that a copy is given.
+/// Bytes of entropy that are passed to a copy.
 const ENTROPY: usize = 256;
-/// What the script says where the kernel could not be told to start over.
+/// Output of the script if the kernel could not be reseeded.
 const NOT_RESEEDED: &str = "lamina: not reseeded";
 
-/// How a guest took its identity.
+/// Result of changing a guest's identity.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Given {
-    /// Its kernel's random numbers are its own from now on; otherwise they will be within a minute.
+    /// Whether its kernel's random number generator was reseeded; otherwise it reseeds within a minute.
     pub reseeded: bool,
 }
 
 /// The script for a machine.
 fn script(definition: &Definition) -> Result<String> {
-    // A name is letters, digits and hyphens, addresses are hexadecimal: nothing of it means anything to a shell.
+    // Names consist of letters, digits and hyphens, and addresses are hexadecimal, so that no value has a meaning in
+    // shells.
     check_name(&definition.name)?;
     let entropy: [u8; ENTROPY] = backend::random::bytes()?;
     let octal = entropy.iter().fold(String::new(), |mut text, byte| {
@@ -108,7 +108,7 @@ mod tests {
     use std::process::Command;
 
     #[test]
-    fn a_shell_understands_it_and_no_two_are_alike() {
+    fn the_script_is_valid_shell_and_unique_for_each_clone() {
         let mut definition = Definition {
             name: "web-1".into(),
             uuid: new_uuid().unwrap(),

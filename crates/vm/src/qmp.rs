@@ -1,12 +1,11 @@
-//! QMP: the protocol by which QEMU and its guest agent are asked, one JSON object per line
-//! (QEMU's "QMP protocol specification"). Blocking, one request at a time.
+//! QMP, the protocol of QEMU's monitor and of its guest agent: one JSON object per line (QEMU's "QMP protocol
+//! specification"). Blocking, one request at a time.
 //!
-//! 1. Every wait has an end: a peer that says nothing is an error after the client's patience, never a hang.
-//! 2. What the peer sends is bounded: a line longer than [`LINE_MAX`] ends the connection.
-//! 3. Events that arrive while an answer is awaited are kept, the newest [`EVENTS_MAX`].
-//! 4. Requests are numbered, and an answer with another number is one to an earlier request, given up since: never
-//!    taken for this one's. An answer without a number is accepted only from peers that do not repeat numbers (old
-//!    guest agents).
+//! 1. Every wait has a timeout: a peer that does not answer causes an error.
+//! 2. Input is bounded: a line longer than [`LINE_MAX`] ends the connection.
+//! 3. Events received while waiting for a reply are kept, at most the newest [`EVENTS_MAX`].
+//! 4. Requests are numbered. A reply with another number belongs to an earlier request that timed out, and is skipped.
+//!    A reply without a number is accepted only from peers that do not return numbers (old guest agents).
 
 use error::{Error, ErrorKind, IoContext, Result};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
@@ -20,21 +19,21 @@ use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Longest line taken from a peer: the schema of a QEMU has about a quarter of a MiB.
+/// Longest accepted line; QEMU's schema has about a quarter of a MiB.
 const LINE_MAX: usize = 16 << 20;
 
 /// Events kept until the caller asks for them.
 const EVENTS_MAX: usize = 1024;
 
-/// How often a socket that is not there yet is tried again.
+/// Interval of attempts to connect to a socket that does not exist yet.
 const CONNECT_INTERVAL: Duration = Duration::from_millis(1);
 
-/// Something that happened without being asked for.
+/// An event.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Event {
     /// Its name, such as `SHUTDOWN`.
     pub name: String,
-    /// What QEMU says about it.
+    /// Its data.
     pub data: Value,
 }
 
@@ -50,14 +49,14 @@ pub struct Client {
 }
 
 impl Client {
-    /// Connects to QEMU's monitor, waiting until the socket is there, and agrees on the protocol.
+    /// Connects to QEMU's monitor, waiting until the socket exists, and negotiates the protocol.
     pub fn connect(path: &Path, patience: Duration) -> Result<Self> {
         let mut client = Self::connect_plain(path, patience)?;
         client.greet()?;
         Ok(client)
     }
 
-    /// Connects to a peer without greeting: a guest agent.
+    /// Connects to a peer that sends no greeting: a guest agent.
     pub fn connect_plain(path: &Path, patience: Duration) -> Result<Self> {
         let deadline = Instant::now() + patience;
         let stream = loop {
@@ -70,13 +69,13 @@ impl Client {
         Self::over(stream, path, patience)
     }
 
-    /// Talks over a connection that is there; errors call the peer `path`.
+    /// A client over an existing connection; errors name the peer `path`.
     pub fn over(stream: UnixStream, path: &Path, patience: Duration) -> Result<Self> {
         stream.set_write_timeout(Some(patience.max(CONNECT_INTERVAL))).during(|| "setting up a connection".into())?;
         Ok(Self { stream, path: path.into(), unread: Vec::new(), events: VecDeque::new(), patience, number: 0 })
     }
 
-    /// Awaits the greeting of a monitor, and agrees on the protocol.
+    /// Waits for the monitor's greeting, and negotiates the protocol.
     pub fn greet(&mut self) -> Result<()> {
         let greeting = self.line(Instant::now() + self.patience)?;
         if greeting.get("QMP").is_none() {
@@ -85,16 +84,16 @@ impl Client {
         self.execute("qmp_capabilities", json!({})).map(drop)
     }
 
-    /// How long an answer may take from now on.
+    /// Sets how long replies may take from now on.
     pub fn set_patience(&mut self, patience: Duration) {
         self.patience = patience;
     }
 
-    /// Asks, and waits for the answer.
+    /// Sends a command, and waits for the reply.
     ///
     /// # Errors
-    /// `Unsupported` when the peer does not know the command, `Invalid` with the peer's words when it refuses, `Io`
-    /// when it is gone or silent.
+    /// `Unsupported` if the peer does not know the command, `Invalid` with the peer's message if it refuses, `Io` if it
+    /// has disconnected or does not answer.
     pub fn execute(&mut self, command: &str, arguments: Value) -> Result<Value> {
         let request = self.request(command, arguments);
         self.send(&request)?;
@@ -106,7 +105,7 @@ impl Client {
         json!({ "execute": command, "arguments": arguments, "id": self.number })
     }
 
-    /// The answer to the latest request.
+    /// The reply to the latest request.
     fn answer(&mut self, command: &str) -> Result<Value> {
         let deadline = Instant::now() + self.patience;
         loop {
@@ -130,14 +129,14 @@ impl Client {
         }
     }
 
-    /// Sends without waiting for an answer: for what ends the peer.
+    /// Sends a command that ends the peer, so that no reply is expected.
     pub fn send(&mut self, message: &Value) -> Result<()> {
         let mut line = message.to_string().into_bytes();
         line.push(b'\n');
         self.stream.write_all(&line).map_err(|e| self.lost(e))
     }
 
-    /// Gives an open file to QEMU, under a name that migrations take.
+    /// Passes an open file to QEMU, under a name that migrations can use.
     pub fn pass(&mut self, name: &str, file: &impl AsFd) -> Result<()> {
         let request = self.request("getfd", json!({ "fdname": name }));
         let line = format!("{request}\n");
@@ -147,17 +146,17 @@ impl Client {
         control.push(SendAncillaryMessage::ScmRights(&files));
         let sent = sendmsg(&self.stream, &[IoSlice::new(line.as_bytes())], &mut control, SendFlags::NOSIGNAL)
             .map_err(|e| self.lost(e.into()))?;
-        // The file went with the first byte.
+        // The file descriptor was sent with the first part.
         self.send_bytes(&line.as_bytes()[sent..])?;
         self.answer("getfd").map(drop)
     }
 
-    /// Sends bytes as they are: the guest agent's way of finding the beginning of a line.
+    /// Sends raw bytes, which the guest agent needs to find the beginning of a line.
     pub fn send_bytes(&mut self, bytes: &[u8]) -> Result<()> {
         self.stream.write_all(bytes).map_err(|e| self.lost(e))
     }
 
-    /// The next event whose name is among `names`; earlier ones of other names stay. `None` when it does not come in
+    /// The next event whose name is in `names`; earlier events with other names are kept. `None` if none arrives in
     /// time.
     pub fn wait_event(&mut self, names: &[&str], patience: Duration) -> Result<Option<Event>> {
         let deadline = Instant::now() + patience;
@@ -195,7 +194,7 @@ impl Client {
         loop {
             if let Some(end) = self.unread[searched..].iter().position(|byte| *byte == b'\n') {
                 let line: Vec<u8> = self.unread.drain(..=searched + end).collect();
-                // The guest agent begins an answer to guest-sync-delimited with a byte that is never part of text.
+                // The guest agent prefixes a reply to guest-sync-delimited with this byte, which never occurs in text.
                 let text = line.strip_prefix(&[0xff]).unwrap_or(&line);
                 if text.trim_ascii().is_empty() {
                     searched = 0;
@@ -211,7 +210,7 @@ impl Client {
             }
             searched = self.unread.len();
             if searched > LINE_MAX {
-                // Nothing that comes after it can be made sense of.
+                // The stream cannot be decoded any further.
                 let text = format!("'{}' sent a line of more than {LINE_MAX} bytes", self.path.display());
                 return Err(Error::new(ErrorKind::Io, text));
             }
@@ -242,7 +241,7 @@ impl Client {
     }
 }
 
-/// Whether a socket may yet come to be listened on.
+/// Whether the error may be due to a socket that is not listened on yet.
 fn not_yet(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused)
 }
@@ -254,7 +253,7 @@ mod tests {
     use std::io::{BufRead, BufReader};
     use std::os::unix::net::UnixListener;
 
-    /// A peer that greets and then answers each line with the next of `answers`.
+    /// A peer that greets and then replies to each line with the next of `answers`.
     fn peer(folder: &Path, answers: Vec<&'static str>) -> PathBuf {
         let path = folder.join("qmp");
         let listener = UnixListener::bind(&path).unwrap();
@@ -268,7 +267,7 @@ mod tests {
                 }
                 stream.write_all(answer.as_bytes()).unwrap();
             }
-            // Silent from here on, and there until the client has gone.
+            // Sends nothing more, but stays connected until the client disconnects.
             while lines.next().is_some() {}
         });
         path
@@ -298,7 +297,7 @@ mod tests {
     #[test]
     fn an_answer_to_an_earlier_request_is_passed_over() {
         let folder = tempfile::tempdir().unwrap();
-        // The greeting's request is number 1.
+        // Request 1 negotiates the protocol.
         let path = peer(
             folder.path(),
             vec![
@@ -319,7 +318,7 @@ mod tests {
         let flood = thread::spawn(move || {
             let (mut stream, _) = listener.accept().unwrap();
             let mut sent = 0usize;
-            // Until the other side has had enough.
+            // Until the client closes the connection.
             while let Ok(length) = stream.write(&[b'['; 64 << 10]) {
                 sent += length;
             }

@@ -1,4 +1,4 @@
-//! Taking the snapshots of a machine's disks at one point: quiet, if the guest's agent can make it so.
+//! Taking snapshots of a machine's disks at one point, with the guest's file systems frozen if its agent can do that.
 
 use crate::agent::Agent;
 use crate::disks::Disks;
@@ -6,30 +6,30 @@ use crate::machine::{Change, Hold, MachineState};
 use error::Result;
 use std::time::{Duration, Instant};
 
-/// How long the agent may take to answer before the guest counts as one without.
+/// How long the agent may take to answer; otherwise the guest counts as one without an agent.
 const AGENT_PATIENCE: Duration = Duration::from_secs(3);
 
-/// How quiet the guest was.
+/// Consistency of a snapshot's file systems.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Quiet {
-    /// It did not run: what is on its disks is all there is.
+    /// The guest did not run, so its disks are complete.
     Stopped,
-    /// Its file systems were frozen, with what its hooks did: consistent for applications that have one.
+    /// The file systems were frozen. The snapshot is consistent for applications with a freeze hook.
     Frozen {
-        /// How many file systems.
+        /// Number of frozen file systems.
         file_systems: u64,
-        /// For how long.
+        /// How long they were frozen.
         time: Duration,
     },
-    /// It ran: what is on its disks is what the end of power would have left.
+    /// The guest ran: its disks have the state that a power failure would have left.
     Running {
-        /// Why it was not frozen, if that was asked for.
+        /// Why it was not frozen, if that was requested.
         why: Option<String>,
     },
 }
 
 impl Quiet {
-    /// For people.
+    /// As a sentence, for users.
     pub fn sentence(&self) -> String {
         match self {
             Self::Stopped => "the machine did not run".into(),
@@ -42,7 +42,7 @@ impl Quiet {
         }
     }
 
-    /// For programs.
+    /// As a word, for programs.
     pub fn word(&self) -> &'static str {
         match self {
             Self::Stopped => "stopped",
@@ -56,8 +56,8 @@ fn millis(time: Duration) -> f64 {
     time.as_secs_f64() * 1e3
 }
 
-/// Takes snapshots of disks at one point. With `quiesce`, the guest's file systems are frozen around it if its agent
-/// answers; they are thawed whatever happens, by the next command if this one is killed.
+/// Takes snapshots of disks at one point. With `quiesce`, the guest's file systems are frozen meanwhile if its agent
+/// answers. They are thawed in every case: by the next command if this one is killed.
 pub fn snapshot(change: &Change, disks: &dyn Disks, of: &[(String, String)], quiesce: bool) -> Result<Quiet> {
     let machine = change.machine();
     let state = machine.state()?;
@@ -80,7 +80,8 @@ pub fn snapshot(change: &Change, disks: &dyn Disks, of: &[(String, String)], qui
     Ok(Quiet::Running { why })
 }
 
-/// With the guest's file systems frozen; the inner error says why they could not be, and then nothing was taken.
+/// Takes the snapshots with frozen file systems. The inner error has the reason why they could not be frozen; no
+/// snapshot was taken then.
 fn frozen(
     change: &Change,
     agent: Agent,

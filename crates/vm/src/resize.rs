@@ -1,11 +1,11 @@
 //! Growing a disk while its machine runs.
 //!
-//! QEMU asks an NBD server for the size of an export when it connects, and refuses to grow a disk beyond that size. So
-//! the datastore's server grows the disk and ends the machine's connection to it; QEMU connects again with the next
-//! request (by its `reconnect-delay`) and learns the size; then `block_resize` tells the guest.
+//! QEMU queries the size of an export when it connects to an NBD server, and refuses to grow a disk beyond that size.
+//! So the datastore's server grows the disk and ends the machine's connection. QEMU reconnects with the next request
+//! (because of its `reconnect-delay`) and gets the new size; then `block_resize` notifies the guest.
 //!
-//! 1. The monitor is connected before the disk grows: without it the resize is not begun.
-//! 2. Each step may be repeated, so repeating an interrupted resize completes it.
+//! 1. The connection to the monitor is opened before the disk grows: without it the resize is not begun.
+//! 2. Each step can be repeated, so repeating an interrupted resize completes it.
 
 use crate::machine::Change;
 use crate::qmp::Client;
@@ -14,12 +14,12 @@ use serde_json::json;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// How long QEMU may take to connect again and to learn the size.
+/// How long QEMU may take to reconnect and get the new size.
 const PATIENCE: Duration = Duration::from_secs(30);
-/// Number of attempts.
+/// Pause between attempts.
 const INTERVAL: Duration = Duration::from_millis(50);
 
-/// A machine that is about to be told that one of its disks has grown.
+/// A running machine that has to be notified that a disk has grown.
 pub struct Telling {
     machine: String,
     disk: String,
@@ -29,7 +29,7 @@ pub struct Telling {
 }
 
 impl Telling {
-    /// Begins, if the machine runs and has that disk.
+    /// Begins, if the machine runs and uses the disk.
     pub fn begin(change: &Change, disk: &str) -> Result<Option<Self>> {
         let machine = change.machine();
         let Some(process) = machine.process()? else { return Ok(None) };
@@ -37,7 +37,7 @@ impl Telling {
         Ok(Some(Self {
             machine: machine.name(),
             disk: disk.to_owned(),
-            // The name in its command line.
+            // The name of the block node in QEMU's command line.
             node: format!("disk{index}"),
             pid: process.pid(),
             monitor: machine.monitor()?,
@@ -49,7 +49,7 @@ impl Telling {
         self.pid
     }
 
-    /// Makes QEMU connect again, and tells the guest. The disk has `capacity` bytes already.
+    /// Makes QEMU reconnect, and notifies the guest. The disk already has `capacity` bytes.
     pub fn finish(mut self, capacity: u64) -> Result<()> {
         grow(&mut self.monitor, &self.node, capacity, PATIENCE).map_err(|error| {
             error.context(format_args!(
@@ -61,12 +61,12 @@ impl Telling {
     }
 }
 
-/// Makes a QEMU whose connection was ended learn the size of a block node, and resizes that.
+/// Makes a QEMU whose connection was ended get the new size of a block node, and resizes the node.
 pub fn grow(monitor: &mut Client, node: &str, capacity: u64, patience: Duration) -> Result<()> {
     let deadline = Instant::now() + patience;
     loop {
-        // A request makes QEMU notice that the connection has ended. QEMU prints errors of this request on its standard
-        // output; the result of the next command is what counts.
+        // A read makes QEMU detect that the connection has ended. QEMU prints errors of this read on its standard
+        // output; only the result of the next command matters.
         let read = format!("qemu-io {node} \"read -q 0 512\"");
         monitor.execute("human-monitor-command", json!({ "command-line": read }))?;
         match monitor.execute("block_resize", json!({ "node-name": node, "size": capacity })) {

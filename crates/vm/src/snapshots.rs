@@ -1,17 +1,17 @@
 //! Snapshots of machines: all disks at one point in time, with or without the memory of that point.
 //!
 //! ```text
-//! NAME/snapshots/SNAPSHOT/snapshot.toml   the record, with the definition of that time
+//! NAME/snapshots/SNAPSHOT/snapshot.toml   the record, with the machine's definition at that time
 //! NAME/snapshots/SNAPSHOT/state, memory   device state and memory, if it has them
-//! NAME/snapshots/.new-SNAPSHOT/           one that is being taken, .old-SNAPSHOT one that is being deleted
+//! NAME/snapshots/.new-SNAPSHOT/           a snapshot that is being taken; .old-SNAPSHOT: one that is being deleted
 //! NAME/reverting                          names the snapshot that the machine is being reverted to
 //! ```
 //!
-//! 1. A snapshot exists when its folder has its name, and is complete then. The next command removes one that was being
-//!    taken or deleted when a command was killed.
-//! 2. A guest is paused only while the snapshots of the disks and its device state are taken; its memory is copied
-//!    afterwards, from an image above which it continues (see `instant::running`).
-//! 3. An interrupted revert is repeated: it has the same result whenever it runs.
+//! 1. A snapshot exists, and is complete, if its folder has its final name. The next command removes a snapshot that a
+//!    killed command was taking or deleting.
+//! 2. A guest is paused only while the disk snapshots and its device state are taken. Its memory is copied afterwards
+//!    from a memory image, from which the guest continues (see `instant::running`).
+//! 3. A revert that was interrupted is repeated, which gives the same result.
 
 use crate::busy::while_busy;
 use crate::definition::Definition;
@@ -39,9 +39,9 @@ const REVERTING: &str = "reverting";
 const NEW: &str = ".new-";
 const OLD: &str = ".old-";
 const VERSION: u32 = 1;
-/// Longest name.
+/// Longest name of a snapshot.
 const NAME_MAX: usize = 63;
-/// How long the disks may stay open after their process was ended.
+/// How long the disks may stay open after the process that used them was ended.
 const RELEASE_PATIENCE: Duration = Duration::from_secs(20);
 
 /// A snapshot.
@@ -54,16 +54,16 @@ pub struct Record {
     pub name: String,
     /// When it was taken, in seconds since 1970.
     pub created: u64,
-    /// State of the guest: `stopped`, `quiesced`, `crash-consistent`, or `memory` if its memory was taken too.
+    /// Consistency: `stopped`, `quiesced`, `crash-consistent`, or `memory` if it has the guest's memory.
     pub consistency: String,
     /// The snapshots of its disks, in their order.
     #[serde(default, rename = "disk")]
     pub disks: Vec<Snapshot>,
-    /// The machine as it was.
+    /// The machine's definition at that time.
     pub machine: Definition,
 }
 
-/// What has to be removed if the process that takes a snapshot is killed.
+/// What has to be removed if the process that takes the snapshot is killed.
 #[derive(Serialize, Deserialize)]
 struct Intent {
     begun: u64,
@@ -74,20 +74,20 @@ struct Intent {
 /// Options of a new snapshot.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Options {
-    /// With memory.
+    /// Whether to include the guest's memory.
     pub memory: bool,
-    /// With the guest's file systems frozen by its agent.
+    /// Whether to freeze the guest's file systems with its agent.
     pub quiesce: bool,
 }
 
-/// The result of taking one.
+/// Result of taking a snapshot.
 #[derive(Clone, Debug)]
 pub struct Taken {
     /// The snapshot.
     pub record: Record,
-    /// State of the guest; `None` if its memory was taken.
+    /// Consistency of the file systems; `None` if the snapshot has memory.
     pub quiet: Option<Quiet>,
-    /// How long the guest was paused for its memory.
+    /// How long the guest was paused, if its memory was captured.
     pub stun: Option<Duration>,
 }
 
@@ -98,12 +98,12 @@ impl Record {
     }
 }
 
-/// Whether a snapshot may have that name.
+/// Checks that a name can be used for a snapshot.
 pub fn check_name(name: &str) -> Result<()> {
     let plain = name.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte));
     if name.is_empty() || name.len() > NAME_MAX || !plain || name.starts_with(['.', '-']) {
         let name = name.escape_debug();
-        let text = format!("'{name}' cannot name a snapshot of a machine: letters, digits, '-', '_' and '.'");
+        let text = format!("'{name}' cannot name a snapshot of a machine: use letters, digits, '-', '_' and '.'");
         return Err(Error::new(ErrorKind::Invalid, text));
     }
     Ok(())
@@ -141,7 +141,7 @@ pub fn list(machine: &Machine) -> Result<Vec<Record>> {
     Ok(all)
 }
 
-/// The names in the folder of snapshots.
+/// The names in the folder of snapshots; none if it does not exist.
 fn names(machine: &Machine) -> Result<Vec<String>> {
     match durable::names(&folder(machine)) {
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(Vec::new()),
@@ -149,7 +149,7 @@ fn names(machine: &Machine) -> Result<Vec<String>> {
     }
 }
 
-/// The snapshots of disks that belong to snapshots of a machine.
+/// The creation time of a disk's snapshot; `None` if it does not exist.
 fn exists(disks: &dyn Disks, snapshot: &Snapshot) -> Result<Option<u64>> {
     match disks.snapshots(&snapshot.disk) {
         Ok(all) => Ok(all.into_iter().find(|one| one.name == snapshot.name).map(|one| one.created)),
@@ -165,7 +165,7 @@ pub fn take(host: &Host, change: &Change, name: &str, options: Options) -> Resul
     let definition = machine.definition()?;
     let state = machine.state()?;
     if options.memory && !matches!(state, MachineState::Running | MachineState::Paused) {
-        let text = format!("machine '{}' does not run: it has no memory to be kept", machine.name());
+        let text = format!("machine '{}' does not run: it has no memory to save", machine.name());
         return Err(Error::new(ErrorKind::Invalid, text));
     }
     let (folder, disks) = (folder(machine), host.disks());
@@ -204,7 +204,7 @@ pub fn take(host: &Host, change: &Change, name: &str, options: Options) -> Resul
     Ok(taken)
 }
 
-#[allow(clippy::too_many_arguments, reason = "one step of take, which has them all")]
+#[allow(clippy::too_many_arguments, reason = "a step of `take`, which has these values")]
 fn take_in(
     host: &Host,
     change: &Change,
@@ -232,7 +232,7 @@ fn take_in(
     Ok(Taken { record, quiet, stun })
 }
 
-/// Takes disks, device state and memory; returns how long the guest was paused.
+/// Takes disk snapshots, device state and memory; returns how long the guest was paused.
 fn with_memory(
     host: &Host,
     change: &Change,
@@ -249,7 +249,7 @@ fn with_memory(
         keep(&taken.image.state(), &new.join("state"))?;
         return Ok(stun);
     }
-    // The guest is paused already, and stays so.
+    // The guest is already paused and stays paused.
     let process = machine.running()?;
     let mut monitor = machine.monitor()?;
     state::prepare(&mut monitor, features)?;
@@ -264,7 +264,7 @@ fn with_memory(
     saved.map(|()| Duration::ZERO)
 }
 
-/// A durable copy.
+/// Makes a durable copy of a memory file.
 fn keep(from: &Path, to: &Path) -> Result<()> {
     let copy = pages::copy_file(from, to)?;
     copy.sync_all().during(|| format!("writing '{}'", to.display()))
@@ -292,7 +292,7 @@ fn ignore_missing(outcome: Result<()>) -> Result<()> {
 /// Deletes a snapshot.
 ///
 /// # Errors
-/// `Busy`, with nothing changed, while clones are based on it.
+/// `Busy`, with no effect, while clones are based on it.
 pub fn delete(host: &Host, change: &Change, name: &str) -> Result<()> {
     let machine = change.machine();
     let record = get(machine, name)?;
@@ -305,7 +305,7 @@ pub fn delete(host: &Host, change: &Change, name: &str) -> Result<()> {
         let clones: Vec<String> = clones.collect();
         if !clones.is_empty() {
             let text = format!(
-                "clones stand on snapshot '{name}' of machine '{}': {}; delete them first, or make them independent \
+                "clones use snapshot '{name}' of machine '{}': {}; delete them first, or make them independent \
                  with 'lamina disk detach'",
                 machine.name(),
                 clones.join(", ")
@@ -331,8 +331,8 @@ fn finish_deleting(disks: &dyn Disks, old: &Path) -> Result<()> {
     fs::remove_dir_all(old).during(|| format!("removing '{}'", old.display()))
 }
 
-/// Makes a machine equal to a snapshot: its present state is lost. With memory, its guest continues there, unless
-/// `paused`; without, the machine is off afterwards.
+/// Reverts a machine to a snapshot; its current state is lost. If the snapshot has memory, the guest continues from it,
+/// unless `paused`; otherwise the machine is stopped afterwards.
 pub fn revert(host: &Host, change: &Change, name: &str, paused: bool) -> Result<MachineState> {
     let machine = change.machine();
     let record = get(machine, name)?;
@@ -344,8 +344,8 @@ pub fn revert(host: &Host, change: &Change, name: &str, paused: bool) -> Result<
     let features = host.features()?;
     let from = folder(machine).join(name);
     let file = host.images().new_memory()?;
-    // If this process is killed from here on, the machine is off or it executes: no unknown process is left, and no
-    // process with a paused guest.
+    // If this process is killed from here on, the machine ends up stopped or running: no unknown process and no process
+    // with a paused guest is left.
     let _holding = change.hold(Hold { resume: !paused, thaw: false })?;
     let begun = pages::copy_file(&from.join("memory"), &file).and_then(|_| {
         let mut successor = change.set_up(Start {
@@ -374,12 +374,12 @@ pub fn revert(host: &Host, change: &Change, name: &str, paused: bool) -> Result<
         }
         Err(error) => {
             remove_if_there(&file)?;
-            Err(error.context(format!("the disks of machine '{}' are as they were, and it is off", machine.name())))
+            Err(error.context(format!("the disks of machine '{}' were reverted, and it is off", machine.name())))
         }
     }
 }
 
-/// The part that is repeated after an interruption.
+/// The steps of a revert that are repeated after an interruption.
 fn revert_disks(host: &Host, change: &Change, record: &Record) -> Result<()> {
     let machine = change.machine();
     if let Some(process) = machine.process()? {
@@ -388,7 +388,7 @@ fn revert_disks(host: &Host, change: &Change, record: &Record) -> Result<()> {
     freeze::forget(machine)?;
     change.sweep()?;
     for snapshot in &record.disks {
-        // The process that had it open was ended a moment ago, and its connection may not be closed yet.
+        // The process that had the disk open was just ended, and its connection may not be closed yet.
         while_busy(RELEASE_PATIENCE, || host.disks().revert(&snapshot.disk, &snapshot.name))?;
     }
     change.define(&record.machine)?;
@@ -396,13 +396,13 @@ fn revert_disks(host: &Host, change: &Change, record: &Record) -> Result<()> {
     durable::sync(machine.folder())
 }
 
-/// Whether a killed command has left a snapshot or revert unfinished.
+/// Whether a killed command left a snapshot or revert incomplete.
 pub fn is_unfinished(machine: &Machine) -> bool {
     let half = |name: &String| name.starts_with(NEW) || name.starts_with(OLD);
     machine.folder().join(REVERTING).exists() || names(machine).is_ok_and(|names| names.iter().any(half))
 }
 
-/// Completes or removes what a killed command has left unfinished.
+/// Completes or removes what a killed command left incomplete.
 pub fn recover(change: &Change, host: &Host) -> Result<()> {
     let machine = change.machine();
     if !is_unfinished(machine) {

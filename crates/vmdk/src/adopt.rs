@@ -1,13 +1,13 @@
-//! Adopting: images of another maker become a disk, with the whole tree of their snapshots.
+//! Adopting: images made by another program become a disk, with the whole tree of their snapshots.
 //!
-//! The chain below the image that was named is followed by its hints. If there is a list of snapshots (`.vmsd`) in its
-//! folder, the images that it names are opened too, each with its chain: those that end in the same base are other
-//! branches of the same disk. A list is checked against the images: an entry whose image is missing, or belongs to
+//! The chain below the named image is opened by following the parent hints. If the folder has a list of snapshots
+//! (`.vmsd`), the images in the list are opened too, each with its chain. Chains that end in the same base are other
+//! branches of the same disk. The list is checked against the images: an entry whose image is missing, or belongs to
 //! another disk of the machine, is ignored.
 //!
-//! 1. Adopting changes nothing outside of the record's folder.
-//! 2. What others could stand on is never written: images in other folders than the named one's, the image that a
-//!    snapshot names, and every image unless it was asked for.
+//! 1. Adopting changes nothing outside the record's folder.
+//! 2. These are never written: images in other folders than the named image's, the image of a snapshot (another image
+//!    may have it as its parent), and every image unless the caller asked for writing.
 
 use crate::disk::{Disk, Options, adapter_of, fresh_record};
 use crate::images::format_name;
@@ -21,23 +21,23 @@ use layer::sesparse::DirtyJournal;
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
-/// Most lists of snapshots in a folder that are looked at.
+/// The most lists of snapshots that are read in a folder.
 const LISTS_MAX: usize = 16;
 
-/// What becomes of the images.
+/// How adopted images are used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Adopt {
     /// The disk is read and written.
     Head {
-        /// Writes go to the named image itself, and snapshots of its folder may be merged. Otherwise no image is ever
-        /// changed: writes go to a delta of the disk's own.
+        /// If true, writes go to the named image itself, and snapshots in its folder may be merged. If false, no
+        /// adopted image is ever changed: writes go to a new delta of this disk.
         writable: bool,
     },
     /// The disk is only read.
     ReadOnly,
 }
 
-/// The tree as far as it is known.
+/// The part of the image tree that is known so far.
 struct Tree<'a> {
     options: OpenOptions,
     home: &'a Folder,
@@ -48,7 +48,7 @@ struct Tree<'a> {
 }
 
 impl Disk {
-    /// Makes a disk of images that are there already. `what` is the image that the machine writes: its newest delta.
+    /// Makes a disk of existing images. `what` is the image that the machine writes: its newest delta.
     pub fn adopt(home: Folder, name: &str, what: &Place, how: Adopt, options: &Options) -> Result<Arc<Self>> {
         crate::disk::check_name("disk", name)?;
         let writable = matches!(how, Adopt::Head { writable: true });
@@ -88,7 +88,7 @@ impl Disk {
         record.head = top;
         record.permitted = options.permitted.iter().filter_map(|path| path.to_str().map(str::to_owned)).collect();
         let names = crate::images::list(&**home.directory())?;
-        // A list that is there may know more: other disks of the machine.
+        // An existing list may have more in it, such as other disks of the machine.
         record.vmsd = !names.contains(&format!("{}.vmsd", record.stem));
         record.read_only = how == Adopt::ReadOnly;
         let stands = record.snapshot_of(top).is_some() || !record.children(top).is_empty();
@@ -113,14 +113,14 @@ impl Disk {
     }
 }
 
-/// The CID of the image below, where it is not the one that an image was made above: the opening was forced.
+/// The CID of the image below, if it differs from the one that the image records: then the opening was forced.
 fn changed_parent(image: &Image, below: &Image) -> Option<u32> {
     let (wanted, found) = (image.parent()?.content?, below.descriptor()?.content);
     (found != wanted).then(|| found.number())
 }
 
 impl Tree<'_> {
-    /// Takes a chain in, newest first. Gives the number of its top.
+    /// Adds a chain, newest first, to the tree. Returns the number of its top.
     fn take(&mut self, images: &[Image]) -> Result<u32> {
         let mut parent = None;
         for (index, image) in images.iter().enumerate().rev() {
@@ -131,7 +131,7 @@ impl Tree<'_> {
                 continue;
             }
             if self.nodes.len() >= NODES_MAX {
-                return Err(Error::new(ErrorKind::Unsupported, format!("'{label}' is one of too many images")));
+                return Err(Error::new(ErrorKind::Unsupported, format!("'{label}' exceeds the limit of images")));
             }
             let id = self.nodes.len() as u32 + 1;
             let folder = &image.place().folder;
@@ -139,7 +139,7 @@ impl Tree<'_> {
             let reference = match folder.path() {
                 path if path == self.home.path() => None,
                 Some(path) => {
-                    let text = || format!("'{}' is no path in text", path.display());
+                    let text = || format!("the path '{}' is not UTF-8", path.display());
                     let path = path.to_str().ok_or_else(|| Error::new(ErrorKind::Invalid, text()))?;
                     Some(path.to_owned())
                 }
@@ -161,7 +161,7 @@ impl Tree<'_> {
         parent.ok_or_else(|| Error::new(ErrorKind::Corrupt, "a chain without images"))
     }
 
-    /// Takes in what the lists of snapshots of a folder say about this disk.
+    /// Adds the snapshots of this disk that the lists in a folder name.
     fn snapshots(&mut self, folder: &Folder, base: &str, record: &mut Record) -> Result<()> {
         let names = crate::images::list(&**folder.directory())?;
         let lists = names.iter().filter(|name| name.to_ascii_lowercase().ends_with(".vmsd")).take(LISTS_MAX);
@@ -186,7 +186,7 @@ impl Tree<'_> {
 
     fn take_list(&mut self, folder: &Folder, base: &str, list: &Vmsd, record: &mut Record) {
         let mut names: HashSet<String> = HashSet::new();
-        // The disks of a machine that are not this one, by their bases: opened once.
+        // Other disks of the machine, by their bases, so that each is opened only once.
         let mut strange: HashSet<String> = HashSet::new();
         for snapshot in &list.snapshots {
             let found = snapshot.disks.iter().find_map(|disk| self.find(folder, base, &disk.file, &mut strange));
@@ -209,7 +209,7 @@ impl Tree<'_> {
         }
     }
 
-    /// The image that a list names, if it is one of this disk's.
+    /// The image that a list names, if it belongs to this disk.
     fn find(&mut self, folder: &Folder, base: &str, file: &str, strange: &mut HashSet<String>) -> Option<(u32, u64)> {
         let place = folder.resolve(file).ok()?;
         let label = place.label();
@@ -248,7 +248,7 @@ fn read_list(place: &Place) -> Result<Vmsd> {
     Vmsd::parse(&bytes).map_err(|error| error.context(format!("'{}'", place.label())))
 }
 
-/// A name that this disk has not given yet, and that names can be: people of VMware may use any, and any twice.
+/// A valid snapshot name that this disk has not used yet: VMware permits any name, and the same name several times.
 fn unique(name: &str, uid: u32, names: &mut HashSet<String>) -> String {
     const LENGTH_MAX: usize = 160;
     let plain =

@@ -1,10 +1,10 @@
-//! Linked clones: disks that begin as a snapshot of another, with a delta of their own above its image.
+//! Linked clones: disks that begin with the content of another disk's snapshot, as a delta above its image.
 //!
-//! 1. The source's record names a clone before the clone is a disk: while it is named, no image below it is merged,
+//! 1. The source's record names a clone before the clone exists. While it is named, no image below the clone is merged,
 //!    shrunk or removed.
-//! 2. A clone refers to the source's images where they are, as to any foreign images. By 1 they do not change.
-//! 3. A deleted clone is not reported to its source: the source looks before it changes an image. A clone whose folder
-//!    has no record any more, or another disk's, is removed from the source's record.
+//! 2. A clone refers to the source's images in their folders, as to any foreign images. By 1 they do not change.
+//! 3. Deleting a clone does not tell the source. The source checks its clones before it changes an image: a clone whose
+//!    folder has no record, or the record of another disk, is removed from the source's record.
 
 use crate::disk::{Disk, Options, check_name, fresh_record};
 use crate::owner::lock_is_free;
@@ -22,7 +22,7 @@ pub struct CloneReference {
     pub uuid: String,
     /// Its name when it was made.
     pub name: String,
-    /// The snapshot that it stands on.
+    /// The snapshot above which it was made.
     pub snapshot: Option<String>,
 }
 
@@ -38,7 +38,7 @@ pub struct Origin {
 }
 
 impl Disk {
-    /// Makes a disk that begins as a snapshot of this one, in a folder of its own.
+    /// Makes a disk that begins with the content of a snapshot of this one, in a folder of its own.
     pub fn linked_clone(
         self: &Arc<Self>,
         snapshot: &str,
@@ -54,7 +54,7 @@ impl Disk {
             let adapter = Adapter::named(&record.adapter).unwrap_or_default();
             let mut fresh = fresh_record(name, &record.kind, record.delta, adapter, options);
             let here = self.reference();
-            // The images below, as the clone has to call them.
+            // The images below, with their folders as seen from the clone.
             for id in record.line(snapshot.node)?.iter().rev() {
                 let mut node = record.node(*id)?.clone();
                 node.standing = ImageOwnership::Foreign;
@@ -86,7 +86,7 @@ impl Disk {
             })();
             let made = disk.end_new(made);
             if made.is_err() {
-                // Found out again when it matters, if this fails.
+                // If this fails, a later check of the clones removes the entry.
                 let _ = self.drop_stale_clones();
             }
             made?;
@@ -94,7 +94,7 @@ impl Disk {
         })
     }
 
-    /// The linked clones that stand on this disk's snapshots.
+    /// The linked clones of this disk's snapshots.
     pub fn clones(&self) -> Vec<CloneReference> {
         let record = self.record();
         let named = |node| record.snapshot_of(node).map(|snapshot| snapshot.name.clone());
@@ -106,7 +106,7 @@ impl Disk {
         shown.collect()
     }
 
-    /// The clones of a record that are still there.
+    /// The clones of a record that still exist.
     pub(crate) fn live_clones<'a>(&'a self, record: &'a record::Record) -> impl Iterator<Item = &'a CloneRecord> {
         record.clones.iter().filter(|clone| self.is_there(record, clone))
     }
@@ -117,12 +117,12 @@ impl Disk {
         Some(Origin { uuid: origin.uuid, disk: origin.disk, snapshot: origin.snapshot })
     }
 
-    /// What others call this disk's folder.
+    /// The reference by which other disks find this disk's folder.
     fn reference(&self) -> String {
         reference_of(&self.home, &self.uuid())
     }
 
-    /// An error with their names while clones stand on an image.
+    /// Fails with the names of the clones that depend on an image, if there are any.
     pub(crate) fn refuse_clones(&self, snapshot: &str, node: u32) -> Result<()> {
         self.drop_stale_clones()?;
         let record = self.record();
@@ -135,7 +135,7 @@ impl Disk {
         Err(Error::new(ErrorKind::Busy, text))
     }
 
-    /// Forgets clones that are gone.
+    /// Removes clones from the record that do not exist any more.
     pub(crate) fn drop_stale_clones(&self) -> Result<()> {
         let record = self.record();
         if record.clones.is_empty() {
@@ -149,7 +149,7 @@ impl Disk {
         self.commit(kept)
     }
 
-    /// Whether a clone still is what the record says. Where that cannot be told, it is.
+    /// Whether a clone still exists as recorded. If that cannot be determined, it counts as existing.
     fn is_there(&self, record: &record::Record, clone: &CloneRecord) -> bool {
         let folder = match self.folder(record, Some(&clone.folder)) {
             Ok(folder) => folder,
@@ -157,7 +157,8 @@ impl Disk {
         };
         match stored::load(&**folder.directory()) {
             Ok(found) if found.uuid != clone.uuid => false,
-            // Being made by a process that holds its lock, or left unfinished by one that has ended.
+            // A pending clone exists while the process that makes it holds its lock; otherwise it is an unfinished
+            // remnant.
             Ok(found) => {
                 let fate = found.pending.as_ref().and_then(|pending| pending.fate);
                 fate.is_none() || !lock_is_free(&folder)

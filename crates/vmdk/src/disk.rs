@@ -1,4 +1,4 @@
-//! A disk: opened, created and removed; the head's chain; figures and tunables.
+//! A disk: opening, creating and removing it; the chain of its head; its locks and its record.
 
 use crate::images::remove;
 use crate::line::Line;
@@ -33,15 +33,15 @@ pub struct Options {
     pub random: Entropy,
     /// Folders that images may refer to, besides their own.
     pub permitted: Vec<PathBuf>,
-    /// Accept a parent that was changed since its child was made.
+    /// Accept a parent that was changed after its child was made.
     pub force_parent: bool,
-    /// Replay the journal of a SEsparse image that was not closed properly, as far as it can be proven.
+    /// Replay the journal of a SEsparse image that was not closed properly, as far as its entries can be verified.
     pub replay_journal: bool,
-    /// What the image is that [`Disk::adopt`] is given; otherwise its first bytes say it, or its name if it is raw.
+    /// The format of the image given to [`Disk::adopt`]; if unset, its first bytes decide, or its name if it is raw.
     pub adopted: Option<Format>,
     /// A layer above the head, to which all writes go.
     pub overlay: Option<Arc<dyn Layer>>,
-    /// How folders of other images are found; by their path if this is not set.
+    /// Finds the folders of other images; if unset, folders are opened by their path.
     pub folders: Option<FolderFinder>,
 }
 
@@ -63,51 +63,51 @@ impl Default for Options {
 /// Parameters of a new disk.
 #[derive(Clone, Debug)]
 pub struct NewDisk {
-    /// Name, also of its files.
+    /// The name of the disk, from which its files are named.
     pub name: String,
     /// Capacity in bytes.
     pub capacity: u64,
     /// The format of the base.
     pub kind: ImageKind,
-    /// The format of snapshots; that of vSphere if this is not set.
+    /// The format of deltas; if unset, the one that vSphere uses.
     pub delta: Option<DeltaFormat>,
-    /// The adapter for which its geometry is computed.
+    /// The adapter for which the geometry is computed.
     pub adapter: Adapter,
 }
 
 impl NewDisk {
-    /// One for the usual adapter.
+    /// Parameters with the default adapter.
     pub fn new(name: &str, capacity: u64, kind: ImageKind, delta: Option<DeltaFormat>) -> Self {
         Self { name: name.to_owned(), capacity, kind, delta, adapter: Adapter::default() }
     }
 }
 
-/// A chain that was handed out for reading.
+/// A chain that was returned for reading.
 struct Issued {
     chain: Weak<Chain>,
     nodes: Vec<u32>,
 }
 
-/// The state in memory.
+/// The state of an open disk in memory.
 pub(crate) struct State {
     pub record: Record,
     issued: Vec<Issued>,
-    /// Images that an operation under way writes.
+    /// Images that an operation writes at present.
     pub changing: Vec<u32>,
     pub closed: bool,
-    /// Why the head is not opened: it stopped, and opening it again has begun and not succeeded.
+    /// Why the head cannot be opened: its chain stopped, and reopening has not succeeded yet.
     pub stopped: Option<String>,
-    /// Acknowledged writes may have been lost with a chain that was dropped since the disk was last opened.
+    /// Since the last opening, acknowledged writes may have been lost with a chain that was dropped.
     pub lost: bool,
-    /// A flush may have failed: the next opening does not rely on the page cache.
+    /// A flush may have failed, so the next opening must not rely on the page cache.
     pub doubtful: bool,
-    /// The opening found no room to finish an interrupted operation.
+    /// The opening lacked the space to finish an interrupted operation.
     pub unsettled: bool,
-    /// The last replacement of the record failed, and the medium may have the old record or the new one.
+    /// The last replacement of the record failed: either the old record or the new one is durable.
     pub failed: bool,
 }
 
-/// A disk in VMware's formats.
+/// A disk made of images in VMware's formats.
 pub struct Disk {
     pub(crate) home: Folder,
     pub(crate) options: Options,
@@ -117,11 +117,11 @@ pub struct Disk {
     owner: Owner,
 }
 
-/// The right to change the tree.
+/// Permission to change the image tree, held by one operation at a time.
 pub(crate) struct Operation<'a>(#[expect(dead_code, reason = "held, not used")] MutexGuard<'a, ()>);
 
 impl Disk {
-    /// Makes a disk in a folder of its own. Durable on return; nothing is left after an error.
+    /// Creates a disk in a folder of its own. Durable on return; nothing is left after an error.
     pub fn create(home: Folder, new: &NewDisk, options: &Options, progress: &dyn Progress) -> Result<Arc<Self>> {
         check_name("disk", &new.name)?;
         let (name, format) = match new.kind {
@@ -168,12 +168,12 @@ impl Disk {
         let directory = &**home.directory();
         let was_closed = medium::take_mark(directory)?;
         if !was_closed {
-            // The existing record stays.
+            // Makes the name of the existing record durable.
             medium::sync_folder(&home, RECORD_NAME)?;
         }
         let loaded = stored::load(directory);
         if loaded.as_ref().is_err_and(|error| error.kind() == ErrorKind::NotFound) {
-            // A creation without a record has created nothing else either.
+            // A creation that was interrupted before its record was durable has left no other file.
             remove(directory, RECORD_NEW)?;
             directory.sync().map_err(|error| Error::io("making removals durable", error))?;
         }
@@ -187,7 +187,7 @@ impl Disk {
         Ok(Arc::new(disk))
     }
 
-    /// A disk whose record says that it is being created.
+    /// Begins the creation of a disk: its record says that it is being created.
     pub(crate) fn begin_new(home: Folder, record: Record, options: &Options) -> Result<Self> {
         let owner = Owner::lock(&home)?;
         let directory = &**home.directory();
@@ -210,13 +210,13 @@ impl Disk {
         Ok(disk)
     }
 
-    /// Ends the creation of a disk: a failed one is undone.
+    /// Ends the creation of a disk; a failed creation is undone.
     pub(crate) fn end_new(&self, outcome: Result<()>) -> Result<()> {
         let Err(error) = outcome else { return Ok(()) };
         if !self.state.lock().failed {
-            // The next opening undoes the rest.
+            // Files that remain are removed by the next opening.
             if let Err(second) = self.forget() {
-                tracing::warn!(%second, "what was made of a disk could not be removed");
+                tracing::warn!(%second, "files of an unfinished disk could not be removed");
             }
         }
         Err(error)
@@ -244,14 +244,15 @@ impl Disk {
         }
     }
 
-    /// Removes the files of a disk that is neither whole nor needed, its record last.
+    /// Removes the files of a disk whose creation failed or that is being deleted, the record last.
     pub(crate) fn forget(&self) -> Result<()> {
         let record = self.record();
         let pending = record.pending.iter();
         let mut files: Vec<FileRecord> =
             pending.flat_map(|pending| pending.made.iter().chain(&pending.gone)).cloned().collect();
         if record.is_going() {
-            // A descriptor is removed after the extents that only it names, so that they can be found after a crash.
+            // A descriptor is removed after the extents that only it names, so that they can still be found after a
+            // crash.
             let made = record.nodes.iter().filter(|node| node.standing == ImageOwnership::Made);
             files.extend(made.flat_map(|node| self.files(&record, node).into_iter().rev()));
         }
@@ -272,7 +273,7 @@ impl Disk {
         sync()
     }
 
-    /// The right to change the tree, after completing an earlier change.
+    /// Permission to change the image tree, after finishing a pending operation.
     pub(crate) fn begin(&self, what: &str) -> Result<Operation<'_>> {
         let operation = self.begin_over(what)?;
         self.check_not_stopped()?;
@@ -280,14 +281,14 @@ impl Disk {
         Ok(operation)
     }
 
-    /// The right to change the tree, without completing an earlier change.
+    /// Permission to change the image tree, without finishing a pending operation.
     fn begin_over(&self, what: &str) -> Result<Operation<'_>> {
         let operation = self.begin_alone(what)?;
         self.check_usable()?;
         Ok(operation)
     }
 
-    /// The right to open a disk again that cannot be used.
+    /// Permission to open a stopped disk again.
     pub(crate) fn begin_reopening(&self) -> Result<Operation<'_>> {
         self.begin_alone("opening it again")
     }
@@ -300,7 +301,7 @@ impl Disk {
         Ok(Operation(guard))
     }
 
-    /// The error while opening it again has not succeeded.
+    /// Fails while the disk is stopped and reopening has not succeeded.
     fn check_not_stopped(&self) -> Result<()> {
         let state = self.state.lock();
         let Some(why) = &state.stopped else { return Ok(()) };
@@ -318,7 +319,7 @@ impl Disk {
         Ok(())
     }
 
-    /// Fails if the head is read only, or another layer is above it.
+    /// Fails if the head is read only, or if an overlay is above it.
     pub(crate) fn check_writable(&self, record: &Record, what: &str) -> Result<()> {
         if self.options.overlay.is_some() {
             let text = format!("disk '{}' is being imported: {what} has to wait until that is done", record.name);
@@ -331,7 +332,7 @@ impl Disk {
         Ok(())
     }
 
-    /// Replaces the record. After an error that leaves open which record is durable, nothing more is written.
+    /// Replaces the record. If an error leaves it open which record is durable, nothing more is written.
     pub(crate) fn commit(&self, record: Record) -> Result<()> {
         self.check_owner()?;
         let bytes = record.encode()?;
@@ -340,12 +341,12 @@ impl Disk {
         self.committed(record, stored::replace(directory))
     }
 
-    /// Whether its lock is still the file that other processes would lock.
+    /// Whether the lock is still held: its file is the one that other processes would lock.
     pub(crate) fn is_owner(&self) -> bool {
         self.owner.holds()
     }
 
-    /// Stops the disk if its lock is no longer the file that other processes would lock.
+    /// Stops the disk if its lock is not held any more.
     fn check_owner(&self) -> Result<()> {
         if self.is_owner() {
             return Ok(());
@@ -362,7 +363,7 @@ impl Disk {
         Err(Error::new(ErrorKind::Stopped, text))
     }
 
-    /// The state of the disk after an attempt to replace its record.
+    /// Updates the state after an attempt to replace the record.
     fn committed(&self, record: Record, outcome: std::result::Result<(), NotStored>) -> Result<()> {
         match outcome {
             Ok(()) => {
@@ -373,7 +374,7 @@ impl Disk {
                 if failed.uncertain {
                     self.state.lock().failed = true;
                     if let Some(line) = &*self.head.lock() {
-                        // Nothing may be acknowledged that only one of the two records names.
+                        // A write acknowledged now might go to an image that only one of the two records names.
                         let _ = line.chain.close();
                     }
                 }
@@ -382,17 +383,17 @@ impl Disk {
         }
     }
 
-    /// The record as it is now.
+    /// The current record.
     pub fn record(&self) -> Record {
         self.state.lock().record.clone()
     }
 
-    /// Name.
+    /// The name of the disk.
     pub fn name(&self) -> String {
         self.state.lock().record.name.clone()
     }
 
-    /// Identity.
+    /// The UUID of the disk.
     pub fn uuid(&self) -> String {
         self.state.lock().record.uuid.clone()
     }
@@ -402,7 +403,7 @@ impl Disk {
         &self.home
     }
 
-    /// The head's line, opened if necessary.
+    /// The chain of the head with its images, opened if necessary.
     pub(crate) fn head_line(&self) -> Result<Arc<Line>> {
         self.check_usable()?;
         self.check_not_stopped()?;
@@ -424,17 +425,17 @@ impl Disk {
         self.head.lock().is_some()
     }
 
-    /// The head's line if it is open.
+    /// The chain of the head with its images, if it is open.
     pub(crate) fn open_head(&self) -> Option<Arc<Line>> {
         self.head.lock().clone()
     }
 
-    /// Drops the head's line: the next user opens another.
+    /// Takes the head's chain out of this disk: the next caller opens a new one.
     pub(crate) fn drop_head(&self) -> Option<Arc<Line>> {
         self.head.lock().take()
     }
 
-    /// The head's line, opened again.
+    /// Sets the head's chain after reopening.
     pub(crate) fn set_head(&self, line: Arc<Line>) {
         *self.head.lock() = Some(line);
     }
@@ -444,12 +445,12 @@ impl Disk {
         !record.read_only && self.options.overlay.is_none()
     }
 
-    /// The chain of the head. A new one after [`Disk::revert`].
+    /// The chain of the head. [`Disk::revert`] and [`Disk::reopen`] replace it.
     pub fn chain(&self) -> Result<Arc<Chain>> {
         Ok(Arc::clone(&self.head_line()?.chain))
     }
 
-    /// Levels of the head's chain that snapshots name, newest first: levels above one have changed since.
+    /// The levels of the head's chain that snapshots name, newest first; levels above one contain the changes since it.
     pub fn bases(&self) -> Result<Vec<(String, chain::LevelKey)>> {
         let line = self.head_line()?;
         let record = self.record();
@@ -458,11 +459,11 @@ impl Disk {
         Ok(keyed.collect())
     }
 
-    /// The chain of a snapshot, for reading. While it is held, nothing in it is merged.
+    /// The chain of a snapshot, for reading. While the caller holds it, none of its images is merged.
     pub fn snapshot_chain(&self, name: &str) -> Result<Arc<Chain>> {
         self.check_usable()?;
         self.settled()?;
-        // Held while the images are opened, so that no merge of them begins meanwhile.
+        // Held while the images are opened, so that no merge of them begins in that time.
         let _head = self.head.lock();
         let record = self.record();
         let node = record.snapshot(name)?.node;
@@ -482,20 +483,20 @@ impl Disk {
     /// Claims images for an operation that writes them.
     ///
     /// # Errors
-    /// `Busy` while a snapshot's chain that contains one of them is held.
+    /// `Busy` while a caller holds a snapshot's chain that contains one of them.
     pub(crate) fn claim(&self, nodes: &[u32]) -> Result<Claim<'_>> {
         let _head = self.head.lock();
         let mut state = self.state.lock();
         state.issued.retain(|issued| issued.chain.strong_count() > 0);
         if state.issued.iter().any(|issued| issued.nodes.iter().any(|node| nodes.contains(node))) {
-            let text = format!("disk '{}': a snapshot is open that stands on what would be merged", state.record.name);
+            let text = format!("disk '{}': an open snapshot depends on the image to be merged", state.record.name);
             return Err(Error::new(ErrorKind::Busy, text));
         }
         state.changing = nodes.to_vec();
         Ok(Claim(self))
     }
 
-    /// Gives it another name. Its files keep theirs.
+    /// Changes the name of the disk. Its files keep their names.
     pub fn rename(&self, name: &str) -> Result<()> {
         self.noting(|| {
             check_name("disk", name)?;
@@ -506,7 +507,7 @@ impl Disk {
         })
     }
 
-    /// Notes the layer above the head, for the caller that put it there.
+    /// Records the overlay above the head, for the caller that placed it there.
     pub fn set_overlay(&self, overlay: Option<String>) -> Result<()> {
         self.noting(|| {
             let _operation = self.begin("noting the overlay")?;
@@ -516,7 +517,8 @@ impl Disk {
         })
     }
 
-    /// Flushes and closes. Later changes fail. A level without room for its flush stays open, to be closed again.
+    /// Flushes and closes. Later changes fail. A level whose flush fails for lack of space stays open, and can be
+    /// closed later.
     pub fn close(&self) -> Result<()> {
         let Some(_operation) = self.operation.try_lock() else {
             let text = format!("disk '{}' cannot be closed while an operation is under way", self.name());
@@ -541,10 +543,10 @@ impl Disk {
         Ok(())
     }
 
-    /// Removes the disk: its record and the files that it created. Needs no room, whatever was under way.
+    /// Deletes the disk: its record and the files that it created. Needs no free space, whatever operation was pending.
     ///
     /// # Errors
-    /// `Busy` while linked clones stand on it.
+    /// `Busy` while linked clones depend on it.
     pub fn delete(self: Arc<Self>) -> Result<()> {
         self.noting(|| {
             let _operation = self.begin_over("deleting")?;
@@ -552,14 +554,14 @@ impl Disk {
             let clones: Vec<&str> = self.live_clones(&record).map(|clone| clone.name.as_str()).collect();
             if !clones.is_empty() {
                 let text = format!(
-                    "disk '{}' cannot be deleted: linked clones stand on it: {}",
+                    "disk '{}' cannot be deleted: linked clones depend on it: {}",
                     record.name,
                     clones.join(", ")
                 );
                 return Err(Error::new(ErrorKind::Busy, text));
             }
             match self.carry_out(&record) {
-                // The files of the unfinished work are removed too, unless adopted images have to be kept.
+                // The files of the pending operation are removed with the disk, unless adopted images have to be kept.
                 Err(error) if error.kind() == ErrorKind::NoSpace && !record.has_adopted() => {}
                 other => other?,
             }
@@ -567,15 +569,15 @@ impl Disk {
             let line = self.drop_head();
             let committed = self.committed(record, stored::give_up(&**self.home.directory()));
             self.state.lock().closed = committed.is_ok();
-            // Writes that cannot be flushed are dropped with the disk; otherwise the disk could not be removed.
-            let failed = line.and_then(|line| self.lay_down(&line));
+            // Writes that cannot be flushed are dropped with the disk; they must not prevent its removal.
+            let failed = line.and_then(|line| self.close_dropped_head(&line));
             committed.inspect_err(|_| self.stay_stopped(failed))?;
             self.forget()
         })
     }
 }
 
-/// Images that an operation writes, until this is dropped.
+/// Images claimed by an operation, until this is dropped.
 pub(crate) struct Claim<'a>(&'a Disk);
 
 impl Drop for Claim<'_> {
@@ -584,7 +586,7 @@ impl Drop for Claim<'_> {
     }
 }
 
-/// A record of a disk that has no images yet.
+/// The record of a new disk without images.
 pub(crate) fn fresh_record(name: &str, kind: &str, delta: DeltaFormat, adapter: Adapter, options: &Options) -> Record {
     Record {
         name: name.to_owned(),
@@ -609,13 +611,13 @@ pub(crate) fn fresh_record(name: &str, kind: &str, delta: DeltaFormat, adapter: 
     }
 }
 
-/// A random identity (RFC 9562, version 4).
+/// A random UUID (RFC 9562, version 4).
 fn new_uuid(random: &Entropy) -> String {
     let number = u128::from(random()) << 64 | u128::from(random());
     uuid::Builder::from_random_bytes(number.to_be_bytes()).into_uuid().to_string()
 }
 
-/// Checks the name of a disk or snapshot: files are called so, and lists have it between quotes.
+/// Checks the name of a disk or snapshot, which is used in file names and, quoted, in VMware's lists.
 pub(crate) fn check_name(what: &str, name: &str) -> Result<()> {
     let refused = |c: char| c.is_control() || matches!(c, '/' | '\\' | '"' | '@');
     if name.is_empty() || name.len() > NAME_MAX || name.starts_with(['.', '-']) || name.contains(refused) {
@@ -629,7 +631,7 @@ pub(crate) fn check_name(what: &str, name: &str) -> Result<()> {
     Ok(())
 }
 
-/// The adapter in the descriptor of a base.
+/// The adapter type in the descriptor of a base image.
 pub(crate) fn adapter_of(image: &Image) -> Adapter {
     let descriptor = image.descriptor();
     let name = descriptor.as_ref().and_then(|descriptor| descriptor.database.get("ddb.adapterType"));

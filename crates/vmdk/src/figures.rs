@@ -9,25 +9,25 @@ use layer::flat::{Counters, Provisioning};
 use layer::image::{ImageKind, Place};
 use std::sync::Arc;
 
-/// Changes of tunables; `None` leaves one unchanged.
+/// Changes of tunables; `None` keeps the present value.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Tuning {
-    /// Most extents in the metadata cache.
+    /// The most extents in the metadata cache.
     pub metadata_entries: Option<usize>,
-    /// Bytes around a miss that are resolved with it.
+    /// Bytes around a cache miss that are looked up with it.
     pub prefetch: Option<u64>,
-    /// Most extents that one prefetch brings.
+    /// The most extents that one prefetch inserts.
     pub prefetch_extents: Option<usize>,
     /// Bytes of the read cache; 0 for none.
     pub read_cache: Option<u64>,
-    /// Most levels of the chain.
+    /// The most levels of the chain.
     pub levels_max: Option<usize>,
 }
 
 /// A file of a disk.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FileInfo {
-    /// Its path, or its name if there are no paths.
+    /// Its path, or its name where the storage has no paths.
     pub path: String,
     /// Its ownership.
     pub standing: ImageOwnership,
@@ -50,30 +50,30 @@ pub struct Info {
     pub delta: DeltaFormat,
     /// Provisioning type of the base; `None` if it has none.
     pub provisioning: Option<Provisioning>,
-    /// VMware's `nb` and `tbz`, if the base is flat.
+    /// VMware's counters `nb` and `tbz`, if the base is flat.
     pub counters: Option<Counters>,
-    /// Number of contiguous runs of the flat base on the medium, if that is known.
+    /// Number of contiguous runs of the flat base on the device, if known.
     pub fragments: Option<u64>,
     /// Levels of the head's chain.
     pub levels: usize,
-    /// Most of them.
+    /// The most levels that the chain may have.
     pub levels_max: usize,
     /// Formats of the levels, newest first.
     pub formats: Vec<&'static str>,
-    /// Files of all images, side branches included.
+    /// Files of all images, other branches included.
     pub files: Vec<FileInfo>,
     /// Time of creation: seconds since 1970.
     pub created: u64,
-    /// Space of the head's chain.
+    /// Space used by the head's chain.
     pub usage: Usage,
-    /// The snapshot it is a clone of: `disk@snapshot`.
+    /// The snapshot from which it was cloned: `disk@snapshot`.
     pub origin: Option<String>,
     /// Images that no snapshot needs and that could be merged: VMware's "consolidation needed".
     pub redundant: usize,
 }
 
 impl Disk {
-    /// Information about the disk, with figures of its files.
+    /// Information about the disk and its files.
     pub fn info(&self) -> Result<Info> {
         let line = self.head_line()?;
         let record = self.record();
@@ -122,7 +122,7 @@ impl Disk {
         self.open_head().map(|line| line.chain.statistics()).unwrap_or_default()
     }
 
-    /// Changes tunables, of the open chain at once, and in the record.
+    /// Changes tunables of the open chain, at once, and in the record.
     pub fn tune(&self, tuning: &Tuning) -> Result<()> {
         self.noting(|| {
             let _operation = self.begin("tuning")?;
@@ -137,7 +137,7 @@ impl Disk {
                 levels_max: tuning.levels_max.unwrap_or(levels_max),
             };
             let now = *now;
-            // The chain checks the values before any is stored.
+            // The chain checks the values before any is recorded.
             let chain = self.head_line()?;
             let chain = &chain.chain;
             chain.set_tunables(chain::Tunables {

@@ -1,10 +1,10 @@
-//! The files of one image: where they are, what they are called, making, editing and removing them.
+//! The files of one image: their location and names; making, editing and removing them.
 //!
-//! 1. Names of a disk's files are ESXi's: `STEM.vmdk`, `STEM-000001.vmdk` with `STEM-000001-delta.vmdk`,
-//!    `-sesparse.vmdk` or `-vsan.vmdk`. The lowest number is taken of which no file is there.
-//! 2. A descriptor is replaced whole, or, inside of a sparse extent, only where what it says of its content and parent
-//!    changes.
-//! 3. Removing what is not there succeeds: it is done again after a crash.
+//! 1. Files are named as by ESXi: `STEM.vmdk`, `STEM-000001.vmdk` with `STEM-000001-delta.vmdk`, `-sesparse.vmdk` or
+//!    `-vsan.vmdk`. A new image gets the lowest number for which no file exists.
+//! 2. A descriptor file is replaced as a whole. In a descriptor inside a sparse extent, only the changed fields for
+//!    content and parent are overwritten.
+//! 3. Removing a missing file succeeds, because removals are repeated after a crash.
 
 use crate::disk::Disk;
 use crate::record::{DeltaFormat, FileRecord, Node, ParentNow, Record, Settlement, is_plain};
@@ -17,11 +17,11 @@ use layer::sesparse::DirtyJournal;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
-/// Numbers of deltas: six digits.
+/// The highest number of a delta: six digits.
 const DELTAS_MAX: u32 = 999_999;
 
 impl Disk {
-    /// The folder that a record calls so.
+    /// The folder with this path in a record.
     pub(crate) fn folder(&self, record: &Record, folder: Option<&str>) -> Result<Folder> {
         let Some(folder) = folder else { return Ok(self.home.clone()) };
         if let Some(find) = &self.options.folders {
@@ -63,7 +63,7 @@ impl Disk {
         }
     }
 
-    /// The files of an image. Of an extent that lies elsewhere, nothing is said.
+    /// The files of an image. An extent in another folder than its descriptor is not included.
     pub(crate) fn files(&self, record: &Record, node: &Node) -> Vec<FileRecord> {
         let file = |name: String| FileRecord { folder: node.folder.clone(), name };
         let mut files = vec![file(node.descriptor.clone())];
@@ -74,8 +74,8 @@ impl Disk {
         files
     }
 
-    /// The descriptor of an image as the medium has it; `None` for one without. What a guest has written at the
-    /// beginning of a raw disk is none.
+    /// The descriptor of an image, read from its file; `None` for an image without one. Guest data at the beginning of
+    /// a raw disk is never read as a descriptor.
     pub(crate) fn descriptor_of(&self, record: &Record, node: &Node) -> Result<Option<Descriptor>> {
         match node.format {
             Some(_) => Ok(None),
@@ -83,18 +83,18 @@ impl Disk {
         }
     }
 
-    /// The identity of an image's content as the medium has it.
+    /// The CID of an image, read from its file.
     pub(crate) fn content_of(&self, record: &Record, node: &Node) -> Result<Option<u32>> {
         Ok(self.descriptor_of(record, node)?.map(|descriptor| descriptor.content.number()))
     }
 
-    /// What an image remembers of the content of the one below it: the identity of a disk that was never written, if
-    /// that one has no identity.
+    /// The parent CID for an image made above `node`. If `node` has no CID, this is the initial CID of a disk that was
+    /// never written.
     pub(crate) fn parent_content_of(&self, record: &Record, node: &Node) -> Result<Option<u32>> {
         Ok(self.content_of(record, node)?.or(node.format.is_some().then_some(ContentId::INITIAL.number())))
     }
 
-    /// Whether images of that kind can be written at all.
+    /// Whether images of this kind can be written.
     pub(crate) fn is_writable_kind(&self, record: &Record, node: &Node) -> bool {
         match self.descriptor_of(record, node) {
             Ok(Some(descriptor)) => descriptor.create_type != CreateType::StreamOptimized,
@@ -103,7 +103,7 @@ impl Disk {
         }
     }
 
-    /// A name for a new delta in a folder, and the files that it will have.
+    /// An unused name for a new delta in a folder, and the files that the delta will have.
     pub(crate) fn name_delta(
         &self,
         record: &Record,
@@ -132,13 +132,13 @@ impl Disk {
         Err(Error::new(ErrorKind::NoSpace, format!("disk '{}' has no number left for a new image", record.name)))
     }
 
-    /// Removes files, as far as they are there, and makes that durable.
+    /// Removes files, if they exist, and makes the removals durable.
     pub(crate) fn remove_files(&self, record: &Record, files: &[FileRecord]) -> Result<()> {
         let folders: BTreeSet<Option<&str>> = files.iter().map(|file| file.folder.as_deref()).collect();
         for reference in folders {
             let folder = match self.folder(record, reference) {
                 Ok(folder) => folder,
-                // What is in a folder that is gone, is gone.
+                // The files of a missing folder are gone with it.
                 Err(error) if error.kind() == ErrorKind::NotFound => continue,
                 Err(error) => return Err(error),
             };
@@ -151,7 +151,7 @@ impl Disk {
         Ok(())
     }
 
-    /// Corrects a descriptor that no chain has open for writing.
+    /// Corrects the descriptor of an image that no chain has open for writing.
     pub(crate) fn settle_closed(&self, record: &Record, settlement: &Settlement) -> Result<()> {
         let node = record.node(settlement.node)?;
         if node.format.is_some() {
@@ -166,7 +166,7 @@ impl Disk {
         edit_descriptor(&place, &mut |descriptor| self.apply(settlement, descriptor))
     }
 
-    /// The same settlements, with the whole text for descriptors inside of extents.
+    /// Adds the complete new text to settlements of descriptors inside extents.
     pub(crate) fn with_texts(&self, record: &Record, settlements: Vec<Settlement>) -> Result<Vec<Settlement>> {
         let mut whole = Vec::with_capacity(settlements.len());
         for mut settlement in settlements {
@@ -177,7 +177,7 @@ impl Disk {
                 && let Some(mut descriptor) = load_descriptor(&place)?
             {
                 self.apply(&settlement, &mut descriptor);
-                // What is no UTF-8 is in the disk data base; such a text is put right in place.
+                // A text that is not UTF-8 does not fit into the record; such a descriptor is corrected in place.
                 settlement.text = String::from_utf8(descriptor.to_bytes()?).ok();
             }
             whole.push(settlement);
@@ -185,7 +185,7 @@ impl Disk {
         Ok(whole)
     }
 
-    /// What a settlement does to a descriptor.
+    /// Applies the corrections of a settlement to a descriptor.
     pub(crate) fn apply(&self, settlement: &Settlement, descriptor: &mut Descriptor) {
         if let Some(content) = settlement.content.and_then(ContentId::new)
             && descriptor.content != content
@@ -215,7 +215,7 @@ impl Disk {
     }
 }
 
-/// What a node says its file is.
+/// The format of an image, as its node records it.
 fn format_of(node: &Node) -> Result<Option<Format>> {
     match node.format.as_deref() {
         None => Ok(None),
@@ -232,13 +232,13 @@ fn format_of(node: &Node) -> Result<Option<Format>> {
     }
 }
 
-/// What a record calls the format of an image that has no descriptor.
+/// The format that a record states for an image without a descriptor.
 pub(crate) fn format_name(image: &Image) -> Option<String> {
     let name = if image.provisioning().is_some() { "raw" } else { image.layer().format() };
     image.descriptor().is_none().then(|| name.to_owned())
 }
 
-/// Removes a file, if it is there.
+/// Removes a file, if it exists.
 pub(crate) fn remove(directory: &dyn Directory, name: &str) -> Result<()> {
     match directory.remove(name) {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
@@ -248,13 +248,13 @@ pub(crate) fn remove(directory: &dyn Directory, name: &str) -> Result<()> {
     }
 }
 
-/// The names in a folder.
+/// The names of all files in a folder.
 pub(crate) fn list(directory: &dyn Directory) -> Result<BTreeSet<String>> {
     let names = directory.list().map_err(|error| Error::io("listing a folder", error))?;
     Ok(names.into_iter().collect())
 }
 
-/// The descriptor of an image as the medium has it; `None` for one without.
+/// The descriptor of an image, read from its file; `None` for an image without one.
 pub(crate) fn load_descriptor(place: &Place) -> Result<Option<Descriptor>> {
     let file = place.open(IoMode::Buffered, Access::Read)?;
     let found = match signature(place)? {

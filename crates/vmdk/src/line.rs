@@ -1,9 +1,9 @@
-//! A line: the images from one of them down to the base, open as one chain.
+//! A line: an image and those below it down to the base, open as one chain.
 //!
-//! 1. Images are opened by the record, not by the hints in their descriptors; but a child whose parent's content is not
-//!    the one it was made above is refused, unless the owner insists.
-//! 2. Only the top of the head's line is open for writing. A level that is to be changed is exchanged for another
-//!    opening of the same image, and back ([`Line::exchange`]).
+//! 1. Images are opened by the record, not by the hints in their descriptors. A child whose parent's CID differs from
+//!    the recorded one is refused, unless the caller forces it.
+//! 2. Only the top of the head's line is open for writing. To change a level below, it is replaced by a writable
+//!    opening of the same image, and afterwards by a read-only one ([`Line::exchange`]).
 
 use crate::disk::Disk;
 use crate::record::Record;
@@ -14,7 +14,7 @@ use layer::image::Image;
 use parking_lot::Mutex;
 use std::sync::Arc;
 
-/// One level.
+/// One level of a line.
 #[derive(Clone)]
 pub(crate) struct Level {
     pub node: u32,
@@ -34,29 +34,29 @@ impl Line {
         self.levels.lock().clone()
     }
 
-    /// The level of an image.
+    /// The level of an image, if the image is in this line.
     pub fn level(&self, node: u32) -> Option<Level> {
         self.levels.lock().iter().find(|level| level.node == node).cloned()
     }
 
-    /// The level of an image that has to be there.
+    /// The level of an image that must be in this line.
     pub fn expect(&self, node: u32) -> Result<Level> {
         self.level(node).ok_or_else(|| {
             Error::new(ErrorKind::Corrupt, format!("{}: image {node} is not in the chain", self.chain.name()))
         })
     }
 
-    /// Notes a level that was pushed on top.
+    /// Adds a level that was pushed on top.
     pub fn pushed(&self, level: Level) {
         self.levels.lock().insert(0, level);
     }
 
-    /// Notes that levels are gone.
+    /// Removes levels.
     pub fn removed(&self, nodes: &[u32]) {
         self.levels.lock().retain(|level| !nodes.contains(&level.node));
     }
 
-    /// Puts another opening of an image in its place.
+    /// Replaces the opening of an image by another one.
     pub fn exchange(&self, node: u32, image: Arc<Image>) -> Result<()> {
         let level = self.expect(node)?;
         self.chain.replace(level.key, Arc::clone(image.layer()))?;
@@ -68,7 +68,7 @@ impl Line {
 }
 
 impl Disk {
-    /// Opens the line of an image. With `writable`, its top can be written; `overlay` comes on top of it.
+    /// Opens the line of an image. With `writable`, its top is open for writing; `overlay` becomes the level above it.
     pub(crate) fn open_line(
         &self,
         record: &Record,
@@ -94,7 +94,7 @@ impl Disk {
         let tunables = record.tunables;
         let options = chain::Options {
             read_only,
-            // What is there already opens, whatever the limit has become since; nothing is added then.
+            // A chain that exceeds the limit still opens; only new levels are refused.
             levels_max: tunables.levels_max.max(layers.len()),
             metadata: chain::Tunables {
                 entries: tunables.metadata_entries,
@@ -110,7 +110,7 @@ impl Disk {
         Ok(Line { chain: Arc::new(chain), levels: Mutex::new(levels) })
     }
 
-    /// Refuses a parent whose content has changed since its child was made above it, or was accepted below it.
+    /// Refuses a parent whose CID differs from the one in its child, unless that CID was accepted at adoption.
     fn check_parent(&self, child: &Image, parent: &Image, accepted: Option<u32>) -> Result<()> {
         let wanted = child.parent().and_then(|reference| reference.content);
         let (Some(wanted), Some(found)) = (wanted, parent.descriptor()) else { return Ok(()) };

@@ -1,7 +1,8 @@
-//! Long work on images in use: filling and punching flat disks, wiping and shrinking deltas, checking.
+//! Long work on images in use: inflating and punching flat disks, wiping and shrinking deltas, checking.
 //!
-//! The head's image is worked on in its open state. A level below is opened for writing meanwhile. Images that clones
-//! or open snapshots read are not changed, because another opening would not know which grains were moved.
+//! The image of the head is changed through its open layer. A level below is opened for writing for the duration.
+//! Images that clones or open snapshots read are not changed, because those readers would not notice that grains were
+//! moved.
 
 use crate::disk::Disk;
 use crate::record::Record;
@@ -21,7 +22,7 @@ pub struct Checked {
     pub problem_count: u64,
     /// The first repaired problems, as text.
     pub mended: Vec<String>,
-    /// Bytes that nothing names: wiping and shrinking return them.
+    /// Bytes of files that nothing refers to: wiping and shrinking free them.
     pub dead: u64,
     /// Number of repaired problems.
     pub repaired: u64,
@@ -30,16 +31,16 @@ pub struct Checked {
 /// The result of wiping, shrinking or punching, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Freed {
-    /// Found dead or full of zeros, and free for new data in the same files.
+    /// Bytes found dead or full of zeros, and now free for new data in the same files.
     pub freed: u64,
     /// Returned to the file system.
     pub returned: u64,
-    /// Moved for that.
+    /// Bytes moved in order to return space.
     pub moved: u64,
 }
 
 impl Disk {
-    /// Gives a flat base all its space, zeroed, while it is in use.
+    /// Allocates and zeroes all of a flat base, while it is in use.
     pub fn inflate(&self, progress: &dyn Progress) -> Result<()> {
         self.noting(|| {
             let _operation = self.begin("inflating")?;
@@ -49,7 +50,7 @@ impl Disk {
         })
     }
 
-    /// Makes a flat base thin, and gives back its file blocks that hold only zeros, while it is in use.
+    /// Makes a flat base thin, and punches its file blocks that hold only zeros, while it is in use.
     pub fn punch_zeros(&self, progress: &dyn Progress) -> Result<Freed> {
         self.noting(|| {
             let _operation = self.begin("giving back zeros")?;
@@ -62,7 +63,7 @@ impl Disk {
         })
     }
 
-    /// Finds dead grains of the SEsparse levels of the head's chain, those full of zeros among them, and frees them.
+    /// Frees dead grains, and grains full of zeros, in the SEsparse levels of the head's chain.
     pub fn wipe(&self, progress: &dyn Progress) -> Result<Freed> {
         self.each_level("wipe", Image::can_wipe, &mut |image, sum| {
             sum.freed += image.wipe(true, progress)?.freed;
@@ -70,7 +71,8 @@ impl Disk {
         })
     }
 
-    /// Moves live grains of the head's chain together and gives the rest of the files back.
+    /// Moves live grains in the head's chain to the front of their files, and returns the rest of the files to the file
+    /// system.
     pub fn shrink(&self, progress: &dyn Progress) -> Result<Freed> {
         self.each_level("shrink", Image::can_shrink, &mut |image, sum| {
             let freed = image.shrink(progress)?;
@@ -80,7 +82,7 @@ impl Disk {
         })
     }
 
-    /// Looks at every image of the disk. With `repair`, puts right what can be in those of the head's chain.
+    /// Checks every image of the disk. With `repair`, repairs what is possible in those of the head's chain.
     pub fn check(&self, repair: bool, progress: &dyn Progress) -> Result<Checked> {
         self.noting(|| {
             let _operation = self.begin("checking")?;
@@ -118,7 +120,7 @@ impl Disk {
         base.ok_or_else(|| Error::new(ErrorKind::Corrupt, format!("disk '{}' has no images", record.name)))
     }
 
-    /// Whether an image is this disk's own, and no clone or open snapshot reads it.
+    /// Whether an image belongs to this disk, and no clone or open snapshot reads it.
     fn may_change(&self, record: &Record, id: u32) -> bool {
         record.node(id).is_ok_and(|node| node.is_own()) && !record.read_only && !record.pinned().contains(&id)
     }
@@ -162,7 +164,7 @@ impl Disk {
         })
     }
 
-    /// Runs work on an image of the head's chain, open for writing.
+    /// Runs work on an image of the head's chain, which is opened for writing if it is not.
     fn on_image<T>(&self, node: u32, what: &str, work: impl FnOnce(&Image) -> Result<T>) -> Result<T> {
         let record = self.record();
         let line = self.head_line()?;
@@ -175,7 +177,7 @@ impl Disk {
             return Err(Error::new(ErrorKind::ReadOnly, text));
         }
         drop(level);
-        // The other opening of the level, whose places may be cached, is valid until the first move.
+        // Extents cached from the read-only opening stay valid until the work first moves a grain.
         let claim = self.claim(&[node])?;
         self.set_writing(&line, node)?;
         let result = line.expect(node).and_then(|level| line.chain.while_moving(level.key, || work(&level.image)));

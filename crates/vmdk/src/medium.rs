@@ -1,15 +1,15 @@
-//! What is read of a disk's files is what their media hold.
+//! Reads of a disk's files return what the storage device holds.
 //!
-//! After a failed flush the operating system's cache may show what was never written, until it needs the memory. A disk
-//! that took it for good would show older data some time later.
+//! After a failed flush the page cache may hold data that was never written, until the kernel needs the memory. A disk
+//! that relied on it would read older data some time later.
 //!
-//! 1. The file [`CLOSED_NAME`] says that the last owner has closed the disk, and that no flush of it can have failed.
-//!    Opening the disk removes it; closing it without a failure makes it. Where it is missing, every file of the disk
-//!    is flushed and forgotten by the cache before it is read.
-//! 2. Neither change of the mark is flushed: a power cut that takes it back empties the cache, too. It costs no request
-//!    of the medium, and no room where there is none: without it the next opening takes longer.
-//! 3. Errors that may come from the medium put the disk in doubt ([`Disk::noting`]): it gets no mark. What fails in the
-//!    head's chain is kept there, until the chain is let go of ([`Disk::lay_down`]).
+//! 1. The file [`CLOSED_NAME`] means that the last owner closed the disk, and that no flush of it can have failed.
+//!    Opening the disk removes this mark; closing the disk without a failure creates it. If it is missing, every file
+//!    of the disk is flushed and evicted from the page cache before it is read.
+//! 2. Changes of the mark are not flushed: a power cut that reverts one empties the page cache, too. The mark costs no
+//!    flush, and a disk can be closed without it on a full file system: then the next opening takes longer.
+//! 3. An error that may come from the device makes the disk doubtful ([`Disk::noting`]): closing it leaves no mark. A
+//!    failure in the head's chain is kept there until the chain is closed ([`Disk::close_dropped_head`]).
 
 use crate::disk::Disk;
 use crate::images::remove;
@@ -20,16 +20,16 @@ use backend::{Access, Directory, File, IoMode};
 use layer::image::{Folder, Place};
 use std::sync::Arc;
 
-/// The mark of a disk that was closed and can be trusted.
+/// Marks a disk that was closed without a failure.
 pub(crate) const CLOSED_NAME: &str = "lamina.closed";
 
-/// Opens a file of an image, or passes over it.
+/// Opens a file of an image; `None` skips it.
 type Opener<'a> = &'a dyn Fn(&Node, &Place) -> Result<Option<Arc<dyn File>>>;
 
-/// What a line has failed with.
+/// The failure of a chain.
 pub(crate) struct Failed {
     why: String,
-    /// Whether something was changed since the last flush that succeeded.
+    /// Whether anything was changed since the last successful flush.
     lost: bool,
 }
 
@@ -50,16 +50,16 @@ pub(crate) fn sync_folder(folder: &Folder, of: &str) -> Result<()> {
     })
 }
 
-/// What a flush that fails says of the medium.
+/// The meaning of a failed flush.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Failing {
-    /// It may be the failure of a process before this one: what that has lost is forgotten, and another flush tells.
+    /// It may report a failure of an earlier process, whose lost writes do not matter any more; a second flush decides.
     Before,
-    /// The medium still fails.
+    /// The device still fails.
     Now,
 }
 
-/// Has reads of a file come from its medium, and finds out whether it takes what is written.
+/// Flushes a file, and evicts it from the page cache, so that reads come from the device.
 fn show(file: &dyn File, place: &Place, failing: Failing) -> Result<()> {
     let synced = match file.sync() {
         Err(_) if failing == Failing::Before => file.sync(),
@@ -72,7 +72,7 @@ fn show(file: &dyn File, place: &Place, failing: Failing) -> Result<()> {
 }
 
 impl Disk {
-    /// Has reads of the disk's own files come from their media.
+    /// Flushes the files of the disk's own images, and evicts them from the page cache.
     pub(crate) fn show_media(&self, record: &Record, failing: Failing, open: Opener<'_>) -> Result<()> {
         let show = |node: &Node, place: &Place| match open(node, place)? {
             Some(file) => show(&*file, place, failing),
@@ -80,12 +80,12 @@ impl Disk {
         };
         for node in record.nodes.iter().filter(|node| node.is_own()) {
             let folder = match self.folder(record, node.folder.as_deref()) {
-                // Told of when the chain is opened.
+                // Reported when the chain is opened.
                 Err(error) if error.kind() == ErrorKind::NotFound => continue,
                 folder => folder?,
             };
             sync_folder(&folder, &node.descriptor)?;
-            // What names the other files is the first to be read.
+            // The descriptor is first, because it names the other files.
             show(node, &Place { folder, name: node.descriptor.clone() })?;
             for file in self.files(record, node).into_iter().filter(|file| file.name != node.descriptor) {
                 show(node, &Place { folder: self.folder(record, file.folder.as_deref())?, name: file.name })?;
@@ -94,11 +94,11 @@ impl Disk {
         Ok(())
     }
 
-    /// After an opening that no closing came before. Where the medium still fails, the disk is one that has stopped.
+    /// Called when the disk is opened without a mark. If the device still fails, the disk is stopped.
     pub(crate) fn show_found(&self) {
         let record = self.record();
         let open = |_: &Node, place: &Place| match place.open(IoMode::Buffered, Access::Read) {
-            // Told of when the chain is opened.
+            // Reported when the chain is opened.
             Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
             opened => opened.map(Some),
         };
@@ -109,12 +109,12 @@ impl Disk {
         }
     }
 
-    /// Does what may fail by the medium. Errors that say nothing about it are told from the others.
+    /// Runs work that may fail on I/O, and notes such failures.
     pub(crate) fn noting<T>(&self, work: impl FnOnce() -> Result<T>) -> Result<T> {
         work().inspect_err(|error| self.doubt(error))
     }
 
-    /// Notes an error after which the cache may show what the medium does not have.
+    /// Notes an error after which the page cache may differ from the device.
     pub(crate) fn doubt(&self, error: &Error) {
         match error.kind() {
             ErrorKind::NotFound | ErrorKind::Exists | ErrorKind::Invalid | ErrorKind::Busy => {}
@@ -125,15 +125,16 @@ impl Disk {
         }
     }
 
-    /// Closes the head's line that was let go of, flushed if that can be. Gives what has failed.
-    pub(crate) fn lay_down(&self, line: &Line) -> Option<Failed> {
+    /// Closes the head's chain after it was taken out of the disk, with a flush if possible. Returns its failure, if
+    /// any.
+    pub(crate) fn close_dropped_head(&self, line: &Line) -> Option<Failed> {
         let _ = line.chain.close();
         let why = line.chain.failure()?;
         self.state.lock().doubtful = true;
         Some(Failed { why, lost: line.chain.abandon() })
     }
 
-    /// The line that was closed is still the head's: what failed in it keeps it from being opened.
+    /// For a chain that was closed and is still the head's: its failure keeps the head from being opened.
     pub(crate) fn stay_stopped(&self, failed: Option<Failed>) {
         let Some(failed) = failed else { return };
         let mut state = self.state.lock();
@@ -141,19 +142,19 @@ impl Disk {
         state.stopped.get_or_insert(failed.why);
     }
 
-    /// Leaves the mark if no flush can have failed. After the last write.
+    /// Creates the mark if no flush can have failed. To be called after the last write.
     pub(crate) fn mark_closed(&self, line: Option<&Line>) {
         let failed = line.is_some_and(|line| line.chain.failure().is_some());
         let state = self.state.lock();
         let trusted = !failed && !state.doubtful && !state.failed && state.stopped.is_none();
         drop(state);
         if trusted && self.is_owner() {
-            // Where this fails, the next opening flushes and forgets what need not be.
+            // Without the mark, the next opening only does a flush that was not needed.
             let _ = self.home.directory().create(CLOSED_NAME, IoMode::Buffered);
         }
     }
 
-    /// Removes the mark of a disk that goes.
+    /// Removes the mark of a disk that is being deleted.
     pub(crate) fn remove_mark(&self) -> Result<()> {
         remove(&**self.home.directory(), CLOSED_NAME)
     }

@@ -1,24 +1,24 @@
-//! Removal of snapshots and levels: an image is merged into the one below it or above it, while the disk is in use.
+//! Removing snapshots and levels: an image is merged into the one below or above it, while the disk is in use.
 //!
 //! ```text
 //!            down: F <- C                                 up: C <- F
-//! announce   F is written, C hides it; its snapshot's     C is written, with what shows through it
-//!            name is gone from here on
-//! merge      C's bytes into F; F's CID changes with       F's bytes into C; C's CID changes with
-//!            the first of them                            the first of them
-//! commit     F stands where C stood                       C stands on F's parent
-//! settle     F takes C's CID, so that what stood on C     C takes its own CID back, so that what stands on it
-//!            stands on F; hints are written               stands right; it remembers F's parent
+//! announce   the record says that F is written, hidden    the record says that C is filled where F
+//!            by C; F's snapshot loses its name            shows through
+//! merge      C's data is copied into F; the first write   F's data is copied into C; the first write
+//!            changes F's CID                              changes C's CID
+//! commit     F takes C's place in the tree                F's parent becomes C's parent
+//! settle     F gets C's CID, which C's children record;   C gets its old CID back, which its children
+//!            their hints are written                      record; its parentCID and hint are written
 //! remove     C's files                                    F's files
 //! ```
 //!
-//! 1. An interruption before the commit leaves a chain that reads as before (see `chain::consolidate`). Merging down,
-//!    the state of F's snapshot is given up when F is first written, so its name is removed before; the next deletion
-//!    or consolidation merges a level that is left, or [`Disk::redundant`] finds it. Merging up, the snapshot stays
-//!    until the commit.
-//! 2. The written image is never open twice, and no other chain reads it.
-//! 3. An image with several children is merged into none of them: if its snapshot is deleted, the name is removed, and
-//!    the image is kept until one child is left.
+//! 1. An interruption before the commit leaves a chain that reads as before (see `chain::consolidate`). A merge down
+//!    destroys the state of F's snapshot with the first write to F, so the snapshot's name is removed before. A level
+//!    that remains is merged by the next deletion or consolidation, and [`Disk::redundant`] reports it. A merge up
+//!    keeps the snapshot until the commit.
+//! 2. The image that is written is never open twice, and no other chain reads it.
+//! 3. An image with several children is merged into none of them: if its snapshot is deleted, only the name is removed,
+//!    and the image is kept until one child is left.
 
 use crate::disk::{Claim, Disk};
 use crate::line::Line;
@@ -30,31 +30,30 @@ use std::ops::Range;
 use std::sync::Arc;
 use work::Progress;
 
-/// Bytes of payload for which one byte of metadata is counted beside tables: maps of free space, owners of grains, and
-/// metadata of the file system.
+/// Bytes of payload per byte of other metadata than tables: free-space maps, backmaps, and metadata of the file system.
 const METADATA_SHARE: u64 = 64;
-/// Extents of a source requested at a time.
+/// Extents of a source that are requested per call.
 const EXTENTS: usize = 256;
-/// Ranges for which room is checked before a merge, at most: 4 MiB of memory. A merge of more ranges finds a lack of
-/// room while it runs.
+/// The most ranges for which space is checked before a merge: 4 MiB of memory. A merge of more ranges meets a lack of
+/// space only while it runs.
 const RANGES_MAX: usize = 1 << 18;
 
 /// The direction in which a snapshot's image is merged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Direction {
-    /// The snapshot's image takes the newer data, and the name of the image above.
+    /// The newer data is copied into the snapshot's image, which takes the place of the image above.
     Down,
-    /// The image above takes the rest of the snapshot's image.
+    /// The remaining data of the snapshot's image is copied into the image above.
     Up,
 }
 
 impl Disk {
     /// Deletes a snapshot. If its image has one child, the two are merged, in the requested direction or in the one
-    /// that copies less. If it has several, the image is kept until one is left.
+    /// that copies less. If it has several children, the image is kept until one is left.
     ///
     /// # Errors
-    /// `Busy` while linked clones stand on it or its chain is open. `Interrupted` when the watcher stopped it: merging
-    /// up nothing has happened then; merging down the snapshot is gone, and its level is merged another time.
+    /// `Busy` while linked clones depend on it or its chain is open. `Interrupted` when `progress` cancelled it: a
+    /// merge up then has changed nothing; after a merge down the snapshot is gone, and its level is merged later.
     pub fn delete_snapshot(&self, name: &str, direction: Option<Direction>, progress: &dyn Progress) -> Result<()> {
         self.noting(|| {
             let _operation = self.begin("deleting a snapshot")?;
@@ -84,11 +83,11 @@ impl Disk {
         })
     }
 
-    /// Merges the head's chain into its base, as far down as it can be written and nothing else depends on it. The
-    /// snapshots between are removed.
+    /// Merges the head's chain into its base, or into the lowest level that is writable and on which nothing else
+    /// depends. The snapshots in between are removed.
     ///
     /// # Errors
-    /// `Busy` when there is something to merge, and snapshots of other branches or linked clones stand on all of it.
+    /// `Busy` when there are levels to merge, but other branches or linked clones depend on all of them.
     pub fn consolidate(&self, progress: &dyn Progress) -> Result<()> {
         self.noting(|| self.merge_into_base(progress))
     }
@@ -116,8 +115,8 @@ impl Disk {
                 return Ok(());
             }
             let text = format!(
-                "disk '{}' cannot be consolidated: other branches of its snapshots, or linked clones, stand on what is \
-                 below its head",
+                "disk '{}' cannot be consolidated: other branches of its snapshots, or linked clones, depend on the \
+                 images below its head",
                 record.name
             );
             return Err(Error::new(ErrorKind::Busy, text));
@@ -126,7 +125,7 @@ impl Disk {
         self.merge_redundant(progress)
     }
 
-    /// Images that no snapshot needs, with one child: they could be merged.
+    /// Images without a snapshot that have one child: they could be merged.
     pub(crate) fn redundant(&self, record: &Record) -> Vec<u32> {
         let pinned = record.pinned();
         let without = |id: u32| record.snapshot_of(id).is_none() && record.children(id).len() == 1;
@@ -136,7 +135,7 @@ impl Disk {
             .collect()
     }
 
-    /// Merges what deleted snapshots have left, as far as it can be now.
+    /// Merges images left by deleted snapshots, as far as this is possible now.
     fn merge_redundant(&self, progress: &dyn Progress) -> Result<()> {
         let mut passed = Vec::new();
         loop {
@@ -150,7 +149,7 @@ impl Disk {
                 None => continue,
             };
             match merged {
-                // A reader has it open: a later run merges it.
+                // Some reader has the image open: a later run merges it.
                 Err(error) if error.kind() == ErrorKind::Busy => {}
                 other => other?,
             }
@@ -182,12 +181,12 @@ impl Disk {
             None => {}
         }
         if !can_down {
-            // A complete foreign base is copied only if the user asks for it.
+            // A complete foreign base is copied only if the user asks for that.
             return Ok(None);
         }
         if can_up {
             let (small, large) = (self.layer_figures(record, lower)?, self.layer_figures(record, upper)?);
-            // A base stays one; between deltas, the one that holds less is copied.
+            // The base stays the base; of two deltas, the one that holds less is copied.
             if small.0 < large.0 || (below.parent.is_some() && small.1 < large.1 / 2) {
                 return Ok(Some(Direction::Up));
             }
@@ -195,7 +194,7 @@ impl Disk {
         Ok(Some(Direction::Down))
     }
 
-    /// Capacity of an image, and the bytes that it holds.
+    /// The capacity of an image, and the bytes that it holds.
     fn layer_figures(&self, record: &Record, id: u32) -> Result<(u64, u64)> {
         let open = self.open_head().and_then(|line| line.level(id)).map(|level| level.image);
         let image = match open {
@@ -205,7 +204,7 @@ impl Disk {
         Ok((image.layer().capacity(), image.layer().usage()?.mapped))
     }
 
-    /// Removes the name of a snapshot, and then the images that nothing needs any more.
+    /// Removes the name of a snapshot, and then the images that are not needed any more.
     fn drop_name(&self, name: &str) -> Result<()> {
         let record = self.record();
         let mut after = record.clone();
@@ -222,7 +221,7 @@ impl Disk {
         self.claim(nodes).map(drop)
     }
 
-    /// The line of an image: the head's, or one of its own.
+    /// The line that contains an image: the head's, or a new one; true for the head's.
     fn line_with(&self, record: &Record, top: u32) -> Result<(Arc<Line>, bool)> {
         let head = self.head_line()?;
         match head.level(top) {
@@ -239,7 +238,7 @@ impl Disk {
         let (line, _) = self.line_with(&record, newest)?;
         let top = line.expect(newest)?;
         if newest == record.head {
-            // Its identity stays from here on, so that the target can take it.
+            // From here on the head keeps its CID, so that the target can take it.
             self.with_room(&record, || top.image.renew_content())?;
         }
         let below = line.expect(target)?;
@@ -251,31 +250,31 @@ impl Disk {
             );
             return Err(Error::new(ErrorKind::Unsupported, text));
         }
-        // Opened before anything is given up: an image that another process has open for writing fails here.
+        // Opened before the snapshot is given up: if another process has the image open for writing, this fails.
         let writable = match below.image.layer().writable() {
             true => None,
             false => Some(Arc::new(self.open_image(&record, target, true)?)),
         };
-        // A lack of room fails here too: after the announcement the snapshot's state cannot be restored.
+        // A lack of space fails here too: after the announcement the snapshot's state cannot be restored.
         let room = self.take_room(&line, sources, writable.as_deref().unwrap_or(&below.image));
         let mut announced = record.clone();
         announced.snapshots.retain(|snapshot| snapshot.node != target && !sources[1..].contains(&snapshot.node));
         let merging = Merging { side: MergeSide::Down, node: target, above: Some(lowest), content: None };
         announced.pending = Some(Pending { merging: Some(merging), ..Pending::new("merge down") });
-        // The room for the record of the merged disk is reserved by then, too.
+        // The space for the record after the merge is reserved here, too.
         let spare = room.and_then(|()| self.set_aside(&announced, sources, target));
         let announced = spare.and_then(|spare| self.commit(announced).map(|()| spare));
         let spare = match announced {
             Ok(spare) => spare,
             Err(error) => {
                 if let Some(image) = writable {
-                    // The opening has marked it as in use.
+                    // The opening has marked the image as in use.
                     image.layer().close()?;
                 }
                 return Err(error);
             }
         };
-        // The announcement may have used it, and returned the room of the record before.
+        // The announcement may have used the reserved space, and its success freed that of the old record.
         spare.renew();
         let exchanged = writable.map_or(Ok(()), |image| line.exchange(target, image));
         let outcome = exchanged.and_then(|()| {
@@ -288,7 +287,7 @@ impl Disk {
         ended
     }
 
-    /// Refuses a merge for which there is no room, and reserves it if the format of the target allows that.
+    /// Refuses a merge for which there is no space, and reserves the space if the format of the target allows that.
     fn take_room(&self, line: &Line, sources: &[u32], into: &Image) -> Result<()> {
         let (layer, mut held) = (into.layer(), Vec::new());
         for source in sources {
@@ -305,8 +304,8 @@ impl Disk {
             if taken == 0 || table == 0 {
                 continue;
             }
-            // Each table is counted once: ranges are in the order of the disk. Where the target has data, it has a
-            // table.
+            // Each table is counted once, because the ranges are in the order of the disk. Ranges with data in the
+            // target already have a table.
             for index in (range.start / mapped).max(next)..range.end.div_ceil(mapped) {
                 let part = index * mapped..((index + 1) * mapped).min(layer.capacity());
                 tables += u64::from(layer.room_needed(part.clone())? == part.end - part.start);
@@ -335,26 +334,27 @@ impl Disk {
         Error::new(ErrorKind::NoSpace, text)
     }
 
-    /// Reserves that much behind the end of an image, and returns it. The room that `statfs` reports may not exist: it
-    /// is too high on a btrfs that is nearly full, and ignores quotas.
+    /// Reserves `bytes` past the end of an image, and frees them again. The free space that `statfs` reports may not
+    /// exist: on a nearly full btrfs it is too high, and it ignores quotas.
     fn prove_room(&self, into: &Image, bytes: u64) -> Result<()> {
-        // The first extent may be one of zeros, or read only.
+        // The first extent may be a zero extent, or read only.
         let Ok(file) = into.layer().file(0) else { return Ok(()) };
         let Ok(end) = file.len() else { return Ok(()) };
         let taken = file.reserve(end, bytes);
-        // A part may have been reserved. If this fails, the file is longer than necessary.
+        // A part may have been reserved. If truncating fails, the file only is longer than necessary.
         let given_back = file.set_len(end);
         match taken {
             Err(error) if error::lacks_space(&error) => Err(self.lacks_room(into, bytes, "does not give them")),
             Ok(()) => given_back.map_err(|error| Error::io("giving back room in the file system", error)),
-            // Other failures occur in the merge's own writes.
+            // The merge meets other failures in its own writes.
             Err(_) => Ok(()),
         }
     }
 
     fn commit_down(&self, line: &Line, sources: &[u32], target: u32) -> Result<()> {
         let after = self.merged_down(&self.record(), sources, target)?;
-        // The files that the record names are durable: the chain has flushed both sides. The descriptor is unchanged.
+        // The files that the record names are durable, because the chain has flushed both sides; the descriptor is
+        // unchanged.
         debug_assert!(line.level(target).is_some());
         self.commit(after)
     }
@@ -372,7 +372,7 @@ impl Disk {
         let place = self.place(record, record.node(target)?)?;
         let mut settle = Vec::new();
         if record.head != newest {
-            // A head has no children; children of others name the content above which they were made.
+            // A head has no children, so its CID may stay changed; children of another image record its old CID.
             settle.push(Settlement { node: target, content, parent: None, text: None });
         }
         for child in &taken {
@@ -414,7 +414,7 @@ impl Disk {
         self.commit(announced)?;
         let line = match is_head {
             true => line,
-            // The top of a line of its own: opened for writing from the beginning.
+            // The image is the top of a line of its own, which is opened for writing at once.
             false => {
                 drop(line);
                 let opened = self.open_line(&record, target, true, None);
@@ -448,7 +448,7 @@ impl Disk {
                 ParentNow::None { adapter: record.adapter.clone(), uuid }
             }
         };
-        // Its children name the content that it had; a head has none.
+        // The children of the target record its old CID; a head has no children.
         let content = if record.head == target { None } else { content };
         let settle = vec![Settlement { node: target, content, parent: Some(parent), text: None }];
         let gone = if lower.is_own() { self.files(&record, lower) } else { Vec::new() };
@@ -459,7 +459,7 @@ impl Disk {
             node.parent = below;
         }
         after.snapshots.retain(|snapshot| snapshot.node != source);
-        // A foreign base that a merge does not change is dropped with the images that nothing needs.
+        // A foreign base that the merge does not change is dropped with the images that are not needed any more.
         let more = after.take_unneeded();
         let more = more.iter().filter(|node| node.is_own()).flat_map(|node| self.files(&record, node));
         let gone = gone.into_iter().chain(more).collect();
@@ -468,8 +468,8 @@ impl Disk {
         self.commit(after)
     }
 
-    /// Called after a merge, however it ended: the target is opened for reading, descriptors are corrected, files
-    /// removed.
+    /// Called after a merge, whether it succeeded or not: opens the target for reading, corrects descriptors, and
+    /// removes files.
     fn end_merge(
         &self,
         line: &Line,
@@ -484,7 +484,7 @@ impl Disk {
         let is_head = self.record().head == target && self.open_head().is_some_and(|head| head.level(target).is_some());
         let closed = match line.level(target) {
             Some(level) if !is_head && level.image.layer().writable() => {
-                // A descriptor is corrected while no chain has the image open for writing.
+                // A descriptor is corrected only while no chain has the image open for writing.
                 let last = line.levels().first().is_some_and(|top| top.node == target);
                 drop(level);
                 if last { line.chain.close() } else { self.set_reading(line, target) }
@@ -496,7 +496,7 @@ impl Disk {
         outcome.and(finished)
     }
 
-    /// Opens a level below the top for writing, in its place.
+    /// Replaces the opening of a level below the top by a writable one.
     pub(crate) fn set_writing(&self, line: &Line, node: u32) -> Result<()> {
         if line.expect(node)?.image.layer().writable() {
             return Ok(());
@@ -506,7 +506,7 @@ impl Disk {
     }
 }
 
-/// Adds the extents of a source, in whole grains of the target, in the order of the disk.
+/// Adds the extents of a source, widened to whole grains of the target, in the order of the disk.
 fn held_by(source: &dyn Layer, into: &dyn Layer, held: &mut Vec<Range<u64>>) -> Result<()> {
     let (capacity, grain) = (source.capacity().min(into.capacity()), into.grain());
     let mut at = 0;
@@ -528,7 +528,7 @@ fn held_by(source: &dyn Layer, into: &dyn Layer, held: &mut Vec<Range<u64>>) -> 
     Ok(())
 }
 
-/// Adds a range, joined to the last one if they touch.
+/// Adds a range, joined with the last one if they touch.
 fn push_range(ranges: &mut Vec<Range<u64>>, range: Range<u64>) {
     match ranges.last_mut() {
         Some(last) if last.start <= range.start && range.start <= last.end => last.end = last.end.max(range.end),

@@ -7,15 +7,15 @@ use layer::image::Folder;
 /// The file whose lock the owner of a disk holds.
 pub(crate) const LOCK_NAME: &str = "lamina.lock";
 
-/// What the owner of a folder has locked: the file that every version locks, and the folder itself where the file
-/// system does that, so that a file removed or replaced lets no second owner in.
+/// The locks on a disk's folder: on the file that every version locks, and on the folder itself where the file system
+/// supports that. The second lock still excludes other owners when the file is removed or replaced.
 pub(crate) struct Owner {
     file: Box<dyn Lock>,
     _folder: Option<Box<dyn Lock>>,
 }
 
 impl Owner {
-    /// Locks a folder: `Busy` when another owner has.
+    /// Locks a folder: `Busy` when another owner holds the lock.
     pub fn lock(home: &Folder) -> Result<Self> {
         let directory = home.directory();
         let both = directory.lock(LOCK_NAME).and_then(|file| Ok(Self { file, _folder: directory.lock_folder()? }));
@@ -25,9 +25,9 @@ impl Owner {
         })
     }
 
-    /// Whether the lock is still what others would lock.
+    /// Whether the lock is still held: other processes would lock the same file.
     pub fn holds(&self) -> bool {
-        // A look that fails says nothing: the lock is held all the same.
+        // An error does not mean that the lock is lost.
         self.file.loss().map_or(true, |lost| lost.is_none())
     }
 }

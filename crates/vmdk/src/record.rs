@@ -1,11 +1,11 @@
-//! The record of a disk: its images and snapshots, and the operation under way.
+//! The record of a disk: its images, its snapshots, and the pending operation.
 //!
 //! ```text
 //! lamina disk 1 crc32c=89ABCDEF
 //! { "name": "web", "uuid": "...", "head": 3, "nodes": [ ... ], ... }
 //! ```
 //!
-//! 1. The checksum covers everything behind the first line. A text that fails it, or that contradicts itself, is
+//! 1. The checksum covers everything after the first line. A text with a wrong checksum, or with contradictions, is
 //!    refused.
 //! 2. Nodes form trees: parents exist, and no node is its own ancestor. The head is a node without children.
 //! 3. Names of files are plain names; only `folder` gives their path.
@@ -16,20 +16,20 @@ use layer::image::ImageKind;
 use serde::{Deserialize, Serialize};
 use std::collections::{HashMap, HashSet};
 
-/// First words of the file, with the version.
+/// The beginning of the file, with the version.
 const MAGIC: &str = "lamina disk 1 crc32c=";
-/// The first words of every version.
+/// The beginning of the file in every version.
 const MAGIC_ANY: &str = "lamina disk ";
-/// Longest record, in bytes: thousands of snapshots.
+/// The longest record, in bytes: enough for thousands of snapshots.
 pub(crate) const RECORD_MAX: u64 = 16 << 20;
-/// Most images of one disk.
+/// The most images of one disk.
 pub(crate) const NODES_MAX: usize = 4096;
-/// Most snapshots of one disk.
+/// The most snapshots of one disk.
 pub(crate) const SNAPSHOTS_MAX: usize = 4096;
-/// Longest text that a record keeps for its caller.
+/// The longest text that a record stores for its caller.
 const TEXT_MAX: usize = 1 << 20;
 
-/// The format of the images that snapshots and clones are made in.
+/// The formats of deltas, in which snapshots and clones are made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum DeltaFormat {
@@ -42,13 +42,13 @@ pub enum DeltaFormat {
 }
 
 impl DeltaFormat {
-    /// Limit of VMFSsparse deltas: ESXi stops one sector before 2 TiB.
+    /// The limit of VMFSsparse deltas: ESXi stops one sector before 2 TiB.
     const VMFS_MAX: u64 = (2 << 40) - layer::SECTOR;
 
-    /// Largest disk that SEsparse deltas are made of.
+    /// The largest disk for which SEsparse deltas are made.
     const SE_MAX: u64 = 62 << 40;
 
-    /// What vSphere chooses for a disk of that size; beyond what it has files for, the one format that goes so far.
+    /// The format that vSphere uses for a disk of this size; vsanSparse for disks too large for vSphere's file formats.
     pub fn usual(capacity: u64) -> Self {
         if capacity <= Self::VMFS_MAX {
             Self::VmfsSparse
@@ -59,7 +59,7 @@ impl DeltaFormat {
         }
     }
 
-    /// This format, or the usual one where a disk has grown beyond what this one can hold.
+    /// This format, or the usual one if a disk has grown beyond the limit of this one.
     pub(crate) fn holding(self, capacity: u64) -> Self {
         let most = match self {
             Self::VmfsSparse => Self::VMFS_MAX,
@@ -69,7 +69,7 @@ impl DeltaFormat {
         if capacity > most { Self::usual(capacity) } else { self }
     }
 
-    /// The kind of image.
+    /// The kind of image for this format.
     pub fn kind(self) -> ImageKind {
         match self {
             Self::VmfsSparse => ImageKind::VmfsSparse,
@@ -87,7 +87,7 @@ impl DeltaFormat {
         }
     }
 
-    /// The suffix of the extent's name.
+    /// The suffix in the name of the extent file.
     pub(crate) fn suffix(self) -> &'static str {
         match self {
             Self::VmfsSparse => "-delta.vmdk",
@@ -125,7 +125,7 @@ pub enum ImageOwnership {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Node {
-    /// Its number in this record.
+    /// The number of the image in this record.
     pub id: u32,
     /// The image below it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -133,42 +133,43 @@ pub struct Node {
     /// Path of its folder; without one, the folder of the record.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub folder: Option<String>,
-    /// The file by which it is opened.
+    /// The file by which the image is opened.
     pub descriptor: String,
-    /// What that file is where it has no descriptor: `raw`, whose bytes cannot tell, `qcow2`, or the format of an
-    /// extent whose descriptor is lost.
+    /// The format of that file if it has no descriptor: `raw`, which its bytes cannot show, `qcow2`, or the format of
+    /// an extent whose descriptor is lost.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub format: Option<String>,
     /// Its ownership.
     pub standing: ImageOwnership,
-    /// The CID of the image below that was accepted on demand when this one was adopted, although it differs from the
-    /// recorded one.
+    /// The CID of the image below that was accepted by force when this image was adopted, although this image records
+    /// another one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub accepted: Option<u32>,
-    /// Its journal may not be closed properly; on demand, it is replayed as far as it can be proven.
+    /// The journal of this SEsparse image may be unfinished, and is replayed as far as its entries can be verified. Set
+    /// by the user at adoption.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub replay: bool,
 }
 
 impl Node {
-    /// Whether this disk may change it.
+    /// Whether this disk may change the image.
     pub fn is_own(&self) -> bool {
         self.standing != ImageOwnership::Foreign
     }
 }
 
-/// A snapshot: a name for the content of an image with those below it.
+/// A snapshot: a name for an image with those below it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SnapshotRecord {
     /// Name, unique within the disk.
     pub name: String,
-    /// What VMware's list called it when it was adopted, where that could not be its name here.
+    /// The name in VMware's list at adoption, if it could not be used as the name here.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub listed: Option<String>,
-    /// VMware's number of it.
+    /// VMware's number for the snapshot (UID).
     pub uid: u32,
-    /// The image.
+    /// The image of the snapshot.
     pub node: u32,
     /// When it was taken: microseconds since 1970.
     pub created: u64,
@@ -179,19 +180,19 @@ pub struct SnapshotRecord {
     pub description: String,
 }
 
-/// Tunables that are kept with the disk.
+/// Tunables that are stored with the disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Tunables {
-    /// Most extents in the metadata cache.
+    /// The most extents in the metadata cache.
     pub metadata_entries: usize,
-    /// Bytes around a miss that are resolved with it.
+    /// Bytes around a cache miss that are looked up with it.
     pub prefetch: u64,
-    /// Most extents that one prefetch brings.
+    /// The most extents that one prefetch inserts.
     pub prefetch_extents: usize,
     /// Bytes of the read cache.
     pub read_cache: u64,
-    /// Most levels of the chain.
+    /// The most levels of the chain.
     pub levels_max: usize,
 }
 
@@ -208,77 +209,77 @@ impl Default for Tunables {
     }
 }
 
-/// Origin of a linked clone.
+/// The origin of a linked clone.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct OriginRecord {
-    /// The disk.
+    /// The UUID of the source disk.
     pub uuid: String,
-    /// Its name at that time.
+    /// The name of the source disk when the clone was made.
     pub disk: String,
-    /// The snapshot.
+    /// The snapshot from which the clone was made.
     pub snapshot: String,
 }
 
-/// A linked clone that stands on a snapshot of this disk.
+/// A linked clone of a snapshot of this disk.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct CloneRecord {
-    /// The clone.
+    /// The UUID of the clone.
     pub uuid: String,
-    /// Its name at that time.
+    /// The name of the clone when it was made.
     pub name: String,
-    /// The folder with its record.
+    /// The folder with the clone's record.
     pub folder: String,
-    /// The image that it stands on.
+    /// The image above which the clone was made.
     pub node: u32,
 }
 
-/// A file.
+/// A file of the disk.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct FileRecord {
-    /// The folder: as in [`Node`].
+    /// Path of its folder, as in [`Node`].
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub folder: Option<String>,
     /// Its name.
     pub name: String,
 }
 
-/// The statement of an image's descriptor about its parent.
+/// What the descriptor of an image has to state about its parent.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase", deny_unknown_fields)]
 pub enum ParentNow {
-    /// That it has none: with the adapter, and the identity of the disk if it is known, as a base has.
+    /// No parent: the descriptor of a base, with the adapter, and the UUID of the disk if it is known.
     None {
-        /// The adapter.
+        /// The adapter type.
         adapter: String,
-        /// The identity.
+        /// The UUID of the disk.
         uuid: Option<String>,
     },
-    /// The content above which it was made, if that has an identity, and its path.
+    /// A parent: its CID, if it has one, and its path.
     Of {
-        /// The parent's CID; without one it is not changed.
+        /// The parent's CID; `None` leaves the recorded one unchanged.
         content: Option<u32>,
-        /// The hint.
+        /// The parent's path, as the file name hint.
         hint: String,
     },
 }
 
-/// A descriptor to be corrected.
+/// The correction of an image's descriptor.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Settlement {
-    /// The image.
+    /// The image whose descriptor is corrected.
     pub node: u32,
-    /// Its own CID.
+    /// The new CID of the image.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub content: Option<u32>,
-    /// Its parent.
+    /// The new statement about the parent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub parent: Option<ParentNow>,
-    /// The complete new text, if the descriptor is inside an extent: it is written in place there, and a power cut may
-    /// leave an invalid text.
+    /// The complete new text, if the descriptor is inside an extent: it is overwritten there in place, and a power cut
+    /// may leave an invalid text.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub text: Option<String>,
 }
@@ -293,40 +294,41 @@ pub enum MergeSide {
     Up,
 }
 
-/// A merge under way: the content of an image changes, and its CID is no longer the one that its children name.
+/// A merge under way: the content of an image changes, and its CID differs from the one that its children record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Merging {
     /// The direction.
     pub side: MergeSide,
-    /// The image that is written.
+    /// The image that is written: the target.
     pub node: u32,
-    /// Down: the image above it, which hides the written ranges.
+    /// In a merge down: the image above the target, which hides the written ranges.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub above: Option<u32>,
-    /// The CID that it had before.
+    /// The CID of the target before the merge.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub content: Option<u32>,
 }
 
-/// The future of the disk itself.
+/// The creation or deletion of the disk itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Fate {
-    /// It is being created: after a crash there is no such disk.
+    /// The disk is being created: after a crash it does not exist.
     Creating,
-    /// It is being deleted: after a crash the rest is removed. The name of the record's file says so, not its text.
+    /// The disk is being deleted: after a crash its remaining files are removed. The name of the record's file states
+    /// this, not its text.
     #[serde(skip)]
     Deleting,
 }
 
-/// What is under way. Opening the disk undoes or finishes it.
+/// The pending operation. Opening the disk finishes or undoes it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Pending {
-    /// What it is, for messages.
+    /// The name of the operation, for messages.
     pub operation: String,
-    /// Files that are being created: removed if they exist, unless an image of the record has them.
+    /// Files that are being created: they are removed if they exist, unless they belong to an image of the record.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub made: Vec<FileRecord>,
     /// Files to be removed.
@@ -335,10 +337,10 @@ pub struct Pending {
     /// Descriptors to be corrected.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub settle: Vec<Settlement>,
-    /// A merge.
+    /// The merge under way.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub merging: Option<Merging>,
-    /// The disk is created or deleted.
+    /// Set while the disk itself is created or deleted.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fate: Option<Fate>,
 }
@@ -366,13 +368,13 @@ pub struct Record {
     pub uuid: String,
     /// Time of creation: seconds since 1970.
     pub created: u64,
-    /// The first part of the names of its files.
+    /// The beginning of the names of its files.
     pub stem: String,
-    /// The kind of its base, in the form of `-d`.
+    /// The kind of its base, as for option `-d`.
     pub kind: String,
     /// The format of new deltas.
     pub delta: DeltaFormat,
-    /// The adapter for which its geometry was computed.
+    /// The adapter for which the geometry was computed.
     pub adapter: String,
     /// Whether the head is read only.
     #[serde(default)]
@@ -380,35 +382,35 @@ pub struct Record {
     /// Whether a list of snapshots is written for VMware.
     #[serde(default)]
     pub vmsd: bool,
-    /// The image that is written.
+    /// The image that guest writes go to.
     pub head: u32,
     /// The images.
     pub nodes: Vec<Node>,
     /// The snapshots, oldest first.
     pub snapshots: Vec<SnapshotRecord>,
-    /// The last number given to a snapshot.
+    /// The last UID given to a snapshot.
     pub last_uid: u32,
     /// Tunables.
     pub tunables: Tunables,
-    /// The layer above the head, in the words of the caller that put it there.
+    /// The overlay above the head, as described by the caller that placed it there.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub overlay: Option<String>,
-    /// The snapshot of which it is a clone.
+    /// The snapshot of which the disk is a linked clone.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub origin: Option<OriginRecord>,
-    /// Clones that depend on it.
+    /// Linked clones of this disk.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub clones: Vec<CloneRecord>,
     /// Folders that its images may refer to, besides their own.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub permitted: Vec<String>,
-    /// What is under way.
+    /// The pending operation.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pending: Option<Pending>,
 }
 
 impl Record {
-    /// The image of that number.
+    /// The image with this number.
     pub fn node(&self, id: u32) -> Result<&Node> {
         self.nodes
             .iter()
@@ -416,19 +418,19 @@ impl Record {
             .ok_or_else(|| Error::new(ErrorKind::Corrupt, format!("the record of '{}' has no image {id}", self.name)))
     }
 
-    /// The children of the image.
+    /// The children of an image.
     pub fn children(&self, id: u32) -> Vec<u32> {
         self.nodes.iter().filter(|node| node.parent == Some(id)).map(|node| node.id).collect()
     }
 
-    /// From an image down to its base, newest first.
+    /// The images from `id` down to its base, newest first.
     pub fn line(&self, id: u32) -> Result<Vec<u32>> {
         let mut line = vec![id];
         let mut at = self.node(id)?;
         while let Some(parent) = at.parent {
             at = self.node(parent)?;
             line.push(parent);
-            // Checked when the record was read; a record in memory is made from one.
+            // Checked when a record is read; records in memory derive from one that was read.
             if line.len() > self.nodes.len() {
                 return Err(Error::new(ErrorKind::Corrupt, format!("the images of '{}' form a circle", self.name)));
             }
@@ -436,7 +438,7 @@ impl Record {
         Ok(line)
     }
 
-    /// Whether images were adopted, which are kept when the disk is deleted.
+    /// Whether the disk has adopted images, which are kept when it is deleted.
     pub(crate) fn has_adopted(&self) -> bool {
         self.nodes.iter().any(|node| node.standing == ImageOwnership::Adopted)
     }
@@ -446,7 +448,7 @@ impl Record {
         self.pending.as_ref().is_some_and(|pending| pending.fate == Some(Fate::Deleting))
     }
 
-    /// The snapshot of that name.
+    /// The snapshot with this name.
     pub fn snapshot(&self, name: &str) -> Result<&SnapshotRecord> {
         self.snapshots.iter().find(|snapshot| snapshot.name == name).ok_or_else(|| {
             let text = format!("disk '{}' has no snapshot '{}'", self.name, name.escape_debug());
@@ -454,12 +456,12 @@ impl Record {
         })
     }
 
-    /// The last snapshot that names an image.
+    /// The last snapshot of an image.
     pub fn snapshot_of(&self, node: u32) -> Option<&SnapshotRecord> {
         self.snapshots.iter().rev().find(|snapshot| snapshot.node == node)
     }
 
-    /// The snapshot before one: of the same image, or of the nearest below that has one.
+    /// The snapshot before this one: of the same image, or of the nearest image below that has one.
     pub fn snapshot_before(&self, snapshot: &SnapshotRecord) -> Option<&SnapshotRecord> {
         let same = self.snapshots.iter().take_while(|other| other.uid != snapshot.uid);
         same.filter(|other| other.node == snapshot.node).last().or_else(|| {
@@ -468,23 +470,23 @@ impl Record {
         })
     }
 
-    /// The snapshot on which the head is based.
+    /// The snapshot from which the head continues.
     pub fn current(&self) -> Option<&SnapshotRecord> {
         self.line(self.head).ok()?.iter().find_map(|node| self.snapshot_of(*node))
     }
 
-    /// A number for a new image.
+    /// An unused number for a new image.
     pub(crate) fn next_id(&self) -> u32 {
         self.nodes.iter().map(|node| node.id).max().map_or(1, |id| id.saturating_add(1))
     }
 
-    /// Images that must not change because clones are based on them or on images above them.
+    /// Images that must not change, because clones depend on them.
     pub(crate) fn pinned(&self) -> HashSet<u32> {
         let lines = self.clones.iter().filter_map(|clone| self.line(clone.node).ok());
         lines.flatten().collect()
     }
 
-    /// Removes and returns the images that nothing needs: without a name, without children, and not the head.
+    /// Removes and returns the images that are not needed: without a snapshot, without children, and not the head.
     pub(crate) fn take_unneeded(&mut self) -> Vec<Node> {
         let mut taken = Vec::new();
         loop {
@@ -498,7 +500,7 @@ impl Record {
         }
     }
 
-    /// The bytes of the file.
+    /// The content of the record's file.
     pub(crate) fn encode(&self) -> Result<Vec<u8>> {
         let failed = |error: serde_json::Error| {
             Error::new(ErrorKind::Invalid, format!("the record of '{}' cannot be written: {error}", self.name))
@@ -513,14 +515,14 @@ impl Record {
         Ok(bytes)
     }
 
-    /// Reads the bytes of the file.
+    /// Parses the content of the record's file.
     ///
     /// # Errors
-    /// `Corrupt` for what is none, `Unsupported` for one of another version.
+    /// `Corrupt` for other bytes than a record, `Unsupported` for a record of another version.
     pub fn decode(bytes: &[u8]) -> Result<Self> {
         let corrupt = |what: &str| Err(Error::new(ErrorKind::Corrupt, format!("the record of the disk {what}")));
         let Some(end) = bytes.iter().take(64).position(|byte| *byte == b'\n') else {
-            return corrupt("is none: it does not begin as one");
+            return corrupt("has an invalid first line");
         };
         let first = String::from_utf8_lossy(&bytes[..end]);
         let Some(sum) = first.strip_prefix(MAGIC) else {
@@ -528,7 +530,7 @@ impl Record {
                 let text = format!("the record of the disk is of another version: '{}'", first.escape_debug());
                 return Err(Error::new(ErrorKind::Unsupported, text));
             }
-            return corrupt("is none: it does not begin as one");
+            return corrupt("has an invalid first line");
         };
         let text = &bytes[end + 1..];
         if *sum != format!("{:08X}", checksum(text)) {
@@ -540,7 +542,7 @@ impl Record {
         Ok(record)
     }
 
-    /// What everything else relies on.
+    /// Checks everything on which other code relies.
     fn check(&self) -> Result<()> {
         let corrupt = |what: String| {
             Err(Error::new(ErrorKind::Corrupt, format!("the record of '{}': {what}", self.name.escape_debug())))
@@ -559,7 +561,7 @@ impl Record {
         if parents.len() != self.nodes.len() {
             return corrupt("two images have one number".to_owned());
         }
-        // Walked from every image; what was walked before is known to end.
+        // Every image is followed to its base; the walk stops at an image that is known to lead to a base.
         let mut ending: HashSet<u32> = HashSet::new();
         for node in &self.nodes {
             if !is_plain(&node.descriptor) {
@@ -578,7 +580,7 @@ impl Record {
             ending.extend(walked);
         }
         if !creating && (!parents.contains_key(&self.head) || !self.children(self.head).is_empty()) {
-            return corrupt("its head is no image, or images stand on it".to_owned());
+            return corrupt("its head is no image, or has children".to_owned());
         }
         let mut names = HashSet::new();
         let mut uids = HashSet::new();
@@ -599,7 +601,7 @@ impl Record {
     }
 }
 
-/// Whether a name leads nowhere but to a file of its folder.
+/// Whether a name can only refer to a file in its folder.
 pub(crate) fn is_plain(name: &str) -> bool {
     !name.is_empty() && name.len() <= 255 && name != "." && name != ".." && !name.contains(['/', '\\', '\0'])
 }

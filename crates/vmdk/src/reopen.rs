@@ -1,14 +1,14 @@
-//! Opening a disk again whose medium failed, without the process that has it.
+//! Reopening a disk after an I/O failure, in the process that has it open.
 //!
-//! 1. The old chain is stopped, and nothing is inside it any more, before an image is opened again: the layers below it
-//!    write nothing from then on. Reads that were planned by it have to end before, too: the new opening may give
-//!    their places to others. That is the caller's to wait for.
-//! 2. After a failed flush the operating system's cache may show what the medium does not have. Every file of the disk
-//!    is flushed once more, which tells whether the medium takes writes again, and then forgotten by the cache.
-//! 3. The record is read again: a replacement that failed may have left the old one or the new one. The folder is
-//!    flushed before, and so is that of each image: the name that was found may not be durable yet, and a power cut
-//!    would bring the other record back, under writes that were acknowledged by this one.
-//! 4. Until all of that has succeeded the disk stays stopped, and can be opened again another time.
+//! 1. Before an image is opened again, the old chain is stopped, and no request is inside it any more: its layers write
+//!    nothing from then on. Reads that were planned through the old chain have to end before, too, because the new
+//!    opening may reuse the grains. The caller waits for these reads.
+//! 2. After a failed flush the page cache may differ from the device. Every file of the disk is flushed once more,
+//!    which shows whether the device accepts writes again, and is then evicted from the page cache.
+//! 3. The record is read again: a failed replacement may have left the old or the new one. Before that, its folder and
+//!    the folder of each image are flushed. Otherwise a power cut could bring back the other record after writes were
+//!    acknowledged under this one.
+//! 4. Until all this has succeeded, the disk stays stopped, and reopening can be tried again.
 
 use crate::disk::Disk;
 use crate::medium::{Failing, sync_folder};
@@ -18,7 +18,7 @@ use backend::{Access, IoMode};
 use std::sync::Arc;
 
 impl Disk {
-    /// Why it takes no writes any more; `None` while it does, or was closed.
+    /// Why the disk accepts no writes; `None` while it does, and after it was closed.
     pub fn stopped(&self) -> Option<String> {
         let state = self.state.lock();
         if state.closed {
@@ -34,13 +34,13 @@ impl Disk {
         self.open_head().and_then(|line| line.chain.failure())
     }
 
-    /// Opens a stopped disk again. No read may be under way by its former chain; users of the disk ask for its chain
-    /// again. What was acknowledged after the last flush that succeeded may be lost; says whether there was any. The
-    /// flushes of the new chain do not cover it: the caller reports it to the users that rely on them.
+    /// Opens a stopped disk again. No read may be under way through the old chain; users of the disk have to ask for
+    /// the new one. Writes acknowledged after the last successful flush may be lost; returns whether there were any.
+    /// Flushes of the new chain do not cover them, so the caller reports the loss to the users that rely on flushes.
     ///
     /// # Errors
-    /// `Invalid` when it has not stopped; `Busy` while an operation is under way; `Stopped` when the process has to be
-    /// started again.
+    /// `Invalid` when the disk has not stopped; `Busy` while an operation is under way; `Stopped` when the process has
+    /// to be restarted.
     pub fn reopen(&self) -> Result<bool> {
         let _operation = self.begin_reopening()?;
         let name = self.name();
@@ -57,7 +57,7 @@ impl Disk {
         }
         self.state.lock().stopped = Some(why);
         if let Some(line) = self.drop_head() {
-            // Kept: the next attempt finds no chain.
+            // Kept in the state, because the next attempt finds no chain.
             let lost = line.chain.abandon();
             self.state.lock().lost |= lost;
         }
@@ -69,7 +69,7 @@ impl Disk {
         }
         let writable = self.writes_head(&record);
         self.show_media(&record, Failing::Now, &|node, place| {
-            // A flush needs no more; what the disk only reads may not be there for writing.
+            // Reading is enough for a flush; images that the disk only reads may not be writable.
             let access = if writable && node.id == record.head { Access::ReadWrite } else { Access::Read };
             place.open(IoMode::Buffered, access).map(Some)
         })?;

@@ -1,16 +1,16 @@
-//! Reverting: the head becomes equal to a snapshot.
+//! Reverting: the head returns to the state of a snapshot.
 //!
-//! A new empty delta is made above the snapshot's image, the old head's chain is closed, and the record gets the new
-//! head: that is the commit. The old head, and the images that only it needed, are removed then. Users of the chain
-//! have to ask for it again.
+//! A new empty delta is made above the snapshot's image, the old head's chain is closed, and the record with the new
+//! head is committed. Then the old head is removed, with the images that only it needed. Users of the chain have to ask
+//! for the new one.
 
 use crate::Result;
 use crate::disk::Disk;
 use crate::record::Pending;
 
 impl Disk {
-    /// Makes the head equal to the snapshot. Writes since then are lost. The chain that was returned before takes no
-    /// writes any more: ask for it again.
+    /// Returns the head to the state of the snapshot. Writes since then are lost. The chain that was returned before
+    /// accepts no writes any more.
     pub fn revert(&self, name: &str) -> Result<()> {
         self.noting(|| {
             let _operation = self.begin("reverting")?;
@@ -21,11 +21,11 @@ impl Disk {
             let delta = record.delta.holding(capacity);
             let (image, node) = self.make_delta(&record, below, None, None, delta, capacity, "revert")?;
             let announced = self.record();
-            // The next caller that asks for the chain opens it again, above the head of that time.
+            // The next caller that asks for the chain opens this image again, with those below it.
             image.layer().close()?;
             drop(image);
-            // Writes that cannot be flushed are dropped, if the record can be written.
-            let failed = self.drop_head().and_then(|line| self.lay_down(&line));
+            // Writes that cannot be flushed are dropped, if the record can be committed.
+            let failed = self.drop_head().and_then(|line| self.close_dropped_head(&line));
             let mut after = announced.clone();
             let head = node.id;
             after.nodes.push(node);

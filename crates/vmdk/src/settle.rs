@@ -1,14 +1,14 @@
-//! Completing committed operations, and undoing uncommitted ones.
+//! Finishing committed operations, and undoing operations that were not committed.
 //!
-//! Every step can be repeated any number of times, and interrupted by a crash. So the same code ends an operation,
-//! completes one that an error has interrupted when the next operation begins, and recovers a disk after a crash:
+//! Every step can be interrupted by a crash and repeated. So the same code ends an operation, finishes one that failed
+//! when the next one begins, and recovers a disk after a crash:
 //!
-//! 1. descriptors are corrected: the CID of an image that took another's place, the hints of those above it;
-//! 2. for a merge that was not committed: down, the image above the target gets the target's new CID, because its
-//!    visible content is the same; up, the target gets its CID back, for the same reason;
-//! 3. files that are not needed any more, or were never finished, are removed; first if a full file system has no room
-//!    for the other steps;
-//! 4. the record states that nothing is under way, and VMware's list is written.
+//! 1. descriptors are corrected: the CID of an image that took another's place, the hints of the images above it;
+//! 2. after a merge that was not committed: down, the image above the target records the target's new CID as its parent
+//!    CID, because its visible content is unchanged; up, the target gets its old CID back, for the same reason;
+//! 3. files that are not needed any more, or were never completed, are removed; if the other steps lack space on a full
+//!    file system, this step is done first;
+//! 4. the record is committed without a pending operation, and VMware's list is written.
 
 use crate::disk::Disk;
 use crate::images::{list, remove};
@@ -23,7 +23,7 @@ use layer::image::parent_hint;
 use std::collections::{BTreeSet, HashSet};
 
 impl Disk {
-    /// Called after an opening: completes or undoes operations of the last owner.
+    /// Called after opening: finishes or undoes the operation of the previous owner.
     pub(crate) fn recover(&self) -> Result<()> {
         let directory = &**self.home.directory();
         remove(directory, RECORD_NEW)?;
@@ -42,7 +42,7 @@ impl Disk {
             None => self.sweep(&record)?,
         }
         match self.finish_pending() {
-            // The operation stays under way: the disk is used meanwhile, or deleted.
+            // The operation stays pending; the disk can be used or deleted meanwhile.
             Err(error) if error.kind() == ErrorKind::NoSpace => {
                 tracing::warn!(%error, disk = self.name(), "an interrupted operation needs free space to finish");
                 self.state.lock().unsettled = true;
@@ -53,9 +53,9 @@ impl Disk {
         Ok(())
     }
 
-    /// Completes the work for which the opening found no room. If there still is none, the chain is opened unchanged:
-    /// corrections of descriptors are written in place before anything that needs room, and a chain whose images do not
-    /// fit together is refused when it is opened.
+    /// Finishes the operation for which the opening lacked space. If there still is none, the chain is opened as it is:
+    /// corrections of descriptors are written in place before anything that needs space, and a chain whose CIDs do not
+    /// match is refused when it is opened.
     pub(crate) fn settled(&self) -> Result<()> {
         self.noting(|| {
             let unsettled = self.state.lock().unsettled;
@@ -71,7 +71,7 @@ impl Disk {
         })
     }
 
-    /// Removes the temporary names under which descriptors of this disk were being replaced.
+    /// Removes temporary files left by replacements of this disk's descriptors.
     fn sweep(&self, record: &Record) -> Result<()> {
         let own: Vec<_> = record.nodes.iter().filter(|node| node.is_own()).collect();
         let folders: BTreeSet<Option<&str>> = own.iter().map(|node| node.folder.as_deref()).collect();
@@ -99,9 +99,9 @@ impl Disk {
         Ok(())
     }
 
-    /// Completes or undoes the operation that the record names.
+    /// Finishes or undoes the pending operation of the record.
     pub(crate) fn finish_pending(&self) -> Result<()> {
-        // While either of two records may be the durable one, both may need the files.
+        // While it is open which of two records is durable, the files of both may be needed.
         self.check_usable()?;
         let mut record = self.record();
         if record.pending.is_none() {
@@ -115,14 +115,14 @@ impl Disk {
         Ok(())
     }
 
-    /// Performs the pending steps of a record.
+    /// Performs the steps of a record's pending operation.
     pub(crate) fn carry_out(&self, record: &Record) -> Result<()> {
         let Some(pending) = &record.pending else { return Ok(()) };
         let kept: HashSet<FileRecord> = record.nodes.iter().flat_map(|node| self.files(record, node)).collect();
         let files = pending.made.iter().chain(&pending.gone).filter(|file| !kept.contains(file));
         let files: Vec<FileRecord> = files.cloned().collect();
         match self.put_right(record, pending) {
-            // Removing files makes room for the descriptors.
+            // Removing files may free space for the descriptors.
             Err(error) if error.kind() == ErrorKind::NoSpace => {
                 self.remove_files(record, &files)?;
                 self.put_right(record, pending)
@@ -131,7 +131,7 @@ impl Disk {
         }
     }
 
-    /// Corrects the descriptors. Each is tried, even if others fail.
+    /// Corrects the descriptors. Each one is tried, even if others fail.
     fn put_right(&self, record: &Record, pending: &Pending) -> Result<()> {
         let mut outcome = Ok(());
         for settlement in &pending.settle {
@@ -145,7 +145,7 @@ impl Disk {
         outcome
     }
 
-    /// Corrects a descriptor, through the image if that is open for writing.
+    /// Corrects a descriptor, through the open image if that is writable.
     fn settle(&self, record: &Record, settlement: &Settlement) -> Result<()> {
         let level = self.open_head().and_then(|line| line.level(settlement.node));
         match level {
@@ -160,7 +160,7 @@ impl Disk {
         }
     }
 
-    /// The corrections after a merge that was not committed.
+    /// The correction after a merge that was not committed.
     fn unmerge(&self, record: &Record, merging: &Merging) -> Result<Option<Settlement>> {
         let Ok(node) = record.node(merging.node) else { return Ok(None) };
         match merging.side {
@@ -172,7 +172,7 @@ impl Disk {
                 let parent = ParentNow::Of { content, hint: parent_hint(&child.folder, &place) };
                 Ok(Some(Settlement { node: above, content: None, parent: Some(parent), text: None }))
             }
-            // A head keeps its new identity: it has no children.
+            // A head keeps its new CID, because it has no children.
             MergeSide::Up if merging.node == record.head => Ok(None),
             MergeSide::Up => {
                 Ok(Some(Settlement { node: merging.node, content: merging.content, parent: None, text: None }))
@@ -180,12 +180,12 @@ impl Disk {
         }
     }
 
-    /// Name of VMware's list of snapshots.
+    /// The name of VMware's list of snapshots.
     pub(crate) fn vmsd_name(&self, record: &Record) -> String {
         format!("{}.vmsd", record.stem)
     }
 
-    /// VMware's list of snapshots, according to the record.
+    /// VMware's list of snapshots, derived from the record.
     pub(crate) fn list_of(&self, record: &Record) -> Vmsd {
         let snapshots = record.snapshots.iter().map(|snapshot| {
             let file = record.node(snapshot.node).map_or_else(
@@ -213,8 +213,8 @@ impl Disk {
         }
     }
 
-    /// Writes VMware's list of snapshots, if it differs. It follows from the record: if it cannot be written now, it is
-    /// written next time.
+    /// Writes VMware's list of snapshots, if it differs. A failure is ignored: the list is derived from the record, and
+    /// is written again later.
     pub(crate) fn write_list(&self) {
         let record = self.record();
         if !record.vmsd || record.last_uid == 0 {
@@ -227,8 +227,8 @@ impl Disk {
         }
     }
 
-    /// Runs a step that needs room. If there is none, VMware's list is removed for it: it follows from the record, and
-    /// is written again after the next operation or opening.
+    /// Runs a step that needs space. If there is none, VMware's list is removed to make some: the list is derived from
+    /// the record, and is written again after the next operation or opening.
     pub(crate) fn with_room(&self, record: &Record, work: impl Fn() -> Result<()>) -> Result<()> {
         let outcome = work();
         let full = outcome.as_ref().is_err_and(|error| error.kind() == ErrorKind::NoSpace);

@@ -1,19 +1,19 @@
-//! Snapshots: the head's state gets a name, and writes go to a new delta.
+//! Snapshots: the state of the head gets a name, and writes go to a new delta.
 //!
 //! ```text
 //! announce    the record names the delta's files
-//! make        the delta, empty, above the content that the head has from now on
-//! commit      the record has the snapshot, and the delta for a head: an empty delta shows the same bytes
+//! make        the empty delta is made, with the head's CID, which stays from now on, as its parent CID
+//! commit      the record has the snapshot, and the delta as head: an empty delta reads the same
 //! push        writes go to the delta
-//! tidy        the old head is closed and opened for reading
+//! finish      the old head is opened for reading only
 //! ```
 //!
-//! 1. A crash before the commit leaves the disk as it was, one after it leaves the snapshot taken.
-//! 2. The head's content has its identity of this opening before the delta stores it: no write changes it then.
-//! 3. Several disks at one point: every disk's commit first, then all are frozen in one order, pushed, and released. A
-//!    failure before the push is undone on all of them. A power cut between the commits of several disks may leave some
-//!    with the snapshot and some without, because their records are separate files; the deltas are empty then. The
-//!    owner of the disks records which snapshots belong together.
+//! 1. A crash before the commit leaves the disk as it was; a crash after it leaves the snapshot taken.
+//! 2. The head gets a new CID for this opening before the delta records it, so no later write changes the CID.
+//! 3. For several disks at one point in time, every disk's record is committed first; then all disks are frozen, in one
+//!    order, pushed, and released. A failure before the push is undone on all of them. A power cut between the commits
+//!    may leave some disks with the snapshot and some without, because their records are separate files; the deltas are
+//!    empty then. The caller records which snapshots belong together.
 
 use crate::disk::{Disk, Operation, check_name};
 use crate::line::{Level, Line};
@@ -33,18 +33,18 @@ pub struct NewSnapshot {
     pub name: String,
     /// Its description.
     pub description: String,
-    /// The folder of the new head; the disk's own if this is not set.
+    /// The folder of the new head; if unset, the disk's own.
     pub folder: Option<PathBuf>,
-    /// The format of the new head; the disk's usual one if this is not set.
+    /// The format of the new head; if unset, the disk's usual one.
     pub delta: Option<DeltaFormat>,
-    /// Its number; the next one if this is not set. `Busy` if another snapshot has it.
+    /// Its UID; if unset, the next one. `Busy` if another snapshot has it.
     pub uid: Option<u32>,
-    /// When it was taken, in seconds since 1970: that of the snapshot of which it is a copy. Now, if this is not set.
+    /// When it was taken, in seconds since 1970, for a copy of another snapshot. If unset, now.
     pub created: Option<u64>,
 }
 
 impl NewSnapshot {
-    /// A snapshot of that name, with default parameters.
+    /// A snapshot with this name and default parameters.
     pub fn named(name: impl Into<String>) -> Self {
         Self { name: name.into(), ..Self::default() }
     }
@@ -57,21 +57,21 @@ pub struct Snapshot {
     pub name: String,
     /// VMware's number for it.
     pub uid: u32,
-    /// The one before it.
+    /// The name of the snapshot before it.
     pub parent: Option<String>,
     /// When it was taken: seconds since 1970.
     pub created: u64,
     /// Capacity at that time, in bytes.
     pub capacity: u64,
-    /// Whether the head is based on it.
+    /// Whether the head continues from it.
     pub current: bool,
     /// Its description.
     pub description: String,
-    /// Names of linked clones that are based on it.
+    /// Names of its linked clones.
     pub clones: Vec<String>,
 }
 
-/// A snapshot whose record is committed, before its point in time.
+/// A snapshot that is committed in the record, before the delta is pushed.
 struct Prepared<'a> {
     disk: &'a Disk,
     line: Arc<Line>,
@@ -81,12 +81,12 @@ struct Prepared<'a> {
     _operation: Operation<'a>,
 }
 
-/// Takes a snapshot of each disk, all at one point in time: no disk has a write that began after the point of another.
-/// `between` is called at that point, while all writes are held off; if it fails, its error is returned, and no
-/// snapshot was taken.
+/// Takes a snapshot of each disk, all at one point in time: no disk includes a write that began after the point on
+/// another. `between` is called at that point, while all writes wait. If it fails, its error is returned, and no
+/// snapshot is taken.
 pub fn snapshot_group(of: &[(Arc<Disk>, NewSnapshot)], between: &mut dyn FnMut() -> Result<()>) -> Result<()> {
     let mut order: Vec<&(Arc<Disk>, NewSnapshot)> = of.iter().collect();
-    // The same order in every group, so that two groups never wait for each other.
+    // The same order in every group prevents deadlocks between groups.
     order.sort_by_key(|(disk, _)| disk.uuid());
     let mut prepared = Vec::with_capacity(order.len());
     for (disk, new) in order {
@@ -116,8 +116,8 @@ pub fn snapshot_group(of: &[(Arc<Disk>, NewSnapshot)], between: &mut dyn FnMut()
     outcome
 }
 
-/// Freezes all disks, and pushes their new tops. Returns the levels of those that are past the point: all or none,
-/// except disks that failed in between.
+/// Freezes all disks, and pushes their new tops. Returns the new levels of the disks that were pushed: all or none,
+/// unless a push failed.
 fn take_point(
     prepared: &[Prepared<'_>],
     between: &mut dyn FnMut() -> Result<()>,
@@ -158,7 +158,7 @@ impl Disk {
                     Ok(pause)
                 }
                 Err(error) => {
-                    // A flush that failed after the point stops the chain; the record is right as it is.
+                    // A flush that failed after the push stops the chain; the record is correct then.
                     if prepared.line.chain.keys().len() == prepared.line.levels().len()
                         && let Err(second) = prepared.take_back()
                     {
@@ -188,7 +188,7 @@ impl Disk {
         shown.collect()
     }
 
-    /// The steps of a snapshot that do not need the point in time.
+    /// The steps of a snapshot before its point in time.
     fn prepare(&self, new: &NewSnapshot) -> Result<Prepared<'_>> {
         check_name("snapshot", &new.name)?;
         let operation = self.begin("a snapshot")?;
@@ -219,7 +219,7 @@ impl Disk {
         let folder = match &new.folder {
             None => None,
             Some(path) => {
-                let text = || Error::new(ErrorKind::Invalid, format!("'{}' is no path in text", path.display()));
+                let text = || Error::new(ErrorKind::Invalid, format!("the path '{}' is not UTF-8", path.display()));
                 let real = path.canonicalize();
                 let real = real.map_err(|error| Error::io(format!("looking for '{}'", path.display()), error))?;
                 let home = self.home.path().is_some_and(|home| home == real);
@@ -251,7 +251,7 @@ impl Disk {
         match self.commit(after) {
             Ok(()) => Ok(prepared),
             Err(error) => {
-                // The record still announces the files, or may: see `settle`.
+                // The record may still announce the files: see `settle`.
                 if let Err(second) = prepared.take_back() {
                     tracing::warn!(%second, "a failed snapshot stays until the disk is opened next");
                 }
@@ -260,7 +260,7 @@ impl Disk {
         }
     }
 
-    /// Makes an empty delta above an image of a new disk, which becomes its head: nothing is pending any more.
+    /// Makes an empty delta above an image of a new disk, as its head, and ends the creation of the disk.
     pub(crate) fn begin_above(&self, below: u32, delta: DeltaFormat, capacity: u64, operation: &str) -> Result<()> {
         let (image, node) = self.make_delta(&self.record(), below, None, None, delta, capacity, operation)?;
         image.layer().close()?;
@@ -272,9 +272,9 @@ impl Disk {
         self.commit(after)
     }
 
-    /// Makes an empty delta above an image, announced in the record, and opens it for writing. The commit adds it to
-    /// the nodes.
-    #[expect(clippy::too_many_arguments, reason = "each of them is said by one caller only")]
+    /// Makes an empty delta above an image, announced in the record, and opens it for writing. A commit has to add it
+    /// to the nodes.
+    #[expect(clippy::too_many_arguments, reason = "every caller passes all of these")]
     pub(crate) fn make_delta(
         &self,
         record: &Record,
@@ -328,7 +328,7 @@ impl Disk {
             Some(descriptor) => Some(descriptor),
             None => self.descriptor_of(record, record.node(parent)?)?,
         };
-        // An image without a descriptor has no identity to compare.
+        // An image without a descriptor has no CID to compare.
         let descriptor = descriptor.unwrap_or_else(|| {
             let mut none = Descriptor::base(CreateType::Other("custom".to_owned()), Vec::new());
             none.content = ContentId::INITIAL;
@@ -344,18 +344,18 @@ impl Disk {
 }
 
 impl Prepared<'_> {
-    /// Writes go to the delta now: the old head is only read from here on.
+    /// Completes a snapshot after the push: the old head is only read from now on.
     fn finish(&self, key: chain::LevelKey) {
         self.line.pushed(Level { node: self.node, image: Arc::clone(&self.image), key });
         if let Err(error) = self.disk.set_reading(&self.line, self.before.head) {
-            // Everything in it is durable, and its present opening stays readable.
+            // The old head is durable, and stays readable through its present opening.
             self.disk.doubt(&error);
             tracing::warn!(%error, "the image below a snapshot could not be closed");
         }
         self.disk.write_list();
     }
 
-    /// Nothing was pushed: restores the record, and removes the delta.
+    /// Undoes a snapshot before the push: restores the record, and removes the delta.
     fn take_back(self) -> Result<()> {
         let mut record = self.before.clone();
         let delta = self.disk.record().nodes.into_iter().find(|node| node.id == self.node);
@@ -373,7 +373,7 @@ impl Prepared<'_> {
 }
 
 impl Disk {
-    /// Closes the writable opening of a level below the top, and opens it for reading.
+    /// Replaces the writable opening of a level below the top by a read-only one.
     pub(crate) fn set_reading(&self, line: &Line, node: u32) -> Result<()> {
         let old = line.expect(node)?;
         if !old.image.layer().writable() {

@@ -1,28 +1,29 @@
-//! Room for a record that has to be written later, so that an operation that has begun does not fail for lack of it.
+//! Space reserved for a record that has to be written later, so that an operation does not fail half way for lack of
+//! space.
 
 use crate::disk::Disk;
 use crate::record::Record;
 use crate::stored::{self, RECORD_SPARE};
 use crate::{ErrorKind, Result};
 
-/// The most bytes by which identities may lengthen the record that is written over the measured one.
+/// How many bytes longer the written record may be than the measured one, because of other identities.
 const SLACK: u64 = 256;
 
-/// Room for a record, until this is dropped or a record uses it because it finds no other.
+/// Space reserved for a record, until this is dropped, or until a record that finds no other space uses it.
 pub(crate) struct Spare<'a> {
     disk: &'a Disk,
     bytes: u64,
 }
 
 impl Disk {
-    /// Reserves the room for the record that ends a merge down; it is also enough for the record that announces the
+    /// Reserves the space for the record that ends a merge down; it is also enough for the record that announces the
     /// merge.
     pub(crate) fn set_aside(&self, announced: &Record, sources: &[u32], target: u32) -> Result<Spare<'_>> {
         let after = self.merged_down(announced, sources, target)?.encode()?.len();
         let bytes = announced.encode()?.len().max(after) as u64 + SLACK;
         let spare = Spare { disk: self, bytes };
-        // A record may fit where a reservation does not: then the announcement is written, and its success returns the
-        // room of the record before, which is reserved next.
+        // A record may fit where a reservation does not: then the announcement can still be written. It frees the space
+        // of the old record, which `renew` reserves.
         match self.with_room(announced, || spare.take()) {
             Err(error) if error.kind() != ErrorKind::NoSpace => Err(error),
             _ => Ok(spare),
@@ -35,7 +36,7 @@ impl Spare<'_> {
         stored::set_aside(&**self.disk.home.directory(), self.bytes)
     }
 
-    /// Reserves it again if a record has used it, as far as there is room: the record before has returned some.
+    /// Reserves the space again if a record has used it, as far as possible: the replaced record has freed some.
     pub fn renew(&self) {
         if let Err(error) = self.take() {
             tracing::debug!(%error, disk = self.disk.name(), "no room can be set aside for the next record");

@@ -1,25 +1,25 @@
 //! The file that holds a disk's record.
 //!
-//! It is replaced, never written in place ([`backend::replace`]), in two steps: between them what else the operation
-//! needs is made.
+//! The file is replaced, never overwritten ([`backend::replace`]), in two steps: the new file is prepared, and renamed
+//! later. Between the two, the operation makes its other files.
 //!
-//! A disk is deleted by renaming its record: that needs no room, so it works on a full file system.
+//! A disk is deleted by renaming its record: this needs no space, so it works on a full file system.
 
 use crate::record::{Fate, Pending, RECORD_MAX, Record};
 use crate::{Error, ErrorKind, Result};
 use backend::{Access, Directory, IoMode, replace};
 use error::IoContext;
 
-/// The file that holds it.
+/// The file with the record.
 pub(crate) const RECORD_NAME: &str = "lamina.disk";
-/// Its name while it is being written.
+/// The record's file while it is written.
 pub(crate) const RECORD_NEW: &str = "lamina.disk.lamina-new";
-/// Room that is reserved for a record: see [`set_aside`].
+/// Space reserved for a record: see [`set_aside`].
 pub(crate) const RECORD_SPARE: &str = "lamina.spare.lamina-new";
-/// Its name while the disk is being deleted.
+/// The record's file while the disk is being deleted.
 pub(crate) const RECORD_GONE: &str = "lamina.gone";
 
-/// Reads the record of a folder, and whether the disk is being deleted.
+/// Reads the record in a folder, and whether the disk is being deleted.
 pub(crate) fn load(directory: &dyn Directory) -> Result<Record> {
     if let Some(record) = load_from(directory, RECORD_NAME)? {
         return Ok(record);
@@ -50,15 +50,15 @@ fn load_from(directory: &dyn Directory, name: &str) -> Result<Option<Record>> {
     Record::decode(&bytes).map(Some)
 }
 
-/// A replacement that failed.
+/// A failed replacement of the record.
 pub(crate) struct NotStored {
     pub error: Error,
-    /// Whether the new text may be what the medium has.
+    /// Whether the new record may be durable.
     pub uncertain: bool,
 }
 
-/// Writes the text of a record to where [`replace`] finds it. All that a replacement needs room for; where there is
-/// none, what was set aside is taken.
+/// Writes a record to the file that [`replace`] renames. This is the only step that needs space; if there is none, the
+/// reserved space is used.
 pub(crate) fn prepare(directory: &dyn Directory, bytes: &[u8]) -> Result<()> {
     let written = replace::prepare(directory, RECORD_NEW, bytes).during(|| format!("writing '{RECORD_NEW}'"));
     let written = written.or_else(|error| match error.kind() {
@@ -68,27 +68,28 @@ pub(crate) fn prepare(directory: &dyn Directory, bytes: &[u8]) -> Result<()> {
     written.map_err(|error| error.context("the disk's record"))
 }
 
-/// Takes the room of a record of that many bytes ahead, until the file is removed.
+/// Reserves space for a record of this many bytes, until the file is removed.
 pub(crate) fn set_aside(directory: &dyn Directory, bytes: u64) -> Result<()> {
-    // What was reserved takes a write also where a file system copies what is overwritten.
+    // Reserved space accepts one write, even on a copy-on-write file system.
     let take = || {
         let file = directory.create(RECORD_SPARE, IoMode::Buffered)?;
-        // No more than a record takes: on a full file system with small blocks that may be all there is.
+        // No more than a record needs: on a full file system with small blocks, there may not be more.
         file.reserve(0, bytes)?;
         file.sync()
     };
     match take() {
         Err(error) if error::lacks_space(&error) => {
-            // A part of it may be all that is left.
+            // A partial reservation may hold the last free space.
             let _ = directory.remove(RECORD_SPARE);
             Err(Error::io("taking room for the disk's record", error))
         }
-        // The record's own writing meets every other failure; what an earlier operation has set aside does as well.
+        // Other failures are met again when the record is written; space reserved by an earlier operation is enough,
+        // too.
         _ => Ok(()),
     }
 }
 
-/// Writes a text where room was set aside, and gives it the name of a new record. False where it does not fit.
+/// Writes a record into the reserved file, and renames that to the new record. Returns false if it does not fit.
 fn fill_spare(directory: &dyn Directory, bytes: &[u8]) -> std::io::Result<bool> {
     let file = directory.open(RECORD_SPARE, IoMode::Buffered)?;
     if file.len()? < bytes.len() as u64 {
@@ -101,12 +102,12 @@ fn fill_spare(directory: &dyn Directory, bytes: &[u8]) -> std::io::Result<bool> 
     Ok(true)
 }
 
-/// Puts what was prepared in place of the record that is there, if any. Durable on return.
+/// Renames the prepared file over the record, if there is one. Durable on return.
 pub(crate) fn replace(directory: &dyn Directory) -> std::result::Result<(), NotStored> {
     rename(directory, RECORD_NEW, RECORD_NAME)
 }
 
-/// Makes the record that of a disk which is being deleted. Durable on return.
+/// Renames the record to that of a disk being deleted. Durable on return.
 pub(crate) fn give_up(directory: &dyn Directory) -> std::result::Result<(), NotStored> {
     rename(directory, RECORD_NAME, RECORD_GONE)
 }

@@ -1,4 +1,4 @@
-//! The record: what it refuses, and what it keeps.
+//! Records: which ones are refused, and that a written record reads back the same.
 
 use crate::record::{
     CloneRecord, DeltaFormat, FileRecord, ImageOwnership, MergeSide, Merging, Node, OriginRecord, ParentNow, Pending,
@@ -87,13 +87,13 @@ fn again(record: &Record) -> Result<Record> {
 }
 
 #[test]
-fn what_is_written_is_read() {
+fn a_record_reads_back_as_written() {
     let record = record();
     assert_eq!(again(&record).unwrap(), record);
 }
 
 #[test]
-fn the_tree_is_told() {
+fn queries_follow_the_image_tree() {
     let record = record();
     assert_eq!(record.line(3).unwrap(), [3, 2, 1]);
     assert_eq!(record.children(1), [2, 4]);

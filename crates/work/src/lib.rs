@@ -1,7 +1,7 @@
-//! Long work: how it says how far it is, how it learns that it is to stop, and how it keeps to a rate.
+//! Long work: how it reports progress, how it is cancelled, and how its rate is limited.
 //!
-//! What watches a piece of work implements [`Progress`]. What does the work tells a [`Throttle`] of each step
-//! ([`Throttle::step`]), which reports, waits as long as the rate asks for, and answers whether to go on. Neither is
+//! The code that watches the work implements [`Progress`]. The code that does the work calls [`Throttle::step`] after
+//! each step, which reports progress, waits as long as the rate requires, and returns whether to continue. Neither is
 //! called under a lock that requests need.
 
 #![forbid(unsafe_code)]
@@ -10,27 +10,26 @@ mod throttle;
 
 pub use throttle::Throttle;
 
-/// Watches one piece of long work. Every method may be called often, from any thread, and must be cheap.
+/// Watches long work. Every method may be called often and from any thread, and must be cheap.
 pub trait Progress: Sync {
-    /// `done` of `total` are finished, in a unit of the work: bytes, or objects. The total is an estimate that may
-    /// change.
+    /// `done` of `total` are finished, in bytes or objects. The total is an estimate that may change.
     fn update(&self, _done: u64, _total: u64) {}
 
-    /// True once the work should stop: it then undoes what it began, or leaves it for the next try, and ends with an
-    /// error of the kind *interrupted*.
+    /// True once the work should stop: it then undoes its changes, or leaves them for the next attempt, and fails with
+    /// the kind *interrupted*.
     fn cancelled(&self) -> bool {
         false
     }
 
-    /// Bytes per second that the work may move; 0 for as fast as it goes. May change at any time.
+    /// The most bytes per second that the work may move; 0 means no limit. May change at any time.
     fn rate(&self) -> u64 {
         0
     }
 
-    /// So many bytes more were read, written or verified. Called by what keeps the work to its rate.
+    /// `bytes` more were read, written or verified. Called by the code that limits the rate.
     fn moved(&self, _bytes: u64) {}
 
-    /// What was done up to `done` is durable: after a crash, the same work may begin there.
+    /// Everything up to `done` is durable: after a crash, the same work may continue there.
     fn durable(&self, _done: u64) {}
 }
 
@@ -56,16 +55,16 @@ impl<P: Progress + ?Sized> Progress for &P {
     }
 }
 
-/// Reports are dropped, and the work is never cancelled or slowed down.
+/// Ignores reports, and never cancels or limits the work.
 pub struct NoProgress;
 
 impl Progress for NoProgress {}
 
-/// Another's progress, at a rate.
+/// Forwards to another progress, with a limited rate.
 pub struct Throttled<'a> {
     /// Receives the reports and can cancel.
     pub progress: &'a dyn Progress,
-    /// Bytes per second; 0 for as fast as it goes.
+    /// Bytes per second; 0 means no limit.
     pub rate: u64,
 }
 
@@ -91,7 +90,7 @@ impl Progress for Throttled<'_> {
     }
 }
 
-/// Another's progress that is not told how far this part of the work is.
+/// Forwards to another progress, except the reports of this part of the work.
 pub struct Unreported<'a>(pub &'a dyn Progress);
 
 impl Progress for Unreported<'_> {
@@ -108,29 +107,29 @@ impl Progress for Unreported<'_> {
     }
 }
 
-/// One of several pieces of work that are one to their watcher.
+/// Progress of one part of work that is reported as a whole.
 pub struct WorkPart<'a> {
-    /// Watches all of it.
+    /// Watches the whole work.
     pub whole: &'a dyn Progress,
-    /// Which of them it is.
+    /// The position of this part in the whole.
     pub place: WorkPlace,
 }
 
-/// Which piece of several one is.
+/// The position of a part in the whole work.
 #[derive(Clone, Copy, Debug)]
 pub enum WorkPlace {
-    /// Behind others that came to `before`, of `total` in all.
+    /// The parts before it have the size `before`, all parts together the size `total`.
     Behind {
-        /// What they came to.
+        /// Size of the parts before.
         before: u64,
-        /// What all of them come to.
+        /// Size of all parts.
         total: u64,
     },
-    /// Number `index` of `count` that are equal.
+    /// Part `index` of `count` parts of equal size.
     OneOf {
-        /// From 0 on.
+        /// The index, from 0 on.
         index: u64,
-        /// All of them.
+        /// Number of parts.
         count: u64,
     },
 }
@@ -157,7 +156,7 @@ impl Progress for WorkPart<'_> {
     }
 }
 
-/// The lower of two rates, of which 0 is no limit.
+/// The lower of two rates. A rate of 0 means no limit.
 pub fn slower(one: u64, other: u64) -> u64 {
     match (one, other) {
         (0, rate) | (rate, 0) => rate,

@@ -1,4 +1,4 @@
-//! Work at a rate that changes, by one thread and by several.
+//! Work whose rate changes, by one thread and by several.
 
 #![allow(clippy::unwrap_used)]
 
@@ -6,7 +6,7 @@ use super::*;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// At a rate, until it is cancelled.
+/// A progress with a rate, until it is cancelled.
 struct AtRate {
     rate: AtomicU64,
     cancelled: AtomicBool,
@@ -32,7 +32,7 @@ fn a_throttle_keeps_to_its_rate_and_ends_on_request() {
     }
     let taken = begun.elapsed().as_secs_f64();
     assert!(taken > 0.19, "200 KiB at 1 MiB/s took {taken} s");
-    // A rate of a byte a second would take for ever.
+    // At a rate of one byte per second the wait would not end.
     at.rate.store(1, Ordering::Relaxed);
     std::thread::scope(|scope| {
         let waiting = scope.spawn(|| throttle.wait(1 << 20));
@@ -58,7 +58,7 @@ fn threads_share_a_rate() {
     assert!(taken > 0.19, "200 KiB at 1 MiB/s took {taken} s");
 }
 
-/// Notes what it is told.
+/// Records its calls.
 #[derive(Default)]
 struct Notes {
     last: parking_lot::Mutex<(u64, u64)>,
@@ -92,7 +92,7 @@ fn steps_are_reported_and_the_parts_are_one_piece_of_work() {
     let third = WorkPart { whole: &notes, place: WorkPlace::OneOf { index: 2, count: 4 } };
     third.update(1, 10);
     assert_eq!(*notes.last.lock(), (21, 40));
-    // Cancelled in the step in which it is.
+    // Cancelled work stops in the current step.
     assert!(Throttle::new(&second).step(10, 10, 1).is_break());
     assert!(Throttle::new(Unreported(&notes)).step(7, 7, 1).is_break());
     assert_eq!((*notes.last.lock(), notes.moved.load(Ordering::Relaxed)), ((30, 40), 103));

@@ -1,7 +1,8 @@
-//! Memory of dropped buffers, kept for the next ones, and given back to the system once it was not needed for a while.
+//! Memory of dropped buffers: kept for reuse, and returned to the kernel after it was not needed for a while.
 //!
-//! Each class of sizes is a stack: what is at the bottom was not used since the stack was last as short as that. So the
-//! least length between two calls of [`release_idle`] is what nothing needed in that time.
+//! Each size class is a stack. Memory at its bottom is not used while the stack is longer than that. So the least
+//! length of the stack between two calls of [`release_idle`] is the number of buffers that were not needed in that
+//! time.
 
 use super::{Aligned, BLOCK_SIZE};
 use parking_lot::Mutex;
@@ -9,24 +10,24 @@ use rustix::mm::{Advice, madvise};
 
 /// Kept memory is sorted by size: class `n` holds buffers of `1 << n` blocks and more, up to the largest request.
 pub(super) const CLASSES: usize = 14;
-/// Bytes of single allocations kept in each class at the most.
+/// The most bytes kept in each class of single allocations.
 const KEPT_PER_CLASS: usize = 16 << 20;
-/// Buffers of the first classes, up to 16 KiB, are cut from slabs; kept is all that was ever in use at a time, which
-/// bounds on what is in flight and buffered bound in turn.
+/// Buffers of the first classes, up to 16 KiB, are cut from slabs. All slabs are kept: their number is bounded by the
+/// limits on data in flight and in write buffers.
 pub(super) const SLAB_CLASSES: usize = 3;
 /// Blocks in a slab (1 MiB).
 const SLAB_BLOCKS: usize = 256;
-/// Parts of slabs given back under one hold of the lock.
+/// Parts of slabs released under one hold of the lock.
 const RELEASED_AT_ONCE: usize = 64;
 
 static KEPT: [Mutex<Kept>; CLASSES] = [const { Mutex::new(Kept::new()) }; CLASSES];
 
-/// What is kept of one class.
+/// The kept memory of one class.
 struct Kept {
     stack: Vec<Memory>,
     /// The least length of the stack since memory was last released.
     least: usize,
-    /// This many at the bottom hold no memory of the system.
+    /// How many at the bottom have returned their pages to the kernel.
     released: usize,
 }
 
@@ -78,10 +79,10 @@ impl Memory {
         }
         let slab = bytemuck::allocation::zeroed_vec::<Aligned>(SLAB_BLOCKS).leak();
         kept.stack.extend(slab.chunks_exact_mut(size).map(Self::Part));
-        kept.stack.pop().expect("a slab has parts")
+        kept.stack.pop().expect("a slab has at least one part")
     }
 
-    /// Keeps it for another buffer, if there is room.
+    /// Keeps the memory for another buffer, if there is room.
     pub fn keep(self) {
         match self {
             Self::Part(blocks) => KEPT[blocks.len().ilog2() as usize].lock().stack.push(Self::Part(blocks)),
@@ -98,20 +99,21 @@ impl Memory {
         }
     }
 
-    /// Gives the memory behind a part of a slab back to the system: it reads as zeros, and takes memory again, once it
-    /// is used.
+    /// Returns the pages of a slab's part to the kernel. The part reads as zeros afterwards, and takes memory again
+    /// when it is used.
     fn release(&mut self) {
         if let Self::Part(blocks) = self {
             // SAFETY: the range is whole pages (blocks are aligned to 4 KiB), borrowed for writing, and holds plain
-            // bytes: any content is valid afterwards. Where pages are larger the call fails and changes nothing.
+            // bytes: any content is valid afterwards. Where pages are larger than 4 KiB, the call fails and changes
+            // nothing.
             let given = unsafe { madvise(blocks.as_mut_ptr().cast(), size_of_val(*blocks), Advice::LinuxDontNeed) };
-            // An improvement only.
+            // A failure is harmless: the pages stay allocated.
             let _ = given;
         }
     }
 }
 
-/// Gives memory back to the system that no buffer has needed since the last call. To be called every few seconds.
+/// Returns to the kernel the memory that no buffer has needed since the last call. To be called every few seconds.
 pub fn release_idle() {
     let mut any = false;
     for kept in &KEPT {
@@ -134,7 +136,7 @@ pub fn release_idle() {
                     Vec::new()
                 }
             };
-            // Outside of the lock: freeing takes time.
+            // Outside the lock, because freeing takes time.
             any |= !freed.is_empty();
             drop(freed);
             break;
@@ -143,12 +145,12 @@ pub fn release_idle() {
         kept.least = kept.stack.len();
     }
     if any {
-        // What goes with buffers goes now: of a process whose load is steady the heap is left alone.
+        // Only when buffers were released: the heap of a process with a steady load is not trimmed again and again.
         release_heap();
     }
 }
 
-/// Gives pages of the heap back that hold nothing: glibc keeps those between allocations.
+/// Returns unused pages of the heap to the kernel: glibc keeps them between allocations.
 #[cfg(target_env = "gnu")]
 fn release_heap() {
     // SAFETY: takes no pointer, and may be called by any thread at any time.

@@ -1,13 +1,12 @@
-//! Which ranges of a file take space in the file system.
+//! Which ranges of a file are allocated in the file system.
 //!
-//! `SEEK_DATA` is not the answer where there is a better one: space that was reserved and never written is a hole to it
-//! on ext4 and XFS. `FIEMAP` lists extents as the file system has them, reserved ones and those still waiting for their
-//! place included. File systems without it (tmpfs, NFS) are asked by `SEEK_DATA`, which on them sees every byte that
-//! was ever written.
+//! `FIEMAP` is preferred: it lists all extents, including reserved (unwritten) and delayed ones, while `SEEK_DATA` on
+//! ext4 and XFS reports an unwritten extent as a hole. File systems without `FIEMAP` (tmpfs, NFS) are asked by
+//! `SEEK_DATA`, which on them finds every byte that was ever written.
 //!
-//! Asked to allocate places for dirty pages first, the kernel writes them out with the file locked, and every write to
-//! the file waits for all of that: a third of a second while a guest writes at random. So dirty pages are written out
-//! beforehand, without that lock, on file systems where nothing is lost by it.
+//! With its SYNC flag, `FIEMAP` writes dirty pages out with the file locked, so that delayed extents get their place,
+//! and every write to the file waits: a third of a second while a guest writes at random. So dirty pages are written
+//! out before the call, without that lock, on file systems where this gives the same answer.
 
 use crate::Placement;
 use std::fs::File;
@@ -15,8 +14,8 @@ use std::io;
 use std::ops::Range;
 
 /// Extents at and after `offset`, as many as one call gives; the first may begin before, the last may reach past the
-/// end of the file. With `place`, the kernel places first what is not yet. Without `FIEMAP`, what is there is all that
-/// can be said.
+/// end of the file. With `place`, the kernel first allocates delayed extents. Without `FIEMAP`, only the allocated
+/// ranges are known.
 pub(super) fn placements(file: &File, offset: u64, place: bool) -> io::Result<Vec<Placement>> {
     #[cfg(target_os = "linux")]
     match fiemap::placements(file, offset, place) {
@@ -39,8 +38,8 @@ pub(super) fn next_allocated(file: &File, offset: u64) -> io::Result<Option<Rang
     by_seeking(file, offset)
 }
 
-/// Whether a page counts as written out no earlier than the extent map says so. On other file systems only the call
-/// that asks for the map can place it.
+/// Whether the extent map of the file system is up to date once a page has been written out. On other file systems
+/// delayed extents are certain to be allocated only by `FIEMAP` with its SYNC flag.
 #[cfg(target_os = "linux")]
 pub(super) fn places_by_writing_out(file: &File) -> bool {
     /// `EXT4_SUPER_MAGIC` and `XFS_SUPER_MAGIC` of `linux/magic.h`.
@@ -53,14 +52,14 @@ pub(super) fn places_by_writing_out(_file: &File) -> bool {
     false
 }
 
-/// Whether the file system knows no `FIEMAP`.
+/// Whether the file system has no `FIEMAP`.
 #[cfg(target_os = "linux")]
 fn is_missing(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::Unsupported | io::ErrorKind::InvalidInput)
         || error.raw_os_error() == Some(rustix::io::Errno::NOTTY.raw_os_error())
 }
 
-/// Moves the file position, which nothing here relies on: all I/O is positional.
+/// Changes the file position, which no code here uses: all I/O is positional.
 fn by_seeking(file: &File, offset: u64) -> io::Result<Option<Range<u64>>> {
     #[cfg(any(target_os = "linux", target_os = "freebsd", target_vendor = "apple"))]
     {
@@ -72,7 +71,7 @@ fn by_seeking(file: &File, offset: u64) -> io::Result<Option<Range<u64>>> {
         };
         match seek(file, SeekFrom::Hole(start)) {
             Ok(end) => Ok(Some(start..end)),
-            // The file was cut in between.
+            // The file was truncated between the two calls.
             Err(rustix::io::Errno::NXIO) => Ok(None),
             Err(error) => Err(error.into()),
         }
@@ -94,16 +93,14 @@ mod fiemap {
     use std::io;
     use std::ops::Range;
 
-    /// Extents asked for at a time when looking for the next run: few calls for a fragmented file, yet little of the
-    /// stack.
+    /// Extents requested per call when looking for the next run: few calls for a fragmented file, and little stack.
     const EXTENTS_NEXT: usize = 32;
-    /// Extents asked for at a time when listing them all: 28 KiB.
+    /// Extents requested per call when listing them all: 28 KiB.
     const EXTENTS_LISTED: usize = 512;
 
-    /// Have the file's writes placed before answering.
+    /// `FIEMAP_FLAG_SYNC`: allocate delayed extents before the answer.
     const FLAG_SYNC: u32 = 0x1;
-    /// No place yet, none in the open, or a place that is not in blocks of its own: unknown, delayed, encoded, inline,
-    /// tail.
+    /// Extents without an address of their own on the device: unknown, delayed, encoded, inline, tail.
     const EXTENT_NOWHERE: u32 = 0x2 | 0x4 | 0x8 | 0x200 | 0x400;
     /// Reserved and never written.
     const EXTENT_UNWRITTEN: u32 = 0x800;
@@ -182,7 +179,7 @@ mod fiemap {
         Ok(run)
     }
 
-    /// The extents that end after `offset`; with `place`, the kernel places first what is not yet.
+    /// The extents that end after `offset`; with `place`, the kernel first allocates delayed extents.
     pub(super) fn placements(file: &File, offset: u64, place: bool) -> io::Result<Vec<Placement>> {
         let flags = if place { FLAG_SYNC } else { 0 };
         let mut request = Box::new(Request::<EXTENTS_LISTED>::new(offset, flags));

@@ -1,7 +1,7 @@
 //! One file of a local file system, by ordinary positional system calls.
 //!
-//! Signals and short transfers are carried on here, so that callers see all or an error. The errors themselves are the
-//! kernel's own, with their codes: the layers above know which disk the bytes belong to and say so.
+//! Interrupted calls and short transfers are continued here, so that callers get the whole transfer or an error. Errors
+//! keep the kernel's code: the crates above add which disk they concern.
 
 use super::{extents, retry};
 use crate::queue::resume_short_read;
@@ -13,16 +13,16 @@ use std::ops::Range;
 use std::os::fd::AsRawFd;
 use std::sync::atomic::{AtomicI32, Ordering};
 
-/// Slices in one system call (`IOV_MAX` of Linux and the BSDs).
+/// The most slices in one system call (`IOV_MAX` of Linux and the BSDs).
 pub(crate) const VECTORS_MAX: usize = 1024;
 
-/// Most bytes of one write into the page cache, and what such writes are cut at. Linux keeps a fresh file in folios as
-/// large as the writes that made it, and ext4 looks at every block of a folio for each later write into it: after
-/// writes of 1 MiB, random ones of 4 KiB went at 180 MiB/s, after writes of 64 KiB at 810, and the large ones lost
-/// nothing.
+/// The most bytes of one write into the page cache; larger writes are cut at multiples of it. Linux keeps a fresh file
+/// in folios as large as the writes that made it, and ext4 examines every block of a folio at each later write into it.
+/// After writes of 1 MiB, random writes of 4 KiB ran at 180 MiB/s; after writes of 64 KiB, at 810 MiB/s. The large
+/// writes became no slower.
 const CACHED_WRITE_MAX: u64 = 64 << 10;
 
-/// Zeros written at a time where a file system cannot punch holes.
+/// Zeros per write where a file system cannot punch holes.
 const ZEROS_LENGTH: usize = 256 << 10;
 
 /// A file of a [`super::LocalDirectory`].
@@ -32,14 +32,14 @@ pub struct OpenFile {
     written_out: WrittenOut,
 }
 
-/// Failures of writing out, kept for the next flush.
+/// Failures of write-back, kept for the next flush.
 ///
-/// Linux tells each open file once of a write that was lost, and `sync_file_range` counts as told: `fdatasync` succeeds
-/// afterwards. What the file system could not place at all (ext4 with delayed allocation) it tells the call that tried
-/// to, and no other.
+/// Linux reports a lost write once to each open file, and `sync_file_range` counts as a report: `fdatasync` succeeds
+/// afterwards. A failure to allocate (ext4 with delayed allocation) is reported only to the call that met it.
 #[derive(Default)]
 struct WrittenOut {
-    /// Shared while a range is written out: a flush beside it may find the failure told already, and not yet noted.
+    /// Held shared during write-back. A flush takes it too: otherwise the flush could run between the kernel's report
+    /// to the write-back and the store to `failed`, and succeed.
     running: RwLock<()>,
     /// The last failure since the last flush as an error number, or 0.
     failed: AtomicI32,
@@ -58,7 +58,7 @@ impl WrittenOut {
         outcome
     }
 
-    /// After a flush: what it does not know of.
+    /// Called after a flush: returns the failure that the kernel did not report to it.
     fn take(&self) -> io::Result<()> {
         drop(self.running.write());
         match self.failed.swap(0, Ordering::AcqRel) {
@@ -68,18 +68,18 @@ impl WrittenOut {
     }
 }
 
-/// Space in bytes from which a removed file is closed by a thread of its own.
+/// Allocated bytes from which a removed file is closed by a thread of its own.
 const CLOSED_ELSEWHERE: u64 = 16 << 20;
 
 impl Drop for OpenFile {
-    /// Closing a removed file for the last time is what frees its space, and takes as long as that takes: two thirds of
-    /// a second for 2 GiB on a file system mounted with `discard`. The thread of a request may drop it last, and all
-    /// requests of its connection would wait.
+    /// The last close of a removed file frees its space and takes as long as that: two thirds of a second for 2 GiB on
+    /// a file system mounted with `discard`. If the thread of a request held the last handle, all requests of its
+    /// connection would wait.
     fn drop(&mut self) {
         let long = rustix::fs::fstat(&self.file)
             .is_ok_and(|stat| stat.st_nlink == 0 && stat.st_blocks as u64 * 512 >= CLOSED_ELSEWHERE);
         if long && let Ok(file) = self.file.try_clone() {
-            // Where no thread is to be had it is closed here.
+            // If no thread can be started, the file is closed on this one.
             let _ = std::thread::Builder::new().name("closing a removed file".into()).spawn(move || drop(file));
         }
     }
@@ -114,7 +114,7 @@ impl OpenFile {
         }
     }
 
-    /// Writes through the page cache in pieces that end where multiples of [`CACHED_WRITE_MAX`] in the file do.
+    /// Writes through the page cache in pieces that end at multiples of [`CACHED_WRITE_MAX`] in the file.
     fn write_pieces(&self, slices: &[&[u8]], mut offset: u64) -> io::Result<()> {
         let to_border = |offset: u64| (CACHED_WRITE_MAX - offset % CACHED_WRITE_MAX) as usize;
         let mut piece: Vec<IoSlice<'_>> = Vec::with_capacity(slices.len());
@@ -138,8 +138,9 @@ impl OpenFile {
         self.write_vectors(&mut piece, offset, false)
     }
 
-    /// Goes on after a direct write found no room. Where the file system's blocks are smaller than those of direct I/O,
-    /// a block of these may have holes, left by writes through the page cache: what stays a hole needs no room.
+    /// Continues a direct write that failed with ENOSPC. If the file system's blocks are smaller than 4 KiB, an
+    /// overwritten 4 KiB block may contain holes, left by writes through the page cache. Zeros for such a hole need no
+    /// space and are skipped.
     fn write_around_holes(&self, slices: &[&[u8]], offset: u64, full: io::Error) -> io::Result<()> {
         let small = rustix::fs::fstat(&self.file).is_ok_and(|stat| (stat.st_blksize as u64) < BLOCK_SIZE as u64);
         let end = offset + slices.iter().map(|slice| slice.len() as u64).sum::<u64>();
@@ -175,7 +176,7 @@ impl OpenFile {
         Ok(())
     }
 
-    /// What punching does where the file system has no holes.
+    /// The punch for file systems without holes.
     fn write_zeros(&self, offset: u64, length: u64) -> io::Result<()> {
         let end = offset.saturating_add(length).min(self.len()?);
         let zeros = crate::Buffer::with_bytes(ZEROS_LENGTH);
@@ -267,7 +268,7 @@ impl File for OpenFile {
     }
 
     fn sync(&self) -> io::Result<()> {
-        // Never retried after a failure: the kernel reports a lost write once and then forgets it.
+        // Never retried after a failure: the kernel reports a lost write once, and a second flush would succeed.
         let flushed = self.file.sync_data();
         let written_out = self.written_out.take();
         flushed.and(written_out)
@@ -292,7 +293,7 @@ impl File for OpenFile {
 impl LocalFile for OpenFile {
     fn write_out(&self, offset: u64, length: u64, wait: bool) {
         if self.mode == IoMode::Buffered {
-            // Told by the next flush.
+            // The next flush reports a failure.
             let _ = self.written_out.run(|| write_out_call(&self.file, offset, length, wait));
         }
     }
@@ -346,7 +347,7 @@ impl LocalFile for OpenFile {
         }
         let mut placed = extents::places_by_writing_out(&self.file);
         if placed {
-            // To the end of the file, whatever that is by then.
+            // A length of 0 means: to the end of the file, at the time of the call.
             match self.written_out.run(|| write_out_call(&self.file, offset, 0, true)) {
                 Err(error) if error.kind() == io::ErrorKind::Unsupported => placed = false,
                 outcome => outcome?,
@@ -416,10 +417,10 @@ fn write_out_call(_file: &std::fs::File, _offset: u64, _length: u64, _wait: bool
     Ok(())
 }
 
-/// A hint: errors are ignored, a read of the range returns them.
+/// A hint: errors are ignored, because a read of the range returns them.
 #[cfg(target_os = "linux")]
 fn will_need_call(file: &std::fs::File, offset: u64, length: u64) {
-    // No length would mean all the rest.
+    // A length of 0 would mean the rest of the file.
     let Some(length) = std::num::NonZeroU64::new(length) else { return };
     let _ = rustix::fs::fadvise(file, offset, Some(length), rustix::fs::Advice::WillNeed);
 }
@@ -464,7 +465,7 @@ fn zero_range_call(_file: &std::fs::File, _offset: u64, _length: u64) -> io::Res
     Err(io::ErrorKind::Unsupported.into())
 }
 
-/// Elsewhere a hole is written as zeros: it reads right and keeps its space.
+/// On other systems the caller writes zeros instead: the range reads correctly and keeps its space.
 #[cfg(not(target_os = "linux"))]
 fn punch_call(_file: &std::fs::File, _offset: u64, _length: u64) -> io::Result<()> {
     Err(io::ErrorKind::Unsupported.into())
@@ -476,7 +477,7 @@ mod tests {
     use super::*;
     use std::time::{Duration, Instant};
 
-    /// Descriptors of this process that lead to files removed from `folder`.
+    /// Descriptors of this process that lead to removed files of `folder`.
     fn removed(folder: &std::path::Path) -> usize {
         let all = std::fs::read_dir("/proc/self/fd").unwrap().flatten();
         let links = all.filter_map(|entry| std::fs::read_link(entry.path()).ok());
@@ -511,11 +512,11 @@ mod tests {
         let file = OpenFile::new(std::fs::File::create_new(folder.join("file")).unwrap(), IoMode::Buffered);
         let lost = || Err(io::Error::from_raw_os_error(rustix::io::Errno::NOSPC.raw_os_error()));
         file.written_out.run(lost).unwrap_err();
-        // What is written out well afterwards brings nothing back.
+        // A write-back that succeeds afterwards does not clear the failure.
         file.write_out(0, 4096, true);
         assert_eq!(file.sync().unwrap_err().kind(), io::ErrorKind::StorageFull);
         file.sync().unwrap();
-        // A kernel that cannot write out at all has lost nothing.
+        // A kernel without this call has lost no write.
         file.written_out.run(|| Err(io::ErrorKind::Unsupported.into())).unwrap_err();
         file.sync().unwrap();
         std::fs::remove_dir_all(&folder).unwrap();

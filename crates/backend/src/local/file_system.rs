@@ -4,10 +4,10 @@ use crate::validate::check_name;
 use std::io;
 use std::path::Path;
 
-/// A kind of file system, as far as they differ for what is kept in files.
+/// The kinds of file systems that lamina tells apart.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FileSystem {
-    /// ext2, ext3 or ext4: one number stands for all.
+    /// ext2, ext3 or ext4, which have one number in `statfs`.
     Ext,
     /// XFS.
     Xfs,
@@ -23,9 +23,9 @@ pub enum FileSystem {
     Nfs,
     /// SMB, by any of its clients.
     Smb,
-    /// Another one over a network: Ceph, 9P, AFS.
+    /// Another network file system: Ceph, 9P, AFS.
     Network,
-    /// A program behind FUSE.
+    /// A user-space file system (FUSE).
     Fuse,
     /// Any other, by its number in `statfs`.
     Other(u64),
@@ -49,7 +49,7 @@ impl FileSystem {
         }
     }
 
-    /// That of a folder or file.
+    /// The file system of a folder or file.
     #[cfg(target_os = "linux")]
     pub fn of(path: &Path) -> io::Result<Self> {
         let found = rustix::io::retry_on_intr(|| rustix::fs::statfs(path))?;
@@ -57,7 +57,7 @@ impl FileSystem {
         Ok(Self::of_magic(found.f_type as u64 & 0xffff_ffff))
     }
 
-    /// That of a folder or file: not told here.
+    /// The file system of a folder or file: unknown on this operating system.
     #[cfg(not(target_os = "linux"))]
     pub fn of(_path: &Path) -> io::Result<Self> {
         Ok(Self::Other(0))
@@ -90,7 +90,7 @@ pub fn copied_on_write(folder: &Path, wanted: &dyn Fn(&str) -> bool) -> io::Resu
     }
     for entry in std::fs::read_dir(folder)? {
         let name = entry?.file_name();
-        // A file may go while it is looked at.
+        // A file may be removed during the listing.
         if let Some(name) = name.to_str().filter(|name| wanted(name))
             && is_copied_on_write(folder, name).unwrap_or(false)
         {
@@ -140,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_is_memory() {
+    fn tmpfs_is_recognised() {
         let folder = Path::new("/dev/shm");
         if folder.is_dir() {
             assert_eq!(FileSystem::of(folder).unwrap(), FileSystem::Memory);

@@ -1,16 +1,35 @@
-//! What the scheduler is told of a thread.
+//! Scheduling attributes of threads.
 
-/// Has the calling thread run soon after it wakes, for short moments at a time: for threads that answer a person or a
-/// guest, beside others that work all the time or more of their own kind than there are processors. On a machine that
-/// is busy with both, the difference is a few milliseconds for each answer. It takes no privilege, because other
-/// threads keep their share of processor time (Linux 6.12 and later, `sched_setattr(2)`: a slice shorter than the
-/// default one); elsewhere it does nothing.
-pub fn wake_promptly() {
+/// A thread of this process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Thread {
     #[cfg(target_os = "linux")]
-    ask();
+    id: rustix::thread::Pid,
 }
 
-/// The slice asked for, in nanoseconds: the shortest that the kernel grants.
+impl Thread {
+    /// The calling thread.
+    pub fn current() -> Self {
+        Self {
+            #[cfg(target_os = "linux")]
+            id: rustix::thread::gettid(),
+        }
+    }
+
+    /// With `short`, the scheduler runs the thread soon after it wakes, in short slices: for a thread that answers a user or
+    /// a guest beside threads that always compute, or that outnumber the processors. On a busy machine this saves a few
+    /// milliseconds per answer. It takes no privilege, because other threads keep their share of processor time (Linux
+    /// 6.12 and later, `sched_setattr(2)`: a slice shorter than the default one); elsewhere it does nothing. Without
+    /// `short`, the thread has the default slice again.
+    pub fn set_short_slice(self, short: bool) {
+        #[cfg(target_os = "linux")]
+        ask(self.id, if short { SLICE } else { 0 });
+        #[cfg(not(target_os = "linux"))]
+        let _ = short;
+    }
+}
+
+/// The requested slice, in nanoseconds: the shortest that the kernel grants.
 #[cfg(target_os = "linux")]
 const SLICE: u64 = 100_000;
 
@@ -29,19 +48,22 @@ struct Attributes {
 }
 
 #[cfg(target_os = "linux")]
-fn ask() {
+fn ask(thread: rustix::thread::Pid, slice: u64) {
     let attributes = Attributes {
         size: size_of::<Attributes>() as u32,
         policy: 0,
         flags: 0,
-        // Part of what is set: it stays what it is.
-        nice: rustix::process::getpriority_process(None).unwrap_or(0),
+        // The call sets the nice value too: this keeps the present one.
+        nice: rustix::process::getpriority_process(Some(thread)).unwrap_or(0),
         priority: 0,
-        runtime: SLICE,
+        // 0: the default.
+        runtime: slice,
         deadline: 0,
         period: 0,
     };
-    // SAFETY: the kernel reads `size` bytes of a structure that lives through the call; thread 0 is the calling one. A
-    // kernel that knows nothing of it answers with an error, which changes nothing.
-    unsafe { libc::syscall(libc::SYS_sched_setattr, 0, std::ptr::from_ref(&attributes), 0) };
+    // SAFETY: the kernel reads `size` bytes of a structure that lives through the call. A kernel that does not know the
+    // call, or a thread that has ended, is answered with an error, which changes nothing.
+    unsafe {
+        libc::syscall(libc::SYS_sched_setattr, thread.as_raw_nonzero().get(), std::ptr::from_ref(&attributes), 0)
+    };
 }

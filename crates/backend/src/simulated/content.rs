@@ -1,14 +1,14 @@
-//! The bytes of a simulated file: a length, the pages that hold something, and the space taken.
+//! The bytes of a simulated file: its length, its written pages, and its allocated space.
 //!
 //! 1. Every page lies within `space`; space without a page is reserved and reads as zeros.
-//! 2. Bytes of pages past the length are zeros, but for the time between the steps of a power cut
-//!    (see [`Content::write_within`]).
+//! 2. Bytes of pages past the length are zeros, except between the steps of a power cut (see
+//!    [`Content::write_within`]).
 
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Granularity of space and of sharing between versions of a file.
+/// Unit of allocation and of sharing between versions of a file.
 pub(super) const PAGE: u64 = 4096;
 
 type Page = [u8; PAGE as usize];
@@ -16,7 +16,7 @@ type Page = [u8; PAGE as usize];
 /// A set of numbers as ranges: sorted, disjoint, never adjacent, never empty.
 #[derive(Clone, Default)]
 pub(super) struct Ranges {
-    /// End by start.
+    /// The end of each range by its start.
     ends: BTreeMap<u64, u64>,
     total: u64,
 }
@@ -55,7 +55,8 @@ impl Ranges {
             }
             self.ends.remove(&start);
             self.total -= end - start;
-            // What sticks out at either side stays. The part behind begins at `range.end`, outside the search.
+            // The parts of the old range outside `range` stay. The later part begins at `range.end`, so the search does
+            // not find it.
             for rest in [start..range.start, range.end..end] {
                 if !rest.is_empty() {
                     self.total += rest.end - rest.start;
@@ -68,7 +69,7 @@ impl Ranges {
         }
     }
 
-    /// The first range that ends after `from`, cut to begin there or later.
+    /// The first range that ends after `from`, without its part before `from`.
     pub(super) fn next(&self, from: u64) -> Option<Range<u64>> {
         let within = self.ends.range(..=from).next_back().filter(|(_, end)| **end > from);
         let (&start, &end) = within.or_else(|| self.ends.range(from..).next())?;
@@ -95,7 +96,7 @@ impl Ranges {
     }
 }
 
-/// Pages that a range of bytes touches.
+/// The pages that a range of bytes touches.
 pub(super) fn pages_touched(offset: u64, length: u64) -> Range<u64> {
     if length == 0 {
         return 0..0;
@@ -116,12 +117,12 @@ impl Content {
         self.length
     }
 
-    /// The pages taken.
+    /// The allocated pages.
     pub(super) fn space(&self) -> &Ranges {
         &self.space
     }
 
-    /// Fills `buffer` from `offset`, with zeros where nothing is.
+    /// Fills `buffer` from `offset`; unwritten bytes read as zeros.
     pub(super) fn read(&self, buffer: &mut [u8], offset: u64) {
         for (page, within, part) in pieces(offset, buffer.len()) {
             match self.pages.get(&page) {
@@ -139,8 +140,8 @@ impl Content {
         }
     }
 
-    /// Writes without growing the file: bytes past its end are there to be uncovered by later growth, until
-    /// [`Content::settle`] takes them away.
+    /// Writes without growing the file. Later growth makes bytes past the end visible; [`Content::settle`] removes
+    /// them.
     pub(super) fn write_within(&mut self, offset: u64, bytes: &[u8]) {
         self.space.insert(pages_touched(offset, bytes.len() as u64));
         for (page, within, part) in pieces(offset, bytes.len()) {
@@ -159,7 +160,7 @@ impl Content {
         self.settle();
     }
 
-    /// Takes away what lies past the end of the file.
+    /// Removes pages and bytes past the end of the file.
     pub(super) fn settle(&mut self) {
         let end = self.length.div_ceil(PAGE);
         self.pages.split_off(&end);
@@ -176,7 +177,7 @@ impl Content {
         self.grow(offset + length);
     }
 
-    /// Zeros a range; pages wholly within it give their space back.
+    /// Zeros a range; pages wholly within it are freed.
     pub(super) fn punch(&mut self, offset: u64, length: u64) {
         let end = offset + length;
         let (first, last) = (offset.div_ceil(PAGE), end / PAGE);
@@ -188,7 +189,7 @@ impl Content {
             self.space.remove(first..last);
         }
         for edge in [offset..end.min(first * PAGE), offset.max(last * PAGE)..end] {
-            // Within one page both edges are the same range.
+            // Within one page both edges are the same range, which is then zeroed twice.
             if !edge.is_empty()
                 && let Some(page) = self.pages.get_mut(&(edge.start / PAGE))
             {
@@ -198,13 +199,13 @@ impl Content {
         }
     }
 
-    /// Zeros a range within the file; all of it takes space afterwards.
+    /// Zeros a range within the file; all of it is allocated afterwards.
     pub(super) fn zero_range(&mut self, offset: u64, length: u64) {
         self.punch(offset, length);
         self.space.insert(pages_touched(offset, length));
     }
 
-    /// The first run of pages at or after `page` that take space and are alike in whether anything was written to them.
+    /// The first run of allocated pages at or after `page` that are all written or all unwritten; true for written.
     pub(super) fn next_alike(&self, page: u64) -> Option<(Range<u64>, bool)> {
         let taken = self.space.next(page)?;
         let mut written = self.pages.range(taken.clone()).map(|(page, _)| *page);

@@ -11,7 +11,7 @@ use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Placements told at a time: few, so that callers have to go on asking.
+/// Placements per answer: few, so that callers have to ask again.
 const PLACEMENTS_MAX: usize = 8;
 
 pub(super) struct SimulatedFile {
@@ -21,7 +21,7 @@ pub(super) struct SimulatedFile {
 }
 
 impl SimulatedFile {
-    /// A handle that the world has counted already.
+    /// A handle that [`World`] has counted already.
     pub(super) fn new(world: Arc<Mutex<World>>, id: FileId, mode: IoMode) -> Self {
         Self { world, id, mode }
     }

@@ -1,5 +1,5 @@
-//! A queue on the calling thread: operations wait here and are performed in random order, as late as the caller lets
-//! them, so that code which takes the order of pushing for the order of happening is found out.
+//! A queue on the calling thread. Operations wait here and are performed in random order, as late as the caller allows,
+//! which detects code that relies on the order of pushing.
 
 use super::unflushed::Random;
 use crate::queue::QUEUE_DEPTH_MAX;
@@ -41,7 +41,7 @@ impl Operation {
 
 pub(super) struct SimulatedQueue {
     depth: usize,
-    /// Chooses what comes next; without it everything happens at once, in order.
+    /// Chooses the next operation; `None` performs everything at once, in order.
     random: Option<Random>,
     waiting: Vec<Operation>,
     finished: Vec<Completion>,
@@ -69,7 +69,7 @@ impl SimulatedQueue {
         }
     }
 
-    /// Performs any one of the operations waiting.
+    /// Performs a random one of the waiting operations.
     fn perform_one(&mut self) {
         if self.waiting.is_empty() {
             return;
@@ -82,7 +82,7 @@ impl SimulatedQueue {
         self.finished.push(completion);
     }
 
-    /// How many to perform now, of those waiting.
+    /// How many of the waiting operations to perform now.
     fn some(&mut self) -> u64 {
         self.random.as_mut().map_or(0, |random| random.below(self.waiting.len() as u64 + 1))
     }

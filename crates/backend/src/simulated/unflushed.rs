@@ -1,15 +1,15 @@
-//! Changes of a simulated file that are not durable yet, and what a power cut makes of them.
+//! Unflushed changes of a simulated file, and which of them a power cut keeps.
 //!
 //! 1. Changes are kept, and become durable, in the order in which they were made.
-//! 2. A durable write that touches what unflushed changes touch stands among them as `forced`: a power cut always
-//!    applies it, after whatever of the earlier ones it keeps, so that nothing older comes back over it. It may not be
-//!    applied to the durable content at once, because an earlier change kept would then land on top.
+//! 2. A durable write that overlaps unflushed changes is queued behind them, marked `forced`: a power cut always
+//!    applies it, after the earlier changes that it keeps, so that no older data overwrites it. Applied to the durable
+//!    content at once, an earlier change that is kept would overwrite it.
 
 use super::content::{Content, PAGE};
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-/// The unit that a medium writes whole or not at all.
+/// The unit that a disk writes completely or not at all.
 pub(super) const SECTOR: u64 = 512;
 
 /// Bytes of unflushed writes per file beyond which the oldest are written back.
@@ -41,14 +41,14 @@ impl Random {
         self.below(100) < chance
     }
 
-    /// A generator of its own, so that its use elsewhere does not disturb this one.
+    /// A generator of its own, so that draws from either do not change the other's sequence.
     pub(super) fn fork(&mut self) -> Self {
         Self(self.next())
     }
 }
 
-/// How a power cut treats what is not flushed, in percent. Drawn anew for each cut: the extremes, everything kept and
-/// everything lost, find other bugs than the mixtures.
+/// The probabilities, in percent, with which a power cut keeps unflushed changes. Drawn anew for each cut: keeping
+/// everything and losing everything find other bugs than mixtures.
 #[derive(Clone, Copy)]
 pub(super) struct Fate {
     pub(super) keep: u64,
@@ -92,7 +92,7 @@ impl Change {
         }
     }
 
-    /// Applies what a power cut leaves of the change. [`Content::settle`] has to follow the last one.
+    /// Applies the part of the change that a power cut keeps. [`Content::settle`] has to follow the last change.
     fn apply_cut(&self, content: &mut Content, fate: Fate, random: &mut Random) {
         match self {
             Self::Write { forced: true, .. } => self.apply(content),
@@ -100,13 +100,13 @@ impl Change {
                 for (at, part) in self.survivors(fate, random) {
                     content.write_within(at, part);
                 }
-                // The new length is metadata and has a fate of its own.
+                // The new length is metadata, which is kept or lost separately.
                 if random.percent(fate.keep.max(fate.tear)) {
                     content.grow(*offset + bytes.len() as u64);
                 }
             }
             Self::Punch { offset, length } if random.percent(fate.tear) => {
-                // Up to some page: file systems free whole ones, and a long punch in several steps.
+                // Up to a random page: file systems free whole pages, and do a long punch in several steps.
                 let reached = (*offset + random.below(*length + 1)) / PAGE * PAGE;
                 content.punch(*offset, reached.saturating_sub(*offset));
             }
@@ -119,7 +119,7 @@ impl Change {
         }
     }
 
-    /// The runs of sectors of a write that reach the medium: all, none, or any.
+    /// The runs of sectors of a write that survive a power cut: all, none, or any.
     pub(super) fn survivors(&self, fate: Fate, random: &mut Random) -> Vec<(u64, &[u8])> {
         let Self::Write { offset, bytes, .. } = self else { return Vec::new() };
         if !random.percent(fate.tear) {
@@ -157,7 +157,7 @@ impl Change {
     }
 }
 
-/// A file as the medium has it, with the changes the medium may or may not have.
+/// The durable content of a file, with the unflushed changes that a power cut may keep or lose.
 #[derive(Clone, Default)]
 pub(super) struct Persistence {
     durable: Content,
@@ -171,7 +171,7 @@ impl Persistence {
         Self { durable, ..Self::default() }
     }
 
-    /// Takes a change; beyond `max` changes the oldest become durable.
+    /// Adds a change; beyond `max` changes the oldest become durable.
     pub(super) fn push(&mut self, change: Change, max: usize) {
         self.unflushed_bytes += change.weight();
         self.unflushed.push_back(change);
@@ -182,7 +182,7 @@ impl Persistence {
         }
     }
 
-    /// Takes a write that is durable now.
+    /// Adds a write that is durable at once.
     pub(super) fn push_durable(&mut self, offset: u64, bytes: Arc<[u8]>, max: usize) {
         let end = offset + bytes.len() as u64;
         if self.unflushed.iter().all(|change| change.commutes_with_write(offset, end)) {
@@ -200,19 +200,19 @@ impl Persistence {
         self.unflushed_bytes = 0;
     }
 
-    /// A flush that failed: the medium has what it happens to have, and the rest will not be tried again.
+    /// A failed flush: some changes become durable at random, and no later flush writes the others.
     pub(super) fn flush_failed(&mut self, fate: Fate, random: &mut Random) {
         self.durable = self.after_cut(fate, random);
         self.unflushed.clear();
         self.unflushed_bytes = 0;
     }
 
-    /// What the medium has for certain.
+    /// The content that survives every power cut.
     pub(super) fn durable(&self) -> &Content {
         &self.durable
     }
 
-    /// What reads see where the cache holds only what is to be written.
+    /// What reads see when the page cache holds only unflushed data.
     pub(super) fn with_unflushed(&self) -> Content {
         let mut content = self.durable.clone();
         self.unflushed.iter().for_each(|change| change.apply(&mut content));
@@ -229,7 +229,7 @@ impl Persistence {
         content
     }
 
-    /// Inverts a bit in every version that may come to light.
+    /// Inverts a bit in the durable content and in every unflushed change.
     pub(super) fn flip_bit(&mut self, at: u64, bit: u8) {
         self.durable.flip_bit(at, bit);
         for change in &mut self.unflushed {

@@ -1,9 +1,9 @@
-//! The state behind all handles of a simulated disk, under one lock: files, names, space, and the faults to come.
+//! The state shared by all handles of a simulated disk, under one lock: files, names, space, and requested faults.
 //!
-//! 1. An operation that changes something passes [`World::begin`] first, once, and nothing else counts operations.
-//! 2. `used` is the space of the live content of all files that can still be reached, by name or by handle.
-//! 3. A file stays in `files` while a name, a handle, or a durable name that a power cut could bring back refers to
-//!    it; the last are forgotten when the names are flushed.
+//! 1. Every operation that changes something calls [`World::begin`] once, before it does; only this counts operations.
+//! 2. `used` is the space of the live content of all files that can be reached by name or by handle.
+//! 3. A file stays in `files` while a name, a handle, or a durable name that a power cut could restore refers to it; a
+//!    flush of the names drops the last kind.
 
 use super::content::{Content, PAGE, Ranges, pages_touched};
 use super::unflushed::{Change, Fate, Persistence, Random};
@@ -18,12 +18,12 @@ use std::sync::Arc;
 
 pub(super) type FileId = u64;
 
-/// What is to become of an operation.
+/// How an operation ends.
 pub(super) enum Verdict {
     Proceed,
-    /// The medium fails it.
+    /// The operation fails.
     Fail,
-    /// The power goes while it runs.
+    /// The power is cut during the operation.
     Cut,
 }
 
@@ -35,7 +35,7 @@ enum NameChange {
 
 #[derive(Default)]
 pub(super) struct FileState {
-    /// What reads see.
+    /// The content that reads return.
     pub(super) live: Content,
     persistence: Persistence,
     pub(super) unreadable: Ranges,
@@ -65,10 +65,10 @@ pub(super) struct World {
     /// Requests of each kind that fail, counted from the next one.
     pub(super) failing_requests: [Range<u64>; FAULTS],
     pub(super) off: bool,
-    /// While it is off, what changes nothing still succeeds.
+    /// While `off`, operations that change nothing still succeed.
     pub(super) readable: bool,
     pub(super) pace: Option<Pace>,
-    /// Room that is told of, and is not there.
+    /// Free space that is reported in excess.
     pub(super) overstated: u64,
     cached_reads: u64,
     used: u64,
@@ -137,7 +137,7 @@ impl World {
         after
     }
 
-    /// Whether the next request of a kind fails.
+    /// Whether the next request of this kind fails.
     pub(super) fn does_fail(&mut self, fault: Fault) -> bool {
         let failing = &mut self.failing_requests[fault as usize];
         let Range { start, end } = failing.clone();
@@ -145,18 +145,18 @@ impl World {
         start == 0 && end > 0
     }
 
-    /// As [`World::begin`], for a kind of requests that may fail alone.
+    /// As [`World::begin`], for a kind of requests that can be made to fail separately.
     fn begin_request(&mut self, fault: Fault) -> io::Result<Verdict> {
         let verdict = self.begin()?;
         Ok(if !matches!(verdict, Verdict::Cut) && self.does_fail(fault) { Verdict::Fail } else { verdict })
     }
 
-    /// The same with new random decisions.
+    /// The same state with a new seed and options.
     pub(super) fn reseeded(self, seed: u64, options: SimulatedOptions) -> World {
         World { random: Random::new(seed), options, ..self }
     }
 
-    /// Counts an operation and says what is to become of it.
+    /// Counts an operation and decides how it ends.
     pub(super) fn begin(&mut self) -> io::Result<Verdict> {
         if self.off {
             return Err(no_power());
@@ -194,7 +194,7 @@ impl World {
         self.files.get_mut(&id).ok_or_else(|| Errno::NOENT.into())
     }
 
-    /// Whether the page cache has it, this time.
+    /// Whether the page cache answers this read.
     pub(super) fn is_cached(&mut self) -> bool {
         self.cached_reads += 1;
         !self.cached_reads.is_multiple_of(3)
@@ -221,7 +221,7 @@ impl World {
         let id = self.next_id;
         self.next_id += 1;
         let change = NameChange::Create { name: name.to_owned(), id };
-        // Also when the power goes now: the name may be found afterwards, and needs its file.
+        // The file is inserted even if the power is cut in this operation: the name may survive, and refers to it.
         self.files.insert(id, FileState::default());
         self.change_names(change, verdict)?;
         self.file(id)?.handles = 1;
@@ -306,7 +306,7 @@ impl World {
         Ok(id)
     }
 
-    /// Whether a name leads to that file.
+    /// Whether a name leads to this file.
     pub(super) fn leads_to(&self, name: &str, id: FileId) -> io::Result<bool> {
         self.check_power()?;
         Ok(self.names.get(name) == Some(&id))
@@ -319,19 +319,19 @@ impl World {
         self.close(id);
     }
 
-    /// Gives a handle back.
+    /// Releases a handle.
     pub(super) fn close(&mut self, id: FileId) {
         self.change_reach(id, |file| file.handles = file.handles.saturating_sub(1));
     }
 
-    /// Changes what refers to a file, and its share of the space with it.
+    /// Changes what refers to a file, and counts its space as used or free accordingly.
     fn change_reach(&mut self, id: FileId, change: impl FnOnce(&mut FileState)) {
         let Some(file) = self.files.get_mut(&id) else { return };
         let was_reachable = file.reachable();
         change(file);
         if was_reachable && !file.reachable() {
             self.used -= file.live.space().total() * PAGE;
-            // Nothing can bring it back if no name of it was ever made or all are forgotten.
+            // No power cut can restore a name of the file once the changes of names are flushed.
             if self.name_changes.is_empty() && !self.durable_names.values().any(|other| *other == id) {
                 self.files.remove(&id);
             }
@@ -403,7 +403,7 @@ impl World {
                 let fate = Fate::draw(&mut random);
                 file.persistence.flush_failed(fate, &mut random);
                 if random.percent(50) {
-                    // The page cache has forgotten it, too.
+                    // Half of the time the page cache has lost the data, too.
                     let before = file.live.space().total();
                     file.live = file.persistence.durable().clone();
                     self.used = self.used + file.live.space().total() * PAGE - before * PAGE;
@@ -414,7 +414,7 @@ impl World {
         }
     }
 
-    /// The page cache forgets what a failed flush did not write; what still waits for a flush stays.
+    /// Drops from the page cache what a failed flush did not write; what still waits for a flush stays.
     pub(super) fn forget_cached(&mut self, id: FileId) -> io::Result<()> {
         let before = self.file(id)?.live.space().total();
         let file = self.file(id)?;
@@ -438,7 +438,7 @@ impl World {
         }
     }
 
-    /// Makes a change that is visible now and not durable yet.
+    /// Applies a change that is visible now and not durable yet.
     fn record(&mut self, id: FileId, change: Change) -> io::Result<()> {
         let max = self.options.unflushed_max;
         self.change_live(id, &change)?.push(change, max);

@@ -75,7 +75,7 @@ fn expected(model: &[u8], start: usize, length: usize) -> Vec<u8> {
     bytes
 }
 
-/// Allocated ranges are in order, within the file, and hold everything that is not zero.
+/// Allocated ranges are in order, within the file, and cover all bytes that are not zero.
 fn check_allocation(file: &dyn File, model: &[u8]) {
     let mut at = 0;
     while let Some(range) = file.next_allocated(at).unwrap() {
@@ -103,7 +103,7 @@ pub fn names_behave(directory: &dyn Directory, mode: IoMode) {
     directory.sync().unwrap();
     assert_eq!(directory.list().unwrap(), ["first"]);
     assert_eq!(directory.open("first", mode).unwrap().len().unwrap(), 8192);
-    // A file without a name lives as long as its handles.
+    // A removed file exists as long as its handles.
     assert_eq!(first.len().unwrap(), 4096);
     directory.remove("first").unwrap();
     assert_eq!(second.len().unwrap(), 8192);
@@ -123,7 +123,7 @@ pub fn locks_exclude(directory: &dyn Directory) {
     assert!(is_held(&*lock));
     directory.rename("lock", "moved").unwrap();
     assert!(!is_held(&*lock));
-    // Another file of that name is another lock, and the one before knows.
+    // A new file with the locked name has its own lock, and the earlier lock reports its loss.
     let second = directory.lock("lock").unwrap();
     assert!(!is_held(&*lock) && is_held(&*second));
     directory.remove("lock").unwrap();
@@ -136,7 +136,7 @@ pub fn past_the_end_is_zeros(directory: &dyn Directory, mode: IoMode) {
     let mut data = Buffer::with_bytes(2 * BLOCK_SIZE);
     data.fill(7);
     file.write_at(&[&data], 0, false).unwrap();
-    // An end in the middle of a block is what direct reads find hardest.
+    // Direct reads have their own code for an end in the middle of a block.
     for length in [1, 511, 512, 4095, 4096, 4097, 8191] {
         file.write_at(&[&data], 0, false).unwrap();
         file.set_len(length).unwrap();
@@ -171,7 +171,7 @@ pub fn space_is_taken_and_given_back(directory: &dyn Directory, mode: IoMode) {
     assert_eq!(file.next_allocated(0).unwrap(), None);
     file.reserve(2 * MIB, MIB).unwrap();
     file.sync().unwrap();
-    // Reserved and never written is allocated all the same; only FIEMAP shows it on local file systems.
+    // Reserved space that was never written counts as allocated; on local file systems only FIEMAP shows it.
     assert_eq!(file.next_allocated(0).unwrap(), Some(2 * MIB..3 * MIB));
     assert_eq!(file.next_allocated(2 * MIB + 4096).unwrap(), Some(2 * MIB + 4096..3 * MIB));
     assert_eq!(file.next_allocated(3 * MIB).unwrap(), None);
@@ -194,7 +194,7 @@ pub fn space_is_taken_and_given_back(directory: &dyn Directory, mode: IoMode) {
     directory.remove("space").unwrap();
 }
 
-/// A file without a local part has the space of its length, and keeps it.
+/// A file without a local part has the space of its length, also after a punch.
 pub fn space_follows_the_length(directory: &dyn Directory) {
     const MIB: u64 = 1 << 20;
     let file = directory.create("space", IoMode::Buffered).unwrap();
@@ -221,7 +221,7 @@ pub fn space_follows_the_length(directory: &dyn Directory) {
     directory.remove("space").unwrap();
 }
 
-/// All placements of a file, neighbours that are alike merged.
+/// All placements of a file; adjacent ones with the same state are merged.
 fn placements(file: &dyn File) -> Vec<(std::ops::Range<u64>, bool)> {
     let mut all: Vec<(std::ops::Range<u64>, bool)> = Vec::new();
     let mut at = 0;

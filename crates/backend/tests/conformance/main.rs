@@ -1,6 +1,6 @@
 //! One suite that every implementation of the traits has to pass: the same random script, checked against a plain
 //! vector of bytes, over local files (buffered and direct, io_uring and threads), the simulated device, and media
-//! without anything of a local file system: a medium in memory, and a folder whose changes stay in memory.
+//! without a local part: a medium in memory, and an overlay that keeps changes in memory.
 
 #![allow(clippy::unwrap_used)]
 
@@ -19,7 +19,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use testkit::Random;
 
-/// Where the random script may reach in its file.
+/// The part of its file that the random script uses.
 const SPAN: usize = 96 * BLOCK_SIZE;
 
 /// A range within the span, in whole blocks for direct I/O.
@@ -30,7 +30,7 @@ fn range(random: &mut Random, mode: IoMode) -> (usize, usize) {
     (start * unit, length * unit)
 }
 
-/// Bytes of which none is zero.
+/// Random bytes, none of which is zero.
 fn fill(random: &mut Random, bytes: &mut [u8]) {
     let seed = random.next();
     for (at, byte) in bytes.iter_mut().enumerate() {
@@ -38,7 +38,7 @@ fn fill(random: &mut Random, bytes: &mut [u8]) {
     }
 }
 
-/// A folder that goes with the test.
+/// A temporary folder, removed with the value.
 struct Folder(PathBuf);
 
 impl Folder {
@@ -66,7 +66,7 @@ fn simulated() -> Arc<dyn Directory> {
     SimulatedDisk::new(7, SimulatedOptions::default()).directory()
 }
 
-/// Runs everything over one implementation.
+/// Runs all tests of the suite over one implementation.
 fn conforms(directory: &Arc<dyn Directory>, mode: IoMode) {
     for seed in 0..6 {
         files::random_script_matches_bytes(directory.as_ref(), mode, seed);
@@ -149,7 +149,7 @@ fn memory() {
     assert!(directory.local().is_none());
     conforms(&directory, IoMode::Buffered);
     files::space_follows_the_length(directory.as_ref());
-    assert!(medium.overtaken() > 0, "operations were done in the order of pushing");
+    assert!(medium.overtaken() > 0, "operations completed in the order of submission");
 }
 
 #[test]

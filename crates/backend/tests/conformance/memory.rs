@@ -1,9 +1,9 @@
-//! A medium in memory that is no local file system: the smallest one that an engine runs on.
+//! A medium in memory without a local part: the smallest medium on which an engine runs.
 //!
 //! 1. Its queues complete later, out of order, on a thread of the medium.
-//! 2. Its locks are leases, and the medium may revoke them ([`MemoryMedium::revoke`]): the former owner is told,
-//!    fenced, and its writes that were not flushed are gone.
-//! 3. Files have no local part: they take space by their length.
+//! 2. Its locks are leases, which the medium may revoke ([`MemoryMedium::revoke`]): the former owner is notified and
+//!    fenced, and loses its unflushed writes.
+//! 3. Files have no local part: they are allocated by their length.
 
 use backend::{
     BLOCK_SIZE, Buffer, Completion, CompletionQueue, Directory, File, InFlight, IoMode, Lock, Queue, QueueKind, Room,
@@ -18,17 +18,17 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 use testkit::Random;
 
-/// Bytes that all files may have together.
+/// The capacity for all files together, in bytes.
 const CAPACITY: u64 = 4 << 30;
-/// For this long an operation waits for others that may be done before it.
+/// How long an operation waits for later ones that may overtake it.
 const LATER: Duration = Duration::from_micros(20);
-/// Operations that wait for each other at most.
+/// The most operations that wait at a time.
 const WAITING_MAX: usize = 16;
 
 const BLOCK: u64 = BLOCK_SIZE as u64;
 type Page = [u8; BLOCK_SIZE];
 
-/// The medium. Directories of it are sessions of one owner or another.
+/// The medium. Each of its directories is the session of one owner.
 pub struct MemoryMedium {
     pool: Arc<Pool>,
     operations: Sender<Operation>,
@@ -37,7 +37,7 @@ pub struct MemoryMedium {
 #[derive(Default)]
 struct Pool {
     state: Mutex<State>,
-    /// Operations that were done before an older one.
+    /// Operations that were performed before an older one.
     overtaken: AtomicU64,
 }
 
@@ -46,12 +46,12 @@ struct State {
     files: Vec<Content>,
     names: BTreeMap<String, usize>,
     durable_names: BTreeMap<String, usize>,
-    /// Changes of any kind so far.
+    /// Number of changes of any kind so far.
     changes: u64,
     sessions: u64,
     fenced: BTreeSet<u64>,
     leases: u64,
-    /// Leases that are held, by the file that they are on.
+    /// Leases that are held, by the file that they lock.
     held: BTreeMap<usize, Lease>,
     revoked: BTreeSet<u64>,
     watchers: Vec<(u64, Box<dyn FnOnce() + Send>)>,
@@ -68,7 +68,7 @@ struct Content {
     length: u64,
     pages: BTreeMap<u64, Box<Page>>,
     durable_length: u64,
-    /// What the pages were that changed since the last flush.
+    /// The flushed content of the pages that changed since the last flush.
     unflushed: BTreeMap<u64, Option<Box<Page>>>,
 }
 
@@ -110,7 +110,7 @@ impl Content {
         self.durable_length = self.length;
     }
 
-    /// Goes back to what was flushed.
+    /// Restores the flushed content.
     fn lose_unflushed(&mut self) {
         for (number, before) in std::mem::take(&mut self.unflushed) {
             match before {
@@ -138,7 +138,7 @@ impl State {
         self.names.values().map(|file| self.files[*file].length).sum()
     }
 
-    /// Room for a file to have this length.
+    /// Fails unless there is space for a file of this length.
     fn make_room(&self, file: usize, length: u64) -> io::Result<()> {
         let more = length.saturating_sub(self.files[file].length);
         if more > CAPACITY.saturating_sub(self.taken()) { Err(ErrorKind::StorageFull.into()) } else { Ok(()) }
@@ -163,7 +163,7 @@ impl Pool {
         self.state.lock().unwrap()
     }
 
-    /// The state, for a session that may change it.
+    /// Locks the state for a change; fails for a session that lost its lease.
     fn change(&self, session: u64) -> io::Result<MutexGuard<'_, State>> {
         let mut state = self.state();
         if state.fenced.contains(&session) {
@@ -179,12 +179,12 @@ impl MemoryMedium {
         let pool = Arc::new(Pool::default());
         let (operations, pushed) = channel();
         let served = Arc::clone(&pool);
-        // It ends with the last directory.
+        // The thread ends with the last directory.
         std::thread::spawn(move || serve(&pushed, &mut Random::new(seed), &served.overtaken));
         Self { pool, operations }
     }
 
-    /// A session of another owner.
+    /// Opens a session for another owner.
     pub fn connect(&self) -> Arc<dyn Directory> {
         let mut state = self.pool.state();
         state.sessions += 1;
@@ -192,12 +192,13 @@ impl MemoryMedium {
         Arc::new(Session { pool, operations, number: state.sessions })
     }
 
-    /// Takes the ownership from all owners. Nothing that they do changes the medium from here on.
+    /// Revokes the leases of all owners. From then on no operation of theirs changes the medium.
     pub fn revoke(&self) {
         self.lapse().into_iter().for_each(|lost| lost());
     }
 
-    /// The same, but the owners learn of it by asking or by a refusal; calling what is returned tells them.
+    /// As [`Self::revoke`], without notifying the owners: they see the loss when they ask, or when an operation is
+    /// refused. The returned functions notify them.
     pub fn lapse(&self) -> Vec<Box<dyn FnOnce() + Send>> {
         let mut state = self.pool.state();
         for lease in std::mem::take(&mut state.held).into_values() {
@@ -209,12 +210,12 @@ impl MemoryMedium {
         std::mem::take(&mut state.watchers).into_iter().map(|(_, lost)| lost).collect()
     }
 
-    /// Changes so far, flushes among them; those that a fence has refused not.
+    /// Number of changes so far, flushes included, without those refused by a fence.
     pub fn changes(&self) -> u64 {
         self.pool.state().changes
     }
 
-    /// Operations of queues that were done before one that was pushed earlier.
+    /// Operations of queues that were performed before one that was pushed earlier.
     pub fn overtaken(&self) -> u64 {
         self.pool.overtaken.load(Ordering::Relaxed)
     }
@@ -449,7 +450,7 @@ struct MemoryQueue {
 impl MemoryQueue {
     fn push(&mut self, file: &Arc<dyn File>, token: u64, work: Work) {
         let operation = Operation { file: Arc::clone(file), work, in_flight: self.completions.begin(token) };
-        // Should the thread be gone, dropping the operation completes it with an error.
+        // If the thread has ended, dropping the operation completes it with an error.
         let _ = self.operations.send(operation);
     }
 }

@@ -97,7 +97,7 @@ pub fn run_queued_script(queue: &mut dyn Queue, file: &Arc<dyn File>, mode: IoMo
     assert!(*all == model[..], "seed {seed}");
 }
 
-/// More slices than one system call takes, and empty ones among them.
+/// A write with more slices than one system call takes, some of them empty.
 pub fn many_slices_in_one_write(directory: &dyn Directory, mode: IoMode) {
     let file = directory.create("slices", mode).unwrap();
     let mut random = Random(11);
@@ -162,7 +162,7 @@ pub fn polls_complete_once(directory: &dyn Directory, mode: IoMode) {
     let mut completions = Vec::new();
     queue.wait(&mut completions, Some(Duration::from_millis(5))).unwrap();
     assert!(completions.is_empty());
-    // Operations complete beside a poll that does not.
+    // Operations complete while a poll stays pending.
     for token in 0..20 {
         queue.read(&file, 0, Buffer::with_bytes(BLOCK_SIZE), token);
     }
@@ -177,7 +177,7 @@ pub fn polls_complete_once(directory: &dyn Directory, mode: IoMode) {
     assert_eq!(completions.len(), 1);
     assert_eq!(completions[0].token, 100);
     assert!(completions[0].result.is_ok());
-    // Still readable, but a poll reports once.
+    // The descriptor is still readable, but a poll reports once.
     completions.clear();
     queue.wait(&mut completions, Some(Duration::from_millis(5))).unwrap();
     assert!(completions.is_empty());
@@ -185,7 +185,7 @@ pub fn polls_complete_once(directory: &dyn Directory, mode: IoMode) {
     queue.wait(&mut completions, Some(Duration::from_secs(20))).unwrap();
     assert_eq!(completions.len(), 1);
     assert_eq!(completions[0].token, 101);
-    // Many at once, more than the depth.
+    // More polls at once than the depth.
     for token in 0..300 {
         queue.poll_readable(reader.as_raw_fd(), token);
     }
@@ -255,7 +255,7 @@ pub fn queue_moves_between_threads(directory: &dyn Directory, mode: IoMode) {
             queue.poll_readable(reader.as_raw_fd(), 100);
             queue.submit().unwrap();
         };
-        // Either the thread that pushed goes on living, or it ends with everything in flight.
+        // The pushing thread either lives on, or ends with all operations in flight.
         let completions = if round % 2 == 0 {
             push(queue.as_mut());
             std::thread::scope(|scope| scope.spawn(|| drain(queue.as_mut())).join().unwrap())

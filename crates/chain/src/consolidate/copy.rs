@@ -1,9 +1,9 @@
-//! The copying of a merge: one step at a time, each with its range held.
+//! The copying of a merge: one step at a time, each with its range locked.
 //!
-//! 1. A step maps its range again while it holds it; the result of a pass is only a hint where to go.
-//! 2. A grain of the target that the sources hold in part gets the rest from the content that shows there: down,
-//!    through the sources; up, through the target itself. Never from levels above, whose newer content is not the
-//!    target's.
+//! 1. A step maps its range again after it has locked it: the mapping of a pass only tells where to look.
+//! 2. A target grain that the sources hold only in part is completed: in a merge down, with what the sources and the
+//!    levels below show; in a merge up, with what the target and the levels below show. Levels above are never read for
+//!    this: their newer content does not belong to the target.
 //! 3. Cache entries of a source become entries of the target, so that the caches stay warm when the sources are
 //!    removed.
 
@@ -19,9 +19,9 @@ use backend::Buffer;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Bytes searched for the next range to copy.
+/// Bytes that are mapped in search of the next range to copy.
 const LOOK_AHEAD: u64 = 64 << 20;
-/// Extents of it.
+/// Extents per such mapping.
 const LOOK_AHEAD_EXTENTS: usize = 128;
 /// Extents of a copied range that are inserted into the caches.
 const EXTENTS_MAX: usize = 64;
@@ -35,19 +35,19 @@ pub(super) enum Side {
     Up,
 }
 
-/// The result of a step.
+/// The result of a copy step.
 pub(super) struct Copied {
-    /// Where the next one begins.
+    /// Where the next step begins.
     pub next: u64,
     /// Bytes written.
     pub bytes: u64,
 }
 
-/// The present levels of a merge.
+/// The positions of a merge's levels in the current stack.
 struct Places {
     sources: Range<usize>,
     target: usize,
-    /// The level through which the rest of a partial grain is read.
+    /// The topmost level that is read to complete a partial grain.
     view: usize,
 }
 
@@ -57,13 +57,13 @@ fn places(levels: &Levels, job: &Job) -> Option<Places> {
     Some(Places { sources: first..first + job.sources.len(), target, view: first.min(target) })
 }
 
-/// Whole grains of the target that a step writes, and whether as zeros.
+/// The whole grains of the target that a step writes, as runs; true for runs of zeros.
 fn grains(target: &Level, found: &[Mapping]) -> Vec<(Range<u64>, bool)> {
     let mut runs: Vec<(Range<u64>, bool)> = Vec::new();
     let mut add = |run: Range<u64>, zero: bool| match runs.last_mut() {
         _ if run.is_empty() => {}
         Some((last, was_zero)) if *was_zero == zero && run.start <= last.end => last.end = last.end.max(run.end),
-        // A grain that two runs share is data, which `widened` has added already.
+        // A grain that two runs share is part of the data run, which already includes it.
         _ => runs.push((run, zero)),
     };
     for mapping in found.iter().filter(|mapping| mapping.to != To::Absent) {
@@ -105,7 +105,7 @@ impl Chain {
             if mapping.to == To::Absent {
                 continue;
             }
-            // Zeros cost little, so one step covers more of them.
+            // Zeroing is cheap, so one step covers more of it.
             let most = if mapping.to == To::Zero { mapping.length.clamp(most, DISCARD_STEP.max(most)) } else { most };
             let start = mapping.start / job.target.grain * job.target.grain;
             return self.copy_within(job, start..capacity, most);
@@ -130,7 +130,7 @@ impl Chain {
         if job.side == Side::Up {
             let last = places.sources.end == levels.stack.len();
             found = within_gaps(&found, &walk(places.target..places.target + 1)?);
-            // With nothing below the sources, absent ranges read as zeros too.
+            // With no level below the sources, absent ranges read as zeros too.
             found.retain(|mapping| !(last && mapping.to == To::Zero));
         }
         let mut bytes = 0;
@@ -141,7 +141,7 @@ impl Chain {
         Ok(Copied { next: range.end, bytes })
     }
 
-    /// Copies whole grains. The range is held.
+    /// Copies whole grains. The caller has locked the range.
     fn copy_run(&self, levels: &Arc<Levels>, job: &Job, view: usize, run: Range<u64>, zero: bool) -> Result<()> {
         let target = &job.target;
         let length = (run.end - run.start) as usize;
@@ -176,7 +176,8 @@ impl Chain {
         Ok(())
     }
 
-    /// Zeroes the range behind the end of the shortest source that the target would show without the sources.
+    /// Zeroes the range past the end of the shortest source: the sources hide it, and without them the target would
+    /// show it.
     pub(super) fn hide_tail(&self, job: &Job) -> Result<()> {
         let target = &job.target;
         let levels = self.levels();
@@ -214,7 +215,7 @@ impl Chain {
 }
 
 impl Copied {
-    /// Continues at least to the next range to be examined.
+    /// Sets the end of the disk as the next position if everything up to there is known to need no copy.
     fn at_least(mut self, known: u64, capacity: u64) -> Self {
         if known >= capacity {
             self.next = capacity;

@@ -1,10 +1,10 @@
-//! What was written while a merge was under way: a bit for each part of the disk.
+//! The dirty log of a merge: a bit for each part of the disk that was written while the merge ran.
 
 use crate::limits::{DIRTY_UNIT_MIN, DIRTY_UNITS_MAX};
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// The log.
+/// The dirty log.
 pub(crate) struct DirtyLog {
     words: Box<[AtomicU64]>,
     unit: u64,
@@ -19,7 +19,7 @@ impl DirtyLog {
         Self { words: (0..words).map(|_| AtomicU64::new(0)).collect(), unit, capacity }
     }
 
-    /// Notes a change of `range`.
+    /// Marks `range` as written.
     pub fn mark(&self, range: &Range<u64>) {
         for unit in range.start / self.unit..range.end.min(self.capacity).div_ceil(self.unit) {
             if let Some(word) = self.words.get((unit / 64) as usize) {
@@ -28,13 +28,13 @@ impl DirtyLog {
         }
     }
 
-    /// Bytes noted, in whole parts.
+    /// Marked bytes, in whole parts.
     pub fn bytes(&self) -> u64 {
         let bits: u64 = self.words.iter().map(|word| u64::from(word.load(Ordering::SeqCst).count_ones())).sum();
         bits * self.unit
     }
 
-    /// Removes the first part at or after `from` from the log.
+    /// Returns the first marked part at or after `from`, and clears its mark.
     pub fn take(&self, from: u64) -> Option<Range<u64>> {
         let mut unit = from.div_ceil(self.unit);
         while let Some(word) = self.words.get((unit / 64) as usize) {

@@ -1,34 +1,33 @@
 //! Merging levels while the disk is in use.
 //!
-//! **Down** ([`Chain::merge_down`]): the content of a run of levels is copied into the level below them, then they are
-//! removed. With the top among them and the base below, that is the consolidation of the whole chain. **Up**
-//! ([`Chain::merge_up`]): the content of the levels right below a level that shows through it is copied into it, then
-//! they are removed.
+//! **Down** ([`Chain::merge_down`]): the content of consecutive levels is copied into the level below them, then they
+//! are removed. If these levels are all above the base, this consolidates the whole chain. **Up**
+//! ([`Chain::merge_up`]): the content of the levels directly below a level is copied into that level where it shows
+//! through, then they are removed.
 //!
 //! ```text
 //!          down, the top among the sources                     writes go to
-//!   bulk     copy what the sources hold, front to back          top, and a note in the log
-//!   passes   copy what the log says, again while it shrinks     top, and a note in the log
-//!   mirror   let writers pass; copy the rest of the log         top, then target
+//!   bulk     copy what the sources hold, front to back          top, and mark the dirty log
+//!   passes   copy what the log has, again while it shrinks      top, and mark the dirty log
+//!   mirror   wait for writers under way; copy the log's rest    top, then target
 //!   commit   flush both; the owner's record made durable        top, then target
 //!   swap     publish the levels without the sources             target
 //! ```
 //!
-//! 1. **No visible change before the commit.** Down: every range written into the target is covered by a source. Up:
+//! 1. **No visible change before the commit.** Down: the sources cover every range that is written into the target. Up:
 //!    only absent ranges are filled, with the content that showed through. So a crash, an error or an interruption
-//!    before the commit leaves a chain that reads as before, and the merge may be repeated, from the last checkpoint
-//!    on.
-//! 2. **It ends** under any load: once writes go to both sides, the rest to be copied only shrinks, and writes are held
-//!    off only while the stack is swapped. The passes before keep that rest small, and with it the time in which every
-//!    write costs two.
-//! 3. **No flushed write is lost.** Before the commit a flush covers both sides, and the target then has durably
-//!    everything that was acknowledged before; later writes go to both, and after the swap to the target.
-//! 4. One step copies at most [`COPY_STEP`] with that range held, so a write waits for no more than that. Steps hold
-//!    the range against writers; mirrored writes hold it in both levels' grains.
-//! 5. A target that reuses places changes only after every plan that does not hold its epoch is gone.
-//! 6. The state of the snapshot whose level is the target (down) or a source (up) is given up when a merge begins. No
-//!    other chain may have that level open: the owner of names ensures it, and records a merge as begun if it is to be
-//!    resumed after a crash.
+//!    before the commit leaves a chain that reads as before, and the merge may be repeated from its last checkpoint.
+//! 2. **It ends** under any load: once writes go to both sides, the amount left to copy only shrinks, and writers wait
+//!    only while the stack is swapped. The passes before that keep the amount small, and so the time in which every
+//!    write is made twice.
+//! 3. **No flushed write is lost.** A flush before the commit covers both sides, so the target durably has everything
+//!    acknowledged before it. Later writes go to both sides, and after the swap to the target.
+//! 4. A step copies at most [`COPY_STEP`] with that range locked, so a write waits for at most one step. Mirrored
+//!    writes lock their range widened to the grains of both levels.
+//! 5. A target that reuses grains is changed only after every plan without its epoch has ended.
+//! 6. The snapshot whose level is the target (down) or a source (up) is lost when a merge begins. The owner of the
+//!    chain ensures that no other chain has this level open, and records the merge as begun if it is to be resumed
+//!    after a crash.
 
 mod copy;
 mod dirty;
@@ -49,14 +48,14 @@ use work::{NoProgress, Progress, Throttle};
 
 /// The result of a merge.
 pub struct Merged {
-    /// The layers that are no longer part of the chain, newest first. Their files may be removed: reads under way keep
-    /// them open.
+    /// The layers that are no longer part of the chain, newest first. Their files may be removed: requests still
+    /// reading them keep them open.
     pub removed: Vec<Arc<dyn Layer>>,
     /// Bytes copied, including those copied again.
     pub copied: u64,
-    /// Passes over the log of writes.
+    /// Passes over the dirty log.
     pub passes: u32,
-    /// The longest time for which writers were held off.
+    /// The longest time for which writers had to wait.
     pub pause: Duration,
 }
 
@@ -65,7 +64,7 @@ pub(crate) struct Job {
     side: Side,
     pub target: Arc<Level>,
     pub sources: Vec<LevelKey>,
-    /// Numbers of the sources.
+    /// The level numbers of the sources.
     pub numbers: Numbers,
     pub dirty: DirtyLog,
     mirroring: AtomicBool,
@@ -74,22 +73,23 @@ pub(crate) struct Job {
 }
 
 impl Job {
-    /// True when writes go to both sides.
+    /// True when writes go to the top and to the target.
     pub fn mirrors(&self) -> bool {
         self.mirroring.load(Ordering::SeqCst)
     }
 
-    /// True while no flushed write depends on the target.
+    /// True while no flushed write depends on the target being durable.
     pub fn leaves_target_out(&self) -> bool {
         self.side == Side::Down && !self.commits()
     }
 
-    /// True when the owner's record may change at any moment: flushed writes have to be durable on both sides.
+    /// True when the owner's record may change at any moment: flushed writes then have to be durable in the target too.
     fn commits(&self) -> bool {
         self.committing.load(Ordering::SeqCst)
     }
 
-    /// The other side failed: the merge ends with this error, unless it is past that point; then the write fails.
+    /// Handles a failed write to the target: before the commit phase the merge ends with this error, later the write
+    /// fails.
     pub fn fail(&self, error: Error) -> Result<()> {
         if self.commits() {
             return Err(error);
@@ -98,7 +98,7 @@ impl Job {
         Ok(())
     }
 
-    /// Whether [`Job::check`] fails.
+    /// Whether [`Job::check`] would fail.
     fn is_to_end(&self, progress: &dyn Progress) -> bool {
         self.failure.lock().is_some() || progress.cancelled()
     }
@@ -115,9 +115,9 @@ impl Job {
 }
 
 impl Chain {
-    /// Merges the levels from `newest` down to right above `into` into that one, from byte `from` on (a checkpoint of
-    /// an earlier attempt, or 0). `commit` makes the owner's record durable that the sources are gone; it is called
-    /// once, last.
+    /// Merges the levels from `newest` down to the one directly above `into` into level `into`, starting at byte `from`
+    /// (a checkpoint of an earlier attempt, or 0). `commit` is called once, at the end: it makes the owner's record
+    /// durable that the sources are gone.
     pub fn merge_down(
         &self,
         newest: LevelKey,
@@ -129,7 +129,8 @@ impl Chain {
         self.merge(Side::Down, newest, into, from, progress, commit)
     }
 
-    /// Merges the levels from right below `into` down to `oldest` into that one. As [`Chain::merge_down`] otherwise.
+    /// Merges the levels from the one directly below `into` down to `oldest` into level `into`. Otherwise as
+    /// [`Chain::merge_down`].
     pub fn merge_up(
         &self,
         into: LevelKey,
@@ -150,8 +151,8 @@ impl Chain {
         }
     }
 
-    /// Replaces a level by another opening of the same image: for writing, before a merge into it, or for reading
-    /// afterwards. Waits until no request reads through the old one.
+    /// Replaces a level by another opening of the same image: for writing before a merge into it, or for reading
+    /// afterwards. Waits until no request reads through the old opening.
     pub fn replace(&self, key: LevelKey, layer: Arc<dyn Layer>) -> Result<()> {
         let control = self.control.lock();
         let levels = self.levels();
@@ -175,9 +176,9 @@ impl Chain {
         self.wait_unused(&old, &NoProgress)
     }
 
-    /// Runs work on a level that moves its grains: wiping, shrinking. A layer reuses a place once no plan holds an
-    /// epoch from before the move; but cache entries hold no epoch. So meanwhile nothing of the level is cached, and
-    /// every reader holds its epoch, wherever in the stack the level is.
+    /// Runs work that moves the grains of a level: wiping, shrinking. A layer reuses a freed grain once no plan holds
+    /// an epoch from before the move, but cache entries hold no epoch. So meanwhile no extent of the level is cached,
+    /// and every reader holds the level's epoch, wherever in the stack the level is.
     pub fn while_moving<T>(&self, key: LevelKey, work: impl FnOnce() -> Result<T>) -> Result<T> {
         let _operation = self.operation.try_lock().ok_or_else(|| {
             Error::new(ErrorKind::Busy, format!("{}: a merge or other work on this disk is under way", self.name))
@@ -190,7 +191,7 @@ impl Chain {
             }
             self.publish_moving(levels.stack.clone(), levels.job.clone(), Some(key)).0
         };
-        // A request that began before may still fill the cache with what it finds, and holds no epoch of a lower level.
+        // A request that began before may still fill the cache with extents of this level, and holds no epoch of it.
         self.wait_unused(&old, &NoProgress)?;
         drop(old);
         if let Some(level) = self.levels().stack.iter().find(|level| level.key() == key) {
@@ -222,7 +223,7 @@ impl Chain {
         result.inspect_err(|_| {
             let _control = self.control.lock();
             self.publish(self.levels().stack.clone(), None);
-            // Copied data is read from the target already. After a flush that failed it may not be there.
+            // Reads may already use copies in the target. After a failed flush the copies may be lost.
             self.metadata.purge(job.target.number());
         })
     }
@@ -272,12 +273,12 @@ impl Chain {
             committing: AtomicBool::new(false),
             failure: Mutex::new(None),
         });
-        // From here on every write adds a note.
+        // From here on every write marks the dirty log.
         let (old, _) = self.publish(levels.stack.clone(), Some(Arc::clone(&job)));
         Ok((job, old))
     }
 
-    /// Waits until no request holds levels that are not current any more.
+    /// Waits until no request uses levels that are not current.
     fn wait_unused(&self, old: &Arc<Levels>, progress: &dyn Progress) -> Result<()> {
         while Arc::strong_count(old) > 1 {
             if progress.cancelled() {
@@ -299,7 +300,7 @@ impl Chain {
         let mut merged = Merged { removed: Vec::new(), copied: 0, passes: 0, pause: Duration::ZERO };
         let throttle = Throttle::new(progress);
         let mut unflushed = 0;
-        // A live top may have been written since a checkpoint, and those writes were not recorded.
+        // The top may have been written since the checkpoint, and the dirty log of that attempt is gone.
         let from = if self.levels().job_is_live { 0 } else { from };
         let mut at = from.min(capacity) / job.target.grain * job.target.grain;
         while at < capacity {
@@ -322,8 +323,8 @@ impl Chain {
         }
         self.hide_tail(job)?;
         self.flush_target(job)?;
-        // From here on a write that the target does not get fails, so the target lacks nothing acknowledged; and every
-        // flush covers it.
+        // From here on a write fails if the target does not get it, and every flush covers the target: so the target
+        // has every acknowledged write.
         job.committing.store(true, Ordering::SeqCst);
         self.pass_writers(&mut merged);
         self.flush()?;
@@ -338,7 +339,7 @@ impl Chain {
         Ok(merged)
     }
 
-    /// Waits until all writes that had begun have ended; others begin meanwhile.
+    /// Waits until all writes that began before this call have ended; new writes may begin meanwhile.
     fn pass_writers(&self, merged: &mut Merged) {
         let _control = self.control.lock();
         let levels = self.levels();
@@ -346,7 +347,7 @@ impl Chain {
         merged.pause = merged.pause.max(pause);
     }
 
-    /// Copies what was written meanwhile, until both sides are equal and stay so.
+    /// Copies what was written during the merge, until the target equals the sources and writes go to both.
     fn follow_writes(
         &self,
         job: &Arc<Job>,
@@ -359,7 +360,7 @@ impl Chain {
             let left = job.dirty.bytes();
             let last = left <= COPY_REST || left > before / 2 || merged.passes >= COPY_PASSES_MAX;
             if last {
-                // Flushed now, so that little is left to flush while every write costs two.
+                // Flushed before mirroring, so that little is left to flush while every write is made twice.
                 self.flush_target(job)?;
                 job.mirroring.store(true, Ordering::SeqCst);
                 self.pass_writers(merged);

@@ -1,13 +1,12 @@
-//! The data cache: blocks of 4 KiB that were read, where a disk is given memory for it.
+//! The data cache: 4 KiB blocks that were read, for disks with memory set aside for it.
 //!
-//! Blocks are kept under the address that the guest uses, so a snapshot or a merge does not touch them. Which stay is
-//! decided by S3-FIFO ([`queue`]): what is read once and never again leaves through a small queue and takes nothing
-//! from what is read again and again.
+//! Blocks are kept under their guest address, so a snapshot or a merge does not affect them. Eviction follows S3-FIFO
+//! ([`queue`]): a block that is read only once passes through a small queue and displaces no block that is read often.
 //!
-//! 1. A block in the cache is what a read of the chain returns, but for ranges under change, of which it has none.
-//! 2. What was read goes in only if nothing there has begun to change since before it was looked for
-//!    ([`crate::changes`]).
-//! 3. Memory stays within the size set; a block lent to a reply lives until the reply is sent, counted or not.
+//! 1. A cached block equals what a read of the chain returns. Ranges under change have no cached blocks.
+//! 2. A block is inserted only if no change of it has begun since before it was looked up ([`crate::changes`]).
+//! 3. Memory stays within the configured size. A block that a reply refers to lives until the reply is sent, and is not
+//!    counted after its eviction.
 
 mod queue;
 
@@ -24,7 +23,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 const BLOCK: u64 = BLOCK_SIZE as u64;
 const SHARDS: u64 = 8;
-/// Neighbouring blocks that share a shard.
+/// Consecutive blocks in one shard.
 const RUN: u64 = 16;
 
 #[derive(Default)]
@@ -44,7 +43,7 @@ impl DataCache {
         Ok(cache)
     }
 
-    /// Takes effect at once; 0 switches the cache off and empties it.
+    /// Sets the size, at once; 0 switches the cache off and empties it.
     pub fn set_size(&self, size: u64) -> Result<()> {
         if size > DATA_CACHE_MAX {
             return Err(Error::new(
@@ -71,12 +70,12 @@ impl DataCache {
         &self.shards[(block / RUN % SHARDS) as usize].0
     }
 
-    /// Block number `block`, if it is here.
+    /// Block number `block`, if it is cached.
     pub fn get(&self, block: u64) -> Option<SharedSlice> {
         self.shard(block).lock().get(block)
     }
 
-    /// Takes in a block that was read, unless it changed meanwhile.
+    /// Inserts a block that was read, unless it changed meanwhile.
     pub fn fill(&self, changes: &Changes, token: &Token, block: u64, content: Buffer) {
         let range = block * BLOCK..(block + 1) * BLOCK;
         let content = SharedSlice::new(Arc::new(content), 0..BLOCK_SIZE);
@@ -86,7 +85,7 @@ impl DataCache {
         }
     }
 
-    /// Before a change of `range`.
+    /// Drops the blocks of `range`; called before it changes.
     pub fn forget(&self, range: &Range<u64>) {
         if !self.is_on() {
             return;

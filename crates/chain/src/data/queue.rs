@@ -1,17 +1,17 @@
 //! S3-FIFO over blocks (Yang and others, SOSP 2023: "FIFO queues are all you need for cache eviction").
 //!
 //! ```text
-//!             not seen lately                read again while there
-//!   insert ------------------> small (10 %) ------------------------> main --+ read again: once more round
+//!             no ghost of the block             read again
+//!   insert ------------------> small (10 %) ------------------------> main --+ read again: requeued
 //!      |                         |                                     ^ |---+
 //!      |                         v not read again                      | v not read again
-//!      |                       ghost (numbers only)                    | gone
-//!      +--- number is a ghost -----------------------------------------+
+//!      |                       ghost (block numbers only)              | evicted
+//!      +--- the block is a ghost --------------------------------------+
 //! ```
 //!
-//! 1. A block is in at most one queue, at one place in it; a slot is free or in exactly one queue.
-//! 2. A block made untrue loses its memory at once and its place in the queue when it comes up; if it is read again
-//!    before, it has its old place. Slots without memory never outnumber what the cache may hold.
+//! 1. A block is in at most one queue, once; a slot is free or in exactly one queue.
+//! 2. An invalidated block loses its memory at once, and its slot when the slot comes up for eviction. If it is read
+//!    again before, it keeps its slot. There are never more slots without memory than blocks that the cache may hold.
 
 use crate::statistics::DataStatistics;
 use backend::{BLOCK_SIZE, SharedSlice};
@@ -19,13 +19,13 @@ use rustc_hash::{FxHashMap, FxHashSet};
 use std::collections::VecDeque;
 use std::ops::Range;
 
-/// Memory of a block beside its contents: slot, queue, map, headers.
+/// Memory per block besides its content: slot, queue, map, headers.
 const OVERHEAD: u64 = 160;
-/// Bytes that a block counts.
+/// Bytes that a block counts against the size.
 pub(super) const COST: u64 = BLOCK_SIZE as u64 + OVERHEAD;
-/// Most reads of a block that are remembered.
+/// The highest read count that is kept for a block.
 const READS_MAX: u8 = 3;
-/// Reads that bring a block from the small queue into the main one.
+/// Reads that move a block from the small queue to the main queue.
 const READS_TO_STAY: u8 = 1;
 
 struct Slot {
@@ -44,7 +44,7 @@ pub(super) struct Blocks {
     main: VecDeque<u32>,
     ghosts: VecDeque<u64>,
     ghost_set: FxHashSet<u64>,
-    /// Blocks with memory.
+    /// The number of blocks with memory.
     live: usize,
     live_max: usize,
     hits: u64,
@@ -113,7 +113,7 @@ impl Blocks {
         }
     }
 
-    /// Takes one slot out of a queue, or sends one round.
+    /// Removes one slot from a queue, or moves it to the other end.
     fn evict(&mut self) {
         if self.small.len() > self.live_max / 10 || self.main.is_empty() {
             let Some(number) = self.small.pop_front() else { return };
@@ -171,7 +171,7 @@ impl Blocks {
         }
     }
 
-    /// As [`Blocks::remove`] for many.
+    /// As [`Blocks::remove`], for a range of blocks.
     pub fn remove_range(&mut self, blocks: &Range<u64>) {
         if (self.slots.len() as u64) < blocks.end - blocks.start {
             for slot in &mut self.slots {
@@ -230,7 +230,7 @@ mod tests {
             read(&mut blocks, block);
         }
         let stayed = (0..500).filter(|block| blocks.get(*block).is_some()).count();
-        assert!(stayed > 450, "{stayed} of 500 stayed");
+        assert!(stayed > 450, "{stayed} of 500 blocks stayed in the cache");
         assert!(blocks.live <= 1000 && blocks.slots.len() <= 2001);
     }
 

@@ -1,12 +1,12 @@
-//! One resolved extent in 16 bytes.
+//! One cached extent in 16 bytes.
 //!
 //! ```text
 //! key    63..27  first sector (37 bits: 64 TiB)     26..0   sectors (27 bits)
-//! place  63..62  kind     61  seen since the hand came by     60  prefetched and not used yet
+//! place  63..62  kind     61  used since the last sweep     60  prefetched and not used yet
 //!        59..52  level    51..39  file (13 bits)              38..0   sector in the file (39 bits: 256 TiB)
 //! ```
 //!
-//! An extent that does not fit (a file of a higher number, a place that is no multiple of a sector) is not cached.
+//! An extent that does not fit (a higher file number, or an offset that is no multiple of a sector) is not cached.
 
 use crate::mapping::{Mapping, To};
 use layer::SECTOR;
@@ -37,7 +37,7 @@ pub(super) struct CachedExtent {
 const _: () = assert!(size_of::<CachedExtent>() == 16);
 
 impl CachedExtent {
-    /// The entry for a run that begins at a sector; a last sector that is not whole counts as one.
+    /// The entry for an extent that begins at a sector; an incomplete last sector counts as one.
     pub fn new(mapping: &Mapping) -> Option<Self> {
         let (start, length) = (mapping.start / SECTOR, mapping.length.div_ceil(SECTOR));
         if !mapping.start.is_multiple_of(SECTOR) || start > START_MAX || length == 0 || length > LENGTH_MAX {
@@ -79,7 +79,7 @@ impl CachedExtent {
         (self.kind() >= DATA).then_some((self.place >> LEVEL_SHIFT) as u8)
     }
 
-    /// The run, in bytes.
+    /// The extent, in bytes.
     pub fn mapping(self) -> Mapping {
         let level = (self.place >> LEVEL_SHIFT) as u8;
         let to = match self.kind() {
@@ -100,7 +100,7 @@ impl CachedExtent {
         Self { key: from << LENGTH_BITS | (to - from), place: self.place + by }
     }
 
-    /// The two as one, if `next` continues this one. A use of either counts for both.
+    /// Both as one entry, if `next` continues this one. A use of either counts for both.
     pub fn joined(self, next: Self) -> Option<Self> {
         let flags = SEEN | PREFETCHED;
         let length = self.length() + next.length();

@@ -1,55 +1,55 @@
-//! Which level holds a block whose extent is no longer cached: a byte for each 4 KiB. So a random load over far more
-//! than the cached extents asks one level of a deep chain instead of half of them.
+//! Which level holds a block whose extent is not cached any more: one byte per 4 KiB. So a random load over far more
+//! extents than fit the cache asks one level of a deep chain, not half of them.
 //!
 //! ```text
-//! span   256 KiB of addresses: which span, how often it helped, and for each of its 64 blocks a level's number,
+//! span   256 KiB of addresses: its number, how often it was used, and for each of its 64 blocks the number of a level,
 //!        NO_LEVEL or UNKNOWN
-//! set    four spans; a new one takes the place of the one that helped least
+//! set    four spans; a new span replaces the one used least
 //! ```
 //!
-//! 1. A block's number is that of the newest level that has any of it, and that level has all of it. It gives no place:
-//!    the level itself is asked, so changes within a level make nothing here stale.
-//! 2. A block that changes or is copied by a merge becomes UNKNOWN; a look-up treats a number that is not in its own
-//!    stack of levels, because the level is gone, as UNKNOWN.
-//! 3. Memory is a fixed share of what the entries may take ([`BYTES_PER_ENTRY`]), taken when it is first needed.
+//! 1. A block's byte is the number of the newest level that holds any of the block, and that level holds all of it. The
+//!    byte gives no file location: the level is asked for it, so changes within a level do not make the byte stale.
+//! 2. A block that is changed, or copied by a merge, becomes UNKNOWN. A lookup also treats a number as UNKNOWN if the
+//!    level is not in its stack.
+//! 3. Memory is a fixed share of what the extents may take ([`BYTES_PER_ENTRY`]), allocated at first use.
 
 use super::SPAN;
 use layer::SECTOR;
 
-/// Bytes of a block.
+/// Bytes per block.
 pub(crate) const BLOCK: u64 = 4096;
 const BLOCK_SECTORS: u64 = BLOCK / SECTOR;
-/// Blocks of a span.
+/// Blocks per span.
 pub(crate) const SPAN_BLOCKS: usize = (SPAN / BLOCK) as usize;
 const SPAN_SECTORS: u64 = SPAN / SECTOR;
-/// Memory for each entry that the cache may have.
+/// Bytes of memory for each extent that the cache may have.
 const BYTES_PER_ENTRY: usize = 10;
-/// Spans of a set.
+/// Spans per set.
 const WAYS: usize = 4;
-/// Uses of a span that make its survey worthwhile.
+/// Uses after which a span was worth its survey.
 const HELPS_TO_PAY: u8 = 3;
 
-/// No level has anything of the block.
+/// No level holds any part of the block.
 pub(crate) const NO_LEVEL: u8 = 254;
 /// Not known, or held by several levels.
 pub(crate) const UNKNOWN: u8 = 255;
 
-/// What is known of a range.
+/// What is known about a range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Holder {
-    /// The newest level that has any of it has all of it.
+    /// The newest level that holds any part of it holds all of it.
     Level(u8),
-    /// No level has any of it.
+    /// No level holds any part of it.
     NoLevel,
     /// Only a walk can determine it.
     Unknown,
-    /// A survey of the span may be useful.
+    /// The span is not in the table; a survey of it may be useful.
     Missing,
 }
 
 #[derive(Clone)]
 struct Span {
-    /// Its number, counted from 1; 0 for none.
+    /// Number of the span, counted from 1; 0 for an unused entry.
     number: u32,
     helped: u8,
     levels: [u8; SPAN_BLOCKS],
@@ -57,12 +57,12 @@ struct Span {
 
 const EMPTY: Span = Span { number: 0, helped: 0, levels: [UNKNOWN; SPAN_BLOCKS] };
 
-/// The spans of a shard.
+/// The spans of one shard.
 #[derive(Clone, Default)]
 pub(super) struct Holders {
     spans: Vec<Span>,
     sets: usize,
-    /// Evicted spans that were useful, and others.
+    /// Evicted spans that were worth their survey, and others.
     pub(super) paid: u64,
     pub(super) wasted: u64,
 }
@@ -71,7 +71,7 @@ fn number_of(sector: u64) -> u32 {
     (sector / SPAN_SECTORS) as u32 + 1
 }
 
-/// The blocks that a range of sectors of one span touches.
+/// The blocks that a range of sectors within one span touches.
 fn blocks(from: u64, to: u64) -> std::ops::Range<usize> {
     let first = from % SPAN_SECTORS;
     let last = (first + (to - from)).div_ceil(BLOCK_SECTORS);
@@ -79,7 +79,7 @@ fn blocks(from: u64, to: u64) -> std::ops::Range<usize> {
 }
 
 impl Holders {
-    /// Sets the most entries of the whole cache of `shards` such parts; drops everything.
+    /// Sets the limit on extents of the whole cache of `shards` shards; drops everything.
     pub fn set_size(&mut self, entries: usize, shards: usize) {
         let spans = entries * BYTES_PER_ENTRY / size_of::<Span>() / shards;
         *self = Self { sets: spans / WAYS, paid: self.paid, wasted: self.wasted, ..Self::default() };
@@ -135,7 +135,7 @@ impl Holders {
             } else {
                 self.wasted += 1
             }
-            // Halved, so that a span that helped long ago can be evicted.
+            // Use counts are halved, so that a span used long ago can be evicted.
             set.iter_mut().for_each(|span| span.helped /= 2);
         }
         set[at] = Span { number, helped: 0, levels: *levels };
@@ -194,7 +194,7 @@ impl Holders {
         levels.filter(|level| **level == number).for_each(|level| *level = UNKNOWN);
     }
 
-    /// Bytes of memory.
+    /// Bytes of memory in use.
     pub fn memory(&self) -> usize {
         self.spans.capacity() * size_of::<Span>()
     }
@@ -220,13 +220,13 @@ mod tests {
         let first = 3 * SPAN_SECTORS;
         assert_eq!(holders.get(first, first + 8), Holder::Level(7));
         assert_eq!(holders.get(first + 1, first + 2), Holder::Level(7), "a part of a block");
-        assert_eq!(holders.get(first + 4, first + 12), Holder::Unknown, "two blocks, one of them not known");
+        assert_eq!(holders.get(first + 4, first + 12), Holder::Unknown, "two blocks, one of them unknown");
         assert_eq!(holders.get(first + 16, first + 24), Holder::NoLevel);
         assert_eq!(holders.get(first + 496, first + 512), Holder::Unknown, "two levels");
         assert_eq!(holders.get(first + 504, first + 512), Holder::Level(9));
         holders.learn(first + 8, first + 20, 5);
         assert_eq!(holders.get(first + 8, first + 16), Holder::Level(5));
-        assert_eq!(holders.get(first + 16, first + 24), Holder::NoLevel, "not learnt from a part");
+        assert_eq!(holders.get(first + 16, first + 24), Holder::NoLevel, "not recorded from a part of a block");
         holders.forget(first + 511, first + 5000);
         assert_eq!(holders.get(first + 504, first + 512), Holder::Unknown);
         assert_eq!(holders.get(first + 496, first + 504), Holder::Level(7));
@@ -256,7 +256,7 @@ mod tests {
         holders.put(0, &[1; SPAN_BLOCKS]);
         for span in 1..100_000 {
             holders.put(span * SPAN_SECTORS, &[2; SPAN_BLOCKS]);
-            assert_eq!(holders.get(0, 8), Holder::Level(1), "asked for between any two others");
+            assert_eq!(holders.get(0, 8), Holder::Level(1), "used between any two others");
         }
         assert!(holders.memory() <= 65_536 * BYTES_PER_ENTRY / 16);
         assert!(holders.wasted > 90_000 && holders.paid == 0);

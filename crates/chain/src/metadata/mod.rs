@@ -1,18 +1,19 @@
-//! The metadata cache: which level holds which extent, for the extents that requests looked up most recently.
+//! The metadata cache: which level holds which extent, for the extents that were used most recently.
 //!
-//! Sixteen shards, each responsible for every sixteenth 64 MiB of addresses. A shard has a lock of its own, which is
-//! held only for a search in two sorted arrays. Eviction goes round all shards: entries used since the hand last passed
-//! stay (second chance), so it follows the recency in the whole disk, not in a shard.
+//! There are sixteen shards; each has every sixteenth 64 MiB of addresses. A shard has its own lock, held only for a
+//! search in two sorted arrays. Eviction is CLOCK over all shards: the hand spares entries that were used since it last
+//! passed. So eviction follows the recency in the whole disk, not in a shard.
 //!
-//! 1. An entry is current whenever a shard's lock is free. In a range under change ([`crate::changes`]) it may be the
-//!    old one: no write of the range has been acknowledged then. If places are reused, ranges under change have no
-//!    entries.
+//! 1. When no thread holds a shard's lock, its entries are current. In a range under change ([`crate::changes`]) an
+//!    entry may still be the old one: no write of the range has been acknowledged then. If the level reuses grains, a
+//!    range under change has no entries.
 //! 2. There are never more entries than the maximum, except those that threads are inserting at this moment.
-//! 3. A prefetched entry is evicted first unless a request looks it up. The amount of prefetching follows from the use
-//!    of earlier prefetches: everything that the tunables allow, as long as a quarter of the evicted prefetched entries
-//!    had been used, or none was evicted; in a random load beyond the cache none, except a trial now and then.
-//! 4. Without prefetching, a miss asks one level if [`holders`] knows which, instead of walking down to it. Spans are
-//!    surveyed on a miss as long as evicted ones have been useful enough.
+//! 3. A prefetched entry is evicted first, unless a request has used it. The amount of prefetching follows the use of
+//!    earlier prefetches. It grows to what the tunables allow while more evicted prefetches were used than not, and
+//!    halves while fewer than one in five was used. It can reach zero; then an occasional trial checks whether
+//!    prefetching is useful again.
+//! 4. Without prefetching, a miss asks only one level if [`holders`] knows which. Spans are surveyed on a miss while
+//!    evicted spans have been useful enough.
 
 mod entry;
 pub(crate) mod holders;
@@ -37,29 +38,29 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
 const SHARDS: usize = 16;
-/// Addresses that belong together: no entry crosses the boundary between two of these.
+/// Unit of distribution over shards: no entry crosses a region boundary.
 const REGION: u64 = 64 << 20;
-/// Addresses surveyed together ([`holders`]).
+/// Addresses that one survey covers ([`holders`]).
 pub(crate) const SPAN: u64 = 256 << 10;
-/// Prefetched extents that were used or evicted before the amount is adjusted.
+/// How many prefetched extents must be used or evicted before the amount is adjusted.
 const OUTCOMES: u64 = 128;
 /// Walks between two adjustments.
 const JUDGE_EVERY: u64 = 32;
-/// Misses between two trials while prefetching is not useful. A trial asks all levels for much more than a miss does.
+/// Misses between two trials while prefetching is not useful. A trial asks the levels for much more than a miss does.
 const TRY_EVERY: u64 = 256;
-/// Extents of a trial.
+/// Extents per trial.
 const TRY_EXTENTS: usize = 8;
-/// Misses between two surveys while they are not useful.
+/// Misses between two surveys while the results of surveys are rarely used.
 const SURVEY_EVERY: u64 = 32;
 
-/// What can be changed while the cache is in use.
+/// Settings that can be changed while the cache is in use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tunables {
-    /// Most extents kept; 0 switches the cache off.
+    /// The most extents; 0 switches the cache off.
     pub entries: usize,
-    /// Bytes around a miss that are resolved with it; 0 for none.
+    /// Bytes around a cache miss that are looked up with it; 0 for none.
     pub prefetch_bytes: u64,
-    /// Most extents that one prefetch brings.
+    /// The most extents that one prefetch inserts.
     pub prefetch_extents: usize,
 }
 
@@ -92,7 +93,7 @@ impl Tunables {
     }
 }
 
-/// A shard on cache lines of its own.
+/// A shard on its own cache lines.
 #[derive(Default)]
 #[repr(align(128))]
 struct Padded(Mutex<Shard>);
@@ -107,7 +108,7 @@ struct Counters {
     unused: AtomicU64,
 }
 
-/// Earlier values of counters.
+/// Counter values at the last adjustment.
 #[derive(Default)]
 struct Judged {
     used: u64,
@@ -120,16 +121,16 @@ struct Judged {
 pub(crate) struct MetadataCache {
     shards: [Padded; SHARDS],
     total: AtomicUsize,
-    /// The shard that is swept next.
+    /// The shard that the eviction hand sweeps next.
     hand: AtomicUsize,
     entries_max: AtomicUsize,
     prefetch_bytes: AtomicU64,
     prefetch_extents: AtomicUsize,
-    /// The present amount of prefetching, in extents.
+    /// The present limit on prefetched extents.
     effort: AtomicUsize,
-    /// Whether surveys are useful.
+    /// Whether surveys were useful lately.
     surveys: AtomicBool,
-    /// Results of prefetches and surveys at the last adjustment.
+    /// Counters of prefetches and surveys at the last adjustment.
     judged: Mutex<Judged>,
     counters: Counters,
 }
@@ -142,7 +143,7 @@ fn shard_of(address: u64) -> usize {
     (address / REGION) as usize % SHARDS
 }
 
-/// The parts of a range that lie in one region each.
+/// Cuts a range at region boundaries.
 fn regions(range: Range<u64>) -> impl Iterator<Item = Range<u64>> {
     let mut at = range.start;
     std::iter::from_fn(move || {
@@ -187,7 +188,7 @@ impl MetadataCache {
         }
     }
 
-    /// Takes effect at once: a smaller cache is smaller on return.
+    /// Takes effect at once: if the limit shrinks, the excess is evicted on return.
     pub fn set_tunables(&self, tunables: Tunables) -> Result<()> {
         tunables.check()?;
         if self.entries_max.swap(tunables.entries, Ordering::Relaxed) != tunables.entries {
@@ -204,7 +205,7 @@ impl MetadataCache {
         self.entries_max.load(Ordering::Relaxed) == 0
     }
 
-    /// Runs on a shard, and updates the total count.
+    /// Runs `work` on a shard, and updates the total count.
     fn with<T>(&self, index: usize, work: impl FnOnce(&mut Shard) -> T) -> T {
         let mut shard = self.shards[index].0.lock();
         let before = shard.entries;
@@ -218,7 +219,7 @@ impl MetadataCache {
         result
     }
 
-    /// Runs on each shard that may have entries of `range`.
+    /// Runs `work` on each shard that may have entries of `range`.
     fn with_each(&self, range: &Range<u64>, mut work: impl FnMut(&mut Shard)) {
         let first = range.start / REGION;
         let last = range.end.div_ceil(REGION).min(first + SHARDS as u64);
@@ -227,7 +228,7 @@ impl MetadataCache {
         }
     }
 
-    /// Appends the places of `range`; false, and nothing appended, if any part is unknown.
+    /// Appends the cached extents of `range`; returns false, and appends nothing, if any part is not cached.
     pub fn lookup(&self, range: &Range<u64>, out: &mut Vec<Mapping>) -> bool {
         let before = out.len();
         for part in regions(range.clone()) {
@@ -243,7 +244,7 @@ impl MetadataCache {
                 shard.hits += 1;
             }
         }
-        // A partial last sector was looked up as a whole.
+        // A partial last sector was looked up as a whole sector.
         if let Some(last) = out.last_mut()
             && last.end() > range.end
         {
@@ -257,7 +258,7 @@ impl MetadataCache {
         !self.shards[shard_of(address)].0.lock().is_free(sector, sector + 1)
     }
 
-    /// The range to resolve together with `demand`, and its most extents.
+    /// The range to look up together with `demand`, and the most extents to insert outside it.
     pub fn window(&self, demand: &Range<u64>, capacity: u64) -> (Range<u64>, usize) {
         let bytes = self.prefetch_bytes.load(Ordering::Relaxed).next_multiple_of(SECTOR);
         let mut most = self.effort.load(Ordering::Relaxed).min(self.prefetch_extents.load(Ordering::Relaxed));
@@ -267,14 +268,14 @@ impl MetadataCache {
         if bytes == 0 || most == 0 || self.is_off() {
             return (demand.clone(), 0);
         }
-        // In a stream the extents before are cached already, so everything is spent on those behind.
+        // In a sequential read the preceding extents are cached already, so only the following ones are prefetched.
         let streams = demand.start >= SECTOR && self.knows(demand.start - SECTOR);
         let start = if streams { demand.start } else { demand.start / bytes * bytes };
         let end = demand.end.div_ceil(bytes).saturating_mul(bytes).min(capacity).max(demand.end);
         (start..end, most)
     }
 
-    /// Which level holds `range`, for a look-up that missed it among the entries and prefetches nothing.
+    /// Which level holds `range`, after a miss without prefetching.
     pub fn holder(&self, range: &Range<u64>) -> Holder {
         if range.start / SPAN != (range.end - 1) / SPAN {
             return Holder::Unknown;
@@ -298,7 +299,7 @@ impl MetadataCache {
         }
     }
 
-    /// Inserts the result of a walk of `levels` levels for `demand` and around it, except ranges that changed
+    /// Inserts the result of a walk over `levels` levels, for `demand` and around it, except ranges that changed
     /// meanwhile.
     pub fn fill(&self, changes: &Changes, token: &Token, demand: &Range<u64>, found: &[Mapping], levels: usize) {
         let counters = &self.counters;
@@ -337,14 +338,14 @@ impl MetadataCache {
         self.evict();
     }
 
-    /// Called before a change if places are reused: drops `range`.
+    /// Called before a change if the level reuses grains: drops the entries of `range`.
     pub fn forget(&self, range: &Range<u64>) {
         let (from, to) = sectors(range);
         self.with_each(range, |shard| {
             shard.remove(from, to);
             shard.holders.forget(from, to);
         });
-        // An entry cut in its middle becomes two.
+        // An entry that loses its middle becomes two.
         self.evict();
     }
 
@@ -359,7 +360,7 @@ impl MetadataCache {
         self.evict();
     }
 
-    /// Called after a change: `range` is now as in `found`, and unknown where that has no extent.
+    /// Called after a change: `found` is the new content of `range`; parts of it without an extent become unknown.
     pub fn replace(&self, range: &Range<u64>, found: &[Mapping]) {
         if self.is_off() || range.end - range.start > UPDATE_BYTES_MAX {
             return self.forget(range);
@@ -392,7 +393,7 @@ impl MetadataCache {
         self.evict();
     }
 
-    /// Called after a merge copied `range`: extents in one of `from` are now at the places in `found`.
+    /// Called after a merge copied `range`: extents in a level of `from` are replaced by those in `found`.
     pub fn retarget(&self, range: &Range<u64>, from: Numbers, found: &[Mapping]) {
         for part in regions(range.clone()) {
             let (start, end) = sectors(&part);
@@ -426,7 +427,7 @@ impl MetadataCache {
     /// Reduces the number of entries to the maximum.
     fn evict(&self) {
         let maximum = self.entries_max.load(Ordering::Relaxed);
-        // Two rounds clear every mark and then evict everything.
+        // The first round clears the marks of use, the second evicts.
         for _ in 0..3 * SHARDS {
             let excess = self.total.load(Ordering::Relaxed).saturating_sub(maximum);
             if excess == 0 {
@@ -444,7 +445,7 @@ impl MetadataCache {
         }
     }
 
-    /// Adjusts the amount of prefetching, and whether to survey.
+    /// Adjusts the amount of prefetching, and decides whether to survey.
     fn judge(&self) {
         let Some(mut judged) = self.judged.try_lock() else { return };
         let mut now = Judged { unused: self.counters.unused.load(Ordering::Relaxed), ..Judged::default() };

@@ -1,10 +1,10 @@
-//! Resolved extents in order of address: leaves of packed entries under one sorted index.
+//! Cached extents in order of address: leaves of packed entries under one sorted index.
 //!
 //! 1. Entries do not overlap; leaves are not empty; `firsts[n]` is the start of the first entry of leaf `n`.
-//! 2. A leaf has at most [`LEAF_MAX`] entries and memory for at most two steps of [`LEAF_STEP`] more than it has: an
-//!    entry costs little above its 16 bytes however often it was split, cut and evicted.
-//! 3. The hand goes from high addresses to low, a leaf at a time: against the direction of most streams, which would
-//!    otherwise push it along and lose what was just fetched.
+//! 2. A leaf has at most [`LEAF_MAX`] entries, and spare memory for at most two steps of [`LEAF_STEP`] entries. So the
+//!    memory per entry stays close to 16 bytes, however often entries are split, cut and evicted.
+//! 3. The eviction hand moves from high addresses to low, a leaf at a time. Most streams go the other way: a hand that
+//!    moved with a stream would evict what was just fetched.
 
 use super::entry::CachedExtent;
 use super::holders::Holders;
@@ -12,14 +12,14 @@ use super::{REGION, SHARDS};
 use crate::mapping::{Mapping, push};
 use layer::SECTOR;
 
-/// Entries of a leaf at the most.
+/// The most entries of a leaf.
 pub(super) const LEAF_MAX: usize = 64;
 /// Entries for which memory is allocated at a time.
 const LEAF_STEP: usize = 8;
 
 const REGION_SECTORS: u64 = REGION / SECTOR;
 
-/// Steps from an estimate before a binary search.
+/// Linear steps from the estimated position before a binary search.
 const STEPS_MAX: usize = 6;
 
 /// One shard of the cache.
@@ -27,16 +27,16 @@ const STEPS_MAX: usize = 6;
 pub(super) struct Shard {
     firsts: Vec<u64>,
     leaves: Vec<Vec<CachedExtent>>,
-    /// Entries in all leaves.
+    /// The number of entries in all leaves.
     pub entries: usize,
-    /// The leaf above the one that is swept next.
+    /// The position after the leaf that is swept next.
     hand: usize,
-    /// Lookups answered, and missed.
+    /// Lookups that found all extents, and those that did not.
     pub hits: u64,
     pub misses: u64,
     /// Prefetched entries that were used.
     pub used: u64,
-    /// The levels of blocks without entries.
+    /// Which level holds blocks without entries.
     pub holders: Holders,
 }
 
@@ -44,17 +44,17 @@ pub(super) struct Shard {
 #[derive(Default)]
 pub(super) struct Swept {
     pub evicted: usize,
-    /// Of these, prefetched and never used.
+    /// The number of evicted entries that were prefetched and never used.
     pub unused: usize,
-    /// The hand has completed a round.
+    /// The hand has completed a round of this shard.
     pub round: bool,
 }
 
 impl Shard {
-    /// The last leaf that begins at or before `sector`: from its position under a uniform distribution, step by step,
-    /// for the same reason as among entries.
+    /// The last leaf that begins at or before `sector`. The search starts at the position under a uniform distribution
+    /// and goes step by step, for the same reason as the search among entries.
     fn leaf_at_or_before(&self, sector: u64) -> Option<usize> {
-        // Addresses of other shards lie between two regions of this one.
+        // Between two regions of this shard lie the regions of other shards.
         let own = |sector: u64| sector / (REGION_SECTORS * SHARDS as u64) * REGION_SECTORS + sector % REGION_SECTORS;
         let last = self.firsts.len().checked_sub(1)?;
         let (from, to) = (own(self.firsts[0]), own(self.firsts[last]));
@@ -76,8 +76,8 @@ impl Shard {
     fn at_or_before(&self, sector: u64) -> Option<(usize, usize)> {
         let leaf = self.leaf_at_or_before(sector)?;
         let entries = &self.leaves[leaf];
-        // Starts from its position if extents were of one size, and goes step by step: entries are read far more often
-        // than they fit into the processor's cache, and this touches one or two cache lines of a leaf instead of four.
+        // Starts at the position that extents of equal size would have, and goes step by step. The entries exceed the
+        // processor's cache; this touches one or two cache lines of a leaf, a binary search four.
         let (first, next) = (self.firsts[leaf], self.firsts.get(leaf + 1));
         let span = next.map_or(entries[entries.len() - 1].end(), |next| *next) - first;
         let guess = (sector - first).min(span) * entries.len() as u64 / span.max(1);
@@ -85,7 +85,7 @@ impl Shard {
         let mut steps = 0;
         loop {
             if entries[index].start() > sector {
-                // The first entry starts at or before it.
+                // The first entry of the leaf starts at or before `sector`.
                 index -= 1;
             } else if entries.get(index + 1).is_some_and(|next| next.start() <= sector) {
                 index += 1;
@@ -128,16 +128,16 @@ impl Shard {
         }
     }
 
-    /// True when nothing overlaps sectors `from..to`.
+    /// True when no entry overlaps sectors `from..to`.
     pub fn is_free(&self, from: u64, to: u64) -> bool {
         let before = self.at_or_before(to.saturating_sub(1));
         before.is_none_or(|(leaf, index)| self.leaves[leaf][index].end() <= from)
     }
 
-    /// Drops sectors `from..to`.
+    /// Removes sectors `from..to` from all entries.
     pub fn remove(&mut self, from: u64, to: u64) {
         let Some(mut leaf) = self.firsts.partition_point(|first| *first < to).checked_sub(1) else { return };
-        // From the last leaf concerned to the first, so that removals do not move the remaining ones.
+        // From the last leaf to the first, so that removals do not move leaves still to be visited.
         loop {
             let entries = &mut self.leaves[leaf];
             let first = entries.partition_point(|entry| entry.end() <= from);
@@ -178,7 +178,7 @@ impl Shard {
         parts
     }
 
-    /// Inserts an entry in a free range; joined with neighbours that it continues or that continue it.
+    /// Inserts an entry into a free range, joined with adjacent entries where one continues the other.
     pub fn insert(&mut self, mut entry: CachedExtent) {
         let Some(leaf) = self.leaf_for(entry.start()) else {
             self.firsts.push(entry.start());
@@ -217,7 +217,7 @@ impl Shard {
         Some(self.firsts.partition_point(|first| *first <= start).saturating_sub(1))
     }
 
-    /// Splits a leaf: in the middle, or behind the entry inserted last if that is its end, as in a stream.
+    /// Splits a leaf: in the middle, or after the entry inserted last if that is the last one, as in a stream.
     fn split(&mut self, leaf: usize, inserted: usize) {
         let entries = &mut self.leaves[leaf];
         let at = if inserted + 1 == entries.len() { entries.len() - 1 } else { entries.len() / 2 };
@@ -232,7 +232,7 @@ impl Shard {
         }
     }
 
-    /// After entries of a leaf were removed: drops it, joins it with the next, or returns memory.
+    /// After entries were removed from a leaf: drops the leaf, joins it with the next, or returns memory.
     fn settle(&mut self, leaf: usize) {
         let length = self.leaves[leaf].len();
         if length > LEAF_MAX {
@@ -260,8 +260,8 @@ impl Shard {
         }
     }
 
-    /// Moves the hand until `wanted` entries that were not used since it last passed are evicted, or it has completed a
-    /// round.
+    /// Moves the hand until `wanted` entries are evicted, or the hand has completed a round. Spares entries used since
+    /// the hand last passed.
     pub fn sweep(&mut self, wanted: usize) -> Swept {
         let mut swept = Swept::default();
         while swept.evicted < wanted {
@@ -302,7 +302,7 @@ impl Shard {
         }
     }
 
-    /// Bytes of memory, without headers of the allocator.
+    /// Bytes of memory in use, without headers of the allocator.
     pub fn memory(&self) -> usize {
         let leaves: usize = self.leaves.iter().map(|leaf| leaf.capacity() * size_of::<CachedExtent>()).sum();
         leaves + self.leaves.capacity() * size_of::<Vec<CachedExtent>>() + self.firsts.capacity() * size_of::<u64>()
@@ -325,14 +325,14 @@ impl Shard {
     }
 }
 
-/// Makes room for one more entry without doubling.
+/// Reserves memory for one more entry, without doubling.
 fn reserve(entries: &mut Vec<CachedExtent>) {
     if entries.len() == entries.capacity() {
         entries.reserve_exact(LEAF_STEP);
     }
 }
 
-/// Returns memory that is not needed soon.
+/// Returns memory that will not be needed soon.
 fn trim(entries: &mut Vec<CachedExtent>) {
     if entries.capacity() >= entries.len() + 2 * LEAF_STEP {
         entries.shrink_to(entries.len() + LEAF_STEP / 2);

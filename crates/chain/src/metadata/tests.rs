@@ -1,4 +1,4 @@
-//! Shards against a map by sector; the cache's bounds, prefetch and coherence.
+//! Tests of a shard against a map of sectors, and of the cache's limits, prefetching and invalidation.
 
 use super::entry::CachedExtent;
 use super::shard::Shard;
@@ -58,7 +58,7 @@ fn a_shard_is_a_map_of_sectors() {
                 0..5 => {
                     let mapping = match random.below(4) {
                         0 => Mapping { to: To::Zero, ..data(start, length, 0, 0) },
-                        // Some that go on from each other.
+                        // Extents of this kind merge if they are adjacent.
                         1 => data(start, length, 1, start + 77),
                         _ => data(start, length, random.below(4) as u8, random.below(1 << 30)),
                     };
@@ -96,7 +96,7 @@ fn a_shard_is_a_map_of_sectors() {
             }
             shard.check();
         }
-        // What is swept is gone whole, the rest is true.
+        // A sweep removes whole entries; the remaining ones stay correct.
         while shard.entries > 10 {
             shard.sweep(7);
             shard.check();
@@ -118,7 +118,7 @@ fn neighbours_become_one() {
     }
     assert_eq!(shard.entries, 1);
     shard.insert(CachedExtent::new(&data(40, 10, 2, 540)).unwrap());
-    assert_eq!(shard.entries, 2, "another level's is another entry");
+    assert_eq!(shard.entries, 2, "an extent of another level is a separate entry");
     shard.remove(15, 16);
     assert_eq!(shard.entries, 3);
     let mut found = Vec::new();
@@ -143,7 +143,7 @@ fn the_bound_holds_and_recency_decides() {
     let mut random = Random(5);
     let of = |block: u64| data(block * 8, 8, 1, (block * 7919) % 100_003 * 16);
     for round in 0..20_000u64 {
-        // A hot tenth of the cache among random ones over ten times of it.
+        // Half of the reads go to a hot tenth of the cache, half to random blocks over ten times its size.
         let block = if round % 2 == 0 { random.below(100) * 91 } else { random.below(10_000) };
         let range = of(block).start..of(block).end();
         let mut found = Vec::new();
@@ -196,7 +196,7 @@ fn a_prefetch_gives_way_and_takes_nothing_from_what_is_known() {
     assert_eq!(out, [newer]);
     assert!(cache.lookup(&(20 * 4096..21 * 4096), &mut out));
     assert_eq!(cache.statistics().prefetched_used, 1);
-    // What was asked for stays, what was only brought along goes.
+    // A used entry stays, entries that were only prefetched are evicted.
     for block in 100..140 {
         fill(&cache, &changes, block * 4096..block * 4096 + 4096, &[data(block * 8, 8, 2, block * 500)]);
     }
@@ -227,12 +227,12 @@ fn prefetching_stops_where_it_is_in_vain_and_comes_back() {
         let most = read(random.below(100_000));
         late += if round > 50_000 { most } else { 0 };
     }
-    assert!(late < 50_000, "{late} extents prefetched in vain");
+    assert!(late < 50_000, "{late} extents were prefetched and never used");
     let mut most = 0;
     for block in 0..200_000 {
         most = most.max(read(200_000 + block));
     }
-    assert!(most >= 32, "a stream is prefetched again, {most} extents at a time");
+    assert!(most >= 32, "a sequential stream is prefetched again, {most} extents at a time");
 }
 
 #[test]

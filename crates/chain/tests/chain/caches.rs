@@ -1,4 +1,4 @@
-//! What the caches guarantee, seen from outside: walks, prefetches, sizes, and files that are read in blocks only.
+//! What the caches guarantee, tested from outside: walks, prefetches, limits, and files opened for direct I/O.
 
 use crate::mock::{DirectFile, Manner, MemoryFile, Mock, Table};
 use chain::{Chain, Options, Place, Tunables};
@@ -9,7 +9,7 @@ use std::sync::atomic::Ordering;
 use testkit::Random;
 use work::NoProgress;
 
-/// `depth` levels of which each holds every `depth`-th grain.
+/// A chain of `depth` levels, each of which holds every `depth`-th grain.
 fn striped(depth: u64, capacity: u64, options: Options) -> (Chain, Vec<Arc<Mock>>) {
     let layers: Vec<Arc<Mock>> = (0..depth).map(|_| Mock::new(Manner::new(capacity, 4096))).collect();
     for (index, layer) in (0..).zip(&layers) {
@@ -62,7 +62,7 @@ fn tunables_change_at_once() {
     (0..100).for_each(|grain| check(&chain, grain));
     assert_eq!((chain.statistics().metadata.misses, chain.statistics().metadata.prefetched), (100, 0));
     chain.set_tunables(Tunables { prefetch_bytes: 64 << 10, prefetch_extents: 128, ..off }).unwrap();
-    // Windows of 16 grains, aligned.
+    // The prefetch windows are aligned ranges of 16 grains.
     (112..208).for_each(|grain| check(&chain, grain));
     assert_eq!(chain.statistics().metadata.misses, 106);
     chain.set_tunables(Tunables { entries: 10, ..off }).unwrap();
@@ -109,7 +109,7 @@ fn a_write_is_seen_through_every_cache() {
     chain.zero(4096 * 8, 4096 * 2, false).unwrap();
     chain.read(4096 * 8, &mut out).unwrap();
     assert_eq!(out, [0; 4096]);
-    assert_eq!(chain.statistics().metadata.misses, misses, "the cache knew");
+    assert_eq!(chain.statistics().metadata.misses, misses, "the cache had the extent");
 }
 
 #[test]
@@ -170,7 +170,7 @@ fn encoded_layers_are_read_through_their_decoder() {
 }
 
 #[test]
-fn depth_is_limited_with_a_clear_word() {
+fn the_limit_of_levels_is_named_in_the_error() {
     let layer = || Mock::new(Manner::new(1 << 20, 4096)) as Arc<dyn Layer>;
     let options = Options { levels_max: 32, ..Options::default() };
     let chain = Chain::open("deep", (0..32).map(|_| layer()).collect(), options).unwrap();
@@ -180,7 +180,7 @@ fn depth_is_limited_with_a_clear_word() {
     assert!(Chain::open("deep", (0..33).map(|_| layer()).collect(), options).is_err());
     assert!(Chain::open("none", Vec::new(), options).is_err());
     assert!(Chain::open("much", vec![layer()], Options { levels_max: 129, ..options }).is_err());
-    // Levels come and go far more often than there are numbers for them.
+    // More levels are added and merged than there are level numbers.
     let chain = Chain::open("long", vec![layer()], Options::default()).unwrap();
     for round in 0..600u64 {
         chain.write(round * 512, &[round as u8; 512]).unwrap();
@@ -216,13 +216,13 @@ fn requests_past_the_end_and_to_what_is_only_read_are_refused() {
     chain.read(0, &mut [0; 512]).unwrap();
 }
 
-/// A random load over more than the entries: each miss asks the level that holds the block, and what changed meanwhile
-/// is what is read.
+/// A random load over more blocks than the cache has entries: each miss asks only the level that holds the block, and
+/// reads return the latest content.
 #[test]
 fn beyond_the_entries_one_level_is_asked_and_nothing_old_is_read() {
     const GRAINS: u64 = 4096;
     const CAPACITY: u64 = 1 << 30;
-    // Spread over the disk, so that every part of the cache has its share.
+    // Spread over the disk, so that every shard has a part of the load.
     let place = |grain: u64| grain % 16 * (64 << 20) + grain / 16 * 4096;
     let tunables = Tunables { entries: 2000, prefetch_extents: 0, ..Tunables::default() };
     let options = Options { metadata: tunables, levels_max: 64, ..Options::default() };
@@ -255,7 +255,7 @@ fn beyond_the_entries_one_level_is_asked_and_nothing_old_is_read() {
                 content[grain as usize] = step | 1 << 40;
                 chain.write(place(grain), &(step | 1 << 40).to_le_bytes().repeat(512)).unwrap();
             }
-            // Seldom and little: zeros next to each other are one entry, and what is to be read has to overflow them.
+            // Few and short: adjacent zeros are one entry, and the entries have to overflow the cache.
             60..70 => {
                 let count = 1 + random.below(GRAINS / 16 - grain / 16).min(2);
                 (0..count).for_each(|next| content[(grain + next * 16) as usize] = 0);

@@ -1,10 +1,10 @@
-//! Many threads on one chain: writers that share grains, readers that check every sector, snapshots and merges under
-//! way.
+//! Many threads on one chain: writers that share grains, and readers that check every sector, while snapshots and
+//! merges run.
 //!
-//! The disk is cut into cells of one sector. A cell has one writer, which stamps it with its number and a count;
-//! between two stamps it may be zeroed. Before and after each read the reader notes which counts had been acknowledged,
-//! and which begun: a sector of another cell, an older count than was acknowledged before, or one that never began, is
-//! an error.
+//! The disk is divided into cells of one sector. A cell has one writer, which stamps it with the cell's number and a
+//! count; between two stamps it may be zeroed. A reader notes, before and after each read, which counts had been
+//! acknowledged and which had begun. These are errors: the stamp of another cell, an older count than was acknowledged
+//! before the read, a count that had not begun.
 
 use crate::mock::{Manner, Mock};
 use chain::{Chain, Options, Tunables};
@@ -17,7 +17,7 @@ use work::NoProgress;
 
 pub const SECTOR: usize = 512;
 
-/// Cells, and what is known of each.
+/// All cells, with the counts of each.
 pub struct Cells {
     pub acknowledged: Vec<AtomicU64>,
     pub begun: Vec<AtomicU64>,
@@ -30,7 +30,7 @@ fn stamp(cell: usize, count: u64, out: &mut [u8]) {
     }
 }
 
-/// Odd counts are zeroings, and so is none at all.
+/// Odd counts are zeroings; count 0, before any write, is zeros too.
 fn check(cell: usize, bytes: &[u8], from: u64, to: u64) {
     if bytes.iter().all(|byte| *byte == 0) {
         let zeroed = from == 0 || (from..=to).any(|count| count % 2 == 1);
@@ -51,9 +51,9 @@ impl Cells {
         Self { acknowledged: zeros(), begun: zeros() }
     }
 
-    /// Writes or zeroes a run of the thread's cells.
+    /// Writes or zeroes consecutive cells of this thread.
     pub fn change(&self, chain: &Chain, random: &mut Random, thread: usize, threads: usize) -> Duration {
-        // Runs of three cells to a thread in turn, so that grains are shared.
+        // The threads own runs of three cells in turn, so that grains are shared.
         let runs = self.begun.len() / (3 * threads);
         let first = (random.below(runs as u64) as usize * threads + thread) * 3 + random.below(3) as usize;
         let length = 1 + random.below(3 - first as u64 % 3) as usize;
@@ -104,7 +104,7 @@ fn run(seed: u64, setup: Setup) {
     let make = |random: &mut Random| {
         let grain = if random.percent(70) { setup.grain } else { *random.pick(&[512, 1024, 4096, 16384]) };
         let layer = Mock::new(Manner { moves: setup.moves, ..Manner::new(capacity, grain) });
-        // Answers grow old before they are used.
+        // Delays between lookup and use make it likely that an answer is stale.
         layer.faults.map_delay.store(*random.pick(&[0, 0, 20]), Ordering::Relaxed);
         layer.faults.write_delay.store(*random.pick(&[0, 0, 20]), Ordering::Relaxed);
         layer
@@ -180,7 +180,7 @@ fn run(seed: u64, setup: Setup) {
     println!("{snapshots} snapshots, {merges} merged levels, {total} changes, {:?}", chain.statistics().metadata);
 }
 
-/// A thread that fails stops the others.
+/// Makes the other threads stop when a thread panics.
 pub struct StopOnPanic<'a>(pub &'a AtomicBool);
 
 impl Drop for StopOnPanic<'_> {

@@ -1,9 +1,9 @@
-//! Power cuts at random points of writes, discards, snapshots and merges: every flushed byte is there, every other
-//! sector is as it was or as a write since then left it, and the merge can be done again.
+//! Power cuts at random points of writes, discards, snapshots and merges. Every flushed byte must be there, every other
+//! sector must have its old content or that of a later write, and the merge must be repeatable.
 //!
-//! The owner's record, which levels there are, is a variable here: it changes in `commit` and before a push, as a
-//! rename in a folder would. Writes of the guest come out of the merge's own progress reports, so that a seed is a
-//! history. Levels are mocks with every liberty that the trait allows, or the real formats mixed.
+//! The owner's record of the levels is a variable here. It changes in `commit` and before a push, as a rename in a
+//! folder would. The guest's writes are made from the progress reports of the merge, so that a seed determines the
+//! history. Levels are mocks that use every freedom of the trait, or layers of the real formats mixed.
 
 use crate::formats::Format;
 use crate::mock::{Manner, Mock, Table};
@@ -21,15 +21,15 @@ const CAPACITY: u64 = 1 << 20;
 const SECTOR: usize = 512;
 
 struct World {
-    /// Levels of the real formats.
+    /// Whether levels have real formats.
     real: bool,
     random: Random,
     disk: SimulatedDisk,
     directory: Arc<dyn Directory>,
     files: u32,
-    /// The owner's record, newest first.
+    /// The owner's record of the levels, newest first.
     record: Vec<Owned>,
-    /// What was flushed, and what each sector has been since.
+    /// The flushed content, and all content that each sector has had since.
     flushed: Vec<u8>,
     since: BTreeMap<usize, Vec<Vec<u8>>>,
     content: Vec<u8>,
@@ -44,7 +44,7 @@ struct Owned {
     key: Option<LevelKey>,
 }
 
-/// How a level is opened again.
+/// What is needed to open a level again.
 #[derive(Clone)]
 enum How {
     Mock(Arc<Mock>),
@@ -72,7 +72,8 @@ impl World {
         Some(Owned { name, layer: mock.clone(), how: How::Mock(mock), key: None })
     }
 
-    /// Something the guest does. Whatever comes of it, the model knows what may be found.
+    /// A random operation of the guest. The model notes all content that may be found afterwards, also when the
+    /// operation fails.
     fn act(&mut self, chain: &Chain) {
         if self.dead {
             return;
@@ -119,7 +120,7 @@ impl World {
         }
     }
 
-    /// Starts the machine again with what is left, and checks it.
+    /// Restarts the machine with the content that survived, and checks it.
     fn reopen(&mut self) -> Chain {
         self.disk = self.disk.crash();
         self.directory = self.disk.directory();
@@ -143,7 +144,7 @@ impl World {
         for (sector, bytes) in found.chunks_exact(SECTOR).enumerate() {
             let old = &self.flushed[sector * SECTOR..][..SECTOR];
             let newer = self.since.get(&sector).is_some_and(|all| all.iter().any(|now| now == bytes));
-            assert!(bytes == old || newer, "sector {sector} is neither what was flushed nor what was written since");
+            assert!(bytes == old || newer, "sector {sector} has neither the flushed content nor one written after it");
         }
         self.content = found;
         self.dead = false;
@@ -153,7 +154,7 @@ impl World {
     }
 }
 
-/// The guest goes on while a merge is under way.
+/// Makes guest operations while a merge is under way.
 struct Guest<'a> {
     world: &'a Mutex<World>,
     chain: &'a Chain,
@@ -201,7 +202,7 @@ fn history(seed: u64, real: bool) -> (u32, u32) {
             if world.record.len() < 6
                 && let Some(mut new) = world.layer()
             {
-                // The record first: an empty top shows the same bytes.
+                // The record changes first: the new top is empty, so a crash before the push changes no content.
                 world.record.insert(0, new.clone());
                 match chain.push(new.layer.clone()) {
                     Ok((key, _)) => {
@@ -226,11 +227,11 @@ fn history(seed: u64, real: bool) -> (u32, u32) {
                 let shared = Mutex::new(world);
                 let mut commit = || {
                     let mut world = shared.lock();
-                    // What is flushed now has to be durable whichever way the record is found.
+                    // What is flushed now has to be durable, whichever version of the record survives.
                     for _ in 0..world.random.below(4) {
                         world.act(&chain);
                     }
-                    // And at once, when the merge has hardly ended: a failed write guarantees nothing.
+                    // Also directly after the merge has ended: a failed write guarantees nothing.
                     if !world.dead && world.random.percent(30) {
                         world.flush(&chain);
                         let soon = world.disk.operations() + world.random.below(6);

@@ -1,4 +1,4 @@
-//! Layers that fail: the error is returned, nothing else changes, and no wrong entry gets into the caches.
+//! Layers that fail: the error is returned, other ranges are unaffected, and no wrong extent gets into the caches.
 
 use crate::merges::filled;
 use crate::mock::{Manner, Mock};
@@ -29,7 +29,7 @@ fn a_read_fails_with_its_layer_and_recovers_with_it() {
 fn a_failed_prefetch_fails_no_read() {
     let (chain, layers, content) = filled(2, 1 << 20, 4096, 2);
     chain.set_tunables(chain.tunables()).unwrap();
-    // One broken table, in the window of everything around it.
+    // One damaged table, within the prefetch window of all grains around it.
     layers[1].faults.map_at.store(1024, Ordering::SeqCst);
     let fresh =
         Chain::open("fresh", layers.iter().map(|layer| layer.clone() as Arc<dyn Layer>).collect(), Options::default())
@@ -58,7 +58,7 @@ fn a_failed_write_is_told_and_leaves_old_or_new() {
     assert!(chain.zero(0, 8192, false).is_err());
     layers[0].faults.write.store(false, Ordering::SeqCst);
     assert!(read(&chain, 0, 1 << 20).unwrap() == content);
-    // The rest of a grain that cannot be read fails the write of a part of it, and of nothing else.
+    // If the rest of a grain cannot be read, only a write to a part of that grain fails.
     let (chain, layers, _) = filled(1, 1 << 20, 4096, 4);
     chain.write(0, &[3; 65536]).unwrap();
     chain.push(Mock::new(Manner::new(1 << 20, 4096))).unwrap();
@@ -81,7 +81,7 @@ fn after_a_failed_flush_nothing_is_written() {
     assert_eq!(chain.flush().unwrap_err().kind(), ErrorKind::Stopped);
     assert_eq!(chain.write(0, &[6; 512]).unwrap_err().kind(), ErrorKind::Stopped);
     assert_eq!(chain.zero(0, 512, false).unwrap_err().kind(), ErrorKind::Stopped);
-    // The medium may have what was there before.
+    // The device may have the old content.
     assert_eq!(read(&chain, 0, 4096).unwrap_err().kind(), ErrorKind::Io);
 }
 
@@ -118,7 +118,7 @@ fn a_discard_without_room_keeps_what_there_was() {
     assert!(read(&chain, 0, 1 << 20).unwrap().iter().all(|byte| *byte == 0));
     layers[0].faults.write.store(true, Ordering::SeqCst);
     chain.write(0, &[1; 4096]).unwrap_err();
-    assert_eq!(chain.discard(0, 1 << 20).unwrap_err().kind(), ErrorKind::Io, "only the medium fails a discard");
+    assert_eq!(chain.discard(0, 1 << 20).unwrap_err().kind(), ErrorKind::Io, "a discard fails only with an I/O error");
 }
 
 #[test]
@@ -132,7 +132,7 @@ fn a_flush_covers_the_level_below_a_new_snapshot() {
     let flushes = layers[0].flushes.load(Ordering::SeqCst);
     chain.write(0, &[2; 4096]).unwrap();
     chain.flush().unwrap();
-    assert_eq!(layers[0].flushes.load(Ordering::SeqCst), flushes, "nothing was written there");
+    assert_eq!(layers[0].flushes.load(Ordering::SeqCst), flushes, "nothing was written to that range");
 }
 
 #[test]
@@ -151,7 +151,7 @@ fn a_merge_that_fails_leaves_the_chain_as_it_was() {
     }
 }
 
-/// Lets the target fail as soon as the last pass has begun, when writes go to both sides.
+/// Makes the target fail once the last pass has begun, when writes go to both sides.
 struct Late<'a> {
     chain: &'a Chain,
     target: &'a Mock,
@@ -165,7 +165,7 @@ impl Progress for Late<'_> {
         }
     }
     fn rate(&self) -> u64 {
-        // Asked at each step of the last pass too.
+        // The merge asks for the rate at each step of the last pass too.
         if self.begun.load(Ordering::SeqCst) {
             self.target.faults.write.store(true, Ordering::SeqCst);
             self.chain.write(300_000, &[9; 10_000]).unwrap();
@@ -178,7 +178,7 @@ impl Progress for Late<'_> {
 fn a_target_that_fails_late_fails_the_merge_and_no_write() {
     let (chain, layers, mut content) = filled(3, 1 << 20, 4096, 8);
     let late = Late { chain: &chain, target: &layers[2], begun: AtomicBool::new(false) };
-    // Something for the last pass to do.
+    // Writes that the last pass has to copy.
     struct Busy<'a>(&'a Late<'a>);
     impl Progress for Busy<'_> {
         fn update(&self, done: u64, total: u64) {
@@ -201,7 +201,7 @@ fn a_target_that_fails_late_fails_the_merge_and_no_write() {
     assert!(read(&chain, 0, 1 << 20).unwrap() == content);
 }
 
-/// A write that is under way when a flush begins and ends is not covered by it, and must be by the next.
+/// A write under way while a flush begins and ends is not covered by it, and must be covered by the next flush.
 #[test]
 fn a_flush_in_the_middle_of_a_write_does_not_count_for_it() {
     let layer = Mock::new(Manner::new(1 << 20, 4096));
@@ -221,6 +221,6 @@ fn a_flush_in_the_middle_of_a_write_does_not_count_for_it() {
         chain.flush().unwrap();
         assert_eq!(layer.flushes.load(Ordering::SeqCst), before + 1);
         chain.flush().unwrap();
-        assert_eq!(layer.flushes.load(Ordering::SeqCst), before + 1, "nothing was written since");
+        assert_eq!(layer.flushes.load(Ordering::SeqCst), before + 1, "nothing was written after the failure");
     }
 }

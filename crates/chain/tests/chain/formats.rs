@@ -1,4 +1,4 @@
-//! Layers of the real formats, in files of any directory.
+//! Layers of the real formats, with their files in any directory.
 
 use backend::{Directory, IoMode};
 use error::{IoContext, Result};
@@ -9,7 +9,7 @@ use layer::vmfssparse::{self, VmfsSparse};
 use layer::vsansparse::{self, VsanSparse};
 use std::sync::Arc;
 
-/// A format that a level of a chain may have.
+/// The formats of levels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Format {
     Flat,
@@ -22,7 +22,7 @@ impl Format {
     /// The delta formats.
     pub const DELTAS: [Self; 3] = [Self::VmfsSparse, Self::SeSparse, Self::VsanSparse];
 
-    /// Makes an empty image, durable but for its name, and opens it for writing.
+    /// Creates an empty image, durable except for its name, and opens it for writing.
     pub fn create(self, directory: &dyn Directory, name: &str, capacity: u64, mode: IoMode) -> Result<Arc<dyn Layer>> {
         let context = || format!("making {name}");
         let file = directory.create(name, mode).during(context)?;
@@ -45,7 +45,7 @@ impl Format {
         self.open(directory, name, mode, true)
     }
 
-    /// Opens an image that stands over others.
+    /// Opens an image that is a delta over other images.
     pub fn open(self, directory: &dyn Directory, name: &str, mode: IoMode, writable: bool) -> Result<Arc<dyn Layer>> {
         let file = directory.open(name, mode).during(|| format!("opening {name}"))?;
         Ok(match self {

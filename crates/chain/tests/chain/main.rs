@@ -1,5 +1,5 @@
-//! Chains over mock layers and over the real formats: histories against a plain vector, many threads, failures,
-//! crashes, caches.
+//! Tests of chains over mock layers and over the real formats: histories against a plain vector, many threads,
+//! failures, crashes, caches.
 
 #![allow(clippy::unwrap_used)]
 

@@ -1,4 +1,4 @@
-//! Merges: under continuous writes, watched, throttled, interrupted, refused.
+//! Merges: under continuous writes, observed, throttled, interrupted, refused.
 
 use crate::concurrent::{Cells, SECTOR, StopOnPanic};
 use crate::mock::{Manner, Mock};
@@ -12,7 +12,7 @@ use testkit::Random;
 use work::NoProgress;
 use work::Progress;
 
-/// A chain of `depth` levels with random content, and that content.
+/// A chain of `depth` levels with random content; returns that content too.
 pub fn filled(depth: usize, capacity: u64, grain: u64, seed: u64) -> (Chain, Vec<Arc<Mock>>, Vec<u8>) {
     let mut random = Random::new(seed);
     let mut content = vec![0; capacity as usize];
@@ -132,7 +132,7 @@ fn an_interrupted_merge_changes_nothing_and_goes_on_later() {
     chain.push(Mock::new(Manner::new(capacity, 4096))).unwrap();
     let keys = chain.keys();
     let watcher = Watcher { stop_at: Some(150 << 20), ..Watcher::default() };
-    let mut commit = || panic!("not to be committed");
+    let mut commit = || panic!("the commit must not run");
     let error = chain.merge_down(keys[1], keys[3], 0, &watcher, &mut commit).err().unwrap();
     assert_eq!(error.kind(), ErrorKind::Interrupted);
     assert_eq!(chain.keys(), keys);
@@ -164,7 +164,7 @@ fn a_commit_that_fails_leaves_the_chain_as_it_was() {
     let (chain, _, mut content) = filled(4, 1 << 20, 512, 7);
     let keys = chain.keys();
     for _ in 0..2 {
-        let mut commit = || Err(error::Error::new(ErrorKind::NoSpace, "no room for the record"));
+        let mut commit = || Err(error::Error::new(ErrorKind::NoSpace, "no space for the record"));
         assert_eq!(chain.consolidate(&NoProgress, &mut commit).err().unwrap().kind(), ErrorKind::NoSpace);
         assert_eq!(chain.keys(), keys);
         content[5000..6000].fill(9);
@@ -175,7 +175,7 @@ fn a_commit_that_fails_leaves_the_chain_as_it_was() {
     assert_content(&chain, &content);
 }
 
-/// Does something in the middle of a merge.
+/// Calls a function at each progress report of a merge.
 struct Midway<F: Fn(u64) + Sync>(F);
 
 impl<F: Fn(u64) + Sync> Progress for Midway<F> {
@@ -195,7 +195,7 @@ fn a_snapshot_may_be_taken_while_a_merge_is_under_way() {
             chain.push(Mock::new(Manner::new(2 << 20, 4096))).unwrap();
             chain.write(100, &[1; 100_000]).unwrap();
             chain.write(1_500_000, &[2; 100_000]).unwrap();
-            // One at a time.
+            // Only one merge at a time is allowed.
             let second = chain.merge_up(keys[0], keys[1], 0, &NoProgress, &mut || Ok(()));
             assert_eq!(second.err().unwrap().kind(), ErrorKind::Busy);
         }
@@ -235,7 +235,7 @@ fn a_level_can_be_opened_again_for_writing() {
     assert_content(&chain, &content);
     chain.merge_down(keys[0], keys[2], 0, &NoProgress, &mut || Ok(())).unwrap();
     assert_content(&chain, &content);
-    assert!(chain.replace(keys[2], layers[2].clone()).is_err(), "the top stays what it is");
+    assert!(chain.replace(keys[2], layers[2].clone()).is_err(), "the top level is unchanged");
 }
 
 #[test]
@@ -257,8 +257,8 @@ fn a_merge_keeps_the_cache_warm() {
     assert!(after.misses - merged.misses < 8, "{before:?} {merged:?} {after:?}");
 }
 
-/// A layer that moves its grains about beside the chain, as shrinking does: no reader finds another's bytes at a place
-/// that the cache knew.
+/// A layer moves its grains independently of the chain, as shrinking does: no reader gets another grain's bytes from a
+/// file location that the cache had.
 #[test]
 fn places_that_move_beside_the_chain_are_not_cached() {
     const CAPACITY: u64 = 1 << 20;
@@ -270,7 +270,7 @@ fn places_that_move_beside_the_chain_are_not_cached() {
         let mut contents = [vec![0; CAPACITY as usize], vec![0; CAPACITY as usize]];
         contents.iter_mut().for_each(|content| random.fill(content));
         layers[1].write(0, &[&contents[1]]).unwrap();
-        // The top has every other grain.
+        // The top holds every other grain.
         let grains = 0..CAPACITY as usize / GRAIN;
         let ours: Vec<usize> = grains.filter(|grain| level == 1 || grain % 2 == 0).collect();
         let mut shown = contents[1].clone();

@@ -1,6 +1,6 @@
-//! A layer in memory over any file, with every liberty that the trait allows: grains of any size, places that stay or
-//! move at each write, freed places given to others as soon as no epoch holds them, answers that stop early, failures
-//! on demand, and a durable state that a crash goes back to.
+//! A mock layer over any file, which uses every freedom of the trait: grains of any size, grains that stay in place or
+//! move at each write, freed grains reused as soon as no epoch holds them, answers that stop early, failures on demand,
+//! and a durable state that a crash restores.
 
 use backend::{File, IoMode};
 use error::{Error, ErrorKind, IoContext, Result};
@@ -16,10 +16,10 @@ use std::time::Duration;
 
 const ABSENT: u32 = 0;
 const ZERO: u32 = 1;
-/// Places from here on are grains in the file.
+/// From this value on, a table entry is the number of a grain in the file.
 const FIRST: u32 = 2;
 
-/// Bytes in memory.
+/// A file in memory.
 #[derive(Default)]
 pub struct MemoryFile(RwLock<Vec<u8>>);
 
@@ -62,18 +62,18 @@ impl File for MemoryFile {
     }
 }
 
-/// How a layer behaves.
+/// The behaviour of a mock layer.
 #[derive(Clone, Copy, Debug)]
 pub struct Manner {
     pub capacity: u64,
     pub grain: u64,
-    /// A write goes to a new place, and the old one is given to others.
+    /// A write goes to a new grain of the file, and the old one is reused.
     pub moves: bool,
-    /// A freed place waits for a flush, so that a crash finds it as it was.
+    /// A freed grain is not reused before a flush, so that a crash finds its old content.
     pub frees_at_flush: bool,
-    /// Sectors of held grains can be written alone.
+    /// Single sectors of allocated grains can be overwritten.
     pub overwrites: bool,
-    /// Data is told as [`Content::Encoded`].
+    /// Data is reported as [`Content::Encoded`].
     pub encoded: bool,
     pub writable: bool,
 }
@@ -84,7 +84,7 @@ impl Manner {
     }
 }
 
-/// What a crash goes back to.
+/// The table that a crash restores.
 #[derive(Clone, Default)]
 pub struct Table {
     places: Vec<u32>,
@@ -95,30 +95,30 @@ pub struct Table {
 struct MockState {
     table: Table,
     epoch: Arc<()>,
-    /// Freed, in order, with the epoch that has to be gone.
+    /// Freed grains in order, each with the epoch that must have ended before reuse.
     freed: VecDeque<(u32, Arc<()>)>,
-    /// Freed since the last flush.
+    /// Grains freed since the last flush.
     unflushed: Vec<(u32, Arc<()>)>,
 }
 
-/// What fails, and how slow it is.
+/// Failures and delays that a test asks for.
 #[derive(Default)]
 pub struct Faults {
     pub map: AtomicBool,
     pub write: AtomicBool,
     pub flush: AtomicBool,
-    /// A flush finds no room, and keeps what it was to write.
+    /// A flush fails for lack of space, and keeps the data that it had to write.
     pub flush_room: AtomicBool,
-    /// Writes that succeed before one fails; 0 for none to fail.
+    /// From the write with this number on, counted from 1, writes fail for lack of space; 0 for none.
     pub write_in: AtomicU64,
     /// A map call that touches this sector fails (0: none).
     pub map_at: AtomicU64,
-    /// Microseconds.
+    /// Delays in microseconds.
     pub write_delay: AtomicU64,
     pub map_delay: AtomicU64,
 }
 
-/// The layer.
+/// The mock layer.
 pub struct Mock {
     manner: Manner,
     file: Arc<dyn File>,
@@ -152,7 +152,7 @@ impl Mock {
         })
     }
 
-    /// What is found after a crash, with the file of the crashed disk.
+    /// The table after a crash, for the file of the crashed disk.
     pub fn durable(&self) -> Table {
         self.durable.lock().clone()
     }
@@ -161,12 +161,12 @@ impl Mock {
         self.manner
     }
 
-    /// Refuses changes from now on, as an image does that belongs to a snapshot.
+    /// Refuses changes from now on, like an image that belongs to a snapshot.
     pub fn seal(&self) {
         self.read_only.store(true, Ordering::SeqCst);
     }
 
-    /// Grains with data.
+    /// The number of grains with data.
     pub fn held(&self) -> usize {
         self.state.read().table.places.iter().filter(|place| **place >= FIRST).count()
     }
@@ -192,7 +192,8 @@ impl Mock {
         if place < FIRST || !self.manner.moves {
             return;
         }
-        // Every reader that may have looked up this place holds this epoch or an older one; the queue is in order.
+        // Every reader that may have looked up this grain holds this epoch or an older one; the queue is in order of
+        // epochs.
         let freed = (place, std::mem::take(&mut state.epoch));
         if self.manner.frees_at_flush { state.unflushed.push(freed) } else { state.freed.push_back(freed) }
     }
@@ -215,7 +216,7 @@ impl Mock {
         self.check(&self.faults.write, "write")?;
         match self.faults.write_in.load(Ordering::SeqCst) {
             0 => Ok(()),
-            1 => Err(Error::new(ErrorKind::NoSpace, "no room, says the test")),
+            1 => Err(Error::new(ErrorKind::NoSpace, "the test permits no space")),
             left => {
                 self.faults.write_in.store(left - 1, Ordering::SeqCst);
                 Ok(())
@@ -250,7 +251,7 @@ impl Layer for Mock {
         self.check(&self.faults.map, "map")?;
         let bad = self.faults.map_at.load(Ordering::Relaxed) * 512;
         if bad > 0 && range.contains(&bad) {
-            return Err(Error::new(ErrorKind::Corrupt, "a broken table, says the test"));
+            return Err(Error::new(ErrorKind::Corrupt, "the test damages this table"));
         }
         let Manner { grain, capacity, .. } = self.manner;
         assert!(range.start < range.end && range.end <= capacity && range.start.is_multiple_of(512));
@@ -387,7 +388,7 @@ impl Layer for Mock {
     fn flush(&self) -> Result<()> {
         self.check(&self.faults.flush, "flush")?;
         if self.faults.flush_room.load(Ordering::SeqCst) {
-            return Err(Error::new(ErrorKind::NoSpace, "no room for a flush, says the test"));
+            return Err(Error::new(ErrorKind::NoSpace, "the test permits no space for a flush"));
         }
         self.flushes.fetch_add(1, Ordering::Relaxed);
         let (table, freed) = {
@@ -412,7 +413,7 @@ fn goes_on(last: &Extent, next: Content) -> bool {
     }
 }
 
-/// A direct file over a buffered one: refuses what O_DIRECT refuses.
+/// A file for direct I/O over a buffered one: refuses what O_DIRECT refuses.
 pub struct DirectFile(pub Arc<dyn File>);
 
 impl File for DirectFile {

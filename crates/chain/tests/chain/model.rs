@@ -1,7 +1,8 @@
-//! Random histories of reads, writes, discards, zeroings, snapshots and merges up to 32 levels, against a plain vector.
+//! Random histories of reads, writes, discards, zeroings, snapshots and merges, up to 32 levels, against a plain
+//! vector.
 //!
-//! Beside what the disk shows, the model knows what each level shows without those above it, so that a merge which
-//! spoils a snapshot, or lets something shine through that was hidden, does not pass.
+//! Besides the content of the disk, the model has the content that each level shows without the levels above it. So it
+//! detects a merge that damages a snapshot, or that exposes content which was hidden.
 
 use crate::mock::{Manner, Mock};
 use chain::{Chain, Condition, Options, Tunables};
@@ -16,7 +17,7 @@ const LEVELS_MAX: usize = 32;
 struct History {
     random: Random,
     chain: Chain,
-    /// Newest first: each level and what it shows.
+    /// Newest first: each level, and the content that it shows.
     levels: Vec<(Arc<Mock>, Vec<u8>)>,
 }
 
@@ -35,7 +36,7 @@ fn tunables(random: &mut Random) -> Tunables {
     }
 }
 
-/// A base with something in it, made by another chain; sometimes encoded.
+/// A base with content, made by another chain; sometimes encoded.
 fn base(random: &mut Random, capacity: u64) -> (Arc<Mock>, Vec<u8>) {
     let mut content = vec![0; capacity as usize];
     let layer = Mock::new(manner(random, capacity));
@@ -88,7 +89,7 @@ impl History {
                 self.chain.write(start as u64, content).unwrap();
             }
             35..45 => {
-                // Far longer too.
+                // Sometimes up to the end of the disk.
                 let end = if self.random.percent(10) { self.capacity() as usize } else { end };
                 let keep = self.random.percent(30);
                 self.levels[0].1[start..end].fill(0);
@@ -165,7 +166,7 @@ impl History {
         }
     }
 
-    /// Every level shows what it should.
+    /// Checks the content that every level shows.
     fn check(&self) {
         for index in 0..self.levels.len() {
             let layers = self.levels[index..].iter().map(|(layer, _)| layer.clone() as Arc<dyn Layer>).collect();
@@ -247,7 +248,7 @@ fn levels_of_different_capacity_show_zeros_past_the_shortest() {
                 chain.read(0, &mut out).unwrap();
                 out
             };
-            // By hand: from the top down, nothing past the shortest so far.
+            // The expected content, level by level from the top: bytes past the shortest level so far read as zeros.
             let mut expected = vec![0; sizes[0] as usize];
             let mut least = u64::MAX;
             let mut known = vec![false; sizes[0] as usize];
@@ -265,14 +266,14 @@ fn levels_of_different_capacity_show_zeros_past_the_shortest() {
             if grain == 4096 {
                 assert!(before == expected, "{sizes:?}");
             }
-            // A merge up of the middle into the top must not let the base shine through.
+            // A merge of the middle up into the top must not expose content of the base.
             let chain = open(0, &layers);
             let keys = chain.keys();
             chain.merge_up(keys[0], keys[1], 0, &NoProgress, &mut || Ok(())).unwrap();
             let mut after = vec![0; chain.capacity() as usize];
             chain.read(0, &mut after).unwrap();
             assert!(after == before, "{sizes:?} up");
-            // Down, into one that is as large or larger.
+            // Merge down, into a level that is as large or larger.
             let layers: Vec<Arc<Mock>> = sizes.iter().map(|size| make(&mut random, *size)).collect();
             let before = content(0, &layers);
             let chain = open(0, &layers);

@@ -1,5 +1,5 @@
-//! What vSAN's deltas are like, with real files: an object for each snapshot, in any folder, with a map of its own and
-//! space in units of 4 MiB; as many levels as the limit allows, and a clear word beyond.
+//! Deltas as vSAN has them, with real files: an object for each snapshot, in any folder, with a map of its own and
+//! space in units of 4 MiB. A chain may have as many levels as its limit allows; more are refused with a clear error.
 
 use crate::formats::Format;
 use backend::IoMode;
@@ -28,19 +28,19 @@ fn each_object_has_a_map_of_its_own_and_takes_space_by_the_unit() {
     let [(_one, directory), _] = folders();
     let layer = Format::VsanSparse.create(&directory, "object", CAPACITY, IoMode::Buffered).unwrap();
     let empty = layer.usage().unwrap().allocated;
-    assert!(empty < 2 * MIB, "an empty object takes its log and its root: {empty}");
+    assert!(empty < 2 * MIB, "an empty object allocates its log and its root: {empty}");
     let taken = |layer: &Arc<dyn Layer>| layer.usage().unwrap().allocated - empty;
-    // A grain: a unit, and a page of the map in two copies.
+    // The first grain takes a unit, and two copies of a map page.
     layer.write(40 * MIB, &[&[1; 4096]]).unwrap();
     assert!((UNIT..UNIT + MIB / 4).contains(&taken(&layer)), "{}", taken(&layer));
-    // The rest of the unit, from all over the disk, takes no further one.
+    // Grains from all over the disk fill the rest of the unit, and take no further one.
     for grain in 1..UNIT / 4096 {
         layer.write(grain * 16384 % CAPACITY, &[&[2; 4096]]).unwrap();
     }
     assert!((UNIT..UNIT + MIB).contains(&taken(&layer)), "{}", taken(&layer));
     layer.write(4096, &[&[3; 4096]]).unwrap();
     assert!((2 * UNIT..2 * UNIT + MIB).contains(&taken(&layer)), "{}", taken(&layer));
-    // It knows itself only: what it does not have is absent.
+    // The object reports as absent what it does not hold.
     let mut extents = Vec::new();
     layer.map(8192..12288, 1, &mut extents).unwrap();
     assert_eq!(extents[0].content, Content::Absent);
@@ -79,7 +79,7 @@ fn forty_levels_in_two_folders_read_as_one() {
         assert!(out == content);
     };
     compare(&chain);
-    // Closed, and opened from both folders.
+    // The chain is closed, and opened again with its levels from both folders.
     chain.close().unwrap();
     drop(chain);
     let open = |level: usize, writable: bool| {

@@ -20,7 +20,7 @@ fn number(chain: &Chain, offset: u64) -> u64 {
     u64::from_le_bytes(bytes)
 }
 
-/// What is below the newest `above` levels.
+/// A chain of the levels below the newest `above` levels.
 fn below(chain: &Chain, above: usize) -> Chain {
     let layers = chain.keys()[above..].iter().map(|key| chain.layer(*key).unwrap()).collect();
     Chain::open("below", layers, Options { read_only: true, ..Options::default() }).unwrap()
@@ -46,13 +46,13 @@ fn a_snapshot_holds_what_was_acknowledged_before_and_nothing_later() {
             let after = acknowledged.load(Ordering::SeqCst);
             longest = longest.max(pause);
             let snapshot = number(&below(&chain, 1), 512);
-            // One write may be on its way.
+            // One write may be under way.
             assert!((before..=after + 1).contains(&snapshot), "{before} {snapshot} {after}");
             std::thread::sleep(Duration::from_millis(2));
             assert_eq!(number(&below(&chain, 1), 512), snapshot, "a snapshot does not change");
         }
         stop.store(true, Ordering::Relaxed);
-        println!("writers held off for {longest:?} at the most");
+        println!("writers were delayed by at most {longest:?}");
     });
 }
 
@@ -75,9 +75,9 @@ fn a_slow_write_holds_no_other_write_off() {
     });
     let mut out = [0; 8];
     below(&chain, 1).read(0, &mut out).unwrap();
-    assert_eq!(out, [1; 8], "what was on its way is below");
+    assert_eq!(out, [1; 8], "a write in progress goes below the snapshot");
     below(&chain, 1).read(8192, &mut out).unwrap();
-    assert_eq!(out, [0; 8], "what came later is above");
+    assert_eq!(out, [0; 8], "a later write goes above the snapshot");
 }
 
 #[test]
@@ -88,7 +88,7 @@ fn what_is_still_written_below_a_snapshot_is_guarded() {
     chain.write(4096, &[2; 4096]).unwrap();
     let wait = |milliseconds| std::thread::sleep(Duration::from_millis(milliseconds));
     std::thread::scope(|scope| {
-        // Two writes are on their way when the snapshot is taken. The first gives up a place, the second takes one.
+        // Two writes are under way when the snapshot is taken. The first frees a grain, the second allocates one.
         old.faults.write_delay.store(300_000, Ordering::SeqCst);
         scope.spawn(|| chain.write(0, &[3; 4096]).unwrap());
         wait(50);
@@ -97,7 +97,7 @@ fn what_is_still_written_below_a_snapshot_is_guarded() {
         wait(50);
         scope.spawn(|| chain.push(Mock::new(Manner::new(CAPACITY, 4096))).unwrap());
         wait(50);
-        // A read by the new levels, before either.
+        // A plan made from the new levels, before either write ends.
         let plan = chain.plan(0, 4096).unwrap();
         wait(1000);
         let mut bytes = [0xee; 4096];
@@ -112,7 +112,7 @@ fn several_disks_have_one_point_in_time() {
     let stop = AtomicBool::new(false);
     std::thread::scope(|scope| {
         scope.spawn(|| {
-            // What a database does: never n on one disk before n is on the disk before it.
+            // As a database does: number n is written to a disk only after it is on the disk before.
             let mut next = 1u64;
             while !stop.load(Ordering::Relaxed) {
                 for disk in &disks {
@@ -131,7 +131,7 @@ fn several_disks_have_one_point_in_time() {
             assert!(a >= b && b >= c && a <= c + 1, "{a} {b} {c}");
             std::thread::sleep(Duration::from_millis(1));
         }
-        // One that comes to nothing.
+        // A freeze without a push.
         drop(disks[0].freeze().unwrap());
         stop.store(true, Ordering::Relaxed);
     });

@@ -1,4 +1,4 @@
-//! A service with a small protocol: limits, refusals, and every way to stop.
+//! A service with a minimal protocol: limits, refusals, and every way to stop.
 #![allow(clippy::unwrap_used)]
 
 use super::*;
@@ -8,12 +8,12 @@ use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::sync::atomic::AtomicUsize;
 
-/// Longer than anything takes on a busy machine, and shorter than a test that hangs.
+/// Longer than any step takes on a loaded machine, and shorter than the time limit of a test.
 const PATIENCE: Duration = Duration::from_secs(60);
 const MOMENT: Duration = Duration::from_millis(50);
 
-/// Answers bytes: `e` by itself, `a` after the client counts as authenticated, `p` by a panic, `w` by writing until the
-/// client has read all of it, `h` by working on until it is told to end. Anything else ends the connection.
+/// Replies to bytes: `e` with itself, `a` after authenticating the client, `p` with a panic, `w` by writing until the
+/// client has read everything, `h` after working until it is told to end. Other bytes end the connection.
 #[derive(Default)]
 struct Small {
     working: AtomicUsize,
@@ -130,47 +130,51 @@ fn rest(stream: &mut dyn Stream) -> String {
 }
 
 #[test]
-fn each_class_has_places_of_its_own() {
+fn each_class_has_a_limit_of_its_own() {
     let world = start(Limits { unix: 3, authenticated: 1, unauthenticated: 2 }, QUICK);
     let mut tcp: Vec<_> = (0..2).map(|_| world.tcp()).collect();
     assert!(tcp.iter_mut().all(|stream| ask(stream, b'e')));
     assert_eq!(rest(&mut world.tcp()), "full");
     let mut unix: Vec<_> = (0..3).map(|_| world.unix()).collect();
-    assert!(unix.iter_mut().all(|stream| ask(stream, b'e')), "TCP clients keep out those of the unix socket");
+    assert!(
+        unix.iter_mut().all(|stream| ask(stream, b'e')),
+        "TCP clients do not prevent clients of the unix socket from connecting"
+    );
     assert_eq!(rest(&mut world.unix()), "full");
-    // A client that proves who it is makes room for another one that has not; beyond the limit it is not served.
+    // An authenticated client no longer counts as unauthenticated, so another one can connect. Beyond the limit of
+    // authenticated clients it is refused.
     assert!(ask(&mut tcp[0], b'a') && ask(&mut tcp[0], b'a'));
     tcp.push(world.tcp());
     assert!(ask(&mut tcp[2], b'e'));
     assert_eq!(rest(&mut world.tcp()), "full");
-    assert!(!ask(&mut tcp[1], b'a'), "there is one place for authenticated clients");
-    // Places are free again when connections end, of authenticated ones too.
+    assert!(!ask(&mut tcp[1], b'a'), "the limit of authenticated clients is one");
+    // A connection that ends no longer counts, in either class.
     drop((unix.remove(0), tcp.remove(0)));
     world.until("connections end", |world| world.service.connections() == 3);
     assert!(ask(&mut world.unix(), b'e'));
-    assert!(ask(&mut tcp[1], b'a'), "the place of the authenticated client that has gone");
-    world.until("two unix clients and one of TCP are left", |world| world.service.connections() == 3);
+    assert!(ask(&mut tcp[1], b'a'), "the closed connection does not count any more");
+    world.until("two unix clients and one TCP client remain", |world| world.service.connections() == 3);
 }
 
 #[test]
-fn idle_connections_of_one_class_lock_no_other_one_out() {
+fn idle_connections_of_one_class_do_not_block_another_class() {
     let world = start(Limits::each(256), QUICK);
     let idle: Vec<_> = (0..260).map(|_| world.tcp()).collect();
-    world.until("the places are taken", |world| world.service.connections() == 256);
+    world.until("all connections are in use", |world| world.service.connections() == 256);
     assert!(ask(&mut world.unix(), b'e'));
     drop(idle);
-    world.until("the places are free", |world| world.service.connections() == 0);
+    world.until("connections are available", |world| world.service.connections() == 0);
     assert!(ask(&mut world.tcp(), b'e'));
 }
 
 #[test]
-fn a_panic_gives_the_place_back() {
+fn a_connection_that_panics_no_longer_counts() {
     let world = start(Limits::each(1), QUICK);
     for _ in 0..3 {
         let mut stream = world.unix();
         assert!(ask(&mut stream, b'e'));
         assert!(!ask(&mut stream, b'p'));
-        world.until("the place is free", |world| world.service.connections() == 0);
+        world.until("the connection is available", |world| world.service.connections() == 0);
     }
 }
 
@@ -195,7 +199,7 @@ fn requests_under_way_are_finished_and_answered() {
 }
 
 #[test]
-fn what_may_go_on_undisturbed_is_told_to_end_only_afterwards() {
+fn sessions_are_told_to_end_after_the_undisturbed_time() {
     let world = start(Limits::each(8), Drain { undisturbed: MOMENT, ..QUICK });
     let mut client = world.unix();
     client.write_all(b"h").unwrap();
@@ -221,7 +225,7 @@ fn a_client_that_reads_nothing_is_cut_off() {
 }
 
 #[test]
-fn a_thread_that_hangs_is_left_behind() {
+fn stopping_does_not_wait_for_a_thread_that_hangs() {
     struct Hanging(AtomicBool);
     impl Protocol for Hanging {
         fn serve(&self, _connection: &Arc<Connection>) {
@@ -264,7 +268,7 @@ fn stopping_while_clients_connect_serves_no_client_afterwards() {
                         stream.set_read_timeout(Some(PATIENCE)).unwrap();
                         let _ = stream.write_all(b"e");
                         let mut answer = [0; 16];
-                        // Served, told that it is not, or cut off: never left waiting.
+                        // The client is served, refused or cut, but never left waiting.
                         match stream.read(&mut answer) {
                             Ok(bytes) => assert!(matches!(&answer[..bytes], b"" | b"e" | b"full" | b"stopping")),
                             Err(error) => assert_eq!(error.kind(), io::ErrorKind::ConnectionReset),
@@ -284,7 +288,7 @@ fn stopping_while_clients_connect_serves_no_client_afterwards() {
 #[test]
 fn clients_that_connected_in_time_are_told_that_the_service_stops() {
     let world = start(Limits::each(0), QUICK);
-    // The register is locked, so that the thread that accepts comes to no second connection before it stops.
+    // The register is locked, so that the accepting thread cannot reach the second connection before the service stops.
     let register = world.service.shared.register.lock();
     let first = UnixStream::connect(&world.path).unwrap();
     let mut second = UnixStream::connect(&world.path).unwrap();
@@ -301,14 +305,14 @@ fn replies_arrive_although_the_client_sends_on_after_the_end() {
     for connect in [World::unix, World::tcp] {
         let mut client = connect(&world);
         client.write_all(b"eee.").unwrap();
-        // As the notice that ends a TLS session.
+        // Bytes after the end of the protocol, such as the close notification of TLS.
         std::thread::sleep(MOMENT);
         client.write_all(&[b'e'; 64]).unwrap();
         std::thread::sleep(MOMENT);
         assert_eq!(rest(&mut client), "eee");
         drop(client);
     }
-    // A client that never closes is not waited for longer than a moment.
+    // The service does not wait long for a client that never closes.
     let mut endless = world.unix();
     endless.write_all(b".").unwrap();
     let begin = Instant::now();

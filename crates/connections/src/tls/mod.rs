@@ -1,9 +1,9 @@
-//! TLS: certificates and keys of both ends, and the encrypted streams.
+//! TLS: certificates and keys of both sides, and the encrypted streams.
 //!
-//! The session engine is rustls, which does no I/O of its own. The cryptography is ring's; no process-wide provider is
-//! installed, so an embedding program keeps its own choice. [`Tls`] lies over a [`Transport`](crate::transport) and
-//! never waits unasked; [`TlsStream`] blocks on its socket and moves bulk data with fewer copies. The contexts of both
-//! are built here.
+//! TLS is implemented by rustls, which does no I/O of its own, with the cryptography of ring. No process-wide provider
+//! is installed, so that an embedding program can use another one. [`Tls`] wraps a [`Transport`](crate::transport) and
+//! never blocks unless asked to; [`TlsStream`] blocks on its socket and transfers bulk data with fewer copies. This
+//! module builds the TLS contexts of both.
 
 mod stream;
 mod transport;
@@ -21,44 +21,44 @@ use rustls::{CipherSuite, ClientConfig, RootCertStore, ServerConfig};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// The server's side: where its keys are (PEM files), and how strict it is.
+/// TLS configuration of a server (PEM files).
 #[derive(Clone, Debug)]
 pub struct TlsConfig {
     /// Certificate chain of the server, leaf first.
     pub certificate: PathBuf,
     /// Private key of the server.
     pub key: PathBuf,
-    /// Authorities that sign clients. When given, a client without a certificate of theirs is turned away.
+    /// Authorities that sign client certificates. If given, a client without a valid certificate is refused.
     pub client_authorities: Option<PathBuf>,
     /// Over TCP, nothing of the protocol but what begins TLS is answered before TLS. Without it, and always on unix
     /// sockets, whose file permissions say who may connect, TLS is the client's choice.
     pub required: bool,
 }
 
-/// The server's side, loaded and checked.
+/// TLS configuration of a server, loaded and checked.
 #[derive(Clone)]
 pub struct TlsIdentity {
     config: Arc<ServerConfig>,
 }
 
-/// The client's side: what it needs to be sure of the server, and to be known to it. PEM files.
+/// TLS configuration of a client (PEM files).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ClientTls {
-    /// Authorities that sign servers.
+    /// Authorities that sign server certificates.
     pub authorities: PathBuf,
     /// Certificate chain and private key of the client.
     pub identity: Option<(PathBuf, PathBuf)>,
-    /// The name that the server's certificate has to be for, where it is not the one it is reached by.
+    /// The name that the server's certificate must have, if it differs from the host name.
     pub server_name: Option<String>,
 }
 
-/// The client's side, loaded and checked.
+/// TLS configuration of a client, loaded and checked.
 #[derive(Clone)]
 pub struct ClientIdentity {
     config: Arc<ClientConfig>,
 }
 
-/// A name that a certificate is for: a DNS name or an IP address.
+/// A name in a certificate: a DNS name or an IP address.
 #[derive(Clone, Debug)]
 pub struct CertificateName(ServerName<'static>);
 
@@ -66,7 +66,7 @@ impl TlsIdentity {
     /// Reads and checks the files.
     ///
     /// # Errors
-    /// `Invalid` with the file that cannot be used.
+    /// `Invalid`, naming the file that cannot be used.
     pub fn load(config: &TlsConfig) -> Result<Self> {
         let provider = Arc::new(ring::default_provider());
         let chain = certificates(&config.certificate, "certificate")?;
@@ -86,7 +86,7 @@ impl TlsIdentity {
         };
         let server = builder.with_single_cert(chain, key);
         let mut server = server.map_err(|error| mismatch(&config.certificate, &config.key, &error))?;
-        // Sessions are not resumed: connections are few and long.
+        // Session resumption is disabled, because connections are few and long.
         server.send_tls13_tickets = 0;
         Ok(Self { config: Arc::new(server) })
     }
@@ -96,7 +96,7 @@ impl ClientTls {
     /// Reads and checks the files.
     ///
     /// # Errors
-    /// `Invalid` with the file that cannot be used.
+    /// `Invalid`, naming the file that cannot be used.
     pub fn load(&self) -> Result<ClientIdentity> {
         let builder = ClientConfig::builder_with_provider(bulk_provider())
             .with_safe_default_protocol_versions()
@@ -116,19 +116,19 @@ impl ClientTls {
 }
 
 impl CertificateName {
-    /// Reads a name; `None` when it cannot be one.
+    /// Parses a name; `None` if it is not a valid one.
     pub fn parse(name: &str) -> Option<Self> {
         ServerName::try_from(name.to_owned()).ok().map(Self)
     }
 
-    /// Whether a certificate is for this name.
+    /// Whether a certificate has this name.
     fn is_of(&self, certificate: &CertificateDer<'_>) -> bool {
         webpki::EndEntityCert::try_from(certificate)
             .is_ok_and(|certificate| certificate.verify_is_valid_for_subject_name(&self.0).is_ok())
     }
 }
 
-/// The algorithms, the fastest first: the client's order counts, and all of them are strong.
+/// Cipher suites, the fastest first, because the client's order decides. All of them are strong.
 fn bulk_provider() -> Arc<CryptoProvider> {
     let mut provider = ring::default_provider();
     provider.cipher_suites.sort_by_key(|suite| suite.suite() != CipherSuite::TLS13_AES_128_GCM_SHA256);
@@ -154,7 +154,7 @@ fn private_key(path: &Path) -> Result<PrivateKeyDer<'static>> {
     })
 }
 
-/// Reads certificates from a PEM file: at least one. `role` says in errors what they are for.
+/// Reads at least one certificate from a PEM file. `role` states their purpose in error messages.
 fn certificates(path: &Path, role: &str) -> Result<Vec<CertificateDer<'static>>> {
     let wrong = |what: String| Error::new(ErrorKind::Invalid, format!("TLS {role} {}: {what}", path.display()));
     let found = CertificateDer::pem_file_iter(path).map_err(|error| wrong(error.to_string()))?;

@@ -1,7 +1,7 @@
-//! TLS over a socket that blocks, for bulk data.
+//! TLS over a blocking socket, for bulk data.
 //!
-//! The session engine is rustls without its buffers: ciphertext is received into memory of ours in large pieces,
-//! decrypted from there, and plaintext is encrypted from where it lies into the memory that is sent.
+//! This uses the unbuffered interface of rustls: ciphertext is received into a large buffer and decrypted from there,
+//! and plaintext is encrypted from the caller's memory directly into the send buffer.
 
 use super::{CertificateName, ClientIdentity, TlsIdentity};
 use crate::limits::{ENCRYPT_BYTES, RECEIVE_BYTES, SEND_BYTES};
@@ -22,22 +22,22 @@ enum Session {
     Server(Box<UnbufferedServerConnection>),
 }
 
-/// A socket under TLS. The TLS handshake happens within the first reads and writes.
+/// A socket with TLS. The TLS handshake happens within the first reads and writes.
 pub struct TlsStream {
     session: Session,
     out: Out,
-    /// Ciphertext: what is to be decrypted lies from `start` to `end`.
+    /// Received ciphertext; bytes from `start` to `end` are not decrypted yet.
     incoming: Vec<u8>,
     start: usize,
     end: usize,
-    /// Plaintext that has not been read yet, from `plain_at` on.
+    /// Decrypted plaintext; bytes from `plain_at` on are not read yet.
     plain: Vec<u8>,
     plain_at: usize,
     deadline: Option<Instant>,
     ended: bool,
 }
 
-/// Ciphertext on its way out.
+/// Ciphertext to be sent.
 struct Out {
     socket: Arc<OwnedFd>,
     bytes: Vec<u8>,
@@ -45,15 +45,15 @@ struct Out {
     sent: u64,
 }
 
-/// What a step of the session engine has led to.
+/// Result of one step of the rustls state machine.
 enum Step {
-    /// Another one is due.
+    /// Another step follows.
     Again,
-    /// It waits for the peer.
+    /// More input from the peer is needed.
     Blocked,
-    /// Everything given to it is encrypted.
+    /// All given plaintext is encrypted.
     Encrypted,
-    /// The peer says nothing more.
+    /// The peer has closed its direction.
     Ended,
 }
 
@@ -62,7 +62,7 @@ fn invalid(error: impl std::error::Error + Send + Sync + 'static) -> io::Error {
 }
 
 impl Out {
-    /// Makes room for `more` bytes behind those that are there.
+    /// Makes room for `more` bytes after the used ones.
     fn reserve(&mut self, more: usize) {
         if self.bytes.len() < self.used + more {
             self.bytes.resize(self.used + more, 0);
@@ -86,7 +86,8 @@ impl Out {
     }
 }
 
-/// Does the next step of the session engine. Plaintext goes to `take`; `plain` is encrypted where that is possible.
+/// Performs one step of the rustls state machine. Plaintext is passed to `take`; `plain` is encrypted if the state
+/// allows it.
 fn step<D>(
     status: UnbufferedStatus<'_, '_, D>,
     out: &mut Out,
@@ -137,7 +138,7 @@ fn step<D>(
         },
         ConnectionState::BlockedHandshake => Step::Blocked,
         ConnectionState::PeerClosed | ConnectionState::Closed => Step::Ended,
-        // There is no early data: neither side enables it.
+        // Early data is not possible, because neither side enables it.
         _ => return Err(io::Error::new(io::ErrorKind::InvalidData, "TLS came to an unexpected state")),
     };
     Ok(step)
@@ -159,10 +160,10 @@ impl TlsStream {
         }
     }
 
-    /// As the client, of a server of that name, over a connected socket.
+    /// TLS as the client over a connected socket, to a server with that name.
     ///
     /// # Errors
-    /// `InvalidData` when TLS cannot be set up so.
+    /// `InvalidData` if TLS cannot be set up with these values.
     pub fn connect(socket: Arc<OwnedFd>, identity: &ClientIdentity, name: &CertificateName) -> io::Result<Self> {
         let session = UnbufferedClientConnection::new(Arc::clone(&identity.config), name.0.clone()).map_err(invalid)?;
         Ok(Self::over(socket, Session::Client(Box::new(session))))
@@ -171,23 +172,23 @@ impl TlsStream {
     /// As the server, over an accepted socket.
     ///
     /// # Errors
-    /// `InvalidData` when TLS cannot be set up so.
+    /// `InvalidData` if TLS cannot be set up with these values.
     pub fn accept(socket: Arc<OwnedFd>, identity: &TlsIdentity) -> io::Result<Self> {
         let session = UnbufferedServerConnection::new(Arc::clone(&identity.config)).map_err(invalid)?;
         Ok(Self::over(socket, Session::Server(Box::new(session))))
     }
 
-    /// Bytes sent, as they are on the wire.
+    /// Bytes sent on the wire.
     pub fn sent(&self) -> u64 {
         self.out.sent
     }
 
-    /// Whether the client has shown a certificate, which TLS has found good.
+    /// Whether the client has presented a valid certificate.
     pub fn has_certificate(&self) -> bool {
         self.certificate().is_some()
     }
 
-    /// Whether the client's certificate is for one of the names.
+    /// Whether the client's certificate has one of the names.
     pub fn client_is(&self, names: &[CertificateName]) -> bool {
         self.certificate().is_some_and(|certificate| names.iter().any(|name| name.is_of(certificate)))
     }
@@ -221,7 +222,7 @@ impl TlsStream {
         step
     }
 
-    /// Encrypts plaintext behind what is there to be sent.
+    /// Encrypts plaintext and appends it to the send buffer.
     fn encrypt(&mut self, plain: &[u8]) -> io::Result<()> {
         loop {
             let mut kept = std::mem::take(&mut self.plain);
@@ -239,7 +240,7 @@ impl TlsStream {
         }
     }
 
-    /// Sends the alert that tells the peer what was wrong, if there is one.
+    /// Sends the pending alert, if any, that tells the peer the reason of a failure.
     fn say_why(&mut self) {
         const STEPS: usize = 4;
         for _ in 0..STEPS {
@@ -247,7 +248,7 @@ impl TlsStream {
                 break;
             }
         }
-        // The connection ends in any case: an error of this last message changes nothing.
+        // An error of sending the alert is ignored, because the connection ends in any case.
         let _ = self.out.send();
     }
 
@@ -257,7 +258,7 @@ impl TlsStream {
             self.incoming.resize(RECEIVE_BYTES, 0);
         }
         if self.end == self.incoming.len() {
-            // Part of a record is left: a record is much smaller than this memory.
+            // A partial record is left: it is moved to the front, because a record is much smaller than the buffer.
             self.incoming.copy_within(self.start..self.end, 0);
             self.end -= self.start;
             self.start = 0;
@@ -285,7 +286,7 @@ impl TlsStream {
         }
     }
 
-    /// Fills `into`; `UnexpectedEof` when the peer has ended before.
+    /// Fills `into`; `UnexpectedEof` if the peer has ended the stream before.
     pub fn read_exact(&mut self, into: &mut [u8]) -> io::Result<()> {
         let mut filled = 0;
         while filled < into.len() {
@@ -302,7 +303,7 @@ impl TlsStream {
                 return Err(io::ErrorKind::UnexpectedEof.into());
             }
             let mut rest = std::mem::take(&mut self.plain);
-            // Records go to where they are wanted; what is beyond is kept.
+            // Records are decrypted directly into `into`; the rest is kept.
             let mut take = |record: &[u8]| {
                 let count = record.len().min(into.len() - filled);
                 into[filled..filled + count].copy_from_slice(&record[..count]);
@@ -315,7 +316,7 @@ impl TlsStream {
                 Step::Again | Step::Encrypted => {}
                 Step::Ended => self.ended = true,
                 Step::Blocked => {
-                    // The peer may wait for what we have not sent.
+                    // The peer may wait for data that is not sent yet.
                     self.out.send()?;
                     self.receive()?;
                 }
@@ -324,9 +325,9 @@ impl TlsStream {
         Ok(())
     }
 
-    /// Encrypts these bytes, and sends them now or later.
+    /// Encrypts the bytes; they are sent now or by a later call.
     pub fn write(&mut self, parts: &[&[u8]]) -> io::Result<()> {
-        // What is encrypted a little at a time is still in the processor's cache when it is sent.
+        // Small parts are still in the processor's cache when they are sent.
         for piece in parts.iter().flat_map(|part| part.chunks(ENCRYPT_BYTES)) {
             self.encrypt(piece)?;
             if self.out.used >= SEND_BYTES {
@@ -336,12 +337,12 @@ impl TlsStream {
         Ok(())
     }
 
-    /// Sends what is not sent yet.
+    /// Sends all encrypted data.
     pub fn flush(&mut self) -> io::Result<()> {
         self.out.send()
     }
 
-    /// When waiting for the peer ends with `TimedOut` or `WouldBlock`; `None` for never.
+    /// Time after which waiting for the peer ends with `TimedOut` or `WouldBlock`; `None` for no limit.
     pub fn set_deadline(&mut self, deadline: Option<Instant>) -> io::Result<()> {
         self.deadline = deadline;
         if deadline.is_none() {

@@ -1,4 +1,4 @@
-//! TLS over another transport, for sessions that decide themselves when to wait.
+//! TLS over another transport, for sessions that decide when to block.
 
 use super::TlsIdentity;
 use crate::limits::TLS_BUFFER_BYTES_MAX;
@@ -14,7 +14,7 @@ pub struct Tls {
     session: Box<ServerConnection>,
     input: bool,
     ended: bool,
-    /// The transport below knows that the peer has shown a certificate.
+    /// Whether the transport below was told that the peer has a valid certificate.
     authenticated: bool,
 }
 
@@ -41,8 +41,8 @@ impl Tls {
                         self.input = false;
                         return Ok(total + filled);
                     }
-                    // The peer left without saying goodbye. Nothing it sent can have been cut short unnoticed, because
-                    // every message of the session says how long it is.
+                    // The peer closed the connection without a close notification. Truncated data cannot go unnoticed,
+                    // because every message of the session has a length.
                     Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => {
                         self.ended = true;
                         return Ok(total + filled);
@@ -88,7 +88,7 @@ impl Transport for Tls {
             if bytes > 0 || self.ended {
                 return Ok(bytes);
             }
-            // Handshake messages and the like: the peer may be waiting for them before it sends anything.
+            // Sends handshake messages first, because the peer may wait for them.
             self.flush()?;
             match self.session.read_tls(&mut From(&mut *self.below, wait)) {
                 Ok(0) => {
@@ -97,7 +97,7 @@ impl Transport for Tls {
                 }
                 Ok(_) => {
                     let state = self.session.process_new_packets().map_err(|error| {
-                        // rustls has queued the alert that tells the peer why.
+                        // rustls has queued an alert with the reason for the peer.
                         io::Error::new(io::ErrorKind::InvalidData, error)
                     });
                     let state = match state {

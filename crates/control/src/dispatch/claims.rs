@@ -1,8 +1,8 @@
-//! What speaks against deleting, renaming or reverting a disk beside open devices: clients that may come back to it
-//! under the name and with the content that they left, and virtual machines that have it.
+//! Reasons to refuse deleting, renaming or reverting a disk in addition to open devices: disconnected clients that may
+//! reconnect and expect the disk with its name and content unchanged, and virtual machines that use the disk.
 //!
-//! A disk that is open is refused by the datastore itself, whatever is forced: no client loses its disk while it is
-//! connected. What is said here can be overruled with `--force`.
+//! The datastore itself refuses these operations on a disk that connected clients have open, even with `--force`. The
+//! reasons in this module can be overruled with `--force`.
 
 use super::Service;
 use disk::{DiskInfo, DiskUser, Location};
@@ -10,26 +10,26 @@ use error::{Error, ErrorKind, Result};
 use export::clients::{Client, Clients};
 use std::time::Duration;
 
-/// Clients that an error names.
+/// Most clients that an error message names.
 const CLIENTS_NAMED_MAX: usize = 5;
 
-/// What is about to be done to a disk.
+/// An operation on a disk that may affect its clients.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Deed<'a> {
-    /// Delete it with its snapshots.
+    /// Delete the disk with its snapshots.
     Delete,
-    /// Give it another name.
+    /// Rename the disk.
     Rename,
-    /// Make it as it was at a snapshot.
+    /// Revert the disk to a snapshot.
     Revert,
     /// Delete one snapshot.
     DeleteSnapshot(&'a str),
-    /// Replace its content with what another server sends.
+    /// Replace its content by data from another server.
     Replace,
 }
 
 impl Deed<'_> {
-    /// Whether it takes that export of the disk away, or changes it.
+    /// Whether the operation removes or changes that export of the disk.
     fn concerns(self, disk: &str, export: &str) -> bool {
         let snapshot = match export.strip_prefix(disk) {
             Some("") => None,
@@ -54,18 +54,18 @@ impl Deed<'_> {
     }
 }
 
-/// The machine that has a disk. There are machines only in a local folder.
+/// The machine that uses a disk. Only datastores in a local folder have machines.
 pub fn machine_of(datastore: &Location, disk: &str) -> Result<Option<String>> {
     let Some(folder) = datastore.local_path() else { return Ok(None) };
     Ok(vm::machines::users_of_disks(&folder.join(vm::machines::FOLDER))?.remove(disk))
 }
 
-/// Refuses with `Busy` what clients or a machine speak against.
+/// Returns `Busy` if clients or a machine are a reason to refuse the operation.
 pub fn refuse(service: &Service, disk: &str, deed: Deed<'_>, force: bool) -> Result<()> {
     if force {
         return Ok(());
     }
-    // A disk that moves is in use by its clients as well; that it moves is what has to end first.
+    // A disk that is being migrated has clients too, but the migration is the reason to report.
     service.datastore.refuse_alone(disk)?;
     let (mut reasons, connected) = about_clients(&service.clients, disk, deed);
     if !matches!(deed, Deed::DeleteSnapshot(_) | Deed::Replace)
@@ -74,18 +74,18 @@ pub fn refuse(service: &Service, disk: &str, deed: Deed<'_>, force: bool) -> Res
         reasons.push(format!("disk '{disk}' belongs to machine '{machine}'"));
     }
     if reasons.is_empty() || !service.datastore.disks()?.iter().any(|one| one.name == disk) {
-        // What is not there is told as such by what follows.
+        // If the disk does not exist, the operation itself reports that.
         return Ok(());
     }
     let mut text = reasons.join("; ");
-    // The datastore deletes and reverts nothing that is open, whatever is forced.
+    // Except for renaming, `--force` does not help while clients are connected, so it is not suggested.
     if !connected || deed == Deed::Rename {
         text.push_str(&format!("; use --force to {} all the same", deed.what()));
     }
     Err(Error::new(ErrorKind::Busy, text))
 }
 
-/// Refuses with `Busy` to replace a disk that a client may come back to.
+/// Returns `Busy` if a client of the disk may reconnect, so that the disk must not be replaced.
 pub fn refuse_to_replace(clients: &Clients, disk: &str) -> Result<()> {
     match about_clients(clients, disk, Deed::Replace) {
         (reasons, _) if reasons.is_empty() => Ok(()),
@@ -93,7 +93,7 @@ pub fn refuse_to_replace(clients: &Clients, disk: &str) -> Result<()> {
     }
 }
 
-/// What clients speak against a deed, and whether any of them is connected.
+/// Reasons to refuse that are due to clients, and whether any of the clients is connected.
 fn about_clients(clients: &Clients, disk: &str, deed: Deed<'_>) -> (Vec<String>, bool) {
     let all = clients.all().into_iter().filter(|client| deed.concerns(disk, &client.export));
     let (connected, gone): (Vec<Client>, Vec<Client>) = all.partition(|client| client.grace.is_none());
@@ -107,7 +107,7 @@ fn about_clients(clients: &Clients, disk: &str, deed: Deed<'_>) -> (Vec<String>,
     if let Some(longest) = gone.iter().filter_map(|client| client.grace).max() {
         reasons.push(format!(
             "disk '{disk}' counts as in use for another {} s: {} lost the connection without a disconnect request and \
-             may come back",
+             may reconnect",
             seconds(longest),
             named(&gone)
         ));
@@ -128,17 +128,17 @@ fn named(clients: &[Client]) -> String {
     text
 }
 
-/// Rounded up: what still counts does not say 0.
+/// Rounded up, so that a client that still counts is not reported with 0 seconds.
 fn seconds(left: Duration) -> u64 {
     left.as_millis().div_ceil(1000).try_into().unwrap_or(u64::MAX)
 }
 
-/// After a deed: no client comes back to what is not there any more.
+/// After the operation: removes clients in grace of exports that no longer exist.
 pub fn forget(clients: &Clients, disk: &str, deed: Deed<'_>) {
     clients.forget(|export| deed.concerns(disk, export));
 }
 
-/// Says of disks which clients they have.
+/// Adds to each disk the clients that use it.
 pub fn show(disks: &mut [DiskInfo], clients: &Clients) {
     for client in clients.all() {
         let disk = client.export.split_once('@').map_or(client.export.as_str(), |(disk, _)| disk);
@@ -157,7 +157,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn deeds_concern_what_they_take_away() {
+    fn an_operation_concerns_the_exports_that_it_removes() {
         let concerns = |deed: Deed<'_>| ["a", "a@s", "a@t", "ab", "ab@s", ""].map(|export| deed.concerns("a", export));
         assert_eq!(concerns(Deed::Delete), [true, true, true, false, false, false]);
         assert_eq!(concerns(Deed::Rename), concerns(Deed::Delete));
@@ -166,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn what_still_counts_is_more_than_nothing() {
+    fn remaining_grace_is_rounded_up_to_seconds() {
         assert_eq!([0, 1, 999, 1000, 1001].map(|ms| seconds(Duration::from_millis(ms))), [0, 1, 1, 1, 2]);
     }
 }

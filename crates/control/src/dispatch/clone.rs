@@ -5,7 +5,7 @@ use disk::{Datastore, Point, Progress};
 use error::Result;
 use work::{WorkPart, WorkPlace};
 
-/// Full copies one after another; a failure takes back those made before it.
+/// Makes full copies one after another; a failure removes the copies made before.
 pub fn full(datastore: &Datastore, disk: &str, at: &Point, names: &[String], progress: &dyn Progress) -> Result<Reply> {
     let mut made = Vec::new();
     for (index, name) in names.iter().enumerate() {

@@ -7,7 +7,7 @@ use disk::{Progress, Throttled};
 use error::Result;
 use export::clients::Whose;
 
-/// Carries out one.
+/// Carries out a request about disks.
 pub fn dispatch(service: &Service, request: DiskRequest, watch: &dyn Watch) -> Result<Reply> {
     let datastore = &*service.datastore;
     let progress: &dyn Progress = watch;
@@ -67,7 +67,7 @@ pub fn dispatch(service: &Service, request: DiskRequest, watch: &dyn Watch) -> R
     })
 }
 
-/// Changes the capacity, and has clients learn it that are to.
+/// Changes the capacity, and ends connections whose clients should reconnect to see it.
 fn resize(service: &Service, name: &str, capacity: u64, shrink: bool, reconnect: Reconnect) -> Result<Reply> {
     let connected =
         || service.clients.all().into_iter().filter(|client| client.grace.is_none() && client.export == name);

@@ -1,4 +1,4 @@
-//! Requests about images, conversions and salvages: with a datastore where one takes part, without one otherwise.
+//! Requests about images, conversions and salvage, with or without a datastore.
 
 use super::Watch;
 use crate::message::{ImageRequest, Reply, Request};
@@ -30,7 +30,7 @@ pub fn dispatch(request: ImageRequest, watch: &dyn Watch) -> Result<Reply> {
     })
 }
 
-/// Reads out of a datastore that cannot be opened.
+/// Extracts disks from a datastore that cannot be opened.
 pub fn salvage(request: &SalvageRequest, watch: &dyn Watch) -> Result<Reply> {
     let progress: &dyn Progress = watch;
     Ok(match &request.extract {

@@ -1,9 +1,9 @@
-//! The one place where requests become calls; a file for each noun.
+//! Translation of requests to calls, with a file for each group of requests.
 //!
-//! What holds:
-//! 1. [`dispatch()`] carries out every request, whichever face it comes from.
-//! 2. Where a process has jobs ([`Service::jobs`]), long work is one of them, and every change is told to the
-//!    subscribers of its events before the face has the reply.
+//! Invariants:
+//! 1. [`dispatch()`] carries out every request, from any front end.
+//! 2. In a process with jobs ([`Service::jobs`]), long work is a job, and subscribers are notified of every change
+//!    before the front end gets the reply.
 
 pub mod claims;
 mod clone;
@@ -27,29 +27,29 @@ use export::clients::Clients;
 use export::nbd;
 use std::sync::Arc;
 
-/// What requests are asked of.
+/// The target of a request.
 #[derive(Clone)]
 pub enum Target {
-    /// Files: no datastore is named.
+    /// No datastore: the request is about files.
     Files,
-    /// The datastore at a location, by the process that owns it, or opened by this one for the time of one request.
+    /// The datastore at a location, through the process that owns it, or opened by this process for one request.
     At(Location),
     /// A datastore that this process has open.
     Open(Service),
 }
 
-/// A datastore that is open in this process, and what belongs to it.
+/// An open datastore with its clients and jobs.
 #[derive(Clone)]
 pub struct Service {
     /// The datastore.
     pub datastore: Arc<Datastore>,
-    /// Where it is.
+    /// The location of the datastore.
     pub location: Location,
-    /// The NBD clients of this process, or of the last one that served it.
+    /// The NBD clients of this process, or of the server that served the datastore last.
     pub clients: Arc<Clients>,
-    /// How this process serves it, if it does.
+    /// The server, if this process serves the datastore.
     pub served: Option<Served>,
-    /// The jobs of this process; `None` where it has the datastore open for one request.
+    /// The jobs of this process; `None` if the datastore is open for one request only.
     pub jobs: Option<Arc<Jobs>>,
 }
 
@@ -58,17 +58,17 @@ pub struct Service {
 pub struct Served {
     /// The NBD server.
     pub nbd: Arc<nbd::Server>,
-    /// What is told of it.
+    /// Information about the server, for replies.
     pub serving: Arc<Serving>,
 }
 
-/// Follows a request: how far it is, whether it is still wanted, and answers that come in parts.
+/// Receives progress and partial replies of a request, and reports cancellation.
 pub trait Watch: Progress {
-    /// Takes the next part. An error ends the request.
+    /// Receives the next part of the reply. An error ends the request.
     fn part(&self, part: Part) -> Result<()>;
 }
 
-/// A request whose long work gives way to the requests of clients.
+/// Progress of a request that is paced by the latency of clients' requests.
 struct Paced<'a> {
     background: Background<'a>,
     watch: &'a dyn Watch,
@@ -102,7 +102,7 @@ fn needs_datastore() -> Error {
     Error::new(ErrorKind::Invalid, "this command needs a datastore: give --datastore")
 }
 
-/// Carries out one request.
+/// Carries out a request.
 pub fn dispatch(target: &Target, request: Request, watch: &dyn Watch) -> Result<Reply> {
     if let Target::Open(Service { jobs: Some(jobs), .. }) = target
         && let Some(kind) = kind::of(&request)
@@ -112,7 +112,7 @@ pub fn dispatch(target: &Target, request: Request, watch: &dyn Watch) -> Result<
     carry_out(target, request, watch)
 }
 
-/// The same, not as a job of its own.
+/// As [`dispatch()`], but not as a job of its own.
 pub(crate) fn carry_out(target: &Target, request: Request, watch: &dyn Watch) -> Result<Reply> {
     match (request, target) {
         (Request::Machine(request), _) => machine::dispatch(target, *request, watch),
@@ -131,7 +131,7 @@ pub(crate) fn carry_out(target: &Target, request: Request, watch: &dyn Watch) ->
 }
 
 impl Service {
-    /// Tells the subscribers of changes, if there can be any.
+    /// Notifies subscribers of changes, if the process has jobs.
     fn publish(&self, changes: impl FnOnce() -> Vec<crate::message::Change>) {
         if let Some(jobs) = &self.jobs {
             jobs.events().publish(changes());
@@ -143,7 +143,7 @@ impl Service {
         let missing = || {
             let at = &self.location;
             let text = format!(
-                "datastore '{at}' is not served, and jobs and events are its server's: run 'lamina serve {at}'"
+                "datastore '{at}' is not served, and only a server has jobs and events: run 'lamina serve {at}'"
             );
             Error::new(ErrorKind::Unsupported, text)
         };
@@ -153,7 +153,7 @@ impl Service {
     fn carry_out(&self, request: Request, watch: &dyn Watch) -> Result<Reply> {
         let datastore = &*self.datastore;
         let watch = &Paced { background: datastore.background(watch), watch };
-        // The trait object of the watch as one of its supertrait.
+        // Converts the trait object to its supertrait.
         let progress: &dyn Progress = watch;
         Ok(match request {
             Request::Status => Reply::Status { status: datastore.status()?, serving: self.serving().cloned() },
@@ -167,7 +167,7 @@ impl Service {
             Request::Convert(conversion) => image::convert(Some(datastore), &conversion, watch)?,
             Request::Image(request) => image::dispatch(request, watch)?,
             Request::Salvage(request) => image::salvage(&request, watch)?,
-            // Without a server, a request ends with its process; with one, the server has waited for the request's end.
+            // Without a server, a request ends with its process, so there is nothing to wait for.
             Request::Settle => Reply::Settled,
             Request::Send(request) => send::send(self, &request, watch)?,
             Request::Receive(request) => send::receive(datastore, request)?,
@@ -195,7 +195,7 @@ impl Service {
     fn job(&self, request: JobRequest, watch: &dyn Watch) -> Result<Reply> {
         Ok(match request {
             JobRequest::Start(request) => Reply::Job(self.jobs()?.start(Target::Open(self.clone()), *request)?),
-            // Where there are no jobs, that is the answer.
+            // A process without jobs returns an empty list.
             JobRequest::List => Reply::Jobs(self.jobs.as_ref().map(|jobs| jobs.list()).unwrap_or_default()),
             JobRequest::Show { id } => Reply::Job(self.jobs()?.show(&id)?),
             JobRequest::Wait { id } => Reply::JobEnded(Box::new(self.jobs()?.wait(&id, watch)?)),

@@ -1,8 +1,8 @@
-//! Disks that are sent to another server, and what is received from one.
+//! Sending disks to another server, and receptions from other servers.
 //!
-//! A state that has no snapshot of its own gets one for this: it is what a broken transfer goes on from. Its name
-//! begins with `sending-NAME-`, and it goes when all has arrived; with `--incremental` it begins with `sent-NAME-`,
-//! and stays until the next one has arrived.
+//! If the state to send is not a snapshot, a snapshot is taken, so that an interrupted transfer can be resumed. Its
+//! name begins with `sending-NAME-`, and it is deleted after the transfer. With `--incremental` the name begins with
+//! `sent-NAME-`, and the snapshot is kept until the next transfer is complete.
 
 use super::{Service, Watch};
 use crate::message::{Change, ReceiveRequest, Reply, SendPoint, SendRequest};
@@ -12,7 +12,7 @@ use disk::{Datastore, NoProgress, Progress, SnapshotOptions};
 use error::{Error, ErrorKind, Result};
 use replication::{Remote, SendOptions, Sent, Shipment, ShippedDisk};
 
-/// Characters of an identity that make a name unlike others.
+/// Number of random characters that make the name unique.
 const SUFFIX: usize = 8;
 
 /// Carries out a request about receptions.
@@ -26,7 +26,7 @@ pub fn receive(datastore: &Datastore, request: ReceiveRequest) -> Result<Reply> 
     }
 }
 
-/// How the names of snapshots begin that are taken to send something under that name.
+/// Prefix of the names of snapshots that are taken for a transfer to the remote name `name`.
 pub fn prefix(name: &str, incremental: bool) -> String {
     let verb = if incremental { "sent" } else { "sending" };
     format!("{verb}-{name}-")
@@ -63,7 +63,7 @@ struct Sending<'a> {
 }
 
 impl Sending<'_> {
-    /// Takes the snapshots, all at one point.
+    /// Takes the snapshots of all disks at one point.
     fn take(&self) -> Result<String> {
         let name = point_name(&self.remote.name, self.request.how.incremental)?;
         let of: Vec<_> = self.request.disks.iter().map(|disk| (disk.disk.clone(), name.clone())).collect();
@@ -73,7 +73,7 @@ impl Sending<'_> {
         Ok(name)
     }
 
-    /// Names of snapshots that every disk has and that were taken for this, the newest last.
+    /// Names of snapshots taken for this transfer that every disk has, the newest last.
     fn left(&self) -> Result<Vec<String>> {
         let prefix = prefix(&self.remote.name, self.request.how.incremental);
         let mut common: Option<Vec<String>> = None;
@@ -89,7 +89,7 @@ impl Sending<'_> {
         Ok(common.unwrap_or_default())
     }
 
-    /// Goes on with what an earlier command was sending, if the receiver still has it.
+    /// Resumes the transfer of an earlier command, if the receiver has kept its part.
     fn resume(&self) -> Result<Sent> {
         let none = || Error::new(ErrorKind::NotFound, "no unfinished transfer was found");
         let name = self.left()?.pop().ok_or_else(none)?;
@@ -103,13 +103,13 @@ impl Sending<'_> {
         outcome
     }
 
-    /// Sends snapshots that were taken for this.
+    /// Sends snapshots that were taken for this transfer.
     fn taken(&self, name: &str) -> Result<Sent> {
         let names = vec![name.to_owned(); self.request.disks.len()];
         let outcome = self.ship(&names, self.request.how.incremental, false);
         match &outcome {
             Ok(_) => self.arrived(name),
-            // The same command goes on from there.
+            // The snapshots are kept, so that the same command can resume.
             Err(error)
                 if matches!(
                     error.kind(),
@@ -120,7 +120,7 @@ impl Sending<'_> {
         outcome
     }
 
-    /// The snapshots have served; or they serve the next time, and those before them no more.
+    /// After a transfer: deletes its snapshots, or with `--incremental` keeps them and deletes older ones.
     fn arrived(&self, name: &str) {
         if !self.request.how.incremental {
             return self.forget(name);
@@ -134,12 +134,12 @@ impl Sending<'_> {
             let (disk, snapshot) = (disk.disk.clone(), name.to_owned());
             match self.datastore.delete_snapshot(&disk, name, None, &NoProgress) {
                 Ok(_) => self.service.publish(|| vec![Change::SnapshotDeleted { disk, snapshot }]),
-                Err(error) => tracing::warn!("snapshot '{disk}@{name}' stays: {error}"),
+                Err(error) => tracing::warn!("snapshot '{disk}@{name}' is kept: {error}"),
             }
         }
     }
 
-    /// Sends a snapshot of each disk; `keep`: it stays there.
+    /// Sends a snapshot of each disk; with `keep` the snapshots are kept on the receiver.
     fn ship(&self, snapshots: &[String], keep: bool, resume_only: bool) -> Result<Sent> {
         let request = self.request;
         let mut disks = Vec::with_capacity(request.disks.len());

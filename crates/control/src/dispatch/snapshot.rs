@@ -6,10 +6,10 @@ use crate::message::{Part, Reply, SnapshotRequest};
 use disk::{Datastore, Point, SnapshotInfo, Throttled};
 use error::{Error, ErrorKind, Result};
 
-/// Extents handed on at once: one line of the control protocol holds them easily.
+/// Most extents per partial reply, so that one fits into a line of the control protocol.
 const EXTENTS_PER_BATCH: usize = 4096;
 
-/// Carries out one.
+/// Carries out a request about snapshots.
 pub fn dispatch(service: &Service, request: SnapshotRequest, watch: &dyn Watch) -> Result<Reply> {
     let datastore = &*service.datastore;
     Ok(match request {
@@ -40,7 +40,7 @@ fn interrupted(what: &str) -> Error {
     Error::new(ErrorKind::Interrupted, format!("{what} was interrupted"))
 }
 
-/// Hands the extents on in batches, so that a diff of any length takes little memory on both sides.
+/// Sends the extents in batches, so that a diff of any length needs little memory on both sides.
 fn diff(datastore: &Datastore, disk: &str, from: &Point, to: &Point, watch: &dyn Watch) -> Result<Reply> {
     let (mut extents, mut bytes) = (0u64, 0u64);
     let mut batch = Vec::new();

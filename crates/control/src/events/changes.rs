@@ -1,16 +1,16 @@
-//! What a request changes, as events.
+//! The events that a request causes.
 
 use crate::message::{Change, DiskRequest, ReceiveRequest, Reply, Request, SnapshotRequest};
 use disk::DiskInfo;
 use disk::convert::Address;
 
-/// What a request is going to change.
+/// Changes that a request will make.
 pub enum Changes {
-    /// That, once it ends well.
+    /// These changes, if the request succeeds.
     Known(Vec<Change>),
-    /// Disks are made: the reply names them.
+    /// Disks are created; the reply names them.
     NewDisks,
-    /// A disk gets another capacity: the reply tells it.
+    /// A disk is resized; the reply has its capacity.
     Resized,
 }
 
@@ -19,7 +19,7 @@ fn created(disk: &DiskInfo) -> Change {
 }
 
 impl Changes {
-    /// The changes, after the request has ended well.
+    /// The changes, after the request has succeeded.
     pub fn after(self, reply: &Reply) -> Vec<Change> {
         match (self, reply) {
             (Self::Known(changes), _) => changes,
@@ -34,7 +34,7 @@ impl Changes {
     }
 }
 
-/// Of a request that is about to be carried out.
+/// The changes that a request will make.
 pub fn of(request: &Request) -> Changes {
     match request {
         Request::Disk(request) => of_disk(request),
@@ -47,7 +47,7 @@ pub fn of(request: &Request) -> Changes {
         Request::Receive(ReceiveRequest::Delete { id }) => {
             Changes::Known(vec![Change::ReceptionDeleted { id: id.clone() }])
         }
-        // Machines change disks by requests of their own; what is sent tells of its snapshots itself.
+        // Machines change disks by requests of their own, and a transfer publishes changes of its snapshots itself.
         Request::Machine(_)
         | Request::Send(_)
         | Request::Status

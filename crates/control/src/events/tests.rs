@@ -1,4 +1,4 @@
-//! What subscribers are told, the slow ones too.
+//! Events that subscribers get, including slow subscribers.
 
 #![allow(clippy::unwrap_used)]
 
@@ -6,7 +6,7 @@ use super::*;
 use disk::Progress;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Takes parts until it is told to stop.
+/// Takes events until cancelled.
 #[derive(Default)]
 struct Taken {
     events: Mutex<Vec<Event>>,
@@ -56,7 +56,7 @@ fn a_slow_subscriber_is_told_how_much_it_missed_and_disturbs_no_other() {
         assert!(quick.take().unwrap().iter().all(|event| !matches!(event.change, Change::Missed { .. })));
     }
     let taken = slow.take().unwrap();
-    // The queue holds the beginning of the subscription too.
+    // The queue has the event `Subscribed` too.
     assert_eq!(taken.len(), QUEUE_MAX + 1);
     let last = taken.last().unwrap();
     assert_eq!((last.number, &last.change), (count, &Change::Missed { count: 11 }));
@@ -66,7 +66,7 @@ fn a_slow_subscriber_is_told_how_much_it_missed_and_disturbs_no_other() {
 }
 
 #[test]
-fn a_subscriber_too_many_is_refused_until_another_goes() {
+fn subscribers_beyond_the_limit_are_refused_until_one_ends() {
     let events = Events::default();
     let mut held: Vec<_> = (0..SUBSCRIBERS_MAX).map(|_| events.subscribe().unwrap()).collect();
     assert_eq!(events.subscribe().err().map(|error| error.kind()), Some(ErrorKind::Busy));
@@ -86,7 +86,7 @@ fn a_subscription_ends_on_request_and_with_the_events() {
         taken.enough.store(true, Ordering::Relaxed);
         assert_eq!(following.join().unwrap().unwrap_err().kind(), ErrorKind::Interrupted);
     });
-    assert!(events.state.lock().queues.is_empty(), "nothing is kept for one that has gone");
+    assert!(events.state.lock().queues.is_empty(), "no state is kept for a subscriber that has disconnected");
     taken.enough.store(false, Ordering::Relaxed);
     std::thread::scope(|scope| {
         let following = scope.spawn(|| events.follow(&taken));
@@ -97,5 +97,5 @@ fn a_subscription_ends_on_request_and_with_the_events() {
         events.close();
         assert_eq!(following.join().unwrap().unwrap_err().kind(), ErrorKind::Stopped);
     });
-    assert_eq!(taken.events.lock().last().unwrap().change, deleted(1), "what there was is told before the end");
+    assert_eq!(taken.events.lock().last().unwrap().change, deleted(1), "earlier events are delivered before the end");
 }

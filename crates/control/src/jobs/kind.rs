@@ -1,22 +1,22 @@
-//! Which requests are jobs, and what they are called.
+//! Which requests are jobs, and how jobs are named.
 
 use crate::message::{DiskRequest, ImageRequest, JobRequest, MachineVerb, Request, SnapshotRequest};
 use disk::convert::Address;
 
-/// Names of an object that are written one by one.
+/// Most names that the object of a job lists.
 const NAMES_MAX: usize = 3;
 
-/// What a job does, and to what.
+/// The operation of a job and its object.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Kind {
-    /// In the words of the command line.
+    /// The command, as on the command line.
     pub verb: &'static str,
-    /// A disk, a snapshot, a machine, a path; empty where it is the datastore.
+    /// A disk, a snapshot, a machine or a path; empty for the datastore itself.
     pub object: String,
 }
 
-/// The words for a request, as far as it is a job: what takes long and changes something or looks at all of it.
-/// Answers that are only looked at are no jobs, nor is what waits for others.
+/// The kind of a request that is a job: a long operation that changes something or reads a whole disk or datastore.
+/// Queries are not jobs, nor are requests that only wait.
 pub fn of(request: &Request) -> Option<Kind> {
     if !request.takes_long() {
         return None;

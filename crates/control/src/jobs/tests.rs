@@ -6,7 +6,7 @@ use super::*;
 use crate::message::ImageRequest;
 use disk::convert::ImageOptions;
 
-/// A client that wants its request done, until it does not.
+/// A client that can cancel its request.
 #[derive(Default)]
 struct Client {
     gone: AtomicBool,
@@ -21,7 +21,7 @@ impl Progress for Client {
 
 impl Watch for Client {
     fn part(&self, part: Part) -> Result<()> {
-        panic!("{part:?} was not asked for")
+        panic!("{part:?} was not requested")
     }
 }
 
@@ -67,7 +67,7 @@ fn an_attached_job_is_seen_and_cancelled_by_others() {
 }
 
 #[test]
-fn an_attached_job_goes_with_its_client_and_a_wait_leaves_it_alone() {
+fn an_attached_job_ends_with_its_client_and_not_with_a_waiting_client() {
     let jobs = Jobs::new().unwrap();
     let client = Client::default();
     thread::scope(|scope| {
@@ -92,9 +92,13 @@ fn a_started_job_keeps_its_outcome() {
     assert_eq!(jobs.wait(&job.id, &Client::default()).unwrap_err().kind(), ErrorKind::NotFound);
     assert_eq!(jobs.show(&job.id).unwrap().state, JobState::Failed);
     let short = jobs.start(Target::Files, Request::Status).unwrap_err();
-    assert_eq!(short.kind(), ErrorKind::Invalid, "what is done in a moment is no job");
+    assert_eq!(short.kind(), ErrorKind::Invalid, "a short request is not a job");
     jobs.stop();
-    assert_eq!(jobs.start(Target::Files, image("/nowhere")).unwrap_err().kind(), ErrorKind::Busy, "none after the end");
+    assert_eq!(
+        jobs.start(Target::Files, image("/nowhere")).unwrap_err().kind(),
+        ErrorKind::Busy,
+        "no job starts after the end"
+    );
 }
 
 #[test]

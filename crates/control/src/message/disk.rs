@@ -1,35 +1,35 @@
-//! What can be asked of a disk.
+//! Requests about disks.
 
 use disk::migrate::{ImportOptions, MigrateOptions};
 use disk::{Location, NewDisk, Tuning};
 use serde::{Deserialize, Serialize};
 
-/// Which clients of a disk have their connections ended, to reconnect.
+/// Whose connections to a resized disk are ended, so that the clients reconnect and see the new capacity.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Reconnect {
-    /// No client.
+    /// No clients.
     NoClient,
-    /// All.
+    /// All clients.
     All,
-    /// One process.
+    /// Clients of one process.
     Process(i32),
 }
 
-/// Verbs of disks.
+/// Operations on disks.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub enum DiskRequest {
-    /// Make a disk.
+    /// Create a disk.
     Create {
         /// Its name.
         name: String,
-        /// How it is made.
+        /// Its parameters.
         new: NewDisk,
     },
     /// All disks.
     List,
-    /// One disk, blocks counted.
+    /// One disk, with its block counts.
     Show {
         /// The disk.
         name: String,
@@ -40,12 +40,12 @@ pub enum DiskRequest {
         name: String,
         /// New capacity in bytes.
         capacity: u64,
-        /// Losing the end is meant.
+        /// Confirms that data at the end may be lost.
         shrink: bool,
-        /// Whose connections are ended for them to learn the new capacity.
+        /// Whose connections are ended, so that the clients see the new capacity.
         reconnect: Reconnect,
-        /// A machine that runs on the disk sees the new capacity. By the process that asks, as all about machines; not
-        /// together with `shrink`.
+        /// Whether a running machine that uses the disk is notified of the new capacity. The requesting process does
+        /// this, as for all requests about machines. Not together with `shrink`.
         tell_machine: bool,
     },
     /// Rename a disk.
@@ -54,16 +54,16 @@ pub enum DiskRequest {
         name: String,
         /// Its new name.
         to: String,
-        /// Even if a client may come back to it or a machine has it.
+        /// Ignore clients that may reconnect and a machine that uses the disk.
         force: bool,
     },
     /// Delete a disk.
     Delete {
         /// The disk.
         name: String,
-        /// Give the snapshots that clones stand on to the clones.
+        /// Hand over the snapshots that clones are based on to the clones.
         promote: bool,
-        /// Even if a client may come back to it or a machine has it.
+        /// Ignore clients that may reconnect and a machine that uses the disk.
         force: bool,
     },
     /// Make a linked clone independent.
@@ -71,7 +71,7 @@ pub enum DiskRequest {
         /// The clone.
         name: String,
     },
-    /// Figures of a chain.
+    /// Statistics of a chain.
     Stats {
         /// The disk.
         name: String,
@@ -83,27 +83,27 @@ pub enum DiskRequest {
         /// What to change.
         tuning: Tuning,
     },
-    /// Open a disk again that has stopped.
+    /// Open a stopped disk again.
     Reopen {
         /// The disk.
         name: String,
     },
-    /// Give a flat disk all its space.
+    /// Allocate all space of a flat disk.
     Inflate {
         /// The disk.
         name: String,
     },
-    /// Give back what holds only zeros.
+    /// Return blocks that hold only zeros to the file system.
     PunchZero {
         /// The disk.
         name: String,
     },
-    /// Free dead grains.
+    /// Free grains that nothing references.
     Wipe {
         /// The disk.
         name: String,
     },
-    /// Give free grains back.
+    /// Return free grains to the file system.
     Shrink {
         /// The disk.
         name: String,
@@ -112,31 +112,31 @@ pub enum DiskRequest {
     Consolidate {
         /// The disk.
         name: String,
-        /// Most bytes a second; 0 for as fast as it goes.
+        /// Limit in bytes per second; 0 for none.
         rate: u64,
     },
-    /// Move a disk to another format, provisioning type or datastore.
+    /// Migrate a disk to another format, provisioning type or datastore.
     Migrate {
         /// The disk.
         name: String,
-        /// What it is to be.
+        /// The new format and provisioning type.
         target: MigrateOptions,
         /// The other datastore.
         to: Option<Location>,
-        /// Most bytes a second; 0 for as fast as it goes.
+        /// Limit in bytes per second; 0 for none.
         rate: u64,
     },
-    /// Make a disk of images that are there.
+    /// Create a disk from existing images.
     Import {
         /// The new disk.
         name: String,
-        /// How.
+        /// Options of the import.
         import: ImportOptions,
     },
 }
 
 impl DiskRequest {
-    /// True for what may take longer than a moment.
+    /// Whether the request may take long.
     pub fn takes_long(&self) -> bool {
         match self {
             Self::List | Self::Rename { .. } | Self::Stats { .. } | Self::Tune { .. } => false,

@@ -1,87 +1,87 @@
-//! Changes of a datastore, as subscribers are told of them.
+//! Notifications of changes of a datastore.
 
 use super::job::JobInfo;
 use serde::{Deserialize, Serialize};
 
-/// One change.
+/// An event.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Event {
-    /// Counts the events of one run of the server from 1; a subscriber sees no gap except those that [`Change::Missed`]
-    /// reports.
+    /// Number of the event, from 1 for each run of the server. A subscriber sees gaps only where [`Change::Missed`]
+    /// reports them.
     pub number: u64,
-    /// When, in seconds since 1970.
+    /// Time, in seconds since 1970.
     pub time: u64,
-    /// What.
+    /// The change.
     #[serde(flatten)]
     pub change: Change,
 }
 
-/// What has changed.
+/// A change.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "event", rename_all = "snake_case")]
 pub enum Change {
-    /// The subscription begins; the number is that of the last change before it.
+    /// The subscription begins; the event number is that of the last change before.
     Subscribed,
-    /// A disk is there.
+    /// A disk was created.
     DiskCreated {
         /// The disk.
         disk: String,
-        /// `DISK@SNAPSHOT` that it is a linked clone of.
+        /// `DISK@SNAPSHOT` that it was cloned from, for a linked clone.
         origin: Option<String>,
     },
-    /// A disk is gone, with its snapshots.
+    /// A disk was deleted, with its snapshots.
     DiskDeleted {
         /// The disk.
         disk: String,
     },
-    /// A disk has another name.
+    /// A disk was renamed.
     DiskRenamed {
-        /// The name it had.
+        /// Its old name.
         disk: String,
-        /// The name it has.
+        /// Its new name.
         to: String,
     },
-    /// A disk has another capacity.
+    /// A disk was resized.
     DiskResized {
         /// The disk.
         disk: String,
-        /// In bytes.
+        /// Its new capacity in bytes.
         capacity: u64,
     },
-    /// A disk is as it was at a snapshot.
+    /// A disk was reverted to a snapshot.
     DiskReverted {
         /// The disk.
         disk: String,
         /// The snapshot.
         snapshot: String,
     },
-    /// How a disk is stored has changed: format, chain, tunables, space.
+    /// The storage of a disk has changed: format, chain, tunables or space.
     DiskChanged {
         /// The disk.
         disk: String,
-        /// By which verb: `disk migrate`.
+        /// The command that changed it, such as `disk migrate`.
         by: String,
     },
-    /// A snapshot is there.
+    /// A snapshot was created.
     SnapshotCreated {
         /// The disk.
         disk: String,
         /// The snapshot.
         snapshot: String,
     },
-    /// A snapshot is gone.
+    /// A snapshot was deleted.
     SnapshotDeleted {
         /// The disk.
         disk: String,
         /// The snapshot.
         snapshot: String,
     },
-    /// A disk has arrived from another server, or was brought up to date by it.
+    /// A disk was received from another server, as a new disk or as an update.
     DiskReceived {
         /// The disk.
         disk: String,
     },
-    /// What had arrived of disks is gone.
+    /// A reception and its data were deleted.
     ReceptionDeleted {
         /// Its identity.
         id: String,
@@ -96,10 +96,10 @@ pub enum Change {
         /// The job.
         job: Box<JobInfo>,
     },
-    /// The subscriber was too slow, and that many events were dropped here; the number is that of the last of them.
-    /// What there is now has to be asked for.
+    /// Events were dropped because the subscriber was too slow; the event number is that of the last dropped one. The
+    /// subscriber has to query the current state.
     Missed {
-        /// How many.
+        /// Number of dropped events.
         count: u64,
     },
 }

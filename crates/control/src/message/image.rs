@@ -1,33 +1,33 @@
-//! What can be asked of images, which need no datastore.
+//! Requests about images, which need no datastore.
 
 use disk::convert::ImageOptions;
 use disk::images::NewImage;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
-/// Verbs of images.
+/// Operations on images.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub enum ImageRequest {
-    /// An image and its parents.
+    /// Show an image and its parents.
     Show {
         /// Its path.
         path: PathBuf,
-        /// How it is opened.
+        /// How the image is opened.
         options: ImageOptions,
     },
-    /// Check the tables.
+    /// Check the tables of an image.
     Check {
         /// Its path.
         path: PathBuf,
-        /// Put right what can be.
+        /// Repair what can be repaired.
         repair: bool,
-        /// How it is opened.
+        /// How the image is opened.
         options: ImageOptions,
     },
-    /// Make an image.
+    /// Create an image.
     Create {
-        /// What to make.
+        /// The image to create.
         new: NewImage,
         /// How the parent is opened.
         options: ImageOptions,
@@ -35,7 +35,7 @@ pub enum ImageRequest {
 }
 
 impl ImageRequest {
-    /// True for what may take longer than a moment.
+    /// Whether the request may take long.
     pub fn takes_long(&self) -> bool {
         true
     }

@@ -1,14 +1,14 @@
-//! What can be asked of jobs: long work of the process that has the datastore open.
+//! Requests about jobs: long operations of the process that has the datastore open.
 
 use super::line::Failure;
 use super::{Reply, Request};
 use serde::{Deserialize, Serialize};
 
-/// Verbs of jobs.
+/// Operations on jobs.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub enum JobRequest {
-    /// Begin a request as a job that goes on when its client has gone.
+    /// Start a request as a job that continues when its client disconnects.
     Start(Box<Request>),
     /// All jobs, the oldest first.
     List,
@@ -17,34 +17,34 @@ pub enum JobRequest {
         /// Its identity.
         id: String,
     },
-    /// Follow a job until it ends. Giving up the wait leaves the job alone.
+    /// Wait until a job ends. Cancelling the wait does not cancel the job.
     Wait {
         /// Its identity.
         id: String,
     },
-    /// Have a job stop, and undo what it began.
+    /// Cancel a job and undo what it began.
     Cancel {
         /// Its identity.
         id: String,
     },
 }
 
-/// Where a job is.
+/// State of a job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum JobState {
-    /// Under way.
+    /// Running.
     Running,
-    /// Done.
+    /// Succeeded.
     Done,
-    /// Ended with an error.
+    /// Failed with an error.
     Failed,
-    /// Stopped on request.
+    /// Cancelled.
     Cancelled,
 }
 
 impl JobState {
-    /// The word for it.
+    /// Its name.
     pub fn name(self) -> &'static str {
         match self {
             Self::Running => "running",
@@ -58,21 +58,21 @@ impl JobState {
 /// A job.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct JobInfo {
-    /// Its identity, unlike that of any job of another run of the server.
+    /// Its identity, unique across all runs of the server.
     pub id: String,
-    /// What is done, in the words of the command line: `disk migrate`.
+    /// The command, as on the command line: `disk migrate`.
     pub kind: String,
-    /// What it is done to: a disk, a snapshot, a path; empty where it is the datastore.
+    /// The object: a disk, a snapshot or a path; empty for the datastore itself.
     pub object: String,
-    /// It goes on when its client has gone.
+    /// Whether the job continues when its client disconnects.
     pub background: bool,
-    /// Where it is.
+    /// Its state.
     pub state: JobState,
-    /// It was told to stop.
+    /// Whether the job was told to stop.
     pub cancelling: bool,
     /// Bytes or objects finished.
     pub done: u64,
-    /// Of how many; 0 while that is not known.
+    /// Total number; 0 while unknown.
     pub total: u64,
     /// When it began, in seconds since 1970.
     pub started: u64,
@@ -82,11 +82,11 @@ pub struct JobInfo {
     pub error: Option<Failure>,
 }
 
-/// How a job that was waited for ended well.
+/// The result of waiting for a job that succeeded.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct JobEnd {
     /// The job.
     pub job: JobInfo,
-    /// What was asked, and the answer; absent where they are too long to be kept.
+    /// The request and its reply; `None` if they are too long to be kept.
     pub outcome: Option<(Request, Reply)>,
 }

@@ -1,7 +1,7 @@
-//! What crosses the socket: requests, progress, answers and errors as lines of JSON.
+//! Messages on the control socket: requests, progress, replies and errors as lines of JSON.
 //!
-//! A change that an older or newer peer could misread raises [`VERSION`]; the version is looked at before anything
-//! else of a line, so that peers of different age tell each other so instead of guessing.
+//! A change that an older or newer peer could misread increments [`VERSION`]. The version of a line is checked before
+//! anything else in it, so that peers of different versions report that instead of misreading each other.
 
 use super::{Event, Reply, Request};
 use disk::ChangedExtent;
@@ -18,16 +18,16 @@ pub const REQUEST_LINE_MAX: usize = 16 << 20;
 /// The longest line a server may send: room for a list of a hundred thousand disks.
 pub const REPLY_LINE_MAX: usize = 128 << 20;
 
-/// How far a request is.
+/// Progress of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ProgressReport {
     /// Bytes or objects finished.
     pub done: u64,
-    /// Of how many.
+    /// Total number.
     pub total: u64,
 }
 
-/// An error on its way through the socket.
+/// An error as transmitted.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Failure {
     kind: String,
@@ -40,7 +40,7 @@ impl Failure {
         ErrorKind::from_name(&self.kind)
     }
 
-    /// Its sentence.
+    /// Its text.
     pub fn message(&self) -> &str {
         &self.message
     }
@@ -58,41 +58,41 @@ impl From<Failure> for Error {
     }
 }
 
-/// What a client says.
+/// A message of the client.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum FromClient {
-    /// Do this.
+    /// Carry out this request.
     Request(Request),
-    /// Stop doing it.
+    /// Cancel the current request.
     Cancel,
 }
 
-/// What a server says.
+/// A message of the server.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum FromServer {
-    /// So far.
+    /// Progress of the request.
     Progress(ProgressReport),
-    /// A part of an answer that is too long to hold, or that has no end.
+    /// A part of a reply that is too long for one message or has no end.
     Part(Part),
-    /// Done.
+    /// The request succeeded.
     Reply(Box<Reply>),
-    /// Failed.
+    /// The request failed.
     Error(Failure),
 }
 
-/// A part of an answer.
+/// A part of a reply.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Part {
     /// The next extents of a diff.
     Extents(Vec<ChangedExtent>),
-    /// The next change.
+    /// The next event.
     Event(Box<Event>),
 }
 
-/// What every line has, whatever its version.
+/// The version, which lines of every protocol version have.
 #[derive(Deserialize)]
 struct Versioned {
     version: u32,
@@ -105,7 +105,7 @@ struct Line<M> {
     message: M,
 }
 
-/// One line, its end included; `Invalid` when it is longer than `limit`.
+/// Encodes a message as one line with its line end; `Invalid` if it is longer than `limit`.
 pub fn encode<M: Serialize>(message: &M, limit: usize) -> error::Result<Vec<u8>> {
     let mut line = serde_json::to_vec(&Line { version: VERSION, message })
         .map_err(|e| Error::new(ErrorKind::Invalid, format!("a control message cannot be encoded: {e}")))?;
@@ -117,7 +117,7 @@ pub fn encode<M: Serialize>(message: &M, limit: usize) -> error::Result<Vec<u8>>
     Ok(line)
 }
 
-/// Reads one line without its end. Of another version: `Unsupported`; not a message of this one: `Invalid`.
+/// Decodes one line without its line end. `Unsupported` for another version, `Invalid` for a malformed message.
 pub fn decode<M: DeserializeOwned>(line: &[u8]) -> error::Result<M> {
     let malformed = |e: serde_json::Error| Error::new(ErrorKind::Invalid, format!("malformed control message: {e}"));
     let Versioned { version } = serde_json::from_slice(line).map_err(malformed)?;

@@ -1,8 +1,8 @@
-//! What can be asked of virtual machines, and how it ends.
+//! Requests about virtual machines, and their replies.
 //!
-//! A machine's QEMU is started by the process that asks, never by the server of the datastore, so that it depends on
-//! neither (`docs/adr/0015-machines-without-a-daemon.md`). These requests do not cross the control socket; what they
-//! need of disks does.
+//! QEMU is started by the requesting process, never by the server of the datastore, so that a machine depends on
+//! neither (`docs/adr/0015-machines-without-a-daemon.md`). So these requests are not sent over the control socket; the
+//! requests that they make about disks are.
 
 use super::line::Failure;
 use super::send::SendHow;
@@ -14,15 +14,15 @@ use vm::definition::{CloneKind, Definition, Link};
 use vm::machine::MachineState;
 use vm::snapshots::Record;
 
-/// A verb of machines, and what it works with.
+/// An operation on machines with its environment.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct MachineRequest {
-    /// The QEMU to run machines with.
+    /// Path of QEMU.
     pub qemu: PathBuf,
-    /// Folder for the memory of machines; the default one if nothing is said.
+    /// Folder for the memory files of machines; the default one if `None`.
     pub memory_folder: Option<PathBuf>,
-    /// What to do.
+    /// The operation.
     pub verb: MachineVerb,
 }
 
@@ -36,24 +36,24 @@ pub struct MachineSnapshot {
     pub name: String,
 }
 
-/// What is done with machines.
+/// Operations on machines.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub enum MachineVerb {
-    /// Make a machine.
+    /// Create a machine.
     Create(NewMachine),
-    /// Start machines; a frozen one resumes where it stopped.
+    /// Start machines. A frozen machine continues where it was frozen.
     Start {
         /// The machines.
         names: Vec<String>,
-        /// Their guests do not execute yet.
+        /// Start with the guests paused.
         paused: bool,
     },
     /// Stop machines.
     Stop {
         /// The machines.
         names: Vec<String>,
-        /// Seconds that a guest has to power itself off; `None` for power off at once.
+        /// Seconds that a guest has to shut down; `None` to power off at once.
         timeout: Option<u64>,
     },
     /// Pause guests.
@@ -77,18 +77,18 @@ pub enum MachineVerb {
     Delete {
         /// The machines.
         names: Vec<String>,
-        /// Their disks stay.
+        /// Keep their disks.
         keep_disks: bool,
-        /// Give the snapshots that clones stand on to the clones.
+        /// Hand over the snapshots that clones are based on to the clones.
         promote: bool,
     },
-    /// Take a snapshot of all disks at one point.
+    /// Take a snapshot of all disks of a machine at one point.
     SnapshotCreate {
         /// The machine and the snapshot.
         snapshot: MachineSnapshot,
-        /// With the guest's memory.
+        /// Include the guest's memory.
         memory: bool,
-        /// With the guest's file systems frozen by its agent, if that answers.
+        /// Freeze the guest's file systems through its agent, if the agent answers.
         quiesce: bool,
     },
     /// The snapshots of a machine.
@@ -105,55 +105,55 @@ pub enum MachineVerb {
     Revert {
         /// The snapshot.
         snapshot: MachineSnapshot,
-        /// A guest whose memory the snapshot has stays paused.
+        /// Leave the guest paused, if the snapshot has memory.
         paused: bool,
     },
     /// Make clones.
     Clone {
-        /// What is cloned.
+        /// The source of the clones.
         source: Source,
         /// Names of the clones.
         names: Vec<String>,
-        /// How.
+        /// Their options.
         options: CloneOptions,
     },
-    /// Make a full clone at another server.
+    /// Make a full clone on another server.
     Send {
-        /// What is cloned.
+        /// The source of the clone.
         source: Source,
-        /// Where to: lamina://HOST:PORT/NAME.
+        /// The target: lamina://HOST:PORT/NAME.
         remote: String,
-        /// How it is sent.
+        /// Options of the transfer.
         how: SendHow,
-        /// With the guest's file systems frozen by its agent around the moment, if that answers.
+        /// Freeze the guest's file systems through its agent while the snapshot is taken, if the agent answers.
         quiesce: bool,
     },
-    /// Freeze a running machine.
+    /// Freeze a running machine: save its memory and stop its process.
     Freeze {
         /// The machine.
         name: String,
     },
-    /// Where the serial console is.
+    /// Query the location of the serial console.
     Console {
         /// The machine.
         name: String,
-        /// Only what the console has written so far is wanted: the machine need not run.
+        /// Only the log of the console is needed, so the machine need not run.
         log: bool,
     },
-    /// Run a program in the guest, through its agent.
+    /// Run a program in the guest through its agent.
     Execute {
         /// The machine.
         name: String,
         /// The program and its arguments.
         command: Vec<String>,
-        /// What the program reads from its standard input.
+        /// Standard input of the program.
         input: Vec<u8>,
-        /// Seconds that it may take.
+        /// Time limit of the program in seconds.
         timeout: u64,
     },
 }
 
-/// A machine to make.
+/// A machine to create.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct NewMachine {
@@ -163,40 +163,40 @@ pub struct NewMachine {
     pub cpus: u32,
     /// Memory in bytes.
     pub memory: u64,
-    /// Disks of the datastore that it gets.
+    /// Existing disks of the datastore for the machine.
     pub disks: Vec<String>,
-    /// Capacity in bytes of a thin disk that is made for it, with its name.
+    /// Capacity in bytes of a thin disk that is created with the machine's name.
     pub disk_size: Option<u64>,
     /// Its network cards.
     pub networks: Vec<Link>,
-    /// A kernel to boot without a boot loader: an absolute path, as for its initial RAM disk.
+    /// Absolute path of a kernel to boot without a boot loader.
     pub kernel: Option<PathBuf>,
-    /// Its initial RAM disk.
+    /// Absolute path of its initial RAM disk.
     pub initrd: Option<PathBuf>,
-    /// Its command line.
+    /// Its kernel command line.
     pub append: String,
-    /// Start it.
+    /// Whether to start the machine.
     pub start: bool,
 }
 
-/// How clones are made.
+/// Options of clones.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct CloneOptions {
-    /// Which kind.
+    /// Kind of the clones.
     pub kind: CloneKind,
-    /// So many at a time.
+    /// How many clones are made at a time.
     pub parallel: u32,
-    /// The parent's file systems are frozen by its agent around the moment.
+    /// Freeze the parent's file systems through its agent while the snapshot is taken.
     pub quiesce: bool,
-    /// They are started. Instant clones run in any case.
+    /// Start the clones. Instant clones always run.
     pub start: bool,
-    /// What becomes of the identity inside the guests of instant clones.
+    /// How the identity inside the guests of instant clones is changed.
     pub identity: Inside,
 }
 
 impl MachineVerb {
-    /// True for what may take longer than a moment.
+    /// Whether the request may take long.
     pub fn takes_long(&self) -> bool {
         match self {
             Self::Show { .. } | Self::List | Self::SnapshotList { .. } | Self::Console { .. } => false,
@@ -217,77 +217,77 @@ impl MachineVerb {
     }
 }
 
-/// The good end of a request about machines.
+/// Successful replies to requests about machines.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum MachineReply {
-    /// Of `Create`.
+    /// Reply to `Create`.
     Created(Definition),
-    /// Of what is done to each of several machines.
+    /// Reply to operations on several machines.
     Each {
-        /// Those with which it was done.
+        /// Machines on which the operation succeeded.
         done: Vec<String>,
-        /// The others, and why not.
+        /// The other machines, with their errors.
         failed: Vec<(String, Failure)>,
     },
-    /// Of `Show`.
+    /// Reply to `Show`.
     Machine(Box<MachineInfo>),
-    /// Of `List`.
+    /// Reply to `List`.
     Machines(Vec<MachineSummary>),
-    /// Of `SnapshotCreate`.
+    /// Reply to `SnapshotCreate`.
     SnapshotTaken {
         /// The machine.
         machine: String,
         /// The snapshot.
         record: Record,
-        /// How long its guest stood still for its memory's sake, in milliseconds.
+        /// How long the guest was paused while its memory was captured, in milliseconds.
         stun_ms: Option<f64>,
-        /// How quiet the guest was; `None` where its memory was taken.
+        /// Consistency of the file systems in the snapshot; `None` if it has memory.
         quiet: Option<String>,
     },
-    /// Of `SnapshotList`, the oldest first.
+    /// Reply to `SnapshotList`, oldest first.
     Snapshots {
         /// The machine.
         machine: String,
         /// Its snapshots.
         records: Vec<Record>,
     },
-    /// Of `SnapshotDelete`.
+    /// Reply to `SnapshotDelete`.
     SnapshotDeleted(MachineSnapshot),
-    /// Of `Revert`.
+    /// Reply to `Revert`.
     Reverted {
         /// The snapshot.
         snapshot: MachineSnapshot,
-        /// What the machine does now.
+        /// The state of the machine after the revert.
         state: MachineState,
     },
-    /// Of `Clone`.
+    /// Reply to `Clone`.
     Cloned(Box<Cloned>),
-    /// Of `Send`.
+    /// Reply to `Send`.
     Sent {
         /// The machine.
         machine: String,
-        /// Its name there.
+        /// Its name on the other server.
         name: String,
-        /// How it went.
+        /// Statistics of the transfer.
         sent: Sent,
-        /// How quiet the guest was, where its disks were taken for this.
+        /// Consistency of the file systems, if a snapshot was taken for the transfer.
         quiet: Option<String>,
     },
-    /// Of `Freeze`.
+    /// Reply to `Freeze`.
     Frozen {
         /// The machine.
         name: String,
-        /// The image that it resumes from.
+        /// The memory image from which the machine resumes.
         image: String,
         /// How long stopping took, in milliseconds.
         stop_ms: f64,
-        /// How long the snapshots of the disks took.
+        /// How long the snapshots of the disks took, in milliseconds.
         disks_ms: f64,
-        /// How long saving device state and memory took.
+        /// How long saving device state and memory took, in milliseconds.
         state_ms: f64,
     },
-    /// Of `Console`.
+    /// Reply to `Console`.
     Console {
         /// The machine.
         name: String,
@@ -295,38 +295,38 @@ pub enum MachineReply {
         socket: PathBuf,
         /// The file that is locked while a process is connected to the socket.
         lock: PathBuf,
-        /// What the port has written since the machine was started; absent before its first start.
+        /// Output of the port since the machine was started; missing before its first start.
         log: PathBuf,
     },
-    /// Of `Execute`.
+    /// Reply to `Execute`.
     Executed {
-        /// The exit code; `None` when a signal ended the program.
+        /// The exit code; `None` if a signal ended the program.
         code: Option<i64>,
-        /// What it wrote to its standard output.
+        /// Its standard output.
         output: Vec<u8>,
-        /// What it wrote to its standard error.
+        /// Its standard error.
         errors: Vec<u8>,
     },
 }
 
-/// What a machine does, with what the process alone does not tell.
+/// State of a machine, including states that are not visible from its process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum MachineActivity {
-    /// It has no process.
+    /// The machine has no process.
     Stopped,
-    /// It has no process, and an image that it resumes from.
+    /// The machine has no process, but a saved memory image from which it continues.
     Frozen,
     /// Its guest executes.
     Running,
-    /// Its guest stands still.
+    /// Its guest is paused.
     Paused,
-    /// Its process waits for a state to be loaded, failed, or does not answer.
+    /// Its process is waiting for a saved state to be loaded, has failed, or does not answer.
     Busy,
 }
 
 impl MachineActivity {
-    /// The word for it.
+    /// Its name.
     pub fn name(self) -> &'static str {
         match self {
             Self::Stopped => "stopped",
@@ -341,13 +341,13 @@ impl MachineActivity {
 /// A machine in a list.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct MachineSummary {
-    /// What it is.
+    /// Its definition.
     pub definition: Definition,
-    /// What it does.
+    /// Its state.
     pub state: MachineActivity,
 }
 
-/// Where the memory of a running machine is.
+/// Where the memory of a running machine is stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum MachineMemory {
@@ -355,24 +355,24 @@ pub enum MachineMemory {
     Private,
     /// In a file of its own.
     OwnFile,
-    /// Copy-on-write above an image that it shares.
+    /// In copy-on-write mappings of a shared memory image.
     Shared,
 }
 
 /// One machine.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct MachineInfo {
-    /// What it is.
+    /// Its definition.
     pub definition: Definition,
-    /// What it does.
+    /// Its state.
     pub state: MachineActivity,
-    /// Its process.
+    /// Process id of its QEMU.
     pub pid: Option<i32>,
-    /// Version of the QEMU found here; `None` where there is none that can be used.
+    /// Version of the QEMU found; `None` if no usable one is found.
     pub qemu: Option<String>,
-    /// What executes guests.
+    /// The accelerator that executes guests.
     pub accelerator: String,
-    /// Why that is not KVM.
+    /// Why KVM is not used.
     pub why_not_kvm: Option<String>,
     /// Socket of its serial console, while it runs.
     pub console: Option<PathBuf>,
@@ -380,21 +380,21 @@ pub struct MachineInfo {
     pub monitor: Option<PathBuf>,
     /// Socket of the guest's agent, while it runs.
     pub agent: Option<PathBuf>,
-    /// What the console has written.
+    /// The log of the console.
     pub console_log: PathBuf,
-    /// What QEMU has written.
+    /// The log of QEMU.
     pub log: PathBuf,
-    /// Capacity of each disk that is there.
+    /// Capacity of each disk that exists.
     pub capacities: Vec<(String, u64)>,
-    /// Where its memory is, while it runs.
+    /// Where its memory is stored, while it runs.
     pub memory: Option<MachineMemory>,
     /// Its snapshots.
     pub snapshots: Vec<Record>,
-    /// The image that it was frozen to.
+    /// The memory image that it was frozen to.
     pub frozen: Option<String>,
-    /// The image that it resumes from, or that its memory is above.
+    /// The memory image that it continues from, or whose pages its memory shares.
     pub image: Option<String>,
-    /// Snapshots of its disks, and what are linked clones of them.
+    /// Snapshots of its disks, with the linked clones based on them.
     pub children: Vec<(String, String)>,
     /// Its folder.
     pub folder: PathBuf,
@@ -405,27 +405,28 @@ pub struct MachineInfo {
 pub struct ClonedMachine {
     /// Its name.
     pub name: String,
-    /// How long it took until its guest executed, in milliseconds, where it does.
+    /// Time until its guest executed, in milliseconds, if it runs.
     pub running_ms: Option<f64>,
-    /// Why its guest does not have a new identity, where it should.
+    /// Why the identity inside its guest was not changed, if it should have been.
     pub without_identity: Option<String>,
-    /// Its guest's kernel could not be told to reseed its random numbers, and does so only within a minute.
+    /// Whether the guest's kernel was not told to reseed its random number generator. It reseeds on its own within a
+    /// minute.
     pub same_randomness: bool,
 }
 
-/// What became of clones.
+/// Result of cloning a machine.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Cloned {
-    /// Which kind.
+    /// Kind of the clones.
     pub kind: CloneKind,
-    /// Those that were made.
+    /// The clones that were made.
     pub made: Vec<ClonedMachine>,
-    /// Those that were not, and why.
+    /// The others, with their errors.
     pub failed: Vec<(String, Failure)>,
-    /// In a word, how quiet the source was when its disks were taken; `None` where an existing snapshot was cloned.
+    /// Consistency of the source's file systems, as one word; `None` if an existing snapshot was cloned.
     pub consistency: Option<String>,
-    /// The same as a sentence.
+    /// Consistency of the source's file systems, as a sentence.
     pub quiet: Option<String>,
-    /// How long the source stood still, in milliseconds.
+    /// How long the source was paused, in milliseconds.
     pub stun_ms: Option<f64>,
 }

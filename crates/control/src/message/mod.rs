@@ -1,5 +1,5 @@
-//! Requests by noun, [`disk`], [`snapshot`], [`image`], [`send`], [`machine`], [`job`]; their good ends in [`reply`],
-//! what subscribers are told in [`event`], their encoding in [`line`].
+//! Requests in groups ([`disk`], [`snapshot`], [`image`], [`send`], [`machine`], [`job`]), successful replies in
+//! [`reply`], events in [`event`], and their encoding in [`line`].
 
 mod disk;
 mod event;
@@ -31,15 +31,15 @@ use ::disk::convert::Conversion;
 use ::disk::salvage::SalvageRequest;
 use serde::{Deserialize, Serialize};
 
-/// Everything that can be asked: of an open datastore, of its machines, of files.
+/// All requests: about a datastore, its machines, or files.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub enum Request {
     /// Capacity, allocation, over-commitment.
     Status,
-    /// Walk all metadata.
+    /// Check all metadata.
     Check {
-        /// Verify data too.
+        /// Verify the checksums of data too.
         data: bool,
         /// Repair what can be repaired.
         repair: bool,
@@ -52,37 +52,37 @@ pub enum Request {
     Clone {
         /// The disk to clone.
         disk: String,
-        /// The state of it to start from.
+        /// The state to clone.
         at: Point,
         /// Names of the clones.
         names: Vec<String>,
-        /// Independent copies instead of linked ones.
+        /// Make independent copies instead of linked clones.
         full: bool,
     },
-    /// Make a disk or image from the content of another.
+    /// Convert a disk or image to a new one.
     Convert(Box<Conversion>),
-    /// Read disks out of a datastore that cannot be opened.
+    /// Extract disks from a datastore that cannot be opened.
     Salvage(Box<SalvageRequest>),
     /// About images.
     Image(ImageRequest),
-    /// What NBD clients can open.
+    /// List the exports.
     ExportList,
     /// Send disks to another server.
     Send(Box<SendRequest>),
-    /// What other servers send here.
+    /// Receptions from other servers.
     Receive(ReceiveRequest),
-    /// Wait until the requests of clients that have gone are done or given up.
+    /// Wait until the requests of disconnected clients have ended.
     Settle,
     /// About machines.
     Machine(Box<MachineRequest>),
     /// About jobs.
     Job(JobRequest),
-    /// Tell of every change of the datastore, until cancelled.
+    /// Subscribe to all changes of the datastore, until cancelled.
     Events,
 }
 
 impl Request {
-    /// True for what may take longer than a moment: it can be cancelled, and tells how far it is.
+    /// Whether the request may take long: it can then be cancelled and reports progress.
     pub fn takes_long(&self) -> bool {
         match self {
             Self::Status | Self::ExportList | Self::Settle | Self::Receive(_) => false,
@@ -96,8 +96,8 @@ impl Request {
         }
     }
 
-    /// True for requests that the asking process carries out, never the one that serves the datastore: those that start
-    /// or change a machine's QEMU, which must depend on no server.
+    /// Whether the requesting process carries the request out, never the server of the datastore: requests that start
+    /// or change a QEMU process, which must not depend on a server.
     pub fn is_of_asking_process(&self) -> bool {
         match self {
             Self::Machine(_) | Self::Disk(DiskRequest::Resize { tell_machine: true, .. }) => true,
@@ -106,7 +106,7 @@ impl Request {
         }
     }
 
-    /// True when it is about an open datastore; false for files alone.
+    /// Whether the request needs an open datastore.
     pub fn needs_datastore(&self) -> bool {
         match self {
             Self::Image(_) | Self::Salvage(_) => false,

@@ -1,4 +1,4 @@
-//! The good ends of requests.
+//! Successful replies.
 
 use super::{JobEnd, JobInfo, MachineReply};
 use disk::convert::Converted;
@@ -11,102 +11,102 @@ use serde::{Deserialize, Serialize};
 use std::net::SocketAddr;
 use std::path::PathBuf;
 
-/// The good end of a request.
+/// A successful reply.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Reply {
-    /// Of `Status`.
+    /// Reply to `Status`.
     Status {
         /// The datastore.
         status: Status,
-        /// How it is served, if it is.
+        /// The server, if the datastore is served.
         serving: Option<Serving>,
     },
-    /// Of `Check`.
+    /// Reply to `Check`.
     Check(CheckReport),
-    /// Of `DiskResize`.
+    /// Reply to `DiskRequest::Resize`.
     Resized(Box<Resized>),
-    /// Of what makes or changes one disk, and of `DiskShow`.
+    /// Reply to requests that create or change one disk, and to `DiskRequest::Show`.
     Disk(DiskInfo),
-    /// Of `DiskList` and `Clone`.
+    /// Reply to `DiskRequest::List` and `Clone`.
     Disks(Vec<DiskInfo>),
-    /// Of `SnapshotShow`.
+    /// Reply to `SnapshotRequest::Show`.
     Snapshot(SnapshotInfo),
-    /// Of `SnapshotCreate` and `SnapshotList`.
+    /// Reply to `SnapshotRequest::Create` and `SnapshotRequest::List`.
     Snapshots(Vec<SnapshotInfo>),
-    /// Of what deletes: the name that is gone.
+    /// Reply to deletions: the deleted name.
     Deleted(String),
-    /// Of `Stats` and `Tune`.
+    /// Reply to `DiskRequest::Stats` and `DiskRequest::Tune`.
     Statistics(Box<DiskStatistics>),
-    /// Of what gives space of a disk back.
+    /// Reply to requests that reclaim space of a disk.
     Reclaimed {
         /// The disk.
         name: String,
-        /// What was freed.
+        /// The space that was reclaimed.
         reclaimed: Reclaimed,
     },
-    /// Of `SnapshotDiff`, after all extents.
+    /// Reply to `SnapshotRequest::Diff`, after all extents.
     Diff {
-        /// How many extents were sent.
+        /// Number of extents sent.
         extents: u64,
         /// Sum of their lengths.
         bytes: u64,
     },
-    /// Of `ImageShow`.
+    /// Reply to `ImageRequest::Show`.
     Image(ImageInfo),
-    /// Of `ImageCheck`.
+    /// Reply to `ImageRequest::Check`.
     ImageCheck(ImageCheck),
-    /// Of `ImageCreate`.
+    /// Reply to `ImageRequest::Create`.
     ImageCreated(Box<ImageLevel>),
-    /// Of `Convert`.
+    /// Reply to `Convert`.
     Converted(Converted),
-    /// Of `Salvage` without anything to read out.
+    /// Reply to `Salvage` if nothing is extracted.
     SalvageList(Box<SalvageList>),
-    /// Of `Salvage`.
+    /// Reply to `Salvage`.
     Salvaged(Box<SalvageReport>),
-    /// Of `ExportList`.
+    /// Reply to `ExportList`.
     Exports(Vec<ExportInfo>),
-    /// Of `Send`.
+    /// Reply to `Send`.
     Sent(Box<Sent>),
-    /// Of `Receive`.
+    /// Reply to `Receive`.
     Receptions(Vec<ReceptionInfo>),
-    /// Of `Settle`.
+    /// Reply to `Settle`.
     Settled,
-    /// Of requests about machines.
+    /// Reply to requests about machines.
     Machine(MachineReply),
-    /// Of `Start`, `Show` and `Cancel` of a job.
+    /// Reply to `JobRequest::Start`, `Show` and `Cancel`.
     Job(JobInfo),
-    /// Of `List` of jobs.
+    /// Reply to `JobRequest::List`.
     Jobs(Vec<JobInfo>),
-    /// Of `Wait` for a job that ended well.
+    /// Reply to `JobRequest::Wait` for a job that succeeded.
     JobEnded(Box<JobEnd>),
 }
 
-/// A disk of another capacity.
+/// A resized disk.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Resized {
     /// The disk.
     pub disk: DiskInfo,
-    /// The datastore is served, so that clients can reconnect.
+    /// Whether the datastore is served, so that clients can reconnect.
     pub served: bool,
-    /// Connections that were ended for their clients to reconnect.
+    /// Number of connections that were ended, so that their clients reconnect.
     pub reconnected: u64,
-    /// Clients that were connected before, and still are: they have the capacity of before.
+    /// Clients that were connected before and still are, and so have the old capacity.
     pub unaware: Vec<String>,
-    /// The running machine that has the disk, where it was to see the capacity.
+    /// The running machine that uses the disk, if it was to be notified.
     pub machine: Option<MachineNotice>,
 }
 
-/// A running machine whose disk has another capacity.
+/// A running machine whose disk was resized.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MachineNotice {
     /// The machine.
     pub name: String,
-    /// It sees the capacity; not while the datastore is not served.
+    /// Whether the guest sees the new capacity; false while the datastore is not served.
     pub seen: bool,
 }
 
-/// What serves a datastore.
+/// The server of a datastore.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Serving {
     /// Process id.
@@ -117,22 +117,22 @@ pub struct Serving {
     pub socket: Option<PathBuf>,
     /// TCP address of the NBD server.
     pub tcp: Option<SocketAddr>,
-    /// TCP is encrypted.
+    /// Whether TCP is encrypted.
     pub tls: bool,
-    /// Writes of NBD clients are refused.
+    /// Whether writes of NBD clients are refused.
     pub read_only: bool,
-    /// Where disks are received from other servers.
+    /// Address at which disks are received from other servers.
     #[serde(default)]
     pub receive: Option<SocketAddr>,
 }
 
-/// One thing that NBD clients can open.
+/// An export.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ExportInfo {
     /// `disk` or `disk@snapshot`.
     pub name: String,
-    /// Writes are refused.
+    /// Whether writes are refused.
     pub read_only: bool,
-    /// Where it is served, one URI for each listener; empty while no server runs.
+    /// Its URIs, one for each listening address; empty if no server runs.
     pub uris: Vec<String>,
 }

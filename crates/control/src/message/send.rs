@@ -1,4 +1,4 @@
-//! What is sent to another server, and received from one.
+//! Requests about sending to another server and receiving from one.
 
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
@@ -9,25 +9,25 @@ use std::path::PathBuf;
 pub struct SentDisk {
     /// The disk.
     pub disk: String,
-    /// Its name there.
+    /// Its name on the other server.
     pub name: String,
 }
 
-/// Which state of the disks is sent.
+/// The state of the disks that is sent.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub enum SendPoint {
-    /// These snapshots, one of each disk.
+    /// These existing snapshots, one of each disk.
     Snapshots(Vec<String>),
-    /// The snapshot of this name, which was taken of each disk for this.
+    /// The snapshot with this name, which was taken of each disk for this transfer.
     Taken(String),
-    /// The one that was being sent when an earlier command was broken off; `NotFound` when there is none.
+    /// The snapshot of an interrupted transfer; `NotFound` if there is none.
     Resume,
-    /// That one, or else what the disks are now.
+    /// The snapshot of an interrupted transfer, otherwise the current state of the disks.
     Now,
 }
 
-/// Certificates of both ends: PEM files.
+/// TLS configuration: PEM files.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SendTls {
@@ -45,39 +45,39 @@ pub struct SendTls {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SendRequest {
-    /// Where to: lamina://HOST:PORT/NAME.
+    /// The target: lamina://HOST:PORT/NAME.
     pub remote: String,
-    /// The disks, which arrive together.
+    /// The disks, which become visible together.
     pub disks: Vec<SentDisk>,
-    /// Which state of them.
+    /// Which state of them is sent.
     pub point: SendPoint,
-    /// The definition of the machine that they belong to there.
+    /// The definition of the machine that they belong to on the other server.
     pub attachment: Option<String>,
-    /// How.
+    /// Options of the transfer.
     pub how: SendHow,
 }
 
-/// How something is sent.
+/// Options of a transfer.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SendHow {
-    /// Only what differs; and this state stays as a snapshot.
+    /// Send only differences to a common snapshot, and keep the sent state as a snapshot.
     pub incremental: bool,
-    /// Data connections.
+    /// Number of data connections.
     pub streams: u32,
-    /// Most bytes a second; 0 for as fast as it goes.
+    /// Limit in bytes per second; 0 for none.
     pub rate: u64,
-    /// Certificates of both ends.
+    /// TLS configuration.
     pub tls: SendTls,
 }
 
-/// Verbs of receptions.
+/// Operations on receptions.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub enum ReceiveRequest {
     /// All of them.
     List,
-    /// Give one up.
+    /// Delete a reception and its data.
     Delete {
         /// Its identity.
         id: String,

@@ -1,9 +1,9 @@
-//! What can be asked of snapshots.
+//! Requests about snapshots.
 
 use disk::{Direction, Point, SnapshotOptions};
 use serde::{Deserialize, Serialize};
 
-/// Verbs of snapshots.
+/// Operations on snapshots.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub enum SnapshotRequest {
@@ -11,7 +11,7 @@ pub enum SnapshotRequest {
     Create {
         /// Disk and snapshot name.
         of: Vec<(String, String)>,
-        /// How.
+        /// Their options.
         options: SnapshotOptions,
     },
     /// Snapshots of one disk or all.
@@ -32,23 +32,23 @@ pub enum SnapshotRequest {
         disk: String,
         /// The snapshot.
         name: String,
-        /// Which way an image is merged; the cheaper one if nothing is said.
+        /// The direction in which an image is merged; the cheaper one if `None`.
         direction: Option<Direction>,
-        /// Most bytes a second that are copied; 0 for as fast as it goes.
+        /// Limit in bytes per second for copied data; 0 for none.
         rate: u64,
-        /// Even if a client may come back to it.
+        /// Ignore clients that may reconnect.
         force: bool,
     },
-    /// Make the head equal to a snapshot.
+    /// Revert the head to a snapshot.
     Revert {
         /// The disk.
         disk: String,
         /// The snapshot.
         name: String,
-        /// Even if a client may come back to the disk or a machine has it.
+        /// Ignore clients that may reconnect and a machine that uses the disk.
         force: bool,
     },
-    /// What changed between two states.
+    /// List the differences between two states.
     Diff {
         /// The disk.
         disk: String,
@@ -60,7 +60,7 @@ pub enum SnapshotRequest {
 }
 
 impl SnapshotRequest {
-    /// True for what may take longer than a moment.
+    /// Whether the request may take long.
     pub fn takes_long(&self) -> bool {
         match self {
             Self::Create { .. } | Self::List { .. } | Self::Show { .. } => false,

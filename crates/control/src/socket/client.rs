@@ -1,4 +1,4 @@
-//! The asking end of the control socket.
+//! The client of the control socket.
 
 use super::lines::{Line, LineReader};
 use crate::dispatch::Watch;
@@ -8,7 +8,7 @@ use std::io::{self, Write};
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
-/// How often a waiting client looks whether it is still wanted.
+/// Interval at which a waiting client checks for cancellation.
 const CANCEL_INTERVAL: Duration = Duration::from_millis(50);
 
 /// A connection to the owner of a datastore.
@@ -21,7 +21,7 @@ fn broken(error: io::Error) -> Error {
 }
 
 impl Client {
-    /// Talks over `stream`.
+    /// A client over a connected stream.
     pub fn new(stream: UnixStream) -> Result<Self> {
         stream.set_read_timeout(Some(CANCEL_INTERVAL)).map_err(broken)?;
         Ok(Self { lines: LineReader::new(stream, REPLY_LINE_MAX) })
@@ -33,10 +33,10 @@ impl Client {
         stream.write_all(&line).map_err(broken)
     }
 
-    /// Asks, and follows the work until it ends. Once `watch` is cancelled the server is told so; the answer is still
-    /// waited for, because it tells whether the work was stopped or done by then.
+    /// Sends a request and waits until it ends. If `watch` is cancelled, the server is told to cancel the request; its
+    /// reply is still waited for, because it says whether the request was cancelled or had completed.
     pub fn ask(&mut self, request: Request, watch: &dyn Watch) -> Result<Reply> {
-        // A server with no room for another connection says so and hangs up: its sentence is worth more than EPIPE.
+        // A server that refuses the connection sends an error and closes it; this error is reported instead of EPIPE.
         let sent = self.send(&FromClient::Request(request));
         let mut cancel_sent = false;
         loop {

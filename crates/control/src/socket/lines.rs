@@ -1,39 +1,39 @@
-//! Lines from a stream, no longer than a limit.
+//! Lines of bounded length from a stream.
 //!
-//! A read that times out or would block loses nothing: the bytes so far are kept and the next call goes on.
+//! A read that times out or would block loses nothing: the bytes received so far are kept for the next call.
 
 use std::io::{self, Read};
 
-/// Bytes asked of the stream at once.
+/// Bytes per read.
 const READ_SIZE: usize = 16 << 10;
 
-/// What [`LineReader::next`] found.
+/// Result of [`LineReader::next`].
 #[derive(Debug, PartialEq, Eq)]
 pub enum Line {
-    /// A line, without its end.
+    /// A line without its line end.
     Complete(Vec<u8>),
-    /// The stream ended; bytes after the last line end were dropped.
+    /// The stream ended; bytes after the last line end are dropped.
     End,
-    /// A line is longer than the limit. The stream is of no use from here on.
+    /// A line exceeds the limit. The stream cannot be used any further.
     TooLong,
 }
 
-/// Cuts a stream into lines.
+/// Splits a stream into lines.
 pub struct LineReader<R> {
     stream: R,
     limit: usize,
     pending: Vec<u8>,
-    /// Bytes of `pending` known to hold no line end.
+    /// Number of bytes of `pending` that have no line end.
     searched: usize,
 }
 
 impl<R: Read> LineReader<R> {
-    /// Lines of `stream` of at most `limit` bytes.
+    /// Reads lines of at most `limit` bytes from `stream`.
     pub fn new(stream: R, limit: usize) -> Self {
         Self { stream, limit, pending: Vec::new(), searched: 0 }
     }
 
-    /// True when bytes have come that no line was made of yet.
+    /// Whether bytes of an incomplete line have been received.
     pub fn has_pending(&self) -> bool {
         !self.pending.is_empty()
     }
@@ -43,7 +43,7 @@ impl<R: Read> LineReader<R> {
         &self.stream
     }
 
-    /// A line that has already come whole, without reading.
+    /// The next complete line that is already received.
     fn take(&mut self) -> Option<Line> {
         match self.pending[self.searched..].iter().position(|b| *b == b'\n') {
             Some(at) => {
@@ -83,7 +83,7 @@ mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
 
-    /// Gives its bytes in pieces, with a timeout between any two.
+    /// A stream that returns its bytes in pieces, with a timeout between them.
     struct Pieces {
         bytes: Vec<u8>,
         piece: usize,

@@ -1,10 +1,10 @@
-//! The control socket: the face through which another process asks the owner of a datastore.
+//! The control socket: the front end for requests of other processes to the owner of a datastore.
 //!
 //! ```text
-//! path     where the socket is, which process may bind it, what a stale one is
+//! path     where the socket is, which process may bind it, and when it is stale
 //! lines    lines of bounded length from a stream
-//! client   the asking end
-//! server   the answering end
+//! client   sends requests
+//! server   answers requests
 //! ```
 //!
 //! # Protocol
@@ -15,20 +15,21 @@
 //!
 //! | from   | message    | meaning                                                                  |
 //! |--------|------------|--------------------------------------------------------------------------|
-//! | client | `request`  | a [`Request`](crate::Request); the next one only after this one has ended |
-//! | client | `cancel`   | stop the request that is under way; closing the connection does the same  |
-//! | server | `progress` | `done` of `total`; at most a few a second, any number of times            |
-//! | server | `part`     | a part of the answer (extents, an event), any number of times, in order   |
-//! | server | `reply`    | the end of a request: a [`Reply`](crate::Reply)                           |
-//! | server | `error`    | the other end of a request: kind and sentence                             |
+//! | client | `request`  | a [`Request`](crate::Request); one at a time                        |
+//! | client | `cancel`   | cancel the current request; closing the connection does the same       |
+//! | server | `progress` | `done` of `total`; any number of times, a few per second at most           |
+//! | server | `part`     | a part of the reply (extents, an event), any number of times, in order     |
+//! | server | `reply`    | the request succeeded: a [`Reply`](crate::Reply)                           |
+//! | server | `error`    | the request failed: kind and text of the error                             |
 //!
-//! What holds:
+//! Invariants:
 //! 1. Every request ends with exactly one `reply` or `error`, unless the connection breaks.
-//! 2. A line longer than its limit, not JSON, of another version or out of turn ends with an `error` and the end of the
-//!    connection; nothing else is touched.
-//! 3. A request whose client has gone is cancelled; what it began is undone as for any cancelled work. Work that is to
-//!    go on is started as a job, and waited for by another request.
-//! 4. Requests about machines do not cross: the process that asks carries them out ([`Request::is_of_asking_process`]).
+//! 2. A line that exceeds its limit, is not JSON, has another version or is out of order is answered with an `error`,
+//!    and the connection is closed. Other connections are not affected.
+//! 3. If its client disconnects, a request is cancelled, and what it began is undone. An operation that has to continue
+//!    is started as a job, and waited for by another request.
+//! 4. Requests about machines are not sent over the socket: the requesting process carries them out
+//!    ([`Request::is_of_asking_process`]).
 //!
 //! [`Request::is_of_asking_process`]: crate::Request::is_of_asking_process
 

@@ -1,11 +1,11 @@
-//! The control socket in the datastore's folder: where it is, which process may bind it, what a stale one is.
+//! The path of the control socket in the datastore's folder, which process may bind it, and when it is stale.
 //!
-//! 1. Only the owner of the datastore (the holder of its lock) binds or removes the socket. Whatever lies there when
-//!    one becomes owner belonged to a process that is gone: it is stale and may be removed.
+//! 1. Only the owner of the datastore (the holder of its lock) binds or removes the socket. A socket that exists when a
+//!    process becomes owner belonged to a process that has ended, so it is stale and may be removed.
 //! 2. The socket has mode 0600 from the moment it exists.
-//! 3. A datastore whose path is longer than a socket address holds works as any other: the socket is then reached
-//!    through the descriptor of the folder.
-//! 4. A datastore in no local folder has no control socket, and so no server.
+//! 3. The path of a datastore may be longer than a socket address allows: the socket is then reached through the
+//!    descriptor of the folder.
+//! 4. A datastore without a local folder has no control socket, and so no server.
 
 use connections::listen;
 use disk::Location;
@@ -14,7 +14,7 @@ use std::io;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 
-/// Its name in the folder.
+/// Name of the socket in the folder.
 const NAME: &str = "control.sock";
 
 /// The control socket of a datastore.
@@ -22,7 +22,7 @@ pub fn path(datastore: &Location) -> Result<PathBuf> {
     datastore.need_folder("a control socket or a server").map(|folder| folder.join(NAME))
 }
 
-/// A connection to the server of the datastore; `None` when there is none (no socket, or a stale one).
+/// Connects to the server of the datastore; `None` if there is none (no socket, or a stale one).
 pub fn connect(datastore: &Location) -> Result<Option<UnixStream>> {
     let Some(folder) = datastore.local_path() else { return Ok(None) };
     match listen::connect(&folder.join(NAME)) {
@@ -32,7 +32,7 @@ pub fn connect(datastore: &Location) -> Result<Option<UnixStream>> {
     }
 }
 
-/// Removes what an earlier owner left. Call only as owner. Anything that is not a socket is left alone and refused.
+/// Removes a socket that an earlier owner left; to be called as the owner. A file that is not a socket is refused.
 pub fn remove_stale(datastore: &Location) -> Result<()> {
     datastore.local_path().map_or(Ok(()), |folder| listen::remove_stale(&folder.join(NAME)))
 }
@@ -65,7 +65,7 @@ mod tests {
             assert!(connect(datastore).unwrap().is_some());
             drop(server);
             assert!(!path.exists());
-            // A killed owner leaves its socket.
+            // A socket as a killed owner leaves it.
             let short = folder.path().join("s");
             drop(UnixListener::bind(&short).unwrap());
             std::fs::rename(&short, &path).unwrap();

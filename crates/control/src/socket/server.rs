@@ -1,15 +1,16 @@
-//! The answering end of the control socket: a thread accepts, each connection has a thread, each long request under way
-//! one more, so that its connection can be watched for a cancel while it works. Short ones are answered by the thread
-//! of the connection: on a busy machine each hand-over between threads takes longer than taking a snapshot.
+//! The server of the control socket. One thread accepts connections, and each connection has a thread. A long request
+//! runs on a further thread, so that its connection can be watched for cancellation. Short requests are carried out by
+//! the connection's thread, because on a loaded machine a handover between threads takes longer than a snapshot.
 //!
-//! What holds:
-//! 1. At most [`CONNECTIONS_MAX`] connections; a further one is told so and closed. A connection that asks nothing for
-//!    [`IDLE_MAX`], leaves half a line for [`HALF_LINE_MAX`] or does not read for [`STALL_MAX`] is closed.
-//! 2. A request sees `cancelled()` soon after its client said so or went away, and when [`Server::stop`] has waited
-//!    [`GRACE`] for it; one that cannot get rid of its answer is cut off after as long again.
-//! 3. After [`Server::stop`] no request is running and none will start, and the socket file is removed.
+//! Invariants:
+//! 1. There are at most [`CONNECTIONS_MAX`] connections; further ones get an error and are closed. A connection is
+//!    closed if it sends no request for [`IDLE_MAX`], leaves a line incomplete for [`HALF_LINE_MAX`], or does not read
+//!    for [`STALL_MAX`].
+//! 2. A request's `cancelled()` becomes true soon after its client cancels or disconnects, and [`GRACE`] after
+//!    [`Server::stop`]. A request whose reply cannot be sent is cut after the same time again.
+//! 3. After [`Server::stop`] no request is running and none can begin, and the socket file is removed.
 //!
-//! Accepting, counting and ending connections is the business of [`connections`].
+//! Accepting, counting and ending connections is done by crate [`connections`].
 
 use super::lines::{Line, LineReader};
 use crate::dispatch::Watch;
@@ -30,44 +31,44 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 use std::time::Duration;
 
-/// Connections at once.
+/// Most connections at a time.
 const CONNECTIONS_MAX: usize = 64;
 
-/// How long a connection may ask nothing.
+/// How long a connection may be without a request.
 const IDLE_MAX: Duration = Duration::from_secs(60);
 
-/// How long the rest of a line may take.
+/// How long the rest of an incomplete line may take.
 const HALF_LINE_MAX: Duration = Duration::from_secs(10);
 
-/// How long a client may leave what it was sent unread. Long: a person may be paging through a diff.
+/// How long a client may leave replies unread. It is long, because a user may be paging through a diff.
 const STALL_MAX: Duration = Duration::from_secs(600);
 
-/// How long requests under way may go on after [`Server::stop`] before they are cancelled.
+/// How long running requests may continue after [`Server::stop`] before they are cancelled.
 const GRACE: Duration = Duration::from_secs(5);
 
-/// How long requests of clients that have gone may take until they are done or given up.
+/// How long to wait until the requests of disconnected clients have ended.
 const SETTLE_MAX: Duration = Duration::from_secs(60);
 
-/// How often progress is told, and cancellation by the server looked for.
+/// Interval of progress reports and of checks for cancellation by the server.
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(100);
 
-/// What carries out requests.
+/// The function that carries out requests.
 pub type Handler = dyn Fn(Request, &dyn Watch) -> Result<Reply> + Send + Sync;
 
-/// A control server at work. Dropping it stops it.
+/// A running control server. Dropping it stops it.
 pub struct Server(Service);
 
-/// What the threads of connections share.
+/// State shared by the threads of connections.
 struct Control {
     handler: Box<Handler>,
 }
 
 impl Server {
-    /// Listens in the folder of a datastore and begins to answer. Call only as owner of the datastore.
+    /// Listens in the folder of a datastore and answers requests. To be called by the owner of the datastore.
     ///
     /// # Errors
-    /// `Unsupported` where there is no local folder, `Exists` where a file that is not a socket is in the way, and
-    /// errors of the system.
+    /// `Unsupported` if the datastore has no local folder, `Exists` if the path of the socket is another file, and errors
+    /// of the system.
     pub fn start(datastore: &Location, handler: Box<Handler>) -> Result<Self> {
         let config = ServiceConfig {
             name: "control",
@@ -79,8 +80,8 @@ impl Server {
         Service::start(config, Arc::new(Control { handler })).map(Self)
     }
 
-    /// Accepts no more, lets requests under way finish, cancels those that take longer than [`GRACE`]. Again is
-    /// harmless.
+    /// Accepts no further requests, lets running requests finish, and cancels those that take longer than [`GRACE`].
+    /// May be called again.
     pub fn stop(&self) {
         self.0.stop();
     }
@@ -88,7 +89,7 @@ impl Server {
 
 impl Protocol for Control {
     fn serve(&self, connection: &Arc<Connection>) {
-        backend::local::wake_promptly();
+        backend::local::Thread::current().set_short_slice(true);
         if let Err(error) = connection.set_timeouts(Some(HALF_LINE_MAX), Some(STALL_MAX)) {
             tracing::warn!(%error, "a control connection could not be served");
             return;
@@ -99,17 +100,17 @@ impl Protocol for Control {
     fn refuse(&self, socket: &OwnedFd, why: Refusal) {
         let sentence = match why {
             Refusal::Full(_, limit) => format!("{limit} commands are under way already: try again later"),
-            // A client that connected in time gets the answer that its request was not begun.
+            // A client that connected before the stop is told that its request was not begun.
             Refusal::Stopping => "the server of this datastore is stopping: try again".to_owned(),
         };
         if let Ok(line) = encode(&failure(&Error::new(ErrorKind::Busy, sentence)), REPLY_LINE_MAX) {
-            // A new socket has room for it; fails when the client has gone.
+            // A new socket has room for the message; sending fails only if the client has disconnected.
             let _ = rustix::net::send(socket, &line, SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
         }
     }
 }
 
-/// Waits until one of the sockets is readable or hung up; which ones are.
+/// Waits until a socket is readable or hung up; returns which ones are.
 fn wait<const N: usize>(sockets: [BorrowedFd<'_>; N], timeout: Duration) -> io::Result<[bool; N]> {
     let mut entries = sockets.map(|socket| PollFd::from_borrowed_fd(socket, PollFlags::IN));
     let timeout = Timespec { tv_sec: timeout.as_secs() as i64, tv_nsec: i64::from(timeout.subsec_nanos()) };
@@ -128,7 +129,7 @@ fn failure(error: &Error) -> FromServer {
 struct Session<'a> {
     handler: &'a Handler,
     connection: &'a Connection,
-    /// Held while a line is written, so that lines do not mix.
+    /// Held while a line is written, so that lines are not interleaved.
     writing: Mutex<()>,
 }
 
@@ -140,7 +141,7 @@ impl Session<'_> {
         connection.write_all(&line).map_err(|e| Error::io("answering a control client", e))
     }
 
-    /// Answers requests until the client goes, misbehaves or the server stops.
+    /// Answers requests until the client disconnects or violates the protocol, or the server stops.
     fn serve(&self) {
         let mut lines = LineReader::new(self.connection, REQUEST_LINE_MAX);
         loop {
@@ -160,7 +161,7 @@ impl Session<'_> {
             };
             let outcome = match message {
                 Ok(FromClient::Request(request)) => self.run(request, &mut lines),
-                // It crossed the end of its request.
+                // The cancel message arrived after its request had ended.
                 Ok(FromClient::Cancel) => Ok(true),
                 Err(error) => self.send(&failure(&error)).map(|()| false),
             };
@@ -175,7 +176,7 @@ impl Session<'_> {
         }
     }
 
-    /// Carries out one request while watching the connection; `Ok(false)` when the connection is of no more use.
+    /// Carries out one request while watching the connection; `Ok(false)` if the connection cannot be used any further.
     fn run(&self, request: Request, lines: &mut LineReader<&Connection>) -> Result<bool> {
         tracing::debug!(?request, "control request");
         let follower = Follower { session: self, cancelled: AtomicBool::new(false), done: 0.into(), total: 0.into() };
@@ -210,8 +211,8 @@ impl Session<'_> {
         Ok(usable)
     }
 
-    /// Carries out a long request on a thread of its own while watching the connection: its end, and whether the
-    /// connection is of further use.
+    /// Carries out a long request on a thread of its own while watching the connection. Returns its outcome, and
+    /// whether the connection can be used any further.
     fn follow(
         &self,
         request: Request,
@@ -222,14 +223,14 @@ impl Session<'_> {
         let mut usable = true;
         let result = thread::scope(|scope| {
             let worker = thread::Builder::new().name("control-work".into()).spawn_scoped(scope, || {
-                // Hangs up when the work ends, also by a panic.
+                // Dropped when the work ends, also by a panic, which closes the pair.
                 let _finish = finish;
                 (self.handler)(request, follower)
             });
             let worker = worker.map_err(|e| Error::io("carrying out a control request", e))?;
             let mut told = (0, 0);
             loop {
-                // A client that is gone would be readable for ever.
+                // The socket of a disconnected client would always be readable, so it is not watched.
                 let ready = if usable {
                     wait([finished.as_fd(), self.connection.socket().as_fd()], PROGRESS_INTERVAL)
                 } else {
@@ -266,14 +267,14 @@ impl Session<'_> {
     }
 }
 
-/// The error of a request that panicked.
+/// The error for a request that panicked.
 fn failed_inside() -> Error {
     let sentence =
         "the server failed inside this request: see its log; `lamina check` shows whether the datastore is intact";
     Error::new(ErrorKind::Stopped, sentence)
 }
 
-/// What a request under way sees of its client.
+/// The progress that a running request reports to.
 struct Follower<'a> {
     session: &'a Session<'a>,
     cancelled: AtomicBool,

@@ -1,4 +1,4 @@
-//! Sinks that are written from front to back: streamOptimized disks, alone and in archives.
+//! Sinks that are written sequentially: streamOptimized disks, as files of their own and in OVA archives.
 
 use super::copy::{Pieces, Sink};
 use backend::{Access, File, IoMode, Lock};
@@ -13,15 +13,15 @@ use std::io::{self, BufWriter, Seek, SeekFrom, Write};
 use std::sync::Arc;
 use work::Progress;
 
-/// Level of compression: what zlib and VMware take.
+/// Compression level: the default of zlib, which VMware uses too.
 const LEVEL: u32 = 6;
 /// Bytes collected for one write.
 const BUFFER: usize = 1 << 20;
-/// Memory of the machine that an archive describes: the source of a conversion does not record one.
+/// Memory of the virtual machine that the archive's OVF description states: the source of a conversion records none.
 const MEMORY_MIB: u64 = 1024;
-/// Its virtual hardware: of ESXi 6.7, as in descriptors.
+/// Virtual hardware version of that machine: the one of ESXi 6.7, as in the descriptors that lamina writes.
 const HARDWARE: &str = "vmx-14";
-/// "Other" operating system, as CIM counts them.
+/// Operating system "Other" in the CIM numbering that OVF uses.
 const SYSTEM: u32 = 1;
 
 /// A new file under a temporary name.
@@ -47,7 +47,7 @@ impl NewFile {
         storage::create_unfinished(&**self.folder.directory(), &self.name, IoMode::Buffered)
     }
 
-    /// Gives the file its name, durably.
+    /// Renames the temporary file to its final name, durably.
     fn finish(&self, file: &dyn File) -> Result<()> {
         let directory = self.folder.directory();
         let during = || format!("making '{}' durable", self.name);
@@ -104,23 +104,23 @@ impl Seek for Output {
     }
 }
 
-/// One disk that is written as a stream, to a file of its own or into an archive.
+/// A streamOptimized disk that is being written, to a file of its own or into an archive.
 pub(super) struct StreamSink {
     new: NewFile,
     file: Arc<dyn File>,
     capacity: u64,
     archive: bool,
-    /// While it is held, no sweep removes the file as the remains of a crash.
+    /// While the lock is held, removing the remains of crashes leaves this file alone.
     _lock: Box<dyn Lock>,
 }
 
 impl StreamSink {
-    /// Makes the file, empty.
+    /// Creates the empty file.
     pub(super) fn new(folder: &Folder, name: &str, capacity: u64, archive: bool) -> Result<Self> {
         if !archive {
             storage::check_name(name)?;
         } else if stem(name).is_none() {
-            let text = format!("'{}' is no name for an archive: NAME.ova is", name.escape_debug());
+            let text = format!("'{}' is not the name of an archive: use NAME.ova", name.escape_debug());
             return Err(Error::new(ErrorKind::Invalid, text));
         }
         let new = NewFile { folder: folder.clone(), name: name.to_owned() };
@@ -164,7 +164,7 @@ impl StreamSink {
 
 impl Sink for StreamSink {
     fn unit(&self) -> u64 {
-        // The grain of streams.
+        // The grain size of streamOptimized disks.
         64 << 10
     }
 
@@ -205,7 +205,7 @@ fn threads() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
 }
 
-/// The descriptor inside a stream with the file name `name`.
+/// The descriptor that is embedded in a streamOptimized disk with the file name `name`.
 fn embedded(name: &str, capacity: u64) -> Result<Vec<u8>> {
     let entropy = system_entropy();
     let random = &mut || entropy();

@@ -1,4 +1,4 @@
-//! The copying: one thread reads parts of the disk and finds the zeros in them, the caller's thread writes them.
+//! The copy loop: one thread reads parts of the disk and finds the zeros in them, the caller's thread writes them.
 //!
 //! Buffers are reused: after a part is written, its buffer is read into again, so that memory is limited and stays in
 //! the processor's caches. When either thread ends, so does the other: the reader ends at the next part that it cannot
@@ -15,18 +15,18 @@ use work::Throttle;
 /// Bytes of a part; parts begin at multiples of it.
 pub const PIECE: u64 = 1 << 20;
 
-/// Parts in memory: one being read, one being written, the others between them.
+/// Parts in memory at a time: one is read, one is written, the others wait between the two threads.
 pub const PIECES: usize = 8;
 
 /// The smallest run of zeros that is left out.
 const ZERO_UNIT: u64 = BLOCK_SIZE as u64;
 
-/// Content of the source from some byte on.
+/// A range of the source with one kind of content; its start is the argument of [`Source::next`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SourceRun {
     /// Its length in bytes; not 0.
     pub length: u64,
-    /// True if it reads as zeros without being read.
+    /// True if the source's map shows that the range is zeros, so that it need not be read.
     pub zero: bool,
 }
 
@@ -35,7 +35,7 @@ pub trait Source: Send {
     /// Capacity in bytes.
     fn capacity(&self) -> u64;
 
-    /// The kind of the content at `start`, below the capacity.
+    /// The kind of the content at `start`, which lies below the capacity.
     fn next(&mut self, start: u64) -> Result<SourceRun>;
 
     /// Reads a range that [`Source::next`] did not return as zeros.
@@ -50,7 +50,7 @@ pub trait Sink: Send {
     /// Writes all parts.
     fn fill(&mut self, pieces: &mut Pieces<'_>) -> Result<()>;
 
-    /// Makes the target durable and gives it its name. After an error nothing is left.
+    /// Makes the target durable and gives it its name. After an error nothing of the target is left.
     fn finish(self: Box<Self>, progress: &dyn Progress) -> Result<()>;
 
     /// Removes the unfinished target.
@@ -63,10 +63,10 @@ pub struct CopyPiece {
     pub start: u64,
     /// Its length in bytes.
     pub length: u64,
-    /// Ranges that are not zeros, relative to `start`: in order, not adjacent, in the sink's units except at the end of
-    /// the disk.
+    /// Ranges that are not zeros, relative to `start`: in order, not adjacent, in units of [`Sink::unit`] except at the
+    /// end of the disk.
     pub runs: Vec<Range<usize>>,
-    /// The bytes; behind the end of the disk zeros up to a whole block.
+    /// The bytes of the part, padded with zeros to a whole block at the end of the disk.
     buffer: Option<Buffer>,
 }
 
@@ -76,7 +76,7 @@ impl CopyPiece {
         self.buffer.as_ref().map_or(&[], |buffer| &buffer[run.clone()])
     }
 
-    /// The bytes of a run, and zeros behind them to whole blocks where the disk ends within one.
+    /// The bytes of a run, padded with zeros to whole blocks where the disk ends within a block.
     pub fn blocks(&self, run: &Range<usize>) -> &[u8] {
         self.bytes(&(run.start..run.end.next_multiple_of(BLOCK_SIZE)))
     }
@@ -120,7 +120,7 @@ enum Message {
     End,
 }
 
-/// The parts in order.
+/// The parts of a copy in order, as the writing thread receives them.
 pub struct Pieces<'a> {
     full: Receiver<Message>,
     empty: Sender<Buffer>,
@@ -133,14 +133,14 @@ pub struct Pieces<'a> {
 }
 
 impl Pieces<'_> {
-    /// Passes the next part to `take`; false after the last. Reports the bytes done so far to `progress`.
+    /// Passes the next part to `take`; false after the last. Reports the bytes copied so far to `progress`.
     pub fn next(&mut self, take: impl FnOnce(&CopyPiece) -> Result<()>) -> Result<bool> {
         if self.ended {
             return Ok(false);
         }
         self.check()?;
         if let Some(buffer) = self.held.take() {
-            // The reader may have ended: then the buffer is not needed.
+            // Sending fails if the reader has ended, which then needs no buffer.
             let _ = self.empty.send(buffer);
         }
         let mut piece = match self.full.recv() {
@@ -183,7 +183,7 @@ pub fn copy(source: Box<dyn Source + '_>, mut sink: Box<dyn Sink + '_>, progress
         let (to_writer, full) = sync_channel(PIECES);
         let (empty, to_reader) = channel();
         for _ in 0..PIECES {
-            // Nothing is received yet: the other end is alive.
+            // The receiver of the channel exists, so sending cannot fail.
             let _ = empty.send(Buffer::recycled((PIECE / BLOCK_SIZE as u64) as usize));
         }
         let reader = Reader { source, unit, to_writer, to_reader };
@@ -191,7 +191,7 @@ pub fn copy(source: Box<dyn Source + '_>, mut sink: Box<dyn Sink + '_>, progress
         spawned.map_err(|error| Error::io("starting a thread to read", error))?;
         let throttle = Throttle::new(progress);
         let mut pieces = Pieces { full, empty, held: None, progress, total, copied: 0, throttle, ended: false };
-        // Dropping the parts ends the reader.
+        // Dropping the channel's ends makes the reader end.
         sink.fill(&mut pieces).map(|()| pieces.copied)
     });
     match outcome {
@@ -203,7 +203,7 @@ pub fn copy(source: Box<dyn Source + '_>, mut sink: Box<dyn Sink + '_>, progress
     }
 }
 
-/// The reading side.
+/// The thread that reads the source.
 struct Reader<'a> {
     source: Box<dyn Source + 'a>,
     unit: u64,
@@ -218,7 +218,7 @@ impl Reader<'_> {
             Ok(()) => Message::End,
             Err(error) => Message::Failed(error),
         };
-        // Fails only if the writer has ended, which then needs no answer.
+        // Sending fails only if the writer has ended, which then needs no message.
         let _ = self.to_writer.send(last);
     }
 
@@ -228,7 +228,8 @@ impl Reader<'_> {
         while start < capacity {
             let zeros = self.zeros_from(start, capacity)?;
             let piece = match zeros - start {
-                // Zeros up to the end of the part at least, in whole parts as far as they go.
+                // A range of zeros that covers the rest of the part is passed on without a buffer, as long as it fills
+                // whole parts.
                 length if zeros == capacity || length >= PIECE => {
                     let end = if zeros == capacity { capacity } else { zeros / PIECE * PIECE };
                     CopyPiece { start, length: end - start, runs: Vec::new(), buffer: None }
@@ -246,7 +247,7 @@ impl Reader<'_> {
         Ok(())
     }
 
-    /// The end of the zeros that begin at `start`.
+    /// The end of the zeros that begin at `start`, according to the source's map.
     fn zeros_from(&mut self, start: u64, capacity: u64) -> Result<u64> {
         let mut at = start;
         while at < capacity {
@@ -262,7 +263,7 @@ impl Reader<'_> {
     fn next(&mut self, at: u64, capacity: u64) -> Result<SourceRun> {
         let run = self.source.next(at)?;
         if run.length == 0 {
-            return Err(Error::new(ErrorKind::Corrupt, format!("the source's map has no answer for byte {at}")));
+            return Err(Error::new(ErrorKind::Corrupt, format!("the source's map returns no extent for byte {at}")));
         }
         Ok(SourceRun { length: run.length.min(capacity - at), ..run })
     }
@@ -279,17 +280,17 @@ impl Reader<'_> {
             }
             at += run.length;
         }
-        // The rest of the last block is written with it.
+        // Block devices write the last block whole, so its padding is zeroed.
         let padded = length.next_multiple_of(BLOCK_SIZE);
         buffer[length..padded].fill(0);
-        // A sink may have sectors where the source ends within one.
+        // Sinks write whole sectors, also where the source ends within one.
         let sectors = length.next_multiple_of(layer::SECTOR as usize);
         let runs = runs(&buffer[..sectors], self.unit as usize);
         Ok(CopyPiece { start, length: sectors as u64, runs, buffer: Some(buffer) })
     }
 }
 
-/// The parts of `bytes` that are not zeros, in units; adjacent ones joined.
+/// The ranges of `bytes` that are not zeros, in multiples of `unit`; adjacent ranges are joined.
 fn runs(bytes: &[u8], unit: usize) -> Vec<Range<usize>> {
     let mut runs: Vec<Range<usize>> = Vec::new();
     for (number, part) in bytes.chunks(unit).enumerate() {
@@ -305,7 +306,7 @@ fn runs(bytes: &[u8], unit: usize) -> Vec<Range<usize>> {
     runs
 }
 
-/// Whether all bytes are zero: in strides that the compiler vectorises, and without reading on if the first are not.
+/// Whether all bytes are zero. Compares strides that the compiler vectorises, and stops at the first that is not zero.
 fn is_zero(bytes: &[u8]) -> bool {
     const STRIDE: usize = 256;
     let zero = |part: &[u8]| part.iter().fold(0, |sum, byte| sum | byte) == 0;
@@ -317,7 +318,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn runs_are_what_is_not_zero() {
+    fn runs_are_the_ranges_that_are_not_zero() {
         let mut bytes = vec![0; 5 * 4096 + 512];
         assert!(runs(&bytes, 4096).is_empty());
         bytes[4096] = 1;

@@ -1,4 +1,4 @@
-//! Disks of a datastore, in whatever format, as sources and sinks.
+//! Disks of a datastore, in any format, as sources and sinks of a conversion.
 
 use super::copy::{Pieces, Sink, Source, SourceRun};
 use crate::device::{Allocation, Device, StatusExtent};
@@ -8,18 +8,18 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use work::Progress;
 
-/// Bytes mapped at a time, and runs of one result.
+/// Limits of one query of the map: bytes, and extents of the result.
 const ASK_BYTES: u64 = 256 << 20;
 const ASK_EXTENTS: usize = 1024;
 
-/// A device, read from front to back, and what has to be there as long: the device is let go first.
+/// A device as a source, with a value that must live as long as the device is open. The device is dropped first.
 pub struct HoldingSource<H> {
     source: DeviceSource,
     _held: H,
 }
 
 impl<H> HoldingSource<H> {
-    /// Reads the device while `held` is there.
+    /// Reads the device, and drops `held` after it.
     pub fn new(device: Arc<dyn Device>, held: H) -> Self {
         Self { source: DeviceSource::new(device), _held: held }
     }
@@ -39,7 +39,7 @@ impl<H: Send> Source for HoldingSource<H> {
     }
 }
 
-/// A device, read from front to back.
+/// A device as a source, read sequentially.
 pub struct DeviceSource {
     device: Arc<dyn Device>,
     /// The first byte of the first of `extents`.
@@ -87,17 +87,17 @@ impl Source for DeviceSource {
     }
 }
 
-/// Called with a device after it was filled, or could not be.
+/// Called after the device was filled (true) or filling it failed (false).
 pub type End = Box<dyn FnOnce(bool) -> Result<()> + Send>;
 
-/// A device that reads as zeros, written from front to back.
+/// A device that reads as zeros, as a sink that is written sequentially.
 pub struct DeviceSink {
     device: Arc<dyn Device>,
     end: End,
 }
 
 impl DeviceSink {
-    /// Fills the device; `end` is then called with the result, and removes the device after a failure.
+    /// Fills the device; `end` is then called with the outcome, and removes the device after a failure.
     pub fn new(device: Arc<dyn Device>, end: End) -> Self {
         Self { device, end }
     }
@@ -126,7 +126,7 @@ impl Sink for DeviceSink {
         match flushed {
             Ok(()) => end(true),
             Err(error) => {
-                // The first failure is reported.
+                // The first error is returned; an error of removing the device is not.
                 let _ = end(false);
                 Err(error)
             }

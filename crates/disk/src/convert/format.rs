@@ -1,4 +1,4 @@
-//! The formats by their names on the command line.
+//! Formats of conversion sources and targets, with their names on the command line.
 
 use crate::{Error, ErrorKind, Result};
 use layer::image::{Format, ImageKind};
@@ -6,17 +6,17 @@ use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
 
-/// The kind of a target.
+/// The format of a conversion's target.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub enum TargetFormat {
     /// A native disk of the datastore.
     Native,
-    /// An image that can be written later.
+    /// An image that stays writable after the conversion.
     Image(ImageKind),
-    /// One compressed file, written once.
+    /// A streamOptimized VMDK: one compressed file, written once.
     StreamOptimized,
-    /// An archive with one such disk and its description.
+    /// An OVA archive with one streamOptimized disk and its OVF description.
     Ova,
 }
 
@@ -27,7 +27,7 @@ impl TargetFormat {
         std::iter::once(Self::Native).chain(images).chain([Self::StreamOptimized, Self::Ova])
     }
 
-    /// Its name.
+    /// Its name on the command line.
     pub fn name(self) -> &'static str {
         match self {
             Self::Native => "native",
@@ -66,26 +66,26 @@ impl From<TargetFormat> for String {
     }
 }
 
-/// The kind of a file, if its user states it.
+/// The format of a source file, if the user states it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub enum SourceFormat {
-    /// The bytes of a disk.
+    /// A raw image.
     Raw,
-    /// Any VMDK, by its descriptor.
+    /// A VMDK that is opened by its descriptor.
     Vmdk,
-    /// QEMU's.
+    /// A qcow2 image.
     Qcow2,
-    /// An archive.
+    /// An OVA archive.
     Ova,
-    /// An extent by itself, whose descriptor is lost: its parent is not known, and what it does not hold is zeros. The
-    /// VMFSsparse one.
+    /// A VMFSsparse extent whose descriptor is lost. Its parent is unknown, so blocks that the extent does not hold
+    /// read as zeros.
     VmfsSparse,
-    /// A SEsparse extent by itself.
+    /// A SEsparse extent whose descriptor is lost.
     SeSparse,
-    /// A vsanSparse object by itself.
+    /// A vsanSparse object whose descriptor is lost.
     VsanSparse,
-    /// A sparse extent of Workstation by itself.
+    /// A sparse extent of VMware Workstation whose descriptor is lost.
     MonolithicSparse,
 }
 
@@ -102,7 +102,7 @@ impl SourceFormat {
         Self::MonolithicSparse,
     ];
 
-    /// Its name.
+    /// Its name on the command line.
     pub fn name(self) -> &'static str {
         match self {
             Self::Raw => "raw",
@@ -116,7 +116,7 @@ impl SourceFormat {
         }
     }
 
-    /// How the opener calls it; archives are none of its formats.
+    /// This format as [`layer::image`] names it; `None` for archives, which `layer::image` does not open.
     pub(crate) fn of_image(self) -> Option<Format> {
         match self {
             Self::Raw => Some(Format::Flat),

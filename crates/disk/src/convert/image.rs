@@ -10,7 +10,7 @@ use std::sync::Arc;
 use work::Progress;
 use work::Unreported;
 
-/// Extents of one part whose bytes are written out to the medium early; the others wait for the flush.
+/// Extents of one part whose writeback to disk is started early; further extents wait for the flush.
 const WRITE_OUT_EXTENTS: usize = 64;
 
 /// An image under its temporary name.
@@ -18,13 +18,13 @@ pub(super) struct ImageSink {
     unfinished: Unfinished,
     image: Image,
     kind: ImageKind,
-    /// Files with the bytes at the places in their layer's map.
+    /// The new image's layer, and the extents that its map returned for the part written last.
     layer: Arc<dyn Layer>,
     extents: Vec<Extent>,
 }
 
 impl ImageSink {
-    /// Makes the image, empty.
+    /// Creates the empty image.
     pub(super) fn new(
         folder: &Folder,
         name: &str,
@@ -33,7 +33,7 @@ impl ImageSink {
         progress: &dyn Progress,
     ) -> Result<Self> {
         let random = system_entropy();
-        // Zeros are written at the end, and only where nothing else was written.
+        // Zeros are written when all data is, and only to ranges without data.
         let made = match kind {
             ImageKind::EagerZeroedThick => ImageKind::ZeroedThick,
             kind => kind,
@@ -52,7 +52,7 @@ impl ImageSink {
         }
     }
 
-    /// Makes the system begin to write out the data: the flush at the end then has little to do.
+    /// Makes the kernel start writeback of the data, so that the flush at the end has little left to write.
     fn write_out(&mut self, start: u64, length: u64) -> Result<()> {
         self.extents.clear();
         self.layer.map(start..start + length, WRITE_OUT_EXTENTS, &mut self.extents)?;

@@ -12,10 +12,10 @@
 //! 1. **All or nothing.** The target has its name once all of it is durable. An error, an interruption and a crash
 //!    leave nothing under that name. The remains of a crash are removed by the datastore at its next opening, and in a
 //!    folder by the next conversion to the same name.
-//! 2. **The source is not changed**, and does not change: of a disk in use a snapshot is read.
+//! 2. **The source is not changed**, and does not change: if the disk is in use, a snapshot of it is read.
 //! 3. **Zeros are not written.** Ranges that the source does not hold are skipped; the others are searched for zeros.
-//!    So the target is as thin as its format allows, and a thick one has its space all the same.
-//! 4. **Memory is limited**: [`copy::PIECES`] parts, whatever is converted.
+//!    A thin target is as small as its format allows; a thick target has all its space allocated.
+//! 4. **Memory is limited**: [`copy::PIECES`] parts, whatever the size of the disk.
 //! 5. The kind of a source is what its user states, and its content is untrusted: the rules of [`layer::image`] for
 //!    foreign images apply.
 
@@ -40,7 +40,7 @@ use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 use work::{Progress, Throttled};
 
-/// One end of a conversion.
+/// Source or target of a conversion.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Address {
@@ -54,19 +54,19 @@ pub enum Address {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct ImageOptions {
-    /// The kind of the file; otherwise its first bytes decide.
+    /// The format of the file; if `None`, it is detected from the first bytes.
     pub format: Option<SourceFormat>,
     /// Accept a parent that was changed since its child was made.
     pub force_parent: bool,
-    /// Replay the journal of a SEsparse image that was not closed, as far as it can be proven.
+    /// Replay the journal of a SEsparse image that was not closed cleanly, as far as its records are provably complete.
     pub replay_journal: bool,
     /// Folders besides the image's own that it may refer to.
     pub permitted: Vec<PathBuf>,
-    /// Which disk of an archive: the name of its file there.
+    /// The disk to read from an archive, by the name of its file there.
     pub member: Option<String>,
 }
 
-/// What to convert into what.
+/// A conversion to carry out.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Conversion {
@@ -74,11 +74,11 @@ pub struct Conversion {
     pub from: Address,
     /// The target, which must not exist.
     pub to: Address,
-    /// Its format.
+    /// Format of the target.
     pub format: TargetFormat,
-    /// How the source is opened.
+    /// How the source is opened, if it is a file.
     pub options: ImageOptions,
-    /// Most bytes a second; 0 for no limit.
+    /// Limit in bytes per second; 0 for none.
     pub rate: u64,
 }
 
@@ -87,7 +87,7 @@ pub struct Conversion {
 pub struct Converted {
     /// The target: a path or the name of a disk.
     pub target: String,
-    /// Its format.
+    /// Format of the target.
     pub format: TargetFormat,
     /// Capacity in bytes.
     pub capacity: u64,
@@ -100,18 +100,18 @@ pub struct Converted {
 }
 
 impl Conversion {
-    /// Whether a datastore takes part.
+    /// Whether the source or the target is a disk of a datastore.
     pub fn needs_datastore(&self) -> bool {
         matches!(self.from, Address::Disk(_)) || matches!(self.to, Address::Disk(_))
     }
 
-    /// Carries it out.
+    /// Carries out the conversion.
     pub fn run(&self, datastore: Option<&Datastore>, progress: &dyn Progress) -> Result<Converted> {
         let datastore = || {
             let missing = || Error::new(ErrorKind::Invalid, "a disk is named without a datastore: give --datastore");
             datastore.ok_or_else(missing)
         };
-        // The target first, so that nothing is read for one that cannot be made.
+        // The target is checked first, so that no source is read for a target that cannot be created.
         target::check(&self.to, self.format)?;
         let mut warnings = Vec::new();
         let _use = match &self.from {
@@ -142,7 +142,7 @@ pub(crate) fn copy_into(
 ) -> Result<Converted> {
     target::check(to, format)?;
     let capacity = source.capacity().next_multiple_of(layer::SECTOR);
-    // Until the disk exists, no other operation gets its name.
+    // Reserves the name, so that no other operation takes it before the disk exists.
     let mut reservation = None;
     let made = match (to, datastore) {
         (Address::Path(path), _) => target::make(path, format, capacity, progress)?,

@@ -15,25 +15,25 @@ use std::path::Path;
 use std::sync::Arc;
 use work::Progress;
 
-/// Bytes mapped at a time, and runs of one result.
+/// Limits of one query of the chain's map: bytes, and spans of the result.
 const ASK_BYTES: u64 = 256 << 20;
 const ASK_SPANS: usize = 1024;
 
-/// Bytes of an archive's member digested between two checks for a cancellation.
+/// Bytes of an archive's member that are hashed between two checks for cancellation.
 const DIGEST_PIECE: usize = 1 << 20;
 
 /// Offset of the magic number of a tar archive.
 const TAR_MAGIC: (u64, &[u8]) = (257, b"ustar");
 
-/// A chain of layers.
+/// A chain of images as a source.
 pub struct ChainSource {
     chain: Arc<Chain>,
-    /// The known extents from the first span's start on.
+    /// Spans that the map returned, from the position that is read next.
     spans: VecDeque<Span>,
 }
 
 impl ChainSource {
-    /// Reads the chain as it is; it should not be written meanwhile.
+    /// Reads the chain as it is; it should not be written while the copy runs.
     pub fn new(chain: Arc<Chain>) -> Self {
         Self { chain, spans: VecDeque::new() }
     }
@@ -63,7 +63,7 @@ impl Source for ChainSource {
 }
 
 impl ImageOptions {
-    /// Options for the opener.
+    /// These options as [`layer::image`] takes them.
     pub(crate) fn opening(&self, writable: bool) -> OpenOptions {
         OpenOptions {
             writable,
@@ -81,7 +81,7 @@ impl ImageOptions {
     }
 }
 
-/// Opens what a path names.
+/// Opens a path as a source: an archive or an image with its parents.
 pub(super) fn open(
     path: &Path,
     options: &ImageOptions,
@@ -102,21 +102,21 @@ pub(super) fn open(
     }
     let opened = open_chain(place, &options.opening(false))?;
     if options.force_parent {
-        warnings.push("parents were taken as they are, changed or not: what was read may be garbage".to_owned());
+        warnings.push("parents may have changed since their children were made: the data read may be wrong".to_owned());
     }
     let label = opened.images()[0].place().label();
     Ok(Box::new(ChainSource::new(Arc::new(whole_chain(&label, &opened)?))))
 }
 
-/// The chain of opened images, for reading.
+/// The chain of the opened images, read-only.
 pub(crate) fn whole_chain(label: &str, opened: &image::Chain) -> Result<Chain> {
     let levels_max = chain::limits::LEVELS_MAX;
     let options = chain::Options { read_only: true, levels_max, ..chain::Options::default() };
     Chain::open(label, opened.layers(), options)
 }
 
-/// Whether the file begins as a tar archive does, and has the suffix of a virtual machine's archive: the guest writes
-/// the first bytes of a raw disk.
+/// Whether the file has the suffix `.ova` and begins like a tar archive. The first bytes alone do not decide, because
+/// the guest writes those of a raw disk.
 pub(crate) fn is_archive(place: &Place) -> Result<bool> {
     if !place.name.to_ascii_lowercase().ends_with(".ova") {
         return Ok(false);
@@ -128,7 +128,7 @@ pub(crate) fn is_archive(place: &Place) -> Result<bool> {
     Ok(bytes == magic)
 }
 
-/// The file of one disk of an archive, after a check of its digest.
+/// Opens the file of one disk in an archive, after verifying its digest.
 pub(crate) fn open_member(
     place: &Place,
     options: &ImageOptions,
@@ -155,7 +155,7 @@ pub(crate) fn open_member(
         let text = format!("'{}' of '{label}' is a delta of another disk; unpack the archive first", disk.file);
         return Err(Error::new(ErrorKind::Unsupported, text));
     }
-    // The manifest's digest is checked before anything is created from the file.
+    // The digest in the archive's manifest is verified before anything is created from the file.
     let mut reader = ova.reader(&disk.file)?;
     let mut buffer = vec![0; DIGEST_PIECE];
     loop {

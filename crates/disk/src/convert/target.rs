@@ -1,4 +1,4 @@
-//! Targets by path.
+//! Conversion targets that are files.
 
 use super::archive::StreamSink;
 use super::copy::Sink;
@@ -16,7 +16,7 @@ pub(crate) struct Target<'a> {
     pub(crate) files: Vec<PathBuf>,
 }
 
-/// Refuses a target that cannot be of that format, or is there already.
+/// Refuses a target that cannot have the format, or that exists already.
 pub(super) fn check(to: &Address, format: TargetFormat) -> Result<()> {
     match (to, format) {
         (Address::Path(path), TargetFormat::Native) => {
@@ -31,7 +31,7 @@ pub(super) fn check(to: &Address, format: TargetFormat) -> Result<()> {
             Err(Error::new(ErrorKind::Exists, format!("there is a file '{}' already", path.display())))
         }
         (Address::Disk(name), _) if name.contains('@') => {
-            let text = format!("'{name}' is a snapshot: the target is a new disk");
+            let text = format!("'{name}' names a snapshot, but the target must be a new disk");
             Err(Error::new(ErrorKind::Invalid, text))
         }
         _ => Ok(()),
@@ -42,14 +42,14 @@ pub(super) fn check(to: &Address, format: TargetFormat) -> Result<()> {
 pub(crate) fn folder_of(path: &Path) -> Result<(Folder, String)> {
     let name = path.file_name().and_then(|name| name.to_str());
     let Some(name) = name else {
-        let text = format!("'{}' is no file name, or no text", path.display());
+        let text = format!("'{}' has no file name, or is not UTF-8", path.display());
         return Err(Error::new(ErrorKind::Invalid, text));
     };
     let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
     Ok((Folder::local(parent, &[])?, name.to_owned()))
 }
 
-/// Begins a target.
+/// Creates an empty target under a temporary name.
 pub(super) fn make(
     path: &Path,
     format: TargetFormat,
@@ -57,7 +57,7 @@ pub(super) fn make(
     progress: &dyn Progress,
 ) -> Result<Target<'static>> {
     let (folder, name) = folder_of(path)?;
-    // Removes the remains of a conversion to the same name that a power cut ended.
+    // Removes what a conversion to the same name left when a power cut ended it.
     let removed = storage::sweep_one(&**folder.directory(), &name)?;
     if !removed.is_empty() {
         tracing::warn!("removed what an unfinished conversion had left: {}", removed.join(", "));
@@ -79,7 +79,7 @@ pub(super) fn make(
     Ok(Target { sink, files })
 }
 
-/// Names of the files of an image, the one to open first.
+/// Names of the files of an image; the file by which it is opened comes first.
 pub(crate) fn files_of(name: &str, kind: ImageKind, capacity: u64) -> Result<Vec<String>> {
     let mut files = vec![name.to_owned()];
     if let Some(descriptor) = NewImage::new(name, capacity, kind).descriptor(&mut || 0)? {

@@ -1,4 +1,4 @@
-//! Every verb, handed to the disks of the kind that the name belongs to.
+//! Control operations: each is passed to the native disks or to the disks in VMware's formats, depending on the disk.
 
 use super::Datastore;
 use crate::foreign::ForeignDisk;
@@ -14,7 +14,8 @@ use store::engine::NewSnapshot;
 use work::Progress;
 
 impl Datastore {
-    /// A disk in VMware's formats, for what only those have.
+    /// The disk `name`, for operations that only disks in VMware's formats have; for a native disk an error with the
+    /// reason `what`.
     fn image_disk(&self, name: &str, what: &str) -> Result<Arc<ForeignDisk>> {
         if let Some(entry) = self.foreign.find(name) {
             return Ok(entry);
@@ -24,7 +25,7 @@ impl Datastore {
         Err(Error::new(ErrorKind::Unsupported, text))
     }
 
-    /// Makes a disk. Progress matters for thick ones.
+    /// Creates a disk. Reports progress while a thick disk is zeroed.
     pub fn create_disk(&self, name: &str, new: &NewDisk, progress: &dyn Progress) -> Result<DiskInfo> {
         let _name = self.reserve(name)?;
         match new.format.kind(new.provisioning) {
@@ -40,7 +41,7 @@ impl Datastore {
         }
     }
 
-    /// All disks by name, block counts left out.
+    /// All disks by name, without their block counts.
     pub fn disks(&self) -> Result<Vec<DiskInfo>> {
         let mut disks = self.native.disks()?;
         disks.extend(self.foreign.disks());
@@ -48,7 +49,7 @@ impl Datastore {
         Ok(disks)
     }
 
-    /// One disk, blocks counted.
+    /// One disk, with its block counts.
     pub fn disk(&self, name: &str) -> Result<DiskInfo> {
         match self.foreign.find(name) {
             Some(entry) => self.foreign.info(&entry, true),
@@ -56,7 +57,7 @@ impl Datastore {
         }
     }
 
-    /// Grows a disk, or shrinks it when `shrink` says that losing its end is meant.
+    /// Grows a disk, or shrinks it if `shrink` confirms that data at its end may be lost.
     pub fn resize_disk(&self, name: &str, capacity: u64, shrink: bool) -> Result<DiskInfo> {
         let _use = self.uses.share(name)?;
         match self.foreign.find(name) {
@@ -75,8 +76,8 @@ impl Datastore {
         }
     }
 
-    /// Deletes a disk with its snapshots. `Busy` while clients have it open, and with the list when clones stand on
-    /// it, unless `promote`: then the snapshots they stand on become theirs.
+    /// Deletes a disk with its snapshots. `Busy` while clients have it open, and if linked clones are based on it (the
+    /// error lists them). With `promote`, the snapshots that clones are based on are handed over to the clones instead.
     pub fn delete_disk(&self, name: &str, promote: bool) -> Result<()> {
         self.end_groups()?;
         let _use = self.uses.share(name)?;
@@ -110,7 +111,8 @@ impl Datastore {
         if native.is_empty() {
             self.snapshot_images(&images, &[], options, &mut || Ok(()))?;
         } else {
-            // The lock of the native disks is taken first: no write waits for that.
+            // The native lock is taken before the images are opened, because no write waits for that lock during this
+            // time.
             taken = self.native.create_snapshots(&native, &mut |new, take| match images.is_empty() {
                 true => take(),
                 false => self.snapshot_images(&images, new, options, take),
@@ -124,8 +126,8 @@ impl Datastore {
         Ok(taken)
     }
 
-    /// Takes snapshots of disks of images, and of native ones by `take`: after a power cut all of them are there, or
-    /// none.
+    /// Takes snapshots of disks in VMware's formats, and of native disks by calling `take`. After a power cut either
+    /// all of the snapshots exist or none.
     fn snapshot_images(
         &self,
         images: &[(Arc<ForeignDisk>, String)],
@@ -156,8 +158,9 @@ impl Datastore {
         outcome.and(ended)
     }
 
-    /// Removes records of groups that are over and could not be removed then. Before snapshots go or are made: what an
-    /// opening would read from them must still be true.
+    /// Removes the records of snapshot groups that are complete but whose records could not be removed before. It runs
+    /// before snapshots are created or deleted, because recovery would compare such a record with the snapshots that it
+    /// finds.
     fn end_groups(&self) -> Result<()> {
         let mut unended = self.unended.lock();
         while let Some(group) = unended.last() {
@@ -167,7 +170,7 @@ impl Datastore {
         Ok(())
     }
 
-    /// Snapshots of one disk, or of all, parents before children.
+    /// Snapshots of one disk, or of all disks, parents before children.
     pub fn snapshots(&self, disk: Option<&str>) -> Result<Vec<SnapshotInfo>> {
         match disk.map(|name| (name, self.foreign.find(name))) {
             Some((_, Some(entry))) => Ok(self.foreign.snapshots(&entry)),
@@ -180,8 +183,8 @@ impl Datastore {
         }
     }
 
-    /// Deletes a snapshot; `Busy` with the list when clones stand on it, and while clients read it. Where it is an
-    /// image, that is merged with a neighbour, in the direction asked for or the cheaper one.
+    /// Deletes a snapshot. `Busy` while clients have it open, and if linked clones are based on it (the error lists
+    /// them). A snapshot that is an image is merged with a neighbour, in the given direction or else the cheaper one.
     pub fn delete_snapshot(
         &self,
         disk: &str,
@@ -194,13 +197,13 @@ impl Datastore {
         match self.foreign.find(disk) {
             Some(entry) => self.foreign.delete_snapshot(&entry, name, direction, progress),
             None if direction.is_some() => {
-                self.image_disk(disk, "deleting its snapshots merges nothing, so there is no direction").map(|_| ())
+                self.image_disk(disk, "deleting its snapshots merges nothing: omit --up and --down").map(|_| ())
             }
             None => self.native.delete_snapshot(disk, name),
         }
     }
 
-    /// Makes the head equal to a snapshot again. `Busy` while clients have the disk open.
+    /// Reverts the head to a snapshot. `Busy` while clients have the disk open.
     pub fn revert(&self, disk: &str, name: &str) -> Result<DiskInfo> {
         let _use = self.uses.share(disk)?;
         match self.foreign.find(disk) {
@@ -217,7 +220,7 @@ impl Datastore {
         }
     }
 
-    /// Makes linked clones of a snapshot, or of the head (through a snapshot taken for it). All or none.
+    /// Makes linked clones of a snapshot, or of the head through a new snapshot. Either all clones are made or none.
     pub fn clone_linked(
         &self,
         disk: &str,
@@ -236,7 +239,7 @@ impl Datastore {
         }
     }
 
-    /// Makes an independent copy of the allocated data. Interrupted, it leaves nothing behind.
+    /// Makes an independent copy of the allocated data. An interrupted copy is removed.
     pub fn clone_full(&self, disk: &str, at: &Point, name: &str, progress: &dyn Progress) -> Result<DiskInfo> {
         let _use = self.uses.share(disk)?;
         let _name = self.reserve(name)?;
@@ -246,31 +249,31 @@ impl Datastore {
         }
     }
 
-    /// Makes a linked clone independent of its parent, while it is in use: the parent can be deleted afterwards.
+    /// Makes a linked clone independent of its parent, while the clone is in use. The parent can be deleted afterwards.
     pub fn detach(&self, name: &str, progress: &dyn Progress) -> Result<DiskInfo> {
         let _use = self.uses.share(name)?;
         match self.foreign.find(name) {
             Some(_) => Err(Error::new(
                 ErrorKind::Unsupported,
-                format!("disk '{name}' stands on its parent's images; 'lamina clone --full' makes an independent copy"),
+                format!("disk '{name}' needs its parent's images; 'lamina clone --full' makes an independent copy"),
             )),
             None => self.native.detach(name, progress),
         }
     }
 
-    /// Figures of the chain of a disk in VMware's formats.
+    /// Statistics of the chain of a disk in VMware's formats.
     pub fn disk_statistics(&self, name: &str) -> Result<DiskStatistics> {
-        self.foreign.statistics(&*self.image_disk(name, "it has no chain, and so no figures of one")?)
+        self.foreign.statistics(&*self.image_disk(name, "it has no chain, and so no statistics of one")?)
     }
 
-    /// Changes tunables of a chain, at once and for good.
+    /// Changes tunables of a chain, at once and persistently.
     pub fn tune_disk(&self, name: &str, tuning: &Tuning) -> Result<DiskStatistics> {
         let _use = self.uses.share(name)?;
         self.foreign.tune(&*self.image_disk(name, "it has no chain to tune")?, tuning)
     }
 
-    /// Opens a disk again that has stopped after a failure of its medium, while its clients stay connected. One that
-    /// takes writes is left alone.
+    /// Opens a disk again that stopped after an I/O error, while its clients stay connected. Does nothing to a disk
+    /// that has not stopped.
     pub fn reopen_disk(&self, name: &str, progress: &dyn Progress) -> Result<DiskInfo> {
         let _use = self.uses.alone(name, "opened again")?;
         if let Some(entry) = self.foreign.find(name) {
@@ -282,13 +285,14 @@ impl Datastore {
             Some(why) => Err(Error::new(
                 ErrorKind::Unsupported,
                 format!(
-                    "disk '{name}' is a native one, and all native disks of the datastore have stopped together ({why});                      stop the server and start it again"
+                    "disk '{name}' is a native one, and all native disks of the datastore have stopped ({why}); \
+                     stop the server and start it again"
                 ),
             )),
         }
     }
 
-    /// Gives a thin or zeroed thick flat disk all its space, zeroed, while it is in use.
+    /// Allocates and zeroes all space of a thin or zeroed thick flat disk, while the disk is in use.
     pub fn inflate_disk(&self, name: &str, progress: &dyn Progress) -> Result<DiskInfo> {
         let _use = self.uses.share(name)?;
         let entry = self.image_disk(name, "'lamina clone --full' makes copies of other provisioning types")?;
@@ -296,25 +300,30 @@ impl Datastore {
         self.foreign.info(&entry, true)
     }
 
-    /// Gives back the blocks of a flat disk that hold only zeros, while it is in use.
+    /// Returns blocks of a flat disk that hold only zeros to the file system, while the disk is in use.
     pub fn punch_zeros(&self, name: &str, progress: &dyn Progress) -> Result<Reclaimed> {
         let _use = self.uses.share(name)?;
-        self.foreign.punch_zeros(&*self.image_disk(name, "discard gives back what it does not need")?, progress)
+        self.foreign.punch_zeros(
+            &*self.image_disk(name, "discarded blocks return to the file system without a command")?,
+            progress,
+        )
     }
 
-    /// Finds the dead grains of a disk's deltas and frees them, while it is in use.
+    /// Finds grains of a disk's deltas that nothing references and frees them, while the disk is in use.
     pub fn wipe_disk(&self, name: &str, progress: &dyn Progress) -> Result<Reclaimed> {
         let _use = self.uses.share(name)?;
-        self.foreign.wipe(&*self.image_disk(name, "freed blocks go back by themselves")?, progress)
+        self.foreign
+            .wipe(&*self.image_disk(name, "freed blocks return to the file system without a command")?, progress)
     }
 
-    /// Gives the free grains of a disk's deltas back to the file system, while it is in use.
+    /// Returns free grains of a disk's deltas to the file system, while the disk is in use.
     pub fn shrink_disk(&self, name: &str, progress: &dyn Progress) -> Result<Reclaimed> {
         let _use = self.uses.share(name)?;
-        self.foreign.shrink(&*self.image_disk(name, "freed blocks go back by themselves")?, progress)
+        self.foreign
+            .shrink(&*self.image_disk(name, "freed blocks return to the file system without a command")?, progress)
     }
 
-    /// Merges the chain of a disk into its base, while it is in use. The snapshots between go.
+    /// Merges the chain of a disk into its base, while the disk is in use. The snapshots between them are deleted.
     pub fn consolidate_disk(&self, name: &str, progress: &dyn Progress) -> Result<DiskInfo> {
         let _use = self.uses.share(name)?;
         let entry = self.image_disk(name, "it has no chain to consolidate")?;

@@ -1,7 +1,8 @@
-//! Which operations work on which disk: a migration excludes other changes of its disk, and they exclude it.
+//! Which operations run on which disk: a migration excludes other operations on its disk, and they exclude it.
 //!
-//! An operation that changes a disk or its snapshots uses the disk's name until it has ended; a migration has it alone.
-//! The operation that comes second is refused with the reason; it does not wait.
+//! An operation that changes a disk or its snapshots holds a shared use of the disk's name until it has ended; a
+//! migration holds an exclusive one. An operation that conflicts with a use is refused with the reason; it does not
+//! wait.
 
 use error::{Error, ErrorKind, Result};
 use parking_lot::Mutex;
@@ -10,39 +11,39 @@ use std::sync::Arc;
 
 #[derive(Clone, Copy)]
 enum Use {
-    /// By that many operations.
+    /// The number of operations that share the disk.
     Shared(u64),
-    /// For what.
+    /// What the exclusive operation does to the disk, as a participle.
     Alone(&'static str),
 }
 
-/// The disks that are worked on.
+/// The uses of all disks.
 #[derive(Default)]
 pub(crate) struct Uses {
     all: Mutex<BTreeMap<String, Use>>,
 }
 
-/// One use; it ends when this is dropped.
+/// A use of a disk, which ends when this value is dropped.
 pub(crate) struct InUse {
     uses: Arc<Uses>,
     name: String,
 }
 
 impl Uses {
-    /// Uses a disk for a change: `Busy` while another operation has it alone.
+    /// Takes a shared use of a disk: `Busy` while another operation has exclusive use.
     pub fn share(self: &Arc<Self>, name: &str) -> Result<InUse> {
         let mut all = self.all.lock();
         match all.entry(name.to_owned()).or_insert(Use::Shared(0)) {
             Use::Shared(count) => *count += 1,
             Use::Alone(what) => {
-                let text = format!("disk '{name}' is being {what}: this has to wait until that is done or stopped");
+                let text = format!("disk '{name}' is being {what}: wait until this has ended, or stop it");
                 return Err(Error::new(ErrorKind::Busy, text));
             }
         }
         Ok(InUse { uses: Arc::clone(self), name: name.to_owned() })
     }
 
-    /// Has a disk alone, to be `what` (a participle): `Busy` while any operation uses it.
+    /// Takes exclusive use of a disk, to be `what` (a participle): `Busy` while any other operation uses it.
     pub fn alone(self: &Arc<Self>, name: &str, what: &'static str) -> Result<InUse> {
         let mut all = self.all.lock();
         match all.get(name) {
@@ -83,7 +84,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn alone_is_alone() {
+    fn exclusive_use_excludes_all_other_uses() {
         let uses = Arc::new(Uses::default());
         let (a, b) = (uses.share("x").unwrap(), uses.share("x").unwrap());
         assert_eq!(uses.alone("x", "migrated").err().unwrap().kind(), ErrorKind::Busy);

@@ -11,7 +11,8 @@ use vmdk::CloneReference;
 use work::Progress;
 
 impl Foreign {
-    /// Linked clones of a disk that exist now. Those in other datastores count as existing: this one cannot check.
+    /// Linked clones of a disk that exist now. Clones in other datastores count as existing, because this one cannot
+    /// check.
     pub(super) fn clones_there(&self, entry: &ForeignDisk) -> Vec<CloneReference> {
         let there: Vec<String> = self.entries().iter().map(|entry| entry.disk.uuid()).collect();
         let own = self.path.as_deref();
@@ -35,7 +36,7 @@ impl Foreign {
         names.collect()
     }
 
-    /// Takes a snapshot under a name that is free.
+    /// Takes a snapshot named `name`, or `name` with a number if that name is taken.
     pub(super) fn snapshot_for(&self, entry: &Arc<ForeignDisk>, name: &str, description: &str) -> Result<String> {
         let mut free = name.to_owned();
         let mut number = 2;
@@ -48,7 +49,7 @@ impl Foreign {
         Ok(free)
     }
 
-    /// Makes linked clones of a snapshot, or of the head (through a snapshot taken for it). All or none.
+    /// Makes linked clones of a snapshot, or of the head through a new snapshot. Either all clones are made or none.
     pub fn clone_linked(
         &self,
         entry: &Arc<ForeignDisk>,
@@ -57,7 +58,7 @@ impl Foreign {
         progress: &dyn Progress,
     ) -> Result<Vec<DiskInfo>> {
         let (snapshot, made) = match (at, names) {
-            (_, []) => return Err(Error::new(ErrorKind::Invalid, "no clones are asked for")),
+            (_, []) => return Err(Error::new(ErrorKind::Invalid, "no clone is named")),
             (Point::Snapshot(name), _) => {
                 entry.find_snapshot(name)?;
                 (name.clone(), false)
@@ -100,7 +101,7 @@ impl Foreign {
         }
     }
 
-    /// Makes an independent copy of the allocated data in the same format. Interrupted, it leaves nothing behind.
+    /// Makes an independent copy of the allocated data in the same format. An interrupted copy is removed.
     pub fn clone_full(
         &self,
         entry: &Arc<ForeignDisk>,
@@ -117,7 +118,8 @@ impl Foreign {
         };
         let copied = self.copy(entry, &snapshot, name, progress);
         if temporary {
-            // Without the copy's progress: it is merged back, with what was written meanwhile.
+            // The merge of the temporary snapshot is not part of the reported progress and cannot be cancelled with the
+            // copy.
             self.delete_snapshot(entry, &snapshot, None, &crate::NoProgress)?;
         }
         let copied = copied?;
@@ -146,7 +148,7 @@ impl Foreign {
         let made = vmdk::Disk::create(home, &new, &self.options, &crate::NoProgress);
         let outcome = made.and_then(|disk| {
             let target = ChainedDevice::new(name, disk.chain()?);
-            // The sink deletes nothing on failure: this function made the disk and deletes it.
+            // The sink does not delete the disk on failure, because this function created the disk and deletes it.
             let sink = DeviceSink::new(Arc::new(target), Box::new(|_| Ok(())));
             match copy_all(Box::new(DeviceSource::new(Arc::new(source))), Box::new(sink), progress) {
                 Ok(_) => Ok(disk),

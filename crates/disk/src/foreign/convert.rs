@@ -1,4 +1,4 @@
-//! Disks in VMware's formats as ends of a conversion.
+//! Disks in VMware's formats as sources and targets of a conversion.
 
 use super::snapshots::TEMPORARY;
 use super::{Foreign, ForeignDisk, ForeignReplica};
@@ -10,12 +10,12 @@ use error::Result;
 use std::sync::Arc;
 use work::{NoProgress, Progress};
 
-/// Largest unit in which a target is filled; formats with larger grains fill the rest up themselves.
+/// Largest unit in which a target is filled. Formats with larger grains complete partial grains themselves.
 const UNIT_MAX: u64 = 1 << 20;
 
 impl Foreign {
-    /// A disk or snapshot to read. Of a disk, what it is now: through a snapshot that is merged back when the source
-    /// goes, and when the datastore is opened after a crash.
+    /// A disk or snapshot as a source. A disk is read through a temporary snapshot. The snapshot is merged back when
+    /// the source is dropped, or after a crash when the datastore is opened.
     pub(crate) fn conversion_source<'a>(
         &'a self,
         entry: &Arc<ForeignDisk>,
@@ -33,7 +33,7 @@ impl Foreign {
         Ok(Box::new(HoldingSource::new(self.open_device(entry, name, true)?, point)))
     }
 
-    /// A new disk to fill; its name is reserved.
+    /// A new disk as a target. The caller has reserved its name.
     pub(crate) fn conversion_target<'a>(
         &'a self,
         name: &str,
@@ -59,7 +59,7 @@ impl Foreign {
     }
 }
 
-/// A snapshot for the time of a conversion.
+/// A temporary snapshot that is deleted when this value is dropped.
 struct Point<'a> {
     foreign: &'a Foreign,
     entry: Arc<ForeignDisk>,
@@ -75,7 +75,7 @@ impl Drop for Point<'_> {
     }
 }
 
-/// A disk without a name that clients can open, written from front to back.
+/// A new disk that clients cannot open yet, written sequentially.
 struct ForeignSink<'a> {
     foreign: &'a Foreign,
     replica: ForeignReplica,

@@ -1,9 +1,11 @@
-//! A chain of layers as a device: what an export serves of a disk in one of VMware's formats, or above an image of one.
+//! A chain of layers as a device: what an export serves of a disk in a VMware format, or of a native disk above an
+//! image.
 //!
-//! 1. The segments of a read plan are the parts of the chain's plan, one for one. What lies in a file is the caller's
-//!    to fetch, in whole blocks where the file takes no others; what has to be decoded is fetched here.
-//! 2. The chain's plan is the guard of the read, and is let go when the read is finished.
-//! 3. Layers have no checksums, so every read is good; what changed under it was old or new, as on any disk.
+//! 1. Each segment of a read plan is one part of the chain's plan. Parts that lie in a file are fetched by the caller,
+//!    in whole blocks if the file requires them; encoded parts are decoded here.
+//! 2. The chain's plan is the guard of the read, and is dropped when the read is finished.
+//! 3. Layers have no checksums, so every finished read is valid. A range that is written during the read may return old
+//!    or new data, as on any disk.
 
 use crate::device::{Allocation, Device, DirtyExtent, FlushTicket, Media, ReadPlan, Segment, StatusExtent, Verdict};
 use backend::{BLOCK_SIZE, Buffer, IoMode, SharedSlice};
@@ -13,29 +15,29 @@ use parking_lot::RwLock;
 use std::sync::Arc;
 
 const BLOCK: u64 = BLOCK_SIZE as u64;
-/// Bytes brought into the caches at a time by a prefetch.
+/// Bytes that one step of a prefetch loads into the caches.
 const PREFETCH_PIECE: u64 = 1 << 20;
 
 /// An open chain.
 pub struct ChainedDevice {
     chain: Arc<Chain>,
     name: String,
-    /// Snapshots by name, and the level above which everything is newer.
+    /// Each snapshot with the key of the level above which everything was written after it.
     bases: RwLock<Vec<(String, LevelKey)>>,
 }
 
 impl ChainedDevice {
-    /// A device of that name.
+    /// A device with that name.
     pub fn new(name: impl Into<String>, chain: Arc<Chain>) -> Self {
         Self { chain, name: name.into(), bases: RwLock::new(Vec::new()) }
     }
 
-    /// The chain, for control and figures.
+    /// The chain, for control operations and statistics.
     pub fn chain(&self) -> &Arc<Chain> {
         &self.chain
     }
 
-    /// Says which snapshots can be compared with: each is what the level and those below it show.
+    /// Sets the snapshots that the device can be compared with. Each is the content of its level and the levels below.
     pub fn set_bases(&self, bases: Vec<(String, LevelKey)>) {
         *self.bases.write() = bases;
     }
@@ -135,7 +137,7 @@ impl Device for ChainedDevice {
         for span in spans {
             let allocation = match span.condition {
                 Condition::Data => Allocation::Data,
-                // A mark that hides the parent takes no space worth speaking of.
+                // A grain that is marked as zeros takes almost no space.
                 Condition::Zero | Condition::Absent => Allocation::Hole,
             };
             match out.last_mut() {

@@ -1,4 +1,4 @@
-//! Making, listing, showing, renaming and deleting disks; their figures and tunables.
+//! Creating, listing, showing, renaming and deleting disks, and their statistics and tunables.
 
 use super::{Foreign, ForeignDisk};
 use crate::info::{
@@ -26,12 +26,12 @@ impl From<layer::flat::Provisioning> for Provisioning {
 }
 
 impl ForeignDisk {
-    /// The kind of its base, as it was made.
+    /// The kind of the base image, as it was created.
     pub fn kind(&self) -> Option<ImageKind> {
         self.disk.record().kind.parse().ok()
     }
 
-    /// Capacity in bytes, without opening its images where the head's descriptor has it.
+    /// Capacity in bytes, read from the head's descriptor if possible, so that the images need not be opened.
     pub fn capacity(&self) -> Result<u64> {
         if let Some(device) = self.head.lock().upgrade() {
             return Ok(self.note_capacity(device.chain().capacity()));
@@ -40,19 +40,19 @@ impl ForeignDisk {
             return Ok(capacity);
         }
         match (self.disk.chain(), self.capacity.load(Ordering::Relaxed)) {
-            // One that has stopped is known by what it had.
+            // The images of a disk that has stopped cannot be read, so the last known capacity is used.
             (Err(_), known) if known > 0 => Ok(known),
             (chain, _) => Ok(self.note_capacity(chain?.capacity())),
         }
     }
 
-    /// Keeps a capacity for when the images cannot be asked.
+    /// Stores the capacity for times when the images cannot be read.
     pub(super) fn note_capacity(&self, capacity: u64) -> u64 {
         self.capacity.store(capacity, Ordering::Relaxed);
         capacity
     }
 
-    /// Where the file is by which others open the head.
+    /// The path of the file by which other programs open the head.
     fn head_path(&self) -> String {
         let record = self.disk.record();
         let Ok(node) = record.node(record.head) else { return String::new() };
@@ -75,14 +75,14 @@ impl ForeignDisk {
 }
 
 impl Foreign {
-    /// Makes a disk. Nothing is left of it after an error or a crash.
+    /// Creates a disk. An error or a crash leaves nothing of it.
     pub fn create_disk(&self, new: &vmdk::NewDisk, progress: &dyn Progress) -> Result<DiskInfo> {
         let made = self.make(new, false, progress);
         let (folder, disk) = made.map_err(|error| error.context(format!("disk '{}' was not made", new.name)))?;
         self.info(&self.insert(folder, disk), false)
     }
 
-    /// An empty disk in a folder of its own, which goes with a crash if it is to be `hidden`.
+    /// An empty disk in a folder of its own. If `hidden`, recovery after a crash removes the folder.
     pub(super) fn make(
         &self,
         new: &vmdk::NewDisk,
@@ -101,7 +101,7 @@ impl Foreign {
         }
     }
 
-    /// All disks by name; one that cannot be looked at is left out and told of.
+    /// All disks by name. A disk that cannot be read is logged and left out.
     pub fn disks(&self) -> Vec<DiskInfo> {
         let mut all = Vec::new();
         for entry in self.entries() {
@@ -113,13 +113,13 @@ impl Foreign {
         all
     }
 
-    /// One disk; `details` opens its images.
+    /// One disk; with `details` its images are opened.
     pub fn info(&self, entry: &ForeignDisk, details: bool) -> Result<DiskInfo> {
         let record = entry.disk.record();
         let kind = entry.kind();
         let stopped = entry.disk.stopped();
         let full = match details.then(|| entry.disk.info()) {
-            // What its images could tell is not to be had before it is opened again.
+            // Details of the images are unavailable until the stopped disk is opened again.
             Some(Err(_)) if stopped.is_some() => None,
             info => info.transpose()?,
         };
@@ -154,7 +154,7 @@ impl Foreign {
         })
     }
 
-    /// The snapshot that a clone stands on, under the name that its disk has now.
+    /// The snapshot that a clone is based on, under the current name of its disk.
     fn origin_of(&self, record: &vmdk::Record) -> Option<String> {
         let origin = record.origin.as_ref()?;
         let source = self.entries().into_iter().find(|entry| entry.disk.uuid() == origin.uuid);
@@ -173,7 +173,7 @@ impl Foreign {
         self.info(entry, false)
     }
 
-    /// These formats keep their capacity.
+    /// Disks in VMware's formats cannot be resized.
     pub fn resize_disk(&self, entry: &ForeignDisk) -> Result<DiskInfo> {
         Err(Error::new(
             ErrorKind::Unsupported,
@@ -211,7 +211,7 @@ impl Foreign {
         if let Err(error) = &outcome
             && !entry.disk.record().is_going()
         {
-            // Nothing has happened.
+            // The deletion was refused before anything changed, so the disk stays in the list.
             return Err(Error::new(error.kind(), error.to_string()));
         }
         self.forget(&name);
@@ -248,7 +248,7 @@ impl Foreign {
         })
     }
 
-    /// Changes tunables, at once and for good.
+    /// Changes tunables, at once and persistently.
     pub fn tune(&self, entry: &ForeignDisk, tuning: &Tuning) -> Result<DiskStatistics> {
         let number = |value: Option<u64>| value.map(|value| usize::try_from(value).unwrap_or(usize::MAX));
         entry.disk.tune(&vmdk::Tuning {
@@ -261,17 +261,17 @@ impl Foreign {
         self.statistics(entry)
     }
 
-    /// Sum of the capacities, bytes that all folders take, disks, snapshots.
+    /// Totals over all disks: capacity, bytes in the file system, number of disks and of snapshots.
     pub fn sums(&self) -> Result<Sums> {
         let mut sums = Sums::default();
         for entry in self.entries() {
             sums.disks += 1;
             sums.snapshots += entry.disk.record().snapshots.len() as u64;
-            // 'check' reports disks that cannot be read.
+            // An unreadable disk counts as 0 here; `check` reports it.
             sums.provisioned = sums.provisioned.saturating_add(entry.capacity().unwrap_or(0));
             let path = self.images()?.join(&entry.folder);
             for file in fs::read_dir(&path).during(|| format!("listing {}", path.display()))? {
-                // A file may go while it is looked at.
+                // A file may be deleted between listing and reading its metadata.
                 let metadata = file.and_then(|file| file.metadata());
                 sums.allocated += metadata.map_or(0, |metadata| metadata.blocks() * 512);
             }
@@ -280,7 +280,7 @@ impl Foreign {
     }
 }
 
-/// Sums over all disks.
+/// Totals over all disks.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Sums {
     pub disks: u64,
@@ -290,7 +290,7 @@ pub(crate) struct Sums {
 }
 
 impl DiskFormat {
-    /// The kind of image that a disk of this format begins with.
+    /// The kind of base image of a new disk in this format.
     pub(crate) fn kind(self, provisioning: Provisioning) -> Option<ImageKind> {
         match self {
             Self::Native => None,

@@ -1,4 +1,4 @@
-//! Long work on disks in use: inflate, punch, wipe, shrink, consolidate; and checking all of them.
+//! Long operations on disks in use (inflate, punch, wipe, shrink, consolidate), and the check of all disks.
 
 use super::{Foreign, ForeignDisk};
 use crate::info::{CheckReport, Finding, Reclaimed};
@@ -13,35 +13,35 @@ impl From<vmdk::Freed> for Reclaimed {
 }
 
 impl Foreign {
-    /// Gives a flat base all its space, zeroed.
+    /// Allocates and zeroes all space of a flat base.
     pub fn inflate(&self, entry: &ForeignDisk, progress: &dyn Progress) -> Result<()> {
         entry.disk.inflate(progress)
     }
 
-    /// Gives back the blocks of a flat base that hold only zeros.
+    /// Returns blocks of a flat base that hold only zeros to the file system.
     pub fn punch_zeros(&self, entry: &ForeignDisk, progress: &dyn Progress) -> Result<Reclaimed> {
         Ok(entry.disk.punch_zeros(progress)?.into())
     }
 
-    /// Finds dead grains and frees them.
+    /// Finds grains that nothing references and frees them.
     pub fn wipe(&self, entry: &ForeignDisk, progress: &dyn Progress) -> Result<Reclaimed> {
         Ok(entry.disk.wipe(progress)?.into())
     }
 
-    /// Gives free grains back to the file system.
+    /// Returns free grains to the file system.
     pub fn shrink(&self, entry: &ForeignDisk, progress: &dyn Progress) -> Result<Reclaimed> {
         Ok(entry.disk.shrink(progress)?.into())
     }
 
-    /// Merges the head's chain into its base. The snapshots between go.
+    /// Merges the head's chain into its base. The snapshots between them are deleted.
     pub fn consolidate(&self, entry: &ForeignDisk, progress: &dyn Progress) -> Result<()> {
         let outcome = entry.disk.consolidate(progress);
-        // Also after an interruption, some are gone.
+        // An interrupted consolidation has deleted some snapshots too.
         entry.tell_bases();
         outcome
     }
 
-    /// Adds what is wrong with any disk to a report.
+    /// Adds the problems of every disk to a report.
     pub fn check(&self, repair: bool, progress: &dyn Progress, report: &mut CheckReport) -> Result<()> {
         for (folder, why) in self.broken() {
             let mended = match repair {
@@ -49,7 +49,7 @@ impl Foreign {
                 false => false,
             };
             let problem = format!("the disk in folder images/{folder} cannot be opened: {why}");
-            let repaired = mended.then(|| "its images were mended, and it was opened".to_owned());
+            let repaired = mended.then(|| "its images were repaired, and the disk was opened".to_owned());
             report.findings.push(Finding { problem, repaired });
         }
         for entry in self.entries() {
@@ -64,7 +64,7 @@ impl Foreign {
                 && !entry.disk.is_head_open()
                 && found.as_ref().is_err_and(|error| error.kind() == ErrorKind::Corrupt)
             {
-                // The image does not open for writing, so no client has it open.
+                // The image could not be opened for writing, so no client has it open and it can be repaired.
                 self.mend_images(&entry.folder, progress, report)?;
                 found = entry.disk.check(repair, progress);
             }
@@ -82,7 +82,7 @@ impl Foreign {
             report.images += found.images as u64;
             report.dead += found.dead;
             for problem in found.mended {
-                let repaired = Some("put right in the image".to_owned());
+                let repaired = Some("repaired in the image".to_owned());
                 report.findings.push(Finding { problem: format!("disk '{name}': {problem}"), repaired });
             }
             let listed = found.problems.len() as u64;
@@ -97,8 +97,8 @@ impl Foreign {
         Ok(())
     }
 
-    /// Mends the images of a disk that could not be opened, as far as they prove themselves, and opens it then. Whether
-    /// it is open.
+    /// Repairs the images of a disk that could not be opened, as far as the right content can be proven, and opens the
+    /// disk. Returns whether it is open.
     fn mend_folder(&self, folder: &str, progress: &dyn Progress, report: &mut CheckReport) -> Result<bool> {
         self.mend_images(folder, progress, report)?;
         match self.open_folder(folder) {
@@ -113,25 +113,26 @@ impl Foreign {
         }
     }
 
-    /// Mends the images in the folder of a disk that is not open.
+    /// Repairs the images in the folder of a disk that is not open.
     fn mend_images(&self, folder: &str, progress: &dyn Progress, report: &mut CheckReport) -> Result<()> {
         let path = self.images()?.join(folder);
         let home = Folder::local(&path, &[])?;
         let names = home.directory().list().map_err(|error| Error::io(format!("listing {}", path.display()), error))?;
-        // Nothing holds the lock of a disk that is closed; the lock of the datastore keeps other processes out.
+        // The lock of the disk is free because the disk is closed, and the lock of the datastore excludes other
+        // processes.
         let options = OpenOptions { held: true, ..OpenOptions::default() };
         for name in names.into_iter().filter(|name| name.ends_with(".vmdk")) {
             let place = Place { folder: home.clone(), name };
-            // Extents have no descriptor: they are mended with what names them.
+            // Extents without a descriptor are checked with the image whose descriptor names them.
             if !matches!(Image::probe(&place), Ok(Signature::Descriptor | Signature::HostedSparse)) {
                 continue;
             }
             let label = place.label();
-            // One that cannot be checked keeps the disk shut, which says why.
+            // An image that cannot be checked keeps the disk closed; the error of opening the disk reports why.
             for checked in image::check::check(&place, &options, true, progress).unwrap_or_default() {
                 if checked.repaired > 0 {
                     for note in checked.notes {
-                        let repaired = Some("put right in the image".to_owned());
+                        let repaired = Some("repaired in the image".to_owned());
                         report.findings.push(Finding { problem: format!("'{label}': {note}"), repaired });
                     }
                 }

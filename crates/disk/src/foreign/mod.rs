@@ -1,24 +1,24 @@
-//! Disks in VMware's formats that the datastore keeps: one folder each in `DATASTORE/images`.
+//! Disks in VMware's formats that the datastore keeps, each in its own folder in `DATASTORE/images`.
 //!
 //! ```text
-//! disks       made, listed, shown, renamed, deleted; figures and tunables
-//! snapshots   taken (with others at one point), listed, deleted, gone back to, compared
+//! disks       created, listed, shown, renamed, deleted; statistics and tunables
+//! snapshots   taken (with others at one point), listed, deleted, reverted to, compared
 //! clones      linked and full
-//! moving      ends of a migration
-//! convert     ends of a conversion
-//! reopen      going on after a failure of the medium, with clients connected
+//! moving      source and target of a migration
+//! convert     source and target of a conversion
+//! reopen      resuming after an I/O error, with clients connected
 //! maintain    inflate, punch, wipe, shrink, consolidate, check
 //! device      a chain of layers as a device
 //! ```
 //!
-//! What a disk is, is `vmdk`'s; here it gets a folder, a place among the names of the datastore, and clients.
+//! Crate `vmdk` implements the disk; this module gives it a folder, a name in the datastore, and clients.
 //!
-//! 1. A folder is a disk of the datastore when it has a record and no [`INCOMPLETE`] mark. Opening the datastore
-//!    removes what was being made; what cannot be opened is left alone and told by `check`.
+//! 1. A folder is a disk of the datastore if it has a record and no [`INCOMPLETE`] mark. Opening the datastore removes
+//!    folders with the mark. A disk that cannot be opened is left unchanged and reported by `check`.
 //! 2. Every record is read when the datastore is opened; images are opened at the first use of the disk, and closed
 //!    with the datastore.
 //! 3. `ForeignDisk::clients` is held while a client opens a disk, and while a disk is deleted or reverted, so that
-//!    the two never overlap. Long work does not hold it, and finds by itself what is in use.
+//!    these never overlap. Long operations do not hold it; they check which images are in use themselves.
 
 mod clones;
 mod convert;
@@ -49,13 +49,13 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Weak};
 
-/// The folder of all disks.
+/// The folder with the folders of all disks.
 pub(crate) const IMAGES: &str = "images";
-/// In the folder of a disk: it is being made by an operation, and goes with a crash.
+/// A file that marks the folder of a disk that is being created. Recovery after a crash removes such a folder.
 const INCOMPLETE: &str = "lamina.incomplete";
-/// The file that `vmdk` locks; all that may be left of a disk that never was.
+/// The file that `vmdk` locks. It may be all that is left in the folder of a disk whose creation failed.
 const LOCK_NAME: &str = "lamina.lock";
-/// What `vmdk` leaves in the folder of a disk that was closed.
+/// The file with which `vmdk` records that a disk was closed cleanly.
 const CLOSED_NAME: &str = "lamina.closed";
 
 /// A disk of the datastore.
@@ -64,10 +64,10 @@ pub(crate) struct ForeignDisk {
     pub folder: String,
     /// The disk.
     pub disk: Arc<vmdk::Disk>,
-    /// Its head as it is open now, to be told of new snapshots.
+    /// The open device of the head, which is updated when the list of snapshots changes.
     head: Mutex<Weak<ChainedDevice>>,
     clients: Mutex<()>,
-    /// As it was when the images were open last; 0 before.
+    /// The capacity when the images were last open; 0 before.
     capacity: AtomicU64,
 }
 
@@ -76,12 +76,12 @@ impl ForeignDisk {
         Arc::new(Self { folder, disk, head: Mutex::default(), clients: Mutex::default(), capacity: AtomicU64::new(0) })
     }
 
-    /// What clients of the head, or of a snapshot, are counted under.
+    /// The identity under which clients of the head, or of a snapshot, are counted.
     pub fn identity(&self, snapshot: Option<&str>) -> Identity {
         Identity::Foreign { folder: self.folder.clone(), snapshot: snapshot.map(str::to_owned) }
     }
 
-    /// The head, not counted as a client's: for the datastore's own work.
+    /// The head as a device for the datastore's own operations, not counted as a client.
     pub fn head_device(&self) -> Result<Arc<ChainedDevice>> {
         let device = Arc::new(ChainedDevice::new(self.disk.name(), self.disk.chain()?));
         device.set_bases(self.disk.bases()?);
@@ -89,7 +89,7 @@ impl ForeignDisk {
         Ok(device)
     }
 
-    /// Says what the head can be compared with, after snapshots have come or gone.
+    /// Updates which snapshots the head can be compared with, after snapshots were created or deleted.
     fn tell_bases(&self) {
         let Some(device) = self.head.lock().upgrade() else { return };
         match self.disk.bases() {
@@ -99,24 +99,24 @@ impl ForeignDisk {
     }
 }
 
-/// All of them.
+/// All disks in VMware's formats.
 pub(crate) struct Foreign {
-    /// Where the datastore is, if it was opened by its location.
+    /// The datastore's location; `None` if it was opened by a directory.
     location: Option<Location>,
-    /// `DATASTORE/images`; `None` where the datastore has no local folder, and so no such disks.
+    /// `DATASTORE/images`; `None` if the datastore has no local folder, and so no such disks.
     path: Option<PathBuf>,
     options: vmdk::Options,
     switches: Arc<Switches>,
-    /// What may lie above images.
+    /// The native disks, which can be overlays above images.
     native: Arc<Native>,
-    /// By name.
+    /// The open disks, by name.
     disks: RwLock<BTreeMap<String, Arc<ForeignDisk>>>,
     /// Folders that could not be opened, and why.
     broken: Mutex<BTreeMap<String, String>>,
 }
 
 impl Foreign {
-    /// Opens every disk, but for those in the folders `kept`, whose migration is undecided. A disk that fails to open
+    /// Opens every disk except those in the folders `kept`, whose migration is undecided. A disk that fails to open
     /// does not keep the others from opening.
     pub fn open(
         native: &Arc<Native>,
@@ -161,7 +161,8 @@ impl Foreign {
         Ok(names)
     }
 
-    /// Opens the disk of a folder, with what lies above its images, or removes what is incomplete.
+    /// Opens the disk of a folder, with the native overlay above its images if it has one, or removes the folder if it
+    /// is incomplete.
     pub fn open_folder(&self, folder: &str) -> Result<()> {
         let path = self.images()?.join(folder);
         let incomplete = path.join(INCOMPLETE).exists();
@@ -172,9 +173,10 @@ impl Foreign {
                 self.remove_folder(folder)
             }
             Ok(disk) => {
-                // Files that a crash left and no record names: only this datastore creates files in this folder.
+                // Removes files that a crash left and no record names: only this datastore creates files in this
+                // folder.
                 if let Err(error) = layer::descriptor::storage::sweep(&**disk.home().directory()) {
-                    tracing::warn!(folder, %error, "what a crash has left could not be removed");
+                    tracing::warn!(folder, %error, "files left by a crash could not be removed");
                 }
                 let disk = self.with_overlay(disk, &path)?;
                 let (name, entry) = (disk.name(), ForeignDisk::new(folder.to_owned(), disk));
@@ -187,18 +189,19 @@ impl Foreign {
                 disks.insert(name, entry);
                 Ok(())
             }
-            // Its creation or deletion was interrupted; only files that lamina certainly made are removed.
+            // A folder without a record: creating or deleting its disk was interrupted. Only files that lamina made are
+            // removed.
             Err(error) if error.kind() == ErrorKind::NotFound => self.remove_folder(folder),
             Err(error) => Err(error),
         }
     }
 
-    /// The disk as it is, or opened again with the native disk that lies above its images.
+    /// The disk, opened again together with the native overlay above its images if it has one.
     fn with_overlay(&self, disk: Arc<vmdk::Disk>, path: &Path) -> Result<Arc<vmdk::Disk>> {
         let Some(overlay) = Overlay::of(&disk.record())? else { return Ok(disk) };
         let options = vmdk::Options { overlay: Some(overlay.layer(&self.native)?), ..self.options.clone() };
         disk.close()?;
-        // Its lock goes with it.
+        // Dropping the disk releases its lock.
         drop(disk);
         vmdk::Disk::open(Folder::local(path, &[])?, &options)
     }
@@ -214,8 +217,8 @@ impl Foreign {
         }
     }
 
-    /// Makes a folder for a disk that will have that name. With `incomplete`, what is in it goes with a crash until
-    /// [`Foreign::complete`].
+    /// Creates the folder of a disk named `name`. With `incomplete`, recovery after a crash removes the folder until
+    /// [`Foreign::complete`] is called.
     pub fn new_folder(&self, name: &str, incomplete: bool) -> Result<(String, Folder)> {
         let images = self.images()?;
         match fs::create_dir(images) {
@@ -229,7 +232,7 @@ impl Foreign {
             let path = images.join(&folder);
             match fs::create_dir(&path) {
                 Ok(()) => break path,
-                // Of a disk that was renamed since.
+                // The folder belongs to a disk that was renamed since.
                 Err(error) if error.kind() == IoKind::AlreadyExists => folder = format!("{name}-{number}"),
                 Err(error) => return Err(Error::io(format!("making {}", path.display()), error)),
             }
@@ -252,8 +255,8 @@ impl Foreign {
         }
     }
 
-    /// Says of a folder of a datastore that is not open yet whether its disk is incomplete; nothing where there is
-    /// none.
+    /// Sets or removes the [`INCOMPLETE`] mark of a folder in a datastore that is not open. Does nothing if the folder
+    /// does not exist.
     pub fn set_incomplete(datastore: &Path, folder: &str, incomplete: bool) -> Result<()> {
         let path = datastore.join(IMAGES).join(folder);
         if !path.is_dir() {
@@ -271,14 +274,14 @@ impl Foreign {
         sync_folder(&path)
     }
 
-    /// What was made under [`INCOMPLETE`] is whole and durable.
+    /// Removes the [`INCOMPLETE`] mark: the content of the folder is complete and durable.
     pub fn complete(&self, folder: &str) -> Result<()> {
         let path = self.images()?.join(folder);
         fs::remove_file(path.join(INCOMPLETE)).during(|| format!("completing {}", path.display()))?;
         sync_folder(&path)
     }
 
-    /// Removes the folder of a disk that is gone. What is in it that no disk made is left, and keeps it.
+    /// Removes the folder of a deleted disk. Files that do not belong to the disk are left, and the folder with them.
     pub fn remove_folder(&self, folder: &str) -> Result<()> {
         let images = self.images()?;
         let path = images.join(folder);
@@ -301,24 +304,24 @@ impl Foreign {
         }
     }
 
-    /// How disks are opened here.
+    /// The options with which disks are opened here.
     pub fn options(&self) -> &vmdk::Options {
         &self.options
     }
 
-    /// A disk that was made or adopted in `folder` is one of the datastore's from now on.
+    /// Adds a disk that was created or adopted in `folder` to the datastore's disks.
     pub fn insert(&self, folder: String, disk: Arc<vmdk::Disk>) -> Arc<ForeignDisk> {
         let (name, entry) = (disk.name(), ForeignDisk::new(folder, disk));
         self.disks.write().insert(name, Arc::clone(&entry));
         entry
     }
 
-    /// A disk is none of the datastore's any more.
+    /// Removes a disk from the datastore's disks; its files stay.
     pub fn forget(&self, name: &str) -> Option<Arc<ForeignDisk>> {
         self.disks.write().remove(name)
     }
 
-    /// The disk of that name.
+    /// The disk with that name.
     pub fn find(&self, name: &str) -> Option<Arc<ForeignDisk>> {
         self.disks.read().get(name).cloned()
     }
@@ -355,7 +358,7 @@ impl Foreign {
         Ok(Arc::new(SwitchedDevice::over(name, read_only || snapshot.is_some(), client)))
     }
 
-    /// Names that can be opened.
+    /// The names that [`Foreign::open_device`] can open.
     pub fn device_names(&self) -> Vec<String> {
         let mut names = Vec::new();
         for entry in self.entries() {
@@ -366,7 +369,7 @@ impl Foreign {
         names
     }
 
-    /// Closes every disk; the first error of any.
+    /// Closes every disk. Returns the first error.
     pub fn close(&self) -> Result<()> {
         let mut outcome = Ok(());
         for entry in self.entries() {
@@ -377,8 +380,8 @@ impl Foreign {
     }
 }
 
-/// The folder that a record calls `reference`. A datastore may have been moved since: what is not where it was is
-/// looked for among its own.
+/// The folder that a record refers to. If the path does not exist because the datastore was moved, the folder of the
+/// same name in this datastore is used.
 fn find_folder(images: &Path, reference: &str) -> Result<Folder> {
     let path = Path::new(reference);
     if !path.is_dir()

@@ -1,7 +1,7 @@
-//! Disks in VMware's formats as the two ends of a migration: one that is copied, and one that is being made as a copy.
+//! Disks in VMware's formats as source and target of a migration.
 //!
-//! The copy's folder is marked as incomplete until it takes the place of the original, the original's from then on; so
-//! opening the datastore removes whichever is not the disk.
+//! The target's folder is marked as incomplete until the target replaces the source; from then on the source's folder
+//! is. So opening the datastore removes the folder of the one that is not the disk.
 
 use super::{ChainedDevice, Foreign, ForeignDisk};
 use crate::device::Device;
@@ -16,26 +16,26 @@ use std::ops::Range;
 use std::sync::{Arc, Weak};
 use work::{NoProgress, Progress};
 
-/// Spans asked for at a time.
+/// Most spans that one query of the map returns.
 const SPANS: usize = 1024;
-/// Bytes asked about at a time.
+/// Most bytes that one query of the map covers.
 const LOOK: u64 = 1 << 30;
 
-/// A disk that moves away.
+/// A disk that is the source of a migration.
 pub(crate) struct ForeignOriginal {
     pub entry: Arc<ForeignDisk>,
 }
 
-/// A disk that is being made as a copy.
+/// A disk that is being created as the target of a migration.
 pub(crate) struct ForeignReplica {
     pub folder: String,
     pub disk: Arc<vmdk::Disk>,
-    /// The head as it was opened last: clients will have it.
+    /// The head's device as it was opened last; clients get this device.
     head: Mutex<Weak<ChainedDevice>>,
 }
 
 impl Foreign {
-    /// A disk to be copied.
+    /// A disk as the source of a migration. `Busy` if it has linked clones.
     pub fn original(&self, entry: Arc<ForeignDisk>) -> Result<ForeignOriginal> {
         let clones: Vec<String> = entry.disk.clones().into_iter().map(|clone| clone.name).collect();
         if !clones.is_empty() {
@@ -46,8 +46,8 @@ impl Foreign {
         Ok(ForeignOriginal { entry })
     }
 
-    /// Images that are there, as a disk without a name that clients can open, in a folder that recovery from a crash
-    /// removes until [`Foreign::complete`].
+    /// Existing images as a disk that clients cannot open yet. Recovery after a crash removes its folder until
+    /// [`Foreign::complete`] is called.
     pub fn adopt(
         &self,
         name: &str,
@@ -67,19 +67,19 @@ impl Foreign {
         }
     }
 
-    /// An empty disk in a folder that goes with a crash.
+    /// An empty disk in a folder that recovery after a crash removes.
     pub fn replica(&self, new: &vmdk::NewDisk, progress: &dyn Progress) -> Result<ForeignReplica> {
         let (folder, disk) = self.make(new, true, progress)?;
         Ok(ForeignReplica { folder, disk, head: Mutex::default() })
     }
 
-    /// A copy is one of the datastore's disks from now on, and its clients' device is told of snapshots.
+    /// Adds a target to the datastore's disks, and lets its device follow changes of the snapshot list.
     pub fn insert_replica(&self, replica: &ForeignReplica) {
         let entry = self.insert(replica.folder.clone(), Arc::clone(&replica.disk));
         *entry.head.lock() = replica.head.lock().clone();
     }
 
-    /// Removes a disk that moved away, or a copy that is not wanted, with its folder.
+    /// Removes a disk that was migrated away, or an unfinished target, with its folder.
     pub fn remove_moved(&self, folder: &str, disk: Arc<vmdk::Disk>) -> Result<()> {
         disk.delete()?;
         self.remove_folder(folder)
@@ -87,7 +87,7 @@ impl Foreign {
 }
 
 impl ForeignOriginal {
-    /// Under what the switches know it, or a snapshot of it.
+    /// The identity of the disk or of a snapshot in the table of switches.
     pub fn identity(&self, snapshot: Option<&str>) -> Identity {
         self.entry.identity(snapshot)
     }
@@ -138,7 +138,7 @@ impl Original for ForeignOriginal {
     fn changes(&self, from: &str, to: Option<&str>, each: &mut dyn FnMut(Range<u64>)) -> Result<()> {
         let (below, above) = (self.chain_of(Some(from))?, self.chain_of(to)?);
         let (levels, keys) = (below.keys().len(), above.keys());
-        // A parent's chain is the end of its children's: what lies above it has changed.
+        // The levels of a parent are the lowest levels of its child. What the levels above them hold has changed.
         let Some(key) = keys.len().checked_sub(levels).and_then(|first| keys.get(first)) else {
             each(0..above.capacity());
             return Ok(());
@@ -154,7 +154,10 @@ impl Original for ForeignOriginal {
                 at = span.start + span.length;
             }
             if spans.is_empty() {
-                return Err(Error::new(ErrorKind::Corrupt, format!("the source's map has no answer for byte {at}")));
+                return Err(Error::new(
+                    ErrorKind::Corrupt,
+                    format!("the source's map returns no extent for byte {at}"),
+                ));
             }
         }
         let smaller = below.capacity().min(capacity);
@@ -166,12 +169,12 @@ impl Original for ForeignOriginal {
 }
 
 impl ForeignReplica {
-    /// Under what the switches will know it, or a snapshot of it.
+    /// The identity that the disk or a snapshot will have in the table of switches.
     pub fn identity(&self, snapshot: Option<&str>) -> Identity {
         Identity::Foreign { folder: self.folder.clone(), snapshot: snapshot.map(str::to_owned) }
     }
 
-    /// A snapshot of it, to read.
+    /// A snapshot of the disk, for reading.
     pub fn snapshot(&self, name: &str) -> Result<Arc<dyn Device>> {
         let title = format!("{}@{name}", self.disk.name());
         Ok(Arc::new(ChainedDevice::new(title, self.disk.snapshot_chain(name)?)))

@@ -1,11 +1,11 @@
-//! Opening a disk again that has stopped after a failure of its medium, while its clients stay connected.
+//! Opening a disk again that stopped after an I/O error, while its clients stay connected.
 //!
-//! 1. While the disk is opened again, its clients have a device that answers every request with the reason.
-//! 2. No request is inside the former chain when its images are opened again: neither a write, nor a read that was
-//!    planned and still fetches.
-//! 3. Writes that were acknowledged and not flushed may be lost, also where no flush of their client has failed. The
-//!    new chain has nothing to flush then: the first flush of each client fails, to report the loss.
-//! 4. What fails leaves the disk stopped and its clients with that device, until it is opened again with success.
+//! 1. While the disk is opened again, its clients have a device that fails every request with the reason.
+//! 2. No request uses the former chain when the images are opened again: neither a write, nor a read that was planned
+//!    and is still fetching.
+//! 3. Writes that were acknowledged but not flushed may be lost, even if no flush of their client has failed. The new
+//!    chain has nothing of them to flush, so the first flush of each client fails, to report the loss.
+//! 4. If opening fails, the disk stays stopped and its clients keep the failing device until a later attempt succeeds.
 
 use super::{Foreign, ForeignDisk};
 use crate::device::{Device, DirtyExtent, FlushTicket, ReadPlan, StatusExtent, Verdict};
@@ -16,16 +16,16 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use work::Progress;
 
-/// How long requests to a medium that may not answer are waited for.
+/// How long to wait for requests that the storage does not complete.
 const REQUESTS_WAIT: Duration = Duration::from_secs(60);
 
 impl Foreign {
-    /// Opens a disk again if it has stopped.
+    /// Opens the disk again if it has stopped.
     pub fn reopen(&self, entry: &ForeignDisk, progress: &dyn Progress) -> Result<DiskInfo> {
         let _clients = entry.clients.lock();
         let switch = self.switches.get(&entry.identity(None));
         let Some(why) = entry.disk.stopped() else {
-            // It was opened again before, and its clients did not get it then.
+            // An earlier attempt opened the disk but failed before giving it to the clients.
             if let Some(switch) = switch.filter(|switch| switch.is_suspended()) {
                 switch.exchange(entry.head_device()?);
             }
@@ -33,7 +33,7 @@ impl Foreign {
         };
         let name = entry.disk.name();
         let Some(switch) = switch else {
-            // Known from here on, also if the images cannot be opened.
+            // Keeps the capacity known, also if the images cannot be opened.
             let _ = entry.capacity();
             entry.disk.reopen()?;
             return self.info(entry, true);
@@ -42,7 +42,7 @@ impl Foreign {
         let before = switch.suspend(Arc::new(StoppedDevice { name: name.clone(), capacity, why }));
         let began = Instant::now();
         if !before.wait_unused(&|| progress.cancelled() || began.elapsed() > REQUESTS_WAIT) {
-            // Not its device alone: the next attempt waits for the same requests.
+            // The former device is restored, so that the next attempt waits for the same requests.
             switch.restore(before);
             let text = format!("disk '{name}' still has requests under way that the medium does not answer; try again");
             return Err(Error::new(ErrorKind::Busy, text));
@@ -56,7 +56,7 @@ impl Foreign {
     }
 }
 
-/// What clients have of a disk while it is not open.
+/// The device that clients have while the disk is stopped.
 struct StoppedDevice {
     name: String,
     capacity: u64,
@@ -139,7 +139,7 @@ mod tests {
 
     const BLOCK: usize = 4096;
 
-    /// Waits for nothing.
+    /// A progress that is cancelled from the start, so that nothing waits.
     struct Impatient;
 
     impl Progress for Impatient {
@@ -149,7 +149,7 @@ mod tests {
         }
     }
 
-    /// A datastore with a disk `vm` of images, and a client of it.
+    /// A datastore with a disk `vm` in a VMware format, and a client of it.
     fn made() -> (tempfile::TempDir, Arc<Datastore>, Arc<ForeignDisk>, Arc<dyn Device>) {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("ds");
@@ -168,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn clients_that_were_left_behind_get_the_disk() {
+    fn clients_of_a_suspended_disk_get_the_reopened_disk() {
         let (_dir, datastore, entry, client) = made();
         let write = || client.write(0, SharedSlice::copy_of(&[0; BLOCK]), false).map_err(|error| error.kind());
         let switch = datastore.foreign.switches.get(&entry.identity(None)).unwrap();
@@ -176,7 +176,7 @@ mod tests {
         assert_eq!(write(), Err(ErrorKind::Stopped));
         datastore.foreign.reopen(&entry, &NoProgress).unwrap();
         assert_eq!(write(), Ok(()));
-        // A disk that has stopped nothing keeps its device.
+        // Opening a disk that has not stopped leaves its device unchanged.
         let device = switch.device();
         datastore.foreign.reopen(&entry, &NoProgress).unwrap();
         assert!(Arc::ptr_eq(&device, &switch.device()));
@@ -186,7 +186,7 @@ mod tests {
     fn each_attempt_waits_for_requests_that_the_medium_does_not_answer() {
         let (dir, datastore, entry, client) = made();
         let mut plan = client.plan_read(0, BLOCK).unwrap();
-        // What stops a disk without a medium that fails, and for good.
+        // Stops the disk without an I/O error: the lock file is gone, so the next snapshot fails.
         std::fs::remove_file(dir.path().join("ds/images/vm").join(super::super::LOCK_NAME)).unwrap();
         entry.disk.snapshot(&vmdk::NewSnapshot::named("s")).unwrap_err();
         assert!(entry.disk.stopped().is_some());

@@ -1,4 +1,4 @@
-//! Snapshots: taking them, alone and with others at one point; listing, deleting, going back to, and comparing them.
+//! Snapshots: taking them, alone or with others at one point; listing, deleting, reverting to and comparing them.
 
 use super::{Foreign, ForeignDisk};
 use crate::info::{ChangedExtent, Direction, DiskInfo, EachExtent, Point, SnapshotInfo, SnapshotOptions};
@@ -8,11 +8,11 @@ use std::sync::Arc;
 use vmdk::NewSnapshot;
 use work::{NoProgress, Progress};
 
-/// Bytes whose changes are looked for at a time.
+/// Bytes in which one step of a comparison looks for changes.
 const DIFF_WINDOW: u64 = 1 << 30;
-/// Runs asked for at a time.
+/// Most spans that one query of the map returns.
 const DIFF_SPANS: usize = 4096;
-/// What snapshots of unfinished work are described as; they go when the datastore is opened again.
+/// Description of temporary snapshots. They are removed when the datastore is opened again.
 pub(super) const TEMPORARY: &str = "lamina: temporary, for a copy";
 
 impl From<Direction> for vmdk::Direction {
@@ -24,7 +24,7 @@ impl From<Direction> for vmdk::Direction {
     }
 }
 
-/// A watcher of work that is not wanted.
+/// A progress that cancels the work that it is passed to, so that a deleted snapshot is not merged.
 struct Unwanted;
 
 impl Progress for Unwanted {
@@ -35,7 +35,7 @@ impl Progress for Unwanted {
 }
 
 impl ForeignDisk {
-    /// `NotFound` without such a snapshot.
+    /// `NotFound` if the disk has no such snapshot.
     pub(super) fn find_snapshot(&self, name: &str) -> Result<()> {
         if self.disk.record().snapshots.iter().any(|snapshot| snapshot.name == name) {
             return Ok(());
@@ -43,14 +43,15 @@ impl ForeignDisk {
         Err(Error::new(
             ErrorKind::NotFound,
             format!(
-                "disk '{0}' has no snapshot '{1}'; 'lamina snapshot list {0}' shows what there is",
+                "disk '{0}' has no snapshot '{1}'; 'lamina snapshot list {0}' lists its snapshots",
                 self.disk.name(),
                 name.escape_debug()
             ),
         ))
     }
 
-    /// Takes the names of snapshots whose work a crash ended. Their levels are merged with the next deletion.
+    /// Deletes temporary snapshots whose operation a crash ended. Their images are merged at the next deletion of a
+    /// snapshot.
     pub(super) fn drop_temporary_snapshots(&self) {
         let record = self.disk.record();
         for snapshot in record.snapshots.iter().filter(|snapshot| snapshot.description == TEMPORARY) {
@@ -65,14 +66,14 @@ impl ForeignDisk {
         }
     }
 
-    /// Deletes a snapshot above which nothing was written.
+    /// Deletes a snapshot after which nothing was written.
     pub(crate) fn take_back_snapshot(&self, name: &str) -> Result<()> {
         self.disk.delete_snapshot(name, Some(vmdk::Direction::Down), &NoProgress)?;
         self.tell_bases();
         Ok(())
     }
 
-    /// The chain of a point, and the images in it, newest first.
+    /// The chain of a point, and the numbers of its images, newest first.
     fn chain_of(&self, point: &Point) -> Result<(Arc<Chain>, Vec<u32>)> {
         match point {
             Point::Head => {
@@ -91,7 +92,7 @@ impl ForeignDisk {
     }
 }
 
-/// Runs of one side that differ from what both sides have in common.
+/// Appends the ranges that the levels of a chain above `above` hold.
 fn runs(chain: &Chain, above: LevelKey, from: u64, to: u64, out: &mut Vec<(u64, u64)>) -> Result<()> {
     let mut at = from;
     let to = to.min(chain.capacity());
@@ -106,8 +107,8 @@ fn runs(chain: &Chain, above: LevelKey, from: u64, to: u64, out: &mut Vec<(u64, 
 }
 
 impl Foreign {
-    /// Takes snapshots of several disks at one point, with these numbers if any are given. `between` is called at the
-    /// point, while no write is under way.
+    /// Takes snapshots of several disks at one point, numbered `uids` if given. `between` is called at that point,
+    /// while no write is under way.
     pub fn create_snapshots(
         &self,
         of: &[(Arc<ForeignDisk>, String)],
@@ -164,7 +165,7 @@ impl Foreign {
         shown.collect()
     }
 
-    /// Deletes a snapshot: its image is merged with a neighbour while the disk is in use.
+    /// Deletes a snapshot: its image is merged with a neighbour, while the disk is in use.
     pub fn delete_snapshot(
         &self,
         entry: &ForeignDisk,
@@ -193,7 +194,7 @@ impl Foreign {
         outcome
     }
 
-    /// Makes the head equal to a snapshot again. `Busy` while clients have the disk open.
+    /// Reverts the head to a snapshot. `Busy` while clients have the disk open.
     pub fn revert(&self, entry: &ForeignDisk, name: &str) -> Result<DiskInfo> {
         let _clients = entry.clients.lock();
         entry.find_snapshot(name)?;
@@ -202,8 +203,8 @@ impl Foreign {
         self.info(entry, false)
     }
 
-    /// Calls `each` for every extent that differs between two points, in order of offset. What both have in common is
-    /// the newest image that is in the chains of both: what lies above it, on either side, is what may differ.
+    /// Calls `each` for every extent that differs between two points, in order of offset. What the levels above the
+    /// newest image that both chains share hold, on either side, may differ.
     pub fn diff(&self, entry: &ForeignDisk, from: &Point, to: &Point, each: EachExtent<'_>) -> Result<()> {
         let (old, old_line) = entry.chain_of(from)?;
         let (new, new_line) = entry.chain_of(to)?;
@@ -246,7 +247,7 @@ impl Foreign {
     }
 }
 
-/// Cuts a changed run by whether the later point holds data there.
+/// Splits a changed range by whether the later point holds data there.
 fn by_content(chain: &Chain, start: u64, stop: u64, each: EachExtent<'_>) -> Result<()> {
     let mut at = start;
     let end = stop.min(chain.capacity());

@@ -11,11 +11,11 @@ use work::Progress;
 /// What a check found.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ImageCheck {
-    /// Of every extent of every level, newest first.
+    /// The findings for every extent of every level, newest level first.
     pub findings: Vec<ImageFinding>,
     /// How many problems there are.
     pub problems: u64,
-    /// How many things were put right.
+    /// Number of problems that were repaired.
     pub repaired: u64,
 }
 
@@ -30,13 +30,13 @@ pub struct ImageFinding {
     pub format: String,
     /// What is wrong.
     pub problems: Vec<String>,
-    /// What is worth knowing.
+    /// Remarks that are not problems.
     pub notes: Vec<String>,
-    /// Bytes that nothing names.
+    /// Bytes in the file that nothing references.
     pub dead: u64,
 }
 
-/// Checks what a path names; with `repair` the image itself is opened for writing, its parents never.
+/// Checks the image at a path. With `repair` that image is opened for writing, its parents never are.
 pub fn check(path: &Path, options: &ImageOptions, repair: bool, progress: &dyn Progress) -> Result<ImageCheck> {
     let place = options.place(path)?;
     if crate::convert::is_archive(&place)? {
@@ -54,21 +54,22 @@ pub fn check(path: &Path, options: &ImageOptions, repair: bool, progress: &dyn P
     }
     let opening = options.opening(false);
     let mut out = ImageCheck::default();
-    // The image's own tables come first: parents that cannot be found are its problem too, and not the only one.
+    // The image's own tables are checked first: missing parents are one problem of it, and not necessarily the only
+    // one.
     let mut below = Vec::new();
     let broken = match open_chain(place.clone(), &opening) {
         Ok(chain) => {
             below.extend(chain.images().iter().skip(1).map(|image| image.place().clone()));
             None
         }
-        // Without its parents the chain cannot be opened; the image itself may be.
+        // The chain cannot be opened without its parents, but the image alone may be.
         Err(error) if Image::open(place.clone(), &opening).is_ok() => Some(error),
         Err(error) if repair || error.kind() == ErrorKind::Corrupt => Some(error),
         Err(error) => return Err(error),
     };
     look(&mut out, &place, &opening, repair, progress)?;
     if let (Some(error), Some(finding)) = (broken, out.findings.first_mut()) {
-        // Repairing may have removed the reason.
+        // The repair may have removed the reason.
         if open_chain(place, &opening).is_err() {
             finding.problems.push(error.to_string());
             out.problems += 1;

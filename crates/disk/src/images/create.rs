@@ -1,4 +1,4 @@
-//! Making an image by its path.
+//! Creating an image at a path.
 
 use super::show::{ImageLevel, show};
 use crate::convert::{ImageOptions, folder_of};
@@ -9,23 +9,23 @@ use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 use work::Progress;
 
-/// A new image.
+/// An image to create.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct NewImage {
-    /// Where: the descriptor, or the file that is all of it.
+    /// Path of the descriptor, or of the file if the format has only one.
     pub path: PathBuf,
     /// Capacity in bytes; the parent's if not given.
     pub capacity: Option<u64>,
-    /// Its kind, by name.
+    /// Its format, by name.
     pub format: String,
-    /// The image below it.
+    /// The parent image.
     pub parent: Option<PathBuf>,
-    /// The adapter that its geometry is made for, by name.
+    /// The disk adapter that the geometry in the descriptor is computed for, by name.
     pub adapter: Option<String>,
 }
 
-/// Makes it; nothing is left after an error.
+/// Creates the image. An error leaves nothing of it.
 pub fn create(new: &NewImage, options: &ImageOptions, progress: &dyn Progress) -> Result<ImageLevel> {
     let invalid = |text: String| Error::new(ErrorKind::Invalid, text);
     let kind: ImageKind = new.format.parse()?;
@@ -37,14 +37,15 @@ pub fn create(new: &NewImage, options: &ImageOptions, progress: &dyn Progress) -
         (None, None) => return Err(invalid("an image without a parent needs a size".to_owned())),
     };
     let adapter = match new.adapter.as_deref() {
-        Some(name) => Adapter::named(name)
-            .ok_or_else(|| invalid(format!("'{}' is no adapter: lsilogic, buslogic, ide", name.escape_debug())))?,
+        Some(name) => Adapter::named(name).ok_or_else(|| {
+            invalid(format!("'{}' is not an adapter: use lsilogic, buslogic or ide", name.escape_debug()))
+        })?,
         None => Adapter::default(),
     };
     let mut image = image::NewImage { adapter, ..image::NewImage::new(&name, capacity, kind) };
     if let Some(parent) = &parent {
         if capacity < parent.layer().capacity() {
-            let text = format!("an image of {capacity} bytes cannot lie above one of {}", parent.layer().capacity());
+            let text = format!("an image of {capacity} bytes cannot have a parent of {}", parent.layer().capacity());
             return Err(invalid(text));
         }
         image = image.above(NewParent::of(parent, &folder)?);
@@ -53,14 +54,14 @@ pub fn create(new: &NewImage, options: &ImageOptions, progress: &dyn Progress) -
     let random = system_entropy();
     image::create(&folder, &image, &mut || random(), progress)?;
     drop(parent);
-    // A raw file is not probed: nothing is in it yet, and its kind is known.
+    // The format of a raw file is given, because an empty file has no bytes to detect it from.
     let format = (kind == ImageKind::Raw).then_some(crate::convert::SourceFormat::Raw);
     let shown = show(&new.path, &ImageOptions { format, ..options.clone() })?;
     shown.levels.into_iter().next().ok_or_else(|| invalid("an image has at least one level".to_owned()))
 }
 
 fn open_parent(path: &Path, options: &ImageOptions) -> Result<Image> {
-    // The whole chain has to open, or the new image would not.
+    // The parent's whole chain must open, because otherwise the new image could not be opened.
     let opened = image::open_chain(options.place(path)?, &options.opening(false))?;
     let mut images = opened.into_images();
     images.truncate(1);

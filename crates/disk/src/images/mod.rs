@@ -1,4 +1,4 @@
-//! Images outside any datastore: what they are, whether they are sound, and new ones.
+//! Images outside any datastore: showing, checking and creating them.
 
 mod check;
 mod create;
@@ -8,5 +8,5 @@ pub use check::{ImageCheck, ImageFinding, check};
 pub use create::{NewImage, create};
 pub use show::{ImageExtent, ImageInfo, ImageLevel, show};
 
-/// The kinds that can be made, by the names of the command line.
+/// The kinds of images that can be created, by their names on the command line.
 pub use layer::image::ImageKind;

@@ -11,10 +11,10 @@ use std::path::Path;
 use std::sync::Arc;
 use work::NoProgress;
 
-/// An image and what lies below it.
+/// An image and its parents.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ImageInfo {
-    /// The levels, newest first; only those above the problem if there is one.
+    /// The levels, newest first. If a parent cannot be opened, only the levels above it.
     pub levels: Vec<ImageLevel>,
     /// Why the levels below cannot be opened.
     pub problem: Option<String>,
@@ -23,35 +23,35 @@ pub struct ImageInfo {
 /// One level of a chain.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ImageLevel {
-    /// The file that one opens.
+    /// The file by which the level is opened.
     pub path: String,
-    /// What it is, as `lamina convert -d` calls it.
+    /// Its format, as `lamina convert -d` calls it.
     pub format: String,
-    /// What the descriptor calls it.
+    /// The `createType` of the descriptor.
     pub create_type: Option<String>,
     /// Capacity in bytes.
     pub capacity: u64,
     /// Bytes that its files take in the file system.
     pub allocated: u64,
-    /// Bytes of the disk that it holds.
+    /// Bytes of guest data that the level holds.
     pub mapped: u64,
-    /// Bytes in its files that nothing names.
+    /// Bytes in its files that nothing references.
     pub dead: u64,
-    /// How a flat disk has its space.
+    /// Provisioning type of a flat disk.
     pub provisioning: Option<String>,
     /// Blocks of 1 MiB that a flat disk has (VMware's nb).
     pub blocks_allocated: Option<u64>,
     /// Of these, blocks to be zeroed on first write (VMware's tbz).
     pub blocks_to_be_zeroed: Option<u64>,
-    /// Runs on the medium in which a flat disk lies.
+    /// Contiguous runs in which the file system stores a flat disk.
     pub fragments: Option<u64>,
-    /// Identity of the content.
+    /// Content ID (CID).
     pub content_id: Option<String>,
-    /// Identity that the parent's content had.
+    /// Content ID that the parent had when this level was created.
     pub parent_content_id: Option<String>,
-    /// Where the parent was when this was made.
+    /// Path of the parent when this level was created.
     pub parent: Option<String>,
-    /// The adapter that it was made for.
+    /// The disk adapter that the descriptor names.
     pub adapter: Option<String>,
     /// Identity of the disk.
     pub uuid: Option<String>,
@@ -64,13 +64,13 @@ pub struct ImageLevel {
 pub struct ImageExtent {
     /// The file, as the descriptor names it; `None` for zeros.
     pub file: Option<String>,
-    /// Its type there.
+    /// Its type in the descriptor.
     pub kind: String,
     /// Length in bytes.
     pub length: u64,
 }
 
-/// Looks at the image that a path names.
+/// Opens the image at a path and describes it.
 pub fn show(path: &Path, options: &ImageOptions) -> Result<ImageInfo> {
     let place = options.place(path)?;
     let archive = match options.format {
@@ -87,7 +87,7 @@ pub fn show(path: &Path, options: &ImageOptions) -> Result<ImageInfo> {
             Ok(ImageInfo { levels, problem: None })
         }
         Err(problem) => {
-            // What the image says of itself helps to find what it misses.
+            // The image's own description helps to find the parent that is missing.
             let Ok(image) = Image::open(place, &opening) else { return Err(problem) };
             Ok(ImageInfo { levels: vec![level(&image)?], problem: Some(problem.to_string()) })
         }

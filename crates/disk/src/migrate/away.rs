@@ -1,8 +1,7 @@
-//! Moving a disk to another datastore, which this process opens for that.
+//! Migrating a disk to another datastore, which this process opens for that.
 //!
-//! Clients that have the disk open continue to use it, so the other datastore stays open in this process as long as
-//! there are any: its lock is held meanwhile, and no other process can serve it. It is closed with this datastore at
-//! the latest.
+//! Clients that have the disk open keep using it, so the other datastore stays open in this process while there are
+//! any. Its lock is held meanwhile, and no other process can serve it. It is closed with this datastore at the latest.
 
 use super::run::{MigrateOptions, Peer};
 use crate::datastore::{Datastore, OpenOptions, QueueChoice};
@@ -13,15 +12,15 @@ use std::sync::Arc;
 use std::time::Duration;
 use work::Progress;
 
-/// Memory for the other datastore.
+/// Memory for the other datastore's caches and buffers.
 const METADATA_CACHE: usize = 64 << 20;
 const WRITE_BUFFER: usize = 32 << 20;
 /// How often to check whether clients are left.
 const IDLE_POLL: Duration = Duration::from_millis(200);
 
 impl Datastore {
-    /// Moves a disk, with its snapshots and its clients, to another datastore. `Busy` if that is open in another
-    /// process.
+    /// Migrates a disk with its snapshots and its clients to another datastore. `Busy` if another process has that
+    /// datastore open.
     pub fn migrate_away(
         &self,
         name: &str,
@@ -55,13 +54,13 @@ impl Datastore {
         outcome.and_then(|info| closed.map(|()| info))
     }
 
-    /// Another datastore that clients of this process still use.
+    /// The datastore at `location`, if clients of this process still use it.
     fn peer_datastore(&self, location: &Location) -> Option<Arc<Self>> {
         let peer_datastores = self.peer_datastores.lock();
         peer_datastores.iter().find(|peer| peer.location.as_ref() == Some(location)).cloned()
     }
 
-    /// Closes the other datastore, or arranges that for when no client uses it.
+    /// Closes the other datastore, at once or when no client uses it any more.
     fn leave(&self, peer: Peer) -> Result<()> {
         let datastore = peer.datastore;
         if !datastore.switches.in_use() {
@@ -78,7 +77,7 @@ impl Datastore {
             loop {
                 std::thread::sleep(IDLE_POLL);
                 let mut peer_datastores = all.lock();
-                // Under the lock, so that no migration finds it and closes it during the migration.
+                // Checked under the lock, so that no migration finds the datastore while it is being closed.
                 let known = peer_datastores.iter().any(|peer| Arc::ptr_eq(peer, &datastore));
                 if known && (datastore.switches.in_use() || Arc::strong_count(&datastore) > 2) {
                     continue;

@@ -1,12 +1,12 @@
-//! Importing existing images: copied, used where they are, or used while they are copied.
+//! Importing existing images: by copying, by using them where they are, or by using them while they are copied.
 //!
-//! **Live**: the images are adopted for reading, with a hidden native disk as the layer above them. Guests write to
-//! that, and the disk migrates to its target as any disk does, in the background.
+//! **Live import**: the images are adopted read-only, with a hidden native disk above them as an overlay. Guests write
+//! to the overlay, and the disk is migrated to its target format in the background.
 //!
 //! 1. The images are never changed.
-//! 2. The disk exists when everything it consists of is durable; a crash before that leaves nothing.
-//! 3. The disk's record names the layer above the images; a layer that no record names is removed.
-//! 4. An interrupted migration begins again when the datastore is served again.
+//! 2. The disk exists once everything it consists of is durable; a crash before that leaves nothing of it.
+//! 3. The disk's record names its overlay; an overlay that no record names is removed.
+//! 4. An interrupted migration is started again when the datastore is served again.
 
 use super::native_layer::NativeLayer;
 use super::run::{MigrateOptions, Source, Target};
@@ -28,21 +28,21 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use work::{NoProgress, Progress, Throttled};
 
-/// Names of the hidden disks above images.
+/// Name prefix of the hidden overlays above images.
 pub(crate) const OVERLAY: &str = ".overlay-";
-/// How long a failed background migration waits before it begins again, and how often it checks whether to stop.
+/// How long a failed background migration waits before the next attempt, and how often the wait checks for a stop.
 const RETRY: Duration = Duration::from_secs(60);
 const LOOK: Duration = Duration::from_millis(100);
 
-/// How images are imported.
+/// How an import treats the images.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ImportMode {
-    /// They are copied.
+    /// Their content is copied.
     Copy,
-    /// They stay in place and are read; writes go to a delta in the datastore.
+    /// The images stay where they are and are only read; writes go to a delta in the datastore.
     InPlace,
-    /// They are read until they have been copied in the background.
+    /// The images are read until a background migration has copied them.
     Live,
 }
 
@@ -51,34 +51,34 @@ pub enum ImportMode {
 pub struct ImportOptions {
     /// The newest image of the chain.
     pub path: PathBuf,
-    /// What it is; otherwise its first bytes say it, or its name where it is a raw disk.
+    /// The format of the image; if `None`, it is detected from the first bytes, or from the name for a raw disk.
     #[serde(default)]
     pub format: Option<SourceFormat>,
-    /// What becomes of them.
+    /// How the images are treated.
     pub way: ImportMode,
-    /// The format of the copy.
+    /// Format of the new disk, if the images are copied.
     pub target: MigrateOptions,
     /// Folders that images may refer to, besides their own.
     pub permitted: Vec<PathBuf>,
     /// Accept a parent that was changed since its child was made.
     pub force_parent: bool,
-    /// Replay the journal of a SEsparse image that was not closed properly, as far as it can be proven.
+    /// Replay the journal of a SEsparse image that was not closed cleanly, as far as its records are provably complete.
     pub replay_journal: bool,
-    /// Most bytes per second; 0 for no limit.
+    /// Limit in bytes per second; 0 for none.
     pub rate: u64,
 }
 
-/// The part of a disk's record about the layer above its images.
+/// The part of a disk's record that describes the overlay above its images.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Overlay {
-    /// Name of the hidden native disk.
+    /// Name of the hidden native disk that is the overlay.
     pub native: String,
     target: MigrateOptions,
     rate: u64,
 }
 
 impl Overlay {
-    /// The form in the record of a disk.
+    /// Reads the description from the record of a disk.
     pub fn of(record: &vmdk::Record) -> Result<Option<Self>> {
         let Some(text) = &record.overlay else { return Ok(None) };
         serde_json::from_str(text).map(Some).map_err(|error| {
@@ -90,20 +90,20 @@ impl Overlay {
         })
     }
 
-    /// The layer.
+    /// The overlay as a layer of a chain.
     pub fn layer(&self, native: &Arc<Native>) -> Result<Arc<dyn Layer>> {
         Ok(Arc::new(NativeLayer::new(native.hidden_device(&self.native)?)))
     }
 }
 
-/// Migrations that run in the background.
+/// Live imports: migrations that run in the background.
 #[derive(Default)]
 pub(crate) struct Imports {
     stop: Arc<AtomicBool>,
     running: parking_lot::Mutex<Vec<(String, JoinHandle<()>)>>,
 }
 
-/// Reports are dropped; closing the datastore cancels.
+/// Progress of a background migration: reports are dropped, and closing the datastore cancels it.
 struct Background(Arc<AtomicBool>);
 
 impl Progress for Background {
@@ -133,7 +133,7 @@ impl Datastore {
         if options.format == Some(SourceFormat::Ova) || options.format.is_none() && is_archive(&place)? {
             let text = format!(
                 "'{}' is an archive of a virtual machine: `lamina convert ARCHIVE disk:{name} --format native` makes a \
-                 disk of one in it",
+                 disk from a disk in it",
                 place.label()
             );
             return Err(Error::new(ErrorKind::Unsupported, text));
@@ -158,7 +158,7 @@ impl Datastore {
         match done {
             Ok(()) if options.way == ImportMode::InPlace => self.disk(name),
             Ok(()) => {
-                // Opened again, with the layer above it.
+                // The disk is opened again together with its overlay.
                 disk.close()?;
                 drop(disk);
                 self.foreign.open_folder(&folder)?;
@@ -175,7 +175,7 @@ impl Datastore {
         }
     }
 
-    /// Copies a chain and its snapshots into a new disk of that name.
+    /// Copies a chain and its snapshots into a new disk named `name`.
     fn copy_in(
         &self,
         name: &str,
@@ -217,7 +217,7 @@ impl Datastore {
         }
     }
 
-    /// Creates the hidden disk above images, and enters it in their record.
+    /// Creates the hidden overlay above adopted images, and enters it in their record.
     fn put_above(&self, adopted: &ForeignOriginal, options: &ImportOptions) -> Result<()> {
         let disk = &adopted.entry.disk;
         let native = format!("{OVERLAY}{}", names::uuid_text(&names::new_uuid()?));
@@ -235,7 +235,7 @@ impl Datastore {
     /// Removes hidden disks that no record names.
     pub(crate) fn sweep_overlays(&self) -> Result<()> {
         if !self.foreign.broken().is_empty() {
-            // The record that cannot be read may name one.
+            // An overlay may be named by a record that cannot be read, so none is removed.
             return Ok(());
         }
         let mut named = Vec::new();
@@ -250,8 +250,8 @@ impl Datastore {
         Ok(())
     }
 
-    /// Has every disk that is still read from its images move in the background, until the datastore is closed. For the
-    /// process that serves it.
+    /// Starts the background migration of every disk that is still read from its images. It runs until the datastore is
+    /// closed. To be called by the process that serves the datastore.
     pub fn start_imports(&self) {
         let mut running = self.imports.running.lock();
         running.retain(|(_, thread)| !thread.is_finished());
@@ -285,7 +285,7 @@ impl Datastore {
     fn move_in(&self, name: &str, overlay: &Overlay) {
         let background = Background(Arc::clone(&self.imports.stop));
         loop {
-            // Of this try: what waits for the next one takes no share of the pace.
+            // The share of the background rate is held only during an attempt, not while waiting for the next one.
             let moved = {
                 let paced = self.background(&background);
                 self.migrate(name, &overlay.target, &Throttled { progress: &paced, rate: overlay.rate })
@@ -310,7 +310,7 @@ impl Datastore {
         }
     }
 
-    /// Ends what goes on in the background.
+    /// Stops the background migrations.
     pub(crate) fn stop_imports(&self) {
         self.imports.stop.store(true, Ordering::SeqCst);
         let running = std::mem::take(&mut *self.imports.running.lock());

@@ -1,4 +1,4 @@
-//! What a datastore remembers of a migration: the file that says which of the two copies is the disk.
+//! The persistent record of a migration: a file that says which of the two copies is the disk.
 //!
 //! ```text
 //!                  begin                    commit                   end
@@ -6,13 +6,13 @@
 //!                              \-- end: the target is removed first --------^
 //! ```
 //!
-//! 1. The file is there, durably, before anything of the target is, and goes after the last of what its stage calls for
-//!    has been done: so nothing is ever left that no record names.
-//! 2. It is replaced as a whole (a temporary name, flushed, renamed, the folder flushed): each stage is there or not.
-//! 3. What a stage calls for may be done any number of times.
-//! 4. A target in another datastore has a file there as well, `arriving`, which says whose word counts. It is decided
-//!    by the file of the source: committed there, the target stays; anything else, or no file, and it goes. So the
-//!    file of the source goes last.
+//! 1. The file is durable before anything of the target is created, and is removed after every step that its stage
+//!    requires is done. So nothing of a migration is ever left without a record.
+//! 2. The file is replaced atomically (temporary name, flush, rename, flush of the folder).
+//! 3. The steps that a stage requires are idempotent.
+//! 4. For a target in another datastore, a file with stage `arriving` is kept there too. It names the source's
+//!    datastore, whose file decides: if that file is `committed`, the target is kept; otherwise, or if the file does
+//!    not exist, the target is removed. So the source's file is removed last.
 //!
 //! The layout is in `docs/format/migration-intent.md`.
 
@@ -25,14 +25,14 @@ use serde::{Deserialize, Serialize};
 use std::io;
 use std::sync::Arc;
 
-/// How the files begin.
+/// Prefix of the files' names.
 const PREFIX: &str = "migration-";
-/// What they are: names and paths are all that one holds.
+/// Kind of the files. Their content is small: names and paths.
 const KIND: Kind = Kind { word: "migration", version: 1, length_max: 64 << 10 };
-/// Most migrations that a datastore remembers.
+/// Limit of the number of migrations that a datastore records.
 pub(crate) const INTENTS_MAX: usize = 256;
 
-/// How far a migration is.
+/// Stage of a migration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Stage {
@@ -40,17 +40,18 @@ pub(crate) enum Stage {
     Copying,
     /// The target is the disk.
     Committed,
-    /// The target is here, and the file of the same name in the source's datastore says which is the disk.
+    /// The target is in this datastore; the file with the same name in the source's datastore decides which is the
+    /// disk.
     Arriving,
 }
 
-/// Where a copy is in its datastore.
+/// Location of a copy in its datastore.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub(crate) enum Copy {
-    /// A native disk: the source by its number in the store, the target by the name that it has until it is the disk.
+    /// A native disk: a source by its number in the store, a target by its hidden name.
     Native {
-        /// The number, of the source.
+        /// The number of the source in the store; `None` for a target.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         object: Option<u64>,
     },
@@ -61,29 +62,29 @@ pub(crate) enum Copy {
     },
 }
 
-/// One migration.
+/// The record of a migration.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Intent {
-    /// Its identity, and that of the file.
+    /// Identity of the migration, part of the file's name.
     pub id: String,
-    /// How far it is.
+    /// Its stage.
     pub stage: Stage,
     /// The name of the disk.
     pub disk: String,
-    /// What the disk was. Not there in an arriving file.
+    /// The source. `None` in an `arriving` file.
     pub source: Option<Copy>,
-    /// What it is to be.
+    /// The target.
     pub target: Copy,
     /// Identity of the disk, which it keeps.
     pub uuid: String,
     /// When the disk was made, in seconds since 1970.
     pub created: u64,
-    /// Location of the other datastore, if there is one.
+    /// Location of the other datastore, if the migration has one.
     pub peer: Option<Location>,
 }
 
-/// The files of one datastore.
+/// The migration records of one datastore.
 pub(crate) struct Intents {
     directory: Arc<dyn Directory>,
 }
@@ -97,31 +98,31 @@ fn file_name(id: &str) -> Result<String> {
 }
 
 impl Intent {
-    /// The name of a native target until it is the disk: no person can give it.
+    /// The hidden name of a native target, which users cannot enter.
     pub fn hidden(&self) -> String {
         format!(".migrating-{}", self.id)
     }
 }
 
 impl Intents {
-    /// The files in the folder of a datastore.
+    /// The records in the folder of a datastore.
     pub fn new(directory: Arc<dyn Directory>) -> Self {
         Self { directory }
     }
 
-    /// Writes one, durably; in the place of an earlier one of that identity.
+    /// Writes a record durably, replacing an earlier one with the same identity.
     pub fn put(&self, intent: &Intent) -> Result<()> {
         let name = file_name(&intent.id)?;
         sealed::put(&*self.directory, &name, &KIND.encode(intent)?)
             .during(|| format!("recording the migration of disk '{}'", intent.disk))
     }
 
-    /// Removes one, durably.
+    /// Removes a record durably.
     pub fn remove(&self, id: &str) -> Result<()> {
         KIND.remove(&*self.directory, &file_name(id)?)
     }
 
-    /// All of them, by identity; what was never whole is removed.
+    /// All records, by identity. Incomplete temporary files are removed.
     pub fn all(&self) -> Result<Vec<Intent>> {
         let names = self.directory.list().during(|| "looking for migrations under way".into())?;
         let mut found = Vec::new();
@@ -163,14 +164,14 @@ pub(crate) fn peek(datastore: &Location, id: &str) -> Result<Option<Intent>> {
 
 fn decode(bytes: &[u8]) -> Result<Intent> {
     let intent: Intent = KIND.decode(bytes)?;
-    // What it calls a folder of images is removed one day.
+    // Recovery may remove the folder that the record names, so the name must not lead out of the datastore.
     let leads_out = |copy: &Copy| {
         matches!(copy, Copy::Images { folder }
             if folder.contains(['/', '\0']) || matches!(folder.as_str(), "" | "." | ".."))
     };
     let away = intent.source.iter().chain([&intent.target]).any(leads_out);
     match away {
-        true => Err(KIND.corrupt("names a folder that is none of the datastore's")),
+        true => Err(KIND.corrupt("names a folder outside the datastore")),
         false => Ok(intent),
     }
 }
@@ -207,7 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn each_stage_is_there_or_not_wherever_the_power_goes() {
+    fn after_any_power_cut_each_stage_is_recorded_completely_or_not() {
         for cut in 0..40 {
             for seed in 0..8 {
                 let disk = SimulatedDisk::new(seed, SimulatedOptions::default());

@@ -1,25 +1,29 @@
-//! A device over two copies of a disk, and the copier that makes the second one while clients use the first.
+//! A device that mirrors a disk to a second copy, and the copier that fills this copy while clients use the disk.
 //!
 //! ```text
 //!   byte 0                    cursor                                  capacity
-//!     | both copies are alike  |  target is as it began                  |
+//!     | both copies are equal  |  target has its initial content         |
 //!     +------------------------+-----------------------------------------+
-//!   write:   source and target |  source only, and a mark in the work    ->  never waits but for an overlapping step
+//!   write:   source and target |  source only, and a mark in the work    ->  waits only for an overlapping copy step
 //!
 //!   Copying ---- copy() at the end, settle() ----> Settled ---- commit() ----> Committed
-//!      \------------ target failed, cancelled: drop it, the source is the disk as ever
+//!      \------------ target failed, cancelled: the target is dropped, the source stays the disk
 //! ```
 //!
-//! 1. **Behind the cursor both copies are alike**, but for requests under way. A change holds its range from its
-//!    first byte on the source to its last on the target, and so does each step of the copier; the cursor moves while
-//!    the step's range is held. So changes of one place reach both copies in one order, and none is missed.
-//! 2. **Ahead of the cursor the target is what it was.** A change that crosses the cursor reaches the target only up to
-//!    it, so that what the copier need not look at (never written, or not different from the base) is right as it is.
-//! 3. **A write acknowledged before [`MirrorDevice::settle`] has begun is in the target when it ends**, durably if it
-//!    was flushed. From then on a flush covers both copies, so that the owner's record may turn at any moment.
-//! 4. **The target may fail until the record has turned**: that ends the migration, never a request. While the record
-//!    is being turned ([`MirrorDevice::commit`]), a request whose target part failed waits to learn which way it went.
-//! 5. One step moves at most [`STEP_MAX`] with its range held, less where that takes long: a request waits for no more.
+//! 1. **Before the cursor both copies are equal**, except for requests under way. A change holds its range from before
+//!    its first write to the source until after its last write to the target, and so does each step of the copier; the
+//!    cursor moves while the step's range is held. So changes of a range reach both copies in the same order, and none
+//!    is missed.
+//! 2. **After the cursor the target has its initial content.** A change that crosses the cursor reaches the target only
+//!    up to the cursor. So ranges that the copier skips (never written, or equal to the base) are correct as they are.
+//! 3. **Every write acknowledged before [`MirrorDevice::settle`] begins is in the target when it ends**, and durable
+//!    there if it was flushed. From then on a flush covers both copies, so that the migration's record can be committed
+//!    at any moment.
+//! 4. **A failure of the target before the record is committed** ends the migration, but fails no request. While the
+//!    record is being committed ([`MirrorDevice::commit`]), a request whose write to the target failed waits for the
+//!    outcome.
+//! 5. One step of the copier moves at most [`STEP_MAX`] with its range locked, less if steps are slow: no request waits
+//!    longer.
 
 use super::work::Work;
 use crate::device::{Device, DirtyExtent, FlushTicket, ReadPlan, StatusExtent, Verdict};
@@ -34,47 +38,47 @@ use std::time::{Duration, Instant};
 use work::Progress;
 use work::Throttle;
 
-/// Bytes that one step of the copier moves, at the most and where steps turn out slow.
+/// Most bytes that one step of the copier moves.
 pub const STEP_MAX: u64 = 256 << 10;
-///
-/// No less than what a native target takes past its write buffer: a smaller step would wait, again and again, for room
-/// in a buffer that the guest's own writes fill.
+/// Least bytes that a step moves if steps are slow: the size from which writes to a native target bypass its write
+/// buffer. Smaller steps would wait for room in the buffer, which the guests' own writes keep full.
 const STEP_MIN: u64 = 128 << 10;
-/// A step that takes longer is followed by a smaller one.
+/// A step that takes longer than this makes the next step smaller.
 const STEP_TIME: Duration = Duration::from_millis(10);
-/// Bytes that the cursor passes at once where there is nothing to do.
+/// Bytes by which the cursor moves at once over ranges without marks.
 const PASS_MAX: u64 = 64 << 20;
-/// Bytes after which what was copied is made durable, so that no flush ever finds much of it left. A native target puts
-/// what guests have in its write buffer into its journal each time, and writes it home once more later.
+/// The target is flushed each time this many bytes were copied, so that no later flush has much of the copied data to
+/// write. More frequent flushes cost more: each puts the guests' buffered writes into the target's journal, from which
+/// they are written once more later.
 const CHECKPOINT: u64 = 32 << 20;
-/// How full the target's write buffer may be, in percent, before the copier leaves the target to guests.
+/// Fill level of the target's write buffer, in percent, above which the copier pauses for the guests' writes.
 const PRESSURE_MAX: u32 = 25;
-/// Between two looks whether it has emptied.
+/// Interval at which the paused copier checks the fill level.
 const PRESSURE_PAUSE: Duration = Duration::from_millis(2);
-/// Bytes per second that the copier comes to, on the whole, however full the buffer stays: it ends.
+/// Average bytes per second that the copier reaches even if the buffer stays full, so that the migration ends.
 const RATE_MIN: u64 = 32 << 20;
-/// Largest part of a discard that holds its range at once.
+/// Largest part of a discard whose range is locked at once.
 const DISCARD_STEP: u64 = 16 << 20;
-/// Extents asked for at a time.
+/// Most extents that one query of a map returns.
 const EXTENTS: usize = 1024;
-/// Bytes asked about at a time.
+/// Most bytes that one query of a map covers.
 const LOOK: u64 = 1 << 30;
 
-/// What the target holds when the copying begins.
+/// Content of the target before the copy begins.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Base {
-    /// Zeros.
+    /// The target reads as zeros.
     Zeros,
-    /// Another state of the disk: it is read and compared, and only what differs is written.
+    /// The target has an earlier state of the disk: it is read and compared, and only differences are written.
     State,
 }
 
-/// What a copier did.
+/// Statistics of the copier.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Copied {
     /// Bytes of the source that were read.
     pub read: u64,
-    /// Bytes written to the target, zeroed ones not counted.
+    /// Bytes written to the target, not counting zeroed ones.
     pub written: u64,
 }
 
@@ -87,11 +91,12 @@ enum Stage {
 
 struct MirrorState {
     stage: Stage,
-    /// Why the target is not a copy any more.
+    /// The error after which the target is no longer a copy.
     failure: Option<Error>,
 }
 
-/// A disk between two copies. Serves as the source does; see the module for what it does with the target.
+/// A disk that is being copied. It serves requests from the source and applies changes to the target too, as the module
+/// describes.
 pub struct MirrorDevice {
     source: Arc<dyn Device>,
     target: Arc<dyn Device>,
@@ -100,20 +105,21 @@ pub struct MirrorDevice {
     ranges: Ranges,
     cursor: AtomicU64,
     work: Work,
-    /// Flushes cover the target.
+    /// Set once flushes cover the target too.
     settled: AtomicBool,
-    /// The target is not written any more.
+    /// Set once the target is no longer written.
     failed: AtomicBool,
     state: Mutex<MirrorState>,
 }
 
-/// The error of what was stopped on request.
+/// The error of a migration that was cancelled.
 pub(super) fn stopped() -> Error {
-    Error::new(ErrorKind::Interrupted, "stopped on request; the disk is as before")
+    Error::new(ErrorKind::Interrupted, "stopped on request; the disk is unchanged")
 }
 
 impl MirrorDevice {
-    /// A mirror with nothing copied. From now on a write to the source that bypasses the mirror corrupts the copy.
+    /// A mirror with nothing copied. From now on all writes must pass the mirror; a write directly to the source would
+    /// corrupt the copy.
     pub fn new(source: Arc<dyn Device>, target: Arc<dyn Device>, base: Base) -> Result<Self> {
         let capacity = source.capacity();
         if target.capacity() != capacity || target.read_only() {
@@ -142,23 +148,23 @@ impl MirrorDevice {
         })
     }
 
-    /// The disk as it is.
+    /// The disk that is copied.
     pub fn source(&self) -> &Arc<dyn Device> {
         &self.source
     }
 
-    /// The disk as it will be.
+    /// The copy.
     pub fn target(&self) -> &Arc<dyn Device> {
         &self.target
     }
 
-    /// Has the copier look at a range.
+    /// Marks a range to be copied.
     pub fn mark(&self, range: Range<u64>) {
         self.work.mark(&range);
     }
 
-    /// Has the copier look at everything that holds data. Maps are read without any lock: a write meanwhile marks its
-    /// own range.
+    /// Marks everything that holds data. The map is read without a lock, because a concurrent write marks its own
+    /// range.
     pub fn mark_data(&self, progress: &dyn Progress) -> Result<()> {
         let mut at = 0;
         while at < self.capacity {
@@ -171,7 +177,7 @@ impl MirrorDevice {
         Ok(())
     }
 
-    /// Has the copier look at everything that may differ from snapshot `base` of the source.
+    /// Marks everything that may differ from snapshot `base` of the source.
     pub fn mark_changes(&self, base: &str, progress: &dyn Progress) -> Result<()> {
         let mut at = 0;
         while at < self.capacity {
@@ -184,7 +190,7 @@ impl MirrorDevice {
         Ok(())
     }
 
-    /// Marks the extents from `at` on that are wanted; where they end.
+    /// Marks the extents whose flag is set, beginning at `from`; returns the end of the last extent.
     fn mark_extents(&self, from: u64, extents: impl Iterator<Item = (u64, bool)>) -> Result<u64> {
         let mut at = from;
         for (length, wanted) in extents {
@@ -194,13 +200,13 @@ impl MirrorDevice {
             at += length;
         }
         if at == from {
-            let text = format!("{}: the source's map has no answer for byte {at}", self.source.name());
+            let text = format!("{}: the source's map returns no extent for byte {at}", self.source.name());
             return Err(Error::new(ErrorKind::Corrupt, text));
         }
         Ok(at)
     }
 
-    /// Copies what is marked, front to back, and from then on keeps both copies alike. Once only.
+    /// Copies the marked ranges in order of offset; afterwards both copies stay equal. To be called once.
     pub fn copy(&self, progress: &dyn Progress) -> Result<Copied> {
         let throttle = Throttle::new(progress);
         let began = Instant::now();
@@ -249,7 +255,7 @@ impl MirrorDevice {
         Ok(copied)
     }
 
-    /// Leaves the target to guests while they fill its write buffer, unless the copier has fallen behind by that.
+    /// Pauses while the guests fill the target's write buffer, unless the copier is below [`RATE_MIN`].
     fn give_way(&self, began: Instant, copied: u64, progress: &dyn Progress) -> Result<()> {
         let due = Duration::from_secs_f64(copied as f64 / RATE_MIN as f64);
         while self.target.pressure() > PRESSURE_MAX && began.elapsed() < due {
@@ -262,7 +268,7 @@ impl MirrorDevice {
         Ok(())
     }
 
-    /// Moves the cursor over what is not marked.
+    /// Moves the cursor over ranges without marks, and returns it.
     fn pass(&self, at: u64) -> u64 {
         let until = |most: u64| self.work.next(at, 1).map_or(most, |run| run.start.min(most));
         let end = until(self.capacity.min(at + PASS_MAX));
@@ -270,13 +276,13 @@ impl MirrorDevice {
             return at;
         }
         let _held = self.ranges.lock(at..end);
-        // A write may have marked a piece of it before the range was locked.
+        // A write may have marked part of the range before it was locked.
         let end = until(end);
         self.cursor.store(end, Ordering::SeqCst);
         end
     }
 
-    /// Makes the target like the source in a range that is held; bytes written.
+    /// Makes the target equal to the source in a locked range; returns the bytes written.
     fn copy_run(&self, range: &Range<u64>) -> Result<u64> {
         let length = (range.end - range.start) as usize;
         let wanted = self.source.read(range.start, length)?;
@@ -297,7 +303,7 @@ impl MirrorDevice {
                 Difference::None => {}
                 Difference::Zeroed => self.target.write_zeroes(offset, (at - begin) as u64, false, false)?,
                 Difference::Data => {
-                    // Runs begin at blocks: marks are whole ones, and so are steps but for the last.
+                    // Each run begins at a block: marks cover whole blocks, and so does every step except the last.
                     self.target.write(offset, SharedSlice::copy_of(&wanted[begin..at]), false)?;
                     written += (at - begin) as u64;
                 }
@@ -306,10 +312,10 @@ impl MirrorDevice {
         Ok(written)
     }
 
-    /// Ends with both copies durable and alike, and stays so: from here on a flush covers both.
+    /// Makes both copies durable and equal; from here on a flush covers both.
     pub fn settle(&self) -> Result<()> {
         debug_assert_eq!(self.cursor.load(Ordering::SeqCst), self.capacity);
-        // Most of the data, before flushes of clients have to wait for the target too.
+        // Writes most of the data before clients' flushes have to wait for the target too.
         self.target.flush()?;
         self.settled.store(true, Ordering::SeqCst);
         self.target.flush()?;
@@ -321,8 +327,9 @@ impl MirrorDevice {
         Ok(())
     }
 
-    /// Turns the owner's record, durably, by `record`: after it the target is the disk. Where the target has failed
-    /// before, `record` is not called. If `record` fails, the source is the disk: it must be sure of that.
+    /// Commits the migration by calling `record`, which writes the record durably; afterwards the target is the disk.
+    /// If the target has failed before, `record` is not called. If `record` fails, the source stays the disk, so
+    /// `record` may fail only if the record was not written.
     pub fn commit<T>(&self, record: impl FnOnce() -> Result<T>) -> Result<T> {
         let mut state = self.state.lock();
         debug_assert_eq!(state.stage, Stage::Settled);
@@ -334,7 +341,7 @@ impl MirrorDevice {
         Ok(outcome)
     }
 
-    /// Lets go of the target: what is under way may still reach it, nothing that begins later does.
+    /// Stops writing to the target; changes under way may still reach it.
     pub fn give_up(&self) {
         self.failed.store(true, Ordering::SeqCst);
     }
@@ -347,7 +354,7 @@ impl MirrorDevice {
         Err(failure.unwrap_or_else(stopped))
     }
 
-    /// A change did not reach the target: the end of the migration, or of the request if the target is the disk.
+    /// Handles a failed change of the target: before the commit it ends the migration, afterwards it fails the request.
     fn target_failed(&self, error: Error) -> Result<()> {
         let mut state = self.state.lock();
         if state.stage == Stage::Committed {
@@ -358,7 +365,7 @@ impl MirrorDevice {
         Ok(())
     }
 
-    /// The source may have changed in part: whether the target is equal to it is unknown.
+    /// Handles a failed change of the source: part of it may be written, so the target may differ from the source.
     fn source_failed(&self, error: Error) -> Error {
         let mut state = self.state.lock();
         if state.stage != Stage::Committed {
@@ -369,7 +376,7 @@ impl MirrorDevice {
         error
     }
 
-    /// What of a held range the target has to be told, and a mark on the rest.
+    /// Marks the part of a locked range after the cursor; returns the length of the part that the target must get too.
     fn mirrored(&self, range: &Range<u64>) -> u64 {
         let cursor = self.cursor.load(Ordering::SeqCst);
         if cursor < range.end {
@@ -378,7 +385,7 @@ impl MirrorDevice {
         if self.failed.load(Ordering::SeqCst) { 0 } else { range.end.min(cursor).saturating_sub(range.start) }
     }
 
-    /// One change of a range: on the source, then as far as the cursor on the target.
+    /// Changes a range on the source, and on the target up to the cursor.
     fn change(&self, range: Range<u64>, apply: impl Fn(&dyn Device, u64) -> Result<()>) -> Result<()> {
         let _held = self.ranges.lock(range.clone());
         let part = self.mirrored(&range);
@@ -416,7 +423,7 @@ impl MirrorDevice {
         if fua { self.flush() } else { Ok(()) }
     }
 
-    /// Changes a long range part by part.
+    /// Changes a long range in parts.
     fn change_long(&self, offset: u64, length: u64, apply: impl Fn(&dyn Device, u64, u64) -> Result<()>) -> Result<()> {
         let end = offset + length;
         let mut at = offset;
@@ -429,7 +436,7 @@ impl MirrorDevice {
     }
 }
 
-/// What a block of the target needs.
+/// How a block of the target has to be changed.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Difference {
     None,
@@ -449,7 +456,7 @@ fn difference(wanted: &[u8], present: Option<&[u8]>, at: usize) -> Difference {
 }
 
 fn is_zero(block: &[u8]) -> bool {
-    // In words, as the compiler does not by itself.
+    // Compares in words, which the compiler does not do for bytes.
     let (words, rest) = block.as_chunks::<64>();
     words.iter().all(|word| word == &[0; 64]) && rest.iter().all(|byte| *byte == 0)
 }
@@ -489,14 +496,14 @@ impl Device for MirrorDevice {
                 self.target_failed(error)?;
             }
         }
-        // The range is released first: another write to it does not wait for this one's flush.
+        // The range is released before the flush, so that another write to it need not wait for the flush.
         self.finish(fua)
     }
 
     fn discard(&self, offset: u64, length: u64, fua: bool) -> Result<()> {
         self.check_writable(offset, length)?;
-        // Both sides have to read alike afterwards, which a discard does not guarantee where there is no room. Without
-        // room for zeros the migration has ended, and what was discarded may keep its content.
+        // Both copies must read the same afterwards. A discard does not ensure this on a full file system, so zeros are
+        // written. If there is no room for zeros, the migration has ended and the discarded range may keep its content.
         match self.change_long(offset, length, |device, at, part| device.write_zeroes(at, part, false, false)) {
             Err(error) if error.kind() == ErrorKind::NoSpace => {}
             done => done?,
@@ -516,7 +523,8 @@ impl Device for MirrorDevice {
 
     fn finish_flush(&self, ticket: FlushTicket) -> Result<()> {
         self.source.finish_flush(ticket).map_err(|error| self.source_failed(error))?;
-        // Read afterwards: a flush acknowledged before `settle` began to flush the target is covered by that flush.
+        // `settled` is read after the source's flush: a flush that does not see it set completed before `settle`
+        // flushed the target, so that flush covers its writes.
         if self.settled.load(Ordering::SeqCst)
             && !self.failed.load(Ordering::SeqCst)
             && let Err(error) = self.target.flush()

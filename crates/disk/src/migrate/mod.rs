@@ -1,29 +1,30 @@
-//! Moving a disk to another format, provisioning type or datastore while it is in use.
+//! Migrating a disk to another format, provisioning type or datastore while it is in use.
 //!
 //! ```text
-//! away          moving to another datastore
-//! run           one migration, from its first look at the disk to the removal of what it was
-//! import        images that are there already: copied, used in place, or used while they are copied
+//! away          migrating to another datastore
+//! run           one migration, from start to the removal of the source
+//! import        existing images: copied, used in place, or used while they are copied
 //! intent        the record that says which of the two copies is the disk
-//! recover       what opening the datastore does about interrupted ones
+//! recover       interrupted migrations when the datastore is opened
 //! tree          copying the snapshots, parents before children
-//! mirror        the device between a disk's clients and its two copies, and the copier that makes the second one
-//! work          which pieces of the disk are still to be looked at: a bit for each
+//! mirror        the device that mirrors a disk to its copy, and the copier that fills the copy
+//! work          which parts of the disk are still to be copied: a bitmap
 //! pace          bytes per second, and stopping on request
-//! native_layer  a native disk as the top layer of a chain: what a guest runs on while its image is brought in
+//! native_layer  a native disk as the top layer of a chain: the overlay of a live import
 //! ```
 //!
-//! 1. **There is one disk.** Which of the two copies it is, says one record, replaced whole; every mark, name and
-//!    folder follows from it, and can be made to follow again after a crash.
-//! 2. **Clients notice nothing.** No request waits for more than one step of the copier, none fails for a failure of
-//!    the copy before the record has turned, and what was acknowledged durable before it is durable in both.
-//! 3. **It ends or it was not.** Each byte is passed once whatever is written meanwhile; until the record turns, a
-//!    failure or a request to stop leaves the disk as it was.
-//! 4. Formats are met as devices ([`crate::Device`]) and as trees of snapshots (`tree::Original`, `tree::Replica`), and
-//!    not otherwise: `native/moving.rs` and `foreign/moving.rs` are the two kinds there are.
+//! 1. **There is one disk.** A single record, replaced atomically, says which of the two copies is the disk. Marks,
+//!    names and folders are set to match it, and are set again after a crash.
+//! 2. **The migration is transparent to clients.** No request waits for more than one step of the copier, no request
+//!    fails because the target fails before the commit, and writes that were durable before the commit are durable in
+//!    both copies.
+//! 3. **It completes or has no effect.** Each byte is copied once, whatever is written during the copy. Until the
+//!    commit, a failure or a cancellation leaves the disk as it was.
+//! 4. The migration knows disks only as devices ([`crate::Device`]) and as snapshot trees (`tree::Original`,
+//!    `tree::Replica`), which `native/moving.rs` and `foreign/moving.rs` implement.
 //!
-//! Locks, in the order in which they are taken: the use of the disk's name, `rename_lock` (this datastore's, then the
-//! other one's), those of the native and foreign disks, switches; in the mirror a range, then its state.
+//! Order of locks: the use of the disk's name, `rename_lock` (of this datastore, then of the other one), the locks of
+//! the native disks and of the disks in VMware's formats, the switches; within the mirror a range, then its state.
 
 mod away;
 mod import;

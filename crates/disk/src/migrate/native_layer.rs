@@ -1,15 +1,15 @@
-//! A native disk as the top layer of a chain: what a guest runs on while the image below it is brought in.
+//! A native disk as the top layer of a chain: the overlay that receives the guest's writes during a live import.
 //!
-//! | the disk has there   | the layer says |
+//! | the disk has         | the layer reports |
 //! |----------------------|----------------|
-//! | nothing              | [`Content::Absent`]: the image below shows through |
-//! | reserved space       | [`Content::Zero`]: the guest discarded it, or wrote zeros |
-//! | data                 | [`Content::Encoded`]: read through the disk, checksums and all |
+//! | nothing              | [`Content::Absent`]: reads fall through to the image below |
+//! | reserved space       | [`Content::Zero`]: the guest discarded the range, or wrote zeros |
+//! | data                 | [`Content::Encoded`]: read through the disk, which verifies checksums |
 //!
-//! 1. The disk is thin and has no user but this layer: space that a thick type reserved would hide the image below.
-//! 2. A range never becomes absent again: discarding reserves. So an answer of [`Layer::map`] may grow old without
-//!    showing the image below where the guest has written.
-//! 3. Its map names no places, so no place has to be kept for readers: there is no epoch.
+//! 1. The disk is thin and used only by this layer: reserved space of a thick disk would hide the image below.
+//! 2. A range never becomes absent again, because a discard reserves space. So a result of [`Layer::map`] may become
+//!    outdated, but never exposes the image below a range that the guest has written.
+//! 3. The map returns no file locations, so none has to be kept for readers and the layer needs no epochs.
 
 use crate::device::{Allocation, Device};
 use backend::{BLOCK_SIZE, Buffer, File, SharedSlice};
@@ -19,10 +19,10 @@ use std::ops::Range;
 use std::sync::Arc;
 
 const BLOCK: u64 = BLOCK_SIZE as u64;
-/// Extents looked at at a time where all have to be.
+/// Most extents that one query returns when a whole range is examined.
 const EXTENTS: usize = 1024;
 
-/// The layer.
+/// The overlay layer.
 pub struct NativeLayer {
     disk: Arc<dyn Device>,
 }
@@ -33,7 +33,7 @@ impl NativeLayer {
         Self { disk }
     }
 
-    /// True when the disk has data in all of a range.
+    /// Whether the disk has data in the whole range.
     fn is_data(&self, start: u64, length: u64) -> Result<bool> {
         let found = self.disk.status(start, length, 1)?;
         Ok(matches!(found.as_slice(), [all] if all.length >= length && all.allocation == Allocation::Data))
@@ -72,7 +72,7 @@ impl Layer for NativeLayer {
     }
 
     fn file(&self, index: u16) -> Result<&Arc<dyn File>> {
-        Err(Error::new(ErrorKind::Invalid, format!("{}: a native disk names no file {index}", self.disk.name())))
+        Err(Error::new(ErrorKind::Invalid, format!("{}: a native disk has no file {index}", self.disk.name())))
     }
 
     fn read_encoded(&self, start: u64, out: &mut [u8]) -> Result<()> {
@@ -104,7 +104,7 @@ impl Layer for NativeLayer {
     }
 
     fn zero(&self, range: Range<u64>, _keep: bool) -> Result<()> {
-        // Space is what hides the image below, so it is taken either way.
+        // Reserved space hides the image below, so it is allocated even if `_keep` is false.
         self.disk.write_zeroes(range.start, range.end - range.start, true, false)
     }
 

@@ -1,7 +1,7 @@
-//! What opening a datastore does about migrations that were interrupted: before disks that are incomplete are removed.
+//! Recovery of interrupted migrations when a datastore is opened, before incomplete disks are removed.
 //!
-//! Both copies of a disk under migration are told apart by one mark only: what is incomplete goes. So each record is
-//! carried out by setting the marks as it says, and removed; the rest is done by what removes incomplete disks.
+//! Incomplete disks are removed, so recovery only has to mark the right copy as incomplete: for each migration it sets
+//! the marks that the record requires and removes the record.
 
 use super::intent::{Copy, Intent, Intents, Stage, peek};
 use super::run::likeness_of;
@@ -12,16 +12,16 @@ use std::collections::BTreeSet;
 use std::path::Path;
 use std::sync::Arc;
 
-/// Disks of migrations whose outcome is not known yet: kept, and not listed.
+/// Disks of migrations whose outcome is not known yet. They are kept, but not listed.
 #[derive(Debug, Default)]
 pub(crate) struct InDoubt {
     /// Names of native disks.
     pub names: BTreeSet<String>,
-    /// Folders of other disks.
+    /// Folders of disks in VMware's formats.
     pub folders: BTreeSet<String>,
 }
 
-/// Carries out the records of a datastore that is being opened.
+/// Applies the migration records of a datastore that is being opened.
 pub(crate) fn recover(native: &Native, datastore: Option<&Path>) -> Result<InDoubt> {
     let intents = Intents::new(Arc::clone(native.engine.directory()));
     let mut doubt = InDoubt::default();
@@ -36,7 +36,7 @@ pub(crate) fn recover(native: &Native, datastore: Option<&Path>) -> Result<InDou
                 }
                 Some(peer) => {
                     retire(&intent, native, datastore)?;
-                    // The other one has taken the disk when its record is gone; until then it needs this one.
+                    // The other datastore needs this record until it has taken over the disk and removed its own.
                     matches!(peek(peer, &intent.id), Ok(None))
                 }
             },
@@ -53,7 +53,7 @@ pub(crate) fn recover(native: &Native, datastore: Option<&Path>) -> Result<InDou
                     Err(error) => {
                         tracing::warn!(
                             disk = intent.disk,
-                            "whether it has arrived is known by the datastore '{peer}', which cannot be asked: {error}"
+                            "a migration stays undecided, because the datastore '{peer}' cannot be read: {error}"
                         );
                         match &intent.target {
                             Copy::Native { .. } => doubt.names.insert(intent.hidden()),
@@ -65,14 +65,14 @@ pub(crate) fn recover(native: &Native, datastore: Option<&Path>) -> Result<InDou
             }
         };
         if done {
-            tracing::info!(disk = intent.disk, stage = ?intent.stage, "an interrupted migration was settled");
+            tracing::info!(disk = intent.disk, stage = ?intent.stage, "completed or undid an interrupted migration");
             intents.remove(&intent.id)?;
         }
     }
     Ok(doubt)
 }
 
-/// The target is the disk.
+/// Makes the target of a migration the disk.
 fn complete(intent: &Intent, native: &Native, datastore: Option<&Path>) -> Result<()> {
     match &intent.target {
         Copy::Native { .. } => {
@@ -89,7 +89,7 @@ fn complete(intent: &Intent, native: &Native, datastore: Option<&Path>) -> Resul
     }
 }
 
-/// The source is not.
+/// Marks the source of a migration as incomplete.
 fn retire(intent: &Intent, native: &Native, datastore: Option<&Path>) -> Result<()> {
     match &intent.source {
         Some(Copy::Native { object: Some(id) }) => native.retire(*id, &format!("{}-away", intent.hidden())),
@@ -102,5 +102,8 @@ fn retire(intent: &Intent, native: &Native, datastore: Option<&Path>) -> Result<
 }
 
 fn no_images() -> Error {
-    Error::new(ErrorKind::Corrupt, "the record of a migration names a folder of images, and there can be none here")
+    Error::new(
+        ErrorKind::Corrupt,
+        "the record of a migration names a folder of images, and this datastore cannot have one",
+    )
 }

@@ -1,17 +1,17 @@
-//! One migration, from its first look at the disk to the removal of what it was.
+//! One migration, from start to the removal of the source.
 //!
 //! ```text
-//!   make the target, hidden ── record: copying ── copy the snapshots ── put the mirror under the clients
-//!     ── copy the head ── settle ── record: committed ── clients on the target ── the name changes hands
-//!     ── wait for requests inside the mirror ── remove the source ── remove the record
+//!   make the hidden target ── record: copying ── copy the snapshots ── exchange the clients' device for the mirror
+//!     ── copy the head ── settle ── record: committed ── clients on the target ── rename the target
+//!     ── wait for requests in the mirror ── remove the source ── remove the record
 //! ```
 //!
-//! 1. Until `committed` is durable every failure, and a request to stop, puts the clients back on the source and
-//!    removes the target. After it nothing is undone: what cannot be finished now is when the datastore is opened next.
-//! 2. The disk is used alone: what would change its snapshots or its size meanwhile is refused. Its clients come and
-//!    go.
-//! 3. No client can open a disk by its name while the name moves to the other copy (`rename_lock`); requests of clients
-//!    that have it open go on.
+//! 1. Until `committed` is durable, a failure or a cancellation returns the clients to the source and removes the
+//!    target. Afterwards nothing is undone; steps that fail are completed when the datastore is opened next.
+//! 2. The migration has exclusive use of the disk: operations that change its snapshots or its size are refused.
+//!    Clients may connect and disconnect.
+//! 3. While the name moves to the other copy, no client can open a disk by name (`rename_lock`). Requests of clients
+//!    that have it open continue.
 
 use super::intent::{Copy, Intent, Intents, Stage};
 use super::mirror::MirrorDevice;
@@ -31,14 +31,14 @@ use std::sync::Arc;
 use store::engine::DiskIdentity;
 use work::Progress;
 
-/// What a disk is to become.
+/// The form that a disk is migrated to.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MigrateOptions {
     /// The format.
     pub format: DiskFormat,
-    /// How it takes its space.
+    /// Its provisioning type.
     pub provisioning: Provisioning,
-    /// What its snapshots are made of, in VMware's formats; the usual one if nothing is said.
+    /// The format of its snapshots, if they are VMware images; the default one if `None`.
     pub delta: Option<DeltaFormat>,
 }
 
@@ -47,17 +47,17 @@ pub struct MigrateOptions {
 pub(crate) struct Peer {
     pub datastore: Arc<Datastore>,
     pub location: Location,
-    /// Location of the datastore that the disk comes from.
+    /// Location of the source's datastore, which the record in the other datastore names.
     pub home: Location,
 }
 
-/// The disk that moves.
+/// The disk that is migrated.
 pub(super) enum Source {
     Native(NativeOriginal),
     Foreign(ForeignOriginal),
 }
 
-/// What it is moved to.
+/// The copy that becomes the disk.
 pub(super) enum Target {
     Native(NativeReplica),
     Foreign(ForeignReplica),
@@ -134,20 +134,20 @@ impl Target {
     }
 }
 
-/// How a record turned.
+/// Outcome of committing the migration's record.
 enum Turned {
     Committed,
-    /// Not known: both copies are kept alike until the datastore is opened again and reads the record.
+    /// Unknown: both copies are kept equal until the datastore is opened again and reads the record.
     Unknown(Error),
 }
 
-/// What stands between the clients and the disk while it moves.
+/// The switch of the migrated disk's clients, and the mirror behind it.
 struct Moving {
     switch: Arc<Switch>,
     mirror: Arc<MirrorDevice>,
 }
 
-/// One migration.
+/// A migration.
 struct Migration<'a> {
     home: &'a Datastore,
     away: Option<&'a Peer>,
@@ -159,12 +159,12 @@ struct Migration<'a> {
 }
 
 impl Datastore {
-    /// Moves a disk, with its snapshots and its clients, to another format or provisioning type.
+    /// Migrates a disk with its snapshots and its clients to another format or provisioning type.
     pub fn migrate(&self, name: &str, options: &MigrateOptions, progress: &dyn Progress) -> Result<DiskInfo> {
         self.migrate_to(name, options, None, progress)
     }
 
-    /// The same, to another datastore if there is one.
+    /// As [`Datastore::migrate`], to another datastore if `away` is set.
     pub(crate) fn migrate_to(
         &self,
         name: &str,
@@ -203,7 +203,7 @@ impl Datastore {
                 migration.clean();
                 there.disk(name)
             }
-            // Nothing about this disk may change until the record was looked at.
+            // The disk must not be changed until the record has been read again, so its exclusive use is kept.
             Ok(Some(error)) => {
                 alone.keep();
                 std::mem::forget(client);
@@ -217,7 +217,7 @@ impl Datastore {
         }
     }
 
-    /// An empty disk, hidden.
+    /// Creates an empty hidden disk.
     pub(super) fn make_target(
         &self,
         name: &str,
@@ -235,7 +235,7 @@ impl Datastore {
         })
     }
 
-    /// Removes a disk that was to be a copy.
+    /// Removes an unfinished target.
     pub(super) fn remove_target(&self, target: &Target) -> Result<()> {
         match target {
             Target::Native(disk) => disk.remove(),
@@ -249,7 +249,7 @@ impl Migration<'_> {
         self.away.map_or(self.home, |peer| &*peer.datastore)
     }
 
-    /// Everything up to the moment at which clients use the target. `Some` where it is unknown which copy is the disk.
+    /// Copies the disk until clients use the target. Returns `Some` if it is unknown which copy is the disk.
     fn run(&mut self, client: &Client) -> Result<Option<Error>> {
         self.announce()?;
         let mut tree = TreeCopy::new(self.source.original(), self.target.replica())?;
@@ -278,7 +278,7 @@ impl Migration<'_> {
         }
     }
 
-    /// The records say that the target is being made.
+    /// Writes the records that name the target.
     fn announce(&self) -> Result<()> {
         if let Some(peer) = self.away {
             let arriving =
@@ -292,11 +292,11 @@ impl Migration<'_> {
         Intents::new(Arc::clone(self.home.engine().directory()))
     }
 
-    /// Copies the head under its clients, and turns the record.
+    /// Copies the head while clients use it, and commits the migration's record.
     fn move_head(&self, moving: &Moving, tree: &TreeCopy<'_>) -> Result<Turned> {
         let mirror = &moving.mirror;
         let before = moving.switch.exchange(Arc::clone(mirror) as Arc<dyn Device>);
-        // A write that is still inside the source does not pass the mirror.
+        // A write that began on the source bypasses the mirror, so the copy begins when no such write is left.
         if !before.wait_unused(&|| self.progress.cancelled()) {
             return Err(stopped());
         }
@@ -313,8 +313,8 @@ impl Migration<'_> {
                 Err(second) => Ok(Turned::Unknown(Error::new(
                     ErrorKind::Stopped,
                     format!(
-                        "{error}, and then {second}: both copies of disk '{}' are kept alike until the datastore is \
-                         opened again, which finds out which of them is the disk",
+                        "{error}, and then {second}: both copies of disk '{}' get the same writes until the datastore \
+                         is opened again; the opening keeps one of them",
                         self.name
                     ),
                 ))),
@@ -322,7 +322,7 @@ impl Migration<'_> {
         })
     }
 
-    /// The target is the disk: its clients, its name and its snapshots' readers follow.
+    /// Makes the target the disk: moves clients, readers of snapshots, and the name to it.
     fn take_place(&self, moving: Moving, snapshots: &[String]) {
         let Moving { switch, mirror } = moving;
         let mut left: Vec<Before> = Vec::new();
@@ -346,7 +346,7 @@ impl Migration<'_> {
         }
     }
 
-    /// Gives the switches of the disk and its snapshots to the copy.
+    /// Assigns the switches of the disk and its snapshots to the target.
     fn hand_over(&self, snapshots: &[String], left: &mut Vec<Before>) -> Result<()> {
         let (from, to) = (&self.home.switches, &self.there().switches);
         from.hand_over(&self.source.identity(None)?, to, self.target.identity(None)?);
@@ -387,7 +387,7 @@ impl Migration<'_> {
         }
     }
 
-    /// Removes what the disk was, and the records.
+    /// Removes the source and the records.
     fn clean(self) {
         let away = self.away;
         let outcome = (|| {
@@ -409,7 +409,7 @@ impl Migration<'_> {
         }
     }
 
-    /// Removes what was made.
+    /// Removes the target and the records.
     fn undo(self) {
         let outcome = (|| {
             self.there().remove_target(&self.target)?;
@@ -427,7 +427,7 @@ impl Migration<'_> {
     }
 }
 
-/// What the record says of the disk's identity.
+/// The disk's identity according to the record.
 pub(super) fn likeness_of(intent: &Intent) -> Result<DiskIdentity> {
     let uuid = names::parse_uuid(&intent.uuid).map_or_else(names::new_uuid, Ok)?;
     Ok(DiskIdentity { uuid, created: intent.created })

@@ -1,4 +1,4 @@
-//! What the tests of migration share: seeded numbers, and a device in memory that can be slow and can fail.
+//! Devices and random input that the tests of migration share: a device in memory that can be slow and can fail.
 
 use crate::device::{Allocation, Device, DirtyExtent, FlushTicket, ReadPlan, Segment, StatusExtent, Verdict};
 use backend::{BLOCK_SIZE, Buffer, SharedSlice};
@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 use testkit::Random;
 
-/// A range of a disk at any alignment, mostly short.
+/// A random range at any alignment, mostly short.
 pub(super) fn range(random: &mut Random, capacity: u64, most: u64) -> (u64, u64) {
     let align = [1, 512, 4096][random.index(3)];
     let most = [8192, most, most / 8][random.index(3)].min(capacity);
@@ -18,7 +18,7 @@ pub(super) fn range(random: &mut Random, capacity: u64, most: u64) -> (u64, u64)
     (start, length)
 }
 
-/// Bytes to write, `lead` bytes behind the beginning of a block of memory, with other bytes around them.
+/// A buffer with `bytes` at offset `lead` within a block of memory, surrounded by other bytes.
 pub(super) fn placed(lead: u64, bytes: &[u8]) -> SharedSlice {
     let at = lead as usize % BLOCK_SIZE;
     let mut buffer = Buffer::recycled((at + bytes.len()).div_ceil(BLOCK_SIZE).max(1));
@@ -29,9 +29,9 @@ pub(super) fn placed(lead: u64, bytes: &[u8]) -> SharedSlice {
 
 struct Content {
     live: Vec<u8>,
-    /// What a flush made durable.
+    /// The content that the last flush made durable.
     durable: Vec<u8>,
-    /// Blocks written since they were last discarded.
+    /// Whether each block was written since it was last discarded.
     allocated: Vec<bool>,
 }
 
@@ -40,13 +40,13 @@ pub(super) struct MemoryDevice {
     content: Mutex<Content>,
     /// How long a write takes.
     pub delay: Duration,
-    /// Changes fail from now on.
+    /// Makes all further changes fail.
     pub failing: AtomicBool,
-    /// Changes after which they begin to fail.
+    /// Number of changes after which further changes fail.
     pub fail_after: AtomicU64,
     pub changes: AtomicU64,
     pub flushes: AtomicU64,
-    /// What it says of its write buffer, and how often it was asked.
+    /// The fill level of its write buffer that the device reports, and how often it was queried.
     pub pressure: AtomicU32,
     pub pressure_asked: AtomicU64,
 }

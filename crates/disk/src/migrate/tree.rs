@@ -1,15 +1,15 @@
-//! Copying the snapshots of a disk, parents before children, so that the copy shares between them what the original
-//! shares.
+//! Copying the snapshots of a disk, parents before children, so that snapshots of the copy share the blocks that those
+//! of the original share.
 //!
 //! ```text
-//!   for each snapshot:   the target's head goes back to the copy of its parent
+//!   for each snapshot:   the target's head is reverted to the copy of its parent
 //!                        what differs from the parent is copied
 //!                        the snapshot is taken
-//!   then the head:       goes back to the copy of its parent; what differs is the mirror's
+//!   then the head:       is reverted to the copy of its parent; the mirror copies what differs
 //! ```
 //!
-//! A disk may have several states without a parent (whose parents were deleted). For these the target keeps a state
-//! of zeros, under a name that none of its snapshots has, until the last of them is copied.
+//! A disk may have several snapshots without a parent, after their parents were deleted. For these the target keeps a
+//! temporary snapshot of its initial zeros until the last of them is copied.
 
 use super::mirror::{Base, MirrorDevice};
 use crate::device::Device;
@@ -19,50 +19,50 @@ use std::ops::Range;
 use std::sync::Arc;
 use work::Progress;
 
-/// Name of the state in which there is nothing yet, or how it begins. Every kind of disk takes it.
+/// Name of the temporary snapshot of zeros; dashes are appended if the name is taken. Valid for every kind of disk.
 const ZEROS: &str = "zeros-of-a-migration";
 
-/// A snapshot as it is copied.
+/// A snapshot that is to be copied.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Node {
     /// Its name.
     pub name: String,
     /// Name of its parent snapshot.
     pub parent: Option<String>,
-    /// Capacity of the disk then.
+    /// Capacity of the disk at the time of the snapshot.
     pub capacity: u64,
     /// When it was taken, in seconds since 1970.
     pub created: u64,
     /// Its identity, if it has one.
     pub uuid: Option<[u8; 16]>,
-    /// What was said about it.
+    /// Its description.
     pub description: String,
 }
 
-/// A disk that is copied. Its snapshots hold still.
+/// The source of a migration. Its snapshots do not change during the migration.
 pub(crate) trait Original: Send + Sync {
     /// Snapshots, parents before children.
     fn nodes(&self) -> Result<Vec<Node>>;
 
-    /// The snapshot that the head stands on.
+    /// The snapshot that the head is based on.
     fn head_parent(&self) -> Result<Option<String>>;
 
-    /// A snapshot, to read.
+    /// A snapshot, for reading.
     fn snapshot(&self, name: &str) -> Result<Arc<dyn Device>>;
 
-    /// Calls `each` for what may differ between snapshot `from` and a later snapshot, or the head.
+    /// Calls `each` for every range that may differ between snapshot `from` and a later snapshot, or the head.
     fn changes(&self, from: &str, to: Option<&str>, each: &mut dyn FnMut(Range<u64>)) -> Result<()>;
 }
 
-/// A disk that is being made as a copy of another. Only the migration uses it yet.
+/// The target of a migration, used by the migration only until the commit.
 pub(crate) trait Replica: Send + Sync {
-    /// Its head; opened again after [`Replica::go_back`] and [`Replica::resize`].
+    /// The head of the copy. Must be opened again after [`Replica::go_back`] and [`Replica::resize`].
     fn head(&self) -> Result<Arc<dyn Device>>;
 
-    /// Takes a snapshot, durable with everything in it.
+    /// Takes a snapshot and makes it durable with its content.
     fn take(&self, node: &Node) -> Result<()>;
 
-    /// Makes the head equal to a snapshot.
+    /// Reverts the head to a snapshot.
     fn go_back(&self, snapshot: &str) -> Result<()>;
 
     /// Removes a snapshot.
@@ -72,7 +72,7 @@ pub(crate) trait Replica: Send + Sync {
     fn resize(&self, capacity: u64) -> Result<()>;
 }
 
-/// Copies the states of one disk into another.
+/// Copies the snapshots of one disk to another.
 pub(crate) struct TreeCopy<'a> {
     original: &'a dyn Original,
     replica: &'a dyn Replica,
@@ -80,13 +80,13 @@ pub(crate) struct TreeCopy<'a> {
     head_parent: Option<String>,
     /// The snapshot that the replica's head is equal to.
     at: Option<String>,
-    /// Name of the state of zeros.
+    /// Name of the temporary snapshot of zeros.
     zeros: String,
     keeps_zeros: bool,
 }
 
 impl<'a> TreeCopy<'a> {
-    /// Nothing copied; `replica` is all zeros.
+    /// Copies nothing yet; `replica` must read as zeros.
     pub fn new(original: &'a dyn Original, replica: &'a dyn Replica) -> Result<Self> {
         let nodes = original.nodes()?;
         let head_parent = original.head_parent()?;
@@ -94,12 +94,12 @@ impl<'a> TreeCopy<'a> {
         for node in &nodes {
             let ordered = node.parent.as_ref().is_none_or(|parent| seen.contains(parent.as_str()));
             if !ordered || !seen.insert(node.name.as_str()) {
-                let text = format!("snapshot '{}' has no place in the tree of snapshots", node.name.escape_debug());
+                let text = format!("snapshot '{}' has no parent in the tree of snapshots", node.name.escape_debug());
                 return Err(Error::new(ErrorKind::Corrupt, text));
             }
         }
         if let Some(parent) = head_parent.as_ref().filter(|parent| !seen.contains(parent.as_str())) {
-            let text = format!("there is no snapshot '{}', on which the disk stands", parent.escape_debug());
+            let text = format!("there is no snapshot '{}', which the disk is based on", parent.escape_debug());
             return Err(Error::new(ErrorKind::Corrupt, text));
         }
         let mut zeros = ZEROS.to_owned();
@@ -114,7 +114,7 @@ impl<'a> TreeCopy<'a> {
         &self.nodes
     }
 
-    /// Copies all snapshots. What the head needs then is [`TreeCopy::head`].
+    /// Copies all snapshots. [`TreeCopy::head`] then prepares the copy of the head.
     pub fn snapshots(&mut self, progress: &dyn Progress) -> Result<()> {
         let roots = self.nodes.iter().filter(|node| node.parent.is_none()).count();
         if roots + usize::from(self.head_parent.is_none()) > 1 {
@@ -141,7 +141,7 @@ impl<'a> TreeCopy<'a> {
         Ok(())
     }
 
-    /// The mirror of the head, with nothing marked: [`TreeCopy::mark_head`] does that once the mirror is in place.
+    /// The mirror for the head, without marks: [`TreeCopy::mark_head`] sets them once clients use the mirror.
     pub fn head(&mut self, source: Arc<dyn Device>) -> Result<MirrorDevice> {
         let parent = self.head_parent.clone();
         let mirror = self.prepare(parent.as_deref(), source)?;
@@ -151,12 +151,12 @@ impl<'a> TreeCopy<'a> {
         Ok(mirror)
     }
 
-    /// Marks what the head's copier has to look at.
+    /// Marks what has to be copied of the head.
     pub fn mark_head(&self, mirror: &MirrorDevice, progress: &dyn Progress) -> Result<()> {
         self.mark(mirror, self.head_parent.as_deref(), None, progress)
     }
 
-    /// A mirror whose target is what the parent was.
+    /// A mirror whose target has the content of the parent snapshot.
     fn prepare(&mut self, parent: Option<&str>, source: Arc<dyn Device>) -> Result<MirrorDevice> {
         let wanted = parent.or(self.keeps_zeros.then_some(self.zeros.as_str()));
         if let Some(wanted) = wanted

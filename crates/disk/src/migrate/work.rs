@@ -1,15 +1,15 @@
-//! Which pieces of a disk are still to be looked at: a bit for each.
+//! Which parts of a disk are still to be copied: a bitmap.
 //!
-//! Marks are only ever added; the copier goes over them once, front to back, and marks behind it do not matter any
-//! more. So a mark needs no lock: a write to a range ahead marks it while it holds the range, and the copier reads the
+//! Marks are only added. The copier passes over them once, in order of offset, and marks before its cursor have no
+//! effect. So setting a mark needs no lock: a write marks its range while it holds the range, and the copier reads the
 //! mark while it holds the range.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Bytes one bit stands for, at the least: a block.
+/// Least number of bytes per bit: a block.
 const UNIT_MIN: u64 = 4096;
-/// Bits at the most: 8 MiB of memory, blocks up to 256 GiB of disk.
+/// Most bits: 8 MiB of memory, which is one bit per block for disks up to 256 GiB.
 const UNITS_MAX: u64 = 64 << 20;
 
 /// The marks of a disk.
@@ -27,7 +27,7 @@ impl Work {
         Self { words: (0..words).map(|_| AtomicU64::new(0)).collect(), unit, capacity }
     }
 
-    /// Marks every piece that `range` touches.
+    /// Marks every part that `range` touches.
     pub fn mark(&self, range: &Range<u64>) {
         let end = range.end.min(self.capacity).div_ceil(self.unit);
         let mut unit = range.start / self.unit;
@@ -35,7 +35,8 @@ impl Work {
             let (word, bit) = ((unit / 64) as usize, unit % 64);
             let bits = (end - unit).min(64 - bit);
             let mask = (u64::MAX >> (64 - bits)) << bit;
-            // Most marks of a busy disk are there already: looking costs less than taking the line.
+            // Most marks of a busy disk are set already, and reading costs less than an atomic write to a shared cache
+            // line.
             if self.words[word].load(Ordering::SeqCst) & mask != mask {
                 self.words[word].fetch_or(mask, Ordering::SeqCst);
             }
@@ -57,7 +58,7 @@ impl Work {
         Some(start..end.min(start.saturating_add(most)).min(self.capacity))
     }
 
-    /// Bytes marked, in whole pieces.
+    /// Number of marked bytes, in whole parts.
     pub fn bytes(&self) -> u64 {
         let bits: u64 = self.words.iter().map(|word| u64::from(word.load(Ordering::Relaxed).count_ones())).sum();
         (bits * self.unit).min(self.capacity)

@@ -1,9 +1,10 @@
-//! Native disks that are being received from another datastore, and points of native disks that are sent to one.
+//! Native disks that are received from another datastore, and snapshots of native disks that are sent to one.
 //!
-//! 1. What is being received has a name that no person can give and is incomplete, until it takes its place in one
-//!    change of the catalog, together with all that comes with it.
-//! 2. It begins empty, or as a clone of a snapshot that both sides have: then that snapshot cannot go meanwhile.
-//! 3. Only the reception writes it, and never through the buffer: so its pieces may come in any order, and twice.
+//! 1. A disk that is being received is incomplete and has a hidden name. One change of the catalog makes it visible,
+//!    together with all disks that were received with it.
+//! 2. It begins empty, or as a clone of a snapshot that both sides have. That snapshot cannot be deleted meanwhile.
+//! 3. Only the reception writes the disk, and always bypasses the write buffer. So its parts may come in any order and
+//!    more than once.
 
 use super::{Native, is_visible, stored};
 use crate::info::Provisioning;
@@ -16,28 +17,28 @@ use std::ops::Range;
 use store::catalog::{Object, Provisioning as Stored};
 use store::engine::{BulkWriter, Condition, DiskIdentity, NewDisk, NewSnapshot, ReceiveCommit};
 
-/// Spans asked for at a time.
+/// Most spans that one query of the map returns.
 const SPANS: usize = 1024;
 
-/// A received disk that is whole, and what it is to be.
+/// A completely received disk, and how it is made visible.
 pub(crate) struct Arrived {
-    /// The hidden disk.
+    /// The hidden name.
     pub hidden: String,
-    /// The name it gets, or that of the disk which it brings up to date.
+    /// The new name, or the name of the disk that is updated.
     pub name: String,
-    /// Identity of a new disk.
+    /// Identity of the disk, if it is new.
     pub uuid: [u8; 16],
-    /// The snapshot that it gets: name, identity, age.
+    /// The snapshot that is taken of it: name, identity and creation time.
     pub snapshot: Option<(String, DiskIdentity)>,
-    /// It brings a disk up to date, from its snapshot of that identity.
+    /// For an update, the identity of the updated disk's snapshot that both sides have.
     pub update_from: Option<[u8; 16]>,
-    /// How a new disk takes its space.
+    /// Provisioning type of a new disk.
     pub provisioning: Provisioning,
 }
 
 impl Native {
-    /// Identities and numbers of the snapshots that `snapshot` may have much in common with: itself, those before it,
-    /// then the other ones of its disk.
+    /// Identities and numbers of snapshots that probably share content with `snapshot`: itself, its ancestors, then the
+    /// other snapshots of its disk.
     pub fn lineage(&self, disk: &str, snapshot: &str, most: usize) -> Result<Vec<([u8; 16], u64)>> {
         let disk = self.find_disk(disk)?;
         let snapshot = self.find_snapshot(&disk, snapshot)?;
@@ -71,13 +72,13 @@ impl Native {
         }))
     }
 
-    /// Identity and age of a snapshot.
+    /// Identity and creation time of a snapshot.
     pub fn snapshot_likeness(&self, disk: &str, snapshot: &str) -> Result<DiskIdentity> {
         let snapshot = self.find_snapshot(&self.find_disk(disk)?, snapshot)?;
         Ok(DiskIdentity { uuid: snapshot.uuid, created: snapshot.created })
     }
 
-    /// The number of the snapshot of that identity, of whatever disk that is to be seen.
+    /// The snapshot with that identity, of any visible disk.
     pub fn snapshot_of_uuid(&self, uuid: &[u8; 16]) -> Option<Object> {
         self.engine.with_catalog(|catalog| {
             let fits = |object: &&Object| object.is_snapshot() && !object.incomplete && object.uuid == *uuid;
@@ -86,17 +87,18 @@ impl Native {
         })
     }
 
-    /// The disk of that name, if people see one.
+    /// The disk with that name, if it is visible to users.
     pub fn visible(&self, name: &str) -> Option<Object> {
         self.engine.with_catalog(|catalog| catalog.disk(name).cloned()).filter(is_visible)
     }
 
-    /// The snapshot that a disk stands on, if no client uses the disk and it has not been changed since.
+    /// The snapshot that a disk is based on, if no client uses the disk and the disk was not changed since the
+    /// snapshot.
     pub fn unchanged_base(&self, disk: &Object) -> Result<Object> {
         self.refuse_in_use(disk.id, &format!("disk '{}'", disk.name))?;
         self.refuse_to_replace.get().map_or(Ok(()), |refuse| refuse(&disk.name))?;
         let refuse = |why: &str| {
-            let text = format!("disk '{}' cannot be brought up to date: {why}", disk.name);
+            let text = format!("disk '{}' cannot be updated: {why}", disk.name);
             Error::new(ErrorKind::Exists, text)
         };
         let base = self.engine.with_catalog(|catalog| catalog.find(disk.parent).cloned());
@@ -112,7 +114,7 @@ impl Native {
             true => Ok(base),
             false => {
                 let why = format!(
-                    "it was changed since its snapshot '{0}'; 'lamina snapshot revert {1}@{0}' gives those changes up",
+                    "it was changed since its snapshot '{0}'; 'lamina snapshot revert {1}@{0}' discards those changes",
                     base.name, disk.name
                 );
                 Err(refuse(&why))
@@ -120,7 +122,7 @@ impl Native {
         }
     }
 
-    /// An empty disk under a hidden name, or one that begins as a snapshot.
+    /// Creates a hidden disk, empty or as a clone of the snapshot `base`.
     pub fn make_hidden(
         &self,
         hidden: &str,
@@ -139,7 +141,7 @@ impl Native {
         let Some(base) = base else {
             return self.engine.create_disk(new).map(|_| ());
         };
-        // It shares the snapshot's blocks.
+        // A clone shares the snapshot's blocks, so it is thin.
         new.provisioning = Stored::Thin;
         new.capacity = base.capacity;
         let ids = {
@@ -149,7 +151,8 @@ impl Native {
         let Some(id) = ids.first().copied() else { return Ok(()) };
         if capacity != base.capacity {
             let resized = self.resize_by_id(id, capacity, true);
-            // What it has buffered for that must not come after what is written past the buffer.
+            // Writes back what the resize has buffered, because later writes bypass the buffer and must not be
+            // overwritten by it.
             let settled = resized.and_then(|_| self.engine.settle(&self.engine.head(id)));
             if let Err(error) = settled {
                 self.engine.delete_disk(id, &[])?;
@@ -159,27 +162,27 @@ impl Native {
         Ok(())
     }
 
-    /// The number of a hidden disk, if it is there.
+    /// The number of a hidden disk, if it exists.
     pub fn hidden_id(&self, name: &str) -> Option<u64> {
         self.engine.with_catalog(|catalog| catalog.disk(name).filter(|disk| disk.incomplete).map(|disk| disk.id))
     }
 
-    /// Writes whole blocks of a hidden disk, of these checksums.
+    /// Writes whole blocks of a hidden disk, whose checksums are `sums`.
     pub fn write_hidden(&self, id: u64, block: u64, bytes: &[u8], sums: &Checksums) -> Result<()> {
         BulkWriter::new(&self.engine, id).write_summed(block, bytes, sums)
     }
 
-    /// Lets go of blocks of a hidden disk.
+    /// Discards blocks of a hidden disk.
     pub fn discard_hidden(&self, id: u64, blocks: Range<u64>) -> Result<()> {
         BulkWriter::new(&self.engine, id).discard(blocks)
     }
 
-    /// Makes what was written of a hidden disk durable.
+    /// Makes all writes to a hidden disk durable.
     pub fn commit_hidden(&self, id: u64) -> Result<()> {
         BulkWriter::new(&self.engine, id).commit()
     }
 
-    /// Takes the space that a thick disk has not taken yet.
+    /// Reserves the space that a thick disk does not have yet.
     fn reserve_holes(&self, id: u64) -> Result<()> {
         let capacity = self.engine.with_catalog(|catalog| catalog.get(id).map(|disk| disk.capacity))?;
         let (head, writer) = (self.engine.head(id), BulkWriter::new(&self.engine, id));
@@ -196,7 +199,7 @@ impl Native {
         Ok(())
     }
 
-    /// Received disks take their places, all of them at once.
+    /// Makes received disks visible, all at once.
     pub fn arrive(&self, arrived: &[Arrived], created: u64) -> Result<()> {
         for disk in arrived.iter().filter(|disk| disk.provisioning != Provisioning::Thin) {
             let id = self.hidden_or_lost(&disk.hidden)?;
@@ -222,14 +225,14 @@ impl Native {
                 (Some(from), Some(snapshot)) => {
                     let target = self.find_disk(&disk.name)?;
                     if self.unchanged_base(&target)?.uuid != from {
-                        let text = format!("disk '{}' was given other snapshots meanwhile", disk.name);
+                        let text = format!("disk '{}' got other snapshots meanwhile", disk.name);
                         return Err(Error::new(ErrorKind::Exists, text));
                     }
                     updated.push((target.id, snapshot.capacity));
                     arrivals.push(ReceiveCommit::Update { id, snapshot: snapshot.id, disk: target.id });
                 }
                 (Some(_), None) => {
-                    let text = format!("disk '{}' can only be brought up to date by a snapshot", disk.name);
+                    let text = format!("disk '{}' can only be updated with a snapshot", disk.name);
                     return Err(Error::new(ErrorKind::Invalid, text));
                 }
             }
@@ -243,11 +246,11 @@ impl Native {
 
     fn hidden_or_lost(&self, hidden: &str) -> Result<u64> {
         self.hidden_id(hidden).ok_or_else(|| {
-            Error::new(ErrorKind::NotFound, format!("what was received as '{hidden}' is not there any more"))
+            Error::new(ErrorKind::NotFound, format!("the received disk '{hidden}' does not exist any more"))
         })
     }
 
-    /// The snapshot of a hidden disk; taken now, unless an attempt that was cut short has taken it.
+    /// The snapshot of a hidden disk. It is taken now, unless an interrupted attempt has taken it already.
     fn hidden_snapshot(&self, disk: u64, name: &str, like: DiskIdentity) -> Result<Object> {
         let known = self.engine.with_catalog(|catalog| catalog.snapshot(disk, name).map(|object| object.id));
         let id = match known {

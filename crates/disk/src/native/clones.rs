@@ -1,4 +1,4 @@
-//! Clones: linked (a new head on a snapshot) and full (an independent copy).
+//! Clones: linked (a new head based on a snapshot) and full (an independent copy).
 
 use super::Native;
 use crate::info::{DiskInfo, Point};
@@ -10,15 +10,15 @@ use store::engine::{BulkWriter, Condition, NewDisk, NewSnapshot};
 use work::Progress;
 use work::Throttle;
 
-/// Most clones made by one call: they are one durable change.
+/// Most clones of one call, which creates them all in one durable change.
 pub const CLONES_MAX: usize = 10_000;
 /// Blocks copied at a time (1 MiB).
 const COPY_BLOCKS: u64 = 256;
-/// Spans asked for at a time.
+/// Most spans that one query of the map returns.
 const SPANS: usize = 1024;
 
 impl Native {
-    /// A snapshot for an operation: it goes with a crash unless the operation completes it.
+    /// A temporary snapshot: recovery removes it unless the operation completes it.
     pub(super) fn snapshot_for(&self, disk: &Object, name: &str) -> Result<Object> {
         let mut name = name.to_owned();
         let base = name.clone();
@@ -32,7 +32,7 @@ impl Native {
         self.engine.with_catalog(|catalog| catalog.get(ids[0]).cloned())
     }
 
-    /// Makes linked clones of a snapshot, or of the head (through a snapshot taken for it). All or none.
+    /// Makes linked clones of a snapshot, or of the head through a new snapshot. Either all clones are made or none.
     pub fn clone_linked(
         &self,
         disk: &str,
@@ -60,7 +60,7 @@ impl Native {
             new.push(NewDisk {
                 name: name.clone(),
                 capacity: disk.capacity,
-                // A clone shares its parent's blocks: what it writes takes space when it is written.
+                // A clone shares its parent's blocks, so it takes space on write only.
                 provisioning: Provisioning::Thin,
                 uuid: names::new_uuid()?,
                 incomplete: false,
@@ -89,7 +89,7 @@ impl Native {
         ids.into_iter().map(|id| self.disk_info(id, false)).collect()
     }
 
-    /// Makes an independent copy of the allocated data. Interrupted, it leaves nothing behind.
+    /// Makes an independent copy of the allocated data. An interrupted copy is removed.
     pub fn clone_full(&self, disk: &str, at: &Point, name: &str, progress: &dyn Progress) -> Result<DiskInfo> {
         let (source, snapshot, temporary, id, client) = {
             let _changes = self.changes.lock();
@@ -119,7 +119,7 @@ impl Native {
                 }
             }
         };
-        // The snapshot cannot change while this reads it; no client can open the new disk yet.
+        // No lock is held: the snapshot cannot change, and no client can open the new disk yet.
         let copied = self.copy(&source, &snapshot, id, progress);
         let _changes = self.changes.lock();
         drop(client);
@@ -170,7 +170,7 @@ impl Native {
                         }
                     }
                     Condition::Zero | Condition::Hole if thick => writer.reserve(range)?,
-                    // A thin disk has zeros without space, also those that the source shares with a thick disk.
+                    // A thin target takes no space for zeros, even if the source has space reserved for them.
                     Condition::Zero | Condition::Hole => {}
                 }
             }
@@ -178,8 +178,8 @@ impl Native {
         Ok(())
     }
 
-    /// Makes a linked clone independent of its parent, while in use: the parent can be deleted afterwards. What they
-    /// share stays shared by reference count and belongs to both alike; nothing is copied.
+    /// Makes a linked clone independent of its parent while it is in use; the parent can then be deleted. Nothing is
+    /// copied: blocks that both share keep their reference counts.
     pub fn detach(&self, name: &str, _progress: &dyn Progress) -> Result<DiskInfo> {
         let _changes = self.changes.lock();
         let disk = self.find_disk(name)?;

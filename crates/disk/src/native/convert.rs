@@ -1,4 +1,4 @@
-//! Native disks as ends of a conversion.
+//! Native disks as sources and targets of a conversion.
 
 use super::Native;
 use crate::convert::{CopyPiece, HoldingSource, Pieces, Sink, Source};
@@ -12,8 +12,8 @@ use store::engine::{BulkWriter, NewDisk};
 use work::Progress;
 
 impl Native {
-    /// A disk or snapshot to read. Of a disk, what it is now: through a snapshot that goes with the source, and with a
-    /// crash.
+    /// A disk or snapshot as a source. A disk is read through a temporary snapshot. The snapshot is deleted when the
+    /// source is dropped, or after a crash when the datastore is opened.
     pub(crate) fn conversion_source(&self, disk: &str, snapshot: Option<&str>) -> Result<Box<dyn Source>> {
         let _changes = self.changes.lock();
         let disk = self.find_disk(disk)?;
@@ -27,11 +27,11 @@ impl Native {
             }
         };
         let held = self.hold(&disk, &object)?;
-        // The snapshot is closed first, then let go, then deleted.
+        // Drops the device first, then the hold on the snapshot, then the temporary snapshot.
         Ok(Box::new(HoldingSource::new(self.device_of(&disk, &object), (held, point))))
     }
 
-    /// A new thin disk to fill; its name is reserved.
+    /// A new thin disk as a target. The caller has reserved its name.
     pub(crate) fn conversion_target(&self, name: &str, capacity: u64) -> Result<Box<dyn Sink>> {
         let _changes = self.changes.lock();
         super::check_capacity(name, capacity)?;
@@ -46,7 +46,7 @@ impl Native {
     }
 }
 
-/// A snapshot for the time of a conversion.
+/// A temporary snapshot that is deleted when this value is dropped.
 struct Point {
     engine: Arc<Engine>,
     id: u64,
@@ -64,7 +64,7 @@ impl Drop for Point {
     }
 }
 
-/// A native disk without a name that clients can open, written from front to back.
+/// A new native disk that clients cannot open yet, written sequentially.
 struct NativeSink {
     engine: Arc<Engine>,
     id: u64,

@@ -1,4 +1,4 @@
-//! A native disk or snapshot as a device: bytes at any alignment over the store's blocks.
+//! A native disk or snapshot as a device: byte ranges at any alignment on the store's blocks.
 
 use super::{Capacity, Native};
 use crate::device::{Allocation, Device, DirtyExtent, FlushTicket, Media, ReadPlan, Segment, StatusExtent, Verdict};
@@ -10,10 +10,10 @@ use store::Engine;
 use store::engine::{Condition, Head, Part, Planned, Span};
 
 const BLOCK: u64 = BLOCK_SIZE as u64;
-/// Bytes brought into the page cache at a time by a prefetch.
+/// Bytes that one step of a prefetch loads into the page cache.
 const PREFETCH_PIECE: u64 = 1 << 20;
 
-/// What is open.
+/// The object that a device reads and writes.
 pub(crate) enum Target {
     /// The head of a disk.
     Head(Arc<Head>),
@@ -26,23 +26,23 @@ pub(crate) struct NativeDevice {
     pub engine: Arc<Engine>,
     pub target: Target,
     pub name: String,
-    /// A thick disk keeps its space when it is discarded.
+    /// True for a thick disk, which keeps its space when a range is discarded.
     pub thick: bool,
-    /// As the datastore last set it.
+    /// The capacity, shared with other devices of the disk and updated by a resize.
     pub capacity: Arc<Capacity>,
-    /// The native disks of the datastore, which resize this one.
+    /// The native disks of the datastore, which carry out a resize of this device.
     pub native: Weak<Native>,
 }
 
-/// The parts of a byte range: at most two partly covered blocks and the whole ones between.
+/// A byte range split into whole blocks and at most two partial blocks.
 struct Cut {
-    /// (block, bytes within it) partly covered.
+    /// Partially covered blocks: block number, and the range of bytes within the block.
     partial: Vec<(u64, Range<usize>)>,
-    /// Blocks covered whole.
+    /// Completely covered blocks.
     whole: Range<u64>,
 }
 
-/// Cuts a byte range at block borders. The last block of a disk counts as covered up to `capacity`.
+/// Splits a byte range at block boundaries. The last block of a disk counts as completely covered if `capacity` is.
 fn cut(offset: u64, length: u64, capacity: u64) -> Cut {
     let mut end = offset + length;
     if end == capacity {
@@ -180,12 +180,12 @@ impl Device for NativeDevice {
         if data.is_empty() {
             return self.finish(fua);
         }
-        // Capacity 0: what lies behind the end of the disk in its last block was not written.
+        // Capacity 0 disables the rule for the last block: the data does not cover the bytes after the end of the disk.
         let parts = cut(offset, data.len() as u64, 0);
         let bytes_of = |position: u64| (position - offset) as usize;
         if !parts.whole.is_empty() {
             let whole = data.slice(bytes_of(parts.whole.start * BLOCK)..bytes_of(parts.whole.end * BLOCK));
-            // The store keeps whole blocks of memory, which go to the medium from where they are.
+            // The store keeps whole blocks of memory and writes them to the file without copying them.
             let whole = if whole.lead() == 0 { whole } else { SharedSlice::copy_of(&whole) };
             self.engine.write_blocks(head, parts.whole.start, whole)?;
         }
@@ -202,8 +202,8 @@ impl Device for NativeDevice {
         self.engine.buffer_percent()
     }
 
-    /// Parts of blocks, and blocks of a thick disk, have to be written as zeros. Where there is no room for that they
-    /// keep their content: a discard is never refused for want of space.
+    /// Partial blocks, and blocks of a thick disk, are overwritten with zeros. If the file system has no room for that,
+    /// they keep their content: a discard does not fail for lack of space.
     fn discard(&self, offset: u64, length: u64, fua: bool) -> Result<()> {
         let head = self.writable(offset, length)?;
         if length == 0 {
@@ -329,7 +329,7 @@ impl Device for NativeDevice {
     }
 }
 
-/// What was not done for want of space is left as it is.
+/// Ignores a lack of space: the affected blocks keep their content.
 fn unless_full(outcome: Result<()>) -> Result<()> {
     match outcome {
         Err(error) if error.kind() == ErrorKind::NoSpace => Ok(()),
@@ -342,7 +342,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn cuts_cover_the_range_once() {
+    fn partial_and_whole_blocks_cover_the_range_once() {
         for (offset, length, capacity) in
             [(0, 512, 1 << 20), (512, 4096, 1 << 20), (4096, 8192, 1 << 20), (5000, 1, 5001)]
         {

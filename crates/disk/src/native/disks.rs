@@ -1,4 +1,4 @@
-//! Making, listing, resizing, renaming and deleting disks.
+//! Creating, listing, resizing, renaming and deleting disks.
 
 use super::Native;
 use crate::info::{DiskInfo, Provisioning};
@@ -16,9 +16,9 @@ pub const CAPACITY_MIN: u64 = 512;
 pub const CAPACITY_MAX: u64 = 64 << 40;
 /// Capacities are multiples of this.
 const SECTOR: u64 = 512;
-/// Zeros written at a time for an eager zeroed disk.
+/// Bytes of zeros per write while an eager zeroed disk is filled.
 const ZERO_PIECE: u64 = 1 << 20;
-/// Blocks reserved between two looks at the progress (1 GiB).
+/// Blocks reserved between two progress reports (1 GiB).
 const RESERVE_PIECE: u64 = 1 << 18;
 
 /// The stored form of a provisioning type.
@@ -51,14 +51,14 @@ pub(crate) fn check_capacity(name: &str, capacity: u64) -> Result<()> {
     Err(Error::new(ErrorKind::Invalid, format!("disk '{name}' cannot have a capacity of {capacity} bytes: {why}")))
 }
 
-/// `disk@snapshot` of a snapshot.
+/// The name `disk@snapshot` of a snapshot.
 pub(crate) fn snapshot_title(catalog: &Catalog, id: u64) -> Option<String> {
     let snapshot = catalog.find(id).filter(|object| object.is_snapshot())?;
     Some(format!("{}@{}", catalog.find(snapshot.disk)?.name, snapshot.name))
 }
 
 impl Native {
-    /// Makes a disk. Progress matters for thick ones.
+    /// Creates a disk. Reports progress while a thick disk is filled.
     pub fn create_disk(
         &self,
         name: &str,
@@ -80,7 +80,8 @@ impl Native {
             let _changes = self.changes.lock();
             self.engine.create_disk(new)?
         };
-        // No request can name the disk before it is complete. Filling takes its time, and others open disks meanwhile.
+        // No request can open the disk before it is complete. It is filled without the lock, because filling takes long
+        // and other disks must stay available.
         let filled = match thick {
             true => self.fill(id, 0..capacity.div_ceil(BLOCK_SIZE as u64), provisioning, progress),
             false => Ok(()),
@@ -97,7 +98,7 @@ impl Native {
         self.disk_info(id, false)
     }
 
-    /// Takes space for blocks of a thick disk, and zeroes them if it is an eager one.
+    /// Reserves space for blocks of a thick disk, and zeroes them if the disk is eager zeroed.
     pub(super) fn fill(
         &self,
         id: u64,
@@ -131,7 +132,7 @@ impl Native {
         Ok(())
     }
 
-    /// All disks by name, block counts left out.
+    /// All disks by name, without their block counts.
     pub fn disks(&self) -> Result<Vec<DiskInfo>> {
         let ids: Vec<u64> = self.engine.with_catalog(|catalog| {
             catalog.disks().filter(|disk| super::is_visible(disk)).map(|disk| disk.id).collect()
@@ -139,7 +140,7 @@ impl Native {
         ids.into_iter().map(|id| self.disk_info(id, false)).collect()
     }
 
-    /// One disk, blocks counted.
+    /// One disk, with its block counts.
     pub fn disk(&self, name: &str) -> Result<DiskInfo> {
         let id = self.find_disk(name)?.id;
         self.disk_info(id, true)
@@ -171,7 +172,7 @@ impl Native {
         })
     }
 
-    /// Grows a disk, or shrinks it when `shrink` says that losing its end is meant.
+    /// Grows a disk, or shrinks it if `shrink` confirms that data at its end may be lost.
     pub fn resize_disk(&self, name: &str, capacity: u64, shrink: bool) -> Result<DiskInfo> {
         let id = self.find_disk(name)?.id;
         self.resize_by_id(id, capacity, shrink)
@@ -185,7 +186,7 @@ impl Native {
             return Err(Error::new(
                 ErrorKind::Invalid,
                 format!(
-                    "disk '{}' has {} bytes; {capacity} would lose its end: use --shrink if that is meant",
+                    "disk '{}' has {} bytes; with {capacity}, the data beyond is lost: use --shrink to allow that",
                     disk.name, disk.capacity
                 ),
             ));
@@ -193,7 +194,8 @@ impl Native {
         let block = BLOCK_SIZE as u64;
         let (old, new) = (disk.capacity.div_ceil(block), capacity.div_ceil(block));
         if capacity < disk.capacity {
-            // The capacity first: no write goes past the new end any more when the blocks there are cleared.
+            // The capacity is reduced first, so that no write goes beyond the new end while the blocks there are
+            // discarded.
             self.engine.set_capacity(id, capacity)?;
             self.announce_capacity(id, capacity);
             let head = self.engine.head(id);
@@ -204,7 +206,8 @@ impl Native {
         } else if capacity > disk.capacity {
             self.clear_behind_end(&disk, old..new)?;
             if disk.provisioning != Stored::Thin && new > old {
-                // What is set aside for writes to shared blocks is not for this: it takes what it needs on top.
+                // Space set aside for writes to shared blocks must stay available, so the new blocks need space in
+                // addition to it.
                 if disk.reserved > 0 {
                     self.engine.set_more_aside(id, new - old)?;
                 }
@@ -224,8 +227,8 @@ impl Native {
         self.disk_info(id, false)
     }
 
-    /// What comes into sight when a disk grows must read as zeros: shrinking leaves the rest of the last block, and
-    /// one that a crash cut short whole blocks.
+    /// Clears the range that growing a disk exposes, which must read as zeros. Shrinking leaves data after the end in
+    /// the last block, and a shrink that a crash interrupted may leave whole blocks.
     fn clear_behind_end(&self, disk: &Object, blocks: std::ops::Range<u64>) -> Result<()> {
         let head = self.engine.head(disk.id);
         let (last, tail) = (disk.capacity / BLOCK_SIZE as u64, (disk.capacity % BLOCK_SIZE as u64) as usize);
@@ -238,11 +241,11 @@ impl Native {
         if !blocks.is_empty() {
             self.engine.discard_blocks(&head, blocks)?;
         }
-        // Durable before the new capacity is.
+        // The zeros must be durable before the new capacity is.
         self.engine.flush()
     }
 
-    /// Renames a disk to a name that is reserved.
+    /// Renames a disk; the caller has reserved the new name.
     pub fn rename_disk(&self, name: &str, to: &str) -> Result<DiskInfo> {
         let _changes = self.changes.lock();
         let id = self.find_disk(name)?.id;
@@ -250,8 +253,8 @@ impl Native {
         self.disk_info(id, false)
     }
 
-    /// Deletes a disk with its snapshots. `Busy` while clients have it open, and with the list when clones stand on
-    /// it, unless `promote`: then the snapshots they stand on become theirs.
+    /// Deletes a disk with its snapshots. `Busy` while clients have it open, and if linked clones are based on it (the
+    /// error lists them). With `promote`, the snapshots that clones are based on are handed over to the clones instead.
     pub fn delete_disk(&self, name: &str, promote: bool) -> Result<()> {
         let _changes = self.changes.lock();
         let disk = self.find_disk(name)?;
@@ -273,7 +276,7 @@ impl Native {
                 ErrorKind::Busy,
                 format!(
                     "disk '{name}' is the parent of linked clones: {}; delete or detach them, or use --promote to hand \
-                     them the snapshots they stand on",
+                     over the snapshots that they are based on",
                     list(clones.iter().map(|clone| clone.name.as_str()))
                 ),
             ));
@@ -281,15 +284,15 @@ impl Native {
         self.engine.delete_disk(disk.id, &self.handed_over(&snapshots, &clones))
     }
 
-    /// The new records when the snapshots that clones stand on go to the first of the clones, which becomes the parent
-    /// of the others.
+    /// The changed catalog records when the snapshots that clones are based on are handed over to the first clone,
+    /// which becomes the parent of the other clones.
     fn handed_over(&self, snapshots: &[Object], clones: &[Object]) -> Vec<Object> {
         let Some(first_clone) = clones.first() else { return Vec::new() };
         let needed: Vec<&Object> =
             snapshots.iter().filter(|snapshot| clones.iter().any(|clone| clone.origin == snapshot.id)).collect();
         let own: Vec<Object> =
             self.engine.with_catalog(|catalog| catalog.snapshots_of(first_clone.id).cloned().collect());
-        // The nearest ancestor that is handed over too.
+        // The nearest ancestor that is handed over too, or 0.
         let parent_of = |mut id: u64| loop {
             let Some(snapshot) = snapshots.iter().find(|snapshot| snapshot.id == id) else { return 0 };
             id = snapshot.parent;
@@ -309,7 +312,7 @@ impl Native {
             taken.push(name.clone());
             changed.push(Object { disk: first_clone.id, name, parent: parent_of(snapshot.id), ..(*snapshot).clone() });
         }
-        // The first clone's own history begins where it left its parent.
+        // The first clone's own snapshots follow the snapshot that the clone was based on.
         for snapshot in own.iter().filter(|snapshot| snapshot.parent == 0) {
             changed.push(Object { parent: first_clone.origin, ..snapshot.clone() });
         }
@@ -319,7 +322,7 @@ impl Native {
     }
 }
 
-/// The first few of many names.
+/// A list of names for messages, shortened after the first few.
 pub(crate) fn list<'a>(names: impl Iterator<Item = &'a str>) -> String {
     const SHOWN: usize = 10;
     let names: Vec<&str> = names.collect();

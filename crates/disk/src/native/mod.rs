@@ -1,20 +1,20 @@
 //! Disks of the native store, their snapshots and clones.
 //!
 //! ```text
-//! disks       made, listed, resized, renamed, deleted
-//! snapshots   taken, listed, deleted, gone back to, compared
+//! disks       created, listed, resized, renamed, deleted
+//! snapshots   taken, listed, deleted, reverted to, compared
 //! clones      linked and full
-//! convert     ends of a conversion
-//! moving      ends of a migration
-//! arriving    what comes from another datastore, and what another one may know of us
+//! convert     source and target of a conversion
+//! moving      source and target of a migration
+//! arriving    disks received from another datastore, and snapshots sent to one
 //! device      bytes at any alignment over the store's blocks
 //! ```
 //!
-//! 1. Changes of disks and snapshots come one after another (`changes`), from look-up to end; but a full clone copies
-//!    without the lock, from a snapshot that holds still.
-//! 2. What has clients is not deleted or reverted: they are counted at its switch.
-//! 3. Names are checked and, against disks of other formats, reserved by the datastore; among native disks they are
-//!    unique in the catalog.
+//! 1. Changes of disks and snapshots are serialized by `changes`, from look-up to completion. Only the copy phase of a
+//!    full clone runs without the lock: it reads a snapshot, which does not change.
+//! 2. An object that clients have open is not deleted or reverted; its switch counts the clients.
+//! 3. The datastore checks names and reserves them, so that they are unique across native disks and disks in VMware's
+//!    formats. The catalog ensures that they are unique among native disks.
 
 mod arriving;
 mod clones;
@@ -42,7 +42,7 @@ use store::Engine;
 use store::catalog::{Object, ObjectState, Provisioning};
 use work::{Progress, Throttle};
 
-/// The capacity of a disk that is open: its devices and a resize share one.
+/// The capacity of an open disk, shared by all its devices and updated by a resize.
 pub(crate) struct Capacity(AtomicU64);
 
 impl Capacity {
@@ -51,7 +51,7 @@ impl Capacity {
     }
 }
 
-/// Whether people see a disk: it is whole, and no part of another.
+/// Whether users see a disk: it is complete and not a hidden part of another disk.
 fn is_visible(disk: &Object) -> bool {
     !disk.incomplete && !disk.name.starts_with('.')
 }
@@ -61,18 +61,18 @@ pub(crate) struct Native {
     pub engine: Arc<Engine>,
     switches: Arc<Switches>,
     capacities: Mutex<BTreeMap<u64, Weak<Capacity>>>,
-    /// One change of disks and snapshots at a time.
+    /// Serializes changes of disks and snapshots.
     changes: Mutex<()>,
-    /// Asked before a disk is replaced by what another server sends.
+    /// Called before a received disk replaces an existing one; an error refuses the replacement.
     pub refuse_to_replace: OnceLock<Box<Refusal>>,
     this: Weak<Native>,
 }
 
-/// Says with an error why a disk is not to be touched.
+/// Returns an error with the reason why a disk must not be replaced.
 type Refusal = dyn Fn(&str) -> Result<()> + Send + Sync;
 
 impl Native {
-    /// The disks of an engine.
+    /// The native disks of a store.
     pub fn open(engine: Arc<Engine>, switches: Arc<Switches>) -> Arc<Self> {
         Arc::new_cyclic(|this| Self {
             engine,
@@ -84,7 +84,7 @@ impl Native {
         })
     }
 
-    /// Removes what an operation that never ended left behind, but for disks that are to be kept.
+    /// Removes disks and snapshots that an interrupted operation left, except the disks named in `kept`.
     pub fn remove_incomplete(&self, kept: &BTreeSet<String>) -> Result<()> {
         let (snapshots, disks): (Vec<Object>, Vec<Object>) = self.engine.with_catalog(|catalog| {
             let unfinished = catalog.objects().filter(|object| object.incomplete).cloned();
@@ -103,21 +103,21 @@ impl Native {
         Ok(())
     }
 
-    /// Writes everything to its place and closes.
+    /// Writes back all buffered data and closes the store.
     pub fn close(&self) -> Result<()> {
         let _changes = self.changes.lock();
         self.engine.close()
     }
 
-    /// Walks all metadata.
+    /// Checks all metadata.
     pub fn check(&self, options: CheckOptions, progress: &dyn Progress) -> Result<CheckReport> {
-        // Without repair a check reads a view of its own: it goes at a pace, and disks change beside it.
+        // Without repair, the check reads its own view of the metadata: it is paced, and disks may change meanwhile.
         let _changes = options.repair.then(|| self.changes.lock());
         let wanted = store::engine::CheckOptions { data: options.data, repair: options.repair };
         let (throttle, before) = (Throttle::new(progress), AtomicU64::new(0));
         let report = self.engine.check(wanted, &|done, total| {
             progress.update(done, total);
-            // A repair has everything stand still: it ends as soon as it can.
+            // A repair blocks all other requests, so it is not paced.
             if !options.repair {
                 let more = done.saturating_sub(before.fetch_max(done, Ordering::Relaxed));
                 throttle.wait(more * BLOCK_SIZE as u64);
@@ -145,7 +145,7 @@ impl Native {
         })
     }
 
-    /// True when there is a disk of that name, or one is being made.
+    /// Whether a disk with that name exists or is being created.
     pub fn has(&self, name: &str) -> bool {
         self.engine.with_catalog(|catalog| catalog.disk(name).is_some())
     }
@@ -162,7 +162,7 @@ impl Native {
         Ok(Arc::new(SwitchedDevice::over(name, read_only || object.is_snapshot(), client)))
     }
 
-    /// A device that does not count as a client's: for the datastore's own work.
+    /// A device for the datastore's own operations, which is not counted as a client.
     fn device_of(&self, disk: &Object, object: &Object) -> Arc<dyn Device> {
         let (target, name) = if object.is_snapshot() {
             (Target::Snapshot(object.id), format!("{}@{}", disk.name, object.name))
@@ -190,7 +190,7 @@ impl Native {
         capacity
     }
 
-    /// Names that can be opened.
+    /// The names that [`Native::open_device`] can open.
     pub fn device_names(&self) -> Vec<String> {
         self.engine.with_catalog(|catalog| {
             let mut names = Vec::new();
@@ -203,12 +203,12 @@ impl Native {
         })
     }
 
-    /// Keeps a snapshot from being deleted until dropped.
+    /// Keeps a snapshot from being deleted until the result is dropped.
     fn hold(&self, disk: &Object, snapshot: &Object) -> Result<Client> {
         self.switches.attach(Identity::Native(snapshot.id), || Ok(self.device_of(disk, snapshot)))
     }
 
-    /// Clients that have an object open.
+    /// Number of clients that have an object open.
     fn clients(&self, id: u64) -> u64 {
         self.switches.clients(&Identity::Native(id))
     }
@@ -217,7 +217,7 @@ impl Native {
         self.switches.refuse_in_use(&Identity::Native(id), what)
     }
 
-    /// Tells the devices of a disk its new capacity.
+    /// Updates the capacity that the open devices of a disk report.
     fn announce_capacity(&self, id: u64, capacity: u64) {
         if let Some(open) = self.capacities.lock().get(&id).and_then(Weak::upgrade) {
             open.0.store(capacity, Ordering::Release);
@@ -228,7 +228,7 @@ impl Native {
         self.engine.with_catalog(|catalog| catalog.disk(name).cloned()).filter(is_visible).ok_or_else(|| {
             Error::new(
                 ErrorKind::NotFound,
-                format!("there is no disk '{}'; 'lamina disk list' shows what there is", name.escape_debug()),
+                format!("there is no disk '{}'; 'lamina disk list' lists the disks", name.escape_debug()),
             )
         })
     }
@@ -238,7 +238,7 @@ impl Native {
             Error::new(
                 ErrorKind::NotFound,
                 format!(
-                    "disk '{0}' has no snapshot '{1}'; 'lamina snapshot list {0}' shows what there is",
+                    "disk '{0}' has no snapshot '{1}'; 'lamina snapshot list {0}' lists its snapshots",
                     disk.name,
                     name.escape_debug()
                 ),

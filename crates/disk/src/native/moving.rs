@@ -1,8 +1,9 @@
-//! Native disks as the two ends of a migration: one that is copied, and one that is being made as a copy.
+//! Native disks as source and target of a migration.
 //!
-//! 1. The copy is incomplete, and has a name that no person can give, until it takes the place of the original: opening
-//!    the datastore removes it, unless the migration's record says that it is the disk.
-//! 2. It takes that place in one change of the catalog; an original in the same store is incomplete from then on.
+//! 1. The target is incomplete and has a hidden name until it replaces the source. Opening the datastore removes it,
+//!    unless the migration's record says that it is the disk.
+//! 2. One change of the catalog replaces the source by the target; a source in the same store is incomplete from then
+//!    on.
 
 use super::{Native, stored};
 use crate::device::Device;
@@ -18,20 +19,20 @@ use store::catalog::{Object, ObjectState};
 use store::engine::{DiskIdentity, NewDisk, NewSnapshot};
 use work::Progress;
 
-/// A native disk that moves away.
+/// A native disk that is the source of a migration.
 pub(crate) struct NativeOriginal {
     native: Arc<Native>,
     pub id: u64,
 }
 
-/// A native disk that is being made as a copy.
+/// A native disk that is being created as the target of a migration.
 pub(crate) struct NativeReplica {
     native: Arc<Native>,
     pub id: u64,
 }
 
 impl Native {
-    /// The disk of that name, to be copied.
+    /// The disk `name` as the source of a migration. `Busy` if it has linked clones.
     pub fn original(self: &Arc<Self>, name: &str) -> Result<NativeOriginal> {
         let disk = self.find_disk(name)?;
         self.engine.with_catalog(|catalog| {
@@ -53,7 +54,7 @@ impl Native {
         Ok(NativeOriginal { native: Arc::clone(self), id: disk.id })
     }
 
-    /// An empty disk under a hidden name.
+    /// An empty target with a hidden name.
     pub fn replica(
         self: &Arc<Self>,
         hidden: &str,
@@ -80,8 +81,8 @@ impl Native {
         Ok(replica)
     }
 
-    /// Makes the copy under a hidden name the disk `name`; true if there was one. What it was a copy of, if it is
-    /// here, goes.
+    /// Gives the target with the hidden name `hidden` the name `name`, and marks the source `original`, if it is in
+    /// this store, as incomplete. False if there is no such target.
     pub fn complete_replica(
         &self,
         hidden: &str,
@@ -97,23 +98,26 @@ impl Native {
         Ok(true)
     }
 
-    /// A hidden disk, not counted as a client's.
+    /// A hidden disk as a device, not counted as a client.
     pub fn hidden_device(&self, name: &str) -> Result<Arc<dyn Device>> {
         let disk = self.engine.with_catalog(|catalog| catalog.disk(name).cloned());
         let disk = disk.ok_or_else(|| {
-            Error::new(ErrorKind::Corrupt, format!("the hidden disk '{name}' is not there: what was written is lost"))
+            Error::new(
+                ErrorKind::Corrupt,
+                format!("the hidden disk '{name}' does not exist: the writes to it are lost"),
+            )
         })?;
         Ok(self.device_of(&disk, &disk))
     }
 
-    /// Names of hidden disks that begin so.
+    /// Names of hidden disks with that prefix.
     pub fn hidden(&self, prefix: &str) -> Vec<String> {
         self.engine.with_catalog(|catalog| {
             catalog.disks().map(|disk| disk.name.clone()).filter(|name| name.starts_with(prefix)).collect()
         })
     }
 
-    /// Removes a hidden disk, if it is there.
+    /// Removes a hidden disk, if it exists.
     pub fn remove_hidden(&self, name: &str) -> Result<()> {
         match self.engine.with_catalog(|catalog| catalog.disk(name).map(|disk| disk.id)) {
             Some(id) => self.engine.delete_disk(id, &[]),
@@ -121,17 +125,18 @@ impl Native {
         }
     }
 
-    /// Removes a disk that moved away, if it is still there.
+    /// Removes the source of a completed migration, if it still exists.
     pub fn remove_moved(&self, id: u64) -> Result<()> {
         if self.is_disk(id) { self.engine.delete_disk(id, &[]) } else { Ok(()) }
     }
 
-    /// Takes the name from a disk that moved away: it is gone after the next opening at the latest.
+    /// Renames the source of a completed migration to `aside` and marks it as incomplete, so that the next opening
+    /// removes it.
     pub fn retire(&self, id: u64, aside: &str) -> Result<()> {
         if self.is_disk(id) { self.engine.retire_disk(id, aside) } else { Ok(()) }
     }
 
-    /// True when there is a disk of that number, deleted ones not counted.
+    /// Whether a disk with that number exists and is not deleted.
     fn is_disk(&self, id: u64) -> bool {
         self.engine.with_catalog(|catalog| catalog.find(id).is_some_and(|object| object.state == ObjectState::Disk))
     }
@@ -162,17 +167,17 @@ impl Native {
 }
 
 impl NativeOriginal {
-    /// Under what the switches know it, or a snapshot of it.
+    /// The identity of the disk or of a snapshot in the table of switches.
     pub fn identity(&self, snapshot: Option<&str>) -> Result<Identity> {
         self.native.identity_of(self.id, snapshot)
     }
 
-    /// Its head.
+    /// The head as a device.
     pub fn head(&self) -> Result<Arc<dyn Device>> {
         self.native.head_device(self.id)
     }
 
-    /// Identity and age.
+    /// Identity and creation time of the disk.
     pub fn likeness(&self) -> Result<DiskIdentity> {
         self.native.engine.with_catalog(|catalog| {
             catalog.get(self.id).map(|disk| DiskIdentity { uuid: disk.uuid, created: disk.created })
@@ -188,7 +193,7 @@ impl Original for NativeOriginal {
             let own: Vec<u64> = left.iter().map(|object| object.id).collect();
             let parent_of = |object: &Object| own.contains(&object.parent).then_some(object.parent);
             let mut nodes: Vec<Node> = Vec::with_capacity(left.len());
-            // Depth first: a branch is copied from its root to its end before the next one begins.
+            // Depth first: a branch is copied completely before the next one begins.
             let mut stack: Vec<Option<u64>> = vec![None];
             while let Some(above) = stack.pop() {
                 let children: Vec<&Object> = left
@@ -239,17 +244,17 @@ impl Original for NativeOriginal {
 }
 
 impl NativeReplica {
-    /// Under what the switches will know it, or a snapshot of it.
+    /// The identity that the disk or a snapshot will have in the table of switches.
     pub fn identity(&self, snapshot: Option<&str>) -> Result<Identity> {
         self.native.identity_of(self.id, snapshot)
     }
 
-    /// A snapshot of it, to read.
+    /// A snapshot of the disk, for reading.
     pub fn snapshot(&self, name: &str) -> Result<Arc<dyn Device>> {
         self.native.device_of_snapshot(self.id, name)
     }
 
-    /// Removes it with its snapshots.
+    /// Removes the disk with its snapshots.
     pub fn remove(&self) -> Result<()> {
         self.native.engine.delete_disk(self.id, &[])
     }

@@ -1,4 +1,4 @@
-//! Snapshots: taking, listing, deleting, going back to, and comparing them.
+//! Snapshots: taking, listing, deleting, reverting to and comparing them.
 
 use super::Native;
 use super::disks::list;
@@ -9,7 +9,7 @@ use error::{Error, ErrorKind, Result};
 use store::catalog::{Catalog, Object};
 use store::engine::NewSnapshot;
 
-/// The taking of snapshots itself, to be called once.
+/// The function that takes the native snapshots of a group; to be called once.
 pub(crate) type Taking<'a> = &'a mut dyn FnMut() -> Result<()>;
 
 fn info(catalog: &Catalog, snapshot: &Object) -> SnapshotInfo {
@@ -27,9 +27,9 @@ fn info(catalog: &Catalog, snapshot: &Object) -> SnapshotInfo {
 }
 
 impl Native {
-    /// Takes snapshots of several disks at one point: (disk, snapshot name). `around` is given what is taken, and
-    /// the taking itself, to
-    /// be called at the point where others stand still too; nothing that could keep them waiting is left for then.
+    /// Takes snapshots of several disks at one point: (disk, snapshot name). `around` gets the list of snapshots and
+    /// the function that takes them. It calls the function while the other disks of the group are quiesced, so
+    /// everything that may take long is done before.
     pub fn create_snapshots(
         &self,
         of: &[(String, String)],
@@ -48,7 +48,7 @@ impl Native {
             Ok(())
         });
         if let Err(error) = taken {
-            // Those of other disks are not there.
+            // The snapshots of the other disks failed, so the native ones are deleted.
             for id in ids {
                 if let Err(second) = self.engine.delete_snapshot(id) {
                     tracing::error!(%second, "a native snapshot of a failed group was not deleted");
@@ -59,7 +59,7 @@ impl Native {
         self.engine.with_catalog(|catalog| ids.iter().map(|id| Ok(info(catalog, catalog.get(*id)?))).collect())
     }
 
-    /// Snapshots of one disk, or of all, parents before children.
+    /// Snapshots of one disk, or of all disks, parents before children.
     pub fn snapshots(&self, disk: Option<&str>) -> Result<Vec<SnapshotInfo>> {
         let only = disk.map(|name| self.find_disk(name)).transpose()?;
         Ok(self.engine.with_catalog(|catalog| {
@@ -73,7 +73,8 @@ impl Native {
             }
             let mut out = Vec::new();
             for disk in disks {
-                // Ids only grow, and a parent is older than its children unless it was handed over.
+                // Sorted by number: numbers only grow, so a parent comes before its children, unless it was handed over
+                // by a deleted disk.
                 let mut own: Vec<&Object> =
                     catalog.snapshots_of(disk.id).filter(|snapshot| !snapshot.incomplete).collect();
                 own.sort_by_key(|snapshot| snapshot.id);
@@ -92,7 +93,8 @@ impl Native {
         }))
     }
 
-    /// Deletes a snapshot; `Busy` with the list when clones stand on it, and while clients read it.
+    /// Deletes a snapshot. `Busy` while clients have it open, and if linked clones are based on it (the error lists
+    /// them).
     pub fn delete_snapshot(&self, disk: &str, name: &str) -> Result<()> {
         let _changes = self.changes.lock();
         let disk = self.find_disk(disk)?;
@@ -118,7 +120,7 @@ impl Native {
         self.engine.delete_snapshot(snapshot.id)
     }
 
-    /// Makes the head equal to a snapshot again. `Busy` while clients have the disk open.
+    /// Reverts the head to a snapshot. `Busy` while clients have the disk open.
     pub fn revert(&self, disk: &str, name: &str) -> Result<DiskInfo> {
         let _changes = self.changes.lock();
         let disk = self.find_disk(disk)?;

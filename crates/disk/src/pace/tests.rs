@@ -1,11 +1,11 @@
-//! The controller on a clock of its own.
+//! The rate controller with simulated time.
 
 #![allow(clippy::unwrap_used)]
 
 use super::*;
 use crate::NoProgress;
 
-/// A medium that serves `fast` requests in a window in time and `late` ones not, as the rate of the work decides.
+/// Runs windows in which `served` maps the rate of the work to the numbers of timely and late requests.
 fn after(windows: u32, control: &mut Control, served: impl Fn(f64) -> (u64, u64)) -> f64 {
     let (mut requests, mut slow, mut moved) = (control.requests, control.slow, control.moved);
     let mut now = control.began;
@@ -50,7 +50,7 @@ fn a_medium_that_is_always_late_leaves_the_work_its_least_rate() {
 fn without_clients_there_is_no_limit_until_they_come_back() {
     let mut control = Control::new(Instant::now());
     assert!(after(1, &mut control, |_| (0, 0)) < RATE_MAX);
-    assert!(after(1, &mut control, |_| (0, 0)) >= RATE_MAX, "work that begins finds out soon that there is no client");
+    assert!(after(1, &mut control, |_| (0, 0)) >= RATE_MAX, "new background work soon detects that there is no client");
     let rate = after(1, &mut control, |_| (10, 0));
     assert!((RATE_FIRST..=1e9).contains(&rate), "{rate}");
     assert!(after(8, &mut control, |_| (0, 0)) < RATE_MAX);
@@ -88,7 +88,7 @@ fn work_shares_the_rate_and_requests_are_timed_only_beside_it() {
     let foreground = Arc::new(Foreground::new(TARGET_DEFAULT));
     assert!(foreground.arrived().is_none());
     let work = [Background::new(&NoProgress, &foreground), Background::new(&NoProgress, &foreground)];
-    assert!(foreground.arrived().is_none(), "nothing has asked for its rate");
+    assert!(foreground.arrived().is_none(), "no background work has queried its rate");
     let alone = work[0].rate();
     let shared = work[1].rate();
     assert!(shared * 2 <= alone + 2 && foreground.pace().0 == 2);

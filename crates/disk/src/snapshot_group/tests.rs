@@ -1,4 +1,4 @@
-//! Groups of snapshots, as a power cut at each step leaves them.
+//! Snapshot groups in the states that a power cut at each step leaves.
 
 #![allow(clippy::unwrap_used)]
 
@@ -50,7 +50,7 @@ fn open(path: &Path) -> Arc<Datastore> {
     Datastore::open(path, options).unwrap()
 }
 
-/// A datastore with the native disk `n` and the disks of images `a` and `b`, all of ones.
+/// A datastore with the native disk `n` and the VMDK disks `a` and `b`, all filled with ones.
 fn made() -> (tempfile::TempDir, Arc<Datastore>) {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("store");
@@ -86,7 +86,7 @@ fn snapshots(datastore: &Datastore) -> Vec<String> {
     names
 }
 
-/// A group under way, as a power cut leaves it: these native snapshots and images belong to it.
+/// Writes the record of a group with these snapshots, as a power cut leaves it.
 fn broken_off(datastore: &Datastore, native: &[[u8; 16]], images: &[(&str, u32)]) {
     let images = images.iter().map(|(folder, uid)| ImageSnapshot {
         folder: (*folder).to_owned(),
@@ -114,7 +114,7 @@ fn a_group_leaves_no_record_behind() {
     let (folder, datastore) = made();
     take(&datastore, &["n", "a", "b"], "group");
     assert_eq!(snapshots(&datastore), ["a@group", "b@group", "n@group"]);
-    // One of them is there already: none is taken.
+    // Disk `a` has a snapshot with that name already, so the whole group is refused.
     take(&datastore, &["a"], "second");
     let of = ["n", "a", "b"].map(|disk| (disk.to_owned(), "second".to_owned()));
     let refused = datastore.create_snapshots(&of, &SnapshotOptions::default()).unwrap_err();
@@ -126,7 +126,7 @@ fn a_group_leaves_no_record_behind() {
 
 #[test]
 fn what_a_power_cut_leaves_of_a_group_before_its_point_is_taken_back() {
-    // The records of none, of one or of both disks have their snapshot; those of native disks are not there.
+    // Before the point, the records of none, one or both VMDK disks have the snapshot, and no native snapshot exists.
     for having in [&[][..], &["a"], &["a", "b"]] {
         let (folder, datastore) = made();
         let path = folder.path().join("store");
@@ -194,7 +194,7 @@ fn a_group_is_decided_once() {
     broken_off(&datastore, &[native_snapshot(&datastore, "group")], &[("a", 1), ("b", 1)]);
     datastore.close().unwrap();
     drop(datastore);
-    // One of the disks cannot be opened: the group is whole all the same.
+    // One of the disks cannot be opened; the group counts as complete nevertheless.
     let (images, away) = (path.join("images/a"), folder.path().join("away"));
     std::fs::rename(&images, &away).unwrap();
     let datastore = open(&path);
@@ -221,7 +221,7 @@ fn what_cannot_be_taken_back_now_is_at_a_later_opening() {
     std::fs::rename(&images, &away).unwrap();
     let datastore = open(&path);
     assert_eq!((snapshots(&datastore), records(&path)), (vec![], 1));
-    // One of that name that is taken meanwhile is none of the group.
+    // A snapshot with the same name that is taken later does not belong to the group.
     take(&datastore, &["b"], "group");
     datastore.close().unwrap();
     drop(datastore);

@@ -1,4 +1,4 @@
-//! Devices are exchanged under reads, writes and flushes, and nothing is lost, mixed up or noticeably slower.
+//! Exchanging devices during reads, writes and flushes: nothing is lost, mixed up or noticeably slower.
 
 #![allow(clippy::unwrap_used)]
 
@@ -11,7 +11,7 @@ use std::time::Instant;
 const SECTOR: usize = 512;
 const BLOCK: u64 = backend::BLOCK_SIZE as u64;
 
-/// A disk in memory that counts the requests inside it.
+/// A disk in memory that counts the requests using it.
 struct Memory {
     bytes: Mutex<Vec<u8>>,
     finished: AtomicU64,
@@ -33,7 +33,7 @@ impl Memory {
     }
 
     fn come_in(&self) {
-        assert!(!self.gone.load(Ordering::SeqCst), "a request came to a device that was exchanged and left");
+        assert!(!self.gone.load(Ordering::SeqCst), "a request reached a device that was no longer in use");
     }
 }
 
@@ -57,7 +57,7 @@ impl Device for Memory {
     fn finish_read(&self, plan: &mut ReadPlan) -> Result<Verdict> {
         self.come_in();
         let own = plan.guard.take().and_then(|guard| guard.downcast::<u32>().ok());
-        assert_eq!(own.as_deref(), Some(&7), "a plan comes back with what its device kept in it");
+        assert_eq!(own.as_deref(), Some(&7), "the device gets its plan back with the state that it stored");
         self.finished.fetch_add(1, Ordering::SeqCst);
         Ok(Verdict::Good)
     }
@@ -96,7 +96,7 @@ impl Device for Memory {
     }
 }
 
-/// Writes to both, as a migration does while requests may be inside the device before.
+/// Writes to both devices, as the mirror of a migration does.
 struct Mirror(Arc<Memory>, Arc<Memory>);
 
 impl Device for Mirror {
@@ -179,18 +179,19 @@ fn exchanges_under_load_lose_nothing() {
                     }
                     assert!(device.finish_read(&mut plan).unwrap() == Verdict::Good);
                     let seen = plan.slices().concat();
-                    assert_eq!(seen[..8], number.to_le_bytes(), "a writer reads what it wrote last");
+                    assert_eq!(seen[..8], number.to_le_bytes(), "a writer reads its own last write");
                 }
             });
         }
         for _ in 0..EXCHANGES {
-            // As a migration does it: the mirror first, the copy once every write passes it, then the target alone.
+            // The exchanges of a migration: to the mirror, then, after the copy, to the target.
             let target = Memory::new(vec![0; capacity]);
             let mirror = Arc::new(Mirror(Arc::clone(&current), Arc::clone(&target)));
             let before = switch.exchange(mirror);
             assert!(before.wait_unused(&|| false));
             {
-                // The copy. The mirror writes to the source first: what is newer there comes to the target after it.
+                // Stands for the copier. The mirror writes to the source first, so a newer write reaches the target
+                // after the copy.
                 let source = current.bytes.lock();
                 target.bytes.lock().copy_from_slice(&source);
             }
@@ -211,9 +212,9 @@ fn a_read_is_finished_by_the_device_that_planned_it() {
     let device = SwitchedDevice::new("disk", false, Arc::clone(&switch));
     let mut plan = device.plan_read(0, SECTOR).unwrap();
     let before = switch.exchange(Arc::clone(&new) as Arc<dyn Device>);
-    assert_eq!(device.read(0, 1).unwrap(), [2], "a request that begins now goes to the new one");
+    assert_eq!(device.read(0, 1).unwrap(), [2], "a request that begins now uses the new device");
     let tries = AtomicU64::new(0);
-    assert!(!before.wait_unused(&|| tries.fetch_add(1, Ordering::SeqCst) > 3), "the plan is still inside");
+    assert!(!before.wait_unused(&|| tries.fetch_add(1, Ordering::SeqCst) > 3), "the plan still uses the old device");
     assert!(device.finish_read(&mut plan).unwrap() == Verdict::Good);
     assert_eq!((old.finished.load(Ordering::SeqCst), new.finished.load(Ordering::SeqCst)), (1, 1));
     assert_eq!(plan.slices().concat(), vec![1; SECTOR]);
@@ -221,27 +222,27 @@ fn a_read_is_finished_by_the_device_that_planned_it() {
 }
 
 #[test]
-fn a_flush_completes_in_the_device_that_it_was_asked_of() {
+fn a_flush_completes_in_the_device_that_began_it() {
     let (old, new) = (Memory::new(vec![1; SECTOR]), Memory::new(vec![2; SECTOR]));
     let switch = Switch::new(Arc::clone(&old) as Arc<dyn Device>);
     let device = SwitchedDevice::new("disk", false, Arc::clone(&switch));
     let ticket = device.begin_flush().unwrap();
     let before = switch.exchange(Arc::clone(&new) as Arc<dyn Device>);
-    assert!(!before.wait_unused(&|| true), "the flush is still inside");
+    assert!(!before.wait_unused(&|| true), "the flush still uses the old device");
     device.finish_flush(ticket).unwrap();
     assert_eq!((old.flushed.load(Ordering::SeqCst), new.flushed.load(Ordering::SeqCst)), (1, 0));
     assert!(before.wait_unused(&|| false));
 }
 
 #[test]
-fn what_is_inside_is_waited_for_after_an_exchange_was_undone_too() {
+fn requests_in_the_old_device_are_waited_for_after_an_undone_exchange() {
     let switch = Switch::new(Memory::new(vec![1; SECTOR]));
     let device = SwitchedDevice::new("disk", false, Arc::clone(&switch));
     let plan = device.plan_read(0, SECTOR).unwrap();
     for _ in 0..2 {
         let before = switch.suspend(Memory::new(vec![2; SECTOR]));
         assert!(switch.is_suspended());
-        assert!(!before.wait_unused(&|| true), "the plan is inside");
+        assert!(!before.wait_unused(&|| true), "the plan uses the device");
         switch.restore(before);
         assert!(!switch.is_suspended());
         assert_eq!(device.read(0, 1).unwrap(), [1]);
@@ -280,9 +281,9 @@ fn clients_are_counted_and_see_their_own_access() {
     assert!(other.refuse_in_use(&moved, "disk 'a'").is_ok());
 }
 
-/// A device does not know what was lost with the one before it.
+/// A new device does not know of writes that were lost with its predecessor.
 #[test]
-fn a_loss_is_told_once_to_each_client_that_was_there() {
+fn a_loss_is_reported_once_to_each_connected_client() {
     let switch = Switch::new(Memory::new(vec![0; SECTOR]));
     let client = |read_only| SwitchedDevice::new("disk", read_only, Arc::clone(&switch));
     let (first, second, reader) = (client(false), client(false), client(true));
@@ -295,11 +296,11 @@ fn a_loss_is_told_once_to_each_client_that_was_there() {
     switch.note_loss();
     switch.exchange(Arc::clone(&new) as Arc<dyn Device>);
     let late = client(false);
-    // A request that need not be durable succeeds, and does not use up the error.
+    // A write without FUA succeeds, and leaves the error to be reported by the next flush.
     put(&first, false).unwrap();
     assert!(is_told(first.flush()));
     first.flush().unwrap();
-    // A request of its own that fails does not stand for what came before it.
+    // A failed FUA write reports the loss only for itself, so the next flush fails too.
     assert!(is_told(put(&second, true)));
     put(&second, true).unwrap();
     assert!(is_told(second.flush()));
@@ -308,7 +309,7 @@ fn a_loss_is_told_once_to_each_client_that_was_there() {
     put(&late, true).unwrap();
     reader.flush().unwrap();
     assert_eq!(new.flushed.load(Ordering::SeqCst), 4);
-    // Without a loss nothing is told, and after another one all are.
+    // Without a loss no error is reported; after another loss every client gets one.
     switch.exchange(Memory::new(vec![0; SECTOR]));
     first.flush().unwrap();
     switch.note_loss();
@@ -317,9 +318,9 @@ fn a_loss_is_told_once_to_each_client_that_was_there() {
     assert!(is_told(late.flush()));
 }
 
-/// What the indirection costs against a request served from memory without any medium: the cheapest there is.
+/// The cost of the indirection, measured with the cheapest request: one that is served from memory.
 #[test]
-fn the_way_through_costs_next_to_nothing() {
+fn the_switch_adds_little_time_to_a_request() {
     const ROUNDS: u32 = 20_000;
     let memory = Memory::new(vec![0; 1 << 20]);
     let direct: Arc<dyn Device> = Arc::clone(&memory) as Arc<dyn Device>;
@@ -336,6 +337,6 @@ fn the_way_through_costs_next_to_nothing() {
     let (direct, through) = (best(&direct), best(&switched));
     let cost = through.saturating_sub(direct);
     println!("a read of 512 bytes from memory: {direct:?}, through the switch {through:?}: {cost:?} more");
-    // A request over a socket takes 10 us and more. Unoptimized code, and a machine that does other things too.
+    // A request over a socket takes 10 us or more. The bound allows for unoptimized code and a loaded machine.
     assert!(cost < Duration::from_micros(3), "{cost:?}");
 }

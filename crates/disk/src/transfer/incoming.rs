@@ -1,4 +1,4 @@
-//! Disks that are being received.
+//! Disks that are being received from another datastore.
 //!
 //! ```text
 //!              begin: record, then hidden disks          commit: one change of the catalog
@@ -7,11 +7,11 @@
 //!                                         resume   +-----+   \-- delete: hidden disks, then the record
 //! ```
 //!
-//! 1. A reception has one user at a time ([`Reception`]); between two of them it is kept, over restarts too.
-//! 2. A hidden disk without its record goes when the datastore is opened; a record without all of its disks too, with
-//!    those it has: either it was only about to begin, or all have taken their places.
-//! 3. A sender that resumes names the same disks and the same points, by their identities: so what was received before
-//!    is part of what it sends.
+//! 1. A reception is used by one session at a time ([`Reception`]); between sessions it is kept, also over restarts.
+//! 2. When the datastore is opened, a hidden disk without a record is removed. A record without all of its hidden disks
+//!    is removed with those that exist: either the reception was only beginning, or its disks have become visible.
+//! 3. A sender that resumes names the same disks and snapshots by their identities, so what was received before is part
+//!    of what it sends.
 
 use super::record::{self, Arriving, Found, RANGES_MAX, RECEPTIONS_MAX, Record, Records};
 use super::{DISKS_MAX, SEGMENT, SnapshotIdentity};
@@ -35,38 +35,38 @@ const BLOCK: u64 = BLOCK_SIZE as u64;
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct NewArrival {
-    /// The name that it is to have here.
+    /// The name that the disk gets here.
     pub name: String,
-    /// The identity that it is to have.
+    /// The identity that the disk gets here.
     pub uuid: String,
-    /// Bytes.
+    /// Capacity in bytes.
     pub capacity: u64,
-    /// How it takes its space.
+    /// Its provisioning type.
     pub provisioning: Provisioning,
-    /// The point of the sender's disk.
+    /// The snapshot that is sent.
     pub point: SnapshotIdentity,
-    /// It gets the point as a snapshot.
+    /// Whether the received disk gets a snapshot with that identity.
     pub keep: bool,
-    /// Identities of snapshots that it may begin as, the best first.
+    /// Identities of snapshots that the received disk may be based on, the best first.
     pub bases: Vec<String>,
-    /// A disk of that name that is there may be brought up to date.
+    /// Whether an existing disk with that name may be updated.
     pub update: bool,
 }
 
 /// Disks that a sender offers together.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NewReception {
-    /// The sender's name, for people.
+    /// Name of the sender, for display.
     pub sender: String,
     /// The disks.
     pub disks: Vec<NewArrival>,
-    /// What comes with them.
+    /// The definition of a virtual machine that is sent with the disks.
     pub attachment: Option<String>,
-    /// Only if it was begun before; `NotFound` otherwise.
+    /// Only resume an earlier reception; `NotFound` if there is none.
     pub resume_only: bool,
 }
 
-/// A reception, as it is shown.
+/// A reception, for display.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ReceptionInfo {
     /// Its identity.
@@ -77,46 +77,47 @@ pub struct ReceptionInfo {
     pub begun: u64,
     /// Names of the disks.
     pub disks: Vec<String>,
-    /// Bytes of data that are there for good.
+    /// Bytes of data that are durable.
     pub bytes: u64,
     /// True while a sender is connected.
     pub active: bool,
-    /// True when a machine comes with the disks.
+    /// True if the definition of a virtual machine is received too.
     pub machine: bool,
 }
 
-/// What an offer leads to.
+/// Outcome of an offer.
 pub enum Opened {
-    /// Everything is here already: an earlier end of the same reception went unheard.
+    /// All disks were received before: the sender did not get the reply to its commit.
     Already(Vec<DiskInfo>),
-    /// It goes on from here.
+    /// The reception is open; data may be sent.
     Open(Arc<Reception>),
 }
 
-/// What is here of one disk.
+/// State of one disk of a reception.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Incoming {
-    /// What it began as.
+    /// Identity of the snapshot that it is based on.
     pub base: Option<String>,
-    /// Segments that need not be sent.
+    /// Ranges of segments that need not be sent.
     pub done: Vec<(u64, u64)>,
-    /// Bytes of data in them.
+    /// Bytes of data in these segments.
     pub bytes: u64,
 }
 
-/// A reception that is used: by one sender, from any number of threads.
+/// An open reception, used by one sender from any number of threads.
 pub struct Reception {
     datastore: Arc<Datastore>,
     records: Records,
     /// Numbers of the hidden disks.
     ids: Vec<u64>,
     state: Mutex<Record>,
-    /// Held while a thread writes the record; true once the disks have taken their places: then none may write it.
+    /// Held while a thread writes the record; true once the disks are visible, after which the record must not be
+    /// written.
     saving: Mutex<bool>,
     _names: Vec<Reservation>,
 }
 
-/// Carries out the records of a datastore that is being opened: names of disks to be kept.
+/// Recovers the receptions of a datastore that is being opened; returns the hidden disks to keep.
 pub(crate) fn recover(native: &Native) -> Result<BTreeSet<String>> {
     let records = Records::new(Arc::clone(native.engine.directory()));
     let mut kept = BTreeSet::new();
@@ -146,7 +147,7 @@ fn parse(uuid: &str) -> Result<[u8; 16]> {
 }
 
 impl NewReception {
-    /// Refuses what could never be received.
+    /// Refuses offers that cannot be received.
     fn check(&self) -> Result<()> {
         if self.disks.is_empty() || self.disks.len() > DISKS_MAX {
             let text = format!("{} disks at once: 1 to {DISKS_MAX} can be received", self.disks.len());
@@ -195,10 +196,10 @@ impl Datastore {
         Ok(self.records().all()?.into_iter().filter_map(whole).collect())
     }
 
-    /// Begins to receive disks, or goes on with that: `Busy` while another sender does.
+    /// Begins or resumes a reception: `Busy` if another sender uses it.
     pub fn receive(&self, new: &NewReception) -> Result<Opened> {
         new.check()?;
-        // One begins at a time.
+        // The lock serializes the beginning of receptions.
         let mut active = self.receptions.lock();
         let known = self.known_receptions()?;
         let resumed = known.iter().find(|record| new.is_resumed_by(record));
@@ -221,7 +222,7 @@ impl Datastore {
             let other = known.iter().find(|record| record.disks.iter().any(|other| other.name == disk.name));
             if let Some(other) = other {
                 let text = format!(
-                    "another state of disk '{}' was begun to be received and is kept; 'lamina receive delete {}' there \
+                    "the unfinished reception of another state of disk '{}' is kept; 'lamina receive delete {}' there \
                      gives it up",
                     disk.name, other.id
                 );
@@ -237,7 +238,7 @@ impl Datastore {
         Ok(Opened::Open(reception))
     }
 
-    /// The disks of an offer, if all are here, as they would be after its end.
+    /// The disks of an offer, if all of them exist here and already have the offered state.
     fn arrived_already(&self, new: &NewReception) -> Result<Option<Vec<DiskInfo>>> {
         let mut there = Vec::with_capacity(new.disks.len());
         for disk in &new.disks {
@@ -275,7 +276,7 @@ impl Datastore {
                     let base = self.native.unchanged_base(&there)?;
                     if !disk.bases.contains(&names::uuid_text(&base.uuid)) {
                         let text = format!(
-                            "disk '{}' cannot be brought up to date: the sender's disk has nothing to do with its \
+                            "disk '{}' cannot be updated: the sender's disk is not based on its \
                              snapshot '{}'",
                             disk.name, base.name
                         );
@@ -290,7 +291,7 @@ impl Datastore {
                 }
             };
             if update && !disk.keep {
-                let text = format!("disk '{}' can only be brought up to date by a snapshot that stays", disk.name);
+                let text = format!("disk '{}' can only be updated with a snapshot that the sender keeps", disk.name);
                 return Err(Error::new(ErrorKind::Invalid, text));
             }
             record.disks.push(Arriving {
@@ -320,7 +321,8 @@ impl Datastore {
     }
 
     fn go_on(&self, new: &NewReception, mut record: Record) -> Result<Arc<Reception>> {
-        // If the answer to the commit is lost, the sender finds the disks by these identities.
+        // The identities of the new offer are stored: if the reply to the commit is lost, the sender finds the disks by
+        // them.
         for (disk, new) in record.disks.iter_mut().zip(&new.disks) {
             disk.uuid.clone_from(&new.uuid);
         }
@@ -335,7 +337,7 @@ impl Datastore {
             let hidden = record.hidden(index);
             self.native
                 .hidden_id(&hidden)
-                .ok_or_else(|| Error::new(ErrorKind::NotFound, format!("'{hidden}' is not there any more")))
+                .ok_or_else(|| Error::new(ErrorKind::NotFound, format!("the received disk '{hidden}' is gone")))
         };
         let ids = (0..record.disks.len()).map(id_of).collect::<Result<Vec<_>>>()?;
         Ok(Arc::new(Reception {
@@ -348,7 +350,7 @@ impl Datastore {
         }))
     }
 
-    /// Removes what was received, then the record.
+    /// Removes the hidden disks, then the record.
     fn forget(&self, record: &Record) -> Result<()> {
         for index in 0..record.disks.len() {
             self.native.remove_hidden(&record.hidden(index))?;
@@ -356,7 +358,7 @@ impl Datastore {
         self.records().remove(&record.id)
     }
 
-    /// Receptions that are under way or kept.
+    /// All receptions, active or not.
     pub fn receptions(&self) -> Result<Vec<ReceptionInfo>> {
         let active = self.receptions.lock();
         let info = |record: Record| ReceptionInfo {
@@ -371,13 +373,12 @@ impl Datastore {
         Ok(self.known_receptions()?.into_iter().map(info).collect())
     }
 
-    /// Gives a reception up: what was received goes. `Busy` while a sender is connected.
+    /// Deletes a reception and its data. `Busy` while a sender is connected.
     pub fn delete_reception(&self, id: &str) -> Result<()> {
         let active = self.receptions.lock();
         let known = self.known_receptions()?.into_iter().find(|record| record.id == id);
         let record = known.ok_or_else(|| {
-            let text =
-                format!("there is no reception '{}'; 'lamina receive list' shows what there is", id.escape_debug());
+            let text = format!("there is no reception '{}'; 'lamina receive list' lists them", id.escape_debug());
             Error::new(ErrorKind::NotFound, text)
         })?;
         if active.contains(id) {
@@ -390,18 +391,18 @@ impl Datastore {
 }
 
 impl Reception {
-    /// Its identity.
+    /// The identity of the reception.
     pub fn id(&self) -> String {
         self.state.lock().id.clone()
     }
 
-    /// What is here already, disk by disk.
+    /// The state of each disk.
     pub fn progress(&self) -> Vec<Incoming> {
         let of = |disk: &Arriving| Incoming { base: disk.base.clone(), done: disk.done.clone(), bytes: disk.bytes };
         self.state.lock().disks.iter().map(of).collect()
     }
 
-    /// What comes with the disks.
+    /// The definition of a virtual machine that is received with the disks.
     pub fn attachment(&self) -> Option<String> {
         self.state.lock().attachment.clone()
     }
@@ -411,14 +412,17 @@ impl Reception {
         self.state.lock().disks.iter().map(|disk| disk.name.clone()).collect()
     }
 
-    /// The capacity of a disk; `Invalid` when there are fewer.
+    /// The capacity of a disk; `Invalid` if there is no disk with that index.
     pub fn capacity(&self, disk: usize) -> Result<u64> {
-        self.state.lock().disks.get(disk).map(|disk| disk.capacity).ok_or_else(|| {
-            Error::new(ErrorKind::Invalid, format!("disk {disk} is none of those that are being received"))
-        })
+        self.state
+            .lock()
+            .disks
+            .get(disk)
+            .map(|disk| disk.capacity)
+            .ok_or_else(|| Error::new(ErrorKind::Invalid, format!("disk {disk} is not being received")))
     }
 
-    /// The blocks of a range of bytes, which begins with a block, and ends with one or with the disk.
+    /// The blocks of a byte range, which must begin at a block and end at a block or at the end of the disk.
     fn blocks(&self, disk: usize, offset: u64, length: u64) -> Result<(u64, Range<u64>)> {
         let capacity = self.capacity(disk)?;
         let end = offset.checked_add(length).filter(|end| *end <= capacity && length > 0);
@@ -427,13 +431,13 @@ impl Reception {
                 Ok((self.ids[disk], offset / BLOCK..end.div_ceil(BLOCK)))
             }
             _ => {
-                let text = format!("{length} bytes at {offset} are no whole blocks of a disk of {capacity} bytes");
+                let text = format!("{length} bytes at {offset} are not whole blocks of a disk of {capacity} bytes");
                 Err(Error::new(ErrorKind::Invalid, text))
             }
         }
     }
 
-    /// Writes data. `sums` are the checksums of its whole blocks; what is behind them has none yet.
+    /// Writes data. `sums` are the checksums of its whole blocks; a partial block at the end has none.
     pub fn write(&self, disk: usize, offset: u64, bytes: &[u8], sums: Option<&Checksums>) -> Result<()> {
         let (id, blocks) = self.blocks(disk, offset, bytes.len() as u64)?;
         let native = &self.datastore.native;
@@ -461,7 +465,7 @@ impl Reception {
         self.datastore.native.discard_hidden(id, blocks)
     }
 
-    /// A segment has been received whole: `bytes` of data. Remembered with the next [`Reception::save`].
+    /// Marks a segment with `bytes` of data as received. The record has it after the next [`Reception::save`].
     pub fn finish_segment(&self, disk: usize, segment: u64, bytes: u64) -> Result<()> {
         if segment >= self.capacity(disk)?.div_ceil(SEGMENT) {
             let text = format!("there is no segment {segment} of disk {disk}");
@@ -483,7 +487,7 @@ impl Reception {
             (true, false) => disk.done[after - 1].1 = segment + 1,
             (false, true) => disk.done[after].0 = segment,
             (false, false) if disk.done.len() >= RANGES_MAX => {
-                let text = format!("segments come in no order: more than {RANGES_MAX} gaps");
+                let text = format!("segments arrive out of order: more than {RANGES_MAX} gaps");
                 return Err(Error::new(ErrorKind::Invalid, text));
             }
             (false, false) => disk.done.insert(after, (segment, segment + 1)),
@@ -492,8 +496,8 @@ impl Reception {
         Ok(())
     }
 
-    /// Makes durable what was received, and remembers it. Of disks that have taken their places nothing is left to
-    /// remember: a record that came after that would stand in the way of the next reception.
+    /// Makes the received data durable and writes the record. Does nothing once the disks are visible: a record written
+    /// afterwards would refuse the next reception.
     pub fn save(&self) -> Result<()> {
         let committed = self.saving.lock();
         if *committed {
@@ -505,15 +509,15 @@ impl Reception {
     }
 
     fn commit_data(&self) -> Result<()> {
-        // One journal for all disks.
+        // All hidden disks share one journal, so one commit covers them.
         match self.ids.first() {
             Some(id) => self.datastore.native.commit_hidden(*id),
             None => Ok(()),
         }
     }
 
-    /// The disks take their places. `expected` is what the sender calls whole: segments and bytes, disk by disk. No
-    /// thread may write to the reception any more.
+    /// Makes the disks visible. `expected` are the numbers of segments and bytes that the sender has sent for each
+    /// disk. No other thread may write to the reception any more.
     pub fn commit(&self, expected: &[(u64, u64)]) -> Result<Vec<DiskInfo>> {
         let mut committed = self.saving.lock();
         let record = self.state.lock().clone();

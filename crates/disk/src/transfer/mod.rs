@@ -1,16 +1,17 @@
-//! Disks that go to other datastores, and come from them: what a protocol between two datastores needs of each.
+//! Disks sent to other datastores and received from them, as a replication protocol needs it.
 //!
 //! ```text
-//! outgoing    one point of a disk, held still: what it is made of, and what of it another datastore has already
-//! incoming    disks that are being received: hidden until they are whole, kept while the sender is away
-//! record      the file that says how far that is
+//! outgoing    a snapshot of a disk that is sent, and what of it another datastore has already
+//! incoming    disks that are being received: hidden until complete, kept while the sender is disconnected
+//! record      the file with the state of a reception
 //! ```
 //!
-//! 1. A snapshot keeps its identity wherever it goes; two snapshots of one identity have the same content. So two
-//!    datastores find what both have by comparing identities.
-//! 2. Content moves in segments ([`SEGMENT`]). A segment counts once its data is durable and the record says so; what
-//!    was received of others is received again, which changes nothing.
-//! 3. What was received is to be seen whole, or not at all: disks that came together appear together.
+//! 1. A snapshot keeps its identity when it is sent, and two snapshots with the same identity have the same content. So
+//!    two datastores find common snapshots by comparing identities.
+//! 2. Content is sent in segments ([`SEGMENT`]). A segment counts as received once its data is durable and the record
+//!    says so. Other segments are sent again, which is harmless.
+//! 3. A received disk becomes visible only when it is complete, and disks that are sent together become visible
+//!    together.
 
 mod incoming;
 mod outgoing;
@@ -24,16 +25,16 @@ pub use record::recode;
 
 pub(crate) use incoming::recover;
 
-/// A new identity, of a disk that is to be made elsewhere.
+/// A new identity, for a disk that will be created in another datastore.
 pub fn new_identity() -> error::Result<String> {
     crate::names::new_uuid().map(|uuid| crate::names::uuid_text(&uuid))
 }
 
-/// Bytes of a segment: the unit in which it is remembered what has arrived. Part of the protocol.
+/// Bytes of a segment: the unit in which received data is recorded. Part of the protocol.
 pub const SEGMENT: u64 = 16 << 20;
 
 /// Most disks received together.
 pub const DISKS_MAX: usize = 64;
 
-/// Most snapshots that a sender names as known to it.
+/// Most snapshots that a sender offers as a base.
 pub const BASES_MAX: usize = 1024;

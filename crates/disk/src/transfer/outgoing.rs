@@ -1,4 +1,4 @@
-//! One point of a disk that is sent elsewhere.
+//! A snapshot of a disk that is sent to another datastore.
 
 use super::{BASES_MAX, SnapshotIdentity};
 use crate::datastore::Datastore;
@@ -11,9 +11,9 @@ use error::{Error, ErrorKind, Result};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Extents asked for at a time.
+/// Most extents that one query of the map returns.
 const ASK_EXTENTS: usize = 1024;
-/// Bytes asked about at a time.
+/// Most bytes that one query of the map covers.
 const ASK_BYTES: u64 = 1 << 30;
 
 /// A run of bytes that has to be sent.
@@ -23,30 +23,31 @@ pub struct Extent {
     pub offset: u64,
     /// Length in bytes.
     pub length: u64,
-    /// It reads as zeros, and what is there before does not.
+    /// True if it reads as zeros, and does not in the base.
     pub zero: bool,
 }
 
-/// A snapshot that is sent: held until dropped.
+/// A snapshot that is sent. It cannot be deleted until this is dropped.
 pub struct Outgoing {
     device: Arc<dyn Device>,
     provisioning: Provisioning,
     point: SnapshotIdentity,
-    /// Identities that another datastore may know: the nearest first.
+    /// Identities of snapshots that the other datastore may have, the closest first.
     bases: Vec<String>,
-    /// Their numbers.
+    /// The numbers of these snapshots in the store.
     base_ids: Vec<u64>,
-    /// Of a native disk.
+    /// The store and the snapshot's number, for a native disk.
     native: Option<(Arc<Native>, u64)>,
 }
 
 impl Datastore {
-    /// A snapshot of a disk, to be sent.
+    /// A snapshot of a disk as [`Outgoing`].
     pub fn outgoing(&self, disk: &str, snapshot: &str) -> Result<Outgoing> {
         let device = self.device(&format!("{disk}@{snapshot}"), true)?;
         let info = self.disk(disk)?;
         if self.foreign.find(disk).is_some() {
-            // Images name their snapshots without an identity: a new one is made, which no other datastore has.
+            // Snapshots of disks in VMware's formats have no identity, so a new one is made, which no other datastore
+            // has.
             let uuid = names::uuid_text(&names::new_uuid()?);
             let taken = self.snapshots(Some(disk))?.into_iter().find(|known| known.name == snapshot);
             let created = taken.map_or(0, |taken| taken.created);
@@ -76,7 +77,7 @@ impl Datastore {
 }
 
 impl Outgoing {
-    /// `disk@snapshot`.
+    /// The name `disk@snapshot`.
     pub fn name(&self) -> &str {
         self.device.name()
     }
@@ -86,22 +87,23 @@ impl Outgoing {
         self.device.capacity()
     }
 
-    /// How its disk takes space.
+    /// Provisioning type of the disk.
     pub fn provisioning(&self) -> Provisioning {
         self.provisioning
     }
 
-    /// The snapshot.
+    /// Identity of the snapshot.
     pub fn point(&self) -> &SnapshotIdentity {
         &self.point
     }
 
-    /// Identities of snapshots from which it can be told what differs, the nearest first.
+    /// Identities of snapshots that differences can be computed against, the closest first.
     pub fn bases(&self) -> &[String] {
         &self.bases
     }
 
-    /// Calls `each` for what has to be sent of a range: all data, or what differs from one of [`Outgoing::bases`].
+    /// Calls `each` for every extent of a range that has to be sent: all data, or the differences to one of
+    /// [`Outgoing::bases`].
     pub fn extents(
         &self,
         base: Option<&str>,
@@ -126,7 +128,7 @@ impl Outgoing {
         while at < range.end {
             let extents = self.device.status(at, ASK_BYTES.min(range.end - at), ASK_EXTENTS)?;
             if extents.is_empty() {
-                let text = format!("'{}': the map has no answer for byte {at}", self.name());
+                let text = format!("'{}': the map returns no extent for byte {at}", self.name());
                 return Err(Error::new(ErrorKind::Corrupt, text));
             }
             for extent in extents {
@@ -164,7 +166,7 @@ impl Outgoing {
             .map_err(|error| error.context(format!("comparing '{}' with a snapshot", self.name())))
     }
 
-    /// Reads a range: whole, and every block of it verified.
+    /// Reads a whole range and verifies its checksums.
     pub fn read(&self, offset: u64, length: usize) -> Result<ReadPlan> {
         self.device.read_plan(offset, length)
     }

@@ -1,9 +1,9 @@
-//! What a datastore remembers of a reception: which disks are being received, and what of them is there.
+//! The persistent record of a reception: which disks are being received, and which of their segments are complete.
 //!
-//! 1. The file is there, durably, before anything of the disks is; it goes after they have taken their places, or after
-//!    what was received has been removed.
-//! 2. It is replaced as a whole (a temporary name, flushed, renamed, the folder flushed).
-//! 3. What it calls done is durable before the file says so.
+//! 1. The file is durable before the hidden disks are created. It is removed after the disks have become visible, or
+//!    after the received data was removed.
+//! 2. The file is replaced atomically (temporary name, flush, rename, flush of the folder).
+//! 3. Segments are durable before the file lists them.
 //!
 //! The layout is in `docs/format/reception.md`.
 
@@ -16,16 +16,16 @@ use error::{Error, ErrorKind, IoContext, Result};
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 
-/// How the files begin.
+/// Prefix of the files' names.
 const PREFIX: &str = "reception-";
-/// What they are.
+/// Kind of the files.
 const KIND: Kind = Kind { word: "reception", version: 1, length_max: 4 << 20 };
-/// Most receptions that a datastore remembers.
+/// Most receptions that a datastore keeps.
 pub(crate) const RECEPTIONS_MAX: usize = 256;
-/// Most ranges of finished segments that are remembered of a disk: what is beyond is received again.
+/// Most ranges of received segments that are recorded per disk. Segments in further ranges are received again.
 pub(crate) const RANGES_MAX: usize = 1024;
 
-/// A snapshot, the same wherever it goes.
+/// A snapshot; its identity is the same in every datastore.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SnapshotIdentity {
@@ -41,46 +41,46 @@ pub struct SnapshotIdentity {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Arriving {
-    /// The name that it is to have, or of the disk that it brings up to date.
+    /// The name that it gets, or the name of the disk that it updates.
     pub name: String,
-    /// The identity that it is to have.
+    /// The identity that it gets.
     pub uuid: String,
-    /// Bytes.
+    /// Capacity in bytes.
     pub capacity: u64,
-    /// How it takes its space.
+    /// Its provisioning type.
     pub provisioning: Provisioning,
-    /// The point of the sender's disk.
+    /// The snapshot that is sent.
     pub point: SnapshotIdentity,
-    /// It gets the point as a snapshot.
+    /// Whether the received disk gets a snapshot with that identity.
     pub keep: bool,
-    /// Identity of the snapshot that both sides have, and that it began as.
+    /// Identity of the snapshot that both datastores have and that the hidden disk is based on.
     pub base: Option<String>,
-    /// It brings a disk up to date, instead of becoming one.
+    /// True if it updates an existing disk instead of becoming a new one.
     pub update: bool,
-    /// Segments that are there: first, and first behind.
+    /// Ranges of received segments: first, and first after the range.
     pub done: Vec<(u64, u64)>,
     /// Bytes of data in them.
     pub bytes: u64,
 }
 
-/// One reception.
+/// The record of a reception.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Record {
-    /// Its identity, and that of the file.
+    /// Identity of the reception, part of the file's name.
     pub id: String,
-    /// The sender's name, as the sender gave it.
+    /// The name that the sender gave itself.
     pub sender: String,
     /// When it began, in seconds since 1970.
     pub begun: u64,
     /// The disks.
     pub disks: Vec<Arriving>,
-    /// What comes with the disks: the definition of a machine.
+    /// The definition of a virtual machine that is received with the disks.
     pub attachment: Option<String>,
 }
 
 impl Record {
-    /// The name of a disk until it takes its place: no person can give it.
+    /// The hidden name of a disk, which users cannot enter.
     pub fn hidden(&self, disk: usize) -> String {
         hidden_name(&self.id, disk)
     }
@@ -90,23 +90,23 @@ pub(crate) fn hidden_name(id: &str, disk: usize) -> String {
     format!("{}{disk}", hidden_prefix(id))
 }
 
-/// How the names of all disks of a reception begin.
+/// Prefix of the hidden names of a reception's disks.
 pub(crate) fn hidden_prefix(id: &str) -> String {
     format!(".receiving-{id}-")
 }
 
-/// The files of one datastore.
+/// The reception records of one datastore.
 pub(crate) struct Records {
     directory: Arc<dyn Directory>,
 }
 
-/// A file that is there.
+/// A record file.
 pub(crate) enum Found {
-    /// It says this.
+    /// A valid record.
     Record(Box<Record>),
-    /// Of that identity, by a later version of this program.
+    /// A record by a later version of lamina, with its identity.
     Newer(String),
-    /// Its content cannot be read.
+    /// A record that cannot be read, with its identity.
     Damaged(String, Error),
 }
 
@@ -121,24 +121,24 @@ fn file_name(id: &str) -> Result<String> {
 }
 
 impl Records {
-    /// The files in the folder of a datastore.
+    /// The records in the folder of a datastore.
     pub fn new(directory: Arc<dyn Directory>) -> Self {
         Self { directory }
     }
 
-    /// Writes one, durably; in the place of an earlier one of that identity.
+    /// Writes a record durably, replacing an earlier one with the same identity.
     pub fn put(&self, record: &Record) -> Result<()> {
         let name = file_name(&record.id)?;
         sealed::put(&*self.directory, &name, &encode(record)?)
             .during(|| format!("recording what was received of disk '{}'", title(record)))
     }
 
-    /// Removes one, durably.
+    /// Removes a record durably.
     pub fn remove(&self, id: &str) -> Result<()> {
         KIND.remove(&*self.directory, &file_name(id)?)
     }
 
-    /// All of them; what was never whole is removed.
+    /// All records. Incomplete temporary files are removed.
     pub fn all(&self) -> Result<Vec<Found>> {
         let names = self.directory.list().during(|| "looking for receptions".into())?;
         let mut found = Vec::new();
@@ -172,7 +172,7 @@ impl Records {
     }
 }
 
-/// The disks of a record, for people.
+/// The disks of a record, for messages.
 pub(crate) fn title(record: &Record) -> String {
     crate::native::list(record.disks.iter().map(|disk| disk.name.as_str()))
 }
@@ -186,13 +186,13 @@ fn encode(record: &Record) -> Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// Reads a record: any bytes give one that holds together, or an error.
+/// Decodes and checks a record: any input gives a consistent record or an error.
 pub(crate) fn decode(bytes: &[u8]) -> Result<Record> {
     let record: Record = KIND.decode(bytes)?;
     let identity = |text: &str| names::parse_uuid(text).is_some();
     let holds = |disk: &Arriving| {
         let segments = disk.capacity.div_ceil(super::SEGMENT);
-        // In order, apart, not empty, within the disk.
+        // Ranges must be in order, not adjacent, not empty, and within the disk.
         let mut last = None;
         let ranges = disk.done.iter().all(|(from, to)| {
             let fits = from < to && *to <= segments && last.is_none_or(|last| last < *from);
@@ -216,7 +216,7 @@ pub(crate) fn decode(bytes: &[u8]) -> Result<Record> {
     }
 }
 
-/// Decodes bytes, and encodes again what they say: for fuzzing.
+/// Decodes bytes and encodes the record again, for fuzzing.
 #[doc(hidden)]
 pub fn recode(bytes: &[u8]) -> Option<Vec<u8>> {
     decode(bytes).ok().and_then(|record| encode(&record).ok())
@@ -261,7 +261,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_recorded_is_there_or_what_was_before_wherever_the_power_goes() {
+    fn after_any_power_cut_the_record_is_the_old_or_the_new_one() {
         for cut in 0..40 {
             for seed in 0..8 {
                 let disk = SimulatedDisk::new(seed, SimulatedOptions::default());

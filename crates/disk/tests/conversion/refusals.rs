@@ -1,8 +1,8 @@
-//! Conversions that are refused leave no file behind.
+//! Refused conversions leave no file.
 
 use super::*;
 
-/// Tries a conversion that must fail, and leave nothing.
+/// Runs a conversion that must fail, and checks that it leaves no file.
 fn refused(conversion: &Conversion, kind: ErrorKind, words: &str) -> Error {
     let Address::Path(to) = &conversion.to else { panic!("a path") };
     let before = names(to.parent().unwrap());
@@ -17,7 +17,7 @@ fn a_changed_parent_is_refused_unless_forced() {
     let outer = folder();
     let path = outer.path();
     let levels = make_chain(path, ImageKind::Thin, ImageKind::VmfsSparse, 2, 9);
-    // The base is written to directly.
+    // Writes to the base directly, which changes its content ID.
     let options = layer::image::OpenOptions { writable: true, ..Default::default() };
     let opened = open_chain(Place::local(&levels[0].0, &[]).unwrap(), &options).unwrap();
     opened.images()[0].layer().write(0, &[&[0x11; 4096]]).unwrap();
@@ -42,7 +42,7 @@ fn paths_do_not_escape() {
     std::fs::create_dir(&own).unwrap();
     std::fs::create_dir(&other).unwrap();
     let levels = make_chain(&other, ImageKind::Thin, ImageKind::SeSparse, 1, 4);
-    // A child elsewhere names its parent by its whole path.
+    // A child in another folder names its parent by an absolute path.
     let child = NewImage {
         path: own.join("child.vmdk"),
         capacity: None,
@@ -58,7 +58,7 @@ fn paths_do_not_escape() {
     escape.options = allowed;
     escape.run(None, &NoProgress).unwrap();
     assert!(content(&own.join("out.vmdk"), None) == levels[1].1);
-    // Extents too.
+    // Extents in other folders are refused too.
     let text = "# Disk DescriptorFile\nversion=1\nCID=1\nparentCID=ffffffff\ncreateType=\"vmfs\"\n\
                 RW 8 VMFS \"../other/vm-flat.vmdk\"\n";
     std::fs::write(own.join("evil.vmdk"), text).unwrap();
@@ -114,7 +114,7 @@ fn a_dirty_journal_is_refused_unless_replayed() {
     std::fs::write(path.join("a.raw"), &model).unwrap();
     let image = path.join("vm.vmdk");
     convert(&path.join("a.raw"), &image, TargetFormat::Image(ImageKind::SeSparse)).unwrap();
-    // As ESXi leaves it when it goes down between two transactions: marked, and one transaction that is in place.
+    // An image as ESXi leaves it after a crash: marked as dirty, with one journal transaction that is already applied.
     let extent = path.join("vm-sesparse.vmdk");
     let mut bytes = std::fs::read(&extent).unwrap();
     const TABLE: u64 = 6144;
@@ -138,12 +138,12 @@ fn a_dirty_journal_is_refused_unless_replayed() {
     conversion.options.replay_journal = true;
     conversion.run(None, &NoProgress).unwrap();
     assert!(content(&path.join("out.vmdk"), None) == model);
-    // Reading has changed nothing.
+    // Reading has not changed the image.
     assert!(std::fs::read(&extent).unwrap() == bytes);
 }
 
 #[test]
-fn what_is_there_is_not_written_over() {
+fn an_existing_target_is_not_overwritten() {
     let outer = folder();
     let path = outer.path();
     std::fs::write(path.join("a.raw"), vec![7; MIB as usize]).unwrap();
@@ -155,7 +155,7 @@ fn what_is_there_is_not_written_over() {
         assert_eq!(std::fs::read(&to).unwrap(), b"mine");
         std::fs::remove_file(&to).unwrap();
     }
-    // Nor is an extent overwritten that another descriptor may name.
+    // An existing extent file is not overwritten either, because another descriptor may name it.
     std::fs::write(path.join("vm-flat.vmdk"), "mine").unwrap();
     refused(&conversion(&from, &path.join("vm.vmdk"), TargetFormat::Image(ImageKind::Thin)), ErrorKind::Exists, "vm");
     assert_eq!(std::fs::read(path.join("vm-flat.vmdk")).unwrap(), b"mine");
@@ -187,7 +187,7 @@ fn archives_are_checked() {
     assert_eq!(images::show(&ova, &options).unwrap().levels[0].format, "streamoptimized");
     options.member = Some("other.vmdk".into());
     assert!(images::show(&ova, &options).err().unwrap().to_string().contains("vm-disk1.vmdk"));
-    // One byte of the disk is another.
+    // Changes one byte of the disk in the archive.
     let mut bytes = std::fs::read(&ova).unwrap();
     let at = bytes.len() / 2;
     bytes[at] ^= 1;

@@ -1,27 +1,28 @@
-//! The bounds of what is known of clients: how long one that is gone counts, and how long others wait for it.
+//! Time limits and bounds for clients in grace.
 
 use std::time::Duration;
 
 /// How long a client counts as a user of its export after its connection ended without `NBD_CMD_DISC`, unless
-/// configured. It is long enough for a restart of the server and for clients whose attempts become rarer (QEMU tries
-/// at least every 16 seconds).
+/// configured. It is long enough for a restart of the server, and for clients that retry with growing intervals (QEMU
+/// retries at least every 16 seconds).
 pub const CLIENT_GRACE_DEFAULT: Duration = Duration::from_secs(120);
 
-/// Longest such time, also of a record that says more.
+/// Maximum grace time, also if the record has a longer one.
 pub const CLIENT_GRACE_MAX: Duration = Duration::from_secs(86_400);
 
-/// Clients in grace at a time. Of more, the oldest of the export that has the most are forgotten.
+/// Maximum number of clients in grace. Beyond it, the oldest client of the export with the most clients in grace is
+/// removed.
 pub const CLIENTS_GONE_MAX: usize = 1024;
 
-/// How often a connection that waits for another one to end looks whether it is told to end itself.
+/// How often a session that waits for another one checks whether it is told to end itself.
 pub const RETIRED_LOOK: Duration = Duration::from_millis(100);
 
-/// How long changes of the set of clients are gathered before they are recorded.
+/// How long changes of the list are collected before the record is written.
 pub const RECORD_GATHER: Duration = Duration::from_millis(50);
 
-/// When the record is tried again after it could not be written.
+/// Time after which a failed write of the record is retried.
 pub const RECORD_RETRY: Duration = Duration::from_secs(30);
 
-/// How long a client that opens an export waits for connections to it that are told to end: within
+/// How long a client that opens an export waits for sessions that were told to end. It is shorter than
 /// [`HANDSHAKE_TIMEOUT_DEFAULT`](connections::limits::HANDSHAKE_TIMEOUT_DEFAULT).
 pub const RETIRED_PATIENCE: Duration = Duration::from_secs(25);

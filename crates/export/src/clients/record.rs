@@ -1,7 +1,7 @@
-//! The record of clients: what the next owner of a datastore has to know about those of this one.
+//! The record of clients, which the next owner of the datastore reads.
 //!
-//! The layout is in `docs/format/clients.md`. A record that cannot be read is logged and counts as none: it
-//! protects against a mistake for a few minutes, and is no reason to keep a datastore closed.
+//! The layout is in `docs/format/clients.md`. A record that cannot be read is logged and ignored, because a missing
+//! record only shortens the grace of clients and is no reason to refuse the datastore.
 
 use backend::Directory;
 use connections::Peer;
@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 
 /// The file, in the folder of the datastore.
 pub const FILE: &str = "clients";
-/// What it is: room for some thousand clients with the longest names.
+/// Kind of the file; the limit allows some thousand clients with the longest names.
 const KIND: Kind = Kind { word: "clients", version: 1, length_max: 16 << 20 };
 
 /// All clients of a server.
@@ -24,53 +24,53 @@ pub struct Record {
     pub clients: Vec<Gone>,
 }
 
-/// One of them.
+/// A client.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Gone {
-    /// What it had open: `disk` or `disk@snapshot`, by its present name.
+    /// The export that it had open (`disk` or `disk@snapshot`), by its current name.
     pub export: String,
-    /// The name it asked for, where the disk has been renamed since.
+    /// The name that the client requested, if the disk has been renamed since.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub asked: Option<String>,
     /// The client's process or address.
     pub peer: Peer,
     /// When it connected, in seconds since 1970.
     pub connected: u64,
-    /// When its connection ended; `None` while it is there.
+    /// When its connection ended; `None` if it was connected when the record was written.
     pub ended: Option<u64>,
-    /// The connection ended because the server did: the grace begins again with the next server.
+    /// Whether the connection ended because the server stopped: the grace time then begins again with the next server.
     pub with_server: bool,
 }
 
-/// The bytes of a record.
+/// Encodes a record.
 pub fn encode(record: &Record) -> Result<Vec<u8>> {
     KIND.encode(record)
 }
 
-/// The record in some bytes.
+/// Decodes a record.
 pub fn decode(bytes: &[u8]) -> Result<Record> {
     KIND.decode(bytes)
 }
 
-/// The record of a datastore, if there is one that can be read.
+/// The record of a datastore; `None` if there is none or it cannot be read.
 pub(super) fn read(directory: &dyn Directory) -> Option<Record> {
     match KIND.read(directory, FILE).and_then(|bytes| bytes.as_deref().map(decode).transpose()) {
         Ok(record) => record,
         Err(error) => {
-            tracing::warn!(%error, "clients of the last server are not known, and none of them is waited for");
+            tracing::warn!(%error, "the clients of the last server are not known, and none of them is in grace");
             None
         }
     }
 }
 
-/// Writes it. Clients outlive a server that is killed; they seldom outlive the machine, and a flush for each that comes
-/// or goes would slow down all others.
+/// Writes the record without a flush. The record must survive a killed server, but clients rarely survive a crash of
+/// the machine, and a flush for every change would slow down all requests.
 pub(super) fn write(directory: &dyn Directory, record: &Record) -> Result<()> {
     sealed::put_unflushed(directory, FILE, &encode(record)?).during(|| "recording the clients".to_owned())
 }
 
-/// Removes it.
+/// Removes the record.
 pub(super) fn remove(directory: &dyn Directory) -> Result<()> {
     sealed::remove_if_there(directory, FILE).during(|| "removing the record of the clients".to_owned())
 }

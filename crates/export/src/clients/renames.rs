@@ -1,17 +1,18 @@
 //! Clients of disks that are renamed.
 //!
-//! A client knows its disk by the name it asked for, and asks for that name again when it reconnects. If another disk
-//! had that name by then, the client would write into the wrong disk.
+//! A client identifies its disk by the name that it requested, and requests the same name when it reconnects. If
+//! another disk had that name by then, the client would write to the wrong disk.
 //!
-//! 1. A rename and its effect on the list are one step for clients that arrive: meanwhile they are refused.
-//! 2. A name that a listed client asked for, and that its disk has no more, opens no disk at all. It does not depend
-//!    on which client asks: a proxy or another address can hide that it is the same one.
+//! 1. While a disk is renamed, sessions that request it are refused, so that a client sees either all of the rename or
+//!    nothing.
+//! 2. A name that a listed client requested and that its disk no longer has opens no disk. This does not depend on
+//!    which client requests it: a proxy or a new address can hide that it is the same client.
 
 use super::{Clients, Session, State, Visit};
 use error::{Error, ErrorKind, Result};
 use std::fmt::Write;
 
-/// What an export is called after a rename of the disk `from`; `None` when it is one of another disk.
+/// The name of an export after the disk `from` was renamed to `to`; `None` if the export belongs to another disk.
 fn renamed(export: &str, from: &str, to: &str) -> Option<String> {
     match export.strip_prefix(from)? {
         rest if rest.is_empty() || rest.starts_with('@') => Some(format!("{to}{rest}")),
@@ -20,17 +21,17 @@ fn renamed(export: &str, from: &str, to: &str) -> Option<String> {
 }
 
 impl Session {
-    /// The name the client asked for, where the disk has another one now.
+    /// The name that the client requested, if the disk has another name now.
     pub(super) fn asked_other(&self) -> Option<String> {
         self.asked.clone().filter(|asked| self.export.as_ref() != Some(asked))
     }
 }
 
 impl Clients {
-    /// Renames a disk by `deed`, and has its clients listed under the new name.
+    /// Renames a disk by calling `deed`, and lists its clients under the new name.
     ///
     /// # Errors
-    /// Those of `deed`; then nothing is changed.
+    /// Errors of `deed`; the list of clients is then unchanged.
     pub fn rename<T>(&self, from: &str, to: &str, deed: impl FnOnce() -> Result<T>) -> Result<T> {
         let _moving = Moving::begin(self, from);
         let outcome = deed()?;
@@ -86,7 +87,7 @@ impl Drop for Moving<'_> {
 }
 
 impl State {
-    /// Refuses with `Busy` a name that is not to be opened because of a rename.
+    /// `Busy` for a name that must not be opened because of a rename.
     pub(super) fn refuse_former_name(&self, export: &str) -> Result<()> {
         self.refuse_moving(export)?;
         let connected = self.sessions.values().filter(|session| session.agreed).filter_map(|session| {
@@ -97,7 +98,7 @@ impl State {
         let gone = gone.filter(|waiting| waiting.gone.asked.as_deref() == Some(export));
         let gone = gone.map(|waiting| (waiting.gone.export.as_str(), &waiting.gone.peer, false));
         let Some((now, peer, connected)) = connected.chain(gone).next() else { return Ok(()) };
-        let mut text = format!("'{export}' was renamed to '{now}', and {peer} still looks for it under the old name: ");
+        let mut text = format!("'{export}' was renamed to '{now}', and {peer} may still request the old name: ");
         let _ = match connected {
             true => write!(text, "disconnect that client, or rename '{now}' back"),
             false => write!(text, "wait until the grace time of that client is over, or rename '{now}' back"),
@@ -115,10 +116,10 @@ impl State {
 }
 
 impl Visit {
-    /// The export that was chosen is open.
+    /// Confirms that the chosen export is open.
     ///
     /// # Errors
-    /// `Busy` when its disk is renamed at this moment: what is open may be a disk that has taken the name.
+    /// `Busy` if the disk is being renamed: the opened device may belong to a disk that has taken over the name.
     pub fn opened(&self, export: &str) -> Result<()> {
         let state = self.shared.state.lock();
         state.refuse_moving(export)?;

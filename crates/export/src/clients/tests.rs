@@ -1,4 +1,4 @@
-//! Clients come, leave, vanish and come back; and what of it outlives the process.
+//! Clients connect, disconnect, lose their connections and reconnect; the record survives the process.
 #![allow(clippy::unwrap_used)]
 
 use super::limits::CLIENTS_GONE_MAX;
@@ -26,7 +26,7 @@ fn connect(clients: &Clients, peer: Peer, export: &str) -> Visit {
     visit
 }
 
-/// Export, client, and whether it is connected.
+/// The listed clients: export, client, and whether it is connected.
 fn listed(clients: &Clients) -> Vec<(String, Peer, bool)> {
     clients.all().into_iter().map(|client| (client.export, client.peer, client.grace.is_none())).collect()
 }
@@ -40,17 +40,17 @@ fn until(mut condition: impl FnMut() -> bool) {
 }
 
 #[test]
-fn who_says_farewell_is_gone_and_who_does_not_is_waited_for() {
+fn a_client_that_disconnects_is_removed_and_a_lost_client_is_in_grace() {
     let clients = Clients::in_memory(LONG);
     let (mut one, two) = (connect(&clients, ONE, "a"), connect(&clients, TWO, "a"));
-    // It never came so far as to use anything.
+    // A session that ends before its handshake is complete is not listed.
     drop(clients.arrive(Peer::Unknown));
     one.says_farewell();
     drop(one);
     assert_eq!(listed(&clients), [("a".into(), TWO, true)]);
     drop(two);
     assert_eq!(listed(&clients), [("a".into(), TWO, false)]);
-    // The same client, whose loss is told twice, counts once; on another export it is another one.
+    // A client that loses its connection twice is listed once per export.
     drop(connect(&clients, TWO, "a"));
     drop(connect(&clients, TWO, "b"));
     assert_eq!(listed(&clients), [("a".into(), TWO, false), ("b".into(), TWO, false)]);
@@ -88,11 +88,11 @@ fn the_clients_in_grace_are_bounded() {
         drop(connect(&clients, Peer::Process { pid, user: 0 }, "a"));
     }
     assert_eq!(clients.all().len(), CLIENTS_GONE_MAX);
-    assert!(listed(&clients).iter().all(|(_, peer, _)| *peer != ONE), "the oldest went first");
+    assert!(listed(&clients).iter().all(|(_, peer, _)| *peer != ONE), "the oldest client is removed first");
 }
 
 #[test]
-fn a_new_session_waits_for_those_that_are_told_to_end() {
+fn a_new_session_waits_for_sessions_that_are_told_to_end() {
     let clients = Arc::new(Clients::in_memory(LONG));
     let (old, other) = (connect(&clients, ONE, "a"), connect(&clients, TWO, "a"));
     assert!(clients.retire("b", Whose::All).is_empty());
@@ -111,11 +111,15 @@ fn a_new_session_waits_for_those_that_are_told_to_end() {
     drop(old);
     assert!(clients.wait_ended(&[number], LONG).is_empty());
     let new = waiting.join().unwrap();
-    assert_eq!(listed(&clients), [("a".into(), TWO, true), ("a".into(), ONE, true)], "it is back: no grace is left");
+    assert_eq!(
+        listed(&clients),
+        [("a".into(), TWO, true), ("a".into(), ONE, true)],
+        "the client has reconnected, so its grace has ended"
+    );
     drop((new, other));
 }
 
-/// What the record of a directory says: export, client, whether it ended and whether with its server.
+/// Content of the record: export, client, whether it ended, and whether it ended with its server.
 fn recorded(directory: &Arc<dyn Directory>) -> Vec<(String, Peer, bool, bool)> {
     let record = record::read(&**directory);
     let clients = record.map(|record| record.clients).unwrap_or_default();
@@ -123,7 +127,7 @@ fn recorded(directory: &Arc<dyn Directory>) -> Vec<(String, Peer, bool, bool)> {
 }
 
 #[test]
-fn the_record_follows_the_clients_and_goes_with_the_last() {
+fn the_record_follows_the_clients_and_is_removed_with_the_last() {
     let directory = directory();
     let clients = serve(&directory);
     let (mut one, two) = (connect(&clients, ONE, "a"), connect(&clients, TWO, "a@s"));
@@ -139,7 +143,7 @@ fn the_record_follows_the_clients_and_goes_with_the_last() {
 }
 
 #[test]
-fn clients_of_a_server_that_ended_are_waited_for() {
+fn clients_of_an_ended_server_are_in_grace() {
     let directory = directory();
     let clients = serve(&directory);
     let (mut one, two) = (connect(&clients, ONE, "a"), connect(&clients, TWO, "b"));
@@ -153,7 +157,7 @@ fn clients_of_a_server_that_ended_are_waited_for() {
     let ended = [("a".to_owned(), ONE, true, true), ("b".to_owned(), TWO, true, false)];
     assert_eq!(recorded(&directory), ended);
 
-    // What a killed server leaves: both were connected.
+    // The record of a killed server, on which both clients were connected.
     sealed_put(&directory, &bytes);
     let looked = Clients::of_record(Arc::clone(&directory));
     assert_eq!(listed(&looked), [("a".into(), ONE, false), ("b".into(), TWO, false)]);
@@ -249,7 +253,7 @@ fn a_renamed_disk_keeps_its_clients_and_its_old_name_leads_to_no_other_disk() {
     assert!(listed(&clients).iter().all(|(export, ..)| export.starts_with('g')));
     clients
         .rename("g", "g2", || {
-            // A client that comes at that moment finds neither the old disk nor one that takes its name.
+            // A session that opens the disk during the rename finds neither the old disk nor one with its name.
             assert_eq!(clients.arrive(TWO).chooses("g", LONG).unwrap_err().kind(), ErrorKind::Busy);
             assert_eq!(one.opened("g").unwrap_err().kind(), ErrorKind::Busy);
             Ok(())
@@ -258,7 +262,7 @@ fn a_renamed_disk_keeps_its_clients_and_its_old_name_leads_to_no_other_disk() {
     let now = [("g2".into(), ONE, true), ("g2".into(), Peer::Unknown, false), ("g2@s".into(), TWO, true)];
     assert_eq!(listed(&clients), now);
     one.opened("g").unwrap_err();
-    // The disk that has the name now has no clients, and those of the other one cannot become its.
+    // The disk that has the name now has no clients; clients of the renamed disk are not counted for it.
     assert!(clients.retire("g", Whose::All).is_empty());
     assert_eq!(clients.retire("g2", Whose::Process(1)), [one.number()]);
     drop(one);
@@ -267,10 +271,10 @@ fn a_renamed_disk_keeps_its_clients_and_its_old_name_leads_to_no_other_disk() {
         let refused = back.chooses(name, LONG).unwrap_err();
         assert!(refused.kind() == ErrorKind::Busy && refused.to_string().contains(to), "{refused}");
     }
-    // A client that uses the new name is another one, as far as it can be known.
+    // A client that uses the new name counts as a different client.
     connect(&clients, ONE, "g2").says_farewell();
     assert_eq!(listed(&clients).len(), 3);
-    // The next server knows it as well, and a second name is no other client.
+    // The record has the requested name too, so the next server does not count the client twice.
     drop((two, back));
     clients.close();
     let clients = Clients::of_record(Arc::clone(&directory));
@@ -282,7 +286,7 @@ fn a_renamed_disk_keeps_its_clients_and_its_old_name_leads_to_no_other_disk() {
     clients.arrive(TWO).chooses("g2", LONG).unwrap();
     clients.rename("g3", "g", || Ok(())).unwrap();
     drop(connect(&clients, ONE, "g"));
-    assert_eq!(listed(&clients).len(), 3, "it has its own name again");
+    assert_eq!(listed(&clients).len(), 3, "the client uses the present name again");
 }
 
 #[test]
@@ -305,11 +309,11 @@ fn unknown_clients_are_never_the_same() {
     assert_eq!(listed(&clients), [waits.clone(), waits.clone()]);
     let mut back = connect(&clients, Peer::Unknown, "a");
     assert_eq!(listed(&clients), [here.clone(), waits.clone()]);
-    // It may be neither of them.
+    // The new client may be neither of the two clients in grace.
     back.says_farewell();
     drop(back);
     assert_eq!(listed(&clients), [waits.clone(), waits.clone()]);
-    // A client that comes and is lost again and again is one.
+    // An unknown client that reconnects and disconnects repeatedly stays one entry.
     for _ in 0..3 {
         drop(connect(&clients, Peer::Unknown, "a"));
     }
@@ -317,7 +321,7 @@ fn unknown_clients_are_never_the_same() {
 }
 
 #[test]
-fn lost_clients_of_one_disk_take_no_other_its_grace() {
+fn lost_clients_of_one_disk_do_not_end_the_grace_of_another() {
     let clients = Clients::in_memory(LONG);
     drop(connect(&clients, ONE, "b"));
     for pid in 0..CLIENTS_GONE_MAX as i32 + 10 {
@@ -328,7 +332,7 @@ fn lost_clients_of_one_disk_take_no_other_its_grace() {
 }
 
 #[test]
-fn times_that_cannot_be_are_bounded() {
+fn impossible_times_are_bounded() {
     let directory = directory();
     let gone = |export: &str, ended| Gone {
         export: export.into(),
@@ -371,7 +375,7 @@ fn a_server_that_does_not_start_leaves_the_record() {
 }
 
 #[test]
-fn sessions_in_their_handshake_keep_no_other_waiting() {
+fn sessions_in_their_handshake_delay_no_other_session() {
     let clients = Clients::in_memory(LONG);
     let (one, two) = (clients.arrive(ONE), clients.arrive(TWO));
     one.chooses("a", LONG).unwrap();
@@ -380,7 +384,7 @@ fn sessions_in_their_handshake_keep_no_other_waiting() {
     one.chooses("a", LONG).unwrap();
     two.chooses("a", LONG).unwrap();
     one.agreed("a");
-    // It is told to end itself, so that it does not wait for the other one.
+    // The waiting session is told to end too, so it does not wait for the other one.
     assert_eq!(two.chooses("a", LONG).unwrap_err().kind(), ErrorKind::Busy);
     let new = clients.arrive(ONE);
     let stop = new.stop();

@@ -1,8 +1,8 @@
 //! Clients in grace.
 //!
-//! 1. A client that is known counts once for an export and the name it asked for. Unknown clients count each.
-//! 2. The list is bounded. What goes first is the oldest client of the export that has the most of them, so that lost
-//!    clients of one disk take no other disk its grace.
+//! 1. A known client has one entry per export and requested name. Each unknown client has its own entry.
+//! 2. The list is bounded. The oldest client of the export with the most entries is removed first, so that lost clients
+//!    of one disk do not end the grace of clients of other disks.
 
 use super::State;
 use super::limits::{CLIENT_GRACE_MAX, CLIENTS_GONE_MAX};
@@ -11,20 +11,20 @@ use connections::Peer;
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-/// A client that may come back.
+/// A client in grace.
 pub(super) struct Waiting {
     pub gone: Gone,
     pub until: Instant,
 }
 
-/// What is left of a grace; `None` when it is over. A clock that was set back makes no grace longer.
+/// Remaining grace; `None` if it is over. A clock that was set back does not extend it.
 pub(super) fn grace_left(gone: &Gone, grace: Duration, now: u64) -> Option<Duration> {
     let passed = Duration::from_secs(gone.ended.map_or(0, |ended| now.saturating_sub(ended)));
     grace.checked_sub(passed).filter(|left| !left.is_zero())
 }
 
 impl State {
-    /// Takes a client among those that may come back, for as long as is left of its grace.
+    /// Adds a client in grace for its remaining time.
     pub fn waits(&mut self, gone: Gone, left: Duration) {
         let same = |other: &Gone| other.export == gone.export && other.asked == gone.asked;
         self.gone.retain(|other| !same(&other.gone) || !other.gone.peer.may_be(&gone.peer));
@@ -36,7 +36,7 @@ impl State {
         self.gone.push(Waiting { gone, until });
     }
 
-    /// Forgets the oldest client of the export that has the most.
+    /// Removes the oldest client of the export with the most entries.
     fn forget_one(&mut self) {
         let mut counts: BTreeMap<&str, usize> = BTreeMap::new();
         for waiting in &self.gone {
@@ -48,12 +48,13 @@ impl State {
             let Gone { export, peer, .. } = self.gone.remove(at).gone;
             tracing::warn!(
                 export, client = %peer, limit = CLIENTS_GONE_MAX,
-                "too many clients lost their connections: this one is not waited for any more"
+                "too many clients lost their connections: this one is not in grace any more"
             );
         }
     }
 
-    /// A client has an export open: it is in grace no more. Of unknown clients it may be any one, which is returned.
+    /// Ends the grace of a client that has opened an export. An unknown client may be any of the unknown ones in grace:
+    /// the chosen entry is returned.
     pub fn comes_back(&mut self, export: &str, peer: &Peer) -> Option<Waiting> {
         let same = |other: &Gone| other.export == export && other.asked.is_none();
         self.gone.retain(|other| !same(&other.gone) || !other.gone.peer.may_be(peer));

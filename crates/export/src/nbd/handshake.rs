@@ -1,13 +1,14 @@
-//! The first phase of a session: who are you, which export, which extensions.
+//! The handshake of a session: negotiation of the export and of extensions.
 //!
-//! Fixed newstyle: we greet, the client answers with flags and then sends options one at a time, each answered before
-//! the next is read. Invariants:
+//! Fixed newstyle: the server greets, the client answers with flags and then sends options one at a time, each answered
+//! before the next is read. Invariants:
 //!
-//! 1. The whole handshake, TLS included, ends by one deadline, however slowly or cleverly the client sends.
-//! 2. Never a byte is read beyond the option being answered, so nothing sent in the clear can pass for something that
-//!    came through TLS. `STARTTLS` forgets everything negotiated before it.
-//! 3. Where TLS is forced, no export name, size or error about one leaves before it.
-//! 4. A device is opened for a client only here, and given up here if the client chooses another or leaves.
+//! 1. The whole handshake, TLS included, has one deadline, however slowly the client sends.
+//! 2. No byte after the current option is read, so that no byte sent in plain text is taken for one received through
+//!    TLS. `STARTTLS` discards everything negotiated before.
+//! 3. Where TLS is required, no export name, size or error about an export is sent before TLS.
+//! 4. Only the handshake opens a device for a client; it closes the device if the client chooses another one or
+//!    disconnects.
 
 use super::Terms;
 use super::limits::*;
@@ -25,21 +26,21 @@ use std::io::{self, IoSlice, IoSliceMut};
 use std::sync::Arc;
 use std::time::Instant;
 
-/// What was agreed.
+/// Result of a handshake.
 pub struct Agreement {
-    /// The transport, under TLS if that was agreed.
+    /// The transport, with TLS if it was negotiated.
     pub transport: Box<dyn Transport>,
     /// The export, opened.
     pub device: Arc<dyn Device>,
     /// Its name.
     pub export: String,
-    /// Headers and replies.
+    /// Style of headers and replies.
     pub style: Style,
-    /// Contexts for block status.
+    /// Metadata contexts for block status.
     pub contexts: Vec<Context>,
 }
 
-/// Negotiates until an export is chosen; `None` when the client left, as it may at any time.
+/// Negotiates until an export is chosen; `None` if the client disconnects, which it may at any time.
 pub fn negotiate(transport: Box<dyn Transport>, exports: &dyn Exports, terms: &Terms) -> Result<Option<Agreement>> {
     let mut handshake = Handshake {
         transport,
@@ -73,7 +74,7 @@ pub fn negotiate(transport: Box<dyn Transport>, exports: &dyn Exports, terms: &T
     }))
 }
 
-/// What the client has chosen so far; `STARTTLS` sets it back.
+/// What the client has chosen so far; `STARTTLS` resets it.
 #[derive(Default)]
 struct Chosen {
     style: Style,
@@ -81,14 +82,14 @@ struct Chosen {
     contexts_of: Option<String>,
 }
 
-/// An export as a handshake knows it.
+/// The export that the handshake has open.
 #[derive(Clone)]
 struct Opened {
     name: String,
     device: Arc<dyn Device>,
 }
 
-/// What to do after an option.
+/// How to continue after an option.
 enum Next {
     Another,
     Leave,
@@ -107,7 +108,7 @@ struct Handshake<'a> {
     opened: Option<Opened>,
 }
 
-/// Stands in for the transport while TLS takes it over.
+/// Placeholder for the transport while TLS takes it over.
 struct Closed;
 
 impl Transport for Closed {
@@ -148,7 +149,7 @@ impl Handshake<'_> {
                 return Ok(None);
             }
             let head = OptionHead::decode(&head).ok_or_else(|| violation("an option did not begin with IHAVEOPT"))?;
-            // A client without fixed newstyle understands no reply to any other option.
+            // A client without fixed newstyle understands no reply to other options.
             if !fixed && head.code != option::EXPORT_NAME {
                 return Err(violation("the client sent options without fixed newstyle"));
             }
@@ -171,14 +172,14 @@ impl Handshake<'_> {
         Err(violation(format!("the client sent {OPTIONS_MAX} options and chose no export")))
     }
 
-    /// The data of an option; `None` when there was too much of it to look at and the client has been told.
+    /// Reads the data of an option; `None` if it was too long, which the client was told.
     fn data(&mut self, head: OptionHead) -> Result<Option<Vec<u8>>> {
         let length = head.length as usize;
         if length <= OPTION_BYTES_MAX {
             let mut data = vec![0; length];
             return match length == 0 || self.fill(&mut data)? {
                 true => Ok(Some(data)),
-                false => Err(violation("the client left in the middle of an option")),
+                false => Err(violation("the client closed the connection in the middle of an option")),
             };
         }
         if length > OPTION_BYTES_SKIPPED_MAX || head.code == option::EXPORT_NAME {
@@ -189,7 +190,7 @@ impl Handshake<'_> {
         while left > 0 {
             let part = left.min(scratch.len());
             if !self.fill(&mut scratch[..part])? {
-                return Err(violation("the client left in the middle of an option"));
+                return Err(violation("the client closed the connection in the middle of an option"));
             }
             left -= part;
         }
@@ -226,7 +227,7 @@ impl Handshake<'_> {
     }
 
     fn export_name(&mut self, data: &[u8]) -> Result<Next> {
-        // No way to say what is wrong: the protocol leaves only hanging up.
+        // `EXPORT_NAME` has no error reply: the server can only close the connection.
         if self.chosen.style == Style::Extended {
             return Err(violation("the client used EXPORT_NAME with extended headers"));
         }
@@ -349,7 +350,7 @@ impl Handshake<'_> {
     fn contexts(&mut self, code: u32, data: &[u8]) -> Result<()> {
         let set = code == option::SET_META_CONTEXT;
         if set {
-            // Even a request that fails replaces what was chosen before.
+            // A failed request also discards the contexts chosen before.
             self.chosen.contexts.clear();
             self.chosen.contexts_of = None;
         }
@@ -395,7 +396,7 @@ impl Handshake<'_> {
         Ok(())
     }
 
-    /// Opens an export, or takes the one that is open if it is the same.
+    /// Opens an export, or returns the open one if it is the same.
     fn open(&mut self, name: &str) -> Result<Opened> {
         let default;
         let name = if name.is_empty() {
@@ -407,7 +408,7 @@ impl Handshake<'_> {
         if let Some(opened) = self.opened.as_ref().filter(|opened| opened.name == name) {
             return Ok(opened.clone());
         }
-        // One at a time: a client that asks about all exports does not keep them all open.
+        // The previous device is closed first, so that a client that queries all exports does not keep them all open.
         self.opened = None;
         let device = self.exports.open(name, self.terms.read_only)?;
         Ok(self.opened.insert(Opened { name: name.to_owned(), device }).clone())
@@ -447,13 +448,13 @@ impl Handshake<'_> {
         self.reply(code, kind, protocol::clip_message(message, MESSAGE_BYTES_MAX).as_bytes());
     }
 
-    /// Receives exactly `into.len()` bytes; false when the client closed before the first of them.
+    /// Receives exactly `into.len()` bytes; false if the client closed the connection before the first of them.
     fn fill(&mut self, into: &mut [u8]) -> Result<bool> {
         let mut filled = 0;
         while filled < into.len() {
             match self.transport.receive(&mut [IoSliceMut::new(&mut into[filled..])], Wait::No) {
                 Ok(0) if filled == 0 => return Ok(false),
-                Ok(0) => return Err(violation("the client left in the middle of its handshake")),
+                Ok(0) => return Err(violation("the client closed the connection in the middle of its handshake")),
                 Ok(bytes) => {
                     filled += bytes;
                     self.check_deadline()?;
@@ -465,7 +466,7 @@ impl Handshake<'_> {
         Ok(true)
     }
 
-    /// Sends what has been written into `out`.
+    /// Sends the content of `out`.
     fn push(&mut self) -> Result<()> {
         let out = std::mem::take(&mut self.out);
         let mut sent = 0;
@@ -493,7 +494,7 @@ impl Handshake<'_> {
 
     fn wait(&mut self, input: bool) -> Result<()> {
         let left = self.check_deadline()?;
-        // TLS may have something to send while it waits for input.
+        // TLS may have output to send while it waits for input.
         let output = !input || !self.transport.flush().during(|| "sending to the client".to_owned())?;
         wait_for(&*self.transport, input, output, Some(left)).during(|| "waiting for the client".to_owned())?;
         Ok(())

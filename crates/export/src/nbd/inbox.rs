@@ -2,7 +2,8 @@
 
 use super::limits::{INBOX_BYTES, INBOX_BYTES_STREAMING};
 
-/// Bytes received and not yet understood. Never grows; a message that must be whole to be understood is far shorter.
+/// Received bytes that are not decoded yet. The size is fixed; a message that must be complete to be decoded is far
+/// shorter.
 pub struct Inbox {
     bytes: Box<[u8]>,
     start: usize,
@@ -10,12 +11,12 @@ pub struct Inbox {
 }
 
 impl Inbox {
-    /// An empty one.
+    /// An empty buffer.
     pub fn new() -> Self {
         Self { bytes: vec![0; INBOX_BYTES].into_boxed_slice(), start: 0, end: 0 }
     }
 
-    /// What is there.
+    /// The received bytes.
     pub fn available(&self) -> &[u8] {
         &self.bytes[self.start..self.end]
     }
@@ -28,9 +29,10 @@ impl Inbox {
         }
     }
 
-    /// Room for more; little of it while `streaming`. Empty only when the buffer is full of bytes not yet taken.
+    /// Free space to receive into, limited while `streaming`. Empty only if the buffer is full of bytes that are not
+    /// consumed.
     pub fn space(&mut self, streaming: bool) -> &mut [u8] {
-        // Moving what is left to the front costs a copy, so it waits until the room behind gets short.
+        // Moving the rest to the front costs a copy, so it is done only when the space after it gets small.
         if self.start > 0 && self.bytes.len() - self.end < self.bytes.len() / 4 {
             self.bytes.copy_within(self.start..self.end, 0);
             (self.start, self.end) = (0, self.end - self.start);
@@ -40,7 +42,7 @@ impl Inbox {
         &mut self.bytes[self.end..self.end + room]
     }
 
-    /// Takes note of `count` bytes received into [`Inbox::space`].
+    /// Records that `count` bytes were received into [`Inbox::space`].
     pub fn received(&mut self, count: usize) {
         self.end += count.min(self.bytes.len() - self.end);
     }

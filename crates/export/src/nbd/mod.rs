@@ -1,20 +1,20 @@
 //! The NBD server: disks for hypervisors, backup tools and block clients.
 //!
-//! A session goes through phases, one file each: [`server`] takes the connection over, [`handshake`] agrees on an
-//! export and on extensions, [`transmission`] serves requests until one side leaves: it is codec and stream, and the
-//! session core ([`crate::session`]) does the work. Beside them: [`protocol`] (constants, headers), [`options`] and
-//! [`requests`] (what a client sends, checked), [`replies`] (what it is sent), [`status`] (metadata contexts),
-//! [`limits`] (bounds). Exports and the list of connected clients are in [`crate::exports`] and [`crate::clients`];
-//! sockets, TLS and threads are those of [`connections`].
+//! A session has phases: [`server`] takes over the connection, [`handshake`] negotiates an export and extensions, and
+//! [`transmission`] serves requests until one side disconnects. Transmission only decodes and encodes; the session core
+//! ([`crate::session`]) carries out the requests. Further modules: [`protocol`] (constants, headers), [`options`] and
+//! [`requests`] (decoding and checking of client messages), [`replies`] (messages to the client), [`status`] (metadata
+//! contexts), [`limits`]. Exports and the list of clients are in [`crate::exports`] and [`crate::clients`]; sockets,
+//! TLS and threads are in [`connections`].
 //!
-//! What the server promises, whatever a client does:
+//! Invariants, whatever a client does:
 //!
-//! 1. No client can make another one wait, beyond what sharing a disk and a machine implies: each connection has a
-//!    thread, its memory is bounded, its handshake ends by a deadline.
-//! 2. Bytes from outside never cause a panic, and are never used as a size before they are checked.
-//! 3. `FLUSH` and FUA on one connection cover all connections to the disk (CAN_MULTI_CONN): there is no cache above
+//! 1. No client delays another one, except by using the same disk and machine: each connection has its own thread,
+//!    bounded memory and a handshake deadline.
+//! 2. Bytes from a client never cause a panic, and are checked before they are used as a size.
+//! 3. `FLUSH` and FUA on one connection cover all connections to the disk (CAN_MULTI_CONN), because no cache lies above
 //!    the device.
-//! 4. TCP without TLS and client certificates stays on the loopback interface unless the operator says otherwise.
+//! 4. TCP without TLS and client certificates is limited to the loopback interface unless the operator allows more.
 
 pub mod handshake;
 mod inbox;
@@ -26,6 +26,7 @@ pub mod requests;
 pub mod server;
 pub mod status;
 pub mod transmission;
+mod turns;
 
 pub use server::{Server, ServerConfig};
 
@@ -36,14 +37,14 @@ use connections::limits::HANDSHAKE_TIMEOUT_DEFAULT;
 use connections::transport::Transport;
 use std::time::Duration;
 
-/// What holds for a session.
+/// Configuration of a session.
 #[derive(Clone)]
 pub struct Terms {
-    /// TLS is possible with this identity.
+    /// The identity for TLS; `None` if TLS is not offered.
     pub tls: Option<TlsIdentity>,
-    /// TLS comes before anything else (FORCEDTLS).
+    /// Whether TLS is required before any other option (FORCEDTLS).
     pub tls_forced: bool,
-    /// Exports are opened read-only.
+    /// Whether exports are opened read-only.
     pub read_only: bool,
     /// Resizing by clients.
     pub resize: ResizePolicy,
@@ -63,8 +64,8 @@ impl Default for Terms {
     }
 }
 
-/// Serves one client over any transport, from the greeting to the end. An error says why the connection ended, unless
-/// the client ended it; it is logged here, where the name of the export is known.
+/// Serves one client over any transport, from the greeting to the end. Returns an error if the connection ended for
+/// another reason than the client's request. The error is also logged here, where the export's name is known.
 pub fn serve(
     transport: Box<dyn Transport>,
     exports: &dyn Exports,
@@ -76,7 +77,7 @@ pub fn serve(
     let agreement = handshake::negotiate(transport, exports, terms)
         .inspect_err(|error| tracing::info!(%error, "connection ended in the handshake by an error"))?;
     let Some(mut agreement) = agreement else {
-        tracing::debug!("left before choosing an export");
+        tracing::debug!("the client closed the connection before it chose an export");
         return Ok(());
     };
     visit.agreed(&agreement.export);

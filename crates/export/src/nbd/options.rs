@@ -1,36 +1,36 @@
-//! What a client says in its options: parsing of option data, and nothing else.
+//! Parsing of option data.
 //!
-//! Every length in the data comes from outside. Parsers return [`Malformed`] for data that are too short, too long or
-//! not what the option takes; what they return refers to no more than the data held.
+//! Every length in the data is untrusted. Parsers return [`Malformed`] for data that are too short, too long or not
+//! allowed for the option; their results borrow from the data.
 
 use super::limits::{INFO_REQUESTS_MAX, QUERIES_MAX, STRING_BYTES_MAX};
 use super::protocol::Fields;
 
-/// Why option data make no sense, in words for the client.
+/// Why option data are malformed, as a message for the client.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Malformed(pub &'static str);
 
 /// Data of `INFO` and `GO`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct InfoRequest<'a> {
-    /// Export asked for; empty for the default one.
+    /// Requested export; empty for the default one.
     pub name: &'a str,
-    /// Kinds of information asked for.
+    /// Requested kinds of information.
     pub wanted: Vec<u16>,
 }
 
 /// Data of `LIST_META_CONTEXT` and `SET_META_CONTEXT`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ContextRequest<'a> {
-    /// Export asked about.
+    /// Requested export.
     pub name: &'a str,
-    /// Queries; one that is not text matches nothing and is left out.
+    /// Queries; those that are not UTF-8 match nothing and are left out.
     pub queries: Vec<&'a str>,
-    /// Queries in the request, those left out included.
+    /// Number of queries in the request, including those left out.
     pub count: usize,
 }
 
-/// A name as the protocol allows it: text, no NUL, not too long.
+/// A name that the protocol allows: UTF-8, no NUL, not too long.
 pub fn export_name(bytes: &[u8]) -> Result<&str, Malformed> {
     if bytes.len() > STRING_BYTES_MAX {
         return Err(Malformed("the export name is longer than 4096 bytes"));
@@ -53,7 +53,7 @@ pub fn info_request(data: &[u8]) -> Result<InfoRequest<'_>, Malformed> {
         wanted.push(fields.u16().ok_or(SHORT)?);
     }
     if !fields.0.is_empty() {
-        return Err(Malformed("the option goes on after its information requests"));
+        return Err(Malformed("the option has bytes after its information requests"));
     }
     Ok(InfoRequest { name, wanted })
 }
@@ -76,7 +76,7 @@ pub fn context_request(data: &[u8]) -> Result<ContextRequest<'_>, Malformed> {
         queries.extend(std::str::from_utf8(query).ok());
     }
     if !fields.0.is_empty() {
-        return Err(Malformed("the option goes on after its queries"));
+        return Err(Malformed("the option has bytes after its queries"));
     }
     Ok(ContextRequest { name, queries, count })
 }

@@ -1,9 +1,9 @@
-//! The words of the NBD protocol: magic numbers, codes, and the fixed-size messages.
+//! Constants and fixed-size messages of the NBD protocol.
 //!
-//! Pure encoding and decoding; nothing here waits, allocates more than its output, or decides anything. All numbers
-//! are big-endian on the wire. Names follow the protocol document, without its `NBD_` prefix.
+//! Pure encoding and decoding, without I/O. All numbers are big-endian on the wire. Names follow the protocol document,
+//! without its `NBD_` prefix.
 
-/// First eight bytes of a server.
+/// First eight bytes that a server sends.
 pub const INIT_MAGIC: u64 = 0x4e42_444d_4147_4943;
 /// Announces newstyle negotiation, and begins every option.
 pub const OPTION_MAGIC: u64 = 0x4948_4156_454f_5054;
@@ -22,7 +22,7 @@ pub const EXTENDED_REPLY_MAGIC: u32 = 0x6e8a_278c;
 
 /// Flags of the server's greeting.
 pub mod greeting {
-    /// Options may fail one by one.
+    /// Options may be refused one by one.
     pub const FIXED_NEWSTYLE: u16 = 1 << 0;
     /// The padding after `EXPORT_NAME` may be left out.
     pub const NO_ZEROES: u16 = 1 << 1;
@@ -30,7 +30,7 @@ pub mod greeting {
 
 /// Flags of the client's answer.
 pub mod client {
-    /// The client knows fixed newstyle.
+    /// The client supports fixed newstyle.
     pub const FIXED_NEWSTYLE: u32 = 1 << 0;
     /// The client wants no padding.
     pub const NO_ZEROES: u32 = 1 << 1;
@@ -38,21 +38,21 @@ pub mod client {
 
 /// Option codes.
 pub mod option {
-    /// Choose an export, without a way to fail.
+    /// Choose an export; has no error reply.
     pub const EXPORT_NAME: u32 = 1;
-    /// Leave.
+    /// End the session.
     pub const ABORT: u32 = 2;
-    /// Name all exports.
+    /// List all exports.
     pub const LIST: u32 = 3;
-    /// Begin TLS.
+    /// Start TLS.
     pub const STARTTLS: u32 = 5;
-    /// Describe an export.
+    /// Get information about an export.
     pub const INFO: u32 = 6;
-    /// Choose an export.
+    /// Choose an export and start transmission.
     pub const GO: u32 = 7;
     /// Use structured replies.
     pub const STRUCTURED_REPLY: u32 = 8;
-    /// Name metadata contexts.
+    /// List metadata contexts.
     pub const LIST_META_CONTEXT: u32 = 9;
     /// Choose metadata contexts.
     pub const SET_META_CONTEXT: u32 = 10;
@@ -62,29 +62,29 @@ pub mod option {
 
 /// Types of replies to options.
 pub mod option_reply {
-    /// Done.
+    /// Success.
     pub const ACK: u32 = 1;
-    /// One export.
+    /// Name of an export.
     pub const SERVER: u32 = 2;
-    /// One fact about an export.
+    /// Information about an export.
     pub const INFO: u32 = 3;
-    /// One metadata context.
+    /// A metadata context.
     pub const META_CONTEXT: u32 = 4;
-    /// Option not known.
+    /// Option not supported.
     pub const ERR_UNSUP: u32 = (1 << 31) + 1;
-    /// Option known and forbidden.
+    /// Option forbidden by the server's configuration.
     pub const ERR_POLICY: u32 = (1 << 31) + 2;
-    /// Option data make no sense.
+    /// Option data are malformed.
     pub const ERR_INVALID: u32 = (1 << 31) + 3;
-    /// TLS first.
+    /// TLS is required first.
     pub const ERR_TLS_REQD: u32 = (1 << 31) + 5;
-    /// No such export.
+    /// Export does not exist.
     pub const ERR_UNKNOWN: u32 = (1 << 31) + 6;
     /// The server is stopping.
     pub const ERR_SHUTDOWN: u32 = (1 << 31) + 7;
     /// Request or reply too long.
     pub const ERR_TOO_BIG: u32 = (1 << 31) + 9;
-    /// Extended headers are in use.
+    /// Extended headers are required, or negotiated already.
     pub const ERR_EXT_HEADER_REQD: u32 = (1 << 31) + 10;
 }
 
@@ -94,7 +94,7 @@ pub mod info {
     pub const EXPORT: u16 = 0;
     /// Canonical name.
     pub const NAME: u16 = 1;
-    /// Text for people.
+    /// Description for users.
     pub const DESCRIPTION: u16 = 2;
     /// Minimum, preferred and maximum sizes.
     pub const BLOCK_SIZE: u16 = 3;
@@ -104,27 +104,27 @@ pub mod info {
 pub mod feature {
     /// Always set.
     pub const HAS_FLAGS: u16 = 1 << 0;
-    /// Writes fail.
+    /// The export is read-only.
     pub const READ_ONLY: u16 = 1 << 1;
-    /// `FLUSH` is known.
+    /// `FLUSH` is supported.
     pub const SEND_FLUSH: u16 = 1 << 2;
-    /// The FUA flag is known.
+    /// The FUA flag is supported.
     pub const SEND_FUA: u16 = 1 << 3;
-    /// `TRIM` is known.
+    /// `TRIM` is supported.
     pub const SEND_TRIM: u16 = 1 << 5;
-    /// `WRITE_ZEROES` is known.
+    /// `WRITE_ZEROES` is supported.
     pub const SEND_WRITE_ZEROES: u16 = 1 << 6;
-    /// The DF flag is known.
+    /// The DF flag is supported.
     pub const SEND_DF: u16 = 1 << 7;
-    /// A flush on one connection covers all.
+    /// A flush on one connection covers all connections.
     pub const CAN_MULTI_CONN: u16 = 1 << 8;
-    /// `RESIZE` is known (resize extension).
+    /// `RESIZE` is supported (resize extension).
     pub const SEND_RESIZE: u16 = 1 << 9;
-    /// `CACHE` is known.
+    /// `CACHE` is supported.
     pub const SEND_CACHE: u16 = 1 << 10;
-    /// The FAST_ZERO flag is known.
+    /// The FAST_ZERO flag is supported.
     pub const SEND_FAST_ZERO: u16 = 1 << 11;
-    /// Block status takes a payload that chooses contexts.
+    /// Block status accepts a payload that selects contexts.
     pub const BLOCK_STATUS_PAYLOAD: u16 = 1 << 12;
 }
 
@@ -146,23 +146,23 @@ pub mod command {
     pub const WRITE_ZEROES: u16 = 6;
     /// Status of extents.
     pub const BLOCK_STATUS: u16 = 7;
-    /// Change the size; the new one stands in the offset field.
+    /// Change the size; the offset field has the new size.
     pub const RESIZE: u16 = 8;
 }
 
 /// Flags of commands.
 pub mod command_flag {
-    /// Durable before the reply.
+    /// The request is durable before the reply.
     pub const FUA: u16 = 1 << 0;
-    /// Zeroed space stays allocated.
+    /// Zeroed space must stay allocated.
     pub const NO_HOLE: u16 = 1 << 1;
-    /// One content chunk at most.
+    /// The reply must have at most one content chunk.
     pub const DF: u16 = 1 << 2;
-    /// One extent per context.
+    /// The reply has one extent per context.
     pub const REQ_ONE: u16 = 1 << 3;
-    /// Zero fast or not at all.
+    /// Fail if zeroing is not faster than writing.
     pub const FAST_ZERO: u16 = 1 << 4;
-    /// The length is that of a payload (extended headers).
+    /// The length field is that of a payload (extended headers).
     pub const PAYLOAD_LEN: u16 = 1 << 5;
 }
 
@@ -174,7 +174,7 @@ pub mod reply_flag {
 
 /// Types of reply chunks.
 pub mod reply_type {
-    /// Nothing more.
+    /// No content.
     pub const NONE: u16 = 0;
     /// Data at an offset.
     pub const OFFSET_DATA: u16 = 1;
@@ -216,11 +216,11 @@ pub mod allocation {
 
 /// Status flag of dirty contexts.
 pub mod dirty {
-    /// May differ.
+    /// The range may differ.
     pub const DIRTY: u32 = 1 << 0;
 }
 
-/// Length of the head of an option.
+/// Length of an option's header.
 pub const OPTION_HEAD_BYTES: usize = 16;
 
 /// Length of a compact request without payload.
@@ -229,7 +229,7 @@ pub const REQUEST_BYTES: usize = 28;
 /// Length of an extended request without payload.
 pub const EXTENDED_REQUEST_BYTES: usize = 32;
 
-/// Takes numbers off the front of a message; `None` once it is too short.
+/// Decodes numbers from the front of a message; `None` once the message is too short.
 pub struct Fields<'a>(pub &'a [u8]);
 
 impl<'a> Fields<'a> {
@@ -261,14 +261,14 @@ impl<'a> Fields<'a> {
         self.array().map(u64::from_be_bytes)
     }
 
-    /// A string with its 32-bit length before it, as bytes.
+    /// A string preceded by its 32-bit length, as bytes.
     pub fn string(&mut self) -> Option<&'a [u8]> {
         let length = usize::try_from(self.u32()?).ok()?;
         self.bytes(length)
     }
 }
 
-/// Puts numbers on the end of a message.
+/// Appends numbers to a message.
 pub trait Put {
     /// A 16-bit number.
     fn put_u16(&mut self, value: u16);
@@ -290,23 +290,23 @@ impl Put for Vec<u8> {
     }
 }
 
-/// A request as it came, not judged yet.
+/// A decoded request that is not checked yet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RequestHead {
     /// Command flags.
     pub flags: u16,
     /// Command.
     pub command: u16,
-    /// What the client knows it by.
+    /// The client's identifier of the request.
     pub cookie: u64,
     /// Byte offset.
     pub offset: u64,
-    /// Length, of the range or of the payload.
+    /// Length of the range or of the payload.
     pub length: u64,
 }
 
 impl RequestHead {
-    /// Decodes a compact or an extended request; `None` when the magic is wrong or `bytes` are too few.
+    /// Decodes a compact or extended request; `None` if the magic is wrong or `bytes` are too few.
     pub fn decode(bytes: &[u8], extended: bool) -> Option<Self> {
         let mut fields = Fields(bytes);
         let magic = if extended { EXTENDED_REQUEST_MAGIC } else { REQUEST_MAGIC };
@@ -322,18 +322,18 @@ impl RequestHead {
         })
     }
 
-    /// Bytes that follow the head on the wire.
+    /// Length of the payload that follows the request's header.
     ///
-    /// A write always carries `length` bytes. With extended headers the protocol asks for `PAYLOAD_LEN` on it, and QEMU
-    /// (10.0 among others) sends its writes without the flag, so the command alone decides. Every other command has a
-    /// payload only with the flag, and only with extended headers.
+    /// A write always has a payload of `length` bytes. With extended headers the protocol requires `PAYLOAD_LEN` for
+    /// it, but QEMU (10.0 among others) sends writes without the flag, so the command alone decides. Every other
+    /// command has a payload only with the flag, and only with extended headers.
     pub fn payload(&self, extended: bool) -> u64 {
         let flagged = extended && self.flags & command_flag::PAYLOAD_LEN != 0;
         if self.command == command::WRITE || flagged { self.length } else { 0 }
     }
 }
 
-/// The head of an option.
+/// The header of an option.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OptionHead {
     /// Code.
@@ -343,7 +343,7 @@ pub struct OptionHead {
 }
 
 impl OptionHead {
-    /// Decodes; `None` when the magic is wrong.
+    /// Decodes an option's header; `None` if the magic is wrong.
     pub fn decode(bytes: &[u8; OPTION_HEAD_BYTES]) -> Option<Self> {
         let mut fields = Fields(bytes);
         if fields.u64()? != OPTION_MAGIC {
@@ -358,12 +358,12 @@ pub fn put_option_reply(out: &mut Vec<u8>, code: u32, kind: u32, data: &[u8]) {
     out.put_u64(OPTION_REPLY_MAGIC);
     out.put_u32(code);
     out.put_u32(kind);
-    // Callers build `data` from strings within the protocol's limits, so the length always fits.
+    // `data` consists of strings within the protocol's limits, so the length always fits.
     out.put_u32(u32::try_from(data.len()).unwrap_or(u32::MAX));
     out.extend_from_slice(data);
 }
 
-/// Cuts a message to what fits into a reply, between characters.
+/// Shortens a message to fit into a reply, at a character boundary.
 pub fn clip_message(message: &str, bytes_max: usize) -> &str {
     let mut end = message.len().min(bytes_max);
     while !message.is_char_boundary(end) {

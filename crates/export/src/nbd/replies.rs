@@ -1,13 +1,12 @@
-//! What goes back to the client: headers, chunks, and payload straight from where it lies.
+//! Replies to the client: headers, chunks, and payload sent without a copy.
 //!
-//! The outbox is a queue of pieces: runs of header bytes, segments of finished reads, and zeros. Sending gathers the
-//! front of the queue into one message; nothing is copied. Invariants:
+//! The outbox is a queue of pieces: header bytes, segments of finished reads, and zeros. One send call gathers pieces
+//! from the front of the queue without copying them. Invariants:
 //!
-//! 1. Pieces leave in the order they were put in, whole replies one after another: the stream is never cut inside a
-//!    reply except by the end of the connection.
-//! 2. A read is put in only when every byte of it is in memory and verified, so no chunk announced can fail.
-//! 3. `held` is the payload and header bytes not sent yet; the session takes up no more requests beyond its limit.
-//! 4. The memory of a read goes back to the session when its last piece is sent.
+//! 1. Pieces are sent in order, one complete reply after another: only the end of the connection interrupts a reply.
+//! 2. A read is added only when all its bytes are in memory and verified, so that no announced chunk can fail.
+//! 3. `held` counts payload and header bytes that are not sent; beyond a limit the session accepts no further requests.
+//! 4. The memory of a read returns to the session when its last piece is sent.
 
 use super::limits::{MESSAGE_BYTES_MAX, SEND_SLICES_MAX};
 use super::protocol::{
@@ -22,7 +21,7 @@ use std::io::IoSlice;
 use std::ops::Range;
 use std::rc::Rc;
 
-/// The headers agreed on.
+/// The negotiated headers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Style {
     /// Compact requests, simple replies.
@@ -34,10 +33,10 @@ pub enum Style {
     Extended,
 }
 
-/// Zeros to send where the map has no data.
+/// Zeros that are sent for ranges without data.
 static ZEROS: [u8; 16 * BLOCK_SIZE] = [0; 16 * BLOCK_SIZE];
 
-/// A run of header bytes grows to this before another is begun.
+/// Size from which a piece of header bytes is closed and a new one begun.
 const HEADERS_BYTES: usize = 4096;
 
 enum Piece {
@@ -56,7 +55,7 @@ impl Piece {
     }
 }
 
-/// What a reply takes of one segment: its index, and which of its bytes.
+/// The part of a segment that belongs to a reply: its index and range of bytes.
 type Part = (usize, Range<usize>);
 
 fn is_zero(plan: &ReadPlan, index: usize) -> bool {
@@ -67,7 +66,7 @@ fn is_zero(plan: &ReadPlan, index: usize) -> bool {
 pub struct Outbox {
     style: Style,
     pieces: VecDeque<Piece>,
-    /// Bytes of the front piece that are sent.
+    /// Bytes of the first piece that are already sent.
     sent: usize,
     held: usize,
     replies: usize,
@@ -75,7 +74,7 @@ pub struct Outbox {
 }
 
 impl Outbox {
-    /// An empty one.
+    /// An empty outbox.
     pub fn new(style: Style) -> Self {
         Self { style, pieces: VecDeque::new(), sent: 0, held: 0, replies: 0, spare: Vec::new() }
     }
@@ -90,14 +89,14 @@ impl Outbox {
         self.held
     }
 
-    /// Replies put in since the outbox was last empty.
+    /// Replies added since the outbox was last empty.
     pub fn replies(&self) -> usize {
         self.replies
     }
 
-    /// A reply without payload to a request that succeeded.
+    /// A successful reply without payload.
     pub fn success(&mut self, head: &RequestHead) {
-        // Where structured replies were agreed on, simple ones are still allowed here, and shorter.
+        // With structured replies, a simple reply is still allowed here, and is shorter.
         match self.style {
             Style::Simple | Style::Structured => self.simple(head, 0),
             Style::Extended => self.chunk(head, reply_flag::DONE, reply_type::NONE, 0),
@@ -105,7 +104,7 @@ impl Outbox {
         self.replies += 1;
     }
 
-    /// A reply to a request that failed.
+    /// An error reply.
     pub fn failure(&mut self, head: &RequestHead, refusal: &Refusal) {
         self.replies += 1;
         if self.style == Style::Simple {
@@ -134,8 +133,8 @@ impl Outbox {
         self.replies += 1;
     }
 
-    /// The reply to a read that is finished and covers what was asked for. With `fragments`, runs of zeros of at
-    /// least a block become hole chunks.
+    /// The reply to a finished read, which covers the requested range. With `fragments`, runs of zeros of at least a
+    /// block become hole chunks.
     pub fn read(&mut self, head: &RequestHead, plan: ReadPlan, fragments: bool) {
         self.replies += 1;
         let parts: Vec<Part> = plan.parts().collect();
@@ -174,7 +173,7 @@ impl Outbox {
         }
     }
 
-    /// The front of the queue as one message.
+    /// The first pieces as slices of one send call.
     pub fn gather(&self) -> Vec<IoSlice<'_>> {
         let mut slices = Vec::with_capacity(self.pieces.len().min(SEND_SLICES_MAX));
         let mut skip = self.sent;
@@ -202,7 +201,7 @@ impl Outbox {
         slices
     }
 
-    /// Forgets `bytes` that were sent.
+    /// Removes `bytes` sent bytes from the front.
     pub fn advance(&mut self, mut bytes: usize, recycle: &mut dyn FnMut(ReadPlan)) {
         self.held -= bytes;
         while let Some(front) = self.pieces.front() {
@@ -220,8 +219,8 @@ impl Outbox {
         self.replies = 0;
     }
 
-    /// Copies what lies in memory shared with the device, so that a client that does not read its replies holds only
-    /// its own memory.
+    /// Copies replies out of memory shared with the device, so that a client that does not read its replies occupies
+    /// only memory of its own session.
     pub fn unshare(&mut self, recycle: &mut dyn FnMut(ReadPlan)) {
         for index in 0..self.pieces.len() {
             let piece = &mut self.pieces[index];
@@ -284,7 +283,7 @@ impl Outbox {
         });
     }
 
-    /// Appends to the last run of bytes, or to a new one.
+    /// Appends header bytes to the last piece, or to a new one.
     fn header(&mut self, put: impl FnOnce(&mut Vec<u8>)) {
         if !matches!(self.pieces.back(), Some(Piece::Bytes(bytes)) if bytes.len() < HEADERS_BYTES) {
             let bytes = self.spare.pop().unwrap_or_else(|| Vec::with_capacity(64));

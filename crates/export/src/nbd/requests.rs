@@ -1,7 +1,7 @@
-//! What a client may ask in transmission: from a request head to something to do, or a refusal.
+//! Checks of requests: from a request's header to an operation or an error reply.
 //!
-//! Pure: a function of the head, what was negotiated and the state of the device. Nothing passes that reaches beyond
-//! the capacity, carries an unknown flag, or asks for more payload than we advertise.
+//! A pure function of the header, the negotiated features and the state of the device. It refuses requests beyond the
+//! capacity, with unknown flags, or with more payload than advertised.
 
 use super::limits::{BLOCK_BYTES_PREFERRED, PAYLOAD_BYTES_MAX};
 use super::protocol::{Fields, RequestHead, command, command_flag as flag, errno};
@@ -11,50 +11,50 @@ use crate::exports::ResizePolicy;
 use error::ErrorKind;
 use std::borrow::Cow;
 
-/// What decides about requests.
+/// State that decides whether a request is valid.
 #[derive(Clone, Copy, Debug)]
 pub struct Rules {
-    /// Headers and replies agreed on.
+    /// Negotiated headers and replies.
     pub style: Style,
-    /// Writes are refused.
+    /// Whether writes are refused.
     pub read_only: bool,
-    /// Capacity of the device now.
+    /// Current capacity of the device.
     pub capacity: u64,
     /// Resizing by clients.
     pub resize: ResizePolicy,
-    /// Contexts were agreed on.
+    /// Whether metadata contexts are negotiated.
     pub contexts: bool,
 }
 
-/// A request that makes sense.
+/// A valid request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Action {
     /// Read a range.
     Read {
         /// Length in bytes.
         length: usize,
-        /// More than one content chunk is fine.
+        /// Whether the reply may have more than one content chunk.
         fragments: bool,
     },
     /// Write the payload.
     Write {
         /// Length in bytes.
         length: usize,
-        /// Durable before the reply.
+        /// Durable before the reply (FUA).
         fua: bool,
     },
-    /// Leave.
+    /// Disconnect.
     Disconnect,
     /// Make writes durable.
     Flush,
-    /// Give a range back.
+    /// Discard a range.
     Trim {
         /// Length in bytes.
         length: u64,
-        /// Durable before the reply.
+        /// Durable before the reply (FUA).
         fua: bool,
     },
-    /// Bring a range towards the caches.
+    /// Prefetch a range.
     Cache {
         /// Length in bytes.
         length: u64,
@@ -63,19 +63,19 @@ pub enum Action {
     Zero {
         /// Length in bytes.
         length: u64,
-        /// Keep or take its space.
+        /// Keep or allocate its space.
         allocate: bool,
-        /// Durable before the reply.
+        /// Durable before the reply (FUA).
         fua: bool,
     },
-    /// Tell the status of a range.
+    /// Report the block status of a range.
     Status {
         /// Length in bytes.
         length: u64,
         /// One extent for each context.
         only_one: bool,
     },
-    /// Tell the status of a range that the payload describes.
+    /// Report the block status of a range that the payload describes.
     StatusPayload {
         /// Length of the payload.
         payload: usize,
@@ -89,17 +89,17 @@ pub enum Action {
     },
 }
 
-/// A request that fails, with what to tell the client.
+/// A refused request, with its error reply.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Refusal {
     /// Error number.
     pub errno: u32,
-    /// Sentence for people.
+    /// Message for users.
     pub message: Cow<'static, str>,
 }
 
 impl Refusal {
-    /// A refusal with a fixed sentence.
+    /// A refusal with a fixed message.
     pub const fn new(errno: u32, message: &'static str) -> Self {
         Self { errno, message: Cow::Borrowed(message) }
     }
@@ -109,11 +109,11 @@ impl From<error::Error> for Refusal {
     fn from(error: error::Error) -> Self {
         let errno = match error.kind() {
             ErrorKind::NoSpace => errno::ENOSPC,
-            // What a system call refused says nothing of the request: a file system that a failing medium has made
-            // read-only is no export that may only be read.
+            // The error of a system call does not concern the request: a file system that became read-only after I/O
+            // errors is not a read-only export.
             _ if std::error::Error::source(&error).is_some() => errno::EIO,
             ErrorKind::ReadOnly | ErrorKind::Busy => errno::EPERM,
-            // The protocol keeps ENOTSUP for fast zeroing.
+            // The protocol reserves ENOTSUP for FAST_ZERO.
             ErrorKind::Invalid | ErrorKind::NotFound | ErrorKind::Exists | ErrorKind::Unsupported => errno::EINVAL,
             ErrorKind::Interrupted => errno::ESHUTDOWN,
             ErrorKind::Corrupt | ErrorKind::Io | ErrorKind::Stopped => errno::EIO,
@@ -122,7 +122,7 @@ impl From<error::Error> for Refusal {
     }
 }
 
-/// Judges a request.
+/// Checks a request.
 pub fn judge(head: &RequestHead, rules: &Rules) -> Result<Action, Refusal> {
     let extended = rules.style == Style::Extended;
     let fua = head.flags & flag::FUA != 0;
@@ -192,8 +192,8 @@ fn zero(head: &RequestHead, rules: &Rules, fua: bool) -> Result<Action, Refusal>
     let length = in_range(head, rules, errno::ENOSPC)?;
     let allocate = head.flags & flag::NO_HOLE != 0;
     if head.flags & flag::FAST_ZERO != 0 {
-        // Unmapping whole blocks is work on the map alone. Taking space, or zeroing parts of blocks only, may cost as
-        // much as writing, and the protocol requires a refusal whenever that is not known beforehand.
+        // Unmapping whole blocks changes only the map. Allocating space or zeroing partial blocks may cost as much as
+        // writing, and the protocol requires a refusal unless zeroing is known to be faster.
         let block = u64::from(BLOCK_BYTES_PREFERRED);
         let aligned = |position: u64| position.is_multiple_of(block) || position == rules.capacity;
         if allocate || !aligned(head.offset) || !aligned(head.offset.saturating_add(length)) {
@@ -218,7 +218,7 @@ fn writable(rules: &Rules) -> Result<(), Refusal> {
     if rules.read_only { Err(Refusal::new(errno::EPERM, "the export is read-only")) } else { Ok(()) }
 }
 
-/// The length of a range that is not empty and within the capacity.
+/// The length of a range that is not empty and lies within the capacity.
 fn in_range(head: &RequestHead, rules: &Rules, beyond: u32) -> Result<u64, Refusal> {
     if head.length == 0 {
         return Err(Refusal::new(errno::EINVAL, "the range is empty"));
@@ -229,7 +229,7 @@ fn in_range(head: &RequestHead, rules: &Rules, beyond: u32) -> Result<u64, Refus
     }
 }
 
-/// Parses the payload of a block status request: the length of its range, and which of `contexts` it is about.
+/// Parses the payload of a block status request: the length of its range, and which of `contexts` it selects.
 pub fn status_payload(
     head: &RequestHead,
     payload: &[u8],

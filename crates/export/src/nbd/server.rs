@@ -1,12 +1,14 @@
-//! The NBD server: its configuration, and what it does with connections that the service accepts.
+//! The NBD server: its configuration, and how it serves the connections that the connection service accepts.
 //!
-//! Connections that are told to end for their clients to reconnect finish what they have taken up; new ones to the same
-//! export begin after them ([`crate::clients`]).
+//! A session that is told to end, so that its client reconnects, finishes the requests it has begun; new sessions of
+//! the same export wait for it ([`crate::clients`]).
 
 use super::limits::{CONNECTIONS_DEFAULT, STOP_GRACE_DEFAULT, UNIX_SEND_BUFFER_BYTES};
+use super::turns::Turns;
 use super::{Terms, serve};
 use crate::clients::{Clients, Whose};
 use crate::exports::{Exports, ResizePolicy};
+use backend::local::Thread;
 use connections::limits::HANDSHAKE_TIMEOUT_DEFAULT;
 use connections::transport::Socket;
 use connections::{
@@ -17,26 +19,26 @@ use rustix::net::sockopt;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// What a server is to do.
+/// Configuration of a server.
 #[derive(Clone, Debug)]
 pub struct ServerConfig {
-    /// Places to listen, at least one.
+    /// Addresses to listen on, at least one.
     pub listen: Vec<Listen>,
-    /// TLS, if any.
+    /// TLS configuration, if TLS is offered.
     pub tls: Option<TlsConfig>,
-    /// Serve TCP beyond loopback without both TLS and client certificates.
+    /// Whether to serve TCP beyond loopback without both TLS and client certificates.
     pub allow_insecure_tcp: bool,
     /// Open every export read-only.
     pub read_only: bool,
     /// Resizing by clients.
     pub resize: ResizePolicy,
-    /// Connections at a time.
+    /// Limits of the number of connections.
     pub limits: Limits,
     /// How long a client may take for its handshake.
     pub handshake_timeout: Duration,
     /// How long running requests may take when the server stops.
     pub stop_grace: Duration,
-    /// Where clients are listed.
+    /// The list of clients.
     pub clients: Arc<Clients>,
 }
 
@@ -63,45 +65,46 @@ pub struct Server {
     stop_grace: Duration,
 }
 
-/// What the threads of connections share.
+/// State shared by the threads of all connections.
 struct Nbd {
     exports: Arc<dyn Exports>,
     clients: Arc<Clients>,
-    /// Of connections over unix sockets.
+    /// Configuration of sessions over unix sockets.
     terms: Terms,
-    /// TCP connections begin with TLS.
+    /// Whether sessions over TCP have to begin with TLS.
     tls_required: bool,
+    turns: Turns,
 }
 
 impl Protocol for Nbd {
     fn serve(&self, connection: &Arc<Connection>) {
-        // With more connections than processors each gets its share within milliseconds, not within seconds.
-        backend::local::wake_promptly();
+        let _turn = self.turns.join(Thread::current());
         let peer = connection.peer();
         let span = tracing::info_span!("nbd", connection = connection.number(), %peer);
         let _entered = span.enter();
         if !connection.is_tcp() {
-            // An improvement only.
+            // A failure is ignored, because the larger buffer is only an optimization.
             let _ = sockopt::set_socket_send_buffer_size(connection.socket(), UNIX_SEND_BUFFER_BYTES);
         }
         let tls_forced = connection.is_tcp() && self.tls_required;
         let terms = Terms { tls_forced, ..self.terms.clone() };
         let mut visit = self.clients.connected(Arc::clone(connection));
-        // The session has logged its error itself, with the name of the export.
+        // The session has logged its error itself, with the export's name.
         let _ = serve(Box::new(Socket::new(Arc::clone(connection))), &*self.exports, &terms, &mut visit);
     }
 }
 
 impl Server {
-    /// Listens and begins to accept. On return every address takes connections.
+    /// Listens and accepts connections. On return all addresses accept connections.
     ///
     /// # Errors
-    /// Those of [`Service::start`], and `Invalid` for certificates and keys that cannot be used.
+    /// Errors of [`Service::start`], and `Invalid` for certificates and keys that cannot be used.
     pub fn start(config: ServerConfig, exports: Arc<dyn Exports>) -> Result<Self> {
         let identity = config.tls.as_ref().map(TlsIdentity::load).transpose()?;
         let protocol = Nbd {
             exports,
             clients: Arc::clone(&config.clients),
+            turns: Turns::default(),
             tls_required: config.tls.as_ref().is_some_and(|tls| tls.required),
             terms: Terms {
                 tls: identity,
@@ -128,33 +131,42 @@ impl Server {
         Ok(Self { service, clients: config.clients, stop_grace: config.stop_grace })
     }
 
-    /// Where it listens, in the order of the configuration.
+    /// The addresses that it listens on, in the order of the configuration.
     pub fn addresses(&self) -> &[Address] {
         self.service.addresses()
     }
 
-    /// Connections at this moment.
+    /// Current number of connections.
     pub fn connections(&self) -> usize {
         self.service.connections()
     }
 
-    /// Ends connections to an export after what they have taken up is done and answered, so that their clients
-    /// reconnect and learn what the export is now; those that outlast the grace time are cut off. How many there were.
+    /// Ends sessions of an export after their requests are done, so that their clients reconnect and see the export's
+    /// new properties. Sessions that are not done after the grace time are closed. Returns the number of sessions.
     pub fn reconnect(&self, export: &str, whose: Whose) -> usize {
         let numbers = self.clients.retire(export, whose);
         let left = self.clients.wait_ended(&numbers, self.stop_grace);
         if !left.is_empty() {
-            tracing::warn!(export, connections = left.len(), "cut off: their requests outlast the grace time");
+            tracing::warn!(
+                export,
+                connections = left.len(),
+                "connections were closed: their requests outlast the grace time"
+            );
             self.clients.cut(&left);
             let left = self.clients.wait_ended(&left, self.stop_grace);
             if !left.is_empty() {
-                tracing::error!(export, connections = left.len(), "connections hang in the device");
+                tracing::error!(
+                    export,
+                    connections = left.len(),
+                    "connections did not end: their requests wait for the device"
+                );
             }
         }
         numbers.len()
     }
 
-    /// Stops accepting, lets running requests finish within the grace time, closes all connections. Again is harmless.
+    /// Stops accepting, lets running requests finish within the grace time, and closes all connections. May be called
+    /// again.
     pub fn stop(&self) {
         self.service.stop();
     }

@@ -1,11 +1,11 @@
-//! Metadata contexts: what a client can ask about extents, by which names, and the answers.
+//! Metadata contexts: the ones that are offered, their names, and block status replies.
 //!
 //! - `base:allocation`: data, zeros that take space, holes.
-//! - `lamina:dirty:SNAPSHOT`: what may differ between the snapshot and the export; also offered as
-//!   `qemu:dirty-bitmap:SNAPSHOT`, because that is the name under which backup clients look for changed blocks.
+//! - `lamina:dirty:SNAPSHOT`: ranges that may differ between the snapshot and the export; also offered as
+//!   `qemu:dirty-bitmap:SNAPSHOT`, the name under which backup clients look for changed blocks.
 //!
-//! Whatever the device answers, a reply covers the start of the range asked for, never more than the range, and holds
-//! at least one extent, none of them empty: a client that walks an export always makes progress.
+//! Whatever the device returns, a reply begins at the start of the requested range, does not exceed the range, and has
+//! at least one extent, none of them empty. So a client that walks an export always makes progress.
 
 use super::limits::{CONTEXTS_MAX, STATUS_EXTENTS_MAX};
 use super::options::ContextRequest;
@@ -15,10 +15,10 @@ use disk::device::{Allocation, Device};
 /// The standard context.
 pub const ALLOCATION: &str = "base:allocation";
 
-/// What stands before a snapshot's name, ours first.
+/// Prefixes of a snapshot's name in contexts; lamina's own one first.
 pub const DIRTY_PREFIXES: [&str; 2] = ["lamina:dirty:", "qemu:dirty-bitmap:"];
 
-/// What a context tells.
+/// What a context reports.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Topic {
     /// Data, zeros or holes.
@@ -30,11 +30,11 @@ pub enum Topic {
 /// A context that a client has chosen.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Context {
-    /// What replies call it.
+    /// Its number in replies.
     pub id: u32,
-    /// The name the client chose it by.
+    /// The name by which the client chose it.
     pub name: String,
-    /// What it tells.
+    /// What it reports.
     pub topic: Topic,
 }
 
@@ -47,8 +47,8 @@ pub struct Extent {
     pub flags: u32,
 }
 
-/// Names that a listing answers to `queries`: with no query at all, everything; a query that ends where a leaf name
-/// would begin stands for all leaves.
+/// The contexts that a listing returns for `queries`. Without queries it returns all; a query that is a prefix ending
+/// before the leaf name returns all leaves.
 pub fn list(request: &ContextRequest<'_>, bases: &[String]) -> Vec<String> {
     let wanted = |name: &str, prefix: &str| {
         let namespace = &prefix[..=prefix.find(':').unwrap_or(prefix.len() - 1)];
@@ -64,7 +64,7 @@ pub fn list(request: &ContextRequest<'_>, bases: &[String]) -> Vec<String> {
     names
 }
 
-/// The contexts that `queries` choose: exact names only, each once. `None` when they are too many.
+/// The contexts that `queries` select by exact name, each once. `None` if they are too many.
 pub fn choose(request: &ContextRequest<'_>, bases: &[String]) -> Option<Vec<Context>> {
     let mut chosen: Vec<Context> = Vec::new();
     for query in &request.queries {
@@ -89,7 +89,7 @@ pub fn choose(request: &ContextRequest<'_>, bases: &[String]) -> Option<Vec<Cont
     Some(chosen)
 }
 
-/// Asks the device for the extents of a range that is not empty and lies within its capacity.
+/// The extents of a range that is not empty and lies within the capacity.
 pub fn extents(
     device: &dyn Device,
     topic: &Topic,
@@ -121,7 +121,8 @@ pub fn extents(
     })
 }
 
-/// Joins neighbours of one status, cuts at `length` and at `limit`; `unknown` is the flags that promise nothing.
+/// Joins adjacent extents with equal flags, and cuts at `length` and at `limit`; `unknown` are the flags of a range
+/// without information.
 fn tidy(found: impl Iterator<Item = Extent>, length: u64, limit: usize, unknown: u32) -> Vec<Extent> {
     let mut extents: Vec<Extent> = Vec::new();
     let mut left = length;
@@ -144,7 +145,7 @@ fn tidy(found: impl Iterator<Item = Extent>, length: u64, limit: usize, unknown:
     extents
 }
 
-/// The payload of a block status chunk. Lengths of a compact one fit, because its request's length did.
+/// The payload of a block status chunk. In a compact one the lengths fit into 32 bits, as the request's length does.
 pub fn payload(id: u32, extents: &[Extent], extended: bool) -> Vec<u8> {
     let mut out = Vec::with_capacity(8 + extents.len() * 16);
     out.put_u32(id);
@@ -168,7 +169,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn whatever_a_device_answers_a_client_makes_progress() {
+    fn block_status_makes_progress_with_any_answer_of_the_device() {
         let mut seed = 1u64;
         let mut random = |limit: u64| {
             seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
@@ -184,7 +185,7 @@ mod tests {
             assert!(told.iter().all(|extent| extent.length > 0), "{found:?}: {told:?}");
             assert!(told.windows(2).all(|two| two[0].flags != two[1].flags), "{found:?}: {told:?}");
             assert!(told.iter().map(|extent| extent.length).sum::<u64>() <= length, "{found:?}: {told:?}");
-            // Byte by byte what the device said.
+            // The flags of every byte must be those that the device returned.
             let spread = |extents: &[Extent]| -> Vec<u32> {
                 extents.iter().flat_map(|extent| std::iter::repeat_n(extent.flags, extent.length as usize)).collect()
             };

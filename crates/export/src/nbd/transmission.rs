@@ -1,22 +1,23 @@
-//! The second phase of a session: requests in, replies out, until one side leaves.
+//! The transmission phase of a session: requests in, replies out, until one side disconnects.
 //!
-//! One thread serves one connection and is its own reactor. It receives as much as the socket has, works through all
-//! requests that arrived, and sends their replies together. Here is the stream of the protocol: heads, payloads,
-//! replies; the [`Session`] under it carries out the requests, and its completions come back tagged with the head of
-//! the request. When nothing is under way the thread waits in the receive call itself, so that a client with one
-//! request at a time costs no system call beyond receiving, reading and sending. Invariants:
+//! One thread serves one connection. It receives as much as the socket has, starts all requests that arrived, and sends
+//! their replies together. This module handles the byte stream (headers, payloads, replies); the [`Session`] carries
+//! out the requests, and its completions are tagged with the request's header. When no request is under way, the thread
+//! waits in the receive call itself, so that a client with one request at a time costs no system calls except receive,
+//! read and send. Invariants:
 //!
-//! 1. Memory is bounded: no request is taken up while the session has no room for it, replies that are not sent
-//!    included. A client that does not read its replies is not read from either.
-//! 2. A `FLUSH` is answered after a device flush that began after every write that was answered before it arrived. All
-//!    flushes that arrived together share one. Other requests are served meanwhile, if the client keeps several under
-//!    way.
-//! 3. Every request is answered exactly once, except by the end of the connection. A request whose payload did not
-//!    arrive whole has no effect.
-//! 4. When the client leaves or the server stops, what was taken up is finished and answered before we close.
-//! 5. The place in the stream is never lost: the payload of a refused request is consumed before the refusal is sent.
-//!    The session ends where the end of a request is not known (no magic number), or a payload is longer than
-//!    [`PAYLOAD_BYTES_MAX`].
+//! 1. Memory is bounded: no request is accepted while the session has no room for it, counting replies that are not
+//!    sent. No requests are received from a client that does not read its replies.
+//! 2. A `FLUSH` is answered after a device flush that began after every write answered before the `FLUSH` arrived. All
+//!    flushes that arrived together share one device flush. Other requests are served meanwhile if the client keeps
+//!    several under way.
+//! 3. Every request is answered exactly once, unless the connection ends. A request whose payload did not arrive
+//!    completely has no effect.
+//! 4. When the client disconnects or the server stops, accepted requests are finished and answered before the
+//!    connection is closed.
+//! 5. The server never loses synchronization with the stream of requests: the payload of a refused request is consumed
+//!    before the error reply is sent. The session ends if the end of a request is unknown (wrong magic number), or if a
+//!    payload is longer than [`PAYLOAD_BYTES_MAX`].
 
 use super::Terms;
 use super::inbox::Inbox;
@@ -35,21 +36,21 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-/// What a session did, for the log.
+/// Statistics of a session, for the log.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Tally {
-    /// Requests taken up.
+    /// Accepted requests.
     pub requests: u64,
     /// Bytes read by the client.
     pub read: u64,
     /// Bytes written by the client.
     pub written: u64,
-    /// The client said that it leaves.
+    /// Whether the client sent a disconnect request.
     pub farewell: bool,
 }
 
-/// Serves a connection to its end. `stop` asks it to finish what it has and leave; the thread that sets it also shuts
-/// down the receiving side of the socket.
+/// Serves a connection to its end. If `stop` is set, the session finishes its requests and ends; the thread that sets
+/// it also shuts down the receiving side of the socket.
 pub fn transmit(
     transport: &mut dyn Transport,
     device: Arc<dyn Device>,
@@ -79,20 +80,20 @@ pub fn transmit(
     (transmission.tally, result)
 }
 
-/// Where in the stream of requests we are.
+/// Position in the stream of requests.
 enum Incoming {
-    /// At the head of a request.
+    /// Before the header of a request.
     Head,
-    /// In the payload of a write that goes straight into its memory: `filled` of its bytes are there.
+    /// In the payload of a write that is received directly into its memory; `filled` bytes have been received.
     Payload { head: RequestHead, fua: bool, payload: Payload, filled: usize },
-    /// In the payload of a refused request, which is dropped; the refusal is sent after it.
+    /// In the payload of a refused request, which is discarded; the error reply is sent afterwards.
     Skip { head: RequestHead, left: usize, refusal: Refusal },
 }
 
-/// What a request is known by while it is under way.
+/// Identifies a request in its completion.
 struct Tag {
     head: RequestHead,
-    /// A read may be answered in more than one content chunk.
+    /// Whether a read may be answered with more than one content chunk.
     fragments: bool,
 }
 
@@ -105,14 +106,14 @@ struct Transmission<'a> {
     stop: &'a AtomicBool,
     inbox: Inbox,
     incoming: Incoming,
-    /// The last request was a large write; the next one probably is too.
+    /// Whether the last request was a large write, so that the next one probably is too.
     streaming: bool,
     outbox: Outbox,
-    /// A request has arrived that there is no room for.
+    /// Whether a received request waits for room.
     stalled: bool,
-    /// No further request is taken up.
+    /// Whether no further requests are accepted.
     ended: bool,
-    /// What the client did wrong, if that is why.
+    /// The protocol violation that ended the session, if any.
     fault: Option<Error>,
     tally: Tally,
 }
@@ -120,10 +121,10 @@ struct Transmission<'a> {
 impl Transmission<'_> {
     fn run(&mut self) -> Result<()> {
         loop {
-            // Before more is taken up: what has completed since goes out first.
+            // Completed requests are answered before further requests are accepted.
             self.answer();
             self.take_up()?;
-            // A flush completed here kept other requests waiting, if there were any.
+            // A device flush on this thread has delayed requests that arrived during it.
             if self.session.end_batch() && self.is_wanting() && self.receive(Wait::No)? {
                 self.session.saw_overlap();
             }
@@ -139,7 +140,7 @@ impl Transmission<'_> {
             }
             let wanting = self.is_wanting();
             match (busy, drained) {
-                // Room was all that was missing, and now there is.
+                // A received request waited only for room, which is available now.
                 (false, true) if self.stalled => {}
                 (false, true) if self.session.watches() && !self.transport.has_input() => {
                     if self.wait(true)? {
@@ -163,7 +164,7 @@ impl Transmission<'_> {
                     }
                 }
                 (true, false) => {
-                    // Nothing more can be sent, so requests that complete meanwhile only have to wait for the socket.
+                    // Nothing more can be sent, so replies to requests that complete now have to wait for the socket.
                     self.await_socket(wanting, UNREAD_PATIENCE)?;
                     self.session.look()?;
                     self.receive_if(wanting)?;
@@ -172,17 +173,17 @@ impl Transmission<'_> {
         }
     }
 
-    /// True while there is something to receive for.
+    /// Whether more input should be received.
     fn is_wanting(&self) -> bool {
         !self.ended && !self.stalled && self.has_room()
     }
 
-    /// True while another request may be taken up.
+    /// Whether another request can be accepted.
     fn has_room(&self) -> bool {
         self.session.has_room(self.outbox.replies(), self.outbox.held())
     }
 
-    /// How to wait when there is nothing to do but receive: the rest of a large payload in one call.
+    /// How to wait if there is nothing to do except receive: for the rest of a large payload in one call.
     fn patience(&self) -> Wait {
         match &self.incoming {
             Incoming::Payload { payload, filled, .. } if payload.length() - filled >= DIRECT_PAYLOAD_BYTES_MIN => {
@@ -192,7 +193,7 @@ impl Transmission<'_> {
         }
     }
 
-    /// Works through the requests that have arrived.
+    /// Starts the requests that have arrived.
     fn take_up(&mut self) -> Result<()> {
         self.stalled = false;
         while !self.ended && self.step() {
@@ -204,7 +205,7 @@ impl Transmission<'_> {
         Ok(())
     }
 
-    /// Takes one step in the stream of requests; false when it needs more bytes or more room.
+    /// Processes the next part of the input; false if more bytes or more room are needed.
     fn step(&mut self) -> bool {
         match std::mem::replace(&mut self.incoming, Incoming::Head) {
             Incoming::Head => self.next_request(),
@@ -218,7 +219,7 @@ impl Transmission<'_> {
                     self.incoming = Incoming::Payload { head, fua, payload, filled };
                     return false;
                 }
-                // The request was judged before its payload arrived; the device judges the range again.
+                // The request was checked before its payload arrived; the device checks the range again.
                 self.tally.written += head.length;
                 self.submit(&head, Operation::Write { offset: head.offset, data: payload.into_data(), fua });
                 true
@@ -263,7 +264,7 @@ impl Transmission<'_> {
         };
         let action = judge(&head, &rules);
         match &action {
-            // Small payloads are worked on once they are here whole.
+            // Small payloads are processed once they have arrived completely.
             Ok(Action::Write { length, .. } | Action::StatusPayload { payload: length, .. })
                 if *length < DIRECT_PAYLOAD_BYTES_MIN && self.inbox.available().len() < head_bytes + length =>
             {
@@ -302,7 +303,7 @@ impl Transmission<'_> {
         true
     }
 
-    /// Ends the session where the stream cannot be followed any further. What was taken up before is finished.
+    /// Ends the session after a protocol violation. Requests accepted before are finished.
     fn end_by_fault(&mut self, what: String) -> bool {
         let name = self.session.device().name();
         self.fault = Some(Error::new(ErrorKind::Invalid, format!("client of {name}: {what}; the connection ends")));
@@ -326,7 +327,7 @@ impl Transmission<'_> {
                 let all: Vec<usize> = (0..self.contexts.len()).collect();
                 return self.status(head, length, only_one, &all);
             }
-            // Their payload is dealt with where it arrives.
+            // Handled when their payload arrives.
             Action::Write { .. } | Action::StatusPayload { .. } => return,
             Action::Cache { length } => {
                 let done = device.prefetch(offset, length);
@@ -347,7 +348,7 @@ impl Transmission<'_> {
         self.session.submit(Tag { head: *head, fragments: false }, operation);
     }
 
-    /// Puts the replies to what has completed into the outbox.
+    /// Adds the replies to completed requests to the outbox.
     fn answer(&mut self) {
         while let Some(Completion { tag, outcome }) = self.session.completed() {
             match outcome {
@@ -391,7 +392,7 @@ impl Transmission<'_> {
         self.outbox.status(head, chunks);
     }
 
-    /// Sends what the socket takes without waiting; true when nothing is left.
+    /// Sends what the socket accepts without blocking; true if everything is sent.
     fn send(&mut self) -> Result<bool> {
         let Self { outbox, session, transport, .. } = self;
         while !outbox.is_empty() {
@@ -408,7 +409,7 @@ impl Transmission<'_> {
         if wanting { self.receive(Wait::No).map(|_| ()) } else { Ok(()) }
     }
 
-    /// Receives once: into the payload under way, and what follows it into the inbox. False when nothing was there.
+    /// Receives once: into the current payload, and what follows it into the inbox. False if nothing was available.
     fn receive(&mut self, wait: Wait) -> Result<bool> {
         let received = match &mut self.incoming {
             Incoming::Payload { payload, filled, .. } => {
@@ -451,7 +452,7 @@ impl Transmission<'_> {
         self.ended = true;
         let between_requests = matches!(self.incoming, Incoming::Head) && self.inbox.available().is_empty();
         if !between_requests && !self.stop.load(Ordering::Relaxed) {
-            tracing::info!("the client left in the middle of a request; the request has no effect");
+            tracing::info!("the client closed the connection in the middle of a request; the request has no effect");
         }
         Ok(())
     }
@@ -463,7 +464,7 @@ impl Transmission<'_> {
         wait_for(self.transport, wanting, true, Some(timeout)).during(|| "waiting for the client".to_owned())
     }
 
-    /// Looks for completions and new requests for as long as that has paid lately; true when there were any.
+    /// Polls for completions and new requests as long as polling has recently been worthwhile; true if there were any.
     fn poll(&mut self, wanting: bool) -> Result<bool> {
         let polling = self.session.take_polling();
         let found = polling.poll(|| {
@@ -481,7 +482,7 @@ impl Transmission<'_> {
         found.unwrap_or(Ok(false))
     }
 
-    /// Waits for completions and for the socket; true when there may be something to receive.
+    /// Waits for completions and for the socket; true if there may be input to receive.
     fn await_completions(&mut self, wanting: bool) -> Result<bool> {
         if wanting && self.transport.has_input() {
             self.session.look()?;

@@ -1,33 +1,33 @@
-//! Reading ahead for clients that read in order from a cold medium.
+//! Read-ahead for clients that read sequentially from a disk whose blocks are not in the page cache.
 //!
-//! Linux reads ahead in files. What follows on a disk may lie anywhere in several files: grains in the order in which
-//! they were written, blocks of many levels. Only who knows the disk can tell what comes next, and has it brought into
-//! the page cache while the client still waits for what it asked for. Nothing is brought as long as reads find their
-//! bytes there, and nothing where files are open past the page cache.
+//! Linux reads ahead within a file. Consecutive ranges of a disk may lie anywhere in several files: grains in the order
+//! in which they were written, blocks of many levels. So the session predicts the next ranges of the disk and loads
+//! them into the page cache while the client waits for the current one. It does so only after a read has missed the
+//! page cache, and not for files opened with O_DIRECT.
 
 use std::ops::Range;
 
-/// Requests in order before it counts as a stream.
+/// Consecutive requests from which on a client counts as reading sequentially.
 const STREAK_MIN: u32 = 2;
-/// How far ahead of the client.
+/// Distance ahead of the client, in bytes.
 const AHEAD: u64 = 4 << 20;
-/// Less than this is not worth a look at the map.
+/// Smallest amount, in bytes, for which the map is queried.
 const STEP_MIN: u64 = AHEAD / 4;
 
-/// What one client has been reading.
+/// State of one client's sequential reads.
 #[derive(Debug, Default)]
 pub struct Ahead {
-    /// Where it would go on.
+    /// Offset at which the next sequential read would begin.
     next: u64,
     streak: u32,
-    /// Some read of the stream had to wait for the medium.
+    /// Whether a read of the stream missed the page cache.
     cold: bool,
-    /// Brought up to here.
+    /// End of the range that is already loaded.
     until: u64,
 }
 
 impl Ahead {
-    /// A read begins.
+    /// Records a read.
     pub fn saw(&mut self, offset: u64, length: u64) {
         if offset == self.next {
             self.streak = self.streak.saturating_add(1);
@@ -37,12 +37,12 @@ impl Ahead {
         self.next = offset.saturating_add(length);
     }
 
-    /// It did not find its bytes in memory.
+    /// Records that a read missed the page cache.
     pub fn missed(&mut self) {
         self.cold = true;
     }
 
-    /// What to bring now, on a disk of this capacity.
+    /// The range to load now, on a disk of this capacity.
     pub fn wanted(&mut self, capacity: u64) -> Option<Range<u64>> {
         if !self.cold || self.streak < STREAK_MIN {
             return None;
@@ -83,7 +83,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_brought_for_warm_streams_and_random_reads() {
+    fn warm_streams_and_random_reads_are_not_read_ahead() {
         let mut ahead = Ahead::default();
         for offset in (0..CAPACITY).step_by(STEP as usize) {
             ahead.saw(offset, STEP);

@@ -1,18 +1,18 @@
-//! Flushes of one session: those that were submitted together share one flush of the device, and one that takes long
-//! does not hold up the other requests.
+//! Flushes of one session: flushes that are submitted together share one flush of the device, and a slow flush does not
+//! delay other requests.
 //!
 //! ```text
 //!   asked ── start ── completed here, on the session's thread
 //!                └─── handed over ── flusher thread ── eventfd ── reap
 //! ```
 //!
-//! A client with one request at a time waits for nothing but its flush: that is completed on the session's own thread.
-//! Where other requests are under way, and flushes have been taking longer than it costs to hand one over, a thread of
-//! the session's own completes it; that thread is there from the first such flush to the end of the session.
+//! A client with one request at a time waits only for its flush, which is completed on the session's own thread. If
+//! other requests are under way and the last flush was slower than handing one over, a flusher thread completes the
+//! flush. The flusher thread is started with the first such flush and ends with the session.
 //!
-//! 1. The ticket is taken on the session's thread, after the requests that the flush has to cover. Who completes it
-//!    changes nothing about that.
-//! 2. One flush of a session is under way at a time; what is asked for meanwhile shares the next.
+//! 1. The ticket is always taken on the session's thread, after the requests that the flush has to cover; the thread
+//!    that completes it does not matter.
+//! 2. At most one device flush of a session is under way; flushes requested during it share the next one.
 
 use super::{Completion, Reply};
 use disk::device::{Device, FlushTicket};
@@ -27,36 +27,36 @@ use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// A flush that takes longer is better completed by another thread when requests wait beside it: waking that thread and
-/// being woken by it costs a tenth of this.
+/// Duration from which a flush is better completed by the flusher thread when other requests wait: handing it over and
+/// waking up costs a tenth of this.
 const LONG: Duration = Duration::from_micros(200);
 
 /// The flushes of a session.
 pub struct Flushes<T> {
     device: Arc<dyn Device>,
-    /// Not started.
+    /// Requested flushes that are not started.
     asked: Vec<Asked<T>>,
-    /// Handed over.
+    /// Flushes that the flusher thread completes.
     running: Vec<Asked<T>>,
     flusher: Option<Flusher>,
-    /// No thread could be had: every flush is completed by the session.
+    /// Set if the flusher thread could not be started: the session then completes every flush.
     no_flusher: bool,
-    /// How long the last flush took.
+    /// Duration of the last flush.
     last: Duration,
 }
 
 /// A flush request.
 struct Asked<T> {
     tag: T,
-    /// When it came, where that matters.
+    /// Arrival time, if latency is measured.
     arrived: Option<Instant>,
 }
 
-/// The thread that completes what is handed over.
+/// The flusher thread.
 struct Flusher {
     tickets: Option<Sender<FlushTicket>>,
     outcomes: Receiver<(Result<()>, Duration)>,
-    /// Readable when there is an outcome.
+    /// Becomes readable when an outcome is available.
     wake: Arc<OwnedFd>,
     thread: Option<JoinHandle<()>>,
 }
@@ -66,27 +66,27 @@ impl<T> Flushes<T> {
         Self { device, asked: Vec::new(), running: Vec::new(), flusher: None, no_flusher: false, last: Duration::ZERO }
     }
 
-    /// Flushes that have not completed.
+    /// Number of flushes that are not completed.
     pub fn pending(&self) -> usize {
         self.asked.len() + self.running.len()
     }
 
-    /// True while one is handed over.
+    /// Whether the flusher thread has a flush.
     pub fn running(&self) -> bool {
         !self.running.is_empty()
     }
 
-    /// True when one has to be started.
+    /// Whether a flush has to be started.
     pub fn wanted(&self) -> bool {
         !self.asked.is_empty() && self.running.is_empty()
     }
 
-    /// Takes up a request.
+    /// Adds a flush request.
     pub fn ask(&mut self, tag: T, arrived: Option<Instant>) {
         self.asked.push(Asked { tag, arrived });
     }
 
-    /// Starts one for all that were asked for; true when it was completed here and took long.
+    /// Starts one device flush for all requested ones; true if it was completed on this thread and was slow.
     pub fn start(&mut self, beside_others: bool, completions: &mut VecDeque<Completion<T>>) -> bool {
         let began = Instant::now();
         let Some(done) = self.carry_out(beside_others) else { return false };
@@ -95,7 +95,7 @@ impl<T> Flushes<T> {
         self.last >= LONG
     }
 
-    /// What came of it; `None` when it was handed over.
+    /// The outcome; `None` if the flush was handed over.
     fn carry_out(&mut self, beside_others: bool) -> Option<Result<()>> {
         if self.device.read_only() {
             return Some(Ok(()));
@@ -110,7 +110,7 @@ impl<T> Flushes<T> {
         Some(self.device.finish_flush(ticket))
     }
 
-    /// Gives the ticket to the flusher, or back.
+    /// Passes the ticket to the flusher thread, or returns it if that is not possible.
     fn hand_over(&mut self, ticket: FlushTicket) -> Option<FlushTicket> {
         if self.flusher.is_none() && !self.no_flusher {
             match Flusher::start(Arc::clone(&self.device)) {
@@ -131,7 +131,8 @@ impl<T> Flushes<T> {
         }
     }
 
-    /// Takes the outcome of what was handed over, if it is there; `served` is told when each request came.
+    /// Takes the outcome of a flush that was handed over, if it is available; `served` gets the arrival time of each
+    /// request.
     pub fn reap(&mut self, completions: &mut VecDeque<Completion<T>>, served: impl Fn(Option<Instant>)) {
         let Some(flusher) = self.flusher.as_ref().filter(|_| !self.running.is_empty()) else { return };
         let (done, took) = match flusher.outcomes.try_recv() {
@@ -147,20 +148,20 @@ impl<T> Flushes<T> {
         complete(self.running.drain(..), done, completions);
     }
 
-    /// Becomes readable when what was handed over has completed; `None` while nothing is.
+    /// Becomes readable when a flush that was handed over has completed; `None` if there is none.
     pub fn descriptor(&self) -> Option<RawFd> {
         self.flusher.as_ref().filter(|_| self.running()).map(|flusher| flusher.wake.as_raw_fd())
     }
 
-    /// The descriptor was found readable.
+    /// Resets the descriptor after it was found readable.
     pub fn clear_wake(&self) {
         if let Some(flusher) = &self.flusher {
-            // Nothing to read where the thread is only about to ring.
+            // There may be nothing to read yet if the thread has sent its outcome but not signalled it.
             let _ = rustix::io::read(&*flusher.wake, &mut [0; 8]);
         }
     }
 
-    /// Waits until what was handed over has completed, or `socket` is readable (true).
+    /// Waits until the flush that was handed over has completed, or until `socket` is readable (true).
     pub fn wait(&self, socket: Option<BorrowedFd<'_>>) -> io::Result<bool> {
         let Some(flusher) = &self.flusher else { return Ok(false) };
         let mut watched = vec![PollFd::from_borrowed_fd(flusher.wake.as_fd(), PollFlags::IN)];
@@ -194,7 +195,7 @@ impl Flusher {
         let (bell, span) = (Arc::clone(&wake), tracing::Span::current());
         let thread = std::thread::Builder::new().name("flusher".to_owned()).spawn(move || {
             let _entered = span.enter();
-            // Rings when the thread ends, by a panic too, after the channel of outcomes has ended.
+            // Signals when the thread ends, also by a panic, after the channel of outcomes is closed.
             let _last = Ring(&bell);
             let done = done;
             for ticket in handed {

@@ -1,17 +1,17 @@
-//! The bounds of a session: what the requests of one client can make it hold, whatever the protocol.
+//! Limits of a session: what the requests of one client can make it hold, over any protocol.
 
-/// Requests of one session that have been taken up and not been answered yet.
+/// Requests of one session that are accepted but not answered.
 pub const OUTSTANDING_REQUESTS_MAX: usize = 128;
 
-/// Bytes that one session's reads and unsent replies hold before no further request of it is taken up. A single
-/// request is always taken up when nothing is held, so the true bound is this or one payload, whichever is more.
+/// Limit of the bytes held by reads and unsent replies of a session, above which it accepts no further requests. One
+/// request is always accepted if nothing is held, so the actual bound is this or one payload, whichever is larger.
 pub const HELD_BYTES_MAX: usize = 48 << 20;
 
-/// Memory of finished reads that one session keeps for its next ones.
+/// Memory of finished reads that a session keeps for further reads.
 pub const POOL_BYTES_MAX: usize = 8 << 20;
 
-/// Operations a session keeps in flight on its [`backend::Queue`].
+/// Operations that a session keeps in flight on its [`backend::Queue`].
 pub const QUEUE_DEPTH: u32 = 128;
 
-/// How often one read is planned again because its range kept changing, before it fails.
+/// How often a read is planned again because its range keeps changing, before it fails.
 pub const READ_PLANS_MAX: u32 = 256;

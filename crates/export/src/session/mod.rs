@@ -1,16 +1,16 @@
-//! The session core, under every protocol: requests with a tag go in, completions with that tag come out, over one
+//! The session core under every protocol: requests are submitted with a tag, and completions return the tag, over one
 //! queue.
 //!
-//! A session serves one client on one thread. The protocol decodes what the client sends and submits it; it takes the
-//! completions, in the order in which requests complete, and encodes the replies. What lies between is here: reads that
-//! overlap on an I/O queue, flushes that are shared and do not hold up other requests, memory that is used again, and
-//! how to wait for all of it and the client at once. Invariants:
+//! A session serves one client on one thread. The protocol decodes requests and submits them; it takes completions, in
+//! the order in which requests complete, and encodes replies. The session implements reads that overlap on an I/O
+//! queue, shared flushes that do not delay other requests, reuse of memory, and waiting for completions and for the
+//! client at once. Invariants:
 //!
 //! 1. Every request completes exactly once. Writes, discards and zeroes complete before [`Session::submit`] returns.
-//! 2. A flush completes after a flush of the device that began after every request that had completed when the flush
-//!    was submitted. All flushes submitted before one [`Session::end_batch`] share one.
-//! 3. Memory is bounded as long as the protocol submits only what [`Session::has_room`] has room for.
-//! 4. When a session is dropped, nothing of it is under way in the device any more.
+//! 2. A flush completes after a device flush that began after every request which had completed when the flush was
+//!    submitted. All flushes submitted before one [`Session::end_batch`] share one device flush.
+//! 3. Memory is bounded if the protocol submits only requests that [`Session::has_room`] allows.
+//! 4. When a session is dropped, none of its requests is under way in the device.
 
 mod ahead;
 mod flushes;
@@ -33,7 +33,7 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// What a client asks of its device. Ranges must lie within the capacity.
+/// A request to the device. Ranges must lie within the capacity.
 pub enum Operation {
     /// Read a range.
     Read {
@@ -42,7 +42,7 @@ pub enum Operation {
         /// Length in bytes.
         length: usize,
     },
-    /// Write bytes, best from [`Session::buffer`].
+    /// Write bytes, preferably in a buffer from [`Session::buffer`].
     Write {
         /// Byte offset.
         offset: u64,
@@ -57,12 +57,12 @@ pub enum Operation {
         offset: u64,
         /// Length in bytes.
         length: u64,
-        /// Keep or take its space.
+        /// Keep or allocate its space.
         allocate: bool,
         /// Durable on completion.
         fua: bool,
     },
-    /// Give a range back.
+    /// Discard a range.
     Discard {
         /// Byte offset.
         offset: u64,
@@ -71,27 +71,27 @@ pub enum Operation {
         /// Durable on completion.
         fua: bool,
     },
-    /// Make what completed before durable.
+    /// Make requests that completed before durable.
     Flush,
 }
 
-/// What a request that succeeded brings.
+/// Result of a successful request.
 pub enum Reply {
-    /// Nothing but its success.
+    /// Success without data.
     Done,
-    /// The bytes of a read. [`Session::recycle`] takes their memory back.
+    /// The data of a read. [`Session::recycle`] takes its memory back.
     Read(ReadPlan),
 }
 
-/// The end of a request.
+/// The completion of a request.
 pub struct Completion<T> {
-    /// As it was submitted.
+    /// The tag with which it was submitted.
     pub tag: T,
-    /// The reply, or why there is none.
+    /// The result, or the error.
     pub outcome: Result<Reply>,
 }
 
-/// Memory for the payload of a write: exactly its bytes, at the place where the device takes them without a copy.
+/// Memory for the payload of a write, aligned so that the device needs no copy.
 pub struct Payload {
     buffer: Buffer,
     start: usize,
@@ -99,7 +99,7 @@ pub struct Payload {
 }
 
 impl Payload {
-    /// The bytes to fill. They hold anything before.
+    /// The bytes to fill; their initial content is undefined.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         &mut self.buffer[self.start..self.end]
     }
@@ -109,15 +109,15 @@ impl Payload {
         self.end - self.start
     }
 
-    /// The bytes, to be written.
+    /// The filled bytes, for [`Operation::Write`].
     pub fn into_data(self) -> SharedSlice {
         SharedSlice::new(Arc::new(self.buffer), self.start..self.end)
     }
 }
 
-/// Whether the client keeps more than one request under way. If it does, the socket is watched while requests are in
-/// flight, and flushes are handed over; if it does not, both cost time and gain nothing. Guessing wrong costs one
-/// request's latency, and now and then the guess is put to the test.
+/// Whether the client keeps more than one request under way. If so, the socket is watched while requests are in flight,
+/// and flushes are handed over; otherwise both cost time without a gain. A wrong guess costs the latency of one
+/// request, and the guess is tested now and then.
 #[derive(Default)]
 struct Depth {
     deep_for: u32,
@@ -152,21 +152,21 @@ pub struct Session<'a, T> {
     reads: Reads<'a, T>,
     flushes: Flushes<T>,
     completions: VecDeque<Completion<T>>,
-    /// Bytes of the reads among them.
+    /// Bytes of the completed reads.
     completed_bytes: usize,
     finished: Vec<Finished<T>>,
     pool: Pool,
     depth: Depth,
     polling: Polling,
-    /// Told how long requests take.
+    /// Receiver of request latencies.
     foreground: Option<Arc<Foreground>>,
-    /// When the last requests arrived, where that matters.
+    /// Arrival time of the last requests, if latency is measured.
     arrived: Option<Instant>,
     /// Requests submitted since then.
     batch: u64,
-    /// How many of them completed when they were submitted.
+    /// How many of them completed at once.
     served: u64,
-    /// While requests are not answered, where that matters.
+    /// Set while requests are not answered, if latency is measured.
     waiting: Option<Waiting>,
 }
 
@@ -191,24 +191,24 @@ impl<'a, T> Session<'a, T> {
         }
     }
 
-    /// The device, for what needs no completion: its capacity, block status, resizing.
+    /// The device, for operations without a completion: capacity, block status, resizing.
     pub fn device(&self) -> &dyn Device {
         &*self.device
     }
 
-    /// True while another request may be submitted, beside `unsent` replies that hold `unsent_bytes`.
+    /// Whether another request may be submitted in addition to `unsent` replies that hold `unsent_bytes`.
     pub fn has_room(&self, unsent: usize, unsent_bytes: usize) -> bool {
         self.under_way() + self.completions.len() + unsent < OUTSTANDING_REQUESTS_MAX
             && self.held() + unsent_bytes < HELD_BYTES_MAX
     }
 
-    /// The same for a read of that length: one is taken up whatever its length when nothing is held.
+    /// Whether a read of that length may be submitted too. If nothing is held, a read of any length is allowed.
     pub fn has_room_to_read(&self, length: usize, unsent_bytes: usize) -> bool {
         let held = self.held() + unsent_bytes;
         held == 0 || held + length <= HELD_BYTES_MAX
     }
 
-    /// Bytes of reads that have not completed, or have and were not taken.
+    /// Bytes of reads that are under way, or completed and not taken.
     fn held(&self) -> usize {
         self.reads.held() + self.completed_bytes
     }
@@ -229,7 +229,7 @@ impl<'a, T> Session<'a, T> {
         self.pool.put_plan(plan);
     }
 
-    /// Requests have arrived that are submitted next.
+    /// Records that requests have arrived which are submitted next.
     pub fn note_arrival(&mut self) {
         if let Some(foreground) = &self.foreground {
             self.arrived = foreground.arrived();
@@ -239,8 +239,7 @@ impl<'a, T> Session<'a, T> {
         }
     }
 
-    /// The replies to the requests that arrived last, as far as they completed at once, are on their way; `idle` if
-    /// that are all.
+    /// Records that the requests which completed at once are answered; `idle` if no other requests are under way.
     pub fn note_answered(&mut self, idle: bool) {
         let served = std::mem::take(&mut self.served);
         if let (Some(foreground), Some(arrived)) = (&self.foreground, self.arrived.take())
@@ -253,7 +252,7 @@ impl<'a, T> Session<'a, T> {
         }
     }
 
-    /// Takes up a request. A flush waits for [`Session::end_batch`].
+    /// Submits a request. A flush waits for [`Session::end_batch`].
     pub fn submit(&mut self, tag: T, operation: Operation) {
         self.batch += 1;
         let done = match operation {
@@ -277,10 +276,10 @@ impl<'a, T> Session<'a, T> {
         self.completions.push_back(Completion { tag, outcome: done.map(|()| Reply::Done) });
     }
 
-    /// All requests that have arrived are submitted. Starts one flush of the device for all that were asked for, unless
-    /// one is under way: then they wait for the next. It completes here, on this thread, unless other requests would
-    /// have to wait for it longer than it takes to hand it over. True when it was completed here, and took so long that
-    /// requests may have arrived meanwhile.
+    /// Ends a batch: all requests that have arrived are submitted. Starts one device flush for all requested flushes,
+    /// unless one is under way; then they wait for the next one. The flush is completed on this thread, unless other
+    /// requests would wait for it longer than a handover takes. Returns true if the flush was completed here and was so
+    /// slow that requests may have arrived during it.
     pub fn end_batch(&mut self) -> bool {
         if std::mem::take(&mut self.batch) > 1 || self.reads.pending() > 1 {
             self.depth.saw_overlap();
@@ -295,7 +294,7 @@ impl<'a, T> Session<'a, T> {
         long
     }
 
-    /// Requests arrived while others were under way: the client keeps several at a time.
+    /// Records that requests arrived while others were under way: the client keeps several under way.
     pub fn saw_overlap(&mut self) {
         self.depth.saw_overlap();
     }
@@ -309,23 +308,22 @@ impl<'a, T> Session<'a, T> {
         Some(completion)
     }
 
-    /// True while there is something for [`Session::completed`] to give.
+    /// Whether [`Session::completed`] has a completion to return.
     pub fn has_completed(&self) -> bool {
         !self.completions.is_empty()
     }
 
-    /// Looks whether requests have completed, without waiting; true when a socket that [`Session::wait`] was given is
-    /// readable.
+    /// Checks for completions without waiting; true if a socket passed to [`Session::wait`] is readable.
     pub fn look(&mut self) -> Result<bool> {
         self.reap(Some(Duration::ZERO))
     }
 
-    /// True while [`Session::wait`] watches a socket that it was given before.
+    /// Whether the socket passed to the last [`Session::wait`] is still being watched.
     pub fn watches(&self) -> bool {
         self.reads.armed()
     }
 
-    /// How long to look for completions before waiting for them; given back by [`Session::put_polling`].
+    /// How long to poll for completions before waiting; returned by [`Session::put_polling`].
     pub(crate) fn take_polling(&mut self) -> Polling {
         std::mem::take(&mut self.polling)
     }
@@ -334,8 +332,8 @@ impl<'a, T> Session<'a, T> {
         self.polling = polling;
     }
 
-    /// Waits until a request completes, or until `socket` is readable: true when there may be something to receive.
-    /// While only reads are under way the socket is watched where the client keeps several requests under way.
+    /// Waits until a request completes, or until `socket` is readable: true if there may be input to receive. While
+    /// only reads are under way, the socket is watched only if the client keeps several requests under way.
     pub fn wait(&mut self, socket: Option<BorrowedFd<'_>>) -> Result<bool> {
         let began = Instant::now();
         let readable = if self.reads.pending() == 0 && self.flushes.running() {

@@ -1,7 +1,7 @@
-//! Memory that one session uses again and again, so that reads do not pay for zeroing and page faults each time.
+//! Buffers that one session reuses, so that reads do not cost zeroing and page faults each time.
 //!
-//! Buffers come back with old contents. That is harmless where they go: a read overwrites all of its buffer before a
-//! byte of it is looked at, and of a written buffer the device looks only at what the client sent.
+//! Reused buffers have old contents, which never leave the session: a read overwrites its whole buffer before any byte
+//! of it is used, and of a written buffer the device uses only what the client sent.
 
 use super::limits::POOL_BYTES_MAX;
 use backend::{BLOCK_SIZE, Buffer};
@@ -16,7 +16,7 @@ pub struct Pool {
 }
 
 impl Pool {
-    /// A buffer of `bytes` rounded up to whole blocks, with any contents.
+    /// A buffer of `bytes` rounded up to whole blocks, with undefined content.
     pub fn take(&mut self, bytes: usize) -> Buffer {
         let blocks = bytes.div_ceil(BLOCK_SIZE);
         match self.free.get_mut(&blocks).and_then(Vec::pop) {
@@ -28,8 +28,8 @@ impl Pool {
         }
     }
 
-    /// Keeps a buffer for later if there is room. When there is none, everything kept goes: it is of sizes that the
-    /// client asks for no more.
+    /// Keeps a buffer if there is room. Otherwise all kept buffers are freed, because they have sizes that the client
+    /// no longer requests.
     pub fn put(&mut self, buffer: Buffer) {
         if buffer.is_empty() || buffer.len() > POOL_BYTES_MAX {
             return;
@@ -42,7 +42,7 @@ impl Pool {
         self.free.entry(buffer.blocks()).or_default().push(buffer);
     }
 
-    /// Keeps the memory of a read.
+    /// Keeps the buffers of a read.
     pub fn put_plan(&mut self, plan: ReadPlan) {
         for segment in plan.segments {
             if let Segment::Media(media) = segment

@@ -1,14 +1,13 @@
-//! Reads under way: from a plan to bytes that are verified and in memory.
+//! Reads under way: from a plan to verified bytes in memory.
 //!
-//! Each media segment is first looked for in the page cache, which costs one system call and no waiting; what is not
-//! there goes to the session's queue. A read is finished when all its segments are here and the device has verified
-//! them; if the range changed meanwhile it is planned again, a bounded number of times. Invariants:
+//! Each media segment is first read from the page cache with a non-blocking system call; a segment that is not cached
+//! is read through the session's I/O queue. A read is finished when all its segments are in memory and the device has
+//! verified them. If the range changed meanwhile, the read is planned again, a bounded number of times. Invariants:
 //!
-//! 1. A slot belongs to one read from its first operation in flight until its last one has come back, so a token never
-//!    names another read than the one it was made for.
-//! 2. A plan's guard is held exactly as long as its places matter: until verified, never while a reply waits for a
-//!    slow client.
-//! 3. The queue is dropped before the plans, and waits for what is in flight.
+//! 1. A slot belongs to one read from its first operation in flight until its last one has completed, so that a token
+//!    never refers to another read.
+//! 2. The guard of a plan is held until the read is verified, but not while a reply waits for a slow client.
+//! 3. The queue is dropped before the plans, and waits for operations in flight.
 
 use super::ahead::Ahead;
 use super::limits::{QUEUE_DEPTH, READ_PLANS_MAX};
@@ -22,62 +21,62 @@ use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Tokens of what is watched, among those of reads: the socket, and the flush that was handed over.
+/// Tokens of watched descriptors, distinct from those of reads: the socket, and the flush that was handed over.
 const SOCKET_TOKEN: u64 = u64::MAX;
 const FLUSH_TOKEN: u64 = u64::MAX - 1;
 
-/// Reads after a miss that do not look into the page cache first; doubled by each further miss up to the second.
+/// Number of reads that skip the page cache check after a miss; each further miss doubles it up to the maximum.
 const CACHE_SKIP_MIN: u32 = 1;
 const CACHE_SKIP_MAX: u32 = 32;
 
 /// A read request.
 pub struct Ask<T> {
-    /// As it was submitted.
+    /// The tag with which it was submitted.
     pub tag: T,
     /// Byte offset.
     pub offset: u64,
     /// Length in bytes.
     pub length: usize,
-    /// When it came, where that matters.
+    /// Arrival time, if latency is measured.
     pub arrived: Option<Instant>,
 }
 
-/// A read that is over.
+/// A finished read.
 pub struct Finished<T> {
-    /// What was asked.
+    /// The request.
     pub ask: Ask<T>,
-    /// The bytes, or why there are none.
+    /// The data, or the error.
     pub outcome: Result<ReadPlan>,
 }
 
 impl<T> Finished<T> {
-    /// Bytes that it brings.
+    /// Bytes of data that it holds.
     pub fn bytes(&self) -> usize {
         self.outcome.as_ref().map_or(0, |plan| plan.length)
     }
 }
 
-/// What a wait found readable.
+/// Which watched descriptors a wait found readable.
 #[derive(Clone, Copy, Default)]
 pub struct Readable {
     /// The socket.
     pub socket: bool,
-    /// What tells of the end of a flush.
+    /// The descriptor that signals the end of a flush.
     pub flush: bool,
 }
 
 struct Pending<T> {
     ask: Ask<T>,
     plan: ReadPlan,
-    /// Plans made so far.
+    /// Number of plans made so far.
     plans: u32,
     /// Segments in flight.
     missing: usize,
     failure: Option<io::Error>,
 }
 
-/// Whether looking into the page cache first has been paying lately. On a cold disk each look is a wasted system call,
-/// and the queue finds cached pages too, only not as cheaply.
+/// Whether checking the page cache first has recently been worthwhile. If nothing is cached, each check is a wasted
+/// system call. The queue reads cached pages too, but at a higher cost.
 #[derive(Default)]
 struct CacheLuck {
     skip: u32,
@@ -104,7 +103,7 @@ impl CacheLuck {
 /// All reads of one session.
 pub struct Reads<'a, T> {
     queue: Option<Box<dyn Queue>>,
-    /// The queue could not be made: every read waits in its own system call.
+    /// Set if the queue could not be created: every read then blocks in its own system call.
     no_queue: bool,
     device: Arc<dyn Device>,
     exports: &'a dyn Exports,
@@ -120,7 +119,7 @@ pub struct Reads<'a, T> {
 }
 
 impl<'a, T> Reads<'a, T> {
-    /// None yet. The queue is made when the first read misses the page cache.
+    /// No reads. The queue is created when the first read misses the page cache.
     pub fn new(device: Arc<dyn Device>, exports: &'a dyn Exports) -> Self {
         Self {
             queue: None,
@@ -139,22 +138,22 @@ impl<'a, T> Reads<'a, T> {
         }
     }
 
-    /// Reads not finished yet.
+    /// Number of reads that are not finished.
     pub fn pending(&self) -> usize {
         self.pending
     }
 
-    /// Bytes asked for by reads not finished yet.
+    /// Bytes requested by reads that are not finished.
     pub fn held(&self) -> usize {
         self.held
     }
 
-    /// True when the queue will tell that the socket is readable.
+    /// Whether the queue is watching the socket.
     pub fn armed(&self) -> bool {
         self.armed
     }
 
-    /// Begins a read; it may be finished at once.
+    /// Begins a read; returns it if it is finished at once.
     pub fn begin(&mut self, ask: Ask<T>, pool: &mut Pool) -> Option<Finished<T>> {
         self.ahead.saw(ask.offset, ask.length as u64);
         let finished = self.plan(ask, 0, pool);
@@ -165,8 +164,8 @@ impl<'a, T> Reads<'a, T> {
         finished
     }
 
-    /// Has what a stream will ask for brought into the page cache. Its places may be given to others meanwhile: then it
-    /// was in vain, and no more.
+    /// Loads the predicted next range into the page cache. Its location may be reused for other data meanwhile; then
+    /// the read-ahead was useless but harmless.
     fn read_ahead(&mut self) {
         let Some(range) = self.ahead.wanted(self.device.capacity()) else { return };
         let Ok(plan) = self.device.plan_read(range.start, (range.end - range.start) as usize) else { return };
@@ -177,7 +176,7 @@ impl<'a, T> Reads<'a, T> {
         }
     }
 
-    /// Has the queue watch the socket too.
+    /// Makes the queue watch the socket too.
     pub fn watch(&mut self, socket: RawFd) {
         if let Some(queue) = &mut self.queue
             && !self.armed
@@ -187,7 +186,7 @@ impl<'a, T> Reads<'a, T> {
         }
     }
 
-    /// Has the queue watch for the end of a flush too.
+    /// Makes the queue watch for the end of a flush too.
     pub fn watch_flush(&mut self, descriptor: RawFd) {
         if let Some(queue) = &mut self.queue
             && !self.flush_armed
@@ -197,7 +196,7 @@ impl<'a, T> Reads<'a, T> {
         }
     }
 
-    /// Waits for completions, and for what is watched.
+    /// Waits for completions and for the watched descriptors.
     pub fn wait(
         &mut self,
         timeout: Option<Duration>,
@@ -279,14 +278,14 @@ impl<'a, T> Reads<'a, T> {
         Some(Finished { ask, outcome: Err(Error::new(ErrorKind::Io, message)) })
     }
 
-    /// Fills what the page cache has; returns the number of segments that still miss their bytes.
+    /// Reads the segments that are in the page cache; returns the number of segments that are not.
     fn fetch_cached(&mut self, plan: &mut ReadPlan, pool: &mut Pool) -> Result<usize> {
         let mut misses = 0;
         for segment in &mut plan.segments {
             let Segment::Media(media) = segment else { continue };
             if misses == 0 && self.luck.try_now() {
                 let mut buffer = pool.take(media.length);
-                // An error here is met again, and told, by the read that waits.
+                // An error is ignored here, because the read through the queue meets and reports it again.
                 if media.file.read_cached_at(&mut buffer, media.offset).unwrap_or(false) {
                     self.luck.hit();
                     media.buffer = Some(buffer);
@@ -347,9 +346,10 @@ impl<'a, T> Reads<'a, T> {
                 queue.read(&media.file, media.offset, pool.take(media.length), token);
             }
         }
-        // Each read at once, although one system call could hand over many: what is handed over together comes back
-        // together, and then client and medium take turns instead of working at the same time (direct reads at queue
-        // depth 16: 30,000/s together, 45,000/s one by one). An error is met again, and told, by the next wait.
+        // Each read is submitted at once, although one system call could submit many. Reads submitted together complete
+        // together, and then client and storage take turns instead of working in parallel (direct reads at queue depth
+        // 16: 30,000/s together, 45,000/s one by one). An error is ignored here, because the next wait meets and
+        // reports it again.
         if let Err(error) = queue.submit() {
             tracing::debug!(%error, "submitting a read");
         }
@@ -358,7 +358,7 @@ impl<'a, T> Reads<'a, T> {
         self.slots[slot] = Some(pending);
     }
 
-    /// Has the device verify what was fetched; the request again when it must be planned again.
+    /// Lets the device verify the read; returns the request if it must be planned again.
     fn verify(&mut self, ask: Ask<T>, mut plan: ReadPlan, pool: &mut Pool) -> std::result::Result<Finished<T>, Ask<T>> {
         let verdict = self.device.finish_read(&mut plan);
         plan.guard = None;

@@ -1,5 +1,5 @@
-//! What the log says when a connection ends by a fault of the client. A program of its own: whether an event is enabled
-//! is remembered for the whole process, so sessions of other tests would decide about those of this one.
+//! Log messages when a connection ends by a protocol violation. A test program of its own, because `tracing` caches for
+//! the whole process whether an event is enabled, so that sessions of other tests would interfere.
 #![allow(clippy::unwrap_used, missing_docs)]
 
 #[allow(dead_code)]
@@ -20,7 +20,7 @@ use tracing::field::{Field, Visit};
 use tracing::span::{Attributes, Id, Record};
 use tracing::{Event, Metadata, Subscriber};
 
-/// Events as lines, each behind the spans that it is in.
+/// Log events as lines, preceded by their spans.
 #[derive(Default)]
 struct Log {
     spans: Mutex<Vec<String>>,
@@ -66,7 +66,7 @@ impl Subscriber for Log {
     }
 }
 
-/// Lines of the log about a session in which the client says `requests`.
+/// Log lines of a session in which the client sends `requests`.
 fn log_of(mode: Mode, requests: Vec<u8>) -> Vec<String> {
     let log = Log::default();
     let lines = Arc::clone(&log.lines);

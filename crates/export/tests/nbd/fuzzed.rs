@@ -1,9 +1,9 @@
-//! Damaged streams of requests: the server never loses its place in one.
+//! Damaged streams of requests: the server stays synchronized with the stream.
 //!
-//! A stream is cut into requests by the rules of the protocol alone. What the server answers to the whole stream must
-//! be, reply by reply, what it answers to each request on a connection of its own, over a disk with the same past. A
-//! probe at the end writes, is refused, and reads back. Where the stream cannot be followed any further nothing more is
-//! answered, and nothing more is changed.
+//! The test splits a stream into requests by the rules of the protocol. Each reply to the whole stream must equal the
+//! reply to the same request on a connection of its own, on a disk with the same history. Probe requests at the end
+//! write, are refused, and read back. After a point where the stream cannot be followed, nothing is answered and
+//! nothing is changed.
 
 use crate::in_process::{Outcome, Script, Seed, encode, every_seed, opening, run};
 use crate::memory_disk::{MemoryDisk, Random, Shelf};
@@ -18,13 +18,13 @@ use testkit::protocol::*;
 
 const STREAMS: u64 = 100_000;
 const CAPACITY: u64 = (80 << 10) + 512;
-/// What is missing of a last request is made up for up to this size.
+/// Largest missing part of a last request that the test completes.
 const FILL_MAX: u64 = 1 << 20;
-/// Most memory that a session may have ready to receive into: its buffer, and the payload of a write within the disk.
+/// Most memory that a session may offer for receiving: its buffer, and the payload of a write within the disk.
 const OFFERED_MAX: usize = INBOX_BYTES + CAPACITY as usize + 2 * 4096;
 const PROBES: u64 = 5;
 
-/// Damages a stream whose requests begin at `heads`.
+/// Damages a stream whose requests begin at offsets `heads`.
 fn damage(random: &mut Random, stream: &mut Vec<u8>, heads: &[usize]) {
     if stream.is_empty() {
         return;
@@ -32,7 +32,7 @@ fn damage(random: &mut Random, stream: &mut Vec<u8>, heads: &[usize]) {
     let anywhere = random.below(stream.len() as u64) as usize;
     let in_head = heads[random.below(heads.len() as u64) as usize] + random.below(32) as usize;
     let in_head = in_head.min(stream.len() - 1);
-    // Of a head: its magic number is often left alone, because nothing is learned behind a wrong one.
+    // The magic number of a header is rarely damaged, because the server must stop at a wrong one.
     let in_fields = (in_head + if random.below(8) == 0 { 0 } else { 4 }).min(stream.len() - 1);
     match random.below(16) {
         0 => stream.truncate(anywhere),
@@ -55,7 +55,7 @@ fn damage(random: &mut Random, stream: &mut Vec<u8>, heads: &[usize]) {
     }
 }
 
-/// The requests in a stream, and what is left behind the last one.
+/// The requests of a stream, and the rest after the last one.
 fn cut(mut stream: &[u8], mode: Mode) -> (Vec<&[u8]>, &[u8], Option<Next>) {
     let mut requests = Vec::new();
     while !stream.is_empty() {
@@ -74,7 +74,7 @@ fn cut(mut stream: &[u8], mode: Mode) -> (Vec<&[u8]>, &[u8], Option<Next>) {
     (requests, stream, None)
 }
 
-/// What the server said after the opening, reply by reply: each with its cookie, put together from all its chunks.
+/// The server's replies after the handshake: by cookie, each joined from its chunks.
 fn replies(heard: &[u8], from: usize, reads: &HashMap<u64, u64>) -> HashMap<u64, Vec<u8>> {
     let mut replies: HashMap<u64, Vec<u8>> = HashMap::new();
     let mut left = &heard[from..];
@@ -113,7 +113,7 @@ impl Side {
     }
 }
 
-/// A write, a write beyond the end, a change without sense, the write read back, and more than the beginning of it.
+/// Probe requests: a write, a write beyond the end, an invalid change, and two reads of the written data.
 fn probe(mode: Mode, random: &mut Random, cookie: u64) -> Vec<Vec<u8>> {
     let pattern = random.bytes(3000);
     let flag = if mode == Mode::Extended && random.below(2) == 0 { PAYLOAD } else { 0 };
@@ -126,7 +126,7 @@ fn probe(mode: Mode, random: &mut Random, cookie: u64) -> Vec<Vec<u8>> {
     ]
 }
 
-/// What streams came to.
+/// Statistics of the streams.
 #[derive(Clone, Copy, Debug, Default)]
 struct Met {
     /// Streams with a probe at the end.
@@ -135,7 +135,7 @@ struct Met {
     parts: u64,
     /// Streams that cannot be followed to their end.
     lost: u64,
-    /// Requests with a payload that were refused and had another request behind them.
+    /// Refused requests with a payload that had another request after them.
     refused: u64,
 }
 
@@ -157,14 +157,14 @@ fn check(seed: u64) -> Met {
     for _ in 0..random.below(4) {
         damage(&mut random, &mut stream, &heads);
     }
-    // Where the stream ends inside a request the rest of it is sent, so that the probe stands at a place known to both.
-    // Else the request stays a part, and must have no effect.
+    // If the stream ends within a request, its rest is usually sent too, so that the probe begins at a request
+    // boundary. Otherwise the incomplete request must have no effect.
     let fill = random.below(4) > 0;
     let lost = loop {
         match cut(&stream, mode).2 {
             None => break false,
             Some(Next::Part(missing)) if fill && missing <= FILL_MAX => {
-                // A head is filled up in the direction of a request that leads on.
+                // A header is completed with zeros, which more often give a request with a known end.
                 let filler = if missing > 32 { random.bytes(missing as usize) } else { vec![0; missing as usize] };
                 stream.extend(filler);
             }
@@ -196,14 +196,14 @@ fn check(seed: u64) -> Met {
     let mut expected = HashMap::new();
     for request in &requests {
         let outcome = apart.session(&terms, vec![opening.clone(), request.to_vec()], 0);
-        assert!(outcome.fault.is_none(), "a whole request ends the connection: {:?}", outcome.fault);
+        assert!(outcome.fault.is_none(), "a complete request ends the connection: {:?}", outcome.fault);
         expected.extend(replies(&outcome.heard, silence, &reads));
     }
 
     let mut all: Vec<Vec<u8>> = requests.iter().map(|request| request.to_vec()).collect();
     if lost {
         all.push(rest.to_vec());
-        // What stands behind a part of a request would be the rest of it.
+        // Probe requests after an incomplete request would be taken for its rest.
         all.extend(probe.iter().filter(|_| !partial).cloned());
     }
     let small = if random.below(32) == 0 { 1 + random.below(300) as usize } else { 0 };
@@ -218,11 +218,11 @@ fn check(seed: u64) -> Met {
         assert!(heard.get(&cookie) == expected.get(&cookie), "not the reply of a fresh connection: {head:x?}");
         assert_eq!(heard.contains_key(&cookie), number(request, 6, 8) != u64::from(CMD_DISC), "{head:x?}");
     }
-    assert_eq!(heard.len(), expected.len(), "replies to what was no request");
+    assert_eq!(heard.len(), expected.len(), "replies although no request was sent");
     assert!(together.disk.contents() == apart.disk.contents(), "the disks differ");
     if !lost && !read_only {
         let pattern = &probe[0][head_bytes..];
-        assert!(heard[&(cookie + PROBES - 2)].ends_with(pattern), "the probe does not read what it wrote");
+        assert!(heard[&(cookie + PROBES - 2)].ends_with(pattern), "the probe does not read its own write");
     }
     let refused = |request: &&&[u8]| {
         let error = match heard.get(&number(request, 8, 16)) {

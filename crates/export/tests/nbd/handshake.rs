@@ -1,4 +1,4 @@
-//! Options, one behaviour each.
+//! Negotiation of options, one property per test.
 
 use crate::Running;
 use crate::memory_disk::{MemoryDisk, Shelf};
@@ -28,14 +28,14 @@ fn export_name_pads_unless_told_not_to() {
         let answer = client.take(length);
         assert_eq!(&answer[..8], &MIB.to_be_bytes());
         assert!(answer[10..].iter().all(|byte| *byte == 0));
-        // Transmission follows at once.
+        // Transmission begins at once.
         assert_eq!(client.read(0, 512), vec![0; 512]);
         client.leave();
     }
 }
 
 #[test]
-fn export_name_of_nothing_closes() {
+fn export_name_of_a_missing_export_closes_the_connection() {
     let running = one_disk();
     for name in [&b"nothing"[..], b"\xff\xfe", b"a\0b", &[b'x'; 5000]] {
         let mut client = greeted(&running);
@@ -67,7 +67,7 @@ fn info_tells_what_was_asked() {
     assert_eq!(&replies[1].1[2..], b"vm");
     assert_eq!(&replies[2].1[2..], b"1048576 bytes in memory");
     assert_eq!(&replies[3].1[2..], [0, 0, 0, 1, 0, 0, 0x10, 0, 2, 0, 0, 0]);
-    // Asked for nothing, told what is mandatory; and INFO does not end the handshake.
+    // A request for no information returns the mandatory ones, and INFO does not end the handshake.
     assert_eq!(client.option(OPT_INFO, &Client::info_data("vm", &[])).len(), 2);
     assert_eq!(client.go("vm"), REP_ACK);
     assert_eq!(client.size, MIB);
@@ -103,7 +103,10 @@ fn default_export_is_the_only_disk() {
     let running = one_disk();
     let mut client = greeted(&running);
     let replies = client.option(OPT_GO, &Client::info_data("", &[]));
-    assert!(replies.iter().any(|(kind, data)| *kind == REP_INFO && data[..] == *b"\0\x01vm"), "canonical name is told");
+    assert!(
+        replies.iter().any(|(kind, data)| *kind == REP_INFO && data[..] == *b"\0\x01vm"),
+        "the canonical name is sent"
+    );
     drop(running);
     let running = Running::start(Shelf::of(&[&MemoryDisk::new("a", MIB, 1), &MemoryDisk::new("b", MIB, 1)]));
     let mut client = greeted(&running);
@@ -193,7 +196,7 @@ fn contexts_of_another_export_are_not_in_force() {
     client.set_meta("a", &["base:allocation"]);
     assert_eq!(client.go("b"), REP_ACK);
     assert_eq!(client.ask(CMD_STATUS, 0, 0, 4096).error, EINVAL);
-    // A request that fails undoes the earlier choice too.
+    // A failed request also discards the contexts chosen before.
     let mut client = greeted(&running);
     client.choose(Mode::Structured);
     client.set_meta("a", &["base:allocation"]);
@@ -269,14 +272,14 @@ fn information_that_is_not_known_is_left_out() {
             }
         }
     }
-    // Each fact is told once, however often it is asked for, and unknown ones between do not matter.
+    // Each information is sent once, even if it is requested repeatedly, and unknown kinds are ignored.
     let replies = client.option(OPT_INFO, &Client::info_data("vm", &[3, 9, 3, 1, 1000, 1]));
     let facts: Vec<u8> = replies.iter().filter(|(kind, _)| *kind == REP_INFO).map(|(_, data)| data[1]).collect();
     assert_eq!(facts, [0, 1, 3]);
 }
 
 #[test]
-fn extensions_may_be_asked_for_again() {
+fn extensions_may_be_negotiated_again() {
     let running = one_disk();
     let mut client = greeted(&running);
     for code in [OPT_STRUCTURED_REPLY, OPT_STRUCTURED_REPLY, OPT_EXTENDED, OPT_EXTENDED] {
@@ -312,7 +315,7 @@ fn export_names_of_every_form() {
         assert_eq!(client.take(10)[..8], size.to_be_bytes(), "{name}");
         client.leave();
     }
-    // A wrong name is an answer, not an end.
+    // A wrong name gets an error reply and does not end the session.
     let mut client = greeted(&running);
     let longest = "x".repeat(4096);
     for name in ["", "VM", "vm ", " vm", "/vm", "vm/", "vm@", "@monday", "vm@tuesday", "..", &longest] {
@@ -336,7 +339,7 @@ fn the_empty_name_is_the_default_export_in_every_option() {
     client.send_option(OPT_EXPORT_NAME, b"");
     assert_eq!(client.take(10)[..8], MIB.to_be_bytes());
     client.leave();
-    // Contexts that were chosen under one of its names are in force under the other.
+    // Contexts chosen under one name of the default export are valid under its other name.
     for (chosen, opened) in [("", "vm"), ("vm", ""), ("", "")] {
         let mut client = greeted(&running);
         client.choose(Mode::Extended);

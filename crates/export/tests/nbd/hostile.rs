@@ -1,4 +1,4 @@
-//! Clients that break the protocol or stall, beside others that must not be affected.
+//! Clients that violate the protocol or stall, and other clients that must not be affected.
 
 use crate::memory_disk::{MemoryDisk, Shelf};
 use crate::{Folder, Running};
@@ -32,7 +32,7 @@ fn eventually(what: &str, mut check: impl FnMut() -> bool) {
     }
 }
 
-/// Many times the timeout, because the machine may be busy: a client that is not cut off by then never is.
+/// A multiple of the timeout, because the machine may be loaded.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 #[test]
@@ -43,15 +43,15 @@ fn a_slow_handshake_is_cut_off_however_busy_it_looks() {
     let mut dripping = UnixStream::connect(&running.socket).unwrap();
     let begun = Instant::now();
     dripping.write_all(&3u32.to_be_bytes()).unwrap();
-    // One byte at a time of an endless option.
+    // An option of unlimited length, sent one byte at a time.
     while dripping.write_all(b"I").is_ok() {
-        assert!(begun.elapsed() < PATIENCE, "the dripping client was never cut off");
+        assert!(begun.elapsed() < PATIENCE, "the client that sends single bytes was never disconnected");
         std::thread::sleep(Duration::from_millis(20));
         if begun.elapsed() < Duration::from_millis(20) {
             dripping.write_all(b"HAVEOPT\0\0\0\x03\0\0\xff\xff").unwrap();
         }
     }
-    // Busy with complete options, without ever choosing.
+    // A client that sends complete options without ever choosing an export.
     let mut busy = Client::unix(&running.socket);
     busy.greet(3);
     let begun = Instant::now();
@@ -60,7 +60,7 @@ fn a_slow_handshake_is_cut_off_however_busy_it_looks() {
             busy.option(OPT_LIST, &[]);
         }
     }));
-    assert!(cut.is_err(), "the busy client was never cut off");
+    assert!(cut.is_err(), "the busy client was never disconnected");
     eventually("all handshakes end", || running.server.connections() == 0);
     drop(silent);
 }
@@ -88,20 +88,20 @@ fn unread_replies_bound_the_memory_and_stall_no_other_client() {
             client.stream.write_all(&batch).unwrap();
             rude.push(client);
         }
-        // Others go on meanwhile.
+        // Other clients are served meanwhile.
         let mut polite = Client::open(&running.socket, "vm", Mode::Simple);
         for n in 0..200 {
             let begun = Instant::now();
             assert_eq!(polite.read(n * 4096, 4096), [7; 4096]);
             assert!(begun.elapsed() < Duration::from_secs(2), "a polite client waited {:?}", begun.elapsed());
         }
-        // They keep no block from being reused and none of the device's memory, however long they take.
-        eventually("guards are given back", || Arc::strong_count(&disk.guards) == 1);
-        eventually("memory is given back", || disk.lent() == 0);
-        // Each may hold 48 MiB plus one request; 4,000 requests of 4 MiB would be 16 GB.
+        // Clients that do not read keep neither locations nor memory of the device occupied.
+        eventually("guards are returned", || Arc::strong_count(&disk.guards) == 1);
+        eventually("memory is returned", || disk.lent() == 0);
+        // Each such client may hold 48 MiB and one request; 4,000 requests of 4 MiB would be 16 GB.
         let grown = resident_bytes().saturating_sub(before);
-        assert!(grown < 400 << 20, "four rude clients hold {} MiB", grown >> 20);
-        // Once they do read, they get everything.
+        assert!(grown < 400 << 20, "four clients that read no replies hold {} MiB", grown >> 20);
+        // A client that starts reading gets all its replies.
         let mut reformed = rude.pop().unwrap();
         for _ in 0..50 {
             let (_, reply) = reformed.receive();
@@ -143,7 +143,7 @@ fn replies_before_a_disconnect_arrive_although_the_client_sends_more() {
         }
         batch.extend(client.encode(CMD_DISC, 0, 0, 0, &[]).1);
         client.stream.write_all(&batch).unwrap();
-        // As the notice that ends a TLS session, for example.
+        // Bytes after the disconnect request, such as the close notification of TLS.
         std::thread::sleep(Duration::from_millis(20));
         let _ = client.stream.write_all(&[0; 64]);
         std::thread::sleep(Duration::from_millis(100));
@@ -229,7 +229,7 @@ fn connections_beyond_the_limit_are_turned_away() {
     let mut fourth = UnixStream::connect(&running.socket).unwrap();
     assert_eq!(fourth.read(&mut [0; 18]).unwrap(), 0, "closed without a greeting");
     drop(held);
-    eventually("places are free again", || running.server.connections() == 0);
+    eventually("the limit of connections is free again", || running.server.connections() == 0);
     Client::open(&running.socket, "vm", Mode::Simple).leave();
 }
 
@@ -261,7 +261,7 @@ fn stop_finishes_requests_and_cuts_off_the_rest() {
     let took = begun.elapsed();
     assert!(took >= Duration::from_millis(600) && took < Duration::from_secs(4), "stopping took {took:?}");
     assert_eq!(running.server.connections(), 0);
-    assert_eq!(answers.join().unwrap(), (0, true), "what was under way is answered");
+    assert_eq!(answers.join().unwrap(), (0, true), "requests in flight are answered");
     assert!(UnixStream::connect(&running.socket).is_err());
     assert!(!running.socket.exists(), "the socket file is removed");
     let mut rest = Vec::new();
@@ -292,7 +292,7 @@ fn sockets_have_their_permissions_and_outlive_crashes() {
     let Err(error) = Server::start(config(0o600), shelf.clone()) else { panic!("two servers on one socket") };
     assert_eq!(error.kind(), ErrorKind::Busy);
     drop(server);
-    // A socket left by a killed server is replaced; any other file is not.
+    // A socket file left by a killed server is replaced; any other file is not.
     drop(std::os::unix::net::UnixListener::bind(&path).unwrap());
     assert!(path.exists());
     let server = Server::start(config(0o600), shelf.clone()).unwrap();
@@ -309,7 +309,7 @@ fn sockets_have_their_permissions_and_outlive_crashes() {
 }
 
 #[test]
-fn tcp_stays_on_loopback_unless_protected_or_told() {
+fn tcp_stays_on_loopback_unless_protected_or_allowed() {
     let shelf = Shelf::of(&[&MemoryDisk::new("vm", 4096, 1)]);
     let config =
         |address: &str| ServerConfig { listen: vec![Listen::Tcp(address.parse().unwrap())], ..ServerConfig::default() };

@@ -1,4 +1,4 @@
-//! Sessions without sockets: what a client says is given in advance, and what the server answers is kept.
+//! Sessions without sockets: the client's bytes are given in advance, and the server's bytes are kept.
 
 use connections::Peer;
 use connections::transport::{Transport, Wait};
@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use testkit::protocol::{Client, Mode, OPT_EXTENDED, OPT_GO, OPT_SET_META, OPT_STRUCTURED_REPLY};
 
-/// Calls into the transport after which a session counts as one that never ends.
+/// Number of calls to the transport after which a session counts as never ending.
 const CALLS_MAX: usize = 1 << 20;
 
 /// An option as it goes over the wire.
@@ -41,7 +41,7 @@ pub fn encode(mode: Mode, command: u16, flags: u16, cookie: u64, offset: u64, le
     out
 }
 
-/// What a client says before its first request to export `vm`.
+/// The bytes that a client sends before its first request to export `vm`.
 pub fn opening(mode: Mode, contexts: &[&str]) -> Vec<u8> {
     let mut out = 3u32.to_be_bytes().to_vec();
     match mode {
@@ -56,7 +56,7 @@ pub fn opening(mode: Mode, contexts: &[&str]) -> Vec<u8> {
     out
 }
 
-/// A client that sends its bytes in batches: the next one is sent when everything before it is answered.
+/// A client that sends its bytes in batches: each batch is sent after the replies to the previous one.
 pub struct Script {
     batches: Vec<Vec<u8>>,
     batch: usize,
@@ -69,7 +69,7 @@ pub struct Script {
 }
 
 impl Script {
-    /// The first batch holds the whole opening.
+    /// The first batch contains the whole handshake.
     pub fn new(batches: Vec<Vec<u8>>, cut: usize) -> Self {
         Self { batches, batch: 0, at: 0, cut, calls: 0, heard: Arc::default(), offered: Arc::default() }
     }
@@ -89,7 +89,7 @@ impl Transport for Script {
         self.count();
         self.offered.fetch_max(into.iter().map(|slice| slice.len()).sum(), Ordering::Relaxed);
         while self.batches.get(self.batch).is_some_and(|batch| self.at == batch.len()) {
-            // The server waits for input only when nothing is under way and every reply is sent.
+            // The server waits for input only if no request is under way and every reply is sent.
             if wait == Wait::No && self.batch + 1 < self.batches.len() {
                 return Err(io::ErrorKind::WouldBlock.into());
             }
@@ -125,13 +125,13 @@ impl Transport for Script {
     }
 }
 
-/// What came of a session.
+/// Result of a session.
 pub struct Outcome {
-    /// Everything that the server said.
+    /// All bytes that the server sent.
     pub heard: Vec<u8>,
-    /// Most memory that the server had ready to receive into at once.
+    /// Most memory that the server offered for receiving at once.
     pub offered: usize,
-    /// Whether the server says that the client broke the protocol.
+    /// The protocol violation that the server reports, if any.
     pub fault: Option<error::Error>,
 }
 
@@ -143,7 +143,7 @@ pub fn run(exports: &dyn Exports, terms: &Terms, script: Script) -> Outcome {
     Outcome { heard, offered: offered.load(Ordering::Relaxed), fault: result.err() }
 }
 
-/// A client that goes through what the server said: it reads from there, and what it writes goes nowhere.
+/// A transport that reads recorded bytes of the server and discards what the client writes.
 struct Recorded {
     heard: Vec<u8>,
     at: usize,
@@ -166,8 +166,8 @@ impl Write for Recorded {
     }
 }
 
-/// A client that has heard the answers to [`opening`] and comes to those to its requests. The numbers of the contexts
-/// are in the order of `contexts`.
+/// A client that has read the replies to [`opening`] and continues with those to its requests. Returns the numbers of
+/// the contexts in the order of `contexts`.
 pub fn listen(heard: Vec<u8>, mode: Mode, contexts: &[&str]) -> (Client, Vec<u32>) {
     let mut client = Client::new(Box::new(Recorded { heard, at: 0 }));
     client.greet(3);
@@ -181,7 +181,7 @@ pub fn listen(heard: Vec<u8>, mode: Mode, contexts: &[&str]) -> (Client, Vec<u32
     (client, ids)
 }
 
-/// Says which seed was at work when a test panics.
+/// Prints the seed if the test panics.
 pub struct Seed {
     pub what: &'static str,
     pub mode: Mode,
@@ -196,7 +196,7 @@ impl Drop for Seed {
     }
 }
 
-/// Calls `work` with every seed on two threads. A seed that takes longer than `patience` ends the process.
+/// Calls `work` with every seed, on two threads. A seed that takes longer than `patience` ends the process.
 pub fn every_seed(what: &str, seeds: std::ops::Range<u64>, work: impl Fn(u64) + Sync) {
     const THREADS: u64 = 2;
     const PATIENCE: std::time::Duration = std::time::Duration::from_secs(300);

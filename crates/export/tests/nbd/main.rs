@@ -1,4 +1,4 @@
-//! Tests of the NBD server through its sockets: an independent client, hostile clients, and the clients people use.
+//! Tests of the NBD server through its sockets: with an independent client, hostile clients, and common tools.
 #![allow(clippy::unwrap_used, clippy::new_without_default, missing_docs)]
 
 mod chained;
@@ -25,7 +25,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// A folder that goes away with the test.
+/// A folder that is removed at the end of the test.
 pub struct Folder(pub PathBuf);
 
 impl Folder {

@@ -1,5 +1,5 @@
-//! Bytes that violate the protocol: random ones, and valid ones with random damage. Whatever comes, the session ends in
-//! bounded time, without a panic, and without having said more than it may.
+//! Input that violates the protocol: random bytes, and valid bytes with random damage. The session must end in bounded
+//! time, without a panic, and without sending more than it may.
 
 use crate::in_process::option;
 use crate::memory_disk::{MemoryDisk, Random, Shelf};
@@ -12,7 +12,7 @@ use testkit::protocol::{Client, Mode};
 
 const CAPACITY: u64 = 300_000;
 
-/// Runs a session on what the client sends; returns what the server said.
+/// Runs a session with the client's bytes; returns the server's bytes.
 fn session(shelf: &Shelf, input: Vec<u8>, step: usize) -> Vec<u8> {
     let transport = Memory { step, ..Memory::new(input) };
     let output = Arc::clone(&transport.output);
@@ -22,7 +22,7 @@ fn session(shelf: &Shelf, input: Vec<u8>, step: usize) -> Vec<u8> {
     said
 }
 
-/// A likely client: some options, then some requests, most of them sensible.
+/// A typical client: some options, then some requests, most of them valid.
 fn script(random: &mut Random) -> Vec<u8> {
     let mut out = 3u32.to_be_bytes().to_vec();
     let mode = [Mode::Simple, Mode::Structured, Mode::Extended][random.below(3) as usize];
@@ -107,12 +107,12 @@ fn damaged_sessions() {
 fn how_messages_are_cut_does_not_matter() {
     for seed in 0..200 {
         let said = [0, 1, 13, 4096].map(|step| {
-            // The same seed each time, so that the disk makes the same decisions.
+            // The same seed for each disk, so that all make the same decisions.
             let disk = MemoryDisk::new("vm", CAPACITY, seed);
             session(&Shelf::of(&[&disk]), script(&mut Random(seed)), step).len()
         });
-        // Reads may be answered in another order and split differently; flushes shared differently; the amount of it
-        // differs only by chunk heads of reads whose blocks lie elsewhere, so equal inputs give equal amounts.
+        // Replies to reads may come in another order and be split differently, and flushes may be shared differently.
+        // The total length does not depend on this, so equal input gives equal length.
         assert!(said.iter().all(|length| *length == said[0]), "seed {seed}: {said:?}");
     }
 }

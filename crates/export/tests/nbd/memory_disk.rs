@@ -1,7 +1,8 @@
-//! A disk in memory that answers in every way a device may: zeros, memory, media; cached or not; changed under a read.
+//! A disk in memory that uses every kind of read: zeros, memory, media; cached or not; changed during the read.
 //!
-//! Blocks live in an in-memory file at their own offset. A seeded choice per write decides whether a block is handed
-//! out as memory or as media, and per access whether the "page cache" has it, so that reads take every path.
+//! Blocks are stored in an in-memory file at their own offset. A seeded choice per write decides whether a block is
+//! returned as memory or as media, and per access whether the simulated page cache has it, so that reads take every
+//! path.
 
 use backend::{BLOCK_SIZE, Buffer, File, IoMode, LocalFile, LocalPart, Queue, SharedSlice, portable};
 use disk::device::{Allocation, Device, DirtyExtent, FlushTicket, Media, ReadPlan, Segment, StatusExtent, Verdict};
@@ -18,11 +19,11 @@ pub use testkit::Random;
 
 const BLOCK: u64 = BLOCK_SIZE as u64;
 
-/// The medium: an in-memory file whose page cache forgets at random.
+/// The storage: an in-memory file whose simulated page cache misses at random.
 struct MemoryFile {
     bytes: RwLock<Vec<u8>>,
     accesses: AtomicU64,
-    /// Of 8 looks into the cache, this many miss.
+    /// How many of 8 reads miss the page cache.
     misses_of_8: AtomicU32,
     delay: Mutex<Duration>,
     broken: Mutex<Option<Range<u64>>>,
@@ -98,14 +99,14 @@ enum Place {
     Zero,
     Memory,
     Media,
-    /// On the medium in another form and length ([`encode`]).
+    /// Stored in an encoded form with another length ([`encode`]).
     Encoded,
 }
 
-/// Where the encoded form of blocks begins in the file: two blocks of room for each.
+/// Offset in the file of the encoded blocks, with room of two blocks for each.
 const ENCODED: u64 = 1 << 40;
 const ENCODED_BYTES: usize = BLOCK_SIZE + 16;
-/// Writes below this length leave encoded blocks.
+/// Only writes below this length are stored in encoded form.
 const ENCODED_WRITES: u64 = 1 << 20;
 
 fn encode(block: u64, content: &[u8]) -> Vec<u8> {
@@ -113,7 +114,7 @@ fn encode(block: u64, content: &[u8]) -> Vec<u8> {
     head.into_iter().chain(content.iter().map(|byte| byte ^ 0x5a)).collect()
 }
 
-/// What the guard of a plan keeps: which version of which block each segment on the medium holds.
+/// Content of a plan's guard: the version of each block in every media segment.
 struct Proof {
     versions: Vec<Vec<(u64, u32)>>,
     _guard: Arc<()>,
@@ -123,7 +124,7 @@ struct DiskState {
     capacity: u64,
     blocks: BTreeMap<u64, Place>,
     dirty: BTreeSet<u64>,
-    /// Counts writes to each block: what a checksum is to the real store.
+    /// Number of writes to each block; replaces the checksums of the real store.
     versions: BTreeMap<u64, u32>,
     random: Random,
 }
@@ -136,15 +137,15 @@ pub struct MemoryDisk {
     state: Mutex<DiskState>,
     pub flushes: AtomicU64,
     pub fua_writes: AtomicU64,
-    /// Answer "changed under the read" to every n-th read; 0 for only when true.
+    /// Every n-th read returns "changed during the read"; 0 for only if true.
     pub again_every: AtomicU32,
     verdicts: AtomicU32,
-    /// What writes fail with.
+    /// The error of writes, if they fail.
     pub fail_writes: Mutex<Option<ErrorKind>>,
     pub prefetched: Mutex<Vec<Range<u64>>>,
-    /// One reference is ours; each read plan that has not been verified yet holds another.
+    /// One reference is the disk's own; each read plan that is not verified holds another one.
     pub guards: Arc<()>,
-    /// Memory handed out with reads.
+    /// Buffers returned with reads.
     lent: Mutex<Vec<Weak<Buffer>>>,
 }
 
@@ -188,41 +189,41 @@ impl MemoryDisk {
         }
     }
 
-    /// Every read of the medium takes this long, and nothing is cached.
+    /// Makes every read of the storage take this long, and disables the page cache.
     pub fn slow(&self, delay: Duration) {
         *self.file.delay.lock() = delay;
         self.file.misses_of_8.store(8, Ordering::Relaxed);
     }
 
-    /// Of 8 reads of a piece of the medium, this many do not find it in the page cache.
+    /// Sets how many of 8 reads miss the page cache.
     pub fn misses_of_8(&self, misses: u32) {
         self.file.misses_of_8.store(misses, Ordering::Relaxed);
     }
 
-    /// Everything on the disk.
+    /// The content of the disk.
     pub fn contents(&self) -> Vec<u8> {
         let capacity = self.state.lock().capacity as usize;
         self.file.bytes.read()[..capacity].to_vec()
     }
 
-    /// Reads of this range of the medium fail.
+    /// Makes reads of this range of the storage fail.
     pub fn break_medium(&self, range: Range<u64>) {
         *self.file.broken.lock() = Some(range);
     }
 
-    /// Buffers handed out with reads and not given back.
+    /// Number of buffers returned with reads and still in use.
     pub fn lent(&self) -> usize {
         let mut lent = self.lent.lock();
         lent.retain(|buffer| buffer.strong_count() > 0);
         lent.len()
     }
 
-    /// Forgets what changed.
+    /// Resets the record of changes.
     pub fn take_snapshot(&self) {
         self.state.lock().dirty.clear();
     }
 
-    /// Puts every block that holds data on the medium.
+    /// Makes every block with data a media block.
     pub fn settle(&self) {
         for place in self.state.lock().blocks.values_mut() {
             if *place == Place::Memory {
@@ -326,7 +327,8 @@ impl Device for MemoryDisk {
             return Ok(Verdict::Again);
         }
         let state = self.state.lock();
-        let proof = plan.guard.take().expect("what the plan was made with").downcast::<Proof>().expect("our own");
+        let proof =
+            plan.guard.take().expect("the state that plan_read has stored").downcast::<Proof>().expect("our own");
         for (segment, versions) in plan.segments.iter_mut().zip(&proof.versions) {
             if let Segment::Media(media) = segment {
                 assert_eq!(media.fetched().len(), media.length, "a finished read has all its bytes");
@@ -351,7 +353,7 @@ impl Device for MemoryDisk {
             self.file.bytes.write()[from as usize..to as usize].copy_from_slice(data);
             let place = match state.random.below(16) {
                 0..5 => Place::Memory,
-                // What large writes leave stays in long runs: how much memory reads of it take is measured.
+                // Large writes are not encoded, so that they stay in long runs: tests measure the memory of reads.
                 5 if length < ENCODED_WRITES => Place::Encoded,
                 _ => Place::Media,
             };
@@ -478,13 +480,13 @@ impl Device for ReadOnly {
         self.0.finish_read(plan)
     }
     fn write(&self, _: u64, _: SharedSlice, _: bool) -> Result<()> {
-        panic!("the server let a write through to a read-only device")
+        panic!("the server passed a write to a read-only device")
     }
     fn discard(&self, _: u64, _: u64, _: bool) -> Result<()> {
-        panic!("the server let a discard through to a read-only device")
+        panic!("the server passed a discard to a read-only device")
     }
     fn write_zeroes(&self, _: u64, _: u64, _: bool, _: bool) -> Result<()> {
-        panic!("the server let a write-zeroes through to a read-only device")
+        panic!("the server passed a write-zeroes to a read-only device")
     }
     fn finish_flush(&self, ticket: FlushTicket) -> Result<()> {
         self.0.finish_flush(ticket)
@@ -493,7 +495,7 @@ impl Device for ReadOnly {
         self.0.prefetch(offset, length)
     }
     fn resize(&self, _: u64) -> Result<()> {
-        panic!("the server let a resize through to a read-only device")
+        panic!("the server passed a resize to a read-only device")
     }
     fn status(&self, offset: u64, length: u64, limit: usize) -> Result<Vec<StatusExtent>> {
         self.0.status(offset, length, limit)

@@ -1,5 +1,5 @@
-//! Random requests, many under way, against a vector of bytes. Every style of headers, a medium that misses its cache
-//! and changes under reads; each connection keeps to its own part of the disk, so the model is exact.
+//! Random requests, many under way, compared with a vector of bytes, with every style of headers, page cache misses and
+//! changes during reads. Each connection uses its own part of the disk, so the model is exact.
 
 use crate::Running;
 use crate::memory_disk::{MemoryDisk, Random, Shelf};
@@ -19,7 +19,7 @@ pub fn play(socket: &std::path::Path, part: u64, mode: Mode, seed: u64, rounds: 
     let mut client = Client::open(socket, "vm", mode);
     let base = part * PART;
     let mut model = vec![0; PART as usize];
-    // Requests under way never overlap, because the order among them is open.
+    // Requests under way never overlap, because their order is not defined.
     let mut under_way: HashMap<u64, Expected> = HashMap::new();
     for round in 0..rounds {
         let length = match random.below(10) {

@@ -1,12 +1,12 @@
-//! A simple NBD server as a model: the disk is a vector, and one request after the other is read whole, judged and
-//! carried out. It is written from the protocol document and knows nothing of the server under test.
+//! A simple NBD server as a model: the disk is a vector, and requests are read, checked and carried out one after
+//! another. It follows the protocol document and shares no code with the server under test.
 //!
-//! Where a request is wrong in several ways the document does not say which error comes first, so the model keeps every
-//! error that fits.
+//! If a request is invalid for several reasons, the document does not define which error is returned, so the model
+//! accepts each of them.
 
 use testkit::protocol::*;
 
-/// Longest payload that the document asks every server to take.
+/// Longest payload that the document requires every server to accept.
 pub const PAYLOAD_MAX: u64 = 1 << 25;
 
 /// The head of a request.
@@ -17,20 +17,20 @@ pub struct Head {
     pub cookie: u64,
     pub offset: u64,
     pub length: u64,
-    /// Bytes of the head itself.
+    /// Length of the header itself.
     pub bytes: usize,
-    /// Bytes of payload behind it.
+    /// Length of the payload after it.
     pub payload: u64,
 }
 
-/// What a stream begins with.
+/// The next part of a stream.
 #[derive(Debug)]
 pub enum Next {
-    /// A request of which nothing is missing.
+    /// A complete request.
     Whole(Head),
-    /// The beginning of a request; at least this many bytes are missing.
+    /// An incomplete request, of which at least this many bytes are missing.
     Part(u64),
-    /// No place where another request could begin: a wrong magic number, or too long a payload.
+    /// The stream cannot be followed: a wrong magic number, or too long a payload.
     Lost,
 }
 
@@ -47,7 +47,7 @@ pub fn next(bytes: &[u8], mode: Mode) -> Next {
     }
     let (flags, command) = (number(4, 6) as u16, number(6, 8) as u16);
     let length = number(24, size);
-    // The document wants the flag on extended writes; QEMU leaves it out, so a write has a payload in any case.
+    // The document requires the flag for extended writes, but QEMU omits it, so a write always has a payload.
     let carries = command == CMD_WRITE || (extended && flags & PAYLOAD != 0);
     let payload = if carries { length } else { 0 };
     if payload > PAYLOAD_MAX {
@@ -64,15 +64,15 @@ pub fn next(bytes: &[u8], mode: Mode) -> Next {
 #[derive(Debug)]
 pub enum Answer {
     Success,
-    /// Success; from the offset on the disk holds these bytes now.
+    /// Success; the disk now has these bytes at the offset.
     Changed(Vec<u8>),
     Data(Vec<u8>),
-    /// Extents of these contexts.
+    /// Extents of the selected contexts.
     Status {
         length: u64,
         ids: Vec<u32>,
     },
-    /// One of these errors.
+    /// Any of these errors.
     Errors(Vec<u32>),
 }
 
@@ -88,14 +88,14 @@ pub struct Reference {
     pub mode: Mode,
     pub disk: Vec<u8>,
     pub read_only: bool,
-    /// Most bytes that a client may grow the disk to; `None` where it may not.
+    /// Largest size to which a client may grow the disk; `None` if it may not.
     pub grows_to: Option<u64>,
-    /// Numbers of the contexts agreed on.
+    /// Numbers of the negotiated contexts.
     pub contexts: Vec<u32>,
 }
 
 impl Reference {
-    /// Serves a stream until the client leaves, the stream ends, or it cannot be followed.
+    /// Serves a stream until the client disconnects, the stream ends, or it cannot be followed.
     pub fn serve(&mut self, mut stream: &[u8]) -> Vec<Served> {
         let mut served = Vec::new();
         while let Next::Whole(head) = next(stream, self.mode) {
@@ -148,7 +148,7 @@ impl Reference {
             CMD_WRITE | CMD_ZEROES => {
                 wrong(length == 0, EINVAL);
                 wrong(length > 0 && outside, ENOSPC);
-                // Zeroing is fast where it makes holes of whole blocks; the odd end of the disk counts as whole.
+                // Zeroing is fast if it unmaps whole blocks; a partial last block counts as whole.
                 let whole = |at: u64| at.is_multiple_of(4096) || at == self.disk.len() as u64;
                 let slow = head.flags & NO_HOLE != 0 || !whole(head.offset) || !end.is_some_and(whole);
                 wrong(head.command == CMD_ZEROES && head.flags & FAST_ZERO != 0 && slow, ENOTSUP);
@@ -172,7 +172,7 @@ impl Reference {
             CMD_STATUS => return Answer::Status { length, ids },
             CMD_RESIZE => self.disk.resize(head.offset as usize, 0),
             CMD_WRITE => self.disk[range.clone()].copy_from_slice(payload),
-            // The document lets trimmed bytes be anything; this server promises zeros.
+            // The document leaves the content of trimmed bytes undefined; this server returns zeros.
             CMD_ZEROES | CMD_TRIM => self.disk[range.clone()].fill(0),
             _ => {}
         }
@@ -183,7 +183,7 @@ impl Reference {
     }
 }
 
-/// The payload form of block status: a length and at least one number of a context, none twice.
+/// The payload of block status: a length and at least one context number, each at most once.
 fn status_form(payload: &[u8]) -> Option<(u64, Vec<u32>)> {
     let (length, ids) = payload.split_at_checked(8)?;
     if ids.is_empty() || ids.len() % 4 != 0 {

@@ -1,4 +1,4 @@
-//! Random streams of requests, sound and unsound, against the simple server of [`crate::reference`].
+//! Random streams of valid and invalid requests, compared with the simple server of [`crate::reference`].
 
 use crate::in_process::{Script, Seed, encode, every_seed, listen, opening, run};
 use crate::memory_disk::{MemoryDisk, Random, Shelf};
@@ -11,10 +11,10 @@ use testkit::protocol::*;
 pub const STREAMS: u64 = 10_000;
 pub const CAPACITY: u64 = (256 << 10) + 512;
 pub const CONTEXTS: [&str; 3] = ["base:allocation", "lamina:dirty:monday", "qemu:dirty-bitmap:monday"];
-/// Where [`MemoryDisk`] has no more space.
+/// Size beyond which [`MemoryDisk`] has no space.
 const SPACE: u64 = 1 << 30;
 
-/// What a client and a server agreed on, as far as requests depend on it.
+/// The negotiated properties that requests depend on.
 #[derive(Clone, Copy, Debug)]
 pub struct Setting {
     pub mode: Mode,
@@ -37,7 +37,7 @@ fn some_length(random: &mut Random) -> u64 {
 fn some_offset(random: &mut Random, capacity: u64, length: u64) -> u64 {
     let unit = [1, 512, 4096][random.below(3) as usize];
     match random.below(24) {
-        // Across the end by as little as possible, at the end, far beyond it, around the largest number.
+        // Just beyond the end, at the end, far beyond it, and near the largest number.
         0 => (capacity + 1).saturating_sub(length),
         1 => capacity.saturating_sub(length),
         2 => capacity + random.below(10_000),
@@ -46,7 +46,7 @@ fn some_offset(random: &mut Random, capacity: u64, length: u64) -> u64 {
     }
 }
 
-/// A request, sound more often than not.
+/// A request, valid more often than not.
 pub fn some_request(random: &mut Random, setting: Setting) -> Vec<u8> {
     let Setting { mode, capacity, resize } = setting;
     let extended = mode == Mode::Extended;
@@ -111,8 +111,8 @@ pub fn some_request(random: &mut Random, setting: Setting) -> Vec<u8> {
     encode(mode, command, flags, cookie, offset, length, &payload)
 }
 
-/// A stream, each request by itself. Now and then the last one is cut short, too long, no request at all, or a farewell
-/// with more behind it.
+/// A stream of separate requests. Sometimes the last one is cut short, too long, not a request, or a disconnect request
+/// with more bytes after it.
 fn some_stream(random: &mut Random, setting: Setting) -> Vec<Vec<u8>> {
     let mut stream: Vec<Vec<u8>> = (0..4 + random.below(37)).map(|_| some_request(random, setting)).collect();
     let (mode, cookie) = (setting.mode, random.next());
@@ -138,7 +138,7 @@ fn some_stream(random: &mut Random, setting: Setting) -> Vec<Vec<u8>> {
     stream
 }
 
-/// Requests in batches behind the opening: whole requests, up to a depth chosen for the stream, or cut anywhere.
+/// Splits requests into batches after the handshake: whole requests up to a random depth, or cut at random offsets.
 pub fn batches(random: &mut Random, opening: Vec<u8>, requests: &[Vec<u8>]) -> Vec<Vec<u8>> {
     let mut batches = vec![opening];
     if random.below(4) == 0 {
@@ -162,15 +162,15 @@ pub fn batches(random: &mut Random, opening: Vec<u8>, requests: &[Vec<u8>]) -> V
     batches
 }
 
-/// How often streams came upon what they are to come upon.
+/// How often each outcome occurred.
 #[derive(Debug, Default)]
 struct Met {
     success: u64,
     errors: HashMap<u32, u64>,
 }
 
-/// Whether each byte of a read that was answered late is what it was when the read arrived, or what a later change made
-/// of it. `served` begins with the read.
+/// Whether each byte of a read that was answered late has its value at the arrival of the read, or the value of a later
+/// change. `served` begins with the read.
 fn explained(served: &[Served], data: &[u8]) -> bool {
     let Some(Served { head: read, answer: Answer::Data(then) }) = served.first() else { return false };
     let mut allowed: Vec<Vec<u8>> = then.iter().map(|byte| vec![*byte]).collect();
@@ -195,7 +195,7 @@ fn compare(mode: Mode, seed: u64) -> Met {
     let stream = some_stream(&mut random, Setting { mode, capacity: CAPACITY, resize });
 
     let disk = MemoryDisk::new("vm", CAPACITY, seed);
-    // Reads of the medium may be answered late, and then with what later writes have left.
+    // Reads of the storage may be answered late, and then with data of later writes.
     let late = random.below(8) == 0;
     disk.misses_of_8(if late { 3 } else { 0 });
     let policy = if resize { ResizePolicy::Grow } else { ResizePolicy::Never };

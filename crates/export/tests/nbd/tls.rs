@@ -14,7 +14,7 @@ use testkit::protocol::*;
 
 const CAPACITY: u64 = 16 << 20;
 
-/// An authority, and the files of a server and a client that it signed, under the names GnuTLS clients look for.
+/// A certificate authority, and the certificates of a server and a client in files named as GnuTLS clients expect.
 pub struct Certificates {
     pub folder: Folder,
 }
@@ -101,7 +101,7 @@ fn upgrade(mut stream: TcpStream, config: rustls::ClientConfig) -> Client {
 }
 
 #[test]
-fn nothing_is_said_before_tls_where_it_is_forced() {
+fn required_tls_precedes_all_other_options() {
     let certificates = Certificates::new();
     let running = start(certificates.server(true, true));
     let mut client = Client::tcp(running.tcp_address());
@@ -123,7 +123,7 @@ fn nothing_is_said_before_tls_where_it_is_forced() {
     client.greet(3);
     client.send_option(OPT_EXPORT_NAME, b"vm");
     assert!(client.at_end());
-    // On the unix socket of the same server TLS is the client's choice.
+    // On the unix socket of the same server, TLS is optional.
     Client::open(&running.socket, "vm", Mode::Structured).leave();
 }
 
@@ -149,7 +149,7 @@ fn everything_works_through_tls() {
             let at = random.below(CAPACITY - length) as usize;
             assert!(client.read(at as u64, length) == model[at..at + length as usize]);
         }
-        // Many replies on their way at once.
+        // Many replies under way at once.
         let mut batch = Vec::new();
         for n in 0..12 {
             batch.extend(client.encode(CMD_READ, 0, n << 20, 1 << 20, &[]).1);
@@ -166,7 +166,7 @@ fn everything_works_through_tls() {
 }
 
 #[test]
-fn strangers_are_turned_away() {
+fn clients_with_unknown_certificates_are_refused() {
     let (ours, theirs) = (Certificates::new(), Certificates::new());
     let running = start(ours.server(true, true));
     for identity in [None, Some(&theirs)] {
@@ -175,7 +175,7 @@ fn strangers_are_turned_away() {
         let refused = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| client.option(OPT_LIST, &[])));
         assert!(
             refused.is_err(),
-            "a client with {} got in",
+            "a client with {} could connect",
             if identity.is_some() { "a false certificate" } else { "none" }
         );
     }
@@ -185,7 +185,7 @@ fn strangers_are_turned_away() {
 }
 
 #[test]
-fn clients_with_certificates_have_places_of_their_own() {
+fn clients_with_certificates_have_a_limit_of_their_own() {
     let certificates = Certificates::new();
     let listen = vec![Listen::Tcp("127.0.0.1:0".parse().unwrap())];
     let limits = Limits { unix: 1, authenticated: 2, unauthenticated: 1 };
@@ -199,7 +199,7 @@ fn clients_with_certificates_have_places_of_their_own() {
         assert_eq!(client.go("vm"), REP_ACK);
         client
     };
-    // The one place for clients that have not shown a certificate is free again after each handshake.
+    // The limit of unauthenticated clients is 1, and is free again after each handshake.
     let mut clients = [authenticated(), authenticated()];
     let mut idle = TcpStream::connect(running.tcp_address()).unwrap();
     std::io::Read::read_exact(&mut idle, &mut [0; 18]).unwrap();
@@ -208,7 +208,7 @@ fn clients_with_certificates_have_places_of_their_own() {
         assert_eq!(client.read(0, 10), [0; 10]);
     }
     drop(idle);
-    // A third certificate finds no place.
+    // A third authenticated client exceeds the limit.
     let begin = std::time::Instant::now();
     while running.server.connections() > 2 {
         assert!(begin.elapsed().as_secs() < 60);
@@ -227,7 +227,7 @@ fn tls_forgets_what_was_agreed_before_and_takes_nothing_sent_in_the_clear() {
         use std::io::{Read, Write};
         let mut bytes = [0; 18];
         stream.read_exact(&mut bytes).unwrap();
-        // Flags, structured replies, and STARTTLS with an option behind it in the same packet.
+        // Handshake flags, structured replies, and STARTTLS followed by an option in the same packet.
         stream.write_all(b"\0\0\0\x03IHAVEOPT\0\0\0\x08\0\0\0\0").unwrap();
         let mut reply = [0; 20];
         stream.read_exact(&mut reply).unwrap();
@@ -237,7 +237,7 @@ fn tls_forgets_what_was_agreed_before_and_takes_nothing_sent_in_the_clear() {
         let _ = stream.read_to_end(&mut rest);
         assert!(!rest.windows(2).any(|two| two == b"vm"), "an option sent in the clear was answered after STARTTLS");
     }
-    // Structured replies agreed on in the clear are gone under TLS: contexts, which need them, are refused.
+    // Structured replies negotiated before TLS are reset: contexts, which require them, are refused.
     let stream = TcpStream::connect(running.tcp_address()).unwrap();
     stream.set_nodelay(true).unwrap();
     let mut plain = Client::new(Box::new(stream.try_clone().unwrap()));

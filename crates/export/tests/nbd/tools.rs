@@ -1,4 +1,4 @@
-//! The clients people use, against the same server: libnbd's, QEMU's and fio's. They must be installed.
+//! The server with common clients: libnbd's tools, QEMU's tools and fio. They must be installed.
 
 use crate::Running;
 use crate::memory_disk::{MemoryDisk, Random, Shelf};
@@ -15,7 +15,7 @@ fn start() -> (Running, Arc<MemoryDisk>) {
     (Running::start(Shelf::of(&[&disk, &MemoryDisk::read_only("vm@monday", CAPACITY)])), disk)
 }
 
-/// Runs a tool to its end, which must be a good one; what it printed.
+/// Runs a tool, which must succeed; returns its output.
 fn run(tool: &str, arguments: &[&str]) -> String {
     let output = Command::new("timeout").arg("120").arg(tool).args(arguments).output();
     let output = output.unwrap_or_else(|error| panic!("{tool} could not be started: {error}"));
@@ -67,7 +67,7 @@ fn nbdinfo_shows_exports_and_features() {
     }
     let text = run("nbdinfo", &["--list", &uri(&running, "")]);
     assert!(text.contains("export=\"vm\"") && text.contains("export=\"vm@monday\""), "{text}");
-    assert!(run("nbdinfo", &[&uri(&running, "")]).contains("export=\"vm\""), "the default export, by its true name");
+    assert!(run("nbdinfo", &[&uri(&running, "")]).contains("export=\"vm\""), "the default export, by its own name");
     assert!(run("nbdinfo", &[&uri(&running, "vm@monday")]).contains("is_read_only: true"));
     assert_eq!(run("nbdinfo", &["--size", &uri(&running, "vm")]).trim(), CAPACITY.to_string());
 }
@@ -101,11 +101,11 @@ fn qemu_img_converts_compares_and_maps() {
     assert!(map.contains("\"zero\": true") && map.contains("\"zero\": false"), "{map}");
     let options = format!("driver=nbd,server.type=unix,server.path={},export=vm", running.socket.display());
     assert!(run("qemu-img", &["info", "--image-opts", &options]).contains("67110400 bytes"));
-    // The changed-block context under the name that backup tools ask for.
+    // The changed-block context under the name that backup tools use.
     let options = format!("driver=raw,file.{}", options.replace(",s", ",file.s").replace(",export", ",file.export"));
     let options = format!("{options},file.x-dirty-bitmap=qemu:dirty-bitmap:monday");
     let map = run("qemu-img", &["map", "--output=json", "--image-opts", &options]);
-    assert!(map.contains("\"data\": false"), "what changed shows as no data: {map}");
+    assert!(map.contains("\"data\": false"), "a changed range is not reported as data: {map}");
 }
 
 #[test]
@@ -129,7 +129,7 @@ fn qemu_io_reads_writes_zeroes_and_discards() {
         "read 0 32M",
     ];
     let mut arguments = vec!["-f", "raw"];
-    // aio_read may overtake aio_write, so a flush stands between them in what is sent.
+    // `aio_read` may overtake `aio_write`, so the flush in the list of commands separates them.
     for command in commands.iter().filter(|command| !command.starts_with("aio_read")) {
         arguments.extend(["-c", command]);
     }
@@ -175,5 +175,5 @@ fn gnutls_clients_connect_with_certificates() {
     let plain = format!("driver=raw,file.driver=file,file.filename={}", image.display());
     run("qemu-img", &["compare", "--object", &object, "--image-opts", &options, &plain]);
     let plainly = Command::new("nbdinfo").arg(format!("nbd://localhost:{port}/vm")).output().unwrap();
-    assert!(!plainly.status.success(), "a client without TLS got in");
+    assert!(!plainly.status.success(), "a client without TLS could connect");
 }

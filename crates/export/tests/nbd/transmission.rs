@@ -1,4 +1,4 @@
-//! Commands and their flags, in every style of headers.
+//! Commands and their flags, with every style of headers.
 
 use crate::Running;
 use crate::in_process::encode;
@@ -55,7 +55,7 @@ fn ranges_and_lengths_beyond_the_limits_fail_and_the_session_goes_on() {
         assert_eq!(client.ask(CMD_READ, 1 << 9, 0, 512).error, EINVAL);
         assert_eq!(client.ask(CMD_TRIM, NO_HOLE, 0, 512).error, EINVAL);
         assert_eq!(client.ask_with(CMD_WRITE, REQ_ONE, 0, 512, &[1; 512]).error, EINVAL);
-        assert_eq!(client.ask(CMD_STATUS, 0, 0, 512).error, EINVAL, "no context was agreed on");
+        assert_eq!(client.ask(CMD_STATUS, 0, 0, 512).error, EINVAL, "no metadata context was negotiated");
         assert_eq!(client.read(0, 512), vec![0; 512]);
     }
 }
@@ -129,7 +129,7 @@ fn zeros_travel_as_holes_when_it_pays() {
         let reply = client.ask(CMD_READ, DF, 0, 32768);
         assert_eq!(reply.chunks, (1, 0), "DF: one chunk");
         assert_eq!((reply.data[8191], reply.data[8192], reply.data[20050], reply.data[20100]), (0, 5, 6, 0));
-        // Less than a block of zeros at the edges is not worth a chunk.
+        // A run of zeros shorter than a block does not become a chunk of its own.
         assert_eq!(client.ask(CMD_READ, 0, 8000, 4400).chunks, (1, 0));
         assert_eq!(client.ask(CMD_READ, 0, 1 << 20, 1 << 20).chunks, (0, 1));
         assert_eq!(client.ask(CMD_READ, DF, 1 << 20, 1 << 20).chunks, (1, 0));
@@ -154,7 +154,7 @@ fn zeroing_keeps_or_gives_back_space() {
     let flags: Vec<_> = extents.iter().map(|extent| (extent.length / 4096, extent.flags)).collect();
     assert_eq!(flags, [(1, 0), (1, 3), (1, 2), (1, 3), (1, 0)]);
     assert_eq!(client.read(4096, 3 * 4096), vec![0; 3 * 4096]);
-    // Refused quickly, and without effect, where it may cost as much as writing.
+    // FAST_ZERO is refused, without effect, if zeroing may cost as much as writing.
     assert_eq!(client.ask(CMD_ZEROES, FAST_ZERO | NO_HOLE, 0, 4096).error, ENOTSUP);
     assert_eq!(client.ask(CMD_ZEROES, FAST_ZERO, 100, 4096).error, ENOTSUP);
     assert_eq!(client.read(0, 4096), vec![1; 4096]);
@@ -181,7 +181,7 @@ fn block_status_of_several_contexts() {
         assert_eq!(status[&base], [extent(8192, 0), extent(8192, 3)]);
         assert_eq!(status[&ours], [extent(4096, 0), extent(4096, 1), extent(8192, 0)]);
         assert_eq!(status[&qemu], status[&ours]);
-        // One extent, not longer than asked.
+        // One extent, not longer than requested.
         let one = client.ask(CMD_STATUS, REQ_ONE, 100, 1000).status;
         assert_eq!((one[&base].clone(), one[&ours].clone()), (vec![extent(1000, 0)], vec![extent(1000, 0)]));
         assert_eq!(client.ask(CMD_STATUS, 0, CAPACITY - 1, 2).error, EINVAL);
@@ -189,7 +189,7 @@ fn block_status_of_several_contexts() {
             assert_eq!(client.ask(CMD_STATUS, PAYLOAD, 0, 12).error, EINVAL);
             continue;
         }
-        // A payload chooses contexts.
+        // A payload selects contexts.
         let form = |length: u64, ids: &[u32]| {
             let mut payload = length.to_be_bytes().to_vec();
             ids.iter().for_each(|id| payload.extend(id.to_be_bytes()));
@@ -211,7 +211,7 @@ fn block_status_of_several_contexts() {
 fn extended_headers_take_payload_and_length_as_they_say() {
     let (running, _disk) = start();
     let mut client = Client::open(&running.socket, "vm", Mode::Extended);
-    // A payload of a command that takes none is read and dropped.
+    // The payload of a command that takes none is read and discarded.
     assert_eq!(client.ask_with(CMD_READ, PAYLOAD, 0, 100_000, &vec![7; 100_000]).error, EINVAL);
     assert_eq!(client.ask_with(CMD_FLUSH, PAYLOAD, 0, 9, &[7; 9]).error, EINVAL);
     assert_eq!(client.ask(CMD_TRIM, 0, 0, 1 << 40).error, EINVAL);
@@ -256,7 +256,7 @@ fn a_refused_payload_is_consumed_up_to_the_largest_there_may_be() {
 }
 
 #[test]
-fn a_disconnect_leaves_whatever_it_carries() {
+fn a_disconnect_with_any_fields_ends_the_session() {
     for mode in MODES {
         for flags in [0, FUA, PAYLOAD, u16::MAX] {
             let (running, _disk) = start();
@@ -269,7 +269,7 @@ fn a_disconnect_leaves_whatever_it_carries() {
                 batch.extend(client.encode(CMD_FLUSH, 0, 0, 0, &[]).1);
             }
             batch.extend(encode(mode, CMD_DISC, flags, 1, 0, 4096, &[]));
-            // What stands behind it is not looked at.
+            // Bytes after the disconnect request are ignored.
             batch.extend(client.encode(CMD_READ, 0, 0, 4096, &[]).1);
             client.stream.write_all(&batch).unwrap();
             for _ in 0..30 {
@@ -328,7 +328,7 @@ fn device_errors_become_error_numbers_with_sentences() {
     let reply = client.ask(CMD_READ, 0, 0, 16384);
     assert_eq!(reply.error, EIO);
     assert!(reply.message.contains("reading 16384 bytes at 0 of vm"), "{}", reply.message);
-    assert_eq!(client.read(8192, 4096), [1; 4096], "only the broken part fails");
+    assert_eq!(client.read(8192, 4096), [1; 4096], "only the broken range fails");
 }
 
 #[test]
@@ -341,7 +341,7 @@ fn reads_that_keep_changing_are_planned_again() {
         assert_eq!(client.read(0, 65536), [1; 65536]);
     }
     disk.again_every.store(1, Ordering::SeqCst);
-    assert_eq!(client.ask(CMD_READ, 0, 0, 4096).error, EIO, "without end, it fails");
+    assert_eq!(client.ask(CMD_READ, 0, 0, 4096).error, EIO, "the read fails if every attempt has to be repeated");
 }
 
 #[test]
@@ -380,7 +380,7 @@ fn slow_reads_do_not_hold_up_others() {
     disk.settle();
     disk.slow(std::time::Duration::from_millis(300));
     let mut slow = vec![client.send(CMD_READ, 0, 0, 4096, &[])];
-    // Let the server go to sleep in its queue; it may take the next request only after the first slow read.
+    // Gives the server time to wait in its queue.
     std::thread::sleep(std::time::Duration::from_millis(50));
     slow.push(client.send(CMD_READ, 0, 4096, 4096, &[]));
     slow.push(client.send(CMD_READ, 0, 8192, 4096, &[]));

@@ -1,7 +1,7 @@
-//! How disks and snapshots are addressed on the command line: `DISK`, `DISK@SNAPSHOT`, and where paths are expected too
-//! `disk:DISK`.
+//! Addresses of disks and snapshots on the command line: `DISK`, `DISK@SNAPSHOT`, and `disk:DISK` where a path is
+//! possible too.
 //!
-//! Here only what makes an address readable in one way is checked; which names a datastore accepts it says itself.
+//! This module only checks that an address is unambiguous; the datastore checks whether its names are allowed.
 
 use clap::builder::{OsStringValueParser, TypedValueParser};
 use disk::convert::Address;
@@ -13,7 +13,7 @@ use std::str::FromStr;
 /// The character between a disk and its snapshot.
 const SEPARATOR: char = '@';
 
-/// The name of a disk, or of a snapshot alone: not empty, without `@` and control characters.
+/// Parses the name of a disk or the own name of a snapshot: not empty, without `@` and control characters.
 fn plain(text: &str) -> Result<String, String> {
     if text.is_empty() {
         return Err("a name cannot be empty".into());
@@ -24,7 +24,7 @@ fn plain(text: &str) -> Result<String, String> {
     Ok(text.into())
 }
 
-/// Reads the name of a disk.
+/// Parses the name of a disk.
 pub fn parse_disk(text: &str) -> Result<String, String> {
     plain(text)
 }
@@ -53,12 +53,12 @@ impl fmt::Display for SnapshotAddress {
     }
 }
 
-/// A state of a disk: `DISK` as it is now, or `DISK@SNAPSHOT`.
+/// A state of a disk: `DISK` for the current state, or `DISK@SNAPSHOT`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StateAddress {
     /// The disk.
     pub disk: String,
-    /// Which state of it.
+    /// The state: the head or a snapshot.
     pub at: Point,
 }
 
@@ -74,10 +74,10 @@ impl FromStr for StateAddress {
     }
 }
 
-/// What an address of the datastore begins with where paths are expected too.
+/// Prefix of disk names where a path is possible too.
 const DISK_PREFIX: &str = "disk:";
 
-/// One end of a conversion: a path, or `disk:DISK` or `disk:DISK@SNAPSHOT`.
+/// Source or target of a conversion: a path, `disk:DISK`, or `disk:DISK@SNAPSHOT`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EndAddress(pub Address);
 
@@ -92,23 +92,23 @@ impl FromStr for EndAddress {
     }
 }
 
-/// Reads the location of a datastore.
+/// Parses the location of a datastore.
 pub fn location() -> impl TypedValueParser<Value = Location> {
     OsStringValueParser::new().try_map(Location::parse)
 }
 
-/// A path that means the same to every process.
+/// An absolute path, which is valid in every process.
 pub fn absolute(path: &Path) -> Result<PathBuf, String> {
     std::path::absolute(path).map_err(|error| format!("'{}' is no path: {error}", path.display()))
 }
 
-/// The most clones one command makes.
+/// Most clones of one command.
 pub const CLONES_MAX: u32 = 100_000;
 
-/// The widest number a name pattern may ask for.
+/// Most digits that a name pattern may request.
 const PATTERN_WIDTH_MAX: usize = 20;
 
-/// A pattern for many names in the way of printf: exactly one `%d` or `%0Nd`; `%%` is a percent sign.
+/// A pattern for names as in printf: exactly one `%d` or `%0Nd`; `%%` is a percent sign.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NamePattern {
     before: String,
@@ -117,12 +117,12 @@ pub struct NamePattern {
 }
 
 impl NamePattern {
-    /// The pattern used when only a name and a count were given: `NAME-0001`, `NAME-0002`, ...
+    /// The pattern if only a name and a count are given: `NAME-0001`, `NAME-0002`, ...
     pub fn numbered(name: &str) -> Self {
         Self { before: format!("{name}-"), width: 4, after: String::new() }
     }
 
-    /// The name with one number.
+    /// The name with that number.
     pub fn name(&self, number: u32) -> String {
         format!("{}{number:0width$}{}", self.before, self.after, width = self.width)
     }
@@ -187,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn ends_are_paths_or_disks() {
+    fn conversion_addresses_are_paths_or_disks() {
         let end = |text: &str| text.parse::<EndAddress>().unwrap().0;
         assert_eq!(end("vm.vmdk"), Address::Path("vm.vmdk".into()));
         assert_eq!(end("./disk:vm"), Address::Path("./disk:vm".into()));

@@ -1,13 +1,13 @@
-//! Names of formats as arguments.
+//! Parsers of format names.
 
 use disk::{DeltaFormat, DiskFormat};
 
-/// What a disk is made of.
+/// Parses the format of a disk.
 pub fn parse_format(text: &str) -> Result<DiskFormat, String> {
     text.parse().map_err(|error: error::Error| error.to_string())
 }
 
-/// What snapshots are made of.
+/// Parses the format of snapshots.
 pub fn parse_delta(text: &str) -> Result<DeltaFormat, String> {
     text.parse().map_err(|error: error::Error| error.to_string())
 }

@@ -1,4 +1,4 @@
-//! The command line, defined once: help, completions, man pages and the requests to the datastore follow from it.
+//! The command line, defined once: help, completions, man pages and requests are derived from this definition.
 
 pub mod address;
 mod arguments;
@@ -17,7 +17,7 @@ use control::Request;
 use disk::Location;
 use std::path::PathBuf;
 
-/// What the exit codes mean; shown by `lamina --help` and in lamina(1).
+/// Meaning of the exit codes, shown by `lamina --help` and in lamina(1).
 const EXIT_CODES: &str = "\
 Exit codes:
   0    done
@@ -37,27 +37,27 @@ pub struct Cli {
     #[arg(short, long, global = true, value_name = "PATH", env = "LAMINA_DATASTORE", value_parser = location())]
     pub datastore: Option<Location>,
 
-    /// Print JSON: sizes in bytes, times in seconds since 1970.
+    /// Print JSON, with sizes in bytes and times in seconds since 1970.
     #[arg(long, global = true)]
     pub json: bool,
 
-    /// Have the server do long work as a job, print the job and end: the work goes on without this command.
+    /// Let the server do a long operation as a job, print the job and exit: the job continues without this command.
     #[arg(long, global = true)]
     pub background: bool,
 
-    /// What to log to stderr, such as `debug` or `export=trace`; also taken from RUST_LOG.
+    /// Log filter for stderr, such as `debug` or `export=trace`; also read from RUST_LOG.
     #[arg(long, global = true, value_name = "FILTER")]
     pub log: Option<String>,
 
-    /// What to do.
+    /// The command.
     #[command(subcommand)]
     pub command: Command,
 }
 
-/// The verbs, and the nouns that have verbs of their own.
+/// The commands, and groups of commands.
 #[derive(Debug, Subcommand)]
 pub enum Command {
-    /// Make a datastore in an empty or missing folder.
+    /// Create a datastore in an empty or missing folder.
     Init {
         /// The folder.
         #[arg(value_name = "PATH", value_parser = location())]
@@ -65,58 +65,58 @@ pub enum Command {
         /// Size of the journal ring, from 4M to 4G.
         #[arg(long, value_name = "SIZE", default_value = "128M", value_parser = size::parse_size)]
         journal_size: u64,
-        /// Make it even where the file system may lose flushed writes, such as NFS, SMB or FUSE.
+        /// Create it even on a file system that may lose flushed writes, such as NFS, SMB or FUSE.
         #[arg(long)]
         any_file_system: bool,
     },
     /// Show capacity, allocation, over-commitment and how the datastore is served.
     Status,
-    /// Check all metadata and report what is wrong.
+    /// Check all metadata and report problems.
     Check(CheckArguments),
-    /// Read disks and snapshots out of a datastore that cannot be opened, without writing to it.
+    /// Extract disks and snapshots from a datastore that cannot be opened, without writing to it.
     Salvage(SalvageArguments),
-    /// Make and manage disks.
+    /// Create and manage disks.
     #[command(subcommand)]
     Disk(DiskCommand),
     /// Take and manage snapshots.
     #[command(subcommand)]
     Snapshot(SnapshotCommand),
-    /// Make disks that start as the state of another.
+    /// Make linked or full clones of a disk.
     Clone(CloneArguments),
-    /// Make a disk or image of any format from the content of another.
+    /// Convert a disk or image to a new disk or image of any format.
     Convert(ConvertArguments),
-    /// Show, check and make images: files of VMware's formats and others, outside any datastore.
+    /// Show, check and create images in VMware's formats and others, outside any datastore.
     #[command(subcommand)]
     Image(ImageCommand),
-    /// Make, run and clone virtual machines on disks of the datastore.
+    /// Create, run and clone virtual machines on disks of the datastore.
     Vm(VmArguments),
     /// Serve every disk and snapshot over NBD, in the foreground, until SIGTERM or SIGINT.
     Serve(ServeArguments),
-    /// Show what NBD clients can open.
+    /// Show the exports for NBD clients.
     #[command(subcommand)]
     Export(ExportCommand),
-    /// Show and manage what other servers send here.
+    /// Show and manage receptions from other servers.
     #[command(subcommand)]
     Receive(ReceiveCommand),
-    /// Show, wait for and cancel jobs: long work of the server.
+    /// Show, wait for and cancel jobs: long operations of the server.
     #[command(subcommand)]
     Job(JobCommand),
-    /// Print every change of the datastore and of its jobs, a line each, until interrupted.
+    /// Print every change of the datastore and of its jobs, one per line, until interrupted.
     Events,
-    /// Print the completion script of a shell.
+    /// Print the completion script for a shell.
     Completion {
         /// The shell.
         shell: clap_complete::Shell,
     },
-    /// Write the man pages, one per verb, into a folder.
+    /// Write the man pages, one per command, into a folder.
     Man {
-        /// The folder; made if missing.
+        /// The folder; created if it does not exist.
         directory: PathBuf,
     },
 }
 
 impl Command {
-    /// The request; `None` for verbs that are none.
+    /// The request; `None` for commands without one.
     pub fn request(&self) -> Result<Option<Request>, String> {
         Ok(Some(match self {
             Self::Status => Request::Status,
@@ -139,7 +139,7 @@ impl Command {
     }
 }
 
-/// The definitions as clap sees them, for completions and man pages.
+/// The definition in the form that generates completions and man pages.
 pub fn definition() -> clap::Command {
     Cli::command()
 }
@@ -147,7 +147,7 @@ pub fn definition() -> clap::Command {
 #[cfg(test)]
 mod tests {
     #[test]
-    fn the_definitions_hold_together() {
+    fn the_command_line_definition_is_consistent() {
         super::definition().debug_assert();
     }
 }

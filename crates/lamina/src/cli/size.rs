@@ -1,15 +1,15 @@
-//! Sizes as people type them: `512`, `64K`, `10G`, `1.5T`, in binary units as qemu-img takes them.
+//! Sizes on the command line: `512`, `64K`, `10G`, `1.5T`, in binary units as in qemu-img.
 //!
-//! Exact, without floating point: `1.5T` is 1.5 * 2^40 bytes to the byte, and a fraction that is no whole number of
-//! bytes is refused rather than rounded.
+//! Parsing is exact, without floating point: `1.5T` is exactly 1.5 * 2^40 bytes, and a fraction that is not a whole
+//! number of bytes is refused.
 
 /// The units, each 1024 times the one before it.
 const UNITS: [char; 7] = ['B', 'K', 'M', 'G', 'T', 'P', 'E'];
 
-/// Digits after the point that are accepted; more would say nothing in bytes of the largest unit.
+/// Most digits after the point: enough for every byte of the largest unit.
 const FRACTION_DIGITS_MAX: usize = 18;
 
-/// Reads a size in bytes. `10G`, `10GiB` and `10g` mean the same; `10GB` is refused, because it means two things.
+/// Parses a size in bytes. `10G`, `10GiB` and `10g` mean the same; `10GB` is refused, because it is ambiguous.
 pub fn parse_size(text: &str) -> Result<u64, String> {
     let wrong =
         || format!("'{text}' is not a size: write bytes, or a number with K, M, G, T, P or E, such as 10G or 1.5T");
@@ -47,7 +47,7 @@ pub fn parse_size(text: &str) -> Result<u64, String> {
     u64::try_from(bytes).map_err(|_| too_large())
 }
 
-/// As [`parse_size`], for what has to fit in memory.
+/// As [`parse_size`], for sizes of memory.
 pub fn parse_memory(text: &str) -> Result<usize, String> {
     usize::try_from(parse_size(text)?).map_err(|_| format!("'{text}' is more than this machine can address"))
 }
@@ -58,7 +58,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_people_type() {
+    fn sizes_are_parsed_in_all_usual_forms() {
         for (text, bytes) in [
             ("0", 0),
             ("512", 512),

@@ -1,13 +1,13 @@
-//! What the parser of the command line has to say: help as it is, complaints in one line like every other error.
+//! Messages of the command line parser: help unchanged, and errors on one line like all other errors.
 
 use clap::error::ErrorKind;
 
-/// True for help and version texts: they go to stdout and are no error.
+/// True for help and version texts, which are printed to stdout and are not errors.
 pub fn is_answer(error: &clap::Error) -> bool {
     matches!(error.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion)
 }
 
-/// The complaint on one line: what is wrong and which help says more.
+/// The error on one line, with a hint which help to read.
 pub fn sentence(error: &clap::Error) -> String {
     let text = error.to_string();
     let mut help = String::from("lamina --help");
@@ -37,7 +37,7 @@ mod tests {
     use clap::Parser;
 
     #[test]
-    fn complaints_take_one_line() {
+    fn usage_errors_take_one_line() {
         for arguments in [
             &["lamina", "disk", "create"][..],
             &["lamina", "disk", "create", "a", "10X"],

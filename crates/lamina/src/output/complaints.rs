@@ -1,11 +1,11 @@
-//! What was not done, a line for each on stderr, beside what was printed of what was.
+//! Failed parts of a request, printed to stderr with one line each, in addition to the reply.
 
 use crate::exit;
 use control::{Cloned, Failure};
 use error::ErrorKind;
 use std::io::{self, Write};
 
-/// Tells which failed; the exit code of the first.
+/// Prints the failures; returns the exit code of the first one.
 pub fn complain<'a>(failed: impl IntoIterator<Item = &'a (String, Failure)>) -> u8 {
     let mut err = io::stderr().lock();
     let mut code = 0;
@@ -19,10 +19,10 @@ pub fn complain<'a>(failed: impl IntoIterator<Item = &'a (String, Failure)>) -> 
     code
 }
 
-/// Tells what clones lack, and which were not made; the exit code.
+/// Prints which clones are incomplete or were not made; returns the exit code.
 pub fn complain_of_clones(cloned: &Cloned) -> u8 {
     let Cloned { made, failed, .. } = cloned;
-    // Said about the first of them: what is true of one is true of all from the same guest.
+    // The reason is printed once, because it is the same for all clones of one guest.
     let without = made.iter().filter(|one| one.without_identity.is_some()).count();
     if let Some(why) = made.iter().find_map(|one| one.without_identity.as_ref()) {
         let _ = writeln!(io::stderr(), "lamina: {without} of {} still have their parent's identity: {why}", made.len());
@@ -32,11 +32,11 @@ pub fn complain_of_clones(cloned: &Cloned) -> u8 {
         let _ = writeln!(
             io::stderr(),
             "lamina: {same} of {} may draw their parent's random numbers for up to a minute: their guests have neither \
-             reseed-kernel nor Perl nor Python to have the kernel start over",
+             reseed-kernel nor Perl nor Python to reseed the kernel",
             made.len()
         );
     }
-    // Those that were interrupted before they were begun are one fact, not many.
+    // Clones that were not begun because of an interruption are counted on one line.
     let (stopped, failed): (Vec<_>, Vec<_>) =
         failed.iter().partition(|(_, failure)| failure.kind() == ErrorKind::Interrupted);
     if !stopped.is_empty() {

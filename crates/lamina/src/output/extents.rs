@@ -1,13 +1,13 @@
-//! The extents of a diff, printed as they come: a diff may be longer than memory.
+//! The extents of a diff, printed as they arrive, because a diff may be larger than memory.
 
 use super::{Form, human};
 use disk::{ChangedExtent, Point};
 use std::io::{self, Write};
 
-/// Width of a byte offset in text.
+/// Width of a byte offset in the text output.
 const OFFSET_WIDTH: usize = 16;
 
-/// Prints a diff.
+/// Printer of a diff.
 pub struct Extents {
     out: Box<dyn Write + Send>,
     form: Form,
@@ -24,13 +24,13 @@ fn point(disk: &str, point: &Point) -> String {
 }
 
 impl Extents {
-    /// Will print to `out`.
+    /// A printer to `out`.
     pub fn new(out: Box<dyn Write + Send>, form: Form, disk: &str, from: &Point, to: &Point) -> Self {
         let head = (disk.to_string(), point(disk, from), point(disk, to));
         Self { out, form, head, begun: false, first: true }
     }
 
-    /// The head is printed with the first extents, so that nothing is when the diff fails at once.
+    /// Prints the heading before the first extents, so that nothing is printed if the diff fails at once.
     fn begin(&mut self) -> io::Result<()> {
         if self.begun {
             return Ok(());
@@ -71,7 +71,7 @@ impl Extents {
         Ok(())
     }
 
-    /// Ends a diff of this many extents and bytes.
+    /// Prints the end of a diff with these totals.
     pub fn end(mut self, extents: u64, bytes: u64) -> io::Result<()> {
         match self.form {
             Form::Text if extents == 0 => writeln!(self.out, "'{}' and '{}' do not differ", self.head.1, self.head.2)?,

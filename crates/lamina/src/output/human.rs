@@ -1,4 +1,4 @@
-//! Numbers as people read them.
+//! Numbers in text output.
 
 use jiff::Timestamp;
 
@@ -21,7 +21,7 @@ pub fn size(bytes: u64) -> String {
     format!("{value:.digits$} {name}")
 }
 
-/// A point in time, seconds since 1970, as `2026-11-21 08:30:00Z`; the number itself where no calendar has it.
+/// A time, given in seconds since 1970, as `2026-11-21 08:30:00Z`; the number itself if it is out of range.
 pub fn time(seconds: u64) -> String {
     match i64::try_from(seconds).ok().and_then(|seconds| Timestamp::from_second(seconds).ok()) {
         Some(time) => time.strftime("%Y-%m-%d %H:%M:%SZ").to_string(),

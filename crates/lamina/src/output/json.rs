@@ -1,11 +1,11 @@
-//! Replies as JSON. The shape is an interface: members are added, never renamed or removed.
+//! Replies as JSON. The format is an interface: members are added, but never renamed or removed.
 
 mod machine;
 
 use control::{Change, Event, JobInfo, Reply, Request};
 use serde_json::{Value, json};
 
-/// What `--json` prints for a reply.
+/// The JSON output for a reply.
 pub fn value(request: &Request, reply: &Reply) -> Value {
     match reply {
         Reply::Status { status, serving } => {
@@ -61,7 +61,7 @@ pub fn value(request: &Request, reply: &Reply) -> Value {
     }
 }
 
-/// What `--json` prints for a change.
+/// The JSON output for an event.
 pub fn event(event: &Event) -> Value {
     let mut value = json!(event);
     if let Change::JobStarted { job: one } | Change::JobEnded { job: one } = &event.change {

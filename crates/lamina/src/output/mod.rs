@@ -1,5 +1,5 @@
-//! What verbs print on stdout: text for people (aligned tables, rounded sizes), JSON for programs (exact bytes, seconds
-//! since 1970). Both are made from the same [`Reply`], wherever it came from.
+//! Output on stdout: text for users (aligned tables, rounded sizes), JSON for programs (exact bytes, seconds since
+//! 1970). Both are made from the same [`Reply`].
 
 mod complaints;
 mod extents;
@@ -16,23 +16,23 @@ pub use extents::Extents;
 use control::{Event, Reply, Request};
 use std::io::{self, Write};
 
-/// In which form.
+/// Form of the output.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Form {
-    /// For people.
+    /// Text for users.
     Text,
-    /// For programs.
+    /// JSON for programs.
     Json,
 }
 
 impl Form {
-    /// What `--json` says.
+    /// The form that the option `--json` selects.
     pub fn new(json: bool) -> Self {
         if json { Self::Json } else { Self::Text }
     }
 }
 
-/// Prints the answer to `request`, diffs excepted: those print themselves as they come ([`Extents`]).
+/// Prints the reply to `request`, except for diffs, which [`Extents`] prints.
 pub fn print(out: &mut dyn Write, form: Form, request: &Request, reply: &Reply) -> io::Result<()> {
     match form {
         Form::Text => text::print(out, request, reply),
@@ -40,7 +40,7 @@ pub fn print(out: &mut dyn Write, form: Form, request: &Request, reply: &Reply) 
     }
 }
 
-/// Prints one change on a line of its own, JSON as well.
+/// Prints an event on one line, also as JSON.
 pub fn print_event(out: &mut dyn Write, form: Form, event: &Event) -> io::Result<()> {
     match form {
         Form::Text => text::print_event(out, event)?,

@@ -5,22 +5,22 @@ use std::io::{self, Write};
 /// Space between columns.
 const GAP: &str = "  ";
 
-/// How a column stands.
+/// Alignment of a column.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Align {
-    /// Words.
+    /// For words.
     Left,
-    /// Numbers.
+    /// For numbers.
     Right,
 }
 
-/// Rows under a head, each column as wide as its widest cell.
+/// Rows under a heading, each column as wide as its widest cell.
 pub struct Table {
     columns: Vec<(&'static str, Align)>,
     rows: Vec<Vec<String>>,
 }
 
-/// Columns a terminal needs for a text; names may hold any letters, so characters are counted, not bytes.
+/// Width of a text in a terminal: names may have any letters, so characters are counted instead of bytes.
 fn width(text: &str) -> usize {
     text.chars().count()
 }
@@ -37,7 +37,7 @@ impl Table {
         self.rows.push(cells);
     }
 
-    /// Prints it. Lines carry no spaces at their end.
+    /// Prints the table, without spaces at the ends of lines.
     pub fn print(&self, out: &mut dyn Write) -> io::Result<()> {
         let widths: Vec<usize> = (0..self.columns.len())
             .map(|i| self.rows.iter().map(|row| width(&row[i])).fold(width(self.columns[i].0), usize::max))
@@ -66,7 +66,7 @@ pub fn print_facts(out: &mut dyn Write, facts: &[(&str, String)]) -> io::Result<
     let widest = facts.iter().map(|(name, _)| width(name)).max().unwrap_or(0);
     for (name, value) in facts {
         let pad = widest - width(name);
-        // A fact of several lines names itself once.
+        // A value with several lines has its name on the first one only.
         let colon = if name.is_empty() { ' ' } else { ':' };
         writeln!(out, "{name}{colon}{:pad$} {value}", "")?;
     }

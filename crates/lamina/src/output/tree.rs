@@ -1,9 +1,9 @@
-//! The snapshots of a disk as a tree that stays narrow.
+//! The snapshots of a disk as a tree of limited width.
 //!
-//! Chains of thousands of snapshots are ordinary, so a child does not move to the right of its parent: a snapshot
-//! stands on the one above it in its column. Of several children the one that leads to the head (or else the newest)
-//! carries the column on; the others are branches, one column to the right, printed right under their parent
-//! (under the disk, where a common parent has been deleted):
+//! Chains of thousands of snapshots are common, so a child is not indented under its parent: a snapshot is based on the
+//! one above it in the same column. If a snapshot has several children, the one that leads to the head (or else the
+//! newest) continues the column. The others are branches: they are printed one column to the right directly below their
+//! parent, or below the disk if their common parent was deleted:
 //!
 //! ```text
 //! vm1
@@ -19,19 +19,19 @@ use disk::SnapshotInfo;
 use std::collections::HashMap;
 use std::io::{self, Write};
 
-/// The deepest branch that is drawn further to the right than its parent.
+/// Depth from which branches are not indented any further.
 const DRAWN_DEPTH_MAX: usize = 24;
 
-/// Clones named in a line; of more only the number is told.
+/// Most clones that are named in a line; more are only counted.
 const CLONES_NAMED_MAX: usize = 3;
 
-/// What a line of the tree stands for.
+/// The content of a line.
 enum Step {
     Snapshot { index: usize, depth: usize, first_of_branch: bool },
     Head { depth: usize },
 }
 
-/// Prints the snapshots of all disks in the list; within a disk parents come before children.
+/// Prints the snapshots of all disks in the list, in which parents come before their children.
 pub fn print(out: &mut dyn Write, snapshots: &[SnapshotInfo]) -> io::Result<()> {
     let mut disks: Vec<(&str, Vec<&SnapshotInfo>)> = Vec::new();
     let mut place: HashMap<&str, usize> = HashMap::new();
@@ -86,7 +86,7 @@ fn clones(names: &[String]) -> String {
     format!("  clones: {}{rest}", named.join(", "))
 }
 
-/// The lines in order. Iterative: a chain may be longer than a stack is deep.
+/// The lines in order. Iterative, because a chain may be too long for recursion.
 fn steps(snapshots: &[&SnapshotInfo]) -> Vec<Step> {
     let index: HashMap<&str, usize> = snapshots.iter().enumerate().map(|(i, s)| (s.name.as_str(), i)).collect();
     let mut children: Vec<Vec<usize>> = vec![Vec::new(); snapshots.len()];
@@ -94,7 +94,7 @@ fn steps(snapshots: &[&SnapshotInfo]) -> Vec<Step> {
     let parents: Vec<Option<usize>> = snapshots
         .iter()
         .enumerate()
-        // A parent that is missing, or does not come before its child, would not be a tree: show the child at the root.
+        // If the parent is missing or comes after its child, the child is shown at the root.
         .map(|(i, s)| s.parent.as_deref().and_then(|p| index.get(p).copied()).filter(|p| *p < i))
         .collect();
     for (i, parent) in parents.iter().enumerate() {
@@ -110,7 +110,7 @@ fn steps(snapshots: &[&SnapshotInfo]) -> Vec<Step> {
         leads_to_head[i] = true;
         at = parents[i];
     }
-    // Puts a family on the stack so that its branches come off first and the one that carries on last.
+    // Pushes siblings so that the branches are popped first and the one that continues the column last.
     let push = |stack: &mut Vec<Step>, family: &[usize], depth: usize| {
         let trunk = family.iter().copied().max_by_key(|i| (leads_to_head[*i], snapshots[*i].created, *i));
         if let Some(trunk) = trunk {
@@ -126,7 +126,7 @@ fn steps(snapshots: &[&SnapshotInfo]) -> Vec<Step> {
     while let Some(step) = stack.pop() {
         if let Step::Snapshot { index, depth, .. } = step {
             if Some(index) == current && !children[index].is_empty() {
-                // The head leaves here although older work goes on: everything below is a branch beside it.
+                // The head branches off here although other snapshots follow: those below are branches.
                 stack.push(Step::Head { depth });
                 for branch in children[index].iter().rev() {
                     stack.push(Step::Snapshot { index: *branch, depth: depth + 1, first_of_branch: true });
@@ -165,7 +165,7 @@ mod tests {
         let mut out = Vec::new();
         print(&mut out, snapshots).unwrap();
         let text = String::from_utf8(out).unwrap();
-        // Times left out: they are the same everywhere.
+        // Times are removed, because they are equal.
         text.lines().map(|l| l.replace("1970-01-01 00:00:0", "").trim_end().to_string() + "\n").collect()
     }
 
@@ -243,7 +243,7 @@ vm2
             let mut snapshots = vec![snapshot("d", "s0", None, 0, false)];
             for i in 1..10_000usize {
                 let parent = format!("s{}", i - 1);
-                // The older child is the branch, and the branch is what grows.
+                // The older child is the branch, and the branch is extended.
                 snapshots.push(snapshot("d", &format!("s{i}"), Some(&parent), 0, false));
                 if fork {
                     snapshots.push(snapshot("d", &format!("t{i}"), Some(&parent), 9, false));

@@ -1,9 +1,9 @@
-//! Words that text and JSON share.
+//! Words that text and JSON output share.
 
 use control::{MachineReply, MachineVerb};
 use vm::definition::Link;
 
-/// What was done to each of several machines.
+/// What was done to several machines, as a participle.
 pub fn done(verb: &MachineVerb) -> &'static str {
     match verb {
         MachineVerb::Start { .. } => "started",
@@ -15,7 +15,7 @@ pub fn done(verb: &MachineVerb) -> &'static str {
     }
 }
 
-/// How quiet the guest was when a snapshot was taken, or for how long it stood still.
+/// Consistency of a snapshot, or how long the guest was paused for it.
 pub fn how_taken(reply: &MachineReply) -> String {
     match reply {
         MachineReply::SnapshotTaken { quiet: Some(quiet), .. } => quiet.clone(),
@@ -26,7 +26,7 @@ pub fn how_taken(reply: &MachineReply) -> String {
     }
 }
 
-/// What a network card is plugged into, as the command line writes it.
+/// The network of a card, as on the command line.
 pub fn link(link: &Link) -> String {
     match link {
         Link::User => "user".into(),

@@ -8,11 +8,11 @@ use export::exports::{ExportName, Exports};
 use std::io;
 use std::sync::Arc;
 
-/// Every device of a datastore, by its name.
+/// All disks and snapshots of a datastore by name.
 pub struct DatastoreExports {
     /// The datastore.
     pub datastore: Arc<Datastore>,
-    /// Refuse writes, whatever the client asks for.
+    /// Whether writes are refused for all clients.
     pub read_only: bool,
 }
 

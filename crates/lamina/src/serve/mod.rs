@@ -7,12 +7,12 @@
 //!      second -> exit at once
 //! ```
 //!
-//! What holds:
-//! 1. The ready line and `READY=1` come when every listener accepts connections, and not before.
-//! 2. No request, of NBD or control, and no job is running when the datastore is closed.
-//! 3. Sockets are removed while we still own the datastore, so that the next owner's are never hit.
-//! 4. Leaving at any instant without closing loses nothing that was acknowledged as durable: the store
-//!    guarantees that, and the second signal relies on it.
+//! Invariants:
+//! 1. The ready line and `READY=1` are sent once every listener accepts connections.
+//! 2. No NBD or control request and no job is running when the datastore is closed.
+//! 3. Sockets are removed while this process owns the datastore, so that the next owner's sockets are not affected.
+//! 4. The process can end at any moment without closing the datastore and loses nothing that was acknowledged as
+//!    durable: the store guarantees that, and the second signal relies on it.
 
 mod exports;
 mod notify;
@@ -39,20 +39,20 @@ use std::io::Write;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Where the NBD server listens unless told otherwise, in the datastore's folder.
+/// Default NBD socket in the datastore's folder.
 const NBD_SOCKET: &str = "nbd.sock";
 
-/// Open files that an NBD connection takes: its socket and its ring.
+/// Open files per NBD connection: its socket and its io_uring.
 const FILES_BY_CONNECTION: usize = 2;
 
-/// Serves until asked to stop.
+/// Serves until a signal stops the server.
 pub fn run(location: &Location, arguments: &ServeArguments, form: Form) -> Result<()> {
     location.require()?;
-    // First of all, so that a signal that comes while the journal is replayed is not lost.
+    // Registered first, so that a signal during journal replay is not lost.
     let mut signals = Signals::new([SIGINT, SIGTERM]).map_err(|e| Error::io("registering for signals", e))?;
     let _second_signal = follow::interruption(exit::INTERRUPTED)?;
 
-    // URIs name the socket for clients in any folder.
+    // The path is made absolute, because URIs contain it.
     let location = location.resolved()?;
     let folder = location.need_folder("a control socket or a server")?;
     let datastore = Datastore::open(&location, open_options(arguments))?;
@@ -67,7 +67,7 @@ pub fn run(location: &Location, arguments: &ServeArguments, form: Form) -> Resul
     Ok(())
 }
 
-/// How the arguments say to open the datastore.
+/// The options for opening the datastore.
 pub fn open_options(arguments: &ServeArguments) -> OpenOptions {
     OpenOptions {
         mode: arguments.io.into(),
@@ -77,7 +77,7 @@ pub fn open_options(arguments: &ServeArguments) -> OpenOptions {
     }
 }
 
-/// From an open datastore to one that no client uses any more.
+/// Serves an open datastore until no client uses it.
 fn serve(
     location: &Location,
     datastore: &Arc<Datastore>,
@@ -98,7 +98,7 @@ fn serve(
     let receiver = receiving::start(location, datastore, &jobs, arguments)?;
     let mut serving = serving(&nbd, arguments);
     serving.receive = receiver.as_ref().map(|receiver| receiver.address());
-    // Should this fail, the servers stop as they are dropped.
+    // If this fails, the servers stop when they are dropped.
     let serving = Arc::new(serving);
     let service = Service {
         datastore: Arc::clone(datastore),
@@ -114,7 +114,7 @@ fn serve(
     for warning in &status.file_system.warnings {
         tracing::warn!(datastore = %location, "{warning}");
     }
-    // Not before everything listens: a server that cannot start leaves the record as it is.
+    // After all listeners are open, so that a server that fails to start leaves the record unchanged.
     clients.keep_record()?;
     tracing::info!(
         datastore = %location, engine = status.engine, io_mode = status.io_mode, disks = status.disks,
@@ -129,7 +129,7 @@ fn serve(
         }
         notify::service_manager("STOPPING=1");
     }
-    // What it receives may end with a request to the control socket.
+    // The receiver stops before the control socket, because a reception may end with a control request.
     drop(receiver);
     nbd.stop();
     jobs.stop();
@@ -138,7 +138,7 @@ fn serve(
     announced
 }
 
-/// How many connections are allowed; a warning where this process cannot have the files for them.
+/// The connection limits; logs a warning if this process cannot open enough files for them.
 fn limits(arguments: &ServeArguments) -> Limits {
     let limits = Limits {
         unix: arguments.max_unix_connections.into(),
@@ -185,7 +185,7 @@ fn nbd_config(location: &Location, arguments: &ServeArguments) -> Result<nbd::Se
     })
 }
 
-/// What `status` and `export list` tell about this process; the addresses are those really listened on.
+/// What `status` and `export list` report about this process, with the addresses actually listened on.
 fn serving(nbd: &nbd::Server, arguments: &ServeArguments) -> Serving {
     let mut serving = Serving {
         pid: std::process::id(),
@@ -205,7 +205,7 @@ fn serving(nbd: &nbd::Server, arguments: &ServeArguments) -> Serving {
     serving
 }
 
-/// The one line on stdout that says that clients may come.
+/// Prints the ready line on stdout.
 fn announce(location: &Location, serving: &Serving, engine: &str, form: Form) -> Result<()> {
     let mut uris = uri::of_export(serving, "");
     let receive = serving.receive.map(|address| format!("lamina://{address}/"));
@@ -232,7 +232,7 @@ mod tests {
     use clap::Parser;
 
     #[test]
-    fn one_request_opens_as_serve_does_by_default() {
+    fn a_single_request_opens_the_datastore_with_the_defaults_of_serve() {
         let Command::Serve(arguments) = Cli::try_parse_from(["lamina", "serve", "x"]).unwrap().command else {
             panic!("serve is serve");
         };

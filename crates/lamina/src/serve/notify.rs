@@ -1,4 +1,4 @@
-//! Telling the service manager how far we are (the `sd_notify` protocol: one datagram to the socket it named).
+//! Notifications to the service manager (protocol of `sd_notify`: one datagram to the socket that it has named).
 
 use std::ffi::OsStr;
 use std::io;
@@ -6,7 +6,7 @@ use std::os::linux::net::SocketAddrExt;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::{SocketAddr, UnixDatagram};
 
-/// Sends `state` to the service manager, if there is one. An error is logged and does not end the server.
+/// Sends `state` to the service manager, if there is one. An error is logged and otherwise ignored.
 pub fn service_manager(state: &str) {
     if let Some(socket) = std::env::var_os("NOTIFY_SOCKET")
         && let Err(e) = send(&socket, state)
@@ -15,7 +15,7 @@ pub fn service_manager(state: &str) {
     }
 }
 
-/// A name that begins with `@` is one in the abstract namespace.
+/// A name that begins with `@` is in the abstract namespace.
 fn send(socket: &OsStr, state: &str) -> io::Result<()> {
     let address = match socket.as_bytes().strip_prefix(b"@") {
         Some(name) => SocketAddr::from_abstract_name(name)?,
@@ -30,7 +30,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn by_path_and_by_abstract_name() {
+    fn notifications_reach_paths_and_abstract_names() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("notify");
         let name = format!("lamina-notify-test-{}", std::process::id());

@@ -1,4 +1,4 @@
-//! Disks and machines that other servers send here.
+//! Receiving disks and machines from other servers.
 
 use crate::cli::ServeArguments;
 use connections::TlsConfig;
@@ -11,13 +11,13 @@ use std::sync::Arc;
 use vm::definition::Definition;
 use vm::machines::{Machines, OwnDisk};
 
-/// Machines that come with their disks: their definitions, which become machines when their disks are there.
+/// Handles definitions of machines that are sent with their disks; each becomes a machine when its disks are complete.
 struct Arriving {
     machines: Machines,
     jobs: Arc<Jobs>,
 }
 
-/// A machine that is about to be there.
+/// A machine whose disks are not complete yet.
 struct Prepared {
     making: vm::machines::Making,
     definition: Definition,
@@ -68,7 +68,7 @@ impl Making for Prepared {
     }
 }
 
-/// Begins to receive, if that is asked for.
+/// Starts the receiver, if the arguments request one.
 pub fn start(
     location: &Location,
     datastore: &Arc<Datastore>,
@@ -77,7 +77,7 @@ pub fn start(
 ) -> Result<Option<Receiver>> {
     let Some(listen) = arguments.receive else { return Ok(None) };
     let (Some(certificate), Some(key)) = (&arguments.tls_cert, &arguments.tls_key) else {
-        return Err(Error::new(ErrorKind::Invalid, "receiving takes a certificate: give --tls-cert and --tls-key"));
+        return Err(Error::new(ErrorKind::Invalid, "receiving needs a certificate: give --tls-cert and --tls-key"));
     };
     let config = ReceiverConfig {
         listen,

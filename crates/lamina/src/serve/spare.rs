@@ -1,5 +1,5 @@
-//! Room that a datastore keeps back for what a server needs to start on a full file system: the names of its sockets,
-//! which on XFS want new inodes. It lies in a file that means nothing, and is given up while the sockets are made.
+//! Reserved space that a server needs to start on a full file system: its sockets need directory entries, and on XFS
+//! new inodes. The space is held by a file without content of its own, which is deleted while the sockets are created.
 
 use backend::{Directory, IoMode};
 use std::io;
@@ -8,19 +8,19 @@ use std::sync::Arc;
 
 /// The file, in the datastore's folder.
 const FILE: &str = "spare";
-/// What is kept back (1 MiB): inodes of XFS come in pieces of 32 KiB, which want to lie in one.
+/// Reserved bytes (1 MiB): XFS allocates inodes in chunks of 32 KiB, which must be contiguous.
 const ROOM: u64 = 1 << 20;
-/// The least that is worth keeping.
+/// Least number of bytes worth reserving.
 const ROOM_MIN: u64 = 64 << 10;
 
-/// The room of one datastore. For its owner.
+/// The reserved space of a datastore, for use by its owner.
 pub struct Spare {
     path: PathBuf,
     directory: Arc<dyn Directory>,
 }
 
 impl Spare {
-    /// Of the datastore in a folder.
+    /// The reserved space of the datastore in a folder.
     pub fn of(datastore: &Path, directory: Arc<dyn Directory>) -> Self {
         Self { path: datastore.join(FILE), directory }
     }
@@ -32,7 +32,8 @@ impl Spare {
         }
     }
 
-    /// Takes the room, or what there is of it. Without any the next server may not start on a full file system.
+    /// Reserves the space, or as much of it as available. Without any, the next server may fail to start on a full file
+    /// system.
     pub fn keep(&self) {
         match self.take() {
             Ok(room) if room >= ROOM_MIN => {}
@@ -53,7 +54,7 @@ impl Spare {
             match file.reserve(room, by) {
                 Ok(()) => room += by,
                 Err(error) => {
-                    // Returns what a reservation that failed half way has allocated.
+                    // Frees what a failed reservation has allocated.
                     let _ = file.set_len(room);
                     if !error::lacks_space(&error) {
                         return Err(error);
@@ -73,7 +74,7 @@ mod tests {
     use backend::local::{LocalDirectory, LocalQueues};
 
     #[test]
-    fn room_is_taken_once_and_given_up_where_there_is_no_other() {
+    fn space_is_reserved_once_and_released_on_a_full_file_system() {
         let folder = tempfile::tempdir().unwrap();
         let directory = LocalDirectory::open(folder.path(), LocalQueues::Threads).unwrap();
         let spare = Spare::of(folder.path(), Arc::new(directory));

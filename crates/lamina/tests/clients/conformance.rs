@@ -1,15 +1,15 @@
-//! What libnbd's own tests expect of a server, in every style, with TLS and without: negotiation option by option,
-//! chunks of reads, block status, errors, many requests at once, and the ends of connections.
+//! The properties that libnbd's own tests expect of a server, in every style, with and without TLS: each option of the
+//! negotiation, chunks of reads, block status, errors, many requests at once, and the ends of connections.
 
 use crate::operation::{DATA_END, SIZE, STYLES, Style};
 use crate::program::Generation;
 use crate::served::Served;
 use testkit::nbd::Client;
 
-/// Too large for one reply of 32 bits.
+/// A capacity that exceeds one reply with 32-bit lengths.
 const LARGE: u64 = 1 << 40;
 
-/// Runs every check in one style; those that failed, and how many there were.
+/// Runs every check in one style; returns the failed ones and the number of checks.
 fn checks(generation: Generation, style: Style, tls: bool) -> (Vec<String>, usize) {
     let mut served = Served::start();
     served.make("vm1");
@@ -42,7 +42,7 @@ fn checks(generation: Generation, style: Style, tls: bool) -> (Vec<String>, usiz
     assert!(text.contains(" the server dies"), "{}", name(&text));
     let failed = text.lines().filter_map(|line| line.strip_prefix("failed ")).map(name).collect();
 
-    // The last check killed it: nothing else is to be found in the datastore.
+    // The last check killed the server; the datastore must have no problems.
     served.server.kill();
     served.store.is_clean();
     (failed, text.lines().count())

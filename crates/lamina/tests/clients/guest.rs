@@ -1,10 +1,10 @@
-//! A Linux guest of each QEMU generation on a lamina disk whose server is ended and started again under the guest's
-//! writes. The guest sees a disk that is slow for a while, and no error. It is made by `scripts/guest`; its part of the
-//! test is the phase `restarts` of `tests/guest/init`.
+//! A Linux guest in each QEMU generation on a lamina disk whose server is restarted while the guest writes. The guest
+//! sees a disk that is slow for a while, but no error. `scripts/guest` builds the guest; the phase `restarts` of
+//! `tests/guest/init` is its part of the test.
 //!
-//! A server that ends on SIGTERM writes everything back. One that is killed loses what was not flushed, as a disk does
-//! that loses power, but a guest that goes on does not write it again: it is protected by `write-cache=off`, with which
-//! QEMU asks for every write to be durable.
+//! A server that ends on SIGTERM writes everything back. A killed one loses writes that were not flushed, as a disk
+//! does on a power failure, but a guest that continues does not repeat them. It is protected by `write-cache=off`, with
+//! which QEMU requests FUA for every write.
 
 use crate::libnbd::service;
 use crate::program::Generation;
@@ -18,13 +18,13 @@ use testkit::process::{PATIENCE, tool};
 /// How often the server is restarted under one guest.
 const RESTARTS: usize = 4;
 
-/// Rounds of the guest's work between two restarts.
+/// Rounds of the guest's writes between two restarts.
 const ROUNDS: usize = 3;
 
-/// Rounds after which every file has been written; `tests/guest/init` has 16 of them.
+/// Rounds after which every file was written; `tests/guest/init` has 16 files.
 const ROUNDS_MIN: usize = 16;
 
-/// A running guest. Dropped, it is killed.
+/// A running guest, killed when dropped.
 struct Guest {
     child: Child,
     console: Arc<Mutex<String>>,
@@ -33,12 +33,12 @@ struct Guest {
 impl Guest {
     fn boot(generation: Generation, target: &Target, write_cache: &str) -> Self {
         let folder = testkit::machines::guest();
-        // Longer than any restart here takes.
+        // Longer than a restart takes here.
         let reconnect = format!("reconnect-delay={}", PATIENCE.as_secs());
         let blockdev = format!("{},node-name=disk0,discard=unmap,{reconnect}", target.image());
         let device = format!("virtio-blk-pci,drive=disk0,write-cache={write_cache}");
         let mut command = service(generation, "qemu-system-x86_64");
-        // No KVM: where these tests run it is often missing, and a guest's speed is not what is tested.
+        // KVM is not used: it is often missing where these tests run, and the guest's speed does not matter.
         command.args(["-accel", "tcg", "-machine", "pc", "-m", "256", "-display", "none", "-monitor", "none"]);
         command.args(["-no-reboot", "-nodefaults", "-serial", "stdio"]);
         command.args(target.objects()).args(["-blockdev", &blockdev, "-device", &device]);
@@ -64,7 +64,7 @@ impl Guest {
         self.console().matches("guest: round ").count()
     }
 
-    /// Waits until the guest is that far; how far it then is.
+    /// Waits until the guest has reached a round; returns its current round.
     fn reach(&mut self, round: usize, line: &str) -> usize {
         let begin = Instant::now();
         loop {
@@ -75,12 +75,12 @@ impl Guest {
             let ended = self.child.try_wait().unwrap();
             let console = self.console();
             assert!(ended.is_none() && !console.contains("guest: failed"), "{line}: the guest failed: {console}");
-            assert!(begin.elapsed() < PATIENCE, "{line}: the guest does not go on: {console}");
+            assert!(begin.elapsed() < PATIENCE, "{line}: the guest does not continue: {console}");
             std::thread::sleep(std::time::Duration::from_millis(20));
         }
     }
 
-    /// Tells it to end and waits; what its console said.
+    /// Tells the guest to end and waits; returns its console output.
     fn end(mut self, line: &str) -> String {
         self.child.stdin.take().unwrap().write_all(b"enough\n").unwrap();
         let code = testkit::process::wait(&mut self.child);
@@ -116,7 +116,7 @@ fn outlives(generation: Generation, signal: &str, tls: bool) {
     for complaint in ["I/O error", "EXT4-fs error", "EXT4-fs warning"] {
         assert!(!console.contains(complaint), "{line}: {complaint}: {console}");
     }
-    // In the style of this QEMU, and the file system is what e2fsck thinks it is, here as well.
+    // The guest connected in the expected style, and e2fsck finds its file system clean on the host too.
     let style = format!("style={:?}", generation.qemu_style());
     assert!(served.server.log().contains(&style), "{line}: not in {style}: {}", served.server.log());
     let image = served.scratch().join("image");

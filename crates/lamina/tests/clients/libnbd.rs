@@ -13,7 +13,7 @@ type Outcome = Result<(), String>;
 /// The flag of sockets that listen, as the kernel prints it.
 const SOCKET_LISTENS: &str = " 00010000 ";
 
-/// One operation by the Python binding, which can be told the style.
+/// One operation with the Python binding, which allows the style to be selected.
 pub fn python(generation: Generation, target: &Target, line: &Line) -> Outcome {
     let served = target.served;
     let style = format!("{:?}", line.style);
@@ -38,17 +38,17 @@ fn ask(generation: Generation, operation: Operation, mut task: serde_json::Value
     generation.run("python3", &["-c", include_str!("operations.py"), &task.to_string()]).map(drop)
 }
 
-/// A process that serves something made of an export. Dropped, it is killed.
+/// A process that serves something made from an export, killed when dropped.
 pub struct Proxy {
     child: Child,
     _folder: tempfile::TempDir,
 }
 
 impl Proxy {
-    /// Starts it and waits until it listens on the socket `proxy` in a folder of its own.
+    /// Starts a proxy and waits until it listens on the socket `proxy` in its folder.
     pub fn listening(command: Command, folder: tempfile::TempDir) -> Result<Self, String> {
         let socket = folder.path().join("proxy").display().to_string();
-        // The file alone does not tell: a socket has a name before it can be connected to.
+        // The existence of the file is not enough: a socket has a name before it accepts connections.
         let listens = |line: &str| line.ends_with(&socket) && line.contains(SOCKET_LISTENS);
         Self::start(command, folder, || std::fs::read_to_string("/proc/net/unix").unwrap().lines().any(listens))
     }
@@ -65,7 +65,7 @@ impl Proxy {
         ended.map_or(Ok(proxy), |status| Err(format!("{command:?}: {status} before it was ready")))
     }
 
-    /// Ends it with a signal and waits.
+    /// Ends the proxy with a signal and waits for its end.
     pub fn stop(self, signal: &str) {
         testkit::process::send(self.child.id(), signal);
         self.wait();
@@ -83,14 +83,14 @@ impl Drop for Proxy {
     }
 }
 
-/// A command without a time limit around it, so that signals reach the program itself.
+/// A command without `timeout` around it, so that signals reach the program itself.
 pub fn service(generation: Generation, name: &str) -> Command {
     let mut command = Command::new(generation.program(name));
     command.stdin(Stdio::null());
     command
 }
 
-/// nbdkit's `nbd` plugin as a proxy; the Python binding asks it.
+/// nbdkit's `nbd` plugin as a proxy, which the Python binding connects to.
 pub fn nbdkit(generation: Generation, target: &Target, line: &Line) -> Outcome {
     let served = target.served;
     let folder = tempfile::tempdir().unwrap();
@@ -115,7 +115,7 @@ pub fn nbdkit(generation: Generation, target: &Target, line: &Line) -> Outcome {
     Ok(())
 }
 
-/// A sparse image with this content.
+/// Creates a sparse image with this content.
 pub fn image(path: &Path, content: &[u8]) {
     use std::os::unix::fs::FileExt;
     let file = std::fs::File::create(path).unwrap();
@@ -127,7 +127,7 @@ pub fn image(path: &Path, content: &[u8]) {
     }
 }
 
-/// Copies images in and out.
+/// nbdcopy: copies images in and out.
 pub fn nbdcopy(generation: Generation, target: &Target, line: &Line) -> Outcome {
     let path = target.served.scratch().join("image");
     let text = path.to_str().unwrap();
@@ -140,10 +140,10 @@ pub fn nbdcopy(generation: Generation, target: &Target, line: &Line) -> Outcome 
 }
 
 fn same(found: &[u8], expected: &[u8]) -> Outcome {
-    if found == expected { Ok(()) } else { Err("what it read are not the bytes of the disk".into()) }
+    if found == expected { Ok(()) } else { Err("the bytes that the client read are not those of the disk".into()) }
 }
 
-/// Shows the allocation.
+/// nbdinfo: shows the allocation.
 pub fn nbdinfo(generation: Generation, target: &Target, _line: &Line) -> Outcome {
     let text = generation.run("nbdinfo", &["--map", "--json", &target.uri()])?;
     let map: serde_json::Value = serde_json::from_str(&text).map_err(|e| format!("{e}: {text}"))?;
@@ -157,10 +157,10 @@ pub fn nbdinfo(generation: Generation, target: &Target, _line: &Line) -> Outcome
     if extents == [(0, data, 0), (data, all - data, 3)] { Ok(()) } else { Err(text) }
 }
 
-/// Prints the bytes.
+/// nbddump: prints the bytes.
 pub fn nbddump(generation: Generation, target: &Target, _line: &Line) -> Outcome {
     let text = generation.run("nbddump", &[&target.uri()])?;
-    // Repeated lines are left out: what begins where, and with which byte.
+    // nbddump omits repeated lines, so the test checks at which offset each byte value begins.
     let runs: Vec<(usize, &str)> = text
         .lines()
         .filter_map(|line| line.split_once(": "))
@@ -170,7 +170,7 @@ pub fn nbddump(generation: Generation, target: &Target, _line: &Line) -> Outcome
     if runs == expected { Ok(()) } else { Err(text) }
 }
 
-/// The export as a file of the kernel's file system in user space.
+/// nbdfuse: the export as a file in FUSE.
 pub fn nbdfuse(generation: Generation, target: &Target, line: &Line) -> Outcome {
     use std::os::unix::fs::FileExt;
     assert!(
@@ -207,19 +207,19 @@ pub fn nbdfuse(generation: Generation, target: &Target, line: &Line) -> Outcome 
         Operation::Read => Ok(()),
         operation => same(&std::fs::read(&path).map_err(|e| e.to_string())?, &operation.content()),
     });
-    // The mount is busy while a process that another test has just forked still holds the file.
+    // The mount stays busy while a process that another test has just forked holds the file.
     testkit::process::until("nbdfuse is unmounted", || {
         Generation::Installed.run("fusermount3", &["-u", mount.to_str().unwrap()]).is_ok()
     });
-    // It ends by itself once it is not mounted any more, after its last request.
+    // nbdfuse ends after its last request once it is unmounted.
     proxy.wait();
     done
 }
 
-/// fio's engine, which verifies what it wrote.
+/// fio's NBD engine, which verifies what it wrote.
 pub fn fio(generation: Generation, target: &Target, line: &Line) -> Outcome {
     let (offset, length) = match line.operation {
-        // fio verifies one pattern.
+        // fio can verify a single pattern only.
         Operation::Read => (0, DATA_END / 2),
         operation => operation.range(),
     };
@@ -230,7 +230,7 @@ pub fn fio(generation: Generation, target: &Target, line: &Line) -> Outcome {
         _ => &["--rw=write", "--end_fsync=1", "--do_verify=1"],
     };
     let uri = target.uri();
-    // The engine does not allow a URI that names a file.
+    // The engine rejects a URI that names a file.
     let uri = format!("--uri={}", if target.tls { uri.split('?').next().unwrap_or_default() } else { &uri });
     let [offset, size, block] =
         [("offset", offset), ("size", length), ("bs", length)].map(|(name, value)| format!("--{name}={value}"));
@@ -245,14 +245,15 @@ pub fn fio(generation: Generation, target: &Target, line: &Line) -> Outcome {
     if text.contains("err= 0") { Ok(()) } else { Err(text) }
 }
 
-/// libnbd looks for certificates in `HOME` unless its user is root: in a user namespace it is not.
+/// libnbd looks for certificates in `HOME` only if the user is not root, so fio runs as another user in a user
+/// namespace.
 fn fio_with_home(generation: Generation, target: &Target, arguments: &[&str]) -> Result<String, String> {
     let home = tempfile::tempdir().unwrap();
     std::fs::create_dir(home.path().join(".pki")).unwrap();
     std::os::unix::fs::symlink(target.served.certificates(), home.path().join(".pki/libnbd")).unwrap();
     let variable = format!("HOME={}", home.path().display());
     let program = generation.program("fio");
-    // fio keeps files of its own in the current folder.
+    // fio creates files in its current folder.
     let state = format!("--aux-path={}", home.path().display());
     let user = ["--user", "--map-user=1000", "--map-group=1000", "env", &variable, &program, &state];
     Generation::Installed.run("unshare", &[&user, arguments].concat())

@@ -1,7 +1,7 @@
-//! The clients that users have, in two generations side by side: what is installed, and the newest that Debian has.
+//! Common NBD clients in two generations: the installed versions, and the newest ones in Debian.
 //!
-//! Each client, style, way of connection and operation is one line of a matrix, and each line that does not hold is
-//! named. The manual's page on clients has the same table.
+//! Each combination of client, style, transport and operation is one line of a matrix, and each failing line is
+//! reported. The manual's page on clients has the same table.
 
 #![allow(clippy::unwrap_used)]
 
@@ -21,15 +21,15 @@ use operation::{STYLES, Style};
 use program::{GENERATIONS, Generation};
 use served::Target;
 
-/// One operation by one client of a generation.
+/// Runs one operation with a client of one generation.
 type ClientRun = fn(Generation, &Target, &Line) -> Result<(), String>;
 
-/// Tries a client of both generations, in the style that it asks for, with TLS and without.
+/// Tests a client of both generations, in the style that it requests, with and without TLS.
 fn both_generations(program: &str, style: fn(Generation) -> Style, operations: &[Operation], run: ClientRun) {
     generations(program, style, |_| true, operations, run);
 }
 
-/// The same for a client that has no way to TLS in some generation.
+/// Tests both generations of a client that supports TLS only in some of them.
 fn generations(
     program: &str,
     style: fn(Generation) -> Style,
@@ -49,12 +49,12 @@ fn generations(
     matrix.finish();
 }
 
-/// Everything that QEMU's block layer and nbdkit have a request for.
+/// The operations that QEMU's block layer and nbdkit can request.
 const BLOCK_LAYER: [Operation; 6] = [Read, Write, Fua, Trim, Zero, FastZero];
 
 #[test]
 fn generations_differ_in_what_they_negotiate() {
-    // Otherwise the matrix below tries one of them twice.
+    // If both generations negotiated the same, the matrix below would test one of them twice.
     assert_eq!(Generation::Newest.qemu_style(), Style::Extended, "QEMU {}", Generation::Newest.version("qemu-io"));
     assert_eq!(Generation::Newest.libnbd_style(), Style::Extended, "{}", Generation::Newest.version("nbdinfo"));
 }
@@ -88,7 +88,7 @@ fn nbdinfo_and_nbddump() {
 
 #[test]
 fn nbdfuse() {
-    // libnbd 1.14's nbdfuse refuses a URI that names certificates.
+    // nbdfuse of libnbd 1.14 refuses a URI that names certificates.
     let knows_tls = |generation: Generation| generation.libnbd_style() == Style::Extended;
     generations("nbdfuse", Generation::libnbd_style, knows_tls, &[Read, Write, Trim, Zero], libnbd::nbdfuse);
 }
@@ -114,7 +114,7 @@ fn libnbd_in_every_style() {
             .into_iter()
             .filter(|style| *style != Style::Extended || generation.libnbd_style() == Style::Extended);
         for (style, tls) in known.flat_map(|style| [(style, false), (style, true)]) {
-            // Block status needs structured replies.
+            // Block status requires structured replies.
             let possible = operations.iter().filter(|o| style != Style::Simple || **o != BlockStatus);
             for operation in possible {
                 let line = Line { client: client.clone(), style, tls, operation: *operation };

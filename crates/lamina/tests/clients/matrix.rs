@@ -1,14 +1,14 @@
-//! Lines of the matrix: one client, style, way of connection and operation each, on a disk of its own. A line holds if
-//! the client ends well, has connected in the style that it stands for, and has left the disk with the right bytes.
+//! Lines of the matrix: one client, style, transport and operation each, on its own disk. A line passes if the client
+//! succeeds, has connected in the expected style, and has left the disk with the right content.
 
 use crate::operation::{Operation, Style};
 use crate::served::{Served, Target};
 use std::fmt;
 
-/// One case.
+/// One line.
 #[derive(Clone)]
 pub struct Line {
-    /// Program and version.
+    /// Name and version of the client.
     pub client: String,
     pub style: Style,
     pub tls: bool,
@@ -33,7 +33,7 @@ impl Matrix {
         Self { served: Served::start(), failures: Vec::new(), lines: 0 }
     }
 
-    /// Tests one line of the table.
+    /// Tests one line.
     pub fn line(&mut self, line: Line, run: impl FnOnce(&Target, &Line) -> Result<(), String>) {
         let disk = format!("line{}", self.lines);
         self.lines += 1;
@@ -49,7 +49,8 @@ impl Matrix {
         }
     }
 
-    /// In the style of the line, as the server says: a client that falls back to another style does not pass.
+    /// Checks in the server's log that the client connected in the expected style, so that a client that falls back to
+    /// another style fails.
     fn connected(&self, disk: &str, line: &Line, log_before: usize) -> Result<(), String> {
         let log = self.served.server.log();
         let connected: Vec<&str> = log[log_before..]
@@ -63,7 +64,7 @@ impl Matrix {
         Ok(())
     }
 
-    /// What was written with FUA is there after the server was killed.
+    /// Data written with FUA must survive a kill of the server.
     fn survives(&mut self, disk: &str, line: &Line) -> Result<(), String> {
         if line.operation != Operation::Fua {
             return Ok(());
@@ -80,7 +81,7 @@ impl Matrix {
         }
     }
 
-    /// Fails with every line that did not hold.
+    /// Fails if lines failed, and lists them.
     pub fn finish(mut self) {
         assert_eq!(self.served.server.stop("TERM"), Some(0));
         assert!(

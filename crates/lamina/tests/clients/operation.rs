@@ -1,4 +1,4 @@
-//! What is tried with every client: the operations of the protocol on one small disk, and what the disk holds after.
+//! The operations that are tested with every client on a small disk, and the content of the disk afterwards.
 
 /// Capacity of the disk of one line.
 pub const SIZE: usize = 4 << 20;
@@ -7,13 +7,13 @@ pub const SIZE: usize = 4 << 20;
 const FIRST: (usize, u8) = (1 << 20, 0x11);
 const SECOND: (usize, u8) = (1 << 20, 0x22);
 
-/// Bytes of a disk from here on are a hole before any operation.
+/// First byte of the hole after the initial data.
 pub const DATA_END: usize = FIRST.0 + SECOND.0;
 
-/// The byte that is written.
+/// Value of the bytes that operations write.
 pub const WRITTEN: u8 = 0x33;
 
-/// How requests and replies look on the connection to lamina.
+/// Style of requests and replies on the connection to lamina.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Style {
     Simple,
@@ -23,7 +23,7 @@ pub enum Style {
 
 pub const STYLES: [Style; 3] = [Style::Simple, Style::Structured, Style::Extended];
 
-/// A part of the protocol.
+/// An operation of the protocol.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Operation {
     Read,
@@ -52,11 +52,11 @@ impl Operation {
         }
     }
 
-    /// Offset and length of what the operation is about.
+    /// Offset and length of the operation.
     pub fn range(self) -> (usize, usize) {
         match self {
             Self::Read | Self::BlockStatus => (0, SIZE),
-            // Across the end of the first run, and no multiple of a block.
+            // Crosses the end of the first run, and is not a multiple of a block.
             Self::Write | Self::Fua => (FIRST.0 - 1024, (64 << 10) + 512),
             Self::Trim => (128 << 10, 64 << 10),
             Self::Zero => (FIRST.0 - 1000, 70_000),

@@ -1,4 +1,4 @@
-//! What no public client sends: RESIZE, by the project's own client of the protocol.
+//! RESIZE, which no public client supports, with the project's own client.
 
 use crate::matrix::{Line, Matrix};
 use crate::operation::{Operation, SIZE, STYLES, Style};
@@ -10,7 +10,7 @@ use std::net::TcpStream;
 use std::sync::Arc;
 use testkit::protocol::{CMD_FLUSH, CMD_RESIZE, Client, EPERM, Mode, OPT_STARTTLS, REP_ACK};
 
-/// A session in TLS with the certificate of the test authority.
+/// A session over TLS with the certificate of the test authority.
 fn secure(served: &Served) -> Client {
     let folder = served.certificates();
     let certificate = |name: &str| CertificateDer::from_pem_file(folder.join(name)).unwrap();
@@ -62,21 +62,21 @@ fn resize(target: &Target, line: &Line) -> Result<(), String> {
         return Err(format!("resize: error {} {}", reply.error, reply.message));
     }
     if client.read(larger - 4096, 4096) != vec![0; 4096] {
-        return Err("what was added is not zero".into());
+        return Err("the added range is not zero".into());
     }
     client.write(larger - 1000, &[0x44; 1000]);
     if client.read(larger - 1001, 1001) != [&[0][..], &[0x44; 1000]].concat() {
-        return Err("what was written beyond the former end is not there".into());
+        return Err("data written beyond the former end is missing".into());
     }
     let reply = client.ask(CMD_RESIZE, 0, SIZE as u64, 0);
     if reply.error != EPERM {
-        return Err(format!("to shrink is answered with {}", reply.error));
+        return Err(format!("shrinking is answered with {}", reply.error));
     }
     if client.ask(CMD_FLUSH, 0, 0, 0).error != 0 {
         return Err("flush failed".into());
     }
     let size = connect(target, line.style).size;
-    if size == larger { Ok(()) } else { Err(format!("the next client is told {size} bytes")) }
+    if size == larger { Ok(()) } else { Err(format!("the next client gets the size {size}")) }
 }
 
 #[test]

@@ -1,14 +1,14 @@
-//! The programs of both generations: those that are installed, and the newest of Debian, which `scripts/clients`
-//! unpacks beside them.
+//! Client programs of both generations: the installed ones, and the newest ones in Debian, which `scripts/clients`
+//! unpacks.
 
 use crate::operation::Style;
 use std::process::{Command, Stdio};
 use testkit::newest::newest;
 
-/// Seconds after which a client counts as hung.
+/// Time limit of a client in seconds.
 pub const CLIENT_SECONDS: &str = "120";
 
-/// Where a program comes from.
+/// Origin of a program.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Generation {
     Installed,
@@ -21,14 +21,14 @@ impl Generation {
     /// The path of a program.
     pub fn program(self, name: &str) -> String {
         match self {
-            // Debian's libnbd belongs to Debian's Python, which need not be the first on PATH.
+            // Debian's libnbd works with Debian's Python only, which need not be the first one on PATH.
             Self::Installed if name == "python3" => "/usr/bin/python3".into(),
             Self::Installed => name.into(),
             Self::Newest => newest().join("bin").join(name).display().to_string(),
         }
     }
 
-    /// A command that ends by itself.
+    /// A command with a time limit.
     pub fn command(self, name: &str, arguments: &[&str]) -> Command {
         let mut command = Command::new("timeout");
         command.args(["--kill-after=10", CLIENT_SECONDS]).arg(self.program(name)).args(arguments);
@@ -36,7 +36,7 @@ impl Generation {
         command
     }
 
-    /// Runs a program to its end: what it printed, or what went wrong.
+    /// Runs a program; returns its output or an error.
     pub fn run(self, name: &str, arguments: &[&str]) -> Result<String, String> {
         let output = self.command(name, arguments).output().unwrap_or_else(|e| panic!("timeout {name}: {e}"));
         let text = String::from_utf8_lossy(&output.stdout).into_owned();
@@ -47,7 +47,7 @@ impl Generation {
         Err(format!("{name} {arguments:?}: {}: {}{}", output.status, text.trim_end(), complaint.trim_end()))
     }
 
-    /// The version of a program, as `MAJOR.MINOR.PATCH` or what else it calls itself.
+    /// The version of a program, as `MAJOR.MINOR.PATCH` or in its own form.
     pub fn version(self, name: &str) -> String {
         let text = match name {
             "python3" => self.run(name, &["-c", "import nbd; print(nbd.NBD().get_version())"]),
@@ -59,7 +59,7 @@ impl Generation {
         first.split_whitespace().find(is_version).unwrap_or_else(|| panic!("{name}: no version in {text}")).into()
     }
 
-    /// What a client of a library asks for by itself: extended headers if the library supports them.
+    /// The style that a client requests by default: extended headers if its library supports them.
     fn style(self, program: &str, first_extended: (u32, u32)) -> Style {
         let version = self.version(program);
         let mut numbers = version.split('.').map(|n| n.parse::<u32>().unwrap_or_default());

@@ -1,4 +1,4 @@
-//! QEMU's programs: its block layer by itself, as a tool for images, and as a proxy.
+//! QEMU's programs: qemu-io, qemu-img, and qemu-nbd as a proxy.
 
 use crate::libnbd::{Proxy, image, service};
 use crate::matrix::Line;
@@ -8,10 +8,10 @@ use crate::served::Target;
 
 type Outcome = Result<(), String>;
 
-/// How `timeout` ends when the program that it runs is killed: the same way.
+/// The status of `timeout` when its program is killed.
 const KILLED: &str = "signal: 9 (SIGKILL)";
 
-/// Commands of qemu-io for an operation; it reads back and compares with a pattern.
+/// Commands of qemu-io for an operation, including reads that compare with a pattern.
 fn commands(operation: Operation) -> Vec<String> {
     let (offset, length) = operation.range();
     let half = DATA_END / 2;
@@ -26,7 +26,7 @@ fn commands(operation: Operation) -> Vec<String> {
             format!("read -P {WRITTEN} {offset} {length}"),
             "flush".into(),
         ],
-        // Killed afterwards, for qemu-io flushes when it ends.
+        // Killed afterwards, because qemu-io flushes when it exits.
         Operation::Fua => vec![
             format!("write -f -P {WRITTEN} {offset} {length}"),
             format!("read -P {WRITTEN} {offset} {length}"),
@@ -54,7 +54,7 @@ fn qemu_io(generation: Generation, operation: Operation, connection: &[&str]) ->
     if failed { Err(text) } else { Ok(()) }
 }
 
-/// `objects` and `--image-opts` before what else a program gets.
+/// `objects` and `--image-opts` as the first arguments of a program.
 fn arguments<'a>(objects: &'a [String], image: &'a str) -> Vec<&'a str> {
     objects.iter().map(String::as_str).chain(["--image-opts", image]).collect()
 }
@@ -64,7 +64,7 @@ pub fn io(generation: Generation, target: &Target, line: &Line) -> Outcome {
     qemu_io(generation, line.operation, &arguments(&objects, &image))
 }
 
-/// Converts, compares and maps images.
+/// qemu-img: converts, compares and maps images.
 pub fn img(generation: Generation, target: &Target, line: &Line) -> Outcome {
     let (objects, export) = (target.objects(), target.image());
     let objects: Vec<&str> = objects.iter().map(String::as_str).collect();
@@ -98,7 +98,7 @@ fn map(generation: Generation, target: &Target) -> Outcome {
     if extents == [(0, data, true, false), (data, all - data, false, true)] { Ok(()) } else { Err(text) }
 }
 
-/// qemu-nbd as a proxy; qemu-io of the same generation asks it.
+/// qemu-nbd as a proxy, which qemu-io of the same generation connects to.
 pub fn nbd(generation: Generation, target: &Target, line: &Line) -> Outcome {
     let folder = tempfile::tempdir().unwrap();
     let socket = folder.path().join("proxy");

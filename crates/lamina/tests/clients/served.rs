@@ -1,4 +1,4 @@
-//! A server with plain connections on its unix socket and TLS with client certificates on TCP.
+//! A server with unencrypted connections on a unix socket and TLS with client certificates on TCP.
 
 use crate::operation::{self, DATA_END, SIZE};
 use std::path::{Path, PathBuf};
@@ -13,7 +13,7 @@ pub struct Served {
     folder: tempfile::TempDir,
 }
 
-/// How a client reaches an export.
+/// The way in which a client reaches an export.
 pub struct Target<'a> {
     pub served: &'a Served,
     pub export: String,
@@ -35,7 +35,7 @@ impl Served {
         Self { store, server, port: port.unwrap(), folder }
     }
 
-    /// Ends the server by a signal and serves the same disks at the same addresses again.
+    /// Ends the server with a signal and serves the same disks at the same addresses again.
     pub fn restart(&mut self, signal: &str) {
         if signal == "KILL" {
             self.server.kill();
@@ -45,7 +45,7 @@ impl Served {
         self.server = self.store.serve(&options(self.folder.path(), self.port));
     }
 
-    /// The folder with certificates, under the names that GnuTLS clients look for.
+    /// The folder with certificates in files named as GnuTLS clients expect.
     pub fn certificates(&self) -> PathBuf {
         self.folder.path().join("tls")
     }
@@ -55,7 +55,7 @@ impl Served {
         self.folder.path()
     }
 
-    /// Makes a disk that holds what every operation begins with.
+    /// Creates a disk with the initial content of the operations.
     pub fn make(&self, disk: &str) {
         self.store.run(&format!("disk create {disk} {SIZE}")).ok();
         let mut client = Client::connect(&self.store.socket(), disk).unwrap();
@@ -63,7 +63,7 @@ impl Served {
         client.flush().unwrap();
     }
 
-    /// All bytes of a disk, read by the project's own client.
+    /// The content of a disk, read with the project's own client.
     pub fn content(&self, disk: &str) -> Vec<u8> {
         Client::connect(&self.store.socket(), disk).unwrap().read(0, SIZE as u32).unwrap()
     }
@@ -76,7 +76,7 @@ fn options(folder: &Path, port: u16) -> String {
 }
 
 impl Target<'_> {
-    /// The URI, for clients of libnbd.
+    /// The export's URI, for clients based on libnbd.
     pub fn uri(&self) -> String {
         if !self.tls {
             return self.served.store.uri(&self.export);
@@ -85,7 +85,7 @@ impl Target<'_> {
         format!("nbds://127.0.0.1:{}/{}?tls-certificates={}", self.served.port, self.export, folder.display())
     }
 
-    /// Arguments that define what [`Target::image`] refers to, for QEMU's programs.
+    /// Arguments that define the objects which [`Target::image`] refers to, for QEMU's programs.
     pub fn objects(&self) -> Vec<String> {
         let folder = self.served.certificates();
         let object = format!("tls-creds-x509,id=tls0,endpoint=client,dir={}", folder.display());

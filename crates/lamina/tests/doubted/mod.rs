@@ -1,10 +1,10 @@
-//! A disk whose medium fails, and what is known of it: for each sector the versions that a loss of everything unflushed
-//! may leave, and which of them is the newest that was acknowledged.
+//! A disk on storage that fails, with a model of each sector: the versions that a loss of unflushed writes may leave,
+//! and which of them was acknowledged last.
 //!
-//! A read finds the newest acknowledged version or one whose write failed after it, or it fails with EIO: it never
-//! finds an older one. After the disk was opened again any of the versions may be there; what is found stays.
+//! A read returns the version acknowledged last or one whose write failed afterwards, or fails with EIO; it never
+//! returns an older version. After the disk was opened again, any of the versions may be read; the one found must stay.
 
-#![allow(dead_code, reason = "each test file uses its part")]
+#![allow(dead_code, reason = "each test file uses only a part")]
 #![allow(clippy::unwrap_used)]
 
 use testkit::Random;
@@ -13,13 +13,13 @@ use testkit::pattern::{self, SECTOR};
 
 const ROUND_REQUESTS: u64 = 16;
 const READ_BYTES: usize = 1 << 20;
-/// Where a read finds doubtful content, it is repeated in parts of this size.
+/// A read that returns uncertain content is repeated in parts of this size.
 const PIECE_BYTES: usize = 4096;
 
 #[derive(Clone)]
 pub struct Sector {
     versions: Vec<u64>,
-    /// The place in it of the newest that was acknowledged.
+    /// Index of the version that was acknowledged last.
     acknowledged: usize,
 }
 
@@ -37,7 +37,7 @@ impl Sector {
 pub struct Snapshot {
     pub name: String,
     pub sectors: Vec<Sector>,
-    /// Its creation was acknowledged, and no deletion was asked for.
+    /// Whether its creation was acknowledged and no deletion was requested.
     pub certain: bool,
 }
 
@@ -48,7 +48,7 @@ enum Kind {
     Zero,
 }
 
-/// What has been through.
+/// Statistics.
 #[derive(Default, Debug)]
 pub struct Counted {
     pub requests: u64,
@@ -65,9 +65,9 @@ pub struct Doubted {
     pub snapshots: Vec<Snapshot>,
     random: Random,
     version: u64,
-    /// Requests may fail with EIO.
+    /// Whether requests may fail with EIO.
     pub fails: bool,
-    /// Some writes are durable once they are acknowledged (FUA).
+    /// Whether some writes use FUA, so that they are durable when acknowledged.
     pub fua: bool,
     pub counted: Counted,
 }
@@ -100,7 +100,7 @@ impl Doubted {
         (start..start + length as usize, kind)
     }
 
-    /// Requests that do not overlap, all in flight at once.
+    /// Sends requests that do not overlap, all in flight at once.
     pub fn round(&mut self, client: &mut Client) -> Result<(), Failure> {
         let mut sent: Vec<(u64, std::ops::Range<usize>, Kind, bool)> = Vec::new();
         for _ in 0..1 + self.random.below(ROUND_REQUESTS) {
@@ -129,7 +129,7 @@ impl Doubted {
             let (_, range, kind, fua) = sent.iter().find(|(asked, ..)| *asked == cookie).unwrap();
             self.counted.requests += 1;
             match outcome {
-                // A discard may leave what was there.
+                // On failing storage a discard may leave the old content.
                 Ok(_) if *kind == Kind::Trim && self.fails => {}
                 Ok(_) => self.sectors[range.clone()].iter_mut().for_each(|sector| {
                     sector.acknowledged = sector.versions.len() - 1;
@@ -159,13 +159,13 @@ impl Doubted {
         }
     }
 
-    /// What was acknowledged is durable.
+    /// All acknowledged writes are durable now.
     pub fn flushed(&mut self) {
         let snapshots = self.snapshots.iter_mut().flat_map(|snapshot| &mut snapshot.sectors);
         snapshots.chain(&mut self.sectors).for_each(Sector::flushed);
     }
 
-    /// Reads some of the disk: nothing old, nothing wrong.
+    /// Reads some of the disk and checks that no sector has an older or wrong version.
     pub fn look(&mut self, client: &mut Client) -> Result<(), Failure> {
         let start = self.random.below(self.sectors.len() as u64 / 8 - 64) as usize * 8;
         for piece in (start..start + 512).step_by(PIECE_BYTES / SECTOR) {
@@ -188,7 +188,7 @@ impl Doubted {
         }
     }
 
-    /// After a new opening: everything can be read and holds what a loss may leave; that stays.
+    /// After the disk was opened again: every sector can be read and has an allowed version, which must stay.
     pub fn settle(&mut self, socket: &std::path::Path) {
         settle(socket, &self.name, self.number, &mut self.sectors, &mut self.counted);
     }

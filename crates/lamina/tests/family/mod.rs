@@ -1,11 +1,10 @@
-//! A disk with its snapshots and linked clones under random load, and what a killed server may leave of them.
+//! A disk with snapshots and linked clones under random load, and checks of their content after a kill of the server.
 //!
-//! 1. Every write of the family has a number of its own, so that content which belongs to another disk or snapshot of
-//!    it is seen as foreign: no number is right in two places by chance.
-//! 2. For each sector it is known which numbers a crash may leave: that of the last write made durable, by FUA or by a
-//!    flush of the same disk, and those sent since. What was found after a crash is durable.
-//! 3. A snapshot holds what its disk held when it was taken, a clone what its snapshot held.
-//! 4. A command cut off by the kill took effect or did not; every other disk and snapshot is there.
+//! 1. Every write has a unique number, so that content of another disk or snapshot is always detected.
+//! 2. For each sector the model has the numbers that a crash may leave: the last write made durable, by FUA or by a
+//!    flush of the same disk, and all later ones. The number found after a crash is durable.
+//! 3. A snapshot has the content of its disk when it was taken, a clone the content of its snapshot.
+//! 4. A command interrupted by the kill has taken effect or not; all other disks and snapshots exist.
 
 #![allow(clippy::unwrap_used)]
 
@@ -16,12 +15,12 @@ use testkit::nbd::{Client, Command, Failure};
 use testkit::pattern::{self, SECTOR};
 use testkit::process::{self, Done, Store};
 
-/// Requests of one round, and the sectors of the largest (128 KiB).
+/// Requests per round, and sectors of the largest request (128 KiB).
 const ROUND_REQUESTS: u64 = 16;
 const REQUEST_SECTORS_MAX: u64 = 256;
-/// Disks up to this size are read whole, larger ones where something was written.
+/// Disks up to this size are read completely, larger ones only where something was written.
 const READ_WHOLE_MAX: u64 = 8 << 20;
-/// Places of a larger disk that are written to, and the blocks at each.
+/// Number of written locations on a larger disk, and blocks at each.
 const PLACES: u64 = 600;
 const PLACE_BLOCKS: u64 = 4;
 const BLOCK_SECTORS: u64 = 8;
@@ -30,18 +29,18 @@ const READ_MAX: u64 = 1 << 20;
 const DISKS_MAX: usize = 4;
 const SNAPSHOTS_MAX: usize = 4;
 
-/// For each sector ever written the numbers of the writes that a crash may leave, the durable one first.
+/// For each written sector the numbers of the writes that a crash may leave, the durable one first.
 #[derive(Clone, Default)]
 struct Content(BTreeMap<u64, Vec<u64>>);
 
 struct Disk {
     content: Content,
     snapshots: BTreeMap<String, Content>,
-    /// The disk and snapshot that it is a linked clone of.
+    /// The disk and snapshot that it was cloned from.
     origin: Option<(String, String)>,
 }
 
-/// A command that was sent and not answered.
+/// A command that was sent but not answered.
 enum Change {
     Snapshot { disk: String, name: String },
     DeleteSnapshot { disk: String, name: String },
@@ -50,7 +49,7 @@ enum Change {
     Delete { disk: String },
 }
 
-/// Counts of what was done.
+/// Statistics of the requests.
 #[derive(Default)]
 pub struct Tally {
     pub requests: u64,
@@ -58,7 +57,7 @@ pub struct Tally {
     pub snapshots: u64,
     pub clones: u64,
     pub deletions: u64,
-    /// Sectors found younger than they had to be.
+    /// Sectors that had a newer version than the durable one.
     pub younger: u64,
 }
 
@@ -93,7 +92,7 @@ impl Content {
         self.0.get(&sector).and_then(|versions| versions.last().copied()).unwrap_or(0)
     }
 
-    /// Ranges of sectors to read: everything, or what was written.
+    /// Ranges of sectors to read: all, or the written ones.
     fn runs(&self, capacity: u64) -> Vec<std::ops::Range<u64>> {
         let sectors = capacity / SECTOR as u64;
         let most = READ_MAX / SECTOR as u64;
@@ -110,8 +109,8 @@ impl Content {
         runs
     }
 
-    /// Reads an export and holds it against what may be there, which it is from now on. How many sectors are younger
-    /// than what was durable.
+    /// Reads an export and checks each sector against the allowed versions; the one found is then the durable one.
+    /// Returns the number of sectors that were newer than the durable version.
     fn verify(&mut self, store: &Store, export: &str, family: u64, capacity: u64) -> u64 {
         let mut client = Client::connect(&store.socket(), export).unwrap();
         assert_eq!(client.size, capacity, "{export}");
@@ -147,7 +146,7 @@ impl Content {
 }
 
 impl Family {
-    /// A disk of this size in a datastore.
+    /// Creates a disk of this size.
     pub fn new(store: &Store, number: u64, capacity: u64, seed: u64) -> Self {
         let name = format!("f{number}n0");
         store.run(&format!("disk create {name} --size {capacity}")).ok();
@@ -165,7 +164,7 @@ impl Family {
         }
     }
 
-    /// Works until the server is gone. `killed` is true before it is killed.
+    /// Sends requests until the server is killed. `killed` is set before the kill.
     pub fn work(&mut self, store: &Store, killed: &AtomicBool) {
         loop {
             match self.step(store, killed) {
@@ -198,8 +197,8 @@ impl Family {
         Ok(self.clients.get_mut(name).unwrap())
     }
 
-    /// Mostly single blocks, some larger, some not aligned to blocks; often in a hot corner. Over a large disk, one of
-    /// a fixed number of places all over it.
+    /// A random range: mostly single blocks, some larger, some not aligned to blocks, often in one small area. On a
+    /// large disk, one of a fixed number of locations.
     fn place(&mut self) -> std::ops::Range<u64> {
         let sectors = self.capacity / SECTOR as u64;
         let (align, length) = match self.random.below(8) {
@@ -218,7 +217,7 @@ impl Family {
         start..start + length
     }
 
-    /// Requests that do not overlap, all in flight at once.
+    /// Sends requests that do not overlap, all in flight at once.
     fn round(&mut self, store: &Store, name: &str) -> Result<(), Failure> {
         self.client(store, name)?;
         let mut sent: Vec<Sent> = Vec::new();
@@ -266,7 +265,7 @@ impl Family {
         Ok(())
     }
 
-    /// While the server runs, exactly what was written last.
+    /// While the server runs, a read must return the last write.
     fn read(&mut self, store: &Store, name: &str) -> Result<(), Failure> {
         let sectors = self.place();
         let (offset, length) = (sectors.start * SECTOR as u64, (sectors.end - sectors.start) as usize * SECTOR);
@@ -279,7 +278,7 @@ impl Family {
         Ok(())
     }
 
-    /// A snapshot, a clone, or the end of one, by the command line.
+    /// Takes or deletes a snapshot or a clone, with the command line.
     fn change(&mut self, store: &Store, name: &str, killed: &AtomicBool) -> Result<(), Failure> {
         let Some(change) = self.choose(name) else { return Ok(()) };
         let arguments = match &change {
@@ -299,7 +298,7 @@ impl Family {
                 output if output.status.code().is_some() => output.into(),
                 output => panic!("{arguments}: {output:?}"),
             };
-            // The server may not have seen yet that our client of the disk has left.
+            // The server may not have detected yet that the test's client has disconnected.
             let again = done.code == 4 && !killed.load(Ordering::Acquire);
             last = Some(done);
             !again
@@ -371,7 +370,7 @@ impl Family {
         }
     }
 
-    /// After a crash: whether the command that was cut off took effect, then every disk and every snapshot.
+    /// After a crash: checks whether the interrupted command took effect, then every disk and every snapshot.
     pub fn verify(&mut self, store: &Store) {
         let disks = store.run("disk list --json").json();
         let mine = |name: &str| name.starts_with(&format!("f{}n", self.number));

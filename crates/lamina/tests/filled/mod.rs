@@ -1,7 +1,7 @@
-//! A disk on a file system that may be full: which content each sector may have, and which requests need no room.
+//! A disk on a file system that may be full: the allowed content of each sector, and which requests need no space.
 //!
-//! A request that was refused, and a discard that found no room to call zero what it discards, leave each sector as it
-//! was or as it was to be: that is read at once, and stays.
+//! A refused request, and a discard that finds no space to record its zeros, leaves each sector with its old or its new
+//! content. The test reads it at once, and it must stay.
 
 #![allow(clippy::unwrap_used)]
 
@@ -11,19 +11,19 @@ use testkit::nbd::{Client, Command, ENOSPC, Failure};
 use testkit::pattern::{self, SECTOR};
 use testkit::process::Store;
 
-/// Requests of one round, and the blocks of the largest.
+/// Requests per round, and blocks of the largest request.
 const ROUND_REQUESTS: u64 = 16;
 const REQUEST_BLOCKS_MAX: u64 = 32;
 const BLOCK_SECTORS: u64 = 8;
 
-/// What is asked of a disk in a round.
+/// Kind of requests in a round.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mix {
-    /// Everything.
+    /// All kinds.
     Any,
-    /// New blocks, mostly.
+    /// Mostly writes of new blocks.
     Fill,
-    /// What has its place and needs no room: none of it may be refused.
+    /// Requests that need no space, so that none may be refused.
     Overwrite,
 }
 
@@ -39,25 +39,25 @@ struct Sent {
     range: Range<usize>,
     kind: Kind,
     fua: bool,
-    /// All of it has its place.
+    /// Whether the whole range has space that the disk need not share.
     placed: bool,
 }
 
-/// A disk, and what is known of it.
+/// A disk and its model.
 pub struct Filled {
     pub history: History,
-    /// Sectors that the disk has to itself, by what was acknowledged.
+    /// Sectors with space of their own, according to acknowledged requests.
     placed: Vec<bool>,
-    /// The same by what is durable.
+    /// Sectors with space of their own, according to durable requests.
     placed_durably: Vec<bool>,
-    /// The file system may be full.
+    /// Whether the file system may be full.
     pub full: bool,
     pub refused: u64,
     pub overwritten: u64,
 }
 
 impl Filled {
-    /// A new disk; `thick` ones have all their places.
+    /// A new disk; `thick` ones have all their space.
     pub fn new(name: &str, number: u64, bytes: usize, seed: u64, thick: bool) -> Self {
         let mut history = History::new(name, number, bytes);
         history.random.0 ^= seed << 32;
@@ -82,7 +82,7 @@ impl Filled {
         if mix != Mix::Overwrite {
             return Some((start as usize..(start + length) as usize, kind));
         }
-        // From the next place on that there is, as far as it reaches.
+        // From the next sector with space on, as far as the space reaches.
         let start = (start as usize..all as usize).find(|sector| self.placed[*sector])?;
         let end =
             (start..start + length as usize).take_while(|sector| self.placed.get(*sector) == Some(&true)).last()?;
@@ -112,7 +112,7 @@ impl Filled {
             };
             let placed = self.placed[range.clone()].iter().all(|placed| *placed);
             if kind != Kind::Write {
-                // Also when the answer never comes.
+                // Also if the request is never answered.
                 self.placed[range.clone()].fill(false);
                 self.placed_durably[range.clone()].fill(false);
             }
@@ -121,7 +121,7 @@ impl Filled {
         Ok(sent)
     }
 
-    /// Requests that do not overlap, all in flight at once; how many were refused.
+    /// Sends requests that do not overlap, all in flight at once; returns the number of refused ones.
     pub fn round(&mut self, client: &mut Client, mix: Mix) -> Result<u64, Failure> {
         let sent = self.send(client, mix)?;
         let mut in_doubt = Vec::new();
@@ -135,7 +135,7 @@ impl Filled {
                 Err(ENOSPC) => {
                     assert!(*kind != Kind::Trim, "{name}: a discard of {range:?} was refused");
                     assert!(!(*kind == Kind::Write && *placed), "{name}: an overwrite of {range:?} was refused");
-                    assert!(self.full, "{name}: {range:?} was refused, and there is room");
+                    assert!(self.full, "{name}: {range:?} was refused although there is space");
                     refused += 1;
                 }
                 Err(errno) => return Err(Failure::Errno(errno)),
@@ -160,7 +160,7 @@ impl Filled {
         }
     }
 
-    /// Decides by looking what a request has left.
+    /// Reads which content a request has left.
     fn look(&mut self, client: &mut Client, range: Range<usize>) -> Result<(), Failure> {
         let found = client.read((range.start * SECTOR) as u64, (range.len() * SECTOR) as u32)?;
         let History { name, number, sectors, .. } = &mut self.history;
@@ -174,14 +174,14 @@ impl Filled {
         Ok(())
     }
 
-    /// A flush; it never fails for want of room.
+    /// Flushes the disk, which must never fail for lack of space.
     pub fn flush(&mut self, client: &mut Client) -> Result<(), Failure> {
         self.history.flush(client)?;
         self.placed_durably.clone_from(&self.placed);
         Ok(())
     }
 
-    /// Discards much at once.
+    /// Discards a large range.
     pub fn discard(&mut self, client: &mut Client) -> Result<(), Failure> {
         let all = self.history.sectors.len();
         let start = self.history.random.below(all as u64) as usize / 8 * 8;
@@ -194,13 +194,13 @@ impl Filled {
         self.look(client, range)
     }
 
-    /// A snapshot was asked for: whether it is there or not, nothing is the disk's alone any more.
+    /// A snapshot was requested: whether it exists or not, the disk may share all blocks.
     pub fn share(&mut self) {
         self.placed.fill(false);
         self.placed_durably.fill(false);
     }
 
-    /// Disk and snapshots are what was last acknowledged.
+    /// Checks that disk and snapshots have the acknowledged content.
     pub fn is_whole(&self, store: &Store) {
         let history = &self.history;
         history.is(&read_export(store, &history.name), &history.name);
@@ -210,7 +210,7 @@ impl Filled {
         }
     }
 
-    /// After a kill: nothing that was flushed is lost, and what is found stays.
+    /// After a kill: flushed data must exist, and what is found must stay.
     pub fn settle(&mut self, store: &Store) {
         self.history.verify(store);
         self.history.verify_snapshots(store);

@@ -1,13 +1,13 @@
-//! A medium that fails when told to, for file systems that a test mounts: a loop device over a file of nbdfuse, whose
-//! NBD server is here. The server is in the outer run of the test and goes on when the inner one fails, so that the
-//! mounts can be taken away; the inner one tells it over a socket what has to fail.
+//! Storage that fails on request, for file systems that a test mounts: a loop device on a file of nbdfuse, whose NBD
+//! server is in this module. The server is in the outer process of the test and continues if the inner process fails,
+//! so that the mounts can be removed. The inner process controls it over a socket.
 //!
-//! nbdkit's error filter cannot fail flushes or the nth request. What is refused here has changed nothing, and
-//! what was acknowledged is kept, until the power is cut: then each unit of 4 KiB that was written since the last flush
-//! is kept or lost, and nothing changes any more until the power is back. (ext4 and XFS cannot be mounted again when
-//! their superblock or a block of a directory is torn within.)
+//! nbdkit's error filter can fail neither flushes nor the nth request. A request that fails here has no effect, and an
+//! acknowledged one is kept until the power is cut: then each unit of 4 KiB written since the last flush is kept or
+//! lost, and nothing changes until the power is back. Units are not torn, because ext4 and XFS cannot be mounted if
+//! their superblock or a directory block is torn.
 
-#![allow(dead_code, reason = "each test file uses its part")]
+#![allow(dead_code, reason = "each test file uses only a part")]
 #![allow(clippy::unwrap_used)]
 
 use std::collections::BTreeSet;
@@ -20,15 +20,15 @@ use testkit::mounted;
 use testkit::nbd::{EIO, OPT_GO, OPTION, OPTION_REPLY, REP_ACK, REP_INFO, SIMPLE_REPLY};
 use testkit::process::tool;
 
-/// Says to the inner run where its medium is.
+/// Environment variable with the control socket for the inner process.
 const INSIDE: &str = "LAMINA_TEST_MEDIUM";
-/// What a power cut does not tear.
+/// Unit that a power cut does not tear.
 const UNIT: usize = 4096;
 const UNSUPPORTED: u32 = 0x8000_0001;
-/// Flags, flush, FUA, trim, write zeroes.
+/// Transmission flags: flags present, flush, FUA, trim, write zeroes.
 const FLAGS: u16 = 0b110_1101;
 
-/// What is asked of a medium.
+/// Kinds of requests to the storage.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Request {
     Read,
@@ -50,13 +50,13 @@ impl Request {
     }
 }
 
-/// The power, while it may be cut.
+/// State of a power cut that is scheduled or has happened.
 struct Power {
-    /// Changes and flushes that are still carried out.
+    /// Number of changes and flushes until the cut.
     left: u64,
     done: u64,
     off: bool,
-    /// What the last flush has left, and which units were written since.
+    /// Content at the last flush, and the units written since.
     durable: Vec<u8>,
     unflushed: BTreeSet<usize>,
     random: Random,
@@ -66,14 +66,14 @@ struct Inside {
     content: Vec<u8>,
     power: Option<Power>,
     fails: Option<Request>,
-    /// Requests of that kind that are still let through, and those that then fail.
+    /// Number of requests of that kind that still succeed, and of those that fail then.
     passes: u64,
     left: u64,
     failed: u64,
 }
 
 impl Inside {
-    /// Carries out what changes something.
+    /// Carries out a request that changes the content.
     fn change(&mut self, request: Request, range: std::ops::Range<usize>, payload: &[u8]) {
         if let Some(power) = &mut self.power {
             if power.off {
@@ -155,7 +155,7 @@ fn shake_hands(stream: &mut UnixStream, size: u64) -> io::Result<()> {
     }
 }
 
-/// Answers one client until it goes.
+/// Serves one client until it disconnects.
 fn serve(mut stream: UnixStream, inside: &Mutex<Inside>) -> io::Result<()> {
     let size = inside.lock().unwrap().content.len() as u64;
     shake_hands(&mut stream, size)?;
@@ -186,11 +186,11 @@ fn serve(mut stream: UnixStream, inside: &Mutex<Inside>) -> io::Result<()> {
     }
 }
 
-/// The power may be cut: after so many changes, with this seed. The answer is 0.
+/// Command: schedule a power cut after a number of changes, with a seed. The reply is 0.
 const POWER: u64 = 100;
-/// The answer is 1 where the power is off, and else 0.
+/// Command: query the power. The reply is 1 if it is off, otherwise 0.
 const POWER_IS_OFF: u64 = 101;
-/// The power is back, and stays. The answer is how many changes were carried out since it might be cut.
+/// Command: restore the power. The reply is the number of changes since the cut was scheduled.
 const POWER_STAYS: u64 = 102;
 
 impl Inside {
@@ -212,8 +212,8 @@ impl Inside {
     }
 }
 
-/// Does what the inner run asks for: a kind of request, how many pass and how many then fail. The answer is how many
-/// have failed since the last time. Or something about the power.
+/// Carries out commands of the inner process: a kind of request, how many succeed and how many fail then; or a command
+/// about the power. The reply to the former is the number of failures since the last command.
 fn obey(stream: UnixStream, inside: &Mutex<Inside>) -> io::Result<()> {
     let mut lines = BufReader::new(stream.try_clone()?);
     let mut answers = stream;
@@ -233,13 +233,13 @@ fn listen(path: PathBuf, inside: &Arc<Mutex<Inside>>, answer: fn(UnixStream, &Mu
     std::thread::spawn(move || {
         for stream in listener.incoming().flatten() {
             let inside = Arc::clone(&inside);
-            // A client that goes ends its connection, and nothing else.
+            // A client that disconnects ends only its own connection.
             std::thread::spawn(move || drop(answer(stream, &inside)));
         }
     });
 }
 
-/// The medium, as the inner run sees it.
+/// The storage as controlled by the inner process.
 pub struct Medium {
     pub device: String,
     pub mounted: PathBuf,
@@ -254,29 +254,29 @@ impl Medium {
         answer.trim().parse().unwrap()
     }
 
-    /// This many requests of a kind pass, and this many after them fail.
+    /// Lets `passes` requests of a kind succeed, and the following `fails` ones fail.
     pub fn fail(&mut self, request: Request, passes: u64, fails: u64) {
         let command = [(Request::Read, 0), (Request::Write, 1), (Request::Flush, 3), (Request::Punch, 4)];
         let (_, command) = command.into_iter().find(|(of, _)| *of == request).unwrap();
         self.tell(command, passes, fails);
     }
 
-    /// Nothing fails any more; how much has.
+    /// Ends all failures; returns their number.
     pub fn heal(&mut self) -> u64 {
         self.tell(2, 0, 0)
     }
 
-    /// The power is cut after so many changes and flushes; the seed decides what of the unflushed is kept.
+    /// Schedules a power cut after this many changes and flushes; the seed decides which unflushed data is kept.
     pub fn cut_power_after(&mut self, changes: u64, seed: u64) {
         self.tell(POWER, changes, seed);
     }
 
-    /// Whether the power has been cut: what was acknowledged since may be lost.
+    /// Whether the power was cut, so that later acknowledged writes may be lost.
     pub fn is_off(&mut self) -> bool {
         self.tell(POWER_IS_OFF, 0, 0) == 1
     }
 
-    /// The power is back; how many changes there were since it might be cut.
+    /// Restores the power; returns the number of changes since the cut was scheduled.
     pub fn restore_power(&mut self) -> u64 {
         self.tell(POWER_STAYS, 0, 0)
     }
@@ -297,7 +297,7 @@ impl Medium {
     }
 }
 
-/// Runs a test of this file again, with a medium of this many MiB of its own.
+/// Runs a test of this file again in an inner process, with storage of this many MiB.
 pub fn on_medium(test: &str, megabytes: usize, body: fn(&mut Medium)) {
     if let Some(folder) = std::env::var_os(INSIDE) {
         let folder = PathBuf::from(folder);
@@ -306,14 +306,14 @@ pub fn on_medium(test: &str, megabytes: usize, body: fn(&mut Medium)) {
         return body(&mut Medium { device, mounted: folder.join("mounted"), told });
     }
     if tool("id", &["-u"]).trim() != "0" {
-        return println!("not root: what is simulated has to do");
+        return println!("not root: other tests simulate this");
     }
     let folder = tempfile::tempdir().unwrap();
     let inside = Inside { content: vec![0; megabytes << 20], power: None, fails: None, passes: 0, left: 0, failed: 0 };
     let inside = Arc::new(Mutex::new(inside));
     listen(folder.path().join("nbd"), &inside, serve);
     listen(folder.path().join("control"), &inside, obey);
-    // The file is read and written without the page cache: what fails there has to be seen above.
+    // The file is accessed without the page cache, so that failures are visible above it.
     let script = "set -e; mkdir $FOLDER/medium $FOLDER/mounted; touch $FOLDER/medium/disk; \
         nbdfuse $FOLDER/medium/disk nbd+unix:///?socket=$FOLDER/nbd 2>$FOLDER/nbdfuse & medium=$!; \
         for i in $(seq 600); do [ $(stat -c %s $FOLDER/medium/disk) -gt 0 ] && break; sleep 0.05; done; \

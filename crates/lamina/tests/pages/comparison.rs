@@ -1,16 +1,16 @@
-//! Compares the output that a page shows with what a command printed. Parts that differ from machine to machine and
-//! from run to run are removed from both before they are compared:
+//! Compares the output that a page shows with the output of a command. Parts that differ between machines or runs are
+//! removed from both before:
 //!
-//! * UUIDs, and network addresses of machines;
+//! * UUIDs, and MAC addresses of machines;
 //! * times of day, and durations in seconds or milliseconds;
-//! * process numbers;
-//! * sizes and counts that follow from the file system of the host, or from the tools that fill a disk: the values
-//!   behind the labels of [`OF_THE_HOST`], and those of a line about what was sent;
-//! * lines of warning about the file system of the host.
+//! * process ids;
+//! * sizes and counts that depend on the file system of the host or on the tools that fill a disk: the values after the
+//!   labels in [`OF_THE_HOST`], and those of a line about a transfer;
+//! * warnings about the file system of the host.
 //!
-//! Spaces at the end of a line do not count.
+//! Spaces at the end of a line are ignored.
 
-/// Labels of lines whose value is of the host.
+/// Labels of lines whose values depend on the host.
 const OF_THE_HOST: [&str; 15] = [
     "uuid:",
     "available:",
@@ -32,13 +32,13 @@ const OF_THE_HOST: [&str; 15] = [
 /// Units of sizes.
 const SIZES: [&str; 4] = ["B", "KiB", "MiB", "GiB"];
 
-/// What a line of warning about a file system begins with.
+/// Prefix of a warning about a file system.
 const WARNING: &str = "warning:";
 
-/// Units behind a number that make it a duration.
+/// Units that follow the number of a duration.
 const DURATIONS: [&str; 4] = ["ms", "ms,", "s", "s,"];
 
-/// Compares the lines that the page shows, if it shows any, with what was printed.
+/// Compares the output on the page, if there is any, with the actual output.
 pub fn compare(shown: &[String], printed: &str) -> Result<(), String> {
     if shown.is_empty() {
         return Ok(());
@@ -62,7 +62,7 @@ fn matches(shown: &[String], printed: &[String]) -> bool {
     }
 }
 
-/// A line without what may differ.
+/// A line without the parts that may differ.
 fn plain(line: &str) -> String {
     let line = line.trim_end();
     let label = OF_THE_HOST.iter().find(|label| line.trim_start().starts_with(**label));
@@ -93,7 +93,7 @@ fn plain(line: &str) -> String {
     words.join(" ")
 }
 
-/// Whether a character is not the second of two that are `same`, for a filter.
+/// A filter that drops all but the first of repeated characters `same`.
 fn not_repeated(same: char) -> impl FnMut(&char) -> bool {
     let mut before = None;
     move |c| before.replace(*c) != Some(same) || *c != same
@@ -104,7 +104,7 @@ fn is_number(word: &str) -> bool {
         && word.chars().any(|c| c.is_ascii_digit())
 }
 
-/// A word, by its shape.
+/// A word with its variable parts replaced.
 fn word(word: &str) -> String {
     let inner = word.trim_matches(['(', ')', ',', '.', ':', '"']);
     let shape: String = inner.chars().map(|c| if c.is_ascii_hexdigit() { 'x' } else { c }).collect();

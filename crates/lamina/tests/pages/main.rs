@@ -1,16 +1,16 @@
-//! The examples of README.md and of the manual, run as they stand: every fenced block `console` is typed into one shell
-//! for each page, in order, and what the commands print is compared with what the page shows.
+//! Runs the examples of README.md and of the manual: the `console` blocks of each page are executed in order in one
+//! shell per page, and the output is compared with the output on the page.
 //!
-//! | in the page | what the test does |
+//! | on the page | what the test does |
 //! |---|---|
-//! | a block `console` | runs each line that begins with `$ `; compares the output where the page shows any |
-//! | a line `...` of output | lets any number of lines stand there |
-//! | a block `console not-run: REASON` | runs nothing, lists the block with its reason |
-//! | a block of another language | contains no commands: text, xml, toml |
-//! | a comment `<!-- test setup` ... `-->` | runs its lines: what the page presupposes, such as a disk |
+//! | a block `console` | runs each line that begins with `$ `; compares the output if the page shows any |
+//! | a line `...` of output | matches any number of lines |
+//! | a block `console not-run: REASON` | runs nothing; prints the block with its reason |
+//! | a block of another language | must not contain commands: text, xml, toml |
+//! | a comment `<!-- test setup` ... `-->` | runs its lines, which prepare what the page needs, such as a disk |
 //!
-//! Each page has its own mount, process and network namespaces (`shell.rs`), so that the paths, addresses and host
-//! names of the page are the ones that are used. `comparison.rs` has the list of what may differ between two machines.
+//! Each page has its own mount, process and network namespaces (`shell.rs`), so that its paths, addresses and host
+//! names are used as they are. `comparison.rs` lists the differences that are allowed.
 
 #![allow(clippy::unwrap_used)]
 
@@ -22,7 +22,7 @@ use page::{Block, Page};
 use shell::Shell;
 use std::path::{Path, PathBuf};
 
-/// Blocks of all pages that are not run, at most: each one more needs a reason that convinces a reader of this line.
+/// Most blocks of all pages that are not run. Increase it only with a good reason.
 const NOT_RUN_MAX: usize = 24;
 
 fn root() -> PathBuf {
@@ -34,7 +34,7 @@ fn read(path: &str) -> Page {
     Page::parse(path, &text)
 }
 
-/// Plays one page from its beginning to its end. All differences are printed together, not the first alone.
+/// Runs one page. All differences are printed, not only the first.
 fn play(path: &str) {
     let page = read(path);
     assert!(page.complaints.is_empty(), "{}", page.complaints.join("\n"));

@@ -1,28 +1,28 @@
-//! The blocks of a page: commands with the output that the page shows.
+//! The blocks of a page: commands with the output that the page shows for them.
 
-/// A page and its blocks, in order.
+/// A page with its blocks in order.
 #[derive(Debug, Default)]
 pub struct Page {
     pub blocks: Vec<Block>,
-    /// What is wrong with the page itself.
+    /// Errors of the page itself.
     pub complaints: Vec<String>,
 }
 
-/// A part of a page that matters here.
+/// A block of a page.
 #[derive(Debug)]
 pub enum Block {
-    /// Lines of a comment that are run first.
+    /// Commands in a comment, which run first.
     Setup { line: usize, commands: String },
-    /// Commands to be run.
+    /// Commands to run, with their output.
     Console { commands: Vec<Command> },
-    /// Commands that cannot be run here.
+    /// Commands that the test does not run.
     NotRun { line: usize, reason: String },
 }
 
-/// One command, which may go on over several lines, and what the page shows of its output.
+/// A command, which may span several lines, and the output that the page shows.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Command {
-    /// Line of the page, from 1.
+    /// Line number on the page, from 1.
     pub line: usize,
     pub text: String,
     pub output: Vec<String>,
@@ -34,7 +34,7 @@ const NOT_RUN: &str = "console not-run:";
 const SETUP: &str = "<!-- test setup";
 
 impl Page {
-    /// Finds the blocks of a page.
+    /// Parses the blocks of a page.
     pub fn parse(path: &str, text: &str) -> Page {
         let mut page = Page::default();
         let mut lines = (1..).zip(text.lines());
@@ -64,7 +64,7 @@ impl Page {
                 Ok(())
             }
             "" => Err("a block without a language: console, or what else it is"),
-            _ if body.iter().any(|(_, l)| l.starts_with(PROMPT)) => Err("commands in a block that is not console"),
+            _ if body.iter().any(|(_, l)| l.starts_with(PROMPT)) => Err("commands in a block that is not `console`"),
             _ => Ok(()),
         }
     }

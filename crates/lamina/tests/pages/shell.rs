@@ -1,11 +1,11 @@
-//! A shell in namespaces of its own: mounts, processes, network. `/tmp`, `/srv`, `/mnt`, `/var/lib` and `/dev/shm` are
-//! empty folders of the test there, `/etc` is a copy, and all go with it. Every process that a page leaves, a server or
-//! a guest, ends with it.
+//! A shell in its own mount, process and network namespaces. `/tmp`, `/srv`, `/mnt`, `/var/lib` and `/dev/shm` are
+//! empty folders of the test, `/etc` is a copy, and all are removed at the end. Processes that a page leaves running,
+//! such as a server or a guest, end with the shell.
 //!
 //! | path or name | what it is |
 //! |---|---|
-//! | `/tmp/tour` | the folder in which the page is played |
-//! | `~/lamina` | the source; `~/lamina/target/guest` the guest of `scripts/guest` |
+//! | `/tmp/tour` | the working directory of the page |
+//! | `~/lamina` | the source; `~/lamina/target/guest` has the guest built by `scripts/guest` |
 //! | `*.example.org`, `store.example` | this host, over the loopback device of the namespace |
 
 use std::io::{PipeReader, Read, Write};
@@ -17,16 +17,16 @@ use std::time::{Duration, Instant};
 use tempfile::TempDir;
 use testkit::machines;
 
-/// How long a command of a page may take on a busy machine. Guests run without KVM.
+/// Time limit of a command on a loaded machine. Guests run without KVM.
 const COMMAND_MAX: Duration = Duration::from_secs(600);
-/// How long the output of a command in the background is waited for.
+/// How long to wait for the output of a background command.
 const BACKGROUND_MAX: Duration = Duration::from_secs(60);
-/// What the shell prints after each command, followed by its exit code.
+/// Printed by the shell after each command, followed by the exit code.
 const MARK: &str = "\u{1}ended ";
 
 const HOSTS: &str = "127.0.0.1 localhost backup.example.org build.example.org store.example\n";
 
-/// Every path is looked up before a folder is covered: the source may lie in it.
+/// All paths are resolved before folders are mounted over, because the source may be in one of them.
 const BEGIN: &str = r#"
 set -e
 mkdir -p "$SCRATCH"/{tmp/tour,srv,var-lib/lamina,home,source,program}
@@ -47,14 +47,14 @@ cd /tmp/tour
 set +e
 "#;
 
-/// What a command did.
+/// Result of a command.
 pub struct Done {
     pub code: i32,
-    /// Standard output and error, as a terminal would show them.
+    /// Standard output and error, interleaved as on a terminal.
     pub output: String,
 }
 
-/// A shell that keeps its variables, folder and background processes from command to command.
+/// A shell that keeps variables, working directory and background processes between commands.
 pub struct Shell {
     child: Child,
     stdin: ChildStdin,
@@ -81,7 +81,7 @@ impl Shell {
             .stdin(Stdio::piped())
             .stdout(writer.try_clone().unwrap())
             .stderr(writer)
-            // Signals of the terminal are for the test alone.
+            // Signals from the terminal must reach only the test.
             .process_group(0);
         let mut child = command.spawn().expect("unshare, of util-linux");
         drop(command);
@@ -92,9 +92,9 @@ impl Shell {
         shell
     }
 
-    /// Runs a command to its end. One in the background (`&`) has `lines` to print before the next one is run.
+    /// Runs a command. A background command (`&`) must print `lines` lines before the next one is run.
     pub fn run(&mut self, command: &str, lines: usize) -> Done {
-        // The shell reads its commands from its input: what it runs gets another one.
+        // The shell reads commands from its standard input, so programs get another one.
         std::fs::write(self.scratch.path().join("command"), command).unwrap();
         let mut output = Vec::new();
         let step = format!("eval \"$(<{}/command)\" </dev/null; __code=$?\n", self.folder());
@@ -124,7 +124,7 @@ impl Shell {
         }
     }
 
-    /// The folder of the test, as the shell sees it: under its own name until `/mnt` is there.
+    /// The folder of the test as the shell sees it: by its own name until it is mounted at `/mnt`.
     fn folder(&self) -> &'static str {
         "${FOLDER:-$SCRATCH}"
     }
@@ -144,7 +144,7 @@ fn collected(mut reader: PipeReader) -> Receiver<Vec<u8>> {
 }
 
 impl Drop for Shell {
-    /// The shell is the first process of its namespace: all others end with it.
+    /// The shell is the first process of its process namespace, so all others end with it.
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();

@@ -36,8 +36,8 @@ impl Database {
         std::str::from_utf8(&entry.value).ok()
     }
 
-    /// Sets `key` where it is, or inserts it at VMware's alphabetical position. Both come from the program: a quote or
-    /// control character in them is a bug of lamina and is left out.
+    /// Replaces the value of `key`, or inserts the entry at VMware's alphabetical position. Key and value come from
+    /// lamina: a quote or control character in them is a bug and is left out.
     pub fn set(&mut self, key: &str, value: &str) {
         let clean = |text: &str| text.chars().filter(|c| !c.is_control() && *c != '"').collect::<String>();
         let (key, value) = (clean(key), clean(value).into_bytes());
@@ -50,7 +50,7 @@ impl Database {
         }
     }
 
-    /// Removes every entry of that key.
+    /// Removes every entry with that key.
     pub fn remove(&mut self, key: &str) {
         self.entries.retain(|entry| !entry.key.eq_ignore_ascii_case(key));
     }
@@ -60,7 +60,7 @@ impl Database {
         self.entries.iter().map(|entry| (entry.key.as_str(), String::from_utf8_lossy(&entry.value)))
     }
 
-    /// The entries of a base disk: adapter, geometry, hardware version, and identities.
+    /// Adds the entries of a base disk: adapter, geometry, hardware version, UUID.
     pub fn set_disk(&mut self, adapter: Adapter, sectors: u64, uuid: Uuid) {
         let geometry = Geometry::of(adapter, sectors);
         self.set("ddb.adapterType", adapter.name());
@@ -76,12 +76,12 @@ impl Database {
         self.set("ddb.geometry.sectors", &geometry.sectors.to_string());
     }
 
-    /// Sets the long identity of the content, which ends with the short one.
+    /// Sets `longContentID`, which ends with the CID.
     pub fn set_long_content(&mut self, content: ContentId, random: &mut dyn FnMut() -> u64) {
         self.set("ddb.longContentID", &identity::long_content(content, random));
     }
 
-    /// Whether two of them are equal except for the long identity of the content.
+    /// Whether two data bases are equal except for `longContentID`.
     pub(super) fn differs_only_in_long_content(&self, other: &Self) -> bool {
         let rest = |of: &Self| {
             let mut of = of.clone();
@@ -91,11 +91,11 @@ impl Database {
         rest(self) == rest(other)
     }
 
-    /// The disk's identity.
+    /// The UUID of the disk.
     pub fn uuid(&self) -> Option<Uuid> {
         Uuid::parse(self.get("ddb.uuid")?)
     }
 }
 
-/// Virtual hardware of new disks: of ESXi 6.7, which every later one takes.
+/// Virtual hardware version of new disks: that of ESXi 6.7, which every later version accepts.
 const HARDWARE_VERSION: &str = "14";

@@ -1,28 +1,28 @@
 //! Encodings of a descriptor's text.
 //!
-//! File names are the only text that lamina has to decode. They are decoded from UTF-8 and windows-1252. In the other
-//! encodings that VMware writes (GBK, Big5, Shift_JIS and the names of hosts' code pages) only names in ASCII, which
-//! all of them contain, are accepted. All other text passes through as bytes.
+//! lamina decodes only file names. They are decoded from UTF-8 and windows-1252. In the other encodings that VMware
+//! writes (GBK, Big5, Shift_JIS and the names of code pages) only ASCII names are accepted, which are the same in all
+//! of them. All other text is passed through as bytes.
 
 use super::{Result, invalid, shown, unsupported};
 use std::borrow::Cow;
 
-/// Longest name of an encoding.
+/// The longest name of an encoding.
 const NAME_MAX: usize = 64;
 
-/// How names in a descriptor are encoded.
+/// The encoding of names in a descriptor.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Encoding {
     /// UTF-8, the default.
     Utf8,
     /// windows-1252.
     Windows1252,
-    /// Another one, by its name as written: only ASCII is read and written.
+    /// Another encoding, by its name in the descriptor: only ASCII is read and written.
     Other(String),
 }
 
-/// The characters of windows-1252 at 0x80 to 0x9f. The five gaps are the control characters of the same number, so that
-/// every byte has a character of its own.
+/// The characters of windows-1252 at 0x80 to 0x9f. The five unassigned codes are mapped to the control characters of
+/// the same number, so that every byte has its own character.
 const WINDOWS_1252: [char; 32] = [
     '\u{20ac}', '\u{81}', '\u{201a}', '\u{192}', '\u{201e}', '\u{2026}', '\u{2020}', '\u{2021}', '\u{2c6}', '\u{2030}',
     '\u{160}', '\u{2039}', '\u{152}', '\u{8d}', '\u{17d}', '\u{8f}', '\u{90}', '\u{2018}', '\u{2019}', '\u{201c}',
@@ -31,7 +31,7 @@ const WINDOWS_1252: [char; 32] = [
 ];
 
 impl Encoding {
-    /// The encoding of that name; `None` if it is not a valid name.
+    /// The encoding with this name; `None` if the name is not valid.
     pub fn named(name: &str) -> Option<Self> {
         let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.:+".contains(&byte);
         if name.is_empty() || name.len() > NAME_MAX || !name.bytes().all(plain) {
@@ -44,7 +44,7 @@ impl Encoding {
         })
     }
 
-    /// Its name as written.
+    /// The name of the encoding, as in the descriptor.
     pub fn name(&self) -> &str {
         match self {
             Self::Utf8 => "UTF-8",

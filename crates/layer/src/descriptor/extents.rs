@@ -3,7 +3,7 @@
 use super::{Encoding, PATH_MAX, Result, corrupt, invalid, shown, unsupported};
 use crate::{CAPACITY_MAX, SECTOR};
 
-/// Access of the guest to an extent.
+/// The guest's access to an extent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Access {
     /// Read and write.
@@ -29,9 +29,9 @@ pub enum ExtentKind {
     Flat,
     /// A file on VMFS, without a format.
     Vmfs,
-    /// Workstation's sparse format.
+    /// The sparse format of VMware Workstation.
     Sparse,
-    /// No file: zeros.
+    /// No file: the extent reads as zeros.
     Zero,
     /// A redo log with 512-byte grains.
     VmfsSparse,
@@ -39,7 +39,7 @@ pub enum ExtentKind {
     SeSparse,
     /// An object of a vSAN store.
     VsanSparse,
-    /// A mapping of a device on VMFS.
+    /// A raw device mapping on VMFS.
     VmfsRdm,
     /// A device.
     VmfsRaw,
@@ -58,7 +58,7 @@ impl ExtentKind {
         ("VMFSRAW", Self::VmfsRaw),
     ];
 
-    /// Its name in the text.
+    /// The name of the kind in an extent line.
     pub fn name(self) -> &'static str {
         Self::NAMES.iter().find(|(_, kind)| *kind == self).map_or("FLAT", |(name, _)| name)
     }
@@ -67,17 +67,17 @@ impl ExtentKind {
 /// One extent.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ExtentLine {
-    /// Access of the guest.
+    /// The guest's access.
     pub access: Access,
     /// Length in sectors, never 0.
     pub sectors: u64,
-    /// Its kind.
+    /// The kind of the extent.
     pub kind: ExtentKind,
     /// The file, relative to the descriptor's folder; `None` for zeros.
     pub file: Option<String>,
-    /// Sectors of the file that come before the extent.
+    /// Sectors of the file before the extent.
     pub offset: u64,
-    /// The fields that VMware wrote behind the offset (partition, device), passed through.
+    /// The fields after the offset that VMware writes (partition, device), passed through.
     pub device: String,
 }
 
@@ -93,7 +93,7 @@ impl ExtentLine {
         self.sectors.saturating_mul(SECTOR)
     }
 
-    /// Reads the line if it is an extent: `None` if its first two words are not those of one.
+    /// Parses an extent line; `None` if the first two words are not those of an extent.
     pub(super) fn parse(line: &[u8], encoding: &Encoding) -> Option<Result<Self>> {
         let (first, rest) = word(line);
         let (second, rest) = word(rest);
@@ -101,7 +101,7 @@ impl ExtentLine {
         let access = Access::NAMES.iter().find(|(name, _)| name.as_bytes().eq_ignore_ascii_case(first));
         match access {
             Some((_, access)) => Some(Self::parse_rest(line, *access, second, rest, encoding)),
-            // Skipping a line that looks like an extent would move everything behind it.
+            // If a line that looks like an extent were skipped, the extents after it would be at wrong offsets.
             None if numeric && first.iter().all(u8::is_ascii_alphabetic) && !first.is_empty() => {
                 Some(Err(unsupported(format!("extent line {} allows an access of unknown kind", shown(line)))))
             }
@@ -148,7 +148,7 @@ impl ExtentLine {
         Ok(extent)
     }
 
-    /// Appends the line without its end.
+    /// Appends the line without its line end.
     pub(super) fn write(&self, encoding: &Encoding, out: &mut Vec<u8>) -> Result<()> {
         let text = format!("{} {} {}", self.access.name(), self.sectors, self.kind.name());
         out.extend_from_slice(text.as_bytes());
@@ -162,7 +162,7 @@ impl ExtentLine {
         out.extend_from_slice(b" \"");
         out.extend_from_slice(&name);
         out.push(b'"');
-        // QEMU demands an offset of FLAT and refuses it of all others.
+        // QEMU requires an offset for FLAT and refuses one for all other kinds.
         if self.kind == ExtentKind::Flat || self.offset != 0 || !self.device.is_empty() {
             out.extend_from_slice(format!(" {}", self.offset).as_bytes());
         }
@@ -180,15 +180,15 @@ fn word(text: &[u8]) -> (&[u8], &[u8]) {
     text.split_at(text.iter().position(u8::is_ascii_whitespace).unwrap_or(text.len()))
 }
 
-/// The text between the quote with which `text` begins and the next one, and the text after it. A name cannot contain a
-/// quote: the format has no known escape for it.
+/// The text between the quote at the beginning of `text` and the next one, and the text after it. A name cannot contain
+/// a quote: the format has no known escape for it.
 fn quoted(text: &[u8]) -> Option<(&[u8], &[u8])> {
     let inner = text.strip_prefix(b"\"")?;
     let end = inner.iter().position(|byte| *byte == b'"')?;
     Some((&inner[..end], &inner[end + 1..]))
 }
 
-/// Decimal digits only.
+/// A number in decimal digits only.
 fn number(digits: &[u8]) -> Option<u64> {
     if digits.is_empty() || !digits.iter().all(u8::is_ascii_digit) {
         return None;

@@ -1,4 +1,4 @@
-//! The geometry that firmware sees: adapter, cylinders, heads and sectors, as VMware computes them.
+//! The geometry for firmware: adapter, cylinders, heads and sectors, as VMware computes them.
 
 /// The adapter a disk was made for (`ddb.adapterType`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -13,13 +13,13 @@ pub enum Adapter {
 }
 
 impl Adapter {
-    /// The adapter of that name.
+    /// The adapter with this name.
     pub fn named(name: &str) -> Option<Self> {
         let known = [Self::Ide, Self::BusLogic, Self::LsiLogic];
         known.into_iter().find(|adapter| adapter.name().eq_ignore_ascii_case(name))
     }
 
-    /// Its name.
+    /// The name of the adapter in a descriptor.
     pub fn name(self) -> &'static str {
         match self {
             Self::Ide => "ide",
@@ -32,7 +32,7 @@ impl Adapter {
 /// Cylinders, heads and sectors per track.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Geometry {
-    /// Cylinders, up to the maximum of their field.
+    /// Cylinders, up to the adapter's maximum.
     pub cylinders: u64,
     /// Heads.
     pub heads: u64,
@@ -40,9 +40,9 @@ pub struct Geometry {
     pub sectors: u64,
 }
 
-/// Sectors of 1 GiB.
+/// Sectors in 1 GiB.
 const GIB: u64 = 1 << 21;
-/// Most cylinders of an IDE disk, and of any other.
+/// The most cylinders of an IDE disk, and of any other.
 const CYLINDERS_MAX: (u64, u64) = (16_383, 65_535);
 
 impl Geometry {

@@ -1,41 +1,41 @@
-//! Identities in a descriptor: that of the content, which changes with it, and that of the disk, which stays.
+//! Identifiers in a descriptor: the CID, which changes with the content, and the UUID of the disk, which stays.
 
 use std::fmt;
 
-/// Identity of a disk's content (`CID`): a random number that changes on the first write after each opening.
+/// The content ID of a disk (`CID`): a random number that changes on the first write after each opening.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ContentId(u32);
 
 impl ContentId {
-    /// The identity of a disk that was never written.
+    /// The CID of a disk that was never written.
     pub const INITIAL: Self = Self(0xffff_fffe);
-    /// The value of `parentCID` without a parent; no content has it.
+    /// The value of `parentCID` without a parent; no disk has this CID.
     const NONE: u32 = 0xffff_ffff;
 
-    /// The identity with that number; `None` for the number that is reserved for no content.
+    /// The CID with this number; `None` for the number that means no parent.
     pub fn new(number: u32) -> Option<Self> {
         (number != Self::NONE).then_some(Self(number))
     }
 
-    /// A new identity: neither of the two reserved numbers, nor 0, which some readers treat as missing.
+    /// A new CID: neither of the two reserved numbers, nor 0, which some readers treat as missing.
     pub fn random(random: &mut dyn FnMut() -> u64) -> Self {
-        // Combining both halves makes one more random number enough, whatever the generator is.
+        // Both halves of the random number are combined, for generators whose low or high bits hardly vary.
         let drawn = random();
         let number = (drawn ^ (drawn >> 32)) as u32;
         Self(if matches!(number, 0 | 0xffff_fffe | Self::NONE) { 0x1a31_7a5e } else { number })
     }
 
-    /// A new identity of at most as many hexadecimal digits, different from `old`, even from a generator that repeats
-    /// itself.
+    /// A new CID of at most `digits` hexadecimal digits, different from `old`, even if the generator repeats its
+    /// numbers.
     pub(super) fn after(old: Self, digits: usize, random: &mut dyn FnMut() -> u64) -> Self {
         let mask = u32::MAX >> (32 - 4 * digits.clamp(1, 8));
-        // One of two neighbours of the old number is always free.
+        // Of `old` with one of two bits inverted, at least one is usable.
         let candidates = [Self::random(random).0, old.0 ^ 2, old.0 ^ 4].map(|number| Self::new(number & mask));
         let fresh = |content: &Self| *content != old && *content != Self::INITIAL;
         candidates.into_iter().flatten().find(fresh).unwrap_or(old)
     }
 
-    /// The number.
+    /// The CID as a number.
     pub fn number(self) -> u32 {
         self.0
     }
@@ -47,28 +47,28 @@ impl fmt::Display for ContentId {
     }
 }
 
-/// `parentCID` as text.
+/// The text of `parentCID`.
 pub(super) fn parent_text(parent: Option<ContentId>) -> String {
     format!("{:08x}", parent.map_or(ContentId::NONE, ContentId::number))
 }
 
-/// 1 to 8 hexadecimal digits, as QEMU writes them without leading zeros.
+/// Parses 1 to 8 hexadecimal digits; QEMU writes no leading zeros.
 pub(super) fn parse_number(text: &str) -> Option<u32> {
     let fits = (1..=8).contains(&text.len()) && text.bytes().all(|digit| digit.is_ascii_hexdigit());
     if fits { u32::from_str_radix(text, 16).ok() } else { None }
 }
 
-/// `ddb.longContentID`: 32 digits that end with the CID.
+/// The text of `ddb.longContentID`: 32 digits that end with the CID.
 pub(super) fn long_content(content: ContentId, random: &mut dyn FnMut() -> u64) -> String {
     format!("{:016x}{:08x}{content}", random(), random() as u32)
 }
 
-/// Identity of a disk (`ddb.uuid`), in VMware's way of writing 16 bytes.
+/// The UUID of a disk (`ddb.uuid`), in VMware's notation of 16 bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Uuid(pub [u8; 16]);
 
 impl Uuid {
-    /// A new one in VMware's range: it begins with 60 00 C2 9.
+    /// A new UUID in VMware's range: it begins with 60 00 C2 9.
     pub fn random(random: &mut dyn FnMut() -> u64) -> Self {
         let mut bytes = [0; 16];
         bytes[..8].copy_from_slice(&random().to_le_bytes());
@@ -78,7 +78,7 @@ impl Uuid {
         Self(bytes)
     }
 
-    /// Reads `60 00 C2 9a 1d 7b 49 44-dc 53 e6 d3 e5 89 7b 0d`.
+    /// Parses a text such as `60 00 C2 9a 1d 7b 49 44-dc 53 e6 d3 e5 89 7b 0d`.
     pub fn parse(text: &str) -> Option<Self> {
         let mut bytes = [0; 16];
         let mut parts = text.split([' ', '-']);
@@ -101,7 +101,7 @@ impl fmt::Display for Uuid {
                 8 => f.write_str("-")?,
                 _ => f.write_str(" ")?,
             }
-            // VMware writes its prefix with a capital C and everything else small.
+            // VMware writes the byte C2 of its prefix in upper case and all other digits in lower case.
             match (index, byte) {
                 (2, 0xc2) => f.write_str("C2")?,
                 _ => write!(f, "{byte:02x}")?,

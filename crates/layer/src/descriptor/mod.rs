@@ -1,23 +1,23 @@
-//! The VMDK descriptor: a small text that names the files of a disk in their order, and its parent.
+//! The VMDK descriptor: a short text that names the files of a disk in their order, and its parent.
 //!
 //! ```text
 //! # Disk DescriptorFile         header: key=value
 //! version=1
-//! CID=8f67ca74                  changes when the content does
+//! CID=8f67ca74                  changes with the content
 //! parentCID=0172e8a4            the parent's CID when this delta was made
 //! createType="vmfsSparse"
 //! parentFileNameHint="vm.vmdk"
 //! # Extent description          one line per extent, in the order of the disk
 //! RW 4096 VMFSSPARSE "vm-000001-delta.vmdk"
-//! # The Disk Data Base          everything else, ours to keep and not to touch
+//! # The Disk Data Base          all other entries, which lamina keeps unchanged
 //! ddb.longContentID = "4b98b55ba6a6bc2e8fd6eb368f67ca74"
 //! ```
 //!
-//! [docs/format/vmdk-descriptor.md](../../../../docs/format/vmdk-descriptor.md) has every key, its source, and how
-//! other readers treat it. Invariants:
+//! [docs/format/vmdk-descriptor.md](../../../../docs/format/vmdk-descriptor.md) describes every key, its source, and
+//! how other readers treat it. Invariants:
 //!
-//! 1. [`Descriptor::parse`] is total: any bytes give a descriptor or an error, in time linear in their number, and with
-//!    memory within the limits below.
+//! 1. [`Descriptor::parse`] returns a descriptor or an error for any bytes, in linear time, with memory within the
+//!    limits below.
 //! 2. Text that two readers could interpret differently is refused: keys given twice with different values, invalid
 //!    extent lines, sizes that overflow.
 //! 3. Entries of the data base keep their order and their bytes. Comments and header keys that lamina does not use are
@@ -47,30 +47,30 @@ pub(crate) use parse::starts_like_one;
 
 use crate::{Error, ErrorKind, Result, SECTOR};
 
-/// Longest descriptor read or written, in bytes. Real ones take one to four kilobytes; a disk of 4096 extents a quarter
-/// of this.
+/// The longest descriptor that is read or written, in bytes. Descriptors usually take one to four kilobytes; one of
+/// 4096 extents takes a quarter of this limit.
 pub const TEXT_MAX: usize = 1 << 20;
-/// Longest line.
+/// The longest line.
 pub const LINE_MAX: usize = 8192;
-/// Most extents of one disk: 8 TiB in pieces of 2 GiB, each of which is an open file.
+/// The most extents of one disk: 16 TiB in pieces of 2 GiB, each of which is an open file.
 pub const EXTENTS_MAX: usize = 8192;
-/// Most entries of the data base; real ones have up to 30.
+/// The most entries of the data base; descriptors usually have up to 30.
 pub const DATABASE_MAX: usize = 4096;
-/// Longest file name or path inside a descriptor, in bytes. QEMU takes 511; names that we make are shorter.
+/// The longest file name or path in a descriptor, in bytes. QEMU accepts 511; names that lamina makes are shorter.
 pub const PATH_MAX: usize = 4096;
 /// CID and parentCID have to end within this many bytes, or QEMU does not find them.
 pub const QEMU_HEAD_MAX: usize = 20 * SECTOR as usize;
 
-/// The kind of image that the text describes.
+/// The kind of image that a descriptor describes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum CreateType {
-    /// One sparse extent of Workstation with the descriptor inside.
+    /// One sparse extent of VMware Workstation, with the descriptor inside.
     MonolithicSparse,
-    /// One flat extent, as Workstation makes it.
+    /// One flat extent, as VMware Workstation makes it.
     MonolithicFlat,
-    /// Sparse extents of 2 GiB and less.
+    /// Sparse extents of at most 2 GiB.
     TwoGbMaxExtentSparse,
-    /// Flat extents of 2 GiB and less.
+    /// Flat extents of at most 2 GiB.
     TwoGbMaxExtentFlat,
     /// One compressed extent with the descriptor inside.
     StreamOptimized,
@@ -97,7 +97,7 @@ impl CreateType {
         ("vmfsSparse", Self::VmfsSparse),
         ("seSparse", Self::SeSparse),
         ("vsanSparse", Self::VsanSparse),
-        // Names that were documented or used once for the same kinds.
+        // Other names for the same kinds, which were documented or used in the past.
         ("2GbMaxExtentSparse", Self::TwoGbMaxExtentSparse),
         ("2GbMaxExtentFlat", Self::TwoGbMaxExtentFlat),
         ("vmfsThin", Self::Vmfs),
@@ -105,13 +105,13 @@ impl CreateType {
         ("vmfsEagerZeroedThick", Self::Vmfs),
     ];
 
-    /// The kind of that name, in upper or lower case.
+    /// The kind with this name, in upper or lower case.
     pub fn named(name: &str) -> Self {
         let known = Self::NAMES.iter().find(|(known, _)| known.eq_ignore_ascii_case(name));
         known.map_or_else(|| Self::Other(name.to_owned()), |(_, kind)| kind.clone())
     }
 
-    /// The name as it is written.
+    /// The name of the kind as lamina writes it.
     pub fn name(&self) -> &str {
         match self {
             Self::Other(name) => name,
@@ -123,19 +123,19 @@ impl CreateType {
 /// A descriptor.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Descriptor {
-    /// 1, or 3 while changes are tracked; 2 and 4 have been seen.
+    /// 1, or 3 while changed blocks are tracked; 2 and 4 exist, too.
     pub version: u32,
-    /// How names in the text are encoded.
+    /// The encoding of names in the text.
     pub encoding: Encoding,
-    /// Identity of the content.
+    /// The CID.
     pub content: ContentId,
-    /// The parent's content when this was made above it; `None` without a parent.
+    /// The parent's CID when this image was made; `None` without a parent.
     pub parent_content: Option<ContentId>,
-    /// Whether the array that holds the disk made the snapshot, so that the parent's data is in no file.
+    /// Whether the storage array made the snapshot, so that the parent's data is in no file.
     pub native_snapshot: Option<bool>,
     /// The kind of image.
     pub create_type: CreateType,
-    /// Path of the parent's descriptor when this was made.
+    /// Path of the parent's descriptor when this image was made.
     pub parent_hint: Option<String>,
     /// The file in which VMware tracks changed blocks.
     pub change_tracking: Option<String>,
@@ -162,8 +162,8 @@ impl Descriptor {
         }
     }
 
-    /// An empty delta above `parent`, whose descriptor is at `hint` (a name in the same folder, or a path). `random`
-    /// provides its identity.
+    /// An empty delta above `parent`, whose descriptor is at `hint` (a name in the same folder, or a path). The CID
+    /// comes from `random`.
     pub fn delta(
         parent: &Self,
         hint: &str,
@@ -194,7 +194,7 @@ impl Descriptor {
         self.sectors().saturating_mul(SECTOR)
     }
 
-    /// Whether the disk was made thin.
+    /// Whether the disk is marked as thin.
     pub fn thin(&self) -> bool {
         self.database.get("ddb.thinProvisioned") == Some("1")
     }
@@ -207,9 +207,9 @@ impl Descriptor {
         }
     }
 
-    /// Gives the content a new identity: necessary before the first change after each opening, so that a delta made
-    /// above the old content is never combined with the new one. Change tracking ends, because lamina does not record
-    /// changes.
+    /// Gives the image a new CID: required before the first change after each opening, so that a delta made above the
+    /// old content is never combined with the new content. Ends change tracking, because lamina does not record changed
+    /// blocks.
     pub fn renew_content(&mut self, random: &mut dyn FnMut() -> u64) {
         self.content = ContentId::after(self.content, 8, random);
         self.database.set_long_content(self.content, random);
@@ -232,7 +232,7 @@ fn unsupported(message: impl Into<String>) -> Error {
     Error::new(ErrorKind::Unsupported, message)
 }
 
-/// Text from outside for an error: short, and without control characters.
+/// Text of a descriptor for an error message: short, and without control characters.
 fn shown(bytes: &[u8]) -> String {
     const SHOWN_MAX: usize = 80;
     let cut = &bytes[..bytes.len().min(SHOWN_MAX)];

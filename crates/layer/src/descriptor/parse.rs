@@ -1,4 +1,4 @@
-//! Parsing a descriptor: lines of bytes, each by itself, in one pass.
+//! Parsing a descriptor: line by line, in one pass over the bytes.
 
 use super::{
     ContentId, CreateType, Database, Descriptor, EXTENTS_MAX, Encoding, ExtentLine, LINE_MAX, PATH_MAX, Result,
@@ -27,12 +27,12 @@ struct Header<'a> {
 /// Whether a file that begins with these bytes is a descriptor: its first line that is neither empty nor a comment is
 /// `version=` with a number.
 pub(crate) fn starts_like_one(bytes: &[u8]) -> bool {
-    /// Lines examined.
+    /// The most lines examined.
     const LINES_MAX: usize = 64;
     for line in lines(bytes).take(LINES_MAX) {
         let line = line.trim_ascii();
         if line.is_empty() || line.starts_with(b"#") {
-            // Comments are text; binary data is no descriptor, whatever it begins with.
+            // Comments are text; a file with zero bytes in a comment is binary data and no descriptor.
             if line.contains(&0) {
                 return false;
             }
@@ -45,11 +45,11 @@ pub(crate) fn starts_like_one(bytes: &[u8]) -> bool {
 }
 
 impl Descriptor {
-    /// Reads a descriptor from a file's bytes, or from those embedded in an extent, which zeros follow.
+    /// Parses the descriptor in a file's bytes, or one that is embedded in an extent and followed by zeros.
     ///
     /// # Errors
-    /// `Corrupt` for bytes that are no descriptor or contradict themselves, `Unsupported` for one of a newer or foreign
-    /// kind.
+    /// `Corrupt` for bytes that are no descriptor or contradict themselves, `Unsupported` for a newer or unknown kind
+    /// of descriptor.
     pub fn parse(bytes: &[u8]) -> Result<Self> {
         let end = bytes.iter().position(|byte| *byte == 0).unwrap_or(bytes.len());
         if end > TEXT_MAX {
@@ -82,7 +82,7 @@ impl Descriptor {
                 let Ok(key) = std::str::from_utf8(key) else {
                     return Err(corrupt(format!("the ddb key {} is no text", shown(key))));
                 };
-                // It is written with blanks and quotes, and has to be within the limit of a line then too.
+                // Writing adds blanks and quotes, and the line must not exceed its limit then either.
                 if key.len() + value.len() + 5 > LINE_MAX {
                     return Err(corrupt(format!("the ddb entry {} is too long", shown(key.as_bytes()))));
                 }
@@ -174,7 +174,7 @@ impl<'a> Header<'a> {
         self.text(index, encoding)?.ok_or_else(|| corrupt(format!("{} is empty", KEYS[index])))
     }
 
-    /// An empty value counts as absent.
+    /// An optional value; an empty one counts as absent.
     fn text(&self, index: usize, encoding: &Encoding) -> Result<Option<String>> {
         match self.values[index] {
             None | Some([]) => Ok(None),
@@ -186,19 +186,19 @@ impl<'a> Header<'a> {
     }
 }
 
-/// Lines without their ends. A UTF-8 byte order mark at the beginning, as Windows editors write it, is not part of the
-/// first line.
+/// The lines of a text, without line ends. A UTF-8 byte order mark at the beginning, as Windows editors write it, is
+/// skipped.
 fn lines(text: &[u8]) -> impl Iterator<Item = &[u8]> {
     let text = text.strip_prefix(b"\xef\xbb\xbf").unwrap_or(text);
     text.split(|byte| *byte == b'\n')
 }
 
-/// Lines that are not empty, without surrounding blanks.
+/// The lines that are neither empty nor comments, without surrounding blanks.
 fn content_lines(text: &[u8]) -> impl Iterator<Item = &[u8]> {
     lines(text).map(<[u8]>::trim_ascii).filter(|line| !line.is_empty() && !line.starts_with(b"#"))
 }
 
-/// Key and value of a line, without surrounding blanks and quotes.
+/// The key and the value of a line, without surrounding blanks and quotes.
 fn pair(line: &[u8]) -> Option<(&[u8], &[u8])> {
     let equals = line.iter().position(|byte| *byte == b'=')?;
     let (key, value) = (line[..equals].trim_ascii(), line[equals + 1..].trim_ascii());

@@ -1,20 +1,20 @@
-//! Descriptor files: loading, creating together with extents, replacing, and removing the remains of a crash.
+//! Descriptor files: loading, creating together with extents, replacing, and cleaning up after a crash.
 //!
-//! A descriptor file is not written in place while there is room. Its new text goes into a file of its own, with
-//! [`NEW_SUFFIX`] behind the name, which is made durable and then renamed over the old one. Invariants:
+//! A descriptor file is not overwritten while there is space for a new one. The new text goes into a file of the same
+//! name with [`NEW_SUFFIX`], which is made durable and then renamed over the old file. Invariants:
 //!
-//! 1. The name leads to the old text or to the new one, each of them complete. Digits that are overwritten for lack of
-//!    room are old or new in each sector, and both combine to a valid text.
-//! 2. The new text is durable before any file that only it names is created ([`Pending`]). So a crash while a disk is
-//!    being created leaves a file that names what else was created, and [`sweep`] removes all of it.
-//! 3. A sweep removes only files that the unfinished text names, under names that lamina gives to extents of that very
-//!    descriptor, and none that a finished descriptor of the folder names.
-//! 4. The process that creates a disk holds the lock of the temporary file from the moment it appears until the disk
-//!    has its name or is gone; a sweep in a folder of other disks takes that lock first ([`sweep_one`]).
+//! 1. The name leads to the complete old text or the complete new one. CID digits that are overwritten for lack of
+//!    space are old or new in each sector, and every combination is a valid text.
+//! 2. The new text is durable before any file is created that only this text names ([`Pending`]). So a crash while a
+//!    disk is being created leaves a file that names all other new files, and [`sweep`] removes all of them.
+//! 3. A sweep removes only files that the unfinished text names, whose names lamina gives to extents of that
+//!    descriptor, and that no finished descriptor in the folder names.
+//! 4. The process that creates a disk holds the lock of the temporary file from its creation until it is renamed or
+//!    removed. A sweep in a folder with other processes' disks takes that lock first ([`sweep_one`]).
 //!
-//! An embedded descriptor cannot be replaced by renaming: only digits of its identities are overwritten, each within
-//! its sector ([`renew_embedded`], [`renumber`]). If a full file system has no room for the new text of a descriptor
-//! file, its digits are overwritten in the same way, and nothing else of it.
+//! An embedded descriptor cannot be replaced by renaming: only the digits of its CIDs are overwritten, each within its
+//! sector ([`renew_embedded`], [`renumber`]). If a full file system has no space for the new text of a descriptor file,
+//! only the digits are overwritten there, too.
 
 use super::{ContentId, Descriptor, Result, TEXT_MAX, corrupt, invalid};
 use crate::{Error, ErrorKind, IoContext, SECTOR};
@@ -24,13 +24,13 @@ use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// The suffix of an unfinished descriptor.
+/// The suffix of an unfinished descriptor's name.
 pub const NEW_SUFFIX: &str = ".lamina-new";
 
-/// Longest name of a descriptor that is created: its extents' names have to fit into 255 bytes as well.
+/// The longest name of a new descriptor: the names of its extents, which are longer, have to fit into 255 bytes.
 pub const NAME_MAX: usize = 200;
 
-/// Reads the descriptor in `file`, which errors call `name`.
+/// Reads the descriptor in `file`; error messages call it `name`.
 pub fn load(file: &dyn File, name: &str) -> Result<Descriptor> {
     let length = file.len().during(|| format!("asking for the length of '{name}'"))?;
     if length > TEXT_MAX as u64 {
@@ -41,10 +41,10 @@ pub fn load(file: &dyn File, name: &str) -> Result<Descriptor> {
     Descriptor::parse(&bytes).map_err(|error| error.context(format!("'{name}'")))
 }
 
-/// Replaces the text of descriptor `name`, which exists. Durable on return; after a failure the old text is in place.
+/// Replaces the text of the existing descriptor `name`. Durable on return; after a failure the old text is in place.
 pub fn replace(directory: &dyn Directory, name: &str, descriptor: &Descriptor) -> Result<()> {
     let temporary = format!("{name}{NEW_SUFFIX}");
-    // Left by a crash, or by a failed creation that was not swept: this process owns the disk, so it may go.
+    // Left by a crash, or by a failed creation. This process owns the disk, so the file can be removed.
     remove_if_there(directory, &temporary).during(|| format!("removing the unfinished '{temporary}'"))?;
     let pending = Pending::write(directory, name, descriptor)?;
     if let Err(error) = directory.copy_permissions(name, &temporary) {
@@ -59,14 +59,14 @@ pub struct Pending<'a> {
     directory: &'a dyn Directory,
     name: String,
     temporary: String,
-    /// While it is held, no sweep treats the text as the remains of a crash.
+    /// While this is held, no sweep treats the text as left by a crash.
     lock: Box<dyn Lock>,
 }
 
 /// Creates the file that is to become `name`, under its temporary name, and locks it.
 ///
 /// # Errors
-/// `Exists` if there is one; `Busy` if a concurrent sweep treated it as the remains of a crash.
+/// `Exists` if there is one; `Busy` if a concurrent sweep treated it as left by a crash.
 pub fn create_unfinished(
     directory: &dyn Directory,
     name: &str,
@@ -104,12 +104,12 @@ impl<'a> Pending<'a> {
         }
     }
 
-    /// Continues a creation that this process began, and whose text is still under its temporary name and locked.
+    /// Continues a creation that this process began, whose text still has its temporary name and is locked.
     pub fn resume(directory: &'a dyn Directory, name: &str, lock: Box<dyn Lock>) -> Self {
         Self { directory, name: name.to_owned(), temporary: format!("{name}{NEW_SUFFIX}"), lock }
     }
 
-    /// Leaves the files as they are and returns the lock, for [`Pending::resume`].
+    /// Keeps the files and returns the lock, for [`Pending::resume`].
     pub fn suspend(self) -> Box<dyn Lock> {
         self.lock
     }
@@ -128,7 +128,7 @@ impl<'a> Pending<'a> {
         }
     }
 
-    /// Gives the descriptor its name, durably. The content of all files that it names must be durable.
+    /// Renames the descriptor to its final name, durably. The content of all files that it names must be durable.
     pub fn commit(self) -> Result<()> {
         match self.rename() {
             Ok(()) => self.settle(),
@@ -153,14 +153,14 @@ impl<'a> Pending<'a> {
 
     /// Undoes the creation. The files that it names must be removed already.
     pub fn abandon(self) {
-        // Files that stay are removed at the next opening.
+        // Files that cannot be removed now are removed at the next opening.
         let _ = self.directory.remove(&self.temporary);
         let _ = self.directory.sync();
     }
 }
 
-/// Removes the remains of crashed creations and replacements in a folder, and returns their names. Only for the process
-/// that owns the folder: a creation under way looks the same.
+/// Removes what crashed creations and replacements left in a folder, and returns the names. Only for the process that
+/// owns the folder, because a creation in another process looks the same.
 pub fn sweep(directory: &dyn Directory) -> Result<Vec<String>> {
     let names = directory.list().during(|| "listing the folder".to_owned())?;
     let unfinished: Vec<&String> = names.iter().filter(|name| name.ends_with(NEW_SUFFIX)).collect();
@@ -195,8 +195,8 @@ pub fn sweep_one(directory: &dyn Directory, name: &str) -> Result<Vec<String>> {
             _ => Error::io(format!("locking '{file}' of an unfinished disk"), error),
         })
     };
-    // Held until everything is removed. The file that was read may have been finished before the lock was taken; then
-    // the lock has created an empty file, which names nothing.
+    // Held until everything is removed. If the file was finished before the lock was taken, taking the lock has created
+    // an empty file, which names no other files.
     let _text = lock(&temporary)?;
     let names = list()?;
     let remains = remains_of(directory, &temporary, &names, &extents_in_use(directory, &names));
@@ -209,12 +209,12 @@ pub fn sweep_one(directory: &dyn Directory, name: &str) -> Result<Vec<String>> {
     Ok(remains)
 }
 
-/// The files that an unfinished text names and that may be removed, and last the text itself.
+/// The files that an unfinished text names and that may be removed, followed by the text's own file.
 fn remains_of(directory: &dyn Directory, temporary: &str, names: &[String], kept: &BTreeSet<String>) -> Vec<String> {
     let descriptor_name = temporary.strip_suffix(NEW_SUFFIX).unwrap_or(temporary);
     let stem = stem_of(descriptor_name).unwrap_or(descriptor_name);
     let mut remains = Vec::new();
-    // An incomplete text was not durable yet, so nothing was created after it.
+    // An incomplete text was not durable yet, so no file was created after it.
     if let Ok(descriptor) = load_named(directory, temporary) {
         let files = descriptor.extents.into_iter().filter_map(|extent| extent.file);
         remains.extend(files.filter(|file| is_extent_of(stem, file) && !kept.contains(file) && names.contains(file)));
@@ -230,14 +230,14 @@ fn load_named(directory: &dyn Directory, name: &str) -> Result<Descriptor> {
     load(&*file, name)
 }
 
-/// Every file that a finished descriptor of the folder names.
+/// Every file that a finished descriptor in the folder names.
 fn extents_in_use(directory: &dyn Directory, names: &[String]) -> BTreeSet<String> {
     let finished = names.iter().filter(|name| stem_of(name).is_some());
     let descriptors = finished.filter_map(|name| load_named(directory, name).ok());
     descriptors.flat_map(|descriptor| descriptor.extents).filter_map(|extent| extent.file).collect()
 }
 
-/// Whether an extent of a descriptor `STEM.vmdk` created by lamina can have that name.
+/// Whether `file` can be the name of an extent that lamina creates for the descriptor `STEM.vmdk`.
 fn is_extent_of(stem: &str, file: &str) -> bool {
     let Some(tail) = file.strip_prefix(stem).and_then(|rest| rest.strip_suffix(".vmdk")) else { return false };
     match tail {
@@ -249,13 +249,13 @@ fn is_extent_of(stem: &str, file: &str) -> bool {
     }
 }
 
-/// The name of a descriptor before `.vmdk`, in capitals or not; `None` if it does not end so.
+/// The part of a descriptor's name before `.vmdk` (in any case); `None` if it does not end so.
 fn stem_of(name: &str) -> Option<&str> {
     let (stem, ending) = name.split_at_checked(name.len().checked_sub(".vmdk".len())?)?;
     ending.eq_ignore_ascii_case(".vmdk").then_some(stem)
 }
 
-/// Checks the name of a descriptor to be created, and gives the part before `.vmdk`.
+/// Checks the name of a new descriptor, and returns the part before `.vmdk`.
 pub fn check_name(name: &str) -> Result<&str> {
     let stem = stem_of(name).filter(|stem| !stem.is_empty());
     let Some(stem) = stem else {
@@ -274,15 +274,15 @@ pub fn check_name(name: &str) -> Result<&str> {
     Ok(stem)
 }
 
-/// The magic of the extents that may embed a descriptor.
+/// The magic number of extents that may have an embedded descriptor.
 const SPARSE_MAGIC: &[u8] = b"KDMV";
-/// The place where QEMU looks for an embedded descriptor, whatever the header states.
+/// Where QEMU looks for an embedded descriptor, whatever the header states.
 const EMBEDDED_USUAL: Range<u64> = SECTOR..21 * SECTOR;
 
-/// The place of a hosted sparse extent's descriptor according to its header, in bytes; `None` if it has none.
+/// The location of a hosted sparse extent's descriptor according to its header, in bytes; `None` if it has none.
 ///
 /// # Errors
-/// `Corrupt` if the file is not such an extent, or points to a place where no descriptor can be.
+/// `Corrupt` if the file is not such an extent, or states a location where no descriptor can be.
 pub fn embedded_place(file: &dyn File) -> Result<Option<Range<u64>>> {
     let mut header = [0; SECTOR as usize];
     file.read_at(&mut header, 0).during(|| "reading the header of a sparse extent".to_owned())?;
@@ -302,25 +302,25 @@ pub fn embedded_place(file: &dyn File) -> Result<Option<Range<u64>>> {
     }
 }
 
-/// Reads the descriptor embedded in a hosted sparse extent, and its place. `None` without one.
+/// Reads the descriptor embedded in a hosted sparse extent, and its location. `None` without one.
 pub fn load_embedded(file: &dyn File) -> Result<Option<(Range<u64>, Descriptor)>> {
     let Some(place) = embedded_place(file)? else { return Ok(None) };
     let mut bytes = vec![0; (place.end - place.start) as usize];
     file.read_at(&mut bytes, place.start).during(|| "reading an embedded descriptor".to_owned())?;
-    // Extents of split disks have room for a descriptor, and leave it empty.
+    // Extents of split disks have space for a descriptor, and leave it empty.
     if bytes.iter().all(|byte| *byte == 0) {
         return Ok(None);
     }
     Ok(Some((place, Descriptor::parse(&bytes)?)))
 }
 
-/// Room for an embedded descriptor in new sparse extents, in bytes.
+/// The location of an embedded descriptor in new sparse extents, in bytes.
 pub fn embedded_usual() -> Range<u64> {
     EMBEDDED_USUAL
 }
 
-/// Overwrites the content identity of a descriptor embedded at `place`, digit for digit so that nothing else moves, and
-/// makes it durable. Returns the new descriptor.
+/// Overwrites the CID of a descriptor embedded at `place`, digit for digit so that no other text moves, and makes it
+/// durable. Returns the new descriptor.
 pub fn renew_embedded(file: &dyn File, place: Range<u64>, random: &mut dyn FnMut() -> u64) -> Result<Descriptor> {
     let text = read_text(file, &place)?;
     let old = Descriptor::parse(&text)?.content;
@@ -328,7 +328,7 @@ pub fn renew_embedded(file: &dyn File, place: Range<u64>, random: &mut dyn FnMut
     if digits.len() > DIGITS {
         return Err(corrupt("the CID of the embedded descriptor has more than 8 digits"));
     }
-    // QEMU leaves leading zeros out: the new number has as many digits as there is room for.
+    // QEMU leaves leading zeros out, so the new CID has at most as many digits as the old one.
     let content = ContentId::after(old, digits.len(), random);
     let mut changed = text.clone();
     put_content(&mut changed, digits, content);
@@ -336,8 +336,8 @@ pub fn renew_embedded(file: &dyn File, place: Range<u64>, random: &mut dyn FnMut
     Descriptor::parse(&changed)
 }
 
-/// Overwrites the identities of the content and of the parent's content in the text at `place`, digit for digit, and
-/// makes that durable. False, and nothing changed, if the text has no room for their digits.
+/// Overwrites CID and parentCID in the text at `place`, digit for digit, durably. Returns false without a change if the
+/// text has fewer digits than the numbers need.
 pub fn renumber(file: &dyn File, place: Range<u64>, content: ContentId, parent: Option<ContentId>) -> Result<bool> {
     let text = read_text(file, &place)?;
     let mut changed = text.clone();
@@ -357,8 +357,8 @@ pub fn renumber(file: &dyn File, place: Range<u64>, content: ContentId, parent: 
     Ok(true)
 }
 
-/// As [`replace`] of a descriptor with the text `old`. Without room for the new text its identities are written in
-/// place; if more has to change, the result is still an error of kind `NoSpace`.
+/// As [`replace`] of a descriptor with the text `old`. If there is no space for the new text, CID and parentCID are
+/// overwritten in place; if more has to change, the result is still an error of kind `NoSpace`.
 pub fn replace_or_renumber(directory: &dyn Directory, name: &str, old: &Descriptor, new: &Descriptor) -> Result<()> {
     let refused = match replace(directory, name, new) {
         Err(error) if error.kind() == ErrorKind::NoSpace => error,
@@ -372,7 +372,7 @@ pub fn replace_or_renumber(directory: &dyn Directory, name: &str, old: &Descript
     if written && database && renumbered == *new { Ok(()) } else { Err(refused) }
 }
 
-/// Gives the content of descriptor `name` a new identity in place, as [`renew_embedded`] does in an extent.
+/// Gives descriptor file `name` a new CID in place, as [`renew_embedded`] does in an extent.
 pub fn renew_in_place(directory: &dyn Directory, name: &str, random: &mut dyn FnMut() -> u64) -> Result<Descriptor> {
     let (file, place) = open_text(directory, name)?;
     renew_embedded(&*file, place, random)
@@ -385,9 +385,9 @@ fn open_text(directory: &dyn Directory, name: &str) -> Result<(Arc<dyn File>, Ra
     Ok((file, 0..length))
 }
 
-/// Digits of an identity.
+/// Digits of a CID.
 const DIGITS: usize = 8;
-/// Digits of `ddb.longContentID`, which ends with the short identity.
+/// Digits of `ddb.longContentID`, which ends with the CID.
 const LONG_DIGITS: usize = 32;
 
 fn read_text(file: &dyn File, place: &Range<u64>) -> Result<Vec<u8>> {
@@ -396,7 +396,7 @@ fn read_text(file: &dyn File, place: &Range<u64>) -> Result<Vec<u8>> {
     Ok(text)
 }
 
-/// Overwrites the digits of an identity of the content.
+/// Overwrites the digits of a CID.
 fn put_content(text: &mut [u8], digits: Range<usize>, content: ContentId) {
     let full = content.to_string();
     let width = digits.len();
@@ -406,7 +406,7 @@ fn put_content(text: &mut [u8], digits: Range<usize>, content: ContentId) {
     }
 }
 
-/// Writes the sectors in which two texts of one length differ, durably.
+/// Writes the sectors in which two texts of the same length differ, durably.
 fn overwrite(file: &dyn File, place: &Range<u64>, text: &[u8], changed: &[u8]) -> Result<()> {
     let context = || "renewing the identity of the content".to_owned();
     let sectors = text.chunks(SECTOR as usize).zip(changed.chunks(SECTOR as usize));
@@ -416,8 +416,8 @@ fn overwrite(file: &dyn File, place: &Range<u64>, text: &[u8], changed: &[u8]) -
     file.sync().during(context)
 }
 
-/// Writes a descriptor embedded at `place` again and makes it durable. Not atomic: for cases in which a crash may undo
-/// or damage it, such as a new image that nothing refers to yet.
+/// Rewrites a descriptor embedded at `place`, durably. Not atomic: for images that a crash may undo or damage, such as
+/// a new image that no record names yet.
 pub fn write_embedded(file: &dyn File, place: Range<u64>, descriptor: &Descriptor) -> Result<()> {
     let size = usize::try_from(place.end - place.start).unwrap_or(0).min(TEXT_MAX);
     let text = descriptor.to_embedded_bytes(size)?;
@@ -425,7 +425,7 @@ pub fn write_embedded(file: &dyn File, place: Range<u64>, descriptor: &Descripto
     file.sync().during(|| "writing an embedded descriptor".to_owned())
 }
 
-/// The place of the value of the first line with that key.
+/// The location of the value in the first line with that key.
 fn value_of(text: &[u8], key: &[u8]) -> Option<Range<usize>> {
     let mut start = 0;
     for line in text.split(|byte| *byte == b'\n') {

@@ -1,4 +1,4 @@
-//! Descriptors: golden texts, refused texts, mutations by the hundred thousand, and power cuts.
+//! Descriptors: golden texts, refused texts, a hundred thousand mutations, and power cuts.
 
 use super::storage::{self, NEW_SUFFIX, Pending};
 use super::*;
@@ -21,7 +21,7 @@ isNativeSnapshot=\"no\"\ncreateType=\"vmfsSparse\"\nparentFileNameHint=\"vm.vmdk
 RW 4096 VMFSSPARSE \"vm-000001-delta.vmdk\"\n\n# The Disk Data Base \n#DDB\n\n\
 ddb.longContentID = \"4b98b55ba6a6bc2e8fd6eb368f67ca74\"\n";
 
-/// As QEMU and Workstation write it, with the variations that occur.
+/// A text as QEMU and VMware Workstation write it, with the variations that occur.
 const HOSTED: &str = "# Disk DescriptorFile\r\nversion=1\r\nCID=7b1234\r\nparentCID=ffffffff\r\n\
 createType=\"twoGbMaxExtentFlat\"\r\n\r\n# Extent description\r\nRW 4194304 FLAT \"a b-f001.vmdk\" 0\r\n\
 RW 2048 FLAT \"a b-f002.vmdk\" 128 \r\nRDONLY 64 ZERO\r\n\r\n# The Disk Data Base\r\n#DDB\r\n\r\n\
@@ -240,7 +240,7 @@ fn a_hundred_thousand_mutations_parse_or_fail_and_come_back() {
         match Descriptor::parse(&text) {
             Ok(descriptor) => {
                 good += 1;
-                let again = descriptor.to_bytes().expect("what was read can be written");
+                let again = descriptor.to_bytes().expect("a parsed descriptor can be written");
                 assert_eq!(Descriptor::parse(&again).unwrap(), descriptor, "round {round}: {}", again.escape_ascii());
                 let padded = descriptor.to_embedded_bytes(again.len() + 700).unwrap();
                 assert_eq!(Descriptor::parse(&padded).unwrap(), descriptor);
@@ -252,7 +252,7 @@ fn a_hundred_thousand_mutations_parse_or_fail_and_come_back() {
             }
         }
     }
-    assert!(good > 10_000 && bad > 10_000, "{good} good, {bad} bad: the mutations miss their aim");
+    assert!(good > 10_000 && bad > 10_000, "{good} valid, {bad} invalid: too few of either");
     assert!(begin.elapsed() < Duration::from_secs(60), "{:?}", begin.elapsed());
 }
 
@@ -269,7 +269,7 @@ fn names_are_decoded_and_the_rest_passes_as_bytes() {
     let descriptor = Descriptor::parse(&western).unwrap();
     assert_eq!(descriptor.extents[0].file.as_deref(), Some("café€\u{81}.vmdk"));
     assert_eq!(descriptor.to_bytes().unwrap(), western);
-    // ASCII is the same in all encodings; other names are refused, and other values are passed through.
+    // ASCII is the same in all encodings. Other names are refused; other values are passed through.
     let chinese = latin(b"web-flat", "GBK");
     assert_eq!(Descriptor::parse(&chinese).unwrap().to_bytes().unwrap(), chinese);
     for encoding in ["GBK", "Big5", "Shift_JIS"] {
@@ -384,9 +384,12 @@ fn a_power_cut_leaves_the_old_descriptor_or_the_new_one() {
                 let after = disk.crash();
                 let found = load_named(&*after.directory(), "web.vmdk").unwrap();
                 assert!(found == old || found == new, "seed {seed} cut {cut}");
-                assert!(!finished || found == new, "seed {seed} cut {cut}: replaced, and the old one is back");
+                assert!(
+                    !finished || found == new,
+                    "seed {seed} cut {cut}: the old descriptor after a completed replacement"
+                );
                 outcomes[usize::from(found == new)] += 1;
-                // The next replacement succeeds whatever was left, and a sweep removes everything else.
+                // The next replacement succeeds after any outcome, and a sweep removes all other files.
                 storage::sweep(&*after.directory()).unwrap();
                 assert_eq!(after.directory().list().unwrap(), ["web.vmdk"]);
                 storage::replace(&*disk.crash().directory(), "web.vmdk", &old).unwrap();
@@ -396,7 +399,7 @@ fn a_power_cut_leaves_the_old_descriptor_or_the_new_one() {
             }
         }
     }
-    assert!(outcomes[0] > 100 && outcomes[1] > 100, "{outcomes:?}: the cuts miss their aim");
+    assert!(outcomes[0] > 100 && outcomes[1] > 100, "{outcomes:?}: too few cuts left the old or the new descriptor");
 }
 
 #[test]
@@ -424,7 +427,8 @@ fn sweeping_removes_what_was_begun_and_nothing_else() {
         let extents = files.iter().map(|file| ExtentLine::whole(ExtentKind::Flat, 8, *file)).collect();
         Descriptor::base(CreateType::TwoGbMaxExtentFlat, extents).to_bytes().unwrap()
     };
-    // A finished disk, one being created, one whose text claims other files, and one that crashed during a replacement.
+    // A finished disk, one being created, one whose text names files of another disk, and one that crashed during a
+    // replacement.
     write_plain(&*directory, "done.vmdk", &with(&["done-flat.vmdk"]));
     write_plain(&*directory, "new.vmdk.lamina-new", &with(&["new-flat.vmdk", "new-f001.vmdk", "new-s0002.vmdk"]));
     let claims =
@@ -463,7 +467,7 @@ fn creating_refuses_names_that_are_taken_or_cannot_be() {
     assert!(storage::check_name(&format!("{}.vmdk", "n".repeat(storage::NAME_MAX + 1))).is_err());
 }
 
-/// The part of a hosted sparse extent that concerns its descriptor.
+/// A hosted sparse extent with only the fields that locate its descriptor.
 fn embedded(text: &[u8], start: u64, sectors: u64) -> Vec<u8> {
     let mut bytes = vec![0; 64 * 512];
     bytes[..4].copy_from_slice(b"KDMV");
@@ -489,7 +493,7 @@ fn embedded_descriptors_are_found_and_renewed_in_place() {
             let renewed = storage::renew_embedded(&*file, place.clone(), &mut || random.next()).unwrap();
             assert_ne!(renewed.content, before.content);
             assert_eq!(storage::load_embedded(&*file).unwrap().unwrap().1, renewed);
-            // Nothing but the digits has changed.
+            // Only the digits have changed.
             let mut same = renewed.clone();
             same.content = descriptor.content;
             if let Some(long) = descriptor.database.get("ddb.longContentID") {

@@ -1,8 +1,8 @@
-//! Writing a descriptor, in VMware's order and so that QEMU finds what it searches for.
+//! Writing a descriptor, in VMware's order, and so that QEMU finds the keys for which it searches.
 //!
-//! QEMU searches for the strings `CID=`, `parentCID=` and `createType="` anywhere in the first 20 sectors, takes the
-//! first place that it finds, and, when it writes, drops the text between `CID=` and `parentCID=`. So the two are on
-//! adjacent lines, before any text from outside.
+//! QEMU searches for the strings `CID=`, `parentCID=` and `createType="` anywhere in the first 20 sectors and uses the
+//! first match. When it writes, it drops the text between `CID=` and `parentCID=`. So these two are on adjacent lines,
+//! before any text that comes from outside.
 
 use super::{Descriptor, Encoding, PATH_MAX, QEMU_HEAD_MAX, Result, TEXT_MAX, identity, invalid};
 use crate::{CAPACITY_MAX, SECTOR};
@@ -12,7 +12,7 @@ impl Descriptor {
     /// The text of a descriptor file.
     ///
     /// # Errors
-    /// `Invalid` when a name cannot be written: in the descriptor's encoding, or at all.
+    /// `Invalid` when a name cannot be written in the descriptor's encoding, or in any.
     pub fn to_bytes(&self) -> Result<Vec<u8>> {
         let mut out = Vec::with_capacity(1024);
         self.write_header(&mut out)?;
@@ -30,7 +30,7 @@ impl Descriptor {
             out.extend_from_slice(b"\n# Change Tracking File\n");
             self.write_quoted("changeTrackPath", path, &mut out)?;
         }
-        // The blank behind "Base" is VMware's.
+        // VMware writes the blank after "Base".
         out.extend_from_slice(b"\n# The Disk Data Base \n#DDB\n\n");
         for entry in self.database.entries() {
             check_plain(entry.key.as_bytes(), "a ddb key")?;
@@ -46,10 +46,10 @@ impl Descriptor {
         Ok(out)
     }
 
-    /// The text as it is embedded in `size` bytes of an extent: zeros follow it.
+    /// The text padded with zeros to the `size` bytes that an extent has for it.
     ///
     /// # Errors
-    /// `NoSpace` if it does not fit, besides those of [`Descriptor::to_bytes`].
+    /// Those of [`Descriptor::to_bytes`], and `NoSpace` if it does not fit.
     pub fn to_embedded_bytes(&self, size: usize) -> Result<Vec<u8>> {
         let mut out = self.to_bytes()?;
         if out.len() > size {
@@ -93,7 +93,7 @@ impl Descriptor {
     }
 }
 
-/// The bytes of a name between quotes.
+/// The bytes of a name for use between quotes.
 pub(super) fn quotable<'a>(encoding: &Encoding, text: &'a str, what: &str) -> Result<Cow<'a, [u8]>> {
     let bytes = encoding.encode(text)?;
     if bytes.is_empty() || bytes.len() > PATH_MAX || bytes.contains(&b'"') {

@@ -1,43 +1,43 @@
-//! The file-block model: the state of a flat file in VMFS's terms, in blocks of 1 MiB.
+//! The file-block model: the allocation state of a flat file in VMFS's terms, in blocks of 1 MiB.
 //!
-//! VMFS gives a file space in blocks of 1 MiB and keeps two counters: `nb`, the blocks that have space, and `tbz`,
-//! those among them that have to be zeroed on their first write. On the host a block *has space* when any byte of it
-//! has, and is *to be zeroed* when all of that space is reserved and none of it written.
+//! VMFS allocates files in blocks of 1 MiB and keeps two counters: `nb`, the blocks that have space, and `tbz`, those
+//! among them that have to be zeroed on their first write. For a file on the host, a block *has space* when any byte of
+//! it is allocated, and is *to be zeroed* when all of that space is reserved and none of it written.
 //!
 //! 1. `written` and `unwritten` are disjoint, except while [`Blocks::write`] moves a block.
-//! 2. The counters are the numbers of bits in the sets. They change by the result of an atomic change of a word, so
-//!    they are right when several threads change the same word.
-//! 3. A block is in `written` before a write to it is acknowledged, and leaves it only under the block's lock
-//!    ([`super::locks`]) after its bytes read as zeros. A block that is not in `written` reads as zeros.
+//! 2. The counters are the numbers of bits in the sets. They are updated from the result of an atomic change of a word,
+//!    so they are right when several threads change the same word.
+//! 3. A block is in `written` before a write to it is acknowledged. It is removed only under the block's lock
+//!    ([`super::locks`]) and after its bytes read as zeros. A block that is not in `written` reads as zeros.
 //!
-//! Two bits a block: 16 KiB of memory for a terabyte.
+//! Two bits per block: 256 KiB of memory for a terabyte.
 
 use crate::{IoContext, Result};
 use backend::File;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-/// Size of a file block of VMFS.
+/// Size of a VMFS file block.
 pub const FILE_BLOCK: u64 = 1 << 20;
 
 /// The state of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum BlockType {
-    /// Takes no space.
+    /// No space is allocated.
     Hole,
-    /// Has space that is reserved only.
+    /// Space is reserved, none of it written.
     Unwritten,
-    /// Has space, some of it written.
+    /// Space is allocated, some of it written.
     Written,
 }
 
-/// The blocks that an extent touches, numbered from its first.
+/// The blocks that an extent touches, counted from its first block.
 pub(super) struct Blocks {
     /// The extent's bytes in its file.
     bytes: Range<u64>,
     written: Set,
     unwritten: Set,
-    /// Whether space that is reserved only was ever found or made: a written block may contain some of it then.
+    /// Whether reserved unwritten space was ever found or made: then a written block may contain some.
     reserved_seen: AtomicBool,
 }
 
@@ -53,7 +53,7 @@ impl Blocks {
         self.bytes.end.div_ceil(FILE_BLOCK).saturating_sub(self.bytes.start / FILE_BLOCK)
     }
 
-    /// Blocks with space, and those among them to be zeroed.
+    /// The numbers of blocks with space, and of those among them to be zeroed.
     pub(super) fn counters(&self) -> (u64, u64) {
         let unwritten = self.unwritten.count.load(Ordering::Relaxed);
         (self.written.count.load(Ordering::Relaxed) + unwritten, unwritten)
@@ -84,7 +84,7 @@ impl Blocks {
         }
     }
 
-    /// Whether `block` is written, and the end of the run of blocks of the same state, `end` at most.
+    /// Whether `block` is written, and the end of the run of blocks for which this is the same, `end` at most.
     pub(super) fn written_run(&self, block: u64, end: u64) -> (bool, u64) {
         self.written.run(block, end)
     }
@@ -104,12 +104,12 @@ impl Blocks {
         }
     }
 
-    /// Whether a written block may contain space that is reserved only.
+    /// Whether a written block may contain reserved unwritten space.
     pub(super) fn may_be_mixed(&self) -> bool {
         self.reserved_seen.load(Ordering::Acquire)
     }
 
-    /// Notes that blocks were written to.
+    /// Marks blocks as written.
     pub(super) fn write(&self, blocks: Range<u64>) {
         for block in blocks {
             self.written.insert(block);
@@ -117,7 +117,7 @@ impl Blocks {
         }
     }
 
-    /// Notes the state of one block. Under its lock.
+    /// Sets the state of one block, whose lock the caller holds.
     pub(super) fn set(&self, block: u64, state: BlockType) {
         match state {
             BlockType::Hole => {
@@ -133,7 +133,7 @@ impl Blocks {
         }
     }
 
-    /// Reads the state of every block from the file system. No other thread may change the extent meanwhile.
+    /// Loads the state of every block from the file system. No other thread may change the extent meanwhile.
     pub(super) fn load(&self, file: &dyn File, name: &str) -> Result<()> {
         let mut at = self.bytes.start;
         while at < self.bytes.end {
@@ -149,7 +149,7 @@ impl Blocks {
             // A file system that repeats its answer must not keep this loop running.
             at = last.range.end.max(at + 1);
         }
-        // A block with a written part is no longer to be zeroed.
+        // A block with a written part counts as written.
         for (unwritten, written) in self.unwritten.words.iter().zip(&self.written.words) {
             unwritten.fetch_and(!written.load(Ordering::Relaxed), Ordering::Relaxed);
         }
@@ -159,7 +159,7 @@ impl Blocks {
     }
 }
 
-/// A set of blocks with the number of its members.
+/// A set of blocks that also counts its members.
 struct Set {
     words: Box<[AtomicU64]>,
     count: AtomicU64,
@@ -181,7 +181,7 @@ impl Set {
 
     fn insert(&self, block: u64) {
         let Some(word) = self.word(block) else { return };
-        // Most writes go to blocks that were written before, and cost one load.
+        // Most writes go to blocks that were written before; for them one load is enough.
         if word.load(Ordering::Acquire) & bit(block) == 0
             && word.fetch_or(bit(block), Ordering::AcqRel) & bit(block) == 0
         {
@@ -189,7 +189,7 @@ impl Set {
         }
     }
 
-    /// Inserts many at once, a word at a time, without counting them.
+    /// Inserts a range of blocks, a word at a time, without counting.
     fn insert_all(&self, blocks: Range<u64>) {
         let mut at = blocks.start;
         while at < blocks.end {
@@ -215,7 +215,7 @@ impl Set {
         }
     }
 
-    /// Whether `block` is a member, and the end of the run of blocks for which that is the same, `end` at most.
+    /// Whether `block` is a member, and the end of the run of blocks for which this is the same, `end` at most.
     fn run(&self, block: u64, end: u64) -> (bool, u64) {
         let member = self.has(block);
         let mut at = block;

@@ -7,9 +7,9 @@
 //! raw                  NAME                                    no descriptor
 //! ```
 //!
-//! Order: the descriptor's text under a temporary name, durable; the extents, durable; the descriptor's name. A crash
-//! at any point leaves a complete disk, or what [`crate::descriptor::storage::sweep`] removes; a failure or a watcher
-//! that stops it removes everything at once.
+//! Order: the descriptor's text under a temporary name, durable; the extents, durable; the rename of the descriptor. A
+//! crash at any point leaves a complete disk, or files that [`crate::descriptor::storage::sweep`] removes. A failure or
+//! a cancellation removes everything at once.
 
 use super::{FILE_BLOCK, Flat, Provisioning, zeros};
 use crate::descriptor::storage::{self, Pending};
@@ -18,17 +18,17 @@ use crate::{CAPACITY_MAX, Error, ErrorKind, IoContext, Result, SECTOR};
 use backend::{Access, Directory, File, IoMode};
 use work::{Progress, Throttle};
 
-/// Sectors of one piece of a split disk, as VMware cuts it: 2047 MiB.
+/// Sectors per piece of a split disk, as in VMware's products: 2047 MiB.
 pub(crate) const SPLIT_SECTORS: u64 = 4_192_256;
 
-/// The product whose layout is made.
+/// The product whose layout is used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NewKind {
     /// One flat extent, as on VMFS.
     Vmfs,
-    /// One flat extent, as Workstation has it.
+    /// One flat extent, as in VMware Workstation.
     MonolithicFlat,
-    /// Pieces of 2047 MiB.
+    /// Extents of 2047 MiB.
     TwoGbMaxExtentFlat,
 }
 
@@ -42,9 +42,9 @@ pub struct NewDisk<'a> {
     pub kind: NewKind,
     /// The provisioning type.
     pub provisioning: Provisioning,
-    /// The adapter for which its geometry is computed.
+    /// The adapter for which the geometry is computed.
     pub adapter: Adapter,
-    /// How zeros are written.
+    /// The I/O mode for writing zeros.
     pub mode: IoMode,
 }
 
@@ -90,7 +90,7 @@ impl NewDisk<'_> {
     }
 }
 
-/// Makes a disk in `directory`: extents and descriptor. Durable on return; nothing is left after an error.
+/// Creates a disk in `directory`: extents and descriptor. Durable on return; nothing is left after an error.
 pub fn create(
     directory: &dyn Directory,
     disk: &NewDisk<'_>,
@@ -113,7 +113,8 @@ pub fn create(
         Ok(()) => pending.settle().map(|()| descriptor),
         Err(error) => {
             for name in made {
-                // A file that stays is removed at the next opening, because the unfinished descriptor names it.
+                // A file that cannot be removed now is removed at the next opening, because the unfinished descriptor
+                // names it.
                 if directory.remove(name).is_err() {
                     return Err(error);
                 }
@@ -124,7 +125,7 @@ pub fn create(
     }
 }
 
-/// Makes a raw file of this capacity. Durable on return; nothing is left after an error.
+/// Creates a raw file of this capacity. Durable on return; nothing is left after an error.
 pub fn create_raw(
     directory: &dyn Directory,
     name: &str,
@@ -147,14 +148,14 @@ pub fn create_raw(
     match made {
         Ok(()) => directory.sync().during(|| format!("making '{name}' durable")),
         Err(error) => {
-            // A file that stays is removed at the next opening.
+            // A file that cannot be removed now is removed at the next opening.
             let _ = directory.remove(&temporary);
             Err(error)
         }
     }
 }
 
-/// Makes one extent of a disk in a new file: length, space and zeros. Durable except for its name.
+/// Prepares one extent of a disk in a new file: length, space and zeros. Durable except for its name.
 pub(crate) fn fill_extent(
     file: &dyn File,
     name: &str,
@@ -170,23 +171,23 @@ pub(crate) fn fill_extent(
     )
 }
 
-/// A disk being made.
+/// A disk under creation.
 struct Making<'a> {
     disk: &'a str,
     done: u64,
     total: u64,
-    /// Bytes written since the last step.
+    /// Bytes written since the last report.
     moved: u64,
     throttle: Throttle<&'a dyn Progress>,
 }
 
 impl Making<'_> {
-    /// Gives a new file its length, its space and its zeros.
+    /// Sets the length of a new file, allocates its space, and writes its zeros.
     fn fill(&mut self, file: &dyn File, name: &str, length: u64, provisioning: Provisioning) -> Result<()> {
         let during = || format!("making '{name}' of {length} bytes");
         file.set_len(length).during(during)?;
         if provisioning != Provisioning::Thin {
-            // In one call, so that it is contiguous where possible.
+            // In one call, so that the space is contiguous where possible.
             file.reserve(0, length).during(during)?;
         }
         if provisioning == Provisioning::EagerZeroedThick {

@@ -1,7 +1,7 @@
-//! Filling: gives an extent all its space, zeroed. Thin and zeroed thick extents become eager zeroed thick (*inflate*).
+//! Filling: allocates and zeroes all of an extent. Thin and zeroed thick extents become eager zeroed thick (*inflate*).
 //!
 //! First all space is reserved, in one call, so that it is contiguous where possible, and so that a lack of space is
-//! found before anything has changed. Then each block is written, under its lock:
+//! found before any change. Then each block is written, under its lock:
 //!
 //! ```text
 //! hole, unwritten            zeros are written
@@ -10,11 +10,11 @@
 //! written in part            read and written back as it is
 //! ```
 //!
-//! 1. From the beginning discards keep their space, so a block that was found to be whole stays whole.
-//! 2. Whether a block was ever written is read from the layer's own block sets, not from the file system's extent map,
-//!    which lacks the bytes that are still dirty in the page cache.
-//! 3. The bytes that were read are written back, so a power cut between the two changes nothing, sector by sector.
-//! 4. If stopped, it leaves an extent of its old type with more space than before. Running it again continues.
+//! 1. From the beginning discards keep their space, so a block found to be wholly written stays so.
+//! 2. Whether a block was ever written is read from the layer's own block sets. The file system's extent map lacks
+//!    bytes that are still dirty in the page cache.
+//! 3. Bytes are written back as they were read, so a power cut during the write changes no sector.
+//! 4. If cancelled, it leaves an extent of its old type with more space than before. Another call continues.
 
 use super::blocks::BlockType;
 use super::{FILE_BLOCK, Flat, Provisioning, interrupted};
@@ -23,19 +23,19 @@ use backend::{BLOCK_SIZE, Buffer, Placement};
 use std::ops::Range;
 use work::{Progress, Throttle};
 
-/// Bytes written between two flushes: a flush of a guest waits for no more than this.
+/// Bytes written between two flushes: a guest's flush waits for no more than this.
 const FLUSH_EVERY: u64 = 32 << 20;
 
 impl Flat {
-    /// Gives the extent all its space, zeroed, while it is in use. Durable on return.
+    /// Allocates and zeroes all of the extent, while it is in use. Durable on return.
     ///
     /// # Errors
-    /// `NoSpace` with the extent as it was; `Interrupted` when `progress` says so.
+    /// `NoSpace` with the extent unchanged; `Interrupted` when `progress` cancels.
     pub fn fill(&self, progress: &dyn Progress) -> Result<()> {
         let _work = self.begin_work()?;
         let before = self.provisioning();
         self.set_provisioning(Provisioning::EagerZeroedThick);
-        // Waits for discards that began under the old type.
+        // Waits for discards that began under the old provisioning type.
         drop(self.locks.alone(0..u64::MAX));
         let outcome = self.take_space().and_then(|()| self.fill_blocks(progress)).and_then(|()| self.flush());
         if outcome.is_err() {
@@ -44,7 +44,7 @@ impl Flat {
         outcome
     }
 
-    /// Reserves everything; if that fails, returns what was reserved.
+    /// Reserves all space; on failure, frees what was reserved.
     fn take_space(&self) -> Result<()> {
         let length = self.bytes.end - self.bytes.start;
         let during = || format!("taking {length} bytes of space for '{}'", self.name);
@@ -96,7 +96,7 @@ impl Flat {
                 unflushed = 0;
             }
         }
-        // What the watcher says to the last call changes nothing any more.
+        // At the end a cancellation has no effect any more.
         let _ = throttle.step(total, total, moved);
         Ok(())
     }
@@ -117,18 +117,18 @@ impl Flat {
     }
 }
 
-/// The written bytes according to the file system, asked for in parts as the work proceeds.
+/// Which bytes are written according to the file system, loaded in parts as the work proceeds.
 struct Account<'a> {
     flat: &'a Flat,
-    /// Bytes for which `whole` has the answer.
+    /// The range for which `whole` is loaded.
     from: u64,
     known_to: u64,
-    /// Written runs, merged, in order.
+    /// Runs of written bytes, merged, in order.
     whole: Vec<Range<u64>>,
 }
 
 impl Account<'_> {
-    /// Whether every byte of `bytes` is written. Ranges come in order.
+    /// Whether every byte of `bytes` is written. Calls have to be in ascending order.
     fn is_whole(&mut self, bytes: &Range<u64>) -> Result<bool> {
         if bytes.start < self.from || bytes.end > self.known_to {
             self.ask(bytes.start)?;
@@ -141,7 +141,7 @@ impl Account<'_> {
         self.whole.clear();
         let flat = self.flat;
         let mut known_to = from;
-        // An answer that ends within the block is incomplete: asks for the next part.
+        // If the answer ends within the block, the next part is requested.
         while known_to < (from + FILE_BLOCK).min(flat.bytes.end) {
             let found: Vec<Placement> =
                 flat.file.placements(known_to).during(|| format!("asking where the bytes of '{}' are", flat.name))?;

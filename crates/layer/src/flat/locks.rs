@@ -1,27 +1,27 @@
-//! Locks of file blocks: a thread that changes the type of a block holds the block's lock exclusively.
+//! Locks of file blocks: a thread that changes the allocation state of a block holds the block's lock exclusively.
 //!
-//! Guest writes share a block; discards, filling and hole punching lock it exclusively while they examine and change it
-//! (about a millisecond). Reads take no lock.
+//! Guest writes hold a block's lock shared. Discards, filling and hole punching hold it exclusively while they examine
+//! and change the block (about a millisecond). Reads take no lock.
 //!
-//! 1. Blocks share a fixed number of locks. A thread that needs several takes them in the order of the locks, so that
-//!    no two threads wait for each other.
-//! 2. A write to a block that is being filled with zeros waits; zeros are never written over acknowledged data.
+//! 1. Blocks share a fixed number of locks. A thread that needs several locks takes them in ascending order, so that no
+//!    two threads wait for each other.
+//! 2. A write to a block that is being filled with zeros waits, so zeros never overwrite acknowledged data.
 
 use parking_lot::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::ops::Range;
 
-/// Locks of one extent. Adjacent blocks have different ones, so that a busy block delays few others.
+/// The number of locks of an extent. Adjacent blocks have different locks, so that a busy block delays few others.
 const STRIPES: usize = 64;
 
-/// Blocks that are changed at once, at most; each has a lock of its own.
+/// The most blocks changed at a time; each has a lock of its own.
 pub(super) const ALONE_MAX: u64 = 16;
 
 pub(super) struct Locks {
     stripes: Box<[RwLock<()>]>,
 }
 
-/// Blocks shared with other writers. Most writes touch one or two.
-#[expect(dead_code, reason = "guards are held, not looked at")]
+/// Shared locks of blocks. Most writes touch one or two blocks.
+#[expect(dead_code, reason = "guards are only held")]
 pub(super) enum Shared<'a> {
     One(RwLockReadGuard<'a, ()>),
     Two(RwLockReadGuard<'a, ()>, RwLockReadGuard<'a, ()>),
@@ -33,14 +33,14 @@ impl Locks {
         Self { stripes: (0..STRIPES).map(|_| RwLock::new(())).collect() }
     }
 
-    /// Locks blocks for sharing.
+    /// Takes shared locks of blocks.
     pub(super) fn share(&self, blocks: Range<u64>) -> Shared<'_> {
         let first = stripe(blocks.start);
         match blocks.end.saturating_sub(blocks.start) {
             0 | 1 => Shared::One(self.stripes[first].read()),
             2 => {
                 let second = stripe(blocks.start + 1);
-                // Not in the order of the blocks where the lock numbers wrap round.
+                // Where the lock numbers wrap round, the order of the locks differs from that of the blocks.
                 let (low, high) = (first.min(second), first.max(second));
                 Shared::Two(self.stripes[low].read(), self.stripes[high].read())
             }
@@ -48,7 +48,7 @@ impl Locks {
         }
     }
 
-    /// Locks blocks exclusively.
+    /// Takes exclusive locks of blocks.
     pub(super) fn alone(&self, blocks: Range<u64>) -> Vec<RwLockWriteGuard<'_, ()>> {
         stripes_of(&blocks).map(|index| self.stripes[index].write()).collect()
     }
@@ -58,7 +58,7 @@ fn stripe(block: u64) -> usize {
     (block % STRIPES as u64) as usize
 }
 
-/// The locks of some blocks, in their order.
+/// The locks of a range of blocks, in ascending order.
 fn stripes_of(blocks: &Range<u64>) -> impl Iterator<Item = usize> {
     let count = blocks.end.saturating_sub(blocks.start).min(STRIPES as u64) as usize;
     let first = stripe(blocks.start);

@@ -1,22 +1,22 @@
-//! Flat extents: bytes as they are. Raw files, Workstation's and VMFS's flat extents.
+//! Flat extents, which store the disk's bytes unchanged: raw files, and the flat extents of Workstation and VMFS.
 //!
-//! The file holds the disk, or a part of it beginning at an offset; there is no header and no table. The provisioning
-//! type is the state of the file's space in the file system:
+//! The file holds the disk, or a part of it, from a given offset on; there is no header and no table. The provisioning
+//! type describes the allocation in the file system:
 //!
 //! ```text
-//! thin                holes where nothing was written; zeroing gives the space back
+//! thin                holes where no data was written; zeroing frees the space
 //! zeroed thick        all space reserved; blocks never written are unwritten extents of the file system
 //! eager zeroed thick  all space reserved and written
 //! ```
 //!
-//! [docs/format/flat.md](../../../../docs/format/flat.md) describes the effect of each operation on the space, and how
-//! VMware's counters follow from it. Invariants:
+//! [docs/format/flat.md](../../../../docs/format/flat.md) describes the effect of each operation on the allocation, and
+//! how VMware's counters follow from it. Invariants:
 //!
 //! 1. A flat extent has no parent: blocks never written read as zeros.
-//! 2. The counters ([`Flat::counters`]) are exact whenever no change is under way, and after each reopening: see
+//! 2. The counters ([`Flat::counters`]) are exact whenever no change is under way, and after each opening: see
 //!    [`blocks`] for the model and [`locks`] for the changes that may run at the same time.
-//! 3. Filling ([`Flat::fill`]) and punching ([`Flat::punch_zeros`]) never change what is read, with or without
-//!    concurrent guest writes, and across power cuts.
+//! 3. Filling ([`Flat::fill`]) and punching ([`Flat::punch_zeros`]) never change the content, also during guest writes
+//!    and across power cuts.
 //! 4. After a failed flush the state of earlier writes is unknown: every later change and flush fails until the image
 //!    is opened again.
 
@@ -47,18 +47,18 @@ use std::sync::{Arc, OnceLock};
 /// The provisioning type of a disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Provisioning {
-    /// Space on first write.
+    /// Space is allocated on first write.
     Thin,
-    /// Space at creation, zeroed on first write.
+    /// Space is allocated at creation, and zeroed on first write.
     ZeroedThick,
-    /// Space at creation, zeroed.
+    /// Space is allocated and zeroed at creation.
     EagerZeroedThick,
 }
 
 impl Provisioning {
     const ALL: [Self; 3] = [Self::Thin, Self::ZeroedThick, Self::EagerZeroedThick];
 
-    /// The name that `vmkfstools -d` and `lamina` take.
+    /// The name that `vmkfstools -d` and `lamina` accept.
     pub fn name(self) -> &'static str {
         match self {
             Self::Thin => "thin",
@@ -68,14 +68,14 @@ impl Provisioning {
     }
 }
 
-/// VMware's counters of a flat extent, in blocks of [`FILE_BLOCK`] bytes.
+/// VMware's counters for a flat extent, in blocks of [`FILE_BLOCK`] bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counters {
-    /// Blocks that the extent covers.
+    /// Number of blocks that the extent covers.
     pub blocks: u64,
-    /// `nb`: blocks that have space.
+    /// `nb`: number of blocks that have space.
     pub nb: u64,
-    /// `tbz`: of these, blocks to be zeroed when they are first written.
+    /// `tbz`: number of these that have to be zeroed when they are first written.
     pub tbz: u64,
 }
 
@@ -86,7 +86,7 @@ impl std::ops::Add for Counters {
     }
 }
 
-/// Where an extent is in its file, and how it is opened.
+/// The location of an extent in its file, and how it is opened.
 #[derive(Clone, Copy, Debug)]
 pub struct FlatOptions {
     /// Where the extent begins in the file, in bytes.
@@ -95,11 +95,11 @@ pub struct FlatOptions {
     pub capacity: Option<u64>,
     /// Whether the extent may be changed.
     pub writable: bool,
-    /// Whether its descriptor calls it thin. A file without holes counts as thick otherwise.
+    /// Whether the descriptor marks the disk as thin. Without this, a file without holes counts as thick.
     pub thin: bool,
 }
 
-/// States of an open extent.
+/// Values of `state` in an open extent.
 const OPEN: u8 = 0;
 const CLOSED: u8 = 1;
 const FAILED: u8 = 2;
@@ -110,7 +110,7 @@ pub struct Flat {
     file: Arc<dyn File>,
     /// The extent's bytes in the file.
     bytes: Range<u64>,
-    /// Whether the file ends with the extent, so that the rest of its last page belongs to no other extent.
+    /// Whether the extent ends with the file, so that no other extent shares its last page.
     owns_tail: bool,
     writable: bool,
     /// Index in [`Provisioning::ALL`].
@@ -118,15 +118,15 @@ pub struct Flat {
     state: AtomicU8,
     blocks: Blocks,
     locks: Locks,
-    /// Held by long work: one at a time.
+    /// Held during filling and punching: one at a time.
     work: Mutex<()>,
 }
 
 impl Flat {
-    /// Opens the part of `file` that is the extent; errors call it `name`.
+    /// Opens the extent in `file`; error messages call it `name`.
     ///
     /// # Errors
-    /// `Corrupt` when the file is too short, `Invalid` when direct I/O cannot reach the extent's borders.
+    /// `Corrupt` when the file is too short, `Invalid` when the extent's borders are not aligned for direct I/O.
     pub fn open(file: Arc<dyn File>, name: &str, options: FlatOptions) -> Result<Arc<Self>> {
         let length = file.len().during(|| format!("asking for the length of '{name}'"))?;
         let too_short = || {
@@ -174,7 +174,8 @@ impl Flat {
         }))
     }
 
-    /// Whether a file of that mode can hold an extent at `offset` of `capacity` bytes.
+    /// The I/O mode for an extent at `offset` of `capacity` bytes: `wanted`, or buffered if its borders are not
+    /// aligned.
     pub fn mode_for(wanted: IoMode, offset: u64, capacity: u64) -> IoMode {
         let block = BLOCK_SIZE as u64;
         let aligned = offset.is_multiple_of(block) && capacity.is_multiple_of(block);
@@ -197,7 +198,7 @@ impl Flat {
         Counters { blocks: self.blocks.count(), nb, tbz }
     }
 
-    /// Number of contiguous runs of the extent's bytes on the medium; `None` if the file system does not report them.
+    /// Number of contiguous runs of the extent on the device; `None` if the file system does not report them.
     pub fn fragments(&self) -> Result<Option<u64>> {
         let mut runs = 0u64;
         let mut known = true;
@@ -219,7 +220,7 @@ impl Flat {
         Ok(known.then_some(runs))
     }
 
-    /// The bytes of the file for a range of the extent, after a check.
+    /// Checks a range of the extent, and returns its bytes in the file.
     fn checked(&self, start: u64, length: u64) -> Result<Range<u64>> {
         let end = start.checked_add(length).filter(|end| *end <= self.capacity());
         match end {
@@ -243,7 +244,7 @@ impl Flat {
         Ok(range)
     }
 
-    /// Whether changes are allowed.
+    /// Fails unless changes are allowed.
     fn check_open(&self) -> Result<()> {
         match self.state.load(Ordering::Acquire) {
             OPEN if self.writable => Ok(()),
@@ -256,8 +257,8 @@ impl Flat {
         }
     }
 
-    /// The bytes to return to the file system for `part`: beyond the end of the file up to the end of its last page,
-    /// which would stay allocated otherwise.
+    /// The bytes to punch for `part`: at the end of the file up to the end of its last page, which would stay allocated
+    /// otherwise.
     fn whole_pages(&self, part: &Range<u64>) -> Range<u64> {
         match part.end == self.bytes.end && self.owns_tail {
             true => part.start..part.end.next_multiple_of(BLOCK_SIZE as u64),
@@ -265,7 +266,7 @@ impl Flat {
         }
     }
 
-    /// Begins long work; refused while other long work is under way, which would undo it.
+    /// Begins filling or punching; refused while either is under way, because they undo each other.
     fn begin_work(&self) -> Result<MutexGuard<'_, ()>> {
         self.check_open()?;
         self.work
@@ -273,7 +274,7 @@ impl Flat {
             .ok_or_else(|| Error::new(ErrorKind::Busy, format!("'{}' is being filled or punched already", self.name)))
     }
 
-    /// Writes the slices at `range.start` of the file; for direct I/O, copies unaligned ones to aligned memory.
+    /// Writes the slices at `range.start` of the file; unaligned ones are copied to aligned memory for direct I/O.
     fn put(&self, range: &Range<u64>, slices: &[&[u8]]) -> Result<()> {
         let aligned =
             |slice: &&[u8]| slice.len().is_multiple_of(BLOCK_SIZE) && slice.as_ptr().addr().is_multiple_of(BLOCK_SIZE);
@@ -308,7 +309,7 @@ impl Flat {
         format!("writing {} bytes at {start} of '{}'", range.end - range.start, self.name)
     }
 
-    /// Writes for a guest: shares the blocks, and notes their new state.
+    /// Writes guest data: locks the blocks shared, and marks them as written.
     fn write_shared(&self, range: &Range<u64>, slices: &[&[u8]]) -> Result<()> {
         let blocks = self.blocks.touched(range);
         let shared = self.locks.share(blocks.clone());
@@ -318,7 +319,7 @@ impl Flat {
                 Ok(())
             }
             Err(error) => {
-                // A part of it may have been written, and space allocated for it.
+                // A part of the data may have been written, and space allocated for it.
                 drop(shared);
                 self.look_again(blocks);
                 Err(error)
@@ -326,7 +327,7 @@ impl Flat {
         }
     }
 
-    /// Asks the file system for the state of blocks after a change of them failed.
+    /// Loads the state of blocks from the file system after a change of them failed.
     fn look_again(&self, blocks: Range<u64>) {
         for block in blocks {
             let alone = self.locks.alone(block..block + 1);
@@ -456,7 +457,10 @@ fn zeros() -> &'static Buffer {
     ZEROS.get_or_init(|| Buffer::with_bytes(FILE_BLOCK as usize))
 }
 
-/// The error of work that its watcher stopped.
+/// The error of work that was cancelled.
 fn interrupted(what: &str, name: &str) -> Error {
-    Error::new(ErrorKind::Interrupted, format!("{what} '{name}' was stopped; what is done stays, and it can go on"))
+    Error::new(
+        ErrorKind::Interrupted,
+        format!("{what} '{name}' was stopped; its changes so far are kept, and it can be repeated"),
+    )
 }

@@ -1,8 +1,8 @@
-//! Punching blocks that hold only zeros (*punchzero*): the extent becomes thin, and takes as little space as possible
-//! in whole file blocks.
+//! Punching blocks that hold only zeros (*punchzero*): the extent becomes thin, and all file blocks of zeros are freed.
 //!
-//! A block is read without a lock first, which excludes most blocks with data. A block that seems empty is locked
-//! exclusively and read again before it is punched. A power cut leaves a block punched or not: zeros either way.
+//! A block is first read without a lock, which excludes most blocks with data. A block that reads as zeros is locked
+//! exclusively and read again before it is punched. A power cut leaves a block punched or not, and it reads as zeros in
+//! both cases.
 
 use super::blocks::BlockType;
 use super::locks::ALONE_MAX;
@@ -12,15 +12,15 @@ use backend::{BLOCK_SIZE, Buffer};
 use std::ops::Range;
 use work::{Progress, Throttle};
 
-/// Bytes read at a time: most blocks with data have some in their first part.
+/// Bytes read at a time: most blocks with data have some in the first part.
 const PART: u64 = 64 << 10;
 
 impl Flat {
-    /// Makes the extent thin and returns every file block that holds only zeros, while it is in use. Returns the number
+    /// Makes the extent thin and punches every file block that holds only zeros, while it is in use. Returns the number
     /// of these blocks. Durable on return.
     ///
     /// # Errors
-    /// `Interrupted` when `progress` says so: the extent is thin then, with what was given back so far.
+    /// `Interrupted` when `progress` cancels: the extent is thin then, and the blocks punched so far stay punched.
     pub fn punch_zeros(&self, progress: &dyn Progress) -> Result<u64> {
         let _work = self.begin_work()?;
         self.set_provisioning(Provisioning::Thin);
@@ -33,7 +33,7 @@ impl Flat {
             let done = self.blocks.bytes_of(next..next + 1).start - self.bytes.start;
             if throttle.step(done, total, std::mem::take(&mut moved)).is_break() {
                 self.flush()?;
-                return Err(interrupted("giving back zeros of", &self.name));
+                return Err(interrupted("freeing zeros of", &self.name));
             }
             let (end, punched) = match self.blocks.state(next) {
                 BlockType::Unwritten => self.punch_unwritten(next)?,
@@ -51,7 +51,7 @@ impl Flat {
         Ok(given_back)
     }
 
-    /// Returns the run of unwritten blocks that begins at `first`, as far as one step goes: unwritten blocks need not
+    /// Punches the run of unwritten blocks that begins at `first`, as far as one step goes: unwritten blocks need not
     /// be read.
     fn punch_unwritten(&self, first: u64) -> Result<(u64, u64)> {
         let end = self.blocks.count().min(first + ALONE_MAX);
@@ -60,11 +60,11 @@ impl Flat {
         if run > 0 {
             self.give_back(first..first + run, &self.blocks.bytes_of(first..first + run))?;
         }
-        // A guest may have written the first block just now: the next round reads it.
+        // If a guest has written the first block just now, the caller reads it in its next step.
         Ok((first + run, run))
     }
 
-    /// The number of returned blocks, and of bytes read.
+    /// Punches a block if it holds only zeros. Returns the number of blocks punched, and of bytes read.
     fn punch_if_zero(&self, block: u64, memory: &mut Buffer) -> Result<(u64, u64)> {
         let bytes = self.blocks.bytes_of(block..block + 1);
         let zeros = self.leading_zeros(&bytes, memory)?;
@@ -77,11 +77,11 @@ impl Flat {
             return Ok((0, zeros + again + PART));
         }
         self.give_back(block..block + 1, &bytes)?;
-        // A page that the extent shares with other parts of the file stays.
+        // A page that the extent shares with another part of the file keeps its space.
         Ok((u64::from(self.blocks.state(block) == BlockType::Hole), zeros + again))
     }
 
-    /// How many bytes of the file, from the first on, read as zeros, in whole parts.
+    /// How many bytes from the start of the range read as zeros, in whole parts.
     fn leading_zeros(&self, bytes: &Range<u64>, memory: &mut Buffer) -> Result<u64> {
         let mut at = bytes.start;
         while at < bytes.end {
@@ -97,7 +97,7 @@ impl Flat {
     }
 }
 
-/// Whether all bytes are zero, page by page so that the compiler can use wide registers within one.
+/// Whether all bytes are zero. Within a page there is no early exit, so that the compiler can use wide registers.
 fn all_zero(bytes: &[u8]) -> bool {
     bytes.chunks(BLOCK_SIZE).all(|page| page.iter().fold(0, |sum, byte| sum | byte) == 0)
 }

@@ -1,4 +1,4 @@
-//! The room that a copy into a flat extent needs: measures it, and allocates it before the copy begins.
+//! The space that a copy into a flat extent needs: measured and allocated before the copy begins.
 
 use super::Flat;
 use super::blocks::BlockType;
@@ -6,7 +6,7 @@ use crate::{IoContext, Result};
 use std::ops::Range;
 
 impl Flat {
-    /// Bytes of a range of the file that have no space in the file system.
+    /// How many bytes of a range of the file have no space.
     pub(super) fn holes_of(&self, bytes: &Range<u64>) -> Result<u64> {
         let (mut at, mut asked, mut holes) = (bytes.start, bytes.start, 0);
         while asked < bytes.end {
@@ -22,7 +22,7 @@ impl Flat {
         Ok(holes + bytes.end.saturating_sub(at))
     }
 
-    /// Allocates the space of a range of the file, block by block: a guest waits for one block at most.
+    /// Allocates the space of a range of the file, block by block, so that a guest's write waits for at most one block.
     pub(super) fn take_holes_of(&self, bytes: &Range<u64>) -> Result<()> {
         for block in self.blocks.touched(bytes) {
             let whole = self.blocks.bytes_of(block..block + 1);

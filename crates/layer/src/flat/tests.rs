@@ -1,5 +1,5 @@
-//! Flat extents on the simulated disk: against a model, through power cuts, with failures, and with the guest writing
-//! while long work goes on.
+//! Flat extents on the simulated disk: against a model, through power cuts, with failures, and with guest writes during
+//! filling and punching.
 
 use super::*;
 use crate::descriptor::tests::Random;
@@ -27,12 +27,12 @@ fn open(directory: &dyn Directory, name: &str, mode: IoMode, options: FlatOption
     Flat::open(file, name, options)
 }
 
-/// A raw file of that type.
+/// Creates a raw file of this provisioning type.
 fn made(directory: &dyn Directory, capacity: u64, provisioning: Provisioning) {
     create_raw(directory, "disk", capacity, provisioning, IoMode::Buffered, &NoProgress).unwrap();
 }
 
-/// Reads as a chain does: what the map calls zero is not looked at.
+/// Reads as a chain does: ranges that the map reports as zeros are not read.
 fn read(flat: &Flat, start: u64, length: u64) -> Vec<u8> {
     let mut extents = Vec::new();
     let mut at = start;
@@ -57,7 +57,7 @@ fn read(flat: &Flat, start: u64, length: u64) -> Vec<u8> {
     bytes
 }
 
-/// The counters as a fresh opening finds them.
+/// The counters after a new opening.
 fn recounted(directory: &dyn Directory, flat: &Flat) -> Counters {
     let options = FlatOptions {
         offset: flat.bytes.start,
@@ -163,7 +163,7 @@ fn random_histories_match_a_plain_array() {
     }
 }
 
-/// What the sectors of a disk may hold after a power cut: what was flushed last, or anything written since.
+/// The possible contents of each sector after a power cut: the last flushed one, and any written since.
 struct History {
     sectors: Vec<Vec<Vec<u8>>>,
 }
@@ -187,7 +187,10 @@ impl History {
 
     fn check(&self, found: &[u8], what: &str) {
         for (index, (sector, allowed)) in found.chunks(512).zip(&self.sectors).enumerate() {
-            assert!(allowed.iter().any(|old| old == sector), "{what}: sector {index} holds what was never written");
+            assert!(
+                allowed.iter().any(|old| old == sector),
+                "{what}: sector {index} has content that was never written"
+            );
         }
     }
 }
@@ -234,7 +237,7 @@ fn power_cuts_keep_what_was_flushed_through_every_operation() {
             flat.fill(&NoProgress).unwrap();
         }
     }
-    assert!(cuts > 200, "only {cuts} cuts: the test misses its aim");
+    assert!(cuts > 200, "only {cuts} power cuts");
 }
 
 #[test]
@@ -264,7 +267,7 @@ fn a_crash_while_a_disk_is_made_leaves_all_of_it_or_nothing() {
             storage::sweep(&*directory).unwrap();
             let names = directory.list().unwrap();
             outcomes[usize::from(names.is_empty())] += 1;
-            assert!(!finished || !names.is_empty(), "seed {seed} cut {cut}: finished and gone");
+            assert!(!finished || !names.is_empty(), "seed {seed} cut {cut}: the disk was created and is missing");
             if !names.is_empty() {
                 let file = directory.open("web.vmdk", IoMode::Buffered).unwrap();
                 let descriptor = storage::load(&*file, "web.vmdk").unwrap();
@@ -317,7 +320,7 @@ fn failures_and_interruptions_while_a_disk_is_made_leave_nothing() {
         if create(&*directory, &new(Provisioning::Thin), &mut || random.next(), &NoProgress).is_err() {
             storage::sweep(&*directory).unwrap();
             let names = directory.list().unwrap();
-            // The last flush may fail when all is done.
+            // The last flush may fail when the disk is complete.
             assert!(names.is_empty() || names.len() == 2, "{number}: {names:?}");
         }
         for name in directory.list().unwrap() {
@@ -385,7 +388,7 @@ fn what_does_not_fit_the_file_is_refused() {
         assert!(flat.zero(start..start.wrapping_add(length as u64), false).is_err());
     }
     assert_eq!(flat.usage().unwrap(), Usage::default());
-    // A raw file that ends within a sector has that sector.
+    // A raw file that ends within a sector includes that whole sector.
     let file = directory.create("odd", IoMode::Buffered).unwrap();
     file.write_at(&[&[7; 700]], 0, false).unwrap();
     let flat = open(&*directory, "odd", IoMode::Buffered, options(true)).unwrap();
@@ -424,7 +427,7 @@ fn a_failed_write_leaves_the_counters_true() {
         assert_eq!(flat.counters(), recounted(&*directory, &flat), "seed {seed}");
         let mut straight = vec![0; 4 << 20];
         flat.file(0).unwrap().read_at(&mut straight, 0).unwrap();
-        assert!(read(&flat, 0, 4 * MIB) == straight, "seed {seed}: the map hides what was written");
+        assert!(read(&flat, 0, 4 * MIB) == straight, "seed {seed}: the map lacks written data");
     }
 }
 
@@ -440,7 +443,7 @@ fn filling_without_room_changes_nothing() {
     assert_eq!((flat.counters(), flat.provisioning()), (before, Provisioning::Thin));
     assert_eq!(recounted(&*directory, &flat), before);
     world.set_capacity(16 * MIB);
-    // Stopped on the way it stays thin with more space, and goes on where it was.
+    // If filling is cancelled, the extent stays thin with more space, and the next call continues at that point.
     let mut calls = 0;
     let stop = steps(|_, _| {
         calls += 1;

@@ -1,13 +1,12 @@
-//! Zeroing a range: by punching, by telling the file system, or by writing zeros.
+//! Zeroing a range: by punching, by zeroing in the file system, or by writing zeros.
 //!
-//! | | space given back | space kept |
+//! | | space freed | space kept |
 //! |---|---|---|
 //! | thin | punch | whole blocks unwritten again, parts of written ones zeroed |
 //! | zeroed thick | as kept | whole blocks unwritten again, parts of written ones zeroed |
 //! | eager zeroed thick | as kept | zeros written |
 //!
-//! The provisioning type is read again under the locks of each step, because filling or punching may have changed it
-//! meanwhile.
+//! The provisioning type is read again under the locks of each step, because filling or punching may have changed it.
 
 use super::blocks::BlockType;
 use super::locks::ALONE_MAX;
@@ -24,7 +23,7 @@ impl Flat {
         let mut block = blocks.start;
         while block < blocks.end {
             if self.provisioning() == Provisioning::Thin && !keep {
-                // There is no space to return, however long the range: continues at the next block with space.
+                // Blocks without space need no work, however long the range is: continues at the next block with space.
                 match self.blocks.next_with_space(block, blocks.end) {
                     Some(next) => block = next,
                     None => return Ok(()),
@@ -41,8 +40,8 @@ impl Flat {
         Ok(())
     }
 
-    /// One step, with the blocks locked exclusively. False if zeros have to be written, for which sharing the blocks is
-    /// enough.
+    /// Zeroes one step with the blocks locked exclusively. Returns false if zeros have to be written, for which shared
+    /// locks are enough.
     fn zero_alone(&self, blocks: Range<u64>, part: &Range<u64>, keep: bool) -> Result<bool> {
         if self.provisioning() == Provisioning::EagerZeroedThick {
             return Ok(false);
@@ -56,9 +55,9 @@ impl Flat {
         Ok(true)
     }
 
-    /// Punches a hole. Blocks are locked exclusively.
+    /// Punches a hole. The caller has locked the blocks exclusively.
     pub(super) fn give_back(&self, blocks: Range<u64>, part: &Range<u64>) -> Result<()> {
-        let during = || format!("giving back {} bytes of '{}'", part.end - part.start, self.name);
+        let during = || format!("freeing {} bytes of '{}'", part.end - part.start, self.name);
         let pages = self.whole_pages(part);
         self.file.punch(pages.start, pages.end - pages.start).during(during)?;
         for block in blocks {
@@ -66,7 +65,7 @@ impl Flat {
             let whole = part.start <= bytes.start && bytes.end <= part.end && in_pages(&self.whole_pages(&bytes));
             let left = match whole {
                 true => BlockType::Hole,
-                // Slower, because it allocates everything that was written first; thin disks rarely need it.
+                // This is slower, because the file system first allocates all dirty pages; thin disks rarely need it.
                 false if self.blocks.may_be_mixed() => self.look(block).during(during)?,
                 false => match self.file.next_allocated(bytes.start).during(during)? {
                     Some(run) if run.start < bytes.end => self.blocks.state(block),
@@ -78,7 +77,7 @@ impl Flat {
         Ok(())
     }
 
-    /// Zeroes a range and keeps, or allocates, its space. Blocks are locked exclusively.
+    /// Zeroes a range and keeps, or allocates, its space. The caller has locked the blocks exclusively.
     fn keep_zeroed(&self, blocks: Range<u64>, part: &Range<u64>) -> Result<()> {
         for block in blocks {
             let bytes = self.blocks.bytes_of(block..block + 1);
@@ -86,12 +85,11 @@ impl Flat {
             let state = self.blocks.state(block);
             match state {
                 BlockType::Unwritten => {}
-                // Only whole blocks become unwritten, so that the state in the file system and the counters stay the
-                // same.
+                // Only whole blocks become unwritten, so that the state in the file system and the counters agree.
                 BlockType::Written if range != bytes || !in_pages(&range) => self.put_zeros(&range)?,
                 _ => match self.file.zero_range(range.start, range.end - range.start) {
                     Ok(()) if in_pages(&range) => self.blocks.set(block, BlockType::Unwritten),
-                    // A part of a page is zeroed by writing it.
+                    // A part of a page is zeroed by writing, so the block may still be partly written.
                     Ok(()) => self.blocks.set(block, self.look(block).unwrap_or(BlockType::Written)),
                     Err(error) if error.kind() == io::ErrorKind::Unsupported => {
                         self.put_zeros(&range)?;
@@ -104,7 +102,7 @@ impl Flat {
         Ok(())
     }
 
-    /// Writes zeros as a write of a guest does.
+    /// Writes zeros with shared locks, as for a guest write.
     fn write_zeros(&self, range: &Range<u64>) -> Result<()> {
         let mut at = range.start;
         while at < range.end {
@@ -115,13 +113,13 @@ impl Flat {
         Ok(())
     }
 
-    /// Writes zeros to at most one block, which is locked exclusively.
+    /// Writes zeros within one block, which the caller has locked exclusively.
     pub(super) fn put_zeros(&self, range: &Range<u64>) -> Result<()> {
         self.put(range, &[&zeros()[..(range.end - range.start) as usize]])
     }
 }
 
-/// Whether a range consists of whole pages: only those can be holes or unwritten.
+/// Whether a range consists of whole pages: only whole pages can be holes or unwritten.
 fn in_pages(range: &Range<u64>) -> bool {
     range.start.is_multiple_of(BLOCK_SIZE as u64) && range.end.is_multiple_of(BLOCK_SIZE as u64)
 }

@@ -1,9 +1,9 @@
-//! Who is served by which commit: by example, and with threads that write and flush.
+//! Which commit serves which call: by example, and with threads that write and flush.
 
 use super::*;
 use crate::model::Random;
 
-/// Commits `what`, as the formats do. True when this call made the commit.
+/// Makes a commit as the formats do. Returns true when this call made it.
 fn commit(commits: &GroupCommit<u64>, call: Call, what: impl FnOnce(&mut u64) -> Result<()>) -> Result<bool> {
     let Some(mut turn) = commits.turn_for(call) else { return commits.check_changeable("image", true).map(|()| false) };
     commits.check_changeable("image", true)?;
@@ -20,11 +20,11 @@ fn a_call_is_served_by_a_commit_that_begins_later() {
     let mut turn = commits.try_turn().unwrap();
     turn.begin();
     let during = commits.call();
-    assert!(commits.try_turn().is_none(), "one at a time");
+    assert!(commits.try_turn().is_none(), "only one commit at a time");
     turn.complete();
     drop(turn);
     assert!(commits.turn_for(early).is_none(), "served");
-    assert!(commits.turn_for(during).is_some(), "it came when the commit had begun");
+    assert!(commits.turn_for(during).is_some(), "the call came after the commit had begun");
     assert!(commits.turn_for(commits.call()).is_some());
 }
 
@@ -34,7 +34,7 @@ fn a_failed_commit_serves_no_call() {
     let call = commits.call();
     let full = || Error::new(ErrorKind::NoSpace, "full");
     assert!(commit(&commits, call, |_| Err(full())).is_err());
-    assert!(commit(&commits, call, |_| Ok(())).unwrap(), "it makes one of its own");
+    assert!(commit(&commits, call, |_| Ok(())).unwrap(), "the call makes a commit of its own");
     assert!(!commit(&commits, call, |_| Ok(())).unwrap());
     let last = commits.call();
     commits.stop();
@@ -79,7 +79,8 @@ fn what_threads_wrote_before_a_flush_is_on_the_medium_after_it() {
                 for round in 1..=ROUNDS {
                     written[thread].store(round, Ordering::SeqCst);
                     let work = |count: &mut u64| {
-                        // Taken at the beginning, on the medium at the end; a commit now and then finds no room.
+                        // A commit takes the values at its beginning and stores them at its end; some fail for lack of
+                        // space.
                         let taken: Vec<u64> = written.iter().map(|word| word.load(Ordering::SeqCst)).collect();
                         std::thread::yield_now();
                         if random.below(20) == 0 {
@@ -91,7 +92,7 @@ fn what_threads_wrote_before_a_flush_is_on_the_medium_after_it() {
                     };
                     if let Ok(own) = commit(commits, commits.call(), work) {
                         made.fetch_add(u64::from(own), Ordering::SeqCst);
-                        assert!(medium[thread].load(Ordering::SeqCst) >= round, "flushed and not on the medium");
+                        assert!(medium[thread].load(Ordering::SeqCst) >= round, "flushed but not on the device");
                     }
                 }
             });

@@ -1,5 +1,5 @@
-//! Checking every table: mapped and dead space, and contradictions. Opening for writing uses it too, so that no place
-//! is allocated that an entry names.
+//! Checking every table: allocated and dead space, and contradictions. Opening for writing uses this too, so that no
+//! sector is allocated that an entry names.
 
 use super::Hosted;
 use super::copies::Doubt;
@@ -9,23 +9,23 @@ use super::space::SectorRun;
 use crate::{IoContext, Result, SECTOR};
 use std::collections::BTreeMap;
 
-/// Findings reported as text; all are counted.
+/// The most findings reported as text; all are counted.
 const FINDINGS_MAX: usize = 64;
 
 /// The result of a check.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Check {
-    /// Grains that have a place in the file.
+    /// Grains that have data in the file.
     pub grains: u64,
-    /// Grains that are zeros by an entry of their own.
+    /// Grains that are zeros by an entry value.
     pub zero_grains: u64,
-    /// Bytes of the file that nothing names, free places of an open image not counted.
+    /// Bytes of the file to which no entry refers; free grains of an open image are not counted.
     pub dead: u64,
-    /// Grains for which no copy of their table names a valid place.
+    /// Grains for which neither copy of their table names a valid sector.
     pub bad: u64,
     /// Grains for which the two copies of their table differ, and neither is provably wrong.
     pub unproven: u64,
-    /// Grains whose place is named by another entry too, or overlaps tables.
+    /// Grains whose sectors another entry names too, or that overlap tables.
     pub shared: u64,
     /// Directories, tables, header and descriptor that overlap each other.
     pub overlaps: u64,
@@ -33,30 +33,30 @@ pub struct Check {
     pub differing: u64,
     /// Tables that cannot be read in either copy.
     pub lost: u64,
-    /// The image was not closed properly.
+    /// Whether the image was not closed properly.
     pub unclean: bool,
-    /// The first unproven findings, grain by grain.
+    /// The first grains in doubt, as text.
     pub doubts: Vec<String>,
-    /// The first findings in which one copy is wrong and the other proves it.
+    /// The first entries that are wrong in one copy, as the other copy proves, as text.
     pub proven: Vec<String>,
-    /// Tables whose copies were made equal since the image was opened or last checked, and what was wrong with them.
+    /// Tables whose copies were made equal since the image was opened or last checked.
     pub repaired: u64,
-    /// The first of those, as text.
+    /// The first of these repairs, as text.
     pub mended: Vec<String>,
-    /// Damage that was read around.
+    /// Damage that reads could avoid, as text.
     pub warnings: Vec<String>,
 }
 
 impl Check {
-    /// True when nothing is wrong; dead space and a missing close are not.
+    /// True when nothing is wrong; dead space and a missing close are not errors.
     pub fn is_sound(&self) -> bool {
         self.bad + self.unproven + self.shared + self.overlaps + self.differing + self.lost == 0
     }
 
-    /// Why the image must not be written, if that is so.
+    /// Why the image must not be written; `None` if it may be.
     pub(super) fn unwritable(&self) -> Option<String> {
         match self {
-            Check { shared, .. } if *shared > 0 => Some(format!("{shared} grains share their place with others")),
+            Check { shared, .. } if *shared > 0 => Some(format!("{shared} grains overlap others")),
             Check { overlaps, .. } if *overlaps > 0 => Some(format!("{overlaps} of its tables overlap")),
             _ => None,
         }
@@ -70,7 +70,7 @@ pub(super) fn tell(sentences: &mut Vec<String>, sentence: impl FnOnce() -> Strin
     }
 }
 
-/// A bit for every place of a grain in the file.
+/// A bitmap of all grain-sized slots of the file.
 #[derive(Clone)]
 pub(super) struct Places {
     pub(super) bits: Vec<u64>,
@@ -82,7 +82,7 @@ impl Places {
         Self { bits: vec![0; (sectors / grain + 2).div_ceil(64) as usize], grain }
     }
 
-    /// Marks the places that a range of sectors touches; true when one was marked before.
+    /// Marks the slots that a range of sectors touches; true when one was marked before.
     pub(super) fn mark(&mut self, start: u64, sectors: u64) -> bool {
         let mut before = false;
         for place in start / self.grain..start.saturating_add(sectors).div_ceil(self.grain) {
@@ -97,29 +97,29 @@ impl Places {
         self.bits.get((place / 64) as usize).is_some_and(|word| word >> (place % 64) & 1 == 1)
     }
 
-    /// One past the last place marked.
+    /// The end of the last marked slot.
     fn end(&self) -> u64 {
         let last = self.bits.iter().rposition(|word| *word != 0);
         last.map_or(0, |last| last as u64 * 64 + (64 - u64::from(self.bits[last].leading_zeros())))
     }
 }
 
-/// The findings with the parts that opening for writing needs.
+/// The result of a scan, with the parts that opening for writing needs.
 pub(super) struct Scan {
     pub(super) check: Check,
     /// Tables whose copies differ.
     pub(super) differing: Vec<usize>,
-    /// Entries that only a check of the whole file decides, by table.
+    /// Entries that only a scan of the whole file decides, by table.
     pub(super) settled: BTreeMap<usize, Vec<(usize, u32)>>,
-    /// Some entries are in doubt: a place that nothing seems to name may be in use, and is not allocated.
+    /// Some entries are in doubt: a slot that seems unused may be in use, and is not allocated.
     pub(super) in_doubt: bool,
-    /// Sectors of header, descriptor, directories and tables, sorted.
+    /// Sector ranges of header, descriptor, directories and tables, sorted.
     pub(super) areas: Vec<(u64, u64)>,
-    /// Entries that a table alone does not decide.
+    /// Entries that the table alone does not decide.
     pub(super) doubts: Vec<(usize, Doubt)>,
     pub(super) tables: Places,
     pub(super) grains: Places,
-    /// Grains that touch two places each, so that adjacent ones seem to share one.
+    /// Grains that touch two slots each, so that adjacent grains seem to share a slot.
     pub(super) unaligned: u64,
     pub(super) sectors: u64,
     overhead: u64,
@@ -127,7 +127,7 @@ pub(super) struct Scan {
 }
 
 impl Scan {
-    /// First sector behind everything that an entry names, or may name.
+    /// The first sector after everything that an entry names, or may name.
     pub(super) fn used(&self) -> u64 {
         match self.in_doubt {
             true => self.sectors.max(self.overhead),
@@ -139,7 +139,7 @@ impl Scan {
         (self.tables.end().max(self.grains.end()) * self.grain).max(self.overhead)
     }
 
-    /// Runs of places before [`Scan::used`] that nothing names.
+    /// Runs of sectors before [`Scan::used`] that no entry names.
     pub(super) fn dead_runs(&self) -> impl Iterator<Item = SectorRun> + '_ {
         let (mut place, end) = (self.overhead.div_ceil(self.grain), self.named_end() / self.grain);
         std::iter::from_fn(move || {
@@ -171,11 +171,11 @@ impl Hosted {
         Ok(Check { dead, repaired, mended, warnings: self.warnings(), ..scan.check })
     }
 
-    /// Walks all tables, both copies of each.
+    /// Scans all tables, both copies of each.
     pub(super) fn scan(&self) -> Result<Scan> {
         let header = &self.header;
         let length = self.file.len().during(|| format!("{}: cannot find out the length", self.image))?;
-        // Entries name nothing behind this, however long the file is.
+        // 32-bit entries name nothing past this sector, however long the file is.
         let sectors = length.div_ceil(SECTOR).min(u64::from(u32::MAX) + header.grain);
         let mut scan = Scan {
             check: Check { unclean: header.unclean, ..Check::default() },
@@ -215,7 +215,7 @@ impl Hosted {
         Ok(scan)
     }
 
-    /// Table `index` according to its copies in the file, or from memory where the file may be older.
+    /// Table `index` from its copies in the file, or from memory if the file may be older.
     pub(super) fn look_at(&self, directories: &Directories, index: usize) -> Result<Option<ReadTable>> {
         if let Some(table) = self.tables.unwritten(index) {
             let entries = (0..table.len()).map(|at| table.entry(at)).collect();
@@ -227,7 +227,7 @@ impl Hosted {
     fn scan_table(&self, directories: &Directories, index: usize, scan: &mut Scan) -> Result<()> {
         let mut table = self.look_at(directories, index);
         if let Some(writer) = self.writer.as_ref().filter(|_| table.as_ref().is_ok_and(ReadTable::is_doubtful)) {
-            // A commit may have written one copy and not the other yet.
+            // A commit may have written only one copy yet, so the table is read again between commits.
             let _between = writer.between_commits();
             table = self.look_at(directories, index);
         }
@@ -274,7 +274,7 @@ impl Hosted {
         Ok(())
     }
 
-    /// If places do not decide (unaligned grains, or tables among grains): examines the sectors themselves.
+    /// If the bitmaps do not decide (unaligned grains, or tables among grains), compares the exact sector ranges.
     fn scan_shared(&self, directories: &Directories, scan: &mut Scan) {
         let pairs = scan.tables.bits.iter().zip(&scan.grains.bits);
         let mixed: u64 = pairs.map(|(tables, grains)| u64::from((tables & grains).count_ones())).sum();
@@ -296,7 +296,7 @@ impl Hosted {
         u64::from(self.header.table_entries)
     }
 
-    /// The bytes of some grains, in the form for messages.
+    /// The range of some grains, as text for messages.
     pub(super) fn bytes_of(&self, grains: std::ops::Range<u64>) -> String {
         let end = (grains.end * self.grain_bytes()).min(self.header.capacity * SECTOR);
         format!("bytes {} to {end} of its disk", grains.start * self.grain_bytes())

@@ -1,28 +1,29 @@
 //! Combining the two copies of a grain table: which entries agree, which copy is provably wrong, and what stays in
 //! doubt.
 //!
-//! An entry is provably wrong if it names no place that a grain can have: outside the file, among the metadata, not
-//! aligned like all others of its table, or the place of another grain of its table by both copies. Then the other
-//! copy's entry is right. If neither is wrong, none is chosen: reading such a grain is an error, because a choice would
-//! return wrong data one time in two. Two cases need no choice: zeros by either entry where no parent shows through,
-//! and an image that was not closed, in which a crash may have left each entry old or new.
+//! An entry is provably wrong if no grain can be at its sector: outside the file, among the metadata, not aligned like
+//! all other grains of the table, or at a sector that both copies give to another grain of the table. Then the other
+//! copy's entry is right. If neither is provably wrong, neither is chosen: reading such a grain is an error, because a
+//! guess would return wrong data in half of the cases. Two cases need no choice: both entries mean zeros and no parent
+//! shows through; and an image that was not closed, in which a crash may have left each entry old or new.
 
 use super::directory::{ENTRY_ABSENT, ENTRY_BAD, ENTRY_ZERO};
 use rustc_hash::FxHashSet;
 
-/// Which entries of a grain table are possible, and the treatment of copies that differ.
+/// Which entries of a grain table are possible, and how differing copies are treated.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Rules {
-    /// First sector that a grain can have.
+    /// The first sector at which a grain can be.
     pub(super) first: u64,
     pub(super) zero_grains: bool,
-    /// Alignment of the places of grains in sectors, as far as it is known.
-    pub(super) beat: u64,
-    /// Both copies are read and compared; in a stream the primary is used unless it is damaged.
+    /// Alignment of the grains in sectors, as far as known.
+    pub(super) alignment: u64,
+    /// Whether both copies are read and compared. In a stream the primary is used unless it is damaged.
     pub(super) compare: bool,
-    /// A parent shows through absent grains.
+    /// Whether a parent shows through absent grains.
     pub(super) parent: bool,
-    /// Where two possible entries differ, one is taken: after a crash, or because the caller asks for the primary.
+    /// Whether one of two differing possible entries is chosen: after a crash, or because the caller forces the
+    /// primary.
     pub(super) lenient: bool,
 }
 
@@ -32,46 +33,46 @@ impl Rules {
             ENTRY_ABSENT => true,
             ENTRY_ZERO if self.zero_grains => true,
             ENTRY_BAD => false,
-            // The last grain may be cut short at the end of the file: the missing part reads as zeros.
+            // The last grain may be cut at the end of the file: the missing part reads as zeros.
             place => u64::from(place) >= self.first && u64::from(place) < file_sectors,
         }
     }
 
-    /// Whether an entry names a place in the file.
+    /// Whether an entry names a sector in the file.
     pub(super) fn is_place(&self, entry: u32) -> bool {
         entry != ENTRY_ABSENT && entry != ENTRY_BAD && !(entry == ENTRY_ZERO && self.zero_grains)
     }
 }
 
-/// An entry for which neither copy can be proven.
+/// An entry for which neither copy is proven.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Doubt {
     pub(super) at: usize,
     /// The entry of each copy, primary first.
     pub(super) entries: [u32; 2],
-    /// Whether it is possible.
+    /// Whether the entry of each copy is possible.
     pub(super) possible: [bool; 2],
 }
 
 /// The combined copies of a table.
 #[derive(Debug, Default)]
 pub(crate) struct Merged {
-    /// The right entries; [`ENTRY_BAD`] if in doubt.
+    /// The right entries; [`ENTRY_BAD`] for those in doubt.
     pub(super) entries: Vec<u32>,
     pub(super) doubts: Vec<Doubt>,
-    /// Entries that only this copy has wrong, provably.
+    /// Number of entries that are provably wrong in each copy, while the other copy is right.
     pub(super) wrong: [usize; 2],
-    /// Entries of which one was taken although both are possible.
+    /// Number of entries that were chosen although both copies are possible.
     pub(super) taken: usize,
 }
 
-/// The right entry where the copies differ and both are possible: `None` if that is in doubt.
+/// The entry to use where the copies differ and both are possible; `None` if it is in doubt.
 pub(super) fn same_or_lenient(rules: &Rules, [primary, redundant]: [u32; 2]) -> Option<u32> {
     let (placed, other) = (rules.is_place(primary), rules.is_place(redundant));
     match (placed, other) {
         (false, false) if !rules.parent => Some(primary),
-        // A crash leaves old or new entries, and both are right; but if it was no crash, a dropped place is lost data,
-        // and an additional one is not.
+        // After a crash both the old and the new entry are right. If there was no crash, an entry that names data is
+        // the safer choice: dropping it would lose data.
         (false, true) if rules.lenient => Some(redundant),
         _ if rules.lenient => Some(primary),
         _ => None,
@@ -86,11 +87,11 @@ pub(super) fn merge(rules: &Rules, primary: &[u32], redundant: &[u32], file_sect
     }
     let pairs = || primary.iter().copied().zip(redundant.iter().copied());
     let agreed = || pairs().filter(|(one, other)| one == other && rules.is_place(*one) && allow(*one));
-    let aligned = |entry: u32| u64::from(entry).is_multiple_of(rules.beat);
-    let on_beat = agreed().all(|(place, _)| aligned(place));
+    let aligned = |entry: u32| u64::from(entry).is_multiple_of(rules.alignment);
+    let all_aligned = agreed().all(|(place, _)| aligned(place));
     let taken: FxHashSet<u32> = agreed().map(|(place, _)| place).collect();
     let possible = |entry: u32| {
-        allow(entry) && (!rules.is_place(entry) || ((!on_beat || aligned(entry)) && !taken.contains(&entry)))
+        allow(entry) && (!rules.is_place(entry) || ((!all_aligned || aligned(entry)) && !taken.contains(&entry)))
     };
     let mut merged = Merged::default();
     for (at, (one, other)) in pairs().enumerate() {
@@ -123,7 +124,7 @@ pub(super) fn merge(rules: &Rules, primary: &[u32], redundant: &[u32], file_sect
     merged
 }
 
-/// A table of which only one copy exists.
+/// A table of which only one copy could be read.
 pub(super) fn alone(rules: &Rules, entries: Vec<u32>, file_sectors: u64) -> Merged {
     let mut merged = Merged { entries, ..Merged::default() };
     for (at, entry) in merged.entries.iter_mut().enumerate() {

@@ -1,4 +1,5 @@
-//! Creating an empty extent: everything but the header, a flush, then the header. A crash before that leaves no extent.
+//! Creating an empty extent: all metadata except the header, a flush, then the header. After a crash before the header
+//! there is no extent.
 
 use super::header::{
     DESCRIPTOR_SECTORS_MAX, FLAG_NEWLINES, FLAG_REDUNDANT, FLAG_ZERO_GRAINS, Header, TABLE_ENTRIES_MAX,
@@ -6,30 +7,30 @@ use super::header::{
 use crate::{Error, ErrorKind, IoContext, Result, SECTOR};
 use backend::File;
 
-/// Sectors kept for an embedded descriptor, as VMware and QEMU do; more only for a longer text.
+/// Sectors reserved for an embedded descriptor, as by VMware and QEMU; a longer text gets more.
 const DESCRIPTOR_SECTORS: u64 = 20;
 
-/// Sectors of the usual grain, 64 KiB.
+/// The usual grain in sectors: 64 KiB.
 const GRAIN_SECTORS: u64 = 128;
 
-/// Parameters of an extent.
+/// Parameters of a new extent.
 #[derive(Clone, Debug)]
 pub struct CreateOptions<'a> {
     /// Capacity in bytes, a multiple of 512.
     pub capacity: u64,
-    /// The descriptor to embed; none in the extents of a split disk.
+    /// The descriptor to embed; `None` in the extents of a split disk.
     pub descriptor: Option<&'a [u8]>,
-    /// Use own entries for zero grains (version 2): zeros over a parent then take no space. QEMU reads them; whether
-    /// Workstation does is not known.
+    /// Use special entries for zero grains (version 2): zeros over a parent then take no space. QEMU reads these
+    /// entries; whether Workstation does is not known.
     pub zero_grains: bool,
 }
 
-/// Makes an extent in an empty file; it is durable when this returns.
+/// Creates an extent in an empty file. Durable on return.
 pub fn create(file: &dyn File, image: &str, options: &CreateOptions<'_>) -> Result<()> {
     create_shaped(file, image, options, GRAIN_SECTORS, TABLE_ENTRIES_MAX)
 }
 
-/// As [`create`], with grains and tables of an unusual size: tests get many tables in little space.
+/// As [`create`], with other sizes of grains and tables: tests get many tables in little space.
 pub(super) fn create_shaped(
     file: &dyn File,
     image: &str,
@@ -69,11 +70,11 @@ pub(super) fn create_shaped(
     header.directory_offset = header.redundant_offset + header.directory_sectors() + tables_size;
     let end = header.directory_offset + header.directory_sectors() + tables_size;
     header.overhead = end.next_multiple_of(header.grain);
-    // Every grain must have a place that 32 bits can name.
+    // The sector of every grain must fit into 32 bits.
     let full = header.overhead.checked_add(header.capacity.next_multiple_of(header.grain));
     if full.is_none_or(|sectors| sectors > u64::from(u32::MAX)) {
         return Err(invalid(
-            "one sparse extent holds less than 2 TiB, all that its tables can name: choose 2gbsparse".to_owned(),
+            "a sparse extent ends below 2 TiB, because its sector numbers have 32 bits: choose 2gbsparse".to_owned(),
         ));
     }
 

@@ -1,4 +1,4 @@
-//! The descriptor text embedded in an extent: read and replaced as bytes; its content is not examined here.
+//! The descriptor text embedded in an extent: read and replaced as bytes, without parsing it.
 
 use super::Hosted;
 use crate::{Error, ErrorKind, IoContext, Result, SECTOR};
@@ -6,7 +6,7 @@ use backend::File;
 
 use super::header::Header;
 
-/// Reads the embedded descriptor, without the zeros behind it; `None` if there is none.
+/// Reads the embedded descriptor, without the zeros after it; `None` if there is none.
 pub(crate) fn read_descriptor(file: &dyn File, header: &Header, image: &str) -> Result<Option<Vec<u8>>> {
     if header.descriptor_offset == 0 || header.descriptor_size == 0 {
         return Ok(None);
@@ -31,8 +31,8 @@ impl Hosted {
         read_descriptor(self.file.as_ref(), &self.header, &self.image)
     }
 
-    /// Replaces the embedded descriptor, durably. Only sectors that change are written: a change within one of them
-    /// (CID and parentCID are in the first) is complete or absent after a crash, a larger one may be partial.
+    /// Replaces the embedded descriptor, durably. Only changed sectors are written. A change within one sector (CID and
+    /// parentCID are in the first) is complete or absent after a crash, a larger one may be partial.
     pub fn set_descriptor(&self, text: &[u8]) -> Result<()> {
         self.check_changeable(self.writer()?)?;
         let room = self.header.descriptor_size * SECTOR;

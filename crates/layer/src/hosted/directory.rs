@@ -1,8 +1,8 @@
 //! Both copies of the grain directory, and reading a grain table from an undamaged copy.
 //!
-//! A file has two directories, each with tables of its own, that name the same grains. The primary is used. If it is
-//! invalid (a place outside the file, an entry that names one, a failed read) and the redundant copy is not, that one
-//! is used, with a warning in the log and in [`Warnings`].
+//! A file has two directories, each with its own tables, which name the same grains. The primary is used. If the
+//! primary is invalid (its location or an entry lies outside the file, or reading fails) and the redundant copy is
+//! valid, that copy is used, with a warning in the log and in [`Warnings`].
 
 use super::copies::{Doubt, Merged, Rules, alone, merge};
 use super::header::{FLAG_COMPRESSED, FLAG_REDUNDANT, FLAG_ZERO_GRAINS, Header};
@@ -10,7 +10,7 @@ use crate::{Error, ErrorKind, IoContext, Result, SECTOR};
 use backend::File;
 use parking_lot::Mutex;
 
-/// Most warnings kept per image.
+/// The most warnings kept per image.
 const WARNINGS_MAX: usize = 16;
 
 /// Entry of a grain table or directory: absent.
@@ -18,15 +18,15 @@ pub(crate) const ENTRY_ABSENT: u32 = 0;
 /// Entry of a grain table: zeros, if [`FLAG_ZERO_GRAINS`] is set.
 pub(crate) const ENTRY_ZERO: u32 = 1;
 
-/// In memory, in place of an entry that names no place in the file. No grain can begin at this sector.
+/// In memory only, for an invalid entry or one in doubt. No grain can begin at this sector.
 pub(crate) const ENTRY_BAD: u32 = u32::MAX;
 
-/// Warnings about an image that could be read all the same.
+/// Warnings about an image that could be read in spite of damage.
 #[derive(Default)]
 pub(crate) struct Warnings(Mutex<Vec<String>>);
 
 impl Warnings {
-    /// Logs and keeps a sentence; only the first [`WARNINGS_MAX`] are kept, each once.
+    /// Logs a warning, and keeps it; only the first [`WARNINGS_MAX`] are kept, each once.
     pub(crate) fn add(&self, image: &str, sentence: String) {
         let mut kept = self.0.lock();
         if kept.len() < WARNINGS_MAX && !kept.contains(&sentence) {
@@ -35,28 +35,28 @@ impl Warnings {
         }
     }
 
-    /// The sentences so far.
+    /// The warnings so far.
     pub(crate) fn list(&self) -> Vec<String> {
         self.0.lock().clone()
     }
 }
 
-/// Places of the two copies of a table, primary first; 0 if a copy has none or an impossible one.
+/// First sectors of the two copies of a table, primary first; 0 if a copy is missing or at an impossible sector.
 pub(crate) type Places = [u32; 2];
 
-/// A grain table as read.
+/// A grain table as read from the file.
 #[derive(Debug)]
 pub(crate) struct ReadTable {
-    /// Its entries, always as many as in the header; entries that name no place, and those of which neither copy is
-    /// proven, are [`ENTRY_BAD`].
+    /// Its entries, always as many as the header states. Invalid entries, and those for which neither copy is proven,
+    /// are [`ENTRY_BAD`].
     pub(crate) entries: Vec<u32>,
-    /// Its places.
+    /// The first sectors of its copies.
     pub(crate) places: Places,
-    /// Entries that are [`ENTRY_BAD`].
+    /// The entries that are [`ENTRY_BAD`].
     pub(super) doubts: Vec<Doubt>,
-    /// The copies differ.
+    /// Whether the copies differ.
     pub(crate) differ: bool,
-    /// Entries that the primary and the redundant copy have wrong, as the other copy proves.
+    /// Number of wrong entries in the primary and in the redundant copy, as the other copy proves.
     pub(super) wrong: [usize; 2],
 }
 
@@ -66,7 +66,7 @@ impl ReadTable {
         Self { entries, places, doubts: Vec::new(), differ: false, wrong: [0, 0] }
     }
 
-    /// Whether its copies differ, or are invalid.
+    /// Whether the copies of a table differ or are invalid.
     pub(super) fn is_doubtful(read: &Option<Self>) -> bool {
         read.as_ref().is_some_and(|table| table.differ || !table.doubts.is_empty())
     }
@@ -76,9 +76,9 @@ impl ReadTable {
 #[derive(Clone)]
 pub(crate) struct Directories {
     copies: [Vec<u32>; 2],
-    /// First sector behind each directory, where its tables are laid out.
+    /// The first sector after each directory, where the usual layout has its tables.
     laid: [u64; 2],
-    /// Most tables are at those places.
+    /// Whether most tables are at these sectors.
     regular: bool,
     table_entries: usize,
     table_sectors: u64,
@@ -86,7 +86,7 @@ pub(crate) struct Directories {
 }
 
 impl Directories {
-    /// Reads the directories that `header` names. `image` is for messages.
+    /// Reads the directories at the sectors in `header`. `image` is for messages.
     pub(crate) fn read(file: &dyn File, header: &Header, image: &str, warnings: &Warnings) -> Result<Self> {
         let primary = read_directory(file, header, header.directory_offset);
         let redundant = match header.has(FLAG_REDUNDANT) && header.redundant_offset != 0 {
@@ -115,10 +115,10 @@ impl Directories {
             table_entries: header.table_entries as usize,
             table_sectors: header.table_sectors(),
             rules: Rules {
-                // The grains of a stream begin behind its first marker, whatever its header states.
+                // The grains of a stream begin after its first marker, whatever its header states.
                 first: if compressed { 1 } else { header.overhead.max(1) },
                 zero_grains: header.has(FLAG_ZERO_GRAINS),
-                beat: if !compressed && header.overhead.is_multiple_of(header.grain) { header.grain } else { 1 },
+                alignment: if !compressed && header.overhead.is_multiple_of(header.grain) { header.grain } else { 1 },
                 compare: !compressed,
                 parent: true,
                 lenient: header.unclean,
@@ -132,18 +132,18 @@ impl Directories {
         Ok(directories)
     }
 
-    /// Sets whether a parent shows through, and whether the primary is taken if neither copy is proven.
+    /// Sets whether a parent shows through, and whether the primary is used if neither copy is proven.
     pub(super) fn set_rules(&mut self, parent: bool, force: bool) {
         self.rules.parent = parent;
         self.rules.lenient |= force;
     }
 
-    /// From now on copies that differ are damage.
+    /// From now on, differing copies count as damage.
     pub(super) fn judge_strictly(&mut self, force: bool) {
         self.rules.lenient = force;
     }
 
-    /// The same directories, without a preference between possible entries.
+    /// The same directories, without choosing between two possible entries.
     pub(super) fn strict(&self) -> Self {
         Self { rules: Rules { lenient: false, ..self.rules }, ..self.clone() }
     }
@@ -152,7 +152,7 @@ impl Directories {
         &self.rules
     }
 
-    /// The place of table `index` of a copy in a file with all tables behind their directory, the usual layout.
+    /// The sector of table `index` of a copy in the usual layout, in which all tables follow their directory.
     pub(super) fn laid_out(&self, copy: usize, index: usize) -> u32 {
         let place = (index as u64).checked_mul(self.table_sectors).and_then(|by| self.laid[copy].checked_add(by));
         place.and_then(|place| u32::try_from(place).ok()).unwrap_or(0)
@@ -163,12 +163,12 @@ impl Directories {
         self.copies[0].len().max(self.copies[1].len())
     }
 
-    /// The places of table `index` according to the copies, unchecked; 0 for a lost copy.
+    /// The sectors of table `index` in both directories, unchecked; 0 for a lost directory.
     pub(crate) fn named(&self, index: usize) -> Places {
         [0, 1].map(|copy: usize| self.copies[copy].get(index).copied().unwrap_or(0))
     }
 
-    /// Which copies exist.
+    /// Whether a copy of the directory could be read.
     pub(crate) fn has(&self, copy: usize) -> bool {
         !self.copies[copy].is_empty()
     }
@@ -182,7 +182,7 @@ impl Directories {
         }
     }
 
-    /// The bytes of the sector of copy `copy` that holds entry `index`, and which sector of the directory it is.
+    /// The number and the bytes of the directory sector with entry `index`, in copy `copy`.
     pub(crate) fn sector_of(&self, copy: usize, index: usize) -> (u64, Vec<u8>) {
         let per_sector = SECTOR as usize / 4;
         let first = index / per_sector * per_sector;
@@ -192,7 +192,7 @@ impl Directories {
         ((index / per_sector) as u64, bytes)
     }
 
-    /// Reads table `index` from an undamaged copy; `None` if the directory has no such table.
+    /// Reads table `index` from a valid copy; `None` if the directory has no such table.
     pub(crate) fn read_table(
         &self,
         file: &dyn File,
@@ -201,7 +201,7 @@ impl Directories {
         warnings: &Warnings,
     ) -> Result<Option<ReadTable>> {
         let named = self.named(index);
-        // Entry 1 in a directory would be a table of zero grains; no known program writes it, and the sector holds the
+        // Entry 1 in a directory would mean a table of zero grains; no known program writes it, and sector 1 holds the
         // descriptor or a directory.
         if named == [0, 0] || (named[0] == 0 && !self.has(1)) || (named[1] == 0 && !self.has(0)) {
             return Ok(None);
@@ -229,12 +229,12 @@ impl Directories {
         let redundant = (places[1] != 0).then(|| read(places[1])).flatten();
         let both = self.has(0) && self.has(1);
         let mut copies = [primary, redundant];
-        // New tables lie behind overHead, where nothing was laid out.
+        // New tables are after `overHead`, outside the usual layout.
         let before_grains = places.iter().all(|place| u64::from(*place) < self.rules.first);
         if (self.regular && before_grains || copies[0] != copies[1]) && copies.iter().all(Option::is_some) {
-            // A directory entry that leads elsewhere leads to something that is no table; if the other directory's
-            // entry leads to the usual place of tables, that one is right. Nothing may be written at the place of the
-            // wrong one.
+            // A wrong directory entry leads to sectors that hold no table. If the other directory's entry leads to the
+            // usual location of the table, that one is right, and nothing may be written at the location of the wrong
+            // one.
             let laid = [0, 1].map(|copy| places[copy] == self.laid_out(copy, index));
             if laid[0] != laid[1] {
                 let astray = usize::from(laid[0]);
@@ -275,7 +275,7 @@ impl Directories {
     }
 }
 
-/// Reads one directory of a header.
+/// Reads one of the directories.
 fn read_directory(file: &dyn File, header: &Header, offset: u64) -> Result<Vec<u32>> {
     let length = file.len().during(|| "cannot find out the length".to_owned())?;
     let bytes = header.directory_entries() * 4;
@@ -290,7 +290,7 @@ fn read_directory(file: &dyn File, header: &Header, offset: u64) -> Result<Vec<u
     Ok(words(&buffer))
 }
 
-/// Little-endian words.
+/// Decodes little-endian words.
 pub(crate) fn words(bytes: &[u8]) -> Vec<u32> {
     bytes.chunks_exact(4).map(|word| u32::from_le_bytes([word[0], word[1], word[2], word[3]])).collect()
 }

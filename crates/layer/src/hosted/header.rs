@@ -1,52 +1,52 @@
-//! The header of a sparse extent: one sector, at the start of the file, and once more as the footer of a stream.
+//! The header of a sparse extent: one sector at the start of the file, and once more as the footer of a stream.
 //!
-//! A header that passes [`Header::decode`] has a capacity, grains and tables within the limits below; the places of its
-//! areas are checked where they are read.
+//! A header that passes [`Header::decode`] has a capacity, grains and tables within the limits below. The locations of
+//! its areas are checked when the areas are read.
 
 use crate::{CAPACITY_MAX, Error, ErrorKind, Result, SECTOR};
 
 /// `KDMV`.
 pub const MAGIC: [u8; 4] = *b"KDMV";
-/// The magic number of some writers until the file is complete.
+/// The magic number that some writers use until the file is complete.
 const MAGIC_UNFINISHED: [u8; 4] = *b"kdmv";
 
 /// Bytes of a header.
 pub const HEADER_SIZE: usize = 512;
 
-/// Flag: the four newline characters can be tested.
+/// Flag: the four newline characters are valid and can be checked.
 pub const FLAG_NEWLINES: u32 = 1 << 0;
-/// Flag: the redundant directory and its tables are kept.
+/// Flag: the redundant directory and its tables are valid.
 pub const FLAG_REDUNDANT: u32 = 1 << 1;
 /// Flag: entry 1 of a grain table means zeros.
 pub const FLAG_ZERO_GRAINS: u32 = 1 << 2;
 /// Flag: grains are compressed.
 pub const FLAG_COMPRESSED: u32 = 1 << 16;
-/// Flag: grains and tables have markers before them.
+/// Flag: markers precede grains and tables.
 pub const FLAG_MARKERS: u32 = 1 << 17;
 /// Flags that a reader must know to read the file correctly.
 const FLAGS_ESSENTIAL: u32 = 0xffff_0000;
 
-/// Line ends and a space, which a text-mode transfer would have changed.
+/// Line ends and a space, which a transfer in text mode changes.
 const NEWLINES: [u8; 4] = [0x0a, 0x20, 0x0d, 0x0a];
 
-/// Place of the directory in the header of a stream: the footer has the real one.
+/// Value of the directory's sector in the header of a stream: the footer has the real one.
 pub const DIRECTORY_AT_END: u64 = u64::MAX;
 
-/// Smallest grain, in sectors.
+/// The smallest grain, in sectors.
 pub const GRAIN_SECTORS_MIN: u64 = 8;
-/// Largest grain, in sectors: 1 MiB, eight times what VMware's own software takes.
+/// The largest grain, in sectors: 1 MiB, eight times the maximum of VMware's own software.
 pub const GRAIN_SECTORS_MAX: u64 = 2048;
-/// Most entries of a grain table; every known writer uses 512.
+/// The most entries of a grain table; every known writer uses 512.
 pub const TABLE_ENTRIES_MAX: u32 = 512;
-/// Most entries of a grain directory: 64 TiB in the usual grains, 8 MiB of memory.
+/// The most entries of a grain directory: 64 TiB with the usual grains, 8 MiB of memory.
 pub const DIRECTORY_ENTRIES_MAX: u64 = 1 << 21;
-/// Largest embedded descriptor, in sectors.
+/// The largest embedded descriptor, in sectors.
 pub const DESCRIPTOR_SECTORS_MAX: u64 = 2048;
 
-/// Offset of the unclean mark.
+/// Offset of the `uncleanShutdown` byte.
 pub(super) const UNCLEAN_OFFSET: usize = 72;
 
-/// A header whose numbers are within limits.
+/// A header whose values are within the limits.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Header {
     /// Version: 1, 2 or 3.
@@ -71,12 +71,12 @@ pub struct Header {
     pub overhead: u64,
     /// Set while a writer has the file open.
     pub unclean: bool,
-    /// 0 none, 1 deflate.
+    /// Compression: 0 none, 1 deflate.
     pub compression: u16,
 }
 
 impl Header {
-    /// Reads a header; the error says what is wrong with it.
+    /// Decodes and checks a header; the error says what is wrong with it.
     pub fn decode(bytes: &[u8; HEADER_SIZE]) -> Result<Self> {
         let magic = [bytes[0], bytes[1], bytes[2], bytes[3]];
         if magic == MAGIC_UNFINISHED {

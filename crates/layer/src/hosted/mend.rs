@@ -1,10 +1,10 @@
-//! Repairing the tables of an image by their second copies: decisions that need the whole file, and writing both copies
-//! alike.
+//! Repairing the tables of an image from their redundant copies: decisions that need a scan of the whole file, and
+//! making both copies equal.
 //!
-//! Beyond its own table, an entry is provably wrong if it names the place of another grain by both copies, or a place
-//! of a table. And if everything else that nothing names is a hole, as it is in files that lamina has closed, a place
-//! with data is in use: of two possible entries the one that names data is right. An entry still in doubt stays as it
-//! is in both copies, is reported, and reads as an error.
+//! Two more proofs need the whole file. An entry is wrong if both copies give its sector to another grain, or to a
+//! table. And if all unused parts of the file are holes, as in files that lamina has closed, an entry that names data
+//! is right, and the other one is wrong. An entry still in doubt stays unchanged in both copies, is reported, and reads
+//! as an error.
 
 use super::Hosted;
 use super::check::{Scan, tell};
@@ -13,7 +13,7 @@ use super::directory::{Directories, ENTRY_ABSENT, Places};
 use super::space::Space;
 use crate::{IoContext, Result, SECTOR};
 
-/// Repairs that no check has reported yet.
+/// Repairs not yet reported by a check.
 #[derive(Default)]
 pub(super) struct Mended {
     pub(super) tables: u64,
@@ -21,7 +21,7 @@ pub(super) struct Mended {
 }
 
 impl Hosted {
-    /// Makes the two copies of every table equal as far as proofs go, in an image open for writing. The next
+    /// Makes the two copies of every table equal where one is proven, in an image open for writing. The next
     /// [`Hosted::check`] reports the repairs.
     pub fn repair(&self) -> Result<()> {
         let writer = self.writer()?;
@@ -38,7 +38,7 @@ impl Hosted {
         (mended.tables, mended.sentences)
     }
 
-    /// Decides what a table alone does not, and counts and reports the rest.
+    /// Decides entries that a table alone does not decide; counts and reports the rest.
     pub(super) fn settle_doubts(&self, directories: &Directories, scan: &mut Scan) -> Result<()> {
         let rules = directories.rules();
         let grain = self.header.grain;
@@ -74,7 +74,7 @@ impl Hosted {
                     scan.check.zero_grains += u64::from(!place && entry != ENTRY_ABSENT);
                     tell(&mut scan.check.proven, || {
                         format!(
-                            "the copies of the table have grain {number} at sectors {one} and {other}: {entry} holds"
+                            "the copies of the table have grain {number} at sectors {one} and {other}: {entry} is right"
                         )
                     });
                 }
@@ -87,7 +87,7 @@ impl Hosted {
                     let impossible = doubt.possible == [false; 2];
                     *(if impossible { &mut scan.check.bad } else { &mut scan.check.unproven }) += 1;
                     tell(&mut scan.check.doubts, || match impossible {
-                        true => format!("grain {number} ({bytes}): no copy of its table names a valid place"),
+                        true => format!("grain {number} ({bytes}): no copy of its table names a valid sector"),
                         false => format!(
                             "grain {number} ({bytes}): the copies of its table name sectors {one} and {other}, and \
                              neither is provably wrong; reading it fails until one is"
@@ -99,12 +99,12 @@ impl Hosted {
         Ok(())
     }
 
-    /// Whether the last writer did not close the file: then its copies may differ without damage.
+    /// Whether the last writer did not close the file: then differing copies need not be damage.
     fn has_crashed(&self) -> bool {
         self.header.unclean && self.writer.is_none()
     }
 
-    /// The right entry, if it can be proven or makes no difference.
+    /// The right entry, if it is proven or if both have the same effect; `None` otherwise.
     fn settle(&self, rules: &Rules, doubt: &Doubt, tidy: bool) -> Result<Option<u32>> {
         let [primary, redundant] = doubt.entries;
         match doubt.possible {
@@ -125,19 +125,19 @@ impl Hosted {
         Ok(match data {
             [true, false] if tidy => Some(primary),
             [false, true] if tidy => Some(redundant),
-            // Zeros by either entry, which both hide the parent.
+            // Both entries read as zeros and hide the parent alike.
             [false, false] if !doubt.entries.contains(&ENTRY_ABSENT) || !rules.parent => Some(primary),
             _ => None,
         })
     }
 
-    /// Whether everything that nothing names is a hole of the file.
+    /// Whether every unused part of the file is a hole.
     fn is_tidy(&self, scan: &Scan) -> bool {
         let end = scan.dead_runs().map(|run| run.start..run.start + run.sectors);
         for dead in end.chain(std::iter::once(scan.named_end()..u64::MAX / SECTOR)) {
             match self.file.next_allocated(dead.start * SECTOR) {
                 Ok(found) if found.as_ref().is_none_or(|found| found.start >= dead.end * SECTOR) => {}
-                // If holes cannot be determined, nothing is.
+                // If the holes are unknown, the proof is not possible.
                 _ => return false,
             }
         }
@@ -151,8 +151,8 @@ impl Hosted {
         Ok(bytes.iter().any(|byte| *byte != 0))
     }
 
-    /// Makes both copies of the differing tables equal, durably, except for entries in doubt; a missing copy gets a
-    /// place.
+    /// Makes both copies of the differing tables equal, durably, except for entries in doubt. A missing copy is
+    /// allocated.
     pub(super) fn mend(&self, scan: &Scan, space: &Space) -> Result<()> {
         let flush = || self.file.sync().during(|| format!("{}: cannot flush", self.image));
         let directories = self.tables.directories().strict();
@@ -182,7 +182,7 @@ impl Hosted {
                 let bytes: Vec<u8> = entries.into_iter().flat_map(u32::to_le_bytes).collect();
                 self.file
                     .write_at(&[&bytes], u64::from(place) * SECTOR, false)
-                    .during(|| format!("{}: cannot mend grain table {index}", self.image))?;
+                    .during(|| format!("{}: cannot repair grain table {index}", self.image))?;
             }
             if places != table.places {
                 moved.push((index, places));
@@ -201,7 +201,7 @@ impl Hosted {
         Ok(())
     }
 
-    /// Whether a table can be at `place`, where it was laid out: before the grains, and not over anything else.
+    /// Whether a table can be at its usual location `place`: before the grains, and not overlapping other metadata.
     fn is_free_for_table(&self, scan: &Scan, place: u32) -> bool {
         let (start, end) = (u64::from(place), u64::from(place) + self.header.table_sectors());
         let apart = |area: &(u64, u64)| end <= area.0 || area.0.saturating_add(area.1) <= start;

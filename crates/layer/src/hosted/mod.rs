@@ -1,28 +1,28 @@
-//! Workstation's sparse extents (`KDMV`): monolithicSparse, and one file of a twoGbMaxExtentSparse disk.
+//! Sparse extents of VMware Workstation (`KDMV`): monolithicSparse, and the files of a twoGbMaxExtentSparse disk.
 //!
 //! ```text
 //! header | descriptor | redundant directory, its tables | directory, its tables | grains ...
 //! ```
 //!
-//! A directory names tables, a table 512 grains of 64 KiB. There are two copies of directory and tables, which name the
-//! same grains; both are written, the primary is read, and the redundant one if the primary is damaged. The bytes, and
-//! the order in which they become durable, are in docs/format/hosted.md. Invariants:
+//! A grain directory names grain tables; a grain table names 512 grains of 64 KiB. There are two copies of directory
+//! and tables, which name the same grains. Both are written; the primary is read, or the redundant one if the primary
+//! is damaged. docs/format/hosted.md describes the bytes, and the order in which they become durable. Invariants:
 //!
 //! 1. Payload is durable before an entry that names it is written; a new table is durable before a directory names it.
-//!    So a crash leaves at worst grains without a name.
-//! 2. Between two commits both copies of a table are equal on the medium. A crash within a commit may leave them
-//!    different, each entry old or new; opening for writing makes them equal before anything else is changed. In a file
-//!    that was closed, copies that differ are damage: lamina repairs what one of them proves, and does not change the
+//!    So at worst a crash leaves grains that no table names.
+//! 2. Between two commits both copies of a table on the device are equal. A crash within a commit may leave them
+//!    different, each entry old or new; opening for writing makes them equal before any other change. In a file that
+//!    was closed, differing copies are damage: lamina repairs entries that one copy proves, and does not change the
 //!    rest.
-//! 3. The unclean mark is durable before the first change and is removed after the last, when the file is cut to its
-//!    used part.
-//! 4. A place is named by one entry at most (a file that violates this is not opened for writing), and reused only
-//!    after no reader can reach it by its old entry: see `space.rs`.
-//! 5. After a failed write or flush nothing more is written: the layer is [`ErrorKind::Stopped`] until it is opened
+//! 3. The unclean mark is durable before the first change. It is removed after the last change, when the file is
+//!    truncated to its used part.
+//! 4. At most one entry names a sector (a file that violates this is not opened for writing). A sector is reused only
+//!    when no reader can reach it by its old entry: see `space.rs`.
+//! 5. After a failed write or flush no more is written: the layer returns [`ErrorKind::Stopped`] until it is opened
 //!    again.
 //!
-//! Locks, outermost first: the gate (shared by changes, exclusive for closing), the commit, `loading`, the tables'
-//! state and directories, the space. Only the gate is held while payload is read or written.
+//! Locks, outermost first: the gate (shared by changes, exclusive for closing), the commit, `loading`, the state of the
+//! tables and the directories, the space. Only the gate is held while payload is read or written.
 
 mod check;
 mod copies;
@@ -60,9 +60,9 @@ pub struct OpenOptions {
     pub image: String,
     /// Open it for writing.
     pub writable: bool,
-    /// True if a parent shows through where the extent has no data. Without one, zeros need no entry.
+    /// Whether a parent shows through absent grains. Without a parent, zeros need no entry.
     pub parent: bool,
-    /// Read a grain by the primary copy of its table if the copies differ and neither is provably wrong.
+    /// Use the primary copy of a table if the copies differ and neither is provably wrong.
     pub force: bool,
 }
 
@@ -105,7 +105,7 @@ impl Hosted {
         match options.writable {
             true => layer.begin_writing(options.parent, options.force)?,
             false if layer.header.unclean => {
-                let sentence = "it was not closed properly; what was flushed is there".to_owned();
+                let sentence = "it was not closed properly; flushed data is complete".to_owned();
                 layer.warnings.add(&layer.image, sentence);
             }
             false => {}
@@ -113,7 +113,7 @@ impl Hosted {
         Ok(layer)
     }
 
-    /// Damage that could be read around, for the user.
+    /// Damage that reads could avoid, for the user.
     pub fn warnings(&self) -> Vec<String> {
         self.warnings.list()
     }
@@ -127,7 +127,7 @@ impl Hosted {
         self.header.grain * SECTOR
     }
 
-    /// The tables that a range of grains touches: index, first entry, number of entries.
+    /// The tables that a range of grains touches: index of the table, first entry, number of entries.
     fn by_table(&self, first: u64, count: u64) -> impl Iterator<Item = (usize, usize, usize)> + use<> {
         let per_table = u64::from(self.header.table_entries);
         let end = first + count;
@@ -145,7 +145,7 @@ impl Hosted {
 
     fn damaged_entry(&self, grain: u64) -> Error {
         let what =
-            format!("{}: the place of grain {grain} is lost, its tables are damaged or the file was cut", self.image);
+            format!("{}: grain {grain} has no valid sector: its tables are damaged or the file was cut", self.image);
         Error::new(ErrorKind::Corrupt, format!("{what}; check the image, with --repair to correct what can be proven"))
     }
 }
@@ -167,7 +167,7 @@ impl Layer for Hosted {
     }
 
     fn table_size(&self) -> (u64, u64) {
-        // Both copies, and each on a page boundary of its own in the worst case.
+        // Both copies; in the worst case each begins a new page.
         let table = (self.header.table_sectors() * SECTOR).next_multiple_of(backend::BLOCK_SIZE as u64);
         (u64::from(self.header.table_entries) * self.grain_bytes(), 2 * table)
     }
@@ -207,7 +207,8 @@ impl Layer for Hosted {
                 let content = match table.entry(first + at) {
                     ENTRY_ABSENT => Content::Absent,
                     ENTRY_ZERO if self.header.has(FLAG_ZERO_GRAINS) => Content::Zero,
-                    // The extents before the damage stay valid; a request for the damaged range itself gets the error.
+                    // The extents before the damage are returned; a request that begins with the damaged grain gets the
+                    // error.
                     ENTRY_BAD if !answer.is_empty() => return Ok(()),
                     ENTRY_BAD => return Err(self.damaged_entry(number)),
                     place => Content::Data { file: 0, offset: u64::from(place) * SECTOR + (start - number * grain) },

@@ -1,9 +1,9 @@
-//! Places for new grains, and when the place of an old one may be reused.
+//! Allocation of new grains, and reuse of old ones.
 //!
-//! Grains are appended; the file grows in steps, as a hole, and [`Space::used`] is what closing cuts it to. A grain
-//! that no table names any more is *retired* ([`crate::retirement`]): when no table on the medium names it and no
-//! operation uses it, it is punched and free, so that every free place reads as zeros. Places that a crash leaves
-//! without a name are found when the image is opened for writing the next time.
+//! Grains are appended. The file grows in steps, by holes, and closing truncates it to [`Space::used`]. A grain that no
+//! table names any more is *retired* ([`crate::retirement`]): when no table on the device names it and no operation
+//! uses it, it is punched and becomes free, so that every free grain reads as zeros. Grains that a crash leaves without
+//! an entry are found when the image is next opened for writing.
 
 use crate::epochs::Epochs;
 use crate::retirement::Retirement;
@@ -16,16 +16,16 @@ use std::ops::Range;
 /// Bytes by which the file grows at a time.
 const GROWTH: u64 = 64 << 20;
 
-/// Most runs of free places remembered; others stay dead until the image is opened after a crash, or copied.
+/// The most runs of free grains remembered; others stay dead until the image is opened after a crash, or copied.
 const FREE_RUNS_MAX: usize = 1 << 16;
 
-/// First sector that no 32-bit entry can name as the start of a grain; the largest number is reserved for damage.
+/// The first sector that no 32-bit entry can name as the start of a grain; the largest number is reserved for damage.
 const SECTORS_END: u64 = u32::MAX as u64;
 
-/// Most runs of retired places remembered; more stay dead likewise.
+/// The most runs of retired grains remembered; others stay dead likewise.
 const RETIRED_RUNS_MAX: usize = 1 << 20;
 
-/// Sectors next to each other in the file.
+/// Consecutive sectors of the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct SectorRun {
     pub(super) start: u64,
@@ -33,28 +33,28 @@ pub(super) struct SectorRun {
 }
 
 struct SpaceState {
-    /// First sector never used.
+    /// The first sector that was never used.
     used: u64,
     /// Length of the file, in sectors.
     length: u64,
     free: BTreeMap<u64, u64>,
-    /// In sectors.
+    /// Retired grains, in sectors.
     retirement: Retirement,
-    /// What is left of the last place taken for tables.
+    /// The rest of the last allocation for tables.
     tables: SectorRun,
 }
 
-/// The space of one file.
+/// The allocation state of one file.
 pub(super) struct Space {
     image: String,
     grain: u64,
-    /// Held by each operation while it uses places that the map gave it.
+    /// Held by each operation while it uses file locations from the tables.
     pub(super) epochs: Epochs,
     state: Mutex<SpaceState>,
 }
 
 impl Space {
-    /// The space of a file that is used up to sector `used`.
+    /// The state for a file that is used up to sector `used`.
     pub(super) fn new(image: &str, grain: u64, used: u64) -> Self {
         let used = used.next_multiple_of(grain);
         let state = SpaceState {
@@ -67,12 +67,12 @@ impl Space {
         Self { image: image.to_owned(), grain, epochs: Epochs::new(), state: Mutex::new(state) }
     }
 
-    /// First sector never used.
+    /// The first sector that was never used.
     pub(super) fn used(&self) -> u64 {
         self.state.lock().used
     }
 
-    /// Cuts the file to what is used.
+    /// Truncates the file to its used part.
     pub(super) fn cut(&self, file: &dyn File) -> Result<()> {
         let mut state = self.state.lock();
         file.set_len(state.used * SECTOR).during(|| format!("{}: cannot cut its unused end", self.image))?;
@@ -85,7 +85,7 @@ impl Space {
         self.state.lock().free.values().sum()
     }
 
-    /// Allocates places for `grains` grains, in as few runs as possible. They read as zeros, and no table names them.
+    /// Allocates `grains` grains, in as few runs as possible. They read as zeros, and no table names them.
     pub(super) fn allocate(&self, file: &dyn File, grains: u64, out: &mut Vec<SectorRun>) -> Result<()> {
         let mut state = self.state.lock();
         let mut left = grains * self.grain;
@@ -113,11 +113,11 @@ impl Space {
         Ok(())
     }
 
-    /// Allocates a place of `sectors` sectors for tables; it reads as zeros.
+    /// Allocates `sectors` sectors for a table; they read as zeros.
     pub(super) fn allocate_table(&self, file: &dyn File, sectors: u64) -> Result<u32> {
         let mut state = self.state.lock();
         if state.tables.sectors < sectors {
-            // Whole grains, so that later places stay aligned.
+            // Whole grains, so that later grains stay aligned.
             let size = sectors.next_multiple_of(self.grain);
             state.tables = self.append(&mut state, file, size)?;
         }
@@ -127,7 +127,7 @@ impl Space {
         u32::try_from(place).map_err(|_| self.full())
     }
 
-    /// Frees the place for tables that was allocated last. Any other one stays unused.
+    /// Frees the table that was allocated last. Any other one stays unused.
     pub(super) fn give_table_back(&self, place: u32, sectors: u64) {
         let mut state = self.state.lock();
         if state.tables.start == u64::from(place) + sectors {
@@ -149,11 +149,11 @@ impl Space {
     }
 
     fn full(&self) -> Error {
-        let what = format!("{}: the extent has reached 2 TiB, more its tables cannot address", self.image);
+        let what = format!("{}: the extent has reached 2 TiB, the limit of its 32-bit sector numbers", self.image);
         Error::new(ErrorKind::NoSpace, what)
     }
 
-    /// Notes grains that no table in memory names any more.
+    /// Retires grains that no table in memory names any more.
     pub(super) fn retire(&self, places: impl Iterator<Item = u32>) {
         let mut state = self.state.lock();
         for place in places.map(u64::from) {
@@ -161,7 +161,7 @@ impl Space {
         }
     }
 
-    /// Frees places that were allocated and never named.
+    /// Frees grains that were allocated and never named by a table.
     pub(super) fn give_back(&self, runs: &[SectorRun]) {
         let mut state = self.state.lock();
         for run in runs {
@@ -169,12 +169,12 @@ impl Space {
         }
     }
 
-    /// A commit begins, and takes the tables after this.
+    /// Called when a commit begins, before it takes the tables.
     pub(super) fn begin_commit(&self) {
         self.state.lock().retirement.begin_commit(&self.epochs);
     }
 
-    /// That commit is durable: frees what no operation uses any more. Commits do not overlap, and neither do calls.
+    /// Called when that commit is durable: frees the grains that no operation uses any more. Calls do not overlap.
     pub(super) fn complete_commit(&self, file: &dyn File) {
         let mut ready: Vec<Range<u64>> = Vec::new();
         {
@@ -193,10 +193,10 @@ impl Space {
         self.state.lock().retirement.released();
     }
 
-    /// Punches a run that no table names and frees it. A run that cannot be punched stays dead: only space is lost.
+    /// Punches and frees a run that no table names. If punching fails, the run stays dead: only space is lost.
     pub(super) fn free_run(&self, run: SectorRun, file: &dyn File) {
         if let Err(error) = file.punch(run.start * SECTOR, run.sectors * SECTOR) {
-            tracing::warn!(image = self.image, sector = run.start, "cannot give space back: {error}");
+            tracing::warn!(image = self.image, sector = run.start, "cannot free space: {error}");
             return;
         }
         let mut state = self.state.lock();
@@ -206,12 +206,12 @@ impl Space {
     }
 }
 
-/// What is too much to be remembered stays dead: opening the image for writing finds it.
+/// Drops retired grains beyond the limit: they stay dead, and the next opening for writing finds them.
 fn give_up(retirement: &mut Retirement, places: Range<u64>) {
     let _remembered = retirement.give_up(places);
 }
 
-/// Appends a run, to the last one where it adjoins.
+/// Appends a run, joined with the last one if they are adjacent.
 fn push(runs: &mut Vec<SectorRun>, run: SectorRun) {
     match runs.last_mut() {
         Some(last) if last.start + last.sectors == run.start => last.sectors += run.sectors,

@@ -1,11 +1,11 @@
-//! Grain tables in memory: a bounded cache of those on the medium, and the tables changed since the last commit.
+//! Grain tables in memory: a bounded cache of committed tables, and the tables changed since the last commit.
 //!
-//! 1. A table is in memory once: readers and writers share the same words.
-//! 2. A changed table stays in memory until a commit has written it: first in `changed`, then in `writing`, then it may
-//!    be dropped. So a table read from the medium is never older than the last commit.
-//! 3. Tables are loaded one at a time (`loading`): between the look-up that found a table missing and its insertion no
-//!    other thread can have loaded, changed, committed and dropped it.
-//! 4. A table with entries that neither copy proves is read as far as possible and never changed.
+//! 1. A table is in memory once: readers and writers share its entries.
+//! 2. A changed table stays in memory until a commit has written it: first in `changed`, then in `writing`; after that
+//!    it may be evicted. So a table read from the file is never older than the last commit.
+//! 3. Tables are loaded one at a time (`loading`): between a miss and the insertion no other thread can have loaded,
+//!    changed, committed and evicted the same table.
+//! 4. A table with entries that neither copy proves is read as far as possible, and never changed.
 
 use super::directory::{Directories, ENTRY_ABSENT, ENTRY_BAD, Places, Warnings};
 use crate::cache::ClockCache;
@@ -16,7 +16,7 @@ use rustc_hash::FxHashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// Memory for unchanged grain tables per image: in the usual grains the tables of 128 GiB.
+/// Memory for unchanged grain tables per image: with the usual grains, the tables of 128 GiB.
 const CACHE_BYTES: usize = 8 << 20;
 
 /// Entries in a sector of a table.
@@ -29,7 +29,7 @@ pub(crate) struct Table {
     damaged: bool,
     /// A bit for each sector changed since the last commit.
     changed: AtomicU32,
-    /// Bit 1: on the medium no directory names it yet.
+    /// Bit 1: no directory on the device names the table yet.
     fresh: AtomicU32,
 }
 
@@ -49,23 +49,23 @@ impl Table {
         self.entries.len()
     }
 
-    /// Its places.
+    /// The sectors of its copies.
     pub(super) fn places(&self) -> Places {
         self.places
     }
 }
 
-/// What a commit has to write.
+/// The writes of a commit.
 #[derive(Default)]
 pub(super) struct Batch {
-    /// Sectors of tables that the directories name already, and their new content.
+    /// Changed sectors of tables that the directories name already.
     pub(super) sectors: Vec<(u64, [u8; SECTOR as usize])>,
-    /// New tables: index, places, and all their sectors.
+    /// New tables: index, sectors of the copies, and all content.
     pub(super) fresh: Vec<(usize, Places, Vec<u8>)>,
 }
 
 impl Batch {
-    /// True when nothing changed.
+    /// True when there is nothing to write.
     pub(super) fn is_empty(&self) -> bool {
         self.sectors.is_empty() && self.fresh.is_empty()
     }
@@ -109,7 +109,7 @@ impl Tables {
         }
     }
 
-    /// Tables changed and not committed.
+    /// Number of tables changed since the last commit.
     pub(super) fn changed(&self) -> usize {
         self.state.read().changed.len()
     }
@@ -119,7 +119,7 @@ impl Tables {
         self.directories.read().clone()
     }
 
-    /// Table `index`, or `None` if there is none yet: all its grains are absent.
+    /// Table `index`; `None` if there is no such table, and all its grains are absent.
     pub(crate) fn get(&self, file: &dyn File, index: usize, warnings: &Warnings) -> Result<Option<Arc<Table>>> {
         if let Some(table) = self.state.read().get(index) {
             return Ok(Some(Arc::clone(table)));
@@ -135,14 +135,14 @@ impl Tables {
         let Some(read) = read else { return Ok(None) };
         let table = Arc::new(Table::new(read.entries, read.places, !read.doubts.is_empty()));
         if read.differ {
-            // One copy is damaged; the next change of the table repairs it.
+            // One copy is damaged; the next change of the table rewrites both.
             table.changed.store(u32::MAX, Ordering::Relaxed);
         }
         self.state.write().cache.insert(index, Arc::clone(&table));
         Ok(Some(table))
     }
 
-    /// As [`Tables::get`] for a walk through all of them: tables that are not in memory are read and not kept.
+    /// As [`Tables::get`] for a scan of all tables: tables that are not in memory are read and not cached.
     pub(crate) fn peek(
         &self,
         file: &dyn File,
@@ -157,7 +157,7 @@ impl Tables {
         Ok(read.map(|read| Arc::new(Table::new(read.entries, read.places, !read.doubts.is_empty()))))
     }
 
-    /// Enters a new, empty table at `places`, unless there is one by now.
+    /// Enters a new, empty table at `places`. Returns false if the table exists by now.
     pub(super) fn add(&self, index: usize, places: Places) -> bool {
         let mut state = self.state.write();
         if state.get(index).is_some() {
@@ -170,40 +170,43 @@ impl Tables {
         true
     }
 
-    /// Table `index` if it is in memory and the file may be older.
+    /// Table `index`, if its version in memory may be newer than the file.
     pub(super) fn unwritten(&self, index: usize) -> Option<Arc<Table>> {
         let state = self.state.read();
         state.changed.get(&index).or_else(|| state.writing.get(&index)).map(Arc::clone)
     }
 
-    /// Notes that the remains of a crash are repaired: from now on copies that differ are damage.
+    /// Called when the effects of a crash are repaired: from now on differing copies count as damage.
     pub(super) fn judge_strictly(&self, force: bool) {
         self.directories.write().judge_strictly(force);
     }
 
-    /// Drops a table from memory that was written around it. Nothing in it is changed before or meanwhile.
+    /// Replaces a table in memory by what a repair has written. No other thread changes it meanwhile.
     pub(super) fn replace(&self, index: usize, entries: Vec<u32>, places: Places, damaged: bool) {
         self.state.write().cache.insert(index, Arc::new(Table::new(entries, places, damaged)));
     }
 
-    /// Refuses to change a table that has entries in doubt.
+    /// Refuses to change a table with entries in doubt.
     pub(super) fn check_changeable(&self, index: usize, table: &Table) -> Result<()> {
         if !table.damaged {
             return Ok(());
         }
-        let what = format!("{}: grain table {index} is damaged in ways that its two copies do not settle", self.image);
+        let what = format!(
+            "{}: grain table {index} is damaged, and its two copies do not prove the right entries",
+            self.image
+        );
         let advice =
-            "check the image with --repair; what stays in doubt cannot be changed, copy the rest to a new image";
+            "check the image with --repair; a table in doubt cannot be changed: copy the other data to a new image";
         Err(Error::new(ErrorKind::Corrupt, format!("{what}; {advice}")))
     }
 
-    /// Whether copy `copy` of the directory is there.
+    /// Whether the directory has copy `copy`.
     pub(super) fn has_copy(&self, copy: usize) -> bool {
         self.directories.read().has(copy)
     }
 
-    /// Sets consecutive entries of table `index` from entry `first` on, and hands the old value of each that changed
-    /// to `replaced`.
+    /// Sets consecutive entries of table `index` from entry `first` on; calls `replaced` with the old value of each
+    /// entry that changed.
     pub(super) fn set(
         &self,
         index: usize,
@@ -214,7 +217,7 @@ impl Tables {
     ) -> Result<()> {
         self.check_changeable(index, table)?;
         let mut state = self.state.write();
-        // It may have been dropped and loaded again since the caller got it.
+        // The table may have been evicted and loaded again since the caller got it.
         let table = Arc::clone(state.get(index).unwrap_or(table));
         let mut sectors = 0;
         for (at, value) in (first..).zip(values) {
@@ -233,7 +236,7 @@ impl Tables {
         Ok(())
     }
 
-    /// Begins a commit of everything changed so far. Ended by [`Tables::written`]; commits do not overlap.
+    /// Begins a commit of all changes so far. [`Tables::written`] ends it; commits do not overlap.
     pub(super) fn take_changes(&self) -> Batch {
         let mut state = self.state.write();
         let changed = std::mem::take(&mut state.changed);
@@ -261,7 +264,7 @@ impl Tables {
         batch
     }
 
-    /// Enters tables into the directories; returns copy, sector within it, and content of each sector to write.
+    /// Enters tables into the directories; returns copy, directory sector, and content of each sector to write.
     pub(super) fn enter_places(&self, tables: impl Iterator<Item = (usize, Places)>) -> Vec<(usize, u64, Vec<u8>)> {
         let mut directories = self.directories.write();
         let mut sectors: Vec<(usize, usize)> = Vec::new();
@@ -279,7 +282,7 @@ impl Tables {
         sectors.into_iter().map(content).collect()
     }
 
-    /// Ends a commit: the written tables may be dropped.
+    /// Ends a commit: the written tables may be evicted.
     pub(super) fn written(&self) {
         let mut state = self.state.write();
         for (index, table) in std::mem::take(&mut state.writing) {

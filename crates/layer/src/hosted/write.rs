@@ -1,10 +1,10 @@
-//! Changing a sparse extent: opening and closing for writing, whole grains, zeros, and the commit that makes them
-//! durable.
+//! Changing a sparse extent: opening and closing for writing, writing and zeroing whole grains, and the commit that
+//! makes them durable.
 //!
-//! Before a new grain is written, both copies of its table, and the directory sectors that name a new one, have their
-//! space, so the commit finds it. A grain with a place is overwritten there. A new one is written first and entered in
-//! its table, in memory, after that: so the map never names bytes that are not in the file. The commit writes the
-//! tables:
+//! Before a new grain is written, space is allocated for both copies of its table and for the directory sectors that
+//! name a new table, so that the commit cannot lack space. An allocated grain is overwritten in place. A new grain is
+//! written first, and then entered in its table in memory, so the map never names bytes that are not in the file. The
+//! commit writes the tables:
 //!
 //! ```text
 //! take the changed tables as they are -> write new tables -> flush (payload and new tables are durable)
@@ -24,13 +24,13 @@ use parking_lot::{RwLock, RwLockWriteGuard};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Changed tables at which a writer commits by itself.
+/// The number of changed tables at which a writer makes a commit.
 const CHANGED_TABLES_MAX: usize = 1024;
 
-/// Bytes of tables that get their space at a time: those of a gibibyte.
+/// Bytes of tables whose space is allocated at a time: the tables of 1 GiB.
 const TABLES_PIECE: u64 = 64 << 10;
 
-/// Runs of dead grains freed when an image is opened; further ones stay dead.
+/// The most runs of dead grains that are freed when an image is opened; others stay dead.
 const RECLAIMED_RUNS_MAX: usize = 4096;
 
 /// Additional state of an extent opened for writing.
@@ -39,12 +39,12 @@ pub(super) struct Writer {
     parent: bool,
     gate: RwLock<bool>,
     commits: GroupCommit<()>,
-    /// Tables and parts of the directories that have their space.
+    /// Tables and parts of the directories whose space is allocated.
     backing: Backing,
 }
 
 impl Writer {
-    /// Keeps commits from beginning.
+    /// Waits for the commit under way, and prevents others while the result is held.
     pub(super) fn between_commits(&self) -> Turn<'_, ()> {
         self.commits.turn()
     }
@@ -54,18 +54,18 @@ impl Writer {
     }
 }
 
-/// Consecutive grains at consecutive places.
+/// Consecutive grains at consecutive locations in the file.
 #[derive(Clone, Copy)]
 struct WritePiece {
     first: u64,
     count: u64,
-    /// Sector of the first; `None` while it has no place.
+    /// Sector of the first grain; `None` while it has none.
     place: Option<u64>,
     fresh: bool,
 }
 
 impl Hosted {
-    /// Prepares an extent just opened for changes; see the invariants of the module.
+    /// Prepares a just opened extent for changes; see the invariants of the module.
     pub(super) fn begin_writing(&mut self, parent: bool, force: bool) -> Result<()> {
         let scan = self.scan()?;
         if let Some(problem) = scan.check.unwritable() {
@@ -92,14 +92,14 @@ impl Hosted {
         Ok(())
     }
 
-    /// Sets or clears the unclean mark, durably. It is one byte of a sector: old or new after any crash.
+    /// Sets or clears the unclean mark, durably. The mark is one byte of a sector, so it is old or new after any crash.
     fn mark(&self, unclean: bool) -> Result<()> {
         self.file
             .write_at(&[&[u8::from(unclean)]], UNCLEAN_OFFSET as u64, true)
             .during(|| format!("{}: cannot mark it as in use or closed", self.image))
     }
 
-    /// Commits, cuts the file to its used part, and removes the mark. Later changes fail.
+    /// Commits, truncates the file to its used part, and clears the mark. Later changes fail.
     pub(super) fn end_writing(&self, writer: &Writer) -> Result<()> {
         let mut open = writer.gate.write();
         if !*open {
@@ -116,7 +116,7 @@ impl Hosted {
         closed().inspect_err(|_| writer.commits.stop())
     }
 
-    /// Makes all changes durable, and prevents others.
+    /// Makes all changes durable, and keeps new ones from beginning.
     pub(super) fn hold_changes<'a>(&self, writer: &'a Writer) -> Result<RwLockWriteGuard<'a, bool>> {
         let open = writer.gate.write();
         self.check_open(writer, *open)?;
@@ -124,7 +124,7 @@ impl Hosted {
         Ok(open)
     }
 
-    /// Refuses changes of an image that was closed, or stopped by a failure.
+    /// Refuses changes of an image that was closed, or that an I/O failure stopped.
     pub(super) fn check_changeable(&self, writer: &Writer) -> Result<()> {
         self.check_open(writer, *writer.gate.read())
     }
@@ -133,8 +133,7 @@ impl Hosted {
         writer.commits.check_changeable(&self.image, open)
     }
 
-    /// After an error of the medium nothing is written any more. A full file system or damaged tables are not such
-    /// errors.
+    /// After an I/O error no more is written. A full file system or damaged tables are no I/O errors.
     fn stop_after(&self, writer: &Writer, error: Error) -> Error {
         if !matches!(error.kind(), ErrorKind::NoSpace | ErrorKind::Corrupt | ErrorKind::Invalid) {
             writer.commits.stop();
@@ -151,7 +150,7 @@ impl Hosted {
         if range.is_empty() {
             return Ok(());
         }
-        // Held to the end: a grain overwritten in place must not be given to another owner under the write.
+        // Held to the end: a grain that is overwritten in place must not be reused meanwhile.
         let _epoch = writer.epoch();
         let first = start / self.grain_bytes();
         let planned = self.plan(first, range.end.div_ceil(self.grain_bytes()) - first)?;
@@ -166,7 +165,8 @@ impl Hosted {
             return Err(self.stop_after(writer, error));
         }
         for piece in pieces.iter().filter(|piece| piece.fresh) {
-            // If this fails, places are lost until the image is opened again: some may be named already.
+            // If this fails, grains are lost until the image is opened again, because a table may name some of them
+            // already.
             let place = piece.place.unwrap_or(0);
             self.enter(writer, piece.first, piece.count, |at| (place + at * self.header.grain) as u32)
                 .map_err(|error| self.stop_after(writer, error))?;
@@ -174,7 +174,7 @@ impl Hosted {
         self.commit_if_many(writer)
     }
 
-    /// The present places of grains.
+    /// The present locations of grains.
     fn plan(&self, first: u64, count: u64) -> Result<Vec<WritePiece>> {
         let mut pieces: Vec<WritePiece> = Vec::new();
         let mut number = first;
@@ -200,7 +200,7 @@ impl Hosted {
         Ok(pieces)
     }
 
-    /// Allocates places for the parts that have none; the allocated ones are added to `runs`.
+    /// Allocates locations for grains without one; adds the allocated runs to `runs`.
     fn place(&self, writer: &Writer, planned: Vec<WritePiece>, runs: &mut Vec<SectorRun>) -> Result<Vec<WritePiece>> {
         let missing: u64 = planned.iter().filter(|piece| piece.fresh).map(|piece| piece.count).sum();
         if missing == 0 {
@@ -230,7 +230,7 @@ impl Hosted {
         Ok(pieces)
     }
 
-    /// Writes the payload; parts adjacent in the file take one call.
+    /// Writes the payload; pieces adjacent in the file take one call.
     fn write_pieces(&self, pieces: &[WritePiece], slices: &[&[u8]], length: u64) -> Result<()> {
         let grain = self.grain_bytes();
         let mut source = Source { slices, at: 0 };
@@ -243,7 +243,7 @@ impl Hosted {
             {
                 bytes += next.count * grain;
             }
-            // The last grain ends with the capacity; the rest of its place is a hole.
+            // The last grain ends with the capacity; the rest of it is a hole.
             let bytes = bytes.min(left);
             left -= bytes;
             let parts = source.take(bytes as usize);
@@ -254,7 +254,7 @@ impl Hosted {
         Ok(())
     }
 
-    /// Sets the entries of consecutive grains and retires the places they had.
+    /// Sets the entries of consecutive grains, and retires their old locations.
     fn enter(&self, writer: &Writer, first: u64, count: u64, value: impl Fn(u64) -> u32) -> Result<()> {
         let per_table = u64::from(self.header.table_entries);
         let mut old: Vec<u32> = Vec::new();
@@ -276,7 +276,7 @@ impl Hosted {
         Ok(())
     }
 
-    /// Table `index`, created if there is none.
+    /// Table `index`, which is created if missing.
     fn table_for_change(&self, writer: &Writer, index: usize) -> Result<Arc<Table>> {
         for _ in 0..2 {
             if let Some(table) = self.tables.get(self.file.as_ref(), index, &self.warnings)? {
@@ -298,7 +298,7 @@ impl Hosted {
         Err(Error::new(ErrorKind::Corrupt, what))
     }
 
-    /// Allocates the space of the tables of grains that are going to get a place, and creates missing ones.
+    /// Allocates the space of the tables of grains that will be allocated, and creates missing tables.
     fn back_tables(&self, writer: &Writer, first: u64, count: u64) -> Result<()> {
         for (index, _, _) in self.by_table(first, count) {
             let table = self.table_for_change(writer, index)?;
@@ -307,8 +307,8 @@ impl Hosted {
         Ok(())
     }
 
-    /// Allocates the space of both copies of a table. New images have holes there, and so have copies that left zeros
-    /// out.
+    /// Allocates the space of both copies of a table. In new images the copies are holes, and in images copied with
+    /// holes, too.
     fn back_table(&self, writer: &Writer, table: &Table) -> Result<()> {
         let places = table.places().into_iter().filter(|place| *place != 0);
         let sectors = self.header.table_sectors();
@@ -343,8 +343,8 @@ impl Hosted {
 
     /// Zeroes grains of one table.
     fn zero_part(&self, writer: &Writer, first: u64, count: u64, keep: bool) -> Result<()> {
-        // A grain without a place becomes zero by an entry of its own, or by none if no parent shows through; if
-        // neither is possible, it gets a place that is a hole.
+        // A grain without a location is zeroed by the zero entry, or by an absent entry if no parent shows through; if
+        // neither is possible, a hole is allocated for it.
         let nowhere = match (writer.parent, self.header.has(FLAG_ZERO_GRAINS)) {
             (false, _) => Some(ENTRY_ABSENT),
             (true, true) => Some(ENTRY_ZERO),
@@ -381,7 +381,7 @@ impl Hosted {
         }
     }
 
-    /// Commits, unless the image was closed: nothing is left to do then, and its places may have other owners.
+    /// Commits. Does nothing on a closed image, whose sectors may belong to another writer.
     pub(super) fn flush_open(&self, writer: &Writer) -> Result<()> {
         match *writer.gate.read() {
             true => self.commit(writer),
@@ -389,7 +389,7 @@ impl Hosted {
         }
     }
 
-    /// Makes everything written before durable.
+    /// Makes everything written before this call durable.
     fn commit(&self, writer: &Writer) -> Result<()> {
         let turn = writer.commits.turn_for(writer.commits.call());
         self.check_open(writer, true)?;
@@ -401,7 +401,7 @@ impl Hosted {
         let flush = || self.file.sync().during(|| format!("{}: cannot flush", self.image));
         let what = || format!("{}: cannot write grain tables", self.image);
         turn.begin();
-        // In this order: whatever was retired until now is not named by the tables taken after.
+        // In this order, so that the tables taken afterwards name no grain that was retired until now.
         writer.space.begin_commit();
         let mut batch = self.tables.take_changes();
         for (_, places, bytes) in &batch.fresh {
@@ -431,7 +431,7 @@ impl Hosted {
         [self.header.directory_offset, self.header.redundant_offset]
     }
 
-    /// Enters tables into the directories, in memory and in the file; not flushed.
+    /// Enters tables into the directories, in memory and in the file, without a flush.
     pub(super) fn write_directories(&self, tables: impl Iterator<Item = (usize, Places)>) -> Result<()> {
         let offsets = self.directory_offsets();
         for (copy, sector, bytes) in self.tables.enter_places(tables) {
@@ -443,7 +443,7 @@ impl Hosted {
     }
 }
 
-/// Whether a grain at `place` continues a part.
+/// Whether a grain at sector `place` can be appended to a piece of a write.
 fn follows(last: &WritePiece, place: Option<u64>, grain: u64) -> bool {
     match (last.place, place) {
         (None, None) => true,

@@ -1,11 +1,11 @@
 //! Opening the parents of an image down to the base.
 //!
-//! A child names its parent by where it was once; disks are moved and copied. A parent is looked for under its name in
-//! the child's folder, then where the hint leads from there, then in the folder beside the child's that bears the
-//! name of the hint's last one. The first that opens and whose content has the identity the child remembers is it.
-//! QEMU's images remember no identity: theirs is where they say, or missing. Neither has a raw disk one. A child that
-//! lamina makes above one remembers the identity that a disk has before it is first written, and the file that it names
-//! is called like a raw disk: that is taken as its parent, and as raw, whatever its guest has written there.
+//! A child names its parent by a path that may be outdated, because disks are moved and copied. The parent is searched
+//! in this order: by its file name in the child's folder; by the hint; and in a folder beside the child's that has the
+//! name of the hint's last folder. The first image that opens and whose CID is the one recorded in the child is the
+//! parent. qcow2 images record no CID: their parent is where they say, or missing. Raw disks have no CID either. A
+//! child that lamina makes above a raw disk records the CID of a disk that was never written, and names a file called
+//! like a raw disk. Such a file is accepted as the parent, and opened as raw, whatever the guest has written into it.
 
 use super::{Format, Image, OpenOptions, ParentReference, Place, base_name, is_raw_name};
 use crate::descriptor::ContentId;
@@ -19,7 +19,7 @@ pub struct Chain {
 }
 
 impl Chain {
-    /// The images, newest first; never none.
+    /// The images, newest first; at least one.
     pub fn images(&self) -> &[Image] {
         &self.images
     }
@@ -29,7 +29,7 @@ impl Chain {
         self.images
     }
 
-    /// Their layers, newest first.
+    /// The layers of the images, newest first.
     pub fn layers(&self) -> Vec<Arc<dyn Layer>> {
         self.images.iter().map(|image| Arc::clone(image.layer())).collect()
     }
@@ -56,7 +56,7 @@ pub fn open_chain(place: Place, options: &OpenOptions) -> Result<Chain> {
     Ok(Chain { images })
 }
 
-/// Why places of a possible parent were skipped; the most serious reason is reported.
+/// Why candidates for the parent were not accepted; the most serious reason is reported.
 #[derive(Default)]
 struct Passed {
     changed: Option<(Error, Image)>,
@@ -104,8 +104,8 @@ fn find_parent(child: &Image, reference: &ParentReference, options: &OpenOptions
     match passed {
         Passed { changed: Some((_, image)), .. } if options.force => Ok(image),
         Passed { changed: Some((error, _)), .. } => Err(error),
-        // A clone may have its parent's name: the file in its own folder is itself, and the parent is where it may not
-        // be searched.
+        // A clone may have the same file name as its parent: then the file in its own folder is the clone itself, and
+        // the parent is in a folder that was not permitted.
         Passed { circle: Some(circle), refused: Some(refused), unreadable: None, .. } => Err(refused.context(circle)),
         Passed { circle: Some(error), .. } => Err(error),
         Passed { unreadable: Some(error), .. } | Passed { refused: Some(error), .. } => {
@@ -120,7 +120,7 @@ fn find_parent(child: &Image, reference: &ParentReference, options: &OpenOptions
     }
 }
 
-/// Places of the parent, best first. Without an identity, only the named path.
+/// Candidates for the parent, best first. For a child that records no CID, only the path that it states.
 fn candidates(child: &Place, reference: &ParentReference) -> impl Iterator<Item = Result<Place>> {
     let hint = reference.hint.as_str();
     let places = if reference.format.is_some() { 1..2 } else { 0..3 };
@@ -146,12 +146,12 @@ fn open_parent(place: Place, reference: &ParentReference, options: &OpenOptions)
     Image::open(place, &options).map(Some)
 }
 
-/// Whether a child names a raw disk as its parent.
+/// Whether a child states that its parent is a raw disk.
 fn names_raw(place: &Place, reference: &ParentReference) -> bool {
     reference.content == Some(ContentId::INITIAL) && is_raw_name(&place.name)
 }
 
-/// Why an image is not the parent that the child was made above.
+/// Why an image is not the parent above which the child was made; `None` if it is.
 fn changed(child: &str, reference: &ParentReference, parent: &Image) -> Option<Error> {
     let wanted = reference.content?;
     let label = parent.place().label();
@@ -159,7 +159,7 @@ fn changed(child: &str, reference: &ParentReference, parent: &Image) -> Option<E
         Some(descriptor) if descriptor.content == wanted => return None,
         Some(descriptor) => format!("its content is {} now", descriptor.content),
         None if names_raw(parent.place(), reference) => return None,
-        None => "its content has no identity at all".to_owned(),
+        None => "its content has no CID".to_owned(),
     };
     let text = format!(
         "'{child}' was made above content {wanted} of '{label}', but {found}: the parent was changed or exchanged since, \

@@ -1,9 +1,9 @@
 //! Checking an image: every table of every extent, and every compressed grain.
 //!
-//! The findings of the formats' own checks are returned as text. With `repair` the image is opened for writing first,
-//! which by itself corrects the remains of a crash. Tables are repaired as far as the redundancy of the format proves
-//! them: by the second directory of a hosted sparse extent, by bitmap and backmap of SEsparse, which then follow the
-//! tables. Unproven damage is reported by grain.
+//! The results of each format's own check are returned as text. With `repair` the image is opened for writing first,
+//! which corrects the effects of a crash. Tables are then repaired as far as redundant data proves the right entry: the
+//! second directory of a hosted sparse extent; bitmap and backmap of SEsparse, which afterwards are made equal to the
+//! tables. Damage without such proof is reported by grain.
 
 use super::extent::{ExtentOptions, Format, is_compressed, open_extent};
 use super::maintain::Engine;
@@ -20,29 +20,29 @@ use backend::{File, IoMode};
 use std::sync::Arc;
 use work::{Progress, Throttle};
 
-/// Bytes of compressed grains read at a time.
+/// Bytes of compressed grains read per call.
 const READ_PIECE: u64 = 1 << 20;
-/// Extents requested at a time.
+/// Extents requested per call.
 const ASK_EXTENTS: usize = 1024;
 
-/// The findings in one extent.
+/// The results for one extent.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Checked {
-    /// The file.
+    /// The file of the extent.
     pub file: String,
-    /// The format, by its name.
+    /// The name of its format.
     pub format: String,
     /// Damage, as text.
     pub problems: Vec<String>,
-    /// Notes about what is not damage.
+    /// Notes that are not about damage.
     pub notes: Vec<String>,
     /// Number of repairs.
     pub repaired: u64,
-    /// Bytes in the file that nothing names.
+    /// Bytes in the file to which no entry refers.
     pub dead: u64,
 }
 
-/// Checks one image, without its parents. `options.writable` is ignored: `repair` says it.
+/// Checks one image, without its parents. `options.writable` is ignored in favour of `repair`.
 pub fn check(place: &Place, options: &OpenOptions, repair: bool, progress: &dyn Progress) -> Result<Vec<Checked>> {
     let options = OpenOptions { writable: repair, ..options.clone() };
     let signature = match options.format {
@@ -77,7 +77,7 @@ pub fn check(place: &Place, options: &OpenOptions, repair: bool, progress: &dyn 
             work.check_alone(Format::HostedSparse, place, parent, progress)
         }
         _ => {
-            // Parts that cannot be opened by themselves are reported here.
+            // Parts that cannot be opened by themselves are reported by opening the whole image.
             let image = Image::open(place.clone(), &OpenOptions { writable: false, ..options.clone() })?;
             let format = match image.layer().format() {
                 "vmfssparse" => Format::VmfsSparse,
@@ -109,7 +109,7 @@ impl Work<'_> {
         Ok(vec![self.check(format, place, flat, parent, progress)?])
     }
 
-    /// Checks one extent, after the repair.
+    /// Checks one extent, after a repair if one was requested.
     fn check(
         &self,
         format: Format,
@@ -143,7 +143,7 @@ impl Work<'_> {
         Ok(Checked { repaired: checked.repaired, file: checked.file, notes: checked.notes, ..after })
     }
 
-    /// Checks without changing anything.
+    /// Checks an extent without changing it.
     fn look(
         &self,
         format: Format,
@@ -167,7 +167,7 @@ impl Work<'_> {
                 let found = layer.check()?;
                 let mut notes = layer.warnings();
                 if found.zero_entries > 0 {
-                    notes.push(format!("{} entries hold 1: zeros here, not to QEMU", found.zero_entries));
+                    notes.push(format!("{} entries are 1: zeros for lamina, sector 1 for QEMU", found.zero_entries));
                 }
                 let problems = first_of(found.problems, found.problem_count);
                 Ok(Checked { format: "vmfssparse".into(), problems, notes, dead: found.dead, ..Checked::default() })
@@ -223,7 +223,7 @@ impl Work<'_> {
         for (count, what, damage) in wrong.into_iter().filter(|(count, ..)| *count > 0) {
             match damage || found.repaired == 0 {
                 true => checked.problems.push(format!("{count} {what}")),
-                false => checked.notes.push(format!("{count} {what}: put right")),
+                false => checked.notes.push(format!("{count} {what}: corrected")),
             }
         }
         let mended = if write { ": mended" } else { "" };
@@ -235,9 +235,9 @@ impl Work<'_> {
 
 fn of_hosted(found: &hosted::Check) -> Checked {
     let wrong = [
-        (found.bad, "entries name places outside the file"),
-        (found.unproven, "grains are at different places by the two copies of their table"),
-        (found.shared, "grains share their place with others or with tables"),
+        (found.bad, "entries name sectors outside the file"),
+        (found.unproven, "grains have different sectors in the two copies of their table"),
+        (found.shared, "grains overlap other grains or tables"),
         (found.overlaps, "tables overlap"),
         (found.differing, "tables differ from their second copy"),
         (found.lost, "tables cannot be read in either copy"),
@@ -248,12 +248,12 @@ fn of_hosted(found: &hosted::Check) -> Checked {
     let mut notes = found.warnings.clone();
     notes.extend(found.proven.iter().cloned());
     if found.unclean {
-        notes.push("it was not closed properly; what was flushed is there".to_owned());
+        notes.push("it was not closed properly; flushed data is complete".to_owned());
     }
     Checked { format: "monolithicsparse".into(), problems, notes, dead: found.dead, ..Checked::default() }
 }
 
-/// The sentences, and the number of further ones.
+/// The first problems, and a line with their number if there are more.
 fn first_of(mut problems: Vec<String>, count: u64) -> Vec<String> {
     let told = problems.len() as u64;
     if count > told && told > 0 {
@@ -262,7 +262,7 @@ fn first_of(mut problems: Vec<String>, count: u64) -> Vec<String> {
     problems
 }
 
-/// Asks for every extent, and reads what is compressed.
+/// Maps all of the layer, and reads the compressed grains.
 fn walk(layer: &dyn Layer, progress: &dyn Progress) -> Result<()> {
     let throttle = Throttle::new(progress);
     let capacity = layer.capacity();

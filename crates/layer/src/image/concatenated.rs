@@ -1,10 +1,9 @@
 //! Several extents as one layer: each begins where the one before it ends.
 //!
-//! 1. Parts are adjacent, none is empty, and each is as long as its extent line says, even if its layer could hold
-//!    more.
-//! 2. File number `n` of this layer is the only file of part `n`, so that places pass through unchanged.
-//! 3. A change of whole grains of the disk is one of whole grains in every part; otherwise the parts cannot be opened
-//!    for writing together.
+//! 1. Parts are adjacent, and none is empty. Each is as long as its extent line says, even if its layer is longer.
+//! 2. File number `n` of this layer is the only file of part `n`, so that offsets in files need no translation.
+//! 3. Whole grains of the disk are whole grains in every part; otherwise the parts cannot be opened for writing
+//!    together.
 
 use crate::{Content, Error, ErrorKind, Extent, Layer, Result, SECTOR, Usage, read_only};
 use backend::File;
@@ -16,7 +15,7 @@ use std::sync::Arc;
 pub(super) struct Part {
     /// Length in bytes.
     pub(super) length: u64,
-    /// Its layer; `None` for zeros that cannot be written.
+    /// Its layer; `None` for a zero extent, which cannot be written.
     pub(super) layer: Option<Arc<dyn Layer>>,
     /// Its name in messages.
     pub(super) name: String,
@@ -27,7 +26,7 @@ struct Placed {
     part: Part,
 }
 
-/// Extents one after another.
+/// A layer that joins extents.
 pub(super) struct Concatenated {
     parts: Vec<Placed>,
     capacity: u64,
@@ -35,7 +34,7 @@ pub(super) struct Concatenated {
     writable: bool,
 }
 
-/// A part of a range: which extent, and the range in it.
+/// The part of a range that lies in one extent.
 struct ExtentPart<'a> {
     index: usize,
     placed: &'a Placed,
@@ -43,7 +42,7 @@ struct ExtentPart<'a> {
 }
 
 impl Concatenated {
-    /// Combines parts. With `writable`, those whose lines allow it can be written.
+    /// Joins parts. With `writable`, those whose extent lines allow it can be written.
     pub(super) fn new(parts: Vec<Part>, writable: bool) -> Result<Self> {
         let grain = parts.iter().filter_map(|part| part.layer.as_ref()).map(|layer| layer.grain()).max();
         let grain = grain.unwrap_or(SECTOR);
@@ -63,7 +62,7 @@ impl Concatenated {
             }
             let end = capacity.checked_add(part.length).filter(|end| *end <= crate::CAPACITY_MAX && part.length > 0);
             let end = end.ok_or_else(|| {
-                Error::new(ErrorKind::Corrupt, format!("'{}' has a length that no disk has room for", part.name))
+                Error::new(ErrorKind::Corrupt, format!("'{}' makes the disk longer than any disk can be", part.name))
             })?;
             placed.push(Placed { start: capacity, part });
             capacity = end;
@@ -74,7 +73,7 @@ impl Concatenated {
         Ok(Self { parts: placed, capacity, grain, writable })
     }
 
-    /// The parts of a range, in order.
+    /// Cuts a range at the borders of the parts, in order.
     fn pieces(&self, range: Range<u64>) -> Result<impl Iterator<Item = ExtentPart<'_>>> {
         if range.start > range.end || range.end > self.capacity {
             let text = format!("bytes {} to {} reach past the end of the disk", range.start, range.end);
@@ -97,31 +96,31 @@ impl Concatenated {
 }
 
 impl ExtentPart<'_> {
-    /// The layer to change.
+    /// The layer of the part, if it may be changed.
     fn changeable(&self) -> Result<&Arc<dyn Layer>> {
         let name = &self.placed.part.name;
         match &self.placed.part.layer {
             Some(layer) if layer.writable() => Ok(layer),
             Some(_) => Err(Error::new(ErrorKind::ReadOnly, format!("the extent '{name}' is read-only"))),
-            None => Err(Error::new(ErrorKind::ReadOnly, "the extent there holds nothing and cannot be written")),
+            None => Err(Error::new(ErrorKind::ReadOnly, "the range has no extent file and cannot be written")),
         }
     }
 
-    /// Converts the result of the part's layer, in `out` from `from` on, to places of the whole disk; `own` is where
-    /// this disk's result begins.
+    /// Converts the extents in `out` from index `from` on, which the part's layer returned, to offsets and files of the
+    /// whole disk; the whole result begins at index `own`.
     fn translate(&self, out: &mut Vec<Extent>, from: usize, own: usize) -> Result<()> {
         for extent in &mut out[from..] {
             extent.start += self.placed.start;
             match &mut extent.content {
                 Content::Data { file, .. } if *file == 0 => *file = self.index as u16,
                 Content::Data { file, .. } => {
-                    let text = format!("'{}' keeps its bytes in a file {file} of its own", self.placed.part.name);
+                    let text = format!("'{}' has data in a second file, number {file}", self.placed.part.name);
                     return Err(Error::new(ErrorKind::Unsupported, text));
                 }
                 _ => {}
             }
         }
-        // Absent extents on both sides of a boundary are merged.
+        // Absent extents, or zeros, on both sides of a border are merged.
         if from > own
             && let (Some(last), Some(next)) = (out.get(from - 1).copied(), out.get(from).copied())
             && last.content == next.content
@@ -217,7 +216,7 @@ impl Layer for Concatenated {
         }
         let length: u64 = slices.iter().map(|slice| slice.len() as u64).sum();
         let mut rest = slices.to_vec();
-        // The whole request is refused before anything is written if any part of it must be.
+        // If any part refuses the request, no part is written.
         for piece in self.pieces(start..start.saturating_add(length))? {
             piece.changeable()?;
         }
@@ -231,7 +230,7 @@ impl Layer for Concatenated {
     fn overwrite(&self, start: u64, slices: &[&[u8]]) -> Result<bool> {
         let length: u64 = slices.iter().map(|slice| slice.len() as u64).sum();
         let mut pieces = self.pieces(start..start.saturating_add(length))?;
-        // Beyond a boundary an extent might refuse after another was changed.
+        // With several extents, a later one could refuse after an earlier one was changed.
         match (self.writable, pieces.next(), pieces.next()) {
             (true, Some(piece), None) => piece.changeable()?.overwrite(piece.within.start, slices),
             _ => Ok(false),
@@ -243,7 +242,7 @@ impl Layer for Concatenated {
             return Err(read_only(self.format()));
         }
         for piece in self.pieces(range)? {
-            // An extent of zeros need not be zeroed.
+            // A zero extent reads as zeros already.
             if piece.placed.part.layer.is_some() {
                 piece.changeable()?.zero(piece.within.clone(), keep)?;
             }
@@ -288,7 +287,7 @@ impl Layer for Concatenated {
     }
 
     fn close(&self) -> Result<()> {
-        // Every part is closed, even if others fail.
+        // Every extent is closed, even if closing another one fails.
         let outcomes: Vec<Result<()>> = self.layers().map(|layer| layer.close()).collect();
         outcomes.into_iter().collect()
     }
@@ -305,7 +304,7 @@ impl Layer for Concatenated {
     }
 }
 
-/// Takes the first `length` bytes off a list of slices.
+/// Removes the first `length` bytes from a list of slices, and returns them.
 fn take_front<'a>(slices: &mut Vec<&'a [u8]>, mut length: usize) -> Vec<&'a [u8]> {
     let mut taken = Vec::new();
     let mut used = 0;

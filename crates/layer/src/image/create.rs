@@ -1,11 +1,11 @@
-//! Creating images of any format that can be written, with extents, descriptor, and parent.
+//! Creating images of any writable format, with extents, descriptor, and parent.
 //!
 //! ```text
 //! thin, zeroedthick, eagerzeroedthick   NAME.vmdk + NAME-flat.vmdk           as on VMFS
-//! vmfssparse                            NAME.vmdk + NAME-delta.vmdk          deltas; bases too
+//! vmfssparse                            NAME.vmdk + NAME-delta.vmdk          deltas, also usable as bases
 //! sesparse                              NAME.vmdk + NAME-sesparse.vmdk
 //! vsansparse                            NAME.vmdk + NAME-vsan.vmdk
-//! monolithicsparse                      NAME.vmdk                            the descriptor is inside
+//! monolithicsparse                      NAME.vmdk                            the descriptor is embedded
 //! monolithicflat                        NAME.vmdk + NAME-flat.vmdk           as Workstation makes them
 //! 2gbsparse, 2gbflat                    NAME.vmdk + NAME-s001.vmdk, ..; NAME-f001.vmdk, ..
 //! raw                                   NAME                                 no descriptor
@@ -13,12 +13,12 @@
 //!
 //! Invariants:
 //!
-//! 1. The name leads to nothing until [`Unfinished::finish`], and then to a whole image. So a conversion fills an image
-//!    between [`begin`] and `finish`, and a half-filled image is never taken for a disk.
-//! 2. The text that names the extents is durable, under a temporary name, before any of them is created:
-//!    [`storage::sweep`] removes the remains of a crash. An image that is one file is created under that temporary name
-//!    as a whole.
-//! 3. The file with the temporary name is locked as long as an image is unfinished: a second creation fails, `Busy`.
+//! 1. The name exists only after [`Unfinished::finish`], and then leads to a complete image. A conversion fills an
+//!    image between [`begin`] and `finish`, so a partly filled image is never taken for a disk.
+//! 2. The descriptor that names the extents is durable, under a temporary name, before any extent is created: so
+//!    [`storage::sweep`] can remove what a crash leaves. An image in a single file is created as a whole under the
+//!    temporary name.
+//! 3. The file with the temporary name is locked while an image is unfinished: a second creation fails with `Busy`.
 //! 4. No existing file is overwritten, and after an error no new file is left.
 
 use super::{Folder, Image, OpenOptions, Place};
@@ -32,14 +32,14 @@ use std::str::FromStr;
 use std::sync::Arc;
 use work::{Progress, WorkPart, WorkPlace};
 
-/// The format of an image, and for flat ones the provisioning type.
+/// The format of an image, and the provisioning type of a flat one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum ImageKind {
-    /// Flat on VMFS, space when it is first written.
+    /// Flat on VMFS, allocated on first write.
     Thin,
-    /// Flat on VMFS, space from the beginning.
+    /// Flat on VMFS, allocated at creation.
     ZeroedThick,
-    /// Flat on VMFS, space and zeros from the beginning.
+    /// Flat on VMFS, allocated and zeroed at creation.
     EagerZeroedThick,
     /// A redo log with 512-byte grains.
     VmfsSparse,
@@ -47,15 +47,15 @@ pub enum ImageKind {
     SeSparse,
     /// A delta object.
     VsanSparse,
-    /// One sparse extent of Workstation.
+    /// One sparse extent of VMware Workstation.
     MonolithicSparse,
-    /// One flat extent of Workstation.
+    /// One flat extent of VMware Workstation.
     MonolithicFlat,
-    /// Sparse extents of 2 GiB and less.
+    /// Sparse extents of at most 2 GiB.
     SplitSparse,
-    /// Flat extents of 2 GiB and less.
+    /// Flat extents of at most 2 GiB.
     SplitFlat,
-    /// A file that is the disk.
+    /// A raw file without a descriptor.
     Raw,
 }
 
@@ -75,7 +75,7 @@ impl ImageKind {
         Self::Raw,
     ];
 
-    /// Its name on the command line.
+    /// The name of the kind on the command line.
     pub fn name(self) -> &'static str {
         match self {
             Self::Thin => "thin",
@@ -92,7 +92,7 @@ impl ImageKind {
         }
     }
 
-    /// The `createType` of its descriptor; `None` without a descriptor.
+    /// The `createType` in the descriptor; `None` for a kind without a descriptor.
     pub fn create_type(self) -> Option<CreateType> {
         Some(match self {
             Self::Thin | Self::ZeroedThick | Self::EagerZeroedThick => CreateType::Vmfs,
@@ -107,12 +107,12 @@ impl ImageKind {
         })
     }
 
-    /// Whether images of this kind can lie above a parent: flat ones hold everything themselves.
+    /// Whether images of this kind can have a parent: flat images hold all data themselves.
     pub fn can_have_parent(self) -> bool {
         self.provisioning().is_none()
     }
 
-    /// How flat kinds have their space; `None` for the others.
+    /// The provisioning type of flat kinds; `None` for others.
     pub fn provisioning(self) -> Option<Provisioning> {
         match self {
             Self::Thin | Self::MonolithicFlat | Self::SplitFlat | Self::Raw => Some(Provisioning::Thin),
@@ -122,7 +122,7 @@ impl ImageKind {
         }
     }
 
-    /// The kind that an open image is of; `None` for what is only read: qcow2, streamOptimized, mixtures.
+    /// The kind of an open image; `None` for read-only kinds: qcow2, streamOptimized, mixed extents.
     pub fn of(image: &Image) -> Option<Self> {
         let Some(descriptor) = image.descriptor() else {
             return image.provisioning().map(|_| Self::Raw);
@@ -139,7 +139,7 @@ impl ImageKind {
         }
     }
 
-    /// The extents of a disk `stem`.vmdk of that many sectors.
+    /// The extents of a disk `stem`.vmdk with this many sectors.
     fn extents(self, stem: &str, sectors: u64) -> Result<Vec<ExtentLine>> {
         let whole = |kind, file| Ok(vec![ExtentLine::whole(kind, sectors, file)]);
         match self {
@@ -176,7 +176,7 @@ impl FromStr for ImageKind {
     }
 }
 
-/// The pieces of a split disk.
+/// The extents of a split disk.
 fn split(sectors: u64, kind: ExtentKind, name: impl Fn(u64) -> String) -> Result<Vec<ExtentLine>> {
     let pieces = sectors.div_ceil(flat::SPLIT_SECTORS);
     if pieces > EXTENTS_MAX as u64 {
@@ -190,20 +190,20 @@ fn split(sectors: u64, kind: ExtentKind, name: impl Fn(u64) -> String) -> Result
     Ok((0..pieces).map(piece).collect())
 }
 
-/// What a new image lies above.
+/// The parent of a new image.
 #[derive(Clone, Debug)]
 pub struct NewParent {
-    /// The parent's descriptor as it is now: the child remembers the identity of the content.
+    /// The parent's present descriptor: the child records its CID.
     pub descriptor: Descriptor,
-    /// How the child names it: see [`parent_hint`].
+    /// The parent's path as recorded in the child: see [`parent_hint`].
     pub hint: String,
 }
 
 impl NewParent {
-    /// The image at hand as the parent of one in `folder`.
+    /// An open image as the parent of a new image in `folder`.
     ///
     /// # Errors
-    /// `Unsupported` when it has no descriptor, and so no identity that a child could remember.
+    /// `Unsupported` when the image has no descriptor, and so no CID that a child could record.
     pub fn of(parent: &Image, folder: &Folder) -> Result<Self> {
         let Some(descriptor) = parent.descriptor() else {
             let text = format!(
@@ -216,8 +216,8 @@ impl NewParent {
     }
 }
 
-/// How an image in `folder` names its parent: by its name in the same folder, by its whole path elsewhere, as ESXi
-/// does.
+/// The path by which an image in `folder` records its parent: the file name if the parent is in the same folder, the
+/// absolute path otherwise, as ESXi does.
 pub fn parent_hint(folder: &Folder, parent: &Place) -> String {
     match folder.path() == parent.folder.path() {
         true => parent.name.clone(),
@@ -225,36 +225,36 @@ pub fn parent_hint(folder: &Folder, parent: &Place) -> String {
     }
 }
 
-/// An image to be made.
+/// Parameters of a new image.
 #[derive(Clone, Debug)]
 pub struct NewImage<'a> {
-    /// Name of the file that one opens: `NAME.vmdk`, or any name for a raw one.
+    /// The name of the file by which the image is opened: `NAME.vmdk`, or any name for a raw image.
     pub name: &'a str,
     /// Capacity in bytes, whole sectors.
     pub capacity: u64,
-    /// What it is.
+    /// The kind of image.
     pub kind: ImageKind,
-    /// What it lies above.
+    /// The parent.
     pub parent: Option<NewParent>,
-    /// The adapter that its geometry is made for.
+    /// The adapter for which the geometry is computed.
     pub adapter: Adapter,
-    /// How zeros of eager zeroed disks are written.
+    /// The I/O mode for the zeros of eager zeroed disks.
     pub mode: IoMode,
 }
 
 impl<'a> NewImage<'a> {
-    /// An image without a parent, for the usual adapter.
+    /// An image without a parent, with the default adapter.
     pub fn new(name: &'a str, capacity: u64, kind: ImageKind) -> Self {
         Self { name, capacity, kind, parent: None, adapter: Adapter::default(), mode: IoMode::Buffered }
     }
 
-    /// The same above a parent.
+    /// The same image above a parent.
     #[must_use]
     pub fn above(self, parent: NewParent) -> Self {
         Self { parent: Some(parent), ..self }
     }
 
-    /// How an extent of that length is written while it is made.
+    /// The I/O mode for an extent of this length during creation.
     fn mode_of(&self, length: u64) -> IoMode {
         match self.kind.provisioning() {
             Some(_) => Flat::mode_for(self.mode, 0, length),
@@ -262,11 +262,12 @@ impl<'a> NewImage<'a> {
         }
     }
 
-    /// The descriptor that it will have; `None` for raw files.
+    /// The descriptor of the new image; `None` for a raw file.
     pub fn descriptor(&self, random: &mut dyn FnMut() -> u64) -> Result<Option<Descriptor>> {
         flat::check_capacity(self.capacity)?;
         if self.parent.is_some() && !self.kind.can_have_parent() {
-            let text = format!("'{}' cannot have a parent: a {} disk holds everything itself", self.name, self.kind);
+            let text =
+                format!("'{}' cannot have a parent: a {} disk stores all of its data itself", self.name, self.kind);
             return Err(Error::new(ErrorKind::Invalid, text));
         }
         let Some(create_type) = self.kind.create_type() else {
@@ -291,28 +292,28 @@ impl<'a> NewImage<'a> {
     }
 }
 
-/// An image that is whole but for its name.
+/// An image that is complete except for its name.
 pub struct Unfinished {
     folder: Folder,
     name: String,
     descriptor: Option<Descriptor>,
-    /// Extents that were made, without the file that bears the temporary name.
+    /// Extents that were created, without the file with the temporary name.
     extents: Vec<String>,
-    /// Of the file with the temporary name.
+    /// The lock on the file with the temporary name.
     lock: Box<dyn Lock>,
 }
 
-/// An image that was made.
+/// A new image.
 #[derive(Clone)]
 pub struct Made {
-    /// Where it is.
+    /// Its location.
     pub place: Place,
-    /// Its files: the one that names the others first.
+    /// Its files, the descriptor first.
     pub files: Vec<String>,
 }
 
 impl Made {
-    /// Removes it. A crash leaves all of it, or what [`storage::sweep`] removes.
+    /// Removes the image. A crash leaves all of it, or files that [`storage::sweep`] removes.
     pub fn remove(&self) -> Result<()> {
         let directory = self.place.folder.directory();
         let temporary = format!("{}{NEW_SUFFIX}", self.place.name);
@@ -326,7 +327,7 @@ impl Made {
     }
 }
 
-/// Makes an empty image. Durable on return; nothing is left after an error.
+/// Creates an empty image. Durable on return; nothing is left after an error.
 pub fn create(
     folder: &Folder,
     image: &NewImage<'_>,
@@ -337,8 +338,8 @@ pub fn create(
     begin_described(folder, image, descriptor, random, progress)?.finish()
 }
 
-/// Makes an empty image but for its name, so that it can be filled first. What is neither finished nor abandoned is
-/// swept at the next opening of the folder.
+/// Creates an empty image except for its name, so that it can be filled first. An image that is neither finished nor
+/// abandoned is swept at the next opening of the folder.
 pub fn begin(
     folder: &Folder,
     image: &NewImage<'_>,
@@ -346,7 +347,7 @@ pub fn begin(
     progress: &dyn Progress,
 ) -> Result<Unfinished> {
     let mut descriptor = image.descriptor(random)?;
-    // What is filled has no longer the content of an empty disk.
+    // The image will be filled, so it must not have the CID of an empty disk.
     if let Some(descriptor) = &mut descriptor {
         descriptor.renew_content(random);
     }
@@ -391,7 +392,7 @@ fn begin_described(
     }
 }
 
-/// Whether the one file with the temporary name is all of an image.
+/// Whether the image consists of a single file, which has the temporary name.
 fn is_single(descriptor: Option<&Descriptor>) -> bool {
     descriptor.is_none_or(|descriptor| descriptor.create_type == CreateType::MonolithicSparse)
 }
@@ -401,24 +402,24 @@ impl Unfinished {
         format!("{}{NEW_SUFFIX}", self.name)
     }
 
-    /// Opens it, usually for writing. What was opened is closed and dropped before the image is finished.
+    /// Opens the unfinished image, usually for writing. The caller closes and drops it before [`Unfinished::finish`].
     pub fn open(&self, options: &OpenOptions) -> Result<Image> {
         let format = match self.descriptor {
             Some(_) => None,
             None => Some(super::Format::Flat),
         };
         let place = Place { folder: self.folder.clone(), name: self.temporary() };
-        // Of an image in one file, the lock is the one that is held anyhow.
+        // The lock of a single-file image is the one that this value holds already.
         let held = is_single(self.descriptor.as_ref());
         Image::open(place, &OpenOptions { format, held, ..options.clone() })
     }
 
-    /// Gives it its name, durably. What was written into it must be durable.
+    /// Renames the image to its final name, durably. Data written into the image must be durable.
     pub fn finish(self) -> Result<Made> {
         let Self { folder, name, descriptor: _, extents, lock } = self;
         let directory = &**folder.directory();
         let pending = Pending::resume(directory, &name, lock);
-        // A file of that name that appeared meanwhile is kept.
+        // A file that has taken the name meanwhile is kept.
         if let Err(error) = refuse_existing(directory, &name).and_then(|()| pending.rename()) {
             take_back(pending, directory, &extents);
             return Err(error);
@@ -429,7 +430,7 @@ impl Unfinished {
         Ok(Made { place: Place { folder, name }, files })
     }
 
-    /// Takes it back, as far as the folder lets itself be changed; what stays is swept.
+    /// Removes the files of the image, as far as possible; the rest is swept later.
     pub fn abandon(self) {
         let directory = &**self.folder.directory();
         take_back(Pending::resume(directory, &self.name, self.lock), directory, &self.extents);
@@ -438,7 +439,7 @@ impl Unfinished {
 
 fn take_back(pending: Pending<'_>, directory: &dyn Directory, extents: &[String]) {
     for extent in extents {
-        // While the unfinished text names it, it is found again.
+        // The unfinished descriptor names this extent, so it has to stay while the extent does.
         if directory.remove(extent).is_err_and(|error| error.kind() != std::io::ErrorKind::NotFound) {
             return;
         }
@@ -446,7 +447,7 @@ fn take_back(pending: Pending<'_>, directory: &dyn Directory, extents: &[String]
     pending.abandon();
 }
 
-/// Makes the extents of an image, and says which of them it made, or may have made.
+/// Creates the extents of an image; adds each that was or may have been created to `extents`.
 fn make_extents(
     directory: &dyn Directory,
     descriptor: &Descriptor,
@@ -460,7 +461,7 @@ fn make_extents(
         let Some(name) = &extent.file else { continue };
         let (length, total) = (extent.length(), image.capacity);
         let file = directory.create(name, image.mode_of(length)).during(|| format!("creating '{name}'"));
-        // What was there before is not ours to remove.
+        // A file that existed before belongs to another image.
         if !matches!(&file, Err(error) if error.kind() == ErrorKind::Exists) {
             extents.push(name.clone());
         }
@@ -471,7 +472,7 @@ fn make_extents(
     Ok(())
 }
 
-/// Makes one extent in a new file, or the one file that is all of the image.
+/// Creates one extent in a new file, or the single file of the image.
 fn make_extent(
     file: Arc<dyn File>,
     name: &str,
@@ -512,7 +513,7 @@ fn make_extent(
     }
 }
 
-/// Refuses a name that is taken.
+/// Refuses a name that exists.
 fn refuse_existing(directory: &dyn Directory, name: &str) -> Result<()> {
     match directory.open_foreign(name, IoMode::Buffered, Access::Read) {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(()),

@@ -1,4 +1,4 @@
-//! Opening one extent: the one place that names every format.
+//! Opening one extent: the only module that names every format.
 
 use super::maintain::Engine;
 use super::{OpenOptions, ParentReference, Place};
@@ -14,12 +14,12 @@ use crate::{Error, ErrorKind, IoContext, Layer, Result};
 use backend::{Access, File, IoMode};
 use std::sync::Arc;
 
-/// What an extent, or a file that is a disk by itself, is made of.
+/// The format of an extent, or of a file that is an image by itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Format {
-    /// Bytes as they are.
+    /// Raw bytes.
     Flat,
-    /// Workstation's sparse extent, live or compressed: its header says which.
+    /// A sparse extent of VMware Workstation, writable or compressed: the header decides.
     HostedSparse,
     /// A redo log with 512-byte grains.
     VmfsSparse,
@@ -27,17 +27,17 @@ pub enum Format {
     SeSparse,
     /// A delta object.
     VsanSparse,
-    /// QEMU's.
+    /// QEMU's qcow2.
     Qcow2,
-    /// Any VMDK by its descriptor, and nothing that is none: what another image calls one.
+    /// Any VMDK, recognised by its content; other files are refused. Used for a parent that an image calls a VMDK.
     Vmdk,
 }
 
 impl Format {
-    /// The format of an extent line's type; `None` for zeros.
+    /// The format for the type in an extent line; `None` for a zero extent.
     ///
     /// # Errors
-    /// `Unsupported` for what is no file.
+    /// `Unsupported` for an extent that is not a file.
     pub(super) fn of_line(kind: ExtentKind) -> Result<Option<Self>> {
         let foreign = |what: &str| {
             let text = format!("an extent of type {} is {what}; copy the disk out with the host's tools", kind.name());
@@ -54,8 +54,8 @@ impl Format {
         }))
     }
 
-    /// How the file of an extent of this format is opened where `wanted` was asked for: formats with tables are read
-    /// and written in pieces smaller than direct I/O carries.
+    /// The I/O mode for an extent file of this format when `wanted` was requested: formats with tables make smaller
+    /// reads and writes than direct I/O permits.
     pub(super) fn mode(self, wanted: IoMode, offset: u64, capacity: Option<u64>) -> IoMode {
         match (self, capacity) {
             (Self::Flat, Some(capacity)) => Flat::mode_for(wanted, offset, capacity),
@@ -65,21 +65,21 @@ impl Format {
     }
 }
 
-/// How an extent is opened.
+/// Options for opening an extent.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct ExtentOptions {
-    /// Which part of the file it is; its `writable` matters to all formats.
+    /// The part of the file; `writable` applies to all formats.
     pub(super) flat: FlatOptions,
-    /// Whether something lies below the image, so that zeros have to be said.
+    /// Whether the image has a parent, so that zeros have to be recorded.
     pub(super) parent: bool,
-    /// What to do about a journal that was not replayed.
+    /// How to treat a journal that was not replayed.
     pub(super) journal: DirtyJournal,
-    /// Whether what is left of a stream that was cut is taken.
+    /// Whether the readable rest of a truncated stream is accepted.
     pub(super) force: bool,
 }
 
 impl ExtentOptions {
-    /// All of a file that is an image by itself.
+    /// Options for a file that is an image by itself.
     pub(super) fn alone(options: &OpenOptions) -> Self {
         let flat = FlatOptions { offset: 0, capacity: None, writable: options.writable, thin: false };
         Self { flat, parent: false, journal: options.journal, force: options.force }
@@ -89,11 +89,11 @@ impl ExtentOptions {
 /// An open extent.
 pub(super) struct OpenExtent {
     pub(super) layer: Arc<dyn Layer>,
-    /// The same once more, if it is flat: for counters, filling and punching.
+    /// The same layer, if it is flat: for counters, filling and punching.
     pub(super) flat: Option<Arc<Flat>>,
-    /// The same once more, if its format has work of its own to do.
+    /// The same layer, if its format has maintenance of its own.
     pub(super) engine: Option<Engine>,
-    /// The file below it, where its own header names one.
+    /// The parent that the extent's own header names.
     pub(super) parent: Option<ParentReference>,
 }
 
@@ -152,7 +152,7 @@ pub(super) fn open_extent(
     Ok(OpenExtent { layer, flat: None, engine: Some(engine), parent: None })
 }
 
-/// Opens QEMU's format, and learns from its header what lies below.
+/// Opens a qcow2 image, and reads its backing file from the header.
 fn open_qcow2(place: &Place, file: Arc<dyn File>) -> Result<OpenExtent> {
     let image = place.label();
     let header = qcow2::Header::read(&*file).map_err(|error| error.context(&image))?;
@@ -169,12 +169,12 @@ fn open_qcow2(place: &Place, file: Arc<dyn File>) -> Result<OpenExtent> {
     Ok(OpenExtent { layer, flat: None, engine: None, parent })
 }
 
-/// The backing file of a qcow2 image. Its format is never guessed: the guest of a raw disk decides what that looks
-/// like.
+/// The backing file of a qcow2 image. Its format is never guessed, because the guest of a raw disk controls its
+/// content.
 fn backing_reference(backing: &qcow2::Backing, image: &str) -> Result<ParentReference> {
     let refused = |what: String| Err(Error::new(ErrorKind::Unsupported, format!("'{image}' {what}")));
     let name = backing.name.as_str();
-    // "nbd:..", "json:{..}" and the like; a path with a colon in it is written with a slash before.
+    // QEMU writes "nbd:..", "json:{..}" and the like for other protocols; in a path with a colon, a slash comes first.
     let scheme = name.split('/').next().and_then(|first| first.split_once(':')).map(|(scheme, _)| scheme);
     let hint = match scheme {
         Some("file") => name.trim_start_matches("file:"),
@@ -199,7 +199,7 @@ fn backing_reference(backing: &qcow2::Backing, image: &str) -> Result<ParentRefe
     Ok(ParentReference { hint: hint.to_owned(), content: None, format: Some(format) })
 }
 
-/// Whether a hosted sparse extent holds compressed grains: bit 16 of the flags in its header.
+/// Whether a hosted sparse extent has compressed grains: bit 16 of the flags in its header.
 pub(super) fn is_compressed(file: &dyn File, name: &str) -> Result<bool> {
     let mut header = [0; 12];
     file.read_at(&mut header, 0).during(|| format!("reading the header of '{name}'"))?;

@@ -1,15 +1,15 @@
-//! The gate: every file that an image names, rather than the user, is opened through here.
+//! Access control for files: every file that an image names, as opposed to the user, is opened through this module.
 //!
-//! A descriptor is untrusted input that names files of this machine: extents, and a parent. What holds:
+//! A descriptor is untrusted input that names files of this machine: extents, and a parent. Invariants:
 //!
-//! 1. Without further permission, only files in the folder of the image that the user named are opened, and in folders
-//!    below it. `..`, absolute paths and other folders need a root that the caller allowed, and the error says which.
-//! 2. What counts is where a file really is: the name is resolved first, links and all, and the result compared with
-//!    the roots. A link that leads out is refused as the path it leads to would be.
-//! 3. What was resolved is what is opened: the folder is opened component by component and the file in it, neither
-//!    through a link, so that no other process can exchange them in between.
-//! 4. A name that is refused is not looked at: whether there is such a file is not told.
-//! 5. Only regular files: no device, pipe or socket.
+//! 1. By default only files in the folder of the image that the user named, and in folders below it, are opened. `..`,
+//!    absolute paths and other folders need a root that the caller permitted; the error says which.
+//! 2. The real location of a file decides: the name is resolved first, including symbolic links, and the result is
+//!    compared with the roots. A link that leads out is refused like the path to which it leads.
+//! 3. The resolved file is the one that is opened: its folder is opened component by component, and then the file,
+//!    without following links, so that no other process can replace them in between.
+//! 4. The file system is not asked about a refused name, so an error does not reveal whether such a file exists.
+//! 5. Only regular files are opened: no device, pipe or socket.
 //!
 //! The file that the user named needs no permission: its folder is the first root.
 
@@ -19,35 +19,36 @@ use backend::{Access, Directory, File, IoMode};
 use std::path::{Component, Path, PathBuf};
 use std::sync::Arc;
 
-/// Longest reference followed, in bytes.
+/// The longest reference that is followed, in bytes.
 const REFERENCE_MAX: usize = 4096;
 
-/// A folder from which files are opened by the names that images give.
+/// A folder in which files are opened by the names that images contain.
 #[derive(Clone)]
 pub struct Folder {
     directory: Arc<dyn Directory>,
-    /// The canonical path; `None` for one that has none (a pool, a simulated disk): only plain names lead anywhere.
+    /// The canonical path; `None` for storage without paths (a pool, a simulated disk): then only plain names are
+    /// possible.
     path: Option<Arc<Path>>,
-    /// Canonical paths of folders within which everything may be opened.
+    /// Canonical paths of the folders below which every file may be opened.
     roots: Arc<[PathBuf]>,
 }
 
-/// A file that may be opened.
+/// A file that may be opened: its folder and its name.
 #[derive(Clone)]
 pub struct Place {
-    /// Where it is.
+    /// The folder of the file.
     pub folder: Folder,
-    /// Its name there.
+    /// The name of the file in the folder.
     pub name: String,
 }
 
 impl Folder {
-    /// A folder without a path. Files of it, and no others, can be named.
+    /// A folder without a path. Only files in it can be named.
     pub fn plain(directory: Arc<dyn Directory>) -> Self {
         Self { directory, path: None, roots: Arc::from([]) }
     }
 
-    /// A folder of the local file system, with the other folders that images in it may refer to.
+    /// A folder of the local file system, with other folders to which images in it may refer.
     pub fn local(path: &Path, permitted: &[PathBuf]) -> Result<Self> {
         let resolve =
             |path: &Path| path.canonicalize().during(|| format!("looking for the folder '{}'", path.display()));
@@ -75,11 +76,11 @@ impl Folder {
         self.path.as_deref()
     }
 
-    /// The file that an image in this folder calls `reference`: a name, or a path relative to the folder or absolute,
-    /// with `/` or `\`. The file need not exist if it could only be in this folder.
+    /// The file that an image in this folder names by `reference`: a name, a relative path or an absolute path, with
+    /// `/` or `\`. The file need not exist if it could only be in this folder.
     ///
     /// # Errors
-    /// `Invalid` when it must not be opened, and how to allow it; `NotFound` when there is none.
+    /// `Invalid` with the option that permits it, if it must not be opened; `NotFound` if there is none.
     pub fn resolve(&self, reference: &str) -> Result<Place> {
         if reference.is_empty() || reference.len() > REFERENCE_MAX || reference.contains('\0') {
             return Err(Error::new(ErrorKind::Invalid, format!("'{}' is no file name", reference.escape_debug())));
@@ -94,7 +95,7 @@ impl Folder {
             };
         };
         let path = own.join(&slashes);
-        // Nothing is asked of the file system about a path that is refused anyway.
+        // The file system is not asked about a path that will be refused.
         let literal = without_dots(&path).ok_or_else(|| not_permitted(reference, None))?;
         if !self.permits_file(&literal) {
             return Err(not_permitted(reference, literal.parent()));
@@ -106,7 +107,7 @@ impl Folder {
         self.place(&real)
     }
 
-    /// A file by its canonical path.
+    /// The file with this canonical path.
     fn place(&self, real: &Path) -> Result<Place> {
         let (Some(folder), Some(name)) = (real.parent(), real.file_name().and_then(|name| name.to_str())) else {
             let text = format!("'{}' is no file, or its name is no text", real.display());
@@ -119,20 +120,20 @@ impl Folder {
         Ok(Place { folder, name: name.to_owned() })
     }
 
-    /// Whether a path is below one of the roots: a root itself is no file, and its own folder is not permitted.
+    /// Whether a path is below one of the roots. A root itself is not a file below it.
     fn permits_file(&self, path: &Path) -> bool {
         path.parent().is_some_and(|folder| self.roots.iter().any(|root| folder.starts_with(root)))
     }
 
-    /// The folder beside this one that bears `name`, for parents that moved together with their children.
+    /// A file in the folder `name` beside this one, for parents that were moved together with their children.
     pub(super) fn beside(&self, name: &str, file: &str) -> Result<Place> {
         self.resolve(&format!("../{name}/{file}"))
     }
 }
 
 impl Place {
-    /// The file that the user named, links and all. Its folder, and those in `permitted`, are where the files it refers
-    /// to may be.
+    /// The file that the user named, after following links. Its folder and those in `permitted` are the roots for files
+    /// to which it refers.
     pub fn local(path: &Path, permitted: &[PathBuf]) -> Result<Self> {
         let real = path.canonicalize().during(|| format!("looking for '{}'", path.display()))?;
         let (Some(folder), Some(name)) = (real.parent(), real.file_name().and_then(|name| name.to_str())) else {
@@ -142,18 +143,18 @@ impl Place {
         Ok(Self { folder: Folder::local(folder, permitted)?, name: name.to_owned() })
     }
 
-    /// A file of a folder.
+    /// A file in a folder without a path.
     pub fn plain(directory: Arc<dyn Directory>, name: &str) -> Self {
         Self { folder: Folder::plain(directory), name: name.to_owned() }
     }
 
-    /// Opens it.
+    /// Opens the file.
     pub fn open(&self, mode: IoMode, access: Access) -> Result<Arc<dyn File>> {
         self.folder.directory.open_foreign(&self.name, mode, access).during(|| format!("opening '{}'", self.label()))
     }
 
-    /// How it is called in messages: with its path if it has one. Two places are the same file if they are called the
-    /// same (but for hard links).
+    /// The name for messages: with the path if there is one. Two places with the same label are the same file (hard
+    /// links apart).
     pub fn label(&self) -> String {
         match &self.folder.path {
             Some(path) => path.join(&self.name).display().to_string(),
@@ -162,8 +163,8 @@ impl Place {
     }
 }
 
-/// A path with `.` and `..` taken out by what is written, without asking the file system; `None` if it leads above the
-/// root.
+/// A path without `.` and `..`, computed from its text without asking the file system; `None` if it leads above the
+/// root directory.
 fn without_dots(path: &Path) -> Option<PathBuf> {
     let mut out = PathBuf::new();
     for component in path.components() {

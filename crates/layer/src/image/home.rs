@@ -1,11 +1,11 @@
-//! Where an image's descriptor lives, and the rule that its content gets a new identity before it changes.
+//! The descriptor of an open image, and the rule that the CID changes before the content does.
 //!
-//! 1. Before the first change after an opening reaches any extent, a new CID is durable. A delta that was made above
-//!    the old content, and is missing from the chain now, will never be read above the new one: its parentCID tells.
+//! 1. Before the first change after an opening reaches any extent, a new CID is durable. So a delta that was made above
+//!    the old content, and is not part of this chain, is never read above the new content: its parentCID differs.
 //! 2. An image whose descriptor cannot be written cannot be changed.
-//! 3. Where a full file system has no room for another text, the numbers of the identities are written over the old
-//!    ones, in place ([`storage::renumber`]): an image that has room for its payload is never refused for its CID.
-//! 4. The text in memory is the one on the medium: it changes after the medium has.
+//! 3. If a full file system has no space for a new descriptor, the digits of CID and parentCID are overwritten in place
+//!    ([`storage::renumber`]): an image that has space for its payload is never refused because of its CID.
+//! 4. The descriptor in memory equals the one in the file: it is changed after the file.
 
 use super::{Entropy, Place};
 use crate::descriptor::{Descriptor, storage};
@@ -17,10 +17,10 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// A descriptor and where it is written.
+/// A descriptor with its location.
 pub(super) struct StoredDescriptor {
     pub(super) place: Place,
-    /// The extent that embeds it, and where.
+    /// The extent that embeds it, and where in that extent.
     pub(super) embedded: Option<(Arc<dyn File>, Range<u64>)>,
     pub(super) descriptor: Mutex<Descriptor>,
     pub(super) random: Entropy,
@@ -34,13 +34,13 @@ impl StoredDescriptor {
         embedded: Option<(Arc<dyn File>, Range<u64>)>,
         random: Entropy,
     ) -> Self {
-        // An unfinished image was begun with an identity that no child refers to yet. Its text must not be replaced
-        // either: the process that makes the image holds its lock on that file.
+        // An unfinished image was created with a CID that no child records. Its descriptor must not be replaced either:
+        // the process that creates the image holds a lock on that file.
         let renewed = AtomicBool::new(place.name.ends_with(storage::NEW_SUFFIX));
         Self { place, embedded, descriptor: Mutex::new(descriptor), random, renewed }
     }
 
-    /// Changes the descriptor, on the medium first.
+    /// Changes the descriptor, first in the file and then in memory.
     pub(super) fn update(&self, change: impl FnOnce(&mut Descriptor)) -> Result<()> {
         let mut current = self.descriptor.lock();
         let mut changed = current.clone();
@@ -57,12 +57,12 @@ impl StoredDescriptor {
         Ok(())
     }
 
-    /// Gives the content a new identity, once for this opening.
+    /// Sets a new CID, once per opening.
     pub(super) fn renew(&self) -> Result<()> {
         if self.renewed.load(Ordering::Acquire) {
             return Ok(());
         }
-        // Under the lock to the end: once a caller has asked for the identity, it does not change again.
+        // Holds the lock to the end: once a caller has read the CID, it does not change again.
         let mut current = self.descriptor.lock();
         if self.renewed.load(Ordering::Acquire) {
             return Ok(());
@@ -74,7 +74,7 @@ impl StoredDescriptor {
                 changed.renew_content(random);
                 let directory = &**self.place.folder.directory();
                 match storage::replace(directory, &self.place.name, &changed) {
-                    // The name of the list of changed blocks, which ends here, cannot be taken out in place.
+                    // The name of the change-tracking file, which becomes invalid, cannot be removed in place.
                     Err(error) if error.kind() == ErrorKind::NoSpace && current.change_tracking.is_none() => {
                         changed = storage::renew_in_place(directory, &self.place.name, random)?;
                     }
@@ -89,7 +89,7 @@ impl StoredDescriptor {
     }
 }
 
-/// The extents of an image that has a descriptor, opened for writing.
+/// The extents of an image with a descriptor, opened for writing.
 pub(super) struct Identified {
     pub(super) inner: Arc<dyn Layer>,
     pub(super) home: Arc<StoredDescriptor>,

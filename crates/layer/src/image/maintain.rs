@@ -1,4 +1,4 @@
-//! Long work on an open image: wiping, shrinking, checking, extent by extent, whatever it is made of.
+//! Maintenance of an open image, extent by extent in any format: wiping, shrinking, checking.
 
 use super::Image;
 use crate::hosted::Hosted;
@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use work::Progress;
 
-/// An extent by its format, for what only that format can do.
+/// An extent by its format, for operations that only this format has.
 #[derive(Clone)]
 pub(super) enum Engine {
     Hosted(Arc<Hosted>),
@@ -20,18 +20,18 @@ pub(super) enum Engine {
     VsanSparse(Arc<VsanSparse>),
 }
 
-/// What a check of an image found.
+/// The result of a check of an image.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ImageCheck {
-    /// The first problems that are left, in words.
+    /// The first remaining problems, as text.
     pub problems: Vec<String>,
-    /// How many there are.
+    /// The number of remaining problems.
     pub problem_count: u64,
-    /// The first problems that were put right, in words.
+    /// The first repaired problems, as text.
     pub mended: Vec<String>,
-    /// Bytes of its files that nothing names: what wiping and shrinking return.
+    /// Bytes of the image's files to which no entry refers: wiping and shrinking free them.
     pub dead: u64,
-    /// Problems that were put right.
+    /// The number of repaired problems.
     pub repaired: u64,
 }
 
@@ -44,14 +44,14 @@ impl ImageCheck {
     }
 }
 
-/// What wiping and shrinking gave back.
+/// What wiping and shrinking have freed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ImageFreed {
-    /// Bytes that were found dead or full of zeros, and are free for new data.
+    /// Bytes found dead or full of zeros, and now free for new data.
     pub freed: u64,
-    /// Bytes by which the files became shorter.
+    /// Bytes by which the files were truncated.
     pub cut: u64,
-    /// Bytes that were moved for that.
+    /// Bytes moved for that.
     pub moved: u64,
 }
 
@@ -63,30 +63,30 @@ impl std::ops::AddAssign for ImageFreed {
     }
 }
 
-/// Share of the time that wiping and shrinking take while guests are active, in percent. A guest that always has a
-/// request under way loses a quarter of its rate to work that only keeps to a latency.
+/// Share of the time, in percent, in which wiping and shrinking work while guests are active. Without it, a guest that
+/// always has a request under way would lose a quarter of its rate, even if each single request met its latency goal.
 const SHARE: u32 = 6;
-/// Longest rest after one step: enough for the share to hold after a commit whose flushes took a tenth of a second.
+/// The longest pause after one step: enough to keep the share after a commit whose flushes took a tenth of a second.
 const REST_MAX: Duration = Duration::from_secs(2);
-/// Rests are cut so, to notice a request to stop.
+/// Pauses are divided into parts of this length, so that a cancellation is noticed.
 const REST_PART: Duration = Duration::from_millis(20);
 
-/// A grain of SEsparse, in bytes.
+/// The grain size of SEsparse, in bytes.
 const SE_GRAIN: u64 = 4096;
 
 impl Image {
-    /// Whether [`Image::wipe`] does anything for it.
+    /// Whether [`Image::wipe`] can free anything in this format.
     pub fn can_wipe(&self) -> bool {
         self.engines.iter().any(|engine| matches!(engine, Engine::SeSparse(_)))
     }
 
-    /// Whether [`Image::shrink`] does anything for it.
+    /// Whether [`Image::shrink`] can free anything in this format.
     pub fn can_shrink(&self) -> bool {
         self.engines.iter().any(|engine| matches!(engine, Engine::SeSparse(_) | Engine::VmfsSparse(_)))
     }
 
-    /// Finds grains that no table names, and with `zeros` those that hold only zeros, and frees them: see
-    /// [`SeSparse::wipe`]. Goes on beside guests, at a pace that they hardly notice.
+    /// Frees grains that no table names, and with `zeros` also grains that hold only zeros: see [`SeSparse::wipe`].
+    /// Runs while guests are active, at a pace that hardly slows them.
     pub fn wipe(&self, zeros: bool, progress: &dyn Progress) -> Result<ImageFreed> {
         self.check_writable()?;
         let mut sum = ImageFreed::default();
@@ -99,8 +99,8 @@ impl Image {
         Ok(sum)
     }
 
-    /// Moves live grains from the end of the files into free places and cuts the files: see [`SeSparse::shrink`] and
-    /// [`VmfsSparse::shrink`].
+    /// Moves live grains from the end of the files into free grains, and truncates the files: see [`SeSparse::shrink`]
+    /// and [`VmfsSparse::shrink`].
     pub fn shrink(&self, progress: &dyn Progress) -> Result<ImageFreed> {
         self.check_writable()?;
         let mut sum = ImageFreed::default();
@@ -122,7 +122,7 @@ impl Image {
         Ok(sum)
     }
 
-    /// Looks at every table. With `repair`, and open for writing, puts right what can be.
+    /// Checks every table. With `repair`, and open for writing, repairs what is possible.
     pub fn check(&self, repair: bool, progress: &dyn Progress) -> Result<ImageCheck> {
         if repair {
             self.check_writable()?;
@@ -168,15 +168,15 @@ impl Image {
                     sum.dead += report.dead;
                     sum.repaired += report.repaired;
                     sum.mended.extend(report.mended);
-                    sum.add(report.bad, format!("{} entries name places outside the file", report.bad));
-                    let what = "grains are at different places by the two copies of their table";
+                    sum.add(report.bad, format!("{} entries name sectors outside the file", report.bad));
+                    let what = "grains have different sectors in the two copies of their table";
                     sum.add(report.unproven, format!("{} {what}", report.unproven));
-                    sum.add(report.shared, format!("{} grains share their place with others", report.shared));
+                    sum.add(report.shared, format!("{} grains overlap others", report.shared));
                     sum.add(report.overlaps, format!("{} tables overlap others", report.overlaps));
                     sum.add(report.differing, format!("{} tables differ from their copies", report.differing));
                     sum.add(report.lost, format!("{} tables cannot be read", report.lost));
                     sum.problems.extend(report.doubts);
-                    // Where a crash may have left one copy of before and one of after, no grain of them is wrong.
+                    // After a crash, one copy may be older than the other without an error in either.
                     sum.problems.extend(report.proven.into_iter().filter(|_| !report.unclean));
                 }
             }
@@ -187,8 +187,8 @@ impl Image {
         Ok(sum)
     }
 
-    /// Gives the content a new identity now, if it has none of this opening yet. A delta that is made next remembers
-    /// one that no later write changes.
+    /// Sets a new CID now, unless this opening has set one. So a delta that is made next records a CID that no later
+    /// write changes.
     pub fn renew_content(&self) -> Result<()> {
         self.check_writable()?;
         match &self.home {
@@ -204,7 +204,7 @@ impl Image {
         }
     }
 
-    /// The error for an image that has nothing to wipe or shrink.
+    /// The error for an image in which wiping or shrinking is not possible.
     pub fn nothing_to(&self, what: &str) -> Error {
         let text = format!(
             "'{}' is of the {} format, in which there is nothing to {what}",
@@ -215,14 +215,14 @@ impl Image {
     }
 }
 
-/// Another's progress, of work that rests after each step as [`SHARE`] demands.
+/// Passes progress on, and pauses after each step so that the work takes only its [`SHARE`] of the time.
 struct Resting<'a> {
     layer: &'a SeSparse,
     progress: &'a dyn Progress,
     pause: Mutex<Pause>,
 }
 
-/// Since when it works, and what it did.
+/// When the current step began, and what it has done.
 struct Pause {
     begun: Instant,
     worked: Duration,
@@ -270,7 +270,7 @@ impl Progress for Resting<'_> {
         self.progress.rate()
     }
 
-    /// A step ends: what it waits for its rate is not work.
+    /// The end of a step: the time after it, in which the rate limit waits, is not counted as work.
     fn moved(&self, bytes: u64) {
         self.progress.moved(bytes);
         let mut pause = self.pause.lock();

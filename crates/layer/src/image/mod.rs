@@ -1,22 +1,22 @@
-//! Images: what a user names when opening a disk of another maker, and the chain of parents below it.
+//! Images of other programs, as a user names them, and the chain of parents below each.
 //!
 //! ```text
-//! Place::local(path)          the file, and the gate for what it refers to
+//! Place::local(path)          the file, and the access control for files to which it refers
 //!   -> open_chain             its parents, down to the base
 //!        -> Image::open       descriptor, extents, lock
 //!             -> open_extent  one extent, by its format
 //! create(folder, image)       a new image of any kind, with or without a parent
 //! ```
 //!
-//! What holds:
+//! Invariants:
 //!
-//! 1. Every file that an image names passes the gate ([`folder`]). Extents are what their lines call them; a parent is
-//!    a VMDK, whatever its bytes claim to be otherwise ([`probe`]).
-//! 2. Parents are opened for reading, and are those the child was made above: their content has the identity that the
-//!    child remembers, unless the caller insists.
-//! 3. A chain ends: no image is in it twice, and there are at most as many as the caller allows.
-//! 4. Opening for reading changes nothing and takes no lock; opening for writing takes the lock of the first extent,
-//!    and the content gets a new identity before it changes ([`home`]).
+//! 1. Every file that an image names is opened through [`folder`]. Extents have the format that their lines state; a
+//!    parent is opened as a VMDK, whatever other format its bytes suggest ([`probe`]).
+//! 2. Parents are opened for reading. A parent's CID is the one that the child records, unless the caller forces
+//!    another.
+//! 3. A chain is finite: no image is in it twice, and it has at most as many images as the caller allows.
+//! 4. Opening for reading changes nothing and takes no lock. Opening for writing takes the lock of the first extent,
+//!    and the CID changes before the content does ([`home`]).
 
 mod chain;
 pub mod check;
@@ -53,38 +53,38 @@ use std::ops::Range;
 use std::sync::Arc;
 use work::{Progress, WorkPart, WorkPlace};
 
-/// Parents below an image that are followed unless the caller says otherwise: what ESXi allows.
+/// The default limit on parents below an image: that of ESXi.
 pub const LEVELS_MAX: usize = 32;
 
-/// Where identities come from: a new number with each call.
+/// The source of random identities: each call returns a new number.
 pub type Entropy = Arc<dyn Fn() -> u64 + Send + Sync>;
 
-/// Numbers from the operating system's randomness.
+/// Random numbers from the operating system.
 pub fn system_entropy() -> Entropy {
-    // Every state is keyed from the system's random bytes and different from the one before.
+    // Every state is keyed with random bytes of the system, and differs from the one before.
     Arc::new(|| std::hash::RandomState::new().build_hasher().finish())
 }
 
-/// How images are opened.
+/// Options for opening images.
 #[derive(Clone)]
 pub struct OpenOptions {
-    /// For writing; parents never are.
+    /// Whether the image is opened for writing; its parents never are.
     pub writable: bool,
-    /// How flat extents are read and written, where their borders allow it.
+    /// The I/O mode for flat extents, where their borders permit it.
     pub mode: IoMode,
-    /// What the file is; `None` to go by its first bytes, or by its name if that is one of a raw disk, whose first
-    /// bytes its guest has written.
+    /// The format of the file. If `None`, its first bytes decide, except for a file named like a raw disk, whose first
+    /// bytes the guest controls.
     pub format: Option<Format>,
-    /// How many parents below the image are followed.
+    /// The most parents below the image.
     pub levels_max: usize,
-    /// Whether a parent that was changed since its child was made is taken all the same, and what is left of a
-    /// stream that was cut.
+    /// Whether a parent that was changed after its child was made is accepted, and also the readable rest of a
+    /// truncated stream.
     pub force: bool,
-    /// What to do about the journal of a SEsparse image that was not closed properly.
+    /// How to treat the journal of a SEsparse image that was not closed properly.
     pub journal: DirtyJournal,
-    /// Whether the caller holds the lock that opening for writing takes.
+    /// Whether the caller already holds the lock that opening for writing takes.
     pub held: bool,
-    /// Where new identities come from.
+    /// The source of new identities.
     pub random: Entropy,
 }
 
@@ -103,14 +103,14 @@ impl Default for OpenOptions {
     }
 }
 
-/// What an image says about the one below it.
+/// The reference of an image to its parent.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ParentReference {
-    /// Where it was when the image was made: a name or a path.
+    /// The path of the parent when the image was made: a name or a path.
     pub hint: String,
-    /// The identity that its content had.
+    /// The parent's CID at that time.
     pub content: Option<ContentId>,
-    /// What it is, if the image says so; otherwise it is a VMDK.
+    /// The parent's format, if the image states it; otherwise it is a VMDK.
     pub format: Option<Format>,
 }
 
@@ -121,13 +121,13 @@ pub struct Image {
     layer: Arc<dyn Layer>,
     flats: Vec<Arc<Flat>>,
     engines: Vec<Engine>,
-    /// Whether flat extents are all there is.
+    /// Whether all extents are flat.
     only_flat: bool,
     parent: Option<ParentReference>,
     _lock: Option<Box<dyn Lock>>,
 }
 
-/// An extent line with the file it leads to.
+/// An extent line with its file.
 struct Resolved<'a> {
     line: &'a ExtentLine,
     format: Format,
@@ -175,13 +175,13 @@ impl Image {
         }
     }
 
-    /// What the file at `place` is, of which the user gave the name only.
+    /// The format of a file that the user named without a format.
     fn judge(place: &Place) -> Result<Signature> {
         let (found, length) = Self::probe_file(place)?;
         probe::judge(&place.name, &place.label(), length, found)
     }
 
-    /// What the file at `place` is by its first bytes.
+    /// The format that the first bytes of the file indicate.
     pub fn probe(place: &Place) -> Result<Signature> {
         Self::probe_file(place).map(|(found, _)| found)
     }
@@ -195,7 +195,7 @@ impl Image {
         Ok((probe(bytes), length))
     }
 
-    /// As [`Image::probe`] of what has to be a VMDK.
+    /// As [`Image::probe`], for a file that has to be a VMDK.
     fn probe_vmdk(place: &Place) -> Result<Signature> {
         match Self::probe(place)? {
             found @ (Signature::Descriptor | Signature::HostedSparse) => Ok(found),
@@ -203,11 +203,11 @@ impl Image {
         }
     }
 
-    /// A file that is a disk without any descriptor.
+    /// Opens a file that is an image without a descriptor.
     fn open_alone(place: Place, format: Format, options: &OpenOptions) -> Result<Self> {
         let label = place.label();
         let lock = lock_for(&place, options)?;
-        // How long a raw file is decides how it can be read.
+        // Only raw files of certain lengths can be read by direct I/O.
         let mode = match format {
             Format::Flat => {
                 let file = place.open(IoMode::Buffered, backend::Access::Read)?;
@@ -225,7 +225,7 @@ impl Image {
         Ok(Self { place, home: None, layer: opened.layer, flats, engines, only_flat, parent, _lock: lock })
     }
 
-    /// A sparse extent of Workstation with its descriptor inside.
+    /// Opens a sparse extent of VMware Workstation with an embedded descriptor.
     fn open_embedded(place: Place, options: &OpenOptions) -> Result<Self> {
         let label = place.label();
         let lock = lock_for(&place, options)?;
@@ -239,7 +239,7 @@ impl Image {
             return Err(needs_descriptor(&label, Signature::HostedSparse));
         };
         let parent = parent_of(&descriptor, &label, options)?;
-        // The lines of an embedded descriptor name the file that it is in.
+        // The extent lines of an embedded descriptor name the file that contains it.
         let extent = ExtentOptions { parent: parent.is_some(), ..ExtentOptions::alone(options) };
         let opened = open_extent(Format::HostedSparse, &place, Arc::clone(&file), extent)?;
         if !options.force {
@@ -307,22 +307,22 @@ impl Image {
         Self { place, home: Some(home), layer, flats, engines, only_flat, parent, _lock: lock }
     }
 
-    /// Where it was opened.
+    /// The file by which it was opened.
     pub fn place(&self) -> &Place {
         &self.place
     }
 
-    /// Its bytes.
+    /// The layer with its content.
     pub fn layer(&self) -> &Arc<dyn Layer> {
         &self.layer
     }
 
-    /// Its descriptor as it is on the medium; `None` for files that are disks without one.
+    /// Its descriptor as in the file; `None` for an image without one.
     pub fn descriptor(&self) -> Option<Descriptor> {
         self.home.as_ref().map(|home| home.descriptor.lock().clone())
     }
 
-    /// Changes its descriptor, durably and whole. Embedded ones: see [`storage::write_embedded`].
+    /// Changes the descriptor durably, as a whole. For embedded ones see [`storage::write_embedded`].
     pub fn update_descriptor(&self, change: impl FnOnce(&mut Descriptor)) -> Result<()> {
         match &self.home {
             Some(home) if self.layer.writable() => home.update(change),
@@ -331,25 +331,25 @@ impl Image {
         }
     }
 
-    /// What it says about the image below it.
+    /// Its reference to the parent.
     pub fn parent(&self) -> Option<&ParentReference> {
         self.parent.as_ref()
     }
 
-    /// How it has its space; `None` for formats that do not take it block by block of the disk.
+    /// Its provisioning type; `None` for sparse formats.
     pub fn provisioning(&self) -> Option<Provisioning> {
         let of_all = |wanted| self.flats.iter().any(|flat| flat.provisioning() == wanted);
         let order = [Provisioning::Thin, Provisioning::ZeroedThick, Provisioning::EagerZeroedThick];
         order.into_iter().find(|provisioning| self.only_flat && of_all(*provisioning))
     }
 
-    /// VMware's counters of its flat extents; `None` if it has others.
+    /// VMware's counters for its flat extents; `None` if it has other extents.
     pub fn counters(&self) -> Option<Counters> {
         let sum = self.flats.iter().fold(Counters::default(), |sum, flat| sum + flat.counters());
         (self.only_flat && !self.flats.is_empty()).then_some(sum)
     }
 
-    /// In how many runs its flat extents lie on the medium; `None` where the file system does not report it.
+    /// Number of contiguous runs of its flat extents on the device; `None` if the file system does not report it.
     pub fn fragments(&self) -> Result<Option<u64>> {
         let mut sum = 0;
         for flat in &self.flats {
@@ -361,8 +361,8 @@ impl Image {
         Ok(self.only_flat.then_some(sum))
     }
 
-    /// Makes a flat disk eager zeroed thick, in use: see [`Flat::fill`]. The descriptor stops calling it thin once it
-    /// is not.
+    /// Makes a flat disk eager zeroed thick while in use: see [`Flat::fill`]. The descriptor marks it as thin until
+    /// that is done.
     pub fn inflate(&self, progress: &dyn Progress) -> Result<()> {
         self.check_flat("inflated")?;
         self.each_flat(progress, |flat, progress| flat.fill(progress))?;
@@ -372,8 +372,8 @@ impl Image {
         }
     }
 
-    /// Makes a flat disk thin and gives back the file blocks that hold only zeros: see [`Flat::punch_zeros`]. The
-    /// descriptor calls it thin before it is.
+    /// Makes a flat disk thin and punches file blocks that hold only zeros: see [`Flat::punch_zeros`]. The descriptor
+    /// marks it as thin before that begins.
     pub fn punch_zeros(&self, progress: &dyn Progress) -> Result<u64> {
         self.check_flat("punched")?;
         if self.home.is_some() {
@@ -398,7 +398,7 @@ impl Image {
         }
     }
 
-    /// Does long work on one extent after another, as one piece of work to its watcher.
+    /// Runs work on one extent after another, with a common progress.
     fn each_flat(
         &self,
         progress: &dyn Progress,
@@ -414,8 +414,8 @@ impl Image {
     }
 }
 
-/// Refuses an extent of which header and embedded descriptor do not say the same size: one of them is damaged. Some
-/// writers round one of the two to grains.
+/// Refuses an extent whose header and embedded descriptor state different sizes: one of them is damaged. Some writers
+/// round one of the two up to whole grains.
 fn check_size(layer: &dyn Layer, descriptor: &Descriptor, label: &str) -> Result<()> {
     let [line] = &descriptor.extents[..] else { return Ok(()) };
     let (header, line, grain) = (layer.capacity(), line.length(), layer.grain());
@@ -425,11 +425,11 @@ fn check_size(layer: &dyn Layer, descriptor: &Descriptor, label: &str) -> Result
     let text = format!("'{label}' holds {header} bytes by its header and {line} by its descriptor: one is damaged");
     Err(Error::new(
         ErrorKind::Corrupt,
-        format!("{text}; --force-parent takes the header's word, to save what is there"),
+        format!("{text}; --force-parent uses the header's capacity, to rescue the data"),
     ))
 }
 
-/// The error for an extent that is to be opened by its descriptor.
+/// The error for an extent that has to be opened through its descriptor.
 fn needs_descriptor(label: &str, found: Signature) -> Error {
     let format = match found {
         Signature::VmfsSparse => "vmfssparse",
@@ -442,7 +442,7 @@ fn needs_descriptor(label: &str, found: Signature) -> Error {
     Error::new(ErrorKind::Invalid, format!("'{label}' {text}; {lost}"))
 }
 
-/// The parent that a descriptor names.
+/// The parent in a descriptor.
 fn parent_of(descriptor: &Descriptor, label: &str, options: &OpenOptions) -> Result<Option<ParentReference>> {
     let contradiction = |text: &str| Err(Error::new(ErrorKind::Corrupt, format!("'{label}' {text}")));
     if descriptor.native_snapshot == Some(true) && descriptor.parent_content.is_some() {
@@ -459,7 +459,7 @@ fn parent_of(descriptor: &Descriptor, label: &str, options: &OpenOptions) -> Res
     }
 }
 
-/// Follows the names in extent lines through the gate: `None` for lines that hold nothing.
+/// Finds the files of extent lines through [`folder`]: `None` for zero extents.
 fn resolve_extents<'a>(
     place: &Place,
     descriptor: &'a Descriptor,
@@ -535,12 +535,12 @@ fn access(writable: bool) -> backend::Access {
     if writable { backend::Access::ReadWrite } else { backend::Access::Read }
 }
 
-/// The lock that a writer of an image holds: on its first extent, which is never renamed while the image exists.
+/// The lock of an image's writer: on the first extent, which is never renamed while the image exists.
 fn lock_for(place: &Place, options: &OpenOptions) -> Result<Option<Box<dyn Lock>>> {
     if !options.writable || options.held {
         return Ok(None);
     }
-    // Taking a lock creates what is missing; a missing extent is an error.
+    // Taking a lock would create a missing file, but a missing extent is an error.
     drop(place.open(IoMode::Buffered, backend::Access::ReadWrite)?);
     let lock = place.folder.directory().lock(&place.name);
     lock.map(Some).map_err(|error| match error.kind() {
@@ -551,7 +551,7 @@ fn lock_for(place: &Place, options: &OpenOptions) -> Result<Option<Box<dyn Lock>
     })
 }
 
-/// The last component of a path that may have been written on Windows.
+/// The last component of a path, which may be a Windows path.
 fn base_name(hint: &str) -> &str {
     hint.rsplit(['/', '\\']).next().unwrap_or(hint)
 }

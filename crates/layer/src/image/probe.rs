@@ -1,43 +1,43 @@
-//! Telling files apart by their first bytes.
+//! Recognising formats by the first bytes of a file.
 //!
-//! Probing answers what a file *claims* to be. A raw disk holds what its guest wrote, and a guest can write the
-//! signature of any format, or a descriptor that names files of the host; and any file at all, or an image whose
-//! signature is damaged, could be a raw disk. Hence: the file that a user names is probed only when the user did not
-//! say what it is; its name and its size have to say that it is raw, and where they do a signature does not decide
-//! otherwise ([`super::Image::open`]); the extents of a descriptor are what its lines call them; a parent counts
-//! only if its content has the identity its child remembers, which raw disks have not; and whatever a probed file
-//! names passes [`super::Folder`].
+//! Probing tells what a file *claims* to be. A raw disk holds what its guest wrote, and a guest can write the signature
+//! of any format, or a descriptor that names files of the host. On the other hand, any file could be a raw disk, also
+//! an image with a damaged signature. Therefore: a file that the user names is probed only if the user does not state
+//! its format; a file counts as raw only if its name and its size say so, and then no signature overrules that
+//! ([`super::Image::open`]); the extents of a descriptor have the formats that their lines state; a parent is accepted
+//! only if its CID is the one in its child, and raw disks have no CID; and files that a probed file names are opened
+//! through [`super::Folder`].
 
 use crate::{Error, ErrorKind, Result, SECTOR, descriptor};
 
-/// How many bytes from the beginning of a file [`probe`] takes; fewer will do for a shorter file.
+/// How many bytes from the beginning of a file [`probe`] needs; a shorter file is probed as a whole.
 pub const PROBE_LENGTH: usize = 4096;
 
-/// What a file is.
+/// The format of a file according to its first bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Signature {
     /// A text descriptor.
     Descriptor,
-    /// An extent of Workstation, sparse or compressed, perhaps with its descriptor inside.
+    /// An extent of VMware Workstation, sparse or compressed, possibly with an embedded descriptor.
     HostedSparse,
-    /// A redo log with 512-byte grains. Its descriptor is a file of its own.
+    /// A redo log with 512-byte grains. Its descriptor is a separate file.
     VmfsSparse,
-    /// A redo log with 4 KiB grains. Its descriptor is a file of its own.
+    /// A redo log with 4 KiB grains. Its descriptor is a separate file.
     SeSparse,
-    /// A delta object. Its descriptor is a file of its own.
+    /// A delta object. Its descriptor is a separate file.
     VsanSparse,
-    /// VMware's list of changed blocks, which is no disk.
+    /// VMware's changed-block tracking file, which is not a disk.
     ChangeTracking,
-    /// QEMU's format.
+    /// QEMU's qcow2.
     Qcow2,
-    /// A format that is none of ours, by its name.
+    /// A format that lamina does not read, by its name.
     Foreign(&'static str),
-    /// None of these: bytes of a disk as they are, or anything.
+    /// None of these: a raw disk, or any other file.
     Raw,
 }
 
 impl Signature {
-    /// What the option is given to say that a file is this: the name of a format.
+    /// The format's name for the option that states a file's format.
     fn option(self) -> &'static str {
         match self {
             Self::Qcow2 => "qcow2",
@@ -49,7 +49,7 @@ impl Signature {
 /// Signatures at the beginning of a file.
 const SIGNATURES: [(&[u8], Signature); 9] = [
     (b"KDMV", Signature::HostedSparse),
-    // What a writer of sparse extents leaves while it has not finished.
+    // Some writers of sparse extents leave this until the file is complete.
     (b"kdmv", Signature::HostedSparse),
     (b"COWD", Signature::VmfsSparse),
     (&[0xbe, 0xba, 0xfe, 0xca, 0, 0, 0, 0], Signature::SeSparse),
@@ -60,16 +60,16 @@ const SIGNATURES: [(&[u8], Signature); 9] = [
     (b"conectix", Signature::Foreign("VHD")),
 ];
 
-/// Endings of the names of raw disks; flat extents are such.
+/// Endings of raw disks' names, flat extents included.
 const RAW_ENDINGS: [&str; 4] = [".raw", ".img", ".dd", "-flat.vmdk"];
 
-/// Whether a file is called like a raw disk.
+/// Whether a file is named like a raw disk.
 pub(super) fn is_raw_name(name: &str) -> bool {
     let name = name.to_ascii_lowercase();
     RAW_ENDINGS.iter().any(|ending| name.ends_with(ending))
 }
 
-/// What a file that begins with `bytes` claims to be.
+/// The format that a file beginning with `bytes` claims.
 pub fn probe(bytes: &[u8]) -> Signature {
     let bytes = &bytes[..bytes.len().min(PROBE_LENGTH)];
     match SIGNATURES.iter().find(|(magic, _)| bytes.starts_with(magic)) {
@@ -79,11 +79,11 @@ pub fn probe(bytes: &[u8]) -> Signature {
     }
 }
 
-/// What a file is of which the user gave the name only.
+/// The format of a file that the user named without a format.
 ///
 /// # Errors
-/// `Corrupt` for a VMDK by its name that does not begin like one; `Invalid` for another file that only the user can
-/// tell: one that is perhaps raw and perhaps not.
+/// `Corrupt` for a file named like a VMDK that does not begin like one; `Invalid` for a file whose format only the user
+/// can know, because it may be raw or not.
 pub(super) fn judge(name: &str, label: &str, length: u64, found: Signature) -> Result<Signature> {
     let refuse = |kind, text: String| Err(Error::new(kind, format!("'{label}' {text}")));
     match (found, is_raw_name(name)) {

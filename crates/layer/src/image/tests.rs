@@ -1,4 +1,4 @@
-//! Images and chains on the simulated disk: extents put together, parents, identities, locks, power cuts.
+//! Images and chains on the simulated disk: joined extents, parents, CIDs, locks, power cuts.
 
 use super::concatenated::{Concatenated, Part};
 use super::*;
@@ -46,7 +46,7 @@ fn base(directory: &Arc<dyn Directory>, name: &str, capacity: u64) {
     flat::create(&**directory, &new, &mut || 9, &NoProgress).unwrap();
 }
 
-/// An image of flat kind with a parent: no product makes one, and it needs no other format.
+/// An image of flat kind with a parent: no product makes one, but the test then needs no other format.
 fn child(directory: &Arc<dyn Directory>, name: &str, content: u32, parent: u32, hint: &str) {
     let mut descriptor = Descriptor::base(CreateType::Vmfs, vec![ExtentLine::whole(ExtentKind::Zero, 8, "unused")]);
     descriptor.extents[0].file = None;
@@ -134,17 +134,17 @@ fn a_disk_is_opened_written_and_opened_again() {
     assert_eq!(error(reader.layer().write(0, &[&[1; 512]])).0, ErrorKind::ReadOnly);
     assert_eq!(error(reader.inflate(&NoProgress)).0, ErrorKind::ReadOnly);
     image.layer().write(3 * MIB, &[&[1; 4096]]).unwrap();
-    // The identity on the medium has changed before anything else could.
+    // The CID in the file changed before any other byte could.
     let renewed = open(&directory, "vm.vmdk", &OpenOptions::default()).unwrap().descriptor().unwrap();
     assert_ne!(renewed.content, ContentId::INITIAL);
     assert_eq!(image.descriptor().unwrap(), renewed);
     image.layer().zero(0..MIB, true).unwrap();
-    assert_eq!(image.descriptor().unwrap(), renewed, "one identity for one opening");
+    assert_eq!(image.descriptor().unwrap(), renewed, "one new CID per opening");
     assert_eq!(image.counters().unwrap(), Counters { blocks: 8, nb: 2, tbz: 1 });
     image.inflate(&NoProgress).unwrap();
     assert_eq!(image.provisioning(), Some(Provisioning::EagerZeroedThick));
     assert!(!image.descriptor().unwrap().thin());
-    assert_eq!(image.descriptor().unwrap().content, renewed.content, "zeros that were there before are no change");
+    assert_eq!(image.descriptor().unwrap().content, renewed.content, "writing zeros over zeros changes no content");
     image.layer().close().unwrap();
     drop(image);
     let image = open(&directory, "vm.vmdk", &writing()).unwrap();
@@ -155,7 +155,7 @@ fn a_disk_is_opened_written_and_opened_again() {
     assert_eq!(read(&**image.layer(), 3 * MIB, 8192), [[1; 4096], [0; 4096]].concat());
     assert_eq!(image.descriptor().unwrap().content, renewed.content);
     image.layer().write(0, &[&[1; 512]]).unwrap();
-    assert_ne!(image.descriptor().unwrap().content, renewed.content, "the next opening has its own");
+    assert_ne!(image.descriptor().unwrap().content, renewed.content, "the next opening has a CID of its own");
 }
 
 #[test]
@@ -174,12 +174,12 @@ fn raw_files_need_no_descriptor() {
         error(open(&directory, "disk.img", &writing()).map(|_| open(&directory, "none", &writing())).unwrap()).0,
         ErrorKind::NotFound
     );
-    // A sparse extent without a descriptor, insisted on: its one lock is taken once.
+    // Opening a sparse extent without a descriptor takes its lock only once.
     put(&directory, "extent", &[&b"KDMV"[..], &[0; 508]].concat());
     assert_eq!(error(open(&directory, "extent", &writing())).0, ErrorKind::Invalid);
     let insisting = OpenOptions { format: Some(Format::HostedSparse), ..writing() };
     assert_ne!(error(open(&directory, "extent", &insisting)).0, ErrorKind::Busy);
-    // A format that the user gives goes before a signature that a guest may have written.
+    // The format that the user states overrules a signature that a guest may have written.
     put(&directory, "guest.img", b"# Disk DescriptorFile\nversion=1\nCID=1\nparentCID=ffffffff\ncreateType=\"vmfs\"\n");
     let found = error(open(&directory, "guest.img", &OpenOptions::default()));
     assert!(found.0 == ErrorKind::Invalid && found.1.contains("--from raw"), "{found:?}");
@@ -266,7 +266,7 @@ RW 2 FLAT \"b\" 0\nNOACCESS 2 FLAT \"gone\" 0\nRW 4 VMFS \"c\"\n";
         match (allowed, zero) {
             (true, true) => model[bytes.clone()].fill(0),
             (true, false) => model[bytes.clone()].copy_from_slice(&data),
-            // Zeroing stops at what cannot be changed.
+            // Zeroing stops at an extent that cannot be changed.
             (false, true) => model = read(&**layer, 0, 20 * 512),
             (false, false) => assert_eq!(error(outcome).0, ErrorKind::ReadOnly),
         }
@@ -299,7 +299,7 @@ fn extents_that_share_bytes_are_not_written() {
     }
 }
 
-/// A layer of a format with grains, as far as [`Concatenated`] looks at it.
+/// A mock layer with grains, with the methods that [`Concatenated`] calls.
 struct Grained {
     capacity: u64,
     grain: u64,
@@ -366,7 +366,7 @@ fn grains_of_parts_are_respected() {
     let mut bytes = [0; 1024];
     whole.read_encoded(8192 - 512, &mut bytes).unwrap();
     assert_eq!((bytes[0], bytes[512]), ((8192u64 + 8192 - 512) as u8, 16384u64 as u8));
-    // The map stops early where the part's map does, and goes on behind the end of a part.
+    // The map stops early where the part's map does, and continues after the end of a part.
     let mut extents = Vec::new();
     whole.map(0..20000, 1000, &mut extents).unwrap();
     assert_eq!(extents, [Extent { start: 0, length: 4096, content: Content::Absent }]);
@@ -417,7 +417,7 @@ fn a_changed_parent_is_refused_with_the_reason() {
     }
     let forced = OpenOptions { force: true, ..OpenOptions::default() };
     assert_eq!(chain(&directory, "vm-000001.vmdk", &forced).unwrap(), ["vm-000001.vmdk", "vm.vmdk"]);
-    // A parent without any identity cannot be the right one.
+    // A parent without a CID cannot be the right one.
     put(&directory, "raw.img", &[0; 512]);
     child(&directory, "onraw.vmdk", 1, 2, "raw.img");
     assert!(error(chain(&directory, "onraw.vmdk", &OpenOptions::default())).1.contains("no identity"));
@@ -432,7 +432,7 @@ fn a_header_that_contradicts_its_descriptor_is_refused() {
     let new = NewImage::new("vm.vmdk", 8 * MIB, ImageKind::MonolithicSparse);
     create(&folder, &new, &mut || 7, &NoProgress).unwrap();
     assert_eq!(open(&directory, "vm.vmdk", &OpenOptions::default()).unwrap().layer().capacity(), 8 * MIB);
-    // One flipped bit of the capacity: another size, by which all else in the header is still possible.
+    // One flipped bit of the capacity: a different size with which the rest of the header is still valid.
     let file = directory.open("vm.vmdk", IoMode::Buffered).unwrap();
     let mut sector = [0; 512];
     file.read_at(&mut sector, 0).unwrap();
@@ -458,7 +458,8 @@ fn disks_in_pieces_are_as_large_as_workstation_makes_them() {
 fn a_raw_parent_is_taken_where_the_child_remembers_no_other_content() {
     let world = disk(1);
     let directory = world.directory();
-    // What its guest has written does not decide what it is: neither another format, nor a descriptor that names files.
+    // Guest data does not decide the format of the parent: neither another format's signature, nor a descriptor that
+    // names files.
     let text = "# Disk DescriptorFile\nversion=1\nCID=fffffffe\nparentCID=ffffffff\ncreateType=\"vmfs\"\n\
                 RW 1 VMFS \"secret\"\n";
     put(&directory, "secret", &[9; 512]);
@@ -474,7 +475,7 @@ fn a_raw_parent_is_taken_where_the_child_remembers_no_other_content() {
         directory.remove("raw.img").unwrap();
         directory.remove("above.vmdk").unwrap();
     }
-    // A parent that is not called like a raw disk has to prove what it is.
+    // A parent that is not named like a raw disk has to have the right CID.
     put(&directory, "raw.bin", &[0; 512]);
     child(&directory, "onbin.vmdk", 1, 0xffff_fffe, "raw.bin");
     assert!(error(chain(&directory, "onbin.vmdk", &OpenOptions::default())).1.contains("--from raw"));
@@ -511,7 +512,7 @@ fn changes_need_a_new_identity_first() {
     let directory = world.directory();
     base(&directory, "vm.vmdk", MIB);
     let image = open(&directory, "vm.vmdk", &writing()).unwrap();
-    // The descriptor cannot be replaced: nothing is written.
+    // The descriptor cannot be replaced, so no data is written.
     world.fail_operation(world.operations());
     assert_eq!(error(image.layer().write(0, &[&[1; 512]])).0, ErrorKind::Io);
     assert_eq!(read(&**image.layer(), 0, 512), [0; 512]);
@@ -519,7 +520,7 @@ fn changes_need_a_new_identity_first() {
     image.layer().write(0, &[&[1; 512]]).unwrap();
     assert_ne!(image.descriptor().unwrap().content, ContentId::INITIAL);
     drop(image);
-    // Whatever a power cut leaves: if anything was changed, so was the identity.
+    // After any power cut: if any content was changed, the CID was changed too.
     for seed in 0..60 {
         let world = disk(seed);
         let directory = world.directory();
@@ -556,7 +557,7 @@ fn inflating_and_punching_survive_power_cuts_as_images() {
         let image = open(&after, "vm.vmdk", &options).unwrap();
         assert_eq!(read(&**image.layer(), MIB - 512, 9216), [vec![0; 512], vec![5; 8192], vec![0; 512]].concat());
         let (thin, counters) = (image.descriptor().unwrap().thin(), image.counters().unwrap());
-        // A disk that is not called thin has all its space.
+        // A disk without the thin mark has all its space.
         assert!(thin || counters.nb == counters.blocks, "seed {seed}: {counters:?}");
         if outcome.is_ok() {
             assert_eq!(thin, seed % 2 == 0, "seed {seed}");

@@ -1,4 +1,4 @@
-//! The members of a tar archive: their names checked, their places known, nothing unpacked.
+//! The members of a tar archive: their checked names and their locations. Contents are not unpacked.
 
 use super::{MEMBERS_MAX, Section};
 use crate::{Error, ErrorKind, IoContext, Result};
@@ -6,9 +6,9 @@ use backend::File;
 use std::io::{self, Read, Seek, SeekFrom};
 use std::sync::Arc;
 
-/// Bytes of headers, long names and extensions read while an archive is listed; contents are passed over.
+/// The most bytes of headers, long names and extensions read while an archive is listed; contents are skipped.
 const LISTING_MAX: u64 = 8 << 20;
-/// Longest name of a member, in bytes.
+/// The longest name of a member, in bytes.
 const NAME_MAX: usize = 255;
 
 /// One file in an archive.
@@ -20,7 +20,7 @@ pub struct Member {
 }
 
 impl Member {
-    /// Its name: a plain one, without folders.
+    /// Its name: a plain file name without folders.
     pub fn name(&self) -> &str {
         &self.name
     }
@@ -63,12 +63,12 @@ impl Archive {
                 continue;
             }
             if !kind.is_file() {
-                return Err(corrupt(format!("{path:?} is no plain file: links and devices have no place in it")));
+                return Err(corrupt(format!("{path:?} is no plain file: links and devices are refused")));
             }
             let name = plain_name(path.strip_prefix("./").unwrap_or(&path)).map_err(|error| error.context(image))?;
             let (start, size) = (entry.raw_file_position(), entry.size());
             if start.checked_add(size).is_none_or(|end| end > length) {
-                return Err(corrupt(format!("{name} goes on behind the end: the archive was cut")));
+                return Err(corrupt(format!("{name} extends past the end: the archive is truncated")));
             }
             if members.len() == MEMBERS_MAX {
                 return Err(corrupt(format!("it has more than {MEMBERS_MAX} members")));
@@ -85,12 +85,12 @@ impl Archive {
         &self.members
     }
 
-    /// Number of the member called `name`.
+    /// Index of the member called `name`.
     pub(super) fn find(&self, name: &str) -> Option<usize> {
         self.members.iter().position(|member| member.name == name)
     }
 
-    /// Number of the one member whose name ends so.
+    /// Index of the only member whose name has this ending.
     pub(super) fn only(&self, ending: &str) -> Result<Option<usize>> {
         let mut found = (0..self.members.len()).filter(|at| self.members[*at].has_ending(ending));
         match (found.next(), found.next()) {
@@ -105,7 +105,7 @@ impl Archive {
         Section::new(Arc::clone(&self.file), member.start, member.size)
     }
 
-    /// A whole member in memory, of at most `most` bytes.
+    /// The content of a member, of at most `most` bytes.
     pub(super) fn text(&self, index: usize, most: u64) -> Result<Vec<u8>> {
         let member = &self.members[index];
         let name = &member.name;
@@ -119,7 +119,7 @@ impl Archive {
     }
 }
 
-/// Refuses names that are more than the name of a file in one folder.
+/// Refuses names that are not plain file names.
 pub(super) fn plain_name(name: &str) -> Result<&str> {
     let strange = |c: char| c == '/' || c == '\\' || c == ':' || c.is_control();
     if name.is_empty() || name.len() > NAME_MAX || name == "." || name == ".." || name.contains(strange) {
@@ -129,7 +129,7 @@ pub(super) fn plain_name(name: &str) -> Result<&str> {
     Ok(name)
 }
 
-/// What the tar reader reads through: with a bound, since it takes long names into memory whole.
+/// The input of the tar reader, with a limit on bytes, because the tar reader loads long names into memory.
 struct Reader {
     file: Arc<dyn File>,
     at: u64,

@@ -16,7 +16,7 @@ pub enum Algorithm {
 }
 
 impl Algorithm {
-    /// By the name that manifests use.
+    /// The algorithm with this name in manifests.
     pub(super) fn named(name: &str) -> Option<Self> {
         [Self::Sha1, Self::Sha256, Self::Sha512].into_iter().find(|own| own.name().eq_ignore_ascii_case(name))
     }
@@ -29,7 +29,7 @@ impl Algorithm {
         }
     }
 
-    /// Bytes of a digest.
+    /// Length of a digest in bytes.
     pub(super) fn length(self) -> usize {
         match self {
             Self::Sha1 => 20,
@@ -45,7 +45,7 @@ impl fmt::Display for Algorithm {
     }
 }
 
-/// A digest under way.
+/// The state of a digest computation.
 #[derive(Clone)]
 pub(super) enum Hasher {
     /// SHA-1.
@@ -82,12 +82,12 @@ impl Hasher {
     }
 }
 
-/// Lower-case hexadecimal digits.
+/// Encodes bytes as lower-case hexadecimal digits.
 pub(super) fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// Bytes of hexadecimal digits in either case.
+/// Decodes hexadecimal digits in either case.
 pub(super) fn unhex(text: &str) -> Option<Vec<u8>> {
     let digits: Option<Vec<u8>> = text.chars().map(|c| c.to_digit(16).map(|digit| digit as u8)).collect();
     let digits = digits.filter(|digits| digits.len().is_multiple_of(2))?;

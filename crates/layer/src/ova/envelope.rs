@@ -1,8 +1,8 @@
-//! Writing an OVF 1 descriptor: the disks, and as little hardware as a machine needs.
+//! Writing an OVF 1 descriptor: the disks, and the least hardware that a machine needs.
 
 use std::fmt::Write;
 
-/// What the disks hang on.
+/// The controller to which the disks are attached.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Controller {
     /// LSI Logic SCSI.
@@ -16,7 +16,7 @@ pub enum Controller {
 }
 
 impl Controller {
-    /// Resource type and subtype.
+    /// Resource type and subtype in CIM.
     fn resource(self) -> (u32, &'static str) {
         match self {
             Self::LsiLogic => (6, "lsilogic"),
@@ -26,7 +26,7 @@ impl Controller {
         }
     }
 
-    /// Disks on one controller; SCSI keeps number 7 for itself.
+    /// The most disks on one controller; on SCSI, address 7 is the controller's own.
     fn disks(self) -> usize {
         match self {
             Self::LsiLogic | Self::ParaVirtual => 15,
@@ -46,13 +46,13 @@ impl Controller {
 /// A network card.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Network {
-    /// The network it is connected to.
+    /// The network to which it is connected.
     pub name: String,
     /// Its kind: `VmxNet3`, `E1000e`.
     pub adapter: String,
 }
 
-/// The virtual machine around the disks.
+/// The virtual machine with the disks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Machine {
     /// Its name.
@@ -63,25 +63,25 @@ pub struct Machine {
     pub memory_mib: u64,
     /// VMware's hardware version: `vmx-13`.
     pub hardware: String,
-    /// The guest's operating system as CIM counts them: 1 other, 36 Linux, 101 Linux 64-bit.
+    /// The guest's operating system by its CIM number: 1 other, 36 Linux, 101 Linux 64-bit.
     pub system: u32,
-    /// What the disks hang on.
+    /// The controller of the disks.
     pub controller: Controller,
     /// Network cards.
     pub networks: Vec<Network>,
 }
 
-/// A disk as the descriptor shows it.
+/// A disk for the descriptor.
 pub(super) struct DescribedDisk<'a> {
     pub(super) file: &'a str,
-    /// Bytes of the file.
+    /// Size of the file in bytes.
     pub(super) size: u64,
     pub(super) capacity: u64,
 }
 
 const FORMAT: &str = "http://www.vmware.com/interfaces/specifications/vmdk.html#streamOptimized";
 
-/// The descriptor's text. Its length depends on the sizes only by their digits.
+/// The text of the descriptor. Sizes influence its length only by their number of digits.
 pub(super) fn text(machine: &Machine, disks: &[DescribedDisk<'_>]) -> String {
     let mut out = String::new();
     // Writing to a string cannot fail.
@@ -216,7 +216,7 @@ fn write_items(out: &mut String, machine: &Machine, disks: usize) -> std::fmt::R
     Ok(())
 }
 
-/// One item; its fields stand in the order of the schema, which is that of the alphabet.
+/// Writes one item; its fields are in the order of the schema, which is alphabetical.
 fn write_item(out: &mut String, fields: &[(&str, &str)]) -> std::fmt::Result {
     debug_assert!(fields.is_sorted());
     out.push_str("      <Item>\n");
@@ -227,7 +227,7 @@ fn write_item(out: &mut String, fields: &[(&str, &str)]) -> std::fmt::Result {
     Ok(())
 }
 
-/// Text as XML takes it, in elements and in quotes; characters that XML cannot have at all become spaces.
+/// Text escaped for XML elements and attributes; characters that XML does not permit become spaces.
 fn escaped(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     for c in text.chars() {

@@ -20,7 +20,7 @@ impl Manifest {
             }
             let wrong = || corrupt(format!("line {number} is not of the form SHA256(name)= digits"));
             let (algorithm, rest) = line.split_once('(').ok_or_else(wrong)?;
-            // A name may hold brackets itself: the last one closes.
+            // A name may contain brackets itself, so the last bracket is the closing one.
             let (name, digits) = rest.rsplit_once(')').ok_or_else(wrong)?;
             let digits = digits.trim_start().strip_prefix('=').ok_or_else(wrong)?.trim();
             let Some(algorithm) = Algorithm::named(algorithm.trim()) else {
@@ -30,7 +30,7 @@ impl Manifest {
             let digest = unhex(digits).filter(|digest| digest.len() == algorithm.length()).ok_or_else(wrong)?;
             let name = plain_name(name.strip_prefix("./").unwrap_or(name))?;
             if entries.len() == MEMBERS_MAX || entries.iter().any(|(own, ..)| own == name) {
-                return Err(corrupt(format!("line {number} is one too many")));
+                return Err(corrupt(format!("line {number} repeats a name, or exceeds {MEMBERS_MAX} names")));
             }
             entries.push((name.to_owned(), algorithm, digest));
         }

@@ -1,14 +1,12 @@
-//! OVA: a tar archive of a virtual machine's description (OVF), its disks, and a manifest of their digests.
+//! OVA: a tar archive with a virtual machine's description (OVF), its disks, and a manifest of their digests.
 //!
-//! No layer, but the way layers travel: [`Ova`] reads an archive in place, so that a disk in it can be served or
-//! converted without being unpacked; [`OvaWriter`] makes one. What must hold:
+//! An OVA is not a layer, but a container of layers. [`Ova`] reads an archive in place, so that a disk in it can be
+//! served or converted without unpacking; [`OvaWriter`] creates one. Invariants:
 //!
-//! 1. Names in the archive and in the OVF are plain file names. Any other name is refused for every
-//!    caller.
-//! 2. Members, references, disks and the sizes of what is taken into memory are bounded by the limits below.
-//! 3. Digests are checked while bytes pass, never assumed: [`Ova::verify`], [`Ova::reader`]. A mismatch names the
-//!    member.
-//! 4. An archive that was not finished does not begin with a tar header: the first one is written last.
+//! 1. Names in the archive and in the OVF are plain file names; any other name is refused.
+//! 2. The limits below bound members, references, disks, and the sizes of texts loaded into memory.
+//! 3. Digests are checked while bytes are read ([`Ova::verify`], [`Ova::reader`]). A mismatch names the member.
+//! 4. An unfinished archive does not begin with a tar header: the first header is written last.
 
 mod archive;
 mod digest;
@@ -37,11 +35,11 @@ use ovf::Envelope;
 use std::io::{self, Read};
 use std::sync::Arc;
 
-/// Most members of an archive.
+/// The most members of an archive.
 pub const MEMBERS_MAX: usize = 1024;
-/// Largest OVF descriptor taken into memory.
+/// The largest OVF descriptor that is loaded.
 pub const DESCRIPTOR_MAX: u64 = 4 << 20;
-/// Largest manifest taken into memory.
+/// The largest manifest that is loaded.
 pub const MANIFEST_MAX: u64 = 1 << 20;
 
 /// Bytes read at a time while digests are computed.
@@ -58,7 +56,8 @@ pub struct Ova {
 }
 
 impl Ova {
-    /// Opens an archive: lists it, reads description and manifest, checks the description's digest. Disks are not read.
+    /// Opens an archive: lists it, reads the descriptor and the manifest, and checks the descriptor's digest. Disks are
+    /// not read.
     pub fn open(file: Arc<dyn File>, image: &str) -> Result<Self> {
         let context = |error: Error| error.context(image);
         let archive = Archive::open(file, image)?;
@@ -105,7 +104,7 @@ impl Ova {
         Ok(Self { image: image.to_owned(), archive, descriptor, envelope, manifest, warnings })
     }
 
-    /// What is in the archive, in its order.
+    /// The members in the order of the archive.
     pub fn members(&self) -> &[Member] {
         self.archive.members()
     }
@@ -115,33 +114,33 @@ impl Ova {
         self.archive.text(self.descriptor, DESCRIPTOR_MAX)
     }
 
-    /// The disks that the OVF describes, in its order.
+    /// The disks in the order of the OVF.
     pub fn disks(&self) -> &[Disk] {
         &self.envelope.disks
     }
 
-    /// The virtual machine's name, where the OVF says it.
+    /// The virtual machine's name, if the OVF states it.
     pub fn machine(&self) -> Option<&str> {
         self.envelope.name.as_deref()
     }
 
-    /// Processors and memory, where the OVF says them.
+    /// Processors and memory, if the OVF states them.
     pub fn hardware(&self) -> Hardware {
         self.envelope.hardware
     }
 
-    /// What a person should know: parts that no digest covers.
+    /// Warnings for the user: members that no digest covers.
     pub fn warnings(&self) -> &[String] {
         &self.warnings
     }
 
-    /// A member as a file of its own, read in place: what a streamOptimized disk is opened from.
+    /// A member as a file of its own, read in place: a streamOptimized disk is opened from it.
     pub fn file(&self, name: &str) -> Result<Arc<dyn File>> {
         Ok(Arc::new(self.archive.section(self.index_of(name)?)))
     }
 
-    /// A member from front to back. Where the manifest has its digest, the read that reaches the end fails with
-    /// `InvalidData` if it is another.
+    /// Reads a member from front to back. If the manifest has a digest and it does not match, the read that reaches the
+    /// end fails with `InvalidData`.
     pub fn reader(&self, name: &str) -> Result<impl Read + use<>> {
         let section = self.archive.section(self.index_of(name)?);
         let expected = self.manifest.as_ref().and_then(|manifest| manifest.digest(name));
@@ -151,8 +150,8 @@ impl Ova {
         Ok(CheckedReader { image: self.image.clone(), name: name.to_owned(), section, at: 0, check })
     }
 
-    /// Reads everything that the manifest names and checks its digest. `progress` is told how many bytes more were
-    /// read, and stops the work with its error.
+    /// Reads all members that the manifest names and checks their digests. `progress` gets the number of bytes read
+    /// since its last call; if it returns an error, the check ends with that error.
     pub fn verify(&self, progress: &mut dyn FnMut(u64) -> Result<()>) -> Result<()> {
         let Some(manifest) = &self.manifest else {
             return Err(Error::new(ErrorKind::Unsupported, format!("{}: it has no manifest to check by", self.image)));
@@ -206,7 +205,7 @@ impl Read for CheckedReader {
         if let Some((hasher, ..)) = &mut self.check {
             hasher.update(&buffer[..part]);
         }
-        // With the last bytes, not after them: a reader that has the length stops there.
+        // Together with the last bytes, because a reader that knows the length makes no further call.
         if self.at == self.section.length()
             && let Some((hasher, algorithm, expected)) = self.check.take()
         {

@@ -1,4 +1,4 @@
-//! Reading an OVF descriptor: the disks with their files and capacities, and a little of the machine.
+//! Reading an OVF descriptor: the disks with their files and capacities, the machine's name, processors and memory.
 
 use super::MEMBERS_MAX;
 use super::archive::plain_name;
@@ -8,15 +8,15 @@ use crate::{CAPACITY_MAX, Error, ErrorKind, Result, SECTOR};
 /// A disk that the OVF describes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Disk {
-    /// Its name within the OVF.
+    /// Its identifier within the OVF.
     pub id: String,
-    /// The member that holds it.
+    /// The member with its content.
     pub file: String,
     /// Capacity in bytes.
     pub capacity: u64,
-    /// The URI of its format; VMware's ends with `#streamOptimized`.
+    /// The URI of its format; that of VMware's disks ends with `#streamOptimized`.
     pub format: String,
-    /// The disk it is a delta of, by its name within the OVF.
+    /// The disk of which it is a delta, by its identifier within the OVF.
     pub parent: Option<String>,
 }
 
@@ -29,7 +29,7 @@ pub struct Hardware {
     pub memory: Option<u64>,
 }
 
-/// What is used of an OVF descriptor.
+/// The parts of an OVF descriptor that lamina uses.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Envelope {
     pub(super) name: Option<String>,
@@ -43,10 +43,10 @@ impl Envelope {
         let mut found = Found::default();
         walk(text.trim_start_matches('\u{feff}').trim_end_matches('\0'), &mut |step| found.visit(step))?;
         let mut envelope = Self { name: found.name.or(found.id), disks: Vec::new(), hardware: found.hardware };
-        // References stand first in every descriptor known, but nothing here depends on it.
+        // All known descriptors have the references first, but this code does not require it.
         for mut disk in found.disks {
             let file = found.files.iter().find(|(id, _)| *id == disk.file).map(|(_, name)| name.clone());
-            let missing = || wrong(format!("disk {} names file {}, which is none", disk.id, disk.file));
+            let missing = || wrong(format!("disk {} refers to file {}, which is not listed", disk.id, disk.file));
             disk.file = file.ok_or_else(missing)?;
             envelope.disks.push(disk);
         }
@@ -54,12 +54,12 @@ impl Envelope {
     }
 }
 
-/// What a walk has found so far.
+/// The results of the walk so far.
 #[derive(Default)]
 struct Found {
-    /// Files by their id.
+    /// File names by their identifier.
     files: Vec<(String, String)>,
-    /// Disks, with the id of their file in place of its name.
+    /// Disks, with the identifier of the file in place of its name.
     disks: Vec<Disk>,
     systems: usize,
     name: Option<String>,
@@ -68,7 +68,7 @@ struct Found {
     item: Item,
 }
 
-/// The fields of a hardware item that matter.
+/// The fields of a hardware item that lamina uses.
 #[derive(Default)]
 struct Item {
     kind: String,
@@ -97,7 +97,7 @@ impl Found {
                 Ok(())
             }
             Step::Close(path, text) => {
-                // Only the first machine of several is described.
+                // If the OVF has several machines, only the first is read.
                 if self.systems == 1 {
                     self.close(path, text);
                 }
@@ -121,7 +121,7 @@ impl Found {
             }
         }
         if self.files.len() == MEMBERS_MAX || self.files.iter().any(|(own, _)| own == id) {
-            return Err(wrong(format!("file {id} is one too many")));
+            return Err(wrong(format!("file {id} is listed twice, or exceeds the limit of {MEMBERS_MAX} files")));
         }
         self.files.push((id.to_owned(), name.to_owned()));
         Ok(())
@@ -155,7 +155,8 @@ impl Found {
     }
 }
 
-/// A disk, with its file's id for the name; `None` for one without a file: it is made empty where the machine is made.
+/// A disk, with the identifier of its file in place of the name; `None` for a disk without a file, which importers
+/// create empty.
 fn read_disk(disk: &Element) -> Result<Option<Disk>> {
     let id = disk.attribute("diskId").ok_or_else(|| wrong("a disk has no id"))?;
     let Some(file) = disk.attribute("fileRef") else { return Ok(None) };
@@ -179,7 +180,7 @@ fn read_disk(disk: &Element) -> Result<Option<Disk>> {
     }))
 }
 
-/// Bytes of an allocation unit: `byte * 2^30`, or the words of old descriptors.
+/// Bytes of an allocation unit: `byte * 2^30`, or the words in old descriptors.
 fn unit(text: &str) -> Option<u64> {
     let text = text.chars().filter(|c| !c.is_whitespace()).collect::<String>().to_ascii_lowercase();
     match text.as_str() {

@@ -1,11 +1,11 @@
-//! A part of a file, read as a file of its own.
+//! A part of a file, presented as a read-only file.
 
 use backend::{File, IoMode, LocalFile, LocalPart};
 use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// `length` bytes of a file from `start` on. It is never changed: what would do so fails.
+/// `length` bytes of a file from `start` on. Operations that would change the file fail.
 pub struct Section {
     file: Arc<dyn File>,
     start: u64,
@@ -13,17 +13,17 @@ pub struct Section {
 }
 
 impl Section {
-    /// A part that lies within the file.
+    /// A part, which must lie within the file.
     pub(super) fn new(file: Arc<dyn File>, start: u64, length: u64) -> Self {
         Self { file, start, length }
     }
 
-    /// Its length in bytes.
+    /// Length in bytes.
     pub fn length(&self) -> u64 {
         self.length
     }
 
-    /// Reads what lies inside through `read`, and zeros behind the end.
+    /// Reads the bytes before the end through `read`; bytes past the end are zeros.
     fn inside<T>(
         &self,
         buffer: &mut [u8],
@@ -70,7 +70,7 @@ impl File for Section {
     }
 
     fn local(&self) -> Option<LocalPart<'_>> {
-        // Offsets here are not those of the file behind it.
+        // Offsets in this part differ from those in the file, so queues must not use the file's descriptor.
         self.file.local().map(|_| LocalPart { file: self, descriptor: None, mode: IoMode::Buffered })
     }
 }
@@ -90,7 +90,7 @@ impl LocalFile for Section {
     }
 
     fn allocated(&self) -> io::Result<u64> {
-        // The file system counts whole files; this part takes its length at the most.
+        // The file system counts space for whole files; for this part, its length is an upper limit.
         Ok(self.length.min(self.file.allocated()?))
     }
 }

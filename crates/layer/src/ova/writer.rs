@@ -1,5 +1,5 @@
-//! Making an OVA. Descriptor and manifest stand before the disks and are known after them: their room is kept free, and
-//! they are written at the end. The first header of the archive is the last thing written.
+//! Writing an OVA. Descriptor and manifest come before the disks, but are known only after them. So space is reserved
+//! for them, and they are written at the end. The first header of the archive is written last.
 
 use super::archive::plain_name;
 use super::digest::{Algorithm, Hasher};
@@ -10,10 +10,10 @@ use crate::stream::{StreamOptions, StreamWriter};
 use crate::{Error, ErrorKind, IoContext, Result, SECTOR};
 use std::io::{self, Seek, SeekFrom, Write};
 
-/// Bytes of a tar header and of a tar block.
+/// Bytes of a tar header, and of a tar block.
 const BLOCK: u64 = 512;
 
-/// A disk that will be in the archive.
+/// A disk that will be added to the archive.
 #[derive(Clone, Debug)]
 pub struct PlannedDisk {
     /// The member's name: `machine-disk1.vmdk`.
@@ -24,16 +24,16 @@ pub struct PlannedDisk {
     pub descriptor: Vec<u8>,
 }
 
-/// How an archive is made.
+/// Options for writing an archive.
 #[derive(Clone, Debug)]
 pub struct OvaOptions {
-    /// What the manifest is made with; SHA-256 is usual, SHA-1 for importers of the time before 2016.
+    /// The digest algorithm of the manifest; SHA-256 is usual, SHA-1 is for importers from before 2016.
     pub algorithm: Algorithm,
-    /// Level of compression, 0 to 9.
+    /// Compression level, 0 to 9.
     pub level: u32,
-    /// Threads that compress.
+    /// The number of compressing threads.
     pub threads: usize,
-    /// Time of making, seconds since 1970, for the archive's headers.
+    /// The modification time in the archive's headers, in seconds since 1970.
     pub time: u64,
 }
 
@@ -42,7 +42,7 @@ struct Finished {
     digest: Vec<u8>,
 }
 
-/// An archive under way.
+/// An archive being written.
 pub struct OvaWriter<W: Write + Seek> {
     out: W,
     start: u64,
@@ -56,7 +56,7 @@ pub struct OvaWriter<W: Write + Seek> {
 }
 
 impl<W: Write + Seek> OvaWriter<W> {
-    /// Begins an archive at the place where `out` stands; `stem` is what its files are called.
+    /// Begins an archive at the current position of `out`; `stem` is the common beginning of its file names.
     pub fn new(mut out: W, stem: &str, machine: Machine, disks: Vec<PlannedDisk>, options: OvaOptions) -> Result<Self> {
         let invalid = |what: String| Error::new(ErrorKind::Invalid, what);
         if disks.is_empty() || disks.len() > MEMBERS_MAX - 2 {
@@ -74,7 +74,7 @@ impl<W: Write + Seek> OvaWriter<W> {
         for name in names {
             header(name, 0, options.time)?;
         }
-        // The text with sizes of the most digits is as long as it can become.
+        // With the largest sizes the text has its greatest possible length.
         let longest = described(&disks, |_| u64::MAX);
         let descriptor_size = envelope::text(&machine, &longest).len() as u64;
         if descriptor_size > DESCRIPTOR_MAX {
@@ -117,7 +117,7 @@ impl<W: Write + Seek> OvaWriter<W> {
         let mut writer = StreamWriter::new(hashed, &stream)?;
         fill(&mut writer)?;
         let Hashed { size, hasher, .. } = writer.finish()?;
-        // A stream is whole sectors, so that the next header follows at once.
+        // A stream consists of whole sectors, so the next header follows without padding.
         debug_assert!(size.is_multiple_of(SECTOR));
         let end = self.out.stream_position().during(context)?;
         self.out.seek(SeekFrom::Start(head)).during(context)?;
@@ -127,7 +127,7 @@ impl<W: Write + Seek> OvaWriter<W> {
         Ok(())
     }
 
-    /// Ends the archive and gives back what it was written to, flushed, standing at its end.
+    /// Completes the archive, and returns the flushed output, positioned at its end.
     pub fn finish(mut self) -> Result<W> {
         if self.finished.len() < self.planned.len() {
             let what = format!("the archive has {} of {} disks", self.finished.len(), self.planned.len());
@@ -140,7 +140,7 @@ impl<W: Write + Seek> OvaWriter<W> {
 
         let disks = described(&self.planned, |at| self.finished[at].size);
         let mut text = envelope::text(&self.machine, &disks).into_bytes();
-        // Blank lines behind the last element take the room that was kept too much.
+        // Blank lines after the last element fill the reserved space.
         text.resize(self.descriptor_size as usize, b'\n');
         let mut hasher = Hasher::new(algorithm);
         hasher.update(&text);
@@ -171,14 +171,14 @@ fn described(disks: &[PlannedDisk], size: impl Fn(usize) -> u64) -> Vec<Describe
     numbered.map(|(at, disk)| DescribedDisk { file: &disk.file, size: size(at), capacity: disk.capacity }).collect()
 }
 
-/// Bytes of the manifest.
+/// Length of the manifest in bytes.
 fn manifest_lines(descriptor: &str, disks: &[PlannedDisk], algorithm: Algorithm) -> u64 {
     let digest = vec![0; algorithm.length()];
     let names = std::iter::once(descriptor).chain(disks.iter().map(|disk| disk.file.as_str()));
     names.map(|name| Manifest::line(name, algorithm, &digest).len() as u64).sum()
 }
 
-/// A tar header; names longer than 100 bytes are refused, since OVF requires the plain ustar form.
+/// A tar header; names longer than 100 bytes are refused, because OVF requires the plain ustar form.
 fn header(name: &str, size: u64, time: u64) -> Result<[u8; BLOCK as usize]> {
     let mut header = tar::Header::new_ustar();
     header.set_path(name).during(|| format!("{name} cannot be a member of the archive"))?;
@@ -192,7 +192,7 @@ fn header(name: &str, size: u64, time: u64) -> Result<[u8; BLOCK as usize]> {
     Ok(*header.as_bytes())
 }
 
-/// Counts and digests what passes.
+/// Counts and digests the bytes that are written through it.
 pub struct Hashed<W> {
     out: W,
     hasher: Hasher,

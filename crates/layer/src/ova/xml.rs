@@ -1,16 +1,16 @@
-//! Walking an XML document in one pass: in time and memory that follow from its length alone.
+//! Walking an XML document in one pass, in time and memory linear in its length.
 //!
-//! Elements and attributes go by their local names, so that the namespaces of different versions are one. There are no
-//! entities but XML's own five, and no document types.
+//! Elements and attributes are compared by local name, so that the namespaces of different OVF versions are treated
+//! alike. Only XML's five predefined entities are accepted, and no document types.
 
 use crate::{Error, ErrorKind, Result};
 use quick_xml::escape::resolve_predefined_entity;
 use quick_xml::events::{BytesStart, Event};
 use quick_xml::{Reader, XmlVersion};
 
-/// Deepest nesting of elements.
+/// The deepest nesting of elements.
 const DEPTH_MAX: usize = 64;
-/// Most attributes of one element.
+/// The most attributes of one element.
 const ATTRIBUTES_MAX: usize = 64;
 
 /// An element that begins.
@@ -25,15 +25,15 @@ impl Element {
     }
 }
 
-/// What a walk comes by. The path names the elements from the outermost to this one.
+/// An event of the walk. The path has the names of the elements from the outermost to this one.
 pub(super) enum Step<'a> {
     /// An element begins.
     Open(&'a [String], &'a Element),
-    /// An element ends; its own text, without that of elements in it.
+    /// An element ends; with its own text, without that of inner elements.
     Close(&'a [String], &'a str),
 }
 
-/// Walks a document; an error of `visit` ends it.
+/// Walks a document; an error of `visit` ends the walk.
 pub(super) fn walk(text: &str, visit: &mut dyn FnMut(Step<'_>) -> Result<()>) -> Result<()> {
     let mut reader = Reader::from_str(text);
     let mut path: Vec<String> = Vec::new();
@@ -86,7 +86,7 @@ fn open(start: &BytesStart<'_>, path: &mut Vec<String>, visit: &mut dyn FnMut(St
         return Err(wrong(format!("its elements are nested deeper than {DEPTH_MAX}")));
     }
     let mut attributes = Vec::new();
-    // The reader's own search for doubles takes the square of their number.
+    // The XML reader's own check for duplicates takes quadratic time.
     for attribute in start.attributes().with_checks(false) {
         let attribute = attribute.map_err(wrong)?;
         let value = attribute.normalized_value(XmlVersion::Explicit1_0).map_err(wrong)?;
@@ -99,7 +99,7 @@ fn open(start: &BytesStart<'_>, path: &mut Vec<String>, visit: &mut dyn FnMut(St
     visit(Step::Open(path, &Element { attributes }))
 }
 
-/// The error of a document that cannot be.
+/// The error for an invalid document.
 pub(super) fn wrong(what: impl std::fmt::Display) -> Error {
     Error::new(ErrorKind::Corrupt, format!("the OVF descriptor is damaged: {what}"))
 }

@@ -1,4 +1,4 @@
-//! Inflating one compressed cluster.
+//! Decompressing one cluster.
 
 use super::Qcow2;
 use super::header::Compression;
@@ -6,7 +6,7 @@ use crate::{IoContext, Result};
 use ruzstd::decoding::{FrameDecoder, StreamingDecoder};
 use std::io::Read;
 
-/// Largest window of a zstd frame: four times the largest cluster.
+/// The largest window of a zstd frame: four times the largest cluster.
 const ZSTD_WINDOW_MAX: u64 = 8 << 20;
 
 impl Qcow2 {
@@ -14,7 +14,7 @@ impl Qcow2 {
     pub(super) fn inflate(&self, cluster: u64, offset: u64, size: u64, out: &mut [u8]) -> Result<()> {
         let context = || format!("{}: cannot read compressed cluster {cluster}", self.image);
         let length = self.files[0].len().during(context)?;
-        // The data of the last cluster end with the file; compressed data mark their own end.
+        // At the end of the file the data may be shorter than `size`; compressed data marks its own end.
         let size = size.min(length.saturating_sub(offset)).min(2 * self.header.cluster_size() + 512);
         let mut input = vec![0; size as usize];
         self.files[0].read_at(&mut input, offset).during(context)?;

@@ -1,21 +1,21 @@
-//! The header of a qcow2 image with its extensions: all its numbers are checked here.
+//! The header of a qcow2 image with its extensions; all values are checked here.
 
 use super::big_endian;
 use crate::{CAPACITY_MAX, Error, ErrorKind, IoContext, Result};
 use backend::File;
 
 const MAGIC: [u8; 4] = *b"QFI\xfb";
-/// Length of the header in version 2, and the least in version 3.
+/// Length of the header in version 2, and the least length in version 3.
 const HEADER_V2: usize = 72;
 const HEADER_V3: usize = 104;
 
-/// Smallest and largest cluster: 512 bytes and 2 MiB, QEMU's limits.
+/// Log2 of the smallest and largest cluster: 512 bytes and 2 MiB, QEMU's limits.
 const CLUSTER_BITS: std::ops::RangeInclusive<u32> = 9..=21;
-/// Smallest cluster with extended entries.
+/// Log2 of the smallest cluster with extended entries.
 const CLUSTER_BITS_EXTENDED: u32 = 14;
-/// Most entries of the first-level table: 32 MiB, QEMU's limit.
+/// The most entries of the L1 table: 32 MiB, QEMU's limit.
 pub(super) const L1_ENTRIES_MAX: u64 = 4 << 20;
-/// Longest name of a backing or data file, in bytes.
+/// The longest name of a backing file or data file, in bytes.
 const NAME_MAX: usize = 1023;
 
 const DIRTY: u64 = 1 << 0;
@@ -32,25 +32,26 @@ const EXTENSION_DATA_FILE: u32 = 0x4441_5441;
 /// Bytes of one entry of the feature name table.
 const FEATURE_NAME: usize = 48;
 
-/// How clusters are compressed.
+/// Compression of clusters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Compression {
-    /// Deflate without a wrapper.
+    /// Raw deflate.
     Deflate,
     /// Zstandard frames.
     Zstd,
 }
 
-/// The file below an image, as the image names it.
+/// The backing file of an image, as the image names it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Backing {
-    /// A path relative to the image's folder or absolute, or something only QEMU understands.
+    /// A path, relative to the image's folder or absolute, or a name that only QEMU can interpret.
     pub name: String,
-    /// Its format if the image states it. It is never guessed: the content of a raw image can look like another format.
+    /// Its format, if the image states it. It is never guessed: the content of a raw image can look like another
+    /// format.
     pub format: Option<String>,
 }
 
-/// A header whose numbers are within limits.
+/// A header whose values are within the limits.
 #[derive(Clone, Debug)]
 pub struct Header {
     version: u32,
@@ -89,7 +90,7 @@ impl Header {
         if header_length > cluster || !header_length.is_multiple_of(8) || (version > 2 && header_length < HEADER_V3) {
             return Err(corrupt(format!("its header claims {header_length} bytes")));
         }
-        // Extensions and the backing file's name lie in the first cluster.
+        // The extensions and the backing file's name are in the first cluster.
         let mut first = vec![0; cluster];
         file.read_at(&mut first, 0).during(|| "cannot read the header".to_owned())?;
         let extensions = Extensions::read(&first, header_length)?;
@@ -131,13 +132,13 @@ impl Header {
         let coverage = self.cluster_size() / entry * self.cluster_size();
         self.l1_entries = self.size.div_ceil(coverage);
         if self.l1_entries > L1_ENTRIES_MAX || self.l1_entries > l1_size {
-            let what = format!("its first-level table has {l1_size} entries and would need {}", self.l1_entries);
+            let what = format!("its L1 table has {l1_size} entries and would need {}", self.l1_entries);
             return Err(corrupt(what));
         }
         let end = self.l1_offset.checked_add(self.l1_entries * 8);
         let outside = end.is_none_or(|end| end > length) || !self.l1_offset.is_multiple_of(self.cluster_size());
         if outside && self.l1_entries > 0 {
-            return Err(corrupt("its first-level table lies outside the file, or between clusters"));
+            return Err(corrupt("its L1 table lies outside the file or does not begin at a cluster"));
         }
         Ok(())
     }
@@ -157,7 +158,7 @@ impl Header {
         1 << self.cluster_bits
     }
 
-    /// The file below, if any.
+    /// The backing file, if any.
     pub fn backing(&self) -> Option<&Backing> {
         self.backing.as_ref()
     }
@@ -167,12 +168,12 @@ impl Header {
         self.features & EXTERNAL_DATA != 0
     }
 
-    /// The name of that file, if the image states it.
+    /// The name of the external data file, if the image states it.
     pub fn data_file(&self) -> Option<&str> {
         self.data_file.as_deref()
     }
 
-    /// True if its last writer marked it as damaged.
+    /// Whether the image is marked as corrupt.
     pub fn marked_corrupt(&self) -> bool {
         self.features & CORRUPT != 0
     }
@@ -210,7 +211,7 @@ impl Extensions {
     fn read(first: &[u8], header_length: usize) -> Result<Self> {
         let mut found = Self::default();
         let mut at = header_length;
-        // Each step passes at least its own head; the end of the cluster ends the area too.
+        // Each step advances by at least the extension's header, and the end of the cluster ends the loop.
         while let Some(head) = first.get(at..at + 8) {
             let (kind, length) = (u32_at(head, 0), u32_at(head, 4) as usize);
             if kind == EXTENSION_END {
@@ -230,7 +231,7 @@ impl Extensions {
         Ok(found)
     }
 
-    /// Lists features by the names in the image.
+    /// Names unknown features with the help of the image's feature name table.
     fn unknown_features(&self, features: u64) -> String {
         let named = |bit: u32| {
             let mut entries = self.feature_names.chunks_exact(FEATURE_NAME);

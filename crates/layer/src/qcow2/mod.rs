@@ -1,15 +1,14 @@
 //! QEMU's qcow2, versions 2 and 3, read only: for bases in imported folders, and images to import.
 //!
-//! The crates that read qcow2 bring their own I/O and their own chains, so this is a reader of lamina's own: see
-//! docs/adr/0010-qcow2-reader.md. The bytes are in docs/format/qcow2.md. Invariants:
+//! Existing crates for qcow2 have their own I/O and chains, so lamina has its own reader: see
+//! docs/adr/0010-qcow2-reader.md. The bytes are described in docs/format/qcow2.md. Invariants:
 //!
-//! 1. The image is never written and never repaired: a dirty mark concerns reference counts, which this reader does not
-//!    use.
-//! 2. Only the first-level table is loaded completely, at most `L1_ENTRIES_MAX` entries of it; second-level tables are
-//!    read in slices of `SLICE_BYTES` through a bounded cache, compressed clusters through another.
-//! 3. A compressed cluster never takes more memory than one cluster when inflated, nor twice that when compressed.
-//! 4. The caller gets the names of backing file and data file, opens them, and refuses a cycle. Internal snapshots are
-//!    ignored.
+//! 1. The image is never written or repaired: the dirty bit concerns reference counts, which this reader does not use.
+//! 2. Only the L1 table is loaded completely, with at most `L1_ENTRIES_MAX` entries; L2 tables are read in slices of
+//!    `SLICE_BYTES` through a bounded cache, compressed clusters through another one.
+//! 3. A compressed cluster takes at most one cluster of memory decompressed, and two clusters compressed.
+//! 4. The caller gets the names of the backing file and the data file, opens them, and refuses a cycle. Internal
+//!    snapshots are ignored.
 
 mod compressed;
 mod entry;
@@ -29,11 +28,11 @@ use parking_lot::{Mutex, RwLock};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Bytes of second-level tables read and kept at a time.
+/// Bytes of L2 tables that are read and cached at a time.
 const SLICE_BYTES: u64 = 4096;
-/// Memory for slices of second-level tables, per image.
+/// Memory for slices of L2 tables, per image.
 const TABLE_CACHE_BYTES: u64 = 8 << 20;
-/// Memory for inflated clusters, per image.
+/// Memory for decompressed clusters, per image.
 const CLUSTER_CACHE_BYTES: u64 = 4 << 20;
 
 /// Bits 9 to 55 of an entry: an offset in the file.
@@ -64,8 +63,7 @@ impl Qcow2 {
             return Err(Error::new(ErrorKind::Invalid, format!("{image}: {what}")));
         }
         let mut bytes = vec![0; header.l1_entries() as usize * 8];
-        file.read_at(&mut bytes, header.l1_offset())
-            .during(|| format!("{image}: cannot read the first-level table"))?;
+        file.read_at(&mut bytes, header.l1_offset()).during(|| format!("{image}: cannot read the L1 table"))?;
         let l1 = big_endian(&bytes);
         let entries = Entries::new(&header);
         let slices = ClockCache::new((TABLE_CACHE_BYTES / entries.slice_bytes()) as usize);
@@ -93,7 +91,7 @@ impl Qcow2 {
         Error::new(ErrorKind::Corrupt, format!("{}: {what}", self.image))
     }
 
-    /// The words of the slice that holds the entry of `cluster`, and where in it; `None` where there is no table.
+    /// The slice with the entry of `cluster`, and the index of the entry in it; `None` if there is no table.
     fn slice(&self, cluster: u64) -> Result<Option<(Arc<[u64]>, usize)>> {
         let per_table = self.entries.per_table();
         let (index, entry) = (cluster / per_table, cluster % per_table);
@@ -103,7 +101,7 @@ impl Qcow2 {
             return Ok(None);
         }
         if !table.is_multiple_of(self.header.cluster_size()) {
-            return Err(self.corrupt(format_args!("entry {index} of the first-level table is damaged")));
+            return Err(self.corrupt(format_args!("entry {index} of the L1 table is damaged")));
         }
         let (offset, word) = self.entries.slice_of(table, entry);
         if let Some(slice) = self.slices.read().get(offset) {
@@ -111,12 +109,10 @@ impl Qcow2 {
         }
         let length = self.files[0].len().during(|| format!("{}: cannot find out the length", self.image))?;
         if offset + self.entries.slice_bytes() > length {
-            return Err(self.corrupt(format_args!("second-level table {index} lies outside the file")));
+            return Err(self.corrupt(format_args!("L2 table {index} lies outside the file")));
         }
         let mut bytes = vec![0; self.entries.slice_bytes() as usize];
-        self.files[0]
-            .read_at(&mut bytes, offset)
-            .during(|| format!("{}: cannot read second-level table {index}", self.image))?;
+        self.files[0].read_at(&mut bytes, offset).during(|| format!("{}: cannot read L2 table {index}", self.image))?;
         let slice: Arc<[u64]> = big_endian(&bytes).into();
         self.slices.write().insert(offset, Arc::clone(&slice));
         Ok(Some((slice, word)))
@@ -133,7 +129,7 @@ impl Qcow2 {
         }
     }
 
-    /// Adds one cluster to the result; false if that is full.
+    /// Adds one cluster to the result; returns false if the result is full.
     fn say_cluster(&self, cluster: u64, range: &Range<u64>, answer: &mut Answer<'_>) -> Result<bool> {
         let size = self.header.cluster_size();
         let base = cluster * size;
@@ -170,7 +166,8 @@ impl Qcow2 {
         Ok(answer.say(start, end - start, content))
     }
 
-    /// The last cluster of a file may be short: the missing part reads as zeros. One that begins outside is damage.
+    /// The last cluster of a file may be short: the missing part reads as zeros. A cluster that begins past the end is
+    /// an error.
     fn check_place(&self, cluster: u64, offset: u64) -> Result<()> {
         let file = &self.files[self.files.len() - 1];
         let length = file.len().during(|| format!("{}: cannot find out the length", self.image))?;
@@ -220,7 +217,7 @@ impl Layer for Qcow2 {
         let mut answer = Answer::new(out, most);
         let mut cluster = range.start / size;
         while cluster * size < range.end {
-            // An empty entry of the first level covers the whole range of its table in one step.
+            // An empty L1 entry covers the whole range of its table in one step.
             let per_table = self.entries.per_table();
             if self.l1.get((cluster / per_table) as usize).is_none_or(|entry| entry & OFFSET_MASK == 0) {
                 let next = (cluster / per_table + 1) * per_table;
@@ -235,7 +232,8 @@ impl Layer for Qcow2 {
             match self.say_cluster(cluster, &range, &mut answer) {
                 Ok(true) => {}
                 Ok(false) => return Ok(()),
-                // The extents before the damage stay valid; a request for the damaged range itself gets the error.
+                // The extents before the damage are returned; a request that begins with the damaged cluster gets the
+                // error.
                 Err(_) if !answer.is_empty() => return Ok(()),
                 Err(error) => return Err(error),
             }
@@ -281,7 +279,7 @@ impl Layer for Qcow2 {
     }
 }
 
-/// Words as qcow2 stores them.
+/// Decodes the big-endian words of qcow2.
 fn big_endian(bytes: &[u8]) -> Vec<u64> {
     let word = |word: &[u8]| word.iter().fold(0, |sum, byte| sum << 8 | u64::from(*byte));
     bytes.chunks_exact(8).map(word).collect()

@@ -1,4 +1,4 @@
-//! What is handed out, by example; against a model of every holder; and with threads that read, change and commit.
+//! Retirement by example; against a model of all operations and tables; and with threads that read, change and commit.
 
 use super::*;
 use crate::epochs::Epoch;
@@ -18,17 +18,17 @@ fn places_wait_for_a_later_commit_and_for_older_operations() {
     retirement.begin_commit(&epochs);
     assert!(retirement.give_up(8..9));
     retirement.complete_commit();
-    assert_eq!(retirement.next_ready(&epochs, ALL), None, "a reader from before holds it");
+    assert_eq!(retirement.next_ready(&epochs, ALL), None, "an earlier reader may use the run");
     drop(reader);
     assert_eq!(retirement.next_ready(&epochs, ALL), Some(7..8));
-    assert_eq!(retirement.waiting().collect::<Vec<_>>(), [8..9, 7..8], "it is not free yet");
+    assert_eq!(retirement.waiting().collect::<Vec<_>>(), [8..9, 7..8], "the runs are not free yet");
     retirement.released();
     let later = epochs.enter();
     let number = retirement.close(&epochs);
     assert!(!epochs.is_over(number));
     drop(later);
     assert!(epochs.is_over(number));
-    assert_eq!(retirement.next_ready(&epochs, ALL), None, "given up during the first commit");
+    assert_eq!(retirement.next_ready(&epochs, ALL), None, "retired during the first commit");
     retirement.begin_commit(&epochs);
     retirement.complete_commit();
     assert_eq!(retirement.next_ready(&epochs, ALL), Some(8..9));
@@ -50,7 +50,7 @@ fn runs_are_bounded_and_handed_out_in_parts() {
     let (mut retirement, epochs) = (Retirement::new(2), Epochs::new());
     assert!(retirement.give_up(10..20) && retirement.give_up(20..24) && retirement.give_up(40..41));
     assert!(!retirement.give_up(60..61), "a third run");
-    assert!(retirement.give_up(41..42), "this one adjoins");
+    assert!(retirement.give_up(41..42), "an adjacent run is accepted");
     assert_eq!(retirement.open(), [10..24, 40..42]);
     retirement.begin_commit(&epochs);
     retirement.complete_commit();
@@ -59,10 +59,10 @@ fn runs_are_bounded_and_handed_out_in_parts() {
         parts.push(part);
     }
     assert_eq!(parts, [40..42, 10..18, 18..24]);
-    assert!(retirement.give_up(1..2), "there is room again");
+    assert!(retirement.give_up(1..2), "another run is accepted again");
 }
 
-/// A place that waits: when it was given up, and who was there before.
+/// A retired location: how many commits and operations had begun before.
 struct Waiting {
     commits_begun: u64,
     operations_before: u64,
@@ -111,14 +111,14 @@ fn a_place_is_handed_out_once_when_no_operation_and_no_table_has_it() {
             let oldest = operations.keys().next().copied().unwrap_or(u64::MAX);
             while let Some(ready) = retirement.next_ready(&epochs, 1 + random.below(3)) {
                 for place in ready {
-                    let was = waiting.remove(&place).unwrap_or_else(|| panic!("{place} was handed out twice"));
+                    let was = waiting.remove(&place).unwrap_or_else(|| panic!("{place} was returned as ready twice"));
                     assert!(was.commits_begun < completed, "seed {seed}: a table on the medium may name {place}");
                     assert!(was.operations_before < oldest, "seed {seed}: an operation may use {place}");
                 }
             }
             retirement.released();
         }
-        assert!(waiting.is_empty(), "seed {seed}: all were committed, none was in use");
+        assert!(waiting.is_empty(), "seed {seed}: all retired locations were committed and unused");
         assert_eq!(retirement.waiting, 0);
     }
 }
@@ -129,19 +129,19 @@ const PLACES: u64 = 256;
 const CHANGES: u64 = 5_000;
 const NONE: u64 = u64::MAX;
 
-/// An image of places: the map and the free places behind locks, the content without one.
+/// A model image: the map and the free locations behind locks, the content without a lock.
 struct Image {
     epochs: Epochs,
     state: Mutex<(Retirement, Vec<u64>)>,
-    /// The place of each owner.
+    /// The location of each owner's data.
     map: Vec<AtomicU64>,
-    /// The map as the last complete commit has it.
+    /// The map as of the last complete commit.
     medium: Vec<AtomicU64>,
     content: Vec<AtomicU64>,
 }
 
 impl Image {
-    /// An operation: what it was told stays as it is while it holds its epoch.
+    /// A read: the location from the map keeps its content while the epoch is held.
     fn read(&self, owner: u64) {
         let _epoch = self.epochs.enter();
         let place = self.map[owner as usize].load(Ordering::SeqCst);
@@ -167,7 +167,7 @@ impl Image {
         while let Some(ready) = state.0.next_ready(&self.epochs, 3) {
             for place in ready {
                 let named = self.medium.iter().any(|named| named.load(Ordering::SeqCst) == place);
-                assert!(!named, "a crash would bring back a name of place {place}");
+                assert!(!named, "after a crash a table would name location {place} again");
                 self.content[place as usize].store(NONE, Ordering::SeqCst);
                 state.1.push(place);
             }
@@ -216,7 +216,7 @@ fn threads_never_see_a_place_of_another_owner() {
         }
         over.store(true, Ordering::SeqCst);
     });
-    // With no operation under way every place but those in use becomes free.
+    // With no operation under way, every location except those in use becomes free.
     image.commit();
     assert_eq!(image.state.lock().1.len() as u64, PLACES - OWNERS);
 }

@@ -1,12 +1,12 @@
-//! Tables in memory: a bounded cache of what can be read again, and everything that changed since it was last written.
+//! Tables in memory: a bounded cache of tables that can be read again, and all tables with unwritten changes.
 //!
-//! 1. A table that changed, or that is being written, stays until its writing is over ([`RunCache::release`]). All
-//!    others together take no more than the bound; which of them go, the clock decides.
-//! 2. A table is read from the medium by one thread at a time, and put in before it can be changed: what is put in is
-//!    never older than what was there before.
-//! 3. What is captured does not change any more: a table changed while it is being written is copied first.
+//! 1. A table that is changed or being written stays until its write has ended ([`RunCache::release`]). All others
+//!    together take no more memory than the limit; CLOCK eviction selects them.
+//! 2. A table is read from the file by one thread at a time, and inserted before it can be changed. So an inserted
+//!    table is never older than the one evicted before.
+//! 3. A captured table does not change any more: a table that is changed while it is written is copied first.
 //!
-//! Locks: `loading` of a shard, then its `tables`. Nothing is read or written under `tables`.
+//! Locks: `loading` of a shard, then its `tables`. No I/O is done while `tables` is held.
 
 use super::RunList;
 use crate::Result;
@@ -16,22 +16,22 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-/// Parts that threads can use without waiting for each other. Tables next to each other are in different ones.
+/// Shards, so that threads rarely wait for each other. Consecutive tables are in different shards.
 const SHARDS: usize = 16;
 
-/// Memory of a table beside its runs: entry of the hash map, reference counts, place in the clock.
+/// Memory of a table besides its runs: entry of the hash map, reference counts, entry in the CLOCK order.
 const TABLE_OVERHEAD: usize = 112;
 
-/// Tables looked at to make room for one: it must not take longer because many have to stay.
+/// The most tables examined to evict one: an insertion must not take longer because many tables have to stay.
 const CLOCK_STEPS_MAX: usize = 64;
 
-/// A table as it was when it was captured.
+/// A table at the time of its capture.
 pub(crate) struct Captured {
-    /// Its number.
+    /// Its index.
     pub(crate) index: u32,
     /// The table.
     pub(crate) list: Arc<RunList>,
-    /// Which parts of it changed since it was captured last, as the format counts them.
+    /// The parts of it that changed since its last capture, as a bit mask of the format.
     pub(crate) parts: u64,
 }
 
@@ -46,9 +46,9 @@ struct Slot {
 #[derive(Default)]
 struct Tables {
     by_index: FxHashMap<u32, Slot>,
-    /// The clock's order: each table once.
+    /// The CLOCK order: each table once.
     clock: VecDeque<u32>,
-    /// Tables with parts that changed.
+    /// Tables with changed parts.
     changed: Vec<u32>,
     bytes: usize,
 }
@@ -69,7 +69,7 @@ pub(crate) struct RunCache {
 }
 
 impl RunCache {
-    /// An empty cache that keeps about `bytes_max` bytes of unchanged tables.
+    /// An empty cache with about `bytes_max` bytes for unchanged tables.
     pub(crate) fn new(bytes_max: usize) -> Self {
         let shards = (0..SHARDS).map(|_| Shard::default()).collect();
         Self { shards, shard_bytes_max: bytes_max / SHARDS, changed: AtomicUsize::new(0) }
@@ -79,18 +79,18 @@ impl RunCache {
         &self.shards[index as usize % SHARDS]
     }
 
-    /// Tables that changed since they were captured last.
+    /// The number of tables changed since their last capture.
     pub(crate) fn changed(&self) -> usize {
         self.changed.load(Ordering::Relaxed)
     }
 
-    /// Bytes of memory taken.
+    /// Bytes of memory in use.
     #[cfg(test)]
     pub(crate) fn bytes(&self) -> usize {
         self.shards.iter().map(|shard| shard.tables.read().bytes).sum()
     }
 
-    /// Looks at table `index`, read with `load` if it is not here.
+    /// Reads table `index`, which `load` reads from the file if it is not cached.
     pub(crate) fn read<R>(
         &self,
         index: u32,
@@ -111,12 +111,13 @@ impl RunCache {
         Ok(answer)
     }
 
-    /// Table `index` if it is here; it is not kept longer for having been asked for.
+    /// Table `index` if it is cached, without marking it as used.
     pub(crate) fn peek(&self, index: u32) -> Option<Arc<RunList>> {
         self.shard(index).tables.read().by_index.get(&index).map(|slot| Arc::clone(&slot.list))
     }
 
-    /// Changes table `index`, read with `load` if it is not here. `change` says which parts it changed; 0 for none.
+    /// Changes table `index`, which `load` reads from the file if it is not cached. `change` returns the parts it
+    /// changed; 0 for none.
     pub(crate) fn change<R>(
         &self,
         index: u32,
@@ -140,17 +141,17 @@ impl RunCache {
         Ok(self.apply(tables, index, change))
     }
 
-    /// Puts in a table that the medium does not have yet: all of it has changed.
+    /// Inserts a new table, all of whose parts are changed.
     pub(crate) fn insert_new(&self, index: u32, list: RunList, parts: u64) {
         let mut tables = self.shard(index).tables.write();
         tables.insert(index, list, self.shard_bytes_max);
         self.apply(tables, index, |_| ((), parts));
     }
 
-    /// Changes a table that is here.
+    /// Changes a cached table.
     fn apply<R>(&self, mut tables: Exclusive<'_>, index: u32, change: impl FnOnce(&mut RunList) -> (R, u64)) -> R {
         let tables = &mut *tables;
-        let Some(slot) = tables.by_index.get_mut(&index) else { unreachable!("put in under this very lock") };
+        let Some(slot) = tables.by_index.get_mut(&index) else { unreachable!("inserted under the same lock") };
         slot.touched();
         let before = slot.list.heap_bytes();
         let (answer, parts) = change(Arc::make_mut(&mut slot.list));
@@ -164,7 +165,7 @@ impl RunCache {
         answer
     }
 
-    /// Takes all tables that changed, to be written. They stay here until [`RunCache::release`]. One capture at a time.
+    /// Captures all changed tables, to be written. They stay cached until [`RunCache::release`]. One capture at a time.
     pub(crate) fn capture(&self) -> Vec<Captured> {
         let mut captured = Vec::with_capacity(self.changed());
         for shard in &self.shards {
@@ -180,7 +181,7 @@ impl RunCache {
         captured
     }
 
-    /// What was captured could not be written: it counts as changed again.
+    /// Marks captured tables as changed again, because writing them failed.
     pub(crate) fn restore(&self, captured: &[Captured]) {
         for table in captured {
             let tables = self.shard(table.index).tables.write();
@@ -189,7 +190,7 @@ impl RunCache {
         self.release(captured);
     }
 
-    /// What was captured is on the medium.
+    /// Releases captured tables, which are durable.
     pub(crate) fn release(&self, captured: &[Captured]) {
         for table in captured {
             let mut tables = self.shard(table.index).tables.write();
@@ -203,7 +204,7 @@ impl RunCache {
 
 impl Slot {
     fn touched(&self) -> &RunList {
-        // A plain load first: hot tables are shared between threads, and their line should stay so.
+        // A plain load first: hot tables are shared between threads, and their cache line should stay shared.
         if !self.used.load(Ordering::Relaxed) {
             self.used.store(true, Ordering::Relaxed);
         }
@@ -220,7 +221,7 @@ impl Tables {
         self.clock.push_back(index);
     }
 
-    /// Makes room until the bound holds or only tables are left that must stay.
+    /// Evicts tables until the limit holds, or only tables are left that must stay.
     fn evict(&mut self, bytes_max: usize) {
         let mut left = CLOCK_STEPS_MAX;
         while self.bytes > bytes_max && left > 0 {

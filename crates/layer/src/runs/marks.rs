@@ -1,9 +1,9 @@
-//! Which units of a file are used: a bit each, for a window of the file at a time, so that memory stays small whatever
-//! the size of the file.
+//! A bitmap of the used units of a file, for one window of the file at a time, so that memory does not grow with the
+//! file.
 
 use std::ops::Range;
 
-/// Most units looked at together: 16 MiB of memory, for 64 GiB of a file in sectors.
+/// The most units in a window: 16 MiB of memory, for 64 GiB of a file in sectors.
 pub(crate) const WINDOW: u64 = 1 << 27;
 
 /// A bit for each unit of a window of the file.
@@ -18,7 +18,7 @@ impl Marks {
         Self { window, words }
     }
 
-    /// Marks a range as far as it lies in the window; true when a part of it was marked before.
+    /// Marks the part of a range that is in the window; returns true when some of it was marked before.
     pub(crate) fn mark(&mut self, range: Range<u64>) -> bool {
         let mut at = range.start.max(self.window.start) - self.window.start;
         let end = range.end.min(self.window.end).saturating_sub(self.window.start);
@@ -34,7 +34,7 @@ impl Marks {
         before
     }
 
-    /// Runs of units that are not marked, in order.
+    /// Runs of unmarked units, in order.
     pub(crate) fn unmarked(&self) -> impl Iterator<Item = Range<u64>> + '_ {
         let length = self.window.end - self.window.start;
         let mut at = 0;
@@ -48,7 +48,7 @@ impl Marks {
         })
     }
 
-    /// The first unit from `at` on that is marked, or is not; `length` if there is none.
+    /// The first unit at or after `at` whose mark equals `marked`; `length` if there is none.
     fn next(&self, mut at: u64, length: u64, marked: bool) -> u64 {
         while at < length {
             let word = self.words[(at / 64) as usize];

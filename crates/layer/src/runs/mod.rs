@@ -1,9 +1,9 @@
-//! One table of a sparse format in memory, as runs: entries that continue each other take eight bytes together, however
-//! many they are. A layer that a guest wrote in order needs a few bytes per table, one written at random in blocks of
-//! 4 KiB eight bytes per block; and what a map is asked for comes out as extents, without a step per entry.
+//! A table of a sparse format in memory, as runs: entries that continue each other take eight bytes together, however
+//! many they are. A layer written sequentially takes a few bytes per table; one written at random in blocks of 4 KiB
+//! takes eight bytes per block. A lookup returns extents, without a step per entry.
 //!
 //! 1. Runs are sorted, disjoint and not empty; entries in no run are absent.
-//! 2. Two runs that continue each other are one.
+//! 2. Two runs of which one continues the other are joined.
 
 pub(crate) mod cache;
 pub(crate) mod marks;
@@ -13,10 +13,10 @@ mod tests;
 
 use std::ops::Range;
 
-/// Most entries of a table.
+/// The most entries of a table.
 pub(crate) const ENTRIES_MAX: u32 = 1 << 12;
 
-/// Greatest place that can be held.
+/// The greatest location that a run can hold.
 pub(crate) const PLACE_MAX: u64 = (1 << PLACE_BITS) - 1;
 
 const PLACE_BITS: u32 = 38;
@@ -24,16 +24,16 @@ const KIND_SHIFT: u32 = PLACE_BITS;
 const COUNT_SHIFT: u32 = KIND_SHIFT + 2;
 const FIRST_SHIFT: u32 = COUNT_SHIFT + 12;
 
-/// Entries next to each other: of one kind, and at places next to each other or all without one.
+/// Consecutive entries of the same kind, at consecutive locations or all without one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct EntryRun {
     /// The first entry.
     pub(crate) first: u32,
-    /// How many there are.
+    /// The number of entries.
     pub(crate) count: u32,
-    /// What they are, in the format's own numbers: 0 to 3.
+    /// The kind of the entries, as the format numbers them: 0 to 3.
     pub(crate) kind: u8,
-    /// Where the first is; 0 for nowhere.
+    /// The location of the first entry; 0 for none.
     pub(crate) place: u64,
 }
 
@@ -48,7 +48,7 @@ impl EntryRun {
         Packed(first << FIRST_SHIFT | count << COUNT_SHIFT | u64::from(self.kind) << KIND_SHIFT | self.place)
     }
 
-    /// The part of the run within `range`, which it must touch.
+    /// The part of the run within `range`, which the run must overlap.
     fn within(self, range: &Range<u32>, stride: u32) -> Self {
         let first = self.first.max(range.start);
         let count = self.end().min(range.end) - first;
@@ -62,7 +62,7 @@ impl EntryRun {
     }
 }
 
-/// A run in eight bytes; sorted as numbers they are sorted by their first entry.
+/// A run in eight bytes; comparing them as numbers compares their first entries.
 #[derive(Clone, Copy, PartialEq, Eq)]
 struct Packed(u64);
 
@@ -85,14 +85,14 @@ impl Packed {
     }
 }
 
-/// Entries of a table next to each other: a run or the part of one, or entries that are absent.
+/// Consecutive entries of a table: a run, a part of a run, or absent entries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct EntryPiece {
     /// The first entry.
     pub(crate) first: u32,
-    /// How many there are.
+    /// The number of entries.
     pub(crate) count: u32,
-    /// Kind and place; `None` where the entries are absent.
+    /// Kind and location; `None` if the entries are absent.
     pub(crate) what: Option<(u8, u64)>,
 }
 
@@ -100,19 +100,19 @@ pub(crate) struct EntryPiece {
 #[derive(Clone, PartialEq, Eq)]
 pub(crate) struct RunList {
     runs: Vec<Packed>,
-    /// How far the places of neighbours are apart.
+    /// The distance between the locations of consecutive entries in a run.
     stride: u32,
-    /// What a format keeps of a table beside its entries.
+    /// A value that the format stores with a table.
     pub(crate) note: u32,
 }
 
 impl RunList {
-    /// A table in which all is absent. Places of neighbours are `stride` apart.
+    /// A table of absent entries. The locations of consecutive entries are `stride` apart.
     pub(crate) fn new(stride: u32) -> Self {
         Self { runs: Vec::new(), stride, note: 0 }
     }
 
-    /// Appends entries behind all others, as a table is read.
+    /// Appends entries after all others, for reading a table.
     pub(crate) fn push(&mut self, run: EntryRun) {
         if let Some(last) = self.runs.last_mut() {
             let before = last.unpack();
@@ -125,7 +125,7 @@ impl RunList {
         self.runs.push(run.pack());
     }
 
-    /// Gives back memory that is not needed.
+    /// Returns unused memory.
     pub(crate) fn shrink_to_fit(&mut self) {
         self.runs.shrink_to_fit();
     }
@@ -140,13 +140,13 @@ impl RunList {
         self.runs.iter().map(|run| run.unpack())
     }
 
-    /// What the entries of `range` are, in order and without a gap.
+    /// The entries of `range`, in order and without gaps.
     pub(crate) fn pieces(&self, range: Range<u32>) -> Pieces<'_> {
         let from = self.runs.partition_point(|run| run.end() <= range.start);
         Pieces { runs: &self.runs[from..], range, stride: self.stride }
     }
 
-    /// Makes the entries of `range` be of one kind, at places that begin with `place`.
+    /// Sets the entries of `range` to one kind, at consecutive locations from `place` on.
     pub(crate) fn set(&mut self, range: Range<u32>, kind: u8, place: u64) {
         if !range.is_empty() {
             let run = EntryRun { first: range.start, count: range.end - range.start, kind, place };
@@ -163,14 +163,14 @@ impl RunList {
     }
 
     fn replace(&mut self, range: Range<u32>, run: Option<EntryRun>) {
-        // A table filled in order: the run goes behind all others.
+        // In a table that is filled in order, the run is appended.
         if self.runs.last().is_none_or(|last| last.end() <= range.start) {
             if let Some(run) = run {
                 self.push(run);
             }
             return;
         }
-        // The runs that touch the range, then their neighbours, which may be continued by what comes between them.
+        // The runs that overlap the range, and the adjacent ones, which the new run may continue.
         let mut from = self.runs.partition_point(|run| run.end() <= range.start);
         let mut to = from + self.runs[from..].partition_point(|run| run.first() < range.end);
         let first = self.runs[from..to].first().map(|run| run.unpack()).filter(|run| run.first < range.start);
@@ -211,7 +211,7 @@ impl RunList {
     }
 }
 
-/// See [`RunList::pieces`].
+/// The iterator of [`RunList::pieces`].
 pub(crate) struct Pieces<'a> {
     runs: &'a [Packed],
     range: Range<u32>,

@@ -1,28 +1,28 @@
-//! What a redo log and a delta object have alike when they are opened.
+//! Options for opening VMFSsparse and vsanSparse images.
 
-/// Memory for the mapping of one image, unless told otherwise: 8 MiB are a million fragments.
+/// The default memory for the mapping of one image: 8 MiB hold a million fragments.
 pub const CACHE_BYTES: usize = 8 << 20;
 
-/// How an image is opened.
+/// Options for opening an image.
 #[derive(Clone, Debug)]
 pub struct OpenOptions {
-    /// What messages call the image.
+    /// The name of the image in messages.
     pub image: String,
-    /// Open it for writing.
+    /// Whether the image is opened for writing.
     pub writable: bool,
-    /// A parent shows through where the image has nothing. Without one, zeros need no entry.
+    /// Whether a parent shows through where the image holds nothing. Without one, zeros need no entry.
     pub parent: bool,
-    /// Bytes of memory for parts of the mapping that can be read again.
+    /// Bytes of memory for cached parts of the mapping.
     pub cache_bytes: usize,
 }
 
 impl OpenOptions {
-    /// For reading an image over a parent.
+    /// Options for reading an image over a parent.
     pub fn reading(image: impl Into<String>) -> Self {
         Self { image: image.into(), writable: false, parent: true, cache_bytes: CACHE_BYTES }
     }
 
-    /// For writing an image over a parent.
+    /// Options for writing an image over a parent.
     pub fn writing(image: impl Into<String>) -> Self {
         Self { writable: true, ..Self::reading(image) }
     }

@@ -1,4 +1,4 @@
-//! Lists of runs against a plain table, and the cache of them.
+//! Run lists against a plain table, and the cache of run lists.
 
 use super::cache::RunCache;
 use super::*;
@@ -20,7 +20,7 @@ fn check(list: &RunList, model: &[ModelRow], stride: u32) {
     let runs: Vec<EntryRun> = list.runs().collect();
     for pair in runs.windows(2) {
         assert!(pair[0].end() <= pair[1].first, "sorted and disjoint");
-        assert!(!pair[0].is_continued_by(&pair[1], stride), "{pair:?} should be one");
+        assert!(!pair[0].is_continued_by(&pair[1], stride), "{pair:?} should be one run");
     }
     let mut seen = Vec::new();
     for piece in list.pieces(0..model.len() as u32) {
@@ -51,7 +51,7 @@ fn tables_are_what_was_set() {
                 list.clear(first..first + count);
                 model[first as usize..(first + count) as usize].fill(None);
             } else {
-                // Often a continuation of what stands to the left.
+                // Often a continuation of the entry to the left.
                 let before = first.checked_sub(1).and_then(|left| model[left as usize]);
                 let (kind, place) = match before {
                     Some((kind, place)) if place > 0 && numbers.below(2) == 0 => (kind, place + u64::from(stride)),
@@ -120,7 +120,7 @@ fn the_cache_is_bounded_and_keeps_what_changed() {
     let captured = cache.capture();
     assert_eq!((captured.len(), captured[0].index, captured[0].parts), (1, 7, 1));
     assert_eq!(cache.changed(), 0);
-    // While it is written it stays, and may change again.
+    // While it is written it stays cached, and may change again.
     cache.change(7, || unreachable!(), |list| (list.set(0..1, 1, 100), 2)).unwrap();
     assert_eq!(place(&captured[0].list), 99);
     cache.release(&captured);
@@ -130,7 +130,7 @@ fn the_cache_is_bounded_and_keeps_what_changed() {
     for index in 0..100_000u32 {
         cache.read(index + 1000, || Ok(table(index)), place).unwrap();
     }
-    assert_eq!(cache.read(7, || Ok(table(7)), place).unwrap(), 7001, "written, so it could go");
+    assert_eq!(cache.read(7, || Ok(table(7)), place).unwrap(), 7001, "a written table could be evicted");
     let failed = cache.read(1 << 30, || Err(Error::new(ErrorKind::Io, "no")), place);
     assert_eq!(failed.unwrap_err().kind(), ErrorKind::Io);
 }
@@ -148,7 +148,7 @@ fn many_threads_see_one_table() {
                 for round in 0..20_000u64 {
                     let index = numbers.below(64) as u32;
                     let load = || Ok(stored[index as usize].lock().clone());
-                    // Each thread owns entries of its own in each table.
+                    // Each thread changes its own entries in each table.
                     let own = (thread * 100 + numbers.below(100)) as u32;
                     cache.change(index, load, |list| (list.set(own..own + 1, 1, round + 1), 1)).unwrap();
                     let seen = cache.read(index, load, |list| list.pieces(own..own + 1).next().unwrap().what);

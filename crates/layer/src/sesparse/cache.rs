@@ -1,18 +1,18 @@
-//! Pages of metadata in memory: directory, tables, bitmap and backmap through one bounded cache of 4 KiB pages.
+//! Pages of metadata in memory: directory, tables, bitmap and backmap in one bounded cache of 4 KiB pages.
 //!
 //! 1. The page in memory is current; the file may be older only while the page is dirty or being written.
-//! 2. A page leaves memory only when it is neither, so a miss reads a current page. The cache grows beyond its limit if
-//!    that is necessary; a thread that changes pages commits before half of the limit is dirty.
+//! 2. A page is evicted only when it is neither, so a miss reads a current page from the file. The cache grows beyond
+//!    its limit if necessary; a thread that changes pages commits before half of the limit is dirty.
 //! 3. A commit takes the pages as of one instant and shares their bytes; a change made while they are being written
 //!    copies the page first.
-//! 4. A page that is `backed` has its space in the file, so that writing it cannot fail for lack of room.
+//! 4. A page marked `backed` has space in the file, so that writing it cannot fail for lack of space.
 
 use super::header::{TABLE_PAGES, Words, put};
 use backend::Buffer;
 use rustc_hash::FxHashMap;
 use std::sync::Arc;
 
-/// The kind of a page. In the order in which a commit may write them.
+/// The kind of a page, in the order in which a commit may write them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Kind {
     Bitmap,
@@ -28,7 +28,7 @@ impl Kind {
 
 const KIND_SHIFT: u32 = 60;
 
-/// A page: its area, and its number in it.
+/// The key of a page: its area, and its index in the area.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(super) struct PageKey(u64);
 
@@ -50,12 +50,12 @@ impl PageKey {
         self.0 & ((1 << KIND_SHIFT) - 1)
     }
 
-    /// The page `by` further in the same area.
+    /// The page `by` pages after this one in the same area.
     pub(super) fn plus(self, by: u64) -> Self {
         Self(self.0 + by)
     }
 
-    /// The page before it, if both belong to one table.
+    /// The preceding page, if both belong to the same table.
     pub(super) fn before_in_table(self) -> Option<Self> {
         (self.kind() == Kind::Table && !self.index().is_multiple_of(TABLE_PAGES)).then(|| Self(self.0 - 1))
     }
@@ -66,7 +66,7 @@ impl PageKey {
 pub(super) struct PageBytes(Arc<Buffer>);
 
 impl PageBytes {
-    /// Takes a buffer of one block.
+    /// Uses a buffer of one block.
     pub(super) fn new(block: Buffer) -> Self {
         Self(Arc::new(block))
     }
@@ -75,7 +75,7 @@ impl PageBytes {
         &self.0
     }
 
-    /// Word `index` of 512.
+    /// Word `index`, below 512.
     #[inline]
     pub(super) fn word(&self, index: usize) -> u64 {
         Words(&self.0).get(index * 8)
@@ -86,7 +86,7 @@ impl PageBytes {
         self.words_from(0)
     }
 
-    /// Words from number `first` on.
+    /// Words from index `first` on.
     pub(super) fn words_from(&self, first: usize) -> impl Iterator<Item = u64> + Clone {
         let words = self.0.as_chunks().0.get(first..).unwrap_or_default();
         words.iter().map(|word| u64::from_le_bytes(*word))
@@ -99,7 +99,7 @@ struct Page {
     dirty: bool,
     writing: bool,
     backed: bool,
-    /// Of a table that no directory on the medium names yet.
+    /// Part of a table that no directory on the device names yet.
     fresh: bool,
 }
 
@@ -142,7 +142,7 @@ impl Cache {
         self.pages.contains_key(&key)
     }
 
-    /// Puts a word into a page, which must be in memory.
+    /// Sets a word of a page, which must be in memory.
     pub(super) fn set(&mut self, key: PageKey, index: usize, word: u64) {
         let page = self.pages.get_mut(&key);
         debug_assert!(page.is_some(), "{key:?} was not asked for before it was changed");
@@ -157,7 +157,7 @@ impl Cache {
         }
     }
 
-    /// The bytes of a page, for changing; `None` if it is not in memory.
+    /// The bytes of a page for a change; `None` if it is not in memory.
     pub(super) fn edit(&mut self, key: PageKey) -> Option<&mut [u8]> {
         let page = self.pages.get_mut(&key)?;
         page.used = true;
@@ -170,8 +170,8 @@ impl Cache {
         Some(bytes)
     }
 
-    /// Puts words into a page, which must be in memory, from word `index` on. A page that has them already stays as it
-    /// is, so that a page without space in the file is not dirtied in vain.
+    /// Sets words of a page, which must be in memory, from word `index` on. A page with equal words is not changed, so
+    /// that a page without space in the file does not become dirty.
     pub(super) fn set_all(&mut self, key: PageKey, index: usize, words: impl Iterator<Item = u64> + Clone) {
         if self.peek(key).is_some_and(|page| page.words_from(index).zip(words.clone()).all(|(has, word)| has == word)) {
             return;
@@ -201,7 +201,7 @@ impl Cache {
         self.add(key, Page { bytes, used: true, dirty: false, writing: false, backed, fresh: false });
     }
 
-    /// Inserts a page of zeros that belongs to a new table: written whatever the file has there.
+    /// Inserts a page of zeros for a new table: it is written whatever the file contains there.
     pub(super) fn insert_fresh(&mut self, key: PageKey) {
         let bytes = PageBytes::new(Buffer::zeroed(1));
         self.add(key, Page { bytes, used: true, dirty: true, writing: false, backed: true, fresh: true });
@@ -212,7 +212,7 @@ impl Cache {
         if self.pages.insert(key, page).is_some() {
             return;
         }
-        // Each visit either evicts a page or clears its mark; two rounds show that no page can go.
+        // Each step evicts a page or clears its mark; after two rounds without an eviction all pages have to stay.
         let mut looks = self.ring.len() * 2;
         while self.ring.len() >= self.most && looks > 0 {
             looks -= 1;
@@ -238,7 +238,7 @@ impl Cache {
         &self.dirty
     }
 
-    /// Whether so many pages are dirty that a commit is due.
+    /// Whether enough pages are dirty that a commit is due.
     pub(super) fn is_pressed(&self) -> bool {
         self.dirty.len() >= self.most / 2
     }
@@ -248,7 +248,7 @@ impl Cache {
         self.dirty.len() >= self.most / 4
     }
 
-    /// Takes all dirty pages as they are now, sorted.
+    /// Captures all dirty pages as they are now, sorted.
     pub(super) fn capture(&mut self) -> Vec<Captured> {
         let mut keys = std::mem::take(&mut self.dirty);
         keys.sort_unstable();
@@ -264,7 +264,7 @@ impl Cache {
         captured
     }
 
-    /// Notes that captured pages are in the file and durable.
+    /// Notes that captured pages are durable.
     pub(super) fn settled(&mut self, captured: &[Captured]) {
         for page in captured {
             if let Some(page) = self.pages.get_mut(&page.key) {

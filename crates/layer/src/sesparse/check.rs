@@ -1,19 +1,19 @@
 //! Checking an image: compares the tables with bitmap, backmap and the file.
 //!
-//! The tables decide what a guest reads. Damage in them (places beyond the file, two entries with one grain, invalid
-//! entries) is repaired first, as far as bitmap and backmap prove the right entry ([`super::proof`]). Then bitmap and
-//! backmap follow from the tables. A named grain is always marked as allocated and given its owner; an allocated grain
-//! that nothing names is freed only if the tables are undamaged.
+//! The tables decide what a guest reads. Damage in them (locations past the end of the file, two entries for one grain,
+//! invalid entries) is repaired first, where bitmap and backmap prove the right entry ([`super::proof`]). Then bitmap
+//! and backmap are made equal to the tables. A grain that a table names is always marked as allocated and given its
+//! owner; an allocated grain that no table names is freed only if the tables are undamaged.
 //!
-//! A check without repair runs beside guests. It compares under a [`super::wipe::Census`]: for a grain that is not in
-//! the census, table, bitmap and backmap have not changed since it began, so that a difference is damage. For a grain
-//! in the census, and for every suspicious entry, the three are compared again at one instant, under the lock of the
-//! state, where they always agree. A writer waits only for that lock, while one table or one page of the bitmap is
-//! compared; reads from the file are made without it. Damage of a grain that guests change at the same time may be
-//! found by the next check only.
+//! A check without repair runs while guests are active. It compares under a [`super::wipe::Census`]: for a grain that
+//! is not in the census, table, bitmap and backmap have not changed since the census began, so a difference is damage.
+//! For a grain in the census, and for every suspicious entry, the three are compared again at one instant, under the
+//! lock of the state, where they always agree. A writer waits only for that lock, while one table or one page of the
+//! bitmap is compared; the lock is not held while the file is read. Damage of a grain that guests change at the same
+//! time may be found only by the next check.
 //!
-//! With `repair` changes wait while it runs, and reads continue. Memory is limited by the window of [`GrainSet`], time
-//! by the tables that the file really holds.
+//! With `repair`, changes wait while the check runs, and reads continue. Memory is limited by the window of
+//! [`GrainSet`], time by the number of tables that the file contains.
 
 use super::SeSparse;
 use super::cache::{Kind, PageBytes, PageKey};
@@ -29,9 +29,9 @@ use crate::{ErrorKind, Result};
 use std::ops::Range;
 use work::Progress;
 
-/// Grains of a window: 1 TiB, 32 MiB of memory.
+/// Grains per window: 1 TiB of data, 32 MiB of memory.
 const WINDOW: u64 = 1 << 28;
-/// Findings reported as text; all are counted.
+/// The most findings reported as text; all are counted.
 const FINDINGS_MAX: usize = 64;
 
 /// The result of a check. Counts are grains unless stated otherwise.
@@ -41,38 +41,38 @@ pub struct CheckReport {
     pub tables: u64,
     /// Grains that tables name.
     pub named: u64,
-    /// Invalid slots and entries, and tables named by two slots: damage.
+    /// Invalid slots and entries, and tables that two slots name: damage.
     pub invalid: u64,
-    /// Named grains beyond the end of the file: damage.
+    /// Named grains past the end of the file: damage.
     pub outside: u64,
     /// Grains named by more than one entry: damage.
     pub overlapping: u64,
-    /// Named grains that are free in the bitmap: they may be allocated again.
+    /// Named grains that the bitmap marks as free: they might be allocated again.
     pub unallocated: u64,
-    /// Grains that another entry names than the backmap has.
+    /// Grains whose owner in the backmap is not the entry that names them.
     pub misowned: u64,
-    /// Allocated grains that nothing names: lost space.
+    /// Allocated grains that no table names: lost space.
     pub unnamed: u64,
     /// Tables in use that are counted as free. Opening for writing corrects the count.
     pub uncounted_tables: u64,
     /// Tables in use that no slot of the directory names: damage.
     pub lost_tables: u64,
-    /// Wrong entries and slots for which nothing proves the right content.
+    /// Wrong entries and slots whose right content is not proven.
     pub unproven: u64,
-    /// Entries and slots whose right content is proven: not repaired yet.
+    /// Entries and slots whose right content is proven, and that are not repaired.
     pub provable: u64,
     /// Entries, slots, bits and owners that were repaired.
     pub repaired: u64,
     /// The first findings, as text.
     pub findings: Vec<String>,
-    /// The first unproven findings, by grain of the disk.
+    /// The first unproven findings, by grain of the disk, as text.
     pub doubts: Vec<String>,
-    /// The first proven or repaired findings.
+    /// The first proven or repaired findings, as text.
     pub proven: Vec<String>,
 }
 
 impl CheckReport {
-    /// Whether the tables themselves are damaged: guests may read wrong data or none.
+    /// Whether the tables are damaged: guests may read wrong data or get errors.
     pub fn is_damaged(&self) -> bool {
         self.invalid + self.outside + self.overlapping + self.lost_tables + self.unproven + self.provable > 0
     }
@@ -83,7 +83,7 @@ impl CheckReport {
         !self.is_damaged() && repairable == 0
     }
 
-    /// Whether the only findings are grains that nothing names, as a crash leaves them.
+    /// Whether the only findings are allocated grains that no table names, as after a crash.
     pub fn is_lost_space_only(&self) -> bool {
         !self.is_damaged() && self.unallocated + self.misowned + self.uncounted_tables == 0
     }
@@ -100,19 +100,19 @@ pub(super) fn tell(sentences: &mut Vec<String>, what: impl FnOnce() -> String) {
     }
 }
 
-/// Differences that a repair does not change.
+/// What a repair has to leave unchanged.
 #[derive(Clone, Copy)]
 struct Doubts {
-    /// Grains that nothing names may belong to a damaged entry.
+    /// Grains that no table names are kept, because they may belong to a damaged entry.
     kept: bool,
 }
 
-/// A table under examination.
+/// A table being checked.
 struct CheckedTable {
     slot: u64,
     table: Table,
     ours: bool,
-    /// True if only the check changes the image meanwhile.
+    /// Whether changes are held off, so that only the check can change the image.
     alone: bool,
 }
 
@@ -120,13 +120,13 @@ struct CheckedTable {
 struct Difference {
     grain: u64,
     allocated: bool,
-    /// It is in the census.
+    /// Whether the grain is in the census.
     moving: bool,
 }
 
 impl SeSparse {
-    /// Checks the image and, with `repair`, puts bitmap, backmap and the count of tables right. Guests go on meanwhile,
-    /// but for changes during a repair.
+    /// Checks the image and, with `repair`, corrects bitmap, backmap and the count of tables. Guests continue
+    /// meanwhile, except that changes wait during a repair.
     pub fn check(&self, repair: bool, progress: &dyn Progress) -> Result<CheckReport> {
         let mut work = self.begin_work(progress, "checking")?;
         if repair {
@@ -134,7 +134,7 @@ impl SeSparse {
         }
         let _no_changes = repair.then(|| self.gate.write());
         if self.options.write {
-            // Grains that wait to be freed are free then, or held by a reader.
+            // After this, retired grains are free, unless a reader still uses them.
             self.commit_at_once()?;
         }
         let (mut report, evidence) = self.look(None, &mut work)?;
@@ -163,7 +163,7 @@ impl SeSparse {
         Ok(report)
     }
 
-    /// Compares everything; with `repair` makes bitmap and backmap agree with the tables.
+    /// Compares everything; with `repair`, makes bitmap and backmap equal to the tables.
     fn look(&self, repair: Option<Doubts>, work: &mut Work<'_, '_>) -> Result<(CheckReport, Evidence)> {
         let mut report = CheckReport::default();
         let mut evidence = Evidence::default();
@@ -181,7 +181,8 @@ impl SeSparse {
         Ok((report, evidence))
     }
 
-    /// Reads all tables, for the grains of a window; findings about tables alone are reported in the first window.
+    /// Reads all tables, and counts the grains of a window; findings about tables alone are reported in the first
+    /// window.
     fn check_tables(
         &self,
         window: &Range<u64>,
@@ -235,7 +236,7 @@ impl SeSparse {
             slot += 1;
             work.step(1)?;
         }
-        // Opening for writing corrects it.
+        // Opening for writing corrects this count.
         let counted = self.state.lock().header.free_table;
         if first && tables.end() > counted {
             report.uncounted_tables = tables.end() - counted;
@@ -269,7 +270,7 @@ impl SeSparse {
         })
     }
 
-    /// Examines the entries of a table; returns the grains of the window with their owners, by grain.
+    /// Checks the entries of a table; returns its grains in the window with their owners, sorted by grain.
     fn check_table(
         &self,
         checked: &CheckedTable,
@@ -294,7 +295,8 @@ impl SeSparse {
                 Some(Entry::Data(grain)) if grain.0 < readable && window.contains(&grain.0) => {
                     report.named += 1;
                     let twice = named.insert(grain.0);
-                    // A grain being moved may have gone from an entry that was examined to this one.
+                    // A grain that is being moved may have been named first by an entry already checked, and now by
+                    // this one.
                     let damage = twice && (alone || !self.is_in_census(grain.0)) && still_so()?;
                     if damage {
                         evidence.suspect(suspect);
@@ -304,7 +306,7 @@ impl SeSparse {
                         owners.push((grain.0, Owner { table, entry }));
                     }
                 }
-                // Only ESXi writes such zeros, and it may have written the image before lamina did.
+                // Only ESXi writes zeros in this form, and it may have written the image before lamina did.
                 Some(entry @ (Entry::Unmapped | Entry::Zero))
                     if first && ours && entry.encode() != raw && still_so()? =>
                 {
@@ -326,7 +328,7 @@ impl SeSparse {
         self.state.lock().census.as_ref().is_some_and(|census| census.contains(grain))
     }
 
-    /// Compares the backmap with the owners of grains, which are sorted.
+    /// Compares the backmap with the owners of grains, which are sorted by grain.
     fn check_owners(
         &self,
         slot: u64,
@@ -339,7 +341,7 @@ impl SeSparse {
         let mut rest = owners.iter().filter(|(grain, _)| *grain < limit).peekable();
         while rest.peek().is_some() {
             self.settle(|state| {
-                // A finding whose page is missing stays at the front.
+                // An entry whose backmap page is not in memory stays first in the list.
                 while let Some((grain, owner)) = rest.peek() {
                     if !check_owner(state, *grain, *owner, repair, report)? {
                         let raw = Entry::Data(Grain(*grain)).encode();
@@ -368,7 +370,7 @@ impl SeSparse {
         for page in window.start / PAGE_BITS..limit.div_ceil(PAGE_BITS) {
             let mut differences = self.compare_page(page, named, limit)?;
             if !entered && differences.iter().any(|found| found.allocated) {
-                // A write may have allocated them before the census began, and not entered them yet.
+                // A write may have allocated these grains before the census began, and not entered them yet.
                 drop(self.announce(&[], work)?);
                 entered = true;
                 differences = self.compare_page(page, named, limit)?;
@@ -398,7 +400,7 @@ impl SeSparse {
     }
 }
 
-/// Whether the backmap has a grain with its owner.
+/// Compares the owner of a grain in the backmap; true if it is right, or was repaired.
 fn check_owner(state: &mut LayerState, grain: u64, owner: Owner, repair: bool, report: &mut CheckReport) -> Step<bool> {
     // A guest may have changed the entry since it was read.
     if state.owner(grain)? == Some(owner) || !names(state, owner, Grain(grain))? {
@@ -411,17 +413,17 @@ fn check_owner(state: &mut LayerState, grain: u64, owner: Owner, repair: bool, r
         report.repaired += 1;
     }
     report.misowned += 1;
-    report.tell(|| format!("the backmap does not have grain {grain} with entry {} of its table", owner.entry));
+    report.tell(|| format!("the backmap does not give grain {grain} to entry {} of its table", owner.entry));
     Ok(false)
 }
 
-/// Whether an entry is the same as when it was read.
+/// Whether an entry still has the value that was read.
 pub(super) fn says(state: &mut LayerState, owner: Owner, raw: u64) -> Step<bool> {
     let entry = u64::from(owner.entry);
     Ok(state.word(table_page(owner.table, entry), page_index(entry))? == raw)
 }
 
-/// Whether the entry that the backmap has for a grain names it, while the grain is free in the bitmap.
+/// Whether the entry that the backmap has for a grain names it, although the bitmap marks the grain as free.
 fn is_unallocated(state: &mut LayerState, grain: u64) -> Step<bool> {
     let bit = grain % PAGE_BITS;
     if state.word(bitmap_page(grain), (bit / 64) as usize)? >> (bit % 64) & 1 == 1 {
@@ -441,5 +443,5 @@ fn repair_bit(state: &mut LayerState, grain: u64, allocated: bool) -> Step<()> {
     state.set_bits(run, true)
 }
 
-/// Pages of the backmap and of tables count alike.
+/// A window consists of whole pages of the bitmap, of the backmap and of tables.
 const _: () = assert!(WINDOW.is_multiple_of(PAGE_BITS) && WINDOW.is_multiple_of(PAGE_ENTRIES));

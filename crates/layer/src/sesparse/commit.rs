@@ -1,25 +1,27 @@
-//! Making changes durable, by the order of writes alone.
+//! Making changes durable, by the order of writes and without a journal.
 //!
 //! ```text
-//! 0. the mark of regions touched for the first time             durable before anything of 1
-//! 1. bitmap, backmap, new tables, the count of tables   + payload that is in the file already
+//! 0. the mark of regions touched for the first time             durable before any write of step 1
+//! 1. bitmap, backmap, new tables, the count of tables   + payload, which was written to the file before
 //!    flush
 //! 2. tables, slots of the directory
 //!    flush
 //! ```
 //!
-//! Why that is enough without a journal, for a cut at any instruction:
+//! Why this order suffices without a journal, for a power cut at any point:
 //!
-//! * Each entry is 8 bytes within a sector, and means something by itself: no change needs two entries to appear
-//!   together. So a page is written whole, torn or not.
-//! * A table that names a grain becomes durable in 2; its bytes, its bit and its owner did in 1.
-//! * A bit is cleared, and an owner forgotten, only by a commit that begins after the table that gave the grain up was
-//!   durable ([`crate::retirement`]).
-//! * A slot that names a new table becomes durable in 2; the table and the count did in 1. What a table names while no
-//!   slot names it has no owner.
-//! * The journal stays empty and `replayJournal` zero, so that no reader has to replay what it cannot check.
+//! * Each entry is 8 bytes within a sector and valid by itself: no change needs two entries to appear together. So
+//!   pages are written as a whole, and a torn write leaves valid entries.
+//! * A table entry for a grain becomes durable in step 2; the grain's data, its bitmap bit and its owner in step 1.
+//! * A bit or an owner is cleared only by a commit that begins after the table which dropped the grain was durable
+//!   ([`crate::retirement`]).
+//! * A slot for a new table becomes durable in step 2; the table and the count in step 1. Until a slot names the table,
+//!   its entries have no effect.
+//! * The journal stays empty and `replayJournal` zero, so that no reader has to replay transactions that it cannot
+//!   verify.
 //!
-//! What a cut between 1 and 2 leaves is allocated and named by nothing; the mark says where to look for it.
+//! A power cut between the steps leaves space that is allocated and named by no table; the mark tells where to look for
+//! it.
 
 use super::cache::{Captured, Kind};
 use super::entry::GrainRun;
@@ -32,14 +34,14 @@ use crate::{Error, ErrorKind, IoContext, Result, SECTOR};
 use backend::{BLOCK_SIZE, Buffer};
 use std::sync::atomic::Ordering;
 
-/// Pages in one write.
+/// The most pages in one write.
 const PAGES_MAX: usize = 512;
-/// Pages of the backmap that freeing dirties before it looks again how many are.
+/// Pages of the backmap that freeing grains may dirty before the number of dirty pages is checked again.
 const RELEASED_PAGES: u64 = 32;
-/// Commits that closing makes at the most to write what readers release only then.
+/// The most commits that closing makes to free grains that readers release meanwhile.
 const CLOSING_COMMITS: usize = 64;
 
-/// What a commit writes.
+/// The writes of a commit.
 struct Work {
     pages: Vec<Captured>,
     header: Option<Volatile>,
@@ -47,7 +49,7 @@ struct Work {
 }
 
 impl SeSparse {
-    /// Serves every flush asked for before it begins.
+    /// Serves every flush requested before this commit begins.
     pub(super) fn commit_for_flush(&self) -> Result<()> {
         match self.commits.turn_for(self.commits.call()) {
             Some(mut turn) => self.commit(&mut turn),
@@ -55,12 +57,12 @@ impl SeSparse {
         }
     }
 
-    /// A commit for its own sake.
+    /// Makes a commit in any case.
     pub(super) fn commit_at_once(&self) -> Result<()> {
         self.commit(&mut self.commits.turn())
     }
 
-    /// One commit. Afterwards it frees the retired grains that no operation uses any more.
+    /// Makes a commit, and then frees the retired grains that no operation uses any more.
     pub(super) fn commit(&self, turn: &mut Turn<'_, Buffer>) -> Result<()> {
         self.check_changeable()?;
         turn.begin();
@@ -86,7 +88,7 @@ impl SeSparse {
         self.free_ready()
     }
 
-    /// Takes what is dirty at this instant.
+    /// Captures everything that is dirty at this instant.
     fn capture(&self) -> Work {
         let mut state = self.state.lock();
         let state = &mut *state;
@@ -129,7 +131,7 @@ impl SeSparse {
         Ok(())
     }
 
-    /// Writes the first block, durably if it carries a mark: what follows must not overtake it.
+    /// Writes the first block, durably if it has a mark: later writes must not become durable before the mark.
     fn write_block(&self, block: &mut Buffer, header: Option<Volatile>, mark: Option<&(Touched, u64)>) -> Result<()> {
         if let Some(header) = header {
             header.encode(&mut block[SECTOR as usize..]);
@@ -141,7 +143,7 @@ impl SeSparse {
         written.during(|| format!("writing the headers of {}", self.name))
     }
 
-    /// Writes pages, adjoining ones by one call.
+    /// Writes pages; adjacent ones take one call.
     fn write_pages(&self, pages: &[&Captured]) -> Result<()> {
         let adjoin = |one: &&Captured, other: &&Captured| one.key.plus(1) == other.key;
         for run in pages.chunk_by(adjoin).flat_map(|run| run.chunks(PAGES_MAX)) {
@@ -157,15 +159,15 @@ impl SeSparse {
         self.file.sync().during(|| format!("flushing {}", self.name))
     }
 
-    /// From here on nothing is changed: what the medium has of a failed commit is not known.
+    /// Stops all changes after a failed commit: it is unknown which of its writes are durable.
     fn stop(&self, error: Error) -> Error {
         self.commits.stop();
-        tracing::error!(image = %self.name, %error, "writes stopped: what the medium has is not known");
+        tracing::error!(image = %self.name, %error, "writes stopped: the state of the storage device is unknown");
         error
     }
 
-    /// Frees grains whose time has come: clears their bits, which the next commit writes. The lock of commits is held.
-    /// Stops when that has dirtied much, so that what comes next finds room in the cache.
+    /// Frees the retired grains that are ready: clears their bits, which the next commit writes. The caller holds the
+    /// turn to commit. Ends when many pages are dirty, to leave room in the cache for the next operations.
     fn free_ready(&self) -> Result<()> {
         loop {
             let mut ready: Vec<GrainRun> = Vec::new();
@@ -193,7 +195,7 @@ impl SeSparse {
         }
     }
 
-    /// Gives long runs back to the file system, where that is asked for. They are not handed out yet.
+    /// Punches long runs of freed grains, if the options ask for it. The runs are not available for allocation yet.
     fn punch_runs(&self, runs: &[GrainRun]) -> Result<()> {
         let Options { punch: Some(least), .. } = self.options else { return Ok(()) };
         let grain = super::entry::GRAIN;
@@ -208,9 +210,9 @@ impl SeSparse {
         Ok(())
     }
 
-    /// Flushes, takes the marks away and cuts what is free at the end. Later changes fail.
+    /// Flushes, removes the mark, and truncates free space at the end. Later changes fail.
     pub(super) fn close_clean(&self) -> Result<()> {
-        // Long work notices and ends.
+        // Wiping, shrinking and checking notice this, and end.
         self.closing.store(true, Ordering::Release);
         let _no_work = self.maintenance.lock();
         let _alone = self.gate.write();
@@ -227,7 +229,7 @@ impl SeSparse {
     }
 
     fn write_closed(&self, turn: &mut Turn<'_, Buffer>) -> Result<()> {
-        // One makes what was given up free, the next writes that.
+        // The first commit makes retired grains free, the next one writes that; readers may release more.
         for _ in 0..CLOSING_COMMITS {
             self.commit(turn)?;
             if self.state.lock().cache.dirty().is_empty() {
@@ -240,7 +242,7 @@ impl SeSparse {
             let waiting = state.retirement.waiting().next().is_some() || !state.cache.dirty().is_empty();
             let sequence = state.header.next_sequence;
             let left = state.suspect.clone().unwrap_or_else(|| Touched::new(self.layout.grains_max()));
-            // Readers that still hold grains: these stay allocated, and marked.
+            // Readers still hold grains: these stay allocated, and their regions stay marked.
             if let Some(touched) = state.touched.as_mut().filter(|_| !waiting) {
                 *touched = left;
             }
@@ -251,7 +253,7 @@ impl SeSparse {
     }
 }
 
-/// The error of work that its caller stopped.
+/// The error of work that its caller cancelled.
 pub(super) fn interrupted(name: &str, what: &str) -> Error {
-    Error::new(ErrorKind::Interrupted, format!("{name}: {what} was stopped; what it did so far is kept"))
+    Error::new(ErrorKind::Interrupted, format!("{name}: {what} was stopped; its changes so far are kept"))
 }

@@ -1,7 +1,7 @@
-//! The 8-byte entries of grain directory, grain tables and backmap, and the types of the places that they name.
+//! The 8-byte entries of grain directory, grain tables and backmap, and types for the grains and tables that they name.
 //!
-//! A number read from the medium becomes one of these types only through `decode`, which refuses values that the format
-//! does not have. The caller, which knows the areas, checks that the place lies within its area.
+//! A number from a file becomes one of these types only through `decode`, which refuses invalid values. The caller
+//! checks that the grain or table lies within its area.
 
 use std::ops::Range;
 
@@ -14,16 +14,16 @@ pub(super) const TABLE_SPAN: u64 = TABLE_ENTRIES * GRAIN;
 
 const KIND_SHIFT: u32 = 60;
 const IN_USE: u64 = 1 << KIND_SHIFT;
-/// Position of the low twelve bits of a grain's number in a table entry, and of an entry's number in the backmap.
+/// Shift of the low twelve bits of a grain's number in a table entry, and of an entry's number in the backmap.
 const TWELVE_SHIFT: u32 = 48;
 const TWELVE: u64 = 0xfff;
 const LOW: u64 = (1 << TWELVE_SHIFT) - 1;
 
-/// Number of a grain in the grain area.
+/// Number of a grain in the grain area, counted from 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(super) struct Grain(pub u64);
 
-/// Number of a grain table in the area of tables. Not the slot of the directory that names it.
+/// Number of a grain table in the table area, counted from 0. Not the directory slot that names it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(super) struct Table(pub u32);
 
@@ -46,22 +46,22 @@ impl From<Range<u64>> for GrainRun {
     }
 }
 
-/// What a table says of a grain of the guest.
+/// A table entry: the state of a grain of the disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Entry {
     /// Absent: the parent's content.
     Absent,
-    /// Discarded by the guest: zeros. Only read; the rest of such an entry may name an earlier grain and has no
-    /// meaning.
+    /// Discarded by the guest: reads as zeros. lamina never writes such entries; other bits in them may name an earlier
+    /// grain and have no meaning.
     Unmapped,
     /// Zeros that hide the parent.
     Zero,
-    /// Stored in a grain.
+    /// Stored in a grain of the file.
     Data(Grain),
 }
 
 impl Entry {
-    /// `None` for a value that the format does not have.
+    /// Returns `None` for an invalid value.
     #[inline]
     pub(super) fn decode(raw: u64) -> Option<Self> {
         match raw >> KIND_SHIFT {
@@ -84,8 +84,8 @@ impl Entry {
     }
 }
 
-/// A slot of the grain directory: the table that maps its 16 MiB, if any. The outer `None` is for values that the
-/// format does not have.
+/// Decodes a slot of the grain directory: the table that maps its 16 MiB, if any. The outer `None` is for invalid
+/// values.
 pub(super) fn decode_slot(raw: u64) -> Option<Option<Table>> {
     match raw {
         0 => Some(None),
@@ -107,7 +107,7 @@ pub(super) struct Owner {
 }
 
 impl Owner {
-    /// `None` for a grain without an owner, and for a value that the format does not have.
+    /// Returns `None` for a grain without an owner, and for an invalid value.
     pub(super) fn decode(raw: u64) -> Option<Self> {
         let table = u32::try_from(raw & LOW).ok()?;
         let entry = (raw >> TWELVE_SHIFT & TWELVE) as u16;

@@ -1,16 +1,16 @@
-//! The headers in the first 4 KiB of the file, and where the areas lie.
+//! The headers in the first 4 KiB of the file, and the locations of the areas.
 //!
 //! ```text
-//! sector 0   constant header: capacity and the places of all areas, never changed after creation
-//! sector 1   volatile header: tables handed out, journal sequence, whether the journal has to be replayed
-//! sector 2   journal header, and behind its 24 known bytes the mark of `touched`
+//! sector 0   constant header: capacity and the locations of all areas, never changed after creation
+//! sector 1   volatile header: number of tables allocated, journal sequence, whether the journal has to be replayed
+//! sector 2   journal header; after its 24 known bytes, the mark of `touched`
 //! sector 3   bits of `touched`; uninitialised memory in files of ESXi
 //! ```
 //!
-//! 1. A [`Layout`] only comes from [`Layout::decode`] or [`Layout::for_capacity`]: its areas do not overlap, end below
-//!    2^54 sectors, and hold at least what the capacity asks of directory and tables.
-//! 2. Everything that changes lies in the first block, and each sector of it means something by itself, so the
-//!    block is written whole: a torn write leaves each header as it was or as it is to be.
+//! 1. A [`Layout`] is created only by [`Layout::decode`] or [`Layout::for_capacity`]: its areas do not overlap, end
+//!    below 2^54 sectors, and have at least the directory and tables that the capacity needs.
+//! 2. All fields that change are in the first block, and each of its sectors is valid by itself. So the block is
+//!    written as a whole, and a torn write leaves each header old or new.
 
 use super::entry::{GRAIN, TABLE_ENTRIES};
 use crate::{CAPACITY_MAX, Error, ErrorKind, Result, SECTOR};
@@ -20,21 +20,21 @@ use std::ops::Range;
 const CONSTANT_MAGIC: u64 = 0xcafe_babe;
 const VOLATILE_MAGIC: u64 = 0xcafe_cafe;
 const JOURNAL_MAGIC: u64 = 0xdead_c0de;
-/// 2.1, the major number in the high half.
+/// Version 2.1, with the major number in the high half.
 const VERSION: u64 = 0x0000_0002_0000_0001;
 const GRAIN_SECTORS: u64 = GRAIN / SECTOR;
 const TABLE_SECTORS: u64 = TABLE_ENTRIES * 8 / SECTOR;
-/// All areas begin at multiples of it, in sectors: 1 MiB.
+/// Alignment of all areas, in sectors: 1 MiB.
 const AREA_STEP: u64 = 2048;
-/// Places beyond it have no byte offset that a kernel takes.
+/// Larger sector numbers have no byte offset that a kernel accepts.
 const SECTOR_MAX: u64 = 1 << 54;
-/// Sectors of a page of metadata, the unit in which it is read and written.
+/// Sectors per page of metadata, the unit of reads and writes.
 pub(super) const PAGE_SECTORS: u64 = BLOCK_SIZE as u64 / SECTOR;
-/// Entries of a page of metadata.
+/// Entries per page of metadata.
 pub(super) const PAGE_ENTRIES: u64 = BLOCK_SIZE as u64 / 8;
-/// Grains of a page of the bitmap.
+/// Grains per page of the bitmap.
 pub(super) const PAGE_BITS: u64 = BLOCK_SIZE as u64 * 8;
-/// Pages of a table.
+/// Pages per table.
 pub(super) const TABLE_PAGES: u64 = TABLE_ENTRIES / PAGE_ENTRIES;
 
 /// An area of the file, in sectors.
@@ -64,7 +64,7 @@ impl Area {
     }
 }
 
-/// Where everything is.
+/// The locations of all areas.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Layout {
     /// Capacity in sectors.
@@ -80,7 +80,7 @@ pub(super) struct Layout {
 }
 
 impl Layout {
-    /// The places that ESXi gives a disk of `capacity` sectors.
+    /// The layout that ESXi uses for a disk of `capacity` sectors.
     pub(super) fn for_capacity(capacity: u64) -> Self {
         let slots = capacity.div_ceil(TABLE_ENTRIES * GRAIN_SECTORS);
         let grains = capacity.div_ceil(GRAIN_SECTORS);
@@ -95,7 +95,7 @@ impl Layout {
         Self { capacity, volatile, journal_header, journal, directory, tables, bitmap, backmap, grains }
     }
 
-    /// Areas as they stand in the header, from byte 80.
+    /// The areas in the order of the header, from byte 80 on.
     fn areas(&self) -> [Area; 8] {
         let Self { volatile, journal_header, journal, directory, tables, bitmap, backmap, grains, .. } = *self;
         [volatile, journal_header, journal, directory, tables, bitmap, backmap, grains]
@@ -106,30 +106,30 @@ impl Layout {
         self.capacity.div_ceil(TABLE_ENTRIES * GRAIN_SECTORS)
     }
 
-    /// Tables that the area of tables has room for.
+    /// The number of tables for which the table area has room.
     pub(super) fn tables_max(&self) -> u64 {
         self.tables.size / TABLE_SECTORS
     }
 
-    /// Grains that may be handed out: what the capacity needs, as far as bitmap and backmap can tell of them.
+    /// The number of grains that may be allocated: what the capacity needs, limited by bitmap and backmap.
     pub(super) fn grains_max(&self) -> u64 {
         let by_bitmap = self.bitmap.size * SECTOR * 8;
         let by_backmap = self.backmap.size * SECTOR / 8;
         self.capacity.div_ceil(GRAIN_SECTORS).min(by_bitmap).min(by_backmap)
     }
 
-    /// Byte offset of a grain; `None` for a place that no file has.
+    /// Byte offset of a grain; `None` if it exceeds the greatest possible offset.
     pub(super) fn grain_offset(&self, grain: u64) -> Option<u64> {
         let end = grain.checked_add(1)?.checked_mul(GRAIN)?.checked_add(self.grains.start())?;
         (end <= SECTOR_MAX * SECTOR).then(|| end - GRAIN)
     }
 
-    /// How many grains a file of `length` bytes holds, a cut one counted.
+    /// The number of grains in a file of `length` bytes, including a partial last one.
     pub(super) fn grains_in(&self, length: u64) -> u64 {
         length.saturating_sub(self.grains.start()).div_ceil(GRAIN)
     }
 
-    /// Whether metadata can be written in whole pages, and the headers with the first block.
+    /// Whether metadata can be written in whole pages, and all headers with the first block.
     pub(super) fn check_writable(&self) -> std::result::Result<(), String> {
         let standard = Self::for_capacity(self.capacity);
         if self.volatile != standard.volatile || self.journal_header != standard.journal_header {
@@ -150,7 +150,7 @@ impl Layout {
         Ok(())
     }
 
-    /// Reads the constant header.
+    /// Decodes and checks the constant header.
     pub(super) fn decode(sector: &[u8]) -> std::result::Result<Self, String> {
         let words = Words(sector);
         let expected = [
@@ -209,7 +209,7 @@ impl Layout {
         if self.tables.size < TABLE_SECTORS {
             return Err("the area of grain tables holds no table".to_owned());
         }
-        // QEMU counts sectors of tables in 32 bits; nothing of 64 TiB comes near.
+        // QEMU counts sectors of tables in 32 bits; even an image of 64 TiB has far fewer.
         if self.tables.end() > 1 << 32 {
             return Err("the grain tables reach beyond 2 TiB of the file".to_owned());
         }
@@ -234,9 +234,9 @@ impl Layout {
 /// The volatile header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Volatile {
-    /// Tables handed out: the number of the next.
+    /// The number of tables allocated; also the number of the next table.
     pub free_table: u64,
-    /// The sequence number that the journal's next transaction gets. We write no transactions, so it stays.
+    /// The sequence number of the journal's next transaction. lamina writes no transactions, so it stays the same.
     pub next_sequence: u64,
     /// Not zero: the journal has to be replayed before any metadata is used.
     pub replay: u64,
@@ -264,7 +264,7 @@ impl Volatile {
     }
 }
 
-/// What the first 24 bytes of a journal header say: its next sequence number. `None` without the magic number.
+/// The next sequence number in a journal header, from its first 24 bytes; `None` without the magic number.
 pub(super) fn journal_sequence(sector: &[u8]) -> Option<u64> {
     let words = Words(sector);
     (words.get(0) == JOURNAL_MAGIC).then(|| words.get(8))
@@ -277,7 +277,7 @@ pub(super) fn put_journal_header(sector: &mut [u8], sequence: u64) {
     put(sector, 16, 1);
 }
 
-/// The little-endian 64-bit words of some bytes; zero past their end.
+/// The little-endian 64-bit words in a byte slice; words past its end are zero.
 pub(super) struct Words<'a>(pub &'a [u8]);
 
 impl Words<'_> {
@@ -288,14 +288,14 @@ impl Words<'_> {
     }
 }
 
-/// Puts a word at byte `at`.
+/// Sets the word at byte `at`.
 pub(super) fn put(bytes: &mut [u8], at: usize, value: u64) {
     bytes[at..at + 8].copy_from_slice(&value.to_le_bytes());
 }
 
-/// Capacity in sectors, if a disk of `bytes` can be made.
+/// The capacity in sectors, if a disk of `bytes` can be created.
 pub(super) fn capacity_to_create(bytes: u64) -> Result<u64> {
-    // What vSphere allows; the format itself ends at 64 TiB.
+    // The limit of vSphere; that of the format is 64 TiB.
     const CREATE_MAX: u64 = 62 << 40;
     if bytes == 0 || bytes > CREATE_MAX || !bytes.is_multiple_of(SECTOR) {
         let text = format!("{bytes} bytes: the capacity of a SEsparse disk is a multiple of 512 up to 62 TiB");

@@ -1,9 +1,9 @@
-//! Repairing the headers of an image that carries lamina's mark, before anything else in it is used.
+//! Repairing the headers of an image that has lamina's mark, before anything else in it is used.
 //!
-//! Every word of the constant header follows from the capacity, which is in it twice. Of the volatile header the magic
-//! number and the padding are known, and the sequence number is in the journal header and the mark too; the journal is
-//! empty, so the replay flag must be zero. One wrong word is repaired; with more, nothing proves that lamina wrote the
-//! header.
+//! Every word of the constant header follows from the capacity, which it states twice. In the volatile header the magic
+//! number and the padding are known, and the sequence number is in the journal header and in the mark, too. The journal
+//! is empty, so the replay flag must be zero. One wrong word is repaired. With several wrong words, there is no proof
+//! that lamina wrote the header.
 
 use super::header::{Layout, Volatile, Words, journal_sequence, put};
 use super::touched;
@@ -14,15 +14,14 @@ const WORDS: usize = SECTOR as usize / 8;
 const VOLATILE: usize = SECTOR as usize;
 const JOURNAL: usize = 2 * SECTOR as usize;
 
-/// Whether lamina can have written the constant header, if the mark says that no other program has changed the image
-/// since.
+/// Whether the constant header can be lamina's, if the mark shows that no other program has changed the image since.
 pub(super) fn is_believable(layout: &Layout, block: &[u8]) -> bool {
     let ours = touched::is_marked(block) && journal_sequence(&block[JOURNAL..]) == Some(touched::sequence(block));
     !ours || *layout == Layout::for_capacity(layout.capacity)
 }
 
 /// Corrects one wrong word of the constant header, and one of the volatile header; returns what was wrong, as text.
-/// `journal` is the beginning of the journal.
+/// `journal` is the beginning of the journal area.
 pub(super) fn mend(block: &mut [u8], journal: &[u8]) -> Vec<String> {
     let mut mended = Vec::new();
     if !touched::is_marked(block) {
@@ -92,7 +91,7 @@ fn only_difference(one: &[u8], other: &[u8]) -> Difference {
     }
 }
 
-/// Clears the number of the next free table, so that recovery counts it again from the slots of the directory.
+/// Clears the number of allocated tables, so that recovery determines it from the slots of the directory.
 pub(super) fn recount_tables(block: &mut [u8]) {
     put(&mut block[VOLATILE..], 8, 0);
 }

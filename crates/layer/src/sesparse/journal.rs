@@ -1,14 +1,14 @@
-//! ESXi's journal. lamina replays one that ESXi left unreplayed, and never writes one.
+//! ESXi's journal. lamina replays a journal that ESXi left unreplayed, and never writes one.
 //!
-//! A transaction is the new content of up to 24 sectors of metadata, in a slot of 25 sectors. Its checksum is not
-//! published, so a torn transaction cannot be told from a whole one by its own bytes. What can be proven:
+//! A transaction is the new content of up to 24 metadata sectors, in a slot of 25 sectors. Its checksum algorithm is
+//! not published, so a torn transaction cannot be recognised by its own bytes. Two things can be proven:
 //!
-//! * a transaction that a later one follows was complete before the later one was begun;
-//! * the last one was complete if a header counts it already, or if its sectors are at their places already.
+//! * a transaction with a successor was complete before the successor began;
+//! * the last one was complete if a header counts it, or if its sectors are in place already.
 //!
-//! So a replay, which has to be asked for, takes an unbroken sequence from slot 0 to the last. Each transaction must
-//! have possible counts, targets within the metadata and payload that decodes. The last one is left out, with a note,
-//! if nothing proves it whole. Anything else is refused: the image then needs its own hypervisor.
+//! So a replay, which has to be requested, requires an unbroken sequence from slot 0 to the last transaction. Each
+//! transaction must have valid counts, targets within the metadata, and payload that decodes. The last one is left out,
+//! with a note, if it is not proven complete. Any other journal is refused: the image then has to be opened by ESXi.
 
 use super::entry::{Entry, Owner, decode_slot};
 use super::header::{Area, Layout, Volatile, Words, journal_sequence, put_journal_header};
@@ -20,25 +20,25 @@ use std::fmt;
 use std::sync::Arc;
 
 const SLOT_MAGIC: u64 = 0x00c0_ffee;
-/// Sectors of a slot: one of header, the rest payload.
+/// Sectors per slot: a header, and up to 24 of payload.
 const SLOT_SECTORS: u64 = 25;
-/// Size of the journal, the only one known.
+/// Size of the journal in sectors; no other size is known.
 const JOURNAL_SECTORS: u64 = 2048;
 const SLOTS: u64 = JOURNAL_SECTORS / SLOT_SECTORS;
 const RECORDS_AT: usize = 128;
 const SECTOR_BYTES: usize = SECTOR as usize;
 
-/// Sectors that a replay puts over those of the file.
+/// Sectors from a replay in memory, which replace those of the file.
 pub(super) type Overlay = FxHashMap<u64, Box<[u8; SECTOR_BYTES]>>;
 
-/// What was replayed when an image was opened.
+/// The result of the replay at the opening of an image.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Replayed {
     /// Transactions replayed.
     pub transactions: u64,
-    /// Sequence number of the last of them.
+    /// Sequence number of the last replayed transaction.
     pub last: u64,
-    /// Sequence number of a transaction that was left out because nothing proves that it is whole.
+    /// Sequence number of a transaction that was left out, because it is not proven complete.
     pub dropped: Option<u64>,
 }
 
@@ -49,7 +49,7 @@ impl fmt::Display for Replayed {
             write!(f, ", the last number {}", self.last)?;
         }
         match self.dropped {
-            Some(number) => write!(f, "; number {number} left out, because nothing proves that it is whole"),
+            Some(number) => write!(f, "; number {number} left out, because it is not proven complete"),
             None => Ok(()),
         }
     }
@@ -60,7 +60,7 @@ struct Transaction {
     records: Vec<(u64, Box<[u8; SECTOR_BYTES]>)>,
 }
 
-/// Refuses an image with a dirty journal.
+/// The error for an image with a dirty journal.
 pub(super) fn refuse(name: &str) -> Error {
     let text = format!(
         "{name}: its journal was not replayed, so its tables may be out of date; let ESXi open and close it, or give \
@@ -69,7 +69,7 @@ pub(super) fn refuse(name: &str) -> Error {
     Error::new(ErrorKind::Unsupported, text)
 }
 
-/// Reads the journal of an image whose volatile header is `volatile` and determines what a replay would write.
+/// Reads the journal of an image whose volatile header is `volatile`, and determines what a replay writes.
 pub(super) fn read(
     file: &Arc<dyn File>,
     name: &str,
@@ -99,8 +99,8 @@ pub(super) fn read(
     if counted > last.saturating_add(1) {
         return Err(unproven(format!("it ends at transaction {last}, its headers count to {counted}")));
     }
-    // The last session, from slot 0 on; if it wrapped round, the transactions behind the last slot are older and belong
-    // to it too.
+    // The order of the last session, from slot 0 on; if it wrapped around, the transactions after the last slot are
+    // older and belong to it, too.
     let mut order: Vec<usize> = (0..=at).collect();
     let sequence_of = |slot: usize| slots.get(slot).and_then(|slot| slot.as_ref().ok()).map(|slot| slot.sequence);
     let older = (at + 1..slots.len()).rev().zip(1..);
@@ -140,7 +140,7 @@ pub(super) fn read(
     Ok((overlay, replayed))
 }
 
-/// Whether every sector of a transaction is at its place already.
+/// Whether every sector of a transaction is in place already.
 fn is_in_place(
     transaction: &Transaction,
     overlay: &Overlay,
@@ -161,14 +161,14 @@ fn is_in_place(
 fn decode_transaction(sectors: &[u8], slot: u64, layout: &Layout) -> std::result::Result<Transaction, String> {
     let words = Words(sectors);
     if words.get(0) != SLOT_MAGIC {
-        return Err("it does not begin like one".to_owned());
+        return Err("its magic number is wrong".to_owned());
     }
     if words.get(16) != slot {
-        return Err(format!("it says it is slot {}", words.get(16)));
+        return Err(format!("its slot number is {}", words.get(16)));
     }
     let used = words.get(24);
     if !(2..=SLOT_SECTORS).contains(&used) {
-        return Err(format!("it says it has {used} sectors"));
+        return Err(format!("its length is {used} sectors"));
     }
     if words.get(40) == u64::MAX {
         return Err("no sequence number follows its own".to_owned());
@@ -206,7 +206,7 @@ fn area_of(layout: &Layout, sector: u64) -> Option<Target> {
     areas.iter().find(|(area, _)| within(area)).map(|(_, target)| *target)
 }
 
-/// What is wrong with the payload for a sector, if anything.
+/// Why the payload for a sector is invalid; `None` if it is valid.
 fn check_payload(layout: &Layout, sector: u64, payload: &[u8]) -> Option<&'static str> {
     let words = || payload.as_chunks::<8>().0.iter().map(|word| u64::from_le_bytes(*word));
     let (sane, what) = match area_of(layout, sector)? {
@@ -219,8 +219,8 @@ fn check_payload(layout: &Layout, sector: u64, payload: &[u8]) -> Option<&'stati
     (!sane).then_some(what)
 }
 
-/// Writes a replay into the file and marks the journal as replayed. A cut in between does no harm: the journal is still
-/// there, and writing whole sectors again gives the same result.
+/// Writes a replay into the file and marks the journal as replayed. A power cut in between is harmless: the journal is
+/// still there, and writing the same sectors again gives the same result.
 pub(super) fn apply(
     file: &Arc<dyn File>,
     name: &str,
@@ -243,19 +243,19 @@ pub(super) fn apply(
     }
     let invalid = |what| Error::new(ErrorKind::Corrupt, format!("{name}: {what}"));
     let before = Volatile::decode(&block[at..at + SECTOR_BYTES]).map_err(invalid)?;
-    // A transaction that was left out keeps its number, so that it is not taken for a new one.
+    // The number of a transaction that was left out is not used again, so that no later transaction has the same one.
     let next = before.next_sequence.max(replayed.dropped.unwrap_or(replayed.last).saturating_add(1));
     Volatile { next_sequence: next, replay: 0, ..before }.encode(&mut block[at..]);
     file.write_at(&[&block], 0, false).during(failed)?;
     file.sync().during(failed)?;
-    // Written last: if this header counted further than one that still requires a replay, it would prove the
-    // transaction that was left out.
+    // Written last: while the volatile header still requires a replay, a higher count here would prove the transaction
+    // that was left out.
     put_journal_header(&mut block[layout.journal_header.start() as usize..], next);
     file.write_at(&[&block], 0, false).during(failed)?;
     file.sync().during(failed)
 }
 
-/// Empties a journal that has been replayed, because its content will soon be out of date.
+/// Clears a journal that has been replayed, because its content will be out of date after the next changes.
 pub(super) fn clear(file: &Arc<dyn File>, name: &str, layout: &Layout) -> Result<()> {
     let failed = || format!("clearing the journal of {name}");
     let slots = layout.journal.size.min(JOURNAL_SECTORS) / SLOT_SECTORS;
@@ -270,7 +270,7 @@ pub(super) fn clear(file: &Arc<dyn File>, name: &str, layout: &Layout) -> Result
     Ok(())
 }
 
-/// Writes one sector in either mode.
+/// Writes one sector, in either I/O mode.
 fn write_sector(file: &Arc<dyn File>, sector: u64, payload: &[u8]) -> std::io::Result<()> {
     let offset = sector * SECTOR;
     if file.mode() == backend::IoMode::Buffered {

@@ -1,4 +1,4 @@
-//! Long work beside guests: with progress, and one work at a time.
+//! Wiping, shrinking and checking: run while guests are active, with progress, one at a time.
 
 use super::SeSparse;
 use super::commit::interrupted;
@@ -7,7 +7,7 @@ use parking_lot::MutexGuard;
 use std::sync::atomic::Ordering;
 use work::{Progress, Throttle};
 
-/// Long work under way.
+/// The work under way.
 pub(super) struct Work<'a, 'w> {
     layer: &'a SeSparse,
     throttle: Throttle<&'w dyn Progress>,
@@ -19,7 +19,7 @@ pub(super) struct Work<'a, 'w> {
 }
 
 impl SeSparse {
-    /// Begins a piece of long work, if none is under way.
+    /// Begins work, if no other is under way.
     pub(super) fn begin_work<'a, 'w>(&'a self, progress: &'w dyn Progress, what: &'static str) -> Result<Work<'a, 'w>> {
         let Some(alone) = self.maintenance.try_lock() else {
             if self.closing.load(Ordering::Acquire) {
@@ -33,7 +33,7 @@ impl SeSparse {
 }
 
 impl Work<'_, '_> {
-    /// Sets how many steps there are, none of them done yet.
+    /// Sets the number of steps, none of which is done yet.
     pub(super) fn expect(&mut self, total: u64) {
         (self.done, self.total) = (0, total);
     }
@@ -43,13 +43,13 @@ impl Work<'_, '_> {
         self.moved += bytes;
     }
 
-    /// Ends steps; fails if the work was stopped.
+    /// Reports that steps are done; fails if the work was cancelled.
     pub(super) fn step(&mut self, done: u64) -> Result<()> {
         self.done += done;
         self.ask()
     }
 
-    /// Fails if the work was stopped.
+    /// Fails if the work was cancelled.
     pub(super) fn ask(&mut self) -> Result<()> {
         let moved = std::mem::take(&mut self.moved);
         let wanted = !self.layer.closing.load(Ordering::Acquire)

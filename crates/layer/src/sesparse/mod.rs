@@ -1,8 +1,8 @@
 //! SEsparse: ESXi's space-efficient redo logs, read and written in place.
 //!
 //! ```text
-//! sector 0     constant header | volatile header | journal header and our mark        header, touched
-//! 1 MiB        journal: transactions of ESXi's; we read them and write none           journal
+//! sector 0     constant header | volatile header | journal header and lamina's mark   header, touched
+//! 1 MiB        journal: ESXi's transactions, which lamina reads and never writes      journal
 //! 2 MiB        grain directory: a slot for each 16 MiB of the disk                    entry, state
 //!              grain tables: 4,096 entries each, in the order of first use
 //!              free bitmap: a bit for each grain of the grain area
@@ -10,24 +10,25 @@
 //!              grains: 4 KiB each, in the order of first use                          space
 //! ```
 //!
-//! The bytes are in `docs/format/sesparse.md`. The modules: `state` is the state in memory, behind one lock, with the
-//! pages of metadata in `cache`, and `supply` fetches what work on it lacks; `read` and `write` serve guests; `commit`
-//! makes changes durable; `recover` opens for writing; `wipe`, `shrink` and `check` are long work.
+//! `docs/format/sesparse.md` describes the bytes. Modules: `state` has the state in memory behind one lock, `cache` the
+//! pages of metadata, and `supply` fetches missing pages for work on the state. `read` and `write` serve guests;
+//! `commit` makes changes durable; `recover` opens for writing; `wipe`, `shrink` and `check` are maintenance.
 //!
-//! What must hold:
+//! Invariants:
 //!
-//! 1. A table names a grain only after its bytes are in the file, on the medium only after they are durable there.
-//! 2. At every instant the file is valid for every other reader, with an empty journal: what a table on the medium
-//!    names is allocated in the bitmap and owned in the backmap; what a slot of the directory names is below the number
-//!    of tables handed out, and written. A crash leaves only grains and tables that nothing names.
-//! 3. A grain is given to a new owner only after no table on the medium names it and every reader that saw it there is
-//!    done ([`crate::retirement`]).
-//! 4. An allocated grain is overwritten in place. A move announces the grain first, waits for the writes that were
-//!    under way already, and skips the grain if a write comes meanwhile (`relocate`).
-//! 5. After a failed write of metadata or a failed flush nothing is changed until the image is opened again.
+//! 1. A table in memory names a grain only after its data is in the file; a table on the device only after its data is
+//!    durable.
+//! 2. At every instant the file is valid for every other reader, with an empty journal: a grain that a table on the
+//!    device names is allocated in the bitmap and has its owner in the backmap; a table that a directory slot names is
+//!    below the number of allocated tables, and written. A crash leaves only unused grains and tables.
+//! 3. A grain is reused only after no table on the device names it, and after every reader that looked it up has ended
+//!    ([`crate::retirement`]).
+//! 4. An allocated grain is overwritten in place. A move announces the grain first, waits for writes already under way,
+//!    and skips the grain if another write comes meanwhile (`relocate`).
+//! 5. After a failed metadata write or flush, nothing is changed until the image is opened again.
 //!
 //! Locks, in the order in which they are taken: `maintenance`, `gate` (shared by every change, exclusive for a repair
-//! and `close`), `commits`, `length`, `state`, `epochs`. No I/O happens under the last two.
+//! and `close`), `commits`, `length`, `state`, `epochs`. No I/O is done while one of the last two is held.
 
 mod cache;
 mod check;
@@ -71,28 +72,28 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-/// What to do with an image whose journal was not replayed.
+/// How to treat an image whose journal was not replayed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum DirtyJournal {
-    /// Do not open it, and say why.
+    /// Refuse to open it.
     #[default]
     Refuse,
-    /// Replay what can be proven: in memory if opened for reading, into the file if opened for writing.
+    /// Replay the proven transactions: in memory if opened for reading, into the file if opened for writing.
     Replay,
 }
 
-/// How an image is opened.
+/// Options for opening an image.
 #[derive(Clone, Copy, Debug)]
 pub struct Options {
-    /// For writing too.
+    /// Whether the image is opened for writing.
     pub write: bool,
-    /// What to do with a journal that was not replayed.
+    /// How to treat a journal that was not replayed.
     pub journal: DirtyJournal,
-    /// Memory for tables in bytes. A page of 4 KiB maps 2 MiB of disk.
+    /// Bytes of memory for metadata pages. A 4 KiB page of a table maps 2 MiB of disk.
     pub cache: usize,
-    /// Freed runs of at least this many bytes are punched into the file at once; `None` keeps them for new grains.
+    /// Freed runs of at least this many bytes are punched at once; `None` keeps them for new grains.
     pub punch: Option<u64>,
-    /// Open it for writing although its directory is damaged, for a check with repair. Damaged parts stay errors.
+    /// Open for writing although the directory is damaged, for a check with repair. Reads of damaged parts still fail.
     pub repair: bool,
 }
 
@@ -112,26 +113,26 @@ pub struct SeSparse {
     /// Signalled when a page has been read.
     loaded: Condvar,
     epochs: Epochs,
-    /// With the first block of the file.
+    /// Lets one thread commit at a time; the committing thread owns a copy of the file's first block.
     commits: GroupCommit<Buffer>,
-    /// Held while the file's length changes.
+    /// Held while the length of the file changes.
     length: Mutex<()>,
     gate: RwLock<()>,
-    /// Held by long work: one at a time.
+    /// Held by wiping, shrinking and checking: one at a time.
     maintenance: Mutex<()>,
-    /// Grains were written since the last flush of the file.
+    /// Whether grains were written since the last flush of the file.
     unsynced: AtomicBool,
-    /// `close` has begun; it still changes the image.
+    /// Whether `close` has begun; it still changes the image.
     closing: AtomicBool,
     closed: AtomicBool,
-    /// Requests of guests: lets long work detect activity.
+    /// Counts requests of guests, so that maintenance can detect activity.
     requests: AtomicU64,
-    /// Sectors of a journal replayed in memory, over those of the file.
+    /// Sectors of a journal replayed in memory, which replace those of the file.
     overlay: Overlay,
     replayed: Option<Replayed>,
-    /// True if the image had lamina's mark when it was opened: bitmap and backmap are lamina's.
+    /// Whether the image had lamina's mark when it was opened: then lamina wrote bitmap and backmap.
     ours: bool,
-    /// Damage of its headers that was repaired at the opening, and is not reported yet.
+    /// Damage of the headers that was repaired at the opening and is not reported yet.
     mended: Mutex<Vec<String>>,
 }
 
@@ -141,12 +142,12 @@ impl SeSparse {
         &self.name
     }
 
-    /// What was replayed when the image was opened with a dirty journal.
+    /// The result of the replay, if the image was opened with a dirty journal.
     pub fn replayed(&self) -> Option<&Replayed> {
         self.replayed.as_ref()
     }
 
-    /// Memory used by tables, in bytes.
+    /// Bytes of memory in metadata pages.
     pub fn memory(&self) -> u64 {
         self.state.lock().cache.memory()
     }
@@ -159,7 +160,7 @@ impl SeSparse {
         self.commits.check_changeable(&self.name, !self.closed.load(Ordering::Acquire))
     }
 
-    /// Refuses a range beyond the end, or not in whole grains.
+    /// Refuses a range past the end, or one that is not in whole units.
     fn check_range(&self, range: &Range<u64>, unit: u64) -> Result<()> {
         let capacity = self.capacity();
         let whole = range.start.is_multiple_of(unit) && (range.end.is_multiple_of(unit) || range.end == capacity);
@@ -173,16 +174,16 @@ impl SeSparse {
 
     fn grain_offset(&self, grain: Grain) -> Result<u64> {
         self.layout.grain_offset(grain.0).ok_or_else(|| {
-            Error::new(ErrorKind::Corrupt, format!("{}: grain {} has no place in a file", self.name, grain.0))
+            Error::new(ErrorKind::Corrupt, format!("{}: grain {} is too high for any file", self.name, grain.0))
         })
     }
 
-    /// Changes with every request, approximately.
+    /// A counter that grows with requests, approximately.
     pub(crate) fn requests(&self) -> u64 {
         self.requests.load(Ordering::Relaxed)
     }
 
-    /// Two requests at once may count as one: the counter shows activity only, and every read passes here.
+    /// Two requests at once may count as one: the counter only shows activity, and must be cheap for every read.
     fn count_request(&self) {
         self.requests.store(self.requests.load(Ordering::Relaxed).wrapping_add(1), Ordering::Relaxed);
     }
@@ -223,7 +224,7 @@ impl Layer for SeSparse {
     }
 
     fn epoch(&self) -> Option<Arc<dyn Any + Send + Sync>> {
-        // The chain calls the map only for what it does not know; long work has to notice the other reads too.
+        // The chain calls `map` only for extents that it has not cached; maintenance has to notice other reads, too.
         self.count_request();
         self.options.write.then(|| self.epochs.enter() as _)
     }

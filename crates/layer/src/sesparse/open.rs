@@ -1,8 +1,7 @@
 //! Opening and creating images.
 //!
-//! Nothing in a file is used before it has passed the checks here: the headers decode into types that cannot be wrong,
-//! and the areas that they name lie within the file where necessary. Entries of tables, bitmap and backmap are checked
-//! when they are read.
+//! All headers pass the checks here before they are used: they decode into types with valid values, and their areas lie
+//! within the file where necessary. Entries of tables, bitmap and backmap are checked when they are read.
 
 use super::cache::{Cache, Kind};
 use super::header::{Layout, Volatile, capacity_to_create, put_journal_header};
@@ -24,17 +23,17 @@ use rustc_hash::{FxHashMap, FxHashSet};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64};
 
-/// Least memory for tables, in pages: one step of the largest operation needs some two hundred.
+/// The least number of pages in memory: one step of the largest operation needs some two hundred.
 const CACHE_PAGES_MIN: usize = 512;
 
-/// Repairs the headers in the file, as far as they can be proven; returns what was wrong.
+/// Repairs words of the headers in the file that are proven wrong; returns what was wrong.
 fn mend_headers(file: &Arc<dyn File>, name: &str, block: &mut Buffer) -> Result<Vec<String>> {
     let failed = || format!("opening {name}");
     let journal = Layout::for_capacity(1).journal;
     let beginning = read_sectors(file, journal.offset, BLOCK_SIZE / SECTOR as usize).during(failed)?;
     let mended = heads::mend(block, &beginning);
     if !mended.is_empty() {
-        file.write_at(&[&block[..]], 0, true).during(|| format!("mending the headers of {name}"))?;
+        file.write_at(&[&block[..]], 0, true).during(|| format!("repairing the headers of {name}"))?;
     }
     Ok(mended)
 }
@@ -56,7 +55,7 @@ impl SeSparse {
         };
         let layout = Layout::decode(&block[..SECTOR as usize]).map_err(corrupt)?;
         if !heads::is_believable(&layout, &block) {
-            let text = "its constant header is damaged: the places in it do not follow from the capacity";
+            let text = "its constant header is damaged: the locations of its areas do not follow from the capacity";
             return Err(corrupt(format!("{text}; check the image with --repair")));
         }
         if length < layout.grains.start() {
@@ -103,7 +102,7 @@ impl SeSparse {
             header.free_table = 0;
         }
         if header.free_table > layout.tables_max() {
-            return Err(corrupt(format!("it says that {} tables are handed out", header.free_table)));
+            return Err(corrupt(format!("its header counts {} allocated tables, more than fit", header.free_table)));
         }
         if options.write {
             journal::clear(&file, name, &layout)?;
@@ -112,14 +111,14 @@ impl SeSparse {
         *layer.mended.lock() = mended;
         match options.write {
             true => layer.recover()?,
-            // A reader must not get content of another part of the disk.
+            // A reader must not return data of another part of the disk.
             false => layer.find_shared_tables(),
         }
         Ok(layer)
     }
 
-    /// Makes an empty image of `capacity` bytes in an empty file, durable but for the file's name, and opens it for
-    /// writing.
+    /// Creates an empty image of `capacity` bytes in an empty file, durable except for the file's name, and opens it
+    /// for writing.
     pub fn create(file: Arc<dyn File>, name: &str, capacity: u64, options: Options) -> Result<Self> {
         let failed = || format!("making {name}");
         let layout = Layout::for_capacity(capacity_to_create(capacity)?);

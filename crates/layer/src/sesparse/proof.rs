@@ -1,18 +1,17 @@
-//! What tables, backmap and bitmap prove of each other. A grain that a table names is recorded in three places: the
-//! entry, the owner in the backmap, and the bit of the bitmap. If one of them is wrong and the two others agree, it is
-//! repaired:
+//! Repair by redundancy: a grain in use is recorded in three places, its table entry, its owner in the backmap, and its
+//! bit in the bitmap. If one is wrong and the two others agree, the wrong one is repaired:
 //!
 //! * An entry is wrong if it is invalid, names a grain that belongs to another entry by backmap and table, or names one
 //!   that is free by bitmap and backmap. If the backmap gives exactly one allocated, unnamed grain to this entry, that
-//!   is the grain that it named. If not, it is unproven: it is reported by grain of the disk, and replaced by an entry
-//!   that every reader refuses if it would lead to the data of another entry.
-//! * An entry for an absent grain, and an allocated grain that the backmap gives to it: a write or a deletion that a
-//!   crash cut off leaves that, and the grain is free.
-//! * A slot of the directory that is invalid, or names a table that was never allocated: if one table is in use, by its
-//!   own entries and the backmap, and no slot names it, it belongs to this slot. An image that was not closed may have
-//!   such tables from the crash: there it is only reported. Of two slots with one table neither is proven.
+//!   grain is the right one. If not, the entry is unproven: it is reported by grain of the disk. If it would lead to
+//!   the data of another entry, it is replaced by a value that every reader refuses.
+//! * If an entry is absent although the backmap gives an allocated grain to it, a crash has interrupted a write or a
+//!   deletion, and the grain is free.
+//! * A directory slot is wrong if it is invalid or names a table that was never allocated. If exactly one table is in
+//!   use, by its own entries and the backmap, and no slot names it, it belongs to this slot. After a crash an image may
+//!   have such tables without damage: there they are only reported. If two slots name one table, neither is proven.
 //!
-//! Entries without a grain (absent, zeros) are recorded nowhere else, so nothing can prove them.
+//! Absent entries and zero entries are recorded nowhere else, so they cannot be proven.
 
 use super::SeSparse;
 use super::cache::{Kind, PageKey};
@@ -26,14 +25,15 @@ use crate::{Result, SECTOR};
 use rustc_hash::{FxHashMap, FxHashSet};
 use std::cmp::Ordering;
 
-/// Unnamed grains and suspect entries that are examined one by one; further ones are only counted.
+/// The most unnamed grains and suspect entries that are examined one by one; others are only counted.
 const EVIDENCE_MAX: usize = 1 << 20;
-/// Tables without a slot that are read: tables are allocated in ascending order, so the lowest are the candidates.
+/// The most tables without a slot that are read: tables are allocated in ascending order, so the lowest are the
+/// candidates.
 const UNNAMED_MAX: usize = 1024;
-/// What makes an entry one that no reader takes.
+/// Bits that make an entry invalid for every reader.
 const REFUSED: u64 = 0xf << 60;
 
-/// An entry that does not agree with bitmap and backmap.
+/// An entry that contradicts bitmap or backmap.
 #[derive(Clone, Copy)]
 pub(super) struct Suspect {
     pub slot: u64,
@@ -41,15 +41,15 @@ pub(super) struct Suspect {
     pub raw: u64,
 }
 
-/// Findings of a complete walk that may prove something.
+/// Findings of a complete walk that may prove entries or slots.
 #[derive(Default)]
 pub(super) struct Evidence {
     pub suspects: Vec<Suspect>,
-    /// Allocated grains that nothing names, with their owners by the backmap.
+    /// Allocated grains that no table names, with their owners by the backmap.
     pub claims: Vec<(u64, Owner)>,
     /// Tables that undamaged slots name.
     pub named: NamedTables,
-    /// Invalid slots, and slots whose table another one names too.
+    /// Invalid slots, and slots whose table another slot names too.
     pub bad_slots: Vec<u64>,
     /// Slots with a table that was never allocated.
     pub beyond_slots: Vec<u64>,
@@ -78,12 +78,12 @@ impl Evidence {
 /// The conclusions from the evidence.
 #[derive(Default)]
 pub(super) struct Proofs {
-    /// Entries and their right content.
+    /// Entries to be corrected, with their right content.
     entries: Vec<(Owner, u64)>,
     slots: Vec<(u64, Table)>,
     /// The repairs, as text.
     pub sentences: Vec<String>,
-    /// Allocated grains that are not free although nothing names them yet.
+    /// The number of allocated grains that are kept although no table names them yet.
     pub kept: u64,
 }
 
@@ -96,7 +96,7 @@ impl Proofs {
 }
 
 impl SeSparse {
-    /// Draws the conclusions. Unproven findings are counted and reported.
+    /// Draws the conclusions from the evidence. Unproven findings are counted and reported.
     pub(super) fn prove(&self, evidence: &Evidence, report: &mut CheckReport) -> Result<Proofs> {
         let mut proofs = Proofs::default();
         let mut claims: FxHashMap<Owner, Vec<u64>> = FxHashMap::default();
@@ -173,22 +173,22 @@ impl SeSparse {
             proofs.kept += grains;
             tell(&mut report.doubts, || {
                 format!(
-                    "table {} with {grains} grains is in use, and no slot of the directory names it: what it maps seems empty",
+                    "table {} with {grains} grains is in use, and no slot names it: its data reads as absent",
                     table.0
                 )
             });
         }
     }
 
-    /// Whether the only slot with a table that was never allocated belongs to an empty table, while an allocated table
-    /// has entries of zeros and no slot. No grain shows which slot had it, and a crash leaves such tables too.
+    /// Whether the only slot with a never allocated table may belong to a table of zero entries without a slot. No
+    /// grain shows which slot that table had, and a crash leaves such tables, too.
     fn leads_past_zeros(&self, evidence: &Evidence) -> Result<bool> {
         let &[slot] = &evidence.beyond_slots[..] else { return Ok(false) };
         let Some(beyond) = self.settle(|state| state.table_of(slot))? else { return Ok(false) };
         if self.says_something(beyond)? {
             return Ok(false);
         }
-        // Opening for writing has counted it, and all tables below.
+        // Opening for writing has counted this table, and all lower ones.
         let unnamed = (0..beyond.0).filter(|table| !evidence.named.contains(u64::from(*table)));
         for table in unnamed.take(UNNAMED_MAX) {
             if self.says_something(Table(table))? {
@@ -220,7 +220,7 @@ impl SeSparse {
         let Suspect { slot, owner, raw } = *suspect;
         let verdict = self.settle(|state| match says(state, owner, raw)? {
             true => judge(state, owner, raw),
-            // A guest has changed it meanwhile.
+            // A guest has changed the entry meanwhile.
             false => Ok(Verdict::Right),
         })?;
         if verdict == Verdict::Right || !ours && verdict == Verdict::NamesFree {
@@ -228,8 +228,8 @@ impl SeSparse {
         }
         let mut ambiguous = false;
         if let Verdict::Unowned(owned) = verdict {
-            // Either the owner of the named grain is wrong, or the entry names a grain that a crash left: the one with
-            // fewer wrong bytes is more likely.
+            // Either the owner of the named grain is wrong, or the entry, and a crash has left the claimed grain: the
+            // alternative with fewer wrong bytes is more likely.
             let nearest = claimed.iter().map(|grain| unlike(raw, Entry::Data(Grain(*grain)).encode())).min();
             match nearest.map(|nearest| nearest.cmp(&unlike(owned, owner.encode()))) {
                 None | Some(Ordering::Greater) => return Ok(()),
@@ -249,7 +249,7 @@ impl SeSparse {
             return Ok(());
         }
         if verdict == Verdict::Odd {
-            // Nothing contradicts its zeros.
+            // No record contradicts the zeros of this entry.
             return Ok(());
         }
         proofs.kept += claimed.len() as u64;
@@ -258,12 +258,12 @@ impl SeSparse {
         tell(&mut report.doubts, || {
             let place = self.place_of(slot, owner);
             let why = match verdict {
-                Verdict::NamesFree => "names a grain that bitmap and backmap call free",
-                Verdict::NamesOther => "names a grain that another entry and the backmap have",
+                Verdict::NamesFree => "names a grain that is free in bitmap and backmap",
+                Verdict::NamesOther => "names a grain that belongs to another entry by the backmap",
                 Verdict::Unowned(_) => {
-                    "names a grain that is another entry's by the backmap, which has a grain of its own for it"
+                    "names a grain that the backmap gives to another entry, while it gives this entry a different grain"
                 }
-                _ => "cannot be",
+                _ => "is invalid",
             };
             format!("{place}: its entry {raw:#018x} {why}, and nothing proves what is right")
         });
@@ -273,7 +273,7 @@ impl SeSparse {
         Ok(())
     }
 
-    /// Writes what is proven into the tables; durable with the next commit.
+    /// Writes proven entries and slots into the tables; the next commit makes them durable.
     pub(super) fn apply(&self, proofs: &Proofs) -> Result<()> {
         for &(slot, table) in &proofs.slots {
             self.settle(|state| {
@@ -289,7 +289,7 @@ impl SeSparse {
                 let key = table_page(owner.table, u64::from(owner.entry));
                 state.need_no_commit()?;
                 state.need_backed(key)?;
-                // The grain that the wrong entry named is not freed: it belongs to another entry, or is free.
+                // The grain in the wrong entry is not freed, because it belongs to another entry or is free.
                 state.cache.set(key, page_index(u64::from(owner.entry)), raw);
                 Ok(())
             })?;
@@ -297,13 +297,13 @@ impl SeSparse {
         Ok(())
     }
 
-    /// Whether a slot named a table at the opening that was not allocated then.
+    /// Whether a slot at the opening named this table although it was not allocated.
     pub(super) fn is_uncounted(&self, table: Table) -> bool {
         self.state.lock().uncounted_tables.contains(&table)
     }
 
-    /// Whether no allocated grain is left from a crash. Otherwise the only table that no slot names may be one that was
-    /// never flushed.
+    /// Whether no grains of a crash remain. If some do, the only table without a slot may be one that was never
+    /// flushed.
     fn is_recounted(&self) -> bool {
         self.state.lock().suspect.as_ref().is_none_or(|left| left.regions().next().is_none())
     }
@@ -321,7 +321,7 @@ impl SeSparse {
 }
 
 /// Whether a damaged entry is closer to one that names a grain than to one that names none. If a crash has left grains
-/// of deletions, nothing else distinguishes the two.
+/// of deletions, only this distinguishes the two.
 fn is_like(raw: u64, entry: Entry) -> bool {
     let unlike = |other: Entry| unlike(raw, other.encode());
     let same_place = raw << 4 == entry.encode() << 4 && raw << 4 != 0;
@@ -336,17 +336,17 @@ fn unlike(one: u64, other: u64) -> usize {
 /// The result of comparing a suspect entry with bitmap and backmap.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Verdict {
-    /// The backmap is wrong.
+    /// The entry is right, and the backmap is wrong.
     Right,
     /// The entry is invalid.
     Impossible,
-    /// It is a form of zeros that lamina does not write.
+    /// A form of zero entry that lamina does not write.
     Odd,
     /// It names a grain of another entry.
     NamesOther,
     /// It names a free grain.
     NamesFree,
-    /// By the backmap its grain belongs to another entry, given by this word, and that entry does not name it.
+    /// The backmap gives the entry's grain to another entry, which is encoded in this word and does not name the grain.
     Unowned(u64),
 }
 
@@ -371,7 +371,7 @@ fn judge(state: &mut LayerState, owner: Owner, raw: u64) -> Step<Verdict> {
     })
 }
 
-/// Whether an entry that no longer names a grain has dropped it. A damaged entry has not.
+/// Whether an entry that names another grain now has dropped this one properly; a damaged entry has not.
 pub(super) fn gave_up(state: &mut LayerState, owner: Owner, grain: Grain) -> Step<bool> {
     let raw = state.word(table_page(owner.table, u64::from(owner.entry)), page_index(u64::from(owner.entry)))?;
     Ok(match Entry::decode(raw) {

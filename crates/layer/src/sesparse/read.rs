@@ -12,14 +12,14 @@ use std::sync::Arc;
 
 /// Bytes of the disk that one page of a table maps: 2 MiB.
 pub(super) const PAGE_SPAN: u64 = PAGE_ENTRIES * GRAIN;
-/// Pages that one call visits: a sparse disk is answered in parts of several gigabytes.
+/// The most pages visited per call: the map of a sparse disk is returned in parts of several gigabytes.
 const WALK_MAX: usize = 2048;
-/// Pages of the bitmap read at a time for counting.
+/// Pages of the bitmap read per call for counting.
 const COUNTED_PAGES: u64 = 64;
-/// Extents of metadata in the file system that are examined for counting.
+/// The most extents of the file system that are examined for counting.
 const PIECES_MAX: usize = 1 << 16;
 
-/// Extents under construction.
+/// A result under construction.
 struct Answer<'a> {
     out: &'a mut Vec<Extent>,
     first: usize,
@@ -64,7 +64,7 @@ impl SeSparse {
             let before = at;
             match self.settle(|state| self.map_page(state, at..range.end, &mut answer)) {
                 Ok(reached) => at = reached,
-                // The extents before the damage are good; the next call begins at the damage.
+                // The extents before the damage are returned; the next call begins at the damage and gets the error.
                 Err(_) if at > range.start => break,
                 Err(error) => return Err(error),
             }
@@ -75,7 +75,7 @@ impl SeSparse {
         Ok(())
     }
 
-    /// Adds what one page of a table maps, or an absent table; returns where it ended.
+    /// Adds the extents of one page of a table, or of an absent table; returns where they end.
     fn map_page(&self, state: &mut LayerState, range: Range<u64>, answer: &mut Answer) -> Step<u64> {
         let at = range.start;
         let Some(table) = state.table_of(at / TABLE_SPAN)? else {
@@ -91,7 +91,7 @@ impl SeSparse {
             Ok(reached) => Ok(reached),
             Err(raw) => match state.decode(raw) {
                 Err(damage) => Err(damage),
-                Ok(_) => Err(state.corrupt(&format!("table entry {raw:#018x} cannot be"))),
+                Ok(_) => Err(state.corrupt(&format!("table entry {raw:#018x} is invalid"))),
             },
         }
     }
@@ -119,7 +119,7 @@ impl SeSparse {
             }) else {
                 return if at == range.start { Err(raw) } else { Ok(at) };
             };
-            // One entry, and all that continue it.
+            // An entry, with the following ones that map to adjacent content.
             let mut count = 1;
             next = words.next();
             match entry {
@@ -150,7 +150,7 @@ impl SeSparse {
         Ok(at)
     }
 
-    /// Reads metadata, with a journal replayed in memory over it.
+    /// Reads metadata; sectors of a journal replayed in memory replace those of the file.
     pub(super) fn read_metadata(&self, buffer: &mut Buffer, offset: u64) -> Result<()> {
         let length = buffer.len() as u64;
         let read = if self.file.mode() == IoMode::Direct && !offset.is_multiple_of(BLOCK_SIZE as u64) {
@@ -169,8 +169,8 @@ impl SeSparse {
         Ok(())
     }
 
-    /// Counts bits of the bitmap in memory. Dead grains are those that were allocated once and are free or waiting to
-    /// be freed, as far as they occupy space: neither punched grains nor those added to the file and never written.
+    /// Counts bits of the bitmap in memory. Dead grains are those that were allocated once and are free or retired now,
+    /// if they still occupy space: not punched grains, and not grains of the file that were never written.
     pub(super) fn count_usage(&self) -> Result<Usage> {
         let (held, waiting) = {
             let state = self.state.lock();
@@ -200,8 +200,8 @@ impl SeSparse {
         Ok(Usage { allocated, mapped, dead })
     }
 
-    /// Bytes that occupy space in front of the grains, including reserved ones. Ends after [`PIECES_MAX`] extents: the
-    /// number of dead bytes may then be too high by some tables.
+    /// Bytes before the grain area that occupy space, including reserved ones. Ends after [`PIECES_MAX`] extents: then
+    /// the number of dead bytes may be too high by some tables.
     fn metadata_space(&self) -> std::io::Result<u64> {
         let end = self.layout.grains.start();
         let (mut at, mut space) = (0, 0);
@@ -218,7 +218,7 @@ fn continues(raw: u64, grain: u64) -> bool {
     Entry::decode(raw) == Some(Entry::Data(super::entry::Grain(grain)))
 }
 
-/// Bits set among the first `valid`.
+/// Number of bits set among the first `valid`.
 fn count_bits(bytes: &[u8], valid: u64) -> u64 {
     let (whole, rest) = ((valid / 8) as usize, valid % 8);
     let ones = bytes[..whole].iter().map(|byte| u64::from(byte.count_ones())).sum::<u64>();
@@ -226,7 +226,7 @@ fn count_bits(bytes: &[u8], valid: u64) -> u64 {
     ones + u64::from(last.count_ones())
 }
 
-/// Direct I/O of sectors that do not begin at a block.
+/// Reads by direct I/O sectors that do not begin at a block.
 fn read_unaligned(file: &dyn backend::File, out: &mut [u8], offset: u64) -> std::io::Result<()> {
     let within = (offset % BLOCK_SIZE as u64) as usize;
     let mut wide = Buffer::with_bytes(within + out.len());

@@ -1,11 +1,11 @@
-//! Opening for writing: finds the tables in use, and grains and tables that a crash left.
+//! Opening for writing: finds the tables in use, and unused grains and tables left by a crash.
 //!
-//! The image is right without any repair ([`super::commit`]): recovery looks for space that nothing names. Tables:
-//! allocated, and in no slot of the directory. Grains: allocated in a marked region ([`super::touched`]), and not named
-//! by the entry in the backmap. The backmap can be relied on, because the mark is lamina's and an owner is durable
-//! before the entry is; but an owner may be damaged. So tables are searched for the grains that would be freed.
+//! The image needs no repair ([`super::commit`]): recovery only finds lost space. Tables are lost if they are allocated
+//! and in no slot of the directory. Grains are lost if they are allocated in a marked region ([`super::touched`]) and
+//! the entry in the backmap does not name them. The backmap can be relied on, because lamina's mark exists and an owner
+//! is durable before the entry is. But an owner may be damaged, so tables are searched for a grain before it is freed.
 //!
-//! The time for this is limited: regions beyond [`RECOUNT_PAGES`] stay marked, and a wipe finds their grains.
+//! The time for this is limited: regions beyond [`RECOUNT_PAGES`] stay marked, and a wipe finds their lost grains.
 
 use super::SeSparse;
 use super::cache::{Kind, PageBytes, PageKey};
@@ -18,26 +18,26 @@ use crate::{Error, ErrorKind, IoContext, Result};
 use backend::{BLOCK_SIZE, Buffer};
 use rustc_hash::FxHashSet;
 
-/// Pages of the directory read at a time.
+/// Pages of the directory read per call.
 const DIRECTORY_PAGES: u64 = 64;
-/// Spare tables remembered.
+/// The most spare tables remembered.
 const SPARE_MAX: usize = 4096;
-/// Pages of the bitmap recounted when opening: 8 GiB of grains. One region is recounted in any case.
+/// The most pages of the bitmap recounted at the opening: 8 GiB of grains. One region is recounted in any case.
 const RECOUNT_PAGES: u64 = 64;
 
-/// Tables read to find whether one names a grain that seems free: 64 MiB of them.
+/// The most tables read to check whether one names a grain that seems lost: 64 MiB of tables.
 const CONFIRM_TABLES: usize = 2048;
 
-/// Tables that slots name: a bit for each, up to the highest, which the area of tables limits.
+/// A set of tables that slots name, as a bitmap up to the highest; the table area limits its size.
 #[derive(Clone, Default)]
 pub(super) struct NamedTables {
     words: Vec<u64>,
-    /// One more than the highest.
+    /// One more than the highest table.
     end: u64,
 }
 
 impl NamedTables {
-    /// Adds a table; true if it was named before.
+    /// Adds a table; returns true if it was in the set before.
     pub(super) fn insert(&mut self, table: Table) -> bool {
         let (word, bit) = ((table.0 / 64) as usize, table.0 % 64);
         if word >= self.words.len() {
@@ -65,12 +65,12 @@ impl NamedTables {
 }
 
 impl SeSparse {
-    /// Reads the directory, and recounts marked regions.
+    /// Reads the directory, and recounts the marked regions.
     pub(super) fn recover(&self) -> Result<()> {
         let (named, damaged) = self.read_directory(self.options.repair)?;
         self.state.lock().named_tables = named.clone();
         if damaged {
-            // Grains of the lost tables are not free, although nothing seems to name them.
+            // The grains of lost tables are not free, although no table in use names them.
             return Ok(());
         }
         let miscounted = {
@@ -88,27 +88,27 @@ impl SeSparse {
             miscounted
         };
         match miscounted || self.options.repair {
-            // A repair determines unnamed grains by the tables themselves, because an owner may be damaged.
+            // A repair determines lost grains from the tables themselves, because an owner may be damaged.
             //
-            // A slot is durable only after the count is, so one of the two is damaged. If it is the slot, the table
-            // that it named has grains that nothing seems to name. Their regions stay marked.
+            // A slot is durable only after the count is, so one of the two is damaged. If it is the slot, the grains of
+            // its table only seem lost. Their regions stay marked.
             true => Ok(()),
             false => self.recount(&named),
         }
     }
 
-    /// Determines the tables that two slots name, as far as the directory can be read.
+    /// Finds the tables that two slots name, in the readable part of the directory.
     pub(super) fn find_shared_tables(&self) {
         if let Err(error) = self.read_directory(true) {
             tracing::warn!(image = %self.name, %error, "the grain directory cannot be read as a whole");
         }
     }
 
-    /// Which tables the directory names, and whether it is damaged, in an opening that allows damage. Two slots with
-    /// one table would each change the data of the other.
+    /// The tables that the directory names, and whether it is damaged. Only a tolerant opening accepts damage. If two
+    /// slots name one table, writes through one would change the data of the other.
     fn read_directory(&self, tolerant: bool) -> Result<(NamedTables, bool)> {
         let corrupt = |what: String| {
-            let text = format!("{}: {what}; check the image, with --repair to mend what can be proven", self.name);
+            let text = format!("{}: {what}; check the image, with --repair to correct proven damage", self.name);
             Error::new(ErrorKind::Corrupt, text)
         };
         let counted = self.state.lock().header.free_table;
@@ -174,27 +174,29 @@ impl SeSparse {
                 self.free(&dead)?;
                 done.into_iter().for_each(|region| suspect.remove(region));
                 if !dead.is_empty() {
-                    tracing::info!(image = %self.name, grains = dead.len(), "freed what a crash had left");
+                    tracing::info!(image = %self.name, grains = dead.len(), "freed grains that a crash left allocated");
                 }
             }
-            // They stay marked, and a wipe decides by all tables.
+            // The grains stay marked, and a wipe decides by reading all tables.
             Ok(None) => {}
-            Err(error) => tracing::warn!(image = %self.name, %error, "what a crash has left is not freed"),
+            Err(error) => {
+                tracing::warn!(image = %self.name, %error, "grains that a crash left allocated are not freed")
+            }
         }
         let mut state = self.state.lock();
         if suspect.regions().next().is_some() {
-            tracing::warn!(image = %self.name, "a crash left more to recount than opening waits for; wipe it");
+            tracing::warn!(image = %self.name, "a crash left more marked regions than an opening examines; wipe it");
         }
         state.suspect = Some(suspect);
         Ok(())
     }
 
-    /// Finds allocated grains of a page of the bitmap that nothing names according to their owners.
+    /// Finds allocated grains of a page of the bitmap that the entries of their owners do not name.
     fn find_dead(&self, page: u64, named: &NamedTables, dead: &mut Vec<(u64, Option<Owner>)>) -> Result<()> {
         let grains = page * PAGE_BITS..((page + 1) * PAGE_BITS).min(self.layout.grains_max());
         let run = GrainRun { start: grains.start, count: grains.end - grains.start };
         let mut owners = self.settle(|state| state.owners(run))?;
-        // By owner: adjacent entries of a table share its pages.
+        // Sorted by owner, because consecutive entries of a table share its pages.
         owners.sort_unstable_by_key(|(_, owner)| *owner);
         for (grain, owner) in owners {
             let known = owner.filter(|owner| named.contains(u64::from(owner.table.0)));
@@ -212,8 +214,8 @@ impl SeSparse {
         Ok(())
     }
 
-    /// Those of some grains that an entry names all the same: their owner is wrong. Searches all tables if these are
-    /// few, otherwise those whose number differs in one byte from that of an owner; `None` if these are too many.
+    /// The grains among `dead` that a table names, so that their owner is wrong. Searches all tables if there are few,
+    /// otherwise those whose number differs in at most one byte from that of an owner; `None` if these are too many.
     fn named_elsewhere(&self, dead: &[(u64, Option<Owner>)], named: &NamedTables) -> Result<Option<FxHashSet<u64>>> {
         let mut kept = FxHashSet::default();
         if dead.is_empty() {
@@ -264,8 +266,7 @@ impl SeSparse {
     }
 }
 
-/// Tables that slots name and whose number differs in one byte from that of an owner, and those of the owners
-/// themselves. `None` if these are too many.
+/// Named tables whose number differs in at most one byte from that of an owner. `None` if these are too many.
 fn tables_near(dead: &[(u64, Option<Owner>)], named: &NamedTables) -> Option<FxHashSet<Table>> {
     let owners: FxHashSet<Table> = dead.iter().map(|(_, owner)| owner.map_or(Table(0), |owner| owner.table)).collect();
     let mut wanted = FxHashSet::default();

@@ -1,15 +1,15 @@
-//! Moving grains under guests, and proving that a grain holds only zeros.
+//! Moving grains while guests write, and verifying that a grain holds only zeros.
 //!
-//! Guest writes go to grains in place without a lock. So a move of grains
+//! Guest writes go to grains in place without a lock. So moving grains has four steps:
 //!
-//! 1. announces them: a write that is planned from now on marks them as disturbed;
-//! 2. waits until every epoch entered before is over: no write that was planned earlier is still under way;
-//! 3. copies, without a lock;
-//! 4. points the tables to the copies, except for grains that were disturbed, or whose entry changed meanwhile: their
-//!    copies are dropped.
+//! 1. announce them: a write that is planned from now on marks them as disturbed;
+//! 2. wait until every epoch entered before is over: then no earlier write is under way;
+//! 3. copy them, without a lock;
+//! 4. point the table entries to the copies, except for grains that were disturbed, or whose entry changed meanwhile:
+//!    their copies are dropped.
 //!
-//! A writer never waits. The old places are freed like any other grain that a table drops: after the commit that makes
-//! first the copies and then the entries durable.
+//! A writer never waits. The old locations are freed like any other grain that a table drops: after the commit that
+//! makes first the copies and then the entries durable.
 
 use super::SeSparse;
 use super::entry::{Entry, GRAIN, Grain, GrainRun, Owner};
@@ -25,13 +25,12 @@ use std::time::Duration;
 
 /// Pause between two checks whether earlier writers have ended.
 const QUIET_PAUSE: Duration = Duration::from_micros(200);
-/// Bytes cut off a file at a time. The file system locks the file while it discards them, and a guest's write to it
-/// waits.
+/// Bytes truncated at a time: the file system locks the file while it discards them, and guest writes wait.
 const CUT_STEP: u64 = 16 << 20;
-/// Number of steps in which an end is cut that is too long for small ones.
+/// The number of steps for truncating an end that is too long for steps of [`CUT_STEP`].
 const CUT_STEPS: u64 = 1024;
 
-/// A grain that is to be moved, or examined, and the entry that names it.
+/// A grain to be moved or examined, with the entry that names it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Held {
     pub grain: Grain,
@@ -42,7 +41,7 @@ pub(super) struct Held {
 pub(super) struct Announced<'a> {
     layer: &'a SeSparse,
     grains: Vec<Grain>,
-    /// What an entry gives up from now on has no new owner before this is dropped.
+    /// Keeps grains that entries drop from now on from being reused.
     _epoch: Arc<Epoch>,
 }
 
@@ -72,7 +71,7 @@ impl SeSparse {
         Ok(announced)
     }
 
-    /// Changes the entry of an announced grain, unless the grain was disturbed; true if it did.
+    /// Changes the entry of an announced grain, unless the grain was disturbed; returns whether it did.
     pub(super) fn repoint(&self, held: Held, entry: Entry) -> Result<bool> {
         let _changing = self.gate.read();
         self.check_changeable()?;
@@ -93,20 +92,20 @@ impl SeSparse {
         })
     }
 
-    /// Moves grains, sorted by place, into the lowest free ones: the highest first, while the new place is lower.
-    /// Returns how many moved.
+    /// Moves grains, sorted by location, to the lowest free ones: the highest grain first, while the new location is
+    /// lower. Returns how many were moved.
     pub(super) fn relocate(&self, held: &[Held], work: &mut Work) -> Result<u64> {
         let mut places: Vec<GrainRun> = Vec::new();
         let moved = self.take_low(held, &mut places).and_then(|taken| match taken {
             0 => Ok(0),
             _ => self.copy_and_repoint(&held[held.len() - taken..], &mut places, work),
         });
-        // The remaining places were not used.
+        // The remaining locations were not used.
         self.give_back(&places);
         moved
     }
 
-    /// Allocates the lowest free grains, as many as there are grains above them to be moved; returns how many.
+    /// Allocates the lowest free grains, one for each grain to be moved that is above; returns how many.
     fn take_low(&self, held: &[Held], places: &mut Vec<GrainRun>) -> Result<usize> {
         let mut taken = 0;
         while taken < held.len() {
@@ -153,7 +152,7 @@ impl SeSparse {
         Ok(moved)
     }
 
-    /// The grains of a run that are named by the entry in the backmap, in order, and the number of allocated ones.
+    /// The grains of a run that the entries of their owners name, in order, and the number of allocated grains.
     pub(super) fn held(&self, run: GrainRun) -> Result<(Vec<Held>, u64)> {
         let owners = self.settle(|state| state.owners(run))?;
         let mut held = Vec::with_capacity(owners.len());
@@ -167,7 +166,7 @@ impl SeSparse {
         Ok((held, owners.len() as u64))
     }
 
-    /// Reads grains, adjacent ones by one call.
+    /// Reads grains; adjacent ones take one call.
     pub(super) fn read_grains(&self, held: &[Held]) -> Result<Buffer> {
         let mut content = Buffer::recycled(held.len());
         let mut rest: &mut [u8] = &mut content;
@@ -180,10 +179,10 @@ impl SeSparse {
         Ok(content)
     }
 
-    /// Cuts free grains off the end of the file. Returns the number of bytes.
+    /// Truncates free grains at the end of the file. Returns the number of bytes.
     pub(super) fn cut_end(&self) -> Result<u64> {
         let mut cut = 0;
-        // Read again for each step: the file may grow between two of them.
+        // Read again for each step, because the file may grow between two steps.
         while let step @ 1.. = self.cut_step()? {
             cut += step;
         }
@@ -195,7 +194,7 @@ impl SeSparse {
         let Some(end) = self.settle(LayerState::lower_end)? else { return Ok(0) };
         let bytes = self.grain_offset(Grain(end))?;
         let length = self.file.len().during(|| format!("asking for the length of {}", self.name))?;
-        // A damaged length may be many petabytes, all of them a hole: steps grow with the length to be cut.
+        // A damaged length may be many petabytes of holes: steps grow with the length to be truncated.
         let step = CUT_STEP.max(length.saturating_sub(bytes) / CUT_STEPS);
         let shorter = bytes.max(length.saturating_sub(step));
         if length <= shorter {
@@ -206,15 +205,15 @@ impl SeSparse {
     }
 }
 
-/// Whether an entry, in memory, names a grain.
+/// Whether an entry of a table in memory names a grain.
 pub(super) fn names(state: &mut LayerState, owner: Owner, grain: Grain) -> Step<bool> {
     let raw = state.word(table_page(owner.table, u64::from(owner.entry)), page_index(u64::from(owner.entry)))?;
     Ok(Entry::decode(raw) == Some(Entry::Data(grain)))
 }
 
 impl LayerState {
-    /// Lowers the end of the allocated grains to the last allocated one, and the length with it: new grains at the end
-    /// have to wait for growth from here on. `None` while the bitmap cannot be relied on.
+    /// Lowers the end of the allocated grains to the last allocated one, and `length` with it: new grains at the end
+    /// then need the file to grow first. `None` while the bitmap cannot be relied on.
     fn lower_end(&mut self) -> Step<Option<u64>> {
         if self.touched.is_none() {
             return Ok(None);

@@ -1,7 +1,7 @@
-//! Shrinking: live grains move from the end of the file into free ones below, then the file is cut.
+//! Shrinking: live grains move from the end of the file to free grains below, then the file is truncated.
 //!
-//! Each batch is complete in itself ([`super::relocate`]), so the work can be stopped, or the power fail, after any
-//! instruction: committed moves are done, the other grains are where they were, and a later shrink continues.
+//! Each batch is complete in itself ([`super::relocate`]), so the work can be stopped at any point, also by a power
+//! cut: committed moves are done, the other grains are unchanged, and a later shrink continues.
 
 use super::SeSparse;
 use super::entry::{GRAIN, GrainRun};
@@ -11,11 +11,11 @@ use crate::{Error, ErrorKind, Result};
 use backend::BLOCK_SIZE;
 use work::Progress;
 
-/// Grains examined for one batch; one page of the backmap.
+/// Grains examined per batch; half a page of the backmap.
 const BATCH: u64 = PAGE_ENTRIES / 2;
-/// Batches between two commits: their flushes cost more than the moving.
+/// Batches between two commits: the flushes of a commit cost more than a batch of moves.
 const BATCHES: u64 = 16;
-/// Passes over the end of the file.
+/// The most passes over the end of the file.
 const PASSES: usize = 3;
 
 /// The result of a shrink.
@@ -23,22 +23,22 @@ const PASSES: usize = 3;
 pub struct ShrinkReport {
     /// Grains moved.
     pub moved: u64,
-    /// Bytes by which the file became shorter.
+    /// Bytes by which the file was truncated.
     pub cut: u64,
-    /// Grains at the end that could not be moved, because guests continued to write them or nothing names them.
+    /// Grains at the end that could not be moved, because guests kept writing them or no table names them.
     pub left: u64,
 }
 
 impl SeSparse {
-    /// Moves live grains from the end of the file into free ones and cuts the file. Grains that nothing names are in
-    /// the way of that: wipe first. Goes on beside guests; fails with [`ErrorKind::Interrupted`] when stopped, and
-    /// keeps what it did.
+    /// Moves live grains from the end of the file to free grains, and truncates the file. Grains that no table names
+    /// prevent that: wipe first. Runs while guests are active; when cancelled, fails with [`ErrorKind::Interrupted`]
+    /// and keeps what was done.
     pub fn shrink(&self, progress: &dyn Progress) -> Result<ShrinkReport> {
         let mut work = self.begin_work(progress, "shrinking")?;
         self.check_changeable()?;
         let mut report = ShrinkReport::default();
         let mut done = self.shrink_down(&mut work, &mut report);
-        // Grains that guests wrote during the move are tried again.
+        // Grains that guests wrote during their move are tried again.
         for _ in 1..PASSES {
             if done.is_err() || report.left == 0 {
                 break;
@@ -46,7 +46,7 @@ impl SeSparse {
             report.left = 0;
             done = self.shrink_down(&mut work, &mut report);
         }
-        // The end is cut in any case, as far as grains were moved.
+        // The end is truncated in any case, as far as grains were moved.
         let ended = self.commit_at_once().and_then(|()| self.commit_at_once()).and_then(|()| self.cut_end());
         report.cut += *ended.as_ref().unwrap_or(&0);
         done?;
@@ -60,7 +60,7 @@ impl SeSparse {
             let text = format!("{}: another program changed its bitmap; wipe it first", self.name);
             return Err(Error::new(ErrorKind::Unsupported, text));
         }
-        // Grains that are free already wait for a commit.
+        // Grains dropped before become free with a commit.
         self.commit_at_once()?;
         self.state.lock().space.search_again();
         self.search_all(work)?;
@@ -72,7 +72,7 @@ impl SeSparse {
             let run = GrainRun { start, count: end - start };
             let (held, allocated) = self.held(run)?;
             let moved = self.relocate(&held, work)?;
-            // A page of the backmap, and grains read and written.
+            // The traffic is a page of the backmap, and each moved grain read and written.
             work.moved(BLOCK_SIZE as u64 + 2 * moved * GRAIN);
             report.moved += moved;
             searched &= moved == 0;
@@ -82,7 +82,7 @@ impl SeSparse {
                 (exhausted, exhausted && !searched && state.space.search_forgotten())
             };
             if more {
-                // More runs are free than fit into memory: repeats this batch with the next runs.
+                // There are more free runs than fit into memory: this batch is repeated with the next runs.
                 self.search_all(work)?;
                 searched = true;
                 work.step(moved)?;
@@ -91,7 +91,7 @@ impl SeSparse {
             if exhausted {
                 return Ok(());
             }
-            // There was room for them, and they were not moved.
+            // There were free grains, but these were not moved.
             report.left += allocated.saturating_sub(moved);
             end = start;
             batches += 1;
@@ -104,7 +104,7 @@ impl SeSparse {
         Ok(())
     }
 
-    /// Continues the search until all free runs that fit into memory are known.
+    /// Continues the search until all free runs are known that fit into memory.
     pub(super) fn search_all(&self, work: &mut Work) -> Result<()> {
         let pages = self.state.lock().space.fresh.div_ceil(PAGE_BITS);
         for _ in 0..pages {
@@ -121,5 +121,5 @@ impl SeSparse {
     }
 }
 
-/// Most bytes of a batch.
+/// Limits the bytes of a batch.
 const _: () = assert!(BATCH * GRAIN <= 1 << 20 && PAGE_BITS.is_multiple_of(BATCH));

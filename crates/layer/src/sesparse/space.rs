@@ -1,52 +1,52 @@
-//! Free grains: the known runs of them, and the end of the allocated part.
+//! Free grains: the known runs, and the end of the allocated part of the file.
 //!
-//! Places for new grains come from three sources, in this order:
+//! New grains come from three sources, in this order:
 //!
-//! 1. a free run near the last allocation, if it is long enough to interrupt a stream ([`WORTHWHILE`] grains, or all
-//!    that are requested), so that grains written together are adjacent;
+//! 1. a free run near the last allocation, if it has at least [`WORTHWHILE`] grains or all that are requested: then
+//!    grains written together are adjacent, and a sequential write is rarely interrupted;
 //! 2. the end of the grain area;
-//! 3. free runs of any length, if the end is the capacity, or if so much is free in the middle that the file would grow
-//!    without need ([`slack`]).
+//! 3. free runs of any length, if the file has reached its capacity, or if so much is free in the middle that growing
+//!    the file would be a waste ([`slack`]).
 //!
-//! Guests write several files at once, and so several streams of requests alternate. A stream that continues where it
-//! ended gets grains set aside, more each time, so that each stream is contiguous however they alternate.
+//! Guests write several files at once, so several streams of requests alternate. A stream that continues where it ended
+//! gets grains set aside, more each time, so that each stream is contiguous however they alternate.
 //!
-//! What must hold, all of it under the lock of the layer:
+//! Invariants, under the lock of the layer:
 //!
-//! 1. A grain in `runs`, or set aside for a stream, is not named by any table, in memory or on the medium, no reader
-//!    uses it, and its bit in the bitmap is clear.
-//! 2. Grains from `fresh` on were never allocated, or can be treated so.
+//! 1. A grain in `runs`, or set aside for a stream, is named by no table, in memory or on the device. No reader uses
+//!    it, and its bit in the bitmap is clear.
+//! 2. Grains from `fresh` on were never allocated, or are free likewise.
 //! 3. `fresh <= length <= limit`; the file reaches to `length`.
-//! 4. A grain is in one of `runs`, one stream, or none. The bitmap does not distinguish these, so streams release their
-//!    grains before it is searched, and before the end is lowered.
+//! 4. A grain is in one of `runs`, set aside for one stream, or in neither. The bitmap does not distinguish these, so
+//!    streams release their grains before the bitmap is searched, and before the end is lowered.
 
 use super::entry::GrainRun;
 use std::collections::BTreeMap;
 
-/// Shortest free run that is used while there is room at the end, in grains: 64 KiB.
+/// The shortest free run that is used while there is room at the end, in grains: 64 KiB.
 const WORTHWHILE: u64 = 16;
-/// Free runs kept in memory; further ones are dropped, and found again in the bitmap.
+/// The most free runs kept in memory; others are dropped, and found again in the bitmap.
 const RUNS_MAX: usize = if cfg!(test) { 16 } else { 1 << 15 };
-/// Free runs examined for one allocation.
+/// The most free runs examined for one allocation.
 const LOOKS_MAX: usize = 32;
 /// Free grains beyond which even the smallest runs are used: 64 MiB, or an eighth of the file.
 const SLACK: u64 = 1 << 14;
 
-/// Streams that are distinguished.
+/// The number of streams that are distinguished.
 const STREAMS: usize = 8;
-/// Grains set aside for a stream, at first and at the most: 64 KiB, 1 MiB.
+/// Grains set aside for a stream, at first and at most: 64 KiB, 1 MiB.
 const AHEAD_MIN: u64 = 16;
 const AHEAD_MAX: u64 = 256;
 
-/// Requests of a guest that follow one another.
+/// Sequential requests of a guest.
 #[derive(Clone, Copy, Debug)]
 struct Stream {
-    /// The grain of the guest with which it would continue.
+    /// The grain of the disk with which the stream would continue.
     next: u64,
     aside: GrainRun,
-    /// Grains to set aside the next time.
+    /// How many grains to set aside next time.
     ahead: u64,
-    /// When it last took some.
+    /// The value of `clock` when the stream last allocated grains.
     used: u64,
 }
 
@@ -59,16 +59,16 @@ fn slack(fresh: u64) -> u64 {
 pub(super) enum Choice {
     /// In this run.
     Run(GrainRun),
-    /// At the end, once the file is longer.
+    /// At the end, after the file has grown.
     Growth,
-    /// Nowhere now: all grains are allocated, or wait for a commit or a reader.
+    /// Nowhere now: all grains are allocated or retired.
     Full,
 }
 
 /// Free grains.
 #[derive(Debug)]
 pub(super) struct Space {
-    /// Count by start; disjoint, never adjoining.
+    /// The number of grains of each run by its start; disjoint, never adjacent.
     runs: BTreeMap<u64, u64>,
     free: u64,
     /// Where the last allocation from a run ended.
@@ -76,19 +76,19 @@ pub(super) struct Space {
     pub(super) fresh: u64,
     pub(super) length: u64,
     pub(super) limit: u64,
-    /// Page of the bitmap to be searched next; `None` when all have been, or must not be.
+    /// The next page of the bitmap to search; `None` when the search is complete, or not permitted.
     cursor: Option<u64>,
-    /// The bitmap is known to be right.
+    /// Whether the bitmap is known to be right.
     trusted: bool,
-    /// Runs were dropped since the search began.
+    /// Whether runs were dropped since the search began.
     forgot: bool,
     streams: [Stream; STREAMS],
-    /// Grows whenever a stream allocates.
+    /// Grows with each allocation of a stream.
     clock: u64,
 }
 
 impl Space {
-    /// The space of a file that holds `length` grains. If the bitmap can be relied on, it is searched in parts.
+    /// The space of a file with `length` grains. If the bitmap can be relied on, it is searched in parts.
     pub(super) fn new(length: u64, limit: u64, trusted: bool) -> Self {
         let length = length.min(limit);
         let cursor = (trusted && length > 0).then_some(0);
@@ -108,7 +108,7 @@ impl Space {
         }
     }
 
-    /// The page of the bitmap to search before the next allocation.
+    /// The page of the bitmap to search before the next allocation, if any.
     pub(super) fn to_search(&self) -> Option<u64> {
         self.cursor
     }
@@ -118,20 +118,20 @@ impl Space {
         self.cursor = self.cursor.map(|page| page + 1).filter(|page| *page < pages);
     }
 
-    /// Searches the bitmap, which is now known to be right, again from the start.
+    /// Starts the search of the bitmap again; the bitmap is known to be right now.
     pub(super) fn search_again(&mut self) {
         self.trusted = true;
         self.cursor = Some(0);
         self.forgot = false;
     }
 
-    /// Free grains known.
+    /// The number of known free grains.
     pub(super) fn free(&self) -> u64 {
         self.free
     }
 
-    /// Sets a place aside for up to `want` grains, of which the first is `guest` of the disk. Returns the same until
-    /// [`Space::use_aside`] takes it.
+    /// Sets aside up to `want` grains, the first for grain `guest` of the disk. Repeated calls return the same grains
+    /// until [`Space::use_aside`] allocates them.
     pub(super) fn set_aside(&mut self, guest: u64, want: u64) -> Choice {
         let going_on = self.streams.iter().position(|stream| stream.next == guest);
         let index = going_on.unwrap_or_else(|| {
@@ -161,7 +161,7 @@ impl Space {
         Choice::Run(GrainRun { start: aside.start, count: aside.count.min(want) })
     }
 
-    /// Allocates the first grains that were set aside for `guest`.
+    /// Allocates the first `count` grains that were set aside for `guest`.
     pub(super) fn use_aside(&mut self, guest: u64, count: u64) {
         if let Some(stream) = self.streams.iter_mut().find(|stream| stream.next == guest) {
             let count = count.min(stream.aside.count);
@@ -171,7 +171,7 @@ impl Space {
         }
     }
 
-    /// Drops the first grain that was set aside for `guest`: it was found to be in use.
+    /// Drops the first grain that was set aside for `guest`, because it was found to be in use.
     pub(super) fn skip_aside(&mut self, guest: u64) {
         if let Some(stream) = self.streams.iter_mut().find(|stream| stream.next == guest) {
             let count = 1.min(stream.aside.count);
@@ -179,9 +179,9 @@ impl Space {
         }
     }
 
-    /// Releases everything set aside.
+    /// Releases all grains that were set aside.
     pub(super) fn end_streams(&mut self) {
-        // Begins with the last, so that grains from the end return to it.
+        // Begins with the last grains, so that those at the end lower `fresh` again.
         let mut order: [usize; STREAMS] = std::array::from_fn(|index| index);
         order.sort_unstable_by_key(|index| std::cmp::Reverse(self.streams[*index].aside.start));
         order.into_iter().for_each(|index| self.end_stream(index));
@@ -195,7 +195,7 @@ impl Space {
         }
     }
 
-    /// Chooses a place for up to `want` grains, without allocating it.
+    /// Chooses up to `want` grains without allocating them.
     fn choose(&mut self, want: u64) -> Choice {
         let least = if self.free > slack(self.fresh) { 1 } else { want.min(WORTHWHILE) };
         if let Some(run) = self.run_near(least) {
@@ -217,7 +217,7 @@ impl Space {
         Choice::Full
     }
 
-    /// Searches again for dropped runs; false if there are none.
+    /// Searches the bitmap again for dropped runs; returns false if there are none.
     pub(super) fn search_forgotten(&mut self) -> bool {
         let again = self.trusted && self.forgot && self.cursor.is_none();
         if again {
@@ -226,7 +226,7 @@ impl Space {
         again
     }
 
-    /// A run of at least `least` grains from the last allocation onwards, then from the start.
+    /// A run of at least `least` grains, searched from the last allocation on, then from the start.
     fn run_near(&self, least: u64) -> Option<GrainRun> {
         if self.free < least {
             return None;
@@ -255,7 +255,7 @@ impl Space {
         }
     }
 
-    /// Frees grains. Some of them may be known as free already.
+    /// Frees grains. Some of them may be in `runs` already.
     pub(super) fn put(&mut self, run: GrainRun) {
         if run.count == 0 || run.start >= self.fresh {
             return;
@@ -272,7 +272,7 @@ impl Space {
         }
         self.runs.insert(start, end - start);
         self.free += end - start;
-        // The lowest are kept: a shrink fills the file up from there.
+        // The lowest runs are kept, because a shrink fills the file from there.
         if self.runs.len() > RUNS_MAX
             && let Some((_, count)) = self.runs.pop_last()
         {
@@ -281,7 +281,7 @@ impl Space {
         }
     }
 
-    /// Frees grains that were just allocated at the end and never used.
+    /// Frees grains that were just allocated at the end and never used; returns false if they are not at the end.
     pub(super) fn put_last(&mut self, run: GrainRun) -> bool {
         let last = run.end() == self.fresh;
         if last {
@@ -290,7 +290,7 @@ impl Space {
         last
     }
 
-    /// Lowers the end of the allocated grains: nothing from `fresh` on is in use.
+    /// Lowers the end of the allocated grains: no grain from `fresh` on is in use.
     pub(super) fn lower(&mut self, fresh: u64) {
         while let Some((&start, &count)) = self.runs.last_key_value() {
             if start + count <= fresh {
@@ -340,11 +340,11 @@ mod tests {
             for (stream, places) in places.iter_mut().enumerate() {
                 let guest = stream as u64 * 50_000 + step;
                 let Choice::Run(found) = space.set_aside(guest, 1) else { panic!("there is room") };
-                assert_eq!(space.set_aside(guest, 1), Choice::Run(found), "the same until it is used");
+                assert_eq!(space.set_aside(guest, 1), Choice::Run(found), "the same run until it is used");
                 space.use_aside(guest, found.count);
                 places.push(found.start);
             }
-            // Another stream writes at scattered places.
+            // Another stream writes at scattered locations.
             let Choice::Run(found) = space.set_aside(1_000_000 + step * 7, 1) else { panic!("there is room") };
             space.use_aside(1_000_000 + step * 7, found.count);
         }
@@ -357,7 +357,7 @@ mod tests {
         all.dedup();
         assert_eq!(all.len(), 3000);
         space.end_streams();
-        assert_eq!(space.fresh - space.free(), 4000, "what was set aside and not used is free");
+        assert_eq!(space.fresh - space.free(), 4000, "grains set aside and not used are free");
     }
 
     #[test]
@@ -366,7 +366,7 @@ mod tests {
         space.length = 64;
         for guest in 0..64 {
             let guest = guest % 2 * 1000 + guest / 2;
-            let Choice::Run(found) = space.set_aside(guest, 1) else { panic!("there is room for {guest}") };
+            let Choice::Run(found) = space.set_aside(guest, 1) else { panic!("grains for {guest}") };
             space.use_aside(guest, found.count);
         }
         assert_eq!(space.set_aside(5000, 1), Choice::Full);

@@ -1,7 +1,8 @@
-//! The layer's state in memory, behind one lock that is never held over I/O.
+//! The state of the layer in memory, behind one lock that is never held during I/O.
 //!
-//! Work on the state is a closure that may run several times: it requests what it lacks with a [`Need`] before it has
-//! changed anything. [`super::SeSparse::settle`] releases the lock, fetches what is needed, and runs the closure again.
+//! Work on the state is a closure that may run several times: if it lacks a page, it returns a [`Need`] before it has
+//! changed anything. [`super::SeSparse::settle`] then releases the lock, fetches what is needed, and runs the closure
+//! again.
 
 use super::cache::{Cache, Kind, PageBytes, PageKey};
 use super::entry::{Entry, Grain, GrainRun, Owner, Table, decode_slot, encode_slot};
@@ -16,16 +17,16 @@ use rustc_hash::{FxHashMap, FxHashSet};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Runs of freed grains that wait at the most; beyond it grains stay allocated until the image is opened again.
+/// The most runs of retired grains; beyond it grains stay allocated until the image is opened again.
 pub(super) const RETIRED_RUNS_MAX: usize = if cfg!(test) { 1 << 12 } else { 1 << 20 };
 
-/// Runs of freed grains that call for a commit of their own: long before more wait than are remembered.
+/// The number of runs of retired grains that requires a commit, long before the limit is reached.
 const FREED_MAX: usize = RETIRED_RUNS_MAX / 16;
 
-/// Grains that are free by the bitmap whose owners are examined in one step: each may need a page of a table.
+/// The most grains, free by the bitmap, whose owners are examined in one step: each may need a page of a table.
 const OWNERS_MAX: usize = 64;
 
-/// What work on the state lacks.
+/// What a closure lacks.
 pub(super) enum Need {
     /// A page in memory.
     Page(PageKey),
@@ -37,7 +38,7 @@ pub(super) enum Need {
     Growth,
     /// A commit: too many pages are dirty, or too many grains freed.
     Commit,
-    /// A free grain; there may be some after a commit, if the caller drops its epoch.
+    /// A free grain; a commit may provide one, if the caller releases its epoch.
     Full,
     /// The work failed.
     Failed(Error),
@@ -52,7 +53,7 @@ impl From<Error> for Need {
 /// The result of one attempt.
 pub(super) type Step<T> = std::result::Result<T, Need>;
 
-/// What the lock protects.
+/// The data that the lock protects.
 pub(super) struct LayerState {
     pub name: Arc<str>,
     pub layout: Layout,
@@ -60,34 +61,34 @@ pub(super) struct LayerState {
     pub space: Space,
     pub header: Volatile,
     pub header_dirty: bool,
-    /// Tables that were allocated once and that no slot names.
+    /// Tables that were allocated and that no slot names.
     pub spare_tables: Vec<Table>,
     /// Tables for which there is space in the file.
     pub table_room: Range<u32>,
-    /// Marks of this session and those left from earlier ones; `None` while the bitmap cannot be relied on.
+    /// Marks of this opening and those left from earlier ones; `None` while the bitmap cannot be relied on.
     pub touched: Option<Touched>,
-    /// True if the next commit has to write them, changed or not.
+    /// Whether the next commit has to write the mark, changed or not.
     pub mark_dirty: bool,
-    /// The marks of earlier sessions whose regions were not recounted.
+    /// Marks of earlier openings whose regions were not recounted.
     pub suspect: Option<Touched>,
     pub retirement: Retirement,
-    /// Grains being moved; true once a writer has written to one.
+    /// Grains being moved; true if a write has disturbed one.
     pub moving: FxHashMap<Grain, bool>,
     pub census: Option<Census>,
-    /// Grains that the file holds: entries beyond them are damaged.
+    /// The number of grains in the file: an entry for a later grain is damaged.
     pub readable: u64,
     pub loading: FxHashSet<PageKey>,
-    /// Holes of the file, by kind of page: pages in them are zeros and need not be read. What a commit has written is
-    /// removed from the list before its pages may leave memory.
+    /// A known hole of the file per kind of page: pages in it are zeros and need not be read. Pages that a commit
+    /// writes are removed from the hole before they may be evicted.
     pub holes: [Range<u64>; Kind::ALL],
-    /// Number of commits that have written pages: an earlier answer about holes may be out of date.
+    /// The number of commits that have written pages: knowledge about holes from before may be out of date.
     pub settled: u64,
-    /// Tables that two slots of the directory name: one slot is wrong, and nothing proves which.
+    /// Tables that two directory slots name: one slot is wrong, and it is not proven which.
     pub shared_tables: FxHashSet<Table>,
-    /// Tables that slots name; kept while the image is open for writing. The content of other tables is from before a
+    /// Tables that slots name, kept while the image is open for writing. Other tables may have content from before a
     /// crash.
     pub named_tables: NamedTables,
-    /// Tables that slots named when the image was opened, and that were not handed out.
+    /// Tables that slots named when the image was opened, although they were not allocated.
     pub uncounted_tables: FxHashSet<Table>,
 }
 
@@ -96,13 +97,13 @@ impl LayerState {
         Need::Failed(Error::new(ErrorKind::Corrupt, format!("{}: {what}; check the image", self.name)))
     }
 
-    /// Asks for a page.
+    /// Requires a page to be in memory.
     #[inline]
     pub(super) fn need(&self, key: PageKey) -> Step<()> {
         if self.cache.contains(key) { Ok(()) } else { Err(Need::Page(key)) }
     }
 
-    /// Asks for a page that can be written without an allocation in the file system.
+    /// Requires a page that can be written without an allocation in the file system.
     pub(super) fn need_backed(&self, key: PageKey) -> Step<()> {
         match self.cache.is_backed(key) {
             Some(true) => Ok(()),
@@ -111,19 +112,19 @@ impl LayerState {
         }
     }
 
-    /// A word of a page.
+    /// Word `index` of a page.
     #[inline]
     pub(super) fn word(&mut self, key: PageKey, index: usize) -> Step<u64> {
         self.cache.get(key).map(|page| page.word(index)).ok_or(Need::Page(key))
     }
 
-    /// Not to be called in the middle of a change.
+    /// Requires that no commit is due. Not to be called in the middle of a change.
     pub(super) fn need_no_commit(&self) -> Step<()> {
         let pressed = self.cache.is_pressed() || self.retirement.open().len() > FREED_MAX;
         if pressed { Err(Need::Commit) } else { Ok(()) }
     }
 
-    /// The table of 16 MiB number `slot`.
+    /// The table that directory slot `slot` names.
     #[inline]
     pub(super) fn table_of(&mut self, slot: u64) -> Step<Option<Table>> {
         let raw = self.word(PageKey::new(Kind::Directory, slot / PAGE_ENTRIES), (slot % PAGE_ENTRIES) as usize)?;
@@ -138,7 +139,7 @@ impl LayerState {
         }
     }
 
-    /// The table of `slot`, allocated if there is none.
+    /// The table of `slot`, which is allocated if there is none.
     pub(super) fn table_for_change(&mut self, slot: u64) -> Step<Table> {
         if let Some(table) = self.table_of(slot)? {
             return Ok(table);
@@ -148,7 +149,7 @@ impl LayerState {
         let next = u32::try_from(self.header.free_table).ok().map(Table);
         let table = match self.spare_tables.last().copied().or(next) {
             Some(table) if u64::from(table.0) < self.layout.tables_max() => table,
-            _ => return Err(self.corrupt("all grain tables are handed out")),
+            _ => return Err(self.corrupt("all grain tables are allocated")),
         };
         if !self.table_room.contains(&table.0) {
             return Err(Need::TableRoom(table));
@@ -177,7 +178,7 @@ impl LayerState {
         }
     }
 
-    /// Puts an entry into a table whose page is in memory, and frees what it named before.
+    /// Sets an entry of a table whose page is in memory, and retires the grain that it named before.
     pub(super) fn set_entry(&mut self, owner: Owner, entry: Entry) -> Step<()> {
         let (key, index) = (table_page(owner.table, u64::from(owner.entry)), page_index(u64::from(owner.entry)));
         let before = Entry::decode(self.word(key, index)?);
@@ -192,7 +193,7 @@ impl LayerState {
             && Entry::Data(grain) != entry
         {
             if !self.retirement.give_up(grain.0..grain.0 + 1) {
-                // It stays allocated: marked beyond closing, so that opening finds it.
+                // The grain stays allocated. Its mark stays after closing, so that the next opening finds it.
                 for marks in [&mut self.touched, &mut self.suspect].into_iter().flatten() {
                     self.mark_dirty |= marks.insert(grain.0);
                 }
@@ -204,12 +205,12 @@ impl LayerState {
         Ok(())
     }
 
-    /// Enters adjacent grains into adjacent entries of one page of a table; all pages concerned are in memory.
+    /// Sets consecutive entries in one page of a table to consecutive grains; all pages needed are in memory.
     pub(super) fn set_entries(&mut self, first: Owner, run: GrainRun) -> Step<()> {
         let (key, index) = (table_page(first.table, u64::from(first.entry)), page_index(u64::from(first.entry)));
         let before = self.cache.get(key).ok_or(Need::Page(key))?.words_from(index).take(run.count as usize);
         if before.map(Entry::decode).any(|entry| matches!(entry, Some(Entry::Data(_)))) {
-            // Another writer has entered grains first: those of this writer are freed one by one.
+            // Another writer has entered grains first: entries are set one by one, which retires those grains.
             for (entry, grain) in (first.entry..).zip(run.start..run.end()) {
                 self.set_entry(Owner { entry, ..first }, Entry::Data(Grain(grain)))?;
             }
@@ -224,7 +225,7 @@ impl LayerState {
     }
 
     /// Sets the backmap of grains whose pages are in memory: the first belongs to entry `first`, the others to the
-    /// entries behind it.
+    /// following entries.
     fn set_owners(&mut self, run: GrainRun, first: Option<Owner>) {
         let mut start = run.start;
         while start < run.end() {
@@ -247,7 +248,7 @@ impl LayerState {
         Ok(Owner::decode(self.word(backmap_page(grain), page_index(grain))?))
     }
 
-    /// Asks for the backmap of grains of one bitmap page.
+    /// Requires the backmap pages for grains of one bitmap page.
     pub(super) fn need_backmap(&self, run: GrainRun) -> Step<()> {
         let last = backmap_page(run.end().saturating_sub(1)).index();
         for index in backmap_page(run.start).index()..=last {
@@ -256,7 +257,7 @@ impl LayerState {
         Ok(())
     }
 
-    /// Allocates up to `want` adjacent grains, the first of them for grain `guest` of the disk.
+    /// Allocates up to `want` consecutive grains, the first for grain `guest` of the disk.
     pub(super) fn claim(&mut self, guest: u64, want: u64) -> Step<GrainRun> {
         if let Some(page) = self.space.to_search() {
             self.search(page)?;
@@ -269,7 +270,7 @@ impl LayerState {
             };
             let run = self.before_one_in_use(run)?;
             if run.count == 0 {
-                // The bitmap is wrong here, and is corrected from here on.
+                // The bitmap is wrong for this grain: the bit is set, and the grain is skipped.
                 self.set_bits(GrainRun { count: 1, ..run }, true)?;
                 self.space.skip_aside(guest);
                 continue;
@@ -280,8 +281,8 @@ impl LayerState {
         }
     }
 
-    /// The part of a run that is free by the bitmap, before a grain that the backmap and a table in use give to an
-    /// entry. Allocating that grain would give it two owners.
+    /// The part of a free run before the first grain that is in use by backmap and table, although the bitmap marks it
+    /// as free. Allocating that grain would give it two owners.
     fn before_one_in_use(&mut self, run: GrainRun) -> Step<GrainRun> {
         let run = GrainRun { count: run.count.min(PAGE_BITS - run.start % PAGE_BITS), ..run };
         if self.touched.is_none() {
@@ -310,7 +311,7 @@ impl LayerState {
         Ok(run)
     }
 
-    /// Allocates a free run, up to the end of the page of the bitmap.
+    /// Allocates a free run, up to the end of its bitmap page.
     pub(super) fn claim_run(&mut self, run: GrainRun) -> Step<GrainRun> {
         let run = self.before_one_in_use(run)?;
         if run.count == 0 {
@@ -321,7 +322,7 @@ impl LayerState {
         Ok(run)
     }
 
-    /// Marks grains as allocated, up to the end of the page of the bitmap.
+    /// Marks grains as allocated, up to the end of their bitmap page.
     fn allocate(&mut self, run: GrainRun) -> Step<GrainRun> {
         let run = GrainRun { count: run.count.min(PAGE_BITS - run.start % PAGE_BITS), ..run };
         self.need_backed(bitmap_page(run.start))?;
@@ -384,12 +385,12 @@ impl LayerState {
         Ok(())
     }
 
-    /// A page that is examined while the state changes.
+    /// A copy of a page, so that it can be examined while the state changes.
     pub(super) fn page(&mut self, key: PageKey) -> Step<PageBytes> {
         self.cache.get(key).cloned().ok_or(Need::Page(key))
     }
 
-    /// Makes grains of one page of the bitmap free: no table names them and no reader uses them.
+    /// Frees grains of one bitmap page: no table names them and no reader uses them.
     pub(super) fn release(&mut self, run: GrainRun) -> Step<()> {
         self.need(bitmap_page(run.start))?;
         self.need_backmap(run)?;
@@ -411,7 +412,7 @@ impl LayerState {
     }
 }
 
-/// The page of a table that has an entry.
+/// The page of a table with entry `entry`.
 #[inline]
 pub(super) fn table_page(table: Table, entry: u64) -> PageKey {
     PageKey::new(Kind::Table, u64::from(table.0) * TABLE_PAGES + entry / PAGE_ENTRIES)

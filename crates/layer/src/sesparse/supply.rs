@@ -1,8 +1,8 @@
-//! Supplies what work on the state lacks: pages of metadata, space in the file for them, a longer file, a commit.
+//! Provides what work on the state lacks: pages of metadata, file space for them, a longer file, a commit.
 //!
-//! 1. None of it runs under the lock of the state; its results are checked again under it.
-//! 2. A page is read by one thread at a time, and only while it is not in memory: so the read page is current.
-//! 3. A known hole of the file was one when a commit last ended, and nothing was written there since.
+//! 1. None of this runs under the lock of the state; its results are checked again under the lock.
+//! 2. A page is read by one thread at a time, and only while it is not in memory: so the page read is current.
+//! 3. A known hole was a hole when the last commit ended, and has not been written since.
 
 use super::SeSparse;
 use super::cache::{Kind, PageBytes, PageKey};
@@ -14,16 +14,17 @@ use backend::{BLOCK_SIZE, Buffer};
 use parking_lot::MutexGuard;
 use std::ops::Range;
 
-/// Rounds after which work on the state fails: some thousand pages for one step mean that the cache is thrashing.
+/// The number of rounds after which work on the state fails: some thousand pages for one step mean that the cache
+/// thrashes.
 const ROUNDS_MAX: usize = 100_000;
 
-/// Pages for which space is allocated at a time: each call costs as much as writing some hundred kilobytes.
+/// Pages whose space is allocated per call: each call costs as much as writing some hundred kilobytes.
 const ROOM_PAGES: u64 = 64;
-/// Grains by which the file grows at a time: 64 MiB, which occupy no space before they are written.
+/// Grains by which the file grows at a time: 64 MiB, which take no space before they are written.
 const GROWTH: u64 = 4 * TABLE_SPAN / GRAIN;
 
 impl SeSparse {
-    /// Runs `work` until it lacks nothing.
+    /// Runs `work` until it has all that it needs.
     pub(super) fn settle<T>(&self, mut work: impl FnMut(&mut LayerState) -> Step<T>) -> Result<T> {
         let mut state = self.state.lock();
         for _ in 0..ROUNDS_MAX {
@@ -42,7 +43,7 @@ impl SeSparse {
                 Need::TableRoom(table) => self.back_table(table)?,
                 Need::Growth => self.grow()?,
                 Need::Full => {
-                    return Err(Error::new(ErrorKind::NoSpace, format!("{}: every grain is taken", self.name)));
+                    return Err(Error::new(ErrorKind::NoSpace, format!("{}: every grain is allocated", self.name)));
                 }
                 Need::Commit | Need::Page(_) => self.commit_at_once()?,
             }
@@ -56,7 +57,7 @@ impl SeSparse {
         self.area(key.kind()).start() + key.index() * BLOCK_SIZE as u64
     }
 
-    /// Reads a page; if a table is read in order, also the rest of the table.
+    /// Reads a page; if a table is read sequentially, also the rest of the table.
     fn load<'a>(&'a self, key: PageKey, mut state: MutexGuard<'a, LayerState>) -> Result<MutexGuard<'a, LayerState>> {
         if state.loading.contains(&key) {
             self.loaded.wait(&mut state);
@@ -96,8 +97,8 @@ impl SeSparse {
         Ok(state)
     }
 
-    /// The hole of the file around a range, within one area, if there is one: new pages usually lie in holes, and
-    /// reading holes through the page cache fills it with zeros by read-ahead.
+    /// The hole of the file around a range, within one area, if there is one. New pages usually are in holes, and
+    /// reading holes through the page cache would fill the cache with zeros by read-ahead.
     fn find_hole(&self, kind: Kind, bytes: &Range<u64>) -> Result<Option<Range<u64>>> {
         if !self.overlay.is_empty() {
             return Ok(None);
@@ -117,7 +118,7 @@ impl SeSparse {
         }
     }
 
-    /// Allocates space for a page and its neighbours.
+    /// Allocates the space of a page and its neighbours.
     fn back(&self, key: PageKey) -> Result<()> {
         let first = PageKey::new(key.kind(), key.index() - key.index() % ROOM_PAGES);
         let count = self.back_pages(first)?;
@@ -135,7 +136,7 @@ impl SeSparse {
         Ok(())
     }
 
-    /// Allocates space for pages from `first` on; returns how many.
+    /// Allocates the space of pages from `first` on; returns how many.
     fn back_pages(&self, first: PageKey) -> Result<u64> {
         let pages = self.area(first.kind()).size / PAGE_SECTORS;
         let count = ROOM_PAGES.min(pages.saturating_sub(first.index()));
@@ -145,13 +146,13 @@ impl SeSparse {
 
     fn reserve(&self, offset: u64, length: u64) -> Result<()> {
         match self.file.reserve(offset, length) {
-            // Writing may fail then; the file system offers nothing better.
+            // Then a later write may fail for lack of space; this file system cannot reserve.
             Err(error) if error.kind() == std::io::ErrorKind::Unsupported => Ok(()),
             other => other.during(|| format!("taking {length} bytes for tables of {}", self.name)),
         }
     }
 
-    /// Makes the file longer.
+    /// Extends the file.
     fn grow(&self) -> Result<()> {
         let _one_at_a_time = self.length.lock();
         let (fresh, length, limit) = {
@@ -163,7 +164,7 @@ impl SeSparse {
         }
         let longer = (length + GROWTH).min(limit);
         let bytes = self.grain_offset(Grain(longer))?;
-        // A shrink may be cutting the file, which may still be long enough.
+        // While a shrink truncates the file step by step, it may still be long enough.
         let present = self.file.len().during(|| format!("asking for the length of {}", self.name))?;
         if present < bytes {
             self.file.set_len(bytes).during(|| format!("growing {} to {bytes} bytes", self.name))?;

@@ -24,7 +24,7 @@ use work::NoProgress;
 
 const GRAIN: u64 = 4096;
 const SECTORS: u64 = GRAIN / 512;
-/// What a sector of the parent reads as.
+/// The stamp of a sector that the layer does not hold.
 const ABSENT: u64 = u64::MAX;
 const NAME: &str = "vm-000001-sesparse.vmdk";
 const MIB: u64 = 1 << 20;
@@ -37,7 +37,7 @@ fn simulated(seed: u64) -> SimulatedDisk {
     SimulatedDisk::new(seed, SimulatedOptions::default())
 }
 
-/// A new image on a disk, its name durable.
+/// A new image on a disk, with a durable name.
 fn create(disk: &SimulatedDisk, mode: IoMode, capacity: u64, options: Options) -> SeSparse {
     let directory = disk.directory();
     let file = directory.create(NAME, mode).unwrap();
@@ -49,7 +49,7 @@ fn open(directory: &dyn Directory, mode: IoMode, options: Options) -> Result<SeS
     SeSparse::open(directory.open(NAME, mode).unwrap(), NAME, options)
 }
 
-/// Grains whose every word is a stamp.
+/// Grains in which every word is a stamp.
 fn stamped(count: u64, stamp: u64) -> Buffer {
     let mut buffer = Buffer::zeroed(count as usize);
     for word in buffer.as_chunks_mut::<8>().0 {
@@ -58,7 +58,7 @@ fn stamped(count: u64, stamp: u64) -> Buffer {
     buffer
 }
 
-/// Everything the map says of a range.
+/// All extents of a range.
 fn map_all(layer: &dyn Layer, start: u64, length: u64) -> Result<Vec<Extent>> {
     let mut out = Vec::new();
     let mut at = start;
@@ -76,7 +76,7 @@ fn map_all(layer: &dyn Layer, start: u64, length: u64) -> Result<Vec<Extent>> {
     Ok(out)
 }
 
-/// What each sector of a range says.
+/// The stamp of each sector in a range.
 fn stamps(layer: &dyn Layer, start: u64, length: u64) -> Result<Vec<u64>> {
     let _epoch = layer.epoch();
     let mut out = Vec::new();
@@ -95,16 +95,16 @@ fn stamps(layer: &dyn Layer, start: u64, length: u64) -> Result<Vec<u64>> {
                     out.push(u64::from_le_bytes(words[0]));
                 }
             }
-            Content::Encoded => panic!("nothing is encoded here"),
+            Content::Encoded => panic!("no data is encoded here"),
         }
     }
     Ok(out)
 }
 
-/// What each grain written to may say, by sector. Grains not in it are absent.
+/// The permitted stamps of each written grain, by sector. Grains that are not in it are absent.
 #[derive(Clone, Default)]
 struct Model {
-    /// Per sector: what holds now, and what held since the last flush.
+    /// For each sector, the present stamp and all stamps since the last flush.
     grains: BTreeMap<u64, Vec<Vec<u64>>>,
 }
 
@@ -125,7 +125,7 @@ impl Model {
         }
     }
 
-    /// Every grain says what was last written.
+    /// Checks that every grain has the stamp last written.
     fn compare(&self, layer: &dyn Layer) {
         for (grain, sectors) in &self.grains {
             let found = stamps(layer, grain * GRAIN, GRAIN).unwrap();
@@ -134,7 +134,8 @@ impl Model {
         }
     }
 
-    /// After a cut: every sector says something it said since the last flush, and does so from now on.
+    /// Called after a power cut: checks that every sector has one of its permitted stamps, and permits only that one
+    /// from then on.
     fn settle(&mut self, layer: &dyn Layer) {
         for (grain, sectors) in &mut self.grains {
             let found = stamps(layer, grain * GRAIN, GRAIN).unwrap();
@@ -146,23 +147,23 @@ impl Model {
     }
 }
 
-/// The image is right in every respect, for our own reader and for others.
+/// Checks that the image has no finding in a check, for lamina and for other readers.
 fn assert_clean(layer: &SeSparse) {
     let report = layer.check(false, &NoProgress).unwrap();
     assert!(report.is_clean(), "{report:?}");
 }
 
-/// One random change, as a layer and a model take it.
+/// A random change, for a layer and a model.
 struct Operation {
     first: u64,
     count: u64,
-    /// Zero asks for zeroing.
+    /// Zero means zeroing.
     stamp: u64,
     keep: bool,
 }
 
 impl Operation {
-    /// `grains` grains in each of some 16 MiB parts of the disk, so that several tables are in use.
+    /// Draws a change among `grains` grains in one of some 16 MiB parts of the disk, so that several tables are used.
     fn draw(random: &mut Random, slots: &[u64], grains: u64) -> Self {
         let slot = slots[random.below(slots.len() as u64) as usize];
         let count = if random.once_in(3) { 1 + random.below(grains / 2) } else { 1 + random.below(3) };
@@ -185,7 +186,7 @@ impl Operation {
     }
 }
 
-/// A file in memory over the bytes of another: what it costs to open is what is looked at.
+/// A file in memory over the bytes of another, which counts what an opening reads and writes.
 struct MemoryFile {
     base: Arc<Vec<u8>>,
     changed: parking_lot::Mutex<(BTreeMap<u64, Vec<u8>>, u64)>,

@@ -1,31 +1,31 @@
-//! The mark of an open image: the regions of the grain area that may hold grains which nothing names.
+//! The mark of an open image: the regions of the grain area that may hold allocated grains which no table names.
 //!
-//! A crash leaves grains that are allocated in the bitmap and that no table names: allocated for a write that was not
-//! flushed, or removed from a table and not yet freed. To find them without examining everything, the bit of a region
-//! is durable before its first bitmap page changes, and before the first table that drops a grain of it changes.
-//! Opening for writing recounts the marked regions; closing removes the marks.
+//! After a crash there may be grains that are allocated in the bitmap but named by no table: allocated for a write that
+//! was not flushed, or dropped from a table and not freed yet. To find them without a complete scan, the mark's bit for
+//! a region is durable before a bitmap page of the region changes for the first time, and before a table drops a grain
+//! of the region. Opening for writing recounts the marked regions; closing removes the marks.
 //!
-//! The mark is stored where ESXi leaves uninitialised memory that no reader uses: behind the known part of the journal
-//! header, with the bits in the sector after it. It is valid only while the sequence number of the journal is the one
-//! with which it was made: any other program that changes the image writes transactions, and then lamina does not know
-//! which bits of the bitmap that program maintains. So the mark also states that lamina maintains every bit of the
-//! bitmap, and that free grains may be taken from it.
+//! The mark is stored where ESXi leaves uninitialised memory that no reader uses: after the known part of the journal
+//! header, with the bits in the next sector. It is valid only while the journal's sequence number is the one in the
+//! mark: any other program that changes the image writes transactions, and lamina does not know which bitmap bits that
+//! program maintains. So a valid mark also means that lamina maintains every bit of the bitmap, and that free grains
+//! may be allocated from it.
 //!
-//! | byte of the file | what |
+//! | byte of the file | field |
 //! |---:|---|
 //! | 1056 | magic number |
-//! | 1064 | journal sequence number that it goes with |
-//! | 1072 | grains of a region, as a power of two |
-//! | 1536 | 4,096 bits, least significant first |
+//! | 1064 | journal sequence number for which the mark is valid |
+//! | 1072 | grains per region, as a power of two |
+//! | 1536 | 4,096 bits, one per region, least significant first |
 
 use super::header::{PAGE_BITS, Words, put};
 use crate::SECTOR;
 
-/// "lamina" and a version.
+/// "lamina" and a version number.
 const MAGIC: u64 = u64::from_le_bytes(*b"lamina\x01\0");
 const AT: usize = 1056;
 const BITS_AT: usize = 1536;
-/// Regions of an image.
+/// The number of regions of an image.
 const REGIONS: u64 = SECTOR * 8;
 
 /// Whether the first block has a mark, valid or not.
@@ -33,7 +33,7 @@ pub(super) fn is_marked(block: &[u8]) -> bool {
     Words(block).get(AT) == MAGIC
 }
 
-/// The sequence number with which a mark was made.
+/// The sequence number in a mark.
 pub(super) fn sequence(block: &[u8]) -> u64 {
     Words(block).get(AT + 8)
 }
@@ -41,7 +41,7 @@ pub(super) fn sequence(block: &[u8]) -> u64 {
 /// Marked regions.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Touched {
-    /// Grains of a region, as a power of two.
+    /// Grains per region, as a power of two.
     shift: u32,
     bits: [u64; (REGIONS / 64) as usize],
 }
@@ -53,7 +53,7 @@ impl Touched {
         Self { shift: region.ilog2(), bits: [0; (REGIONS / 64) as usize] }
     }
 
-    /// Reads the mark from the first block; `None` if there is no valid one.
+    /// Decodes the mark in the first block; `None` if there is no valid one.
     pub(super) fn decode(block: &[u8], grains: u64, sequence: u64) -> Option<Self> {
         let words = Words(block);
         let mut touched = Self::new(grains);
@@ -76,7 +76,7 @@ impl Touched {
         }
     }
 
-    /// Marks the region of a grain; true if it was not marked before.
+    /// Marks the region of a grain; returns true if it was not marked before.
     pub(super) fn insert(&mut self, grain: u64) -> bool {
         let region = (grain >> self.shift).min(REGIONS - 1);
         let word = &mut self.bits[(region / 64) as usize];

@@ -1,15 +1,15 @@
 //! Wiping: finds grains that no table names, or that hold only zeros, and frees them.
 //!
-//! Which grains tables name is known only after all tables were read, and guests write meanwhile. So the bitmap is
-//! compared with a [`Census`] that errs on one side only. It counts what the tables name when the walk reads them, and
-//! everything that was allocated, entered or dropped since it began. Grains dropped before and not free yet are counted
-//! at its start, after a wait for writers that had allocated grains and not entered them. An allocated grain that is
-//! not in the census then belongs to no entry.
+//! Which grains the tables name is known only after all tables were read, and guests write meanwhile. So the bitmap is
+//! compared with a [`Census`], which may count too many grains but never too few. It counts the grains that the tables
+//! name when the walk reads them, and all that were allocated, entered or dropped since the census began. Retired
+//! grains that are not free yet are counted at its start, after a wait for writers with grains that are allocated and
+//! not entered. An allocated grain that is not in the census then belongs to no entry.
 //!
-//! The census covers a window of the grain area at a time, so that its memory does not depend on the disk.
+//! The census covers one window of the grain area at a time, so that its memory does not depend on the disk's size.
 //!
-//! In an image that another program wrote last, the bitmap is not used until a wipe has completed: new grains come from
-//! the end of the file only. From then on the mark states that lamina maintains the bitmap.
+//! In an image that another program wrote last, the bitmap is not used until a wipe has completed: new grains come only
+//! from the end of the file. After the wipe, the mark states that lamina maintains the bitmap.
 
 use super::SeSparse;
 use super::cache::{Kind, PageBytes, PageKey};
@@ -24,23 +24,23 @@ use backend::{BLOCK_SIZE, Buffer};
 use std::ops::Range;
 use work::Progress;
 
-/// Grains of a window: 512 GiB, 32 MiB of memory.
+/// Grains per window: 512 GiB of data, 32 MiB of memory.
 const WINDOW: u64 = 1 << 27;
-/// Tables looked at in one step.
+/// Tables examined per step.
 const TABLES_PER_STEP: u64 = 16;
 
 /// The result of a wipe, in grains.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct WipeReport {
-    /// Grains freed that no table named.
+    /// Grains that no table named, and that were freed.
     pub unnamed: u64,
-    /// Grains freed that held only zeros.
+    /// Grains that held only zeros, and were freed.
     pub zeros: u64,
-    /// Grains named by a table that were free in the bitmap.
+    /// Grains that a table named although they were free in the bitmap, and that were marked as allocated.
     pub repaired: u64,
 }
 
-/// A set of grains of a window.
+/// A set of grains in a window.
 pub(super) struct GrainSet {
     window: Range<u64>,
     words: Vec<u64>,
@@ -56,12 +56,12 @@ impl GrainSet {
         self.window.contains(&grain) && self.word(grain / 64 * 64) >> (grain % 64) & 1 == 1
     }
 
-    /// The grains that it can hold.
+    /// The range of grains that it can hold.
     pub(super) fn window(&self) -> Range<u64> {
         self.window.clone()
     }
 
-    /// Adds a grain; true if it was in the window and there already.
+    /// Adds a grain; returns true if it is in the window and was in the set before.
     pub(super) fn insert(&mut self, grain: u64) -> bool {
         if !self.window.contains(&grain) {
             return false;
@@ -73,21 +73,21 @@ impl GrainSet {
         before
     }
 
-    /// 64 grains from `first` on, which is a multiple of 64.
+    /// The bits of 64 grains from `first` on, which is a multiple of 64.
     pub(super) fn word(&self, first: u64) -> u64 {
         let bit = first.wrapping_sub(self.window.start);
         self.words.get((bit / 64) as usize).copied().unwrap_or(0)
     }
 }
 
-/// Grains of a window that were allocated, entered or dropped since the census began, or dropped before and not free
+/// Grains of a window that were allocated, entered or dropped since the census began, or retired before and not free
 /// yet. For all others, tables, bitmap and backmap do not change during the census.
 pub(super) struct Census {
     accounted: GrainSet,
 }
 
 impl Census {
-    /// Grains that may belong to an entry, named or not.
+    /// Counts grains that may belong to an entry, whether a table names them yet or not.
     pub(super) fn account(&mut self, run: GrainRun) {
         for grain in run.start..run.end() {
             self.accounted.insert(grain);
@@ -98,7 +98,7 @@ impl Census {
         self.accounted.contains(grain)
     }
 
-    /// 64 grains from `first` on, which is a multiple of 64.
+    /// The bits of 64 grains from `first` on, which is a multiple of 64.
     pub(super) fn word(&self, first: u64) -> u64 {
         self.accounted.word(first)
     }
@@ -107,16 +107,15 @@ impl Census {
 /// Ranges of the file with data: tables in holes need not be read.
 #[derive(Default)]
 pub(super) struct Holes {
-    /// Up to this offset, everything outside these ranges is a hole.
+    /// Within this searched range, everything outside `known` is a hole.
     known: Option<Range<u64>>,
     searched: Range<u64>,
-    /// Commits that had written pages when the ranges were read.
+    /// The number of commits with pages when the ranges were read.
     settled: u64,
 }
 
 impl Holes {
-    /// Drops the ranges after a commit: it may have written a table in a hole, and the table may have left memory
-    /// since.
+    /// Drops the ranges if a commit has written pages: a table in a hole may have been written and evicted since.
     fn renew(&mut self, settled: u64) {
         if self.settled != settled {
             *self = Self { settled, ..Self::default() };
@@ -130,7 +129,7 @@ impl Holes {
             let end = self.known.as_ref().map_or(u64::MAX, |known| known.end);
             self.searched = range.start..end.max(range.end);
             if end < range.end {
-                // More data may follow within the range: another query would cost more than it saves.
+                // More data may follow within the range, but another query would cost more than it saves.
                 return Ok(false);
             }
         }
@@ -139,8 +138,9 @@ impl Holes {
 }
 
 impl SeSparse {
-    /// Frees grains that no table names and, with `zeros`, those that hold only zeros: their entries then say so. Goes
-    /// on beside guests; fails with [`crate::ErrorKind::Interrupted`] when stopped, and keeps what it did.
+    /// Frees grains that no table names and, with `zeros`, also those that hold only zeros, whose entries become zero
+    /// entries. Runs while guests are active; when cancelled, fails with [`crate::ErrorKind::Interrupted`] and keeps
+    /// what was done.
     pub fn wipe(&self, zeros: bool, progress: &dyn Progress) -> Result<WipeReport> {
         let mut work = self.begin_work(progress, "wiping")?;
         self.check_changeable()?;
@@ -157,8 +157,8 @@ impl SeSparse {
             counted?;
             window = window.end..window.end + WINDOW;
         }
-        // One commit writes the corrections and frees the dropped grains, the next writes that. The mark, which states
-        // that bitmap and backmap are right, must not be durable before they are.
+        // The first commit writes the corrections and frees the dropped grains, the next commit writes that. The mark,
+        // which states that bitmap and backmap are right, must not be durable before they are.
         self.commit_at_once()?;
         {
             let mut state = self.state.lock();
@@ -181,7 +181,7 @@ impl SeSparse {
         let mut named = GrainSet::new(counted.clone());
         self.begin_census(counted);
         let others_wrote = self.state.lock().touched.is_none();
-        // From here on everything new is counted; grains allocated before will have been entered.
+        // From here on all new grains are counted, and writers that allocated grains earlier have entered them.
         drop(self.announce(&[], work)?);
         let mut holes = Holes::default();
         let (slots, mut slot) = (self.layout.slots(), 0);
@@ -217,11 +217,11 @@ impl SeSparse {
         Ok(())
     }
 
-    /// Begins a census of a window. Grains that were allocated before and not entered are counted only when they are
-    /// entered.
+    /// Begins a census of a window. Grains that were allocated before and are not entered yet are counted only when
+    /// they are entered.
     pub(super) fn begin_census(&self, window: Range<u64>) {
         let mut census = Census { accounted: GrainSet::new(window) };
-        // Nothing is on its way from waiting to free while commits are held off.
+        // While the turn to commit is held, no retired grain is being freed.
         let _no_commit = self.commits.turn();
         let mut state = self.state.lock();
         for run in state.retirement.waiting() {
@@ -230,8 +230,8 @@ impl SeSparse {
         state.census = Some(census);
     }
 
-    /// The first slot from `from` on that is in use, or the first of the next page of the directory: most of a disk is
-    /// usually unused.
+    /// The first slot in use from `from` on, or the first slot of the next directory page: usually most of a disk is
+    /// unused.
     pub(super) fn next_slot(&self, from: u64) -> Result<u64> {
         let slots = self.layout.slots();
         if from >= slots {
@@ -245,7 +245,7 @@ impl SeSparse {
         })
     }
 
-    /// Goes on to the next slot that is in use, from `slot` on, as steps of the work; false where there is none.
+    /// Sets `slot` to the next slot in use, and counts the skipped ones as done; returns false if there is none.
     pub(super) fn find_slot(&self, slot: &mut u64, work: &mut Work<'_, '_>) -> Result<bool> {
         while *slot < self.layout.slots() {
             let begun = std::mem::replace(slot, self.next_slot(*slot)?);
@@ -257,11 +257,11 @@ impl SeSparse {
         Ok(false)
     }
 
-    /// The table of a slot and its content: what is in memory, else what the file has. `None` without a table, or with
-    /// one that is a hole of the file.
+    /// The table of a slot and its content, from memory or from the file. `None` without a table, or if the table is a
+    /// hole of the file.
     pub(super) fn read_table(&self, slot: u64, holes: &mut Holes) -> Result<Option<(Table, Vec<PageBytes>)>> {
         let Some(table) = self.settle(|state| state.table_of(slot))? else { return Ok(None) };
-        // Memory first: a page that is not there is current in the file until it is loaded.
+        // Memory is checked first: a page that is not there is current in the file until it is loaded.
         let cached: Vec<Option<PageBytes>> = {
             let state = self.state.lock();
             holes.renew(state.settled);
@@ -287,7 +287,7 @@ impl SeSparse {
         )))
     }
 
-    /// Makes the backmap agree with a table: entries by other programs may have another meaning.
+    /// Makes the backmap agree with a table: another program may use the backmap's entries differently.
     fn adopt(&self, table: Table, content: &[PageBytes]) -> Result<()> {
         for (entry, raw) in (0..).zip(content.iter().flat_map(PageBytes::words)) {
             let Some(Entry::Data(grain)) = Entry::decode(raw) else { continue };
@@ -330,7 +330,7 @@ impl SeSparse {
         Ok(())
     }
 
-    /// Returns those of some grains that hold only zeros.
+    /// The grains among `held` that hold only zeros.
     fn holding_zeros(&self, held: &[Held]) -> Result<Vec<Held>> {
         let content = self.read_grains(held)?;
         let is_zero = |grain: &[u8]| grain.as_chunks::<64>().0.iter().all(|part| *part == [0; 64]);
@@ -339,7 +339,7 @@ impl SeSparse {
     }
 }
 
-/// Grains that a page of a table names, in the order of the disk.
+/// The grains that a page of a table names, in the order of the disk.
 fn held_by_page(state: &mut LayerState, slot: u64, page: u64) -> Step<Vec<Held>> {
     let Some(table) = state.table_of(slot)? else { return Ok(Vec::new()) };
     let first = page * PAGE_ENTRIES;
@@ -365,7 +365,7 @@ fn count(state: &LayerState, named: &mut GrainSet, slot: u64, content: &[PageByt
     Ok(())
 }
 
-/// Frees the grains of a page of the bitmap that are allocated and not in the census.
+/// Frees the grains of a bitmap page that are allocated and not in the census.
 fn sweep(state: &mut LayerState, named: &GrainSet, census: &Census, page: u64, report: &mut WipeReport) -> Step<()> {
     state.need_no_commit()?;
     let bytes = state.page(PageKey::new(Kind::Bitmap, page))?;
@@ -375,7 +375,8 @@ fn sweep(state: &mut LayerState, named: &GrainSet, census: &Census, page: u64, r
     for (first, bits) in (page * PAGE_BITS..end).step_by(64).zip(bytes.words()) {
         let (named, accounted) = (named.word(first), census.word(first));
         let mut lost = bits & !(named | accounted);
-        // Counted grains may be free by now; only grains that a table names and that did not change must be allocated.
+        // Grains in the census may be free by now; only a grain that a table names and that did not change must be
+        // allocated.
         let mut missing = named & !bits & !accounted;
         while lost != 0 {
             let grain = first + u64::from(lost.trailing_zeros());

@@ -1,12 +1,12 @@
 //! Writing and zeroing grains.
 //!
-//! A step covers what one page of a table maps. It asks the map for the places of its grains and allocates new ones for
-//! those that have none, adjacent to each other; writes them without a lock, adjacent grains by one call; then enters
-//! the new ones into the table. Grains that have a place are overwritten there.
+//! A step covers the range of one page of a table. It looks up the locations of its grains, allocates adjacent new
+//! grains for those without one, writes them without a lock (adjacent grains in one call), and then enters the new
+//! grains into the table. Grains with a location are overwritten in place.
 //!
-//! Of two writers to one grain without a place both take one, and the later entry wins: they were not ordered. A writer
-//! that zeroes a grain while another overwrites it in place wins likewise, and the place is not reused before the other
-//! writer drops its epoch: each step enters the current epoch before it looks for places.
+//! If two writers write a grain without a location, each allocates one, and the later entry wins: the two writes were
+//! not ordered. If one zeroes a grain while another overwrites it in place, the zeroing wins. The location is not
+//! reused before the other writer drops its epoch: each step enters the current epoch before it looks up locations.
 
 use super::SeSparse;
 use super::entry::{Entry, GRAIN, Grain, GrainRun, Owner, TABLE_ENTRIES, TABLE_SPAN, Table};
@@ -18,16 +18,16 @@ use std::ops::Range;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-/// How long a write waits for a reader to release the last grains.
+/// The pause between two attempts to allocate grains that readers still hold, and the most pauses.
 const FULL_PAUSE: Duration = Duration::from_millis(1);
 const FULL_PAUSES_MAX: usize = 5_000;
-/// Bytes of zeros written at a time where space is to be kept.
+/// Bytes of zeros per write, where space has to be kept.
 const ZEROS: usize = 256 << 10;
 
-/// Adjacent grains of a step with adjacent places.
+/// Consecutive grains of a step at consecutive locations.
 #[derive(Clone, Copy, Debug)]
 struct WritePiece {
-    /// First entry, counted from the first of the step.
+    /// First entry, counted from the first entry of the step.
     first: u64,
     place: GrainRun,
     new: bool,
@@ -55,7 +55,7 @@ impl SeSparse {
     }
 
     fn write_step(&self, at: u64, length: u64, slices: &[&[u8]]) -> Result<()> {
-        // The last grain of a disk may be partial, and direct I/O requires whole blocks: then a copy is written.
+        // The last grain of a disk may be partial, and direct I/O requires aligned blocks: then a copy is written.
         let fits = |slice: &&[u8]| aligned(slice.len()) && aligned(slice.as_ptr().addr());
         if !length.is_multiple_of(GRAIN) || (self.file.mode() == IoMode::Direct && !slices.iter().all(fits)) {
             let mut whole = Buffer::zeroed(length.div_ceil(GRAIN) as usize);
@@ -76,7 +76,8 @@ impl SeSparse {
         let entries = at % TABLE_SPAN / GRAIN..(at % TABLE_SPAN + length) / GRAIN;
         let mut pauses = 0;
         let (plan, _epoch) = loop {
-            // Taken before any grain is: a wipe waits for every writer that has taken grains and not entered them.
+            // Entered before any grain is allocated: a wipe waits for every writer with grains that it has not entered
+            // yet.
             let epoch = self.epochs.enter();
             let mut claimed = Vec::new();
             let planned = self.settle(|state| match Self::plan(state, at / TABLE_SPAN, &entries, &mut claimed) {
@@ -85,7 +86,7 @@ impl SeSparse {
             });
             match planned {
                 Ok(Some(plan)) => break (plan, epoch),
-                // What is freed meanwhile may wait for this very epoch.
+                // Grains that become free meanwhile may wait for this epoch, so it is dropped.
                 Ok(None) => {
                     self.give_back(&claimed);
                     drop(epoch);
@@ -120,11 +121,11 @@ impl SeSparse {
         })
     }
 
-    /// Waits for grains to become free, if all are allocated: the first time by a commit, then for readers.
+    /// Waits for free grains if all are allocated: first by a commit, then for readers.
     fn wait_for_grains(&self, pauses: &mut usize) -> Result<()> {
         let hopeless = *pauses > 1 && self.state.lock().retirement.waiting().next().is_none();
         if hopeless || *pauses == FULL_PAUSES_MAX {
-            let text = format!("{}: every grain is taken, and none becomes free; wipe it", self.name);
+            let text = format!("{}: every grain is allocated, and none becomes free; wipe it", self.name);
             return Err(Error::new(ErrorKind::NoSpace, text));
         }
         if *pauses > 0 {
@@ -134,8 +135,8 @@ impl SeSparse {
         self.commit_at_once()
     }
 
-    /// Finds the places of grains, and allocates new ones where there are none. `claimed` keeps them over attempts that
-    /// lack something.
+    /// Looks up the locations of grains, and allocates grains for those without one. `claimed` keeps allocated grains
+    /// over attempts that have to be repeated.
     fn plan(state: &mut LayerState, slot: u64, entries: &Range<u64>, claimed: &mut Vec<GrainRun>) -> Step<Plan> {
         state.need_no_commit()?;
         let table = state.table_for_change(slot)?;
@@ -162,7 +163,7 @@ impl SeSparse {
             taken += run.count;
             claimed.push(run);
         }
-        // Another writer may have entered some since they were claimed.
+        // Another writer may have entered some of these grains since they were allocated.
         let mut surplus = taken - missing;
         while surplus > 0
             && let Some(last) = claimed.last().copied()
@@ -193,14 +194,14 @@ impl SeSparse {
         Ok(Plan { table, pieces })
     }
 
-    /// Writes adjoining grains by one call.
+    /// Writes grains at consecutive locations in one call.
     pub(super) fn write_places(&self, place: GrainRun, slices: &[&[u8]]) -> Result<()> {
         let offset = self.grain_offset(Grain(place.start))?;
         let written = self.file.write_at(slices, offset, false);
         written.during(|| format!("writing {} grains at {offset} of {}", place.count, self.name))
     }
 
-    /// Frees grains that were allocated and not entered. If that fails they stay allocated, for a wipe to find.
+    /// Frees grains that were allocated and not entered. If that fails they stay allocated, and a wipe finds them.
     pub(super) fn give_back(&self, runs: &[GrainRun]) {
         for run in runs.iter().rev() {
             for part in super::state::by_bitmap_page(*run) {
@@ -229,7 +230,7 @@ impl SeSparse {
         Ok(())
     }
 
-    /// Makes entries of one page say zero; with `keep`, leaves those that have places and returns them.
+    /// Makes entries of one page zero entries; with `keep`, leaves those with locations and returns them.
     fn zero_entries(state: &mut LayerState, slot: u64, entries: &Range<u64>, keep: bool) -> Step<Vec<WritePiece>> {
         state.need_no_commit()?;
         let table = state.table_for_change(slot)?;
@@ -262,7 +263,7 @@ impl SeSparse {
 }
 
 impl LayerState {
-    /// Places of the grains of these entries, if all of them have places: the usual case, without a copy or a change.
+    /// The locations of the grains of these entries, if all have one: the usual case, without a copy or a change.
     fn places(&mut self, table: Table, entries: &Range<u64>) -> Step<Option<Vec<WritePiece>>> {
         let key = table_page(table, entries.start);
         let readable = self.readable;
@@ -283,7 +284,7 @@ impl LayerState {
     }
 }
 
-/// Marks those of these grains that are being moved as written, so that the move skips them.
+/// Marks grains that are being moved as disturbed, so that the move skips them.
 fn announce(state: &mut LayerState, pieces: &[WritePiece]) {
     if state.moving.is_empty() {
         return;
@@ -297,9 +298,9 @@ fn announce(state: &mut LayerState, pieces: &[WritePiece]) {
     }
 }
 
-/// Enters the new places of a plan into the table.
+/// Enters the new grains of a plan into the table.
 fn enter(state: &mut LayerState, plan: &Plan, first: u64) -> Step<()> {
-    // In one step: grains entered before a second attempt could have been dropped in between.
+    // In one attempt: grains entered before a second attempt might have been retired in between.
     state.need(table_page(plan.table, first))?;
     for piece in plan.pieces.iter().filter(|piece| piece.new) {
         state.need_backmap(piece.place)?;
@@ -315,7 +316,7 @@ fn aligned(number: usize) -> bool {
     number.is_multiple_of(BLOCK_SIZE)
 }
 
-/// Bytes to be taken from the front of slices.
+/// The bytes of slices that are not taken yet.
 struct Source<'a, 's> {
     slices: &'s [&'a [u8]],
     index: usize,
@@ -327,7 +328,7 @@ impl<'a, 's> Source<'a, 's> {
         Self { slices, index: 0, within: 0 }
     }
 
-    /// The next `length` bytes, or what is left.
+    /// The next `length` bytes, or the remaining ones.
     fn take(&mut self, mut length: usize) -> Vec<&'a [u8]> {
         let mut parts = Vec::new();
         while length > 0

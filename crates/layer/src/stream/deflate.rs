@@ -1,4 +1,4 @@
-//! Compressing grains: directly, or by a few threads whose results are returned in order.
+//! Compressing grains: on the caller's thread, or on a few threads with the results returned in order.
 //!
 //! At most `DEPTH_PER_THREAD` grains per thread are under way; a caller that adds more waits for the oldest.
 
@@ -11,10 +11,10 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread::JoinHandle;
 
-/// Grains added and not returned yet, for each thread.
+/// Grains added and not returned yet, per thread.
 const DEPTH_PER_THREAD: usize = 4;
 
-/// Most threads of one writer.
+/// The most threads of one writer.
 pub(super) const THREADS_MAX: usize = 64;
 
 /// A grain in its stored form: marker, data, zeros up to a sector.
@@ -39,7 +39,7 @@ pub(super) struct Deflaters {
 }
 
 impl Deflaters {
-    /// Compressors at `level` (0 to 9); with less than two threads the caller's thread does the work.
+    /// Compressors at `level` (0 to 9); with less than two threads, the caller's thread compresses.
     pub(super) fn new(level: u32, threads: usize) -> Self {
         let level = level.min(9);
         let threads = threads.min(THREADS_MAX);
@@ -55,14 +55,14 @@ impl Deflaters {
             let worker = std::thread::Builder::new().name("deflate".to_owned()).spawn(move || {
                 let mut deflater = compressor(level);
                 loop {
-                    // The lock is released before the work begins.
+                    // The lock is released before the compression begins.
                     let job = receiver.lock().recv();
                     let Ok(job) = job else { break };
-                    // The writer has failed if nothing takes the result.
+                    // If no receiver is left, the writer has failed.
                     let _ = job.done.send(pack(&mut deflater, job.grain, job.sector, &job.data));
                 }
             });
-            // Fewer threads are slower and have no other effect.
+            // With fewer threads than requested, writing is only slower.
             new.workers.extend(worker.ok());
         }
         if !new.workers.is_empty() {
@@ -85,7 +85,7 @@ impl Deflaters {
         }
     }
 
-    /// The oldest grain under way; waits for it.
+    /// Waits for the oldest grain under way, and returns it.
     pub(super) fn pop(&mut self) -> Result<Option<Packed>> {
         match self.pending.pop_front() {
             Some(result) => result.recv().map_err(|_| gone())?.map(Some),
@@ -107,12 +107,12 @@ fn gone() -> Error {
     Error::new(ErrorKind::Io, "a thread that compresses has ended")
 }
 
-/// Zlib streams at a level.
+/// A compressor of zlib streams.
 fn compressor(level: u32) -> Compress {
     Compress::new(Compression::new(level), true)
 }
 
-/// Compresses a grain and adds marker and padding.
+/// Compresses a grain, and adds its marker and padding.
 fn pack(deflater: &mut Compress, grain: u64, sector: u64, data: &[u8]) -> Result<Packed> {
     deflater.reset();
     let mut bytes = Vec::with_capacity(data.len() + data.len() / 64 + 1024);

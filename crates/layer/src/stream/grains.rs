@@ -1,4 +1,4 @@
-//! Reading one compressed grain: never more input than two grains, never more output than one.
+//! Reading one compressed grain: at most two grains of input, and one of output.
 
 use super::marker::{GRAIN_MARKER_SIZE, Marker};
 use crate::hosted::header::{FLAG_MARKERS, Header};
@@ -6,10 +6,10 @@ use crate::inflate::Inflaters;
 use crate::{Error, ErrorKind, IoContext, Result, SECTOR};
 use backend::File;
 
-/// Bytes read first: most grains that compress well are whole in them.
+/// Bytes read first: most grains that compress well fit completely.
 const FIRST_READ: usize = 16 << 10;
 
-/// How the grains of a stream are read.
+/// The parameters for reading the grains of a stream.
 pub(super) struct Grains {
     image: String,
     sectors: u64,
@@ -25,7 +25,7 @@ impl Grains {
         Self { image: image.to_owned(), sectors: header.grain, capacity: header.capacity, markers, inflaters }
     }
 
-    /// Bytes of a grain.
+    /// Size of a grain in bytes.
     pub(super) fn size(&self) -> u64 {
         self.sectors * SECTOR
     }
@@ -34,7 +34,7 @@ impl Grains {
         Error::new(ErrorKind::Corrupt, format!("{}: grain {grain} is damaged: {what}", self.image))
     }
 
-    /// Inflates grain `grain`, whose marker is at `sector`, into `out`, which is one grain long.
+    /// Decompresses grain `grain`, whose marker is at `sector`, into `out`, which is one grain long.
     pub(super) fn read(&self, file: &dyn File, sector: u64, grain: u64, out: &mut [u8]) -> Result<()> {
         let context = || format!("{}: cannot read grain {grain}", self.image);
         let start = sector * SECTOR;
@@ -50,8 +50,8 @@ impl Grains {
         }
         let written = self.inflaters.inflate(&input[skip..skip + size], out);
         let written = match (written, self.markers) {
-            // Without markers some programs write the size before the data: bytes that look like bare data are that
-            // size.
+            // In streams without markers some programs write the size before the data. If the bytes are no compressed
+            // data by themselves, they begin with that size.
             (Err(_), false) => match sized(&input) {
                 Some(data) => self.inflaters.inflate(data, out),
                 None => written,
@@ -67,10 +67,10 @@ impl Grains {
         Ok(())
     }
 
-    /// Place of the compressed data in `input`: offset and length, which may exceed it but not `most`.
+    /// Offset and length of the compressed data in `input`; the length may exceed `input`, but not `most`.
     fn locate(&self, input: &[u8], grain: u64, most: usize) -> Result<(usize, usize)> {
         if !self.markers {
-            // The length is not recorded: the compressed data mark their own end.
+            // The length is not recorded, but compressed data marks its own end.
             return Ok((0, most));
         }
         let head = input.get(..16).and_then(|head| head.try_into().ok());
@@ -91,7 +91,7 @@ impl Grains {
     }
 }
 
-/// Data preceded by their size.
+/// The data after a size field.
 fn sized(input: &[u8]) -> Option<&[u8]> {
     let size = u32::from_le_bytes(input.get(..4)?.try_into().ok()?);
     input.get(4..)?.get(..usize::try_from(size).ok()?)

@@ -1,4 +1,4 @@
-//! The places of the grains of a stream: by the directory that header or footer name, or by walking the markers.
+//! The locations of the grains of a stream: from the directory of the header or footer, or by walking the markers.
 
 use super::marker::{GRAIN_MARKER_SIZE, Kind, Marker};
 use crate::hosted::directory::{Directories, ENTRY_ABSENT, Warnings};
@@ -10,29 +10,28 @@ use backend::File;
 /// Grains and their sectors, by grain.
 type Grains = Vec<(u32, u32)>;
 
-/// Bytes read at a time while markers are walked.
+/// Bytes read per call while markers are walked.
 const WALK_BYTES: usize = 64 << 10;
 
 /// The index of a stream.
 pub(super) enum Index {
-    /// Tables in the file.
+    /// The tables in the file.
     Tables(Box<TableIndex>),
-    /// Grain and sector of each marker found, by grain: 8 bytes of memory for at least 512 of the file.
+    /// Grain and sector of each marker found, sorted by grain: 8 bytes of memory for at least 512 of the file.
     Walked(Grains),
 }
 
-/// Grain tables that the directory names.
+/// The grain tables of the directory.
 pub(super) struct TableIndex {
     tables: Tables,
-    /// Entries of each.
+    /// Entries per table.
     per_table: u64,
-    /// For each table whether it exists.
+    /// For each table, whether it exists.
     present: Vec<bool>,
 }
 
 impl Index {
-    /// Finds the index, and the header that is valid. With `cut`, also of a stream whose end is missing, as far as it
-    /// goes.
+    /// Finds the index, and the valid header. With `cut`, also of a stream without its end, as far as the stream goes.
     pub(super) fn open(
         file: &dyn File,
         header: Header,
@@ -63,7 +62,7 @@ impl Index {
                     );
                     return Err(Error::new(ErrorKind::Corrupt, text));
                 }
-                warnings.add(image, format!("{error}; what is there was found by walking the stream"));
+                warnings.add(image, format!("{error}; its grains were found by walking the stream"));
                 if let Some(why) = stopped {
                     warnings.add(image, format!("the stream was followed up to {why}"));
                 }
@@ -87,7 +86,7 @@ impl Index {
         }
     }
 
-    /// How many grains from `grain` on are certainly absent, as far as is known without reading; 0 if it may be
+    /// The number of grains from `grain` on that are known to be absent without reading a table; 0 if the grain may be
     /// present.
     pub(super) fn absent_from(&self, grain: u64) -> u64 {
         match self {
@@ -102,7 +101,7 @@ impl Index {
         }
     }
 
-    /// Grains that are in the file.
+    /// The number of grains in the file.
     pub(super) fn mapped(&self, file: &dyn File, warnings: &Warnings) -> Result<u64> {
         match self {
             Self::Tables(index) => {
@@ -121,12 +120,12 @@ impl Index {
     }
 }
 
-/// The footer: the header once more, with the directory's place, before the last sector.
+/// The footer, a second header with the location of the directory, before the last sector.
 fn read_footer(file: &dyn File, head: &Header) -> Result<Header> {
     let corrupt = |what: &str| Error::new(ErrorKind::Corrupt, format!("the stream has no end: {what}"));
     let length = file.len().during(|| "cannot find out the length".to_owned())?;
     let tail = 3 * HEADER_SIZE as u64;
-    // Bytes behind the last whole sector are no part of it.
+    // Bytes after the last whole sector do not belong to the stream.
     let end = length / SECTOR * SECTOR;
     let start = end.checked_sub(tail).ok_or_else(|| corrupt("it is shorter than a footer"))?;
     let mut bytes = [[0; HEADER_SIZE]; 3];
@@ -148,8 +147,8 @@ fn read_footer(file: &dyn File, head: &Header) -> Result<Header> {
     Ok(footer)
 }
 
-/// Walks from marker to marker to the end, or as far as the file goes: returns the grains, and where and why the walk
-/// ended.
+/// Walks from marker to marker to the end of the stream or of the file. Returns the grains, and where and why the walk
+/// ended early.
 fn walk(file: &dyn File, header: &Header) -> Result<(Grains, Option<String>)> {
     let length = file.len().during(|| "cannot find out the length".to_owned())?;
     let mut reader = Window { file, start: 0, bytes: Vec::new() };
@@ -170,11 +169,11 @@ fn walk(file: &dyn File, header: &Header) -> Result<(Grains, Option<String>)> {
                     break Some("a marker names no grain");
                 }
                 if start + bytes > length {
-                    break Some("the last grain is not whole");
+                    break Some("the last grain is incomplete");
                 }
                 match (u32::try_from(first / header.grain), u32::try_from(sector)) {
                     (Ok(grain), Ok(sector)) => grains.push((grain, sector)),
-                    _ => break Some("places exceed 32 bits"),
+                    _ => break Some("sector numbers exceed 32 bits"),
                 }
                 bytes.div_ceil(SECTOR)
             }
@@ -182,7 +181,7 @@ fn walk(file: &dyn File, header: &Header) -> Result<(Grains, Option<String>)> {
         sector = sector.saturating_add(next);
     };
     let stopped = stopped.map(|why| format!("sector {sector}, where {why}"));
-    // If a grain is present twice, the later one counts, as it would in a table.
+    // If a grain is present twice, the later one is used, as it would be in a table.
     grains.sort_by_key(|(grain, _)| *grain);
     grains.reverse();
     grains.dedup_by_key(|(grain, _)| *grain);
@@ -190,7 +189,7 @@ fn walk(file: &dyn File, header: &Header) -> Result<(Grains, Option<String>)> {
     Ok((grains, stopped))
 }
 
-/// A part of the file in memory, so that small grains do not cost a read each.
+/// A window of the file in memory, so that small grains do not need a read each.
 struct Window<'a> {
     file: &'a dyn File,
     start: u64,

@@ -1,12 +1,12 @@
-//! Markers: the sector, or the first bytes of it, before every part of a stream.
+//! Markers: a sector, or its first bytes, before every part of a stream.
 
 /// Bytes of a marker before the compressed data of a grain.
 pub(super) const GRAIN_MARKER_SIZE: usize = 12;
 
-/// What a marker announces.
+/// The kinds of markers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Marker {
-    /// Compressed data follow at once.
+    /// Compressed data follows directly.
     Grain {
         /// First sector of the grain in the extent.
         sector: u64,
@@ -15,7 +15,7 @@ pub(super) enum Marker {
     },
     /// The last sector of a stream.
     End,
-    /// `sectors` sectors of something else follow the marker's own.
+    /// `sectors` sectors of metadata follow the marker's sector.
     Metadata {
         /// Their kind.
         kind: Kind,
@@ -56,7 +56,7 @@ impl Marker {
         Some(Self::Metadata { kind, sectors: value })
     }
 
-    /// The stored form; of a grain's marker the first [`GRAIN_MARKER_SIZE`] bytes count.
+    /// Encodes a marker; for a grain, only the first [`GRAIN_MARKER_SIZE`] bytes are used.
     pub(super) fn encode(&self) -> [u8; 16] {
         let (value, size, kind) = match *self {
             Self::Grain { sector, size } => (sector, size, 0),

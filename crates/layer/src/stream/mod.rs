@@ -1,16 +1,16 @@
-//! streamOptimized: a sparse extent of compressed grains, written once from front to back, read at random.
+//! streamOptimized: a sparse extent of compressed grains, written sequentially and read at random.
 //!
 //! ```text
 //! header | descriptor | grain .. grain | table | grain .. grain | table | directory | footer | end of stream
 //! ```
 //!
-//! Every part except the header has a marker before it. The bytes, and the variants that other programs write, are in
-//! docs/format/stream.md. Invariants:
+//! A marker precedes every part except the header. docs/format/stream.md describes the bytes, and the variants that
+//! other programs write. Invariants:
 //!
-//! 1. A grain never takes more memory than its header's grain size when inflated, nor twice that when compressed.
-//! 2. If the directory is lost (a transfer that was cut), the markers are walked instead, with a warning; each step
-//!    goes forward in the file, so the walk ends.
-//! 3. Inflated grains are kept in a cache of `CACHE_BYTES`; grains read whole do not pass through it.
+//! 1. A grain takes at most its grain size in memory when decompressed, and twice that when compressed.
+//! 2. If the directory is missing, as after an incomplete transfer, the markers are walked instead, with a warning.
+//!    Each step goes forward in the file, so the walk ends.
+//! 3. Decompressed grains are kept in a cache of `CACHE_BYTES`; grains read as a whole bypass it.
 //! 4. [`StreamWriter`] never seeks: its output can be a pipe.
 
 mod deflate;
@@ -37,7 +37,7 @@ use parking_lot::Mutex;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Memory for inflated grains, per image.
+/// Memory for decompressed grains, per image.
 const CACHE_BYTES: u64 = 4 << 20;
 
 /// An open streamOptimized extent.
@@ -52,12 +52,12 @@ pub struct Stream {
 }
 
 impl Stream {
-    /// Opens an extent; messages call it `image`. One whose end is missing is refused.
+    /// Opens an extent; messages call it `image`. An extent without its end is refused.
     pub fn open(file: Arc<dyn File>, image: &str) -> Result<Self> {
         Self::open_with(file, image, false)
     }
 
-    /// Opens an extent even if its end is missing: the missing part reads as zeros.
+    /// Opens an extent even if its end is missing: grains in the missing part read as zeros.
     pub fn salvage(file: Arc<dyn File>, image: &str) -> Result<Self> {
         Self::open_with(file, image, true)
     }
@@ -76,7 +76,7 @@ impl Stream {
         Ok(Self { image: image.to_owned(), file, header, index, grains, warnings, cache })
     }
 
-    /// Damage that could be read around, for the user.
+    /// Damage that reads could avoid, for the user.
     pub fn warnings(&self) -> Vec<String> {
         self.warnings.list()
     }
@@ -91,7 +91,7 @@ impl Stream {
             ENTRY_ABSENT => Ok(Content::Absent),
             ENTRY_ZERO if self.header.has(FLAG_ZERO_GRAINS) => Ok(Content::Zero),
             ENTRY_BAD => {
-                let what = format!("{}: the place of grain {grain} lies outside the file: it was cut", self.image);
+                let what = format!("{}: grain {grain} lies outside the file: the file was cut", self.image);
                 Err(Error::new(ErrorKind::Corrupt, what))
             }
             _ => Ok(Content::Encoded),
@@ -114,7 +114,7 @@ impl Stream {
         }
     }
 
-    /// One grain through the cache.
+    /// A grain from the cache, which reads it if necessary.
     fn cached_grain(&self, grain: u64) -> Result<Arc<[u8]>> {
         if let Some(bytes) = self.cache.lock().get(grain) {
             return Ok(Arc::clone(bytes));
@@ -151,7 +151,7 @@ impl Layer for Stream {
         let mut start = range.start;
         while start < range.end {
             let grain = start / size;
-            // A missing table is passed in one step.
+            // The range of a missing table is skipped in one step.
             let (content, grains) = match self.index.absent_from(grain) {
                 0 => match self.lookup(grain) {
                     Ok(content) => (content, 1),

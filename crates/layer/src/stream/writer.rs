@@ -8,9 +8,9 @@ use crate::hosted::header::{
 use crate::{CAPACITY_MAX, Error, ErrorKind, IoContext, Result, SECTOR};
 use std::io::Write;
 
-/// The usual grain: 64 KiB.
+/// The usual grain in sectors: 64 KiB.
 const GRAIN_SECTORS: u64 = 128;
-/// Sectors kept for the descriptor, more only for a longer text.
+/// Sectors reserved for the descriptor; a longer text gets more.
 const DESCRIPTOR_SECTORS: u64 = 20;
 
 /// Parameters of a stream.
@@ -22,7 +22,7 @@ pub struct StreamOptions<'a> {
     pub descriptor: &'a [u8],
     /// 0 (stored) to 9 (smallest); 6 is usual.
     pub level: u32,
-    /// Threads that compress; with 0 and 1 the caller's thread does.
+    /// The number of compressing threads; with 0 or 1, the caller's thread compresses.
     pub threads: usize,
 }
 
@@ -33,7 +33,7 @@ pub struct StreamWriter<W: Write> {
     deflaters: Deflaters,
     /// Sectors written so far.
     position: u64,
-    /// The first grain that may come next.
+    /// The lowest grain that may be added next.
     next: u64,
     table: Vec<u32>,
     table_index: u64,
@@ -92,13 +92,13 @@ impl<W: Write> StreamWriter<W> {
         self.header.grain * SECTOR
     }
 
-    /// Bytes written so far; with several threads slightly less than was added.
+    /// Bytes written so far; with several threads some added grains are not written yet.
     pub fn position(&self) -> u64 {
         self.position * SECTOR
     }
 
-    /// Adds whole grains at `start`, behind all earlier ones; the capacity may cut the last one of the disk. Grains
-    /// that are never added, and grains of zeros, are left out: they read as zeros.
+    /// Adds whole grains at `start`, after all earlier ones; the capacity may cut the last grain of the disk. Grains
+    /// that are never added, and grains of zeros, are not stored: they read as zeros.
     pub fn write(&mut self, start: u64, data: &[u8]) -> Result<()> {
         self.check()?;
         let (grain, capacity) = (self.grain(), self.header.capacity * SECTOR);
@@ -121,7 +121,7 @@ impl<W: Write> StreamWriter<W> {
         Ok(())
     }
 
-    /// Ends the stream and returns its output, flushed.
+    /// Completes the stream and returns its output, flushed.
     pub fn finish(mut self) -> Result<W> {
         self.check()?;
         while let Some(packed) = self.deflaters.pop()? {
@@ -155,11 +155,11 @@ impl<W: Write> StreamWriter<W> {
         Ok(())
     }
 
-    /// Sector of the next part, as tables name it.
+    /// The sector of the next part, for a table entry.
     fn place(&mut self) -> Result<u32> {
         u32::try_from(self.position).map_err(|_| {
             self.failed = true;
-            Error::new(ErrorKind::NoSpace, "the stream has reached 2 TiB, more its tables cannot address")
+            Error::new(ErrorKind::NoSpace, "the stream has reached 2 TiB, the limit of its 32-bit sector numbers")
         })
     }
 
@@ -174,13 +174,13 @@ impl<W: Write> StreamWriter<W> {
         self.put(&packed.bytes)
     }
 
-    /// Writes the current table, if it names any grain.
+    /// Writes the current table, if it has any entry.
     fn put_table(&mut self) -> Result<()> {
         if self.table.iter().all(|entry| *entry == 0) {
             return Ok(());
         }
         let bytes: Vec<u8> = self.table.iter().flat_map(|entry| entry.to_le_bytes()).collect();
-        // It follows its marker's sector.
+        // The table follows the sector of its marker.
         let place = self.place()?.saturating_add(1);
         self.put_marked(Kind::Table, &bytes)?;
         self.directory[self.table_index as usize] = place;

@@ -1,7 +1,7 @@
 //! Checking all tables: used and dead space, and damage.
 //!
-//! A check reads each table once, past the cache. Finding overlaps needs a bit per sector of the file; it is done in
-//! windows, with one pass over all tables for each 64 GiB of file, so that memory stays small.
+//! A check reads each table once, bypassing the cache. Finding overlaps needs a bit per sector of the file. It is done
+//! in windows, with one pass over all tables per 64 GiB of the file, to limit memory.
 
 use super::VmfsSparse;
 use super::header::{HEADER_SECTORS, TABLE_SECTORS};
@@ -9,23 +9,23 @@ use super::tables::{DATA, ZERO};
 use crate::runs::marks::{Marks, WINDOW};
 use crate::{Error, ErrorKind, Result, SECTOR};
 
-/// Most problems that are listed; more are counted.
+/// The most problems that are listed; all are counted.
 const PROBLEMS_MAX: usize = 32;
 
 /// The result of a check.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Check {
-    /// Grain tables.
+    /// Number of grain tables.
     pub tables: u64,
-    /// Grains that are named.
+    /// Grains that a table names.
     pub grains: u64,
-    /// Entries that hold 1: zeros to some readers, not to QEMU.
+    /// Entries with the value 1: zeros for some readers, but not for QEMU.
     pub zero_entries: u64,
-    /// Bytes that nothing names: shrinking returns them.
+    /// Bytes to which no entry refers: shrinking frees them.
     pub dead: u64,
     /// Number of problems.
     pub problem_count: u64,
-    /// The first of them, as text.
+    /// The first problems, as text.
     pub problems: Vec<String>,
 }
 
@@ -38,7 +38,7 @@ impl Check {
     }
 }
 
-/// Used space, in sectors.
+/// Statistics of the used space, in sectors.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Survey {
     pub(super) tables: u64,
@@ -46,14 +46,14 @@ pub(super) struct Survey {
     pub(super) zeros: u64,
     pub(super) damaged: u64,
     pub(super) used: u64,
-    /// End of the last named sector.
+    /// End of the last sector that an entry names.
     pub(super) end: u64,
     pub(super) dead: u64,
 }
 
 impl VmfsSparse {
-    /// Checks the whole extent: entries beyond the file, overlaps, and a header that disagrees with the file. Reads
-    /// every table, and once more for each further 64 GiB of file. The extent must not be shrunk meanwhile.
+    /// Checks the whole extent: entries past the end of the file, overlaps, and a header that contradicts the file.
+    /// Reads every table, and once more for each further 64 GiB of the file. The extent must not be shrunk meanwhile.
     pub fn check(&self) -> Result<Check> {
         let mut check = Check::default();
         let header = &self.header;
@@ -77,7 +77,7 @@ impl VmfsSparse {
         if unreadable > 0 {
             return Ok(check);
         }
-        // A million entries with the same table must not cause a million reads of it.
+        // A million directory entries for the same table must not cause a million reads of it.
         if let Err(error) = self.check_table_places() {
             check.complain(1, || error.to_string());
             return Ok(check);
@@ -131,7 +131,7 @@ impl VmfsSparse {
         Ok(survey)
     }
 
-    /// Marks the used sectors within the window of `marks`; returns how many were marked before.
+    /// Marks the used sectors in the window of `marks`; returns how many were marked before.
     pub(super) fn mark(&self, marks: &mut Marks) -> Result<u64> {
         let grain = self.header.grain();
         let mut overlaps = u64::from(marks.mark(0..HEADER_SECTORS));
@@ -148,7 +148,7 @@ impl VmfsSparse {
         Ok(overlaps)
     }
 
-    /// Refuses a directory with tables that lie outside the file or overlap; returns the number of tables.
+    /// Refuses a directory whose tables lie outside the file or overlap; returns the number of tables.
     pub(super) fn check_table_places(&self) -> Result<u64> {
         let places = (0..self.tables.count()).map(|index| self.tables.place(index));
         let mut places: Vec<u64> = places.filter(|place| *place != 0).collect();
@@ -160,7 +160,7 @@ impl VmfsSparse {
         Ok(places.len() as u64)
     }
 
-    /// Refuses an extent in whose first 64 GiB grains overlap, or of which grains lie outside the file.
+    /// Refuses an extent with overlapping grains in its first 64 GiB, or with grains outside the file.
     pub(super) fn refuse_damage(&self, survey: &Survey) -> Result<()> {
         if survey.damaged > 0 {
             return Err(self.not_written("grains lie outside the file"));

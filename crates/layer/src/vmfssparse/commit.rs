@@ -1,15 +1,15 @@
-//! Opening for writing, commits, closing: the order in which things become durable.
+//! Opening for writing, commits, closing: the order in which changes become durable.
 //!
 //! ```text
-//! begin    what may be unflushed is flushed, the end of the file is found; the unclean mark        flush
-//! commit   payload is in the file already; new tables                                               flush
+//! begin    unflushed data is flushed, the end of the file is found; the unclean mark is set           flush
+//! commit   payload is in the file before; new tables                                                 flush
 //!          entries in old tables, directory entries of new ones                                      flush
-//! end      a commit; the file is cut to what is used, the header says where it ends                 flush
-//!          the unclean mark goes                                                                     flush
+//! end      a commit; the file is truncated to its used part, the header gets the end of the file     flush
+//!          the unclean mark is cleared                                                               flush
 //! ```
 //!
-//! A commit takes the tables as they are when it begins. What is entered later waits for the next one, so no entry
-//! reaches the medium before its payload.
+//! A commit takes the tables as they are when it begins. Entries set later belong to the next commit, so no entry
+//! becomes durable before its payload.
 
 use super::VmfsSparse;
 use super::header::{GRAIN_SECTORS_WRITTEN_MAX, HEADER_SECTORS, Header, TABLE_SECTORS};
@@ -24,23 +24,23 @@ use parking_lot::{Mutex, RwLock};
 use rustc_hash::FxHashMap;
 use std::ops::Range;
 
-/// Tables that may wait to be written; beyond it a write commits. Each takes a few hundred bytes as a rule, and 32 KiB
-/// if it was written sector by sector at random.
+/// The most changed tables before a write makes a commit. Usually a table takes a few hundred bytes of memory, and 32
+/// KiB if it was written at random, sector by sector.
 const CHANGED_TABLES_MAX: usize = 2048;
 
-/// Tables read to find the end of a file that was not closed properly: 8 GiB of fully written guest data, or more where
-/// tables are not full. A file with more of them is taken to be in use to its end.
+/// The most tables read to find the end of a file that was not closed properly: 8 GiB of written guest data, or more if
+/// tables are not full. A file with more tables counts as used to its end.
 const SURVEYED_TABLES_MAX: u64 = 4096;
 
-/// What an extent has when it is open for writing.
+/// Additional state of an extent open for writing.
 pub(super) struct Writer {
-    /// True while it is open.
+    /// True while the extent is open.
     pub(super) gate: RwLock<bool>,
     pub(super) commits: GroupCommit<()>,
     pub(super) space: Mutex<Space>,
-    /// Tables that are not written at their place yet, with what the file's directory says of them.
+    /// Tables whose present version is not in the file yet, with their old directory entries in the file.
     pub(super) unnamed: Mutex<FxHashMap<u32, u32>>,
-    /// Tables and parts of the directory that have their space.
+    /// Tables and parts of the directory whose space is allocated.
     pub(super) backing: Backing,
     header: Mutex<Header>,
     pub(super) epochs: Epochs,
@@ -57,7 +57,8 @@ impl VmfsSparse {
         }
         let tables = self.check_table_places()?;
         let length = self.file.file().len().during(|| context("find out its length"))?;
-        // A file that ends where its header says was closed by its last writer. QEMU appends and leaves the header.
+        // A file that ends where its header says was closed by its last writer. QEMU appends without updating the
+        // header.
         let closed = !self.header.unclean() && self.header.free_sector() * SECTOR == length;
         let mut free = self.tables.limit();
         if !closed {
@@ -70,7 +71,7 @@ impl VmfsSparse {
         }
         let mut header = self.header.clone();
         header.set_unclean(true);
-        // The mark is in the header's last sector.
+        // The mark is in the last sector of the header.
         let place = (HEADER_SECTORS - 1) * SECTOR;
         let mark = &header.bytes()[place as usize..];
         self.file.write_at(&[mark], place, true).during(|| context("mark it as open"))?;
@@ -97,13 +98,13 @@ impl VmfsSparse {
         self.commit(writer)
     }
 
-    /// Commits when many tables wait for it; the caller holds the gate.
+    /// Commits when many tables have changed; the caller holds the gate.
     pub(super) fn commit_if_many(&self, writer: &Writer) -> Result<()> {
         let changed = self.tables.cache.changed();
         if changed <= CHANGED_TABLES_MAX {
             return Ok(());
         }
-        // While one thread commits the others go on, within twice the bound.
+        // While one thread commits, others continue until twice the limit is reached.
         match writer.commits.try_turn() {
             Some(mut turn) => self.commit_alone(writer, &mut turn),
             None if changed <= 2 * CHANGED_TABLES_MAX => Ok(()),
@@ -111,7 +112,7 @@ impl VmfsSparse {
         }
     }
 
-    /// Makes everything written before durable; the caller holds the gate.
+    /// Makes everything written before this call durable; the caller holds the gate.
     pub(super) fn commit(&self, writer: &Writer) -> Result<()> {
         match writer.commits.turn_for(writer.commits.call()) {
             Some(mut turn) => self.commit_alone(writer, &mut turn),
@@ -129,14 +130,14 @@ impl VmfsSparse {
                 self.tables.cache.release(&captured);
                 turn.complete();
             }
-            // Nothing is lost: what could not be written is written again by the next commit.
+            // No change is lost: the next commit writes the tables again.
             Err((error, false)) if error.kind() == ErrorKind::NoSpace => self.tables.cache.restore(&captured),
             Err(_) => writer.commits.stop(),
         }
         result.map_err(|(error, _)| error)
     }
 
-    /// An error says as well whether it was a flush that failed.
+    /// Writes captured tables. The flag in the error tells whether a flush failed.
     fn write_tables(&self, writer: &Writer, captured: &mut [Captured]) -> std::result::Result<(), (Error, bool)> {
         let flush = || {
             let context = || format!("{}: cannot flush", self.image);
@@ -180,7 +181,7 @@ impl VmfsSparse {
         Ok(())
     }
 
-    /// Writes the mark of where the file ends; not flushed.
+    /// Writes the end of the file into the header, without a flush.
     pub(super) fn write_end(&self, writer: &Writer, sector: u64) -> Result<()> {
         let mut header = writer.header.lock();
         header.set_free_sector(sector);
@@ -207,15 +208,15 @@ impl VmfsSparse {
         self.file.file().sync().during(context)?;
         let mut header = writer.header.lock();
         header.set_unclean(false);
-        // The flags are in the first sector, the mark in the last; each says what is true.
+        // The flags are in the first sector of the header, the mark is in the last; each is valid by itself.
         let (first, rest) = header.bytes().split_at(SECTOR as usize);
         self.file.write_at(&[first, rest], 0, false).during(context)?;
         self.file.file().sync().during(context)
     }
 }
 
-/// The parts of a table as runs to be written, in whole pages where the table lies on page borders: a page written
-/// whole need not be read before.
+/// The changed parts of a table as runs to write, in whole pages if the table begins at a page: a page written as a
+/// whole need not be read first.
 fn runs_of_parts(parts: u64, place: u64) -> Vec<Range<u32>> {
     let page = match place.is_multiple_of(ALIGNMENT) {
         true => ALIGNMENT as u32,

@@ -1,4 +1,5 @@
-//! Creating an empty redo log: the directory as a hole, a flush, then the header. A crash before that leaves no extent.
+//! Creating an empty redo log: the directory as a hole, a flush, then the header. After a crash before the header there
+//! is no extent.
 
 use super::header::{GRAIN_SECTORS_WRITTEN_MAX, HEADER_SIZE, Header};
 use super::space::ALIGNMENT;
@@ -7,12 +8,12 @@ use crate::{Error, ErrorKind, IoContext, Result, SECTOR};
 use backend::File;
 use std::sync::Arc;
 
-/// Parameters of an extent.
+/// Parameters of a new extent.
 #[derive(Clone, Debug)]
 pub struct CreateOptions {
     /// Capacity in bytes: a multiple of 512, less than 2 TiB.
     pub capacity: u64,
-    /// Sectors of a grain; ESX and most readers know 1 only.
+    /// Grain size in sectors; ESX and most readers support only 1.
     pub grain_sectors: u32,
 }
 
@@ -23,7 +24,7 @@ impl CreateOptions {
     }
 }
 
-/// Makes an extent in an empty file; it is durable when this returns.
+/// Creates an extent in an empty file. Durable on return.
 pub fn create(file: Arc<dyn File>, image: &str, options: &CreateOptions) -> Result<()> {
     let invalid = |what: String| Error::new(ErrorKind::Invalid, format!("{image}: {what}"));
     if options.capacity == 0 || !options.capacity.is_multiple_of(SECTOR) {
@@ -44,7 +45,7 @@ pub fn create(file: Arc<dyn File>, image: &str, options: &CreateOptions) -> Resu
     let file = AlignedFile::new(file);
     file.file().set_len(free * SECTOR).during(context)?;
     file.file().sync().during(context)?;
-    // The magic number last: the sectors of one write may become durable in any order.
+    // The magic number is written last, because the sectors of one write may become durable in any order.
     let (first, rest) = header.bytes().split_at(SECTOR as usize);
     file.write_at(&[rest], SECTOR, true).during(context)?;
     debug_assert_eq!(first.len() + rest.len(), HEADER_SIZE);

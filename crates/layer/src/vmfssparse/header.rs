@@ -1,8 +1,8 @@
 //! The header of a redo log: 2,048 bytes at the start of the file.
 //!
-//! A header that passes [`Header::decode`] has a capacity, a grain and a directory within the limits below; the place
-//! of the directory is checked where it is read. The bytes are kept: fields that lamina does not use (names,
-//! generations) are written back unchanged.
+//! A header that passes [`Header::decode`] has a capacity, a grain and a directory size within the limits below. The
+//! location of the directory is checked when it is read. Fields that lamina does not use (names, generations) are
+//! written back unchanged.
 
 use crate::{Error, ErrorKind, Result, SECTOR};
 
@@ -15,7 +15,7 @@ pub const HEADER_SIZE: usize = 2048;
 /// Sectors of the header.
 pub(super) const HEADER_SECTORS: u64 = HEADER_SIZE as u64 / SECTOR;
 
-/// Entries of a grain table, always.
+/// Entries of a grain table, which is a fixed number.
 pub const TABLE_ENTRIES: u32 = 4096;
 
 /// Bytes of a grain table.
@@ -24,25 +24,25 @@ pub(super) const TABLE_SIZE: usize = TABLE_ENTRIES as usize * 4;
 /// Sectors of a grain table.
 pub(super) const TABLE_SECTORS: u64 = TABLE_SIZE as u64 / SECTOR;
 
-/// Sectors beyond the last that an entry can name: 2 TiB.
+/// One more than the last sector that an entry can name: 2 TiB.
 pub(super) const SECTORS_END: u64 = 1 << 32;
 
-/// Largest grain in sectors: 1 GiB, QEMU's limit.
+/// The largest grain in sectors: 1 GiB, QEMU's limit.
 pub const GRAIN_SECTORS_MAX: u32 = 0x20_0000;
 
-/// Largest grain, in sectors, of an extent that is written: 1 MiB. Partial grains are completed in memory.
+/// The largest grain in sectors for writing: 1 MiB, because partial grains are completed in memory.
 pub const GRAIN_SECTORS_WRITTEN_MAX: u32 = 2048;
 
 const VERSION: u32 = 1;
-/// Root, and capable of being checked: the flags that ESX writes into every delta.
+/// The flags "root" and "checkable", which ESX sets in every delta.
 const FLAGS: u32 = 3;
-/// Flag: its last writer found it inconsistent.
+/// Flag: the last writer found the extent inconsistent.
 const FLAG_INCONSISTENT: u32 = 4;
 
 const OFFSET_FREE: usize = 28;
 const OFFSET_UNCLEAN: usize = 1648;
 
-/// A header whose numbers are within limits.
+/// A header whose values are within the limits.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Header {
     bytes: Box<[u8; HEADER_SIZE]>,
@@ -62,7 +62,7 @@ impl Header {
         header
     }
 
-    /// Reads a header; the error says what is wrong with it.
+    /// Decodes and checks a header; the error says what is wrong with it.
     pub fn decode(bytes: &[u8; HEADER_SIZE]) -> Result<Self> {
         if bytes[..4] != MAGIC {
             let what = "this is no VMFSsparse redo log: it does not begin with COWD";
@@ -90,7 +90,7 @@ impl Header {
         Ok(header)
     }
 
-    /// The stored form.
+    /// The encoded header.
     pub(super) fn bytes(&self) -> &[u8; HEADER_SIZE] {
         &self.bytes
     }
@@ -110,12 +110,12 @@ impl Header {
         u64::from(self.get(20))
     }
 
-    /// Entries of the directory that the capacity needs: 2^20 at the most. The file may have more.
+    /// The number of directory entries that the capacity needs, at most 2^20. The file may have more.
     pub fn directory_entries(&self) -> u64 {
         self.capacity().div_ceil(u64::from(TABLE_ENTRIES) * self.grain())
     }
 
-    /// Sectors of the directory that the header claims.
+    /// The size of the directory in sectors, according to the header.
     pub(super) fn directory_sectors(&self) -> u64 {
         (u64::from(self.get(24)) * 4).div_ceil(SECTOR)
     }
@@ -129,7 +129,7 @@ impl Header {
         self.set(OFFSET_FREE, u32::try_from(sector).unwrap_or(u32::MAX));
     }
 
-    /// True when it was not closed properly, or is open now.
+    /// Whether the extent was not closed properly, or is open now.
     pub fn unclean(&self) -> bool {
         self.get(OFFSET_UNCLEAN) != 0 || self.get(8) & FLAG_INCONSISTENT != 0
     }

@@ -1,20 +1,20 @@
 //! VMFSsparse (`COWD`): the redo logs of ESX, one file per snapshot, in grains of 512 bytes.
 //!
 //! ```text
-//! header (4 sectors) | grain directory | grains and grain tables, as they were first written
+//! header (4 sectors) | grain directory | grains and grain tables, in the order of first writes
 //! ```
 //!
-//! The directory names tables, a table 4,096 grains. The bytes are in docs/format/vmfssparse.md. Invariants:
+//! The directory names tables; a table names 4,096 grains. docs/format/vmfssparse.md describes the bytes. Invariants:
 //!
-//! 1. Payload goes to the file at once; tables are written later. A commit makes the payload and new tables durable
-//!    first, then writes the entries that name them, so a crash leaves at worst unnamed grains and tables. The mark of
-//!    the end of the file comes last, and is not used after a crash.
-//! 2. The unclean mark is durable before the first change, and is removed after the last.
-//! 3. A grain keeps its place: later writes go there. Only shrinking moves grains, and a place that was named is cut
-//!    off only after all operations that may use it have ended ([`Layer::epoch`]).
-//! 4. The format has no entry for zeros. Zeros over a parent are ordinary grains, with a hole of the file under long
-//!    runs; the value 1, which some readers take for zeros and others do not, is read as zeros and not written.
-//! 5. After a failed write or flush nothing more is written: the layer is [`ErrorKind::Stopped`] until it is opened
+//! 1. Payload is written to the file at once, tables later. A commit first makes the payload and new tables durable,
+//!    and then writes the entries that name them. So a crash leaves at worst grains and tables that no entry names. The
+//!    end of the file in the header is written last, and is not used after a crash.
+//! 2. The unclean mark is durable before the first change, and is cleared after the last.
+//! 3. A grain keeps its location: later writes overwrite it in place. Only shrinking moves grains, and it truncates old
+//!    locations only after all operations that may use them have ended ([`Layer::epoch`]).
+//! 4. The format has no entry for zeros. Zeros over a parent are stored as grains, long runs of them as holes of the
+//!    file. The value 1, which some readers take for zeros and others do not, is read as zeros and never written.
+//! 5. After a failed write or flush no more is written: the layer returns [`ErrorKind::Stopped`] until it is opened
 //!    again.
 //!
 //! Locks, outermost first: `shrinking`, the gate (shared by changes, exclusive for closing and for the steps of
@@ -77,11 +77,11 @@ impl VmfsSparse {
         &self.header
     }
 
-    /// Damage that could be read around, for the user.
+    /// Damage that reads could avoid, for the user.
     pub fn warnings(&self) -> Vec<String> {
         let mut warnings = Vec::new();
         if self.header.unclean() {
-            warnings.push(format!("{}: it was not closed properly; what was flushed is there", self.image));
+            warnings.push(format!("{}: it was not closed properly; flushed data is complete", self.image));
         }
         warnings
     }
@@ -96,7 +96,7 @@ impl VmfsSparse {
     }
 
     fn damaged_entry(&self, grain: u64) -> Error {
-        let what = format!("{}: the place of grain {grain} lies outside the file", self.image);
+        let what = format!("{}: grain {grain} lies outside the file", self.image);
         Error::new(ErrorKind::Corrupt, format!("{what}: it was cut, or its tables are damaged"))
     }
 
@@ -154,8 +154,8 @@ impl Layer for VmfsSparse {
                         Some((DATA, place)) => {
                             Content::Data { file: 0, offset: place * SECTOR + (start - first * size) }
                         }
-                        // The extents before the damage stay valid; a request for the damaged range itself gets the
-                        // error.
+                        // The extents before the damage are returned; a request that begins with the damaged grain gets
+                        // the error.
                         Some(_) if !answer.is_empty() => return Ok(false),
                         Some(_) => return Err(self.damaged_entry(first)),
                     };

@@ -1,19 +1,19 @@
-//! Shrinking: finds dead space, moves live grains from the end of the file into it, and cuts the end off. The extent
-//! stays in use; reads continue, writes wait for one step at a time, of a mebibyte at most.
+//! Shrinking: finds dead space, moves live grains from the end of the file into it, and truncates the file. The extent
+//! stays in use: reads continue, and writes wait for one step at a time, of at most 1 MiB.
 //!
 //! The steps of a round, with `target` as the end of the file without dead space:
 //!
 //! ```text
-//! commit, and wait for every reader that was given places before: now what no table names is unused
-//! find the holes below the target; from here on new grains are put there too
-//! step by step: copy grains and tables from beyond the target into holes, enter the new places
+//! commit, and wait for readers that looked up locations before: then sectors that no table names are unused
+//! find the holes below the target; from here on new grains are allocated there, too
+//! step by step: copy grains and tables from above the target into holes, and enter the new locations
 //! commit: copies are durable before the entries that name them
-//! wait for every reader that was given the old places, and cut the file
+//! wait for readers that looked up the old locations, and truncate the file
 //! ```
 //!
-//! A crash leaves a grain at its old place or at its new one, and the other as dead space. What writes add at the end
-//! of the file meanwhile belongs to the next round. So does what did not fit, because holes are too small for a grain
-//! or a table: the next round has a target higher by as much.
+//! After a crash a grain is at its old or its new location, and the other one is dead space. Grains that writes append
+//! meanwhile are moved by the next round. So are those that did not fit, because holes are too small for a grain or a
+//! table: the target of the next round is higher by their size.
 
 use super::VmfsSparse;
 use super::commit::Writer;
@@ -26,35 +26,35 @@ use crate::{Error, ErrorKind, IoContext, Result, SECTOR};
 use std::time::{Duration, Instant};
 use work::{Progress, Throttle};
 
-/// Sectors moved while writes wait: 1 MiB, a fraction of a millisecond.
+/// Sectors moved while writes wait: 1 MiB, which takes a fraction of a millisecond.
 const STEP_SECTORS: u64 = 2048;
 
-/// Most rounds: each moves only what the one before had no room for, or what was added at the end of the file since.
+/// The most rounds: each moves only what did not fit in the previous one, or was appended since.
 const ROUNDS_MAX: usize = 8;
 
-/// How long a read may use a place before shrinking gives up.
+/// How long shrinking waits for a read that holds old locations, before it fails.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// Between two looks whether such reads are over.
+/// The pause between two checks whether such reads have ended.
 const PAUSE: Duration = Duration::from_micros(200);
 
-/// What shrinking did.
+/// The result of shrinking.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Shrunk {
     /// Length of the file before, in bytes.
     pub before: u64,
-    /// Its length afterwards.
+    /// Length of the file afterwards, in bytes.
     pub after: u64,
-    /// Bytes that were moved.
+    /// Bytes moved.
     pub moved: u64,
 }
 
-/// One round.
+/// The state of one round of shrinking.
 struct Round<'a> {
     writer: &'a Writer,
-    /// The future end of the file.
+    /// The end of the file after this round.
     target: u64,
-    /// End of what could not be moved.
+    /// End of the last grain or table that could not be moved.
     left: u64,
     /// Sectors that could not be moved.
     unmoved: u64,
@@ -62,8 +62,8 @@ struct Round<'a> {
 }
 
 impl VmfsSparse {
-    /// Gives dead space back to the file system. `progress` is told of each step, and can stop the work
-    /// ([`ErrorKind::Interrupted`]); what was done until then stays done.
+    /// Returns dead space to the file system. `progress` is called at each step and can cancel the work
+    /// ([`ErrorKind::Interrupted`]); completed steps stay done.
     pub fn shrink(&self, progress: &dyn Progress) -> Result<Shrunk> {
         let writer = self.writer()?;
         let Some(_shrinking) = writer.shrinking.try_lock() else {
@@ -84,7 +84,7 @@ impl VmfsSparse {
         Ok(shrunk)
     }
 
-    /// One round. Says whether more was put at the end of the file meanwhile, and how many sectors had no room.
+    /// One round. Returns whether more was appended meanwhile, and how many sectors could not be moved.
     fn shrink_once(
         &self,
         writer: &Writer,
@@ -93,7 +93,7 @@ impl VmfsSparse {
         throttle: &Throttle<&dyn Progress>,
     ) -> Result<(bool, u64)> {
         self.settle(writer)?;
-        // Under the exclusive gate, so that no place is allocated and not entered yet: it would look dead.
+        // Under the exclusive gate, so that no grain is allocated and not entered yet: it would look dead.
         let end = {
             let open = writer.gate.write();
             self.check_open(writer, *open)?;
@@ -108,13 +108,13 @@ impl VmfsSparse {
         let mut round = Round { writer, target, left: target, unmoved: 0, moved: 0 };
         let result = self.move_all(&mut round, *moved, throttle);
         *moved += round.moved * SECTOR;
-        // Also if it was stopped: moved grains stay moved.
+        // Also after a cancellation, because moved grains stay moved.
         self.settle(writer)?;
         result?;
         Ok((self.cut(writer, end, round.left)?, round.unmoved))
     }
 
-    /// The end of a file that is used up to sector `end`, without its dead space.
+    /// The end of the file if its used part, up to sector `end`, had no dead space.
     fn target(&self, end: u64) -> Result<u64> {
         let mut used = self.tables.data_start();
         for index in 0..self.tables.count() {
@@ -128,7 +128,7 @@ impl VmfsSparse {
         Ok(used.next_multiple_of(ALIGNMENT).min(end))
     }
 
-    /// Makes all changes durable, and waits for every operation that may use places that no table names any more.
+    /// Makes all changes durable, and waits for operations that may use locations which no table names any more.
     fn settle(&self, writer: &Writer) -> Result<()> {
         self.flush_writes(writer)?;
         let (epoch, begun) = (writer.epochs.end(), Instant::now());
@@ -163,7 +163,7 @@ impl VmfsSparse {
             for index in 0..self.tables.count() {
                 let mut told = round.moved;
                 while self.move_step(round, index)? {
-                    // Moved bytes are read and written.
+                    // Each moved byte is read and written.
                     let moved = 2 * (round.moved - std::mem::replace(&mut told, round.moved)) * SECTOR;
                     let done = before + round.moved * SECTOR;
                     if throttle.step(done, done, moved).is_break() {
@@ -179,7 +179,7 @@ impl VmfsSparse {
         Ok(())
     }
 
-    /// Moves a part of table `index`; false if there is nothing more to move, or no room for it.
+    /// Moves a part of table `index`; returns false if there is no more to move, or no room for it.
     fn move_step(&self, round: &mut Round<'_>, index: u32) -> Result<bool> {
         let Some(table) = self.tables.survey(&self.file, index)? else { return Ok(false) };
         let grain = self.header.grain();
@@ -191,7 +191,7 @@ impl VmfsSparse {
         }
         drop(table);
         self.back_table(round.writer, index)?;
-        // From here on there are no writes and no commits; reads continue.
+        // While the gate is held exclusively there are no writes and no commits; reads continue.
         let open = round.writer.gate.write();
         self.check_open(round.writer, *open)?;
         let _between_commits = round.writer.commits.turn();
@@ -204,7 +204,7 @@ impl VmfsSparse {
         let before = round.moved;
         let mut unmoved = if table_beyond { TABLE_SECTORS } else { 0 };
         for run in runs {
-            // A grain that begins below the target stays.
+            // A grain that begins below the target stays there.
             let stays = round.target.saturating_sub(run.place).div_ceil(grain).min(u64::from(run.count)) as u32;
             let mut at = stays;
             while at < run.count && round.moved - before < STEP_SECTORS {
@@ -237,7 +237,7 @@ impl VmfsSparse {
         Ok(round.moved > before)
     }
 
-    /// Moves a table into a hole, if there is one for it.
+    /// Moves a table into a hole, if there is one that fits.
     fn move_table(&self, round: &mut Round<'_>, index: u32) -> Result<bool> {
         let mut unnamed = round.writer.unnamed.lock();
         let old = self.tables.place(index);
@@ -249,7 +249,7 @@ impl VmfsSparse {
             round.writer.space.lock().give_back(Place { start: place, sectors: TABLE_SECTORS });
             return Err(error);
         }
-        // The next commit writes the whole table to its new place, then the directory.
+        // The next commit writes the whole table to its new location, then the directory.
         let load = || self.tables.load(&self.file, index);
         self.tables.cache.change(index, load, |_| ((), PARTS_ALL))?;
         unnamed.entry(index).or_insert(old as u32);
@@ -264,12 +264,13 @@ impl VmfsSparse {
         self.file.write_at(&[&bytes], to.start * SECTOR, false).during(context)
     }
 
-    /// Cuts the file between `left` and `end`, where nothing is in use; true if more was added behind `end` meanwhile.
+    /// Truncates the file at `left`, if its end is still `end`; otherwise punches the range between them, and returns
+    /// true.
     fn cut(&self, writer: &Writer, end: u64, left: u64) -> Result<bool> {
         let open = writer.gate.write();
         self.check_open(writer, *open)?;
         let context = || format!("{}: cannot cut it", self.image);
-        // Parts added behind `end` that could not be moved do not keep the space before them.
+        // Grains appended after `end` that could not be moved do not keep the space before `end` allocated.
         let left = left.min(end);
         let mut space = writer.space.lock();
         writer.backing.forget(left * SECTOR..u64::MAX);

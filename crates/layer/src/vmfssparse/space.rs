@@ -1,12 +1,12 @@
-//! Places for new grains and tables.
+//! Allocation of sectors for new grains and tables.
 //!
-//! 1. New places are taken from the end, so that data written together is adjacent. Where the grain size allows it, a
-//!    place has the same distance from a 4 KiB boundary of the file as its grain from one of the disk, and from a
-//!    boundary of up to 64 KiB if that much is written at once. So aligned blocks of the guest stay aligned, cost one
-//!    page of memory or medium each when they are read or written again, and large ones lie in large folios. Skipped
-//!    sectors are used by the next tables and small writes.
-//! 2. A place is allocated once. Exceptions are *holes*, which no table on the medium names and no reader can use:
-//!    sectors skipped for alignment, places allocated in vain, and dead space that shrinking found.
+//! 1. New grains are allocated at the end, so that data written together is adjacent. Where the grain size allows it, a
+//!    grain has the same distance from a 4 KiB boundary of the file as from one of the disk; for a large write this
+//!    holds for a boundary of up to 64 KiB. So aligned blocks of the guest stay aligned. Reading or rewriting one costs
+//!    one page of memory and of the device, and large blocks are in large folios. Sectors skipped for this are used by
+//!    the next tables and small writes.
+//! 2. A sector is allocated once, except for *holes*, which no table on the device names and no reader can use: sectors
+//!    skipped for alignment, allocations that were not used, and dead space that shrinking found.
 //! 3. With direct I/O the file grows ahead of its use, because each write that extends a file waits for all others.
 
 use super::header::SECTORS_END;
@@ -14,22 +14,22 @@ use crate::{Error, ErrorKind, IoContext, Result, SECTOR};
 use backend::File;
 use std::collections::BTreeMap;
 
-/// Sectors of a page.
+/// Sectors per page.
 pub(super) const ALIGNMENT: u64 = 8;
 
-/// Largest boundary to which places keep their distance: larger writes are split below anyway.
+/// The largest alignment in sectors: larger writes are split by the layers below.
 const ALIGNMENT_MAX: u64 = 128;
 
-/// Sectors by which a file in direct mode grows at a time: 16 MiB.
+/// Sectors by which a file opened for direct I/O grows at a time: 16 MiB.
 const GROWTH: u64 = 32 << 10;
 
-/// Most holes remembered; more stay dead until the extent is shrunk.
+/// The most holes remembered; others stay dead until the extent is shrunk.
 const HOLES_MAX: usize = 1 << 18;
 
-/// Holes examined before a new place is taken from the end.
+/// The most holes examined before sectors are allocated at the end.
 const PROBES_MAX: usize = 32;
 
-/// The boundary that applies to this many sectors at once.
+/// The alignment for an allocation of this many sectors.
 fn alignment(sectors: u64) -> u64 {
     1 << sectors.clamp(ALIGNMENT, ALIGNMENT_MAX).ilog2()
 }
@@ -41,33 +41,33 @@ pub(super) struct Place {
     pub(super) sectors: u64,
 }
 
-/// The space of one file.
+/// The allocation state of one file.
 pub(super) struct Space {
-    /// First sector that was never used.
+    /// The first sector that was never used.
     free: u64,
-    /// First sector beyond the file, where it grows ahead.
+    /// The end of the file, if it grows ahead of its use.
     grown: u64,
     grows_ahead: bool,
     holes: BTreeMap<u64, u64>,
 }
 
 impl Space {
-    /// The space of a file that is used up to sector `free`.
+    /// The state for a file that is used up to sector `free`.
     pub(super) fn new(free: u64, grows_ahead: bool) -> Self {
         Self { free, grown: free, grows_ahead, holes: BTreeMap::new() }
     }
 
-    /// First sector that was never used.
+    /// The first sector that was never used.
     pub(super) fn free(&self) -> u64 {
         self.free
     }
 
-    /// Allocates `sectors` contiguous sectors for the data at sector `lba` of the disk.
+    /// Allocates `sectors` contiguous sectors for data at sector `lba` of the disk.
     pub(super) fn take(&mut self, file: &dyn File, sectors: u64, lba: u64) -> Result<u64> {
         self.take_at(file, sectors, lba, alignment(sectors))
     }
 
-    /// Allocates `sectors` sectors from the boundary of a page, for a table.
+    /// Allocates `sectors` sectors at a page boundary, for a table.
     pub(super) fn take_pages(&mut self, file: &dyn File, sectors: u64) -> Result<u64> {
         self.take_at(file, sectors, 0, ALIGNMENT)
     }
@@ -80,7 +80,7 @@ impl Space {
         {
             return Ok(place);
         }
-        // Less than a page is not worth alignment.
+        // An allocation smaller than a page is not aligned.
         let skip = if sectors < ALIGNMENT { 0 } else { skip };
         let start = self.free + skip;
         let end = start + sectors;
@@ -102,7 +102,7 @@ impl Space {
         let reserve = |to: u64| file.reserve(self.grown * SECTOR, (to - self.grown) * SECTOR);
         self.grown = match reserve(far) {
             Ok(()) => far,
-            // Near the end of the room, a smaller place may still fit.
+            // Near the end of the free space, the exact size may still fit.
             Err(error) if error::lacks_space(&error) => {
                 reserve(end).during(context)?;
                 end
@@ -112,7 +112,7 @@ impl Space {
         Ok(())
     }
 
-    /// Allocates `sectors` sectors from a hole, if one of the lowest has room for them.
+    /// Allocates `sectors` sectors in a hole, if one of the lowest is large enough.
     pub(super) fn take_hole(&mut self, sectors: u64, lba: u64) -> Option<u64> {
         self.take_hole_at(sectors, lba, ALIGNMENT)
     }
@@ -129,10 +129,10 @@ impl Space {
         Some(start + skip)
     }
 
-    /// Allocates the lowest hole, or as much of it as is requested: at least `unit` sectors, a multiple of it.
+    /// Allocates the lowest hole, or a part of it: a multiple of `unit` sectors, at most `sectors`.
     pub(super) fn take_part(&mut self, sectors: u64, unit: u64) -> Option<Place> {
         let (start, length) = loop {
-            // No caller can use holes too small for one grain.
+            // Holes smaller than one grain are dropped, because no caller can use them.
             let (start, length) = self.holes.pop_first()?;
             if length >= unit {
                 break (start, length);
@@ -143,14 +143,14 @@ impl Space {
         Some(Place { start, sectors: taken })
     }
 
-    /// Adds a place that no reader uses to the holes.
+    /// Adds sectors that no reader uses to the holes.
     pub(super) fn give_back(&mut self, place: Place) {
         if place.sectors > 0 && self.holes.len() < HOLES_MAX {
             self.holes.insert(place.start, place.sectors);
         }
     }
 
-    /// True if no further hole can be remembered.
+    /// Whether the limit on holes is reached.
     pub(super) fn is_full(&self) -> bool {
         self.holes.len() >= HOLES_MAX
     }
@@ -160,7 +160,7 @@ impl Space {
         self.holes.clear();
     }
 
-    /// Notes that the file was cut to `sectors`.
+    /// Notes that the file was truncated to `sectors`.
     pub(super) fn cut(&mut self, sectors: u64) {
         self.free = sectors;
         self.grown = sectors;

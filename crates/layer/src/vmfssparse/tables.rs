@@ -1,9 +1,9 @@
-//! Grain directory and grain tables: checked, and in memory.
+//! Grain directory and grain tables: checked, and kept in memory.
 //!
-//! 1. The whole directory is in memory (4 MiB for 2 TiB). It may name tables that the file's directory does not name
-//!    yet; these are in the cache, changed, until a commit has written them.
-//! 2. Tables are read on demand and kept as runs. An invalid entry is kept as it is; a read or write of its
-//!    grain fails.
+//! 1. The whole directory is in memory (4 MiB for 2 TiB). It may have tables that the directory in the file does not
+//!    name yet; these are in the cache, marked as changed, until a commit has written them.
+//! 2. Tables are read on demand and kept as runs. An invalid entry is kept unchanged; a read or write of its grain
+//!    fails.
 
 use super::header::{HEADER_SECTORS, Header, TABLE_ENTRIES, TABLE_SECTORS, TABLE_SIZE};
 use crate::aligned::AlignedFile;
@@ -15,23 +15,23 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
-/// Kind of entries that name a grain.
+/// Run kind: entries that name a grain.
 pub(super) const DATA: u8 = 1;
-/// Kind of entries that hold 1: zeros, to readers that support it. lamina does not write it.
+/// Run kind: entries with the value 1, which are zeros for readers that support them. lamina never writes them.
 pub(super) const ZERO: u8 = 2;
-/// Kind of entries that name no place in the file; the value is kept as the place.
+/// Run kind: entries that name no sector of the file; the value is kept as the location.
 pub(super) const DAMAGED: u8 = 3;
 
-/// The value of an entry for zeros.
+/// The value of a zero entry.
 const VALUE_ZERO: u32 = 1;
 
-/// Entries in a sector of a table: the part in which changes are counted.
+/// Entries per sector of a table, the unit in which changes are tracked.
 const PART_ENTRIES: u32 = SECTOR as u32 / 4;
 
 /// All parts of a table.
 pub(super) const PARTS_ALL: u64 = (1 << TABLE_SECTORS) - 1;
 
-/// The parts to which a range of entries belongs.
+/// The parts that contain a range of entries.
 pub(super) fn parts_of(entries: &Range<u32>) -> u64 {
     let (first, last) = (entries.start / PART_ENTRIES, entries.end.div_ceil(PART_ENTRIES));
     ((1u64 << last) - 1) & !((1u64 << first) - 1)
@@ -42,7 +42,7 @@ pub(super) struct Tables {
     image: String,
     capacity: u64,
     grain: u64,
-    /// Place of the directory in the file, in sectors.
+    /// Location of the directory in the file, in sectors.
     directory_place: Range<u64>,
     directory: Box<[AtomicU32]>,
     /// End of the part of the file that entries may name, in sectors.
@@ -85,7 +85,7 @@ impl Tables {
         self.directory.get(index as usize).map_or(0, |entry| u64::from(entry.load(Ordering::Acquire)))
     }
 
-    /// Notes that the table is at `sector` from now on.
+    /// Sets the sector of a table.
     pub(super) fn set_place(&self, index: u32, sector: u64) {
         if let Some(entry) = self.directory.get(index as usize) {
             entry.store(sector as u32, Ordering::Release);
@@ -97,7 +97,7 @@ impl Tables {
         self.limit.load(Ordering::Acquire)
     }
 
-    /// Notes that the file is in use up to `sector`.
+    /// Sets the limit to at least `sector`, because the file is used up to there.
     pub(super) fn raise_limit(&self, sector: u64) {
         self.limit.fetch_max(sector, Ordering::AcqRel);
     }
@@ -106,12 +106,12 @@ impl Tables {
         self.limit.store(sector, Ordering::Release);
     }
 
-    /// First sector behind header and directory, if they are in their usual places.
+    /// The first sector after header and directory, if they have their usual locations.
     pub(super) fn data_start(&self) -> u64 {
         self.directory_place.end
     }
 
-    /// The tables that a range of grains touches: index and entries.
+    /// The tables that a range of grains touches, with their entries.
     pub(super) fn split(&self, grains: Range<u64>) -> impl Iterator<Item = (u32, Range<u32>)> + use<> {
         let size = u64::from(TABLE_ENTRIES);
         let mut at = grains.start;
@@ -132,25 +132,25 @@ impl Tables {
         u64::from(index) * u64::from(TABLE_ENTRIES)
     }
 
-    /// Entries of table `index` within the capacity: fewer in the last.
+    /// The number of entries of table `index` within the capacity: fewer in the last table.
     fn entries(&self, index: u32) -> u32 {
         let grains = self.capacity.div_ceil(self.grain) - self.first_grain(index);
         grains.min(u64::from(TABLE_ENTRIES)) as u32
     }
 
-    /// Whether entries may name `sectors` sectors at `start`.
+    /// Whether an entry may name `sectors` sectors at `start`.
     fn may_be_named(&self, start: u64, sectors: u64, limit: u64) -> bool {
         let in_directory = start < self.directory_place.end && start + sectors > self.directory_place.start;
         start >= HEADER_SECTORS && start < limit && !in_directory
     }
 
-    /// Whether table `index`, which is at `place`, lies in the file.
+    /// Whether a table at sector `place` lies within the file.
     pub(super) fn is_in_file(&self, place: u64) -> bool {
         let limit = self.limit();
         self.may_be_named(place, TABLE_SECTORS, limit) && place + TABLE_SECTORS <= limit
     }
 
-    /// Reads table `index`, which must have a place.
+    /// Reads table `index`, which must exist.
     pub(super) fn load(&self, file: &AlignedFile, index: u32) -> Result<RunList> {
         let place = self.place(index);
         if !self.is_in_file(place) {
@@ -163,7 +163,7 @@ impl Tables {
         Ok(self.decode(&bytes, self.entries(index)))
     }
 
-    /// Table `index` for a walk through all tables, past the cache; `None` if there is none.
+    /// Table `index` for a scan of all tables, bypassing the cache; `None` if it does not exist.
     pub(super) fn survey(&self, file: &AlignedFile, index: u32) -> Result<Option<Arc<RunList>>> {
         if self.place(index) == 0 {
             return Ok(None);
@@ -185,7 +185,7 @@ impl Tables {
             let place = u64::from(value);
             let (kind, place) = match value {
                 VALUE_ZERO => (ZERO, 0),
-                // The last grain of a file may be cut short: the missing part reads as zeros.
+                // The last grain of a file may be partial: the missing part reads as zeros.
                 _ if self.may_be_named(place, self.grain, limit) => (DATA, place),
                 _ => (DAMAGED, place),
             };
@@ -195,7 +195,7 @@ impl Tables {
         list
     }
 
-    /// The bytes of the given parts of a table.
+    /// Encodes some parts of a table.
     pub(super) fn encode(&self, list: &RunList, parts: Range<u32>) -> Vec<u8> {
         let entries = parts.start * PART_ENTRIES..parts.end * PART_ENTRIES;
         let mut bytes = vec![0; entries.len() * 4];
@@ -214,13 +214,13 @@ impl Tables {
         bytes
     }
 
-    /// Sector of the file that has the directory's entry for table `index`.
+    /// The sector of the file with the directory entry for table `index`.
     pub(super) fn directory_sector(&self, index: u32) -> u64 {
         self.directory_place.start + u64::from(index / PART_ENTRIES)
     }
 
-    /// Bytes of the directory's sectors from `sector` on, with the entries of `unnamed` for tables that are not yet
-    /// written.
+    /// Encodes the directory sectors in `sectors`. Tables in `unnamed`, which are not in the file yet, get their old
+    /// entries.
     pub(super) fn encode_directory(&self, sectors: Range<u64>, unnamed: &FxHashMap<u32, u32>) -> Vec<u8> {
         let first = (sectors.start - self.directory_place.start) as u32 * PART_ENTRIES;
         let last = (sectors.end - self.directory_place.start) as u32 * PART_ENTRIES;

@@ -1,10 +1,11 @@
-//! Writes and zeros: find or take the places, write the payload there, then enter them.
+//! Writes and zeros: look up or allocate the grains' locations, write the payload there, then enter them into the
+//! tables.
 //!
-//! A grain gets a place only after its table, and the part of the directory that names it, have their space: the commit
-//! that writes them finds it.
+//! A grain is allocated only after space is allocated for its table and for its part of the directory, so that the
+//! commit that writes them cannot lack space.
 //!
-//! Two writes of one grain that has no place yet both take one. The first to enter it wins, as if it had come second;
-//! the other returns its place.
+//! If two writes of one grain without a location run at once, each allocates one. The first to enter its location wins,
+//! as if it were the later write; the other one frees its location.
 
 use super::VmfsSparse;
 use super::commit::Writer;
@@ -17,23 +18,23 @@ use crate::runs::RunList;
 use crate::{ErrorKind, IoContext, Result, SECTOR};
 use std::ops::Range;
 
-/// Zeros are made by punching a hole from this many bytes on, and by writing them below it: a hole costs a hundred
+/// The length from which zeros are made by punching a hole, and below which they are written: punching costs a hundred
 /// microseconds.
 const PUNCH_MIN: u64 = 64 << 10;
 
-/// Bytes of the directory that get their space at a time: they name the tables of 2 GiB.
+/// Bytes of the directory whose space is allocated at a time: they name the tables of 2 GiB.
 const PAGE: u64 = 4096;
 
 static ZEROS: [u8; PUNCH_MIN as usize] = [0; PUNCH_MIN as usize];
 
-/// Grains next to each other: at places next to each other, or all without one.
+/// Consecutive grains, at consecutive locations or all without one.
 #[derive(Clone, Copy, Debug)]
 struct WritePiece {
     first: u64,
     count: u64,
     /// The sector of the first grain.
     place: Option<u64>,
-    /// Not entered yet.
+    /// Whether the location is not entered into the table yet.
     new: bool,
 }
 
@@ -45,7 +46,7 @@ impl VmfsSparse {
         let end = start.saturating_add(length);
         check_range(&self.image, &(start..end), self.header.capacity() * SECTOR, self.grain_bytes())?;
         let grains = self.grains(&(start..end));
-        // The last grain of the disk is stored whole.
+        // The last grain of the disk is stored completely.
         let missing = (grains.end * self.grain_bytes() - end) as usize;
         let padding: Vec<u8> = vec![0; missing];
         let mut padded: Vec<&[u8]>;
@@ -59,7 +60,7 @@ impl VmfsSparse {
         self.commit_if_many(writer)
     }
 
-    /// Zeros as far as they need no room: see [`crate::Layer::discard`].
+    /// Zeroes grains as far as this needs no space: see [`crate::Layer::discard`].
     pub(super) fn discard_range(&self, writer: &Writer, range: Range<u64>) -> Result<bool> {
         let open = writer.gate.read();
         self.check_open(writer, *open)?;
@@ -74,7 +75,7 @@ impl VmfsSparse {
             match self.write_grains(writer, grains.clone(), &Source::Zeros { keep: false }) {
                 Err(error) if error.kind() == ErrorKind::NoSpace => {
                     whole = false;
-                    // What has a place gives its space back, and needs none for that.
+                    // Punching the allocated grains needs no space.
                     self.write_grains(writer, grains, &Source::Holes)?;
                 }
                 other => other?,
@@ -88,7 +89,7 @@ impl VmfsSparse {
         let open = writer.gate.read();
         self.check_open(writer, *open)?;
         check_range(&self.image, &range, self.header.capacity() * SECTOR, self.grain_bytes())?;
-        // Table by table, so that a large range takes no more memory than a small one.
+        // Table by table, to limit the memory for a large range.
         for (index, entries) in self.tables.split(self.grains(&range)) {
             let base = self.tables.first_grain(index);
             let grains = base + u64::from(entries.start)..base + u64::from(entries.end);
@@ -104,7 +105,7 @@ impl VmfsSparse {
     fn write_grains(&self, writer: &Writer, grains: Range<u64>, source: &Source<'_>) -> Result<()> {
         let mut pieces = self.plan(grains.clone())?;
         if matches!(source, Source::Holes) || (matches!(source, Source::Zeros { .. }) && !writer.parent) {
-            // Without a parent, what has no place reads as zeros already.
+            // Without a parent, unallocated grains read as zeros already.
             pieces.retain(|piece| piece.place.is_some());
         }
         self.take_places(writer, &mut pieces)?;
@@ -125,7 +126,7 @@ impl VmfsSparse {
         Place { start: piece.place.unwrap_or(0), sectors: piece.count * self.header.grain() }
     }
 
-    /// Where grains are.
+    /// The present locations of grains.
     fn plan(&self, grains: Range<u64>) -> Result<Vec<WritePiece>> {
         let stride = self.header.grain();
         let mut pieces: Vec<WritePiece> = Vec::new();
@@ -156,7 +157,8 @@ impl VmfsSparse {
         Ok(pieces)
     }
 
-    /// Gives a place to each piece that has none. New tables go before the grains, which then lie together.
+    /// Allocates a location for each piece without one. New tables are allocated before the grains, which then are
+    /// adjacent.
     fn take_places(&self, writer: &Writer, pieces: &mut [WritePiece]) -> Result<()> {
         if pieces.iter().all(|piece| !piece.new) {
             return Ok(());
@@ -210,13 +212,13 @@ impl VmfsSparse {
         }
         self.tables.raise_limit(space.free());
         unnamed.insert(index, 0);
-        // In the cache before a reader can look for it in the file.
+        // Inserted into the cache before a reader can look for it in the file.
         self.tables.cache.insert_new(index, RunList::new(self.header.grain() as u32), PARTS_ALL);
         self.tables.set_place(index, place);
         Ok(())
     }
 
-    /// Takes the space of a table that is going to change, if it may not have it: a copy that left zeros out has holes.
+    /// Allocates the space of a table that will change: it may be a hole, if the file was copied with holes.
     pub(super) fn back_table(&self, writer: &Writer, index: u32) -> Result<()> {
         self.back(writer, self.tables.place(index), TABLE_SECTORS)
     }
@@ -227,7 +229,7 @@ impl VmfsSparse {
         taken.during(|| format!("{}: cannot take space for its tables", self.image))
     }
 
-    /// Writes the pieces, those that follow each other in the file at once.
+    /// Writes the pieces; those adjacent in the file take one call.
     fn write_pieces(&self, first: u64, pieces: &[WritePiece], source: &Source<'_>) -> Result<()> {
         let grain = self.header.grain();
         let size = self.grain_bytes();
@@ -265,8 +267,8 @@ impl VmfsSparse {
 
     fn write_zeros(&self, offset: u64, length: u64, keep: bool, new: bool) -> std::io::Result<()> {
         if length >= PUNCH_MIN && !keep {
-            // The last sector is written, should the file end before it: setting the length would race with
-            // writes that make it longer. A place that is no new one lies in the file.
+            // Writes the last sector, in case the file ends before it: setting the length instead would race with
+            // writes that extend the file. An old location lies within the file already.
             if new {
                 self.file.write_at(&[&ZEROS[..SECTOR as usize]], offset + length - SECTOR, false)?;
             }
@@ -281,7 +283,7 @@ impl VmfsSparse {
         Ok(())
     }
 
-    /// Enters the places of a piece whose payload is written.
+    /// Enters the locations of a piece whose payload is written.
     fn enter(&self, writer: &Writer, piece: &WritePiece) -> Result<()> {
         let grain = self.header.grain();
         let Some(place) = piece.place else { return Ok(()) };
@@ -316,13 +318,13 @@ impl VmfsSparse {
     }
 }
 
-/// Where the bytes of a write come from.
+/// The source of the bytes of a write.
 enum Source<'a> {
     Bytes(&'a [&'a [u8]]),
     Zeros {
         keep: bool,
     },
-    /// Zeros that take no room: what has no place stays as it is.
+    /// Zeros that need no space: unallocated grains are left unchanged.
     Holes,
 }
 

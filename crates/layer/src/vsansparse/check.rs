@@ -6,25 +6,25 @@ use crate::runs::EntryRun;
 use crate::runs::marks::{Marks, WINDOW};
 use crate::{ErrorKind, Result};
 
-/// Most problems that are listed; more are counted.
+/// The most problems that are listed; all are counted.
 const PROBLEMS_MAX: usize = 32;
 
 /// The result of a check.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Check {
-    /// Map pages.
+    /// Number of map pages.
     pub pages: u64,
-    /// Grains with data.
+    /// Number of grains with data.
     pub grains: u64,
-    /// Blocks that were allocated and that no grain has: space that crashes have cost.
+    /// Blocks that were allocated and belong to no grain: space lost by crashes.
     pub dead: u64,
     /// Number of problems.
     pub problem_count: u64,
-    /// The first of them, as text.
+    /// The first problems, as text.
     pub problems: Vec<String>,
 }
 
-/// Used space, in blocks.
+/// Statistics of the used space, in blocks.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Survey {
     pages: u64,
@@ -33,8 +33,8 @@ pub(super) struct Survey {
 }
 
 impl VsanSparse {
-    /// Checks the whole map: each page must be whole and name blocks of the units, and no block may be named twice.
-    /// Reads every page, and once more for each 512 GiB of units.
+    /// Checks the whole map: each page must have a valid copy whose entries name blocks of the units, and no block may
+    /// be named twice. Reads every page, and once more for each 512 GiB of units.
     pub fn check(&self) -> Result<Check> {
         let mut check = Check::default();
         for index in 0..self.map.layout.pages {
@@ -63,10 +63,11 @@ impl VsanSparse {
         let mut beyond = 0;
         self.each_run(|run| {
             let end = run.place + u64::from(run.count);
-            // Writes continue: blocks allocated since the check began lie behind the end of that moment.
+            // Writes continue: blocks allocated since the check began are past the end known then.
             beyond += u64::from(end > next && end > self.next());
         })?;
-        for (count, what) in [(twice, "more than one grain has"), (beyond, "a grain has, but no unit handed out")] {
+        for (count, what) in [(twice, "more than one grain has"), (beyond, "a grain has, outside the allocated units")]
+        {
             if count > 0 {
                 check.problems.push(format!("{count} runs of blocks that {what}"));
                 check.problem_count += count;
@@ -81,7 +82,7 @@ impl VsanSparse {
         self.writer.as_ref().map_or(self.header.next, |writer| writer.space.lock().next())
     }
 
-    /// Passes the runs that have places to the caller, page by page.
+    /// Passes all runs with a location to the caller, page by page.
     fn each_run(&self, mut look: impl FnMut(EntryRun)) -> Result<u64> {
         let mut pages = 0;
         for index in 0..self.map.layout.pages {

@@ -1,21 +1,21 @@
-//! Commits and checkpoints: the order in which things become durable.
+//! Commits and checkpoints: the order in which changes become durable.
 //!
 //! ```text
-//! begin       the header: open, of the next incarnation; what was replayed is checkpointed
-//! commit      payload is in the file already                                       flush
+//! begin       the header: open, with the next incarnation; replayed changes are checkpointed
+//! commit      payload is in the file before                                        flush
 //!             the changes of the map, into the log                                 durable write
 //! checkpoint  a commit of everything that the captured pages hold
 //!             pages over their older copies                                        flush
-//!             root blocks over theirs, if any changed                              flush
+//!             changed root blocks over their older copies                          flush
 //!             the header: the log is needed from here on                           durable write
 //! end         a checkpoint; the header, both copies: closed                        durable writes
 //! ```
 //!
-//! What a commit logs and what a checkpoint writes is taken in one moment, with `order` held alone: no change is in
-//! the one and not in the other. The log goes on while a checkpoint writes.
+//! A commit and a checkpoint take their changes at the same moment, with `order` held exclusively: no change is in only
+//! one of the two. The log continues while a checkpoint writes.
 //!
-//! Whatever a commit takes fits into the log: commits that need no checkpoint leave [`LOG_KEPT`] blocks of it, and no
-//! more changes than these hold ever wait, since each change reserves its room first ([`VsanSparse::reserve_room`]).
+//! A commit always fits into the log. Commits without a checkpoint leave [`LOG_KEPT`] blocks free, and the changes that
+//! wait never exceed these blocks, because each change reserves its room first ([`VsanSparse::reserve_room`]).
 
 use super::VsanSparse;
 use super::header::Header;
@@ -30,39 +30,39 @@ use crate::runs::cache::Captured;
 use crate::{IoContext, Result};
 use parking_lot::{Mutex, MutexGuard, RwLock};
 
-/// Changes that may wait to be logged; beyond it a write commits.
+/// The number of waiting changes above which a write makes a commit.
 const PENDING_MAX: usize = 4096;
 
-/// Changes that wait to be logged at the most, those included that have only reserved room.
+/// The most changes that wait to be logged, including those that have only reserved room.
 pub(super) const PENDING_LIMIT: usize = 15_000;
 
-/// Map pages that may wait for a checkpoint: 4 MiB to be written, and what recovery has to read.
+/// The most changed map pages before a checkpoint: it writes 4 MiB, and recovery has to read as much.
 const CHANGED_PAGES_MAX: usize = 1024;
 
-/// Blocks of the log from which on a checkpoint is due.
+/// Used blocks of the log from which a checkpoint is due.
 const LOG_DUE: u64 = LOG_BLOCKS / 2;
 
-/// Blocks of the log that commits leave to the checkpoint that makes room.
+/// Blocks of the log that commits leave free for the changes until the next checkpoint.
 const LOG_KEPT: u64 = LOG_BLOCKS / 4;
 
 const _: () = assert!(blocks_of(PENDING_LIMIT) <= LOG_KEPT);
 
-/// What an object has when it is open for writing.
+/// Additional state of an object open for writing.
 pub(super) struct Writer {
-    /// True while it is open.
+    /// True while the object is open.
     pub(super) gate: RwLock<bool>,
     checkpoint: Mutex<Checkpoint>,
-    /// Changes go to the log under its turn. What comes behind that, a checkpoint, needs `checkpoint` alone.
+    /// Guards the log. The checkpoint after a commit needs only `checkpoint`.
     pub(super) commits: GroupCommit<Log>,
     pub(super) order: RwLock<()>,
     pub(super) pending: Mutex<Pending>,
     pub(super) space: Mutex<Space>,
-    /// Log, root and pages that have their space.
+    /// Log, root and map pages whose space is allocated.
     pub(super) backing: Backing,
     pub(super) parent: bool,
 }
 
-/// Room for changes among those that wait to be logged. Dropped when they are there.
+/// Room for changes among those that wait to be logged; dropped when the changes are added.
 pub(super) struct LogRoom<'a> {
     pending: &'a Mutex<Pending>,
     changes: usize,
@@ -74,13 +74,13 @@ impl Drop for LogRoom<'_> {
     }
 }
 
-/// The header as it was written last, and how many checkpoints this incarnation made.
+/// The last written header, and the number of checkpoints of this incarnation.
 struct Checkpoint {
     header: Header,
     count: u64,
 }
 
-/// What a checkpoint writes.
+/// The writes of a checkpoint.
 struct Job<'a> {
     checkpoint: MutexGuard<'a, Checkpoint>,
     pages: Vec<Captured>,
@@ -88,16 +88,16 @@ struct Job<'a> {
     next: u64,
 }
 
-/// Where new grains go: one behind the other, in units that are taken from the file system when they are begun.
+/// Allocation of new grains: sequentially, in units whose space is allocated in the file system when they are begun.
 pub(super) struct Space {
-    /// First block that was not handed out.
+    /// The first block that was never allocated.
     next: u64,
-    /// First block of the next unit.
+    /// The first block of the next unit.
     reserved: u64,
 }
 
 impl Space {
-    /// Takes units so that `blocks` more blocks have room.
+    /// Allocates the space of units, so that `blocks` more blocks fit.
     pub(super) fn prepare(&mut self, file: &AlignedFile, blocks: u64) -> Result<()> {
         let end = self.next + blocks;
         if end > self.reserved {
@@ -109,13 +109,13 @@ impl Space {
         Ok(())
     }
 
-    /// Hands out blocks that follow each other.
+    /// Allocates consecutive blocks.
     pub(super) fn take(&mut self, blocks: u64) -> u64 {
         self.next += blocks;
         self.next - blocks
     }
 
-    /// First block that was not handed out.
+    /// The first block that was never allocated.
     pub(super) fn next(&self) -> u64 {
         self.next
     }
@@ -127,12 +127,12 @@ impl VsanSparse {
         header.incarnation += 1;
         header.clean = false;
         log.incarnation = header.incarnation;
-        // Both copies: either of them may be the one that is left.
+        // Both copies are written, because either one may be lost in a crash.
         for _ in 0..2 {
             header.write(&self.file).map_err(|error| error.context(&self.image))?;
         }
         let next = header.next;
-        // Units begin on multiples of their size; the last one may have been begun.
+        // Units begin at multiples of their size; the last one may be partly used.
         let reserved = next.next_multiple_of(UNIT_BLOCKS).min(self.map.limit()).max(next);
         let changed = self.map.pages.changed() > 0 || log.used() > 0;
         self.writer = Some(Writer {
@@ -160,7 +160,7 @@ impl VsanSparse {
         self.commit(writer, false)
     }
 
-    /// Writes changed pages back, so that the next flush and recovery are quick. Called while the disk is idle.
+    /// Writes changed pages, so that the next flush and recovery are fast. Called while the disk is idle.
     pub fn checkpoint(&self) -> Result<()> {
         match &self.writer {
             Some(writer) => {
@@ -171,19 +171,19 @@ impl VsanSparse {
         }
     }
 
-    /// Commits when much waits for it; the caller holds the gate.
+    /// Commits when many changes wait or many pages have changed; the caller holds the gate.
     pub(super) fn commit_if_many(&self, writer: &Writer) -> Result<()> {
         let pending = writer.pending.lock().len();
         let changed = self.map.pages.changed();
         match pending > PENDING_MAX || changed > CHANGED_PAGES_MAX {
-            // Twice as much means that write-back does not keep up.
+            // At twice the limit, write-back does not keep up, and the log is emptied.
             true => self.commit(writer, changed > 2 * CHANGED_PAGES_MAX),
             false => Ok(()),
         }
     }
 
-    /// Waits until so many changes have room among those that wait to be logged; the caller holds the gate and nothing
-    /// else.
+    /// Waits until there is room for `changes` more among those that wait to be logged. The caller holds the gate and
+    /// no other lock.
     pub(super) fn reserve_room<'a>(&self, writer: &'a Writer, changes: usize) -> Result<LogRoom<'a>> {
         loop {
             {
@@ -194,12 +194,13 @@ impl VsanSparse {
                 }
             }
             self.commit(writer, false)?;
-            // Other writers have reserved the rest and are about to use it.
+            // Other writers have reserved the remaining room and are about to use it.
             std::thread::yield_now();
         }
     }
 
-    /// Makes everything written before durable; the caller holds the gate. With `full`, the log is emptied as well.
+    /// Makes everything written before durable; the caller holds the gate. With `full`, the log is also emptied by a
+    /// checkpoint.
     pub(super) fn commit(&self, writer: &Writer, mut full: bool) -> Result<()> {
         let call = writer.commits.call();
         loop {
@@ -210,7 +211,7 @@ impl VsanSparse {
             };
             self.check_open(writer, true)?;
             let Some(mut turn) = turn else { return Ok(()) };
-            // From here on no thread changes the map: what is counted now is what is taken.
+            // From here on no thread changes the map: the changes counted now are those that are taken.
             let order = writer.order.write();
             let needed = blocks_of(writer.pending.lock().len());
             if !full && turn.used() + needed > LOG_BLOCKS - LOG_KEPT {
@@ -258,7 +259,7 @@ impl VsanSparse {
         self.file.file().sync().during(|| format!("{}: cannot flush", self.image))
     }
 
-    /// Writes what was captured when the log ended at `end`.
+    /// Writes the captured pages and root blocks; the log ended at `end` when they were captured.
     fn write_checkpoint(&self, writer: &Writer, mut job: Job<'_>, end: Log) -> Result<()> {
         job.checkpoint.count += 1;
         let sequence = job.checkpoint.header.incarnation << 32 | job.checkpoint.count;

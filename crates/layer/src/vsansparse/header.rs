@@ -1,5 +1,5 @@
-//! The header: the state that opening needs first. Two copies of one block each; a new one is written over the older of
-//! the two, with one durable write, so that a torn write leaves the other.
+//! The header: the state that opening needs first. There are two copies of one block each; a new header is written over
+//! the older copy, with one durable write, so that a torn write leaves the other copy.
 
 use super::layout::{BLOCK, COPIES, Layout};
 use crate::aligned::AlignedFile;
@@ -13,29 +13,29 @@ const VERSION: u32 = 1;
 const SIZE: usize = BLOCK as usize;
 const OFFSET_CHECKSUM: usize = 12;
 
-/// A header that passed its checks.
+/// A header that has passed its checks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Header {
     /// Identifies this object.
     pub id: [u8; 16],
-    /// Decides which of two copies is newer.
+    /// Greater in the newer of two copies.
     pub sequence: u64,
-    /// Bytes of the disk.
+    /// Capacity of the disk in bytes.
     pub capacity: u64,
-    /// How often it was opened for writing.
+    /// How often the object was opened for writing.
     pub incarnation: u64,
     /// Position of the oldest batch of the log that is needed, in blocks.
     pub tail: u64,
-    /// The number of that batch.
+    /// The number of the batch at `tail`.
     pub tail_number: u64,
-    /// First block that no unit has handed out.
+    /// The first block that was never allocated.
     pub next: u64,
-    /// Closed properly: nothing has to be replayed.
+    /// Closed properly: no log has to be replayed.
     pub clean: bool,
 }
 
 impl Header {
-    /// The header as a block.
+    /// Encodes the header as a block.
     pub(super) fn encode(&self) -> [u8; SIZE] {
         let mut bytes = [0; SIZE];
         bytes[..8].copy_from_slice(&MAGIC);
@@ -50,7 +50,7 @@ impl Header {
         bytes
     }
 
-    /// Reads a copy; `None` if it is not whole.
+    /// Decodes a copy; `None` if it is torn or damaged.
     fn decode(bytes: &[u8; SIZE]) -> Result<Option<Self>> {
         if bytes[..8] != MAGIC || !is_sealed(bytes, OFFSET_CHECKSUM) {
             return Ok(None);
@@ -80,10 +80,10 @@ impl Header {
 
     fn check(&self) -> Result<()> {
         let layout = Layout::new(self.capacity)?;
-        // Numbers that only grow, and will never be as large: sums of them cannot overflow.
+        // Counters that only grow, and never reach these limits: sums of them cannot overflow.
         let counters = [self.sequence, self.tail, self.tail_number];
         let reached = counters.iter().any(|counter| *counter > 1 << 60) || self.incarnation > 1 << 30;
-        // Every grain has one place at most, and a crash loses little.
+        // Every grain has at most one location, and crashes lose few.
         let most = layout.data + 2 * layout.grains + (1 << 30);
         if reached || self.next < layout.data || self.next > most {
             return Err(Error::new(ErrorKind::Corrupt, "its header holds invalid numbers"));
@@ -91,7 +91,7 @@ impl Header {
         Ok(())
     }
 
-    /// Reads the newer of the copies that are whole.
+    /// Reads the newer valid copy.
     pub(super) fn read(file: &AlignedFile) -> Result<Self> {
         let mut bytes = vec![0; SIZE * COPIES as usize];
         file.read_at(&mut bytes, 0).during(|| "cannot read the header".to_owned())?;
@@ -105,11 +105,11 @@ impl Header {
                 newest = Some(header);
             }
         }
-        let what = "this is no vsanSparse object: neither copy of its header is whole";
+        let what = "this is no vsanSparse object: neither copy of its header is valid";
         newest.ok_or_else(|| Error::new(ErrorKind::Invalid, what))
     }
 
-    /// Writes the next header over the older copy; durable on return.
+    /// Writes the next header over the older copy. Durable on return.
     pub(super) fn write(&mut self, file: &AlignedFile) -> Result<()> {
         self.sequence += 1;
         let offset = self.sequence % COPIES * BLOCK;
@@ -117,7 +117,7 @@ impl Header {
     }
 }
 
-/// Puts the checksum into its field.
+/// Sets the checksum in its field.
 pub(super) fn seal(bytes: &mut [u8], field: usize) {
     let sum = checksum_without(bytes, field);
     bytes[field..field + 4].copy_from_slice(&sum.to_le_bytes());

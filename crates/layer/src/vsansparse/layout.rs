@@ -1,4 +1,4 @@
-//! The places of everything in the file. They follow from the capacity, so no pointer can be wrong.
+//! The locations of all areas in the file. They follow from the capacity, so there are no pointers that could be wrong.
 
 use crate::{CAPACITY_MAX, Error, ErrorKind, Result, SECTOR};
 use std::ops::Range;
@@ -9,22 +9,22 @@ pub const BLOCK: u64 = 4096;
 /// Bytes of a unit, in which space is allocated in the file system.
 pub const UNIT: u64 = 4 << 20;
 
-/// Blocks of a unit.
+/// Blocks per unit.
 pub(super) const UNIT_BLOCKS: u64 = UNIT / BLOCK;
 
-/// Grains of a map page: 2 MiB of the disk.
+/// Grains per map page: 2 MiB of the disk.
 pub(super) const PAGE_GRAINS: u64 = 512;
 
-/// Map pages of a root block: 16 GiB of the disk.
+/// Map pages per root block: 16 GiB of the disk.
 pub(super) const ROOT_PAGES: u32 = 8192;
 
-/// Copies of a header, root block or map page. They are written in turn.
+/// Copies of the header, and of each root block and map page, which are written in turn.
 pub(super) const COPIES: u64 = 2;
 
 /// Blocks of the log: 1 MiB.
 pub(super) const LOG_BLOCKS: u64 = 256;
 
-/// First block of the log, behind the header's copies.
+/// First block of the log, after the header's copies.
 pub(super) const LOG_START: u64 = COPIES;
 
 /// First block of the root.
@@ -33,15 +33,15 @@ const ROOT_START: u64 = LOG_START + LOG_BLOCKS;
 /// The areas of a file, in blocks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Layout {
-    /// Bytes of the disk.
+    /// Capacity of the disk in bytes.
     pub(super) capacity: u64,
-    /// Grains of the disk.
+    /// Number of grains of the disk.
     pub(super) grains: u64,
-    /// Map pages: 2^25 at the most.
+    /// Number of map pages, at most 2^25.
     pub(super) pages: u32,
-    /// Root blocks: 4,096 at the most.
+    /// Number of root blocks, at most 4,096.
     pub(super) root_blocks: u32,
-    /// First block of the map.
+    /// First block of the map pages.
     map: u64,
     /// First block of the units.
     pub(super) data: u64,
@@ -62,22 +62,22 @@ impl Layout {
         Ok(Self { capacity, grains, pages: pages as u32, root_blocks: root_blocks as u32, map, data })
     }
 
-    /// First block of the copies of root block `index`.
+    /// The first block of the copies of root block `index`.
     pub(super) fn root_copies(&self, index: u32) -> u64 {
         ROOT_START + u64::from(index) * COPIES
     }
 
-    /// First block of the copies of map page `index`.
+    /// The first block of the copies of map page `index`.
     pub(super) fn page_copies(&self, index: u32) -> u64 {
         self.map + u64::from(index) * COPIES
     }
 
-    /// Grains of map page `index`: fewer in the last.
+    /// The number of grains of map page `index`: fewer in the last page.
     pub(super) fn page_grains(&self, index: u32) -> u32 {
         (self.grains - u64::from(index) * PAGE_GRAINS).min(PAGE_GRAINS) as u32
     }
 
-    /// The map pages that a range of grains touches: index and entries.
+    /// The map pages that a range of grains touches, with their entries.
     pub(super) fn split(&self, grains: Range<u64>) -> impl Iterator<Item = (u32, Range<u32>)> + use<> {
         let mut at = grains.start;
         std::iter::from_fn(move || {

@@ -1,9 +1,9 @@
-//! The log: changes of the map since the last checkpoint, in batches, in a ring of blocks that were written before.
+//! The log: changes of the map since the last checkpoint, in batches, in a preallocated ring of blocks.
 //!
-//! A *position* counts blocks and only grows; its place is the position modulo the size of the ring. A batch counts if
-//! its checksum holds, it belongs to this object, is at the place that it names, has the next number, and its
-//! incarnation is not lower than that of the one before. The first that does not count ends the log. A batch is durable
-//! before the next is begun, so only the last can be torn.
+//! A *position* counts blocks and only grows; the block in the ring is the position modulo its size. A batch is valid
+//! if its checksum is right, it belongs to this object, is at the position that it states, has the next number, and an
+//! incarnation not lower than that of the batch before. The first invalid batch ends the log. A batch is durable before
+//! the next is begun, so only the last can be torn.
 
 use super::header::{is_sealed, seal, u64_at};
 use super::layout::{BLOCK, LOG_BLOCKS, LOG_START};
@@ -13,7 +13,7 @@ use crate::{IoContext, Result};
 const SIZE: usize = BLOCK as usize;
 const MAGIC: [u8; 4] = *b"LVSL";
 const OFFSET_CHECKSUM: usize = 4;
-/// First byte behind the head.
+/// The first byte after the head.
 const BODY: usize = 64;
 const RECORD_SIZE: usize = 16;
 
@@ -22,7 +22,7 @@ pub(super) const BATCH_BLOCKS_MAX: u64 = 16;
 /// Records of the largest batch.
 const BATCH_RECORDS_MAX: usize = (BATCH_BLOCKS_MAX as usize * SIZE - BODY) / RECORD_SIZE;
 
-/// Most grains of one record: 64 GiB less one grain.
+/// The most grains of one record: 64 GiB less one grain.
 const RECORD_GRAINS_MAX: u64 = (1 << 24) - 1;
 
 const GRAIN_MASK: u64 = (1 << 40) - 1;
@@ -37,7 +37,7 @@ pub(super) struct Record {
     pub(super) grain: u64,
     /// Number of grains.
     pub(super) count: u64,
-    /// The block with the first one's bytes; `None` for zeros.
+    /// The block with the first grain's data; `None` for zeros.
     pub(super) place: Option<u64>,
 }
 
@@ -53,7 +53,7 @@ impl Record {
         bytes
     }
 
-    /// Reads a record; `None` when it is of an unknown kind.
+    /// Decodes a record; `None` when it is of an unknown kind.
     fn decode(bytes: &[u8]) -> Option<Self> {
         let (range, target) = (u64_at(bytes, 0), u64_at(bytes, 8));
         let place = target & ((1 << KIND_SHIFT) - 1);
@@ -70,7 +70,7 @@ impl Record {
 #[derive(Default)]
 pub(super) struct Pending {
     records: Vec<Record>,
-    /// Changes that have reserved room and are not in `records` yet, or were added just now.
+    /// Changes that have reserved room and may not be in `records` yet.
     pub(super) reserved: usize,
 }
 
@@ -79,7 +79,7 @@ impl Pending {
         self.records.len()
     }
 
-    /// Adds a change behind all others.
+    /// Adds a change after all others.
     pub(super) fn push(&mut self, record: Record) {
         if let Some(last) = self.records.last_mut()
             && last.grain + last.count == record.grain
@@ -97,7 +97,7 @@ impl Pending {
     }
 }
 
-/// Blocks that a number of records takes.
+/// The number of blocks that this many records take.
 pub(super) const fn blocks_of(records: usize) -> u64 {
     let full = records / BATCH_RECORDS_MAX;
     let rest = records % BATCH_RECORDS_MAX;
@@ -105,12 +105,12 @@ pub(super) const fn blocks_of(records: usize) -> u64 {
     full as u64 * BATCH_BLOCKS_MAX + rest as u64
 }
 
-/// The end of the log.
+/// The position of the log's end, and of its oldest needed batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Log {
     pub(super) id: [u8; 16],
     pub(super) incarnation: u64,
-    /// Position of the oldest batch needed.
+    /// Position of the oldest needed batch.
     pub(super) tail: u64,
     /// Position of the next batch.
     pub(super) head: u64,
@@ -124,7 +124,7 @@ impl Log {
         self.head - self.tail
     }
 
-    /// Appends records, which must have room; they are durable on return.
+    /// Appends records, for which there must be room. Durable on return.
     pub(super) fn append(&mut self, file: &AlignedFile, records: &[Record]) -> Result<()> {
         for part in records.chunks(BATCH_RECORDS_MAX) {
             let length = (BODY + part.len() * RECORD_SIZE).next_multiple_of(SIZE);
@@ -169,7 +169,7 @@ impl Log {
         Ok(())
     }
 
-    /// The batch at the head, if it counts.
+    /// The batch at the head, if it is valid.
     fn next_batch(&self, file: &AlignedFile, incarnation: u64) -> Result<Option<(Log, Vec<Record>)>> {
         let left = LOG_BLOCKS - self.used();
         if left == 0 {

@@ -1,11 +1,11 @@
-//! The map in memory: the root, which has the state of each page, and the pages, read on demand.
+//! The map in memory: the root, which has the state of each page, and the pages, which are read on demand.
 //!
-//! 1. The whole root is in memory, as far as the disk is used: a quarter of a byte for 2 MiB of the disk. It is read
-//!    without a lock.
-//! 2. A page with the state stored is in the cache, or whole in the file. So a page enters the cache, as changed,
-//!    before the root has that state, and is written before the root's block is.
-//! 3. Pages are changed under their lock in the cache, and the change is logged under the same lock: the order in the
-//!    log is that in memory.
+//! 1. The root is completely in memory, as far as the disk is used: a quarter of a byte per 2 MiB of the disk. It is
+//!    read without a lock.
+//! 2. A page with the state `Stored` is in the cache, or has a valid copy in the file. So a new page enters the cache,
+//!    marked as changed, before the root gets that state, and is written before the root block is.
+//! 3. A page is changed under its lock in the cache, and the change is logged under the same lock: so the log has the
+//!    changes in the same order.
 
 use super::header::Header;
 use super::layout::{BLOCK, COPIES, Layout, PAGE_GRAINS, ROOT_PAGES};
@@ -23,19 +23,19 @@ const WORDS: usize = ROOT_PAGES as usize * 2 / 64;
 /// The state of a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum PageState {
-    /// Absent completely.
+    /// All grains are absent.
     Absent = 0,
-    /// Stored.
+    /// The page is stored in the file.
     Stored = 1,
-    /// Zeros that hide the parent, without a place.
+    /// All grains are zeros that hide the parent; no page is stored.
     Zero = 2,
 }
 
-/// Part of the root.
+/// A block of the root.
 struct RootBlock {
     words: [AtomicU64; WORDS],
     changed: AtomicBool,
-    /// Which copy is the current one, counted from 1; 0 for none.
+    /// The current copy, counted from 1; 0 for none.
     copy: AtomicU32,
 }
 
@@ -59,11 +59,11 @@ pub(super) struct Map {
     image: String,
     id: [u8; 16],
     root: Box<[OnceLock<Box<RootBlock>>]>,
-    /// End of the valid places.
+    /// The end of the valid blocks.
     limit: AtomicU64,
     /// Held while the state of a page in the root changes.
     births: Mutex<()>,
-    /// During replay, a torn copy is the remains of an interrupted checkpoint.
+    /// During replay, a torn copy is accepted as the effect of an interrupted checkpoint.
     replaying: AtomicBool,
 }
 
@@ -107,14 +107,14 @@ impl Map {
             let mut field = [0; 8];
             field.copy_from_slice(bytes);
             let value = u64::from_le_bytes(field);
-            // State 3 is invalid.
+            // The state 3 is invalid.
             if value & (value >> 1) & 0x5555_5555_5555_5555 != 0 {
                 return Err(self.corrupt(format!("root block {index} is invalid")));
             }
             word.store(value, Ordering::Relaxed);
         }
         block.copy.store(current.copy.map_or(0, |copy| copy as u32 + 1), Ordering::Relaxed);
-        // A torn copy is overwritten before the next crash can happen.
+        // A torn copy is overwritten by the next checkpoint, before another write can tear the other copy.
         block.changed.store(current.broken, Ordering::Relaxed);
         let _ = self.root[index as usize].set(Box::new(block));
         Ok(())
@@ -140,12 +140,12 @@ impl Map {
         self.replaying.store(false, Ordering::Relaxed);
     }
 
-    /// End of the valid places.
+    /// The end of the valid blocks.
     pub(super) fn limit(&self) -> u64 {
         self.limit.load(Ordering::Acquire)
     }
 
-    /// Notes that blocks before `block` are in use.
+    /// Raises the limit to `block`, because the blocks before it are in use.
     pub(super) fn raise_limit(&self, block: u64) {
         self.limit.fetch_max(block, Ordering::AcqRel);
     }
@@ -163,7 +163,7 @@ impl Map {
         }
     }
 
-    /// The caller holds `births`.
+    /// Sets the state of a page. The caller holds `births`.
     fn set_state(&self, index: u32, state: PageState) {
         let block = self.root[(index / ROOT_PAGES) as usize].get_or_init(Box::default);
         let at = index % ROOT_PAGES;
@@ -173,7 +173,7 @@ impl Map {
         block.changed.store(true, Ordering::Relaxed);
     }
 
-    /// Makes an absent page zeros; `log` is called if that changes it. False if there is a stored page.
+    /// Makes an absent page zeros; calls `log` if that is a change. Returns false if a page is stored.
     pub(super) fn zero_whole(&self, index: u32, log: impl FnOnce()) -> bool {
         let _births = self.births.lock();
         match self.state(index) {
@@ -187,7 +187,7 @@ impl Map {
         true
     }
 
-    /// Page `index` as it is in the file.
+    /// Reads page `index` from the file.
     pub(super) fn load(&self, file: &AlignedFile, index: u32) -> Result<RunList> {
         let mut copies = [0; (BLOCK * COPIES) as usize];
         let context = || format!("{}: cannot read page {index} of the map", self.image);
@@ -195,7 +195,7 @@ impl Map {
         let current = page::choose(self.identity(Kind::Page, index), &copies);
         self.check_copies(&current, Kind::Page, index)?;
         let Some(copy) = current.copy else {
-            return Err(self.corrupt(format!("page {index} of the map is not there")));
+            return Err(self.corrupt(format!("page {index} of the map is missing")));
         };
         let valid = self.layout.data..self.limit();
         let list = page::decode_entries(current.body, self.layout.page_grains(index), &valid);
@@ -204,7 +204,7 @@ impl Map {
         Ok(list)
     }
 
-    /// Changes page `index`, which is created if there is none. Captures must be prevented.
+    /// Changes page `index`, which is created if missing. The caller prevents captures.
     pub(super) fn change<R>(
         &self,
         file: &AlignedFile,
@@ -226,7 +226,7 @@ impl Map {
         self.pages.change(index, || self.load(file, index), change)
     }
 
-    /// Captures all root blocks that changed. One capture at a time.
+    /// Captures all changed root blocks. One capture at a time.
     pub(super) fn capture_root(&self) -> Vec<CapturedRoot> {
         let blocks = (0..).zip(self.root.iter()).filter_map(|(index, block)| Some((index, block.get()?)));
         let changed = blocks.filter(|(_, block)| block.changed.swap(false, Ordering::Relaxed));
@@ -238,7 +238,7 @@ impl Map {
         captured.collect()
     }
 
-    /// Writes a page or root block over its older copy; returns which copy that is.
+    /// Writes a page or root block over its older copy; returns the index of that copy.
     pub(super) fn write_copy(
         &self,
         file: &AlignedFile,
@@ -268,7 +268,7 @@ impl Map {
         Ok(())
     }
 
-    /// Page `index` for a walk through all of them, past the cache; `None` if there is none.
+    /// Page `index` for a scan of all pages, bypassing the cache; `None` if no page is stored.
     pub(super) fn survey(&self, file: &AlignedFile, index: u32) -> Result<Option<std::sync::Arc<RunList>>> {
         if self.state(index) != PageState::Stored {
             return Ok(None);

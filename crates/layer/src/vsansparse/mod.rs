@@ -1,27 +1,26 @@
-//! vsanSparse: a delta object with an extent map of its own, in which space is allocated in units of 4 MiB.
+//! vsanSparse: a delta object with its own extent map, in which space is allocated in units of 4 MiB.
 //!
 //! ```text
-//! header, twice | log (1 MiB) | root | map pages | units of 4 MiB, filled one after another as grains are first
-//! written
+//! header, twice | log (1 MiB) | root | map pages | units of 4 MiB, filled in the order of first writes
 //! ```
 //!
-//! vSAN keeps its deltas as objects of its store, and no file format of them exists. This one is lamina's, with their
-//! behaviour; its bytes are in docs/format/vsansparse.md. Invariants:
+//! vSAN keeps its deltas as objects in its store, and no file format for them exists. This format is lamina's own, with
+//! the same behaviour; docs/format/vsansparse.md describes its bytes. Invariants:
 //!
-//! 1. A grain (4 KiB) that has a place keeps it. Later writes go there, a discard punches a hole there, and writes
-//!    after that go there too. So places are never freed, no reader of a place has to be waited for, and the file is
-//!    never longer than the disk and its map.
-//! 2. A change of the map is logged before any reader of the medium can see it, and its payload is durable before it is
-//!    logged. A flush is one flush of the file, and one append to the log if the map changed.
+//! 1. An allocated grain (4 KiB) keeps its location. Later writes go there, a discard punches a hole there, and writes
+//!    after the discard go there, too. So locations are never freed, there is no need to wait for readers, and the file
+//!    is never longer than the disk and its map.
+//! 2. A change of the map is logged before it can appear in a map page of the file, and its payload is durable before
+//!    it is logged. A flush is one flush of the file, and one append to the log if the map changed.
 //! 3. A checkpoint writes pages whose changes are all logged, over the older of their two copies, then the root, then
-//!    the header that releases the log up to there. After a power cut at any moment, every change is in the log or in a
-//!    whole copy.
-//! 4. Recovery reads the log, at most a mebibyte, whatever the size of the disk.
-//! 5. After a failed write of the map or flush nothing more is written: the layer is [`ErrorKind::Stopped`] until it is
-//!    opened again. Metadata that fails its checksum is an error, never data.
+//!    the header that frees the log up to that point. So after a power cut at any moment, every change is in the log or
+//!    in a valid copy.
+//! 4. Recovery reads only the log, at most 1 MiB, whatever the size of the disk.
+//! 5. After a failed write of the map or a failed flush no more is written: the layer returns [`ErrorKind::Stopped`]
+//!    until it is opened again. Metadata with a wrong checksum is an error, and is never used.
 //!
-//! Locks, outermost first: the gate (shared by changes, alone by closing), `checkpoint`, `log`, `order` (shared by
-//! changes of the map, alone by captures), `births` and the cache's own, `pending`, `space`. None but the gate is held
+//! Locks, outermost first: the gate (shared by changes, exclusive for closing), `checkpoint`, `log`, `order` (shared by
+//! changes of the map, exclusive for captures), `births` and the cache's own, `pending`, `space`. Only the gate is held
 //! while payload is read or written.
 
 mod check;
@@ -63,7 +62,7 @@ pub struct VsanSparse {
 }
 
 impl VsanSparse {
-    /// Opens an object. The remains of a crash are replayed, in memory only if it is opened for reading.
+    /// Opens an object. After a crash the log is replayed, in memory only if the object is opened for reading.
     pub fn open(file: Arc<dyn File>, options: &OpenOptions) -> Result<Self> {
         let image = options.image.clone();
         let file = AlignedFile::new(file);
@@ -102,7 +101,7 @@ impl Layer for VsanSparse {
     }
 
     fn table_size(&self) -> (u64, u64) {
-        // A page of the map in both copies.
+        // The two copies of a map page.
         (layout::PAGE_GRAINS * BLOCK, 2 * BLOCK)
     }
 
@@ -154,7 +153,8 @@ impl Layer for VsanSparse {
                 Ok(true) => {}
                 Ok(false) => return Ok(()),
                 Err(error) if answer.is_empty() => return Err(error),
-                // The extents before the damage stay valid; a request for the damaged range itself gets the error.
+                // The extents before the damage are returned; a request that begins with the damaged grain gets the
+                // error.
                 Err(_) => return Ok(()),
             }
         }

@@ -1,9 +1,9 @@
-//! Map pages and root blocks as bytes: one block each, in two copies that are written in turn.
+//! Encoding of map pages and root blocks: one block each, in two copies that are written in turn.
 //!
-//! A copy is whole if its checksum holds, and it belongs to this object and its place. Of two whole ones the one with
-//! the greater sequence counts. A copy of zeros was never written. Any other copy is a torn write, which only the pages
-//! and root blocks of an interrupted checkpoint can have; those are replayed from the log and written again before
-//! anything else happens, so that at any other time such a copy is damage and may not be read around.
+//! A copy is valid if its checksum is right, and if it belongs to this object and location. Of two valid copies the one
+//! with the greater sequence is current. A copy of zeros was never written. Any other copy is a torn write, which is
+//! possible only for pages and root blocks of an interrupted checkpoint: these are replayed from the log and written
+//! again before any other change. At any other time such a copy is damage, and the other copy must not be used instead.
 
 use super::header::{is_sealed, seal, u64_at};
 use super::layout::{BLOCK, COPIES, PAGE_GRAINS, ROOT_PAGES};
@@ -13,31 +13,31 @@ use std::ops::Range;
 const SIZE: usize = BLOCK as usize;
 const MAGIC: [u8; 4] = *b"LVSM";
 const OFFSET_CHECKSUM: usize = 4;
-/// First byte behind the head.
+/// The first byte after the head.
 const BODY: usize = 64;
 
-/// Bytes of an entry: 38 bits of block, 8 of zero, 2 of state.
+/// Bytes of an entry: 38 bits of block number, 8 zero bits, 2 bits of state.
 const ENTRY_SIZE: usize = 6;
 const PLACE_MASK: u64 = (1 << 38) - 1;
 const STATE_SHIFT: u32 = 46;
 
-/// Entry or run: a place is kept for the grain, which is still absent. Only in memory.
+/// Run state: a block is reserved for the grain, which is still absent. Only in memory.
 pub(super) const RESERVED: u8 = 0;
-/// Entry or run: the grain's bytes are at its place.
+/// Entry or run state: the grain's data is at its block.
 pub(super) const DATA: u8 = 1;
-/// Entry or run: zeros; a place may be kept.
+/// Entry or run state: zeros; a block may be reserved.
 pub(super) const ZERO: u8 = 2;
-/// Run: zeros; the kept place is not in the log yet. Only in memory.
+/// Run state: zeros, with a reserved block that is not in the log yet. Only in memory.
 pub(super) const ZERO_RESERVED: u8 = 3;
 
-/// The kind of a block of the map.
+/// The kind of a metadata block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
     Page = 1,
     Root = 2,
 }
 
-/// A block of an object.
+/// The identity of a metadata block: object, kind and index.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Identity {
     pub(super) id: [u8; 16],
@@ -48,9 +48,9 @@ pub(super) struct Identity {
 /// The state of a copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Found {
-    /// Whole.
+    /// Valid.
     Whole {
-        /// Greater in the newer of two.
+        /// Greater in the newer of two copies.
         sequence: u64,
     },
     /// Never written.
@@ -59,7 +59,7 @@ enum Found {
     Broken,
 }
 
-/// The head of a block, without its checksum.
+/// The head of a block, without the checksum.
 fn head(identity: Identity, sequence: u64) -> [u8; 40] {
     let mut bytes = [0; 40];
     bytes[..4].copy_from_slice(&MAGIC);
@@ -70,7 +70,7 @@ fn head(identity: Identity, sequence: u64) -> [u8; 40] {
     bytes
 }
 
-/// The block of a body.
+/// Encodes a block with this body.
 pub(super) fn encode(identity: Identity, sequence: u64, body: &[u8]) -> [u8; SIZE] {
     let mut bytes = [0; SIZE];
     bytes[..40].copy_from_slice(&head(identity, sequence));
@@ -90,13 +90,13 @@ fn inspect(identity: Identity, bytes: &[u8]) -> Found {
     }
 }
 
-/// The current one of two copies.
+/// The current copy of two.
 pub(super) struct Current<'a> {
-    /// Which of the two; `None` if neither is whole.
+    /// The index of the copy; `None` if neither is valid.
     pub(super) copy: Option<usize>,
-    /// Its body; empty if there is none.
+    /// The body of the copy; empty if there is none.
     pub(super) body: &'a [u8],
-    /// One of the copies is torn or damaged.
+    /// Whether one of the copies is torn or damaged.
     pub(super) broken: bool,
 }
 
@@ -118,14 +118,14 @@ pub(super) fn choose(identity: Identity, copies: &[u8]) -> Current<'_> {
     current
 }
 
-/// The body of a map page.
+/// Encodes the body of a map page.
 pub(super) fn encode_entries(list: &RunList) -> Vec<u8> {
     let mut body = vec![0; PAGE_GRAINS as usize * ENTRY_SIZE];
     for run in list.runs() {
         let (state, place) = match run.kind {
             DATA => (DATA, run.place),
             ZERO => (ZERO, run.place),
-            // After a crash a place that the log does not have may be allocated again.
+            // After a crash, a block that is not in the log may be allocated for another grain.
             ZERO_RESERVED => (ZERO, 0),
             _ => continue,
         };
@@ -139,7 +139,8 @@ pub(super) fn encode_entries(list: &RunList) -> Vec<u8> {
     body
 }
 
-/// Reads the body of a map page of `grains` entries, whose places lie in `valid`; `None` if it has an invalid entry.
+/// Decodes the body of a map page with `grains` entries, whose blocks must be in `valid`; `None` if an entry is
+/// invalid.
 pub(super) fn decode_entries(body: &[u8], grains: u32, valid: &Range<u64>) -> Option<RunList> {
     let mut list = RunList::new(1);
     for (first, entry) in (0..grains).zip(body.chunks_exact(ENTRY_SIZE)) {

@@ -1,8 +1,8 @@
-//! Recovery after a crash: reads the log from its tail on, and applies each change again, in order.
+//! Recovery after a crash: reads the log from its tail, and applies each change again, in order.
 //!
-//! A page in the file may be newer than the log's tail, if a checkpoint was interrupted. Applying old changes and then
-//! the newer ones again has the same result, because each change states what the entries are and not how they differ,
-//! and everything in a page is in the log or before its tail.
+//! A page in the file may be newer than the log's tail, if a checkpoint was interrupted. Applying older and then newer
+//! changes again gives the same result: each change states the new content of entries and not a difference, and every
+//! change in a page is in the log or before its tail.
 
 use super::VsanSparse;
 use super::layout::PAGE_GRAINS;
@@ -12,21 +12,21 @@ use crate::Result;
 use crate::runs::RunList;
 use std::ops::Range;
 
-/// Most pages that a log changes; a writer makes a checkpoint long before.
+/// The most pages that a log can change; a writer makes a checkpoint long before.
 const CHANGED_PAGES_MAX: usize = 1 << 16;
 
-/// Pages that a log may touch repeatedly, beyond four times those of the disk: limits the time of a replay.
+/// Limits the time of a replay: the most page visits by all changes, besides four times the pages of the disk.
 const VISITS_MAX: u64 = 1 << 26;
 
-/// Entries that were made zeros.
+/// The result of zeroing entries.
 pub(super) struct Zeroed {
-    /// Those that were not zeros before.
+    /// Entries that were not zeros before.
     pub(super) changed: Vec<Range<u32>>,
-    /// Places that hold no data any more: first block and count.
+    /// Blocks that hold no data any more: first block and count.
     pub(super) places: Vec<(u64, u64)>,
 }
 
-/// Makes entries zeros, and keeps their places. Absent ones only if a parent shows through there.
+/// Makes entries zeros and keeps their blocks. Absent entries are changed only if a parent shows through.
 pub(super) fn zero_entries(list: &mut RunList, entries: Range<u32>, parent: bool) -> Zeroed {
     let mut zeroed = Zeroed { changed: Vec::new(), places: Vec::new() };
     let pieces: Vec<_> = list.pieces(entries).collect();
@@ -50,7 +50,7 @@ pub(super) fn zero_entries(list: &mut RunList, entries: Range<u32>, parent: bool
 }
 
 impl VsanSparse {
-    /// Replays the log if the object was not closed properly. Afterwards the header has the end of the used part.
+    /// Replays the log if the object was not closed properly. Then the header has the end of the used part.
     pub(super) fn recover(&mut self) -> Result<Log> {
         let header = &self.header;
         let mut log = Log {
@@ -79,12 +79,12 @@ impl VsanSparse {
         let valid = self.map.layout.data..self.map.limit();
         let fits = |place: u64| place >= valid.start && place.saturating_add(record.count) <= valid.end;
         if record.count == 0 || end > self.map.layout.grains || !record.place.is_none_or(fits) {
-            return Err(self.map.corrupt("the log names what lies outside the object".to_owned()));
+            return Err(self.map.corrupt("the log names grains or blocks outside the object".to_owned()));
         }
         for (index, entries) in self.map.layout.split(record.grain..end) {
             *visits = visits.saturating_sub(1);
             if *visits == 0 || self.map.pages.changed() > CHANGED_PAGES_MAX {
-                return Err(self.map.corrupt("the log changes more than any log of its size does".to_owned()));
+                return Err(self.map.corrupt("the log changes more pages than a valid log of its size can".to_owned()));
             }
             let whole = entries.len() as u32 == self.map.layout.page_grains(index);
             let first = u64::from(index) * PAGE_GRAINS + u64::from(entries.start);

@@ -1,8 +1,8 @@
 //! Writes and zeros.
 //!
-//! A write first makes sure that every grain has a place, which the page keeps for it without showing it; then the
-//! payload is written to the file, without a lock; then the page shows the place, and the change is added to the log.
-//! Two writes of one grain find the same place.
+//! A write first makes sure that every grain has a location, which the map page reserves without making it visible.
+//! Then it writes the payload to the file without a lock. Then the map page shows the location, and the change is added
+//! to the log. Two writes of one grain use the same location.
 
 use super::VsanSparse;
 use super::commit::Writer;
@@ -16,21 +16,21 @@ use crate::extents::check_range;
 use crate::{IoContext, Result};
 use std::ops::Range;
 
-/// Space is returned from this many bytes on: a hole costs a hundred microseconds.
+/// The length from which discarded space is punched: a punch costs a hundred microseconds.
 const PUNCH_MIN: u64 = 32 << 10;
 
-/// Bytes of pages that get their space at a time: those of 16 MiB of the disk.
+/// Bytes of map pages whose space is allocated at a time: the pages of 16 MiB of the disk.
 const PAGES_PIECE: u64 = 64 << 10;
 
 static ZEROS: [u8; BLOCK as usize] = [0; BLOCK as usize];
 
-/// Adjacent grains at adjacent places.
+/// Consecutive grains at consecutive locations.
 #[derive(Clone, Copy, Debug)]
 struct WritePiece {
     first: u64,
     count: u64,
     place: u64,
-    /// True while the map does not show it.
+    /// Whether the location is still reserved only.
     new: bool,
 }
 
@@ -42,7 +42,7 @@ impl VsanSparse {
         let end = start.saturating_add(length);
         check_range(&self.image, &(start..end), self.header.capacity, BLOCK)?;
         let grains = Self::grains(&(start..end));
-        // The last grain of the disk is stored whole.
+        // The last grain of the disk is stored completely.
         let missing = (grains.end * BLOCK - end) as usize;
         let mut padded: Vec<&[u8]>;
         let mut slices = slices;
@@ -59,7 +59,7 @@ impl VsanSparse {
         self.commit_if_many(writer)
     }
 
-    /// Finds a place for each grain, and allocates one where there is none.
+    /// Looks up the location of each grain, and allocates one where there is none.
     fn plan(&self, writer: &Writer, grains: Range<u64>) -> Result<Vec<WritePiece>> {
         let mut pieces: Vec<WritePiece> = Vec::new();
         let mut say = |piece: WritePiece| match pieces.last_mut() {
@@ -101,7 +101,7 @@ impl VsanSparse {
         say: &mut impl FnMut(WritePiece),
     ) -> Result<()> {
         let base = u64::from(index) * PAGE_GRAINS;
-        // Room for payload and map is allocated first, so that a full file system is detected before anything changes.
+        // Space for payload and map is allocated first, so that a full file system is detected before any change.
         let prepared = writer.space.lock().prepare(&self.file, entries.len() as u64);
         prepared.map_err(|error| error.context(&self.image))?;
         self.reserve_map(writer, index, Kind::Page)?;
@@ -127,8 +127,8 @@ impl VsanSparse {
         })
     }
 
-    /// Allocates the space of everything that a change of page `index`, or only of its state in the root, will have
-    /// written: a new page has none yet, and a copy of the file that left zeros out may have none anywhere.
+    /// Allocates the space of all blocks that a change of page `index`, or of its state in the root, will write: a new
+    /// page has no space yet, and a file copied with holes may lack space anywhere.
     fn reserve_map(&self, writer: &Writer, index: u32, what: Kind) -> Result<()> {
         let layout = &self.map.layout;
         let take = |first: u64, blocks: u64, piece: u64| {
@@ -143,7 +143,7 @@ impl VsanSparse {
         }
     }
 
-    /// Writes the parts; those adjacent in the file take one call.
+    /// Writes the pieces; those adjacent in the file take one call.
     fn write_pieces(&self, first: u64, pieces: &[WritePiece], slices: &[&[u8]]) -> Result<()> {
         let mut rest = pieces;
         while let Some(piece) = rest.first() {
@@ -170,7 +170,7 @@ impl VsanSparse {
         Ok(())
     }
 
-    /// Makes the map show a part whose payload is written.
+    /// Makes the location of a piece visible whose payload is written.
     fn show(&self, writer: &Writer, piece: &WritePiece) -> Result<()> {
         for (index, entries) in self.map.layout.split(piece.first..piece.first + piece.count) {
             let grain = u64::from(index) * PAGE_GRAINS + u64::from(entries.start);
@@ -208,7 +208,7 @@ impl VsanSparse {
             }
             self.reserve_map(writer, index, Kind::Page)?;
             let places = {
-                // No two changed ranges of one page are adjacent.
+                // Changed ranges of one page are never adjacent, so there are at most half as many as entries.
                 let _room = self.reserve_room(writer, entries.len().div_ceil(2))?;
                 let _order = writer.order.read();
                 self.map.change(&self.file, index, |page| {

@@ -1,4 +1,4 @@
-//! Hosted sparse extents: two directories, each with tables of its own.
+//! Hosted sparse extents: two directories, each with its own tables.
 
 use super::super::*;
 use layer::hosted::{CreateOptions, Hosted, OpenOptions, create, header::Header};
@@ -10,7 +10,7 @@ fn open(file: Arc<dyn File>, writable: bool, parent: bool) -> Result<Hosted> {
     Hosted::open(file, &OpenOptions { image: NAME.to_owned(), writable, parent, force: false })
 }
 
-/// An image with a history: writes, zeros, and places that were given up and used again. Some were not closed.
+/// An image with a history: writes, zeros, and reused grains. Some images are left without closing them.
 fn world(seed: u64) -> World {
     let mut random = Random(seed);
     let disk = new_disk(seed);
@@ -38,12 +38,12 @@ fn world(seed: u64) -> World {
     world
 }
 
-/// The header as it is without damage.
+/// The undamaged header.
 fn header_of(world: &World) -> Header {
     open(open_file(&world.copy()), false, true).unwrap().header().clone()
 }
 
-/// One byte of a directory, or of a table, mostly of an entry that says something; rarely of the header.
+/// The offset of a byte in a directory or table, mostly in an entry that is not zero.
 fn place(world: &World, header: &Header, random: &mut Random) -> u64 {
     let mut bytes = vec![0; (header.overhead * SECTOR) as usize];
     open_file(&world.copy()).read_at(&mut bytes, 0).unwrap();
@@ -75,8 +75,11 @@ fn flip(world: &World, random: &mut Random, figures: &mut Figures) {
     let found = !check.is_sound();
     figures.found += u64::from(found);
     figures.harmless += u64::from(!found);
-    assert!(found || (lost.is_empty() && wrong.is_empty()), "{context}: lost {lost:?}, wrong {wrong:?}, and not found");
-    // An image that a crash has left has entries of before and after: one is taken, and it is said.
+    assert!(
+        found || (lost.is_empty() && wrong.is_empty()),
+        "{context}: lost {lost:?}, wrong {wrong:?}, not found by the check"
+    );
+    // In a crashed image the copies may be old and new: then one is chosen, with a warning.
     assert!(wrong.is_empty() || (check.unclean && !reader.warnings().is_empty()), "{context}: wrong {wrong:?}");
     let told = |doubts: &[String], grain: u64| {
         doubts.iter().any(|doubt| doubt.contains(&format!("grain {grain} ")) || doubt.contains("cannot be read"))
@@ -96,19 +99,22 @@ fn flip(world: &World, random: &mut Random, figures: &mut Figures) {
     let check = layer.check().unwrap();
     let (lost, wrong) = world.compare(&layer);
     for grain in &lost {
-        assert!(told(&check.doubts, *grain), "{context}: grain {grain} is lost and not told: {check:?}");
+        assert!(told(&check.doubts, *grain), "{context}: grain {grain} is lost and not reported: {check:?}");
     }
     for (grain, holds) in &wrong {
         let told = check.mended.iter().any(|sentence| sentence.contains(&format!("grain {grain} ")));
-        assert!(reader.header().unclean && told, "{context}: grain {grain} holds {holds:?} and not told: {check:?}");
+        assert!(
+            reader.header().unclean && told,
+            "{context}: grain {grain} holds {holds:?} and is not reported: {check:?}"
+        );
     }
-    assert!(!found || check.repaired > 0 || !check.is_sound(), "{context}: found, not mended, not told");
+    assert!(!found || check.repaired > 0 || !check.is_sound(), "{context}: found, but neither repaired nor reported");
     if check.is_sound() {
         figures.mended += u64::from(found && wrong.is_empty());
         assert!(lost.is_empty(), "{context}: {lost:?}");
     }
     figures.unproven += (lost.len() + wrong.len()) as u64;
-    // It goes on, and takes nothing that was there.
+    // The image stays usable, and new grains do not overwrite existing ones.
     let (mut after, first) = (world.model.clone(), 3 * 512 / 2);
     if layer.write(first * GRAIN, &[&content(77, GRAIN)]).is_ok() {
         after.insert(first, 77);

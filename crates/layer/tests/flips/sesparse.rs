@@ -1,4 +1,4 @@
-//! SEsparse: what a table names stands in the backmap and the bitmap too.
+//! SEsparse: a grain in a table is also recorded in the backmap and the bitmap.
 
 use super::super::*;
 use layer::sesparse::{CheckReport, Options, SeSparse};
@@ -20,7 +20,7 @@ fn check(layer: &SeSparse, repair: bool) -> CheckReport {
     layer.check(repair, &NoProgress).unwrap()
 }
 
-/// An image with a history, its tables in another order than what they map. Some were not closed.
+/// An image with a history, whose tables are in another order than the ranges that they map. Some are not closed.
 fn world(seed: u64) -> World {
     let mut random = Random(seed);
     let disk = new_disk(seed);
@@ -46,7 +46,7 @@ fn word(file: &dyn File, at: u64) -> u64 {
     u64::from_le_bytes(bytes)
 }
 
-/// One byte of the metadata, mostly where something is said.
+/// The offset of a metadata byte, mostly in a word that is not zero.
 fn place(file: &dyn File, random: &mut Random) -> u64 {
     let tables = word(file, 520);
     loop {
@@ -66,8 +66,8 @@ fn place(file: &dyn File, random: &mut Random) -> u64 {
     }
 }
 
-/// Entries and slots that stand nowhere else: those that name no grain, before and after; and what a write or a
-/// deletion that was cut looks like too.
+/// Whether a change of a word cannot be proven: entries that name no grain before and after are recorded nowhere else,
+/// and some changes look like an interrupted write or deletion.
 fn is_unprovable(at: u64, before: u64, after: u64) -> bool {
     let kind = |word: u64| word >> 60;
     let says_nothing = |word: u64| word == 0 || kind(word) == 1 || kind(word) == 2;
@@ -84,7 +84,7 @@ fn flip(world: &World, random: &mut Random, figures: &mut Figures) {
     let at = offset / 8 * 8;
     let before = word(&*sound, at);
     let after = before ^ u64::from(mask) << (offset % 8 * 8);
-    let context = format!("killed {} byte {offset}: {before:#018x} is {after:#018x}", world.killed);
+    let context = format!("left unclosed: {}, byte {offset}: {before:#018x} changed to {after:#018x}", world.killed);
     let unprovable = is_unprovable(at, before, after);
     figures.tried += 1;
 
@@ -93,10 +93,13 @@ fn flip(world: &World, random: &mut Random, figures: &mut Figures) {
         Ok(reader) => {
             let report = check(&reader, false);
             let (lost, wrong) = world.compare(&reader);
-            // What a crash leaves is lost space, which is not wrong.
+            // Space lost in a crash is not damage.
             found = !(report.is_clean() || world.killed && report.is_lost_space_only());
             let right = lost.is_empty() && wrong.is_empty();
-            assert!(found || right || unprovable, "{context}: lost {lost:?}, wrong {wrong:?}, not found: {report:?}");
+            assert!(
+                found || right || unprovable,
+                "{context}: lost {lost:?}, wrong {wrong:?}, not found by the check: {report:?}"
+            );
         }
         Err(error) => assert!(is_refusal(&error), "{context}: {error}"),
     }
@@ -120,7 +123,7 @@ fn flip(world: &World, random: &mut Random, figures: &mut Figures) {
     };
     let (lost, wrong) = world.compare(&layer);
     for grain in lost.iter().chain(wrong.iter().map(|(grain, _)| grain)) {
-        assert!(told(*grain) || unprovable, "{context}: grain {grain} is not right and not told: {report:?}");
+        assert!(told(*grain) || unprovable, "{context}: grain {grain} is wrong and not reported: {report:?}");
     }
     let again = check(&layer, false);
     assert!(!report.is_damaged() || !again.is_clean(), "{context}: {report:?} then {again:?}");
@@ -129,7 +132,7 @@ fn flip(world: &World, random: &mut Random, figures: &mut Figures) {
         figures.mended += u64::from(found && !report.is_damaged());
     }
     figures.unproven += (lost.len() + wrong.len()) as u64;
-    // It goes on, and takes nothing that was there.
+    // The image stays usable, and new grains do not overwrite existing ones.
     let mut model = world.model.clone();
     for first in [3 * 4096 + 600, 5 * 4096 + 1000] {
         if layer.write(first * GRAIN, &[&content(7777, 20 * GRAIN)]).is_ok() {
@@ -142,7 +145,8 @@ fn flip(world: &World, random: &mut Random, figures: &mut Figures) {
     assert_eq!(written.compare(&reader), (lost, wrong), "{context}: after a repair and a write");
 }
 
-/// Writes `grains` at two places of an image with a damaged byte and closes it: all of it reads as what was written.
+/// Writes `grains` grains in two ranges of an image with a damaged byte and closes it: all written content must read
+/// back.
 fn write_and_compare(world: &World, disk: SimulatedDisk, layer: SeSparse, grains: u64, context: &str) {
     let mut model = world.model.clone();
     for first in [700, 2 * 4096 + 700] {
@@ -156,19 +160,19 @@ fn write_and_compare(world: &World, disk: SimulatedDisk, layer: SeSparse, grains
     assert_eq!(check(&reader, false).overlapping, 0, "{context}");
 }
 
-/// An image that is damaged but not known to be is used, and then closed: nothing is given out that is in use.
+/// A damaged image is used without a check, and closed: no grain in use may be allocated again.
 fn use_unaware(world: &World, random: &mut Random, figures: &mut Figures) {
     let offset = BITMAP + random.below(64);
     let mask = 1 + random.below(255) as u8;
-    let context = format!("killed {} byte {offset} by {mask:#x}", world.killed);
+    let context = format!("left unclosed: {}, byte {offset} changed by {mask:#x}", world.killed);
     figures.tried += 1;
     let disk = world.damaged(offset, mask);
     let layer = open(open_file(&disk), Options { write: true, ..Options::default() }).unwrap();
     write_and_compare(world, disk, layer, 100, &context);
 }
 
-/// An image that was not closed, with a wrong byte in the owner of a grain, is opened and used: nothing is given out
-/// that a table names.
+/// An image that was not closed, with a wrong byte in the owner of a grain, is opened and used: no grain that a table
+/// names may be allocated again.
 fn use_after_crash(world: &World, random: &mut Random, figures: &mut Figures) {
     let sound = open_file(&world.copy());
     let offset = loop {
@@ -178,7 +182,7 @@ fn use_after_crash(world: &World, random: &mut Random, figures: &mut Figures) {
         }
     };
     let mask = 1 << random.below(8) | (random.below(256) & random.below(256)) as u8;
-    let context = format!("killed {} byte {offset} by {mask:#x}", world.killed);
+    let context = format!("left unclosed: {}, byte {offset} changed by {mask:#x}", world.killed);
     figures.tried += 1;
     let disk = world.damaged(offset, mask);
     let layer = open(open_file(&disk), Options { write: true, ..Options::default() }).unwrap();

@@ -1,7 +1,7 @@
-//! What the tests on real files stand on: a folder that goes with the test, a seeded generator, a reader, and QEMU's
-//! tools, without which these tests fail.
+//! Shared by the tests on real files: a temporary folder, a seeded generator, reading a layer, and QEMU's tools, which
+//! these tests need.
 
-#![allow(dead_code, reason = "each test file uses its part")]
+#![allow(dead_code, reason = "each test binary uses only some of these items")]
 
 use backend::Buffer;
 use layer::{Content, Layer};
@@ -9,12 +9,12 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 pub use testkit::Random;
 
-/// A folder on the file system that cargo builds in.
+/// A temporary folder in cargo's target directory.
 pub fn folder() -> tempfile::TempDir {
     tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap()
 }
 
-/// Reads as a chain does.
+/// Reads a layer as a chain does.
 pub fn read(layer: &dyn Layer, start: u64, length: u64) -> Vec<u8> {
     let mut bytes = vec![0; length as usize];
     let mut extents = Vec::new();
@@ -37,14 +37,14 @@ pub fn read(layer: &dyn Layer, start: u64, length: u64) -> Vec<u8> {
     bytes
 }
 
-/// Runs a tool; what it prints.
+/// Runs a tool, which must succeed; returns its output.
 pub fn run(folder: &Path, program: &str, arguments: &[&str]) -> String {
     let (good, text) = try_run(folder, program, arguments);
     assert!(good, "{program} {arguments:?}: {text}");
     text
 }
 
-/// Runs a tool; whether it succeeded, and what it prints.
+/// Runs a tool; returns whether it succeeded, and its output.
 pub fn try_run(folder: &Path, program: &str, arguments: &[&str]) -> (bool, String) {
     let path = format!("{}:/usr/sbin:/sbin", std::env::var("PATH").unwrap_or_default());
     let output = Command::new(program).args(arguments).current_dir(folder).env("PATH", path).output();
@@ -53,7 +53,7 @@ pub fn try_run(folder: &Path, program: &str, arguments: &[&str]) -> (bool, Strin
     (output.status.success(), String::from_utf8_lossy(&text).into_owned())
 }
 
-/// The disk as QEMU reads it.
+/// The content of the disk as QEMU reads it.
 pub fn read_by_qemu(folder: &Path, image: &str) -> Vec<u8> {
     run(folder, "qemu-img", &["convert", "-f", "vmdk", "-O", "raw", image, "by-qemu.raw"]);
     let path: PathBuf = folder.join("by-qemu.raw");

@@ -1,7 +1,7 @@
-//! The receiving side: accepts senders.
+//! The receiver: accepts connections of senders.
 //!
-//! 1. A connection is not used until TLS is up and the client's certificate is admitted.
-//! 2. [`Receiver::stop`] ends every session in an orderly way: what has arrived is recorded.
+//! 1. A connection is not used until TLS is established and the client's certificate is accepted.
+//! 2. [`Receiver::stop`] ends every session in an orderly way: received data is recorded.
 
 mod session;
 mod taking;
@@ -21,31 +21,30 @@ use std::time::Duration;
 pub use session::{Sessions, converse};
 pub use taking::take;
 
-/// The handling of the attachment, the definition of a machine that is sent with its disks.
+/// Handles attachments: the definition of a machine that is sent with its disks.
 pub trait Attachments: Send + Sync {
-    /// Refuses an attachment that could not be used, before anything is received for it.
+    /// Refuses an attachment that cannot be used, before any data is received for it.
     fn check(&self, text: &str, disks: &[String]) -> Result<()>;
 
-    /// Prepares a machine before its disks are complete. If the result is dropped, the machine and the disks are
-    /// removed.
+    /// Prepares a machine before its disks are complete. If the result is dropped, machine and disks are removed.
     fn begin(&self, text: &str, disks: &[String]) -> Result<Box<dyn Making>>;
 
-    /// Called when disks have arrived, or were brought up to date, with or without an attachment.
+    /// Called after disks were received or updated, with or without an attachment.
     fn arrived(&self, _disks: &[String]) {}
 }
 
-/// A prepared machine.
+/// A prepared machine, which is not complete yet.
 pub trait Making: Send {
-    /// Completes it.
+    /// Completes the machine.
     fn finish(self: Box<Self>) -> Result<()>;
 }
 
-/// Receives disks without attachments.
+/// Refuses attachments and receives disks only.
 pub struct NoAttachments;
 
 impl Attachments for NoAttachments {
     fn check(&self, _: &str, _: &[String]) -> Result<()> {
-        Err(Error::new(ErrorKind::Unsupported, "this server receives disks, and no machines"))
+        Err(Error::new(ErrorKind::Unsupported, "this server receives disks only, not machines"))
     }
 
     fn begin(&self, text: &str, disks: &[String]) -> Result<Box<dyn Making>> {
@@ -61,7 +60,7 @@ pub struct ReceiverConfig {
     pub listen: SocketAddr,
     /// The server's certificate, and the authorities that sign clients.
     pub tls: TlsConfig,
-    /// Names of which a client's certificate must have one. If empty, every client that `tls` admits is admitted.
+    /// Names of which a client's certificate must have one. If empty, every certificate that `tls` accepts is accepted.
     pub clients: Vec<String>,
 }
 
@@ -71,7 +70,7 @@ pub struct Receiver {
     address: SocketAddr,
 }
 
-/// The state shared by the threads of connections.
+/// State shared by the threads of connections.
 struct Receiving {
     sessions: Sessions,
     identity: TlsIdentity,
@@ -79,10 +78,10 @@ struct Receiving {
 }
 
 impl Receiver {
-    /// Listens and begins to accept.
+    /// Listens and accepts connections.
     ///
     /// # Errors
-    /// `Invalid` for certificates, keys and names that cannot be used, and those of [`Service::start`].
+    /// `Invalid` for certificates, keys and names that cannot be used, and the errors of [`Service::start`].
     pub fn start(
         config: &ReceiverConfig,
         datastore: Arc<Datastore>,
@@ -108,14 +107,14 @@ impl Receiver {
             name: "receive",
             listen: vec![Listen::Tcp(config.listen)],
             access: Access {
-                // The protocol has no form without TLS.
+                // The protocol requires TLS.
                 tls: Some(TlsConfig { required: true, ..config.tls.clone() }),
                 insecure_tcp: false,
                 exposes: "fill the datastore",
                 remedy: "receive on 127.0.0.1, or name the authorities that sign clients (--tls-client-ca)",
             },
             limits: Limits::each(CONNECTIONS_MAX),
-            // A sender continues where it was cut off.
+            // Connections may be cut at once, because a sender resumes.
             drain: Drain { undisturbed: Duration::ZERO, finish: Duration::ZERO, cut: Some(STOP_GRACE) },
         };
         let service = Service::start(service, Arc::new(protocol))?;
@@ -127,22 +126,22 @@ impl Receiver {
         Ok(Self { service, address })
     }
 
-    /// Where it listens.
+    /// The address that it listens on.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// Connections at this moment.
+    /// Current number of connections.
     pub fn connections(&self) -> usize {
         self.service.connections()
     }
 
-    /// Cuts every connection, as a network failure does: for tests.
+    /// Cuts all connections, as a network failure does: for tests.
     pub fn cut(&self) {
         self.service.cut();
     }
 
-    /// Stops accepting and ends all sessions. May be repeated.
+    /// Stops accepting and ends all sessions. May be called again.
     pub fn stop(&self) {
         self.service.stop();
     }
@@ -156,7 +155,7 @@ impl Protocol for Receiving {
         if let Err(error) = self.converse(connection) {
             tracing::info!(%error, "connection ended by an error");
         }
-        // Other threads may still hold the socket.
+        // Cut in addition, because other threads may still hold the socket.
         connection.close();
         connection.cut();
     }
@@ -171,7 +170,7 @@ impl Receiving {
         let admitted = |stream: &TlsStream| {
             if !self.clients.is_empty() && !stream.client_is(&self.clients) {
                 let text =
-                    "the certificate is good, but for none of the names that disks are received from (--receive-from)";
+                    "the certificate is valid, but not for a name from which disks are received (--receive-from)";
                 return Err(Error::new(ErrorKind::Invalid, text));
             }
             match stream.has_certificate() {

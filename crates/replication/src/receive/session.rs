@@ -1,9 +1,9 @@
-//! Sessions: the control connection of one sender, from its first message to the complete disks.
+//! Sessions: the control connection of a sender, from its first message until the disks are complete.
 //!
-//! 1. A session lives as long as its control connection. When that ends, its data connections are cut, the data that
-//!    arrived on them is recorded, and only then may another session take over.
-//! 2. A failure of a data connection is the answer to the next request on the control connection.
-//! 3. The token that admits data connections is random and sent on the control connection only.
+//! 1. A session lasts as long as its control connection. When that ends, its data connections are cut and the received
+//!    data is recorded; only then can another session take over the reception.
+//! 2. An error of a data connection is reported in the reply to the next request on the control connection.
+//! 3. The token that authenticates data connections is random, and is sent on the control connection only.
 
 use super::{Attachments, taking};
 use crate::limits::{LEAVE_MAX, SAVE_BYTES, SAVE_INTERVAL, SILENCE_MAX, STREAMS_MAX, TAKEOVER_MAX, WORKING_INTERVAL};
@@ -21,7 +21,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
-/// How often to check whether an earlier session has ended, and whether arrived data has to be recorded.
+/// Interval of checks whether an earlier session has ended and whether received data has to be recorded.
 const LOOK_INTERVAL: Duration = Duration::from_millis(50);
 
 /// The sessions of a receiver.
@@ -35,9 +35,9 @@ pub struct Sessions {
 pub(super) struct Session {
     token: String,
     pub(super) reception: Arc<Reception>,
-    /// Why it has ended.
+    /// The error that ended the session.
     failed: Mutex<Option<Message>>,
-    /// Set when it ends: no data connection may join any more.
+    /// Set when the session ends, so that no data connection can join.
     ended: AtomicBool,
     /// Data connections.
     streams: Mutex<Vec<Option<Arc<Connection>>>>,
@@ -54,7 +54,7 @@ impl Session {
         self.failed.lock().get_or_insert_with(|| Message::failure(error));
     }
 
-    /// Cuts all connections: each thread notices that itself.
+    /// Cuts all connections; each thread detects that itself.
     fn cut(&self) {
         let streams = self.streams.lock();
         for socket in streams.iter().flatten().chain(&self.control) {
@@ -100,7 +100,8 @@ impl Session {
         self.left.notify_all();
     }
 
-    /// Waits until all data connections have ended, which they do when everything is sent; returns how many have not.
+    /// Waits until all data connections have ended, which they do after sending everything; returns the number that has
+    /// not.
     fn wait_left(&self) -> usize {
         let deadline = Instant::now() + LEAVE_MAX;
         let mut streams = self.streams.lock();
@@ -108,7 +109,7 @@ impl Session {
         streams.len()
     }
 
-    /// Records arrived data from time to time, until `over` is closed.
+    /// Records received data at intervals, until `over` is closed.
     fn keep_record(&self, over: &mpsc::Receiver<()>) {
         let mut last = Instant::now();
         while let Err(mpsc::RecvTimeoutError::Timeout) = over.recv_timeout(LOOK_INTERVAL) {
@@ -132,8 +133,8 @@ impl Sessions {
         Self { datastore, attachments, open: Mutex::default() }
     }
 
-    /// Opens the reception of an offer. An open session for the same disks belongs to a stale duplicate sender: its
-    /// connections are cut.
+    /// Opens the reception for an offer. An open session with the same disks belongs to a stale connection of the same
+    /// sender, so its connections are cut.
     fn open(&self, offer: Offer, sender: String) -> Result<Opened> {
         let names: Vec<String> = offer.disks.iter().map(|disk| disk.name.clone()).collect();
         if let Some(text) = &offer.attachment {
@@ -157,7 +158,7 @@ impl Sessions {
     }
 }
 
-/// Serves one connection over any stream: for tests and fuzzing.
+/// Serves one connection over any stream, for tests and fuzzing.
 pub fn converse<S: ByteStream>(sessions: &Sessions, stream: S, peer: String) -> Result<()> {
     serve(sessions, stream, None, peer, &|_| Ok(()))
 }
@@ -195,18 +196,18 @@ pub(super) fn serve<S: ByteStream>(
         Err(error) => Err(error),
     };
     if let Err(error) = &outcome {
-        // Fails if the sender has disconnected; the error is returned all the same.
+        // Fails if the sender has disconnected; the error is returned in any case.
         let _ = line.tell(&Message::failure(error));
     }
     outcome
 }
 
-/// Runs work that takes time, and sends keep-alives meanwhile.
+/// Runs long work while sending keep-alives.
 fn work<S: ByteStream, T: Send>(line: &mut Conversation<S>, work: impl FnOnce() -> Result<T> + Send) -> Result<T> {
     std::thread::scope(|scope| {
         let (done, answer) = mpsc::channel();
         let spawned = std::thread::Builder::new().name("receive-work".to_owned()).spawn_scoped(scope, move || {
-            // Fails if the connection is broken and nothing can receive the answer: the work is done all the same.
+            // Sending the result fails if the connection is broken; the work was done nevertheless.
             let _ = done.send(work());
         });
         spawned.map_err(|error| Error::io("starting a thread to receive", error))?;
@@ -281,7 +282,7 @@ fn receive<S: ByteStream>(
     ended.map(drop)
 }
 
-/// Answers a sender until the disks are complete (true), or until it disconnects.
+/// Answers requests of a sender until the disks are complete (true) or it disconnects (false).
 fn control<S: ByteStream>(sessions: &Sessions, session: &Session, line: &mut Conversation<S>) -> Result<bool> {
     loop {
         line.set_deadline(Some(Instant::now() + SILENCE_MAX))?;
@@ -332,7 +333,7 @@ fn join<S: ByteStream>(
     let session = sessions.open.lock().get(id).cloned();
     let same = |session: &Arc<Session>| {
         let (a, b) = (session.token.as_bytes(), token.as_bytes());
-        // Takes the same time for every wrong token.
+        // Compares in constant time, so that the duration does not reveal correct bytes of the token.
         a.len() == b.len() && a.iter().zip(b).fold(0, |sum, (a, b)| sum | (a ^ b)) == 0
     };
     let joined = session
@@ -358,7 +359,7 @@ fn join<S: ByteStream>(
     taken
 }
 
-/// Removes a data connection from its session, however its thread ends.
+/// Removes a data connection from its session when its thread ends, also by a panic.
 struct Leaving<'a> {
     session: &'a Session,
     socket: Option<&'a Arc<Connection>>,

@@ -1,6 +1,6 @@
-//! Data connections: writes each frame to its disk as it arrives.
+//! Data connections: each frame is written to its disk when it is received.
 //!
-//! Besides TLS, a connection takes the memory of one buffer of the size of the largest frame.
+//! In addition to TLS buffers, a connection uses one buffer of the size of the largest frame.
 
 use crate::frame::Kind;
 use crate::limits::PIECE_MAX;
@@ -11,14 +11,14 @@ use disk::transfer::{Reception, SEGMENT};
 use error::{Error, ErrorKind, Result};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// The segment that is being received, and how much of it has arrived.
+/// The segment that is being received, with the number of bytes received.
 struct Segment {
     disk: u16,
     number: u64,
     bytes: u64,
 }
 
-/// Receives until the sender ends, and reports the number of bytes.
+/// Receives until the sender has ended, and adds the received bytes to `total`.
 pub fn take<S: ByteStream>(reception: &Reception, line: &mut Conversation<S>, total: &AtomicU64) -> Result<()> {
     let mut buffer = Buffer::recycled(PIECE_MAX / BLOCK_SIZE);
     let mut segment: Option<Segment> = None;

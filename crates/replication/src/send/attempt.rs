@@ -1,4 +1,4 @@
-//! One attempt: from connecting to complete disks, or to the reason of a failure.
+//! One attempt of a transfer: from connecting until the disks are complete, or until an error.
 
 use super::plan::DiskPlan;
 use super::{SendOptions, Sent, Shipment, stopped};
@@ -30,7 +30,7 @@ pub enum Failed {
 }
 
 impl Failed {
-    /// From an error that the receiver reported.
+    /// Classifies an error that the receiver reported.
     fn told(error: Error) -> Self {
         match error.kind() {
             ErrorKind::Busy | ErrorKind::Stopped | ErrorKind::Io => Self::Broken(error),
@@ -38,7 +38,7 @@ impl Failed {
         }
     }
 
-    /// From an error on a connection.
+    /// Classifies an error of a connection.
     fn happened(error: Error) -> Self {
         match error.kind() {
             ErrorKind::Io => Self::Broken(error),
@@ -50,7 +50,7 @@ impl Failed {
 type Line = Conversation<TlsStream>;
 type Attempted<T> = std::result::Result<T, Failed>;
 
-/// State that all attempts share.
+/// State shared by all attempts.
 pub struct Attempt<'a> {
     shipment: &'a Shipment,
     remote: &'a Remote,
@@ -60,15 +60,15 @@ pub struct Attempt<'a> {
     server: CertificateName,
     offer: Message,
     throttle: Throttle<Throttled<'a>>,
-    /// Most bytes that the receiver has reported as present, recorded or not.
+    /// Most bytes that the receiver has reported as received, recorded or not.
     arrived: u64,
     resumed: Option<u64>,
 }
 
-/// State that the threads of an attempt share.
+/// State shared by the threads of an attempt.
 struct Shared<'a> {
     plans: &'a [DiskPlan],
-    /// The next segment: disk, and place in its plan.
+    /// The next segment: index of the disk, and index in its plan.
     next: Mutex<(usize, usize)>,
     sockets: Mutex<Vec<Arc<OwnedFd>>>,
     stop: AtomicBool,
@@ -80,7 +80,7 @@ struct Shared<'a> {
 }
 
 impl Shared<'_> {
-    /// The first failure counts; the others follow from it.
+    /// Stores the first error; later errors are its consequences.
     fn fail(&self, failed: Failed) {
         let mut first = self.failed.lock();
         if first.is_none() {
@@ -94,7 +94,7 @@ impl Shared<'_> {
     fn cut(&self) {
         self.stop.store(true, Ordering::Release);
         for socket in self.sockets.lock().iter() {
-            // Fails if the connection is broken already.
+            // Fails if the connection is already broken, which is ignored.
             let _ = rustix::net::shutdown(socket, Shutdown::Both);
         }
     }
@@ -150,7 +150,7 @@ impl<'a> Attempt<'a> {
         Ok(Self { shipment, remote, options, progress, identity, server, offer, throttle, arrived: 0, resumed: None })
     }
 
-    /// Most bytes that the receiver has reported as present.
+    /// Most bytes that the receiver has reported as received.
     pub fn arrived(&self) -> u64 {
         self.arrived
     }
@@ -163,7 +163,7 @@ impl<'a> Attempt<'a> {
         for address in addresses {
             match TcpStream::connect_timeout(&address, CONNECT_TIMEOUT) {
                 Ok(socket) => {
-                    // Only increases count.
+                    // An error is ignored, because the option only improves latency.
                     let _ = socket.set_nodelay(true);
                     let timed = socket.set_write_timeout(Some(SILENCE_MAX));
                     timed.map_err(|error| Error::io(during(), error))?;
@@ -176,7 +176,7 @@ impl<'a> Attempt<'a> {
         Err(Error::io(during(), last.unwrap_or_else(none)))
     }
 
-    /// A connection after the first messages of both sides.
+    /// A connection after TLS and the exchange of `hello` and `welcome`.
     fn connect(&self) -> Attempted<(Line, Arc<OwnedFd>)> {
         let socket = self.dial().map_err(Failed::Broken)?;
         let stream = TlsStream::connect(Arc::clone(&socket), &self.identity, &self.server)
@@ -202,7 +202,7 @@ impl<'a> Attempt<'a> {
         Ok((line, socket))
     }
 
-    /// Sends a message, and waits for the answer as long as keep-alives arrive.
+    /// Sends a message, and waits for the reply as long as keep-alives arrive.
     fn ask(&self, line: &mut Line, message: &Message) -> Attempted<Message> {
         line.tell(message).map_err(Failed::happened)?;
         loop {
@@ -220,7 +220,7 @@ impl<'a> Attempt<'a> {
         Failed::Refused(message.into_error())
     }
 
-    /// Sends everything that is missing, and returns the names of the disks there.
+    /// Sends all missing segments, and returns the names of the disks on the receiver.
     pub fn run(&mut self, sent: &mut Sent) -> Attempted<Vec<String>> {
         let (mut line, socket) = self.connect()?;
         let (session, token, known) = match self.ask(&mut line, &self.offer)? {
@@ -299,7 +299,8 @@ impl<'a> Attempt<'a> {
         self.shipment.disks.iter().zip(known).map(plan).collect::<Result<_>>().map_err(Failed::Refused)
     }
 
-    /// Watches the streams until all have ended, or the first has failed; `arrived` is what the receiver has.
+    /// Waits until all data connections have ended or the first one has failed; updates `arrived` from the receiver's
+    /// replies.
     fn watch(&self, line: &mut Line, shared: &Shared<'_>, arrived: &mut u64, total: u64) -> Attempted<()> {
         let there = *arrived;
         loop {
@@ -313,7 +314,7 @@ impl<'a> Attempt<'a> {
             if self.progress.cancelled() {
                 return Err(Failed::Refused(stopped()));
             }
-            // After a failure too: the receiver may report the reason.
+            // After a failure too, because the receiver may report the reason.
             let answer = self.ask(line, &Message::Ping);
             let own = if over { shared.failed.lock().take() } else { None };
             match (answer, own) {
@@ -325,7 +326,7 @@ impl<'a> Attempt<'a> {
                     }
                 }
                 (Ok(other), _) => return Err(Self::out_of_turn(other)),
-                // A refusal by this side is more precise than the report of a broken connection.
+                // A refusal detected by this side is more precise than the receiver's report of a broken connection.
                 (Err(Failed::Broken(_)), Some(refused @ Failed::Refused(_))) => return Err(refused),
                 (Err(failed), _) => return Err(failed),
             }
@@ -335,7 +336,7 @@ impl<'a> Attempt<'a> {
         }
     }
 
-    /// One data connection.
+    /// Runs one data connection.
     fn stream(&self, session: &str, token: &str, shared: &Shared<'_>) -> Attempted<()> {
         let (mut line, socket) = self.connect()?;
         shared.sockets.lock().push(socket);

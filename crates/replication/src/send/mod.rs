@@ -1,4 +1,4 @@
-//! The sending side.
+//! The sender.
 //!
 //! ```text
 //!   connect -> hello -> offer -> plan ->+-> stream 1: segments -+-> finish -> committed
@@ -7,11 +7,11 @@
 //!      +---- pause <---- a connection breaks
 //! ```
 //!
-//! 1. A plan names every segment with data: the segments and their bytes follow from the disk's point and the base
-//!    alone, so the plan is the same at every attempt.
-//! 2. Each segment is sent over one connection, as a whole.
-//! 3. A broken connection is made again, a limited number of times in a row; what the receiver refuses is not offered
-//!    again.
+//! 1. A plan lists every segment with data. It depends only on the sent snapshot and the base, so it is the same for
+//!    every attempt.
+//! 2. A segment is sent completely over one connection.
+//! 3. After a broken connection the transfer is retried, up to a limit of consecutive failures; after a refusal by the
+//!    receiver it is not.
 
 mod attempt;
 mod plan;
@@ -28,11 +28,11 @@ use work::Progress;
 
 /// A disk to send.
 pub struct ShippedDisk {
-    /// Its point.
+    /// The snapshot that is sent.
     pub outgoing: Outgoing,
-    /// The name there.
+    /// Its name on the receiver.
     pub name: String,
-    /// The identity there.
+    /// Its identity on the receiver.
     pub uuid: String,
 }
 
@@ -42,47 +42,47 @@ pub struct Shipment {
     pub disks: Vec<ShippedDisk>,
     /// The attachment: the definition of a machine.
     pub attachment: Option<String>,
-    /// Whether the points stay as snapshots there.
+    /// Whether the sent snapshots are kept as snapshots on the receiver.
     pub keep: bool,
     /// Whether only differences from a common snapshot are sent, if there is one.
     pub incremental: bool,
-    /// Whether an existing disk of that name is brought up to date.
+    /// Whether an existing disk with that name is updated.
     pub update: bool,
-    /// Whether the receiver must have the beginning of an earlier transfer; `NotFound` otherwise.
+    /// Whether to resume only: `NotFound` if the receiver has no part of an earlier transfer.
     pub resume_only: bool,
 }
 
 /// Options of a transfer.
 #[derive(Clone, Debug)]
 pub struct SendOptions {
-    /// Data connections.
+    /// Number of data connections.
     pub streams: usize,
-    /// Most bytes of data a second; 0 for no limit.
+    /// Limit in bytes of data per second; 0 for none.
     pub rate: u64,
-    /// The client's certificate, and the authorities that sign servers.
+    /// The client's certificate, and the authorities that sign server certificates.
     pub tls: ClientTls,
 }
 
 /// The result of a transfer.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Sent {
-    /// Names of the disks, there.
+    /// Names of the disks on the receiver.
     pub disks: Vec<String>,
     /// Sum of their capacities.
     pub capacity: u64,
     /// Bytes of data sent.
     pub data: u64,
-    /// Bytes of data that an earlier attempt had sent.
+    /// Bytes of data that earlier attempts had sent.
     pub resumed: u64,
-    /// Bytes on the wire, all connections together.
+    /// Bytes sent on the wire by all connections.
     pub wire: u64,
-    /// Disks of which only the difference from a common snapshot was sent.
+    /// Number of disks of which only differences from a common snapshot were sent.
     pub incremental: u64,
-    /// Connections broken and made again.
+    /// Number of reconnections after broken connections.
     pub reconnects: u64,
-    /// Data connections.
+    /// Number of data connections.
     pub streams: u64,
-    /// How long it took.
+    /// Duration in seconds.
     pub seconds: f64,
 }
 
@@ -111,8 +111,8 @@ pub fn send(shipment: &Shipment, remote: &Remote, options: &SendOptions, progres
             return Err(match again {
                 false => error,
                 true => error.context(format!(
-                    "given up after {fruitless} attempts in a row; what has arrived is kept, the same command goes on \
-                     from there"
+                    "given up after {fruitless} attempts in a row; the received data is kept, and the same command \
+                     resumes the transfer"
                 )),
             });
         }
@@ -127,11 +127,11 @@ pub fn send(shipment: &Shipment, remote: &Remote, options: &SendOptions, progres
     Ok(sent)
 }
 
-/// The error of a sender that was stopped.
+/// The error of a cancelled transfer.
 fn stopped() -> Error {
     Error::new(
         ErrorKind::Interrupted,
-        "stopped on request; what has arrived is kept, the same command goes on from there",
+        "stopped on request; the received data is kept, and the same command resumes the transfer",
     )
 }
 

@@ -6,20 +6,20 @@ use error::{Error, ErrorKind, Result};
 
 /// The plan of one disk.
 pub struct DiskPlan {
-    /// The base.
+    /// The snapshot that differences are computed against; `None` to send all data.
     pub base: Option<String>,
     /// Missing segments, in order.
     pub left: Vec<u64>,
-    /// Bytes of data in them.
+    /// Bytes of data in the missing segments.
     pub left_bytes: u64,
-    /// All segments with data, including those that are present.
+    /// Number of all segments with data, including those received before.
     pub segments: u64,
     /// Bytes of data in all of them.
     pub bytes: u64,
 }
 
 impl DiskPlan {
-    /// Reads through a disk once.
+    /// Reads the map of a disk once.
     pub fn of(outgoing: &Outgoing, known: &Known, stopped: &dyn Fn() -> bool) -> Result<Self> {
         let base = known.base.clone();
         let mut plan = Self { base, left: Vec::new(), left_bytes: 0, segments: 0, bytes: 0 };

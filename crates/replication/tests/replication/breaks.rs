@@ -1,4 +1,4 @@
-//! Lines that break, servers that stop: what has arrived stays, what is not whole is not to be seen.
+//! Broken connections and stopped servers: received data is kept, and incomplete disks are not visible.
 
 use crate::site::{Keys, Line, Random, Site, furnished, options, remote, remote_at, same, scribble};
 use backend::BLOCK_SIZE;
@@ -9,7 +9,7 @@ use replication::send;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 #[test]
-fn a_line_that_breaks_at_any_byte_only_costs_time() {
+fn a_connection_that_breaks_at_any_byte_only_costs_time() {
     let keys = Keys::new();
     for seed in 0..6 {
         let (here, there) = (Site::new(), Site::new());
@@ -17,7 +17,7 @@ fn a_line_that_breaks_at_any_byte_only_costs_time() {
         let device = furnished(&here, "web", seed);
         here.snapshot("web", "monday");
         let receiver = there.receiver(&keys);
-        // From within the TLS handshake to late in the data.
+        // Byte limits from within the TLS handshake to late in the data.
         let budgets = (0..4).map(|round| match round {
             0 => random.below(6000),
             _ => 20_000 + random.below(12 << 20),
@@ -44,7 +44,7 @@ fn a_line_that_breaks_at_any_byte_only_costs_time() {
     }
 }
 
-/// Stops the sender once so much has arrived.
+/// Cancels the sender once this much was received.
 struct Until {
     bytes: u64,
     reached: AtomicU64,
@@ -62,7 +62,7 @@ impl Progress for Until {
 }
 
 #[test]
-fn what_has_arrived_stays_over_restarts_of_both_sides() {
+fn received_data_survives_restarts_of_both_sides() {
     let keys = Keys::new();
     let (here, mut there) = (Site::new(), Site::new());
     let device = here.disk("web", 12 * SEGMENT);
@@ -89,7 +89,7 @@ fn what_has_arrived_stays_over_restarts_of_both_sides() {
     assert_eq!(there.datastore.receptions().unwrap(), kept);
     there.check();
     let receiver = there.receiver(&keys);
-    // Another state of the same name does not push it aside.
+    // An offer of another state of the disk does not replace the reception.
     let device = here.datastore.device("web", false).unwrap();
     crate::site::write(&*device, 0, b"new");
     drop(device);
@@ -98,7 +98,7 @@ fn what_has_arrived_stays_over_restarts_of_both_sides() {
     let error = send(&other, &remote(&receiver), &options(&keys, 2), &NoProgress).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Exists, "{error}");
     assert!(error.to_string().contains(&kept[0].id), "{error}");
-    // The same state goes on, whatever identity the new command has thought of.
+    // An offer of the same state resumes it, although the new command has generated another identity.
     let mut shipment = here.shipment(&[("web", "monday", "web")]);
     shipment.disks[0].uuid = "0f0e0d0c-0b0a-4908-8706-0000000000ff".into();
     let sent = send(&shipment, &remote(&receiver), &options(&keys, 2), &NoProgress).unwrap();
@@ -107,7 +107,7 @@ fn what_has_arrived_stays_over_restarts_of_both_sides() {
     there.check();
 }
 
-/// Sends the beginning of `web@monday`, and leaves it there.
+/// Sends the first part of `web@monday`, and leaves it on the receiver.
 fn begin(keys: &Keys, here: &Site, there: &Site) {
     let receiver = there.receiver(keys);
     let mut slow = options(keys, 2);
@@ -165,7 +165,7 @@ fn a_server_that_is_not_there_is_given_up_on() {
     drop(here.disk("web", SEGMENT));
     here.snapshot("web", "monday");
     let until = Until { bytes: u64::MAX, reached: AtomicU64::new(0), stop: AtomicBool::new(false) };
-    // A port on which no process listens; the request to stop ends the attempts.
+    // A port on which no process listens; the attempts end by cancellation.
     let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     let error = std::thread::scope(|scope| {
         scope.spawn(|| {
@@ -209,7 +209,7 @@ fn what_is_recorded_too_late_does_not_bring_a_reception_back() {
         reception.write(0, 0, &Random(round).bytes(BLOCK_SIZE), None).unwrap();
         reception.finish_segment(0, 0, BLOCK_SIZE as u64).unwrap();
         reception.commit(&[(1, BLOCK_SIZE as u64)]).unwrap();
-        // As the thread does that saves the record from time to time, if it waited for the commit.
+        // The thread that saves the record at intervals may do so right after a commit.
         reception.save().unwrap();
         drop(reception);
         assert!(there.datastore.receptions().unwrap().is_empty());

@@ -1,4 +1,4 @@
-//! What is sent is what arrives, and nothing is sent that need not be.
+//! Disks are received as they were sent, and no data is sent unnecessarily.
 
 use crate::site::{Keys, Random, Site, furnished, options, remote, same, scribble, write};
 use disk::transfer::SEGMENT;
@@ -66,12 +66,12 @@ fn a_second_clone_moves_only_what_has_changed() {
     assert_eq!((sent.data, sent.incremental), (changed, 1));
     same(&there.content("second"), &here.content("web@tuesday"));
     same(&there.content("first"), &here.content("web@monday"));
-    // Independent: what it began as can go.
+    // The clone is independent: the disk that it was based on can be deleted.
     assert_eq!(there.datastore.disk("second").unwrap().origin, None);
     there.datastore.delete_disk("first", false).unwrap();
     same(&there.content("second"), &here.content("web@tuesday"));
 
-    // The same point again: nothing moves at all.
+    // Sending the same snapshot again transfers no data.
     let mut shipment = here.shipment(&[("web", "tuesday", "third")]);
     shipment.incremental = true;
     let sent = send(&shipment, &remote(&receiver), &options(&keys, 4), &NoProgress).unwrap();
@@ -81,7 +81,7 @@ fn a_second_clone_moves_only_what_has_changed() {
 }
 
 #[test]
-fn a_disk_is_brought_up_to_date_where_it_stands() {
+fn an_existing_disk_is_updated() {
     let (keys, here, there) = (Keys::new(), Site::new(), Site::new());
     let device = furnished(&here, "web", 4);
     here.snapshot("web", "monday");
@@ -90,7 +90,7 @@ fn a_disk_is_brought_up_to_date_where_it_stands() {
     let uuid = there.datastore.disk("web").unwrap().uuid;
 
     let mut random = Random(5);
-    // Larger, smaller, larger by a part of a block: what comes into sight reads as zeros.
+    // Growing, shrinking, and growing by part of a block: exposed ranges must read as zeros.
     let sizes = [7 * SEGMENT + 512, 5 * SEGMENT + 4096 + 1024, 5 * SEGMENT + 4096 + 2048];
     for (day, size) in ["tuesday", "wednesday", "thursday"].into_iter().zip(sizes) {
         here.datastore.resize_disk("web", size, true).unwrap();
@@ -112,7 +112,7 @@ fn a_disk_is_brought_up_to_date_where_it_stands() {
     assert_eq!(names, ["monday", "tuesday", "wednesday", "thursday"]);
     there.check();
 
-    // A disk that was changed there, or is in use, is left alone, with the reason.
+    // A disk that was changed on the receiver, or is in use there, is refused with the reason.
     let target = there.datastore.device("web", false).unwrap();
     here.snapshot("web", "friday");
     let attempt = |update| {
@@ -155,7 +155,7 @@ fn thick_disks_arrive_thick_and_several_disks_arrive_together() {
         assert_eq!(a.blocks_allocated, b.blocks_allocated, "{from}");
     }
     there.check();
-    // One of them is there already: none of the others comes.
+    // One of the disks exists already, so none of them is received.
     let shipment = here.shipment(&[("thin", "s", "d"), ("lazy", "s", "b"), ("eager", "s", "e")]);
     let mut shipment = shipment;
     shipment.disks[1].uuid = "0f0e0d0c-0b0a-4908-8706-0000000000ff".into();
@@ -180,6 +180,6 @@ fn an_empty_disk_and_a_rate() {
     let mut slow = options(&keys, 4);
     slow.rate = 16 << 20;
     let sent = send(&here.shipment(&[("web", "s", "w")]), &remote(&receiver), &slow, &NoProgress).unwrap();
-    // Never faster than asked for, but for the credit at the start; how much slower is not tested here.
+    // The rate is never exceeded, except for the initial credit; a lower bound is not tested.
     assert!(sent.seconds + 0.2 >= sent.data as f64 / slow.rate as f64, "{sent:?}");
 }

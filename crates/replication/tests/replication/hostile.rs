@@ -48,7 +48,7 @@ fn offer(line: &mut Line, disk: NewArrival) -> Message {
     line.hear().unwrap()
 }
 
-/// A control connection, and a data connection that belongs to it.
+/// A control connection, and a data connection of its session.
 fn session(keys: &Keys, receiver: &Receiver) -> (Line, Line) {
     let mut control = dial(keys, receiver);
     let Message::Accept { session, token, .. } = offer(&mut control, arrival("case", 2 * SEGMENT + 4096)) else {
@@ -60,10 +60,10 @@ fn session(keys: &Keys, receiver: &Receiver) -> (Line, Line) {
     (control, data)
 }
 
-/// What the control connection says after everything that the data connection brought has been looked at.
+/// The reply on the control connection after everything sent on the data connection was processed.
 fn outcome(control: &mut Line, data: &mut Line) -> Message {
     let _ = data.flush();
-    // Whatever there is to say; or the end.
+    // Waits for an error message or the end of the connection.
     let _ = data.hear();
     control.tell(&Message::Ping).unwrap();
     control.hear().unwrap()
@@ -81,9 +81,9 @@ fn invalid_data_is_refused() {
         ("a wrong checksum", vec![(Head { checksum: 7, ..frame(Kind::Data, 0, 0, &block).0 }, block.clone())]),
         ("behind the end", vec![frame(Kind::Data, 0, 2 * SEGMENT + 4096, &block)]),
         ("over the end", vec![frame(Kind::Data, 0, 2 * SEGMENT, &[7; 8192])]),
-        ("at the end of numbers", vec![frame(Kind::Data, 0, u64::MAX - 4095, &block)]),
+        ("at the end of the number range", vec![frame(Kind::Data, 0, u64::MAX - 4095, &block)]),
         ("another disk", vec![frame(Kind::Data, 1, 0, &block)]),
-        ("the last disk there could be", vec![frame(Kind::Data, u16::MAX, 0, &block)]),
+        ("the highest possible number of a disk", vec![frame(Kind::Data, u16::MAX, 0, &block)]),
         ("part of a block", vec![frame(Kind::Data, 0, 0, &block[..512])]),
         ("between blocks", vec![frame(Kind::Data, 0, 512, &block)]),
         ("over the segment", vec![frame(Kind::Data, 0, SEGMENT - 4096, &[7; 8192])]),
@@ -102,7 +102,7 @@ fn invalid_data_is_refused() {
     for (case, frames) in cases {
         let (mut control, mut data) = session(&keys, &receiver);
         for (head, payload) in &frames {
-            // The server may have heard enough.
+            // Sending may fail, because the server may have ended the connection already.
             let _ = data.send(head, &[payload]);
         }
         match outcome(&mut control, &mut data) {
@@ -112,7 +112,7 @@ fn invalid_data_is_refused() {
             other => panic!("{case}: {other:?}"),
         }
     }
-    // Bytes that are no frame at all.
+    // Bytes that are not a frame.
     let (mut control, mut data) = session(&keys, &receiver);
     data.stream.write(&[&[0x55; 64]]).unwrap();
     assert!(matches!(outcome(&mut control, &mut data), Message::Failure { kind, .. } if kind == "corrupt"));
@@ -123,7 +123,7 @@ fn invalid_data_is_refused() {
 }
 
 #[test]
-fn a_disk_of_which_too_little_came_does_not_appear() {
+fn an_incomplete_disk_does_not_appear() {
     let (keys, there) = (Keys::new(), Site::new());
     let receiver = there.receiver(&keys);
     for claim in [vec![(1, 4096)], vec![(0, 4096)], vec![(2, 0)], vec![(0, 0), (0, 0)], vec![(u64::MAX, u64::MAX)]] {
@@ -133,10 +133,10 @@ fn a_disk_of_which_too_little_came_does_not_appear() {
         assert!(matches!(control.hear().unwrap(), Message::Failure { .. }), "{claim:?}");
     }
     assert!(there.datastore.disks().unwrap().is_empty());
-    // While a connection still sends, nothing is whole.
+    // While a data connection is open, the disks are not complete.
     let (mut control, data) = session_of(&keys, &receiver, SEGMENT);
     control.tell(&Message::Finish { disks: vec![(0, 0)] }).unwrap();
-    // It is waited for a while, and said so.
+    // The receiver waits for the connection for a while, and then reports an error.
     let answer = std::iter::repeat_with(|| control.hear().unwrap()).find(|message| *message != Message::Working);
     assert!(matches!(answer, Some(Message::Failure { kind, .. }) if kind == "invalid"));
     drop(data);
@@ -181,7 +181,7 @@ fn invalid_offers_are_refused() {
     });
     control.tell(&machine).unwrap();
     assert!(matches!(control.hear().unwrap(), Message::Failure { kind, .. } if kind == "unsupported"));
-    // A token is not to be guessed, and a first word not to be left out.
+    // A wrong token and a missing `hello` are refused.
     let mut data = dial(&keys, &receiver);
     data.tell(&Message::Join { session: "x".into(), token: "y".into() }).unwrap();
     assert!(matches!(data.hear().unwrap(), Message::Failure { .. }));
@@ -191,7 +191,7 @@ fn invalid_offers_are_refused() {
     assert!(there.datastore.receptions().unwrap().is_empty());
 }
 
-/// A server that says what it was told to say.
+/// A server that sends given messages.
 fn hostile_server(keys: &Keys, says: impl Fn(&mut Line, Offer) + Send + 'static) -> u16 {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = listener.local_addr().unwrap().port();
@@ -222,8 +222,8 @@ fn false_answers_of_a_receiver_are_refused() {
         bytes,
     };
     let cases = vec![
-        ("segments that there are not", accept(vec![known(None, &[(0, 1 << 40)], 0)])),
-        ("bytes that there are not", accept(vec![known(None, &[(0, 1)], u64::MAX)])),
+        ("segments that do not exist", accept(vec![known(None, &[(0, 1 << 40)], 0)])),
+        ("bytes beyond the end of the disk", accept(vec![known(None, &[(0, 1)], u64::MAX)])),
         ("bytes without segments", accept(vec![known(None, &[], 1)])),
         ("a snapshot that does not exist", accept(vec![known(Some("0f0e0d0c-0b0a-4908-8706-0504030201ff"), &[], 0)])),
         ("too few disks", accept(vec![known(None, &[], 0); 2])),

@@ -1,4 +1,4 @@
-//! Who may send, and to whom.
+//! Which clients may send, and to which servers.
 
 use crate::site::{Keys, Site, options, remote};
 use disk::NoProgress;
@@ -42,7 +42,7 @@ fn only_clients_with_the_right_certificate_are_admitted() {
 }
 
 #[test]
-fn a_server_has_to_be_who_it_is_called() {
+fn a_server_needs_a_certificate_for_its_name() {
     let (keys, here, there) = (Keys::new(), here(), Site::new());
     let receiver = there.receiver(&keys);
     let mut options = options(&keys, 2);

@@ -1,4 +1,4 @@
-//! Two datastores, a sender and a receiver between them, and everything that can come between those.
+//! Transfers between two datastores, and everything that can interrupt them.
 
 #![allow(clippy::unwrap_used)]
 

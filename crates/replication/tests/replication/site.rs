@@ -1,4 +1,4 @@
-//! Datastores with disks of random content, certificates, and a line between them that can be cut.
+//! Datastores with disks of random content, certificates, and a connection between them that can be cut.
 
 use connections::{ClientTls, TlsConfig};
 use disk::transfer::SEGMENT;
@@ -15,7 +15,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, AtomicUsize, Ordering};
 pub use testkit::Random;
 
-/// Authorities, a server, two clients.
+/// A certificate authority, and certificates of a server and two clients.
 pub struct Keys {
     pub folder: tempfile::TempDir,
 }
@@ -70,7 +70,7 @@ impl Keys {
     }
 }
 
-/// A datastore.
+/// A datastore in a temporary folder.
 pub struct Site {
     pub folder: tempfile::TempDir,
     pub datastore: Arc<Datastore>,
@@ -100,7 +100,7 @@ impl Site {
         self.folder.path().join("datastore")
     }
 
-    /// Closes it in an orderly way, and opens it again.
+    /// Closes the datastore and opens it again.
     pub fn reopen(self) -> Self {
         self.datastore.close().unwrap();
         let Self { folder, datastore } = self;
@@ -128,7 +128,7 @@ impl Site {
         device.read(0, device.capacity() as usize).unwrap()
     }
 
-    /// Nothing is damaged, and nothing is left over.
+    /// Checks that the datastore is undamaged and nothing is left over.
     pub fn check(&self) {
         let report = self.datastore.check(CheckOptions { data: true, repair: false }, &NoProgress).unwrap();
         assert!(report.findings.is_empty(), "{:?}", report.findings);
@@ -165,7 +165,7 @@ fn hash(text: &str) -> u32 {
     checksums::checksum(text.as_bytes())
 }
 
-/// Writes `count` runs of random bytes at random places.
+/// Writes `count` random ranges of random bytes.
 pub fn scribble(device: &dyn Device, random: &mut Random, count: usize, most: u64) {
     for _ in 0..count {
         let length = 1 + random.below(most.min(device.capacity()));
@@ -202,14 +202,14 @@ pub fn remote_at(port: u16) -> Remote {
     Remote { host: "127.0.0.1".into(), port, name: "unused".into() }
 }
 
-/// A line that is cut again and again: each time after this many bytes, whichever way they go.
+/// A proxy that cuts the connections repeatedly, each time after a number of bytes in both directions.
 pub struct Line {
     pub port: u16,
     pub cuts: Arc<AtomicUsize>,
 }
 
 impl Line {
-    /// To a server, with these budgets of bytes one after another; without limit after the last.
+    /// A proxy to a server with these byte limits, one after another; without a limit after the last.
     pub fn to(port: u16, budgets: Vec<u64>) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let here = listener.local_addr().unwrap().port();
@@ -239,11 +239,11 @@ impl Line {
                             if pass > 0 && sink.write_all(&buffer[..pass]).is_err() {
                                 break;
                             }
-                            // Also where it is used up to the byte: nothing would begin the next one.
+                            // Also if the limit is reached exactly, because otherwise the next limit would not begin.
                             if before <= count as i64 {
                                 let mut open = open.lock();
                                 if before > 0 {
-                                    // The thread that used up the budget cuts, once.
+                                    // Only the thread that reached the limit cuts the connections.
                                     cuts.fetch_add(1, Ordering::SeqCst);
                                     for socket in open.drain(..) {
                                         let _ = socket.shutdown(Shutdown::Both);
@@ -263,7 +263,7 @@ impl Line {
     }
 }
 
-/// Two contents are the same.
+/// Asserts that two contents are equal.
 #[track_caller]
 pub fn same(a: &[u8], b: &[u8]) {
     assert_eq!(a.len(), b.len());

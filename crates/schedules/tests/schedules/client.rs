@@ -18,33 +18,33 @@ pub struct Share {
     pub runs: Vec<Range<usize>>,
 }
 
-/// A thread that reads and writes.
+/// A thread that reads, writes and flushes.
 pub struct Client {
-    /// What it goes on.
+    /// The store that it uses.
     pub store: Arc<Store>,
-    /// What it writes.
+    /// The sectors that it writes.
     pub shares: Vec<Share>,
-    /// What it does.
+    /// Chooses its operations.
     pub random: Random,
-    /// How often.
+    /// Number of operations.
     pub operations: u64,
-    /// What kinds of work come often.
+    /// Which operations are frequent.
     pub habit: Habit,
 }
 
-/// What a schedule does often. Faults of order need one kind of work to meet itself.
+/// Which operations are frequent in a schedule. Races are found only if operations of one kind overlap.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Habit {
-    /// All kinds of work alike.
+    /// All kinds of operations are equally frequent.
     Mixed,
     /// The same few blocks are overwritten, flushed and written back again and again.
     Hot,
-    /// Writes that go past the buffer, over blocks that are mapped.
+    /// Large writes bypass the buffer and overwrite mapped blocks.
     Large,
 }
 
 impl Client {
-    /// Does everything.
+    /// Carries out all operations.
     pub fn run(mut self) -> Checked {
         for _ in 0..self.operations {
             let flushes = if self.habit == Habit::Mixed { 18 } else { 30 };
@@ -60,7 +60,7 @@ impl Client {
             if !self.random.percent(25) {
                 self.write(&share)?;
                 if self.random.percent(15) {
-                    // Forced unit access is a write and a flush.
+                    // A write with forced unit access is a write and a flush.
                     self.store.flush()?;
                 }
                 continue;
@@ -70,13 +70,13 @@ impl Client {
         Ok(())
     }
 
-    /// A write of any kind to what is its own.
+    /// Makes a write of a random kind to sectors that this client owns.
     fn write(&mut self, share: &Share) -> Checked {
         let Some((head, generation)) = self.store.enter(&share.disk) else { return Ok(()) };
         let run = self.random.pick(&share.runs).clone();
         let blocks = run.start.div_ceil(SECTORS) as u64..(run.end / SECTORS) as u64;
         if blocks.is_empty() || self.random.percent(20) {
-            // Within one block.
+            // A write within one block.
             let start = run.start + self.random.below(run.len() as u64) as usize;
             let end = run.end.min((start / SECTORS + 1) * SECTORS);
             let end = start + 1 + self.random.below((end - start) as u64) as usize;
@@ -99,7 +99,7 @@ impl Client {
         self.change(&share.disk, &head, generation, sectors, kind)
     }
 
-    /// Brings what is buffered for a disk home.
+    /// Writes back the buffer of a disk.
     fn settle(&mut self, disk: &str) -> Checked {
         let Some((head, generation)) = self.store.enter(disk) else { return Ok(()) };
         match self.store.engine.settle(&head) {
@@ -151,7 +151,7 @@ impl Client {
         }
     }
 
-    /// Reads any blocks of a disk.
+    /// Reads random blocks of a disk.
     fn read(&mut self, disk: &str) -> Checked {
         let Some((head, generation)) = self.store.enter(disk) else { return Ok(()) };
         let least = {
@@ -180,7 +180,7 @@ impl Client {
         judged.map_err(|violation| End::Violation(format!("a read of {disk}: {violation}")))
     }
 
-    /// A client that had a deleted or reverted disk open gets `NotFound`; anything else is a failure.
+    /// Judges an error: a client of a deleted or reverted disk gets `NotFound`; any other error is a violation.
     fn gone(&self, disk: &str, generation: u64, error: error::Error, what: &str) -> Checked {
         let model = self.store.model();
         let ends = match model.objects.get(disk) {

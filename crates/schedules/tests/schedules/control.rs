@@ -11,18 +11,18 @@ use testkit::Random;
 
 /// A thread that changes the catalog.
 pub struct Control {
-    /// What it goes on.
+    /// The store that it uses.
     pub store: Arc<Store>,
-    /// What it does.
+    /// Chooses its operations.
     pub random: Random,
-    /// How often.
+    /// Number of operations.
     pub operations: u64,
-    /// Names given so far.
+    /// Number of names given so far.
     pub names: u64,
 }
 
 impl Control {
-    /// Does everything.
+    /// Carries out all operations.
     pub fn run(mut self) -> Checked {
         for _ in 0..self.operations {
             match self.random.below(14) {
@@ -73,7 +73,7 @@ impl Control {
         self.store.note(|| format!("snapshot {name} of {disk}"));
         let taken = self.store.engine.snapshot(&[new]).map_err(|error| self.store.judge(error, "snapshot"))?;
         let mut model = self.store.model();
-        // Of what was begun meanwhile it may hold anything.
+        // The snapshot may contain any write that began before it was taken.
         let last = model.objects.get(&disk).map(|object| object.image.clone());
         if let (Some(snapshot), Some(last)) = (model.objects.get_mut(&name), last) {
             snapshot.id = taken[0];
@@ -85,7 +85,8 @@ impl Control {
         Ok(Some(name))
     }
 
-    /// A clone of a snapshot, without what ties them, and the snapshot deleted: only references know that they share.
+    /// Makes a clone of a snapshot, detaches it, and deletes the snapshot, so that only reference counts show that the
+    /// disks share blocks.
     fn clone_and_part(&mut self) -> Checked {
         let Some(snapshot) = self.snapshot()? else { return Ok(()) };
         let name = self.name('c');
@@ -136,13 +137,13 @@ impl Control {
         Ok(())
     }
 
-    /// Deletes a disk with its snapshots; the first ones only now and then, because the clients are at work there.
+    /// Deletes a disk with its snapshots. The initial disks are seldom deleted, because the clients use them.
     fn delete_disk(&mut self) -> Checked {
         let Some(disk) = self.pick(false) else { return Ok(()) };
         if DISKS.iter().any(|(name, _)| *name == disk) && !self.random.percent(20) {
             return Ok(());
         }
-        let _door = self.store.doors.lock().expect("no thread panics under it");
+        let _door = self.store.doors.lock().expect("no thread panics while it holds this lock");
         let id = {
             let mut model = self.store.model();
             let goes = |(name, object): &(&String, &mut Object)| **name == disk || object.of.as_ref() == Some(&disk);
@@ -161,7 +162,7 @@ impl Control {
 
     fn revert(&mut self) -> Checked {
         let Some(snapshot) = self.pick(true) else { return Ok(()) };
-        let _door = self.store.doors.lock().expect("no thread panics under it");
+        let _door = self.store.doors.lock().expect("no thread panics while it holds this lock");
         let (disk, disk_id, snapshot_id) = {
             let mut model = self.store.model();
             let Some(from) = model.objects.get(&snapshot).cloned() else { return Ok(()) };
@@ -202,7 +203,7 @@ impl Control {
     }
 }
 
-/// All of a snapshot.
+/// Reads a whole snapshot.
 pub fn read_snapshot(engine: &Engine, name: &str, id: u64, image: &Image) -> Result<backend::Buffer> {
     let blocks = (image.sectors.len() / SECTORS) as u64;
     engine.read_blocks(name, 0..blocks, &|range| engine.plan_snapshot(id, range))

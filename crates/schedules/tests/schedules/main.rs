@@ -1,8 +1,8 @@
-//! The real engine with its threads on the simulated medium, under a scheduler that decides every step of every thread,
-//! and a power cut anywhere. A seed decides all of it.
+//! Runs the real engine and its threads on the simulated medium, under a scheduler that decides every step of every
+//! thread, with a power cut at any point. A seed determines all of it.
 //!
-//! `LAMINA_SCHEDULES` says how many schedules to run (10,000 without it; 0 is without end), `LAMINA_SCHEDULE_FROM` the
-//! first seed, `LAMINA_SCHEDULE` the one seed to run again.
+//! `LAMINA_SCHEDULES` sets the number of schedules (10,000 by default; 0 runs without end), `LAMINA_SCHEDULE_FROM` the
+//! first seed, `LAMINA_SCHEDULE` a single seed to repeat.
 
 #![forbid(unsafe_code)]
 #![allow(clippy::unwrap_used)]
@@ -20,9 +20,9 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 use store::{BASES, Statistics};
 
-/// Schedules of one run of the tests.
+/// The default number of schedules.
 const SCHEDULES: u64 = 10_000;
-/// How often progress is told.
+/// How often progress is printed.
 const TELL: Duration = Duration::from_secs(10);
 
 fn number(name: &str) -> Option<u64> {

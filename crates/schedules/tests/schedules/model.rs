@@ -1,26 +1,27 @@
-//! What the disks and snapshots of a schedule may hold, by sector.
+//! The contents that the disks and snapshots of a schedule may have, by sector.
 //!
-//! 1. Each sector has one writer at a time, so its versions have an order. A write adds its version before it begins,
-//!    and acknowledges it at its end.
-//! 2. A read finds a version between the one acknowledged when it began and the last one begun when it ended.
-//! 3. A flush that succeeds raises the floor of every sector to what was acknowledged when it began. After a power cut
-//!    a sector holds its floor or something later.
-//! 4. A snapshot holds a version between the one acknowledged when it was asked for and the last one begun when it was
-//!    taken; which one is known once it was read.
-//! 5. An operation on the catalog that the power cut interrupts took place or did not.
+//! 1. Each sector has one writer at a time, so its versions are ordered. A write adds its version before it begins, and
+//!    acknowledges the version at its end.
+//! 2. A read returns a version between the last one acknowledged when the read began and the last one begun when it
+//!    ended.
+//! 3. A successful flush raises the floor of every sector to the version acknowledged when the flush began. After a
+//!    power cut a sector has its floor or a later version.
+//! 4. A snapshot has a version between the one acknowledged when the snapshot was requested and the last one begun when
+//!    it was taken. The first read determines which.
+//! 5. A change of the catalog that a power cut interrupts was made completely or not at all.
 
 use backend::BLOCK_SIZE;
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-/// What a medium writes whole or not at all, in bytes.
+/// The unit that a medium writes atomically, in bytes.
 pub const SECTOR: usize = 512;
 /// Sectors of a block.
 pub const SECTORS: usize = BLOCK_SIZE / SECTOR;
-/// Bits of a word of content that say where it was written; the others, by which write.
+/// The bits of a content word that have the number of its sector. The other bits have the number of its write.
 const PLACE_BITS: u32 = 16;
 
-/// A sector's versions, named by the writes that made them; 0 is zeros.
+/// The versions of a sector: the numbers of the writes that made them; 0 stands for zeros.
 #[derive(Clone, Debug)]
 pub struct Sector {
     versions: Vec<u64>,
@@ -34,65 +35,65 @@ impl Default for Sector {
     }
 }
 
-/// What a disk or snapshot may hold.
+/// The contents that a disk or snapshot may have.
 #[derive(Clone, Debug)]
 pub struct Image {
-    /// Never that of another image: a flush that began before a revert must not raise what the revert brought.
+    /// Unique among images. So a flush that began before a revert does not raise the floors of the image after it.
     pub generation: u64,
-    /// By number.
+    /// By sector number.
     pub sectors: Vec<Sector>,
 }
 
-/// What an operation under way makes of an object.
+/// How an operation under way may change an object.
 #[derive(Clone, Debug)]
 pub enum Fate {
-    /// None is.
+    /// No operation is under way.
     Stays,
-    /// It may not be there yet.
+    /// The object is being created, and may not exist yet.
     Coming,
-    /// It may not be there any more.
+    /// The object is being deleted, and may not exist any more.
     Going,
-    /// It may hold this instead.
+    /// The object may have this content instead.
     Becoming(Image),
 }
 
 /// A disk or snapshot.
 #[derive(Clone, Debug)]
 pub struct Object {
-    /// Its id, once it is known.
+    /// The id, once it is known.
     pub id: u64,
     /// Of a snapshot: the name of its disk.
     pub of: Option<String>,
-    /// What it may hold.
+    /// The contents that it may have.
     pub image: Image,
-    /// What is being done to it.
+    /// The effect of an operation under way.
     pub fate: Fate,
 }
 
-/// Everything.
+/// The disks and snapshots of a store.
 #[derive(Clone, Debug, Default)]
 pub struct Model {
-    /// By name; no name is used twice.
+    /// The objects by name. No name is used twice.
     pub objects: BTreeMap<String, Object>,
     last: u64,
 }
 
-/// What a flush covers: by image, the acknowledged version of each sector.
+/// What a flush covers: by generation of the image, the acknowledged version of each sector.
 pub type Covered = BTreeMap<u64, Vec<usize>>;
 
-/// A word of what `write` leaves in `sector`.
+/// A word of the content of `sector` after `write`.
 fn word(write: u64, sector: usize) -> u64 {
     if write == 0 { 0 } else { write << PLACE_BITS | sector as u64 }
 }
 
-/// What `write` leaves in `sector`.
+/// Fills in the content of `sector` after `write`.
 pub fn fill(write: u64, sector: usize, bytes: &mut [u8]) {
     let word = word(write, sector).to_le_bytes();
     bytes.chunks_exact_mut(word.len()).for_each(|part| part.copy_from_slice(&word));
 }
 
 impl Image {
-    /// What reads that begin now find at least.
+    /// The oldest versions that reads may return if they begin now.
     pub fn acknowledged(&self, sectors: Range<usize>) -> Vec<usize> {
         self.sectors[sectors].iter().map(|sector| sector.acknowledged).collect()
     }
@@ -102,13 +103,13 @@ impl Image {
         self.sectors[sectors].iter_mut().for_each(|sector| sector.versions.push(write));
     }
 
-    /// It is acknowledged.
+    /// Ends a write: its version is acknowledged.
     pub fn end(&mut self, sectors: Range<usize>) {
         self.sectors[sectors].iter_mut().for_each(|sector| sector.acknowledged = sector.versions.len() - 1);
     }
 
-    /// Judges what was read of the sectors from `first` on, each at or after its version in `least`. With `settle` no
-    /// other version is right from now on.
+    /// Judges the content read from sector `first` on. Each sector must have its version in `least` or a later one.
+    /// With `settle` the version found is from now on the only one.
     pub fn judge(&mut self, first: usize, bytes: &[u8], least: &[usize], settle: bool) -> Result<(), String> {
         for (i, found) in bytes.chunks_exact(SECTOR).enumerate() {
             let number = first + i;
@@ -137,19 +138,19 @@ impl Image {
         Ok(())
     }
 
-    /// Adds the versions that the image it was copied from has got since.
+    /// Adds the versions that the source of a copied image has got since.
     pub fn catch_up(&mut self, source: &Image) {
         for (sector, source) in self.sectors.iter_mut().zip(&source.sectors) {
             sector.versions.clone_from(&source.versions);
         }
     }
 
-    /// What may be found after a power cut.
+    /// The oldest versions that may be found after a power cut.
     pub fn floors(&self) -> Vec<usize> {
         self.sectors.iter().map(|sector| sector.floor).collect()
     }
 
-    /// What was read last is durable and all there is.
+    /// Makes the acknowledged version of each sector durable, and the only one that is allowed.
     pub fn pin(&mut self) {
         for sector in &mut self.sectors {
             let now = sector.versions[sector.acknowledged];
@@ -180,24 +181,24 @@ fn describe(found: &[u8]) -> String {
 }
 
 impl Model {
-    /// A number for a write or image.
+    /// A new number for a write or image.
     pub fn number(&mut self) -> u64 {
         self.last += 1;
         self.last
     }
 
-    /// An image like another, with an identity of its own.
+    /// A copy of an image with its own generation.
     pub fn copy(&mut self, image: &Image) -> Image {
         Image { generation: self.number(), sectors: image.sectors.clone() }
     }
 
-    /// What a flush that begins now makes durable.
+    /// The versions that a flush that begins now makes durable.
     pub fn covered(&self) -> Covered {
         let images = self.objects.values().map(|object| &object.image);
         images.map(|image| (image.generation, image.acknowledged(0..image.sectors.len()))).collect()
     }
 
-    /// It succeeded.
+    /// Called when the flush has succeeded.
     pub fn flushed(&mut self, covered: &Covered) {
         for object in self.objects.values_mut() {
             let Some(floors) = covered.get(&object.image.generation) else { continue };

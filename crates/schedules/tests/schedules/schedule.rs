@@ -1,5 +1,5 @@
-//! One schedule: a store from a base, threads at work on it, a power cut, and what is found afterwards. All of it
-//! follows from a seed.
+//! One schedule: opens a prepared store, runs threads on it, cuts the power, and compares the content afterwards. A
+//! seed determines all of it.
 
 use crate::client::{Client, Habit, Share};
 use crate::control::Control;
@@ -17,24 +17,24 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 use testkit::Random;
 
-/// Choices after which a schedule counts as going on for ever.
+/// Scheduling steps after which a schedule counts as endless.
 const STEPS_MAX: usize = 2_000_000;
 /// Stack of a thread.
 const STACK: usize = 512 << 10;
-/// A client's operations at most.
+/// The most operations of a client.
 const OPERATIONS_MAX: u64 = 9;
-/// Blocks of a disk that hot schedules write, beside the run for large writes.
+/// Blocks of a disk that hot schedules write, in addition to the run for large writes.
 const HOT_BLOCKS: usize = 3;
-/// Bits of the number of operations of the medium before the power cut.
+/// The number of requests to the medium before the power cut has at most this many bits.
 const CUT_BITS: u32 = 8;
-/// How many schedules have a slow medium.
+/// The percentage of schedules with a slow medium.
 const SLOW_PERCENT: u64 = 25;
-/// Bits of the number of choices that others get during a flush of a slow medium.
+/// The number of steps of other threads during a flush of a slow medium has at most this many bits.
 const SLOW_SYNC_BITS: u32 = 6;
-/// Choices that others get during any other request of it, at most.
+/// The most steps of other threads during any other request to a slow medium.
 const SLOW_REQUEST_MAX: u64 = 4;
 
-/// Runs `body` under the scheduler of `seed`; its violation, or its panic's text.
+/// Runs `body` under the scheduler of `seed`. Returns its violation, or the message of its panic.
 fn scheduled(
     seed: u64,
     statistics: &Statistics,
@@ -47,11 +47,11 @@ fn scheduled(
     config.silence_warnings = true;
     let chooser = Chooser::new(seed, Arc::clone(&statistics.steps));
     let outcome = Arc::new(Mutex::new(Ok(())));
-    let told = Arc::clone(&outcome);
+    let result = Arc::clone(&outcome);
     let run = catch_unwind(AssertUnwindSafe(|| {
         Runner::new(chooser, config).run(move || {
             let found = body();
-            *told.lock().expect("only held to tell") = found;
+            *result.lock().expect("held only to pass on the result") = found;
         })
     }));
     if let Err(panic) = run {
@@ -59,19 +59,19 @@ fn scheduled(
         let text = text.or_else(|| panic.downcast_ref::<&str>().map(|text| (*text).to_owned()));
         return Err(format!("panic: {}", text.unwrap_or_default()));
     }
-    std::mem::replace(&mut *outcome.lock().expect("only held to tell"), Ok(()))
+    std::mem::replace(&mut *outcome.lock().expect("held only to pass on the result"), Ok(()))
 }
 
-/// Makes a base.
+/// Prepares a store.
 pub fn base(number: usize, statistics: &Statistics) -> Result<Base, String> {
     let made = Arc::new(Mutex::new(None));
     let out = Arc::clone(&made);
     scheduled(0, statistics, move || {
         let base = Base::new(number).map_err(|error| format!("making base {number}: {error}"))?;
-        *out.lock().expect("only held to tell") = Some(base);
+        *out.lock().expect("held only to pass on the result") = Some(base);
         Ok(())
     })?;
-    let base = made.lock().expect("only held to tell").take();
+    let base = made.lock().expect("held only to pass on the result").take();
     base.ok_or_else(|| "no base was made".into())
 }
 
@@ -133,13 +133,13 @@ fn body(mut random: Random, bases: &[Base], statistics: &Arc<Statistics>) -> Res
     after_cut(disk, model, options, &mut random, statistics)
 }
 
-/// A slow medium: other threads go on while a request is under way.
-/// A number below `1 << bits`, small ones as likely as large ones.
+/// A random number below `1 << bits`. The number of bits is uniform, so small numbers are as likely as large ones.
 pub fn scaled(random: &mut Random, bits: u32) -> u64 {
     let bits = random.below(u64::from(bits) + 1);
     random.below(1 << bits)
 }
 
+/// A slow medium: other threads run while a request is under way.
 fn slow(random: &mut Random) -> Pace {
     let (sync, other) = (scaled(random, SLOW_SYNC_BITS), random.below(SLOW_REQUEST_MAX));
     Arc::new(move |request| {
@@ -155,7 +155,7 @@ fn count_cut(store: &Store) {
     }
 }
 
-/// Sets the threads to work, and waits for them.
+/// Starts the threads, and waits for them.
 fn work(store: &Arc<Store>, random: &mut Random, habit: Habit) -> Checked {
     let clients = 1 + random.below(3) as usize;
     let mut threads = Vec::new();
@@ -176,7 +176,7 @@ fn work(store: &Arc<Store>, random: &mut Random, habit: Habit) -> Checked {
     }
     let mut outcome = Ok(());
     for thread in threads {
-        // A panic of a thread ends the schedule; it does not come this way.
+        // If a thread panics, `scheduled` ends the whole schedule.
         let Ok(end) = thread.join() else { continue };
         match (end, &outcome) {
             (Err(End::Violation(violation)), _) => outcome = Err(End::Violation(violation)),
@@ -187,7 +187,7 @@ fn work(store: &Arc<Store>, random: &mut Random, habit: Habit) -> Checked {
     outcome
 }
 
-/// What a program does beside its clients.
+/// The work of the server beside its clients.
 fn upkeep(store: &Store, mut random: Random, habit: Habit) -> Checked {
     let most = if habit == Habit::Mixed { 3 } else { 8 };
     for _ in 0..1 + random.below(most) {
@@ -202,7 +202,8 @@ fn upkeep(store: &Store, mut random: Random, habit: Habit) -> Checked {
     Ok(())
 }
 
-/// Who writes what: blocks that belong to one client, blocks that two share by sectors, and a run for large writes.
+/// The sectors that each client writes: blocks of one client, blocks that two clients share by sectors, and a run for
+/// large writes.
 fn shares(clients: usize, random: &mut Random, habit: Habit) -> Vec<Vec<Share>> {
     let mut shares = vec![Vec::new(); clients];
     for (disk, blocks) in DISKS {
@@ -218,7 +219,7 @@ fn shares(clients: usize, random: &mut Random, habit: Habit) -> Vec<Vec<Share>> 
         let large = if blocks > 32 && (large_only || random.percent(70)) { blocks as usize - 4 } else { 0 };
         let mut owner = random.below(clients as u64) as usize;
         give(owner, 0..large * SECTORS);
-        // A hot schedule leaves all blocks but a few alone.
+        // A hot schedule writes only a few blocks.
         let end = if habit == Habit::Hot { large + HOT_BLOCKS } else { blocks as usize };
         for block in large..end {
             let sectors = block * SECTORS..(block + 1) * SECTORS;

@@ -1,4 +1,4 @@
-//! Who goes on: three ways of choosing, each good at faults that the others seldom meet.
+//! The choice of the next thread, in one of three ways. Each way finds faults that the others seldom find.
 
 use shuttle::scheduler::{Schedule, Scheduler, Task, TaskId};
 use std::sync::Arc;
@@ -7,20 +7,21 @@ use testkit::Random;
 
 /// How the next thread is chosen.
 enum Manner {
-    /// Any that can go on.
+    /// Any runnable thread.
     Uniform,
-    /// The same as before, but for one step in this many: long stretches of one thread between others'.
+    /// The same thread as before, except at one step in this many, so that a thread runs many steps between those of
+    /// others.
     Sticky(u64),
-    /// By priority; that of the thread under way becomes the lowest at one step in this many (probabilistic concurrency
-    /// testing: few changes, each anywhere).
+    /// The thread with the highest priority. At one step in this many the current thread gets the lowest priority
+    /// (probabilistic concurrency testing: few switches, each at a random step).
     Priorities(u64),
 }
 
-/// A scheduler for one schedule, all of it from a seed.
+/// The scheduler of one schedule, derived from a seed.
 pub struct Chooser {
     random: Random,
     manner: Manner,
-    /// By task; higher goes first.
+    /// By task number; the highest is chosen.
     priorities: Vec<i64>,
     lowest: i64,
     begun: bool,
@@ -28,7 +29,7 @@ pub struct Chooser {
 }
 
 impl Chooser {
-    /// Counts its choices in `steps`.
+    /// A scheduler that counts its steps in `steps`.
     pub fn new(seed: u64, steps: Arc<AtomicU64>) -> Self {
         let mut random = Random(seed);
         let manner = match random.below(4) {

@@ -1,4 +1,4 @@
-//! The store of a schedule: how it is set up, and what all its threads share.
+//! The store of a schedule: how it is prepared, and the state that its threads share.
 
 use crate::model::{Fate, Image, Model, Object, SECTORS, Sector, fill};
 use backend::simulated::{SimulatedDisk, SimulatedOptions};
@@ -12,30 +12,31 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 use testkit::Random;
 
-/// The disks that there are from the start, and their blocks: the second takes writes that go past the buffer.
+/// The initial disks and their sizes in blocks. Large writes to the second one bypass the buffer.
 pub const DISKS: [(&str, u64); 2] = [("a", 12), ("b", 40)];
-/// Stores to begin with, each with its journal ending elsewhere, the last ones shortly before the end of the ring.
+/// Number of prepared stores. Their journals end at different positions, the last ones shortly before the end of the
+/// ring.
 pub const BASES: usize = 4;
-/// Blocks journalled by one flush of a base: what one flush may journal at most, or less.
+/// Blocks that one flush of a prepared store appends to the journal: at most as many as a flush may.
 const STEP: u64 = 32;
-/// Flushes that bring the journal of the second base close to the end of its ring.
+/// Flushes that bring the journal of the second prepared store close to the end of its ring.
 const STEPS: u64 = 29;
 
 /// Why a thread ends.
 pub enum End {
     /// The power is off.
     Off,
-    /// A rule is broken.
+    /// A description of the violation.
     Violation(String),
 }
 
-/// What a thread has to say.
+/// The result of a thread.
 pub type Checked<T = ()> = std::result::Result<T, End>;
 
-/// Counted over all schedules.
+/// Counts over all schedules.
 #[derive(Default)]
 pub struct Statistics {
-    /// Choices of the scheduler.
+    /// Steps of the scheduler.
     pub steps: Arc<AtomicU64>,
     /// Operations of clients that succeeded.
     pub operations: AtomicU64,
@@ -43,56 +44,56 @@ pub struct Statistics {
     pub flushes: AtomicU64,
     /// Changes of the catalog that succeeded.
     pub changes: AtomicU64,
-    /// Schedules that a power cut ended in the middle.
+    /// Schedules that a power cut has ended.
     pub cuts: AtomicU64,
-    /// Openings that a power cut ended.
+    /// Openings that a power cut has ended.
     pub cut_openings: AtomicU64,
     /// Checkpoints.
     pub checkpoints: AtomicU64,
 }
 
-/// What the threads of a schedule share.
+/// The state that the threads of a schedule share.
 pub struct Store {
     /// The engine under test.
     pub engine: Arc<Engine>,
-    /// Its medium.
+    /// The medium of the engine.
     pub disk: SimulatedDisk,
-    /// What it may hold. No thread goes on to another while it holds this.
+    /// The contents that the store may have. The scheduler never switches threads while this lock is held.
     model: Mutex<Model>,
-    /// Held while a disk is found, and while one ends or is exchanged: clients of a datastore have that from the layer
-    /// above the engine.
+    /// Held while a disk is looked up, and while a disk is deleted or replaced. In a datastore, the layer above the
+    /// engine does this.
     pub doors: shuttle::sync::Mutex<()>,
-    /// See [`Statistics`].
+    /// Counts over all schedules.
     pub statistics: Arc<Statistics>,
-    /// Only this schedule is run.
+    /// Whether events are printed, because a single schedule is repeated.
     traced: bool,
 }
 
 impl Store {
-    /// On a medium that `engine` has open.
+    /// The shared state for an engine on `disk`.
     pub fn new(engine: Arc<Engine>, disk: SimulatedDisk, model: Model, statistics: Arc<Statistics>) -> Self {
         let traced = std::env::var_os("LAMINA_SCHEDULE").is_some();
         Self { engine, disk, model: Mutex::new(model), doors: shuttle::sync::Mutex::new(()), statistics, traced }
     }
 
-    /// The model, for as long as no other thread can go on.
+    /// Locks the model. No other thread may run while it is locked.
     pub fn model(&self) -> MutexGuard<'_, Model> {
-        self.model.lock().expect("no thread panics under it")
+        self.model.lock().expect("no thread panics while it holds this lock")
     }
 
-    /// Tells what goes on, when one schedule is run again.
+    /// Prints an event, if a single schedule is repeated.
     pub fn note(&self, text: impl FnOnce() -> String) {
         if self.traced {
             println!("{:>6} {}", self.statistics.steps.load(Ordering::Relaxed), text());
         }
     }
 
-    /// What a failure means.
+    /// Classifies an error: expected after a power cut, otherwise a violation.
     pub fn judge(&self, error: Error, what: &str) -> End {
         if self.disk.is_off() { End::Off } else { End::Violation(format!("{what}: {error}")) }
     }
 
-    /// Makes everything acknowledged durable.
+    /// Flushes the engine, and then raises the floors of the model.
     pub fn flush(&self) -> Checked {
         let covered = self.model().covered();
         self.note(|| "flush ...".into());
@@ -103,17 +104,17 @@ impl Store {
         Ok(())
     }
 
-    /// Nothing may be found.
+    /// Runs a check, which must find nothing.
     pub fn check(&self) -> Checked {
         check(&self.engine).map_err(|violation| if self.disk.is_off() { End::Off } else { End::Violation(violation) })
     }
 
-    /// The head of a disk with its id and the generation of its image, if there is one.
+    /// The head of a disk, with the generation of its image, if the disk exists and no operation is changing it.
     pub fn enter(&self, disk: &str) -> Option<(Arc<Head>, u64)> {
-        let _door = self.doors.lock().expect("no thread panics under it");
+        let _door = self.doors.lock().expect("no thread panics while it holds this lock");
         let (id, generation) = {
             let model = self.model();
-            // An operation that the power cut interrupted may have taken effect or not.
+            // The effect of an interrupted operation is not known.
             let object = model.objects.get(disk).filter(|object| matches!(object.fate, Fate::Stays))?;
             (object.id, object.image.generation)
         };
@@ -121,7 +122,7 @@ impl Store {
     }
 }
 
-/// Every reference counted, every checksum verified: nothing may be found.
+/// Runs a check that counts all references and verifies all checksums: it must find nothing.
 pub fn check(engine: &Engine) -> std::result::Result<(), String> {
     let report = engine.check(CheckOptions { data: true, repair: false }, &|_, _| true);
     let report = report.map_err(|error| format!("check: {error}"))?;
@@ -131,12 +132,12 @@ pub fn check(engine: &Engine) -> std::result::Result<(), String> {
     Err(format!("check finds {:?}, and {} bytes leaked", report.findings, report.leaked))
 }
 
-/// One more.
+/// Increments a counter.
 pub fn count(number: &AtomicU64) {
     number.fetch_add(1, Ordering::Relaxed);
 }
 
-/// Memory with what `write` leaves in blocks.
+/// The content of blocks after `write`.
 pub fn content(write: u64, first: u64, blocks: u64) -> SharedSlice {
     let mut buffer = Buffer::zeroed(blocks as usize);
     for (i, sector) in buffer.chunks_exact_mut(crate::model::SECTOR).enumerate() {
@@ -146,13 +147,13 @@ pub fn content(write: u64, first: u64, blocks: u64) -> SharedSlice {
     SharedSlice::new(Arc::new(buffer), 0..length)
 }
 
-/// A disk to be made.
+/// Parameters of a disk.
 pub fn new_disk(name: &str, blocks: u64) -> NewDisk {
     let capacity = blocks * BLOCK_SIZE as u64;
     NewDisk { name: name.into(), capacity, provisioning: Provisioning::Thin, uuid: [1; 16], incomplete: false }
 }
 
-/// How the engine of a schedule behaves.
+/// The options of the engine of a schedule.
 pub fn options(random: &mut Random) -> EngineOptions {
     let block = BLOCK_SIZE;
     EngineOptions {
@@ -165,16 +166,16 @@ pub fn options(random: &mut Random) -> EngineOptions {
     }
 }
 
-/// A store that was closed, all of it durable, and what it holds.
+/// A prepared store: closed, with durable content.
 pub struct Base {
-    /// Its medium.
+    /// The medium of the store.
     pub disk: SimulatedDisk,
-    /// Its content.
+    /// The content of the store.
     pub model: Model,
 }
 
 impl Base {
-    /// The base of this number.
+    /// Prepares the store with this number.
     pub fn new(number: usize) -> Result<Self> {
         let disk = SimulatedDisk::new(1, SimulatedOptions { reorder: false, ..SimulatedOptions::default() });
         Engine::init(&disk.directory(), InitParameters { uuid: [7; 16], journal_size: JOURNAL_SIZE_MIN })?;
@@ -184,7 +185,7 @@ impl Base {
         for (name, blocks) in DISKS {
             let id = engine.create_disk(new_disk(name, blocks))?;
             let write = model.number();
-            // A part of it has never been written.
+            // The last blocks of the disk are never written.
             engine.write_blocks(&engine.head(id), 0, content(write, 0, blocks - 3))?;
             engine.settle(&engine.head(id))?;
             engine.flush()?;

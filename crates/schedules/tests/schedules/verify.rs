@@ -1,4 +1,4 @@
-//! What is found after a power cut, and what must be.
+//! Compares a store after a power cut with its model.
 
 use crate::control::read_snapshot;
 use crate::model::{Fate, Image, Model, Object};
@@ -11,8 +11,8 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use testkit::Random;
 
-/// Starts the machine again, opens the store, now and then with the power going meanwhile, and compares all of it with
-/// the model; then once more: what was found stays.
+/// Opens the store after a power cut, at times with another power cut during opening, and compares all of it with the
+/// model. Then opens it once more: the content must be the same.
 pub fn after_cut(
     mut disk: SimulatedDisk,
     mut model: Model,
@@ -41,7 +41,7 @@ pub fn after_cut(
     Ok(())
 }
 
-/// As [`after_cut`] for a store that was closed: everything acknowledged is there.
+/// Like [`after_cut`], for a store that was closed: all acknowledged writes must be there.
 pub fn after_close(disk: SimulatedDisk, mut model: Model, options: EngineOptions) -> Result<(), String> {
     let covered = model.covered();
     model.flushed(&covered);
@@ -52,7 +52,7 @@ pub fn after_close(disk: SimulatedDisk, mut model: Model, options: EngineOptions
     check(&engine)
 }
 
-/// A snapshot that the power cut kept from being taken to the end may hold anything its disk may.
+/// A snapshot that was being taken at the power cut may have any content that its disk may have.
 fn settle_snapshots_under_way(model: &mut Model) {
     let disks: BTreeMap<String, Image> =
         model.objects.iter().map(|(name, object)| (name.clone(), object.image.clone())).collect();
@@ -63,7 +63,7 @@ fn settle_snapshots_under_way(model: &mut Model) {
     }
 }
 
-/// Everything there is must be what the model allows, and is all it allows from now on.
+/// Compares the store with the model. From now on the model allows only the content found.
 fn compare(engine: &Arc<Engine>, model: &mut Model) -> Result<(), String> {
     let found: BTreeMap<String, (u64, bool)> = engine.with_catalog(|catalog| {
         let objects = catalog.objects().filter(|object| object.state != ObjectState::Trash);
@@ -82,7 +82,7 @@ fn compare(engine: &Arc<Engine>, model: &mut Model) -> Result<(), String> {
             return Err(format!("{name} is gone"));
         };
         if is_snapshot != object.of.is_some() {
-            return Err(format!("{name} is not what it was"));
+            return Err(format!("{name} has become a disk or a snapshot"));
         }
         object.id = id;
         let found = match is_snapshot {

@@ -1,6 +1,6 @@
-//! Random runs without end: power cuts in every regime, failing media, full file systems, plain use. Prints the seed
-//! that fails. With `--cuts N` exactly N power cuts, divided evenly over all regimes (or those named), and counts of
-//! each.
+//! Random runs without end: power cuts in every regime, failing media, full file systems, runs without faults. Prints
+//! the seed of a run that fails. With `--cuts N` the program makes exactly N power cuts, divided evenly over all
+//! regimes (or the named ones), and prints counts for each regime.
 //!
 //! `lamina-soak [PROFILE ...] [--seed N] [--runs N] [--from N] [--cuts N] [--jobs N]`
 
@@ -14,11 +14,11 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-/// Time spent on shortening a failing run.
+/// The longest time for shortening a failing run.
 const SHRINK_TIME: Duration = Duration::from_secs(60);
 /// How often progress is printed.
 const TELL: Duration = Duration::from_secs(10);
-/// Regimes tried at the same time, at most.
+/// The most regimes that run at the same time.
 const JOBS_MAX: u64 = 64;
 
 struct Arguments {
@@ -36,7 +36,7 @@ fn arguments() -> Result<Arguments, String> {
     let mut words = std::env::args().skip(1);
     while let Some(word) = words.next() {
         let mut number = || {
-            let value = words.next().ok_or_else(|| format!("{word} wants a number"))?;
+            let value = words.next().ok_or_else(|| format!("{word} needs a number"))?;
             value.parse::<u64>().map_err(|error| format!("{word} {value}: {error}"))
         };
         match word.as_str() {
@@ -81,13 +81,13 @@ fn main() -> ExitCode {
     if clean { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
-/// Prints a failing run, and a shorter one.
+/// Prints a failing run, then shortens it and prints the shorter one.
 fn tell(failure: Box<scenario::Failure>) {
     println!("{failure}\n\nmaking it shorter ...\n");
     println!("{}", scenario::shrink(failure, SHRINK_TIME));
 }
 
-/// Every profile with one seed after the other.
+/// Runs every profile with one seed after the other.
 fn run_on(arguments: &Arguments) -> bool {
     let began = Instant::now();
     let mut told = began;
@@ -113,7 +113,7 @@ fn run_on(arguments: &Arguments) -> bool {
     true
 }
 
-/// Counts of a regime.
+/// The counts of a regime.
 struct Counted {
     profile: Profile,
     runs: u64,
@@ -122,7 +122,7 @@ struct Counted {
     failed: Option<Box<scenario::Failure>>,
 }
 
-/// Exactly `cuts` power cuts, the same number in each regime; prints the table of counts.
+/// Makes exactly `cuts` power cuts, divided evenly over the regimes, and prints the table of counts.
 fn count_cuts(arguments: &Arguments, cuts: u64) -> bool {
     let regimes = arguments.profiles.len() as u64;
     let shares = (0..regimes).map(|number| cuts / regimes + u64::from(number < cuts % regimes));
@@ -170,7 +170,7 @@ fn row(done: &Counted) -> String {
     figures.iter().fold(name, |text, figure| format!("{text}{figure:>12}")) + verdict
 }
 
-/// One seed after the other until this number of power cuts is reached.
+/// Runs one seed after the other until this number of power cuts is reached.
 fn cut_often(arguments: &Arguments, profile: Profile, cuts: u64, stop: &AtomicBool) -> Counted {
     let began = Instant::now();
     let mut done = Counted { profile, runs: 0, sum: Statistics::default(), seconds: 0, failed: None };

@@ -1,4 +1,4 @@
-//! Disks, snapshots and clones: made, changed, compared and deleted.
+//! Operations on disks, snapshots and clones: create, change, compare and delete.
 
 use super::{Checked, Outcome, SimulationRun};
 use crate::image::Image;
@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 const BLOCK: u64 = BLOCK_SIZE as u64;
 
-/// Stops the work it watches at the second look.
+/// Cancels the operation that it watches at the second query.
 #[derive(Default)]
 struct Impatient(AtomicU64);
 
@@ -24,8 +24,8 @@ impl Progress for Impatient {
 }
 
 impl SimulationRun {
-    /// Carries out a change of the catalog; `after` is the model once it is done. Refusals for want of space must
-    /// have changed nothing. True when it took place.
+    /// Carries out a change of the catalog. `after` is the model after the change. If the change is refused for lack of
+    /// space, nothing may have changed. True if it was carried out.
     fn change<T>(
         &mut self,
         what: &str,
@@ -55,12 +55,12 @@ impl SimulationRun {
         Ok(false)
     }
 
-    /// An attempt that must be refused because of users or clones.
+    /// Carries out an operation that must be refused because of clients or clones.
     fn must_be_busy<T>(&mut self, what: &str, act: impl FnOnce(&Datastore) -> error::Result<T>) -> Checked {
         match act(&*self.datastore()?) {
             Err(error) if error.kind() == ErrorKind::Busy => Ok(()),
             Err(error) => Err(format!("{what} must be refused as busy and failed with: {error}")),
-            Ok(_) => Err(format!("{what} must be refused as busy and went through")),
+            Ok(_) => Err(format!("{what} must be refused as busy and succeeded")),
         }
     }
 
@@ -102,7 +102,7 @@ impl SimulationRun {
         if by_device && shrink {
             return match device.resize(capacity) {
                 Err(error) if error.kind() == ErrorKind::Invalid => Ok(()),
-                other => Err(format!("{name} was asked by a client to shrink: {other:?}")),
+                other => Err(format!("{name} must refuse a client's request to shrink: {other:?}")),
             };
         }
         let what = format!("resize {name} from {old} to {capacity}");
@@ -112,7 +112,7 @@ impl SimulationRun {
         })?;
         let told = device.capacity();
         if done && told != capacity {
-            return Err(format!("{name} has {capacity} bytes and tells its client {told}"));
+            return Err(format!("{name} has {capacity} bytes, and its client sees {told}"));
         }
         Ok(())
     }
@@ -233,7 +233,7 @@ impl SimulationRun {
                 (Arc::clone(&snapshot.image), snapshot.capacity)
             }
         };
-        // A full clone is durable whole when it is there at all.
+        // A full clone is durable as soon as it exists.
         let mut image = (*image).clone();
         image.flush();
         let provisioning = known.provisioning;
@@ -303,7 +303,8 @@ impl SimulationRun {
                 _ => {}
             }
         }
-        // Of the block in which the smaller of two capacities ends a part came or went without being written.
+        // The block in which the smaller capacity ends differs without having been written: a part of it is outside the
+        // smaller one.
         let end = a_end.min(b_end);
         let tail = (a_end != b_end && end % BLOCK != 0).then_some(end / BLOCK);
         for extent in &extents {
@@ -317,14 +318,14 @@ impl SimulationRun {
         Ok(())
     }
 
-    /// Compares the names, sizes and relations of everything.
+    /// Compares names, sizes and relations of all disks and snapshots.
     pub(super) fn compare_structure(&self) -> Checked {
         let found = observed(&*self.datastore()?).map_err(|error| format!("listing disks: {error}"))?;
         differences(&found, &self.model.structure())
     }
 }
 
-/// What the datastore says of its disks and snapshots, in the form of [`Model::structure`].
+/// The disks and snapshots of the datastore, in the form of [`Model::structure`].
 pub(super) fn observed(datastore: &Datastore) -> Result<Vec<String>, Error> {
     let mut lines = Vec::new();
     let mut snapshots = datastore.snapshots(None)?;
@@ -344,7 +345,7 @@ pub(super) fn observed(datastore: &Datastore) -> Result<Vec<String>, Error> {
     Ok(lines)
 }
 
-/// Says which lines differ.
+/// Reports the lines that differ.
 pub(super) fn differences(found: &[String], expected: &[String]) -> Checked {
     let more: Vec<&String> = found.iter().filter(|line| !expected.contains(line)).collect();
     let less: Vec<&String> = expected.iter().filter(|line| !found.contains(line)).collect();

@@ -10,15 +10,15 @@ use error::ErrorKind;
 use std::sync::Arc;
 
 const BLOCK: u64 = BLOCK_SIZE as u64;
-/// Reads kept planned at a time.
+/// The most planned reads at a time.
 const HELD_MAX: usize = 4;
 
-/// A read that was planned and is fetched later.
+/// A read that was planned and is carried out later.
 pub(super) struct Held {
     title: String,
     device: Arc<dyn Device>,
     plan: ReadPlan,
-    /// For each block of the plan everything it has been since.
+    /// For each block of the plan, all contents that it has had since.
     versions: Vec<(u64, Vec<Block>)>,
 }
 
@@ -33,10 +33,10 @@ impl SimulationRun {
         let data =
             if again { self.model.disks[name].image.read(offset, length) } else { pattern(fill, length as usize) };
         let device = self.device(name)?;
-        // At the place in memory that a block has there, or at another.
+        // Tests buffers whose data is aligned like the disk offset, and others.
         let lead = (if fill.is_multiple_of(2) { offset } else { fill } % BLOCK) as usize;
         let mut buffer = Buffer::with_bytes(lead + length as usize);
-        // What surrounds the data in the buffer must not get anywhere.
+        // Bytes of the buffer outside the data must not be written anywhere.
         buffer.fill(0xee);
         buffer[lead..lead + length as usize].copy_from_slice(&data);
         let bytes = SharedSlice::new(Arc::new(buffer), lead..lead + length as usize);
@@ -45,8 +45,8 @@ impl SimulationRun {
             && error.kind() == ErrorKind::NoSpace
             && self.must_fit(name, &*device, offset, length)?
         {
-            // The claim on space of what is still buffered ends with a flush, what a deleted snapshot shares with the
-            // disk once that is gone in the background; then an overwrite needs none.
+            // A flush ends the claims of buffered writes, and background work frees blocks of deleted snapshots. After
+            // both, an overwrite needs no space.
             let datastore = self.datastore()?;
             result = device.flush().and_then(|()| {
                 while datastore.engine().pump()? {}
@@ -65,7 +65,7 @@ impl SimulationRun {
         self.end_of_change(name, offset, length, fua, before, result)
     }
 
-    /// Writes single blocks at places all over a disk, until the power goes.
+    /// Writes single blocks at places all over a disk, until the power is cut.
     pub(super) fn scatter(&mut self, disk: u64, places: u64, fill: u64) -> Checked {
         let Some(name) = self.pick_disk(disk) else { return Ok(()) };
         let mut random = Random::new(fill);
@@ -116,13 +116,13 @@ impl SimulationRun {
         self.image_mut(&name).zero(offset, length);
         self.changed(&name, offset, length);
         if allocate.is_none() && !whole && result.is_ok() && self.full && !self.disk.is_off() {
-            // Parts of blocks keep their content where there is no room for zeros.
+            // If no space is left for zeroes, partial blocks keep their content.
             return self.after_refusal(&name, offset, length, &before);
         }
         self.end_of_change(&name, offset, length, fua, before, result)
     }
 
-    /// What a write or discard that has returned means for the model, which already has it as not durable.
+    /// Updates the model after a write or discard has returned. The model has recorded it before as not durable.
     fn end_of_change(
         &mut self,
         name: &str,
@@ -149,23 +149,23 @@ impl SimulationRun {
                 }
                 self.refuse_without_need(length, &error)?;
                 self.after_refusal(name, offset, length, &before)?;
-                // What was acknowledged before has its room.
+                // Writes that were acknowledged before must still become durable.
                 if ((offset + length) / BLOCK).is_multiple_of(4) { self.flush_of(name) } else { Ok(()) }
             }
         }
     }
 
-    /// A write may be refused only when the file system really has nothing.
+    /// Checks that a write is refused only if the file system has no space.
     fn refuse_without_need(&self, length: u64, error: &error::Error) -> Checked {
         let room = self.disk.directory().room().map_err(|error| error.to_string())?;
         let enough = 2 * length + (2 << 20);
         if room.available >= enough {
-            return Err(format!("refused for want of space with {} bytes available: {error}", room.available));
+            return Err(format!("refused for lack of space with {} bytes available: {error}", room.available));
         }
         Ok(())
     }
 
-    /// A refused write may have been carried out in part: block by block the old or the new.
+    /// A refused write may be carried out in part: each block has the old or the new content.
     fn after_refusal(&mut self, name: &str, offset: u64, length: u64, before: &[u8]) -> Checked {
         let device = self.device(name)?;
         let capacity = device.capacity();
@@ -184,10 +184,10 @@ impl SimulationRun {
         Ok(())
     }
 
-    /// True when a write only overwrites what the disk alone has.
+    /// True when a write only overwrites blocks that no other disk or snapshot shares.
     fn must_fit(&self, name: &str, device: &dyn Device, offset: u64, length: u64) -> Checked<bool> {
         let disk = &self.model.disks[name];
-        // Any clone that was detached may share blocks with any other disk.
+        // A detached clone may share blocks with any other disk.
         let detached = self.model.disks.values().any(|other| other.detached);
         if disk.parent.is_some() || disk.origin.is_some() || !disk.snapshots.is_empty() || detached {
             return Ok(false);
@@ -238,7 +238,7 @@ impl SimulationRun {
         Ok(())
     }
 
-    /// A range of a disk has changed under the reads that are planned.
+    /// Records the new content of a range for the planned reads of the disk.
     fn changed(&mut self, name: &str, offset: u64, length: u64) {
         let Some((image, _)) = self.model.image(name) else { return };
         let range = offset / BLOCK..(offset + length).div_ceil(BLOCK);
@@ -249,7 +249,8 @@ impl SimulationRun {
         }
     }
 
-    /// Fetches what was planned: each block must be, whole, something it was meanwhile; or the read is to be repeated.
+    /// Carries out the planned reads. Each block must have, as a whole, a content that it had in between, or the read
+    /// must ask to be repeated.
     pub(super) fn end_reads(&mut self) -> Checked {
         for mut held in std::mem::take(&mut self.held) {
             let result = held.finish();
@@ -277,7 +278,9 @@ impl SimulationRun {
                 if !versions.iter().any(|version| version[range.clone()] == *part) {
                     let first = versions.first().map_or(&[][..], |version| &version[range]);
                     let shown = compare(block, part, first).err().unwrap_or_default();
-                    return Err(format!("a slow read of {title} found what the block never was: {shown}"));
+                    return Err(format!(
+                        "a planned read of {title} returned a content that the block never had: {shown}"
+                    ));
                 }
             }
         }
@@ -302,7 +305,7 @@ impl SimulationRun {
     pub(super) fn status(&mut self, title: u64, span: Span) -> Checked {
         let Some(title) = self.pick_title(title) else { return Ok(()) };
         let Some((_, capacity)) = self.model.image(&title) else { return Ok(()) };
-        // Long ranges: status is cheap, and walks what reads do not.
+        // Long ranges: status is cheap, and walks parts of the tree that reads do not.
         let (offset, length) = Span { length: span.length * 16, ..span }.fit(capacity);
         let result = self.device(&title)?.status(offset, length, usize::MAX);
         let extents = match self.judge(result, None)? {
@@ -332,7 +335,7 @@ impl SimulationRun {
     }
 }
 
-/// The length of the whole blocks that a range touches.
+/// The length of the blocks that a range touches.
 fn padded(offset: u64, length: u64) -> u64 {
     if length == 0 { 0 } else { (offset + length).next_multiple_of(BLOCK) - offset / BLOCK * BLOCK }
 }

@@ -1,9 +1,9 @@
-//! Carrying out operations on the datastore and on the model, and comparing what they answer.
+//! Carries out operations on the datastore and on the model, and compares the results.
 //!
-//! 1. `model` is what the datastore must answer between two operations.
-//! 2. An operation that ends in an error because of a power cut or a requested fault leads to a restart ([`recover`]),
-//!    which determines from the content whether the operation took effect.
-//! 3. Any other error is a failure of the run, but for the few that the model foretells (in use, no space).
+//! 1. `model` is the state that the datastore must have between two operations.
+//! 2. If an operation fails because of a power cut or a requested fault, the datastore is restarted ([`recover`]), and
+//!    its content shows whether the operation took effect.
+//! 3. Any other error is a failure of the run, except those that the model predicts (in use, no space).
 
 mod control;
 mod data;
@@ -23,43 +23,43 @@ use std::sync::Arc;
 use std::time::Duration;
 use store::EngineOptions;
 
-/// Operations remembered for the report of a failure.
+/// Operations recorded for the report of a failure.
 const TRACE_MAX: usize = 400;
-/// The smallest journal there is: the ring wraps often.
+/// The smallest journal, so that the ring wraps often.
 pub const JOURNAL_SIZE: u64 = 4 << 20;
 
-/// What a violation is told with.
+/// The result of a comparison; the error describes a violation.
 pub type Checked<T = ()> = Result<T, String>;
 
-/// What became of an operation.
+/// The result of an operation.
 enum Outcome<T> {
     Done(T),
-    /// An error that is no fault of the medium; the caller knows whether the model foretells it.
+    /// An error that is no fault of the medium. The caller decides whether the model predicts it.
     Refused(error::Error),
-    /// The machine went down under it and is up again.
+    /// The power was cut or the process was killed, and the datastore is open again.
     Restarted,
 }
 
-/// Counts of what a run has been through.
+/// Counts of the events of a run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Statistics {
     /// Operations carried out.
     pub operations: u64,
-    /// Power cuts and kills survived.
+    /// Power cuts and kills.
     pub restarts: u64,
-    /// Power cuts at an operation of the medium, those inside recovery included.
+    /// Power cuts at a request to the medium, including those in recovery.
     pub cuts: u64,
     /// Power cuts inside recovery.
     pub interrupted_recoveries: u64,
-    /// Operations refused for want of space.
+    /// Operations refused for lack of space.
     pub refused: u64,
-    /// Failures of the medium that were asked for, each of one request or of many.
+    /// Requested failures of the medium; each may affect one request or many.
     pub faults: u64,
-    /// Checkpoints seen.
+    /// Checkpoints made.
     pub checkpoints: u64,
-    /// Most metadata pages seen that waited for a checkpoint.
+    /// The most dirty metadata pages seen at a time.
     pub dirty_max: u64,
-    /// Most nodes of the map seen.
+    /// The most map nodes seen at a time.
     pub nodes_max: u64,
 }
 
@@ -77,40 +77,40 @@ impl std::ops::AddAssign for Statistics {
     }
 }
 
-/// A datastore, the medium below it, and the model beside it.
+/// A datastore, its medium, and its model.
 pub struct SimulationRun {
     /// The medium.
     pub disk: SimulatedDisk,
     options: EngineOptions,
     datastore: Option<Arc<Datastore>>,
-    /// What the datastore must answer.
+    /// The expected state of the datastore.
     pub model: Model,
     devices: BTreeMap<String, Arc<dyn Device>>,
     held: Vec<Held>,
     random: Random,
     next_name: u64,
-    /// A fault of the medium was asked for and not met yet, or met and not got over.
+    /// A fault of the medium is requested: it is not triggered yet, or its effects are not repaired yet.
     faulty: bool,
-    /// A flush of the medium may have failed: what the page cache shows then is not what the medium has.
+    /// A flush of the medium may have failed, so the page cache may show data that the medium does not have.
     unsure: bool,
     /// The file system may be full.
     full: bool,
     cuts_in_recovery: VecDeque<u64>,
-    /// Power cuts that may still be made.
+    /// The number of power cuts that may still be made.
     cuts_left: u64,
     thick_max: u64,
     trace: VecDeque<String>,
-    /// What happened.
+    /// Counts of events.
     pub statistics: Statistics,
 }
 
 impl SimulationRun {
-    /// A new datastore on a new medium, in the usual world.
+    /// Creates a datastore on a new medium, in the usual world.
     pub fn new(seed: u64) -> Checked<Self> {
         Self::within(seed, World::of(Profile::Model, seed))
     }
 
-    /// A new datastore on a new medium.
+    /// Creates a datastore on a new medium, in the given world.
     pub fn within(seed: u64, world: World) -> Checked<Self> {
         let mut random = Random::new(seed);
         let options = EngineOptions {
@@ -149,12 +149,12 @@ impl SimulationRun {
         })
     }
 
-    /// Lets no more power cuts happen than these.
+    /// Limits the number of further power cuts.
     pub fn limit_cuts(&mut self, most: u64) {
         self.cuts_left = most;
     }
 
-    /// Remembers how much metadata there is.
+    /// Updates the counts of metadata pages.
     fn measure(&mut self) {
         let Some(datastore) = &self.datastore else { return };
         let counts = datastore.engine().counts();
@@ -162,20 +162,20 @@ impl SimulationRun {
         self.statistics.nodes_max = self.statistics.nodes_max.max(counts.map.used);
     }
 
-    /// The power went at an operation of the medium.
+    /// Counts a power cut at a request to the medium.
     fn count_cut(&mut self) {
         self.statistics.cuts += 1;
         self.cuts_left = self.cuts_left.saturating_sub(1);
     }
 
-    /// Cuts the power again in the recovery that comes, if that was asked for.
+    /// Schedules a power cut in the coming recovery, if one was requested.
     fn arm_recovery(&mut self) {
         if let Some(after) = self.cuts_in_recovery.pop_front().filter(|_| self.cuts_left > 0) {
             self.disk.cut_after(self.disk.operations() + after);
         }
     }
 
-    /// What was done, newest last.
+    /// The operations so far, the newest last.
     pub fn trace(&self) -> impl Iterator<Item = &str> {
         self.trace.iter().map(String::as_str)
     }
@@ -192,10 +192,10 @@ impl SimulationRun {
         self.datastore.clone().ok_or_else(|| "the datastore is not open".into())
     }
 
-    /// Carries out one operation; an error is a violation.
+    /// Carries out one operation. An error describes a violation.
     pub fn step(&mut self, operation: &Operation) -> Checked {
         if self.disk.is_off() {
-            self.note("the power is gone");
+            self.note("the power is off");
             self.restart(None)?;
         }
         self.statistics.operations += 1;
@@ -282,27 +282,27 @@ impl SimulationRun {
         }
     }
 
-    /// Something the engine does by itself: it changes no answer.
+    /// Runs background work of the engine, which must not change any result.
     fn background(&mut self, act: impl FnOnce(&store::Engine) -> error::Result<()>) -> Checked {
         let datastore = self.datastore()?;
         let result = act(datastore.engine());
         drop(datastore);
-        // A full file system is no excuse: what was acknowledged has its room.
+        // Background work must succeed even on a full file system, because acknowledged writes have their space.
         match self.judge(result, None)? {
             Outcome::Refused(error) => Err(format!("background work failed: {error}")),
             _ => Ok(()),
         }
     }
 
-    /// Sorts a result: done, refused, or the end of this life of the machine. `after` is the model if the operation
-    /// took effect.
+    /// Classifies a result: done, refused, or the end of this process. `after` is the model if the operation took
+    /// effect.
     fn judge<T>(&mut self, result: error::Result<T>, after: Option<Model>) -> Checked<Outcome<T>> {
         let error = match result {
             Ok(value) => return Ok(Outcome::Done(value)),
             Err(error) => error,
         };
         if self.disk.is_off() {
-            self.note(format!("the power goes: {error}"));
+            self.note(format!("the power is cut: {error}"));
         } else if self.faulty && matches!(error.kind(), ErrorKind::Io | ErrorKind::Stopped) {
             self.note(format!("the medium fails: {error}"));
             self.unsure |= error.to_string().contains("flushing");
@@ -314,7 +314,7 @@ impl SimulationRun {
         Ok(Outcome::Restarted)
     }
 
-    /// Errors that the model foretells without a closer look.
+    /// Whether the model predicts the error in every operation.
     fn foretold(&mut self, error: &error::Error) -> bool {
         let full = error.kind() == ErrorKind::NoSpace && self.full;
         self.statistics.refused += u64::from(full);
@@ -331,7 +331,7 @@ impl SimulationRun {
         Ok(device)
     }
 
-    /// Closes whatever is open of a disk and its snapshots.
+    /// Closes the open devices of a disk and its snapshots.
     fn close_devices(&mut self, disk: &str) -> Checked {
         self.end_reads()?;
         let prefix = format!("{disk}@");
@@ -343,7 +343,7 @@ impl SimulationRun {
         self.model.disks.keys().nth((number % self.model.disks.len().max(1) as u64) as usize).cloned()
     }
 
-    /// Heads twice as likely as snapshots.
+    /// Chooses a disk twice as often as a snapshot.
     fn pick_title(&self, number: u64) -> Option<String> {
         if !number.is_multiple_of(3) {
             return self.pick_disk(number / 3);

@@ -1,4 +1,4 @@
-//! Going down and coming up again, and comparing everything.
+//! Restarts of the datastore, and comparisons of the whole datastore.
 
 use super::control::{differences, observed};
 use super::{Checked, Outcome, SimulationRun};
@@ -12,20 +12,20 @@ use std::sync::atomic::Ordering;
 const BLOCK: u64 = BLOCK_SIZE as u64;
 /// Bytes read at a time.
 const PIECE: u64 = 1 << 20;
-/// Openings that may fail one after another because of faults asked for.
+/// The most consecutive openings that may fail because of requested faults.
 const OPENINGS_MAX: u32 = 8;
 
 /// How an image is compared with the model.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Manner {
-    /// It must be what was last written.
+    /// Each block must have its last content.
     Exact,
-    /// It may be anything a crash may leave, and is that from now on.
+    /// Each block may have any content that a crash may leave, which is then its content.
     AfterCrash,
 }
 
 impl SimulationRun {
-    /// After a failure of the medium whatever is still acknowledged must hold: goes on for a little.
+    /// After a failure of the medium, operations that the datastore acknowledges must still be right: tries a few.
     pub(super) fn after_failure(&mut self) -> Checked {
         if self.random.percent(50) {
             return Ok(());
@@ -41,7 +41,7 @@ impl SimulationRun {
             self.image_mut(&name).write(offset, &data);
             let flushed = device.flush();
             if written.is_ok() && flushed.is_ok() {
-                // Unflushed writes from before the failure may be lost: only the write above must be durable.
+                // Unflushed writes from before the failure may be lost. Only the write above must be durable.
                 self.note("  a flush after the failure succeeds");
                 self.image_mut(&name).make_durable(offset, length);
             }
@@ -49,8 +49,8 @@ impl SimulationRun {
         Ok(())
     }
 
-    /// Ends this life of the datastore, by power cut or by kill, and begins the next. `after` is the model if the
-    /// operation that was under way took effect.
+    /// Ends the datastore by a power cut or a kill, and opens it again. `after` is the model if the interrupted
+    /// operation took effect.
     pub(super) fn restart(&mut self, after: Option<Model>) -> Checked {
         self.statistics.restarts += 1;
         self.count_checkpoints();
@@ -62,7 +62,7 @@ impl SimulationRun {
             self.count_cut();
         }
         if power {
-            // Faults do not survive it.
+            // A power cut ends the faults.
             self.disk = self.disk.crash();
             (self.faulty, self.unsure) = (false, false);
         }
@@ -71,15 +71,15 @@ impl SimulationRun {
         self.settle_on(after)?;
         self.check()?;
         if self.random.percent(20) {
-            // What was found must stay found, even if the power goes again at once.
-            self.note("  and down again at once");
+            // The content found must stay, even if the power is cut again at once.
+            self.note("  the power is cut again at once");
             self.devices.clear();
             self.datastore = None;
             self.disk = self.disk.crash();
             self.open()?;
             self.compare_structure()?;
             self.compare_images(Manner::Exact)
-                .map_err(|violation| format!("what a restart had found did not stay: {violation}"))?;
+                .map_err(|violation| format!("the content found after a restart did not stay: {violation}"))?;
         }
         Ok(())
     }
@@ -90,7 +90,8 @@ impl SimulationRun {
         }
     }
 
-    /// Decides by looking whether the operation under way at the end took effect; nothing but yes or no is right.
+    /// Determines from the content whether the interrupted operation took effect: the datastore must equal the model
+    /// before or after it.
     fn settle_on(&mut self, after: Option<Model>) -> Checked {
         let found = observed(&*self.datastore()?).map_err(|error| format!("listing disks: {error}"))?;
         let mut violations = Vec::new();
@@ -103,7 +104,9 @@ impl SimulationRun {
             });
             match judged {
                 Ok(()) => return Ok(()),
-                Err(violation) => violations.push(format!("\n  not as {name} the last operation: {violation}")),
+                Err(violation) => {
+                    violations.push(format!("\n  differs from the state {name} the last operation: {violation}"))
+                }
             }
         }
         Err(format!("after a restart:{}", violations.concat()))
@@ -112,12 +115,12 @@ impl SimulationRun {
     fn open(&mut self) -> Checked {
         for opening in 0..OPENINGS_MAX {
             if opening == OPENINGS_MAX / 2 && self.faulty {
-                // What fails for ever is replaced.
+                // A medium with a permanent fault is replaced.
                 self.disk.mend();
             }
             match Datastore::open_in(self.disk.directory(), self.options) {
                 Ok(_) if !self.disk.is_off() && self.faulty => {
-                    // What could not be read is missing. It is all there when it can be read again.
+                    // Content that cannot be read is missing. It must exist again when the medium works.
                     self.note("  opened on a failing medium, and again on one that works");
                     self.disk.mend();
                     self.faulty = false;
@@ -135,7 +138,7 @@ impl SimulationRun {
                 }
                 Err(error) => return Err(format!("the datastore cannot be opened: {error}")),
             }
-            self.note("  the power goes during recovery");
+            self.note("  the power is cut during recovery");
             self.statistics.interrupted_recoveries += 1;
             self.count_cut();
             self.disk = self.disk.crash();
@@ -144,7 +147,7 @@ impl SimulationRun {
         Err("the datastore could not be opened".into())
     }
 
-    /// Closes cleanly and opens again: nothing changes, and everything is durable.
+    /// Closes the datastore cleanly and opens it again: nothing changes, and all writes are durable.
     pub(super) fn reopen(&mut self) -> Checked {
         self.end_reads()?;
         self.devices.clear();
@@ -175,7 +178,7 @@ impl SimulationRun {
         Ok(())
     }
 
-    /// Everything there is must be what the model says.
+    /// Compares the whole datastore with the model.
     pub fn compare_all(&mut self) -> Checked {
         self.compare_structure()?;
         self.compare_images(Manner::Exact)
@@ -198,7 +201,7 @@ impl SimulationRun {
             return Err(format!("it has {} bytes instead of {capacity}", device.capacity()));
         }
         let result = device.status(0, capacity, usize::MAX);
-        let Outcome::Done(extents) = self.compare_outcome(result, "asking what it holds")? else { return Ok(()) };
+        let Outcome::Done(extents) = self.compare_outcome(result, "querying its allocation")? else { return Ok(()) };
         let mut at = 0;
         for extent in extents {
             let end = at + extent.length;
@@ -222,7 +225,7 @@ impl SimulationRun {
             let length = extent.length.min(64 << 10);
             let place = at + self.random.below(extent.length - length + 1);
             let result = device.read(place, length as usize);
-            let Outcome::Done(found) = self.compare_outcome(result, "reading where it is empty")? else {
+            let Outcome::Done(found) = self.compare_outcome(result, "reading a range without data")? else {
                 return Ok(());
             };
             if !is_zero(&found) {
@@ -239,7 +242,7 @@ impl SimulationRun {
         Ok(())
     }
 
-    /// A power cut or fault that was asked for may come while everything is compared, and ends the comparison.
+    /// A requested power cut or fault may occur during the comparison, and ends it.
     fn compare_outcome<T>(&mut self, result: error::Result<T>, what: &str) -> Checked<Outcome<T>> {
         match self.judge(result, None)? {
             Outcome::Refused(error) => Err(format!("{what}: {error}")),
@@ -264,13 +267,13 @@ impl SimulationRun {
         self.image_mut(title).observe(number, found, true)
     }
 
-    /// Every reference counted, every checksum verified: nothing may be found.
+    /// Runs a check that counts all references and verifies all checksums: it must find nothing.
     pub(super) fn check(&mut self) -> Checked {
         let datastore = self.datastore()?;
         let check = || datastore.check(CheckOptions { data: true, repair: false }, &NoProgress);
         let mut result = check();
         if self.faulty && result.as_ref().is_ok_and(|report| !report.findings.is_empty()) {
-            // What cannot be read is told; once it can be read again, nothing of it is damaged.
+            // Content that cannot be read is reported. When the medium works again, nothing may be damaged.
             self.disk.mend();
             result = check();
         }

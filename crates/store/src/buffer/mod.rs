@@ -7,9 +7,9 @@
 //! What must hold:
 //!
 //! 1. Within a layer entries do not overlap: a layer holds only the newest write to a block.
-//! 2. A layer is emptied into the map before anything of the layer above it.
-//! 3. An entry that is being written to its place stays readable until its place is in the map. If it was partly
-//!    overwritten meanwhile, only the rest of it, recognised by its stamp, is removed then.
+//! 2. A layer is emptied into the map before any entry of the layer above it.
+//! 3. An entry that write-back is writing stays readable until the map refers to its new blocks. If a later write has
+//!    overwritten a part of it meanwhile, only the remaining part, recognised by its stamp, is then removed.
 
 use crate::space::Run;
 use backend::{BLOCK_SIZE, SharedSlice};
@@ -18,19 +18,19 @@ use rustc_hash::FxHashMap;
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
 
-/// What was done to a range of blocks.
+/// A kind of change to a range of blocks.
 #[derive(Clone, Debug)]
 pub enum Content {
     /// New data.
     Data(SharedSlice, Checksums),
     /// Discarded.
     Unmapped,
-    /// Reads as zeros and keeps (or takes) space.
+    /// Reads as zeros. Blocks that are mapped stay allocated, the others are allocated.
     Zero,
 }
 
 impl Content {
-    /// Changes of the map that this many blocks of it may need beyond those counted as blocks of data.
+    /// The map changes that this many blocks of the content may need in addition to one for each block of data.
     pub fn changes(&self, blocks: u64) -> u64 {
         match self {
             Self::Data(..) => 0,
@@ -39,7 +39,7 @@ impl Content {
         }
     }
 
-    /// The same for a part of it.
+    /// The content of a part of the blocks.
     pub fn part(&self, blocks: Range<u64>) -> Self {
         match self {
             Self::Data(slice, sums) => {
@@ -52,14 +52,14 @@ impl Content {
     }
 }
 
-/// What was set aside for entries beside their bytes, to be released with them.
+/// What was reserved for buffered entries in addition to their bytes. It is released with the entries.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Held {
-    /// Claimed blocks.
+    /// Free blocks claimed.
     pub claimed: u64,
     /// Blocks of data.
     pub data: u64,
-    /// Changes of the map beyond those for blocks of data.
+    /// Further map changes, see [`Content::changes`].
     pub changes: u64,
 }
 
@@ -71,8 +71,8 @@ impl std::ops::AddAssign for Held {
     }
 }
 
-/// Changes of the map that a discard of any length may be on its way into it: at its beginning, at its end, and where
-/// the current step ends. Entries between are removed from nodes that are changed for these.
+/// The map changes that a discard of any length may need: one at its beginning, one at its end, and one where the
+/// current step ends. Mappings between these points are removed with the nodes that the three changes rewrite.
 pub const DISCARD_CHANGES: u64 = 3;
 
 /// A run of blocks with one kind of change.
@@ -82,15 +82,15 @@ pub struct DirtyEntry {
     pub blocks: u64,
     /// The kind of change.
     pub content: Content,
-    /// The write that it came from; parts of it keep the stamp.
+    /// Number of the write that the entry came from. Parts of an entry keep the number.
     pub stamp: u64,
-    /// Room was set aside for it.
+    /// Free blocks were claimed for the entry.
     pub claimed: bool,
-    /// The free nodes of the map suffice for it. Otherwise it goes over written blocks of its disk.
+    /// Free map nodes were reserved for the entry. If not, it needs none: it overwrites written blocks of its disk.
     pub covered: bool,
 }
 
-/// An entry with its place.
+/// An entry with its logical position.
 #[derive(Clone, Debug)]
 pub struct DirtyPiece {
     /// First logical block.
@@ -100,33 +100,33 @@ pub struct DirtyPiece {
 }
 
 impl DirtyPiece {
-    /// A part of it.
+    /// The part of the entry in a range of logical blocks.
     pub fn part(&self, range: Range<u64>) -> Self {
         let content = self.entry.content.part(range.start - self.logical..range.end - self.logical);
         let entry = DirtyEntry { blocks: range.end - range.start, content, ..self.entry.clone() };
         Self { logical: range.start, entry }
     }
 
-    /// Its first blocks.
+    /// The first blocks of the entry.
     pub fn first(&self, blocks: u64) -> Self {
         self.part(self.logical..self.logical + blocks)
     }
 }
 
-/// Writes between two snapshots.
+/// The writes to a disk between two snapshots.
 #[derive(Default)]
 pub struct Layer {
     entries: BTreeMap<u64, DirtyEntry>,
-    /// Blocks of data in it.
+    /// Blocks of data in the layer.
     pub data_blocks: u64,
-    /// Discards in it.
+    /// Number of discards in the layer.
     discards: usize,
-    /// Set when closed: the snapshot that it completes.
+    /// Set when the layer is closed: the snapshot that its writes complete.
     pub snapshot: Option<u64>,
 }
 
 impl Layer {
-    /// True when everything in it is in the map.
+    /// True when every entry has been moved into the map.
     pub fn is_empty(&self) -> bool {
         self.entries.is_empty()
     }
@@ -145,7 +145,7 @@ impl Layer {
         self.entries.range(first..range.end)
     }
 
-    /// Whether removing `range` splits a discard: both parts need what was set aside for it.
+    /// Whether removing `range` splits a discard in two: each part needs map changes of its own.
     fn cuts_discard(&self, range: &Range<u64>) -> bool {
         self.discards > 0
             && self.overlapping(range).next().is_some_and(|(at, entry)| {
@@ -153,8 +153,8 @@ impl Layer {
             })
     }
 
-    /// Removes `range`; returns what was set aside for it. If that splits a discard, the second part takes what it
-    /// needs from the caller.
+    /// Removes `range` and returns what was reserved for it. If that splits a discard, the caller must have reserved
+    /// map changes for the second part.
     fn cut(&mut self, range: &Range<u64>) -> Held {
         let mut held = Held::default();
         let hit: Vec<u64> = self.overlapping(range).map(|(at, _)| *at).collect();
@@ -184,7 +184,7 @@ impl Layer {
         held
     }
 
-    /// Replaces the entries of a range; returns what was set aside for them.
+    /// Replaces the entries of a range and returns what was reserved for the replaced entries.
     pub fn insert(&mut self, logical: u64, entry: DirtyEntry) -> Held {
         let gone = self.cut(&(logical..logical + entry.blocks));
         self.discards += usize::from(matches!(entry.content, Content::Unmapped));
@@ -195,15 +195,15 @@ impl Layer {
         gone
     }
 
-    /// The first part of a range that the write `stamp` still defines.
+    /// The first part of a range whose newest content is from the write `stamp`.
     pub fn still(&self, range: &Range<u64>, stamp: u64) -> Option<Range<u64>> {
         self.overlapping(range)
             .find(|(_, entry)| entry.stamp == stamp)
             .map(|(at, entry)| (*at).max(range.start)..(at + entry.blocks).min(range.end))
     }
 
-    /// Removes the rest of the write `stamp` in a range; returns what was set aside for it. Of a discard the rest is a
-    /// beginning or an end.
+    /// Removes what is left of the write `stamp` in a range, and returns what was reserved for it. Of a discard, only a
+    /// part at its beginning or end may be removed, so that it is not split.
     pub fn remove(&mut self, logical: u64, blocks: u64, stamp: u64) -> Held {
         let mine: Vec<Range<u64>> = self
             .overlapping(&(logical..logical + blocks))
@@ -217,7 +217,7 @@ impl Layer {
         gone
     }
 
-    /// Blocks that may take space on their way into the map: (claimed, not claimed).
+    /// Blocks that may be newly allocated when the entries are moved into the map: (with a claim, without).
     fn taking(&self) -> (u64, u64) {
         let (mut claimed, mut others) = (0, 0);
         for entry in self.entries.values().filter(|entry| !matches!(entry.content, Content::Unmapped)) {
@@ -226,7 +226,8 @@ impl Layer {
         (claimed, others)
     }
 
-    /// Copies entries from `from` on, up to `most` blocks of data, for writing; the last one may be a part.
+    /// Copies entries from logical block `from` on for write-back, up to `most` blocks of data. The last entry may be
+    /// cut.
     pub fn take(&self, from: u64, most: u64) -> Vec<DirtyPiece> {
         let mut pieces = Vec::new();
         let mut blocks = 0;
@@ -250,7 +251,7 @@ impl Layer {
 /// The layers of one disk, oldest first; the last one takes writes.
 pub struct Layers {
     layers: VecDeque<Layer>,
-    /// Blocks whose partial overwrite is being prepared: false once another write changed the block.
+    /// Blocks that are being read for a partial overwrite. False once another write has changed the block.
     partial: FxHashMap<u64, bool>,
 }
 
@@ -271,7 +272,7 @@ impl Layers {
         self.layers.len() == 1
     }
 
-    /// Blocks that may take space on their way into the map: (claimed, not claimed).
+    /// Blocks that may be newly allocated when the entries are moved into the map: (with a claim, without).
     pub fn taking(&self) -> (u64, u64) {
         let sums = self.layers.iter().map(Layer::taking);
         sums.fold((0, 0), |sum, layer| (sum.0 + layer.0, sum.1 + layer.1))
@@ -288,17 +289,17 @@ impl Layers {
         (&mut self.layers[0], closed)
     }
 
-    /// Removes the oldest layer, which must be closed and empty; returns the snapshot it completes.
+    /// Removes the oldest layer if it is closed and empty, and returns the snapshot that is then complete.
     pub fn retire(&mut self) -> Option<u64> {
         if self.layers.len() > 1 && self.layers[0].is_empty() { self.layers.pop_front()?.snapshot } else { None }
     }
 
-    /// True when nothing is buffered in a range, and no snapshot waits for what is buffered elsewhere.
+    /// True when nothing is buffered in a range, and no closed layer is left.
     pub fn is_free(&self, range: &Range<u64>) -> bool {
         self.layers.len() == 1 && self.layers[0].overlapping(range).next().is_none()
     }
 
-    /// Makes partial overwrites under way in a range start again.
+    /// Makes partial overwrites under way in a range read their block again.
     pub fn invalidate_partial(&mut self, range: &Range<u64>) {
         for (block, valid) in &mut self.partial {
             if range.contains(block) {
@@ -307,13 +308,13 @@ impl Layers {
         }
     }
 
-    /// Whether a write of a range splits a discard of the newest layer.
+    /// Whether a write to a range splits a discard of the newest layer in two.
     pub fn cuts_discard(&self, range: &Range<u64>) -> bool {
         self.layers.back().is_some_and(|layer| layer.cuts_discard(range))
     }
 
-    /// Adds a write to the newest layer; returns what was set aside for the entries that it replaced. The second part
-    /// of a discard that it splits takes what it needs from the caller.
+    /// Adds a write to the newest layer and returns what was reserved for the entries that it replaces. If the write
+    /// splits a discard, the caller must have reserved map changes for the second part.
     pub fn insert(&mut self, logical: u64, entry: DirtyEntry) -> Held {
         if !self.partial.is_empty() {
             self.invalidate_partial(&(logical..logical + entry.blocks));
@@ -321,7 +322,8 @@ impl Layers {
         self.layers.back_mut().expect("there is always a layer").insert(logical, entry)
     }
 
-    /// Announces that a block is being read for a partial overwrite. False if another write has announced it.
+    /// Records that a block is being read for a partial overwrite. False if another partial overwrite is reading the
+    /// block.
     pub fn begin_partial(&mut self, block: u64) -> bool {
         if self.partial.contains_key(&block) {
             return false;
@@ -330,12 +332,13 @@ impl Layers {
         true
     }
 
-    /// True when no write has changed the block since it was announced.
+    /// True when no write has changed the block since [`Layers::begin_partial`].
     pub fn end_partial(&mut self, block: u64) -> bool {
         self.partial.remove(&block).unwrap_or(false)
     }
 
-    /// Closes the newest layer for a snapshot. False if nothing is buffered: the map is complete.
+    /// Closes the newest layer for a snapshot. False if nothing is buffered: the map already has all writes of the
+    /// snapshot.
     pub fn close(&mut self, snapshot: u64) -> bool {
         if self.is_empty() {
             return false;
@@ -346,7 +349,7 @@ impl Layers {
         true
     }
 
-    /// Drops everything; returns what was set aside.
+    /// Removes all entries and returns what was reserved for them.
     pub fn clear(&mut self) -> Held {
         let mut gone = Held::default();
         for layer in &mut self.layers {
@@ -356,7 +359,7 @@ impl Layers {
         gone
     }
 
-    /// The newest content of a range, in extents, and the gaps for which the map has to be asked.
+    /// The newest buffered content of a range, in extents, and the gaps whose content is in the map.
     pub fn overlay(&self, range: Range<u64>, pieces: &mut Vec<DirtyPiece>, gaps: &mut Vec<Range<u64>>) {
         gaps.clear();
         gaps.push(range);

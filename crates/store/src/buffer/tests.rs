@@ -1,4 +1,4 @@
-//! Layers against maps with one item per block.
+//! Compares the layers with a model that has one map item per block.
 
 #![allow(clippy::unwrap_used)]
 
@@ -6,7 +6,7 @@ use super::*;
 use crate::testbed::Random;
 use std::sync::Arc;
 
-/// What a block of a layer is: its stamp, and for data the number that its bytes are made of.
+/// The model of one block of a layer: its stamp, and for data the number that fills its bytes.
 #[derive(Clone, Copy, PartialEq, Debug)]
 struct Cell {
     stamp: u64,
@@ -23,7 +23,7 @@ enum What {
 
 #[derive(Default)]
 struct Model {
-    /// Oldest first; the snapshot that closed each.
+    /// Oldest first, each with the snapshot that closed it.
     layers: VecDeque<(BTreeMap<u64, Cell>, Option<u64>)>,
 }
 
@@ -39,7 +39,8 @@ fn contents(random: &mut Random, blocks: u64) -> (Content, Vec<What>) {
             for (block, number) in buffer[BLOCK_SIZE..].chunks_exact_mut(BLOCK_SIZE).zip(&numbers) {
                 block[..4].copy_from_slice(&number.to_le_bytes());
             }
-            // Not from the start of the buffer: offsets within it must be kept apart from those of blocks.
+            // The slice starts after the first block of its buffer, so that a confusion of offsets in the buffer and
+            // in the slice is found.
             let slice = SharedSlice::new(Arc::new(buffer), BLOCK_SIZE..(blocks as usize + 1) * BLOCK_SIZE);
             let sums = Checksums::of(&slice);
             (Content::Data(slice, sums), numbers.into_iter().map(What::Data).collect())
@@ -55,7 +56,10 @@ fn cells(piece: &DirtyPiece) -> Vec<(u64, Cell)> {
             assert_eq!(slice.len() as u64, piece.entry.blocks * BLOCK_SIZE as u64);
             assert_eq!(sums.as_slice().len() as u64, piece.entry.blocks);
             let blocks = slice.chunks_exact(BLOCK_SIZE);
-            assert!(blocks.clone().map(crate::checksum).eq(sums.as_slice().iter().copied()), "checksums of others");
+            assert!(
+                blocks.clone().map(crate::checksum).eq(sums.as_slice().iter().copied()),
+                "checksums of other blocks"
+            );
             blocks.map(|block| What::Data(u32::from_le_bytes(block[..4].try_into().unwrap()))).collect()
         }
     };
@@ -63,7 +67,7 @@ fn cells(piece: &DirtyPiece) -> Vec<(u64, Cell)> {
     (piece.logical..).zip(whats).map(|(at, what)| (at, Cell { stamp, claimed, what })).collect()
 }
 
-/// Blocks claimed and blocks of data among cells that went.
+/// Claimed blocks and blocks of data among the removed cells.
 fn tally<'a>(gone: impl Iterator<Item = &'a Cell>) -> (u64, u64) {
     gone.fold((0, 0), |(claimed, data), cell| {
         (claimed + u64::from(cell.claimed), data + u64::from(matches!(cell.what, What::Data(_))))
@@ -135,7 +139,7 @@ fn layers_equal_a_map_of_blocks() {
                     assert_eq!((gone.claimed, gone.data), tally(replaced.iter()));
                 }
                 55..65 => {
-                    // Write-back is done with a write: what is left of it goes, and nothing newer.
+                    // Write-back has written an entry: the parts of it that no newer write has replaced are removed.
                     let oldest = &mut model.layers[0].0;
                     let Some((_, cell)) = oldest.range(logical..).next() else { continue };
                     let done = cell.stamp;
@@ -143,7 +147,7 @@ fn layers_equal_a_map_of_blocks() {
                     let gone = tally(oldest.iter().filter(|(at, cell)| mine(at, cell)).map(|(_, cell)| cell));
                     let (layer, closed) = layers.oldest();
                     if layer.cuts_discard(&range) {
-                        // Discards go from an end.
+                        // Write-back removes discards from one end.
                         continue;
                     }
                     oldest.retain(|at, cell| !mine(at, cell));
@@ -163,7 +167,7 @@ fn layers_equal_a_map_of_blocks() {
                     }
                 }
                 72..80 => {
-                    // All of the oldest layer reaches the map, and the snapshot behind it is complete.
+                    // Write-back moves all entries of the oldest layer into the map, which completes its snapshot.
                     let (layer, closed) = layers.oldest();
                     for piece in layer.take(0, u64::MAX) {
                         changes -= layer.remove(piece.logical, piece.entry.blocks, piece.entry.stamp).changes;
@@ -195,11 +199,11 @@ fn layers_equal_a_map_of_blocks() {
                 _ => overlay(&layers, &model, range),
             }
             if !model.layers[0].0.is_empty() || model.layers.len() == 1 {
-                // A layer that waits is retired only when it is empty.
+                // A closed layer is retired only when it is empty.
                 assert_eq!(layers.retire(), None);
             }
             model.compare(&layers);
-            // What entries hold is what they will give back, however they were cut.
+            // The changes reserved for entries equal those that are released with them, however the entries were cut.
             let entries = layers.iter().flat_map(|layer| layer.entries.values());
             assert_eq!(changes, entries.map(|entry| entry.content.changes(entry.blocks)).sum::<u64>());
         }

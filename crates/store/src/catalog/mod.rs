@@ -7,7 +7,7 @@
 //! |---|---|---|
 //! | 0 | 1 | state: 0 free, 1 disk, 2 snapshot, 3 snapshot not sealed, 4 trash |
 //! | 1 | 1 | provisioning: 0 thin, 1 zeroed thick, 2 eager zeroed thick |
-//! | 2 | 1 | flags: bit 0 being made (removed at opening unless resumed) |
+//! | 2 | 1 | flags: bit 0: the object is being made (removed at opening unless resumed) |
 //! | 3 | 1 | length of the name in bytes |
 //! | 8 | 8 | id |
 //! | 16 | 8 | root node, all ones: none |
@@ -16,7 +16,7 @@
 //! | 40 | 8 | parent snapshot, 0: none |
 //! | 48 | 8 | origin: the snapshot that a linked clone started from, 0: none |
 //! | 56 | 8 | creation time, seconds since 1970 |
-//! | 64 | 8 | blocks set aside for a thick disk |
+//! | 64 | 8 | blocks reserved for a thick disk |
 //! | 72 | 16 | UUID |
 //! | 88 | 255 | name, UTF-8 |
 
@@ -46,13 +46,13 @@ pub enum ObjectState {
     Disk,
     /// A snapshot.
     Snapshot,
-    /// A snapshot whose last writes are on their way into the map.
+    /// A snapshot whose last writes are still being moved from the buffer into the map.
     Unsealed,
     /// Deleted; its tree is being dropped.
     Trash,
 }
 
-/// How a disk takes its space.
+/// When a disk allocates its blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Provisioning {
     /// On first write.
@@ -66,13 +66,13 @@ pub enum Provisioning {
 /// A disk or snapshot.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Object {
-    /// Never used twice.
+    /// Unique in the datastore, and never reused.
     pub id: u64,
-    /// Its kind.
+    /// Whether it is a disk, a snapshot, or deleted.
     pub state: ObjectState,
-    /// Of a disk, and of the disk from which a snapshot was taken.
+    /// Of a snapshot: the type of its disk.
     pub provisioning: Provisioning,
-    /// Being made: a full clone or an eager zeroed disk that is not complete yet.
+    /// The content is not complete yet: a full clone or an eager zeroed disk that is still being written.
     pub incomplete: bool,
     /// Root of its tree.
     pub root: Option<NodeId>,
@@ -86,7 +86,7 @@ pub struct Object {
     pub origin: u64,
     /// Seconds since 1970.
     pub created: u64,
-    /// Thick disk: blocks set aside for writes that need new places.
+    /// Thick disk: blocks reserved for writes that need new blocks.
     pub reserved: u64,
     /// Identity.
     pub uuid: [u8; 16],
@@ -201,14 +201,15 @@ pub struct Catalog {
     dirty: BTreeSet<u64>,
     next_id: u64,
     reserved: u64,
-    /// Pages that could not be read, and why: the content of their slots is unknown, and they are not changed.
+    /// Pages that could not be read, and why. Their records are unknown, and the pages are not overwritten.
     lost: BTreeMap<u64, String>,
-    /// The records that the bytes of such pages contain, with their slots.
+    /// Records decoded from the bytes of pages that failed their checksum, with their slots.
     unproven: Vec<(u64, Object)>,
 }
 
 impl Catalog {
-    /// Reads all records; `slots` is the number in the superblock. A damaged page loses its objects, and no others.
+    /// Reads all records; `slots` is the number in the superblock. If a page is damaged, only its own records are
+    /// missing.
     pub fn open(pages: &mut Pages, slots: u64, next_id: u64) -> Result<Self> {
         let mut catalog = Self { slots, next_id, ..Self::default() };
         for first in (0..slots).step_by(SLOTS_PER_PAGE) {
@@ -232,7 +233,7 @@ impl Catalog {
                     if object.id == 0 || object.id >= self.next_id || self.objects.contains_key(&object.id) {
                         return Err(Error::new(
                             ErrorKind::Corrupt,
-                            format!("catalog slot {slot} bears the impossible id {}; run 'lamina check'", object.id),
+                            format!("catalog slot {slot} has the impossible id {}; run 'lamina check'", object.id),
                         ));
                     }
                     self.index(&object);
@@ -247,7 +248,7 @@ impl Catalog {
         let key = slot_page(first);
         tracing::error!(%error, "a page of the catalog is damaged: its disks and snapshots are missing");
         self.lost.insert(key.number(), error.to_string());
-        // None of its slots is used, not even one that was free.
+        // No slot of the damaged page is used, not even a free one.
         self.slots = self.slots.max(first + SLOTS_PER_PAGE as u64);
         let raw = pages.read_raw(key);
         for slot in first..(first + SLOTS_PER_PAGE as u64).min(self.slots) {
@@ -262,17 +263,17 @@ impl Catalog {
         &self.lost
     }
 
-    /// Whether an object of that id may have been on a lost page.
+    /// Whether an object with this id may have had its record on a damaged page.
     pub fn may_have_lost(&self, id: u64, next_id: u64) -> bool {
         !self.lost.is_empty() && id < next_id && self.find(id).is_none()
     }
 
-    /// The records that the bytes of lost pages contain.
+    /// The records decoded from the bytes of damaged pages.
     pub fn unproven(&self) -> impl Iterator<Item = &Object> {
         self.unproven.iter().map(|(_, object)| object)
     }
 
-    /// Adds an object from the bytes of its lost page, for reading only; false where that is impossible.
+    /// Adds the record of an object from a damaged page, for reading only. False if the record conflicts with others.
     pub fn admit_unproven(&mut self, id: u64) -> bool {
         let Some((slot, object)) = self.unproven.iter().find(|(_, object)| object.id == id).cloned() else {
             return false;
@@ -301,7 +302,7 @@ impl Catalog {
         self.next_id - 1
     }
 
-    /// Blocks set aside for all thick disks.
+    /// Blocks reserved for all thick disks.
     pub fn reserved(&self) -> u64 {
         self.reserved
     }
@@ -336,12 +337,12 @@ impl Catalog {
         }
     }
 
-    /// The object of an id.
+    /// The object with an id.
     pub fn get(&self, id: u64) -> Result<&Object> {
-        self.find(id).ok_or_else(|| Error::new(ErrorKind::NotFound, format!("there is no object {id} any more")))
+        self.find(id).ok_or_else(|| Error::new(ErrorKind::NotFound, format!("object {id} does not exist any more")))
     }
 
-    /// The object of an id, if there is one.
+    /// The object with an id, if it exists.
     pub fn find(&self, id: u64) -> Option<&Object> {
         self.objects.get(&id).map(|held| &held.object)
     }
@@ -402,7 +403,7 @@ impl Catalog {
         Ok(())
     }
 
-    /// Sets a root, without touching the indexes: writes change nothing else as often.
+    /// Sets a root without updating the indexes by name: this is the most frequent change.
     pub fn set_root(&mut self, id: u64, root: Option<NodeId>) {
         if let Some(held) = self.objects.get_mut(&id)
             && held.object.root != root
@@ -421,37 +422,37 @@ impl Catalog {
         }
     }
 
-    /// Records changed since the last checkpoint.
+    /// Number of records changed since the last checkpoint.
     pub fn changed(&self) -> u64 {
         self.dirty.len() as u64
     }
 
-    /// Surveys the pages of changed records.
+    /// Records which pages [`Catalog::store`] will need, so that they can be read ahead.
     pub fn survey_store(&self, pages: &mut Pages) {
         for slot in &self.dirty {
             pages.peek(slot_page(*slot));
         }
     }
 
-    /// The next checkpoint writes all records of a page, into a rebuilt page.
+    /// Has the next checkpoint write all records of a damaged page from memory.
     pub fn renew_page(&mut self, pages: &mut Pages, number: u64) {
         pages.replace(PageKey::new(PageFile::Catalog, number));
         let first = number * SLOTS_PER_PAGE as u64;
         self.dirty.extend(first..(first + SLOTS_PER_PAGE as u64).min(self.slots));
     }
 
-    /// Writes changed records into their pages: part of a checkpoint.
+    /// Copies the changed records into their cached pages, as a step of a checkpoint.
     pub fn store(&mut self, pages: &mut Pages) -> Result<()> {
         if self.dirty.is_empty() {
             return Ok(());
         }
         let by_slot: FxHashMap<u64, u64> = self.objects.values().map(|held| (held.slot, held.object.id)).collect();
-        // Each record stays marked until its page has it: a page that cannot be read now is written by a later
-        // checkpoint.
+        // A record stays marked as changed until its page is updated, so that a later checkpoint retries a page that
+        // cannot be read now.
         while let Some(slot) = self.dirty.first().copied() {
             let page = match pages.get_mut(slot_page(slot)) {
                 Ok(page) => page,
-                // Memory has all records that were in it.
+                // All records of the page are in memory.
                 Err(error) if error.kind() == ErrorKind::Corrupt => {
                     tracing::error!(%error, "a page of the catalog is written anew");
                     self.renew_page(pages, slot_page(slot).number());
@@ -471,14 +472,14 @@ impl Catalog {
     }
 }
 
-/// Makes sure that the page of a slot can be read.
+/// Fails if the page of a slot cannot be read or was never written.
 fn whole_page(pages: &mut Pages, slot: u64) -> Result<()> {
     let key = slot_page(slot);
     pages.get(key)?;
     if !pages.is_unwritten(key) {
         return Ok(());
     }
-    // The superblock counts slots of the page, so it was written.
+    // The superblock counts the slots of this page, so a page of zeros is damage.
     let text = format!("{key} holds zeros only; run 'lamina check --repair' on the datastore");
     Err(Error::new(ErrorKind::Corrupt, text))
 }

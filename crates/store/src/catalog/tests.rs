@@ -1,4 +1,4 @@
-//! The catalog against a plain map, through checkpoints and restarts.
+//! Compares the catalog with a plain map, through checkpoints and reopening.
 
 #![allow(clippy::unwrap_used)]
 
@@ -11,7 +11,7 @@ fn object(random: &mut Random, id: u64) -> Object {
     let state = *random.pick(&[ObjectState::Disk, ObjectState::Snapshot, ObjectState::Unsealed, ObjectState::Trash]);
     let length = *random.pick(&[1, 2, 20, 254]);
     let name: String = (0..length).map(|_| (b'a' + random.below(26) as u8) as char).collect();
-    // Names are unique within their kind, as the engine sees to.
+    // Names are unique within their kind; the engine ensures that.
     let name = format!("{id}{name}");
     Object {
         id,
@@ -150,7 +150,7 @@ fn damaged_records_are_refused_or_read_but_never_panic() {
             bytes[at] = random.next() as u8;
         }
         match Object::decode(&bytes) {
-            // What is read can be put next to anything else.
+            // A record that decodes can be added to a catalog without an overflow.
             Ok(Some(object)) => Catalog::default().put(object),
             Ok(None) => {}
             Err(error) => {
@@ -176,6 +176,6 @@ fn two_slots_with_one_id_are_refused() {
     let page = pages.get_mut(slot_page(0)).unwrap();
     page.0.copy_within(slot_offset(0)..slot_offset(1), slot_offset(1));
     assert_eq!(Catalog::open(&mut pages, 2, 3).err().unwrap().kind(), ErrorKind::Corrupt);
-    // An id that was never given out.
+    // An id that the catalog has not allocated yet.
     assert_eq!(Catalog::open(&mut pages, 1, 1).err().unwrap().kind(), ErrorKind::Corrupt);
 }

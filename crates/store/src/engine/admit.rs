@@ -1,4 +1,4 @@
-//! The cost of changes, and waiting for room to make them.
+//! The cost of changes, and waiting until journal and checkpoint have room for them.
 
 use super::checkpoint::Purpose;
 use super::log::{Cost, Grant};
@@ -9,18 +9,18 @@ use crate::space::Run;
 use crate::{Error, ErrorKind, Result};
 use std::time::Duration;
 
-/// Pages that one step of a long change dirties, approximately: a step holds the metadata lock, and other threads wait
-/// that long.
+/// Pages that one step of a long change dirties, approximately. The step holds the metadata lock, so the number limits
+/// how long other threads wait.
 pub(super) const STEP_PAGES: u64 = 128;
-/// What an append takes beside its operations: the head of the batch, padding, and a second batch where the first is
-/// cut.
+/// The bytes that an append needs in addition to its operations: the batch head, padding, and the same for a second
+/// batch if the operations are split.
 pub(super) const APPEND_BYTES: u64 = 4 * backend::BLOCK_SIZE as u64;
-/// How long a thread that waits for room sleeps before it checks again by itself.
+/// How long a thread that waits for room sleeps before it checks the budgets again.
 const LOOK_AGAIN: Duration = Duration::from_millis(50);
-/// Checkpoints that one thread makes for one piece of work: two empty any journal.
+/// The most checkpoints that one request makes while it waits for room. Two checkpoints empty any journal.
 const CHECKPOINTS_MAX: u32 = 64;
 
-/// The free blocks that an operation takes into the map.
+/// The run of free blocks that an operation maps.
 fn new_run(operation: &Operation) -> Option<Run> {
     match operation {
         Operation::Map { run, .. } | Operation::MapData { run, .. } => Some(*run),
@@ -29,18 +29,19 @@ fn new_run(operation: &Operation) -> Option<Run> {
     }
 }
 
-/// The cost of a batch of this many bytes that is appended at once.
+/// The journal bytes of a batch whose operations have this length.
 pub(super) fn batch_bytes(body: usize) -> u64 {
     Journal::footprint(body)
 }
 
 impl Engine {
-    /// Tells admission what has changed. Called under the metadata lock, after each change.
+    /// Updates the pending bytes and dirty pages that admission counts. Called under the metadata lock after each
+    /// change.
     pub(super) fn count_changes(&self, meta: &Meta) {
         self.log.admission.set_changes(meta.pending.bytes_unappended() as u64, meta.dirty_pages());
     }
 
-    /// Waits for a grant for work of this cost. Not to be called under a lock that a checkpoint takes.
+    /// Waits for a grant for work of this cost. Must not be called under a lock that a checkpoint takes.
     pub(super) fn admit(&self, cost: Cost) -> Result<Grant<'_>> {
         loop {
             if let Some(grant) = self.log.admission.try_admit(cost) {
@@ -50,13 +51,13 @@ impl Engine {
         }
     }
 
-    /// Waits for a grant for a small append. Not to be called under a lock that a checkpoint takes.
+    /// Waits for a grant for a small append. Must not be called under a lock that a checkpoint takes.
     pub(super) fn admit_append(&self) -> Result<Grant<'_>> {
         self.admit(Cost { bytes: APPEND_BYTES, pages: 0 })
     }
 
-    /// Waits until there is room for work of this cost: makes a checkpoint, unless another thread does. Not to be
-    /// called under a lock that a checkpoint takes.
+    /// Waits until there is room for work of this cost, and makes a checkpoint itself unless another thread is making
+    /// one. Must not be called under a lock that a checkpoint takes.
     pub(super) fn make_room(&self, cost: Cost) -> Result<()> {
         let mut made = 0;
         loop {
@@ -66,7 +67,8 @@ impl Engine {
                 return Ok(());
             }
             match self.log.try_lock_checkpoints() {
-                // An empty budget lets this thread have its turn: other threads are slowed down meanwhile.
+                // A request that fits into an empty budget may make more checkpoints: it will be admitted, because
+                // other threads are slowed down.
                 Some(_guard) if made < CHECKPOINTS_MAX || self.log.admission.holds(cost) => {
                     self.checkpoint_locked(Purpose::GoOn)?;
                     made += 1;
@@ -86,7 +88,7 @@ impl Engine {
         }
     }
 
-    /// Asks for a checkpoint when there is enough to gain. Not to be called under a lock that a checkpoint takes.
+    /// Requests a checkpoint when the budgets are full enough. Must not be called under a lock that a checkpoint takes.
     pub(super) fn make_journal_room(&self) -> Result<()> {
         if self.log.admission.is_checkpoint_due() {
             self.request(|work| work.checkpoint = true);
@@ -98,8 +100,8 @@ impl Engine {
         Ok(())
     }
 
-    /// The same for a caller that makes many changes in a row: the fuller journal and cache are, the longer it sleeps
-    /// here, so that a checkpoint ends before they are full and the caller has to block.
+    /// Like [`Engine::make_journal_room`], for a caller that makes many changes in a row. The fuller journal and cache
+    /// are, the longer the caller sleeps, so that a checkpoint ends before they are full and the caller must block.
     pub(super) fn pace(&self) -> Result<()> {
         self.make_journal_room()?;
         let rest = self.log.admission.pace();
@@ -117,8 +119,7 @@ impl Engine {
         Ok(None)
     }
 
-    /// As [`Engine::try_carry_out`]. If the operation is not carried out, the new run that it would have mapped is free
-    /// again.
+    /// Like [`Engine::try_carry_out`], but frees the newly allocated run again if the operation is not carried out.
     pub(super) fn try_carry_out_new(&self, meta: &mut Meta, operation: Operation, gate: u64) -> Result<Option<Cost>> {
         let new = new_run(&operation);
         let done = self.try_carry_out(meta, operation, gate);
@@ -128,8 +129,7 @@ impl Engine {
         done
     }
 
-    /// As [`Engine::carry_out`]. If the map has no room for the operation, the run that it would have mapped is free
-    /// again.
+    /// Like [`Engine::carry_out`], but frees the newly allocated run again if the map has no room for the operation.
     pub(super) fn carry_out_new(&self, meta: &mut Meta, operation: Operation, gate: u64) -> Result<()> {
         let new = new_run(&operation);
         let done = self.carry_out(meta, operation, gate);
@@ -139,7 +139,8 @@ impl Engine {
         done
     }
 
-    /// After a failure in the middle of a change the metadata in memory is not read any more.
+    /// Frees a newly allocated run, unless a failure has stopped the datastore: the metadata in memory may then be
+    /// inconsistent.
     pub(super) fn release_new(&self, meta: &mut Meta, new: Option<Run>) {
         if let Some(run) = new
             && !self.running.is_stopped()
@@ -150,7 +151,7 @@ impl Engine {
     }
 
     /// Applies an operation and queues it for the journal. A failure in the middle stops the datastore, because memory
-    /// and journal would no longer agree. Called under a grant, or for operations that use the reserves of admission.
+    /// and journal would no longer agree. The caller holds a grant, or the operation may use the reserve of admission.
     pub(super) fn carry_out(&self, meta: &mut Meta, operation: Operation, gate: u64) -> Result<()> {
         if operation.changes_map()
             && !self.ensure_nodes(meta, crate::engine::metadata::NODES_PER_OPERATION)?
@@ -166,7 +167,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Carries out an operation once there is room for it. Not to be called under a lock that a checkpoint takes.
+    /// Carries out an operation once there is room for it. Must not be called under a lock that a checkpoint takes.
     pub(super) fn carry_out_waiting(&self, operation: Operation, gate: u64) -> Result<()> {
         loop {
             let mut meta = self.meta.lock();
@@ -186,13 +187,13 @@ impl Engine {
         }
     }
 
-    /// Reserves room for this many images of a checkpoint.
+    /// Reserves space in the images file for this many pages of a checkpoint.
     pub(super) fn reserve_images(&self, pages: u64) -> Result<()> {
         self.log.reserve_images(pages, &*self.directory, &|error| self.stop(error))
     }
 
-    /// Doubles the room for images while it limits the dirty pages, or is less than one change of this many pages
-    /// needs. On a full file system it stays as it is: checkpoints come earlier then.
+    /// Doubles the size of the images file while it limits the dirty pages, or is too small for one change of this many
+    /// pages. If the file system is full the file keeps its size, and checkpoints are made earlier.
     pub(super) fn grow_images(&self, pages: u64) {
         if self.log.admission.is_capacity_short() || pages > self.log.admission.page_limit() {
             let wanted = (self.log.admission.capacity() * 2).min(self.log.admission.capacity_max());

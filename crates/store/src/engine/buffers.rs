@@ -1,7 +1,7 @@
 //! The write buffers of all disks, and the limit on their total content.
 //!
-//! Locks, in this order: `heads`, to look up a disk; the buffer of a disk (several: ascending by id); `room` and
-//! `sealed`, to wait. This part takes no lock of another part; the metadata lock is taken under the buffer of a disk.
+//! Lock order: `heads`, to look up a disk; the buffers of disks, ascending by id; `room` and `sealed`, to wait. This
+//! part takes no lock of another part. The engine takes the metadata lock while it holds the buffer of a disk.
 
 use super::read::gone;
 use crate::Result;
@@ -13,7 +13,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Freed blocks that justify waking the threads that wait for room (512 KiB).
+/// Freed blocks (512 KiB) for which the threads that wait for room are woken.
 const WAKE_BLOCKS: u64 = 128;
 
 /// The writable state of an open disk.
@@ -21,7 +21,7 @@ pub struct Head {
     /// Object id of the disk.
     pub id: u64,
     buffer: Mutex<Buffer>,
-    /// Whether the height of its tree is known.
+    /// Whether the height of the disk's tree is known.
     measured: AtomicBool,
 }
 
@@ -29,21 +29,22 @@ pub struct Head {
 #[derive(Default)]
 pub struct Buffer {
     pub layers: Layers,
-    /// Set when the disk was deleted or reverted under it.
+    /// Set when the disk was deleted or reverted while it is open.
     pub gone: bool,
     /// Where write-back continues: an elevator over logical addresses.
     pub cursor: u64,
-    /// Ranges being written past the buffer.
+    /// Ranges that are being written without the buffer.
     through: Vec<Range<u64>>,
 }
 
 impl Buffer {
-    /// True while a range is being written past the buffer: reads and writes of that range wait.
+    /// True while a write that bypasses the buffer overlaps the range: reads and writes of that range wait.
     fn is_passing(&self, range: &Range<u64>) -> bool {
         self.through.iter().any(|other| other.start < range.end && range.start < other.end)
     }
 
-    /// Begins to write a range past the buffer. False if any of it, or of a closed layer, is buffered.
+    /// Begins a write of a range that bypasses the buffer. False if the range, or any closed layer, has buffered
+    /// entries.
     pub fn enter_through(&mut self, range: &Range<u64>) -> Result<bool> {
         if self.gone {
             return Err(gone());
@@ -56,14 +57,14 @@ impl Buffer {
         Ok(true)
     }
 
-    /// Ends writing a range past the buffer.
+    /// Ends a write that bypasses the buffer.
     pub fn leave_through(&mut self, range: &Range<u64>) {
         if let Some(at) = self.through.iter().position(|other| other == range) {
             self.through.swap_remove(at);
         }
     }
 
-    /// Content of the oldest layer, from where write-back continues, up to `most` blocks.
+    /// Entries of the oldest layer from the position of write-back on, up to `most` blocks.
     pub fn oldest_pieces(&mut self, most: u64) -> Vec<DirtyPiece> {
         let cursor = self.cursor;
         let (layer, _) = self.layers.oldest();
@@ -82,17 +83,17 @@ impl Head {
         self.buffer.lock()
     }
 
-    /// Whether the height of its tree is known.
+    /// Whether the height of the disk's tree is known.
     pub(super) fn is_measured(&self) -> bool {
         self.measured.load(Ordering::Acquire)
     }
 
-    /// Notes that the height of its tree is known.
+    /// Records that the height of the disk's tree is known.
     pub(super) fn set_measured(&self) {
         self.measured.store(true, Ordering::Release);
     }
 
-    /// Locks the buffer once nothing in `range` is being written past it.
+    /// Locks the buffer once no write that bypasses the buffer overlaps `range`.
     pub(super) fn lock_settled(&self, range: &Range<u64>) -> MutexGuard<'_, Buffer> {
         let mut tries = 0u32;
         loop {
@@ -101,7 +102,7 @@ impl Head {
                 return buffer;
             }
             drop(buffer);
-            // The wait is as long as a copy of a few hundred kilobytes.
+            // The wait is short: such a write copies a few hundred kilobytes into the page cache.
             tries += 1;
             if tries < 16 {
                 crate::sync::thread::yield_now();
@@ -115,7 +116,7 @@ impl Head {
 /// The buffers of a store.
 pub struct Buffers {
     heads: RwLock<FxHashMap<u64, Arc<Head>>>,
-    /// The highest number of disks that had a buffer at the same time.
+    /// The highest number of disks that had a buffer at the same time: the number of trees that may change.
     count: AtomicU64,
     /// Limit of the data in all buffers, in blocks.
     limit: u64,
@@ -125,7 +126,7 @@ pub struct Buffers {
     room_ready: Condvar,
     /// How often snapshots were taken.
     snapshots: AtomicU64,
-    /// Snapshots that wait for buffered writes.
+    /// Snapshots whose last writes are still buffered.
     unsealed: AtomicU64,
     sealed: Mutex<()>,
     sealed_ready: Condvar,
@@ -153,7 +154,7 @@ impl Buffers {
         self.heads.read().get(&disk).cloned()
     }
 
-    /// The state of a disk that does not exist: it refuses reads and writes.
+    /// The state of a deleted disk: it refuses reads and writes.
     pub fn gone(disk: u64) -> Arc<Head> {
         Head::new(disk, Buffer { gone: true, ..Buffer::default() })
     }
@@ -181,7 +182,7 @@ impl Buffers {
         heads
     }
 
-    /// Removes disks that are gone: devices that have them open fail from then on.
+    /// Removes deleted disks: requests of devices that have them open fail from then on.
     pub fn forget(&self, gone: &[Arc<Head>]) {
         let mut heads = self.heads.write();
         gone.iter().for_each(|head| drop(heads.remove(&head.id)));
@@ -197,8 +198,8 @@ impl Buffers {
         self.limit
     }
 
-    /// Takes room for data. Returns how much was held before, or `None` if there is not enough room. A single write
-    /// larger than the limit is let in when the buffers are empty.
+    /// Reserves buffer space for blocks of data. Returns how many blocks were reserved before, or `None` if there is
+    /// not enough space. A single write larger than the limit is accepted when the buffers are empty.
     pub fn try_take(&self, blocks: u64) -> Option<u64> {
         let before = self.blocks.fetch_add(blocks, Ordering::SeqCst);
         if before + blocks <= self.limit || before == 0 {
@@ -208,7 +209,7 @@ impl Buffers {
         None
     }
 
-    /// Gives room for data back.
+    /// Releases buffer space.
     pub fn give_back(&self, blocks: u64) {
         let before = self.blocks.fetch_sub(blocks, Ordering::SeqCst);
         let limit = self.limit;
@@ -218,7 +219,7 @@ impl Buffers {
         }
     }
 
-    /// Waits until there may be room for data, or until a timeout.
+    /// Waits until buffer space may be available, or until a timeout.
     pub fn wait_for_room(&self, blocks: u64, time: Duration) {
         let mut room = self.room.lock();
         if self.blocks() + blocks > self.limit {
@@ -236,24 +237,24 @@ impl Buffers {
         self.snapshots.load(Ordering::Acquire)
     }
 
-    /// Notes that a snapshot waits for buffered writes.
+    /// Counts a snapshot whose last writes are still buffered.
     pub fn note_unsealed(&self) {
         self.unsealed.fetch_add(1, Ordering::AcqRel);
     }
 
-    /// Notes that the buffered writes of a snapshot are in the map.
+    /// Called when the last writes of a snapshot are in the map.
     pub fn note_sealed(&self) {
         self.unsealed.fetch_sub(1, Ordering::AcqRel);
         let _guard = self.sealed.lock();
         self.sealed_ready.notify_all();
     }
 
-    /// Snapshots that wait for buffered writes.
+    /// Snapshots whose last writes are still buffered.
     pub fn sealing(&self) -> u64 {
         self.unsealed.load(Ordering::Acquire)
     }
 
-    /// Whether a snapshot waits for buffered writes.
+    /// Whether a snapshot has writes that are still buffered.
     pub fn is_sealing(&self) -> bool {
         self.sealing() > 0
     }

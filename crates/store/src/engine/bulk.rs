@@ -1,4 +1,4 @@
-//! Fills a disk that is not in use yet, past the buffer: for full clones, eager zeroing and imports.
+//! Fills a disk that is not in use yet, without the buffer: for full clones, eager zeroing and imports.
 
 use super::Engine;
 use super::admit::STEP_PAGES;
@@ -12,24 +12,25 @@ use backend::{BLOCK_SIZE, IoMode};
 use checksums::Checksums;
 use std::ops::Range;
 
-/// Writes a disk that no client writes, from any number of threads. Of two writes to a block the later counts.
+/// Writes a disk that no client uses, from any number of threads. Of two writes to a block the later one counts.
 pub struct BulkWriter<'a> {
     engine: &'a Engine,
     disk: u64,
 }
 
 impl<'a> BulkWriter<'a> {
-    /// For a disk marked as incomplete: a failure before [`Engine::complete_disk`] leaves no disk behind.
+    /// Writes a disk that is marked as incomplete. If a failure prevents [`Engine::complete_disk`], the next opening
+    /// deletes the disk.
     pub fn new(engine: &'a Engine, disk: u64) -> Self {
         Self { engine, disk }
     }
 
-    /// Writes whole blocks at `logical` to new places, immediately.
+    /// Allocates blocks for the data, writes them at once, and maps them at `logical`.
     pub fn write(&self, logical: u64, data: &[u8]) -> Result<()> {
         self.write_summed(logical, data, &Checksums::of(data))
     }
 
-    /// The same for data whose checksums are known.
+    /// Like [`BulkWriter::write`], for data whose checksums are known.
     pub fn write_summed(&self, logical: u64, data: &[u8], sums: &Checksums) -> Result<()> {
         let engine = self.engine;
         engine.check_running()?;
@@ -53,7 +54,7 @@ impl<'a> BulkWriter<'a> {
                 .during(|| format!("writing {} bytes of a new disk", bytes.len()))
                 .map_err(|error| engine.stop(error))?;
             drop(turn);
-            // The medium works while the next part is read, instead of when everything is flushed.
+            // Starts writing to the device now, so that the final flush has less to write.
             file.write_out(offset, bytes.len() as u64, false);
             engine.files.touch(run);
             let gate = engine.log.clocks.wrote_home();
@@ -68,8 +69,8 @@ impl<'a> BulkWriter<'a> {
         engine.bound_pending()
     }
 
-    /// Maps what was written, in steps if the range is already mapped in many extents. `at` returns the number of
-    /// mapped blocks, also after an error.
+    /// Maps the written blocks, in steps if the range is mapped in many extents. `at` is the number of blocks mapped so
+    /// far, also after an error.
     fn map(&self, logical: u64, run: Run, sums: &[u32], gate: u64, at: &mut u64) -> Result<()> {
         while *at < run.blocks {
             let range = logical + *at..logical + run.blocks;
@@ -83,7 +84,7 @@ impl<'a> BulkWriter<'a> {
         Ok(())
     }
 
-    /// Takes space for a range without writing it: the range reads as zeros.
+    /// Allocates blocks for a range without writing them: the range reads as zeros.
     pub fn reserve(&self, range: Range<u64>) -> Result<()> {
         let engine = self.engine;
         let mut at = range.start;
@@ -120,27 +121,28 @@ impl<'a> BulkWriter<'a> {
         Ok(())
     }
 
-    /// Unmaps a range, which then reads as zeros. For disks that begin as a clone; no block of the range may be
+    /// Unmaps a range, which then reads as zeros. For disks that begin as a clone. No block of the range may be
     /// buffered.
     pub fn discard(&self, range: Range<u64>) -> Result<()> {
         self.engine.unmap_waiting(self.disk, range)
     }
 
-    /// Makes durable what was written or unmapped before.
+    /// Makes the writes and discards so far durable.
     pub fn commit(&self) -> Result<()> {
         self.engine.commit_changes()
     }
 
-    /// File systems let one writer at a time into the cached pages of a file, and the kernel spins in all other
-    /// writers: waiting for this lock instead leaves the processor to other threads. Past the page cache they write in
-    /// parallel.
+    /// The page cache admits one writer of a file at a time, and the kernel spins in the others. Waiting for this lock
+    /// instead leaves the processor to other threads. With direct I/O, writes run in parallel and the lock is not
+    /// taken.
     fn turn(&self) -> Option<MutexGuard<'a, ()>> {
         (self.engine.options.mode == IoMode::Buffered).then(|| self.engine.writeback.lock_copying())
     }
 }
 
 impl Engine {
-    /// Starts a checkpoint or a commit if much is pending. Not to be called under a lock that a checkpoint takes.
+    /// Starts a checkpoint or a commit if many changes are pending. Must not be called under a lock that a checkpoint
+    /// takes.
     pub(super) fn bound_pending(&self) -> Result<()> {
         if self.is_checkpoint_due() {
             self.checkpoint_if_needed()?;

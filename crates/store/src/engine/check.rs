@@ -1,11 +1,11 @@
-//! `check`: walks everything the catalog reaches, counts references, and compares with what the tables say.
+//! `check`: walks all trees of the catalog, counts references, and compares the counts with the tables.
 //!
-//! Without `repair` the store remains in use. The check walks the complete state that a checkpoint left
-//! (`metadata/view.rs`), as it is on the medium, and so reports what was wrong at that moment. It stops other work no
-//! longer than a checkpoint does. Data blocks are verified as they are when they are read ([`super::verify`]), and
-//! space of the file system region by region.
+//! Without `repair` the store stays in use. The check walks the metadata as the last checkpoint left it
+//! (`metadata/view.rs`), so its findings describe that moment. Other requests wait for it no longer than for a
+//! checkpoint. Data blocks are verified with their current metadata ([`super::verify`]), and space reserved in the file
+//! system is compared region by region.
 //!
-//! With `repair` all requests wait from the first count to the last change: writes in the buffer, and reads too.
+//! With `repair` all requests, reads included, wait until the last repair is done.
 //!
 //! Data blocks are counted window by window, so that memory does not grow with the size of the store; each window walks
 //! the trees again.
@@ -27,11 +27,12 @@ use std::ops::Range;
 const FINDINGS_MAX: usize = 1000;
 /// Data blocks counted in one pass, in whole pages of the table: 64 MiB of memory for 63.5 GiB of data.
 const WINDOW_BLOCKS: u64 = TABLE_ENTRIES << 15;
-/// Pages kept free for the last changes of a repair: summaries and the catalog.
+/// Pages that repairs leave free, for the last changes: summaries and the catalog.
 const REPAIR_AHEAD: u64 = 64;
 /// Marks a counted block that some tree maps as written.
 const WRITTEN: u32 = 1 << 31;
-/// Rounds of dropping deleted trees before a check begins: under load new ones may always appear.
+/// How often deleted trees are dropped before a check begins. Under load the list of deleted trees may never become
+/// empty.
 const TRASH_ROUNDS: usize = 256;
 
 /// What a check examines and changes.
@@ -57,7 +58,7 @@ pub struct Finding {
 pub struct Report {
     /// Metadata pages walked.
     pub pages: u64,
-    /// Data blocks referenced.
+    /// Data blocks in use.
     pub blocks: u64,
     /// Data blocks read and verified.
     pub verified: u64,
@@ -67,9 +68,9 @@ pub struct Report {
     pub findings: Vec<Finding>,
     /// Number of findings beyond those listed.
     pub unlisted: u64,
-    /// Pages of `data.table` that were rebuilt: their checksums have to be compared with the blocks.
+    /// Pages of `data.table` that were rebuilt: the remaining checksums are compared with the blocks.
     pub(super) renewed: Vec<u64>,
-    /// Pages of the catalog that have to be written from memory.
+    /// Pages of the catalog that are to be rewritten from memory.
     pub(super) renewed_catalog: Vec<u64>,
 }
 
@@ -92,7 +93,7 @@ pub(super) struct Root {
 }
 
 impl Root {
-    /// A range of its blocks, as bytes, for a message.
+    /// Describes a range of the disk by byte offsets, for a message.
     pub fn bytes(&self, range: &Range<u64>) -> String {
         let byte = |block: u64| block.min(self.blocks) * BLOCK_SIZE as u64;
         format!("{} bytes {} to {}", self.name, byte(range.start), byte(range.end))
@@ -117,13 +118,13 @@ impl Window {
             .map(move |number| number * WINDOW_BLOCKS..((number + 1) * WINDOW_BLOCKS).min(blocks))
     }
 
-    /// References counted of a block.
+    /// References counted for a block.
     pub fn references(&self, block: u64) -> u32 {
         let at = block.checked_sub(self.range.start).and_then(|at| self.counts.get(at as usize));
         at.map_or(0, |count| count & !WRITTEN)
     }
 
-    /// References counted in a part of the window.
+    /// The counts of a part of the window.
     pub fn part(&self, range: Range<u64>) -> Self {
         let from = (range.start - self.range.start) as usize;
         Self { counts: self.counts[from..from + (range.end - range.start) as usize].to_vec(), range }
@@ -149,12 +150,12 @@ impl Steps<'_> {
         if (self.progress)(self.done.min(self.total), self.total) {
             return Ok(());
         }
-        Err(Error::new(ErrorKind::Interrupted, "the check was stopped; what it had not reported is as it was"))
+        Err(Error::new(ErrorKind::Interrupted, "the check was cancelled; only the reported repairs were made"))
     }
 }
 
 impl Engine {
-    /// Makes a checkpoint, and a view of the state that it left. One view exists at a time.
+    /// Makes a checkpoint and a view of the metadata that it wrote. One view exists at a time.
     fn view(&self) -> Result<View> {
         let _checkpoint = self.log.lock_checkpoints();
         self.meta.lock().want_view();
@@ -171,7 +172,7 @@ impl Engine {
         if options.repair { self.check_stopped(options, progress) } else { self.check_running_store(options, progress) }
     }
 
-    /// Checks while the store goes on.
+    /// Checks while requests continue.
     fn check_running_store(&self, options: CheckOptions, progress: &dyn Fn(u64, u64) -> bool) -> Result<Report> {
         self.commit_changes()?;
         for _ in 0..TRASH_ROUNDS {
@@ -184,7 +185,7 @@ impl Engine {
         let mut view = self.view()?;
         let used = view.used;
         let checked = self.check_sight(&mut view.sight(), StoreActivity::Running, used, options, progress, &mut report);
-        // Findings of a view that was lost are worthless.
+        // If pages of the view were lost, its findings are meaningless.
         view.check()?;
         checked?;
         drop(view);
@@ -195,7 +196,7 @@ impl Engine {
     /// Checks and repairs while all requests wait.
     fn check_stopped(&self, options: CheckOptions, progress: &dyn Fn(u64, u64) -> bool) -> Result<Report> {
         let _control = self.control.lock();
-        // Blocks that are about to be punched are no leak.
+        // Punching is locked, because blocks that are about to be punched would be reported as leaks.
         let _punching = self.reserves.lock_punching();
         self.commit_changes()?;
         while self.drop_whole_trash()? {}
@@ -212,7 +213,8 @@ impl Engine {
         meta.pages.drop_clean();
         meta.pages.set_mender(Some(mender));
         let used = meta.data.counts().used;
-        // Payload that flushes have put into the journal since then and that is not at its place yet.
+        // Payload that flushes appended to the journal after the checkpoint and that is not written to the data files
+        // yet.
         let logged = std::mem::take(&mut meta.logged);
         let standing = StoreActivity::Stopped(&logged);
         let checked = self.check_sight(&mut meta.sight(), standing, used, options, progress, &mut report);
@@ -239,7 +241,7 @@ impl Engine {
         Ok(report)
     }
 
-    /// Counts, compares and verifies.
+    /// Counts references, compares them with the tables, and verifies data blocks.
     pub(super) fn check_sight(
         &self,
         sight: &mut Sight<'_>,
@@ -354,11 +356,11 @@ impl Engine {
         }
     }
 
-    /// Space of the file system that belongs to no block.
+    /// Finds space of the data files that no block in the table accounts for.
     fn compare_room(&self, standing: StoreActivity<'_>, repair: bool, report: &mut Report) -> Result<()> {
         let running = matches!(standing, StoreActivity::Running);
         if running {
-            // Space whose return to the file system failed before is no leak.
+            // Retries space whose return to the file system failed: it is not a leak.
             self.return_rest();
         }
         self.unclaimed_room(running, &mut |file, run| {
@@ -389,7 +391,7 @@ impl Engine {
 
     fn compare_nodes(&self, sight: &mut Sight<'_>, nodes: &[u32], repair: bool, report: &mut Report) -> Result<()> {
         for (id, counted) in (0u64..).zip(nodes) {
-            // The damaged page of the table was reported already.
+            // The damaged page of the table is reported elsewhere.
             let Ok(BlockEntry { references: known, .. }) = sight.map.entry(sight.pages, id) else { continue };
             if known == *counted {
                 continue;
@@ -432,7 +434,7 @@ impl Engine {
     }
 }
 
-/// Reports objects that refer to objects which do not exist.
+/// Reports records that refer to objects which do not exist. Returns the trees to walk.
 fn check_catalog(catalog: &Catalog, report: &mut Report) -> Vec<Root> {
     let mut roots = Vec::new();
     for object in catalog.objects() {
@@ -463,7 +465,7 @@ fn check_catalog(catalog: &Catalog, report: &mut Report) -> Vec<Root> {
     roots
 }
 
-/// Counts the references of all trees to the blocks of a range, and to nodes if `nodes` is still empty.
+/// Counts the references of all trees to the blocks of a range. Nodes are counted too if `nodes` holds only zeros.
 pub(super) fn count_trees(sight: &mut Sight<'_>, range: Range<u64>, nodes: &mut [u32]) -> Result<Window> {
     let roots = check_catalog(sight.catalog, &mut Report::default());
     let first = nodes.iter().all(|count| *count == 0);
@@ -475,7 +477,8 @@ pub(super) fn count_trees(sight: &mut Sight<'_>, range: Range<u64>, nodes: &mut 
     Ok(window)
 }
 
-/// Adds the references of one tree. Nodes are counted in the first pass; a leaf met before is not entered again.
+/// Adds the references of one tree. Nodes are counted in the first pass only. A leaf that was visited before is
+/// skipped.
 fn count_tree(
     sight: &mut Sight<'_>,
     root: &Root,
@@ -488,7 +491,7 @@ fn count_tree(
     let mut effects = Effects::default();
     let mut visit = |visit: Visit| match visit {
         Visit::Node { id, .. } => {
-            // A node past the end of the map cannot be read: the walk reports it as damaged.
+            // A node number beyond the end of the map cannot be read: the walk reports it as damaged.
             let Some(known) = seen.get_mut(id.0 as usize) else { return Ok(true) };
             if first {
                 nodes[id.0 as usize] += 1;

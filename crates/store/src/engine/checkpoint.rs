@@ -1,22 +1,20 @@
 //! Checkpoints: write the metadata pages of one moment to the medium, so that the journal before that moment can be
 //! released.
 //!
-//! 1. Under all locks, for as long as copying a list takes: captures the dirty pages and the end of the journal (the
-//!    future tail). Nothing is being overwritten at that moment. The pages may already contain changes that are still
-//!    pending.
-//! 2. While requests continue: writes the payload in the journal to its place, flushes the data files, and appends the
-//!    captured pending changes. The position where they end is where replay of such changes will begin. (Urgent
-//!    batches, which overtake pending changes, are replayed from the tail on.)
-//! 3. Writes those captured pages that the previous checkpoint does not refer to (nodes in places that were free then)
-//!    to their places and flushes them: recovery does not read them unless this checkpoint is committed.
-//! 4. Images of the other captured pages go to the images file and are flushed.
-//! 5. One write of the superblock commits the checkpoint: it names the images, releases the journal before the tail,
-//!    and holds the sizes. From here on recovery takes the pages from the images.
-//! 6. Writes the pages to their places and flushes them; a second write of the superblock says that no images are
+//! 1. Under all locks, for the time of copying a list: captures the dirty pages, and the end of the journal as the
+//!    future tail. No in-place overwrite is under way then. The pages may contain changes that are still pending.
+//! 2. While requests continue: writes journalled payload to its blocks, flushes the data files, and appends the pending
+//!    changes that the pages contain. Replay will begin with the first change after them. (Urgent batches, which
+//!    overtake pending changes, are replayed from the tail on.)
+//! 3. Writes and flushes those captured pages that the previous checkpoint does not refer to (nodes at places that were
+//!    free then). Recovery does not read them unless this checkpoint is committed.
+//! 4. Writes the other captured pages to the images file and flushes it.
+//! 5. Commits the checkpoint with one write of the superblock, which names the images, releases the journal before the
+//!    tail, and has the sizes. From here on recovery takes the pages from the images.
+//! 6. Writes the pages to their places and flushes them. A second write of the superblock says that no images are
 //!    needed.
-//!
-//! Only step 2 appends to the journal, and only changes that were pending anyway: a checkpoint needs no more of the
-//! ring than what was admitted, and a reserve for padding.
+//! Only step 2 appends to the journal, and only changes that were pending anyway. A checkpoint therefore needs only
+//! ring space that was admitted before, and a reserve for padding.
 
 use super::log::Superblock;
 use super::{Engine, Meta};
@@ -28,7 +26,7 @@ use backend::{Block, SharedSlice};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// Payload blocks written to their places at a time.
+/// Journalled payload blocks written to the data files at a time.
 pub(super) const LOGGED_ROUND: usize = 256;
 
 /// The purpose of a checkpoint.
@@ -38,18 +36,19 @@ pub(super) enum Purpose {
     GoOn,
     /// The datastore is being closed.
     Close,
-    /// The result of recovery becomes the new start. What recovery carried out is in the pages, and is never appended.
+    /// Recovery ends: the checkpoint is the new starting point. The changes that recovery made are in the pages, and
+    /// are not appended.
     Recover,
 }
 
 impl Engine {
-    /// Whether enough has changed for a checkpoint; grows the room for larger ones where that helps.
+    /// Whether enough has changed for a checkpoint. Grows the images file where that allows larger checkpoints.
     pub(super) fn is_checkpoint_due(&self) -> bool {
         self.grow_images(0);
         self.log.admission.is_checkpoint_due()
     }
 
-    /// Makes a checkpoint, unless another thread has just made one that leaves room.
+    /// Makes a checkpoint, unless another thread has made one meanwhile.
     pub(super) fn checkpoint_if_needed(&self) -> Result<()> {
         let before = self.counters.checkpoints.load(Ordering::Acquire);
         let guard = self.log.lock_checkpoints();
@@ -71,7 +70,7 @@ impl Engine {
         self.check_running()?;
         self.check_owner()?;
         let captured = self.capture(purpose)?;
-        // The captured pages count as clean, so another checkpoint would leave them out.
+        // The captured pages count as clean, so a second attempt would leave them out: a failure stops the store.
         self.commit_captured(captured, purpose).map_err(|error| self.stop(error))
     }
 
@@ -81,15 +80,15 @@ impl Engine {
 
         while !payload.is_empty() {
             if self.write_logged(LOGGED_ROUND)? == 0 {
-                // The remaining blocks are not durable in the journal yet, and may not be written to their places
-                // before.
+                // The remaining payload is not durable in the journal yet, and must not be written to its blocks before
+                // it is.
                 self.sync_all_data()?;
                 self.append_pending(&mut self.log.lock())?;
             }
             let meta = self.meta.lock();
             payload.retain(|block, slice| meta.logged.get(block).is_some_and(|now| same(now, slice)));
         }
-        // Newer content of such a block may be on its way to its place: waits for that write.
+        // Newer content of a payload block may be in write-back: locking the gate waits for that write.
         drop(self.writeback.lock());
         self.files.write_out();
         self.sync_all_data()?;
@@ -100,16 +99,16 @@ impl Engine {
         let mut commit = self.log.lock();
         self.append_pending(&mut commit)?;
         next.ordered = commit.take_captured_end().ok_or_else(|| {
-            // Here and below, before another thread gets the journal and appends to it.
+            // The store stops here and below while this thread holds the journal, before another thread can append.
             self.stop(Error::new(ErrorKind::Io, "changes captured by a checkpoint did not become durable"))
         })?;
-        // Nothing else writes the superblock under the checkpoint lock.
+        // No other thread writes the superblock while the checkpoint lock is held.
         next.sequence = commit.superblock().sequence;
         next.checkpoint = commit.superblock().checkpoint + 1;
         let grown = next.map_length > commit.superblock().map_length;
         drop(commit);
         if grown {
-            // The superblock will name this length, also if no page of the map is among the images.
+            // The superblock will have the new length even if no page of the map is among the images.
             self.meta.file(PageFile::Map).sync().during(|| "flushing the map".into())?;
         }
         if !images.is_empty() {
@@ -118,7 +117,7 @@ impl Engine {
         let mut commit = self.log.lock();
         next.clean = purpose == Purpose::Close && commit.batches() == batches;
         if next.clean {
-            // Only appends of the checkpoint itself lie behind the tail: they are released too.
+            // Nothing but the appends of the checkpoint itself follows the tail, so they are released too.
             next.tail = commit.head();
             next.ordered = next.tail;
         }
@@ -132,20 +131,20 @@ impl Engine {
 
     /// Commits a checkpoint with images, and writes them to their places.
     fn commit_images(&self, next: &mut Superblock, images: &[(PageKey, Arc<Block>)]) -> Result<()> {
-        // There is room nearly always, because the room limits the dirty pages.
+        // The file almost always has room already, because its size limits the dirty pages.
         self.reserve_images(images.len() as u64)?;
         self.log.commit_images(next, images)?;
         self.meta.keep_home(images);
         write_home(self.meta.files(), images)
     }
 
-    /// The moment of the checkpoint.
+    /// Step 1 of a checkpoint.
     fn capture(&self, purpose: Purpose) -> Result<Capture> {
         let _fetch = self.meta.bring_in(Meta::survey_capture);
         let _gate = self.writeback.lock();
         let mut commit = self.log.lock();
         let _through = self.writeback.stop_through();
-        // An overwrite in place that begins after this is announced behind the tail.
+        // An in-place overwrite that begins later must be announced after the future tail.
         self.log.end_permits();
         let mut guard = self.meta.lock();
         let meta = &mut *guard;
@@ -177,7 +176,8 @@ impl Engine {
     }
 }
 
-/// Pages of the data table that appending the pending changes will dirty again, because holds end.
+/// Pages of the data table that appending the pending changes dirties again, because it clears the flags of held
+/// blocks.
 fn held_pages(meta: &super::Meta) -> u64 {
     let mut pages = 0;
     let mut last = u64::MAX;
@@ -189,14 +189,14 @@ fn held_pages(meta: &super::Meta) -> u64 {
     pages
 }
 
-/// What a checkpoint has captured.
+/// The state that step 1 of a checkpoint captures.
 struct Capture {
     next: Superblock,
     pages: Captured,
-    /// Payload in the journal before the tail that is not at its place.
+    /// Journalled payload from before the tail that is not written to its blocks.
     payload: BTreeMap<u64, SharedSlice>,
     batches: u64,
-    /// Operations that recovery carried out: in the pages, and not in the journal.
+    /// Operations that recovery carried out: the pages contain them, the journal does not.
     carried_out: Vec<super::metadata::Pending>,
 }
 

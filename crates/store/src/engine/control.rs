@@ -1,4 +1,5 @@
-//! Changes of the catalog: disks, snapshots, clones. One at a time, durable when they return.
+//! Changes of the catalog: disks, snapshots, clones. One change runs at a time, and each is durable when its call
+//! returns.
 
 use super::admit::APPEND_BYTES;
 use super::log::Cost;
@@ -26,7 +27,7 @@ pub struct NewDisk {
     pub provisioning: Provisioning,
     /// Identity.
     pub uuid: [u8; 16],
-    /// True while the content is being made: the next opening removes a disk that is still incomplete.
+    /// True while the content is being written: the next opening deletes a disk that is still incomplete.
     pub incomplete: bool,
 }
 
@@ -39,11 +40,11 @@ pub struct NewSnapshot {
     pub name: String,
     /// Identity.
     pub uuid: [u8; 16],
-    /// True for a snapshot that only serves an operation under way: the next opening removes it.
+    /// True for a snapshot that serves only an operation under way: the next opening deletes it.
     pub incomplete: bool,
 }
 
-/// The identity and age that a copy takes over from its original.
+/// The identity and creation time that a copy takes over from its original.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DiskIdentity {
     /// Identity.
@@ -52,25 +53,25 @@ pub struct DiskIdentity {
     pub created: u64,
 }
 
-/// What a disk that was made under a temporary name becomes.
+/// How a disk that was made under a temporary name becomes visible.
 #[derive(Clone, Debug)]
 pub enum ReceiveCommit {
-    /// A disk of its own under this name, independent of its origin.
+    /// The disk gets this name, and becomes independent of its origin.
     Disk {
         /// The disk.
         id: u64,
         /// Its name.
         name: String,
-        /// Its identity and age.
+        /// Its identity and creation time.
         like: DiskIdentity,
     },
-    /// Another disk takes over its snapshot and the content of that snapshot; the disk itself is deleted.
+    /// The disk's snapshot, and the content of that snapshot, go to another disk. The disk itself is deleted.
     Update {
         /// The disk that is deleted.
         id: u64,
-        /// Its snapshot.
+        /// The disk's snapshot.
         snapshot: u64,
-        /// The disk that takes it over.
+        /// The disk that takes the snapshot over.
         disk: u64,
     },
 }
@@ -81,12 +82,13 @@ impl Engine {
         look(&self.meta.lock().catalog)
     }
 
-    /// The highest cost of a change of the catalog: every datastore has that much room at once.
+    /// The highest cost of a change of the catalog. An empty journal and an empty images file always have that much
+    /// room.
     pub(super) fn change_cost(&self) -> Cost {
         Cost { bytes: (self.log.ring() / 4).min(CHANGE_BYTES_MAX), pages: self.log.admission.page_limit() / 2 }
     }
 
-    /// Changes that take effect at once go into one batch of the journal, so they must fit.
+    /// Refuses changes that do not fit into one batch of the journal: all operations of a change go into one batch.
     fn refuse_too_many(&self, meta: &Meta, operations: &[Operation], limit: Cost) -> Result<()> {
         let size: u64 = operations.iter().map(|operation| operation.size() as u64).sum();
         if size + APPEND_BYTES <= limit.bytes {
@@ -96,7 +98,7 @@ impl Engine {
             let roots = meta.map.regions() * crate::space::REGION_PAGES;
             let pages = (records * PAGES_PER_RECORD).min(catalog.min(records) + roots.min(records) + PAGES_PER_RECORD);
             if pages > limit.pages {
-                // Reserves that room beyond all that is admitted.
+                // The grant does not cover these pages, so the images file grows by as many.
                 self.reserve_images(self.log.admission.capacity() + pages)?;
             }
             return Ok(());
@@ -111,17 +113,17 @@ impl Engine {
         ))
     }
 
-    /// Carries out the catalog operations that `plan` returns after a look at the catalog, all of them or none, and
-    /// makes them durable.
+    /// Carries out the catalog operations that `plan` returns, all of them or none, and makes them durable.
     fn change<T>(&self, plan: impl FnOnce(&mut crate::catalog::Catalog) -> Result<(Vec<Operation>, T)>) -> Result<T> {
         self.check_running()?;
         self.make_journal_room()?;
         let limit = self.change_cost();
         let grant = self.admit(limit)?;
         let outcome = self.enqueue_change(limit, plan)?;
-        // The append uses the grant that is already held: a checkpoint made for room could fail, and this would return
-        // an error although the change is carried out and becomes durable with the next batch. The cost of the change
-        // is counted by now, and the rest of the grant is released before the I/O, so that writers can use it.
+        // The append uses a grant that is taken before the first one is released. If a checkpoint for room failed here,
+        // an error would be returned for a change that is carried out and becomes durable with the next batch. The cost
+        // of the change is counted by now. The rest of the first grant is released before the I/O, so that writers can
+        // use it.
         let room = match self.log.admission.try_admit(Cost { bytes: APPEND_BYTES, pages: 0 }) {
             Some(room) => {
                 drop(grant);
@@ -134,8 +136,8 @@ impl Engine {
         Ok(outcome)
     }
 
-    /// As [`Engine::change`] without making the change durable, under a grant of `limit`. After an error nothing has
-    /// changed, unless the datastore has stopped.
+    /// Like [`Engine::change`], but does not make the change durable. The caller holds a grant of `limit`. After an
+    /// error nothing has changed, unless the datastore has stopped.
     pub(super) fn enqueue_change<T>(
         &self,
         limit: Cost,
@@ -143,10 +145,10 @@ impl Engine {
     ) -> Result<T> {
         let mut meta = self.meta.lock();
         let (operations, outcome) = plan(&mut meta.catalog)?;
-        // Room is reserved first: a change that was carried out in memory cannot be undone.
+        // Room is reserved before the change: a change that was carried out in memory cannot be undone.
         let records = operations.iter().filter(|operation| !matches!(operation, Operation::Trash { .. })).count();
         if records > 0 {
-            // Deleted records need no room.
+            // Only new and changed records need room.
             self.reserve_metadata(&meta, records as u64)?;
         }
         self.refuse_too_many(&meta, &operations, limit)?;
@@ -161,7 +163,7 @@ impl Engine {
         Ok(outcome)
     }
 
-    /// Makes an empty disk. The caller takes the space of thick types through [`super::BulkWriter`].
+    /// Makes an empty disk. The caller then allocates the blocks of thick disks with [`super::BulkWriter`].
     pub fn create_disk(&self, new: NewDisk) -> Result<u64> {
         let _control = self.control.lock();
         self.change(|catalog| {
@@ -179,9 +181,9 @@ impl Engine {
         })
     }
 
-    /// A new disk takes the place of another in one change: it becomes complete, and gets the name, identity and age of
-    /// the other. The replaced disk, if it is in this store, gets the name `aside` and becomes incomplete, so that the
-    /// next opening at the latest deletes it.
+    /// Replaces a disk by a new one, in one change. The new disk becomes complete, and gets the name, the identity and
+    /// the creation time of the old disk. The old disk, if it is in this store, gets the name `aside` and becomes
+    /// incomplete, so that the next opening deletes it if the caller has not.
     pub fn replace_disk(&self, old: Option<(u64, &str)>, new: u64, name: &str, like: DiskIdentity) -> Result<()> {
         let _control = self.control.lock();
         self.change(|catalog| {
@@ -204,8 +206,8 @@ impl Engine {
         })
     }
 
-    /// Marks a disk that a disk elsewhere has replaced as incomplete, so that the next opening at the latest deletes
-    /// it.
+    /// Marks a disk that was replaced by a disk in another store as incomplete, so that the next opening deletes it if
+    /// the caller has not.
     pub fn retire_disk(&self, id: u64, aside: &str) -> Result<()> {
         let _control = self.control.lock();
         self.change(|catalog| {
@@ -215,7 +217,7 @@ impl Engine {
         })
     }
 
-    /// Gives a snapshot the identity and age of its original.
+    /// Gives a snapshot the identity and creation time of its original.
     pub fn liken_snapshot(&self, id: u64, like: DiskIdentity) -> Result<()> {
         let _control = self.control.lock();
         self.change(|catalog| {
@@ -239,7 +241,7 @@ impl Engine {
         })
     }
 
-    /// Changes the capacity of a disk. What lies behind a smaller capacity must have been discarded before.
+    /// Changes the capacity of a disk. Before it shrinks, the caller must have discarded the blocks past the new end.
     pub fn set_capacity(&self, id: u64, capacity: u64) -> Result<()> {
         let _control = self.control.lock();
         self.change(|catalog| {
@@ -248,7 +250,7 @@ impl Engine {
         })
     }
 
-    /// Sets more blocks aside for a thick disk, if there are enough free ones.
+    /// Reserves more blocks for a thick disk, if enough are free.
     pub fn set_more_aside(&self, id: u64, more: u64) -> Result<()> {
         let _control = self.control.lock();
         let _room = self.claim_blocks(more)?;
@@ -259,7 +261,8 @@ impl Engine {
         })
     }
 
-    /// Limits the blocks set aside for a thick disk to this number. Writes under way may have taken some.
+    /// Lowers the blocks reserved for a thick disk to this number, if more are reserved. Concurrent writes may have
+    /// used some.
     pub fn set_aside_at_most(&self, id: u64, most: u64) -> Result<()> {
         let _control = self.control.lock();
         self.change(|catalog| {
@@ -269,7 +272,7 @@ impl Engine {
         })
     }
 
-    /// Waits until the last writes of a snapshot are in the map.
+    /// Waits until all writes of a snapshot are in the map.
     pub(super) fn wait_sealed(&self, snapshot: u64) -> Result<()> {
         let failures = self.writeback.failing.count();
         loop {
@@ -297,7 +300,7 @@ impl Engine {
             let source = catalog.get(snapshot)?.clone();
             let mut operations = Vec::with_capacity(new.len() + 1);
             if source.incomplete {
-                // The snapshot was taken for these clones: it stays if they are made.
+                // The snapshot was taken for these clones, and is kept if they are made.
                 operations.push(Operation::Put { record: Object { incomplete: false, ..source.clone() }.encode() });
             }
             let mut ids = Vec::with_capacity(new.len());
@@ -315,15 +318,15 @@ impl Engine {
         })
     }
 
-    /// Deletes a snapshot: its name at once, its blocks in the background.
+    /// Deletes a snapshot: its name at once, its tree in the background.
     pub fn delete_snapshot(&self, snapshot: u64) -> Result<()> {
         let _control = self.control.lock();
         self.wait_sealed(snapshot)?;
         self.change(|_| Ok((vec![Operation::Trash { object: snapshot }], ())))
     }
 
-    /// Deletes a disk and its snapshots, except those with a record in `handed_over`: they become snapshots of another
-    /// disk, whose record is also in it.
+    /// Deletes a disk and its snapshots, except the snapshots with a record in `handed_over`: they become snapshots of
+    /// another disk, whose new record is in `handed_over` too.
     pub fn delete_disk(&self, disk: u64, handed_over: &[Object]) -> Result<()> {
         let _control = self.control.lock();
         for object in handed_over.iter().filter(|object| object.is_snapshot()) {
@@ -344,7 +347,7 @@ impl Engine {
         })
     }
 
-    /// Makes the head of a disk equal to one of its snapshots again.
+    /// Reverts a disk to one of its snapshots.
     pub fn revert(&self, disk: u64, snapshot: u64) -> Result<()> {
         let _control = self.control.lock();
         self.wait_sealed(snapshot)?;
@@ -354,7 +357,8 @@ impl Engine {
             let mut operations = Vec::new();
             let object = catalog.get(disk)?.clone();
             if object.provisioning != Provisioning::Thin {
-                // All blocks that the head gets are shared with the snapshot, so every write will need a new place.
+                // The head shares all its blocks with the snapshot after the change, so every write will need a new
+                // block.
                 let object = Object { reserved: size_in_blocks(catalog.get(snapshot)?), ..object };
                 operations.push(Operation::Put { record: object.encode() });
             }
@@ -364,7 +368,7 @@ impl Engine {
         })
     }
 
-    /// Disks that were made under temporary names become visible: all of them, or none.
+    /// Makes disks with temporary names visible: all of them, or none.
     pub fn arrive(&self, arrivals: &[ReceiveCommit]) -> Result<()> {
         let _control = self.control.lock();
         let mut heads = Vec::new();
@@ -418,8 +422,8 @@ impl Engine {
         })
     }
 
-    /// Makes a linked clone independent of the snapshot it started from. Reference counts keep the blocks that both
-    /// use.
+    /// Makes a linked clone independent of its origin. The blocks that both use stay, because they are
+    /// reference-counted.
     pub fn detach(&self, disk: u64) -> Result<()> {
         let _control = self.control.lock();
         self.change(|catalog| {
@@ -433,7 +437,7 @@ fn size_in_blocks(object: &Object) -> u64 {
     object.capacity.div_ceil(backend::BLOCK_SIZE as u64)
 }
 
-/// Blocks that must be set aside in addition for a disk that becomes equal to a snapshot.
+/// Blocks that must be reserved in addition when a thick disk is reverted to a snapshot.
 fn lacks(catalog: &Catalog, disk: u64, snapshot: u64) -> Result<u64> {
     let (object, snapshot) = (catalog.get(disk)?, catalog.get(snapshot)?);
     let thick = object.provisioning != Provisioning::Thin;

@@ -1,4 +1,4 @@
-//! The files of a datastore: names, and the data files opened as they are needed.
+//! The files of a datastore: their names, and the data files, opened when they are first needed.
 
 use super::log::IMAGES_FILE;
 use crate::buffer;
@@ -14,7 +14,7 @@ use std::sync::Arc;
 pub const JOURNAL_FILE: &str = "journal";
 /// Two copies of the superblock.
 pub const SUPERBLOCK_FILE: &str = "superblock";
-/// Locked by the owner.
+/// Locked by the process that owns the datastore.
 pub const LOCK_FILE: &str = "lock";
 
 /// Name of data file `number`.
@@ -22,10 +22,10 @@ pub fn data_file_name(number: u64) -> String {
     format!("data.{number:04}")
 }
 
-/// Called before recovery: what is read from now on comes from the medium.
+/// Drops cached data, so that recovery reads what is on the medium.
 ///
-/// After a failed flush the operating system may return data from its cache that was never written, until it needs the
-/// memory. A recovery that relied on such data would show clients older data some time later.
+/// After a failed flush the page cache may return data that was never written, until the kernel needs the memory. If
+/// recovery relied on such data, clients would see older data some time later.
 pub fn show_media(directory: &dyn Directory) -> Result<()> {
     let pages = PageFile::ALL.map(|file| file.name().to_owned());
     let others = [SUPERBLOCK_FILE, JOURNAL_FILE, IMAGES_FILE].map(str::to_owned);
@@ -33,26 +33,25 @@ pub fn show_media(directory: &dyn Directory) -> Result<()> {
     let data = (0..).map(data_file_name).take_while(|name| names.contains(name));
     for name in pages.into_iter().chain(others).chain(data).filter(|name| names.contains(name)) {
         let file = directory.open(&name, IoMode::Buffered).during(|| format!("opening {name}"))?;
-        // Data that waits to be written is good if it can be written. The first flush may report a failure from before
-        // this opening: the data of that failure is dropped.
+        // Cached data that is not written yet is kept if it can be written now. The first flush may report a failure
+        // from before this opening, whose data is dropped.
         file.sync().or_else(|_| file.sync()).during(|| format!("flushing {name} before recovery"))?;
         file.forget_cached().during(|| format!("reading {name} anew"))?;
     }
     Ok(())
 }
 
-/// Data files are written out in parts of this many bytes. Few requests are in the device's queue at a time, so that an
-/// append to the journal, which a flush waits for, does not wait long behind them (at 64 requests of 4 KiB, about a
-/// millisecond).
+/// Data files are written out in parts of this many bytes. The parts keep the device queue short, so that an append to
+/// the journal, which a flush waits for, is not delayed (at 64 requests of 4 KiB by about a millisecond).
 const WRITE_OUT_PIECE: u64 = 256 << 10;
-/// Written ranges are remembered in parts of this many bytes.
+/// Dirty ranges are tracked in parts of this many bytes.
 const PART: u64 = 1 << 20;
 
 struct DataFile {
     file: Arc<dyn File>,
-    /// Written or reserved since it was last flushed.
+    /// Written or reserved since the file was last flushed.
     dirty: AtomicBool,
-    /// A bit for each part that was written since it was last written out.
+    /// One bit for each part that was written since the file was last written out.
     written: Box<[AtomicU64]>,
 }
 
@@ -60,7 +59,7 @@ impl DataFile {
     fn new(file: Arc<dyn File>) -> Self {
         let parts = (FILE_BLOCKS * BLOCK_SIZE as u64).div_ceil(PART * 64);
         let written = (0..parts).map(|_| AtomicU64::new(0)).collect();
-        // Writes of a process that was killed may still wait in the page cache, and recovery reads them.
+        // Writes of a process that was killed may still be in the page cache only, and recovery reads them.
         Self { file, dirty: AtomicBool::new(true), written }
     }
 
@@ -114,7 +113,7 @@ impl DataFiles {
         self.files.read().iter().map(|file| Arc::clone(&file.file)).collect()
     }
 
-    /// The file and byte offset of a run. The metadata describes space only of files that exist.
+    /// The file and byte offset of a run. The file exists, because the metadata describes only space of existing files.
     pub fn locate(&self, run: Run) -> Result<(Arc<dyn File>, u64)> {
         let (number, offset, _) = buffer::place(run);
         let files = self.files.read();
@@ -124,7 +123,7 @@ impl DataFiles {
         Ok((Arc::clone(&file.file), offset))
     }
 
-    /// Makes the file of a run, durably, if it is missing; calls `stop` if the sync of the folder fails.
+    /// Creates the file of a run, durably, if it is missing. Calls `stop` if the sync of the folder fails.
     pub fn ensure(&self, run: Run, stop: &dyn Fn(Error) -> Error) -> Result<()> {
         let (number, _, _) = buffer::place(run);
         let mut files = self.files.write();
@@ -137,7 +136,7 @@ impl DataFiles {
         Ok(())
     }
 
-    /// Notes that a run is about to be changed.
+    /// Marks a run as written since the last flush.
     pub fn touch(&self, run: Run) {
         let (number, offset, length) = buffer::place(run);
         if let Some(file) = self.files.read().get(number as usize) {
@@ -145,8 +144,8 @@ impl DataFiles {
         }
     }
 
-    /// Has the operating system write cached data to the medium, in small parts, and waits for it: prepares a flush by
-    /// [`DataFiles::sync`] while other requests need the medium too.
+    /// Has the kernel write cached data to the device in small parts, and waits for them. It prepares
+    /// [`DataFiles::sync`] while other requests need the device too.
     pub fn write_out(&self) {
         if self.mode == IoMode::Buffered {
             let files = self.files.read().clone();

@@ -1,16 +1,16 @@
-//! Flush: makes acknowledged writes durable, once for all flushes that wait.
+//! Flush: makes acknowledged writes durable. Flushes that wait at the same time share the work.
 //!
-//! A flush that finds little buffered puts it into the journal with its payload, behind the pending changes, in one
-//! durable append. A flush that finds much writes it to its place first. Pending changes that refer to data written in
-//! place or to new places wait for a flush of the data files.
+//! If little data is buffered, the flush appends it to the journal with its payload, after the pending changes, in one
+//! durable append. If much is buffered, write-back writes it to the data files first. A pending change that refers to
+//! data in the data files waits until they are flushed.
 //!
-//! Two kinds of operations are appended ahead of what is pending, because they commute with it:
+//! Two kinds of operations are appended ahead of the pending changes, because they commute with them:
 //!
-//! * announcements of overwrites: they name only blocks whose mapping is durable (others are held and never overwritten
-//!   in place, see [`super::placement`]). The only pending change that can concern such a block frees it, and then the
-//!   announcement has no effect;
-//! * the record of a new unsealed snapshot: everything pending for its disk was written before it and belongs to it
-//!   too, and the operation that completes it ([`Operation::Seal`]) keeps its place in the order.
+//! * announcements of in-place overwrites. They name only blocks whose mapping is durable: other blocks are held and
+//!   never overwritten in place, see [`super::placement`]. The only pending change that can concern such a block frees
+//!   it, and then the announcement has no effect;
+//! * the record of a new unsealed snapshot. All pending changes of its disk were made before it and belong to the
+//!   snapshot. The operation that completes the snapshot ([`Operation::Seal`]) keeps its place in the order.
 
 use super::log::Committer;
 use super::log::Cost;
@@ -28,9 +28,9 @@ use crate::tree;
 use crate::{ErrorKind, Result};
 use backend::{BLOCK_SIZE, SharedSlice};
 
-/// Blocks of data that one step of a flush brings into the map.
+/// Blocks of data that one step of a flush moves into the map.
 const LOG_STEP: u64 = 64;
-/// The most payload that a flush puts into the journal instead of writing it to its place: 4 MiB.
+/// The most payload that a flush appends to the journal instead of writing it to the data files: 4 MiB.
 const PAYLOAD_MAX: u64 = 4 << 20;
 
 impl Engine {
@@ -39,19 +39,19 @@ impl Engine {
         self.flush_to(self.acknowledged())
     }
 
-    /// The last write acknowledged: what a flush asked for now has to cover.
+    /// The number of the last acknowledged write: a flush requested now must cover it.
     pub fn acknowledged(&self) -> u64 {
         self.log.clocks.acknowledged()
     }
 
-    /// Makes every change of the map and the catalog carried out before this call durable. Buffered data stays
+    /// Makes every change of map and catalog that was carried out before this call durable. Buffered data stays
     /// buffered.
     pub(super) fn commit_changes(&self) -> Result<()> {
         self.commit_pending(false)
     }
 
-    /// The same. `gently` writes data out in small parts: for callers that no request waits for, beside requests that
-    /// need the medium.
+    /// Like [`Engine::commit_changes`]. With `gently`, cached data is written out in small parts first, so that other
+    /// requests are not delayed.
     pub(super) fn commit_pending(&self, gently: bool) -> Result<()> {
         self.check_running()?;
         self.make_journal_room()?;
@@ -59,12 +59,13 @@ impl Engine {
         self.append_changes(gently)
     }
 
-    /// The same for a caller that holds a grant for room in the journal: it does not wait for a checkpoint.
+    /// Like [`Engine::commit_pending`], for a caller that holds a grant for the append, so that it does not wait for a
+    /// checkpoint.
     pub(super) fn append_changes(&self, gently: bool) -> Result<()> {
         let mut commit = self.log.lock();
         self.append_pending(&mut commit)?;
-        // Examined under the lock of the journal: changes that another thread took for its batch are durable only when
-        // that batch is.
+        // Read while the journal is locked: changes that another thread took for its batch are durable only when that
+        // batch is.
         if self.meta.lock().pending.is_empty() {
             return Ok(());
         }
@@ -72,12 +73,13 @@ impl Engine {
         if gently {
             self.files.write_out();
         }
-        // The remaining changes wait for data. Changes that were pending at the call wait for this flush only.
+        // The remaining changes wait for a flush of the data files. Changes that were pending at the call need this
+        // flush only.
         self.sync_data()?;
         self.append_pending(&mut self.log.lock())
     }
 
-    /// Makes every write up to that one durable, unless another flush does.
+    /// Makes every write up to number `ticket` durable, unless another flush has done so.
     pub fn flush_to(&self, ticket: u64) -> Result<()> {
         let mut freed = false;
         loop {
@@ -103,7 +105,7 @@ impl Engine {
             }
             let covered = self.log.clocks.acknowledged();
             let left = match self.log_buffers() {
-                // Blocks that were freed or held can be used once the pending changes are durable.
+                // Blocks that are freed or held can be used once the pending changes are durable.
                 Err(error) if error.kind() == ErrorKind::NoSpace && !freed => {
                     freed = true;
                     drop(gate);
@@ -114,7 +116,8 @@ impl Engine {
                 Err(error) if self.isolate(&error) => continue,
                 other => other?,
             };
-            // No batch of write-back is under way now, so this flush makes all its writes durable.
+            // No batch of write-back is under way while the gate is locked, so this flush covers the writes of all
+            // batches.
             let announced = self.log.announced_end();
             drop(gate);
             if self.log.needs_sync() {
@@ -123,14 +126,15 @@ impl Engine {
                 commit = self.log.lock();
             }
             if !self.log.is_settled(announced) {
-                // A flush of the data files ran after a write to its place ended and before its batch ended: the data
-                // is durable, and recovery would still write older payload of the journal over it once the next
-                // overwrite has begun.
+                // The data files were flushed between the end of an in-place overwrite and the end of its batch. The
+                // data is durable, but the overwrite does not count as settled: after the next overwrite of the block,
+                // recovery would write older payload from the journal over it.
                 self.sync_all_data()?;
             }
             self.append_pending(&mut commit)?;
             while !self.log.is_told(announced) {
-                // The record waits behind changes whose data was written during the flush: one more flush covers them.
+                // The record that the overwrites are settled follows changes whose data was written during the flush:
+                // one more flush covers them.
                 drop(commit);
                 self.sync_data()?;
                 commit = self.log.lock();
@@ -142,28 +146,28 @@ impl Engine {
                 self.make_room(cost)?;
                 continue;
             }
-            // A thread that took the lock in between may have appended the queued operations: they are durable in both
-            // cases.
+            // Another thread may have appended the queued operations while the journal was unlocked: they are durable
+            // in both cases.
             self.log.clocks.set_durable(covered);
             return Ok(());
         }
     }
 
-    /// The most payload that one flush puts into the journal: the size of the ring limits it too.
+    /// The most payload that one flush appends to the journal, limited by the size of the ring.
     pub(super) fn payload_max(&self) -> u64 {
         PAYLOAD_MAX.min(self.log.ring() / 16)
     }
 
-    /// More bytes of pending changes than this ask for a commit of their own.
+    /// The bytes of pending changes above which they are committed without a flush request.
     pub(super) fn pending_limit(&self) -> usize {
         (self.log.ring() / 8).min(16 << 20) as usize
     }
 
-    /// Makes durable everything that was written to its place so far.
+    /// Makes all writes to the data files that have ended durable.
     pub(super) fn sync_data(&self) -> Result<()> {
         let wanted = self.log.clocks.home();
         let one = self.log.lock_syncing();
-        // After a flush that failed, the kernel lets the next one succeed although data was lost.
+        // After a failed flush of the file, the kernel may report success for the next one although data was lost.
         self.check_running()?;
         if self.log.clocks.synced() >= wanted {
             return Ok(());
@@ -171,8 +175,8 @@ impl Engine {
         self.sync_locked(one)
     }
 
-    /// As [`Engine::sync_data`], including other writes to the data files: payload that recovery or a checkpoint writes
-    /// to its place does not count as written, because flushes need not wait for it.
+    /// Like [`Engine::sync_data`], but includes payload that recovery or a checkpoint wrote to the data files. Such
+    /// writes are not counted, because flushes need not wait for them.
     pub(super) fn sync_all_data(&self) -> Result<()> {
         self.sync_locked(self.log.lock_syncing())
     }
@@ -184,16 +188,18 @@ impl Engine {
         drop(through);
         self.files.sync().map_err(|error| self.stop(error))?;
         self.counters.data_syncs.fetch_add(1, Ordering::Relaxed);
-        // One critical section, so that a thread that finds the overwrite settled finds its record pending or appended.
+        // In one critical section, so that a thread that finds the overwrites settled finds the `Synced` record pending
+        // or appended.
         let mut meta = self.meta.lock();
         if let Some(position) = syncing.end() {
-            // The record follows the checksums of the overwrites that it settles: they are pending already.
+            // The record follows the checksums of the settled overwrites: those are pending already.
             meta.enqueue(Operation::Synced { position }, 0)?;
         }
         Ok(())
     }
 
-    /// What the buffered extents will need of the metadata, determined before any lock is taken for them.
+    /// Reads ahead the metadata that moving the buffered entries into the map will need. Called before any lock is
+    /// taken.
     fn bring_in_buffered(&self) -> Vec<Fetch> {
         if self.meta.lock().pages.is_warm() {
             return Vec::new();
@@ -208,9 +214,9 @@ impl Engine {
         fetched
     }
 
-    /// Moves buffered extents into the map and the pending list, payload by reference. Under gate and commit. `None` if
-    /// that was everything; otherwise the cost for which there was no room, or no cost if the limit of one turn was
-    /// reached.
+    /// Moves buffered entries into the map and the pending changes, which refer to the payload. The caller holds the
+    /// write-back gate and the journal lock. Returns `None` if nothing is left in the buffers. Otherwise returns the
+    /// cost for which there was no room, or a zero cost if the step limit was reached.
     pub(super) fn log_buffers(&self) -> Result<Option<Cost>> {
         let mut steps = STEPS_MAX;
         for head in self.buffers.heads() {
@@ -235,7 +241,7 @@ impl Engine {
         Ok(None)
     }
 
-    /// Moves one entry of the oldest layer in steps. Parts for which there was room leave the buffer.
+    /// Moves one entry of the oldest layer in steps. Each part is removed from the buffer when it is in the map.
     pub(super) fn log_entry(
         &self,
         buffer: &mut Buffer,
@@ -246,8 +252,8 @@ impl Engine {
         let end = piece.logical + piece.entry.blocks;
         let (mut at, mut most) = (piece.logical, LOG_STEP);
         while at < end {
-            // Data buffered since over a discard or zeroes is a newer write: the buffer was not locked all the time
-            // since the entry was copied.
+            // The buffer was unlocked after the entry was copied, so newer data may have replaced a part of a discard
+            // or of zeroes.
             let (layer, _) = buffer.layers.oldest();
             let Some(still) = layer.still(&(at..end), piece.entry.stamp) else { break };
             let mut meta = self.meta.lock();
@@ -269,8 +275,8 @@ impl Engine {
                 if most == 1 || self.log.admission.holds(cost) {
                     return Ok(step.refused);
                 }
-                // A checkpoint must have room for what a step dirties: shared leaves may refer to blocks all over the
-                // medium.
+                // The pages that a step dirties must fit into a checkpoint: shared leaves may refer to blocks all over
+                // the data files.
                 most /= 2;
             }
             at = step.end;
@@ -278,12 +284,12 @@ impl Engine {
         Ok(None)
     }
 
-    /// Moves data of a few blocks, if there is room for it.
+    /// Moves a few blocks of data into the map, if journal and checkpoint have room for them.
     fn log_step(&self, meta: &mut Meta, head: &Head, piece: &DirtyPiece) -> Result<Step> {
         let blocks = piece.entry.blocks;
         let end = piece.logical + blocks;
         let (_, pages) = meta.reach(head.id, piece.logical..end, false, u64::MAX)?;
-        // In the worst case each block gets a record and a place of its own.
+        // In the worst case each block needs a record and a mapping of its own.
         let cost = Cost { bytes: blocks * (BLOCK_SIZE as u64 + 64), pages: pages + blocks };
         let Some(_grant) = self.log.admission.try_admit(cost) else {
             return Ok(Step { end: piece.logical, refused: Some(cost) });
@@ -298,8 +304,8 @@ impl Engine {
         let root = meta.catalog.get(head.id)?.root;
         let mut extents = Vec::new();
         if let Some(root) = root {
-            // The payload follows the pending changes in the journal, and is written to its place after the append:
-            // what counts is which trees share the blocks now.
+            // The payload follows the pending changes in the journal, and is written to the data files after the
+            // append. So the current trees decide which blocks are shared.
             let (none, mut effects) = (Holds::default(), Effects::default());
             let mut nodes = meta.current_nodes(&none, &mut effects);
             tree::lookup_exclusive(&mut nodes, root, range.clone(), &mut extents)?;
@@ -312,7 +318,8 @@ impl Engine {
         for extent in extents {
             let mut own = Vec::new();
             if !extent.shared_path {
-                // Runs of blocks that only this head maps are overwritten; the journal protects the content.
+                // Runs of blocks that only this head maps keep their places: the payload in the journal protects their
+                // content.
                 for i in 0..extent.blocks {
                     if meta.entry(extent.physical + i)?.references == 1 {
                         match own.last_mut() {
@@ -328,7 +335,7 @@ impl Engine {
                 let data = vec![part(logical, logical + blocks)];
                 let gate = self.log.clocks.synced();
                 if extent.unwritten {
-                    // Reserved space of a thick disk: the record that it is written enters the map with the content.
+                    // Reserved space of a thick disk: the blocks become written in the map together with the content.
                     let from = (logical - piece.logical) as usize;
                     let checksums = sums.as_slice()[from..from + blocks as usize].to_vec();
                     let written = Operation::Written { disk: head.id, logical, run, checksums };
@@ -361,10 +368,10 @@ impl Engine {
         Ok(())
     }
 
-    /// Appends the pending changes up to the first whose data is not durable.
+    /// Appends the pending changes, up to the first one whose data is not durable.
     pub(super) fn append_pending(&self, commit: &mut MutexGuard<'_, Committer>) -> Result<()> {
-        // The thread that held the journal before may have failed with the pending changes: they are lost then, and not
-        // durable.
+        // The thread that held the journal before may have failed to append changes that it had taken from the list:
+        // those changes are lost.
         self.check_running()?;
         let body_max = BODY_MAX.min(self.log.ring() as usize / 4);
         loop {
@@ -389,14 +396,15 @@ impl Engine {
                 }
             }
             if !changes_something {
-                // The bytes are no payload that a checkpoint keeps: a clean checkpoint can drop them.
+                // The batch only records settled overwrites, so it does not prevent a clean close.
                 commit.discount_last();
             }
             self.retire_committed(taken.changes)?;
         }
     }
 
-    /// The journal has the changes now: new places may be overwritten in place, and freed blocks wait only for readers.
+    /// Releases what the appended changes held: their blocks may be overwritten in place, and the blocks that they
+    /// freed wait only for readers.
     pub(super) fn retire_committed(&self, taken: Vec<Pending>) -> Result<()> {
         let mut meta = self.meta.lock();
         if meta.committed(taken)? {
@@ -419,20 +427,20 @@ impl Engine {
         Ok(())
     }
 
-    /// Ends the journal with a trailer, unless an append is under way: maintenance then tries again. True if there is a
-    /// trailer now, or none is needed.
+    /// Writes a trailer at the end of the journal, unless an append is under way: maintenance then tries again. True
+    /// if there is a trailer now or none is needed.
     pub(super) fn trail_journal(&self) -> Result<bool> {
         let Some(mut commit) = self.log.try_lock() else { return Ok(false) };
         self.check_running()?;
         self.check_owner()?;
         if let Err(error) = self.log.trail(&mut commit) {
-            // The next batch overwrites the trailer with a durable write, and reports if the medium fails.
+            // The next batch overwrites the trailer with a durable write. If the medium fails, that write reports it.
             tracing::warn!(%error, "the journal stays without a trailer until something is appended");
         }
         Ok(true)
     }
 
-    /// Appends operations ahead of what is pending.
+    /// Appends operations ahead of the pending changes.
     pub(super) fn append_urgent(&self, commit: &mut MutexGuard<'_, Committer>, operations: &[Operation]) -> Result<()> {
         let mut writer = Writer::default();
         for operation in operations {

@@ -1,8 +1,9 @@
-//! Changes of the catalog that cut the buffers of heads: snapshots, and changes that replace or delete a head.
+//! Changes of the catalog that affect the buffers of disks: snapshots, and changes that replace or delete a head.
 //!
-//! 1. Steps that can fail come before any change: room in the journal and for metadata, and blocks to be set aside for
-//!    thick disks. The blocks are counted again under the locks under which the change is made, and claimed until then.
-//! 2. A head that ends keeps its buffer until the change is carried out: after an error it is as before, with all
+//! 1. All steps that can fail come before the first change: room in the journal, room for metadata, and blocks to be
+//!    reserved for thick disks. These blocks are counted again under the locks under which the change is made, and are
+//!    claimed until then.
+//! 2. The buffer of a head is dropped only after the change is carried out. After an error the disk still has all
 //!    acknowledged writes, and its clients continue.
 
 use super::admit::APPEND_BYTES;
@@ -17,8 +18,8 @@ use crate::{Error, ErrorKind, Result};
 use backend::BLOCK_SIZE;
 use std::sync::Arc;
 
-/// Blocks claimed beyond the measured number for snapshots of thick disks that are being written (16 MiB), so that a
-/// second count under the locks finds the claim sufficient.
+/// Blocks (16 MiB) claimed beyond the measured number when thick disks are snapshotted under load, so that the second
+/// count under the locks does not exceed the claim.
 const ASIDE_SLACK: u64 = 4096;
 
 /// The result of an attempt to take snapshots.
@@ -29,15 +30,16 @@ enum Cut {
 }
 
 impl Engine {
-    /// Takes snapshots of several disks at one point: every write acknowledged before this call is in them, none that
-    /// comes after it is. Durable when this returns, in one small append; the data itself is as durable as it was.
+    /// Takes snapshots of several disks at one point in time: every write acknowledged before this call is in them, no
+    /// write received after it is. The snapshots are durable when this returns. Their data is as durable as it was
+    /// before.
     pub fn snapshot(&self, wanted: &[NewSnapshot]) -> Result<Vec<u64>> {
         let _control = self.control.lock();
         self.check_running()?;
         let mut room = self.claim_blocks(0)?;
         loop {
             self.make_journal_room()?;
-            // Two records for each snapshot, and the operation that completes it.
+            // The cost of two records for each snapshot, and of the operation that seals it.
             let grant = self.admit(Cost {
                 bytes: APPEND_BYTES + wanted.len() as u64 * (2 * (RECORD_MAX + 16) + 32),
                 pages: wanted.len() as u64 * 3 * PAGES_PER_RECORD,
@@ -63,18 +65,18 @@ impl Engine {
                 })?,
                 other => other?,
             };
-            // The records of the snapshots overtake pending changes: the fact that there is room must be durable
-            // before.
+            // The records of the snapshots overtake pending changes. The journal must durably describe the newly
+            // reserved space before that.
             self.commit_changes()?;
         }
     }
 
-    /// Takes the snapshots, if `room` claimed blocks are enough. Called under `control` and a grant.
+    /// Takes the snapshots if `room` claimed blocks suffice. Called under `control` and a grant.
     fn cut(&self, wanted: &[NewSnapshot], room: u64) -> Result<Cut> {
         let mut heads: Vec<Arc<Head>> = Vec::with_capacity(wanted.len());
         self.with_catalog(|catalog| check_wanted(catalog, wanted))?;
         heads.extend(wanted.iter().map(|new| self.head(new.disk)));
-        // In the order in which buffers are locked.
+        // Buffers are locked in the order of their ids.
         let mut order: Vec<usize> = (0..wanted.len()).collect();
         order.sort_unstable_by_key(|i| heads[*i].id);
 
@@ -92,7 +94,8 @@ impl Engine {
             let mut lacks = 0;
             for (i, buffer) in &buffers {
                 let disk = wanted[*i].disk;
-                // From now on every write of a thick disk needs a new place, so blocks are set aside.
+                // After the snapshot every write of a thick disk needs a new block, so blocks are reserved for the
+                // disk.
                 let size = meta.catalog.get(disk)?.capacity.div_ceil(BLOCK_SIZE as u64);
                 if let Some(aside) = aside(&meta.catalog, disk, size, &buffer.layers)? {
                     reserved[*i] = Some(aside.reserved);
@@ -145,8 +148,8 @@ impl Engine {
     }
 
     /// Carries out a change that replaces or deletes the heads of these disks, and makes it durable. Their buffers are
-    /// dropped, and devices that have them open fail from then on. `lacks` returns how many more blocks the change sets
-    /// aside. Called under `control`.
+    /// dropped, and requests of devices that have them open fail from then on. `lacks` returns how many additional
+    /// blocks the change reserves. Called under `control`.
     pub(super) fn change_heads<T>(
         &self,
         disks: &[u64],
@@ -158,14 +161,14 @@ impl Engine {
         heads.dedup_by_key(|head| head.id);
         let (outcome, _grant) = loop {
             self.check_running()?;
-            // Closed layers belong to snapshots.
+            // Closed layers belong to snapshots, which the change may keep.
             heads.iter().try_for_each(|head| self.settle(head))?;
             self.make_journal_room()?;
             let lacking = self.with_catalog(lacks)?;
             let room = self.claim_blocks(lacking).map_err(|error| {
-                error.context("the disk is thick, and what shares its blocks needs its whole size again")
+                error.context("the disk is thick, and needs its whole size again because its blocks become shared")
             })?;
-            // Held until the change is in the journal: no later step waits for a checkpoint.
+            // The grant is held until the change is in the journal, so that no later step waits for a checkpoint.
             let limit = self.change_cost();
             let grant = self.admit(limit)?;
             let _gate = self.writeback.lock();

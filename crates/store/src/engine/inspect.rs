@@ -1,4 +1,4 @@
-//! Queries of maps: the state of a range, the differences between two points, the blocks of a disk.
+//! Queries of maps: the state of a range, the differences between two disks or snapshots, the blocks of a disk.
 
 use super::metadata::{Effects, Fetch};
 use super::placement::Holds;
@@ -9,7 +9,7 @@ use crate::space::SpaceCounts;
 use crate::tree::{self, Aim, NodeId};
 use std::ops::Range;
 
-/// Blocks examined under one hold of the lock (1 GiB of disk).
+/// Blocks examined each time the metadata lock is held (1 GiB of disk).
 const STRIDE: u64 = 1 << 18;
 
 /// The state of a range of blocks.
@@ -34,14 +34,14 @@ pub struct Span {
     pub condition: Condition,
 }
 
-/// A run of blocks that differs between two points.
+/// A run of blocks that differs between two disks or snapshots.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Changed {
     /// First block.
     pub logical: u64,
     /// Length in blocks.
     pub blocks: u64,
-    /// True if the later point holds no data there.
+    /// True if the second disk or snapshot has no data in the run.
     pub zero: bool,
 }
 
@@ -50,9 +50,9 @@ pub struct Changed {
 pub struct BlockCounts {
     /// Allocated.
     pub allocated: u64,
-    /// Of these, never written: they are zeroed on first write.
+    /// Of these, blocks that were never written and read as zeros.
     pub unwritten: u64,
-    /// Of the allocated blocks, mapped by this tree only.
+    /// Of the allocated blocks, those that no other tree maps.
     pub exclusive: u64,
     /// Extents: runs that are contiguous logically and physically.
     pub extents: u64,
@@ -65,9 +65,9 @@ pub struct StoreCounts {
     pub data: SpaceCounts,
     /// Nodes of the map.
     pub map: SpaceCounts,
-    /// Data blocks set aside for thick disks.
+    /// Data blocks reserved for thick disks.
     pub reserved: u64,
-    /// Data blocks that were freed and are not yet reused or returned to the file system.
+    /// Data blocks that were freed and cannot be reused yet.
     pub held: u64,
     /// Metadata pages in memory.
     pub pages_cached: u64,
@@ -135,7 +135,7 @@ impl Engine {
             let root = meta.catalog.get(head.id)?.root;
             let looked = fetch.look(&mut meta, |meta| {
                 for gap in gaps {
-                    // Each gap by itself: spans of the buffer lie between them.
+                    // Each gap has its own list, because spans of buffered blocks lie between them.
                     let mut own = Vec::new();
                     meta.spans(root, gap, &mut own)?;
                     spans.append(&mut own);
@@ -184,7 +184,7 @@ impl Engine {
         Ok(out)
     }
 
-    /// Brings all buffered writes of a disk, or the last writes of a snapshot, into the map.
+    /// Moves all buffered writes of a disk, or the last writes of a snapshot, into the map.
     fn complete(&self, object: u64) -> Result<()> {
         let disk = self.with_catalog(|catalog| catalog.get(object).map(|o| !o.is_snapshot()))?;
         if disk { self.settle(&self.head(object)) } else { self.wait_sealed(object) }
@@ -201,8 +201,8 @@ impl Engine {
     ) -> Result<()> {
         self.complete(from)?;
         self.complete(to)?;
-        // If the smaller point ends within a block, the rest of that block counts as changed whatever the trees say:
-        // the block may be shared, and its rest is not visible in that point.
+        // If the smaller of the two ends within a block, that block always counts as changed: both may map the same
+        // block, although its rest is not visible in the smaller one.
         let ends = self.with_catalog(|catalog| Ok((catalog.get(from)?.capacity, catalog.get(to)?.capacity)))?;
         let block = backend::BLOCK_SIZE as u64;
         let end = ends.0.min(ends.1);
@@ -216,7 +216,7 @@ impl Engine {
                 let mut found = Vec::new();
                 let (a, b) = (meta.catalog.get(from)?.root, meta.catalog.get(to)?.root);
                 if a == b && at < range.end && tail.is_none_or(|tail| tail < part.start) {
-                    // Both points have the same tree: no range can differ.
+                    // Both have the same tree: no range can differ.
                     return Ok(None);
                 }
                 let mut effects = Effects::default();
@@ -274,7 +274,7 @@ impl Engine {
         let mut at = 0;
         let mut last = (u64::MAX, u64::MAX);
         while at < end {
-            // Behind the last mapping there is nothing to walk in single steps.
+            // After the last mapping, the rest of the disk is skipped in one step.
             let stride = end.min(at + STRIDE);
             let looked = self.meta.look(|meta| {
                 let Some(root) = meta.catalog.get(object)?.root else { return Ok(None) };
@@ -338,7 +338,7 @@ impl Engine {
 }
 
 impl Meta {
-    /// Looks up a range of a tree. If pages are missing, all pages that are known to be missing by now are noted.
+    /// Looks up a range of a tree. If pages are missing, a survey records all pages that can be known to be missing.
     fn surveyed<T>(
         &mut self,
         root: NodeId,

@@ -1,8 +1,8 @@
-//! Ranges of disks that cannot be brought into the map, because the map is damaged where it describes them.
+//! Isolates ranges of disks whose buffered writes cannot enter the map, because the map is damaged there.
 //!
-//! A write is acknowledged before the map is read. A write that turns out to have no way into a damaged map would block
-//! every later flush and write-back of every disk. So it is removed from the buffer: the next flush of its disk fails
-//! with the reason, reads of the range return the damage, and further writes to it are refused.
+//! A write is acknowledged before the map is read. If the map is damaged where it would have to refer to the write, the
+//! write would block all later flushes and write-back of all disks. It is therefore removed from the buffer. The next
+//! flush of its disk fails with the reason, reads of the range return the damage, and further writes to it are refused.
 
 use super::metadata::{Effects, Meta};
 use super::{Engine, Head};
@@ -14,16 +14,16 @@ use backend::BLOCK_SIZE;
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-/// What was isolated of one disk.
+/// The isolated ranges of one disk.
 #[derive(Default)]
 struct Isolated {
     /// Ranges of blocks, with the reason.
     ranges: Vec<(Range<u64>, String)>,
-    /// Acknowledged writes were lost, and no flush has reported that yet.
+    /// Set when acknowledged writes were lost: the next flush of the disk reports it.
     untold: Option<String>,
 }
 
-/// What was isolated, by disk.
+/// The isolated ranges of all disks.
 #[derive(Default)]
 pub struct Isolation {
     any: AtomicBool,
@@ -69,7 +69,7 @@ impl Meta {
 }
 
 impl Engine {
-    /// As [`Engine::flush_to`], for a client of a disk: fails once where writes to it were lost.
+    /// Like [`Engine::flush_to`], for a client of a disk. Fails once after acknowledged writes to the disk were lost.
     pub fn flush_head(&self, head: &Head, ticket: u64) -> Result<()> {
         self.flush_to(ticket)?;
         if !self.isolation.any.load(Ordering::Acquire) {
@@ -81,7 +81,7 @@ impl Engine {
         }
     }
 
-    /// Refuses a write that the damaged map cannot take.
+    /// Refuses a write to a range where the map is damaged.
     #[inline]
     pub(super) fn refuse_isolated(&self, head: &Head, range: &Range<u64>) -> Result<()> {
         if self.isolation.any.load(Ordering::Acquire) { self.look_at_isolated(head, range) } else { Ok(()) }
@@ -95,7 +95,7 @@ impl Engine {
         if !isolated.ranges.iter().any(|(known, _)| overlaps(known)) {
             return Ok(());
         }
-        // The map may have been repaired, or the disk reverted to a snapshot.
+        // The map may have been repaired since, or the disk reverted to a snapshot.
         let mut unreadable = Vec::new();
         self.meta.lock().unreadable(head.id, range.clone(), &mut unreadable);
         match unreadable.into_iter().next() {
@@ -107,8 +107,8 @@ impl Engine {
         }
     }
 
-    /// Called after bringing buffered blocks into the map failed with `error`: removes those from the buffers that the
-    /// map cannot take. True if there were any, so that the others can be tried again.
+    /// Called after moving buffered blocks into the map failed with `error`. Removes those blocks from the buffers for
+    /// which the map is damaged. True if there were any: the caller then retries with the others.
     pub(super) fn isolate(&self, error: &Error) -> bool {
         if error.kind() != ErrorKind::Corrupt {
             return false;

@@ -1,8 +1,9 @@
-//! Operations of the journal that cannot be carried out, because what they change is damaged.
+//! Operations of the journal that replay leaves out, because the metadata that they change is damaged.
 //!
-//! What must hold: no operation is left out that a repair could still carry out. An ordinary opening refuses instead,
-//! because its checkpoint releases the journal. A repair tries all proofs before it leaves out operations on objects of
-//! a lost page of the catalog. A salvage leaves out every operation that fails, and reports the ranges.
+//! What must hold: no operation is left out that a repair could still carry out. An ordinary opening therefore refuses
+//! the datastore, because its checkpoint would release the journal. A repair first restores all pages that it can, and
+//! then leaves out operations on objects whose catalog page is lost. A salvage leaves out every operation that fails,
+//! and reports the ranges.
 
 use super::Meta;
 use super::metadata::Effects;
@@ -13,29 +14,29 @@ use crate::{Error, ErrorKind, Result};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
-/// How much may be left out.
+/// Which operations may be left out.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Tolerance {
     /// Nothing.
     Nothing,
-    /// Operations on objects that are unknown.
+    /// Operations on objects whose records are lost.
     LostObjects,
     /// Everything.
     Everything,
 }
 
-/// What was left out.
+/// The operations that were left out.
 pub struct LeftOut {
     tolerance: Tolerance,
     /// Objects with lower ids existed at the checkpoint.
     next_id: u64,
     /// Objects whose creation was left out.
     objects: BTreeSet<u64>,
-    /// For objects that are known, the blocks whose content is not what it should be.
+    /// For each known object, the blocks whose content is wrong because an operation was left out.
     pub ranges: BTreeMap<u64, Vec<Range<u64>>>,
 }
 
-/// The object whose tree or record an operation changes, and the blocks.
+/// The object whose tree or record an operation changes, and the logical blocks.
 pub fn target(operation: &Operation) -> Option<(u64, Range<u64>)> {
     let all = 0..LOGICAL_LIMIT;
     Some(match operation {
@@ -61,7 +62,7 @@ pub fn target(operation: &Operation) -> Option<(u64, Range<u64>)> {
 }
 
 impl LeftOut {
-    /// No operation was left out yet.
+    /// No operation is left out yet.
     pub fn new(tolerance: Tolerance, next_id: u64) -> Self {
         Self { tolerance, next_id, objects: BTreeSet::new(), ranges: BTreeMap::new() }
     }
@@ -85,7 +86,7 @@ impl LeftOut {
             _ => None,
         };
         if let Some(disk) = disk.filter(|disk| self.is_missing(meta, *disk)) {
-            // The disk of the snapshot is unknown.
+            // The record of the snapshot's disk is lost.
             self.leave_out_lost(meta, operation, disk)?;
             self.objects.insert(id);
             meta.catalog.remove(id);
@@ -117,7 +118,7 @@ impl LeftOut {
         Ok(false)
     }
 
-    /// Called after an operation failed half way: returns whether the failure is tolerated.
+    /// Called after an operation failed half way: returns whether replay continues.
     pub fn tolerates(&mut self, operation: &Operation, error: &Error) -> bool {
         if self.tolerance != Tolerance::Everything {
             return false;
@@ -151,7 +152,7 @@ impl LeftOut {
             Operation::Map { run, .. }
             | Operation::MapData { run, .. }
             | Operation::Unwritten { run, fresh: true, .. } => {
-                // The blocks keep their data.
+                // The blocks stay allocated, so that salvage can read their data.
                 match meta.data.adopt(&mut meta.pages, *run) {
                     Err(error) if self.tolerance != Tolerance::Everything => return Err(error),
                     _ => {}

@@ -16,54 +16,56 @@ use std::time::Duration;
 
 /// How often maintenance runs without being asked.
 const TICK: Duration = Duration::from_millis(100);
-/// Without an append for this long the journal gets a trailer.
+/// The journal gets a trailer when nothing was appended for this long.
 const TRAILER_IDLE: Duration = Duration::from_millis(10);
-/// How often an owner that appends nothing to the journal checks that it still is the owner.
+/// How often the ownership of the datastore is checked while nothing is appended to the journal.
 const OWNER_CHECK: Duration = Duration::from_secs(2);
-/// How often memory that the buffers have not needed meanwhile is returned to the system.
+/// How often buffer memory that was not needed since the last time is returned to the allocator.
 const MEMORY_CHECK: Duration = Duration::from_secs(5);
-/// Without a write for this long the datastore counts as idle, and short runs are returned too.
+/// The datastore counts as idle when nothing was written for this long. Short runs are then punched too.
 const IDLE: Duration = Duration::from_millis(700);
-/// Without a write for this long even single blocks are punched, which costs a journal entry of the file system each.
+/// When nothing was written for this long, even single blocks are punched. Each costs a journal entry of the file
+/// system.
 const LONG_IDLE: Duration = Duration::from_secs(4);
-/// Freed blocks that justify a commit of their own (64 MiB).
+/// Freed blocks that are worth a commit of their own (64 MiB).
 const FREEING_MAX: u64 = 16_384;
-/// Nodes of a deleted tree that are dropped under one hold of the lock.
+/// Steps of dropping a deleted tree while the metadata lock is held.
 const DROP_STEPS: u32 = 1;
-/// Holds of the lock between two checks for other work.
+/// How often the lock is taken to drop parts of trees before other work is checked.
 const DROP_ROUNDS: usize = 256;
-/// While clients write, punching takes one part in this many of a thread's time, so that writes keep their rate.
+/// While clients write, punching takes one part in this many of the thread's time, so that writes keep their rate.
 const BUSY_SHARE: u32 = 8;
-/// The shortest run given back at once, in blocks (64 KiB).
+/// The shortest run that is punched while single blocks are not (64 KiB).
 const PUNCH_RUN: u64 = 16;
-/// Blocks returned per round in long runs (256 MiB), and while clients write (16 MiB) ...
+/// Blocks punched per round in long runs (256 MiB), and while clients write (16 MiB) ...
 const PUNCH_BLOCKS: u64 = 1 << 16;
 const PUNCH_BLOCKS_BUSY: u64 = 1 << 12;
-/// ... and in single blocks: they cannot be allocated while they are being punched.
+/// ... and in single blocks. Blocks cannot be allocated while they are being punched.
 const PUNCH_SINGLES: u64 = 512;
-/// Free backed blocks kept for coming writes while the datastore is busy: one part in this many of the used blocks ...
+/// Free backed blocks that are not punched while the datastore is busy: one part in this many of the used blocks ...
 const SLACK_SHARE: u64 = 32;
 /// ... within these limits.
 const SLACK: std::ops::RangeInclusive<u64> = 256..=8192;
-/// How long punching pauses after a failure: the file system may refuse it permanently.
+/// How long punching pauses after a failure, because the file system may always refuse it.
 const PUNCH_RETRY: Duration = Duration::from_secs(10);
-/// Blocks kept even when idle (256 KiB).
+/// Free backed blocks that are not punched even when the datastore is idle (256 KiB).
 const SLACK_IDLE: u64 = 64;
 
-/// State that maintenance keeps from round to round.
+/// State that maintenance keeps between rounds.
 struct Watch {
     activity: u64,
     last_write: Instant,
     last_commit: Instant,
     region: u64,
     passes: Passes,
-    /// Until when dropping and punching pause for writers.
+    /// Until when dropping and punching pause, so that writers get their share.
     rest: Instant,
     /// Until when punching pauses after a failure.
     punch_after: Instant,
 }
 
-/// Passes over all free runs that found nothing to punch since the last write or free.
+/// Whether a pass over all free runs has found nothing to punch since the last write or free: for long runs, and for
+/// single blocks.
 #[derive(Clone, Copy, Default)]
 struct Passes {
     runs: bool,
@@ -71,7 +73,7 @@ struct Passes {
 }
 
 impl Passes {
-    /// The shortest run to be punched now. Long runs come first: a hole costs about the same whatever its length.
+    /// The shortest run to punch now. Long runs come first, because a hole costs about the same whatever its length.
     fn least(self, idle: Duration) -> u64 {
         if idle > LONG_IDLE && self.runs && !self.singles { 1 } else { PUNCH_RUN }
     }
@@ -142,7 +144,7 @@ impl Engine {
         let mut owner_seen = Instant::now();
         let mut memory_seen = Instant::now();
         let mut last_round = Instant::now();
-        // The end of the journal at the last look, and since when it is there, while there is no trailer.
+        // While the journal has no trailer: the journal head at the last check, and since when it is unchanged.
         let mut trailing = None;
         while self.running.goes_on() {
             if owner_seen.elapsed() > OWNER_CHECK {
@@ -158,7 +160,7 @@ impl Engine {
             let time = if trailing.is_some() { TRAILER_IDLE } else { TICK };
             let (trailer, extend, round) = self.running.next_upkeep(time, |work| {
                 let trailer = std::mem::take(&mut work.trailer);
-                // Writers ask for this many times a second, so no other work is examined here.
+                // Writers make this request many times a second, so it alone starts no full round.
                 let extend = std::mem::take(&mut work.extend) && !(work.commit || work.checkpoint);
                 (trailer, extend, work.commit || work.checkpoint || work.reclaim)
             });
@@ -181,8 +183,8 @@ impl Engine {
         }
     }
 
-    /// Ends the journal with a trailer once nothing was appended for some time after it ended at `head`. Returns what
-    /// to compare next time, if there is no trailer yet.
+    /// Writes a trailer when the journal head has been at `head` long enough. Returns the head and time to compare with
+    /// next, if there is no trailer yet.
     fn trail_when_idle(&self, head: u64, since: Instant) -> Option<(u64, Instant)> {
         if self.log.head() != head {
             return Some((self.log.head(), Instant::now()));
@@ -190,13 +192,13 @@ impl Engine {
         if since.elapsed() < TRAILER_IDLE {
             return Some((head, since));
         }
-        // A store that has stopped writes no trailer.
+        // `Err` means that the store has stopped: it writes no trailer.
         (!self.trail_journal().unwrap_or(true)).then(|| (head, Instant::now()))
     }
 
     fn maintain(&self, watch: &mut Watch) -> Result<()> {
         let clock = self.log.clocks.acknowledged();
-        // Bulk writers do not note the time of a write; only the count of written blocks shows them.
+        // Bulk writers are not counted as acknowledged writes, only as writes to the data files.
         let activity = clock + self.log.clocks.home();
         let writes = activity - watch.activity;
         if writes > 0 {
@@ -229,7 +231,8 @@ impl Engine {
         if writes > 0 {
             self.extend_ahead()?;
         }
-        // A commit flushes data, which costs concurrent writes in buffered mode, so it is made only when it is of use.
+        // A commit flushes the data files, which slows concurrent writes in buffered mode, so it is made only when it
+        // is useful.
         let undurable = pending > 0 || !self.log.clocks.is_durable(clock);
         let since = watch.last_commit.elapsed();
         let interval = match self.options.mode {
@@ -241,7 +244,7 @@ impl Engine {
             || undurable && (since > interval || idle > IDLE / 2)
             || freeing > 0 && since > IDLE && (quiet || freeing > FREEING_MAX)
         {
-            // If idle, or after the time limit, buffered data becomes durable too.
+            // When the datastore is idle, or after the time limit, buffered data is flushed too.
             if undurable && (since > interval || idle > IDLE / 2) {
                 if !quiet {
                     self.files.write_out();
@@ -270,14 +273,14 @@ impl Engine {
         Ok(())
     }
 
-    /// Drops parts of deleted trees; true while parts are left.
+    /// Drops parts of deleted trees. True while parts are left.
     fn drop_trash(&self, rounds: usize) -> Result<bool> {
         for _ in 0..rounds {
             let Some(object) = self.with_catalog(|catalog| catalog.first_trash()) else { return Ok(false) };
             let operation = Operation::Drop { object, steps: DROP_STEPS };
             let _fetch = self.meta.bring_in(|meta| meta.survey_operation(&operation));
             let mut meta = self.meta.lock();
-            // Another thread may have dropped the last part meanwhile.
+            // Another thread may have dropped the last part.
             if meta.catalog.first_trash() != Some(object) {
                 continue;
             }
@@ -302,7 +305,7 @@ impl Engine {
         Ok(more)
     }
 
-    /// As [`Engine::drop_all_trash`], but damaged trees stay.
+    /// Like [`Engine::drop_all_trash`], but leaves damaged trees in place.
     pub(super) fn drop_whole_trash(&self) -> Result<bool> {
         match self.drop_all_trash() {
             Err(error) if error.kind() == ErrorKind::Corrupt => {
@@ -346,8 +349,8 @@ impl Engine {
         Ok(())
     }
 
-    /// Returns free runs of at least `least` blocks to the file system, `most` blocks in all, and keeps `keep` blocks
-    /// free. The result is the number of returned blocks.
+    /// Punches up to `most` blocks in free runs of at least `least` blocks, and leaves `keep` free blocks backed.
+    /// Returns the number of punched blocks.
     pub(super) fn punch_free(&self, region: &mut u64, least: u64, keep: u64, most: u64) -> Result<u64> {
         let mut failed = self.reserves.lock_punching();
         self.punch_failed(&mut failed)?;
@@ -368,7 +371,7 @@ impl Engine {
             let mut runs = meta.data.take_reclaimable(&mut meta.pages, region, least, spare.min(most))?;
             self.update_headroom(meta);
             if self.reserves.claims() > self.reserves.headroom() {
-                // A writer claimed a part of it meanwhile.
+                // A writer has claimed some of these blocks meanwhile.
                 runs.into_iter().for_each(|run| meta.data.release(run));
                 self.update_headroom(meta);
                 return Ok(0);
@@ -386,7 +389,7 @@ impl Engine {
                 }
                 told += 1;
             }
-            // The next round finds the runs for which there was no room.
+            // A later round finds the runs for which the journal had no room.
             for run in runs.drain(told..) {
                 meta.data.release(run);
                 refused = true;
@@ -405,7 +408,7 @@ impl Engine {
         if runs.is_empty() {
             return room.map(|()| 0);
         }
-        // The journal must not describe space as backed after the medium has lost it.
+        // The journal must say that the space is not backed before the hole is punched.
         let mut punched = 0;
         let result = room.and_then(|()| self.commit_changes()).and_then(|()| {
             runs.iter().try_for_each(|run| {
@@ -416,7 +419,8 @@ impl Engine {
         });
         let given = runs[..punched].iter().map(|run| run.blocks).sum();
         failed.extend(&runs[punched..]);
-        // The run counts as not backed, punched or not: nothing is written there before its space is reserved again.
+        // The runs count as not backed even if punching failed. Nothing is written to them before their space is
+        // reserved again.
         let mut meta = self.meta.lock();
         runs.into_iter().for_each(|run| meta.data.release(run));
         self.update_headroom(&meta);
@@ -426,12 +430,12 @@ impl Engine {
     fn punch_run(&self, run: Run) -> Result<()> {
         let (file, offset) = self.files.locate(run)?;
         let length = run.blocks * BLOCK_SIZE as u64;
-        file.punch(offset, length).during(|| format!("giving {length} bytes back to the file system"))?;
+        file.punch(offset, length).during(|| format!("returning {length} bytes to the file system"))?;
         self.files.touch(run);
         Ok(())
     }
 
-    /// Returns space whose return failed before; true if none is left.
+    /// Retries runs whose punching failed. True if none is left.
     pub(super) fn return_rest(&self) -> bool {
         let mut failed = self.reserves.lock_punching();
         if let Err(error) = self.punch_failed(&mut failed) {
@@ -440,19 +444,19 @@ impl Engine {
         failed.is_empty()
     }
 
-    /// Punches runs whose punching failed before, unless they were reserved again since.
+    /// Punches runs whose punching failed before, except blocks that were reserved again since.
     fn punch_failed(&self, failed: &mut Vec<Run>) -> Result<()> {
         failed.append(&mut self.reserves.take_unreturned());
         if failed.is_empty() {
             return Ok(());
         }
         self.commit_changes()?;
-        // No space is reserved meanwhile, so what is not backed stays so and holds no data.
+        // No space is reserved while this lock is held, so blocks that are not backed hold no data.
         let _extending = self.reserves.lock_extending();
         while let Some(run) = failed.last().copied() {
             let mut left: Vec<Run> = Vec::new();
             for block in run.start..run.start + run.blocks {
-                // There may be room now for regions that the tables lack.
+                // A block past the last data table entry is not backed.
                 let is_backed = |meta: &mut super::Meta| Ok(block < meta.data.blocks() && meta.entry(block)?.backed);
                 if self.meta.look(is_backed)? {
                     continue;
@@ -468,8 +472,8 @@ impl Engine {
         Ok(())
     }
 
-    /// One round of all background work in the calling thread, for stores opened without threads. True while there may
-    /// be more work.
+    /// Does one round of all background work on the calling thread, for stores opened without threads. True while work
+    /// may be left.
     pub fn pump(&self) -> Result<bool> {
         let mut more = self.write_back_once()?;
         more |= self.write_logged(LOGGED_ROUND)? > 0;
@@ -482,7 +486,7 @@ impl Engine {
         Ok(more)
     }
 
-    /// Returns all space that can be returned: for stores opened without threads, and before measuring.
+    /// Punches all free blocks. For stores opened without threads, and before measurements.
     pub fn reclaim(&self) -> Result<u64> {
         self.flush()?;
         while self.drop_trash(DROP_ROUNDS)? {}

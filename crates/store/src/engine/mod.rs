@@ -1,61 +1,64 @@
-//! The engine: what ties buffer, map, space, journal and pages together.
+//! The engine: connects buffer, map, space, journal and pages.
 //!
-//! # The way of a write
+//! # The path of a write
 //!
-//! A write is put into the [`crate::buffer`] of its disk and acknowledged. From there it goes one of two ways:
+//! A write is put into the [`crate::buffer`] of its disk and acknowledged. From there its data takes one of two paths:
 //!
-//! * **Write-back** (`writeback`): blocks that belong to the head alone are overwritten in place, after the journal
-//!   has durably announced which (so that recovery knows whose checksum it must not trust); all others get new places
-//!   next to each other. Then the map changes in memory and the change waits in the pending list.
-//! * **Flush** (`flush`): if little is still buffered, it goes into the journal with its payload, behind all pending
-//!   changes, in one durable append that all waiting flushes share. The payload is written to its place later.
+//! * **Write-back** (`writeback`): blocks that only the head maps are overwritten in place, after the journal has
+//!   durably announced them (so that recovery does not trust their checksums). All other data goes to newly allocated,
+//!   adjacent blocks. Then the map changes in memory, and the change joins the pending changes.
+//! * **Flush** (`flush`): if little is still buffered, it is appended to the journal with its payload, after all
+//!   pending changes, in one durable append that all waiting flushes share. The payload is written to the data files
+//!   later.
 //!
-//! A pending change is appended to the journal only after the data it points at is durable, so that replay never maps
-//! a block to something that was not written there.
+//! A pending change is appended to the journal only after the data that it refers to is durable, so that replay never
+//! maps a block whose data was not written.
 //!
 //! # What must hold
 //!
 //! 1. All changes of metadata go through `metadata/apply.rs`, at run time and in replay, in the order of the journal.
-//!    Its effect depends on nothing but the operation and the metadata. (Announcements of overwrites and new unsealed
-//!    snapshots may be appended ahead of pending changes: they commute with them, see `flush`.)
-//! 2. A checkpoint captures the pages at one moment, with nothing being overwritten, and ends only when all that they
-//!    describe is durable at its place: data written back, payload of the journal, and the pending changes in their
-//!    order.
-//! 3. A freed block is given out again only when the operation that freed it is durable and no read that was planned
-//!    before is under way.
+//!    The effect of an operation depends on nothing but the operation and the metadata. (Announcements of overwrites
+//!    and new unsealed snapshots may be appended ahead of pending changes: they commute with them, see `flush`.)
+//! 2. A checkpoint captures the pages at one moment at which no block is being overwritten in place. It ends only when
+//!    everything that the pages describe is durable: buffered data that they map, journalled payload in the data files,
+//!    and the pending changes in the journal.
+//! 3. A freed block is allocated again only when the operation that freed it is durable and all reads that were planned
+//!    before have ended.
 //! 4. Every change of metadata is admitted first (`log`): the journal has room for what the change appends, and the
 //!    next checkpoint for the pages that it dirties. No thread waits for that room under a lock that a checkpoint
 //!    takes.
-//! 5. After a failed write or flush of the medium, or the loss of the ownership (`owner`), nothing is written any more
-//!    until the datastore is opened again.
+//! 5. After a failed write or flush of the medium, or the loss of the ownership (`owner`), nothing is written until the
+//!    datastore is opened again.
 //!
 //! # Parts and flows
 //!
-//! The engine consists of parts. Each owns its state, keeps its fields to itself, and takes no lock of another part:
+//! The engine consists of parts. Each owns its state, keeps its fields private, and takes no lock of another part:
 //!
 //! | part | owns |
 //! |---|---|
 //! | `metadata` | pages, tables, trees, the catalog; pending changes, what they hold and what they freed |
-//! | `log` | the journal, the superblock, the images of a checkpoint, what is durable, and the room for what follows |
-//! | `placement` | where a write of a block may go: a pure state machine, without I/O, threads or locks |
-//! | `buffers` | what was written and is not in the map, of all disks together |
-//! | `writeback` | the ways of data to the medium: the gate, payload of the journal, writes past the buffer |
+//! | `log` | the journal, the superblock, the images file, the counters of durable writes, and admission |
+//! | `placement` | whether a block may be overwritten in place: a pure state machine, without I/O, threads or locks |
+//! | `buffers` | the write buffers of all disks |
+//! | `writeback` | the writing of data files: the gate, journalled payload, writes that bypass the buffer |
 //! | `reserve` | free blocks reserved for operations under way, and the space taken from the file system for them |
 //! | `running` | whether the store runs; its threads |
 //!
-//! What needs several parts is a flow: a method of [`Engine`] in a file that is named after it, or in the folder of the
-//! part that it serves.
+//! An action that needs several parts is a flow: a method of [`Engine`] in a file named after the flow, or in the
+//! folder of the part that the flow serves.
 //!
 //! # Locks
 //!
-//! In this order: `checking` (one check at a time), `control` (one change of the catalog at a time), punching, the lock
-//! on checkpoints, the gate (no write-back under way), the journal, the flush of the data files, `through` (no write
-//! past the buffer under way), extending (space from the file system), the buffers of disks (ascending by id), the
-//! metadata, permits. Data I/O happens under the gate or `through` at most, journal I/O under the journal.
+//! In this order: `checking` (one check at a time), `control` (one change of the catalog at a time), punching,
+//! checkpoints, the gate (no write-back under way), the journal, the flush of the data files, `through` (no write that
+//! bypasses the buffer under way), extending (space from the file system), the buffers of disks (ascending by id), the
+//! metadata, permits. Data I/O happens under no lock later than the gate and `through`, journal I/O under the lock of
+//! the journal.
 //!
-//! Metadata pages are read without the metadata lock, and before the journal and the buffers are locked: look-ups let
-//! go of their locks and look again, changes are prepared (`Metadata::bring_in`). Only what a change misses although
-//! it was prepared, and all that recovery and a repair read, is read under the metadata lock.
+//! Metadata pages are read before the journal, the buffers and the metadata are locked. A lookup that misses pages
+//! releases its locks, reads the pages and starts again. The pages of a change are read in advance
+//! (`Metadata::bring_in`). Only pages that a change still misses then, and all pages that recovery and a repair need,
+//! are read under the metadata lock.
 
 mod admit;
 mod buffers;
@@ -113,21 +116,21 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 use writeback::WriteBack;
 
-/// How an engine behaves.
+/// Options of an engine.
 #[derive(Clone, Copy, Debug)]
 pub struct EngineOptions {
-    /// Whether data goes through the page cache or past it (O_DIRECT).
+    /// Whether data files are accessed through the page cache or with O_DIRECT.
     pub mode: IoMode,
     /// Limit of the metadata cache in bytes.
     pub metadata_cache: usize,
     /// Limit of the write buffer in bytes.
     pub write_buffer: usize,
-    /// Longest time that an acknowledged write may stay in memory without a flush.
+    /// The longest time that an acknowledged write stays in memory only, if no flush is requested.
     pub commit_interval: Duration,
-    /// Whether large writes go past the buffer (buffered mode only).
+    /// Whether large writes bypass the buffer (with [`IoMode::Buffered`] only).
     pub write_through: bool,
-    /// Whether write-back and maintenance run on threads of their own. If not, the caller drives them with
-    /// [`Engine::pump`], as simulations do: everything then happens on one thread, in an order that the seed decides.
+    /// Whether write-back and maintenance run on threads. If not, the caller drives them with [`Engine::pump`], as
+    /// simulations do: everything then happens on one thread, in an order that the caller's seed decides.
     pub threads: bool,
 }
 
@@ -149,7 +152,7 @@ impl Default for EngineOptions {
 pub struct Counters {
     /// Blocks that failed their checksum.
     pub checksum_errors: AtomicU64,
-    /// Torn blocks accepted after a crash.
+    /// Blocks accepted in the state in which a crash left their overwrite.
     pub torn_blocks: AtomicU64,
     /// Durable appends to the journal.
     pub journal_appends: AtomicU64,
@@ -157,24 +160,24 @@ pub struct Counters {
     pub data_syncs: AtomicU64,
     /// Checkpoints.
     pub checkpoints: AtomicU64,
-    /// Blocks written home.
+    /// Blocks written to the data files by write-back and by writes that bypass the buffer.
     pub blocks_written: AtomicU64,
 }
 
 /// An open native store. All methods may be called from any thread.
 ///
-/// Each part has its own locks and takes none of another. What needs several parts is a flow: a method of this struct
-/// in the file that is named after it.
+/// Each part has its own locks and takes none of another part. An action that needs several parts is a method of this
+/// struct, in the file named after the action.
 pub struct Engine {
     directory: Arc<dyn Directory>,
     options: EngineOptions,
-    /// Set when the datastore was dropped.
+    /// The owner of the datastore. If it was dropped, the store writes nothing more.
     owner: Option<Weak<Owner>>,
     uuid: [u8; 16],
     /// Counters.
     pub counters: Counters,
     running: Running,
-    /// Ranges that write-back could not bring into the map.
+    /// Ranges whose buffered writes could not enter the map.
     isolation: isolate::Isolation,
     /// Damage that the opening found, for the report of the first check.
     found_first: Mutex<Report>,
@@ -196,7 +199,7 @@ impl Engine {
         self.uuid
     }
 
-    /// The directory it lives in.
+    /// The directory of the datastore.
     pub fn directory(&self) -> &Arc<dyn Directory> {
         &self.directory
     }
@@ -206,7 +209,7 @@ impl Engine {
         &self.options
     }
 
-    /// Why the datastore takes no more writes; `None` while it takes them.
+    /// Why the datastore accepts no more writes; `None` while it accepts them.
     pub fn failure(&self) -> Option<String> {
         self.running.failure()
     }
@@ -215,7 +218,7 @@ impl Engine {
         self.running.check()
     }
 
-    /// Stops all writes after a failure: what the medium holds is unknown from here on.
+    /// Stops all writes after a failure: the content of the medium is unknown from here on.
     #[cold]
     fn stop(&self, error: Error) -> Error {
         let error = self.explained_by_loss(error);
@@ -227,7 +230,7 @@ impl Engine {
         error
     }
 
-    /// The writable state of a disk. If there is no such disk, a state that refuses every request.
+    /// The writable state of a disk. For a disk that does not exist, a state that refuses every request.
     pub fn head(&self, disk: u64) -> Arc<Head> {
         let exists =
             || self.with_catalog(|catalog| catalog.find(disk).is_some_and(|object| object.state == ObjectState::Disk));
@@ -236,7 +239,7 @@ impl Engine {
         }
         if exists() {
             let head = self.buffers.head(disk);
-            // The disk may have been deleted, and its buffer removed, before this state was made.
+            // The disk may have been deleted, and its buffer removed, between the check and this point.
             if exists() {
                 return head;
             }
@@ -250,8 +253,8 @@ impl Engine {
         self.meta.statistics()
     }
 
-    /// Updates the number of free blocks that writers may count on. Called whenever free space changed, and before
-    /// claims and changes are given back.
+    /// Publishes the number of free blocks on which writes may rely. Called whenever free space has changed, and before
+    /// claims and counted changes are released.
     fn update_headroom(&self, meta: &Meta) {
         let free = meta.data.counts().free;
         self.reserves.set_headroom(free.saturating_sub(meta.catalog.reserved()));

@@ -1,14 +1,14 @@
-//! Ownership: one process at a time writes a datastore.
+//! Ownership: only one process at a time writes a datastore.
 //!
-//! The owner holds three locks: on the file `lock`, which every version takes; on the superblock, which every opener
-//! needs; and on the folder, where the file system locks folders. Removing or replacing one of the files therefore lets
-//! no second owner in.
+//! The owner holds three locks: on the file `lock`, which every version locks; on the superblock, which every opening
+//! needs; and on the folder, where the file system can lock folders. If one of the files is removed or replaced, a
+//! second process still cannot become the owner.
 //!
-//! Ownership can be lost all the same, and the store then stops writing. A medium that revokes it says so at once and
-//! refuses what the former owner still writes. On a local file system the owner has to look whether the names still
-//! lead to what it has locked, before an append to the journal and every few seconds: a process of version 0.1.0 knows
-//! only the file `lock`, and a folder restored under a running server is not the one that was opened. Appends that
-//! follow each other within [`LOOK_INTERVAL`] share one look.
+//! Ownership can be lost nevertheless, and the store then stops writing. A medium that revokes ownership reports that
+//! at once, and refuses further writes of the former owner. On a local file system the owner compares names with locked
+//! files before an append to the journal and every few seconds. This finds two cases: a process of version 0.1.0 locks
+//! only the file `lock`, and a folder may be restored from a backup under a running server. Appends within
+//! [`LOOK_INTERVAL`] of a check do not repeat it.
 
 use super::Engine;
 use super::files::{LOCK_FILE, SUPERBLOCK_FILE};
@@ -19,22 +19,22 @@ use backend::{Directory, Lock};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-/// For this long after a look the ownership is taken to be held. Another process that opens the datastore takes longer
-/// before it writes, and looking takes 3 % of the time of a flush of one block.
+/// After a check the ownership counts as held for this long. Another process that opens the datastore needs longer
+/// until its first write. The check takes 3 % of the time of a flush of one block.
 pub(super) const LOOK_INTERVAL: Duration = Duration::from_millis(2);
 
 /// The locks of the owner of a datastore, until dropped.
 pub struct Owner {
     locks: Vec<Box<dyn Lock>>,
     taken: Instant,
-    /// Until when the last look counts, in nanoseconds since `taken`.
+    /// Until when the last check counts, in nanoseconds since `taken`.
     valid_until: AtomicU64,
-    /// A comparison that failed has been reported.
+    /// A failed check was reported.
     reported: AtomicBool,
 }
 
 impl Owner {
-    /// Becomes the owner of the datastore in a folder. `Busy` if another process, or another opener in this process,
+    /// Becomes the owner of the datastore in a folder. `Busy` if another process, or another engine in this process,
     /// owns it.
     pub fn take(directory: &dyn Directory) -> Result<Self> {
         let mut locks = Vec::with_capacity(3);
@@ -59,7 +59,7 @@ impl Owner {
         Ok(Self { locks, taken, valid_until, reported: AtomicBool::new(false) })
     }
 
-    /// Fails once the ownership is lost; a look of the last [`LOOK_INTERVAL`] counts.
+    /// Fails once the ownership is lost. Skips the check if the last one was within [`LOOK_INTERVAL`].
     fn check(&self) -> Result<()> {
         if (self.taken.elapsed().as_nanos() as u64) < self.valid_until.load(Ordering::Relaxed) {
             return Ok(());
@@ -67,7 +67,7 @@ impl Owner {
         self.look()
     }
 
-    /// Fails once the ownership is lost.
+    /// Checks the ownership, and fails if it is lost.
     fn look(&self) -> Result<()> {
         let now = self.taken.elapsed();
         for lock in &self.locks {
@@ -81,10 +81,10 @@ impl Owner {
                         ),
                     ));
                 }
-                // The ownership is held all the same: a look that fails says nothing about it.
+                // A check that fails with an error says nothing about the ownership, which counts as held.
                 Err(error) => {
                     if !self.reported.swap(true, Ordering::Relaxed) {
-                        tracing::warn!(%error, "whether the datastore is still owned cannot be seen");
+                        tracing::warn!(%error, "checking the ownership of the datastore failed; it counts as held");
                     }
                 }
             }
@@ -95,26 +95,27 @@ impl Owner {
 }
 
 impl Engine {
-    /// Fails once the datastore has another owner, or may have. Stores opened without an owner have none to lose.
+    /// Fails if the ownership is lost, according to `look`. A store opened without an owner cannot lose it.
     fn ownership(&self, look: impl FnOnce(&Owner) -> Result<()>) -> Result<()> {
         match self.owner.as_ref().map(Weak::upgrade) {
             None => Ok(()),
             Some(Some(owner)) => look(&owner),
-            Some(None) => Err(Error::new(ErrorKind::Stopped, "the datastore was given up without being closed")),
+            Some(None) => Err(Error::new(ErrorKind::Stopped, "the datastore was released without being closed")),
         }
     }
 
-    /// Stops the datastore once its ownership is lost.
+    /// Checks the ownership, and stops the datastore if it is lost.
     pub(super) fn check_owner(&self) -> Result<()> {
         self.ownership(Owner::check).map_err(|error| self.stop(error))
     }
 
-    /// The loss of the ownership, if that explains `error`: a medium that fences fails what a former owner writes.
+    /// Returns the loss of ownership instead of `error`, if it is lost: a medium that fences refuses writes of a former
+    /// owner.
     pub(super) fn explained_by_loss(&self, error: Error) -> Error {
         self.ownership(Owner::look).err().unwrap_or(error)
     }
 
-    /// Has the datastore stopped when the medium reports that its ownership is lost.
+    /// Registers a callback by which the medium reports the loss of ownership, so that the datastore stops.
     pub(super) fn stop_on_loss(self: &Arc<Self>) {
         let Some(owner) = self.owner.as_ref().and_then(Weak::upgrade) else { return };
         for lock in &owner.locks {

@@ -1,4 +1,4 @@
-//! Reading: finds blocks in the buffer and the map, and verifies what the caller fetched.
+//! Reading: finds blocks in the buffer and the map, and verifies what the caller has read from the data files.
 
 use super::log::Cost;
 use super::metadata::{Effects, Fetch};
@@ -14,7 +14,7 @@ use backend::{BLOCK_SIZE, Buffer, File, SharedSlice};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// The cost of noting the content of a suspect block.
+/// The cost of recording the content of a suspect block.
 const RESOLVE_COST: Cost = Cost { bytes: 32, pages: 3 };
 
 /// A part of a planned read; always whole blocks.
@@ -24,13 +24,13 @@ pub enum Part {
         /// Length in bytes.
         length: usize,
     },
-    /// Held in memory: written a moment ago and not at its place yet. Already verified.
+    /// In memory: buffered, or journalled payload that is not written to its block yet. Needs no verification.
     Memory(SharedSlice),
     /// In a data file.
     Stored(Stored),
 }
 
-/// Blocks next to each other in a data file, and what they must hash to.
+/// Adjacent blocks of a data file, and their checksums.
 pub struct Stored {
     /// The data file.
     pub file: Arc<dyn File>,
@@ -38,15 +38,15 @@ pub struct Stored {
     pub offset: u64,
     /// Physical block number of the first block.
     pub block: u64,
-    /// CRC32C of each block as the table has it.
+    /// CRC32C of each block according to the table.
     pub checksums: Vec<u32>,
 }
 
-/// Where a range of blocks is.
+/// The locations of a range of blocks.
 pub struct Planned {
     /// The parts in order.
     pub parts: Vec<Part>,
-    /// While it lives, no place named here is given to another owner.
+    /// While the guard exists, no block named here is reused.
     pub guard: Arc<()>,
 }
 
@@ -67,15 +67,15 @@ impl Part {
     }
 }
 
-/// Parts of an answer with the block that each begins at.
+/// Parts of a plan, each with its first logical block.
 type Parts = Vec<(u64, Part)>;
 
 impl Meta {
-    /// Appends where `range` of the tree `root` is.
+    /// Appends the locations of `range` in the tree `root`.
     fn plan(&mut self, files: &DataFiles, root: Option<NodeId>, range: Range<u64>, out: &mut Parts) -> Result<()> {
         let planned = self.plan_walk(files, root, range.clone(), out);
         if planned.is_err() && self.pages.absent() > 0 {
-            // All pages that can be known to be missing by now, not only the first.
+            // Surveys the whole range, so that all missing pages are read at once.
             self.survey(root, range, Aim::Read);
         }
         planned
@@ -105,7 +105,8 @@ impl Meta {
         Ok(())
     }
 
-    /// A run of data: from memory where its payload is not home yet, from the medium elsewhere.
+    /// Plans a run of data: from memory where journalled payload is not written to its block yet, elsewhere from the
+    /// data file.
     fn plan_run(&mut self, files: &DataFiles, logical: u64, run: Run, out: &mut Parts) -> Result<()> {
         let mut block = run.start;
         let end = run.start + run.blocks;
@@ -122,7 +123,7 @@ impl Meta {
                 let mut checksums = Vec::with_capacity(part.blocks as usize);
                 self.data.checksums(&mut self.pages, part, &mut checksums)?;
                 let at = logical + (block - run.start);
-                // Two extents that lie next to each other on the medium are one read.
+                // Two extents that are adjacent on the medium become one read.
                 if let Some((before, Part::Stored(last))) = out.last_mut()
                     && *before + last.checksums.len() as u64 == at
                     && last.block + last.checksums.len() as u64 == block
@@ -143,7 +144,7 @@ impl Meta {
 }
 
 impl Engine {
-    /// Finds where a range of blocks of a disk is.
+    /// Plans a read of a range of blocks of a disk.
     pub fn plan_head(&self, head: &Head, range: Range<u64>) -> Result<Planned> {
         let mut fetch = Fetch::default();
         loop {
@@ -154,7 +155,7 @@ impl Engine {
         }
     }
 
-    /// The same with the metadata in memory; otherwise the pages that are missing.
+    /// Like [`Engine::plan_head`], if the metadata is in memory. Otherwise returns the missing pages.
     fn try_plan_head(
         &self,
         head: &Head,
@@ -203,7 +204,7 @@ impl Engine {
         Ok(Ok(Planned { parts: parts.into_iter().map(|(_, part)| part).collect(), guard }))
     }
 
-    /// Finds where a range of blocks of a snapshot is. Waits while its last writes are not in the map yet.
+    /// Plans a read of a range of blocks of a snapshot. Waits until all writes of the snapshot are in the map.
     pub fn plan_snapshot(&self, snapshot: u64, range: Range<u64>) -> Result<Planned> {
         self.wait_sealed(snapshot)?;
         self.meta.look(|meta| {
@@ -215,9 +216,9 @@ impl Engine {
         })
     }
 
-    /// Verifies what was fetched of a range that starts at block `logical`: `fetched` has the bytes of each stored part
-    /// by its index, `replan` plans a block again. False when the range changed under the read: it is to be planned
-    /// again.
+    /// Verifies the data that was read for a range starting at block `logical`. `fetched` returns the bytes of each
+    /// stored part by its index, `replan` plans a read of one block again. False if the range changed during the read:
+    /// the caller must plan again.
     pub fn verify<'a>(
         &self,
         name: &str,
@@ -233,7 +234,7 @@ impl Engine {
             let Part::Stored(stored) = part else { continue };
             let bytes = fetched(index);
             if bytes.len() != stored.length() {
-                return Err(Error::new(ErrorKind::Io, format!("{name}: a read was finished before it was fetched")));
+                return Err(Error::new(ErrorKind::Io, format!("{name}: a read was finished before its data was read")));
             }
             for (i, (block, wanted)) in bytes.chunks_exact(BLOCK_SIZE).zip(&stored.checksums).enumerate() {
                 if checksum(block) != *wanted {
@@ -246,9 +247,9 @@ impl Engine {
         Ok(true)
     }
 
-    /// A block does not hash to what was planned: because it changed meanwhile, because a crash left it half written,
-    /// or because the medium returned something else than was written. Only the last is an error; after the others the
-    /// read is planned again.
+    /// Handles a block whose checksum differs from the planned one. There are three causes: the block changed during
+    /// the read, a crash left it half written, or the medium returned wrong data. Only the last is an error; otherwise
+    /// the read is planned again.
     #[cold]
     fn mismatch(
         &self,
@@ -270,7 +271,7 @@ impl Engine {
         if found == planned {
             return Ok(());
         }
-        // To note the content that a suspect block is found to hold.
+        // The grant is for recording the content of a suspect block.
         let _grant = self.admit(RESOLVE_COST)?;
         let mut meta = self.meta.lock();
         let entry = meta.entry(run.start)?;
@@ -280,7 +281,8 @@ impl Engine {
         if entry.references == 0 {
             drop(meta);
             let still = replan(logical)?;
-            // Freed a moment ago, or lost from the table while the map names it: that no plan will change.
+            // The block was freed during the read, or its table entry was lost while the map still refers to it. Only
+            // the second is an error: planning again returns the same block.
             return match still.parts.first() {
                 Some(Part::Stored(stored)) if stored.block == run.start => Err(Error::new(
                     ErrorKind::Corrupt,
@@ -296,8 +298,8 @@ impl Engine {
         }
         if meta.in_flight.contains(run.start) {
             drop(meta);
-            // A write of the block has begun, and its announcement may be in the journal already. A write that failed
-            // never ends.
+            // A write of the block has begun, and its announcement may be in the journal already. If that write has
+            // failed, the block stays in flight.
             self.check_running().map_err(|error| {
                 let offset = logical * BLOCK_SIZE as u64;
                 error
@@ -306,7 +308,8 @@ impl Engine {
             return Ok(());
         }
         if entry.suspect {
-            // A crash cut off a write that was never acknowledged as durable: what it left is the content now.
+            // A crash cut off an overwrite that was never acknowledged as durable: the content that it left is now the
+            // block's content.
             let operation = Operation::Resolve { block: run.start, checksum: found };
             meta.enqueue(operation, 0)?;
             self.count_changes(&meta);
@@ -334,7 +337,7 @@ impl Engine {
         ))
     }
 
-    /// Reads a range of blocks into memory at once.
+    /// Reads a range of blocks into memory.
     pub fn read_blocks(
         &self,
         name: &str,

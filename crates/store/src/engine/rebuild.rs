@@ -1,13 +1,13 @@
-//! Damaged pages: finds them, names what they describe, and rebuilds what follows from other pages.
+//! Damaged pages: finds them, reports which disks they affect, and rebuilds those that can be derived from other pages.
 //!
-//! What can be rebuilt, and from what ([the format](../../../../docs/format/native.md#what-can-be-proven)):
+//! Which pages can be rebuilt, and from what ([the format](../../../../docs/format/native.md#what-can-be-proven)):
 //!
-//! * A page of any kind from the images of the last checkpoint, or from its own checksum where one bit is inverted
+//! * A page of any kind from the images of the last checkpoint, or, if one bit is inverted, from its own checksum
 //!   ([`crate::pages::Mender`]).
 //! * Summaries from the tables, reference counts from the trees.
-//! * Of an entry of `data.table`, the checksum from the block: if the remaining bytes of the entry are the checksum of
-//!   the block, both are what was written. If they differ, nothing proves which of them is wrong, and the block stays
-//!   an error.
+//! * A checksum in a damaged page of `data.table` from the block: if the remaining bytes of the entry match the
+//!   checksum of the block, both are correct. If they differ, nothing proves which one is wrong, and reads of the block
+//!   fail.
 //! * Damaged pages of the catalog from memory, while the store is open.
 //!
 //! What must hold: no count is rebuilt while a tree cannot be walked completely or an object is unknown. A count that
@@ -42,8 +42,8 @@ pub(super) fn damaged_page(key: PageKey, error: &Error) -> String {
 }
 
 impl Meta {
-    /// Blanks damaged pages behind the end that the last checkpoint knew: nothing was ever written to their places, and
-    /// the journal has all that they will hold. Called before replay.
+    /// Replaces damaged pages past the end of the files at the last checkpoint by empty ones. That checkpoint wrote
+    /// nothing to them, and the journal has all changes that they will contain. Called before replay.
     pub(super) fn blank_unused(&mut self) -> Result<Vec<PageKey>> {
         let summaries = |regions: u64| regions.div_ceil(SUMMARY_ENTRIES);
         let known = [
@@ -106,7 +106,7 @@ impl Sight<'_> {
         damaged
     }
 
-    /// Which disks and snapshots map blocks of a range, and where, as a text.
+    /// Names the disks and snapshots that map blocks of a range, with the logical ranges, as text.
     pub(super) fn describe_blocks(&mut self, roots: &[Root], blocks: &Range<u64>) -> String {
         let mut owners = Vec::new();
         for root in roots {
@@ -124,14 +124,14 @@ impl Sight<'_> {
                 }
                 Ok(true)
             };
-            // A tree that cannot be walked is a finding of its own.
+            // A tree that cannot be walked is reported elsewhere.
             let _ = tree::walk_damaged(&mut self.nodes(&mut effects), root.node, &mut visit, &mut |_, _, _| {});
             owners.extend(here.map(|span| root.bytes(&span)));
         }
         listed(owners)
     }
 
-    /// The trees that contain the given nodes, and the ranges below the nodes.
+    /// Names the trees that contain the given nodes, with the logical ranges below the nodes.
     pub(super) fn describe_nodes(&mut self, roots: &[Root], damaged: &BTreeMap<u64, String>) -> BTreeMap<u64, String> {
         let mut owners: BTreeMap<u64, Vec<String>> = BTreeMap::new();
         for root in roots {
@@ -178,7 +178,7 @@ fn listed(mut owners: Vec<String>) -> String {
 }
 
 impl Engine {
-    /// Reports what the opening found, in the first check only.
+    /// The findings of the opening. The first check reports them.
     pub(super) fn take_found_first(&self) -> Report {
         std::mem::take(&mut self.found_first.lock())
     }
@@ -201,12 +201,12 @@ impl Engine {
             let problem = format!("{key} is damaged; the last checkpoint has nothing in it");
             report.add(problem, Some("made anew from the journal".to_owned()));
         }
-        // All pages are examined now: the checkpoint that ends recovery overwrites the images of the last one.
+        // All pages are examined now, because the checkpoint that ends recovery overwrites the images of the last one.
         let standing = StoreActivity::Stopped(&BTreeMap::new());
         let options = CheckOptions { data: false, repair: true };
         let mut first = Report::default();
         self.check_sight(&mut meta.sight(), standing, 0, options, &|_, _| true, &mut first)?;
-        // The check that follows finds the rest.
+        // The check that follows reports the findings that were not repaired.
         first.findings.retain(|finding| finding.repaired.is_some());
         if !first.findings.is_empty() {
             self.recount(meta)?;
@@ -218,13 +218,13 @@ impl Engine {
         Ok(())
     }
 
-    /// Counts the regions again after a repair.
+    /// Counts the blocks of all regions again after a repair.
     pub(super) fn recount(&self, meta: &mut Meta) -> Result<()> {
         meta.map.recount(&mut meta.pages)?;
         meta.data.recount(&mut meta.pages)
     }
 
-    /// The last step of an opening that repairs.
+    /// The last step of opening for a repair: reports the restored pages and marks them for the next checkpoint.
     pub(super) fn end_mending(&self) -> Result<()> {
         let mut report = self.take_found_first();
         let mut meta = self.meta.lock();
@@ -235,7 +235,7 @@ impl Engine {
         Ok(())
     }
 
-    /// The next checkpoint writes the restored pages to their places.
+    /// Marks restored pages as changed, so that the next checkpoint writes them to their places.
     pub(super) fn note_mended(&self, meta: &mut Meta, report: &mut Report) -> Result<()> {
         let Some(mender) = meta.pages.mender().cloned() else { return Ok(()) };
         for (key, proof) in mender.take_mended() {
@@ -249,7 +249,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Reports damaged pages, and rebuilds those that follow from memory.
+    /// Reports damaged pages, and with `repair` rebuilds those that can be derived from memory.
     pub(super) fn report_damaged(&self, sight: &mut Sight<'_>, damaged: &Damaged, repair: bool, report: &mut Report) {
         for (number, why) in sight.catalog.lost() {
             let first = number * SLOTS_PER_PAGE as u64;
@@ -276,7 +276,7 @@ impl Engine {
         }
     }
 
-    /// Walks one tree for the counts of a check. False if a part of it could not be walked.
+    /// Reports damaged nodes, and the parts of trees below them.
     pub(super) fn note_lost_nodes(
         &self,
         sight: &mut Sight<'_>,
@@ -297,7 +297,7 @@ impl Engine {
         }
     }
 
-    /// Compares blocks of rebuilt table pages with the remaining checksums.
+    /// Compares the blocks of rebuilt table pages with the remaining checksums of their entries.
     pub(super) fn verify_renewed(
         &self,
         sight: &mut Sight<'_>,
@@ -317,7 +317,7 @@ impl Engine {
     }
 }
 
-/// A mender over the images that the last checkpoint left.
+/// A mender that uses the images of the last checkpoint.
 pub(super) fn mender(engine: &Engine) -> std::sync::Arc<Mender> {
     std::sync::Arc::new(Mender::new(engine.log.image_index()))
 }

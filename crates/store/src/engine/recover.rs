@@ -1,17 +1,18 @@
-//! Making, opening and closing a store.
+//! Creates, opens and closes a store.
 //!
-//! Opening reads the superblock. If it names images of a checkpoint, they are written to their places first. Then it
-//! reads the journal from its tail, applies every operation again, writes payload to its place, completes snapshots
-//! that were waiting for their last writes with what there is, and makes a checkpoint of the result as the new start.
+//! Opening reads the superblock. If it names images of a checkpoint, they are written to their places. Then opening
+//! replays the journal from its tail, writes journalled payload to its blocks, and seals snapshots whose last writes
+//! were lost with the buffer. Finally it makes a checkpoint, which is the new starting point.
 //!
 //! What must hold:
 //!
-//! 1. Nothing is appended to the journal before that checkpoint, so a full ring recovers like any other. The effects of
-//!    recovery beyond replay are in the pages that the checkpoint captures.
-//! 2. Recovery can be cut off anywhere and begin again. Until the checkpoint is committed the superblock describes the
-//!    state that replay starts from, and what is written home is what the next recovery would write again.
-//! 3. Work without a bound, such as clearing the blocks behind the end of a disk that shrank, comes after the
-//!    checkpoint and is admitted step by step.
+//! 1. Nothing is appended to the journal before the final checkpoint, so a full ring needs no special case. Changes
+//!    that recovery makes after replay are in the pages that this checkpoint captures.
+//! 2. Recovery can be interrupted anywhere and begin again. Until the checkpoint is committed, the superblock describes
+//!    the state from which replay starts, and everything that recovery writes in place would be written again by the
+//!    next recovery.
+//! 3. Unbounded work, such as clearing the blocks past the end of a disk that shrank, comes after the checkpoint and
+//!    is admitted step by step.
 
 use super::buffers::Buffers;
 use super::check::Report;
@@ -40,28 +41,28 @@ pub const JOURNAL_SIZE_MIN: u64 = 4 << 20;
 pub const JOURNAL_SIZE_MAX: u64 = 4 << 30;
 /// The journal of a datastore made without `--journal-size`: 128 MiB.
 pub const JOURNAL_SIZE_DEFAULT: u64 = 128 << 20;
-/// Blocks of the map reserved at the start (2 MiB): half of them are kept free, the others are for writes.
+/// Map nodes reserved in a new datastore (2 MiB): half of them are kept free, the others are for writes.
 const MAP_RESERVE: u64 = 2 * KEPT;
-/// Pages that recovery may change beyond those that replay changes: for the snapshots that it completes.
+/// Pages that recovery may change in addition to those of replay: for the snapshots that it seals.
 const PAGES_AHEAD: u64 = 64;
-/// Regions of data that are accepted beyond the length of the data files.
+/// How many regions of data a superblock may count beyond the length of the data files.
 const REGIONS_AHEAD: u64 = 1024;
 
-/// What a store is opened for.
+/// The purpose of an opening.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Opening {
-    /// For use: damage that affects more than the damaged page describes refuses the opening.
+    /// For ordinary use. The opening is refused if damage affects more than the content of the damaged page.
     Ordinary,
-    /// For a check that repairs.
+    /// For a check with repair.
     Repair,
 }
 
 impl Opening {
-    /// What a user can do about damage that this kind of opening refuses.
+    /// What a user can do when damage makes this kind of opening fail.
     fn advice(self) -> &'static str {
         match self {
-            Self::Ordinary => "run 'lamina check --repair', or read out what is whole with 'lamina salvage'",
-            Self::Repair => "this cannot be repaired; read out what is whole with 'lamina salvage'",
+            Self::Ordinary => "run 'lamina check --repair', or read out the undamaged data with 'lamina salvage'",
+            Self::Repair => "this cannot be repaired; read out the undamaged data with 'lamina salvage'",
         }
     }
 
@@ -73,7 +74,7 @@ impl Opening {
     }
 }
 
-/// What an opening has found before the first change.
+/// The parts of a store, as the opening has read them.
 pub(super) struct Parts<'a> {
     pub meta: Metadata,
     pub directory: Arc<dyn Directory>,
@@ -87,7 +88,7 @@ pub(super) struct Parts<'a> {
     pub owner: Option<&'a Arc<Owner>>,
 }
 
-/// How a store is made.
+/// Parameters of a new store.
 #[derive(Clone, Copy, Debug)]
 pub struct InitParameters {
     /// Identity.
@@ -97,7 +98,7 @@ pub struct InitParameters {
 }
 
 impl Engine {
-    /// Makes a store in an empty directory. The superblock is written last: without it the directory is no datastore.
+    /// Creates a store in an empty directory. The superblock is written last: without it the directory is no datastore.
     pub fn init(directory: &Arc<dyn Directory>, parameters: InitParameters) -> Result<()> {
         let size = parameters.journal_size;
         if !(JOURNAL_SIZE_MIN..=JOURNAL_SIZE_MAX).contains(&size) || !size.is_multiple_of(BLOCK_SIZE as u64) {
@@ -121,14 +122,13 @@ impl Engine {
                 format!("the folder is not empty (it holds {foreign}); a datastore needs a folder of its own"),
             ));
         }
-        // The files are remains of an `init` that was interrupted.
+        // All files are remains of an interrupted `init`.
         for name in names.iter().filter(|name| *name != LOCK_FILE) {
             directory.remove(name).during(|| format!("removing {name}"))?;
         }
         let create = |name: &str| directory.create(name, IoMode::Buffered).during(|| format!("creating {name}"));
         let journal = create(JOURNAL_FILE)?;
-        // The journal is written with zeros, not only reserved, so that appends do not change the metadata of the file
-        // system.
+        // The journal is filled with zeros, so that appends do not change the metadata of the file system.
         let zeros = Buffer::zeroed(1 << 20 >> 12);
         journal.reserve(0, size).during(|| "reserving the journal".into())?;
         let mut at = 0;
@@ -173,13 +173,13 @@ impl Engine {
         directory.sync().during(|| "flushing the new datastore".into())
     }
 
-    /// Opens a store that no other process can open: recovers it if it was not closed, and starts its threads if the
-    /// options ask for that.
+    /// Opens a store, and recovers it if it was not closed. Starts its threads if the options say so. The caller
+    /// ensures that no other process has the store open.
     pub fn open(directory: Arc<dyn Directory>, options: EngineOptions) -> Result<Arc<Self>> {
         Self::open_owned(directory, options, None)
     }
 
-    /// As [`Engine::open`]. The store is written only while `owner` exists and holds its locks.
+    /// Like [`Engine::open`], but the store is written only while `owner` exists and holds its locks.
     pub fn open_owned(
         directory: Arc<dyn Directory>,
         options: EngineOptions,
@@ -188,8 +188,8 @@ impl Engine {
         Self::open_for(directory, options, owner, Opening::Ordinary)
     }
 
-    /// As [`Engine::open_owned`], for a check that repairs: damage that can be repaired with a proof is repaired before
-    /// recovery needs the page. The findings are in the report of the next check.
+    /// Like [`Engine::open_owned`], for a check with repair: pages that can be restored are restored before recovery
+    /// needs them. The next check reports the findings.
     pub fn open_repairing(
         directory: Arc<dyn Directory>,
         options: EngineOptions,
@@ -213,14 +213,14 @@ impl Engine {
             Opening::Repair => Superblock::read_mended(&*superblock_file)?,
         };
         if let Some(copy) = superblock.damaged_copy(&*superblock_file)? {
-            // Every opening writes the superblock, over the damaged copy first.
+            // Every opening writes the superblock, beginning with the damaged copy.
             tracing::error!(copy, "a copy of the superblock is damaged; the other one is used");
             found_first.add(damaged_superblock(copy), Some("written anew when the datastore was opened".to_owned()));
         }
         if !superblock.clean {
             files::show_media(&*directory)?;
         }
-        // The journal bypasses the page cache where the file system allows it: only recovery reads it.
+        // The journal bypasses the page cache if the file system allows that, because only recovery reads it.
         let journal_file = match directory.open(JOURNAL_FILE, IoMode::Direct) {
             Ok(file) => file,
             Err(_) => open(JOURNAL_FILE, IoMode::Buffered)?,
@@ -229,7 +229,7 @@ impl Engine {
             return Err(Error::new(
                 ErrorKind::Corrupt,
                 "the journal is shorter than the superblock says: it was truncated; restore the file from a backup, or \
-                 read out what is whole with 'lamina salvage'",
+                 read out the undamaged data with 'lamina salvage'",
             ));
         }
         let mut page_files: Vec<Arc<dyn File>> = Vec::new();
@@ -261,7 +261,7 @@ impl Engine {
         found.check_whole(opening)?;
         let (mut replay_from, mut ordered_from) = (superblock.tail, superblock.ordered);
         if let Some(checkpoint) = &found.checkpoint {
-            // Version 1 kept images in the ring. They stay there until the first checkpoint is committed.
+            // Version 1 kept images in the ring. They stay there until this recovery has committed a checkpoint.
             let mut images = Vec::new();
             collect_images(&journal, superblock.tail, checkpoint, &mut images)?;
             write_home(&page_files, &images)?;
@@ -301,8 +301,8 @@ impl Engine {
         }
         let crashed = !superblock.clean || found.end != superblock.tail;
         if crashed {
-            // A flush of this opening does not settle overwrites that an earlier opening announced and did not write,
-            // until a checkpoint has made the result of recovery the new start: recovery may have to begin again.
+            // Until the checkpoint that ends recovery, a flush must not settle overwrites that an earlier process
+            // announced and did not write: if recovery begins again, these blocks must still be suspect.
             engine.log.settle_nothing();
             let tolerance = match opening {
                 Opening::Ordinary => Tolerance::Nothing,
@@ -320,7 +320,7 @@ impl Engine {
         Ok(engine)
     }
 
-    /// Combines the parts of an opening into an engine.
+    /// Combines the parts of a store into an engine.
     pub(super) fn assemble(parts: Parts<'_>) -> Result<Arc<Self>> {
         let Parts { meta, directory, options, superblock, superblock_file, journal, images, files, .. } = parts;
         let queue = || directory.queue(LANE_DEPTH).during(|| "starting an I/O queue".into());
@@ -346,7 +346,7 @@ impl Engine {
         }))
     }
 
-    /// The last steps of opening: completes operations that a crash interrupted, and starts the threads.
+    /// Finishes an opening: completes operations that a crash interrupted, and starts the threads.
     fn start(self: &Arc<Self>, crashed: bool) -> Result<()> {
         self.stop_on_loss();
         if crashed {
@@ -361,8 +361,8 @@ impl Engine {
             for snapshot in unsealed {
                 self.carry_out(&mut meta, Operation::Seal { snapshot }, 0)?;
             }
-            // Incomplete disks are left to the owner of the store: the record of a migration may name one of them as
-            // the disk. They are deleted together with their snapshots, as any disk is.
+            // Incomplete disks are left to the caller, because the record of a migration may name one of them as the
+            // complete disk. Otherwise the caller deletes them with their snapshots.
             let mut incomplete: Vec<u64> = meta
                 .catalog
                 .objects()
@@ -382,7 +382,7 @@ impl Engine {
             self.log.end_announced();
             self.clear_behind_ends()?;
         }
-        // The files change from here on: space is reserved before the journal describes it.
+        // The files change from here on, because space is reserved before the journal describes it.
         self.log.note_open()?;
         unless_full(self.extend_map(0))?;
         if self.options.threads {
@@ -391,7 +391,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Reserves room for the images of any single change, and for all pages that are dirty already.
+    /// Reserves space for the images of any single change, and of all pages that are dirty already.
     fn reserve_for_checkpoints(&self) -> Result<()> {
         let needed = {
             let meta = self.meta.lock();
@@ -400,25 +400,26 @@ impl Engine {
         };
         let reserved = self.reserve_images(needed);
         reserved.map_err(|error| error.context("the datastore cannot be opened without room for its metadata"))?;
-        // Regions in use have their room. A region in which nothing was ever reserved may lack its table pages; a
-        // change that needs them reserves them.
+        // Table pages of regions in use have their space. Other regions may lack it; a change that uses such a region
+        // reserves it.
         unless_full(self.reserve_tables())
     }
 
-    /// A disk whose shrink was cut short by a crash has the new capacity and still the blocks behind it.
+    /// Unmaps blocks past the ends of disks: a crash during a shrink leaves the new capacity and the old blocks.
     fn clear_behind_ends(&self) -> Result<()> {
         let disks: Vec<(u64, u64)> = self.with_catalog(|catalog| {
             catalog.disks().map(|disk| (disk.id, disk.capacity.div_ceil(BLOCK_SIZE as u64))).collect()
         });
         for (disk, end) in disks {
-            // Blocks that stay for lack of room cannot be reached, and are cleared before the disk grows.
+            // If the file system is too full to unmap them, the blocks stay. They cannot be read, and are unmapped
+            // before the disk grows.
             unless_full(self.unmap_waiting(disk, end..crate::tree::LOGICAL_LIMIT))?;
         }
         Ok(())
     }
 
-    /// Writes count down the blocks set aside for a thick disk with snapshots, and a crash may have counted some twice.
-    /// Restores the full number as far as free blocks allow; the blocks that were set aside at the crash are free.
+    /// Restores the reservation of thick disks with snapshots, as far as free blocks allow. Writes reduce the
+    /// reservation, and a crash may have counted some of them twice. The reserved blocks are among the free ones.
     fn restore_reserves(&self, meta: &mut Meta) -> Result<()> {
         let thick = |disk: &&Object| disk.provisioning != Provisioning::Thin && disk.reserved > 0;
         let disks: Vec<Object> = meta.catalog.disks().filter(thick).cloned().collect();
@@ -432,8 +433,8 @@ impl Engine {
         Ok(())
     }
 
-    /// Writes all data and metadata to its place, and ends the threads. Afterwards the store can only be dropped, or
-    /// closed again if this failed.
+    /// Writes all data and metadata in place, and ends the threads. Afterwards the store can only be dropped or, after
+    /// an error, closed again.
     pub fn close(&self) -> Result<()> {
         let mut closed = self.running.begin_closing();
         if *closed {
@@ -441,9 +442,10 @@ impl Engine {
         }
         self.running.end_threads();
         self.flush()?;
-        // This includes changes that no write waits for, so that the checkpoint has nothing to append.
+        // Changes without a write are committed too, so that the checkpoint has nothing to append.
         self.commit_changes()?;
-        // The next opening looks for blocks that nothing refers to.
+        // If some space could not be returned, the datastore is not marked as cleanly closed, so that the next opening
+        // searches for it.
         let purpose = if self.return_rest() { Purpose::Close } else { Purpose::GoOn };
         let _guard = self.log.lock_checkpoints();
         self.checkpoint_locked(purpose)?;
@@ -462,7 +464,7 @@ pub(super) struct Survey {
     pub end: Place,
     pub incarnation: u64,
     pub checkpoint: Option<FoundCheckpoint>,
-    /// Where whole batches of the journal continue behind damage at its end.
+    /// The place of an undamaged batch or trailer past the end of the journal: the journal is damaged before it.
     pub beyond: Option<Place>,
 }
 
@@ -484,13 +486,13 @@ impl Survey {
 }
 
 impl FoundCheckpoint {
-    /// The contents of the superblock.
+    /// The superblock fields of the checkpoint.
     pub fn record(&self) -> CheckpointRecord {
         self.record
     }
 }
 
-/// Reads the journal to its end and applies its operations.
+/// Reads the journal to its end without applying it.
 pub(super) fn survey(journal: &Journal, incarnation: u64) -> Result<Survey> {
     let mut found = Survey { end: journal.tail(), incarnation, checkpoint: None, beyond: None };
     let mut lowest = incarnation;
@@ -513,7 +515,7 @@ pub(super) fn survey(journal: &Journal, incarnation: u64) -> Result<Survey> {
     Ok(found)
 }
 
-/// The pages of a finished checkpoint: those appended between its tail and its end.
+/// The page images of a checkpoint of version 1: those appended between its tail and its end.
 pub(super) fn collect_images(
     journal: &Journal,
     tail: Place,
@@ -540,8 +542,8 @@ pub(super) fn collect_images(
     Ok(())
 }
 
-/// Finds a truncated metadata file at the opening, not at a later read. Sizes beyond the lengths of the files are
-/// refused.
+/// Checks the lengths of the metadata files, so that a truncated file is found now, not by a later read. Refuses sizes
+/// in the superblock that exceed the files.
 fn check_lengths(
     files: &[Arc<dyn File>; PageFile::COUNT],
     data_files: &[Arc<dyn File>],
@@ -557,14 +559,14 @@ fn check_lengths(
                 ErrorKind::Corrupt,
                 format!(
                     "{} has {length} bytes and should have {}: it was truncated; restore the file from a backup, or read out \
-                     what is whole with 'lamina salvage'",
+                     the undamaged data with 'lamina salvage'",
                     file.name(),
                     pages * BLOCK_SIZE as u64
                 ),
             ));
         }
     }
-    // A region is described before its space is reserved, so some may lie behind the end of the last file.
+    // A region is described before its space is reserved, so some regions may lie past the end of the last file.
     let mut regions_max = (data_files.len() as u64).saturating_sub(1) * crate::space::FILE_REGIONS + REGIONS_AHEAD;
     if let Some(last) = data_files.last() {
         let length = last.len().during(|| "measuring the last data file".into())?;

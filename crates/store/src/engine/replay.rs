@@ -1,10 +1,10 @@
-//! Replay: applies the operations that the journal holds behind the last checkpoint.
+//! Replay: applies the operations in the journal since the last checkpoint.
 //!
-//! Blocks that an announcement leaves in doubt are in [`crate::engine::placement::Doubts`].
+//! [`crate::engine::placement::Doubts`] tracks the blocks whose announced writes may have been cut off.
 //!
 //! What must hold at the end: the table entry of each block in use has the checksum of the content on the medium, or
-//! the block is suspect. Suspect blocks were being overwritten by a write that was not acknowledged as durable: the
-//! content found there is their content.
+//! the block is marked as suspect. A suspect block was being overwritten by a write that was not acknowledged as
+//! durable: any content that is found in it is valid.
 
 use super::left_out::LeftOut;
 use super::metadata::Effects;
@@ -20,7 +20,7 @@ fn blocks(run: &Run) -> std::ops::Range<u64> {
 }
 
 impl Engine {
-    /// Applies the operations from `from` to `end`: urgent ones all, others from `ordered` on.
+    /// Applies the operations from `from` to `end`: all urgent ones, and the others from `ordered` on.
     pub(super) fn replay(&self, from: Place, ordered: Place, end: Place, left_out: &mut LeftOut) -> Result<u64> {
         self.find_reserved_nodes()?;
         let mut doubts = Doubts::default();
@@ -34,10 +34,10 @@ impl Engine {
             let Some(Batch { kind, body, next, .. }) = batch else {
                 return Err(Error::new(
                     ErrorKind::Corrupt,
-                    format!("the journal could be read a moment ago and cannot now, at {}", place.position),
+                    format!("the journal was readable a moment ago and is not now, at {}", place.position),
                 ));
             };
-            // Changes that were pending when the checkpoint captured its pages are in the pages.
+            // The pages already contain the changes that were pending when the checkpoint captured them.
             if kind == BatchKind::Urgent || kind == BatchKind::Operations && place >= ordered {
                 let mut reader = Reader::new(&body);
                 while let Some(operation) = reader.next_operation()? {
@@ -78,7 +78,7 @@ impl Engine {
         operation: &Operation,
         position: u64,
     ) -> Result<()> {
-        // On a full file system, the space that replay needs was reserved before the crash.
+        // If the file system is full, replay uses only space that was reserved before the crash.
         self.ensure_nodes(meta, crate::engine::metadata::NODES_PER_OPERATION)?;
         match operation {
             Operation::Overwrite { run, checksums } => {
@@ -107,7 +107,8 @@ impl Engine {
                 blocks(run).for_each(|block| doubts.told(block));
                 meta.doubt(doubts, *run)
             }
-            // The block was read while it was being overwritten: its content may have changed since.
+            // The read that resolved the block may have overlapped an overwrite: a later announcement still leaves it
+            // in doubt.
             Operation::Resolve { block, .. } => {
                 doubts.resolved(*block);
                 meta.doubt(doubts, Run { start: *block, blocks: 1 })
@@ -116,7 +117,8 @@ impl Engine {
         }
     }
 
-    /// Writes payload of the journal to its place, unless the complete content of a later announced overwrite is there.
+    /// Writes journalled payload to its blocks, except blocks that hold the complete content of a later announced
+    /// overwrite.
     fn put_payload_home(&self, doubts: &Doubts) -> Result<()> {
         let logged = std::mem::take(&mut self.meta.lock().logged);
         for (block, slice) in logged {
@@ -145,7 +147,7 @@ impl Engine {
 }
 
 impl Meta {
-    /// Notes that a flush of the data files covered the overwrites announced before `settled`.
+    /// Called when a flush of the data files covered the overwrites announced before `settled`.
     fn settle(&mut self, doubts: &mut Doubts, settled: u64) -> Result<()> {
         for one in doubts.settle(settled) {
             let run = Run { start: one.block, blocks: 1 };
@@ -159,7 +161,7 @@ impl Meta {
         Ok(())
     }
 
-    /// Marks the blocks in doubt of a run whose checksums have just been noted.
+    /// Marks blocks in doubt as suspect, in a run whose checksums were just set.
     fn doubt(&mut self, doubts: &Doubts, run: Run) -> Result<()> {
         for block in blocks(&run).filter(|block| doubts.contains(*block)) {
             self.data.annotate(&mut self.pages, Run { start: block, blocks: 1 }, |_, entry| entry.suspect = true)?;

@@ -1,4 +1,4 @@
-//! Whether the store runs: the failure that stopped it, its threads, and the requests to them.
+//! Whether the store runs: the failure that stopped it, its threads, and the requests to these threads.
 
 use crate::sync::atomic::{AtomicBool, Ordering};
 use crate::sync::thread::JoinHandle;
@@ -17,7 +17,7 @@ pub struct Work {
     pub trailer: bool,
 }
 
-/// The state of the store as a whole. Its locks are held for a few instructions, in any order with others.
+/// The state of the store as a whole. Its locks are held for a few instructions, so they need no order.
 #[derive(Default)]
 pub struct Running {
     stopped: AtomicBool,
@@ -60,7 +60,7 @@ impl Running {
         self.stopped.load(Ordering::Acquire)
     }
 
-    /// False while the store is being closed or has stopped, so that background work ends.
+    /// False once the store is being closed or has stopped: background threads then end.
     pub fn goes_on(&self) -> bool {
         !self.closing.load(Ordering::Acquire) && !self.is_stopped()
     }
@@ -75,7 +75,8 @@ impl Running {
         self.wake();
     }
 
-    /// Begins closing, one caller at a time. Returns whether the store was closed already, to be set at the end.
+    /// Begins closing, one caller at a time. The guard tells whether the store was closed before; the caller sets it
+    /// after a successful close.
     pub fn begin_closing(&self) -> MutexGuard<'_, bool> {
         let closed = self.closed.lock();
         self.closing.store(true, Ordering::Release);
@@ -101,8 +102,8 @@ impl Running {
         self.upkeep_ready.notify_all();
     }
 
-    /// Requests work from the threads. A request that is already noted wakes no thread again: writers ask many times a
-    /// second.
+    /// Requests work from the threads. A request that is already noted wakes no thread again, because writers make
+    /// requests many times a second.
     pub fn request(&self, ask: impl FnOnce(&mut Work)) {
         let mut work = self.work.lock();
         let before = *work;
@@ -126,7 +127,8 @@ impl Running {
         work.write_back = false;
     }
 
-    /// Waits until other work is requested, or for `time`; then `take` takes the requests that it serves.
+    /// Waits until work other than write-back is requested, or for `time`. Then `take` removes the requests that the
+    /// thread serves.
     pub fn next_upkeep<T>(&self, time: Duration, take: impl FnOnce(&mut Work) -> T) -> T {
         let mut work = self.work.lock();
         if !(work.commit || work.checkpoint || work.extend || work.reclaim || work.trailer) {
@@ -135,7 +137,7 @@ impl Running {
         take(&mut work)
     }
 
-    /// Takes the requests without waiting.
+    /// Removes requests without waiting.
     pub fn take_work<T>(&self, take: impl FnOnce(&mut Work) -> T) -> T {
         take(&mut self.work.lock())
     }

@@ -1,5 +1,5 @@
-//! The engine as a whole, where a small case says more than a random one: damage to metadata files, and states that
-//! only a restart brings about. Random histories and power cuts are the simulation's.
+//! Tests of the whole engine on small cases: damage to metadata files, and states that only a restart causes. Random
+//! histories and power cuts are tested by the crate `simulation`.
 
 #![allow(clippy::unwrap_used)]
 
@@ -25,14 +25,14 @@ fn open(disk: &SimulatedDisk) -> Result<Arc<Engine>> {
     Engine::open(disk.directory(), options())
 }
 
-/// A store without disks.
+/// Creates a store without disks.
 fn formatted() -> SimulatedDisk {
     let disk = plain_disk();
     Engine::init(&disk.directory(), InitParameters { uuid: [7; 16], journal_size: RING }).unwrap();
     disk
 }
 
-/// A store with one thin disk, number 1.
+/// Creates a store with one thin disk, whose id is 1.
 fn made() -> (SimulatedDisk, Arc<Engine>) {
     let disk = formatted();
     let engine = open(&disk).unwrap();
@@ -40,13 +40,13 @@ fn made() -> (SimulatedDisk, Arc<Engine>) {
     (disk, engine)
 }
 
-/// A thin disk to be made.
+/// Parameters of a thin disk.
 fn new_disk(name: &str, blocks: u64) -> NewDisk {
     let capacity = blocks * BLOCK_SIZE as u64;
     NewDisk { name: name.into(), capacity, provisioning: Provisioning::Thin, uuid: [1; 16], incomplete: false }
 }
 
-/// Makes a disk, a thick one with its space.
+/// Creates a disk. A thick one gets its blocks reserved.
 fn add_disk(engine: &Engine, name: &str, blocks: u64, provisioning: Provisioning) -> u64 {
     let id = engine.create_disk(NewDisk { provisioning, ..new_disk(name, blocks) }).unwrap();
     if provisioning != Provisioning::Thin {
@@ -60,13 +60,13 @@ fn take(engine: &Engine, disk: u64, name: &str) -> u64 {
     engine.snapshot(&[NewSnapshot { disk, name: name.into(), uuid: [2; 16], incomplete: false }]).unwrap()[0]
 }
 
-/// Lets nothing more be taken from the file system, as another program does that takes the room itself.
+/// Makes the file system full, as if another program had taken the rest of it.
 fn fill_up(disk: &SimulatedDisk) {
     let room = disk.directory().room().unwrap();
     disk.set_capacity(room.total - room.available);
 }
 
-/// Blocks that hold `value` in every byte.
+/// Blocks whose bytes all are `value`.
 fn slice(value: u8, blocks: usize) -> SharedSlice {
     let mut buffer = Buffer::zeroed(blocks);
     buffer.fill(value);
@@ -84,7 +84,7 @@ fn value(engine: &Engine, logical: u64) -> Result<u8> {
     Ok(block[0])
 }
 
-/// The place of a block of a disk that could be overwritten there.
+/// The physical block of a disk's block, which may be overwritten in place.
 fn own_block(engine: &Engine, disk: u64, logical: u64) -> Run {
     let mut meta = engine.meta.lock();
     let root = meta.catalog.get(disk).unwrap().root;
@@ -106,7 +106,7 @@ fn a_checkpoint_holds_the_counts_of_all_regions() {
     engine.checkpoint().unwrap();
     let before = engine.counts().data;
     assert!(before.used >= 500);
-    // Killed: what was written is there, and the journal behind the checkpoint is empty.
+    // The engine is dropped without closing, as by a kill. The journal after the checkpoint is empty.
     drop(engine);
     let engine = open(&disk).unwrap();
     let after = engine.counts().data;
@@ -128,7 +128,8 @@ fn how_full_the_buffer_is_can_be_asked() {
 fn what_is_left_of_the_map_is_known_after_a_restart() {
     let (disk, mut engine) = made();
     for round in 0..4 {
-        // Every second block: an entry each, so that the tree has many nodes, and twice as many after a snapshot.
+        // Every second block is written, so that each needs an extent of its own and the tree has many nodes. After a
+        // snapshot it has twice as many.
         for block in (0..BLOCKS).step_by(2) {
             write(&engine, (block * 37 + round) % BLOCKS, round as u8 + 1);
         }
@@ -162,7 +163,7 @@ fn recovery_can_be_done_again_and_again() {
             }
         }
         now.flush().unwrap();
-        // Killed: only what was flushed counts, and all of it was.
+        // The engine is dropped without closing, as by a kill. All writes were flushed before.
         drop(now);
         for _ in 0..round % 3 {
             drop(open(&disk).unwrap());
@@ -289,13 +290,14 @@ mod room;
 fn a_flush_fails_when_one_that_it_waited_for_failed_with_its_writes() {
     let (disk, engine) = made();
     write(&engine, 0, 1);
-    // Room for it was reserved.
+    // Space for the write was reserved, so that only the append fails.
     engine.sync_all_data().unwrap();
     let mut commit = engine.log.lock();
     assert!(engine.log_buffers().unwrap().is_none());
     disk.fail_operation(disk.operations());
     engine.append_pending(&mut commit).unwrap_err();
-    // What the other finds once it has the journal: nothing buffered, nothing pending, and nothing durable.
+    // The state that the next thread finds when it locks the journal: nothing is buffered or pending, and nothing is
+    // durable.
     assert!(engine.log_buffers().unwrap().is_none());
     assert_eq!(engine.append_pending(&mut commit).unwrap_err().kind(), ErrorKind::Stopped);
 }
@@ -307,7 +309,7 @@ fn data_is_not_flushed_again_after_a_flush_that_failed() {
     engine.settle(&engine.head(1)).unwrap();
     disk.fail_syncs(1);
     engine.sync_data().unwrap_err();
-    // The medium would say yes, without what it has lost.
+    // A second flush would succeed, although the medium has lost data.
     assert_eq!(engine.sync_data().unwrap_err().kind(), ErrorKind::Stopped);
     assert_eq!(engine.sync_all_data().unwrap_err().kind(), ErrorKind::Stopped);
 }

@@ -1,17 +1,17 @@
 //! Verification of data blocks, while the store is in use or while all requests wait.
 //!
-//! The expected checksum is read from the table under the metadata lock; the blocks are read without it. A block that
-//! differs then is in doubt only: it may have been overwritten in between. Blocks in doubt are examined again a few
-//! times. Those that still differ are examined while no write is on its way to its place (under `gate` and `through`,
-//! for as long as it takes to read a few blocks): a block that differs there is damaged.
+//! The expected checksum is read from the table under the metadata lock; the block is read without the lock. If they
+//! differ, the block is only in doubt: it may have been overwritten in between. Blocks in doubt are verified again a
+//! few times. Those that still differ are verified while no write to the data files is under way (under `gate` and
+//! `through`, for the time of reading a few blocks): a block that differs then is damaged.
 //!
-//! What must hold, so that no good block is called damaged:
+//! What must hold, so that no undamaged block is reported:
 //!
-//! 1. Between the look at the table and the end of the read no block gets another owner: the epoch is held.
-//! 2. Under `gate` and `through` the table describes what the medium holds, with two exceptions: payload of the journal
-//!    that is not at its place, and blocks that are not written. The latter are blocks freed and reserved again since
-//!    the view was taken, which have no checksum, and blocks that no tree of the view maps as written, which are not
-//!    read at all.
+//! 1. From the read of the table until the end of the read of the block, the block is not reused: the epoch is held.
+//! 2. Under `gate` and `through` the table describes what the medium holds, with two exceptions. One is journalled
+//!    payload that is not written to the data files. The other is unwritten blocks: blocks freed and reserved again
+//!    since the view was made, which have no checksum, and blocks that no tree of the view maps as written, which are
+//!    not read.
 
 use super::Engine;
 use super::check::{Report, Steps, Window, owners_of};
@@ -25,13 +25,13 @@ use std::time::Duration;
 
 /// Blocks read at a time (1 MiB).
 const VERIFY_BLOCKS: u64 = 256;
-/// Blocks in doubt that are examined together.
+/// Blocks in doubt that are verified again together.
 const DOUBTS_MAX: usize = 256;
-/// How often they are examined without stopping writes ...
+/// How often they are verified without stopping writes ...
 const ROUNDS: u32 = 4;
-/// ... and the pause between: a batch of writes reaches its places in a few milliseconds.
+/// ... and the pause between these attempts: a batch of writes ends within a few milliseconds.
 const PAUSE: Duration = Duration::from_millis(4);
-/// Blocks examined under one hold of the locks that stop writes to their places.
+/// Blocks verified while the locks that stop writes are held.
 const BLOCKS_PER_HOLD: usize = 4;
 
 /// Whether the store is in use during the check.
@@ -39,14 +39,14 @@ const BLOCKS_PER_HOLD: usize = 4;
 pub(super) enum StoreActivity<'a> {
     /// Clients read and write.
     Running,
-    /// All requests wait; this payload of the journal is not at its place.
+    /// All requests wait. The map is the journalled payload that is not written to the data files.
     Stopped(&'a BTreeMap<u64, SharedSlice>),
 }
 
 /// The expected content of a block.
 #[derive(Clone, Copy)]
 enum Expected {
-    /// The block is free, or its content on the medium does not count.
+    /// The block is free, or its content on the medium has no meaning.
     Nothing,
     Checksum(u32),
 }
@@ -108,8 +108,8 @@ impl Engine {
         self.settle_doubts(sight, &mut doubts, report)
     }
 
-    /// Reads a run at once. A block that fails its checksum is reported; while the store is in use it is added to
-    /// `doubts` and examined again.
+    /// Reads a run with one request. If a block fails its checksum, it is added to `doubts` while the store is in use,
+    /// and reported otherwise.
     fn verify_run(
         &self,
         sight: &mut Sight<'_>,
@@ -133,7 +133,7 @@ impl Engine {
         let whole = file.read_at(&mut bytes, offset).is_ok();
         for ((block, content), wanted) in (run.start..).zip(bytes.chunks_exact(BLOCK_SIZE)).zip(wanted) {
             let Expected::Checksum(sum) = wanted else { continue };
-            // A bad sector must not keep its neighbours from being verified.
+            // If a sector of the run is unreadable, the blocks are read one by one.
             let found = if whole { compare(sum, content) } else { self.read_one(block, sum)? };
             match found {
                 Found::Good => report.verified += 1,
@@ -144,7 +144,7 @@ impl Engine {
         Ok(())
     }
 
-    /// The expected checksums as of now. While the guard exists, none of these blocks gets another owner.
+    /// The current checksums of a run. While the guard exists, none of these blocks is reused.
     fn expected_now(&self, run: Run) -> Result<(Vec<Expected>, Arc<()>)> {
         self.meta.look(|meta| {
             let mut wanted = Vec::with_capacity(run.blocks as usize);
@@ -172,7 +172,7 @@ impl Engine {
         }
     }
 
-    /// Finds out which blocks in doubt are damaged.
+    /// Determines which blocks in doubt are damaged.
     fn settle_doubts(&self, sight: &mut Sight<'_>, doubts: &mut Vec<u64>, report: &mut Report) -> Result<()> {
         for round in 0..ROUNDS {
             if doubts.is_empty() {
@@ -203,7 +203,7 @@ impl Engine {
                 if let Found::Differs { expected: 0, .. } = found
                     && sight.entry(block)?.checksum != 0
                 {
-                    // The block was freed since, and reserved again without being written.
+                    // The block was freed since the view was made, and reserved again without being written.
                     continue;
                 }
                 report_block(sight, block, found, report)?;

@@ -1,4 +1,4 @@
-//! Writing: into the buffer, after room was set aside for blocks that may need a new place.
+//! Writing: into the buffer, after free blocks were claimed for blocks that may need a new place.
 
 use super::metadata::Effects;
 use super::placement::Holds;
@@ -16,13 +16,13 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Free blocks beyond the claimed ones with which a writer continues without asking for more (4 MiB).
+/// If at least this many free blocks are not claimed, a writer does not request more (4 MiB).
 const CLAIMS_AHEAD: u64 = 1024;
-/// Write-back is requested once in this many blocks (256 KiB).
+/// A writer requests write-back once per this many blocks (256 KiB).
 const WRITE_BACK_STRIDE: u64 = 64;
-/// How long threads that wait for room in the buffer sleep before they check again by themselves.
+/// How long a thread that waits for buffer space sleeps before it checks again.
 const LOOK_AGAIN: Duration = Duration::from_millis(50);
-/// Blocks zeroed by one entry (16 MiB): each may be a change of the map.
+/// The most blocks that one entry zeroes (16 MiB), because each may need a map change.
 const ZERO_MAX: u64 = 1 << 12;
 
 impl Engine {
@@ -44,7 +44,7 @@ impl Engine {
         self.put(head, range.start, range.end - range.start, &mut Content::Unmapped, None).map(|_| ())
     }
 
-    /// Zeroes blocks, and keeps or takes their space.
+    /// Zeroes blocks. Mapped blocks stay allocated, the others are allocated.
     pub fn zero_blocks(&self, head: &Head, range: Range<u64>) -> Result<()> {
         for part in chunks(range, ZERO_MAX) {
             self.put_in_parts(head, part.start, part.blocks, Content::Zero)?;
@@ -52,8 +52,8 @@ impl Engine {
         Ok(())
     }
 
-    /// Puts an entry into the buffer. For a thick disk it is split where necessary: its data has its space, and one
-    /// part needs less of the map at a time than all parts together may.
+    /// Puts an entry into the buffer. If the map has no room for an entry of a thick disk, the entry is split: its data
+    /// blocks are reserved, and each part needs less of the map at a time.
     fn put_in_parts(&self, head: &Head, logical: u64, blocks: u64, mut content: Content) -> Result<()> {
         match self.put(head, logical, blocks, &mut content, None) {
             Err(error) if error.kind() == ErrorKind::NoSpace && blocks > 1 && self.is_thick(head)? => {
@@ -65,13 +65,13 @@ impl Engine {
         }
     }
 
-    /// Whether the space of a disk was set aside when it was made.
+    /// Whether the blocks of a disk were reserved when it was created.
     pub(super) fn is_thick(&self, head: &Head) -> Result<bool> {
         self.with_catalog(|catalog| Ok(catalog.get(head.id)?.provisioning != Provisioning::Thin))
     }
 
-    /// Changes part of a block: reads it, lets `change` edit it, and writes it unless another write came meanwhile;
-    /// then starts over.
+    /// Changes part of a block: reads the block, lets `change` edit it, and writes it. If another write changes the
+    /// block meanwhile, starts again.
     pub fn modify_block(&self, head: &Head, name: &str, block: u64, change: &dyn Fn(&mut [u8])) -> Result<()> {
         loop {
             {
@@ -102,8 +102,8 @@ impl Engine {
         }
     }
 
-    /// Puts an entry into the buffer, which takes its content. With `partial`, only if that block was not written since
-    /// the change was announced; otherwise the result is `Ok(false)`.
+    /// Puts an entry into the buffer, which takes its content. With `partial`, puts it only if that block was not
+    /// written since [`Layers::begin_partial`](crate::buffer::Layers::begin_partial); otherwise returns `Ok(false)`.
     fn put(&self, head: &Head, logical: u64, blocks: u64, content: &mut Content, partial: Option<u64>) -> Result<bool> {
         let fail = |error: Error| {
             if let Some(block) = partial {
@@ -121,7 +121,7 @@ impl Engine {
             if buffer.gone {
                 break (buffer, held, covered);
             }
-            // A snapshot may have been taken and sealed since the entry was found to fit.
+            // A snapshot may have been taken and sealed after the check that the entry needs no new blocks.
             let single = buffer.layers.is_single();
             let unchanged = single && self.buffers.snapshots() == snapshots;
             let cuts = buffer.layers.cuts_discard(&range);
@@ -143,7 +143,7 @@ impl Engine {
             drop(buffer);
             self.give_back(held);
             fits.map_err(fail)?;
-            // Room for the second part of an entry that it splits.
+            // If the entry splits a discard, its second part needs map changes.
             more = if cuts { DISCARD_CHANGES } else { 0 };
         };
         let refused = if buffer.gone {
@@ -169,8 +169,8 @@ impl Engine {
         Ok(true)
     }
 
-    /// Waits for room in the buffer and in the map, and sets room aside in the file system. Returns whether free nodes
-    /// cover the write.
+    /// Waits for room in the buffer and in the map, and claims free blocks. The boolean tells whether map nodes are
+    /// reserved for the write.
     fn prepare(&self, head: &Head, range: &Range<u64>, content: &Content, more: u64) -> Result<(Held, bool)> {
         self.check_running()?;
         let (mut held, covered) = self.take_changes(head, range, content, more)?;
@@ -186,7 +186,7 @@ impl Engine {
         Ok((held, covered))
     }
 
-    /// Releases what was set aside for an entry.
+    /// Releases what was reserved for an entry.
     pub(super) fn give_back(&self, held: Held) {
         if held.claimed > 0 {
             self.reserves.end_claim(held.claimed);
@@ -230,7 +230,7 @@ impl Engine {
         }
     }
 
-    /// Sets aside free blocks for a write of `blocks`; 0 if all of it fits where it is mapped.
+    /// Claims free blocks for a write. Returns 0 if all of the write fits into blocks that its disk has already.
     fn claim(&self, head: &Head, logical: u64, blocks: u64) -> Result<u64> {
         let claims = self.reserves.add_claim(blocks);
         let headroom = self.reserves.headroom();
@@ -248,12 +248,13 @@ impl Engine {
                 return Err(error);
             }
         }
-        // The file system is full. An overwrite of the disk's own blocks still fits.
+        // The file system is full, but overwrites of blocks that only the disk maps are still possible.
         self.reserves.end_claim(blocks);
         if self.fits_without_claim(head, logical..logical + blocks)? {
             return Ok(0);
         }
-        // Recently freed blocks, and own blocks written a moment ago, can be used once that is durable.
+        // Freed blocks, and blocks of the disk that pending changes hold, can be used once the pending changes are
+        // durable.
         if self.meta.lock().helped_by_commit() && self.commit_changes().is_ok() {
             let claims = self.reserves.add_claim(blocks);
             if self.extend(claims).is_ok() {
@@ -270,8 +271,8 @@ impl Engine {
         Err(self.no_space(head))
     }
 
-    /// Whether a range can be written without taking space once the blocks that it overwrites are at their place:
-    /// buffered blocks have their claims, and keep them. Waits for that.
+    /// Whether a range can be written without new blocks after write-back of the entries that it overwrites: those have
+    /// claims, which are then used. Waits for the write-back.
     fn fits_after_write_back(&self, head: &Head, range: Range<u64>) -> Result<bool> {
         let failures = self.writeback.failing.count();
         for _ in 0..DRAINS_MAX {
@@ -295,7 +296,7 @@ impl Engine {
         Ok(false)
     }
 
-    /// The file system is full.
+    /// Makes the error for a full file system, and requests that freed blocks are reclaimed.
     #[cold]
     pub(super) fn no_space(&self, head: &Head) -> Error {
         self.request(|work| work.reclaim = true);
@@ -311,8 +312,8 @@ impl Engine {
         }
     }
 
-    /// True if a range can be written without any change of the map: all of it lies over written blocks that only this
-    /// disk maps.
+    /// True if a range can be written without a map change: all of it is mapped to written blocks that only this disk
+    /// maps.
     pub(super) fn fits_in_written(&self, head: &Head, sealed: bool, range: Range<u64>) -> Result<bool> {
         let blocks = range.end - range.start;
         self.meta.look(|meta| Ok(sealed && meta.own_blocks(head.id, range.clone(), true)? == blocks))
@@ -323,9 +324,9 @@ impl Engine {
         self.fits_in_own(head, sealed, range)
     }
 
-    /// True if a range can be written without taking space: over the disk's own blocks, or out of the blocks set aside
-    /// for it. Not while `sealed`: closed layers belong to a snapshot, and the map will share their blocks when they
-    /// are brought in.
+    /// True if a range can be written without claims: to blocks that only this disk maps, or to blocks reserved for it.
+    /// Blocks of the disk do not count unless `sealed`: a closed layer belongs to a snapshot, and when it is moved into
+    /// the map, the snapshot shares the blocks.
     fn fits_in_own(&self, head: &Head, sealed: bool, range: Range<u64>) -> Result<bool> {
         let blocks = range.end - range.start;
         self.meta.look(|meta| {
@@ -336,13 +337,13 @@ impl Engine {
 }
 
 impl Meta {
-    /// True if freed or held blocks wait for durability before they can be used.
+    /// True if freed or held blocks can be used once the pending changes are durable.
     fn helped_by_commit(&self) -> bool {
         self.freed.freeing() > 0 || self.holds_nodes() || self.pending.iter().any(|pending| !pending.held.is_empty())
     }
 
-    /// How many blocks of a range only this disk maps: all, or those that were written before. Write-back waits for
-    /// blocks that are held or in flight; their content can go to the journal.
+    /// The number of blocks in a range that only this disk maps; with `written`, only those that were written. Blocks
+    /// that are held or in flight count too, because write-back waits for them or writes their content to the journal.
     fn own_blocks(&mut self, disk: u64, range: Range<u64>, written: bool) -> Result<u64> {
         let Some(root) = self.catalog.get(disk)?.root else { return Ok(0) };
         let mut extents = Vec::new();

@@ -1,19 +1,21 @@
-//! The journal: a ring of batches that makes what happened since the last checkpoint durable, one append at a time.
+//! The journal: a ring of batches. Each append makes changes since the last checkpoint durable.
 //!
 //! A batch is a head of 64 bytes and a body, padded to 4 KiB, written with one durable write. Positions are byte
-//! offsets that only grow; a position's place in the file is `position % size`, and a batch may wrap round the end.
+//! offsets that only grow. The batch at a position is stored at `position % size`, and may wrap around the end of the
+//! file.
 //!
 //! What must hold:
 //!
-//! 1. A batch counts only if its head and body pass their checksum, it names its own position, its sequence number is
-//!    the next one, and its incarnation is not lower than that of the batch before it. The first batch that fails ends
-//!    the journal: neither it nor anything after it was acknowledged.
-//! 2. Every opening that appends uses a higher incarnation than any batch found, so that remains of a log that a crash
-//!    cut off cannot pass for its continuation.
+//! 1. A batch is valid only if head and body pass their checksum, it has its own position, its sequence number is the
+//!    next one, and its incarnation is not lower than that of the batch before it. The first invalid batch ends the
+//!    journal: neither it nor anything after it was acknowledged.
+//! 2. Every opening that appends uses a higher incarnation than that of any batch found. So batches that remain after
+//!    the point where a crash ended the journal are not taken for its continuation.
 //! 3. The head never overtakes the tail. The tail moves only after a checkpoint has made everything before it
-//!    unnecessary and the superblock says so.
-//! 4. A trailer is written at the head after everything before the head is durable, and the head stays: the next batch
-//!    overwrites it. So a whole trailer behind the end of the journal proves damage rather than a torn batch.
+//!    unnecessary and the superblock has the new tail.
+//! 4. A trailer is written at the head after everything before the head is durable, and does not move the head: the
+//!    next batch overwrites it. So a valid trailer past the end of the journal proves that the journal is damaged,
+//!    not torn.
 
 mod record;
 
@@ -27,23 +29,23 @@ const MAGIC: u32 = u32::from_le_bytes(*b"LMJB");
 const VERSION: u16 = 1;
 const HEAD_SIZE: usize = 64;
 const CHECKSUM_AT: usize = 60;
-/// Blocks read at a time when looking for batches (1 MiB): no ring is smaller.
+/// Blocks read at a time when searching for batches (1 MiB): no ring is smaller.
 const PIECE_BLOCKS: usize = 256;
-/// No ring reaches this position in the life of any medium: a batch that names a higher one is damaged.
+/// No ring reaches this position in the lifetime of a device: a batch with a higher position is damaged.
 const POSITION_MAX: u64 = 1 << 62;
 /// The largest body of one batch.
 pub const BODY_MAX: usize = 32 << 20;
 
-/// What the body of a batch is.
+/// The content of a batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BatchKind {
     /// Operations, in order.
     Operations,
-    /// Operations appended ahead of those that were pending: they commute with them.
+    /// Operations appended ahead of pending ones, with which they commute.
     Urgent,
-    /// Page images of a checkpoint under way.
+    /// Page images of a checkpoint under way (version 1).
     Pages,
-    /// The end of a checkpoint: its pages are all in the journal. Body: sequence number from which to replay.
+    /// The end of a checkpoint, all of whose pages are in the journal (version 1). Body: a checkpoint record.
     Checkpoint,
     /// Not a batch: it states that everything before it was durable when it was written. It has no body.
     Trailer,
@@ -98,10 +100,10 @@ pub struct Journal {
     incarnation: u64,
     tail: Place,
     head: Place,
-    /// The head at which the last trailer was written.
+    /// The place of the last trailer.
     trailed: Option<Place>,
     staging: Buffer,
-    /// Whether batches with one inverted bit are restored when they are read.
+    /// Whether batches with one inverted bit are corrected when they are read.
     mending: bool,
 }
 
@@ -122,19 +124,19 @@ impl Journal {
         }
     }
 
-    /// From now on a batch in which one bit is inverted is restored when it is read, which its checksum proves
+    /// From now on a batch with one inverted bit, which its checksum identifies, is corrected when it is read
     /// ([`crate::pages::restore_bit`]): for repair and salvage.
     pub fn mend(&mut self) {
         self.mending = true;
     }
 
-    /// Reads the batch at `place`; `None` where the journal ends. A failing medium is an error, not an end.
+    /// Reads the batch at `place`. `None` at the end of the journal. A read error is returned as an error.
     pub fn read(&self, place: Place, incarnation: u64) -> Result<Option<Batch>> {
         let found = self.read_any(place, incarnation)?;
         Ok(found.filter(|batch| batch.kind != BatchKind::Trailer))
     }
 
-    /// As [`Journal::read`], but returns trailers too.
+    /// Like [`Journal::read`], but returns trailers too.
     fn read_any(&self, place: Place, incarnation: u64) -> Result<Option<Batch>> {
         if place.position > POSITION_MAX || place.sequence > POSITION_MAX {
             return Ok(None);
@@ -145,7 +147,7 @@ impl Journal {
         if read.is_some() || !self.mending {
             return Ok(read);
         }
-        // The field with its length may be damaged too.
+        // The inverted bit may be in the head, which has the length of the body.
         for bit in 0..8 * HEAD_SIZE {
             first[bit / 8] ^= 1 << (bit % 8);
             if let Some(batch) = self.read_as(&first, place, incarnation, false)? {
@@ -156,7 +158,7 @@ impl Journal {
         self.read_as(&first, place, incarnation, true)
     }
 
-    /// Reads the batch at `place`, whose head is that of `first`; with `mend`, one bit of its body may be inverted.
+    /// Reads the batch at `place`, whose head is in `first`. With `mend`, one inverted bit of the body is corrected.
     fn read_as(&self, first: &[u8], place: Place, incarnation: u64, mend: bool) -> Result<Option<Batch>> {
         let Some(head) = Head::decode(first) else { return Ok(None) };
         if head.salt != self.salt
@@ -186,11 +188,11 @@ impl Journal {
         }))
     }
 
-    /// Searches behind the place where the journal ended for a batch that can only be its continuation: undamaged,
-    /// later, and of no earlier incarnation. A crash never leaves one, because only the last batch can be torn. So
-    /// either the batches between were damaged since, or the superblock that named the tail is an old one. A trailer
-    /// counts as a batch, except one at the end itself, which says that nothing is missing. Returns the place of what
-    /// was found.
+    /// Searches past the end of the journal for a batch that can only be its continuation: undamaged, later, and not
+    /// of an earlier incarnation. A crash leaves no such batch, because only the last batch can be torn. So either the
+    /// batches in between were damaged later, or the superblock that named the tail is outdated. A trailer counts as a
+    /// batch too, except at the end itself, where it proves that nothing is missing. Returns the place of the batch
+    /// found.
     pub fn continuation(&self, end: Place, incarnation: u64) -> Result<Option<Place>> {
         if end.position > POSITION_MAX {
             return Ok(None);
@@ -232,25 +234,25 @@ impl Journal {
         Ok(())
     }
 
-    /// The salt of a ring that still has its first batch: of a datastore without a checkpoint.
+    /// The salt in the first batch, for a datastore that never made a checkpoint.
     pub fn first_salt(file: &dyn File) -> Option<u64> {
         let mut first = Buffer::zeroed(1);
         file.read_at(&mut first, 0).ok()?;
         Head::decode(&first).filter(|head| (head.position, head.sequence) == (0, 1)).map(|head| head.salt)
     }
 
-    /// Sets the head behind the last batch found, to append under `incarnation` from now on.
+    /// Sets the head after the last batch found. Later batches are appended under `incarnation`.
     pub fn resume(&mut self, head: Place, incarnation: u64) {
         self.head = head;
         self.incarnation = incarnation;
     }
 
-    /// Where the next batch goes.
+    /// The place of the next batch.
     pub fn head(&self) -> Place {
         self.head
     }
 
-    /// The oldest batch still needed.
+    /// The place of the oldest batch that is still needed.
     pub fn tail(&self) -> Place {
         self.tail
     }
@@ -270,19 +272,19 @@ impl Journal {
         self.size
     }
 
-    /// Releases everything before `tail`.
+    /// Makes the ring space before `tail` free for new batches.
     pub fn release(&mut self, tail: Place) {
         debug_assert!(tail >= self.tail && tail <= self.head);
         self.tail = tail;
     }
 
-    /// Bytes of ring that a body takes.
+    /// The bytes of the ring that a batch with a body of this length takes.
     pub fn footprint(body: usize) -> u64 {
         padded(body) as u64
     }
 
-    /// Appends one durable batch made of `parts`. After an error the journal must not be appended to again: what the
-    /// file holds is unknown.
+    /// Appends one durable batch whose body is made of `parts`. After an error nothing more may be appended, because
+    /// the content of the file is unknown.
     pub fn append(&mut self, kind: BatchKind, parts: &[&[u8]]) -> Result<()> {
         let length = parts.iter().map(|part| part.len()).sum::<usize>();
         let padded = padded(length);
@@ -304,7 +306,7 @@ impl Journal {
         Ok(())
     }
 
-    /// Builds the batch for the head.
+    /// Builds a batch for the head in `staging`.
     fn stage(&mut self, kind: BatchKind, parts: &[&[u8]], length: usize) {
         let padded = padded(length);
         if self.staging.len() < padded {
@@ -330,9 +332,9 @@ impl Journal {
         self.staging[60..64].copy_from_slice(&sum.to_le_bytes());
     }
 
-    /// Writes a trailer at the head, without a flush, unless there is one, nothing lies before it, or the ring has no
-    /// room for it. Everything before the head is durable, because appends are. What a failed write leaves at the head
-    /// does not count, and the next batch overwrites it.
+    /// Writes a trailer at the head, without a flush, unless one is there, the journal is empty, or the ring has no
+    /// room. Everything before the head is durable, because appends are. A failed write leaves no valid trailer, and
+    /// the next batch overwrites the place.
     pub fn trail(&mut self) -> Result<()> {
         if self.trailed == Some(self.head) || self.used() == 0 || self.used() + BLOCK_SIZE as u64 > self.size {
             return Ok(());
@@ -408,7 +410,7 @@ impl Head {
         })
     }
 
-    /// The checksum over head and body, the field itself taken as zero.
+    /// The checksum over head and body, with the checksum field taken as zero.
     fn checksum(bytes: &[u8]) -> u32 {
         checksums::checksum_without(bytes, HEAD_SIZE - 4)
     }

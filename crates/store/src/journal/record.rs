@@ -1,61 +1,61 @@
-//! Operations: what the journal holds and what replay applies.
+//! Operations: the content of the journal, which replay applies.
 //!
-//! Each is one code byte and little-endian fields. Data of a block follows its operation raw. Decoding checks every
-//! count against the rest of the body, so a damaged record is an error and never an unbounded allocation.
+//! An operation is one code byte and little-endian fields. The data of blocks follows its operation unencoded. Decoding
+//! checks every count against the rest of the body, so a damaged record is an error and never causes a huge allocation.
 
 use crate::space::Run;
 use crate::tree::{LOGICAL_LIMIT, PHYSICAL_LIMIT};
 use crate::{Error, ErrorKind, Result};
 use backend::{BLOCK_SIZE, SharedSlice};
 
-/// The longest run one operation names, in blocks (64 MiB).
+/// The longest run of one operation, in blocks (64 MiB).
 pub const RUN_MAX: u64 = 16_384;
 
 /// A change of the datastore. Replay applies operations in the order of the journal.
 #[derive(Clone, Debug)]
 #[expect(missing_docs, reason = "the sentence over each operation names its fields")]
 pub enum Operation {
-    /// Blocks `logical..` of a disk are at `run`, freshly allocated, with these checksums; their content is durable.
+    /// A disk maps logical blocks to a newly allocated run with these checksums. The content is durable.
     Map { disk: u64, logical: u64, run: Run, checksums: Vec<u32> },
-    /// As [`Operation::Map`], with the content here and not at its place yet.
+    /// Like [`Operation::Map`], but the content is in the operation and not in the data file yet.
     MapData { disk: u64, logical: u64, run: Run, data: Vec<SharedSlice> },
-    /// An overwrite in place is about to begin: from here on the blocks hold old or new content or a mixture.
+    /// An in-place overwrite is about to begin: from here on the blocks have old or new content, or a mixture.
     Overwrite { run: Run, checksums: Vec<u32> },
-    /// As [`Operation::Overwrite`], with the new content here: replay writes it to its place.
+    /// Like [`Operation::Overwrite`], but the new content is in the operation, and replay writes it to the blocks.
     OverwriteData { run: Run, data: Vec<SharedSlice> },
-    /// Overwrites announced before this journal position have all reached the medium.
+    /// Overwrites announced before this journal position are all durable.
     Synced { position: u64 },
-    /// Blocks of a disk are no longer mapped.
+    /// A disk unmaps blocks.
     Unmap { disk: u64, logical: u64, blocks: u64 },
-    /// Blocks of a disk are at `run`, allocated but never written: they read as zeros. Blocks of `run` that the range
-    /// maps already stay; the others are freshly allocated.
+    /// A disk maps blocks to a run that was never written: they read as zeros. With `fresh` the run is newly allocated,
+    /// otherwise the disk has mapped its blocks in this range before.
     Unwritten { disk: u64, logical: u64, run: Run, fresh: bool },
-    /// Unwritten blocks of a disk got content, in place, with these checksums.
+    /// A disk has written to unwritten blocks in place, with these checksums.
     Written { disk: u64, logical: u64, run: Run, checksums: Vec<u32> },
-    /// The content that a suspect block was found to have.
+    /// The checksum of the content that a read found in a suspect block.
     Resolve { block: u64, checksum: u32 },
-    /// The file system has given blocks, or is about to get them back.
+    /// The file system has allocated space for blocks, or is about to free it.
     Backed { run: Run, backed: bool },
-    /// A new or changed object of the catalog, encoded as there.
+    /// A new or changed object of the catalog. The record is encoded as in the catalog.
     Put { record: Vec<u8> },
-    /// A snapshot's content is complete: it takes a reference on the root of its disk.
+    /// A snapshot is complete: it gets a reference on the root of its disk.
     Seal { snapshot: u64 },
-    /// A new disk starts as the content of a snapshot.
+    /// A new disk gets the content of a snapshot.
     Clone { snapshot: u64, record: Vec<u8> },
-    /// The head of a disk becomes the content of a snapshot; its old tree goes to the trash object.
+    /// A disk gets the content of a snapshot. The disk's old tree goes to a new trash object.
     Revert { disk: u64, snapshot: u64, trash: u64 },
-    /// A disk or snapshot loses its name; its tree is dropped in steps.
+    /// A disk or snapshot is deleted: it loses its name, and its tree is dropped in steps.
     Trash { object: u64 },
-    /// Overwrites in place may happen here from now on, until a [`Operation::Synced`] behind it.
+    /// The blocks may be overwritten in place from now on, until an [`Operation::Synced`] with a later position.
     Announce { run: Run },
-    /// Overwrites in place left these checksums, and are durable.
+    /// Durable in-place overwrites have left these checksums.
     Checksums { run: Run, checksums: Vec<u32> },
-    /// `steps` nodes of a trashed tree are visited and dropped.
+    /// `steps` nodes of the tree of a deleted object are visited and dropped.
     Drop { object: u64, steps: u32 },
 }
 
 impl Operation {
-    /// The most bytes of the journal that it needs, without the padding of its batch.
+    /// An upper limit of the operation's bytes in the journal, without the padding of the batch.
     pub fn size(&self) -> usize {
         match self {
             Self::MapData { run, .. } | Self::OverwriteData { run, .. } => run.blocks as usize * BLOCK_SIZE + 32,
@@ -68,10 +68,10 @@ impl Operation {
         }
     }
 
-    /// Data blocks that must not be overwritten in place before the operation is durable: an announcement, which enters
-    /// the journal at once, would be replayed before it. Operations that only assign space are excluded: the space is
-    /// written once before anything is overwritten. Checksums of overwrites are pending behind the announcement that
-    /// covers them; a new announcement waits until they are durable.
+    /// Data blocks that must not be overwritten in place before the operation is durable. An announcement is appended
+    /// at once, so replay would apply it before the operation. Operations that only allocate blocks are excluded,
+    /// because such blocks are first written without an overwrite. Checksums of overwrites are excluded too: their
+    /// announcement precedes them in the journal, and a new announcement waits until they are durable.
     pub fn names(&self) -> Option<Run> {
         match self {
             Self::Map { run, .. }
@@ -84,7 +84,7 @@ impl Operation {
         }
     }
 
-    /// True if it may change a tree in a way that allocates nodes.
+    /// True if the operation may allocate nodes for a tree.
     pub fn changes_map(&self) -> bool {
         matches!(
             self,
@@ -97,7 +97,7 @@ impl Operation {
     }
 }
 
-/// Collects the body of a batch: metadata in one buffer, payload by reference.
+/// Collects the body of a batch. Payload is referenced, not copied.
 #[derive(Default)]
 pub struct Writer {
     parts: Vec<Part>,
@@ -111,7 +111,7 @@ enum Part {
 }
 
 impl Writer {
-    /// Bytes collected.
+    /// Number of bytes collected.
     pub fn len(&self) -> usize {
         self.length
     }
@@ -121,7 +121,7 @@ impl Writer {
         self.length == 0
     }
 
-    /// The body, as a list of parts.
+    /// The body, as a list of byte slices.
     pub fn finish(&mut self) -> Vec<&[u8]> {
         if !self.current.is_empty() {
             self.parts.push(Part::Bytes(std::mem::take(&mut self.current)));
@@ -287,7 +287,7 @@ pub struct Reader<'a> {
 }
 
 impl<'a> Reader<'a> {
-    /// Over the body of a batch.
+    /// Reads the operations in the body of a batch.
     pub fn new(body: &'a [u8]) -> Self {
         Self { left: body }
     }
@@ -318,7 +318,7 @@ impl<'a> Reader<'a> {
         Ok(run)
     }
 
-    /// Where a range of `blocks` blocks of a disk begins.
+    /// Checks the first logical block of a range of `blocks` blocks.
     fn logical(&self, logical: u64, blocks: u64) -> Result<u64> {
         if blocks == 0 || blocks > LOGICAL_LIMIT || logical > LOGICAL_LIMIT - blocks {
             return Err(damaged());

@@ -1,4 +1,4 @@
-//! The ring against a list of what was appended, and every operation through its encoding.
+//! Compares the ring with a list of appended batches, and encodes and decodes every operation.
 
 #![allow(clippy::unwrap_used)]
 
@@ -45,8 +45,8 @@ fn append(random: &mut Random, journal: &mut Journal, length: usize) -> Option<A
     Some(Appended { place, next: journal.head(), kind, incarnation: journal.incarnation(), body })
 }
 
-/// Follows the ring as recovery does.
-/// A ring with three batches, anywhere on it and also across its end; and where the first one lies.
+/// A ring with three batches at a random position, possibly across the end of the file. Also returns the place of the
+/// first batch.
 fn three_batches(random: &mut Random) -> (Arc<dyn File>, Place, Journal, Vec<Appended>) {
     let (file, _) = ring();
     let start = Place { position: random.below(SIZE / 4096) * 4096, sequence: 1 + random.below(1000) };
@@ -62,7 +62,7 @@ fn survey(file: &Arc<dyn File>, tail: Place) -> Vec<Batch> {
     while let Some(batch) = journal.read(at, incarnation).unwrap() {
         (at, incarnation) = (batch.next, batch.incarnation);
         found.push(batch);
-        assert!(found.len() as u64 <= SIZE / 4096, "the ring goes round in circles");
+        assert!(found.len() as u64 <= SIZE / 4096, "following the ring does not end");
     }
     found
 }
@@ -89,18 +89,18 @@ fn what_recovery_finds_is_what_was_appended_through_wraps_crashes_and_torn_tails
                     appended.extend(append(&mut random, &mut journal, length));
                 }
                 70..90 => {
-                    // A checkpoint: the front is not needed any more.
+                    // Models a checkpoint: the oldest batches are not needed any more.
                     let count = random.below(appended.len() as u64 + 1) as usize;
                     appended.drain(..count);
                     journal.release(appended.first().map_or(journal.head(), |first| first.place));
                 }
                 90..95 => compare(&survey(&file, journal.tail()), &appended),
                 _ => {
-                    // The power goes while the last batch is written: sectors of it, and of it alone, are lost.
+                    // Models a power cut during the write of the last batch: sectors of this batch only are lost.
                     if let Some(last) = appended.pop() {
                         let sectors = (last.next.position - last.place.position) / 512;
                         let mut lost: Vec<u64> = (0..sectors).filter(|_| random.percent(50)).collect();
-                        // One that is sure to matter: the head.
+                        // The sector with the head is always among the lost ones.
                         lost.push(0);
                         for sector in lost {
                             let at = (last.place.position + sector * 512) % SIZE;
@@ -109,7 +109,7 @@ fn what_recovery_finds_is_what_was_appended_through_wraps_crashes_and_torn_tails
                     }
                     let found = survey(&file, journal.tail());
                     compare(&found, &appended);
-                    // A crash is never taken for damage.
+                    // A torn batch is never reported as damage.
                     let end = found.last().map_or(journal.tail(), |last| last.next);
                     let incarnation = found.last().map_or(0, |last| last.incarnation);
                     assert_eq!(journal.continuation(end, incarnation).unwrap(), None);
@@ -127,7 +127,7 @@ fn what_recovery_finds_is_what_was_appended_through_wraps_crashes_and_torn_tails
 #[test]
 fn a_full_ring_refuses_what_would_reach_its_tail() {
     let (file, mut journal) = ring();
-    // Three blocks each: the last one that fits leaves two blocks free.
+    // Three blocks for each batch: after the last one that fits, two blocks are free.
     let body = vec![0x5a; 3 * 4096 - 64];
     let mut appended = 0;
     while journal.append(BatchKind::Operations, &[&body]).is_ok() {
@@ -150,7 +150,7 @@ fn a_batch_lost_from_the_middle_is_told_from_a_torn_end() {
         let expected = batches.get(lost + 1).map(|next| next.place);
         assert_eq!(journal.continuation(end, 1).unwrap(), expected);
     }
-    // An old superblock: the ring has gone round past the tail that it names.
+    // The superblock is outdated: the ring has been overwritten past the tail that it names.
     let mut random = Random(7);
     let (file, mut journal) = ring();
     for _ in 0..300 {
@@ -166,7 +166,7 @@ fn remains_of_a_log_cut_off_are_not_its_continuation() {
     let mut random = Random(3);
     let (file, mut journal) = ring();
     let lives: Vec<Appended> = (0..3).map(|_| append(&mut random, &mut journal, 5000).unwrap()).collect();
-    // The second is lost, the third stays behind whole, with the sequence number and place of a continuation.
+    // The second batch is lost. The third one remains, with the sequence number and place of a continuation.
     file.write_at(&[&[0; 512]], lives[1].place.position, false).unwrap();
     assert_eq!(survey(&file, START).len(), 1);
     let mut journal = Journal::new(Arc::clone(&file), SIZE, SALT, START);
@@ -187,7 +187,7 @@ fn behind_a_trailer_damage_is_told_from_a_torn_end() {
         assert_eq!(journal.head(), batches[2].next, "a trailer moves nothing");
         compare(&survey(&file, start), &batches);
         assert_eq!(journal.continuation(journal.head(), 1).unwrap(), None, "nothing is missing");
-        // A flip in the trailer hides the trailer.
+        // An inverted bit in the trailer invalidates the trailer.
         let trailer = journal.head().position % SIZE;
         let mut whole = [0; 64];
         file.read_at(&mut whole, trailer).unwrap();
@@ -197,14 +197,14 @@ fn behind_a_trailer_damage_is_told_from_a_torn_end() {
         compare(&survey(&file, start), &batches);
         assert_eq!(journal.continuation(journal.head(), 1).unwrap(), None);
         file.write_at(&[&whole], trailer, false).unwrap();
-        // A flip in the last batch does not hide the batch.
+        // An inverted bit in the last batch is reported because of the trailer.
         let at = (batches[2].place.position + random.below(64 + 5000)) % SIZE;
         let mut byte = [0];
         file.read_at(&mut byte, at).unwrap();
         file.write_at(&[&[byte[0] ^ 1 << random.below(8)]], at, false).unwrap();
         compare(&survey(&file, start), &batches[..2]);
         assert_eq!(journal.continuation(batches[2].place, 1).unwrap(), Some(journal.head()));
-        // Not to an opening that went on before it.
+        // The trailer does not count for an opening with a higher incarnation.
         assert_eq!(journal.continuation(batches[2].place, 2).unwrap(), None);
     }
 }
@@ -229,7 +229,7 @@ fn a_batch_torn_over_a_trailer_is_the_end() {
             file.write_at(&[&before[at..at + 512]], at as u64, false).unwrap();
         }
         let found = survey(&file, start);
-        assert!(found.len() >= 2, "what was durable before the trailer stays");
+        assert!(found.len() >= 2, "batches before the trailer were durable and must be found");
         compare(&found, &batches[..found.len()]);
         assert_eq!(journal.continuation(found.last().unwrap().next, 1).unwrap(), None, "seed {seed}");
     }
@@ -249,7 +249,7 @@ fn a_trailer_takes_no_room_from_batches() {
     }
     assert_eq!((appended, journal.used()), (512, SIZE), "the last batch takes the place of a trailer");
     assert_eq!(survey(&file, START).len(), 512, "the first batch is as it was");
-    // A checkpoint releases the whole journal.
+    // A checkpoint makes the whole journal unnecessary: no trailer is needed.
     journal.release(journal.head());
     journal.trail().unwrap();
     assert_eq!(survey(&file, START).len(), 512);
@@ -286,7 +286,7 @@ fn batches_of_others_are_not_ours() {
     assert!(!read(SALT, Place { position: u64::MAX - 4095, sequence: u64::MAX }, 1), "of no round at all");
 }
 
-/// An operation of each kind, its numbers from the whole range that is allowed.
+/// An operation of the kind `code`, with numbers from their whole allowed ranges.
 fn operation(random: &mut Random, code: u64) -> Operation {
     let blocks = 1 + random.below(3);
     let run = Run { start: random.scaled(1 << 48).min((1 << 48) - blocks), blocks };
@@ -323,10 +323,11 @@ fn operation(random: &mut Random, code: u64) -> Operation {
     }
 }
 
-/// Codes of operations are 1 to this.
+/// Operations have the codes from 1 to this number.
 const CODES: u64 = 18;
 
-/// An operation as the format page has it, by its name there. An operation that is new needs a name here, and a row.
+/// The example of an operation on the format page, and its name there. A new operation needs a name here and a row on
+/// the page.
 fn example(operation: &Operation) -> (&'static str, Operation) {
     let run = Run { start: 0x0102_0304, blocks: 2 };
     let checksums = || vec![0xaaaa_aaaa, 0xbbbb_bbbb];
@@ -364,7 +365,7 @@ fn the_format_page_has_every_operation() {
         let (name, example) = example(&operation(&mut random, code));
         names.insert(name);
         let body = encode(std::slice::from_ref(&example));
-        // Payload is left out there.
+        // The page omits payload.
         let payload = body.len() / BLOCK_SIZE * BLOCK_SIZE;
         let bytes: Vec<String> = body[..body.len() - payload].iter().map(|byte| format!("{byte:02x}")).collect();
         let row = format!("| {code} | {name} | `{}` |\n", bytes.join(" "));
@@ -372,7 +373,7 @@ fn the_format_page_has_every_operation() {
         assert!(page.contains(&format!("\n| {code} {name} | ")), "the page does not say what {name} means");
     }
     assert_eq!(names.len() as u64, CODES);
-    // What has no row is not an operation.
+    // Codes without a row on the page are refused.
     for code in (0..=u8::MAX).filter(|code| !(1..=CODES).contains(&u64::from(*code))) {
         assert!(decode(&[&[code][..], &[1; 64]].concat()).is_err(), "code {code}");
     }
@@ -387,7 +388,7 @@ fn encode(operations: &[Operation]) -> Vec<u8> {
     body
 }
 
-/// Operations hold slices, which have no equality of their own: their encoding has.
+/// Decodes operations. They cannot be compared directly, because they contain slices, so tests compare encodings.
 fn decode(body: &[u8]) -> Result<Vec<Operation>> {
     let mut reader = Reader::new(body);
     let mut out = Vec::new();
@@ -448,7 +449,7 @@ fn impossible_numbers_are_refused() {
             "{operation:?}"
         );
     }
-    // A run longer than any: refused before anything is allocated for it.
+    // A run longer than the limit is refused before memory is allocated for it.
     let mut body = encode(&[Operation::Overwrite { run: Run { start: 0, blocks: 1 }, checksums: vec![1] }]);
     body[9..13].copy_from_slice(&u32::MAX.to_le_bytes());
     assert_eq!(decode(&body).unwrap_err().kind(), ErrorKind::Corrupt);

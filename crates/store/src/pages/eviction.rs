@@ -1,54 +1,54 @@
-//! Decides which page leaves memory: not one that is used all the time, however many others are used once.
+//! Decides which page is evicted: a page that is used often stays, even if many others are used once.
 //!
 //! The scheme is that of S3-FIFO (Yang et al., "FIFO queues are all you need for cache eviction", SOSP 2023). New pages
-//! enter a short queue and leave at its end. Pages that were used again meanwhile, or are wanted again soon after they
-//! left, enter the long queue. There a page goes round once more for each use, up to [`USES_MAX`]. A request reads a
-//! page several times in a row: that counts as one use.
+//! enter a short queue and leave memory at its end. Pages that were used again meanwhile, or are loaded again soon
+//! after eviction, enter the long queue. There a page goes round once more for each use, up to [`USES_MAX`]. A request
+//! often reads a page several times in a row, which counts as one use.
 
 use super::{PageKey, Pages};
 use rustc_hash::FxHashSet;
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-/// Uses of a page that count, at most.
+/// The most uses of a page that count.
 const USES_MAX: u8 = 3;
 /// The short queue is one part in this many of the cache.
 const NEW_PART: usize = 8;
-/// Pages examined for each page that enters.
+/// The most pages examined to evict one.
 const LOOKS_MAX: usize = 64;
 
-/// How much a page is used.
+/// How often a page was used.
 #[derive(Clone, Copy, Default)]
 pub(super) struct Uses {
     count: u8,
-    /// Number of pages that had entered when it was used last.
+    /// The number of pages that had entered the cache at its last counted use.
     last: u64,
 }
 
-/// The queues. They may name pages that are not in memory any more.
+/// The queues. They may contain keys of pages that are not in memory any more.
 #[derive(Default)]
 pub(super) struct Queues {
     new: VecDeque<PageKey>,
     others: VecDeque<PageKey>,
-    /// Pages that left the short queue last.
+    /// Pages recently evicted from the short queue.
     left: FxHashSet<PageKey>,
     left_order: VecDeque<PageKey>,
-    /// Number of pages that have entered.
+    /// The number of pages that have entered the cache.
     came: u64,
-    /// Uses of a page within this many entering pages count as one.
+    /// A use counts only if more than this many pages have entered the cache since the last counted one.
     apart: u64,
     new_max: usize,
     left_max: usize,
 }
 
 impl Queues {
-    /// For a cache of this many pages.
+    /// Queues for a cache of this many pages.
     pub fn new(limit: usize) -> Self {
         let new_max = limit / NEW_PART;
         Self { apart: new_max as u64 / 2, new_max, left_max: limit, ..Self::default() }
     }
 
-    /// Notes that a page enters; returns its initial uses.
+    /// Called when a page enters the cache. Returns its initial uses.
     pub fn enter(&mut self, key: PageKey) -> Uses {
         self.came += 1;
         let known = self.left.remove(&key);
@@ -60,7 +60,7 @@ impl Queues {
         Uses { count: u8::from(known), last: self.came }
     }
 
-    /// Notes a use of a page.
+    /// Counts a use of a page.
     #[inline]
     pub fn note(&self, uses: &mut Uses) {
         if self.came - uses.last > self.apart {
@@ -80,18 +80,18 @@ impl Queues {
         }
     }
 
-    /// Names in the queues.
+    /// Number of keys in the queues.
     pub fn len(&self) -> usize {
         self.new.len() + self.others.len()
     }
 
-    /// Sets the queues to these pages, all of them old.
+    /// Sets the long queue to these pages.
     pub fn restart(&mut self, keys: impl Iterator<Item = PageKey>) {
         self.new.clear();
         self.others = keys.collect();
     }
 
-    /// Drops duplicates, and the names of pages that are not in memory any more.
+    /// Removes duplicates, and keys of pages that are not in memory any more.
     fn tidy(&mut self, is_there: impl Fn(&PageKey) -> bool) {
         let mut seen = FxHashSet::default();
         let mut stays = |key: &PageKey| is_there(key) && seen.insert(*key);
@@ -101,7 +101,7 @@ impl Queues {
 }
 
 impl Pages {
-    /// Makes room for a page that enters, if pages can leave.
+    /// Evicts a page for one that enters, if possible.
     pub(super) fn make_room(&mut self) {
         let mut looks = self.queues.len().min(LOOKS_MAX);
         while self.slots.len() >= self.limit && looks > 0 {
@@ -113,7 +113,7 @@ impl Pages {
             match self.slots.get_mut(&key) {
                 None => {}
                 Some(slot) if slot.dirty => queues.others.push_back(key),
-                // A checkpoint that captured it still holds it: its file has an older page.
+                // A checkpoint that has captured the page still needs it: the file has an older page.
                 Some(slot) if Arc::strong_count(&slot.page) > 1 && is_new => queues.new.push_back(key),
                 Some(slot) if Arc::strong_count(&slot.page) > 1 => queues.others.push_back(key),
                 Some(slot) if slot.uses.count > 0 => {
@@ -129,7 +129,7 @@ impl Pages {
                 }
             }
         }
-        // Names of pages that left must not accumulate.
+        // Keys of evicted pages must not accumulate.
         if self.queues.len() > 2 * self.slots.len() + 1024 {
             let slots = &self.slots;
             self.queues.tidy(|key| slots.contains_key(key));

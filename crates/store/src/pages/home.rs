@@ -1,4 +1,4 @@
-//! Writing pages to their places.
+//! Writes pages to their places in their files.
 
 use super::{PageFile, PageKey, sealed};
 use crate::{IoContext, Result};

@@ -1,15 +1,15 @@
-//! Pages as one checkpoint left them, for a reader that continues while later checkpoints overwrite them.
+//! Pages as a checkpoint left them, for a reader that continues while later checkpoints overwrite them.
 //!
-//! Between two checkpoints the files of the pages hold the complete state that the first one captured. A reader that
-//! needs that state for longer has the old content kept of every page that a later checkpoint is about to overwrite.
+//! Between two checkpoints the page files hold the complete state that the first one captured. For a reader that needs
+//! this state for longer, the old content of every page is copied here before a later checkpoint overwrites the page.
 //!
 //! What must hold:
 //!
-//! 1. A page is kept before it is overwritten. So a reader that reads a file first and asks for a kept page afterwards
-//!    gets the old content: if no page was kept when it asked, the page had not been overwritten when it read.
-//! 2. One checkpoint runs at a time, and writes no page to its place before [`Kept::keep`] has returned.
-//! 3. Kept pages take a limited amount of memory; further ones go to a file without a name, which disappears with the
-//!    process. If that cannot be written, the checkpoint continues and the reader fails.
+//! 1. A page is copied before it is overwritten. A reader reads the file first and looks for a copy afterwards. If
+//!    there is no copy then, the page was not overwritten before the read.
+//! 2. One checkpoint runs at a time, and writes no page in place before [`Kept::keep`] has returned.
+//! 3. Copies in memory are limited. Further ones go to an unnamed file, which disappears with the process. If that file
+//!    cannot be written, the checkpoint continues and the reader fails.
 
 use super::PageKey;
 use crate::sync::Mutex;
@@ -18,16 +18,16 @@ use backend::{BLOCK_SIZE, Block, Directory, File, IoMode};
 use rustc_hash::FxHashMap;
 use std::sync::Arc;
 
-/// Pages kept in memory (32 MiB); few in tests, so that the file is used.
+/// The most copies in memory (32 MiB). Fewer in tests, so that the file is used.
 const MEMORY_MAX: usize = if cfg!(test) { 64 } else { 8192 };
 /// The file for further pages. Its name is removed as soon as it is open.
 const OVERFLOW_FILE: &str = "check.pages";
 
 enum Image {
     Memory(Box<Block>),
-    /// Number of the page in the file.
+    /// Number of the copy in the overflow file.
     Overflow(u64),
-    /// The medium failed to read it when it was to be kept.
+    /// The page could not be read when it was to be copied.
     Unreadable(String),
 }
 
@@ -41,22 +41,22 @@ struct KeptState {
     failure: Option<String>,
 }
 
-/// Pages that later checkpoints have overwritten.
+/// Copies of pages that later checkpoints have overwritten.
 pub struct Kept {
     directory: Arc<dyn Directory>,
     state: Mutex<KeptState>,
 }
 
-/// While this exists, pages are kept.
+/// Pages are copied while this exists.
 pub struct Keeping(Arc<Kept>);
 
 impl Kept {
-    /// Nothing is kept yet.
+    /// An empty set of copies.
     pub fn new(directory: Arc<dyn Directory>) -> Arc<Self> {
         Arc::new(Self { directory, state: Mutex::default() })
     }
 
-    /// Keeps pages from now on. For one reader at a time, between two checkpoints.
+    /// Begins to copy pages for a reader. Called between two checkpoints; one reader at a time.
     pub fn begin(self: &Arc<Self>) -> Keeping {
         let mut state = self.state.lock();
         debug_assert_eq!(state.readers, 0);
@@ -64,7 +64,7 @@ impl Kept {
         Keeping(Arc::clone(self))
     }
 
-    /// Keeps the pages that are about to be overwritten, if there is a reader and they are not kept already.
+    /// Copies pages that are about to be overwritten, if a reader exists and no copy does.
     pub fn keep(&self, file: &dyn File, keys: &mut dyn Iterator<Item = PageKey>) {
         for key in keys {
             {
@@ -80,7 +80,7 @@ impl Kept {
             let read = file.read_at(&mut page.0, key.offset());
             let mut state = self.state.lock();
             if state.readers == 0 {
-                // The reader has ended meanwhile: the next reader would take a page stored now for one of its own.
+                // The reader has ended meanwhile. A copy stored now would be mistaken for one made for the next reader.
                 return;
             }
             let image = match read {
@@ -92,7 +92,7 @@ impl Kept {
                 Ok(()) => match self.overflow(&mut state, &page) {
                     Ok(number) => Image::Overflow(number),
                     Err(error) => {
-                        tracing::warn!(%error, "a check cannot go on");
+                        tracing::warn!(%error, "a check cannot continue, because a page cannot be kept for it");
                         state.failure = Some(error.to_string());
                         return;
                     }
@@ -106,7 +106,7 @@ impl Kept {
         let file = match &state.overflow {
             Some(file) => Arc::clone(file),
             None => {
-                // A process that was killed before it had removed the name left it.
+                // A process that was killed before it removed the name may have left the file.
                 let _ = self.directory.remove(OVERFLOW_FILE);
                 let create = || format!("creating {OVERFLOW_FILE}");
                 let file = self.directory.create(OVERFLOW_FILE, IoMode::Buffered).during(create)?;
@@ -123,7 +123,7 @@ impl Kept {
     /// Reads a page as it was when the reader began.
     pub(super) fn read(&self, file: &dyn File, key: PageKey) -> Result<Block> {
         let mut page = Block([0; BLOCK_SIZE]);
-        // The file is read first: see invariant 1.
+        // The file is read before the search for a copy: see invariant 1.
         let now = file.read_at(&mut page.0, key.offset());
         let what = || format!("reading {key} of the datastore's metadata");
         let state = self.state.lock();
@@ -151,7 +151,7 @@ impl Kept {
 }
 
 impl Keeping {
-    /// Fails if a page could not be kept or read again: what the reader has seen since then is worthless.
+    /// Fails if a page could not be copied or read again: the pages that the reader has seen may not belong together.
     pub fn check(&self) -> Result<()> {
         match &self.0.state.lock().failure {
             Some(failure) => Err(lost(failure)),

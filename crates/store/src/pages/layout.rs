@@ -4,10 +4,10 @@
 //! |---|---|---|
 //! | 0 | 4 | magic, by kind of page |
 //! | 4 | 2 | version, 1 |
-//! | 6 | 6 | of the kind (tree: level and count) |
+//! | 6 | 6 | specific to the kind of page (tree: level and count) |
 //! | 12 | 4 | CRC32C of the page with this field zero |
 //! | 16 | 8 | page number within its file |
-//! | 24 | 8 | of the kind |
+//! | 24 | 8 | specific to the kind of page |
 
 use crate::{Error, ErrorKind, Result, tree};
 use backend::{BLOCK_SIZE, Block};
@@ -64,7 +64,7 @@ impl PageFile {
     }
 }
 
-/// A page: its file and its number there.
+/// Identifies a page: its file, and its number in the file.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub struct PageKey(u64);
 
@@ -77,7 +77,7 @@ impl PageKey {
         Self((file as u64) << NUMBER_BITS | number)
     }
 
-    /// From the stored form; `None` if there is no such file, or no such page in any file.
+    /// Decodes the stored form. `None` if no such file exists, or the number exceeds the limit.
     pub fn from_raw(raw: u64) -> Option<Self> {
         let key = Self(raw);
         ((raw >> NUMBER_BITS) < PageFile::COUNT as u64 && key.number() < tree::PHYSICAL_LIMIT).then_some(key)
@@ -110,7 +110,7 @@ impl fmt::Display for PageKey {
     }
 }
 
-/// A page with nothing but its head.
+/// A page with a head and no entries.
 pub fn blank(key: PageKey) -> Block {
     let mut page = Block([0; BLOCK_SIZE]);
     page.0[0..4].copy_from_slice(&key.file().magic());
@@ -123,7 +123,7 @@ fn page_checksum(page: &Block) -> u32 {
     checksums::checksum_without(&page.0, 12)
 }
 
-/// A copy of a page with its checksum, in the form in which it is written.
+/// A copy of a page with its checksum, as it is written to the file.
 pub fn sealed(page: &Block) -> Block {
     let mut copy = *page;
     let sum = page_checksum(page);
@@ -131,7 +131,7 @@ pub fn sealed(page: &Block) -> Block {
     copy
 }
 
-/// Checks a page read from its file; a page that was never written becomes a blank one.
+/// Verifies a page read from its file. A page of zeros, which was never written, becomes a page without entries.
 pub fn verify(page: &mut Block, key: PageKey) -> Result<()> {
     let corrupt = |what: &str| {
         Err(Error::new(ErrorKind::Corrupt, format!("{key} {what}; run 'lamina check --repair' on the datastore")))
@@ -155,7 +155,7 @@ pub fn verify(page: &mut Block, key: PageKey) -> Result<()> {
         ));
     }
     if page.0[16..24] != key.number().to_le_bytes() {
-        return corrupt("names itself another page: it was written to the wrong place");
+        return corrupt("has the number of another page: it was written to the wrong place");
     }
     if key.file() == PageFile::Map {
         tree::validate(page, tree::NodeId(key.number()))?;

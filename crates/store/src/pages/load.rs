@@ -1,4 +1,4 @@
-//! Loads pages into memory: under the lock of the cache, or without it. The invariants are in the [cache](super).
+//! Loads pages into memory, with or without holding the lock of the cache. The [cache](super) states the invariants.
 
 use super::{PageFile, PageKey, Pages, Slot, verify};
 use crate::sync::{Condvar, Mutex};
@@ -6,8 +6,8 @@ use crate::{Error, ErrorKind, IoContext, Result};
 use backend::{BLOCK_SIZE, Block, File};
 use std::sync::Arc;
 
-/// After this many hits since the last miss, an operation does not prepare for misses: the preparations would cost all
-/// operations together more than so rare a miss costs the threads that wait for it.
+/// After this many hits since the last miss, operations skip their surveys. At this rate all surveys together would
+/// cost more than a rare miss costs the threads that wait for it.
 const WARM_HITS: u64 = 1 << 16;
 
 /// A page that is being read without the lock.
@@ -21,7 +21,7 @@ pub struct Load {
 enum Outcome {
     #[default]
     UnderWay,
-    /// The page, if it could be read and was inserted.
+    /// The page, if it was read and inserted.
     Ended(Option<Arc<Block>>),
 }
 
@@ -50,7 +50,7 @@ pub fn read_home(file: &dyn File, first: PageKey, count: usize) -> Vec<Result<Bl
     let mut out = Vec::with_capacity(count);
     for (number, page) in (first.number()..).zip(pages) {
         let key = PageKey::new(first.file(), number);
-        // A bad sector must not keep its neighbours from being read.
+        // If a sector is unreadable, the pages are read one by one.
         out.push(if whole { verified(page, key) } else { read_one(file, key) });
     }
     out
@@ -63,7 +63,7 @@ pub(super) fn read_one(file: &dyn File, key: PageKey) -> Result<Block> {
     verified(page, key)
 }
 
-/// A page read from its file, ready for use.
+/// Verifies a page that was read from its file, and makes it ready for use.
 pub(super) fn verified(mut page: Block, key: PageKey) -> Result<Block> {
     verify(&mut page, key)?;
     if key.file() == PageFile::DataTable {
@@ -73,24 +73,25 @@ pub(super) fn verified(mut page: Block, key: PageKey) -> Result<Block> {
 }
 
 impl Pages {
-    /// From now on look-ups note pages that are not in memory and fail, until [`Pages::undefer`].
+    /// From now on a lookup that misses pages records them and fails, until [`Pages::undefer`].
     pub fn defer(&mut self) {
         debug_assert!(self.absent.is_empty());
         self.deferring = true;
     }
 
-    /// Look-ups read the medium again. Returns the missed pages, in order of the files; empty if all were in memory.
+    /// Ends [`Pages::defer`]: lookups read from the files again. Returns the missed pages in file order; empty if none
+    /// was missed.
     pub fn undefer(&mut self) -> Vec<PageKey> {
         self.deferring = false;
         self.take_absent()
     }
 
-    /// True while look-ups fail instead of reading.
+    /// True between [`Pages::defer`] and [`Pages::undefer`].
     pub fn is_deferring(&self) -> bool {
         self.deferring
     }
 
-    /// The pages missed since the last call, in order of the files.
+    /// The pages missed since the last call, in file order.
     pub fn take_absent(&mut self) -> Vec<PageKey> {
         let mut absent = std::mem::take(&mut self.absent);
         absent.sort_unstable();
@@ -103,7 +104,7 @@ impl Pages {
         self.absent.len()
     }
 
-    /// The page if it is in memory; otherwise it is noted as missed.
+    /// The page if it is in memory. Otherwise it is recorded as missed.
     pub fn peek(&mut self, key: PageKey) -> Option<&Block> {
         match self.slots.get_mut(&key) {
             Some(slot) => {
@@ -131,7 +132,7 @@ impl Pages {
         }
         self.statistics.locked += 1;
         let page = Arc::new(self.read_home(key)?);
-        // Cancels a read of the page that is under way without the lock.
+        // Cancels a concurrent read of the page that does not hold the lock.
         self.loading.remove(&key);
         self.insert(key, page);
         Ok(())
@@ -144,8 +145,8 @@ impl Pages {
         self.slots.insert(key, Slot { page, uses, dirty: false, unknown: false });
     }
 
-    /// Registers the caller as the reader of a page: true; or returns the read that is under way. `None` if the page is
-    /// in memory already.
+    /// Registers the caller as the reader of a page and returns true, or returns false with the read that another
+    /// thread has registered. `None` if the page is in memory.
     pub fn begin_load(&mut self, key: PageKey) -> Option<(bool, Arc<Load>)> {
         if self.slots.contains_key(&key) {
             return None;
@@ -159,9 +160,9 @@ impl Pages {
         Some((true, load))
     }
 
-    /// Ends a read: inserts the page if its registration is still valid, and wakes its waiters. Returns the page if it
-    /// is certainly in memory; `None` if it has to be looked up again. An error counts only if the registration is
-    /// valid.
+    /// Ends a read: inserts the page if its registration is still valid, and wakes the threads that wait for it.
+    /// Returns the page if it is in memory now, and `None` if it has to be looked up again. Errors are returned only if
+    /// the registration is valid.
     pub fn end_load(&mut self, key: PageKey, load: &Arc<Load>, read: Result<Block>) -> Result<Option<Arc<Block>>> {
         if self.loading.get(&key).is_none_or(|registered| !Arc::ptr_eq(registered, load)) {
             load.end(None);

@@ -1,11 +1,11 @@
 //! Restores a page that fails its checksum, if its content can be proven.
 //!
-//! Two things prove a page:
+//! There are two proofs:
 //!
-//! * The images of the last checkpoint: a page that is among them has not changed since (invariant 1 of the
-//!   [cache](super)), so its image is the page.
-//! * Its own checksum, if one inverted bit explains the difference. CRC32C has a Hamming distance of 4 over any length
-//!   used here: of all pages with a valid checksum at most one differs in a single bit, and none if two bits are wrong.
+//! * The images of the last checkpoint: a page with an image there has not changed in its file since (invariant 1 of
+//!   the [cache](super)), so the image is its content.
+//! * Its own checksum, if inverting one bit makes it match. CRC32C has a Hamming distance of 4 over all lengths used
+//!   here. So at most one page with a valid checksum differs in a single bit, and none if two bits are wrong.
 
 use super::{PageKey, verify};
 use crate::sync::Mutex;
@@ -39,12 +39,12 @@ const fn table() -> [u32; 256] {
     table
 }
 
-/// The proof for a page.
+/// What proves the content of a restored page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Proof {
-    /// The images of the last checkpoint hold it.
+    /// An image of the last checkpoint.
     Image,
-    /// One bit was inverted.
+    /// Its own checksum: one bit was inverted.
     Bit,
 }
 
@@ -57,8 +57,8 @@ impl fmt::Display for Proof {
     }
 }
 
-/// Corrects the one inverted bit of `bytes` whose checksum, CRC32C with its own field at `field` taken as zero, is
-/// wrong. False, and nothing changed, if no single bit explains it.
+/// Corrects one inverted bit of `bytes`, which contain their CRC32C at offset `field`. Returns false and changes
+/// nothing if inverting a single bit does not make the checksum match.
 pub fn restore_bit(bytes: &mut [u8], field: usize) -> bool {
     let Some(Ok(stored)) = bytes.get(field..field + 4).map(<[u8; 4]>::try_from) else { return false };
     let found = checksums::checksum_without(bytes, field);
@@ -70,16 +70,15 @@ pub fn restore_bit(bytes: &mut [u8], field: usize) -> bool {
     invert(bytes, difference, field..field + 4)
 }
 
-/// Corrects the one inverted bit of `bytes`, whose checksum is stored elsewhere and is right.
+/// Corrects one inverted bit of `bytes`, given their correct checksum.
 pub fn restore_bit_of(bytes: &mut [u8], stored: u32) -> bool {
     let difference = stored ^ crate::checksum(bytes);
     invert(bytes, difference, 0..0)
 }
 
-/// Inverts the bit that explains a difference of the checksum, if there is one outside `not_in`.
+/// Inverts the bit outside `not_in` that causes a difference of the checksum, if there is one.
 fn invert(bytes: &mut [u8], difference: u32, not_in: Range<usize>) -> bool {
-    // The contribution of each bit of the last byte to the checksum; then that of each byte before, with one more byte
-    // behind it.
+    // The effect on the checksum of each bit of the last byte. The loop then computes it for each byte before.
     let mut adds: [u32; 8] = std::array::from_fn(|bit| TABLE[1 << bit]);
     for at in (0..bytes.len()).rev() {
         if !not_in.contains(&at)
@@ -93,15 +92,15 @@ fn invert(bytes: &mut [u8], difference: u32, not_in: Range<usize>) -> bool {
     false
 }
 
-/// Pages of the last checkpoint: the place of each in the images file.
+/// The pages of the last checkpoint, with their places in the images file.
 pub struct ImageIndex {
-    /// The file.
+    /// The images file.
     pub file: Arc<dyn File>,
     /// Byte offset of each page.
     pub places: FxHashMap<PageKey, u64>,
 }
 
-/// Restores pages that a cache finds damaged.
+/// Restores damaged pages for a cache.
 #[derive(Default)]
 pub struct Mender {
     images: Option<ImageIndex>,
@@ -109,17 +108,17 @@ pub struct Mender {
 }
 
 impl Mender {
-    /// With the images of the last checkpoint, if they are undamaged.
+    /// A mender that uses the images of the last checkpoint, if they are undamaged.
     pub fn new(images: Option<ImageIndex>) -> Self {
         Self { images, mended: Mutex::default() }
     }
 
-    /// Whether the last checkpoint left an image of a page.
+    /// Whether the last checkpoint has an image of a page.
     pub fn has_image(&self, key: PageKey) -> bool {
         self.images.as_ref().is_some_and(|images| images.places.contains_key(&key))
     }
 
-    /// The page that belongs at `key`, where `raw` was found, if it can be proven.
+    /// The content of page `key` if it can be proven; `raw` are the bytes found in its place.
     pub fn restore(&self, key: PageKey, raw: Option<&Block>) -> Option<Block> {
         let (page, proof) = self.proven(key, raw)?;
         self.mended.lock().insert(key, proof);
@@ -141,7 +140,7 @@ impl Mender {
         (restore_bit(&mut page.0, CHECKSUM_AT) && verify(&mut page, key).is_ok()).then_some((page, Proof::Bit))
     }
 
-    /// The pages restored since the last call.
+    /// The pages restored since the last call, with their proofs.
     pub fn take_mended(&self) -> BTreeMap<PageKey, Proof> {
         std::mem::take(&mut self.mended.lock())
     }
@@ -177,7 +176,7 @@ mod tests {
 
     #[test]
     fn a_bit_that_makes_another_page_of_it_proves_nothing() {
-        // The page of another number, with one bit wrong.
+        // A page with another number, with one inverted bit.
         let mut page = sealed(&blank(PageKey::new(PageFile::DataSummary, 5)));
         page.0[2000] ^= 4;
         assert!(Mender::default().restore(PageKey::new(PageFile::DataSummary, 6), Some(&page)).is_none());

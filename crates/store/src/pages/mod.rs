@@ -2,33 +2,35 @@
 //!
 //! What must hold:
 //!
-//! 1. A page that the last checkpoint refers to changes in its file only while the next one writes pages of which it
-//!    has complete images. Between checkpoints the files hold exactly the state of the last one, as far as that refers
-//!    to them. So a page may be changed in memory, freed and reused at any time without any ordering. A page that the
-//!    last checkpoint does not refer to, a node of the map in a place that was free then, may be written at any time.
-//! 2. Every page read from a file passes its checksum and names itself (file kind and number) before a caller gets it.
-//!    A page of zeros was never written and reads as blank, except in the map, where it is corruption.
-//! 3. A dirty page stays in memory until a checkpoint has written it to its place: a read of the file before that
-//!    returns an older page. A reference on the captured page shows that the checkpoint still writes it. The limit of
-//!    the cache holds because a checkpoint is requested before dirty pages fill it.
+//! 1. A page to which the last checkpoint refers is overwritten in its file only while the next checkpoint has complete
+//!    images of the pages that it writes. So between checkpoints the files have exactly the state of the last one, and
+//!    a page may be changed in memory, freed and reused in any order. A page to which the last checkpoint does not
+//!    refer, a map node at a place that was free then, may be written at any time.
+//! 2. Every page that is read from a file is verified before a caller gets it: its checksum, its file kind and its
+//!    number. A page of zeros was never written and counts as a page without entries, except in the map, where it is
+//!    damage.
+//! 3. A dirty page stays in memory until a checkpoint has written it, because the file has an older page. While the
+//!    checkpoint writes a captured page, it holds a reference on it. The limit of the cache is kept because a
+//!    checkpoint is requested before dirty pages fill it.
 //!
 //! # Loading without the lock
 //!
-//! Every request needs the lock of the cache, so no thread waits for the medium under it. A look-up that *defers*
-//! ([`Pages::defer`]) notes the pages that are not in memory and fails; its caller releases the lock, reads the pages,
-//! inserts them and looks again. Reads under way are registered ([`Pages::begin_load`]), so that no two threads read
-//! the same page. Every other way in which a page enters memory or becomes invalid cancels the registration:
-//! [`Pages::create`], [`Pages::forget`] and a load under the lock. The read page is inserted only while its
-//! registration is valid ([`Pages::end_load`]).
+//! Every request needs the lock of the cache, so no thread reads from the medium under it. A lookup that *defers*
+//! ([`Pages::defer`]) records the pages that are not in memory and fails. Its caller releases the lock, reads the
+//! pages, inserts them and looks up again. Each read is registered ([`Pages::begin_load`]), so that no two threads read
+//! the same page. All other ways to insert or invalidate a page cancel the registration: [`Pages::create`],
+//! [`Pages::forget`], and a load under the lock. The page is inserted only if its registration is still valid
+//! ([`Pages::end_load`]).
 //!
-//! This admits no stale page. While a registration is valid, the page was at no time in `slots`. Only pages in `slots`
-//! are changed and captured, and a captured page stays in `slots` until the checkpoint that holds it has written it, or
-//! until it is forgotten, which cancels. So nothing is written to the place of the page between the registration and
-//! its end: the read page is complete and current. (A page that was captured and then forgotten is free; nothing that a
-//! look-up meets names it until it is created again, which puts it into `slots`.)
+//! This inserts no outdated page. While a registration is valid, the page was at no time in `slots`. Only pages in
+//! `slots` are changed and captured, and a captured page stays in `slots` until its checkpoint has written it, or until
+//! it is forgotten, which cancels the registration. So the place of the page is not written between the registration
+//! and its end, and the page that was read is complete and current. (A captured page that was forgotten belongs to a
+//! free node: no lookup reaches it until it is created again, which inserts it into `slots`.)
 //!
-//! A thread that waits for a page holds a reference on it, which keeps it in memory, as that of a checkpoint does,
-//! until the thread has looked again: even in a very small cache each look gets further than the one before.
+//! A thread that waits for a page holds a reference on it until it has looked the page up. Like the reference of a
+//! checkpoint, it keeps the page in memory. So even with a very small cache each lookup gets further than the one
+//! before.
 
 mod eviction;
 mod home;
@@ -53,21 +55,21 @@ struct Slot {
     page: Arc<Block>,
     uses: Uses,
     dirty: bool,
-    /// The last checkpoint does not refer to its place.
+    /// The last checkpoint does not refer to the place of the page.
     unknown: bool,
 }
 
-/// Dirty pages as of the moment of a checkpoint, in file order.
+/// The dirty pages at the moment of a checkpoint, in file order.
 #[derive(Default)]
 pub struct Captured {
-    /// Those that the last checkpoint refers to: they need images before they are written to their places.
+    /// Pages to which the last checkpoint refers: they need images before they are written in place.
     pub known: Vec<(PageKey, Arc<Block>)>,
-    /// The others: to be written to their places before the checkpoint ends.
+    /// The other pages: they are written in place before the checkpoint is committed.
     pub unknown: Vec<(PageKey, Arc<Block>)>,
 }
 
 impl Captured {
-    /// All of them, in file order: for tests without crashes in between.
+    /// All captured pages in file order, for tests without crashes.
     pub fn all(&self) -> Vec<(PageKey, Arc<Block>)> {
         let mut all = [self.known.as_slice(), self.unknown.as_slice()].concat();
         all.sort_unstable_by_key(|(key, _)| *key);
@@ -75,14 +77,14 @@ impl Captured {
     }
 }
 
-/// Freed nodes remembered between two checkpoints. Beyond this every new node counts as one that the last checkpoint
-/// refers to.
+/// The most freed nodes that are remembered between two checkpoints. If more are freed, every new node counts as one to
+/// which the last checkpoint refers.
 const RETIRED_MAX: usize = 1 << 16;
 
 /// Counters of the cache.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct PageStatistics {
-    /// Look-ups answered from memory.
+    /// Lookups answered from memory.
     pub hits: u64,
     /// Pages read from the medium.
     pub misses: u64,
@@ -98,20 +100,20 @@ pub struct Pages {
     slots: FxHashMap<PageKey, Slot>,
     queues: Queues,
     dirty: FxHashSet<PageKey>,
-    /// Of these, pages that the last checkpoint does not refer to.
+    /// Of the dirty pages, those to which the last checkpoint does not refer.
     dirty_unknown: usize,
-    /// Nodes freed since the last capture to which the checkpoint before it refers.
+    /// Nodes freed since the last capture, to which the checkpoint before refers.
     retired: FxHashSet<PageKey>,
     limit: usize,
     statistics: PageStatistics,
-    /// Look-ups note the pages that they miss in `absent`, and fail.
+    /// Lookups record the pages that they miss in `absent`, and fail.
     deferring: bool,
     absent: Vec<PageKey>,
     /// Pages being read without the lock.
     loading: FxHashMap<PageKey, Arc<Load>>,
     /// Number of hits at the last miss.
     hits_at_miss: u64,
-    /// For a reader of an older state: pages that were overwritten since.
+    /// For a reader of an older state: copies of pages that were overwritten since.
     kept: Option<Arc<Kept>>,
     /// Restores damaged pages, during a repair and for a salvage.
     mender: Option<Arc<Mender>>,
@@ -139,12 +141,12 @@ impl Pages {
         }
     }
 
-    /// The pages as of the moment when `kept` began, for reading only.
+    /// A cache of the pages as they were when `kept` began, for reading only.
     pub fn as_kept(files: [Arc<dyn File>; PageFile::COUNT], limit: usize, kept: Arc<Kept>) -> Self {
         Self { kept: Some(kept), ..Self::new(files, limit) }
     }
 
-    /// From now on damaged pages are restored if they can be proven; with `None`, no longer.
+    /// Sets the mender that restores damaged pages, or removes it.
     pub fn set_mender(&mut self, mender: Option<Arc<Mender>>) {
         self.mender = mender;
     }
@@ -154,7 +156,7 @@ impl Pages {
         self.mender.as_ref()
     }
 
-    /// The file behind a kind of page.
+    /// The file with the pages of a kind.
     pub fn file(&self, file: PageFile) -> &Arc<dyn File> {
         &self.files[file as usize]
     }
@@ -174,12 +176,12 @@ impl Pages {
         self.dirty.len()
     }
 
-    /// Of these, pages that need an image first.
+    /// Of the dirty pages, those that need an image.
     pub fn dirty_known(&self) -> usize {
         self.dirty.len() - self.dirty_unknown
     }
 
-    /// The page, read from its file if necessary, unless the cache defers.
+    /// The page. It is read from its file if necessary, unless the cache defers.
     #[inline]
     pub fn get(&mut self, key: PageKey) -> Result<&Block> {
         if !self.slots.contains_key(&key) {
@@ -192,7 +194,7 @@ impl Pages {
         Ok(&slot.page)
     }
 
-    /// The page for changing; it is dirty from now on.
+    /// The page, to be changed. It becomes dirty.
     #[inline]
     pub fn get_mut(&mut self, key: PageKey) -> Result<&mut Block> {
         if !self.slots.contains_key(&key) {
@@ -207,7 +209,7 @@ impl Pages {
         Ok(Arc::make_mut(&mut slot.page))
     }
 
-    /// The page of a node in a free place; it starts blank whatever its file holds.
+    /// A new page for a free node. It has no entries, whatever its file holds.
     pub fn create(&mut self, key: PageKey) -> Result<&mut Block> {
         self.make_room();
         let unknown = self.retired.len() < RETIRED_MAX && !self.retired.contains(&key);
@@ -219,7 +221,7 @@ impl Pages {
         self.get_mut(key)
     }
 
-    /// A blank page in the place of a damaged one to which the last checkpoint refers.
+    /// A page without entries, in place of a damaged page to which the last checkpoint refers.
     pub fn replace(&mut self, key: PageKey) -> &mut Block {
         self.make_room();
         self.loading.remove(&key);
@@ -229,12 +231,12 @@ impl Pages {
         Arc::make_mut(&mut self.slots.get_mut(&key).expect("inserted above").page)
     }
 
-    /// Whether nothing was ever written at the place of a page, and nothing will be.
+    /// Whether a page was never written to its file and is not dirty.
     pub fn is_unwritten(&self, key: PageKey) -> bool {
         !self.dirty.contains(&key) && self.read_raw(key).0 == [0; BLOCK_SIZE]
     }
 
-    /// The bytes at the place of a page, unchecked; zeros if they cannot be read.
+    /// The bytes in the file of a page, unverified. Zeros if they cannot be read.
     pub fn read_raw(&self, key: PageKey) -> Block {
         let mut page = Block([0; BLOCK_SIZE]);
         match self.file(key.file()).read_at(&mut page.0, key.offset()) {
@@ -243,7 +245,7 @@ impl Pages {
         }
     }
 
-    /// Drops the page of a free node: no look-up reads it again, so it need not be written.
+    /// Removes the page of a freed node from memory: it need not be written.
     pub fn forget(&mut self, key: PageKey) {
         self.loading.remove(&key);
         let unknown = self.slots.remove(&key).is_some_and(|slot| slot.unknown);
@@ -255,14 +257,14 @@ impl Pages {
         }
     }
 
-    /// Reads a page from its file, past the cache, and verifies it.
+    /// Reads a page from its file, without the cache, and verifies it.
     pub fn read_home(&self, key: PageKey) -> Result<Block> {
         if let Some(kept) = &self.kept {
             return load::verified(kept.read(&**self.file(key.file()), key)?, key);
         }
         let read = load::read_one(&**self.file(key.file()), key);
         let Some(mender) = &self.mender else { return read };
-        // If there is an image, a page of zeros was lost, not never written.
+        // If an image exists, a page of zeros is lost: the checkpoint wrote it.
         let lost = read.is_err() || mender.has_image(key) && self.read_raw(key).0 == [0; BLOCK_SIZE];
         match lost.then(|| mender.restore(key, Some(&self.read_raw(key)))).flatten() {
             Some(page) => load::verified(page, key),
@@ -270,9 +272,9 @@ impl Pages {
         }
     }
 
-    /// Takes all dirty pages as they are now and marks them clean: later changes belong to the next checkpoint. The
-    /// caller makes them durable, [`sealed`], before it releases the journal behind them. The checkpoint before this
-    /// one has ended. All requests wait meanwhile, so checksums are computed later.
+    /// Captures all dirty pages and marks them clean, because later changes belong to the next checkpoint. The caller
+    /// writes them durably, [`sealed`], before it releases the part of the journal that contains their changes. The
+    /// previous checkpoint must have ended. All requests wait during this call, so checksums are computed later.
     pub fn capture(&mut self) -> Captured {
         let mut keys: Vec<PageKey> = self.dirty.drain().collect();
         keys.sort_unstable();
@@ -288,7 +290,7 @@ impl Pages {
         captured
     }
 
-    /// Drops every clean page, so that a check reads the medium instead of memory.
+    /// Removes every clean page from memory, so that a check reads the medium.
     pub fn drop_clean(&mut self) {
         self.slots.retain(|_, slot| slot.dirty);
         self.queues.restart(self.slots.keys().copied());

@@ -1,4 +1,4 @@
-//! The page cache against plain files.
+//! Compares the page cache with plain files.
 
 #![allow(clippy::unwrap_used)]
 
@@ -40,7 +40,7 @@ fn pages_are_what_was_last_put_in_through_eviction_and_checkpoints() {
                     model.insert(key, value);
                 }
                 75..85 => {
-                    // Allocated again: the old content of the page is gone.
+                    // Models a reallocation: the page loses its old content.
                     let page = pages.create(key).unwrap();
                     assert_eq!(word(page), 0);
                     model.insert(key, 0);
@@ -50,7 +50,7 @@ fn pages_are_what_was_last_put_in_through_eviction_and_checkpoints() {
                         let captured = pages.capture().all();
                         assert_eq!(pages.dirty(), 0);
                         assert!(captured.is_sorted_by_key(|(key, _)| *key));
-                        // What is changed from now on belongs to the next checkpoint.
+                        // Later changes belong to the next checkpoint.
                         if let Some((key, page)) = captured.first() {
                             let before = word(page);
                             set_word(pages.get_mut(*key).unwrap(), !before);
@@ -71,7 +71,7 @@ fn pages_are_what_was_last_put_in_through_eviction_and_checkpoints() {
         assert!(pages.statistics().evictions > 100 && pages.statistics().hits > 100);
         write_home(&files, &pages.capture().all());
         for (key, value) in model {
-            assert_eq!(word(&pages.read_home(key).unwrap()), value, "{key} at home");
+            assert_eq!(word(&pages.read_home(key).unwrap()), value, "{key} in its file");
         }
     }
 }
@@ -86,10 +86,10 @@ fn a_page_forgotten_is_never_written() {
             pages.forget(key(number));
         }
         assert_eq!((pages.cached(), pages.dirty()), (0, 0));
-        assert!(pages.queues.len() < 4 * LIMIT + 2048, "names of forgotten pages pile up: round {round}");
+        assert!(pages.queues.len() < 4 * LIMIT + 2048, "keys of forgotten pages accumulate: round {round}");
     }
     assert!(pages.capture().all().is_empty());
-    // In the map, a page that was never written is no page.
+    // In the map, a page of zeros is an error.
     assert_eq!(pages.get(key(7)).err().unwrap().kind(), ErrorKind::Corrupt);
 }
 
@@ -153,7 +153,7 @@ fn a_captured_page_is_not_read_from_its_file_before_it_is_written_there() {
         set_word(pages.create(key(number)).unwrap(), number + 1);
     }
     let captured = pages.capture().all();
-    // Everything else in the cache gives way to other pages, several times over.
+    // Loads so many other pages that all pages without a reference are evicted.
     for number in 100..100 + 5 * LIMIT as u64 {
         pages.get(key(number)).unwrap();
     }
@@ -169,8 +169,8 @@ fn a_captured_page_is_not_read_from_its_file_before_it_is_written_there() {
     assert_eq!(word(pages.get(key(7)).unwrap()), 8);
 }
 
-/// What may be written home before a checkpoint has ended: only nodes in places that are free in the last checkpoint.
-/// Recovery from that checkpoint does not read them.
+/// Only nodes at places that were free at the last checkpoint may be written before the next one is committed. Recovery
+/// from the last checkpoint does not read them.
 #[test]
 fn only_nodes_in_places_free_at_the_last_checkpoint_are_unknown_to_it() {
     let files = page_files();
@@ -183,7 +183,7 @@ fn only_nodes_in_places_free_at_the_last_checkpoint_are_unknown_to_it() {
     }
     pages.get_mut(table).unwrap();
     assert_eq!((pages.dirty(), pages.dirty_known()), (5, 1));
-    // Made and given up between two checkpoints: as if it had never been.
+    // The node is created and freed between two checkpoints, which leaves no trace.
     pages.forget(node(3));
     pages.create(node(3)).unwrap();
     let first = pages.capture();
@@ -192,7 +192,7 @@ fn only_nodes_in_places_free_at_the_last_checkpoint_are_unknown_to_it() {
     write_home(&files, &first.all());
 
     pages.get_mut(node(0)).unwrap();
-    // The first checkpoint knows this one: its place may not change before the second has ended.
+    // The first checkpoint refers to this node: its place must not be written before the second one is committed.
     pages.forget(node(1));
     pages.create(node(1)).unwrap();
     pages.forget(node(2));
@@ -202,7 +202,7 @@ fn only_nodes_in_places_free_at_the_last_checkpoint_are_unknown_to_it() {
     assert_eq!(keys(&second.unknown), [node(7)]);
     write_home(&files, &second.all());
 
-    // Free at the second checkpoint.
+    // This node was free at the second checkpoint.
     pages.create(node(2)).unwrap();
     assert_eq!(pages.dirty_known(), 0);
     pages.forget(node(2));
@@ -233,12 +233,12 @@ fn a_page_read_without_the_lock_is_put_in_only_while_nothing_came_between() {
     write_home(&files, &pages.capture().all());
     outdated(&mut pages, &|pages| pages.forget(key));
     assert_eq!(pages.cached(), 0);
-    // Nothing came between.
+    // No other load or change of the page happens in between.
     let (_, load) = pages.begin_load(key).unwrap();
     let held = pages.end_load(key, &load, read(key)).unwrap().unwrap();
     assert!(pages.begin_load(key).is_none() && load.wait().is_some());
     assert_eq!((word(&held), word(pages.get(key).unwrap())), (3, 3));
-    // A look-up that defers learns which pages are missing; a reference on a page keeps it from being evicted.
+    // A deferred lookup returns the missing pages; a reference on a page keeps it in memory.
     pages.defer();
     let other = PageKey::new(PageFile::Catalog, 9);
     assert!(pages.get(key).is_ok() && pages.get(other).is_err());
@@ -269,12 +269,12 @@ fn what_is_kept_is_what_a_reader_found_when_it_began() {
         let mut view = Pages::as_kept(files.clone(), 64 * BLOCK_SIZE, Arc::clone(&kept));
         put(&mut pages, round);
         put(&mut pages, round + 1000);
-        // More than memory may hold: some come from the file, which has no name any more.
+        // More pages than memory may hold: some are read from the file, whose name is removed already.
         keys.iter().for_each(|key| assert_eq!(word(view.get(*key).unwrap()), before + key.number()));
         assert_eq!(disk.directory().list().unwrap(), Vec::<String>::new());
         keeping.check().unwrap();
     }
-    // No room for what has to be kept: every read through the view fails.
+    // If there is no room for a copy, every read through the view fails.
     let keeping = kept.begin();
     disk.set_capacity(0);
     put(&mut pages, 9000);

@@ -1,4 +1,4 @@
-//! Allocation: bitmaps in memory, built from the table region by region when they are first needed.
+//! Allocation: uses bitmaps in memory, which are built from the table when a region is first needed.
 
 use super::region::{self, Bitmaps, REGION_BLOCKS, REGION_PAGES};
 use super::table::{self, TABLE_ENTRIES};
@@ -6,13 +6,14 @@ use super::{Run, Space, SpaceKind};
 use crate::pages::{PageFile, PageKey, Pages};
 use crate::{Error, ErrorKind, Result};
 
-/// Regions whose bitmaps are kept in memory (4 KiB each); few in tests, so that the limit is reached.
+/// The most regions whose bitmaps are in memory (4 KiB each). Few in tests, so that the limit is reached.
 pub(super) const LOADED_REGIONS_MAX: usize = if cfg!(test) { 8 } else { 4096 };
-/// The shortest run that a first search takes, in blocks (64 KiB): shorter ones only if there is no longer one.
+/// The shortest run that the first search accepts, in blocks (64 KiB). Shorter runs are used only if no such run is
+/// left.
 pub(super) const GOOD_RUN: u64 = 16;
 
 impl Space {
-    /// Sets or clears `used` bits where bitmaps are in memory, keeping the free count.
+    /// Sets or clears `used` bits of regions whose bitmaps are in memory, and updates the free count.
     pub(super) fn mark(&mut self, run: Run, used: bool) {
         for (number, first, count) in region::parts(run) {
             if let Some(bitmaps) = &mut self.regions[number as usize].bitmaps {
@@ -35,7 +36,7 @@ impl Space {
             return Ok(());
         }
         if pages.is_deferring() {
-            // All missing pages are noted at once.
+            // All missing pages are recorded at once.
             self.survey_region(pages, number);
         }
         let mut bitmaps = Box::new(Bitmaps::new());
@@ -68,14 +69,20 @@ impl Space {
         let known = (u64::from(region.used), u64::from(region.backed));
         let counted = (bitmaps.used(), backed_count);
         if counted.0 < known.0 || counted.1 < known.1 {
-            // Pages of the table are lost: the blocks that they described must not count as free space.
+            // Pages of the table are lost: their blocks must not count as free.
             region.damaged = true;
             self.counts.free -= before;
             return Err(lost(self.table, number));
         }
         if known != counted {
             // A lost summary is rebuilt from the table (invariant 3).
-            tracing::warn!(region = number, file = self.summary.name(), ?known, ?counted, "a summary is put right");
+            tracing::warn!(
+                region = number,
+                file = self.summary.name(),
+                ?known,
+                ?counted,
+                "a wrong summary is corrected from the table"
+            );
             (region.used, region.backed) = (counted.0 as u16, counted.1 as u16);
             self.counts.used = self.counts.used + counted.0 - known.0;
             self.counts.backed = self.counts.backed + counted.1 - known.1;
@@ -87,19 +94,19 @@ impl Space {
         Ok(())
     }
 
-    /// A damaged region, as a reason for less free space than the file system has.
+    /// A damaged region, if there is one: it explains why fewer blocks are free than the file system has allocated.
     pub fn damage(&self) -> Option<Error> {
         (0..).zip(&self.regions).find(|(_, region)| region.damaged).map(|(number, _)| lost(self.table, number))
     }
 
-    /// Loads a region to allocate from it; false if it is damaged, so that it is skipped.
+    /// Loads a region to allocate from it. False if the region is damaged and has to be skipped.
     pub(super) fn load_whole(&mut self, pages: &mut Pages, number: u64) -> Result<bool> {
         if self.regions[number as usize].damaged {
             return Ok(false);
         }
         match self.load(pages, number) {
             Err(error) if error.kind() == ErrorKind::Corrupt => {
-                tracing::error!(%error, "a region is not allocated from any more");
+                tracing::error!(%error, "a damaged region is not used for allocation any more");
                 let region = &mut self.regions[number as usize];
                 self.counts.free -= region.estimate();
                 region.damaged = true;
@@ -109,7 +116,7 @@ impl Space {
         }
     }
 
-    /// Drops bitmaps that hold nothing beyond the table.
+    /// Removes bitmaps that can be rebuilt from the table.
     fn unload_some(&mut self) {
         let mut give_up = LOADED_REGIONS_MAX / 8;
         for region in &mut self.regions {
@@ -127,8 +134,8 @@ impl Space {
         }
     }
 
-    /// Takes up to `want` free backed blocks that are contiguous; `None` if none are free. The run is held until
-    /// [`Space::adopt`] or [`Space::release`].
+    /// Allocates a contiguous run of up to `want` free backed blocks. `None` if none are free. The run stays marked as
+    /// used until [`Space::adopt`] or [`Space::release`].
     pub fn allocate(&mut self, pages: &mut Pages, want: u64) -> Result<Option<Run>> {
         let good = want.min(GOOD_RUN);
         if !(self.fragmented && good > 1) {
@@ -146,7 +153,7 @@ impl Space {
             return Ok(None);
         }
         let (start, mut from) = (self.cursor / REGION_BLOCKS, self.cursor % REGION_BLOCKS);
-        // The region of the cursor comes twice: its part before the cursor last.
+        // The first region is searched twice: at the end, the part before the cursor.
         for step in 0..=count {
             let number = (start + step) % count;
             let region = &self.regions[number as usize];
@@ -167,7 +174,8 @@ impl Space {
         Ok(None)
     }
 
-    /// Makes a run allocatable again: its freeing is durable and no read is in flight, or it was never adopted.
+    /// Makes a run allocatable again: its freeing is durable and no read uses it, or it was allocated and never
+    /// adopted.
     pub fn release(&mut self, run: Run) {
         self.mark(run, false);
         if run.blocks >= GOOD_RUN {

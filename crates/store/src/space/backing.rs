@@ -1,20 +1,20 @@
-//! The blocks that the file system has given, those to reserve next, and those that can be returned.
+//! Backed blocks: those for which the file system has allocated space. Finds blocks to reserve and blocks to return.
 
 use super::region::{self, REGION_BLOCKS};
 use super::{Run, Space, SpaceKind};
 use crate::Result;
 use crate::pages::Pages;
 
-/// The shortest unbacked run inside existing regions worth reserving again, in blocks (1 MiB).
+/// The shortest run of unbacked blocks in existing regions that is reserved again, in blocks (1 MiB).
 const EXTENSION_RUN: u64 = 256;
 
 impl Space {
-    /// Blocks of a region that the file system has given; none if there is no such region.
+    /// Number of backed blocks of a region; 0 if the region does not exist.
     pub fn backed_in(&self, region: u64) -> u64 {
         self.regions.get(region as usize).map_or(0, |region| u64::from(region.backed))
     }
 
-    /// Map only: notes that the file is reserved up to this many blocks.
+    /// For the map only: the file is reserved up to this many blocks.
     pub fn set_backed_length(&mut self, blocks: u64) {
         debug_assert_eq!(self.kind, SpaceKind::Map);
         let more = blocks.saturating_sub(self.backed_length);
@@ -33,7 +33,7 @@ impl Space {
         }
     }
 
-    /// Where to reserve about `want` more blocks: an unbacked hole in existing regions, or new regions at the end.
+    /// Chooses about `want` blocks to reserve: an unbacked run in existing regions, or new regions at the end.
     pub fn plan_extension(&mut self, pages: &mut Pages, want: u64) -> Result<Run> {
         debug_assert_eq!(self.kind, SpaceKind::Data);
         let count = self.regions();
@@ -56,13 +56,13 @@ impl Space {
         Ok(Run { start: count * REGION_BLOCKS, blocks: want.min(REGION_BLOCKS) })
     }
 
-    /// Notes that the file system has given a run, or is about to get it back.
+    /// Records that the file system has allocated space for a run, or is about to free it.
     pub fn set_backed(&mut self, pages: &mut Pages, run: Run, backed: bool) -> Result<()> {
         debug_assert_eq!(self.kind, SpaceKind::Data);
         self.grow_for(run)?;
         for (number, first, count) in region::parts(run) {
             if !backed {
-                // What is returned must have been counted: see there.
+                // Loading the region makes its counts exact, before blocks are subtracted from them.
                 self.load(pages, number)?;
             }
             let part = Run { start: number * REGION_BLOCKS + first, blocks: count };
@@ -94,8 +94,9 @@ impl Space {
         Ok(())
     }
 
-    /// Removes free backed runs of at least `least` blocks from allocation, up to `most` blocks in all, from region
-    /// `*region` on (advanced past what was searched). The caller clears their backed flags, punches and releases them.
+    /// Takes free backed runs of at least `least` blocks, up to `most` blocks in all, so that they cannot be allocated.
+    /// The search begins at region `*region`, which is advanced. The caller clears the backed flags, punches the runs
+    /// and releases them.
     pub fn take_reclaimable(&mut self, pages: &mut Pages, region: &mut u64, least: u64, most: u64) -> Result<Vec<Run>> {
         let mut runs = Vec::new();
         let mut taken = 0;
@@ -105,8 +106,8 @@ impl Space {
             let loaded = candidate.estimate() >= least
                 && match self.load_whole(pages, number) {
                     Ok(loaded) => loaded,
-                    // The runs taken before are enough for now; the error comes again if the search begins at this
-                    // region.
+                    // The runs found before are enough for now. The next search begins at this region and returns the
+                    // error.
                     Err(_) if !runs.is_empty() => break,
                     Err(error) => return Err(error),
                 };
@@ -117,7 +118,7 @@ impl Space {
             let bitmaps = self.regions[number as usize].bitmaps.as_ref().expect("loaded above");
             let mut from = 0;
             let mut found = Vec::new();
-            // Never more than `most`: other free blocks are reserved.
+            // The total never exceeds `most`, because other free blocks are reserved.
             while taken + least <= most
                 && let Some((first, blocks)) = bitmaps.find_free(from, least, most - taken)
             {
@@ -136,7 +137,7 @@ impl Space {
         Ok(runs)
     }
 
-    /// Free blocks that could be returned to the file system.
+    /// Number of free blocks, which could be returned to the file system.
     pub fn reclaimable(&self) -> u64 {
         self.counts.free
     }

@@ -1,17 +1,17 @@
-//! Physical blocks: their references and checksums, which are free, and which the file system has given.
+//! Physical blocks: their references and checksums, which blocks are free, and which have space in the file system.
 //!
-//! One [`Space`] describes the data files, another the nodes of the map. A block's durable state is its entry in the
-//! table (reference count, checksum, backed flag). The free-block bitmaps in memory follow from it; they are built
-//! region by region when a region is first allocated from.
+//! One [`Space`] describes the data files, another the nodes of the map. The durable state of a block is its entry in
+//! the table (reference count, checksum, backed flag). The bitmaps of free blocks in memory are derived from it, when a
+//! region is first used for allocation.
 //!
 //! What must hold:
 //!
-//! 1. A block may be allocated only while its `used` bit is clear. The bit is set from allocation on, before the table
-//!    has a reference, and stays set after the last reference is gone until the engine has made the freeing durable and
-//!    no read that may still name the block is under way ([`Space::release`]).
-//! 2. A block flagged backed takes real space in the file system: a write to it cannot fail with ENOSPC. The flag is
-//!    set after the reservation and cleared (durably) before the hole is punched.
-//! 3. Summaries (used and backed per region) equal the counts in the table; opening reads nothing else.
+//! 1. A block may be allocated only while its `used` bit is clear. The bit is set by the allocation, before the table
+//!    has a reference. After the last reference is dropped, the bit stays set until the engine has made the freeing
+//!    durable and no read that may refer to the block is under way ([`Space::release`]).
+//! 2. A backed block has space in the file system: a write to it cannot fail with ENOSPC. The flag is set after the
+//!    reservation, and cleared durably before the hole is punched.
+//! 3. Summaries (used and backed blocks per region) equal the counts in the table, so opening reads only the summaries.
 
 mod allocation;
 mod backing;
@@ -27,17 +27,17 @@ use crate::{Error, ErrorKind, Result};
 use region::Region;
 use std::collections::BTreeSet;
 
-/// Regions per data file: just under 1 TiB, below the file size limits of every file system in use.
+/// Regions per data file: just under 1 TiB, below the file size limit of common file systems.
 pub const FILE_REGIONS: u64 = 16_384;
 /// Blocks per data file.
 pub const FILE_BLOCKS: u64 = FILE_REGIONS * REGION_BLOCKS;
-/// Regions that one operation may add: replay meets new ones in order, so a record with a larger step is damaged.
+/// The most regions that one operation may add. Replay meets new regions in order, so a larger step is damage.
 const REGIONS_AHEAD_MAX: u64 = 8;
 
-/// The subject of a space.
+/// What a space describes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SpaceKind {
-    /// Nodes of the trees: all blocks below the reserved length of the map file are backed.
+    /// Map nodes: all blocks below the reserved length of the map file are backed.
     Map,
     /// Data blocks: each has a backed flag.
     Data,
@@ -57,7 +57,7 @@ pub struct Run {
 pub struct SpaceCounts {
     /// Blocks with references.
     pub used: u64,
-    /// Blocks that the file system has given.
+    /// Blocks with space in the file system.
     pub backed: u64,
     /// Blocks that are backed and free to allocate.
     pub free: u64,
@@ -73,7 +73,7 @@ pub struct Space {
     dirty_regions: BTreeSet<u64>,
     counts: SpaceCounts,
     cursor: u64,
-    /// No good run was found since the last long run became free.
+    /// No run of the preferred length was found, and none has become free since.
     fragmented: bool,
     extension_hint: u64,
     /// Map only: blocks below this are backed.
@@ -103,15 +103,15 @@ impl Space {
         }
     }
 
-    /// A space of which only the table is read: its summaries may be damaged.
+    /// A space whose summaries are not read, because they may be damaged.
     pub fn table_only(kind: SpaceKind, regions: u64) -> Self {
         let mut space = Self::without_regions(kind);
         space.grow_regions(regions);
         space
     }
 
-    /// The space as of the last checkpoint. `backed_length` (in blocks) is the reserved length of the map file.
-    /// Summaries that cannot be read are counted again from the table.
+    /// Opens the space as of the last checkpoint. `backed_length` is the reserved length of the map file in blocks.
+    /// Summaries that cannot be read are rebuilt from the table.
     pub fn open(kind: SpaceKind, regions: u64, backed_length: u64, pages: &mut Pages) -> Result<Self> {
         let mut space = Self::without_regions(kind);
         let summary = space.summary;
@@ -145,18 +145,18 @@ impl Space {
         }
         if kind == SpaceKind::Map {
             space.set_backed_length(backed_length);
-            // The used blocks lie below the reserved length: they were counted as free with the rest of it.
+            // The used blocks lie below the reserved length, so `set_backed_length` counted them as free.
             space.counts.free = space.regions.iter().map(Region::estimate).sum();
         }
         Ok(space)
     }
 
-    /// Pages of summaries that could not be read at the opening, and were counted again.
+    /// Summary pages that could not be read at opening and were rebuilt.
     pub fn take_derived(&mut self) -> Vec<(PageKey, Error)> {
         std::mem::take(&mut self.derived)
     }
 
-    /// A region according to its table. If part of that cannot be read, the region is not allocated from.
+    /// Counts a region in its table. If a part of the table cannot be read, the region is not used for allocation.
     fn count_region(&self, pages: &mut Pages, number: u64) -> Region {
         let mut region = Region::empty();
         for page in number * REGION_PAGES..(number + 1) * REGION_PAGES {
@@ -169,7 +169,7 @@ impl Space {
                     }
                 }
                 Err(error) => {
-                    tracing::error!(%error, "a region is not allocated from any more");
+                    tracing::error!(%error, "a damaged region is not used for allocation any more");
                     region.damaged = true;
                 }
             }
@@ -182,12 +182,12 @@ impl Space {
         self.counts
     }
 
-    /// Regions that exist.
+    /// Number of regions.
     pub fn regions(&self) -> u64 {
         self.regions.len() as u64
     }
 
-    /// Blocks that exist, backed or not.
+    /// Number of blocks, backed or not.
     pub fn blocks(&self) -> u64 {
         self.regions() * REGION_BLOCKS
     }
@@ -209,7 +209,7 @@ impl Space {
         (PageKey::new(self.table, block / TABLE_ENTRIES), (block % TABLE_ENTRIES) as usize)
     }
 
-    /// Runs `change` over the entries of a run, page by page.
+    /// Calls `change` for the entries of a run, page by page.
     fn change(
         &self,
         pages: &mut Pages,
@@ -246,7 +246,7 @@ impl Space {
         Ok(())
     }
 
-    /// Changes the entries of a run in a way that leaves reference counts and the backed flag alone.
+    /// Changes the entries of a run, but neither reference counts nor backed flags.
     pub fn annotate(&self, pages: &mut Pages, run: Run, mut note: impl FnMut(u64, &mut BlockEntry)) -> Result<()> {
         self.check_range(run)?;
         self.change(pages, run, |block, entry| {
@@ -257,7 +257,7 @@ impl Space {
         })
     }
 
-    /// Adds the regions up to the end of a run, unless it lies too far beyond the existing ones.
+    /// Adds the regions up to the end of a run. Fails if the run lies too far beyond the existing regions.
     pub(super) fn grow_for(&mut self, run: Run) -> Result<()> {
         let needed = run.start.saturating_add(run.blocks).div_ceil(REGION_BLOCKS);
         if needed > self.regions() + REGIONS_AHEAD_MAX {
@@ -283,10 +283,10 @@ impl Space {
         }
     }
 
-    /// Gives a run its first reference. It must have none.
+    /// Adds the first reference to each block of a run. Fails if a block has one.
     pub fn adopt(&mut self, pages: &mut Pages, run: Run) -> Result<()> {
         if self.kind == SpaceKind::Data {
-            // Replay meets blocks of regions that the last checkpoint did not have.
+            // Replay meets blocks in regions that did not exist at the last checkpoint.
             self.grow_for(run)?;
         }
         self.check_range(run)?;
@@ -314,8 +314,8 @@ impl Space {
         })
     }
 
-    /// Removes a reference from each block of a run. Blocks without any go to `freed`, still not allocatable, the
-    /// others to `left`.
+    /// Removes a reference from each block of a run. Blocks without references are added to `freed` and stay
+    /// unallocatable, the others are added to `left`.
     pub fn drop_references(
         &mut self,
         pages: &mut Pages,
@@ -325,7 +325,7 @@ impl Space {
     ) -> Result<()> {
         self.check_range(run)?;
         let (first, first_left) = (freed.len(), left.len());
-        // The bitmaps must exist before the table loses the blocks: they hold the blocks until release.
+        // The bitmaps must be loaded before the table entries become free: until release they mark the blocks as used.
         for (number, _, _) in region::parts(run) {
             self.load(pages, number)?;
         }
@@ -358,11 +358,11 @@ impl Space {
         let holds_data = self.kind == SpaceKind::Data && references > 0;
         self.change(pages, run, |_, entry| {
             entry.references = references;
-            // A mapped block has been written, so its space is allocated in the file.
+            // A mapped block was written, so it has space in the file system.
             entry.backed |= holds_data;
             Ok(())
         })?;
-        // Without bitmaps the counts may be wrong as well: [`Space::recount`] counts them again.
+        // Without bitmaps the counts of the region may be wrong too: [`Space::recount`] corrects them.
         let exact = self.regions[(block / REGION_BLOCKS) as usize].bitmaps.is_some();
         if exact && (before == 0) != (references == 0) {
             self.count_used(run, references > 0);
@@ -371,7 +371,7 @@ impl Space {
         Ok(())
     }
 
-    /// Counts every region again whose bitmaps are not in memory: the end of a repair.
+    /// Counts every region whose bitmaps are not in memory, at the end of a repair.
     pub fn recount(&mut self, pages: &mut Pages) -> Result<()> {
         for number in 0..self.regions() {
             let region = &mut self.regions[number as usize];
@@ -384,11 +384,11 @@ impl Space {
             self.counts.backed -= u64::from(std::mem::take(&mut region.backed));
             self.counts.free -= before;
             region.damaged = false;
-            // A summary of zero is lower than any table, and is corrected.
+            // A count of zero never exceeds the table, so loading the region corrects it.
             self.dirty_regions.insert(number);
             match self.load(pages, number) {
                 Err(error) if error.kind() == ErrorKind::Corrupt => {
-                    // Its table cannot be read completely: its count stays.
+                    // The table of the region cannot be read completely: the old counts stay.
                     let region = &mut self.regions[number as usize];
                     (region.used, region.backed, region.damaged) = (known.0, known.1, true);
                     self.counts.used += u64::from(known.0);
@@ -400,7 +400,7 @@ impl Space {
         Ok(())
     }
 
-    /// Updates the `used` counts. A run may span regions.
+    /// Updates the `used` counts of the regions of a run.
     fn count_used(&mut self, run: Run, used: bool) {
         for (number, _, count) in region::parts(run) {
             let region = &mut self.regions[number as usize];
@@ -412,20 +412,20 @@ impl Space {
                 region.used -= count as u16;
                 self.counts.used -= count;
             }
-            // Changes nothing if bitmaps are in memory: allocation and release count there.
+            // With bitmaps in memory the difference is zero: `mark` updates the free count then.
             self.counts.free = self.counts.free + region.estimate() - before;
             self.dirty_regions.insert(number);
         }
     }
 
-    /// The next checkpoint writes the page of summaries.
+    /// Has the next checkpoint write a page of summaries from memory.
     pub fn renew_summaries(&mut self, pages: &mut Pages, page: u64) {
         pages.replace(PageKey::new(self.summary, page));
         self.dirty_regions.extend(page * SUMMARY_ENTRIES..((page + 1) * SUMMARY_ENTRIES).min(self.regions()));
     }
 
-    /// Rebuilds a page of the table in the place of a damaged one. For each entry, `renew` gets the block and the
-    /// contents of the old bytes, if they are readable.
+    /// Rebuilds a damaged page of the table. `renew` gets each block with its old entry, as far as that is readable,
+    /// and returns the new entry.
     pub fn renew_table(&mut self, pages: &mut Pages, page: u64, renew: &mut dyn FnMut(u64, BlockEntry) -> BlockEntry) {
         let key = PageKey::new(self.table, page);
         let raw = pages.read_raw(key);
@@ -440,28 +440,28 @@ impl Space {
         {
             self.loaded -= 1;
             let known = u64::from(region.backed.saturating_sub(region.used));
-            // The estimate replaces the count of the bitmaps until the regions are counted again.
+            // The estimate is used instead of the bitmaps until the region is counted again.
             self.counts.free = self.regions.iter().map(Region::estimate).sum::<u64>().max(known);
         }
     }
 
-    /// Pages of the table that exist.
+    /// Number of table pages.
     pub fn table_pages(&self) -> u64 {
         self.regions() * REGION_PAGES
     }
 
-    /// Regions whose summaries changed since the last checkpoint.
+    /// Number of regions whose summaries have changed since the last checkpoint.
     pub fn changed_regions(&self) -> u64 {
         self.dirty_regions.len() as u64
     }
 
-    /// Writes the summaries of changed regions into their pages: part of a checkpoint.
+    /// Copies the summaries of changed regions into their cached pages, as a step of a checkpoint.
     pub fn store_summaries(&mut self, pages: &mut Pages) -> Result<()> {
         while let Some(number) = self.dirty_regions.first().copied() {
             let key = PageKey::new(self.summary, number / SUMMARY_ENTRIES);
             match pages.get_mut(key) {
                 Ok(page) => self.regions[number as usize].write(page, number % SUMMARY_ENTRIES),
-                // Memory has all counts that were in it.
+                // All counts of the page are in memory.
                 Err(error) if error.kind() == ErrorKind::Corrupt => {
                     tracing::error!(%error, "a page of summaries is written anew");
                     pages.replace(key);
@@ -480,14 +480,17 @@ impl Space {
 fn twice(file: PageFile, block: u64) -> Error {
     Error::new(
         ErrorKind::Corrupt,
-        format!("block {block} in {} would be given out twice; run 'lamina check'", file.name()),
+        format!("block {block} in {} would be allocated twice; run 'lamina check'", file.name()),
     )
 }
 
 fn impossible(file: PageFile, block: u64, references: u32) -> Error {
     Error::new(
         ErrorKind::Corrupt,
-        format!("block {block} in {} has {references} references, which cannot be; run 'lamina check'", file.name()),
+        format!(
+            "block {block} in {} has {references} references, which is impossible; run 'lamina check'",
+            file.name()
+        ),
     )
 }
 

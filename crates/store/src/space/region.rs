@@ -1,7 +1,7 @@
-//! A region: the blocks of 32 table pages, with their counts (always in memory, stored in a summary page) and their
-//! bitmaps (in memory while the region is allocated from).
+//! A region: the blocks that 32 table pages describe. Its counts are always in memory and are stored in a summary page.
+//! Its bitmaps are in memory while it is used for allocation.
 //!
-//! Summary entry: u16 used, u16 backed; 1016 entries per page behind the common head.
+//! Summary entry: u16 used, u16 backed; 1016 entries per page after the common head.
 
 use super::Run;
 use super::table::TABLE_ENTRIES;
@@ -24,11 +24,12 @@ pub const SUMMARY_ENTRIES: u64 = ((BLOCK_SIZE - HEADER_SIZE) / SUMMARY_SIZE) as 
 pub struct Region {
     /// Blocks with references.
     pub used: u16,
-    /// Blocks that the file system has given.
+    /// Blocks with space in the file system.
     pub backed: u16,
-    /// Free and backed bits, when in memory.
+    /// The bitmaps, if they are in memory.
     pub bitmaps: Option<Box<Bitmaps>>,
-    /// Its table lost blocks that the summary still counts: nothing is allocated from it until `check` has repaired it.
+    /// The table has lost blocks that the summary still counts: the region is not used for allocation until `check` has
+    /// repaired it.
     pub damaged: bool,
 }
 
@@ -49,7 +50,7 @@ impl Region {
         page.0[at + 2..at + 4].copy_from_slice(&self.backed.to_le_bytes());
     }
 
-    /// The region itself, if it does not count more blocks than it has.
+    /// Checks that the region does not count more blocks than it has.
     pub fn possible(self, summary: PageFile, number: u64) -> Result<Self> {
         if u64::from(self.used) <= REGION_BLOCKS && u64::from(self.backed) <= REGION_BLOCKS {
             return Ok(self);
@@ -59,7 +60,7 @@ impl Region {
         Err(Error::new(ErrorKind::Corrupt, text))
     }
 
-    /// Free backed blocks: exact with bitmaps, from the counts without.
+    /// The number of free backed blocks: exact with bitmaps, otherwise estimated from the counts.
     pub fn estimate(&self) -> u64 {
         match &self.bitmaps {
             _ if self.damaged => 0,
@@ -84,7 +85,7 @@ pub fn parts(run: Run) -> impl Iterator<Item = (u64, u64, u64)> {
     })
 }
 
-/// The two bits of each block of a region.
+/// Bitmaps with two bits for each block of a region.
 pub struct Bitmaps {
     used: [u64; WORDS],
     backed: [u64; WORDS],
@@ -97,12 +98,12 @@ impl Bitmaps {
         Self { used: [0; WORDS], backed: [0; WORDS], free: 0, used_count: 0 }
     }
 
-    /// Blocks backed and not used.
+    /// Number of backed blocks that are not used.
     pub fn free(&self) -> u64 {
         self.free
     }
 
-    /// Blocks used.
+    /// Number of used blocks.
     pub fn used(&self) -> u64 {
         self.used_count
     }
@@ -146,12 +147,12 @@ impl Bitmaps {
         }
     }
 
-    /// The first run of at least `least` free backed blocks at or after `from`, cut to `most`.
+    /// The first run of at least `least` free backed blocks at or after `from`, shortened to `most` blocks.
     pub fn find_free(&self, from: u64, least: u64, most: u64) -> Option<(u64, u64)> {
         find_run(from, least, most, |word| self.backed[word] & !self.used[word])
     }
 
-    /// The first run of at least `least` blocks that are neither used nor backed, cut to `most`.
+    /// The first run of at least `least` blocks that are neither used nor backed, shortened to `most` blocks.
     pub fn find_unbacked(&self, least: u64, most: u64) -> Option<(u64, u64)> {
         find_run(0, least, most, |word| !(self.backed[word] | self.used[word]))
     }
@@ -166,7 +167,7 @@ fn find_run(from: u64, least: u64, most: u64, word: impl Fn(usize) -> u64) -> Op
             continue;
         }
         at += u64::from(ones.trailing_zeros());
-        // Length of the run that starts here, up to the length of interest.
+        // Measures the run that starts here, up to `most` blocks.
         let start = at;
         while at < REGION_BLOCKS && at - start < most {
             let zeros = !word((at / 64) as usize) >> (at % 64);

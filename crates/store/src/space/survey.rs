@@ -1,5 +1,5 @@
-//! Surveys of the pages that an operation on a space will need: pages in memory are read, missing ones are noted.
-//! Nothing is changed.
+//! Surveys: determine which table pages an operation will need. Pages in memory count as used, missing ones are
+//! recorded. Nothing is changed.
 
 use super::allocation::GOOD_RUN;
 use super::region::{self, REGION_BLOCKS, REGION_PAGES};
@@ -7,7 +7,7 @@ use super::table::{self, TABLE_ENTRIES};
 use super::{BlockEntry, Run, SUMMARY_ENTRIES, Space};
 use crate::pages::{PageKey, Pages};
 
-/// Regions surveyed ahead of a search for free blocks: a search rarely goes further.
+/// Regions surveyed for a search for free blocks. The search rarely needs more.
 const SEARCH_REGIONS: u64 = 64;
 
 impl Space {
@@ -36,8 +36,8 @@ impl Space {
         }
     }
 
-    /// Surveys an overwrite of a run: in place where it has one durable reference, otherwise dropped. Returns the
-    /// number of blocks of the former kind.
+    /// Surveys an overwrite of a run. Blocks with one durable reference are overwritten in place, references on the
+    /// others are dropped. Returns the number of blocks overwritten in place.
     pub fn survey_overwrite(&self, pages: &mut Pages, run: Run) -> u64 {
         let mut own = 0;
         let end = run.start.saturating_add(run.blocks).min(self.blocks());
@@ -67,7 +67,7 @@ impl Space {
         }
     }
 
-    /// Surveys the allocation of up to `want` contiguous blocks with their first reference.
+    /// Surveys the allocation of up to `want` contiguous blocks, including their first reference.
     pub fn survey_allocation(&self, pages: &mut Pages, want: u64) {
         let count = self.regions();
         let least = if self.fragmented { 1 } else { want.min(GOOD_RUN) };
@@ -86,7 +86,7 @@ impl Space {
         }
     }
 
-    /// Surveys the removal of free blocks from `region` on.
+    /// Surveys a search for blocks to return to the file system, from `region` on.
     pub fn survey_reclaim(&self, pages: &mut Pages, region: u64, least: u64) {
         let candidate = (region..self.regions()).find(|number| self.regions[*number as usize].estimate() >= least);
         if let Some(number) = candidate {

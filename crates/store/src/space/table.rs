@@ -1,4 +1,4 @@
-//! One table page: 508 entries of 8 bytes behind the common head.
+//! One table page: 508 entries of 8 bytes after the common head.
 //!
 //! | offset | size | field |
 //! |---|---|---|
@@ -20,16 +20,17 @@ const BACKED: u32 = 1 << 31;
 /// The entry of one block.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct BlockEntry {
-    /// CRC32C of its content.
+    /// CRC32C of the block's content.
     pub checksum: u32,
-    /// Number of nodes (for a data block) or of nodes and roots (for a node) that refer to it.
+    /// For a data block, the number of leaf entries that map it. For a node, the number of parent entries and roots
+    /// that refer to it.
     pub references: u32,
-    /// The file system has given its space.
+    /// The file system has allocated space for the block.
     pub backed: bool,
-    /// An overwrite was under way when the machine stopped: the block holds what that left.
+    /// An overwrite was under way when the machine stopped: its result is unknown.
     pub suspect: bool,
-    /// A pending operation concerns it (`engine/placement`). Without meaning on the medium, where checkpoints may leave
-    /// it.
+    /// A pending operation concerns the block (`engine/placement`). The flag is ignored when a page is read, because
+    /// checkpoints may store it.
     pub held: bool,
 }
 
@@ -37,7 +38,8 @@ impl BlockEntry {
     /// The highest reference count.
     pub const REFERENCES_MAX: u32 = (1 << 28) - 1;
 
-    /// Clears what was noted of a block that is free now. Holds stay until the operations behind them are durable.
+    /// Clears the checksum and the suspect mark of a freed block. The held flag stays until the operations that
+    /// hold the block are durable.
     pub fn clear_notes(&mut self) {
         self.checksum = 0;
         self.suspect = false;
@@ -63,7 +65,7 @@ pub fn read(page: &Block, index: usize) -> BlockEntry {
     }
 }
 
-/// Clears flags that had a meaning only for the process that wrote the page.
+/// Clears the held flags, which have a meaning only for the process that wrote the page.
 pub fn forget_holds(page: &mut Block) {
     for entry in page.0[HEADER_SIZE..].chunks_exact_mut(ENTRY_SIZE) {
         entry[7] &= !((HELD >> 24) as u8);

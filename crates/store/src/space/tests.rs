@@ -1,4 +1,4 @@
-//! Space against a naive model: one record per block, counted by looking at all of them.
+//! Compares [`Space`] with a simple model that has one record per block and counts all of them.
 
 #![allow(clippy::unwrap_used)]
 
@@ -15,7 +15,7 @@ const CACHE: usize = 256 * 4096;
 struct Block {
     references: u32,
     backed: bool,
-    /// Allocated, or freed and not released.
+    /// Allocated, or freed and not released yet.
     held: bool,
     checksum: u32,
 }
@@ -27,11 +27,11 @@ struct World {
     pages: Pages,
     space: Space,
     blocks: Vec<Block>,
-    /// Allocated and not adopted.
+    /// Allocated and not adopted yet.
     allocated: Vec<Run>,
-    /// Adopted: every block has at least one reference, or has been freed since.
+    /// Adopted: every block has a reference, or has lost its last one since.
     adopted: Vec<Run>,
-    /// Freed and not released.
+    /// Freed and not released yet.
     freed: Vec<Run>,
 }
 
@@ -113,7 +113,7 @@ impl World {
         let index = self.random.below(self.allocated.len() as u64) as usize;
         let run = self.allocated.swap_remove(index);
         if self.random.percent(10) {
-            // A plan that came to nothing.
+            // Models a plan that is undone.
             self.space.release(run);
             self.blocks[blocks_of(run)].iter_mut().for_each(|block| block.held = false);
             return;
@@ -127,11 +127,11 @@ impl World {
             *block = Block { references: 1, held: false, checksum: sum.wrapping_add(number as u32), ..*block };
         }
         self.adopted.push(run);
-        // Twice is refused, and changes nothing.
+        // A second adoption is refused and changes nothing.
         assert_eq!(self.space.adopt(&mut self.pages, run).unwrap_err().kind(), ErrorKind::Corrupt);
     }
 
-    /// A part of something adopted in which every block still has references.
+    /// A part of an adopted run in which every block still has references.
     fn referenced_part(&mut self) -> Option<Run> {
         if self.adopted.is_empty() {
             return None;
@@ -196,12 +196,12 @@ impl World {
                 block.backed = false;
             }
             self.space.set_backed(&mut self.pages, run, false).unwrap();
-            // Not to be given out while the hole is being punched.
+            // The run must not be allocated while its hole is being punched.
             self.space.release(run);
         }
     }
 
-    /// A checkpoint and a restart: blocks that nothing in the files holds are free.
+    /// Models a checkpoint and a restart: blocks without a reference in the table are free.
     fn reopen(&mut self) {
         self.space.store_summaries(&mut self.pages).unwrap();
         reopened(&self.files, &mut self.pages, CACHE);
@@ -214,7 +214,7 @@ impl World {
         self.blocks.iter_mut().for_each(|block| block.held = false);
     }
 
-    /// Replay adopts what allocation chose in another life, with no bitmap in memory.
+    /// Models replay: adopts blocks that were allocated before a restart, without bitmaps in memory.
     fn adopt_as_replay(&mut self) {
         let free = (0..self.blocks.len()).filter(|number| {
             let block = self.blocks[*number];
@@ -280,7 +280,7 @@ fn more_regions_than_bitmaps_in_memory() {
         world.blocks.resize((run.start + run.blocks) as usize, Block { backed: true, ..Block::default() });
     }
     world.compare();
-    // All of it, in pieces, so that every region is loaded and most of them given up again.
+    // Allocates everything in parts, so that every region is loaded and most bitmaps are removed again.
     while let Some(run) = world.space.allocate(&mut world.pages, 4096).unwrap() {
         world.space.adopt(&mut world.pages, run).unwrap();
         for block in &mut world.blocks[blocks_of(run)] {
@@ -364,14 +364,14 @@ fn a_summary_that_was_lost_is_made_anew_from_the_table() {
             world.step();
         }
         world.reopen();
-        // A page of zeros passes for one that was never written.
+        // A missing summary page reads as zeros, as if it had never been written.
         let file = if kind == SpaceKind::Data { PageFile::DataSummary } else { PageFile::MapSummary };
         world.files[file as usize].set_len(0).unwrap();
         world.pages = Pages::new(world.files.clone(), CACHE);
         let length = if kind == SpaceKind::Map { world.counts().backed } else { 0 };
         let regions = world.space.regions();
         world.space = Space::open(kind, regions, length, &mut world.pages).unwrap();
-        // Whatever is done to a region first brings its counts back.
+        // The first use of a region corrects its counts.
         for number in 0..regions {
             world.space.load(&mut world.pages, number).unwrap();
         }
@@ -396,7 +396,7 @@ fn a_table_page_that_was_lost_is_no_free_space() {
     reopened(&world.files, &mut world.pages, CACHE);
     world.files[PageFile::DataTable as usize].punch(0, 4096).unwrap();
     let mut space = Space::open(SpaceKind::Data, 2, 0, &mut world.pages).unwrap();
-    // Everything else is given out, none of the region that lost a page.
+    // All other free blocks are allocated, but none of the region that lost a page.
     while let Some(run) = space.allocate(&mut world.pages, 1000).unwrap() {
         assert!(run.start >= REGION_BLOCKS, "{run:?}");
         space.adopt(&mut world.pages, run).unwrap();
@@ -406,7 +406,7 @@ fn a_table_page_that_was_lost_is_no_free_space() {
         space.drop_references(&mut world.pages, Run { start: 10, blocks: 1 }, &mut Vec::new(), &mut Vec::new());
     assert_eq!(refused.unwrap_err().kind(), ErrorKind::Corrupt);
     assert!(space.plan_extension(&mut world.pages, 300).unwrap().start >= 2 * REGION_BLOCKS);
-    // What check counted in the trees is put back, and what it implies.
+    // The references that a check counts in the trees are restored, with the counts of the region.
     for block in 10..40 {
         space.repair_references(&mut world.pages, block, 1).unwrap();
     }

@@ -3,13 +3,12 @@
 //! Both directions work on an exclusive path (invariant 3) and change one level of it at a time:
 //!
 //! - [`make_room`] does one split, at the highest node that has to be split, and the operation starts again. Full paths
-//!   are so rare (a leaf one time in 127, a node above it one in 127 of those) that walking down again is cheaper than
-//!   code that carries a split upwards. For a sequential stream, the split leaves a node for it to fill and packs the
-//!   one behind it.
-//! - [`settle`] goes up from a node that lost entries: an empty one is removed, one no more than half full is merged
-//!   with a neighbour if both fit in [`MERGED_ENTRIES`]. A quarter of the page stays free then, so that the next
-//!   insertion does not split it again. Shared neighbours are not merged: merging would copy them to save the same
-//!   space.
+//!   are so rare (one leaf in 127, and one in 127 of the nodes above) that a second descent is cheaper than code that
+//!   carries a split upwards. For a sequential stream, the split leaves a node for the stream to fill, and a full
+//!   node before it.
+//! - [`settle`] goes up from a node that lost entries. An empty node is removed. A node that is at most half full is
+//!   merged with a neighbour if both fit in [`MERGED_ENTRIES`]: a quarter of the page then stays free, so that the next
+//!   insertion does not split it again. Shared neighbours are not merged, because merging would copy them.
 
 use super::page::{self, ENTRIES_MAX, EXTENT_BLOCKS_MAX};
 use super::path::{Path, Step};
@@ -17,19 +16,18 @@ use super::{LEVELS_MAX, NodeId, NodeStore, corrupt};
 use crate::{Error, ErrorKind, Result};
 use backend::Block;
 
-/// The most entries that two nodes merged into one may have.
+/// The most entries of a node that results from a merge.
 pub(super) const MERGED_ENTRIES: usize = ENTRIES_MAX * 3 / 4;
 
-/// Entries for which both halves of a split have room before they are split again, except a leaf left full behind an
-/// ascending stream: [`crate::tree::nodes_needed`] relies on it.
+/// Entries for which each half of a split has room before it is split again: [`crate::tree::nodes_needed`] relies on
+/// it. An exception is a leaf that an ascending stream leaves full.
 pub(super) const SPLIT_ROOM: usize = 16;
 
-/// A node with more entries than this is not considered for merging: most nodes are of this kind, and need no look at a
-/// neighbour.
+/// A node with more entries than this is never merged. Most nodes have more, so their neighbours need not be read.
 const SMALL_ENTRIES: usize = ENTRIES_MAX / 2;
 
-/// Brings the full leaf at the end of `path` one split closer to having room for an extent at `position`. The path is
-/// invalid afterwards.
+/// Splits one node of the path, or adds a root, as a step towards room for an extent at `position` in the full leaf at
+/// its end. The path is invalid afterwards.
 pub(super) fn make_room<S: NodeStore + ?Sized>(
     store: &mut S,
     root: &mut NodeId,
@@ -44,7 +42,7 @@ pub(super) fn make_room<S: NodeStore + ?Sized>(
     grow(store, root)
 }
 
-/// Puts a new root, with the old one as its only child, on top of the tree.
+/// Adds a level: the old root becomes the only child of a new root.
 fn grow<S: NodeStore + ?Sized>(store: &mut S, root: &mut NodeId) -> Result<()> {
     let level = page::level(store.node(*root)?) + 1;
     if usize::from(level) >= LEVELS_MAX {
@@ -62,14 +60,14 @@ fn grow<S: NodeStore + ?Sized>(store: &mut S, root: &mut NodeId) -> Result<()> {
     Ok(())
 }
 
-/// Splits the full node at `depth`, whose parent has room.
+/// Splits the full node at `depth`. Its parent has room.
 fn split<S: NodeStore + ?Sized>(store: &mut S, path: &Path, depth: usize, position: u64) -> Result<()> {
     let Step { id, index } = path.steps[depth];
     let mut left = *store.node(id)?;
     let (level, count) = (page::level(&left), page::count(&left));
     let at = match level {
         0 => leaf_split(&left, position),
-        // An append: the right node gets the child that is about to be split, and few others.
+        // For an append, the right node gets the child that is about to be split and few others.
         _ if index + 1 == count => count - SPLIT_ROOM,
         _ => count / 2,
     };
@@ -77,7 +75,8 @@ fn split<S: NodeStore + ?Sized>(store: &mut S, path: &Path, depth: usize, positi
     let right = store.node_mut(right_id)?;
     page::initialise(right, right_id, level);
     let first = page::move_tail(&mut left, at, right);
-    // Entries between the last extent and `position` go to the right: nothing can be appended to the left any more.
+    // The gap between the last extent and `position` goes to the right leaf, so nothing is appended to the left one any
+    // more.
     let key = match page::mapping(&left, count - 1) {
         Some(last) if at == count => last.end(),
         _ => first,
@@ -88,15 +87,15 @@ fn split<S: NodeStore + ?Sized>(store: &mut S, path: &Path, depth: usize, positi
     Ok(())
 }
 
-/// Where to split a full leaf without room at `position`: in the middle, or, if a sequential stream seems to write
-/// there, just before the extent that follows the stream. The stream then fills the left leaf, or an empty right one if
-/// nothing follows.
+/// Where to split a full leaf that has no room at `position`: in the middle, or, if the write seems to belong to a
+/// sequential stream, just before the extent that follows. The stream then fills the left leaf, or, if no extent
+/// follows, an empty right one.
 fn leaf_split(leaf: &Block, position: u64) -> usize {
     let index = page::first_ending_after(leaf, position);
     let Some(next) = page::mapping(leaf, index) else { return page::count(leaf) };
     let before = index.checked_sub(1).and_then(|before| page::mapping(leaf, before));
     let continues = before.is_some_and(|before| before.end() == position);
-    // Only at a distance from the next extent: otherwise each gap closed in a random fill would look like a stream.
+    // The next extent must lie at a distance. Otherwise each gap that a random fill closes would be taken for a stream.
     let has_space_ahead = next.logical.saturating_sub(position) > EXTENT_BLOCKS_MAX;
     let count = page::count(leaf);
     if continues && has_space_ahead { index.clamp(SPLIT_ROOM, count - SPLIT_ROOM) } else { count / 2 }
@@ -124,14 +123,14 @@ pub(super) fn settle<S: NodeStore + ?Sized>(
     settle_root(store, root)
 }
 
-/// Merges the child with `count` entries to which `parent` refers with the one before or after it; false if neither can
-/// be merged.
+/// Merges child `parent.index`, which has `count` entries, with the child before or after it. False if neither can be
+/// merged.
 fn merge_with_neighbour<S: NodeStore + ?Sized>(store: &mut S, parent: Step, count: usize) -> Result<bool> {
     for (left, right) in [(parent.index.wrapping_sub(1), parent.index), (parent.index, parent.index + 1)] {
         let node = store.node(parent.id)?;
         let (Some(left), Some(right)) = (page::slot(node, left), page::slot(node, right)) else { continue };
         let neighbour = if left.index == parent.index { right.child } else { left.child };
-        // The reference count is read first: it can exclude a merge without loading the page.
+        // The reference count is read first, because it may exclude a merge without reading the page.
         if store.references(neighbour)? > 1 || page::count(store.node(neighbour)?) + count > MERGED_ENTRIES {
             continue;
         }
@@ -156,7 +155,8 @@ fn settle_root<S: NodeStore + ?Sized>(store: &mut S, root: &mut NodeId) -> Resul
             page::initialise(store.node_mut(*root)?, *root, 0);
             return Ok(());
         };
-        // A shared node can only occur after the first turn: the tree's own root was exclusive. It keeps its child.
+        // A shared node can occur only after the first iteration, because the old root was exclusive. A shared node
+        // stays as it is.
         let old = *root;
         if store.references(old)? > 1 {
             return Ok(());

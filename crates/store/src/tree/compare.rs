@@ -1,14 +1,15 @@
 //! Differences between two trees: changed-block tracking, and the increments of a backup.
 //!
-//! Two cursors move through the trees in step, each over a sequence of extents in which subtrees are opened only when
-//! necessary. If both cursors are at the same node, both skip it: node numbers are equal only if the content is. So the
-//! cost is in proportion to the nodes that are *not* shared. The trees may differ in height and in the boundaries of
-//! nodes:
+//! Two cursors move through the trees in step, each over a sequence of extents. They open subtrees only when necessary.
+//! If both cursors are at the same node, both skip it, because equal node numbers mean equal content. So the cost is
+//! proportional to the nodes that are *not* shared. The trees may differ in height and in the boundaries of nodes:
 //!
-//! - A cursor is at an extent, at an unopened subtree with a lower bound, or at the end. Everything before is compared.
-//! - An extent (or its part) before everything that can still follow on the other side is a difference.
-//! - Otherwise the higher of two subtrees is opened, so that nodes of one level meet; at one level, the one that begins
-//!   first. An extent makes the other side open the subtree that may have an extent before or at the same blocks.
+//! - A cursor is at an extent, at an unopened subtree with a lower bound, or at the end. All blocks before it are
+//!   compared.
+//! - An extent, or a part of it, that lies before the item of the other cursor is a difference.
+//! - Otherwise a subtree is opened: the one of the higher level, so that nodes of one level meet, and on the same level
+//!   the one that begins first. If one item is an extent, the other cursor opens its subtree, which may have extents at
+//!   the same blocks.
 
 use super::page::{self, LOGICAL_LIMIT};
 use super::{LEVELS_MAX, Mapping, NodeId, NodeStore, corrupt};
@@ -26,8 +27,8 @@ pub struct DiffExtent {
     pub in_b: bool,
 }
 
-/// Calls `each` with the ranges within `range` whose mapping differs between trees `a` and `b`, in order: another
-/// physical block, another flag, or mapped in one of them only. `None` is the empty tree.
+/// Calls `each` in order with the ranges within `range` whose mapping differs between trees `a` and `b`: another
+/// physical block, another flag, or mapped in one of them only. `None` is an empty tree.
 pub fn diff<S: NodeStore + ?Sized>(
     store: &mut S,
     a: Option<NodeId>,
@@ -77,7 +78,7 @@ pub fn diff<S: NodeStore + ?Sized>(
             }
             (Head::Subtree(left), _) => a.open(store, left)?,
             (_, Head::Subtree(right)) => b.open(store, right)?,
-            // Only an extent can be before the end or before another extent in the cases above.
+            // The cases above handle an extent before another extent or before the end.
             (Head::Extent(_), _) | (_, Head::Extent(_)) => return report.flush(),
         }
     }
@@ -108,16 +109,16 @@ impl Report<'_> {
     }
 }
 
-/// A subtree that is not opened.
+/// A subtree that the cursor has not opened.
 #[derive(Clone, Copy)]
 struct Subtree {
     id: NodeId,
     level: u8,
-    /// The first block that may be mapped below.
+    /// The lowest block that may be mapped below.
     lower: u64,
 }
 
-/// The item at which a cursor is.
+/// The item at which a cursor stands.
 #[derive(Clone, Copy)]
 enum Head {
     Extent(Mapping),
@@ -126,7 +127,7 @@ enum Head {
 }
 
 impl Head {
-    /// The first block that may still follow.
+    /// The lowest block that the item, or any later one, may contain.
     fn lower(&self) -> u64 {
         match self {
             Head::Extent(mapping) => mapping.logical,
@@ -136,7 +137,7 @@ impl Head {
     }
 }
 
-/// An opened node.
+/// An opened node of the cursor's path.
 #[derive(Clone, Copy)]
 struct Frame {
     node: Subtree,
@@ -166,7 +167,7 @@ impl Cursor {
         Ok(Self { head, frames: [None; LEVELS_MAX], depth: 0, range })
     }
 
-    /// Opens the subtree at the cursor, at the first entry within the range.
+    /// Opens the subtree at the cursor and moves to its first entry within the range.
     fn open<S: NodeStore + ?Sized>(&mut self, store: &mut S, node: Subtree) -> Result<()> {
         let page = store.node(node.id)?;
         let found = page::level(page);
@@ -178,7 +179,7 @@ impl Cursor {
             0 => page::first_ending_after(page, start),
             _ => page::slot_for(page, start).ok_or_else(|| corrupt(node.id, "no children"))?.index,
         };
-        // A child is one level below its parent, and roots have a level below LEVELS_MAX: there is always a frame.
+        // A child is one level below its parent, and roots have a level below LEVELS_MAX, so a frame is always free.
         self.frames[self.depth] = Some(Frame { node, next });
         self.depth += 1;
         self.advance(store)

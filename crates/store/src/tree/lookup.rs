@@ -1,15 +1,15 @@
-//! Looking up ranges in the map.
+//! Looks up ranges in the map.
 //!
-//! The hottest path of the store. A lookup is one descent for each leaf that the range touches, with two binary
-//! searches on page bytes at the ends and no decoding in between. It keeps no stack: it starts again from the root at
-//! the upper bound of the finished leaf, whose many entries outweigh the cost.
+//! This is the hottest path of the store. A lookup descends once for each leaf that the range touches, with two binary
+//! searches on page bytes, and decodes only the entries in the range. It keeps no stack: after a leaf it starts again
+//! from the root, which costs little compared with the many entries of a leaf.
 
 use super::page::{self, LOGICAL_LIMIT};
 use super::{Mapping, NodeId, NodeStore, corrupt};
 use crate::Result;
 use std::ops::Range;
 
-/// Consecutive logical blocks on consecutive physical blocks, as a lookup found them.
+/// A run of consecutive logical blocks mapped to consecutive physical blocks.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Extent {
     /// First logical block.
@@ -18,14 +18,14 @@ pub struct Extent {
     pub physical: u64,
     /// Length in blocks.
     pub blocks: u64,
-    /// Space is allocated, but reads as zeros.
+    /// The blocks are allocated, but read as zeros.
     pub unwritten: bool,
-    /// Some node on the path to this extent is shared ([`NodeStore::is_shared`]), so another tree maps it too, whatever
-    /// the count of the data block is. Only [`lookup_exclusive`] determines this; [`lookup`] sets false.
+    /// A node on the path to this extent is shared ([`NodeStore::is_shared`]), so another tree maps the extent too,
+    /// whatever the reference count of its blocks is. Only [`lookup_exclusive`] determines this; [`lookup`] sets false.
     pub shared_path: bool,
 }
 
-/// Appends to `out` what the tree maps in `range`, clipped to it, in order.
+/// Appends to `out` the mappings within `range`, in order and cut to the range.
 pub fn lookup<S: NodeStore + ?Sized>(
     store: &mut S,
     root: NodeId,
@@ -38,7 +38,7 @@ pub fn lookup<S: NodeStore + ?Sized>(
     })
 }
 
-/// As [`lookup`], and determines whether the path is shared: used before overwriting in place.
+/// Like [`lookup`], but also determines whether the path is shared, which decides about in-place overwrites.
 pub fn lookup_exclusive<S: NodeStore + ?Sized>(
     store: &mut S,
     root: NodeId,
@@ -66,7 +66,7 @@ fn extent(mapping: Mapping, shared_path: bool) -> Extent {
     Extent { logical, physical, blocks, unwritten, shared_path }
 }
 
-/// Calls `each` with every mapping of `range`, clipped, in order, until it returns false.
+/// Calls `each` in order with every mapping in `range`, cut to the range, until it returns false.
 #[inline]
 fn scan<S: NodeStore + ?Sized, const EXCLUSIVE: bool>(
     store: &mut S,
@@ -110,7 +110,7 @@ fn scan<S: NodeStore + ?Sized, const EXCLUSIVE: bool>(
             level_above = Some(level);
             id = slot.child;
         }
-        // Keys right of the path are greater than the position, so this advances on any bytes.
+        // Keys to the right of the path are greater than the position, so the loop advances even on damaged pages.
         position = upper;
     }
     Ok(())

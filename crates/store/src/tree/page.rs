@@ -1,4 +1,4 @@
-//! One node of the tree as the 4096 bytes it is on the medium.
+//! The layout of a tree node: the 4096 bytes of its page.
 //!
 //! All numbers are little-endian.
 //!
@@ -10,7 +10,7 @@
 //! | 7 | 1 | zero |
 //! | 8 | 2 | count of entries, at most 254 |
 //! | 10 | 2 | zero |
-//! | 12 | 4 | CRC32C, filled at write and verified at load by the page cache; this module leaves it alone |
+//! | 12 | 4 | CRC32C, which the page cache sets at write and verifies at load; this module ignores it |
 //! | 16 | 8 | number of the node's own page |
 //! | 24 | 8 | zero |
 //! | 32 | 254 x 16 | entries; those past the count are zero |
@@ -27,9 +27,9 @@
 //! | | 1 | 0-47 | node number of the child |
 //! | | | 48-63 | zero |
 //!
-//! [`validate`] is the one gate: it is total over all byte patterns, and a page that passed it keeps invariants 4 and 6
-//! of the [tree](super) as far as one page can show. All functions after it take such pages and rely on that. Bounds
-//! and levels, which only several pages together show, are checked on each descent.
+//! [`validate`] accepts any bytes. A page that it has accepted keeps invariants 4 and 6 of the [tree](super) as far as
+//! a single page can show. All other functions require such a page. Bounds and levels, which several pages together
+//! determine, are checked on each descent.
 
 use super::{LEVELS_MAX, Mapping, NodeId, corrupt};
 use crate::{Error, ErrorKind, Result};
@@ -69,7 +69,7 @@ pub(super) struct PhysicalRun {
     pub blocks: u64,
 }
 
-/// Appends physical blocks to a list, to its last run where they follow it.
+/// Appends a run of physical blocks to a list, and joins it to the last run if it follows that run.
 pub(super) fn push_run(runs: &mut Vec<PhysicalRun>, physical: u64, blocks: u64) {
     match runs.last_mut() {
         Some(last) if last.physical + last.blocks == physical => last.blocks += blocks,
@@ -77,23 +77,23 @@ pub(super) fn push_run(runs: &mut Vec<PhysicalRun>, physical: u64, blocks: u64) 
     }
 }
 
-/// The child of an internal node in whose bounds a logical block lies.
+/// The child of an internal node whose bounds contain a logical block.
 #[derive(Clone, Copy)]
 pub(super) struct Slot {
     pub index: usize,
     pub child: NodeId,
-    /// Lower bound of the child, unless it is the node's own.
+    /// Lower bound of the child. `None` means the lower bound of the node.
     pub lower: Option<u64>,
-    /// Upper bound of the child, unless it is the node's own.
+    /// Upper bound of the child. `None` means the upper bound of the node.
     pub upper: Option<u64>,
 }
 
-/// What [`replace_in_leaf`] did.
+/// The result of [`replace_in_leaf`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Edit {
-    /// The change is made; `shrank` when the leaf has fewer entries than before.
+    /// The change is made. `shrank` is true if the leaf has fewer entries than before.
     Done { shrank: bool },
-    /// The entries would not fit; nothing is changed.
+    /// The entries do not fit, and nothing was changed.
     Full,
 }
 
@@ -140,12 +140,12 @@ pub fn count(page: &Block) -> usize {
     usize::from(u16::from_le_bytes([page.0[8], page.0[9]])).min(ENTRIES_MAX)
 }
 
-/// The page number that a node says it has.
+/// The page number stored in a node.
 pub fn id(page: &Block) -> NodeId {
     NodeId(u64::from_le(pairs(page)[1][0]))
 }
 
-/// Checks that a page just loaded can be the node `id`: everything one page can show, except the checksum.
+/// Checks that a loaded page can be node `expected`, as far as a single page shows. The checksum is checked elsewhere.
 pub fn validate(page: &Block, expected: NodeId) -> Result<()> {
     if page.0[..4] != MAGIC {
         return Err(corrupt(expected, "it does not begin as a map node"));
@@ -206,7 +206,7 @@ fn validate_internal(page: &Block, id: NodeId) -> Result<()> {
         }
         let child = u64::from_le(entry[1]);
         if child == id.0 || child >= PHYSICAL_LIMIT {
-            return Err(corrupt(id, format_args!("entry {index} names {child} as a child, which cannot be")));
+            return Err(corrupt(id, format_args!("entry {index} has the invalid child {child}")));
         }
         previous = Some(key);
     }
@@ -222,7 +222,7 @@ pub(super) fn initialise(page: &mut Block, id: NodeId, level: u8) {
     set_id(page, id);
 }
 
-/// Changes the page number that a node says it has.
+/// Changes the page number stored in a node.
 pub(super) fn set_id(page: &mut Block, id: NodeId) {
     pairs_mut(page)[1][0] = id.0.to_le();
 }
@@ -247,7 +247,7 @@ pub(super) fn first_ending_after(page: &Block, position: u64) -> usize {
     entries(page).partition_point(|entry| decode(entry).end() <= position)
 }
 
-/// The physical blocks of a leaf, runs that follow each other joined.
+/// The physical blocks of a leaf, with adjacent runs joined.
 pub(super) fn data_runs(page: &Block) -> Vec<PhysicalRun> {
     let mut runs = Vec::new();
     for mapping in entries(page).iter().map(decode) {
@@ -273,13 +273,13 @@ pub(super) fn slot(page: &Block, index: usize) -> Option<Slot> {
     })
 }
 
-/// The child of an internal node whose bounds hold `position`; `None` only for a node without children.
+/// The child of an internal node whose bounds contain `position`. `None` only for a node without children.
 pub(super) fn slot_for(page: &Block, position: u64) -> Option<Slot> {
     let entries = entries(page);
     slot(page, entries.get(1..)?.partition_point(|entry| key_of(entry) <= position))
 }
 
-/// Names another child in entry `index` of an internal node.
+/// Changes the child of entry `index` of an internal node.
 pub(super) fn set_child(page: &mut Block, index: usize, child: NodeId) {
     debug_assert!(index < count(page));
     if let Some(entry) = pairs_mut(page).get_mut(HEADER_PAIRS + index) {
@@ -287,13 +287,13 @@ pub(super) fn set_child(page: &mut Block, index: usize, child: NodeId) {
     }
 }
 
-/// Adds a child at `index` of an internal node that is not full; `key` is dropped at index 0.
+/// Inserts a child at `index` of an internal node that is not full. The key of the first child is stored as 0.
 pub(super) fn insert_child(page: &mut Block, index: usize, key: u64, child: NodeId) {
     splice(page, index..index, &[[key.to_le(), child.0.to_le()]]);
     clear_first_key(page);
 }
 
-/// Takes the children `range` out of an internal node.
+/// Removes the children in `range` from an internal node.
 pub(super) fn remove_children(page: &mut Block, range: Range<usize>) {
     splice(page, range, &[]);
     clear_first_key(page);
@@ -305,7 +305,8 @@ fn clear_first_key(page: &mut Block) {
     }
 }
 
-/// Moves the entries from `index` on to `right`, an empty node of the same level, and returns the first one's key.
+/// Moves the entries from `index` on to `right`, an empty node of the same level. Returns the key of the first moved
+/// entry.
 pub(super) fn move_tail(page: &mut Block, index: usize, right: &mut Block) -> u64 {
     let tail = &entries(page)[index.min(count(page))..];
     let key = tail.first().map_or(0, key_of);
@@ -327,7 +328,7 @@ pub(super) fn append(page: &mut Block, right: &Block, key: u64) {
     }
 }
 
-/// Puts `new` in the place of the entries `range`. What does not fit a page is our bug: it is left out.
+/// Replaces the entries in `range` by `new`. Entries that do not fit would be a bug in the caller, and are dropped.
 fn splice(page: &mut Block, range: Range<usize>, new: &[RawEntry]) {
     let old_count = count(page);
     debug_assert!(range.start <= range.end && range.end <= old_count);
@@ -347,7 +348,7 @@ fn splice(page: &mut Block, range: Range<usize>, new: &[RawEntry]) {
     set_count(page, new_count);
 }
 
-/// Two extents as one, if the second continues the first on both sides of the map and one entry can hold them.
+/// The two extents joined, if the second continues the first logically and physically and one entry can hold both.
 fn joined(left: &Mapping, right: &Mapping) -> Option<Mapping> {
     let follows = left.end() == right.logical
         && left.physical + left.blocks == right.physical
@@ -356,8 +357,8 @@ fn joined(left: &Mapping, right: &Mapping) -> Option<Mapping> {
     follows.then(|| Mapping { blocks: left.blocks + right.blocks, ..*left })
 }
 
-/// Unmaps `range` in a leaf, maps it to `with` (which covers exactly that range) if given, and adds the physical blocks
-/// that this leaf no longer maps to `removed`.
+/// Unmaps `range` in a leaf, and maps it to `with` if that is given, which covers exactly the range. Adds the physical
+/// blocks that the leaf no longer maps to `removed`.
 pub(super) fn replace_in_leaf(
     page: &mut Block,
     range: Range<u64>,
@@ -370,7 +371,8 @@ pub(super) fn replace_in_leaf(
     let mut last = first + overlapping;
     let overlapped = first..last;
 
-    // What stays of the extents at both ends, or, when nothing is cut, the neighbours that a new extent may continue.
+    // The remaining parts of the extents that are cut at both ends. If none is cut, the neighbours that a new extent
+    // may continue.
     let cut_left = entries[overlapped.clone()].first().map(decode).filter(|m| m.logical < range.start);
     let cut_right = entries[overlapped.clone()].last().map(decode).filter(|m| m.end() > range.end);
     let mut left = cut_left.map(|m| m.clipped(m.logical, range.start));

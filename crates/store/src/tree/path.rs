@@ -1,7 +1,7 @@
-//! The path from a root to the node that an operation changes, and how it becomes exclusive.
+//! The path from a root to the node that an operation changes, and the code that makes it exclusive.
 //!
-//! A path is found by reading only: every node on it is loaded, and a damaged one reported, before anything changes. It
-//! is valid until the tree changes its shape; after a split or a merge the operation starts again from the root.
+//! A path is found by reading only: every node on it is loaded, and damage is reported, before anything changes. It is
+//! valid until the shape of the tree changes. After a split or a merge the operation starts again from the root.
 
 use super::page::{self, LOGICAL_LIMIT};
 use super::{LEVELS_MAX, NodeId, NodeStore, corrupt};
@@ -12,20 +12,20 @@ use std::ops::Range;
 #[derive(Clone, Copy)]
 pub(super) struct Step {
     pub id: NodeId,
-    /// Index of the child to which the path continues; without meaning in the last step.
+    /// Index of the child on the path; undefined in the last step.
     pub index: usize,
 }
 
-/// Nodes from the root (depth 0) to the last one.
+/// A path: nodes from the root (depth 0) to the last one.
 pub(super) struct Path {
     pub steps: [Step; LEVELS_MAX],
     /// Depth of the last node.
     pub depth: usize,
-    /// Upper bound of everything below the last node, or below its children `covered`.
+    /// Upper bound of the blocks below the last node, or below its children `covered`.
     pub upper: u64,
     /// Children of the last node that lie completely within the range; empty if the last node is a leaf.
     pub covered: Range<usize>,
-    /// Depth of the first node with more than one reference: it and all after it must be shadowed.
+    /// Depth of the first node with more than one reference. This node and all after it must be copied.
     shared_from: Option<usize>,
 }
 
@@ -35,7 +35,7 @@ impl Path {
         Self::to_covered(store, root, position, position..position)
     }
 
-    /// The path towards `position`, which ends early at a node with children completely inside `range`.
+    /// The path towards `position`. It ends early at a node that has children completely inside `range`.
     pub fn to_covered<S: NodeStore + ?Sized>(
         store: &mut S,
         root: NodeId,
@@ -90,12 +90,12 @@ impl Path {
         }
     }
 
-    /// The last node.
+    /// The last node of the path.
     pub fn last(&self) -> NodeId {
         self.steps[self.depth].id
     }
 
-    /// Shadows the shared nodes of the path, so that all of it belongs to this tree alone.
+    /// Copies the shared nodes of the path, so that only this tree refers to its nodes.
     pub fn make_exclusive<S: NodeStore + ?Sized>(&mut self, store: &mut S, root: &mut NodeId) -> Result<()> {
         let Some(shared_from) = self.shared_from.take() else { return Ok(()) };
         for depth in shared_from..=self.depth {
@@ -115,9 +115,9 @@ impl Path {
     }
 }
 
-/// A copy of a node, which holds its own references on everything that the node refers to.
+/// A copy of a node, with its own references on all children or data blocks.
 ///
-/// Children gain a reference here, so a node below a shadowed one is always shared, and is shadowed next.
+/// A child gains a reference here, so the node below a copied one is shared, and is copied next.
 fn shadow<S: NodeStore + ?Sized>(store: &mut S, id: NodeId) -> Result<NodeId> {
     let mut node = *store.node(id)?;
     let copy = store.allocate()?;

@@ -1,40 +1,40 @@
-//! Computes how much a change of the map touches, without changing anything.
+//! Computes how many pages a change of the map will change, without changing anything.
 //!
-//! The owner limits what one operation may change, and asks here first how far from the beginning of a range a step may
-//! go, and how many pages it changes at most. The answer holds as long as no exclusive node of the tree becomes shared;
-//! an allowance for each level covers nodes that other changes split meanwhile.
+//! The engine limits the pages that one operation may change. Before an operation it asks how far a step may go from
+//! the beginning of a range, and how many pages the step changes at most. The answer is valid as long as no exclusive
+//! node of the tree becomes shared. An allowance for each level covers nodes that other changes split meanwhile.
 
 use super::page::{self, EXTENT_BLOCKS_MAX, LOGICAL_LIMIT};
 use super::{LEVELS_MAX, NodeId, NodeStore, corrupt};
 use crate::Result;
 use std::ops::Range;
 
-/// Nodes that one step changes on a level of its path: the node, a node split off from it, and a neighbour merged with
-/// it.
+/// The nodes that one step changes on each level of its path: the node, a node split off from it, and a neighbour
+/// merged with it.
 const NODES_PER_LEVEL: u64 = 3;
-/// Pages of reference counts that change with them: of a new node and of a freed one.
+/// The table pages that change with these nodes: for a new node and for a freed one.
 const COUNTS_PER_LEVEL: u64 = 2;
-/// Extents of a mapping that fit into a leaf before it has to be split again.
+/// Extents that can be inserted into a leaf before it may have to be split again.
 const EXTENTS_PER_SPLIT: u64 = 64;
-/// Extents that mapping a range adds beside its own: the parts of an extent that it splits.
+/// Extents that mapping a range adds in addition to its own: the parts of an extent that it splits.
 const EXTENTS_PER_RANGE: u64 = 2;
 
-/// What a change of the beginning of a range touches, at most.
+/// An upper limit of the pages that a step changes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Reach {
-    /// Where it ends: the end of the range, or of a leaf in it.
+    /// The logical block where the step ends: the end of the range, or of a leaf in it.
     pub end: u64,
     /// Pages of nodes.
     pub nodes: u64,
-    /// Pages of tables: of reference counts of nodes, and of entries of the data blocks that are mapped there now.
+    /// Pages of tables: reference counts of nodes, and entries of the data blocks that are mapped in the range now.
     pub tables: u64,
 }
 
-/// What earlier answers for the same step have counted: a batch that changes one leaf in many places counts it once.
+/// Nodes that were counted before in the same step. A leaf that a batch changes in many places counts once.
 #[derive(Debug, Default)]
 pub struct Seen {
     path: [Option<NodeId>; LEVELS_MAX],
-    /// Ranges since the last split was counted for them.
+    /// Number of ranges since a split was last counted.
     ranges: u64,
 }
 
@@ -45,10 +45,10 @@ struct Leaf {
     tables: u64,
 }
 
-/// How far a change of `range` may go so that it touches about `most` pages: at least one leaf. `per_page` is the
-/// number of blocks, or nodes, that a page of a table describes. With `unmap` the range is unmapped, otherwise mapped;
-/// the caller counts the pages that describe the new blocks. `seen` is what was counted for earlier ranges of the same
-/// step, in ascending order.
+/// Computes the part of `range` whose change dirties about `most` pages, at least the part in one leaf. `per_page` is
+/// the number of blocks, or nodes, that a table page describes. With `unmap` the range is unmapped, otherwise it is
+/// mapped; the caller counts the table pages of the new blocks. `seen` has the nodes counted for earlier ranges of the
+/// same step, which come in ascending order.
 pub fn reach<S: NodeStore + ?Sized>(
     store: &mut S,
     root: NodeId,
@@ -99,21 +99,21 @@ fn step<S: NodeStore + ?Sized>(
         let node = store.node(id)?;
         let level = page::level(node);
         if level_above.is_some_and(|above: u8| level != above - 1) {
-            return Err(corrupt(id, format_args!("level {level} under a node of another")));
+            return Err(corrupt(id, format_args!("level {level} is not one below its parent")));
         }
         let new = met.replace(id) != Some(id);
         if new {
             leaf.nodes += NODES_PER_LEVEL;
             leaf.tables += COUNTS_PER_LEVEL;
             if depth == 0 {
-                // The tree may grow by a level.
+                // The tree may grow by one level.
                 leaf.nodes += NODES_PER_LEVEL;
                 leaf.tables += COUNTS_PER_LEVEL;
             }
         }
         if level == 0 {
             if shared {
-                // The copy refers to everything that the leaf refers to.
+                // A copy of the leaf adds a reference to every block that the leaf maps.
                 if new {
                     let pages = page::data_runs(node).into_iter().map(|run| (run.physical, run.blocks));
                     leaf.tables += described(pages, per_page);
@@ -136,7 +136,7 @@ fn step<S: NodeStore + ?Sized>(
         leaf.upper = slot.upper.unwrap_or(leaf.upper);
         let covered = unmap && range.start <= lower && leaf.upper <= range.end;
         if covered && (shared || store.references(slot.child)? > 1) {
-            // Other trees keep the subtree: it loses one reference.
+            // Other trees keep the subtree, which loses only one reference.
             leaf.tables += 1;
             return Ok(leaf);
         }
@@ -146,7 +146,7 @@ fn step<S: NodeStore + ?Sized>(
     Err(corrupt(id, "too many levels"))
 }
 
-/// Pages of a table that describe these runs; shared ones count once.
+/// The number of table pages that describe these runs. A page counts once even if several adjacent runs lie in it.
 fn described(runs: impl Iterator<Item = (u64, u64)>, per_page: u64) -> u64 {
     let mut pages = 0;
     let mut last = None;

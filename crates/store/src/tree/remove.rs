@@ -1,17 +1,17 @@
-//! Dropping a tree, or a part of one.
+//! Drops a tree, or a part of one.
 //!
-//! A tree of a large disk has more nodes than may be visited under one lock, so [`drop_step`] removes it from the right
-//! end in portions. The rest after each portion is a valid tree, and the next portion needs nothing else: the work can
-//! stop at any step, be covered by a checkpoint, and continue after a crash from the root alone.
+//! A tree of a large disk has more nodes than may be visited while a lock is held, so [`drop_step`] removes it in
+//! portions, beginning at its right end. What remains after each portion is a valid tree. So the work can stop after
+//! any step, be covered by a checkpoint, and continue after a crash from the root alone.
 
 use super::page;
 use super::{LEVELS_MAX, NodeId, NodeStore, corrupt};
 use crate::Result;
 
-/// Drops the caller's reference on a tree, as far as dropping `budget` leaves and shared subtrees (at least one) goes.
-/// `root` becomes `None` when nothing is left.
+/// Drops a part of a tree on which the caller has a reference: `budget` leaves and shared subtrees, at least one.
+/// `root` becomes `None` when the whole tree is dropped.
 ///
-/// Meanwhile the tree under `root` maps fewer and fewer blocks, and no other code may read it.
+/// Between the steps the tree maps fewer blocks than before, so no other code may read it.
 pub fn drop_step<S: NodeStore + ?Sized>(store: &mut S, root: &mut Option<NodeId>, budget: usize) -> Result<()> {
     let Some(top) = *root else { return Ok(()) };
     if store.references(top)? > 1 {
@@ -22,7 +22,8 @@ pub fn drop_step<S: NodeStore + ?Sized>(store: &mut S, root: &mut Option<NodeId>
     if usize::from(page::level(store.node(top)?)) >= LEVELS_MAX {
         return Err(corrupt(top, "a root of impossible level"));
     }
-    // Exclusive nodes from the root down to the one being emptied; each is the last child of the one before.
+    // The exclusive nodes from the root down to the one that is being emptied. Each is the last child of the one
+    // before.
     let mut path = [top; LEVELS_MAX];
     let mut depth = 0;
     let mut left = budget.max(1);
@@ -55,8 +56,8 @@ pub fn drop_step<S: NodeStore + ?Sized>(store: &mut S, root: &mut Option<NodeId>
     Ok(())
 }
 
-/// Removes the exclusive node at `depth` from the tree and frees it, and the parents that become empty: an internal
-/// node without children is no valid state to stop in. Returns the depth of the node that remains; `root` is `None` if
+/// Removes the exclusive node at `depth` from the tree and frees it, and frees the parents that become empty, because
+/// an internal node must have children. Returns the depth of the lowest node that remains; `root` becomes `None` if
 /// none does.
 fn unlink<S: NodeStore + ?Sized>(
     store: &mut S,
@@ -89,7 +90,7 @@ fn unlink<S: NodeStore + ?Sized>(
     }
 }
 
-/// Drops one reference on an unlinked subtree, whose root must have the given level, completely.
+/// Drops one reference on a subtree that is no longer linked. Its root must have the given level.
 pub(super) fn drop_subtree<S: NodeStore + ?Sized>(store: &mut S, id: NodeId, level: u8) -> Result<()> {
     if store.references(id)? > 1 {
         store.drop_reference(id)?;

@@ -1,11 +1,11 @@
-//! Changing the map: a range is unmapped and, usually, mapped to new blocks.
+//! Changes the map: unmaps a range and, usually, maps it to new blocks.
 //!
 //! The range is processed from the left in steps. A step finds a path, makes it exclusive, and edits one leaf, or
-//! removes whole subtrees from one internal node; then it balances the nodes around. The common case, one block of an
-//! exclusive tree moved to another place, is one descent and one overwritten entry.
+//! removes whole subtrees from one internal node. Then it balances the nodes on the path. The common case, moving one
+//! block of an exclusive tree, is one descent and one overwritten entry.
 //!
-//! References on data are dropped after the entry is gone: a failure between the two leaks a block, and never frees
-//! one that is still mapped.
+//! References on data blocks are dropped after the entry is removed. A failure between the two leaks a block, but never
+//! frees a block that is still mapped.
 
 use super::page::{self, EXTENT_BLOCKS_MAX, Edit, LOGICAL_LIMIT, PHYSICAL_LIMIT};
 use super::path::Path;
@@ -13,14 +13,14 @@ use super::{Mapping, NodeId, NodeStore, balance, lookup, remove};
 use crate::{Error, ErrorKind, Result};
 use std::ops::Range;
 
-/// Unmaps `range`, and then maps it to consecutive physical blocks from `with.0`, unwritten if `with.1`. Returns the
-/// root, which takes the place of the one given: the caller's reference has moved to it.
+/// Unmaps `range`, and then maps it to consecutive physical blocks from `with.0` on, unwritten if `with.1`. Returns the
+/// new root, which replaces the given one: the caller's reference has moved to it.
 ///
-/// Each data block loses the reference of a removed entry. The new blocks already have a reference counted for the new
-/// entry. So to keep blocks and change only their flag, add a reference to them first and pass them as new.
+/// Each data block loses the reference of a removed entry. The reference of the new entry must already be counted. So
+/// to keep blocks and change only their flag, the caller adds a reference to them first and passes them as new blocks.
 ///
-/// Unmapping an unmapped range changes nothing. Unmapping a long range drops whole subtrees: those shared with other
-/// trees by one count, exclusive ones node by node, so the caller limits the range to limit the time.
+/// Unmapping an unmapped range changes nothing. Unmapping a long range drops whole subtrees. A shared subtree loses one
+/// reference, but an exclusive one is dropped node by node, so the caller limits the range to limit the time.
 pub fn replace<S: NodeStore + ?Sized>(
     store: &mut S,
     root: NodeId,
@@ -73,7 +73,7 @@ fn map<S: NodeStore + ?Sized>(
 
 fn unmap<S: NodeStore + ?Sized>(store: &mut S, mut root: NodeId, range: Range<u64>) -> Result<NodeId> {
     let mut position = range.start;
-    // The look-up first keeps a discard of empty space from copying shared nodes in vain.
+    // The lookup prevents that a discard of unmapped blocks copies shared nodes.
     while let Some(mapped) = lookup::first_mapped(store, root, position..range.end)? {
         let mut path = Path::to_covered(store, root, mapped, range.clone())?;
         path.make_exclusive(store, &mut root)?;
@@ -91,8 +91,8 @@ fn unmap<S: NodeStore + ?Sized>(store: &mut S, mut root: NodeId, range: Range<u6
     Ok(root)
 }
 
-/// Replaces `range` in the leaf at the end of an exclusive path. False if there was no room: the tree has been split,
-/// and the step has to start again.
+/// Replaces `range` in the leaf at the end of an exclusive path. False if the leaf had no room: the tree was split, and
+/// the step has to start again.
 fn edit_leaf<S: NodeStore + ?Sized>(
     store: &mut S,
     root: &mut NodeId,
@@ -116,7 +116,7 @@ fn edit_leaf<S: NodeStore + ?Sized>(
     Ok(true)
 }
 
-/// Drops the subtrees that the path found to be covered.
+/// Drops the subtrees that `path.covered` names.
 fn cut_children<S: NodeStore + ?Sized>(store: &mut S, root: &mut NodeId, path: &Path) -> Result<()> {
     let node = store.node_mut(path.last())?;
     let children: Vec<NodeId> = page::children(node).skip(path.covered.start).take(path.covered.len()).collect();

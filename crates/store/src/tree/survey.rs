@@ -1,9 +1,9 @@
-//! Surveys which pages an operation on a tree will need, as far as the pages in memory show.
+//! Surveys: determine which pages an operation on a tree will need, as far as the pages in memory show.
 //!
-//! A survey walks as the operation would and skips what is not in memory, so that one pass finds everything that can be
-//! known by now, and the next pass, after those pages were read, what lies below. It changes nothing and does not
-//! report damage, which ends it early: the operation will report it. It may ask for a few pages too many or too few;
-//! those that it misses are read when they are needed.
+//! A survey walks the tree as the operation would, and skips nodes that are not in memory. One pass finds all missing
+//! pages that can be known. After those are read, the next pass finds the missing pages below them. A survey changes
+//! nothing. Damage ends it early without an error, because the operation will report it. A survey may record a few
+//! pages too many or too few; missing pages are then read when they are needed.
 
 use super::page::{self, ENTRIES_MAX};
 use super::{LOGICAL_LIMIT, NodeId};
@@ -11,12 +11,12 @@ use backend::Block;
 use std::collections::BTreeSet;
 use std::ops::Range;
 
-/// Leaves with no more entries may be merged with a neighbour when they lose some.
+/// Leaves with at most this many entries may be merged with a neighbour when they lose some.
 const MERGED_BELOW: usize = ENTRIES_MAX / 2 + 2;
-/// Leaves with more entries may be split when they gain some.
+/// Leaves with more entries than this may be split when they gain some.
 const SPLIT_ABOVE: usize = ENTRIES_MAX - 3;
 
-/// The pages in memory. Requested pages that are missing are noted.
+/// Access to the pages in memory. Missing pages are recorded.
 pub trait Resident {
     /// The page of a node.
     fn node(&mut self, id: NodeId) -> Option<&Block>;
@@ -24,33 +24,33 @@ pub trait Resident {
     /// Number of references on a node.
     fn references(&mut self, id: NodeId) -> Option<u32>;
 
-    /// Notes that a reference on a node will be dropped.
+    /// Surveys dropping a reference on a node.
     fn drop_node(&mut self, id: NodeId);
 
-    /// Notes that the entries of data blocks will be read or gain a reference.
+    /// Surveys reading the entries of data blocks, or adding a reference.
     fn data(&mut self, physical: u64, blocks: u64);
 
-    /// Notes that references on data blocks will be dropped.
+    /// Surveys dropping references on data blocks.
     fn drop_data(&mut self, physical: u64, blocks: u64);
 
-    /// Notes that data blocks will be overwritten where that is allowed, and dropped elsewhere.
+    /// Surveys a write of data blocks: in place if that is allowed, otherwise their references are dropped.
     fn overwrite_data(&mut self, physical: u64, blocks: u64);
 
-    /// Notes that nodes will be allocated.
+    /// Surveys allocating nodes.
     fn allocate(&mut self);
 
-    /// True when enough is noted for one pass.
+    /// True when one pass has recorded enough pages.
     fn is_enough(&self) -> bool;
 }
 
-/// What is about to be done with a range.
+/// The operation on a range that is surveyed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Aim {
-    /// Look it up.
+    /// Look up its mappings.
     Look,
-    /// Look it up, and read what it maps.
+    /// Look up its mappings, and read the data.
     Read,
-    /// Write it: over its own blocks where that is allowed, to new ones elsewhere.
+    /// Write it: in place where that is allowed, otherwise to new blocks.
     Write,
     /// Map it to other blocks.
     Map,
@@ -148,7 +148,7 @@ fn visit<S: Resident + ?Sized>(
     }
 }
 
-/// Surveys a comparison of two trees within a range: nodes that are in both are not opened.
+/// Surveys a comparison of two trees within a range. Nodes that both trees share are not opened.
 pub fn survey_difference<S: Resident + ?Sized>(store: &mut S, roots: [Option<NodeId>; 2], range: &Range<u64>) {
     let mut open: [Vec<(u8, NodeId)>; 2] = roots.map(|root| {
         let known = root.and_then(|root| store.node(root).map(|node| (page::level(node), root)));
@@ -184,7 +184,7 @@ fn give_up<S: Resident + ?Sized>(store: &mut S, id: NodeId, level: u8) {
     drop_part(store, id, Some(level), &mut all);
 }
 
-/// Surveys dropping `steps` leaves and shared subtrees of a tree from its end.
+/// Surveys a portion of dropping a tree: `steps` leaves and shared subtrees.
 pub fn survey_drop<S: Resident + ?Sized>(store: &mut S, root: NodeId, mut steps: usize) {
     drop_part(store, root, None, &mut steps);
 }

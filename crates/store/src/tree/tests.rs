@@ -1,11 +1,11 @@
-//! Tests of the tree, from the outside and on plain memory.
+//! Tests of the tree through its public functions, on a store in memory.
 //!
 //! | file | what it proves |
 //! |---|---|
-//! | `memory` | the store the tests run on: it asserts the contract of [`NodeStore`](super::NodeStore) at every call |
-//! | `model` | random operations on many trees equal ordinary maps; references are exact, nothing leaks |
+//! | `memory` | the store of the tests: it asserts the contract of [`NodeStore`](super::NodeStore) at every call |
+//! | `model` | random operations on many trees equal ordinary maps; reference counts are exact, no page leaks |
 //! | `shape` | fill, depth and the cost of operations |
-//! | `damage` | impossible pages are refused; contradicting trees end in errors, not in panics or loops |
+//! | `damage` | invalid pages are refused; inconsistent trees cause errors, not panics or endless loops |
 
 #![allow(clippy::unwrap_used)]
 

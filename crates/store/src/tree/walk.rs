@@ -1,7 +1,7 @@
-//! Passes every node and extent of a tree to a visitor: the common part of counting, checking and dumping.
+//! Passes every node and extent of a tree to a visitor, for counting, checking and dumping.
 //!
-//! The walk also verifies what [`validate`](super::validate) cannot check on one page: that children lie within the
-//! bounds and one level below their parents.
+//! The walk also verifies what [`validate`](super::validate) cannot see on a single page: that children lie within the
+//! bounds of their parents and one level below them.
 
 use super::page::{self, LOGICAL_LIMIT};
 use super::{LEVELS_MAX, Mapping, NodeId, NodeStore, corrupt};
@@ -11,19 +11,19 @@ use std::ops::Range;
 /// An item of a walk.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Visit {
-    /// A node, before it is read; the visitor returns whether to descend into it. A checker of many trees descends into
+    /// A node, before it is read. The visitor returns whether to descend into it: a check of many trees descends into
     /// each shared node once.
     Node {
-        /// Its page.
+        /// Page number of the node.
         id: NodeId,
-        /// Its level, 0 for a leaf.
+        /// Level of the node, 0 for a leaf.
         level: u8,
     },
-    /// An extent of the leaf visited last; the result of the visitor is ignored.
+    /// An extent of the leaf visited last. The result of the visitor is ignored.
     Extent(Mapping),
 }
 
-/// Called with a part of a tree that cannot be walked: its root, the logical blocks below it, and why.
+/// Called with a part of a tree that cannot be walked: its root, its logical blocks, and the error.
 pub type Lost<'a> = dyn FnMut(NodeId, Range<u64>, Error) + 'a;
 
 /// Visits the nodes of a tree, parents before their children, and the extents of each leaf, all in logical order.
@@ -36,7 +36,8 @@ pub fn walk<S: NodeStore + ?Sized>(
     walk_node(store, root, level, 0..LOGICAL_LIMIT, visit, &mut None)
 }
 
-/// As [`walk`], but continues behind a damaged node, which it passes to `lost`. An error of the visitor still ends it.
+/// Like [`walk`], but continues after a damaged node, which is passed to `lost`. An error of the visitor still ends
+/// the walk.
 pub fn walk_damaged<S: NodeStore + ?Sized>(
     store: &mut S,
     root: NodeId,
@@ -59,7 +60,7 @@ fn root_level<S: NodeStore + ?Sized>(store: &mut S, root: NodeId) -> Result<u8> 
     }
 }
 
-/// One level of recursion per level of the tree, so at most [`LEVELS_MAX`].
+/// Recursive, with one call for each level of the tree, so at most [`LEVELS_MAX`] deep.
 fn walk_node<S: NodeStore + ?Sized>(
     store: &mut S,
     id: NodeId,

@@ -1,10 +1,10 @@
-//! Random 4 KiB reads through 32 levels of deltas against the flat base alone.
+//! Random 4 KiB reads through 32 levels of deltas, compared with the flat base alone.
 //!
-//! Every block lies in a level of its own choice, so that hardly two neighbours share one: each block is an entry of
-//! the metadata cache, the worst there is. Two sizes of disk: one whose blocks all fit into the cache, read once before
-//! so that it is warm, and one with several times as many blocks as the cache has entries. Base and deltas have the
-//! same blocks in the page cache; what differs is the way to them. There are two bases, and how far they differ from
-//! each other is the noise of the machine.
+//! Every block is in a random level, so that adjacent blocks are rarely in the same one. Each block then needs its own
+//! entry of the metadata cache, which is the worst case. There are two sizes of disk: one whose blocks all fit into the
+//! cache, which is warmed by reading the disk once, and one with several times as many blocks as the cache has entries.
+//! Base and deltas have the same blocks in the page cache, so that only the lookups differ. Two equal bases are
+//! measured; the difference between them is the noise of the machine.
 
 use super::layout::{Spread, snapshot_name};
 use super::slices::{self, Slice, share};
@@ -19,13 +19,13 @@ use crate::statistics::{median, ratio};
 use serde_json::{Value, json};
 
 const PROPERTY: &str = "deep chains";
-/// Least share of the base's rate with a warm cache ...
+/// Least share of the base's rate with a warm cache.
 const WARM_SHARE_MIN: f64 = 0.95;
-/// ... and with one that overflows.
+/// Least share of the base's rate with a cache that overflows.
 const OVERFLOWING_SHARE_MIN: f64 = 0.6;
 /// Most bytes of memory for each entry.
 const ENTRY_MEMORY_MAX: f64 = 32.0;
-/// Entries of the metadata cache: what a disk has unless it is told otherwise.
+/// Default size of the metadata cache of a disk, in entries.
 const ENTRIES: u64 = 65_536;
 const DEPTH: u32 = 32;
 
@@ -35,7 +35,7 @@ const DEPTHS: [u32; 2] = [1, 16];
 
 struct CacheShare {
     word: &'static str,
-    /// Blocks of the disk for each entry of the cache, in halves.
+    /// Number of blocks of the disk, in halves of the number of cache entries.
     halves: u64,
     share_min: f64,
 }
@@ -45,7 +45,7 @@ const STATES: [CacheShare; 2] = [
     CacheShare { word: "overflowing", halves: 8, share_min: OVERFLOWING_SHARE_MIN },
 ];
 
-/// Measures it.
+/// Runs the study.
 pub fn measure(setting: &Setting) -> Result<Outcome> {
     let plan = &setting.plan;
     let name = |state: &CacheShare, depth: u32| format!("{}-randread-4k-qd{depth}", state.word);
@@ -56,12 +56,12 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
     let mut outcome = Outcome::default();
     let mut raw = Vec::new();
     for state in STATES.iter().filter(|state| DEPTHS.iter().any(|depth| plan.wants(&name(state, *depth)))) {
-        // A short run overflows the cache too, but not by as much.
+        // A short run uses half as many blocks, which still overflow the cache.
         let halves = if plan.quick { state.halves.div_ceil(2) } else { state.halves };
         let size = ENTRIES * BLOCK * halves / 2;
         let datastore = Datastore::init(&setting.lamina, &setting.scratch, &format!("chains-{}", state.word))?;
         let disks = build(setting, &datastore, state, size)?;
-        // What was in the caches while the levels were written is not what this is about.
+        // Restarts the server, so that its caches do not have what they got while the levels were written.
         let (server, _) = datastore.serve(&Serving::plain(plan.mode()), &disks[0].0)?;
         for (disk, _) in &disks {
             if disk != BASE && disk != OTHER_BASE {
@@ -92,7 +92,8 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
 const BASE: &str = "base";
 const OTHER_BASE: &str = "other-base";
 
-/// Two flat disks and one with 32 levels for each format, all with the same content: names and what they are.
+/// Creates two flat disks, and one with 32 levels for each format, all with the same content; returns names and
+/// formats.
 fn build(setting: &Setting, datastore: &Datastore, state: &CacheShare, size: u64) -> Result<Vec<(String, String)>> {
     let mut disks = vec![(BASE.to_string(), "flat".to_string()), (OTHER_BASE.to_string(), "flat".to_string())];
     for (disk, _) in &disks {
@@ -118,7 +119,7 @@ fn build(setting: &Setting, datastore: &Datastore, state: &CacheShare, size: u64
     Ok(disks)
 }
 
-/// Reads a disk from the beginning to the end.
+/// Reads a disk sequentially.
 fn read_all(datastore: &Datastore, disk: &str, size: u64) -> Result<()> {
     const STEP: u64 = 1 << 20;
     let endpoint = datastore.endpoint(disk);
@@ -165,7 +166,7 @@ fn judge(state: &CacheShare, cell: &str, disks: &[(String, String)], rates: &[Ve
     }
 }
 
-/// What the cache says of itself.
+/// Memory per entry, according to the statistics of the cache.
 fn memory(state: &CacheShare, format: &str, statistics: &Value, outcome: &mut Outcome) -> Result<()> {
     let metadata = &statistics["metadata"];
     let field = |name: &str| {

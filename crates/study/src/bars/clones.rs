@@ -1,7 +1,7 @@
-//! Thousands of linked clones of a disk with data, the datastore's opening with them, and a full clone.
+//! Thousands of linked clones of a disk with data, opening a datastore that has them, and a full clone.
 //!
-//! The clone command answers when its clones are durable, so `cp` is timed up to the end of its flush as well; both
-//! read a source that is in the page cache.
+//! The clone command returns when its clones are durable, so the time of `cp` includes a flush. Both read a source that
+//! is in the page cache.
 
 use super::{Setting, fill, say};
 use crate::datastore::{Datastore, Serving};
@@ -15,21 +15,21 @@ use serde_json::json;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-/// What the findings are about.
+/// Property in the findings.
 const PROPERTY: &str = "linked clones";
 
-/// Longest time for 10,000 clones; fewer get their share.
+/// Longest time per clone, from a limit for 10,000 clones.
 const SECONDS_PER_CLONE_MAX: f64 = 10.0 / 10_000.0;
-/// Most bytes a clone may take.
+/// Most bytes per clone.
 const BYTES_PER_CLONE_MAX: f64 = 4096.0;
-/// Longest opening of the datastore.
+/// Longest time for opening the datastore.
 const OPEN_MAX_MS: f64 = 1000.0;
-/// Least speed of a full clone against cp.
+/// Least speed of a full clone, relative to cp.
 const COPY_SHARE_MIN: f64 = 0.9;
 
 const DISK: &str = "disk";
 
-/// Measures it.
+/// Runs the study.
 pub fn measure(setting: &Setting) -> Result<Outcome> {
     let plan = &setting.plan;
     let datastore = Datastore::init(&setting.lamina, &setting.scratch, "clones")?;
@@ -58,7 +58,7 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
     let before = scratch::allocated(datastore.path())?;
     let (count, source) = (plan.clones.to_string(), format!("{DISK}@golden"));
     let time = datastore.verb(&["clone", &source, "clone", "--count", &count])?;
-    // What they take must count where it lies in the end, not where it waits.
+    // Their size is measured after a stop, when everything is written back.
     server.service.stop()?;
     setting.scratch.settle()?;
     let after = scratch::allocated(datastore.path())?;
@@ -73,7 +73,7 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
     let mut opened = Vec::new();
     for _ in 0..plan.runs {
         scratch::drop_cached(datastore.path())?;
-        // Looking through 10,000 names is part of answering for the first of them.
+        // The time includes listing 10,000 names, which precedes the first reply.
         let (server, time) = datastore.serve(&serving, DISK)?;
         opened.push(time.as_secs_f64() * 1e3);
         server.service.stop()?;
@@ -86,7 +86,7 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
     Ok(outcome)
 }
 
-/// Seconds of a full clone and of a cp, run by run.
+/// Seconds of a full clone and of a cp, for each run.
 fn full(setting: &Setting, datastore: &Datastore) -> Result<Vec<(f64, f64)>> {
     let plan = &setting.plan;
     say("full clones against cp");
@@ -122,7 +122,7 @@ fn full(setting: &Setting, datastore: &Datastore) -> Result<Vec<(f64, f64)>> {
     Ok(times)
 }
 
-/// Waits until the space of the clone before is given back, so that it does not disturb the next measurement.
+/// Waits until the space of the previous clone is returned, so that it does not disturb the next measurement.
 fn prepare(setting: &Setting, datastore: &Datastore) -> Result<()> {
     setting.scratch.rest(datastore.path())?;
     scratch::warm(&setting.scratch.path("disk.raw"))?;

@@ -1,8 +1,8 @@
-//! Many connections: 8 and 16 of them, to one disk together and to a disk each, against nbdkit with as many raw files.
+//! Many connections: 8 and 16 of them, to one disk or to one disk each, compared with nbdkit serving as many raw files.
 //!
-//! Two things are asked. At one rate, which both servers can hold, the 99th percentile must be no worse. At full speed
-//! the connections must be served alike: the one that gets least against the one that gets most. The servers take turns
-//! round by round, so that both see the same moments of the machine.
+//! There are two limits. At a rate that both servers can sustain, the 99th percentile of latency must not be higher
+//! than nbdkit's. At full speed, the connection that gets the least must get nearly as much as the one that gets the
+//! most. The servers take turns in each round, so that both see the same state of the machine.
 
 use super::load::{Load, at_once, latencies, mixed};
 use super::{BLOCK, Setting, fill, no_cell, say};
@@ -20,21 +20,21 @@ use std::time::{Duration, Instant};
 
 const PROPERTY: &str = "many connections";
 const COUNTS: [usize; 2] = [8, 16];
-/// The common rate, of what the slower server does at full speed.
+/// The common rate, relative to the slower server's rate at full speed.
 const RATE_SHARE: f64 = 0.5;
 /// Requests in flight on each connection at full speed.
 const DEPTH: usize = 4;
-/// Least share of what one connection gets of what another does.
+/// Least rate of the slowest connection, relative to the fastest one.
 const FAIRNESS_MIN: f64 = 0.8;
 
-/// Whether all connections go to one disk.
+/// Whether all connections use one disk, or one each.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Shape {
     OneDisk,
     DiskEach,
 }
 
-/// A server by turns: its name, and an endpoint for each connection.
+/// A server: its name, and an endpoint for each connection.
 struct Side {
     name: &'static str,
     endpoints: Vec<Endpoint>,
@@ -50,7 +50,7 @@ impl Side {
     }
 }
 
-/// Measures it.
+/// Runs the study.
 pub fn measure(setting: &Setting) -> Result<Outcome> {
     let mut cells = Vec::new();
     for count in COUNTS {
@@ -132,7 +132,7 @@ fn cell(setting: &Setting, name: &str, count: usize, shape: Shape, outcome: &mut
     Ok(json!({ "cell": name, "rate": rate, "servers": [samples(ours), samples(peer)] }))
 }
 
-/// The servers in the order of a round: none is always first.
+/// The servers in the order of a round; the order alternates.
 fn turns(sides: &mut [Side; 2], round: u32) -> Vec<&mut Side> {
     let mut turns: Vec<_> = sides.iter_mut().collect();
     if round % 2 == 1 {
@@ -141,7 +141,7 @@ fn turns(sides: &mut [Side; 2], round: u32) -> Vec<&mut Side> {
     turns
 }
 
-/// Requests that each connection gets answered in the time: random reads and writes of 4 KiB, half and half.
+/// Requests completed on each connection within a time: random 4 KiB reads and writes, half of each.
 fn at_full_speed(side: &Side, size: u64, seconds: f64, seed: u64) -> Result<Vec<f64>> {
     let connect = |endpoint: &Endpoint| Client::connect(&endpoint.socket, &endpoint.export);
     let clients = side.endpoints.iter().map(connect).collect::<Result<Vec<_>>>()?;
@@ -158,7 +158,7 @@ fn at_full_speed(side: &Side, size: u64, seconds: f64, seed: u64) -> Result<Vec<
     at_once(clients, run)
 }
 
-/// What requests take at a common rate, in milliseconds: each connection has its part of it.
+/// Latencies in milliseconds at a common rate, to which each connection contributes equally.
 fn at_rate(side: &Side, size: u64, rate: u32, seconds: f64, seed: u64) -> Result<Vec<f64>> {
     let load = Load::paced(&side.endpoints, rate, seed, move |random| mixed(random, size / BLOCK))?;
     process::pause(Duration::from_millis(200))?;

@@ -1,7 +1,7 @@
-//! A chain of deltas is consolidated into its base under random writes.
+//! Consolidation of a chain of deltas into its base under random writes.
 //!
-//! The deltas together hold as much as the disk is large, in runs of 64 KiB at random. What the disk must hold is known
-//! block by block all the time (see [`super::load`]) and compared at the end, before and after the server restarts.
+//! The deltas together hold as much data as the disk is large, in random runs of 64 KiB. The expected content of every
+//! block is known at all times (see [`super::load`]) and compared at the end, before and after a restart of the server.
 
 use super::load::{Load, Versions, worst};
 use super::{BLOCK, Setting, say};
@@ -19,16 +19,16 @@ use std::time::{Duration, Instant};
 const PROPERTY: &str = "consolidation";
 /// Longest delay of any request.
 const DELAY_MAX_MS: f64 = 50.0;
-/// "Bounded time": least rate at which the bytes to be moved are worked off, whatever the guest writes meanwhile.
+/// Least rate at which the data is moved, whatever the guest writes meanwhile, so that the duration is bounded.
 const BYTES_PER_SECOND_MIN: f64 = 20e6;
 const LEVELS: u32 = 4;
 const RUN: u64 = 64 << 10;
 const DISK: &str = "disk";
-/// How long the load alone is watched, before and after.
+/// How long the load runs alone, before and after.
 const CALM: Duration = Duration::from_secs(10);
 const FORMATS: [&str; 3] = ["sesparse", "vmfssparse", "vsansparse"];
 
-/// Measures it.
+/// Runs the study.
 pub fn measure(setting: &Setting) -> Result<Outcome> {
     let plan = &setting.plan;
     let mut outcome = Outcome::default();
@@ -60,18 +60,19 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
     Ok(outcome)
 }
 
-/// A piece of work on a disk in use.
+/// An operation on a disk in use.
 pub(super) struct Work<'a> {
     pub(super) datastore: &'a Datastore,
-    /// The verb that does it, and returns when it is done.
+    /// The command, which returns when the operation is complete.
     pub(super) verb: &'a [&'a str],
-    /// How it is called in findings.
+    /// Its name in findings.
     pub(super) what: &'a str,
     /// Bytes that it has to move.
     pub(super) bytes: u64,
 }
 
-/// Does it under random writes: how long it takes, what it delays, and whether every block is right afterwards.
+/// Runs the operation under random writes; measures its duration and the latency of requests, and compares every block
+/// afterwards.
 pub(super) fn watched(
     setting: &Setting,
     work: &Work<'_>,
@@ -115,14 +116,14 @@ pub(super) fn watched(
     }))
 }
 
-/// Requests in flight during a window that took longer than they may.
+/// Requests in flight during a window whose latency exceeds the limit.
 fn late(timings: &[Timing], window: (Instant, Instant)) -> impl Iterator<Item = &Timing> {
     let inside = move |t: &&Timing| t.sent <= window.1 && t.answered >= window.0;
     timings.iter().filter(inside).filter(|t| t.microseconds() > DELAY_MAX_MS * 1e3)
 }
 
-/// The same gathered to one for each time that requests stood still together: seconds since the window began, the
-/// longest in milliseconds, how many.
+/// Groups late requests that were delayed at the same time: seconds since the window began, longest latency in
+/// milliseconds, number of requests.
 fn stalls(timings: &[Timing], window: (Instant, Instant)) -> Vec<(f64, f64, u32)> {
     let mut stalls: Vec<(f64, f64, u32)> = Vec::new();
     let mut until = window.0;

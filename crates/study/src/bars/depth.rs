@@ -1,10 +1,10 @@
-//! 4 KiB requests at snapshot depths up to 1,000 against depth 0, warm and right after reopening.
+//! 4 KiB requests at snapshot depths up to 1,000, compared with depth 0, warm and directly after reopening.
 //!
-//! A disk of depth *n* is written in *n* + 1 parts, each a random share of its blocks, with a snapshot after every
-//! part but the last: its data lies spread over all levels. Disks of depth 0 are written in the same random order, so
-//! that only the depth differs; there are two of them, and how far they differ from each other is the noise of the
-//! machine. A write run ends with a revert to the newest snapshot and the last part written again, so that the next
-//! one finds the same sharing.
+//! A disk of depth *n* is written in *n* + 1 parts, each a random share of its blocks, with a snapshot after every part
+//! except the last, so that its data is spread over all levels. Disks of depth 0 are written in the same random order,
+//! so that only the depth differs. There are two of them; the difference between them is the noise of the machine.
+//! After a run with writes, the disk is reverted to the newest snapshot and the last part is written again, so that
+//! each run begins with the same sharing.
 
 use super::layout::snapshot_name;
 use super::{BLOCK, Setting, layout, say, write_blocks};
@@ -17,12 +17,12 @@ use crate::report::{Finding, Outcome};
 use crate::statistics::{median, ratio};
 use serde_json::{Value, json};
 
-/// What the findings are about.
+/// Property in the findings.
 const PROPERTY: &str = "snapshot depth";
 
 /// Least share of the rate at depth 0.
 const SHARE_MIN: f64 = 0.97;
-/// All these disks together would be large: each is this part of the planned size.
+/// Divisor of the planned disk size, because many disks exist at once.
 const DISK_PART: u64 = 4;
 
 const CELLS: [(&str, Pattern, u32); 4] = [
@@ -32,16 +32,16 @@ const CELLS: [(&str, Pattern, u32); 4] = [
     ("randwrite-4k-qd16", Pattern::RandomWrite, 16),
 ];
 
-/// A disk of one depth.
+/// A disk with some number of snapshots.
 struct Disk {
     name: String,
     depth: u32,
-    /// Its blocks in the order they were written.
+    /// Its blocks in the order in which they were written.
     order: Vec<u32>,
 }
 
 impl Disk {
-    /// Which blocks level `level` wrote.
+    /// The blocks that level `level` wrote.
     fn level(&self, level: u32) -> impl Iterator<Item = u64> {
         layout::level(&self.order, self.depth, level)
     }
@@ -51,7 +51,7 @@ impl Disk {
     }
 }
 
-/// Measures it.
+/// Runs the study.
 pub fn measure(setting: &Setting) -> Result<Outcome> {
     let plan = &setting.plan;
     let datastore = Datastore::init(&setting.lamina, &setting.scratch, "depth")?;
@@ -84,7 +84,7 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
                     let mut job = setting.job(pattern, depth, plan.seed + run as u64);
                     job.size = plan.disk_size / DISK_PART;
                     if reopened {
-                        // The first requests are what this is about: none of them goes uncounted.
+                        // The first requests matter here, so the time before them is not skipped.
                         job.length = fio::Length::Time { seconds: plan.seconds, ramp: 0.0 };
                         server.service.stop()?;
                         setting.scratch.settle()?;

@@ -1,12 +1,12 @@
-//! SEsparse and VMFSsparse against a thin flat disk, over sizes of requests, patterns, and disks that are empty or
-//! full.
+//! SEsparse and VMFSsparse compared with a thin flat disk, for several request sizes and patterns, on empty and on full
+//! disks.
 //!
-//! A delta stands above an empty flat disk, as the first snapshot of a new disk leaves it. Writes to an empty disk are
-//! a fixed number of bytes, no block twice, each run to a fresh disk: every one of them is a first write. How they
-//! compare together with a flush behind them, most of which is the medium's time, is told beside. The others are short
-//! slices, the formats taking turns. Random requests go 16 at a time, those
-//! in order 4 at a time, which is what a guest's read-ahead and write-back keep up. Full disks were filled by the same
-//! requests through the same server, and nothing waits to be written back when a slice begins.
+//! A delta is based on an empty flat disk, as after the first snapshot of a new disk. Writes to an empty disk have a
+//! fixed number of bytes and write no block twice, and each run uses a fresh disk, so that all of them are first
+//! writes; the rate including a final flush is reported too. Other cells are measured in short slices in which the
+//! formats take turns. Random requests are sent 16 at a time, sequential ones 4 at a time, as a guest's read-ahead and
+//! write-back do. Full disks are filled with the same requests through the same server, and everything is written back
+//! before a slice begins.
 
 use super::slices::{self, Slice, share};
 use super::{Setting, fill, no_cell, say};
@@ -22,25 +22,25 @@ use serde_json::{Map, Value, json};
 use std::time::Duration;
 
 const PROPERTY: &str = "grain formats";
-/// Least share of the flat disk's rate for requests in order ...
+/// Least share of the flat disk's rate for sequential requests.
 const SEQUENTIAL_SHARE_MIN: f64 = 0.9;
-/// ... and for random ones.
+/// Least share of the flat disk's rate for random requests.
 const RANDOM_SHARE_MIN: f64 = 0.8;
-/// "Never worse than VMFSsparse", as far as two equal disks can be told apart on a noisy machine.
+/// Least share of VMFSsparse's rate. It is below 1 because even equal disks differ by noise.
 const VMFSSPARSE_SHARE_MIN: f64 = 0.95;
-/// The disk's size divided by this is written to an empty one ...
+/// Divisor of the disk's size for the bytes written to an empty disk.
 const EMPTY_PART: u64 = 8;
-/// ... by this many requests at the most.
+/// Most requests written to an empty disk.
 const EMPTY_REQUESTS_MAX: u64 = 16 << 10;
 
-/// How long a client that left may still count as one.
+/// How long to wait for the server to detect that a client has disconnected, in steps.
 const LEAVING_PAUSE: Duration = Duration::from_millis(5);
 const LEAVING_PAUSES: u32 = 200;
 
-/// Under this the results keep rates with a flush.
+/// Suffix of cells whose rate includes a flush.
 const FLUSHED: &str = "with a flush";
 
-/// Of each side, of each round.
+/// Rates by side and round.
 type Rates = Vec<Vec<f64>>;
 
 const FLAT: usize = 0;
@@ -77,7 +77,7 @@ impl Cell {
         cells
     }
 
-    /// A fresh disk for each run.
+    /// Whether each run needs a fresh disk.
     fn first_writes(&self) -> bool {
         !self.full && self.pattern.writes()
     }
@@ -91,7 +91,7 @@ fn disk(state: &str, side: usize) -> String {
     format!("{state}-{}", SIDES[side].0)
 }
 
-/// Makes a disk: flat, or an empty delta above an empty flat one.
+/// Creates a disk: a flat one, or an empty delta based on an empty flat one.
 fn create(datastore: &Datastore, name: &str, side: usize, size: u64) -> Result<()> {
     let delta = SIDES[side].1;
     datastore.create_vmdk(name, size, "thin", delta)?;
@@ -101,7 +101,7 @@ fn create(datastore: &Datastore, name: &str, side: usize, size: u64) -> Result<(
     }
 }
 
-/// Measures it.
+/// Runs the study.
 pub fn measure(setting: &Setting) -> Result<Outcome> {
     let plan = &setting.plan;
     let all = Cell::all();
@@ -140,7 +140,7 @@ fn by_side(found: &Value) -> [Vec<f64>; 3] {
     SIDES.map(|(word, _)| found[word].as_array().into_iter().flatten().filter_map(Value::as_f64).collect())
 }
 
-/// The rates of each side in these cells.
+/// Measures these cells for each side.
 fn run(setting: &Setting, cells: &[&Cell]) -> Result<Vec<Value>> {
     let plan = &setting.plan;
     let datastore = Datastore::init(&setting.lamina, &setting.scratch, "grains")?;
@@ -175,7 +175,7 @@ fn run(setting: &Setting, cells: &[&Cell]) -> Result<Vec<Value>> {
     Ok(raw)
 }
 
-/// Deletes a disk once the server has seen its client leave.
+/// Deletes a disk after the server has detected that its client has disconnected.
 fn delete(datastore: &Datastore, name: &str) -> Result<()> {
     for _ in 0..LEAVING_PAUSES {
         if datastore.delete(name).is_ok() {
@@ -196,7 +196,7 @@ fn slice(setting: &Setting, cell: &Cell) -> Slice {
     }
 }
 
-/// One fresh disk after another.
+/// Measures first writes, on a fresh disk for each run.
 fn measure_first_writes(setting: &Setting, datastore: &Datastore, cell: &Cell) -> Result<(Rates, Rates)> {
     let plan = &setting.plan;
     let slice = slice(setting, cell);
@@ -231,7 +231,7 @@ fn measure_slices(setting: &Setting, datastore: &Datastore, mode: Mode, cell: &C
     }
     setting.scratch.settle()?;
     let mut rates = vec![Vec::new(); SIDES.len()];
-    // The first round is not counted: whatever is done once is done in it.
+    // The first round is not counted, because it includes one-time work.
     for round in 0..=slices::rounds(plan) {
         for turn in 0..SIDES.len() {
             let side = (turn + round) % SIDES.len();
@@ -247,7 +247,7 @@ fn measure_slices(setting: &Setting, datastore: &Datastore, mode: Mode, cell: &C
             }
         }
     }
-    // Nothing of this cell is left to be done in the next.
+    // Flushes, so that nothing of this cell is left to be written during the next one.
     clients.iter_mut().try_for_each(|client| if cell.pattern.writes() { client.flush() } else { Ok(()) })?;
     Ok(rates)
 }

@@ -1,12 +1,12 @@
-//! Where the data of a disk with snapshots lies: spread over all its levels, each part in a level of its own choice.
+//! Layout of a disk with snapshots: its data is spread over all levels, each part in a random one.
 
 use super::{BLOCK, write_blocks};
 use crate::error::Result;
 use crate::fio::Endpoint;
 use crate::random::Random;
 
-/// Which blocks level `level` of a disk of this depth wrote, of blocks in the order they are written: the levels share
-/// them out evenly, the oldest first.
+/// The blocks that level `level` of a disk of this depth writes, from `order`, in which they are written: each level
+/// gets an equal share, the oldest first.
 pub(super) fn level(order: &[u32], depth: u32, level: u32) -> impl Iterator<Item = u64> {
     let (blocks, levels) = (order.len() as u64, u64::from(depth) + 1);
     let bound = |n: u64| (blocks * n / levels) as usize;
@@ -14,34 +14,34 @@ pub(super) fn level(order: &[u32], depth: u32, level: u32) -> impl Iterator<Item
     order[bound(level)..bound(level + 1)].iter().map(|b| u64::from(*b))
 }
 
-/// A layout of whole pieces of a disk.
+/// A layout in pieces of a fixed size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Spread {
-    /// Bytes that lie together.
+    /// Bytes of a piece.
     pub(super) piece: u64,
-    /// Bytes of the disk.
+    /// Capacity of the disk in bytes.
     pub(super) size: u64,
-    /// Levels above the base.
+    /// Number of levels above the base.
     pub(super) depth: u32,
-    /// Seed of the order of blocks.
+    /// Seed of the order of pieces.
     pub(super) seed: u64,
 }
 
 impl Spread {
-    /// Writes the part of one level.
+    /// Writes the share of one level.
     pub(super) fn write(&self, endpoint: &Endpoint, number: u32) -> Result<()> {
         let pieces = u32::try_from(self.size / self.piece).unwrap_or(u32::MAX);
         let order = Random::new(self.seed).order(pieces);
         write_blocks(endpoint, level(&order, self.depth, number), self.piece)
     }
 
-    /// As it is called in reports.
+    /// Its name in reports.
     pub(super) fn word(&self) -> &'static str {
         if self.piece == BLOCK { "scattered" } else { "runs" }
     }
 }
 
-/// Name of the snapshot below a level.
+/// Name of the snapshot that precedes a level.
 pub(super) fn snapshot_name(level: u32) -> String {
     format!("level-{level:05}")
 }
@@ -51,7 +51,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn levels_share_all_blocks_out() {
+    fn every_block_is_in_one_level() {
         for depth in [0, 1, 7, 1000] {
             let order = Random::new(3).order(1500);
             let mut seen: Vec<u64> = (0..=depth).flat_map(|number| level(&order, depth, number)).collect();

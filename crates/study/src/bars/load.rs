@@ -1,10 +1,11 @@
-//! The load under which something is done to a disk: random 4 KiB writes at queue depth 16, timed one by one.
+//! The load during operations on a disk: random 4 KiB writes at queue depth 16, each of them timed.
 //!
-//! It is the study's own client, so that a request's beginning and end and those of what is done stand on one clock:
-//! what a piece of work delays are the requests in flight during it.
+//! The study's own client sends the load, so that the times of requests and of operations are from the same clock. The
+//! requests in flight during an operation show how it delays them.
 //!
-//! A verified load keeps count of what it wrote: each block's content follows from its place and the number of times it
-//! was written, no block is written twice at a time, and so the whole disk can be compared with what it must hold.
+//! A verified load tracks what it wrote: each block's content is a function of its location and of the number of times
+//! it was written, and no block is written by two requests at a time. So the whole disk can be compared with its
+//! expected content.
 
 use super::BLOCK;
 use crate::error::{Error, Result};
@@ -20,12 +21,12 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 const LOAD_DEPTH: usize = 16;
-/// Clients of a steady load.
+/// Number of clients of a steady load.
 const STEADY_CLIENTS: usize = 4;
-/// Bytes written or compared by one request when the whole disk is.
+/// Bytes per request when a whole disk is written or compared.
 const PIECE: u64 = 1 << 20;
 
-/// What every block of a disk must hold: how often it was written, from which its bytes follow.
+/// Expected content of a disk: for every block how often it was written, which determines its bytes.
 #[derive(Clone, Debug)]
 pub(super) struct Versions(Vec<u32>);
 
@@ -41,11 +42,11 @@ impl Versions {
         Ok(versions)
     }
 
-    /// Writes these runs of blocks once more.
+    /// Writes these ranges of blocks again.
     pub(super) fn rewrite(&mut self, endpoint: &Endpoint, runs: impl IntoIterator<Item = (u64, u64)>) -> Result<()> {
         let mut client = Client::connect(&endpoint.socket, &endpoint.export)?;
         let versions = &mut self.0;
-        // A run is all of one version, so that it can go as one request.
+        // All blocks of a range are written with the same version, so that one request is sufficient.
         let requests = runs.into_iter().map(|(first, count)| {
             let run = &mut versions[first as usize..(first + count) as usize];
             let version = run.iter().max().map_or(1, |most| most + 1);
@@ -56,7 +57,7 @@ impl Versions {
         client.flush()
     }
 
-    /// How many blocks hold something else.
+    /// Number of blocks with another content.
     pub(super) fn differences(&self, endpoint: &Endpoint) -> Result<u64> {
         let mut client = Client::connect(&endpoint.socket, &endpoint.export)?;
         let mut differences = 0;
@@ -68,21 +69,21 @@ impl Versions {
     }
 }
 
-/// Requests until told to stop.
+/// A load that runs until it is stopped.
 pub(super) struct Load {
     stop: Arc<AtomicBool>,
     thread: JoinHandle<Result<(Vec<Timing>, Option<Versions>)>>,
 }
 
 impl Load {
-    /// Over the first `blocks` of a disk.
+    /// Random writes to the first `blocks` of a disk.
     pub(super) fn start(endpoint: &Endpoint, blocks: u64, seed: u64) -> Result<Load> {
         let write =
             move |random: &mut Random| Request::Write { offset: random.below(blocks) * BLOCK, length: BLOCK as u32 };
         Self::busy(endpoint, LOAD_DEPTH, seed, write)
     }
 
-    /// Requests one after the other, `depth` of them at a time.
+    /// Sends requests continuously, `depth` of them at a time.
     pub(super) fn busy(
         endpoint: &Endpoint,
         depth: usize,
@@ -102,15 +103,15 @@ impl Load {
         })
     }
 
-    /// This many writes a second over the first `blocks` of a disk, by [`STEADY_CLIENTS`] clients.
+    /// Sends this many writes per second to the first `blocks` of a disk, from [`STEADY_CLIENTS`] clients.
     pub(super) fn steady(endpoint: &Endpoint, blocks: u64, per_second: u32, seed: u64) -> Result<Load> {
         let write =
             move |random: &mut Random| Request::Write { offset: random.below(blocks) * BLOCK, length: BLOCK as u32 };
         Self::paced(&vec![endpoint.clone(); STEADY_CLIENTS], per_second, seed, write)
     }
 
-    /// So many requests a second, by a client with one request at a time at each endpoint. A request that is due while
-    /// the one before it is late is sent at once; none is left out.
+    /// Sends requests at a fixed rate, with one client at each endpoint that has one request at a time. If a request is
+    /// late, the next one is sent at once; none is left out.
     pub(super) fn paced(
         endpoints: &[Endpoint],
         per_second: u32,
@@ -125,7 +126,7 @@ impl Load {
             let run = |number: u32, mut client: Client| {
                 let mut random = Random::new(seed + u64::from(number));
                 let mut timings = Vec::with_capacity(1 << 16);
-                // Spread over the interval: clients that are all due at once wait for each other.
+                // The clients are spread over the interval, because simultaneous requests would wait for each other.
                 let mut due = Instant::now() + interval * number / count;
                 let requests = std::iter::from_fn(|| {
                     std::thread::sleep(due.saturating_duration_since(Instant::now()));
@@ -142,7 +143,7 @@ impl Load {
         })
     }
 
-    /// Over the whole of a disk, keeping count of what it holds.
+    /// Random writes to a whole disk, tracking its content.
     pub(super) fn verified(endpoint: &Endpoint, mut versions: Versions, seed: u64) -> Result<Load> {
         let mut client = Client::connect(&endpoint.socket, &endpoint.export)?;
         Self::spawn(move |stop| {
@@ -184,12 +185,12 @@ impl Load {
         Ok(Load { stop, thread })
     }
 
-    /// Stops it: what each request took.
+    /// Stops the load; returns the timing of each request.
     pub(super) fn finish(self) -> Result<Vec<Timing>> {
         self.end().map(|(timings, _)| timings)
     }
 
-    /// Stops a verified one: also what the disk must hold now.
+    /// Stops a verified load; returns also the expected content of the disk.
     pub(super) fn finish_verified(self) -> Result<(Vec<Timing>, Versions)> {
         let (timings, versions) = self.end()?;
         let versions = versions.ok_or_else(|| Error::Answer("the load kept no count of what it wrote".into()))?;
@@ -202,13 +203,13 @@ impl Load {
     }
 }
 
-/// A read or a write of one of the first `blocks`, as likely one as the other.
+/// A read or a write of one of the first `blocks`, with equal probability.
 pub(super) fn mixed(random: &mut Random, blocks: u64) -> Request {
     let (offset, length) = (random.below(blocks) * BLOCK, BLOCK as u32);
     if random.below(2) == 0 { Request::Read { offset, length } } else { Request::Write { offset, length } }
 }
 
-/// Runs all clients at once, each with its number: what each brings, in their order.
+/// Runs all clients in parallel, each with its number; returns their results in this order.
 pub(super) fn at_once<T: Send>(clients: Vec<Client>, run: impl Fn(u32, Client) -> Result<T> + Sync) -> Result<Vec<T>> {
     let run = &run;
     std::thread::scope(|scope| {
@@ -221,19 +222,21 @@ pub(super) fn at_once<T: Send>(clients: Vec<Client>, run: impl Fn(u32, Client) -
     })
 }
 
-/// Of the requests answered within a window, in milliseconds; the requests are in the order of their answers.
+/// Latencies in milliseconds of the requests answered within a window. Requests are ordered by the time of their
+/// replies.
 pub(super) fn latencies(timings: &[Timing], window: Window) -> Vec<f64> {
     let at = |time: Instant| timings.partition_point(|timing| timing.answered < time);
     timings[at(window.0)..at(window.1)].iter().map(|timing| timing.microseconds() / 1e3).collect()
 }
 
-/// A time in which something was done, or nothing.
+/// A period with or without an operation.
 pub(super) type Window = (Instant, Instant);
 
-/// Worst latency in milliseconds among requests in flight during any of the windows.
+/// Longest latency in milliseconds of requests in flight during any of the windows.
 pub(super) fn worst(timings: &[Timing], windows: &[Window]) -> f64 {
     let mut worst: f64 = 0.0;
-    // Replies come in order of time, and a request lasts far less than a second: look no further back than that.
+    // Replies are in order of time, and requests take far less than a second, so only requests answered shortly after a
+    // window are searched.
     for (from, to) in windows {
         let first = timings.partition_point(|t| t.answered < *from);
         for timing in timings[first..].iter().take_while(|t| t.sent.saturating_duration_since(*to).as_secs() < 1) {

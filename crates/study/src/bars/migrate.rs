@@ -1,6 +1,6 @@
-//! A thick disk in use is moved to thin and to native under random writes.
+//! Migration of a thick disk in use to thin and to native under random writes.
 //!
-//! See [`super::consolidate`] for what is watched.
+//! See [`super::consolidate`] for the measurements.
 
 use super::consolidate::{Work, watched};
 use super::load::Versions;
@@ -12,7 +12,7 @@ use serde_json::Value;
 
 const TARGETS: [&str; 2] = ["thin", "native"];
 
-/// Measures it.
+/// Runs the study.
 pub fn measure(setting: &Setting) -> Result<Outcome> {
     let plan = &setting.plan;
     let mut outcome = Outcome::default();

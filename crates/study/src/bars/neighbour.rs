@@ -1,9 +1,9 @@
-//! A disk whose map and data are cached, beside a disk whose reads miss the metadata cache.
+//! A disk whose map and data are cached, beside another disk whose reads miss the metadata cache.
 //!
-//! The busy disk gets random reads at queue depth 16 over blocks scattered over 16 TiB, with a metadata cache far
-//! smaller than its map and nothing of the datastore in the page cache. The neighbour gets random reads of 64 MiB, one
-//! at a time: as fast as they are answered, and at a steady rate. The same load on a few places, whose metadata stay
-//! cached, shows what the processors alone cost the neighbour. With `--baseline` another lamina is measured in turn.
+//! The busy disk gets random reads at queue depth 16 of blocks scattered over 16 TiB, with a metadata cache far smaller
+//! than its map and nothing of the datastore in the page cache. The neighbour disk gets random reads of 64 MiB, one at
+//! a time: as fast as possible, or at a steady rate. The same load on a few blocks, whose metadata stay cached, shows
+//! how much of the effect is due to processor time. With `--baseline`, another lamina is measured in turn.
 
 use super::load::{Load, latencies, rate};
 use super::{BLOCK, Setting, fill, say, write_blocks};
@@ -25,16 +25,16 @@ const CAPACITY: u64 = 16 << 40;
 const CACHE: u64 = 16 << 20;
 const NEIGHBOUR: u64 = 64 << 20;
 const DEPTH: usize = 16;
-/// Places of the busy disk whose metadata stay cached.
+/// Number of blocks of the busy disk whose metadata stay cached.
 const FEW: usize = 500;
-/// Requests a second of a steady neighbour.
+/// Rate of the neighbour's steady load, in requests per second.
 const STEADY: u32 = 1000;
-/// Most of the neighbour's p99 alone.
+/// Most increase of the neighbour's 99th percentile, as a factor.
 const P99_MAX: f64 = 1.5;
 const BUSY: &str = "busy";
 const HOT: &str = "neighbour";
 
-/// What goes on beside the neighbour.
+/// The load on the busy disk.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Beside {
     Nothing,
@@ -54,16 +54,17 @@ impl Beside {
     }
 }
 
-/// Microseconds of the neighbour's p99 in each run, by what is beside it: as fast as possible, and at a steady rate.
+/// 99th percentile of the neighbour's latency in microseconds for each run, by load on the busy disk: as fast as
+/// possible, and at a steady rate.
 #[derive(Default)]
 struct Figures {
     fast: [Vec<f64>; 3],
     steady: [Vec<f64>; 3],
-    /// Requests a second of the busy disk.
+    /// Rate of the busy disk, in requests per second.
     busy: [Vec<f64>; 3],
 }
 
-/// Measures it.
+/// Runs the study.
 pub fn measure(setting: &Setting) -> Result<Outcome> {
     let plan = &setting.plan;
     let mut random = Random::new(plan.seed);
@@ -154,7 +155,7 @@ fn one_run(
                 setting.scratch.settle()?;
                 scratch::drop_cached(datastore.path())?;
             }
-            // The neighbour's map and data are cached, whatever was dropped or evicted.
+            // The neighbour's map and data are read into the caches again after they were dropped.
             read_whole(&hot)?;
             let places = match EACH[at] {
                 Beside::Nothing => None,

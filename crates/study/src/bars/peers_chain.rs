@@ -1,12 +1,13 @@
-//! Reads of chains, served by lamina and by qemu-nbd from the very same files.
+//! Reads of chains, served by lamina and by qemu-nbd from the same files.
 //!
-//! VMFSsparse and SEsparse chains are lamina's own disks, whose files qemu-nbd opens: QEMU writes neither format.
-//! Hosted sparse and qcow2 chains are made with qemu-img and written through qemu-nbd, and lamina serves them in place.
-//! Both servers refuse writes. Two layouts: *runs* of 64 KiB, each in a level of its own choice, and *scattered* blocks
-//! of 4 KiB, which a format with grains of 64 KiB cannot have without copying the disk into every level.
+//! VMFSsparse and SEsparse chains are lamina's own disks, whose files qemu-nbd opens, because QEMU writes neither
+//! format. Hosted sparse and qcow2 chains are created with qemu-img and written through qemu-nbd, and lamina serves
+//! them in place. Both servers are read-only. There are two layouts: *runs* of 64 KiB, each in a random level, and
+//! *scattered* blocks of 4 KiB, which formats with grains of 64 KiB cannot have without copying the disk into every
+//! level.
 //!
-//! lamina reads the files of sparse extents through the page cache in both modes, so that the direct columns compare
-//! servers, started cold, rather than ways to the medium.
+//! lamina reads sparse extents through the page cache in both modes. So the direct columns compare servers with cold
+//! caches rather than direct I/O.
 
 use super::layout::{Spread, snapshot_name};
 use super::{BLOCK, Setting, no_cell, say};
@@ -23,17 +24,17 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 const PROPERTY: &str = "chains against qemu-nbd";
-/// Least multiple of qemu-nbd's rate.
+/// Least rate as a multiple of qemu-nbd's.
 const MULTIPLE_MIN: f64 = 1.2;
-/// Deepest chain that every format allows.
+/// Greatest depth that every format allows.
 const DEPTH_MAX: u32 = 32;
-/// Chains of this part of the planned size: there are many.
+/// Divisor of the planned disk size, because there are many chains.
 const DISK_PART: u64 = 4;
 const RUN: u64 = 64 << 10;
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Maker {
-    /// lamina, as a disk with deltas of this format.
+    /// lamina: a disk with deltas of this format.
     Ours,
     /// qemu-img.
     Qemu,
@@ -42,9 +43,9 @@ enum Maker {
 struct Format {
     name: &'static str,
     maker: Maker,
-    /// As QEMU calls it.
+    /// QEMU's name of the format.
     driver: &'static str,
-    /// Options of qemu-img create.
+    /// Options for qemu-img create.
     options: &'static str,
 }
 
@@ -66,7 +67,7 @@ fn cell_name(format: &Format, spread: &Spread, cell: &str) -> String {
     format!("{}-{}-{}-{cell}", format.name, spread.word(), spread.depth)
 }
 
-/// The chains asked for.
+/// The chains to measure.
 fn chains(plan: &Plan) -> Vec<(&'static Format, Spread)> {
     let mut chains = Vec::new();
     for format in &FORMATS {
@@ -83,7 +84,7 @@ fn chains(plan: &Plan) -> Vec<(&'static Format, Spread)> {
     chains
 }
 
-/// Measures it.
+/// Runs the study.
 pub fn measure(setting: &Setting) -> Result<Outcome> {
     let plan = &setting.plan;
     let mut all = chains(plan);
@@ -138,7 +139,7 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
 
 const DISK: &str = "disk";
 
-/// A chain that both can serve.
+/// A chain that both servers can serve.
 struct Chain {
     datastore: Datastore,
     /// The newest image.
@@ -147,7 +148,7 @@ struct Chain {
     files: PathBuf,
 }
 
-/// A disk with snapshots, whose files QEMU can read.
+/// Creates a disk with snapshots whose files QEMU can read.
 fn ours(setting: &Setting, format: &Format, spread: &Spread, name: &str) -> Result<Chain> {
     let datastore = Datastore::init(&setting.lamina, &setting.scratch, name)?;
     datastore.create_vmdk(DISK, spread.size, "thin", Some(format.name))?;
@@ -164,7 +165,7 @@ fn ours(setting: &Setting, format: &Format, spread: &Spread, name: &str) -> Resu
     Ok(Chain { datastore, head, files })
 }
 
-/// The descriptor of the newest image: the one with the highest number.
+/// The descriptor of the newest image, which has the highest number.
 fn head(folder: &Path, disk: &str) -> Result<PathBuf> {
     let listed = std::fs::read_dir(folder).doing(|| format!("listing {}", folder.display()))?;
     let name = |entry: std::io::Result<std::fs::DirEntry>| entry.ok()?.file_name().into_string().ok();
@@ -177,7 +178,7 @@ fn head(folder: &Path, disk: &str) -> Result<PathBuf> {
     Ok(folder.join(newest.ok_or_else(text)?.1))
 }
 
-/// Images made by QEMU, served by lamina where they are.
+/// Creates images with QEMU, which lamina serves in place.
 fn qemu(setting: &Setting, format: &Format, spread: &Spread, name: &str) -> Result<Chain> {
     let files = setting.scratch.path(&format!("{name}-files"));
     std::fs::create_dir_all(&files).doing(|| format!("creating {}", files.display()))?;

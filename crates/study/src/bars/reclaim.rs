@@ -1,4 +1,4 @@
-//! Space after discards, and after overwriting everything at random ten times.
+//! Space after discards, and after overwriting a whole disk at random ten times.
 
 use super::{BLOCK, Setting, fill, say, write_blocks};
 use crate::datastore::{Datastore, Serving};
@@ -13,22 +13,22 @@ use crate::statistics::ratio;
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
 
-/// What the findings are about.
+/// Property in the findings.
 const PROPERTY: &str = "space returned";
 
-/// Least share of discarded runs that must be back in the file system ...
+/// Least share of discarded runs that must be returned to the file system within [`RETURN_TIME_MAX`].
 const RETURNED_MIN: f64 = 0.99;
-/// ... after this long; scattered blocks must be reusable then.
+/// Time after which runs must be returned and scattered blocks must be reusable.
 const RETURN_TIME_MAX: Duration = Duration::from_secs(2);
-/// What idle time may be needed for scattered blocks.
+/// Idle time within which scattered blocks may be returned.
 const IDLE_TIME_MAX: Duration = Duration::from_secs(60);
-/// Most growth, against what was discarded, when as much is written again.
+/// Most growth when as much is written as was discarded, relative to it.
 const GROWTH_MAX: f64 = 0.05;
-/// Most space of a datastore against its live data.
+/// Most space of a datastore, relative to its live data.
 const SPACE_MAX: f64 = 1.1;
 const OVERWRITES: u32 = 10;
 
-/// Measures it.
+/// Runs the study.
 pub fn measure(setting: &Setting) -> Result<Outcome> {
     let mut outcome = Outcome::default();
     let mut raw = serde_json::Map::new();
@@ -54,7 +54,7 @@ type Part = fn(&Setting, &Datastore, u64, &mut Outcome) -> Result<Value>;
 const DISK: &str = "disk";
 const OTHER: &str = "other";
 
-/// Discards pieces of `bytes` at these indices and flushes.
+/// Discards pieces of `bytes` bytes at these indices, and flushes.
 fn discard(endpoint: &Endpoint, indices: impl Iterator<Item = u64>, bytes: u64) -> Result<u64> {
     let mut client = Client::connect(&endpoint.socket, &endpoint.export)?;
     let requests = indices.map(|i| Request::Trim { offset: i * bytes, length: bytes as u32 });
@@ -63,7 +63,7 @@ fn discard(endpoint: &Endpoint, indices: impl Iterator<Item = u64>, bytes: u64) 
     Ok(count * bytes)
 }
 
-/// Every other run of 64 KiB, then every other of 1 MiB on the other disk.
+/// Discards every other run of 64 KiB, and every other one of 1 MiB on the other disk.
 fn runs(setting: &Setting, datastore: &Datastore, _empty: u64, outcome: &mut Outcome) -> Result<Value> {
     let mut raw = Vec::new();
     fill(&datastore.endpoint(OTHER), setting.plan.disk_size)?;
@@ -85,11 +85,11 @@ fn runs(setting: &Setting, datastore: &Datastore, _empty: u64, outcome: &mut Out
     Ok(Value::Array(raw))
 }
 
-/// A quarter of all blocks, one by one; then as many are written to the other disk.
+/// Discards a quarter of all blocks one by one, then writes as many to the other disk.
 fn scattered(setting: &Setting, datastore: &Datastore, _empty: u64, outcome: &mut Outcome) -> Result<Value> {
     let plan = &setting.plan;
     let blocks = u32::try_from(plan.disk_size / BLOCK).unwrap_or(u32::MAX);
-    // Not two of them side by side, or they would be runs.
+    // No two chosen blocks are adjacent, because they would be a run.
     let order = Random::new(plan.seed).order(blocks / 2);
     let chosen: Vec<u64> = order[..order.len() / 2].iter().map(|b| u64::from(*b) * 2).collect();
     let (reused, idle) = chosen.split_at(chosen.len() / 2);
@@ -120,7 +120,7 @@ fn scattered(setting: &Setting, datastore: &Datastore, _empty: u64, outcome: &mu
     }))
 }
 
-/// Ten times as many random blocks as the disk has.
+/// Writes random blocks, ten times as many as the disk has.
 fn overwritten(setting: &Setting, datastore: &Datastore, empty: u64, outcome: &mut Outcome) -> Result<Value> {
     let plan = &setting.plan;
     let blocks = plan.disk_size / BLOCK;
@@ -136,8 +136,8 @@ fn overwritten(setting: &Setting, datastore: &Datastore, empty: u64, outcome: &m
     setting.scratch.rest(datastore.path())?;
     let after = scratch::allocated(datastore.path())?;
     let live = plan.disk_size as f64;
-    // The journal is there from the beginning and does not grow with the data: a small disk must not hide behind it,
-    // nor be blamed for it.
+    // The space of the empty datastore is subtracted, because the journal is allocated from the beginning and does not
+    // grow with the data.
     let grown = ratio(after.saturating_sub(empty) as f64, live);
     let slowest = rates.iter().copied().fold(f64::INFINITY, f64::min);
     outcome.findings.extend([

@@ -1,8 +1,9 @@
-//! An SEsparse disk, half of whose data was discarded, is wiped and shrunk under load.
+//! Wiping and shrinking under load of a SEsparse disk, half of whose data was discarded.
 //!
-//! The load is random 4 KiB writes to the part of the disk that stays, whose grains are all there: it takes and frees
-//! no space. Its rates before and after are what the rate during the work is held against. Discarded are random runs of
-//! 64 KiB from the whole rest of the disk, so that live grains lie behind dead ones everywhere and have to be moved.
+//! The load is random 4 KiB writes to the part of the disk that is not discarded, whose grains are all allocated, so
+//! that it allocates and frees no space. Its rate during the operations is compared with its rates before and after.
+//! Random runs of 64 KiB from the rest of the disk are discarded, so that live grains follow dead ones everywhere and
+//! have to be moved.
 
 use super::load::{Load, rate, worst};
 use super::{BLOCK, Setting, fill, say};
@@ -18,16 +19,16 @@ use serde_json::json;
 use std::time::{Duration, Instant};
 
 const PROPERTY: &str = "SEsparse wipe and shrink";
-/// Least share of the dead grains that must leave the file system.
+/// Least share of the dead grains that must be returned to the file system.
 const RETURNED_MIN: f64 = 0.99;
-/// Least share of the load's rate meanwhile.
+/// Least rate of the load during the operations, relative to before and after.
 const SHARE_MIN: f64 = 0.9;
-/// Rates are measured over at least this long: they scatter from second to second.
+/// Rates are measured over at least this time, because they vary from second to second.
 const WINDOW: Duration = Duration::from_secs(5);
 const RUN: u64 = 64 << 10;
 const DISK: &str = "disk";
 
-/// Measures it.
+/// Runs the study.
 pub fn measure(setting: &Setting) -> Result<Outcome> {
     let plan = &setting.plan;
     let datastore = Datastore::init(&setting.lamina, &setting.scratch, "reclaim-sesparse")?;
@@ -39,7 +40,7 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
     fill(&endpoint, plan.disk_size)?;
 
     say("discarding half of it");
-    // The first eighth is the load's. From the rest as many runs as make half of the disk.
+    // The load uses the first eighth. Of the rest, as many runs are discarded as make up half of the disk.
     let busy = plan.disk_size / 8;
     let first = busy / RUN;
     let runs = u32::try_from(plan.disk_size / RUN - first).unwrap_or(u32::MAX);

@@ -1,8 +1,8 @@
-//! A disk sent to a second server on this machine, over TLS, against a full clone in the first one's own datastore; and
-//! a second one after a part of it has changed.
+//! A disk is sent to a second server on this machine over TLS, compared with a full clone in the first server's
+//! datastore; then again after a part of it has changed.
 //!
-//! Both verbs answer when the new disk is durable. Both read a source that is in the page cache, and write to the same
-//! file system; the two servers share the processors that one has for itself in a local clone.
+//! Both commands answer when the new disk is durable. Both read a source that is in the page cache, and write to the
+//! same file system; the two servers share the processors that one has for itself in a local clone.
 
 use super::{BLOCK, Setting, fill, say, write_blocks};
 use crate::datastore::{Datastore, Keys, Serving};
@@ -16,21 +16,21 @@ use crate::statistics::{median, ratio};
 use serde_json::{Value, json};
 use std::time::Duration;
 
-/// What the findings are about.
+/// Property in the findings.
 const PROPERTY: &str = "remote clones";
 
-/// Least speed of a remote clone against a local one.
+/// Least speed of a remote clone, relative to a local one.
 const SPEED_SHARE_MIN: f64 = 0.5;
-/// Part of the disk that is changed for the second clone, in percent.
+/// Part of the disk that changes before the second transfer, in percent.
 const CHANGED_PERCENT: u64 = 5;
-/// Most bytes that the second clone sends, against those that were changed.
+/// Most bytes sent by the second transfer, relative to the changed bytes.
 const SENT_SHARE_MAX: f64 = 1.01;
-/// Bytes of one change.
+/// Size of a change in bytes.
 const CHANGE: u64 = 64 << 10;
 
 const DISK: &str = "disk";
 
-/// A server that takes what others send.
+/// A server that receives.
 pub(super) struct Receiver {
     pub serving: Server,
     address: String,
@@ -38,7 +38,7 @@ pub(super) struct Receiver {
 }
 
 impl Receiver {
-    /// Serves a datastore, of which `disk` is a disk.
+    /// Serves a datastore with a disk `disk`.
     pub fn start(datastore: &Datastore, keys: Keys, disk: &str) -> Result<Receiver> {
         let receiving = Serving { receive: Some(keys.clone()), ..Serving::plain(Mode::Buffered) };
         let (serving, _) = datastore.serve(&receiving, disk)?;
@@ -48,7 +48,7 @@ impl Receiver {
         Ok(Receiver { serving, address, keys })
     }
 
-    /// The words of the command that sends `source` to it.
+    /// Arguments of the command that sends `source` to this receiver.
     pub fn verb(&self, source: &str, name: &str) -> Vec<String> {
         let target = format!("lamina://{}/{name}", self.address);
         let certificate = self.keys.certificate.display().to_string();
@@ -59,7 +59,7 @@ impl Receiver {
     }
 }
 
-/// Measures it.
+/// Runs the study.
 pub fn measure(setting: &Setting) -> Result<Outcome> {
     let plan = &setting.plan;
     let keys = Keys::make(&setting.scratch)?;
@@ -140,7 +140,7 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
     Ok(outcome)
 }
 
-/// Waits until the space of the clone before is given back, so that it does not disturb the next measurement.
+/// Waits until the space of the previous clone is returned, so that it does not disturb the next measurement.
 fn prepare(setting: &Setting, here: &Datastore, there: &Datastore) -> Result<()> {
     setting.scratch.rest(here.path())?;
     setting.scratch.rest(there.path())?;

@@ -1,8 +1,10 @@
-//! Short slices of one load on several disks in turn, so that what the machine does besides falls on all of them alike.
+//! Measurements in short slices, in which several disks take turns, so that other activity of the machine affects all
+//! alike.
 //!
-//! A slice lasts a fraction of a second, its beginning does not count, and every disk gets the same requests. A figure
-//! is the median of a disk's slices, a ratio the median of the ratios within a round: long runs one after another
-//! differ by what happened in between, and on a small virtual machine that is more than what is measured.
+//! A slice lasts a fraction of a second, its beginning is not counted, and every disk gets the same requests. A figure
+//! is the median over a disk's slices; a ratio is the median of the ratios within each round. Long consecutive runs
+//! would differ by other activity of the machine, which on a small virtual machine exceeds the differences to be
+//! measured.
 
 use crate::error::Result;
 use crate::fio::Pattern;
@@ -12,33 +14,33 @@ use crate::random::Random;
 use crate::statistics::{median, ratio};
 use std::time::{Duration, Instant};
 
-/// Part of a slice that is added in front and not counted.
+/// Time before a slice that is not counted, as a part of its length.
 const RAMP: f64 = 0.2;
 
-/// What is done in a slice.
+/// The load of a slice.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Slice {
     pub(super) pattern: Pattern,
     pub(super) block: u32,
     pub(super) depth: u32,
-    /// Bytes of the disk.
+    /// Capacity of the disk in bytes.
     pub(super) size: u64,
-    /// Seconds that count.
+    /// Counted seconds.
     pub(super) seconds: f64,
 }
 
-/// Rounds of a cell.
+/// Rounds per cell.
 pub(super) fn rounds(plan: &Plan) -> usize {
     (2 * plan.runs - 1) as usize
 }
 
-/// Seconds of a slice: those of a cell last for one side as long as was asked for.
+/// Seconds of a slice, so that all slices of a side have the planned duration.
 pub(super) fn seconds(plan: &Plan) -> f64 {
     plan.seconds / rounds(plan) as f64
 }
 
 impl Slice {
-    /// Requests per second. The same seed asks for the same.
+    /// Requests per second. The same seed gives the same requests.
     pub(super) fn run(&self, client: &mut Client, seed: u64) -> Result<f64> {
         let began = Instant::now();
         let from = began + Duration::from_secs_f64(self.seconds * RAMP);
@@ -51,7 +53,7 @@ impl Slice {
         Ok(counted as f64 / self.seconds)
     }
 
-    /// Writes or reads this many bytes, no block twice: requests per second, without and with a flush behind them.
+    /// Writes or reads this many bytes, no block twice. Returns requests per second without and with a final flush.
     pub(super) fn run_once(&self, client: &mut Client, bytes: u64, seed: u64) -> Result<[f64; 2]> {
         let all = self.size / u64::from(self.block);
         let count = (bytes / u64::from(self.block)).clamp(1, all);
@@ -67,7 +69,7 @@ impl Slice {
         Ok([written, began.elapsed()].map(|time| count as f64 / time.as_secs_f64()))
     }
 
-    /// Without end: anywhere, or from some place on and round the disk.
+    /// An endless sequence of offsets: random, or sequential from a random start, wrapping around.
     fn offsets(&self, seed: u64) -> impl Iterator<Item = u64> + use<> {
         let (all, block, random) = (self.size / u64::from(self.block), u64::from(self.block), self.pattern.random());
         let mut numbers = Random::new(seed);
@@ -86,7 +88,7 @@ impl Slice {
     }
 }
 
-/// The median of the ratios within the rounds.
+/// The median of the ratios within each round.
 pub(super) fn share(of: &[f64], base: &[f64]) -> f64 {
     median(&of.iter().zip(base).map(|(of, base)| ratio(*of, *base)).collect::<Vec<_>>())
 }

@@ -1,13 +1,14 @@
-//! Snapshots taken and deleted while random 4 KiB writes go on at queue depth 16.
+//! Snapshots are taken and deleted under random 4 KiB writes at queue depth 16.
 //!
-//! The load is the study's own client, so that a request's beginning and end and a snapshot's stand on one clock: what
-//! a snapshot delays are the requests in flight while it is taken. The same number of windows of the same length
-//! without snapshots tells the machine's own noise. Snapshots are asked for over the control socket: starting a process
-//! on a busy machine takes longer than a snapshot may.
+//! The study's own client sends the load, so that the times of requests and of snapshots are from the same clock. The
+//! requests in flight while a snapshot is taken show how it delays them; as many windows of the same length without
+//! snapshots show the noise of the machine. Snapshots are requested over the control socket, because starting a process
+//! on a loaded machine takes longer than a snapshot may.
 //!
-//! For deletion, the disk has two halves. The load stays in the first, whose blocks all belong to the head already, so
-//! that it neither takes nor frees space. Areas of the second half were overwritten in runs of 64 KiB between
-//! snapshots, so that what each snapshot alone holds, and a deletion must give back, is known to the byte.
+//! For deletion, the disk has two halves. The load writes only the first half, all of whose blocks belong to the head
+//! alone, so that it allocates and frees no space. Areas of the second half were overwritten in runs of 64 KiB between
+//! snapshots, so that the exact number of bytes that only one snapshot holds, and that its deletion must return, is
+//! known.
 
 use super::load::{Load, rate, worst};
 use super::{BLOCK, Setting, fill, say, write_blocks};
@@ -21,33 +22,33 @@ use crate::statistics::{largest, median, percentile, ratio};
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
 
-/// What the findings are about.
+/// Property in the findings.
 const PROPERTY: &str = "snapshots under load";
 
-/// Longest 99th percentile of taking a snapshot, milliseconds.
+/// Limit of the 99th percentile of the time to take a snapshot, in milliseconds.
 const CREATE_P99_MAX_MS: f64 = 2.0;
-/// Longest delay of any request by a snapshot, milliseconds.
+/// Longest delay of a request due to a snapshot, in milliseconds.
 const DELAY_MAX_MS: f64 = 10.0;
-/// Least share of the load's rate while a snapshot is deleted.
+/// Least rate of the load while a snapshot is deleted, relative to before and after.
 const DELETE_SHARE_MIN: f64 = 0.9;
-/// Least share of what became unreachable that must leave the file system.
+/// Least share of the unreferenced space that must be returned to the file system.
 const RETURNED_MIN: f64 = 0.99;
-/// How long deleting may go on in the background.
+/// How long the deletion may continue in the background.
 const RETURN_TIME_MAX: Duration = Duration::from_secs(60);
 
-/// Rates are measured over at least this long: they scatter from second to second.
+/// Rates are measured over at least this time, because they vary from second to second.
 const WINDOW: Duration = Duration::from_secs(3);
 const GAP: Duration = Duration::from_millis(50);
 const RUN: u64 = 64 << 10;
 const DISK: &str = "disk";
-/// Snapshots taken by the command line, for the time a script sees.
+/// Snapshots taken with the command line, to measure the time that a script needs.
 const COMMANDS: u32 = 20;
 
 fn taken(number: u32) -> String {
     format!("taken-{number:06}")
 }
 
-/// Measures it.
+/// Runs the study.
 pub fn measure(setting: &Setting) -> Result<Outcome> {
     let datastore = Datastore::init(&setting.lamina, &setting.scratch, "snapshots")?;
     datastore.create(DISK, setting.plan.disk_size)?;
@@ -76,12 +77,12 @@ fn take(setting: &Setting, datastore: &Datastore, outcome: &mut Outcome) -> Resu
         let to = Instant::now();
         with.push((from, to));
         process::pause(GAP)?;
-        // As long as the snapshot just now, with nothing in it.
+        // A window as long as the snapshot, without one.
         let now = Instant::now();
         without.push((now, now + to.duration_since(from)));
     }
     process::pause(GAP)?;
-    // What a script sees, process start included.
+    // The time of the whole command, including the start of its process.
     let mut commands = Vec::new();
     for i in plan.snapshots..plan.snapshots + COMMANDS {
         commands.push(datastore.snapshot(DISK, &taken(i))?.as_secs_f64() * 1e3);
@@ -111,13 +112,13 @@ fn take(setting: &Setting, datastore: &Datastore, outcome: &mut Outcome) -> Resu
     }))
 }
 
-/// What each area of the second half holds, at one point in time: a version is one pass of overwriting an area.
+/// Content of each area of the second half at some time: a version is the number of times the area was overwritten.
 type Versions = [u32; AREAS];
 const AREAS: usize = 4;
-/// Snapshots kept, oldest first, and how often areas are overwritten between them.
+/// Snapshots that are kept, oldest first; areas are overwritten between them.
 const KEPT: [&str; 5] = ["a", "b", "c", "d", "e"];
 
-/// How many areas' worth of data only this snapshot holds.
+/// Number of areas whose data only this snapshot holds.
 fn held_alone(name: &str, kept: &[(&str, Versions)], head: &Versions) -> u64 {
     let Some((_, own)) = kept.iter().find(|(other, _)| *other == name) else { return 0 };
     let elsewhere = |area: usize| {
@@ -127,7 +128,7 @@ fn held_alone(name: &str, kept: &[(&str, Versions)], head: &Versions) -> u64 {
     (0..AREAS).filter(|area| !elsewhere(*area)).count() as u64
 }
 
-/// In a datastore of its own: nothing else is being freed while it is measured.
+/// In a separate datastore, so that nothing else is being freed.
 fn delete(setting: &Setting, outcome: &mut Outcome) -> Result<Value> {
     let plan = &setting.plan;
     let datastore = Datastore::init(&setting.lamina, &setting.scratch, "deletion")?;
@@ -143,7 +144,7 @@ fn delete(setting: &Setting, outcome: &mut Outcome) -> Result<Value> {
     for (turn, name) in KEPT.iter().enumerate() {
         let area = turn % AREAS;
         let first = half / RUN + area as u64 * runs;
-        // Once before the snapshot and once after it: what lies in between is the snapshot's alone.
+        // Written once before the snapshot and once after it, so that only the snapshot holds the first version.
         write_blocks(&endpoint, first..first + runs, RUN)?;
         head[area] += 1;
         datastore.snapshot(DISK, name)?;
@@ -170,8 +171,7 @@ fn delete(setting: &Setting, outcome: &mut Outcome) -> Result<Value> {
         let (after, time) = scratch::wait_allocated(datastore.path(), wanted, RETURN_TIME_MAX)?;
         process::pause(WINDOW.saturating_sub(began.elapsed()))?;
         let busy = (began, Instant::now());
-        // Random writes slow down the longer they go on: what a deletion costs is told by the rates before and after
-        // it.
+        // Random writes slow down over time, so the rate during a deletion is compared with the rates before and after.
         process::pause(WINDOW)?;
         let calm_after = (Instant::now() - WINDOW, Instant::now());
         let timings = load.finish()?;
@@ -203,7 +203,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_only_one_snapshot_holds() {
+    fn space_held_by_one_snapshot_alone_is_computed() {
         let head = [4, 2, 2, 2];
         let kept = [("a", [1, 0, 0, 0]), ("b", [2, 1, 0, 0]), ("c", [2, 2, 1, 0]), ("e", [3, 2, 2, 2])];
         let held = |name| held_alone(name, &kept, &head);

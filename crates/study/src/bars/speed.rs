@@ -1,12 +1,12 @@
-//! Requests over NBD on a unix socket, against the peers, buffered and direct.
+//! Requests over NBD on a unix socket, compared with other servers, buffered and direct.
 //!
-//! With `--baseline` another lamina, of a release for example, is one of the servers. Beside the rates stands the
-//! processor time of each server for a request.
+//! With `--baseline`, another lamina program, for example a release, is one of the servers. Processor time per request
+//! of each server is reported too.
 //!
-//! Every server has a full disk of random bytes. For each cell and run, each server is asked once, in an order that
-//! rotates with the run. Before it: dirty pages are written back; then each server's data is read once, because the
-//! medium (a virtual disk above all) may have caches of its own, and for direct servers dropped from the page cache.
-//! Depth 4 beside depth 1 for sequential requests is what a guest's read-ahead keeps up.
+//! Every server has a full disk of random bytes. In each run of a cell each server is measured once, in a rotating
+//! order. Before each measurement dirty pages are written back. Then each server's data is read once, because the
+//! storage (in particular a virtual disk) may have caches, and for direct servers it is then dropped from the page
+//! cache. Depth 4 for sequential requests corresponds to a guest's read-ahead.
 
 use super::{BLOCK, Setting, no_cell, say};
 use crate::datastore::{Datastore, Serving};
@@ -21,17 +21,17 @@ use serde_json::{Value, json};
 use std::path::Path;
 use std::process::Command;
 
-/// What the findings are about.
+/// Property in the findings.
 const PROPERTY: &str = "NBD speed";
 
-/// Least share of the best raw server.
+/// Least rate, relative to the best server of a raw file.
 const RAW_SHARE_MIN: f64 = 0.95;
-/// Least share of the baseline.
+/// Least rate, relative to the baseline.
 const BASELINE_SHARE_MIN: f64 = 0.97;
-/// Least multiple of the best qcow2 server, random cells only.
+/// Least rate as a multiple of the best qcow2 server's; for random requests only.
 const QCOW2_MULTIPLE_MIN: f64 = 1.5;
 
-/// A way of reading or writing that is measured.
+/// A kind of load that is measured.
 pub(super) struct Cell {
     pub name: &'static str,
     pub pattern: Pattern,
@@ -58,7 +58,7 @@ const CELLS: [Cell; 9] = [
     cell("write-512k-qd4", Pattern::Write, LARGE, 4, false),
 ];
 
-/// Measures it.
+/// Runs the study.
 pub fn measure(setting: &Setting) -> Result<Outcome> {
     let plan = &setting.plan;
     let cells: Vec<&Cell> = CELLS.iter().filter(|cell| plan.wants(cell.name)).collect();
@@ -107,7 +107,7 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
 
 const DISK: &str = "disk";
 
-/// A datastore with one disk of the same content.
+/// Creates a datastore with one disk of the same content.
 fn import(setting: &Setting, program: &Path, name: &str, images: &Images) -> Result<Datastore> {
     let datastore = Datastore::init(program, &setting.scratch, name)?;
     datastore.create(DISK, setting.plan.disk_size)?;
@@ -155,7 +155,7 @@ fn rate(samples: &[Sample]) -> f64 {
     median(&samples.iter().map(|s| s.rate).collect::<Vec<_>>())
 }
 
-/// The best median among servers of a kind.
+/// The best median rate of servers of this kind.
 fn best(kind: Kind, servers: &[Server], samples: &[Vec<Sample>]) -> f64 {
     let rates = servers.iter().zip(samples).filter(|(s, _)| s.kind == kind).map(|(_, all)| rate(all));
     rates.fold(0.0, f64::max)
@@ -177,7 +177,7 @@ fn judge(mode: Mode, cell: &Cell, servers: &[Server], samples: &[Vec<Sample>], f
         "",
     ));
     if mode == Mode::Direct {
-        // What nbdkit acknowledges here is in the page cache.
+        // nbdkit acknowledges writes when they are in the page cache, so it is left out here.
         let rates = servers.iter().zip(samples).filter(|(s, _)| s.kind == Kind::Raw && s.name != "nbdkit");
         let direct = rates.map(|(_, all)| rate(all)).fold(0.0, f64::max);
         findings.push(Finding::note(

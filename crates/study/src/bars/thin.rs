@@ -1,7 +1,8 @@
 //! The same writes to an empty thin disk and to a full one.
 //!
-//! Bytes are fixed rather than time, no block is written twice, and the flush at the end counts: so both disks get
-//! exactly the same writes, and every one of those to the empty disk is a first write. Each run has a fresh empty disk.
+//! The number of bytes is fixed instead of the time, no block is written twice, and the final flush is counted. So both
+//! disks get exactly the same writes, and all writes to the empty disk are first writes. Each run uses a fresh empty
+//! disk.
 
 use super::speed::{Cell, cell};
 use super::{Setting, fill, say};
@@ -14,13 +15,13 @@ use crate::scratch;
 use crate::statistics::{median, ratio};
 use serde_json::{Value, json};
 
-/// What the findings are about.
+/// Property in the findings.
 const PROPERTY: &str = "first writes";
 
-/// Least share of the full disk's rate.
+/// Least rate, relative to the full disk.
 const SHARE_MIN: f64 = 0.95;
 
-/// What is written, and by what the disk's size is divided for how much.
+/// The loads, and the divisor of the disk's size for the bytes to write.
 const CELLS: [(Cell, u64); 4] = [
     (cell("randwrite-4k-qd16", Pattern::RandomWrite, 4096, 16, false), 2),
     (cell("randwrite-4k-qd1", Pattern::RandomWrite, 4096, 1, false), 16),
@@ -31,7 +32,7 @@ const CELLS: [(Cell, u64); 4] = [
 const FULL: &str = "full";
 const EMPTY: &str = "empty";
 
-/// Measures it.
+/// Runs the study.
 pub fn measure(setting: &Setting) -> Result<Outcome> {
     let plan = &setting.plan;
     let datastore = Datastore::init(&setting.lamina, &setting.scratch, "thin")?;

@@ -1,7 +1,7 @@
-//! Full clones of a machine that is off and of one that runs, against `cp` of the same data.
+//! Full clones of a stopped and of a running machine, compared with `cp` of the same data.
 //!
-//! The disk is half empty, and its content lies in pieces between holes. A clone answers when it is durable, so `cp` is
-//! timed up to the end of its flush; both read a source that is in the page cache.
+//! Half of the disk is empty, and its content is in pieces between holes. A clone command returns when the clone is
+//! durable, so the time of `cp` includes a flush. Both read a source that is in the page cache.
 
 use super::vm_linked::spread;
 use super::{Setting, say};
@@ -16,15 +16,15 @@ use serde_json::json;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-/// What the findings are about.
+/// Property in the findings.
 const PROPERTY: &str = "full machine clones";
 
-/// Least speed of a clone against cp.
+/// Least speed of a clone, relative to cp.
 const COPY_SHARE_MIN: f64 = 0.9;
 const PARENT: &str = "parent";
 const CLONE: &str = "clone";
 
-/// Measures it.
+/// Runs the study.
 pub fn measure(setting: &Setting) -> Result<Outcome> {
     let plan = &setting.plan;
     let datastore = Datastore::init(&setting.lamina, &setting.scratch, "machines")?;

@@ -1,18 +1,18 @@
-//! Instant clones of real guests, of frozen and of running parents, and what is left of a parent's own disk speed
-//! after it.
+//! Instant clones of real guests, from frozen and from running parents, and the parent's disk speed afterwards.
 //!
 //! ```text
 //! clones   parents that have touched 256 MiB, 1 GiB and 2 GiB are frozen and cloned three at a time, in turn: time
-//!          until a clone's processor executes, for how long the parent stood still, and memory of the guest that a
-//!          clone has copied two seconds later
-//! stun     a running parent is cloned ten times, several parents one after the other: for how long it stood still
-//! speed    writes of a guest, flushed, before and after it was cloned, in turn with a guest that is left alone: both
-//!          against what they were, one against the other, so that what happens to this host meanwhile cancels out
+//!          until a clone's processor executes, how long the parent was paused, and guest memory that a clone has
+//!          copied two seconds later
+//! stun     a running parent is cloned ten times, several parents one after the other: how long it was paused
+//! speed    flushed writes of a guest before and after it was cloned, in turn with a guest that is not cloned: each
+//!          relative to its earlier speed, and one relative to the other, so that other activity of the host cancels
+//!          out
 //! ```
 //!
-//! Guests are those of `scripts/guest`, in the folder beside the program's. Times of clones are the product's own: from
-//! the beginning of a clone until `cont` has returned; the rate per hour is that of whole commands, new identity inside
-//! the guests included.
+//! The guests are those of `scripts/guest`, in the folder next to the program's. The times of clones are those that
+//! lamina reports, from the beginning of a clone until `cont` has returned. The rate per hour is that of whole
+//! commands, including the change of identity inside the guests.
 
 use super::{Setting, no_cell, say};
 use crate::datastore::{Datastore, Serving};
@@ -26,44 +26,44 @@ use std::cell::Cell;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-/// Findings about the clone: how soon it executes, what memory it copies.
+/// Property of findings about clones: time until they execute, memory that they copy.
 const CLONE: &str = "instant clones";
-/// Findings about how long a running parent stands still.
+/// Property of findings about how long a running parent is paused.
 const STUN: &str = "stun of the parent";
-/// Findings about the disk speed of a parent after it was cloned.
+/// Property of findings about the disk speed of a parent after it was cloned.
 const PARENT_SPEED: &str = "disk speed after a clone";
 
-/// What parents have touched, in MiB.
+/// Memory that parents have touched, in MiB.
 const TOUCHED: [u64; 3] = [256, 1024, 2048];
-/// What a guest needs for itself, in MiB.
+/// Memory that a guest needs for itself, in MiB.
 const GUEST: u64 = 256;
-/// Clones at a time.
+/// Number of clones made at a time.
 const AT_ONCE: u32 = 3;
-/// Times that a parent is frozen again.
+/// Number of times that a parent is frozen again.
 const FREEZES: usize = 3;
-/// Clones of one running parent.
+/// Number of clones of one running parent.
 const IN_A_ROW: usize = 10;
-/// Longest time until a clone executes.
+/// Limit of the time until a clone executes.
 const RUNNING_MAX_MS: f64 = 150.0;
-/// Most that the largest memory may cost against the smallest.
+/// Most time with the largest memory, relative to the smallest.
 const RATIO_MAX: f64 = 1.2;
-/// Most memory of the guest that an idle clone has for itself.
+/// Most guest memory that an idle clone has copied.
 const OWN_MAX_MIB: f64 = 5.0;
-/// Longest a running parent may stand still.
+/// Limit of the time that a running parent is paused.
 const STUN_MAX_MS: f64 = 25.0;
-/// Least of its speed that a parent keeps.
+/// Least disk speed of a parent after cloning, relative to before.
 const SPEED_MIN: f64 = 0.97;
-/// Longest time a guest may take to be up, on a busy machine.
+/// Time limit for booting a guest on a loaded machine.
 const BOOT_TIME_MAX: Duration = Duration::from_secs(180);
-/// What the study found that VMware makes in an hour.
+/// Instant clones per hour that a study reported for VMware: least and most.
 const STUDY_PER_HOUR: [f64; 2] = [700.0, 1400.0];
 
-/// A part of it: what it measured beside its findings.
+/// A part of the measurement; returns raw samples in addition to findings.
 type Measure = fn(&Setting, &Room<'_>, &mut Outcome) -> Result<Value>;
 /// The parts by their names.
 const PARTS: [(&str, Measure); 3] = [("frozen", frozen), ("running", running), ("speed", speed)];
 
-/// Machines on a served datastore; all are stopped when this is dropped.
+/// Machines on a served datastore, all of which are stopped when this is dropped.
 struct Room<'a> {
     datastore: &'a Datastore,
     guest: PathBuf,
@@ -106,7 +106,7 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
 }
 
 impl Room<'_> {
-    /// A guest that is up and whose workload counts.
+    /// Boots a guest and waits until its workload runs.
     fn boot(&self, name: &str, touched: u64) -> Result<()> {
         let path = |file: &str| self.guest.join(file).display().to_string();
         let (kernel, initrd, memory) = (path("vmlinuz"), path("vm-initrd"), format!("{}M", touched + GUEST));
@@ -127,7 +127,7 @@ impl Room<'_> {
         self.datastore.text(&["vm", "exec", name, "--", "/bin/true"]).is_ok()
     }
 
-    /// Ends machines and what they had.
+    /// Stops and deletes machines.
     fn delete(&self, names: &[String]) -> Result<()> {
         for name in names {
             self.datastore.verb(&["vm", "stop", name, "--force"])?;
@@ -136,7 +136,7 @@ impl Room<'_> {
         Ok(())
     }
 
-    /// MiB of its guest's memory that a machine has for itself.
+    /// Guest memory that a machine has copied, in MiB.
     fn own_memory(&self, name: &str) -> Result<f64> {
         let shown = self.datastore.ask(&["vm", "show", name])?;
         let path = format!("/proc/{}/smaps", shown["pid"]);
@@ -160,7 +160,7 @@ fn number(value: &Value, key: &str) -> Result<f64> {
 fn frozen(setting: &Setting, room: &Room<'_>, outcome: &mut Outcome) -> Result<Value> {
     let mut figures = Frozen::default();
     for run in 0..setting.plan.runs {
-        // The first case fills caches that the others find filled: the order changes with every run.
+        // The first case fills caches that the others then use, so the order changes with every run.
         let mut order: Vec<usize> = (0..TOUCHED.len()).collect();
         order.rotate_left(run as usize % TOUCHED.len());
         figures.take(room, run, &order)?;
@@ -209,25 +209,25 @@ fn frozen(setting: &Setting, room: &Room<'_>, outcome: &mut Outcome) -> Result<V
     }))
 }
 
-/// What was measured of frozen parents and their clones; what is by memory has an entry for each of [`TOUCHED`].
+/// Measurements of frozen parents and their clones; arrays have an entry for each of [`TOUCHED`].
 #[derive(Default)]
 struct Frozen {
-    /// Milliseconds that a parent stood still whose memory was its own, and became the image's.
+    /// Milliseconds that a parent was paused whose own memory file became the image's.
     first: [Vec<f64>; TOUCHED.len()],
-    /// The same where the parent began from an image itself: memory is copied, most of it before.
+    /// Milliseconds that a parent was paused that was started from an image: most of its memory is copied before.
     again: [Vec<f64>; TOUCHED.len()],
     /// Milliseconds until a clone executes.
     times: [Vec<f64>; TOUCHED.len()],
-    /// MiB of its guest's memory that a clone has for itself, with a new identity.
+    /// Guest memory that a clone has copied after its identity was changed, in MiB.
     own: [Vec<f64>; TOUCHED.len()],
-    /// The same of one without, in which nothing but the parent's own life goes on.
+    /// Guest memory that a clone has copied whose identity was not changed, in MiB: only the workload runs.
     idle: Vec<f64>,
-    /// Seconds that whole commands took.
+    /// Seconds of whole commands.
     commands: Vec<f64>,
 }
 
 impl Frozen {
-    /// Takes all of it once, the memories in an order.
+    /// Measures once, with the memory sizes in the given order.
     fn take(&mut self, room: &Room<'_>, run: u32, order: &[usize]) -> Result<()> {
         let name = |index: usize| format!("frozen{}r{run}", TOUCHED[index]);
         for index in order.iter().copied() {
@@ -256,7 +256,7 @@ impl Frozen {
             let made = room.datastore.ask(&[&words[..], &["--name-pattern", &pattern]].concat())?;
             Ok((made, (1..=AT_ONCE).map(|number| format!("{}{batch}-{number}", name(index))).collect()))
         };
-        // The parents have changed hands: what all clones of one find is there after these.
+        // A first batch of clones is not measured, so that all measured ones find the same state.
         for index in order.iter().copied() {
             room.delete(&clone(index, "w")?.1)?;
         }
@@ -315,7 +315,7 @@ fn running(setting: &Setting, room: &Room<'_>, outcome: &mut Outcome) -> Result<
 
 fn speed(setting: &Setting, room: &Room<'_>, outcome: &mut Outcome) -> Result<Value> {
     say("a guest's writes before and after it is cloned");
-    // What happens to this host meanwhile is larger than what is looked for.
+    // Other activity of the host is larger than the effect, so there are many rounds.
     let rounds = setting.plan.runs * 5;
     for name in ["cloned", "alone"] {
         room.boot(name, 32)?;
@@ -329,7 +329,7 @@ fn speed(setting: &Setting, room: &Room<'_>, outcome: &mut Outcome) -> Result<Va
         let alone = write(room, "alone")?;
         Ok([write(room, "cloned")?, alone])
     };
-    // Files are there, and the guests' programs translated.
+    // A first round creates the files, and lets QEMU translate the guests' programs.
     both()?;
     let before = (0..rounds).map(|_| both()).collect::<Result<Vec<_>>>()?;
     room.datastore.verb(&["vm", "clone", "cloned", "child", "--instant"])?;
@@ -338,7 +338,7 @@ fn speed(setting: &Setting, room: &Room<'_>, outcome: &mut Outcome) -> Result<Va
     let after = (0..rounds).map(|_| both()).collect::<Result<Vec<_>>>()?;
     let of = |all: &[[f64; 2]], which: usize| median(&all.iter().map(|both| both[which]).collect::<Vec<_>>());
     let kept = |which: usize| ratio(of(&before, which), of(&after, which));
-    // Of neighbours in time: what slows the host slows both.
+    // Ratios of adjacent measurements, because other activity of the host slows both.
     let together =
         |all: &[[f64; 2]]| median(&all.iter().map(|[cloned, alone]| ratio(*cloned, *alone)).collect::<Vec<_>>());
     outcome.findings.extend([
@@ -356,7 +356,7 @@ fn speed(setting: &Setting, room: &Room<'_>, outcome: &mut Outcome) -> Result<Va
     Ok(json!({ "before_s": before, "after_s": after }))
 }
 
-/// Seconds that a guest takes, by its own clock, to overwrite a file past its cache, every part flushed.
+/// Seconds that a guest needs, by its own clock, to overwrite a file with direct I/O, with every part flushed.
 fn write(room: &Room<'_>, name: &str) -> Result<f64> {
     let line = "read a b </proc/uptime; dd if=/dev/zero of=/io bs=16k count=3072 conv=notrunc oflag=direct 2>/dev/null; \
                 sync; read c d </proc/uptime; echo $a $c";

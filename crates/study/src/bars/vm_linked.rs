@@ -1,6 +1,6 @@
-//! Linked clones of a machine by the hundred, their disks and definitions durable, on disks of several sizes.
+//! A hundred linked clones of a machine, with durable disks and definitions, for several disk sizes.
 //!
-//! Nothing is started: what is timed is the whole command, its process included. The content of the planned disk size
+//! No clone is started, and the time is that of the whole command, including its process. Data of the planned disk size
 //! is spread evenly over each disk.
 
 use super::{LAYOUT_DEPTH, Setting, say};
@@ -13,22 +13,22 @@ use crate::report::{Finding, Outcome};
 use crate::statistics::{median, ratio};
 use serde_json::json;
 
-/// What the findings are about.
+/// Property in the findings.
 const PROPERTY: &str = "linked machine clones";
 
 /// Clones of one command.
 const CLONES: u32 = 100;
-/// Longest time for them.
+/// Limit of the time for them.
 const SECONDS_MAX: f64 = 1.0;
-/// How much longer the slowest size may take than the fastest.
+/// Most time with the slowest size, relative to the fastest.
 const RATIO_MAX: f64 = 1.5;
 /// Capacities of the parents' disks, in GiB.
 const SIZES: [u64; 3] = [1, 16, 64];
-/// The one that has a limit.
+/// The capacity that the limit applies to.
 const BAR_SIZE: u64 = 16;
 const PIECE: u64 = 1 << 20;
 
-/// Measures it.
+/// Runs the study.
 pub fn measure(setting: &Setting) -> Result<Outcome> {
     let plan = &setting.plan;
     let datastore = Datastore::init(&setting.lamina, &setting.scratch, "machines")?;
@@ -42,7 +42,7 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
         spread(&datastore.endpoint(&parent), capacity, content)?;
     }
     setting.scratch.settle()?;
-    // In turn, and with nothing left of the others: what is compared differs in the size alone.
+    // The sizes take turns, and the clones are deleted in between, so that only the size differs.
     let mut times = vec![Vec::new(); SIZES.len()];
     for run in 0..plan.runs as usize {
         for turn in 0..SIZES.len() {
@@ -74,7 +74,7 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
     Ok(outcome)
 }
 
-/// Writes so many bytes in pieces that lie evenly over the disk, and makes them durable.
+/// Writes this many bytes in pieces spread evenly over the disk, and makes them durable.
 pub fn spread(endpoint: &Endpoint, capacity: u64, content: u64) -> Result<()> {
     let (pieces, places) = (content / PIECE, capacity / PIECE);
     let mut client = Client::connect(&endpoint.socket, &endpoint.export)?;

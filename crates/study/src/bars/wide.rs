@@ -1,10 +1,9 @@
-//! Random 4 KiB blocks scattered over a disk of 16 TiB, so that no two share an extent and hardly two a leaf of the
-//! map.
+//! Random 4 KiB blocks scattered over a disk of 16 TiB, so that no two share an extent and few share a leaf of the map.
 //!
-//! Reads go to blocks that were written. The same reads with a metadata cache far larger than the map are what a fully
-//! cached map gives; all sides warm up first, and take turns. With `--baseline` another lamina reads the same places
-//! with the tight cache, nothing of it in the page cache: what a read waits for while others miss metadata shows in the
-//! latest of a hundred.
+//! Blocks that were written are read. The same reads with a metadata cache far larger than the map show the rate of a
+//! fully cached map; all sides warm up first and take turns. With `--baseline`, another lamina reads the same blocks
+//! with the small cache and nothing in the page cache. The 99th percentile then shows how long a read waits while
+//! others miss the metadata cache.
 
 use super::{BLOCK, Setting, say, write_blocks};
 use crate::datastore::{Datastore, Serving};
@@ -19,32 +18,32 @@ use crate::statistics::{largest, median, percentile, ratio};
 use serde_json::json;
 use std::time::{Duration, Instant};
 
-/// What the findings are about.
+/// Property in the findings.
 const PROPERTY: &str = "16 TiB map";
 
 const CAPACITY: u64 = 16 << 40;
-/// Default bound of the process's memory.
+/// Limit of the process's memory with default options.
 const RESIDENT_MAX: f64 = 256.0 * 1024.0 * 1024.0;
-/// Longest opening, and longest until the first block is read.
+/// Limit of the time for opening, and of the time until the first block is read.
 const OPEN_MAX_MS: f64 = 1000.0;
-/// Least share of the rate with a fully cached map.
+/// Least rate, relative to a fully cached map.
 const SHARE_MIN: f64 = 0.8;
-/// A metadata cache that holds the map of any planned number of blocks.
+/// A metadata cache that can hold the map of any planned number of blocks.
 const AMPLE_CACHE: u64 = 4 << 30;
-/// One that holds a small part of it: worth knowing.
+/// A metadata cache that can hold a small part of the map.
 const TIGHT_CACHE: u64 = 16 << 20;
 const READ_DEPTH: usize = 16;
-/// Most of the baseline's p99 with the tight cache.
+/// Most p99 with the small cache, relative to the baseline.
 const BASELINE_P99_MAX: f64 = 0.5;
 const DISK: &str = "wide";
 
-/// The blocks that are written, by seed; a repetition among so many places is rare and does no harm.
+/// The blocks that are written, from a seed. Repetitions are rare and harmless.
 fn places(seed: u64, count: u32) -> impl Iterator<Item = u64> {
     let mut random = Random::new(seed);
     (0..count).map(move |_| random.below(CAPACITY / BLOCK))
 }
 
-/// Measures it.
+/// Runs the study.
 pub fn measure(setting: &Setting) -> Result<Outcome> {
     let plan = &setting.plan;
     let datastore = Datastore::init(&setting.lamina, &setting.scratch, "wide")?;
@@ -136,13 +135,13 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
     Ok(Outcome { findings, raw })
 }
 
-/// Reads of one program with one size of the cache.
+/// Reads of one program with one cache size.
 struct Side<'a> {
     name: &'static str,
     datastore: &'a Datastore,
     cache: Option<u64>,
     rates: Vec<f64>,
-    /// Microseconds, of each run.
+    /// Microseconds, for each run.
     p99: Vec<f64>,
     residents: Vec<f64>,
 }
@@ -156,10 +155,10 @@ impl<'a> Side<'a> {
         let plan = &setting.plan;
         let serving = Serving { metadata_cache: self.cache, ..Serving::plain(plan.mode()) };
         let (server, _) = self.datastore.serve(&serving, DISK)?;
-        // Every leaf of the map at least once, and the data with it.
+        // Reads every leaf of the map at least once, and the data with it.
         read(&server.endpoint, places, plan.seed, None)?;
         if self.cache == Some(TIGHT_CACHE) {
-            // A page that is missed comes from the medium, not from the page cache of the operating system.
+            // A missed page must be read from storage, not from the page cache.
             setting.scratch.settle()?;
             scratch::drop_cached(self.datastore.path())?;
         }
@@ -179,7 +178,8 @@ impl<'a> Side<'a> {
     }
 }
 
-/// Reads all places once, or random ones for some time; requests per second, and the microseconds of each.
+/// Reads all blocks once, or random ones for some time; returns requests per second, and the latency of each in
+/// microseconds.
 fn read(endpoint: &Endpoint, places: &[u64], seed: u64, time: Option<Duration>) -> Result<(f64, Vec<f64>)> {
     let mut client = Client::connect(&endpoint.socket, &endpoint.export)?;
     let began = Instant::now();

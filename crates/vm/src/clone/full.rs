@@ -1,4 +1,4 @@
-//! Full clones: copies of what the parent's disks hold, from snapshots that are gone again afterwards.
+//! Full clones: copies of the parent's disks, from snapshots that are deleted afterwards.
 
 use super::progress::Sum;
 use super::{Made, Outcome, Task, is_uncertain};
@@ -29,7 +29,7 @@ pub fn make(task: &Task<'_>) -> Result<Outcome> {
     let uncertain = AtomicBool::new(false);
     let each = fleet::each(names, options.parallel, &Unreported(progress), &|name| {
         let Some(definition) = by_name.get(name) else {
-            return Err(Error::new(ErrorKind::Invalid, "it is not asked for"));
+            return Err(Error::new(ErrorKind::Invalid, "this clone was not requested"));
         };
         copy(host, definition, &point.disks, &making, &sum).and_then(|()| making.finish(name).map(drop)).inspect_err(
             |error| {
@@ -37,7 +37,7 @@ pub fn make(task: &Task<'_>) -> Result<Outcome> {
             },
         )
     });
-    // What is there is there, whatever became of the others.
+    // Clones that were made are kept, whatever happened to the others.
     match uncertain.into_inner() {
         true => making.leave(),
         false => making.settle()?,

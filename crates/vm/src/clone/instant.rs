@@ -1,6 +1,6 @@
-//! Instant clones: one image for all of them, their disks in one request, then a process for each.
+//! Instant clones: one memory image for all clones, one request for their disks, then a process for each clone.
 //!
-//! A clone is created when its guest has its own identity: until then an error removes it and its process.
+//! A clone exists once its guest has its own identity. An error before that removes the clone with its process.
 
 use super::{Inside, Made, Options, Outcome, Task, is_uncertain, make_disks, own_disks};
 use crate::agent::Agent;
@@ -18,23 +18,24 @@ use serde_json::json;
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-/// How long the agent of a guest may take to answer whose parent's answered.
+/// How long the agent of a clone may take to answer, if the parent's agent answered.
 const AGENT_PATIENCE: Duration = Duration::from_secs(30);
-/// How long it may take if that is not known.
+/// How long the agent of a clone may take to answer, if the parent may have none.
 const UNKNOWN_PATIENCE: Duration = Duration::from_secs(10);
-/// How long the parent's agent may take: it has nothing to wait for.
+/// How long the parent's agent may take to answer; it is already running.
 const PARENT_PATIENCE: Duration = Duration::from_secs(3);
 
 pub fn make(task: &Task<'_>) -> Result<Outcome> {
     let Task { host, source, names, options, progress } = *task;
     if let Some(snapshot) = &source.snapshot {
         let text = format!(
-            "an instant clone shares what its parent is now, not what snapshot '{snapshot}' holds: revert to it and \
+            "an instant clone has the present state of its parent, not that of snapshot '{snapshot}': revert to it and \
              freeze, or make linked clones of it"
         );
         return Err(Error::new(ErrorKind::Invalid, text));
     }
-    // The parent is free as soon as there is an image: no command sweeps it while this one works.
+    // The parent's lock is released as soon as the image exists: no other command removes the image while this one
+    // runs.
     let (image, agent, stun) = image(host, &host.change(&source.machine)?, options)?;
     let definitions: Vec<Definition> =
         names.iter().map(|name| child::definition(&image, name)).collect::<Result<_>>()?;
@@ -55,7 +56,7 @@ pub fn make(task: &Task<'_>) -> Result<Outcome> {
     let made = Mutex::new(BTreeMap::new());
     let each = fleet::each(names, options.parallel, progress, &|name| {
         let Some(definition) = by_name.get(name) else {
-            return Err(Error::new(ErrorKind::Invalid, "it is not asked for"));
+            return Err(Error::new(ErrorKind::Invalid, "this clone was not requested"));
         };
         let one = run(host, &image, definition, &making, agent, options)?;
         making.finish(name)?;
@@ -68,8 +69,7 @@ pub fn make(task: &Task<'_>) -> Result<Outcome> {
     Ok(Outcome { made, failed: each.failed, quiet: None, stun })
 }
 
-/// What the clones start from, whether their guests have an agent if that is known, and how long the parent stood
-/// still.
+/// The memory image for the clones, whether their guests have an agent (if known), and how long the parent was paused.
 fn image(
     host: &Host,
     change: &crate::machine::Change,
@@ -113,7 +113,7 @@ fn no_agent(machine: &str) -> String {
     )
 }
 
-/// One clone, from its folder and disks to a guest that is itself.
+/// Creates one clone, from its folder and disks until its guest has its own identity.
 fn run(
     host: &Host,
     image: &Image,
@@ -149,7 +149,7 @@ fn run(
     Ok(made)
 }
 
-/// Gives the guest its own identity; `None` when it has no agent.
+/// Gives the guest its own identity; `None` if it has no agent.
 fn assign_guest_identity(machine: &Machine, definition: &Definition, agent: Option<bool>) -> Result<Option<Given>> {
     let patience = if agent == Some(true) { AGENT_PATIENCE } else { UNKNOWN_PATIENCE };
     let agent: Option<Agent> = machine.agent(patience)?;

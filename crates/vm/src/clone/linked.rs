@@ -1,4 +1,5 @@
-//! Linked clones: a delta for each disk, on snapshots of the parent's; all of them in one request for each disk.
+//! Linked clones: a delta for each disk, based on snapshots of the parent's disks. One request per disk makes the
+//! deltas of all clones.
 
 use super::{Made, Outcome, Task, is_uncertain, make_disks};
 use crate::definition::CloneKind;

@@ -1,17 +1,17 @@
 //! Clones: one or many, full, linked or instant.
 //!
 //! ```text
-//! source     what is cloned: a machine as it is, or a snapshot of it
+//! source     what is cloned: the current state of a machine, or a snapshot of it
 //! linked     deltas on snapshots of the parent's disks
 //! full       independent copies
 //! instant    the parent's disks and memory shared copy-on-write, running
-//! progress   bytes of many copies as one figure
+//! progress   the total progress of several copies
 //! ```
 //!
-//! 1. A clone is created as a whole ([`crate::machines`]), and has an identity of its own: name, UUID, addresses of
-//!    its network cards.
-//! 2. A clone that cannot be made is reported by its name; the others are made all the same.
-//! 3. All disks of a clone are of one point of its parent's life.
+//! 1. A clone is created completely or not at all ([`crate::machines`]), with an identity of its own: name, UUID, MAC
+//!    addresses.
+//! 2. A clone that fails is reported by name; the others are made nevertheless.
+//! 3. All disks of a clone are copies of the parent's disks at the same point in time.
 
 mod full;
 mod instant;
@@ -34,30 +34,30 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 use work::{Progress, Unreported};
 
-/// What is to become of the identity inside the guest of an instant clone.
+/// How the identity inside the guest of an instant clone is changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Inside {
-    /// The guest's agent gives it a new one; if none answers, the clone is kept, its network unplugged.
+    /// The guest's agent changes it; without an agent, the clone is kept with its network disconnected.
     IfAgent,
-    /// The guest's agent gives it a new one; a clone without one is not made.
+    /// The guest's agent changes it; without an agent, the clone is not made.
     Required,
-    /// The guest keeps thinking that it is its parent.
+    /// The guest keeps the parent's identity.
     Kept,
 }
 
-/// How clones are made.
+/// Options of clones.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// Which kind.
+    /// Kind of the clones.
     pub way: CloneKind,
-    /// This many at a time.
+    /// How many clones are made at a time.
     pub parallel: usize,
-    /// The parent's file systems are frozen by its agent around the moment.
+    /// Whether the parent's file systems are frozen by its agent while the snapshot is taken.
     pub quiesce: bool,
-    /// They are started. Instant clones run in any case.
+    /// Whether the clones are started. Instant clones always run.
     pub start: bool,
-    /// What becomes of the identity inside the guests of instant clones.
+    /// How the identity inside the guests of instant clones is changed.
     pub inside: Inside,
 }
 
@@ -66,11 +66,12 @@ pub struct Options {
 pub struct Made {
     /// Its name.
     pub name: String,
-    /// How long it took from its beginning until its guest executed, where it does.
+    /// Time from the beginning until its guest executed, if it runs.
     pub running: Option<Duration>,
-    /// Why its guest does not have a new identity, where it should.
+    /// Why the identity inside its guest was not changed, if it should have been.
     pub without_identity: Option<String>,
-    /// Its guest's kernel could not be told to reseed its random numbers, and does so only within a minute.
+    /// Whether the guest's kernel was not told to reseed its random number generator. It reseeds on its own within a
+    /// minute.
     pub same_randomness: bool,
 }
 
@@ -80,20 +81,20 @@ impl Made {
     }
 }
 
-/// What became of all.
+/// Result of making clones.
 #[derive(Debug, Default)]
 pub struct Outcome {
-    /// Those that were made, in the order of their names.
+    /// The clones that were made, in the order of the requested names.
     pub made: Vec<Made>,
-    /// Those that were not.
+    /// The clones that failed, with their errors.
     pub failed: Vec<(String, Error)>,
-    /// How quiet the parent was when its disks were taken; `None` where an existing snapshot was cloned.
+    /// Consistency of the parent's file systems; `None` if an existing snapshot was cloned.
     pub quiet: Option<Quiet>,
-    /// How long the parent stood still.
+    /// How long the parent was paused.
     pub stun: Option<Duration>,
 }
 
-/// What is cloned, under which names and how.
+/// The source of clones, their names and options.
 #[derive(Clone, Copy)]
 struct Task<'a> {
     host: &'a Host,
@@ -104,7 +105,7 @@ struct Task<'a> {
 }
 
 impl Task<'_> {
-    /// Takes what the clones need to be, and begins to make them: of what point of the source, and what they are.
+    /// Determines the point of the source and the definitions of the clones, and begins to create the clones.
     fn begin(&self, way: CloneKind) -> Result<(Point, Vec<Definition>, Making)> {
         let point = self.source.point(self.host)?;
         let definitions = clone_definitions(self.source, &point.definition, self.names, way)?;
@@ -115,10 +116,10 @@ impl Task<'_> {
     }
 }
 
-/// Makes clones. `progress` is told how many are made; of full ones how many bytes are copied.
+/// Makes clones. Reports the number of clones made; for full clones the number of bytes copied.
 ///
 /// # Errors
-/// When none can be made, for a reason that is the source's.
+/// If no clone can be made for a reason that concerns the source.
 pub fn make(
     host: &Host,
     source: &Source,
@@ -137,7 +138,7 @@ pub fn make(
     };
     if options.start && options.way != CloneKind::Instant {
         match options.way {
-            // What is reported is how many bytes are copied.
+            // The progress reports bytes copied, so starting the clones must not report numbers.
             CloneKind::Full => start(host, &mut outcome, options, &Unreported(progress)),
             _ => start(host, &mut outcome, options, progress),
         }
@@ -147,7 +148,7 @@ pub fn make(
     Ok(outcome)
 }
 
-/// Starts what was made; one that cannot be started is there all the same, and told.
+/// Starts the clones that were made. A clone that cannot be started is kept, and reported as failed.
 fn start(host: &Host, outcome: &mut Outcome, options: &Options, progress: &dyn Progress) {
     let names: Vec<String> = outcome.made.iter().map(|made| made.name.clone()).collect();
     let started = fleet::each(&names, options.parallel, progress, &|name| {
@@ -159,10 +160,10 @@ fn start(host: &Host, outcome: &mut Outcome, options: &Options, progress: &dyn P
     }
 }
 
-/// Names that can be had, and those that cannot with the reason.
+/// Names that can be used, and the other names with their errors.
 type Names = (Vec<String>, Vec<(String, Error)>);
 
-/// The names that can be given, and the others with why not.
+/// Checks which of the names can be used for clones.
 fn free_names(host: &Host, source: &Source, names: &[String]) -> Result<Names> {
     let count = source.definition(host)?.disks.len();
     let disks = host.disks().all()?;
@@ -172,7 +173,7 @@ fn free_names(host: &Host, source: &Source, names: &[String]) -> Result<Names> {
         let taken = (0..count).map(|index| crate::definition::disk_name(name, index)).find(|it| disks.contains_key(it));
         let good = crate::definition::check_name(name).and_then(|()| match taken {
             _ if host.machines().has(name) => exists(format!("a machine '{name}'")),
-            _ if !seen.insert(name) => exists(format!("a clone '{name}' among those that are asked for")),
+            _ if !seen.insert(name) => exists(format!("a clone '{name}' in this request")),
             Some(disk) => exists(format!("a disk '{disk}'")),
             None => Ok(()),
         });
@@ -184,7 +185,7 @@ fn free_names(host: &Host, source: &Source, names: &[String]) -> Result<Names> {
     Ok((free, failed))
 }
 
-/// The definitions of clones.
+/// The definitions of the clones.
 fn clone_definitions(
     source: &Source,
     parent: &Definition,
@@ -198,7 +199,7 @@ fn clone_definitions(
     names.iter().map(definition).collect()
 }
 
-/// The disks that are made for a clone: of each, the snapshot that it stands on if it is a linked one.
+/// The disks that are created for a clone; for a linked clone with the snapshot that each is based on.
 fn own_disks(definition: &Definition, snapshots: &[Snapshot], way: CloneKind) -> Vec<OwnDisk> {
     let disks = definition.disks.iter().zip(snapshots);
     let own = disks.map(|(disk, snapshot)| OwnDisk {
@@ -208,7 +209,7 @@ fn own_disks(definition: &Definition, snapshots: &[Snapshot], way: CloneKind) ->
     own.collect()
 }
 
-/// Makes the disks of clones on snapshots of the parent's: of all clones in one request for each snapshot.
+/// Makes the linked disks of all clones, with one request for each snapshot.
 fn make_disks(
     host: &Host,
     snapshots: &[Snapshot],
@@ -227,7 +228,7 @@ fn make_disks(
     Ok(())
 }
 
-/// Whether an error leaves open what was done: then the next command finds out.
+/// Whether an error leaves it unknown what was done; the next command then checks.
 fn is_uncertain(error: &Error) -> bool {
     error.kind() == ErrorKind::Io
 }

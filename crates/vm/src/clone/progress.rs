@@ -1,17 +1,17 @@
-//! The progress of many copies as one.
+//! The total progress of several copies.
 
 use parking_lot::Mutex;
 use work::Progress;
 
-/// Bytes of each copy that was begun: done, and in all.
+/// For each copy that has begun: bytes copied, and bytes in total.
 pub struct Sum<'a> {
     progress: &'a dyn Progress,
-    /// How many copies there will be.
+    /// Number of copies.
     parts: usize,
     begun: Mutex<Vec<(u64, u64)>>,
 }
 
-/// One copy.
+/// Progress of one copy.
 pub struct Part<'a> {
     sum: &'a Sum<'a>,
     index: usize,
@@ -22,7 +22,7 @@ impl<'a> Sum<'a> {
         Self { progress, parts, begun: Mutex::default() }
     }
 
-    /// A copy begins.
+    /// Begins a copy.
     pub fn part(&'a self) -> Part<'a> {
         let mut begun = self.begun.lock();
         begun.push((0, 0));
@@ -38,7 +38,7 @@ impl Progress for Part<'_> {
             let sum = begun.iter().fold((0u64, 0u64), |sum, one| (sum.0 + one.0, sum.1 + one.1));
             (sum.0, sum.1, begun.len())
         };
-        // Those that have not begun are taken to be as large as those that have.
+        // Copies that have not begun are assumed to have the average size of the others.
         let total = u128::from(total) * self.sum.parts.max(count) as u128 / count.max(1) as u128;
         self.sum.progress.update(done, u64::try_from(total).unwrap_or(u64::MAX));
     }

@@ -1,4 +1,4 @@
-//! What is cloned.
+//! The source of clones.
 
 use crate::definition::Definition;
 use crate::host::Host;
@@ -10,7 +10,7 @@ use error::Result;
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
 
-/// How the names of snapshots begin that are taken for clones: they go with the last of them.
+/// Prefix of snapshots that are taken for clones. Such a snapshot is deleted with the last clone based on it.
 pub const PREFIX: &str = "clone-";
 
 /// A machine, or a snapshot of it.
@@ -19,22 +19,22 @@ pub const PREFIX: &str = "clone-";
 pub struct Source {
     /// The machine.
     pub machine: String,
-    /// Its snapshot; as it is now if nothing is said.
+    /// Its snapshot; `None` for the current state.
     pub snapshot: Option<String>,
 }
 
-/// The point that disks are cloned from.
+/// The state from which disks are cloned.
 pub struct Point {
-    /// The machine as it was.
+    /// The definition of the machine in that state.
     pub definition: Definition,
     /// The snapshots of its disks, in their order.
     pub disks: Vec<Snapshot>,
-    /// They are to be taken, for these clones alone.
+    /// Whether the snapshots still have to be taken, for these clones only.
     pub new: bool,
 }
 
 impl Source {
-    /// The machine as it is cloned.
+    /// The definition of the machine in the state that is cloned.
     pub fn definition(&self, host: &Host) -> Result<Definition> {
         let machine = host.machines().get(&self.machine)?;
         match &self.snapshot {
@@ -43,7 +43,7 @@ impl Source {
         }
     }
 
-    /// Where the disks are cloned from: snapshots that are there, or names for new ones.
+    /// The state from which disks are cloned: existing snapshots, or names for new ones.
     pub fn point(&self, host: &Host) -> Result<Point> {
         let machine = host.machines().get(&self.machine)?;
         if let Some(name) = &self.snapshot {
@@ -56,7 +56,8 @@ impl Source {
         Ok(Point { disks: disks.collect(), definition, new: true })
     }
 
-    /// Takes the snapshots of a point that needs them; how quiet the guest was, and for how long it was frozen.
+    /// Takes the snapshots of a point that needs new ones. Returns the consistency of the file systems, and how long
+    /// they were frozen.
     pub fn take(&self, host: &Host, point: &Point, quiesce: bool) -> Result<(Option<Quiet>, Option<Duration>)> {
         if !point.new || point.disks.is_empty() {
             return Ok((None, None));

@@ -1,4 +1,4 @@
-//! A machine from an image.
+//! Creating a machine from a memory image.
 
 use super::image::Image;
 use super::state;
@@ -9,13 +9,13 @@ use crate::qemu::features::Features;
 use error::Result;
 use serde_json::json;
 
-/// The definition of a child: the parent's devices at their places, and an identity of its own.
+/// The definition of a child: the parent's devices in the same slots, with a new identity.
 pub fn definition(image: &Image, name: &str) -> Result<Definition> {
     let parent = &image.record.machine;
     parent.for_clone(name, Origin { machine: parent.name.clone(), snapshot: None, way: CloneKind::Instant })
 }
 
-/// Sets up its process with the state of the image; its guest stands still, its network cards unplugged.
+/// Starts a process with the state of the image. Its guest is paused, and its network cards are disconnected.
 pub fn set_up(change: &Change, machines: &Machines, image: &Image, features: &Features) -> Result<Successor> {
     let nbd = machines.disks().server()?;
     let mut successor = change.set_up(image.start(features, &nbd))?;
@@ -31,7 +31,7 @@ fn load(successor: &mut Successor, image: &Image, features: &Features) -> Result
     state::prepare(&mut successor.monitor, features)?;
     state::load(&mut successor.monitor, features, &image.state())?;
     for index in 0..image.record.machine.networks.len() {
-        // Its guest has the parent's address until it has been told its own.
+        // Until its identity is changed, the guest has the parent's MAC address.
         successor.monitor.execute("set_link", json!({ "name": format!("nic{index}"), "up": false }))?;
     }
     Ok(())

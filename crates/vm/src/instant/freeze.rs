@@ -1,4 +1,4 @@
-//! A parent that stops and leaves an image.
+//! Freezing a machine: its process ends and leaves a memory image.
 
 use super::image::{Image, Images};
 use super::{pages, state};
@@ -14,37 +14,37 @@ use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// How the names of the disks' snapshots of an image begin; its name follows.
+/// Prefix of the disk snapshots that belong to an image; the image's name follows.
 pub const PREFIX: &str = "instant-";
-/// The file in a machine's folder that names the image it was frozen to.
+/// The file in a machine's folder that names the image from which it continues.
 const FROZEN: &str = "frozen";
 /// How long the guest's agent may take to answer.
 const AGENT_PATIENCE: Duration = Duration::from_secs(5);
 
-/// How a moment was taken.
+/// A new image, with the time that each step took.
 #[derive(Clone, Debug)]
 pub struct Taken {
     /// The image.
     pub image: Image,
-    /// How long stopping took.
+    /// Time for pausing the guest.
     pub stop: Duration,
-    /// How long the snapshots of the disks took.
+    /// Time for the snapshots of the disks.
     pub snapshots: Duration,
-    /// How long saving device state and memory took, at the same time.
+    /// Time for saving device state and memory, in parallel with the snapshots.
     pub save: Duration,
 }
 
-/// The image that a machine was frozen to.
+/// The image that a machine is frozen to.
 pub fn frozen(machine: &Machine) -> Result<Option<String>> {
     Ok(durable::read(&machine.folder().join(FROZEN))?.map(|id| id.trim().to_owned()))
 }
 
-/// The machine is frozen no more: its disks may move on from here.
+/// Marks the machine as not frozen any more, before its disks change.
 pub fn forget(machine: &Machine) -> Result<()> {
     remove_if_there(&machine.folder().join(FROZEN))
 }
 
-/// Freezes a running machine: it ends, and its children and itself begin where it stopped.
+/// Freezes a running machine: its process ends, and the machine and its clones continue from the image.
 pub fn freeze(change: &Change, images: &Images, disks: &dyn Disks, features: &Features) -> Result<Taken> {
     let machine = change.machine();
     let process = machine.running()?;
@@ -58,7 +58,8 @@ pub fn freeze(change: &Change, images: &Images, disks: &dyn Disks, features: &Fe
     };
     let mut monitor = machine.monitor()?;
     state::prepare(&mut monitor, features)?;
-    // Asked now, because a guest that stands still cannot answer: whether to wait for the agents of its children.
+    // Queried before the guest is paused, because a paused guest cannot answer. The clones need to know whether to wait
+    // for agents.
     let agent = match executes {
         true => Some(machine.agent(AGENT_PATIENCE)?.is_some()),
         false => None,
@@ -66,7 +67,7 @@ pub fn freeze(change: &Change, images: &Images, disks: &dyn Disks, features: &Fe
     let image = images.begin(machine.definition()?, agent)?;
     let taken = Memories::prepare(machine.memory()?, images, &image, process.pid())
         .and_then(|memory| take(&mut monitor, images, disks, features, image.clone(), &memory))
-        // From here on the machine is this file, and its process has nothing more to say.
+        // From here on the machine continues from the image, and its process must not execute the guest any more.
         .and_then(|taken| {
             durable::write(&machine.folder().join(FROZEN), image.id.as_bytes())?;
             Ok(taken)
@@ -75,7 +76,7 @@ pub fn freeze(change: &Change, images: &Images, disks: &dyn Disks, features: &Fe
         Ok(taken) => taken,
         Err(error) => {
             images.abandon(&image, disks);
-            // As it was before.
+            // Restores the state before the failure.
             if executes {
                 monitor.execute("cont", json!({}))?;
             }
@@ -87,16 +88,16 @@ pub fn freeze(change: &Change, images: &Images, disks: &dyn Disks, features: &Fe
     Ok(taken)
 }
 
-/// The memory of the image to be.
+/// The memory of a new image.
 pub(crate) enum Memories {
-    /// It is there: the old process maps nothing else.
+    /// Complete: the process maps the image's file itself.
     Whole,
-    /// It is a copy of what the old process maps copy-on-write, and lacks what that has changed.
+    /// A copy of an older image's file that the process maps copy-on-write; pages changed since the copy are missing.
     Copy { pid: i32, mapped: PathBuf, copy: File, began: PathBuf },
 }
 
 impl Memories {
-    /// While the guest runs.
+    /// Prepares the memory while the guest runs.
     pub(crate) fn prepare(record: MemoryRecord, images: &Images, image: &Image, pid: i32) -> Result<Self> {
         let file = &image.record.memory;
         match record {
@@ -108,7 +109,7 @@ impl Memories {
                 let before = images.get(&id)?;
                 let mapped = before.record.memory.clone();
                 let copy = pages::copy_file(&mapped, file)?;
-                // Puts pages where there were none, so that what is left for later is to overwrite.
+                // Allocates pages of the copy now, so that the later copy only overwrites them.
                 pages::copy_changed(pid, &mapped, &copy)?;
                 Ok(Self::Copy { pid, mapped, copy, began: before.state() })
             }
@@ -119,7 +120,7 @@ impl Memories {
         }
     }
 
-    /// While it stands still: the state of its devices to `file`, and what memory of the image still lacks.
+    /// Saves the device state to `file` and copies the missing pages, while the guest is paused.
     pub(crate) fn save(&self, monitor: &mut Client, features: &Features, file: &Path) -> Result<()> {
         match self {
             Self::Whole => state::save(monitor, features, file),
@@ -140,7 +141,7 @@ fn take(
     memory: &Memories,
 ) -> Result<Taken> {
     let begun = Instant::now();
-    // QEMU lets requests under way end, and flushes the disks.
+    // QEMU completes requests under way and flushes the disks.
     monitor.execute("stop", json!({}))?;
     let stopped = Instant::now();
     let (snapshots, save) = at_once(disks, &image, &[], || memory.save(monitor, features, &image.state()))?;
@@ -149,8 +150,8 @@ fn take(
     Ok(Taken { image, stop: stopped - begun, snapshots, save })
 }
 
-/// Takes the disks' snapshots, and `also` these, while `save` takes the rest: the guest stands still, and neither looks
-/// at the other. How long each took.
+/// Takes the snapshots of the image's disks and those in `also`, while `save` runs in parallel. The guest is paused, so
+/// both see the same state. Returns the time that each took.
 pub(super) fn at_once(
     disks: &dyn Disks,
     image: &Image,

@@ -1,17 +1,18 @@
-//! Images: what instant clones start from.
+//! Memory images, from which instant clones start.
 //!
 //! ```text
-//! DATASTORE/memory-images/ID/begun.toml   what the image is to be, before any of it is there
-//! DATASTORE/memory-images/ID/image.toml   the same, renamed: with it, and not before, the image exists
+//! DATASTORE/memory-images/ID/begun.toml   the record of an image that is being created
+//! DATASTORE/memory-images/ID/image.toml   the same file, renamed when the image is complete
 //! DATASTORE/memory-images/ID/state        device state
-//! FOLDER FOR MEMORY/image-ID              the guest's memory, which no process writes any more
+//! FOLDER FOR MEMORY/image-ID              the guest's memory, not modified any more
 //! ```
 //!
-//! An image that was not finished, and one that no machine refers to, are removed by what their records name. As long
-//! as a clone's disk stands on a snapshot, the record stays too, so that the snapshot goes with its last clone.
+//! Images that are incomplete or that no machine refers to are removed, with everything that their records name. The
+//! record itself is kept as long as a clone's disk is based on a snapshot of the image, so that the snapshot is deleted
+//! with the last clone.
 //!
-//! Memory lies in a folder of its own, by default in `/dev/shm`: on a file system with a medium below, the kernel would
-//! write a running parent's memory out again and again.
+//! Memory files are in a separate folder, by default in `/dev/shm`. On a file system on a disk, the kernel would write
+//! back the memory of a running parent repeatedly.
 
 use crate::definition::{Definition, TEXT_MAX};
 use crate::disks::Disks;
@@ -31,14 +32,14 @@ use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use uuid::fmt::Hyphenated;
 
-/// The record's file.
+/// The record of a complete image.
 const RECORD: &str = "image.toml";
-/// The same before the image is there.
+/// The record of an image that is being created.
 const BEGUN: &str = "begun.toml";
 /// Version of the record.
 const VERSION: u32 = 1;
 
-/// What an image is.
+/// The record of an image.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Record {
@@ -46,18 +47,18 @@ pub struct Record {
     pub version: u32,
     /// When it was taken, in seconds since 1970.
     pub created: u64,
-    /// Whether an agent answered in the guest, if it was asked.
+    /// Whether an agent answered in the guest; `None` if that was not checked.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub agent: Option<bool>,
-    /// The guest's memory.
+    /// Path of the guest's memory file.
     pub memory: PathBuf,
     /// The snapshots of its disks, in their order.
     pub snapshots: Vec<Snapshot>,
-    /// The machine as it was.
+    /// The machine's definition at that time.
     pub machine: Definition,
 }
 
-/// One disk at the moment.
+/// A disk's snapshot that belongs to an image.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Snapshot {
@@ -90,12 +91,12 @@ pub struct Images {
 }
 
 impl Image {
-    /// Its device state.
+    /// Path of its device state.
     pub fn state(&self) -> PathBuf {
         self.folder.join("state")
     }
 
-    /// How a process begins that goes on from it.
+    /// How to start a process that continues from the image.
     pub fn start<'a>(&self, features: &'a Features, nbd: &'a Path) -> Start<'a> {
         let memory = Memory::CopyOnWrite(self.record.memory.clone());
         Start { features, nbd, memory, record: MemoryRecord::Image(self.id.clone()), incoming: true }
@@ -103,9 +104,9 @@ impl Image {
 }
 
 impl Images {
-    /// The images in `folder`, with memory in `memory`, which is made when something is to lie in it.
+    /// The images in `folder`, with memory files in `memory`, which is created when it is needed.
     pub fn open(folder: impl Into<PathBuf>, memory: impl Into<PathBuf>) -> Result<Self> {
-        // QEMU is told paths, and has a working folder of its own time.
+        // Paths are passed to QEMU, which may have another working directory.
         let absolute =
             |folder: PathBuf| std::path::absolute(&folder).during(|| format!("finding '{}'", folder.display()));
         let (folder, memory) = (absolute(folder.into())?, absolute(memory.into())?);
@@ -115,7 +116,7 @@ impl Images {
         Ok(images)
     }
 
-    /// Whether the folder for memory is there. Once it is, no other user can put another in its place.
+    /// Whether the folder for memory files exists. Once it does, no other user can replace it.
     fn has_memory_folder(&self) -> Result<bool> {
         let memory = self.memory.display();
         let found = match fs::symlink_metadata(&self.memory) {
@@ -129,7 +130,8 @@ impl Images {
         Ok(true)
     }
 
-    /// Makes the folder for memory. Memory holds whatever guests hold, keys and passwords: it is its owner's alone.
+    /// Creates the folder for memory files, accessible only to its owner, because guest memory may contain keys and
+    /// passwords.
     fn make_memory_folder(&self) -> Result<()> {
         let memory = &self.memory;
         if !self.has_memory_folder()? {
@@ -144,18 +146,18 @@ impl Images {
             .during(|| format!("closing '{}' to others", memory.display()))
     }
 
-    /// Removes the folder for memory if it is empty. No command may make or start machines meanwhile.
+    /// Removes the folder for memory files if it is empty. No command may create or start machines meanwhile.
     pub fn remove_empty_folder(&self) {
         let _ = fs::remove_dir(&self.memory);
     }
 
-    /// A name for the memory of a machine that starts.
+    /// A path for the memory file of a machine that is being started.
     pub fn new_memory(&self) -> Result<PathBuf> {
         self.make_memory_folder()?;
         Ok(self.memory.join(new_uuid()?.to_string()))
     }
 
-    /// An image by its name.
+    /// The image with that name.
     pub fn get(&self, id: &str) -> Result<Image> {
         let image = self.read(id, RECORD)?;
         match fs::metadata(&image.record.memory) {
@@ -187,7 +189,7 @@ impl Images {
         Ok(Image { id: id.into(), record, folder })
     }
 
-    /// Begins an image of a machine: says what it will be, before any of it is there.
+    /// Begins an image of a machine: writes its record before anything else of it is created.
     pub fn begin(&self, machine: Definition, agent: Option<bool>) -> Result<Image> {
         self.make_memory_folder()?;
         let id = new_uuid()?.to_string();
@@ -204,8 +206,8 @@ impl Images {
         Ok(Image { id, record, folder })
     }
 
-    /// Creates the image: gives its record the final name, after its memory was made read-only where this QEMU allows
-    /// that. Not durable yet: see [`Images::settle`].
+    /// Completes the image: gives its record the final name, after making its memory file read-only if this QEMU
+    /// supports that. Not durable before [`Images::settle`].
     pub fn finish(&self, image: &Image, features: &Features) -> Result<()> {
         if features.memory_from_readonly_file {
             let memory = &image.record.memory;
@@ -216,21 +218,21 @@ impl Images {
             .during(|| format!("finishing '{}'", image.folder.display()))
     }
 
-    /// Makes an image durable, as far as it does not lie in memory.
+    /// Makes an image durable, except for its memory file.
     pub fn settle(&self, image: &Image) -> Result<()> {
         durable::sync(&image.state())?;
         durable::sync(&image.folder)
     }
 
-    /// Gives up an image that was begun.
+    /// Removes an image that was begun.
     pub fn abandon(&self, image: &Image, disks: &dyn Disks) {
         if let Err(error) = self.remove(image, disks) {
             tracing::warn!("an unfinished memory image is removed by the next command: {error}");
         }
     }
 
-    /// Removes images that no machine refers to, with their snapshots, and memory that belongs to no image or machine.
-    /// No command may make or start machines meanwhile. How many were removed.
+    /// Removes images that no machine refers to, with their snapshots, and memory files that belong to no image or
+    /// machine. No command may create or start machines meanwhile. Returns the number of removed images.
     pub fn sweep(&self, machines: &Machines) -> Result<usize> {
         let mut used = BTreeSet::new();
         let mut kept: BTreeSet<PathBuf> = BTreeSet::new();
@@ -251,7 +253,7 @@ impl Images {
             match image {
                 Ok(image) if used.contains(&id) => drop(kept.insert(image.record.memory)),
                 Ok(image) => gone += usize::from(self.remove(&image, &**machines.disks())?),
-                // Begun, and not even its intention written down: there is nothing else of it.
+                // The record was not written yet, so nothing else of the image exists.
                 Err(error) if error.kind() == ErrorKind::NotFound => {
                     let folder = self.folder.join(&id);
                     fs::remove_dir_all(&folder).during(|| format!("removing '{}'", folder.display()))?;
@@ -272,8 +274,8 @@ impl Images {
         Ok(gone)
     }
 
-    /// Removes an image; false when disks of clones still stand on its snapshots: then the record that names these
-    /// stays, and nothing else.
+    /// Removes an image; false if disks of clones are still based on its snapshots. Then only the record that names
+    /// these snapshots is kept.
     fn remove(&self, image: &Image, disks: &dyn Disks) -> Result<bool> {
         remove_if_there(&image.record.memory)?;
         remove_if_there(&image.state())?;
@@ -295,7 +297,7 @@ impl Images {
 }
 
 impl Record {
-    /// Reads a record; errors call it `origin`. Total: any text is a record that holds together, or an error.
+    /// Parses a record: any text gives a consistent record or an error that names it `origin`.
     pub fn parse(text: &str, origin: &str) -> Result<Self> {
         let record: Self =
             toml::from_str(text).map_err(|e| Error::new(ErrorKind::Corrupt, format!("'{origin}': {e}")))?;

@@ -1,7 +1,8 @@
-//! The pages that a process has changed in a file it maps copy-on-write.
+//! Pages that a process has changed in a copy-on-write mapping of a file.
 //!
-//! A child's memory is its image's file, and its own copies of the pages it wrote. The kernel tells which
-//! ([`PageMap`]); reading a copy goes through `/proc/PID/mem`, which brings it back from swap.
+//! A child's memory consists of its image's file and private copies of the pages that it has written. The kernel
+//! reports which pages are private ([`PageMap`]). They are read through `/proc/PID/mem`, which also reads swapped
+//! pages.
 
 use backend::pagemap::PageMap;
 use error::{Error, ErrorKind, IoContext, Result};
@@ -12,22 +13,22 @@ use std::path::Path;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::thread;
 
-/// Bytes of memory that one thread looks through before it takes the next.
+/// Bytes of memory that a thread scans at a time.
 const STRIPE: u64 = 16 << 20;
-/// Bytes of memory moved at a time: what the processor's second cache holds twice.
+/// Bytes of memory that are copied at a time: half the size of the processor's L2 cache.
 const PIECE: usize = 256 << 10;
-/// Most threads that copy.
+/// Most threads that copy memory.
 const WORKERS_MAX: usize = 4;
 
-/// Where a process has a file mapped.
+/// A mapping of the file in the process.
 struct Mapping {
     addresses: Range<u64>,
-    /// Byte of the file at the beginning.
+    /// Offset in the file at the start of the mapping.
     offset: u64,
 }
 
 impl Mapping {
-    /// The same in pieces for several threads.
+    /// The mapping split into parts for several threads.
     fn stripes(&self) -> impl Iterator<Item = Self> + use<'_> {
         let Range { start, end } = self.addresses;
         (start..end)
@@ -51,8 +52,9 @@ fn mappings(pid: i32, file: &Path) -> Result<Vec<Mapping>> {
     Ok(text.lines().filter(|line| line.ends_with(&format!(" {name}"))).filter_map(parse).collect())
 }
 
-/// Copies the pages that process `pid` has changed in its mapping of `file` to the same places of `to`; how many bytes.
-/// What the process changes meanwhile may be missing or torn: the copy is right when it stands still.
+/// Copies the pages that process `pid` has changed in its mapping of `file` to the same offsets of `to`; returns the
+/// number of bytes. Pages that the process changes meanwhile may be missing or torn, so a copy is complete only if the
+/// process is paused.
 pub fn copy_changed(pid: i32, file: &Path, to: &File) -> Result<u64> {
     let mappings = mappings(pid, file)?;
     if mappings.is_empty() {
@@ -91,7 +93,7 @@ struct Work<'a> {
 }
 
 impl Work<'_> {
-    /// Copies what has changed in a stripe; how many bytes.
+    /// Copies the changed pages of a part; returns the number of bytes.
     fn copy(&self, stripe: &Mapping, piece: &mut [u8]) -> Result<u64> {
         let asking = || format!("asking for the pages of process {}", self.pid);
         let mut copied = 0;
@@ -114,7 +116,7 @@ impl Work<'_> {
     }
 }
 
-/// Makes a copy of a memory file, its holes left out.
+/// Makes a sparse copy of a memory file.
 pub fn copy_file(from: &Path, to: &Path) -> Result<File> {
     use rustix::fs::{SeekFrom, seek};
     let what = || format!("copying '{}' to '{}'", from.display(), to.display());
@@ -127,7 +129,7 @@ pub fn copy_file(from: &Path, to: &Path) -> Result<File> {
     while at < length {
         let data = match seek(&source, SeekFrom::Data(at)) {
             Ok(data) => data,
-            // Nothing but a hole up to the end.
+            // The rest of the file is a hole.
             Err(rustix::io::Errno::NXIO) => break,
             Err(e) => return Err(Error::io(what(), e.into())),
         };
@@ -150,7 +152,7 @@ mod tests {
     use std::io::{BufRead, BufReader};
     use std::process::{Command, Stdio};
 
-    /// A process that maps a file copy-on-write, changes two of its pages, and waits.
+    /// A program that maps a file copy-on-write, changes two of its pages, and waits.
     const WRITER: &str = "import mmap,sys\n\
         f=open(sys.argv[1],'rb')\n\
         m=mmap.mmap(f.fileno(),0,flags=mmap.MAP_PRIVATE,prot=mmap.PROT_READ|mmap.PROT_WRITE)\n\
@@ -161,7 +163,7 @@ mod tests {
         sys.stdin.read()\n";
 
     #[test]
-    fn what_a_process_changed_and_nothing_else() {
+    fn only_pages_that_the_process_changed_are_copied() {
         let folder = tempfile::tempdir_in("/dev/shm").unwrap();
         let (file, copy) = (folder.path().join("memory"), folder.path().join("copy"));
         let original: Vec<u8> = (0..16 * 4096u32).map(|at| (at / 4096) as u8).collect();

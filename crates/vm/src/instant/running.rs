@@ -1,21 +1,22 @@
-//! Children of a parent that goes on running.
+//! Memory images of a parent that continues to run.
 //!
-//! An image never changes, and a running guest changes its memory: so the guest goes on in another process, its
-//! successor, that maps the image copy-on-write like any child. The successor is set up before the guest has to stand
-//! still, so that what the guest notices is: stop, then snapshots and device state at the same time, then that state
+//! An image never changes, but a running guest changes its memory. So the guest continues in another process, its
+//! successor, that maps the image copy-on-write like any child. The successor is set up before the guest is paused. The
+//! pause consists of: stopping the guest, taking disk snapshots and device state in parallel, and loading the state
 //! into the successor.
 //!
 //! ```text
-//! memory of its own     the file itself becomes the image's: no memory moves
-//! memory of an image    a copy of that file is made while the guest runs, and what its process has changed since is
-//!                       put in; while it stands still, that is done once more, over pages that are there already. What
-//!                       is changed is what the guest wrote since its last clone: the next one counts from this one
+//! memory in its own file the file itself becomes the image's memory; no data is copied
+//! memory of an image     the image's file is copied while the guest runs, then the pages that its process has
+//!                       changed; changed pages are copied again while the guest is paused. They are few, because
+//!                       the mapping of a successor begins without changed pages: only writes since the last clone
+//!                       count
 //! ```
 //!
-//! 1. Until the successor's guest executes the old process can go on as if nothing had been: an error resumes it.
-//! 2. The image's record is there, and the link to the successor's folder ([`Change::take_over`]) is made, before the
-//!    successor's guest executes: there is never a moment at which the machine's current process is not the one that
-//!    may change the disks, or has memory that no record names.
+//! 1. Until the successor executes the guest, the old process can continue: an error resumes it.
+//! 2. The image's record exists and the link to the successor's folder is replaced ([`Change::take_over`]) before the
+//!    successor executes the guest. So at every moment only the machine's current process can change the disks, and its
+//!    memory is named by a record.
 
 use super::freeze::{Memories, Taken, at_once};
 use super::image::{Image, Images};
@@ -28,8 +29,8 @@ use error::Result;
 use serde_json::json;
 use std::time::{Duration, Instant};
 
-/// Takes an image of a running machine, which goes on, and `also` these snapshots of its disks, at the same point.
-/// Gives the image, and how long the guest stood still.
+/// Takes an image of a running machine, which continues to run, and the snapshots `also` of its disks at the same
+/// point. Returns the image, and how long the guest was paused.
 pub fn take(
     change: &Change,
     images: &Images,
@@ -56,7 +57,7 @@ pub fn take(
     let done = match outcome {
         Ok(done) => done,
         Err(error) => {
-            // Whatever was reached, the old process is the machine; resuming a guest that runs does nothing.
+            // In every case the old process is still the machine's. Resuming a guest that is not paused has no effect.
             monitor.execute("cont", json!({}))?;
             images.abandon(&image, disks);
             change.sweep()?;

@@ -1,18 +1,18 @@
-//! Device state out of a QEMU and into another.
+//! Saving the device state of a QEMU process and loading it into another one.
 //!
 //! ```text
 //! magic, version | section of memory | sections of devices | end | description
 //! ```
 //!
-//! 1. A state holds no memory of the guest but the small blocks beside it (firmware, tables). Of a process whose memory
-//!    is a shared file, QEMU's `x-ignore-shared` leaves that out of a migration. A process that maps an image
-//!    copy-on-write has none that it shares: there the devices come by `xen-save-devices-state` (which is every
-//!    guest's, whatever its name says), and the small blocks from the state that the process began with. They are the
-//!    same: a running guest does not change its firmware.
-//! 2. Where the devices begin in that older state is found by the header of the first one, which must be there exactly
-//!    once. A QEMU that writes something else is told so, and nothing has happened.
-//! 3. States go through open files that are handed to QEMU: no pipe, no process for it, and no copy of QEMU's own
-//!    address space for the sake of starting one.
+//! 1. A state contains no guest memory except small blocks such as firmware and tables. For a process whose memory is a
+//!    shared file, QEMU's migration with `x-ignore-shared` leaves that file out. A process that maps an image
+//!    copy-on-write has no shared memory: its devices are saved with `xen-save-devices-state` (which works for every
+//!    guest, despite its name), and the small blocks are taken from the state that the process was started with. They
+//!    are equal, because a running guest does not change its firmware.
+//! 2. The beginning of the devices in the older state is found by the header of the first device, which must occur
+//!    exactly once. Otherwise the operation fails without effect.
+//! 3. States are written to open files that are passed to QEMU. So no pipe and no further process is needed, and
+//!    starting one need not copy QEMU's address space.
 
 use crate::qemu::features::Features;
 use crate::qmp::Client;
@@ -22,20 +22,20 @@ use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// How long saving or loading may take: memory is not part of it.
+/// How long saving or loading may take, which does not include memory.
 const PATIENCE: Duration = Duration::from_secs(60);
-/// The name under which a file is handed over.
+/// The name under which a file is passed to QEMU.
 const NAME: &str = "state";
 /// Magic number and version of a state.
 const HEADER: usize = 8;
-/// What begins the section of a device, ends all sections, and begins the description.
+/// Markers of a device section, of the end of all sections, and of the description.
 const SECTION_FULL: u8 = 4;
 const END: u8 = 0;
 const DESCRIPTION: u8 = 6;
-/// A description of no bytes: one is looked for, and its lack complained about.
+/// An empty description, because QEMU warns if the description is missing.
 const NO_DESCRIPTION: [u8; 5] = [DESCRIPTION, 0, 0, 0, 0];
 
-/// Prepares either side. Due before the guest has to stand still.
+/// Sets migration capabilities, on either side. To be called before the guest is paused.
 pub fn prepare(monitor: &mut Client, features: &Features) -> Result<()> {
     if !features.ignore_shared {
         let text = format!(
@@ -49,7 +49,7 @@ pub fn prepare(monitor: &mut Client, features: &Features) -> Result<()> {
     monitor.execute("migrate-set-capabilities", json!({ "capabilities": capabilities })).map(drop)
 }
 
-/// Saves the device state of a guest that stands still and whose memory is a shared file.
+/// Saves the device state of a paused guest whose memory is a shared file.
 pub fn save(monitor: &mut Client, features: &Features, file: &Path) -> Result<()> {
     let saving = || format!("saving device state to '{}'", file.display());
     let target = File::create(file).during(saving)?;
@@ -66,8 +66,8 @@ pub fn save(monitor: &mut Client, features: &Features, file: &Path) -> Result<()
     }
 }
 
-/// Saves the device state of a guest that stands still and whose memory is an image, changed. `began` is the state that
-/// its process was begun with.
+/// Saves the device state of a paused guest whose memory is a changed copy-on-write mapping of an image. `began` is the
+/// state that its process was started with.
 pub fn save_above(monitor: &mut Client, features: &Features, began: &Path, file: &Path) -> Result<()> {
     if !features.save_devices {
         let text = format!(
@@ -84,11 +84,11 @@ pub fn save_above(monitor: &mut Client, features: &Features, began: &Path, file:
     outcome
 }
 
-/// Loads device state; the guest stands still afterwards.
+/// Loads a device state. The guest is paused afterwards.
 pub fn load(monitor: &mut Client, features: &Features, file: &Path) -> Result<()> {
     let source = File::open(file).during(|| format!("opening '{}'", file.display()))?;
     let uri = hand_over(monitor, features, file, &source)?;
-    // A QEMU that cannot load a state ends.
+    // QEMU exits if it cannot load a state.
     let failed = |error: Error| error.context(format_args!("QEMU could not load '{}'", file.display()));
     monitor.execute("migrate-incoming", json!({ "uri": uri })).map_err(failed)?;
     match ended(monitor).map_err(failed)?.as_str() {
@@ -109,11 +109,11 @@ pub fn load(monitor: &mut Client, features: &Features, file: &Path) -> Result<()
     }
 }
 
-/// What a migration came to.
+/// The final status of a migration.
 fn ended(monitor: &mut Client) -> Result<String> {
     loop {
         let Some(event) = monitor.wait_event(&["MIGRATION"], PATIENCE)? else {
-            return Err(Error::new(ErrorKind::Io, format!("QEMU has not done it within {PATIENCE:?}")));
+            return Err(Error::new(ErrorKind::Io, format!("QEMU did not complete it within {PATIENCE:?}")));
         };
         let status = event.data["status"].as_str().unwrap_or_default();
         if matches!(status, "completed" | "failed" | "cancelled") {
@@ -122,7 +122,7 @@ fn ended(monitor: &mut Client) -> Result<String> {
     }
 }
 
-/// How QEMU is to call a file: newer ones by its path, older ones by a name under which it is handed to them.
+/// The migration URI of a file: newer QEMUs open its path, older ones get it passed under a name.
 fn hand_over(monitor: &mut Client, features: &Features, path: &Path, file: &File) -> Result<String> {
     if features.migrate_to_file {
         return Ok(format!("file:{}", path.display()));
@@ -137,13 +137,13 @@ fn with_ending(file: &Path, ending: &str) -> PathBuf {
     name.into()
 }
 
-/// Writes a state of the memory blocks of `began` and of `devices`.
+/// Writes a state with the memory blocks of `began` and the devices of `devices`.
 fn join(began: &Path, devices: &Path, file: &Path) -> Result<()> {
     let read = |path: &Path| fs::read(path).during(|| format!("reading '{}'", path.display()));
     let joined = joined(&read(began)?, &read(devices)?).ok_or_else(|| {
         let text = format!(
-            "'{}' and what QEMU saved of its devices do not fit together: stop the machine and start it before another \
-             clone",
+            "the saved states of memory '{}' and of the devices do not match: stop the machine and start it before \
+             another clone",
             began.display()
         );
         Error::new(ErrorKind::Unsupported, text)
@@ -151,7 +151,7 @@ fn join(began: &Path, devices: &Path, file: &Path) -> Result<()> {
     fs::write(file, joined).during(|| format!("writing '{}'", file.display()))
 }
 
-/// The state with what precedes the devices in one and the devices of the other; `None` where these do not fit.
+/// The part of one state before its devices, followed by the devices of the other; `None` if they do not fit.
 pub fn joined(began: &[u8], devices: &[u8]) -> Option<Vec<u8>> {
     let first = first_device(devices)?;
     if began.get(..HEADER)? != devices.get(..HEADER)? || devices.last() != Some(&END) {
@@ -166,7 +166,7 @@ pub fn joined(began: &[u8], devices: &[u8]) -> Option<Vec<u8>> {
     Some([&began[..at], devices, &NO_DESCRIPTION].concat())
 }
 
-/// The header of the first device: kind, number, name with its length before it, instance, version.
+/// The header of the first device: kind, number, name preceded by its length, instance, version.
 fn first_device(devices: &[u8]) -> Option<&[u8]> {
     let section = devices.get(HEADER..)?;
     if *section.first()? != SECTION_FULL {
@@ -188,7 +188,7 @@ mod tests {
         let devices = [b"QEVM\0\0\0\x03", DEVICE, b"new", b"\0"].concat();
         let expected = [b"QEVM\0\0\0\x03", &b"\x01 memory "[..], DEVICE, b"new", b"\0\x06\0\0\0\0"].concat();
         assert_eq!(joined(&began, &devices), Some(expected.clone()));
-        // What was joined is joined again.
+        // Joining a joined state gives the same result.
         assert_eq!(joined(&expected, &devices), Some(expected));
     }
 
@@ -204,7 +204,7 @@ mod tests {
         assert_eq!(joined(&[&began[..], DEVICE].concat(), &devices), None);
         assert_eq!(joined(&began, &[b"QEVM\0\0\0\x04", DEVICE, b"\0"].concat()), None);
         assert_eq!(joined(&began, &[&b"QEVM\0\0\0\x03"[..], b"\x07", DEVICE, b"\0"].concat()), None);
-        // A name as long as one can be, of which half is there.
+        // A name length that exceeds the rest of the input.
         assert_eq!(joined(&began, &[b"QEVM\0\0\0\x03\x04\0\0\0\0\xff", DEVICE, b"\0"].concat()), None);
     }
 }

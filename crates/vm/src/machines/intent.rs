@@ -21,7 +21,7 @@ pub struct Intent {
     pub version: u32,
     /// When it was begun, in seconds since 1970.
     pub begun: u64,
-    /// Every machine.
+    /// The machines.
     #[serde(default, rename = "machine")]
     pub machines: Vec<Intended>,
     /// Snapshots that are deleted unless clones are based on them.
@@ -62,17 +62,17 @@ pub struct Snapshot {
 }
 
 impl Intent {
-    /// An intent that begins now.
+    /// An intent with the current time.
     pub fn new(machines: Vec<Intended>, snapshots: Vec<Snapshot>) -> Self {
         Self { version: VERSION, begun: clock::seconds(), machines, snapshots }
     }
 
-    /// Writes it, durable on return.
+    /// Writes the intent durably.
     pub fn write(&self, folder: &Path) -> Result<()> {
         durable::write_toml(&folder.join(INTENT), self)
     }
 
-    /// The intent of a folder; `None` if it was not written yet: then nothing else was done either.
+    /// Reads the intent of a folder; `None` if it was not written yet, so that nothing else was done either.
     pub fn read(folder: &Path) -> Result<Option<Self>> {
         let path = folder.join(INTENT);
         let Some(text) = durable::read(&path)? else { return Ok(None) };
@@ -84,7 +84,7 @@ impl Intent {
         Ok(Some(intent))
     }
 
-    /// Removes it, and the folder if that is empty.
+    /// Removes the intent, and the folder if it is empty.
     pub fn remove(folder: &Path) -> Result<()> {
         crate::machine::remove_if_there(&folder.join(INTENT))?;
         fs::remove_dir_all(folder).during(|| format!("removing '{}'", folder.display()))

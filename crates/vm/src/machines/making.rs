@@ -18,8 +18,8 @@ use std::time::Duration;
 /// How long a disk may stay open after the process that used it was ended.
 const RELEASE_PATIENCE: Duration = Duration::from_secs(10);
 
-/// Machines that are being created: those not finished when this is dropped are removed, with the disks that were
-/// created for them.
+/// Machines that are being created. When this is dropped, machines that are not finished are removed, with the disks
+/// that were created for them.
 pub struct Making {
     folder: PathBuf,
     machines: PathBuf,
@@ -33,20 +33,20 @@ pub struct Making {
 
 /// Which of the disks that an intent names may be deleted.
 pub(super) enum Whose<'a> {
-    /// Those that this process has created.
+    /// Disks that this process has created.
     Made(&'a BTreeSet<String>),
-    /// Those that match the intent and were created since.
+    /// Disks that match the intent and were created after this time.
     MadeSince(u64),
     /// All of them.
     Named {
-        /// Linked clones take over the snapshots on which they are based.
+        /// Hand over snapshots to the linked clones that are based on them.
         promote: bool,
     },
 }
 
 impl Machines {
-    /// Begins to create machines. `made_for` has for each machine the disks that are created for it. `snapshots` are
-    /// taken for this: they are deleted in the end, unless clones are based on them.
+    /// Begins to create machines. `made_for` returns the disks that are created for each machine. `snapshots` are taken
+    /// for them and are deleted in the end, unless clones are based on them.
     pub fn make(
         &self,
         definitions: &[Definition],
@@ -83,29 +83,29 @@ impl Machines {
 }
 
 impl Making {
-    /// Notes that these disks exist, created by this process.
+    /// Records that these disks were created by this process.
     pub fn made(&self, disks: impl IntoIterator<Item = String>) {
         self.made.lock().extend(disks);
     }
 
-    /// A machine that is not finished yet.
+    /// A machine that is not finished.
     pub fn machine(&self, name: &str) -> Machine {
         Machine::at(self.folder.join(name))
     }
 
-    /// Creates a machine: it outlives this process. [`Making::settle`] makes it survive a power cut.
+    /// Completes a machine, which then remains when this process is killed. [`Making::settle`] makes it durable.
     pub fn finish(&self, name: &str) -> Result<Machine> {
         let folder = self.machines.join(name);
         if folder.exists() {
             return Err(Error::new(ErrorKind::Exists, format!("there is a machine '{name}' already")));
         }
-        // A machine may have been created meanwhile: renaming a folder replaces only an empty one, and a machine's is
-        // never empty.
+        // If another command has created the machine meanwhile, the rename fails: it replaces only an empty folder, and
+        // the folder of a machine is never empty.
         fs::rename(self.folder.join(name), &folder).during(|| format!("making machine '{name}'"))?;
         Ok(Machine::at(folder))
     }
 
-    /// Ends without removing anything, which the next command does: for when the present state is unknown.
+    /// Ends without removing anything, if it is unknown which disks exist. The next command cleans up.
     pub fn leave(mut self) {
         self.open = false;
         if let Err(error) = durable::sync(&self.machines) {
@@ -113,7 +113,7 @@ impl Making {
         }
     }
 
-    /// Ends: finished machines are durable, unfinished ones are removed.
+    /// Ends the creation: finished machines are made durable, unfinished ones are removed.
     pub fn settle(mut self) -> Result<()> {
         durable::sync(&self.machines)?;
         self.open = false;
@@ -131,7 +131,7 @@ impl Drop for Making {
     }
 }
 
-/// Removes what is still in a folder: processes, disks, the machines themselves, and snapshots without clones.
+/// Removes what is still in a folder: processes, disks, machines, and snapshots without clones.
 pub(super) fn take_away(folder: &Path, intent: &Intent, disks: &dyn Disks, whose: Whose<'_>) -> Result<()> {
     let left: Vec<&Intended> = intent.machines.iter().filter(|machine| folder.join(&machine.name).exists()).collect();
     let mut claims = Vec::new();
@@ -140,7 +140,7 @@ pub(super) fn take_away(folder: &Path, intent: &Intent, disks: &dyn Disks, whose
         claims.extend(machine.end_processes()?);
         machine.remove_own_memory()?;
     }
-    // Requested once for all of them.
+    // Queried once for all disks.
     let there = match (&whose, left.iter().any(|machine| !machine.disks.is_empty())) {
         (Whose::MadeSince(_), true) => disks.all()?,
         _ => BTreeMap::new(),
@@ -161,7 +161,7 @@ pub(super) fn take_away(folder: &Path, intent: &Intent, disks: &dyn Disks, whose
     }
     for Snapshot { disk, name } in &intent.snapshots {
         match disks.delete_snapshot(disk, name) {
-            // It was not taken, or deleted with its disk; or clones are based on it.
+            // The snapshot was not taken, was deleted with its disk, or is the base of clones.
             Err(error) if !matches!(error.kind(), ErrorKind::NotFound | ErrorKind::Busy) => return Err(error),
             _ => {}
         }
@@ -169,15 +169,15 @@ pub(super) fn take_away(folder: &Path, intent: &Intent, disks: &dyn Disks, whose
     Intent::remove(folder)
 }
 
-/// Whether an existing disk is the one in the intent: same origin, and no older. The clocks of two processes may differ
-/// by the second to which they are rounded.
+/// Whether an existing disk is the one that the intent names: same origin, and not older. One second of difference is
+/// allowed, because times are rounded to seconds.
 fn is_ours(disk: &OwnDisk, facts: &Facts, begun: u64) -> bool {
     let origin = disk.origin.as_ref().map(|origin| (&*origin.disk, &*origin.name));
     let has = facts.origin.as_ref().map(|(disk, snapshot)| (&**disk, &**snapshot));
     origin == has && facts.created + 1 >= begun
 }
 
-/// Deletes a disk that a process which is ending may still have open.
+/// Deletes a disk that an ending process may still have open.
 fn delete(disks: &dyn Disks, disk: &str, promote: bool) -> Result<()> {
     match while_busy(RELEASE_PATIENCE, || disks.delete(disk, promote)) {
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),

@@ -1,4 +1,4 @@
-//! Machines as folders: made whole or not at all, whenever a command is interrupted.
+//! Machines are created completely or not at all, wherever a command is interrupted.
 
 #![allow(clippy::unwrap_used)]
 use super::*;
@@ -7,7 +7,7 @@ use crate::disks::{Facts, SnapshotFacts};
 use parking_lot::Mutex;
 use work::Progress;
 
-/// Disks that are names, and what they stand on.
+/// Simulated disks: names, with the snapshots that they are based on.
 #[derive(Default)]
 struct Names(Mutex<BTreeMap<String, Facts>>);
 
@@ -74,7 +74,7 @@ fn open(folder: &Path) -> (Machines, Arc<Names>) {
     (Machines::open(folder.join("machines"), shared).unwrap(), disks)
 }
 
-/// Machines that are being made and whose disks exist.
+/// Begins to create machines, and creates their disks.
 fn make(machines: &Machines, names: &[&str]) -> Result<Making> {
     let mut definitions = Vec::new();
     for name in names {
@@ -92,14 +92,15 @@ fn make(machines: &Machines, names: &[&str]) -> Result<Making> {
     Ok(making)
 }
 
-/// What a kill leaves: nothing is dropped, but the locks are gone.
+/// The state after a kill: nothing is cleaned up, but the locks are released.
 fn killed(making: Making) {
     let folder = making.machine("any").folder().parent().unwrap().to_owned();
     making.leave();
     released(&folder);
 }
 
-/// Another test may just be starting a program: until it is that program it is a copy of this process, with its locks.
+/// Another test may be starting a program: between fork and exec, the child process holds copies of this process's
+/// locks.
 fn released(folder: &Path) {
     while File::open(folder).unwrap().try_lock().is_err() {
         std::thread::yield_now();
@@ -107,7 +108,7 @@ fn released(folder: &Path) {
 }
 
 #[test]
-fn made_listed_and_deleted() {
+fn machines_are_made_listed_and_deleted() {
     let folder = tempfile::tempdir().unwrap();
     let (machines, disks) = open(folder.path());
     let making = make(&machines, &["web", "db"]).unwrap();
@@ -132,14 +133,14 @@ fn made_listed_and_deleted() {
 }
 
 #[test]
-fn what_is_not_finished_goes_and_what_is_stays() {
+fn recovery_removes_unfinished_machines_and_keeps_finished_ones() {
     let folder = tempfile::tempdir().unwrap();
     let (machines, disks) = open(folder.path());
     drop(make(&machines, &["web"]).unwrap());
     assert!(disks.names().is_empty());
     let making = make(&machines, &["a", "b", "c"]).unwrap();
     making.finish("b").unwrap();
-    assert_eq!(machines.recover().unwrap(), 0, "another process is at work on it");
+    assert_eq!(machines.recover().unwrap(), 0, "another process uses it");
     killed(making);
     assert_eq!(machines.recover().unwrap(), 1);
     assert_eq!(disks.names(), ["b-disk"]);
@@ -155,13 +156,13 @@ fn a_foreign_disk_of_that_name_stays() {
     let folder = tempfile::tempdir().unwrap();
     let (machines, disks) = open(folder.path());
     let making = make(&machines, &["web"]).unwrap();
-    // Killed before its own disk was made; meanwhile another command has made one.
+    // The command was killed before it created its disk, and another command has created one with that name.
     disks.delete("web-disk", false).unwrap();
     disks.add("web-disk", None);
     killed(making);
     assert_eq!(machines.recover().unwrap(), 1);
     assert_eq!(disks.names(), ["web-disk"]);
-    // The same without a kill: what is not known to be made here is not deleted.
+    // Without a kill too, a disk that this process did not create is not deleted.
     let making = machines.make(&[Definition::new("db", 1, 64 << 20).unwrap()], |_| Vec::new(), Vec::new()).unwrap();
     drop(making);
     assert_eq!(disks.names(), ["web-disk"]);
@@ -196,7 +197,7 @@ fn a_deletion_that_was_interrupted_is_brought_to_its_end() {
     making.finish("web").unwrap();
     making.finish("db").unwrap();
     making.settle().unwrap();
-    // Killed before the folder was moved: the machine is there.
+    // Killed before the folder was moved: the machine still exists.
     let own = vec![OwnDisk { name: "web-disk".into(), origin: None }];
     let intent = Intent::new(vec![Intended { name: "web".into(), disks: own }], Vec::new());
     let (within, lock) = machines.begin(OLD, &intent).unwrap();
@@ -204,7 +205,7 @@ fn a_deletion_that_was_interrupted_is_brought_to_its_end() {
     released(&within);
     assert_eq!(machines.recover().unwrap(), 1);
     assert_eq!((machines.list().unwrap().len(), disks.names().len()), (2, 2));
-    // And after.
+    // Killed after the folder was moved.
     let (within, lock) = machines.begin(OLD, &intent).unwrap();
     fs::rename(folder.path().join("machines/web"), within.join("web")).unwrap();
     drop(lock);

@@ -1,15 +1,15 @@
-//! The command line of a machine.
+//! QEMU's command line for a machine.
 //!
-//! A saved state fits a machine whose devices have the same addresses. So every device has an address from here or from
-//! the definition, and QEMU assigns none:
+//! A saved state can be loaded only into a machine whose devices have the same addresses. So every device has a fixed
+//! address, from this module or from the definition, and QEMU assigns none:
 //!
 //! ```text
-//! pcie.0  4   serial ports for the guest agent        8..15   disks
-//!         5   random numbers                          16..19  network cards
+//! pcie.0  4   serial port of the guest agent           8..15   disks
+//!         5   random number device                     16..19  network cards
 //! ```
 //!
-//! Commas end an option in QEMU's syntax and are doubled in values; disks are given as JSON, where they have no such
-//! meaning.
+//! In QEMU's options a comma separates values and is doubled within a value. Disks are passed as JSON, in which commas
+//! need no doubling.
 
 use super::features::Features;
 use crate::definition::{Definition, Link};
@@ -17,12 +17,12 @@ use serde_json::json;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
-/// Slot of the serial bus that carries the agent.
+/// Slot of the serial bus with the guest agent's port.
 const SERIAL_SLOT: u8 = 4;
-/// Slot of the source of random numbers.
+/// Slot of the random number device.
 const RANDOM_SLOT: u8 = 5;
-/// Seconds after which requests of the guest fail if the server of a disk is away; until then they wait for it to come
-/// back, as it does after a restart.
+/// Seconds after which the guest's requests fail if the server of a disk is unreachable; until then they wait, so that
+/// the server can be restarted.
 const RECONNECT_SECONDS: u32 = 300;
 
 /// The memory of a machine.
@@ -30,55 +30,55 @@ const RECONNECT_SECONDS: u32 = 300;
 pub enum Memory {
     /// Anonymous memory of the process.
     Private,
-    /// A shared file, to which the guest's writes go: a frozen parent leaves it to its clones.
+    /// A shared file that the guest writes: a frozen parent leaves it to its clones.
     Shared(PathBuf),
-    /// A private mapping of a file: a clone's.
+    /// A private mapping of a file, as for clones.
     CopyOnWrite(PathBuf),
 }
 
-/// Paths of one machine's sockets and logs.
+/// Paths of the sockets and logs of a process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RunFolder(pub PathBuf);
 
 impl RunFolder {
-    /// QEMU's monitor.
+    /// Socket of QEMU's monitor.
     pub fn monitor(&self) -> PathBuf {
         self.0.join("qmp.sock")
     }
 
-    /// The guest's console: bytes written to it reach its first serial port.
+    /// Socket of the guest's console, which is its first serial port.
     pub fn console(&self) -> PathBuf {
         self.0.join("console.sock")
     }
 
-    /// The guest's output on its console.
+    /// Log of the guest's console output.
     pub fn console_log(&self) -> PathBuf {
         self.0.join("console.log")
     }
 
-    /// The guest's agent.
+    /// Socket of the guest's agent.
     pub fn agent(&self) -> PathBuf {
         self.0.join("agent.sock")
     }
 
-    /// The file that QEMU holds locked as long as it lives.
+    /// The file that QEMU keeps locked while it runs.
     pub fn pid_file(&self) -> PathBuf {
         self.0.join("pid")
     }
 
-    /// QEMU's error output.
+    /// Log of QEMU's error output.
     pub fn errors(&self) -> PathBuf {
         self.0.join("qemu.log")
     }
 }
 
-/// Everything that determines the command line.
+/// Parameters of the command line.
 pub struct Machine<'a> {
     /// The definition of the machine.
     pub definition: &'a Definition,
     /// Its memory.
     pub memory: Memory,
-    /// Its sockets.
+    /// Its run folder.
     pub run: &'a RunFolder,
     /// The NBD server of its disks.
     pub nbd: &'a Path,
@@ -86,7 +86,7 @@ pub struct Machine<'a> {
     pub incoming: bool,
 }
 
-/// Doubles the commas of a value.
+/// A value with its commas doubled.
 fn value(text: impl AsRef<Path>) -> String {
     text.as_ref().display().to_string().replace(',', ",,")
 }
@@ -105,7 +105,8 @@ pub fn arguments(machine: &Machine<'_>, features: &Features) -> Vec<OsString> {
             add("-cpu", "host".into());
         }
         super::features::Accelerator::Tcg => {
-            // Each process allocates the whole translation buffer: for a hundred clones, 32 MiB each is enough.
+            // Each process allocates its whole translation buffer. 32 MiB are sufficient and affordable for a hundred
+            // clones.
             add("-accel", "tcg,tb-size=32".into());
             add("-cpu", "max".into());
         }
@@ -113,9 +114,10 @@ pub fn arguments(machine: &Machine<'_>, features: &Features) -> Vec<OsString> {
     add("-smp", definition.cpus.to_string());
     add("-m", format!("{}M", definition.memory >> 20));
     add("-object", memory(machine, features));
-    // So that a state begins with its devices, however it was saved (see `instant::state`).
+    // Makes a state begin with its devices, whichever way it was saved (see `instant::state`).
     add("-global", "migration.send-configuration=off".into());
-    // The kernel of a guest with a driver for it learns that the guest is a copy, and reseeds its random numbers.
+    // Notifies a guest's kernel that has a driver for it that the guest is a copy, so that it reseeds its random number
+    // generator.
     add("-device", "vmgenid,guid=auto".into());
     add("-display", "none".into());
     add("-pidfile", run.pid_file().display().to_string());
@@ -158,7 +160,7 @@ pub fn arguments(machine: &Machine<'_>, features: &Features) -> Vec<OsString> {
         let backend = match &network.link {
             Link::User => format!("user,id=net{index}"),
             Link::Bridge(bridge) => format!("bridge,id=net{index},br={}", value(bridge)),
-            // A hub with no other port.
+            // A hub without another port, so that the card is not connected.
             Link::None => format!("hubport,id=net{index},hubid={}", 1000 + index),
         };
         add("-netdev", backend);
@@ -173,7 +175,7 @@ pub fn arguments(machine: &Machine<'_>, features: &Features) -> Vec<OsString> {
     if machine.incoming {
         add("-incoming", "defer".into());
     }
-    // Its guest executes on command: once this process is the machine's.
+    // The guest is paused until this process has become the machine's current one.
     all.extend(["-S", "-nodefaults", "-no-user-config"].map(String::from));
     all.into_iter().map(OsString::from).collect()
 }
@@ -187,7 +189,7 @@ fn memory(machine: &Machine<'_>, features: &Features) -> String {
         }
         Memory::CopyOnWrite(file) => {
             let readonly = if features.memory_from_readonly_file { ",readonly=on,rom=off" } else { "" };
-            // No swap is reserved: most of a clone's memory is never written.
+            // No swap space is reserved, because most of a clone's memory is never written.
             format!(
                 "memory-backend-file,id=memory,size={size}M,mem-path={},share=off,reserve=off{readonly}",
                 value(file)

@@ -1,4 +1,4 @@
-//! Features of a QEMU, determined by asking it: distributions patch it, and version numbers say little.
+//! Features of a QEMU, which are queried: distributions patch QEMU, so that version numbers are not reliable.
 
 use crate::qmp::Client;
 use error::{Error, ErrorKind, IoContext, Result};
@@ -15,14 +15,14 @@ const PATIENCE: Duration = Duration::from_secs(20);
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Accelerator {
-    /// The processor, by Linux's KVM.
+    /// Linux's KVM.
     Kvm,
-    /// QEMU's translator.
+    /// QEMU's translator (TCG).
     Tcg,
 }
 
 impl Accelerator {
-    /// Its name, as `-accel` takes it.
+    /// Its name in QEMU's option `-accel`.
     pub fn name(self) -> &'static str {
         match self {
             Self::Kvm => "kvm",
@@ -31,7 +31,7 @@ impl Accelerator {
     }
 }
 
-/// A QEMU and its abilities.
+/// A QEMU and its features.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Features {
@@ -39,21 +39,21 @@ pub struct Features {
     pub program: PathBuf,
     /// Its version, for messages.
     pub version: String,
-    /// The accelerator used here.
+    /// The accelerator to use.
     pub accelerator: Accelerator,
-    /// Why it is not KVM.
+    /// Why KVM is not used.
     pub why_not_kvm: Option<String>,
-    /// Memory files can be mapped copy-on-write from a file open for reading (`readonly=on,rom=off`).
+    /// Whether memory files can be mapped copy-on-write from a file opened read-only (`readonly=on,rom=off`).
     pub memory_from_readonly_file: bool,
-    /// Device state can go to a file directly (`file:`), not only through a command's pipe.
+    /// Whether a migration can write to a file directly (`file:`).
     pub migrate_to_file: bool,
-    /// Memory in a shared file can be left out of a saved state.
+    /// Whether memory in a shared file can be left out of a saved state.
     pub ignore_shared: bool,
-    /// The state of devices can be saved without any memory (`xen-save-devices-state`, of every guest).
+    /// Whether the device state can be saved without memory (`xen-save-devices-state`, for every guest).
     pub save_devices: bool,
 }
 
-/// A QEMU without a machine, for queries.
+/// A QEMU process without a machine, for queries.
 struct Probe {
     child: Child,
     folder: PathBuf,
@@ -61,7 +61,7 @@ struct Probe {
 
 impl Drop for Probe {
     fn drop(&mut self) {
-        // It has no disks and no guest, so killing it loses nothing.
+        // This QEMU has no disks and no guest, so it can be killed.
         let _ = self.child.kill();
         let _ = self.child.wait();
         let _ = std::fs::remove_dir_all(&self.folder);
@@ -69,7 +69,7 @@ impl Drop for Probe {
 }
 
 impl Features {
-    /// Asks `program`; `folder` is used for a temporary socket.
+    /// Queries `program`; `folder` is used for a temporary socket.
     pub fn detect(program: &Path, folder: &Path) -> Result<Self> {
         let folder = folder.join(format!("probe-{}", std::process::id()));
         std::fs::create_dir_all(&folder).during(|| format!("making '{}'", folder.display()))?;
@@ -120,7 +120,7 @@ fn version_text(version: &Value) -> String {
     if package.is_empty() { numbers } else { format!("{numbers} ({package})") }
 }
 
-/// Why KVM cannot be used, as text; `None` if nothing speaks against it from outside.
+/// Why KVM cannot be used; `None` if nothing prevents it.
 fn why_not_kvm(client: &mut Client) -> Result<Option<String>> {
     let built_in = client.execute("query-kvm", json!({}))?["present"].as_bool().unwrap_or(false);
     if !built_in {
@@ -129,15 +129,15 @@ fn why_not_kvm(client: &mut Client) -> Result<Option<String>> {
     if let Err(e) = std::fs::OpenOptions::new().read(true).write(true).open("/dev/kvm") {
         return Ok(Some(format!("/dev/kvm: {e}")));
     }
-    // If the processor shows no virtualization, /dev/kvm is an emulation that is slower than QEMU's own translator, if
-    // guests run at all.
+    // If the processor reports no virtualization, `/dev/kvm` is emulated, and is slower than TCG or does not run guests
+    // at all.
     let flags = std::fs::read_to_string("/proc/cpuinfo").during(|| "reading /proc/cpuinfo".into())?;
     let flags = flags.lines().find(|line| line.starts_with("flags")).unwrap_or("");
     let hardware = flags.split_whitespace().any(|flag| flag == "vmx" || flag == "svm");
     Ok((!hardware && cfg!(target_arch = "x86_64")).then(|| "the processor shows neither vmx nor svm".into()))
 }
 
-/// The result of `query-qmp-schema`: every type under a number of its own.
+/// The result of `query-qmp-schema`: all types by number.
 struct Schema(Value);
 
 impl Schema {
@@ -153,7 +153,7 @@ impl Schema {
         self.named(&json!(name)).is_some_and(|one| one["meta-type"] == "command")
     }
 
-    /// Whether the arguments of a command, in whatever variant, have a member.
+    /// Whether any variant of a command's arguments has a member.
     fn has_member(&self, command: &str, member: &str) -> bool {
         let Some(arguments) = self.named(&json!(command)).and_then(|one| self.named(&one["arg-type"])) else {
             return false;
@@ -163,7 +163,7 @@ impl Schema {
         has(arguments) || variants.filter_map(|variant| self.named(&variant["type"])).any(has)
     }
 
-    /// Whether some enumeration of transports has a value.
+    /// Whether any enumeration has a value.
     fn has_variant(&self, value: &str) -> bool {
         let enumerations = self.all().filter(|one| one["meta-type"] == "enum");
         let values = |one: &Value| one["values"].as_array().cloned().unwrap_or_default();
@@ -177,7 +177,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn of_the_qemu_that_is_installed() {
+    fn features_of_the_installed_qemu() {
         let folder = tempfile::tempdir().unwrap();
         let features = Features::detect(Path::new("qemu-system-x86_64"), folder.path()).unwrap();
         assert!(features.version.starts_with(|first: char| first.is_ascii_digit()), "{features:?}");

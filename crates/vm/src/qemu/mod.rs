@@ -1,9 +1,9 @@
 //! The installed QEMU: its features, its command line, and its processes.
 //!
 //! ```text
-//! features   what this QEMU and this machine offer, by asking, never by version
-//! command    the arguments of one machine, every device at its fixed address
-//! process    a running QEMU: started so that it outlives us, found again by its pid and start time
+//! features   features of this QEMU and this host, which are queried
+//! command    the command line of a machine, with fixed device addresses
+//! process    a running QEMU, which outlives the command that started it and is found by its pid file
 //! ```
 
 pub mod command;

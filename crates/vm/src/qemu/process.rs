@@ -1,11 +1,11 @@
-//! A running QEMU.
+//! A running QEMU process.
 //!
-//! 1. It is started in a process group of its own, with no open files except those of its command line, so that neither
-//!    a signal to the command nor the command's end reaches it.
-//! 2. It holds a lock on its pid file as long as it lives (`-pidfile`), and the kernel reports which process holds a
-//!    lock. So the file leads to it after any kill, even if its number was given to another process.
-//! 3. Signals go through a descriptor of the process (pidfd), opened before the lock is checked again: never to another
-//!    process that got its number meanwhile.
+//! 1. It is started in its own process group, with only the open files that its command line names, so that neither a
+//!    signal to the command nor the command's end affects it.
+//! 2. It keeps its pid file locked while it runs (`-pidfile`), and the kernel reports which process holds a lock. So
+//!    the file identifies the process even after kills, and even if its pid was reused.
+//! 3. Signals are sent through a descriptor of the process (pidfd) that was opened before the lock is checked again, so
+//!    that a process that reused the pid never gets one.
 
 use super::command::RunFolder;
 use crate::qmp::Client;
@@ -24,14 +24,14 @@ use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// How often a process that starts or ends is checked.
+/// Interval at which a process that is starting or ending is checked.
 const POLL: Duration = Duration::from_millis(1);
-/// How long a process that was killed may take to end.
+/// How long a killed process may take to end.
 const END_PATIENCE: Duration = Duration::from_secs(20);
-/// Most characters of QEMU's error output that go into a message.
+/// Longest part of QEMU's error output in a message, in characters.
 const COMPLAINT_MAX: usize = 2000;
 
-/// A process that was found alive.
+/// A running process.
 #[derive(Debug)]
 pub struct Process {
     pid: Pid,
@@ -39,32 +39,32 @@ pub struct Process {
     descriptor: OwnedFd,
 }
 
-/// A process that was started and may yet fail.
+/// A process that was started but may still fail.
 pub struct Starting {
     child: Child,
     errors: PathBuf,
 }
 
 impl Starting {
-    /// Starts `program`. Its error output goes to `errors`.
+    /// Starts `program`. Its error output is written to `errors`.
     pub fn new(program: &Path, arguments: &[OsString], errors: &Path) -> Result<Self> {
         let log = fs::File::create(errors).during(|| format!("making '{}'", errors.display()))?;
         let mut command = Command::new(program);
         command.args(arguments).stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
-        // Separate from the signals of the terminal.
+        // A process group of its own, so that signals of the terminal do not reach it.
         command.process_group(0);
         let child = command.spawn().map_err(|e| Error::io(format!("starting '{}'", program.display()), e))?;
         Ok(Self { child, errors: errors.into() })
     }
 
-    /// Waits until it is set up and answers on its monitor; it runs independently afterwards.
+    /// Waits until QEMU answers on its monitor; it runs independently afterwards.
     ///
     /// # Errors
-    /// With its error output if it ends instead.
+    /// With its error output, if it ends instead.
     pub fn finish(mut self, run: &RunFolder, patience: Duration) -> Result<(Process, Client)> {
         let deadline = Instant::now() + patience;
         let answered = loop {
-            // It takes the lock first, then listens, then sets up the machine, then answers.
+            // QEMU locks the pid file first, then listens, then sets up the machine, then answers.
             if let Some(process) = Process::find(&run.pid_file())?
                 && run.monitor().exists()
             {
@@ -86,7 +86,7 @@ impl Starting {
         match answered {
             Ok(ready) => {
                 let mut child = self.child;
-                // A thread waits for the child, so that it does not stay a zombie while this process lives.
+                // A thread waits for the child, so that it does not remain a zombie while this process lives.
                 let name = format!("qemu {}", child.id());
                 let waiter = thread::Builder::new().name(name).spawn(move || child.wait());
                 waiter.during(|| "starting a thread".into())?;
@@ -114,7 +114,7 @@ impl Starting {
 }
 
 impl Process {
-    /// The process that holds a pid file.
+    /// The process that holds a pid file locked.
     pub fn find(pid_file: &Path) -> Result<Option<Self>> {
         let Some(pid) = holder(pid_file)? else { return Ok(None) };
         let descriptor = match pidfd_open(pid, PidfdFlags::empty()) {
@@ -126,9 +126,9 @@ impl Process {
         Ok(same.then(|| Self { pid, file: pid_file.into(), descriptor }))
     }
 
-    /// Ends the process that holds a pid file, and keeps any other from holding it while the result exists: a process
-    /// that was just started and has not locked it yet ends when it tries. The file must not be queried meanwhile,
-    /// because closing any descriptor of it releases the lock.
+    /// Ends the process that holds a pid file, and keeps others from locking it while the result exists: a process that
+    /// was just started ends when it tries to lock the file. The file must not be queried meanwhile, because closing
+    /// any descriptor of it releases the lock.
     pub fn claim(pid_file: &Path) -> Result<fs::File> {
         let opening = || format!("opening '{}'", pid_file.display());
         loop {
@@ -145,17 +145,17 @@ impl Process {
         }
     }
 
-    /// Its number.
+    /// Its pid.
     pub fn pid(&self) -> i32 {
         self.pid.as_raw_nonzero().get()
     }
 
-    /// Whether it still runs.
+    /// Whether it is still running.
     pub fn alive(&self) -> Result<bool> {
         Ok(holder(&self.file)? == Some(self.pid))
     }
 
-    /// Kills it without asking the guest, like a loss of power.
+    /// Kills it without notifying the guest, like a power failure.
     pub fn kill(&self) -> Result<()> {
         match pidfd_send_signal(&self.descriptor, Signal::KILL) {
             Ok(()) | Err(Errno::SRCH) => Ok(()),
@@ -163,7 +163,7 @@ impl Process {
         }
     }
 
-    /// Kills it, and waits until it has ended.
+    /// Kills it, and waits for its end.
     pub fn end(&self) -> Result<()> {
         self.kill()?;
         match self.wait(END_PATIENCE)? {
@@ -172,10 +172,10 @@ impl Process {
         }
     }
 
-    /// Makes QEMU end itself, and kills it if it does not: after a command on its monitor it completes its own requests
-    /// to the disks. The guest is not asked.
+    /// Tells QEMU to quit, which completes requests to the disks, and kills it if it does not end. The guest is not
+    /// notified.
     pub fn quit(&self, monitor: Option<&mut Client>) -> Result<()> {
-        // The connection stays open until then: QEMU may drop a command whose connection is closed.
+        // The connection stays open until the end, because QEMU may drop a command whose connection is closed.
         let told = monitor.is_some_and(|monitor| monitor.send(&json!({ "execute": "quit" })).is_ok());
         match told && self.wait(END_PATIENCE)? {
             true => Ok(()),
@@ -183,7 +183,7 @@ impl Process {
         }
     }
 
-    /// Waits for its end; false when it still runs after `patience`.
+    /// Waits for its end; false if it is still running after `patience`.
     pub fn wait(&self, patience: Duration) -> Result<bool> {
         let deadline = Instant::now() + patience;
         while self.alive()? {
@@ -228,7 +228,7 @@ mod tests {
     }
 
     #[test]
-    fn found_again_and_ended() {
+    fn a_process_is_found_again_and_ended() {
         let folder = tempfile::tempdir().unwrap();
         let run = RunFolder(folder.path().into());
         assert!(Process::find(&run.pid_file()).unwrap().is_none());
@@ -243,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn one_that_comes_too_late_does_not_come_to_life() {
+    fn a_process_started_during_a_claim_does_not_run() {
         let folder = tempfile::tempdir().unwrap();
         let run = RunFolder(folder.path().into());
         // A claim ends the process that holds the pid file.

@@ -2,26 +2,26 @@
 //!
 //! ```text
 //! .encoding = "UTF-8"
-//! snapshot.lastUID = "2"                      the last number given
-//! snapshot.current = "2"                      what the machine stands on
+//! snapshot.lastUID = "2"                      the last UID given
+//! snapshot.current = "2"                      the snapshot from which the machine continues
 //! snapshot0.uid = "1"
-//! snapshot0.filename = "vm-Snapshot1.vmsn"    the machine's state, which is no disk
+//! snapshot0.filename = "vm-Snapshot1.vmsn"    the machine's state, not a disk
 //! snapshot0.displayName = "before the update"
 //! snapshot0.createTimeHigh = "388745"         microseconds since 1970, in two halves,
-//! snapshot0.createTimeLow = "1991180826"      the lower one with a sign
+//! snapshot0.createTimeLow = "1991180826"      the lower one signed
 //! snapshot0.numDisks = "1"
-//! snapshot0.disk0.fileName = "vm.vmdk"        the image that holds the disk's state
+//! snapshot0.disk0.fileName = "vm.vmdk"        the image with the disk's state
 //! snapshot0.disk0.node = "scsi0:0"
-//! snapshot.numSnapshots = "2"                 stands behind the first snapshot
+//! snapshot.numSnapshots = "2"                 comes after the first snapshot
 //! snapshot1.uid = "2"
 //! snapshot1.parent = "1"
 //! ...
 //! ```
 //!
-//! 1. [`Vmsd::parse`] is total: any bytes give a list or an error, in time linear in their number, with memory within
-//!    the limits below. Unknown keys are skipped.
-//! 2. A list proves nothing about files: those that it names are opened through [`layer::image::Folder`], which checks
-//!    them.
+//! 1. [`Vmsd::parse`] returns a list or an error for any bytes, in linear time, with memory within the limits below.
+//!    Unknown keys are skipped.
+//! 2. File names in a list are not trusted: the files are opened through [`layer::image::Folder`], which checks the
+//!    names.
 //! 3. The result of [`Vmsd::to_bytes`] parses to the same list.
 
 mod parse;
@@ -29,19 +29,19 @@ mod parse;
 mod tests;
 mod write;
 
-/// Longest list, in bytes. A snapshot takes some 400.
+/// The longest list, in bytes. A snapshot takes some 400.
 pub const TEXT_MAX: usize = 4 << 20;
-/// Longest line.
+/// The longest line.
 pub const LINE_MAX: usize = 16 << 10;
-/// Most snapshots of a list; VMware allows 496 in a tree.
+/// The most snapshots of a list; VMware allows 496 in a tree.
 pub const SNAPSHOTS_MAX: usize = 2048;
-/// Most disks of a machine.
+/// The most disks of a machine.
 pub const DISKS_MAX: usize = 512;
 
 /// A disk of a snapshot.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct VmsdDisk {
-    /// The descriptor of the image with its state: a name, or a path.
+    /// The descriptor of the image with the disk's state: a name, or a path.
     pub file: String,
     /// The device: `scsi0:0`.
     pub node: String,
@@ -50,9 +50,9 @@ pub struct VmsdDisk {
 /// A snapshot of a machine.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct VmsdSnapshot {
-    /// Its number, unique in the list.
+    /// Its UID, unique in the list.
     pub uid: u32,
-    /// The number of the one before it.
+    /// The UID of the snapshot before it.
     pub parent: Option<u32>,
     /// The file with the machine's state.
     pub state: String,
@@ -66,14 +66,14 @@ pub struct VmsdSnapshot {
     pub disks: Vec<VmsdDisk>,
 }
 
-/// The list.
+/// A list of snapshots.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Vmsd {
-    /// The last number given.
+    /// The last UID given.
     pub last_uid: u32,
-    /// The snapshot on which the machine is based.
+    /// The snapshot from which the machine continues.
     pub current: Option<u32>,
-    /// Whether images are left that no snapshot needs and that were not merged yet.
+    /// Whether there are images that no snapshot needs and that were not merged yet.
     pub need_consolidate: bool,
     /// The snapshots in the order of the list.
     pub snapshots: Vec<VmsdSnapshot>,

@@ -23,7 +23,7 @@ impl Vmsd {
     /// Reads a list.
     ///
     /// # Errors
-    /// `Corrupt` if it is too long, contains zeros, or has a number twice.
+    /// `Corrupt` if it is too long, contains NUL bytes, or has a UID twice.
     pub fn parse(bytes: &[u8]) -> Result<Self> {
         if bytes.len() > TEXT_MAX {
             return Err(corrupt(format!("the list of snapshots has {} bytes: too many", bytes.len())));
@@ -52,7 +52,7 @@ impl Vmsd {
         }
         let mut seen = HashSet::new();
         for raw in raw.into_values() {
-            // An entry without a number is the rest of a deleted one.
+            // An entry without a UID is the remnant of a deleted snapshot.
             let Some(uid) = raw.uid else { continue };
             if !seen.insert(uid) {
                 return Err(corrupt(format!("two snapshots of the list have the number {uid}")));
@@ -107,7 +107,7 @@ fn encoding_of(bytes: &[u8]) -> Option<Encoding> {
     Encoding::named(std::str::from_utf8(name).ok()?)
 }
 
-/// Key, in small letters, and value of a line; `None` for other lines.
+/// The lower-case key and the value of a line; `None` for other lines.
 fn split_line(line: &[u8]) -> Result<Option<(String, &[u8])>> {
     if line.len() > LINE_MAX {
         return Err(corrupt(format!("the list of snapshots has a line of more than {LINE_MAX} bytes")));
@@ -124,11 +124,11 @@ fn split_line(line: &[u8]) -> Result<Option<(String, &[u8])>> {
     Ok(Some((key.to_ascii_lowercase(), value)))
 }
 
-/// The number behind a word, and the text after it.
+/// The number after a word, and the text after the number.
 fn indexed<'a>(key: &'a str, word: &str) -> Option<(usize, &'a str)> {
     let rest = key.strip_prefix(word)?;
     let end = rest.find(|c: char| !c.is_ascii_digit()).unwrap_or(rest.len());
-    // More digits than any index has count as an index beyond every limit.
+    // A number with too many digits counts as an index beyond every limit.
     let index = if end > 9 { usize::MAX } else { rest[..end].parse().ok()? };
     Some((index, &rest[end..]))
 }
@@ -137,7 +137,7 @@ fn number(text: &str) -> Option<u32> {
     text.trim().parse().ok()
 }
 
-/// Decodes `|` and two digits, and the encoding.
+/// Decodes `|` with two hexadecimal digits, and the character encoding.
 fn unescape(value: &[u8], encoding: Option<&Encoding>) -> String {
     let mut bytes = Vec::with_capacity(value.len());
     let mut at = 0;

@@ -1,9 +1,9 @@
-//! Lists as hosts write them, and malformed ones.
+//! Lists as ESXi hosts write them, and malformed ones.
 
 use super::{Vmsd, VmsdDisk, VmsdSnapshot};
 use crate::ErrorKind;
 
-/// As ESXi has it: numbers and order of the lines, signs of the lower half.
+/// A list from an ESXi host: UIDs and lines out of order, and a negative lower half of a time.
 const REAL: &str = ".encoding = \"UTF-8\"
 snapshot.lastUID = \"4\"
 snapshot.current = \"4\"

@@ -4,7 +4,7 @@ use super::Vmsd;
 use std::fmt::Write;
 
 impl Vmsd {
-    /// The text, as ESXi has it.
+    /// The text of the list, in ESXi's form.
     pub fn to_bytes(&self) -> Vec<u8> {
         let mut out = String::from(".encoding = \"UTF-8\"\n");
         let mut line = |key: &str, value: &str| {
@@ -47,7 +47,7 @@ impl Vmsd {
     }
 }
 
-/// Encodes a character that cannot stand between quotes as `|` and two digits.
+/// Encodes a character that cannot stand between quotes as `|` and two hexadecimal digits.
 fn escape(value: &str) -> String {
     let mut out = String::with_capacity(value.len());
     for c in value.chars() {

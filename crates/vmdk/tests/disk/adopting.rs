@@ -1,4 +1,4 @@
-//! Folders of other makers: their chains, their snapshot trees, and what is done to them.
+//! Adopting images made by other programs: their chains, their snapshot trees, and operations on them.
 
 use crate::world::{DELTAS, Random, leaked, local, options, read, scratch};
 use error::ErrorKind;
@@ -10,8 +10,8 @@ use std::sync::Arc;
 use vmdk::{Adopt, DeltaFormat, Disk, NewDisk, NewSnapshot, Options};
 use work::NoProgress;
 
-/// A folder as it comes from a host: a tree with two branches, its list of snapshots, and no record. Gives what the
-/// snapshots and the head hold, and the name of the head.
+/// A folder as from an ESXi host: a tree with two branches, its list of snapshots, and no record. Returns the content
+/// of the snapshots and of the head, and the file name of the head.
 fn foreign(folder: &Path, delta: DeltaFormat) -> (BTreeMap<String, Vec<u8>>, Vec<u8>, String) {
     let new = NewDisk {
         name: "web".to_owned(),
@@ -122,7 +122,7 @@ fn a_whole_tree_is_adopted_and_read() {
             let in_place = how == Adopt::Head { writable: true };
             assert_eq!(bytes_of(folder.path()) == before, !in_place);
             disk.delete().unwrap();
-            // What was adopted stays there, as it was left.
+            // Adopted images stay, with their last content.
             assert!(folder.path().join("web.vmdk").exists());
             assert_eq!(bytes_of(home.path()).len(), 0);
         }
@@ -130,10 +130,10 @@ fn a_whole_tree_is_adopted_and_read() {
 }
 
 #[test]
-fn lists_that_lie_are_passed_over() {
+fn wrong_entries_of_a_list_are_ignored() {
     let (home, folder) = (scratch(), scratch());
     let (snapshots, content, head) = foreign(folder.path(), DELTAS[0]);
-    // Another disk of the machine, outside paths, missing files, no disk at all, and a name used twice.
+    // Another disk of the machine, outside paths, missing files, a file that is no disk, and a name used twice.
     let directory = local(folder.path());
     let other = NewImage::new("data.vmdk", 1 << 20, ImageKind::Thin);
     let mut number = 0;
@@ -164,7 +164,7 @@ fn lists_that_lie_are_passed_over() {
     check_all(&disk, &snapshots, &content);
     let names: Vec<String> = disk.snapshots().into_iter().map(|snapshot| snapshot.name).collect();
     assert_eq!(names, ["a", "b", "c", "d", "a-2"]);
-    // Two names of one image: one goes, the other stays.
+    // Two names of one image: deleting one keeps the other.
     disk.delete_snapshot("a", None, &NoProgress).unwrap();
     assert!(read(&disk.snapshot_chain("a-2").unwrap()) == snapshots["a"]);
 }
@@ -249,8 +249,8 @@ fn write_base(folder: &Path, byte: u8) {
     image.layer().close().unwrap();
 }
 
-/// Makes a SEsparse extent as ESXi leaves it when it goes down between two transactions: marked, and one transaction
-/// that is in place.
+/// Makes a SEsparse extent as an ESXi host leaves it after a crash between two transactions: marked as in use, with one
+/// transaction whose changes are in place.
 fn make_dirty(extent: &Path) {
     const TABLE: usize = 6144;
     const SLOT: usize = 2048 * 512;
@@ -309,7 +309,7 @@ fn changed_parents_are_refused_unless_forced() {
     disk.close().unwrap();
     drop(disk);
 
-    // What was forced when it was adopted is known from then on, also of its snapshots and to its clones.
+    // A parent forced at adoption is accepted from then on, also for the disk's snapshots and clones.
     let (home, clone_home) = (scratch(), scratch());
     let place = Place::local(&folder.path().join(&head), &[]).unwrap();
     assert!(adopt(home.path(), folder.path(), &head, Adopt::Head { writable: false }).is_err());
@@ -333,7 +333,7 @@ fn changed_parents_are_refused_unless_forced() {
     clone.close().unwrap();
     drop(clone);
 
-    // That content was accepted, and no other.
+    // Only the CID present at adoption was accepted.
     write_base(folder.path(), 2);
     let disk = Disk::open(local(home.path()), &options(1)).unwrap();
     let refused = disk.chain().err().unwrap();

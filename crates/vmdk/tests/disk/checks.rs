@@ -1,4 +1,4 @@
-//! Checks of disks that a guest uses: beside everything that it does, they find nothing wrong.
+//! Checks of disks in use: they report no problem, whatever the guest does meanwhile.
 
 use crate::world::{DELTAS, Random, options};
 use backend::simulated::{SimulatedDisk, SimulatedOptions};
@@ -11,7 +11,7 @@ use work::NoProgress;
 
 const CAPACITY: u64 = 64 << 20;
 const GUESTS: u32 = 2;
-/// Steps of a guest: more than enough for some checks, whichever is faster.
+/// Steps of a guest: enough for several checks to run meanwhile.
 const STEPS: u32 = 1500;
 
 fn guest(disk: &Disk, seed: u64) {

@@ -1,9 +1,9 @@
-//! Power cuts at random writes of every operation, in all delta formats: the disk opens, every flushed byte is there,
-//! every other sector is as it was or as a later write left it, snapshots are exactly what they were, the operation
-//! is done or not begun, and no file is left that no record names.
+//! Power cuts at random writes of every operation, in all delta formats. Afterwards the disk opens, every flushed byte
+//! is there, every other sector has its old content or that of a later write, snapshots are unchanged, the operation is
+//! done or not begun, and there is no file that no record names.
 //!
-//! A seed is a history: a disk with some snapshots, then operations until the power goes, then the same again on what
-//! is left. Guests write from the progress reports of the long operations.
+//! A seed determines a history: a disk with some snapshots, operations until the power is cut, then operations on what
+//! is left. Guests write from the progress reports of long operations.
 
 use crate::world::{DELTAS, Random, Sub, leaked, options};
 use backend::simulated::{SimulatedDisk, SimulatedOptions};
@@ -19,7 +19,7 @@ use work::NoProgress;
 use work::Progress;
 
 const SECTOR: usize = 512;
-/// Cuts of one history.
+/// Power cuts per history.
 const CUTS: usize = 3;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -57,7 +57,7 @@ const ALL: [Operation; 14] = [
     Operation::Rename,
 ];
 
-/// What is known of the disk, and what may be found after a cut.
+/// The state of the disk, and the states that are permitted after a cut.
 struct World {
     random: Random,
     machine: SimulatedDisk,
@@ -67,11 +67,11 @@ struct World {
     flushed: Vec<u8>,
     since: BTreeMap<usize, Vec<Vec<u8>>>,
     snapshots: BTreeMap<String, Vec<u8>>,
-    /// Folders of clones, and what they hold.
+    /// Folders of clones, and the clones' content.
     clones: BTreeMap<String, Vec<u8>>,
     name: String,
     numbers: u32,
-    // What the operation under way may have done.
+    // What the pending operation may have done.
     maybe_new: Option<String>,
     maybe_gone: BTreeSet<String>,
     maybe_head: Option<Vec<u8>>,
@@ -99,7 +99,7 @@ impl World {
                     continue;
                 }
                 if String::from_utf8_lossy(&text).contains(&format!("\"uuid\": \"{uuid}\"")) {
-                    // The first is the disk's own; what it says of others comes later.
+                    // The first UUID in a record is the disk's own; those of other disks come later.
                     let text = String::from_utf8_lossy(&text).into_owned();
                     if text.find("\"uuid\"") == text.find(&format!("\"uuid\": \"{uuid}\"")) {
                         return Ok(folder);
@@ -166,7 +166,7 @@ impl World {
         }
     }
 
-    /// Whether every sector is what was flushed, or what a later write put there.
+    /// Whether every sector has its flushed content or that of a later write.
     fn explains(&self, found: &[u8]) -> bool {
         found.chunks_exact(SECTOR).enumerate().all(|(sector, bytes)| {
             let old = &self.flushed[sector * SECTOR..][..SECTOR];
@@ -189,7 +189,7 @@ impl World {
         self.maybe_name = None;
     }
 
-    /// Starts the machine again with what is left, and checks all of it.
+    /// Restarts the machine with the storage after the cut, and checks everything.
     fn restart(&mut self) -> Arc<Disk> {
         self.machine = self.machine.crash();
         self.dead = false;
@@ -198,12 +198,12 @@ impl World {
         let chain = disk.chain().unwrap();
         let found = read_quiet(&chain);
         let reverted = self.maybe_head.as_ref().is_some_and(|head| *head == found);
-        assert!(reverted || self.explains(&found), "the head is neither what was flushed nor what was written since");
+        assert!(reverted || self.explains(&found), "the head has neither the flushed content nor one written after it");
         let names: BTreeSet<String> = disk.snapshots().into_iter().map(|snapshot| snapshot.name).collect();
         for name in &names {
             let found = read_quiet(&disk.snapshot_chain(name).unwrap());
             match self.snapshots.get(name) {
-                Some(content) => assert!(found == *content, "snapshot {name} is not what it was"),
+                Some(content) => assert!(found == *content, "the content of snapshot {name} has changed"),
                 None => assert!(self.maybe_new.as_ref() == Some(name) && self.explains(&found), "snapshot {name}"),
             }
             self.snapshots.insert(name.clone(), found);
@@ -216,7 +216,8 @@ impl World {
         self.name = disk.name();
         assert_eq!(leaked(&disk), Vec::<String>::new());
         let checked = disk.check(false, &NoProgress).unwrap();
-        // Hosted sparse tables have a second copy, which is written later and not read where the first is whole.
+        // Hosted sparse tables have a redundant copy, which is written later, and is read only where the first one is
+        // damaged.
         let problems: Vec<_> =
             checked.problems.iter().filter(|problem| !problem.contains("from their copies")).collect();
         assert_eq!(problems, Vec::<&String>::new());
@@ -256,7 +257,7 @@ impl World {
         for name in &names {
             let (prefix, file) = name.split_once(':').unwrap();
             let known = prefix == "a" || self.clones.contains_key(prefix) || file == "lamina.lock";
-            assert!(known, "'{name}' is left");
+            assert!(known, "file '{name}' was not removed");
         }
         self.content = found;
         self.forget_maybes();
@@ -274,7 +275,7 @@ fn read_quiet(chain: &Chain) -> Vec<u8> {
     crate::world::read(chain)
 }
 
-/// The guest goes on during long work.
+/// A guest that writes during long operations.
 struct Guest<'a> {
     world: &'a Mutex<World>,
     chain: Arc<Chain>,
@@ -305,7 +306,7 @@ impl Progress for Guest<'_> {
     }
 }
 
-/// One operation. After it, the world lists the states that may be found.
+/// Performs one operation, and notes the states that are permitted after a cut in it.
 fn perform(world: &Mutex<World>, disk: &Arc<Disk>, operation: Operation) -> Result<(), Error> {
     let chain = disk.chain()?;
     let patience = {
@@ -472,7 +473,7 @@ fn history(seed: u64, formats: &[DeltaFormat], counts: &mut BTreeMap<Operation, 
     let mut disk = Disk::create(world.folder("a"), &new, &options, &NoProgress).unwrap();
     for _ in 0..CUTS {
         let mut world_shared = Mutex::new(world);
-        // Some depth first.
+        // The chain begins with some depth.
         for _ in 0..world_shared.get_mut().random.below(3) {
             let chain = disk.chain().unwrap();
             for _ in 0..3 {
@@ -520,11 +521,14 @@ fn histories(seeds: std::ops::Range<u64>, formats: &[DeltaFormat]) {
         let run = std::panic::AssertUnwindSafe(|| history(seed, formats, &mut counts));
         std::panic::catch_unwind(run).unwrap_or_else(|_| panic!("seed {seed}, {formats:?}"));
     }
-    println!("cuts by operation: {counts:?}");
+    println!("power cuts by operation: {counts:?}");
     for operation in
         [Operation::Snapshot, Operation::DeleteUp, Operation::DeleteDown, Operation::Revert, Operation::Consolidate]
     {
-        assert!(counts.get(&operation).is_some_and(|count| *count > 3), "{operation:?} was hardly cut: {counts:?}");
+        assert!(
+            counts.get(&operation).is_some_and(|count| *count > 3),
+            "too few power cuts during {operation:?}: {counts:?}"
+        );
     }
 }
 

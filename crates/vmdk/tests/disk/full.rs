@@ -1,5 +1,5 @@
-//! A file system without a free block: a disk can be deleted, also when an operation that found no room has left
-//! something, and through power cuts at every step; so can its snapshots, where their data has room already.
+//! Full file systems: a disk can be deleted without free space, also after an operation that failed for lack of space,
+//! and through power cuts at every step. A snapshot can be deleted if its data already has space in the target.
 
 use crate::world::{DELTAS, Sub, leaked, options, read};
 use backend::IoMode;
@@ -15,7 +15,7 @@ use work::Progress;
 const PAGE: u64 = 4096;
 const CAPACITY: u64 = 256 << 10;
 
-/// A machine with little room, and a disk on it with two snapshots and data in each level.
+/// A machine with little storage, and a disk with two snapshots and data in each level.
 struct Machine {
     storage: SimulatedDisk,
     disk: Arc<Disk>,
@@ -52,14 +52,14 @@ impl Machine {
         chain.flush().unwrap();
     }
 
-    /// Writes pages that have their place, without a flush.
+    /// Overwrites pages that already have grains, without a flush.
     fn write_where_it_was(&self, byte: u8, content: &mut [u8]) {
         let chain = self.disk.chain().unwrap();
         chain.write(7 * PAGE, &[byte; 4 * PAGE as usize]).unwrap();
         content[7 * PAGE as usize..11 * PAGE as usize].fill(byte);
     }
 
-    /// Leaves that many free pages.
+    /// Fills the file system until `free` pages are left.
     fn fill(&self, free: u64) {
         let directory = self.storage.directory();
         let name = format!("filler-{}", self.storage.operations());
@@ -73,7 +73,7 @@ impl Machine {
         assert_eq!(directory.room().unwrap().available, (free * PAGE).min(room));
     }
 
-    /// Names of what is in the disk's folder.
+    /// The names of the files in the disk's folder.
     fn names(storage: &SimulatedDisk) -> Vec<String> {
         folder(storage, "a").directory().list().unwrap()
     }
@@ -83,17 +83,17 @@ fn folder(storage: &SimulatedDisk, name: &str) -> Folder {
     Sub::folder(&storage.directory(), name)
 }
 
-/// Another program that takes all free space during long work.
+/// Simulates another program that takes all free space during long operations.
 impl Progress for Machine {
     fn update(&self, _: u64, _: u64) {
-        // The list of snapshots would make room for a record.
+        // Removing the list of snapshots would free space for a record.
         let _ = folder(&self.storage, "a").directory().remove("vm.vmsd");
         self.fill(0);
     }
 }
 
-/// Merges and a snapshot, each of which finds `free` pages and then nothing more: what do they leave? A merge down has
-/// taken the room for its record before, one up has not.
+/// Attempts merges and a snapshot, each with `free` pages of space at its beginning and none later. A merge down has
+/// reserved space for its record; a merge up has not.
 fn half_done(machine: &Machine, free: u64) {
     let merge = || machine.disk.delete_snapshot("second", Some(Direction::Down), machine);
     let fill_up = || machine.disk.delete_snapshot("first", Some(Direction::Up), machine);
@@ -122,8 +122,8 @@ fn a_disk_is_deleted_where_there_is_no_room() {
             }
         }
     }
-    println!("{left_something} deletions of what an operation had left");
-    assert!(left_something > 0, "nothing ran out of room half way");
+    println!("{left_something} deletions of disks with a pending operation");
+    assert!(left_something > 0, "no operation failed for lack of space and stayed pending");
 }
 
 #[test]
@@ -145,7 +145,7 @@ fn a_deletion_without_room_survives_power_cuts() {
             match Disk::open(folder(&storage, "a"), &options(2)) {
                 Ok(disk) => {
                     kept += 1;
-                    // What is under way stays so where there is no room, and the disk is read meanwhile.
+                    // Without space, the pending operation stays pending, and the disk can be read meanwhile.
                     assert!(read(&disk.chain().unwrap()) == content, "{delta:?}, cut {cut}");
                     unfinished += u32::from(disk.record().pending.is_some());
                     if cut % 2 == 1 {
@@ -167,7 +167,7 @@ fn a_deletion_without_room_survives_power_cuts() {
             assert!(names.is_empty() || names == ["lamina.lock"], "{delta:?}, cut {cut}: {names:?}");
         }
     }
-    println!("{kept} kept, {unfinished} of them unfinished, {finished} deleted");
+    println!("{kept} disks kept, {unfinished} of them with a pending operation, {finished} deleted");
     assert!(kept > 10 && unfinished > 3 && finished > 100, "{kept} kept, {unfinished} unfinished, {finished} deleted");
 }
 
@@ -177,10 +177,10 @@ fn a_snapshot_is_deleted_where_its_data_has_room() {
         let machine = Machine::new(ImageKind::EagerZeroedThick, delta, 11);
         let content = read(&machine.disk.chain().unwrap());
         machine.fill(0);
-        // Its data goes down into a base that is thick.
+        // The data is merged down into a thick base, which has the space.
         machine.disk.delete_snapshot("first", Some(Direction::Down), &NoProgress).unwrap();
         assert!(machine.storage.directory().room().unwrap().available > 0);
-        assert!(Machine::names(&machine.storage).contains(&"vm.vmsd".to_owned()), "the list is back");
+        assert!(Machine::names(&machine.storage).contains(&"vm.vmsd".to_owned()), "VMware's list was written again");
         assert_eq!(leaked(&machine.disk), Vec::<String>::new());
         machine.fill(0);
         machine.disk.consolidate(&NoProgress).unwrap();
@@ -190,7 +190,7 @@ fn a_snapshot_is_deleted_where_its_data_has_room() {
     }
 }
 
-/// A merge that was announced finds nothing left when it ends: the room for its record was taken before.
+/// A merge that was announced finds no free space at its end: it has reserved the space for its record.
 #[test]
 fn a_merge_that_has_begun_has_room_for_its_record() {
     for (delta, seed) in DELTAS.into_iter().zip(11..) {
@@ -203,7 +203,7 @@ fn a_merge_that_has_begun_has_room_for_its_record() {
                     folder(&machine.storage, "a").directory().remove("vm.vmsd").unwrap();
                 }
                 machine.fill(free);
-                // Its data goes down into a base that is thick; another program takes the rest meanwhile.
+                // The data is merged down into a thick base; another program takes all other space meanwhile.
                 let outcome = machine.disk.delete_snapshot("first", Some(Direction::Down), &machine);
                 let names: Vec<String> = machine.disk.snapshots().into_iter().map(|snapshot| snapshot.name).collect();
                 match outcome {
@@ -248,7 +248,7 @@ fn a_snapshot_whose_data_has_no_room_leaves_the_disk_as_it_is() {
     }
 }
 
-/// The file system tells of room that it has not.
+/// The file system reports more free space than it has.
 #[test]
 fn a_snapshot_whose_data_has_only_room_that_is_told_of_leaves_the_disk_as_it_is() {
     for delta in &DELTAS[..2] {
@@ -269,7 +269,7 @@ fn a_snapshot_whose_data_has_only_room_that_is_told_of_leaves_the_disk_as_it_is(
     }
 }
 
-/// Each piece takes a table of its own in the image that it goes to, which is more than the piece.
+/// Each range needs a table of its own in the target, which is larger than the range.
 #[test]
 fn a_snapshot_whose_tables_have_no_room_leaves_the_disk_as_it_is() {
     const PIECES: u64 = 20;
@@ -284,7 +284,7 @@ fn a_snapshot_whose_tables_have_no_room_leaves_the_disk_as_it_is() {
         let chain = disk.chain().unwrap();
         (0..PIECES).for_each(|piece| chain.write(piece << 25, &[7; PAGE as usize]).unwrap());
         chain.flush().unwrap();
-        // Room for the payload, and half as much.
+        // Space for one and a half times the payload.
         let directory = storage.directory();
         let filler = directory.create("filler", IoMode::Buffered).unwrap();
         filler.reserve(0, directory.room().unwrap().available - PIECES * PAGE * 3 / 2).unwrap();
@@ -317,13 +317,13 @@ fn a_clone_and_its_parent_are_deleted_where_there_is_no_room() {
     assert!(names.iter().all(|name| name.starts_with("filler")), "{names:?}");
 }
 
-/// Whether writes to a chain, of which page 7 to 10 have their place, do what they can.
+/// Checks that a chain works without free space. Pages 7 to 10 have grains and can be written.
 fn goes_on_without_room(disk: &Disk, content: &mut [u8], byte: u8) {
     let chain = disk.chain().unwrap();
     chain.write(7 * PAGE, &[byte; 4 * PAGE as usize]).unwrap();
     content[7 * PAGE as usize..11 * PAGE as usize].fill(byte);
     chain.flush().unwrap();
-    // It may find room that was taken ahead.
+    // The write may use space that was reserved before.
     let range = 40 * PAGE as usize..44 * PAGE as usize;
     match chain.write(40 * PAGE, &[byte; 4 * PAGE as usize]) {
         Ok(()) => content[range].fill(byte),
@@ -383,8 +383,8 @@ fn a_disk_is_written_opened_and_closed_where_there_is_no_room() {
 
 type Operation = fn(&Disk) -> Result<(), Error>;
 
-/// Merges and snapshots that a power cut ends on a file system with room, which is full when the disk is opened
-/// again.
+/// Merges and snapshots that a power cut interrupts on a file system with free space, which is full when the disk is
+/// opened again.
 #[test]
 fn an_interrupted_operation_keeps_no_disk_shut_for_lack_of_room() {
     let operations: [Operation; 4] = [
@@ -408,7 +408,7 @@ fn an_interrupted_operation_keeps_no_disk_shut_for_lack_of_room() {
                 let storage = machine.storage.crash();
                 let directory = storage.directory();
                 if cut % 2 == 0 {
-                    // It would make room for a record.
+                    // Removing the list would free space for a record.
                     let _ = folder(&storage, "a").directory().remove("vm.vmsd");
                 }
                 let filler = directory.create("filler", IoMode::Buffered).unwrap();
@@ -418,7 +418,7 @@ fn an_interrupted_operation_keeps_no_disk_shut_for_lack_of_room() {
                 let chain = disk.chain().unwrap_or_else(|error| panic!("{delta:?}, cut {cut}: {error}"));
                 assert!(read(&chain) == content, "{delta:?}, cut {cut}");
                 (opened, unfinished) = (opened + 1, unfinished + u32::from(disk.record().pending.is_some()));
-                // What has its place is written; the head of an interrupted snapshot has no place for anything.
+                // Pages with grains are written; the new head of an interrupted snapshot has no grains.
                 match chain.write(7 * PAGE, &[77; 4 * PAGE as usize]).and_then(|()| chain.flush()) {
                     Ok(()) => content[7 * PAGE as usize..11 * PAGE as usize].fill(77),
                     Err(error) => assert_eq!(error.kind(), ErrorKind::NoSpace, "{error}"),
@@ -439,6 +439,6 @@ fn an_interrupted_operation_keeps_no_disk_shut_for_lack_of_room() {
             }
         }
     }
-    println!("{opened} opened, {unfinished} of them unfinished");
+    println!("{opened} disks opened, {unfinished} of them with a pending operation");
     assert!(opened > 100 && unfinished > 10, "{opened} opened, {unfinished} unfinished");
 }

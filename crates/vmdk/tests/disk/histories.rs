@@ -1,6 +1,6 @@
 //! Random histories of one disk against plain arrays: writes, discards, snapshots in every delta format, reverts,
-//! deletions both ways, consolidation, with a guest that goes on meanwhile; opened again now and then, and read by QEMU
-//! where it supports the formats.
+//! deletions in both directions, consolidation, while a guest writes. The disk is reopened now and then, and read by
+//! QEMU where QEMU supports the formats.
 
 use crate::world::{Busy, DELTAS, Guest, Random, leaked, local, options, qemu_read, read, scratch};
 use error::ErrorKind;
@@ -29,7 +29,7 @@ impl History {
     fn new(seed: u64, folder: &Path, formats: &[DeltaFormat], kind: ImageKind) -> Self {
         let mut random = Random::new(seed);
         let capacity = (1 << 20) + random.below(2048) * 512;
-        // 4 KiB grains everywhere: what QEMU makes of a part of one is another story.
+        // A multiple of 4 KiB, because QEMU treats a partial last grain in its own way.
         let capacity = capacity / 4096 * 4096;
         let new =
             NewDisk { name: "vm".to_owned(), capacity, kind, delta: Some(formats[0]), adapter: Adapter::LsiLogic };
@@ -85,7 +85,7 @@ impl History {
         let direction = *self.random.pick(&[None, Some(Direction::Down), Some(Direction::Up)]);
         let patience = if self.random.percent(20) { 1 + self.random.below(3) as u32 } else { 0 };
         let mut deleted = self.disk.delete_snapshot(&name, direction, &self.busy(patience));
-        // A process that another test starts inherits our locks for the moment before it becomes QEMU.
+        // A process that another test forks holds this process's locks until it executes QEMU.
         while deleted.as_ref().is_err_and(|error| error.kind() == ErrorKind::Busy) {
             std::thread::sleep(std::time::Duration::from_millis(5));
             assert!(self.disk.snapshots().iter().any(|snapshot| snapshot.name == name), "Busy, and gone");
@@ -94,7 +94,7 @@ impl History {
         if let Err(error) = deleted {
             assert!(error.kind() == ErrorKind::Interrupted && patience > 0, "{name} {direction:?}: {error}");
         }
-        // Interrupted, it is there whole or not at all.
+        // If the deletion was interrupted, the snapshot is complete or gone.
         if !self.disk.snapshots().iter().any(|snapshot| snapshot.name == name) {
             self.snapshots.remove(&name);
         }
@@ -137,13 +137,13 @@ impl History {
         self.disk.close().unwrap();
         let home = self.disk.home().clone();
         let seed = self.random.next();
-        // The old one has to be gone: it holds the lock.
+        // The old disk has to be dropped first: it holds the lock.
         let stand_in = Self::scratch_disk();
         drop(std::mem::replace(&mut self.disk, stand_in));
         self.disk = open_when_free(home, seed);
     }
 
-    /// Something to stand in the disk's place for a moment.
+    /// A placeholder while the disk is reopened.
     fn scratch_disk() -> Arc<Disk> {
         let folder = backend::simulated::SimulatedDisk::new(0, Default::default()).directory();
         let home = layer::image::Folder::plain(folder);
@@ -155,9 +155,12 @@ impl History {
     fn verify(&mut self, folder: &Path) {
         let seed = self.seed;
         let found = read(&self.disk.chain().unwrap());
-        assert!(found == self.content(), "seed {seed}: the head");
+        assert!(found == self.content(), "seed {seed}: content of the head");
         for (name, content) in &self.snapshots {
-            assert!(read(&self.disk.snapshot_chain(name).unwrap()) == *content, "seed {seed}: snapshot {name}");
+            assert!(
+                read(&self.disk.snapshot_chain(name).unwrap()) == *content,
+                "seed {seed}: content of snapshot {name}"
+            );
         }
         let mut names: Vec<String> = self.disk.snapshots().into_iter().map(|snapshot| snapshot.name).collect();
         names.sort();
@@ -175,7 +178,10 @@ impl History {
         let record = self.disk.record();
         let content = self.content();
         let head = record.nodes.iter().find(|node| node.id == record.head).unwrap();
-        assert!(qemu_read(folder, &head.descriptor, content.len()) == content, "seed {seed}: QEMU's head");
+        assert!(
+            qemu_read(folder, &head.descriptor, content.len()) == content,
+            "seed {seed}: content of the head, read by QEMU"
+        );
         for snapshot in &record.snapshots {
             let node = record.nodes.iter().find(|node| node.id == snapshot.node).unwrap();
             let found = qemu_read(folder, &node.descriptor, content.len());
@@ -202,7 +208,7 @@ impl History {
     }
 }
 
-/// See [`History::delete`].
+/// Opens a disk, and retries while a forked process still holds its lock: see [`History::delete`].
 fn open_when_free(home: layer::image::Folder, seed: u64) -> Arc<Disk> {
     for _ in 0..1000 {
         match Disk::open(home.clone(), &options(seed)) {
@@ -210,7 +216,7 @@ fn open_when_free(home: layer::image::Folder, seed: u64) -> Arc<Disk> {
             other => return other.unwrap(),
         }
     }
-    panic!("the disk stays open elsewhere")
+    panic!("another process keeps the disk open")
 }
 
 fn histories(seeds: std::ops::Range<u64>, steps: usize, formats: &[DeltaFormat]) {

@@ -1,4 +1,4 @@
-//! Disks in VMware's formats, from outside: histories against a model, power cuts, folders of other makers.
+//! Disks in VMware's formats, tested from outside: histories against a model, power cuts, adopted folders.
 
 #![allow(clippy::unwrap_used)]
 

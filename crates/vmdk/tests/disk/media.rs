@@ -1,6 +1,6 @@
-//! Media that fail: reads, writes, flushes, reservations, once, for a time or for ever, under disks of every format.
-//! Each sector reads as what was acknowledged, or not at all; after a restart it has what was flushed, or something
-//! newer; and what another process shows after a kill or a failed closing, with the page cache as it was, stays.
+//! Storage that fails: reads, writes, flushes, reservations, once, for a time or for ever, under disks of every format.
+//! Each sector must read as acknowledged, or not at all. After a restart it has the flushed content, or newer. What a
+//! new process reads after a kill or a failed close, with the page cache kept, must stay.
 
 use crate::world::{DELTAS, Random, Sub, options};
 use backend::simulated::{Fault, SimulatedDisk, SimulatedOptions};
@@ -12,16 +12,16 @@ use work::NoProgress;
 
 const SECTOR: u64 = 512;
 const CAPACITY: u64 = 24 << 20;
-/// Places that are written: this many of four blocks each, far enough apart to differ in tables and in what a failed
-/// flush puts in doubt.
+/// The number of places that are written, each of four blocks. They are far enough apart to have different tables and
+/// different parts in the record of unflushed ranges.
 const PLACES: u64 = 64;
 const PLACE_SECTORS: u64 = 32;
 const SECTORS: u64 = PLACES * PLACE_SECTORS;
 
-/// What a sector may read as.
+/// The values that a sector may have.
 #[derive(Clone)]
 struct Sector {
-    /// Now: one value, and others where a write failed.
+    /// Now: the last value, and also the values of later writes that failed.
     now: Vec<u8>,
     /// After a restart.
     later: Vec<u8>,
@@ -38,7 +38,7 @@ struct World {
     disk: Arc<Disk>,
     random: Random,
     sectors: Vec<Sector>,
-    /// A fault was asked for: errors may come.
+    /// A fault was requested, so errors are permitted.
     faulty: bool,
     what: String,
 }
@@ -114,7 +114,7 @@ impl World {
         }
     }
 
-    /// Reads sectors; how many could not be.
+    /// Reads sectors and checks their values; returns how many could not be read.
     fn check(&mut self, first: u64, count: u64) -> u64 {
         let chain = self.disk.chain().unwrap();
         let mut failed = 0;
@@ -140,7 +140,7 @@ impl World {
         failed
     }
 
-    /// Asks for a fault among what comes next.
+    /// Requests a random fault in the next operations.
     fn fail(&mut self) {
         self.faulty = true;
         let soon = self.random.below(60);
@@ -153,7 +153,7 @@ impl World {
         }
     }
 
-    /// The medium works again, and the disk is opened again without a new process. What it shows then stays so.
+    /// Ends the faults, and reopens the disk in the same process. What is read then must stay.
     fn reopen(&mut self) {
         self.machine.mend();
         self.faulty = false;
@@ -166,12 +166,12 @@ impl World {
             let sector = &mut self.sectors[number as usize];
             assert!(sector.later.contains(&bytes[0]), "{}: {} at sector {number}", self.what, bytes[0]);
             let kept = sector.now.contains(&bytes[0]);
-            assert!(lost || kept, "{}: sector {number} has lost a write, and nothing was said of it", self.what);
+            assert!(lost || kept, "{}: sector {number} has lost a write without an error", self.what);
             *sector = Sector { now: vec![bytes[0]], later: vec![bytes[0]] };
         }
     }
 
-    /// The medium works again; the power is cut, and the disk is opened again.
+    /// Ends the faults, cuts the power, and opens the disk again.
     fn restart(self) -> Self {
         let Self { machine, disk, random, mut sectors, what, .. } = self;
         drop(disk);
@@ -186,8 +186,8 @@ impl World {
 }
 
 impl World {
-    /// The medium works again, and another process opens the disk: after a kill, or after a closing that may have
-    /// failed. The page cache is as it was. What is shown then stays so.
+    /// Ends the faults, and opens the disk as another process would, after a kill or after a close that may have
+    /// failed. The page cache is kept. Content that the new process has read must not change afterwards.
     fn exchange_process(self, closes: bool) -> Self {
         let Self { machine, disk, random, mut sectors, what, .. } = self;
         machine.mend();
@@ -204,14 +204,14 @@ impl World {
             assert!(sector.later.contains(&bytes[0]), "{what}: {} at sector {number}", bytes[0]);
             *sector = Sector { now: vec![bytes[0]], later: vec![bytes[0]] };
         }
-        // As a client that relies on what it has read.
+        // A flush, as a client makes that relies on what it has read.
         chain.flush().unwrap_or_else(|error| panic!("{what}: {error}"));
         Self { machine, disk, random, sectors, faulty: false, what }
     }
 }
 
-/// After a flush that failed the page cache may show what was never written: another process reads what the medium
-/// has, and finds the same later.
+/// After a failed flush the page cache may hold data that was never written: another process reads what the device
+/// holds, and reads the same later.
 #[test]
 fn what_another_process_reads_after_a_failed_flush_stays() {
     let kinds = [ImageKind::Thin, ImageKind::ZeroedThick, ImageKind::MonolithicSparse];
@@ -237,7 +237,7 @@ fn what_another_process_reads_after_a_failed_flush_stays() {
     assert!(stopped > 36, "{stopped}");
 }
 
-/// What was closed without a failure is opened without a flush; everything else has its files flushed first.
+/// A disk that was closed without a failure is opened without a flush; otherwise its files are flushed first.
 #[test]
 fn only_a_disk_that_was_closed_is_trusted() {
     const MARK: &str = "lamina.closed";
@@ -252,7 +252,7 @@ fn only_a_disk_that_was_closed_is_trusted() {
         machine.fail_syncs(1);
         let disk = open(&machine).unwrap();
         assert!(!marked(&machine) && disk.stopped().is_none());
-        // The flush that was to fail is still to come.
+        // The requested failure of a flush is still to come.
         let chain = disk.chain().unwrap();
         chain.write(0, &[2; 4096]).unwrap_err();
         chain.write(0, &[2; 4096]).unwrap();
@@ -262,7 +262,7 @@ fn only_a_disk_that_was_closed_is_trusted() {
         disk.close().unwrap();
         drop(disk);
         assert!(!marked(&machine), "seed {seed}: a disk that has stopped");
-        // A medium that still fails: the disk has stopped before anything is read, and is opened again.
+        // The device still fails: the disk is stopped before anything is read, and can be reopened later.
         machine.fail_requests(Fault::Sync, 2, 2);
         let disk = open(&machine).unwrap();
         let why = disk.stopped().unwrap_or_else(|| panic!("seed {seed}"));
@@ -274,13 +274,13 @@ fn only_a_disk_that_was_closed_is_trusted() {
         disk.close().unwrap();
         drop(disk);
         assert!(marked(&machine));
-        // Killed.
+        // The process is killed.
         drop(open(&machine).unwrap());
         assert!(!marked(&machine));
     }
 }
 
-/// Whatever fails in an operation: the files that it wrote are not trusted.
+/// If any flush in an operation fails, the disk gets no mark of a clean close.
 #[test]
 fn a_disk_whose_operation_failed_is_not_trusted() {
     let (mut trusted, mut failed) = (0, 0);
@@ -308,7 +308,7 @@ fn a_disk_whose_operation_failed_is_not_trusted() {
     assert!(trusted > 30 && failed > 30, "{trusted} {failed}");
 }
 
-/// Returns how many sectors could not be read, and whether the disk stopped.
+/// Runs one case; returns how many sectors could not be read, and whether the disk stopped.
 fn case(seed: u64, kind: ImageKind, delta: DeltaFormat) -> (u64, bool) {
     let mut world = World::new(seed, kind, delta);
     let mut failed = 0;
@@ -321,7 +321,7 @@ fn case(seed: u64, kind: ImageKind, delta: DeltaFormat) -> (u64, bool) {
     assert_eq!(world.disk.stopped().is_some(), stopped, "{}", world.what);
     if stopped && !seed.is_multiple_of(4) {
         world.reopen();
-        // With writes that go on, and without.
+        // With further writes, and without.
         if seed % 4 > 1 {
             world.steps(40);
             world.flush();
@@ -329,7 +329,7 @@ fn case(seed: u64, kind: ImageKind, delta: DeltaFormat) -> (u64, bool) {
         }
     }
     let mut world = world.restart();
-    // A write that was torn has one value or the other; then it is known.
+    // A torn write leaves either value; from this read on the value is known.
     assert_eq!(world.check(0, SECTORS), 0);
     world.steps(40);
     world.flush();
@@ -337,7 +337,7 @@ fn case(seed: u64, kind: ImageKind, delta: DeltaFormat) -> (u64, bool) {
     (failed, stopped)
 }
 
-/// A disk, what it is on, and one written and flushed block.
+/// A disk with one written and flushed block, and its storage.
 fn small(seed: u64) -> (SimulatedDisk, Arc<Disk>) {
     let machine = SimulatedDisk::new(seed, SimulatedOptions::default());
     let disk = small_in(Folder::plain(machine.directory()), seed);
@@ -359,7 +359,7 @@ fn small_in(home: Folder, seed: u64) -> Arc<Disk> {
     disk
 }
 
-/// Makes snapshots whose operations fail, one after another, until the disk has stopped. False when none stops it.
+/// Takes snapshots with a failing operation until the disk has stopped. Returns false if none stops it.
 fn stops_in_a_snapshot(machine: &SimulatedDisk, disk: &Disk) -> bool {
     (0..200).any(|step| {
         machine.fail_operation(machine.operations() + step);
@@ -369,7 +369,7 @@ fn stops_in_a_snapshot(machine: &SimulatedDisk, disk: &Disk) -> bool {
     })
 }
 
-/// The new chain has nothing to flush: the attempt that succeeds says what may be lost, whichever it is.
+/// The new chain has nothing to flush, so the successful attempt reports the loss, also when earlier attempts failed.
 #[test]
 fn reopening_says_whether_writes_may_be_lost() {
     for seed in 0..3 {
@@ -383,7 +383,7 @@ fn reopening_says_whether_writes_may_be_lost() {
         }
         machine.mend();
         assert!(disk.reopen().unwrap(), "seed {seed}");
-        // Said once: what stops it next finds nothing that is not flushed.
+        // The loss is reported once: at the next failure there are no unflushed writes.
         disk.chain().unwrap().write(16384, &[3; 4096]).unwrap();
         disk.chain().unwrap().flush().unwrap();
         assert!(stops_in_a_snapshot(&machine, &disk), "seed {seed}");
@@ -391,7 +391,8 @@ fn reopening_says_whether_writes_may_be_lost() {
     }
 }
 
-/// A replacement of the record that failed at its last step is taken back by a power cut, unless it was made durable.
+/// After a replacement of the record that failed in its last step, a power cut may restore the old record, unless the
+/// new one was made durable.
 #[test]
 fn the_record_found_by_a_reopening_stays() {
     let mut stopped = 0;
@@ -420,7 +421,7 @@ fn the_record_found_by_a_reopening_stays() {
     assert!(stopped > 6, "{stopped}");
 }
 
-/// The folder of the record, and of an image, while names cannot be made durable.
+/// The folder of the record, or of an image, while changes of names cannot be made durable.
 #[test]
 fn reopening_waits_for_the_folders() {
     let (machine, disk) = small(0);
@@ -436,7 +437,7 @@ fn reopening_waits_for_the_folders() {
     disk.reopen().unwrap();
 }
 
-/// Only the head is written, so only the head has to be writable.
+/// Only the head has to be writable, because only the head is written.
 #[test]
 fn a_disk_above_what_is_only_read_is_opened_again() {
     for (seed, delta) in [(0, "vm-000001-delta.vmdk"), (1, "vm-000001-sesparse.vmdk"), (2, "vm-000001-vsan.vmdk")] {
@@ -468,6 +469,6 @@ fn no_sector_reads_as_something_old() {
         unread += u64::from(failed > 0);
         stopped += u64::from(stop);
     }
-    println!("{cases} cases: in {unread} something could not be read, in {stopped} the disk stopped");
+    println!("{cases} cases: {unread} with sectors that could not be read, {stopped} in which the disk stopped");
     assert!(unread > cases / 20 && stopped > cases / 20);
 }

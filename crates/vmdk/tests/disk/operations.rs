@@ -1,4 +1,4 @@
-//! What each operation does, and what it refuses.
+//! The effects of each operation, and what it refuses.
 
 use crate::world::{Busy, DELTAS, Guest, Random, leaked, local, options, read, scratch};
 use backend::simulated::SimulatedDisk;
@@ -94,7 +94,7 @@ fn files_are_called_as_on_an_esxi_host() {
             "snapshot1.disk0.node = \"scsi0:0\"",
         ];
         assert_eq!(without_time, wanted);
-        // The lowest free number is taken again.
+        // The lowest free number is used again.
         disk.delete_snapshot("second", Some(Direction::Up), &NoProgress).unwrap();
         snapshot(&disk, "third");
         assert!(files(folder.path()).contains(&"vm-000001.vmdk".to_owned()));
@@ -119,7 +119,7 @@ fn an_image_with_several_children_is_held_until_one_is_left() {
         disk.delete_snapshot("root", None, &NoProgress).unwrap();
         assert_eq!(names(&disk), ["left", "right"]);
         assert_eq!(disk.record().nodes.len(), 4);
-        // Nothing stands on it, so it goes, and what was held is merged.
+        // The image has no children, so it is removed, and the image kept before is merged.
         disk.delete_snapshot("left", None, &NoProgress).unwrap();
         assert_eq!(disk.record().nodes.len(), 2);
         assert_eq!((byte(&disk, 0), byte(&disk, 4096), byte(&disk, 8192)), (1, 0, 3));
@@ -151,7 +151,7 @@ fn side_branches_are_merged_while_the_head_is_elsewhere() {
         assert_eq!((found[0], found[4096], found[8192], found[12288]), (1, 2, 3, 0));
         assert_eq!(byte(&disk, 0), 9);
         assert_eq!(leaked(&disk), Vec::<String>::new());
-        // While it is open it stays, and so does what is below.
+        // While its chain is open the snapshot stays, and so do the images below.
         let refused = kind(disk.delete_snapshot("c", None, &NoProgress));
         assert_eq!(refused.0, ErrorKind::Busy);
         drop(chain);
@@ -223,7 +223,7 @@ fn tunables_and_names_stay() {
     assert_eq!((tunables.entries, tunables.prefetch_bytes, tunables.prefetch_extents), (1000, MIB, 7));
     assert_eq!(disk.statistics().data.memory_max, MIB);
     assert_eq!(disk.info().unwrap().levels_max, 40);
-    // New files go by the old name.
+    // New files keep the old name of the disk.
     snapshot(&disk, "s");
     assert!(files(folder.path()).contains(&"vm-000001-vsan.vmdk".to_owned()));
 }
@@ -245,7 +245,7 @@ fn clones_pin_what_they_stand_on() {
     assert_eq!(disk.snapshots()[1].clones, ["child"]);
     let refused = kind(disk.delete_snapshot("gold", None, &NoProgress));
     assert!(refused.0 == ErrorKind::Busy && refused.1.contains("child"), "{refused:?}");
-    // What is only below keeps its place and loses its name.
+    // An image between the clone and the base keeps its file, and loses its name.
     disk.delete_snapshot("below", None, &NoProgress).unwrap();
     assert_eq!(disk.record().nodes.len(), 3);
     assert_eq!(kind(disk.consolidate(&NoProgress)).0, ErrorKind::Busy);
@@ -303,7 +303,7 @@ fn several_disks_stop_at_one_point() {
         let (first, second) = (number(&disks[0]), number(&disks[1]));
         assert!(first == second || first == second + 1, "{first} and {second}");
     }
-    // What fails at the point leaves nothing on any of them.
+    // A failure at the point in time leaves no snapshot on any of the disks.
     let of: Vec<_> = disks.iter().map(|disk| (Arc::clone(disk), NewSnapshot::named("no"))).collect();
     let refused = snapshot_group(&of, &mut || Err(Error::new(ErrorKind::Interrupted, "not now")));
     assert_eq!(kind(refused).0, ErrorKind::Interrupted);
@@ -499,8 +499,8 @@ fn damaged_records_are_refused() {
     Disk::open(local(folder.path()), &options(1)).unwrap().chain().unwrap();
 }
 
-/// Any single failure of the medium: the operation fails or is done, the disk goes on or says that it has to be opened
-/// again, and then everything is there.
+/// For any single I/O failure, the operation fails or succeeds, the disk continues or has to be reopened, and all data
+/// is there afterwards.
 #[test]
 fn single_failures_leave_the_disk_whole() {
     for (which, count) in [(0u64, 40u64), (1, 60), (2, 80), (3, 60)] {
@@ -531,14 +531,14 @@ fn single_failures_leave_the_disk_whole() {
                 _ => disk.consolidate(&NoProgress),
             };
             let what = format!("operation {which}, failure {number}: {outcome:?}");
-            // Also after a flush of metadata that failed, which the page cache may have forgotten.
+            // Also after a failed flush of metadata, whose cached pages may be lost.
             let mut found = vec![0xee; content.len()];
             match chain.read(0, &mut found) {
                 Ok(()) => assert!(found == content, "{what}"),
                 Err(error) => assert!(outcome.is_err(), "{what}, and then {error}"),
             }
             drop((chain, disk));
-            // Where the failure did not come, it is forgotten with the machine.
+            // A requested failure that has not occurred ends with the machine.
             let machine = machine.crash();
             let disk = Disk::open(Folder::plain(machine.directory()), &options(2)).unwrap();
             assert!(read(&disk.chain().unwrap()) == content, "{what}");

@@ -1,5 +1,5 @@
-//! Disks with a raw base: others open them by their head's path, and what a guest writes at the beginning of the base
-//! never decides what it is.
+//! Disks with a raw base: other programs open them by the path of their head, and guest data at the beginning of the
+//! base never decides its format.
 
 use crate::world::{Random, local, options, read, scratch};
 use chain::Chain;
@@ -23,7 +23,7 @@ fn raw_disk(folder: &Path) -> Arc<Disk> {
     Disk::create(local(folder), &new, &options(1), &NoProgress).unwrap()
 }
 
-/// What one reads who has the folder and knows nothing of the record.
+/// The content that a program reads that has only the folder, without the record.
 fn by_path(disk: &Disk, folder: &Path) -> Vec<u8> {
     disk.chain().unwrap().flush().unwrap();
     let record = disk.record();
@@ -81,7 +81,7 @@ fn what_a_guest_writes_at_the_beginning_is_no_descriptor() {
     disk.delete_snapshot("a", None, &NoProgress).unwrap();
     disk.delete_snapshot("b", None, &NoProgress).unwrap();
     disk.consolidate(&NoProgress).unwrap();
-    assert_eq!(disk.info().unwrap().levels, 1, "it can be merged into its base");
+    assert_eq!(disk.info().unwrap().levels, 1, "the delta can be merged into its raw base");
     assert!(read(&disk.chain().unwrap()) == content);
     disk.close().unwrap();
     drop(disk);

@@ -1,5 +1,5 @@
-//! What the tests share: seeded randomness, a disk's content as a plain array, guests that write during merges, folders
-//! on a simulated disk, QEMU.
+//! Shared by the tests: options with seeded identities, a disk's content as a plain array, guests that write during
+//! merges, folders on a simulated disk, QEMU.
 
 use backend::{Access, Directory, File, IoMode, LocalFolder, Lock, Queue, QueueKind, Room};
 use chain::Chain;
@@ -16,20 +16,20 @@ use work::Progress;
 
 pub const DELTAS: [DeltaFormat; 3] = [DeltaFormat::VmfsSparse, DeltaFormat::SeSparse, DeltaFormat::VsanSparse];
 
-/// Options whose identities follow from a seed.
+/// Options whose random identities follow from a seed.
 pub fn options(seed: u64) -> Options {
     let random = Mutex::new(Random::new(seed ^ 0x6964));
     Options { random: Arc::new(move || random.lock().next()), ..Options::default() }
 }
 
-/// All of a chain.
+/// The whole content of a chain.
 pub fn read(chain: &Chain) -> Vec<u8> {
     let mut out = vec![0xee; chain.capacity() as usize];
     chain.read(0, &mut out).unwrap();
     out
 }
 
-/// A guest: writes and discards at random, here and in a plain array.
+/// A guest that writes and discards at random, in the chain and in a plain array.
 pub struct Guest {
     pub random: Random,
     pub content: Vec<u8>,
@@ -58,11 +58,11 @@ impl Guest {
     }
 }
 
-/// A guest that goes on during a merge.
+/// Lets a guest write during a merge.
 pub struct Busy<'a> {
     pub guest: &'a Mutex<Guest>,
     pub chain: Arc<Chain>,
-    /// Stops after this many reports; never if zero.
+    /// The merge is cancelled after this many reports; never if zero.
     pub patience: Mutex<u32>,
 }
 
@@ -87,7 +87,7 @@ impl Progress for Busy<'_> {
     }
 }
 
-/// What QEMU reads.
+/// The content of an image as QEMU reads it.
 pub fn qemu_read(folder: &Path, name: &str, capacity: usize) -> Vec<u8> {
     let out = folder.join("qemu.raw");
     let ran = Command::new("qemu-img")
@@ -103,7 +103,7 @@ pub fn qemu_read(folder: &Path, name: &str, capacity: usize) -> Vec<u8> {
     bytes
 }
 
-/// A folder in memory where there is one: what is proven here is not the file system.
+/// A temporary folder, in memory if possible: the tests do not depend on the file system.
 pub fn scratch() -> tempfile::TempDir {
     let memory = Path::new("/dev/shm");
     if memory.is_dir() { tempfile::tempdir_in(memory).unwrap() } else { tempfile::tempdir().unwrap() }
@@ -113,7 +113,7 @@ pub fn local(path: &Path) -> Folder {
     Folder::local(path, &[]).unwrap()
 }
 
-/// Files of the disk's folder that its record does not name.
+/// Files in the disk's folder that its record does not name.
 pub fn leaked(disk: &Disk) -> Vec<String> {
     let record = disk.record();
     let mut known = vec!["lamina.disk".to_owned(), "lamina.lock".to_owned(), format!("{}.vmsd", record.stem)];
@@ -125,7 +125,7 @@ pub fn leaked(disk: &Disk) -> Vec<String> {
     names.into_iter().filter(|name| !known.contains(name)).collect()
 }
 
-/// A folder within the one folder of a simulated disk: files whose names begin with its own.
+/// A subfolder within the only folder of a simulated disk: its files have a common name prefix.
 pub struct Sub {
     inner: Arc<dyn Directory>,
     prefix: String,

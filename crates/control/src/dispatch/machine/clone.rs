@@ -6,7 +6,7 @@ use error::Result;
 use vm::clone::{self, Made, Options, Source};
 use vm::host::Host;
 
-/// Makes clones. A single one that cannot be made is an error.
+/// Makes clones. If only one was requested and it fails, its error is returned.
 pub fn make(
     host: &Host,
     source: &Source,

@@ -1,4 +1,4 @@
-//! The disks of machines: requests to the datastore, wherever it is open.
+//! The disks of machines: requests to the datastore, in this process or by its server.
 
 use crate::dispatch::{Part, Target, Watch, dispatch};
 use crate::message::{DiskRequest, Reply, Request, SnapshotRequest};
@@ -9,22 +9,22 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use vm::disks::{Disks, Facts, SnapshotFacts};
 
-/// The disks of a datastore.
+/// The disks of a datastore, accessed by requests.
 struct Bound {
     target: Target,
 }
 
-/// The disks of a datastore, as machines need them.
+/// The disks of a datastore, in the form that crate `vm` needs.
 pub fn disks(target: Target) -> Arc<dyn Disks> {
     Arc::new(Bound { target })
 }
 
-// What is asked of the disks of a machine is forced: its processes have been ended before, and none of them comes back.
+// Requests on disks of a machine are forced: the machine's processes have ended, so that none of them reconnects.
 
-/// Follows a copy.
+/// Reports progress of a copy.
 struct Copy<'a>(&'a dyn Progress);
 
-/// Follows what takes no time.
+/// Ignores progress, for requests that are quick.
 struct Unwatched;
 
 impl Progress for Copy<'_> {
@@ -40,7 +40,7 @@ impl Progress for Copy<'_> {
 impl Progress for Unwatched {}
 
 fn no_parts() -> Error {
-    Error::new(ErrorKind::Invalid, "the datastore answered with parts of an answer, which were not asked for")
+    Error::new(ErrorKind::Invalid, "the server sent a reply in parts, which was not requested")
 }
 
 impl Watch for Copy<'_> {
@@ -61,9 +61,9 @@ impl Bound {
     }
 }
 
-/// An answer that does not belong to the request.
+/// The error for a reply that does not belong to the request.
 pub fn unexpected(reply: &Reply) -> Error {
-    let mut text = format!("the datastore answered something else than what was asked: {reply:?}");
+    let mut text = format!("the server sent a reply that does not match the request: {reply:?}");
     text.truncate(text.char_indices().nth(200).map_or(text.len(), |(at, _)| at));
     Error::new(ErrorKind::Invalid, text)
 }

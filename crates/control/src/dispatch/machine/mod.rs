@@ -1,7 +1,7 @@
-//! Requests about machines: calls of [`vm`], in the process that asks. What they need of disks is asked of the owner of
-//! the datastore, by requests like any other.
+//! Requests about machines: calls of [`vm`] in the requesting process. Operations on their disks are requests to the
+//! owner of the datastore.
 //!
-//! Every verb begins with recovery: what a killed one has left is removed or finished before this one looks.
+//! Every operation begins with recovery: what a killed process left is removed or completed first.
 
 mod clone;
 mod disks;
@@ -26,17 +26,17 @@ use vm::machine::{Hold, MachineState};
 use vm::machines::{OwnDisk, Snapshot};
 use vm::snapshots;
 
-/// How long an agent may take to answer.
+/// How long the guest agent may take to answer.
 const AGENT_PATIENCE: Duration = Duration::from_secs(5);
 
-/// What verbs of machines work with.
+/// Context of an operation on machines.
 struct Work<'a> {
     target: &'a Target,
     host: Host,
     watch: &'a dyn Watch,
 }
 
-/// Where the datastore is, by a path that means the same in every process.
+/// The location of the datastore, which is valid in every process.
 fn location(target: &Target) -> Result<Location> {
     match target {
         Target::Files => Err(super::needs_datastore()),
@@ -45,7 +45,7 @@ fn location(target: &Target) -> Result<Location> {
     }
 }
 
-/// Carries out one.
+/// Carries out a request about machines.
 pub fn dispatch(target: &Target, request: MachineRequest, watch: &dyn Watch) -> Result<Reply> {
     let datastore = location(target)?.need_folder("virtual machines")?.to_path_buf();
     let MachineRequest { qemu, memory_folder, verb } = request;
@@ -112,7 +112,7 @@ impl Work<'_> {
         }
     }
 
-    /// The same with each of several machines. One that fails keeps no other from its turn.
+    /// Applies an operation to several machines. A failure on one machine does not prevent the others.
     fn each(&self, names: Vec<String>, work: &dyn Fn(&str) -> Result<()>) -> Result<MachineReply> {
         let (mut done, mut failed) = (Vec::new(), Vec::new());
         let alone = names.len() == 1;
@@ -159,7 +159,7 @@ fn create(host: &Host, new: &NewMachine) -> Result<Definition> {
             return Err(Error::new(ErrorKind::NotFound, format!("there is no disk '{disk}'")));
         }
         if let Some(user) = users.get(disk) {
-            return Err(Error::new(ErrorKind::Busy, format!("disk '{disk}' is machine '{user}'s")));
+            return Err(Error::new(ErrorKind::Busy, format!("disk '{disk}' belongs to machine '{user}'")));
         }
         definition.add_disk(disk)?;
     }
@@ -179,12 +179,12 @@ fn create(host: &Host, new: &NewMachine) -> Result<Definition> {
     Ok(definition)
 }
 
-/// A file that is there, by a path that means the same to QEMU.
+/// The absolute path of an existing file, for QEMU.
 fn readable(path: &Path) -> Result<PathBuf> {
     path.canonicalize().during(|| format!("looking for '{}'", path.display()))
 }
 
-/// Deletes a machine; the snapshots that were taken for its clones go with the last of them.
+/// Deletes a machine. Snapshots taken for its clones are deleted with the last clone.
 fn delete(host: &Host, name: &str, keep_disks: bool, promote: bool) -> Result<()> {
     let machine = host.machines().get(name)?;
     let disks = if keep_disks { Vec::new() } else { machine.definition()?.disk_names() };
@@ -230,7 +230,7 @@ fn freeze(host: &Host, name: String) -> Result<MachineReply> {
 fn execute(host: &Host, name: &str, command: &[String], input: &[u8], timeout: Duration) -> Result<MachineReply> {
     let machine = host.machines().get(name)?;
     let Some((program, arguments)) = command.split_first() else {
-        return Err(Error::new(ErrorKind::Invalid, format!("no program to run in machine '{name}' is named")));
+        return Err(Error::new(ErrorKind::Invalid, format!("no program to run in machine '{name}' is given")));
     };
     let Some(mut agent) = machine.agent(AGENT_PATIENCE)? else {
         let text =

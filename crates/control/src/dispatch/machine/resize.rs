@@ -1,4 +1,4 @@
-//! A disk that gets larger while a running machine has it: the machine sees the new size.
+//! Growing a disk while a running machine uses it, so that the guest sees the new size.
 
 use super::{Target, Watch, location};
 use crate::dispatch::dispatch;
@@ -8,17 +8,17 @@ use std::time::Duration;
 use vm::machine::{Change, Machine};
 use vm::resize::Telling;
 
-/// How long another command may work on the machine.
+/// How long to wait for another command that uses the machine.
 const CHANGE_PATIENCE: Duration = Duration::from_secs(30);
 
-/// The machine that has a disk and runs, held against other commands.
+/// A running machine that uses a disk, locked against other commands.
 struct Affected {
     _change: Change,
     telling: Telling,
     name: String,
 }
 
-/// The machine that is to be told of the new size of a disk.
+/// The running machine that has to be notified of the new size of a disk.
 fn affected(target: &Target, disk: &str) -> Result<Option<Affected>> {
     let location = location(target)?;
     let Some(folder) = location.local_path() else { return Ok(None) };
@@ -33,7 +33,7 @@ fn affected(target: &Target, disk: &str) -> Result<Option<Affected>> {
     Ok(telling.map(|telling| Affected { _change: change, telling, name }))
 }
 
-/// Changes the capacity of a disk and has the machine see it that runs on it, if one does.
+/// Changes the capacity of a disk, and notifies the running machine that uses it, if any.
 pub fn resize(
     target: &Target,
     name: String,
@@ -42,7 +42,7 @@ pub fn resize(
     reconnect: Reconnect,
     watch: &dyn Watch,
 ) -> Result<Reply> {
-    // A disk that shrinks has no client, and so no running machine.
+    // A disk that shrinks must have no clients, and so is not used by a running machine.
     let affected = if shrink { None } else { affected(target, &name)? };
     let reconnect = match (&affected, reconnect) {
         (Some(affected), Reconnect::NoClient) => Reconnect::Process(affected.telling.pid()),
@@ -56,7 +56,7 @@ pub fn resize(
             if seen {
                 telling.finish(resized.disk.capacity)?;
             }
-            // Its connection was ended and made again within this request.
+            // The machine's own connection has reconnected within this request, so it is not counted.
             resized.reconnected = resized.reconnected.saturating_sub(1);
             resized.disk.machine = Some(name.clone());
             resized.machine = Some(MachineNotice { name, seen });

@@ -1,4 +1,4 @@
-//! A full clone of a machine at another server.
+//! A full clone of a machine on another server.
 
 use super::Work;
 use crate::dispatch::{dispatch, point_name};
@@ -10,7 +10,7 @@ use vm::definition::{CloneKind, Origin};
 use vm::quiet;
 
 impl Work<'_> {
-    /// Sends a machine: its disks at one point, and a definition with an identity of its own.
+    /// Sends a machine: its disks at one point, and its definition with a new identity.
     pub fn send(&self, source: &Source, remote: &str, how: &SendHow, quiesce: bool) -> Result<MachineReply> {
         let host = &self.host;
         let name = remote.parse::<Remote>().map_err(|text| Error::new(ErrorKind::Invalid, text))?.name;
@@ -43,7 +43,7 @@ impl Work<'_> {
             let snapshots = source.point(host)?.disks.into_iter().map(|snapshot| snapshot.name).collect();
             ask(SendPoint::Snapshots(snapshots))?
         } else {
-            // What an earlier command was sending goes on; otherwise the machine as it is now.
+            // Resumes an interrupted transfer; otherwise sends the current state of the machine.
             match ask(SendPoint::Resume) {
                 Err(error) if error.kind() == ErrorKind::NotFound => {
                     let point = point_name(&name, how.incremental)?;

@@ -1,4 +1,4 @@
-//! What machines are and do.
+//! Information about machines and their state.
 
 use crate::message::{MachineActivity, MachineInfo, MachineMemory, MachineReply, MachineSummary};
 use error::Result;
@@ -23,7 +23,7 @@ pub fn all(host: &Host) -> Result<MachineReply> {
     for machine in host.machines().list()? {
         let definition = match machine.definition() {
             Ok(definition) => definition,
-            // Deleted between the two looks.
+            // The machine was deleted after it was listed.
             Err(_) if !machine.folder().exists() => continue,
             Err(error) => return Err(error),
         };
@@ -49,7 +49,7 @@ pub fn one(host: &Host, name: &str) -> Result<MachineReply> {
         (Some(id), _) | (None, Some(MemoryRecord::Image(id))) => Some(id.clone()),
         _ => None,
     };
-    // Without a QEMU a machine can still be looked at.
+    // The machine is shown also if no usable QEMU is found.
     let features = host.features();
     let (accelerator, why_not_kvm) = match &features {
         Ok(features) => (features.accelerator.name().to_owned(), features.why_not_kvm.clone()),

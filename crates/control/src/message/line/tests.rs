@@ -1,4 +1,4 @@
-//! Messages cross unchanged; what is no message is refused.
+//! Messages are decoded unchanged; malformed ones are refused.
 #![allow(clippy::unwrap_used)]
 
 use super::*;

@@ -1,4 +1,4 @@
-//! The control server with a handler that plays the datastore: what a client, good or bad, gets to see.
+//! The control server with a simulated datastore, and well-behaved and malicious clients.
 
 #![allow(clippy::unwrap_used)]
 
@@ -10,12 +10,12 @@ use std::io::{BufRead, BufReader, Read};
 use std::sync::atomic::AtomicUsize;
 use std::time::Instant;
 
-/// How the playing handler answers each request.
+/// The simulated datastore's reply to each request.
 fn play(request: Request, watch: &dyn Watch) -> Result<Reply> {
     match request {
         Request::Disk(DiskRequest::List) => Ok(Reply::Disks(Vec::new())),
         Request::Disk(DiskRequest::Show { name }) => Err(Error::new(ErrorKind::NotFound, format!("no disk '{name}'"))),
-        // Works until cancelled.
+        // Runs until cancelled.
         Request::Disk(DiskRequest::Detach { .. }) => loop {
             watch.update(7, 10);
             if watch.cancelled() {
@@ -60,7 +60,7 @@ impl World {
     }
 }
 
-/// Follows a request in a test.
+/// Progress of a request in a test.
 #[derive(Default)]
 struct Notes {
     cancelled: AtomicBool,
@@ -82,7 +82,7 @@ impl Progress for Notes {
 
 impl Watch for Notes {
     fn part(&self, part: Part) -> Result<()> {
-        let Part::Extents(batch) = part else { panic!("{part:?} belongs to no diff") };
+        let Part::Extents(batch) = part else { panic!("{part:?} is not a part of a diff") };
         self.offsets.lock().extend(batch.iter().map(|e| e.offset));
         Ok(())
     }
@@ -135,7 +135,7 @@ fn a_client_that_goes_away_cancels_its_work() {
     let mut first = [0; 1];
     stream.read_exact(&mut first).unwrap();
     drop(stream);
-    // Would wait for GRACE and then log a cancellation if the work went on.
+    // If the request were still running, this would wait for GRACE and log a cancellation.
     let begin = Instant::now();
     world.stop();
     assert!(begin.elapsed() < GRACE);
@@ -173,20 +173,20 @@ fn bad_lines_get_one_error_and_the_end_of_the_connection() {
         ([vec![b'x'; REQUEST_LINE_MAX + 1], vec![b'\n']].concat(), "at most"),
     ] {
         let mut stream = world.stream();
-        // The server may hang up before it has all of an oversized line.
+        // The server may close the connection before it has received all of an overlong line.
         let _ = stream.write_all(&line);
         let mut answers = BufReader::new(stream);
         let mut answer = String::new();
         answers.read_line(&mut answer).unwrap();
         assert!(answer.contains("\"error\"") && answer.contains(word), "{answer}");
         let mut rest = Vec::new();
-        // Bytes it never read make the end a reset instead of an orderly one.
+        // Bytes that the server never read cause a reset instead of an orderly end.
         let _ = answers.read_to_end(&mut rest);
         assert!(rest.is_empty());
     }
     assert!(
         world.client().ask(Request::Disk(DiskRequest::List), &Notes::default()).is_ok(),
-        "others are not disturbed"
+        "other sessions are not affected"
     );
     world.stop();
 }

@@ -1,4 +1,4 @@
-//! The mirror under clients that write, discard, zero and flush at any alignment while it copies.
+//! The mirror under clients that write, discard, zero and flush at any alignment during a copy.
 
 use super::super::testbed::{MemoryDevice, placed, range};
 use super::super::{Base, MirrorDevice};
@@ -27,7 +27,7 @@ fn content(seed: u64, share: u64) -> Vec<u8> {
     bytes
 }
 
-/// A client with a slice of the disk of its own, and what it knows to be there.
+/// A client with its own part of the disk, and the content that it expects there.
 struct Client<'a> {
     device: &'a dyn Device,
     random: Random,
@@ -62,7 +62,7 @@ impl Client<'_> {
     }
 }
 
-/// Runs clients on the mirror until `work` ends; what they know at the end, as one disk.
+/// Runs clients on the mirror until `work` ends; returns the content that they expect of the whole disk.
 fn under_load<T>(mirror: &MirrorDevice, start: &[u8], seed: u64, work: impl FnOnce() -> T) -> (T, Vec<u8>) {
     const CLIENTS: usize = 3;
     let stop = AtomicBool::new(false);
@@ -91,14 +91,14 @@ fn under_load<T>(mirror: &MirrorDevice, start: &[u8], seed: u64, work: impl FnOn
 }
 
 #[test]
-fn both_copies_are_alike_at_the_end_whatever_is_written_meanwhile() {
+fn both_copies_are_equal_after_writes_during_the_copy() {
     for seed in 0..12 {
         let before = content(seed, 20 + seed % 3 * 40);
         let base = if seed % 2 == 0 { Base::Zeros } else { Base::State };
         let source = MemoryDevice::new(before.clone());
         let target = MemoryDevice::new(match base {
             Base::Zeros => vec![0; CAPACITY],
-            // Another state: some of it is the same.
+            // An earlier state of the disk, equal to the source for some seeds.
             Base::State => content(seed + if seed % 4 == 1 { 0 } else { 100 }, 50),
         });
         let mirror = MirrorDevice::new(source.clone(), target.clone(), base).unwrap();
@@ -118,7 +118,7 @@ fn both_copies_are_alike_at_the_end_whatever_is_written_meanwhile() {
 }
 
 #[test]
-fn what_is_not_different_from_the_base_is_not_written() {
+fn ranges_equal_to_the_base_are_not_written() {
     let base = content(1, 60);
     let mut now = base.clone();
     now[100_000] ^= 1;
@@ -138,7 +138,7 @@ fn holes_and_zeros_take_no_space_in_the_target() {
     let mut before = vec![0; CAPACITY];
     before[1 << 20..(1 << 20) + 5000].fill(7);
     let source = MemoryDevice::new(before.clone());
-    // Written, but zeros: as on a disk that was zeroed when it was made.
+    // A written range of zeros, as on a disk that was zeroed at its creation.
     source.write(2 << 20, Buffer::zeroed(64).into(), false).unwrap();
     let target = MemoryDevice::new(vec![0; CAPACITY]);
     let mirror = MirrorDevice::new(source, target.clone(), Base::Zeros).unwrap();
@@ -159,7 +159,7 @@ fn a_target_that_fails_ends_the_migration_and_no_request() {
         let mirror = MirrorDevice::new(source.clone(), target.clone(), Base::Zeros).unwrap();
         let (error, model) = under_load(&mirror, &before, seed, || {
             let outcome = mirror.mark_data(&NoProgress).and_then(|()| mirror.copy(&NoProgress)).and_then(|_| {
-                // So late that only clients can meet it.
+                // The copier has ended, so only clients' writes and the flush meet the failure.
                 target.failing.store(true, Ordering::SeqCst);
                 mirror.settle()
             });
@@ -173,21 +173,21 @@ fn a_target_that_fails_ends_the_migration_and_no_request() {
 }
 
 #[test]
-fn a_target_that_fails_after_the_record_turned_fails_the_request() {
+fn a_target_that_fails_after_the_commit_fails_the_request() {
     let (source, target) = (MemoryDevice::new(content(1, 50)), MemoryDevice::new(vec![0; CAPACITY]));
     let mirror = MirrorDevice::new(source, target.clone(), Base::Zeros).unwrap();
     mirror.mark_data(&NoProgress).unwrap();
     mirror.copy(&NoProgress).unwrap();
     mirror.settle().unwrap();
     target.failing.store(true, Ordering::SeqCst);
-    // Nothing has met the failure: the record turns, and from then on the target is the disk.
+    // No request has failed on the target yet, so the commit succeeds and the target becomes the disk.
     mirror.commit(|| Ok(())).unwrap();
     assert_eq!(mirror.write(0, Buffer::zeroed(1).into(), false).unwrap_err().kind(), ErrorKind::NoSpace);
     assert_eq!(mirror.flush().unwrap_err().kind(), ErrorKind::Io);
 }
 
 #[test]
-fn a_record_that_cannot_be_turned_leaves_the_source() {
+fn a_failed_commit_keeps_the_source() {
     let (source, target) = (MemoryDevice::new(content(1, 50)), MemoryDevice::new(vec![0; CAPACITY]));
     let mirror = MirrorDevice::new(source.clone(), target.clone(), Base::Zeros).unwrap();
     mirror.mark_data(&NoProgress).unwrap();
@@ -197,8 +197,8 @@ fn a_record_that_cannot_be_turned_leaves_the_source() {
     assert_eq!(refused.unwrap_err().kind(), ErrorKind::Io);
     target.failing.store(true, Ordering::SeqCst);
     mirror.write(0, Buffer::zeroed(1).into(), true).unwrap();
-    // Now it is known, and the record must not turn.
-    assert!(mirror.commit(|| -> error::Result<()> { panic!("the target is no copy any more") }).is_err());
+    // The failed write is known now, so the commit must be refused.
+    assert!(mirror.commit(|| -> error::Result<()> { panic!("the target is not a copy any more") }).is_err());
     assert!(source.durable()[..4096] == [0; 4096]);
 }
 
@@ -210,7 +210,7 @@ fn a_flush_after_settling_covers_both() {
     mirror.copy(&NoProgress).unwrap();
     mirror.write(512, placed(512, &[9; 100]), true).unwrap();
     let flushes = target.flushes.load(Ordering::SeqCst);
-    assert!(target.durable()[512..612] != [9; 100], "before, a guest's flush does not wait for the target");
+    assert!(target.durable()[512..612] != [9; 100], "before `settle`, a guest's flush does not wait for the target");
     mirror.settle().unwrap();
     assert!(target.flushes.load(Ordering::SeqCst) > flushes && target.durable()[512..612] == [9; 100]);
     mirror.write(5000, placed(0, &[8; 100]), true).unwrap();
@@ -225,15 +225,18 @@ fn a_target_whose_buffer_never_empties_is_copied_to_all_the_same() {
     mirror.mark_data(&NoProgress).unwrap();
     mirror.copy(&NoProgress).unwrap();
     assert!(target.bytes() == source.bytes());
-    assert!(target.pressure_asked.load(Ordering::SeqCst) > 0, "the migration did not ask for the target's pressure");
-    // A request to stop does not wait until the target has room again either.
+    assert!(
+        target.pressure_asked.load(Ordering::SeqCst) > 0,
+        "the migration did not query the target's write pressure"
+    );
+    // A cancellation does not wait either until the target's buffer has room.
     let mirror = MirrorDevice::new(source, target, Base::Zeros).unwrap();
     mirror.mark_data(&NoProgress).unwrap();
     let stopped = mirror.copy(&Throttled { progress: &CancelAfter(AtomicU64::new(4)), rate: 0 });
     assert_eq!(stopped.unwrap_err().kind(), ErrorKind::Interrupted);
 }
 
-/// Cancels after a while.
+/// A progress that cancels after a number of calls.
 struct CancelAfter(AtomicU64);
 
 impl Progress for CancelAfter {
@@ -268,7 +271,7 @@ fn the_rate_is_kept() {
 
 #[test]
 fn a_request_waits_for_one_step_and_not_for_the_copier() {
-    // 10 ms for each change of the target: steps are as small as they get, and the copier takes some thirty of them.
+    // Each change of the target takes 10 ms, so that the copier makes the smallest steps: about thirty.
     const LARGE: usize = 4 << 20;
     let source = MemoryDevice::new(vec![7; LARGE]);
     let target = MemoryDevice::slow(vec![0; LARGE], Duration::from_millis(10));
@@ -286,13 +289,13 @@ fn a_request_waits_for_one_step_and_not_for_the_copier() {
         while !done.load(Ordering::SeqCst) {
             let before = changes();
             let offset = random.below(LARGE as u64 / 4096) * 4096;
-            // Not zeros: those the copier would have nothing to do for.
+            // Not zeros, because the copier has nothing to write for those.
             mirror.write(offset, SharedSlice::copy_of(&[9; 4096]), false).unwrap();
             worst = worst.max(changes() - before);
         }
         worst
     });
-    // A step of the copier and its own change, and a few more where the machine is busy with others.
+    // Expected are one step of the copier and the request's own change; the bound allows for a loaded machine.
     assert!(worst < changes() / 3, "{worst} of {} changes while one request waited", changes());
 }
 

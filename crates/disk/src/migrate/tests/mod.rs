@@ -1,4 +1,4 @@
-//! Migrations from within: the mirror, the layer of a native disk above images, and what opening settles.
+//! Unit tests of migrations: the mirror, the overlay of a live import, and recovery.
 
 #![allow(clippy::unwrap_used)]
 

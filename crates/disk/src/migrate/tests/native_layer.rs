@@ -1,4 +1,4 @@
-//! A native disk above a flat image, as a chain: against a model, and through power cuts.
+//! A native disk as overlay above a flat image: compared with a model, and after power cuts.
 
 use super::super::NativeLayer;
 use super::super::testbed::{placed, range};
@@ -13,7 +13,7 @@ use std::time::Duration;
 use store::EngineOptions;
 use testkit::Random;
 
-/// Not whole blocks.
+/// Not a multiple of the block size.
 const CAPACITY: usize = (1 << 20) + 1536;
 const BASE: &str = "base.img";
 
@@ -33,7 +33,7 @@ fn base_content(seed: u64) -> Vec<u8> {
     (0..CAPACITY).map(|at| if at / 8192 % 3 == 0 { 0 } else { random.next() as u8 }).collect()
 }
 
-/// The overlay above the image, both in one simulated folder.
+/// The overlay above the image, both in one simulated directory.
 struct World {
     datastore: Arc<Datastore>,
     overlay: Arc<NativeLayer>,
@@ -89,7 +89,7 @@ fn a_native_disk_above_an_image_reads_as_one_disk() {
                 4 | 5 => assert!(world.device.read(offset, length as usize).unwrap() == model[part], "seed {seed}"),
                 _ => {
                     let bytes: Vec<u8> = (0..length).map(|_| random.next() as u8).collect();
-                    // At the place in memory that a block has there, and at any other.
+                    // With the alignment in memory that needs no copy, or with a random one.
                     let lead = if random.percent(50) { offset } else { random.below(4096) };
                     world.device.write(offset, placed(lead, &bytes), random.percent(10)).unwrap();
                     model[part].copy_from_slice(&bytes);
@@ -102,7 +102,7 @@ fn a_native_disk_above_an_image_reads_as_one_disk() {
 }
 
 #[test]
-fn what_the_guest_gives_back_never_shows_the_image_again() {
+fn discarded_ranges_never_show_the_image_again() {
     let medium = SimulatedDisk::new(1, SimulatedOptions::default());
     World::make(&medium, 0);
     let world = World::open(&medium, 0);
@@ -118,7 +118,7 @@ fn what_the_guest_gives_back_never_shows_the_image_again() {
     assert!(world.device.read(12288, 4096).unwrap() == vec![0; 4096]);
 }
 
-/// What a sector may hold after a power cut: what was durable, or anything written since.
+/// The values that a sector may have after a power cut: the last durable one, or any written since.
 type Sectors = Vec<Vec<u64>>;
 
 fn sector(version: u64, at: usize) -> [u8; 512] {
@@ -138,14 +138,15 @@ fn nothing_flushed_is_lost_in_a_power_cut() {
         let mut medium =
             SimulatedDisk::new(seed, SimulatedOptions { unflushed_max: 64, ..SimulatedOptions::default() });
         World::make(&medium, seed);
-        // The image is version 1 where its bytes are not zero; compared as bytes, with `u64::MAX` standing for it.
+        // Non-zero bytes of the image count as version 1; such sectors are compared as bytes and marked with
+        // `u64::MAX`.
         let base = base_content(seed);
         let mut sectors: Sectors = vec![vec![u64::MAX]; SECTORS];
         let mut random = Random(seed);
         let mut version = 0;
         for _ in 0..4 {
             medium.cut_after(medium.operations() + 20 + random.below(120));
-            // Opening may already meet the cut; nothing is written then.
+            // The power cut may happen while the datastore is opened; then nothing is written.
             let opened = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| World::open(&medium, seed)));
             if let Ok(world) = opened {
                 while !medium.is_off() {

@@ -1,5 +1,5 @@
-//! Native disks that move to another provisioning type, with the power cut at any write: one of the two is the disk,
-//! whole, and nothing is left of the other.
+//! Power cuts at any write while a native disk is migrated to another provisioning type: afterwards one of the two
+//! copies is the complete disk, and nothing of the other is left.
 
 use super::super::MigrateOptions;
 use super::super::intent::{Copy, Intent, Intents, Stage};
@@ -12,9 +12,9 @@ use std::time::Duration;
 use store::EngineOptions;
 use testkit::Random;
 
-/// Not whole blocks.
+/// Not a multiple of the block size.
 const CAPACITY: usize = (384 << 10) + 1024;
-/// Cuts of each run, at points that follow from its seed.
+/// Power cuts of each run, at points that depend on its seed.
 const CUTS: u64 = 12;
 
 fn open(medium: &SimulatedDisk) -> error::Result<Arc<Datastore>> {
@@ -37,7 +37,7 @@ struct World {
 }
 
 impl World {
-    /// A disk `s1 - (s2), (head)`, all of it flushed.
+    /// A disk with the tree `s1 - (s2), (head)`, all of it flushed.
     fn make(seed: u64) -> Self {
         let medium = SimulatedDisk::new(seed, SimulatedOptions { unflushed_max: 64, ..SimulatedOptions::default() });
         Datastore::init_in(medium.directory(), InitOptions { journal_size: 4 << 20 }).unwrap();
@@ -89,7 +89,7 @@ fn to_thick() -> MigrateOptions {
 }
 
 #[test]
-fn a_power_cut_anywhere_leaves_one_of_the_two() {
+fn a_power_cut_anywhere_leaves_one_complete_copy() {
     let (mut before, mut after) = (0, 0);
     for seed in 0..12 {
         let whole = World::make(seed);
@@ -102,17 +102,17 @@ fn a_power_cut_anywhere_leaves_one_of_the_two() {
         let mut random = Random(seed ^ 0xc07);
         for cut in 0..CUTS {
             let world = World::make(seed);
-            // Half of them in the last part, where the record turns.
+            // Half of the cuts are in the last part, where the record is committed.
             let from = if cut % 2 == 0 { 0 } else { operations.saturating_sub(40) };
             let at = from + random.below(operations - from);
             world.medium.cut_after(world.medium.operations() + at);
             if let Ok(datastore) = open(&world.medium) {
-                // Whether it reports the cut is not tested.
+                // The migration may or may not report the power cut.
                 let _ = datastore.migrate("a", &to_thick(), &NoProgress);
             }
             let what = format!("seed {seed}, cut at {at} of {operations}");
             let medium = world.medium.crash();
-            // Now and then once more, while it recovers.
+            // Sometimes a second power cut happens during recovery.
             let medium = if random.percent(30) {
                 medium.cut_after(medium.operations() + random.below(30));
                 let _ = open(&medium);

@@ -1,4 +1,4 @@
-//! Every command with every flag in every style: what it carries, what is done, and what it is refused with.
+//! Every command with every flag in every style of headers: its payload, its effect and its errors.
 
 use super::*;
 use crate::nbd::status::Topic;
@@ -22,7 +22,7 @@ fn errno_of(judged: Result<Action, Refusal>) -> u32 {
     judged.map_or_else(|refusal| refusal.errno, |_| 0)
 }
 
-/// A request that is accepted without flags.
+/// A valid request without flags.
 fn sound(command: u16) -> RequestHead {
     match command {
         command::FLUSH => head(command, 0, 0, 0),
@@ -31,7 +31,7 @@ fn sound(command: u16) -> RequestHead {
     }
 }
 
-/// Flags that the protocol document lets a command have.
+/// Flags that the protocol document allows for a command.
 fn documented(command: u16, style: Style) -> u16 {
     let payload = if style == Style::Extended { flag::PAYLOAD_LEN } else { 0 };
     flag::FUA
@@ -86,7 +86,7 @@ fn a_write_is_accepted_with_and_without_the_payload_flag() {
     assert_eq!(judge(&flagged, &rules(Style::Extended)), write);
     let durable = head(command::WRITE, flag::PAYLOAD_LEN | flag::FUA, 4096, 8192);
     assert_eq!(judge(&durable, &rules(Style::Extended)), Ok(Action::Write { length: 8192, fua: true }));
-    // The flag does not exist in compact headers. The payload is there all the same.
+    // Compact headers do not have the flag, but the write has its payload nevertheless.
     for style in [Style::Simple, Style::Structured] {
         assert_eq!(errno_of(judge(&flagged, &rules(style))), errno::EINVAL);
         assert_eq!(flagged.payload(false), 8192);
@@ -134,7 +134,7 @@ fn ranges_are_not_empty_and_end_within_the_export() {
             }
         }
     }
-    // Lengths that only extended headers can say.
+    // Lengths that only extended headers can express.
     for command in WITH_RANGE {
         let errno = errno_of(judge(&head(command, 0, 1, u64::MAX), &rules(Style::Extended)));
         assert!(matches!(errno, errno::ENOSPC | errno::EINVAL), "command {command}: {errno}");
@@ -169,7 +169,7 @@ fn read_only_exports_refuse_every_change_with_eperm() {
                 assert_eq!(errno_of(judge(&request, &rules)), errno, "{style:?} {request:?}");
             }
         }
-        // Whatever else is wrong with a write, its payload is consumed.
+        // The payload of an invalid write is consumed in any case.
         let hopeless = head(command::WRITE, 0, u64::MAX, 4096);
         assert_eq!(errno_of(judge(&hopeless, &rules)), errno::EPERM);
         assert_eq!(hopeless.payload(style == Style::Extended), 4096);
@@ -188,7 +188,7 @@ fn a_flush_takes_no_range() {
 }
 
 #[test]
-fn a_disconnect_is_one_whatever_it_says_beside() {
+fn a_disconnect_is_accepted_with_any_flags_and_payload() {
     for style in STYLES {
         for read_only in [false, true] {
             for flags in [0, flag::FUA, flag::PAYLOAD_LEN, u16::MAX] {
@@ -298,7 +298,7 @@ fn what_a_system_call_refuses_is_an_error_of_input_and_output() {
     use std::io;
     let refused = |kind: io::ErrorKind| Refusal::from(Error::io("writing", kind.into())).errno;
     assert_eq!(refused(io::ErrorKind::StorageFull), errno::ENOSPC);
-    // A file system that was mounted read-only because its medium fails, a file that is gone, a call that is not there.
+    // A file system mounted read-only after I/O errors, a missing file, a system call that does not exist.
     for kind in [io::ErrorKind::ReadOnlyFilesystem, io::ErrorKind::NotFound, io::ErrorKind::Unsupported] {
         assert_eq!(refused(kind), errno::EIO, "{kind}");
     }

@@ -3,7 +3,7 @@
 use clap::Args;
 use control::Request;
 
-/// How `check` checks.
+/// Arguments of `lamina check`.
 #[derive(Debug, Args)]
 pub struct CheckArguments {
     /// Also read every data block and verify its checksum.

@@ -7,16 +7,16 @@ use control::Request;
 /// `lamina clone`.
 #[derive(Debug, Args)]
 pub struct CloneArguments {
-    /// The state to start from: DISK@SNAPSHOT, or DISK as it is now.
+    /// State to clone: DISK@SNAPSHOT, or DISK for its current state.
     #[arg(value_name = "SOURCE")]
     pub source: StateAddress,
-    /// Name of the clone; with --count the start of the names (NAME-0001, ...).
+    /// Name of the clone; with --count the prefix of the names (NAME-0001, ...).
     #[arg(value_parser = parse_disk, required_unless_present = "name_pattern")]
     pub name: Option<String>,
-    /// Copy the allocated data: the clone is independent and shares nothing.
+    /// Copy the allocated data, so that the clone is independent of the source.
     #[arg(long)]
     pub full: bool,
-    /// How many clones to make: all of them or none.
+    /// Number of clones: all of them are made, or none.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=i64::from(CLONES_MAX)))]
     pub count: Option<u32>,
     /// Names of the clones, numbered from 1, such as 'vm-%04d'.

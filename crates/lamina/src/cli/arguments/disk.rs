@@ -1,4 +1,4 @@
-//! Verbs of disks.
+//! Arguments of the commands about disks.
 
 use super::image::source_format;
 use crate::cli::address::{location, parse_disk};
@@ -11,15 +11,15 @@ use disk::migrate::{ImportMode, ImportOptions, MigrateOptions};
 use disk::{DeltaFormat, DiskFormat, Location, NewDisk, Provisioning, Tuning};
 use std::path::PathBuf;
 
-/// How a disk takes its space.
+/// Provisioning type of a disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum ProvisioningArgument {
-    /// On first write.
+    /// Space is allocated on first write.
     Thin,
-    /// Reserved at creation, zeroed on first write.
+    /// Space is reserved at creation, and zeroed on first write.
     #[value(name = "zeroedthick")]
     ZeroedThick,
-    /// Reserved and zeroed at creation.
+    /// Space is reserved and zeroed at creation.
     #[value(name = "eagerzeroedthick")]
     EagerZeroedThick,
 }
@@ -43,23 +43,23 @@ pub struct DiskCreate {
     /// Capacity, such as 10G; 512 bytes to 64T.
     #[arg(value_name = "SIZE", value_parser = parse_size, required_unless_present = "size_option")]
     pub size: Option<u64>,
-    /// Capacity, when not given after the name.
+    /// Capacity, as an option instead of after the name.
     #[arg(id = "size_option", long = "size", value_name = "SIZE", value_parser = parse_size, conflicts_with = "size")]
     pub size_option: Option<u64>,
-    /// How the disk takes its space, where the format leaves a choice. Default: thin.
+    /// Provisioning type, for formats with several. Default: thin.
     #[arg(long, value_enum, value_name = "TYPE")]
     pub provisioning: Option<ProvisioningArgument>,
     /// Format of the disk: native, vmdk (VMware's flat disk), or an image format such as sesparse.
     #[arg(long, value_name = "FORMAT", default_value = "native", value_parser = parse_format)]
     pub format: DiskFormat,
-    /// What its snapshots are made of: vmfssparse, sesparse or vsansparse. Otherwise what vSphere takes: vmfssparse,
-    /// above 2 TiB sesparse.
+    /// Format of its snapshots: vmfssparse, sesparse or vsansparse. Default as in vSphere: vmfssparse, above 2 TiB
+    /// sesparse.
     #[arg(long, value_name = "FORMAT", value_parser = parse_delta)]
     pub delta: Option<DeltaFormat>,
 }
 
 impl DiskCreate {
-    /// How the disk is made, or what is wrong with the arguments taken together.
+    /// The parameters of the new disk; an error if the arguments contradict each other.
     fn new_disk(&self) -> Result<NewDisk, String> {
         if let (DiskFormat::Image(kind), Some(_)) = (self.format, self.provisioning) {
             return Err(format!(
@@ -83,19 +83,19 @@ pub struct DiskTune {
     /// The disk.
     #[arg(value_parser = parse_disk)]
     pub name: String,
-    /// Most extents in the metadata cache.
+    /// Limit of the metadata cache, in extents.
     #[arg(long, value_name = "N", group = "tunables")]
     pub metadata_entries: Option<u64>,
-    /// Bytes around a miss that are resolved with it.
+    /// Bytes around a cache miss that are looked up together with it.
     #[arg(long, value_name = "SIZE", value_parser = parse_size, group = "tunables")]
     pub prefetch: Option<u64>,
-    /// Most extents that one prefetch brings.
+    /// Limit of the extents that one prefetch adds.
     #[arg(long, value_name = "N", group = "tunables")]
     pub prefetch_extents: Option<u64>,
-    /// Memory for data that was read; 0 for none.
+    /// Memory for the read cache; 0 for none.
     #[arg(long, value_name = "SIZE", value_parser = parse_size, group = "tunables")]
     pub read_cache: Option<u64>,
-    /// Most levels of the chain.
+    /// Limit of the number of levels.
     #[arg(long, value_name = "N", group = "tunables")]
     pub levels_max: Option<u64>,
 }
@@ -109,19 +109,19 @@ pub struct DiskMigrate {
     /// Target format: native, thin, zeroedthick, eagerzeroedthick, sesparse, ...
     #[arg(short = 'd', long, value_name = "FORMAT", value_parser = parse_format)]
     pub format: DiskFormat,
-    /// How it takes its space, where the format leaves a choice.
+    /// Provisioning type, for formats with several.
     #[arg(long, value_enum, value_name = "TYPE", default_value = "thin")]
     pub provisioning: ProvisioningArgument,
-    /// Format of its snapshots, where they are images. Default: what vSphere would use.
+    /// Format of its snapshots, if they are images. Default: as in vSphere.
     #[arg(long, value_name = "FORMAT", value_parser = parse_delta)]
     pub delta: Option<DeltaFormat>,
-    /// Folder of another datastore to move it to.
+    /// Folder of another datastore to migrate the disk to.
     #[arg(long, value_name = "DATASTORE", value_parser = location())]
     pub to: Option<Location>,
-    /// Most bytes a second that are copied, such as 100M.
+    /// Limit of copied bytes per second, such as 100M.
     #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "0")]
     pub rate: u64,
-    /// Folder of the datastore. The option of the whole command line, without its short form: here that is the format.
+    /// Folder of the datastore. Has no short form here, because -d is the format.
     #[arg(long, value_name = "PATH", env = "LAMINA_DATASTORE", value_parser = location())]
     pub datastore: Option<Location>,
 }
@@ -129,51 +129,51 @@ pub struct DiskMigrate {
 /// `lamina disk import`.
 #[derive(Debug, Args)]
 pub struct DiskImport {
-    /// The image: a descriptor, the newest of its chain.
+    /// The image: the descriptor of the newest image of the chain.
     pub path: PathBuf,
-    /// Format of the image, instead of what its first bytes show, or its name where it is a raw disk. Give raw for raw
-    /// disks: their first bytes are the guest's.
+    /// Format of the image, instead of detecting it from the first bytes, or from the name for a raw disk. Give raw for
+    /// raw disks, because the guest writes their first bytes.
     #[arg(short = 'f', long = "from", value_name = "FORMAT", value_parser = source_format())]
     pub from: Option<SourceFormat>,
     /// Name of the new disk.
     #[arg(value_parser = parse_disk)]
     pub name: String,
-    /// Use the images where they are; what is written goes to a delta in the datastore.
+    /// Use the images where they are; writes go to a delta in the datastore.
     #[arg(long, conflicts_with_all = ["live", "format"])]
     pub in_place: bool,
-    /// Make the disk usable at once, and move its blocks while it is in use.
+    /// Make the disk usable at once, and copy the images while it is in use.
     #[arg(long)]
     pub live: bool,
-    /// What it is to be made of.
+    /// Format of the new disk.
     #[arg(short = 'd', long, value_name = "FORMAT", value_parser = parse_format, default_value = "native")]
     pub format: DiskFormat,
-    /// How it takes its space, where the format leaves a choice.
+    /// Provisioning type, for formats with several.
     #[arg(long, value_enum, value_name = "TYPE", default_value = "thin")]
     pub provisioning: ProvisioningArgument,
-    /// Format of its snapshots, where they are images. Default: what vSphere would use.
+    /// Format of its snapshots, if they are images. Default: as in vSphere.
     #[arg(long, value_name = "FORMAT", value_parser = parse_delta)]
     pub delta: Option<DeltaFormat>,
-    /// A folder in which images may lie that the named one refers to.
+    /// Another folder in which parents and extents of the image may be.
     #[arg(long, value_name = "DIR")]
     pub allow_folder: Vec<PathBuf>,
-    /// Accept a parent that was changed since its child was made. With --in-place and --live the
-    /// present content is accepted permanently, and no later one.
+    /// Accept a parent that was changed since its child was made. With --in-place and --live the present content is
+    /// accepted permanently, but no later change.
     #[arg(long)]
     pub force_parent: bool,
-    /// Replay the journal of a SEsparse image that was not closed properly, as far as it can be proven whole. With
-    /// --in-place and --live it is whenever the image is opened.
+    /// Replay the journal of a SEsparse image that was not closed cleanly, as far as its records are provably complete.
+    /// With --in-place and --live this is done whenever the image is opened.
     #[arg(long)]
     pub replay_journal: bool,
-    /// Most bytes a second that are copied, such as 100M.
+    /// Limit of copied bytes per second, such as 100M.
     #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "0")]
     pub rate: u64,
-    /// Folder of the datastore. The option of the whole command line, without its short form: here that is the format.
+    /// Folder of the datastore. Has no short form here, because -d is the format.
     #[arg(long, value_name = "PATH", env = "LAMINA_DATASTORE", value_parser = location())]
     pub datastore: Option<Location>,
 }
 
 impl DiskImport {
-    /// The request, with absolute paths: the server runs in another folder.
+    /// The request, with absolute paths, because the server has another working directory.
     fn request(&self) -> Result<DiskRequest, String> {
         let absolute = |path: &PathBuf| {
             std::path::absolute(path).map_err(|error| format!("'{}' is no path: {error}", path.display()))
@@ -206,17 +206,17 @@ impl DiskImport {
 /// Verbs of disks.
 #[derive(Debug, Subcommand)]
 pub enum DiskCommand {
-    /// Make a disk.
+    /// Create a disk.
     Create(DiskCreate),
     /// List all disks.
     List,
-    /// Show one disk, with counts of its blocks.
+    /// Show one disk, with its block counts.
     Show {
         /// The disk.
         #[arg(value_parser = parse_disk)]
         name: String,
     },
-    /// Grow a disk, or shrink it with --shrink. A virtual machine that runs on it sees the new size at once.
+    /// Grow a disk, or shrink it with --shrink. A running virtual machine that uses it sees the new size at once.
     Resize {
         /// The disk.
         #[arg(value_parser = parse_disk)]
@@ -224,11 +224,11 @@ pub enum DiskCommand {
         /// The new capacity.
         #[arg(value_parser = parse_size)]
         size: u64,
-        /// Allow a smaller capacity: what lies beyond it is lost.
+        /// Allow a smaller capacity; data beyond it is lost.
         #[arg(long)]
         shrink: bool,
         /// End the connections of all clients of the disk after finishing their requests, so that they reconnect and
-        /// learn the new size. Clients that do not reconnect by themselves get I/O errors.
+        /// see the new size. Clients that do not reconnect get I/O errors.
         #[arg(long)]
         reconnect_clients: bool,
     },
@@ -240,20 +240,20 @@ pub enum DiskCommand {
         /// Its new name.
         #[arg(value_name = "NEW_NAME", value_parser = parse_disk)]
         to: String,
-        /// Rename the disk even if clients have it open or may come back to it, or a machine has it: they look for the
-        /// old name.
+        /// Rename the disk even if clients have it open or may reconnect, or a machine uses it. They look for the old
+        /// name.
         #[arg(long)]
         force: bool,
     },
-    /// Delete a disk with its snapshots. Refused while linked clones stand on them.
+    /// Delete a disk with its snapshots. Refused if linked clones are based on them.
     Delete {
         /// The disk.
         #[arg(value_parser = parse_disk)]
         name: String,
-        /// Hand the snapshots that linked clones are based on to those clones, then delete.
+        /// Hand the snapshots that linked clones are based on over to the clones, then delete.
         #[arg(long)]
         promote: bool,
-        /// Delete the disk even if a client that lost its connection may come back to it, or a machine has it.
+        /// Delete the disk even if a client that lost its connection may reconnect, or a machine uses it.
         #[arg(long)]
         force: bool,
     },
@@ -263,7 +263,7 @@ pub enum DiskCommand {
         #[arg(value_parser = parse_disk)]
         name: String,
     },
-    /// Show the figures of a disk's chain: caches, walks, levels.
+    /// Show statistics of a disk's chain: caches, lookups, levels.
     Stats {
         /// The disk.
         #[arg(value_parser = parse_disk)]
@@ -277,50 +277,50 @@ pub enum DiskCommand {
         #[arg(value_parser = parse_disk)]
         name: String,
     },
-    /// Give a thin or zeroed thick flat disk all its space, zeroed, while it is in use.
+    /// Allocate and zero all space of a thin or zeroed thick flat disk, while it is in use.
     Inflate {
         /// The disk.
         #[arg(value_parser = parse_disk)]
         name: String,
     },
-    /// Make a flat disk thin: give back the blocks that hold only zeros, while it is in use.
+    /// Make a flat disk thin: return blocks that hold only zeros to the file system, while it is in use.
     #[command(name = "punchzero")]
     PunchZero {
         /// The disk.
         #[arg(value_parser = parse_disk)]
         name: String,
     },
-    /// Find the dead grains of a disk's deltas and free them for new data, while it is in use.
+    /// Find grains of a disk's deltas that nothing references and free them for new data, while it is in use.
     Wipe {
         /// The disk.
         #[arg(value_parser = parse_disk)]
         name: String,
     },
-    /// Give the free grains of a disk's deltas back to the file system, while it is in use.
+    /// Return free grains of a disk's deltas to the file system, while it is in use.
     Shrink {
         /// The disk.
         #[arg(value_parser = parse_disk)]
         name: String,
     },
-    /// Merge a disk's chain into its base, while it is in use. The snapshots between are deleted.
+    /// Merge a disk's chain into its base, while it is in use. The snapshots between them are deleted.
     Consolidate {
         /// The disk.
         #[arg(value_parser = parse_disk)]
         name: String,
-        /// Most bytes a second that are copied, such as 100M.
+        /// Limit of copied bytes per second, such as 100M.
         #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "0")]
         rate: u64,
     },
-    /// Move a disk with its snapshots to another format, provisioning type or datastore, while it is in use.
+    /// Migrate a disk with its snapshots to another format, provisioning type or datastore, while it is in use.
     Migrate(DiskMigrate),
-    /// Send a disk to another server, over TLS. After an interruption the same command continues.
+    /// Send a disk to another server, over TLS. After an interruption the same command resumes.
     Send(super::send::DiskSend),
-    /// Make a disk from existing images, with the tree of their snapshots.
+    /// Create a disk from existing images, with their snapshots.
     Import(DiskImport),
 }
 
 impl DiskCommand {
-    /// The request, or what is wrong with the arguments taken together.
+    /// The request; an error if the arguments contradict each other.
     pub fn request(&self) -> Result<Request, String> {
         Ok(Request::Disk(match self {
             Self::Create(create) => DiskRequest::Create { name: create.name.clone(), new: create.new_disk()? },

@@ -1,4 +1,4 @@
-//! `lamina image`, `lamina convert`: images by their paths, and disks made of them and from them.
+//! Arguments of `lamina image` and `lamina convert`.
 
 use crate::cli::address::{EndAddress, absolute, location};
 use crate::cli::size::parse_size;
@@ -10,38 +10,38 @@ use disk::convert::{Address, Conversion, ImageOptions, SourceFormat, TargetForma
 use disk::images::{ImageKind, NewImage};
 use std::path::PathBuf;
 
-/// The formats that a target can have.
+/// Parser of target formats.
 pub(super) fn target_format() -> impl TypedValueParser<Value = TargetFormat> {
     PossibleValuesParser::new(TargetFormat::all().map(TargetFormat::name)).try_map(|name| name.parse())
 }
 
-/// The formats of images that can be made empty.
+/// Parser of formats of new empty images.
 fn image_kind() -> impl TypedValueParser<Value = ImageKind> {
     PossibleValuesParser::new(ImageKind::ALL.map(ImageKind::name)).try_map(|name| name.parse())
 }
 
-/// What a source may be said to be.
+/// Parser of source formats.
 pub(super) fn source_format() -> impl TypedValueParser<Value = SourceFormat> {
     PossibleValuesParser::new(SourceFormat::ALL.map(SourceFormat::name)).try_map(|name| name.parse())
 }
 
-/// How images are opened.
+/// Options for opening images.
 #[derive(Debug, Args)]
 pub struct OpeningArguments {
-    /// Format of the image, instead of what its first bytes show, or its name where it is a raw disk. Give raw for raw
-    /// disks: their first bytes are the guest's.
+    /// Format of the image, instead of detecting it from the first bytes, or from the name for a raw disk. Give raw for
+    /// raw disks, because the guest writes their first bytes.
     #[arg(short = 'f', long = "from", value_name = "FORMAT", value_parser = source_format())]
     pub from: Option<SourceFormat>,
-    /// Accept a parent that was changed since its child was made, and a stream that was cut. The data may be garbage.
+    /// Accept a parent that was changed since its child was made, and a stream that was cut. The data may be wrong.
     #[arg(long)]
     pub force_parent: bool,
-    /// Replay the journal of a SEsparse image that was not closed, as far as it can be proven whole.
+    /// Replay the journal of a SEsparse image that was not closed cleanly, as far as its records are provably complete.
     #[arg(long)]
     pub replay_journal: bool,
     /// Allow the image to refer to files in this folder too.
     #[arg(long = "allow-folder", value_name = "FOLDER")]
     pub allow_folder: Vec<PathBuf>,
-    /// Which disk of an archive: the name of its file there.
+    /// The disk to read from an archive, by the name of its file there.
     #[arg(long, value_name = "FILE")]
     pub member: Option<String>,
 }
@@ -61,10 +61,10 @@ impl OpeningArguments {
 /// `lamina convert`.
 #[derive(Debug, Args)]
 pub struct ConvertArguments {
-    /// What to read: an image or archive, or disk:NAME or disk:NAME@SNAPSHOT of the datastore.
+    /// Source: an image or archive, or disk:NAME or disk:NAME@SNAPSHOT of the datastore.
     #[arg(value_name = "SOURCE")]
     pub source: EndAddress,
-    /// What to make: a file that does not exist yet, or disk:NAME of the datastore.
+    /// Target: a file that does not exist yet, or disk:NAME of the datastore.
     #[arg(value_name = "TARGET")]
     pub target: EndAddress,
     /// Format of the target.
@@ -73,10 +73,10 @@ pub struct ConvertArguments {
     /// How the source is opened.
     #[command(flatten)]
     pub opening: OpeningArguments,
-    /// Most bytes to copy in a second.
+    /// Limit of copied bytes per second.
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     pub rate: Option<u64>,
-    /// Folder of the datastore. The option of the whole command line, without its short form: here that is the format.
+    /// Folder of the datastore. Has no short form here, because -d is the format.
     #[arg(long, value_name = "PATH", env = "LAMINA_DATASTORE", value_parser = location())]
     pub datastore: Option<Location>,
 }
@@ -92,7 +92,7 @@ impl ConvertArguments {
             rate: self.rate.unwrap_or(0),
         };
         if conversion.needs_datastore() {
-            // The server of the datastore runs in another folder.
+            // The server of the datastore has another working directory.
             for end in [&mut conversion.from, &mut conversion.to] {
                 if let Address::Path(path) = end {
                     *path = absolute(path)?;
@@ -109,11 +109,11 @@ impl ConvertArguments {
 /// Verbs of images.
 #[derive(Debug, Subcommand)]
 pub enum ImageCommand {
-    /// Show an image and every parent below it.
+    /// Show an image and all its parents.
     Show {
-        /// The image: a descriptor, or a file that is all of it.
+        /// The image: a descriptor, or the file if the format has only one.
         path: PathBuf,
-        /// How it is opened.
+        /// How the image is opened.
         #[command(flatten)]
         opening: OpeningArguments,
     },
@@ -124,27 +124,28 @@ pub enum ImageCommand {
         /// Recover the image itself after a crash; its parents are never changed.
         #[arg(long)]
         repair: bool,
-        /// How it is opened.
+        /// How the image is opened.
         #[command(flatten)]
         opening: OpeningArguments,
     },
-    /// Make an empty image.
+    /// Create an empty image.
     Create {
-        /// The file to be made; one that holds a descriptor is called NAME.vmdk.
+        /// The file to create; a descriptor must be named NAME.vmdk.
         path: PathBuf,
-        /// Capacity, such as 10G; with --parent the parent's unless given.
+        /// Capacity, such as 10G; default with --parent: the parent's.
         #[arg(value_name = "SIZE", value_parser = parse_size, required_unless_present = "parent")]
         size: Option<u64>,
         /// Its format.
         #[arg(short = 'd', long, value_name = "FORMAT", value_parser = image_kind(), default_value = "thin")]
         format: ImageKind,
-        /// Not needed here. Without its short form, which is the format: `-d sesparse` must not pass for a datastore.
+        /// Not needed for images. Has no short form, because -d is the format: `-d sesparse` must not be taken for a
+        /// datastore.
         #[arg(long, value_name = "PATH", env = "LAMINA_DATASTORE", hide = true, value_parser = location())]
         datastore: Option<Location>,
-        /// The image below it: a snapshot's child, for formats that can be one.
+        /// The parent image, for formats that support one.
         #[arg(long, value_name = "IMAGE")]
         parent: Option<PathBuf>,
-        /// The adapter that the disk's geometry is made for.
+        /// The disk adapter that the geometry in the descriptor is computed for.
         #[arg(long, value_name = "ADAPTER", default_value = "lsilogic", value_parser = ["lsilogic", "buslogic", "ide"])]
         adapter: String,
         /// How the parent is opened.

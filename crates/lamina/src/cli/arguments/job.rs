@@ -3,26 +3,28 @@
 use clap::Subcommand;
 use control::{JobRequest, Request};
 
-/// Verbs of jobs: long work of the server. A job is cancelled with its client, unless it was started with --background.
+/// Manage jobs: long operations of the server. A job is cancelled when its client disconnects, unless it was started
+/// with --background.
 #[derive(Debug, Subcommand)]
 pub enum JobCommand {
-    /// List jobs: those under way, and the newest that have ended.
+    /// List jobs: running ones, and the newest that have ended.
     List,
     /// Show one job.
     Show {
-        /// The job, as 'job list' shows it.
+        /// The job's id, as 'job list' shows it.
         #[arg(value_name = "JOB")]
         id: String,
     },
-    /// Wait until a job ends, print its answer and end with its exit code. Interrupting the wait leaves the job alone.
+    /// Wait until a job ends, print its result and exit with its exit code. Interrupting the wait does not cancel the
+    /// job.
     Wait {
-        /// The job.
+        /// The job's id.
         #[arg(value_name = "JOB")]
         id: String,
     },
-    /// Cancel a job: it undoes what it began. 'job wait' waits for the end of that.
+    /// Cancel a job and undo what it began. 'job wait' waits until that is done.
     Cancel {
-        /// The job.
+        /// The job's id.
         #[arg(value_name = "JOB")]
         id: String,
     },

@@ -1,4 +1,4 @@
-//! Verbs of machines.
+//! Arguments of the commands about machines.
 
 use super::send::SendArguments;
 use crate::cli::address::{CLONES_MAX, NamePattern, absolute, parse_disk};
@@ -12,20 +12,20 @@ use std::str::FromStr;
 use vm::clone::{Inside, Source};
 use vm::definition::{CloneKind, Link};
 
-/// Most bytes that a program in the guest is given.
+/// Most bytes of standard input that a program in the guest gets.
 const INPUT_MAX: u64 = 1 << 20;
 
-/// Reads the name of a machine.
+/// Parses the name of a machine.
 fn parse_machine(text: &str) -> Result<String, String> {
     vm::definition::check_name(text).map(|()| text.to_owned()).map_err(|error| error.to_string())
 }
 
-/// Reads seconds.
+/// Parses a number of seconds.
 fn parse_seconds(text: &str) -> Result<u64, String> {
     text.strip_suffix('s').unwrap_or(text).parse().map_err(|_| format!("'{text}' is no number of seconds"))
 }
 
-/// Reads a machine, or a snapshot of one: `VM` or `VM@SNAPSHOT`.
+/// Parses a machine or a snapshot of one: `VM` or `VM@SNAPSHOT`.
 fn parse_source(text: &str) -> Result<Source, String> {
     let Some((machine, snapshot)) = text.split_once('@') else {
         return Ok(Source { machine: parse_machine(text)?, snapshot: None });
@@ -34,7 +34,7 @@ fn parse_source(text: &str) -> Result<Source, String> {
     Ok(Source { machine: parse_machine(machine)?, snapshot: Some(snapshot.to_owned()) })
 }
 
-/// Reads a snapshot of a machine: `VM@SNAPSHOT`.
+/// Parses a snapshot of a machine: `VM@SNAPSHOT`.
 fn parse_snapshot(text: &str) -> Result<MachineSnapshot, String> {
     match parse_source(text)? {
         Source { machine, snapshot: Some(name) } => Ok(MachineSnapshot { machine, name }),
@@ -42,12 +42,12 @@ fn parse_snapshot(text: &str) -> Result<MachineSnapshot, String> {
     }
 }
 
-/// What a network card is plugged into, or that there is none.
+/// The network of a card, or no card.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum NetworkArgument {
     /// No card.
     None,
-    /// One card.
+    /// A card that is connected to this network.
     Card(Link),
 }
 
@@ -68,19 +68,19 @@ impl FromStr for NetworkArgument {
 /// `lamina vm`.
 #[derive(Debug, Args)]
 pub struct VmArguments {
-    /// The QEMU to run machines with.
+    /// Path of the QEMU to use.
     #[arg(long, global = true, value_name = "PROGRAM", env = "LAMINA_QEMU", default_value = "qemu-system-x86_64")]
     pub qemu: PathBuf,
-    /// Folder for the memory of machines, on a file system that lies in memory. Default: /dev/shm.
+    /// Folder for the memory files of machines, on a file system in memory. Default: /dev/shm.
     #[arg(long, global = true, value_name = "PATH", env = "LAMINA_MEMORY")]
     pub memory_folder: Option<PathBuf>,
-    /// What to do.
+    /// The command.
     #[command(subcommand)]
     pub command: VmCommand,
 }
 
 impl VmArguments {
-    /// The request, or what is wrong with the arguments taken together.
+    /// The request; an error if the arguments contradict each other.
     pub fn request(&self) -> Result<Request, String> {
         let verb = self.command.verb()?;
         Ok(Request::Machine(Box::new(MachineRequest {
@@ -94,26 +94,26 @@ impl VmArguments {
 /// Verbs of machines.
 #[derive(Debug, Subcommand)]
 pub enum VmCommand {
-    /// Make a machine.
+    /// Create a machine.
     Create(VmCreate),
-    /// Start machines. A frozen machine resumes where it stopped.
+    /// Start machines. A frozen machine continues where it was frozen.
     Start {
         /// The machines.
         #[arg(required = true, value_name = "VM", value_parser = parse_machine)]
         names: Vec<String>,
-        /// Start it paused; 'resume' runs the guest.
+        /// Start with the guest paused; 'resume' runs it.
         #[arg(long)]
         paused: bool,
     },
-    /// Stop machines: their guests are asked to power themselves off.
+    /// Stop machines: their guests are requested to shut down.
     Stop {
         /// The machines.
         #[arg(required = true, value_name = "VM", value_parser = parse_machine)]
         names: Vec<String>,
-        /// Power off at once: what guests have not flushed is lost.
+        /// Power off at once; data that guests have not flushed is lost.
         #[arg(long)]
         force: bool,
-        /// How many seconds a guest has for it.
+        /// Seconds that a guest has to shut down.
         #[arg(long, value_name = "SECONDS", value_parser = parse_seconds, default_value = "60", conflicts_with = "force")]
         timeout: u64,
     },
@@ -145,25 +145,25 @@ pub enum VmCommand {
         /// Keep the disks in the datastore.
         #[arg(long)]
         keep_disks: bool,
-        /// Hand the snapshots that clones are based on to those clones.
+        /// Hand the snapshots that clones are based on over to the clones.
         #[arg(long, conflicts_with = "keep_disks")]
         promote: bool,
     },
     /// Take and manage snapshots of machines.
     #[command(subcommand)]
     Snapshot(VmSnapshotCommand),
-    /// Revert a machine to a snapshot. Its present state is lost.
+    /// Revert a machine to a snapshot. Its current state is lost.
     Revert {
         /// The snapshot, VM@SNAPSHOT.
         #[arg(value_name = "VM@SNAPSHOT", value_parser = parse_snapshot)]
         snapshot: MachineSnapshot,
-        /// Where the snapshot has memory: keep the guest paused until 'resume'.
+        /// If the snapshot has memory: keep the guest paused until 'resume'.
         #[arg(long)]
         paused: bool,
     },
-    /// Clone machines from the present state of another one, or from a snapshot of it.
+    /// Clone a machine from its current state or from a snapshot.
     Clone(VmClone),
-    /// Freeze a running machine: its process ends, and instant clones and the machine itself resume there.
+    /// Freeze a running machine: its process ends, and instant clones and the machine itself continue from this state.
     Freeze {
         /// The machine.
         #[arg(value_name = "VM", value_parser = parse_machine)]
@@ -174,22 +174,22 @@ pub enum VmCommand {
         /// The machine.
         #[arg(value_name = "VM", value_parser = parse_machine)]
         name: String,
-        /// Print the console's output so far, and end.
+        /// Print the console's output so far, and exit.
         #[arg(long)]
         said: bool,
-        /// End after this many seconds without output, where input is no terminal and has ended.
+        /// Exit after this many seconds without output, if input is not a terminal and has ended.
         #[arg(long, value_name = "SECONDS", value_parser = parse_seconds, default_value = "3")]
         quiet: u64,
     },
-    /// Run a program in the guest, through its agent. Ends with the program's exit code.
+    /// Run a program in the guest through its agent. Exits with the program's exit code.
     Exec {
         /// The machine.
         #[arg(value_name = "VM", value_parser = parse_machine)]
         name: String,
-        /// Give it what is read from standard input.
+        /// Pass standard input to the program.
         #[arg(short, long)]
         input: bool,
-        /// How many seconds it may take.
+        /// Time limit of the program in seconds.
         #[arg(long, value_name = "SECONDS", value_parser = parse_seconds, default_value = "60")]
         timeout: u64,
         /// The program and its arguments, after '--'.
@@ -246,26 +246,25 @@ pub struct VmCreate {
     /// Memory, in whole MiB.
     #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "1G")]
     pub memory: u64,
-    /// A disk of the datastore; several times, or several with commas between them.
+    /// A disk of the datastore. May be repeated, and may list several disks separated by commas.
     #[arg(long = "disk", value_name = "DISK", value_delimiter = ',', value_parser = parse_disk)]
     pub disks: Vec<String>,
-    /// Make a thin disk of that size for it, with its name.
+    /// Create a thin disk of this size with the machine's name.
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     pub disk_size: Option<u64>,
-    /// A network card, several times for several: user, bridge=NAME or unplugged; none for no card. One on 'user' if
-    /// nothing is said.
+    /// Network of a card: user, bridge=NAME or unplugged; may be repeated. none for no card. Default: one card on user.
     #[arg(long = "network", value_name = "NETWORK")]
     pub networks: Vec<NetworkArgument>,
     /// A kernel to boot without a boot loader.
     #[arg(long, value_name = "FILE")]
     pub kernel: Option<PathBuf>,
-    /// Its initial RAM disk.
+    /// The initial RAM disk of the kernel.
     #[arg(long, value_name = "FILE", requires = "kernel")]
     pub initrd: Option<PathBuf>,
-    /// Its command line.
+    /// The command line of the kernel.
     #[arg(long, value_name = "TEXT", requires = "kernel", allow_hyphen_values = true)]
     pub append: Option<String>,
-    /// Start it.
+    /// Start the machine.
     #[arg(long)]
     pub start: bool,
 }
@@ -278,7 +277,7 @@ impl VmCreate {
         });
         let networks: Vec<Link> = if self.networks.is_empty() { vec![Link::User] } else { cards.collect() };
         if !networks.is_empty() && networks.len() < self.networks.len() {
-            return Err("'--network none' is for no card at all, and there are others".into());
+            return Err("'--network none' means no card, and excludes other --network options".into());
         }
         Ok(NewMachine {
             name: self.name.clone(),
@@ -303,10 +302,10 @@ pub enum VmSnapshotCommand {
         /// The machine and the snapshot, VM@SNAPSHOT.
         #[arg(value_name = "VM@SNAPSHOT", value_parser = parse_snapshot)]
         snapshot: MachineSnapshot,
-        /// With the guest's memory: a revert resumes the guest there.
+        /// Include the guest's memory: a revert continues the guest from there.
         #[arg(long, conflicts_with = "quiesce")]
         memory: bool,
-        /// Have the guest's agent freeze the file systems around it, if it answers.
+        /// Freeze the guest's file systems through its agent while the snapshot is taken, if the agent answers.
         #[arg(long)]
         quiesce: bool,
     },
@@ -316,7 +315,7 @@ pub enum VmSnapshotCommand {
         #[arg(value_name = "VM", value_parser = parse_machine)]
         name: String,
     },
-    /// Delete a snapshot. Refused while clones stand on it.
+    /// Delete a snapshot. Refused if clones are based on it.
     Delete {
         /// The snapshot, VM@SNAPSHOT.
         #[arg(value_name = "VM@SNAPSHOT", value_parser = parse_snapshot)]
@@ -336,14 +335,14 @@ impl VmSnapshotCommand {
     }
 }
 
-/// What is to become of the identity inside the guest.
+/// How the identity inside the guest is changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum IdentityArgument {
-    /// A new one if the guest's agent answers; otherwise the clone's network stays unplugged.
+    /// Change it if the guest's agent answers; otherwise the clone's network stays disconnected.
     Auto,
-    /// A new one, or no clone.
+    /// Change it, or fail to make the clone.
     Required,
-    /// The parent's.
+    /// Keep the parent's.
     Keep,
 }
 
@@ -351,47 +350,47 @@ pub enum IdentityArgument {
 #[derive(Debug, Args)]
 #[command(group = clap::ArgGroup::new("way"))]
 pub struct VmClone {
-    /// What to clone: VM as it is now, or VM@SNAPSHOT.
+    /// State to clone: VM for its current state, or VM@SNAPSHOT.
     #[arg(value_name = "SOURCE", value_parser = parse_source)]
     pub source: Source,
-    /// Name of the clone; with --count the start of the names (NAME-0001, ...).
+    /// Name of the clone; with --count the prefix of the names (NAME-0001, ...).
     #[arg(value_name = "VM", required_unless_present_any = ["name_pattern", "to"])]
     pub name: Option<String>,
-    /// Make a full clone at another server, lamina://HOST:PORT/NAME, with the --tls options for that server.
+    /// Make a full clone on another server, lamina://HOST:PORT/NAME, with the --tls options for that server.
     #[arg(
         long,
         value_name = "TARGET",
         conflicts_with_all = ["name", "name_pattern", "count", "linked", "instant", "start"]
     )]
     pub to: Option<Remote>,
-    /// How it is sent there.
+    /// Options of the transfer to another server.
     #[command(flatten)]
     pub how: SendArguments,
-    /// Deltas on a snapshot of the source's disks; the default.
+    /// Make linked clones, whose disks are deltas on a snapshot of the source's disks (default).
     #[arg(long, group = "way")]
     pub linked: bool,
-    /// Independent copies of what the source's disks hold.
+    /// Make full clones, with independent copies of the source's disks.
     #[arg(long, group = "way")]
     pub full: bool,
-    /// Running, and sharing the source's disks and memory copy-on-write.
+    /// Make instant clones, which run and share the source's disks and memory copy-on-write.
     #[arg(long, group = "way")]
     pub instant: bool,
-    /// How many.
+    /// Number of clones.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=i64::from(CLONES_MAX)))]
     pub count: Option<u32>,
-    /// How many at a time: copies of full clones, starts of the others.
+    /// Number of full clones that are copied at a time, or of other clones that are started at a time.
     #[arg(long, value_name = "N", default_value = "4", value_parser = clap::value_parser!(u32).range(1..=256))]
     pub parallel: u32,
     /// Names of the clones, numbered from 1, such as 'web-%03d'.
     #[arg(long, value_name = "PATTERN", conflicts_with = "name")]
     pub name_pattern: Option<NamePattern>,
-    /// Start them. Instant clones run in any case.
+    /// Start the clones. Instant clones always run.
     #[arg(long)]
     pub start: bool,
-    /// Have the source's agent freeze the file systems around the moment, if it answers.
+    /// Freeze the source's file systems through its agent while its state is captured, if the agent answers.
     #[arg(long, conflicts_with = "instant")]
     pub quiesce: bool,
-    /// Whether guests of instant clones get a new host name, machine id, network addresses and randomness.
+    /// Whether guests of instant clones get a new host name, machine id, network addresses and random seed.
     #[arg(long, value_enum, value_name = "WHAT", default_value = "auto")]
     pub identity: IdentityArgument,
 }

@@ -1,4 +1,4 @@
-//! The arguments of each verb, and the request that each becomes; a file for each noun.
+//! The arguments of each command, and their translation to requests; a file for each group of commands.
 
 mod check;
 mod clone;

@@ -9,31 +9,31 @@ use disk::Location;
 use disk::convert::TargetFormat;
 use disk::salvage::{Extract, SalvageRequest};
 
-/// How `salvage` reads.
+/// Arguments of `lamina salvage`.
 #[derive(Debug, Args)]
 pub struct SalvageArguments {
     /// Folder of the damaged datastore. Nothing is written to it.
     #[arg(value_name = "DATASTORE", value_parser = location())]
     pub location: Location,
-    /// List the disks and snapshots that can be read.
+    /// List the disks and snapshots that can be extracted.
     #[arg(long, required_unless_present = "disk", conflicts_with_all = ["disk", "snapshot", "to"])]
     pub list: bool,
-    /// The disk to read out.
+    /// The disk to extract.
     #[arg(long, value_name = "NAME", requires = "to")]
     pub disk: Option<String>,
-    /// A snapshot of it instead.
+    /// Extract this snapshot of the disk instead of its current state.
     #[arg(long, value_name = "NAME", requires = "disk", value_parser = parse_disk)]
     pub snapshot: Option<String>,
-    /// A file that does not exist yet, or the folder of another datastore.
+    /// Target: a file that does not exist yet, or the folder of another datastore.
     #[arg(long, value_name = "FILE|DATASTORE", requires = "disk", value_parser = location())]
     pub to: Option<Location>,
-    /// Format of the target; by its name otherwise: .raw, .vmdk (monolithicsparse), .ova, and native in a datastore.
+    /// Format of the target. Default: by its name .raw, .vmdk (monolithicsparse) or .ova; native in a datastore.
     #[arg(long, value_name = "FORMAT", value_parser = target_format())]
     pub format: Option<TargetFormat>,
-    /// Name of the disk in another datastore.
+    /// Name of the new disk, if the target is a datastore.
     #[arg(long, value_name = "NAME", value_parser = parse_disk)]
     pub name: Option<String>,
-    /// Most bytes to copy in a second.
+    /// Limit of copied bytes per second.
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     pub rate: Option<u64>,
 }

@@ -1,4 +1,4 @@
-//! Sending disks and machines to another server, and what is received from others.
+//! Arguments for sending disks and machines to another server, and for managing receptions.
 
 use crate::cli::address::{StateAddress, absolute};
 use crate::cli::size::parse_size;
@@ -8,20 +8,20 @@ use disk::Point;
 use replication::Remote;
 use std::path::PathBuf;
 
-/// How something is sent.
+/// Options of a transfer.
 #[derive(Debug, Args)]
 pub struct SendArguments {
-    /// Send only what differs from the newest snapshot that both sides have, and keep this state as a snapshot on both
-    /// sides for the next time.
+    /// Send only the differences from the newest snapshot that both sides have, and keep the sent state as a snapshot
+    /// on both sides for the next transfer.
     #[arg(long)]
     pub incremental: bool,
-    /// Connections that carry data, at the same time.
+    /// Number of parallel data connections.
     #[arg(long, value_name = "N", default_value = "4", value_parser = clap::value_parser!(u32).range(1..=16))]
     pub streams: u32,
-    /// Most bytes of data a second, such as 100M.
+    /// Limit of sent data in bytes per second, such as 100M.
     #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "0")]
     pub rate: u64,
-    /// Certificates of the authorities that sign servers, PEM.
+    /// Certificates of the authorities that sign server certificates, PEM.
     #[arg(long, value_name = "FILE", env = "LAMINA_TLS_CA")]
     pub tls_ca: Option<PathBuf>,
     /// Certificate chain of this client, PEM.
@@ -30,17 +30,17 @@ pub struct SendArguments {
     /// Private key of this client, PEM.
     #[arg(long, value_name = "FILE", env = "LAMINA_TLS_KEY", requires = "tls_cert")]
     pub tls_key: Option<PathBuf>,
-    /// The name that the server's certificate is for, where it is not the one it is reached by.
+    /// The name that the server's certificate must have, if it differs from the host name.
     #[arg(long, value_name = "NAME")]
     pub tls_name: Option<String>,
 }
 
 impl SendArguments {
-    /// With absolute paths: the server runs in another folder.
+    /// The options with absolute paths, because the server has another working directory.
     pub fn how(&self) -> Result<SendHow, String> {
         let authorities = self.tls_ca.as_deref().ok_or(
-            "how is the server to be known? give --tls-ca FILE (or set LAMINA_TLS_CA), the certificates of the \
-             authorities that sign it",
+            "the server cannot be authenticated: give --tls-ca FILE (or set LAMINA_TLS_CA), the certificates of the \
+             authorities that sign its certificate",
         )?;
         Ok(SendHow {
             incremental: self.incremental,
@@ -59,14 +59,14 @@ impl SendArguments {
 /// `lamina disk send`.
 #[derive(Debug, Args)]
 pub struct DiskSend {
-    /// The state to send: DISK@SNAPSHOT, or DISK as it is now.
+    /// State to send: DISK@SNAPSHOT, or DISK for its current state.
     #[arg(value_name = "SOURCE")]
     pub source: StateAddress,
-    /// Where to, and the name of the disk there: lamina://HOST:PORT/NAME. With --incremental a disk of that name that
-    /// has not been changed there is brought up to date.
+    /// Target server, and the name of the disk there: lamina://HOST:PORT/NAME. With --incremental an existing disk with
+    /// that name is updated, unless it was changed there.
     #[arg(value_name = "TARGET")]
     pub target: Remote,
-    /// How.
+    /// Options of the transfer.
     #[command(flatten)]
     pub how: SendArguments,
 }
@@ -84,14 +84,14 @@ impl DiskSend {
     }
 }
 
-/// Verbs of receptions: disks that other servers send here.
+/// Manage receptions: disks that other servers send here.
 #[derive(Debug, Subcommand)]
 pub enum ReceiveCommand {
-    /// List disks that are being received, and unfinished ones that are kept until their sender continues.
+    /// List disks that are being received, and incomplete ones that are kept until their sender resumes.
     List,
-    /// Cancel one, and remove what has arrived of it.
+    /// Delete a reception and the data received so far.
     Delete {
-        /// Its identity, as 'receive list' shows it.
+        /// Id of the reception, as 'receive list' shows it.
         id: String,
     },
 }

@@ -1,4 +1,4 @@
-//! `lamina serve`, and what it serves.
+//! Arguments of `lamina serve` and `lamina export`.
 
 use crate::cli::address::location;
 use crate::cli::size::parse_memory;
@@ -9,10 +9,10 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
-/// Most connections of one class that can be asked for.
+/// Largest limit of connections per class that can be set.
 const CONNECTIONS_MAX: i64 = 16_384;
 
-/// Verbs of exports.
+/// Show exports.
 #[derive(Debug, Subcommand)]
 pub enum ExportCommand {
     /// List the export names with their NBD URIs.
@@ -24,7 +24,7 @@ pub enum ExportCommand {
 pub enum IoModeArgument {
     /// Through the page cache.
     Buffered,
-    /// Past the page cache.
+    /// With O_DIRECT, bypassing the page cache.
     Direct,
 }
 
@@ -37,12 +37,12 @@ impl From<IoModeArgument> for backend::IoMode {
     }
 }
 
-/// What carries overlapping I/O.
+/// How overlapping I/O is submitted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum QueueArgument {
-    /// io_uring where it works, threads where it does not.
+    /// io_uring where the kernel allows it, otherwise threads.
     Auto,
-    /// io_uring, or an error.
+    /// io_uring, or an error where the kernel does not allow it.
     #[value(name = "io_uring")]
     Uring,
     /// A pool of threads.
@@ -59,7 +59,7 @@ impl From<QueueArgument> for disk::QueueChoice {
     }
 }
 
-/// Reads permission bits as chmod takes them.
+/// Parses permission bits as chmod does.
 fn parse_mode(text: &str) -> Result<u32, String> {
     match u32::from_str_radix(text, 8) {
         Ok(mode) if mode <= 0o777 && !text.starts_with('+') => Ok(mode),
@@ -70,16 +70,17 @@ fn parse_mode(text: &str) -> Result<u32, String> {
 /// `lamina serve`.
 #[derive(Debug, Args)]
 pub struct ServeArguments {
-    /// Folder of the datastore, when not given by --datastore.
+    /// Folder of the datastore, as an alternative to --datastore.
     #[arg(value_name = "PATH", value_parser = location())]
     pub location: Option<Location>,
     /// Unix socket for NBD clients; nbd.sock in the datastore by default.
     #[arg(long, value_name = "NBD_SOCKET")]
     pub socket: Option<PathBuf>,
-    /// Permission bits of that socket, octal: they decide which users may connect.
+    /// Permission bits of that socket in octal, which decide which users may connect.
     #[arg(long, value_name = "MODE", default_value = "600", value_parser = parse_mode)]
     pub socket_mode: u32,
-    /// Also listen on TCP, such as 127.0.0.1:10809. Beyond loopback it needs TLS with client certificates.
+    /// Also listen on this TCP address, such as 127.0.0.1:10809. Beyond loopback, TLS with client certificates is
+    /// required.
     #[arg(long, value_name = "ADDRESS:PORT")]
     pub tcp: Option<SocketAddr>,
     /// Certificate chain of this server, PEM.
@@ -91,57 +92,57 @@ pub struct ServeArguments {
     /// Certificates of the authorities that sign client certificates, PEM; clients must then have one.
     #[arg(long, value_name = "FILE", requires = "tls_cert")]
     pub tls_client_ca: Option<PathBuf>,
-    /// Let anyone who reaches the TCP port read and write every disk, in clear text.
+    /// Let every host that reaches the TCP port read and write every disk without encryption.
     #[arg(long, requires = "tcp")]
     pub insecure_tcp: bool,
-    /// Most NBD connections over the unix socket at a time.
+    /// Limit of NBD connections over the unix socket.
     #[arg(long, value_name = "NUMBER", default_value_t = CONNECTIONS_DEFAULT as u16, value_parser = connections())]
     pub max_unix_connections: u16,
-    /// Most NBD connections over TCP at a time whose clients have a certificate of the authorities of --tls-client-ca.
+    /// Limit of NBD connections over TCP with a client certificate signed by an authority of --tls-client-ca.
     #[arg(long, value_name = "NUMBER", default_value_t = CONNECTIONS_DEFAULT as u16, value_parser = connections())]
     pub max_authenticated_connections: u16,
-    /// Most other NBD connections over TCP at a time, those whose TLS handshake is not at its end among them.
+    /// Limit of other NBD connections over TCP, including those that have not completed the TLS handshake.
     #[arg(long, value_name = "NUMBER", default_value_t = CONNECTIONS_DEFAULT as u16, value_parser = connections())]
     pub max_unauthenticated_connections: u16,
-    /// Also receive disks and machines that other lamina servers send, on this address, such as 127.0.0.1:10810; always
-    /// over TLS. Beyond loopback it needs client certificates.
+    /// Also receive disks and machines from other lamina servers on this address, such as 127.0.0.1:10810. TLS is
+    /// always required; beyond loopback, client certificates are too.
     #[arg(long, value_name = "ADDRESS:PORT", requires = "tls_cert")]
     pub receive: Option<SocketAddr>,
-    /// Receive only from clients whose certificate is for this name; several times for several.
+    /// Receive only from clients whose certificate has this name. May be repeated.
     #[arg(long, value_name = "NAME", requires = "receive", requires = "tls_client_ca")]
     pub receive_from: Vec<String>,
     /// How data files are read and written.
     #[arg(long, value_enum, value_name = "MODE", default_value = "buffered")]
     pub io: IoModeArgument,
-    /// What carries overlapping I/O.
+    /// How overlapping I/O is submitted.
     #[arg(long, value_enum, value_name = "ENGINE", default_value = "auto")]
     pub queue: QueueArgument,
-    /// Most memory for cached metadata.
+    /// Memory limit of the metadata cache.
     #[arg(long, value_name = "SIZE", default_value = "128M", value_parser = parse_memory)]
     pub metadata_cache: usize,
-    /// Most memory for writes that are not written back yet.
+    /// Memory limit of the write buffer.
     #[arg(long, value_name = "SIZE", default_value = "64M", value_parser = parse_memory)]
     pub write_buffer: usize,
-    /// How long a disk counts as in use after the connection of a client ended without a disconnect request: within
-    /// that time the client may come back, as it does when the server is restarted.
+    /// How long a disk counts as in use after a client's connection ended without a disconnect request. During this
+    /// time the client may reconnect, for example after a restart of the server.
     #[arg(long, value_name = "SECONDS", default_value_t = 120, allow_hyphen_values = true,
           value_parser = clap::value_parser!(u64).range(..=export::clients::limits::CLIENT_GRACE_MAX.as_secs()))]
     pub client_grace: u64,
-    /// Latency that background work (copies, merges, checks, moves) leaves to 99 % of the requests of clients: the work
-    /// slows down until it does, to 8 MiB/s at the least. 0 for work at full speed.
+    /// Target latency of clients' requests during background work (copies, merges, checks, migrations). The work slows
+    /// down, to 8 MiB/s at the least, until 99 % of the requests stay within it. 0 for work at full speed.
     #[arg(long, value_name = "MILLISECONDS", default_value = "2", value_parser = parse_milliseconds)]
     pub latency_target: Duration,
-    /// Refuse writes of NBD clients. Verbs of this command line still work.
+    /// Refuse writes of NBD clients. Commands that change disks still work.
     #[arg(long)]
     pub read_only: bool,
 }
 
-/// How many connections may be allowed: each has a thread.
+/// Parser of connection limits; each connection has a thread.
 fn connections() -> clap::builder::RangedI64ValueParser<u16> {
     clap::value_parser!(u16).range(1..=CONNECTIONS_MAX)
 }
 
-/// Reads a time in milliseconds, up to a minute, with or without a fraction.
+/// Parses a time in milliseconds, up to a minute, with or without a fraction.
 fn parse_milliseconds(text: &str) -> Result<Duration, String> {
     match text.parse::<f64>() {
         Ok(time) if (0.0..=60_000.0).contains(&time) => Ok(Duration::from_secs_f64(time / 1000.0)),

@@ -1,4 +1,4 @@
-//! Verbs of snapshots.
+//! Arguments of the commands about snapshots.
 
 use crate::cli::address::{SnapshotAddress, StateAddress, parse_disk};
 use crate::cli::format::parse_delta;
@@ -11,22 +11,22 @@ use std::path::PathBuf;
 /// Verbs of snapshots.
 #[derive(Debug, Subcommand)]
 pub enum SnapshotCommand {
-    /// Take snapshots; those of several disks are of one point in time.
+    /// Take snapshots. Snapshots of several disks are taken at one point in time.
     Create {
         /// Disk and name of the new snapshot.
         #[arg(value_name = "DISK@SNAPSHOT", required = true)]
         snapshots: Vec<SnapshotAddress>,
-        /// A description; for disks in VMware's formats.
+        /// A description, for disks in VMware's formats.
         #[arg(long, value_name = "TEXT")]
         description: Option<String>,
-        /// The folder that the new image goes to, instead of the disk's own; for disks in VMware's formats.
+        /// The folder for the new image, instead of the disk's own; for disks in VMware's formats.
         #[arg(long, value_name = "DIR")]
         folder: Option<PathBuf>,
         /// The format of the new image: vmfssparse, sesparse or vsansparse.
         #[arg(long, value_name = "FORMAT", value_parser = parse_delta)]
         delta: Option<DeltaFormat>,
     },
-    /// List the snapshots of one disk, or of all, as a tree.
+    /// List the snapshots of one disk, or of all disks, as a tree.
     List {
         /// The disk.
         #[arg(value_parser = parse_disk)]
@@ -38,30 +38,30 @@ pub enum SnapshotCommand {
         #[arg(value_name = "DISK@SNAPSHOT")]
         snapshot: SnapshotAddress,
     },
-    /// Delete a snapshot; newer and older states keep their data.
+    /// Delete a snapshot; other states of the disk keep their data.
     Delete {
         /// The snapshot.
         #[arg(value_name = "DISK@SNAPSHOT")]
         snapshot: SnapshotAddress,
-        /// Merge the snapshot's image into the newer one. Default: the direction that copies less.
+        /// Merge the snapshot's image into the newer image. Default: the direction that copies less.
         #[arg(long, conflicts_with = "down")]
         up: bool,
         /// Merge the newer image into the snapshot's image.
         #[arg(long)]
         down: bool,
-        /// Delete it even if a client that lost its connection may come back to it.
+        /// Delete the snapshot even if a client that lost its connection may reconnect to it.
         #[arg(long)]
         force: bool,
-        /// Most bytes a second that are copied, such as 100M.
+        /// Limit of copied bytes per second, such as 100M.
         #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "0")]
         rate: u64,
     },
-    /// Revert a disk to a snapshot; what was written since is lost.
+    /// Revert a disk to a snapshot; later writes are lost.
     Revert {
         /// The snapshot.
         #[arg(value_name = "DISK@SNAPSHOT")]
         snapshot: SnapshotAddress,
-        /// Revert even if a client that lost its connection may come back to the disk, or a machine has it.
+        /// Revert even if a client that lost its connection may reconnect to the disk, or a machine uses it.
         #[arg(long)]
         force: bool,
     },
@@ -70,14 +70,14 @@ pub enum SnapshotCommand {
         /// The earlier state.
         #[arg(value_name = "DISK@SNAPSHOT")]
         from: SnapshotAddress,
-        /// The later state: DISK@SNAPSHOT, or DISK for now (default).
+        /// The later state: DISK@SNAPSHOT, or DISK for the current state (default).
         #[arg(value_name = "STATE")]
         to: Option<StateAddress>,
     },
 }
 
 impl SnapshotCommand {
-    /// The request, or what is wrong with the arguments taken together.
+    /// The request; an error if the arguments contradict each other.
     pub fn request(&self) -> Result<Request, String> {
         let pair = |snapshot: &SnapshotAddress| (snapshot.disk.clone(), snapshot.name.clone());
         Ok(Request::Snapshot(match self {
@@ -85,7 +85,7 @@ impl SnapshotCommand {
                 of: snapshots.iter().map(pair).collect(),
                 options: SnapshotOptions {
                     description: description.clone().unwrap_or_default(),
-                    // The server has a working folder of its own.
+                    // An absolute path, because the server has another working directory.
                     folder: folder.as_ref().map(std::path::absolute).transpose().map_err(|e| e.to_string())?,
                     delta: *delta,
                 },

@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 use vm::definition::Definition;
 use vm::snapshots::Record;
 
-/// What `--json` prints for a reply.
+/// The JSON output for a reply.
 pub fn value(verb: &MachineVerb, reply: &MachineReply) -> Value {
     match reply {
         MachineReply::Created(made) => definition(made),

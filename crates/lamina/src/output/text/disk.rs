@@ -17,7 +17,7 @@ fn provisioning(kind: Provisioning) -> &'static str {
     }
 }
 
-/// After a change one line says what is now; `show` tells everything.
+/// Prints a disk in one line after a change, and completely for `show`.
 pub fn print(out: &mut dyn Write, request: &Request, disk: &DiskInfo) -> io::Result<()> {
     let DiskInfo { name, .. } = disk;
     match request {
@@ -44,7 +44,7 @@ pub fn print(out: &mut dyn Write, request: &Request, disk: &DiskInfo) -> io::Res
     }
 }
 
-/// What a disk has now, and which clients do not know it.
+/// Prints the new capacity, and the clients that still have the old one.
 pub fn print_resized(out: &mut dyn Write, resized: &Resized) -> io::Result<()> {
     let Resized { disk, reconnected, unaware, machine, .. } = resized;
     writeln!(out, "disk {} has {} now", disk.name, size(disk.capacity))?;
@@ -107,11 +107,11 @@ fn client(disk: &DiskInfo, user: &DiskUser) -> String {
     let of = if user.export == disk.name { String::new() } else { format!(" of {}", user.export) };
     match user.grace {
         None => format!("{}{of}", user.client),
-        Some(left) => format!("{}{of}: lost the connection, counts for another {left} s", user.client),
+        Some(left) => format!("{}{of}: lost the connection, in grace for another {left} s", user.client),
     }
 }
 
-/// Connected clients, and how many may come back.
+/// Number of connected clients, and of clients that may reconnect.
 fn clients(disk: &DiskInfo) -> String {
     match disk.users.iter().filter(|user| user.grace.is_some() && user.export == disk.name).count() {
         0 => disk.clients.to_string(),
@@ -147,7 +147,7 @@ fn image_facts(image: &ImageDetails) -> Vec<(&'static str, String)> {
     facts
 }
 
-/// Figures of a chain.
+/// Prints the statistics of a chain.
 pub fn print_statistics(out: &mut dyn Write, of: &DiskStatistics) -> io::Result<()> {
     let (metadata, data, tunables) = (&of.metadata, &of.data, &of.tunables);
     let share = |part: u64, rest: u64| match part.saturating_add(rest) {
@@ -181,7 +181,7 @@ pub fn print_statistics(out: &mut dyn Write, of: &DiskStatistics) -> io::Result<
     print_facts(out, &facts)
 }
 
-/// What was freed.
+/// Prints the space that was reclaimed.
 pub fn print_reclaimed(out: &mut dyn Write, request: &Request, name: &str, of: &Reclaimed) -> io::Result<()> {
     match request {
         Request::Disk(DiskRequest::Wipe { .. }) => {

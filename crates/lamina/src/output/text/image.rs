@@ -6,13 +6,13 @@ use disk::convert::Converted;
 use disk::images::{ImageCheck, ImageInfo, ImageLevel};
 use std::io::{self, Write};
 
-/// Bytes of the blocks in which VMware counts flat disks.
+/// Size of the blocks in which VMware counts the space of flat disks.
 const FILE_BLOCK: u64 = 1 << 20;
 
-/// Extents told one by one.
+/// Most extents that are listed.
 const EXTENTS_TOLD_MAX: usize = 4;
 
-/// An image and its parents, newest first.
+/// Prints an image and its parents, newest first.
 pub fn print(out: &mut dyn Write, info: &ImageInfo) -> io::Result<()> {
     for (number, level) in info.levels.iter().enumerate() {
         if number > 0 {
@@ -64,7 +64,7 @@ fn facts(level: &ImageLevel) -> Vec<(&'static str, String)> {
     facts
 }
 
-/// What a check found.
+/// Prints the findings of a check.
 pub fn print_check(out: &mut dyn Write, check: &ImageCheck) -> io::Result<()> {
     for finding in &check.findings {
         let file = if finding.image.ends_with(&finding.file) {
@@ -79,7 +79,7 @@ pub fn print_check(out: &mut dyn Write, check: &ImageCheck) -> io::Result<()> {
             writeln!(out, "{file}: note: {note}")?;
         }
         if finding.dead > 0 {
-            writeln!(out, "{file}: {} that nothing names", size(finding.dead))?;
+            writeln!(out, "{file}: {} to which no table refers", size(finding.dead))?;
         }
     }
     if check.repaired > 0 {
@@ -91,7 +91,7 @@ pub fn print_check(out: &mut dyn Write, check: &ImageCheck) -> io::Result<()> {
     }
 }
 
-/// What was made.
+/// Prints a new image.
 pub fn print_created(out: &mut dyn Write, level: &ImageLevel) -> io::Result<()> {
     let above = match &level.parent {
         Some(parent) => format!(", above {parent}"),
@@ -100,7 +100,7 @@ pub fn print_created(out: &mut dyn Write, level: &ImageLevel) -> io::Result<()> 
     writeln!(out, "created {}: {}, {}{above}", level.path, size(level.capacity), level.format)
 }
 
-/// What a conversion made.
+/// Prints the result of a conversion.
 pub fn print_converted(out: &mut dyn Write, made: &Converted) -> io::Result<()> {
     for warning in &made.warnings {
         writeln!(out, "warning: {warning}")?;

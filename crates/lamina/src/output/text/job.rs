@@ -5,7 +5,7 @@ use crate::output::table::{Align, Table, print_facts};
 use control::{Change, Event, JobInfo};
 use std::io::{self, Write};
 
-/// `disk migrate vm1`.
+/// A job's command and object: `disk migrate vm1`.
 fn what(job: &JobInfo) -> String {
     if job.object.is_empty() { job.kind.clone() } else { format!("{} {}", job.kind, job.object) }
 }
@@ -21,7 +21,7 @@ fn state(job: &JobInfo) -> &'static str {
     if job.cancelling { "cancelling" } else { job.state.name() }
 }
 
-/// All jobs.
+/// Prints all jobs.
 pub fn print_all(out: &mut dyn Write, jobs: &[JobInfo]) -> io::Result<()> {
     if jobs.is_empty() {
         return writeln!(out, "no jobs");
@@ -42,7 +42,7 @@ pub fn print_all(out: &mut dyn Write, jobs: &[JobInfo]) -> io::Result<()> {
     table.print(out)
 }
 
-/// One job.
+/// Prints one job.
 pub fn print(out: &mut dyn Write, job: &JobInfo) -> io::Result<()> {
     let mut facts = vec![
         ("id", job.id.clone()),
@@ -57,7 +57,7 @@ pub fn print(out: &mut dyn Write, job: &JobInfo) -> io::Result<()> {
     print_facts(out, &facts)
 }
 
-/// One change, on a line.
+/// Prints an event on one line.
 pub fn print_event(out: &mut dyn Write, event: &Event) -> io::Result<()> {
     write!(out, "{}  ", human::time(event.time))?;
     match &event.change {

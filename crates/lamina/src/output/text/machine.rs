@@ -9,7 +9,7 @@ use vm::definition::Origin;
 use vm::machine::MachineState;
 use vm::snapshots::Record;
 
-/// Names told one by one when many machines are made at once.
+/// Most names that are listed when many machines are made at once.
 const NAMES_TOLD_MAX: usize = 5;
 
 /// Prints the answer to a request about machines.
@@ -41,7 +41,7 @@ pub fn print(out: &mut dyn Write, verb: &MachineVerb, reply: &MachineReply) -> i
             out,
             "froze {name} to image {image} (stop {stop_ms:.1} ms, disks {disks_ms:.1} ms, state {state_ms:.1} ms)"
         ),
-        // For what attaches to the console, not to be printed.
+        // The caller attaches to the console, so this reply is not normally printed.
         MachineReply::Console { socket, .. } => writeln!(out, "{}", socket.display()),
         MachineReply::Executed { output, .. } => out.write_all(output),
     }

@@ -1,4 +1,4 @@
-//! Replies as text for people; a file for each noun.
+//! Replies as text, with a file for each group of requests.
 
 mod disk;
 mod image;
@@ -17,7 +17,7 @@ use std::io::{self, Write};
 
 pub use job::print_event;
 
-/// Names told one by one when many disks are made at once.
+/// Most names that are listed when many disks are made at once.
 const NAMES_TOLD_MAX: usize = 5;
 
 /// Prints the answer to a request.

@@ -1,11 +1,11 @@
-//! What was read out of a damaged datastore, as text.
+//! Results of a salvage as text.
 
 use crate::output::human::{count, size};
 use crate::output::table::{Align, Table};
 use disk::salvage::{ByteRange, SalvageList, SalvageReport};
 use std::io::{self, Write};
 
-/// What can be read out.
+/// Prints what can be extracted.
 pub fn print_list(out: &mut dyn Write, list: &SalvageList) -> io::Result<()> {
     let columns = [("NAME", Align::Left), ("CAPACITY", Align::Right), ("LOST", Align::Right), ("RECORD", Align::Left)];
     let mut table = Table::new(&columns);
@@ -21,7 +21,7 @@ pub fn print_list(out: &mut dyn Write, list: &SalvageList) -> io::Result<()> {
     print_notes(out, list.behind, &list.notes)
 }
 
-/// What was read out, and what was lost.
+/// Prints what was extracted, and what is lost.
 pub fn print(out: &mut dyn Write, report: &SalvageReport) -> io::Result<()> {
     print_notes(out, report.behind, &report.notes)?;
     if !report.proven {
@@ -51,7 +51,7 @@ fn print_ranges(out: &mut dyn Write, what: &str, ranges: &[ByteRange]) -> io::Re
 fn print_notes(out: &mut dyn Write, behind: bool, notes: &[String]) -> io::Result<()> {
     notes.iter().try_for_each(|note| writeln!(out, "note: {note}"))?;
     match behind {
-        true => writeln!(out, "note: the end of the journal is lost: all of this is as it was before"),
+        true => writeln!(out, "note: the end of the journal is lost: all disks are as they were before it"),
         false => Ok(()),
     }
 }

@@ -1,4 +1,4 @@
-//! What was sent, and what is received, as text.
+//! Transfers and receptions as text.
 
 use crate::output::human::{count, size, time};
 use crate::output::table::{Align, Table};
@@ -6,7 +6,7 @@ use disk::transfer::ReceptionInfo;
 use replication::Sent;
 use std::io::{self, Write};
 
-/// What was sent.
+/// Prints the result of a transfer.
 pub fn print(out: &mut dyn Write, sent: &Sent) -> io::Result<()> {
     write!(out, "sent {}: {} of data", sent.disks.join(", "), size(sent.data))?;
     if sent.resumed > 0 {
@@ -22,7 +22,7 @@ pub fn print(out: &mut dyn Write, sent: &Sent) -> io::Result<()> {
     }
 }
 
-/// What is received.
+/// Prints receptions.
 pub fn print_all(out: &mut dyn Write, receptions: &[ReceptionInfo]) -> io::Result<()> {
     let mut table = Table::new(&[
         ("ID", Align::Left),

@@ -7,7 +7,7 @@ use control::{Request, SnapshotRequest};
 use disk::SnapshotInfo;
 use std::io::{self, Write};
 
-/// What `snapshot create` made, or the tree.
+/// Prints the result of `snapshot create`, or the tree of snapshots.
 pub fn print_all(out: &mut dyn Write, request: &Request, snapshots: &[SnapshotInfo]) -> io::Result<()> {
     match request {
         Request::Snapshot(SnapshotRequest::Create { .. }) => {
@@ -19,7 +19,7 @@ pub fn print_all(out: &mut dyn Write, request: &Request, snapshots: &[SnapshotIn
     }
 }
 
-/// One snapshot.
+/// Prints one snapshot.
 pub fn print(out: &mut dyn Write, snapshot: &SnapshotInfo) -> io::Result<()> {
     let mut facts = vec![
         ("name", format!("{}@{}", snapshot.disk, snapshot.name)),

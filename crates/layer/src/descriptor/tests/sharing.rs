@@ -1,15 +1,16 @@
-//! Folders that others make disks in too.
+//! Folders in which other processes create disks, too.
 
 use super::*;
 
-/// What is being made is locked from its first moment to its last, so that no sweep takes it for what a crash left.
+/// A descriptor under creation is locked from its first moment to its last, so that no sweep treats it as left by a
+/// crash.
 fn one_that_is_being_made_is_not_swept(directory: &dyn Directory) {
     let descriptor = parsed(BASE);
     let busy = || {
         let error = storage::sweep_one(directory, "web.vmdk").unwrap_err();
         assert!(error.kind() == ErrorKind::Busy && error.to_string().contains("being made"), "{error}");
     };
-    // Before there is any extent, with one, and between the two halves of a creation that was laid aside.
+    // Before any extent exists, with one, and between the two halves of a suspended creation.
     let pending = Pending::begin(directory, "web.vmdk", &descriptor).unwrap();
     busy();
     write_plain(directory, "web-flat.vmdk", b"x");
@@ -23,14 +24,14 @@ fn one_that_is_being_made_is_not_swept(directory: &dyn Directory) {
     directory.remove("web.vmdk").unwrap();
     directory.remove("web-flat.vmdk").unwrap();
 
-    // A file without a text, and one whose maker was killed: its lock went with it, and nothing else.
+    // An empty file, and one whose creating process was killed: the kill releases the lock and keeps the files.
     let held = storage::create_unfinished(directory, "web.vmdk", IoMode::Buffered).unwrap();
     busy();
     drop(held);
     assert_eq!(storage::sweep_one(directory, "web.vmdk").unwrap(), ["web.vmdk.lamina-new"]);
     drop(Pending::begin(directory, "web.vmdk", &descriptor).unwrap().suspend());
     write_plain(directory, "web-flat.vmdk", b"x");
-    // A process that has the extent open is not disturbed either.
+    // The extent of a process that has it open is not removed either.
     let open = directory.lock("web-flat.vmdk").unwrap();
     busy();
     drop(open);

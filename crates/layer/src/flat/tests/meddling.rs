@@ -1,12 +1,12 @@
-//! Races made to happen: something is done at the very moment at which it would hurt.
+//! Forced races: another operation runs at the moment where an error in the locking would show.
 
 use super::*;
 use std::sync::atomic::AtomicU64;
 
-/// A file that lets a test do something just before one of its calls.
+/// A file that lets a test run code just before one of its calls.
 struct Meddled {
     inner: Arc<dyn File>,
-    /// How many reads go by before `before_read` is called.
+    /// How many reads pass before `before_read` is called.
     reads_left: AtomicU64,
     before_read: Meddling,
     before_punch: Meddling,
@@ -60,7 +60,7 @@ impl File for Meddled {
     }
 }
 
-/// A disk of eight blocks, all space taken and written, in a file that can be meddled with.
+/// A disk of eight blocks, all allocated and written, in a [`Meddled`] file.
 fn meddled() -> (Arc<Meddled>, Arc<Flat>) {
     let world = disk(1);
     made(&*world.directory(), 8 * MIB, Provisioning::EagerZeroedThick);
@@ -74,7 +74,7 @@ fn what_is_written_after_the_first_look_is_not_given_back() {
     let (file, flat) = meddled();
     let guest = Arc::clone(&flat);
     *file.before_read.lock() = Some(Box::new(move || guest.write(4096, &[&[7; 4096]]).unwrap()));
-    // The last part of the first block: it was all zeros, as far as was looked.
+    // At the read of the last part of the first block; all parts before were zeros.
     file.reads_left.store(MIB / (64 << 10), Ordering::SeqCst);
     assert_eq!(flat.punch_zeros(&NoProgress).unwrap(), 7);
     assert!(file.before_read.lock().is_none());
@@ -87,7 +87,7 @@ fn discards_under_way_end_before_filling_counts_on_them() {
     let (file, flat) = meddled();
     let filler = Arc::new(Mutex::new(None));
     let (other, kept) = (Arc::clone(&flat), Arc::clone(&filler));
-    // The discard has decided to punch; filling has as long as it likes to look at the block before it does.
+    // The discard has decided to punch. Before it does, filling runs until it ends or waits for the block's lock.
     *file.before_punch.lock() = Some(Box::new(move || {
         let work = std::thread::spawn(move || other.fill(&NoProgress));
         let begin = std::time::Instant::now();

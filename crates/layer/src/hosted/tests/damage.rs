@@ -1,9 +1,9 @@
-//! Damaged copies are read around and said; lying images are refused or fail, in bounded time and memory.
+//! Reads avoid damaged copies and report them; invalid images are refused or fail, in bounded time and memory.
 
 use super::*;
 use crate::proving::{memory_file, mutate, pattern, peak_memory};
 
-/// A closed image of the small shape with something in it, and its content.
+/// A closed image of the small geometry with data, and its content.
 fn image(zero_grains: bool) -> (Vec<u8>, Vec<u8>) {
     let disk = SimulatedDisk::new(1, SimulatedOptions::default());
     let capacity = 70 * GRAIN;
@@ -30,9 +30,9 @@ fn the_redundant_copy_is_used_and_it_is_said() {
     let directory = (header.directory_offset * SECTOR) as usize;
     let table = u32::from_le_bytes(bytes[directory..directory + 4].try_into().unwrap()) as usize * SECTOR as usize;
     let cases: [(&str, usize, u32); 4] = [
-        ("a table out of the file", directory, 0x00ff_ffff),
+        ("a table outside the file", directory, 0x00ff_ffff),
         ("no table", directory + 4, 0),
-        ("a grain out of the file", table + 8, 0x7fff_ffff),
+        ("a grain outside the file", table + 8, 0x7fff_ffff),
         ("the directory itself", 56, 0x00ff_ffff),
     ];
     for (what, at, word) in cases {
@@ -43,7 +43,7 @@ fn the_redundant_copy_is_used_and_it_is_said() {
         assert_eq!(read_all(&layer, None), model, "{what}");
         assert!(!layer.warnings().is_empty(), "{what}");
     }
-    // The primary table cannot be read at all; writing mends it.
+    // The sectors of the primary table cannot be read; writing repairs the table.
     let disk = SimulatedDisk::new(2, SimulatedOptions::default());
     let file = disk.directory().create("disk.vmdk", IoMode::Buffered).unwrap();
     file.write_at(&[&bytes], 0, true).unwrap();

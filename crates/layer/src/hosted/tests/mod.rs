@@ -14,7 +14,7 @@ use backend::simulated::{SimulatedDisk, SimulatedOptions};
 use backend::{Directory, File, IoMode};
 use std::sync::Arc;
 
-/// Grain and table of the small shape: many tables in little space.
+/// Grains and tables of the small geometry: many tables in little space.
 const GRAIN: u64 = 8 * SECTOR;
 const TABLE_ENTRIES: u32 = 16;
 
@@ -26,7 +26,7 @@ fn open(file: &Arc<dyn File>, writable: bool, parent: bool) -> Result<Hosted> {
     Hosted::open(Arc::clone(file), &options(writable, parent))
 }
 
-/// An extent of the small shape in a new file.
+/// An extent of the small geometry in a new file.
 fn small(directory: &dyn Directory, capacity: u64, zero_grains: bool) -> Arc<dyn File> {
     let file = directory.create("disk.vmdk", IoMode::Buffered).unwrap();
     let descriptor = Some(&b"# Disk DescriptorFile\nversion=1\n"[..]);
@@ -36,7 +36,7 @@ fn small(directory: &dyn Directory, capacity: u64, zero_grains: bool) -> Arc<dyn
     file
 }
 
-/// Takes tables out of both directories, as a writer that makes tables on demand leaves them.
+/// Removes tables from both directories: an image of a writer that allocates tables on demand.
 fn drop_tables(file: &dyn File, mut which: impl FnMut(u64) -> bool) {
     let header = super::read_header(file).unwrap();
     for index in 0..header.directory_entries() {
@@ -56,7 +56,7 @@ fn grains(random: &mut Random, capacity: u64, most: u64) -> std::ops::Range<u64>
     first * GRAIN..(end * GRAIN).min(capacity)
 }
 
-/// Cuts bytes into slices of any length.
+/// Cuts bytes into slices of random lengths.
 fn slices<'a>(random: &mut Random, mut bytes: &'a [u8]) -> Vec<&'a [u8]> {
     let mut out = Vec::new();
     while !bytes.is_empty() {
@@ -80,7 +80,7 @@ fn a_new_extent_has_the_usual_layout() {
     assert_eq!(layer.descriptor().unwrap().unwrap(), b"text");
     assert!(layer.check().unwrap().is_sound());
     assert_eq!(file.len().unwrap(), 128 * SECTOR);
-    // Byte for byte as the page shows it, and so after a grain was written.
+    // The new file, and the file after one written grain, equal the bytes on the page.
     let shown = |name| crate::proving::shown("hosted.md", name, 128 * SECTOR as usize);
     let mut bytes = vec![0; 128 * SECTOR as usize];
     file.read_at(&mut bytes, 0).unwrap();
@@ -120,7 +120,7 @@ fn ranges_that_cannot_be_are_refused() {
     let before = disk.operations();
     layer.flush().unwrap();
     layer.close().unwrap();
-    assert_eq!(disk.operations(), before, "closed is closed");
+    assert_eq!(disk.operations(), before, "a closed image accepts no writes");
     let reader = open(&file, false, false).unwrap();
     assert_eq!(reader.write(0, &[&[1; GRAIN as usize]]).unwrap_err().kind(), ErrorKind::ReadOnly);
     assert_eq!(read(&reader, 10 * GRAIN..capacity, None).unwrap(), vec![7; 3 * SECTOR as usize]);
@@ -137,7 +137,7 @@ fn reading_changes_nothing() {
     drop(writer);
     let before = disk.operations();
     let layer = open(&file, false, false).unwrap();
-    assert_eq!(layer.warnings().len(), 1, "it was not closed");
+    assert_eq!(layer.warnings().len(), 1, "the image was not closed");
     read_all(&layer, None);
     layer.check().unwrap();
     layer.flush().unwrap();

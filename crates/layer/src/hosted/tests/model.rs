@@ -1,4 +1,4 @@
-//! Random histories against a plain copy in memory, reopened now and then.
+//! Random histories against a copy in memory, with the image reopened now and then.
 
 use super::*;
 use crate::proving::pattern;
@@ -39,10 +39,10 @@ fn history(seed: u64) {
                 let writable = open(&file, false, parent.is_some()).unwrap();
                 assert_eq!(read_all(&writable, parent.as_deref()), model, "{context}");
                 layer = open(&file, true, parent.is_some()).unwrap();
-                assert_eq!(layer.check().unwrap().dead, 0, "{context}: opening for writing finds what is dead");
+                assert_eq!(layer.check().unwrap().dead, 0, "{context}: opening for writing finds dead grains");
             }
             17 => {
-                // Left without closing: everything is in the file all the same, or only what was flushed.
+                // Dropped without closing: everything that was flushed must be in the file.
                 layer.flush().unwrap();
                 drop(layer);
                 layer = open(&file, true, parent.is_some()).unwrap();
@@ -60,7 +60,7 @@ fn history(seed: u64) {
     assert_eq!(usage.dead, 0, "seed {seed}");
     assert!(usage.mapped <= capacity.next_multiple_of(GRAIN));
     layer.close().unwrap();
-    assert!(file.len().unwrap() <= capacity.next_multiple_of(GRAIN) * 3 + (1 << 20), "places are used again");
+    assert!(file.len().unwrap() <= capacity.next_multiple_of(GRAIN) * 3 + (1 << 20), "dead grains are reused");
 }
 
 #[test]
@@ -91,7 +91,7 @@ fn a_full_file_system_refuses_and_recovers() {
                     Ok(()) => model[range.start as usize..range.end as usize].copy_from_slice(&bytes),
                     Err(error) => {
                         assert_eq!(error.kind(), ErrorKind::NoSpace, "{error}");
-                        // In place writes that fitted may have been made, by sectors.
+                        // Writes in place may have been made although the request failed: each sector is old or new.
                         let found = read(&layer, range.clone(), None).unwrap();
                         for (at, sector) in found.chunks(SECTOR as usize).enumerate() {
                             let span = at * SECTOR as usize..(at + 1) * SECTOR as usize;

@@ -1,8 +1,8 @@
-//! Power cuts at any operation: what was flushed is there, every other sector is old or new, and the image opens.
+//! Power cuts at any operation: flushed data is there, every other sector is old or new, and the image opens.
 
 use super::*;
 
-/// What each sector may hold: the last flushed stamp first, then every one written since.
+/// The permitted stamps of each sector: the last flushed one first, then every one written since.
 struct Allowed(Vec<Vec<u64>>);
 
 impl Allowed {
@@ -44,7 +44,7 @@ struct PowerTest {
 }
 
 impl PowerTest {
-    /// Random changes until one fails; true when the failure was asked for.
+    /// Makes random changes; returns true as soon as one fails.
     fn change(&mut self, layer: &Hosted, steps: u64) -> bool {
         for _ in 0..steps {
             let range = grains(&mut self.random, self.capacity, 8);
@@ -89,7 +89,7 @@ fn scenario(seed: u64) {
     for round in 0..4 {
         let context = format!("seed {seed} round {round}");
         let file = disk.directory().open("disk.vmdk", IoMode::Buffered).unwrap();
-        // The cut may come while the image is opened, or closed.
+        // The cut may come while the image is opened or closed.
         disk.cut_after(disk.operations() + run.random.below(60));
         if let Ok(layer) = open(&file, true, run.parent.is_some())
             && !run.change(&layer, 40)
@@ -98,7 +98,7 @@ fn scenario(seed: u64) {
             run.allowed.flushed();
         }
         let mut states = (0..3).map(|_| disk.crash()).collect::<Vec<_>>();
-        // What one outcome allows does not narrow what the others may be.
+        // What is read from one outcome does not restrict the other outcomes.
         for after in &states[1..] {
             let file = after.directory().open("disk.vmdk", IoMode::Buffered).unwrap();
             let layer = open(&file, false, run.parent.is_some()).unwrap_or_else(|e| panic!("{context}: {e}"));
@@ -114,7 +114,7 @@ fn scenario(seed: u64) {
         let check = writer.check().unwrap();
         assert!(check.is_sound() && check.dead == 0, "{context}: {check:?}");
         writer.repair().unwrap();
-        assert_eq!(writer.check().unwrap().repaired, 0, "{context}: nothing is left to be repaired");
+        assert_eq!(writer.check().unwrap().repaired, 0, "{context}: the check finds nothing to repair");
         assert_eq!(read_all(&writer, run.parent.as_deref()), found, "{context}: opening for writing changed it");
         writer.close().unwrap();
     }
@@ -142,7 +142,7 @@ fn after_a_failed_write_nothing_more_is_written() {
         let mut run = PowerTest { random, capacity, parent, allowed: Allowed(stamps), stamp: 0 };
         disk.fail_operation(disk.operations() + random_steps);
         if !run.change(&layer, 200) {
-            // A hole that could not be punched: only space is lost.
+            // A failed punch is tolerated, because it only loses space.
             tolerated += 1;
             continue;
         }

@@ -1,11 +1,11 @@
-//! In both directions with qemu-img and qemu-io, for every subformat made of sparse extents.
+//! Images exchanged with qemu-img and qemu-io in both directions, for every subformat made of sparse extents.
 
 use super::*;
 use crate::proving::{Folder, pattern};
 
 const MIB: u64 = 1 << 20;
 
-/// A descriptor as small as QEMU takes it.
+/// The smallest descriptor that QEMU accepts.
 fn descriptor(create_type: &str, sectors: &[(u64, &str)]) -> Vec<u8> {
     let lines: String = sectors.iter().map(|(count, name)| format!("RW {count} SPARSE \"{name}\"\n")).collect();
     format!(
@@ -17,7 +17,7 @@ fn descriptor(create_type: &str, sectors: &[(u64, &str)]) -> Vec<u8> {
     .into_bytes()
 }
 
-/// Writes a random history through a layer and returns the content.
+/// Writes a random history through a layer, and returns the content.
 fn fill(layer: &dyn Layer, seed: u64, mut model: Vec<u8>) -> Vec<u8> {
     let mut random = Random::new(seed);
     let grain = layer.grain();
@@ -42,7 +42,7 @@ fn fill(layer: &dyn Layer, seed: u64, mut model: Vec<u8>) -> Vec<u8> {
     model
 }
 
-/// The image as QEMU reads it.
+/// The content of the image as QEMU reads it.
 fn converted(folder: &Folder, name: &str) -> Vec<u8> {
     folder.run("qemu-img", &["check", "-f", "vmdk", name]);
     folder.run("qemu-img", &["convert", "-f", "vmdk", "-O", "raw", name, "out.raw"]);
@@ -62,7 +62,7 @@ fn what_we_write_qemu_reads() {
         let model = fill(&layer, seed, vec![0; capacity as usize]);
         layer.close().unwrap();
         assert!(converted(&folder, "disk.vmdk") == model, "seed {seed}");
-        // QEMU goes on writing, and we read again.
+        // QEMU writes more, and lamina reads it.
         let mut model = model;
         folder.run(
             "qemu-io",
@@ -134,7 +134,7 @@ fn a_delta_over_a_parent_that_qemu_has() {
 #[test]
 fn a_split_disk() {
     let folder = Folder::new();
-    // Odd sizes; real ones are 2047 MiB and 4064 MiB, whole grains as well.
+    // Odd sizes; VMware's pieces are 2047 MiB and 4064 MiB, which are whole grains, too.
     let sizes = [5 * MIB, 3 * MIB, 2 * MIB + 100 * SECTOR];
     let names = ["disk-s001.vmdk", "disk-s002.vmdk", "disk-s003.vmdk"];
     let lines: Vec<(u64, &str)> = sizes.iter().map(|size| size / SECTOR).zip(names).collect();

@@ -1,4 +1,4 @@
-//! Many threads at once: a reader that holds an epoch never sees another grain's bytes.
+//! Many threads at once: a reader that holds an epoch never reads another grain's bytes.
 
 use super::*;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -50,7 +50,7 @@ fn readers_and_writers_do_not_mix_grains() {
                 }
             });
         }
-        // Also when a writer fails, so that the readers end and its panic is seen.
+        // Also when a writer fails, so that the readers end and the panic is reported.
         let failed = writers.into_iter().map(|writer| writer.join().is_err()).fold(false, |a, b| a | b);
         done.store(true, Ordering::Relaxed);
         assert!(!failed);

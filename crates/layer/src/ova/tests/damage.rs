@@ -1,4 +1,4 @@
-//! Archives that lie: digests, sizes, XML made to take long; and mutations.
+//! Invalid archives: wrong digests, sizes, XML that is expensive to parse, and mutations.
 
 use super::*;
 use crate::proving::{mutate, peak_memory};
@@ -18,13 +18,13 @@ fn a_wrong_byte_is_found_and_named() {
     let error = ova_damaged.reader("web-disk2.vmdk").unwrap().read_to_end(&mut out).unwrap_err();
     assert_eq!(error.kind(), io::ErrorKind::InvalidData);
     assert!(ova_damaged.reader("web-disk1.vmdk").unwrap().read_to_end(&mut out).is_ok());
-    // The description is checked when the archive is opened.
+    // The digest of the descriptor is checked when the archive is opened.
     let mut damaged = bytes.clone();
     let at = damaged.windows(11).position(|w| w == b"Hard disk 1").unwrap();
     damaged[at] = b'h';
     let error = Ova::open(memory_file(&damaged), "web.ova").err().unwrap();
     assert!(error.to_string().contains("web.ovf is not what"), "{error}");
-    // Cut in the middle of a disk.
+    // An archive truncated in the middle of a disk.
     let cut = Ova::open(memory_file(&bytes[..bytes.len() - 2000]), "web.ova").err().unwrap();
     assert!(cut.to_string().contains("was cut"), "{cut}");
     assert_eq!(ova.file("web.exe").err().unwrap().kind(), ErrorKind::NotFound);
@@ -121,7 +121,8 @@ fn mutations_end_in_an_error_or_an_answer() {
         let mut bytes = image.clone();
         mutate(&mut random, &mut bytes, &weak);
         if random.percent(50) {
-            // With a right checksum the header is accepted; with a broken name of the manifest the OVF is too.
+            // With the right checksum the header is accepted; if the manifest's name is changed, the OVF is read
+            // without a digest.
             let sum: u32 = bytes
                 .iter()
                 .take(512)

@@ -1,4 +1,4 @@
-//! Archives that we make, that `tar` makes of the usual parts, and that lie.
+//! Archives that lamina makes, archives that `tar` makes from the usual parts, and invalid ones.
 
 mod damage;
 mod outside;
@@ -36,7 +36,7 @@ fn options(algorithm: Algorithm) -> OvaOptions {
     OvaOptions { algorithm, level: 6, threads: 2, time: 1_700_000_000 }
 }
 
-/// An archive of the disks given.
+/// An archive with these disks.
 fn made(disks: &[Vec<u8>], algorithm: Algorithm, controller: Controller) -> Vec<u8> {
     let planned = (1..).zip(disks).map(|(number, bytes)| PlannedDisk {
         file: format!("web-disk{number}.vmdk"),

@@ -1,4 +1,4 @@
-//! With other programs: tar takes our archives apart, QEMU reads the disks, and we read what tar put together.
+//! Interoperation: tar unpacks lamina's archives, QEMU reads the disks, and lamina reads archives made by tar.
 
 use super::*;
 
@@ -13,7 +13,7 @@ fn tar_and_qemu_read_what_we_make() {
         folder.run("qemu-img", &["convert", "-f", "vmdk", "-O", "raw", &name, "out.raw"]);
         assert!(folder.read("out.raw") == *model);
     }
-    // The manifest in the form that sha256sum checks.
+    // The manifest in the form that `sha256sum --check` reads.
     let manifest = String::from_utf8(folder.read("web.mf")).unwrap();
     let lines: String = manifest
         .lines()
@@ -28,7 +28,7 @@ fn tar_and_qemu_read_what_we_make() {
     folder.run("python3", &["-c", parse, "web.ovf"]);
 }
 
-/// A descriptor as other programs write it: default namespaces, gigabytes, a property.
+/// A descriptor in the style of other programs: default namespaces, gigabytes, a property.
 const FOREIGN: &str = r#"<?xml version='1.0' encoding='UTF-8'?>
 <ovf:Envelope xmlns:ovf="http://schemas.dmtf.org/ovf/envelope/1" xmlns="http://schemas.dmtf.org/ovf/envelope/1">
   <!-- <References><File ovf:href="../nowhere"/></References> -->
@@ -74,7 +74,7 @@ fn we_read_what_tar_puts_together() {
 }
 
 #[test]
-fn links_and_paths_have_no_place_in_it() {
+fn links_and_paths_are_refused_as_members() {
     let folder = Folder::new();
     folder.write("vm.ovf", FOREIGN.as_bytes());
     std::os::unix::fs::symlink("/etc/passwd", folder.path.path().join("disk.vmdk")).unwrap();

@@ -1,4 +1,4 @@
-//! What cannot be read is refused by name; mutated images give an error or an answer.
+//! Unsupported images are refused with the reason; mutated images give an error or a result.
 
 use super::*;
 use crate::proving::{mutate, peak_memory};
@@ -40,11 +40,11 @@ fn what_is_unknown_is_refused_by_name() {
     says(with(23, &[40]), ErrorKind::Corrupt, "2^40");
     says(with(35, &[1]), ErrorKind::Unsupported, "encrypted");
     says(with(24, &[0xff; 8]), ErrorKind::Corrupt, "64 TiB");
-    says(with(24, &(1u64 << 40).to_be_bytes()), ErrorKind::Corrupt, "first-level table");
+    says(with(24, &(1u64 << 40).to_be_bytes()), ErrorKind::Corrupt, "L1 table");
     says(with(40, &(1u64 << 50).to_be_bytes()), ErrorKind::Corrupt, "outside the file");
     says(with(72, &[0x40]), ErrorKind::Unsupported, "bit 62");
     says(with(79, &[8]), ErrorKind::Unsupported, "method 0");
-    // QEMU names its features in the image: give one of those names to a bit that is not defined yet.
+    // The image has QEMU's feature name table: assigns one of those names to an undefined bit.
     let bytes = image("cluster_size=64k", false);
     let name = bytes.windows(10).position(|w| w == b"dirty bit\0").unwrap();
     let mut renamed = bytes.clone();

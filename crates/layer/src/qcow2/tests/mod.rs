@@ -1,4 +1,4 @@
-//! qcow2 images that QEMU wrote, whole and damaged.
+//! qcow2 images written by QEMU, undamaged and damaged.
 
 mod damage;
 mod qemu;

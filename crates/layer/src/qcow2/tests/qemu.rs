@@ -1,10 +1,10 @@
-//! Every kind of image that qemu-img and qemu-io can make, read back.
+//! Every kind of image that qemu-img and qemu-io can make is read back.
 
 use super::*;
 
 const MIB: usize = 1 << 20;
 
-/// Writes, zeroes and discards at random through QEMU, and does the same to the model.
+/// Makes random writes, zeroes and discards through QEMU, and the same in the model.
 fn history(folder: &Folder, seed: u64, target: &[&str], model: &mut [u8]) {
     let mut random = Random::new(seed);
     let mut commands: Vec<String> = Vec::new();
@@ -43,7 +43,7 @@ fn plain_images_of_every_shape() {
         "extended_l2=on",
         "extended_l2=on,cluster_size=16k",
         "extended_l2=on,cluster_size=2M",
-        // One bit per reference count has no room for a snapshot: it stands where none is made.
+        // With one bit per reference count no snapshot is possible; this index is one at which the test makes none.
         "preallocation=full,refcount_bits=1",
         "preallocation=metadata",
     ];
@@ -53,7 +53,7 @@ fn plain_images_of_every_shape() {
         folder.run("qemu-img", &["create", "-f", "qcow2", "-o", shape, "disk.qcow2", &capacity.to_string()]);
         let mut model = vec![0; capacity];
         history(&folder, seed as u64, &["-f", "qcow2", "disk.qcow2"], &mut model);
-        // An internal snapshot is passed over; what is written after it counts.
+        // An internal snapshot is ignored; data written after it is read.
         if seed % 2 == 1 {
             folder.run("qemu-img", &["snapshot", "-c", "before", "disk.qcow2"]);
             history(&folder, seed as u64 + 100, &["-f", "qcow2", "disk.qcow2"], &mut model);

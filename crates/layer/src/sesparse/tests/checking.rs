@@ -1,4 +1,4 @@
-//! Checks of an image that is being written: no write waits for them, and they report neither more nor less damage.
+//! Checks of an image that is being written: no write waits for them, and they report all damage and nothing else.
 
 use super::super::entry::{Entry, Grain, GrainRun, Owner, Table, encode_slot};
 use super::super::state::{bitmap_page, page_index, table_page};
@@ -7,13 +7,13 @@ use backend::{LocalFile, LocalPart};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Slots of the directory in use, each of them a step of a check.
+/// Directory slots in use; each is a step of a check.
 const SLOTS: [u64; 6] = [0, 1, 2, 5, 6, 9];
 
-/// What happens after a read at an offset.
+/// Called after a read, with its offset.
 type After = Box<dyn Fn(u64) + Send + Sync>;
 
-/// A file that reports its reads, and reserves no space: tables stay holes until a commit writes them.
+/// A file that reports its reads and reserves no space: tables stay holes until a commit writes them.
 struct Watched {
     file: Arc<dyn File>,
     after: OnceLock<After>,
@@ -94,9 +94,9 @@ fn a_writer_waits_for_no_read_and_for_no_step() {
     let made = SeSparse::create(Arc::clone(&as_file), NAME, 200 * MIB, writing()).unwrap();
     fill(&made, &mut Random(1), 60);
     made.close().unwrap();
-    // Nothing is in memory yet.
+    // No page is in memory yet.
     let layer = Arc::new(SeSparse::open(as_file, NAME, writing()).unwrap());
-    // Reads, and those of them that a writer of the image would have to wait for.
+    // Counts the reads, and those reads for which a writer of the image would have to wait.
     let counts = Arc::new([const { AtomicU64::new(0) }; 2]);
     let (weak, counted) = (Arc::downgrade(&layer), Arc::clone(&counts));
     file.watch(move |_| {
@@ -121,10 +121,10 @@ fn a_writer_waits_for_no_read_and_for_no_step() {
     assert!(report.unwrap().is_clean());
     let [reads, held] = [0, 1].map(|count| counts[count].load(Ordering::Relaxed));
     assert!(asked >= SLOTS.len() && reads >= SLOTS.len() as u64);
-    assert_eq!((waits, held), (0, 0), "steps and reads that a writer waits for");
+    assert_eq!((waits, held), (0, 0), "steps and reads of the check for which a writer waits");
 }
 
-/// Changes at each step of a check, a commit before some, readers over some.
+/// At each step of a check a guest changes the image; before some steps there is a commit, and during some a reader.
 #[test]
 fn what_changes_between_the_steps_is_not_told() {
     for seed in 0..60 {
@@ -205,14 +205,14 @@ fn held(layer: &SeSparse, slot: u64, count: usize) -> Vec<(Owner, u64)> {
     found
 }
 
-/// Puts one of each kind of damage into tables that the test does not change again.
+/// Makes one damage of each kind, in tables that the test does not change afterwards.
 fn damage(layer: &SeSparse) {
     let [one, other, third, fourth] = held(layer, 1, 4)[..] else { panic!("four entries") };
     let set = |owner: Owner, raw: u64| {
         let (key, index) = (table_page(owner.table, owner.entry.into()), page_index(owner.entry.into()));
         layer.settle(|state| state.need(key).map(|()| state.cache.set(key, index, raw))).unwrap();
     };
-    // The grain of another entry, and no entry names its own; a place that cannot be; an owner; a bit.
+    // An entry with another entry's grain, whose own grain is then unnamed; an invalid entry; an owner; a bit.
     set(one.0, Entry::Data(Grain(other.1)).encode());
     set(third.0, 0xf << 60);
     layer
@@ -240,7 +240,7 @@ fn damage_is_found_beside_changes() {
         let report = layer.check(
             false,
             &steps(|_, _| {
-                // Tables that are not damaged, and a new one.
+                // Changes tables that are not damaged, and creates a new one.
                 Operation::draw(&mut random, &[2, 5, 9, 11], 200).apply(&layer).unwrap();
                 true
             }),
@@ -251,14 +251,14 @@ fn damage_is_found_beside_changes() {
     }
 }
 
-/// An entry that changes between the look at its table and the look at the owners: what was read of it is old.
+/// An entry changes between the check of its table and the check of owners: its old value must not be reported.
 #[test]
 fn an_entry_that_changes_before_its_owner_is_compared_is_not_told() {
     let (file, as_file) = Watched::empty();
     let made = SeSparse::create(Arc::clone(&as_file), NAME, 64 * MIB, writing()).unwrap();
     made.write(0, &[&stamped(16, 1)]).unwrap();
     made.close().unwrap();
-    // Nothing is in memory yet.
+    // No page is in memory yet.
     let layer = Arc::new(SeSparse::open(as_file, NAME, writing()).unwrap());
     let (table, changed) = (made.page_offset(table_page(Table(0), 0)), Arc::new(AtomicU64::new(0)));
     let (weak, times) = (Arc::downgrade(&layer), Arc::clone(&changed));
@@ -266,7 +266,7 @@ fn an_entry_that_changes_before_its_owner_is_compared_is_not_told() {
         let Some(layer) = weak.upgrade() else { return };
         if offset == table && times.fetch_add(1, Ordering::Relaxed) == 0 {
             layer.zero(GRAIN..3 * GRAIN, false).unwrap();
-            // The entries are durable, then bits and owners go.
+            // The entries are durable; then bits and owners are cleared.
             (0..2).for_each(|_| layer.commit_at_once().unwrap());
         }
     });
@@ -275,8 +275,8 @@ fn an_entry_that_changes_before_its_owner_is_compared_is_not_told() {
     assert_clean(&layer);
 }
 
-/// Tables that are holes of the file, as tools that copy images leave them, and one of them written, flushed and out of
-/// memory again while a wipe goes on.
+/// Tables are holes of the file, as after a copy with holes, and one of them is written, flushed and evicted during a
+/// wipe.
 #[test]
 fn a_wipe_forgets_holes_that_a_commit_fills() {
     const HOLES: u64 = 17;

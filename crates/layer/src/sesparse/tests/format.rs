@@ -1,4 +1,4 @@
-//! The bytes: worked examples of entries and layouts, and a small image whose every byte is known.
+//! The bytes of the format: examples of entries and layouts, and a small image in which every byte is known.
 
 use super::super::entry::{Entry, Grain, Owner, Table, decode_slot, encode_slot};
 use super::super::header::{Area, Layout, Volatile};
@@ -26,7 +26,7 @@ fn table_entries_are_rotated() {
 fn entries_that_cannot_be_are_refused() {
     assert_eq!(Entry::decode(0), Some(Entry::Absent));
     assert_eq!(Entry::decode(1 << 60), Some(Entry::Unmapped));
-    assert_eq!(Entry::decode(1 << 60 | 77), Some(Entry::Unmapped), "it may name a grain of old");
+    assert_eq!(Entry::decode(1 << 60 | 77), Some(Entry::Unmapped), "it may have the number of a former grain");
     assert_eq!(Entry::decode(2 << 60), Some(Entry::Zero));
     assert_eq!(Entry::decode(1), None);
     for kind in 4..16 {
@@ -74,7 +74,7 @@ fn headers_come_back_as_they_were() {
         }
         touched.encode(&mut block, 36);
         assert_eq!(Touched::decode(&block, layout.grains_max(), 36), Some(touched.clone()));
-        assert_eq!(Touched::decode(&block, layout.grains_max(), 37), None, "others wrote since");
+        assert_eq!(Touched::decode(&block, layout.grains_max(), 37), None, "another program wrote after the mark");
         assert!(touched.regions().all(|region| touched.pages(region).start * 32768 <= layout.grains_max()));
     }
     let header = Volatile { free_table: 1, next_sequence: 36, replay: 0 };
@@ -127,7 +127,7 @@ fn an_image_has_the_bytes_of_its_page() {
     assert_eq!(words(&*file, 10240 * 512, 4), [0x1008_0000_0000_0000, 0, 0x1000_0000_0000_0001, 0]);
     assert_eq!(words(&*file, 12288 * 512, 1), [5]);
     assert_eq!(words(&*file, 12288 * 512 + 2 * 4096, 1), [6]);
-    assert_eq!(file.len().unwrap(), 12288 * 512 + 3 * 4096, "cut behind the last grain");
+    assert_eq!(file.len().unwrap(), 12288 * 512 + 3 * 4096, "truncated after the last grain");
 }
 
 #[test]
@@ -171,7 +171,7 @@ fn the_last_grain_may_be_cut() {
 fn sixty_two_tebibytes_are_sparse_and_open_at_once() {
     let folder = tempfile::tempdir().unwrap();
     let directory = backend::local::LocalDirectory::open(folder.path(), backend::local::LocalQueues::Threads).unwrap();
-    // ext4 ends at 16 TiB: the tables of the largest disk fit, a grain behind them too.
+    // ext4 files end at 16 TiB: the tables of the largest disk fit, and a grain after them.
     let file = directory.create(NAME, IoMode::Buffered).unwrap();
     let capacity = 62 << 40;
     let layer = SeSparse::create(Arc::clone(&file), NAME, capacity, writing()).unwrap();

@@ -1,12 +1,12 @@
-//! Images that lie: every header field, table, bitmap and journal, changed at random. Nothing panics, nothing takes
-//! long or much memory, and what can be read is within the file.
+//! Malicious images: every header field, table, bitmap and journal is changed at random. There must be no panic,
+//! bounded time and memory, and no extent outside the file.
 
 use super::super::DirtyJournal;
 use super::*;
 use crate::ErrorKind;
 use std::time::{Duration, Instant};
 
-/// A small image with three tables, some zeros, and a dirty-looking but empty journal.
+/// A small valid image with three tables, some zeros, and an empty journal.
 fn honest() -> Vec<u8> {
     let disk = simulated(1);
     let layer = create(&disk, IoMode::Buffered, 100 * MIB, writing());
@@ -21,7 +21,7 @@ fn honest() -> Vec<u8> {
     bytes
 }
 
-/// Numbers that find the edges of checks.
+/// Numbers at the limits of checks.
 fn nasty(random: &mut Random) -> u64 {
     let edges = [0, 1, 7, 8, 63, 64, 512, 2048, 4096, u64::from(u32::MAX), 1 << 32, 1 << 54, i64::MAX as u64, u64::MAX];
     match random.below(5) {
@@ -37,7 +37,7 @@ fn put(bytes: &mut [u8], at: usize, value: u64) {
     bytes[at..at + 8].copy_from_slice(&value.to_le_bytes());
 }
 
-/// Where a lie can be told, with the share of each.
+/// Changes one field, or the length of the file. The area is chosen first: a random offset would mostly hit the tables.
 fn lie(random: &mut Random, file: &MemoryFile) {
     let word = |at: u64, range: u64, random: &mut Random| at + random.below(range / 8) * 8;
     let at = match random.below(16) {
@@ -59,7 +59,7 @@ fn lie(random: &mut Random, file: &MemoryFile) {
     file.write_at(&[&nasty(random).to_le_bytes()], at, false).unwrap();
 }
 
-/// Opens and uses an image as far as it goes.
+/// Opens an image and uses it as far as possible.
 fn exercise(file: Arc<MemoryFile>, write: bool, deep: bool) {
     let options = Options { write, journal: DirtyJournal::Replay, cache: 0, ..Options::default() };
     let Ok(layer) = SeSparse::open(Arc::clone(&file) as Arc<dyn File>, NAME, options) else { return };
@@ -115,7 +115,7 @@ fn a_hundred_thousand_lies_are_survived() {
     assert!(slowest.0 < Duration::from_secs(5), "one took {slowest:?}");
 }
 
-/// Opens a copy of the honest image with words changed.
+/// Opens a copy of the valid image with some words changed.
 fn opened(changes: &[(u64, u64)], write: bool) -> Result<SeSparse> {
     let file = MemoryFile::over(Arc::new(honest()));
     for (at, value) in changes {
@@ -139,17 +139,17 @@ fn what_qemu_refuses_is_refused_and_more() {
         (72, 1, "reserved"),
         (208, 1, "padding"),
         (504, 1, "padding"),
-        (128, 0, "a directory over the headers"),
+        (128, 0, "a directory that overlaps the headers"),
         (128, 1 << 60, "a directory beyond everything"),
         (136, 0, "an empty directory"),
-        (144, 4096, "tables over the directory"),
+        (144, 4096, "tables that overlap the directory"),
         (152, 32, "half a table"),
-        (152, u64::MAX, "tables without end"),
+        (152, u64::MAX, "tables of unlimited length"),
         (160, 6200, "a bitmap within the tables"),
         (192, 1 << 50, "grains beyond the file"),
         (80, 0, "a volatile header over the constant one"),
         (512, 0xcafe_babe, "volatile magic"),
-        (520, 1 << 20, "more tables handed out than there are"),
+        (520, 1 << 20, "more tables allocated than the area holds"),
         (544, 1, "volatile padding"),
         (536, 1, "a dirty journal"),
     ];
@@ -182,11 +182,11 @@ fn damaged_tables_give_errors_where_they_are_read() {
         assert_eq!(layer.map(0..GRAIN, 9, &mut Vec::new()).unwrap_err().kind(), ErrorKind::Corrupt);
         assert_eq!(layer.check(false, &NoProgress).unwrap().invalid, 1);
     }
-    // Two slots with one table: to read, but not to write.
+    // Two slots name one table: it can be read, but not written.
     assert!(opened(&[(SLOTS, 0x1000_0000_0000_0001)], true).is_err());
     let shared = opened(&[(SLOTS, 0x1000_0000_0000_0001)], false).unwrap();
     assert!(shared.check(false, &NoProgress).unwrap().is_damaged());
-    // Two entries with one grain.
+    // Two entries name one grain.
     let overlap = opened(&[(TABLE, 0x3001_0000_0000_0000)], false).unwrap();
     assert_eq!(overlap.check(false, &NoProgress).unwrap().overlapping, 1);
 }
@@ -207,7 +207,7 @@ fn bitmap_and_backmap_are_repaired_from_the_tables() {
 
 #[test]
 fn what_others_wrote_is_appended_to_until_it_is_wiped() {
-    // The mark of ours is gone, the bitmap means nothing and the backmap counts slots of the directory.
+    // lamina's mark is removed, the bitmap is meaningless, and the backmap has directory slots instead of tables.
     let mut bytes = honest();
     put(&mut bytes, 1056, 0x6c61_7473_6e49_2063);
     bytes[8192 * 512..8192 * 512 + 64].fill(0);

@@ -1,4 +1,4 @@
-//! Replaying journals as ESXi leaves them, and not replaying what cannot be proven.
+//! Replaying journals as ESXi leaves them, and refusing transactions that are not proven.
 
 use super::super::DirtyJournal;
 use super::*;
@@ -16,7 +16,7 @@ fn table_sector(grain: u64) -> [u8; 512] {
     sector
 }
 
-/// One transaction for one slot.
+/// A transaction in a slot.
 struct Slot {
     number: u64,
     sequence: u64,
@@ -44,7 +44,7 @@ impl Slot {
     }
 }
 
-/// An image with four grains of data and one table whose sectors are as they were before the journal.
+/// An image with four grains of data, and one table whose sectors have their content from before the journal.
 fn dirty(slots: &[Slot], next: u64) -> Arc<MemoryFile> {
     let disk = simulated(1);
     let layer = create(&disk, IoMode::Buffered, 100 * MIB, writing());
@@ -90,15 +90,15 @@ fn the_last_transaction_is_dropped_unless_it_is_provably_whole() {
     let report = *layer.replayed().unwrap();
     assert_eq!((report.transactions, report.last, report.dropped), (2, 8, Some(9)));
     assert!(report.to_string().contains("number 9 left out"), "{report}");
-    assert_eq!(stamps(&layer, 0, GRAIN).unwrap(), [2; 8], "the later of two wins");
+    assert_eq!(stamps(&layer, 0, GRAIN).unwrap(), [2; 8], "the later transaction wins");
     assert_eq!(stamps(&layer, 64 * GRAIN, GRAIN).unwrap(), [ABSENT; 8]);
 
-    // A header that counts it proves it.
+    // A header that counts the transaction proves that it is complete.
     let layer = replayed(&dirty(&three(), 10), false).unwrap();
     assert_eq!(layer.replayed().unwrap().dropped, None);
     assert_eq!(stamps(&layer, 64 * GRAIN, GRAIN).unwrap(), [3; 8]);
 
-    // So does its content where it belongs.
+    // Its content at the targets proves that, too.
     let file = dirty(&three(), 7);
     file.write_at(&[&table_sector(2)], (TABLE + 1) * 512, false).unwrap();
     let layer = replayed(&file, false).unwrap();
@@ -132,7 +132,8 @@ fn reading_changes_nothing_and_writing_replays_for_good() {
     assert_eq!(u64::from_le_bytes(next), 10);
 }
 
-/// A cut at every operation of a replay into the file, several outcomes of each: replayed again it says the same.
+/// A power cut at every operation of a replay into the file, with several outcomes: another replay gives the same
+/// content.
 #[test]
 fn a_replay_survives_a_cut_anywhere() {
     for (next, last) in [(10, 3), (7, ABSENT)] {
@@ -167,12 +168,12 @@ fn a_replay_survives_a_cut_anywhere() {
 
 #[test]
 fn older_sessions_and_a_journal_that_went_round() {
-    // Slots 2 and 3 are of a session before; the last one has slots 0 and 1 only.
+    // Slots 2 and 3 are from an earlier session; the last session has only slots 0 and 1.
     let slots = [Slot::new(0, 36, TABLE, 1), Slot::new(1, 37, TABLE + 1, 2), Slot::new(2, 6, TABLE, 3)];
     let layer = replayed(&dirty(&slots, 38), false).unwrap();
     assert_eq!((layer.replayed().unwrap().transactions, layer.replayed().unwrap().last), (2, 37));
     assert_eq!(stamps(&layer, 0, GRAIN).unwrap(), [2; 8]);
-    // Round: 80 and 79 come before 0.
+    // A session that wrapped around: slots 80 and 79 come before slot 0.
     let mut slots: Vec<Slot> = (0..81).map(|slot| Slot::new(slot, 119 + slot, TABLE, 0)).collect();
     slots[0] = Slot::new(0, 200, TABLE + 1, 2);
     slots[80] = Slot::new(80, 199, TABLE, 3);
@@ -198,7 +199,7 @@ fn what_cannot_be_proven_is_refused() {
             vec![Slot { number: 0, sequence: 7, records: vec![(TABLE, [0xee; 512])] }, Slot::new(1, 8, TABLE, 1)],
             9,
         ),
-        ("sequence numbers that end", vec![Slot::new(0, u64::MAX, TABLE, 0), Slot::new(1, 0, TABLE, 0)], 0),
+        ("sequence numbers that overflow", vec![Slot::new(0, u64::MAX, TABLE, 0), Slot::new(1, 0, TABLE, 0)], 0),
     ];
     for (what, slots, next) in cases {
         let file = dirty(&slots, next);
@@ -242,7 +243,7 @@ fn mutated_journals_never_panic() {
     }
 }
 
-/// As [`dirty`], over the same bytes each time.
+/// As [`dirty`], with the same bytes each time.
 fn dirty_cached(random: &mut Random) -> Arc<MemoryFile> {
     static BASE: std::sync::OnceLock<Arc<Vec<u8>>> = std::sync::OnceLock::new();
     let base = BASE.get_or_init(|| {

@@ -1,4 +1,4 @@
-//! Disks far beyond 2 TiB, in sparse files: what they cost depends on what is in them.
+//! Disks far beyond 2 TiB, in sparse files: the cost of operations depends on the data in them, not on the capacity.
 
 use super::super::header::{Layout, Volatile, put_journal_header};
 use super::*;
@@ -7,11 +7,11 @@ use backend::local::{LocalDirectory, LocalQueues};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-/// No operation on a nearly empty disk may take longer, on a slow machine without optimisation.
+/// The most time for any operation on a nearly empty disk, on a slow machine without optimisation.
 const TIME_MAX: Duration = Duration::from_secs(20);
 const MEMORY_MAX: u64 = 80 << 20;
 
-/// An image of any capacity, as an opener finds it.
+/// Makes an image of any capacity, as another program would.
 fn craft(file: &dyn File, capacity: u64) -> Layout {
     let layout = Layout::for_capacity(capacity / 512);
     let mut block = Buffer::zeroed(1);
@@ -23,7 +23,8 @@ fn craft(file: &dyn File, capacity: u64) -> Layout {
     layout
 }
 
-/// Writes at both ends and in the middle, discards half of it, wipes, shrinks, and opens what a killed process leaves.
+/// Writes at the beginning, in the middle and at the end of the disk, discards half of each write, opens the image
+/// after a kill, wipes and shrinks it.
 #[test]
 fn any_capacity_up_to_the_limit() {
     for capacity in [(2 << 40) - 512, (2 << 40) + GRAIN, 3 << 40, 16 << 40, 62 << 40, CAPACITY_MAX] {
@@ -39,7 +40,7 @@ fn any_capacity_up_to_the_limit() {
             layer.zero(place..place + 32 * GRAIN, false).unwrap();
         }
         layer.flush().unwrap();
-        // Not closed: as after SIGKILL.
+        // Dropped without closing, as by SIGKILL.
         drop(layer);
         let layer = open(&directory, IoMode::Buffered, writing()).unwrap();
         let compare = |layer: &SeSparse| {
@@ -57,7 +58,7 @@ fn any_capacity_up_to_the_limit() {
         assert_eq!((usage.mapped, usage.dead), (96 * GRAIN, 0));
         assert_eq!(file.len().unwrap(), (layout.grains.offset * 512) + 96 * GRAIN);
         assert!(usage.allocated < 4 * MIB, "{usage:?}");
-        // The rest is absent, told in few answers.
+        // The rest of the disk is absent; the map returns it as one extent.
         let mut out = Vec::new();
         layer.map(64 * GRAIN..capacity / 3 / GRAIN * GRAIN, 64, &mut out).unwrap();
         assert_eq!((out.len(), out[0].content), (1, Content::Absent));
@@ -80,7 +81,7 @@ fn what_is_too_large_is_refused() {
     assert_eq!(open(&*disk.directory(), IoMode::Buffered, writing()).err().unwrap().kind(), ErrorKind::Corrupt);
 }
 
-/// Patterns that QEMU finds in a chain of two deltas over a flat base.
+/// QEMU reads patterns in a chain of two deltas over a flat base.
 #[test]
 fn qemu_reads_chains_beyond_two_tebibytes() {
     let folder = tempfile::tempdir().unwrap();
@@ -110,7 +111,7 @@ fn qemu_reads_chains_beyond_two_tebibytes() {
         layer.write(last, &[&stamped(64, stamp)]).unwrap();
         layer.write(middle, &[&stamped(64, stamp)]).unwrap();
     }
-    // The lower one loses grains before those it keeps, so that shrinking moves these.
+    // The lower delta loses grains before those that it keeps, so that shrinking moves the latter.
     layers[0].zero(last..last + 64 * GRAIN, false).unwrap();
     layers[1].zero(middle..middle + 32 * GRAIN, false).unwrap();
     for layer in &layers {

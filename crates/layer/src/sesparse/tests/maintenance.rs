@@ -1,11 +1,11 @@
-//! Wipe and shrink as people use them: what they return, that they can be stopped, and what guests notice of them.
+//! Wipe and shrink: what they free, that they can be cancelled, and their effect on guests.
 
 use super::super::entry::{Entry, Grain, GrainRun};
 use super::*;
 use crate::ErrorKind;
 use backend::local::{LocalDirectory, LocalQueues};
 
-/// A disk of 64 MiB of which every second run was discarded, or overwritten with zeros.
+/// A disk of 64 MiB in which every second run was discarded, or overwritten with zeros.
 fn half_dead(directory: &LocalDirectory, zeros: bool) -> SeSparse {
     let file = directory.create(NAME, IoMode::Buffered).unwrap();
     let layer = SeSparse::create(file, NAME, 256 * MIB, writing()).unwrap();
@@ -121,7 +121,7 @@ fn freed_runs_are_punched_where_that_is_asked_for() {
     assert!(usage.dead < MIB);
 }
 
-/// A crash with much in flight leaves nothing behind once the image was opened for writing, and its marks say where.
+/// After a crash with many writes under way, opening for writing frees all lost grains, and the mark limits the search.
 #[test]
 fn only_marked_regions_are_recounted() {
     let disk = simulated(11);
@@ -140,7 +140,8 @@ fn only_marked_regions_are_recounted() {
     }
 }
 
-/// What a guest writes in place between the copy of a grain and the change of its entry is in the old place alone.
+/// A guest writes in place between the copy of a grain and the change of its entry: only the old location has that
+/// write.
 #[test]
 fn a_grain_that_is_written_while_it_moves_stays_where_it_is() {
     let disk = simulated(12);

@@ -36,7 +36,7 @@ fn history(seed: u64, capacity: u64, slots: &[u64], steps: u64) {
                 let reader = open(&*disk.directory(), mode, Options::default()).unwrap();
                 model.compare(&reader);
                 let report = reader.check(false, &NoProgress).unwrap();
-                // What readers held on to could not be freed, and is when the image is opened again.
+                // Grains that readers held at the close could not be freed; the next opening frees them.
                 assert!(report.is_clean() || !epochs.is_empty() && !report.is_damaged(), "{report:?}");
                 epochs.clear();
                 layer = open(&*disk.directory(), mode, options).unwrap();
@@ -56,7 +56,7 @@ fn history(seed: u64, capacity: u64, slots: &[u64], steps: u64) {
     assert_eq!((usage.mapped, usage.dead), (live * GRAIN, 0));
     let file = disk.directory().open(NAME, mode).unwrap();
     let tables = super::super::header::Layout::for_capacity(capacity / 512).grains.offset * 512;
-    assert_eq!(file.len().unwrap(), tables + live * GRAIN, "shrunk to what is live");
+    assert_eq!(file.len().unwrap(), tables + live * GRAIN, "shrunk to the live grains");
 }
 
 #[test]
@@ -120,7 +120,7 @@ fn freed_places_wait_for_readers() {
     layer.flush().unwrap();
     layer.flush().unwrap();
     assert_eq!(layer.usage().unwrap().mapped, (4096 - 64) * GRAIN);
-    // The disk is full: every other grain is live, and these wait for the reader.
+    // The disk is full: every other grain is live, and the freed ones wait for the reader.
     let (layer, layer_ref) = (&layer, &layer);
     std::thread::scope(|scope| {
         let writer = scope.spawn(move || layer_ref.write(0, &[&stamped(64, 2)]));
@@ -136,7 +136,7 @@ fn freed_places_wait_for_readers() {
     assert_eq!(stamps(layer, 0, 64 * GRAIN).unwrap(), [2; 512]);
 }
 
-/// The writer itself must not keep what was just freed from becoming free.
+/// A writer must not prevent the release of grains that were just freed.
 #[test]
 fn a_full_image_takes_what_was_just_discarded() {
     let disk = simulated(6);
@@ -168,7 +168,7 @@ fn a_full_file_system_fails_writes_and_nothing_else() {
                 Err(error) => {
                     assert_eq!(error.kind(), ErrorKind::NoSpace, "{error}");
                     refused += 1;
-                    // Any part of it may have happened.
+                    // Any part of the operation may have been done.
                     for grain in operation.first..operation.first + operation.count {
                         model.grains.remove(&grain);
                     }
@@ -199,11 +199,11 @@ fn a_failed_flush_stops_all_writes() {
     assert_eq!(stamps(&layer, 0, GRAIN).unwrap(), [1; 8]);
 }
 
-/// Pages of tables, bitmap and backmap come from holes of the file, are written by a commit, leave memory and come
-/// back: from the file then, whatever was known of the hole.
+/// A page of tables, bitmap or backmap is first loaded from a hole of the file, then written by a commit, evicted, and
+/// loaded again. The second load must read the file, although the layer has recorded the hole.
 #[test]
 fn pages_from_holes_come_back_after_they_left_memory() {
-    /// A grain in each page of tables, of many more than memory keeps.
+    /// One grain in each of many more table pages than memory holds.
     const STEP: u64 = 512 * GRAIN;
     const COUNT: u64 = 6000;
     for shuffled in [false, true] {

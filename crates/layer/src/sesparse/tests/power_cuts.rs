@@ -1,5 +1,5 @@
-//! Power cuts at any operation of writes, discards, flushes, wipe, shrink and close: what was flushed is there, the
-//! rest is old or new by sector, bitmap and backmap are right, and nothing is lost after opening for writing.
+//! Power cuts at any operation of writes, discards, flushes, wipe, shrink and close: flushed data is there, other
+//! sectors are old or new, bitmap and backmap are right, and no space is lost after opening for writing.
 
 use super::*;
 
@@ -36,7 +36,7 @@ fn cuts(seed: u64, capacity: u64, slots: &[u64]) {
     }
 }
 
-/// Repairs what a cut has left: nothing of it proves that a table is wrong.
+/// Repairs the image after a cut: no effect of a cut counts as proof that a table is wrong.
 fn repair(disk: &SimulatedDisk, mode: IoMode, options: Options, mut model: Model) {
     model.settle(&open(&*disk.directory(), mode, Options::default()).unwrap());
     let layer = open(&*disk.directory(), mode, Options { repair: true, ..options }).unwrap();
@@ -46,12 +46,12 @@ fn repair(disk: &SimulatedDisk, mode: IoMode, options: Options, mut model: Model
     assert_clean(&layer);
 }
 
-/// One step; false when the layer was closed by it.
+/// One step; returns false when it has closed the layer.
 fn step(random: &mut Random, layer: &SeSparse, model: &mut Model, slots: &[u64]) -> bool {
     match random.below(40) {
         0..28 => {
             let operation = Operation::draw(random, slots, 200);
-            // Also when it fails: then it may have happened in part.
+            // Also when it fails, because a part of it may have been done.
             model.set(operation.first, operation.count, operation.stamp);
             let _ = operation.apply(layer);
         }
@@ -91,7 +91,7 @@ fn nothing_flushed_is_lost_under_pressure() {
     }
 }
 
-/// Shrink and wipe of a disk that lost half its grains, cut at every operation.
+/// Shrink and wipe of a disk in which half the grains are dead, with a power cut at every operation.
 #[test]
 fn shrink_and_wipe_survive_a_cut_anywhere() {
     let build = |seed: u64| {

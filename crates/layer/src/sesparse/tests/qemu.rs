@@ -1,4 +1,4 @@
-//! What we write, as QEMU reads it: an SEsparse delta over a flat base, byte for byte.
+//! Images written by lamina and read by QEMU: an SEsparse delta over a flat base, byte for byte.
 
 use super::*;
 use backend::local::{LocalDirectory, LocalQueues};
@@ -63,7 +63,7 @@ fn history(seed: u64, capacity: u64, mode: IoMode) {
         layer.write(start, &[&data[..(capacity - start) as usize]]).unwrap();
         expected[start as usize..].copy_from_slice(&data[..(capacity - start) as usize]);
     }
-    // As after a crash, and closed.
+    // First without closing, as after a crash, then closed.
     layer.flush().unwrap();
     for closed in [false, true] {
         if closed {
@@ -74,7 +74,7 @@ fn history(seed: u64, capacity: u64, mode: IoMode) {
         assert!(std::fs::read(folder.path().join("out.raw")).unwrap() == expected, "seed {seed}");
         qemu_img(folder.path(), &["compare", "-F", "raw", "-f", "vmdk", "vm-000001.vmdk", "expected.raw"]);
     }
-    // Every extent of ours, as QEMU maps it.
+    // Compares every extent with QEMU's map.
     let mut ours = vec![None; (capacity / GRAIN) as usize];
     for extent in map_all(&layer, 0, capacity / GRAIN * GRAIN).unwrap() {
         let grains = (extent.start / GRAIN) as usize..((extent.start + extent.length) / GRAIN) as usize;
@@ -119,7 +119,7 @@ fn qemu_reads_what_we_write() {
     history(4, 48 * MIB, IoMode::Direct);
 }
 
-/// What a guest reads over a base of zeros.
+/// The content over a base of zeros.
 fn bytes(layer: &dyn Layer) -> Vec<u8> {
     let mut bytes = vec![0; layer.capacity() as usize];
     for extent in map_all(layer, 0, layer.capacity()).unwrap() {
@@ -131,7 +131,7 @@ fn bytes(layer: &dyn Layer) -> Vec<u8> {
     bytes
 }
 
-/// A copy of an image, as a power cut left it or as it was opened afterwards, read by QEMU.
+/// QEMU's view of a copy of an image, as a power cut left it or after another opening.
 fn compare_copy(disk: &SimulatedDisk, seed: u64) -> Vec<u8> {
     let folder = tempfile::tempdir().unwrap();
     let directory = LocalDirectory::open(folder.path(), LocalQueues::Threads).unwrap();
@@ -155,7 +155,7 @@ fn compare_copy(disk: &SimulatedDisk, seed: u64) -> Vec<u8> {
     expected
 }
 
-/// QEMU sees in a crashed image what we see, before and after it was opened for writing.
+/// QEMU reads a crashed image like lamina, before and after it was opened for writing.
 #[test]
 fn qemu_reads_what_a_crash_leaves() {
     for seed in 0..12 {

@@ -1,5 +1,5 @@
-//! Wipe and shrink beside guest writes, the power cut or the process killed anywhere in it: nothing flushed is lost,
-//! and every dead grain becomes free again.
+//! Wipe and shrink during guest writes, with a power cut or a kill at any point: no flushed data is lost, and every
+//! dead grain becomes free again.
 
 use super::super::header::Layout;
 use super::*;
@@ -8,11 +8,11 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 const CAPACITY: u64 = 100 * MIB;
-/// Grains of the disk that are in use, in each of three tables.
+/// Grains of the disk in use, in each of three tables.
 const GRAINS: u64 = 400;
 const SLOTS: [u64; 3] = [0, 3, 6];
 
-/// A disk of which every second grain was discarded, or zeroed by writing zeros. All of it is durable.
+/// A disk in which every second grain was discarded, or overwritten with zeros. All of it is durable.
 fn half_dead(layer: &SeSparse, random: &mut Random, model: &mut Model) {
     for slot in SLOTS {
         for part in (0..GRAINS).step_by(25) {
@@ -36,7 +36,7 @@ fn half_dead(layer: &SeSparse, random: &mut Random, model: &mut Model) {
     model.flushed();
 }
 
-/// Grains that hold something, as the guest sees it.
+/// The number of grains with data, as the guest sees it.
 fn live(layer: &SeSparse) -> u64 {
     let mut live = 0;
     for slot in SLOTS {
@@ -47,7 +47,7 @@ fn live(layer: &SeSparse) -> u64 {
     live
 }
 
-/// Wipes and shrinks in peace; then the file holds its tables and what is live, and nothing else.
+/// Wipes and shrinks without guest activity; then the file has only its tables and live grains.
 fn reclaim_all(layer: &SeSparse, file: &dyn File) {
     layer.wipe(true, &NoProgress).unwrap();
     layer.shrink(&NoProgress).unwrap();
@@ -59,7 +59,7 @@ fn reclaim_all(layer: &SeSparse, file: &dyn File) {
     assert_clean(layer);
 }
 
-/// What a guest does between two steps of the work.
+/// Guest activity between two steps of the work.
 fn guest(random: &mut Random, layer: &SeSparse, model: &mut Model) {
     if random.once_in(12) && layer.flush().is_ok() {
         return model.flushed();
@@ -68,12 +68,13 @@ fn guest(random: &mut Random, layer: &SeSparse, model: &mut Model) {
     let first = SLOTS[random.below(3) as usize] * 4096 + random.below(GRAINS - count);
     let stamp = if random.once_in(3) { 0 } else { random.next() | 1 };
     let operation = Operation { first, count, stamp, keep: random.once_in(4) };
-    // Also when it fails: then it may have happened in part.
+    // Also when it fails, because a part of it may have been done.
     model.set(first, count, stamp);
     let _ = operation.apply(layer);
 }
 
-/// One run; whether the work came to its end before the cut.
+/// Wipes and shrinks an image, with guest writes if `beside`, until the power is cut; then checks the image. Returns
+/// whether wipe and shrink completed before the cut.
 fn cut(seed: u64, after: u64, beside: bool) -> bool {
     let mut random = Random(seed);
     let disk = simulated(seed ^ after << 20);
@@ -115,7 +116,7 @@ fn cut(seed: u64, after: u64, beside: bool) -> bool {
 
 #[test]
 fn a_cut_at_every_operation() {
-    // Through the page cache without punching, and past it with.
+    // Buffered without punching, and direct with punching.
     for seed in [0, 3] {
         let mut after = 0;
         while !cut(seed, after, false) {
@@ -132,13 +133,13 @@ fn a_cut_anywhere_beside_a_guest() {
         let after = Random(seed).below(160);
         finished += u32::from(cut(seed, after, true));
     }
-    assert!((1..900).contains(&finished), "{finished} of 1,000 ran to their end");
+    assert!((1..900).contains(&finished), "{finished} of 1,000 ended before the power cut");
 }
 
 const CHILD: &str = "LAMINA_TEST_CHILD";
 
-/// Wipes and shrinks beside a guest until it is killed. The guest stamps what it writes with its number, and says what
-/// is flushed.
+/// Wipes and shrinks during guest writes until the process is killed. The guest stamps each grain with its own number,
+/// and prints what is flushed.
 #[test]
 #[ignore = "the child of the test below"]
 fn child() {
@@ -191,12 +192,12 @@ fn killed_anywhere() {
             .spawn()
             .unwrap();
         std::thread::sleep(Duration::from_millis(60 + round * 37));
-        assert!(child.try_wait().unwrap().is_none(), "it goes on until it is killed");
+        assert!(child.try_wait().unwrap().is_none(), "the child runs until it is killed");
         child.kill().unwrap();
         child.wait().unwrap();
         let layer = open(&directory, IoMode::Buffered, writing()).unwrap();
         assert_clean(&layer);
-        // A killed process loses nothing that it wrote: each grain holds its own stamp, or zeros.
+        // A killed process loses none of its writes: each grain has its own stamp, or zeros.
         for slot in SLOTS {
             let found = stamps(&layer, slot * 4096 * GRAIN, GRAINS * GRAIN).unwrap();
             for (grain, sectors) in (slot * 4096..).zip(found.chunks(SECTORS as usize)) {
@@ -211,7 +212,7 @@ fn killed_anywhere() {
     }
 }
 
-/// A reader that holds on for too long has grains forgotten; the marks say where they are, also in a closed image.
+/// A long reader makes the layer drop retired grains; the mark shows where they are, also in a closed image.
 #[test]
 fn what_is_forgotten_is_found_when_opened_again() {
     for closed in [false, true] {
@@ -239,7 +240,7 @@ fn what_is_forgotten_is_found_when_opened_again() {
     }
 }
 
-/// The bar: half of a disk is deleted, and at least 99 of 100 dead grains go back to the file system.
+/// Half of a disk is deleted, and at least 99 % of the dead grains are returned to the file system.
 #[test]
 fn deleting_half_returns_its_space() {
     for contiguous in [true, false] {
@@ -264,12 +265,12 @@ fn deleting_half_returns_its_space() {
         assert_eq!((usage.mapped, usage.dead), (64 * MIB, 64 * MIB), "before the flush");
         layer.flush().unwrap();
         let usage = layer.usage().unwrap();
-        assert_eq!((usage.mapped, usage.dead), (64 * MIB, 64 * MIB), "behind it");
+        assert_eq!((usage.mapped, usage.dead), (64 * MIB, 64 * MIB), "after the flush");
         layer.wipe(true, &NoProgress).unwrap();
         layer.shrink(&NoProgress).unwrap();
         let usage = layer.usage().unwrap();
         assert_eq!((usage.mapped, usage.dead), (64 * MIB, 0));
         let returned = full.allocated - usage.allocated;
-        assert!(returned * 100 >= 64 * MIB * 99, "{returned} of {} bytes came back", 64 * MIB);
+        assert!(returned * 100 >= 64 * MIB * 99, "{returned} of {} bytes were returned to the file system", 64 * MIB);
     }
 }

@@ -7,14 +7,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 const WRITERS: u64 = 3;
-/// Grains of each writer, spread over two tables.
+/// Grains per writer, spread over two tables.
 const GRAINS: u64 = 1500;
 
 fn place(writer: u64, grain: u64) -> u64 {
     (grain % 2 * 4096 + grain / 2 * WRITERS + writer) * GRAIN
 }
 
-/// Random changes of a writer's own grains, each read back at once.
+/// Random changes of a writer's own grains, each of which is read back.
 fn write(layer: &SeSparse, writer: u64, end: Instant) -> Vec<u64> {
     let mut random = Random(writer);
     let mut model = vec![ABSENT; GRAINS as usize];
@@ -24,7 +24,7 @@ fn write(layer: &SeSparse, writer: u64, end: Instant) -> Vec<u64> {
         let stamp = if random.once_in(3) { 0 } else { random.next() | 1 };
         match stamp {
             0 => layer.zero(at..at + GRAIN, random.once_in(4)).unwrap(),
-            // Stamps of zeros in a grain of its own are for wipe to find.
+            // Some grains get zeros as data, for the wipe to find.
             _ if random.once_in(8) => {
                 layer.write(at, &[&stamped(1, 0)]).unwrap();
                 model[grain as usize] = 0;
@@ -42,7 +42,7 @@ fn write(layer: &SeSparse, writer: u64, end: Instant) -> Vec<u64> {
     model
 }
 
-/// Reads everything all the time: every grain is whole, also while it is written or moved.
+/// Reads all the time: every grain is untorn, also while it is written or moved.
 fn read(layer: &SeSparse, stop: &AtomicBool) {
     let mut random = Random(99);
     while !stop.load(Ordering::Relaxed) {

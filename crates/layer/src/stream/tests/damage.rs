@@ -1,4 +1,4 @@
-//! Streams cut anywhere give what is whole; mutated ones give an error or an answer.
+//! A truncated stream returns its complete grains; mutated streams give an error or a result.
 
 use super::*;
 use crate::proving::{mutate, peak_memory};
@@ -12,7 +12,7 @@ fn a_stream_cut_anywhere_gives_what_is_whole() {
     let tail = bytes.len() as u64 - 10 * 512;
     for round in 0..300 {
         let end = if round % 3 == 0 { tail + random.below(10 * 512) } else { 65_536 + random.below(tail - 65_536) };
-        // A cut stream is opened only by a caller that asks for it.
+        // A truncated stream is opened only if the caller asks for it.
         let refused = Stream::open(memory_file(&bytes[..end as usize]), "disk.vmdk").err().unwrap();
         assert!(
             refused.kind() == ErrorKind::Corrupt && refused.to_string().contains("was cut"),
@@ -21,31 +21,34 @@ fn a_stream_cut_anywhere_gives_what_is_whole() {
         let layer = Stream::salvage(memory_file(&bytes[..end as usize]), "disk.vmdk").unwrap();
         assert!(!layer.warnings().is_empty(), "cut at {end}");
         let found = read_all(&layer, None);
-        // Grains stand in ascending order: all of them up to some place, none behind it.
+        // Grains are in ascending order: all up to some point are there, and none after it.
         let mut lost = false;
         for (number, (found, model)) in found.chunks(GRAIN).zip(model.chunks(GRAIN)).enumerate() {
             if model.iter().all(|byte| *byte == 0) {
                 continue;
             }
             let here = found == model;
-            assert!(here || found.iter().all(|byte| *byte == 0), "cut at {end}: grain {number} is neither");
-            assert!(!(here && lost), "cut at {end}: grain {number} is there and one before it is not");
+            assert!(
+                here || found.iter().all(|byte| *byte == 0),
+                "cut at {end}: grain {number} is neither data nor absent"
+            );
+            assert!(!(here && lost), "cut at {end}: grain {number} has data, but an earlier grain has not");
             lost |= !here;
         }
         if end >= tail {
-            assert!(!lost, "cut at {end}: only the end is missing");
+            assert!(!lost, "cut at {end}: only the end of the stream is missing");
         }
     }
 }
 
-/// The directory cannot be had, but every marker is there, up to that of the end: the stream is whole.
+/// The directory cannot be found, but every marker is there, including the one at the end: the stream is complete.
 #[test]
 fn a_whole_stream_without_its_footer_needs_no_force() {
     let model = content(12, 20 << 20);
     let bytes = written(&model, 6, 1);
     let footer = bytes.len() - 2 * 512;
     let mut damaged = vec![bytes.clone(), [&bytes[..], &[0; 512]].concat(), [&bytes[..], &[0; 5 * 512 + 7]].concat()];
-    // Of the first, the footer is none any more; the others go on behind their end.
+    // In the first stream the footer is damaged; the others continue after their end.
     damaged[0][footer] ^= 1;
     for bytes in &damaged {
         let layer = Stream::open(memory_file(bytes), "disk.vmdk").unwrap();
@@ -55,11 +58,11 @@ fn a_whole_stream_without_its_footer_needs_no_force() {
         let grains = model.chunks(GRAIN).filter(|grain| grain.iter().any(|byte| *byte != 0)).count();
         assert_eq!(layer.usage().unwrap().mapped, (grains * GRAIN) as u64);
     }
-    // Bytes behind the last whole sector are no part of it.
+    // Bytes after the last whole sector do not belong to the stream.
     let layer = Stream::open(memory_file(&[&bytes[..], &[1; 511]].concat()), "disk.vmdk").unwrap();
     assert_eq!(layer.warnings(), Vec::<String>::new());
     assert!(read_all(&layer, None) == model);
-    // Without the last of its sectors it is no longer whole, wherever the directory is.
+    // Without its last sector the stream is incomplete, wherever the directory is.
     let cut = &damaged[0][..bytes.len() - 1];
     let refused = Stream::open(memory_file(cut), "disk.vmdk").err().unwrap();
     assert!(refused.to_string().contains("the file ends: the file was cut"), "{refused}");

@@ -1,4 +1,4 @@
-//! Streams against a plain copy, against QEMU, cut anywhere, as others write them, and lying.
+//! Streams against a copy in memory and against QEMU; truncated streams, variants of other programs, and invalid ones.
 
 mod damage;
 mod qemu;
@@ -10,7 +10,7 @@ use crate::{ErrorKind, Layer, SECTOR};
 
 const GRAIN: usize = 65_536;
 
-/// A descriptor as small as QEMU takes it.
+/// The smallest descriptor that QEMU accepts.
 fn descriptor(capacity: u64) -> Vec<u8> {
     format!(
         "# Disk DescriptorFile\nversion=1\nCID=12345678\nparentCID=ffffffff\ncreateType=\"streamOptimized\"\n\n\
@@ -22,7 +22,7 @@ fn descriptor(capacity: u64) -> Vec<u8> {
     .into_bytes()
 }
 
-/// Takes bytes, and only a few at a time, as a pipe does.
+/// Accepts only a few bytes per write, as a pipe may.
 struct Pipe(Vec<u8>);
 
 impl std::io::Write for Pipe {
@@ -37,7 +37,7 @@ impl std::io::Write for Pipe {
     }
 }
 
-/// Content with holes, data that compress and data that do not.
+/// Content with holes, compressible data and incompressible data.
 fn content(seed: u64, capacity: usize) -> Vec<u8> {
     let mut random = Random::new(seed);
     let mut bytes = vec![0; capacity];
@@ -79,7 +79,7 @@ fn what_is_written_reads_back() {
     {
         let model = content(seed, capacity);
         let bytes = written(&model, level, threads);
-        assert_eq!(bytes, written(&model, level, 5), "as many threads as there are: the same stream");
+        assert_eq!(bytes, written(&model, level, 5), "any number of threads makes the same stream");
         let layer = Stream::open(memory_file(&bytes), "disk.vmdk").unwrap();
         assert_eq!(layer.descriptor().unwrap().unwrap(), descriptor(capacity as u64));
         assert!(read_all(&layer, None) == model, "seed {seed}");
@@ -116,7 +116,7 @@ fn a_stream_goes_forward_only() {
     let bytes = writer.finish().unwrap();
     let layer = Stream::open(memory_file(&bytes), "disk.vmdk").unwrap();
     assert_eq!(read_all(&layer, None), [vec![0; GRAIN], grain.clone(), vec![0; GRAIN], grain].concat());
-    // The example on the format's page: everything but the descriptor and the compressed data.
+    // The example on the format's page: all bytes except the descriptor and the compressed data.
     let mut bytes = bytes;
     assert_eq!(bytes.len(), 140 * 512);
     bytes[512..516].fill(0);

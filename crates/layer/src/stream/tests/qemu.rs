@@ -1,4 +1,4 @@
-//! In both directions with qemu-img.
+//! Streams exchanged with qemu-img in both directions.
 
 use super::*;
 use crate::proving::Folder;

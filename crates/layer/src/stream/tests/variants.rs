@@ -1,4 +1,4 @@
-//! What others write: directory and tables before the grains, and grains without markers.
+//! Streams of other programs: directory and tables before the grains, and grains without markers.
 
 use super::*;
 use crate::hosted::header::{FLAG_COMPRESSED, FLAG_MARKERS, FLAG_NEWLINES, FLAG_REDUNDANT, Header};
@@ -10,7 +10,7 @@ fn deflated(data: &[u8]) -> Vec<u8> {
     out
 }
 
-/// What stands before the compressed data.
+/// The bytes before the compressed data of a grain.
 #[derive(Clone, Copy, PartialEq)]
 enum Before {
     Marker,
@@ -18,8 +18,8 @@ enum Before {
     Nothing,
 }
 
-/// Directory and its tables at 21, as Workstation places them; grains in any order; the last grain cut at the capacity
-/// or whole.
+/// A stream with directory and tables at sector 21, as in Workstation's layout, and grains in any order; the last grain
+/// is cut at the capacity, or whole.
 fn preallocated(model: &[u8], before: Before, redundant: bool, whole_last: bool) -> Vec<u8> {
     let markers = if before == Before::Marker { FLAG_MARKERS } else { 0 };
     let capacity = model.len() as u64 / SECTOR;
@@ -100,7 +100,7 @@ fn the_redundant_table_helps_here_too() {
 fn a_grain_that_inflates_without_end_is_stopped() {
     let model = compressible(1, 2 * GRAIN);
     let mut bytes = preallocated(&model, Before::Marker, false, false);
-    // 32 MiB of zeros in 32 KiB, where a grain should be.
+    // 32 MiB of zeros compressed to 32 KiB, in place of a grain.
     let bomb = deflated(&vec![0; 32 << 20]);
     let sector = bytes.len() / 512;
     bytes[22 * 512 + 4..22 * 512 + 8].copy_from_slice(&(sector as u32).to_le_bytes());

@@ -1,4 +1,4 @@
-//! The bytes are those of the format's page.
+//! The bytes of images equal those on the format's page.
 
 use super::*;
 use backend::simulated::{SimulatedDisk, SimulatedOptions};
@@ -12,7 +12,7 @@ fn sector(bytes: &[u8], sector: usize) -> &[u8] {
     &bytes[sector * 512..(sector + 1) * 512]
 }
 
-/// The worked example of docs/format/vmfssparse.md.
+/// The worked example in docs/format/vmfssparse.md.
 #[test]
 fn the_example_of_the_page() {
     let disk = SimulatedDisk::new(0, SimulatedOptions::default());
@@ -39,7 +39,7 @@ fn the_example_of_the_page() {
         header[offset..offset + 4].copy_from_slice(&u32::to_le_bytes(value));
     }
     assert!(bytes[..2048] == header, "{:x?}", &bytes[..64]);
-    // Directory, then table 0, its grains, table 1, ...
+    // The layout: directory, table 0, its grains, table 1, ...
     let directory = sector(&bytes, 4);
     assert_eq!([0, 4, 8, 12].map(|at| u32_at(directory, at)), [8, 48, 88, 0]);
     let entries = |table: usize, entries: &[(usize, u32)]| {
@@ -57,7 +57,7 @@ fn the_example_of_the_page() {
     assert_eq!(bytes.len(), 128 * 512);
 }
 
-/// Other programs put new grains where a closed image says that it ends.
+/// Other programs append grains at the end that the header of a closed image states.
 #[test]
 fn an_image_that_is_marked_as_closed_names_its_end() {
     let mut closed = 0;
@@ -106,7 +106,7 @@ fn what_cannot_be_is_refused() {
         assert_eq!(layer.map(start..end, 1, &mut Vec::new()).unwrap_err().kind(), ErrorKind::Invalid);
         assert_eq!(layer.zero(start..end, false).unwrap_err().kind(), ErrorKind::Invalid);
     }
-    // Where the file would have to be longer than its pointers reach.
+    // The file would have to grow past the last sector that an entry can name.
     layer.writer().unwrap().space.lock().cut((1 << 32) - 100);
     assert_eq!(layer.write(0, &[&[9; 51_200]]).unwrap_err().kind(), ErrorKind::NoSpace);
     layer.write(layer.capacity() - 1024, &[&[8; 512]]).unwrap();
@@ -137,7 +137,7 @@ fn unknown_fields_survive() {
     assert_eq!(before, after);
 }
 
-/// A full file system refuses what needs space and nothing else, and goes on when there is room.
+/// A full file system refuses only writes that need space, and the image continues when there is space again.
 #[test]
 fn a_full_file_system_is_survived() {
     let disk = SimulatedDisk::new(3, SimulatedOptions::default());
@@ -150,7 +150,7 @@ fn a_full_file_system_is_survived() {
     disk.set_capacity(0);
     assert_eq!(layer.write(65536, &[&[2; 4096]]).unwrap_err().kind(), ErrorKind::NoSpace);
     layer.write(0, &[&[3; 4096]]).unwrap();
-    // The table of a write that was acknowledged has its room.
+    // Space for the table of an acknowledged write is allocated.
     disk.set_capacity(1 << 40);
     layer.write(100 << 20, &[&[4; 4096]]).unwrap();
     disk.set_capacity(0);
@@ -186,7 +186,7 @@ fn a_failed_flush_stops_everything() {
     assert_eq!(layer.shrink(&NoProgress).unwrap_err().kind(), ErrorKind::Stopped);
 }
 
-/// Tables that wait to be written are bounded: a random write over a large disk commits by itself.
+/// The number of changed tables is bounded: random writes over a large disk cause commits.
 #[test]
 fn tables_do_not_pile_up() {
     let disk = SimulatedDisk::new(3, SimulatedOptions::default());
@@ -221,12 +221,12 @@ fn blocks_of_the_guest_stay_aligned() {
         let Content::Data { offset, .. } = extent.content else { continue };
         assert_eq!(offset % 4096, extent.start % 4096);
     }
-    // Sectors skipped for it are used by small writes.
+    // Sectors skipped for alignment are used by small writes.
     let usage = layer.usage().unwrap();
     assert!(usage.dead * 20 < usage.mapped, "{usage:?}");
 }
 
-/// QEMU appends grains and leaves the header as it was; ESX leaves room at the end.
+/// QEMU appends grains without updating the header; ESX leaves free space at the end.
 #[test]
 fn the_end_is_found_where_the_header_lies() {
     for lie in [0u32, 9, 48, 0x00ff_ffff] {
@@ -237,7 +237,7 @@ fn the_end_is_found_where_the_header_lies() {
         layer.write(0, &[&[1; 4096]]).unwrap();
         layer.close().unwrap();
         file.write_at(&[&lie.to_le_bytes()], 28, false).unwrap();
-        // Room that is not used yet.
+        // Space that is not used yet.
         file.set_len(4 << 20).unwrap();
         let layer = VmfsSparse::open(Arc::clone(&file), &OpenOptions::writing("image")).unwrap();
         assert_eq!(layer.writer().unwrap().space.lock().free(), 48);

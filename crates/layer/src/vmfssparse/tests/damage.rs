@@ -1,4 +1,4 @@
-//! Bytes from outside: whatever they are, an answer or an error comes soon.
+//! Arbitrary bytes as images: there is a result or an error in bounded time.
 
 use super::*;
 use crate::model::Random;
@@ -6,7 +6,7 @@ use crate::vmfssparse::header::GRAIN_SECTORS_MAX;
 use backend::simulated::{SimulatedDisk, SimulatedOptions};
 use work::NoProgress;
 
-/// A small image with something in each of its tables.
+/// A small image with data in each of its tables.
 fn image() -> Vec<u8> {
     let disk = SimulatedDisk::new(0, SimulatedOptions::default());
     let file = disk.directory().create("image", IoMode::Buffered).unwrap();
@@ -23,7 +23,7 @@ fn image() -> Vec<u8> {
     bytes
 }
 
-/// Values that break things more often than random ones do.
+/// Values that trigger errors more often than random ones.
 fn value(random: &mut Random) -> u32 {
     match random.below(8) {
         0 => 0,
@@ -98,7 +98,7 @@ fn damaged_images_never_panic() {
         if random.below(10) == 0 {
             bytes.truncate(random.below(bytes.len() as u64) as usize);
         }
-        // Most cases need the header only, or to see one table go wrong: the rest is for a part of them.
+        // Most cases only open the image or read one table; some run all operations.
         match round % 16 {
             0 => {
                 file.write_at(&[&bytes], 0, false).unwrap();
@@ -127,7 +127,7 @@ fn patched(offset: usize, value: u32) -> Arc<dyn File> {
     let mut bytes = image();
     bytes[offset..offset + 4].copy_from_slice(&value.to_le_bytes());
     file.write_at(&[&bytes], 0, false).unwrap();
-    // Not as it was closed, so that it is looked at before it is written.
+    // The length differs from that of a closed image, so that opening for writing examines the tables.
     file.set_len(bytes.len() as u64 + 512).unwrap();
     file
 }
@@ -138,7 +138,7 @@ fn open(file: &Arc<dyn File>, writable: bool) -> Result<VmfsSparse> {
 
 #[test]
 fn damage_is_named_and_not_written_to() {
-    // First table: where an entry names something leads to its number.
+    // The offset of the first table; the first used entry is found from it.
     let bytes = image();
     let table = u32::from_le_bytes(bytes[2048..2052].try_into().unwrap()) as usize * 512;
     let used: Vec<usize> = (0..4096).filter(|at| bytes[table + at * 4..table + at * 4 + 4] != [0; 4]).collect();
@@ -155,9 +155,9 @@ fn damage_is_named_and_not_written_to() {
         let reader = open(&file, false).unwrap();
         let check = reader.check().unwrap();
         assert!(check.problem_count > 0 && check.problems[0].contains(says), "{check:?}");
-        let refused = open(&file, true).err().expect("written to all the same");
+        let refused = open(&file, true).err().expect("opened for writing despite the damage");
         assert_eq!(refused.kind(), ErrorKind::Corrupt, "{refused}");
-        // What is not damaged can be read, what is damaged cannot.
+        // Undamaged parts can be read, damaged ones cannot.
         let mut extents = Vec::new();
         reader.map(0..512 * used[0] as u64 + 512, usize::MAX, &mut extents).unwrap();
         if offset == entry && says == "outside the file" {
@@ -165,7 +165,7 @@ fn damage_is_named_and_not_written_to() {
             assert_eq!(reader.map(start..start + 512, 1, &mut extents).unwrap_err().kind(), ErrorKind::Corrupt);
         }
     }
-    // Entry 1 is zeros, and goes when the grain is written.
+    // The entry 1 reads as zeros, and is replaced when the grain is written.
     let file = patched(entry, 1);
     let layer = open(&file, true).unwrap();
     assert_eq!(layer.check().unwrap().zero_entries, 1);

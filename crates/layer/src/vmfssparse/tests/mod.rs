@@ -1,4 +1,4 @@
-//! Redo logs: the trials that every format passes, and the setting for what is special about them.
+//! Redo logs: the model tests that every format passes, and helpers for the tests of this format.
 
 use super::*;
 use crate::model::{Subject, Trial, run_threads};
@@ -35,7 +35,7 @@ impl Subject for Cowd {
     }
 
     fn maintain(&self, layer: &VmfsSparse, number: u64) -> Result<()> {
-        // Space that a crash would have left without a name, now and then in front of tables yet to come.
+        // Allocates space without naming it, as a crash would leave it, sometimes before the next tables.
         if !number.is_multiple_of(3) {
             let mut space = layer.writer()?.space.lock();
             space.take(layer.file.file().as_ref(), number / 3 % 300, 0)?;
@@ -50,7 +50,7 @@ impl Subject for Cowd {
     fn check(&self, layer: &VmfsSparse) {
         let check = layer.check().unwrap();
         assert_eq!(check.problems, Vec::<String>::new());
-        assert_eq!(check.zero_entries, 0, "no reader agrees with QEMU on them");
+        assert_eq!(check.zero_entries, 0, "other readers differ from QEMU for this entry");
     }
 }
 
@@ -108,7 +108,7 @@ fn large_writes_keep_their_distance_to_large_borders_and_waste_nothing() {
     subject.create(Arc::clone(&file)).unwrap();
     let layer = subject.open(Arc::clone(&file), true).unwrap();
     let bytes = vec![7; PIECE as usize];
-    // Every other one, so that many tables come between them, then the rest with small ones before.
+    // Every other piece first, so that many tables are between them; then the others, preceded by small writes.
     for start in (0..layer.capacity()).step_by(2 * PIECE as usize) {
         layer.write(start, &[&bytes]).unwrap();
     }
@@ -125,6 +125,6 @@ fn large_writes_keep_their_distance_to_large_borders_and_waste_nothing() {
     let tables = 32 * 16 * 1024;
     assert!(
         layer.writer().unwrap().space.lock().free() * SECTOR <= data + tables + 2 * PIECE,
-        "what is skipped is used"
+        "skipped sectors are used"
     );
 }

@@ -1,4 +1,4 @@
-//! QEMU reads what is written here, and what it writes is read here.
+//! Interoperation: QEMU reads what lamina writes, and lamina reads what QEMU writes.
 
 use super::*;
 use crate::model::Random;
@@ -32,7 +32,7 @@ fn base_descriptor(sectors: u64) -> String {
     )
 }
 
-/// A chain of redo logs over a flat base reads in QEMU as in memory.
+/// QEMU reads the same content from a chain of redo logs over a flat base as the model has.
 #[test]
 fn chains_read_the_same_in_qemu() {
     for (sectors, levels) in [(8195, 2), (3 * 4096, 1), (15_000, 4)] {
@@ -65,7 +65,7 @@ fn chains_read_the_same_in_qemu() {
             }
             let tail = sectors - (sectors / 2)..sectors;
             if level == 2 {
-                // Long zeros over the parent: a hole of the file.
+                // Long zeros over the parent, stored as a hole of the file.
                 layer.zero(tail.start * SECTOR..tail.end * SECTOR, false).unwrap();
                 disk[(tail.start * SECTOR) as usize..].fill(0);
             }
@@ -83,7 +83,7 @@ fn chains_read_the_same_in_qemu() {
     }
 }
 
-/// QEMU appends grains where there is a table, and does not say so in the header.
+/// QEMU appends grains to existing tables without updating the header.
 #[test]
 fn what_qemu_wrote_is_there() {
     let folder = tempfile::tempdir().unwrap();
@@ -100,7 +100,7 @@ fn what_qemu_wrote_is_there() {
     }
     layer.close().unwrap();
     run("qemu-io", &["-f", "vmdk", "-c", "write -P 0x33 64k 192k", "vm-000001.vmdk"], folder.path());
-    // QEMU gave the descriptor a new identity; the delta's own is of no matter here.
+    // QEMU gave the descriptor a new CID; this test opens only the delta's extent.
     let layer = VmfsSparse::open(Arc::clone(&file), &OpenOptions::writing("delta")).unwrap();
     assert_eq!(layer.header().free_sector() * SECTOR, 8 * SECTOR + 3 * (16384 + 4096));
     let mut extents = Vec::new();

@@ -1,4 +1,4 @@
-//! Dead space is found and returned while other threads read and write.
+//! Dead space is found and freed while other threads read and write.
 
 use super::*;
 use crate::model::{Random, sector_bytes, stamps};
@@ -22,7 +22,7 @@ fn write(layer: &VmfsSparse, lba: u64, count: u64, stamp: u64) {
     layer.write(lba * SECTOR, &[&bytes]).unwrap();
 }
 
-/// Takes space that nothing will name.
+/// Allocates space that no table names.
 fn waste(layer: &VmfsSparse, sectors: u64) {
     let mut space = layer.writer().unwrap().space.lock();
     space.take(layer.file.file().as_ref(), sectors, 0).unwrap();
@@ -33,7 +33,7 @@ fn expect(layer: &VmfsSparse, model: &[u64]) {
     assert!(stamps(layer, 0..model.len() as u64).unwrap() == model);
 }
 
-/// Blocks all over the disk, with dead space before, between and behind them.
+/// Blocks all over the disk, with dead space before, between and after them.
 fn scattered(layer: &VmfsSparse, grain: u64) -> Vec<u64> {
     let mut random = Random::new(9);
     let mut model = vec![0; CAPACITY as usize];
@@ -62,7 +62,7 @@ fn all_dead_space_is_returned() {
         assert!(layer.check().unwrap().problems.is_empty());
         expect(&layer, &model);
         let shrunk = layer.shrink(&NoProgress).unwrap();
-        assert_eq!(shrunk.moved, 0, "nothing is left to do");
+        assert_eq!(shrunk.moved, 0, "a second shrink moves nothing");
         layer.close().unwrap();
         let file = disk.directory().open("image", IoMode::Buffered).unwrap();
         assert_eq!(file.len().unwrap(), shrunk.after);
@@ -100,7 +100,7 @@ fn places_are_kept_while_a_reader_holds_them() {
             shrunk
         });
         std::thread::sleep(Duration::from_millis(100));
-        // Writes go on, and must not touch what the old answer names either.
+        // Writes continue, and must not overwrite the locations in the old lookup result.
         for stamp in 1000..1100u64 {
             let lba = (stamp * 7919 % (CAPACITY / 24)) * 24 + 8;
             write(&layer, lba, 8, stamp);

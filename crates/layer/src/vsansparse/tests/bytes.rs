@@ -1,4 +1,4 @@
-//! The bytes are those of the format's page, and space is taken and given back as it says.
+//! The bytes of objects equal those on the format's page, and space is allocated and freed as the page says.
 
 use super::*;
 use crate::vsansparse::header::is_sealed;
@@ -13,7 +13,7 @@ fn u64s(bytes: &[u8]) -> Vec<u64> {
     bytes.chunks_exact(8).map(|field| u64::from_le_bytes(field.try_into().unwrap())).collect()
 }
 
-/// The example of docs/format/vsansparse.md: 10 MiB, a block, two blocks, zeros, closed.
+/// The example in docs/format/vsansparse.md: 10 MiB, one block, two blocks, zeros, closed.
 #[test]
 fn the_example_of_the_page() {
     let (_disk, file, layer) = object(10 << 20);
@@ -23,7 +23,7 @@ fn the_example_of_the_page() {
     layer.zero(4 << 20..6 << 20, false).unwrap();
     layer.flush().unwrap();
 
-    // One batch: the data, then the zeros.
+    // One batch: the data records, then the zeros.
     let log = dump(&file, 2, 1);
     assert_eq!(&log[..4], b"LVSL");
     assert!(is_sealed(&log, 4));
@@ -43,12 +43,12 @@ fn the_example_of_the_page() {
     assert_eq!(u64s(&header[32..88]), [6, 10 << 20, 1, 1, 2, 1027, 1]);
     assert!(header[88..].iter().all(|byte| *byte == 0));
 
-    // Root: pages 0 and 1 are stored, page 2 is zeros, page 3 absent.
+    // Root: pages 0 and 1 are stored, page 2 is zeros, page 3 is absent.
     let root = dump(&file, 258, 2);
     assert_eq!(&root[..4], b"LVSM");
     assert_eq!((u64s(&root[24..40]), root[64], root[65]), (vec![2 << 32, 1 << 32 | 1], 0b10_0101, 0));
     assert!(root[4096..].iter().all(|byte| *byte == 0), "the other copy was never written");
-    // Pages: six bytes an entry.
+    // Map pages: six bytes per entry.
     let page = dump(&file, 260, 1);
     assert_eq!(u64s(&page[24..40]), [1 << 32, 1 << 32 | 1]);
     let entry = |page: &[u8], at: usize| {
@@ -81,7 +81,7 @@ fn what_cannot_be_is_refused() {
     assert_eq!(reader.zero(0..4096, false).unwrap_err().kind(), ErrorKind::ReadOnly);
 }
 
-/// The largest disk: what it costs follows from what is written.
+/// The largest disk: its cost depends on the written data, not on the capacity.
 #[test]
 fn a_disk_of_64_tebibytes() {
     let (disk, file, layer) = object(64 << 40);
@@ -90,7 +90,7 @@ fn a_disk_of_64_tebibytes() {
     layer.write(capacity - BLOCK, &[&[7; 4096]]).unwrap();
     layer.write(1 << 45, &[&[8; 4096]]).unwrap();
     layer.flush().unwrap();
-    // One answer may stop early; the next goes on.
+    // One call may stop early; the next continues.
     let mut extents: Vec<Extent> = Vec::new();
     let mut at = 0;
     while at < capacity {
@@ -115,7 +115,7 @@ fn a_disk_of_64_tebibytes() {
     assert_eq!(content(&layer, 1 << 44), Content::Zero);
 }
 
-/// Space comes in units; discarding gives it back, and the place stays the grain's own.
+/// Space is allocated in units; discarding frees it, and the grain keeps its location.
 #[test]
 fn units_and_discards() {
     let (_disk, file, layer) = object(1 << 30);
@@ -127,7 +127,7 @@ fn units_and_discards() {
         layer.write((512 << 20) + block * 7919 % 1000 * BLOCK, &[&[2; 4096]]).unwrap();
     }
     assert!(file.allocated().unwrap() < one + (64 << 10));
-    // First writes lie one behind the other, whatever their order on the disk.
+    // Newly written grains are adjacent, whatever their order on the disk.
     let usage = layer.usage().unwrap();
     assert_eq!((usage.mapped, usage.dead), (1000 * BLOCK, 0));
     let before: Vec<Content> = (0..1000).map(|block| content(&layer, (512 << 20) + block * BLOCK)).collect();
@@ -139,7 +139,7 @@ fn units_and_discards() {
     layer.write(range.start, &[&vec![3; 1000 * BLOCK as usize]]).unwrap();
     layer.zero(range.clone(), false).unwrap();
     assert_eq!(content(&layer, range.start), Content::Zero);
-    // Random first writes: no run here is long enough to be worth a hole.
+    // First writes in random order: no run of blocks is long enough to be punched.
     assert_eq!(layer.usage().unwrap().mapped, 0);
     layer.write(range.start, &[&vec![4; 1000 * BLOCK as usize]]).unwrap();
     let after: Vec<Content> = (0..1000).map(|block| content(&layer, (512 << 20) + block * BLOCK)).collect();
@@ -152,7 +152,7 @@ fn units_and_discards() {
     layer.close().unwrap();
 }
 
-/// Without a parent, zeros are no news.
+/// Without a parent, zeros need no change of the map.
 #[test]
 fn zeros_without_a_parent_cost_nothing() {
     let (_disk, file, layer) = object(1 << 30);
@@ -172,7 +172,7 @@ fn a_full_file_system_is_survived() {
     layer.write(0, &[&[1; 8192]]).unwrap();
     layer.flush().unwrap();
     disk.set_capacity(0);
-    // The unit is there, so writes go on; pages of the map that lie far behind, and the next unit, are not.
+    // The unit's space is allocated, so writes continue; distant map pages and the next unit have no space.
     layer.write(65536, &[&[2; 4096]]).unwrap();
     assert_eq!(layer.write(100 << 20, &[&[3; 4096]]).unwrap_err().kind(), ErrorKind::NoSpace);
     assert_eq!(layer.write(0, &[&vec![3; 6 << 20]]).unwrap_err().kind(), ErrorKind::NoSpace);

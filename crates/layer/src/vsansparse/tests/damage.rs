@@ -1,5 +1,5 @@
-//! Bytes from outside: whatever they are, an answer or an error comes soon. Half of the mutations get their checksums
-//! put right again, so that what lies behind them is reached.
+//! Arbitrary bytes as objects: there is a result or an error in bounded time. Most mutated blocks get the right
+//! checksum, so that decoding reaches the other checks.
 
 use super::*;
 use crate::model::Random;
@@ -7,7 +7,7 @@ use crate::vsansparse::header::seal;
 
 const CAPACITY: u64 = 9 << 20;
 
-/// An object with pages, zeros, and changes that are in the log only.
+/// An object with map pages, zeros, and changes that are only in the log.
 fn image() -> Vec<u8> {
     let (_disk, file, layer) = object(CAPACITY);
     let mut random = Random::new(3);
@@ -58,7 +58,7 @@ fn damaged_objects_never_panic() {
     let disk = SimulatedDisk::new(0, SimulatedOptions { unflushed_max: 0, ..SimulatedOptions::default() });
     let name = "image";
     let file = disk.directory().create(name, IoMode::Buffered).unwrap();
-    // Everything but the payload, which is not read here.
+    // All bytes except the payload, which this test does not read.
     let restore = || {
         file.set_len(0).unwrap();
         file.set_len(whole.len() as u64).unwrap();
@@ -69,7 +69,7 @@ fn damaged_objects_never_panic() {
         }
     };
     restore();
-    // Where each block of the metadata has its checksum; the log's last batch is one block.
+    // The metadata blocks with the offsets of their checksums; the last batch of the log is one block.
     let blocks: Vec<(usize, usize)> =
         vec![(0, 12), (1, 12), (3, 4), (258, 4), (259, 4), (260, 4), (261, 4), (262, 4), (264, 4)];
     for round in 0..100_000u64 {
@@ -115,7 +115,7 @@ fn damaged_objects_never_panic() {
     }
 }
 
-/// The same mutated byte by byte: nothing but what was there, or an error, is ever read.
+/// The same with a changed byte and no new checksum: reads return the right data or an error.
 #[test]
 fn flipped_bits_are_noticed() {
     let (disk, file, layer) = object(CAPACITY);

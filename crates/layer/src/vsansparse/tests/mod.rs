@@ -1,4 +1,4 @@
-//! Delta objects: the trials that every format passes, and the setting for what is special about them.
+//! Delta objects: the model tests that every format passes, and helpers for the tests of this format.
 
 use super::*;
 use crate::ErrorKind;
@@ -54,7 +54,7 @@ fn mode(seed: u64) -> IoMode {
 
 const ID: [u8; 16] = *b"0123456789abcdef";
 
-/// An object of `capacity` bytes on a disk of its own, open for writing.
+/// An object of `capacity` bytes on its own simulated disk, open for writing.
 fn object(capacity: u64) -> (SimulatedDisk, Arc<dyn File>, VsanSparse) {
     let disk = SimulatedDisk::new(capacity, SimulatedOptions::default());
     let file = disk.directory().create("image", IoMode::Buffered).unwrap();
@@ -64,13 +64,13 @@ fn object(capacity: u64) -> (SimulatedDisk, Arc<dyn File>, VsanSparse) {
     (disk, file, layer)
 }
 
-/// The object as a power cut leaves it.
+/// The object after a power cut.
 fn after_cut(disk: &SimulatedDisk, writable: bool) -> Result<VsanSparse> {
     let file = disk.crash().directory().open("image", IoMode::Buffered).unwrap();
     VsanSparse::open(file, &OpenOptions { writable, ..OpenOptions::reading("image") })
 }
 
-/// What is at a range, as the first extent says.
+/// The content at an offset, according to the first extent there.
 fn content(layer: &VsanSparse, start: u64) -> Content {
     let mut extents = Vec::new();
     layer.map(start..start + BLOCK, 1, &mut extents).unwrap();

@@ -1,4 +1,4 @@
-//! The log is bounded, goes round, and is read again; copies are told apart from damage.
+//! The log is bounded, wraps around, and is replayed; valid copies are distinguished from damage.
 
 use super::super::commit::PENDING_LIMIT;
 use super::super::layout::LOG_BLOCKS;
@@ -7,7 +7,7 @@ use super::*;
 use crate::model::Random;
 use rustc_hash::FxHashMap;
 
-/// Far more changes than the ring holds, with the power cut now and then.
+/// Many more changes than the ring holds, with power cuts in between.
 #[test]
 fn the_log_goes_round() {
     let (mut disk, _, mut layer) = object(40 << 30);
@@ -22,7 +22,7 @@ fn the_log_goes_round() {
             if step % 40 == 0 {
                 layer.flush().unwrap();
             }
-            assert!(layer.map.pages.changed() <= 1100, "checkpoints come by themselves");
+            assert!(layer.map.pages.changed() <= 1100, "writes cause checkpoints");
         }
         layer.flush().unwrap();
         if round % 3 == 1 {
@@ -39,18 +39,18 @@ fn the_log_goes_round() {
     }
     let check = layer.check().unwrap();
     assert_eq!((check.problem_count, check.grains), (0, flushed.len() as u64));
-    // What crashes cost are places handed out and never logged.
+    // Crashes cost only blocks that were allocated and not logged.
     assert!(check.dead < 12 * 64, "{check:?}");
 }
 
-/// A page or root block that rots is an error: the older copy must not pass for the current one.
+/// A damaged page or root block is an error: the older copy must not be used as the current one.
 #[test]
 fn rot_is_not_read_around() {
     for block in [258, 260] {
         let (disk, file, layer) = object(10 << 20);
         layer.write(0, &[&[1; 4096]]).unwrap();
         layer.checkpoint().unwrap();
-        // Another page for the root to change as well.
+        // Changes another page too, so that the root changes.
         layer.write(4096, &[&[2; 4096]]).unwrap();
         layer.write(5 << 20, &[&[2; 4096]]).unwrap();
         layer.close().unwrap();
@@ -85,7 +85,7 @@ fn one_header_is_enough() {
     }
 }
 
-/// An image opened for reading is not changed, whatever had to be replayed.
+/// An image opened for reading is not changed, also when a log was replayed.
 #[test]
 fn readers_change_nothing() {
     let (disk, _, layer) = object(10 << 20);
@@ -111,7 +111,7 @@ fn readers_change_nothing() {
     assert!(bytes() == before && disk.operations() == operations);
 }
 
-/// Many threads that flush share their flushes.
+/// Threads that flush at once share a flush.
 #[test]
 fn flushes_are_shared() {
     let (disk, _, layer) = object(1 << 30);
@@ -135,8 +135,8 @@ fn flushes_are_shared() {
     }
 }
 
-/// Many threads can bring more changes at once than the ring holds: a thread that finds no room commits to make some,
-/// and what was flushed before is still there.
+/// Threads may make more changes at once than the ring holds: a thread without room makes a commit, and data flushed
+/// before is still there.
 #[test]
 fn no_more_changes_wait_than_the_log_holds() {
     let (disk, _, layer) = object(64 << 20);
@@ -144,14 +144,14 @@ fn no_more_changes_wait_than_the_log_holds() {
     (0..1000).step_by(2).for_each(|grain| write(grain, 1));
     layer.flush().unwrap();
     let writer = layer.writer().unwrap();
-    assert!(writer.commits.turn().used() > 0, "what was flushed is in the log only");
+    assert!(writer.commits.turn().used() > 0, "flushed changes are only in the log");
     let record = |grain: u64| {
-        let Content::Data { offset, .. } = content(&layer, grain * BLOCK) else { panic!("it was written") };
+        let Content::Data { offset, .. } = content(&layer, grain * BLOCK) else { panic!("the page was written") };
         Record { grain, count: 1, place: Some(offset / BLOCK) }
     };
     let records: Vec<Record> = (0..1000).step_by(2).map(record).collect();
     for round in 0..60 {
-        // As if others had brought them meanwhile.
+        // Simulates changes of other threads.
         let mut pending = writer.pending.lock();
         let room = PENDING_LIMIT - pending.len() - round % 3;
         records.iter().cycle().take(room).for_each(|record| pending.push(*record));

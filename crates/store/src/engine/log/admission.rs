@@ -1,46 +1,46 @@
-//! Admission: work that changes metadata begins only when the journal has room for its appends, and a checkpoint has
-//! room for the pages that it dirties.
+//! Admission: a change of metadata begins only when the journal has room for what it appends, and the next checkpoint
+//! has room for the pages that it dirties.
 //!
-//! Two budgets. *Bytes* of the ring: the bytes between tail and head, those that wait to be appended, and the granted
-//! ones must fit beside a reserve for small changes that cannot wait (settled announcements, sealed snapshots, reserved
-//! space, the padding of a checkpoint's own appends). *Pages*: those changed since the last checkpoint, those that a
-//! checkpoint under way has captured, and the granted ones must fit into the images file and into a share of the
-//! metadata cache. Captured pages count until their checkpoint has ended, because recovery from the one before would
-//! change all of them again.
+//! There are two budgets. *Bytes* of the ring: the bytes between tail and head, those of pending changes and those of
+//! grants must fit beside a reserve. The reserve is for small changes that cannot wait: settled announcements, sealed
+//! snapshots, reserved space, and the padding of a checkpoint's own appends. *Pages*: those changed since the last
+//! checkpoint, those that a checkpoint under way has captured, and those of grants must fit into the images file and
+//! into a share of the metadata cache. Captured pages count until their checkpoint has ended, because recovery from the
+//! previous checkpoint would change all of them again.
 //!
 //! What must hold:
 //!
-//! 1. A grant is an upper limit. It is dropped after the work done under it is counted: in between, the same bytes and
-//!    pages may count twice, but they are always counted.
-//! 2. [`Admission::try_admit`] may be called under any lock. A thread that waits must hold no lock that a
-//!    checkpoint takes.
-//! 3. No request exceeds an empty budget, except in the pages of a single operation, which is admitted when nothing
-//!    else counts.
+//! 1. A grant is an upper limit. It is dropped after its work is counted: in between, the same bytes and pages may
+//!    count twice, but they always count.
+//! 2. [`Admission::try_admit`] may be called under any lock. A thread that waits must hold no lock that a checkpoint
+//!    takes.
+//! 3. No request exceeds an empty budget, with one exception: the pages of a single operation, which is admitted when
+//!    no other page counts.
 
 use crate::sync::atomic::{AtomicU64, Ordering};
 use crate::sync::{Condvar, Mutex};
 use std::time::Duration;
 
-/// Dirty pages allowed whatever the size of the cache (16 MiB): more than any single operation changes, so that each
-/// operation can be admitted.
+/// Dirty pages that are allowed even if the cache is smaller (16 MiB). No single operation changes as many pages, so
+/// each can be admitted.
 pub const PAGES_FLOOR: u64 = 4096;
-/// One part in this many of the ring is kept for small changes that cannot wait ...
+/// One part in this many of the ring is reserved for small changes that cannot wait ...
 const RESERVE_SHARE: u64 = 16;
-/// ... and of the pages.
+/// ... and one part in this many of the pages.
 const MARGIN_SHARE: u64 = 16;
 /// A checkpoint is requested when this part of the ring is used.
 const SOFT_RING_PERCENT: u64 = 40;
-/// Writers are slowed down from this fill level on ...
+/// Writers are slowed down when a budget is filled beyond this percentage ...
 const PACE_PERCENT: u64 = 60;
-/// ... the more, the fuller the budget is, up to this time for each batch.
+/// ... in proportion to the fill level, up to this time for each batch.
 const PACE_MAX: Duration = Duration::from_millis(20);
 
-/// What a piece of work needs.
+/// What a change needs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Cost {
     /// Bytes of the ring.
     pub bytes: u64,
-    /// Pages that it dirties.
+    /// Pages that the change dirties.
     pub pages: u64,
 }
 
@@ -56,9 +56,9 @@ pub struct Admission {
     granted: Mutex<Cost>,
     room: Condvar,
     ring: u64,
-    /// Dirty pages that the cache allows.
+    /// The most dirty pages that the metadata cache allows.
     cache: u64,
-    /// Dirty pages at which a checkpoint is requested, as far as the cache limits them.
+    /// The number of dirty pages at which the cache limit requests a checkpoint.
     cache_soft: u64,
     /// Pages for which the images file has room.
     capacity: AtomicU64,
@@ -68,7 +68,7 @@ pub struct Admission {
     pending: AtomicU64,
     /// Pages that the next checkpoint has to write.
     dirty: AtomicU64,
-    /// Pages that recovery would change and that are not dirty now: those of blocks that were only announced.
+    /// Pages of announced blocks: recovery would change them, but they are not dirty now.
     announced: AtomicU64,
     /// Pages that the checkpoint under way has captured, and those that its appends will dirty.
     captured: AtomicU64,
@@ -91,7 +91,7 @@ impl Drop for Grant<'_> {
 }
 
 impl Admission {
-    /// For a ring of `ring` bytes and a cache of `cache` pages; the images file has no room yet.
+    /// Admission for a ring of `ring` bytes and a cache of `cache` pages. The capacity of the images file is set later.
     pub fn new(ring: u64, cache: u64) -> Self {
         Self {
             granted: Mutex::default(),
@@ -108,12 +108,12 @@ impl Admission {
         }
     }
 
-    /// The most bytes of the ring that work may use.
+    /// The most bytes of the ring that may be used, pending or granted.
     pub fn ring_limit(&self) -> u64 {
         self.ring - self.ring / RESERVE_SHARE
     }
 
-    /// The most pages that work may dirty.
+    /// The most pages that may be dirty, captured or granted.
     pub fn page_limit(&self) -> u64 {
         let hard = self.cache.min(self.capacity.load(Ordering::Acquire));
         hard - hard / MARGIN_SHARE
@@ -134,36 +134,36 @@ impl Admission {
         self.capacity.load(Ordering::Acquire)
     }
 
-    /// Notes that the images file has room for this many pages now.
+    /// Sets the number of pages for which the images file has room.
     pub fn set_capacity(&self, pages: u64) {
         self.capacity.store(pages, Ordering::Release);
         self.notify();
     }
 
-    /// Notes that the ring is used from its tail to its head.
+    /// Sets the bytes between tail and head of the ring.
     pub fn set_used(&self, bytes: u64) {
         self.used.store(bytes, Ordering::Release);
     }
 
-    /// Notes the changes that wait to be appended, and the pages that the next checkpoint has to write.
+    /// Sets the bytes of pending changes, and the pages that the next checkpoint has to write.
     pub fn set_changes(&self, pending: u64, dirty: u64) {
         self.pending.store(pending, Ordering::Release);
         self.dirty.store(dirty, Ordering::Release);
     }
 
-    /// Notes that blocks were announced whose pages recovery would change.
+    /// Adds pages of announced blocks, which recovery would change.
     pub fn add_announced(&self, pages: u64) {
         self.announced.fetch_add(pages, Ordering::AcqRel);
     }
 
-    /// Notes that a checkpoint has captured the dirty pages; appending the pending changes dirties up to `more` pages
+    /// Counts the dirty pages as captured by a checkpoint. Appending the pending changes dirties up to `more` pages
     /// again.
     pub fn begin_checkpoint(&self, more: u64) {
         let announced = self.announced.swap(0, Ordering::AcqRel);
         self.captured.fetch_add(self.dirty.load(Ordering::Acquire) + announced + more, Ordering::AcqRel);
     }
 
-    /// Notes that the checkpoint has ended: its pages are at their places.
+    /// Ends the checkpoint: its pages are written to their places and count no more.
     pub fn end_checkpoint(&self) {
         self.captured.store(0, Ordering::Release);
         self.notify();
@@ -171,7 +171,7 @@ impl Admission {
 
     /// Wakes all waiting threads, so that they check for room again.
     pub fn notify(&self) {
-        // Taken so that the wake-up cannot come between a check and the wait that follows it.
+        // The lock prevents a wake-up between a thread's check and the wait that follows.
         drop(self.granted.lock());
         self.room.notify_all();
     }
@@ -223,7 +223,7 @@ impl Admission {
         dirty > soft || self.bytes_held() * 100 > self.ring * SOFT_RING_PERCENT
     }
 
-    /// Whether the images file, and not the cache, is the limit that requests checkpoints.
+    /// Whether checkpoints are requested because of the images file, and not because of the cache.
     pub fn is_capacity_short(&self) -> bool {
         let capacity = self.capacity();
         capacity < self.cache && self.dirty.load(Ordering::Acquire) > capacity / 4
@@ -290,7 +290,7 @@ mod tests {
         let admission = admission();
         let large = admission.try_admit(cost(100, 5000)).unwrap();
         assert!(admission.try_admit(cost(0, 1)).is_none());
-        // A request for bytes only needs no pages.
+        // The budget of pages does not limit a request for journal bytes only.
         assert!(admission.try_admit(cost(1, 0)).is_some());
         drop(large);
         admission.set_changes(0, 1);

@@ -1,12 +1,12 @@
-//! What is durable: counters that only grow, read without a lock.
+//! Counters that tell which writes are durable. They only grow, and are read without a lock.
 //!
-//! Two counters. *Acknowledged* writes are numbered for the flush that makes them durable. *Placed* writes, those to
-//! the data files, are numbered for the flush of the data files that makes them durable; a pending change that refers
-//! to data has the number of the write as its gate.
+//! *Acknowledged* writes are counted to find the flush that makes each durable. Writes to the *data files* are counted
+//! to find the flush of the data files that makes each durable. A pending change that refers to data has the number of
+//! the write of that data as its gate.
 
 use crate::sync::atomic::{AtomicU64, Ordering};
 
-/// The clocks of a store.
+/// The counters of a store.
 #[derive(Default)]
 pub struct Clocks {
     acknowledged: AtomicU64,
@@ -37,7 +37,7 @@ impl Clocks {
     }
 
     /// Counts a write to the data files, or a reservation of space, that has ended, and returns its number. Called
-    /// after the files have noted it, so that a flush that covers the number covers the write.
+    /// after the file is marked as dirty, so that a flush that covers the number covers the write.
     pub fn wrote_home(&self) -> u64 {
         self.home.fetch_add(1, Ordering::AcqRel) + 1
     }
@@ -47,7 +47,7 @@ impl Clocks {
         self.home.load(Ordering::Acquire)
     }
 
-    /// The last of them that is durable.
+    /// The number of the last durable write to the data files.
     pub fn synced(&self) -> u64 {
         self.synced.load(Ordering::Acquire)
     }
@@ -57,7 +57,7 @@ impl Clocks {
         self.synced.fetch_max(write, Ordering::AcqRel);
     }
 
-    /// Counts everything that changes data: shows whether there was any activity.
+    /// A count of all events that change data, by which maintenance detects activity.
     pub fn activity(&self) -> u64 {
         self.acknowledged() + self.home()
     }

@@ -1,4 +1,4 @@
-//! The images file: holds all pages of a checkpoint under way before any of them changes at its place.
+//! The images file: holds copies of all pages of a checkpoint before any of them is overwritten at its place.
 //!
 //! | blocks | what |
 //! |---|---|
@@ -18,13 +18,13 @@
 //! | 32 | 4 | CRC32C of the keys |
 //! | 36 | 4 | CRC32C of the head with this field zero |
 //! | 40 | 8 | incarnation |
-//! | 48 | 72 | what the superblock says once the checkpoint is committed: [`CheckpointRecord`] |
+//! | 48 | 72 | fields of the superblock that commits the checkpoint: [`CheckpointRecord`] |
 //!
 //! What must hold:
 //!
 //! 1. The file changes only while the superblock on the medium names no images.
-//! 2. A superblock that names images was written after they were flushed.
-//! 3. The space is reserved before pages become dirty that might need it.
+//! 2. The images are flushed before a superblock that names them is written.
+//! 3. Space for the images is reserved before pages become dirty that may need it.
 
 use super::{CheckpointRecord, FORMAT_VERSION, NamedImages, Superblock};
 use crate::journal::Place;
@@ -33,9 +33,9 @@ use crate::{Error, ErrorKind, IoContext, Result, checksum};
 use backend::{BLOCK_SIZE, Block, Buffer, Directory, File, IoMode};
 use std::sync::Arc;
 
-/// The images of a checkpoint.
+/// The file with the page images of a checkpoint.
 pub const IMAGES_FILE: &str = "checkpoint";
-/// Limit on the images of a checkpoint: more than 16 TiB of them.
+/// Limit on the number of images of a checkpoint: 16 TiB.
 pub const COUNT_LIMIT: u64 = 1 << 32;
 /// Images for which a new datastore has room.
 pub const INITIAL_PAGES: u64 = 512;
@@ -68,7 +68,7 @@ pub struct Head {
     pub number: u64,
     count: u64,
     keys_checksum: u32,
-    /// The incarnation under which it was made.
+    /// The incarnation under which the images were written.
     pub incarnation: u64,
     /// The record that the superblock holds once the checkpoint is committed.
     pub record: CheckpointRecord,
@@ -116,17 +116,17 @@ impl Head {
     }
 }
 
-/// The file, open.
+/// The open images file.
 pub struct Images {
     file: Arc<dyn File>,
     salt: u64,
-    /// Whether an image with one inverted bit is restored when it is read.
+    /// Whether an image with one inverted bit is corrected when it is read.
     mending: bool,
 }
 
 /// Pages with their keys.
 pub type Pages = [(PageKey, Arc<Block>)];
-/// Called with each part of the images.
+/// A callback for each part of the images.
 type Part<'a> = dyn FnMut(&Pages) -> Result<()> + 'a;
 
 impl Images {
@@ -138,7 +138,7 @@ impl Images {
         file.sync().during(doing)
     }
 
-    /// Opens the file; makes it for a datastore of a version that had none.
+    /// Opens the file. Creates it for a datastore of version 1, which has none.
     pub fn open(directory: &dyn Directory, superblock: &Superblock, salt: u64) -> Result<Self> {
         let exists = directory.list().during(|| "listing the datastore".into())?.iter().any(|name| name == IMAGES_FILE);
         if !exists && !superblock.has_images_file() {
@@ -157,7 +157,7 @@ impl Images {
         Ok(Self { file, salt, mending: false })
     }
 
-    /// From now on an image with one inverted bit is restored when it is read: for repair and salvage.
+    /// From now on an image with one inverted bit is corrected when it is read: for repair and salvage.
     pub fn mend(&mut self) {
         self.mending = true;
     }
@@ -172,7 +172,7 @@ impl Images {
         Ok(found.filter(|(head, _)| head.salt == self.salt))
     }
 
-    /// The keys of the images, if they are undamaged.
+    /// The keys of the images, or `None` if they are damaged.
     fn read_keys(&self, head: &Head) -> Result<Option<Buffer>> {
         let doing = || format!("reading {IMAGES_FILE}");
         if length(head.count) > self.file.len().during(doing)? {
@@ -187,10 +187,11 @@ impl Images {
         Ok(whole.then_some(keys))
     }
 
-    /// The contents of the superblock if both copies are lost: after the checkpoint that the file holds, if all of it
-    /// is undamaged, otherwise before the first. Everything that images refer to was durable before they were written,
-    /// and no later checkpoint changed a page that is among them, or it would have left its own images. Half of the
-    /// datastore's identity is lost. `None` if nothing proves which state is the newest.
+    /// The contents of the superblock if both copies are lost. If the file was never written, they are those of a new
+    /// datastore. If all images in it are undamaged, they are those after its checkpoint, whether or not a superblock
+    /// named the images: everything that they refer to was durable before they were written, and a later checkpoint
+    /// would have overwritten the file with its own images. Half of the datastore's UUID is lost. `None` if images are
+    /// damaged: nothing then proves which state is the newest.
     pub fn lost_superblock(&self, journal_size: u64) -> Result<Option<Superblock>> {
         let mut bytes = Buffer::zeroed(1);
         self.file.read_at(&mut bytes, 0).during(|| format!("reading {IMAGES_FILE}"))?;
@@ -239,8 +240,8 @@ impl Images {
         Head::decode(&bytes).map(|(head, _)| head.salt)
     }
 
-    /// Writes the undamaged images to their places, and invalidates the places of the damaged ones, because those may
-    /// hold pages of the checkpoint before. Returns the number of damaged images, or `None` if their keys are damaged.
+    /// Writes the undamaged images to their places. Invalidates the places of the damaged ones, because they may hold
+    /// pages of the previous checkpoint. Returns the number of damaged images, or `None` if the keys are damaged.
     pub fn take_whole_home(&self, files: &[Arc<dyn File>; PageFile::COUNT]) -> Result<Option<(Head, u64)>> {
         let Some((head, _)) = self.read_head()? else { return Ok(None) };
         let Some(keys) = self.read_keys(&head)? else { return Ok(None) };
@@ -262,14 +263,14 @@ impl Images {
         Ok(Some((head, lost)))
     }
 
-    /// Whether a page is the image of `key`, in the form in which it is written.
+    /// Whether a page is an undamaged image of `key`. With `mending`, one inverted bit is corrected first.
     fn is_image(&self, page: &mut Block, key: PageKey) -> bool {
         // A page of zeros counts as never written, and is no image.
         let whole = |page: &mut Block| page.0[0..4] != [0; 4] && verify(page, key).is_ok();
         whole(page) || self.mending && restore_bit(&mut page.0, 12) && whole(page)
     }
 
-    /// Images for which it has room.
+    /// The number of images for which the file has room.
     pub fn capacity(&self) -> Result<u64> {
         Ok(capacity(self.file.len().during(|| format!("measuring {IMAGES_FILE}"))?))
     }
@@ -282,19 +283,20 @@ impl Images {
             return Ok(());
         }
         if let Err(error) = self.file.reserve(before, wanted - before) {
-            // A file system that runs full meanwhile keeps the blocks that it had found.
+            // If the file system runs full during the reservation, it keeps the blocks found so far. Shortening the
+            // file returns them.
             let _ = self.file.set_len(before);
             return Err(error).during(|| format!("reserving {wanted} bytes for checkpoints ({IMAGES_FILE})"));
         }
         Ok(())
     }
 
-    /// Makes a reservation durable.
+    /// Makes the reserved length durable.
     pub fn sync(&self) -> Result<()> {
         self.file.sync().during(|| format!("flushing {IMAGES_FILE}"))
     }
 
-    /// Writes the images of a checkpoint and flushes them; returns what the superblock has to name.
+    /// Writes the images of a checkpoint and flushes them. Returns the fields that the superblock must have.
     pub fn write(
         &self,
         number: u64,
@@ -330,10 +332,10 @@ impl Images {
         Ok(NamedImages { count, checksum })
     }
 
-    /// The images that have to be written to their places first: those that the superblock names. If its other copy
-    /// cannot be read, that copy may have been the newer one, and the images of the checkpoint that it committed are
-    /// undamaged. Everything that such images refer to was durable before they were written, so they count in either
-    /// case.
+    /// The images that have to be written to their places before anything else: those that the superblock names. If the
+    /// other copy of the superblock cannot be read, it may have been newer, and then the images of the checkpoint that
+    /// it committed are undamaged. All that these images refer to was durable before they were written, so they may be
+    /// used whether or not that copy named them.
     pub fn outstanding(&self, superblock: &Superblock, other_copy_lost: bool) -> Result<Option<Head>> {
         if self.file.len().during(|| format!("measuring {IMAGES_FILE}"))? < BLOCK_SIZE as u64 {
             return match superblock.images {
@@ -348,7 +350,7 @@ impl Images {
                 return Err(damaged("it holds another checkpoint than the superblock names"));
             }
             if !self.each(&head, &mut |_| Ok(()))? {
-                return Err(damaged("not all pages in it are whole"));
+                return Err(damaged("some of its page images are damaged"));
             }
             return Ok(Some(head));
         }
@@ -376,7 +378,7 @@ impl Images {
     pub fn take_home(&self, head: &Head, files: &[Arc<dyn File>; PageFile::COUNT]) -> Result<()> {
         match self.each(head, &mut |images| write_home(files, images))? {
             true => Ok(()),
-            false => Err(damaged("not all pages in it are whole")),
+            false => Err(damaged("some of its page images are damaged")),
         }
     }
 
@@ -423,7 +425,7 @@ fn damaged(what: &str) -> Error {
         ErrorKind::Corrupt,
         format!(
             "pages of the last checkpoint have to be taken from '{IMAGES_FILE}', and {what}; run 'lamina check \
-             --repair', or read out what is whole with 'lamina salvage'"
+             --repair', or read out the undamaged data with 'lamina salvage'"
         ),
     )
 }

@@ -1,8 +1,7 @@
-//! The commit log: the journal, the superblock, the durable positions, and the room for later appends.
+//! The commit log: the journal, the superblock, the counters of durable writes, and admission.
 //!
-//! Locks, in this order: `checkpoint` (one checkpoint at a time), the journal, `syncing` (one flush of the data files
-//! at a time), `permits`. `growing` (of the images file) may be taken under all of them. The log takes no lock of
-//! another part.
+//! Lock order: `checkpoint` (one checkpoint at a time), the journal, `syncing` (one flush of the data files at a time),
+//! `permits`. `growing` (of the images file) may be taken under all of them. The log takes no lock of another part.
 
 mod admission;
 mod clocks;
@@ -28,21 +27,21 @@ use backend::{Directory, File};
 use permits::Permits;
 use std::sync::Arc;
 
-/// The journal, and the contents of the superblock on the medium.
+/// The journal, and the superblock as it is on the medium.
 pub struct Committer {
     journal: Journal,
     superblock: Superblock,
-    /// Journal position at which the pending changes that the checkpoint under way captured end.
+    /// The place in the journal after the pending changes that the checkpoint under way has captured.
     ordered: Option<Place>,
     /// Batches of operations appended since opening.
     batches: u64,
 }
 
-/// Counters of what is durable, see `clocks.rs`.
+/// The state of the journal. Fields that are read without a lock are atomic.
 pub struct CommitLog {
     /// Room for appends and for dirty pages.
     pub admission: Admission,
-    /// What is durable.
+    /// Counters of durable writes.
     pub clocks: Clocks,
     checkpoint: Mutex<()>,
     commit: Mutex<Committer>,
@@ -56,19 +55,19 @@ pub struct CommitLog {
     growing: Mutex<()>,
     head: AtomicU64,
     tail: AtomicU64,
-    /// Journal position of the announced overwrites under way; `u64::MAX`: none.
+    /// Journal position of the announcement whose overwrites are under way; `u64::MAX`: none.
     announced: AtomicU64,
-    /// The position just behind the last announcement.
+    /// A position just after the last announcement.
     announced_end: AtomicU64,
-    /// Overwrites announced before this journal position are durable.
+    /// Announced overwrites before this journal position are durable in the data files.
     settled: AtomicU64,
-    /// The position up to which the journal durably says that they are settled.
+    /// The journal durably records that announced overwrites before this position are durable.
     told: AtomicU64,
-    /// A batch was appended since the last trailer, and a new trailer was asked for.
+    /// A batch was appended since the last trailer, and maintenance was asked for a new one.
     untrailed: AtomicBool,
 }
 
-/// Held by a flush of the data files: one at a time.
+/// Held during a flush of the data files: one runs at a time.
 pub struct Syncing<'a> {
     log: &'a CommitLog,
     _one: MutexGuard<'a, ()>,
@@ -77,7 +76,7 @@ pub struct Syncing<'a> {
 }
 
 impl CommitLog {
-    /// The log over a journal that recovery has read, for a metadata cache of `cache` pages.
+    /// Makes the log of a journal that recovery has read, for a metadata cache of `cache` pages.
     pub fn new(
         journal: Journal,
         superblock: Superblock,
@@ -119,17 +118,17 @@ impl CommitLog {
         self.head.load(Ordering::Acquire) - self.tail.load(Ordering::Acquire)
     }
 
-    /// The journal, locked.
+    /// Locks the journal.
     pub fn lock(&self) -> MutexGuard<'_, Committer> {
         self.commit.lock()
     }
 
-    /// Waits for the checkpoint under way, and holds the lock that lets no other begin.
+    /// Waits for the checkpoint under way, and prevents others until the guard is dropped.
     pub fn lock_checkpoints(&self) -> MutexGuard<'_, ()> {
         self.checkpoint.lock()
     }
 
-    /// The same, if none is under way.
+    /// Like [`CommitLog::lock_checkpoints`], but returns `None` if a checkpoint is under way.
     pub fn try_lock_checkpoints(&self) -> Option<MutexGuard<'_, ()>> {
         self.checkpoint.try_lock()
     }
@@ -143,36 +142,36 @@ impl CommitLog {
         Ok(())
     }
 
-    /// Whether the batch just appended is the first since the last trailer, so that a new trailer has to be asked for.
+    /// Whether the batch just appended is the first since the last trailer: the caller then requests a trailer.
     pub fn lacks_trailer(&self, _commit: &Committer) -> bool {
         !self.untrailed.load(Ordering::Acquire) && !self.untrailed.swap(true, Ordering::AcqRel)
     }
 
-    /// Ends the journal with a trailer, so that damage of its last batch can be told from a torn one. A failure has no
-    /// other consequence.
+    /// Writes a trailer at the end of the journal, so that recovery can tell damage of the last batch from a torn
+    /// append. After an error the journal only lacks a trailer.
     pub fn trail(&self, commit: &mut Committer) -> Result<()> {
         self.untrailed.store(false, Ordering::Release);
         commit.journal.trail()
     }
 
-    /// The journal, locked, unless an append is under way.
+    /// Locks the journal, unless another thread has locked it.
     pub fn try_lock(&self) -> Option<MutexGuard<'_, Committer>> {
         self.commit.try_lock()
     }
 
-    /// Position of the head.
+    /// The journal position where the next batch begins.
     pub fn head(&self) -> u64 {
         self.head.load(Ordering::Acquire)
     }
 
-    /// Releases the journal before `tail`.
+    /// Makes the ring space before `tail` free for new batches.
     fn release(&self, commit: &mut Committer, tail: Place) {
         commit.journal.release(tail);
         self.tail.store(tail.position, Ordering::Release);
         self.admission.set_used(commit.journal.used());
     }
 
-    /// Writes the superblock, which releases the journal before its tail.
+    /// Writes the superblock. The ring space before its tail is then free.
     pub fn write_superblock(&self, commit: &mut Committer, next: &mut Superblock) -> Result<()> {
         next.write(&*self.superblock_file)?;
         commit.superblock = *next;
@@ -180,29 +179,29 @@ impl CommitLog {
         Ok(())
     }
 
-    /// Finds which copy of the superblock on the medium is damaged; with `repair` it is written again. Not during a
-    /// checkpoint.
+    /// Finds a damaged copy of the superblock on the medium; with `repair` both copies are rewritten. Must not be
+    /// called during a checkpoint.
     pub fn damaged_superblock(&self, repair: bool) -> Result<Option<u64>> {
         let mut commit = self.lock();
         let damaged = commit.superblock.damaged_copy(&*self.superblock_file)?;
         let whole = Superblock::read(&*self.superblock_file).is_ok_and(|(found, _)| found == commit.superblock);
         let damaged = if whole { damaged } else { Some(commit.superblock.sequence % 2) };
         if damaged.is_some() && repair {
-            // One after the other, so that both copies are current whichever was damaged.
+            // Two writes, because each writes one copy: both are current afterwards.
             commit.superblock.write(&*self.superblock_file)?;
             commit.superblock.write(&*self.superblock_file)?;
         }
         Ok(damaged)
     }
 
-    /// Positions of the pages of the last checkpoint in the images file, if they are still undamaged there. Not during
-    /// a checkpoint.
+    /// The places of the pages of the last checkpoint in the images file, if the file still holds them undamaged. Must
+    /// not be called during a checkpoint.
     pub fn image_index(&self) -> Option<ImageIndex> {
         let number = self.lock().superblock.checkpoint;
         self.images.index(number)
     }
 
-    /// Writes in the superblock that the store is not closed, because the files change from here on.
+    /// Marks the datastore as open in the superblock, because its files change from here on.
     pub fn note_open(&self) -> Result<()> {
         let mut commit = self.lock();
         if commit.superblock.clean {
@@ -212,7 +211,7 @@ impl CommitLog {
         Ok(())
     }
 
-    /// Writes the images of a checkpoint, and the superblock that names them: the checkpoint is committed.
+    /// Writes the images of a checkpoint, and then the superblock that names them, which commits the checkpoint.
     pub fn commit_images(&self, next: &mut Superblock, images: &images::Pages) -> Result<()> {
         let record = CheckpointRecord::of(next);
         next.images = Some(self.images.write(next.checkpoint, next.incarnation, record, images)?);
@@ -226,7 +225,7 @@ impl CommitLog {
         Ok(())
     }
 
-    /// Reserves room for this many images in the file system of `directory`.
+    /// Reserves space for this many images in the file system of `directory`.
     pub fn reserve_images(&self, pages: u64, directory: &dyn Directory, stop: &dyn Fn(Error) -> Error) -> Result<()> {
         if pages <= self.admission.capacity() {
             return Ok(());
@@ -236,18 +235,17 @@ impl CommitLog {
         if pages <= known {
             return Ok(());
         }
-        // Asked first, because a file system that runs full during a reservation searches for a long time.
-        let room = directory.room().during(|| "asking for the room of the file system".into())?;
+        // Checked first, because a file system that runs full during a reservation searches for a long time.
+        let room = directory.room().during(|| "querying the free space of the file system".into())?;
         images::check_room(room.available, pages, known)?;
         self.images.reserve(pages)?;
-        // Made durable, because a power cut would undo the reservation, and recovery needs as many images.
+        // A power cut would undo a reservation that is not durable, and recovery needs room for as many images.
         self.images.sync().map_err(stop)?;
         self.admission.set_capacity(self.images.capacity()?);
         Ok(())
     }
 
-    /// Overwrites in place are about to be announced with the next batch: no flush settles them until
-    /// [`CommitLog::end_announced`].
+    /// Called before the next batch announces in-place overwrites: no flush counts them as settled until
     /// [`CommitLog::end_announced`].
     pub fn begin_announced(&self, commit: &Committer) {
         let position = commit.journal.head().position;
@@ -255,47 +253,47 @@ impl CommitLog {
         self.announced_end.store(position + 1, Ordering::Release);
     }
 
-    /// The position that has to be settled so that all overwrites announced so far are settled.
+    /// The position up to which overwrites must be settled, so that all overwrites announced so far are.
     pub fn announced_end(&self) -> u64 {
         self.announced_end.load(Ordering::Acquire)
     }
 
-    /// Whether a flush of the data files has settled all overwrites announced before a position.
+    /// Whether a flush of the data files has settled all overwrites announced before `position`.
     pub fn is_settled(&self, position: u64) -> bool {
         self.settled.load(Ordering::Acquire) >= position
     }
 
-    /// Notes that the journal durably says that overwrites announced before a position are settled.
+    /// Notes that a durable record settles the overwrites announced before `position`.
     pub fn note_told(&self, position: u64) {
         self.told.fetch_max(position, Ordering::AcqRel);
     }
 
-    /// Whether the journal durably says that for all overwrites announced before a position.
+    /// Whether a durable record settles all overwrites announced before `position`.
     pub fn is_told(&self, position: u64) -> bool {
         self.told.load(Ordering::Acquire) >= position
     }
 
-    /// Notes that the announced overwrites are written, and that the data files have noted them.
+    /// Called when the announced overwrites are written and the data files are marked as dirty.
     pub fn end_announced(&self) {
         self.announced.store(u64::MAX, Ordering::Release);
     }
 
-    /// No flush settles announced overwrites until [`CommitLog::end_announced`]: for recovery, which may have to begin
-    /// again.
+    /// Makes flushes settle no announced overwrites until [`CommitLog::end_announced`]. For recovery, which may be
+    /// interrupted and begin again.
     pub fn settle_nothing(&self) {
         self.announced.store(0, Ordering::Release);
     }
 
-    /// Whether all these runs are permitted now.
+    /// Whether all these runs have permits.
     pub fn permits(&self, mut runs: impl Iterator<Item = Run>) -> bool {
         let permits = self.permits.lock();
         runs.all(|run| permits.covers(run))
     }
 
-    /// Appends the announcement of runs with `append`, and permits them.
+    /// Announces runs with `append`, and gives them permits.
     pub fn permit(&self, runs: &[Run], append: impl FnOnce() -> Result<()>) -> Result<()> {
-        // Held during the append: the code that ends permits reads the head of the journal after it has ended these
-        // too.
+        // The lock is held during the append, so that a flush that ends the permits reads the journal head after this
+        // append.
         let mut permits = self.permits.lock();
         append()?;
         runs.iter().for_each(|run| permits.add(*run));
@@ -312,18 +310,19 @@ impl CommitLog {
         self.clocks.home() > self.clocks.synced()
     }
 
-    /// Waits for the flush of the data files under way, and lets no other begin.
+    /// Waits for a flush of the data files under way, and prevents others until the guard is dropped.
     pub fn lock_syncing(&self) -> MutexGuard<'_, ()> {
         self.syncing.lock()
     }
 
-    /// Begins a flush of the data files: ends all permits, and notes what the flush settles. No write past the buffer
-    /// may be under way.
+    /// Begins a flush of the data files: ends all permits, and computes which announced overwrites the flush settles.
+    /// No write that bypasses the buffer may be under way.
     pub fn begin_sync<'a>(&'a self, one: MutexGuard<'a, ()>) -> Syncing<'a> {
-        // One critical section: a permit given between the two statements would be settled and still be valid.
+        // One critical section: a permit given between the two statements would stay valid although its announcement
+        // counts as settled.
         let mut permits = self.permits.lock();
         permits.clear();
-        // The order matters: an announcement made after the head was read lies behind it.
+        // The head is read before `announced`: an announcement that this load misses is then after the head.
         let head = self.head.load(Ordering::Acquire);
         drop(permits);
         let settled = head.min(self.announced.load(Ordering::Acquire));
@@ -332,8 +331,8 @@ impl CommitLog {
 }
 
 impl Syncing<'_> {
-    /// Notes that the data files are flushed. Returns the journal position before which announcements are settled now,
-    /// if it has grown.
+    /// Called when the data files are flushed. Returns the journal position before which announced overwrites are now
+    /// settled, if it has grown.
     pub fn end(self) -> Option<u64> {
         self.log.clocks.set_synced(self.home);
         let before = self.log.settled.fetch_max(self.settled, Ordering::AcqRel);
@@ -342,47 +341,47 @@ impl Syncing<'_> {
 }
 
 impl Committer {
-    /// The contents of the superblock on the medium.
+    /// The superblock as it is on the medium.
     pub fn superblock(&self) -> Superblock {
         self.superblock
     }
 
-    /// The position of the next batch.
+    /// The place of the next batch.
     pub fn head(&self) -> Place {
         self.journal.head()
     }
 
-    /// The incarnation of this opening.
+    /// The incarnation under which this process appends.
     pub fn incarnation(&self) -> u64 {
         self.journal.incarnation()
     }
 
-    /// Reads a batch, in recovery.
+    /// Reads a batch, for recovery.
     pub fn read(&self, place: Place) -> Result<Option<crate::journal::Batch>> {
         self.journal.read(place, 0)
     }
 
-    /// Notes that a checkpoint captures the pending changes; the position where they end in the journal is unknown yet.
+    /// Called when a checkpoint captures the pending changes: where they will end in the journal is not known yet.
     pub fn begin_capture(&mut self) {
         self.ordered = None;
     }
 
-    /// Notes that all changes that the checkpoint under way captured are in the journal.
+    /// Called when all changes that the checkpoint captured are in the journal.
     pub fn end_capture(&mut self) {
         self.ordered = Some(self.journal.head());
     }
 
-    /// The position where the captured changes ended.
+    /// The place after the last captured change in the journal.
     pub fn take_captured_end(&mut self) -> Option<Place> {
         self.ordered.take()
     }
 
-    /// Batches of operations appended since opening, without those that change nothing.
+    /// Batches appended since opening that prevent a clean close.
     pub fn batches(&self) -> u64 {
         self.batches
     }
 
-    /// Notes that the last batch changes nothing that a checkpoint keeps: a clean one may release it.
+    /// Removes the last batch from this count, because it only records settled overwrites.
     pub fn discount_last(&mut self) {
         self.batches -= 1;
     }

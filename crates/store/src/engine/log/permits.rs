@@ -1,20 +1,20 @@
-//! Permits: blocks that the journal has durably announced, so that they may be overwritten in place until the next
-//! flush of the data files.
+//! Permits: the journal has durably announced these blocks, so they may be overwritten in place until the next flush of
+//! the data files.
 
 use crate::space::Run;
 use std::collections::BTreeMap;
 
-/// Most permits kept; a store with more scattered large writes announces them again.
+/// The most permitted ranges. If there are more, all are dropped, and writes announce their blocks again.
 const PERMITS_MAX: usize = 4096;
 
-/// Physical ranges that the journal has announced: start to end.
+/// The permitted physical ranges: start to end.
 #[derive(Default)]
 pub struct Permits {
     ranges: BTreeMap<u64, u64>,
 }
 
 impl Permits {
-    /// Whether all of a run is permitted.
+    /// Whether every block of a run is permitted.
     pub fn covers(&self, run: Run) -> bool {
         self.ranges.range(..=run.start).next_back().is_some_and(|(_, end)| *end >= run.start + run.blocks)
     }

@@ -1,15 +1,15 @@
-//! The contents of a checkpoint beside its pages.
+//! The fields of a superblock that a checkpoint changes.
 
 use super::Superblock;
 use crate::journal::Place;
 
-/// The record that the superblock holds after a checkpoint. It is in the head of the images file and, in version 1, at
-/// the end of a checkpoint in the journal: nine numbers of eight bytes.
+/// The fields that the superblock has after a checkpoint: nine numbers of eight bytes. They are stored in the head of
+/// the images file and, in version 1, at the end of a checkpoint in the journal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CheckpointRecord {
-    /// Position from which urgent batches are replayed, and images searched.
+    /// Position from which urgent batches are replayed. In version 1, the page images also follow it.
     pub tail: Place,
-    /// Position from which all batches are replayed.
+    /// Position from which batches of pending operations are replayed.
     pub ordered: Place,
     pub data_regions: u64,
     pub map_regions: u64,
@@ -23,7 +23,7 @@ impl CheckpointRecord {
     /// Bytes of the stored form.
     pub const SIZE: usize = 8 * Self::WORDS;
 
-    /// The record of a superblock.
+    /// The fields of a superblock.
     pub fn of(superblock: &Superblock) -> Self {
         Self {
             tail: superblock.tail,
@@ -36,7 +36,7 @@ impl CheckpointRecord {
         }
     }
 
-    /// Writes the record into a superblock.
+    /// Writes the fields into a superblock.
     pub fn update(&self, superblock: &mut Superblock) {
         superblock.tail = self.tail;
         superblock.ordered = self.ordered;

@@ -1,4 +1,4 @@
-//! The superblock: two copies of 4 KiB, written in turn, the one with the higher sequence number counts.
+//! The superblock: two copies of 4 KiB, written alternately. The valid copy with the higher sequence number counts.
 //!
 //! | offset | size | field |
 //! |---|---|---|
@@ -18,11 +18,11 @@
 //! | 104 | 8 | creation time, seconds since 1970 |
 //! | 112 | 1 | 1: closed cleanly, the journal is empty |
 //! | 120 | 8 | incarnation: the last opening that appended to the journal |
-//! | 128 | 8 | position from which pending operations are replayed: those between the tail and it are in the pages |
+//! | 128 | 8 | position from which batches of pending operations are replayed: the pages contain those before it |
 //! | 136 | 8 | its sequence number |
 //! | 144 | 8 | number of the last checkpoint |
-//! | 152 | 8 | page images of that checkpoint that have to be written to their places, 0: none |
-//! | 160 | 4 | CRC32C of the head of the file that holds them |
+//! | 152 | 8 | page images of that checkpoint that recovery has to write to their places, 0: none |
+//! | 160 | 4 | CRC32C of the head of the images file |
 
 use crate::journal::Place;
 use crate::{Error, ErrorKind, IoContext, Result, checksum};
@@ -30,12 +30,12 @@ use backend::{BLOCK_SIZE, Buffer, File};
 
 const MAGIC: &[u8; 8] = b"LAMINADS";
 const CHECKSUM_AT: usize = 12;
-/// The version written. Every version up to it is read.
+/// The version that is written. Every version up to this one can be read.
 pub const FORMAT_VERSION: u32 = 2;
 /// The version without an images file.
 const VERSION_RING_IMAGES: u32 = 1;
 
-/// The page images that recovery writes to their places before anything else.
+/// The page images that recovery has to write to their places before it reads metadata.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NamedImages {
     /// Number of images.
@@ -44,16 +44,16 @@ pub struct NamedImages {
     pub checksum: u32,
 }
 
-/// What opening needs before anything else.
+/// The superblock: what opening reads first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Superblock {
-    /// The version it was read with; what is written is always [`FORMAT_VERSION`].
+    /// The version of the copy that was read. Copies are written with [`FORMAT_VERSION`].
     pub version: u32,
     pub uuid: [u8; 16],
     pub sequence: u64,
     pub journal_size: u64,
     pub tail: Place,
-    /// Position from which batches of pending operations are replayed; urgent ones are replayed from the tail on.
+    /// Position from which batches of pending operations are replayed. Urgent batches are replayed from the tail on.
     pub ordered: Place,
     pub data_regions: u64,
     pub map_regions: u64,
@@ -65,12 +65,12 @@ pub struct Superblock {
     pub incarnation: u64,
     /// Number of the last checkpoint that was committed.
     pub checkpoint: u64,
-    /// Its images, while their pages may not be at their places.
+    /// The images of that checkpoint, until all their pages are durable at their places.
     pub images: Option<NamedImages>,
 }
 
 impl Superblock {
-    /// True when the datastore has an images file already.
+    /// True when the datastore has an images file.
     pub fn has_images_file(&self) -> bool {
         self.version > VERSION_RING_IMAGES
     }
@@ -177,7 +177,7 @@ impl Superblock {
         Ok(Some(superblock))
     }
 
-    /// Reads the newer of the two copies, and whether the other one is unreadable and so may have been newer.
+    /// Reads the newer of the two copies, and whether the other copy is unreadable and may therefore have been newer.
     pub fn read(file: &dyn File) -> Result<(Self, bool)> {
         let mut newest: Option<Self> = None;
         let mut refused = None;
@@ -203,7 +203,7 @@ impl Superblock {
         }
     }
 
-    /// As [`Superblock::read`], for copies in each of which one bit may be inverted.
+    /// Like [`Superblock::read`], but corrects one inverted bit in each copy.
     pub fn read_mended(file: &dyn File) -> Result<(Self, bool)> {
         let mut newest: Option<Self> = None;
         let mut lost = false;
@@ -217,7 +217,7 @@ impl Superblock {
             match decoded {
                 Ok(Some(found)) if newest.is_none_or(|best| found.sequence > best.sequence) => newest = Some(found),
                 Ok(Some(_)) => {}
-                // A later version must not be reported as damage.
+                // A copy of a later version is no damage.
                 Err(error) if error.kind() == ErrorKind::Unsupported => return Err(error),
                 Ok(None) | Err(_) => lost = true,
             }
@@ -228,18 +228,18 @@ impl Superblock {
         }
     }
 
-    /// Finds which copy of the file, 0 or 1, is damaged while the other one equals this superblock.
+    /// Finds which copy in the file, 0 or 1, is damaged while the other equals this superblock.
     pub fn damaged_copy(&self, file: &dyn File) -> Result<Option<u64>> {
         let other = (self.sequence + 1) % 2;
         let mut bytes = Buffer::zeroed(1);
         let read = file.read_at(&mut bytes, other * BLOCK_SIZE as u64);
-        // The first copy of a new datastore is its only one.
+        // A new datastore has one copy only, the one with sequence number 1.
         let never_written = self.sequence == 1 && read.is_ok() && bytes.iter().all(|byte| *byte == 0);
         let whole = read.is_ok() && matches!(Self::decode(&bytes), Ok(Some(_)));
         Ok((!whole && !never_written).then_some(other))
     }
 
-    /// Writes the next copy durably.
+    /// Writes the superblock durably over the older copy, with the next sequence number.
     pub fn write(&mut self, file: &dyn File) -> Result<()> {
         self.sequence += 1;
         self.version = FORMAT_VERSION;

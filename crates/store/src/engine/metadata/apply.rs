@@ -1,4 +1,4 @@
-//! Applies operations to the metadata: the only way in which it changes.
+//! Applies operations to the metadata. All changes of metadata go through this file.
 
 use super::Meta;
 use crate::catalog::{Object, ObjectState};
@@ -10,10 +10,10 @@ use crate::tree::{self, NodeId, NodeStore};
 use crate::{Error, ErrorKind, Result};
 use backend::Block;
 
-/// Nodes that must be free before an operation starts: no operation allocates more.
+/// Nodes that must be free before an operation starts. No operation allocates more.
 pub const NODES_PER_OPERATION: u64 = 4 * tree::NODES_PER_STEP as u64;
 
-/// The metadata, as the trees access it.
+/// Access of the trees to the metadata.
 pub struct Nodes<'a> {
     pub pages: &'a mut Pages,
     pub map: &'a mut Space,
@@ -27,13 +27,13 @@ pub struct Nodes<'a> {
 pub struct Effects {
     /// Data blocks that lost their last reference.
     pub freed: Vec<Run>,
-    /// Data blocks that lost a reference and have others.
+    /// Data blocks that lost a reference and still have others.
     pub unshared: Vec<Run>,
-    /// Nodes that lost a reference and have others.
+    /// Nodes that lost a reference and still have others.
     pub unshared_nodes: Vec<NodeId>,
-    /// Nodes that were changed, made or freed while a node was held.
+    /// Nodes that were changed, made or freed while some node was held.
     pub changed_nodes: Vec<NodeId>,
-    /// Levels of a tree that has grown.
+    /// Height of the tree, if it has grown.
     pub levels: u64,
 }
 
@@ -91,7 +91,8 @@ impl NodeStore for Nodes<'_> {
             return Ok(self.map.entry(self.pages, id.0)?.references);
         }
         self.note_change(id);
-        // A node may be reused at once: its page changes on the medium only with a complete checkpoint.
+        // The node can be reused at once: its page on the medium changes only with a checkpoint, which captures the
+        // whole state.
         self.map.release(run);
         self.pages.forget(PageKey::new(PageFile::Map, id.0));
         Ok(0)
@@ -108,13 +109,13 @@ impl NodeStore for Nodes<'_> {
 }
 
 impl Meta {
-    /// The trees; side effects are added to `effects`.
+    /// Access to the trees; side effects are added to `effects`.
     pub(crate) fn nodes<'a>(&'a mut self, effects: &'a mut Effects) -> Nodes<'a> {
         Nodes { pages: &mut self.pages, map: &mut self.map, data: &mut self.data, holds: &self.holds, effects }
     }
 
-    /// The trees as they are now, regardless of what recovery would find: not to be used for decisions about
-    /// overwriting in place.
+    /// Access to the trees that ignores holds. It shows the metadata in memory and not what recovery would find, so it
+    /// must not decide about in-place overwrites.
     pub(crate) fn current_nodes<'a>(&'a mut self, none: &'a Holds, effects: &'a mut Effects) -> Nodes<'a> {
         Nodes { holds: none, ..self.nodes(effects) }
     }
@@ -140,7 +141,7 @@ impl Meta {
         };
         let root = tree::replace(&mut nodes, old, logical..logical + blocks, with)?;
         if root != old {
-            // The only child of the old root may have become the root without being changed.
+            // The new root may be a child of the old one that did not change itself.
             nodes.note_change(root);
         }
         self.catalog.set_root(disk, Some(root));
@@ -148,8 +149,8 @@ impl Meta {
         Ok(())
     }
 
-    /// A thick disk takes new places out of the blocks set aside for it, except as many as it freed: those were not
-    /// shared.
+    /// Takes the new blocks of a thick disk from its reservation. If the change freed blocks, these were not shared,
+    /// and as many of the new blocks do not reduce the reservation.
     fn consume_reserve(&mut self, disk: u64, blocks: u64, freed: &[Run]) -> Result<()> {
         let blocks = blocks.saturating_sub(freed.iter().map(|run| run.blocks).sum());
         if self.catalog.get(disk)?.reserved > 0 {
@@ -213,12 +214,13 @@ impl Meta {
                 if *new {
                     self.data.adopt(&mut self.pages, *run)?;
                 } else {
-                    // Blocks that only this disk maps in the range: held while the range releases them.
+                    // Blocks that only this disk maps in the range: the extra reference keeps them allocated while they
+                    // are unmapped.
                     self.data.add_references(&mut self.pages, *run)?;
                 }
                 self.forget_logged(*run);
                 self.replace(*disk, *logical, run.blocks, Some((run.start, true)), effects)?;
-                // The check ignores earlier writes and reservations there from now on.
+                // A check then ignores earlier writes and reservations of these blocks.
                 self.data.annotate(&mut self.pages, *run, |_, entry| entry.checksum = 0)?;
                 if *new {
                     self.consume_reserve(*disk, run.blocks, &effects.freed[first..])?;
@@ -240,7 +242,7 @@ impl Meta {
             Operation::Put { record } => {
                 let mut object = decode(record)?;
                 if let Some(known) = self.catalog.find(object.id) {
-                    // A root is never taken from a record: it names a page of an earlier state of the map.
+                    // The root in a record is never used: it names a page of an earlier state of the map.
                     object.root = known.root;
                 } else {
                     object.root = None;
@@ -312,7 +314,7 @@ impl Meta {
         Ok(())
     }
 
-    /// Keeps payload until it is written to its place; returns its checksums.
+    /// Keeps journalled payload in memory until it is written to the data files. Returns its checksums.
     fn log(&mut self, run: Run, data: &[backend::SharedSlice]) -> Vec<u32> {
         let mut sums = Vec::with_capacity(run.blocks as usize);
         let mut block = run.start;

@@ -1,4 +1,4 @@
-//! Upper limits of what changes cost: bytes of the journal, and pages that they dirty.
+//! Upper limits of the cost of changes: journal bytes, and dirty pages.
 
 use super::{Effects, Meta};
 use crate::catalog::SLOTS_PER_PAGE;
@@ -8,18 +8,17 @@ use crate::space::{REGION_PAGES, Run, SUMMARY_ENTRIES, TABLE_ENTRIES};
 use crate::{Result, tree};
 use std::ops::Range;
 
-/// Pages that every operation may dirty besides its own: the catalog page of its disk, and summaries.
+/// Pages that every operation may dirty in addition to its own: the catalog page of its disk, and summaries.
 const PAGES_BESIDE: u64 = 3;
-/// Pages that dropping one leaf dirties: those with the entries of all its extents and the count of its node, and the
-/// parent.
+/// Pages that dropping one leaf dirties: the table pages of all its extents and of its node, and the parent node.
 const PAGES_PER_DROPPED_LEAF: u64 = 2 * 254 + 4;
 /// Nodes above a leaf, and further pages that every operation may dirty.
 const PAGES_ON_PATH: u64 = tree::LEVELS_MAX as u64 + PAGES_BESIDE;
-/// Pages other than those of tables and nodes that a small datastore changes between two checkpoints.
+/// Pages, other than nodes and table pages, that a small datastore changes between two checkpoints.
 const FEW_PAGES: u64 = 64;
 
-/// The most pages that the changes of one step dirty: a page that several of them change counts once, if the changes
-/// come in ascending order.
+/// An upper limit of the pages that the changes of one step dirty. If the changes come in ascending order, a page that
+/// several of them dirty counts once.
 #[derive(Default)]
 pub struct Touched {
     seen: tree::Seen,
@@ -59,15 +58,15 @@ impl Meta {
         regions * REGION_PAGES + regions / SUMMARY_ENTRIES + 2
     }
 
-    /// How far a change of the mapping of a disk may go to dirty about `most` pages, at least one leaf of its map; and
-    /// how many pages that dirties at most.
+    /// Computes how much of a range can be changed while dirtying about `most` pages, at least the part in one leaf.
+    /// Returns the end of that part, and the most pages that the change dirties.
     pub fn reach(&mut self, disk: u64, range: Range<u64>, unmap: bool, most: u64) -> Result<(u64, u64)> {
         let mut touched = Touched::default();
         let end = self.touch(disk, range, unmap, most, &mut touched)?;
         Ok((end, self.pages_of(&touched)))
     }
 
-    /// Adds a change of a disk's mapping to those of the same step. It has to end where [`Meta::reach`] says.
+    /// Adds a change of a disk's mapping to `touched`. Returns where the change has to end.
     fn touch(&mut self, disk: u64, range: Range<u64>, unmap: bool, most: u64, touched: &mut Touched) -> Result<u64> {
         let Some(root) = self.catalog.get(disk)?.root else { return Ok(range.end) };
         let (mut effects, seen) = (Effects::default(), &mut touched.seen);
@@ -77,7 +76,7 @@ impl Meta {
         Ok(reach.end)
     }
 
-    /// Adds mapping a range to a run.
+    /// Adds a change that maps a range to a run.
     pub fn touch_mapping(&mut self, disk: u64, logical: u64, run: Run, touched: &mut Touched) -> Result<()> {
         self.touch(disk, logical..logical + run.blocks, false, u64::MAX, touched)?;
         touched.touch_run(run);
@@ -90,7 +89,7 @@ impl Meta {
         touched.nodes + (touched.tables + summaries).min(self.tables()) + PAGES_BESIDE
     }
 
-    /// The highest cost of an operation, including its bytes in a batch.
+    /// An upper limit of the cost of an operation, including its bytes in a batch.
     pub fn cost(&mut self, operation: &Operation) -> Result<Cost> {
         let pages = match operation {
             Operation::Map { disk, logical, run, .. }
@@ -143,8 +142,8 @@ impl Meta {
         Ok(touched.nodes + tree::NODES_PER_TREE)
     }
 
-    /// Images for which there must be room so that every single change of this datastore can be made, with this many
-    /// new records and a map of this many regions.
+    /// The images for which there must be room so that every single change of this datastore can be admitted, after
+    /// this many new records and with a map of this many regions.
     pub fn images_needed(&self, records: u64, map_regions: u64) -> u64 {
         let regions = self.data.regions() + map_regions;
         let (tables, summaries) = (regions * REGION_PAGES, regions / SUMMARY_ENTRIES + 2);

@@ -1,9 +1,10 @@
 //! Reads metadata into memory without waiting for the medium under the metadata lock.
 //!
-//! A look-up that misses pages releases the lock, reads them and starts again ([`Metadata::look`], [`Fetch`]). A change
-//! cannot start again, so it is prepared: a survey of what it will need (`survey.rs`), under the lock, alternates with
-//! reads without the lock ([`Metadata::bring_in`]). Pages that the change still misses, because the metadata changed in
-//! between, are read under the lock; [`crate::pages::PageStatistics::locked`] counts them.
+//! A lookup that misses pages releases the lock, reads the pages and starts again ([`Metadata::look`], [`Fetch`]). A
+//! change cannot start again, so its pages are read before: a survey under the lock (`survey.rs`) finds the missing
+//! ones, and they are read without the lock, repeatedly until none is missing ([`Metadata::bring_in`]). If the metadata
+//! changes in between, the change may still miss pages. Those are read under the lock;
+//! [`crate::pages::PageStatistics::locked`] counts them.
 
 use super::{Meta, Metadata};
 use crate::Result;
@@ -11,19 +12,19 @@ use crate::pages::{Load, PageKey, read_home};
 use backend::{BLOCK_SIZE, Block};
 use std::sync::Arc;
 
-/// How often a look-up releases the lock to read missing pages: several times the height of a tree with its tables.
-/// After that the tree changes faster than it can be read, and the look-up reads under the lock.
+/// How often a lookup releases the lock to read missing pages: several times the height of a tree and its tables. After
+/// that the tree changes faster than it can be read, and the lookup reads under the lock.
 const LOOKS_MAX: usize = 256;
-/// How often a change is surveyed before it is made.
+/// The most surveys of the pages that a change needs. The change is then made even if pages are missing.
 const SURVEYS_MAX: usize = 48;
-/// Pages pinned in memory for one request (16 MiB); further ones may be evicted.
+/// The most pages that one request keeps in memory (16 MiB). Further pages may be evicted.
 const HELD_MAX: usize = 4096;
-/// Pages read at a time (1 MiB): a look-up or survey that needs more misses the others again.
+/// Pages read at a time (1 MiB). A lookup or survey that misses more finds the others missing again.
 pub(crate) const ABSENT_MAX: usize = 256;
-/// Neighbours read with one request: the table pages of a region.
+/// The most adjacent pages read with one request: the table pages of a region.
 const GROUP_MAX: usize = crate::space::REGION_PAGES as usize;
 
-/// Pages that a request has read into memory. They stay there while this exists.
+/// Pages that a request has read. They stay in memory while this exists.
 #[derive(Default)]
 pub(crate) struct Fetch {
     looks: usize,
@@ -31,8 +32,8 @@ pub(crate) struct Fetch {
 }
 
 impl Fetch {
-    /// Runs `look`. `Err` has the missing pages, to be read with [`Metadata::load_pages`] without the lock before
-    /// `look` is run again. `look` may not change metadata before it has seen all that it needs.
+    /// Runs `look`. If pages are missing, returns them in `Err`: the caller reads them with [`Metadata::load_pages`]
+    /// without the lock, and runs `look` again. `look` must not change metadata before it has all pages.
     pub fn look<T>(
         &mut self,
         meta: &mut Meta,
@@ -50,7 +51,7 @@ impl Fetch {
 }
 
 impl Metadata {
-    /// Runs a look-up under the lock, as often as it takes to have all its pages in memory.
+    /// Runs a lookup under the lock, repeatedly until all its pages are in memory.
     pub(crate) fn look<T>(&self, mut look: impl FnMut(&mut Meta) -> Result<T>) -> Result<T> {
         let mut fetch = Fetch::default();
         loop {
@@ -62,8 +63,8 @@ impl Metadata {
         }
     }
 
-    /// Reads the pages that `survey` notes as missing. Pages that cannot be read are left: the change then reports the
-    /// error.
+    /// Reads the pages that `survey` reports as missing. Pages that cannot be read are skipped: the change then reports
+    /// the error.
     pub(crate) fn bring_in(&self, survey: impl Fn(&mut Meta)) -> Fetch {
         let mut fetch = Fetch::default();
         for _ in 0..SURVEYS_MAX {
@@ -82,7 +83,7 @@ impl Metadata {
         fetch
     }
 
-    /// Reads pages without the lock, or waits for the thread that reads them.
+    /// Reads pages without the lock. If another thread is reading a page, waits for that read.
     pub(crate) fn load_pages(&self, absent: Vec<PageKey>, fetch: &mut Fetch) -> Result<()> {
         let mut own: Vec<(PageKey, Arc<Load>)> = Vec::new();
         let mut others: Vec<Arc<Load>> = Vec::new();
@@ -99,7 +100,7 @@ impl Metadata {
         let groups: Vec<&[(PageKey, Arc<Load>)]> =
             own.chunk_by(|(a, _), (b, _)| a.raw() + 1 == b.raw()).flat_map(|group| group.chunks(GROUP_MAX)).collect();
         if groups.len() > 1 {
-            // The medium reads all of them while the first is waited for.
+            // Read-ahead lets the device read all groups while this thread waits for the first.
             for group in &groups {
                 let first = group[0].0;
                 self.file(first.file()).will_need(first.offset(), (group.len() * BLOCK_SIZE) as u64);

@@ -1,5 +1,5 @@
-//! Freed blocks until they can be reused: first the freeing has to be durable, then the reads that were planned before
-//! have to end.
+//! Freed blocks that cannot be reused yet: their freeing must become durable, and then all reads that were planned
+//! before must end.
 
 use crate::space::Run;
 use std::collections::VecDeque;
@@ -8,13 +8,13 @@ use std::sync::Arc;
 /// Blocks that were freed and cannot be reused yet.
 #[derive(Default)]
 pub struct Freed {
-    /// Held by reads that may name blocks which are mapped now; replaced when blocks are durably freed.
+    /// Shared with reads that may refer to blocks mapped now. Replaced when the freeing of blocks becomes durable.
     epoch: Arc<()>,
-    /// Blocks whose freeing is durable, waiting for the reads of their epoch.
+    /// Blocks whose freeing is durable. They wait for the reads of their epoch.
     waiting: VecDeque<(Arc<()>, Vec<Run>)>,
-    /// Blocks whose freeing is not durable.
+    /// Number of blocks whose freeing is not durable.
     freeing: u64,
-    /// All of them.
+    /// Number of all blocks that cannot be reused yet.
     blocks: u64,
 }
 
@@ -23,18 +23,18 @@ fn sum(runs: &[Run]) -> u64 {
 }
 
 impl Freed {
-    /// While the guard lives, no block mapped now is given to another owner.
+    /// While the guard exists, no block that is mapped now is reused.
     pub fn guard(&self) -> Arc<()> {
         Arc::clone(&self.epoch)
     }
 
-    /// Notes blocks that a pending change has freed.
+    /// Adds blocks that a pending change has freed.
     pub fn freed(&mut self, runs: &[Run]) {
         self.freeing += sum(runs);
         self.blocks += sum(runs);
     }
 
-    /// Notes that the freeing of these blocks is durable; true if there are any.
+    /// Called when the freeing of these blocks is durable. True if there are any.
     pub fn durable(&mut self, runs: Vec<Run>) -> bool {
         self.freeing -= sum(&runs);
         let any = !runs.is_empty();
@@ -45,9 +45,9 @@ impl Freed {
         any
     }
 
-    /// Blocks that no read names any more: they can be reused.
+    /// Blocks that no read refers to any more: they can be reused.
     pub fn take(&mut self) -> Option<Vec<Run>> {
-        // Epochs end in order: the end of a later one proves nothing for blocks freed before it.
+        // Epochs are released in order: a read of an older epoch may refer to blocks that were freed in a later one.
         if Arc::strong_count(&self.waiting.front()?.0) > 1 {
             return None;
         }
@@ -56,12 +56,12 @@ impl Freed {
         Some(runs)
     }
 
-    /// Blocks whose freeing is not durable.
+    /// Number of blocks whose freeing is not durable.
     pub fn freeing(&self) -> u64 {
         self.freeing
     }
 
-    /// All blocks that were freed and cannot be reused yet.
+    /// Number of all blocks that were freed and cannot be reused yet.
     pub fn blocks(&self) -> u64 {
         self.blocks
     }

@@ -1,7 +1,7 @@
-//! Metadata: the trees, the tables and the catalog, their pending changes, and the blocks that these hold.
+//! Metadata: the trees, the tables and the catalog, their pending changes, and the blocks that pending changes hold.
 //!
-//! One lock, taken after all other locks of the engine except those of [`super::log`] that are held for a few
-//! instructions. Pages are read from the medium without it ([`fetch`]). This part takes no lock of another part.
+//! One lock, taken after all other locks of the engine, except locks of [`super::log`] that are held for a few
+//! instructions. Pages are read without the lock ([`fetch`]). This part takes no lock of another part.
 
 mod apply;
 mod cost;
@@ -30,38 +30,38 @@ use backend::{Directory, File, SharedSlice};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// The metadata of a store behind its lock, and the files of its pages.
+/// The metadata of a store with its lock, and the files of its pages.
 pub struct Metadata {
     meta: Mutex<Meta>,
     files: [Arc<dyn File>; PageFile::COUNT],
-    /// Pages that a check still needs and that checkpoints overwrite.
+    /// Copies of pages that a check still needs and that checkpoints have overwritten.
     kept: Arc<Kept>,
 }
 
-/// Everything behind the metadata lock.
+/// Everything that the metadata lock protects.
 pub struct Meta {
     pub pages: Pages,
     pub map: Space,
     pub data: Space,
     pub catalog: Catalog,
-    /// Payload in the journal that is not at its place yet, by physical block.
+    /// Journalled payload that is not written to the data files yet, by physical block.
     pub logged: BTreeMap<u64, SharedSlice>,
-    /// Blocks being overwritten in place by write-back, by a write past the buffer, or by payload.
+    /// Blocks whose write is under way: by write-back, by a write that bypasses the buffer, or of journalled payload.
     pub in_flight: InFlight,
     /// Changes that are not in the journal yet.
     pub pending: Queue,
     /// Freed blocks that cannot be reused yet.
     pub freed: Freed,
-    /// Blocks and nodes that pending operations concern.
+    /// Blocks and nodes that pending operations concern, see [`super::placement`].
     holds: Holds,
-    /// Levels of the highest known tree.
+    /// Height of the highest known tree.
     levels: u64,
-    /// The catalog as the next checkpoint captures it, for a check that requested it.
+    /// For a check that requested a view: the catalog as the next checkpoint captures it.
     viewed: Option<Catalog>,
 }
 
 impl Metadata {
-    /// The metadata over pages that recovery has completed.
+    /// The metadata with pages that the opening has read.
     pub fn new(
         directory: Arc<dyn Directory>,
         files: [Arc<dyn File>; PageFile::COUNT],
@@ -133,8 +133,8 @@ impl Meta {
         Ok(())
     }
 
-    /// Notes that a pending change is in the journal: blocks that it held may be overwritten, blocks that it freed wait
-    /// for readers. True if it freed any.
+    /// Called when pending changes are in the journal. Blocks that they held may be overwritten in place; blocks that
+    /// they freed wait for reads. True if they freed any.
     pub fn committed(&mut self, changes: Vec<Pending>) -> Result<bool> {
         self.pending.appended();
         let mut freed = Vec::new();
@@ -152,7 +152,7 @@ impl Meta {
         Ok(self.freed.durable(freed))
     }
 
-    /// Levels of the highest known tree: of those that have grown and those that were measured.
+    /// Height of the highest known tree, of those that have grown or were measured.
     pub fn levels(&self) -> u64 {
         self.levels
     }
@@ -167,12 +167,12 @@ impl Meta {
         Ok(())
     }
 
-    /// Whether pending changes hold nodes of the map.
+    /// Whether pending changes hold nodes of the map, see [`super::placement`].
     pub fn holds_nodes(&self) -> bool {
         !self.holds.no_nodes()
     }
 
-    /// Makes blocks allocatable whose freeing is durable and which no read names any more.
+    /// Makes blocks allocatable whose freeing is durable and to which no read refers any more.
     pub fn release_freed(&mut self) -> bool {
         let mut any = false;
         while let Some(runs) = self.freed.take() {

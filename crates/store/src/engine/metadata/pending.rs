@@ -1,4 +1,4 @@
-//! Pending changes: applied in memory and not in the journal yet, in the order in which the journal takes them.
+//! Pending changes: applied in memory and not in the journal yet, in the order in which they are appended.
 
 use crate::journal::Operation;
 use crate::space::Run;
@@ -7,15 +7,15 @@ use std::collections::VecDeque;
 /// A change that is applied in memory and not in the journal yet.
 pub struct Pending {
     pub operation: Operation,
-    /// The data that it refers to is durable once this many writes to the data files are.
+    /// The change is appended when this many writes to the data files are durable, because it refers to their data.
     pub gate: u64,
-    /// Its number among the operations that became pending.
+    /// Number of the operation, see [`crate::engine::placement::Holds`].
     pub number: u64,
-    /// Blocks that it freed.
+    /// Blocks that the change freed.
     pub freed: Vec<Run>,
-    /// Blocks that must not be overwritten in place before it is durable.
+    /// Blocks that must not be overwritten in place before the change is durable.
     pub held: Vec<Run>,
-    /// It takes effect together with the next one or not at all, so both go into one batch.
+    /// The change and the next one take effect together, so both go into one batch.
     joined: bool,
 }
 
@@ -26,9 +26,9 @@ pub struct Queue {
     bytes: usize,
     /// Bytes of the changes that were taken from the queue and are being appended.
     appending: usize,
-    /// How many of the changes are [`Operation::Checksums`].
+    /// Number of [`Operation::Checksums`] among the changes.
     checksums: usize,
-    /// Changes at the front that the checkpoint under way has captured.
+    /// Number of changes at the front that the checkpoint under way has captured.
     captured: Option<usize>,
 }
 
@@ -36,7 +36,7 @@ pub struct Queue {
 #[derive(Default)]
 pub struct Taken {
     pub changes: Vec<Pending>,
-    /// All captured changes were taken before: the journal position of their end is the current end.
+    /// All captured changes were taken before: the current end of the journal is the end of the captured changes.
     pub ordered: bool,
 }
 
@@ -47,7 +47,7 @@ impl Queue {
         self.changes.push_back(Pending { operation, gate, number, freed, held, joined: false });
     }
 
-    /// Marks the change queued last: it takes effect with the next one or not at all.
+    /// Joins the last change to the next one: both take effect together.
     pub fn join_last(&mut self) {
         if let Some(last) = self.changes.back_mut() {
             last.joined = true;
@@ -64,8 +64,8 @@ impl Queue {
         Some(next)
     }
 
-    /// Takes the changes for the next batch: those whose data is durable up to `synced`, while `more` returns that the
-    /// batch has room. A batch ends where the changes that a checkpoint captured end.
+    /// Takes changes for the next batch: those whose data is durable up to write `synced`, while `more` returns that
+    /// the batch has room. A batch ends at the last change that a checkpoint captured.
     pub fn take_batch(&mut self, synced: u64, mut more: impl FnMut(&Operation) -> bool) -> Taken {
         let mut taken = Taken::default();
         if self.captured == Some(0) {
@@ -85,14 +85,14 @@ impl Queue {
         taken
     }
 
-    /// Takes all changes, which are then never appended.
+    /// Takes all changes without appending them.
     pub fn take_all(&mut self) -> Vec<Pending> {
         let taken = std::iter::from_fn(|| self.pop()).collect();
         self.appending = 0;
         taken
     }
 
-    /// Notes that the taken changes are in the journal.
+    /// Called when the changes that were taken are in the journal.
     pub fn appended(&mut self) {
         self.appending = 0;
     }
@@ -102,12 +102,12 @@ impl Queue {
         self.captured = Some(self.changes.len());
     }
 
-    /// Bytes of the waiting changes.
+    /// Bytes of the changes in the queue.
     pub fn bytes(&self) -> usize {
         self.bytes
     }
 
-    /// Bytes of the waiting changes and of those being appended.
+    /// Bytes of the changes in the queue, and of those that are being appended.
     pub fn bytes_unappended(&self) -> usize {
         self.bytes + self.appending
     }

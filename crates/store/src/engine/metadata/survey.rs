@@ -1,4 +1,4 @@
-//! What changes will need of the metadata, for [`Metadata::bring_in`](super::Metadata::bring_in) before they are made.
+//! Surveys: find the metadata pages that a change will need, for [`Metadata::bring_in`](super::Metadata::bring_in).
 
 use super::Meta;
 use super::fetch::ABSENT_MAX;
@@ -10,17 +10,17 @@ use crate::tree::{self, Aim, NodeId, Resident};
 use backend::Block;
 use std::ops::Range;
 
-/// Nodes that the survey of one range visits under the lock. A change that needs more reads the rest itself.
+/// Nodes that the survey of one range visits under the lock. If a change needs more, it reads the rest itself.
 const NODES_MAX: usize = 1024;
 
-/// The metadata, as a survey accesses it.
+/// Access of a survey to the metadata in memory.
 struct InMemory<'a> {
     pages: &'a mut Pages,
     map: &'a Space,
     data: &'a Space,
-    /// Blocks that can be overwritten in place.
+    /// Number of surveyed blocks that can be overwritten in place.
     own: u64,
-    /// Nodes visited.
+    /// Number of nodes visited.
     nodes: usize,
 }
 
@@ -64,7 +64,7 @@ impl Meta {
         InMemory { pages: &mut self.pages, map: &self.map, data: &self.data, own: 0, nodes: 0 }
     }
 
-    /// Surveys a coming change of a range of a tree. Returns the number of blocks that a write can overwrite in place.
+    /// Surveys a change of a range of a tree. Returns the number of blocks that a write can overwrite in place.
     pub(crate) fn survey(&mut self, root: Option<NodeId>, range: Range<u64>, aim: Aim) -> u64 {
         let mut store = self.in_memory();
         match root {
@@ -75,12 +75,12 @@ impl Meta {
         store.own
     }
 
-    /// Surveys what a comparison of two trees will need.
+    /// Surveys a comparison of two trees.
     pub(crate) fn survey_difference(&mut self, roots: [Option<NodeId>; 2], range: &Range<u64>) {
         tree::survey_difference(&mut self.in_memory(), roots, range);
     }
 
-    /// The same for a range of a disk.
+    /// Surveys a change of a range of a disk. Returns the number of blocks that a write can overwrite in place.
     pub(crate) fn survey_disk(&mut self, disk: u64, range: Range<u64>, aim: Aim) -> u64 {
         match self.catalog.find(disk).map(|object| object.root) {
             Some(root) => self.survey(root, range, aim),
@@ -98,7 +98,7 @@ impl Meta {
         self.data.survey_allocation(&mut self.pages, blocks);
     }
 
-    /// Surveys a further reference to everything that these objects map.
+    /// Surveys adding a reference to the root of each of these objects.
     pub(crate) fn survey_roots(&mut self, objects: &[u64]) {
         for object in objects {
             if let Some(root) = self.catalog.find(*object).and_then(|object| object.root) {
@@ -107,14 +107,14 @@ impl Meta {
         }
     }
 
-    /// Surveys the changes that a checkpoint itself makes.
+    /// Surveys the changes that a checkpoint makes to capture the metadata.
     pub(crate) fn survey_capture(&mut self) {
         self.catalog.survey_store(&mut self.pages);
         self.data.survey_summaries(&mut self.pages);
         self.map.survey_summaries(&mut self.pages);
     }
 
-    /// Surveys what an operation will need.
+    /// Surveys an operation.
     pub(crate) fn survey_operation(&mut self, operation: &Operation) {
         match operation {
             Operation::Map { disk, logical, run, .. }
@@ -150,7 +150,7 @@ impl Meta {
         }
     }
 
-    /// Surveys what extents of a buffer will need on their way into the map.
+    /// Surveys moving entries of a buffer into the map.
     pub(crate) fn survey_pieces(&mut self, disk: u64, pieces: &[DirtyPiece]) {
         let mut blocks = 0;
         for piece in pieces {
@@ -163,7 +163,7 @@ impl Meta {
                     blocks += piece.entry.blocks;
                     Aim::Write
                 }
-                // The disk's own blocks are mapped again.
+                // The blocks that the disk maps alone are mapped again.
                 Content::Zero => {
                     blocks += piece.entry.blocks;
                     Aim::Map

@@ -1,9 +1,8 @@
-//! The metadata as a checkpoint left it, to be read without locks while the store is in use.
+//! A view: the metadata as a checkpoint wrote it, read without locks while the store is in use.
 //!
-//! A checkpoint leaves the files of the pages in the state of one moment: trees, reference counts and the catalog,
-//! which is captured with them, agree exactly. Pages that later checkpoints are about to overwrite are kept for the
-//! view ([`crate::pages::Kept`]), so that it remains that state as long as it exists. It has a page cache of its own:
-//! the pages in memory for requests stay there, and the view reads from the medium.
+//! After a checkpoint the files of the pages hold the state of one moment: trees, reference counts and catalog agree
+//! exactly. While a view exists, pages that later checkpoints overwrite are copied first ([`crate::pages::Kept`]), so
+//! that the view keeps that state. It has its own page cache, so that it does not evict pages that requests use.
 
 use super::{Effects, Meta, Metadata, Nodes};
 use crate::Result;
@@ -18,7 +17,7 @@ use std::sync::Arc;
 /// Limit of the page cache of a view (16 MiB): enough for the upper levels of the trees.
 const CACHE: usize = 16 << 20;
 
-/// Metadata that a check reads: a view, or the metadata in memory while nothing changes it.
+/// The metadata that a check reads: a view, or the metadata in memory while nothing changes it.
 pub(crate) struct Sight<'a> {
     pub pages: &'a mut Pages,
     pub map: &'a mut Space,
@@ -28,7 +27,7 @@ pub(crate) struct Sight<'a> {
 }
 
 impl Sight<'_> {
-    /// The trees, for reading.
+    /// Access to the trees, for reading.
     pub fn nodes<'a>(&'a mut self, effects: &'a mut Effects) -> Nodes<'a> {
         Nodes { pages: self.pages, map: self.map, data: self.data, holds: self.holds, effects }
     }
@@ -39,13 +38,13 @@ impl Sight<'_> {
     }
 }
 
-/// The store as a checkpoint left it.
+/// The metadata as a checkpoint wrote it.
 pub(crate) struct View {
     pages: Pages,
     map: Space,
     data: Space,
     catalog: Catalog,
-    /// None, because no change is pending in the state that a checkpoint left.
+    /// Empty: no change is pending in the state that a checkpoint wrote.
     holds: Holds,
     /// Data blocks in use.
     pub used: u64,
@@ -63,15 +62,16 @@ impl View {
         }
     }
 
-    /// Fails if a part of the view was lost.
+    /// Fails if a page of the view was lost.
     pub fn check(&self) -> Result<()> {
         self.keeping.check()
     }
 }
 
 impl Metadata {
-    /// The state that the checkpoint which has just ended left. `superblock` are its contents, `catalog` and `used` the
-    /// results of [`Meta::take_view`]. Called before the next checkpoint begins, so that nothing is overwritten yet.
+    /// Makes a view of the state that the last checkpoint wrote. `superblock` is the superblock of that checkpoint,
+    /// `catalog` and `used` are the results of [`Meta::take_view`]. Called before the next checkpoint begins, so that
+    /// no page is overwritten yet.
     pub fn view(&self, superblock: &Superblock, (catalog, used): (Catalog, u64)) -> View {
         let keeping = self.kept.begin();
         View {
@@ -85,7 +85,7 @@ impl Metadata {
         }
     }
 
-    /// Keeps the pages that a view still needs and a checkpoint is about to overwrite.
+    /// Copies the pages that a view still needs before a checkpoint overwrites them.
     pub fn keep_home(&self, pages: &[(PageKey, Arc<Block>)]) {
         for group in pages.chunk_by(|(a, _), (b, _)| a.file() == b.file()) {
             let file = self.file(group[0].0.file());
@@ -95,7 +95,7 @@ impl Metadata {
 }
 
 impl Meta {
-    /// The metadata in memory. Nothing may change it meanwhile.
+    /// The metadata in memory, for a check. Nothing may change it meanwhile.
     pub(crate) fn sight(&mut self) -> Sight<'_> {
         Sight {
             pages: &mut self.pages,
@@ -106,17 +106,17 @@ impl Meta {
         }
     }
 
-    /// Requests that the next checkpoint is made for a view.
+    /// Requests that the next checkpoint captures the catalog for a view.
     pub fn want_view(&mut self) {
         self.viewed = Some(Catalog::default());
     }
 
-    /// What a checkpoint made for a view has captured: the catalog, and the data blocks in use.
+    /// The catalog that the checkpoint captured for a view, and the number of data blocks in use.
     pub fn take_view(&mut self) -> (Catalog, u64) {
         (self.viewed.take().unwrap_or_default(), self.data.counts().used)
     }
 
-    /// Part of a checkpoint: the catalog of that moment, if a view was requested.
+    /// Captures the catalog if a view was requested. Called when a checkpoint captures the pages.
     pub(crate) fn note_view(&mut self) {
         if self.viewed.is_some() {
             self.viewed = Some(self.catalog.clone());

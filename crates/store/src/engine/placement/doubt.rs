@@ -1,12 +1,13 @@
-//! Doubt: the blocks whose content replay cannot know, because a write of them was announced and may have been cut off.
+//! Doubt: during replay, blocks whose content is unknown, because a write of them was announced and may have been cut
+//! off.
 //!
-//! Two kinds of records put a block in doubt. An *announced overwrite* names the checksum of the content that was to be
-//! written. A *permit* allows any content from then on. The order of the journal is the order in which changes were
-//! made, but announcements overtake pending changes: a block may be announced before the journal has the checksum of an
-//! earlier write. So a block stays in doubt until the journal says that a flush of the data files has settled it, or,
-//! for announced overwrites, until a later record has the checksum of its content.
+//! Two kinds of records put a block in doubt. An *announced overwrite* has the checksum of the content that was to be
+//! written. A *permit* allows any content from then on. Other records are in the order in which the changes were made,
+//! but announcements overtake pending changes: a block may be announced before the journal has the checksum of an
+//! earlier write. So a block stays in doubt until the journal says that a flush of the data files has settled its
+//! overwrite. An announced overwrite also ends when a later record has the checksum of the block's content.
 //!
-//! Everything here is pure: no I/O, no metadata. The caller marks the table entries.
+//! The code in this file is pure: no I/O, no metadata. The caller marks the table entries.
 
 use rustc_hash::{FxHashMap, FxHashSet};
 
@@ -15,19 +16,19 @@ use rustc_hash::{FxHashMap, FxHashSet};
 pub struct Doubts {
     /// Overwrites that were announced.
     overwritten: FxHashMap<u64, Overwritten>,
-    /// Blocks that may be overwritten with any content: position of the permit.
+    /// Blocks with a permit, and so with unknown content: journal position of the permit.
     permitted: FxHashMap<u64, u64>,
-    /// Blocks with permits that were suspect before, from an earlier crash.
+    /// Blocks with a permit that an earlier crash had already left suspect.
     inherited: FxHashSet<u64>,
 }
 
 /// Announced overwrites of a block that are not settled.
 #[derive(Clone, Copy)]
 struct Overwritten {
-    /// Position of the first of them. Once it is settled, older payload is out of date, whatever became of the later
-    /// ones.
+    /// Journal position of the first of them. Once it is settled, payload that was journalled before is out of date,
+    /// even if later overwrites are not settled.
     first: u64,
-    /// Position of the last of them.
+    /// Journal position of the last of them.
     last: u64,
     /// Checksum of the content that the last of them was to write.
     checksum: u32,
@@ -38,21 +39,22 @@ struct Overwritten {
 pub struct Settled {
     /// The block.
     pub block: u64,
-    /// An announced overwrite of it is durable at its place: older payload must not be written over it. If there was
-    /// only a permit, checksums in the journal say whether the block was written.
+    /// An announced overwrite of the block is durable in the data file: payload that was journalled before must not be
+    /// written over it. False if there was only a permit: a checksum in the journal then says whether the block was
+    /// written.
     pub overwritten: bool,
-    /// Nothing else keeps the block in doubt.
+    /// No other record keeps the block in doubt.
     pub certain: bool,
 }
 
 impl Doubts {
-    /// An overwrite of a block was announced at a position of the journal.
+    /// Adds an overwrite of a block, announced at a journal position.
     pub fn announced(&mut self, block: u64, position: u64, checksum: u32) {
         let first = self.overwritten.get(&block).map_or(position, |before| before.first);
         self.overwritten.insert(block, Overwritten { first, last: position, checksum });
     }
 
-    /// A permit for a block was given at a position of the journal; `suspect` is the mark of the block before.
+    /// Adds a permit for a block, given at a journal position. `suspect` is the mark of its table entry before.
     pub fn permitted(&mut self, block: u64, position: u64, suspect: bool) {
         if suspect && !self.contains(block) {
             self.inherited.insert(block);
@@ -60,14 +62,14 @@ impl Doubts {
         self.permitted.insert(block, position);
     }
 
-    /// Notes that the journal has the checksum of the block after all overwrites announced before, or that the block
-    /// was freed. Permits stay: only a flush ends them.
+    /// Called when the journal has a checksum of the block that is newer than its announced overwrites, or when the
+    /// block was freed. Permits stay: only a flush ends them.
     pub fn told(&mut self, block: u64) {
         self.overwritten.remove(&block);
         self.inherited.remove(&block);
     }
 
-    /// Notes that a read found this content in the suspect block: the result of an earlier crash is known.
+    /// Called when a read has determined the content of a suspect block: the state left by the earlier crash is known.
     pub fn resolved(&mut self, block: u64) {
         self.inherited.remove(&block);
     }
@@ -77,12 +79,13 @@ impl Doubts {
         self.overwritten.contains_key(&block) || self.permitted.contains_key(&block) || self.inherited.contains(&block)
     }
 
-    /// The checksum of the overwrite that was announced last and is not settled.
+    /// The checksum of the last announced overwrite that is not settled.
     pub fn awaited(&self, block: u64) -> Option<u32> {
         self.overwritten.get(&block).map(|announced| announced.checksum)
     }
 
-    /// Notes that a flush of the data files covered the overwrites announced before position `settled`.
+    /// Called when a flush of the data files covers the overwrites announced before `settled`. Returns the blocks whose
+    /// overwrites or permits this settles.
     pub fn settle(&mut self, settled: u64) -> Vec<Settled> {
         let mut done = Vec::new();
         self.overwritten.retain(|block, announced| {
@@ -102,7 +105,7 @@ impl Doubts {
         done.iter().filter(|one| one.overwritten).for_each(|one| {
             self.inherited.remove(&one.block);
         });
-        // The order has no influence on the result, but it is the same in every run.
+        // Sorted so that every run handles the blocks in the same order.
         done.sort_unstable();
         done.iter_mut().for_each(|one| one.certain = !self.contains(one.block));
         done

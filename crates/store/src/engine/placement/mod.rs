@@ -1,38 +1,37 @@
-//! Placement: decides where a block is written, and tracks what the state that recovery would find says about the
-//! block.
+//! Placement: decides whether a block may be overwritten in place. The decision depends on what the current metadata
+//! says of the block, and on what recovery would find.
 //!
 //! A block is overwritten in place only if all of this holds:
 //!
-//! 1. it has one owner in the current metadata: one reference, on a path of nodes with one reference each;
-//! 2. it has one owner in the *durable* metadata, which recovery finds, too: no pending operation took a reference from
-//!    the block or from a node on its path while other references stay;
-//! 3. no pending operation names the block: an announcement overtakes pending operations, so replay would see the
-//!    announcement first and the older statement last;
-//! 4. no write of it is in flight: neither payload of the journal nor another overwrite in place.
+//! 1. The block has one owner in the current metadata: one reference, on a path of nodes with one reference each.
+//! 2. The block has one owner in the *durable* metadata, which recovery would find: no pending operation took a
+//!    reference from the block, or from a node on its path, that still has others.
+//! 3. No pending operation names the block. An announcement overtakes pending operations, so replay would apply the
+//!    announcement first and the older operation last.
+//! 4. No write of the block is in flight: neither of journalled payload nor of another in-place overwrite.
 //!
-//! Conditions 2 and 3 are *holds*. An operation that becomes pending holds the blocks that it names and those that it
-//! unshares until the journal has it durably. Operations become durable in the order in which they became pending, so a
-//! hold is the number of the last pending operation that concerns the block or node.
+//! Conditions 2 and 3 are *holds*. A pending operation holds the blocks that it names and those that it unshares until
+//! it is durable in the journal. Operations become durable in the order in which they became pending, so a hold is
+//! stored as the number of the last pending operation that concerns the block or node.
 //!
-//! Everything here is pure: no I/O, no threads, no clock. The state diagram is in `docs/format/native.md`; why holds
-//! are counted is in `docs/adr/0012-placement.md`; `tests/model` explores every order of steps.
+//! The code in this file is pure: no I/O, no threads, no clock. The state diagram is in `docs/format/native.md`. The
+//! decision is explained in `docs/adr/0012-placement.md`. `tests/model` explores every order of steps.
 //!
-//! # Blocks that are packed, pinned or shared by content
+//! # Room for compression and deduplication
 //!
-//! Compression and deduplication add states of blocks and no decisions. Each of their rules has its place here:
+//! Compression and deduplication, which do not exist yet, would add states of blocks but no decisions:
 //!
-//! * A *packed* block is never overwritten in place: [`BlockState::shared_path`] is true for an extent of a packed leaf
-//!   entry, because its blocks belong to several entries whatever their count.
-//! * A block that is *shared by content* has a reference for each leaf entry that touches it:
-//!   [`BlockState::references`].
-//! * A *pinned* block, the target of a share that is being compared, is [`BlockState::held`] from the pin on: the pin
-//!   is a [`Holds::hold_block`] of the operation about to become pending.
-//! * Writes under way are no targets of sharing: [`InFlight::contains`] under the lock under which the share is
-//!   decided.
-//! * A share is one operation under the metadata lock; suspect blocks are refused there, by their table entry.
-//! * A share waits for the data of its target: that is the gate of the pending operation, as for a new place.
-//! * A share names its run, so that the run is held until the share is durable, also when its first owner unmaps it
-//!   meanwhile. Holds are counted by order number, so that a second operation on the run prolongs them.
+//! * A compressed extent shares its blocks with other leaf entries, so these blocks are never overwritten in place:
+//!   [`BlockState::shared_path`] would be true.
+//! * A deduplicated block has a reference for each leaf entry that maps it: [`BlockState::references`].
+//! * A block that is being compared as the target of deduplication is [`BlockState::held`] until then:
+//!   [`Holds::hold_block`] for the operation that is about to become pending.
+//! * A block whose write is in flight is no target: [`InFlight::contains`], under the lock under which the target is
+//!   chosen.
+//! * Deduplication is one operation under the metadata lock. Suspect blocks are refused there, by their table entry.
+//! * The operation waits until the data of the target is durable, as an operation on a new block does.
+//! * The operation names the run of the target. The run is therefore held until the operation is durable, even if the
+//!   first owner unmaps it meanwhile. Holds are numbers, so a second operation on the run prolongs them.
 
 mod doubt;
 
@@ -48,28 +47,28 @@ use std::collections::BTreeMap;
 pub struct BlockState {
     /// References of the block in the current metadata.
     pub references: u32,
-    /// A node on the path has more than one reference, or is held.
+    /// A node on the path to the block has more than one reference, or is held.
     pub shared_path: bool,
     /// A pending operation names the block or took a reference from it.
     pub held: bool,
     /// A write of the block is under way.
     pub in_flight: bool,
-    /// The block has space and no content yet.
+    /// The block is allocated and was never written.
     pub unwritten: bool,
 }
 
 /// Where a block is written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Placement {
-    /// Over its own old content, after an announcement.
+    /// Over the old content of the same block, after an announcement.
     InPlace,
-    /// Into its own space, which was never written.
+    /// Into the same block, which was never written.
     Fill,
     /// Into a newly allocated block.
     New,
 }
 
-/// Decides where a mapped block is written.
+/// Decides to which block the new content of a mapped block is written.
 pub fn place(state: BlockState) -> Placement {
     if state.references != 1 || state.shared_path || state.held || state.in_flight {
         Placement::New
@@ -82,23 +81,23 @@ pub fn place(state: BlockState) -> Placement {
 
 /// The blocks and nodes that pending operations concern.
 ///
-/// The first hold of a data block is a flag in its table entry, which the caller keeps: [`Holds::hold_block`] and
-/// [`Holds::release_block`] return its new value. Only blocks held by several operations at once cost memory here.
+/// The first hold of a data block is a flag in its table entry, which the caller stores: [`Holds::hold_block`] and
+/// [`Holds::release_block`] tell its new value. Only blocks that several operations hold at once take memory here.
 #[derive(Clone, Default)]
 pub struct Holds {
     /// Number of the operation that became pending last.
     last: u64,
     /// Number of the operation that became durable last.
     durable: u64,
-    /// Nodes, and the last operation that concerns each.
+    /// Nodes, with the last operation that concerns each.
     nodes: FxHashMap<u64, u64>,
-    /// Entries of `nodes` that remained when it was last cleaned.
+    /// Number of entries in `nodes` after the last cleanup.
     nodes_kept: usize,
-    /// Blocks concerned by more than one pending operation, and the last of them.
+    /// Blocks that more than one pending operation concerns, with the last of these operations.
     again: FxHashMap<u64, u64>,
 }
 
-/// Entries of nodes beyond those kept at which a cleaning is worth its time.
+/// Additional entries in `nodes` after which a cleanup is worth its time.
 const CLEAN_AFTER: usize = 1024;
 
 impl Holds {
@@ -107,7 +106,8 @@ impl Holds {
         self.last + 1
     }
 
-    /// Notes that an operation is pending: everything that it concerns has been held under [`Holds::next`].
+    /// Called when an operation has become pending. The blocks and nodes that it concerns were held with number
+    /// [`Holds::next`] before.
     pub fn pushed(&mut self) -> u64 {
         self.last += 1;
         self.last
@@ -125,23 +125,23 @@ impl Holds {
         }
     }
 
-    /// True when no node can be held.
+    /// True when no node is held.
     pub fn no_nodes(&self) -> bool {
         self.nodes.is_empty()
     }
 
-    /// True while the durable metadata may have other paths to what lies below the node than the current metadata.
+    /// True while the durable metadata may have additional paths to the blocks below the node.
     pub fn is_node_held(&self, node: NodeId) -> bool {
         !self.nodes.is_empty() && self.nodes.get(&node.0).is_some_and(|until| *until > self.durable)
     }
 
-    /// The next pending operation took a reference from a node that has others.
+    /// Holds a node for the next pending operation, which took a reference from the node while others remain.
     pub fn hold_node(&mut self, node: NodeId) {
         self.nodes.insert(node.0, self.next());
     }
 
-    /// An operation changed these nodes, or freed them: entries may have moved between any of them. What lies below is
-    /// held as long as the longest hold among them.
+    /// Called when an operation has changed or freed these nodes, and may have moved entries between any of them. All
+    /// get the longest hold among them, because it holds everything below.
     pub fn spread(&mut self, changed: &[NodeId]) {
         let longest = changed.iter().filter_map(|node| self.nodes.get(&node.0)).max().copied();
         let Some(until) = longest.filter(|until| *until > self.durable) else { return };
@@ -151,16 +151,16 @@ impl Holds {
         }
     }
 
-    /// The next pending operation concerns a block; `flagged` is the flag in its entry, which the caller sets
-    /// afterwards.
+    /// Holds a block for the next pending operation. `flagged` is the flag in the table entry of the block, which the
+    /// caller sets afterwards.
     pub fn hold_block(&mut self, block: u64, flagged: bool) {
         if flagged {
             self.again.insert(block, self.next());
         }
     }
 
-    /// Releases a block that operation `number`, which is durable now, had held; true if the caller has to clear its
-    /// flag.
+    /// Releases a block that operation `number` held, which is durable now. True if the caller has to clear the flag of
+    /// the block.
     pub fn release_block(&mut self, block: u64, number: u64) -> bool {
         if self.again.is_empty() {
             return true;
@@ -176,11 +176,11 @@ impl Holds {
     }
 }
 
-/// Blocks with a write under way: claimed under the metadata lock when the write is planned, and released when its
-/// result is in the metadata.
+/// Blocks with a write under way. They are claimed under the metadata lock when the write is planned, and released when
+/// the write's result is in the metadata.
 #[derive(Clone, Default)]
 pub struct InFlight {
-    /// Runs by first block, without overlaps. Adjacent runs are not joined: each is released as it was claimed.
+    /// Runs by first block, without overlaps. Adjacent runs are not merged, because each is released as it was claimed.
     runs: BTreeMap<u64, u64>,
 }
 
@@ -197,7 +197,7 @@ impl InFlight {
         self.runs.is_empty()
     }
 
-    /// Claims a run, no block of which is claimed.
+    /// Claims a run. No block of it may be claimed.
     pub fn claim(&mut self, run: Run) {
         debug_assert!(!self.contains(run.start) && self.runs.range(run.start..run.start + run.blocks).next().is_none());
         self.runs.insert(run.start, run.blocks);

@@ -1,4 +1,4 @@
-//! Placement alone: every state, and holds over several pending operations.
+//! Placement in isolation: every block state, and holds over several pending operations.
 
 use super::*;
 
@@ -30,7 +30,7 @@ fn a_block_is_held_until_the_last_operation_that_concerns_it_is_durable() {
     assert!(!holds.release_block(7, first));
     assert!(!holds.release_block(7, second));
     assert!(holds.release_block(7, third));
-    // A later operation holds the block again and alone releases it.
+    // A later operation holds the block again, and its completion alone releases the block.
     holds.hold_block(7, false);
     let fourth = holds.pushed();
     assert!(holds.release_block(7, fourth));
@@ -59,7 +59,7 @@ fn entries_that_move_take_the_hold_of_their_node_along_and_no_longer_one() {
     let second = holds.pushed();
     assert!(holds.is_node_held(NodeId(1)) && holds.is_node_held(NodeId(2)));
     holds.committed(first);
-    // The second operation is still pending; the hold that it spread ends with the hold that it came from.
+    // The second operation is still pending. The hold that it spread to another node ends with the original hold.
     assert!(!holds.is_node_held(NodeId(1)) && !holds.is_node_held(NodeId(2)));
     holds.committed(second);
 }

@@ -1,16 +1,16 @@
-//! Claims: free blocks on which operations under way rely, so that no other operation uses them too.
+//! Claims: free blocks on which an operation under way relies, so that no other operation uses them.
 //!
-//! 1. The claimed blocks never exceed the headroom: free blocks less the blocks set aside for thick disks. A claim is
-//!    added first and compared with the headroom afterwards. Code that lowers the headroom stores the new value first
-//!    and reads the claims afterwards, or holds a claim of that size. So no two operations rely on the same block.
-//! 2. A buffered block that may need a new place has a claim from before its acknowledgment until it is in the map. A
-//!    block without a claim overwrites a block of its disk, or takes one that is set aside for the disk. A hold or a
-//!    write in flight ends by itself, so it does not make the block take what others claimed: write-back waits for the
-//!    journal first, and what it still cannot place is written through the journal ([`Engine::log_batch`]) over its own
-//!    block.
-//! 3. A batch of write-back takes free blocks before the headroom is lowered, at its end. Until then they stay claimed:
-//!    by the entries of the batch, by the batch for entries without a claim, and by the batch for entries that are
-//!    replaced meanwhile ([`Engine::give_back_replaced`]).
+//! 1. Claimed blocks never exceed the headroom: the free blocks less those reserved for thick disks. A claim is added
+//!    first and compared with the headroom afterwards. Code that lowers the headroom stores the new value first and
+//!    reads the claims afterwards, or holds a claim of that size. So no two operations rely on the same block.
+//! 2. A buffered block that may need a new place is claimed from before its acknowledgment until it is in the map. A
+//!    buffered block without a claim overwrites a block of its disk, or uses a block reserved for the disk. A hold or a
+//!    write in flight may prevent the overwrite for some time, but must not make the block use claimed space.
+//!    Write-back then waits for the journal. A block that still has no place keeps its old one, and its payload goes
+//!    through the journal ([`Engine::log_batch`]).
+//! 3. A batch of write-back allocates blocks before it lowers the headroom, at its end. Until then the blocks stay
+//!    claimed: by the entries of the batch, by the batch for entries without a claim, and by the batch for entries that
+//!    are replaced meanwhile ([`Engine::give_back_replaced`]).
 
 use crate::Result;
 use crate::buffer::{Content, DirtyPiece, Layers};
@@ -20,7 +20,7 @@ use crate::engine::writeback::STEPS_MAX;
 use crate::engine::{Engine, Head};
 use backend::BLOCK_SIZE;
 
-/// Blocks on which an operation relies until this is dropped.
+/// Free blocks on which an operation relies until this is dropped.
 pub(crate) struct Claim<'a> {
     engine: &'a Engine,
     pub(crate) blocks: u64,
@@ -33,7 +33,7 @@ impl Drop for Claim<'_> {
 }
 
 impl Engine {
-    /// Makes sure that this many blocks are free beside those claimed by others.
+    /// Claims free blocks, and reserves more in the file system if too few are free.
     pub(crate) fn claim_blocks(&self, blocks: u64) -> Result<Claim<'_>> {
         let claims = self.reserves.add_claim(blocks);
         let claim = Claim { engine: self, blocks };
@@ -43,16 +43,17 @@ impl Engine {
         Ok(claim)
     }
 
-    /// The same without reserving space in the file system: `None` if there are not enough free blocks.
+    /// Claims free blocks without reserving more in the file system: `None` if too few are free.
     pub(crate) fn try_claim(&self, blocks: u64) -> Option<Claim<'_>> {
         let claims = self.reserves.add_claim(blocks);
         let claim = Claim { engine: self, blocks };
         (blocks == 0 || claims <= self.reserves.headroom()).then_some(claim)
     }
 
-    /// Moves a batch of the oldest layer into the map with its payload in the journal, as far as one flush would:
-    /// blocks that only the disk maps keep their places, held or not. For blocks for which no new place is left.
-    /// Returns the cost for which the journal had no room; those blocks stay buffered. Under gate and commit.
+    /// Moves a batch of the oldest layer into the map and its payload into the journal, at most as much as one flush
+    /// may. Blocks that only the disk maps keep their places, held or not. Used for blocks for which no new place is
+    /// left. Returns the cost for which the journal had no room; the remaining blocks stay buffered. The caller holds
+    /// the write-back gate and the journal lock.
     pub(crate) fn log_batch(&self, head: &Head, pieces: &[DirtyPiece]) -> Result<Option<Cost>> {
         let mut left = (self.payload_max() / BLOCK_SIZE as u64).max(1);
         let mut steps = STEPS_MAX;
@@ -67,7 +68,7 @@ impl Engine {
             }
             let mut buffer = head.lock();
             if let Some(cost) = self.log_entry(&mut buffer, head, &part, &mut steps)? {
-                // No cost is returned: the limit of steps in one turn was reached.
+                // A zero cost means that the step limit was reached.
                 return Ok((cost != Cost::default()).then_some(cost));
             }
         }
@@ -75,16 +76,16 @@ impl Engine {
     }
 }
 
-/// What a thick disk must have set aside when all its blocks become shared: its whole size, and the buffered blocks
-/// that use a part of that before.
+/// The reservation that a thick disk needs when all its blocks become shared: its whole size, and the buffered blocks
+/// that will use a part of the reservation before.
 pub(crate) struct Aside {
-    /// Blocks to be set aside.
+    /// The reservation that the disk needs.
     pub reserved: u64,
-    /// Blocks that this needs beyond those set aside or claimed already.
+    /// The blocks that are missing for it, beyond those reserved or claimed for the disk.
     pub lacks: u64,
 }
 
-/// See [`Aside`]; zero for a disk that is not thick.
+/// Computes [`Aside`]; `None` for a disk that is not thick.
 pub(crate) fn aside(catalog: &Catalog, disk: u64, blocks: u64, buffered: &Layers) -> Result<Option<Aside>> {
     let object = catalog.get(disk)?;
     if object.provisioning == crate::catalog::Provisioning::Thin {

@@ -1,9 +1,9 @@
-//! Reserves space in the file system: data blocks ahead of the writes that need them, and room for metadata ahead of
-//! both.
+//! Reserves space in the file system, ahead of the writes that need it: data blocks, and before them the metadata that
+//! will describe them.
 //!
-//! A reservation can wait for the file system's own journal for a long time, so it is made without the metadata lock:
-//! by maintenance ahead of need, otherwise by the writer that finds no free blocks. Only if neither came in time is it
-//! made under the lock.
+//! A reservation may wait for the journal of the file system for a long time, so it is made without the metadata lock:
+//! by maintenance ahead of need, otherwise by the writer that finds no free blocks. It is made under the lock only if
+//! both come too late.
 
 use super::unless_full;
 use crate::catalog::SLOTS_PER_PAGE;
@@ -15,7 +15,7 @@ use crate::space::{REGION_BLOCKS, REGION_PAGES, Run, SUMMARY_ENTRIES};
 use crate::{Error, ErrorKind, IoContext, Result};
 use backend::BLOCK_SIZE;
 
-/// Reservations of data are made in pieces of at least this many blocks (1 MiB) ...
+/// One reservation takes at least this many data blocks (1 MiB) ...
 const EXTENSION_MIN: u64 = 256;
 /// ... and at most this many (4 MiB).
 const EXTENSION_MAX: u64 = 1024;
@@ -24,13 +24,13 @@ const EXTENSION_SHARE: u64 = 128;
 /// The smallest reservation tried when the file system is nearly full, in blocks.
 const EXTENSION_LEAST: u64 = 16;
 
-/// Pages of the catalog for which room is kept beyond those in use.
+/// Catalog pages for which space is reserved beyond those in use.
 const CATALOG_AHEAD: u64 = 64;
 
-/// The highest cost of describing one more part of reserved space.
+/// The highest cost of recording one reservation.
 const EXTENSION_COST: Cost = Cost { bytes: 32, pages: 8 };
 
-/// The room that metadata needs in the file system.
+/// The space that metadata needs in the file system.
 pub(crate) struct Needs {
     /// Lengths to which the files have to grow, in bytes.
     files: [(PageFile, u64); 5],
@@ -39,19 +39,19 @@ pub(crate) struct Needs {
 }
 
 impl Engine {
-    /// Reserves more space until `claims` blocks fit into the free ones. Not to be called under a lock that a
+    /// Reserves space until the free blocks suffice for `claims` claimed blocks. Must not be called under a lock that a
     /// checkpoint takes.
     pub(crate) fn extend(&self, claims: u64) -> Result<()> {
         let mut largest = EXTENSION_MAX;
         while self.headroom_now() < claims {
-            // Each part by itself, because a thick disk may need any number of them.
+            // One grant for each reservation, because a thick disk may need any number of them.
             let _grant = self.admit(EXTENSION_COST)?;
             self.extend_once(claims, &mut largest)?;
         }
         Ok(())
     }
 
-    /// Free blocks on which writes may rely, including freed ones that no read names any more.
+    /// The free blocks on which writes may rely, including freed blocks to which no read refers any more.
     fn headroom_now(&self) -> u64 {
         let mut meta = self.meta.lock();
         meta.release_freed();
@@ -59,7 +59,7 @@ impl Engine {
         self.reserves.headroom()
     }
 
-    /// Reserves one part, of at most `largest` blocks, if `claims` blocks do not fit yet.
+    /// Makes one reservation of at most `largest` blocks, if the free blocks do not suffice for `claims` yet.
     fn extend_once(&self, claims: u64, largest: &mut u64) -> Result<()> {
         let _extending = self.reserves.lock_extending();
         let planned = self.meta.look(|meta| {
@@ -88,8 +88,8 @@ impl Engine {
         }
     }
 
-    /// The same as [`Engine::extend`] under the metadata lock, for `want` blocks: when a batch finds fewer free blocks
-    /// than it set aside.
+    /// Like [`Engine::extend`], but under the metadata lock and for `want` blocks: for a batch that finds fewer free
+    /// blocks than it had claimed.
     pub(crate) fn extend_locked(&self, meta: &mut Meta, want: u64) -> Result<()> {
         let Some(_extending) = self.reserves.try_extending() else { return Ok(()) };
         let mut want = extension(meta).max(want.min(EXTENSION_MAX));
@@ -105,7 +105,7 @@ impl Engine {
         }
     }
 
-    /// Takes up to `want` free blocks, reserving more in the file system if necessary.
+    /// Allocates up to `want` free blocks, and reserves more in the file system if none are free.
     pub(in crate::engine) fn allocate(&self, meta: &mut Meta, want: u64) -> Result<Run> {
         for attempt in 0..3 {
             if let Some(run) = meta.data.allocate(&mut meta.pages, want)? {
@@ -116,7 +116,7 @@ impl Engine {
             }
             self.extend_locked(meta, want)?;
         }
-        Err(Error::new(ErrorKind::NoSpace, "no free blocks although the file system gave some; run 'lamina check'"))
+        Err(Error::new(ErrorKind::NoSpace, "no free blocks although space was reserved for some; run 'lamina check'"))
     }
 
     fn reserve_run(&self, run: Run, needs: &Needs) -> Result<()> {
@@ -126,8 +126,8 @@ impl Engine {
         let length = run.blocks * BLOCK_SIZE as u64;
         self.check_room(length, "data")?;
         if let Err(error) = file.reserve(offset, length) {
-            // A file system that runs full meanwhile keeps the blocks that it had found, and no record describes them.
-            // On some file systems punching a hole needs room too.
+            // If the file system runs full during the reservation, it keeps the blocks found so far, and no record
+            // describes them. Punching a hole needs free space on some file systems, so it may fail as well.
             if file.punch(offset, length).is_err() {
                 self.reserves.note_unreturned(run);
             }
@@ -137,10 +137,10 @@ impl Engine {
         Ok(())
     }
 
-    /// Fails if the file system has no room for this many bytes. Asked first, because a file system that runs full
-    /// during a reservation searches for a long time, and keeps a part of what it found.
+    /// Fails if the file system has no room for this many bytes. Checked before a reservation, because a file system
+    /// that runs full during one searches for a long time and keeps a part of the space.
     pub(super) fn check_room(&self, length: u64, what: &str) -> Result<()> {
-        let room = self.directory.room().during(|| "asking for the room of the file system".into())?;
+        let room = self.directory.room().during(|| "querying the free space of the file system".into())?;
         if room.available >= length {
             return Ok(());
         }
@@ -151,7 +151,7 @@ impl Engine {
     }
 
     fn note_backed(&self, meta: &mut Meta, run: Run) -> Result<()> {
-        // The reservation itself must be durable before the journal describes it.
+        // The reservation must be durable before the journal describes it.
         let gate = self.log.clocks.wrote_home();
         let operation = Operation::Backed { run, backed: true };
         meta.enqueue(operation, gate).map_err(|error| self.stop(error))?;
@@ -160,7 +160,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Keeps some space reserved ahead of writes.
+    /// Reserves data blocks and map nodes ahead of writes.
     pub(crate) fn extend_ahead(&self) -> Result<()> {
         let short = {
             let meta = self.meta.lock();
@@ -169,29 +169,29 @@ impl Engine {
             (ahead > self.reserves.headroom()).then_some(ahead)
         };
         if let Some(claims) = short {
-            // A full file system is reported by the write that needs more.
+            // If the file system is full, the write that needs more blocks reports it.
             unless_full(self.extend(claims))?;
         }
         self.extend_map_ahead()
     }
 
-    /// Reserves the room that the tables, the summaries and the catalog with `records` new records will need, so that
-    /// no checkpoint finds the file system full.
+    /// Reserves space for the tables, the summaries, and the catalog with `records` new records, so that no checkpoint
+    /// finds the file system full.
     pub(crate) fn reserve_metadata(&self, meta: &Meta, records: u64) -> Result<()> {
         self.reserve_needs(&needs(meta, records, 0))
     }
 
-    /// Reserves what the tables of the present size need before any change is made. Under no lock.
+    /// Reserves space for the tables at their present size, before any change is made. Must be called without locks.
     pub(crate) fn reserve_tables(&self) -> Result<()> {
         let needs = needs(&self.meta.lock(), 0, 0);
         self.reserve_needs(&needs)
     }
 
-    /// Makes a reservation of metadata durable. A power cut would undo it, and recovery would find that another program
-    /// has taken the room.
+    /// Makes a reservation of metadata durable. A power cut would undo it otherwise, and another program might take the
+    /// space before recovery needs it.
     pub(super) fn keep_reserved(&self, file: PageFile) -> Result<()> {
         let synced = self.meta.file(file).sync().during(|| format!("flushing {}", file.name()));
-        // Pages written before may be lost with the failed flush.
+        // Pages written before may be lost with the failed flush, so the store stops.
         synced.map_err(|error| self.stop(error))
     }
 
@@ -216,7 +216,7 @@ fn extension(meta: &Meta) -> u64 {
     (meta.data.counts().used / EXTENSION_SHARE).clamp(EXTENSION_MIN, EXTENSION_MAX)
 }
 
-/// Lengths of the files that describe this many regions of map and data, and hold a catalog with this many slots.
+/// The lengths of the files that describe this many regions of map and data, and a catalog with this many slots.
 pub(crate) fn table_bytes(map_regions: u64, data_regions: u64, slots: u64) -> [(PageFile, u64); 5] {
     let table = |regions: u64| regions * REGION_PAGES;
     let summary = |regions: u64| regions / SUMMARY_ENTRIES + 1;
@@ -230,7 +230,7 @@ pub(crate) fn table_bytes(map_regions: u64, data_regions: u64, slots: u64) -> [(
     .map(|(file, pages)| (file, pages * BLOCK_SIZE as u64))
 }
 
-/// The room for metadata with this many new records, and with a map of at least `nodes`.
+/// The space for metadata with this many new records and a map of at least `nodes` nodes.
 pub(super) fn needs(meta: &Meta, records: u64, nodes: u64) -> Needs {
     let map_regions = meta.map.regions().max(nodes.div_ceil(REGION_BLOCKS));
     let files = table_bytes(map_regions, meta.data.regions(), meta.catalog.slots() + records);

@@ -1,7 +1,7 @@
-//! Reserves: free blocks and free nodes on which operations under way rely, and space reserved in the file system for
-//! them.
+//! Reserves: free data blocks and free map nodes on which operations under way rely, and the space reserved for them in
+//! the file system.
 //!
-//! Locks, in this order: `scarce`, `punching`, `extending`. The gate is taken under `scarce`. The commit log and the
+//! Lock order: `scarce`, `punching`, `extending`. The write-back gate is taken under `scarce`. The commit log and the
 //! metadata lock are taken under all three, never the other way round; only [`Reserves::try_extending`] may be called
 //! under them. `known` is held for a few instructions.
 
@@ -27,43 +27,46 @@ fn is_full(error: &Error) -> bool {
     error.kind() == ErrorKind::NoSpace
 }
 
-/// The same result, with a full file system as success: the operation that needs the space asks again.
+/// Treats a full file system as success, for callers that reserve ahead: the operation that needs the space tries
+/// again.
 pub(crate) fn unless_full(outcome: Result<()>) -> Result<()> {
     outcome.or_else(|error| if is_full(&error) { Ok(()) } else { Err(error) })
 }
 
-/// See the head of the file.
+/// The counters and locks of reserves, described at the head of the file.
 #[derive(Default)]
 pub struct Reserves {
-    /// Held from the change that marks space as not backed until its hole is punched. Contains runs whose punch failed.
+    /// Held from the change that marks space as not backed until its hole is punched. Contains runs whose punching
+    /// failed.
     punching: Mutex<Vec<Run>>,
     /// Held by a reservation of space in the file system: one at a time.
     extending: Mutex<()>,
-    /// Runs that occupy room, that nothing refers to, and whose punch failed where `punching` could not be locked.
+    /// Runs that take space of the file system without a record, and whose punching failed while `punching` was not
+    /// locked.
     unreturned: Mutex<Vec<Run>>,
-    /// Blocks for which buffered writes may need new places.
+    /// Claimed blocks: buffered writes and operations under way may need them.
     claims: AtomicU64,
     /// Free blocks on which writes may rely.
     headroom: AtomicU64,
-    /// Changes of the map that count beside the blocks of data in the buffer.
+    /// Counted map changes, in addition to one for each block of data in the buffers. See `nodes.rs`.
     changes: AtomicU64,
-    /// Changes for which the free nodes suffice.
+    /// The number of counted changes for which the free map nodes suffice.
     changes_max: AtomicU64,
-    /// The state from which that number was computed: the trees, and the free nodes.
+    /// The trees and free nodes from which `changes_max` was computed.
     known: Mutex<Option<(Forest, u64)>>,
-    /// Held by a write for which there are not enough nodes: one at a time.
+    /// Held by a write that waits for free nodes: one at a time.
     scarce: Mutex<()>,
     /// Bytes reserved in each metadata file.
     metadata: [AtomicU64; PageFile::COUNT],
 }
 
 impl Reserves {
-    /// Keeps holes from being punched. Contains the runs whose punch failed.
+    /// Prevents punching until the guard is dropped. Contains the runs whose punching failed.
     pub fn lock_punching(&self) -> MutexGuard<'_, Vec<Run>> {
         self.punching.lock()
     }
 
-    /// Notes that a run occupies room of the file system without a record, and could not be returned.
+    /// Records a run that takes space of the file system without a record and could not be punched.
     pub fn note_unreturned(&self, run: Run) {
         self.unreturned.lock().push(run);
     }
@@ -73,17 +76,17 @@ impl Reserves {
         std::mem::take(&mut self.unreturned.lock())
     }
 
-    /// Keeps space from being reserved.
+    /// Prevents reservations until the guard is dropped.
     pub fn lock_extending(&self) -> MutexGuard<'_, ()> {
         self.extending.lock()
     }
 
-    /// The same, unless space is being reserved.
+    /// Like [`Reserves::lock_extending`], but returns `None` during a reservation.
     pub fn try_extending(&self) -> Option<MutexGuard<'_, ()>> {
         self.extending.try_lock()
     }
 
-    /// Claims blocks; returns the number of all claimed blocks. Compared with the headroom afterwards.
+    /// Adds a claim and returns the number of all claimed blocks. The caller compares it with the headroom afterwards.
     pub fn add_claim(&self, blocks: u64) -> u64 {
         self.claims.fetch_add(blocks, Ordering::SeqCst) + blocks
     }
@@ -103,37 +106,38 @@ impl Reserves {
         self.headroom.load(Ordering::SeqCst)
     }
 
-    /// Sets the number of free blocks beyond those set aside. Called before claims are given back.
+    /// Sets the headroom: the free blocks beyond those reserved for thick disks. Called before claims are ended.
     pub fn set_headroom(&self, blocks: u64) {
         self.headroom.store(blocks, Ordering::SeqCst);
     }
 
-    /// Lets one write at a time wait for nodes.
+    /// Admits one write at a time to wait for nodes.
     pub fn lock_scarce(&self) -> MutexGuard<'_, ()> {
         self.scarce.lock()
     }
 
-    /// Counts changes of the map; returns the number of all counted ones. Compared with the maximum afterwards.
+    /// Adds to the counted map changes. The caller compares the count with the maximum afterwards.
     pub fn add_changes(&self, changes: u64) {
         self.changes.fetch_add(changes, Ordering::SeqCst);
     }
 
-    /// Removes changes from the count: they are in the map, or will not be made.
+    /// Removes changes from the count, because they are in the map or will not be made.
     pub fn end_changes(&self, changes: u64) {
         self.changes.fetch_sub(changes, Ordering::SeqCst);
     }
 
-    /// Counted changes.
+    /// The counted changes.
     pub fn changes(&self) -> u64 {
         self.changes.load(Ordering::SeqCst)
     }
 
-    /// Changes for which the free nodes suffice.
+    /// The number of counted changes for which the free nodes suffice.
     pub fn changes_max(&self) -> u64 {
         self.changes_max.load(Ordering::SeqCst)
     }
 
-    /// `find` computes for how many changes the free nodes suffice, unless `from` is as before.
+    /// Sets the maximum of counted changes to the result of `find`, unless it was computed for the same state `from`
+    /// before.
     pub fn publish_changes_max(&self, from: (Forest, u64), find: impl FnOnce() -> u64) {
         let mut known = self.known.lock();
         if *known != Some(from) {

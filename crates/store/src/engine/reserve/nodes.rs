@@ -1,21 +1,21 @@
-//! Free nodes of the map: an acknowledged change always finds enough of them on its way into the map.
+//! Free map nodes: an acknowledged change always finds enough of them when it enters the map.
 //!
-//! 1. Everything that may change the map counts as a number of *changes* (see [`crate::tree::nodes_needed`]) from
-//!    before its acknowledgment until it is in the map: a block of data as one, through the limit of the write buffer;
-//!    zeroes as one for each block; a discard of any length as [`DISCARD_CHANGES`]; writes past the buffer while they
-//!    are under way. Changes that enter the map at once, under the metadata lock, are compared with the spare nodes
-//!    instead.
-//! 2. The free nodes, less [`KEPT`], suffice for all counted changes when one more is let in. Changes are added first
-//!    and compared with [`Reserves::changes_max`] afterwards; code that uses nodes publishes the new maximum first and
-//!    removes its changes from the count afterwards. So the nodes that a change has used are missing from the maximum,
-//!    or the change still counts.
-//! 3. The need of the changes that were let in only falls afterwards: each takes no more than its part of the limit. A
-//!    snapshot taken later separates them from later changes, and increases the need of none.
-//! 4. A write that lies over written blocks of its disk alone needs no nodes, and is let in when there are none. It
-//!    never gets a new place: write-back waits for the operations that hold its blocks, or lets the journal write it
-//!    over them.
-//! 5. [`KEPT`] nodes are for discards on a full file system, and half of them for writes of thick disks, which are let
-//!    in one at a time then. Dropping deleted trees, sealing snapshots and changing the catalog need no nodes.
+//! 1. Everything that may change the map is counted as a number of *changes* (see [`crate::tree::nodes_needed`]) from
+//!    before its acknowledgment until it is in the map. A block of data counts as one, through the limit of the write
+//!    buffer; a zeroed range as one for each block; a discard of any length as [`DISCARD_CHANGES`]. Writes that bypass
+//!    the buffer count while they are under way. Changes that enter the map at once, under the metadata lock, are
+//!    compared with the spare nodes instead.
+//! 2. When one more change is admitted, the free nodes, less [`KEPT`], suffice for all counted changes. Changes are
+//!    added to the count first and compared with [`Reserves::changes_max`] afterwards. Code that uses nodes publishes
+//!    the new maximum first and removes its changes from the count afterwards. So the nodes that a change has used are
+//!    subtracted from the maximum, or the change still counts.
+//! 3. Admitted changes never need more nodes later: each uses no more nodes than were counted for it, and a later
+//!    snapshot only separates these changes from later ones.
+//! 4. A write whose blocks are all written blocks that only its disk maps needs no nodes, and is admitted when none are
+//!    free. It never gets new blocks: write-back waits for the operations that hold its blocks, or the journal carries
+//!    the payload to the same blocks.
+//! 5. [`KEPT`] nodes are kept for discards on a full file system. Writes of thick disks may use half of them, one write
+//!    at a time. Dropping deleted trees, sealing snapshots and changing the catalog need no nodes.
 
 use super::{is_full, unless_full};
 use crate::buffer::{Content, DISCARD_CHANGES, Held};
@@ -30,22 +30,24 @@ use std::time::Duration;
 
 /// Free nodes that writes do not use (1 MiB).
 pub(crate) const KEPT: u64 = 256;
-/// Free nodes that writes of thick disks do not use on a full file system: their data has its space.
+/// Free nodes that even writes of thick disks do not use on a full file system. The data blocks of such writes are
+/// reserved already.
 const KEPT_BY_THICK: u64 = KEPT / 2;
 /// Map nodes reserved at a time: one part in 16 of the used ones, within these limits.
 const NODES: std::ops::RangeInclusive<u64> = 256..=4096;
 /// Free map nodes that maintenance keeps while clients write.
 const NODES_AHEAD: u64 = 1024;
-/// Changes beyond a full buffer that are let in at the same time, and as many blocks of zeroes.
+/// Changes that are admitted in addition to a full buffer, and as many again for blocks of zeroes.
 const CHANGES_BESIDE: u64 = 1 << 14;
-/// Batches written back for one write that finds no nodes, before it is refused although other work continues.
+/// The most batches that a write waiting for nodes has written back before it is refused, even if other clients
+/// continue.
 pub(crate) const DRAINS_MAX: u32 = 1 << 12;
-/// How often the end of work under way is waited for, [`LOOK_AGAIN`] each time.
+/// How often a write waits for work under way to end, [`LOOK_AGAIN`] each time.
 const UNDER_WAY_MAX: u32 = 1000;
-/// How long a write waits that would fit if no other work were under way.
+/// How long a write sleeps that must wait for work under way.
 const LOOK_AGAIN: Duration = Duration::from_millis(1);
 
-/// Changes of the map that are under way outside the buffer, until this is dropped.
+/// Counted map changes under way outside the buffer, until this is dropped.
 pub(crate) struct Changes<'a> {
     engine: &'a Engine,
     changes: u64,
@@ -61,8 +63,8 @@ fn nodes_more(used: u64) -> u64 {
     (used / 16).clamp(*NODES.start(), *NODES.end())
 }
 
-/// Nodes that this many changes may need, with a batch of write-back in flight: the batch may bring entries into the
-/// map that were replaced in the buffer meanwhile.
+/// The nodes that this many changes may need while a batch of write-back is in flight: the batch may move entries into
+/// the map that were replaced in the buffer meanwhile.
 fn needed(forest: &Forest, changes: u64) -> u64 {
     nodes_needed(forest, changes + changes.min(BATCH_MAX))
 }
@@ -82,25 +84,25 @@ fn covered_by(forest: &Forest, free: u64, limit: u64) -> u64 {
 }
 
 impl Engine {
-    /// The trees that may be changed.
+    /// The trees that counted changes may affect.
     fn forest(&self, meta: &Meta) -> Forest {
-        // One more, for a disk that is changed without having been opened.
+        // One more, for a disk that is changed before it has a buffer.
         let trees = self.buffers.count() + 1;
         Forest { trees, levels: meta.levels(), layers: 1 + self.buffers.sealing(), used: meta.map.counts().used }
     }
 
-    /// All counted changes.
+    /// The number of counted changes.
     fn changes(&self) -> u64 {
         self.buffers.blocks() + self.reserves.changes()
     }
 
-    /// Changes that are let in at the same time.
+    /// The most changes that are admitted at the same time.
     fn changes_limit(&self) -> u64 {
         2 * self.buffers.limit() + CHANGES_BESIDE
     }
 
-    /// Publishes for how many changes the free nodes suffice. Under the metadata lock, before changes are removed from
-    /// the count.
+    /// Publishes the number of changes for which the free nodes suffice. Called under the metadata lock, before changes
+    /// are removed from the count.
     pub(crate) fn update_changes_max(&self, meta: &Meta) {
         let (forest, free) = (self.forest(meta), meta.map.counts().free);
         self.reserves.publish_changes_max((forest, free), || covered_by(&forest, free, self.changes_limit()));
@@ -111,7 +113,7 @@ impl Engine {
         self.changes() <= self.reserves.changes_max()
     }
 
-    /// Requests more nodes ahead of need, from time to time.
+    /// Requests more nodes ahead of need. Not at each call, because writers call this for each write.
     pub(crate) fn ask_for_nodes(&self, blocks: u64) {
         let changes = self.changes();
         if changes + changes / 2 > self.reserves.changes_max() && changes / 64 != changes.saturating_sub(blocks) / 64 {
@@ -119,7 +121,7 @@ impl Engine {
         }
     }
 
-    /// Measures the height of a disk's tree, once.
+    /// Measures the height of a disk's tree, unless it is known.
     pub(crate) fn measure(&self, head: &Head) -> Result<()> {
         if head.is_measured() {
             return Ok(());
@@ -130,11 +132,11 @@ impl Engine {
         Ok(())
     }
 
-    /// Whether this many nodes are free beyond those for all counted changes and `keep`: for an operation that does not
-    /// count as changes, and is applied next under this lock.
+    /// Whether this many nodes are free beyond `keep` and those for all counted changes. For an operation that is not
+    /// counted, and that the caller applies next under the same lock.
     pub(crate) fn are_spare(&self, meta: &Meta, nodes: u64, keep: u64) -> bool {
         let (forest, free) = (self.forest(meta), meta.map.counts().free);
-        // Published first, so that a change that is added from now on finds them used.
+        // The maximum is published first, so that a change that is counted from now on takes these nodes into account.
         let left = free.saturating_sub(nodes);
         self.reserves.publish_changes_max((forest, left), || covered_by(&forest, left, self.changes_limit()));
         let spare = free >= nodes + keep && self.is_covered();
@@ -149,8 +151,9 @@ impl Engine {
         nodes_needed(&self.forest(meta), DISCARD_CHANGES)
     }
 
-    /// Makes this many nodes spare, beyond `keep`: reserves room in the file system, or brings buffered data into the
-    /// map. Others may use them before the caller looks. Under no lock.
+    /// Frees or reserves nodes until this many are spare beyond `keep`: reserves space in the file system, or moves
+    /// buffered data into the map. Another thread may use the nodes before the caller does. Must be called without
+    /// locks.
     pub(crate) fn make_spare(&self, nodes: u64, keep: u64) -> Result<()> {
         let _turn = self.reserves.lock_scarce();
         let (mut tries, failures) = (0, self.writeback.failing.count());
@@ -162,7 +165,7 @@ impl Engine {
             match extended {
                 Err(error) if !is_full(&error) => return Err(error),
                 Err(_) if self.drain_once(failures)? => {}
-                // Nothing is buffered: the other counted changes are under way and end by themselves.
+                // Nothing is buffered. The other counted changes are under way and end without this thread.
                 Err(_) if self.changes() > 0 && tries < UNDER_WAY_MAX => {
                     tries += 1;
                     if self.options.threads {
@@ -174,8 +177,8 @@ impl Engine {
         }
     }
 
-    /// Brings a batch of buffered data into the map; false if nothing is buffered. A batch that cannot enter the map,
-    /// because metadata of its disk cannot be read, is an error only if no other disk makes progress.
+    /// Moves a batch of buffered data into the map. False if nothing is buffered. If a batch cannot enter the map
+    /// because metadata of its disk cannot be read, that is an error only if no other disk makes progress.
     pub(crate) fn drain_once(&self, failures: u64) -> Result<bool> {
         match self.write_back_once() {
             Err(_) if !self.running.is_stopped() => self.writeback.failing.check(failures).map(|()| true),
@@ -183,15 +186,15 @@ impl Engine {
         }
     }
 
-    /// Counts this many changes if the free nodes suffice for them now. Under any lock.
+    /// Counts this many changes if the free nodes suffice for them now. May be called under any lock.
     pub(crate) fn try_changes(&self, head: &Head, changes: u64) -> Option<Changes<'_>> {
         self.reserves.add_changes(changes);
         let claim = Changes { engine: self, changes };
         (changes == 0 || head.is_measured() && self.is_covered()).then_some(claim)
     }
 
-    /// Makes room in the buffer and among the changes for a write; false if there are no nodes for it and it needs
-    /// none.
+    /// Reserves buffer space and counts changes for a write. The boolean is false if no nodes are free and the write
+    /// needs none.
     pub(crate) fn take_changes(
         &self,
         head: &Head,
@@ -229,7 +232,7 @@ impl Engine {
         let needs_none = || {
             let own = {
                 let buffer = head.lock();
-                // The second part of a discard that it splits may need nodes.
+                // If the write splits a discard, its second part may need nodes.
                 is_data && buffer.layers.is_single() && !buffer.layers.cuts_discard(range)
             };
             self.fits_in_written(head, own, range.clone())
@@ -239,9 +242,9 @@ impl Engine {
         Ok((held, covered))
     }
 
-    /// Has `take` count `own` changes once the free nodes suffice for them beside all others; false if they do not
-    /// suffice and `needs_none` returns that none are needed. Reserves room in the file system; if that is full, waits
-    /// until buffered data is in the map. After an error nothing counts.
+    /// Counts `own` changes with `take` once the free nodes suffice for all counted ones. False if they do not suffice
+    /// and `needs_none` returns that the write needs none. Reserves space in the file system; if the file system is
+    /// full, waits until buffered data is in the map. After an error nothing is counted.
     fn cover(
         &self,
         own: u64,
@@ -254,10 +257,10 @@ impl Engine {
         if self.is_covered() {
             return Ok(true);
         }
-        // Not counted while it waits: two waiting writes would block each other.
+        // The write is not counted while it waits, because two waiting writes would block each other.
         give_back();
         let _turn = self.reserves.lock_scarce();
-        // A write let in because it needs no nodes does not count.
+        // A write that is admitted because it needs no nodes stays counted; otherwise it is removed from the count.
         let goes_in_without = || match needs_none() {
             Ok(true) => Ok(true),
             other => {
@@ -280,7 +283,7 @@ impl Engine {
             if self.drain_once(failures)? && drains < DRAINS_MAX {
                 continue;
             }
-            // Nothing is buffered, unless other clients write all the time.
+            // Nothing is buffered, unless other clients write continuously.
             let (lacks, committed) = {
                 let meta = self.meta.lock();
                 let lacks = needed(&self.forest(&meta), own) + keep > meta.map.counts().free;
@@ -288,7 +291,7 @@ impl Engine {
             };
             if keep < KEPT && !lacks && self.changes() == 0 {
                 take()?;
-                // Another write may have been let in since.
+                // Another write may have been admitted meanwhile.
                 if self.changes() == own {
                     return Ok(true);
                 }
@@ -296,7 +299,7 @@ impl Engine {
                 continue;
             }
             if lacks || drains >= DRAINS_MAX {
-                // The disk's own blocks that are held can be overwritten once that is durable.
+                // Blocks of the disk that are held can be overwritten in place once the pending changes are durable.
                 if !committed && self.commit_changes().is_ok() {
                     take()?;
                     if goes_in_without()? {
@@ -314,8 +317,8 @@ impl Engine {
         }
     }
 
-    /// Reserves room in the file system until the free nodes suffice for all counted changes, as far as they are let
-    /// in, and for `more` beyond.
+    /// Reserves space in the file system until the free nodes suffice for all counted changes, up to the most that are
+    /// admitted, and for `more` nodes.
     pub(crate) fn extend_map(&self, more: u64) -> Result<()> {
         let _extending = self.reserves.lock_extending();
         let (counts, lacks) = {
@@ -336,7 +339,7 @@ impl Engine {
         }
     }
 
-    /// Keeps nodes reserved ahead of writes.
+    /// Reserves map nodes ahead of writes.
     pub(crate) fn extend_map_ahead(&self) -> Result<()> {
         let _extending = self.reserves.lock_extending();
         let (counts, wanted) = {
@@ -349,11 +352,12 @@ impl Engine {
         if counts.free >= wanted {
             return Ok(());
         }
-        // A full file system is reported by the write that needs more.
+        // If the file system is full, the write that needs more nodes reports it.
         unless_full(self.lengthen_map(counts.backed, (wanted - counts.free).max(nodes_more(counts.used))))
     }
 
-    /// Reserves this many nodes more, after the room for their table entries. Under no lock except that on extending.
+    /// Reserves this many additional nodes, after the space for their table entries. Must be called without locks
+    /// except `extending`.
     fn lengthen_map(&self, backed: u64, more: u64) -> Result<()> {
         let needs = super::extend::needs(&self.meta.lock(), 0, backed + more);
         self.reserve_needs(&needs)?;
@@ -372,12 +376,12 @@ impl Engine {
         self.keep_reserved(PageFile::Map)
     }
 
-    /// Finds the nodes that were reserved after the checkpoint from which recovery starts: the journal may use them,
-    /// and a full file system has no others.
+    /// Finds nodes that were reserved after the last checkpoint: replay may need them, and a full file system has no
+    /// others.
     pub(crate) fn find_reserved_nodes(&self) -> Result<()> {
         let (file, size) = (self.meta.file(PageFile::Map), BLOCK_SIZE as u64);
         let mut end = self.meta.lock().map.counts().backed * size;
-        let doing = || "asking the file system which space the map takes".into();
+        let doing = || "querying which space the map takes in the file system".into();
         while let Some(found) = file.next_allocated(end).during(doing)?.filter(|found| found.start <= end) {
             end = found.end;
         }
@@ -385,8 +389,8 @@ impl Engine {
         Ok(())
     }
 
-    /// Makes sure that the next operation finds as many nodes as any operation needs; false if the file system is full.
-    /// Under the metadata lock, for operations that are not counted: replay, and cases that should not occur.
+    /// Makes sure that enough nodes are free for the next operation. False if the file system is full. Called under the
+    /// metadata lock, for operations that are not counted: replay, and cases that should not occur.
     pub(crate) fn ensure_nodes(&self, meta: &mut Meta, nodes: u64) -> Result<bool> {
         let counts = meta.map.counts();
         if counts.free >= nodes {

@@ -1,12 +1,12 @@
-//! Room of the file system that no block claims: what a crash leaves between reserving space and the journal knowing of
-//! it, or between the journal letting go of space and the hole being punched.
+//! Finds unclaimed space: space of the data files that the table does not count as backed. A crash leaves it between a
+//! reservation and its record, or between the record and the punching of a hole.
 //!
-//! A region without such room takes exactly as much of the file system as its summary says is backed, so that looking
-//! for it costs one question to the file system per region; only a region that takes more is looked at block by block.
+//! A region without unclaimed space takes exactly as much of the file system as its summary counts as backed. So the
+//! search costs one query of the file system per region, and only a region that takes more is compared block by block.
 //!
-//! What must hold: nothing is reserved or punched in a region while it is looked at. Reserving happens under
-//! `extending`, which is held for one region at a time; punching under `punching`, which is held as long, unless the
-//! caller holds it or has no threads to fear. The metadata lock is held to look at counts and entries only.
+//! What must hold: nothing is reserved or punched in a region while it is compared. `extending`, which reservations
+//! take, is held for one region at a time. `punching` is held as long, unless the caller holds it or the store has no
+//! threads. The metadata lock is held only to read counts and entries.
 
 use crate::engine::Engine;
 use crate::space::{REGION_BLOCKS, Run, TABLE_ENTRIES};
@@ -15,23 +15,23 @@ use backend::{BLOCK_SIZE, File};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// As long as a file can be.
+/// An offset past the end of any file.
 const END: u64 = i64::MAX as u64;
 
 impl Engine {
-    /// Calls `each` for every run of blocks that takes room of the file system and is not backed. `running` when holes
-    /// may be punched meanwhile.
+    /// Calls `each` for every run of blocks that takes space of the file system and is not backed. `running` is true
+    /// when another thread may punch holes meanwhile.
     pub(crate) fn unclaimed_room(
         &self,
         running: bool,
         each: &mut dyn FnMut(&dyn File, Run) -> Result<()>,
     ) -> Result<()> {
-        // Space that follows the length of a file is not left behind in it.
+        // On media other than local files, space follows the length of the file, so no unclaimed space exists.
         let local = |file: &Arc<dyn File>| file.local().is_some();
         for (number, file) in (0u64..).zip(self.files.all()).filter(|(_, file)| local(file)) {
             let base = number * crate::space::FILE_BLOCKS;
             let mut at = 0;
-            // Files are sparse: regions that take no room are never met.
+            // The data files are sparse: regions without space are skipped.
             while let Some(first) = next(&*file, at)? {
                 let region = base + first.start.max(at) / BLOCK_SIZE as u64 / REGION_BLOCKS * REGION_BLOCKS;
                 let _punching = running.then(|| self.reserves.lock_punching());
@@ -43,7 +43,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Looks at one region; returns the byte offset of its end in the file.
+    /// Compares one region. Returns the byte offset of its end in the file.
     fn unclaimed_in_region(
         &self,
         file: &dyn File,
@@ -59,7 +59,7 @@ impl Engine {
         while let Some(found) = next(file, at)?
             && found.start < bytes.end
         {
-            // Blocks that are taken in part, at an end of file that is none of ours, count for nothing.
+            // Partial blocks are ignored. They exist only if the file ends within a block.
             let range = found.start.max(bytes.start).div_ceil(size)..found.end.min(bytes.end) / size;
             if !range.is_empty() {
                 blocks += range.end - range.start;
@@ -110,7 +110,8 @@ impl Engine {
         Ok(bytes.end)
     }
 
-    /// Gives back what a crash left. Where the file system has no room for a hole, maintenance does it later.
+    /// Punches the unclaimed space that a crash left. If punching fails because the file system is full, maintenance
+    /// tries again later.
     pub(crate) fn return_unclaimed_room(&self) -> Result<()> {
         let mut returned = 0;
         self.unclaimed_room(false, &mut |file, run| {
@@ -123,21 +124,24 @@ impl Engine {
             Ok(())
         })?;
         if returned > 0 {
-            tracing::info!(blocks = returned, "gave back space that a crash had left without an owner");
+            tracing::info!(
+                blocks = returned,
+                "returned unused space to the file system that a crash had left reserved"
+            );
         }
         Ok(())
     }
 }
 
-/// Gives a run back to the file system.
+/// Punches a hole for a run.
 pub(crate) fn punch(file: &dyn File, run: Run) -> Result<()> {
     let (_, offset, length) = crate::buffer::place(run);
-    file.punch(offset, length).during(|| format!("giving {length} bytes without an owner back"))
+    file.punch(offset, length).during(|| format!("returning {length} unused bytes to the file system"))
 }
 
 fn next(file: &dyn File, from: u64) -> Result<Option<Range<u64>>> {
     if from >= END {
         return Ok(None);
     }
-    file.next_allocated(from).during(|| "asking the file system which space a data file takes".into())
+    file.next_allocated(from).during(|| "querying which space a data file takes in the file system".into())
 }

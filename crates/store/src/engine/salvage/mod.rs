@@ -1,13 +1,13 @@
 //! Reads disks and snapshots out of a store that cannot be opened, without writing to it.
 //!
-//! The store is opened over an [`Overlay`], which keeps everything that recovery writes in memory. State that an
-//! ordinary opening refuses is used as far as it can be proven, and the rest is named (`open`). Pages come from their
-//! places, from the images of the last checkpoint, or with one inverted bit corrected ([`crate::pages::Mender`]). Lost
-//! tables are counted again from the trees (`../rebuild.rs`). Operations of the journal that meet damage are left out,
-//! with the ranges that they concern (`../left_out.rs`).
+//! The store is opened over an [`Overlay`], which keeps all writes of recovery in memory. Damaged state that an
+//! ordinary opening refuses is used as far as its content is proven, and the rest is reported (`open`). Pages are read
+//! from their places or from the images of the last checkpoint; one inverted bit is corrected
+//! ([`crate::pages::Mender`]). Lost tables are rebuilt from the trees (`../rebuild.rs`). Operations of the journal that
+//! change damaged metadata are left out, and their ranges are reported (`../left_out.rs`).
 //!
-//! What must hold: content that is returned as good is what was written. A block is good if it has the checksum in the
-//! table, and no operation that was left out may have changed it since.
+//! What must hold: content that is returned as good is what was written. A block is good if its checksum equals the one
+//! in the table, and no operation that was left out may have changed it.
 
 mod open;
 
@@ -29,11 +29,11 @@ pub struct Salvage {
     notes: Vec<String>,
     /// Blocks of disks and snapshots that the left-out operations concern.
     left_out: BTreeMap<u64, Vec<Range<u64>>>,
-    /// Objects whose records were on a damaged page.
+    /// Objects whose records come from a damaged page of the catalog.
     unproven: BTreeSet<u64>,
     /// Part of the journal is lost: the content is older than what was acknowledged.
     behind: bool,
-    /// Blocks whose content is known to be newer than what can be read.
+    /// Blocks whose newest content is in a part of the journal that cannot be replayed.
     outdated: BTreeSet<u64>,
 }
 
@@ -46,25 +46,26 @@ pub struct Salvaged {
     pub proven: bool,
 }
 
-/// The state of some blocks of a disk.
+/// The state of a run of blocks of a disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SalvagedPiece {
-    /// They read as zeros.
+    /// The blocks read as zeros.
     Zero,
-    /// They are in the store from this block on.
+    /// The blocks are in the data files, from this physical block on.
     Data(u64),
-    /// They cannot be found.
+    /// The blocks cannot be found.
     Lost,
 }
 
 /// How far the content of a block can be trusted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verdict {
-    /// It is what was written.
+    /// The content is what was written.
     Good,
-    /// It was being overwritten when the store stopped: it holds what that left, and no flush ever covered it.
+    /// The block was being overwritten when the store stopped. The content is the result of that, and no flush covered
+    /// it.
     Unverified,
-    /// It is not what was written.
+    /// The content is not what was written.
     Lost,
 }
 
@@ -94,7 +95,7 @@ impl Salvage {
                 out.push(salvaged(disk));
                 out.extend(catalog.snapshots_of(disk.id).filter(|snapshot| !snapshot.incomplete).map(salvaged));
             }
-            // Snapshots of disks whose record is lost.
+            // The remaining snapshots belong to disks whose records are lost.
             let orphan = |object: &&Object| object.is_snapshot() && catalog.find(object.disk).is_none();
             let mut orphans: Vec<Salvaged> = catalog.objects().filter(orphan).map(salvaged).collect();
             orphans.sort_by_key(|orphan| orphan.object.id);
@@ -103,7 +104,7 @@ impl Salvage {
         })
     }
 
-    /// The blocks of an object that cannot be found: sorted, without overlaps.
+    /// The blocks of an object that cannot be found: ranges in ascending order, without overlaps.
     pub fn lost(&self, id: u64) -> Result<Vec<Range<u64>>> {
         let mut ranges = self.left_out.get(&id).cloned().unwrap_or_default();
         let mut meta = self.engine.meta.lock();
@@ -162,15 +163,14 @@ impl Salvage {
         Ok(())
     }
 
-    /// Reads blocks of the store from `physical` on into `out`, and returns how far each can be trusted. Lost blocks
-    /// read as zeros.
+    /// Reads physical blocks from `physical` on into `out`, and returns a verdict for each. Lost blocks read as zeros.
     pub fn read(&self, physical: u64, out: &mut [u8]) -> Vec<Verdict> {
         let run = Run { start: physical, blocks: (out.len() / BLOCK_SIZE) as u64 };
         let located = self.engine.files.locate(run).ok();
         let whole = located.as_ref().is_some_and(|(file, offset)| file.read_at(out, *offset).is_ok());
         let mut verdicts = Vec::with_capacity(run.blocks as usize);
         for (number, block) in (physical..).zip(out.chunks_exact_mut(BLOCK_SIZE)) {
-            // A bad sector must not keep its neighbours from being read.
+            // If a sector of the run is unreadable, the other blocks are read one by one.
             let read = whole
                 || located.as_ref().is_some_and(|(file, offset)| {
                     file.read_at(block, offset + (number - physical) * BLOCK_SIZE as u64).is_ok()
@@ -190,7 +190,7 @@ impl Salvage {
         }
         match self.engine.meta.lock().entry(number) {
             Ok(entry) if entry.references > 0 && entry.checksum == checksum(content) => Verdict::Good,
-            // If part of the journal is lost, the block may have another owner since.
+            // If part of the journal is lost, the block may have been reused for another disk.
             Ok(entry) if entry.references > 0 && entry.suspect && !self.behind => Verdict::Unverified,
             _ => Verdict::Lost,
         }
@@ -219,7 +219,7 @@ impl Salvage {
 /// All blocks of a disk.
 const EVERYTHING: Range<u64> = 0..LOGICAL_LIMIT;
 
-/// Whether an object is one that can be read out.
+/// Whether an object can be read out: not one that was deleted or is unsealed.
 fn is_readable(object: &Object) -> bool {
     matches!(object.state, ObjectState::Disk | ObjectState::Snapshot)
 }

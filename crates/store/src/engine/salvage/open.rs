@@ -1,11 +1,11 @@
-//! Finds the newest state that can be proven, in memory.
+//! Finds the newest state of a damaged store that can be proven, in memory.
 //!
-//! 1. The superblock: the newer copy that is undamaged, or undamaged but for one inverted bit; without either, the
-//!    record in the images of the last checkpoint, which counts whether or not a superblock named them.
-//! 2. The images of that checkpoint, if they have to be written to their places. A place whose image is damaged is
-//!    invalidated: it may hold a page of the checkpoint before.
-//! 3. Pages, with those rebuilt that follow from others.
-//! 4. The journal, as far as it is undamaged. Blocks that later batches name count as lost.
+//! 1. The superblock: the newer copy that is undamaged, or undamaged after one inverted bit is corrected. If both are
+//!    lost, the record in the images of the last checkpoint is used, whether or not a superblock named these images.
+//! 2. The images of that checkpoint, if they have to be written to their places. If an image is damaged, its place is
+//!    invalidated, because it may hold a page of the previous checkpoint.
+//! 3. The pages. Those that can be derived from others are rebuilt if they are damaged.
+//! 4. The journal, up to the first damage. Blocks that later batches name count as lost.
 
 use super::super::check::{Report, Window, count_trees};
 use super::super::files::{DataFiles, JOURNAL_FILE, SUPERBLOCK_FILE};
@@ -29,7 +29,7 @@ use std::sync::Arc;
 /// Limit of the metadata cache (64 MiB): there is one reader.
 const METADATA_CACHE: usize = 64 << 20;
 
-/// See the steps at the head of the file.
+/// Opens a damaged store in the steps described at the head of the file.
 pub fn open(below: Arc<dyn Directory>) -> Result<Salvage> {
     let directory: Arc<dyn Directory> = Arc::new(Overlay::over(below));
     let mut notes = Vec::new();
@@ -59,13 +59,13 @@ pub fn open(below: Arc<dyn Directory>) -> Result<Salvage> {
     journal.mend();
     let found = survey(&journal, superblock.incarnation)?;
     if let Some(checkpoint) = &found.checkpoint {
-        // Version 1 kept images in the ring.
+        // Version 1 kept the images in the ring.
         let mut pages = Vec::new();
         super::super::recover::collect_images(&journal, superblock.tail, checkpoint, &mut pages)?;
         write_home(&files, &pages)?;
         checkpoint.record().update(&mut superblock);
     }
-    // Every append lies behind the tail, so a truncated journal has lost it.
+    // A truncated journal has lost appends, because all of them lie after the tail.
     let behind = found.beyond.is_some() || length < superblock.journal_size && !superblock.clean;
 
     let mut pages = Pages::new(files.clone(), METADATA_CACHE);
@@ -77,8 +77,8 @@ pub fn open(below: Arc<dyn Directory>) -> Result<Salvage> {
     let mut beyond = Beyond::default();
     if behind {
         notes.push(format!(
-            "the journal is damaged at position {}: what was acknowledged behind it is lost, and disks are as they were \
-             before; what is known to have changed since is named",
+            "the journal is damaged at position {}: changes acknowledged after it are lost, and disks have their state \
+             from before; blocks that are known to have changed since are named",
             found.end.position
         ));
         beyond.read(&journal, &found)?;
@@ -109,14 +109,14 @@ pub fn open(below: Arc<dyn Directory>) -> Result<Salvage> {
     for (disk, ranges) in beyond.ranges {
         left_out.entry(disk).or_default().extend(ranges);
     }
-    // Objects on lost pages of the catalog have the state of the last checkpoint.
+    // Objects from lost pages of the catalog have the state of the last checkpoint: their later changes are missing.
     if found.end != superblock.tail {
         unproven.iter().for_each(|id| note_changes(&engine, *id, &superblock, found.end, &mut left_out));
     }
     Ok(Salvage { engine, notes, left_out, unproven, behind, outdated: beyond.blocks })
 }
 
-/// Makes files that are missing, in memory.
+/// Creates missing files, in memory.
 fn complete(directory: &dyn Directory, notes: &mut Vec<String>) -> Result<()> {
     let names = directory.list().during(|| "listing the datastore".into())?;
     let known = PageFile::ALL.map(PageFile::name);
@@ -134,7 +134,7 @@ fn complete(directory: &dyn Directory, notes: &mut Vec<String>) -> Result<()> {
     }
 }
 
-/// The newest superblock that can be proven, the images file, and the images that have to be applied.
+/// The newest superblock that can be proven, the images file, and the images that have to be written to their places.
 fn find_state(
     directory: &dyn Directory,
     superblock_file: &dyn File,
@@ -152,7 +152,9 @@ fn find_state(
             Ok((superblock, images, other_lost))
         }
         Err(error) if error.kind() == ErrorKind::Corrupt => {
-            notes.push("neither copy of the superblock can be read; what the last checkpoint says is used".to_owned());
+            notes.push(
+                "neither copy of the superblock can be read; the record of the last checkpoint is used".to_owned(),
+            );
             let salt = Images::lost_salt(directory).or_else(|| Journal::first_salt(journal)).unwrap_or(0);
             let mut images = Images::of_lost(directory, salt)?;
             images.mend();
@@ -170,7 +172,7 @@ fn find_state(
     }
 }
 
-/// The pages of the last checkpoint, if they may not be at their places.
+/// Writes the images of the last checkpoint to their places, if they may not be there.
 fn take_images_home(
     superblock: &mut Superblock,
     images: &Images,
@@ -202,7 +204,7 @@ fn take_images_home(
     Ok(())
 }
 
-/// Rebuilds pages that follow from others; returns the objects whose records are on damaged pages.
+/// Rebuilds damaged pages that can be derived from others. Returns the objects whose records are on damaged pages.
 fn renew(engine: &Engine, notes: &mut Vec<String>) -> Result<BTreeSet<u64>> {
     let mut guard = engine.meta.lock();
     let meta = &mut *guard;
@@ -230,7 +232,8 @@ fn renew(engine: &Engine, notes: &mut Vec<String>) -> Result<BTreeSet<u64>> {
     Ok(unproven)
 }
 
-/// Uses the records on damaged pages of the catalog that name a tree which no other object refers to.
+/// Uses those records from damaged pages of the catalog whose root has a reference in the table that no other tree
+/// accounts for. Returns their objects.
 fn admit_unproven(meta: &mut Meta) -> Result<BTreeSet<u64>> {
     let mut unproven = BTreeSet::new();
     if meta.catalog.unproven().next().is_none() {
@@ -255,7 +258,7 @@ fn admit_unproven(meta: &mut Meta) -> Result<BTreeSet<u64>> {
     Ok(unproven)
 }
 
-/// Payload is written also to data files that are missing.
+/// Creates missing data files, because payload is written to them.
 fn complete_data_files(engine: &Engine) -> Result<()> {
     let blocks = engine.meta.lock().data.blocks();
     if blocks > 0 {
@@ -264,7 +267,7 @@ fn complete_data_files(engine: &Engine) -> Result<()> {
     Ok(())
 }
 
-/// Completes snapshots that waited for their last writes.
+/// Seals the snapshots whose last writes were lost with the buffer.
 fn seal(engine: &Engine, left_out: &mut LeftOut) {
     let mut meta = engine.meta.lock();
     let waiting = |object: &&crate::catalog::Object| object.state == ObjectState::Unsealed;
@@ -282,7 +285,7 @@ fn seal(engine: &Engine, left_out: &mut LeftOut) {
     }
 }
 
-/// Changes of an object in the journal since the checkpoint that were not applied.
+/// Marks the ranges of an object that operations since the checkpoint change, because they were not applied.
 fn note_changes(
     engine: &Engine,
     id: u64,
@@ -305,7 +308,7 @@ fn note_changes(
     }
 }
 
-/// Changes that batches behind damage in the journal describe.
+/// Changes in batches after damage in the journal.
 #[derive(Default)]
 struct Beyond {
     ranges: std::collections::BTreeMap<u64, Vec<Range<u64>>>,

@@ -1,13 +1,13 @@
-//! What comes between two steps: a write of another thread while a flush or a batch waits for the medium, and metadata
-//! that is not read in the middle of a change. Nothing flushed is lost, nothing is reserved twice, nothing is described
-//! in part.
+//! Tests of events between two steps: another thread writes while a flush or a batch waits for the medium, and a read
+//! of metadata fails in the middle of a change. No flushed data is lost, no space is reserved twice, and no reservation
+//! is recorded in part.
 
 use super::*;
 use crate::sync::atomic::{AtomicBool, Ordering};
 use backend::IoMode;
 use backend::simulated::Request;
 
-/// Runs `act` once, on the thread that makes the next request of this kind, before that has an effect.
+/// Runs `act` once, on the thread that makes the next request of kind `wanted`, before the request has an effect.
 fn before_next(disk: &SimulatedDisk, wanted: Request, act: impl Fn() + Send + Sync + 'static) {
     let done = AtomicBool::new(false);
     disk.set_pace(Arc::new(move |request| {
@@ -21,7 +21,7 @@ fn add_other(engine: &Engine) -> Arc<Head> {
     engine.head(add_disk(engine, "other", 1 << 20, Provisioning::Thin))
 }
 
-/// Another program takes the rest of the file system, and a disk all blocks that are left; how many.
+/// Fills the file system, and lets a disk take all free blocks. Returns their number.
 fn fill_with(disk: &SimulatedDisk, engine: &Engine, other: &Head) -> u64 {
     fill_up(disk);
     let full = (0..).find(|block| engine.write_blocks(other, *block, slice(9, 1)).is_err()).unwrap();
@@ -30,7 +30,7 @@ fn fill_with(disk: &SimulatedDisk, engine: &Engine, other: &Head) -> u64 {
     full
 }
 
-/// Gives blocks of a disk back, and lets them be used.
+/// Discards blocks of a disk, and makes them reusable.
 fn free(engine: &Engine, disk: &Head, blocks: std::ops::Range<u64>) {
     let wanted = blocks.end - blocks.start;
     engine.discard_blocks(disk, blocks).unwrap();
@@ -42,7 +42,7 @@ fn free(engine: &Engine, disk: &Head, blocks: std::ops::Range<u64>) {
     assert_eq!((engine.reserves.headroom(), engine.reserves.claims()), (wanted, 0));
 }
 
-/// Makes a page of a file unreadable; what makes it readable again.
+/// Makes a page of a file unreadable. The returned function makes it readable again.
 fn lose_page(disk: &SimulatedDisk, name: &'static str, page: u64) -> impl Fn() + use<> {
     let file = disk.directory().open(name, IoMode::Buffered).unwrap();
     let mut bytes = Buffer::zeroed(1);
@@ -55,22 +55,22 @@ fn lose_page(disk: &SimulatedDisk, name: &'static str, page: u64) -> impl Fn() +
 #[test]
 fn what_a_flush_settled_is_not_undone_by_older_payload_though_a_home_write_came_beside_it() {
     let (disk, engine) = made();
-    // Nothing is short, so that nothing is reserved meanwhile.
+    // Reserves enough space first, so that the steps below reserve none.
     drop(engine.claim_blocks(1024).unwrap());
-    // Payload of the block in the journal.
+    // Puts payload of the block into the journal.
     write(&engine, 0, 1);
     engine.flush().unwrap();
-    // An announced overwrite in place.
+    // Overwrites the block in place, after an announcement.
     write(&engine, 0, 2);
     engine.settle(&engine.head(1)).unwrap();
-    // While the flush waits for the medium, another write gets home, to a new place.
+    // While the flush waits for the medium, another write goes to a new block and into the map.
     let other = Arc::clone(&engine);
     before_next(&disk, Request::Sync, move || {
         write(&other, 100, 5);
         other.settle(&other.head(1)).unwrap();
     });
     engine.flush().unwrap();
-    // The next overwrite in place is announced, and the power goes while it is written.
+    // The next in-place overwrite is announced, and the power is cut while it is written.
     write(&engine, 0, 3);
     disk.cut_after(disk.operations() + 1);
     engine.settle(&engine.head(1)).unwrap_err();
@@ -140,15 +140,15 @@ fn a_new_place_of_what_claims_none_is_not_promised_to_another_write() {
     engine.checkpoint().unwrap();
     let other = add_other(&engine);
     let full = fill_with(&disk, &engine, &other);
-    // Let in over its own block, without a claim. Then one block comes free.
+    // The write is admitted without a claim, because it may overwrite its own block. Then one block becomes free.
     write(&engine, 5, 2);
     free(&engine, &other, 0..1);
-    // Payload of the block is being written to its place, so write-back takes a new place: the free one.
+    // Journalled payload is being written to the block, so write-back must use another block: the free one.
     let run = own_block(&engine, 1, 5);
     engine.meta.lock().in_flight.claim(run);
     let writer = Arc::clone(&engine);
     before_next(&disk, Request::Write, move || {
-        // Whether it is let in or not.
+        // The write may be admitted or refused.
         let _ = writer.write_blocks(&other, full + 1, slice(8, 1));
     });
     engine.settle(&engine.head(1)).unwrap();
@@ -180,7 +180,7 @@ fn blocks_taken_for_what_is_discarded_on_its_way_home_are_not_promised_to_anothe
     is_whole(&engine);
 }
 
-/// A store whose next piece of space lies on two pages of the table, the second of them not readable.
+/// A store whose next reservation is described by two pages of the table, of which the second cannot be read.
 fn partly_readable() -> (SimulatedDisk, Arc<Engine>, impl Fn()) {
     let (disk, engine) = made();
     drop(engine.claim_blocks(256).unwrap());

@@ -1,11 +1,11 @@
-//! What changes cost: an upper bound that counts what several changes touch once.
+//! The cost of changes: an upper limit that counts pages once even if several changes touch them.
 
 use super::super::log::PAGES_FLOOR;
 use super::super::metadata::Touched;
 use super::*;
 
-/// A write into a disk whose map is shared with a snapshot and names blocks all over the medium, with free space in
-/// single blocks: each block of the write gets a place of its own, and one leaf is copied for all of them.
+/// A write to a disk whose map is shared with a snapshot and refers to blocks all over the medium, while only single
+/// blocks are free. Each block of the write is mapped on its own, and one leaf is copied for all of them.
 #[test]
 fn a_write_that_falls_to_pieces_costs_its_leaf_once() {
     const PIECES: u64 = 200;

@@ -1,13 +1,13 @@
-//! Damaged pages of every kind: what stays in use, what a check names, and what a repair brings back.
+//! Damaged pages of every kind: what stays usable, what a check reports, and what a repair restores.
 
 use super::*;
 use crate::catalog::SLOTS_PER_PAGE;
 use crate::engine::log::IMAGES_FILE;
 use std::collections::BTreeMap;
 
-/// Disks, so that the catalog has more than one page.
+/// Number of disks: more than one page of the catalog.
 const DISKS: u64 = SLOTS_PER_PAGE as u64 + 3;
-/// Blocks written of the first disk: its map has several leaves.
+/// Blocks written to the first disk, so that its map has several leaves.
 const WRITTEN: u64 = 1200;
 
 type Model = BTreeMap<(u64, u64), u8>;
@@ -25,7 +25,7 @@ fn get(engine: &Engine, disk: u64, logical: u64) -> Result<u8> {
     Ok(block[0])
 }
 
-/// A store with a long disk, short ones and a snapshot, stopped or killed.
+/// A store with one large disk, small ones and a snapshot. It is closed, or dropped as by a kill.
 fn prepared(closed: bool) -> (SimulatedDisk, Model) {
     let (disk, engine) = made();
     let mut model = Model::new();
@@ -40,7 +40,7 @@ fn prepared(closed: bool) -> (SimulatedDisk, Model) {
         assert_eq!(engine.create_disk(new).unwrap(), number);
         put(&engine, &mut model, number, number, number as u8);
     }
-    // Every second block: an entry each.
+    // Every second block is written, so that each needs an extent of its own.
     for block in 0..WRITTEN {
         put(&engine, &mut model, 1, 2 * block, (block % 200) as u8 + 1);
         if block % 64 == 0 {
@@ -60,12 +60,12 @@ fn prepared(closed: bool) -> (SimulatedDisk, Model) {
     (disk, model)
 }
 
-/// Makes the images of the last checkpoint useless.
+/// Damages the images of the last checkpoint, so that nothing can be restored from them.
 fn without_images(disk: &SimulatedDisk) {
     spoil(disk, IMAGES_FILE, 0, 0..64);
 }
 
-/// Puts other bytes into a part of block `number` of a file.
+/// Overwrites a part of block `number` of a file with other bytes.
 fn spoil(disk: &SimulatedDisk, name: &str, number: u64, part: std::ops::Range<usize>) {
     let file = disk.directory().open(name, IoMode::Buffered).unwrap();
     let mut block = Buffer::zeroed(1);
@@ -80,7 +80,7 @@ fn is_model(engine: &Engine, model: &Model) {
     }
 }
 
-/// Whether it holds the model, and a check finds nothing, after it was closed and opened again.
+/// Closes and opens the store again, and checks that it holds the model and that a check finds nothing.
 fn stays_whole(engine: Arc<Engine>, disk: &SimulatedDisk, model: &Model) {
     engine.close().unwrap();
     drop(engine);
@@ -117,7 +117,7 @@ fn a_damaged_copy_of_the_superblock_is_reported_and_written_anew() {
         assert!(finding.problem.contains(&format!("copy {} of 2 of the superblock", copy + 1)), "{finding:?}");
         assert!(finding.repaired.is_some());
         is_whole(&engine);
-        // Rot while it is open.
+        // The copy is damaged while the store is open.
         spoil(&disk, files::SUPERBLOCK_FILE, copy, 40..60);
         let report = checked(&engine, false);
         assert!(report.findings.len() == 1 && report.findings[0].repaired.is_none(), "{}", problems(&report));
@@ -155,7 +155,7 @@ fn a_damaged_table_is_named_and_counted_anew_by_a_repair() {
         for closed in [true, false] {
             let (disk, mut model) = prepared(closed);
             without_images(&disk);
-            // Not the entries: what is left of them tells the checksums.
+            // The entries stay undamaged: their checksums are used for the repair.
             spoil(&disk, name, 0, 0..30);
             match open(&disk) {
                 Ok(engine) => {
@@ -190,7 +190,7 @@ fn a_damaged_table_is_named_and_counted_anew_by_a_repair() {
 fn a_block_whose_checksum_was_lost_with_its_page_is_an_error_and_named() {
     let (disk, model) = prepared(true);
     without_images(&disk);
-    // The checksums of blocks 10 and 11, and the head of the page.
+    // Damages the checksums of blocks 10 and 11, and the head of the page.
     spoil(&disk, "data.table", 0, 112..116);
     spoil(&disk, "data.table", 0, 120..124);
     spoil(&disk, "data.table", 0, 0..30);
@@ -227,7 +227,7 @@ fn a_damaged_page_of_the_catalog_takes_its_objects_and_no_others() {
         let report = checked(&engine, true);
         assert!(problems(&report).contains("page 1 of catalog is damaged"), "{}", problems(&report));
         assert_eq!(report.findings.iter().filter(|finding| finding.repaired.is_some()).count(), 0, "{report:?}");
-        // What is new goes elsewhere, and nothing of what was lost is given out.
+        // A new disk is stored on another page, and no slot of the lost page is reused.
         let new = NewDisk {
             name: "new".into(),
             capacity: BLOCKS * BLOCK_SIZE as u64,
@@ -240,7 +240,7 @@ fn a_damaged_page_of_the_catalog_takes_its_objects_and_no_others() {
         (0..500).for_each(|block| put(&engine, &mut written, new, block, 55));
         engine.close().unwrap();
         drop(engine);
-        // The page is mended: everything is there.
+        // The page is repaired, and all its disks exist again.
         spoil(&disk, "catalog", 1, 100..300);
         let engine = open(&disk).unwrap();
         is_model(&engine, &written);
@@ -258,7 +258,7 @@ fn a_damaged_node_takes_its_range_and_no_other() {
         let engine = open(&disk).unwrap();
         engine.close().unwrap();
         drop(engine);
-        // A leaf of the long disk.
+        // Finds a leaf of the large disk.
         let map = disk.directory().open("map", IoMode::Buffered).unwrap();
         let mut page = Buffer::zeroed(1);
         let leaf = (0..200u64).rev().find(|number| {
@@ -288,7 +288,7 @@ fn a_damaged_node_takes_its_range_and_no_other() {
             "{}",
             problems(&report)
         );
-        // Other disks, and other ranges of this one, are written as ever.
+        // Writes to other disks, and to other ranges of this one, still succeed.
         let lost = &bad[0].1;
         let mut written = Model::new();
         let mut buffer = Buffer::zeroed(1);
@@ -361,7 +361,7 @@ fn damage_while_the_store_is_open_is_put_right_from_memory() {
     is_model(&open(&disk).unwrap(), &model);
 }
 
-/// Whether a salvage reads all of the model.
+/// Checks that a salvage reads the whole model.
 fn is_salvaged(disk: &SimulatedDisk, model: &Model) {
     let salvage = Salvage::open(disk.directory()).unwrap();
     for ((id, block), value) in model {
@@ -379,7 +379,7 @@ fn damage_where_the_last_checkpoint_has_nothing_costs_nothing() {
             put(&engine, &mut model, 1, 2 * block, (block % 200) as u8 + 1);
         }
         engine.flush().unwrap();
-        // Everything is in the journal alone.
+        // All changes are in the journal only.
         drop(engine);
         for page in 1..4 {
             spoil(&disk, name, page, 100..900);

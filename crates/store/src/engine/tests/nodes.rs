@@ -1,19 +1,19 @@
-//! Nodes of the map: what was acknowledged finds enough of them, whatever becomes of the file system afterwards.
+//! Free map nodes: acknowledged writes find enough of them, even if the file system becomes full afterwards.
 
 use super::super::reserve::KEPT;
 use super::*;
 
-/// A disk whose map has some hundred leaves.
+/// Blocks of a disk whose map has some hundred leaves.
 const WIDE: u64 = 1 << 17;
-/// Written blocks of it: each an extent of its own.
+/// Blocks written to the disk. Each needs an extent of its own.
 const WRITTEN: u64 = 40_000;
 
-/// Where block `i` of [`WRITTEN`] lies: apart from its neighbours, in no order.
+/// The logical block of write `i` of [`WRITTEN`]: not adjacent to others, and in no order.
 fn place(i: u64) -> u64 {
     i * 3 % (WRITTEN * 3)
 }
 
-/// A store with a disk of many extents, everything at its place.
+/// A store with a disk of many extents. Everything is written back.
 fn wide() -> (SimulatedDisk, Arc<Engine>, u64) {
     let (disk, engine) = made();
     let id = add_disk(&engine, "wide", WIDE, Provisioning::Thin);
@@ -27,7 +27,7 @@ fn wide() -> (SimulatedDisk, Arc<Engine>, u64) {
     (disk, engine, id)
 }
 
-/// Leaves `leave` free nodes, as if all others were in use; what gives them back.
+/// Allocates all free nodes but `leave`. Returns them, so that they can be freed again.
 fn use_up(engine: &Engine, leave: u64) -> Vec<Run> {
     let mut meta = engine.meta.lock();
     let meta = &mut *meta;
@@ -50,7 +50,7 @@ fn free_nodes(engine: &Engine) -> u64 {
     engine.counts().map.free
 }
 
-/// Does something again and again until the file system is too full for it; how often.
+/// Calls `act` until it fails because the file system is full. Returns how often it succeeded.
 fn until_full(mut act: impl FnMut(u64) -> Result<()>) -> u64 {
     for i in 0..WRITTEN {
         match act(i) {
@@ -64,7 +64,7 @@ fn until_full(mut act: impl FnMut(u64) -> Result<()>) -> u64 {
     WRITTEN
 }
 
-/// Reserves data blocks for the writes of a test: it is nodes that are to be short.
+/// Reserves data blocks for the writes of a test, so that only nodes become scarce.
 fn reserve_data(engine: &Engine) {
     drop(engine.claim_blocks(8192).unwrap());
 }
@@ -75,7 +75,7 @@ fn writes_acknowledged_before_the_file_system_ran_full_are_flushed() {
         let (disk, engine, id) = wide();
         take(&engine, id, "s");
         let head = engine.head(id);
-        // Each to another leaf that is shared.
+        // Each write changes another leaf that the snapshot shares.
         let mut written = 0;
         while engine.buffers.blocks() < engine.buffers.limit() / 2 {
             engine.write_blocks(&head, place(written * 150 % WRITTEN), slice(2, 1)).unwrap();
@@ -112,7 +112,7 @@ fn scattered_writes_after_a_snapshot_stop_before_a_flush_has_no_nodes() {
     assert!(free_nodes(&engine) >= KEPT);
     engine.flush().unwrap();
     assert!(free_nodes(&engine) >= KEPT, "{} nodes are left", free_nodes(&engine));
-    // What it has to itself can be overwritten all the same, and discards are taken.
+    // Blocks that only the disk maps can still be overwritten, and discards are accepted.
     for i in 0..done {
         engine.write_blocks(&head, place(i * 211 % WRITTEN), slice(3, 1)).unwrap();
     }
@@ -139,14 +139,14 @@ fn an_overwrite_without_a_node_goes_home_whatever_holds_its_block() {
     assert_eq!(refused.kind(), ErrorKind::NoSpace);
     (10..40).for_each(|i| engine.write_blocks(&head, place(i), slice(2, 1)).unwrap());
     let run = own_block(&engine, id, place(20));
-    // Payload of the block is being written to its place.
+    // Journalled payload is being written to the block.
     engine.meta.lock().in_flight.claim(run);
     while engine.write_back_once().unwrap() {}
     engine.meta.lock().in_flight.release(run);
     engine.flush().unwrap();
     assert_eq!(free_nodes(&engine), KEPT);
     engine.checkpoint().unwrap();
-    assert_eq!(own_block(&engine, id, place(20)), run, "it got a new place");
+    assert_eq!(own_block(&engine, id, place(20)), run, "the write got a new block");
     let read = engine.read_blocks("wide", place(20)..place(20) + 1, &|range| engine.plan_head(&head, range)).unwrap();
     assert_eq!(read[0], 2);
     give_back(&engine, taken);
@@ -226,7 +226,7 @@ fn a_discard_leaves_alone_what_was_written_since_it_was_taken_up() {
     let head = engine.head(id);
     engine.flush().unwrap();
     engine.discard_blocks(&head, 0..300).unwrap();
-    // Write-back has taken it up when the write comes.
+    // Write-back has begun with the discard when the write is made.
     let pieces = head.lock().oldest_pieces(64);
     fill_up(&disk);
     engine.write_blocks(&head, place(7), slice(2, 1)).unwrap();
@@ -235,7 +235,7 @@ fn a_discard_leaves_alone_what_was_written_since_it_was_taken_up() {
         let root = meta.catalog.get(id)?.root;
         meta.places(root, place(7)..place(7) + 1)
     });
-    assert!(mapped.unwrap()[0].1.is_some(), "the block was unmapped under a write that may count on it");
+    assert!(mapped.unwrap()[0].1.is_some(), "a block was unmapped although a buffered write relies on it");
     engine.flush().unwrap();
     is_whole(&engine);
 }
@@ -261,7 +261,7 @@ fn nodes_reserved_since_the_checkpoint_are_found_after_a_crash_on_a_full_file_sy
     let (disk, engine, id) = wide();
     engine.close().unwrap();
     drop(engine);
-    // No checkpoint comes by itself.
+    // With these options no checkpoint is made automatically.
     let options = EngineOptions { metadata_cache: 256 << 20, ..options() };
     let engine = Engine::open(disk.directory(), options).unwrap();
     engine.reserve_images(8000).unwrap();
@@ -269,7 +269,7 @@ fn nodes_reserved_since_the_checkpoint_are_found_after_a_crash_on_a_full_file_sy
     let durable = engine.log.lock().superblock().map_length;
     let head = engine.head(id);
     for i in 0.. {
-        // Leaves that a snapshot has too are copied.
+        // The snapshot makes writes copy leaves.
         if i % 100 == 0 {
             take(&engine, id, &format!("s{i}"));
         }

@@ -1,4 +1,5 @@
-//! Overwriting in place: never what recovery would give to another disk, or would judge by an older checksum.
+//! In-place overwrites: never of a block that recovery would give to another disk, or would verify by an older
+//! checksum.
 
 use super::*;
 use crate::engine::metadata::Effects;
@@ -20,7 +21,7 @@ fn read_from(engine: &Engine, disk: u64, logical: u64) -> Result<u32> {
     Ok(word)
 }
 
-/// A store with disk 1, whose blocks hold 1, and the clone it returns, with no snapshot left between them.
+/// A store with disk 1, whose blocks hold 1, and a clone of it that shares all blocks. No snapshot of them is left.
 fn shared() -> (SimulatedDisk, Arc<Engine>, u64) {
     let disk = formatted();
     let engine = open(&disk).unwrap();
@@ -33,7 +34,7 @@ fn shared() -> (SimulatedDisk, Arc<Engine>, u64) {
     (disk, engine, clone)
 }
 
-/// A clone of a disk that shares its blocks, with no snapshot left between them.
+/// A clone of a disk that shares its blocks. No snapshot of them is left.
 fn cloned(engine: &Engine, disk: u64, new: NewDisk) -> u64 {
     let snapshot = take(engine, disk, "s");
     let clone = engine.clone_snapshot(snapshot, &[new]).unwrap()[0];
@@ -43,7 +44,7 @@ fn cloned(engine: &Engine, disk: u64, new: NewDisk) -> u64 {
     clone
 }
 
-/// Everything buffered is written to its place; nothing is flushed, and no pending change appended.
+/// Writes everything in the buffers to the data files, without a flush and without an append of pending changes.
 fn write_back_all(engine: &Engine) {
     while engine.write_back_once().unwrap() {}
 }
@@ -59,7 +60,7 @@ fn a_clone_never_gets_what_its_former_parent_writes() {
         write_to(&engine, 1, block, 3);
     }
     write_back_all(&engine);
-    // Killed: what the clone wrote may be lost, and is not replaced by what the parent wrote.
+    // The store is killed. Writes of the clone may be lost, but writes of the parent must not appear in the clone.
     drop(engine);
     let engine = open(&disk).unwrap();
     for block in 0..CAPACITY {
@@ -93,7 +94,7 @@ fn the_same_when_each_has_nodes_of_its_own_already() {
 
 #[test]
 fn nodes_that_move_up_or_merge_stay_what_recovery_shares() {
-    // One block in two: many leaves.
+    // Writes every second block, so that the map has many leaves.
     const BLOCKS: u64 = 2000;
     for kept in [BLOCKS - 40..BLOCKS, 0..40, 900..1300] {
         let disk = formatted();
@@ -105,7 +106,7 @@ fn nodes_that_move_up_or_merge_stay_what_recovery_shares() {
         let clone = cloned(&engine, 1, new_disk("c", 2 * BLOCKS));
         engine.checkpoint().unwrap();
         {
-            // Nothing of this is in the journal when the datastore is killed.
+            // The deletion is not in the journal when the store is killed.
             let mut meta = engine.meta.lock();
             engine.carry_out(&mut meta, Operation::Trash { object: clone }, 0).unwrap();
             engine.carry_out(&mut meta, Operation::Drop { object: clone, steps: 4 }, 0).unwrap();
@@ -143,7 +144,7 @@ fn discards_of_a_clone_that_are_pending_keep_its_blocks_from_its_former_parent()
 fn a_dropped_disk_that_recovery_would_bring_back_keeps_its_blocks() {
     let (disk, engine, clone) = shared();
     {
-        // A deletion whose record is not in the journal yet, its tree dropped in memory already.
+        // The record of the deletion is not in the journal yet, but its tree is dropped in memory.
         let mut meta = engine.meta.lock();
         engine.carry_out(&mut meta, Operation::Trash { object: clone }, 0).unwrap();
         while meta.catalog.first_trash().is_some() {
@@ -166,7 +167,7 @@ fn payload_stays_away_from_a_block_whose_overwrite_is_planned() {
     (0..4).for_each(|block| write_to(&engine, 1, block, 2));
     engine.flush().unwrap();
     assert_eq!(engine.meta.lock().logged.len(), 4);
-    // As write-back does, which lets others have the lock between its pieces.
+    // Write-back releases the metadata lock between planning and writing: another thread may write payload then.
     let mut plan = writeback::Plan::default();
     write_to(&engine, 1, 0, 3);
     write_to(&engine, 1, 1, 3);
@@ -200,7 +201,7 @@ fn an_overwrite_is_not_planned_where_payload_is_on_its_way_home() {
 #[test]
 fn a_torn_block_that_was_read_and_overwritten_holds_the_overwrite() {
     let (disk, engine, _) = cut_off();
-    assert!(torn(&engine).is_ok(), "what is left of it is the content");
+    assert!(torn(&engine).is_ok(), "the torn content is accepted");
     write_to(&engine, 1, 0, 3);
     write_back_all(&engine);
     engine.flush().unwrap();
@@ -213,13 +214,13 @@ fn a_torn_block_that_was_read_and_overwritten_holds_the_overwrite() {
 #[test]
 fn a_permit_that_nothing_used_does_not_make_a_torn_block_an_error() {
     let (disk, engine, physical) = cut_off();
-    // Taken ahead of a stream of large writes that ends before it gets here; a flush ends it.
+    // The permit was given for a stream of large writes that ends before this block. A flush ends the permit.
     engine.announce_ahead(&[Run { start: physical, blocks: 1 }]).unwrap();
     engine.sync_all_data().unwrap();
     engine.append_pending(&mut engine.log.lock()).unwrap();
     drop(engine);
     let engine = open(&disk).unwrap();
-    assert!(torn(&engine).is_ok(), "what is left of it is the content");
+    assert!(torn(&engine).is_ok(), "the torn content is accepted");
 }
 
 #[test]
@@ -232,21 +233,21 @@ fn payload_older_than_a_flushed_overwrite_never_comes_home() {
     let physical = physical_of(&engine, 0);
     write_to(&engine, 1, 0, 2);
     engine.flush().unwrap();
-    assert_eq!(engine.meta.lock().logged.len(), 1, "payload in the journal, not at home");
+    assert_eq!(engine.meta.lock().logged.len(), 1, "payload is in the journal only");
     write_to(&engine, 1, 0, 3);
     write_back_all(&engine);
-    // A flush of the data files that began before the batch had ended: it settles none of its announcements.
+    // Models a flush of the data files that began before the end of the batch: it settles no announcement of the batch.
     engine.log.settle_nothing();
     engine.sync_data().unwrap();
     engine.log.end_announced();
     engine.flush().unwrap();
-    // The next write is under way when the power goes, and has reached the medium in part.
+    // The power is cut during the next overwrite, which has reached the medium in part.
     engine.announce_ahead(&[Run { start: physical, blocks: 1 }]).unwrap();
     drop(engine);
     tear(&disk, physical, 4);
     let engine = open(&disk).unwrap();
     let block = torn(&engine).unwrap();
-    assert_eq!((block[0], block[BLOCK_SIZE - 4]), (4, 3), "what is on the medium, and not the 2 from before");
+    assert_eq!((block[0], block[BLOCK_SIZE - 4]), (4, 3), "the torn overwrite, not the older payload 2");
 }
 
 #[test]
@@ -276,8 +277,8 @@ fn physical_of(engine: &Engine, logical: u64) -> u64 {
     extents[0].physical
 }
 
-/// A store opened after a crash that cut off an overwrite of block 0 of disk 1: some sectors of the block are as they
-/// were. With the number of the block on the medium.
+/// A store opened after a crash in which only some sectors of block 0 of disk 1 were overwritten. Also returns the
+/// physical block.
 fn cut_off() -> (SimulatedDisk, Arc<Engine>, u64) {
     let (disk, engine) = made();
     write_to(&engine, 1, 0, 1);
@@ -318,7 +319,7 @@ fn a_read_resolves_nothing_while_a_write_of_the_block_is_under_way() {
     let replan = |block: u64| engine.plan_head(&head, block..block + 1);
     assert!(!engine.verify("vm", 0, &planned.parts, |_| &buffer, &replan).unwrap());
     assert!(engine.meta.lock().pending.iter().all(|pending| !matches!(pending.operation, Operation::Resolve { .. })));
-    // The write has failed: it is under way for ever, and a read must not wait for it.
+    // The write has failed, so its block stays in flight: a read must not wait for it.
     engine.stop(Error::new(ErrorKind::Io, "the medium has failed"));
     let finished = engine.verify("vm", 0, &planned.parts, |_| &buffer, &replan);
     assert_eq!(finished.unwrap_err().kind(), ErrorKind::Stopped);
@@ -330,7 +331,7 @@ fn payload_goes_home_only_when_every_change_of_its_block_is_durable() {
     write_to(&engine, 1, 0, 1);
     write_back_all(&engine);
     engine.sync_data().unwrap();
-    // Behind it in the order, and its data is not flushed.
+    // This change is pending after the first one, and its data is not flushed.
     write_to(&engine, 1, 10, 1);
     write_back_all(&engine);
     write_to(&engine, 1, 0, 2);
@@ -341,7 +342,7 @@ fn payload_goes_home_only_when_every_change_of_its_block_is_durable() {
         drop(gate);
         engine.append_pending(&mut commit).unwrap();
     }
-    assert_eq!(engine.meta.lock().pending.len(), 2, "the second place and the payload wait");
+    assert_eq!(engine.meta.lock().pending.len(), 2, "the second mapping and the payload are pending");
     assert_eq!(engine.write_logged(100).unwrap(), 0);
     drop(engine);
     let engine = open(&disk).unwrap();
@@ -349,13 +350,13 @@ fn payload_goes_home_only_when_every_change_of_its_block_is_durable() {
     is_whole(&engine);
 }
 
-/// Values that a block may have after a crash: what was flushed last, or anything written since.
+/// The values that each block may have after a crash: the value flushed last, and all values written since.
 struct Expected {
     written: Vec<Vec<Vec<u32>>>,
 }
 
-/// Disks that share blocks and have no snapshot, killed at any point of random work: every block holds what its own
-/// disk wrote.
+/// Disks that share blocks and have no snapshot are killed at random points of random work. Every block holds a value
+/// that its own disk wrote.
 #[test]
 fn disks_that_share_blocks_never_meet_each_others_writes() {
     for seed in 0..400 {
@@ -401,7 +402,7 @@ fn random_sharing(seed: u64) {
             83..88 if ids.len() < DISKS => {
                 let clone = cloned(&engine, ids[at], new_disk(&format!("{seed} {step}"), CAPACITY));
                 ids.push(clone);
-                // It begins with what was durable of its origin when its snapshot was, and that was all.
+                // The clone begins with the durable content of its origin, and all of that content was durable.
                 let begun = expected.written[at].iter().map(|values| vec![*values.last().unwrap()]).collect();
                 expected.written.push(begun);
             }

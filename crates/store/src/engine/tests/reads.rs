@@ -1,12 +1,12 @@
-//! A read of metadata that fails once, at every point: what it was for fails or comes later, nothing else is lost, and
-//! nothing stays taken.
+//! Lets a read of metadata fail once, at every possible point. The operation that needs the page fails or is retried,
+//! no other data is lost, and no reservation is left behind.
 
 use super::*;
 use backend::simulated::SimulatedOptions;
 
 /// A disk whose map does not fit into the smallest cache.
 const WIDE: u64 = 100_000;
-/// Blocks that the workload changes, and how far they lie apart: each is in another leaf.
+/// Blocks that the workload changes, and their distance: each is in another leaf.
 const CHANGED: u64 = 250;
 const APART: u64 = 390;
 
@@ -14,7 +14,7 @@ fn opened(disk: &SimulatedDisk) -> Arc<Engine> {
     Engine::open(disk.directory(), EngineOptions { metadata_cache: 0, ..options() }).unwrap()
 }
 
-/// Every second block holds 1, everything is at its place and durable.
+/// A store in which every second block holds 1. Everything is written back and durable.
 fn wide() -> SimulatedDisk {
     let disk = formatted();
     let engine = opened(&disk);
@@ -25,7 +25,7 @@ fn wide() -> SimulatedDisk {
     disk
 }
 
-/// What a block holds after the workload.
+/// The content of a block after the workload.
 fn expected(block: u64) -> u8 {
     match (block % APART, block / APART < CHANGED) {
         (0, true) => 2,
@@ -35,7 +35,7 @@ fn expected(block: u64) -> u8 {
     }
 }
 
-/// Overwrites, new blocks and discards, and all of it brought home; tried again where a read fails.
+/// Overwrites blocks, writes new ones and discards some, and writes all of it back. Retries after a read error.
 fn change(engine: &Engine, by_journal: bool) -> Result<()> {
     let again = |act: &dyn Fn() -> Result<()>| loop {
         match act() {
@@ -79,7 +79,8 @@ fn a_read_of_metadata_that_fails_once_loses_nothing() {
             }
             match done {
                 Ok(()) => nothing_stays_taken(&engine),
-                // What was overwritten in place has to be recorded: the journal knows of it.
+                // If metadata cannot be read after an in-place overwrite, its result cannot be recorded, and the store
+                // stops. The journal has the announcement.
                 Err(error) => {
                     assert_eq!(error.kind(), ErrorKind::Stopped, "read {number}: {error}");
                     stopped += 1;
@@ -94,10 +95,10 @@ fn a_read_of_metadata_that_fails_once_loses_nothing() {
             late += 1;
             number += 1 + number / 12;
         }
-        eprintln!("{late} times {times} failures, {stopped} of them stopped the datastore");
+        eprintln!("{late} runs with {times} failing reads each; {stopped} runs stopped the datastore");
         assert!(
             late > 10 && stopped < late / 4,
-            "{late} times {times} failures, {stopped} of them stopped the datastore"
+            "{late} runs with {times} failing reads each; {stopped} runs stopped the datastore"
         );
     }
 }

@@ -1,4 +1,4 @@
-//! Room: what was acknowledged always has some, failures lose none, and thick disks keep what is set aside for them.
+//! Space: acknowledged writes always have space, failures leak none, and thick disks keep their reservations.
 
 use super::*;
 use backend::simulated::Fault;
@@ -29,7 +29,7 @@ fn write_until_full(engine: &Engine, disk: u64) -> u64 {
     unreachable!("the file system was full")
 }
 
-/// Takes all that is left of the file system for another disk.
+/// Lets another disk use all space that is left in the file system.
 fn fill_with_other(disk: &SimulatedDisk, engine: &Engine) {
     let other = add_disk(engine, "other", 1 << 20, Provisioning::Thin);
     fill_up(disk);
@@ -43,7 +43,7 @@ fn allocated(disk: &SimulatedDisk) -> u64 {
     data.allocated().unwrap() / BLOCK_SIZE as u64
 }
 
-/// A store whose disk 1 has released many blocks, durably.
+/// A store whose disk 1 has discarded many blocks, durably.
 fn discarded() -> (SimulatedDisk, Arc<Engine>) {
     let (disk, engine) = made();
     (0..1000).for_each(|block| write(&engine, block, 1));
@@ -65,7 +65,8 @@ fn space_whose_punch_fails_can_be_used_and_is_given_back_later() {
     let (last, after) = (disk.operations() - 1, allocated(&disk));
     assert!(given >= 1000);
     for number in [before, last] {
-        // The same store, up to an operation that fails: the append to the journal stops it, the punch does not.
+        // An operation of the same store fails: a failed append to the journal stops the store, a failed punch does
+        // not.
         let (disk, engine) = discarded();
         disk.fail_operation(number);
         assert_eq!(engine.punch_free(&mut 0, 16, 0, 1 << 16).unwrap_err().kind(), ErrorKind::Io);
@@ -75,7 +76,7 @@ fn space_whose_punch_fails_can_be_used_and_is_given_back_later() {
         }
         let counts = engine.counts().data;
         assert_eq!((counts.used, counts.free), (0, counts.backed));
-        // Room is reserved in the same places again, without anything new of the file system.
+        // New writes reserve space in the same places again, and take no more of the file system.
         let taken = allocated(&disk);
         assert!(taken > after);
         (0..500).for_each(|block| write(&engine, block, 7));
@@ -95,7 +96,7 @@ fn space_whose_punch_fails_until_the_store_is_closed_is_given_back() {
         let (disk, engine) = discarded();
         disk.fail_requests(Fault::Punch, 0, u64::MAX);
         assert_eq!(engine.punch_free(&mut 0, 16, 0, 1 << 16).unwrap_err().kind(), ErrorKind::Io);
-        // As a reservation leaves it that found a part of what it wanted.
+        // This run models a reservation that failed after the file system had found a part of the space.
         engine.reserves.note_unreturned(Run { start: engine.counts().data.backed + 4096, blocks: 64 });
         let beyond = allocated(&disk) - engine.counts().data.backed;
         assert!(beyond > 0);
@@ -121,7 +122,7 @@ fn an_overwrite_acknowledged_on_a_full_file_system_goes_home_whatever_is_in_flig
     fill_with_other(&disk, &engine);
     write(&engine, 5, 2);
     let run = own_block(&engine, 1, 5);
-    // Payload of the block is being written to its place.
+    // Journalled payload is being written to the block.
     engine.meta.lock().in_flight.claim(run);
     while engine.write_back_once().unwrap() {}
     engine.meta.lock().in_flight.release(run);
@@ -162,14 +163,15 @@ fn what_is_buffered_when_a_thick_disk_gets_a_snapshot_takes_nothing_of_what_is_s
     let two = take(&engine, thick, "two");
     engine.settle(&engine.head(thick)).unwrap();
     engine.wait_sealed(two).unwrap();
-    // A surplus stays: a record that takes it back would overtake, or be overtaken by, that of the next snapshot.
+    // A surplus of the reservation stays. A record that returns it could overtake the record of the next snapshot, or
+    // be overtaken by it.
     assert!(engine.with_catalog(|catalog| catalog.get(thick).unwrap().reserved) >= SIZE);
     engine.flush().unwrap();
     let other = add_disk(&engine, "other", 1 << 20, Provisioning::Thin);
     fill_up(&disk);
     write_until_full(&engine, other);
     for round in 2..5 {
-        // Repeatedly buffered and written back: each block takes a new place once.
+        // The blocks are buffered and written back repeatedly, but each needs a new block only once.
         (0..SIZE).for_each(|block| write_to(&engine, thick, block, round).unwrap());
         engine.flush().unwrap();
     }
@@ -183,11 +185,11 @@ fn a_snapshot_of_what_was_acknowledged_on_a_full_file_system_leaves_it_room() {
     let thick = add_disk(&engine, "thick", SIZE, Provisioning::ZeroedThick);
     take(&engine, thick, "one");
     fill_with_other(&disk, &engine);
-    // Buffered without a claim: out of what is set aside.
+    // The writes have no claim: they use the reservation of the disk.
     (0..100).for_each(|block| write_to(&engine, thick, block, 1).unwrap());
     let refused = engine.snapshot(&[NewSnapshot { disk: thick, name: "two".into(), uuid: [2; 16], incomplete: false }]);
     assert_eq!(refused.unwrap_err().kind(), ErrorKind::NoSpace);
-    // Room for what the snapshot needs, and no more.
+    // Leaves just the space that the snapshot needs.
     let room = disk.directory().room().unwrap();
     disk.set_capacity(room.total - room.available + 100 * BLOCK_SIZE as u64 + (64 << 10));
     take(&engine, thick, "two");
@@ -210,7 +212,7 @@ fn what_is_only_buffered_can_be_overwritten_on_a_full_file_system() {
         others.push(claim);
     }
     let head = engine.head(other);
-    // Half of them buffered, half of them nowhere.
+    // The write would cover buffered blocks and blocks without any space.
     let refused = engine.write_blocks(&head, 4, slice(3, 8)).unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::NoSpace);
     engine.write_blocks(&head, 0, slice(2, 8)).unwrap();
@@ -220,7 +222,7 @@ fn what_is_only_buffered_can_be_overwritten_on_a_full_file_system() {
     is_whole(&engine);
 }
 
-/// A store with a snapshot of disk 1 and a write to it that is only buffered, which overwrites a block in place.
+/// A store with a snapshot of disk 1 and a buffered write to the disk, which would overwrite a block in place.
 fn before_revert() -> (SimulatedDisk, Arc<Engine>, u64) {
     let (disk, engine) = made();
     (0..8).for_each(|block| write(&engine, block, 1));
@@ -238,7 +240,7 @@ fn before_revert() -> (SimulatedDisk, Arc<Engine>, u64) {
 fn a_revert_that_fails_leaves_the_head_and_its_clients_as_they_were() {
     let (disk, engine, snapshot) = before_revert();
     engine.revert(1, snapshot).unwrap();
-    // The last three are the reservation for the catalog, its flush, and the append to the journal.
+    // The last three operations are the reservation for the catalog, its flush, and the append to the journal.
     let number = disk.operations() - 3;
     assert_eq!(value(&engine, 3).unwrap(), 1);
     let (disk, engine, snapshot) = before_revert();

@@ -1,52 +1,52 @@
-//! Failures of write-back that do not stop the store, for writers that wait for it: while the medium cannot read the
-//! metadata that write-back needs, no room comes free in a full buffer.
+//! Failures of write-back that do not stop the store. Writers that wait for space in a full buffer must learn of them:
+//! while metadata cannot be read, write-back frees no space.
 //!
-//! Write-back tries one disk after the other. It makes no progress when more attempts in a row have failed than disks
-//! have buffered data. A successful attempt ends that state.
+//! Write-back tries one disk after the other. It makes no progress when more consecutive attempts have failed than
+//! disks have buffered data. A successful attempt ends that state.
 
 use crate::sync::Mutex;
 use crate::sync::atomic::{AtomicU64, Ordering};
 use crate::{Error, ErrorKind};
 
-/// The last failure.
+/// The last failed attempt.
 struct Failure {
     kind: ErrorKind,
     message: String,
-    /// Disks that had buffered data.
+    /// Number of disks that had buffered data.
     disks: u64,
 }
 
-/// Failures in a row.
+/// Counters of failed attempts.
 #[derive(Default)]
 pub struct Failing {
-    /// Attempts that have failed since the last success.
+    /// Consecutive failed attempts since the last success.
     in_a_row: AtomicU64,
-    /// Attempts that have failed.
+    /// All failed attempts.
     all: AtomicU64,
     last: Mutex<Option<Failure>>,
 }
 
 impl Failing {
-    /// Notes that an attempt has brought data into the map, or found none.
+    /// Called when an attempt has moved data into the map, or found none.
     pub fn note_progress(&self) {
         if self.in_a_row.load(Ordering::Acquire) > 0 {
             self.in_a_row.store(0, Ordering::Release);
         }
     }
 
-    /// Notes that an attempt has failed while this many disks had buffered data.
+    /// Called when an attempt has failed while this many disks had buffered data.
     pub fn note_failure(&self, error: &Error, disks: u64) {
         *self.last.lock() = Some(Failure { kind: error.kind(), message: error.to_string(), disks });
         self.in_a_row.fetch_add(1, Ordering::AcqRel);
         self.all.fetch_add(1, Ordering::AcqRel);
     }
 
-    /// Attempts that have failed so far.
+    /// Number of failed attempts so far.
     pub fn count(&self) -> u64 {
         self.all.load(Ordering::Acquire)
     }
 
-    /// Fails if nothing makes progress, and an attempt has failed since there were `count` failures.
+    /// Fails if write-back makes no progress and an attempt has failed since the count was `count`.
     pub fn check(&self, count: u64) -> Result<(), Error> {
         let in_a_row = self.in_a_row.load(Ordering::Acquire);
         if in_a_row == 0 || self.count() <= count {
@@ -82,7 +82,7 @@ mod tests {
         failing.note_failure(&error, 2);
         let told = failing.check(0).unwrap_err();
         assert!(told.kind() == ErrorKind::Io && told.to_string().contains("reading map"), "{told}");
-        // A writer that begins to wait now has seen no failure yet.
+        // A writer that begins to wait now has seen no failed attempt yet.
         failing.check(failing.count()).unwrap();
         failing.note_progress();
         failing.check(0).unwrap();

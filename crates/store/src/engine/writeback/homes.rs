@@ -1,4 +1,4 @@
-//! Writes a batch: announces overwrites, writes the blocks, and brings them into the map.
+//! Writes a batch: announces overwrites, writes the blocks, and moves them into the map.
 
 use super::plan::{BlockWrite, Plan};
 use super::{BATCH_STRIDE, Lane};
@@ -17,20 +17,20 @@ use backend::{Completion, File, IoMode};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Runs of new places of this many bytes are sent from the page cache to the medium at once. Left to the next flush,
-/// hundreds of megabytes would delay it and every append to the journal.
+/// When a run of new blocks has this many bytes, it is sent from the page cache to the device at once. Otherwise
+/// hundreds of megabytes would be left to the next flush, and would delay it and every append to the journal.
 const WRITE_OUT_MIN: u64 = 256 << 10;
 /// Blocks in one write (1 MiB).
 const GROUP_BLOCKS_MAX: u64 = 256;
-/// Short writes that are brought into the map together.
+/// Short writes that are moved into the map together.
 const GROUPS_PER_FINISH: usize = 32;
-/// Slices per write: the limit of the kernel (`IOV_MAX`).
+/// Slices per write: the limit of the kernel (`IOV_MAX`), rounded down.
 pub const SLICES_MAX: usize = 1000;
-/// Operations in flight of one lane.
+/// The most operations that one lane has in flight.
 pub const LANE_DEPTH: u32 = 64;
 
 impl BlockWrite {
-    /// Surveys what bringing the batch into the map will need.
+    /// Surveys the metadata that moving the run into the map will need.
     fn survey(&self, meta: &mut Meta, disk: u64) {
         meta.survey_run(self.run);
         if self.placement != Placement::InPlace {
@@ -51,14 +51,13 @@ impl Engine {
         }
         self.log.begin_announced(&commit);
         let appended = self.append(&mut commit, BatchKind::Urgent, &writer.finish());
-        // A snapshot or a flush may wait for it.
+        // Another thread may wait for the journal, for a snapshot or a flush.
         MutexGuard::unlock_fair(commit);
         appended
     }
 
-    /// Writes a batch and brings it into the map. Extents that cannot enter the map, for lack of room or because
-    /// metadata cannot be read, stay buffered, and are returned as a late error: everything announced has been written
-    /// by then.
+    /// Writes a batch and moves it into the map. Extents that cannot enter the map, because of missing room or
+    /// unreadable metadata, stay buffered; the error is returned after all announced blocks are written.
     pub(super) fn write_homes(&self, lane: &mut Lane, head: &Head, plan: &mut Plan) -> Result<Option<Error>> {
         plan.sort();
         let homes = plan.homes();
@@ -95,7 +94,7 @@ impl Engine {
             let (file, offset) = self.files.locate(part[0].run).map_err(|error| self.stop(error))?;
             let slices: Vec<&[u8]> = part.iter().map(|home| &*home.data).collect();
             file.write_at(&slices, offset, false)
-                .during(|| format!("writing block {} home", part[0].run.start))
+                .during(|| format!("writing data block {}", part[0].run.start))
                 .map_err(|error| self.stop(error))?;
             let length: u64 = slices.iter().map(|slice| slice.len() as u64).sum();
             let long = length >= WRITE_OUT_MIN && part[0].placement == Placement::New;
@@ -106,7 +105,7 @@ impl Engine {
                 short = self.finish_homes(head, homes, &groups[done..=i])?.or(short);
                 done = i + 1;
             }
-            // Not more than two at a time: see WRITE_OUT_MIN.
+            // At most two runs are being written out at a time, see [`WRITE_OUT_MIN`].
             if long && let Some((file, offset, length)) = going_out.replace((file, offset, length)) {
                 file.write_out(offset, length, true);
             }
@@ -137,7 +136,7 @@ impl Engine {
                 .map_err(|error| self.stop(error))?;
             let mut finished = Vec::with_capacity(completions.len());
             for completion in completions.drain(..) {
-                completion.result.during(|| "writing blocks home".into()).map_err(|error| self.stop(error))?;
+                completion.result.during(|| "writing data blocks".into()).map_err(|error| self.stop(error))?;
                 finished.push(groups[completion.token as usize].clone());
             }
             short = self.finish_homes(head, homes, &finished)?.or(short);
@@ -145,11 +144,12 @@ impl Engine {
         Ok(short)
     }
 
-    /// Makes the map name the written blocks, and removes them from the buffer.
+    /// Moves the written blocks into the map, and removes them from the buffer.
     fn finish_homes(&self, head: &Head, homes: &[BlockWrite], groups: &[Range<usize>]) -> Result<Option<Error>> {
         let mut short = None;
         let done: Vec<&BlockWrite> = groups.iter().flat_map(|group| &homes[group.clone()]).collect();
-        // After the writes and before the counter grows: a flush in between may have cleared the mark.
+        // The files are marked after the writes and before the counter grows, because a flush during the writes may
+        // have cleared the mark.
         done.iter().for_each(|home| self.files.touch(home.run));
         let gate = self.log.clocks.wrote_home();
         for part in done.chunks(BATCH_STRIDE) {
@@ -177,8 +177,7 @@ impl Engine {
         Ok(short)
     }
 
-    /// Brings one written extent into the map and removes it from the buffer. Returns what the buffer had set aside for
-    /// it.
+    /// Moves one written extent into the map and removes it from the buffer. Returns what was reserved for it.
     fn finish_home(
         &self,
         meta: &mut Meta,
@@ -190,7 +189,8 @@ impl Engine {
         let checksums = home.checksums.clone();
         let operation = match home.placement {
             Placement::InPlace => {
-                // Its announcement ends with the batch: without the checksums recovery would take the content for torn.
+                // The announcement ends with the batch. Without the new checksums, recovery would take the content for
+                // damaged.
                 meta.note_overwritten(home.run, &checksums).map_err(|error| self.stop(error))?;
                 None
             }

@@ -1,8 +1,9 @@
-//! Write-back: writes buffered entries to their places on the medium, in order of address.
+//! Write-back: writes buffered entries to the data files, in the order of their addresses.
 //!
 //! A batch runs under the gate. It plans which blocks may be overwritten in place and which need new places, announces
-//! the overwrites durably, and writes. As writes end, it changes the map and removes the extents from the buffer, a few
-//! at a time. Readers see the buffered copy until the map names the new one, both under the buffer's lock.
+//! the overwrites durably, and writes the blocks. As writes end, it moves a few extents at a time into the map and out
+//! of the buffer. Both happen under the buffer's lock, so readers see the buffered copy until the map refers to the
+//! written one.
 
 mod failing;
 mod homes;
@@ -27,11 +28,11 @@ use failing::Failing;
 pub(crate) use plan::Plan;
 use std::sync::Arc;
 
-/// Blocks of data per batch at most.
+/// The most blocks of data per batch.
 pub(crate) const BATCH_MAX: u64 = 1024;
 
-/// Blocks of data per batch: few enough that a flush does not wait long for the gate (a few milliseconds), and enough
-/// that announcements are rare.
+/// Blocks of data per batch: so few that a flush waits for the gate only a few milliseconds, and so many that
+/// announcements are rare.
 fn batch_blocks(mode: IoMode) -> u64 {
     match mode {
         IoMode::Buffered => BATCH_MAX,
@@ -39,8 +40,8 @@ fn batch_blocks(mode: IoMode) -> u64 {
     }
 }
 
-/// Extents planned, and brought into the map, under one hold of the locks: readers and writers of the disk wait no
-/// longer than that.
+/// Extents that are planned, or moved into the map, while the locks are held. The number limits how long readers and
+/// writers of the disk wait.
 const BATCH_STRIDE: usize = 64;
 /// The smallest batch, in blocks, that is not split further.
 const BATCH_MIN: u64 = 64;
@@ -50,31 +51,31 @@ pub struct Lane {
     queue: Box<dyn Queue>,
 }
 
-/// Write-back, and the other paths of data to the medium.
+/// State of write-back and of the other writers of data files.
 ///
-/// Locks, in this order: `logged` (one round of payload of the journal), the gate (no write-back under way), the
-/// journal, `through` (shared by writes past the buffer; exclusive where none may be under way). `copying` is held over
-/// one write, with no other lock.
+/// Lock order: `logged` (one round of journalled payload at a time), the gate (no write-back under way), the journal,
+/// `through` (shared by writes that bypass the buffer, exclusive where none may be under way). `copying` is held during
+/// one write, without any other lock.
 pub struct WriteBack {
     gate: Mutex<Lane>,
     logged: Mutex<LoggedLane>,
     through: RwLock<()>,
     copying: Mutex<()>,
-    /// The disk that was served last; changed under the gate.
+    /// The disk whose batch was written last; changed under the gate.
     served: AtomicU64,
-    /// Flushes that wait for the gate: write-back lets them go first.
+    /// Number of flushes that wait for the gate. Write-back lets them take it first.
     flushes_waiting: AtomicU64,
-    /// Pages that a block of the last batch needed; changed under the gate.
+    /// Pages per block that the last batch needed; changed under the gate.
     pages_per_block: AtomicU64,
-    /// While a batch is under way: what was set aside for entries that were replaced in a buffer meanwhile. The batch
-    /// may still bring them into the map, and then uses it.
+    /// While a batch is under way: what was reserved for entries that were replaced in a buffer meanwhile. The batch
+    /// may still move these entries into the map, and then uses the reservation.
     replaced: Mutex<Option<Held>>,
-    /// Failed attempts.
+    /// Counters of failed attempts.
     pub failing: Failing,
 }
 
 impl WriteBack {
-    /// With a queue for write-back and one for payload of the journal.
+    /// State with one I/O queue for write-back and one for journalled payload.
     pub fn new(queue: Box<dyn Queue>, logged: Box<dyn Queue>) -> Self {
         Self {
             gate: Mutex::new(Lane { queue }),
@@ -89,29 +90,29 @@ impl WriteBack {
         }
     }
 
-    /// Blocks of the next batch if this many pages may still be dirtied: as many as are likely to be admitted, so that
-    /// the batch need not be planned again. Very different batches, such as one run and scattered blocks, rarely follow
-    /// each other, and an estimate that is too high costs one plan.
+    /// The number of blocks of the next batch, if `pages_left` pages may still be dirtied: as many as admission
+    /// probably accepts, so that the batch need not be planned twice. Batches in a row are usually similar, and too
+    /// high an estimate costs only one plan.
     fn batch(&self, most: u64, pages_left: u64) -> u64 {
         most.min((pages_left / self.pages_per_block.load(Ordering::Relaxed)).max(BATCH_MIN))
     }
 
-    /// Notes how many pages a batch of this many blocks needed.
+    /// Records how many pages a batch of this many blocks needed.
     fn note_pages(&self, pages: u64, blocks: u64) {
         self.pages_per_block.store(pages.div_ceil(blocks.max(1)).max(1), Ordering::Relaxed);
     }
 
-    /// The gate: no write-back is under way while it is held.
+    /// Locks the gate: no write-back is under way while the guard exists.
     pub fn lock(&self) -> MutexGuard<'_, Lane> {
         self.gate.lock()
     }
 
-    /// No write past the buffer is under way while this is held.
+    /// Waits until no write that bypasses the buffer is under way, and prevents others until the guard is dropped.
     pub fn stop_through(&self) -> impl Drop + '_ {
         self.through.write()
     }
 
-    /// Held by writes past the buffer.
+    /// Held during a write that bypasses the buffer.
     fn share_through(&self) -> impl Drop + '_ {
         self.through.read()
     }
@@ -125,7 +126,7 @@ impl WriteBack {
         self.copying.lock()
     }
 
-    /// The gate, for a flush: write-back lets it go first.
+    /// Locks the gate for a flush: write-back lets flushes take it first.
     pub fn lock_for_flush(&self) -> MutexGuard<'_, Lane> {
         self.flushes_waiting.fetch_add(1, Ordering::AcqRel);
         let gate = self.lock();
@@ -139,7 +140,7 @@ impl WriteBack {
     }
 }
 
-/// A batch under way.
+/// Exists while a batch is under way.
 struct UnderWay<'a>(&'a Engine);
 
 impl Drop for UnderWay<'_> {
@@ -155,12 +156,12 @@ enum Batch {
     Empty,
     /// Written.
     Done,
-    /// A part of it is still buffered: there was no room for this cost.
+    /// A part of the batch is still buffered, because there was no room for this cost.
     Refused(Cost),
 }
 
 impl Engine {
-    /// Writes back one batch, of the disk that has waited longest. False when no buffer holds anything.
+    /// Writes back one batch of the disk that has waited longest. False when no buffer has entries.
     pub(super) fn write_back_once(&self) -> Result<bool> {
         let done = self.write_back_next();
         match &done {
@@ -185,7 +186,7 @@ impl Engine {
             if matches!(batch, Ok(Batch::Empty)) {
                 continue;
             }
-            // Also after a failure: other threads may wait for something else.
+            // Also recorded after a failure, so that the next attempt serves another disk.
             self.writeback.served.store(head.id, Ordering::Relaxed);
             let batch = match batch {
                 Err(error) if self.isolate(&error) => return Ok(true),
@@ -201,7 +202,7 @@ impl Engine {
         Ok(false)
     }
 
-    /// All disks with a buffer, from the one that has waited longest.
+    /// All disks with a buffer, beginning with the one that has waited longest.
     fn heads_in_turn(&self) -> Vec<Arc<Head>> {
         let mut heads = self.buffers.heads();
         let served = self.writeback.served.load(Ordering::Relaxed);
@@ -210,7 +211,7 @@ impl Engine {
         heads
     }
 
-    /// Writes back everything that is buffered for a disk now.
+    /// Writes back everything that is buffered for a disk at the call.
     pub fn settle(&self, head: &Head) -> Result<()> {
         loop {
             self.check_running()?;
@@ -232,7 +233,7 @@ impl Engine {
         }
     }
 
-    /// Surveys what the next batch will need of the metadata, before any lock is taken for it.
+    /// Reads ahead the metadata that the next batch will need. Called before the batch takes locks.
     fn bring_in_next(&self) -> Fetch {
         let next = self.heads_in_turn().into_iter().find(|head| !head.lock().layers.is_empty());
         next.map(|head| self.bring_in_batch(&head)).unwrap_or_default()
@@ -246,8 +247,8 @@ impl Engine {
         self.meta.bring_in(|meta| meta.survey_pieces(head.id, &pieces))
     }
 
-    /// Releases what was set aside for a replaced entry of a buffer. While a batch may have a copy of the entry, no
-    /// other entry uses it.
+    /// Releases what was reserved for a replaced entry of a buffer, but not before the batch under way ends: it may
+    /// have a copy of the entry.
     pub(super) fn give_back_replaced(&self, held: Held) {
         if held == Held::default() {
             return;
@@ -257,14 +258,14 @@ impl Engine {
             drop(replaced);
             return self.give_back(held);
         };
-        // Room in the buffer is released at once; as changes of the map the blocks still count.
+        // Buffer space is released at once. As map changes, the blocks stay counted until the batch ends.
         self.reserves.add_changes(held.data);
         *later += Held { data: 0, changes: held.changes + held.data, ..held };
         drop(replaced);
         self.give_back(Held { data: held.data, ..Held::default() });
     }
 
-    /// Called before a batch reads a buffer. The end of the batch has lowered the headroom.
+    /// Called before a batch reads a buffer. The batch lowers the headroom before it drops the guard.
     fn begin_batch(&self) -> UnderWay<'_> {
         *self.writeback.replaced.lock() = Some(Held::default());
         UnderWay(self)
@@ -286,7 +287,7 @@ impl Engine {
             if let Ok(cost) = &planned {
                 self.writeback.note_pages(cost.pages, pieces.iter().map(|piece| piece.entry.blocks).sum());
             }
-            // An announcement overtakes pending changes, here pending checksums of older content of these blocks.
+            // An announcement would overtake pending checksums of older content of these blocks.
             let overtakes = planned.is_ok() && meta.awaits_checksums(plan.homes());
             if let Ok(cost) = &planned
                 && !overtakes
@@ -299,15 +300,15 @@ impl Engine {
             drop(meta);
             let lacks = matches!(&planned, Err(error) if error.kind() == ErrorKind::NoSpace);
             if lacks && waited {
-                // The operations that hold the block came since. The journal takes it in order, and it needs no place
-                // but its own.
+                // An operation that holds the block became pending after the wait. Through the journal the payload
+                // follows that operation in order, and needs no new block.
                 let refused = self.log_batch(head, &pieces)?;
                 self.sync_all_data()?;
                 self.append_pending(&mut commit)?;
                 return Ok(refused.map_or(Batch::Done, Batch::Refused));
             }
-            // A held block needs a new place, or waits until the operations that hold it are in the journal; then it
-            // may be overwritten in place.
+            // A held block needs a new place, or must wait until the operations that hold it are in the journal. It may
+            // then be overwritten in place.
             waited |= lacks;
             let cost = if lacks { Cost::default() } else { planned? };
             if overtakes || lacks {
@@ -317,7 +318,7 @@ impl Engine {
                 return Ok(Batch::Refused(cost));
             }
         };
-        // Older payload of these blocks must not be written beside or after this write. The journal still has it.
+        // Older payload of these blocks must not be written during or after this batch. The journal still has it.
         for run in plan.in_place() {
             meta.forget_logged(run);
         }
@@ -326,7 +327,7 @@ impl Engine {
         let short = self.write_homes(lane, head, &mut plan)?;
         self.log.end_announced();
         let others = plan.end(&mut self.meta.lock());
-        // What was set aside for the data is now counted where it was used.
+        // By now the cost of the grant is counted as pending bytes and dirty pages.
         drop(grant);
         if let Some(error) = short {
             return Err(error);
@@ -341,7 +342,7 @@ impl Engine {
         Ok(refused.map_or(Batch::Done, Batch::Refused))
     }
 
-    /// Up to `most` blocks of the oldest layer that holds any; snapshots that older ones complete are sealed.
+    /// Up to `most` blocks of the oldest layer that has entries. Snapshots of older, empty layers are sealed.
     fn next_pieces(&self, head: &Head, most: u64) -> Result<Option<Vec<DirtyPiece>>> {
         let mut buffer = head.lock();
         loop {
@@ -357,7 +358,7 @@ impl Engine {
     }
 }
 
-/// Halves a batch; false when it is one extent of `least` blocks.
+/// Halves a batch. False when it is a single extent of `least` blocks.
 fn shorten(pieces: &mut Vec<DirtyPiece>, least: u64) -> bool {
     if pieces.len() > 1 {
         pieces.truncate(pieces.len() / 2);

@@ -1,9 +1,8 @@
-//! Moves discards and zeroes into the map, and completes snapshots: the work of write-back and flush beside moving
-//! data.
+//! Moves discards and zeroes into the map, and seals snapshots: the parts of write-back and flush that write no data.
 //!
-//! A discard may free any number of blocks, so it enters the map in steps of a limited number of pages, each admitted
-//! by itself. A part that is in the map leaves the buffer at once; the rest stays in the buffer, where readers see it,
-//! until its own step. Locks are released between steps.
+//! A discard may free any number of blocks, so it enters the map in steps that each dirty a limited number of pages and
+//! are admitted one by one. After its step a part is removed from the buffer; the rest stays there, visible to readers.
+//! Locks are released between steps.
 
 use crate::Result;
 use crate::buffer::{Content, DirtyPiece};
@@ -16,34 +15,35 @@ use crate::journal::Operation;
 use crate::tree;
 use std::ops::Range;
 
-/// Longest range of one unmap operation, in blocks (4 GiB).
+/// The longest range of one unmap operation, in blocks (4 GiB).
 const UNMAP_MAX: u64 = 1 << 20;
 /// Blocks that are zeroed in one step (16 MiB).
 const ZERO_STEP: u64 = 4096;
-/// Steps of one batch of write-back, and of one turn of a flush, so that other threads can run in between.
+/// The most steps of one batch of write-back, or of one pass of a flush over the buffers, so that other threads can run
+/// in between.
 pub(crate) const STEPS_MAX: usize = 16;
 
-/// What zeroing a range does to the map.
+/// The effect of zeroing a range on the map.
 enum Zeroed {
-    /// It has space that was never written: nothing changes.
+    /// The range is mapped to unwritten blocks: nothing changes.
     Already,
-    /// It keeps its blocks, which start at this one.
+    /// The range keeps its blocks, the first of which has this number.
     Kept(u64),
-    /// It needs blocks of its own.
+    /// The range needs new blocks.
     New,
 }
 
 /// The result of a step.
 pub(crate) struct Step {
-    /// Everything before this block is in the map.
+    /// Everything before this logical block is in the map.
     pub end: u64,
     /// The cost of the rest, if there was no room for it.
     pub refused: Option<Cost>,
 }
 
 impl Engine {
-    /// Moves the discards and zeroes of a batch into the map; they have no data. The part for which there is no room,
-    /// or that exceeds the limit of a turn, stays buffered. Returns the refused cost.
+    /// Moves the discards and zeroes of a batch into the map. The part for which there is no room, or that exceeds the
+    /// step limit, stays buffered. Returns the refused cost.
     pub(crate) fn finish_others(&self, head: &Head, pieces: Vec<DirtyPiece>) -> Result<Option<Cost>> {
         let mut steps = 0;
         for piece in pieces {
@@ -58,7 +58,7 @@ impl Engine {
                 let _fetch = self.meta.bring_in(|meta| meta.survey_pieces(head.id, std::slice::from_ref(&part)));
                 let mut buffer = head.lock();
                 let (layer, _) = buffer.layers.oldest();
-                // Parts written since are left out: such a write may rely on the blocks that are mapped there.
+                // Parts written since the plan are skipped: such a write may rely on the blocks that are mapped there.
                 let Some(still) = layer.still(&(at..end), piece.entry.stamp) else { break };
                 at = still.start;
                 let mut meta = self.meta.lock();
@@ -79,7 +79,7 @@ impl Engine {
         Ok(None)
     }
 
-    /// Moves the beginning of a discarded or zeroed range into the map.
+    /// Moves the first part of a discarded or zeroed range into the map.
     pub(crate) fn apply_other(&self, meta: &mut Meta, disk: u64, range: Range<u64>, content: &Content) -> Result<Step> {
         if matches!(content, Content::Unmapped) {
             return self.unmap_step(meta, disk, range);
@@ -92,8 +92,8 @@ impl Engine {
                 Zeroed::Kept(physical) => {
                     let run = crate::space::Run { start: physical, blocks: range.end - range.start };
                     let operation = Operation::Unwritten { disk, logical: range.start, run, fresh: false };
-                    // Until the journal has the change, recovery expects the old content, so nothing may be written
-                    // there.
+                    // The operation holds the blocks: until it is durable, recovery expects the old content, so nothing
+                    // may be written to them.
                     if let Some(cost) = self.try_carry_out(meta, operation, 0)? {
                         return Ok(Step { end: range.start, refused: Some(cost) });
                     }
@@ -114,7 +114,7 @@ impl Engine {
         Ok(Step { end, refused: None })
     }
 
-    /// Unmaps the beginning of a range: as much as one step may free.
+    /// Unmaps the first part of a range: as much as one step may free.
     pub(crate) fn unmap_step(&self, meta: &mut Meta, disk: u64, range: Range<u64>) -> Result<Step> {
         let Some(first) = meta.first_mapped(disk, range.clone())? else {
             return Ok(Step { end: range.end, refused: None });
@@ -128,10 +128,10 @@ impl Engine {
         }
     }
 
-    /// Unmaps a range step by step. Not to be called under a lock that a checkpoint takes.
+    /// Unmaps a range step by step. Must not be called under a lock that a checkpoint takes.
     pub(crate) fn unmap_waiting(&self, disk: u64, range: Range<u64>) -> Result<()> {
         let mut at = range.start;
-        // Where nothing is mapped, no node is needed.
+        // Ranges without mappings are skipped, because they need no nodes.
         while let Some(first) = self.meta.look(|meta| meta.first_mapped(disk, at..range.end))? {
             self.check_running()?;
             self.measure(&self.buffers.head(disk))?;
@@ -157,7 +157,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Notes that the oldest layer of a disk is in the map: the snapshot that closed it is complete.
+    /// Called when the oldest layer of a disk is in the map: seals the snapshot that closed it.
     pub(crate) fn seal_oldest(&self, buffer: &mut Buffer) -> Result<()> {
         let Some(snapshot) = buffer.layers.retire() else { return Ok(()) };
         buffer.cursor = 0;
@@ -176,8 +176,8 @@ impl Meta {
         tree::first_mapped(&mut self.nodes(&mut Effects::default()), root, range)
     }
 
-    /// Splits a range by what zeroing does to it. Nothing is written, and the journal keeps the order: what counts is
-    /// which trees share the blocks now, not which operations hold them.
+    /// Splits a range by the effect of zeroing on its blocks. Zeroing writes no data, and the journal keeps the order
+    /// of operations, so only the current trees decide which blocks are shared, and holds do not matter.
     fn zeroed(&mut self, disk: u64, range: Range<u64>) -> Result<Vec<(Range<u64>, Zeroed)>> {
         let mut extents = Vec::new();
         if let Some(root) = self.catalog.get(disk)?.root {

@@ -1,8 +1,8 @@
-//! Writes payload of the journal to its place when no request waits for it: once, however often a block was overwritten
-//! in the ring.
+//! Writes journalled payload to the data files while no request waits for it. If a block was journalled several times,
+//! only its newest payload is written.
 //!
-//! The journal protects payload until the next checkpoint, so nothing has to be announced or flushed here. Payload
-//! whose record is not in the journal yet may not be written.
+//! The journal protects the payload until the next checkpoint, so these writes need no announcement and no flush.
+//! Payload whose record is not in the journal yet must not be written.
 
 use super::{LANE_DEPTH, SLICES_MAX};
 use crate::engine::Engine;
@@ -10,7 +10,7 @@ use crate::space::Run;
 use crate::{IoContext, Result};
 use backend::{Queue, SharedSlice};
 
-/// State that writing payload keeps between rounds.
+/// State that is kept between rounds.
 pub struct LoggedLane {
     pub(crate) queue: Box<dyn Queue>,
     cursor: u64,
@@ -23,9 +23,9 @@ impl LoggedLane {
 }
 
 impl Engine {
-    /// Writes payload to its place, up to `most` blocks; returns the number of written blocks. The journal protects it
-    /// until the next checkpoint, so nothing has to be announced or flushed here. Payload whose record has not been
-    /// appended stays: after a crash recovery expects the older content at its place.
+    /// Writes up to `most` blocks of journalled payload to the data files, and returns their number. The journal
+    /// protects the payload until the next checkpoint, so no announcement and no flush is needed. Payload whose record
+    /// is still pending is skipped: after a crash, recovery expects the older content.
     pub(crate) fn write_logged(&self, most: usize) -> Result<usize> {
         let mut lane = self.writeback.lock_logged();
         let (blocks, guard) = {
@@ -54,7 +54,7 @@ impl Engine {
         blocks.iter().for_each(|(block, _)| meta.in_flight.release(Run { start: *block, blocks: 1 }));
         if result.is_ok() {
             for (block, slice) in &blocks {
-                // Newer payload may have come meanwhile.
+                // Newer payload of the block may have been journalled meanwhile.
                 if meta.logged.get(block).is_some_and(|now| std::ptr::eq(now.as_ptr(), slice.as_ptr())) {
                     meta.logged.remove(block);
                 }
@@ -85,12 +85,9 @@ impl Engine {
                 at = end;
             }
             let waited = lane.queue.wait(&mut completions, None);
-            waited.during(|| "taking journalled blocks home".into()).map_err(|error| self.stop(error))?;
+            waited.during(|| "writing journalled blocks".into()).map_err(|error| self.stop(error))?;
             for completion in completions.drain(..) {
-                completion
-                    .result
-                    .during(|| "taking journalled blocks home".into())
-                    .map_err(|error| self.stop(error))?;
+                completion.result.during(|| "writing journalled blocks".into()).map_err(|error| self.stop(error))?;
             }
         }
         blocks.iter().for_each(|(block, _)| self.files.touch(Run { start: *block, blocks: 1 }));

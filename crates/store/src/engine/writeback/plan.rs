@@ -1,4 +1,4 @@
-//! Plans where the blocks of a batch are written.
+//! Plans to which blocks a batch is written.
 
 use super::BATCH_STRIDE;
 use crate::buffer::{Content, DirtyPiece};
@@ -16,7 +16,7 @@ use crate::{Error, ErrorKind, Result};
 use backend::{BLOCK_SIZE, SharedSlice};
 use std::ops::Range;
 
-/// A run within one entry, with its place.
+/// A run of blocks within one buffered entry, and where it is written.
 pub struct BlockWrite {
     pub placement: Placement,
     pub logical: u64,
@@ -26,20 +26,20 @@ pub struct BlockWrite {
     pub stamp: u64,
 }
 
-/// The places of everything in a batch. It ends with [`Plan::undo`] or [`Plan::end`].
+/// The plan of a batch. It must be ended with [`Plan::undo`] or [`Plan::end`].
 #[derive(Default)]
 pub struct Plan<'a> {
     homes: Vec<BlockWrite>,
     /// Discards and zeroes.
     others: Vec<DirtyPiece>,
-    /// Runs to be overwritten in place.
+    /// Runs to be overwritten in place, which are marked as in flight.
     claimed: Vec<Run>,
-    /// Claims for the new places of blocks without a claim, until the headroom is lowered.
+    /// Claims for blocks whose entries have none. Held until the headroom is lowered.
     unclaimed: Option<Claim<'a>>,
 }
 
 impl Plan<'_> {
-    /// The data of the batch, in the order of its entries until [`Plan::sort`].
+    /// The runs of the batch, in the order of its entries until [`Plan::sort`].
     pub fn homes(&self) -> &[BlockWrite] {
         &self.homes
     }
@@ -49,12 +49,12 @@ impl Plan<'_> {
         self.homes.iter().filter(|home| home.placement == Placement::InPlace).map(|home| home.run)
     }
 
-    /// Sorts the data by address on the medium: writing is faster, and adjacent runs become one write.
+    /// Sorts the runs by physical address, so that adjacent runs become one write.
     pub fn sort(&mut self) {
         self.homes.sort_unstable_by_key(|home| home.run.start);
     }
 
-    /// Releases everything: nothing was written.
+    /// Releases everything that the plan has allocated or marked, because nothing was written.
     pub fn undo(self, meta: &mut Meta) {
         for home in self.homes.iter().filter(|home| home.placement == Placement::New) {
             meta.data.release(home.run);
@@ -62,7 +62,7 @@ impl Plan<'_> {
         self.claimed.into_iter().for_each(|run| meta.in_flight.release(run));
     }
 
-    /// The data is written and in the map: does the remaining work.
+    /// Ends the plan after its data is written and in the map. Returns the discards and zeroes.
     pub fn end(self, meta: &mut Meta) -> Vec<DirtyPiece> {
         self.claimed.into_iter().for_each(|run| meta.in_flight.release(run));
         self.others
@@ -70,8 +70,8 @@ impl Plan<'_> {
 }
 
 impl Engine {
-    /// Splits entries into runs and finds their places. `waited`: the journal has been waited for, so blocks that were
-    /// held then are not held any more. After an error the plan contains what has to be undone.
+    /// Splits entries into runs and decides where each is written. `waited` says that the pending changes were made
+    /// durable before, which ends their holds. After an error the plan contains what has to be undone.
     pub(crate) fn plan_batch<'a>(
         &'a self,
         meta: &mut MutexGuard<'_, Meta>,
@@ -93,8 +93,8 @@ impl Engine {
         let mut parts = Vec::with_capacity(data.len());
         for (i, (_, _, piece)) in data.iter().enumerate() {
             if i % BATCH_STRIDE == BATCH_STRIDE - 1 {
-                // Releases the lock for other threads: what is planned so far is claimed, so no payload is written over
-                // it and no read resolves it.
+                // Releases the lock for other threads. The runs planned so far are marked as in flight, so no
+                // journalled payload is written over them, and no read resolves them.
                 MutexGuard::bump(meta);
             }
             let range = piece.logical..piece.logical + piece.entry.blocks;
@@ -112,16 +112,16 @@ impl Engine {
             parts.push(std::mem::take(&mut placements));
         }
         if not_covered > 0 {
-            // A new place takes nodes on which others rely.
-            return Err(Error::new(ErrorKind::NoSpace, "no free nodes beside what other writes count on"));
+            // A new place would need map nodes that are reserved for other writes.
+            return Err(Error::new(ErrorKind::NoSpace, "all free map nodes are reserved for other writes"));
         }
         if not_claimed > 0 {
-            // The blocks set aside for the disk are for shared blocks: a block that is only held takes none of them
-            // unless waiting for the journal has not helped.
+            // The blocks reserved for the disk are for blocks that are shared. A block that is only held may use one of
+            // them only if waiting for the journal has not ended the hold.
             let aside = if waited { meta.catalog.get(head.id)?.reserved } else { 0 };
             let claim = self.try_claim(not_claimed).or_else(|| self.try_claim(not_claimed.saturating_sub(aside)));
             if claim.is_none() {
-                return Err(Error::new(ErrorKind::NoSpace, "no free blocks beside what other writes count on"));
+                return Err(Error::new(ErrorKind::NoSpace, "all free blocks are reserved for other writes"));
             }
             plan.unclaimed = claim;
         }
@@ -158,7 +158,7 @@ impl Engine {
 }
 
 impl Meta {
-    /// The highest cost of announcing, writing and mapping these.
+    /// An upper limit of the cost of announcing, writing and mapping these runs.
     pub fn cost_of_homes(&mut self, disk: u64, homes: &[BlockWrite]) -> Result<Cost> {
         let (mut announced, mut bytes, mut touched) = (0, 0, Touched::default());
         for home in homes {
@@ -177,9 +177,9 @@ impl Meta {
         Ok(Cost { bytes, pages: self.pages_of(&touched) })
     }
 
-    /// True when checksums are pending of a block that is about to be overwritten in place.
+    /// True when pending checksums concern a block that is about to be overwritten in place.
     pub fn awaits_checksums(&self, homes: &[BlockWrite]) -> bool {
-        // The list is long when much was written to new places, and then usually holds no checksums.
+        // Skips the search in the usual case: many blocks were written to new places, and no checksums are pending.
         if !self.pending.has_checksums() {
             return false;
         }
@@ -193,7 +193,8 @@ impl Meta {
         })
     }
 
-    /// Where a range may be overwritten in place: (range, first physical block), `None` for what needs new places.
+    /// Splits a range by whether it may be overwritten in place: (range, first physical block). `None` for parts that
+    /// need new blocks.
     pub fn places(&mut self, root: Option<tree::NodeId>, range: Range<u64>) -> Result<Vec<(Range<u64>, Option<u64>)>> {
         let mut placements = Vec::new();
         self.placements(root, range, &mut placements)?;
@@ -201,7 +202,7 @@ impl Meta {
         Ok(placements.into_iter().map(|(range, placement, physical)| (range, place(placement, physical))).collect())
     }
 
-    /// Where one block of an extent is written.
+    /// Decides where one block of an extent is written.
     pub fn placement(&mut self, extent: &Extent, block: u64) -> Result<Placement> {
         let entry = self.entry(block)?;
         Ok(place(BlockState {
@@ -213,7 +214,7 @@ impl Meta {
         }))
     }
 
-    /// Splits a logical range by the places of its parts: (range, placement, physical block for in place and fill).
+    /// Splits a logical range by placement: (range, placement, physical block if it is overwritten in place or filled).
     pub fn placements(
         &mut self,
         root: Option<tree::NodeId>,

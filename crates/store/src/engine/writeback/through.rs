@@ -1,18 +1,20 @@
-//! Write-through: large writes go to the page cache at once, past the buffer, while their data is still in the
+//! Write-through: large writes bypass the buffer and go to the page cache at once, while their data is still in the
 //! processor's caches.
 //!
-//! A large write in buffered mode costs two copies, from the socket and to the page cache; waiting in the buffer in
-//! between costs a third pass through memory and another thread. So the thread that received a write of at least
-//! [`THROUGH_MIN`] blocks writes it directly, unless any of its range is buffered: over blocks that only the head maps,
-//! otherwise to new places.
+//! A large write in buffered mode costs two copies: from the socket, and into the page cache. The buffer would cost a
+//! third pass through memory, and another thread. So the thread that received a write of at least [`THROUGH_MIN`]
+//! blocks writes it directly, unless a part of its range is buffered: to blocks that only the head maps in place, and
+//! otherwise to new blocks.
 //!
 //! What must hold:
 //!
-//! 1. Blocks are overwritten in place only under a *permit*: an announcement in the journal that they may hold anything
-//!    from now on. Permits are taken ahead of a sequential stream, many megabytes at once, and end with the next flush
-//!    of the data files: what was written under them is durable then and its checksums follow it into the journal.
-//! 2. While a range is being written, reads and writes of it wait: no read sees a block that is half old.
-//! 3. No write-through is under way when a snapshot is taken, a checkpoint captured, permits end, or the disk goes.
+//! 1. Blocks are overwritten in place only under a *permit*: an announcement in the journal that they may have any
+//!    content from now on. Permits are given ahead of a sequential stream, many megabytes at once, and end with the
+//!    next flush of the data files. That flush makes the writes under them durable, and their checksums are appended to
+//!    the journal after it.
+//! 2. While a range is being written, reads and writes of the range wait, so no read returns a partly written block.
+//! 3. No write-through is under way when a snapshot is taken, when a checkpoint is captured, when permits end, or when
+//!    the disk is deleted or reverted.
 
 use crate::engine::admit::batch_bytes;
 use crate::engine::log::Cost;
@@ -27,24 +29,24 @@ use backend::{BLOCK_SIZE, IoMode, SharedSlice};
 use checksums::Checksums;
 use std::ops::Range;
 
-/// The smallest write that goes through, in blocks (128 KiB).
+/// The smallest write that bypasses the buffer, in blocks (128 KiB).
 const THROUGH_MIN: u64 = 32;
-/// How far ahead of a write permits are taken, in blocks (32 MiB).
+/// How far ahead of a write permits are given, in blocks (32 MiB).
 const PERMIT_AHEAD: u64 = 8192;
-/// Runs that one announcement permits.
+/// The most runs that one announcement permits.
 const PERMITS_AT_ONCE: usize = 512;
 
-/// What a write-through needs before it can continue.
+/// The result of an attempt.
 enum Outcome {
     /// Written.
     Done,
-    /// The buffer has to take it.
+    /// The write has to go through the buffer.
     Buffer,
     /// These blocks have to be announced first.
     Announce(Vec<Run>),
 }
 
-/// A run of a write, with its place.
+/// A run of a write, and where it is written.
 struct Part {
     logical: u64,
     run: Run,
@@ -52,7 +54,8 @@ struct Part {
 }
 
 impl Engine {
-    /// Writes whole blocks at once if there are many and nothing prevents it. False: the buffer has to take them.
+    /// Writes whole blocks directly, if there are many and nothing prevents it. False if the write has to go through
+    /// the buffer.
     pub(crate) fn write_through(
         &self,
         head: &Head,
@@ -66,7 +69,7 @@ impl Engine {
         }
         self.check_running()?;
         self.pace()?;
-        // Permits are required that far ahead too.
+        // The survey includes the blocks that will get permits.
         let ahead = logical..(logical + blocks).max(logical + PERMIT_AHEAD);
         let _fetch = self.meta.bring_in(|meta| {
             let new = blocks - meta.survey_disk(head.id, logical..logical + blocks, Aim::Write).min(blocks);
@@ -75,7 +78,7 @@ impl Engine {
                 meta.survey_allocation(new);
             }
         });
-        // A permit may end before it is used; after three attempts the buffer takes the write.
+        // A permit may end before it is used. After three attempts the write goes through the buffer.
         for _ in 0..3 {
             match self.try_through(head, logical..logical + blocks, data, checksums)? {
                 Outcome::Done => return Ok(true),
@@ -115,9 +118,9 @@ impl Engine {
             let root = meta.catalog.get(head.id)?.root;
             let own = meta.places(root, range.clone())?;
             let new: u64 = own.iter().filter(|(_, place)| place.is_none()).map(|(r, _)| r.end - r.start).sum();
-            // Until the blocks are taken and the headroom is lowered.
+            // Claimed until the blocks are allocated and the headroom is lowered.
             let Some(_claim) = self.try_claim(new) else { return Ok(Outcome::Buffer) };
-            // Until they are in the map.
+            // Counted until the blocks are in the map.
             let Some(changes) = self.try_changes(head, new) else { return Ok(Outcome::Buffer) };
             let in_place = own
                 .iter()
@@ -127,7 +130,7 @@ impl Engine {
                 let runs = ahead
                     .iter()
                     .filter_map(|(range, place)| place.map(|start| Run { start, blocks: range.end - range.start }));
-                // No more runs than one batch takes, however short they are.
+                // No more runs than one announcement may permit, however short they are.
                 return Ok(Outcome::Announce(runs.take(PERMITS_AT_ONCE).collect()));
             }
             let mut parts: Vec<Part> = Vec::new();
@@ -155,11 +158,11 @@ impl Engine {
             let Ok(Some(grant)) = grant else {
                 parts.iter().filter(|part| part.new).for_each(|part| meta.data.release(part.run));
                 self.update_headroom(meta);
-                // Writes into the buffer wait for room there.
+                // The write goes through the buffer instead, which waits for room.
                 return grant.map(|_| Outcome::Buffer);
             };
-            // Only the medium can fail from here on: older payload of these blocks must not be written over the new
-            // content.
+            // From here on only the medium can fail. Older journalled payload of these blocks must not be written over
+            // the new content.
             for part in parts.iter().filter(|part| !part.new) {
                 meta.in_flight.claim(part.run);
                 meta.forget_logged(part.run);
@@ -175,7 +178,7 @@ impl Engine {
                 .map_err(|error| self.stop(error))?;
         }
         parts.iter().for_each(|part| self.files.touch(part.run));
-        // First the files, which a flush has to cover, then the counter that makes the flush examine them.
+        // The files are marked first, because a flush that sees the new count must flush them.
         let gate = self.log.clocks.wrote_home();
         let _fetch = self.meta.bring_in(|meta| {
             for part in &parts {
@@ -196,14 +199,14 @@ impl Engine {
                 let operation = Operation::Map { disk, logical, run, checksums: sums };
                 match self.carry_out_new(&mut meta, operation, gate) {
                     Ok(()) => {}
-                    // The map has to learn what was overwritten in place even after a failure.
+                    // Even after a failure, the checksums of blocks that were overwritten in place must be recorded.
                     Err(error) if self.running.is_stopped() => return Err(error),
                     Err(error) => short = Some(error),
                 }
             } else {
                 meta.in_flight.release(part.run);
                 let operation = Operation::Checksums { run: part.run, checksums: sums };
-                // The announcement of the overwritten blocks ends with this write.
+                // The write is done, so the checksums replace the announcement of its blocks.
                 self.carry_out(&mut meta, operation, gate)?;
             }
         }
@@ -217,7 +220,7 @@ impl Engine {
         short.map_or(Ok(Outcome::Done), Err)
     }
 
-    /// Announces durably that blocks may hold anything from now on, and permits writing them.
+    /// Announces durably that blocks may have any content from now on, and gives permits for them.
     pub(crate) fn announce_ahead(&self, runs: &[Run]) -> Result<()> {
         let pages = pages_of_runs(runs);
         let mut writer = Writer::default();
@@ -228,13 +231,13 @@ impl Engine {
         }
         let _grant = self.admit(Cost { bytes: batch_bytes(writer.len()), pages })?;
         let mut commit = self.log.lock();
-        // Recovery will mark them suspect, which changes their pages.
+        // Recovery would mark the blocks as suspect, and so change their table pages.
         self.log.admission.add_announced(pages);
         self.log.permit(runs, || self.append(&mut commit, BatchKind::Urgent, &writer.finish()))
     }
 }
 
-/// Pages of the data table that describe these runs, each counted once: short runs share them.
+/// The pages of the data table that describe these runs. A page counts once, even if several runs lie in it.
 fn pages_of_runs(runs: &[Run]) -> u64 {
     let of = |run: &Run| run.start / TABLE_ENTRIES..=(run.start + run.blocks.max(1) - 1) / TABLE_ENTRIES;
     let mut pages: Vec<u64> = runs.iter().flat_map(of).collect();
@@ -243,7 +246,7 @@ fn pages_of_runs(runs: &[Run]) -> u64 {
     pages.len() as u64
 }
 
-/// The highest cost of mapping these.
+/// An upper limit of the cost of mapping these runs.
 fn parts_cost(meta: &mut Meta, disk: u64, parts: &[Part]) -> Result<Cost> {
     let (mut bytes, mut touched) = (0, Touched::default());
     for part in parts {

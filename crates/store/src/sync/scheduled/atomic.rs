@@ -1,12 +1,12 @@
-//! Atomic numbers. Every operation that orders anything lets the scheduler run another thread first. Counters, which
-//! order nothing, do not: they are read for reports alone and would only slow the schedules down.
+//! Atomic numbers. Before every operation with an ordering, the scheduler may run another thread. Relaxed operations,
+//! used for counters in reports, do not involve the scheduler, because that would only slow the schedules down.
 
 pub use std::sync::atomic::Ordering;
 
 /// Lets the scheduler choose the next thread.
 fn step(order: Ordering) {
     if order != Ordering::Relaxed {
-        // Of all calls of shuttle, this one does nothing but choose.
+        // A sleep of shuttle only lets the scheduler choose.
         shuttle::thread::sleep(std::time::Duration::ZERO);
     }
 }

@@ -1,13 +1,13 @@
-//! Locks with the interface of parking_lot over those of shuttle, which runs all threads of a store as coroutines of
-//! one thread and lets its scheduler choose the next one at every lock, release and atomic operation.
+//! Locks with the interface of parking_lot on top of those of shuttle. Shuttle runs all threads of a store as
+//! coroutines of one thread, and its scheduler chooses the next one at every lock, release and atomic operation.
 //!
-//! 1. A plain wait blocks: when no thread can run, shuttle reports a deadlock.
-//! 2. A wait with a timeout ends by notification or after a number of steps drawn at random, so it is never part of a
+//! 1. A wait without a timeout blocks: when no thread can run, shuttle reports a deadlock.
+//! 2. A wait with a timeout ends by a notification or after a random number of steps, so it is never part of a
 //!    deadlock. It does not block: it yields until it ends.
-//! 3. Time passes only in timeouts and sleeps, each as long as requested ([`time`]). No real clock decides anything, so
+//! 3. Time passes only in timeouts and sleeps, each as long as requested ([`time`]). No real clock has an influence, so
 //!    a seed repeats a schedule.
-//! 4. Threads interleave as with sequentially consistent memory. Results that only weaker orderings allow are not
-//!    tried.
+//! 4. Threads interleave with sequentially consistent memory. Results that only weaker orderings allow are not
+//!    explored.
 
 pub mod atomic;
 pub mod thread;
@@ -29,7 +29,7 @@ pub struct Mutex<T> {
 }
 
 impl<T> Mutex<T> {
-    /// An open lock.
+    /// An unlocked lock.
     pub const fn new(value: T) -> Self {
         Self { inner: shuttle::sync::Mutex::new(value) }
     }
@@ -39,7 +39,7 @@ impl<T> Mutex<T> {
         MutexGuard { mutex: self, inner: Some(self.inner.lock().unwrap_or_else(PoisonError::into_inner)) }
     }
 
-    /// Takes the lock if it is open.
+    /// Takes the lock if no thread holds it.
     pub fn try_lock(&self) -> Option<MutexGuard<'_, T>> {
         let inner = self.inner.try_lock().ok()?;
         Some(MutexGuard { mutex: self, inner: Some(inner) })
@@ -54,12 +54,12 @@ pub struct MutexGuard<'a, T> {
 }
 
 impl<T> MutexGuard<'_, T> {
-    /// Opens the lock.
+    /// Releases the lock.
     pub fn unlock_fair(guard: Self) {
         drop(guard);
     }
 
-    /// Opens the lock, and takes it again.
+    /// Releases the lock, and takes it again.
     pub fn bump(guard: &mut Self) {
         guard.inner = None;
         *guard = guard.mutex.lock();
@@ -86,7 +86,7 @@ pub struct RwLock<T> {
 }
 
 impl<T> RwLock<T> {
-    /// An open lock.
+    /// An unlocked lock.
     pub const fn new(value: T) -> Self {
         Self { inner: shuttle::sync::RwLock::new(value) }
     }
@@ -106,26 +106,26 @@ impl<T> RwLock<T> {
 #[derive(Default)]
 pub struct Condvar {
     inner: shuttle::sync::Condvar,
-    /// Notifications so far, for timed waits.
+    /// Number of notifications so far, for timed waits.
     notified: AtomicU64,
 }
 
 impl Condvar {
-    /// Nothing waits yet.
+    /// A condition variable without waiting threads.
     pub const fn new() -> Self {
         Self { inner: shuttle::sync::Condvar::new(), notified: AtomicU64::new(0) }
     }
 
-    /// Opens the lock until a notification.
+    /// Releases the lock until a notification.
     pub fn wait<T>(&self, guard: &mut MutexGuard<'_, T>) {
         let inner = guard.inner.take().expect("the lock is held");
         guard.inner = Some(self.inner.wait(inner).unwrap_or_else(PoisonError::into_inner));
     }
 
-    /// Opens the lock until a notification or for some time.
+    /// Releases the lock until a notification, or until a random number of steps.
     pub fn wait_for<T>(&self, guard: &mut MutexGuard<'_, T>, time: Duration) {
         let seen = self.notified.load(Ordering::Relaxed);
-        // Short times as likely as long ones.
+        // The number of bits is random, so that short and long waits are equally likely.
         let bits = thread_rng().gen_range(0..=TIMEOUT_BITS);
         let mut steps = thread_rng().gen_range(0..1u32 << bits);
         guard.inner = None;
@@ -140,7 +140,7 @@ impl Condvar {
         *guard = guard.mutex.lock();
     }
 
-    /// Ends all waits.
+    /// Wakes all waiting threads.
     pub fn notify_all(&self) {
         self.notified.fetch_add(1, Ordering::Relaxed);
         self.inner.notify_all();

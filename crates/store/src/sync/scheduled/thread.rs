@@ -4,7 +4,7 @@ pub use shuttle::thread::{Builder, JoinHandle, yield_now};
 
 use std::time::Duration;
 
-/// Lets other threads run for this much time of the clock.
+/// Lets other threads run, and advances the clock by this time.
 pub fn sleep(time: Duration) {
     yield_now();
     super::time::pass(time);

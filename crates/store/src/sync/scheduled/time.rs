@@ -1,5 +1,5 @@
-//! A clock that advances only in the timeouts and sleeps of its threads. Its zero has no meaning: schedules of one
-//! thread of the system share it, and only differences are used.
+//! A clock that advances only in timeouts and sleeps. All schedules of an operating-system thread share it, so only
+//! differences have a meaning.
 
 use std::cell::Cell;
 use std::ops::Add;
@@ -9,7 +9,7 @@ thread_local! {
     static NOW: Cell<Duration> = const { Cell::new(Duration::ZERO) };
 }
 
-/// Lets time pass.
+/// Advances the clock.
 pub fn pass(time: Duration) {
     NOW.set(NOW.get() + time);
 }
@@ -19,12 +19,12 @@ pub fn pass(time: Duration) {
 pub struct Instant(Duration);
 
 impl Instant {
-    /// This point.
+    /// The current time of the clock.
     pub fn now() -> Self {
         Self(NOW.get())
     }
 
-    /// Time since.
+    /// The time since this point.
     pub fn elapsed(&self) -> Duration {
         NOW.get() - self.0
     }

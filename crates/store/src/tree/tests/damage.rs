@@ -1,4 +1,4 @@
-//! Bytes that cannot be, and stores that fail.
+//! Invalid bytes in nodes, and stores that return errors.
 
 use super::Random;
 use super::memory::Memory;
@@ -31,7 +31,7 @@ fn two_trees() -> (Memory, NodeId, NodeId) {
     (store, root, head)
 }
 
-/// A leaf and an internal node out of real trees.
+/// A root and a leaf of a real tree.
 fn samples() -> Vec<(NodeId, Block)> {
     let (store, root, _) = two_trees();
     let leaf = store.live_ids().into_iter().find(|id| page::level(store.page(*id)) == 0).unwrap();
@@ -88,7 +88,7 @@ fn validation_is_total() {
     assert!(passed > 0, "some flips (targets, checksum) cannot be seen here");
 }
 
-/// Runs every operation; each may fail, none may panic or run without end.
+/// Runs every operation. Each may fail, but none may panic or run endlessly.
 fn exercise(store: &mut Memory, random: &mut Random, root: NodeId, head: NodeId) {
     let mut root = root;
     let mut head = head;
@@ -132,13 +132,13 @@ fn trees_that_contradict_themselves_end_in_errors() {
             let other = ids[random.below(ids.len() as u64) as usize];
             match random.below(4) {
                 0 => {
-                    // A child pointer or a physical address goes somewhere else.
+                    // Redirects a child pointer or a physical address.
                     let count = page::count(store.page(id)) as u64;
                     let at = 32 + 16 * random.below(count.max(1)) as usize + 8;
                     store.page_mut(id).0[at..at + 8].copy_from_slice(&other.0.to_le_bytes());
                 }
                 1 => {
-                    // Another node's content, under this one's name.
+                    // Replaces the node by the content of another node, under its own number.
                     *store.page_mut(id) = *sound.page(other);
                     page::set_id(store.page_mut(id), id);
                 }

@@ -1,18 +1,19 @@
-//! How many nodes changes need, against the bound: random changes, and those that cost most.
+//! Compares the nodes that changes allocate with the computed limit: for random changes, and for the most expensive
+//! ones.
 
 use super::memory::Memory;
 use crate::testbed::Random;
 use crate::tree::page::{self, ENTRIES_MAX};
 use crate::tree::{Forest, NodeId, NodeStore, create, levels, nodes_needed, replace};
 
-/// A discard, see `crate::buffer::DISCARD_CHANGES`.
+/// The changes that a discard counts as, see `crate::buffer::DISCARD_CHANGES`.
 const DISCARD: u64 = 3;
 
-/// Trees, and what has been done to them since the last `begin`.
+/// Trees, and the changes made to them since the last `begin`.
 struct TreeTrial {
     store: Memory,
     roots: Vec<NodeId>,
-    /// What shares nodes with them.
+    /// Other roots that share nodes with the trees.
     others: Vec<NodeId>,
     before: usize,
     forest: Forest,
@@ -28,7 +29,7 @@ impl TreeTrial {
         Self { store, roots, others: Vec::new(), before: 0, forest, changes: 0, highest: 0 }
     }
 
-    /// From here on changes are counted. Between `layers` of them there are snapshots.
+    /// Starts counting changes. Snapshots will separate them into `layers`.
     fn begin(&mut self, layers: u64) {
         self.before = self.store.live_pages();
         let highest = self.roots.clone().into_iter().map(|root| levels(&mut self.store, root).unwrap()).max().unwrap();
@@ -46,7 +47,7 @@ impl TreeTrial {
     }
 
     fn unmap(&mut self, tree: usize, block: u64, blocks: u64) {
-        // In steps of any length, as the engine does it.
+        // The engine unmaps in steps of varying length.
         let mut at = block;
         let step = blocks.div_ceil(5).max(1);
         self.changes += DISCARD;
@@ -71,14 +72,14 @@ impl TreeTrial {
         self.others.push(self.roots[tree]);
     }
 
-    /// Another tree that begins as this one.
+    /// Adds a tree that begins as a copy of another.
     fn copy(&mut self, tree: usize) {
         self.store.add_reference(self.roots[tree]).unwrap();
         self.roots.push(self.roots[tree]);
     }
 }
 
-/// A tree whose nodes are all full: single blocks apart from each other, ascending.
+/// Fills a tree with single blocks at a distance, in ascending order, so that all its nodes are full.
 fn packed(run: &mut TreeTrial, tree: usize, leaves: u64, apart: u64) {
     for i in 0..leaves * ENTRIES_MAX as u64 {
         run.map(tree, i * apart, 1);
@@ -128,7 +129,7 @@ fn random_changes_need_no_more_nodes_than_the_bound_says() {
         let all: Vec<NodeId> = run.roots.iter().chain(&run.others).copied().collect();
         run.store.verify(&all);
     }
-    assert!(highest >= 20, "the bound is never met by more than {highest} percent");
+    assert!(highest >= 20, "changes never use more than {highest} percent of the limit");
 }
 
 #[test]
@@ -143,12 +144,12 @@ fn a_change_of_every_full_leaf_splits_and_copies_each_node_once() {
     for leaf in 0..300 {
         run.map(0, leaf * 254 * 600 + 100, 1);
     }
-    assert!(run.highest >= 80, "{} percent of the bound", run.highest);
+    assert!(run.highest >= 80, "{} percent of the limit", run.highest);
 }
 
 #[test]
 fn streams_that_end_everywhere_split_no_more_than_is_counted() {
-    // Behind every extent of full leaves, from the first and from the last one on.
+    // Begins a stream after every extent of full leaves, in ascending and in descending order.
     for descending in [false, true] {
         let mut run = TreeTrial::new(1);
         run.begin(1);

@@ -1,8 +1,8 @@
 //! A store in plain memory with real reference counts.
 //!
-//! When `strict` it panics on what the tree must never do: use a free page, change a page that has two references,
-//! count below zero, refer to free data. When not, it stands for a damaged datastore: pages are validated at each load,
-//! and all that is impossible is an error. `fail_in` makes a later call fail, whichever it is.
+//! With `strict` the store panics when the tree breaks the contract: uses a free page, changes a page that has two
+//! references, lowers a count below zero, or refers to free data. Without `strict` it models a damaged datastore: pages
+//! are validated at each load, and every violation is an error. `fail_in` is the number of calls after which one fails.
 
 use crate::tree::{LOGICAL_LIMIT, NodeId, NodeStore, Visit, corrupt, page, validate, walk};
 use crate::{Error, ErrorKind, Result};
@@ -17,9 +17,9 @@ pub struct Memory {
     data: Vec<u32>,
     pub strict: bool,
     pub fail_in: Option<u64>,
-    /// Calls of `node` and `node_mut` so far.
+    /// Number of calls of `node` and `node_mut`.
     pub loads: u64,
-    /// Calls of `allocate` so far.
+    /// Number of calls of `allocate`.
     pub allocations: u64,
 }
 
@@ -37,14 +37,14 @@ impl Memory {
         }
     }
 
-    /// New data blocks, each with one reference, at the end of those handed out so far.
+    /// Allocates new data blocks after all others, each with one reference.
     pub fn allocate_data(&mut self, blocks: u64) -> u64 {
         let physical = self.data.len() as u64;
         self.data.resize(self.data.len() + blocks as usize, 1);
         physical
     }
 
-    /// Leaves a gap, so that the next data blocks do not follow the last.
+    /// Leaves a gap, so that the next data blocks are not adjacent to the last.
     pub fn skip_data(&mut self) {
         self.data.push(0);
     }
@@ -69,7 +69,7 @@ impl Memory {
         (0..self.pages.len()).filter(|i| self.pages[*i].is_some()).map(|i| NodeId(i as u64)).collect()
     }
 
-    /// All bytes of all pages, and all counts, in one number.
+    /// A hash of all bytes of all pages and of all counts.
     pub fn fingerprint(&self) -> u64 {
         use std::hash::{Hash, Hasher};
         let mut hasher = std::collections::hash_map::DefaultHasher::new();
@@ -80,7 +80,8 @@ impl Memory {
         hasher.finish()
     }
 
-    /// Every page reachable from `roots` is valid, every count is what the trees say, and nothing else is alive.
+    /// Checks that every page reachable from `roots` is valid, that every count equals the references in the trees, and
+    /// that no other page is allocated.
     pub fn verify(&mut self, roots: &[NodeId]) {
         let mut nodes: BTreeMap<NodeId, u32> = BTreeMap::new();
         let mut data: HashMap<u64, u32> = HashMap::new();
@@ -173,7 +174,7 @@ impl NodeStore for Memory {
     fn node_mut(&mut self, id: NodeId) -> Result<&mut Block> {
         let shared = self.references.get(id.0 as usize).is_some_and(|count| *count > 1);
         assert!(!shared || !self.strict, "node {id} is changed while shared");
-        // A page may be new and empty here: it is not validated.
+        // The page may be new and still empty, so it is not validated.
         self.call()?;
         self.loads += 1;
         match self.pages.get_mut(id.0 as usize).and_then(Option::as_deref_mut) {
@@ -225,7 +226,7 @@ impl NodeStore for Memory {
     }
 }
 
-/// Everything a tree maps, block by block: logical, physical, unwritten.
+/// All blocks that a tree maps: (logical, (physical, unwritten)).
 pub fn content(store: &mut Memory, root: NodeId) -> Vec<(u64, (u64, bool))> {
     let mut out = Vec::new();
     crate::tree::lookup(store, root, 0..LOGICAL_LIMIT, &mut out).unwrap();

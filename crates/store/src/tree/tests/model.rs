@@ -1,4 +1,4 @@
-//! Random operations on several trees at once against a plain ordered map per tree.
+//! Compares random operations on several trees with one ordered map per tree.
 
 use super::Random;
 use super::memory::{Memory, content};
@@ -10,17 +10,17 @@ use std::ops::Range;
 
 type Model = BTreeMap<u64, (u64, bool)>;
 
-/// One run of the model test: what it does, and how much of it.
+/// The parameters of one run.
 struct Scenario {
     seed: u64,
-    /// Logical blocks used.
+    /// Number of logical blocks used.
     blocks: u64,
-    /// Single blocks mapped, at random places, before the operations.
+    /// Single blocks that are mapped at random places before the operations.
     prefill: u64,
     operations: u64,
-    /// Operations between two comparisons of everything.
+    /// Number of operations between two complete comparisons.
     compare_every: u64,
-    /// Trees alive at once, at most.
+    /// The most trees that exist at the same time.
     trees_max: usize,
 }
 
@@ -32,7 +32,7 @@ struct World {
     dying: Vec<Option<NodeId>>,
     blocks: u64,
     trees_max: usize,
-    /// Operations go through phases of growing and shrinking, so that nodes split and merge on every level.
+    /// The operations alternate between growing and shrinking, so that nodes split and merge on every level.
     shrinking: bool,
 }
 
@@ -81,7 +81,7 @@ impl World {
         }
     }
 
-    /// A range that begins and ends at bounds of nodes, or one block beside them: where off-by-one errors live.
+    /// A range that begins and ends at bounds of nodes, or one block beside them, to find off-by-one errors.
     fn bounds(&mut self, tree: usize) -> Option<Range<u64>> {
         let node = self.store.page(self.trees[tree].0);
         if page::level(node) == 0 {
@@ -100,7 +100,8 @@ impl World {
         if self.random.percent(50) {
             self.store.skip_data();
         }
-        // Sometimes in two calls, so that pieces that follow each other on the medium meet, with one flag or two.
+        // Sometimes the range is mapped in two calls, so that adjacent extents are joined, with equal or different
+        // flags.
         let cut = if self.random.percent(30) { self.random.below(length) } else { 0 };
         let physical = self.store.allocate_data(length);
         let (root, model) = &mut self.trees[tree];
@@ -189,7 +190,7 @@ impl World {
         assert!(found.iter().copied().eq(expected), "difference of {a:?} and {b:?} in {start}..{end}");
     }
 
-    /// Everything equals the model, and every count is exact.
+    /// Compares all trees with the model, and all counts with the trees.
     fn compare(&mut self) {
         for (root, model) in &self.trees {
             let found = content(&mut self.store, *root);
@@ -200,7 +201,7 @@ impl World {
         self.store.verify(&roots);
     }
 
-    /// `shared_path` is true exactly where more than one way leads to the leaf.
+    /// Checks that `shared_path` is true exactly if more than one path leads to the leaf.
     fn check_sharing(&mut self) {
         let mut ways: HashMap<NodeId, u32> = HashMap::new();
         let mut leaf_of: HashMap<(usize, u64), NodeId> = HashMap::new();
@@ -231,7 +232,7 @@ impl World {
         }
     }
 
-    /// Drops everything; nothing is left.
+    /// Drops all trees, and checks that no page remains.
     fn finish(mut self) {
         let mut roots: Vec<Option<NodeId>> = self.trees.iter().map(|(root, _)| Some(*root)).collect();
         roots.append(&mut self.dying);
@@ -245,7 +246,7 @@ impl World {
     }
 }
 
-/// Runs a scenario and returns the fingerprint of the state before everything is dropped.
+/// Runs a scenario and returns the fingerprint of the last state before all trees are dropped.
 fn run(scenario: &Scenario) -> u64 {
     println!("seed {}", scenario.seed);
     let mut world = World::new(scenario);
@@ -290,7 +291,7 @@ fn the_same_operations_make_the_same_pages() {
     assert_eq!(run(&scenario), run(&scenario));
 }
 
-/// Every tree shape on the way down is met: blocks of a large tree go one by one until nothing is left.
+/// A large tree loses its blocks one by one, so that it takes every shape until it is empty.
 #[test]
 fn a_tree_thinned_out_at_random_shrinks_to_an_empty_leaf() {
     for shared in [false, true] {

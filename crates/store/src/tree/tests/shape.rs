@@ -1,4 +1,4 @@
-//! Fill, depth, and what operations cost.
+//! The fill and depth of trees, and the cost of operations.
 
 use super::Random;
 use super::memory::{Memory, content};
@@ -7,7 +7,7 @@ use crate::tree::{LOGICAL_LIMIT, NodeId, NodeStore, Visit, create, diff, drop_st
 
 const MILLION: u64 = 1_000_000;
 
-/// Average fill of the leaves, and the level of the root.
+/// The average fill of the leaves, and the level of the root.
 fn shape(store: &mut Memory, root: NodeId) -> (f64, u8) {
     let (mut leaves, mut extents) = (0, 0);
     walk(store, root, &mut |visit| {
@@ -22,7 +22,7 @@ fn shape(store: &mut Memory, root: NodeId) -> (f64, u8) {
     (f64::from(extents) / (f64::from(leaves) * ENTRIES_MAX as f64), page::level(store.page(root)))
 }
 
-/// A tree of single blocks, mapped in the order given, none continuing another on the medium.
+/// A tree of single blocks that are mapped in the given order and are not adjacent on the medium.
 fn fill(store: &mut Memory, blocks: impl Iterator<Item = u64>) -> NodeId {
     let mut root = create(store).unwrap();
     for block in blocks {
@@ -53,7 +53,7 @@ fn a_sequential_fill_packs_its_nodes() {
     store.verify(&[root]);
 }
 
-/// Guests write several files at once: each stream packs its own leaves.
+/// Models a guest that writes several files at once: each stream fills its own leaves.
 #[test]
 fn interleaved_sequential_streams_pack_their_nodes() {
     let mut store = Memory::new();
@@ -72,7 +72,7 @@ fn a_random_fill_leaves_nodes_two_thirds_full() {
     store.verify(&[root]);
 }
 
-/// Nodes that lose their entries are merged: discards make the map smaller, too.
+/// Nodes that lose entries are merged, so discards also make the map smaller.
 #[test]
 fn a_thinned_out_tree_gives_its_nodes_back() {
     let mut store = Memory::new();
@@ -162,8 +162,8 @@ fn a_diff_costs_what_differs() {
     })
     .unwrap();
     assert_eq!(found, [(3, 1, true), (500_000, 2, true), (999_999, 1, true)]);
-    // In each of two trees, the entries of the root, of up to three nodes below it, and of three leaves are passed, at
-    // two thirds of a full node.
+    // In each tree, the cursor passes the entries of the root, of up to three nodes below it, and of three leaves. Each
+    // node is two thirds full.
     let loads = store.loads - loads;
     assert!(loads <= 2 * 5 * ENTRIES_MAX as u64, "{loads} loads in trees with {} nodes", store.live_pages());
 }
@@ -188,7 +188,7 @@ fn a_drop_step_keeps_to_its_budget() {
     while root.is_some() {
         let before = store.live_pages();
         drop_step(&mut store, &mut root, 10).unwrap();
-        assert!(before - store.live_pages() <= 10 + 2, "ten leaves, and parents they were the last of");
+        assert!(before - store.live_pages() <= 10 + 2, "ten leaves, and parents that became empty");
         steps += 1;
     }
     assert!(steps > 100);

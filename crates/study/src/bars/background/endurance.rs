@@ -1,8 +1,8 @@
-//! Mixed load for an hour with everything in the background: what the server's memory is at the end.
+//! Memory of the server after an hour of mixed load with all kinds of background work.
 //!
-//! A steady load of random writes goes on throughout. Beside it all kinds of background work take turns, and between
-//! them come peaks: many connections that write and read at once, and close. What is asked is memory after all that: no
-//! more than the bounds that were set and what the manual adds to them.
+//! A steady load of random writes runs all the time. In parallel, all kinds of background work take turns, with peak
+//! loads between them: many connections that write and read at once and then close. The server's memory afterwards must
+//! not exceed the configured limits plus what the manual states in addition.
 
 use super::{BUSY, DISK, IMAGES, SPARSE, Stage, WORK};
 use crate::bars::load::{Load, at_once, mixed};
@@ -17,24 +17,24 @@ use serde_json::{Value, json};
 use std::time::{Duration, Instant};
 
 const PROPERTY: &str = "memory after an hour";
-/// Writes a second of the steady load.
+/// Rate of the steady load, in writes per second.
 const RATE: u32 = 500;
-/// Connections of a peak, requests of each, and their depth.
+/// Connections of a peak, requests of each, and queue depth.
 const PEAK: u64 = 64;
 const PEAK_REQUESTS: u64 = 2000;
 const PEAK_DEPTH: usize = 16;
-/// Bounds that `lamina serve` keeps unless it is told others, and which the manual states.
+/// Default limits of `lamina serve`, as the manual states them.
 const METADATA_CACHE: u64 = 128 << 20;
 const WRITE_BUFFER: u64 = 64 << 20;
-/// Memory that the manual states beside the metadata cache and the write buffer.
+/// Memory that the manual states in addition to the metadata cache and the write buffer.
 const BESIDE: u64 = 64 << 20;
 const STATED: u64 = METADATA_CACHE + WRITE_BUFFER + BESIDE;
-/// The most that memory may be of what is stated.
+/// Most memory, as a multiple of the stated amount.
 const SHARE_MAX: f64 = 1.1;
-/// How long memory has to go back after the load has ended.
+/// Time that the memory has to shrink after the load has ended.
 const CALM: Duration = Duration::from_secs(30);
 
-/// Measures it.
+/// Runs the study.
 pub fn measure(setting: &Setting) -> Result<Outcome> {
     let plan = &setting.plan;
     let mut random = Random::new(plan.seed);
@@ -78,7 +78,7 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
     Ok(Outcome { findings, raw: Value::Array(samples) })
 }
 
-/// Has the next round find what this kind of work began with.
+/// Restores the state in which this kind of work began, for the next round.
 fn undo(setting: &Setting, stage: &Stage, name: &str, round: u64, random: &mut Random) -> Result<()> {
     let size = setting.plan.disk_size;
     match name {
@@ -97,7 +97,7 @@ fn undo(setting: &Setting, stage: &Stage, name: &str, round: u64, random: &mut R
     }
 }
 
-/// Many connections at once, which write and read half and half, and close.
+/// A peak load of many connections, half writes and half reads.
 fn peak(setting: &Setting, stage: &Stage, seed: u64) -> Result<()> {
     let endpoint = stage.datastore.endpoint(DISK);
     let blocks = setting.plan.disk_size / BLOCK;

@@ -1,5 +1,5 @@
-//! What a client with a steady load notices of background work: 2,000 random 4 KiB writes a second to one disk, alone
-//! and beside each kind of work. The client's latency is what the pace of the work goes by.
+//! The effect of background work on a client with a steady load: 2,000 random 4 KiB writes per second to one disk,
+//! alone and beside each kind of work. The pace of the work depends on the client's latency.
 
 pub mod endurance;
 
@@ -18,27 +18,28 @@ use serde_json::{Value, json};
 use std::time::{Duration, Instant};
 
 const PROPERTY: &str = "latency beside background work";
-/// Writes a second.
+/// Rate of the load, in writes per second.
 const RATE: u32 = 2000;
-/// Longest 99th percentile beside work, milliseconds.
+/// Limit of the 99th percentile of latency beside work, in milliseconds.
 const P99_MAX_MS: f64 = 3.0;
-/// Longest request beside work, milliseconds.
+/// Limit of the longest request beside work, in milliseconds.
 const LONGEST_MAX_MS: f64 = 50.0;
-/// How long the client is watched alone.
+/// How long the load runs alone.
 const CALM: Duration = Duration::from_secs(5);
-/// Snapshots, and the time from one to the next.
+/// Number of snapshots, and the time between them.
 const SNAPSHOTS_TAKEN: u32 = 40;
 const SNAPSHOT_EVERY: Duration = Duration::from_millis(250);
 const LEVELS: u32 = 3;
 const RUN: u64 = 64 << 10;
 
-/// The client's disk, the one that is worked on, one with images, and one with images half of which are discarded.
+/// Four disks: the client's, the one that is worked on, one with images, and one with images half of which is
+/// discarded.
 const BUSY: &str = "busy";
 const DISK: &str = "disk";
 const IMAGES: &str = "images";
 const SPARSE: &str = "sparse";
 
-/// A kind of work: how it is called, and the verbs that do it; none for snapshots and for what is sent.
+/// A kind of work: its name, and the commands that do it; none for snapshots and transfers, which are done differently.
 const WORK: [(&str, &[&[&str]]); 8] = [
     (SNAPSHOTS, &[]),
     ("full-clone", &[&["clone", DISK, "copy", "--full"]]),
@@ -52,7 +53,7 @@ const WORK: [(&str, &[&[&str]]); 8] = [
 const SNAPSHOTS: &str = "snapshots";
 const SEND: &str = "send";
 
-/// What the work is done on: a datastore that is served, and one that receives.
+/// The datastores of the study: one that is served and worked on, and one that receives.
 struct Stage {
     datastore: Datastore,
     server: Server,
@@ -61,7 +62,7 @@ struct Stage {
 }
 
 impl Stage {
-    /// Makes and fills the four disks.
+    /// Creates and fills the four disks.
     fn make(setting: &Setting, name: &str, random: &mut Random) -> Result<Stage> {
         let plan = &setting.plan;
         let datastore = Datastore::init(&setting.lamina, &setting.scratch, name)?;
@@ -93,7 +94,7 @@ impl Stage {
         self.server.service.stop()
     }
 
-    /// One kind of work.
+    /// Does one kind of work.
     fn work(&self, name: &str, verbs: &[&[&str]]) -> Result<()> {
         match name {
             SNAPSHOTS => take_snapshots(&self.datastore),
@@ -102,7 +103,7 @@ impl Stage {
         }
     }
 
-    /// A snapshot of the disk with images, and an eighth of the disk written again above it.
+    /// Takes a snapshot of the disk with images, and writes an eighth of the disk again after it.
     fn add_level(&self, disk_size: u64, snapshot: &str, random: &mut Random) -> Result<()> {
         self.datastore.snapshot(IMAGES, snapshot)?;
         let order = random.order(u32::try_from(disk_size / RUN).unwrap_or(u32::MAX));
@@ -110,7 +111,7 @@ impl Stage {
         super::write_blocks(&self.datastore.endpoint(IMAGES), part, RUN)
     }
 
-    /// Discards random runs that make half of the disk: what wiping and shrinking return.
+    /// Discards random ranges that make up half of the disk, which wiping and shrinking return.
     fn discard_half(&self, disk_size: u64, random: &mut Random) -> Result<()> {
         let runs = u32::try_from(disk_size / RUN).unwrap_or(u32::MAX);
         let order = random.order(runs);
@@ -123,7 +124,7 @@ impl Stage {
     }
 }
 
-/// Measures it.
+/// Runs the study.
 pub fn measure(setting: &Setting) -> Result<Outcome> {
     let plan = &setting.plan;
     let work: Vec<_> = WORK.into_iter().filter(|(name, _)| plan.wants(name)).collect();
@@ -143,7 +144,7 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
     Ok(outcome)
 }
 
-/// One kind of work.
+/// Measures one kind of work.
 fn beside(
     setting: &Setting,
     datastore: &Datastore,
@@ -179,7 +180,7 @@ fn beside(
     }))
 }
 
-/// Takes snapshots at a steady rate, and deletes each some time later.
+/// Takes snapshots at a steady rate, and deletes each of them later.
 fn take_snapshots(datastore: &Datastore) -> Result<()> {
     const KEPT: u32 = 4;
     let name = |number: u32| format!("taken-{number:03}");

@@ -1,6 +1,7 @@
-//! Random 4 KiB writes at queue depth 16 over a thin disk of 1 TiB, with the default journal and the smallest,
-//! against qcow2 under the same load ([`rates`]); and how soon a datastore is open again after a stop and after a kill
-//! under that load, and in the middle of deleting a thick disk of 500 GiB and of discarding 200 GiB ([`stops`]).
+//! Random 4 KiB writes at queue depth 16 over a thin disk of 1 TiB, with the default journal and the smallest one,
+//! compared with qcow2 under the same load ([`rates`]). And the time until a datastore is open again ([`stops`]): after
+//! a stop and after a kill under that load, and during the deletion of a thick disk of 500 GiB and a discard of 200
+//! GiB.
 
 mod places;
 mod rates;
@@ -18,12 +19,12 @@ const CAPACITY: u64 = 1 << 40;
 /// Requests in flight.
 const DEPTH: usize = 16;
 
-/// A journal's name in reports, and its size as `lamina init` takes it.
+/// Name of a journal in reports, and its size as in `lamina init`.
 type Journal = (&'static str, Option<&'static str>);
 
 const JOURNALS: [Journal; 2] = [("default journal", None), ("journal of 4 MiB", Some("4M"))];
 
-/// Measures it.
+/// Runs the study.
 pub fn measure(setting: &Setting) -> Result<Outcome> {
     let mut outcome = Outcome::default();
     let mut raw = Vec::new();

@@ -1,5 +1,5 @@
-//! Blocks in random order over a disk, none of them twice: each write is a first write, and the places follow from a
-//! seed and a count, so that what was written can be compared without remembering it.
+//! Blocks of a disk in random order, each once, so that each write is a first write. The blocks follow from a seed and
+//! a count, so that the content can be compared later without a record of it.
 
 use super::super::BLOCK;
 use super::{CAPACITY, DEPTH};
@@ -8,12 +8,12 @@ use crate::fio::Endpoint;
 use crate::nbd::{Client, Request};
 use std::time::{Duration, Instant};
 
-/// Blocks of the disk; a power of two.
+/// Number of blocks of the disk, a power of two.
 const BLOCKS: u64 = CAPACITY / BLOCK;
-/// Blocks compared after a restart.
+/// Number of blocks that are compared after a restart.
 const COMPARED: u64 = 2000;
 
-/// The place of write `number`: a permutation of all blocks (odd multipliers and shifts are bijections of 28 bits).
+/// The block of write `number`: a permutation of all blocks (odd multipliers and shifts are bijections on 28 bits).
 fn place(seed: u64, number: u64) -> u64 {
     const HALF: u32 = BLOCKS.trailing_zeros() / 2;
     let mut at = (number ^ seed.wrapping_mul(0x9e37_79b9)) % BLOCKS;
@@ -24,7 +24,7 @@ fn place(seed: u64, number: u64) -> u64 {
     at
 }
 
-/// The writes to one disk, in order: `most` first writes, and then the same again.
+/// The writes to one disk in order: `most` first writes, then the same blocks again.
 #[derive(Clone, Debug)]
 pub(super) struct Places {
     seed: u64,
@@ -37,17 +37,17 @@ impl Places {
         Places { seed, most: most.max(1), next: 0 }
     }
 
-    /// Whether every further write is an overwrite.
+    /// Whether all further writes are overwrites.
     pub(super) fn used_up(&self) -> bool {
         self.next >= self.most
     }
 
-    /// How many were sent.
+    /// Number of writes sent.
     pub(super) fn sent(&self) -> u64 {
         self.next
     }
 
-    /// Sends again what was sent after `kept`: it may be lost.
+    /// Repeats all writes after number `kept`, because they may be lost.
     pub(super) fn go_back(&mut self, kept: u64) {
         self.next = kept;
     }
@@ -58,7 +58,7 @@ impl Places {
         Request::Stamped { offset: place(self.seed, number) * BLOCK, length: BLOCK as u32, version: 1 }
     }
 
-    /// Writes for a time, or until there is no first write left; adds the microseconds of each.
+    /// Writes for a time, but only first writes; appends the latency of each in microseconds.
     pub(super) fn write_first(
         &mut self,
         client: &mut Client,
@@ -68,7 +68,7 @@ impl Places {
         self.write_until(client, time, self.most, latencies)
     }
 
-    /// Writes for a time; adds the microseconds of each.
+    /// Writes for a time; appends the latency of each in microseconds.
     pub(super) fn write(&mut self, client: &mut Client, time: Duration, latencies: &mut Vec<f64>) -> Result<Duration> {
         self.write_until(client, time, u64::MAX, latencies)
     }
@@ -86,7 +86,8 @@ impl Places {
         Ok(began.elapsed())
     }
 
-    /// Looks at some of the first `written` blocks that lie from `offset` on: how many do not hold what was written.
+    /// Compares some of the first `written` blocks at offsets from `offset` on; returns the number of blocks with
+    /// another content.
     pub(super) fn lost(&self, endpoint: &Endpoint, written: u64, offset: u64) -> Result<u64> {
         let mut client = Client::connect(&endpoint.socket, &endpoint.export)?;
         let written = written.min(self.most);
@@ -107,7 +108,7 @@ mod tests {
             let places: HashSet<u64> = (0..1 << 20).map(|number| place(seed, number)).collect();
             assert_eq!(places.len(), 1 << 20);
             assert!(places.iter().all(|place| *place < BLOCKS));
-            // Scattered: hardly any two are neighbours.
+            // The blocks are scattered: few of them are adjacent.
             let neighbours = places.iter().filter(|place| places.contains(&(*place + 1))).count();
             assert!(neighbours < places.len() / 64, "{neighbours}");
         }

@@ -1,9 +1,9 @@
-//! The rate against qcow2: every side has a disk of 1 TiB, the sides take turns in slices of a few seconds, in an order
-//! that rotates, until each was written to for the whole time.
+//! Rates compared with qcow2. Every side has a disk of 1 TiB. The sides take turns in slices of a few seconds, in a
+//! rotating order, until each was measured for the planned time.
 //!
-//! Every write is a first write. A side that has taken its share of the room gets an empty disk between two slices:
-//! qcow2 takes a whole cluster for each write and gets the largest share. How fast the sides are when a flush behind
-//! each slice counts is told beside.
+//! Every write is a first write. A side that has used its share of the available space gets an empty disk between two
+//! slices; qcow2 allocates a whole cluster for each write and gets the largest share. Rates that include a flush after
+//! each slice are reported too.
 
 use super::places::Places;
 use super::{CAPACITY, JOURNALS, Journal, PROPERTY};
@@ -21,19 +21,19 @@ use std::fs;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-/// Longest slice of one side.
+/// Longest slice.
 const SLICE_MAX_S: f64 = 10.0;
-/// Slices of each side, at least.
+/// Least number of slices per side.
 const SLICES_MIN: f64 = 4.0;
-/// Part of the room that all sides may take together.
+/// Part of the available space that all sides may use together, in percent.
 const ROOM_PERCENT: u64 = 60;
-/// What one first write takes at most, and of how many parts of the room: lamina its block and its metadata, qcow2 a
-/// cluster of 64 KiB, with subclusters less.
+/// Most bytes that a first write allocates, and the parts of the space that the side gets: lamina's block and metadata;
+/// qcow2's cluster of 64 KiB, or less with subclusters.
 const LAMINA: Share = Share { each: 6 << 10, parts: 2 };
 const QCOW2: Share = Share { each: 68 << 10, parts: 4 };
 const QCOW2_EXTENDED: Share = Share { each: 10 << 10, parts: 2 };
 const PARTS: u64 = 10;
-/// Least rate as a multiple of that of qcow2.
+/// Least rate as a multiple of qcow2's.
 const RATIO_MIN: f64 = 1.0;
 const DISK: &str = "scattered";
 
@@ -53,11 +53,11 @@ struct Side {
     kind: Kind,
     server: Option<Server>,
     places: Places,
-    /// Writes until it gets an empty disk.
+    /// Number of writes until the side gets an empty disk.
     most: u64,
     renewed: u64,
     seconds: f64,
-    /// Seconds of the flushes behind the slices.
+    /// Seconds of the flushes after the slices.
     flushing: f64,
     latencies: Vec<f64>,
 }
@@ -69,7 +69,7 @@ impl Side {
         Side { name: name.into(), kind, server: None, places, most, renewed: 0, seconds: 0.0, flushing: 0.0, latencies }
     }
 
-    /// An empty disk, served.
+    /// Creates and serves an empty disk.
     fn renew(&mut self, setting: &Setting) -> Result<()> {
         let mode = setting.plan.mode();
         match &self.kind {
@@ -112,7 +112,7 @@ impl Side {
         ratio(self.latencies.len() as f64, self.seconds)
     }
 
-    /// The rate when the flush behind each slice counts.
+    /// The rate including the flush after each slice.
     fn flushed_rate(&self) -> f64 {
         ratio(self.latencies.len() as f64, self.seconds + self.flushing)
     }
@@ -125,7 +125,7 @@ fn lamina(setting: &Setting, (name, size): Journal, room: u64) -> Result<Side> {
     Ok(Side::new(&format!("lamina, {name}"), Kind::Lamina(Box::new(datastore)), LAMINA, room))
 }
 
-/// Measures it.
+/// Runs the study.
 pub(super) fn measure(setting: &Setting, findings: &mut Vec<Finding>) -> Result<Value> {
     let plan = &setting.plan;
     let room = volume::room(setting.scratch.root())? / 100 * ROOM_PERCENT;
@@ -143,7 +143,7 @@ pub(super) fn measure(setting: &Setting, findings: &mut Vec<Finding>) -> Result<
     let slice = SLICE_MAX_S.min(plan.lasting / SLICES_MIN);
     say(&format!("scattered writes over 1 TiB, {:.0} s for each of {} sides", plan.lasting, sides.len()));
     for round in 0.. {
-        // What is left of the time after rounding is no slice.
+        // The remainder of the time after rounding is too short for a slice.
         let late = |side: &Side| plan.lasting - side.seconds < slice / 100.0;
         if sides.iter().all(late) {
             break;
@@ -172,7 +172,7 @@ pub(super) fn measure(setting: &Setting, findings: &mut Vec<Finding>) -> Result<
             Kind::Lamina(datastore) => datastore.path().to_path_buf(),
             Kind::Qcow2 { image, .. } => image,
         };
-        // The stops need the room.
+        // Frees the space, which the measurement of stops needs.
         if fs::exists(&data).unwrap_or(false) {
             setting.scratch.remove(&data)?;
         }

@@ -1,9 +1,9 @@
-//! How soon a datastore is open again: after a clean stop and after a SIGKILL, under scattered writes, in the middle of
-//! discarding 200 GiB of a thick disk and of a scattered one, and in the middle of deleting a thick disk of 500 GiB.
+//! Time until a datastore is open again, after a clean stop and after a SIGKILL: under scattered writes, during a
+//! discard of 200 GiB of a thick disk and of a scattered one, and during the deletion of a thick disk of 500 GiB.
 //!
-//! Each time blocks that were flushed before are compared, no request may fail but by the kill, and at the end `check`
-//! looks at everything. Where the work folder's file system has no room for the thick disk, all of it happens on a
-//! sparse file system of 2 TiB.
+//! After each restart flushed blocks are compared. Requests may fail only because of the kill, and `check` verifies
+//! everything at the end. If the work folder's file system has no space for the thick disk, a sparse file system of 2
+//! TiB is used.
 
 use super::places::Places;
 use super::{CAPACITY, DEPTH, GIB, Journal, PROPERTY};
@@ -23,35 +23,35 @@ use std::time::Duration;
 
 /// Capacity of the thick disk.
 const THICK: u64 = 500 * GIB;
-/// What is discarded of each disk.
+/// Bytes discarded of each disk.
 const DISCARDED: u64 = 200 * GIB;
-/// One discard.
+/// Bytes of a single discard.
 const PIECE: u64 = GIB;
 const VOLUME: u64 = 2 << 40;
-/// Room that a file system needs to be used as it is.
+/// Free space that a file system needs to be used directly.
 const ROOM_MIN: u64 = THICK + 100 * GIB;
-/// Longest opening.
+/// Limit of the time for opening.
 const OPEN_MAX_S: f64 = 2.0;
-/// Part of the time that the load before each stop lasts, and its bounds.
+/// Duration of the load before each stop as a part of the planned time, and its bounds.
 const LOAD_PART: f64 = 0.1;
 const LOAD_MIN_S: f64 = 1.0;
 const LOAD_MAX_S: f64 = 30.0;
-/// Part of the real room that the blocks written may take, and what one of them takes.
+/// Part of the real space that written blocks may use, in percent, and bytes allocated per block.
 const ROOM_PERCENT: u64 = 40;
 const WRITE_BYTES: u64 = 6 << 10;
-/// All space counts as given back when this little is left of a thick disk.
+/// All space counts as returned when a thick disk occupies no more than this.
 const LEFT_MAX: u64 = 4 * GIB;
-/// Longest look at how space is given back.
+/// How long the return of space is observed at most.
 const GIVEN_BACK_TIME_MAX: Duration = Duration::from_secs(120);
 const WIDE: &str = "wide";
 const THICK_DISK: &str = "thick";
 
-/// What ends a life of the server.
+/// How a run of the server ends.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum End {
-    /// SIGTERM once the work is done.
+    /// With SIGTERM when the work is complete.
     Stop,
-    /// SIGKILL a moment after the work has begun.
+    /// With SIGKILL this long after the work began.
     Kill(Duration),
 }
 
@@ -69,7 +69,7 @@ struct Bench<'a> {
 pub(super) fn measure(setting: &Setting, journal: Journal, findings: &mut Vec<Finding>) -> Result<Value> {
     let (name, size) = journal;
     let room = volume::room(setting.scratch.root())?;
-    // Made before the datastore, and so unmounted after its server has ended.
+    // Created before the datastore, so that it is unmounted after the server has ended.
     let volume = if room >= ROOM_MIN { None } else { Some(Volume::new(&setting.scratch, "volume", VOLUME)?) };
     let folder: PathBuf = volume.as_ref().map_or(setting.scratch.root(), Volume::path).join("stops");
     let datastore = Datastore::init_at(&setting.lamina, &setting.scratch, "stops", folder, size)?;
@@ -113,8 +113,8 @@ fn millis(latencies: &[f64], share: f64) -> f64 {
 }
 
 impl Bench<'_> {
-    /// Every kind of work, with a stop after it and a kill in its middle; seconds that creating the thick disk took,
-    /// and GiB per second at which its space is given back.
+    /// Measures every kind of work, with a stop after it and a kill during it. Returns the seconds for creating the
+    /// thick disk, and the rate in GiB per second at which its space is returned.
     fn go_through(&mut self, name: &str) -> Result<(f64, f64)> {
         let load = (self.setting.plan.lasting * LOAD_PART).clamp(LOAD_MIN_S, LOAD_MAX_S);
         let load = Duration::from_secs_f64(load);
@@ -132,13 +132,13 @@ impl Bench<'_> {
         self.life("a kill in a discard of 200 GiB, thick", load, kill, |ds| discard(ds, THICK_DISK))?;
         self.life("a discard of 200 GiB, thick, and a stop", load, End::Stop, |ds| discard(ds, THICK_DISK))?;
         say(&format!("{name}: discarding 200 GiB of the scattered disk"));
-        // Flushed blocks in the first part of the disk are gone with it: those written from now on are compared.
+        // Flushed blocks in the first part of the disk are discarded with it; blocks written from now on are compared.
         self.life("a kill in a discard of 200 GiB, scattered", load, kill, |ds| discard(ds, WIDE))?;
         self.life("a discard of 200 GiB, scattered, and a stop", load, End::Stop, |ds| discard(ds, WIDE))?;
         say(&format!("{name}: deleting the thick disk"));
         let delete = |ds: &Datastore| ds.delete(THICK_DISK);
         self.life("a kill in deleting 500 GiB", load, End::Kill(Duration::from_millis(300)), delete)?;
-        // The deletion goes on by itself after the kill, if it had been acknowledged.
+        // If the deletion was acknowledged, it continues after the kill.
         let listed = self.datastore.ask(&["disk", "list"])?;
         let disks = listed["disks"].as_array().map(Vec::as_slice).unwrap_or_default();
         if disks.iter().any(|disk| disk["name"] == THICK_DISK) {
@@ -161,8 +161,8 @@ impl Bench<'_> {
         Ok(())
     }
 
-    /// Scattered writes, `act` beside them, and the end of the server; then it is opened again, and what was flushed is
-    /// compared.
+    /// Runs scattered writes with `act` in parallel and ends the server; then reopens the datastore and compares
+    /// flushed blocks.
     fn life(
         &mut self,
         what: &str,
@@ -179,7 +179,7 @@ impl Bench<'_> {
         let datastore = &self.datastore;
         let half = load / 2;
         let kept = std::thread::scope(|scope| {
-            // The writes of the first half are flushed, those of the second may be lost in a kill.
+            // The writes of the first half are flushed; those of the second half may be lost by a kill.
             let writer = scope.spawn(|| {
                 let mut client = Client::connect(&endpoint.socket, &endpoint.export)?;
                 places.write(&mut client, half, latencies)?;
@@ -212,13 +212,13 @@ impl Bench<'_> {
             self.places.go_back(kept);
         }
         self.serve(what)?;
-        // What lies before that may have been discarded.
+        // Blocks before this offset may have been discarded.
         self.lost += self.places.lost(&self.datastore.endpoint(WIDE), kept, DISCARDED)?;
         Ok(())
     }
 }
 
-/// Errors that come of a kill are none; that the server refuses something always is.
+/// Errors caused by a kill are ignored; a request that the server refuses is always an error.
 fn excused(result: Result<()>, killed: &AtomicBool) -> Result<()> {
     match result {
         Err(Error::Io { .. } | Error::Answer(_) | Error::Command { .. }) if killed.load(Ordering::SeqCst) => Ok(()),

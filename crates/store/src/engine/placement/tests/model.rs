@@ -1,16 +1,17 @@
 //! Model checking: every order of steps of a small datastore, breadth first, with power cuts at every point.
 //!
-//! Two disks of two logical blocks on six physical blocks, a snapshot, trees of two levels. The decisions are the
-//! engine's own: [`place`], [`Holds`], [`InFlight`], the names of operations, and `Doubts` of replay. What surrounds
-//! them (buffer, write-back, flush, payload, checkpoint, recovery) is modelled after the engine, one step for each
-//! hold of its locks.
+//! The model has two disks of two logical blocks on six physical blocks, a snapshot, and trees of two levels. The
+//! decisions are made by the engine's own code: [`place`], [`Holds`], [`InFlight`], the names of operations, and
+//! `Doubts` of replay. The code around them (buffer, write-back, flush, payload, checkpoint, recovery) is modelled,
+//! with one step for each section that the engine runs under its locks.
 //!
-//! Checked in every state: a read finds what its disk wrote last. After every power cut and recovery: each block holds
-//! the value that its own disk flushed last or one that it wrote later, whole or mixed by sectors where nothing newer
-//! was flushed; never an error; and that stays. A block is not given out while the durable metadata maps it.
+//! Checked in every state: a read returns the last write to its block. Checked after every power cut and recovery: each
+//! block has the value that its disk flushed last or a later one, or a mixture of their sectors if no newer value was
+//! flushed. A read never fails, and repeated reads return the same. A block is not allocated while the durable metadata
+//! maps it.
 //!
-//! Not modelled: thick disks (unwritten extents, reserves), hole punching, readers that hold freed blocks, reverting,
-//! torn batches of the journal (an append is there or not), and failing media.
+//! Not modelled: thick disks (unwritten extents, reservations), hole punching, reads that delay the reuse of freed
+//! blocks, reverting, torn batches of the journal (an append is complete or absent), and failing media.
 //!
 //! `LAMINA_MODEL_STATES` sets how many states each scenario may visit; `make soak` sets it high.
 
@@ -24,10 +25,10 @@ use state::ModelState;
 use std::collections::HashSet;
 use step::{Action, Fault, Rules};
 
-/// States that each scenario visits when nothing else is asked for.
+/// States that each scenario visits unless `LAMINA_MODEL_STATES` is set.
 const STATES: usize = 120_000;
 
-/// What a scenario begins with and which actions it leaves out.
+/// The initial state of a scenario, and the actions that it tries.
 struct Scenario {
     name: &'static str,
     begin: fn() -> ModelState,
@@ -38,7 +39,7 @@ fn everything(_: Action) -> bool {
     true
 }
 
-/// Write-back and trees: who may overwrite what is or was shared.
+/// Write-back and trees: whether blocks that are or were shared may be overwritten in place.
 fn sharing(action: Action) -> bool {
     use Action::*;
     matches!(
@@ -57,7 +58,7 @@ fn sharing(action: Action) -> bool {
     )
 }
 
-/// One block of one disk: journal, payload, writes past the buffer, checkpoints.
+/// One block of one disk: journal, payload, writes that bypass the buffer, checkpoints.
 fn journal(action: Action) -> bool {
     use Action::*;
     !matches!(
@@ -94,7 +95,7 @@ fn checkpoints(action: Action) -> bool {
     ) || matches!(action, Capture | CheckpointEnd | PayloadBegin(_) | PayloadEnd(_))
 }
 
-/// Payload of a disk that has to move first.
+/// Journalled payload of a clone, whose blocks are shared and must move.
 fn payload(action: Action) -> bool {
     use Action::*;
     matches!(
@@ -115,7 +116,7 @@ const SCENARIOS: [Scenario; 9] = [
     Scenario { name: "checkpoints", begin: ModelState::plain, allowed: checkpoints },
 ];
 
-/// A state that was reached, and from which one.
+/// An action, and the state before it.
 struct Step {
     before: u32,
     action: Action,
@@ -125,7 +126,7 @@ struct Outcome {
     states: usize,
     /// All sequences of this many actions were tried.
     depth: usize,
-    /// What went wrong, and how.
+    /// The error, and the actions that led to it.
     violation: Option<(String, Vec<Action>)>,
 }
 
@@ -196,7 +197,7 @@ fn no_order_of_steps_breaks_what_must_hold() {
     println!("{total} states in all");
 }
 
-/// A search from `begin` with these actions finds the fault.
+/// Asserts that a search from `begin` with these actions finds the fault.
 fn finds(fault: Fault, begin: fn() -> ModelState, allowed: fn(Action) -> bool) {
     let scenario = Scenario { name: "a fault", begin, allowed };
     let Outcome { states, violation, .. } = explore(&scenario, fault, 1_000_000);
@@ -204,7 +205,7 @@ fn finds(fault: Fault, begin: fn() -> ModelState, allowed: fn(Action) -> bool) {
     println!("{fault:?} after {states} states: {why}\n{actions:?}");
 }
 
-/// What the tests of holds need beside the actions that each names.
+/// The actions that each test of holds needs in addition to those that it names.
 fn writing_back(action: Action) -> bool {
     use Action::*;
     matches!(action, Plan(_) | Go | Finish | Crash(_))

@@ -1,4 +1,4 @@
-//! Power cuts, recovery, and what clients may expect in every state.
+//! Power cuts, recovery, and the contents that clients may find in every state.
 
 use super::metadata::*;
 use super::state::*;
@@ -25,13 +25,13 @@ fn outcomes(state: &ModelState) -> Vec<[Content; BLOCKS]> {
 }
 
 impl Rules {
-    /// The states after power cuts now, each with its number.
+    /// The states after a power cut in this state, each with its number.
     pub fn crashes(&self, state: &ModelState) -> Vec<(u16, Result<ModelState, Violation>)> {
         let mut out = Vec::new();
         let (found, doubts) = replay(&state.base, &state.journal, state.ordered);
         for medium in outcomes(state) {
             out.push(recover(state, &found, &doubts, medium));
-            // A second power cut while recovery writes payload home.
+            // A second power cut while recovery writes payload to its blocks.
             for (block, value) in payload_of(&found, &doubts, &medium) {
                 let mut again = medium;
                 again[block] = Content(value, medium[block].1);
@@ -89,7 +89,7 @@ fn recover(
     Ok(next)
 }
 
-/// What a torn block holds is a value of its own from now on.
+/// From now on the mixed content of a torn block is a value of its own.
 fn rename_torn(state: &mut ModelState) {
     for block in 0..BLOCKS {
         let content = state.cells[block].durable;
@@ -111,7 +111,7 @@ fn rename_torn(state: &mut ModelState) {
     }
 }
 
-/// What a client that reads now must find: what was written last, and no error.
+/// Checks that a client that reads now finds the last write to each block, and no error.
 pub fn readable(state: &ModelState) -> Result<(), Violation> {
     if !state.now.is_consistent() {
         return Err("references do not match the trees".into());

@@ -1,5 +1,5 @@
-//! The metadata of the model: trees of two levels, references, checksums; and recovery, which carries out the journal
-//! again with the rules of the engine.
+//! The metadata of the model: trees of two levels, references, checksums. Recovery replays the journal with the rules
+//! of the engine.
 
 use super::*;
 use crate::engine::placement::Doubts;
@@ -8,16 +8,16 @@ pub const LOGICAL: usize = 2;
 pub const BLOCKS: usize = 6;
 pub const NODES: usize = 10;
 
-/// Disk 0, disk 1 (a clone), a snapshot of disk 0, and what was deleted.
+/// Disk 0, disk 1 (a clone), a snapshot of disk 0, and a deleted object.
 pub const OBJECTS: usize = 4;
 pub const DISKS: usize = 2;
 pub const SNAPSHOT: usize = 2;
 pub const TRASH: usize = 3;
 
-/// What a client wrote: numbered, 0 is zeros.
+/// The number of a client's write; 0 means zeros.
 pub type Value = u8;
 
-/// What a block of the medium holds: sectors of two values, which are the same but in a torn block.
+/// The content of a block of the medium: the values of its two halves, which differ in a torn block only.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub struct Content(pub Value, pub Value);
 
@@ -26,7 +26,7 @@ impl Content {
         Self(value, value)
     }
 
-    /// Stands for the checksum.
+    /// The model of the checksum.
     pub fn sum(self) -> u32 {
         u32::from(self.0) << 8 | u32::from(self.1)
     }
@@ -51,7 +51,7 @@ pub enum Op {
 }
 
 impl Op {
-    /// As [`crate::journal::Operation::names`], which decides.
+    /// Calls [`crate::journal::Operation::names`] for the engine's operation.
     pub fn names(self) -> Option<usize> {
         use crate::journal::Operation;
         let run = |block: usize| Run { start: block as u64, blocks: 1 };
@@ -71,7 +71,7 @@ impl Op {
 #[derive(Clone, Copy, Default)]
 pub struct Node {
     pub references: u8,
-    /// 0: a leaf, whose slots are blocks; 1: its slots are leaves of one logical block each.
+    /// 0: a leaf, with blocks in its slots. 1: its slots are leaves, each for one logical block.
     pub level: u8,
     pub slots: [Option<u8>; LOGICAL],
 }
@@ -102,13 +102,13 @@ pub struct Metadata {
     pub nodes: [Node; NODES],
     pub entries: [ModelEntry; BLOCKS],
     pub objects: [Object; OBJECTS],
-    /// Payload of the journal that is not home.
+    /// Journalled payload that is not written to its block.
     pub logged: [Option<Value>; BLOCKS],
-    /// A block was mapped as new that is in use.
+    /// A block was allocated while it was in use.
     pub given_twice: bool,
 }
 
-/// As `Effects` of the engine.
+/// The side effects of an operation, like `Effects` of the engine.
 #[derive(Default)]
 pub struct Effects {
     pub freed: Vec<usize>,
@@ -129,7 +129,7 @@ impl Metadata {
         free as u8
     }
 
-    /// A node that only this path names: itself, or a copy.
+    /// A node that only this path refers to: the given node, or a copy of it.
     fn exclusive(&mut self, node: u8, effects: &mut Effects) -> u8 {
         let old = self.nodes[node as usize];
         if old.references == 1 {
@@ -195,7 +195,7 @@ impl Metadata {
         old.into_iter().for_each(|block| self.drop_data(block, effects));
         self.nodes[root as usize].slots[logical] = Some(leaf);
         if with.is_none() {
-            // The leaf is empty: it goes, and the only child that is left becomes the root.
+            // The leaf is empty and is removed. The remaining child becomes the root.
             self.nodes[leaf as usize].references = 0;
             effects.changed_nodes.push(id(leaf));
             let only = self.nodes[root as usize].slots[1 - logical];
@@ -277,7 +277,7 @@ impl Metadata {
         (node.slots[logical].map(usize::from), path)
     }
 
-    /// What a read of a block from the medium finds; `None` for an error.
+    /// The content that a read of a block returns; `None` for a checksum error.
     pub fn read(&self, object: usize, logical: usize, medium: impl Fn(usize) -> Content) -> Option<Content> {
         let Some(block) = self.lookup(object, logical).0 else { return Some(Content::of(0)) };
         if let Some(value) = self.logged[block] {
@@ -287,7 +287,7 @@ impl Metadata {
         (found == entry.sum || entry.suspect).then_some(found)
     }
 
-    /// References, counted.
+    /// Whether the reference counts equal the references in the trees.
     pub fn is_consistent(&self) -> bool {
         let (mut nodes, mut blocks) = ([0; NODES], [0; BLOCKS]);
         self.objects.iter().filter_map(|object| object.root).for_each(|root| nodes[root as usize] += 1);
@@ -305,14 +305,14 @@ impl Metadata {
     }
 }
 
-/// A record of the journal, a batch of its own.
+/// A record of the journal, in a batch of its own.
 #[derive(Clone, Copy)]
 pub struct Record {
     pub urgent: bool,
     pub op: Op,
 }
 
-/// The metadata that recovery finds, and what is in doubt: as `Engine::replay`.
+/// The metadata that replay produces, and the blocks in doubt. Models `Engine::replay`.
 pub fn replay(base: &Metadata, journal: &[Record], ordered: usize) -> (Metadata, Doubts) {
     let (mut now, mut doubts) = (base.clone(), Doubts::default());
     for (position, record) in journal.iter().enumerate() {
@@ -361,7 +361,7 @@ fn replay_one(now: &mut Metadata, doubts: &mut Doubts, op: Op, position: u64) {
     }
 }
 
-/// Payload that recovery writes home: as `Engine::put_payload_home`.
+/// The payload that recovery writes to its blocks. Models `Engine::put_payload_home`.
 pub fn payload_of(now: &Metadata, doubts: &Doubts, medium: &[Content; BLOCKS]) -> Vec<(usize, Value)> {
     let whole = |block: usize| doubts.awaited(block as u64) == Some(medium[block].sum());
     (0..BLOCKS).filter(|block| !whole(*block)).filter_map(|block| Some((block, now.logged[block]?))).collect()

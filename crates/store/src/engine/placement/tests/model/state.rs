@@ -1,10 +1,10 @@
-//! A state of the model: memory, journal, medium, and what clients may expect.
+//! A state of the model: memory, journal, medium, and the contents that clients may find.
 
 use super::metadata::*;
 use super::*;
 use std::collections::VecDeque;
 
-/// A change that waits for the journal.
+/// A pending change.
 #[derive(Clone)]
 pub struct Waiting {
     pub op: Op,
@@ -14,7 +14,7 @@ pub struct Waiting {
     pub held: Vec<usize>,
 }
 
-/// A block of the medium: what is durable, and writes that are not, in order.
+/// A block of the medium: its durable content, and the writes since the last flush in their order.
 #[derive(Clone, Default)]
 pub struct Cell {
     pub durable: Content,
@@ -22,12 +22,12 @@ pub struct Cell {
 }
 
 impl Cell {
-    /// What a read finds while the machine runs.
+    /// The content that a read returns while the machine runs.
     pub fn visible(&self) -> Content {
         self.unflushed.last().copied().unwrap_or(self.durable)
     }
 
-    /// What may be found after a power cut: anything written since the flush, or two of them by sectors.
+    /// The contents that a power cut may leave: any write since the last flush, or a mixture of two by sectors.
     pub fn after_crash(&self) -> Vec<Content> {
         let mut out = vec![self.durable];
         for content in &self.unflushed {
@@ -42,7 +42,7 @@ impl Cell {
     }
 }
 
-/// A piece of a batch of write-back.
+/// The write of one block in a batch of write-back.
 #[derive(Clone, Copy)]
 pub struct BlockWrite {
     pub logical: usize,
@@ -51,18 +51,18 @@ pub struct BlockWrite {
     pub value: Value,
 }
 
-/// Write-back under way.
+/// A batch of write-back that is under way.
 #[derive(Clone)]
 pub struct Batch {
     pub disk: usize,
-    /// Announced, and the writes are on their way.
+    /// The overwrites are announced, and the writes are under way.
     pub going: bool,
     pub homes: Vec<BlockWrite>,
     /// Discards.
     pub others: Vec<usize>,
 }
 
-/// A write past the buffer under way.
+/// A write under way that bypasses the buffer.
 #[derive(Clone, Copy)]
 pub struct Through {
     pub disk: usize,
@@ -77,11 +77,11 @@ pub struct Through {
 pub struct Sync {
     pub settled: usize,
     pub written: u8,
-    /// How many of the unflushed writes of each block it covers.
+    /// For each block, the number of unflushed writes that the flush covers.
     pub covers: [usize; BLOCKS],
-    /// The checkpoint waits for it.
+    /// A checkpoint waits for the flush.
     pub checkpoint: bool,
-    /// With [`Fault::PermitsSurvive`]: permits are ended, the head is not read.
+    /// With [`Fault::PermitsSurvive`]: the permits have ended, and the journal head is not read yet.
     pub half: bool,
 }
 
@@ -89,7 +89,7 @@ pub struct Sync {
 #[derive(Clone)]
 pub struct Flush {
     pub wanted: u8,
-    /// How many values of each block of each object it makes obsolete.
+    /// For each block of each object, the number of older values that the flush makes obsolete.
     pub covers: [[usize; LOGICAL]; 3],
 }
 
@@ -108,7 +108,7 @@ pub struct ModelState {
     pub now: Metadata,
     pub held: [bool; BLOCKS],
     pub taken: [bool; BLOCKS],
-    /// Freed durably, and payload that may belong to them is being written to its place.
+    /// Freed durably, but not reusable: payload that was journalled for the block may be being written to it.
     pub limbo: [bool; BLOCKS],
     pub holds: Holds,
     pub in_flight: InFlight,
@@ -133,13 +133,13 @@ pub struct ModelState {
     pub checkpoint: Option<Checkpoint>,
     pub captured: Option<usize>,
     pub ordered_next: Option<usize>,
-    /// Per object and block: the value flushed last and what was written since.
+    /// For each object and block: the value flushed last, and those written since.
     pub expected: [[Vec<Value>; LOGICAL]; 3],
     pub values: u8,
 }
 
 impl ModelState {
-    /// Disk 0 with both blocks written and durable, each in a leaf of its own.
+    /// Disk 0 with both blocks written and durable, each mapped by a leaf of its own.
     pub fn plain() -> Self {
         let mut state = Self { values: 2, ..Self::default() };
         let (now, entry) =
@@ -158,7 +158,7 @@ impl ModelState {
         state
     }
 
-    /// The same and a clone that shares everything, without a snapshot between them.
+    /// Like [`ModelState::plain`], with a clone that shares the whole tree, and without a snapshot.
     pub fn shared() -> Self {
         let mut state = Self::plain();
         state.now.nodes[0].references = 2;
@@ -168,7 +168,7 @@ impl ModelState {
         state
     }
 
-    /// The same with trees that share blocks and no nodes.
+    /// Like [`ModelState::shared`], but the trees share only blocks, no nodes.
     pub fn divided() -> Self {
         let mut state = Self::plain();
         for (node, slots) in [(3, [Some(4), Some(5)]), (4, [Some(0), None]), (5, [None, Some(1)])] {
@@ -181,7 +181,7 @@ impl ModelState {
         state
     }
 
-    /// Disk 0 after a power cut that left its first block torn: in doubt, and not read since.
+    /// Disk 0 after a power cut that tore its first block: the block is suspect, and was not read since.
     pub fn torn() -> Self {
         let mut state = Self::plain();
         state.values = 3;
@@ -201,7 +201,7 @@ impl ModelState {
         self.now.objects[disk].kind == Kind::Live
     }
 
-    /// The layer that write-back takes from.
+    /// The layer from which write-back takes blocks.
     pub fn oldest(&self, disk: usize) -> Layer {
         self.closed.filter(|_| disk == 0).unwrap_or(self.open[disk])
     }
@@ -217,7 +217,8 @@ impl ModelState {
         self.open[disk][logical].is_some() || disk == 0 && self.closed.is_some_and(|layer| layer[logical].is_some())
     }
 
-    /// The state by what decides about its future, as bytes: values and counters by their order only.
+    /// A key of the state: states with the same key have the same future. Values and counters appear only by their
+    /// order.
     pub fn key(&self) -> u128 {
         let mut key = Key { bytes: Vec::with_capacity(512), names: [u8::MAX; 256], named: 1 };
         key.names[0] = 0;
@@ -295,7 +296,7 @@ impl ModelState {
 
 struct Key {
     bytes: Vec<u8>,
-    /// Values renumbered in the order in which they are met.
+    /// Values, renumbered in the order in which they occur.
     names: [u8; 256],
     named: u8,
 }
@@ -332,7 +333,7 @@ impl Key {
         }
         for (entry, logged) in metadata.entries.iter().zip(metadata.logged) {
             self.bytes.push(entry.references);
-            // What the table says of a free block decides nothing.
+            // The table entry of a free block has no influence on later steps.
             if entry.references > 0 {
                 self.content(entry.sum);
                 self.flags(&[entry.suspect]);

@@ -1,4 +1,4 @@
-//! What can happen next in the model. Each step is what the engine does under one hold of its locks.
+//! The actions of the model. Each step is what the engine does in one section under its locks.
 
 use super::metadata::*;
 use super::state::*;
@@ -10,15 +10,15 @@ pub enum Action {
     Discard(usize, usize),
     /// Write-back plans a batch of a disk.
     Plan(usize),
-    /// It announces overwrites and writes.
+    /// Write-back announces the overwrites of the batch and begins all its writes.
     Go,
-    /// It brings the batch into the map.
+    /// Write-back moves the batch into the map.
     Finish,
-    /// A permit is taken for the block that a disk maps.
+    /// The block that a disk maps gets a permit.
     Permit(usize, usize),
     Through(usize, usize),
     ThroughEnd,
-    /// A flush moves the buffers into the pending list.
+    /// A flush moves the buffers into the pending changes.
     FlushLog,
     FlushEnd,
     SyncBegin,
@@ -26,7 +26,8 @@ pub enum Action {
     /// One pending operation is appended to the journal.
     Append,
     PayloadBegin(usize),
-    /// The payload is at its place; true: its write landed after any other write there meanwhile.
+    /// The payload is written to its block. True: its write landed after every other write to the block that was under
+    /// way.
     PayloadEnd(bool),
     Capture,
     CheckpointEnd,
@@ -35,7 +36,7 @@ pub enum Action {
     Delete(usize),
     Drop,
     Read(usize, usize),
-    /// A power cut and recovery; the number says what the medium has kept.
+    /// A power cut and recovery; the number selects which writes the medium has kept.
     Crash(u16),
 }
 
@@ -58,7 +59,7 @@ pub enum Fault {
     CheckpointLeavesPayload,
 }
 
-/// What went wrong.
+/// A description of the error.
 pub type Violation = String;
 
 pub struct Rules {
@@ -90,7 +91,7 @@ impl Rules {
         state.waiting.push_back(Waiting { op, gate, number, freed, held });
     }
 
-    /// Appends the first pending operation, as far as its gate allows. False when there was nothing to do.
+    /// Appends the first pending operation, if its data is durable. False if there was none to append.
     fn append(&self, state: &mut ModelState) -> bool {
         if state.captured == Some(0) {
             state.captured = None;
@@ -110,7 +111,7 @@ impl Rules {
         }
         state.holds.committed(waiting.number);
         for block in waiting.freed {
-            // Payload under way to its place may land there until it has ended.
+            // Payload that is being written to the block may land until its write has ended.
             let busy = state.payload_home.is_some() && !self.has(Fault::LimboIgnored);
             state.limbo[block] = busy;
             state.taken[block] = busy;
@@ -135,23 +136,23 @@ impl Rules {
         (placement, block)
     }
 
-    /// A free block; an error when recovery would find it in use.
+    /// Allocates a block; an error if recovery would find the block in use.
     fn allocate(state: &mut ModelState) -> Result<Option<usize>, Violation> {
         let Some(block) = state.taken.iter().position(|taken| !taken) else { return Ok(None) };
         let (durable, _) = replay(&state.base, &state.journal, state.ordered);
         if durable.entries[block].references > 0 {
-            return Err(format!("block {block} is given out while the durable metadata maps it"));
+            return Err(format!("block {block} is allocated while the durable metadata maps it"));
         }
         state.taken[block] = true;
         Ok(Some(block))
     }
 
-    /// Everything that may happen in a state, but crashes.
+    /// All actions that are possible in a state, except power cuts.
     pub fn actions(&self, state: &ModelState) -> Vec<Action> {
         use Action::*;
         let mut out = Vec::new();
         let no_batch = state.batch.is_none();
-        // The journal's lock is held from the plan to the announcement.
+        // Write-back locks the journal from the plan to the announcement.
         let journal_free = state.batch.as_ref().is_none_or(|batch| batch.going);
         let unflushed = state.written > state.synced || state.cells.iter().any(|cell| !cell.unflushed.is_empty());
         for disk in (0..DISKS).filter(|disk| state.is_writable(*disk)) {
@@ -221,7 +222,7 @@ impl Rules {
         out
     }
 
-    /// The state after an action; `None` where it would wait.
+    /// The state after an action; `None` if the engine would wait.
     pub fn step(&self, before: &ModelState, action: Action) -> Result<Option<ModelState>, Violation> {
         use Action::*;
         let mut next = before.clone();
@@ -292,7 +293,7 @@ impl Rules {
             FlushEnd => {
                 let Some(flush) = state.flush.take() else { return Ok(None) };
                 while self.append(state) {}
-                // What was acknowledged when the flush came is the oldest that may be found from now on.
+                // From now on a power cut may lose only values written after the flush began.
                 for (values, covered) in state.expected.iter_mut().flatten().zip(flush.covers.iter().flatten()) {
                     values.drain(..*covered);
                 }
@@ -431,7 +432,7 @@ impl Rules {
         for BlockWrite { logical, placement, block, value } in batch.homes {
             if placement == Placement::InPlace {
                 state.now.note(block, Content::of(value));
-                // With a fault, payload under way to its place may have the same claim.
+                // With a fault, payload that is being written may have claimed the same block.
                 if state.in_flight.contains(block as u64) && state.payload_home.is_none_or(|(other, _)| other != block)
                 {
                     state.in_flight.release(Run { start: block as u64, blocks: 1 });
