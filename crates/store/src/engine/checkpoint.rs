@@ -13,6 +13,7 @@
 //!    tail, and has the sizes. From here on recovery takes the pages from the images.
 //! 6. Writes the pages to their places and flushes them. A second write of the superblock says that no images are
 //!    needed.
+//!
 //! Only step 2 appends to the journal, and only changes that were pending anyway. A checkpoint therefore needs only
 //! ring space that was admitted before, and a reserve for padding.
 
