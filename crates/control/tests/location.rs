@@ -1,4 +1,4 @@
-//! Verbs on a datastore that is in no local folder: the process that asks carries them out.
+//! Requests on a datastore without a local folder: the process that makes a request carries it out.
 
 #![allow(clippy::unwrap_used)]
 
@@ -11,7 +11,7 @@ use disk::location::{Scheme, register};
 use disk::{Datastore, InitOptions, Location, NewDisk, Progress, Provisioning};
 use error::{ErrorKind, Result};
 
-/// Follows what is not followed.
+/// A watch for requests that report no parts.
 struct Nothing;
 
 impl Progress for Nothing {}

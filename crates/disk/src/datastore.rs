@@ -101,7 +101,7 @@ impl Drop for Reservation {
 }
 
 impl Datastore {
-    /// Makes a datastore at a location where there is none: in an empty or missing folder.
+    /// Makes a datastore at a location without one; a folder must be empty or missing.
     pub fn init(location: impl Into<Location>, options: InitOptions) -> Result<()> {
         let location = location.into();
         let range = store::engine::JOURNAL_SIZE_MIN..=store::engine::JOURNAL_SIZE_MAX;

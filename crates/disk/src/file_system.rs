@@ -80,7 +80,7 @@ pub fn check_for_new(location: &Location) -> Result<()> {
     }
 }
 
-/// The file system of a datastore in a folder; on another medium there is nothing to tell.
+/// The file system of an open datastore; empty on another medium than a local folder.
 pub fn look_at(location: &Location) -> FileSystemInfo {
     let Some(path) = location.local_path() else { return FileSystemInfo::default() };
     let Ok(kind) = FileSystem::of(path) else { return FileSystemInfo::default() };

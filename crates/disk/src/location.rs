@@ -1,11 +1,11 @@
-//! Where a datastore is: in a folder, or under a name on another medium.
+//! The location of a datastore: a folder, or a name on another medium.
 //!
-//! 1. A location is text, and is shown as it was given. As for `qemu-img`, text whose first colon stands before its
-//!    first slash is `SCHEME:NAME`; all other text is the path of a folder. A folder of such a name is `./a:b`.
-//! 2. One call of [`register`] adds a medium. No other code depends on which media there are.
-//! 3. Code that needs a local folder asks for it ([`Location::need_folder`]), and fails where there is none.
-//! 4. [`Location::parse`], for what a user gives, refuses a scheme that is not registered. A location in a message or a
-//!    record is refused only when it is used: a record must stay readable where its medium is not registered.
+//! 1. A location is a text, and is shown as it was given. As for `qemu-img`, a text with a colon before its first slash
+//!    is `SCHEME:NAME`; every other text is the path of a folder. A folder with such a name is written `./a:b`.
+//! 2. One call of [`register`] adds a medium. No other code depends on the set of media.
+//! 3. Code that needs a local folder calls [`Location::need_folder`], which fails if there is none.
+//! 4. [`Location::parse`], for the input of users, refuses a scheme that is not registered. A location in a message or
+//!    a record is refused only when it is used, because a record must stay readable if its medium is not registered.
 
 use backend::local::{LocalDirectory, LocalQueues};
 use backend::{Access, Directory, IoMode};
@@ -19,33 +19,33 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// The file that every datastore has.
+/// A file that every datastore has.
 const SUPERBLOCK: &str = "superblock";
-/// The file that a failed creation of a datastore leaves.
+/// The lock file of a datastore, which a failed creation removes again.
 const LOCK_FILE: &str = "lock";
 
 /// The registered schemes.
 static SCHEMES: RwLock<Vec<Arc<Scheme>>> = RwLock::new(Vec::new());
 
-/// How datastores on one medium are named and reached.
+/// A medium: how its datastores are named and opened.
 pub struct Scheme {
-    /// What their locations begin with, before the colon.
+    /// The part of a location before the colon.
     pub name: &'static str,
-    /// How their locations are written, for messages: `rados:POOL/NAMESPACE`.
+    /// The form of locations on this medium, for messages: `rados:POOL/NAMESPACE`.
     pub form: &'static str,
     /// Whether the text after the colon is a name on this medium.
     pub accepts: fn(&str) -> bool,
-    /// Connects to the directory of a name. Each connection is an owner of its own: locks exclude the others.
+    /// Connects to the directory of a name. The locks of a connection exclude all other connections.
     pub connect: Box<Connect>,
 }
 
 /// See [`Scheme::connect`].
 pub type Connect = dyn Fn(&str) -> io::Result<Arc<dyn Directory>> + Send + Sync;
 
-/// Makes a scheme known to this process. Call it before the first location is parsed.
+/// Makes a scheme known to this process; to be called before the first location is parsed.
 ///
 /// # Errors
-/// `Exists` for a scheme that is registered already, `Invalid` for a name that no location can begin with.
+/// `Exists` if the scheme is registered already, `Invalid` if no location can begin with its name.
 pub fn register(scheme: Scheme) -> Result<()> {
     let name = scheme.name;
     if name.is_empty() || name.contains([':', '/']) {
@@ -59,13 +59,13 @@ pub fn register(scheme: Scheme) -> Result<()> {
     Ok(())
 }
 
-/// Where a datastore is.
+/// The location of a datastore.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Location(LocationKind);
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum LocationKind {
-    /// A folder, by a path that does not read as `SCHEME:NAME`.
+    /// A folder, by a path that cannot be parsed as `SCHEME:NAME`.
     Folder(PathBuf),
     /// A name on a medium.
     Medium { scheme: String, name: String },
@@ -80,10 +80,10 @@ fn split(text: &OsStr) -> Option<(&OsStr, &OsStr)> {
 }
 
 impl Location {
-    /// Reads what a user gives.
+    /// Parses the input of a user.
     ///
     /// # Errors
-    /// `Invalid` for a scheme that is not registered, and for a name that its scheme does not accept.
+    /// `Invalid` if the scheme is not registered, or does not accept the name.
     pub fn parse(text: impl AsRef<OsStr>) -> Result<Self> {
         let location = Self::read(text.as_ref());
         if let Medium { scheme, name } = &location.0 {
@@ -92,7 +92,7 @@ impl Location {
         Ok(location)
     }
 
-    /// Reads a location whose scheme need not be registered.
+    /// Parses a location whose scheme need not be registered.
     fn read(text: &OsStr) -> Self {
         let part = |part: &OsStr| part.to_string_lossy().into_owned();
         Self(match split(text) {
@@ -101,7 +101,7 @@ impl Location {
         })
     }
 
-    /// The scheme of that name, which accepts the name.
+    /// The registered scheme `wanted`, if it accepts `name`.
     fn find(&self, wanted: &str, name: &str) -> Result<Arc<Scheme>> {
         let text = self.to_string().escape_debug().to_string();
         let schemes = SCHEMES.read();
@@ -123,7 +123,7 @@ impl Location {
         Ok(Arc::clone(scheme))
     }
 
-    /// The path, where it is one of the local file system.
+    /// The path of the local folder; `None` on another medium.
     pub fn local_path(&self) -> Option<&Path> {
         match &self.0 {
             Folder(path) => Some(path),
@@ -131,10 +131,10 @@ impl Location {
         }
     }
 
-    /// The local folder of the datastore, for what lies in it.
+    /// The local folder of the datastore, for a feature that needs one.
     ///
     /// # Errors
-    /// `Unsupported` where there is none; the message says that the datastore cannot have `what`.
+    /// `Unsupported` if there is none; the message says that the datastore cannot have `what`.
     pub fn need_folder(&self, what: &str) -> Result<&Path> {
         self.local_path().ok_or_else(|| {
             let text = format!("datastore '{self}' is not in a local folder: it cannot have {what}");
@@ -142,7 +142,7 @@ impl Location {
         })
     }
 
-    /// Fails with a sentence that helps where the folder is missing.
+    /// Returns an error with a helpful message if the folder does not exist.
     pub fn require(&self) -> Result<()> {
         let Folder(path) = &self.0 else { return Ok(()) };
         let sentence = match std::fs::metadata(path) {
@@ -156,21 +156,21 @@ impl Location {
         Err(Error::new(ErrorKind::NotFound, sentence))
     }
 
-    /// The same location for processes in other folders.
+    /// The location with an absolute path, which is valid in every process.
     pub fn absolute(&self) -> Result<Self> {
         let Folder(path) = &self.0 else { return Ok(self.clone()) };
         let invalid = |e| Error::new(ErrorKind::Invalid, format!("'{self}' is no path: {e}"));
         std::path::absolute(path).map(Self::from).map_err(invalid)
     }
 
-    /// The same location for every path that leads to its folder, which must exist.
+    /// The location with the canonical path of its folder, which must exist.
     pub fn resolved(&self) -> Result<Self> {
         self.require()?;
         let Folder(path) = &self.0 else { return Ok(self.clone()) };
         path.canonicalize().map(Self::from).during(|| format!("finding '{self}'"))
     }
 
-    /// Makes the folder of a new datastore where it is missing; true if it did.
+    /// Creates the folder of a new datastore if it is missing; true if it was missing.
     pub(crate) fn make(&self) -> Result<bool> {
         let Folder(path) = &self.0 else { return Ok(false) };
         if path.exists() {
@@ -180,8 +180,8 @@ impl Location {
         Ok(true)
     }
 
-    /// Removes the folder that [`Location::make`] made: what a failed creation leaves, and the folder if it is empty
-    /// otherwise.
+    /// Undoes [`Location::make`] after a failed creation. Only files that the creation made are removed, and the folder
+    /// only if it is then empty.
     pub(crate) fn unmake(&self) {
         if let Folder(path) = &self.0 {
             let _ = std::fs::remove_file(path.join(LOCK_FILE));
@@ -189,7 +189,7 @@ impl Location {
         }
     }
 
-    /// Connects to the directory. `queues` are those of a folder; another medium has its own.
+    /// Connects to the directory. `queues` applies to a folder; another medium has its own queues.
     pub(crate) fn connect(&self, queues: LocalQueues) -> Result<Arc<dyn Directory>> {
         let connected = match &self.0 {
             Folder(path) => LocalDirectory::open(path, queues).map(|folder| Arc::new(folder) as Arc<dyn Directory>),
@@ -199,7 +199,7 @@ impl Location {
     }
 }
 
-/// Whether a datastore was made in a directory; true where this cannot be seen.
+/// Whether the directory holds a datastore; true if this cannot be determined.
 pub(crate) fn holds_datastore(directory: &dyn Directory) -> bool {
     let superblock = directory.open_foreign(SUPERBLOCK, IoMode::Buffered, Access::Read);
     !superblock.is_err_and(|error| error.kind() == io::ErrorKind::NotFound)
@@ -214,7 +214,7 @@ impl fmt::Display for Location {
     }
 }
 
-/// A folder, whatever its path.
+/// The path of a folder, also if its text has the form of another medium.
 impl From<PathBuf> for Location {
     fn from(path: PathBuf) -> Self {
         match split(path.as_os_str()) {

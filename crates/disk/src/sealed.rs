@@ -80,7 +80,7 @@ impl Kind {
         }
     }
 
-    /// The bytes of an open file of that name.
+    /// The content of the open file `name`.
     pub fn read_from(&self, file: &dyn File, name: &str) -> Result<Vec<u8>> {
         let during = || format!("reading the record '{name}' of a {}", self.word);
         let length = file.len().during(during)?;

@@ -1,4 +1,4 @@
-//! Datastores on a medium that is no folder. The medium is a test's own, registered here: nothing else knows of it.
+//! Datastores on a medium without folders. These tests define and register the medium; no code of lamina knows it.
 
 #![allow(clippy::unwrap_used)]
 
@@ -23,7 +23,7 @@ const BLOCK: usize = 4096;
 static MEDIA: Mutex<BTreeMap<String, MemoryMedium>> = Mutex::new(BTreeMap::new());
 static REGISTERED: Once = Once::new();
 
-/// Uses the medium of that name, which a first use makes.
+/// Calls `work` with the medium of that name, which the first call creates.
 fn with_medium<T>(name: &str, work: impl FnOnce(&MemoryMedium) -> T) -> T {
     let mut media = MEDIA.lock().unwrap();
     work(media.entry(name.to_owned()).or_insert_with(|| MemoryMedium::new(1)))
@@ -62,7 +62,7 @@ fn write(datastore: &Datastore, disk: &str, byte: u8) {
     device.flush().unwrap();
 }
 
-/// The byte that fills what [`write`] writes.
+/// The byte that [`write`] wrote to the disk.
 fn byte(datastore: &Datastore, device: &str) -> u8 {
     let bytes = datastore.device(device, true).unwrap().read(0, 4 * BLOCK).unwrap();
     let byte = bytes[BLOCK];
@@ -137,7 +137,7 @@ fn a_datastore_stops_when_its_medium_takes_the_ownership() {
     let device = datastore.device("a", false).unwrap();
     let error = device.write(0, SharedSlice::copy_of(&[3; BLOCK]), false).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Stopped);
-    // Another owner goes on from what was flushed, while the former one is there.
+    // The next owner continues from the flushed state while the former owner is still running.
     let next = Datastore::open(&location, OPTIONS).unwrap();
     assert_eq!(byte(&next, "a"), 1);
     next.close().unwrap();

@@ -67,8 +67,8 @@ impl Server {
     /// Listens in the folder of a datastore and answers requests. To be called by the owner of the datastore.
     ///
     /// # Errors
-    /// `Unsupported` if the datastore has no local folder, `Exists` if the path of the socket is another file, and errors
-    /// of the system.
+    /// `Unsupported` if the datastore has no local folder, `Exists` if the path of the socket is another file, and
+    /// errors of the system.
     pub fn start(datastore: &Location, handler: Box<Handler>) -> Result<Self> {
         let config = ServiceConfig {
             name: "control",
