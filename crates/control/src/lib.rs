@@ -8,7 +8,7 @@
 //!
 //! ```text
 //!  front end -> Request -> dispatch --- open in this process ------------> calls of disk, export, replication
-//!                           \ \--- at a folder --- no server ----> open it, dispatch, close it
+//!                           \ \--- at a location - no server ----> open it, dispatch, close it
 //!                            \                \--- its server ---> client ~~~ control socket ~~~ dispatch
 //!                             machines: calls of vm in this process, which accesses disks by requests
 //! ```
@@ -41,4 +41,4 @@ pub use message::{
     MachineRequest, MachineSnapshot, MachineSummary, MachineVerb, NewMachine, Part, ReceiveRequest, Reconnect, Reply,
     Request, Resized, SendHow, SendPoint, SendRequest, SendTls, SentDisk, Serving, SnapshotRequest,
 };
-pub use owner::{OPEN_OPTIONS, require_folder};
+pub use owner::OPEN_OPTIONS;

@@ -3,10 +3,9 @@
 use crate::dispatch::{Service, Target, Watch, dispatch};
 use crate::message::{Reply, Request};
 use crate::socket::{self, Client};
-use disk::{Datastore, OpenOptions, QueueChoice};
+use disk::{Datastore, Location, OpenOptions, QueueChoice};
 use error::{Error, ErrorKind, Result};
 use export::clients::Clients;
-use std::path::Path;
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -26,29 +25,16 @@ pub const OPEN_OPTIONS: OpenOptions = OpenOptions {
     write_buffer: 64 << 20,
 };
 
-/// Returns an error with a helpful message if the folder does not exist.
-pub fn require_folder(path: &Path) -> Result<()> {
-    let sentence = match std::fs::metadata(path) {
-        Ok(metadata) if metadata.is_dir() => return Ok(()),
-        Ok(_) => format!("'{}' is not a folder: a datastore is one", path.display()),
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
-            format!("no datastore at '{path}': make one with `lamina init {path}`", path = path.display())
-        }
-        Err(e) => return Err(Error::io(format!("looking for the datastore '{}'", path.display()), e)),
-    };
-    Err(Error::new(ErrorKind::NotFound, sentence))
-}
-
 /// Carries out one request on the datastore, through its server or in this process.
-pub fn ask(path: &Path, request: Request, watch: &dyn Watch) -> Result<Reply> {
-    require_folder(path)?;
-    match reach(path, &request, watch)? {
+pub fn ask(location: &Location, request: Request, watch: &dyn Watch) -> Result<Reply> {
+    location.require()?;
+    match reach(location, &request, watch)? {
         Owner::Server(mut client) => client.ask(request, watch),
         Owner::Us(datastore) => {
             let service = Service {
                 clients: Arc::new(Clients::of_record(Arc::clone(datastore.directory()))),
                 datastore: Arc::clone(&datastore),
-                folder: path.into(),
+                location: location.clone(),
                 served: None,
                 jobs: None,
             };
@@ -67,19 +53,19 @@ enum Owner {
 }
 
 /// Connects to the owner, or opens the datastore.
-fn reach(path: &Path, request: &Request, watch: &dyn Watch) -> Result<Owner> {
+fn reach(location: &Location, request: &Request, watch: &dyn Watch) -> Result<Owner> {
     let open = match request {
         Request::Check { repair: true, .. } => Datastore::open_repairing,
         _ => Datastore::open,
     };
     let deadline = Instant::now() + OWNER_PATIENCE;
     loop {
-        if let Some(stream) = socket::connect(path)? {
+        if let Some(stream) = socket::connect(location)? {
             return Ok(Owner::Server(Client::new(stream)?));
         }
-        match open(path, OPEN_OPTIONS) {
+        match open(location, OPEN_OPTIONS) {
             Ok(datastore) => {
-                socket::remove_stale(path)?;
+                socket::remove_stale(location)?;
                 return Ok(Owner::Us(datastore));
             }
             Err(e) if e.kind() == ErrorKind::Busy && Instant::now() < deadline => {

@@ -19,8 +19,8 @@ use disk::images::NewImage;
 use disk::migrate::{ImportMode, ImportOptions, MigrateOptions};
 use disk::salvage::SalvageRequest;
 use disk::{
-    ChangedExtent, Datastore, DeltaFormat, Device, DiskFormat, ImageKind, InitOptions, NewDisk, Point, Progress,
-    Provisioning, SnapshotOptions, Tuning,
+    ChangedExtent, Datastore, DeltaFormat, Device, DiskFormat, ImageKind, InitOptions, Location, NewDisk, Point,
+    Progress, Provisioning, SnapshotOptions, Tuning,
 };
 use error::{ErrorKind, Result};
 use export::exports::ExportName;
@@ -204,7 +204,7 @@ impl Face {
         });
         let target = Target::Open(Service {
             datastore: Arc::clone(&datastore),
-            folder: path.as_path().into(),
+            location: path.into(),
             clients,
             served: Some(Served { nbd, serving }),
             jobs: Some(Arc::new(Jobs::new().unwrap())),
@@ -398,7 +398,7 @@ fn images(face: &Face) {
 
 /// Requests about things outside the datastore.
 fn others(face: &Face) {
-    let salvage = SalvageRequest { datastore: face.beside("nothing"), extract: None };
+    let salvage = SalvageRequest { datastore: face.beside("nothing").into(), extract: None };
     face.fails(Request::Salvage(Box::new(salvage)), ErrorKind::NotFound);
     let disks = vec![SentDisk { disk: text("b"), name: text("b") }];
     let remote = text("lamina://127.0.0.1:1/b");
@@ -537,7 +537,7 @@ fn a_face_works_on_a_folder_that_no_server_has_open() {
     Datastore::init(&path, InitOptions { journal_size: 4 << 20 }).unwrap();
     let ask = |request| {
         let follow = Nothing;
-        dispatch(&Target::At(path.clone()), request, &follow)
+        dispatch(&Target::At(Location::from(&path)), request, &follow)
     };
     let new = NewDisk::native(8 << 20, Provisioning::Thin);
     ask(Request::Disk(DiskRequest::Create { name: text("a"), new })).unwrap();

@@ -7,6 +7,7 @@ use crate::device::Device;
 use crate::file_system::{self, FileSystemInfo};
 use crate::foreign::Foreign;
 use crate::info::{CheckOptions, CheckReport, Status};
+use crate::location::{Location, holds_datastore};
 use crate::migrate::{self, Imports};
 use crate::names;
 use crate::native::Native;
@@ -15,21 +16,17 @@ use crate::snapshot_group;
 use crate::spare::Spare;
 use crate::switch::Switches;
 use crate::transfer;
-use backend::local::{LocalDirectory, LocalQueues};
+use backend::local::LocalQueues;
 use backend::{BLOCK_SIZE, Directory, IoMode, QueueKind};
 use error::{Error, ErrorKind, IoContext, Result};
 use parking_lot::{Mutex, RwLock};
 use std::collections::BTreeSet;
-use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 use store::engine::{FORMAT_VERSION, InitParameters, Owner};
 use store::{Engine, EngineOptions};
 use uses::Uses;
 use work::Progress;
-
-/// The lock file of a datastore, which a failed creation removes again.
-const LOCK_FILE: &str = "lock";
 
 /// Parameters of a new datastore.
 #[derive(Clone, Copy, Debug)]
@@ -38,7 +35,7 @@ pub struct InitOptions {
     pub journal_size: u64,
 }
 
-/// How overlapping I/O is submitted.
+/// How overlapping I/O is submitted for a datastore in a folder. Other media have their own ways.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum QueueChoice {
     /// io_uring where the kernel allows it, otherwise threads.
@@ -74,8 +71,8 @@ pub struct Datastore {
     pub(crate) uses: Arc<Uses>,
     /// Held for writing while a name moves from one disk to another, for reading while a disk is opened by its name.
     pub(crate) rename_lock: RwLock<()>,
-    /// The datastore's folder; `None` on a backend without paths.
-    pub(crate) path: Option<PathBuf>,
+    /// The datastore's location; `None` if it was opened by a directory.
+    pub(crate) location: Option<Location>,
     /// Other datastores to which clients of this one were migrated together with their disks.
     pub(crate) peer_datastores: Arc<Mutex<Vec<Arc<Datastore>>>>,
     /// Reserved names, of disks that are being created or renamed.
@@ -105,8 +102,9 @@ impl Drop for Reservation {
 }
 
 impl Datastore {
-    /// Makes a datastore in an empty or missing folder.
-    pub fn init(path: &Path, options: InitOptions) -> Result<()> {
+    /// Makes a datastore at a location without one; a folder must be empty or missing.
+    pub fn init(location: impl Into<Location>, options: InitOptions) -> Result<()> {
+        let location = location.into();
         let range = store::engine::JOURNAL_SIZE_MIN..=store::engine::JOURNAL_SIZE_MAX;
         if !range.contains(&options.journal_size) || !options.journal_size.is_multiple_of(BLOCK_SIZE as u64) {
             return Err(Error::new(
@@ -117,19 +115,13 @@ impl Datastore {
                 ),
             ));
         }
-        let made = !path.exists();
-        if made {
-            std::fs::create_dir_all(path).during(|| format!("making {}", path.display()))?;
-        }
-        let result = LocalDirectory::open(path, LocalQueues::Threads)
-            .during(|| format!("opening {}", path.display()))
-            .and_then(|directory| Self::init_in(Arc::new(directory), options));
+        let made = location.make()?;
+        let directory = location.connect(LocalQueues::Threads);
+        let result = directory.and_then(|directory| Self::init_in(directory, options));
         if result.is_err() && made {
-            // Only files that this call created are removed, and the folder only if it is then empty.
-            let _ = std::fs::remove_file(path.join(LOCK_FILE));
-            let _ = std::fs::remove_dir(path);
+            location.unmake();
         }
-        result.map_err(|error| error.context(path.display()))
+        result.map_err(|error| error.context(&location))
     }
 
     /// Makes a datastore in a directory of any backend.
@@ -139,44 +131,38 @@ impl Datastore {
     }
 
     /// Opens a datastore and takes its ownership: `Busy` if another process owns it.
-    pub fn open(path: &Path, options: OpenOptions) -> Result<Arc<Self>> {
-        Self::open_local(path, options, Engine::open_owned)
+    pub fn open(location: impl Into<Location>, options: OpenOptions) -> Result<Arc<Self>> {
+        Self::open_located(location.into(), options, Engine::open_owned)
     }
 
     /// As [`Datastore::open`], for `check --repair`: damage that prevents opening is repaired if the right content can
     /// be proven, and is listed in the report of the check.
-    pub fn open_repairing(path: &Path, options: OpenOptions) -> Result<Arc<Self>> {
-        Self::open_local(path, options, Engine::open_repairing)
+    pub fn open_repairing(location: impl Into<Location>, options: OpenOptions) -> Result<Arc<Self>> {
+        Self::open_located(location.into(), options, Engine::open_repairing)
     }
 
-    fn open_local(path: &Path, options: OpenOptions, open: OpenEngine) -> Result<Arc<Self>> {
-        if !path.join("superblock").exists() {
-            return Err(Error::new(
-                ErrorKind::NotFound,
-                format!(
-                    "{} is not a datastore: it has no superblock; 'lamina init' makes one, 'lamina salvage' reads one \
-                     that has lost it",
-                    path.display()
-                ),
-            ));
-        }
+    fn open_located(location: Location, options: OpenOptions, open: OpenEngine) -> Result<Arc<Self>> {
+        location.require()?;
         let queues = match options.queue {
             QueueChoice::Auto => LocalQueues::Auto,
             QueueChoice::Uring => LocalQueues::Uring,
             QueueChoice::Threads => LocalQueues::Threads,
         };
-        let directory = LocalDirectory::open(path, queues).during(|| format!("opening {}", path.display()))?;
+        let directory = location.connect(queues)?;
+        if !holds_datastore(&*directory) {
+            let text = format!("{location} is not a datastore; 'lamina init' makes one");
+            return Err(Error::new(ErrorKind::NotFound, text));
+        }
         let engine_options = EngineOptions {
             mode: options.mode,
             metadata_cache: options.metadata_cache,
             write_buffer: options.write_buffer,
             ..EngineOptions::default()
         };
-        Self::open_at(Some(path), Arc::new(directory), engine_options, open)
-            .map_err(|error| error.context(path.display()))
+        Self::open_at(Some(&location), directory, engine_options, open).map_err(|error| error.context(&location))
     }
 
-    /// Opens a datastore in a directory of any backend. It has no path, and so no disks in VMware's formats.
+    /// Opens a datastore in a directory of any backend. It has no location, and so no disks in VMware's formats.
     pub fn open_in(directory: Arc<dyn Directory>, options: EngineOptions) -> Result<Arc<Self>> {
         Self::open_at(None, directory, options, Engine::open_owned)
     }
@@ -186,8 +172,8 @@ impl Datastore {
         Self::open_at(None, directory, options, Engine::open_repairing)
     }
 
-    pub(crate) fn open_at(
-        path: Option<&Path>,
+    fn open_at(
+        location: Option<&Location>,
         directory: Arc<dyn Directory>,
         options: EngineOptions,
         open: OpenEngine,
@@ -198,10 +184,10 @@ impl Datastore {
         let switches = Arc::<Switches>::default();
         let native = Native::open(engine, Arc::clone(&switches));
         // The migration's record decides whether an incomplete disk is kept.
-        let mut doubt = migrate::recover(&native, path)?;
+        let mut doubt = migrate::recover(&native, location.and_then(Location::local_path))?;
         doubt.names.append(&mut transfer::recover(&native)?);
         native.remove_incomplete(&doubt.names)?;
-        let foreign = Foreign::open(&native, path, mode, Arc::clone(&switches), &doubt.folders)?;
+        let foreign = Foreign::open(&native, location, mode, Arc::clone(&switches), &doubt.folders)?;
         snapshot_group::recover(&native, &foreign)?;
         let datastore = Arc::new_cyclic(|this| Self {
             native,
@@ -209,7 +195,7 @@ impl Datastore {
             switches,
             uses: Arc::default(),
             rename_lock: RwLock::new(()),
-            path: path.map(Path::to_path_buf),
+            location: location.cloned(),
             peer_datastores: Arc::default(),
             reserved: Arc::default(),
             imports: Imports::default(),
@@ -331,7 +317,7 @@ impl Datastore {
 
     /// The file system that holds the datastore, with warnings about its restrictions.
     pub fn file_system(&self) -> FileSystemInfo {
-        self.path.as_deref().map(file_system::look_at).unwrap_or_default()
+        self.location.as_ref().map(file_system::look_at).unwrap_or_default()
     }
 
     /// Opens `disk` or `disk@snapshot` for I/O. The device counts as a client until it is dropped.

@@ -6,6 +6,7 @@
 //! refusing would only make its disks unreachable.
 
 use crate::foreign::IMAGES;
+use crate::location::Location;
 use backend::local::{FileSystem, copied_on_write};
 use error::{Error, ErrorKind, IoContext, Result};
 use serde::{Deserialize, Serialize};
@@ -59,8 +60,9 @@ pub fn suitability(kind: FileSystem) -> Suitability {
     }
 }
 
-/// Refuses a new datastore at `path` if the file system there is unsuitable.
-pub fn check_for_new(path: &Path) -> Result<()> {
+/// Refuses a new datastore in a local folder if the file system there is unsuitable.
+pub fn check_for_new(location: &Location) -> Result<()> {
+    let Some(path) = location.local_path() else { return Ok(()) };
     // The folder may not exist yet: then its parent decides.
     let there = path.ancestors().find(|path| path.exists()).unwrap_or(Path::new("."));
     let there = if there.as_os_str().is_empty() { Path::new(".") } else { there };
@@ -78,8 +80,9 @@ pub fn check_for_new(path: &Path) -> Result<()> {
     }
 }
 
-/// The file system of an open datastore.
-pub fn look_at(path: &Path) -> FileSystemInfo {
+/// The file system of an open datastore; empty on another medium than a local folder.
+pub fn look_at(location: &Location) -> FileSystemInfo {
+    let Some(path) = location.local_path() else { return FileSystemInfo::default() };
     let Ok(kind) = FileSystem::of(path) else { return FileSystemInfo::default() };
     let mut warnings = Vec::new();
     match suitability(kind) {
@@ -138,11 +141,11 @@ mod tests {
     fn a_missing_folder_is_judged_by_the_file_system_of_its_parent() {
         let memory = Path::new("/dev/shm");
         if memory.is_dir() {
-            check_for_new(&memory.join("no/such/folder")).unwrap();
-            let info = look_at(memory);
+            check_for_new(&memory.join("no/such/folder").into()).unwrap();
+            let info = look_at(&memory.into());
             assert_eq!((info.name.as_str(), info.warnings.len()), ("tmpfs", 1));
         }
         // The path is not a folder.
-        check_for_new(Path::new("relative/that/is/not/there")).unwrap();
+        check_for_new(&Path::new("relative/that/is/not/there").into()).unwrap();
     }
 }

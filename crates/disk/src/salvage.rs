@@ -2,22 +2,22 @@
 //!
 //! What holds:
 //!
-//! 1. Nothing is written to the datastore. Its folder is locked, on file systems that lock folders, so that no other
-//!    process writes to it meanwhile.
+//! 1. Nothing is written to the datastore. Its folder, if it has one, is locked on file systems that lock folders, so
+//!    that no other process writes to it meanwhile.
 //! 2. Ranges whose content cannot be recovered are reported, and read as zeros in the target. The target is completed
 //!    nevertheless.
 //! 3. Everything else works as in a conversion: formats, progress, cancellation, and that a failure leaves no target.
 
 use crate::convert::{Address, Source, SourceRun, TargetFormat, copy_into};
+use crate::location::Location;
 use crate::{Datastore, Error, ErrorKind, OpenOptions, QueueChoice, Result};
-use backend::local::{LocalDirectory, LocalQueues};
-use backend::{BLOCK_SIZE, Buffer, IoMode, LocalFolder, Lock};
-use error::IoContext;
+use backend::local::LocalQueues;
+use backend::{BLOCK_SIZE, Buffer, IoMode, Lock};
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use std::collections::VecDeque;
 use std::ops::Range;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use store::engine::{Salvage, SalvageVerdict, Salvaged, SalvagedPiece, merge_ranges};
 use work::Progress;
@@ -30,8 +30,8 @@ const ASK_BLOCKS: u64 = 1 << 14;
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SalvageRequest {
-    /// Folder of the datastore.
-    pub datastore: PathBuf,
+    /// Location of the datastore.
+    pub datastore: Location,
     /// What to extract; `None` lists what can be extracted.
     pub extract: Option<Extract>,
 }
@@ -44,8 +44,8 @@ pub struct Extract {
     pub disk: String,
     /// A snapshot of it.
     pub snapshot: Option<String>,
-    /// A new file, or the folder of another datastore.
-    pub to: PathBuf,
+    /// A new file, or the location of another datastore.
+    pub to: Location,
     /// The format, if the target is a file.
     pub format: Option<TargetFormat>,
     /// The name of the new disk, if the target is a datastore.
@@ -124,20 +124,16 @@ struct Opened {
 
 impl SalvageRequest {
     fn open(&self) -> Result<Opened> {
-        let path = &self.datastore;
-        let directory =
-            LocalDirectory::open(path, LocalQueues::Threads).during(|| format!("opening {}", path.display()))?;
+        let location = &self.datastore;
+        let directory = location.connect(LocalQueues::Threads)?;
         let lock = directory.lock_folder().map_err(|error| match error.kind() {
             std::io::ErrorKind::WouldBlock => Error::new(
                 ErrorKind::Busy,
-                format!(
-                    "{} is open in another process: stop that process, or read the disks through it",
-                    path.display()
-                ),
+                format!("{location} is open in another process: stop that process, or read the disks through it"),
             ),
-            _ => Error::io(format!("locking {}", path.display()), error),
+            _ => Error::io(format!("locking {location}"), error),
         })?;
-        let salvage = Salvage::open(Arc::new(directory)).map_err(|error| error.context(path.display()))?;
+        let salvage = Salvage::open(directory).map_err(|error| error.context(location))?;
         Ok(Opened { salvage: Arc::new(salvage), _lock: lock })
     }
 
@@ -170,10 +166,9 @@ impl SalvageRequest {
         let wanted = (extract.disk.clone(), extract.snapshot.clone());
         let found = all.iter().find(|one| names(&all, one) == wanted).ok_or_else(|| {
             let text = format!(
-                "no '{}' can be found in {}; 'lamina salvage {} --list' lists what can be found",
+                "no '{}' can be found in {at}; 'lamina salvage {at} --list' lists what can be found",
                 label(&wanted),
-                self.datastore.display(),
-                self.datastore.display()
+                at = self.datastore
             );
             Error::new(ErrorKind::NotFound, text)
         })?;
@@ -212,12 +207,12 @@ impl SalvageRequest {
         source: Box<dyn Source>,
         progress: &dyn Progress,
     ) -> Result<((TargetFormat, u64), String)> {
-        if !extract.to.is_dir() {
+        if let Some(path) = extract.to.local_path().filter(|path| !path.is_dir()) {
             let format = match extract.format {
                 Some(format) => format,
-                None => format_of(&extract.to)?,
+                None => format_of(path)?,
             };
-            let to = Address::Path(extract.to.clone());
+            let to = Address::Path(path.into());
             let made = copy_into(source, &to, format, None, extract.rate, progress)?;
             return Ok(((format, made.copied), made.target));
         }
@@ -237,7 +232,7 @@ impl SalvageRequest {
         let closed = datastore.close();
         let made = copied?;
         closed?;
-        Ok(((format, made.copied), format!("{} of {}", name, extract.to.display())))
+        Ok(((format, made.copied), format!("{} of {}", name, extract.to)))
     }
 }
 

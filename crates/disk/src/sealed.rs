@@ -10,7 +10,7 @@
 //! 2. A file is replaced atomically ([`backend::replace`]).
 
 pub use backend::replace::remove_if_there;
-use backend::{Directory, IoMode, replace};
+use backend::{Directory, File, IoMode, replace};
 use checksums::checksum;
 use error::{Error, ErrorKind, IoContext, Result};
 use serde::Serialize;
@@ -73,12 +73,16 @@ impl Kind {
 
     /// The content of a file; `None` if it does not exist.
     pub fn read(&self, directory: &dyn Directory, name: &str) -> Result<Option<Vec<u8>>> {
+        match directory.open(name, IoMode::Buffered) {
+            Ok(file) => self.read_from(&*file, name).map(Some),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+            Err(error) => Err(Error::io(format!("reading the record '{name}' of a {}", self.word), error)),
+        }
+    }
+
+    /// The content of the open file `name`.
+    pub fn read_from(&self, file: &dyn File, name: &str) -> Result<Vec<u8>> {
         let during = || format!("reading the record '{name}' of a {}", self.word);
-        let file = match directory.open(name, IoMode::Buffered) {
-            Ok(file) => file,
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-            Err(error) => return Err(Error::io(during(), error)),
-        };
         let length = file.len().during(during)?;
         if length > self.length_max {
             let text = format!("'{name}' of {length} bytes is no record of a {}", self.word);
@@ -86,7 +90,7 @@ impl Kind {
         }
         let mut bytes = vec![0; length as usize];
         file.read_at(&mut bytes, 0).during(during)?;
-        Ok(Some(bytes))
+        Ok(bytes)
     }
 
     /// Removes a file durably; a missing file is not an error.

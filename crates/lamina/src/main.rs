@@ -17,14 +17,13 @@ mod serve;
 use clap::Parser;
 use cli::{Cli, Command, VmArguments, VmCommand};
 use control::{JobRequest, MachineReply, MachineVerb, Reply, Request, SnapshotRequest, Target};
-use disk::{Datastore, InitOptions, file_system};
+use disk::{Datastore, InitOptions, Location, file_system};
 use error::{Error, ErrorKind};
 use follow::{Follow, Parts};
 use output::{Extents, Form};
 use rustix::process::{Resource, getrlimit, setrlimit};
 use serde_json::json;
 use std::io::{self, BufWriter, IsTerminal, Write};
-use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
@@ -98,10 +97,12 @@ fn run(cli: Cli) -> Result<End, End> {
         }
         (_, Some(request)) if !request.needs_datastore() => ask(&Target::Files, form, request),
         (_, Some(request)) => ask(&Target::At(datastore(cli.datastore)?), form, request),
-        (Command::Init { path, journal_size, any_file_system }, _) => init(&path, journal_size, any_file_system, form),
+        (Command::Init { location, journal_size, any_file_system }, _) => {
+            init(&location, journal_size, any_file_system, form)
+        }
         (Command::Serve(arguments), _) => {
-            let path = datastore(arguments.path.clone().or(cli.datastore))?;
-            serve::run(&path, &arguments, form)?;
+            let location = datastore(arguments.location.clone().or(cli.datastore))?;
+            serve::run(&location, &arguments, form)?;
             Ok(End::Code(0))
         }
         (Command::Completion { shell }, _) => {
@@ -122,8 +123,9 @@ fn run(cli: Cli) -> Result<End, End> {
     }
 }
 
-fn datastore(path: Option<PathBuf>) -> Result<PathBuf, End> {
-    path.filter(|path| !path.as_os_str().is_empty())
+fn datastore(location: Option<Location>) -> Result<Location, End> {
+    location
+        .filter(|location| location.local_path().is_none_or(|path| !path.as_os_str().is_empty()))
         .ok_or_else(|| End::Usage("which datastore? give --datastore PATH or set LAMINA_DATASTORE".into()))
 }
 
@@ -149,20 +151,20 @@ fn raise_file_limit() {
     let _ = setrlimit(Resource::Nofile, limit);
 }
 
-fn init(path: &Path, journal_size: u64, any_file_system: bool, form: Form) -> Result<End, End> {
+fn init(location: &Location, journal_size: u64, any_file_system: bool, form: Form) -> Result<End, End> {
     if !any_file_system {
-        file_system::check_for_new(path)?;
+        file_system::check_for_new(location)?;
     }
-    Datastore::init(path, InitOptions { journal_size })?;
-    let file_system = file_system::look_at(path);
+    Datastore::init(location, InitOptions { journal_size })?;
+    let file_system = file_system::look_at(location);
     let mut out = io::stdout().lock();
     match form {
         Form::Json => output::print_json(
             &mut out,
-            &json!({ "datastore": path, "journal_size": journal_size, "file_system": file_system }),
+            &json!({ "datastore": location, "journal_size": journal_size, "file_system": file_system }),
         )?,
         Form::Text => {
-            writeln!(out, "made datastore {}", path.display())?;
+            writeln!(out, "made datastore {location}")?;
             file_system.warnings.iter().try_for_each(|warning| writeln!(out, "warning: {warning}"))?;
         }
     }

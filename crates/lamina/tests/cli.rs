@@ -182,6 +182,30 @@ fn a_datastore_that_is_not_there_is_not_found() {
 }
 
 #[test]
+fn an_unknown_scheme_is_a_usage_error_and_a_folder_with_a_colon_is_written_with_its_path() {
+    let told = "a location is the path of a folder";
+    for Verb { name, arguments, .. } in VERBS.iter().filter(|v| v.on_datastore) {
+        run(&format!("{name} --datastore rados:a/b {arguments}")).fails(2, told);
+    }
+    for command in [
+        "init rados:a/b",
+        "serve rados:a/b",
+        "salvage rados:a/b --list",
+        "salvage /nowhere --disk a --to rados:a/b",
+        "disk migrate a -d native --to rados:a/b --datastore /nowhere",
+    ] {
+        run(command).fails(2, told);
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let done = |arguments: &[&str]| Done::from(lamina().current_dir(folder.path()).args(arguments).output().unwrap());
+    let made = done(&["init", "./rados:a", "--journal-size", "4M"]).ok();
+    assert!(made.starts_with("made datastore ./rados:a\n"), "{made}");
+    done(&["init", "rados:b", "--journal-size", "4M"]).fails(2, "'./rados:b'");
+    done(&["--datastore", "./rados:a", "disk", "create", "a", "1M"]).ok();
+    done(&["--datastore", folder.path().join("rados:a").to_str().unwrap(), "disk", "show", "a"]).ok();
+}
+
+#[test]
 fn bad_sizes_are_usage_errors() {
     for size in ["10X", "-1", "1.5", "ten", "10GB", "99999999999999999999", "0x10", "1e9", "16E"] {
         for command in ["disk create vm1", "disk create vm1 --size", "disk resize vm1"] {

@@ -18,7 +18,7 @@
 use crate::disks::Disks;
 use crate::instant::image::Images;
 use crate::machine::{Change, Machine};
-use crate::machines::{Machines, lock_file};
+use crate::machines::{self, Machines, lock_file};
 use crate::qemu::features::Features;
 use crate::{durable, snapshots};
 use error::{ErrorKind, IoContext, Result};
@@ -78,7 +78,7 @@ impl Drop for Host {
 impl Host {
     /// The environment of a datastore.
     pub fn open(places: &Places, disks: Arc<dyn Disks>) -> Result<Self> {
-        let machines = Machines::open(places.datastore.join("machines"), disks)?;
+        let machines = Machines::open(places.datastore.join(machines::FOLDER), disks)?;
         let memory = memory_folder(&places.datastore, places.memory.as_deref().unwrap_or(Path::new(MEMORY)))?;
         let images = Images::open(places.datastore.join("memory-images"), memory)?;
         Ok(Self {

@@ -5,10 +5,9 @@
 //! reasons in this module can be overruled with `--force`.
 
 use super::Service;
-use disk::{DiskInfo, DiskUser};
+use disk::{DiskInfo, DiskUser, Location};
 use error::{Error, ErrorKind, Result};
 use export::clients::{Client, Clients};
-use std::path::Path;
 use std::time::Duration;
 
 /// Most clients that an error message names.
@@ -55,8 +54,9 @@ impl Deed<'_> {
     }
 }
 
-/// The machine that uses a disk.
-pub fn machine_of(folder: &Path, disk: &str) -> Result<Option<String>> {
+/// The machine that uses a disk. Only datastores in a local folder have machines.
+pub fn machine_of(datastore: &Location, disk: &str) -> Result<Option<String>> {
+    let Some(folder) = datastore.local_path() else { return Ok(None) };
     Ok(vm::machines::users_of_disks(&folder.join(vm::machines::FOLDER))?.remove(disk))
 }
 
@@ -69,7 +69,7 @@ pub fn refuse(service: &Service, disk: &str, deed: Deed<'_>, force: bool) -> Res
     service.datastore.refuse_alone(disk)?;
     let (mut reasons, connected) = about_clients(&service.clients, disk, deed);
     if !matches!(deed, Deed::DeleteSnapshot(_) | Deed::Replace)
-        && let Some(machine) = machine_of(&service.folder, disk)?
+        && let Some(machine) = machine_of(&service.location, disk)?
     {
         reasons.push(format!("disk '{disk}' belongs to machine '{machine}'"));
     }

@@ -21,7 +21,7 @@ pub fn dispatch(service: &Service, request: DiskRequest, watch: &dyn Watch) -> R
         DiskRequest::Show { name } => {
             let mut disk = datastore.disk(&name)?;
             claims::show(std::slice::from_mut(&mut disk), &service.clients);
-            disk.machine = claims::machine_of(&service.folder, &name)?;
+            disk.machine = claims::machine_of(&service.location, &name)?;
             Reply::Disk(disk)
         }
         DiskRequest::Resize { name, capacity, shrink, reconnect, tell_machine: _ } => {
@@ -50,7 +50,7 @@ pub fn dispatch(service: &Service, request: DiskRequest, watch: &dyn Watch) -> R
         DiskRequest::Migrate { name, target, to, rate } => {
             let progress = &Throttled { progress, rate };
             Reply::Disk(match to {
-                Some(path) => datastore.migrate_away(&name, &target, &path, progress)?,
+                Some(location) => datastore.migrate_away(&name, &target, location, progress)?,
                 None => datastore.migrate(&name, &target, progress)?,
             })
         }

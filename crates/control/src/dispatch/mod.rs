@@ -21,11 +21,10 @@ use crate::jobs::{Jobs, kind};
 use crate::message::{DiskRequest, ExportInfo, JobRequest, Part, Reply, Request, Serving};
 use crate::{owner, uri};
 use ::disk::pace::Background;
-use ::disk::{CheckOptions, Datastore, Progress};
+use ::disk::{CheckOptions, Datastore, Location, Progress};
 use error::{Error, ErrorKind, Result};
 use export::clients::Clients;
 use export::nbd;
-use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// The target of a request.
@@ -33,8 +32,8 @@ use std::sync::Arc;
 pub enum Target {
     /// No datastore: the request is about files.
     Files,
-    /// The datastore in a folder, through the process that owns it, or opened by this process for one request.
-    At(PathBuf),
+    /// The datastore at a location, through the process that owns it, or opened by this process for one request.
+    At(Location),
     /// A datastore that this process has open.
     Open(Service),
 }
@@ -44,8 +43,8 @@ pub enum Target {
 pub struct Service {
     /// The datastore.
     pub datastore: Arc<Datastore>,
-    /// Its folder.
-    pub folder: Arc<Path>,
+    /// The location of the datastore.
+    pub location: Location,
     /// The NBD clients of this process, or of the server that served the datastore last.
     pub clients: Arc<Clients>,
     /// The server, if this process serves the datastore.
@@ -120,7 +119,7 @@ pub(crate) fn carry_out(target: &Target, request: Request, watch: &dyn Watch) ->
         (Request::Disk(DiskRequest::Resize { name, capacity, shrink, reconnect, tell_machine: true }), _) => {
             machine::resize(target, name, capacity, shrink, reconnect, watch)
         }
-        (request, Target::At(path)) if request.needs_datastore() => owner::ask(path, request, watch),
+        (request, Target::At(location)) if request.needs_datastore() => owner::ask(location, request, watch),
         (request, Target::Open(service)) => {
             let changes = changes::of(&request);
             let reply = service.carry_out(request, watch)?;
@@ -142,9 +141,9 @@ impl Service {
     /// The jobs of this process.
     fn jobs(&self) -> Result<&Arc<Jobs>> {
         let missing = || {
-            let path = self.folder.display();
+            let at = &self.location;
             let text = format!(
-                "datastore '{path}' is not served, and only a server has jobs and events: run 'lamina serve {path}'"
+                "datastore '{at}' is not served, and only a server has jobs and events: run 'lamina serve {at}'"
             );
             Error::new(ErrorKind::Unsupported, text)
         };

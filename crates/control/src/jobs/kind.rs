@@ -39,7 +39,7 @@ pub fn of(request: &Request) -> Option<Kind> {
         Request::Snapshot(request) => snapshot(request)?,
         Request::Clone { disk, .. } => ("clone", disk.clone()),
         Request::Convert(conversion) => ("convert", address(&conversion.to)),
-        Request::Salvage(request) => ("salvage", request.datastore.display().to_string()),
+        Request::Salvage(request) => ("salvage", request.datastore.to_string()),
         Request::Image(ImageRequest::Show { .. }) => return None,
         Request::Image(ImageRequest::Check { path, .. }) => ("image check", path.display().to_string()),
         Request::Image(ImageRequest::Create { new, .. }) => ("image create", new.path.display().to_string()),

@@ -1,9 +1,8 @@
 //! Requests about disks.
 
 use disk::migrate::{ImportOptions, MigrateOptions};
-use disk::{NewDisk, Tuning};
+use disk::{Location, NewDisk, Tuning};
 use serde::{Deserialize, Serialize};
-use std::path::PathBuf;
 
 /// Whose connections to a resized disk are ended, so that the clients reconnect and see the new capacity.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -123,7 +122,7 @@ pub enum DiskRequest {
         /// The new format and provisioning type.
         target: MigrateOptions,
         /// The other datastore.
-        to: Option<PathBuf>,
+        to: Option<Location>,
         /// Limit in bytes per second; 0 for none.
         rate: u64,
     },

@@ -5,33 +5,36 @@
 //! 2. The socket has mode 0600 from the moment it exists.
 //! 3. The path of a datastore may be longer than a socket address allows: the socket is then reached through the
 //!    descriptor of the folder.
+//! 4. A datastore without a local folder has no control socket, and so no server.
 
 use connections::listen;
+use disk::Location;
 use error::{Error, Result};
 use std::io;
 use std::os::unix::net::UnixStream;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 /// Name of the socket in the folder.
 const NAME: &str = "control.sock";
 
 /// The control socket of a datastore.
-pub fn path(datastore: &Path) -> PathBuf {
-    datastore.join(NAME)
+pub fn path(datastore: &Location) -> Result<PathBuf> {
+    datastore.need_folder("a control socket or a server").map(|folder| folder.join(NAME))
 }
 
 /// Connects to the server of the datastore; `None` if there is none (no socket, or a stale one).
-pub fn connect(datastore: &Path) -> Result<Option<UnixStream>> {
-    match listen::connect(&path(datastore)) {
+pub fn connect(datastore: &Location) -> Result<Option<UnixStream>> {
+    let Some(folder) = datastore.local_path() else { return Ok(None) };
+    match listen::connect(&folder.join(NAME)) {
         Ok(stream) => Ok(Some(stream)),
         Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused) => Ok(None),
-        Err(e) => Err(Error::io(format!("connecting to the server of datastore '{}'", datastore.display()), e)),
+        Err(e) => Err(Error::io(format!("connecting to the server of datastore '{datastore}'"), e)),
     }
 }
 
 /// Removes a socket that an earlier owner left; to be called as the owner. A file that is not a socket is refused.
-pub fn remove_stale(datastore: &Path) -> Result<()> {
-    listen::remove_stale(&path(datastore))
+pub fn remove_stale(datastore: &Location) -> Result<()> {
+    datastore.local_path().map_or(Ok(()), |folder| listen::remove_stale(&folder.join(NAME)))
 }
 
 #[cfg(test)]
@@ -43,7 +46,7 @@ mod tests {
     use std::os::unix::fs::PermissionsExt;
     use std::os::unix::net::UnixListener;
 
-    fn serve(datastore: &Path) -> Result<Server> {
+    fn serve(datastore: &Location) -> Result<Server> {
         Server::start(datastore, Box::new(|_, _| Err(Error::new(ErrorKind::Unsupported, "a test"))))
     }
 
@@ -53,17 +56,19 @@ mod tests {
         let long = folder.path().join("d".repeat(120));
         std::fs::create_dir(&long).unwrap();
         for datastore in [folder.path(), &long] {
+            let datastore = &Location::from(datastore);
+            let path = path(datastore).unwrap();
             assert!(connect(datastore).unwrap().is_none(), "no server yet");
             let server = serve(datastore).unwrap();
-            let mode = std::fs::metadata(path(datastore)).unwrap().permissions().mode();
+            let mode = std::fs::metadata(&path).unwrap().permissions().mode();
             assert_eq!(mode & 0o777, 0o600);
             assert!(connect(datastore).unwrap().is_some());
             drop(server);
-            assert!(!path(datastore).exists());
+            assert!(!path.exists());
             // A socket as a killed owner leaves it.
             let short = folder.path().join("s");
             drop(UnixListener::bind(&short).unwrap());
-            std::fs::rename(&short, path(datastore)).unwrap();
+            std::fs::rename(&short, &path).unwrap();
             assert!(connect(datastore).unwrap().is_none(), "stale");
             let _next = serve(datastore).unwrap();
             assert!(connect(datastore).unwrap().is_some());
@@ -73,9 +78,11 @@ mod tests {
     #[test]
     fn a_file_in_the_way_is_not_removed() {
         let folder = tempfile::tempdir().unwrap();
-        std::fs::write(path(folder.path()), "mine").unwrap();
-        assert_eq!(serve(folder.path()).err().unwrap().kind(), ErrorKind::Exists);
-        assert_eq!(remove_stale(folder.path()).unwrap_err().kind(), ErrorKind::Exists);
-        assert_eq!(std::fs::read(path(folder.path())).unwrap(), b"mine");
+        let datastore = &Location::from(folder.path());
+        let path = path(datastore).unwrap();
+        std::fs::write(&path, "mine").unwrap();
+        assert_eq!(serve(datastore).err().unwrap().kind(), ErrorKind::Exists);
+        assert_eq!(remove_stale(datastore).unwrap_err().kind(), ErrorKind::Exists);
+        assert_eq!(std::fs::read(&path).unwrap(), b"mine");
     }
 }

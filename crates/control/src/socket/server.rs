@@ -18,7 +18,7 @@ use crate::message::{
     FromClient, FromServer, Part, ProgressReport, REPLY_LINE_MAX, REQUEST_LINE_MAX, Reply, Request, decode, encode,
 };
 use connections::{Access, Connection, Drain, Limits, Listen, Protocol, Refusal, Service, ServiceConfig};
-use disk::Progress;
+use disk::{Location, Progress};
 use error::{Error, ErrorKind, Result};
 use parking_lot::Mutex;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -26,7 +26,6 @@ use rustix::net::SendFlags;
 use std::io::{self, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
-use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
@@ -68,11 +67,12 @@ impl Server {
     /// Listens in the folder of a datastore and answers requests. To be called by the owner of the datastore.
     ///
     /// # Errors
-    /// `Exists` if the path of the socket is another file, and errors of the system.
-    pub fn start(datastore: &Path, handler: Box<Handler>) -> Result<Self> {
+    /// `Unsupported` if the datastore has no local folder, `Exists` if the path of the socket is another file, and
+    /// errors of the system.
+    pub fn start(datastore: &Location, handler: Box<Handler>) -> Result<Self> {
         let config = ServiceConfig {
             name: "control",
-            listen: vec![Listen::Owned { path: super::path(datastore) }],
+            listen: vec![Listen::Owned { path: super::path(datastore)? }],
             access: Access::LOCAL,
             limits: Limits { unix: CONNECTIONS_MAX, authenticated: 0, unauthenticated: 0 },
             drain: Drain { undisturbed: GRACE, finish: GRACE, cut: None },

@@ -33,6 +33,7 @@ pub use device::ChainedDevice;
 pub(crate) use moving::{ForeignOriginal, ForeignReplica};
 
 use crate::device::Device;
+use crate::location::Location;
 use crate::migrate::Overlay;
 use crate::names;
 use crate::native::Native;
@@ -103,7 +104,9 @@ impl ForeignDisk {
 
 /// All disks in VMware's formats.
 pub(crate) struct Foreign {
-    /// `DATASTORE/images`; `None` if the datastore has no path, and so no such disks.
+    /// The datastore's location; `None` if it was opened by a directory.
+    location: Option<Location>,
+    /// `DATASTORE/images`; `None` if the datastore has no local folder, and so no such disks.
     path: Option<PathBuf>,
     options: vmdk::Options,
     switches: Arc<Switches>,
@@ -120,18 +123,19 @@ impl Foreign {
     /// does not keep the others from opening.
     pub fn open(
         native: &Arc<Native>,
-        datastore: Option<&Path>,
+        location: Option<&Location>,
         mode: IoMode,
         switches: Arc<Switches>,
         kept: &BTreeSet<String>,
     ) -> Result<Self> {
-        let path = datastore.map(|path| path.join(IMAGES));
+        let path = location.and_then(Location::local_path).map(|path| path.join(IMAGES));
         let mut options = vmdk::Options { mode, ..vmdk::Options::default() };
         if let Some(own) = path.clone() {
             options.folders = Some(Arc::new(move |reference: &str| find_folder(&own, reference)));
         }
         let native = Arc::clone(native);
-        let foreign = Self { path, options, switches, native, disks: RwLock::default(), broken: Mutex::default() };
+        let (location, disks) = (location.cloned(), RwLock::default());
+        let foreign = Self { location, path, options, switches, native, disks, broken: Mutex::default() };
         for folder in foreign.folders()?.into_iter().filter(|folder| !kept.contains(folder)) {
             if let Err(error) = foreign.open_folder(&folder) {
                 tracing::warn!(folder, %error, "a disk cannot be opened; 'lamina check' reports it too");
@@ -206,9 +210,14 @@ impl Foreign {
     }
 
     fn images(&self) -> Result<&Path> {
-        self.path.as_deref().ok_or_else(|| {
-            Error::new(ErrorKind::Unsupported, "disks in VMware's formats need a datastore in a local folder")
-        })
+        match (&self.path, &self.location) {
+            (Some(path), _) => Ok(path),
+            (None, Some(location)) => location.need_folder("disks in VMware's formats"),
+            (None, None) => {
+                let text = "disks in VMware's formats need a datastore in a local folder";
+                Err(Error::new(ErrorKind::Unsupported, text))
+            }
+        }
     }
 
     /// Creates the folder of a disk named `name`. With `incomplete`, recovery after a crash removes the folder until

@@ -6,8 +6,8 @@
 use super::run::{MigrateOptions, Peer};
 use crate::datastore::{Datastore, OpenOptions, QueueChoice};
 use crate::info::DiskInfo;
+use crate::location::Location;
 use error::{Error, ErrorKind, IoContext, Result};
-use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 use work::Progress;
@@ -25,21 +25,21 @@ impl Datastore {
         &self,
         name: &str,
         options: &MigrateOptions,
-        to: &Path,
+        to: impl Into<Location>,
         progress: &dyn Progress,
     ) -> Result<DiskInfo> {
-        let home = self.path.as_deref().ok_or_else(|| {
-            Error::new(ErrorKind::Unsupported, "a disk can move to another datastore from one in a local folder only")
+        let home = self.location.as_ref().ok_or_else(|| {
+            let text = "a disk can move to another datastore only from one that was opened by its location";
+            Error::new(ErrorKind::Unsupported, text)
         })?;
-        let resolve = |path: &Path| path.canonicalize().during(|| format!("looking for '{}'", path.display()));
-        let (home, path) = (resolve(home)?, resolve(to)?);
-        if home == path {
+        let (home, location) = (home.resolved()?, to.into().resolved()?);
+        if home == location {
             return self.migrate(name, options, progress);
         }
-        let datastore = match self.peer_datastore(&path) {
+        let datastore = match self.peer_datastore(&location) {
             Some(open) => open,
             None => Self::open(
-                &path,
+                &location,
                 OpenOptions {
                     mode: self.engine().options().mode,
                     queue: QueueChoice::Auto,
@@ -48,16 +48,16 @@ impl Datastore {
                 },
             )?,
         };
-        let peer = Peer { datastore, path, home };
+        let peer = Peer { datastore, location, home };
         let outcome = self.migrate_to(name, options, Some(&peer), progress);
         let closed = self.leave(peer);
         outcome.and_then(|info| closed.map(|()| info))
     }
 
-    /// The datastore at `path`, if clients of this process still use it.
-    fn peer_datastore(&self, path: &Path) -> Option<Arc<Self>> {
+    /// The datastore at `location`, if clients of this process still use it.
+    fn peer_datastore(&self, location: &Location) -> Option<Arc<Self>> {
         let peer_datastores = self.peer_datastores.lock();
-        peer_datastores.iter().find(|peer| peer.path.as_deref() == Some(path)).cloned()
+        peer_datastores.iter().find(|peer| peer.location.as_ref() == Some(location)).cloned()
     }
 
     /// Closes the other datastore, at once or when no client uses it any more.

@@ -16,12 +16,13 @@
 //!
 //! The layout is in `docs/format/migration-intent.md`.
 
+use crate::location::{Location, holds_datastore};
 use crate::sealed::{self, Kind, TEMPORARY};
-use backend::Directory;
+use backend::local::LocalQueues;
+use backend::{Access, Directory, IoMode};
 use error::{Error, ErrorKind, IoContext, Result};
 use serde::{Deserialize, Serialize};
 use std::io;
-use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// Prefix of the files' names.
@@ -79,8 +80,8 @@ pub(crate) struct Intent {
     pub uuid: String,
     /// When the disk was made, in seconds since 1970.
     pub created: u64,
-    /// Folder of the other datastore, if the migration has one.
-    pub peer: Option<PathBuf>,
+    /// Location of the other datastore, if the migration has one.
+    pub peer: Option<Location>,
 }
 
 /// The migration records of one datastore.
@@ -150,20 +151,15 @@ impl Intents {
 }
 
 /// The record of a migration in another datastore that is not open here.
-pub(crate) fn peek(datastore: &Path, id: &str) -> Result<Option<Intent>> {
-    use std::io::Read;
-    let path = datastore.join(file_name(id)?);
-    let during = || format!("reading the record '{}' of a migration", path.display());
-    let file = match std::fs::File::open(&path) {
-        Ok(file) => file,
-        Err(error) if error.kind() == io::ErrorKind::NotFound && datastore.join("superblock").exists() => {
-            return Ok(None);
-        }
-        Err(error) => return Err(Error::io(during(), error)),
+pub(crate) fn peek(datastore: &Location, id: &str) -> Result<Option<Intent>> {
+    let name = file_name(id)?;
+    let directory = datastore.connect(LocalQueues::Threads)?;
+    let file = match directory.open_foreign(&name, IoMode::Buffered, Access::Read) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound && holds_datastore(&*directory) => return Ok(None),
+        opened => opened.during(|| format!("opening the record '{name}' of a migration in {datastore}"))?,
     };
-    let mut bytes = Vec::new();
-    file.take(KIND.length_max).read_to_end(&mut bytes).during(during)?;
-    decode(&bytes).map(Some).map_err(|error| error.context(path.display()))
+    let intent = KIND.read_from(&*file, &name).and_then(|bytes| decode(&bytes));
+    intent.map(Some).map_err(|error| error.context(datastore))
 }
 
 fn decode(bytes: &[u8]) -> Result<Intent> {
@@ -185,6 +181,7 @@ mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
     use backend::simulated::{SimulatedDisk, SimulatedOptions};
+    use std::path::Path;
 
     fn encode(intent: &Intent) -> Result<Vec<u8>> {
         KIND.encode(intent)
@@ -199,7 +196,7 @@ mod tests {
             target: Copy::Images { folder: "größe".into() },
             uuid: "0f0e0d0c-0b0a-4908-8706-050403020101".into(),
             created: 1_795_000_000,
-            peer: Some("/srv/other".into()),
+            peer: Some(Path::new("/srv/other").into()),
         }
     }
 

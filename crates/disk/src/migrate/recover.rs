@@ -41,7 +41,7 @@ pub(crate) fn recover(native: &Native, datastore: Option<&Path>) -> Result<InDou
                 }
             },
             Stage::Arriving => {
-                let peer = intent.peer.as_deref().ok_or_else(|| {
+                let peer = intent.peer.as_ref().ok_or_else(|| {
                     Error::new(ErrorKind::Corrupt, format!("the record of migration {} names no datastore", intent.id))
                 })?;
                 match peek(peer, &intent.id) {
@@ -53,8 +53,7 @@ pub(crate) fn recover(native: &Native, datastore: Option<&Path>) -> Result<InDou
                     Err(error) => {
                         tracing::warn!(
                             disk = intent.disk,
-                            "a migration stays undecided, because the datastore '{}' cannot be read: {error}",
-                            peer.display()
+                            "a migration stays undecided, because the datastore '{peer}' cannot be read: {error}"
                         );
                         match &intent.target {
                             Copy::Native { .. } => doubt.names.insert(intent.hidden()),

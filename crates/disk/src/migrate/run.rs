@@ -21,12 +21,12 @@ use crate::datastore::Datastore;
 use crate::device::Device;
 use crate::foreign::{ForeignOriginal, ForeignReplica};
 use crate::info::{DeltaFormat, DiskFormat, DiskInfo, Provisioning};
+use crate::location::Location;
 use crate::names;
 use crate::native::{NativeOriginal, NativeReplica};
 use crate::switch::{Before, Client, Identity, Switch};
 use error::{Error, ErrorKind, Result};
 use serde::{Deserialize, Serialize};
-use std::path::PathBuf;
 use std::sync::Arc;
 use store::engine::DiskIdentity;
 use work::Progress;
@@ -46,9 +46,9 @@ pub struct MigrateOptions {
 #[derive(Clone)]
 pub(crate) struct Peer {
     pub datastore: Arc<Datastore>,
-    pub path: PathBuf,
-    /// Path of the source's datastore, which the record in the other datastore names.
-    pub home: PathBuf,
+    pub location: Location,
+    /// Location of the source's datastore, which the record in the other datastore names.
+    pub home: Location,
 }
 
 /// The disk that is migrated.
@@ -194,7 +194,7 @@ impl Datastore {
             target: target.copy(),
             uuid,
             created,
-            peer: away.map(|peer| peer.path.clone()),
+            peer: away.map(|peer| peer.location.clone()),
         };
         let mut migration = Migration { home: self, away, name, source, target, intent, progress };
         match migration.run(&client) {

@@ -1,9 +1,9 @@
 //! How the threads of connections share the processors.
 //!
-//! With many more connections than processors, each gets its share in short slices: within milliseconds instead of within
-//! seconds. All threads have one slice then, because a thread with a shorter slice than the others gets its turn before them.
-//! With few connections, no thread has a short slice: a connection that works all the time would interrupt the clients
-//! of the others on the same machine each time the medium answers it. The measurements are in
+//! With many more connections than processors, each gets its share in short slices: within milliseconds instead of
+//! within seconds. All threads have one slice then, because a thread with a shorter slice than the others gets its turn
+//! before them. With few connections, no thread has a short slice: a connection that works all the time would interrupt
+//! the clients of the others on the same machine each time the medium answers it. The measurements are in
 //! `docs/adr/0009-who-waits-for-whom.md`.
 
 use backend::local::Thread;

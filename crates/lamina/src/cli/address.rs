@@ -3,8 +3,9 @@
 //!
 //! This module only checks that an address is unambiguous; the datastore checks whether its names are allowed.
 
-use disk::Point;
+use clap::builder::{OsStringValueParser, TypedValueParser};
 use disk::convert::Address;
+use disk::{Location, Point};
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
@@ -89,6 +90,11 @@ impl FromStr for EndAddress {
             None => Ok(Self(Address::Path(text.into()))),
         }
     }
+}
+
+/// Parses the location of a datastore.
+pub fn location() -> impl TypedValueParser<Value = Location> {
+    OsStringValueParser::new().try_map(Location::parse)
 }
 
 /// An absolute path, which is valid in every process.

@@ -11,8 +11,10 @@ pub use arguments::{
     ReceiveCommand, SalvageArguments, ServeArguments, SnapshotCommand, VmArguments, VmCommand,
 };
 
+use address::location;
 use clap::{CommandFactory, Parser, Subcommand};
 use control::Request;
+use disk::Location;
 use std::path::PathBuf;
 
 /// Meaning of the exit codes, shown by `lamina --help` and in lamina(1).
@@ -32,8 +34,8 @@ Exit codes:
 #[command(name = "lamina", version, after_help = EXIT_CODES, propagate_version = true, max_term_width = 100)]
 pub struct Cli {
     /// Folder of the datastore.
-    #[arg(short, long, global = true, value_name = "PATH", env = "LAMINA_DATASTORE")]
-    pub datastore: Option<PathBuf>,
+    #[arg(short, long, global = true, value_name = "PATH", env = "LAMINA_DATASTORE", value_parser = location())]
+    pub datastore: Option<Location>,
 
     /// Print JSON, with sizes in bytes and times in seconds since 1970.
     #[arg(long, global = true)]
@@ -58,7 +60,8 @@ pub enum Command {
     /// Create a datastore in an empty or missing folder.
     Init {
         /// The folder.
-        path: PathBuf,
+        #[arg(value_name = "PATH", value_parser = location())]
+        location: Location,
         /// Size of the journal ring, from 4M to 4G.
         #[arg(long, value_name = "SIZE", default_value = "128M", value_parser = size::parse_size)]
         journal_size: u64,

@@ -23,9 +23,9 @@ use crate::output::Form;
 use crate::{exit, follow};
 use connections::{Address, Limits, Listen, TlsConfig};
 use control::jobs::Jobs;
-use control::{Served, Service, Serving, Target, Watch, require_folder, socket, uri};
-use disk::{Datastore, OpenOptions, Spare};
-use error::{Error, ErrorKind, Result};
+use control::{Served, Service, Serving, Target, Watch, socket, uri};
+use disk::{Datastore, Location, OpenOptions};
+use error::{Error, Result};
 use export::clients::Clients;
 use export::nbd;
 use exports::DatastoreExports;
@@ -34,7 +34,6 @@ use serde_json::json;
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 use std::io::Write;
-use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -45,23 +44,24 @@ const NBD_SOCKET: &str = "nbd.sock";
 const FILES_BY_CONNECTION: usize = 2;
 
 /// Serves until a signal stops the server.
-pub fn run(path: &Path, arguments: &ServeArguments, form: Form) -> Result<()> {
-    require_folder(path)?;
+pub fn run(location: &Location, arguments: &ServeArguments, form: Form) -> Result<()> {
+    location.require()?;
     // Registered first, so that a signal during journal replay is not lost.
     let mut signals = Signals::new([SIGINT, SIGTERM]).map_err(|e| Error::io("registering for signals", e))?;
     let _second_signal = follow::interruption(exit::INTERRUPTED)?;
 
     // The path is made absolute, because URIs contain it.
-    let path = path.canonicalize().map_err(|e| Error::io(format!("finding '{}'", path.display()), e))?;
-    let datastore = Datastore::open(&path, open_options(arguments))?;
+    let location = location.resolved()?;
+    let folder = location.need_folder("a control socket or a server")?;
+    let datastore = Datastore::open(&location, open_options(arguments))?;
     datastore.foreground().set_target(arguments.latency_target);
-    let spare = datastore.spare();
+    let spare = Spare::of(folder, Arc::clone(datastore.directory()));
     spare.give_up_if_full();
-    let outcome = serve(&path, &datastore, arguments, form, &mut signals, &spare);
+    let outcome = serve(&location, &datastore, arguments, form, &mut signals, &spare);
     let closed = datastore.close();
     outcome?;
     closed?;
-    tracing::info!(datastore = %path.display(), "closed");
+    tracing::info!(datastore = %location, "closed");
     Ok(())
 }
 
@@ -77,7 +77,7 @@ pub fn open_options(arguments: &ServeArguments) -> OpenOptions {
 
 /// Serves an open datastore until no client uses it.
 fn serve(
-    path: &Path,
+    location: &Location,
     datastore: &Arc<Datastore>,
     arguments: &ServeArguments,
     form: Form,
@@ -88,38 +88,38 @@ fn serve(
     let exports = DatastoreExports { datastore: Arc::clone(datastore), read_only: arguments.read_only };
     let grace = Duration::from_secs(arguments.client_grace);
     let clients = Arc::new(Clients::of_server(Arc::clone(datastore.directory()), grace));
-    let config = nbd::ServerConfig { clients: Arc::clone(&clients), ..nbd_config(path, arguments)? };
+    let config = nbd::ServerConfig { clients: Arc::clone(&clients), ..nbd_config(location, arguments)? };
     let nbd = Arc::new(nbd::Server::start(config, Arc::new(exports))?);
     let of_replaced = Arc::clone(&clients);
     datastore.refuse_to_replace(move |disk| control::refuse_to_replace(&of_replaced, disk));
     let jobs = Arc::new(Jobs::new()?);
-    let receiver = receiving::start(path, datastore, &jobs, arguments)?;
+    let receiver = receiving::start(location, datastore, &jobs, arguments)?;
     let mut serving = serving(&nbd, arguments);
     serving.receive = receiver.as_ref().map(|receiver| receiver.address());
     // If this fails, the servers stop when they are dropped.
     let serving = Arc::new(serving);
     let service = Service {
         datastore: Arc::clone(datastore),
-        folder: path.into(),
+        location: location.clone(),
         clients: Arc::clone(&clients),
         served: Some(Served { nbd: Arc::clone(&nbd), serving: Arc::clone(&serving) }),
         jobs: Some(Arc::clone(&jobs)),
     };
     let target = Target::Open(service);
     let handler = Box::new(move |request, watch: &dyn Watch| control::dispatch(&target, request, watch));
-    let control = socket::Server::start(path, handler)?;
+    let control = socket::Server::start(location, handler)?;
     spare.keep();
     for warning in &status.file_system.warnings {
-        tracing::warn!(datastore = %path.display(), "{warning}");
+        tracing::warn!(datastore = %location, "{warning}");
     }
     // After all listeners are open, so that a server that fails to start leaves the record unchanged.
     clients.keep_record()?;
     tracing::info!(
-        datastore = %path.display(), engine = status.engine, io_mode = status.io_mode, disks = status.disks,
+        datastore = %location, engine = status.engine, io_mode = status.io_mode, disks = status.disks,
         snapshots = status.snapshots, read_only = serving.read_only, "serving"
     );
     datastore.start_imports();
-    let announced = announce(path, &serving, &status.engine, form);
+    let announced = announce(location, &serving, &status.engine, form);
     if announced.is_ok() {
         notify::service_manager("READY=1");
         if let Some(signal) = signals.forever().next() {
@@ -157,8 +157,11 @@ fn limits(arguments: &ServeArguments) -> Limits {
     limits
 }
 
-fn nbd_config(path: &Path, arguments: &ServeArguments) -> Result<nbd::ServerConfig> {
-    let socket = arguments.socket.clone().unwrap_or_else(|| path.join(NBD_SOCKET));
+fn nbd_config(location: &Location, arguments: &ServeArguments) -> Result<nbd::ServerConfig> {
+    let socket = match &arguments.socket {
+        Some(socket) => socket.clone(),
+        None => location.need_folder("an NBD socket")?.join(NBD_SOCKET),
+    };
     let socket = std::path::absolute(&socket).map_err(|e| Error::io(format!("finding '{}'", socket.display()), e))?;
     let control = socket::path(path);
     let folder = socket.parent().and_then(|folder| folder.canonicalize().ok());
@@ -207,7 +210,7 @@ fn serving(nbd: &nbd::Server, arguments: &ServeArguments) -> Serving {
 }
 
 /// Prints the ready line on stdout.
-fn announce(path: &Path, serving: &Serving, engine: &str, form: Form) -> Result<()> {
+fn announce(location: &Location, serving: &Serving, engine: &str, form: Form) -> Result<()> {
     let mut uris = uri::of_export(serving, "");
     let receive = serving.receive.map(|address| format!("lamina://{address}/"));
     if form == Form::Text {
@@ -216,7 +219,7 @@ fn announce(path: &Path, serving: &Serving, engine: &str, form: Form) -> Result<
     let line = match form {
         Form::Text => format!("ready: {}", uris.join(" ")),
         Form::Json => json!({
-            "ready": true, "nbd": uris, "control": socket::path(path), "pid": serving.pid, "engine": engine,
+            "ready": true, "nbd": uris, "control": socket::path(location)?, "pid": serving.pid, "engine": engine,
             "receive": receive,
         })
         .to_string(),

@@ -4,10 +4,9 @@ use crate::cli::ServeArguments;
 use connections::TlsConfig;
 use control::jobs::Jobs;
 use control::{Change, Target};
-use disk::Datastore;
+use disk::{Datastore, Location};
 use error::{Error, ErrorKind, Result};
 use replication::{Attachments, Making, Receiver, ReceiverConfig};
-use std::path::Path;
 use std::sync::Arc;
 use vm::definition::Definition;
 use vm::machines::{Machines, OwnDisk};
@@ -71,7 +70,7 @@ impl Making for Prepared {
 
 /// Starts the receiver, if the arguments request one.
 pub fn start(
-    path: &Path,
+    location: &Location,
     datastore: &Arc<Datastore>,
     jobs: &Arc<Jobs>,
     arguments: &ServeArguments,
@@ -90,7 +89,8 @@ pub fn start(
         },
         clients: arguments.receive_from.clone(),
     };
-    let machines = Machines::open(path.join("machines"), control::disks(Target::At(path.to_path_buf())))?;
+    let folder = location.need_folder("virtual machines")?.join(vm::machines::FOLDER);
+    let machines = Machines::open(folder, control::disks(Target::At(location.clone())))?;
     let arriving = Arriving { machines, jobs: Arc::clone(jobs) };
     Receiver::start(&config, Arc::clone(datastore), Arc::new(arriving)).map(Some)
 }

@@ -84,20 +84,19 @@ impl Disks for Bound {
         let Reply::Status { serving, .. } = self.ask(Request::Status)? else {
             return Err(Error::new(ErrorKind::Invalid, "the datastore does not say how it is served"));
         };
-        let path = super::folder(&self.target)?;
-        let path = path.display();
+        let at = super::location(&self.target)?;
         match serving {
             None => {
                 let text =
-                    format!("datastore '{path}' is not served, and machines need a server: run 'lamina serve {path}'");
+                    format!("datastore '{at}' is not served, and machines need a server: run 'lamina serve {at}'");
                 Err(Error::new(ErrorKind::Unsupported, text))
             }
             Some(serving) if serving.read_only => {
-                let text = format!("datastore '{path}' is served read-only: machines write to their disks");
+                let text = format!("datastore '{at}' is served read-only: machines write to their disks");
                 Err(Error::new(ErrorKind::ReadOnly, text))
             }
             Some(serving) => serving.socket.ok_or_else(|| {
-                let text = format!("datastore '{path}' is not served on a Unix socket, and machines need that");
+                let text = format!("datastore '{at}' is not served on a Unix socket, and machines need that");
                 Error::new(ErrorKind::Unsupported, text)
             }),
         }

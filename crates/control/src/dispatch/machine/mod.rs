@@ -13,6 +13,7 @@ pub use resize::resize;
 
 use super::{Target, Watch};
 use crate::message::{Failure, MachineReply, MachineRequest, MachineSnapshot, MachineVerb, NewMachine, Reply};
+use disk::Location;
 pub use disks::disks;
 use error::{Error, ErrorKind, IoContext, Result};
 use std::path::{Path, PathBuf};
@@ -35,20 +36,18 @@ struct Work<'a> {
     watch: &'a dyn Watch,
 }
 
-/// The absolute path of the datastore's folder, which is valid in every process.
-fn folder(target: &Target) -> Result<PathBuf> {
-    let path = match target {
-        Target::Files => return Err(super::needs_datastore()),
-        Target::At(path) => path,
-        Target::Open(service) => &*service.folder,
-    };
-    crate::require_folder(path)?;
-    path.canonicalize().during(|| format!("finding '{}'", path.display()))
+/// The location of the datastore, which is valid in every process.
+fn location(target: &Target) -> Result<Location> {
+    match target {
+        Target::Files => Err(super::needs_datastore()),
+        Target::At(location) => location.resolved(),
+        Target::Open(service) => service.location.resolved(),
+    }
 }
 
 /// Carries out a request about machines.
 pub fn dispatch(target: &Target, request: MachineRequest, watch: &dyn Watch) -> Result<Reply> {
-    let datastore = folder(target)?;
+    let datastore = location(target)?.need_folder("virtual machines")?.to_path_buf();
     let MachineRequest { qemu, memory_folder, verb } = request;
     let places = Places { datastore, memory: memory_folder, qemu };
     let host = Host::open(&places, disks(target.clone()))?;

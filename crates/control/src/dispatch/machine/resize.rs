@@ -1,6 +1,6 @@
 //! Growing a disk while a running machine uses it, so that the guest sees the new size.
 
-use super::{Target, Watch, folder};
+use super::{Target, Watch, location};
 use crate::dispatch::dispatch;
 use crate::message::{DiskRequest, MachineNotice, Reconnect, Reply, Request};
 use error::Result;
@@ -20,7 +20,9 @@ struct Affected {
 
 /// The running machine that has to be notified of the new size of a disk.
 fn affected(target: &Target, disk: &str) -> Result<Option<Affected>> {
-    let folder = folder(target)?.join(vm::machines::FOLDER);
+    let location = location(target)?;
+    let Some(folder) = location.local_path() else { return Ok(None) };
+    let folder = folder.join(vm::machines::FOLDER);
     let Some(name) = vm::machines::users_of_disks(&folder)?.remove(disk) else { return Ok(None) };
     let machine = Machine::at(folder.join(&name));
     if machine.process()?.is_none() {

@@ -43,12 +43,12 @@ struct World {
 impl World {
     fn new() -> Self {
         let folder = tempfile::tempdir().unwrap();
-        let server = Server::start(folder.path(), Box::new(play)).unwrap();
+        let server = Server::start(&folder.path().into(), Box::new(play)).unwrap();
         Self { folder, server: Some(server) }
     }
 
     fn stream(&self) -> UnixStream {
-        crate::socket::connect(self.folder.path()).unwrap().unwrap()
+        crate::socket::connect(&self.folder.path().into()).unwrap().unwrap()
     }
 
     fn client(&self) -> Client {

@@ -2,6 +2,7 @@
 //! copies is the complete disk, and nothing of the other is left.
 
 use super::super::MigrateOptions;
+use super::super::intent::{Copy, Intent, Intents, Stage};
 use super::super::testbed::{placed, range};
 use crate::{CheckOptions, Datastore, DiskFormat, InitOptions, NewDisk, NoProgress, Provisioning, SnapshotOptions};
 use backend::IoMode;
@@ -126,4 +127,25 @@ fn a_power_cut_anywhere_leaves_one_complete_copy() {
         }
     }
     assert!(before > 10 && after > 3, "{before} before, {after} after");
+}
+
+#[test]
+fn a_record_that_names_an_unknown_medium_stays_and_its_datastore_opens() {
+    let World { medium, .. } = World::make(1);
+    let arriving = Intent {
+        id: "0f0e0d0c-0b0a-4908-8706-050403020100".into(),
+        stage: Stage::Arriving,
+        disk: "b".into(),
+        source: None,
+        target: Copy::Native { object: None },
+        uuid: String::new(),
+        created: 0,
+        peer: Some(serde_json::from_str("\"nowhere:a/b\"").unwrap()),
+    };
+    let records = Intents::new(medium.directory());
+    records.put(&arriving).unwrap();
+    for _ in 0..2 {
+        open(&medium).unwrap().close().unwrap();
+        assert_eq!(records.all().unwrap(), std::slice::from_ref(&arriving));
+    }
 }

@@ -1,14 +1,14 @@
 //! Arguments of the commands about disks.
 
 use super::image::source_format;
-use crate::cli::address::parse_disk;
+use crate::cli::address::{location, parse_disk};
 use crate::cli::format::{parse_delta, parse_format};
 use crate::cli::size::parse_size;
 use clap::{Args, Subcommand, ValueEnum};
 use control::{DiskRequest, Reconnect, Request};
 use disk::convert::SourceFormat;
 use disk::migrate::{ImportMode, ImportOptions, MigrateOptions};
-use disk::{DeltaFormat, DiskFormat, NewDisk, Provisioning, Tuning};
+use disk::{DeltaFormat, DiskFormat, Location, NewDisk, Provisioning, Tuning};
 use std::path::PathBuf;
 
 /// Provisioning type of a disk.
@@ -116,14 +116,14 @@ pub struct DiskMigrate {
     #[arg(long, value_name = "FORMAT", value_parser = parse_delta)]
     pub delta: Option<DeltaFormat>,
     /// Folder of another datastore to migrate the disk to.
-    #[arg(long, value_name = "DATASTORE")]
-    pub to: Option<PathBuf>,
+    #[arg(long, value_name = "DATASTORE", value_parser = location())]
+    pub to: Option<Location>,
     /// Limit of copied bytes per second, such as 100M.
     #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "0")]
     pub rate: u64,
     /// Folder of the datastore. Has no short form here, because -d is the format.
-    #[arg(long, value_name = "PATH", env = "LAMINA_DATASTORE")]
-    pub datastore: Option<PathBuf>,
+    #[arg(long, value_name = "PATH", env = "LAMINA_DATASTORE", value_parser = location())]
+    pub datastore: Option<Location>,
 }
 
 /// `lamina disk import`.
@@ -168,8 +168,8 @@ pub struct DiskImport {
     #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "0")]
     pub rate: u64,
     /// Folder of the datastore. Has no short form here, because -d is the format.
-    #[arg(long, value_name = "PATH", env = "LAMINA_DATASTORE")]
-    pub datastore: Option<PathBuf>,
+    #[arg(long, value_name = "PATH", env = "LAMINA_DATASTORE", value_parser = location())]
+    pub datastore: Option<Location>,
 }
 
 impl DiskImport {
@@ -363,13 +363,7 @@ impl DiskCommand {
                     provisioning: migrate.provisioning.into(),
                     delta: migrate.delta,
                 },
-                to: match &migrate.to {
-                    Some(path) => Some(
-                        std::path::absolute(path)
-                            .map_err(|error| format!("'{}' is no path: {error}", path.display()))?,
-                    ),
-                    None => None,
-                },
+                to: migrate.to.as_ref().map(Location::absolute).transpose().map_err(|error| error.to_string())?,
                 rate: migrate.rate,
             },
             Self::Import(import) => import.request()?,

@@ -1,10 +1,11 @@
 //! Arguments of `lamina image` and `lamina convert`.
 
-use crate::cli::address::{EndAddress, absolute};
+use crate::cli::address::{EndAddress, absolute, location};
 use crate::cli::size::parse_size;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args, Subcommand};
 use control::{ImageRequest, Request};
+use disk::Location;
 use disk::convert::{Address, Conversion, ImageOptions, SourceFormat, TargetFormat};
 use disk::images::{ImageKind, NewImage};
 use std::path::PathBuf;
@@ -76,8 +77,8 @@ pub struct ConvertArguments {
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     pub rate: Option<u64>,
     /// Folder of the datastore. Has no short form here, because -d is the format.
-    #[arg(long, value_name = "PATH", env = "LAMINA_DATASTORE")]
-    pub datastore: Option<PathBuf>,
+    #[arg(long, value_name = "PATH", env = "LAMINA_DATASTORE", value_parser = location())]
+    pub datastore: Option<Location>,
 }
 
 impl ConvertArguments {
@@ -139,8 +140,8 @@ pub enum ImageCommand {
         format: ImageKind,
         /// Not needed for images. Has no short form, because -d is the format: `-d sesparse` must not be taken for a
         /// datastore.
-        #[arg(long, value_name = "PATH", env = "LAMINA_DATASTORE", hide = true)]
-        datastore: Option<PathBuf>,
+        #[arg(long, value_name = "PATH", env = "LAMINA_DATASTORE", hide = true, value_parser = location())]
+        datastore: Option<Location>,
         /// The parent image, for formats that support one.
         #[arg(long, value_name = "IMAGE")]
         parent: Option<PathBuf>,

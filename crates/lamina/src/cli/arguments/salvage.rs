@@ -1,20 +1,20 @@
 //! `lamina salvage`.
 
-use crate::cli::address::parse_disk;
+use crate::cli::address::{location, parse_disk};
 use crate::cli::arguments::image::target_format;
 use crate::cli::size::parse_size;
 use clap::Args;
 use control::Request;
+use disk::Location;
 use disk::convert::TargetFormat;
 use disk::salvage::{Extract, SalvageRequest};
-use std::path::PathBuf;
 
 /// Arguments of `lamina salvage`.
 #[derive(Debug, Args)]
 pub struct SalvageArguments {
     /// Folder of the damaged datastore. Nothing is written to it.
-    #[arg(value_name = "DATASTORE")]
-    pub path: PathBuf,
+    #[arg(value_name = "DATASTORE", value_parser = location())]
+    pub location: Location,
     /// List the disks and snapshots that can be extracted.
     #[arg(long, required_unless_present = "disk", conflicts_with_all = ["disk", "snapshot", "to"])]
     pub list: bool,
@@ -25,8 +25,8 @@ pub struct SalvageArguments {
     #[arg(long, value_name = "NAME", requires = "disk", value_parser = parse_disk)]
     pub snapshot: Option<String>,
     /// Target: a file that does not exist yet, or the folder of another datastore.
-    #[arg(long, value_name = "FILE|DATASTORE", requires = "disk")]
-    pub to: Option<PathBuf>,
+    #[arg(long, value_name = "FILE|DATASTORE", requires = "disk", value_parser = location())]
+    pub to: Option<Location>,
     /// Format of the target. Default: by its name .raw, .vmdk (monolithicsparse) or .ova; native in a datastore.
     #[arg(long, value_name = "FORMAT", value_parser = target_format())]
     pub format: Option<TargetFormat>,
@@ -49,6 +49,6 @@ impl SalvageArguments {
             name: self.name.clone(),
             rate: self.rate.unwrap_or(0),
         });
-        Request::Salvage(Box::new(SalvageRequest { datastore: self.path.clone(), extract }))
+        Request::Salvage(Box::new(SalvageRequest { datastore: self.location.clone(), extract }))
     }
 }

@@ -1,7 +1,9 @@
 //! Arguments of `lamina serve` and `lamina export`.
 
+use crate::cli::address::location;
 use crate::cli::size::parse_memory;
 use clap::{Args, Subcommand, ValueEnum};
+use disk::Location;
 use export::nbd::limits::CONNECTIONS_DEFAULT;
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -69,7 +71,8 @@ fn parse_mode(text: &str) -> Result<u32, String> {
 #[derive(Debug, Args)]
 pub struct ServeArguments {
     /// Folder of the datastore, as an alternative to --datastore.
-    pub path: Option<PathBuf>,
+    #[arg(value_name = "PATH", value_parser = location())]
+    pub location: Option<Location>,
     /// Unix socket for NBD clients; nbd.sock in the datastore by default.
     #[arg(long, value_name = "NBD_SOCKET")]
     pub socket: Option<PathBuf>,
