@@ -26,7 +26,7 @@ const SPARE_MAX: usize = 4096;
 const RECOUNT_PAGES: u64 = 64;
 
 /// Tables read to find whether one names a grain that seems free: 64 MiB of them.
-const CONFIRM_TABLES: usize = 2048;
+pub(super) const CONFIRM_TABLES: usize = 2048;
 
 /// Tables that slots name: a bit for each, up to the highest, which the area of tables limits.
 #[derive(Clone, Default)]
