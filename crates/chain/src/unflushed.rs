@@ -1,4 +1,4 @@
-//! Where a chain was changed since its last flush, in coarse parts of the disk.
+//! Where a chain, or a level of it, was changed since its last flush, in coarse parts of the disk.
 //!
 //! After a flush that failed the operating system may drop data that was written before, and return the old content of
 //! the medium without an error. Formats without checksums cannot detect that. So parts changed since the last

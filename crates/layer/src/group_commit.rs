@@ -68,9 +68,14 @@ impl<T> GroupCommit<T> {
         self.stopped.store(true, Ordering::Release);
     }
 
+    /// Whether the medium failed.
+    pub(crate) fn has_stopped(&self) -> bool {
+        self.stopped.load(Ordering::Acquire)
+    }
+
     /// Refuses changes after the medium failed, and of an image that was closed.
     pub(crate) fn check_changeable(&self, image: &str, is_open: bool) -> Result<()> {
-        if self.stopped.load(Ordering::Acquire) {
+        if self.has_stopped() {
             let what = format!("{image}: an earlier failure of the medium stopped all changes: open it again");
             return Err(Error::new(ErrorKind::Stopped, what));
         }

@@ -223,6 +223,12 @@ pub trait Layer: Send + Sync {
         Ok(())
     }
 
+    /// True after a failure since which nothing is known of what the medium has of recent changes: it takes no further
+    /// ones until it is opened again.
+    fn has_stopped(&self) -> bool {
+        false
+    }
+
     /// Flushes, and marks the image as closed properly. Later changes fail.
     fn close(&self) -> Result<()> {
         self.flush()

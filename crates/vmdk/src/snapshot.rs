@@ -346,7 +346,7 @@ impl Disk {
 impl Prepared<'_> {
     /// Writes go to the delta now: the old head is only read from here on.
     fn finish(&self, key: chain::LevelKey) {
-        self.line.pushed(Level { node: self.node, image: Arc::clone(&self.image), key });
+        self.line.pushed(Level { node: self.node, image: Arc::clone(&self.image), key, closed: false });
         if let Err(error) = self.disk.set_reading(&self.line, self.before.head) {
             // Everything in it is durable, and its present opening stays readable.
             self.disk.doubt(&error);
@@ -379,7 +379,9 @@ impl Disk {
         if !old.image.layer().writable() {
             return Ok(());
         }
-        old.image.layer().close()?;
+        if !old.closed {
+            line.close(&old)?;
+        }
         let image = Arc::new(self.open_image(&self.record(), node, false)?);
         line.exchange(node, image)
     }

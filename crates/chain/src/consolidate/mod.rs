@@ -175,6 +175,15 @@ impl Chain {
         self.wait_unused(&old, &NoProgress)
     }
 
+    /// Closes the layer of a level that no change is under way of: there is nothing left to flush in it.
+    pub fn close_level(&self, key: LevelKey) -> Result<()> {
+        let levels = self.levels();
+        let Some(level) = levels.stack.iter().find(|level| level.key() == key) else { return Ok(()) };
+        level.layer.close()?;
+        level.unflushed.store(false, Ordering::SeqCst);
+        Ok(())
+    }
+
     /// Runs work on a level that moves its grains: wiping, shrinking. A layer reuses a place once no plan holds an
     /// epoch from before the move; but cache entries hold no epoch. So meanwhile nothing of the level is cached, and
     /// every reader holds its epoch, wherever in the stack the level is.
@@ -219,7 +228,10 @@ impl Chain {
         let ready = if job.target.reuses { self.wait_unused(&old, progress) } else { Ok(()) };
         drop(old);
         let result = ready.and_then(|()| self.carry_out(&job, from, progress, commit));
-        result.inspect_err(|_| {
+        result.inspect_err(|error| {
+            if job.target.layer.has_stopped() {
+                self.stop(error);
+            }
             let _control = self.control.lock();
             self.publish(self.levels().stack.clone(), None);
             // Copied data is read from the target already. After a flush that failed it may not be there.

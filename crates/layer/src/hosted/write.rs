@@ -44,6 +44,11 @@ pub(super) struct Writer {
 }
 
 impl Writer {
+    /// Whether the medium has failed.
+    pub(super) fn has_stopped(&self) -> bool {
+        self.commits.has_stopped()
+    }
+
     /// Keeps commits from beginning.
     pub(super) fn between_commits(&self) -> Turn<'_, ()> {
         self.commits.turn()
