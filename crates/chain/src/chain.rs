@@ -51,6 +51,9 @@ pub struct Chain {
     pub(crate) ranges: Ranges,
     pub(crate) flushes: Flushes,
     pub(crate) unflushed: Unflushed,
+    /// What a level was changed by that no client wrote: filled by a merge up, or moved. As `unflushed`, but no
+    /// acknowledged write is lost with it.
+    pub(crate) rearranged: Unflushed,
     pub(crate) stopped: AtomicBool,
     /// Why the chain was stopped, or why its top refuses changes.
     pub(crate) failure: Mutex<Option<String>>,
@@ -90,6 +93,7 @@ impl Chain {
             ranges: Ranges::default(),
             flushes: Flushes::default(),
             unflushed: Unflushed::new(if read_only { 0 } else { capacity }),
+            rearranged: Unflushed::new(if read_only { 0 } else { capacity }),
             stopped: AtomicBool::new(false),
             failure: Mutex::new(None),
             control: Mutex::new(()),

@@ -79,6 +79,7 @@ impl Chain {
 
     fn flush_levels(&self) -> Result<()> {
         self.unflushed.begin_flush();
+        self.rearranged.begin_flush();
         let levels = self.levels();
         let left_out = levels.job.as_ref().filter(|job| job.leaves_target_out()).map(|job| job.target.key());
         levels
@@ -87,6 +88,7 @@ impl Chain {
             .filter(|level| left_out != Some(level.key()))
             .try_for_each(|level| self.flush_level(level))?;
         self.unflushed.end_flush();
+        self.rearranged.end_flush();
         Ok(())
     }
 
@@ -110,16 +112,18 @@ impl Chain {
         })
     }
 
-    /// Stops the chain: no level is written from here on.
-    #[cold]
-    pub(crate) fn stop(&self, error: &Error) {
-        self.stopped.store(true, Ordering::SeqCst);
-        self.note_failure(error);
+    /// Work on a level that the chain has not asked for has failed: where its content is now, the medium may not have it.
+    /// Nothing is read or written until the chain is opened again.
+    pub fn distrust(&self, error: &Error) {
+        self.rearranged.note(&(0..self.capacity()));
+        self.stop(error);
     }
 
-    /// Makes later changes fail. Logged once.
+    /// A level has failed. Nothing is written from here on, and what was changed since the last flush is not read. Said
+    /// once.
     #[cold]
-    pub(crate) fn note_failure(&self, error: &Error) {
+    pub fn stop(&self, error: &Error) {
+        self.stopped.store(true, Ordering::SeqCst);
         let mut failure = self.failure.lock();
         if failure.is_none() {
             *failure = Some(error.to_string());
@@ -129,7 +133,7 @@ impl Chain {
 
     /// Fails for a range that was changed before a failed flush: the device may hold its old content.
     pub(crate) fn check_flushed(&self, range: &Range<u64>) -> Result<()> {
-        if self.stopped.load(Ordering::SeqCst) && self.unflushed.covers(range) {
+        if self.stopped.load(Ordering::SeqCst) && (self.unflushed.covers(range) || self.rearranged.covers(range)) {
             return Err(Error::new(
                 ErrorKind::Io,
                 format!(

@@ -171,9 +171,9 @@ impl Chain {
             Ok(_) => self.metadata.replace(&whole, &levels.lasting(&self.answer(levels, &whole))),
             Err(error) => {
                 self.metadata.forget(&span);
-                // The top layer has stopped after a failure of its own metadata.
-                if error.kind() == ErrorKind::Stopped {
-                    self.note_failure(error);
+                // The top has failed to write or flush its own metadata.
+                if error.kind() == ErrorKind::Stopped || top.layer.has_stopped() {
+                    self.stop(error);
                 }
             }
         }

@@ -290,9 +290,10 @@ impl Case<'_> {
         let writable = self.writable();
         self.trace.push(format!("healed after {failed}; writable: {writable}"));
         let log = self.server.as_ref().unwrap().log();
-        let said = log.matches("takes no writes until it is opened again").count();
-        assert!(said <= 1, "the message was logged more than once: {log}");
-        self.said = said > 0;
+        let said = |what: &str| log.matches(what).count();
+        let (images, native) = (said("takes no writes until it is opened again"), said("stops taking writes"));
+        assert!(images <= 1 && native <= 1, "said more than once: {log}");
+        self.said = images > 0;
         if writable {
             self.go_on();
         } else {

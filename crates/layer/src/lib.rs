@@ -225,7 +225,13 @@ pub trait Layer: Send + Sync {
         Ok(())
     }
 
-    /// Flushes, and marks the image as properly closed. Later changes fail.
+    /// True after a failure since which nothing is known of what the medium has of recent changes: it takes no further
+    /// ones until it is opened again.
+    fn has_stopped(&self) -> bool {
+        false
+    }
+
+    /// Flushes, and marks the image as closed properly. Later changes fail.
     fn close(&self) -> Result<()> {
         self.flush()
     }

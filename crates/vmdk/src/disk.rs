@@ -14,6 +14,7 @@ use layer::descriptor::Adapter;
 use layer::descriptor::storage::NEW_SUFFIX;
 use layer::image::{Entropy, Folder, Format, Image, ImageKind, NewImage, create, system_entropy};
 use parking_lot::{Mutex, MutexGuard};
+use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::sync::{Arc, Weak};
 use work::Progress;
@@ -101,7 +102,9 @@ pub(crate) struct State {
     pub lost: bool,
     /// A flush may have failed, so the next opening must not rely on the page cache.
     pub doubtful: bool,
-    /// The opening lacked the space to finish an interrupted operation.
+    /// Images that the page cache may show as the medium does not have them: see [`Disk::show_stale`].
+    pub stale: BTreeSet<u32>,
+    /// An operation has to be finished before images are opened: there was no room for that, or the medium failed.
     pub unsettled: bool,
     /// The last replacement of the record failed: either the old record or the new one is durable.
     pub failed: bool,
@@ -231,6 +234,7 @@ impl Disk {
             stopped: None,
             lost: false,
             doubtful: false,
+            stale: BTreeSet::new(),
             unsettled: false,
             failed: false,
         };
@@ -277,6 +281,7 @@ impl Disk {
     pub(crate) fn begin(&self, what: &str) -> Result<Operation<'_>> {
         let operation = self.begin_over(what)?;
         self.check_not_stopped()?;
+        self.show_all_stale()?;
         self.finish_pending()?;
         Ok(operation)
     }
@@ -416,9 +421,10 @@ impl Disk {
             return Ok(Arc::clone(line));
         }
         let record = self.record();
+        self.show_stale(None, &record.line(record.head)?)?;
         let writable = self.writes_head(&record);
-        let line = self.noting(|| self.open_line(&record, record.head, writable, self.options.overlay.clone()));
-        let line = Arc::new(line?);
+        let line = self.open_line(&record, record.head, writable, self.options.overlay.clone());
+        let line = Arc::new(line.inspect_err(|error| self.doubt_files(error))?);
         *head = Some(Arc::clone(&line));
         Ok(line)
     }
@@ -466,8 +472,8 @@ impl Disk {
     pub fn snapshot_chain(&self, name: &str) -> Result<Arc<Chain>> {
         self.check_usable()?;
         self.settled()?;
-        // Held while the images are opened, so that no merge of them begins in that time.
-        let _head = self.head.lock();
+        // Held while the images are opened, so that no merge of them begins meanwhile.
+        let head = self.head.lock();
         let record = self.record();
         let node = record.snapshot(name)?.node;
         let nodes = record.line(node)?;
@@ -475,6 +481,7 @@ impl Disk {
             let text = format!("snapshot '{name}' of '{}' is being merged; try again when that is done", record.name);
             return Err(Error::new(ErrorKind::Busy, text));
         }
+        self.show_stale(head.as_deref(), &nodes)?;
         let line = self.open_line(&record, node, false, None)?;
         let chain = line.chain;
         let mut state = self.state.lock();

@@ -20,6 +20,15 @@ pub(crate) struct Level {
     pub node: u32,
     pub image: Arc<Image>,
     pub key: LevelKey,
+    /// Its opening for writing was closed, and another one for reading has failed since: it is read as it is.
+    pub closed: bool,
+}
+
+impl Level {
+    /// Whether it can be changed.
+    pub fn is_writing(&self) -> bool {
+        self.image.layer().writable() && !self.closed
+    }
 }
 
 /// An open line.
@@ -62,6 +71,16 @@ impl Line {
         self.chain.replace(level.key, Arc::clone(image.layer()))?;
         if let Some(level) = self.levels.lock().iter_mut().find(|level| level.node == node) {
             level.image = image;
+            level.closed = false;
+        }
+        Ok(())
+    }
+
+    /// Closes an image that is open for writing, below the top. It is to be exchanged then.
+    pub fn close(&self, level: &Level) -> Result<()> {
+        self.chain.close_level(level.key)?;
+        if let Some(level) = self.levels.lock().iter_mut().find(|other| other.node == level.node) {
+            level.closed = true;
         }
         Ok(())
     }
@@ -106,7 +125,7 @@ impl Disk {
         let chain = Chain::open(record.name.clone(), layers, options)?;
         let keys = chain.keys().into_iter().skip(above);
         let levels = nodes.iter().zip(images).zip(keys);
-        let levels = levels.map(|((node, image), key)| Level { node: *node, image, key }).collect();
+        let levels = levels.map(|((node, image), key)| Level { node: *node, image, key, closed: false }).collect();
         Ok(Line { chain: Arc::new(chain), levels: Mutex::new(levels) })
     }
 

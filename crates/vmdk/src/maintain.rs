@@ -5,6 +5,7 @@
 //! moved.
 
 use crate::disk::Disk;
+use crate::line::{Level, Line};
 use crate::record::Record;
 use crate::{Error, ErrorKind, Result};
 use layer::flat::FILE_BLOCK;
@@ -169,8 +170,9 @@ impl Disk {
         let record = self.record();
         let line = self.head_line()?;
         let level = line.expect(node)?;
-        if level.image.layer().writable() {
-            return line.chain.while_moving(level.key, || work(&level.image));
+        if level.is_writing() {
+            let result = line.chain.while_moving(level.key, || work(&level.image));
+            return result.inspect_err(|error| stop_with(&line, &level, error));
         }
         if !self.may_change(&record, node) || self.options.overlay.is_some() {
             let text = format!("'{}' is only read by this disk: nothing to {what}", level.image.place().label());
@@ -180,11 +182,22 @@ impl Disk {
         // Extents cached from the read-only opening stay valid until the work first moves a grain.
         let claim = self.claim(&[node])?;
         self.set_writing(&line, node)?;
-        let result = line.expect(node).and_then(|level| line.chain.while_moving(level.key, || work(&level.image)));
+        let result = line.expect(node).and_then(|level| {
+            let result = line.chain.while_moving(level.key, || work(&level.image));
+            result.inspect_err(|error| stop_with(&line, &level, error))
+        });
         let closed = self.set_reading(&line, node);
         drop(claim);
         let result = result?;
         closed?;
         Ok(result)
+    }
+}
+
+/// Stops the chain if work on a level was ended by a failure after which the level takes no changes: its tables in
+/// memory may lead to what the medium does not have.
+fn stop_with(line: &Line, level: &Level, error: &Error) {
+    if level.image.layer().has_stopped() {
+        line.chain.distrust(error);
     }
 }

@@ -3,15 +3,17 @@
 //! After a failed flush the page cache may hold data that was never written, until the kernel needs the memory. A disk
 //! that relied on it would read older data some time later.
 //!
-//! 1. The file [`CLOSED_NAME`] means that the last owner closed the disk, and that no flush of it can have failed.
-//!    Opening the disk removes this mark; closing the disk without a failure creates it. If it is missing, every file
-//!    of the disk is flushed and evicted from the page cache before it is read.
-//! 2. Changes of the mark are not flushed: a power cut that reverts one empties the page cache, too. The mark costs no
-//!    flush, and a disk can be closed without it on a full file system: then the next opening takes longer.
-//! 3. An error that may come from the device makes the disk doubtful ([`Disk::noting`]): closing it leaves no mark. A
-//!    failure in the head's chain is kept there until the chain is closed ([`Disk::close_dropped_head`]).
+//! 1. The file [`CLOSED_NAME`] says that the last owner has closed the disk, and that no flush of it can have failed.
+//!    Opening the disk removes it; closing it without a failure makes it. Where it is missing, every file of the disk
+//!    is flushed and forgotten by the cache before it is read.
+//! 2. Neither change of the mark is flushed: a power cut that takes it back empties the cache, too. It costs no request
+//!    of the medium, and no room where there is none: without it the next opening takes longer.
+//! 3. Errors that may come from the medium put the disk in doubt ([`Disk::noting`]): it gets no mark. What fails in the
+//!    head's chain is kept there, until the chain is let go of ([`Disk::lay_down`]).
+//! 4. The same process opens no image that it has failed to write before that image's files are flushed and forgotten,
+//!    too ([`Disk::show_stale`]).
 
-use crate::disk::Disk;
+use crate::disk::{Disk, State};
 use crate::images::remove;
 use crate::line::Line;
 use crate::record::{Node, Record};
@@ -59,7 +61,15 @@ pub(crate) enum Failing {
     Now,
 }
 
-/// Flushes a file, and evicts it from the page cache, so that reads come from the device.
+/// Opens a file for a flush; `None` where it is missing, which is told when the chain is opened.
+fn open_found(_: &Node, place: &Place) -> Result<Option<Arc<dyn File>>> {
+    match place.open(IoMode::Buffered, Access::Read) {
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
+        opened => opened.map(Some),
+    }
+}
+
+/// Has reads of a file come from its medium, and finds out whether it takes what is written.
 fn show(file: &dyn File, place: &Place, failing: Failing) -> Result<()> {
     let synced = match file.sync() {
         Err(_) if failing == Failing::Before => file.sync(),
@@ -72,13 +82,19 @@ fn show(file: &dyn File, place: &Place, failing: Failing) -> Result<()> {
 }
 
 impl Disk {
-    /// Flushes the files of the disk's own images, and evicts them from the page cache.
-    pub(crate) fn show_media(&self, record: &Record, failing: Failing, open: Opener<'_>) -> Result<()> {
+    /// Has reads of those of some images that are the disk's own come from their media.
+    pub(crate) fn show_media<'a>(
+        &self,
+        record: &Record,
+        nodes: impl Iterator<Item = &'a Node>,
+        failing: Failing,
+        open: Opener<'_>,
+    ) -> Result<()> {
         let show = |node: &Node, place: &Place| match open(node, place)? {
             Some(file) => show(&*file, place, failing),
             None => Ok(()),
         };
-        for node in record.nodes.iter().filter(|node| node.is_own()) {
+        for node in nodes.filter(|node| node.is_own()) {
             let folder = match self.folder(record, node.folder.as_deref()) {
                 // Reported when the chain is opened.
                 Err(error) if error.kind() == ErrorKind::NotFound => continue,
@@ -97,40 +113,89 @@ impl Disk {
     /// Called when the disk is opened without a mark. If the device still fails, the disk is stopped.
     pub(crate) fn show_found(&self) {
         let record = self.record();
-        let open = |_: &Node, place: &Place| match place.open(IoMode::Buffered, Access::Read) {
-            // Reported when the chain is opened.
-            Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
-            opened => opened.map(Some),
-        };
-        let shown = self.show_media(&record, Failing::Before, &open);
+        let shown = self.show_media(&record, record.nodes.iter(), Failing::Before, &open_found);
         if let Err(error) = shown {
             tracing::error!(%error, disk = record.name, "the disk takes no writes until it is opened again");
+            self.mistrust();
             self.state.lock().stopped = Some(error.to_string());
         }
     }
 
-    /// Runs work that may fail on I/O, and notes such failures.
+    /// Before images are opened, or an operation relies on their files: has reads of those that an operation failed to
+    /// write, or that a chain wrote which has stopped, come from their media. Nothing else may write them meanwhile.
+    /// `head` is the head's line, if it is open; what that writes is left alone, unless it has stopped.
+    ///
+    /// # Errors
+    /// The medium still fails; nothing is to be read then.
+    pub(crate) fn show_stale(&self, head: Option<&Line>, nodes: &[u32]) -> Result<()> {
+        let has_stopped = head.is_some_and(|line| line.chain.failure().is_some());
+        let (record, stale) = {
+            let state = self.state.lock();
+            if state.stale.is_empty() && !has_stopped {
+                return Ok(());
+            }
+            (state.record.clone(), state.stale.clone())
+        };
+        let is_stale = |node: &&Node| match head.and_then(|line| line.level(node.id)) {
+            Some(level) => has_stopped || !level.is_writing() && stale.contains(&node.id),
+            None => stale.contains(&node.id),
+        };
+        let shown: Vec<&Node> = record.nodes.iter().filter(|node| nodes.contains(&node.id)).filter(is_stale).collect();
+        self.show_media(&record, shown.iter().copied(), Failing::Before, &open_found)?;
+        let mut state = self.state.lock();
+        shown.iter().for_each(|node| _ = state.stale.remove(&node.id));
+        Ok(())
+    }
+
+    /// The same of every image, while the right to change the tree is held.
+    pub(crate) fn show_all_stale(&self) -> Result<()> {
+        let nodes: Vec<u32> = self.record().nodes.iter().map(|node| node.id).collect();
+        self.show_stale(self.open_head().as_deref(), &nodes)
+    }
+
+    /// Does what may fail by the medium. Errors that say nothing about it are told from the others.
     pub(crate) fn noting<T>(&self, work: impl FnOnce() -> Result<T>) -> Result<T> {
         work().inspect_err(|error| self.doubt(error))
     }
 
-    /// Notes an error after which the page cache may differ from the device.
+    /// Notes an error after which the cache may show what the medium does not have, and stops the head's chain where an
+    /// image that it has open was stopped by it.
     pub(crate) fn doubt(&self, error: &Error) {
+        self.doubt_files(error);
+        if let Some(line) = self.open_head()
+            && line.levels().iter().any(|level| level.image.layer().has_stopped())
+        {
+            line.chain.stop(error);
+        }
+    }
+
+    /// The same where no image of the head is open.
+    pub(crate) fn doubt_files(&self, error: &Error) {
         match error.kind() {
             ErrorKind::NotFound | ErrorKind::Exists | ErrorKind::Invalid | ErrorKind::Busy => {}
             ErrorKind::ReadOnly | ErrorKind::Unsupported | ErrorKind::Interrupted => {}
-            ErrorKind::NoSpace | ErrorKind::Corrupt | ErrorKind::Io | ErrorKind::Stopped => {
+            ErrorKind::NoSpace | ErrorKind::Corrupt => self.state.lock().doubtful = true,
+            ErrorKind::Io | ErrorKind::Stopped => {
                 self.state.lock().doubtful = true;
+                self.mistrust();
             }
         }
     }
 
-    /// Closes the head's chain after it was taken out of the disk, with a flush if possible. Returns its failure, if
-    /// any.
-    pub(crate) fn close_dropped_head(&self, line: &Line) -> Option<Failed> {
+    /// Notes that the cache may show of any image what the medium does not have.
+    pub(crate) fn mistrust(&self) {
+        let State { record, stale, .. } = &mut *self.state.lock();
+        stale.extend(record.nodes.iter().map(|node| node.id));
+    }
+
+    /// Closes the head's line that was let go of, flushed if that can be. Gives what has failed.
+    pub(crate) fn lay_down(&self, line: &Line) -> Option<Failed> {
         let _ = line.chain.close();
         let why = line.chain.failure()?;
-        self.state.lock().doubtful = true;
+        let mut state = self.state.lock();
+        state.doubtful = true;
+        state.stale.extend(line.levels().iter().map(|level| level.node));
+        drop(state);
         Some(Failed { why, lost: line.chain.abandon() })
     }
 

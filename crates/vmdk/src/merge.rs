@@ -250,8 +250,8 @@ impl Disk {
             );
             return Err(Error::new(ErrorKind::Unsupported, text));
         }
-        // Opened before the snapshot is given up: if another process has the image open for writing, this fails.
-        let writable = match below.image.layer().writable() {
+        // Opened before anything is given up: an image that another process has open for writing fails here.
+        let writable = match below.is_writing() {
             true => None,
             false => Some(Arc::new(self.open_image(&record, target, true)?)),
         };
@@ -478,6 +478,8 @@ impl Disk {
         claim: Claim<'_>,
         outcome: Result<()>,
     ) -> Result<()> {
+        // Before others may open what the merge has written.
+        let _ = outcome.as_ref().inspect_err(|error| self.doubt(error));
         if self.state.lock().record.nodes.iter().all(|node| !sources.contains(&node.id)) {
             line.removed(sources);
         }
@@ -491,14 +493,18 @@ impl Disk {
             }
             _ => Ok(()),
         };
-        let finished = closed.and_then(|()| self.finish_pending());
+        // Descriptors are corrected by what the medium has of them.
+        let finished = closed.and_then(|()| self.show_all_stale()).and_then(|()| self.finish_pending());
+        if finished.is_err() {
+            self.state.lock().unsettled = true;
+        }
         drop(claim);
         outcome.and(finished)
     }
 
     /// Replaces the opening of a level below the top by a writable one.
     pub(crate) fn set_writing(&self, line: &Line, node: u32) -> Result<()> {
-        if line.expect(node)?.image.layer().writable() {
+        if line.expect(node)?.is_writing() {
             return Ok(());
         }
         let image = Arc::new(self.open_image(&self.record(), node, true)?);

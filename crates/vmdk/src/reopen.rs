@@ -56,6 +56,8 @@ impl Disk {
             return Err(Error::new(ErrorKind::Stopped, text));
         }
         self.state.lock().stopped = Some(why);
+        // Also for those who read a snapshot while this does not succeed.
+        self.mistrust();
         if let Some(line) = self.drop_head() {
             // Kept in the state, because the next attempt finds no chain.
             let lost = line.chain.abandon();
@@ -68,8 +70,8 @@ impl Disk {
             return Err(Error::new(ErrorKind::Stopped, text));
         }
         let writable = self.writes_head(&record);
-        self.show_media(&record, Failing::Now, &|node, place| {
-            // Reading is enough for a flush; images that the disk only reads may not be writable.
+        self.show_media(&record, record.nodes.iter(), Failing::Now, &|node, place| {
+            // A flush needs no more; what the disk only reads may not be there for writing.
             let access = if writable && node.id == record.head { Access::ReadWrite } else { Access::Read };
             place.open(IoMode::Buffered, access).map(Some)
         })?;
@@ -77,6 +79,7 @@ impl Disk {
             let mut state = self.state.lock();
             state.record = record;
             state.failed = false;
+            state.stale.clear();
         }
         self.recover()?;
         self.open_again()?;

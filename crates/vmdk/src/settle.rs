@@ -105,12 +105,16 @@ impl Disk {
         self.check_usable()?;
         let mut record = self.record();
         if record.pending.is_none() {
+            self.state.lock().unsettled = false;
             return Ok(());
         }
-        self.carry_out(&record)?;
-        record.pending = None;
-        self.commit(record)?;
-        self.state.lock().unsettled = false;
+        let finished = self.carry_out(&record).and_then(|()| {
+            record.pending = None;
+            self.commit(record)
+        });
+        // Images that it concerns may not fit together.
+        self.state.lock().unsettled = finished.is_err();
+        finished?;
         self.write_list();
         Ok(())
     }
@@ -149,7 +153,7 @@ impl Disk {
     fn settle(&self, record: &Record, settlement: &Settlement) -> Result<()> {
         let level = self.open_head().and_then(|line| line.level(settlement.node));
         match level {
-            Some(level) if level.image.layer().writable() => {
+            Some(level) if level.is_writing() => {
                 let whole = settlement.text.as_deref().map(|text| Descriptor::parse(text.as_bytes())).transpose()?;
                 level.image.update_descriptor(|descriptor| match whole {
                     Some(whole) => *descriptor = whole,

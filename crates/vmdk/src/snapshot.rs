@@ -346,7 +346,7 @@ impl Disk {
 impl Prepared<'_> {
     /// Completes a snapshot after the push: the old head is only read from now on.
     fn finish(&self, key: chain::LevelKey) {
-        self.line.pushed(Level { node: self.node, image: Arc::clone(&self.image), key });
+        self.line.pushed(Level { node: self.node, image: Arc::clone(&self.image), key, closed: false });
         if let Err(error) = self.disk.set_reading(&self.line, self.before.head) {
             // The old head is durable, and stays readable through its present opening.
             self.disk.doubt(&error);
@@ -379,7 +379,9 @@ impl Disk {
         if !old.image.layer().writable() {
             return Ok(());
         }
-        old.image.layer().close()?;
+        if !old.closed {
+            line.close(&old)?;
+        }
         let image = Arc::new(self.open_image(&self.record(), node, false)?);
         line.exchange(node, image)
     }

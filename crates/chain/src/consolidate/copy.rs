@@ -160,6 +160,10 @@ impl Chain {
             false => target.layer.write(run.start, &[&buffer[..length]]),
         };
         drop(changing);
+        // Merging down, the sources hide what the target has not got.
+        if job.side == Side::Up {
+            self.rearranged.note(&run);
+        }
         if let Err(error) = written {
             self.metadata.forget(&run);
             return Err(error);

@@ -176,9 +176,18 @@ impl Chain {
         self.wait_unused(&old, &NoProgress)
     }
 
-    /// Runs work that moves the grains of a level: wiping, shrinking. A layer reuses a freed grain once no plan holds
-    /// an epoch from before the move, but cache entries hold no epoch. So meanwhile no extent of the level is cached,
-    /// and every reader holds the level's epoch, wherever in the stack the level is.
+    /// Closes the layer of a level that no change is under way of: there is nothing left to flush in it.
+    pub fn close_level(&self, key: LevelKey) -> Result<()> {
+        let levels = self.levels();
+        let Some(level) = levels.stack.iter().find(|level| level.key() == key) else { return Ok(()) };
+        level.layer.close()?;
+        level.unflushed.store(false, Ordering::SeqCst);
+        Ok(())
+    }
+
+    /// Runs work on a level that moves its grains: wiping, shrinking. A layer reuses a place once no plan holds an
+    /// epoch from before the move; but cache entries hold no epoch. So meanwhile nothing of the level is cached, and
+    /// every reader holds its epoch, wherever in the stack the level is.
     pub fn while_moving<T>(&self, key: LevelKey, work: impl FnOnce() -> Result<T>) -> Result<T> {
         let _operation = self.operation.try_lock().ok_or_else(|| {
             Error::new(ErrorKind::Busy, format!("{}: a merge or other work on this disk is under way", self.name))
@@ -220,7 +229,10 @@ impl Chain {
         let ready = if job.target.reuses { self.wait_unused(&old, progress) } else { Ok(()) };
         drop(old);
         let result = ready.and_then(|()| self.carry_out(&job, from, progress, commit));
-        result.inspect_err(|_| {
+        result.inspect_err(|error| {
+            if job.target.layer.has_stopped() {
+                self.stop(error);
+            }
             let _control = self.control.lock();
             self.publish(self.levels().stack.clone(), None);
             // Reads may already use copies in the target. After a failed flush the copies may be lost.

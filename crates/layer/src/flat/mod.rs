@@ -434,6 +434,10 @@ impl Layer for Flat {
         })
     }
 
+    fn has_stopped(&self) -> bool {
+        self.state.load(Ordering::Acquire) == FAILED
+    }
+
     fn close(&self) -> Result<()> {
         if self.state.load(Ordering::Acquire) == CLOSED {
             return Ok(());

@@ -86,8 +86,15 @@ pub(crate) struct Directories {
 }
 
 impl Directories {
-    /// Reads the directories at the sectors in `header`. `image` is for messages.
-    pub(crate) fn read(file: &dyn File, header: &Header, image: &str, warnings: &Warnings) -> Result<Self> {
+    /// Reads the directories that `header` names. `image` is for messages. For writing, both have to be read, if the
+    /// file has them: the tables of one that only this reading has failed would stay as they are, and differ later.
+    pub(crate) fn read(
+        file: &dyn File,
+        header: &Header,
+        writable: bool,
+        image: &str,
+        warnings: &Warnings,
+    ) -> Result<Self> {
         let primary = read_directory(file, header, header.directory_offset);
         let redundant = match header.has(FLAG_REDUNDANT) && header.redundant_offset != 0 {
             true => Some(read_directory(file, header, header.redundant_offset)),
@@ -96,6 +103,9 @@ impl Directories {
         let copies = match (primary, redundant) {
             (Ok(primary), None) => [primary, Vec::new()],
             (Ok(primary), Some(Ok(redundant))) => [primary, redundant],
+            (Ok(_), Some(Err(error))) | (Err(error), Some(Ok(_))) if writable && error.kind() == ErrorKind::Io => {
+                return Err(error.context("an image whose two directories cannot both be read is not changed"));
+            }
             (Ok(primary), Some(Err(error))) => {
                 warnings.add(image, format!("the redundant grain directory is lost, the primary is used: {error}"));
                 [primary, Vec::new()]

@@ -97,7 +97,8 @@ impl Hosted {
             return Err(Error::new(ErrorKind::Corrupt, format!("{what}: the file was cut")));
         }
         let warnings = Warnings::default();
-        let mut directories = Directories::read(file.as_ref(), &header, &image, &warnings).map_err(context)?;
+        let mut directories =
+            Directories::read(file.as_ref(), &header, options.writable, &image, &warnings).map_err(context)?;
         directories.set_rules(options.parent, options.force);
         let tables = Tables::new(&image, directories, header.table_entries);
         let mended = Mutex::default();
@@ -239,6 +240,10 @@ impl Layer for Hosted {
 
     fn flush(&self) -> Result<()> {
         self.writer.as_ref().map_or(Ok(()), |writer| self.flush_open(writer))
+    }
+
+    fn has_stopped(&self) -> bool {
+        self.writer.as_ref().is_some_and(Writer::has_stopped)
     }
 
     fn close(&self) -> Result<()> {

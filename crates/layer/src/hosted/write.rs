@@ -44,7 +44,12 @@ pub(super) struct Writer {
 }
 
 impl Writer {
-    /// Waits for the commit under way, and prevents others while the result is held.
+    /// Whether the medium has failed.
+    pub(super) fn has_stopped(&self) -> bool {
+        self.commits.has_stopped()
+    }
+
+    /// Keeps commits from beginning.
     pub(super) fn between_commits(&self) -> Turn<'_, ()> {
         self.commits.turn()
     }

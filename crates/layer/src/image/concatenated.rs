@@ -286,6 +286,10 @@ impl Layer for Concatenated {
         self.layers().filter(|layer| layer.writable()).try_for_each(|layer| layer.flush())
     }
 
+    fn has_stopped(&self) -> bool {
+        self.layers().any(|layer| layer.has_stopped())
+    }
+
     fn close(&self) -> Result<()> {
         // Every extent is closed, even if closing another one fails.
         let outcomes: Vec<Result<()>> = self.layers().map(|layer| layer.close()).collect();

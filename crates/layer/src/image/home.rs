@@ -3,9 +3,10 @@
 //! 1. Before the first change after an opening reaches any extent, a new CID is durable. So a delta that was made above
 //!    the old content, and is not part of this chain, is never read above the new content: its parentCID differs.
 //! 2. An image whose descriptor cannot be written cannot be changed.
-//! 3. If a full file system has no space for a new descriptor, the digits of CID and parentCID are overwritten in place
-//!    ([`storage::renumber`]): an image that has space for its payload is never refused because of its CID.
-//! 4. The descriptor in memory equals the one in the file: it is changed after the file.
+//! 3. Where a full file system has no room for another text, the numbers of the identities are written over the old
+//!    ones, in place ([`storage::renumber`]): an image that has room for its payload is never refused for its CID.
+//! 4. The text in memory is the one on the medium: it changes after the medium has. After a write that failed, either may
+//!    be there: the next update writes, whatever it changes.
 
 use super::{Entropy, Place};
 use crate::descriptor::{Descriptor, storage};
@@ -25,6 +26,8 @@ pub(super) struct StoredDescriptor {
     pub(super) descriptor: Mutex<Descriptor>,
     pub(super) random: Entropy,
     renewed: AtomicBool,
+    /// The last write failed: the medium may have its text.
+    uncertain: AtomicBool,
 }
 
 impl StoredDescriptor {
@@ -37,7 +40,8 @@ impl StoredDescriptor {
         // An unfinished image was created with a CID that no child records. Its descriptor must not be replaced either:
         // the process that creates the image holds a lock on that file.
         let renewed = AtomicBool::new(place.name.ends_with(storage::NEW_SUFFIX));
-        Self { place, embedded, descriptor: Mutex::new(descriptor), random, renewed }
+        let uncertain = AtomicBool::new(false);
+        Self { place, embedded, descriptor: Mutex::new(descriptor), random, renewed, uncertain }
     }
 
     /// Changes the descriptor, first in the file and then in memory.
@@ -45,15 +49,17 @@ impl StoredDescriptor {
         let mut current = self.descriptor.lock();
         let mut changed = current.clone();
         change(&mut changed);
-        if changed == *current {
+        if changed == *current && !self.uncertain.load(Ordering::Acquire) {
             return Ok(());
         }
+        self.uncertain.store(true, Ordering::Release);
         let directory = &**self.place.folder.directory();
         match &self.embedded {
             None => storage::replace_or_renumber(directory, &self.place.name, &current, &changed)?,
             Some((file, place)) => storage::write_embedded(&**file, place.clone(), &changed)?,
         }
         *current = changed;
+        self.uncertain.store(false, Ordering::Release);
         Ok(())
     }
 
@@ -68,6 +74,7 @@ impl StoredDescriptor {
             return Ok(());
         }
         let random = &mut || (self.random)();
+        self.uncertain.store(true, Ordering::Release);
         match &self.embedded {
             None => {
                 let mut changed = current.clone();
@@ -84,6 +91,7 @@ impl StoredDescriptor {
             }
             Some((file, place)) => *current = storage::renew_embedded(&**file, place.clone(), random)?,
         }
+        self.uncertain.store(false, Ordering::Release);
         self.renewed.store(true, Ordering::Release);
         Ok(())
     }
@@ -165,6 +173,10 @@ impl Layer for Identified {
 
     fn flush(&self) -> Result<()> {
         self.inner.flush()
+    }
+
+    fn has_stopped(&self) -> bool {
+        self.inner.has_stopped()
     }
 
     fn close(&self) -> Result<()> {

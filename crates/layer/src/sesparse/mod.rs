@@ -255,6 +255,10 @@ impl Layer for SeSparse {
         self.commit_for_flush()
     }
 
+    fn has_stopped(&self) -> bool {
+        self.commits.has_stopped()
+    }
+
     fn close(&self) -> Result<()> {
         if !self.options.write {
             return Ok(());

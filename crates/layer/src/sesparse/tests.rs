@@ -6,6 +6,7 @@ mod hostile;
 mod journal;
 mod large;
 mod maintenance;
+mod many_tables;
 mod model;
 mod power_cuts;
 mod qemu;

@@ -43,7 +43,7 @@ impl Index {
             true => read_footer(file, &header),
             false => Ok(header.clone()),
         };
-        let found = found.and_then(|header| Ok((Directories::read(file, &header, image, warnings)?, header)));
+        let found = found.and_then(|header| Ok((Directories::read(file, &header, false, image, warnings)?, header)));
         match found {
             Ok((directories, header)) => {
                 let present = (0..directories.len()).map(|index| directories.named(index) != [0, 0]).collect();

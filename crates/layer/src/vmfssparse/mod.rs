@@ -199,6 +199,10 @@ impl Layer for VmfsSparse {
         self.writer.as_ref().map_or(Ok(()), |writer| self.flush_writes(writer))
     }
 
+    fn has_stopped(&self) -> bool {
+        self.writer.as_ref().is_some_and(|writer| writer.commits.has_stopped())
+    }
+
     fn close(&self) -> Result<()> {
         self.writer.as_ref().map_or(Ok(()), |writer| self.end_writing(writer))
     }

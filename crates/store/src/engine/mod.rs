@@ -222,10 +222,9 @@ impl Engine {
     #[cold]
     fn stop(&self, error: Error) -> Error {
         let error = self.explained_by_loss(error);
-        if !self.running.is_stopped() {
+        if self.running.stop(&error.to_string()) {
             tracing::error!(%error, "the datastore stops taking writes");
         }
-        self.running.stop(&error.to_string());
         self.buffers.wake();
         error
     }

@@ -65,14 +65,15 @@ impl Running {
         !self.closing.load(Ordering::Acquire) && !self.is_stopped()
     }
 
-    /// Stops all writes. The first reason is kept.
+    /// Stops all writes. The first reason is kept. Returns whether this is the first.
     #[cold]
-    pub fn stop(&self, reason: &str) {
+    pub fn stop(&self, reason: &str) -> bool {
         let first = !self.stopped.swap(true, Ordering::AcqRel);
         if first {
             *self.reason.lock() = Some(reason.to_owned());
         }
         self.wake();
+        first
     }
 
     /// Begins closing, one caller at a time. The guard tells whether the store was closed before; the caller sets it
@@ -140,5 +141,25 @@ impl Running {
     /// Removes requests without waiting.
     pub fn take_work<T>(&self, take: impl FnOnce(&mut Work) -> T) -> T {
         take(&mut self.work.lock())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The engine tells of the first failure only, also when several requests meet it at once.
+    #[test]
+    fn one_of_many_failures_is_the_first() {
+        let running = Running::default();
+        let stop = &|number: u32| running.stop(&format!("failure {number}"));
+        let firsts = std::thread::scope(|scope| {
+            let threads = [1, 2, 3, 4].map(|number| scope.spawn(move || stop(number)));
+            threads.into_iter().map(|thread| thread.join()).collect::<Vec<_>>()
+        });
+        let firsts: Vec<u32> =
+            (1..).zip(firsts).filter(|(_, first)| matches!(first, Ok(true))).map(|(n, _)| n).collect();
+        assert_eq!(firsts.len(), 1);
+        assert_eq!(running.failure(), Some(format!("failure {}", firsts[0])));
     }
 }

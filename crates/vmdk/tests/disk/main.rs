@@ -5,6 +5,7 @@
 mod adopting;
 mod checks;
 mod crashes;
+mod failing_operations;
 mod full;
 mod histories;
 mod media;

@@ -135,3 +135,34 @@ fn mutations_end_in_an_error_or_an_answer() {
     assert!(peak_memory() - memory < 1 << 30, "{} bytes more", peak_memory() - memory);
     assert!(start.elapsed().as_secs() < 600, "{:?}", start.elapsed());
 }
+
+/// A read that fails once while an image is opened for writing and used: no copy stays behind the other by that.
+#[test]
+fn a_read_that_fails_once_leaves_no_copy_behind() {
+    let (bytes, _) = image(true);
+    let (mut refused, mut used) = (0, 0);
+    for read in 0..24 {
+        let disk = SimulatedDisk::new(read, SimulatedOptions::default());
+        let file = disk.directory().create("disk.vmdk", IoMode::Buffered).unwrap();
+        file.write_at(&[&bytes], 0, true).unwrap();
+        disk.fail_reads_after(read, 1);
+        match open(&file, true, true) {
+            Ok(layer) => {
+                for grain in (0..70).step_by(9) {
+                    let _ = layer.write(grain * GRAIN, &[&[7; GRAIN as usize]]);
+                    let _ = layer.zero((grain + 1) * GRAIN..(grain + 2) * GRAIN, false);
+                }
+                used += 1;
+                disk.mend();
+                let _ = layer.close();
+            }
+            Err(_) => {
+                refused += 1;
+                disk.mend();
+            }
+        }
+        let check = open(&file, false, true).unwrap().check().unwrap();
+        assert!(check.is_sound(), "read {read}: {check:?}");
+    }
+    assert!(refused > 2 && used > 10, "{refused} {used}");
+}

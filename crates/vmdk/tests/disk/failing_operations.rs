@@ -1,0 +1,415 @@
+//! Operations on media that fail: snapshots, reverts, merges on the head's branch and beside it, wiping, shrinking.
+//! Afterwards the page cache forgets what it likes. Every block of the head and of each snapshot reads as what it is, or
+//! not at all; once the medium works, as what it is; and so it does after a power cut.
+
+use crate::world::{DELTAS, Random, options};
+use backend::IoMode;
+use backend::simulated::{Fault, SimulatedDisk, SimulatedOptions};
+use chain::Chain;
+use layer::descriptor::Adapter;
+use layer::image::{Folder, ImageKind};
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use vmdk::{DeltaFormat, Direction, Disk, NewDisk, NewSnapshot};
+use work::NoProgress;
+
+const BLOCK: usize = 4096;
+const BLOCKS: usize = 512;
+
+/// What each block holds, and what the chain of a snapshot shows.
+type Blocks = Vec<u8>;
+
+struct World {
+    machine: SimulatedDisk,
+    disk: Arc<Disk>,
+    random: Random,
+    /// What the head may hold: one thing, or two after a revert that failed.
+    head: Vec<Blocks>,
+    snapshots: BTreeMap<String, Blocks>,
+    numbers: u32,
+    what: String,
+    trace: Vec<String>,
+}
+
+impl Drop for World {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            eprintln!("{}:\n  {}", self.what, self.trace.join("\n  "));
+        }
+    }
+}
+
+/// The bytes of the blocks of a chain that could be read.
+fn read_bytes(chain: &Chain) -> Vec<Option<Vec<u8>>> {
+    let mut all = vec![0xee; BLOCKS * BLOCK];
+    let whole = chain.read(0, &mut all).is_ok();
+    let bytes = |(block, bytes): (usize, &mut [u8])| {
+        let done = whole || chain.read((block * BLOCK) as u64, bytes).is_ok();
+        done.then(|| bytes.to_vec())
+    };
+    all.chunks_exact_mut(BLOCK).enumerate().map(bytes).collect()
+}
+
+/// The same where every block is of one value.
+fn read(chain: &Chain) -> Vec<Option<u8>> {
+    let value = |bytes: Vec<u8>| {
+        assert!(bytes == [bytes[0]; BLOCK], "a block is torn");
+        bytes[0]
+    };
+    read_bytes(chain).into_iter().map(|bytes| bytes.map(value)).collect()
+}
+
+/// Whether blocks are what they may be; `whole` if each must have been read.
+fn fits(found: &[Option<u8>], expected: &Blocks, whole: bool) -> bool {
+    found.iter().zip(expected).all(|(found, expected)| found.map_or(!whole, |found| found == *expected))
+}
+
+fn evict(machine: &SimulatedDisk, mut which: impl FnMut(&str) -> bool) {
+    let directory = machine.directory();
+    for name in directory.list().unwrap().into_iter().filter(|name| which(name)) {
+        directory.open(&name, IoMode::Buffered).unwrap().forget_cached().unwrap();
+    }
+}
+
+impl World {
+    fn new(seed: u64) -> Self {
+        let kinds = [ImageKind::Thin, ImageKind::ZeroedThick, ImageKind::MonolithicSparse];
+        let (kind, delta) = (kinds[(seed / 3 % 3) as usize], DELTAS[(seed % 3) as usize]);
+        let machine = SimulatedDisk::new(seed, SimulatedOptions::default());
+        let new = NewDisk {
+            name: "vm".into(),
+            capacity: (BLOCKS * BLOCK) as u64,
+            kind,
+            delta: Some(delta),
+            adapter: Adapter::LsiLogic,
+        };
+        let disk = Disk::create(Folder::plain(machine.directory()), &new, &options(seed), &NoProgress).unwrap();
+        let what = format!("seed {seed}, {kind:?}, {delta:?}");
+        let (random, head) = (Random::new(seed), vec![vec![0; BLOCKS]]);
+        let mut world =
+            Self { machine, disk, random, head, snapshots: BTreeMap::new(), numbers: 0, what, trace: Vec::new() };
+        for _ in 0..3 {
+            world.write("the beginning");
+            world.snapshot();
+        }
+        world.write("the beginning");
+        world
+    }
+
+    /// Writes and zeros, and a flush.
+    fn write(&mut self, after: &str) {
+        let context = format!("{}, {after}", self.what);
+        let chain = self.disk.chain().unwrap();
+        let mut head = self.head.pop().unwrap();
+        for _ in 0..1 + self.random.below(6) {
+            let start = self.random.below(BLOCKS as u64) as usize;
+            let end = (start + 1 + self.random.below(40) as usize).min(BLOCKS);
+            let value = if self.random.percent(80) { 1 + self.random.below(255) as u8 } else { 0 };
+            let (offset, length) = ((start * BLOCK) as u64, (end - start) * BLOCK);
+            match value {
+                0 => chain.zero(offset, length as u64, false),
+                _ => chain.write(offset, &vec![value; length]),
+            }
+            .unwrap_or_else(|error| panic!("{context}: {error}"));
+            head[start..end].fill(value);
+        }
+        chain.flush().unwrap_or_else(|error| panic!("{context}: {error}"));
+        self.head = vec![head];
+    }
+
+    fn name(&mut self) -> String {
+        self.numbers += 1;
+        format!("s{}", self.numbers)
+    }
+
+    fn snapshot(&mut self) {
+        let name = self.name();
+        self.disk.snapshot(&NewSnapshot::named(&name)).unwrap();
+        self.snapshots.insert(name, self.head[0].clone());
+    }
+
+    fn some_snapshot(&mut self) -> Option<String> {
+        let names: Vec<String> = self.snapshots.keys().cloned().collect();
+        names.get(self.random.below(names.len() as u64) as usize).cloned()
+    }
+
+    /// One operation, which may fail.
+    fn operate(&mut self) -> String {
+        let (name, choice) = match self.some_snapshot() {
+            Some(name) => (name, self.random.below(10)),
+            None => (String::new(), 0),
+        };
+        let (operation, done) = match choice {
+            0 => {
+                let name = self.name();
+                self.snapshots.insert(name.clone(), self.head[0].clone());
+                ("snapshot", self.disk.snapshot(&NewSnapshot::named(&name)).map(drop))
+            }
+            1 => {
+                self.head.push(self.snapshots[&name].clone());
+                let done = self.disk.revert(&name);
+                if done.is_ok() {
+                    self.head.remove(0);
+                }
+                ("revert", done)
+            }
+            2..5 => ("delete up", self.disk.delete_snapshot(&name, Some(Direction::Up), &NoProgress)),
+            5..8 => ("delete down", self.disk.delete_snapshot(&name, Some(Direction::Down), &NoProgress)),
+            8 => ("wipe", self.disk.wipe(&NoProgress).and_then(|_| self.disk.shrink(&NoProgress)).map(drop)),
+            _ => ("consolidate", self.disk.consolidate(&NoProgress)),
+        };
+        let after = format!("{operation} {name}: {done:?}");
+        self.trace.push(after.clone());
+        after
+    }
+
+    fn fail(&mut self) {
+        let times = *self.random.pick(&[1, 1, 2, 5, 1 << 40]);
+        let soon = self.random.below(30);
+        let fault = if self.random.percent(70) { Fault::Sync } else { *self.random.pick(&Fault::ALL) };
+        match self.random.below(8) {
+            0 => {
+                self.trace.push(format!("operation {soon} fails"));
+                self.machine.fail_operation(self.machine.operations() + soon);
+            }
+            _ => {
+                self.trace.push(format!("{fault:?} fails after {soon}, {times} times"));
+                self.machine.fail_requests(fault, soon, times);
+            }
+        }
+    }
+
+    /// The page cache needs some of its memory for something else.
+    fn evict(&mut self) {
+        let random = &mut self.random;
+        evict(&self.machine, |_| random.percent(50));
+    }
+
+    /// Compares everything; `whole` if all of it must be read.
+    fn verify(&mut self, whole: bool, after: &str) {
+        let context = format!("{}, {after}, whole {whole}", self.what);
+        let listed: Vec<String> = self.disk.snapshots().into_iter().map(|snapshot| snapshot.name).collect();
+        match self.disk.chain() {
+            Ok(chain) => {
+                let found = read(&chain);
+                self.head.retain(|head| fits(&found, head, whole));
+                assert!(!self.head.is_empty(), "{context}: the head");
+                if whole {
+                    self.head.truncate(1);
+                }
+            }
+            Err(error) => assert!(!whole, "{context}: the head: {error}"),
+        }
+        for (name, expected) in self.snapshots.iter().filter(|(name, _)| listed.contains(name)) {
+            match self.disk.snapshot_chain(name) {
+                Ok(chain) => {
+                    let found = read(&chain);
+                    let differ = found.iter().zip(expected).enumerate();
+                    let differ = differ.filter(|(_, (found, expected))| **found != Some(**expected));
+                    let differ: Vec<_> = differ.take(4).collect();
+                    assert!(fits(&found, expected, whole), "{context}: snapshot {name}: {differ:?}");
+                }
+                Err(error) => assert!(!whole, "{context}: snapshot {name}: {error}"),
+            }
+        }
+        if whole {
+            self.snapshots.retain(|name, _| listed.contains(name));
+            assert_eq!(self.snapshots.len(), listed.len(), "{context}: {listed:?}");
+        }
+    }
+
+    fn crash(&mut self) {
+        self.trace.push("a power cut".into());
+        self.machine = self.machine.crash();
+        let disk = Disk::open(Folder::plain(self.machine.directory()), &options(2));
+        self.disk = disk.unwrap_or_else(|error| panic!("{}: {error}", self.what));
+    }
+}
+
+/// Returns whether the disk stopped, and whether the operation failed.
+fn round(world: &mut World) -> (bool, bool, String) {
+    world.fail();
+    let after = world.operate();
+    world.evict();
+    world.verify(false, &after);
+    world.machine.mend();
+    let stopped = world.disk.stopped().is_some();
+    if stopped {
+        world.trace.push(format!("stopped: {:?}", world.disk.stopped()));
+        world.disk.reopen().unwrap_or_else(|error| panic!("{}, {after}: {error}", world.what));
+    }
+    world.evict();
+    world.verify(true, &after);
+    (stopped, after.contains("Err"), after)
+}
+
+fn case(seed: u64) -> (u32, u32) {
+    let mut world = World::new(seed);
+    let (mut stopped, mut failed) = (0, 0);
+    // Most of the snapshots are beside the head's branch from here on.
+    let first = world.snapshots.keys().next().cloned().unwrap();
+    if seed % 4 > 0 {
+        world.disk.revert(&first).unwrap();
+        world.head = vec![world.snapshots[&first].clone()];
+    }
+    for _ in 0..6 {
+        let (stop, fail, after) = round(&mut world);
+        (stopped, failed) = (stopped + u32::from(stop), failed + u32::from(fail));
+        if world.random.percent(40) {
+            world.crash();
+            world.verify(true, "a power cut");
+        }
+        world.write(&after);
+        if world.random.percent(40) {
+            world.snapshot();
+        }
+    }
+    // What is left of operations is done with the next.
+    world.operate();
+    world.evict();
+    world.verify(true, "operations");
+    world.crash();
+    world.verify(true, "the last power cut");
+    (stopped, failed)
+}
+
+#[test]
+fn no_block_of_any_branch_reads_as_what_the_medium_does_not_have() {
+    let cases: u64 = std::env::var("LAMINA_CASES").map_or(150, |count| count.parse().unwrap());
+    let first: u64 = std::env::var("LAMINA_CASES_FROM").map_or(0, |first| first.parse().unwrap());
+    let (mut stopped, mut failed) = (0, 0);
+    for seed in first..first + cases {
+        let (stop, fail) = case(seed);
+        (stopped, failed) = (stopped + stop, failed + fail);
+    }
+    println!("{cases} cases: {failed} operations failed, {stopped} stopped the disk");
+    assert!(u64::from(failed) > cases && u64::from(stopped) > cases / 4, "{failed} {stopped}");
+}
+
+/// A merge up beside the head's branch: the level that was filled looks complete in the page cache after its flush has
+/// failed, and a merge that believed so would remove the only copy.
+#[test]
+fn a_merge_beside_the_head_whose_flush_failed_is_done_again_from_the_medium() {
+    let mut failed = 0;
+    for (seed, step) in (0..9).flat_map(|seed| (0..16).map(move |step| (seed, step))) {
+        for direction in [Direction::Up, Direction::Down] {
+            let delta: DeltaFormat = DELTAS[(seed % 3) as usize];
+            let machine = SimulatedDisk::new(seed, SimulatedOptions::default());
+            let new = NewDisk {
+                name: "vm".into(),
+                capacity: (BLOCKS * BLOCK) as u64,
+                kind: ImageKind::Thin,
+                delta: Some(delta),
+                adapter: Adapter::LsiLogic,
+            };
+            let disk = Disk::create(Folder::plain(machine.directory()), &new, &options(seed), &NoProgress).unwrap();
+            let mut expected = vec![0; BLOCKS];
+            for (value, name) in [(1, "a"), (2, "b"), (3, "c")] {
+                let chain = disk.chain().unwrap();
+                let range = 100 * usize::from(value)..100 * usize::from(value) + 60;
+                chain.write((range.start * BLOCK) as u64, &vec![value; range.len() * BLOCK]).unwrap();
+                expected[range].fill(value);
+                disk.snapshot(&NewSnapshot::named(name)).unwrap();
+            }
+            disk.revert("a").unwrap();
+            disk.chain().unwrap().flush().unwrap();
+            machine.fail_requests(Fault::Sync, step, 1);
+            let done = disk.delete_snapshot("b", Some(direction), &NoProgress);
+            failed += u32::from(done.is_err());
+            machine.mend();
+            if disk.stopped().is_some() {
+                disk.reopen().unwrap();
+            }
+            let context = format!("seed {seed}, {delta:?}, {direction:?}, flush {step}: {done:?}");
+            // The deletion again, or what it has left is done with another one.
+            match disk.snapshots().iter().any(|snapshot| snapshot.name == "b") {
+                true => disk.delete_snapshot("b", Some(direction), &NoProgress).unwrap(),
+                false => {
+                    disk.snapshot(&NewSnapshot::named("d")).unwrap();
+                    disk.delete_snapshot("d", None, &NoProgress).unwrap();
+                }
+            }
+            drop(disk);
+            let machine = machine.crash();
+            let disk = Disk::open(Folder::plain(machine.directory()), &options(2)).unwrap();
+            let chain = disk.snapshot_chain("c").unwrap_or_else(|error| panic!("{context}: {error}"));
+            assert!(fits(&read(&chain), &expected, true), "{context}");
+        }
+    }
+    assert!(failed > 60, "{failed}");
+}
+
+/// A snapshot of what a failed flush has lost: the page cache may show it whole. What a reader is shown stays, also in
+/// a process that is started again, and while `disk reopen` does not succeed.
+#[test]
+fn a_snapshot_that_a_failed_flush_has_emptied_reads_as_the_medium_has_it() {
+    let (mut read_ones, mut lost) = (0, 0);
+    for (seed, step) in (0..30).flat_map(|seed| (0..12).map(move |step| (seed, step))) {
+        let machine = SimulatedDisk::new(seed, SimulatedOptions::default());
+        let delta: DeltaFormat = DELTAS[(seed % 3) as usize];
+        let new = NewDisk {
+            name: "vm".into(),
+            capacity: (BLOCKS * BLOCK) as u64,
+            kind: ImageKind::Thin,
+            delta: Some(delta),
+            adapter: Adapter::LsiLogic,
+        };
+        let disk = Disk::create(Folder::plain(machine.directory()), &new, &options(seed), &NoProgress).unwrap();
+        disk.snapshot(&NewSnapshot::named("first")).unwrap();
+        let chain = disk.chain().unwrap();
+        chain.write(0, &vec![1; 8 * BLOCK]).unwrap();
+        chain.flush().unwrap();
+        chain.write(0, &vec![2; 4 * BLOCK]).unwrap();
+        chain.write((20 * BLOCK) as u64, &vec![2; 4 * BLOCK]).unwrap();
+        drop(chain);
+        machine.fail_requests(Fault::Sync, step, if seed % 2 == 0 { 1 } else { 1 << 40 });
+        let done = disk.snapshot(&NewSnapshot::named("s"));
+        let context = format!("seed {seed}, {delta:?}, flush {step}: {done:?}");
+        if done.is_ok() || !disk.snapshots().iter().any(|snapshot| snapshot.name == "s") {
+            continue;
+        }
+        let mut shown = None;
+        let mut look = |disk: &Disk, when: &str| {
+            let Ok(chain) = disk.snapshot_chain("s") else { return };
+            let found = read_bytes(&chain);
+            let before = shown.get_or_insert_with(|| found.clone());
+            assert!(*before == found, "{context}: {when}");
+            read_ones += 1;
+            lost += u32::from(found[20].as_ref().is_none_or(|bytes| bytes[..] != [2; BLOCK]));
+        };
+        look(&disk, "after the failure");
+        evict(&machine, |_| true);
+        look(&disk, "later");
+        let disk = match seed % 3 {
+            0 => {
+                let _ = disk.reopen();
+                disk
+            }
+            1 => {
+                drop(disk);
+                let open = || Disk::open(Folder::plain(machine.directory()), &options(2));
+                // It may want to flush the folder of its record.
+                open()
+                    .or_else(|_| {
+                        machine.mend();
+                        open()
+                    })
+                    .unwrap_or_else(|error| panic!("{context}: {error}"))
+            }
+            _ => disk,
+        };
+        look(&disk, "after another opening");
+        machine.mend();
+        look(&disk, "with a medium that works");
+        evict(&machine, |_| true);
+        look(&disk, "later again");
+        if disk.stopped().is_some() {
+            disk.reopen().unwrap();
+        }
+        look(&disk, "after the disk was opened again");
+        drop(disk);
+        let machine = machine.crash();
+        look(&Disk::open(Folder::plain(machine.directory()), &options(2)).unwrap(), "after a power cut");
+    }
+    assert!(read_ones > 100 && lost > 20, "{read_ones} {lost}");
+}
