@@ -263,7 +263,7 @@ impl Disk {
         let merging = Merging { side: MergeSide::Down, node: target, above: Some(lowest), content: None };
         announced.pending = Some(Pending { merging: Some(merging), ..Pending::new("merge down") });
         // The room for the record of the merged disk is reserved by then, too.
-        let spare = room.and_then(|()| self.set_aside(&announced, sources, target));
+        let spare = room.and_then(|()| self.set_aside(&announced, &self.merged_down(&announced, sources, target)?));
         let announced = spare.and_then(|spare| self.commit(announced).map(|()| spare));
         let spare = match announced {
             Ok(spare) => spare,
@@ -411,7 +411,10 @@ impl Disk {
         let mut announced = record.clone();
         let merging = Merging { side: MergeSide::Up, node: target, above: None, content };
         announced.pending = Some(Pending { merging: Some(merging), ..Pending::new("merge up") });
+        let spare = self.set_aside(&announced, &self.merged_up(&announced, target, source, content)?)?;
         self.commit(announced)?;
+        // The announcement may have used it, and returned the room of the record before.
+        spare.renew();
         let line = match is_head {
             true => line,
             // The top of a line of its own: opened for writing from the beginning.
@@ -426,24 +429,26 @@ impl Disk {
         };
         let (into, oldest) = (line.expect(target)?.key, line.expect(source)?.key);
         let outcome = self.set_writing(&line, target).and_then(|()| {
-            let mut commit = || self.commit_up(target, source, content);
+            let mut commit = || self.commit(self.merged_up(&self.record(), target, source, content)?);
             line.chain.merge_up(into, oldest, 0, progress, &mut commit)
         });
-        self.end_merge(&line, target, &[source], claim, outcome.map(drop))
+        let ended = self.end_merge(&line, target, &[source], claim, outcome.map(drop));
+        drop(spare);
+        ended
     }
 
-    fn commit_up(&self, target: u32, source: u32, content: Option<u32>) -> Result<()> {
-        let record = self.record();
+    /// The record after a merge up; `content` is the identity that the target had.
+    fn merged_up(&self, record: &Record, target: u32, source: u32, content: Option<u32>) -> Result<Record> {
         let (upper, lower) = (record.node(target)?, record.node(source)?);
         let parent = match lower.parent {
             Some(parent) => {
                 let below = record.node(parent)?;
-                let place = self.place(&record, below)?;
-                let folder = self.folder(&record, upper.folder.as_deref())?;
-                ParentNow::Of { content: self.parent_content_of(&record, below)?, hint: parent_hint(&folder, &place) }
+                let place = self.place(record, below)?;
+                let folder = self.folder(record, upper.folder.as_deref())?;
+                ParentNow::Of { content: self.parent_content_of(record, below)?, hint: parent_hint(&folder, &place) }
             }
             None => {
-                let base = self.descriptor_of(&record, lower)?;
+                let base = self.descriptor_of(record, lower)?;
                 let uuid = base.and_then(|base| base.database.uuid()).map(|uuid| uuid.to_string());
                 ParentNow::None { adapter: record.adapter.clone(), uuid }
             }
@@ -451,7 +456,7 @@ impl Disk {
         // Its children name the content that it had; a head has none.
         let content = if record.head == target { None } else { content };
         let settle = vec![Settlement { node: target, content, parent: Some(parent), text: None }];
-        let gone = if lower.is_own() { self.files(&record, lower) } else { Vec::new() };
+        let gone = if lower.is_own() { self.files(record, lower) } else { Vec::new() };
         let below = lower.parent;
         let mut after = record.clone();
         after.nodes.retain(|node| node.id != source);
@@ -461,11 +466,11 @@ impl Disk {
         after.snapshots.retain(|snapshot| snapshot.node != source);
         // A foreign base that a merge does not change is dropped with the images that nothing needs.
         let more = after.take_unneeded();
-        let more = more.iter().filter(|node| node.is_own()).flat_map(|node| self.files(&record, node));
+        let more = more.iter().filter(|node| node.is_own()).flat_map(|node| self.files(record, node));
         let gone = gone.into_iter().chain(more).collect();
-        let settle = self.with_texts(&record, settle)?;
+        let settle = self.with_texts(record, settle)?;
         after.pending = Some(Pending { gone, settle, ..Pending::new("merge up") });
-        self.commit(after)
+        Ok(after)
     }
 
     /// Called after a merge, however it ended: the target is opened for reading, descriptors are corrected, files
