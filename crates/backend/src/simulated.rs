@@ -14,7 +14,8 @@
 //!    failed flush some of the writes before it are lost for good, though they can still be read until the power goes;
 //!    the next flush succeeds and does not bring them back, as on Linux.
 //! 4. **Full.** Space is counted in 4 KiB: reservations and writes into holes take it, punching, cutting and removing
-//!    give it back, and what does not fit is refused with ENOSPC before anything is written.
+//!    give it back, and what does not fit is refused before anything is written: with ENOSPC, and where the seed is odd
+//!    with EDQUOT, as at a quota.
 //! 5. **Bit rot and unreadable sectors**, where a test asks for them.
 //! 6. **Delay.** A medium can be made slow: every request then takes its time before it has an effect.
 //! 7. **Order.** Operations in a queue are performed in any order, at any time until they complete, and complete in

@@ -70,6 +70,8 @@ pub(super) struct World {
     pub(super) pace: Option<Pace>,
     /// Room that is told of, and is not there.
     pub(super) overstated: u64,
+    /// What a request without room is refused with.
+    refusal: Errno,
     cached_reads: u64,
     used: u64,
     files: BTreeMap<FileId, FileState>,
@@ -77,6 +79,11 @@ pub(super) struct World {
     names: BTreeMap<String, FileId>,
     durable_names: BTreeMap<String, FileId>,
     name_changes: Vec<NameChange>,
+}
+
+/// What a disk refuses with for lack of room: as a full file system, or as a quota that is used up.
+fn refusal(seed: u64) -> Errno {
+    if seed.is_multiple_of(2) { Errno::NOSPC } else { Errno::DQUOT }
 }
 
 impl World {
@@ -93,6 +100,7 @@ impl World {
             readable: false,
             pace: None,
             overstated: 0,
+            refusal: refusal(seed),
             cached_reads: 0,
             used: 0,
             files: BTreeMap::new(),
@@ -153,7 +161,7 @@ impl World {
 
     /// The same with new random decisions.
     pub(super) fn reseeded(self, seed: u64, options: SimulatedOptions) -> World {
-        World { random: Random::new(seed), options, ..self }
+        World { random: Random::new(seed), refusal: refusal(seed), options, ..self }
     }
 
     /// Counts an operation and says what is to become of it.
@@ -460,7 +468,7 @@ impl World {
         let Some(file) = self.files.get(&id) else { return Err(Errno::STALE.into()) };
         let missing = file.live.space().missing(pages_touched(offset, length)).saturating_mul(PAGE);
         if missing > self.options.capacity.saturating_sub(self.used) && missing > 0 {
-            return Err(Errno::NOSPC.into());
+            return Err(self.refusal.into());
         }
         Ok(())
     }
