@@ -14,7 +14,7 @@ use crate::pace::{self, Background, Foreground};
 use crate::snapshot_group;
 use crate::switch::Switches;
 use crate::transfer;
-use backend::local::{LocalDirectory, LocalQueues};
+use backend::local::{KeptSpace, LocalDirectory, LocalQueues};
 use backend::{BLOCK_SIZE, Directory, IoMode, QueueKind};
 use error::{Error, ErrorKind, IoContext, Result};
 use parking_lot::{Mutex, RwLock};
@@ -88,6 +88,7 @@ pub struct Datastore {
     /// Receptions that a sender's session uses.
     pub(crate) receptions: Mutex<BTreeSet<String>>,
     pub(crate) this: Weak<Datastore>,
+    kept_space: Option<KeptSpace>,
     _owner: Arc<Owner>,
 }
 
@@ -101,6 +102,18 @@ impl Drop for Reservation {
     fn drop(&mut self) {
         self.reserved.lock().remove(&self.name);
     }
+}
+
+/// Keeps space back for what needs none, where the file system refuses even that at its quota.
+fn keep_space(path: &Path) -> Option<KeptSpace> {
+    let kept = KeptSpace::keep(path).unwrap_or_else(|error| {
+        tracing::info!(datastore = %path.display(), %error, "no space is kept back for overwrites at a quota");
+        None
+    });
+    if kept.as_ref().is_some_and(|kept| !kept.is_whole()) {
+        tracing::info!(datastore = %path.display(), "less space is kept back for overwrites than there should be");
+    }
+    kept
 }
 
 impl Datastore {
@@ -123,6 +136,9 @@ impl Datastore {
         let result = LocalDirectory::open(path, LocalQueues::Threads)
             .during(|| format!("opening {}", path.display()))
             .and_then(|directory| Self::init_in(Arc::new(directory), options));
+        if result.is_ok() {
+            keep_space(path);
+        }
         if result.is_err() && made {
             // Removes only files that this call created, and the folder only if it is empty otherwise.
             let _ = std::fs::remove_file(path.join(LOCK_FILE));
@@ -188,6 +204,8 @@ impl Datastore {
         open: OpenEngine,
     ) -> Result<Arc<Self>> {
         let owner = Arc::new(Owner::take(&*directory)?);
+        // Recovery overwrites in place already.
+        let kept_space = path.and_then(keep_space);
         let mode = options.mode;
         let engine = open(directory, options, Some(&owner))?;
         let switches = Arc::<Switches>::default();
@@ -212,6 +230,7 @@ impl Datastore {
             receptions: Mutex::default(),
             unended: Mutex::default(),
             this: Weak::clone(this),
+            kept_space,
             _owner: owner,
         });
         if doubt.folders.is_empty() {
@@ -223,6 +242,11 @@ impl Datastore {
     /// The folder, for small records of servers.
     pub fn directory(&self) -> &Arc<dyn Directory> {
         self.native.engine.directory()
+    }
+
+    /// Space that is kept back where a quota refuses what needs no space.
+    pub fn kept_space(&self) -> Option<&KeptSpace> {
+        self.kept_space.as_ref()
     }
 
     /// Sets a function that is called before a received disk replaces a disk without clients: it refuses for clients

@@ -153,6 +153,7 @@ fn init(path: &Path, journal_size: u64, any_file_system: bool, form: Form) -> Re
         file_system::check_for_new(path)?;
     }
     Datastore::init(path, InitOptions { journal_size })?;
+    serve::keep_room(path)?;
     let file_system = file_system::look_at(path);
     let mut out = io::stdout().lock();
     match form {

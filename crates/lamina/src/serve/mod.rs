@@ -22,6 +22,7 @@ mod spare;
 use crate::cli::ServeArguments;
 use crate::output::Form;
 use crate::{exit, follow};
+use backend::local::{KeptSpace, LocalDirectory, LocalQueues};
 use connections::{Address, Limits, Listen, TlsConfig};
 use control::jobs::Jobs;
 use control::{Served, Service, Serving, Target, Watch, require_folder, socket, uri};
@@ -58,12 +59,25 @@ pub fn run(path: &Path, arguments: &ServeArguments, form: Form) -> Result<()> {
     let datastore = Datastore::open(&path, open_options(arguments))?;
     datastore.foreground().set_target(arguments.latency_target);
     let spare = Spare::of(&path, Arc::clone(datastore.directory()));
-    spare.give_up_if_full();
-    let outcome = serve(&path, &datastore, arguments, form, &mut signals, &spare);
+    let held = datastore.kept_space().map(KeptSpace::hold);
+    spare.give_up_if_full(held.as_ref());
+    let started = || {
+        drop(held);
+        spare.keep();
+    };
+    let outcome = serve(&path, &datastore, arguments, form, &mut signals, started);
     let closed = datastore.close();
     outcome?;
     closed?;
     tracing::info!(datastore = %path.display(), "closed");
+    Ok(())
+}
+
+/// Takes the room that the first server of a new datastore gives up to start where it is full by then.
+pub fn keep_room(path: &Path) -> Result<()> {
+    let directory = LocalDirectory::open(path, LocalQueues::Threads);
+    let directory = directory.map_err(|e| Error::io(format!("opening '{}'", path.display()), e))?;
+    Spare::of(path, Arc::new(directory)).keep();
     Ok(())
 }
 
@@ -84,7 +98,7 @@ fn serve(
     arguments: &ServeArguments,
     form: Form,
     signals: &mut Signals,
-    spare: &Spare,
+    started: impl FnOnce(),
 ) -> Result<()> {
     let status = datastore.status()?;
     let exports = DatastoreExports { datastore: Arc::clone(datastore), read_only: arguments.read_only };
@@ -110,7 +124,7 @@ fn serve(
     let target = Target::Open(service);
     let handler = Box::new(move |request, watch: &dyn Watch| control::dispatch(&target, request, watch));
     let control = socket::Server::start(path, handler)?;
-    spare.keep();
+    started();
     for warning in &status.file_system.warnings {
         tracing::warn!(datastore = %path.display(), "{warning}");
     }

@@ -1,15 +1,21 @@
 //! Room that a datastore keeps back for what a server needs to start on a full file system: the names of its sockets,
 //! which on XFS want new inodes. It lies in a file that means nothing, and is given up while the sockets are made.
 
-use backend::{Directory, IoMode};
+use backend::local::HeldSpace;
+use backend::{Directory, File, IoMode};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// The file, in the datastore's folder.
 const FILE: &str = "spare";
+/// Names that are made and removed.
+const PROBE: &str = "spare.lamina-new";
+const PROBE_RENAMED: &str = "spare.lamina-old";
 /// What is kept back (1 MiB): inodes of XFS come in pieces of 32 KiB, which want to lie in one.
 const ROOM: u64 = 1 << 20;
+/// Steps that are given up beyond what the names need.
+const STEPS_MORE: usize = 4;
 /// The least that is worth keeping.
 const ROOM_MIN: u64 = 64 << 10;
 
@@ -25,11 +31,45 @@ impl Spare {
         Self { path: datastore.join(FILE), directory }
     }
 
-    /// Releases the reserved space if the file system has less than that available.
-    pub fn give_up_if_full(&self) {
-        if self.directory.room().is_ok_and(|room| room.available < ROOM) && self.directory.remove(FILE).is_ok() {
-            tracing::warn!(path = %self.path.display(), "the file system is full: reserved space is used");
+    /// Releases the reserved space if the file system, or the quota, has less than that available.
+    pub fn give_up_if_full(&self, held: Option<&HeldSpace<'_>>) {
+        let mut given_up = self.is_full() && self.directory.remove(FILE).is_ok();
+        let mut steps = 0;
+        while !self.takes_names() && held.is_some_and(HeldSpace::give_up) {
+            (given_up, steps) = (true, steps + 1);
         }
+        if given_up {
+            // Other threads overwrite in place meanwhile, which takes some of it for a moment.
+            steps += (0..STEPS_MORE).take_while(|_| held.is_some_and(HeldSpace::give_up)).count();
+            tracing::warn!(
+                path = %self.path.display(), steps, "the file system or its quota is full: reserved space is used"
+            );
+        }
+    }
+
+    /// Whether there is room for the names of sockets. A rename needs more than a new name does.
+    fn takes_names(&self) -> bool {
+        let made = self.directory.create(PROBE, IoMode::Buffered).map(drop);
+        let made = made.and_then(|()| self.directory.rename(PROBE, PROBE_RENAMED));
+        for name in [PROBE, PROBE_RENAMED] {
+            let _ = self.directory.remove(name);
+        }
+        !made.is_err_and(|error| error::lacks_space(&error))
+    }
+
+    /// A quota does not show in the room of the file system: a little is reserved, and given back.
+    fn is_full(&self) -> bool {
+        if self.directory.room().is_ok_and(|room| room.available < ROOM) {
+            return true;
+        }
+        let reserve = || {
+            let file = self.open()?;
+            let length = file.len()?;
+            let reserved = file.reserve(length, ROOM_MIN);
+            let _ = file.set_len(length);
+            reserved
+        };
+        reserve().is_err_and(|error| error::lacks_space(&error))
     }
 
     /// Takes the room, or what there is of it. Without any the next server may not start on a full file system.
@@ -41,11 +81,15 @@ impl Spare {
         }
     }
 
+    fn open(&self) -> io::Result<Arc<dyn File>> {
+        match self.directory.open(FILE, IoMode::Buffered) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => self.directory.create(FILE, IoMode::Buffered),
+            opened => opened,
+        }
+    }
+
     fn take(&self) -> io::Result<u64> {
-        let file = match self.directory.open(FILE, IoMode::Buffered) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => self.directory.create(FILE, IoMode::Buffered)?,
-            opened => opened?,
-        };
+        let file = self.open()?;
         let mut room = file.len()?.min(ROOM);
         let mut more = ROOM;
         while room < ROOM && more >= ROOM_MIN {
@@ -80,7 +124,7 @@ mod tests {
         spare.keep();
         spare.keep();
         assert_eq!(std::fs::metadata(&spare.path).unwrap().len(), ROOM);
-        spare.give_up_if_full();
+        spare.give_up_if_full(None);
         assert_eq!(spare.path.exists(), spare.directory.room().unwrap().available >= ROOM);
     }
 }
