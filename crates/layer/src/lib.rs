@@ -71,6 +71,8 @@ pub const CAPACITY_MAX: u64 = 64 << 40;
 /// The part of a discard that is tried by itself where the whole finds no room: what a table maps in most formats.
 const DISCARD_PART: u64 = 2 << 20;
 
+/// A block of the file system, at the most.
+const BLOCK: u64 = 4096;
 /// Extents asked for at a time where a range is looked through.
 const EXTENTS_AT_A_TIME: usize = 256;
 
@@ -198,7 +200,11 @@ pub trait Layer: Send + Sync {
             self.map(at..range.end, EXTENTS_AT_A_TIME, &mut extents)?;
             for extent in &extents {
                 let has_place = matches!(extent.content, Content::Data { .. } | Content::Encoded);
-                needed += if has_place { 0 } else { extent.length };
+                if !has_place {
+                    // Its first and last bytes may be alone in a block of the file system.
+                    let end = extent.start.saturating_add(extent.length);
+                    needed += end.next_multiple_of(BLOCK) - extent.start / BLOCK * BLOCK;
+                }
             }
             at = extents.last().map_or(range.end, |last| last.start.saturating_add(last.length).max(at + 1));
         }

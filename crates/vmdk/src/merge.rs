@@ -33,6 +33,9 @@ use work::Progress;
 /// Bytes of payload for which one byte of metadata is counted beside tables: maps of free space, owners of grains, and
 /// metadata of the file system.
 const METADATA_SHARE: u64 = 64;
+/// Bytes beside these that a merge takes of the file system: records, descriptors and the list of snapshots that are
+/// replaced meanwhile.
+const SMALL_FILES: u64 = 64 << 10;
 /// Extents of a source requested at a time.
 const EXTENTS: usize = 256;
 /// Ranges for which room is checked before a merge, at most: 4 MiB of memory. A merge of more ranges finds a lack of
@@ -309,13 +312,13 @@ impl Disk {
             // table.
             for index in (range.start / mapped).max(next)..range.end.div_ceil(mapped) {
                 let part = index * mapped..((index + 1) * mapped).min(layer.capacity());
-                tables += u64::from(layer.room_needed(part.clone())? == part.end - part.start);
+                tables += u64::from(layer.room_needed(part.clone())? >= part.end - part.start);
                 next = index + 1;
             }
         }
         let directory = into.place().folder.directory();
         let room = directory.room().map_err(|error| Error::io("asking for the room in the file system", error))?;
-        let metadata = needed / METADATA_SHARE + tables * table;
+        let metadata = needed / METADATA_SHARE + tables * table + SMALL_FILES;
         if needed > 0 && needed + metadata > room.available {
             return Err(self.lacks_room(into, needed + metadata, &format!("has {}", room.available)));
         }
@@ -345,7 +348,9 @@ impl Disk {
         // A part may have been reserved. If this fails, the file is longer than necessary.
         let given_back = file.set_len(end);
         match taken {
-            Err(error) if error::lacks_space(&error) => Err(self.lacks_room(into, bytes, "does not give them")),
+            Err(error) if error::lacks_space(&error) => {
+                Err(self.lacks_room(into, bytes, &format!("refuses them ({error})")))
+            }
             Ok(()) => given_back.map_err(|error| Error::io("giving back room in the file system", error)),
             // Other failures occur in the merge's own writes.
             Err(_) => Ok(()),

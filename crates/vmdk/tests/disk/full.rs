@@ -296,6 +296,34 @@ fn a_snapshot_whose_data_has_no_room_leaves_the_disk_as_it_is() {
     }
 }
 
+/// Little more room than the data takes: what the merge writes beside the data is counted too.
+#[test]
+fn a_snapshot_is_deleted_or_left_whatever_room_there_is() {
+    let (mut deleted, mut left) = (0, 0);
+    for (delta, seed) in DELTAS.into_iter().zip(11..) {
+        for free in 0..48 {
+            let machine = Machine::new(ImageKind::Thin, delta, seed);
+            let content = read(&machine.disk.chain().unwrap());
+            machine.fill(free);
+            let outcome = machine.disk.delete_snapshot("second", Some(Direction::Down), &NoProgress);
+            let names: Vec<String> = machine.disk.snapshots().into_iter().map(|snapshot| snapshot.name).collect();
+            match outcome {
+                Ok(()) => {
+                    deleted += 1;
+                    assert_eq!(names, ["first"], "{delta:?}, {free}");
+                }
+                Err(error) => {
+                    left += 1;
+                    assert_eq!(error.kind(), ErrorKind::NoSpace, "{delta:?}, {free}: {error}");
+                    assert_eq!(names, ["first", "second"], "{delta:?}, {free}: {error}");
+                }
+            }
+            assert!(read(&machine.disk.chain().unwrap()) == content, "{delta:?}, {free}");
+        }
+    }
+    assert!(deleted > 10 && left > 10, "{deleted} {left}");
+}
+
 /// The file system tells of room that it has not.
 #[test]
 fn a_snapshot_whose_data_has_only_room_that_is_told_of_leaves_the_disk_as_it_is() {
