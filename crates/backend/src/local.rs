@@ -12,12 +12,16 @@
 mod extents;
 mod file;
 mod file_system;
+mod kept;
 mod scheduling;
 
 pub use file::OpenFile;
 #[cfg(target_os = "linux")]
 pub(crate) use file::VECTORS_MAX;
 pub use file_system::{FileSystem, copied_on_write};
+#[cfg(target_os = "linux")]
+pub(crate) use kept::is_missing as is_kept_space_missing;
+pub use kept::{HeldSpace, KeptSpace};
 
 pub use scheduling::Thread;
 
@@ -247,7 +251,7 @@ impl Directory for LocalDirectory {
     fn rename(&self, from: &str, to: &str) -> io::Result<()> {
         check_name(from)?;
         check_name(to)?;
-        retry(|| rustix::fs::renameat(&self.folder, from, &self.folder, to))
+        kept::rename(&self.folder, || retry(|| rustix::fs::renameat(&self.folder, from, &self.folder, to)))
             .map_err(|e| named(e, "rename", &self.path.join(from)))
     }
 

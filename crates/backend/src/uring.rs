@@ -12,8 +12,7 @@
 //! A queue may move to another thread between two calls, even with operations in flight and even if the first thread
 //! ends. Therefore rings are made without `SINGLE_ISSUER` and `DEFER_TASKRUN`, which bind a ring to one thread.
 
-use crate::file::flush_failed;
-use crate::local::VECTORS_MAX;
+use crate::local::{VECTORS_MAX, is_kept_space_missing};
 use crate::queue::{QUEUE_DEPTH_MAX, QUEUE_POLLS_MAX, resume_short_read, too_many_polls, write_at_once};
 use crate::validate::{check_alignment, check_range};
 use crate::{Buffer, Completion, File, IoMode, Queue, SharedSlice};
@@ -49,7 +48,7 @@ unsafe impl Send for IoVector {}
 
 enum Work {
     Read { buffer: Buffer, done: usize },
-    Write { _slices: Vec<SharedSlice>, vectors: Vec<IoVector>, next: usize, durable: bool },
+    Write { slices: Vec<SharedSlice>, vectors: Vec<IoVector>, next: usize, durable: bool },
     Sync,
     Poll(RawFd),
 }
@@ -284,13 +283,28 @@ impl Operation {
         }
     }
 
-    /// Processes the kernel's result: returns the end of the operation, or `None` when there is more to do.
+    /// Makes all of a write by the call, which may find space where the kernel's own write finds none.
+    fn write_by_call(&self) -> Option<io::Result<()>> {
+        let (Work::Write { slices, vectors, next, durable }, Some(file)) = (&self.work, &self.file) else {
+            return None;
+        };
+        let bytes: Vec<&[u8]> = slices.iter().map(|slice| &**slice).collect();
+        let total: usize = bytes.iter().map(|slice| slice.len()).sum();
+        let left: usize = vectors[*next..].iter().map(|vector| vector.length).sum();
+        Some(file.write_at(&bytes, self.offset - (total - left) as u64, *durable))
+    }
+
+    /// Takes the kernel's result into account: the end of the operation, or `None` when there is more to do.
     fn advance(&mut self, result: i32) -> Option<io::Result<()>> {
         let Ok(moved) = usize::try_from(result) else {
             let error = Errno::from_raw_os_error(-result);
             self.restarts += 1;
-            // No code here cancels operations. The kernel does when the thread that submitted an operation ends before
-            // it.
+            if matches!(error, Errno::NOSPC | Errno::DQUOT)
+                && let Some(written) = self.write_by_call()
+            {
+                return Some(written);
+            }
+            // Nothing here cancels: the kernel does, when the thread that submitted ends before the operation.
             let passing = matches!(error, Errno::INTR | Errno::AGAIN | Errno::CANCELED);
             let again = passing && self.restarts <= RESTARTS_MAX;
             let error = io::Error::from(error);
@@ -392,7 +406,8 @@ impl Queue for UringQueue {
                 vectors.push(IoVector { base: slice.as_ptr(), length: slice.len() });
             }
             check_range(offset, total)?;
-            Ok((descriptor, write_at_once(mode, total, durable)))
+            // What is kept back is given up by calls, not by the kernel's own writes.
+            Ok((descriptor, write_at_once(mode, total, durable) || is_kept_space_missing()))
         });
         match checked {
             Some(Ok((descriptor, false))) if total > 0 => self.push(Operation {
@@ -401,7 +416,7 @@ impl Queue for UringQueue {
                 descriptor,
                 offset,
                 restarts: 0,
-                work: Work::Write { _slices: slices, vectors, next: 0, durable },
+                work: Work::Write { slices, vectors, next: 0, durable },
             }),
             other => {
                 let bytes: Vec<&[u8]> = slices.iter().map(|slice| &**slice).collect();
@@ -497,7 +512,7 @@ mod tests {
         let slices = vec![SharedSlice::new(data.clone(), 0..4096), SharedSlice::new(data.clone(), 4096..12288)];
         let vectors: Vec<IoVector> =
             slices.iter().map(|slice| IoVector { base: slice.as_ptr(), length: slice.len() }).collect();
-        let work = Work::Write { _slices: slices, vectors, next: 0, durable: true };
+        let work = Work::Write { slices, vectors, next: 0, durable: true };
         let mut operation = operation(file(0), work);
         assert!(operation.advance(1000).is_none());
         assert!(operation.advance(3096 + 512).is_none());
@@ -513,7 +528,7 @@ mod tests {
         let data = Arc::new(Buffer::zeroed(1));
         let vectors = vec![IoVector { base: data.as_ptr(), length: 4096 }];
         let slices = vec![SharedSlice::new(data, 0..4096)];
-        let mut operation = operation(file(0), Work::Write { _slices: slices, vectors, next: 0, durable: false });
+        let mut operation = operation(file(0), Work::Write { slices, vectors, next: 0, durable: false });
         assert_eq!(operation.advance(0).unwrap().unwrap_err().kind(), io::ErrorKind::WriteZero);
     }
 

@@ -16,7 +16,7 @@ use crate::snapshot_group;
 use crate::spare::Spare;
 use crate::switch::Switches;
 use crate::transfer;
-use backend::local::LocalQueues;
+use backend::local::{KeptSpace, LocalDirectory, LocalQueues};
 use backend::{BLOCK_SIZE, Directory, IoMode, QueueKind};
 use error::{Error, ErrorKind, IoContext, Result};
 use parking_lot::{Mutex, RwLock};
@@ -86,6 +86,7 @@ pub struct Datastore {
     /// Names of disks that a replication session is receiving.
     pub(crate) receptions: Mutex<BTreeSet<String>>,
     pub(crate) this: Weak<Datastore>,
+    kept_space: Option<KeptSpace>,
     _owner: Arc<Owner>,
 }
 
@@ -99,6 +100,18 @@ impl Drop for Reservation {
     fn drop(&mut self) {
         self.reserved.lock().remove(&self.name);
     }
+}
+
+/// Keeps space back for what needs none, where the file system refuses even that at its quota.
+fn keep_space(path: &Path) -> Option<KeptSpace> {
+    let kept = KeptSpace::keep(path).unwrap_or_else(|error| {
+        tracing::info!(datastore = %path.display(), %error, "no space is kept back for overwrites at a quota");
+        None
+    });
+    if kept.as_ref().is_some_and(|kept| !kept.is_whole()) {
+        tracing::info!(datastore = %path.display(), "less space is kept back for overwrites than there should be");
+    }
+    kept
 }
 
 impl Datastore {
@@ -115,9 +128,16 @@ impl Datastore {
                 ),
             ));
         }
-        let made = location.make()?;
-        let directory = location.connect(LocalQueues::Threads);
-        let result = directory.and_then(|directory| Self::init_in(directory, options));
+        let made = !path.exists();
+        if made {
+            std::fs::create_dir_all(path).during(|| format!("making {}", path.display()))?;
+        }
+        let result = LocalDirectory::open(path, LocalQueues::Threads)
+            .during(|| format!("opening {}", path.display()))
+            .and_then(|directory| Self::init_in(Arc::new(directory), options));
+        if result.is_ok() {
+            keep_space(path);
+        }
         if result.is_err() && made {
             location.unmake();
         }
@@ -179,6 +199,8 @@ impl Datastore {
         open: OpenEngine,
     ) -> Result<Arc<Self>> {
         let owner = Arc::new(Owner::take(&*directory)?);
+        // Recovery overwrites in place already.
+        let kept_space = path.and_then(keep_space);
         let mode = options.mode;
         let engine = open(directory, options, Some(&owner))?;
         let switches = Arc::<Switches>::default();
@@ -203,6 +225,7 @@ impl Datastore {
             receptions: Mutex::default(),
             unended: Mutex::default(),
             this: Weak::clone(this),
+            kept_space,
             _owner: owner,
         });
         if doubt.folders.is_empty() {
@@ -216,9 +239,9 @@ impl Datastore {
         self.native.engine.directory()
     }
 
-    /// The room that is kept back for a full file system.
-    pub fn spare(&self) -> Spare {
-        Spare::of(Arc::clone(self.directory()))
+    /// Space that is kept back where a quota refuses what needs no space.
+    pub fn kept_space(&self) -> Option<&KeptSpace> {
+        self.kept_space.as_ref()
     }
 
     /// Sets a function that is called before a received disk replaces a disk without clients: it refuses for clients

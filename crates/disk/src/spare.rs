@@ -2,15 +2,21 @@
 //! sockets of a server, for which XFS takes new inodes, and the names that deleting a disk needs. It lies in a file
 //! that means nothing, and is given up meanwhile.
 
-use backend::{Directory, IoMode};
+use backend::local::HeldSpace;
+use backend::{Directory, File, IoMode};
 use std::io;
 use std::sync::Arc;
 
 /// The file, in the datastore's folder.
 const FILE: &str = "spare";
-/// Reserved bytes (1 MiB): XFS allocates inodes in chunks of 32 KiB, which must be contiguous.
+/// Names that are made and removed.
+const PROBE: &str = "spare.lamina-new";
+const PROBE_RENAMED: &str = "spare.lamina-old";
+/// What is kept back (1 MiB): inodes of XFS come in pieces of 32 KiB, which want to lie in one.
 const ROOM: u64 = 1 << 20;
-/// Least number of bytes worth reserving.
+/// Steps that are given up beyond what the names need.
+const STEPS_MORE: usize = 4;
+/// The least that is worth keeping.
 const ROOM_MIN: u64 = 64 << 10;
 
 /// The reserved space of a datastore, for use by its owner.
@@ -33,11 +39,45 @@ impl Spare {
         given
     }
 
-    /// Releases the reserved space if the file system has less than that available.
-    pub fn give_up_if_full(&self) {
-        if self.directory.room().is_ok_and(|room| room.available < ROOM) {
-            self.give_up();
+    /// Releases the reserved space if the file system, or the quota, has less than that available.
+    pub fn give_up_if_full(&self, held: Option<&HeldSpace<'_>>) {
+        let mut given_up = self.is_full() && self.directory.remove(FILE).is_ok();
+        let mut steps = 0;
+        while !self.takes_names() && held.is_some_and(HeldSpace::give_up) {
+            (given_up, steps) = (true, steps + 1);
         }
+        if given_up {
+            // Other threads overwrite in place meanwhile, which takes some of it for a moment.
+            steps += (0..STEPS_MORE).take_while(|_| held.is_some_and(HeldSpace::give_up)).count();
+            tracing::warn!(
+                path = %self.path.display(), steps, "the file system or its quota is full: reserved space is used"
+            );
+        }
+    }
+
+    /// Whether there is room for the names of sockets. A rename needs more than a new name does.
+    fn takes_names(&self) -> bool {
+        let made = self.directory.create(PROBE, IoMode::Buffered).map(drop);
+        let made = made.and_then(|()| self.directory.rename(PROBE, PROBE_RENAMED));
+        for name in [PROBE, PROBE_RENAMED] {
+            let _ = self.directory.remove(name);
+        }
+        !made.is_err_and(|error| error::lacks_space(&error))
+    }
+
+    /// A quota does not show in the room of the file system: a little is reserved, and given back.
+    fn is_full(&self) -> bool {
+        if self.directory.room().is_ok_and(|room| room.available < ROOM) {
+            return true;
+        }
+        let reserve = || {
+            let file = self.open()?;
+            let length = file.len()?;
+            let reserved = file.reserve(length, ROOM_MIN);
+            let _ = file.set_len(length);
+            reserved
+        };
+        reserve().is_err_and(|error| error::lacks_space(&error))
     }
 
     /// Reserves the space, or as much of it as available. Without any, the next server may fail to start on a full file
@@ -50,11 +90,15 @@ impl Spare {
         }
     }
 
+    fn open(&self) -> io::Result<Arc<dyn File>> {
+        match self.directory.open(FILE, IoMode::Buffered) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => self.directory.create(FILE, IoMode::Buffered),
+            opened => opened,
+        }
+    }
+
     fn take(&self) -> io::Result<u64> {
-        let file = match self.directory.open(FILE, IoMode::Buffered) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => self.directory.create(FILE, IoMode::Buffered)?,
-            opened => opened?,
-        };
+        let file = self.open()?;
         let mut room = file.len()?.min(ROOM);
         let mut more = ROOM;
         while room < ROOM && more >= ROOM_MIN {
@@ -88,8 +132,8 @@ mod tests {
         let (spare, path) = (Spare::of(Arc::new(directory)), folder.path().join(FILE));
         spare.keep();
         spare.keep();
-        assert_eq!(std::fs::metadata(&path).unwrap().len(), ROOM);
-        spare.give_up_if_full();
-        assert_eq!(path.exists(), spare.directory.room().unwrap().available >= ROOM);
+        assert_eq!(std::fs::metadata(&spare.path).unwrap().len(), ROOM);
+        spare.give_up_if_full(None);
+        assert_eq!(spare.path.exists(), spare.directory.room().unwrap().available >= ROOM);
     }
 }

@@ -17,7 +17,7 @@ pub enum ErrorKind {
     Invalid,
     /// In use: by clients, by clones, or by another process (EBUSY).
     Busy,
-    /// The file system, or a reservation in it, is full (ENOSPC).
+    /// The file system, its quota, or what was reserved of it, is full (ENOSPC, EDQUOT).
     NoSpace,
     /// A write to an object that is read-only (EROFS).
     ReadOnly,
@@ -182,6 +182,15 @@ mod tests {
     fn the_list_of_kinds_is_complete() {
         let all: Vec<_> = std::iter::successors(Some(ErrorKind::NotFound), |kind| next(*kind)).collect();
         assert_eq!(ErrorKind::ALL.to_vec(), all);
+    }
+
+    #[test]
+    fn a_quota_that_is_used_up_is_a_lack_of_space_and_the_message_names_it() {
+        for (code, words) in [(28, "No space left"), (122, "quota exceeded")] {
+            let error = Error::io("writing 'vm'", io::Error::from_raw_os_error(code));
+            assert_eq!(error.kind(), ErrorKind::NoSpace);
+            assert!(error.to_string().contains(words), "{error}");
+        }
     }
 
     #[test]

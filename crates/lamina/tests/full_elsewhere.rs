@@ -12,6 +12,25 @@ use testkit::{mounted, pattern};
 const BLOCK: u64 = 4096;
 const BLOCKS: u64 = 512;
 
+/// The first server of a datastore starts on a file system that was filled since the datastore was made.
+fn served_first(folder: &Path) {
+    let store = Store::at(folder, "4M");
+    fill_with_names(folder, "rest");
+    assert_eq!(store.serve("").stop("TERM"), Some(0));
+    fill_with_names(folder, "rest-again");
+    assert_eq!(store.serve("").stop("TERM"), Some(0));
+}
+
+#[test]
+fn a_new_datastore_is_served_on_a_full_xfs() {
+    mounted::on_xfs("a_new_datastore_is_served_on_a_full_xfs", served_first);
+}
+
+#[test]
+fn a_new_datastore_is_served_on_a_full_btrfs() {
+    mounted::on_btrfs("a_new_datastore_is_served_on_a_full_btrfs", served_first);
+}
+
 #[test]
 fn filled_ext4() {
     mounted::on_ext4("filled_ext4", filled);
@@ -25,6 +44,11 @@ fn filled_xfs() {
 #[test]
 fn filled_btrfs() {
     mounted::on_btrfs("filled_btrfs", filled);
+}
+
+#[test]
+fn filled_quota_of_btrfs() {
+    mounted::on_btrfs_quota("filled_quota_of_btrfs", filled);
 }
 
 #[test]
@@ -148,6 +172,10 @@ fn filled(folder: &Path) {
             Err(failure) => panic!("{failure:?}"),
         });
         client.flush().unwrap();
+    }
+    if mounted::is_btrfs(folder) {
+        let kept = store.path().join("reserve");
+        until("what is kept back is there again", || std::fs::read_dir(&kept).unwrap().count() == 32);
     }
     assert_eq!(server.stop("TERM"), Some(0));
     store.is_clean();

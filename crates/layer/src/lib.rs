@@ -71,7 +71,9 @@ pub const CAPACITY_MAX: u64 = 64 << 40;
 /// Part of a discard that is tried separately if the whole lacks space: the range of one table in most formats.
 const DISCARD_PART: u64 = 2 << 20;
 
-/// Extents requested per call when a whole range is scanned.
+/// A block of the file system, at the most.
+const BLOCK: u64 = 4096;
+/// Extents asked for at a time where a range is looked through.
 const EXTENTS_AT_A_TIME: usize = 256;
 
 /// The content of a range of a layer.
@@ -199,7 +201,11 @@ pub trait Layer: Send + Sync {
             self.map(at..range.end, EXTENTS_AT_A_TIME, &mut extents)?;
             for extent in &extents {
                 let has_place = matches!(extent.content, Content::Data { .. } | Content::Encoded);
-                needed += if has_place { 0 } else { extent.length };
+                if !has_place {
+                    // Its first and last bytes may be alone in a block of the file system.
+                    let end = extent.start.saturating_add(extent.length);
+                    needed += end.next_multiple_of(BLOCK) - extent.start / BLOCK * BLOCK;
+                }
             }
             at = extents.last().map_or(range.end, |last| last.start.saturating_add(last.length).max(at + 1));
         }

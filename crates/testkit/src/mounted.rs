@@ -76,8 +76,39 @@ pub fn on_btrfs(test: &str, fill_up: fn(&Path)) {
     on_loop(test, 256, "mkfs.btrfs -q", "", fill_up);
 }
 
-/// Runs a test on ext4 without a journal, whose storage fails writes with EIO while the file `trigger` next to the
-/// mount exists: a loop device on a file of nbdfuse, served by nbdkit.
+/// On a btrfs that has room, in a subvolume whose quota is used up instead. Other file systems have quotas that a kernel
+/// for tests may lack, and that do not hold for root.
+pub fn on_btrfs_quota(test: &str, fill_up: fn(&Path)) {
+    match std::env::var_os(INSIDE) {
+        Some(folder) => fill_up(&PathBuf::from(folder).join("limited")),
+        None if tool("id", &["-u"]).trim() != "0" => println!("not root: the run on tmpfs has to do"),
+        None => mounted_by(
+            test,
+            &["--mount"],
+            "mkdir $FOLDER/mounted; truncate -s 512M $FOLDER/image; mkfs.btrfs -q $FOLDER/image >/dev/null; \
+             mount -o loop $FOLDER/image $FOLDER/mounted; cd $FOLDER/mounted; btrfs -q quota enable .; \
+             btrfs -q subvolume create limited; btrfs -q qgroup limit 160M limited; cd /",
+        ),
+    }
+}
+
+/// What is free for new data, in bytes: of a file system, or of the quota of a folder.
+pub fn free(folder: &Path) -> u64 {
+    let path = folder.to_str().unwrap();
+    if is_btrfs(folder) && folder.ends_with("limited") {
+        tool("sync", &["-f", path]);
+        let groups = tool("btrfs", &["qgroup", "show", "-r", "--raw", "-f", path]);
+        // Number, referenced, exclusive, most referenced, path.
+        let group: Vec<&str> = groups.lines().last().unwrap().split_whitespace().collect();
+        let [referenced, most] = [group[1], group[3]].map(|number| number.parse::<u64>().unwrap());
+        return most.saturating_sub(referenced);
+    }
+    let free = tool("stat", &["-f", "-c", "%a %S", path]);
+    free.split_whitespace().map(|number| number.parse::<u64>().unwrap()).product()
+}
+
+/// On an ext4 without a journal whose medium fails writes with EIO for as long as the file `trigger` beside the mount
+/// exists: a loop device over a file of nbdfuse, served by nbdkit.
 pub fn on_failing_writes(test: &str, body: fn(&Path, &Path)) {
     if let Some(folder) = std::env::var_os(INSIDE) {
         let folder = PathBuf::from(folder);
@@ -103,21 +134,30 @@ pub fn on_failing_writes(test: &str, body: fn(&Path, &Path)) {
 /// Fills a file system except for this many bytes, according to the file system itself, because a quota does not show
 /// as missing space.
 pub fn leave(folder: &Path, name: &str, bytes: u64) {
-    let path = folder.join(name);
-    let Ok(file) = std::fs::File::create(&path) else { return };
-    let (mut end, mut piece) = (0, 64 << 20);
-    while piece >= 64 << 10 {
-        let [offset, length] = [end, piece].map(|number: u64| number.to_string());
+    let reserve = |path: &Path, offset: u64, length: u64| {
+        let [offset, length] = [offset, length].map(|number| number.to_string());
         let mut taken = Command::new("fallocate");
-        taken.args(["-o", &offset, "-l", &length]).arg(&path).stderr(std::process::Stdio::null());
-        match taken.status().unwrap_or_else(|e| panic!("fallocate: {e}; the tests need it")).success() {
-            true => end += piece,
-            false => piece /= 2,
+        taken.args(["-o", &offset, "-l", &length]).arg(path).stderr(std::process::Stdio::null());
+        taken.status().unwrap_or_else(|e| panic!("fallocate: {e}; the tests need it")).success()
+    };
+    // A full quota may refuse to make a file shorter, but not to remove one.
+    let left = folder.join(format!("{name}-left"));
+    reserve(&left, 0, bytes);
+    let path = folder.join(name);
+    if let Ok(file) = std::fs::File::create(&path) {
+        let (mut end, mut piece) = (0, 64 << 20);
+        while piece >= 64 << 10 {
+            match reserve(&path, end, piece) {
+                true => end += piece,
+                false => piece /= 2,
+            }
         }
+        // What a refused piece has taken goes back, too.
+        let _ = file.set_len(end);
+        file.sync_all().unwrap();
     }
-    // Frees what a failed allocation has taken too.
-    file.set_len(end.saturating_sub(bytes)).unwrap();
-    file.sync_all().unwrap();
+    let _ = std::fs::remove_file(left);
+    std::fs::File::open(folder).unwrap().sync_all().unwrap();
 }
 
 /// Fills a file system to the last byte, most of it in one step.
@@ -126,16 +166,13 @@ pub fn take_the_rest(folder: &Path, name: &str) {
     fill_rest(folder, &format!("{name}-end"));
 }
 
-/// Fills the last block and, except on btrfs, the space for further names. On btrfs names use separate space, of which
-/// a server cannot reserve any.
+/// Takes the last block and the last name.
 pub fn fill_with_names(folder: &Path, name: &str) {
     fill_rest(folder, name);
-    if is_btrfs(folder) {
-        return;
-    }
     let names = folder.join(format!("{name}-names"));
     if std::fs::create_dir(&names).is_ok() {
-        (0..1 << 16).find(|i| std::fs::File::create(names.join(format!("a name of some length, number {i}"))).is_err());
+        // Long ones: fewer take as much.
+        (0..1 << 16).find(|i| std::fs::File::create(names.join(format!("{i:0>250}"))).is_err());
     }
 }
 

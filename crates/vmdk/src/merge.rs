@@ -32,7 +32,10 @@ use work::Progress;
 
 /// Bytes of payload per byte of other metadata than tables: free-space maps, backmaps, and metadata of the file system.
 const METADATA_SHARE: u64 = 64;
-/// Extents of a source that are requested per call.
+/// Bytes beside these that a merge takes of the file system: records, descriptors and the list of snapshots that are
+/// replaced meanwhile.
+const SMALL_FILES: u64 = 64 << 10;
+/// Extents of a source requested at a time.
 const EXTENTS: usize = 256;
 /// The most ranges for which space is checked before a merge: 4 MiB of memory. A merge of more ranges meets a lack of
 /// space only while it runs.
@@ -261,8 +264,8 @@ impl Disk {
         announced.snapshots.retain(|snapshot| snapshot.node != target && !sources[1..].contains(&snapshot.node));
         let merging = Merging { side: MergeSide::Down, node: target, above: Some(lowest), content: None };
         announced.pending = Some(Pending { merging: Some(merging), ..Pending::new("merge down") });
-        // The space for the record after the merge is reserved here, too.
-        let spare = room.and_then(|()| self.set_aside(&announced, sources, target));
+        // The room for the record of the merged disk is reserved by then, too.
+        let spare = room.and_then(|()| self.set_aside(&announced, &self.merged_down(&announced, sources, target)?));
         let announced = spare.and_then(|spare| self.commit(announced).map(|()| spare));
         let spare = match announced {
             Ok(spare) => spare,
@@ -308,13 +311,13 @@ impl Disk {
             // target already have a table.
             for index in (range.start / mapped).max(next)..range.end.div_ceil(mapped) {
                 let part = index * mapped..((index + 1) * mapped).min(layer.capacity());
-                tables += u64::from(layer.room_needed(part.clone())? == part.end - part.start);
+                tables += u64::from(layer.room_needed(part.clone())? >= part.end - part.start);
                 next = index + 1;
             }
         }
         let directory = into.place().folder.directory();
         let room = directory.room().map_err(|error| Error::io("asking for the room in the file system", error))?;
-        let metadata = needed / METADATA_SHARE + tables * table;
+        let metadata = needed / METADATA_SHARE + tables * table + SMALL_FILES;
         if needed > 0 && needed + metadata > room.available {
             return Err(self.lacks_room(into, needed + metadata, &format!("has {}", room.available)));
         }
@@ -344,7 +347,9 @@ impl Disk {
         // A part may have been reserved. If truncating fails, the file only is longer than necessary.
         let given_back = file.set_len(end);
         match taken {
-            Err(error) if error::lacks_space(&error) => Err(self.lacks_room(into, bytes, "does not give them")),
+            Err(error) if error::lacks_space(&error) => {
+                Err(self.lacks_room(into, bytes, &format!("refuses them ({error})")))
+            }
             Ok(()) => given_back.map_err(|error| Error::io("giving back room in the file system", error)),
             // The merge meets other failures in its own writes.
             Err(_) => Ok(()),
@@ -411,7 +416,10 @@ impl Disk {
         let mut announced = record.clone();
         let merging = Merging { side: MergeSide::Up, node: target, above: None, content };
         announced.pending = Some(Pending { merging: Some(merging), ..Pending::new("merge up") });
+        let spare = self.set_aside(&announced, &self.merged_up(&announced, target, source, content)?)?;
         self.commit(announced)?;
+        // The announcement may have used it, and returned the room of the record before.
+        spare.renew();
         let line = match is_head {
             true => line,
             // The image is the top of a line of its own, which is opened for writing at once.
@@ -426,24 +434,26 @@ impl Disk {
         };
         let (into, oldest) = (line.expect(target)?.key, line.expect(source)?.key);
         let outcome = self.set_writing(&line, target).and_then(|()| {
-            let mut commit = || self.commit_up(target, source, content);
+            let mut commit = || self.commit(self.merged_up(&self.record(), target, source, content)?);
             line.chain.merge_up(into, oldest, 0, progress, &mut commit)
         });
-        self.end_merge(&line, target, &[source], claim, outcome.map(drop))
+        let ended = self.end_merge(&line, target, &[source], claim, outcome.map(drop));
+        drop(spare);
+        ended
     }
 
-    fn commit_up(&self, target: u32, source: u32, content: Option<u32>) -> Result<()> {
-        let record = self.record();
+    /// The record after a merge up; `content` is the identity that the target had.
+    fn merged_up(&self, record: &Record, target: u32, source: u32, content: Option<u32>) -> Result<Record> {
         let (upper, lower) = (record.node(target)?, record.node(source)?);
         let parent = match lower.parent {
             Some(parent) => {
                 let below = record.node(parent)?;
-                let place = self.place(&record, below)?;
-                let folder = self.folder(&record, upper.folder.as_deref())?;
-                ParentNow::Of { content: self.parent_content_of(&record, below)?, hint: parent_hint(&folder, &place) }
+                let place = self.place(record, below)?;
+                let folder = self.folder(record, upper.folder.as_deref())?;
+                ParentNow::Of { content: self.parent_content_of(record, below)?, hint: parent_hint(&folder, &place) }
             }
             None => {
-                let base = self.descriptor_of(&record, lower)?;
+                let base = self.descriptor_of(record, lower)?;
                 let uuid = base.and_then(|base| base.database.uuid()).map(|uuid| uuid.to_string());
                 ParentNow::None { adapter: record.adapter.clone(), uuid }
             }
@@ -451,7 +461,7 @@ impl Disk {
         // The children of the target record its old CID; a head has no children.
         let content = if record.head == target { None } else { content };
         let settle = vec![Settlement { node: target, content, parent: Some(parent), text: None }];
-        let gone = if lower.is_own() { self.files(&record, lower) } else { Vec::new() };
+        let gone = if lower.is_own() { self.files(record, lower) } else { Vec::new() };
         let below = lower.parent;
         let mut after = record.clone();
         after.nodes.retain(|node| node.id != source);
@@ -461,11 +471,11 @@ impl Disk {
         after.snapshots.retain(|snapshot| snapshot.node != source);
         // A foreign base that the merge does not change is dropped with the images that are not needed any more.
         let more = after.take_unneeded();
-        let more = more.iter().filter(|node| node.is_own()).flat_map(|node| self.files(&record, node));
+        let more = more.iter().filter(|node| node.is_own()).flat_map(|node| self.files(record, node));
         let gone = gone.into_iter().chain(more).collect();
-        let settle = self.with_texts(&record, settle)?;
+        let settle = self.with_texts(record, settle)?;
         after.pending = Some(Pending { gone, settle, ..Pending::new("merge up") });
-        self.commit(after)
+        Ok(after)
     }
 
     /// Called after a merge, whether it succeeded or not: opens the target for reading, corrects descriptors, and

@@ -16,11 +16,9 @@ pub(crate) struct Spare<'a> {
 }
 
 impl Disk {
-    /// Reserves the space for the record that ends a merge down; it is also enough for the record that announces the
-    /// merge.
-    pub(crate) fn set_aside(&self, announced: &Record, sources: &[u32], target: u32) -> Result<Spare<'_>> {
-        let after = self.merged_down(announced, sources, target)?.encode()?.len();
-        let bytes = announced.encode()?.len().max(after) as u64 + SLACK;
+    /// Reserves the room for the record that ends a merge; it is also enough for the record that announces the merge.
+    pub(crate) fn set_aside(&self, announced: &Record, after: &Record) -> Result<Spare<'_>> {
+        let bytes = announced.encode()?.len().max(after.encode()?.len()) as u64 + SLACK;
         let spare = Spare { disk: self, bytes };
         // A record may fit where a reservation does not: then the announcement can still be written. It frees the space
         // of the old record, which `renew` reserves.

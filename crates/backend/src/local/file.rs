@@ -3,8 +3,7 @@
 //! Interrupted calls and short transfers are continued here, so that callers get the whole transfer or an error. Errors
 //! keep the kernel's code: the crates above add which disk they concern.
 
-use super::{extents, retry};
-use crate::file::flush_failed;
+use super::{extents, kept, retry};
 use crate::queue::resume_short_read;
 use crate::validate::{check_alignment, check_range, check_slices};
 use crate::{BLOCK_SIZE, File, IoMode, LocalFile, LocalPart, Placement};
@@ -115,7 +114,28 @@ impl OpenFile {
         }
     }
 
-    /// Writes through the page cache in pieces that end at multiples of [`CACHED_WRITE_MAX`] in the file.
+    /// Writes all of it, by one call or several.
+    fn write_all(&self, slices: &[&[u8]], offset: u64, total: u64, durable: bool) -> io::Result<()> {
+        if self.mode == IoMode::Buffered && !durable && total > CACHED_WRITE_MAX {
+            return self.write_pieces(slices, offset);
+        }
+        let written = match slices {
+            [slice] => self.write_vectors(&mut [IoSlice::new(slice)], offset, durable),
+            _ => {
+                let mut vectors: Vec<_> = slices.iter().map(|slice| IoSlice::new(slice)).collect();
+                self.write_vectors(&mut vectors, offset, durable)
+            }
+        };
+        match written {
+            Err(error) if self.mode == IoMode::Direct && error::lacks_space(&error) => {
+                self.write_around_holes(slices, offset, error)?;
+                if durable { self.sync() } else { Ok(()) }
+            }
+            other => other,
+        }
+    }
+
+    /// Writes through the page cache in pieces that end where multiples of [`CACHED_WRITE_MAX`] in the file do.
     fn write_pieces(&self, slices: &[&[u8]], mut offset: u64) -> io::Result<()> {
         let to_border = |offset: u64| (CACHED_WRITE_MAX - offset % CACHED_WRITE_MAX) as usize;
         let mut piece: Vec<IoSlice<'_>> = Vec::with_capacity(slices.len());
@@ -198,7 +218,7 @@ impl File for OpenFile {
     }
 
     fn set_len(&self, length: u64) -> io::Result<()> {
-        self.file.set_len(length)
+        kept::without_new_space(&self.file, || self.file.set_len(length))
     }
 
     fn read_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<()> {
@@ -249,23 +269,7 @@ impl File for OpenFile {
 
     fn write_at(&self, slices: &[&[u8]], offset: u64, durable: bool) -> io::Result<()> {
         let total = check_slices(self.mode, slices, offset)?;
-        if self.mode == IoMode::Buffered && !durable && total > CACHED_WRITE_MAX {
-            return self.write_pieces(slices, offset);
-        }
-        let written = match slices {
-            [slice] => self.write_vectors(&mut [IoSlice::new(slice)], offset, durable),
-            _ => {
-                let mut vectors: Vec<_> = slices.iter().map(|slice| IoSlice::new(slice)).collect();
-                self.write_vectors(&mut vectors, offset, durable)
-            }
-        };
-        match written {
-            Err(error) if self.mode == IoMode::Direct && error::lacks_space(&error) => {
-                self.write_around_holes(slices, offset, error)?;
-                if durable { self.sync() } else { Ok(()) }
-            }
-            other => other,
-        }
+        kept::in_range(&self.file, offset..offset + total, || self.write_all(slices, offset, total, durable))
     }
 
     fn sync(&self) -> io::Result<()> {
@@ -280,7 +284,7 @@ impl File for OpenFile {
             return Ok(());
         }
         check_range(offset, length)?;
-        match punch_call(&self.file, offset, length) {
+        match kept::without_new_space(&self.file, || punch_call(&self.file, offset, length)) {
             Err(error) if error.kind() == io::ErrorKind::Unsupported => self.write_zeros(offset, length),
             other => other,
         }
@@ -318,7 +322,7 @@ impl LocalFile for OpenFile {
             return Ok(());
         }
         check_range(offset, length)?;
-        reserve_call(&self.file, offset, length)
+        kept::in_range(&self.file, offset..offset + length, || reserve_call(&self.file, offset, length))
     }
 
     fn zero_range(&self, offset: u64, length: u64) -> io::Result<()> {
@@ -326,7 +330,7 @@ impl LocalFile for OpenFile {
             return Ok(());
         }
         check_range(offset, length)?;
-        zero_range_call(&self.file, offset, length)
+        kept::in_range(&self.file, offset..offset + length, || zero_range_call(&self.file, offset, length))
     }
 
     fn next_allocated(&self, offset: u64) -> io::Result<Option<Range<u64>>> {

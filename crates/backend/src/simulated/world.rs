@@ -73,6 +73,8 @@ pub(super) struct World {
     pub(super) pace: Option<Pace>,
     /// Free space that is reported in excess.
     pub(super) overstated: u64,
+    /// What a request without room is refused with.
+    refusal: Errno,
     cached_reads: u64,
     used: u64,
     files: BTreeMap<FileId, FileState>,
@@ -80,6 +82,11 @@ pub(super) struct World {
     names: BTreeMap<String, FileId>,
     durable_names: BTreeMap<String, FileId>,
     name_changes: Vec<NameChange>,
+}
+
+/// What a disk refuses with for lack of room: as a full file system, or as a quota that is used up.
+fn refusal(seed: u64) -> Errno {
+    if seed.is_multiple_of(2) { Errno::NOSPC } else { Errno::DQUOT }
 }
 
 impl World {
@@ -97,6 +104,7 @@ impl World {
             readable: false,
             pace: None,
             overstated: 0,
+            refusal: refusal(seed),
             cached_reads: 0,
             used: 0,
             files: BTreeMap::new(),
@@ -157,7 +165,7 @@ impl World {
 
     /// The same state with a new seed and options.
     pub(super) fn reseeded(self, seed: u64, options: SimulatedOptions) -> World {
-        World { random: Random::new(seed), options, ..self }
+        World { random: Random::new(seed), refusal: refusal(seed), options, ..self }
     }
 
     /// Counts an operation and decides how it ends.
@@ -464,7 +472,7 @@ impl World {
         let Some(file) = self.files.get(&id) else { return Err(Errno::STALE.into()) };
         let missing = file.live.space().missing(pages_touched(offset, length)).saturating_mul(PAGE);
         if missing > self.options.capacity.saturating_sub(self.used) && missing > 0 {
-            return Err(Errno::NOSPC.into());
+            return Err(self.refusal.into());
         }
         Ok(())
     }

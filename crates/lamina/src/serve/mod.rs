@@ -21,6 +21,7 @@ mod receiving;
 use crate::cli::ServeArguments;
 use crate::output::Form;
 use crate::{exit, follow};
+use backend::local::{KeptSpace, LocalDirectory, LocalQueues};
 use connections::{Address, Limits, Listen, TlsConfig};
 use control::jobs::Jobs;
 use control::{Served, Service, Serving, Target, Watch, socket, uri};
@@ -55,9 +56,14 @@ pub fn run(location: &Location, arguments: &ServeArguments, form: Form) -> Resul
     let folder = location.need_folder("a control socket or a server")?;
     let datastore = Datastore::open(&location, open_options(arguments))?;
     datastore.foreground().set_target(arguments.latency_target);
-    let spare = Spare::of(folder, Arc::clone(datastore.directory()));
-    spare.give_up_if_full();
-    let outcome = serve(&location, &datastore, arguments, form, &mut signals, &spare);
+    let spare = Spare::of(&path, Arc::clone(datastore.directory()));
+    let held = datastore.kept_space().map(KeptSpace::hold);
+    spare.give_up_if_full(held.as_ref());
+    let started = || {
+        drop(held);
+        spare.keep();
+    };
+    let outcome = serve(&path, &datastore, arguments, form, &mut signals, started);
     let closed = datastore.close();
     outcome?;
     closed?;
@@ -65,7 +71,15 @@ pub fn run(location: &Location, arguments: &ServeArguments, form: Form) -> Resul
     Ok(())
 }
 
-/// The options for opening the datastore.
+/// Takes the room that the first server of a new datastore gives up to start where it is full by then.
+pub fn keep_room(path: &Path) -> Result<()> {
+    let directory = LocalDirectory::open(path, LocalQueues::Threads);
+    let directory = directory.map_err(|e| Error::io(format!("opening '{}'", path.display()), e))?;
+    Spare::of(path, Arc::new(directory)).keep();
+    Ok(())
+}
+
+/// How the arguments say to open the datastore.
 pub fn open_options(arguments: &ServeArguments) -> OpenOptions {
     OpenOptions {
         mode: arguments.io.into(),
@@ -82,7 +96,7 @@ fn serve(
     arguments: &ServeArguments,
     form: Form,
     signals: &mut Signals,
-    spare: &Spare,
+    started: impl FnOnce(),
 ) -> Result<()> {
     let status = datastore.status()?;
     let exports = DatastoreExports { datastore: Arc::clone(datastore), read_only: arguments.read_only };
@@ -107,8 +121,8 @@ fn serve(
     };
     let target = Target::Open(service);
     let handler = Box::new(move |request, watch: &dyn Watch| control::dispatch(&target, request, watch));
-    let control = socket::Server::start(location, handler)?;
-    spare.keep();
+    let control = socket::Server::start(path, handler)?;
+    started();
     for warning in &status.file_system.warnings {
         tracing::warn!(datastore = %location, "{warning}");
     }

@@ -159,7 +159,7 @@ impl Engine {
         {
             return Err(Error::new(
                 ErrorKind::NoSpace,
-                "the file system of the datastore is full: the map cannot grow",
+                "the file system of the datastore, or its quota, is full: the map cannot grow",
             ));
         }
         meta.enqueue(operation, gate).map_err(|error| self.stop(error))?;

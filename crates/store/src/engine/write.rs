@@ -296,7 +296,7 @@ impl Engine {
         Ok(false)
     }
 
-    /// Makes the error for a full file system, and requests that freed blocks are reclaimed.
+    /// The file system or its quota is full.
     #[cold]
     pub(super) fn no_space(&self, head: &Head) -> Error {
         self.request(|work| work.reclaim = true);
@@ -304,8 +304,8 @@ impl Engine {
             Ok(name) => Error::new(
                 ErrorKind::NoSpace,
                 format!(
-                    "{name}: no space left in the file system of the datastore; free some, or delete disks, snapshots or \
-                     data in guests and discard it"
+                    "{name}: no space left in the file system of the datastore, or in its quota; free some, or delete \
+                     disks, snapshots or data in guests and discard it"
                 ),
             ),
             Err(error) => error,

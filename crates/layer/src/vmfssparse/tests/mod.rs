@@ -100,6 +100,20 @@ fn power_cuts_lose_nothing_that_was_flushed() {
 }
 
 #[test]
+fn room_is_needed_for_whole_blocks_of_the_file_system() {
+    let disk = SimulatedDisk::new(1, SimulatedOptions::default());
+    let file = disk.directory().create("f", IoMode::Buffered).unwrap();
+    let subject = Cowd { capacity: 4096, grain: 1, cache_bytes: CACHE_BYTES };
+    subject.create(Arc::clone(&file)).unwrap();
+    let layer = subject.open(file, true).unwrap();
+    layer.write(9 * SECTOR, &[&[7; SECTOR as usize]]).unwrap();
+    assert_eq!(layer.room_needed(9 * SECTOR..10 * SECTOR).unwrap(), 0);
+    assert_eq!(layer.room_needed(20 * SECTOR..21 * SECTOR).unwrap(), 4096);
+    assert_eq!(layer.room_needed(7 * SECTOR..10 * SECTOR).unwrap(), 8192);
+    assert_eq!(layer.room_needed(16 * SECTOR..32 * SECTOR).unwrap(), 8192);
+}
+
+#[test]
 fn large_writes_keep_their_distance_to_large_borders_and_waste_nothing() {
     const PIECE: u64 = 64 << 10;
     let disk = SimulatedDisk::new(1, SimulatedOptions::default());

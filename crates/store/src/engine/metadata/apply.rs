@@ -58,7 +58,9 @@ impl NodeStore for Nodes<'_> {
     }
 
     fn allocate(&mut self) -> Result<NodeId> {
-        let none = || Error::new(ErrorKind::NoSpace, "no room for metadata: free space in the file system");
+        let none = || {
+            Error::new(ErrorKind::NoSpace, "no room for metadata: free space in the file system, or raise its quota")
+        };
         let run = self.map.allocate(self.pages, 1)?.ok_or_else(|| self.map.damage().unwrap_or_else(none))?;
         self.map.adopt(self.pages, run)?;
         self.pages.create(PageKey::new(PageFile::Map, run.start))?;
