@@ -12,6 +12,7 @@
 //! A queue may move to another thread between two calls, even with operations in flight and even if the first thread
 //! ends. Therefore rings are made without `SINGLE_ISSUER` and `DEFER_TASKRUN`, which bind a ring to one thread.
 
+use crate::file::flush_failed;
 use crate::local::{VECTORS_MAX, is_kept_space_missing};
 use crate::queue::{QUEUE_DEPTH_MAX, QUEUE_POLLS_MAX, resume_short_read, too_many_polls, write_at_once};
 use crate::validate::{check_alignment, check_range};

@@ -16,11 +16,12 @@ use crate::snapshot_group;
 use crate::spare::Spare;
 use crate::switch::Switches;
 use crate::transfer;
-use backend::local::{KeptSpace, LocalDirectory, LocalQueues};
+use backend::local::{KeptSpace, LocalQueues};
 use backend::{BLOCK_SIZE, Directory, IoMode, QueueKind};
 use error::{Error, ErrorKind, IoContext, Result};
 use parking_lot::{Mutex, RwLock};
 use std::collections::BTreeSet;
+use std::path::Path;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 use store::engine::{FORMAT_VERSION, InitParameters, Owner};
@@ -128,16 +129,16 @@ impl Datastore {
                 ),
             ));
         }
-        let made = !path.exists();
-        if made {
-            std::fs::create_dir_all(path).during(|| format!("making {}", path.display()))?;
-        }
-        let result = LocalDirectory::open(path, LocalQueues::Threads)
-            .during(|| format!("opening {}", path.display()))
-            .and_then(|directory| Self::init_in(Arc::new(directory), options));
-        if result.is_ok() {
-            keep_space(path);
-        }
+        let made = location.make()?;
+        let directory = location.connect(LocalQueues::Threads);
+        let result = directory.and_then(|directory| {
+            Self::init_in(Arc::clone(&directory), options)?;
+            if let Some(folder) = location.local_path() {
+                keep_space(folder);
+                Spare::of(directory).keep();
+            }
+            Ok(())
+        });
         if result.is_err() && made {
             location.unmake();
         }
@@ -192,7 +193,7 @@ impl Datastore {
         Self::open_at(None, directory, options, Engine::open_repairing)
     }
 
-    fn open_at(
+    pub(crate) fn open_at(
         location: Option<&Location>,
         directory: Arc<dyn Directory>,
         options: EngineOptions,
@@ -200,7 +201,7 @@ impl Datastore {
     ) -> Result<Arc<Self>> {
         let owner = Arc::new(Owner::take(&*directory)?);
         // Recovery overwrites in place already.
-        let kept_space = path.and_then(keep_space);
+        let kept_space = location.and_then(Location::local_path).and_then(keep_space);
         let mode = options.mode;
         let engine = open(directory, options, Some(&owner))?;
         let switches = Arc::<Switches>::default();
@@ -239,13 +240,18 @@ impl Datastore {
         self.native.engine.directory()
     }
 
+    /// The space that the datastore reserves for names that its owner needs on a full file system.
+    pub fn spare(&self) -> Spare {
+        Spare::of(Arc::clone(self.directory()))
+    }
+
     /// Space that is kept back where a quota refuses what needs no space.
     pub fn kept_space(&self) -> Option<&KeptSpace> {
         self.kept_space.as_ref()
     }
 
-    /// Sets a function that is called before a received disk replaces a disk without clients: it refuses for clients
-    /// that may come back. Only the first call has an effect.
+    /// Sets a function that is called before a received disk replaces a disk without connected clients. It refuses the
+    /// replacement if a client of the disk may reconnect. Only the first call has an effect.
     pub fn refuse_to_replace(&self, refuse: impl Fn(&str) -> Result<()> + Send + Sync + 'static) {
         let _ = self.native.refuse_to_replace.set(Box::new(refuse));
     }

@@ -155,9 +155,8 @@ fn init(location: &Location, journal_size: u64, any_file_system: bool, form: For
     if !any_file_system {
         file_system::check_for_new(location)?;
     }
-    Datastore::init(path, InitOptions { journal_size })?;
-    serve::keep_room(path)?;
-    let file_system = file_system::look_at(path);
+    Datastore::init(location, InitOptions { journal_size })?;
+    let file_system = file_system::look_at(location);
     let mut out = io::stdout().lock();
     match form {
         Form::Json => output::print_json(

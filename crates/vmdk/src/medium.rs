@@ -9,7 +9,7 @@
 //! 2. Neither change of the mark is flushed: a power cut that takes it back empties the cache, too. It costs no request
 //!    of the medium, and no room where there is none: without it the next opening takes longer.
 //! 3. Errors that may come from the medium put the disk in doubt ([`Disk::noting`]): it gets no mark. What fails in the
-//!    head's chain is kept there, until the chain is let go of ([`Disk::lay_down`]).
+//!    head's chain is kept there, until the chain is let go of ([`Disk::close_dropped_head`]).
 //! 4. The same process opens no image that it has failed to write before that image's files are flushed and forgotten,
 //!    too ([`Disk::show_stale`]).
 
@@ -189,7 +189,7 @@ impl Disk {
     }
 
     /// Closes the head's line that was let go of, flushed if that can be. Gives what has failed.
-    pub(crate) fn lay_down(&self, line: &Line) -> Option<Failed> {
+    pub(crate) fn close_dropped_head(&self, line: &Line) -> Option<Failed> {
         let _ = line.chain.close();
         let why = line.chain.failure()?;
         let mut state = self.state.lock();

@@ -4,6 +4,7 @@
 //! keep the kernel's code: the crates above add which disk they concern.
 
 use super::{extents, kept, retry};
+use crate::file::flush_failed;
 use crate::queue::resume_short_read;
 use crate::validate::{check_alignment, check_range, check_slices};
 use crate::{BLOCK_SIZE, File, IoMode, LocalFile, LocalPart, Placement};

@@ -81,7 +81,7 @@ impl Datastore {
         self.end_whole_groups()?;
         let _use = self.uses.share(name)?;
         let Some(entry) = self.foreign.find(name) else { return self.native.delete_disk(name, promote) };
-        let spare = self.spare();
+        let (uuid, spare) = (entry.disk.uuid(), self.spare());
         match self.foreign.delete_disk(&entry, promote) {
             // XFS may want room for the new name of the record. The disk is as before.
             Err(error)
@@ -92,7 +92,11 @@ impl Datastore {
                 deleted
             }
             outcome => outcome,
+        }?;
+        if let Err(error) = snapshot_group::forget(&**self.directory(), &uuid) {
+            tracing::warn!(%error, disk = name, "a record of a snapshot group still names the deleted disk");
         }
+        Ok(())
     }
 
     /// Takes snapshots of several disks at one point: (disk, snapshot name).

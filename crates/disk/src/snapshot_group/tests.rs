@@ -350,7 +350,9 @@ fn native_snapshots_of_an_append_that_failed_go_with_the_others() {
     let record_then = Arc::new(Mutex::new(None));
     let directory = FailingJournal { inner, fails: Arc::clone(&fails), record_then: Arc::clone(&record_then) };
     let directory = Arc::new(directory);
-    let datastore = Datastore::open_at(Some(&path), directory, EngineOptions::default(), Engine::open_owned).unwrap();
+    let datastore =
+        Datastore::open_at(Some(&path.as_path().into()), directory, EngineOptions::default(), Engine::open_owned)
+            .unwrap();
     fails.store(true, Ordering::SeqCst);
     let of = ["n", "a"].map(|disk| (disk.to_owned(), "group".to_owned()));
     datastore.create_snapshots(&of, &SnapshotOptions::default()).unwrap_err();

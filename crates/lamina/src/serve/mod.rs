@@ -21,12 +21,12 @@ mod receiving;
 use crate::cli::ServeArguments;
 use crate::output::Form;
 use crate::{exit, follow};
-use backend::local::{KeptSpace, LocalDirectory, LocalQueues};
+use backend::local::KeptSpace;
 use connections::{Address, Limits, Listen, TlsConfig};
 use control::jobs::Jobs;
 use control::{Served, Service, Serving, Target, Watch, socket, uri};
 use disk::{Datastore, Location, OpenOptions};
-use error::{Error, Result};
+use error::{Error, ErrorKind, Result};
 use export::clients::Clients;
 use export::nbd;
 use exports::DatastoreExports;
@@ -53,29 +53,21 @@ pub fn run(location: &Location, arguments: &ServeArguments, form: Form) -> Resul
 
     // The path is made absolute, because URIs contain it.
     let location = location.resolved()?;
-    let folder = location.need_folder("a control socket or a server")?;
+    location.need_folder("a control socket or a server")?;
     let datastore = Datastore::open(&location, open_options(arguments))?;
     datastore.foreground().set_target(arguments.latency_target);
-    let spare = Spare::of(&path, Arc::clone(datastore.directory()));
+    let spare = datastore.spare();
     let held = datastore.kept_space().map(KeptSpace::hold);
     spare.give_up_if_full(held.as_ref());
     let started = || {
         drop(held);
         spare.keep();
     };
-    let outcome = serve(&path, &datastore, arguments, form, &mut signals, started);
+    let outcome = serve(&location, &datastore, arguments, form, &mut signals, started);
     let closed = datastore.close();
     outcome?;
     closed?;
     tracing::info!(datastore = %location, "closed");
-    Ok(())
-}
-
-/// Takes the room that the first server of a new datastore gives up to start where it is full by then.
-pub fn keep_room(path: &Path) -> Result<()> {
-    let directory = LocalDirectory::open(path, LocalQueues::Threads);
-    let directory = directory.map_err(|e| Error::io(format!("opening '{}'", path.display()), e))?;
-    Spare::of(path, Arc::new(directory)).keep();
     Ok(())
 }
 
@@ -121,7 +113,7 @@ fn serve(
     };
     let target = Target::Open(service);
     let handler = Box::new(move |request, watch: &dyn Watch| control::dispatch(&target, request, watch));
-    let control = socket::Server::start(path, handler)?;
+    let control = socket::Server::start(location, handler)?;
     started();
     for warning in &status.file_system.warnings {
         tracing::warn!(datastore = %location, "{warning}");
@@ -177,7 +169,7 @@ fn nbd_config(location: &Location, arguments: &ServeArguments) -> Result<nbd::Se
         None => location.need_folder("an NBD socket")?.join(NBD_SOCKET),
     };
     let socket = std::path::absolute(&socket).map_err(|e| Error::io(format!("finding '{}'", socket.display()), e))?;
-    let control = socket::path(path);
+    let control = socket::path(location)?;
     let folder = socket.parent().and_then(|folder| folder.canonicalize().ok());
     if folder.as_deref() == control.parent() && socket.file_name() == control.file_name() {
         let text = format!("'{}' is where commands reach the server: give --socket another path", socket.display());
