@@ -248,7 +248,7 @@ fn case(seed: u64) -> (u32, u32) {
     let (mut stopped, mut failed) = (0, 0);
     // Most of the snapshots are beside the head's branch from here on.
     let first = world.snapshots.keys().next().cloned().unwrap();
-    if seed % 4 > 0 {
+    if !seed.is_multiple_of(4) {
         world.disk.revert(&first).unwrap();
         world.head = vec![world.snapshots[&first].clone()];
     }
@@ -362,7 +362,7 @@ fn a_snapshot_that_a_failed_flush_has_emptied_reads_as_the_medium_has_it() {
         chain.write(0, &vec![2; 4 * BLOCK]).unwrap();
         chain.write((20 * BLOCK) as u64, &vec![2; 4 * BLOCK]).unwrap();
         drop(chain);
-        machine.fail_requests(Fault::Sync, step, if seed % 2 == 0 { 1 } else { 1 << 40 });
+        machine.fail_requests(Fault::Sync, step, if seed.is_multiple_of(2) { 1 } else { 1 << 40 });
         let done = disk.snapshot(&NewSnapshot::named("s"));
         let context = format!("seed {seed}, {delta:?}, flush {step}: {done:?}");
         if done.is_ok() || !disk.snapshots().iter().any(|snapshot| snapshot.name == "s") {
