@@ -125,9 +125,16 @@ fn visit(path: &Path, depth: usize, each: &mut dyn FnMut(&Path, &fs::Metadata) -
 
 /// Bytes that a file or tree occupies, as `du` counts them.
 pub fn allocated(path: &Path) -> Result<u64> {
+    allocated_to(path, &|_| true)
+}
+
+/// The same of the files and folders that are wanted.
+fn allocated_to(path: &Path, wanted: &dyn Fn(&Path) -> bool) -> Result<u64> {
     let mut sum = 0;
-    visit(path, 0, &mut |_, m| {
-        sum += m.blocks() * 512;
+    visit(path, 0, &mut |path, m| {
+        if wanted(path) {
+            sum += m.blocks() * 512;
+        }
         Ok(())
     })?;
     Ok(sum)
@@ -193,12 +200,29 @@ pub fn random_file(path: &Path, size: u64, seed: u64) -> Result<()> {
     file.sync_all().doing(doing)
 }
 
-/// Waits until a file or tree occupies at most `bytes`, or until the time is over; returns the occupied bytes and the
-/// time taken.
+/// Bytes that the blocks of a datastore's native disks take, without its journal and tables.
+pub fn data_allocated(datastore: &Path) -> Result<u64> {
+    allocated_to(datastore, &|path| {
+        let number = path.file_name().and_then(|name| name.to_str()).and_then(|name| name.strip_prefix("data."));
+        number.is_some_and(|number| number.bytes().all(|digit| digit.is_ascii_digit()))
+    })
+}
+
+/// Waits until what a file or tree allocates is at most `bytes`, or the time is over: what it allocates then, and how
+/// long it took.
 pub fn wait_allocated(path: &Path, bytes: u64, time: Duration) -> Result<(u64, Duration)> {
+    wait_until(&|| allocated(path), bytes, time)
+}
+
+/// The same of the blocks of a datastore's native disks.
+pub fn wait_data_allocated(datastore: &Path, bytes: u64, time: Duration) -> Result<(u64, Duration)> {
+    wait_until(&|| data_allocated(datastore), bytes, time)
+}
+
+fn wait_until(space: &dyn Fn() -> Result<u64>, bytes: u64, time: Duration) -> Result<(u64, Duration)> {
     let began = std::time::Instant::now();
     loop {
-        let now = allocated(path)?;
+        let now = space()?;
         if now <= bytes || began.elapsed() >= time {
             return Ok((now, began.elapsed()));
         }
@@ -221,6 +245,12 @@ mod tests {
         let file = scratch.path("file");
         random_file(&file, 3 << 20, 1).unwrap();
         scratch.settle().unwrap();
+        let store = scratch.path("store");
+        fs::create_dir(&store).unwrap();
+        for name in ["data.0000", "data.0012", "data.table", "journal"] {
+            random_file(&store.join(name), 1 << 20, 2).unwrap();
+        }
+        assert_eq!(data_allocated(&store).unwrap(), 2 << 20);
         warm(scratch.root()).unwrap();
         drop_cached(scratch.root()).unwrap();
         assert!(allocated(scratch.root()).unwrap() >= 3 << 20);
