@@ -112,8 +112,8 @@ impl Chain {
         })
     }
 
-    /// Work on a level that the chain has not asked for has failed: where its content is now, the medium may not have it.
-    /// Nothing is read or written until the chain is opened again.
+    /// Work on a level that the chain has not asked for has failed: where its content is now, the medium may not have
+    /// it. Nothing is read or written until the chain is opened again.
     pub fn distrust(&self, error: &Error) {
         self.rearranged.note(&(0..self.capacity()));
         self.stop(error);

@@ -76,8 +76,8 @@ pub fn on_btrfs(test: &str, fill_up: fn(&Path)) {
     on_loop(test, 256, "mkfs.btrfs -q", "", fill_up);
 }
 
-/// On a btrfs that has room, in a subvolume whose quota is used up instead. Other file systems have quotas that a kernel
-/// for tests may lack, and that do not hold for root.
+/// On a btrfs that has room, in a subvolume whose quota is used up instead. Other file systems have quotas that a
+/// kernel for tests may lack, and that do not hold for root.
 pub fn on_btrfs_quota(test: &str, fill_up: fn(&Path)) {
     match std::env::var_os(INSIDE) {
         Some(folder) => fill_up(&PathBuf::from(folder).join("limited")),

@@ -1,9 +1,9 @@
 //! Space that a folder keeps back where the file system refuses what needs no new space.
 //!
-//! btrfs counts the metadata of every request against a quota. At the limit it refuses overwrites in place, punched holes,
-//! changes of a length and renames with EDQUOT. It keeps space for metadata apart from space for data: where other
-//! programs have used that up, it refuses the same with ENOSPC. It always carries out the removal of a file.
-//! So a folder there keeps [`STEPS`] files whose extended attributes take metadata, and no data. Where such a request is
+//! btrfs counts the metadata of every request against a quota. At the limit it refuses overwrites in place, punched
+//! holes, changes of a length and renames with EDQUOT. It keeps space for metadata apart from space for data: where
+//! other programs have used that up, it refuses the same with ENOSPC. It always carries out the removal of a file. So a
+//! folder there keeps [`STEPS`] files whose extended attributes take metadata, and no data. Where such a request is
 //! refused, one of them is removed, and the request repeated.
 //!
 //! 1. A step is removed for a request on what has its space, and only after the request was refused again.
@@ -32,9 +32,9 @@ use std::time::{Duration, Instant};
 const FOLDER: &str = "reserve";
 /// Steps that are kept.
 const STEPS: usize = 32;
-/// Extended attributes of a step, each of which takes a node of btrfs (16 KiB) nearly to its end. A request takes such a
-/// node for each run of pages that it touches, until the file system commits; a new name needs 1.3 MiB, a rename 3 MiB
-/// free at that moment.
+/// Extended attributes of a step, each of which takes a node of btrfs (16 KiB) nearly to its end. A request takes such
+/// a node for each run of pages that it touches, until the file system commits; a new name needs 1.3 MiB, a rename
+/// 3 MiB free at that moment.
 const ATTRIBUTES: usize = 16;
 const ATTRIBUTE: usize = 16_000;
 /// Missing steps are not looked for more often: at a full quota, each try makes the file system commit.

@@ -5,8 +5,8 @@
 //! 2. An image whose descriptor cannot be written cannot be changed.
 //! 3. Where a full file system has no room for another text, the numbers of the identities are written over the old
 //!    ones, in place ([`storage::renumber`]): an image that has room for its payload is never refused for its CID.
-//! 4. The text in memory is the one on the medium: it changes after the medium has. After a write that failed, either may
-//!    be there: the next update writes, whatever it changes.
+//! 4. The text in memory is the one on the medium: it changes after the medium has. After a write that failed, either
+//!    may be there: the next update writes, whatever it changes.
 
 use super::{Entropy, Place};
 use crate::descriptor::{Descriptor, storage};

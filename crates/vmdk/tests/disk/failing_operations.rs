@@ -1,6 +1,6 @@
 //! Operations on media that fail: snapshots, reverts, merges on the head's branch and beside it, wiping, shrinking.
-//! Afterwards the page cache forgets what it likes. Every block of the head and of each snapshot reads as what it is, or
-//! not at all; once the medium works, as what it is; and so it does after a power cut.
+//! Afterwards the page cache forgets what it likes. Every block of the head and of each snapshot reads as what it is,
+//! or not at all; once the medium works, as what it is; and so it does after a power cut.
 
 use crate::world::{DELTAS, Random, options};
 use backend::IoMode;
