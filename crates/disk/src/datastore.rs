@@ -171,7 +171,10 @@ impl Datastore {
         };
         let directory = location.connect(queues)?;
         if !holds_datastore(&*directory) {
-            let text = format!("{location} is not a datastore; 'lamina init' makes one");
+            let text = format!(
+                "{location} is not a datastore: it has no superblock; 'lamina init' makes one, 'lamina salvage' reads one \
+                 that has lost it"
+            );
             return Err(Error::new(ErrorKind::NotFound, text));
         }
         let engine_options = EngineOptions {

@@ -16,11 +16,11 @@ impl Thread {
         }
     }
 
-    /// With `short`, the scheduler runs the thread soon after it wakes, in short slices: for a thread that answers a user
-    /// or a guest beside threads that always compute, or that outnumber the processors. On a busy machine this saves a
-    /// few milliseconds per answer. It takes no privilege, because other threads keep their share of processor time (Linux
-    /// 6.12 and later, `sched_setattr(2)`: a slice shorter than the default one); elsewhere it does nothing. Without
-    /// `short`, the thread has the default slice again.
+    /// With `short`, the scheduler runs the thread soon after it wakes, in short slices: for a thread that answers a
+    /// user or a guest beside threads that always compute, or that outnumber the processors. On a busy machine this
+    /// saves a few milliseconds per answer. It takes no privilege, because other threads keep their share of processor
+    /// time (Linux 6.12 and later, `sched_setattr(2)`: a slice shorter than the default one); elsewhere it does
+    /// nothing. Without `short`, the thread has the default slice again.
     pub fn set_short_slice(self, short: bool) {
         #[cfg(target_os = "linux")]
         ask(self.id, if short { SLICE } else { 0 });
