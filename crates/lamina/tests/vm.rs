@@ -16,7 +16,7 @@ fn a_machine_from_its_making_to_its_end() {
     let mut fleet = Fleet::new();
     fleet.make("web", "64M");
     fleet.run("create web").fails(1, "there is a machine 'web' already");
-    fleet.run("create db --disk web").fails(4, "disk 'web' is machine 'web's");
+    fleet.run("create db --disk web").fails(4, "disk 'web' belongs to machine 'web'");
     fleet.run("create db --disk nothing").fails(3, "there is no disk 'nothing'");
     fleet.run("create we_b").fails(2, "cannot name a machine");
     fleet.run("create db --kernel /nowhere/vmlinuz").fails(3, "/nowhere/vmlinuz");
