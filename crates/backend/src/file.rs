@@ -65,9 +65,9 @@ pub trait File: Send + Sync {
     /// (`RWF_DSYNC`); earlier writes need not.
     fn write_at(&self, slices: &[&[u8]], offset: u64, durable: bool) -> io::Result<()>;
 
-    /// Makes every write, reservation and length change that completed before this call durable (`fdatasync`). What
-    /// fails is lost, whatever the reason: no error of a flush has the kind of a lack of room, after which a caller
-    /// goes on.
+    /// Makes every write, reservation and length change that completed before this call durable (`fdatasync`). A
+    /// failure means that data is lost, whatever the reason. So no error of a flush has the kind of a lack of space,
+    /// after which a caller would continue.
     fn sync(&self) -> io::Result<()>;
 
     /// Punches a hole: the range reads as zeros afterwards, and a medium that can frees its space. The length stays.
@@ -80,8 +80,8 @@ pub trait File: Send + Sync {
     }
 }
 
-/// The error of a flush. A medium that runs out of room below the file system, as a thin pool does, fails writes of the
-/// page cache that were acknowledged long before.
+/// The error of a failed flush. If the storage below the file system runs out of space, as a thin pool may, writes fail
+/// that the page cache acknowledged long before.
 pub(crate) fn flush_failed(error: io::Error) -> io::Error {
     match error::lacks_space(&error) {
         true => io::Error::other(format!("{error}; writes that were acknowledged are lost")),
@@ -89,7 +89,7 @@ pub(crate) fn flush_failed(error: io::Error) -> io::Error {
     }
 }
 
-/// The local part of a file, as [`File::local`] answers it: one call tells a queue all that it needs of a file.
+/// The local part of a file, as [`File::local`] returns it: one call gives a queue all that it needs to know of a file.
 #[derive(Clone, Copy)]
 pub struct LocalPart<'a> {
     /// The operations of a local file.

@@ -2,20 +2,19 @@
 //!
 //! Faults that the simulation can cause:
 //!
-//! 1. **Power cut** ([`SimulatedDisk::crash`]). Each write that was not flushed is kept, lost, or torn at 512-byte
-//!    sectors (any subset of them), independently of all others, so a later write may be there and an earlier one not.
-//!    A length change, reservation, punch or zeroed range that was not flushed is kept or lost, the last two also half
-//!    done. Growth of a
-//!    file by a write may be lost while its bytes were written: they vanish. Names created, renamed or removed since
-//!    the last [`Directory::sync`] may be lost, the later ones before the earlier.
-//! 2. **Write-back on its own.** Nothing stays unflushed for ever: beyond a bound the oldest changes of a file become
-//!    durable, after newer ones may have been lost.
-//! 3. **Errors.** Any operation can be made to fail. A failed write leaves any subset of its sectors written. After a
-//!    failed flush some of the writes before it are lost for good, though they can still be read until the power goes;
-//!    the next flush succeeds and does not bring them back, as on Linux.
-//! 4. **Full.** Space is counted in 4 KiB: reservations and writes into holes take it, punching, cutting and removing
-//!    give it back, and what does not fit is refused before anything is written: with ENOSPC, and where the seed is odd
-//!    with EDQUOT, as at a quota.
+//! 1. **Power cut** ([`SimulatedDisk::crash`]). Each unflushed write is kept, lost, or torn at 512-byte sectors (any
+//!    subset of them), independently of all others, so a later write may survive and an earlier one not. An unflushed
+//!    length change, reservation, punch or zeroed range is kept or lost; a punch or zeroed range may also be half done.
+//!    The growth of a file by a write may be lost although its bytes were written: then the bytes vanish. Names
+//!    created, renamed or removed since the last [`Directory::sync`] may be lost, later ones before earlier ones.
+//! 2. **Unrequested write-back.** Beyond a bound of unflushed changes the oldest changes of a file become durable,
+//!    although newer ones may still be lost.
+//! 3. **Errors.** Any operation can be made to fail. A failed write leaves any subset of its sectors written. A failed
+//!    flush loses some of the writes before it for good, though reads may still return them until a power cut. The next
+//!    flush succeeds and does not write them, as on Linux.
+//! 4. **Full.** Space is counted in units of 4 KiB: reservations and writes into holes allocate it; punching,
+//!    truncating and removing free it. An operation without enough space is refused before anything is written: with
+//!    ENOSPC, or, if the seed is odd, with EDQUOT, as at a quota.
 //! 5. **Bit rot and unreadable sectors**, where a test asks for them.
 //! 6. **Delay.** A medium can be made slow: every request then waits before it takes effect.
 //! 7. **Order.** Operations in a queue are performed in any order, at any time until they complete, and complete in any
@@ -177,7 +176,7 @@ impl SimulatedDisk {
         self.fail_syncs_with(count, Errno::IO);
     }
 
-    /// The same, where the medium says that it has no room.
+    /// The same, with errors that report a lack of space.
     pub fn fail_syncs_for_room(&self, count: u32) {
         self.fail_syncs_with(count, Errno::NOSPC);
     }

@@ -284,7 +284,7 @@ impl Operation {
         }
     }
 
-    /// Makes all of a write by the call, which may find space where the kernel's own write finds none.
+    /// Makes the whole write by system calls, which can release kept space. The kernel's own write in the ring cannot.
     fn write_by_call(&self) -> Option<io::Result<()>> {
         let (Work::Write { slices, vectors, next, durable }, Some(file)) = (&self.work, &self.file) else {
             return None;
@@ -295,7 +295,7 @@ impl Operation {
         Some(file.write_at(&bytes, self.offset - (total - left) as u64, *durable))
     }
 
-    /// Takes the kernel's result into account: the end of the operation, or `None` when there is more to do.
+    /// Processes the kernel's result: returns the end of the operation, or `None` when there is more to do.
     fn advance(&mut self, result: i32) -> Option<io::Result<()>> {
         let Ok(moved) = usize::try_from(result) else {
             let error = Errno::from_raw_os_error(-result);
@@ -305,7 +305,8 @@ impl Operation {
             {
                 return Some(written);
             }
-            // Nothing here cancels: the kernel does, when the thread that submitted ends before the operation.
+            // No code here cancels operations. The kernel does when the thread that submitted an operation ends before
+            // it.
             let passing = matches!(error, Errno::INTR | Errno::AGAIN | Errno::CANCELED);
             let again = passing && self.restarts <= RESTARTS_MAX;
             let error = io::Error::from(error);
@@ -407,7 +408,7 @@ impl Queue for UringQueue {
                 vectors.push(IoVector { base: slice.as_ptr(), length: slice.len() });
             }
             check_range(offset, total)?;
-            // What is kept back is given up by calls, not by the kernel's own writes.
+            // Kept space is released by system calls, and not by the kernel's own writes in the ring.
             Ok((descriptor, write_at_once(mode, total, durable) || is_kept_space_missing()))
         });
         match checked {
@@ -559,7 +560,7 @@ mod tests {
             assert!(operation.advance(-Errno::INTR.raw_os_error()).is_none());
         }
         assert!(operation.advance(-Errno::AGAIN.raw_os_error()).unwrap().is_err());
-        // A flush that fails has lost what was written before it.
+        // A failed flush has lost writes before it.
         let error = operation.advance(-Errno::NOSPC.raw_os_error()).unwrap().unwrap_err();
         assert!(!error::lacks_space(&error), "{error}");
     }

@@ -1,12 +1,12 @@
-//! Memory of buffers is taken as it is used, and goes back to the system. A process of its own: what is in use is
-//! counted for all of it.
+//! Buffers take memory as it is used, and return it to the system. The tests have their own process, because memory is
+//! counted per process.
 
 #![allow(clippy::unwrap_used)]
 
 use backend::{BLOCK_SIZE, Buffer};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// Held by each test, so that it counts its own memory only.
+/// Held by each test, so that a test counts only its own memory.
 static ALONE: Mutex<()> = Mutex::new(());
 
 fn alone() -> MutexGuard<'static, ()> {
@@ -50,7 +50,8 @@ fn what_no_buffer_needs_any_more_goes_back_to_the_system() {
 fn memory_of_a_large_request_is_taken_as_its_bytes_arrive() {
     let _alone = alone();
     let before = resident();
-    // The payload of the largest request, at an offset within a block and at a whole one; one piece has arrived.
+    // Payloads of large requests; 8193 blocks are the largest one at an offset within a block. One block of each has
+    // arrived.
     let mut announced: Vec<Buffer> = [8193, 8192, 4000, 256].repeat(4).into_iter().map(Buffer::recycled).collect();
     announced.iter_mut().for_each(|buffer| buffer[..BLOCK_SIZE].fill(7));
     assert!(resident() < before + (16 << 20), "{} after {before}", resident());

@@ -51,8 +51,8 @@ pub struct Chain {
     pub(crate) ranges: Ranges,
     pub(crate) flushes: Flushes,
     pub(crate) unflushed: Unflushed,
-    /// What a level was changed by that no client wrote: filled by a merge up, or moved. As `unflushed`, but no
-    /// acknowledged write is lost with it.
+    /// Ranges of a level that changed without a client's write: filled by a merge up, or moved. As `unflushed`, but no
+    /// acknowledged write is lost with them.
     pub(crate) rearranged: Unflushed,
     pub(crate) stopped: AtomicBool,
     /// Why the chain was stopped, or why its top refuses changes.

@@ -112,15 +112,15 @@ impl Chain {
         })
     }
 
-    /// Work on a level that the chain has not asked for has failed: where its content is now, the medium may not have
-    /// it. Nothing is read or written until the chain is opened again.
+    /// Stops the chain after a failure of work on a level that the chain did not start: the device may lack the content
+    /// to which the level refers now. Nothing is read or written until the chain is opened again.
     pub fn distrust(&self, error: &Error) {
         self.rearranged.note(&(0..self.capacity()));
         self.stop(error);
     }
 
-    /// A level has failed. Nothing is written from here on, and what was changed since the last flush is not read. Said
-    /// once.
+    /// Stops the chain after a level has failed: no level is written from here on, and ranges that changed since the
+    /// last flush are not read. Logged once.
     #[cold]
     pub fn stop(&self, error: &Error) {
         self.stopped.store(true, Ordering::SeqCst);

@@ -1,4 +1,4 @@
-//! Where a chain, or a level of it, was changed since its last flush, in coarse parts of the disk.
+//! The ranges of a chain, or of a level of it, that changed since the last flush, in units of at least 1 MiB.
 //!
 //! After a failed flush the operating system may drop data that was written before, and return the old content of the
 //! device without an error. Formats without checksums cannot detect that. So after a failed flush, parts that changed

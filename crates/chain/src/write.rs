@@ -171,7 +171,7 @@ impl Chain {
             Ok(_) => self.metadata.replace(&whole, &levels.lasting(&self.answer(levels, &whole))),
             Err(error) => {
                 self.metadata.forget(&span);
-                // The top has failed to write or flush its own metadata.
+                // The top layer has failed to write or flush its own metadata.
                 if error.kind() == ErrorKind::Stopped || top.layer.has_stopped() {
                     self.stop(error);
                 }

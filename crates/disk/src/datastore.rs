@@ -36,7 +36,7 @@ pub struct InitOptions {
     pub journal_size: u64,
 }
 
-/// How overlapping I/O is submitted for a datastore in a folder. Other media have their own ways.
+/// How overlapping I/O is submitted for a datastore in a folder. Other media have their own queues.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum QueueChoice {
     /// io_uring where the kernel allows it, otherwise threads.
@@ -80,7 +80,7 @@ pub struct Datastore {
     reserved: Arc<Mutex<BTreeSet<String>>>,
     /// Live imports: migrations that run in the background.
     pub(crate) imports: Imports,
-    /// Groups of snapshots that are over, and whose records could not be made to say so yet.
+    /// Snapshot groups that have ended, but whose record files could not be updated or removed yet.
     pub(crate) unended: Mutex<Vec<snapshot_group::UnderWay>>,
     /// The latency of clients' requests, by which background work is paced.
     foreground: Arc<Foreground>,
@@ -103,14 +103,14 @@ impl Drop for Reservation {
     }
 }
 
-/// Keeps space back for what needs none, where the file system refuses even that at its quota.
+/// Keeps space back for requests that need no new space, where the file system refuses even these at its quota.
 fn keep_space(path: &Path) -> Option<KeptSpace> {
     let kept = KeptSpace::keep(path).unwrap_or_else(|error| {
         tracing::info!(datastore = %path.display(), %error, "no space is kept back for overwrites at a quota");
         None
     });
     if kept.as_ref().is_some_and(|kept| !kept.is_whole()) {
-        tracing::info!(datastore = %path.display(), "less space is kept back for overwrites than there should be");
+        tracing::info!(datastore = %path.display(), "some of the space kept back for overwrites is missing");
     }
     kept
 }
@@ -203,7 +203,7 @@ impl Datastore {
         open: OpenEngine,
     ) -> Result<Arc<Self>> {
         let owner = Arc::new(Owner::take(&*directory)?);
-        // Recovery overwrites in place already.
+        // Kept back before recovery, which overwrites in place.
         let kept_space = location.and_then(Location::local_path).and_then(keep_space);
         let mode = options.mode;
         let engine = open(directory, options, Some(&owner))?;
@@ -248,7 +248,7 @@ impl Datastore {
         Spare::of(Arc::clone(self.directory()))
     }
 
-    /// Space that is kept back where a quota refuses what needs no space.
+    /// Space that is kept back for requests that need no new space, where a quota refuses even these.
     pub fn kept_space(&self) -> Option<&KeptSpace> {
         self.kept_space.as_ref()
     }

@@ -68,9 +68,9 @@ pub struct ByteRange {
 pub struct SalvageList {
     /// Disks and snapshots.
     pub objects: Vec<SalvageObject>,
-    /// Disks and snapshots may be missing here: a page of the catalog is lost.
+    /// True if disks and snapshots may be missing from the list, because a page of the catalog is lost.
     pub incomplete: bool,
-    /// Acknowledged changes at the end of the journal are lost.
+    /// True if acknowledged changes at the end of the journal are lost.
     pub behind: bool,
     /// Problems of the datastore as a whole.
     pub notes: Vec<String>,

@@ -10,13 +10,13 @@
 //! remove   the file is removed
 //! ```
 //!
-//! An opening that finds the file decides by what came last: the group is whole if the native snapshots are there and
-//! no disk of images lacks its own. Where it is not whole, all of its snapshots are deleted. No write has gone to a
-//! delta then, unless the file says that it is decided.
+//! If the file exists when the datastore is opened, the last step decides. The group is complete if the native
+//! snapshots exist and no disk in a VMware format lacks its snapshot. Otherwise all snapshots of the group are deleted.
+//! No delta has received a write then, unless the file says that the group is abandoned.
 //!
-//! What fails is decided at once, and that is written into the file where snapshots may be left: those of images that
-//! could not be taken back, and native ones after a failure of the medium. An append to the journal that has failed may
-//! be on the medium all the same; so the file says it before the first snapshot of images is taken back.
+//! A failure abandons the group. The file records this if snapshots may remain: image snapshots that could not be
+//! deleted, and native snapshots after a failure of the device. A failed append to the journal may be on the device
+//! nevertheless, so the file records it before the first image snapshot is deleted.
 //!
 //! The layout is in `docs/format/snapshot-group.md`.
 
@@ -37,7 +37,7 @@ const KIND: Kind = Kind { word: "snapshot-group", version: 1, length_max: 4 << 2
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct ImageSnapshot {
-    /// Identity of the disk: another one may get its folder.
+    /// Identity of the disk, because another disk may get its folder later.
     pub disk: String,
     /// Name of the disk's folder in `images`.
     pub folder: String,
@@ -53,7 +53,7 @@ pub(crate) struct ImageSnapshot {
 pub(crate) struct Group {
     /// Identity of the group, part of the file's name.
     id: String,
-    /// It is decided that none of the snapshots stays; those named here are still to be deleted, if they are there.
+    /// True once the group is abandoned; the snapshots listed here are still to be deleted, if they exist.
     taking_back: bool,
     /// Identities of the native snapshots.
     native: Vec<String>,
@@ -79,14 +79,15 @@ impl UnderWay {
         put(&*self.directory, &self.group)
     }
 
-    /// Decides that none of the snapshots stays.
+    /// Records that the group is abandoned.
     pub fn give_up(&mut self) -> Result<()> {
         self.group.taking_back = true;
         put(&*self.directory, &self.group)
     }
 
-    /// After a failure: what could not be taken back goes at the next opening. Nothing is remembered of a group of
-    /// which nothing is left. `native_gone` says that no opening will find one of its native snapshots.
+    /// Records the result of an abandoned group. Snapshots that could not be deleted stay in the record, and the next
+    /// opening deletes them; without any, the record is removed. `native_gone` says that no opening will find a native
+    /// snapshot of the group.
     pub fn take_back(&mut self, foreign: &Foreign, native_gone: bool) -> Result<()> {
         self.group.images.retain(|image| found(foreign, image).is_taken());
         if native_gone {
@@ -96,12 +97,12 @@ impl UnderWay {
         save(&*self.directory, &self.group)
     }
 
-    /// The snapshots are there, or none of them is.
+    /// Removes the record: either all snapshots exist or none.
     pub fn end(&self) -> Result<()> {
         KIND.remove(&*self.directory, &file_name(&self.group.id)?)
     }
 
-    /// Tries again to have the file say what is so: what [`UnderWay::end`] or [`UnderWay::take_back`] could not.
+    /// Repeats the last step of [`UnderWay::end`] or [`UnderWay::take_back`] that failed.
     pub fn try_again(&mut self) -> Result<()> {
         match self.group.taking_back {
             true => save(&*self.directory, &self.group),
@@ -109,7 +110,7 @@ impl UnderWay {
         }
     }
 
-    /// Whether what remains is to be deleted: then no deletion makes the file say anything else than it does.
+    /// Whether the group is abandoned: then no deletion of a snapshot changes what an opening decides.
     pub fn is_given_up(&self) -> bool {
         self.group.taking_back
     }
@@ -120,14 +121,14 @@ fn put(directory: &dyn Directory, group: &Group) -> Result<()> {
         .during(|| "recording snapshots that are taken together".into())
 }
 
-/// What is there of a snapshot.
+/// Whether a snapshot exists, and its disk.
 enum Found {
     Taken(Arc<ForeignDisk>),
-    /// The disk lacks it.
+    /// The disk does not have the snapshot.
     NotTaken,
-    /// Another disk has its folder.
+    /// Another disk has the folder.
     Gone,
-    /// The disk cannot be opened now, which says nothing.
+    /// The disk cannot be opened now, so this is not known.
     Unknown,
 }
 
@@ -147,7 +148,7 @@ fn found(foreign: &Foreign, image: &ImageSnapshot) -> Found {
     }
 }
 
-/// A disk of images was deleted: no group waits for it.
+/// Removes a deleted disk from the records of abandoned groups.
 pub(crate) fn forget(directory: &dyn Directory, disk: &str) -> Result<()> {
     for name in directory.list().during(|| "looking for groups of snapshots".into())? {
         if !name.starts_with(PREFIX) || name.ends_with(TEMPORARY) {
@@ -164,7 +165,7 @@ pub(crate) fn forget(directory: &dyn Directory, disk: &str) -> Result<()> {
     Ok(())
 }
 
-/// Writes what is left to be taken back of a group that was given up; nothing of one of which nothing is.
+/// Writes the record of an abandoned group; removes it if no snapshot is left to be deleted.
 fn save(directory: &dyn Directory, group: &Group) -> Result<()> {
     match group.images.is_empty() && group.native.is_empty() {
         true => KIND.remove(directory, &file_name(&group.id)?),
@@ -214,8 +215,8 @@ pub(crate) fn recover(native: &Native, foreign: &Foreign) -> Result<()> {
     Ok(())
 }
 
-/// Whether the point was reached, and nothing was taken back. Where there are native snapshots they came last, and all
-/// at once.
+/// Whether the group is complete. Native snapshots are taken last and all at once, so they must all exist if the group
+/// has any.
 fn is_whole(group: &Group, native: &Native, foreign: &Foreign) -> bool {
     let has = |uuid: &String| find_native(uuid, native).is_some();
     let lacks = |image: &ImageSnapshot| matches!(found(foreign, image), Found::NotTaken);
@@ -226,7 +227,7 @@ fn find_native(uuid: &str, native: &Native) -> Option<u64> {
     native.find_snapshot_by_identity(&names::parse_uuid(uuid)?)
 }
 
-/// Deletes a native snapshot; false where that has to wait for another opening.
+/// Deletes a native snapshot; false if this has to wait for the next opening.
 fn take_back_native(uuid: &str, native: &Native) -> bool {
     let Some(id) = find_native(uuid, native) else { return true };
     tracing::info!(uuid, "deleting a native snapshot of an interrupted group");

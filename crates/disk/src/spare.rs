@@ -1,6 +1,6 @@
-//! Room that a datastore keeps back for what its owner has to do on a full file system and what wants room there: the
-//! sockets of a server, for which XFS takes new inodes, and the names that deleting a disk needs. It lies in a file
-//! that means nothing, and is given up meanwhile.
+//! Space that a datastore reserves for actions of its owner that need space on a full file system: for the sockets of a
+//! server, for which XFS allocates inodes, and for the names that the deletion of a disk needs. The space belongs to a
+//! file without content, which is removed to release the space.
 
 use backend::local::HeldSpace;
 use backend::{Directory, File, IoMode};
@@ -9,14 +9,14 @@ use std::sync::Arc;
 
 /// The file, in the datastore's folder.
 const FILE: &str = "spare";
-/// Names that are made and removed.
+/// Names that are made and removed to test whether there is space for names.
 const PROBE: &str = "spare.lamina-new";
 const PROBE_RENAMED: &str = "spare.lamina-old";
-/// What is kept back (1 MiB): inodes of XFS come in pieces of 32 KiB, which want to lie in one.
+/// Bytes to reserve (1 MiB): XFS allocates inodes in pieces of 32 KiB, each of which must be contiguous.
 const ROOM: u64 = 1 << 20;
-/// Steps that are given up beyond what the names need.
+/// Steps of kept space that are removed in addition to those that the names need.
 const STEPS_MORE: usize = 4;
-/// The least that is worth keeping.
+/// The smallest reservation that is useful.
 const ROOM_MIN: u64 = 64 << 10;
 
 /// The reserved space of a datastore, for use by its owner.
@@ -25,7 +25,7 @@ pub struct Spare {
 }
 
 impl Spare {
-    /// Of the datastore in a folder.
+    /// The reserved space of the datastore in a folder.
     pub(crate) fn of(directory: Arc<dyn Directory>) -> Self {
         Self { directory }
     }
@@ -34,12 +34,13 @@ impl Spare {
     pub fn give_up(&self) -> bool {
         let given = self.directory.remove(FILE).is_ok();
         if given {
-            tracing::warn!("the file system is full: the space that the datastore keeps back is used");
+            tracing::warn!("the file system is full: reserved space is used");
         }
         given
     }
 
-    /// Releases the reserved space if the file system, or the quota, has less than that available.
+    /// Releases the reserved space if the file system or its quota has less than that available. Then removes steps of
+    /// the kept space until there is space for names.
     pub fn give_up_if_full(&self, held: Option<&HeldSpace<'_>>) {
         let mut given_up = self.is_full() && self.directory.remove(FILE).is_ok();
         let mut steps = 0;
@@ -47,13 +48,13 @@ impl Spare {
             (given_up, steps) = (true, steps + 1);
         }
         if given_up {
-            // Other threads overwrite in place meanwhile, which takes some of it for a moment.
+            // Overwrites by other threads take some of this space for a short time.
             steps += (0..STEPS_MORE).take_while(|_| held.is_some_and(HeldSpace::give_up)).count();
             tracing::warn!(steps, "the file system or its quota is full: reserved space is used");
         }
     }
 
-    /// Whether there is room for the names of sockets. A rename needs more than a new name does.
+    /// Whether there is space for the names of sockets. A rename needs more space than a new name.
     fn takes_names(&self) -> bool {
         let made = self.directory.create(PROBE, IoMode::Buffered).map(drop);
         let made = made.and_then(|()| self.directory.rename(PROBE, PROBE_RENAMED));
@@ -63,7 +64,8 @@ impl Spare {
         !made.is_err_and(|error| error::lacks_space(&error))
     }
 
-    /// A quota does not show in the room of the file system: a little is reserved, and given back.
+    /// Whether there is too little space. The free space of the file system does not show a quota, so a small range is
+    /// reserved and freed again.
     fn is_full(&self) -> bool {
         if self.directory.room().is_ok_and(|room| room.available < ROOM) {
             return true;
@@ -78,13 +80,13 @@ impl Spare {
         reserve().is_err_and(|error| error::lacks_space(&error))
     }
 
-    /// Reserves the space, or as much of it as available. Without any, the next server may fail to start on a full file
-    /// system.
+    /// Reserves the space, or as much of it as is available. Without any, the next server may fail to start on a full
+    /// file system.
     pub fn keep(&self) {
         match self.take() {
             Ok(room) if room >= ROOM_MIN => {}
-            Ok(_) => tracing::warn!("no space can be kept back for a full file system: it is full"),
-            Err(error) => tracing::warn!(%error, "no space can be kept back for a full file system"),
+            Ok(_) => tracing::warn!("no space can be reserved: the file system is full"),
+            Err(error) => tracing::warn!(%error, "no space can be reserved"),
         }
     }
 

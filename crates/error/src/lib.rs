@@ -17,7 +17,7 @@ pub enum ErrorKind {
     Invalid,
     /// In use: by clients, by clones, or by another process (EBUSY).
     Busy,
-    /// The file system, its quota, or what was reserved of it, is full (ENOSPC, EDQUOT).
+    /// The file system, its quota, or a reservation in it is full (ENOSPC, EDQUOT).
     NoSpace,
     /// A write to an object that is read-only (EROFS).
     ReadOnly,

@@ -81,7 +81,7 @@ struct Tally {
     deleted: u64,
 }
 
-/// Seeds from `first` on, unless another is asked for: each file system gets other formats.
+/// Runs fills with seeds from `first` on, unless another first seed is given: each file system gets other formats.
 fn fills(folder: &Path, first: u64) {
     let (begin, wanted) = (Instant::now(), number("LAMINA_FILLS", FILLS_OF_ONE));
     let first = number("LAMINA_FILL_FROM", first);
@@ -154,7 +154,7 @@ impl<'a> Case<'a> {
         self.trace.push(what.into());
     }
 
-    /// Whether a command was done; where the file system is full it may have been refused.
+    /// Whether a command succeeded; it may be refused for lack of space.
     fn done(&mut self, arguments: &str) -> bool {
         let done = self.store.run(arguments);
         self.note(format!("{arguments}: {} {}", done.code, done.stderr.trim_end()));
@@ -181,7 +181,7 @@ impl<'a> Case<'a> {
     fn take(&mut self) {
         self.taken += 1;
         self.note("all room is taken");
-        // The many names of a btrfs take long.
+        // Less often on btrfs, where it takes long to use up the space for names.
         let names = if mounted::is_btrfs(self.folder) { 16 } else { 4 };
         match self.random.below(names) {
             0 => fill_with_names(self.folder, &format!("rest-{}", self.taken)),

@@ -111,7 +111,7 @@ fn filled(folder: &Path) {
     let disks = ["native", "images"];
     store.run("disk create native 64M").ok();
     store.run("disk create images 64M --format vmdk").ok();
-    // Their folders have names in them up to where another one, as a deletion needs, takes a block on XFS.
+    // Their folders have so many names that XFS needs another block for the next one, which a deletion creates.
     let tight = ["x", "xx", "xxx"];
     for name in tight {
         store.run(&format!("disk create {name} 8M --format vmfssparse")).ok();

@@ -147,7 +147,7 @@ fn a_missing_file_is_damage_and_told_with_the_way_out() {
         std::fs::rename(&aside, &path).unwrap();
     }
     assert_eq!(salvaged(&store, &contents, out.path()), 0);
-    // A disk whose record cannot be read is not reported as one that never was.
+    // A disk whose record cannot be read is not reported as missing.
     store.run("disk show vm1").ok();
     spoil(&store, "catalog", 0, PAGE);
     let done = store.run("disk show vm1");

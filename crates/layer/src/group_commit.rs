@@ -68,15 +68,15 @@ impl<T> GroupCommit<T> {
         self.stopped.store(true, Ordering::Release);
     }
 
-    /// Whether the medium failed.
+    /// Whether the image was stopped after a failure of the device.
     pub(crate) fn has_stopped(&self) -> bool {
         self.stopped.load(Ordering::Acquire)
     }
 
-    /// Refuses changes after the medium failed, and of an image that was closed.
+    /// Refuses changes of an image that was stopped or closed.
     pub(crate) fn check_changeable(&self, image: &str, is_open: bool) -> Result<()> {
         if self.has_stopped() {
-            let what = format!("{image}: an earlier failure of the medium stopped all changes: open it again");
+            let what = format!("{image}: an earlier I/O error stopped all changes: open it again");
             return Err(Error::new(ErrorKind::Stopped, what));
         }
         match is_open {

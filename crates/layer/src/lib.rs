@@ -71,9 +71,9 @@ pub const CAPACITY_MAX: u64 = 64 << 40;
 /// Part of a discard that is tried separately if the whole lacks space: the range of one table in most formats.
 const DISCARD_PART: u64 = 2 << 20;
 
-/// A block of the file system, at the most.
+/// The largest block of a file system that is assumed.
 const BLOCK: u64 = 4096;
-/// Extents asked for at a time where a range is looked through.
+/// Extents requested per call when a whole range is scanned.
 const EXTENTS_AT_A_TIME: usize = 256;
 
 /// The content of a range of a layer.
@@ -202,7 +202,7 @@ pub trait Layer: Send + Sync {
             for extent in &extents {
                 let has_place = matches!(extent.content, Content::Data { .. } | Content::Encoded);
                 if !has_place {
-                    // Its first and last bytes may be alone in a block of the file system.
+                    // The first and the last byte of the extent may each need a block of the file system of their own.
                     let end = extent.start.saturating_add(extent.length);
                     needed += end.next_multiple_of(BLOCK) - extent.start / BLOCK * BLOCK;
                 }
@@ -231,13 +231,13 @@ pub trait Layer: Send + Sync {
         Ok(())
     }
 
-    /// True after a failure since which nothing is known of what the medium has of recent changes: it takes no further
-    /// ones until it is opened again.
+    /// True after a failure that leaves unknown which recent changes the device has. The layer refuses changes until it
+    /// is opened again.
     fn has_stopped(&self) -> bool {
         false
     }
 
-    /// Flushes, and marks the image as closed properly. Later changes fail.
+    /// Flushes, and marks the image as properly closed. Later changes fail.
     fn close(&self) -> Result<()> {
         self.flush()
     }

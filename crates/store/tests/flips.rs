@@ -242,15 +242,16 @@ struct Figures {
     lost_to_salvage: u64,
     nothing_proven: u64,
     window: u64,
-    /// By file: blocks of all disks and snapshots that one flip has taken for good.
+    /// By file: the most blocks of all disks and snapshots that one flip made unreadable.
     most_taken: BTreeMap<String, usize>,
 }
 
-/// Pages of tables describe 508 blocks, those of the catalog eight objects, nodes of the map a range of those that
-/// share them; what follows from other pages, or stands twice, takes nothing.
+/// Checks that a flip loses no more than its page describes. A page of a table describes 508 blocks, a page of the
+/// catalog eight objects, and a node of the map a range of the disks that share it. A flip in content that follows from
+/// other pages, or that is stored twice, loses nothing.
 fn takes_what_it_describes(world: &World, name: &str, lost: &[(u64, u64)], context: &str) {
     let objects: BTreeSet<u64> = lost.iter().map(|(id, _)| *id).collect();
-    // Each write has a number of its own, and so each block of data has.
+    // Each write has its own number, so each block of data differs from all others.
     let written = |(id, block): &(u64, u64)| world.model[id].get(block).copied();
     let blocks: BTreeSet<u32> = lost.iter().filter_map(written).filter(|number| *number > 0).collect();
     let (most_objects, most_blocks) = match name {

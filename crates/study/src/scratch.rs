@@ -128,7 +128,7 @@ pub fn allocated(path: &Path) -> Result<u64> {
     allocated_to(path, &|_| true)
 }
 
-/// The same of the files and folders that are wanted.
+/// The same for the files and folders that `wanted` selects.
 fn allocated_to(path: &Path, wanted: &dyn Fn(&Path) -> bool) -> Result<u64> {
     let mut sum = 0;
     visit(path, 0, &mut |path, m| {
@@ -200,7 +200,7 @@ pub fn random_file(path: &Path, size: u64, seed: u64) -> Result<()> {
     file.sync_all().doing(doing)
 }
 
-/// Bytes that the blocks of a datastore's native disks take, without its journal and tables.
+/// Bytes that the blocks of a datastore's native disks occupy, without its journal and tables.
 pub fn data_allocated(datastore: &Path) -> Result<u64> {
     allocated_to(datastore, &|path| {
         let number = path.file_name().and_then(|name| name.to_str()).and_then(|name| name.strip_prefix("data."));
@@ -208,13 +208,13 @@ pub fn data_allocated(datastore: &Path) -> Result<u64> {
     })
 }
 
-/// Waits until what a file or tree allocates is at most `bytes`, or the time is over: what it allocates then, and how
-/// long it took.
+/// Waits until a file or tree occupies at most `bytes`, or until the time is over; returns the occupied bytes and the
+/// time taken.
 pub fn wait_allocated(path: &Path, bytes: u64, time: Duration) -> Result<(u64, Duration)> {
     wait_until(&|| allocated(path), bytes, time)
 }
 
-/// The same of the blocks of a datastore's native disks.
+/// The same for the blocks of a datastore's native disks.
 pub fn wait_data_allocated(datastore: &Path, bytes: u64, time: Duration) -> Result<(u64, Duration)> {
     wait_until(&|| data_allocated(datastore), bytes, time)
 }

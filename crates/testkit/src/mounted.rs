@@ -76,8 +76,8 @@ pub fn on_btrfs(test: &str, fill_up: fn(&Path)) {
     on_loop(test, 256, "mkfs.btrfs -q", "", fill_up);
 }
 
-/// On a btrfs that has room, in a subvolume whose quota is used up instead. Quotas of ext4 and XFS do not hold for
-/// root, and a kernel for tests may lack them.
+/// Runs a test on a btrfs with free space, in a subvolume whose quota is used up. Quotas of ext4 and XFS do not apply
+/// to root, and a kernel for tests may lack them.
 pub fn on_btrfs_quota(test: &str, fill_up: fn(&Path)) {
     match std::env::var_os(INSIDE) {
         Some(folder) => fill_up(&PathBuf::from(folder).join("limited")),
@@ -92,13 +92,13 @@ pub fn on_btrfs_quota(test: &str, fill_up: fn(&Path)) {
     }
 }
 
-/// What is free for new data, in bytes: of a file system, or of the quota of a folder.
+/// Bytes that are free for new data: in a file system, or in the quota of a folder.
 pub fn free(folder: &Path) -> u64 {
     let path = folder.to_str().unwrap();
     if is_btrfs(folder) && folder.ends_with("limited") {
         tool("sync", &["-f", path]);
         let groups = tool("btrfs", &["qgroup", "show", "-r", "--raw", "-f", path]);
-        // Number, referenced, exclusive, most referenced, path.
+        // Number, referenced, exclusive, limit of referenced, path.
         let group: Vec<&str> = groups.lines().last().unwrap().split_whitespace().collect();
         let [referenced, most] = [group[1], group[3]].map(|number| number.parse::<u64>().unwrap());
         return most.saturating_sub(referenced);
@@ -107,8 +107,8 @@ pub fn free(folder: &Path) -> u64 {
     free.split_whitespace().map(|number| number.parse::<u64>().unwrap()).product()
 }
 
-/// On an ext4 without a journal whose medium fails writes with EIO for as long as the file `trigger` beside the mount
-/// exists: a loop device over a file of nbdfuse, served by nbdkit.
+/// Runs a test on ext4 without a journal, whose storage fails writes with EIO while the file `trigger` next to the
+/// mount exists: a loop device on a file of nbdfuse, served by nbdkit.
 pub fn on_failing_writes(test: &str, body: fn(&Path, &Path)) {
     if let Some(folder) = std::env::var_os(INSIDE) {
         let folder = PathBuf::from(folder);
@@ -140,7 +140,7 @@ pub fn leave(folder: &Path, name: &str, bytes: u64) {
         taken.args(["-o", &offset, "-l", &length]).arg(path).stderr(std::process::Stdio::null());
         taken.status().unwrap_or_else(|e| panic!("fallocate: {e}; the tests need it")).success()
     };
-    // A full quota may refuse to make a file shorter, but not to remove one.
+    // A full quota may refuse to truncate a file, but not to remove one.
     let left = folder.join(format!("{name}-left"));
     reserve(&left, 0, bytes);
     let path = folder.join(name);
@@ -152,7 +152,7 @@ pub fn leave(folder: &Path, name: &str, bytes: u64) {
                 false => piece /= 2,
             }
         }
-        // What a refused piece has taken goes back, too.
+        // A refused reservation may have allocated space, which is freed.
         let _ = file.set_len(end);
         file.sync_all().unwrap();
     }
@@ -166,12 +166,12 @@ pub fn take_the_rest(folder: &Path, name: &str) {
     fill_rest(folder, &format!("{name}-end"));
 }
 
-/// Takes the last block and the last name.
+/// Fills the last block, and the space for further names.
 pub fn fill_with_names(folder: &Path, name: &str) {
     fill_rest(folder, name);
     let names = folder.join(format!("{name}-names"));
     if std::fs::create_dir(&names).is_ok() {
-        // Long ones: fewer take as much.
+        // Long names, because fewer of them fill the space.
         (0..1 << 16).find(|i| std::fs::File::create(names.join(format!("{i:0>250}"))).is_err());
     }
 }

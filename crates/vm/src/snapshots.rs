@@ -7,12 +7,12 @@
 //! NAME/reverting                          names the snapshot that the machine is being reverted to
 //! ```
 //!
-//! 1. A snapshot exists when its folder has its name, and is complete then. The next command removes one that was being
-//!    taken or deleted when a command was killed, with the snapshots of disks: those that the intent names, which goes
-//!    after the folder has its name.
-//! 2. A guest is paused only while the snapshots of the disks and its device state are taken; its memory is copied
-//!    afterwards, from an image above which it continues (see `instant::running`).
-//! 3. An interrupted revert is repeated: it has the same result whenever it runs.
+//! 1. A snapshot exists, and is complete, if its folder has its final name. The next command removes a snapshot that a
+//!    killed command was taking or deleting, with the snapshots of disks that the intent names. The intent is removed
+//!    after the folder has its final name.
+//! 2. A guest is paused only while the disk snapshots and its device state are taken. Its memory is copied afterwards
+//!    from a memory image, from which the guest continues (see `instant::running`).
+//! 3. A revert that was interrupted is repeated, which gives the same result.
 
 use crate::busy::while_busy;
 use crate::definition::Definition;
@@ -201,7 +201,7 @@ pub fn take(host: &Host, change: &Change, name: &str, options: Options) -> Resul
     let whole = folder.join(name);
     fs::rename(&new, &whole).during(|| format!("making '{}'", whole.display()))?;
     durable::sync(&folder)?;
-    // Until now what undoes an unfinished snapshot has needed it.
+    // Until here, undoing an unfinished snapshot needs the intent.
     remove_if_there(&whole.join(INTENT))?;
     Ok(taken)
 }

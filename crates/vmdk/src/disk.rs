@@ -102,9 +102,10 @@ pub(crate) struct State {
     pub lost: bool,
     /// A flush may have failed, so the next opening must not rely on the page cache.
     pub doubtful: bool,
-    /// Images that the page cache may show as the medium does not have them: see [`Disk::show_stale`].
+    /// Images for which the page cache may differ from the device: see [`Disk::show_stale`].
     pub stale: BTreeSet<u32>,
-    /// An operation has to be finished before images are opened: there was no room for that, or the medium failed.
+    /// An interrupted operation has to be finished before images are opened: there was no space for that, or the device
+    /// failed.
     pub unsettled: bool,
     /// The last replacement of the record failed: either the old record or the new one is durable.
     pub failed: bool,
@@ -414,7 +415,8 @@ impl Disk {
         self.check_not_stopped()?;
         self.settled()?;
         let mut head = self.head.lock();
-        // Again: closing the disk, or opening it again, may have taken the line away since, and no other may come.
+        // Checked again: another thread may have closed or reopened the disk meanwhile, after which no line may be
+        // opened.
         self.check_usable()?;
         self.check_not_stopped()?;
         if let Some(line) = &*head {
@@ -472,7 +474,7 @@ impl Disk {
     pub fn snapshot_chain(&self, name: &str) -> Result<Arc<Chain>> {
         self.check_usable()?;
         self.settled()?;
-        // Held while the images are opened, so that no merge of them begins meanwhile.
+        // Held while the images are opened, so that no merge of them begins in that time.
         let head = self.head.lock();
         let record = self.record();
         let node = record.snapshot(name)?.node;

@@ -20,12 +20,12 @@ pub(crate) struct Level {
     pub node: u32,
     pub image: Arc<Image>,
     pub key: LevelKey,
-    /// Its opening for writing was closed, and another one for reading has failed since: it is read as it is.
+    /// The image was closed for writing, and opening it for reading has failed since: reads use the closed image.
     pub closed: bool,
 }
 
 impl Level {
-    /// Whether it can be changed.
+    /// Whether the level can be changed.
     pub fn is_writing(&self) -> bool {
         self.image.layer().writable() && !self.closed
     }
@@ -76,7 +76,7 @@ impl Line {
         Ok(())
     }
 
-    /// Closes an image that is open for writing, below the top. It is to be exchanged then.
+    /// Closes an image that is open for writing, below the top. The caller exchanges it afterwards.
     pub fn close(&self, level: &Level) -> Result<()> {
         self.chain.close_level(level.key)?;
         if let Some(level) = self.levels.lock().iter_mut().find(|other| other.node == level.node) {

@@ -194,8 +194,8 @@ impl Disk {
     }
 }
 
-/// Stops the chain if work on a level was ended by a failure after which the level takes no changes: its tables in
-/// memory may lead to what the medium does not have.
+/// Stops the chain if a failure of work on a level has stopped that level: its tables in memory may refer to content
+/// that the device does not have.
 fn stop_with(line: &Line, level: &Level, error: &Error) {
     if level.image.layer().has_stopped() {
         line.chain.distrust(error);

@@ -3,15 +3,15 @@
 //! After a failed flush the page cache may hold data that was never written, until the kernel needs the memory. A disk
 //! that relied on it would read older data some time later.
 //!
-//! 1. The file [`CLOSED_NAME`] says that the last owner has closed the disk, and that no flush of it can have failed.
-//!    Opening the disk removes it; closing it without a failure makes it. Where it is missing, every file of the disk
-//!    is flushed and forgotten by the cache before it is read.
-//! 2. Neither change of the mark is flushed: a power cut that takes it back empties the cache, too. It costs no request
-//!    of the medium, and no room where there is none: without it the next opening takes longer.
-//! 3. Errors that may come from the medium put the disk in doubt ([`Disk::noting`]): it gets no mark. What fails in the
-//!    head's chain is kept there, until the chain is let go of ([`Disk::close_dropped_head`]).
-//! 4. The same process opens no image that it has failed to write before that image's files are flushed and forgotten,
-//!    too ([`Disk::show_stale`]).
+//! 1. The file [`CLOSED_NAME`] means that the last owner closed the disk, and that no flush of it can have failed.
+//!    Opening the disk removes this mark; closing the disk without a failure creates it. If it is missing, every file
+//!    of the disk is flushed and evicted from the page cache before it is read.
+//! 2. Changes of the mark are not flushed: a power cut that reverts one empties the page cache, too. The mark costs no
+//!    flush, and a disk can be closed without it on a full file system: then the next opening takes longer.
+//! 3. An error that may come from the device makes the disk doubtful ([`Disk::noting`]): closing it leaves no mark. A
+//!    failure in the head's chain is kept there until the chain is closed ([`Disk::close_dropped_head`]).
+//! 4. After a failed write to an image, the same process flushes the image's files and evicts them from the page cache
+//!    before it opens the image again ([`Disk::show_stale`]).
 
 use crate::disk::{Disk, State};
 use crate::images::remove;
@@ -61,7 +61,7 @@ pub(crate) enum Failing {
     Now,
 }
 
-/// Opens a file for a flush; `None` where it is missing, which is told when the chain is opened.
+/// Opens a file for a flush; `None` if it is missing, which is reported when the chain is opened.
 fn open_found(_: &Node, place: &Place) -> Result<Option<Arc<dyn File>>> {
     match place.open(IoMode::Buffered, Access::Read) {
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
@@ -69,7 +69,7 @@ fn open_found(_: &Node, place: &Place) -> Result<Option<Arc<dyn File>>> {
     }
 }
 
-/// Has reads of a file come from its medium, and finds out whether it takes what is written.
+/// Flushes a file, and evicts it from the page cache, so that reads come from the device.
 fn show(file: &dyn File, place: &Place, failing: Failing) -> Result<()> {
     let synced = match file.sync() {
         Err(_) if failing == Failing::Before => file.sync(),
@@ -82,7 +82,7 @@ fn show(file: &dyn File, place: &Place, failing: Failing) -> Result<()> {
 }
 
 impl Disk {
-    /// Has reads of those of some images that are the disk's own come from their media.
+    /// Flushes the files of those images in `nodes` that are the disk's own, and evicts them from the page cache.
     pub(crate) fn show_media<'a>(
         &self,
         record: &Record,
@@ -121,12 +121,13 @@ impl Disk {
         }
     }
 
-    /// Before images are opened, or an operation relies on their files: has reads of those that an operation failed to
-    /// write, or that a chain wrote which has stopped, come from their media. Nothing else may write them meanwhile.
-    /// `head` is the head's line, if it is open; what that writes is left alone, unless it has stopped.
+    /// Flushes the files of images that an operation failed to write, or that a stopped chain wrote, and evicts them
+    /// from the page cache. To be called before images are opened, or an operation relies on their files. Nothing else
+    /// may write them meanwhile. `head` is the head's line, if it is open; images that it has open for writing are
+    /// skipped, unless it has stopped.
     ///
     /// # Errors
-    /// The medium still fails; nothing is to be read then.
+    /// The device still fails; then nothing may be read.
     pub(crate) fn show_stale(&self, head: Option<&Line>, nodes: &[u32]) -> Result<()> {
         let has_stopped = head.is_some_and(|line| line.chain.failure().is_some());
         let (record, stale) = {
@@ -147,19 +148,19 @@ impl Disk {
         Ok(())
     }
 
-    /// The same of every image, while the right to change the tree is held.
+    /// The same for every image, while the right to change the tree is held.
     pub(crate) fn show_all_stale(&self) -> Result<()> {
         let nodes: Vec<u32> = self.record().nodes.iter().map(|node| node.id).collect();
         self.show_stale(self.open_head().as_deref(), &nodes)
     }
 
-    /// Does what may fail by the medium. Errors that say nothing about it are told from the others.
+    /// Runs work that may fail on I/O, and notes such failures.
     pub(crate) fn noting<T>(&self, work: impl FnOnce() -> Result<T>) -> Result<T> {
         work().inspect_err(|error| self.doubt(error))
     }
 
-    /// Notes an error after which the cache may show what the medium does not have, and stops the head's chain where an
-    /// image that it has open was stopped by it.
+    /// Notes an error after which the page cache may differ from the device. Stops the head's chain if an image in it
+    /// has stopped.
     pub(crate) fn doubt(&self, error: &Error) {
         self.doubt_files(error);
         if let Some(line) = self.open_head()
@@ -169,7 +170,7 @@ impl Disk {
         }
     }
 
-    /// The same where no image of the head is open.
+    /// The same if no image of the head is open.
     pub(crate) fn doubt_files(&self, error: &Error) {
         match error.kind() {
             ErrorKind::NotFound | ErrorKind::Exists | ErrorKind::Invalid | ErrorKind::Busy => {}
@@ -182,13 +183,14 @@ impl Disk {
         }
     }
 
-    /// Notes that the cache may show of any image what the medium does not have.
+    /// Notes that the page cache may differ from the device for every image.
     pub(crate) fn mistrust(&self) {
         let State { record, stale, .. } = &mut *self.state.lock();
         stale.extend(record.nodes.iter().map(|node| node.id));
     }
 
-    /// Closes the head's line that was let go of, flushed if that can be. Gives what has failed.
+    /// Closes the head's chain after it was taken out of the disk, with a flush if possible. Returns its failure, if
+    /// any.
     pub(crate) fn close_dropped_head(&self, line: &Line) -> Option<Failed> {
         let _ = line.chain.close();
         let why = line.chain.failure()?;

@@ -32,10 +32,10 @@ use work::Progress;
 
 /// Bytes of payload per byte of other metadata than tables: free-space maps, backmaps, and metadata of the file system.
 const METADATA_SHARE: u64 = 64;
-/// Bytes beside these that a merge takes of the file system: records, descriptors and the list of snapshots that are
-/// replaced meanwhile.
+/// Bytes that a merge needs in the file system beside the data: for the records, descriptors and list of snapshots that
+/// it replaces.
 const SMALL_FILES: u64 = 64 << 10;
-/// Extents of a source requested at a time.
+/// Extents of a source that are requested per call.
 const EXTENTS: usize = 256;
 /// The most ranges for which space is checked before a merge: 4 MiB of memory. A merge of more ranges meets a lack of
 /// space only while it runs.
@@ -253,7 +253,7 @@ impl Disk {
             );
             return Err(Error::new(ErrorKind::Unsupported, text));
         }
-        // Opened before anything is given up: an image that another process has open for writing fails here.
+        // Opened before the snapshot is given up: if another process has the image open for writing, this fails.
         let writable = match below.is_writing() {
             true => None,
             false => Some(Arc::new(self.open_image(&record, target, true)?)),
@@ -264,7 +264,7 @@ impl Disk {
         announced.snapshots.retain(|snapshot| snapshot.node != target && !sources[1..].contains(&snapshot.node));
         let merging = Merging { side: MergeSide::Down, node: target, above: Some(lowest), content: None };
         announced.pending = Some(Pending { merging: Some(merging), ..Pending::new("merge down") });
-        // The room for the record of the merged disk is reserved by then, too.
+        // The space for the record after the merge is reserved here, too.
         let spare = room.and_then(|()| self.set_aside(&announced, &self.merged_down(&announced, sources, target)?));
         let announced = spare.and_then(|spare| self.commit(announced).map(|()| spare));
         let spare = match announced {
@@ -418,7 +418,7 @@ impl Disk {
         announced.pending = Some(Pending { merging: Some(merging), ..Pending::new("merge up") });
         let spare = self.set_aside(&announced, &self.merged_up(&announced, target, source, content)?)?;
         self.commit(announced)?;
-        // The announcement may have used it, and returned the room of the record before.
+        // The announcement may have used the reserved space, and freed the space of the previous record.
         spare.renew();
         let line = match is_head {
             true => line,
@@ -442,7 +442,7 @@ impl Disk {
         ended
     }
 
-    /// The record after a merge up; `content` is the identity that the target had.
+    /// The record after a merge up; `content` is the CID that the target had.
     fn merged_up(&self, record: &Record, target: u32, source: u32, content: Option<u32>) -> Result<Record> {
         let (upper, lower) = (record.node(target)?, record.node(source)?);
         let parent = match lower.parent {
@@ -488,7 +488,7 @@ impl Disk {
         claim: Claim<'_>,
         outcome: Result<()>,
     ) -> Result<()> {
-        // Before others may open what the merge has written.
+        // Before others can open the images that the merge has written.
         let _ = outcome.as_ref().inspect_err(|error| self.doubt(error));
         if self.state.lock().record.nodes.iter().all(|node| !sources.contains(&node.id)) {
             line.removed(sources);
@@ -503,7 +503,7 @@ impl Disk {
             }
             _ => Ok(()),
         };
-        // Descriptors are corrected by what the medium has of them.
+        // Descriptors are corrected according to what the device has of them.
         let finished = closed.and_then(|()| self.show_all_stale()).and_then(|()| self.finish_pending());
         if finished.is_err() {
             self.state.lock().unsettled = true;

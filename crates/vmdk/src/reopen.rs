@@ -56,7 +56,7 @@ impl Disk {
             return Err(Error::new(ErrorKind::Stopped, text));
         }
         self.state.lock().stopped = Some(why);
-        // Also for those who read a snapshot while this does not succeed.
+        // This also applies to readers of a snapshot until the reopening succeeds.
         self.mistrust();
         if let Some(line) = self.drop_head() {
             // Kept in the state, because the next attempt finds no chain.
@@ -71,7 +71,7 @@ impl Disk {
         }
         let writable = self.writes_head(&record);
         self.show_media(&record, record.nodes.iter(), Failing::Now, &|node, place| {
-            // A flush needs no more; what the disk only reads may not be there for writing.
+            // Reading is enough for a flush; images that the disk only reads may not be writable.
             let access = if writable && node.id == record.head { Access::ReadWrite } else { Access::Read };
             place.open(IoMode::Buffered, access).map(Some)
         })?;

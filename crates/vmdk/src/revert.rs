@@ -34,7 +34,7 @@ impl Disk {
             let gone = gone.iter().filter(|node| node.is_own()).flat_map(|node| self.files(&record, node)).collect();
             after.pending = Some(Pending { gone, ..Pending::new("revert") });
             self.commit(after).inspect_err(|_| self.stay_stopped(failed))?;
-            // Another caller may have opened the chain of before meanwhile.
+            // Another caller may have opened the chain of the old head meanwhile.
             if let Some(line) = self.drop_head() {
                 self.close_dropped_head(&line);
             }

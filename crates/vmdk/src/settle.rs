@@ -112,7 +112,7 @@ impl Disk {
             record.pending = None;
             self.commit(record)
         });
-        // Images that it concerns may not fit together.
+        // After a failure, the images of the operation may not fit together.
         self.state.lock().unsettled = finished.is_err();
         finished?;
         self.write_list();

@@ -16,7 +16,7 @@ pub(crate) struct Spare<'a> {
 }
 
 impl Disk {
-    /// Reserves the room for the record that ends a merge; it is also enough for the record that announces the merge.
+    /// Reserves the space for the record that ends a merge; it is also enough for the record that announces the merge.
     pub(crate) fn set_aside(&self, announced: &Record, after: &Record) -> Result<Spare<'_>> {
         let bytes = announced.encode()?.len().max(after.encode()?.len()) as u64 + SLACK;
         let spare = Spare { disk: self, bytes };

@@ -16,7 +16,8 @@ const KEPT_PER_CLASS: usize = 16 << 20;
 /// Buffers of the first classes, up to 16 KiB, are cut from slabs. All slabs are kept: their number is bounded by the
 /// limits on data in flight and in write buffers.
 pub(super) const SLAB_CLASSES: usize = 3;
-/// Memory from this class on (1 MiB) is mapped: a request that announces much takes no memory before its bytes arrive.
+/// Memory from this class on (1 MiB) is mapped, so that a request with a long payload takes memory only as bytes
+/// arrive.
 const MAPPED_CLASS: usize = 8;
 /// Blocks in a slab (1 MiB).
 const SLAB_BLOCKS: usize = 256;
@@ -88,7 +89,7 @@ impl Memory {
         }
         let size = 1 << class;
         if class >= MAPPED_CLASS {
-            // Outside of the lock: the system takes its time.
+            // Without the lock, because the system may take long.
             drop(kept);
             return Self::zeroed(size);
         }

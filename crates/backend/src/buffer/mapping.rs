@@ -1,6 +1,6 @@
-//! Memory that the system hands out page by page: a page of a mapping is taken, and zeroed, when it is first used. The
-//! allocator does not do that for memory with the alignment of blocks: it clears all of it at once, so that a request
-//! would take what it announces instead of what has arrived of it.
+//! Memory that the kernel allocates page by page: a page of a mapping is allocated and zeroed at its first use. The
+//! allocator clears memory with the alignment of blocks at once. So a request would take memory for the whole announced
+//! payload, instead of only for the part that has arrived.
 
 use super::{Aligned, BLOCK_SIZE};
 use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
@@ -12,13 +12,13 @@ pub(super) struct Mapping {
     blocks: usize,
 }
 
-// SAFETY: it owns its memory, which no thread is tied to.
+// SAFETY: the value owns its memory, which is not tied to a thread.
 unsafe impl Send for Mapping {}
 // SAFETY: shared references only read.
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    /// `blocks` blocks of zeros. `None` for none, and where the system has no mapping left.
+    /// `blocks` blocks of zeros. `None` if `blocks` is 0, or if the system refuses the mapping.
     pub fn new(blocks: usize) -> Option<Self> {
         let (access, private) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE);
         // SAFETY: the system chooses a place where nothing is mapped.

@@ -115,7 +115,7 @@ impl OpenFile {
         }
     }
 
-    /// Writes all of it, by one call or several.
+    /// Writes all slices, with one call or several.
     fn write_all(&self, slices: &[&[u8]], offset: u64, total: u64, durable: bool) -> io::Result<()> {
         if self.mode == IoMode::Buffered && !durable && total > CACHED_WRITE_MAX {
             return self.write_pieces(slices, offset);
@@ -136,7 +136,7 @@ impl OpenFile {
         }
     }
 
-    /// Writes through the page cache in pieces that end where multiples of [`CACHED_WRITE_MAX`] in the file do.
+    /// Writes through the page cache in pieces that end at multiples of [`CACHED_WRITE_MAX`] in the file.
     fn write_pieces(&self, slices: &[&[u8]], mut offset: u64) -> io::Result<()> {
         let to_border = |offset: u64| (CACHED_WRITE_MAX - offset % CACHED_WRITE_MAX) as usize;
         let mut piece: Vec<IoSlice<'_>> = Vec::with_capacity(slices.len());
@@ -520,7 +520,7 @@ mod tests {
         file.written_out.run(lost).unwrap_err();
         // A write-back that succeeds afterwards does not clear the failure.
         file.write_out(0, 4096, true);
-        // Writes are lost: the caller must not wait for room and go on.
+        // Writes are lost, so the caller must not wait for space and continue.
         let error = file.sync().unwrap_err();
         assert!(!error::lacks_space(&error) && error.to_string().contains("lost"), "{error}");
         file.sync().unwrap();

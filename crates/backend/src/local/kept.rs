@@ -1,19 +1,19 @@
-//! Space that a folder keeps back where the file system refuses what needs no new space.
+//! Space that a folder keeps back for requests that need no new space, where the file system refuses even these.
 //!
-//! btrfs counts the metadata of every request against a quota. At the limit it refuses overwrites in place, punched
-//! holes, changes of a length and renames with EDQUOT. It keeps space for metadata apart from space for data: where
-//! other programs have used that up, it refuses the same with ENOSPC. It always carries out the removal of a file. So a
-//! folder there keeps [`STEPS`] files whose extended attributes take metadata, and no data. Where such a request is
-//! refused, one of them is removed, and the request repeated.
+//! btrfs counts the metadata of every request against a quota. At the limit it refuses overwrites in place, hole
+//! punches, length changes and renames with EDQUOT. It has separate space for metadata and for data: if other programs
+//! have used up the space for metadata, it refuses the same requests with ENOSPC. It always carries out the removal of
+//! a file. So a folder on btrfs keeps [`STEPS`] files, the steps, whose extended attributes use metadata and no data.
+//! If such a request is refused, one step is removed, and the request is repeated.
 //!
-//! 1. A step is removed for a request on what has its space, and only after the request was refused again.
-//! 2. While steps are missing, requests that need new space are refused: what is kept back is not for data.
-//! 3. Missing steps are taken again as soon as there is room: after a rename at once, by the next request that needs
-//!    space, by a thread that runs for as long as some are missing, and at the next opening.
-//! 4. Another program may take the space of a removed step before it is taken again. After [`STEPS`] times nothing is
-//!    kept back any more, and everything is refused until there is room.
+//! 1. A step is removed only for a request that needs no new space, and only after that request was refused again.
+//! 2. While steps are missing, requests that need new space are refused, because the kept space is not for data.
+//! 3. Missing steps are made again as soon as there is space: right after a rename, by the next write or reservation,
+//!    by a thread that runs while steps are missing, and at the next opening.
+//! 4. Another program may use the space of a removed step before the step is made again. After [`STEPS`] such losses no
+//!    step is left, and all of these requests are refused until there is space.
 //!
-//! Which folder keeps space for a file is found by the device: on btrfs each subvolume is one.
+//! The folder that keeps space for a file is found by the device number: each subvolume of btrfs has its own.
 
 use super::extents;
 use super::file_system::FileSystem;
@@ -28,53 +28,54 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-/// The folder of the steps, in the folder that keeps them.
+/// The subfolder that contains the steps.
 const FOLDER: &str = "reserve";
-/// Steps that are kept.
+/// The number of steps.
 const STEPS: usize = 32;
-/// Extended attributes of a step, each of which takes a node of btrfs (16 KiB) nearly to its end. A request takes such
-/// a node for each run of pages that it touches, until the file system commits; a new name needs 1.3 MiB, a rename 3
-/// MiB free at that moment.
+/// Extended attributes of a step. Each fills a node of btrfs (16 KiB) almost completely. A request allocates such a
+/// node for each run of pages that it touches, until the file system commits. While it is carried out, a new name needs
+/// 1.3 MiB of free space, and a rename needs 3 MiB.
 const ATTRIBUTES: usize = 16;
 const ATTRIBUTE: usize = 16_000;
-/// Missing steps are not looked for more often: at a full quota, each try makes the file system commit.
+/// The least time between two attempts to make missing steps: at a full quota, each makes the file system commit.
 const TRY_EVERY: Duration = Duration::from_millis(100);
 /// The same for the thread.
 const THREAD_EVERY: Duration = Duration::from_millis(500);
 
-/// Folders of this process that keep space.
+/// The folders of this process that keep space back.
 static KEPT: RwLock<Vec<Arc<Steps>>> = RwLock::new(Vec::new());
-/// Those among them that miss steps.
+/// The number of these folders that miss steps.
 static MISSING: AtomicUsize = AtomicUsize::new(0);
 
-/// Space that a folder keeps back, for as long as this exists. For the folder's owner: one in all processes.
+/// Space that a folder keeps back while this value exists. Only the owner of the folder creates it: one in all
+/// processes.
 pub struct KeptSpace(Arc<Steps>);
 
-/// Use of what was given up.
+/// The owner's use of the space of steps that it removes.
 pub struct HeldSpace<'a>(&'a Arc<Steps>);
 
 struct Steps {
     folder: OwnedFd,
     device: u64,
     state: Mutex<StepsState>,
-    /// Held while a step is given up and used: others would use it too.
+    /// Held while a step is removed and its space is used, because other requests would use that space too.
     giving: Mutex<()>,
 }
 
 struct StepsState {
     missing: [bool; STEPS],
-    /// When missing ones were looked for, and the error that said there is no room.
+    /// The time of the last attempt to make missing steps, and the error of the last failed attempt.
     tried: Option<Instant>,
     refusal: i32,
     thread: bool,
-    /// The owner uses what it has given up.
+    /// The number of [`HeldSpace`] values: while there is one, no step is made.
     held: usize,
-    /// The owner has gone.
+    /// The [`KeptSpace`] was dropped.
     ended: bool,
 }
 
 impl KeptSpace {
-    /// Takes what is missing, as far as there is room; `None` on a file system that needs nothing kept back.
+    /// Makes the missing steps for which there is space; `None` on a file system that needs no kept space.
     pub fn keep(folder: &Path) -> io::Result<Option<Self>> {
         if FileSystem::of(folder)? != FileSystem::Btrfs {
             return Ok(None);
@@ -108,12 +109,12 @@ impl KeptSpace {
         Ok(Some(Self(steps)))
     }
 
-    /// Whether all of it is there.
+    /// Whether no step is missing.
     pub fn is_whole(&self) -> bool {
         !self.0.state.lock().is_missing()
     }
 
-    /// Nothing is taken for as long as what this returns exists: the owner needs what it gives up.
+    /// While the returned value exists, no step is made, because the owner uses the space of the steps that it removes.
     pub fn hold(&self) -> HeldSpace<'_> {
         self.0.state.lock().held += 1;
         HeldSpace(&self.0)
@@ -121,7 +122,7 @@ impl KeptSpace {
 }
 
 impl HeldSpace<'_> {
-    /// Gives up a step; false when none is left.
+    /// Removes a step; false if none is left.
     pub fn give_up(&self) -> bool {
         self.0.give_up()
     }
@@ -166,7 +167,7 @@ fn attribute(number: usize) -> String {
     format!("user.lamina.{number}")
 }
 
-/// Whether a step is there as a whole: its last attribute was made last.
+/// Whether a step is complete: its last attribute is made last.
 #[cfg(target_os = "linux")]
 fn is_there(folder: &OwnedFd, step: usize) -> bool {
     let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
@@ -195,7 +196,7 @@ fn make(_folder: &OwnedFd, _step: usize) -> rustix::io::Result<()> {
 }
 
 impl Steps {
-    /// Takes missing steps until one finds no room.
+    /// Makes missing steps until there is no space for one.
     fn take(&self, state: &mut StepsState) {
         if state.held > 0 {
             return;
@@ -206,7 +207,7 @@ impl Steps {
                 continue;
             }
             if let Err(error) = make(&self.folder, step) {
-                // Part of it may have been taken.
+                // A part of the step may have been made.
                 let _ = rustix::fs::unlinkat(&self.folder, name(step), AtFlags::empty());
                 state.refusal = error.raw_os_error();
                 return;
@@ -218,7 +219,7 @@ impl Steps {
         }
     }
 
-    /// Whether none is missing, after another try if the last was long ago.
+    /// Fails if a step is missing. Tries to make the missing steps first, unless the last attempt was recent.
     fn is_whole_again(&self) -> Result<(), io::Error> {
         let mut state = self.state.lock();
         if state.is_missing() && state.tried.is_none_or(|tried| tried.elapsed() >= TRY_EVERY) {
@@ -238,7 +239,7 @@ impl Steps {
             return false;
         }
         state.missing[step] = true;
-        // Not at once: what it was given up for comes first.
+        // Delays the next attempt, because the request for which the step was removed needs the space first.
         state.tried = Some(Instant::now());
         if !was_missing && !state.ended {
             MISSING.fetch_add(1, Ordering::AcqRel);
@@ -247,14 +248,14 @@ impl Steps {
         true
     }
 
-    /// Has a thread take what is missing.
+    /// Starts a thread that makes the missing steps.
     fn go_on_taking(self: &Arc<Self>, state: &mut StepsState) {
         if state.thread || state.ended || !state.is_missing() {
             return;
         }
         let steps = Arc::downgrade(self);
         let thread = std::thread::Builder::new().name("keeping space back".into()).spawn(move || keep_taking(&steps));
-        // Without a thread, requests that need space try.
+        // Without a thread, later writes and reservations make the missing steps.
         state.thread = thread.is_ok();
     }
 }
@@ -274,7 +275,7 @@ fn keep_taking(steps: &Weak<Steps>) {
     }
 }
 
-/// Whether a folder of this process misses a part of what it keeps back: then each write is looked at.
+/// Whether a folder of this process misses a step: then each write has to be checked.
 pub(crate) fn is_missing() -> bool {
     MISSING.load(Ordering::Acquire) > 0
 }
@@ -284,7 +285,7 @@ fn of(file: impl AsFd) -> Option<Arc<Steps>> {
     KEPT.read().iter().find(|steps| steps.device == device).cloned()
 }
 
-/// Makes a request on a file that needs no new space.
+/// Carries out a request on a file that needs no new space.
 pub(super) fn without_new_space<T>(file: &File, call: impl Fn() -> io::Result<T>) -> io::Result<T> {
     match call() {
         Err(error) if error::lacks_space(&error) => repeat(of(file), error, call),
@@ -292,7 +293,7 @@ pub(super) fn without_new_space<T>(file: &File, call: impl Fn() -> io::Result<T>
     }
 }
 
-/// Renames in a folder. The file system needs much space for that, for a moment.
+/// Renames in a folder. btrfs needs much free space for a rename, but only while it is carried out.
 pub(super) fn rename(folder: &OwnedFd, call: impl Fn() -> io::Result<()>) -> io::Result<()> {
     match call() {
         Err(error) if error::lacks_space(&error) => {
@@ -310,7 +311,7 @@ pub(super) fn rename(folder: &OwnedFd, call: impl Fn() -> io::Result<()>) -> io:
     }
 }
 
-/// Makes a request on a range of a file, which needs new space where the range has none.
+/// Carries out a request on a range of a file. The request needs new space if the range has none.
 pub(super) fn in_range<T>(file: &File, range: Range<u64>, call: impl Fn() -> io::Result<T>) -> io::Result<T> {
     if is_missing()
         && let Some(steps) = of(file)
@@ -333,7 +334,7 @@ fn repeat<T>(steps: Option<Arc<Steps>>, error: io::Error, call: impl Fn() -> io:
     let Some(steps) = steps else { return Err(error) };
     let _giving = steps.giving.lock();
     loop {
-        // What another request has given up may be enough.
+        // A step that another request has removed may be enough.
         match call() {
             Err(error) if error::lacks_space(&error) && steps.give_up() => {}
             outcome => return outcome,
@@ -341,7 +342,7 @@ fn repeat<T>(steps: Option<Arc<Steps>>, error: io::Error, call: impl Fn() -> io:
     }
 }
 
-/// Whether all of a range has its space, reserved or written.
+/// Whether all of a range has space, reserved or written.
 fn has_space(file: &File, range: &Range<u64>) -> bool {
     let mut at = range.start;
     while at < range.end {

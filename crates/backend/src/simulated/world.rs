@@ -63,7 +63,7 @@ pub(super) struct World {
     pub(super) cut_after: Option<u64>,
     pub(super) failing: BTreeSet<u64>,
     pub(super) failing_syncs: u32,
-    /// What flushes that fail say.
+    /// The error of failed flushes.
     pub(super) sync_error: Errno,
     /// Requests of each kind that fail, counted from the next one.
     pub(super) failing_requests: [Range<u64>; FAULTS],
@@ -73,7 +73,7 @@ pub(super) struct World {
     pub(super) pace: Option<Pace>,
     /// Free space that is reported in excess.
     pub(super) overstated: u64,
-    /// What a request without room is refused with.
+    /// The error of requests for which there is no space.
     refusal: Errno,
     cached_reads: u64,
     used: u64,
@@ -84,7 +84,7 @@ pub(super) struct World {
     name_changes: Vec<NameChange>,
 }
 
-/// What a disk refuses with for lack of room: as a full file system, or as a quota that is used up.
+/// The error for a lack of space: that of a full file system, or of a used-up quota.
 fn refusal(seed: u64) -> Errno {
     if seed.is_multiple_of(2) { Errno::NOSPC } else { Errno::DQUOT }
 }

@@ -160,7 +160,7 @@ impl Chain {
             false => target.layer.write(run.start, &[&buffer[..length]]),
         };
         drop(changing);
-        // Merging down, the sources hide what the target has not got.
+        // In a merge down, the sources hide what the target lacks.
         if job.side == Side::Up {
             self.rearranged.note(&run);
         }

@@ -176,7 +176,7 @@ impl Chain {
         self.wait_unused(&old, &NoProgress)
     }
 
-    /// Closes the layer of a level that no change is under way of: there is nothing left to flush in it.
+    /// Closes the layer of a level that no operation is changing. The level has nothing left to flush afterwards.
     pub fn close_level(&self, key: LevelKey) -> Result<()> {
         let levels = self.levels();
         let Some(level) = levels.stack.iter().find(|level| level.key() == key) else { return Ok(()) };
@@ -185,9 +185,9 @@ impl Chain {
         Ok(())
     }
 
-    /// Runs work on a level that moves its grains: wiping, shrinking. A layer reuses a place once no plan holds an
-    /// epoch from before the move; but cache entries hold no epoch. So meanwhile nothing of the level is cached, and
-    /// every reader holds its epoch, wherever in the stack the level is.
+    /// Runs work that moves the grains of a level: wiping, shrinking. A layer reuses a freed grain once no plan holds
+    /// an epoch from before the move, but cache entries hold no epoch. So meanwhile no extent of the level is cached,
+    /// and every reader holds the level's epoch, wherever in the stack the level is.
     pub fn while_moving<T>(&self, key: LevelKey, work: impl FnOnce() -> Result<T>) -> Result<T> {
         let _operation = self.operation.try_lock().ok_or_else(|| {
             Error::new(ErrorKind::Busy, format!("{}: a merge or other work on this disk is under way", self.name))

@@ -83,7 +83,7 @@ impl Datastore {
         let Some(entry) = self.foreign.find(name) else { return self.native.delete_disk(name, promote) };
         let (uuid, spare) = (entry.disk.uuid(), self.spare());
         match self.foreign.delete_disk(&entry, promote) {
-            // XFS may want room for the new name of the record. The disk is as before.
+            // XFS may need space for the new name of the record. The disk is unchanged.
             Err(error)
                 if error.kind() == ErrorKind::NoSpace && self.foreign.find(name).is_some() && spare.give_up() =>
             {
@@ -123,7 +123,8 @@ impl Datastore {
         if native.is_empty() {
             self.snapshot_images(&images, None, options)?;
         } else {
-            // The lock of the native disks is taken first: no write waits for that.
+            // The native lock is taken before the images are opened, because no write waits for that lock during this
+            // time.
             taken = self.native.create_snapshots(&native, &mut |taking| match images.is_empty() {
                 true => taking.take(),
                 false => self.snapshot_images(&images, Some(taking), options),
@@ -137,15 +138,16 @@ impl Datastore {
         Ok(taken)
     }
 
-    /// Takes snapshots of disks of images, and native ones: after a power cut all of them are there, or none.
+    /// Takes snapshots of disks in VMware's formats, and of native disks by `native`. After a power cut either all of
+    /// the snapshots exist or none.
     fn snapshot_images(
         &self,
         images: &[(Arc<ForeignDisk>, String)],
         mut native: Option<&mut Taking<'_>>,
         options: &SnapshotOptions,
     ) -> Result<()> {
-        // From before their numbers are known until the group is over: a snapshot of the same name and number is one of
-        // the group.
+        // Held from before the numbers are determined until the group ends: meanwhile a snapshot with the name and
+        // number of a group's snapshot is that of the group.
         let _alone = images.iter().map(|(entry, _)| entry.begin_snapshot()).collect::<Result<Vec<_>>>()?;
         if images.len() < 2 && native.is_none() {
             return self.foreign.create_snapshots(images, None, options, &mut || Ok(()));
@@ -165,7 +167,7 @@ impl Datastore {
                 let Some(native) = &mut native else { return Ok(()) };
                 let taken = native.take();
                 if taken.is_err() && !native.is_certain() {
-                    // What fails here is tried again below.
+                    // A failure is not reported, because the record is written again below.
                     let _ = group.give_up();
                 }
                 taken
@@ -184,14 +186,14 @@ impl Datastore {
         outcome.and(ended)
     }
 
-    /// Has the records of groups that are over say so where they could not then: before snapshots are made, and their
-    /// numbers could be taken for those of a group.
+    /// Updates or removes the records of ended snapshot groups, where this failed before. It runs before snapshots are
+    /// created, because recovery could take the number of a new snapshot for one of a group.
     fn end_groups(&self) -> Result<()> {
         self.end_groups_but(|_| false)
     }
 
-    /// The same before snapshots go: what an opening would read from the records must still be true. That needs no
-    /// room; what does is left for later.
+    /// The same before snapshots are deleted, because recovery compares the records with the snapshots that it finds.
+    /// Only the records of complete groups must be removed, which needs no space. Others may be updated later.
     fn end_whole_groups(&self) -> Result<()> {
         self.end_groups_but(UnderWay::is_given_up)
     }

@@ -67,9 +67,9 @@ pub(crate) struct ForeignDisk {
     /// The open device of the head, which is updated when the list of snapshots changes.
     head: Mutex<Weak<ChainedDevice>>,
     clients: Mutex<()>,
-    /// Held while snapshots are taken whose names users choose: of this disk, one request at a time.
+    /// Held while snapshots whose names users choose are taken: one request per disk at a time.
     snapshots: Mutex<()>,
-    /// As it was when the images were open last; 0 before.
+    /// The capacity when the images were last open; 0 before.
     capacity: AtomicU64,
 }
 

@@ -59,7 +59,8 @@ impl ForeignDisk {
         })
     }
 
-    /// Takes the names of snapshots whose work a crash ended. Their levels are merged with the next deletion.
+    /// Deletes temporary snapshots whose operation a crash ended. Their images are merged at the next deletion of a
+    /// snapshot.
     pub(super) fn drop_temporary_snapshots(&self) {
         let record = self.disk.record();
         for snapshot in record.snapshots.iter().filter(|snapshot| snapshot.description == TEMPORARY) {

@@ -227,24 +227,21 @@ impl Native {
 
     pub(crate) fn find_disk(&self, name: &str) -> Result<Object> {
         self.engine.with_catalog(|catalog| catalog.disk(name).cloned()).filter(is_visible).ok_or_else(|| {
-            self.not_found(format!(
-                "there is no disk '{}'; 'lamina disk list' shows what there is",
-                name.escape_debug()
-            ))
+            self.not_found(format!("there is no disk '{}'; 'lamina disk list' lists the disks", name.escape_debug()))
         })
     }
 
     pub(crate) fn find_snapshot(&self, disk: &Object, name: &str) -> Result<Object> {
         self.engine.with_catalog(|catalog| catalog.snapshot(disk.id, name).cloned()).ok_or_else(|| {
             self.not_found(format!(
-                "disk '{0}' has no snapshot '{1}'; 'lamina snapshot list {0}' shows what there is",
+                "disk '{0}' has no snapshot '{1}'; 'lamina snapshot list {0}' lists its snapshots",
                 disk.name,
                 name.escape_debug()
             ))
         })
     }
 
-    /// The error for a name that nothing has. It may be that of a disk whose record cannot be read.
+    /// The error for a name that was not found. A disk whose record cannot be read may have that name.
     fn not_found(&self, mut text: String) -> Error {
         if self.engine.with_catalog(|catalog| !catalog.lost().is_empty()) {
             text.push_str("; a page of the catalog is damaged, so disks and snapshots are missing: run 'lamina check'");

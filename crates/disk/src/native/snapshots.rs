@@ -10,7 +10,7 @@ use store::Engine;
 use store::catalog::{Catalog, Object};
 use store::engine::NewSnapshot;
 
-/// The taking of native snapshots at one point, for the caller that has others stand still meanwhile.
+/// Takes the native snapshots of a group, for a caller that quiesces the other disks of the group meanwhile.
 pub(crate) struct Taking<'a> {
     engine: &'a Engine,
     wanted: Vec<NewSnapshot>,
@@ -18,23 +18,23 @@ pub(crate) struct Taking<'a> {
 }
 
 impl Taking<'_> {
-    /// What is taken.
+    /// The snapshots to take.
     pub fn wanted(&self) -> &[NewSnapshot] {
         &self.wanted
     }
 
-    /// Takes them, durably. Once only.
+    /// Takes the snapshots, durably; to be called once.
     pub fn take(&mut self) -> Result<()> {
         self.ids = self.engine.snapshot(&self.wanted)?;
         Ok(())
     }
 
-    /// False after a failure of the medium: the next opening may find snapshots whose taking has failed.
+    /// False after a failure of the device: the next opening may find snapshots although taking them failed.
     pub fn is_certain(&self) -> bool {
         self.engine.failure().is_none()
     }
 
-    /// Deletes what was taken. Says whether no opening will find any of it.
+    /// Deletes the snapshots that were taken. Returns whether no opening will find any of them.
     pub fn take_back(&mut self) -> bool {
         for id in std::mem::take(&mut self.ids) {
             if let Err(error) = self.engine.delete_snapshot(id) {
@@ -61,9 +61,9 @@ fn info(catalog: &Catalog, snapshot: &Object) -> SnapshotInfo {
 }
 
 impl Native {
-    /// Takes snapshots of several disks at one point: (disk, snapshot name). `around` is given the taking itself, to
-    /// be carried out at the point where others stand still too, and taken back when that fails; nothing that could
-    /// keep them waiting is left for then.
+    /// Takes snapshots of several disks at one point: (disk, snapshot name). `around` gets the [`Taking`]. It takes the
+    /// snapshots while the other disks of the group are quiesced, so everything that may take long is done before. It
+    /// deletes the snapshots if the group fails later.
     pub fn create_snapshots(
         &self,
         of: &[(String, String)],
@@ -82,7 +82,7 @@ impl Native {
         self.engine.with_catalog(|catalog| ids.iter().map(|id| Ok(info(catalog, catalog.get(*id)?))).collect())
     }
 
-    /// The number of the snapshot of that identity.
+    /// The number of the snapshot with that identity.
     pub fn find_snapshot_by_identity(&self, uuid: &[u8; 16]) -> Option<u64> {
         self.engine.with_catalog(|catalog| {
             let same = |object: &&Object| object.is_snapshot() && object.uuid == *uuid;
@@ -90,15 +90,15 @@ impl Native {
         })
     }
 
-    /// Deletes a snapshot of an interrupted operation, unless clones stand on it.
+    /// Deletes a snapshot of an interrupted operation; `Busy` if clones are based on it.
     pub fn take_back_snapshot(&self, id: u64) -> Result<()> {
         if self.engine.with_catalog(|catalog| catalog.disks().any(|clone| clone.origin == id)) {
-            return Err(Error::new(ErrorKind::Busy, "clones stand on it"));
+            return Err(Error::new(ErrorKind::Busy, "linked clones are based on it"));
         }
         self.engine.delete_snapshot(id)
     }
 
-    /// Snapshots of one disk, or of all, parents before children.
+    /// Snapshots of one disk, or of all disks, parents before children.
     pub fn snapshots(&self, disk: Option<&str>) -> Result<Vec<SnapshotInfo>> {
         let only = disk.map(|name| self.find_disk(name)).transpose()?;
         Ok(self.engine.with_catalog(|catalog| {

@@ -248,11 +248,11 @@ fn what_cannot_be_taken_back_now_is_at_a_later_opening() {
     datastore.close().unwrap();
 }
 
-/// A folder whose medium fails an append to the journal that it has carried out.
+/// A folder that reports a failure for an append to the journal that it has carried out.
 struct FailingJournal {
     inner: LocalDirectory,
     fails: Arc<AtomicBool>,
-    /// What the record of the disk `a` was when the first file was replaced after that.
+    /// The record of the disk `a` when the first file was replaced after that failure.
     record_then: Arc<Mutex<Option<String>>>,
 }
 
@@ -357,10 +357,11 @@ fn native_snapshots_of_an_append_that_failed_go_with_the_others() {
     let of = ["n", "a"].map(|disk| (disk.to_owned(), "group".to_owned()));
     datastore.create_snapshots(&of, &SnapshotOptions::default()).unwrap_err();
     drop(datastore);
-    // The power could have gone at any moment: that nothing stays is written before the first of them is taken back.
+    // The power could have been cut at any moment, so the group is abandoned in the file before the first snapshot is
+    // deleted.
     let record_then = record_then.lock().take().unwrap();
     assert!(record_then.contains("\"group\""), "{record_then}");
-    // The append is on the medium: recovery finds the native snapshot.
+    // The append is on the device: recovery finds the native snapshot.
     let datastore = open(&path);
     assert_eq!((snapshots(&datastore), records(&path)), (vec![], 0));
     datastore.close().unwrap();
@@ -387,7 +388,7 @@ fn a_snapshot_of_another_request_is_none_of_a_group_that_finds_it() {
         let of: Vec<_> = disks.iter().map(|disk| ((*disk).to_owned(), name.to_owned())).collect();
         datastore.create_snapshots(&of, &SnapshotOptions::default()).is_ok()
     };
-    // The one that the group comes to last.
+    // The disk that is last in the group.
     let [a, b] = ["a", "b"].map(|disk| datastore.disk(disk).unwrap().uuid);
     let late = if a > b { "a" } else { "b" };
     let mut taken = Vec::new();
@@ -395,7 +396,7 @@ fn a_snapshot_of_another_request_is_none_of_a_group_that_finds_it() {
         let name = format!("s{round}");
         let (alone, group) = std::thread::scope(|scope| {
             let group = scope.spawn(|| request(&["a", "b"], &name));
-            // When the group knows its numbers, and has no snapshot yet.
+            // Until the group knows its numbers. It has no snapshot yet.
             while records(&path) == 0 && !group.is_finished() {
                 std::thread::sleep(std::time::Duration::from_micros(50));
             }
@@ -421,7 +422,7 @@ fn what_could_not_be_recorded_after_a_failure_is_recorded_later() {
     let images = of_group(&datastore, &[("a", 1), ("b", 1)]);
     let mut group = UnderWay::new(datastore.directory(), &[], images).unwrap();
     group.begin().unwrap();
-    // Of a group that has failed, one snapshot could not be taken back, and nothing can be recorded.
+    // A group has failed, one of its snapshots could not be deleted, and nothing can be recorded.
     take(&datastore, &["a"], "group");
     let blocked = path.join(format!("{}{TEMPORARY}", file_name(&group.group.id).unwrap()));
     std::fs::create_dir(&blocked).unwrap();
@@ -443,7 +444,8 @@ fn what_could_not_be_recorded_after_a_failure_is_recorded_later() {
 fn a_disk_that_gets_the_folder_of_one_in_a_group_is_none_of_it() {
     let (folder, datastore) = made();
     let path = folder.path().join("store");
-    // Both snapshots of the group could not be taken back. Then one of the disks was made anew, the other one deleted.
+    // Neither snapshot of the group could be deleted. Then one of the disks was made again, and the other one was
+    // deleted.
     let mut group = UnderWay::new(datastore.directory(), &[], of_group(&datastore, &[("a", 1), ("b", 1)])).unwrap();
     take(&datastore, &["a"], "group");
     take(&datastore, &["b"], "group");
@@ -452,7 +454,7 @@ fn a_disk_that_gets_the_folder_of_one_in_a_group_is_none_of_it() {
     assert_eq!(records(&path), 1);
     datastore.delete_disk("b", false).unwrap();
     assert_eq!(records(&path), 0, "nothing waits for disks that were deleted");
-    // A server that was killed between a deletion and that.
+    // The record that a server leaves if it is killed between a deletion and the update of the record.
     group.group.images.truncate(1);
     group.give_up().unwrap();
     let new = NewDisk { format: DiskFormat::Vmdk, ..NewDisk::native(SIZE, Provisioning::Thin) };

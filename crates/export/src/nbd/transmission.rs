@@ -124,7 +124,7 @@ impl Transmission<'_> {
             // Completed requests are answered before further requests are accepted.
             self.answer();
             self.take_up()?;
-            // A flush completed here kept other requests waiting, if there were any.
+            // A device flush on this thread has delayed requests that arrived during it.
             let arrived = self.session.end_batch() && self.is_wanting() && self.receive(Wait::No)?;
             if arrived {
                 self.session.saw_overlap();
@@ -140,7 +140,8 @@ impl Transmission<'_> {
                 return self.fault.take().map_or(Ok(()), Err);
             }
             if arrived {
-                // The client may wait for these before it sends anything else: nothing is waited for before them.
+                // The client may wait for the answers to these requests before it sends more, so they are started
+                // before this thread waits.
                 continue;
             }
             let wanting = self.is_wanting();

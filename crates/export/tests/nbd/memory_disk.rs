@@ -197,12 +197,12 @@ impl MemoryDisk {
         self.file.misses_of_8.store(8, Ordering::Relaxed);
     }
 
-    /// Every flush takes this long, from the moment in which it is counted.
+    /// Sets how long each flush takes after it is counted.
     pub fn slow_flushes(&self, delay: Duration) {
         *self.flush_delay.lock() = delay;
     }
 
-    /// Of 8 reads of a piece of the medium, this many do not find it in the page cache.
+    /// Sets how many of 8 reads miss the page cache.
     pub fn misses_of_8(&self, misses: u32) {
         self.file.misses_of_8.store(misses, Ordering::Relaxed);
     }

@@ -71,7 +71,7 @@ pub fn run(location: &Location, arguments: &ServeArguments, form: Form) -> Resul
     Ok(())
 }
 
-/// How the arguments say to open the datastore.
+/// The options for opening the datastore.
 pub fn open_options(arguments: &ServeArguments) -> OpenOptions {
     OpenOptions {
         mode: arguments.io.into(),

@@ -86,8 +86,9 @@ pub(crate) struct Directories {
 }
 
 impl Directories {
-    /// Reads the directories that `header` names. `image` is for messages. For writing, both have to be read, if the
-    /// file has them: the tables of one that only this reading has failed would stay as they are, and differ later.
+    /// Reads the directories at the sectors in `header`. `image` is for messages. An image that is opened for writing
+    /// needs both directories if the file has two: if one read failed only this time, the tables of that directory
+    /// would not get the changes, and would differ later.
     pub(crate) fn read(
         file: &dyn File,
         header: &Header,

@@ -44,12 +44,12 @@ pub(super) struct Writer {
 }
 
 impl Writer {
-    /// Whether the medium has failed.
+    /// Whether the image was stopped after a failure of the device.
     pub(super) fn has_stopped(&self) -> bool {
         self.commits.has_stopped()
     }
 
-    /// Keeps commits from beginning.
+    /// Waits for the commit under way, and prevents others while the result is held.
     pub(super) fn between_commits(&self) -> Turn<'_, ()> {
         self.commits.turn()
     }

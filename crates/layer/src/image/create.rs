@@ -267,8 +267,8 @@ impl<'a> NewImage<'a> {
         flat::check_capacity(self.capacity)?;
         if self.parent.is_some() && !self.kind.can_have_parent() {
             let text = format!(
-                "'{}' cannot have a parent: a {} disk holds everything itself; give --format sesparse, vmfssparse or \
-                 another format of deltas",
+                "'{}' cannot have a parent: a {} disk stores all of its data itself; give --format sesparse, \
+                 vmfssparse or another format of deltas",
                 self.name, self.kind
             );
             return Err(Error::new(ErrorKind::Invalid, text));

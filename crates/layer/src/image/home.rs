@@ -3,10 +3,10 @@
 //! 1. Before the first change after an opening reaches any extent, a new CID is durable. So a delta that was made above
 //!    the old content, and is not part of this chain, is never read above the new content: its parentCID differs.
 //! 2. An image whose descriptor cannot be written cannot be changed.
-//! 3. Where a full file system has no room for another text, the numbers of the identities are written over the old
-//!    ones, in place ([`storage::renumber`]): an image that has room for its payload is never refused for its CID.
-//! 4. The text in memory is the one on the medium: it changes after the medium has. After a write that failed, either
-//!    may be there: the next update writes, whatever it changes.
+//! 3. If a full file system has no space for a new descriptor, the digits of CID and parentCID are overwritten in place
+//!    ([`storage::renumber`]): an image that has space for its payload is never refused because of its CID.
+//! 4. The descriptor in memory equals the one in the file: it is changed after the file. After a failed write the file
+//!    may have the old or the new descriptor, so the next update writes it even if nothing changes.
 
 use super::{Entropy, Place};
 use crate::descriptor::{Descriptor, storage};
@@ -26,7 +26,7 @@ pub(super) struct StoredDescriptor {
     pub(super) descriptor: Mutex<Descriptor>,
     pub(super) random: Entropy,
     renewed: AtomicBool,
-    /// The last write failed: the medium may have its text.
+    /// The last write failed, so the file may have the descriptor of that write.
     uncertain: AtomicBool,
 }
 

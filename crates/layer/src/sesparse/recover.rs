@@ -25,7 +25,7 @@ const SPARE_MAX: usize = 4096;
 /// The most pages of the bitmap recounted at the opening: 8 GiB of grains. One region is recounted in any case.
 const RECOUNT_PAGES: u64 = 64;
 
-/// Tables read to find whether one names a grain that seems free: 64 MiB of them.
+/// The most tables read to check whether one names a grain that seems lost: 64 MiB of tables.
 pub(super) const CONFIRM_TABLES: usize = 2048;
 
 /// A set of tables that slots name, as a bitmap up to the highest; the table area limits its size.

@@ -21,7 +21,7 @@ struct Isolated {
     ranges: Vec<(Range<u64>, String)>,
     /// Set when acknowledged writes were lost: the next flush of the disk reports it.
     untold: Option<String>,
-    /// The same of writes that are to be durable: a client that repeats such a write takes only that for lost.
+    /// The same for durable writes: a client that repeats such a write assumes that only this write was lost.
     untold_by_writes: Option<String>,
 }
 
@@ -79,7 +79,7 @@ impl Engine {
         self.tell_lost(head, |isolated| isolated.untold.take())
     }
 
-    /// The same for a client's write that is to be durable. The next flush fails all the same.
+    /// The same for a durable write of a client. The next flush fails nevertheless.
     pub fn flush_write(&self, head: &Head) -> Result<()> {
         self.flush()?;
         self.tell_lost(head, |isolated| isolated.untold_by_writes.take())

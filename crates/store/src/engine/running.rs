@@ -65,7 +65,7 @@ impl Running {
         !self.closing.load(Ordering::Acquire) && !self.is_stopped()
     }
 
-    /// Stops all writes. The first reason is kept. Returns whether this is the first.
+    /// Stops all writes. The first reason is kept. Returns whether this reason is the first.
     #[cold]
     pub fn stop(&self, reason: &str) -> bool {
         let first = !self.stopped.swap(true, Ordering::AcqRel);
@@ -148,7 +148,7 @@ impl Running {
 mod tests {
     use super::*;
 
-    /// The engine tells of the first failure only, also when several requests meet it at once.
+    /// The engine reports only the first failure, also if several requests fail at once.
     #[test]
     fn one_of_many_failures_is_the_first() {
         let running = Running::default();

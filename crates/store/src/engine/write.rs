@@ -296,7 +296,7 @@ impl Engine {
         Ok(false)
     }
 
-    /// The file system or its quota is full.
+    /// Makes the error for a full file system or quota, and requests that freed blocks are reclaimed.
     #[cold]
     pub(super) fn no_space(&self, head: &Head) -> Error {
         self.request(|work| work.reclaim = true);

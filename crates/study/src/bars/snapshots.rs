@@ -5,14 +5,15 @@
 //! snapshots show the noise of the machine. Snapshots are requested over the control socket, because starting a process
 //! on a loaded machine takes longer than a snapshot may.
 //!
-//! For deletion, the disk has two halves. The load stays in the first, whose blocks all belong to the head already, so
-//! that it neither takes nor frees space. Areas of the second half were overwritten in runs of 64 KiB between
-//! snapshots, so that what each snapshot alone holds, and a deletion must give back, is known to the byte.
+//! For deletion, the disk has two halves. The load writes only the first half, all of whose blocks belong to the head
+//! alone, so that it allocates and frees no space. Areas of the second half were overwritten in runs of 64 KiB between
+//! snapshots, so that the exact number of bytes that only one snapshot holds, and that its deletion must return, is
+//! known.
 //!
-//! Space is compared at rest, before the load and after it, and of the blocks only. While clients write, the engine
-//! keeps up to 32 MiB of free blocks for them, what they have overwritten meanwhile is free with a later commit, and
-//! the journal and its images grow: that has nothing to do with a deletion. Under the load, all but as much as that has
-//! to be returned.
+//! Only the space of the blocks is compared, and only without load, before and after it. While clients write, the
+//! engine keeps up to 32 MiB of free blocks for them, blocks that they overwrite become free with a later commit, and
+//! the journal and its images grow. None of this depends on a deletion. Under load, all space but this amount has to be
+//! returned.
 
 use super::load::{Load, rate, worst};
 use super::{BLOCK, Setting, fill, say, write_blocks};
@@ -37,11 +38,12 @@ const DELAY_MAX_MS: f64 = 10.0;
 const DELETE_SHARE_MIN: f64 = 0.9;
 /// Least share of the unreferenced space that must be returned to the file system.
 const RETURNED_MIN: f64 = 0.99;
-/// What the engine may keep while clients write: 32 MiB of free blocks, and 64 MiB that wait for a commit to be free.
+/// What the engine may keep while clients write: 32 MiB of free blocks, and 64 MiB that become free with a later
+/// commit.
 const KEPT_MAX: u64 = 96 << 20;
-/// Long enough without a request for the engine to give even single blocks back.
+/// Time without requests after which the engine has returned even single blocks.
 const REST: Duration = Duration::from_secs(5);
-/// How long deleting may go on in the background.
+/// How long the deletion may continue in the background.
 const RETURN_TIME_MAX: Duration = Duration::from_secs(60);
 
 /// Rates are measured over at least this time, because they vary from second to second.

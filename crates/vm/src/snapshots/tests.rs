@@ -1,4 +1,4 @@
-//! Snapshots of machines whose taking ends in the middle.
+//! Snapshots of machines that fail or are killed while they are taken.
 
 #![allow(clippy::unwrap_used)]
 use super::*;
@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use work::Progress;
 
-/// Disks that have snapshots and nothing else. Something gets in the way of the folder `obstacle` when they are taken.
+/// Disks that support only snapshots. Each snapshot also creates a folder at `obstacle`, which prevents a later rename.
 struct Taken {
     all: Mutex<Vec<(String, String)>>,
     obstacle: PathBuf,

@@ -1,6 +1,6 @@
-//! Operations on media that fail: snapshots, reverts, merges on the head's branch and beside it, wiping, shrinking.
-//! Afterwards the page cache forgets what it likes. Every block of the head and of each snapshot reads as what it is,
-//! or not at all; once the medium works, as what it is; and so it does after a power cut.
+//! Operations on failing media: snapshots, reverts, merges on the head's branch and beside it, wiping, shrinking.
+//! Afterwards any part of the page cache may be evicted. A read of a block of the head or of a snapshot returns its
+//! content or fails. When the device works again, and after a power cut, it returns the content.
 
 use crate::world::{DELTAS, Random, options};
 use backend::IoMode;
@@ -16,14 +16,14 @@ use work::NoProgress;
 const BLOCK: usize = 4096;
 const BLOCKS: usize = 512;
 
-/// What each block holds, and what the chain of a snapshot shows.
+/// The value of each block that a chain shows.
 type Blocks = Vec<u8>;
 
 struct World {
     machine: SimulatedDisk,
     disk: Arc<Disk>,
     random: Random,
-    /// What the head may hold: one thing, or two after a revert that failed.
+    /// The contents that the head may have: one, or two after a failed revert.
     head: Vec<Blocks>,
     snapshots: BTreeMap<String, Blocks>,
     numbers: u32,
@@ -50,7 +50,7 @@ fn read_bytes(chain: &Chain) -> Vec<Option<Vec<u8>>> {
     all.chunks_exact_mut(BLOCK).enumerate().map(bytes).collect()
 }
 
-/// The same where every block is of one value.
+/// The same, where all bytes of a block have one value.
 fn read(chain: &Chain) -> Vec<Option<u8>> {
     let value = |bytes: Vec<u8>| {
         assert!(bytes == [bytes[0]; BLOCK], "a block is torn");
@@ -59,7 +59,7 @@ fn read(chain: &Chain) -> Vec<Option<u8>> {
     read_bytes(chain).into_iter().map(|bytes| bytes.map(value)).collect()
 }
 
-/// Whether blocks are what they may be; `whole` if each must have been read.
+/// Whether the blocks have their expected values; `whole` if each of them must have been read.
 fn fits(found: &[Option<u8>], expected: &Blocks, whole: bool) -> bool {
     found.iter().zip(expected).all(|(found, expected)| found.map_or(!whole, |found| found == *expected))
 }
@@ -179,13 +179,13 @@ impl World {
         }
     }
 
-    /// The page cache needs some of its memory for something else.
+    /// Evicts parts of the page cache, as the kernel does when it needs memory.
     fn evict(&mut self) {
         let random = &mut self.random;
         evict(&self.machine, |_| random.percent(50));
     }
 
-    /// Compares everything; `whole` if all of it must be read.
+    /// Compares all blocks; `whole` if each of them must be readable.
     fn verify(&mut self, whole: bool, after: &str) {
         let context = format!("{}, {after}, whole {whole}", self.what);
         let listed: Vec<String> = self.disk.snapshots().into_iter().map(|snapshot| snapshot.name).collect();
@@ -246,7 +246,7 @@ fn round(world: &mut World) -> (bool, bool, String) {
 fn case(seed: u64) -> (u32, u32) {
     let mut world = World::new(seed);
     let (mut stopped, mut failed) = (0, 0);
-    // Most of the snapshots are beside the head's branch from here on.
+    // From here on, most of the snapshots are beside the head's branch.
     let first = world.snapshots.keys().next().cloned().unwrap();
     if !seed.is_multiple_of(4) {
         world.disk.revert(&first).unwrap();
@@ -264,7 +264,7 @@ fn case(seed: u64) -> (u32, u32) {
             world.snapshot();
         }
     }
-    // What is left of operations is done with the next.
+    // The next operation finishes interrupted ones.
     world.operate();
     world.evict();
     world.verify(true, "operations");
@@ -286,8 +286,8 @@ fn no_block_of_any_branch_reads_as_what_the_medium_does_not_have() {
     assert!(u64::from(failed) > cases && u64::from(stopped) > cases / 4, "{failed} {stopped}");
 }
 
-/// A merge up beside the head's branch: the level that was filled looks complete in the page cache after its flush has
-/// failed, and a merge that believed so would remove the only copy.
+/// A merge up beside the head's branch: after its flush has failed, the target looks complete in the page cache, and a
+/// merge that relied on this would remove the only copy.
 #[test]
 fn a_merge_beside_the_head_whose_flush_failed_is_done_again_from_the_medium() {
     let mut failed = 0;
@@ -321,7 +321,7 @@ fn a_merge_beside_the_head_whose_flush_failed_is_done_again_from_the_medium() {
                 disk.reopen().unwrap();
             }
             let context = format!("seed {seed}, {delta:?}, {direction:?}, flush {step}: {done:?}");
-            // The deletion again, or what it has left is done with another one.
+            // The deletion is repeated, or another deletion finishes what it has left.
             match disk.snapshots().iter().any(|snapshot| snapshot.name == "b") {
                 true => disk.delete_snapshot("b", Some(direction), &NoProgress).unwrap(),
                 false => {
@@ -339,8 +339,8 @@ fn a_merge_beside_the_head_whose_flush_failed_is_done_again_from_the_medium() {
     assert!(failed > 60, "{failed}");
 }
 
-/// A snapshot of what a failed flush has lost: the page cache may show it whole. What a reader is shown stays, also in
-/// a process that is started again, and while `disk reopen` does not succeed.
+/// A snapshot of data that a failed flush has lost: the page cache may still have it. What a reader gets does not
+/// change, also in a process that is started again, and while `disk reopen` fails.
 #[test]
 fn a_snapshot_that_a_failed_flush_has_emptied_reads_as_the_medium_has_it() {
     let (mut read_ones, mut lost) = (0, 0);
@@ -388,7 +388,7 @@ fn a_snapshot_that_a_failed_flush_has_emptied_reads_as_the_medium_has_it() {
             1 => {
                 drop(disk);
                 let open = || Disk::open(Folder::plain(machine.directory()), &options(2));
-                // It may want to flush the folder of its record.
+                // The opening may need to flush the folder of its record.
                 open()
                     .or_else(|_| {
                         machine.mend();

@@ -92,7 +92,7 @@ impl Progress for Machine {
     }
 }
 
-/// Another program that also takes what was set aside for a record, as where a file system reserves nothing.
+/// Another program that also takes the space reserved for a record, as on a file system that reserves nothing.
 struct Greedy<'a>(&'a Machine);
 
 impl Progress for Greedy<'_> {
@@ -102,8 +102,8 @@ impl Progress for Greedy<'_> {
     }
 }
 
-/// Merges and a snapshot, each of which finds `free` pages and then nothing more: what do they leave? The merge down
-/// has room for its record, the merge up has lost it.
+/// Attempts merges and a snapshot, each with `free` pages of space at its beginning and none later. A merge down has
+/// reserved space for its record; a merge up has lost that space.
 fn half_done(machine: &Machine, free: u64) {
     let merge = || machine.disk.delete_snapshot("second", Some(Direction::Down), machine);
     let fill_up = || machine.disk.delete_snapshot("first", Some(Direction::Up), &Greedy(machine));
@@ -236,7 +236,7 @@ fn a_merge_that_has_begun_has_room_for_its_record() {
     }
 }
 
-/// The same for a merge up, whose data all has its place.
+/// The same for a merge up for whose data the target has space already.
 #[test]
 fn a_merge_up_that_has_begun_has_room_for_its_record() {
     for (delta, seed) in DELTAS.into_iter().zip(11..) {
@@ -244,7 +244,7 @@ fn a_merge_up_that_has_begun_has_room_for_its_record() {
         for free in 0..6 {
             for with_list in [true, false] {
                 let machine = Machine::new(ImageKind::EagerZeroedThick, delta, seed);
-                // Nothing of the snapshot's image shows through.
+                // No block of the snapshot's image is visible.
                 machine.write(5, 4);
                 let content = read(&machine.disk.chain().unwrap());
                 if !with_list {
@@ -296,7 +296,7 @@ fn a_merge_without_space_for_the_data_leaves_the_disk_unchanged() {
     }
 }
 
-/// Little more room than the data takes: what the merge writes beside the data is counted too.
+/// There is little more space than the data needs: what the merge writes beside the data is counted too.
 #[test]
 fn a_snapshot_is_deleted_or_left_whatever_room_there_is() {
     let (mut deleted, mut left) = (0, 0);
@@ -324,7 +324,7 @@ fn a_snapshot_is_deleted_or_left_whatever_room_there_is() {
     assert!(deleted > 10 && left > 10, "{deleted} {left}");
 }
 
-/// The file system tells of room that it has not.
+/// The file system reports more free space than it has.
 #[test]
 fn a_merge_into_space_that_is_only_reported_leaves_the_disk_unchanged() {
     for delta in &DELTAS[..2] {
@@ -484,7 +484,7 @@ fn an_interrupted_operation_keeps_no_disk_shut_for_lack_of_room() {
                 let storage = machine.storage.crash();
                 let directory = storage.directory();
                 if cut % 2 == 0 {
-                    // Both would make room for a record.
+                    // The removal of either file would free space for a record.
                     for name in ["vm.vmsd", "lamina.spare.lamina-new"] {
                         let _ = folder(&storage, "a").directory().remove(name);
                     }

@@ -460,7 +460,7 @@ fn a_disk_above_read_only_images_is_reopened() {
     }
 }
 
-/// A thin pool below the file system that is full: what was acknowledged is lost, and waiting for room does not help.
+/// A full thin pool below the file system: acknowledged writes are lost, and waiting for space does not help.
 #[test]
 fn a_flush_that_finds_no_room_stops_the_disk() {
     let kinds = [ImageKind::Thin, ImageKind::MonolithicSparse, ImageKind::SeSparse];
@@ -477,15 +477,15 @@ fn a_flush_that_finds_no_room_stops_the_disk() {
     }
 }
 
-/// Leaves others time while a flush lasts.
+/// Gives other threads time during a flush.
 fn slow_flush(request: Request) {
     if request == Request::Sync {
         std::thread::sleep(Duration::from_millis(2));
     }
 }
 
-/// A caller that asks for the chain while another head comes: it may get the old one, which takes no writes any more,
-/// and nobody gets it later.
+/// A caller requests the chain while the head is replaced. It may get the old chain, which takes no writes any more.
+/// Nobody gets the old chain later.
 #[test]
 fn a_chain_that_is_opened_during_a_revert_does_not_stay() {
     for seed in 0..6 {
@@ -520,7 +520,7 @@ fn a_chain_that_is_opened_during_a_revert_does_not_stay() {
     }
 }
 
-/// A caller that found the disk open, and looks for its chain when that is being closed.
+/// A caller found the disk open, and requests its chain while the disk is being closed.
 #[test]
 fn no_chain_is_opened_of_a_disk_that_was_closed() {
     for seed in 0..6 {

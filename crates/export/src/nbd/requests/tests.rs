@@ -299,7 +299,7 @@ fn what_a_system_call_refuses_is_an_error_of_input_and_output() {
     let refused = |kind: io::ErrorKind| Refusal::from(Error::io("writing", kind.into())).errno;
     assert_eq!(refused(io::ErrorKind::StorageFull), errno::ENOSPC);
     assert_eq!(refused(io::ErrorKind::QuotaExceeded), errno::ENOSPC);
-    // A file system that was mounted read-only because its medium fails, a file that is gone, a call that is not there.
+    // A file system mounted read-only after I/O errors, a missing file, a system call that does not exist.
     for kind in [io::ErrorKind::ReadOnlyFilesystem, io::ErrorKind::NotFound, io::ErrorKind::Unsupported] {
         assert_eq!(refused(kind), errno::EIO, "{kind}");
     }

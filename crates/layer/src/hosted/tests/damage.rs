@@ -136,7 +136,7 @@ fn mutations_end_in_an_error_or_an_answer() {
     assert!(start.elapsed().as_secs() < 600, "{:?}", start.elapsed());
 }
 
-/// A read that fails once while an image is opened for writing and used: no copy stays behind the other by that.
+/// A read that fails once while an image is opened for writing and used leaves no directory behind the other.
 #[test]
 fn a_read_that_fails_once_leaves_no_copy_behind() {
     let (bytes, _) = image(true);

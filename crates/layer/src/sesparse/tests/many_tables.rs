@@ -1,5 +1,5 @@
-//! Images with more tables than an opening after a crash reads whole: it searches those that a wrong owner can be of,
-//! and leaves to a wipe what these are too many for. Checks and repairs read every table.
+//! Images with more tables than an opening after a crash reads. The opening searches only the tables to which a damaged
+//! owner entry may belong. If these are too many, it leaves the grain to a wipe. Checks and repairs read every table.
 
 use super::super::entry::{Entry, Grain, Owner, Table, encode_slot};
 use super::super::recover::CONFIRM_TABLES;
@@ -8,15 +8,15 @@ use super::*;
 use backend::BLOCK_SIZE;
 
 const TABLES: u64 = 2100;
-/// What a table maps.
+/// Bytes that a table maps.
 const SPAN: u64 = 4096 * GRAIN;
-/// Tables whose numbers differ in few bytes from few others.
+/// Tables whose numbers differ in few bytes from few other numbers.
 const FEW: [u64; 4] = [0, 5, 1037, 2099];
 
 const _: () = assert!(TABLES > CONFIRM_TABLES as u64);
 
-/// An image with two grains in each table, killed after the second one of some tables was given up: those are
-/// allocated, and nothing names them.
+/// An image with two grains in each table, killed after the second grain of some tables was released: these grains are
+/// allocated, and no table names them.
 fn killed(given_up: impl Iterator<Item = u64>) -> SimulatedDisk {
     let disk = simulated(1);
     let layer = create(&disk, IoMode::Buffered, TABLES * SPAN, writing());
@@ -41,7 +41,7 @@ fn put(disk: &SimulatedDisk, offset: u64, word: u64) {
     file.write_at(&[&word.to_le_bytes()], offset, true).unwrap();
 }
 
-/// Where things are in the file.
+/// Offsets in the file.
 struct Places {
     layer: SeSparse,
 }
@@ -72,7 +72,7 @@ impl Places {
     }
 }
 
-/// The first grain of each table, and the second one where it was not given up.
+/// Compares the first grain of each table, and the second one where it was not released.
 fn compare(layer: &SeSparse, given_up: &[u64]) {
     for slot in 0..TABLES {
         let second = if given_up.contains(&slot) { 0 } else { slot + 1 };
@@ -81,7 +81,7 @@ fn compare(layer: &SeSparse, given_up: &[u64]) {
     }
 }
 
-/// Writes that take every free grain of the file and more.
+/// Writes that allocate every free grain of the file, and more.
 fn use_it(layer: &SeSparse) {
     for slot in (0..TABLES).step_by(7) {
         layer.write(slot * SPAN + 100 * GRAIN, &[&stamped(3, 1 << 40)]).unwrap();
@@ -104,7 +104,7 @@ fn an_opening_frees_what_a_crash_left_in_few_of_many_tables() {
 
 #[test]
 fn what_a_crash_left_in_too_many_tables_is_left_to_a_wipe() {
-    // Numbers in each of the nine high bytes: any table may be near one of them.
+    // Numbers with each of the nine high bytes, so that any table may be similar to one of them.
     let given_up: Vec<u64> = (0..TABLES).step_by(100).collect();
     let layer = open(&*killed(given_up.iter().copied()).directory(), IoMode::Buffered, writing()).unwrap();
     assert_eq!(mapped(&layer), 2 * TABLES, "the opening frees nothing");
@@ -125,8 +125,8 @@ fn a_wrong_owner_among_many_tables_frees_no_grain_that_an_entry_names() {
         let disk = killed(given_up.iter().copied());
         let places = Places::of(&disk);
         let disk = copy(&disk);
-        // One wrong byte each: another table in use by the low and by the high byte, one that is not in use, and
-        // another entry.
+        // One wrong byte each: the low byte names another table in use, the high byte does, a byte names a table that
+        // is not in use, and the entry is another one.
         let wrong = [(3, 1, 0), (1038, 0x100, 0), (2060, 0xff, 0), (2098, 0, 9)];
         for (slot, table, entry) in wrong {
             let (owner, grain) = places.first(slot);

@@ -37,7 +37,7 @@ impl Engine {
     /// Claims free blocks, and reserves more in the file system if too few are free.
     pub(crate) fn claim_blocks(&self, blocks: u64) -> Result<Claim<'_>> {
         if blocks > EXTENSION_MAX {
-            // Refused before it counts: a claim that cannot be met would have others refused beside it.
+            // Checked before the claim is counted, because a claim that cannot be met would make other claims fail.
             self.check_space(blocks)?;
         }
         let claims = self.reserves.add_claim(blocks);
@@ -48,15 +48,15 @@ impl Engine {
         Ok(claim)
     }
 
-    /// Fails if there are not this many blocks beside those claimed, neither free ones nor in the file system. For what
-    /// takes many blocks, step by step: so it fails before it takes the last room from others.
+    /// Fails unless this many blocks are available beside those claimed, free or in the file system. An operation that
+    /// allocates many blocks step by step calls it first, so that it fails before it uses up the space of others.
     pub fn check_space(&self, blocks: u64) -> Result<()> {
         let check = || {
             let lacks = (self.reserves.claims() + blocks).saturating_sub(self.headroom_now());
             self.check_room(lacks.saturating_mul(BLOCK_SIZE as u64), "data")
         };
         match check() {
-            // What was deleted may be on its way back.
+            // The space of deleted disks may not be free yet.
             Err(error) if error.kind() == ErrorKind::NoSpace => {
                 while self.drop_whole_trash()? {}
                 check()

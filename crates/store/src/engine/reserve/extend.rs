@@ -51,7 +51,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Free blocks on which writes may rely, including freed ones that no read names any more.
+    /// The free blocks on which writes may rely, including freed blocks to which no read refers any more.
     pub(super) fn headroom_now(&self) -> u64 {
         let mut meta = self.meta.lock();
         meta.release_freed();

@@ -296,7 +296,7 @@ fn a_damaged_node_takes_its_range_and_no_other() {
         let part = SharedSlice::new(Arc::new(buffer), 0..BLOCK_SIZE);
         let head = engine.head(1);
         engine.write_blocks(&head, *lost, part).unwrap();
-        // A write of another client that is to be durable is told, and does not take that from the flush.
+        // A durable write of another client reports the loss, and the flush reports it nevertheless.
         let writes = || engine.flush_write(&head).map_err(|error| error.kind());
         let flushes = || engine.flush_head(&head, engine.acknowledged()).map_err(|error| error.kind());
         assert_eq!([writes(), flushes()], [Err(ErrorKind::Corrupt); 2]);

@@ -67,7 +67,7 @@ fn what_cannot_have_its_room_is_refused_before_it_takes_any() {
         assert_eq!(refused.unwrap_err().kind(), ErrorKind::NoSpace);
     }
     assert_eq!(available(), before);
-    // What a deleted disk had counts.
+    // The space of a deleted disk counts as available.
     let gone = add_disk(&engine, "gone", 6000, Provisioning::ZeroedThick);
     engine.flush().unwrap();
     assert_eq!(engine.check_space(4000).unwrap_err().kind(), ErrorKind::NoSpace);
