@@ -420,7 +420,7 @@ fn a_changed_parent_is_refused_with_the_reason() {
     // A parent without a CID cannot be the right one.
     put(&directory, "raw.img", &[0; 512]);
     child(&directory, "onraw.vmdk", 1, 2, "raw.img");
-    assert!(error(chain(&directory, "onraw.vmdk", &OpenOptions::default())).1.contains("no identity"));
+    assert!(error(chain(&directory, "onraw.vmdk", &OpenOptions::default())).1.contains("no CID"));
     assert_eq!(chain(&directory, "onraw.vmdk", &forced).unwrap().len(), 2);
 }
 
