@@ -13,7 +13,7 @@ use std::os::unix::fs::FileExt;
 
 /// Runs requested per call.
 const RUNS_AT_ONCE: usize = 256;
-/// Entries read per call where the kernel has no scan.
+/// Pagemap entries read per call on kernels without `PAGEMAP_SCAN`.
 const ENTRIES_AT_ONCE: u64 = 4096;
 
 const ENTRY_PRESENT: u64 = 1 << 63;

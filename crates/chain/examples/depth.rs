@@ -57,7 +57,7 @@ fn build(directory: &LocalDirectory, grains: u64, deltas: Option<Format>) -> [Ch
     drop(layers);
     [IoMode::Buffered, IoMode::Direct].map(|mode| {
         let open = |(level, format): (usize, &Format)| {
-            // The buffered chain has its top open for writing, as in use.
+            // The top level of the buffered chain is opened for writing, as that of a disk in use.
             format.open(directory, &name(level), mode, level == 0 && mode == IoMode::Buffered).unwrap()
         };
         Chain::open("depth", formats.iter().enumerate().map(open).collect(), Options::default()).unwrap()

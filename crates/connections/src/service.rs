@@ -162,7 +162,7 @@ impl Service {
     ///
     /// # Errors
     /// `Invalid` without an address or for an address that is not allowed, `Busy` if another server listens there,
-    /// `Exists` if the path of a unix socket is another file, and errors of the system.
+    /// `Exists` if the path of a unix socket has a file that is not a socket, and errors of the system.
     pub fn start(config: ServiceConfig, protocol: Arc<dyn Protocol>) -> Result<Self> {
         let name = config.name;
         if config.listen.is_empty() {

@@ -63,7 +63,8 @@ fn a_database_recovers_in_every_kind_of_hot_clone() {
     room.shell("parent", "mkfs.ext4 -q /dev/vdb && mount /dev/vdb /mnt && mkdir /ledger && sync");
     room.shell("parent", &format!("setsid ledger {ROLLBACK} {WAL} >/dev/ttyS0 2>&1 </dev/null &"));
 
-    // For each clone: what was acknowledged before it, and the most that can have been committed when it existed.
+    // For each clone: the transactions acknowledged before it was made, and the last one that can have been committed
+    // when it was complete.
     let mut clones = Vec::new();
     let mut hot = |name: &str, commands: &[&str]| {
         let before = commits(&room);

@@ -43,7 +43,7 @@ pub enum Study {
     Scattered,
     /// A steady load beside snapshots, clones, checks, merges and moves
     Background,
-    /// An hour of mixed load with everything in the background: memory at the end
+    /// An hour of mixed load beside every kind of background work: memory at the end
     Endurance,
     /// 8 and 16 connections, to one disk and to as many, against nbdkit: latency at one rate, fairness
     Connections,

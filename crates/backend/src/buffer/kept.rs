@@ -1,8 +1,7 @@
 //! Memory of dropped buffers: kept for reuse, and returned to the kernel after it was not needed for a while.
 //!
-//! Each size class is a stack. Memory at its bottom is not used while the stack is longer than that. So the least
-//! length of the stack between two calls of [`release_idle`] is the number of buffers that were not needed in that
-//! time.
+//! Each size class is a stack: buffers are taken from its top and put back there. The least length of the stack between
+//! two calls of [`release_idle`] is therefore the number of buffers at its bottom that were not needed in that time.
 
 use super::mapping::Mapping;
 use super::{Aligned, BLOCK_SIZE};

@@ -22,8 +22,8 @@
 //!    write is made twice.
 //! 3. **No flushed write is lost.** A flush before the commit covers both sides, so the target durably has everything
 //!    acknowledged before it. Later writes go to both sides, and after the swap to the target.
-//! 4. A step copies at most [`COPY_STEP`] with that range locked, so a write waits for at most one step. Mirrored
-//!    writes lock their range widened to the grains of both levels.
+//! 4. A step copies at most [`COPY_STEP`] with that range locked, so a write waits for at most one step. A mirrored
+//!    write locks its range, rounded outwards to whole grains of both levels.
 //! 5. A target that reuses grains is changed only after every plan without its epoch has ended.
 //! 6. The snapshot whose level is the target (down) or a source (up) is lost when a merge begins. The owner of the
 //!    chain ensures that no other chain has this level open, and records the merge as begun if it is to be resumed

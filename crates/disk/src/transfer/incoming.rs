@@ -291,7 +291,8 @@ impl Datastore {
                 }
             };
             if update && !disk.keep {
-                let text = format!("disk '{}' can only be updated with a snapshot that the sender keeps", disk.name);
+                let text =
+                    format!("disk '{}' cannot be updated: the sender does not keep the snapshot sent", disk.name);
                 return Err(Error::new(ErrorKind::Invalid, text));
             }
             record.disks.push(Arriving {

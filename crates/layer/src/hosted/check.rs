@@ -111,7 +111,7 @@ pub(super) struct Scan {
     pub(super) differing: Vec<usize>,
     /// Entries that only a scan of the whole file decides, by table.
     pub(super) settled: BTreeMap<usize, Vec<(usize, u32)>>,
-    /// Some entries are in doubt: a slot that seems unused may be in use, and is not allocated.
+    /// Whether some entries are in doubt. A slot that seems unused may then be in use, so no free slot is used again.
     pub(super) in_doubt: bool,
     /// Sector ranges of header, descriptor, directories and tables, sorted.
     pub(super) areas: Vec<(u64, u64)>,

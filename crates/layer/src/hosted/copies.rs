@@ -50,7 +50,7 @@ pub(crate) struct Doubt {
     pub(super) at: usize,
     /// The entry of each copy, primary first.
     pub(super) entries: [u32; 2],
-    /// Whether the entry of each copy is possible.
+    /// Whether the entry of each copy is possible: not provably wrong.
     pub(super) possible: [bool; 2],
 }
 

@@ -131,7 +131,7 @@ impl Header {
             return Err(corrupt(format!("its grain of {} sectors is no power of two from 8 to 2048", self.grain)));
         }
         if self.table_entries == 0 || self.table_entries > TABLE_ENTRIES_MAX {
-            return Err(corrupt(format!("its tables have {} entries, 1 to 512 can be", self.table_entries)));
+            return Err(corrupt(format!("its tables have {} entries, 1 to 512 can be read", self.table_entries)));
         }
         if self.directory_entries() > DIRECTORY_ENTRIES_MAX {
             return Err(corrupt(format!("its directory would have {} entries", self.directory_entries())));

@@ -110,7 +110,7 @@ impl Archive {
         let member = &self.members[index];
         let name = &member.name;
         if member.size > most {
-            let what = format!("{}: {name} has {} bytes, at most {most} can be", self.image, member.size);
+            let what = format!("{}: {name} has {} bytes, at most {most} can be read", self.image, member.size);
             return Err(Error::new(ErrorKind::Invalid, what));
         }
         let mut bytes = vec![0; member.size as usize];

@@ -80,7 +80,7 @@ impl Header {
         }
         let cluster_bits = u32_at(&head, 20);
         if !CLUSTER_BITS.contains(&cluster_bits) {
-            return Err(corrupt(format!("its clusters have 2^{cluster_bits} bytes, 2^9 to 2^21 can be")));
+            return Err(corrupt(format!("its clusters have 2^{cluster_bits} bytes, 2^9 to 2^21 can be read")));
         }
         let (features, header_length) = match version {
             2 => (0, HEADER_V2),

@@ -290,7 +290,9 @@ impl SeSparse {
                 Some(Entry::Data(grain)) if grain.0 >= readable && first && still_so()? => {
                     evidence.suspect(suspect);
                     report.outside += 1;
-                    report.tell(|| format!("entry {entry} of table {} names grain {}", table.0, grain.0));
+                    report.tell(|| {
+                        format!("entry {entry} of table {} names grain {}, outside the file", table.0, grain.0)
+                    });
                 }
                 Some(Entry::Data(grain)) if grain.0 < readable && window.contains(&grain.0) => {
                     report.named += 1;

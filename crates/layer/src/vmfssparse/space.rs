@@ -112,7 +112,8 @@ impl Space {
         Ok(())
     }
 
-    /// Allocates `sectors` sectors in a hole, if one of the lowest is large enough.
+    /// Allocates `sectors` sectors in the lowest hole that is large enough; only the lowest [`PROBES_MAX`] holes are
+    /// examined. The result is as far from a page boundary of the file as sector `lba` of the disk is from one.
     pub(super) fn take_hole(&mut self, sectors: u64, lba: u64) -> Option<u64> {
         self.take_hole_at(sectors, lba, ALIGNMENT)
     }

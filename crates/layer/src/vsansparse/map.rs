@@ -59,7 +59,7 @@ pub(super) struct Map {
     image: String,
     id: [u8; 16],
     root: Box<[OnceLock<Box<RootBlock>>]>,
-    /// The end of the valid blocks.
+    /// The end of the blocks to which an entry may refer.
     limit: AtomicU64,
     /// Held while the state of a page in the root changes.
     births: Mutex<()>,
@@ -140,7 +140,7 @@ impl Map {
         self.replaying.store(false, Ordering::Relaxed);
     }
 
-    /// The end of the valid blocks.
+    /// The end of the blocks to which an entry may refer.
     pub(super) fn limit(&self) -> u64 {
         self.limit.load(Ordering::Acquire)
     }

@@ -20,7 +20,7 @@ const OPENINGS_MAX: u32 = 8;
 enum Manner {
     /// Each block must have its last content.
     Exact,
-    /// Each block may have any content that a crash may leave, which is then its content.
+    /// Each block may have any content that a crash may leave. The model takes over the content found.
     AfterCrash,
 }
 

@@ -121,9 +121,9 @@ impl Engine {
         let grant = self.admit(limit)?;
         let outcome = self.enqueue_change(limit, plan)?;
         // The append uses a grant that is taken before the first one is released. If a checkpoint for room failed here,
-        // an error would be returned for a change that is carried out and becomes durable with the next batch. The cost
-        // of the change is counted by now. The rest of the first grant is released before the I/O, so that writers can
-        // use it.
+        // an error would be returned for a change that is carried out and becomes durable with the next batch. By now
+        // the change itself counts as pending bytes and dirty pages. So the first grant is released before the I/O, and
+        // writers can use what the change did not need of it.
         let room = match self.log.admission.try_admit(Cost { bytes: APPEND_BYTES, pages: 0 }) {
             Some(room) => {
                 drop(grant);

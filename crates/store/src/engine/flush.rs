@@ -241,7 +241,8 @@ impl Engine {
         Ok(None)
     }
 
-    /// Moves one entry of the oldest layer in steps. Each part is removed from the buffer when it is in the map.
+    /// Moves one entry of the oldest layer of a buffer into the map, in steps. Each part is removed from the buffer
+    /// once it is in the map.
     pub(super) fn log_entry(
         &self,
         buffer: &mut Buffer,

@@ -280,7 +280,7 @@ impl Engine {
         let mut data = Space::open(SpaceKind::Data, superblock.data_regions, 0, &mut pages)?;
         let catalog = Catalog::open(&mut pages, superblock.catalog_slots, superblock.next_id)?;
         for (key, error) in map.take_derived().into_iter().chain(data.take_derived()) {
-            tracing::error!(%error, "a page of summaries is counted anew");
+            tracing::error!(%error, "a damaged page of summaries is computed again from its table");
             found_first.add(damaged_page(key, &error), Some("counted anew from the table".to_owned()));
         }
         journal.resume(found.end, found.incarnation + 1);

@@ -463,7 +463,7 @@ impl Space {
                 Ok(page) => self.regions[number as usize].write(page, number % SUMMARY_ENTRIES),
                 // All counts of the page are in memory.
                 Err(error) if error.kind() == ErrorKind::Corrupt => {
-                    tracing::error!(%error, "a page of summaries is written anew");
+                    tracing::error!(%error, "a damaged page of summaries is rewritten from memory");
                     pages.replace(key);
                     let first = number - number % SUMMARY_ENTRIES;
                     self.dirty_regions.extend(first..(first + SUMMARY_ENTRIES).min(self.regions()));

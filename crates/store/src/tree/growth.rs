@@ -39,7 +39,7 @@ pub struct Forest {
     pub trees: u64,
     /// Levels of the highest tree.
     pub levels: u64,
-    /// The most layers of changes that snapshots separate in one tree; at least one.
+    /// The most layers into which snapshots divide the changes of one tree; at least one.
     pub layers: u64,
     /// Existing nodes of all trees, including those that are not changed.
     pub used: u64,

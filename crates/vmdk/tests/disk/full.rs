@@ -496,7 +496,8 @@ fn an_interrupted_operation_keeps_no_disk_shut_for_lack_of_room() {
                 let chain = disk.chain().unwrap_or_else(|error| panic!("{delta:?}, cut {cut}: {error}"));
                 assert!(read(&chain) == content, "{delta:?}, cut {cut}");
                 (opened, unfinished) = (opened + 1, unfinished + u32::from(disk.record().pending.is_some()));
-                // Pages with grains are written; the new head of an interrupted snapshot has no grains.
+                // The top level has grains for these pages, so this write needs no space. Only an interrupted snapshot
+                // may have made a new top level, which has no grains: then the write may fail.
                 match chain.write(7 * PAGE, &[77; 4 * PAGE as usize]).and_then(|()| chain.flush()) {
                     Ok(()) => content[7 * PAGE as usize..11 * PAGE as usize].fill(77),
                     Err(error) => assert_eq!(error.kind(), ErrorKind::NoSpace, "{error}"),

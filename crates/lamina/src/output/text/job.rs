@@ -48,7 +48,7 @@ pub fn print(out: &mut dyn Write, job: &JobInfo) -> io::Result<()> {
         ("id", job.id.clone()),
         ("what", what(job)),
         ("state", state(job).into()),
-        ("background", if job.background { "yes" } else { "no: it is cancelled with its client" }.into()),
+        ("background", if job.background { "yes" } else { "no: cancelled when its client disconnects" }.into()),
         ("progress", progress(job)),
         ("started", human::time(job.started)),
     ];

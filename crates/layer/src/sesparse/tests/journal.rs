@@ -44,7 +44,7 @@ impl Slot {
     }
 }
 
-/// An image with four grains of data, and one table whose sectors have their content from before the journal.
+/// An image with four grains of data, whose table lacks their entries: only the journal may have them.
 fn dirty(slots: &[Slot], next: u64) -> Arc<MemoryFile> {
     let disk = simulated(1);
     let layer = create(&disk, IoMode::Buffered, 100 * MIB, writing());

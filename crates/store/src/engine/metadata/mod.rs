@@ -61,7 +61,7 @@ pub struct Meta {
 }
 
 impl Metadata {
-    /// The metadata with pages that the opening has read.
+    /// The metadata of a store that is being opened; `pages` has the pages that were read for that.
     pub fn new(
         directory: Arc<dyn Directory>,
         files: [Arc<dyn File>; PageFile::COUNT],

@@ -265,7 +265,8 @@ impl Engine {
         self.give_back(Held { data: held.data, ..Held::default() });
     }
 
-    /// Called before a batch reads a buffer. The batch lowers the headroom before it drops the guard.
+    /// Called before a batch reads a buffer. The batch lowers the headroom, the number of free blocks that writes may
+    /// claim, before it drops the guard.
     fn begin_batch(&self) -> UnderWay<'_> {
         *self.writeback.replaced.lock() = Some(Held::default());
         UnderWay(self)
