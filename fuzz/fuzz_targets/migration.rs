@@ -8,10 +8,14 @@ use intent::Intents;
 use lamina_fuzz::layers::quiet_disk;
 use libfuzzer_sys::fuzz_target;
 
-// The modules for migration intents are private in the crate `disk`, so the target compiles their sources.
+// The modules for migration intents and locations are private in the crate `disk`, so the target compiles their
+// sources.
 #[allow(dead_code)]
 #[path = "../../crates/disk/src/migrate/intent.rs"]
 mod intent;
+#[allow(dead_code)]
+#[path = "../../crates/disk/src/location.rs"]
+mod location;
 #[allow(dead_code)]
 #[path = "../../crates/disk/src/sealed.rs"]
 mod sealed;
