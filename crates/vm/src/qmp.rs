@@ -77,7 +77,15 @@ impl Client {
 
     /// Waits for the monitor's greeting, and negotiates the protocol.
     pub fn greet(&mut self) -> Result<()> {
-        let greeting = self.line(Instant::now() + self.patience)?;
+        let deadline = Instant::now() + self.patience;
+        // A QEMU that is starting may send an event before the greeting.
+        let greeting = loop {
+            let message = self.line(deadline)?;
+            if message.get("event").is_none() {
+                break message;
+            }
+            self.keep(message)?;
+        };
         if greeting.get("QMP").is_none() {
             return Err(self.odd(&greeting));
         }
@@ -253,13 +261,13 @@ mod tests {
     use std::io::{BufRead, BufReader};
     use std::os::unix::net::UnixListener;
 
-    /// A peer that greets and then replies to each line with the next of `answers`.
+    /// A peer that greets, after an event, and then replies to each line with the next of `answers`.
     fn peer(folder: &Path, answers: Vec<&'static str>) -> PathBuf {
         let path = folder.join("qmp");
         let listener = UnixListener::bind(&path).unwrap();
         thread::spawn(move || {
             let (mut stream, _) = listener.accept().unwrap();
-            stream.write_all(b"{\"QMP\": {\"version\": {}}}\r\n").unwrap();
+            stream.write_all(b"{\"event\": \"RESUME\"}\r\n{\"QMP\": {\"version\": {}}}\r\n").unwrap();
             let mut lines = BufReader::new(stream.try_clone().unwrap()).lines();
             for answer in std::iter::once("{\"return\": {}}\n").chain(answers) {
                 if lines.next().is_none() {
