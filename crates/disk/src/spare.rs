@@ -44,12 +44,16 @@ impl Spare {
     pub fn give_up_if_full(&self, held: Option<&HeldSpace<'_>>) {
         let mut given_up = self.is_full() && self.directory.remove(FILE).is_ok();
         let mut steps = 0;
-        while !self.takes_names() && held.is_some_and(HeldSpace::give_up) {
-            (given_up, steps) = (true, steps + 1);
+        if let Some(held) = held {
+            while !self.takes_names() && held.give_up() {
+                (given_up, steps) = (true, steps + 1);
+            }
+            if given_up {
+                // Overwrites by other threads take some of this space for a short time.
+                steps += (0..STEPS_MORE).take_while(|_| held.give_up()).count();
+            }
         }
         if given_up {
-            // Overwrites by other threads take some of this space for a short time.
-            steps += (0..STEPS_MORE).take_while(|_| held.is_some_and(HeldSpace::give_up)).count();
             tracing::warn!(steps, "the file system or its quota is full: reserved space is used");
         }
     }

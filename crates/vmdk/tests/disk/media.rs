@@ -485,7 +485,7 @@ fn slow_flush(request: Request) {
 }
 
 /// A caller requests the chain while the head is replaced. It may get the old chain, which takes no writes any more.
-/// Nobody gets the old chain later.
+/// No later caller gets the old chain.
 #[test]
 fn a_chain_that_is_opened_during_a_revert_does_not_stay() {
     for seed in 0..6 {
