@@ -360,7 +360,8 @@ impl Engine {
     fn compare_room(&self, standing: StoreActivity<'_>, repair: bool, report: &mut Report) -> Result<()> {
         let running = matches!(standing, StoreActivity::Running);
         if running {
-            // Retries space whose return to the file system failed: it is not a leak.
+            // Space that a crash left, and space whose return to the file system failed, is not a leak.
+            self.return_unclaimed_room(true, || self.running.goes_on());
             self.return_rest();
         }
         self.unclaimed_room(running, &mut |file, run| {

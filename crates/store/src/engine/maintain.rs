@@ -35,6 +35,8 @@ const DROP_STEPS: u32 = 1;
 const DROP_ROUNDS: usize = 256;
 /// While clients write, punching takes one part in this many of the thread's time, so that writes keep their rate.
 const BUSY_SHARE: u32 = 8;
+/// How long a round searches for the unclaimed space that a crash left.
+const SEARCH_ROUND: Duration = Duration::from_millis(20);
 /// The shortest run that is punched while single blocks are not (64 KiB).
 const PUNCH_RUN: u64 = 16;
 /// Blocks punched per round in long runs (256 MiB), and while clients write (16 MiB) ...
@@ -260,6 +262,9 @@ impl Engine {
             return Ok(());
         }
         let began = Instant::now();
+        if !self.return_unclaimed_room(true, || began.elapsed() < SEARCH_ROUND && self.running.goes_on()) {
+            self.request(|work| work.reclaim = true);
+        }
         let more = self.drop_trash(DROP_ROUNDS)?;
         if more || freeing > 0 {
             watch.passes = Passes::default();

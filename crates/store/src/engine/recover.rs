@@ -31,9 +31,11 @@ use crate::journal::{BatchKind, Journal, Operation, Place};
 use crate::pages::{Mender, PageFile, PageKey, Pages, verify, write_home};
 use crate::space::{Space, SpaceKind};
 use crate::sync::Mutex;
+use crate::sync::time::Instant;
 use crate::{Error, ErrorKind, IoContext, Result};
 use backend::{BLOCK_SIZE, Block, Buffer, Directory, File, IoMode};
 use std::sync::Arc;
+use std::time::Duration;
 
 /// The smallest journal: 4 MiB.
 pub const JOURNAL_SIZE_MIN: u64 = 4 << 20;
@@ -47,6 +49,9 @@ const MAP_RESERVE: u64 = 2 * KEPT;
 const PAGES_AHEAD: u64 = 64;
 /// How many regions of data a superblock may count beyond the length of the data files.
 const REGIONS_AHEAD: u64 = 1024;
+
+/// How long a close completes the search for unclaimed space. Afterwards the next opening begins it again.
+const SEARCH_TIME: Duration = Duration::from_secs(2);
 
 /// The purpose of an opening.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -375,7 +380,10 @@ impl Engine {
             }
             self.restore_reserves(&mut meta)?;
             drop(meta);
-            self.return_unclaimed_room()?;
+            self.reserves.begin_search();
+            if !self.options.threads {
+                self.return_unclaimed_room(false, || true);
+            }
             let guard = self.log.lock_checkpoints();
             self.checkpoint_locked(Purpose::Recover)?;
             drop(guard);
@@ -446,7 +454,10 @@ impl Engine {
         self.commit_changes()?;
         // If some space could not be returned, the datastore is not marked as cleanly closed, so that the next opening
         // searches for it.
-        let purpose = if self.return_rest() { Purpose::Close } else { Purpose::GoOn };
+        let began = Instant::now();
+        self.return_unclaimed_room(false, || began.elapsed() < SEARCH_TIME);
+        let returned = self.return_rest() && !self.reserves.is_search_open();
+        let purpose = if returned { Purpose::Close } else { Purpose::GoOn };
         let _guard = self.log.lock_checkpoints();
         self.checkpoint_locked(purpose)?;
         self.running.stop("it was closed");

@@ -5,7 +5,7 @@
 //! by maintenance ahead of need, otherwise by the writer that finds no free blocks. It is made under the lock only if
 //! both come too late.
 
-use super::unless_full;
+use super::{is_full, unless_full};
 use crate::catalog::SLOTS_PER_PAGE;
 use crate::engine::log::Cost;
 use crate::engine::{Engine, Meta};
@@ -43,10 +43,18 @@ impl Engine {
     /// checkpoint takes.
     pub(crate) fn extend(&self, claims: u64) -> Result<()> {
         let mut largest = EXTENSION_MAX;
+        let mut searched = false;
         while self.headroom_now() < claims {
             // One grant for each reservation, because a thick disk may need any number of them.
             let _grant = self.admit(EXTENSION_COST)?;
-            self.extend_once(claims, &mut largest)?;
+            match self.extend_once(claims, &mut largest) {
+                // The space that a crash left may be enough.
+                Err(error) if is_full(&error) && !searched && self.reserves.is_search_open() => {
+                    searched = true;
+                    self.return_unclaimed_room(true, || self.running.goes_on());
+                }
+                other => other?,
+            }
         }
         Ok(())
     }

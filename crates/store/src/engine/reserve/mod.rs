@@ -1,8 +1,8 @@
 //! Reserves: free data blocks and free map nodes on which operations under way rely, and the space reserved for them in
 //! the file system.
 //!
-//! Lock order: `scarce`, `punching`, `extending`. The write-back gate is taken under `scarce`. The commit log and the
-//! metadata lock are taken under all three, never the other way round; only [`Reserves::try_extending`] may be called
+//! Lock order: `scarce`, `search`, `punching`, `extending`. The write-back gate is taken under `scarce`. The commit log and the
+//! metadata lock are taken under all four, never the other way round; only [`Reserves::try_extending`] may be called
 //! under them. `known` is held for a few instructions.
 
 mod claim;
@@ -13,6 +13,7 @@ mod room;
 pub(crate) use claim::{Claim, aside};
 pub(crate) use extend::table_bytes;
 pub(crate) use nodes::{DRAINS_MAX, KEPT};
+use room::Search;
 pub(crate) use room::punch;
 
 use crate::pages::PageFile;
@@ -39,6 +40,8 @@ pub struct Reserves {
     /// Held from the change that marks space as not backed until its hole is punched. Contains runs whose punching
     /// failed.
     punching: Mutex<Vec<Run>>,
+    /// The search for unclaimed space that the opening after a crash began, until it is complete.
+    search: Mutex<Option<Search>>,
     /// Held by a reservation of space in the file system: one at a time.
     extending: Mutex<()>,
     /// Runs that take space of the file system without a record, and whose punching failed while `punching` was not
@@ -64,6 +67,20 @@ impl Reserves {
     /// Prevents punching until the guard is dropped. Contains the runs whose punching failed.
     pub fn lock_punching(&self) -> MutexGuard<'_, Vec<Run>> {
         self.punching.lock()
+    }
+
+    /// Requests the search for unclaimed space.
+    pub fn begin_search(&self) {
+        *self.lock_search() = Some(Search::default());
+    }
+
+    /// True if unclaimed space may be left.
+    pub fn is_search_open(&self) -> bool {
+        self.lock_search().is_some()
+    }
+
+    fn lock_search(&self) -> MutexGuard<'_, Option<Search>> {
+        self.search.lock()
     }
 
     /// Records a run that takes space of the file system without a record and could not be punched.
