@@ -24,6 +24,8 @@ use std::time::{Duration, Instant};
 
 /// The longest time for the test of a mutant. A test that takes longer counts as hanging.
 const TEST_SECONDS: u64 = 300;
+/// A test also counts as hanging when it takes so many times as long as without a fault, and so much longer.
+const HANGING: (u32, Duration) = (10, Duration::from_secs(30));
 
 struct Arguments {
     list: bool,
@@ -145,7 +147,7 @@ fn judge_all(
     let switched = mutants.len() - alone;
     eprintln!("{switched} mutants behind switches, {alone} alone, tests built in {} s", began.elapsed().as_secs());
 
-    let mut sound: BTreeMap<&[String], Result<(), String>> =
+    let mut sound: BTreeMap<&[String], Result<Duration, String>> =
         failures.into_iter().map(|(test, why)| (test, Err(why))).collect();
     let (mut killed, mut survived) = (0, 0);
     for mutant in &mutants {
@@ -154,10 +156,15 @@ fn judge_all(
         }
         let since = Instant::now();
         let alone = plan.alone(mutant);
-        let outcome = match (sound.get(mutant.test.as_slice()), &alone) {
-            (Some(Err(why)), _) => Outcome::Broken(why.clone()),
-            (_, None) => scratch.judge_switched(mutant),
-            (_, Some(_)) => scratch.judge_alone(mutant, plan),
+        let limit = match sound.get(mutant.test.as_slice()) {
+            Some(Ok(usual)) => Ok(arguments.time.min(*usual * HANGING.0 + HANGING.1)),
+            Some(Err(why)) => Err(why.clone()),
+            None => Ok(arguments.time),
+        };
+        let outcome = match (limit, &alone) {
+            (Err(why), _) => Outcome::Broken(why),
+            (Ok(limit), None) => scratch.judge_switched(mutant, limit),
+            (Ok(limit), Some(_)) => scratch.judge_alone(mutant, plan, limit),
         };
         report(mutant, &outcome, alone, since.elapsed(), arguments.json);
         killed += usize::from(outcome.is_killed());

@@ -13,7 +13,7 @@ use std::fs::{self, File};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// The longest time for building a mutant.
 const BUILD_TIME: Duration = Duration::from_secs(1800);
@@ -69,7 +69,7 @@ pub struct Scratch {
     messages: PathBuf,
     /// The folder for temporary files of tests. A killed test leaves its files there.
     temporary: PathBuf,
-    /// The longest time for a test.
+    /// The longest time for a test without a fault.
     time: Duration,
 }
 
@@ -137,44 +137,46 @@ impl Scratch {
         Ok(Some(diagnostics::faults(&messages)))
     }
 
-    /// Runs a test command without any fault. After an error, a failure of the test would prove nothing.
-    pub fn baseline(&self, test: &[String]) -> Result<(), String> {
+    /// Runs a test command without any fault, and returns the time that it takes. After an error, a failure of the test
+    /// would prove nothing.
+    pub fn baseline(&self, test: &[String]) -> Result<Duration, String> {
         let command = test.join(" ");
         if self.cargo(test, Purpose::Build, BUILD_TIME)? != Ended::Well {
             return Err(format!("'cargo test {command}' does not build without any fault; see {}", self.log.display()));
         }
+        let began = Instant::now();
         match self.cargo(test, Purpose::Test(None), self.time)? {
             Ended::Well if self.ran_nothing() => Err(format!("'cargo test {command}' names no test")),
-            Ended::Well => Ok(()),
+            Ended::Well => Ok(began.elapsed()),
             Ended::Badly => Err(format!("'cargo test {command}' fails without any fault; see {}", self.log.display())),
             Ended::TooLate => Err(format!("'cargo test {command}' takes more than {} s", self.time.as_secs())),
         }
     }
 
-    /// Runs the test of a mutant that is behind a switch.
-    pub fn judge_switched(&self, mutant: &Mutant) -> Outcome {
-        let ended = self.cargo(&mutant.test, Purpose::Test(Some(&mutant.name)), self.time);
+    /// Runs the test of a mutant that is behind a switch. After `limit` it counts as hanging.
+    pub fn judge_switched(&self, mutant: &Mutant, limit: Duration) -> Outcome {
+        let ended = self.cargo(&mutant.test, Purpose::Test(Some(&mutant.name)), limit);
         self.outcome(mutant, ended).unwrap_or_else(Outcome::Broken)
     }
 
     /// Plants a fault, runs its test, and removes the fault. Other files keep their switches.
-    pub fn judge_alone(&self, mutant: &Mutant, plan: &Plan) -> Outcome {
+    pub fn judge_alone(&self, mutant: &Mutant, plan: &Plan, limit: Duration) -> Outcome {
         let judge = || {
             let (original, switched) = plan.file(mutant)?;
             let planted = mutant.plant(original).map_err(|stale| stale.explain(mutant))?;
             let path = self.tree.join(&mutant.file);
-            let outcome = tree::write(&path, planted.as_bytes()).and_then(|()| self.judge_planted(mutant));
+            let outcome = tree::write(&path, planted.as_bytes()).and_then(|()| self.judge_planted(mutant, limit));
             tree::write(&path, switched.as_bytes())?;
             outcome
         };
         judge().unwrap_or_else(Outcome::Broken)
     }
 
-    fn judge_planted(&self, mutant: &Mutant) -> Result<Outcome, String> {
+    fn judge_planted(&self, mutant: &Mutant, limit: Duration) -> Result<Outcome, String> {
         if self.cargo(&mutant.test, Purpose::Build, BUILD_TIME)? != Ended::Well {
             return Err(format!("{} does not build; see {}", mutant.name, self.log.display()));
         }
-        let ended = self.cargo(&mutant.test, Purpose::Test(None), self.time);
+        let ended = self.cargo(&mutant.test, Purpose::Test(None), limit);
         self.outcome(mutant, ended)
     }
 

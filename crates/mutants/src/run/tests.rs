@@ -2,6 +2,7 @@
 
 use super::*;
 
+const LIMIT: Duration = Duration::from_secs(5);
 const MANIFEST: &str = "[package]\nname = \"small\"\nversion = \"0.1.0\"\nedition = \"2024\"\n\n[workspace]\n";
 const LIBRARY: &str = r#"//! A crate with faults.
 
@@ -79,24 +80,24 @@ fn each_mutant_gets_its_outcome() {
         mutant("nothing", "one + other", "one - other", "-p small --lib no_such_test"),
     ];
     let mut plan = Plan::make(&root, &mutants);
-    let scratch = Scratch::make(&root, &folder.join("target"), &plan, Duration::from_secs(5)).expect("a copy");
+    let scratch = Scratch::make(&root, &folder.join("target"), &plan, LIMIT).expect("a copy");
     let failures = scratch.build(&mut plan, mutants.iter().map(|mutant| mutant.test.as_slice())).expect("builds");
     assert_eq!(failures, BTreeMap::new());
     let alone = mutants.iter().filter(|mutant| plan.alone(mutant).is_some()).map(|mutant| mutant.name.as_str());
     assert_eq!(alone.collect::<Vec<_>>(), ["const", "types", "stale"]);
 
-    assert_eq!(scratch.baseline(&mutants[0].test), Ok(()));
+    assert!(scratch.baseline(&mutants[0].test).expect("it passes") < LIMIT);
     let empty = scratch.baseline(&mutants[8].test).expect_err("no test ran");
     assert!(empty.contains("names no test"), "{empty}");
     let judge = |mutant: &Mutant| match plan.alone(mutant) {
-        None => scratch.judge_switched(mutant).word(),
-        Some(_) => scratch.judge_alone(mutant, &plan).word(),
+        None => scratch.judge_switched(mutant, LIMIT).word(),
+        Some(_) => scratch.judge_alone(mutant, &plan, LIMIT).word(),
     };
     let outcomes: Vec<_> = mutants[..8].iter().map(judge).collect();
     let expected = ["killed", "killed", "killed", "killed", "SURVIVED", "killed (time)", "BROKEN", "BROKEN"];
     assert_eq!(outcomes, expected);
     // Mutants that are planted alone leave the switches as they were.
-    assert_eq!(scratch.baseline(&mutants[0].test), Ok(()));
-    assert_eq!(scratch.judge_switched(&mutants[0]), Outcome::Killed);
+    scratch.baseline(&mutants[0].test).expect("it passes");
+    assert_eq!(scratch.judge_switched(&mutants[0], LIMIT), Outcome::Killed);
     fs::remove_dir_all(&folder).expect("the folder is there");
 }
