@@ -59,7 +59,7 @@ KILLS ?= 1000
 kills: ## Kill a server with SIGKILL under load, KILLS times (1000); LAMINA_SEED for another seed
 	LAMINA_KILLS=$(KILLS) cargo test --release -p lamina --test kill_load -- --nocapture
 
-mutants: ## Build in one deliberate fault at a time, to find those that the tests miss; MUTANTS="--only NAME" for a part
+mutants: ## Switch on one deliberate fault at a time, to find those that the tests miss; MUTANTS="--only NAME" for a part
 	cargo run -p lamina-mutants -- $(MUTANTS)
 
 install: build ## Install program, man pages, completions and unit into DESTDIR/PREFIX

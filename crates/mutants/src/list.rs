@@ -14,6 +14,7 @@
 //! Lines before the first block, and lines that begin with `#` between blocks, are comments.
 
 use std::collections::BTreeSet;
+use std::ops::Range;
 use std::path::Path;
 
 /// One deliberate fault.
@@ -45,12 +46,30 @@ pub enum Stale {
 impl Mutant {
     /// The text of the file with the fault planted.
     pub fn plant(&self, text: &str) -> Result<String, Stale> {
-        match text.matches(&self.find).count() {
-            0 => Err(Stale::Missing),
-            1 => Ok(text.replacen(&self.find, &self.replace, 1)),
-            many => Err(Stale::Ambiguous(many)),
-        }
+        let (range, new) = self.change(text)?;
+        Ok(format!("{}{new}{}", &text[..range.start], &text[range.end..]))
     }
+
+    /// The bytes of the file that differ with the fault, and their replacement. Text that `find` and `replace` have in
+    /// common at their beginnings and ends is not part of it.
+    pub fn change(&self, text: &str) -> Result<(Range<usize>, &str), Stale> {
+        let at = match text.matches(&self.find).count() {
+            0 => return Err(Stale::Missing),
+            1 => text.find(&self.find).ok_or(Stale::Missing)?,
+            many => return Err(Stale::Ambiguous(many)),
+        };
+        let (old, new) = (self.find.as_str(), self.replace.as_str());
+        let before = common(old.chars(), new.chars());
+        let (old, new) = (&old[before..], &new[before..]);
+        let after = common(old.chars().rev(), new.chars().rev());
+        let start = at + before;
+        Ok((start..start + old.len() - after, &new[..new.len() - after]))
+    }
+}
+
+/// How many bytes two texts have in common.
+fn common(one: impl Iterator<Item = char>, other: impl Iterator<Item = char>) -> usize {
+    one.zip(other).take_while(|(one, other)| one == other).map(|(one, _)| one.len_utf8()).sum()
 }
 
 impl Stale {
@@ -152,6 +171,15 @@ mod tests {
         assert_eq!(list[0].plant("a"), Err(Stale::Missing));
         assert_eq!(list[1].plant("x();\ny();\nx();\ny();\n"), Err(Stale::Ambiguous(2)));
         assert!(Stale::Missing.explain(&list[0]).contains("a.rs"));
+    }
+
+    #[test]
+    fn a_change_has_only_what_differs() {
+        let list = parse(LIST).expect("a list");
+        assert_eq!(list[0].change("a\n    1 + 1\nb"), Ok((8..9, "-")));
+        assert_eq!(list[1].change("x();\ny();"), Ok((0..5, "")));
+        let mutant = Mutant { find: "f(„a“)".into(), replace: "f(„b“, „a“)".into(), ..list[0].clone() };
+        assert_eq!(mutant.plant("ä f(„a“);").as_deref(), Ok("ä f(„b“, „a“);"));
     }
 
     #[test]

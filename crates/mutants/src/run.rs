@@ -1,21 +1,26 @@
-//! Plants one fault and runs the test that must detect it.
+//! Builds the copy with its faults and runs the tests that must detect them.
 //!
 //! All work is done in a copy of the repository below `target/mutants` with its own build folder, so the repository is
 //! never changed and builds are incremental.
 
+use crate::diagnostics::{self, Fault};
 use crate::list::Mutant;
+use crate::plan::Plan;
+use crate::process::{self, Ended};
+use crate::{switch, tree};
+use std::collections::BTreeMap;
 use std::fs::{self, File};
-use std::os::unix::process::CommandExt;
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 /// The longest time for building a mutant.
 const BUILD_TIME: Duration = Duration::from_secs(1800);
-/// How often a process is polled.
-const POLL: Duration = Duration::from_millis(50);
-/// Folders that are not copied.
-const LEFT_OUT: [&str; 3] = ["target", ".git", "bench-results"];
+/// After so many builds that failed, a build that fails takes out all mutants of the files with errors.
+const EXACT_BUILDS: usize = 12;
+/// Options of `cargo test` that have a value and select what is built.
+const SELECT: [&str; 7] = ["-p", "--package", "--test", "--bin", "--example", "--bench", "--features"];
 
 /// The result of a mutant.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -47,10 +52,13 @@ impl Outcome {
     }
 }
 
-enum Ended {
-    Well,
-    Badly,
-    TooLate,
+/// What a run of cargo is for.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Purpose<'a> {
+    /// Building. The messages of the compiler go into a file as JSON.
+    Build,
+    /// Running the tests with a mutant, or without any.
+    Test(Option<&'a str>),
 }
 
 /// The copy in which faults are planted.
@@ -58,56 +66,125 @@ pub struct Scratch {
     tree: PathBuf,
     build: PathBuf,
     log: PathBuf,
-    /// The longest time for a test.
+    messages: PathBuf,
+    /// The folder for temporary files of tests. A killed test leaves its files there.
+    temporary: PathBuf,
+    /// The longest time for a test without a fault.
     time: Duration,
 }
 
 impl Scratch {
-    /// Updates the copy of `root`. Unchanged files keep their times, so that they are not built again.
-    pub fn make(root: &Path, folder: &Path, time: Duration) -> Result<Self, String> {
-        let scratch =
-            Self { tree: folder.join("tree"), build: folder.join("target"), log: folder.join("log.txt"), time };
-        mirror(root, &scratch.tree)?;
+    /// Updates the copy of `root`, with the switches of the plan.
+    pub fn make(root: &Path, folder: &Path, plan: &Plan, time: Duration) -> Result<Self, String> {
+        let scratch = Self {
+            tree: folder.join("tree"),
+            build: folder.join("target"),
+            log: folder.join("log.txt"),
+            messages: folder.join("messages.json"),
+            // Not below the folder: the path of a Unix socket has at most 108 bytes.
+            temporary: std::env::temp_dir().join(format!("mutants-{}", std::process::id())),
+            time,
+        };
+        tree::mirror(root, &scratch.tree, &plan.texts())?;
         Ok(scratch)
     }
 
-    /// Runs a test command without any fault. After an error, a failure of the test would prove nothing.
-    pub fn baseline(&self, test: &[String]) -> Result<(), String> {
+    /// Builds the test programs of all commands. Takes mutants that do not compile out of the plan. Returns the
+    /// commands that cannot be built, each with the reason.
+    pub fn build<'a>(
+        &self,
+        plan: &mut Plan,
+        tests: impl Iterator<Item = &'a [String]>,
+    ) -> Result<BTreeMap<&'a [String], String>, String> {
+        let (mut built, mut failures) = (BTreeMap::<Vec<String>, Option<String>>::new(), BTreeMap::new());
+        let mut failed = 0;
+        for test in tests {
+            let selection = selection(test);
+            while !built.contains_key(&selection) {
+                let result = match self.build_switched(&selection)? {
+                    None => None,
+                    Some(faults) => {
+                        failed += 1;
+                        let out = plan.take_out(&faults, failed > EXACT_BUILDS);
+                        if !out.is_empty() {
+                            let names = out.into_iter().collect::<Vec<_>>().join(", ");
+                            eprintln!("planted alone, because they do not compile behind a switch: {names}");
+                            for (path, text) in plan.texts() {
+                                tree::write(&self.tree.join(path), text.as_bytes())?;
+                            }
+                            // Programs that were built before have other sources now.
+                            built.retain(|_, result| result.is_some());
+                            continue;
+                        }
+                        Some(format!("'cargo test {}' does not build; see {}", selection.join(" "), self.log.display()))
+                    }
+                };
+                built.insert(selection.clone(), result);
+            }
+            if let Some(Some(why)) = built.get(&selection) {
+                failures.insert(test, why.clone());
+            }
+        }
+        Ok(failures)
+    }
+
+    /// Builds the programs of one selection. Returns the places of the errors if that fails.
+    fn build_switched(&self, selection: &[String]) -> Result<Option<Vec<Fault>>, String> {
+        if self.cargo(selection, Purpose::Build, BUILD_TIME)? == Ended::Well {
+            return Ok(None);
+        }
+        let messages = fs::read_to_string(&self.messages).map_err(|error| format!("messages of rustc: {error}"))?;
+        Ok(Some(diagnostics::faults(&messages)))
+    }
+
+    /// Runs a test command without any fault, and returns the time that it takes. After an error, a failure of the test
+    /// would prove nothing.
+    pub fn baseline(&self, test: &[String]) -> Result<Duration, String> {
         let command = test.join(" ");
-        if !matches!(self.cargo(test, true, BUILD_TIME)?, Ended::Well) {
+        if self.cargo(test, Purpose::Build, BUILD_TIME)? != Ended::Well {
             return Err(format!("'cargo test {command}' does not build without any fault; see {}", self.log.display()));
         }
-        match self.cargo(test, false, self.time)? {
+        let began = Instant::now();
+        match self.cargo(test, Purpose::Test(None), self.time)? {
             Ended::Well if self.ran_nothing() => Err(format!("'cargo test {command}' names no test")),
-            Ended::Well => Ok(()),
+            Ended::Well => Ok(began.elapsed()),
             Ended::Badly => Err(format!("'cargo test {command}' fails without any fault; see {}", self.log.display())),
             Ended::TooLate => Err(format!("'cargo test {command}' takes more than {} s", self.time.as_secs())),
         }
     }
 
-    /// Plants a fault, runs its test, and removes the fault.
-    pub fn judge(&self, mutant: &Mutant) -> Outcome {
-        let path = self.tree.join(&mutant.file);
-        let text = match fs::read_to_string(&path) {
-            Ok(text) => text,
-            Err(error) => return Outcome::Broken(format!("{}: {}: {error}", mutant.name, mutant.file)),
-        };
-        let planted = match mutant.plant(&text) {
-            Ok(planted) => planted,
-            Err(stale) => return Outcome::Broken(stale.explain(mutant)),
-        };
-        let outcome = fs::write(&path, planted)
-            .map_err(|error| format!("{}: {error}", path.display()))
-            .and_then(|()| self.judge_planted(mutant));
-        let restored = fs::write(&path, text).map_err(|error| format!("{}: {error}", path.display()));
-        outcome.and_then(|outcome| restored.map(|()| outcome)).unwrap_or_else(Outcome::Broken)
+    /// Runs the test of a mutant that is behind a switch. After `limit` it counts as hanging.
+    pub fn judge_switched(&self, mutant: &Mutant, limit: Duration) -> Outcome {
+        let ended = self.cargo(&mutant.test, Purpose::Test(Some(&mutant.name)), limit);
+        self.outcome(mutant, ended).unwrap_or_else(Outcome::Broken)
     }
 
-    fn judge_planted(&self, mutant: &Mutant) -> Result<Outcome, String> {
-        if !matches!(self.cargo(&mutant.test, true, BUILD_TIME)?, Ended::Well) {
+    /// Plants a fault, runs its test, and removes the fault. Other files keep their switches.
+    pub fn judge_alone(&self, mutant: &Mutant, plan: &Plan, limit: Duration) -> Outcome {
+        let judge = || {
+            let (original, switched) = plan.file(mutant)?;
+            let planted = mutant.plant(original).map_err(|stale| stale.explain(mutant))?;
+            let path = self.tree.join(&mutant.file);
+            let outcome = tree::write(&path, planted.as_bytes()).and_then(|()| self.judge_planted(mutant, limit));
+            tree::write(&path, switched.as_bytes())?;
+            outcome
+        };
+        judge().unwrap_or_else(Outcome::Broken)
+    }
+
+    fn judge_planted(&self, mutant: &Mutant, limit: Duration) -> Result<Outcome, String> {
+        if self.cargo(&mutant.test, Purpose::Build, BUILD_TIME)? != Ended::Well {
             return Err(format!("{} does not build; see {}", mutant.name, self.log.display()));
         }
-        Ok(match self.cargo(&mutant.test, false, self.time)? {
+        let ended = self.cargo(&mutant.test, Purpose::Test(None), limit);
+        self.outcome(mutant, ended)
+    }
+
+    fn outcome(&self, mutant: &Mutant, ended: Result<Ended, String>) -> Result<Outcome, String> {
+        Ok(match ended? {
+            Ended::Badly if self.log_has(|line| line.starts_with("error: could not compile")) => {
+                return Err(format!("{} does not build; see {}", mutant.name, self.log.display()));
+            }
             Ended::Badly => Outcome::Killed,
             Ended::TooLate => Outcome::TimedOut,
             Ended::Well => Outcome::Survived,
@@ -116,75 +193,62 @@ impl Scratch {
 
     /// True when the last test command ran no test at all.
     fn ran_nothing(&self) -> bool {
-        let log = fs::read_to_string(&self.log).unwrap_or_default();
-        !log.lines().any(|line| line.starts_with("test result: ok.") && !line.contains(" 0 passed"))
+        !self.log_has(|line| line.starts_with("test result: ok.") && !line.contains(" 0 passed"))
     }
 
-    fn cargo(&self, test: &[String], only_build: bool, time: Duration) -> Result<Ended, String> {
+    fn log_has(&self, what: impl Fn(&str) -> bool) -> bool {
+        let log = fs::read(&self.log).unwrap_or_default();
+        String::from_utf8_lossy(&log).lines().any(what)
+    }
+
+    fn cargo(&self, test: &[String], purpose: Purpose, time: Duration) -> Result<Ended, String> {
         let failed = |error: std::io::Error| format!("running cargo: {error}");
         let log = File::create(&self.log).map_err(failed)?;
         let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
         command.arg("test").current_dir(&self.tree).env("CARGO_TARGET_DIR", &self.build);
         // Variables of the surrounding cargo must not influence the build.
-        for name in ["CARGO_MANIFEST_DIR", "RUSTFLAGS", "RUSTC_WRAPPER"] {
+        for name in ["CARGO_MANIFEST_DIR", "RUSTFLAGS", "RUSTC_WRAPPER", switch::VARIABLE] {
             command.env_remove(name);
         }
-        if only_build {
-            command.arg("--no-run");
-        }
-        command.args(test);
-        command.stdin(Stdio::null()).stdout(log.try_clone().map_err(failed)?).stderr(log);
-        // With a process group of its own, a test that hangs is killed together with its child processes.
-        let mut child = command.process_group(0).spawn().map_err(failed)?;
-        let began = Instant::now();
-        loop {
-            if let Some(status) = child.try_wait().map_err(failed)? {
-                return Ok(if status.success() { Ended::Well } else { Ended::Badly });
+        let output = match purpose {
+            Purpose::Build => {
+                command.args(["--no-run", "--message-format=json"]);
+                File::create(&self.messages).map_err(failed)?
             }
-            if began.elapsed() > time {
-                let group = format!("-{}", child.id());
-                Command::new("kill").args(["-KILL", "--", &group]).status().map_err(failed)?;
-                child.wait().map_err(failed)?;
-                return Ok(Ended::TooLate);
+            Purpose::Test(mutant) => {
+                fs::create_dir_all(&self.temporary).map_err(failed)?;
+                command.env("TMPDIR", &self.temporary);
+                command.envs(mutant.map(|name| (switch::VARIABLE, name)));
+                log.try_clone().map_err(failed)?
             }
-            std::thread::sleep(POLL);
+        };
+        command.args(test).stdin(Stdio::null()).stdout(output).stderr(log);
+        let ended = process::run(&mut command, &self.log, time);
+        if purpose == Purpose::Build {
+            let messages = fs::read_to_string(&self.messages).map_err(failed)?;
+            let mut log = File::options().append(true).open(&self.log).map_err(failed)?;
+            log.write_all(diagnostics::rendered(&messages).as_bytes()).map_err(failed)?;
         }
+        // Files that remain after this do no harm to the next test.
+        let _ = fs::remove_dir_all(&self.temporary);
+        ended
     }
 }
 
-/// Makes `to` a copy of `from`, and removes all other files from `to`.
-fn mirror(from: &Path, to: &Path) -> Result<(), String> {
-    let failed = |path: &Path, error: std::io::Error| format!("{}: {error}", path.display());
-    fs::create_dir_all(to).map_err(|error| failed(to, error))?;
-    let mut kept = Vec::new();
-    for entry in fs::read_dir(from).map_err(|error| failed(from, error))? {
-        let entry = entry.map_err(|error| failed(from, error))?;
-        let (name, path) = (entry.file_name(), entry.path());
-        let kind = entry.file_type().map_err(|error| failed(&path, error))?;
-        if LEFT_OUT.iter().any(|left_out| name == *left_out) {
-            continue;
-        }
-        let target = to.join(&name);
-        if kind.is_dir() {
-            mirror(&path, &target)?;
-        } else if kind.is_file() {
-            let content = fs::read(&path).map_err(|error| failed(&path, error))?;
-            if fs::read(&target).ok().as_ref() != Some(&content) {
-                fs::copy(&path, &target).map_err(|error| failed(&target, error))?;
+/// The part of a test command that selects what is built: without names of tests, and arguments of the test program.
+fn selection(test: &[String]) -> Vec<String> {
+    let mut out = Vec::new();
+    let mut words = test.iter().take_while(|word| *word != "--");
+    while let Some(word) = words.next() {
+        if word.starts_with('-') {
+            out.push(word.clone());
+            if SELECT.contains(&word.as_str()) {
+                out.extend(words.next().cloned());
             }
-        } else {
-            continue;
         }
-        kept.push(name);
     }
-    for entry in fs::read_dir(to).map_err(|error| failed(to, error))? {
-        let entry = entry.map_err(|error| failed(to, error))?;
-        let path = entry.path();
-        if kept.contains(&entry.file_name()) || LEFT_OUT.iter().any(|left_out| entry.file_name() == *left_out) {
-            continue;
-        }
-        let gone = if path.is_dir() { fs::remove_dir_all(&path) } else { fs::remove_file(&path) };
-        gone.map_err(|error| failed(&path, error))?;
-    }
-    Ok(())
+    out
 }
+
+#[cfg(test)]
+mod tests;
