@@ -9,7 +9,8 @@
 //! 5. While a merge has the top as a source, its target gets the same write (in the last pass), or the dirty log is
 //!    marked (before). If the target fails, the merge fails, not the write. A write that the top made only in part,
 //!    after an error or for lack of space, is marked too, and ends a merge that is in its last pass.
-//! 6. A discard never fails for lack of space: a range that cannot be recorded as discarded keeps its content.
+//! 6. A discard never fails for lack of space: a range that cannot be recorded as discarded keeps its content. Where
+//!    there is no space to record zeros, they are written over the grains that the top has.
 
 use crate::Result;
 use crate::chain::Chain;
@@ -28,6 +29,9 @@ use std::sync::atomic::Ordering;
 
 /// The most extents of a changed range that are inserted into the caches.
 const EXTENTS_MAX: usize = 64;
+
+/// Bytes of zeros per write, where zeros are written over grains.
+const ZEROS_STEP: u64 = 256 << 10;
 
 /// The new content of a range.
 #[derive(Clone, Copy)]
@@ -164,7 +168,12 @@ impl Chain {
             Change::Write(offset, data) | Change::ZeroPart(offset, data) => {
                 self.put(levels, top, offset, data).map(|()| true)
             }
-            Change::Clear(clear) => self.clear(levels, top, &whole, clear),
+            Change::Clear(clear) => match self.clear(levels, top, &whole, clear) {
+                Err(refused) if refused.kind() == ErrorKind::NoSpace && clear != Clear::Discard => {
+                    self.clear_in_place(levels, &whole, clear, refused)
+                }
+                cleared => cleared,
+            },
         };
         self.unflushed.note(&span);
         match &result {
@@ -296,6 +305,41 @@ impl Chain {
             }
         }
         Ok(whole & (run.is_empty() || clear.carry_out(level, level.widened(&run))?))
+    }
+
+    /// Writes zeros over whole grains that the top has as data, which needs no space: `refused` is the error of
+    /// recording them as zeros. Returns that error if a part of the range has other data, or, with [`Clear::Keep`], if
+    /// a part has no space of its own.
+    fn clear_in_place(&self, levels: &Arc<Levels>, range: &Range<u64>, clear: Clear, refused: Error) -> Result<bool> {
+        let top = levels.top();
+        let among = 0..levels.stack.len();
+        let walk = Walk { levels, among, demand: range.clone(), window: range.clone(), most: 0 };
+        let mut placed: Vec<Range<u64>> = Vec::new();
+        for found in walk.run()?.mappings {
+            match (found.to, placed.last_mut()) {
+                (To::Data { level, .. }, Some(last)) if level == top.number() && last.end == found.start => {
+                    last.end = found.end();
+                }
+                (To::Data { level, .. }, _) if level == top.number() => placed.push(found.start..found.end()),
+                (to, _) if to.is_zero() && clear == Clear::Zero => {}
+                _ => return Err(refused),
+            }
+        }
+        let _changing = top.changing();
+        let step = (ZEROS_STEP / top.grain).max(1) * top.grain;
+        let zeros = Buffer::with_bytes(step.min(range.end - range.start) as usize);
+        for range in placed {
+            let mut at = range.start;
+            while at < range.end {
+                let end = range.end.min((at / step + 1) * step);
+                let part: &[&[u8]] = &[&zeros[..(end - at) as usize]];
+                if !top.layer.overwrite(at, part)? {
+                    top.layer.write(at, part)?;
+                }
+                at = end;
+            }
+        }
+        Ok(true)
     }
 
     /// Tells a merge with the top as a source about a change.

@@ -5,7 +5,7 @@
 
 use std::path::Path;
 use testkit::mounted::{fill_with_names, make_room};
-use testkit::nbd::{Client, ENOSPC, Failure};
+use testkit::nbd::{Client, Command, ENOSPC, Failure};
 use testkit::process::{Store, until};
 use testkit::{mounted, pattern};
 
@@ -100,6 +100,53 @@ fn overwrites_of_parts_of_blocks() {
         formats.iter().for_each(|(name, _)| read(name, 1 << 20));
         assert_eq!(server.stop("TERM"), Some(0));
     });
+}
+
+#[test]
+fn zeros_over_written_blocks_on_xfs() {
+    mounted::on_xfs("zeros_over_written_blocks_on_xfs", zeros_over_written_blocks);
+}
+
+#[test]
+fn zeros_over_written_blocks_on_ext4() {
+    mounted::on_ext4("zeros_over_written_blocks_on_ext4", zeros_over_written_blocks);
+}
+
+/// A server that starts on a full file system writes zeros wherever it overwrites data, in every writable format.
+fn zeros_over_written_blocks(folder: &Path) {
+    let formats = ["thin", "vmfssparse", "sesparse", "vsansparse", "monolithicsparse"];
+    let store = Store::at(folder, "4M");
+    store.run("disk create native 16M").ok();
+    for format in formats {
+        store.run(&format!("disk create {format} 16M --format {format}")).ok();
+    }
+    let all = || formats.into_iter().chain(["native"]);
+    let written = [3, 4, 5, 700, 701, 2048];
+    let mut server = store.serve("");
+    for name in all() {
+        let mut client = Client::connect(&store.socket(), name).unwrap();
+        written.into_iter().for_each(|block| client.write(block * BLOCK, &content(block, 0)).unwrap());
+        client.flush().unwrap();
+    }
+    assert_eq!(server.stop("TERM"), Some(0));
+    fill_with_names(folder, "rest");
+    let mut server = store.serve("");
+    fill_with_names(folder, "rest-again");
+    for name in all() {
+        let mut client = Client::connect(&store.socket(), name).unwrap();
+        for (first, blocks) in [(3, 2), (700, 2), (2048, 1)] {
+            let (offset, length) = (first * BLOCK, (blocks * BLOCK) as u32);
+            let zero = Command::Zero { offset, length, fua: false };
+            let done = client.submit(zero).and_then(|_| client.complete()).unwrap().1;
+            assert!(done.is_ok(), "{name}: zeros over block {first}: {done:?}");
+            assert!(client.read(offset, length).unwrap().iter().all(|byte| *byte == 0), "{name}: block {first}");
+        }
+        client.flush().unwrap();
+        assert!(client.read(5 * BLOCK, BLOCK as u32).unwrap() == content(5, 0), "{name}");
+    }
+    assert_eq!(server.stop("TERM"), Some(0));
+    make_room(folder, "rest");
+    store.is_clean();
 }
 
 fn content(block: u64, round: u64) -> Vec<u8> {

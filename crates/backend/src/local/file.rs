@@ -8,6 +8,7 @@ use crate::file::flush_failed;
 use crate::queue::resume_short_read;
 use crate::validate::{check_alignment, check_range, check_slices};
 use crate::{BLOCK_SIZE, File, IoMode, LocalFile, LocalPart, Placement};
+use kept::has_space;
 use parking_lot::RwLock;
 use std::io::{self, IoSlice};
 use std::ops::Range;
@@ -323,7 +324,14 @@ impl LocalFile for OpenFile {
             return Ok(());
         }
         check_range(offset, length)?;
-        kept::in_range(&self.file, offset..offset + length, || reserve_call(&self.file, offset, length))
+        let range = offset..offset + length;
+        match kept::in_range(&self.file, range.clone(), || reserve_call(&self.file, offset, length)) {
+            // XFS requires free space for the whole range before it looks which parts have space already.
+            Err(error) if error::lacks_space(&error) && self.len()? >= range.end && has_space(&self.file, &range) => {
+                Ok(())
+            }
+            outcome => outcome,
+        }
     }
 
     fn zero_range(&self, offset: u64, length: u64) -> io::Result<()> {

@@ -343,7 +343,7 @@ fn repeat<T>(steps: Option<Arc<Steps>>, error: io::Error, call: impl Fn() -> io:
 }
 
 /// Whether all of a range has space, reserved or written.
-fn has_space(file: &File, range: &Range<u64>) -> bool {
+pub(super) fn has_space(file: &File, range: &Range<u64>) -> bool {
     let mut at = range.start;
     while at < range.end {
         let Ok(placements) = extents::placements(file, at, true) else { return false };

@@ -72,6 +72,34 @@ fn a_failed_write_is_an_error_and_leaves_old_or_new_content() {
 }
 
 #[test]
+fn zeros_without_room_are_written_over_what_the_top_has() {
+    const GRAIN: u64 = 4096;
+    for overwrites in [false, true] {
+        let (chain, _, content) = filled(1, 1 << 20, GRAIN, 7);
+        let top = Mock::new(Manner { overwrites, ..Manner::new(1 << 20, GRAIN) });
+        chain.push(top.clone()).unwrap();
+        chain.write(0, &[7; 5 * GRAIN as usize]).unwrap();
+        chain.zero(2 * GRAIN, GRAIN, false).unwrap();
+        top.faults.zero_room.store(true, Ordering::SeqCst);
+        // Data of the top on both sides of a grain of zeros.
+        chain.zero(0, 4 * GRAIN, false).unwrap();
+        assert!(read(&chain, 0, 4 * GRAIN as usize).unwrap().iter().all(|byte| *byte == 0));
+        assert_eq!(read(&chain, 4 * GRAIN as usize, GRAIN as usize).unwrap(), [7; GRAIN as usize]);
+        // Zeros that keep their space need it.
+        assert_eq!(chain.zero(2 * GRAIN, GRAIN, true).unwrap_err().kind(), ErrorKind::NoSpace);
+        chain.zero(3 * GRAIN, 2 * GRAIN, true).unwrap();
+        assert_eq!(read(&chain, 4 * GRAIN as usize, GRAIN as usize).unwrap(), [0; GRAIN as usize]);
+        // The level below has the data of the next grain.
+        assert_eq!(chain.zero(4 * GRAIN, 2 * GRAIN, false).unwrap_err().kind(), ErrorKind::NoSpace);
+        let after = 5 * GRAIN as usize..6 * GRAIN as usize;
+        assert!(read(&chain, after.start, after.len()).unwrap() == content[after]);
+        chain.write(0, &[8; GRAIN as usize]).unwrap();
+        chain.discard(0, GRAIN).unwrap();
+        assert_eq!(read(&chain, 0, GRAIN as usize).unwrap(), [8; GRAIN as usize], "a discard writes no zeros");
+    }
+}
+
+#[test]
 fn after_a_failed_flush_nothing_is_written() {
     let (chain, layers, _) = filled(2, 1 << 20, 4096, 5);
     chain.write(0, &[5; 4096]).unwrap();

@@ -111,6 +111,8 @@ pub struct Faults {
     pub flush_room: AtomicBool,
     /// From the write with this number on, counted from 1, writes fail for lack of space; 0 for none.
     pub write_in: AtomicU64,
+    /// Zeros cannot be recorded for lack of space.
+    pub zero_room: AtomicBool,
     /// A map call that touches this sector fails (0: none).
     pub map_at: AtomicU64,
     /// Delays in microseconds.
@@ -376,6 +378,9 @@ impl Layer for Mock {
 
     fn zero(&self, range: Range<u64>, _keep: bool) -> Result<()> {
         self.check_write()?;
+        if self.faults.zero_room.load(Ordering::SeqCst) {
+            return Err(Error::new(ErrorKind::NoSpace, "the test permits no space for zeros"));
+        }
         let grains = self.grains(&range);
         let mut state = self.state.write();
         for grain in grains {

@@ -70,7 +70,7 @@ impl Filled {
         let all = self.history.sectors.len() as u64;
         let kind = match (mix, random.below(100)) {
             (Mix::Any, 0..12) => Kind::Trim,
-            (Mix::Any, 12..20) => Kind::Zero,
+            (Mix::Any, 12..20) | (Mix::Overwrite, 0..6) => Kind::Zero,
             _ => Kind::Write,
         };
         let (align, length) = match random.below(10) {
@@ -134,7 +134,7 @@ impl Filled {
                 Ok(_) => self.took_effect(range.clone(), *kind, *fua),
                 Err(ENOSPC) => {
                     assert!(*kind != Kind::Trim, "{name}: a discard of {range:?} was refused");
-                    assert!(!(*kind == Kind::Write && *placed), "{name}: an overwrite of {range:?} was refused");
+                    assert!(!*placed, "{name}: an overwrite of {range:?} was refused");
                     assert!(self.full, "{name}: {range:?} was refused although there is space");
                     refused += 1;
                 }

@@ -102,7 +102,8 @@ impl VsanSparse {
     ) -> Result<()> {
         let base = u64::from(index) * PAGE_GRAINS;
         // Space for payload and map is allocated first, so that a full file system is detected before any change.
-        let prepared = writer.space.lock().prepare(&self.file, entries.len() as u64);
+        let missing = self.without_place(index, entries.clone())?;
+        let prepared = writer.space.lock().prepare(&self.file, missing);
         prepared.map_err(|error| error.context(&self.image))?;
         self.reserve_map(writer, index, Kind::Page)?;
         let _order = writer.order.read();
@@ -124,6 +125,19 @@ impl VsanSparse {
                 say(WritePiece { first, count, place, new: kind != DATA });
             }
             ((), 0)
+        })
+    }
+
+    /// The number of grains of a page that have no location. Locations are never freed, so it can only become less.
+    fn without_place(&self, index: u32, entries: Range<u32>) -> Result<u64> {
+        if self.map.state(index) != PageState::Stored {
+            return Ok(entries.len() as u64);
+        }
+        let load = || self.map.load(&self.file, index);
+        self.map.pages.read(index, load, |page| {
+            let has_none = |what: Option<(u8, u64)>| what.is_none_or(|(_, place)| place == 0);
+            let pieces = page.pieces(entries).filter(|piece| has_none(piece.what));
+            pieces.map(|piece| u64::from(piece.count)).sum()
         })
     }
 
@@ -221,8 +235,11 @@ impl VsanSparse {
             };
             for (place, count) in places {
                 if count * BLOCK >= PUNCH_MIN && !keep {
-                    let punched = self.file.punch(place * BLOCK, count * BLOCK);
-                    punched.during(|| format!("{}: cannot give back grain {grain}", self.image))?;
+                    match self.file.punch(place * BLOCK, count * BLOCK) {
+                        // The map has the zeros already, and the grains keep their space.
+                        Err(error) if error::lacks_space(&error) => {}
+                        punched => punched.during(|| format!("{}: cannot give back grain {grain}", self.image))?,
+                    }
                 }
             }
             self.commit_if_many(writer)?;

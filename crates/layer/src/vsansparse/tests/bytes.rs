@@ -179,6 +179,13 @@ fn a_full_file_system_is_survived() {
     layer.zero(4096..8192, false).unwrap();
     layer.flush().unwrap();
     layer.checkpoint().unwrap();
+    // The rest of the unit is used up. A grain of zeros has kept its space.
+    let mut at = 1 << 20;
+    while layer.write(at, &[&[5; 4096]]).is_ok() {
+        at += 4096;
+    }
+    layer.write(4096, &[&[6; 4096]]).unwrap();
+    layer.zero(4096..8192, false).unwrap();
     disk.set_capacity(1 << 40);
     layer.write(100 << 20, &[&[4; 4096]]).unwrap();
     layer.flush().unwrap();
