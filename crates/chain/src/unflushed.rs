@@ -111,7 +111,7 @@ mod tests {
     const MIB: u64 = 1 << 20;
 
     #[test]
-    fn notes_stay_until_a_flush_succeeds() {
+    fn unflushed_ranges_stay_until_a_flush_succeeds() {
         let unflushed = Unflushed::new(300 * MIB + 5);
         assert!(unflushed.is_empty());
         unflushed.note(&(70 * MIB - 1..70 * MIB + 1));

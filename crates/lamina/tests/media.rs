@@ -49,8 +49,8 @@ fn an_xfs_whose_medium_fails() {
 }
 
 #[test]
-fn a_flush_tells_what_writing_out_has_lost() {
-    medium::on_medium("a_flush_tells_what_writing_out_has_lost", 300, |medium| {
+fn a_flush_fails_after_a_failed_write_out() {
+    medium::on_medium("a_flush_fails_after_a_failed_write_out", 300, |medium| {
         let write_out: fn(&dyn File) = |file| file.write_out(0, 1 << 20, true);
         let list_extents: fn(&dyn File) = |file| drop(file.placements(0));
         let calls = [("writing out", write_out), ("listing extents", list_extents)];

@@ -21,7 +21,7 @@ fn io(store: &Store, export: &str, commands: &[&str]) {
 }
 
 #[test]
-fn images_convert_in_and_out() {
+fn images_convert_to_and_from_exports() {
     let store = Store::new();
     let folder = tempfile::tempdir().unwrap();
     let path = |name: &str| folder.path().join(name).to_str().unwrap().to_string();

@@ -191,7 +191,7 @@ fn a_failed_clone_leaves_the_parent_running() {
 }
 
 #[test]
-fn a_manager_killed_anywhere_leaves_whole_clones_or_none() {
+fn a_command_killed_anywhere_leaves_complete_clones_or_none() {
     let room = Room::new();
     room.boot("parent", "128M", "workload=16,64");
     room.until_counts("parent");

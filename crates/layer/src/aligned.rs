@@ -167,7 +167,7 @@ mod tests {
     use backend::simulated::{SimulatedDisk, SimulatedOptions};
 
     #[test]
-    fn any_range_in_direct_mode_is_as_in_memory() {
+    fn any_range_in_direct_mode_equals_a_model() {
         let disk = SimulatedDisk::new(1, SimulatedOptions::default());
         let file = AlignedFile::new(disk.directory().create("f", IoMode::Direct).unwrap());
         let mut model = vec![0u8; 3 << 20];

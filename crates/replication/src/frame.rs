@@ -156,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_out_of_bounds_is_refused() {
+    fn frames_with_lengths_out_of_bounds_are_refused() {
         let base = Head { kind: Kind::Data, disk: 0, offset: 0, length: 1, checksum: 0 };
         for head in [
             Head { length: 0, ..base },

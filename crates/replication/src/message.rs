@@ -231,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn errors_cross_the_wire() {
+    fn errors_are_encoded_and_decoded() {
         let error = Error::new(ErrorKind::NoSpace, "no room\nfor it");
         let there = Message::failure(&error).into_error();
         assert_eq!((there.kind(), there.to_string().as_str()), (ErrorKind::NoSpace, "no roomfor it"));

@@ -57,7 +57,7 @@ mod tests {
     }
 
     #[test]
-    fn below_reaches_everything_and_no_more() {
+    fn below_returns_every_smaller_number_and_no_other() {
         let mut random = Random::new(7);
         let mut seen = [false; 10];
         for _ in 0..1000 {

@@ -192,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn limits_are_met_at_the_limit_and_missed_beyond() {
+    fn a_value_equal_to_its_limit_passes_and_one_beyond_fails() {
         assert!(Finding::at_least("latency", "a", 0.95, 0.95, "x").met);
         assert!(!Finding::at_least("latency", "a", 0.949, 0.95, "x").met);
         assert!(Finding::at_most("latency", "a", 2.0, 2.0, "ms").met);

@@ -236,7 +236,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_run_leaves_nothing_and_sweeps_up_after_killed_ones() {
+    fn a_run_removes_its_files_and_those_of_killed_runs() {
         let parent = std::env::temp_dir().join(format!("study-scratch-{}", std::process::id()));
         // This pid is above the kernel's limit, so that no such process exists.
         fs::create_dir_all(parent.join("run-2000000000")).unwrap();

@@ -47,7 +47,7 @@ fn content(memory: &Memory) -> Vec<u8> {
 }
 
 #[test]
-fn every_request_is_answered_once_and_lands_where_it_was_sent() {
+fn every_request_is_answered_once_and_writes_its_own_range() {
     let memory = serve("memory", &["memory", "64M"]);
     let mut client = client(&memory);
     assert_eq!(client.size(), 64 << 20);
@@ -73,7 +73,7 @@ fn every_request_is_answered_once_and_lands_where_it_was_sent() {
 }
 
 #[test]
-fn stamped_blocks_are_told_from_their_older_versions_and_from_others() {
+fn stamped_blocks_differ_from_older_versions_and_other_blocks() {
     let memory = serve("stamped", &["memory", "64M"]);
     let mut client = client(&memory);
     let stamped =

@@ -446,7 +446,7 @@ fn every_magic_number_is_on_a_page() {
 }
 
 #[test]
-fn a_member_without_its_words_is_missed() {
+fn a_member_that_is_not_on_the_page_is_reported() {
     let source = "pub struct A {\n    /// x\n    #[serde(default, rename = \"disk\")]\n    pub disks: Vec<u8>,\n    pub(super) \
                   tail_at: B<C, D>,\n}\nenum E {\n    One,\n    Two { a: u8 },\n    #[serde(skip)]\n    Three,\n}\n";
     assert_eq!(members(source, "A").unwrap(), ["disk", "tail_at"]);

@@ -79,7 +79,7 @@ fn an_interrupted_run_leaves_nothing() {
 }
 
 #[test]
-fn wrong_usage_is_refused_by_name() {
+fn wrong_arguments_are_named_in_the_error() {
     let folder = folder("usage");
     for (words, named) in [
         (vec!["speed", "--peers-only", "--cell", "no-such-cell"], "no-such-cell"),

@@ -405,7 +405,7 @@ mod tests {
     }
 
     #[test]
-    fn disks_and_cards_beyond_the_slots_are_refused() {
+    fn disks_and_network_cards_beyond_the_pci_slots_are_refused() {
         let mut machine = machine();
         for number in 2..DISK_SLOTS.len() {
             machine.add_disk(&format!("d{number}")).unwrap();

@@ -70,7 +70,7 @@ mod tests {
     }
 
     #[test]
-    fn each_item_succeeds_once_or_fails_or_is_not_begun() {
+    fn each_item_succeeds_fails_or_is_not_started() {
         let names: Vec<String> = (0..100).map(|number| format!("vm-{number:03}")).collect();
         let seen = Mutex::new(Vec::new());
         let outcome = each(&names, 4, &Stop(AtomicBool::new(false)), &|name| {

@@ -90,7 +90,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_address_is_refused() {
+    fn invalid_addresses_are_refused() {
         for text in
             ["", "52:54:00:12:34", "52:54:00:12:34:56:78", "53:54:00:12:34:56", "5:54:00:12:34:56", "ü:54:00:12:34:56"]
         {

@@ -21,7 +21,7 @@ fn node(id: u32, parent: Option<u32>) -> Node {
 }
 
 #[test]
-fn deltas_are_of_a_format_that_holds_the_disk() {
+fn deltas_have_a_format_that_supports_the_capacity() {
     use DeltaFormat::{SeSparse, VmfsSparse, VsanSparse};
     const TIB: u64 = 1 << 40;
     assert_eq!(
@@ -110,7 +110,7 @@ fn queries_follow_the_image_tree() {
 }
 
 #[test]
-fn what_contradicts_itself_is_refused() {
+fn inconsistent_records_are_refused() {
     type Change = fn(&mut Record);
     let changes: [(&str, Change); 12] = [
         ("circle", |r| r.nodes[0].parent = Some(3)),

@@ -491,7 +491,7 @@ mod tests {
     }
 
     #[test]
-    fn a_write_in_pieces_is_the_whole_write() {
+    fn a_write_in_pieces_writes_all_bytes() {
         let folder = std::env::temp_dir().join(format!("lamina-pieces-{}", std::process::id()));
         std::fs::create_dir_all(&folder).unwrap();
         let open = std::fs::OpenOptions::new().read(true).write(true).create_new(true).open(folder.join("file"));

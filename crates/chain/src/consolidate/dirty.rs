@@ -56,7 +56,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_marked_is_taken_once() {
+    fn a_marked_range_is_taken_once() {
         let log = DirtyLog::new(100 << 20);
         log.mark(&(70_000..70_001));
         log.mark(&(99 << 20..100 << 20));

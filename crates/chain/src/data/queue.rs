@@ -218,7 +218,7 @@ mod tests {
     }
 
     #[test]
-    fn a_scan_takes_nothing_from_what_is_read_again() {
+    fn a_scan_evicts_no_block_that_is_read_again() {
         let mut blocks = Blocks::default();
         blocks.set_size(1000 * COST);
         for _ in 0..4 {

@@ -251,7 +251,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_is_bounded_and_what_helps_stays() {
+    fn memory_is_bounded_and_used_entries_stay() {
         let mut holders = holders();
         holders.put(0, &[1; SPAN_BLOCKS]);
         for span in 1..100_000 {

@@ -211,7 +211,7 @@ fn sessions_are_told_to_end_after_the_undisturbed_time() {
 }
 
 #[test]
-fn a_client_that_reads_nothing_is_cut_off() {
+fn a_client_that_reads_no_replies_is_disconnected() {
     for listen in [World::unix, World::tcp] {
         let world = start(Limits::each(8), Drain { undisturbed: Duration::ZERO, finish: MOMENT, cut: Some(PATIENCE) });
         let mut client = listen(&world);
@@ -322,7 +322,7 @@ fn replies_arrive_although_the_client_sends_on_after_the_end() {
 }
 
 #[test]
-fn a_start_that_fails_leaves_nothing() {
+fn a_failed_start_leaves_no_socket() {
     let folder = tempfile::tempdir().unwrap();
     let (good, bad) = (folder.path().join("good"), folder.path().join("bad"));
     std::fs::write(&bad, "mine").unwrap();

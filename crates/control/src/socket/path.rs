@@ -76,7 +76,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_in_the_way_is_not_removed() {
+    fn a_regular_file_at_the_path_of_the_socket_is_not_removed() {
         let folder = tempfile::tempdir().unwrap();
         let datastore = &Location::from(folder.path());
         let path = path(datastore).unwrap();

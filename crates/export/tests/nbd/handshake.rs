@@ -57,7 +57,7 @@ fn list_names_all_with_descriptions() {
 }
 
 #[test]
-fn info_tells_what_was_asked() {
+fn info_replies_with_the_requested_information() {
     let running = one_disk();
     let mut client = greeted(&running);
     let replies = client.option(OPT_INFO, &Client::info_data("vm", &[0, 1, 2, 3, 77]));
@@ -74,7 +74,7 @@ fn info_tells_what_was_asked() {
 }
 
 #[test]
-fn malformed_info_and_contexts_are_refused_and_the_handshake_goes_on() {
+fn malformed_info_and_contexts_are_refused_and_the_handshake_continues() {
     let running = one_disk();
     let mut client = greeted(&running);
     client.choose(Mode::Structured);
@@ -116,7 +116,7 @@ fn default_export_is_the_only_disk() {
 }
 
 #[test]
-fn features_follow_what_was_agreed() {
+fn transmission_flags_follow_the_negotiated_style() {
     const WRITABLE: u16 = 1 << 5 | 1 << 6 | 1 << 11;
     const ALWAYS: u16 = 1 | 1 << 2 | 1 << 3 | 1 << 8 | 1 << 10;
     let disks = || Shelf::of(&[&MemoryDisk::new("vm", MIB, 1), &MemoryDisk::read_only("vm@monday", MIB)]);
@@ -189,7 +189,7 @@ fn contexts_are_listed_and_chosen_by_name() {
 }
 
 #[test]
-fn contexts_of_another_export_are_not_in_force() {
+fn contexts_negotiated_for_another_export_do_not_apply() {
     let running = Running::start(Shelf::of(&[&MemoryDisk::new("a", MIB, 1), &MemoryDisk::new("b", MIB, 1)]));
     let mut client = greeted(&running);
     client.choose(Mode::Structured);
@@ -214,7 +214,7 @@ fn abort_is_acknowledged() {
 }
 
 #[test]
-fn violations_close_the_connection() {
+fn protocol_violations_in_the_handshake_close_the_connection() {
     let running = one_disk();
     let mut client = Client::unix(&running.socket);
     client.greet(1 << 5 | 3);
@@ -232,7 +232,7 @@ fn violations_close_the_connection() {
 }
 
 #[test]
-fn options_that_are_not_known_are_refused_at_any_size_and_the_handshake_goes_on() {
+fn unknown_options_of_any_size_are_refused_and_the_handshake_continues() {
     let running = one_disk();
     let mut client = greeted(&running);
     for code in [0, 4, 12, 13, 255, 0x1234_5678, u32::MAX] {
@@ -256,7 +256,7 @@ fn options_that_are_not_known_are_refused_at_any_size_and_the_handshake_goes_on(
 }
 
 #[test]
-fn information_that_is_not_known_is_left_out() {
+fn unknown_information_requests_are_ignored() {
     let running = one_disk();
     let mut client = greeted(&running);
     let strange: Vec<u16> = (4..250).collect();

@@ -104,7 +104,7 @@ fn damaged_sessions() {
 }
 
 #[test]
-fn how_messages_are_cut_does_not_matter() {
+fn replies_do_not_depend_on_how_messages_are_split() {
     for seed in 0..200 {
         let said = [0, 1, 13, 4096].map(|step| {
             // The same seed for each disk, so that all make the same decisions.

@@ -170,7 +170,7 @@ mod tests {
     }
 
     #[test]
-    fn branches_stand_beside_the_way_to_the_head() {
+    fn branches_are_drawn_beside_the_path_to_the_head() {
         let mut snapshots = vec![
             snapshot("vm1", "install", None, 1, false),
             snapshot("vm1", "test", Some("install"), 2, false),

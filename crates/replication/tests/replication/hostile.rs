@@ -211,7 +211,7 @@ fn hostile_server(keys: &Keys, says: impl Fn(&mut Line, Offer) + Send + 'static)
 }
 
 #[test]
-fn false_answers_of_a_receiver_are_refused() {
+fn invalid_replies_of_a_receiver_are_refused() {
     let (keys, here) = (Keys::new(), Site::new());
     drop(furnished(&here, "web", 3));
     here.snapshot("web", "monday");

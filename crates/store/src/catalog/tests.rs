@@ -107,7 +107,7 @@ fn objects_equal_a_map_through_restarts() {
 }
 
 #[test]
-fn slots_of_objects_that_went_are_used_again() {
+fn slots_of_deleted_objects_are_reused() {
     let mut pages = Pages::new(page_files(), CACHE);
     let mut random = Random(1);
     let mut catalog = Catalog::open(&mut pages, 0, 1).unwrap();

@@ -254,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn commas_in_names_are_part_of_names() {
+    fn commas_in_names_are_escaped() {
         let all = text(Memory::Private, &features(Accelerator::Kvm), false);
         assert!(all.contains("/run/a,,b/qmp.sock") && all.contains("\"export\":\"web,a\""), "{all}");
         assert!(all.contains("-accel kvm") && all.contains("bootindex=0"), "{all}");

@@ -57,7 +57,7 @@ fn real() -> Vmsd {
 }
 
 #[test]
-fn a_real_list_is_read_and_written_as_it_was() {
+fn a_list_of_vmware_is_parsed_and_written_unchanged() {
     assert_eq!(Vmsd::parse(REAL.as_bytes()).unwrap(), real());
     assert_eq!(String::from_utf8(real().to_bytes()).unwrap(), REAL);
     let windows = REAL.replace('\n', "  \r\n").replace("displayName", "DisplayName").replace(" = ", "=");

@@ -81,7 +81,7 @@ fn every_kind_crosses_unchanged() {
 }
 
 #[test]
-fn another_version_is_told_so_even_if_the_rest_is_unknown() {
+fn a_message_of_another_version_gets_a_version_error_whatever_it_contains() {
     let error = decode::<FromClient>(br#"{"version":5,"message":{"request":{"teleport":{}}}}"#).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Unsupported);
     assert!(error.to_string().contains("protocol 5"), "{error}");

@@ -8,7 +8,7 @@ fn stamp(grain: u64, version: u64) -> Vec<u8> {
 }
 
 #[test]
-fn readers_and_writers_do_not_mix_grains() {
+fn concurrent_readers_never_see_data_of_other_grains() {
     let disk = SimulatedDisk::new(1, SimulatedOptions::default());
     let count = 96;
     let file = small(disk.directory().as_ref(), count * GRAIN, true);

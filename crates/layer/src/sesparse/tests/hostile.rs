@@ -125,7 +125,7 @@ fn opened(changes: &[(u64, u64)], write: bool) -> Result<SeSparse> {
 }
 
 #[test]
-fn what_qemu_refuses_is_refused_and_more() {
+fn images_that_qemu_refuses_are_refused() {
     assert!(opened(&[], true).is_ok());
     let cases: [(u64, u64, &str); 24] = [
         (0, 1, "magic"),

@@ -70,7 +70,7 @@ fn any_capacity_up_to_the_limit() {
 }
 
 #[test]
-fn what_is_too_large_is_refused() {
+fn invalid_capacities_are_refused() {
     let disk = simulated(1);
     let file = disk.directory().create(NAME, IoMode::Buffered).unwrap();
     for capacity in [(62 << 40) + GRAIN, u64::MAX / 512 * 512, 511, 0] {

@@ -117,7 +117,7 @@ fn a_disk_of_64_tebibytes() {
 
 /// Space is allocated in units; discarding frees it, and the grain keeps its location.
 #[test]
-fn units_and_discards() {
+fn units_are_freed_by_discards_and_grains_keep_their_location() {
     let (_disk, file, layer) = object(1 << 30);
     let empty = file.allocated().unwrap();
     layer.write(512 << 20, &[&[1; 4096]]).unwrap();
@@ -154,7 +154,7 @@ fn units_and_discards() {
 
 /// Without a parent, zeros need no change of the map.
 #[test]
-fn zeros_without_a_parent_cost_nothing() {
+fn zeros_without_a_parent_take_no_space() {
     let (_disk, file, layer) = object(1 << 30);
     layer.close().unwrap();
     let options = OpenOptions { parent: false, ..OpenOptions::writing("image") };
@@ -167,7 +167,7 @@ fn zeros_without_a_parent_cost_nothing() {
 }
 
 #[test]
-fn a_full_file_system_is_survived() {
+fn a_full_file_system_causes_errors_and_no_damage() {
     let (disk, _file, layer) = object(1 << 30);
     layer.write(0, &[&[1; 8192]]).unwrap();
     layer.flush().unwrap();
@@ -191,7 +191,7 @@ fn a_full_file_system_is_survived() {
 }
 
 #[test]
-fn a_failed_flush_stops_everything() {
+fn after_a_failed_flush_all_changes_are_refused() {
     let (disk, _file, layer) = object(1 << 30);
     layer.write(0, &[&[1; 4096]]).unwrap();
     disk.fail_syncs(1);

@@ -285,7 +285,7 @@ fn trees_of_three_levels_equal_the_model() {
 }
 
 #[test]
-fn the_same_operations_make_the_same_pages() {
+fn equal_operations_produce_equal_pages() {
     let scenario =
         Scenario { seed: 300, blocks: 30_000, prefill: 8000, operations: 2000, compare_every: u64::MAX, trees_max: 4 };
     assert_eq!(run(&scenario), run(&scenario));
@@ -293,7 +293,7 @@ fn the_same_operations_make_the_same_pages() {
 
 /// A large tree loses its blocks one by one, so that it takes every shape until it is empty.
 #[test]
-fn a_tree_thinned_out_at_random_shrinks_to_an_empty_leaf() {
+fn a_tree_with_random_removals_shrinks_to_an_empty_leaf() {
     for shared in [false, true] {
         let mut random = Random(400);
         let mut store = Memory::new();

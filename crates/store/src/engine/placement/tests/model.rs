@@ -182,7 +182,7 @@ fn bound() -> usize {
 }
 
 #[test]
-fn no_order_of_steps_breaks_what_must_hold() {
+fn no_order_of_steps_violates_the_invariants() {
     let mut total = 0;
     for scenario in &SCENARIOS {
         let began = std::time::Instant::now();
@@ -243,7 +243,7 @@ fn finds_a_resolve_that_names_nothing() {
 }
 
 #[test]
-fn finds_payload_home_before_its_record() {
+fn finds_payload_written_back_before_its_record() {
     finds(Fault::PayloadHomeEarly, ModelState::plain, checkpoints);
 }
 
@@ -258,12 +258,12 @@ fn finds_overwrites_of_blocks_in_flight() {
 }
 
 #[test]
-fn finds_freed_blocks_given_out_at_once() {
+fn finds_freed_blocks_reused_at_once() {
     finds(Fault::FreedAtOnce, ModelState::plain, sharing);
 }
 
 #[test]
-fn finds_freed_blocks_given_out_under_payload() {
+fn finds_freed_blocks_reused_while_payload_refers_to_them() {
     finds(Fault::LimboIgnored, ModelState::plain, payload);
 }
 
