@@ -106,7 +106,7 @@ impl Drop for Reservation {
 /// Keeps space back for requests that need no new space, where the file system refuses even these at its quota.
 fn keep_space(path: &Path) -> Option<KeptSpace> {
     let kept = KeptSpace::keep(path).unwrap_or_else(|error| {
-        tracing::info!(datastore = %path.display(), %error, "no space is kept back for overwrites at a quota");
+        tracing::info!(datastore = %path.display(), %error, "no space could be kept back for overwrites when a quota is exceeded");
         None
     });
     if kept.as_ref().is_some_and(|kept| !kept.is_whole()) {

@@ -123,7 +123,7 @@ fn payload_in_the_journal_survives_power_cuts_in_an_overwrite_and_in_recovery() 
 fn space_reserved_before_a_kill_is_freed() {
     let thick = Operation::Create { capacity: 1_984_512, kind: 0 };
     run(1, &[thick.clone(), write(0, 0, 1_000_000, 1), Operation::Kill, Operation::Check]);
-    // The same when nothing was journalled since the datastore was opened.
+    // Space is also freed if nothing was journalled since the datastore was opened.
     let quiet = [thick, Operation::Snapshot { disk: 0, disks: 1 }, Operation::Reopen, write(0, 0, 4096, 1)];
     for after in 0..12 {
         let cut =

@@ -193,7 +193,9 @@ pub fn take(host: &Host, change: &Change, name: &str, options: Options) -> Resul
         Ok(taken) => taken,
         Err(error) => {
             if let Err(second) = undo(disks, &new) {
-                tracing::warn!("the unfinished snapshot '{name}' is removed by the next command: {second}");
+                tracing::warn!(
+                    "removing the unfinished snapshot '{name}' failed and is repeated by the next command: {second}"
+                );
             }
             return Err(error);
         }

@@ -37,7 +37,7 @@ impl Spare<'_> {
     /// Reserves the space again if a record has used it, as far as possible: the replaced record has freed some.
     pub fn renew(&self) {
         if let Err(error) = self.take() {
-            tracing::debug!(%error, disk = self.disk.name(), "no room can be set aside for the next record");
+            tracing::debug!(%error, disk = self.disk.name(), "no space can be reserved for the next record");
         }
     }
 }

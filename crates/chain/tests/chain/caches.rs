@@ -255,7 +255,7 @@ fn with_a_full_cache_a_miss_reads_one_level_and_no_stale_data() {
                 content[grain as usize] = step | 1 << 40;
                 chain.write(place(grain), &(step | 1 << 40).to_le_bytes().repeat(512)).unwrap();
             }
-            // Few and short: adjacent zeros are one entry, and the entries have to overflow the cache.
+            // Zeroed ranges are few and short: adjacent zeros are one entry, and entries have to overflow the cache.
             60..70 => {
                 let count = 1 + random.below(GRAINS / 16 - grain / 16).min(2);
                 (0..count).for_each(|next| content[(grain + next * 16) as usize] = 0);

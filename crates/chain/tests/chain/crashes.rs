@@ -231,7 +231,7 @@ fn history(seed: u64, real: bool) -> (u32, u32) {
                     for _ in 0..world.random.below(4) {
                         world.act(&chain);
                     }
-                    // Also directly after the merge has ended: a failed write guarantees nothing.
+                    // Flushes are made directly after the merge as well, because a failed write guarantees nothing.
                     if !world.dead && world.random.percent(30) {
                         world.flush(&chain);
                         let soon = world.disk.operations() + world.random.below(6);

@@ -227,7 +227,7 @@ pub enum MachineReply {
     Each {
         /// Machines on which the operation succeeded.
         done: Vec<String>,
-        /// The other machines, with their errors.
+        /// Machines on which the operation failed, with the errors.
         failed: Vec<(String, Failure)>,
     },
     /// Reply to `Show`.
@@ -351,7 +351,7 @@ pub struct MachineSummary {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum MachineMemory {
-    /// In its process.
+    /// In anonymous memory of its QEMU process.
     Private,
     /// In a file of its own.
     OwnFile,
@@ -421,7 +421,7 @@ pub struct Cloned {
     pub kind: CloneKind,
     /// The clones that were made.
     pub made: Vec<ClonedMachine>,
-    /// The others, with their errors.
+    /// Clones that were not made, with the errors.
     pub failed: Vec<(String, Failure)>,
     /// Consistency of the source's file systems, as one word; `None` if an existing snapshot was cloned.
     pub consistency: Option<String>,

@@ -143,7 +143,7 @@ fn a_completed_group_leaves_no_record() {
 
 #[test]
 fn a_group_cut_off_before_its_commit_is_undone() {
-    // Before the point, the records of none, one or both VMDK disks have the snapshot, and no native snapshot exists.
+    // Before the commit, none, one or both VMDK disks have recorded the snapshot, and no native snapshot exists.
     for having in [&[][..], &["a"], &["a", "b"]] {
         let (folder, datastore) = made();
         let path = folder.path().join("store");

@@ -301,7 +301,7 @@ fn a_client_that_agrees_after_a_rename_is_listed_under_the_new_name() {
 }
 
 #[test]
-fn unknown_clients_are_never_the_same() {
+fn two_clients_without_identity_are_never_taken_for_one() {
     let clients = Clients::in_memory(LONG);
     let lost: Vec<_> = (0..2).map(|_| connect(&clients, Peer::Unknown, "a")).collect();
     drop(lost);

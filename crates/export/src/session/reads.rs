@@ -365,7 +365,11 @@ impl<'a, T> Reads<'a, T> {
         let outcome = match verdict {
             Ok(Verdict::Good) if plan.length == ask.length && plan.is_whole() => Ok(plan),
             Ok(Verdict::Good) => {
-                tracing::error!(disk = self.device.name(), offset = ask.offset, "a read plan misses bytes");
+                tracing::error!(
+                    disk = self.device.name(),
+                    offset = ask.offset,
+                    "a read plan does not cover the request"
+                );
                 Err(Error::new(ErrorKind::Io, "the read could not be completed"))
             }
             Ok(Verdict::Again) => {

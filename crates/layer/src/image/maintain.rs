@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use work::Progress;
 
-/// An extent by its format, for operations that only this format has.
+/// An open extent, for maintenance operations that exist only in its format.
 #[derive(Clone)]
 pub(super) enum Engine {
     Hosted(Arc<Hosted>),

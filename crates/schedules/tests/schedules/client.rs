@@ -37,7 +37,7 @@ pub struct Client {
 pub enum Habit {
     /// All kinds of operations are equally frequent.
     Mixed,
-    /// The same few blocks are overwritten, flushed and written back again and again.
+    /// A few blocks are overwritten, flushed and written back again and again.
     Hot,
     /// Large writes bypass the buffer and overwrite mapped blocks.
     Large,

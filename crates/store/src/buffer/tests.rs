@@ -112,7 +112,7 @@ fn overlay(layers: &Layers, model: &Model, range: Range<u64>) {
 }
 
 #[test]
-fn layers_equal_a_map_of_blocks() {
+fn buffer_layers_equal_a_model() {
     for seed in 0..300 {
         let mut random = Random(seed);
         let mut layers = Layers::default();

@@ -454,7 +454,7 @@ impl Catalog {
                 Ok(page) => page,
                 // All records of the page are in memory.
                 Err(error) if error.kind() == ErrorKind::Corrupt => {
-                    tracing::error!(%error, "a page of the catalog is written anew");
+                    tracing::error!(%error, "a damaged page of the catalog is rewritten from memory");
                     self.renew_page(pages, slot_page(slot).number());
                     continue;
                 }

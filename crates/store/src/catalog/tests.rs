@@ -56,7 +56,7 @@ fn compare(catalog: &Catalog, model: &BTreeMap<u64, Object>) {
 }
 
 #[test]
-fn objects_equal_a_map_through_restarts() {
+fn catalog_objects_equal_a_model_after_restarts() {
     for seed in 0..30 {
         let mut random = Random(seed);
         let files = page_files();

@@ -227,7 +227,7 @@ impl Images {
     /// Removes an image that was begun.
     pub fn abandon(&self, image: &Image, disks: &dyn Disks) {
         if let Err(error) = self.remove(image, disks) {
-            tracing::warn!("an unfinished memory image is removed by the next command: {error}");
+            tracing::warn!("removing an unfinished memory image failed and is repeated by the next command: {error}");
         }
     }
 

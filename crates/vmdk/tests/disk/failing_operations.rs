@@ -50,7 +50,7 @@ fn read_bytes(chain: &Chain) -> Vec<Option<Vec<u8>>> {
     all.chunks_exact_mut(BLOCK).enumerate().map(bytes).collect()
 }
 
-/// The same, where all bytes of a block have one value.
+/// The value of each block, of which all bytes are equal; `None` for a block that cannot be read.
 fn read(chain: &Chain) -> Vec<Option<u8>> {
     let value = |bytes: Vec<u8>| {
         assert!(bytes == [bytes[0]; BLOCK], "a block is torn");

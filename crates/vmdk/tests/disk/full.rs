@@ -236,7 +236,8 @@ fn a_merge_reserves_space_for_its_record_before_it_begins() {
     }
 }
 
-/// The same for a merge up for whose data the target has space already.
+/// A merge up into a target that already has space for the data finds no free space at its end: it has reserved the
+/// space for its record.
 #[test]
 fn a_merge_up_reserves_space_for_its_record_before_it_begins() {
     for (delta, seed) in DELTAS.into_iter().zip(11..) {

@@ -50,7 +50,7 @@ fn concurrent_readers_never_see_data_of_other_grains() {
                 }
             });
         }
-        // Also when a writer fails, so that the readers end and the panic is reported.
+        // A failed writer is joined too, so that the readers end and the panic is reported.
         let failed = writers.into_iter().map(|writer| writer.join().is_err()).fold(false, |a, b| a | b);
         done.store(true, Ordering::Relaxed);
         assert!(!failed);

@@ -51,7 +51,7 @@ fn step(random: &mut Random, layer: &SeSparse, model: &mut Model, slots: &[u64])
     match random.below(40) {
         0..28 => {
             let operation = Operation::draw(random, slots, 200);
-            // Also when it fails, because a part of it may have been done.
+            // The model admits the operation even if it fails, because a part of it may have been done.
             model.set(operation.first, operation.count, operation.stamp);
             let _ = operation.apply(layer);
         }

@@ -68,7 +68,7 @@ fn guest(random: &mut Random, layer: &SeSparse, model: &mut Model) {
     let first = SLOTS[random.below(3) as usize] * 4096 + random.below(GRAINS - count);
     let stamp = if random.once_in(3) { 0 } else { random.next() | 1 };
     let operation = Operation { first, count, stamp, keep: random.once_in(4) };
-    // Also when it fails, because a part of it may have been done.
+    // The model admits the operation even if it fails, because a part of it may have been done.
     model.set(first, count, stamp);
     let _ = operation.apply(layer);
 }

@@ -115,7 +115,7 @@ fn damaged_objects_never_panic() {
     }
 }
 
-/// The same with a changed byte and no new checksum: reads return the right data or an error.
+/// Objects with a changed byte and its old checksum: reads return the right data or an error.
 #[test]
 fn flipped_bits_are_noticed() {
     let (disk, file, layer) = object(CAPACITY);

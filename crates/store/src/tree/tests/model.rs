@@ -264,7 +264,7 @@ fn run(scenario: &Scenario) -> u64 {
 }
 
 #[test]
-fn small_trees_equal_the_model() {
+fn small_trees_equal_a_model() {
     for seed in 0..40 {
         run(&Scenario { seed, blocks: 3000, prefill: 0, operations: 1500, compare_every: 10, trees_max: 6 });
     }
