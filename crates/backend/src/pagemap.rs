@@ -172,7 +172,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn scan_and_entries_find_the_same_pages() {
+    fn pagemap_scan_and_pagemap_entries_find_the_same_pages() {
         let page = rustix::param::page_size();
         let file = tempfile::tempfile().unwrap();
         file.set_len(600 * page as u64).unwrap();

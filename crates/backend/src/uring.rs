@@ -509,7 +509,7 @@ mod tests {
     }
 
     #[test]
-    fn a_short_write_goes_on_in_the_middle_of_a_slice() {
+    fn a_short_write_continues_in_the_middle_of_a_slice() {
         let data = Arc::new(Buffer::zeroed(3));
         let slices = vec![SharedSlice::new(data.clone(), 0..4096), SharedSlice::new(data.clone(), 4096..12288)];
         let vectors: Vec<IoVector> =

@@ -292,7 +292,7 @@ fn a_power_cut_at_any_operation_is_repeatable() {
 }
 
 #[test]
-fn the_operation_that_is_cut_may_be_half_done() {
+fn the_operation_during_a_power_cut_may_be_partly_done() {
     let (mut torn, mut named) = (0, 0);
     for seed in 0..100 {
         let (disk, _, file) = disk_with_file(seed, SimulatedOptions::default());
@@ -337,7 +337,7 @@ fn a_queue_may_reorder_its_operations() {
 }
 
 #[test]
-fn failed_operations_fail_once() {
+fn requested_faults_fail_one_operation_each() {
     let (disk, directory, file) = disk_with_file(1, SimulatedOptions::default());
     let before = bytes_of(&[1; 64]);
     file.write_at(&[&before], 0, false).unwrap();

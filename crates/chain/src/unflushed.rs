@@ -134,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn disks_of_any_size_are_covered() {
+    fn unflushed_ranges_are_tracked_on_disks_of_any_size() {
         for capacity in [0, 1, MIB, 62 << 40, u64::MAX >> 1] {
             let unflushed = Unflushed::new(capacity);
             assert!(unflushed.pieces <= PIECES_MAX);

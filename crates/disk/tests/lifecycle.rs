@@ -38,7 +38,7 @@ fn a_disk_with_an_open_snapshot_is_not_deleted() {
 }
 
 #[test]
-fn a_disk_name_with_another_meaning_is_refused() {
+fn ambiguous_disk_names_are_refused() {
     let (_dir, ds) = made();
     for name in ["", "a@b", "a/b", "..", "a b", "-a", "\u{7f}", &"n".repeat(300)] {
         assert_eq!(ds.rename_disk("a", name).unwrap_err().kind(), ErrorKind::Invalid, "'{name}'");

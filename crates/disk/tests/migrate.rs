@@ -477,7 +477,7 @@ fn a_live_import_is_usable_at_once_and_continues_after_an_interruption() {
 }
 
 #[test]
-fn overridden_checks_of_an_import_stay_overridden_when_the_datastore_is_opened() {
+fn checks_overridden_at_an_import_are_skipped_at_later_openings() {
     use disk::migrate::ImportMode;
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let (head, model) = host_folder(folder.path(), 41);

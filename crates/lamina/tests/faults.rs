@@ -65,7 +65,7 @@ fn verify(store: &Store, export: &str, damaged: &[u64]) {
 }
 
 #[test]
-fn a_flipped_bit_in_data_costs_one_block() {
+fn a_flipped_bit_in_data_makes_one_block_unreadable() {
     for options in ["", "--io direct", "--queue threads"] {
         let store = store_with_data(options);
         let (path, offset) = find(&store, 17);

@@ -14,7 +14,7 @@ use testkit::{pattern, process};
 const SIZE: usize = 24 << 20;
 
 #[test]
-fn the_life_of_an_image_disk() {
+fn a_vmdk_disk_is_created_snapshotted_resized_and_deleted() {
     for served in [false, true] {
         let store = Store::new();
         let mut server = served.then(|| store.serve(""));

@@ -102,7 +102,7 @@ fn nbdinfo_lists_the_exports() {
 }
 
 #[test]
-fn nbdcopy_in_and_out_is_exact_and_sparse() {
+fn nbdcopy_copies_data_exactly_and_keeps_holes() {
     for (seed, size) in [(1, 64 << 20), (2, (1 << 20) + 512), (3, 512), (4, 40 << 20)] {
         let store = Store::new();
         let folder = tempfile::tempdir().unwrap();

@@ -39,13 +39,13 @@ const FORMATS: [&str; 7] = [
 ];
 
 #[test]
-fn an_ext4_whose_medium_fails() {
-    medium::on_medium("an_ext4_whose_medium_fails", 96, |medium| cases(medium, false, 4));
+fn requests_to_a_datastore_on_ext4_with_a_failing_device() {
+    medium::on_medium("requests_to_a_datastore_on_ext4_with_a_failing_device", 96, |medium| cases(medium, false, 4));
 }
 
 #[test]
-fn an_xfs_whose_medium_fails() {
-    medium::on_medium("an_xfs_whose_medium_fails", 300, |medium| cases(medium, true, 4));
+fn requests_to_a_datastore_on_xfs_with_a_failing_device() {
+    medium::on_medium("requests_to_a_datastore_on_xfs_with_a_failing_device", 300, |medium| cases(medium, true, 4));
 }
 
 #[test]

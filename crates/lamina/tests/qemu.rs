@@ -53,7 +53,7 @@ fn images_convert_to_and_from_exports() {
 }
 
 #[test]
-fn requests_of_every_kind_and_alignment() {
+fn qemu_io_requests_of_every_kind_and_alignment() {
     let store = Store::new();
     store.run("disk create thin 64M").ok();
     store.run("disk create thick 64M --provisioning eagerzeroedthick").ok();

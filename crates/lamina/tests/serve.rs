@@ -31,7 +31,7 @@ fn serve_accepts_clients_when_ready_and_removes_its_sockets_at_the_end() {
 }
 
 #[test]
-fn ready_in_json_and_to_the_service_manager() {
+fn readiness_is_reported_in_json_and_to_the_service_manager() {
     let store = Store::new();
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("notify");
@@ -87,7 +87,7 @@ fn a_socket_of_another_program_is_not_taken_for_a_server() {
 }
 
 #[test]
-fn the_nbd_socket_does_not_take_the_place_of_the_control_socket() {
+fn the_nbd_socket_cannot_have_the_path_of_the_control_socket() {
     let store = Store::new();
     let link = store.path().with_file_name("link");
     std::os::unix::fs::symlink(store.path(), &link).unwrap();
@@ -182,7 +182,7 @@ fn a_killed_command_cancels_its_operation() {
 }
 
 #[test]
-fn data_through_nbd_snapshots_diffs_and_reverts() {
+fn data_is_correct_after_snapshots_diffs_and_reverts() {
     let store = Store::new();
     store.run("disk create vm1 64M").ok();
     let mut server = store.serve("");

@@ -154,7 +154,7 @@ fn capacities_from_a_sector_to_64_tib() {
 }
 
 #[test]
-fn names_of_any_script() {
+fn disk_names_in_any_script() {
     let store = Store::new();
     let names = ["größe", "диск-1", "仮想ディスク", "🦀", "a+b=c,d~e!f(g)[h]", "x.y_z-0"];
     for name in names {

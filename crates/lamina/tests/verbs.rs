@@ -63,7 +63,7 @@ fn a_disk_is_created_resized_renamed_and_deleted() {
 }
 
 #[test]
-fn the_life_of_a_snapshot() {
+fn a_snapshot_is_created_listed_reverted_and_deleted() {
     let store = Store::new();
     store.run("disk create vm1 1G").ok();
     store.run("disk create vm2 1G").ok();
@@ -94,7 +94,7 @@ fn the_life_of_a_snapshot() {
 }
 
 #[test]
-fn clones_one_or_many_linked_or_full() {
+fn linked_and_full_clones_are_created_singly_and_in_numbers() {
     let store = Store::new();
     store.run("disk create base 64M").ok();
     store.run("snapshot create base@golden").ok();

@@ -194,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn parts_of_slices() {
+    fn parts_of_slices_are_found_at_any_offset() {
         let slices: [&[u8]; 3] = [b"abc", b"", b"defgh"];
         for from in 0..8 {
             for length in 0..=8 - from {

@@ -161,7 +161,7 @@ fn inflating_and_punching_during_writes_change_no_data() {
 }
 
 #[test]
-fn direct_writes_take_memory_of_any_alignment() {
+fn direct_writes_accept_buffers_of_any_alignment() {
     let folder = folder();
     made(folder.path(), 8 * MIB, Provisioning::Thin);
     let flat = open(folder.path(), "disk", IoMode::Direct, true);

@@ -205,7 +205,7 @@ fn files_have_the_names_that_vmware_uses() {
 }
 
 #[test]
-fn what_cannot_be_is_refused() {
+fn impossible_images_are_refused() {
     let path = folder();
     let folder = Folder::local(path.path(), &[]).unwrap();
     make(&folder, "vm.vmdk", MIB, ImageKind::Thin, None);
@@ -303,7 +303,7 @@ fn a_plain_folder_cannot_open_other_folders() {
 
 /// Creations and sweeps of one name at once: a creation that succeeds has a complete image.
 #[test]
-fn threads_that_create_the_same_name_do_not_damage_each_other() {
+fn threads_that_create_the_same_name_get_one_image() {
     let outer = tempfile::tempdir().unwrap();
     let (made, swept) = (AtomicU64::new(0), AtomicU64::new(0));
     let end = Instant::now() + Duration::from_secs(2);

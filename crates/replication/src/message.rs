@@ -204,7 +204,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn messages_survive_encoding_and_invalid_ones_are_refused() {
+    fn messages_are_decoded_as_encoded_and_invalid_ones_refused() {
         let known = |done: &[(u64, u64)]| Known { base: None, done: done.to_vec(), bytes: 1 };
         let accept =
             |done: &[(u64, u64)]| Message::Accept { session: "s".into(), token: "t".into(), disks: vec![known(done)] };

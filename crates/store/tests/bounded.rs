@@ -306,7 +306,7 @@ fn recovery_succeeds_after_repeated_power_cuts() {
 /// A datastore of version 1 whose ring is full of operations that change more pages than the ring has room for. Version
 /// 1 could neither continue with it nor open it.
 #[test]
-fn a_full_ring_of_version_1_opens() {
+fn a_datastore_of_version_1_with_a_full_journal_opens() {
     const OPERATIONS: u64 = 6000;
     let disk = disk(1 << 40);
     let engine = open(&disk, false);

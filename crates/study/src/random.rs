@@ -47,7 +47,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn order_is_a_permutation_and_depends_on_the_seed() {
+    fn a_random_order_is_a_permutation_that_depends_on_the_seed() {
         let first = Random::new(1).order(1000);
         let mut sorted = first.clone();
         sorted.sort_unstable();

@@ -179,7 +179,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn of_each_cell_the_latest_samples_are_taken() {
+    fn merged_reports_use_the_latest_samples_of_each_cell() {
         let folder = std::env::temp_dir().join(format!("study-earlier-{}", std::process::id()));
         fs::create_dir_all(&folder).unwrap();
         let put = |name: &str, raw: Value| fs::write(folder.join(name), json!({ "raw": raw }).to_string()).unwrap();

@@ -94,7 +94,7 @@ fn stamped_blocks_differ_from_older_versions_and_other_blocks() {
 }
 
 #[test]
-fn latencies_are_those_of_the_server() {
+fn measured_latencies_equal_the_delays_of_the_server() {
     let memory = serve("slow", &["--filter=delay", "memory", "64M", "rdelay=30ms"]);
     let mut slowest: f64 = 0.0;
     let mut fastest = f64::INFINITY;
@@ -108,7 +108,7 @@ fn latencies_are_those_of_the_server() {
 }
 
 #[test]
-fn refusals_are_errors() {
+fn refused_requests_are_errors_of_the_client() {
     let memory = serve("failing", &["--filter=error", "memory", "64M", "error-pwrite=ENOSPC", "error-pwrite-rate=1"]);
     let error = client(&memory).run(4, [Request::Write { offset: 0, length: 4096 }], |_| ()).unwrap_err().to_string();
     assert!(error.contains("No space left"), "{error}");

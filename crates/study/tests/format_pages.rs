@@ -365,7 +365,7 @@ fn every_member_of_a_record_is_on_its_page() {
 
 /// Every stored record in a source file with a listed one must be listed too.
 #[test]
-fn every_record_beside_a_listed_one_is_listed() {
+fn every_stored_record_in_a_listed_file_is_listed() {
     let mut complaints = Vec::new();
     let sources: std::collections::BTreeSet<&str> = ITEMS.iter().map(|item| item.source).collect();
     for path in sources {

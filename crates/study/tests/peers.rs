@@ -34,7 +34,7 @@ fn clean(folder: &Path, id: u32) {
 }
 
 #[test]
-fn a_small_comparison_of_the_peers() {
+fn a_short_peers_study_runs_with_every_server() {
     let folder = folder("peers");
     let words = ["speed", "--peers-only", "--runs", "2", "--seconds", "0.2", "--cell", "4k-qd16"];
     let child = study(&folder, &words);
@@ -60,7 +60,7 @@ fn a_small_comparison_of_the_peers() {
 }
 
 #[test]
-fn an_interrupted_run_leaves_nothing() {
+fn an_interrupted_run_leaves_no_files() {
     let folder = folder("interrupted");
     let child = study(&folder, &["speed", "--peers-only", "--seconds", "30", "--mode", "buffered"]);
     let id = child.id();

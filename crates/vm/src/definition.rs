@@ -372,7 +372,7 @@ mod tests {
     }
 
     #[test]
-    fn definitions_survive_encoding() {
+    fn definitions_are_decoded_as_encoded() {
         let machine = machine();
         let text = machine.to_text().unwrap();
         assert!(text.contains("memory = \"256M\""), "{text}");

@@ -75,14 +75,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn identities_are_random() {
+    fn new_machine_identities_are_random() {
         let (one, other) = (new_uuid().unwrap(), new_uuid().unwrap());
         assert_ne!(one, other);
         assert_eq!(one.get_version(), Some(uuid::Version::Random));
     }
 
     #[test]
-    fn addresses_read_back() {
+    fn addresses_are_parsed_as_they_are_printed() {
         for _ in 0..100 {
             let mac = Mac::new().unwrap();
             assert_eq!(mac.to_string().parse::<Mac>().unwrap(), mac);

@@ -282,7 +282,7 @@ mod tests {
     }
 
     #[test]
-    fn answers_refusals_and_events() {
+    fn replies_errors_and_events_are_distinguished() {
         let folder = tempfile::tempdir().unwrap();
         let path = peer(
             folder.path(),

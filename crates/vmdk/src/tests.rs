@@ -87,13 +87,13 @@ fn again(record: &Record) -> Result<Record> {
 }
 
 #[test]
-fn a_record_reads_back_as_written() {
+fn a_record_is_decoded_as_encoded() {
     let record = record();
     assert_eq!(again(&record).unwrap(), record);
 }
 
 #[test]
-fn queries_follow_the_image_tree() {
+fn queries_of_a_record_follow_the_image_tree() {
     let record = record();
     assert_eq!(record.line(3).unwrap(), [3, 2, 1]);
     assert_eq!(record.children(1), [2, 4]);

@@ -531,7 +531,7 @@ mod tests {
     }
 
     #[test]
-    fn the_last_handle_of_a_removed_file_closes_it() {
+    fn a_removed_file_is_closed_with_its_last_handle() {
         let folder = std::env::temp_dir().join(format!("lamina-closing-{}", std::process::id()));
         std::fs::create_dir_all(&folder).unwrap();
         let path = folder.join("large");

@@ -251,7 +251,7 @@ mod tests {
     use std::collections::BTreeSet;
 
     #[test]
-    fn ranges_equal_a_plain_set() {
+    fn a_set_of_ranges_equals_a_set_of_numbers() {
         for seed in 0..50 {
             let mut random = Random::new(seed);
             let (mut ranges, mut set) = (Ranges::default(), BTreeSet::new());

@@ -73,7 +73,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_is_bounded_at_any_capacity() {
+    fn memory_is_limited_for_disks_of_any_capacity() {
         let log = DirtyLog::new(64 << 40);
         assert!(log.words.len() <= (1 << 20) / 8);
         log.mark(&(0..64 << 40));

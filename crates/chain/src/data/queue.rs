@@ -235,7 +235,7 @@ mod tests {
     }
 
     #[test]
-    fn bounds_hold_under_reads_and_writes() {
+    fn the_data_cache_keeps_its_limit_under_reads_and_writes() {
         let mut blocks = Blocks::default();
         blocks.set_size(64 * COST);
         let mut seed = 1u64;

@@ -43,7 +43,7 @@ fn an_encoded_entry_decodes_to_its_mapping() {
 }
 
 #[test]
-fn a_shard_is_a_map_of_sectors() {
+fn a_shard_equals_a_model_by_sector() {
     const SECTORS: u64 = 4000;
     for seed in 0..30 {
         let mut random = Random(seed);

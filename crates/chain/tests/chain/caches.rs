@@ -55,7 +55,7 @@ fn a_stream_over_fragments_is_prefetched() {
 }
 
 #[test]
-fn tunables_change_at_once() {
+fn changed_tunables_take_effect_at_once() {
     let (chain, _) = striped(8, 4 << 20, Options::default());
     let off = Tunables { prefetch_bytes: 0, ..chain.tunables() };
     chain.set_tunables(off).unwrap();
@@ -113,7 +113,7 @@ fn a_read_after_a_write_returns_new_data_in_spite_of_caches() {
 }
 
 #[test]
-fn files_past_the_page_cache_are_read_in_blocks() {
+fn direct_io_files_are_read_in_whole_blocks() {
     let mut random = Random::new(2);
     let mut content = vec![0; 300 * 512];
     random.fill(&mut content);

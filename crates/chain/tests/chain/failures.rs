@@ -136,7 +136,7 @@ fn a_flush_covers_the_level_below_a_new_snapshot() {
 }
 
 #[test]
-fn a_merge_that_fails_leaves_the_chain_as_it_was() {
+fn a_failed_merge_leaves_the_chain_unchanged() {
     for writes in [1, 2, 5] {
         let (chain, layers, content) = filled(4, 2 << 20, 4096, 7);
         let keys = chain.keys();

@@ -160,7 +160,7 @@ fn a_merge_keeps_its_rate_limit_and_reports_progress() {
 }
 
 #[test]
-fn a_commit_that_fails_leaves_the_chain_as_it_was() {
+fn a_failed_commit_of_a_merge_leaves_the_chain_unchanged() {
     let (chain, _, mut content) = filled(4, 1 << 20, 512, 7);
     let keys = chain.keys();
     for _ in 0..2 {

@@ -47,7 +47,7 @@ fn each_object_has_its_own_map_and_allocates_whole_units() {
 }
 
 #[test]
-fn forty_levels_in_two_folders_read_as_one() {
+fn forty_levels_in_two_folders_equal_a_model() {
     let folders = folders();
     let mut random = Random::new(40);
     let mut content = vec![0; CAPACITY as usize];

@@ -82,7 +82,7 @@ fn an_attached_job_ends_when_its_client_leaves_but_not_when_a_waiter_leaves() {
 }
 
 #[test]
-fn a_started_job_keeps_its_outcome() {
+fn the_result_of_a_started_job_is_kept() {
     let jobs = Arc::new(Jobs::new().unwrap());
     let image = |path: &str| {
         Request::Image(ImageRequest::Check { path: path.into(), repair: false, options: ImageOptions::default() })
@@ -130,6 +130,6 @@ fn ended_jobs_are_kept_up_to_a_limit_and_those_of_other_runs_are_unknown() {
 }
 
 #[test]
-fn an_outcome_that_is_too_long_is_not_kept() {
+fn a_job_result_that_is_too_long_is_not_kept() {
     assert!(is_short(&"a".repeat(OUTCOME_MAX - 2)) && !is_short(&"a".repeat(OUTCOME_MAX)));
 }

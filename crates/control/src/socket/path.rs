@@ -51,7 +51,7 @@ mod tests {
     }
 
     #[test]
-    fn serve_connect_and_the_stale_socket_of_a_dead_owner() {
+    fn a_stale_socket_of_an_ended_owner_is_replaced() {
         let folder = tempfile::tempdir().unwrap();
         let long = folder.path().join("d".repeat(120));
         std::fs::create_dir(&long).unwrap();

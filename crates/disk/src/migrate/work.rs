@@ -112,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_is_bounded_at_any_capacity() {
+    fn memory_is_limited_for_disks_of_any_capacity() {
         let work = Work::new(64 << 40);
         assert!(work.words.len() as u64 * 64 <= UNITS_MAX);
         work.mark(&(0..64 << 40));

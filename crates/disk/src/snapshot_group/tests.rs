@@ -30,7 +30,7 @@ fn group() -> Group {
 }
 
 #[test]
-fn the_page_about_the_format_shows_this_file() {
+fn the_format_page_shows_the_encoded_record() {
     let page = include_str!("../../../../docs/format/snapshot-group.md");
     let example = String::from_utf8(KIND.encode(&group()).unwrap()).unwrap();
     assert!(page.contains(&example), "docs/format/snapshot-group.md should show:\n{example}");

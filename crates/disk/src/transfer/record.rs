@@ -254,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn the_page_about_the_format_shows_this_file() {
+    fn the_format_page_shows_the_encoded_record() {
         let page = include_str!("../../../../docs/format/reception.md");
         let example = String::from_utf8(encode(&record(&[(0, 2), (4, 5)])).unwrap()).unwrap();
         assert!(page.contains(&example), "docs/format/reception.md should show:\n{example}");

@@ -63,7 +63,7 @@ fn a_client_that_disconnects_is_removed_and_a_lost_client_is_in_grace() {
 }
 
 #[test]
-fn a_host_is_the_same_client_from_any_port() {
+fn connections_from_one_host_on_different_ports_are_one_client() {
     let peer = |text: &str| Peer::Address(text.parse().unwrap());
     assert!(peer("192.0.2.1:1000").may_be(&peer("192.0.2.1:2000")));
     assert!(peer("[::ffff:192.0.2.1]:1").may_be(&peer("192.0.2.1:2000")));
@@ -215,7 +215,7 @@ fn invalid_bytes_decode_to_no_record() {
 }
 
 #[test]
-fn the_page_about_the_record_shows_what_is_written() {
+fn the_format_page_shows_the_record_of_clients() {
     let record = Record {
         grace: 120,
         clients: vec![

@@ -19,7 +19,7 @@ fn greeted(running: &Running) -> Client {
 }
 
 #[test]
-fn export_name_pads_unless_told_not_to() {
+fn the_reply_to_export_name_is_padded_unless_no_zeroes_is_set() {
     let running = one_disk();
     for (flags, length) in [(1, 10 + 124), (3, 10), (0, 10 + 124)] {
         let mut client = Client::unix(&running.socket);
@@ -45,7 +45,7 @@ fn export_name_of_a_missing_export_closes_the_connection() {
 }
 
 #[test]
-fn list_names_all_with_descriptions() {
+fn list_returns_all_exports_with_descriptions() {
     let running = one_disk();
     let mut client = greeted(&running);
     let replies = client.option(OPT_LIST, &[]);
@@ -142,7 +142,7 @@ fn transmission_flags_follow_the_negotiated_style() {
 }
 
 #[test]
-fn extended_headers_outrank_structured_replies() {
+fn extended_headers_take_precedence_over_structured_replies() {
     let running = one_disk();
     let mut client = greeted(&running);
     assert_eq!(client.verdict(OPT_STRUCTURED_REPLY, b"x"), ERR_INVALID);
@@ -206,7 +206,7 @@ fn contexts_negotiated_for_another_export_do_not_apply() {
 }
 
 #[test]
-fn abort_is_acknowledged() {
+fn the_abort_option_is_acknowledged() {
     let running = one_disk();
     let mut client = greeted(&running);
     assert_eq!(client.verdict(OPT_ABORT, b"whatever"), REP_ACK);
@@ -279,7 +279,7 @@ fn unknown_information_requests_are_ignored() {
 }
 
 #[test]
-fn extensions_may_be_negotiated_again() {
+fn extensions_may_be_negotiated_twice() {
     let running = one_disk();
     let mut client = greeted(&running);
     for code in [OPT_STRUCTURED_REPLY, OPT_STRUCTURED_REPLY, OPT_EXTENDED, OPT_EXTENDED] {

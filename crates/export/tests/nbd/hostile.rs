@@ -206,7 +206,7 @@ fn violations_in_transmission_close_only_that_connection() {
 }
 
 #[test]
-fn a_write_cut_short_has_no_effect() {
+fn a_write_with_incomplete_payload_has_no_effect() {
     let (running, _disk) = start(ServerConfig::default());
     for length in [4096, 65536, 8 << 20] {
         let mut client = Client::open(&running.socket, "vm", Mode::Simple);
@@ -271,7 +271,7 @@ fn stopping_finishes_requests_and_closes_slow_connections() {
 }
 
 #[test]
-fn stop_is_quick_when_no_request_runs() {
+fn stopping_without_requests_under_way_is_quick() {
     let (running, _disk) = start(ServerConfig::default());
     let clients: Vec<Client> = (0..5).map(|_| Client::open(&running.socket, "vm", Mode::Simple)).collect();
     let begun = Instant::now();

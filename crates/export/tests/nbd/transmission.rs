@@ -81,7 +81,7 @@ fn read_only_exports_refuse_changes() {
 }
 
 #[test]
-fn fua_reaches_the_device_and_is_taken_on_every_command() {
+fn fua_is_accepted_on_every_command_and_reaches_the_device() {
     let (running, disk) = start();
     let mut client = Client::open(&running.socket, "vm", Mode::Structured);
     set_fua(&mut client, &disk, CMD_WRITE, &[9; 4096]);
@@ -309,7 +309,7 @@ fn a_disconnect_with_any_fields_ends_the_session() {
 }
 
 #[test]
-fn resize_grows_and_shrinks_as_the_policy_says() {
+fn resize_follows_the_policy_for_growing_and_shrinking() {
     let shelf = |disk: &Arc<MemoryDisk>| Shelf::of(&[disk]);
     let disk = MemoryDisk::new("vm", 8192, 1);
     let running = Running::start(shelf(&disk));
@@ -373,7 +373,7 @@ fn a_read_whose_blocks_change_is_planned_again() {
 }
 
 #[test]
-fn cache_requests_prefetch() {
+fn cache_requests_prefetch_into_the_page_cache() {
     let (running, disk) = start();
     let mut client = Client::open(&running.socket, "vm", Mode::Simple);
     assert_eq!(client.ask(CMD_CACHE, 0, 4096, 8192).error, 0);
@@ -382,7 +382,7 @@ fn cache_requests_prefetch() {
 }
 
 #[test]
-fn disconnect_finishes_what_is_under_way() {
+fn a_disconnect_completes_requests_under_way() {
     let (running, disk) = start();
     let mut client = Client::open(&running.socket, "vm", Mode::Structured);
     client.write(0, &vec![4; 1 << 20]);
@@ -401,7 +401,7 @@ fn disconnect_finishes_what_is_under_way() {
 }
 
 #[test]
-fn slow_reads_do_not_hold_up_others() {
+fn slow_reads_do_not_delay_other_requests() {
     let (running, disk) = start();
     let mut client = Client::open(&running.socket, "vm", Mode::Structured);
     client.write(0, &vec![4; 1 << 20]);

@@ -238,7 +238,7 @@ vm2
     }
 
     #[test]
-    fn ten_thousand_in_a_chain_or_in_branches_of_branches_stay_narrow() {
+    fn trees_of_ten_thousand_snapshots_are_drawn_narrowly() {
         for fork in [false, true] {
             let mut snapshots = vec![snapshot("d", "s0", None, 0, false)];
             for i in 1..10_000usize {

@@ -329,7 +329,7 @@ fn a_new_content_id_ends_change_tracking_and_updates_both_places() {
 }
 
 #[test]
-fn geometry_is_vmwares() {
+fn the_geometry_equals_that_of_vmware() {
     let of = |adapter, sectors| {
         let geometry = Geometry::of(adapter, sectors);
         (geometry.cylinders, geometry.heads, geometry.sectors)
@@ -343,7 +343,7 @@ fn geometry_is_vmwares() {
 }
 
 #[test]
-fn uuids_are_read_and_written_as_vmware_does() {
+fn uuids_have_the_textual_form_of_vmware() {
     let text = "60 00 C2 9a 1d 7b 49 44-dc 53 e6 d3 e5 89 7b 0d";
     assert_eq!(Uuid::parse(text).unwrap().to_string(), text);
     assert_eq!(Uuid::parse(&text.to_lowercase()).unwrap().to_string(), text);
@@ -478,7 +478,7 @@ fn embedded(text: &[u8], start: u64, sectors: u64) -> Vec<u8> {
 }
 
 #[test]
-fn embedded_descriptors_are_found_and_renewed_in_place() {
+fn embedded_descriptors_are_found_and_rewritten_in_place() {
     let disk = SimulatedDisk::new(1, SimulatedOptions::default());
     let directory = disk.directory();
     let mut random = Random(11);

@@ -196,7 +196,7 @@ impl History {
 }
 
 #[test]
-fn power_cuts_keep_what_was_flushed_through_every_operation() {
+fn flushed_data_survives_power_cuts_in_every_operation() {
     let mut cuts = 0;
     for seed in 0..300u64 {
         let mut random = Random(seed);
@@ -397,7 +397,7 @@ fn an_extent_beyond_the_file_is_refused() {
 }
 
 #[test]
-fn a_failed_flush_ends_all_changes() {
+fn after_a_failed_flush_changes_are_refused() {
     let world = disk(1);
     let directory = world.directory();
     made(&*directory, 4 * MIB, Provisioning::Thin);

@@ -166,7 +166,7 @@ fn provisioning_is_kept_and_several_disks_are_committed_together() {
 }
 
 #[test]
-fn an_empty_disk_and_a_rate() {
+fn an_empty_disk_is_sent_and_the_rate_is_kept() {
     let (keys, here, there) = (Keys::new(), Site::new(), Site::new());
     drop(here.disk("empty", 3 * SEGMENT));
     here.snapshot("empty", "s");

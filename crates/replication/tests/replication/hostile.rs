@@ -123,7 +123,7 @@ fn invalid_data_is_refused() {
 }
 
 #[test]
-fn an_incomplete_disk_does_not_appear() {
+fn an_incomplete_disk_is_not_visible() {
     let (keys, there) = (Keys::new(), Site::new());
     let receiver = there.receiver(&keys);
     for claim in [vec![(1, 4096)], vec![(0, 4096)], vec![(2, 0)], vec![(0, 0), (0, 0)], vec![(u64::MAX, u64::MAX)]] {

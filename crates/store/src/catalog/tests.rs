@@ -122,7 +122,7 @@ fn slots_of_deleted_objects_are_reused() {
 }
 
 #[test]
-fn records_survive_their_encoding_and_fit_a_slot() {
+fn catalog_records_are_decoded_as_encoded_and_fit_a_slot() {
     let mut random = Random(2);
     for id in 1..500 {
         let object = object(&mut random, id);
@@ -163,7 +163,7 @@ fn damaged_records_are_refused_or_read_but_never_panic() {
 }
 
 #[test]
-fn two_slots_with_one_id_are_refused() {
+fn two_catalog_slots_with_one_id_are_refused() {
     let files = page_files();
     let mut pages = Pages::new(files.clone(), CACHE);
     let mut random = Random(3);

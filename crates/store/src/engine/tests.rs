@@ -147,7 +147,7 @@ fn the_free_nodes_of_the_map_are_counted_after_a_restart() {
 }
 
 #[test]
-fn recovery_can_be_done_again_and_again() {
+fn recovery_can_be_repeated() {
     let (disk, engine) = made();
     let mut random = Random(5);
     let mut model = vec![0; BLOCKS as usize];

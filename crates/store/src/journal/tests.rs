@@ -256,7 +256,7 @@ fn a_trailer_takes_no_space_from_batches() {
 }
 
 #[test]
-fn every_byte_of_a_batch_is_covered() {
+fn every_byte_of_a_batch_is_covered_by_a_checksum() {
     let mut random = Random(4);
     let (file, mut journal) = ring();
     let whole = append(&mut random, &mut journal, 700).unwrap();
@@ -357,7 +357,7 @@ fn example(operation: &Operation) -> (&'static str, Operation) {
 }
 
 #[test]
-fn the_format_page_has_every_operation() {
+fn the_format_page_describes_every_journal_operation() {
     let page = include_str!("../../../../docs/format/native.md");
     let mut random = Random(1);
     let mut names = std::collections::BTreeSet::new();
@@ -399,7 +399,7 @@ fn decode(body: &[u8]) -> Result<Vec<Operation>> {
 }
 
 #[test]
-fn operations_survive_their_encoding() {
+fn journal_operations_are_decoded_as_encoded() {
     for seed in 0..200 {
         let mut random = Random(seed);
         let operations: Vec<Operation> =
@@ -431,7 +431,7 @@ fn a_truncated_operation_is_an_error() {
 }
 
 #[test]
-fn impossible_numbers_are_refused() {
+fn operations_with_numbers_out_of_range_are_refused() {
     let impossible = [
         Operation::Overwrite { run: Run { start: 0, blocks: 0 }, checksums: vec![] },
         Operation::Backed { run: Run { start: (1 << 48) - 1, blocks: 2 }, backed: true },

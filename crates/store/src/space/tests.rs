@@ -262,12 +262,12 @@ fn random_steps_equal_the_model(kind: SpaceKind) {
 }
 
 #[test]
-fn data_equals_a_naive_model() {
+fn the_data_space_equals_a_naive_model() {
     random_steps_equal_the_model(SpaceKind::Data);
 }
 
 #[test]
-fn map_equals_a_naive_model() {
+fn the_map_space_equals_a_naive_model() {
     random_steps_equal_the_model(SpaceKind::Map);
 }
 

@@ -193,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_fit_is_refused() {
+    fn incompatible_device_states_are_refused() {
         let began = [b"QEVM\0\0\0\x03", DEVICE, b"\0"].concat();
         let devices = [b"QEVM\0\0\0\x03", DEVICE, b"\0"].concat();
         assert!(joined(&began, &devices).is_some());

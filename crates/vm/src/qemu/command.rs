@@ -237,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    fn a_machine_and_its_child_differ_in_memory_alone() {
+    fn command_lines_of_parent_and_child_differ_only_in_memory() {
         let features = features(Accelerator::Tcg);
         let parent = text(Memory::Shared("/m".into()), &features, false);
         let child = text(Memory::CopyOnWrite("/m".into()), &features, true);

@@ -130,7 +130,7 @@ fn a_tree_of_snapshots_is_adopted_and_read() {
 }
 
 #[test]
-fn wrong_entries_of_a_list_are_ignored() {
+fn wrong_entries_of_a_snapshot_list_are_ignored() {
     let (home, folder) = (scratch(), scratch());
     let (snapshots, content, head) = foreign(folder.path(), DELTAS[0]);
     // Another disk of the machine, outside paths, missing files, a file that is no disk, and a name used twice.

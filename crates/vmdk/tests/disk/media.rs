@@ -396,7 +396,7 @@ fn reopening_reports_whether_writes_may_be_lost() {
 /// After a replacement of the record that failed in its last step, a power cut may restore the old record, unless the
 /// new one was made durable.
 #[test]
-fn the_record_found_by_a_reopening_stays() {
+fn the_record_that_a_reopening_found_is_kept() {
     let mut stopped = 0;
     for seed in 0..6 {
         for step in 0..60 {
@@ -425,7 +425,7 @@ fn the_record_found_by_a_reopening_stays() {
 
 /// The folder of the record, or of an image, while changes of names cannot be made durable.
 #[test]
-fn reopening_waits_for_the_folders() {
+fn reopening_fails_until_the_folders_can_be_flushed() {
     let (machine, disk) = small(0);
     machine.fail_syncs(1);
     disk.chain().unwrap().write(0, &[2; 4096]).unwrap();

@@ -229,7 +229,7 @@ fn tunables_and_names_survive_reopening() {
 }
 
 #[test]
-fn clones_pin_the_images_below_them() {
+fn images_below_a_clone_are_not_removed() {
     let (here, there) = (scratch(), scratch());
     let disk = make(here.path(), DELTAS[1]);
     write(&disk, 0, 1, 8192);
@@ -442,7 +442,7 @@ fn dead_grains_are_freed_at_every_level() {
 }
 
 #[test]
-fn deltas_go_to_other_folders_and_formats() {
+fn deltas_can_be_in_other_folders_and_formats() {
     let (here, there) = (scratch(), scratch());
     let disk = make(here.path(), DELTAS[0]);
     write(&disk, 0, 1, 512);

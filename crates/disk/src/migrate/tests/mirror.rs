@@ -203,7 +203,7 @@ fn a_failed_commit_keeps_the_source() {
 }
 
 #[test]
-fn a_flush_after_settling_covers_both() {
+fn a_flush_after_settling_covers_source_and_target() {
     let (source, target) = (MemoryDevice::new(content(1, 50)), MemoryDevice::new(vec![0; CAPACITY]));
     let mirror = MirrorDevice::new(source.clone(), target.clone(), Base::Zeros).unwrap();
     mirror.mark_data(&NoProgress).unwrap();

@@ -106,7 +106,7 @@ fn an_undefined_payload_is_refused() {
 }
 
 #[test]
-fn ranges_are_not_empty_and_end_within_the_export() {
+fn empty_ranges_and_ranges_past_the_end_are_refused() {
     for command in WITH_RANGE {
         let beyond = match command {
             command::WRITE | command::WRITE_ZEROES => errno::ENOSPC,

@@ -7,7 +7,7 @@ use super::*;
 use crate::ErrorKind;
 
 #[test]
-fn table_entries_are_rotated() {
+fn table_entries_encode_the_grain_number_rotated() {
     for (grain, raw) in [
         (0, 0x3000_0000_0000_0000),
         (1, 0x3001_0000_0000_0000),
@@ -93,7 +93,7 @@ fn words(file: &dyn File, offset: u64, count: usize) -> Vec<u64> {
 }
 
 #[test]
-fn an_image_has_the_bytes_of_its_page() {
+fn a_created_image_equals_the_bytes_on_the_format_page() {
     let disk = simulated(1);
     let layer = create(&disk, IoMode::Buffered, 100 * MIB, writing());
     // Two grains in the fourth 16 MiB, one in the first; the second of the two is zeroed.

@@ -26,7 +26,7 @@ fn craft(file: &dyn File, capacity: u64) -> Layout {
 /// Writes at the beginning, in the middle and at the end of the disk, discards half of each write, opens the image
 /// after a kill, wipes and shrinks it.
 #[test]
-fn any_capacity_up_to_the_limit() {
+fn images_of_any_capacity_up_to_the_limit_can_be_created() {
     for capacity in [(2 << 40) - 512, (2 << 40) + GRAIN, 3 << 40, 16 << 40, 62 << 40, CAPACITY_MAX] {
         let folder = tempfile::tempdir().unwrap();
         let directory = LocalDirectory::open(folder.path(), LocalQueues::Threads).unwrap();

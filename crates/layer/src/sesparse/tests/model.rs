@@ -109,7 +109,7 @@ fn a_sequential_stream_is_one_extent() {
 }
 
 #[test]
-fn freed_places_wait_for_readers() {
+fn freed_locations_are_not_reused_before_readers_end() {
     let disk = simulated(6);
     let layer = create(&disk, IoMode::Buffered, 16 * MIB, writing());
     layer.write(0, &[&stamped(4096, 1)]).unwrap();

@@ -14,7 +14,7 @@ fn sector(bytes: &[u8], sector: usize) -> &[u8] {
 
 /// The worked example in docs/format/vmfssparse.md.
 #[test]
-fn the_example_of_the_page() {
+fn a_created_image_equals_the_example_on_the_format_page() {
     let disk = SimulatedDisk::new(0, SimulatedOptions::default());
     let file = disk.directory().create("image", IoMode::Buffered).unwrap();
     create(Arc::clone(&file), "image", &CreateOptions::new(8195 * SECTOR)).unwrap();
@@ -87,7 +87,7 @@ fn the_header_of_a_closed_image_states_its_end() {
 }
 
 #[test]
-fn what_cannot_be_is_refused() {
+fn invalid_parameters_and_ranges_are_refused() {
     let disk = SimulatedDisk::new(0, SimulatedOptions::default());
     let file = disk.directory().create("image", IoMode::Buffered).unwrap();
     let kind = |capacity: u64, grain_sectors: u32| {
@@ -120,7 +120,7 @@ fn what_cannot_be_is_refused() {
 }
 
 #[test]
-fn unknown_fields_survive() {
+fn unknown_header_fields_are_kept() {
     let disk = SimulatedDisk::new(0, SimulatedOptions::default());
     let file = disk.directory().create("image", IoMode::Buffered).unwrap();
     create(Arc::clone(&file), "image", &CreateOptions::new(1 << 20)).unwrap();
@@ -203,7 +203,7 @@ fn tables_are_committed_at_the_limit_of_their_number() {
 }
 
 #[test]
-fn blocks_of_the_guest_stay_aligned() {
+fn aligned_guest_blocks_are_aligned_in_the_file() {
     let disk = SimulatedDisk::new(3, SimulatedOptions::default());
     let file = disk.directory().create("image", IoMode::Buffered).unwrap();
     create(Arc::clone(&file), "image", &CreateOptions::new(1 << 30)).unwrap();

@@ -67,7 +67,7 @@ fn mode(seed: u64) -> IoMode {
 }
 
 #[test]
-fn the_layer_equals_a_copy_in_memory() {
+fn random_operations_equal_a_model_in_memory() {
     for seed in 0..60u64 {
         let subject = &SUBJECTS[seed as usize % SUBJECTS.len()];
         Trial::new(subject, seed, mode(seed)).run(400);

@@ -15,7 +15,7 @@ fn u64s(bytes: &[u8]) -> Vec<u64> {
 
 /// The example in docs/format/vsansparse.md: 10 MiB, one block, two blocks, zeros, closed.
 #[test]
-fn the_example_of_the_page() {
+fn a_created_image_equals_the_example_on_the_format_page() {
     let (_disk, file, layer) = object(10 << 20);
     layer.write(0x5000, &[&[0x11; 4096]]).unwrap();
     layer.write(3 << 20, &[&[0x22; 8192]]).unwrap();
@@ -64,7 +64,7 @@ fn the_example_of_the_page() {
 }
 
 #[test]
-fn what_cannot_be_is_refused() {
+fn invalid_parameters_and_ranges_are_refused() {
     let (disk, file, layer) = object(10 << 20);
     for capacity in [0, 1000, (64 << 40) + 512] {
         let file = disk.directory().create(&format!("{capacity}"), IoMode::Buffered).unwrap();

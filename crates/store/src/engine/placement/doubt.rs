@@ -131,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn older_payload_is_out_of_date_once_the_first_of_several_overwrites_is_settled() {
+    fn older_payload_is_outdated_when_the_first_of_several_overwrites_is_settled() {
         let mut doubts = Doubts::default();
         doubts.announced(3, 10, 0xaa);
         doubts.announced(3, 20, 0xbb);

@@ -271,14 +271,14 @@ fn small_trees_equal_a_model() {
 }
 
 #[test]
-fn trees_of_two_levels_equal_the_model() {
+fn trees_of_two_levels_equal_a_model() {
     for seed in 100..108 {
         run(&Scenario { seed, blocks: 30_000, prefill: 5000, operations: 3000, compare_every: 60, trees_max: 5 });
     }
 }
 
 #[test]
-fn trees_of_three_levels_equal_the_model() {
+fn trees_of_three_levels_equal_a_model() {
     for seed in 200..203 {
         run(&Scenario { seed, blocks: 400_000, prefill: 120_000, operations: 2500, compare_every: 400, trees_max: 3 });
     }

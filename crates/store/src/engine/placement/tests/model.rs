@@ -225,7 +225,7 @@ fn finds_node_holds_ignored() {
 }
 
 #[test]
-fn finds_holds_that_do_not_spread() {
+fn finds_holds_that_are_not_passed_to_new_nodes() {
     use Action::{Delete, Discard, Drop, Write};
     finds(Fault::NoSpread, ModelState::shared, |action| {
         writing_back(action) || matches!(action, Discard(0, 0) | Write(0, 1) | Delete(1) | Drop)
@@ -238,7 +238,7 @@ fn finds_permits_that_survive_a_flush() {
 }
 
 #[test]
-fn finds_a_resolve_that_names_nothing() {
+fn finds_settlements_that_do_not_hold_their_block() {
     finds(Fault::ResolveNotNamed, ModelState::torn, journal);
 }
 
@@ -280,6 +280,6 @@ fn finds_captured_changes_that_are_replayed() {
 }
 
 #[test]
-fn finds_checkpoints_that_leave_payload() {
+fn finds_checkpoints_that_drop_unwritten_payload() {
     finds(Fault::CheckpointLeavesPayload, ModelState::plain, checkpoints);
 }
