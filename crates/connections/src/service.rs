@@ -93,7 +93,7 @@ pub struct ServiceConfig {
     pub access: Access,
     /// Limits of the number of connections.
     pub limits: Limits,
-    /// How connections end when it stops.
+    /// How connections end when the service stops.
     pub drain: Drain,
 }
 

@@ -203,7 +203,7 @@ fn with_session(client: impl FnOnce(&Memory, &mut UnixStream, &mut dyn FnMut() -
             lines.read_line(&mut line).unwrap();
             line.trim_end().to_owned()
         };
-        // Dropped when the test fails too, so that the session ends.
+        // `_release` is dropped when the test fails too, so that the session ends.
         let _release = Release(&memory);
         client(&memory, &mut near, &mut reply);
         near.shutdown(std::net::Shutdown::Write).unwrap();

@@ -11,9 +11,9 @@ use testkit::process::{Done, files, lamina, run};
 struct Verb {
     name: &'static str,
     arguments: &'static str,
-    /// Whether it needs an existing datastore.
+    /// Whether the command needs an existing datastore.
     on_datastore: bool,
-    /// Whether it has mandatory arguments.
+    /// Whether the command has mandatory arguments.
     demands: bool,
 }
 

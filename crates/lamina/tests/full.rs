@@ -146,7 +146,7 @@ fn fill_up(folder: &Path) {
     println!("full again after {again} blocks, {} were discarded", given.len());
     assert!(again > given.len() as u64 / 2, "most of the discarded space can be used again");
 
-    // Deletions do too.
+    // Deleting a disk makes space for writes too.
     drop(vm2);
     store.run("disk delete vm2").ok();
     until("the space of a deleted disk can be written", || {

@@ -233,7 +233,7 @@ fn after_a_rename_a_client_gets_no_other_disk_by_the_old_name() {
     assert!(users(&store, "g").is_empty());
     assert!(users(&store, "g2").iter().all(|user| !user["grace"].is_null()));
     store.run("disk delete g2").fails(4, "may reconnect");
-    // The next server refuses it too.
+    // The next server refuses clients under the old name too.
     assert_eq!(server.stop("TERM"), Some(0));
     let _server = store.serve("");
     assert!(Client::connect(&store.socket(), "g").is_err());

@@ -94,7 +94,7 @@ fn several_linked_clones_at_once() {
     holds(&fleet, "web-012", 0, 1);
     holds(&fleet, "web-012-2", 0, 2);
     assert_eq!(list["web-012"]["origin"], json!({ "machine": "base", "way": "linked" }));
-    // Clones of clones, and running ones.
+    // A clone of a clone, started at once, and a clone of a running machine.
     fleet.run("clone web-012 deep --start").ok();
     assert_eq!(fleet.state("deep"), "running");
     holds(&fleet, "deep", 0, 1);

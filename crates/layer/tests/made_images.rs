@@ -324,7 +324,7 @@ fn threads_that_create_the_same_name_get_one_image() {
             image.layer().close().unwrap();
             drop(image);
             match turn % 5 {
-                // As after a kill of the process.
+                // The state is that after a kill of the process.
                 0 => drop(unfinished),
                 1 => unfinished.abandon(),
                 _ => {

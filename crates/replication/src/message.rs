@@ -38,7 +38,7 @@ pub struct Known {
     pub base: Option<String>,
     /// Segments that were received, as sorted ranges (first, first after) that are not adjacent.
     pub done: Vec<(u64, u64)>,
-    /// Bytes of data in them.
+    /// Bytes of data in the segments of `done`.
     pub bytes: u64,
 }
 

@@ -86,7 +86,7 @@ const HEADLINES: [Headline; 20] = [
     ),
     headline(
         Study::Background,
-        ("full clone: p99 beside it", ""),
+        ("full clone: p99 of requests meanwhile", ""),
         "2,000 random writes a second beside a full clone: 99th percentile of their latency",
     ),
     headline(

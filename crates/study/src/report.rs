@@ -21,7 +21,7 @@ pub enum Wanted {
 /// A measured figure, with its limit if it has one.
 #[derive(Clone, Debug, Serialize)]
 pub struct Finding {
-    /// The property of lamina that it concerns.
+    /// The property of lamina that was measured.
     pub property: &'static str,
     /// What was measured.
     pub what: String,

@@ -67,7 +67,7 @@ pub struct Definition {
     /// The kernel to boot; without it the firmware boots from the first disk.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub boot: Option<Boot>,
-    /// The machine that it was cloned from.
+    /// The machine from which this one was cloned.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub origin: Option<Origin>,
     /// Its disks.
@@ -156,7 +156,7 @@ pub enum Link {
 pub struct Network {
     /// Its MAC address.
     pub mac: Mac,
-    /// The network that it is connected to.
+    /// The network to which the card is connected.
     pub link: Link,
     /// Its PCI slot, one of [`NETWORK_SLOTS`].
     pub slot: u8,

@@ -9,9 +9,9 @@ use work::Progress;
 /// Results of an operation on several machines, by name.
 #[derive(Debug, Default)]
 pub struct Outcome {
-    /// Machines on which it succeeded, in the order of the names.
+    /// Machines on which the operation succeeded, in the order of the names.
     pub made: Vec<String>,
-    /// Machines on which it failed, with the error.
+    /// Machines on which the operation failed, with the error.
     pub failed: Vec<(String, Error)>,
 }
 

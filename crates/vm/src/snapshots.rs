@@ -53,7 +53,7 @@ pub struct Record {
     pub version: u32,
     /// Its name.
     pub name: String,
-    /// When it was taken, in seconds since 1970.
+    /// When the snapshot was taken, in seconds since 1970.
     pub created: u64,
     /// Consistency: `stopped`, `quiesced`, `crash-consistent`, or `memory` if it has the guest's memory.
     pub consistency: String,

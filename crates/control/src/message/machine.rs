@@ -390,9 +390,9 @@ pub struct MachineInfo {
     pub memory: Option<MachineMemory>,
     /// Its snapshots.
     pub snapshots: Vec<Record>,
-    /// The memory image that it was frozen to.
+    /// The memory image to which the machine was frozen.
     pub frozen: Option<String>,
-    /// The memory image that it continues from, or whose pages its memory shares.
+    /// The memory image from which the machine continues, or whose pages its memory shares.
     pub image: Option<String>,
     /// Snapshots of its disks, with the linked clones based on them.
     pub children: Vec<(String, String)>,

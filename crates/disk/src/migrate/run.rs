@@ -427,7 +427,7 @@ impl Migration<'_> {
         if let Err(error) = outcome {
             tracing::warn!(
                 disk = self.name,
-                "the unfinished copy of the disk could not be removed; the next opening of the datastore does it: {error}"
+                "the unfinished copy of the disk was not removed; the next opening of the datastore does it: {error}"
             );
         }
     }

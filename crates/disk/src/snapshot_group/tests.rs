@@ -396,7 +396,7 @@ fn a_snapshot_of_another_request_does_not_belong_to_the_group() {
         let name = format!("s{round}");
         let (alone, group) = std::thread::scope(|scope| {
             let group = scope.spawn(|| request(&["a", "b"], &name));
-            // Until the group knows its numbers. It has no snapshot yet.
+            // The number of the group's snapshot on this disk is not determined yet, so the group has no snapshot here.
             while records(&path) == 0 && !group.is_finished() {
                 std::thread::sleep(std::time::Duration::from_micros(50));
             }

@@ -34,7 +34,7 @@ pub struct Context {
     pub id: u32,
     /// The name by which the client chose it.
     pub name: String,
-    /// What it reports.
+    /// What the context reports.
     pub topic: Topic,
 }
 

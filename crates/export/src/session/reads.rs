@@ -31,7 +31,7 @@ const CACHE_SKIP_MAX: u32 = 32;
 
 /// A read request.
 pub struct Ask<T> {
-    /// The tag with which it was submitted.
+    /// The tag with which the read was submitted.
     pub tag: T,
     /// Byte offset.
     pub offset: u64,

@@ -209,7 +209,7 @@ fn block_status_of_several_contexts() {
         assert_eq!(status[&base], [extent(8192, 0), extent(8192, 3)]);
         assert_eq!(status[&ours], [extent(4096, 0), extent(4096, 1), extent(8192, 0)]);
         assert_eq!(status[&qemu], status[&ours]);
-        // One extent, not longer than requested.
+        // The reply is one extent, not longer than requested.
         let one = client.ask(CMD_STATUS, REQ_ONE, 100, 1000).status;
         assert_eq!((one[&base].clone(), one[&ours].clone()), (vec![extent(1000, 0)], vec![extent(1000, 0)]));
         assert_eq!(client.ask(CMD_STATUS, 0, CAPACITY - 1, 2).error, EINVAL);

@@ -51,7 +51,7 @@ pub struct ImageFreed {
     pub freed: u64,
     /// Bytes by which the files were truncated.
     pub cut: u64,
-    /// Bytes moved for that.
+    /// Bytes that were moved to other locations before the files were truncated.
     pub moved: u64,
 }
 

@@ -168,7 +168,10 @@ impl SeSparse {
         match self.named_elsewhere(&dead, named) {
             Ok(Some(kept)) => {
                 if !kept.is_empty() {
-                    tracing::warn!(image = %self.name, grains = kept.len(), "the backmap has other owners for grains that table entries name; check the image");
+                    tracing::warn!(
+                        image = %self.name, grains = kept.len(),
+                        "the backmap has other owners for grains that table entries name; check the image"
+                    );
                 }
                 dead.retain(|(grain, _)| !kept.contains(grain));
                 self.free(&dead)?;

@@ -181,7 +181,7 @@ impl Space {
 
     /// Releases all grains that were set aside.
     pub(super) fn end_streams(&mut self) {
-        // Begins with the last grains, so that those at the end lower `fresh` again.
+        // The last grains are released first, so that grains at the end of the file lower `fresh` again.
         let mut order: [usize; STREAMS] = std::array::from_fn(|index| index);
         order.sort_unstable_by_key(|index| std::cmp::Reverse(self.streams[*index].aside.start));
         order.into_iter().for_each(|index| self.end_stream(index));

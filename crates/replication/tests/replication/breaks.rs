@@ -17,7 +17,7 @@ fn a_connection_that_breaks_at_any_byte_loses_no_data() {
         let device = furnished(&here, "web", seed);
         here.snapshot("web", "monday");
         let receiver = there.receiver(&keys);
-        // Byte limits from within the TLS handshake to late in the data.
+        // The connection breaks after a number of bytes: the limits lie between the TLS handshake and the last data.
         let budgets = (0..4).map(|round| match round {
             0 => random.below(6000),
             _ => 20_000 + random.below(12 << 20),

@@ -106,7 +106,7 @@ pub struct Pages {
     retired: FxHashSet<PageKey>,
     limit: usize,
     statistics: PageStatistics,
-    /// Lookups record the pages that they miss in `absent`, and fail.
+    /// True while lookups record the pages that they miss in `absent`, and fail.
     deferring: bool,
     absent: Vec<PageKey>,
     /// Pages being read without the lock.

@@ -45,7 +45,7 @@ const VERSION: u32 = 1;
 pub struct Record {
     /// Version of this record.
     pub version: u32,
-    /// When it was taken, in seconds since 1970.
+    /// When the memory image was taken, in seconds since 1970.
     pub created: u64,
     /// Whether an agent answered in the guest; `None` if that was not checked.
     #[serde(default, skip_serializing_if = "Option::is_none")]

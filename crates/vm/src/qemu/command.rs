@@ -82,7 +82,7 @@ pub struct Machine<'a> {
     pub run: &'a RunFolder,
     /// The NBD server of its disks.
     pub nbd: &'a Path,
-    /// Whether it waits for a state to be loaded.
+    /// Whether QEMU waits for a saved state to be loaded.
     pub incoming: bool,
 }
 

@@ -323,7 +323,7 @@ fn case(seed: u64, kind: ImageKind, delta: DeltaFormat) -> (u64, bool) {
     assert_eq!(world.disk.stopped().is_some(), stopped, "{}", world.what);
     if stopped && !seed.is_multiple_of(4) {
         world.reopen();
-        // With further writes, and without.
+        // Some seeds make further writes after the disk was reopened.
         if seed % 4 > 1 {
             world.steps(40);
             world.flush();

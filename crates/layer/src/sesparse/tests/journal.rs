@@ -98,7 +98,7 @@ fn an_incomplete_last_transaction_is_not_replayed() {
     assert_eq!(layer.replayed().unwrap().dropped, None);
     assert_eq!(stamps(&layer, 64 * GRAIN, GRAIN).unwrap(), [3; 8]);
 
-    // Its content at the targets proves that, too.
+    // The content at its targets proves that it is complete, too.
     let file = dirty(&three(), 7);
     file.write_at(&[&table_sector(2)], (TABLE + 1) * 512, false).unwrap();
     let layer = replayed(&file, false).unwrap();

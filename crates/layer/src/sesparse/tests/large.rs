@@ -40,7 +40,7 @@ fn images_of_any_capacity_up_to_the_limit_can_be_created() {
             layer.zero(place..place + 32 * GRAIN, false).unwrap();
         }
         layer.flush().unwrap();
-        // Dropped without closing, as by SIGKILL.
+        // The layer is dropped without closing, as by SIGKILL.
         drop(layer);
         let layer = open(&directory, IoMode::Buffered, writing()).unwrap();
         let compare = |layer: &SeSparse| {

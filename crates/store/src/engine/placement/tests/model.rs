@@ -58,7 +58,7 @@ fn sharing(action: Action) -> bool {
     )
 }
 
-/// One block of one disk: journal, payload, writes that bypass the buffer, checkpoints.
+/// The actions of a scenario with one block of one disk: journal, payload, writes that bypass the buffer, checkpoints.
 fn journal(action: Action) -> bool {
     use Action::*;
     !matches!(
@@ -67,7 +67,7 @@ fn journal(action: Action) -> bool {
     )
 }
 
-/// Snapshots, clones and deletions.
+/// The actions of a scenario with snapshots, clones and deletions.
 fn family(action: Action) -> bool {
     use Action::*;
     !matches!(
@@ -76,7 +76,7 @@ fn family(action: Action) -> bool {
     )
 }
 
-/// Checkpoints between flushes.
+/// The actions of a scenario with checkpoints between flushes.
 fn checkpoints(action: Action) -> bool {
     use Action::*;
     matches!(
@@ -95,7 +95,7 @@ fn checkpoints(action: Action) -> bool {
     ) || matches!(action, Capture | CheckpointEnd | PayloadBegin(_) | PayloadEnd(_))
 }
 
-/// Journalled payload of a clone, whose blocks are shared and must move.
+/// The actions of a scenario with journalled payload of a clone, whose blocks are shared and must move.
 fn payload(action: Action) -> bool {
     use Action::*;
     matches!(
