@@ -231,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn an_operation_that_is_given_up_completes_with_an_error() {
+    fn a_dropped_operation_completes_with_an_error() {
         let mut queue = CompletionQueue::new(1).unwrap();
         let operation = queue.begin(7);
         std::thread::spawn(move || drop(operation));

@@ -429,7 +429,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_lock_given_up_is_free_though_a_process_being_started_still_has_its_file() {
+    fn a_released_lock_is_free_while_a_starting_process_still_holds_its_descriptor() {
         let path = tempfile::tempdir().unwrap();
         let directory = LocalDirectory::open_resolved(path.path()).unwrap();
         let file = directory.open_with("lock", IoMode::Buffered, OFlags::CREATE).unwrap();
@@ -441,7 +441,7 @@ mod tests {
     }
 
     #[test]
-    fn a_folder_is_locked_once_and_free_afterwards() {
+    fn a_folder_has_one_lock_at_a_time() {
         let path = tempfile::tempdir().unwrap();
         let directory = LocalDirectory::open_resolved(path.path()).unwrap();
         let other = LocalDirectory::open_resolved(path.path()).unwrap();

@@ -278,7 +278,7 @@ mod tests {
     use crate::simulated::{SimulatedDisk, SimulatedOptions};
 
     #[test]
-    fn changes_are_seen_above_and_nothing_of_them_below() {
+    fn changes_of_the_overlay_are_not_visible_in_the_layer_below() {
         let disk = SimulatedDisk::new(1, SimulatedOptions { reorder: false, ..SimulatedOptions::default() });
         let below = disk.directory();
         let file = below.create("a", IoMode::Buffered).unwrap();

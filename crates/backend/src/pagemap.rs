@@ -172,7 +172,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn scan_and_entries_find_the_same_pages() {
+    fn pagemap_scan_and_pagemap_entries_find_the_same_pages() {
         let page = rustix::param::page_size();
         let file = tempfile::tempfile().unwrap();
         file.set_len(600 * page as u64).unwrap();
@@ -196,7 +196,7 @@ mod tests {
         assert_eq!(map.entries(all.clone()).unwrap(), expected);
         assert_eq!(map.copies(all).unwrap(), expected);
         assert_eq!(map.copies(page_of(4)..page_of(5)).unwrap().first(), Some(&(page_of(4)..page_of(5))));
-        // More runs than one call returns.
+        // There are more runs than one call returns.
         for index in (0..600).step_by(2) {
             memory[index * page] = 1;
         }

@@ -233,7 +233,7 @@ mod tests {
     }
 
     #[test]
-    fn a_panic_in_a_file_is_an_error_of_its_operation() {
+    fn a_panic_during_an_operation_becomes_its_error() {
         let file: Arc<dyn File> = Arc::new(Panicking);
         let mut queue = PortableQueue::new(Workers::new(), 8).unwrap();
         for round in 0..3 {

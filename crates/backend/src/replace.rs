@@ -69,7 +69,7 @@ mod tests {
     }
 
     #[test]
-    fn a_power_cut_leaves_the_old_content_or_the_new() {
+    fn a_power_cut_leaves_the_old_or_the_new_content() {
         let (old, new) = (vec![1; 700], vec![2; 5000]);
         let mut found = [0, 0];
         for seed in 0..40 {
@@ -98,7 +98,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_written_whole_leaves_nothing() {
+    fn a_replacement_without_space_leaves_no_temporary_file() {
         let disk = SimulatedDisk::new(1, SimulatedOptions::default());
         durably(&*disk.directory(), "record", "record.new", &[1; 4096]).unwrap();
         disk.set_capacity(8192);

@@ -176,7 +176,7 @@ impl SimulatedDisk {
         self.fail_syncs_with(count, Errno::IO);
     }
 
-    /// The same, with errors that report a lack of space.
+    /// Makes the next `count` flushes, of files or of the folder, fail with ENOSPC.
     pub fn fail_syncs_for_room(&self, count: u32) {
         self.fail_syncs_with(count, Errno::NOSPC);
     }

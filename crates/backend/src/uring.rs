@@ -509,7 +509,7 @@ mod tests {
     }
 
     #[test]
-    fn a_short_write_goes_on_in_the_middle_of_a_slice() {
+    fn a_short_write_continues_in_the_middle_of_a_slice() {
         let data = Arc::new(Buffer::zeroed(3));
         let slices = vec![SharedSlice::new(data.clone(), 0..4096), SharedSlice::new(data.clone(), 4096..12288)];
         let vectors: Vec<IoVector> =
@@ -526,7 +526,7 @@ mod tests {
     }
 
     #[test]
-    fn a_write_that_moves_nothing_is_an_error() {
+    fn a_write_of_zero_bytes_by_the_kernel_is_an_error() {
         let data = Arc::new(Buffer::zeroed(1));
         let vectors = vec![IoVector { base: data.as_ptr(), length: 4096 }];
         let slices = vec![SharedSlice::new(data, 0..4096)];
@@ -554,7 +554,7 @@ mod tests {
     }
 
     #[test]
-    fn interruptions_start_again_but_not_for_ever() {
+    fn interrupted_operations_restart_a_limited_number_of_times() {
         let mut operation = operation(file(0), Work::Sync);
         for _ in 0..RESTARTS_MAX {
             assert!(operation.advance(-Errno::INTR.raw_os_error()).is_none());

@@ -21,7 +21,7 @@ fn resident() -> usize {
 }
 
 #[test]
-fn what_no_buffer_needs_any_more_goes_back_to_the_system() {
+fn memory_of_freed_buffers_returns_to_the_system() {
     let _alone = alone();
     let many = |blocks: usize, count: usize| {
         (0..count)
@@ -47,7 +47,7 @@ fn what_no_buffer_needs_any_more_goes_back_to_the_system() {
 }
 
 #[test]
-fn memory_of_a_large_request_is_taken_as_its_bytes_arrive() {
+fn memory_of_a_large_request_is_allocated_while_its_bytes_arrive() {
     let _alone = alone();
     let before = resident();
     // Payloads of large requests; 8193 blocks are the largest one at an offset within a block. One block of each has

@@ -140,7 +140,7 @@ fn change(random: &mut Random, file: &dyn File, model: &mut Model, stamp: &mut u
 }
 
 #[test]
-fn a_crash_leaves_only_what_may_be() {
+fn a_crash_leaves_a_state_that_the_model_allows() {
     for seed in 0..400 {
         let options = SimulatedOptions { unflushed_max: if seed % 3 == 0 { 5 } else { 4096 }, ..Default::default() };
         let (mut disk, _, mut file) = disk_with_file(seed, options);
@@ -170,7 +170,7 @@ fn a_crash_leaves_only_what_may_be() {
 }
 
 #[test]
-fn every_kind_of_harm_happens() {
+fn power_cuts_cause_every_kind_of_loss() {
     let (mut whole, mut none, mut torn, mut overtaken, mut short, mut half_punched) = (0, 0, 0, 0, 0, 0);
     for seed in 0..300 {
         let (disk, _, file) = disk_with_file(seed, SimulatedOptions::default());
@@ -196,7 +196,7 @@ fn every_kind_of_harm_happens() {
 }
 
 #[test]
-fn names_are_lost_from_the_last_and_never_in_part() {
+fn a_power_cut_loses_the_last_name_changes_first_and_each_completely() {
     let (mut all, mut nothing, mut some) = (0, 0, 0);
     for seed in 0..200 {
         let (disk, directory, file) = disk_with_file(seed, SimulatedOptions::default());
@@ -265,7 +265,7 @@ fn dump(disk: &SimulatedDisk) -> Vec<(String, u64, Vec<u64>)> {
 }
 
 #[test]
-fn a_cut_at_any_operation_and_the_same_twice() {
+fn a_power_cut_at_any_operation_is_repeatable() {
     let whole = SimulatedDisk::new(1, SimulatedOptions::default());
     work(&whole).unwrap();
     let count = whole.operations();
@@ -292,7 +292,7 @@ fn a_cut_at_any_operation_and_the_same_twice() {
 }
 
 #[test]
-fn the_operation_that_is_cut_may_be_half_done() {
+fn the_operation_during_a_power_cut_may_be_partly_done() {
     let (mut torn, mut named) = (0, 0);
     for seed in 0..100 {
         let (disk, _, file) = disk_with_file(seed, SimulatedOptions::default());
@@ -316,7 +316,7 @@ fn the_operation_that_is_cut_may_be_half_done() {
 }
 
 #[test]
-fn queues_take_no_order_for_granted() {
+fn a_queue_may_reorder_its_operations() {
     let run = |seed, reorder| {
         let (_disk, directory, file) = disk_with_file(seed, SimulatedOptions { reorder, ..Default::default() });
         let mut queue = directory.queue(8).unwrap();
@@ -337,7 +337,7 @@ fn queues_take_no_order_for_granted() {
 }
 
 #[test]
-fn failed_operations_fail_once() {
+fn requested_faults_fail_one_operation_each() {
     let (disk, directory, file) = disk_with_file(1, SimulatedOptions::default());
     let before = bytes_of(&[1; 64]);
     file.write_at(&[&before], 0, false).unwrap();
@@ -360,7 +360,7 @@ fn failed_operations_fail_once() {
 }
 
 #[test]
-fn after_a_failed_flush_the_next_one_saves_nothing() {
+fn a_flush_after_a_failed_flush_does_not_save_lost_writes() {
     let (mut lost, mut seen) = (0, 0);
     for seed in 0..60 {
         let (disk, _, file) = disk_with_file(seed, SimulatedOptions::default());
@@ -419,7 +419,7 @@ fn a_full_disk_refuses_operations_that_need_space() {
 }
 
 #[test]
-fn rot_stays_and_unreadable_sectors_heal_by_writing() {
+fn flipped_bits_stay_and_a_write_restores_an_unreadable_sector() {
     let (disk, _, file) = disk_with_file(1, SimulatedOptions::default());
     file.write_at(&[&[0u8; 8192]], 0, false).unwrap();
     disk.flip_bit("file", 4097, 3).unwrap();

@@ -102,7 +102,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_change_spoils_tokens_of_its_range_only() {
+    fn a_change_invalidates_only_the_tokens_of_its_range() {
         let changes = Changes::new();
         let token = changes.token(&(0..1 << 20));
         changes.begin(&(70_000..70_512));
@@ -117,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn a_change_of_everything_spoils_every_token() {
+    fn a_change_of_the_whole_disk_invalidates_every_token() {
         let changes = Changes::new();
         let token = changes.token(&((5 << 40)..(5 << 40) + 4096));
         changes.begin(&(0..64 << 40));

@@ -92,7 +92,7 @@ mod tests {
     use std::sync::atomic::AtomicBool;
 
     #[test]
-    fn a_closed_gate_is_empty_and_a_retired_one_stays_so() {
+    fn no_thread_is_in_a_closed_gate_or_enters_a_retired_one() {
         let (gate, stop) = (Gate::default(), AtomicBool::new(false));
         let inside = AtomicU64::new(0);
         std::thread::scope(|scope| {

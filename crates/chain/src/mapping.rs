@@ -44,7 +44,7 @@ impl To {
         }
     }
 
-    /// The same content, `by` bytes further on.
+    /// The mapping of the byte that is `by` bytes after the first one.
     pub fn advanced(self, by: u64) -> Self {
         match self {
             Self::Data { level, file, offset } => Self::Data { level, file, offset: offset.saturating_add(by) },

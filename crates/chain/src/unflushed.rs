@@ -111,7 +111,7 @@ mod tests {
     const MIB: u64 = 1 << 20;
 
     #[test]
-    fn notes_stay_until_a_flush_succeeds() {
+    fn unflushed_ranges_stay_until_a_flush_succeeds() {
         let unflushed = Unflushed::new(300 * MIB + 5);
         assert!(unflushed.is_empty());
         unflushed.note(&(70 * MIB - 1..70 * MIB + 1));
@@ -134,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn disks_of_any_size_are_covered() {
+    fn unflushed_ranges_are_tracked_on_disks_of_any_size() {
         for capacity in [0, 1, MIB, 62 << 40, u64::MAX >> 1] {
             let unflushed = Unflushed::new(capacity);
             assert!(unflushed.pieces <= PIECES_MAX);

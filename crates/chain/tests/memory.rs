@@ -81,7 +81,7 @@ fn measure(name: &str, grains: u64, reads: impl Iterator<Item = u64>, discards: 
 }
 
 #[test]
-fn an_entry_takes_at_most_32_bytes() {
+fn a_cache_entry_takes_at_most_32_bytes() {
     let mut random = Random::new(1);
     let full = ENTRIES as u64;
     measure("in order", full, 0..full, false);

@@ -100,7 +100,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_checksum_of_blocks_is_that_of_their_bytes() {
+    fn combined_block_checksums_equal_the_checksum_of_all_bytes() {
         let bytes = testkit::Random(1).bytes(9 * BLOCK_SIZE);
         for blocks in 0..=9 {
             let bytes = &bytes[..blocks * BLOCK_SIZE];

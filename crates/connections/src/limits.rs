@@ -16,7 +16,7 @@ pub struct Limits {
 }
 
 impl Limits {
-    /// The same limit for each class.
+    /// Limits each class to `limit` connections.
     pub const fn each(limit: usize) -> Self {
         Self { unix: limit, authenticated: limit, unauthenticated: limit }
     }

@@ -233,7 +233,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stale_socket_is_replaced_and_a_live_one_is_not() {
+    fn a_socket_without_listener_is_replaced_and_one_with_a_listener_is_not() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("s");
         for mode in [0o600, 0o660, 0o666] {
@@ -272,7 +272,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_is_not_a_socket_is_left_alone() {
+    fn a_file_that_is_not_a_socket_is_not_removed() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("s");
         std::fs::write(&path, "mine").unwrap();
@@ -285,7 +285,7 @@ mod tests {
     }
 
     #[test]
-    fn tcp_beyond_loopback_needs_client_certificates_or_trust() {
+    fn tcp_beyond_loopback_needs_client_certificates_or_an_explicit_option() {
         let tls = |clients: bool, required| TlsConfig {
             certificate: "c".into(),
             key: "k".into(),

@@ -93,7 +93,7 @@ pub struct ServiceConfig {
     pub access: Access,
     /// Limits of the number of connections.
     pub limits: Limits,
-    /// How connections end when it stops.
+    /// How connections end when the service stops.
     pub drain: Drain,
 }
 
@@ -251,12 +251,16 @@ impl Service {
             tracing::warn!(
                 service = name,
                 connections,
-                "connections are cut off: their requests outlast the grace time"
+                "connections are closed: their requests took longer than the grace time"
             );
         }
         self.cut();
         if !shared.emptied(self.drain.cut) {
-            tracing::error!(service = name, connections = self.connections(), "connections hang; left behind");
+            tracing::error!(
+                service = name,
+                connections = self.connections(),
+                "connections do not end; the service stops without them"
+            );
         }
     }
 }
@@ -377,7 +381,7 @@ impl Shared {
         for (class, refused) in due {
             if let Some(refused) = refused {
                 let (service, limit) = (self.name, self.limit(class));
-                tracing::warn!(service, %class, limit, refused, "clients turned away: too many connections");
+                tracing::warn!(service, %class, limit, refused, "clients refused: too many connections");
             }
         }
         wait
@@ -445,7 +449,7 @@ fn welcome(shared: &Arc<Shared>, protocol: &Arc<dyn Protocol>, listener: &Listen
         protocol.serve(&entry.connection);
     });
     if let Err(error) = spawned {
-        tracing::error!(%error, service = shared.name, "client turned away: no thread for it");
+        tracing::error!(%error, service = shared.name, "client refused: no thread could be started for it");
     }
 }
 

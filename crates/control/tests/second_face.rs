@@ -478,7 +478,7 @@ fn jobs(face: &Face) {
 }
 
 #[test]
-fn a_face_in_the_same_process_runs_every_verb() {
+fn a_front_end_in_the_same_process_runs_every_request() {
     let face = Face::new();
     std::thread::scope(|scope| {
         let following = scope.spawn(|| face.ask(Request::Events));
@@ -531,7 +531,7 @@ fn a_face_in_the_same_process_runs_every_verb() {
 
 /// Requests that need a server fail without one, and all others succeed.
 #[test]
-fn a_face_works_on_a_folder_that_no_server_has_open() {
+fn a_front_end_works_on_a_datastore_without_a_server() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("store");
     Datastore::init(&path, InitOptions { journal_size: 4 << 20 }).unwrap();

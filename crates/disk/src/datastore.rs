@@ -106,7 +106,8 @@ impl Drop for Reservation {
 /// Keeps space back for requests that need no new space, where the file system refuses even these at its quota.
 fn keep_space(path: &Path) -> Option<KeptSpace> {
     let kept = KeptSpace::keep(path).unwrap_or_else(|error| {
-        tracing::info!(datastore = %path.display(), %error, "no space is kept back for overwrites at a quota");
+        let datastore = path.display();
+        tracing::info!(%datastore, %error, "no space could be kept back for overwrites at an exceeded quota");
         None
     });
     if kept.as_ref().is_some_and(|kept| !kept.is_whole()) {
@@ -203,7 +204,7 @@ impl Datastore {
         open: OpenEngine,
     ) -> Result<Arc<Self>> {
         let owner = Arc::new(Owner::take(&*directory)?);
-        // Kept back before recovery, which overwrites in place.
+        // Space is kept back before recovery, which overwrites in place.
         let kept_space = location.and_then(Location::local_path).and_then(keep_space);
         let mode = options.mode;
         let engine = open(directory, options, Some(&owner))?;

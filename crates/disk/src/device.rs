@@ -210,7 +210,7 @@ pub struct StatusExtent {
 pub struct DirtyExtent {
     /// Length in bytes.
     pub length: u64,
-    /// True if it may differ from the snapshot.
+    /// True if the range may differ from the snapshot.
     pub dirty: bool,
 }
 

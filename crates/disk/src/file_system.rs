@@ -124,7 +124,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn file_systems_that_lose_locks_or_flushes_are_refused_and_those_that_lose_space_are_limited() {
+    fn file_systems_with_unsafe_locks_or_flushes_are_refused_and_those_without_reservation_limited() {
         use FileSystem as Fs;
         for good in [Fs::Ext, Fs::Xfs, Fs::Btrfs] {
             assert_eq!(suitability(good), Suitability::Good);
@@ -138,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn a_missing_folder_is_judged_by_the_file_system_of_its_parent() {
+    fn a_missing_folder_counts_as_on_the_file_system_of_its_parent() {
         let memory = Path::new("/dev/shm");
         if memory.is_dir() {
             check_for_new(&memory.join("no/such/folder").into()).unwrap();

@@ -136,9 +136,9 @@ pub struct ImageDetails {
     pub files: Vec<ImageFile>,
     /// Bytes that the head's chain occupies in the file system.
     pub allocated: u64,
-    /// Bytes of guest data in it, in whole grains.
+    /// Bytes of guest data in the image, in whole grains.
     pub mapped: u64,
-    /// Bytes in it that nothing references: wiping and shrinking return them.
+    /// Bytes in the image that nothing references: wiping and shrinking return them.
     pub dead: u64,
     /// True if there are levels that no snapshot needs.
     pub consolidation_needed: bool,
@@ -204,13 +204,13 @@ pub struct DiskUser {
 /// A snapshot.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SnapshotInfo {
-    /// Disk it belongs to.
+    /// Disk to which the snapshot belongs.
     pub disk: String,
     /// Name, unique within the disk.
     pub name: String,
     /// Capacity of the disk at that time, in bytes.
     pub capacity: u64,
-    /// The snapshot before it.
+    /// The snapshot on which this one is based.
     pub parent: Option<String>,
     /// Linked clones that are based on it.
     pub clones: Vec<String>,

@@ -265,7 +265,7 @@ mod tests {
     use std::os::unix::ffi::OsStringExt;
 
     #[test]
-    fn a_colon_before_the_first_slash_makes_a_scheme() {
+    fn text_before_a_colon_before_the_first_slash_is_a_scheme() {
         for path in ["store", "/srv/a:b", "./a:b", "a/b:c", "../x:y/z", "", "/", "./rados:a/b"] {
             let location = Location::parse(path).unwrap();
             assert_eq!(location.local_path(), Some(Path::new(path)));
@@ -283,7 +283,7 @@ mod tests {
     }
 
     #[test]
-    fn the_path_of_a_folder_is_no_scheme_and_reads_back() {
+    fn the_path_of_a_folder_has_no_scheme_and_is_parsed_as_printed() {
         let location = Location::from(Path::new("a:b"));
         assert_eq!(location.local_path(), Some(Path::new("./a:b")));
         assert_eq!(Location::parse(location.to_string()).unwrap(), location);
@@ -291,7 +291,7 @@ mod tests {
     }
 
     #[test]
-    fn a_record_with_an_unknown_scheme_is_readable_and_stays_as_it_is() {
+    fn a_record_with_an_unknown_scheme_is_readable_and_unchanged() {
         let location: Location = serde_json::from_str("\"nowhere:a/b\"").unwrap();
         assert_eq!(serde_json::to_string(&location).unwrap(), "\"nowhere:a/b\"");
         assert_eq!(location.local_path(), None);

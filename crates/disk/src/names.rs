@@ -55,7 +55,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_that_could_mislead_are_refused() {
+    fn names_with_ambiguous_characters_are_refused() {
         for bad in ["", "-x", ".hidden", "a@b", "a/b", "a b", "a\n", "a%20", &"x".repeat(NAME_MAX + 1)] {
             assert!(check("disk", bad).is_err(), "{bad:?}");
         }

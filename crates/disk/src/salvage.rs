@@ -42,7 +42,7 @@ pub struct SalvageRequest {
 pub struct Extract {
     /// The disk.
     pub disk: String,
-    /// A snapshot of it.
+    /// The snapshot of the disk; `None` for its head.
     pub snapshot: Option<String>,
     /// A new file, or the location of another datastore.
     pub to: Location,

@@ -43,7 +43,7 @@ pub(crate) struct ImageSnapshot {
     pub folder: String,
     /// Name of the snapshot.
     pub snapshot: String,
-    /// The number that it gets in the record of the disk.
+    /// The number that the snapshot gets in the record of the disk.
     pub uid: u32,
 }
 

@@ -149,7 +149,7 @@ fn check_target(path: &Path, format: TargetFormat, model: &[u8], what: &str) {
 }
 
 #[test]
-fn every_format_becomes_every_other() {
+fn every_format_converts_to_every_other() {
     let outer = folder();
     let path = outer.path();
     let store = store(&path.join("store"));
@@ -260,7 +260,7 @@ fn make_chain(path: &Path, base: ImageKind, delta: ImageKind, depth: usize, seed
 }
 
 #[test]
-fn chains_become_one_image() {
+fn a_chain_converts_to_one_image() {
     let deltas = ImageKind::ALL.into_iter().filter(|kind| kind.can_have_parent());
     for (number, delta) in deltas.enumerate() {
         let base = [ImageKind::Thin, ImageKind::MonolithicSparse, ImageKind::SplitFlat][number % 3];
@@ -364,7 +364,7 @@ impl Progress for Patience {
 }
 
 #[test]
-fn stopped_at_any_time_it_leaves_nothing() {
+fn a_cancelled_conversion_leaves_no_files() {
     let outer = folder();
     let path = outer.path();
     let store = store(&path.join("store"));
@@ -408,7 +408,7 @@ fn stopped_at_any_time_it_leaves_nothing() {
 }
 
 #[test]
-fn what_a_crash_left_is_removed_by_the_next() {
+fn the_next_conversion_removes_files_left_by_a_crash() {
     let outer = folder();
     let path = outer.path();
     std::fs::write(path.join("a.raw"), vec![7; MIB as usize]).unwrap();
@@ -442,7 +442,7 @@ impl<F: Fn(u64) + Sync> Progress for Meanwhile<F> {
 }
 
 #[test]
-fn a_disk_is_read_as_it_was_when_the_conversion_began() {
+fn a_conversion_reads_the_disk_as_of_its_beginning() {
     for format in ["native", "vmdk", "sesparse"] {
         let outer = folder();
         let path = outer.path();

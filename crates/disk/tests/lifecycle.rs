@@ -26,7 +26,7 @@ fn made() -> (tempfile::TempDir, std::sync::Arc<Datastore>) {
 }
 
 #[test]
-fn a_disk_stays_while_one_of_its_snapshots_is_open() {
+fn a_disk_with_an_open_snapshot_is_not_deleted() {
     let (_dir, ds) = made();
     let reader = ds.device("a@s1", true).unwrap();
     assert_eq!(ds.delete_disk("a", true).unwrap_err().kind(), ErrorKind::Busy);
@@ -38,7 +38,7 @@ fn a_disk_stays_while_one_of_its_snapshots_is_open() {
 }
 
 #[test]
-fn a_disk_name_with_another_meaning_is_refused() {
+fn ambiguous_disk_names_are_refused() {
     let (_dir, ds) = made();
     for name in ["", "a@b", "a/b", "..", "a b", "-a", "\u{7f}", &"n".repeat(300)] {
         assert_eq!(ds.rename_disk("a", name).unwrap_err().kind(), ErrorKind::Invalid, "'{name}'");
@@ -66,7 +66,7 @@ fn a_full_clone_of_a_thin_disk_takes_no_space_for_blocks_never_written() {
 }
 
 #[test]
-fn a_disk_keeps_what_is_written_over_snapshots_clones_and_reopening() {
+fn written_data_survives_snapshots_clones_and_reopening() {
     let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let path = dir.path().join("ds");
     Datastore::init(&path, InitOptions { journal_size: 8 << 20 }).unwrap();
@@ -117,7 +117,7 @@ fn a_disk_keeps_what_is_written_over_snapshots_clones_and_reopening() {
 }
 
 #[test]
-fn a_thick_disk_without_room_is_refused_before_it_takes_any() {
+fn a_thick_disk_without_space_is_refused_before_it_allocates_any() {
     let (_dir, ds) = made();
     for provisioning in [Provisioning::ZeroedThick, Provisioning::EagerZeroedThick] {
         let refused = ds.create_disk("thick", &NewDisk::native(64 << 40, provisioning), &NoProgress).unwrap_err();

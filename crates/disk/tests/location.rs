@@ -81,7 +81,7 @@ fn to_native() -> MigrateOptions {
 }
 
 #[test]
-fn a_datastore_is_made_opened_and_used_by_its_location() {
+fn a_datastore_is_created_opened_and_used_by_its_location() {
     let location = at("memory:first");
     assert_eq!((location.to_string().as_str(), location.local_path()), ("memory:first", None));
     assert_eq!((location.absolute().unwrap(), location.resolved().unwrap()), (location.clone(), location.clone()));
@@ -116,7 +116,7 @@ fn a_datastore_is_made_opened_and_used_by_its_location() {
 }
 
 #[test]
-fn what_needs_a_local_folder_says_so() {
+fn operations_that_need_a_local_folder_fail_with_that_reason() {
     let datastore = made(&at("memory:native only"));
     let thin = NewDisk { format: "thin".parse().unwrap(), ..NewDisk::native(CAPACITY, Provisioning::Thin) };
     let error = datastore.create_disk("a", &thin, &NoProgress).unwrap_err();
@@ -128,7 +128,7 @@ fn what_needs_a_local_folder_says_so() {
 }
 
 #[test]
-fn a_datastore_stops_when_its_medium_takes_the_ownership() {
+fn a_datastore_stops_when_its_medium_revokes_the_ownership() {
     let location = at("memory:lost");
     let datastore = made(&location);
     create(&datastore, "a");

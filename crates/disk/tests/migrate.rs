@@ -189,7 +189,7 @@ impl Progress for StopAt {
 }
 
 #[test]
-fn stopping_leaves_the_disk_as_it_was() {
+fn a_stopped_migration_leaves_the_disk_unchanged() {
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let path = folder.path().join("ds");
     let datastore = made(&path);
@@ -217,7 +217,7 @@ fn stopping_leaves_the_disk_as_it_was() {
 }
 
 #[test]
-fn a_disk_under_migration_refuses_what_would_change_it() {
+fn a_disk_under_migration_refuses_other_operations() {
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let datastore = made(&folder.path().join("ds"));
     let _model = disk_with_tree(&datastore, "a", FORMATS[0], 5);
@@ -328,7 +328,7 @@ fn import(path: &Path, way: disk::migrate::ImportMode, rate: u64) -> disk::migra
 }
 
 #[test]
-fn a_folder_of_a_host_comes_in_by_copy_and_in_place_with_its_tree() {
+fn a_vmware_folder_is_imported_with_its_snapshots_by_copy_and_in_place() {
     use disk::migrate::ImportMode;
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let (head, mut model) = host_folder(folder.path(), 31);
@@ -356,7 +356,7 @@ fn a_folder_of_a_host_comes_in_by_copy_and_in_place_with_its_tree() {
 }
 
 #[test]
-fn a_disk_with_several_first_states_moves_between_the_formats() {
+fn a_disk_with_several_root_snapshots_moves_between_formats() {
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let datastore = made(&folder.path().join("ds"));
     datastore.create_disk("web", &NewDisk::native(CAPACITY as u64, Provisioning::Thin), &NoProgress).unwrap();
@@ -432,7 +432,7 @@ fn a_file_that_is_not_an_image_is_not_imported_as_a_raw_disk() {
 }
 
 #[test]
-fn a_live_import_serves_at_once_and_goes_on_after_an_interruption() {
+fn a_live_import_is_usable_at_once_and_continues_after_an_interruption() {
     use disk::migrate::ImportMode;
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let (head, mut model) = host_folder(folder.path(), 37);
@@ -477,7 +477,7 @@ fn a_live_import_serves_at_once_and_goes_on_after_an_interruption() {
 }
 
 #[test]
-fn overridden_checks_of_an_import_stay_overridden_when_the_datastore_is_opened() {
+fn checks_overridden_at_an_import_are_skipped_at_later_openings() {
     use disk::migrate::ImportMode;
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let (head, model) = host_folder(folder.path(), 41);

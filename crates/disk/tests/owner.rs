@@ -25,7 +25,7 @@ fn made() -> (tempfile::TempDir, std::path::PathBuf) {
 }
 
 #[test]
-fn a_lock_that_is_removed_lets_no_second_owner_in_and_stops_the_first() {
+fn removing_the_lock_file_stops_the_owner_and_admits_no_second_one() {
     let (_folder, path) = made();
     let owner = open(&path).unwrap();
     owner.create_disk("a", &NewDisk::native(1 << 20, Provisioning::Thin), &NoProgress).unwrap();
@@ -50,7 +50,7 @@ fn a_lock_that_is_removed_lets_no_second_owner_in_and_stops_the_first() {
 }
 
 #[test]
-fn a_removed_lock_of_a_disk_of_images_stops_its_owner() {
+fn removing_the_lock_file_of_a_vmdk_disk_stops_its_owner() {
     let (_folder, path) = made();
     let owner = open(&path).unwrap();
     let new = NewDisk { format: DiskFormat::Vmdk, ..NewDisk::native(1 << 20, Provisioning::Thin) };

@@ -179,13 +179,13 @@ mod tests {
     }
 
     #[test]
-    fn the_list_of_kinds_is_complete() {
+    fn the_list_of_error_kinds_is_complete() {
         let all: Vec<_> = std::iter::successors(Some(ErrorKind::NotFound), |kind| next(*kind)).collect();
         assert_eq!(ErrorKind::ALL.to_vec(), all);
     }
 
     #[test]
-    fn a_quota_that_is_used_up_is_a_lack_of_space_and_the_message_names_it() {
+    fn an_exceeded_quota_is_a_lack_of_space_named_in_the_message() {
         for (code, words) in [(28, "No space left"), (122, "quota exceeded")] {
             let error = Error::io("writing 'vm'", io::Error::from_raw_os_error(code));
             assert_eq!(error.kind(), ErrorKind::NoSpace);
@@ -194,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn names_of_kinds_read_back_and_stay() {
+    fn names_of_error_kinds_are_parsed_and_never_change() {
         for kind in ErrorKind::ALL {
             assert_eq!(ErrorKind::from_name(kind.name()), kind);
         }

@@ -72,7 +72,7 @@ impl Whose {
 enum Departure {
     /// The client sent a disconnect request.
     Farewell,
-    /// The connection ended without one.
+    /// The connection ended without a disconnect request.
     Lost,
     /// The server stops.
     ServerStops,

@@ -203,7 +203,7 @@ fn with_session(client: impl FnOnce(&Memory, &mut UnixStream, &mut dyn FnMut() -
             lines.read_line(&mut line).unwrap();
             line.trim_end().to_owned()
         };
-        // Dropped when the test fails too, so that the session ends.
+        // `_release` is dropped when the test fails too, so that the session ends.
         let _release = Release(&memory);
         client(&memory, &mut near, &mut reply);
         near.shutdown(std::net::Shutdown::Write).unwrap();
@@ -211,7 +211,7 @@ fn with_session(client: impl FnOnce(&Memory, &mut UnixStream, &mut dyn FnMut() -
 }
 
 #[test]
-fn every_request_has_its_reply() {
+fn every_request_gets_one_reply() {
     with_session(|memory, near, reply| {
         let requests = "write 3 hello\nread 0 10\nzero 4 2\ndiscard 7 1\nread 2 8\nflush\nread 60 5\n";
         near.write_all(requests.as_bytes()).unwrap();

@@ -11,9 +11,9 @@ use testkit::process::{Done, files, lamina, run};
 struct Verb {
     name: &'static str,
     arguments: &'static str,
-    /// Whether it needs an existing datastore.
+    /// Whether the command needs an existing datastore.
     on_datastore: bool,
-    /// Whether it has mandatory arguments.
+    /// Whether the command has mandatory arguments.
     demands: bool,
 }
 
@@ -108,7 +108,7 @@ fn the_list_of_verbs_is_complete() {
 }
 
 #[test]
-fn help_is_an_answer() {
+fn help_is_printed_to_stdout_with_exit_code_0() {
     for Verb { name, .. } in &VERBS {
         for option in ["--help", "-h"] {
             let text = run(&format!("{name} {option}")).ok();
@@ -158,7 +158,7 @@ fn no_datastore_named_is_a_usage_error() {
 }
 
 #[test]
-fn a_datastore_that_is_not_there_is_not_found() {
+fn a_missing_datastore_is_not_found() {
     let folder = tempfile::tempdir().unwrap();
     let missing = folder.path().join("missing");
     let file = folder.path().join("file");

@@ -65,7 +65,7 @@ fn verify(store: &Store, export: &str, damaged: &[u64]) {
 }
 
 #[test]
-fn a_flipped_bit_in_data_costs_one_block() {
+fn a_flipped_bit_in_data_makes_one_block_unreadable() {
     for options in ["", "--io direct", "--queue threads"] {
         let store = store_with_data(options);
         let (path, offset) = find(&store, 17);
@@ -106,7 +106,7 @@ fn a_flipped_bit_in_data_costs_one_block() {
 }
 
 #[test]
-fn blocks_in_each_others_places_are_not_mistaken() {
+fn exchanged_blocks_are_detected() {
     let store = store_with_data("");
     let (path, offset) = find(&store, 3);
     let (other, other_offset) = find(&store, 40);

@@ -22,23 +22,23 @@ fn is_good(folder: &Path, name: &str) {
 }
 
 #[test]
-fn ext4_is_good() {
-    mounted::on_ext4("ext4_is_good", |folder| is_good(folder, "ext4"));
+fn ext4_is_supported() {
+    mounted::on_ext4("ext4_is_supported", |folder| is_good(folder, "ext4"));
 }
 
 #[test]
-fn xfs_is_good() {
-    mounted::on_xfs("xfs_is_good", |folder| is_good(folder, "XFS"));
+fn xfs_is_supported() {
+    mounted::on_xfs("xfs_is_supported", |folder| is_good(folder, "XFS"));
 }
 
 #[test]
-fn btrfs_is_good() {
-    mounted::on_btrfs("btrfs_is_good", |folder| is_good(folder, "btrfs"));
+fn btrfs_is_supported() {
+    mounted::on_btrfs("btrfs_is_supported", |folder| is_good(folder, "btrfs"));
 }
 
 #[test]
-fn files_that_btrfs_copies_on_write_are_told() {
-    mounted::on_btrfs("files_that_btrfs_copies_on_write_are_told", |folder| {
+fn copy_on_write_files_on_btrfs_are_reported() {
+    mounted::on_btrfs("copy_on_write_files_on_btrfs_are_reported", |folder| {
         // Compressed files on btrfs cannot be overwritten in place.
         let compressed = folder.join("compressed");
         std::fs::create_dir(&compressed).unwrap();
@@ -71,8 +71,8 @@ fn files_that_btrfs_copies_on_write_are_told() {
 }
 
 #[test]
-fn tmpfs_is_for_tests() {
-    mounted::on_tmpfs("tmpfs_is_for_tests", 96, |folder| {
+fn tmpfs_is_allowed_with_a_warning() {
+    mounted::on_tmpfs("tmpfs_is_allowed_with_a_warning", 96, |folder| {
         let path = folder.join("store");
         let made = process::run(&format!("init --journal-size 4M {}", path.display())).ok();
         assert!(made.contains("warning: the datastore is on tmpfs: it is kept in memory"), "{made}");

@@ -181,7 +181,7 @@ impl<'a> Case<'a> {
     fn take(&mut self) {
         self.taken += 1;
         self.note("all room is taken");
-        // Less often on btrfs, where it takes long to use up the space for names.
+        // On btrfs the space for names is used up less often, because that takes long.
         let names = if mounted::is_btrfs(self.folder) { 16 } else { 4 };
         match self.random.below(names) {
             0 => fill_with_names(self.folder, &format!("rest-{}", self.taken)),

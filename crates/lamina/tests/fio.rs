@@ -16,7 +16,7 @@ fn fio(store: &Store, disk: &str, arguments: &[&str]) {
 }
 
 #[test]
-fn what_fio_writes_it_finds() {
+fn fio_verifies_its_writes() {
     let store = Store::new();
     store.run("disk create vm1 64M").ok();
     store.run("disk create vm2 64M --provisioning zeroedthick").ok();

@@ -12,23 +12,23 @@ use testkit::process::{Store, until};
 
 const BLOCK: u64 = 4096;
 #[test]
-fn full_tmpfs() {
-    on_tmpfs("full_tmpfs", 96, fill_up);
+fn operations_on_native_disks_on_a_full_tmpfs() {
+    on_tmpfs("operations_on_native_disks_on_a_full_tmpfs", 96, fill_up);
 }
 
 #[test]
-fn full_ext4() {
-    on_ext4("full_ext4", fill_up);
+fn operations_on_native_disks_on_a_full_ext4() {
+    on_ext4("operations_on_native_disks_on_a_full_ext4", fill_up);
 }
 
 #[test]
-fn full_tmpfs_of_images() {
-    on_tmpfs("full_tmpfs_of_images", 96, fill_images_up);
+fn operations_on_vmdk_disks_on_a_full_tmpfs() {
+    on_tmpfs("operations_on_vmdk_disks_on_a_full_tmpfs", 96, fill_images_up);
 }
 
 #[test]
-fn full_ext4_of_images() {
-    on_ext4("full_ext4_of_images", fill_images_up);
+fn operations_on_vmdk_disks_on_a_full_ext4() {
+    on_ext4("operations_on_vmdk_disks_on_a_full_ext4", fill_images_up);
 }
 
 /// Expected content of a disk: a seed for each block.
@@ -146,7 +146,7 @@ fn fill_up(folder: &Path) {
     println!("full again after {again} blocks, {} were discarded", given.len());
     assert!(again > given.len() as u64 / 2, "most of the discarded space can be used again");
 
-    // Deletions do too.
+    // Deleting a disk makes space for writes too.
     drop(vm2);
     store.run("disk delete vm2").ok();
     until("the space of a deleted disk can be written", || {

@@ -30,7 +30,7 @@ fn boot(store: &Store, guest: &Path, disk: &str, phase: &str) -> String {
 }
 
 #[test]
-fn a_guest_lives_on_a_disk_and_another_on_its_clone() {
+fn a_guest_runs_on_a_disk_and_another_on_its_clone() {
     let guest = testkit::machines::guest();
     let store = Store::new();
     store.run("disk create vm1 256M").ok();

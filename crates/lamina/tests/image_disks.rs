@@ -14,7 +14,7 @@ use testkit::{pattern, process};
 const SIZE: usize = 24 << 20;
 
 #[test]
-fn the_life_of_an_image_disk() {
+fn a_vmdk_disk_is_created_snapshotted_resized_and_deleted() {
     for served in [false, true] {
         let store = Store::new();
         let mut server = served.then(|| store.serve(""));
@@ -255,27 +255,27 @@ fn check_descriptor(path: &Path) {
 }
 
 #[test]
-fn vmfssparse_lives_under_writes() {
+fn vmfssparse_operations_under_writes() {
     everything_under_writes("vmfssparse", "thin");
 }
 
 #[test]
-fn sesparse_lives_under_writes() {
+fn sesparse_operations_under_writes() {
     everything_under_writes("sesparse", "thin");
 }
 
 #[test]
-fn vsansparse_lives_under_writes() {
+fn vsansparse_operations_under_writes() {
     everything_under_writes("vsansparse", "zeroedthick");
 }
 
 #[test]
-fn sesparse_bases_live_under_writes() {
+fn sesparse_base_operations_under_writes() {
     everything_under_writes("sesparse", "sesparse");
 }
 
 #[test]
-fn the_tools_of_others_read_and_write_exports() {
+fn qemu_and_nbd_tools_read_and_write_exports() {
     let store = Store::new();
     store.run("disk create vm1 48M --format vmdk --delta sesparse").ok();
     let folder = tempfile::tempdir().unwrap();

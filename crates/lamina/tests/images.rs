@@ -80,7 +80,7 @@ fn images_are_made_shown_and_checked() {
 }
 
 #[test]
-fn what_a_crash_left_is_repaired_on_request() {
+fn an_image_after_a_crash_is_repaired_on_request() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path();
     make_raw(&path.join("a.raw"), 8);
@@ -191,8 +191,8 @@ fn an_interrupted_conversion_leaves_nothing() {
 }
 
 #[test]
-fn a_full_folder_is_left_as_it_was() {
-    mounted::on_tmpfs("a_full_folder_is_left_as_it_was", 24, fill_by_converting);
+fn failed_conversions_on_a_full_file_system_leave_no_files() {
+    mounted::on_tmpfs("failed_conversions_on_a_full_file_system_leave_no_files", 24, fill_by_converting);
 }
 
 fn fill_by_converting(target: &Path) {

@@ -57,7 +57,7 @@ fn until_recorded(store: &Store, export: &str) {
 }
 
 #[test]
-fn a_killed_client_keeps_its_disk_for_the_grace_time() {
+fn a_disk_stays_in_use_for_the_grace_time_after_a_client_is_killed() {
     for format in FORMATS {
         let store = Store::new();
         store.run(&format!("disk create vm1 16M --format {format}")).ok();
@@ -112,7 +112,7 @@ fn a_reader_of_a_snapshot_counts_for_that_snapshot() {
 }
 
 #[test]
-fn the_grace_ends_and_a_goodbye_needs_none() {
+fn the_grace_ends_and_a_disconnect_request_causes_none() {
     for format in FORMATS {
         let store = Store::new();
         store.run(&format!("disk create vm1 16M --format {format}")).ok();
@@ -166,7 +166,7 @@ fn a_server_that_is_killed_or_stopped_leaves_its_clients_in_grace() {
 }
 
 #[test]
-fn a_record_that_cannot_be_written_or_read_keeps_nothing_from_being_served() {
+fn a_broken_record_of_clients_does_not_prevent_serving() {
     let store = Store::new();
     store.run("disk create vm1 16M").ok();
     // A folder in place of the record's temporary file prevents writing it.
@@ -186,7 +186,7 @@ fn a_record_that_cannot_be_written_or_read_keeps_nothing_from_being_served() {
 }
 
 #[test]
-fn a_disk_of_a_machine_is_the_machines() {
+fn a_disk_of_a_machine_is_in_use_by_the_machine() {
     for format in FORMATS {
         let store = Store::new();
         store.run(&format!("disk create data 16M --format {format}")).ok();
@@ -215,7 +215,7 @@ fn a_disk_of_a_machine_is_the_machines() {
 }
 
 #[test]
-fn a_client_of_a_renamed_disk_gets_no_other_disk_under_the_old_name() {
+fn after_a_rename_a_client_gets_no_other_disk_by_the_old_name() {
     let store = Store::new();
     store.run("disk create g 16M").ok();
     let mut server = store.serve("");
@@ -233,7 +233,7 @@ fn a_client_of_a_renamed_disk_gets_no_other_disk_under_the_old_name() {
     assert!(users(&store, "g").is_empty());
     assert!(users(&store, "g2").iter().all(|user| !user["grace"].is_null()));
     store.run("disk delete g2").fails(4, "may reconnect");
-    // The next server refuses it too.
+    // The next server refuses clients under the old name too.
     assert_eq!(server.stop("TERM"), Some(0));
     let _server = store.serve("");
     assert!(Client::connect(&store.socket(), "g").is_err());

@@ -40,7 +40,7 @@ fn until(what: &str, condition: impl Fn() -> bool) {
 }
 
 #[test]
-fn work_in_the_background_goes_on_without_its_command() {
+fn a_background_job_continues_without_its_command() {
     let (store, mut serving, raw) = world();
     let started = store.run(&format!("convert -f raw {raw} disk:vm1 -d native --background")).ok();
     let id = started.strip_prefix("job ").and_then(|rest| rest.strip_suffix(" started\n")).unwrap();
@@ -61,7 +61,7 @@ fn work_in_the_background_goes_on_without_its_command() {
 }
 
 #[test]
-fn a_job_is_seen_cancelled_and_waited_for_by_others() {
+fn other_clients_can_list_cancel_and_await_a_job() {
     let (store, mut serving, raw) = world();
     let id = slow(&store, &raw, "vm1");
     until("it has progress", || store.run(&format!("job show {id} --json")).json()["done"] != 0);
@@ -141,7 +141,7 @@ impl Events {
 }
 
 #[test]
-fn changes_are_told_as_lines() {
+fn events_are_printed_as_lines() {
     let store = Store::new();
     let mut serving = store.serve("");
     let mut events = Events::new(&store);

@@ -207,7 +207,7 @@ fn look_at_what_was_to_go(fleet: &Fleet, command: &str, rewritten: bool, what: &
 }
 
 #[test]
-fn a_killed_removal_leaves_a_complete_machine_or_none() {
+fn a_killed_deletion_leaves_a_complete_machine_or_none() {
     let fleet = Fleet::new();
     parents(&fleet);
     for parent in ["off", "running"] {

@@ -36,7 +36,7 @@ fn image(path: &Path, seed: u64, size: u64) {
 }
 
 #[test]
-fn nbdinfo_tells_what_there_is() {
+fn nbdinfo_lists_the_exports() {
     let store = Store::new();
     store.run("disk create vm1 64M").ok();
     store.run("disk create vm2 1G").ok();
@@ -102,7 +102,7 @@ fn nbdinfo_tells_what_there_is() {
 }
 
 #[test]
-fn nbdcopy_in_and_out_is_exact_and_sparse() {
+fn nbdcopy_copies_data_exactly_and_keeps_holes() {
     for (seed, size) in [(1, 64 << 20), (2, (1 << 20) + 512), (3, 512), (4, 40 << 20)] {
         let store = Store::new();
         let folder = tempfile::tempdir().unwrap();
@@ -130,7 +130,7 @@ fn nbdcopy_in_and_out_is_exact_and_sparse() {
 
 /// A file system with this source tree is copied to a disk and back: e2fsck finds no problem, debugfs finds every file.
 #[test]
-fn a_file_system_survives_the_way_through_a_disk() {
+fn a_file_system_on_a_disk_is_consistent() {
     let store = Store::new();
     let folder = tempfile::tempdir().unwrap();
     let path = |name: &str| folder.path().join(name).to_str().unwrap().to_string();

@@ -39,18 +39,18 @@ const FORMATS: [&str; 7] = [
 ];
 
 #[test]
-fn an_ext4_whose_medium_fails() {
-    medium::on_medium("an_ext4_whose_medium_fails", 96, |medium| cases(medium, false, 4));
+fn requests_to_a_datastore_on_ext4_with_a_failing_device() {
+    medium::on_medium("requests_to_a_datastore_on_ext4_with_a_failing_device", 96, |medium| cases(medium, false, 4));
 }
 
 #[test]
-fn an_xfs_whose_medium_fails() {
-    medium::on_medium("an_xfs_whose_medium_fails", 300, |medium| cases(medium, true, 4));
+fn requests_to_a_datastore_on_xfs_with_a_failing_device() {
+    medium::on_medium("requests_to_a_datastore_on_xfs_with_a_failing_device", 300, |medium| cases(medium, true, 4));
 }
 
 #[test]
-fn a_flush_tells_what_writing_out_has_lost() {
-    medium::on_medium("a_flush_tells_what_writing_out_has_lost", 300, |medium| {
+fn a_flush_fails_after_a_failed_write_out() {
+    medium::on_medium("a_flush_fails_after_a_failed_write_out", 300, |medium| {
         let write_out: fn(&dyn File) = |file| file.write_out(0, 1 << 20, true);
         let list_extents: fn(&dyn File) = |file| drop(file.placements(0));
         let calls = [("writing out", write_out), ("listing extents", list_extents)];

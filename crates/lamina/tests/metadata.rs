@@ -181,7 +181,7 @@ fn write_scratch(socket: &Path) {
 }
 
 #[test]
-fn damaged_metadata_is_noticed_and_never_believed() {
+fn damaged_metadata_is_detected_and_not_used() {
     let folder = tempfile::tempdir().unwrap();
     let log = folder.path().join("log");
     let (mut cases, mut opened, mut noticed, mut repaired) = (0, 0, 0, 0);
@@ -235,7 +235,7 @@ fn crc32c(bytes: &[u8]) -> u32 {
 }
 
 #[test]
-fn another_version_is_refused_by_name() {
+fn another_format_version_is_refused_and_named() {
     let store = Store::new();
     store.run("disk create vm1 16M").ok();
     let path = store.path().join("superblock");
@@ -257,7 +257,7 @@ fn another_version_is_refused_by_name() {
 }
 
 #[test]
-fn one_good_copy_of_the_superblock_is_enough() {
+fn one_valid_copy_of_the_superblock_is_enough() {
     for killed in [false, true] {
         let (store, contents) = build(killed);
         let folder = tempfile::tempdir().unwrap();

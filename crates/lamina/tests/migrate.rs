@@ -248,7 +248,7 @@ fn a_disk_is_before_or_after_its_migration_whenever_the_server_is_killed() {
 }
 
 #[test]
-fn a_client_is_served_while_its_disk_moves_and_ctrl_c_changes_nothing() {
+fn a_client_is_served_during_a_migration_and_ctrl_c_cancels_it() {
     let store = Store::new();
     store.run(&format!("disk create a --size {} --provisioning zeroedthick --format vmdk", SECTORS * SECTOR)).ok();
     let mut server = store.serve("");
@@ -302,7 +302,7 @@ fn a_client_is_served_while_its_disk_moves_and_ctrl_c_changes_nothing() {
 /// Prints the longest latency while a thick disk is migrated under random writes, with a bound that a long pause would
 /// exceed. `LAMINA_MIGRATE_MIB` sets the size of the disk, for measurements.
 #[test]
-fn no_request_waits_for_the_copying() {
+fn no_request_waits_for_the_copy_of_a_migration() {
     let size = std::env::var("LAMINA_MIGRATE_MIB").map_or(64, |text| text.parse::<u64>().unwrap()) << 20;
     let store = Store::new();
     store.run(&format!("disk create a --size {size} --provisioning eagerzeroedthick --format vmdk")).ok();

@@ -31,13 +31,13 @@ const FORMATS: [&str; 6] = [
 ];
 
 #[test]
-fn groups_of_snapshots_on_ext4() {
-    medium::on_medium("groups_of_snapshots_on_ext4", 64, |medium| cases(medium, false));
+fn snapshot_groups_survive_power_cuts_on_ext4() {
+    medium::on_medium("snapshot_groups_survive_power_cuts_on_ext4", 64, |medium| cases(medium, false));
 }
 
 #[test]
-fn groups_of_snapshots_on_xfs() {
-    medium::on_medium("groups_of_snapshots_on_xfs", 300, |medium| cases(medium, true));
+fn snapshot_groups_survive_power_cuts_on_xfs() {
+    medium::on_medium("snapshot_groups_survive_power_cuts_on_xfs", 300, |medium| cases(medium, true));
 }
 
 fn number(variable: &str, otherwise: u64) -> u64 {

@@ -21,7 +21,7 @@ fn io(store: &Store, export: &str, commands: &[&str]) {
 }
 
 #[test]
-fn images_convert_in_and_out() {
+fn images_convert_to_and_from_exports() {
     let store = Store::new();
     let folder = tempfile::tempdir().unwrap();
     let path = |name: &str| folder.path().join(name).to_str().unwrap().to_string();
@@ -53,7 +53,7 @@ fn images_convert_in_and_out() {
 }
 
 #[test]
-fn requests_of_every_kind_and_alignment() {
+fn qemu_io_requests_of_every_kind_and_alignment() {
     let store = Store::new();
     store.run("disk create thin 64M").ok();
     store.run("disk create thick 64M --provisioning eagerzeroedthick").ok();

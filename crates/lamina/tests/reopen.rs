@@ -18,8 +18,8 @@ fn content(block: u64, round: u64) -> Vec<u8> {
 }
 
 #[test]
-fn a_stopped_disk_goes_on_with_its_client() {
-    mounted::on_failing_writes("a_stopped_disk_goes_on_with_its_client", stops_and_goes_on);
+fn a_stopped_disk_is_reopened_under_its_client() {
+    mounted::on_failing_writes("a_stopped_disk_is_reopened_under_its_client", stops_and_goes_on);
 }
 
 fn stops_and_goes_on(medium: &Path, trigger: &Path) {
@@ -103,7 +103,7 @@ fn goes_on(store: &Store, format: &str, trigger: &Path) {
 }
 
 #[test]
-fn a_disk_that_takes_writes_is_left_alone() {
+fn a_disk_that_accepts_writes_is_not_reopened() {
     let store = Store::new();
     store.run("disk create native 8M").ok();
     store.run("disk create images 8M --format sesparse").ok();

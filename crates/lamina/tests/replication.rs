@@ -147,7 +147,7 @@ fn start(mut command: Command) -> std::process::Child {
 }
 
 #[test]
-fn a_kill_of_either_end_leaves_a_disk_whole_or_absent() {
+fn a_kill_of_sender_or_receiver_leaves_a_complete_disk_or_none() {
     let (keys, here, there) = (Keys::new(), Store::new(), Store::new());
     let mut random = Random(0x5e4d);
     // Without grace, because a client that disconnected just before the kill would delay this test.
@@ -222,7 +222,7 @@ fn a_kill_of_either_end_leaves_a_disk_whole_or_absent() {
 }
 
 #[test]
-fn a_machine_arrives_with_all_its_disks_or_not_at_all() {
+fn a_machine_is_received_with_all_its_disks_or_not_at_all() {
     let (keys, here, there) = (Keys::new(), Store::new(), Store::new());
     let mut random = Random(77);
     let (_mine, mut theirs) = (here.serve(""), there.serve(&keys.receive(0)));

@@ -125,7 +125,7 @@ impl Drop for Qemu {
 }
 
 #[test]
-fn qemu_learns_the_size_by_reconnecting_and_loses_nothing() {
+fn qemu_gets_the_new_size_by_reconnecting_and_loses_no_write() {
     for program in generations() {
         let store = Store::new();
         store.run("disk create vm1 64M").ok();

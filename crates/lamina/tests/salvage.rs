@@ -95,7 +95,7 @@ fn salvaged(store: &Store, contents: &BTreeMap<&'static str, Vec<u8>>, out: &Pat
 }
 
 #[test]
-fn check_repairs_what_can_be_proven_and_names_the_rest() {
+fn check_repairs_provable_damage_and_lists_other_damage() {
     let (store, contents) = build();
     let out = tempfile::tempdir().unwrap();
     for (name, offset, words) in [
@@ -128,7 +128,7 @@ fn check_repairs_what_can_be_proven_and_names_the_rest() {
 }
 
 #[test]
-fn a_missing_file_is_damage_and_told_with_the_way_out() {
+fn a_missing_file_is_reported_as_damage_with_a_remedy() {
     let (store, contents) = build();
     let out = tempfile::tempdir().unwrap();
     for name in ["superblock", "journal", "checkpoint", "catalog", "map", "map.summary", "data.table"] {
@@ -155,7 +155,7 @@ fn a_missing_file_is_damage_and_told_with_the_way_out() {
 }
 
 #[test]
-fn a_datastore_that_cannot_be_opened_is_read_out() {
+fn salvage_reads_a_datastore_that_cannot_be_opened() {
     let (store, contents) = build();
     let out = tempfile::tempdir().unwrap();
     spoil(&store, "superblock", 0, 2 * PAGE);

@@ -12,7 +12,7 @@ use testkit::process;
 use testkit::process::{Serving, Store, lamina, send, tool, until, wait, wait_until_interruptible};
 
 #[test]
-fn ready_means_ready_and_stop_leaves_nothing() {
+fn serve_accepts_clients_when_ready_and_removes_its_sockets_at_the_end() {
     let store = Store::new();
     let mut server = store.serve("");
     let socket = store.path().canonicalize().unwrap().join("nbd.sock");
@@ -31,7 +31,7 @@ fn ready_means_ready_and_stop_leaves_nothing() {
 }
 
 #[test]
-fn ready_in_json_and_to_the_service_manager() {
+fn readiness_is_reported_in_json_and_to_the_service_manager() {
     let store = Store::new();
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("notify");
@@ -54,7 +54,7 @@ fn ready_in_json_and_to_the_service_manager() {
 }
 
 #[test]
-fn one_owner() {
+fn a_second_server_on_a_datastore_is_refused() {
     let store = Store::new();
     let _server = store.serve("");
     store.run("serve").fails(4, "");
@@ -75,7 +75,7 @@ fn a_new_server_replaces_the_sockets_of_a_killed_one() {
 }
 
 #[test]
-fn a_foreign_control_socket_is_no_server() {
+fn a_socket_of_another_program_is_not_taken_for_a_server() {
     let store = Store::new();
     // A server that accepts and closes the connection at once.
     let listener = UnixListener::bind(store.path().join("control.sock")).unwrap();
@@ -87,7 +87,7 @@ fn a_foreign_control_socket_is_no_server() {
 }
 
 #[test]
-fn the_nbd_socket_does_not_take_the_place_of_the_control_socket() {
+fn the_nbd_socket_cannot_have_the_path_of_the_control_socket() {
     let store = Store::new();
     let link = store.path().with_file_name("link");
     std::os::unix::fs::symlink(store.path(), &link).unwrap();
@@ -98,7 +98,7 @@ fn the_nbd_socket_does_not_take_the_place_of_the_control_socket() {
 }
 
 #[test]
-fn tcp_beyond_loopback_has_to_be_asked_for_in_plain_words() {
+fn tcp_beyond_loopback_needs_an_explicit_option() {
     let store = Store::new();
     let done = store.run("serve --tcp 0.0.0.0:0");
     assert_ne!(done.code, 0);
@@ -117,7 +117,7 @@ fn greeting(mut stream: impl Read) -> String {
 }
 
 #[test]
-fn idle_tcp_connections_do_not_keep_local_guests_out() {
+fn idle_tcp_connections_do_not_block_unix_clients() {
     let store = Store::new();
     let mut server = store.serve("--tcp 127.0.0.1:0 --json");
     let ready: Value = serde_json::from_str(&server.ready).unwrap();
@@ -134,7 +134,7 @@ fn idle_tcp_connections_do_not_keep_local_guests_out() {
 }
 
 #[test]
-fn more_than_256_clients_are_a_matter_of_configuration() {
+fn the_limit_of_256_clients_can_be_raised() {
     let store = Store::new();
     let mut server = store.serve("--max-unix-connections 300");
     let connect = || UnixStream::connect(store.path().join("nbd.sock")).unwrap();
@@ -145,7 +145,7 @@ fn more_than_256_clients_are_a_matter_of_configuration() {
 }
 
 #[test]
-fn interrupting_long_work_undoes_it_served_or_not() {
+fn an_interrupted_command_is_undone_with_and_without_a_server() {
     let store = Store::new();
     for served in [false, true] {
         let mut server = served.then(|| store.serve(""));
@@ -165,7 +165,7 @@ fn interrupting_long_work_undoes_it_served_or_not() {
 }
 
 #[test]
-fn a_client_killed_in_long_work_cancels_it() {
+fn a_killed_command_cancels_its_operation() {
     let store = Store::new();
     let mut server = store.serve("");
     let mut child = store
@@ -182,7 +182,7 @@ fn a_client_killed_in_long_work_cancels_it() {
 }
 
 #[test]
-fn data_through_nbd_snapshots_diffs_and_reverts() {
+fn data_is_correct_after_snapshots_diffs_and_reverts() {
     let store = Store::new();
     store.run("disk create vm1 64M").ok();
     let mut server = store.serve("");
@@ -219,7 +219,7 @@ fn data_through_nbd_snapshots_diffs_and_reverts() {
 }
 
 #[test]
-fn a_read_only_server_takes_no_writes_but_commands() {
+fn a_read_only_server_refuses_client_writes_and_executes_commands() {
     let store = Store::new();
     store.run("disk create vm1 1M").ok();
     let mut server = store.serve("--read-only");

@@ -37,7 +37,7 @@ fn shrinks_to(store: &Store, most: u64, patience: Duration) -> u64 {
 }
 
 #[test]
-fn thin_takes_what_is_written_and_thick_what_it_promises() {
+fn a_thin_disk_uses_space_for_written_blocks_and_a_thick_one_for_all() {
     let store = Store::new();
     let empty = du(&store);
     store.run("disk create thin 256M").ok();
@@ -75,7 +75,7 @@ fn thin_takes_what_is_written_and_thick_what_it_promises() {
 }
 
 #[test]
-fn discarded_runs_go_back_to_the_file_system() {
+fn discarded_blocks_are_returned_to_the_file_system() {
     for options in ["", "--io direct"] {
         let store = Store::new();
         store.run("disk create vm1 256M").ok();
@@ -154,7 +154,7 @@ fn capacities_from_a_sector_to_64_tib() {
 }
 
 #[test]
-fn names_of_any_script() {
+fn disk_names_in_any_script() {
     let store = Store::new();
     let names = ["größe", "диск-1", "仮想ディスク", "🦀", "a+b=c,d~e!f(g)[h]", "x.y_z-0"];
     for name in names {

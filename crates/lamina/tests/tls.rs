@@ -14,7 +14,7 @@ fn succeeds(program: &str, arguments: &[&str]) -> bool {
 }
 
 #[test]
-fn only_clients_with_a_certificate_of_ours_come_in() {
+fn only_clients_with_a_certificate_of_the_given_authority_connect() {
     let folder = tempfile::tempdir().unwrap();
     let [ours, theirs, unknown] = ["ours", "theirs", "unknown"].map(|name| folder.path().join(name));
     authority(&ours);

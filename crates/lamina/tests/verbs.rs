@@ -7,7 +7,7 @@ use testkit::process;
 use testkit::process::{Store, run};
 
 #[test]
-fn init_makes_a_datastore_once() {
+fn init_creates_a_datastore_once() {
     let store = Store::new();
     let path = store.path();
     let again = run(&format!("init {}", path.display()));
@@ -24,7 +24,7 @@ fn init_makes_a_datastore_once() {
 }
 
 #[test]
-fn the_life_of_a_disk() {
+fn a_disk_is_created_resized_renamed_and_deleted() {
     let store = Store::new();
     assert_eq!(store.run("disk list --json").json()["disks"], Value::Array(Vec::new()));
     assert!(store.run("disk create vm1 10G").ok().contains("10 GiB"));
@@ -63,7 +63,7 @@ fn the_life_of_a_disk() {
 }
 
 #[test]
-fn the_life_of_a_snapshot() {
+fn a_snapshot_is_created_listed_reverted_and_deleted() {
     let store = Store::new();
     store.run("disk create vm1 1G").ok();
     store.run("disk create vm2 1G").ok();
@@ -94,7 +94,7 @@ fn the_life_of_a_snapshot() {
 }
 
 #[test]
-fn clones_one_or_many_linked_or_full() {
+fn linked_and_full_clones_are_created_singly_and_in_numbers() {
     let store = Store::new();
     store.run("disk create base 64M").ok();
     store.run("snapshot create base@golden").ok();
@@ -126,7 +126,7 @@ fn clones_one_or_many_linked_or_full() {
 }
 
 #[test]
-fn check_finds_damage_and_says_so_by_its_exit_code() {
+fn the_exit_code_of_check_reports_damage() {
     let store = Store::new();
     store.run("disk create vm1 1G").ok();
     let report = store.run("check --json").json();
@@ -167,7 +167,7 @@ fn neutral(text: &str, store: &Store) -> String {
 }
 
 #[test]
-fn served_or_not_the_answers_are_the_same() {
+fn commands_print_the_same_with_and_without_a_server() {
     let script = [
         "disk create vm1 1G",
         "disk create vm2 64M --provisioning eagerzeroedthick --json",

@@ -12,7 +12,7 @@ use testkit::process;
 use testkit::process::{lamina, wait};
 
 #[test]
-fn a_machine_from_its_making_to_its_end() {
+fn a_machine_is_created_run_and_deleted() {
     let mut fleet = Fleet::new();
     fleet.make("web", "64M");
     fleet.run("create web").fails(1, "there is a machine 'web' already");
@@ -69,7 +69,7 @@ fn a_machine_does_not_start_on_a_disk_in_use() {
 }
 
 #[test]
-fn linked_clones_by_the_dozen() {
+fn several_linked_clones_at_once() {
     let fleet = Fleet::new();
     fleet.make("base", "64M");
     fleet.store.run("disk create more --size 32M").ok();
@@ -94,7 +94,7 @@ fn linked_clones_by_the_dozen() {
     holds(&fleet, "web-012", 0, 1);
     holds(&fleet, "web-012-2", 0, 2);
     assert_eq!(list["web-012"]["origin"], json!({ "machine": "base", "way": "linked" }));
-    // Clones of clones, and running ones.
+    // A clone of a clone, started at once, and a clone of a running machine.
     fleet.run("clone web-012 deep --start").ok();
     assert_eq!(fleet.state("deep"), "running");
     holds(&fleet, "deep", 0, 1);
@@ -120,7 +120,7 @@ fn linked_clones_by_the_dozen() {
 }
 
 #[test]
-fn full_clones_are_independent_and_of_one_moment() {
+fn full_clones_are_independent_and_of_one_point_in_time() {
     let fleet = Fleet::new();
     fleet.store.run("disk create vmdk --size 32M --format vmdk").ok();
     fleet.run(&format!("create base --disk-size 64M --disk vmdk --memory {MEMORY} --start")).ok();
@@ -142,7 +142,7 @@ fn full_clones_are_independent_and_of_one_moment() {
 }
 
 #[test]
-fn a_clone_that_is_interrupted_leaves_whole_ones_only() {
+fn an_interrupted_clone_command_leaves_only_complete_machines() {
     let fleet = Fleet::new();
     fleet.make("base", "256M");
     for at in 0..192 {

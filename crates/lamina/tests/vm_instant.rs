@@ -160,7 +160,7 @@ fn a_failed_clone_leaves_the_parent_running() {
     room.boot("parent", "128M", "workload=8 noagent");
     room.until_counts("parent");
 
-    // A QEMU that cannot load a state, and one that does not start with one.
+    // The first QEMU exits at once. The second one does not start, because an option names an unknown device.
     for (number, end) in ["exit 1", "exec \"$qemu\" \"$@\" -device nothing"].iter().enumerate() {
         let broken = room.store.path().join(format!("qemu-{number}"));
         let text = format!(
@@ -191,7 +191,7 @@ fn a_failed_clone_leaves_the_parent_running() {
 }
 
 #[test]
-fn a_manager_killed_anywhere_leaves_whole_clones_or_none() {
+fn a_command_killed_anywhere_leaves_complete_clones_or_none() {
     let room = Room::new();
     room.boot("parent", "128M", "workload=16,64");
     room.until_counts("parent");

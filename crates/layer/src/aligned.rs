@@ -167,7 +167,7 @@ mod tests {
     use backend::simulated::{SimulatedDisk, SimulatedOptions};
 
     #[test]
-    fn any_range_in_direct_mode_is_as_in_memory() {
+    fn any_range_in_direct_mode_equals_a_model() {
         let disk = SimulatedDisk::new(1, SimulatedOptions::default());
         let file = AlignedFile::new(disk.directory().create("f", IoMode::Direct).unwrap());
         let mut model = vec![0u8; 3 << 20];
@@ -194,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn parts_of_slices() {
+    fn parts_of_slices_are_found_at_any_offset() {
         let slices: [&[u8]; 3] = [b"abc", b"", b"defgh"];
         for from in 0..8 {
             for length in 0..=8 - from {

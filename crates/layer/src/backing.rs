@@ -93,7 +93,7 @@ mod tests {
     use backend::simulated::{SimulatedDisk, SimulatedOptions};
 
     #[test]
-    fn space_is_taken_once_in_pieces_and_exactly_near_the_end_of_the_room() {
+    fn space_is_reserved_in_pieces_and_exactly_when_little_is_free() {
         let disk = SimulatedDisk::new(1, SimulatedOptions { capacity: 64 << 10, ..SimulatedOptions::default() });
         let file = disk.directory().create("f", IoMode::Buffered).unwrap();
         let backing = Backing::default();
@@ -117,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn ranges_that_touch_become_one() {
+    fn adjacent_ranges_are_joined() {
         let backing = Backing::default();
         for (start, end) in [(10, 20), (30, 40), (20, 30), (5, 12), (100, 110)] {
             backing.note(start..end);

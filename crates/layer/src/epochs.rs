@@ -68,7 +68,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_epoch_is_over_when_it_and_all_before_it_are_left() {
+    fn an_epoch_is_over_when_no_operation_holds_it_or_an_older_one() {
         let epochs = Epochs::new();
         let first = epochs.end();
         assert!(epochs.is_over(first), "no operation was running");

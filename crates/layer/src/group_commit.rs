@@ -87,7 +87,7 @@ impl<T> GroupCommit<T> {
 }
 
 impl<T> Turn<'_, T> {
-    /// Begins a commit: it does not serve calls from here on.
+    /// Begins a commit. It does not make changes of later calls durable.
     pub(crate) fn begin(&mut self) {
         self.number = self.commits.begun.fetch_add(1, Ordering::SeqCst) + 1;
     }

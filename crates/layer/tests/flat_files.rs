@@ -35,7 +35,7 @@ fn space(path: &Path) -> u64 {
 }
 
 #[test]
-fn each_type_has_the_space_it_should() {
+fn each_provisioning_type_allocates_the_expected_space() {
     for provisioning in ALL {
         let folder = folder();
         made(folder.path(), 16 * MIB, provisioning);
@@ -54,7 +54,7 @@ fn each_type_has_the_space_it_should() {
 }
 
 #[test]
-fn counters_follow_the_host() {
+fn block_counters_equal_those_of_vmware() {
     for (seed, mode) in [IoMode::Buffered, IoMode::Direct, IoMode::Buffered, IoMode::Direct].into_iter().enumerate() {
         for provisioning in ALL {
             let folder = folder();
@@ -101,7 +101,7 @@ fn counters_follow_the_host() {
 
 /// Guests write, zero and flush their own blocks while the disk is filled and punched repeatedly.
 #[test]
-fn long_work_changes_nothing_under_writing_guests() {
+fn inflating_and_punching_during_writes_change_no_data() {
     const GUESTS: u64 = 4;
     const BLOCKS: u64 = 24 * MIB / 4096;
     for mode in [IoMode::Buffered, IoMode::Direct] {
@@ -161,7 +161,7 @@ fn long_work_changes_nothing_under_writing_guests() {
 }
 
 #[test]
-fn direct_writes_take_memory_of_any_alignment() {
+fn direct_writes_accept_buffers_of_any_alignment() {
     let folder = folder();
     made(folder.path(), 8 * MIB, Provisioning::Thin);
     let flat = open(folder.path(), "disk", IoMode::Direct, true);

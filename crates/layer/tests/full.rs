@@ -252,7 +252,7 @@ fn go_on_where_there_is_no_room(format: Format, parent: bool, seed: u64) {
 }
 
 #[test]
-fn what_fits_goes_on_where_there_is_no_room() {
+fn writes_that_need_no_space_succeed_on_a_full_file_system() {
     for format in FORMATS {
         for parent in [false, true] {
             for seed in 0..4 {
@@ -264,7 +264,7 @@ fn what_fits_goes_on_where_there_is_no_room() {
 }
 
 #[test]
-fn an_image_whose_zeros_were_left_out_by_a_copy_has_room_for_its_tables() {
+fn an_image_copied_with_holes_allocates_its_tables_again() {
     for format in FORMATS {
         let mut world = World::new(format, true, 5);
         let unit = world.unit;

@@ -121,7 +121,7 @@ fn only_permitted_files_are_opened() {
 }
 
 #[test]
-fn exchanged_links_do_not_lead_out() {
+fn a_symbolic_link_exchanged_during_opening_does_not_escape() {
     let outer = folder();
     let (own, other) = (outer.path().join("own"), outer.path().join("other"));
     std::fs::create_dir(&own).unwrap();
@@ -140,7 +140,7 @@ fn exchanged_links_do_not_lead_out() {
 }
 
 #[test]
-fn parents_are_found_where_disks_were_moved_to() {
+fn parents_are_found_by_hint_or_beside_the_child() {
     let outer = folder();
     for name in ["vm", "base", "clone"] {
         std::fs::create_dir(outer.path().join(name)).unwrap();
@@ -174,7 +174,7 @@ fn parents_are_found_where_disks_were_moved_to() {
 }
 
 #[test]
-fn images_that_may_not_be_written_are_read() {
+fn images_without_write_permission_are_readable() {
     let folder = folder();
     make(folder.path(), "vm.vmdk", MIB, NewKind::Vmfs, Provisioning::Thin);
     for name in ["vm.vmdk", "vm-flat.vmdk"] {
@@ -244,7 +244,7 @@ fn qemu_reads_images_made_by_lamina() {
 }
 
 #[test]
-fn qemu_and_we_write_split_disks_in_turn() {
+fn qemu_and_lamina_write_split_disks_in_turn() {
     let folder = folder();
     let capacity = 5u64 << 30;
     make(folder.path(), "ours.vmdk", capacity, NewKind::TwoGbMaxExtentFlat, Provisioning::Thin);
@@ -290,7 +290,7 @@ fn qemu_and_we_write_split_disks_in_turn() {
 }
 
 #[test]
-fn we_read_and_write_flat_disks_of_qemu() {
+fn lamina_reads_and_writes_flat_disks_of_qemu() {
     let folder = folder();
     for (index, adapter) in ["ide", "lsilogic", "buslogic"].into_iter().enumerate() {
         let name = format!("{adapter}.vmdk");
@@ -313,7 +313,7 @@ fn we_read_and_write_flat_disks_of_qemu() {
 }
 
 #[test]
-fn qemu_sees_that_we_changed_a_parent() {
+fn qemu_detects_a_parent_changed_by_lamina() {
     let folder = folder();
     let base = make(folder.path(), "base.vmdk", 4 * MIB, NewKind::Vmfs, Provisioning::Thin);
     run(folder.path(), "qemu-img", &["create", "-f", "vmdk", "-b", "base.vmdk", "-F", "vmdk", "child.vmdk"]);

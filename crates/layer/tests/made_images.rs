@@ -93,7 +93,7 @@ fn scribble(layer: &dyn Layer, model: &mut [u8], random: &mut Random) {
 }
 
 #[test]
-fn every_kind_holds_what_is_written() {
+fn every_kind_of_image_returns_written_data() {
     for (number, kind) in ImageKind::ALL.into_iter().enumerate() {
         for capacity in [512, ODD, 64 * MIB] {
             let path = folder();
@@ -122,7 +122,7 @@ fn every_kind_holds_what_is_written() {
 }
 
 #[test]
-fn children_lie_above_parents_of_every_kind() {
+fn deltas_open_above_parents_of_every_kind() {
     for child in ImageKind::ALL.into_iter().filter(|kind| kind.can_have_parent()) {
         for parent in ImageKind::ALL.into_iter().filter(|kind| *kind != ImageKind::Raw) {
             let path = folder();
@@ -160,7 +160,7 @@ fn names(path: &Path) -> Vec<String> {
 }
 
 #[test]
-fn files_are_called_as_vmware_calls_them() {
+fn files_have_the_names_that_vmware_uses() {
     let wanted: [(ImageKind, u64, &[&str]); 11] = [
         (ImageKind::Thin, MIB, &["vm-flat.vmdk", "vm.vmdk"]),
         (ImageKind::ZeroedThick, MIB, &["vm-flat.vmdk", "vm.vmdk"]),
@@ -205,7 +205,7 @@ fn files_are_called_as_vmware_calls_them() {
 }
 
 #[test]
-fn what_cannot_be_is_refused() {
+fn impossible_images_are_refused() {
     let path = folder();
     let folder = Folder::local(path.path(), &[]).unwrap();
     make(&folder, "vm.vmdk", MIB, ImageKind::Thin, None);
@@ -240,7 +240,7 @@ fn what_cannot_be_is_refused() {
 }
 
 #[test]
-fn names_go_there_and_back() {
+fn names_of_kinds_are_parsed_as_they_are_printed() {
     for kind in ImageKind::ALL {
         assert_eq!(kind.to_string().parse::<ImageKind>().unwrap(), kind);
         assert_eq!(kind.name().to_uppercase().parse::<ImageKind>().unwrap(), kind);
@@ -251,7 +251,7 @@ fn names_go_there_and_back() {
 /// Power cuts at every operation: the name leads to a complete image or does not exist, and sweeping removes all other
 /// files.
 #[test]
-fn a_crash_leaves_an_image_or_files_that_a_sweep_removes() {
+fn a_crash_leaves_an_image_or_temporary_files_that_sweep_removes() {
     for (number, kind) in ImageKind::ALL.into_iter().enumerate() {
         let mut finished = false;
         for cut in 0..200 {
@@ -293,7 +293,7 @@ fn a_crash_leaves_an_image_or_files_that_a_sweep_removes() {
 }
 
 #[test]
-fn a_plain_folder_has_no_other() {
+fn a_plain_folder_cannot_open_other_folders() {
     let directory = SimulatedDisk::new(1, SimulatedOptions::default()).directory();
     let folder = Folder::plain(Arc::clone(&directory));
     let new = NewImage { mode: IoMode::Direct, ..NewImage::new("vm.vmdk", MIB, ImageKind::EagerZeroedThick) };
@@ -303,7 +303,7 @@ fn a_plain_folder_has_no_other() {
 
 /// Creations and sweeps of one name at once: a creation that succeeds has a complete image.
 #[test]
-fn threads_that_create_the_same_name_do_not_damage_each_other() {
+fn threads_that_create_the_same_name_get_one_image() {
     let outer = tempfile::tempdir().unwrap();
     let (made, swept) = (AtomicU64::new(0), AtomicU64::new(0));
     let end = Instant::now() + Duration::from_secs(2);
@@ -324,7 +324,7 @@ fn threads_that_create_the_same_name_do_not_damage_each_other() {
             image.layer().close().unwrap();
             drop(image);
             match turn % 5 {
-                // As after a kill of the process.
+                // The state is that after a kill of the process.
                 0 => drop(unfinished),
                 1 => unfinished.abandon(),
                 _ => {

@@ -131,7 +131,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn frame_heads_survive_encoding_and_damage_is_found() {
+    fn frame_heads_are_decoded_as_encoded_and_damage_is_detected() {
         for (kind, length) in
             [(Kind::Message, 7), (Kind::Data, 4096), (Kind::Zero, 8), (Kind::Segment, 8), (Kind::End, 0)]
         {
@@ -156,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_out_of_bounds_is_refused() {
+    fn frames_with_lengths_out_of_bounds_are_refused() {
         let base = Head { kind: Kind::Data, disk: 0, offset: 0, length: 1, checksum: 0 };
         for head in [
             Head { length: 0, ..base },
@@ -171,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn the_page_about_the_protocol_has_this_layout() {
+    fn the_protocol_page_describes_the_layout_of_frames() {
         let page = include_str!("../../../docs/protocol/replication.md");
         let here = include_str!("frame.rs");
         for line in here.lines().filter_map(|line| line.strip_prefix("//! |")).map(|line| format!("|{line}")) {

@@ -38,7 +38,7 @@ pub struct Known {
     pub base: Option<String>,
     /// Segments that were received, as sorted ranges (first, first after) that are not adjacent.
     pub done: Vec<(u64, u64)>,
-    /// Bytes of data in them.
+    /// Bytes of data in the segments of `done`.
     pub bytes: u64,
 }
 
@@ -204,7 +204,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn messages_survive_encoding_and_invalid_ones_are_refused() {
+    fn messages_are_decoded_as_encoded_and_invalid_ones_refused() {
         let known = |done: &[(u64, u64)]| Known { base: None, done: done.to_vec(), bytes: 1 };
         let accept =
             |done: &[(u64, u64)]| Message::Accept { session: "s".into(), token: "t".into(), disks: vec![known(done)] };
@@ -231,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn errors_cross_the_wire() {
+    fn errors_are_encoded_and_decoded() {
         let error = Error::new(ErrorKind::NoSpace, "no room\nfor it");
         let there = Message::failure(&error).into_error();
         assert_eq!((there.kind(), there.to_string().as_str()), (ErrorKind::NoSpace, "no roomfor it"));

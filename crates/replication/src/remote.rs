@@ -55,7 +55,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn addresses_read_back() {
+    fn addresses_are_parsed_as_they_are_printed() {
         for text in ["lamina://backup:7311/web", "lamina://192.0.2.7:1/a-b", "lamina://[::1]:7311/größe"] {
             assert_eq!(text.parse::<Remote>().unwrap().to_string(), text);
         }

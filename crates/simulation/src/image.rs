@@ -274,7 +274,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_sectors_of_versions_since_the_flush_are_admitted() {
+    fn only_versions_since_the_last_flush_are_accepted() {
         let mut image = Image::default();
         image.write(0, &[1; BLOCK_SIZE]);
         image.flush();
@@ -294,7 +294,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_found_after_a_crash_stays() {
+    fn content_found_after_a_crash_does_not_change() {
         let mut image = Image::default();
         image.write(0, &[1; BLOCK_SIZE]);
         image.observe(0, &[0; BLOCK_SIZE], true).unwrap();

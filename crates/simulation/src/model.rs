@@ -13,7 +13,7 @@ use std::sync::Arc;
 pub struct Snapshot {
     /// Capacity of the disk when the snapshot was taken.
     pub capacity: u64,
-    /// The snapshot before it.
+    /// The snapshot on which this one is based.
     pub parent: Option<String>,
     /// Content.
     pub image: Arc<Image>,

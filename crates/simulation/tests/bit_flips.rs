@@ -95,7 +95,7 @@ fn nothing_wrong_is_read(run: &SimulationRun, datastore: &Datastore, context: &s
 }
 
 #[test]
-fn a_flipped_bit_in_metadata_is_noticed_or_makes_no_difference() {
+fn a_flipped_bit_in_metadata_is_detected_or_has_no_effect() {
     let mut noticed = 0;
     for seed in 100..104 {
         let run = prepared(seed);

@@ -30,7 +30,7 @@ fn full_datastore() -> (SimulatedDisk, Arc<Datastore>) {
 }
 
 #[test]
-fn a_full_datastore_goes_on_and_recovers_without_being_opened_again() {
+fn a_full_datastore_continues_and_accepts_writes_when_space_is_freed() {
     let (_disk, datastore) = full_datastore();
     for name in ["a", "b"] {
         datastore.create_disk(name, &NewDisk::native(DISK, Provisioning::Thin), &NoProgress).unwrap();
@@ -96,7 +96,7 @@ fn a_full_datastore_goes_on_and_recovers_without_being_opened_again() {
 }
 
 #[test]
-fn a_larger_file_system_is_used_at_once() {
+fn a_file_system_that_grows_is_used_at_once() {
     let (disk, datastore) = full_datastore();
     datastore.create_disk("a", &NewDisk::native(1 << 30, Provisioning::Thin), &NoProgress).unwrap();
     let a = datastore.device("a", false).unwrap();

@@ -4,7 +4,7 @@
 use simulation::operation::{Operation, Profile, Span};
 use simulation::scenario::{Failure, carry_out};
 
-/// More than the requests to the medium that any of these changes makes.
+/// An upper limit of the number of requests to the medium that any of these changes makes.
 const CUTS: u64 = 70;
 
 const fn span(at: u64, length: u64) -> Span {
@@ -57,39 +57,39 @@ fn cut_everywhere(last: &[Operation]) {
 }
 
 #[test]
-fn making_a_disk_is_done_or_not_begun() {
+fn creating_a_disk_is_atomic() {
     for kind in [7, 0, 1] {
         cut_everywhere(&[Operation::Create { capacity: 300 << 10, kind }]);
     }
 }
 
 #[test]
-fn taking_snapshots_is_done_or_not_begun() {
+fn taking_snapshots_is_atomic() {
     cut_everywhere(&[Operation::Snapshot { disk: 0, disks: 3 }, write(0, 0, 9_000, 8), Operation::Flush { disk: 0 }]);
 }
 
 #[test]
-fn deleting_and_reverting_is_done_or_not_begun() {
+fn deleting_and_reverting_are_atomic() {
     cut_everywhere(&[Operation::DeleteSnapshot { snapshot: 1 }, Operation::Pump { rounds: 3 }]);
     cut_everywhere(&[Operation::Revert { snapshot: 0 }, write(0, 0, 9_000, 8)]);
     cut_everywhere(&[Operation::Delete { disk: 1, promote: false }, Operation::Pump { rounds: 3 }]);
 }
 
 #[test]
-fn a_disk_with_clones_is_deleted_with_its_snapshots_handed_over_or_not_at_all() {
+fn deleting_a_disk_with_promotion_of_clones_is_atomic() {
     for disk in 0..3 {
         cut_everywhere(&[Operation::Delete { disk, promote: true }]);
     }
 }
 
 #[test]
-fn clones_of_a_head_come_with_their_snapshot_or_not_at_all() {
+fn cloning_a_head_with_its_snapshot_is_atomic() {
     cut_everywhere(&[Operation::CloneLinked { source: 1, head: true, count: 3 }]);
     cut_everywhere(&[Operation::CloneFull { source: 1, head: true, cancel: false }]);
 }
 
 #[test]
-fn a_disk_that_shrank_and_grew_shows_zeros_whenever_it_was_cut_off() {
+fn a_disk_that_shrank_and_grew_reads_zeros_after_a_power_cut() {
     let resize = |capacity| Operation::Resize { disk: 1, capacity, by_device: false };
     cut_everywhere(&[resize(10_240), resize(1 << 20), Operation::Compare]);
     let mut history = history();
@@ -98,7 +98,7 @@ fn a_disk_that_shrank_and_grew_shows_zeros_whenever_it_was_cut_off() {
 }
 
 #[test]
-fn payload_in_the_journal_survives_an_overwrite_in_place_and_a_recovery_that_are_both_cut_off() {
+fn payload_in_the_journal_survives_power_cuts_in_an_overwrite_and_in_recovery() {
     // The flush of the interrupted recovery must not count as a flush of the overwrite.
     for after in 0..8 {
         for again in 0..40 {
@@ -120,10 +120,10 @@ fn payload_in_the_journal_survives_an_overwrite_in_place_and_a_recovery_that_are
 }
 
 #[test]
-fn space_reserved_before_a_kill_is_given_back() {
+fn space_reserved_before_a_kill_is_freed() {
     let thick = Operation::Create { capacity: 1_984_512, kind: 0 };
     run(1, &[thick.clone(), write(0, 0, 1_000_000, 1), Operation::Kill, Operation::Check]);
-    // The same when nothing was journalled since the datastore was opened.
+    // Space is also freed if nothing was journalled since the datastore was opened.
     let quiet = [thick, Operation::Snapshot { disk: 0, disks: 1 }, Operation::Reopen, write(0, 0, 4096, 1)];
     for after in 0..12 {
         let cut =
@@ -133,7 +133,7 @@ fn space_reserved_before_a_kill_is_given_back() {
 }
 
 #[test]
-fn what_a_full_file_system_refuses_has_not_begun() {
+fn an_operation_refused_on_a_full_file_system_has_no_effect() {
     let base = [
         Operation::Create { capacity: 2 << 20, kind: 7 },
         Operation::Create { capacity: 1 << 20, kind: 0 },

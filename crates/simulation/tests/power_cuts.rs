@@ -31,6 +31,6 @@ fn the_fourth_250_seeds_lose_nothing() {
 }
 
 #[test]
-fn with_hardly_any_room_400_seeds_lose_nothing() {
+fn with_little_space_400_seeds_lose_nothing() {
     run(Profile::Tight, 0..400);
 }

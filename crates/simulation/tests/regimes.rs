@@ -43,12 +43,12 @@ fn on_a_file_system_that_is_nearly_full_nothing_is_lost() {
 }
 
 #[test]
-fn of_blocks_that_heads_share_without_a_snapshot_nothing_is_lost() {
+fn with_blocks_that_heads_share_without_a_snapshot_nothing_is_lost() {
     run(Profile::Shared, 100);
 }
 
 #[test]
-fn cut_after_cut_nothing_is_lost() {
+fn with_power_cuts_during_recovery_nothing_is_lost() {
     let statistics = run(Profile::Again, 80);
     assert!(statistics.interrupted_recoveries > 800, "{statistics:?}");
 }

@@ -165,16 +165,16 @@ fn run(seed: u64, medium: Medium) {
 }
 
 #[test]
-fn slow_flushes_lose_nothing() {
+fn with_slow_flushes_nothing_is_lost() {
     (0..2).for_each(|seed| run(seed, MEDIA[0]));
 }
 
 #[test]
-fn a_medium_that_is_slow_throughout_loses_nothing() {
+fn with_a_slow_medium_nothing_is_lost() {
     (2..4).for_each(|seed| run(seed, MEDIA[1]));
 }
 
 #[test]
-fn a_saturated_medium_loses_nothing() {
+fn with_a_saturated_medium_nothing_is_lost() {
     (4..6).for_each(|seed| run(seed, MEDIA[2]));
 }

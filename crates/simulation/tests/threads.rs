@@ -168,11 +168,11 @@ fn run(mode: IoMode) {
 }
 
 #[test]
-fn threads_do_not_disturb_each_other_buffered() {
+fn concurrent_threads_lose_no_writes_buffered() {
     run(IoMode::Buffered);
 }
 
 #[test]
-fn threads_do_not_disturb_each_other_direct() {
+fn concurrent_threads_lose_no_writes_direct() {
     run(IoMode::Direct);
 }

@@ -123,12 +123,12 @@ fn writes_all_over_a_large_disk(threads: bool) {
 }
 
 #[test]
-fn writes_all_over_a_large_disk_need_no_more_than_the_ring_holds() {
+fn writes_over_a_large_disk_fit_the_journal() {
     writes_all_over_a_large_disk(false);
 }
 
 #[test]
-fn nor_do_they_with_threads() {
+fn writes_over_a_large_disk_fit_the_journal_with_threads() {
     writes_all_over_a_large_disk(true);
 }
 
@@ -177,12 +177,12 @@ fn large_disks_are_deleted_and_discarded_in_steps() {
 }
 
 #[test]
-fn they_are_with_threads() {
+fn large_disks_are_deleted_and_discarded_in_steps_with_threads() {
     large_disks_go(true);
 }
 
 #[test]
-fn a_discard_of_many_single_blocks_goes_in_steps() {
+fn a_discard_of_many_single_blocks_is_split_into_steps() {
     let disk = disk(1 << 40);
     let engine = open(&disk, false);
     let vm = create(&engine, "vm", 16 * TIB, Provisioning::Thin);
@@ -206,7 +206,7 @@ fn a_discard_of_many_single_blocks_goes_in_steps() {
 }
 
 #[test]
-fn a_snapshot_of_a_thick_disk_that_does_not_fit_leaves_everything_going() {
+fn a_refused_snapshot_of_a_thick_disk_does_not_affect_other_requests() {
     let blocks = 8 * GIB_BLOCKS;
     let disk = disk(11 << 30);
     let engine = open(&disk, false);
@@ -232,7 +232,7 @@ fn a_snapshot_of_a_thick_disk_that_does_not_fit_leaves_everything_going() {
 }
 
 #[test]
-fn where_the_images_file_cannot_grow_checkpoints_come_earlier() {
+fn checkpoints_are_made_earlier_if_the_images_file_cannot_grow() {
     let disk = disk(512 << 20);
     let engine = open(&disk, false);
     let vm = create(&engine, "vm", 16 * TIB, Provisioning::Thin);
@@ -261,7 +261,7 @@ fn where_the_images_file_cannot_grow_checkpoints_come_earlier() {
 
 /// Cuts the power after every few operations of recovery, and in each following recovery, then lets recovery end.
 #[test]
-fn recovery_that_is_cut_off_without_end_ends_well() {
+fn recovery_succeeds_after_repeated_power_cuts() {
     let disk = disk(1 << 40);
     let engine = open(&disk, false);
     let vm = create(&engine, "vm", 16 * TIB, Provisioning::Thin);
@@ -306,7 +306,7 @@ fn recovery_that_is_cut_off_without_end_ends_well() {
 /// A datastore of version 1 whose ring is full of operations that change more pages than the ring has room for. Version
 /// 1 could neither continue with it nor open it.
 #[test]
-fn a_full_ring_of_version_1_opens() {
+fn a_datastore_of_version_1_with_a_full_journal_opens() {
     const OPERATIONS: u64 = 6000;
     let disk = disk(1 << 40);
     let engine = open(&disk, false);

@@ -355,7 +355,7 @@ fn from_environment(name: &str, otherwise: u64) -> u64 {
 }
 
 #[test]
-fn a_wrong_bit_or_byte_anywhere_is_found_or_harmless_and_takes_only_itself() {
+fn a_wrong_bit_or_byte_is_detected_or_harmless_and_loses_only_its_own_data() {
     let flips = from_environment("LAMINA_FLIPS", 240);
     let seed = from_environment("LAMINA_SEED", 1);
     let mut figures: [Figures; 2] = Default::default();
@@ -391,7 +391,7 @@ fn a_wrong_bit_or_byte_anywhere_is_found_or_harmless_and_takes_only_itself() {
 }
 
 #[test]
-fn a_salvage_gives_what_is_left_when_a_file_is_cut_short_or_gone() {
+fn salvage_returns_the_remaining_data_if_a_file_is_truncated_or_missing() {
     for closed in [true, false] {
         let world = world(7, closed);
         for (name, _) in &world.files {

@@ -469,12 +469,12 @@ fn make() {
 }
 
 #[test]
-fn a_closed_datastore_of_version_1_opens_and_reads_right() {
+fn a_closed_datastore_of_version_1_opens_with_its_content() {
     opens_and_reads_right("v1-closed.image");
 }
 
 #[test]
-fn a_closed_datastore_of_version_2_opens_and_reads_right() {
+fn a_closed_datastore_of_version_2_opens_with_its_content() {
     opens_and_reads_right("v2-closed.image");
 }
 

@@ -73,7 +73,7 @@ fn assert_clean(engine: &Engine) {
 }
 
 #[test]
-fn an_engine_needs_nothing_of_a_local_file_system() {
+fn an_engine_works_on_a_medium_without_local_files() {
     let medium = MemoryMedium::new(3);
     let disk = initialised(&medium);
     let directory = medium.connect();
@@ -113,7 +113,7 @@ fn an_engine_needs_nothing_of_a_local_file_system() {
 }
 
 #[test]
-fn an_engine_that_loses_its_ownership_stops_and_the_next_owner_has_all_that_was_flushed() {
+fn an_engine_stops_at_loss_of_ownership_and_the_next_owner_has_the_flushed_data() {
     for seed in 0..4 {
         loses_its_ownership_under_load(seed);
     }
@@ -190,7 +190,7 @@ fn loses_its_ownership_under_load(seed: u64) {
 }
 
 #[test]
-fn an_engine_that_is_refused_says_that_its_ownership_is_lost() {
+fn errors_after_a_refused_change_report_the_loss_of_ownership() {
     for flush_first in [true, false] {
         let medium = MemoryMedium::new(9);
         let disk = initialised(&medium);

@@ -147,7 +147,7 @@ fn problems(report: &Report) -> Vec<&str> {
 }
 
 #[test]
-fn checks_beside_load_find_nothing_and_stop_nothing() {
+fn checks_during_writes_report_no_problem_and_block_no_request() {
     for metadata_cache in [0, 32 << 20] {
         let medium = disk();
         let engine = Engine::open(medium.directory(), EngineOptions { metadata_cache, ..SMALL }).unwrap();
@@ -178,7 +178,7 @@ fn place(engine: &Engine, disk: u64, block: u64) -> (u64, u64) {
 }
 
 #[test]
-fn damage_is_found_beside_load() {
+fn checks_during_writes_find_damage() {
     let medium = disk();
     let engine = Engine::open(medium.directory(), EngineOptions { metadata_cache: 32 << 20, ..SMALL }).unwrap();
     let cold = scattered(&engine, "cold");
@@ -229,7 +229,7 @@ fn damage_is_found_beside_load() {
 }
 
 #[test]
-fn a_check_can_be_stopped_and_the_store_goes_on() {
+fn a_check_can_be_cancelled_without_effect_on_the_store() {
     let medium = disk();
     let engine = Engine::open(medium.directory(), SMALL).unwrap();
     let cold = scattered(&engine, "cold");
@@ -245,7 +245,7 @@ fn a_check_can_be_stopped_and_the_store_goes_on() {
 }
 
 #[test]
-fn in_a_small_cache_few_pages_are_read_under_the_lock_and_none_is_stale() {
+fn with_a_small_cache_few_pages_are_read_under_the_lock_and_none_is_stale() {
     let medium = disk();
     let engine = Engine::open(medium.directory(), SMALL).unwrap();
     let disks = [scattered(&engine, "a"), scattered(&engine, "b"), scattered(&engine, "c")];

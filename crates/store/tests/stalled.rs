@@ -152,7 +152,7 @@ fn make(engine: &Engine, name: &str) -> u64 {
 }
 
 #[test]
-fn a_disk_in_memory_is_read_and_written_while_others_wait_for_metadata() {
+fn a_disk_with_cached_metadata_is_served_while_others_wait_for_metadata() {
     let medium = SimulatedDisk::new(1, SimulatedOptions { reorder: false, ..SimulatedOptions::default() });
     let gate = Gate::default();
     let directory: Arc<dyn Directory> = Arc::new(Stalling(medium.directory(), gate.clone()));

@@ -89,7 +89,7 @@ fn kill(disk: &SimulatedDisk) -> SimulatedDisk {
 }
 
 #[test]
-fn a_flip_in_the_last_record_is_found_after_an_idle_moment() {
+fn a_flipped_bit_in_the_last_record_is_detected_after_the_trailer_is_written() {
     let disk = medium(1, false);
     let engine = open(&disk, true).unwrap();
     let vm = create(&engine);
@@ -121,7 +121,7 @@ fn a_flip_in_the_last_record_is_found_after_an_idle_moment() {
 }
 
 #[test]
-fn after_a_clean_stop_no_flip_in_the_journal_matters() {
+fn after_a_clean_stop_flipped_bits_in_the_journal_are_harmless() {
     let disk = medium(2, false);
     let engine = open(&disk, false).unwrap();
     let vm = create(&engine);
@@ -159,7 +159,7 @@ fn life(engine: &Engine, vm: u64, seed: u64, known: &mut [(u8, Vec<u8>)]) {
 }
 
 #[test]
-fn a_power_cut_is_never_taken_for_damage() {
+fn a_torn_end_of_the_journal_is_never_reported_as_damage() {
     let mut trailers = 0;
     for seed in 0..150 {
         let mut disk = medium(seed, true);

@@ -29,7 +29,7 @@ fn value(engine: &Engine, disk: u64, block: u64) -> u8 {
 }
 
 #[test]
-fn a_writer_that_waits_for_write_back_learns_that_it_fails() {
+fn a_writer_that_waits_for_write_back_gets_its_error() {
     let medium = SimulatedDisk::new(1, SimulatedOptions { reorder: false, ..SimulatedOptions::default() });
     let directory = medium.directory();
     Engine::init(&directory, InitParameters { uuid: [7; 16], journal_size: 4 << 20 }).unwrap();

@@ -86,7 +86,7 @@ const HEADLINES: [Headline; 20] = [
     ),
     headline(
         Study::Background,
-        ("full clone: p99 beside it", ""),
+        ("full clone: p99 of requests meanwhile", ""),
         "2,000 random writes a second beside a full clone: 99th percentile of their latency",
     ),
     headline(
@@ -371,7 +371,7 @@ mod tests {
     }
 
     #[test]
-    fn both_pages_follow_from_the_files() {
+    fn both_pages_equal_their_generated_text() {
         let readme = format!("before\n{BEGIN}\nold\n{END}\nafter\n");
         let kept = [Kept { name: "clones".into(), ..result("clones", 0.5) }];
         let new = with_headlines(&readme, &kept).unwrap();
@@ -386,7 +386,7 @@ mod tests {
     }
 
     #[test]
-    fn every_headline_is_of_a_study() {
+    fn every_headline_names_an_existing_study() {
         for headline in &HEADLINES {
             assert!(Study::EACH.contains(&headline.study), "{}", headline.called);
         }

@@ -89,7 +89,7 @@ impl Request {
 /// The time at which a request was sent and at which it was answered.
 #[derive(Clone, Copy, Debug)]
 pub struct Timing {
-    /// Just before it was sent.
+    /// Time just before the request was sent.
     pub sent: Instant,
     /// Just after its reply was read.
     pub answered: Instant,

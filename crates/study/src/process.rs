@@ -265,7 +265,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_command_gives_its_output_or_its_last_words() {
+    fn a_command_returns_its_output_or_the_end_of_its_stderr() {
         assert_eq!(run(Command::new("echo").arg("hello")).unwrap(), "hello\n");
         let error = run(Command::new("sh").args(["-c", "echo broken >&2; exit 3"])).unwrap_err().to_string();
         assert!(error.contains("broken") && error.contains('3'), "{error}");

@@ -47,7 +47,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn order_is_a_permutation_and_depends_on_the_seed() {
+    fn a_random_order_is_a_permutation_that_depends_on_the_seed() {
         let first = Random::new(1).order(1000);
         let mut sorted = first.clone();
         sorted.sort_unstable();
@@ -57,7 +57,7 @@ mod tests {
     }
 
     #[test]
-    fn below_reaches_everything_and_no_more() {
+    fn below_returns_every_smaller_number_and_no_other() {
         let mut random = Random::new(7);
         let mut seen = [false; 10];
         for _ in 0..1000 {

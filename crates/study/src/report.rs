@@ -21,7 +21,7 @@ pub enum Wanted {
 /// A measured figure, with its limit if it has one.
 #[derive(Clone, Debug, Serialize)]
 pub struct Finding {
-    /// The property of lamina that it concerns.
+    /// The property of lamina that was measured.
     pub property: &'static str,
     /// What was measured.
     pub what: String,
@@ -179,7 +179,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn of_each_cell_the_latest_samples_are_taken() {
+    fn merged_reports_use_the_latest_samples_of_each_cell() {
         let folder = std::env::temp_dir().join(format!("study-earlier-{}", std::process::id()));
         fs::create_dir_all(&folder).unwrap();
         let put = |name: &str, raw: Value| fs::write(folder.join(name), json!({ "raw": raw }).to_string()).unwrap();
@@ -192,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn limits_are_met_at_the_limit_and_missed_beyond() {
+    fn a_value_equal_to_its_limit_passes_and_one_beyond_fails() {
         assert!(Finding::at_least("latency", "a", 0.95, 0.95, "x").met);
         assert!(!Finding::at_least("latency", "a", 0.949, 0.95, "x").met);
         assert!(Finding::at_most("latency", "a", 2.0, 2.0, "ms").met);

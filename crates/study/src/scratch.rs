@@ -128,7 +128,7 @@ pub fn allocated(path: &Path) -> Result<u64> {
     allocated_to(path, &|_| true)
 }
 
-/// The same for the files and folders that `wanted` selects.
+/// Bytes that the files and folders selected by `wanted` occupy.
 fn allocated_to(path: &Path, wanted: &dyn Fn(&Path) -> bool) -> Result<u64> {
     let mut sum = 0;
     visit(path, 0, &mut |path, m| {
@@ -214,7 +214,8 @@ pub fn wait_allocated(path: &Path, bytes: u64, time: Duration) -> Result<(u64, D
     wait_until(&|| allocated(path), bytes, time)
 }
 
-/// The same for the blocks of a datastore's native disks.
+/// Waits until the blocks of a datastore's native disks occupy at most `bytes`, or for `time`. Returns the bytes that
+/// they occupy, and the time taken.
 pub fn wait_data_allocated(datastore: &Path, bytes: u64, time: Duration) -> Result<(u64, Duration)> {
     wait_until(&|| data_allocated(datastore), bytes, time)
 }
@@ -236,7 +237,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_run_leaves_nothing_and_sweeps_up_after_killed_ones() {
+    fn a_run_removes_its_files_and_those_of_killed_runs() {
         let parent = std::env::temp_dir().join(format!("study-scratch-{}", std::process::id()));
         // This pid is above the kernel's limit, so that no such process exists.
         fs::create_dir_all(parent.join("run-2000000000")).unwrap();

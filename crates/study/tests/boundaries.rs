@@ -171,7 +171,7 @@ fn named(code: &str, levels: usize) -> Names {
 }
 
 #[test]
-fn folders_import_nothing_that_they_may_not_know() {
+fn folders_import_nothing_that_the_page_forbids() {
     let mut complaints = Vec::new();
     let rules = table("Folders that do not import each other");
     assert!(!rules.is_empty());

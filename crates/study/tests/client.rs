@@ -47,7 +47,7 @@ fn content(memory: &Memory) -> Vec<u8> {
 }
 
 #[test]
-fn every_request_is_answered_once_and_lands_where_it_was_sent() {
+fn every_request_is_answered_once_and_writes_its_own_range() {
     let memory = serve("memory", &["memory", "64M"]);
     let mut client = client(&memory);
     assert_eq!(client.size(), 64 << 20);
@@ -73,7 +73,7 @@ fn every_request_is_answered_once_and_lands_where_it_was_sent() {
 }
 
 #[test]
-fn stamped_blocks_are_told_from_their_older_versions_and_from_others() {
+fn stamped_blocks_differ_from_older_versions_and_other_blocks() {
     let memory = serve("stamped", &["memory", "64M"]);
     let mut client = client(&memory);
     let stamped =
@@ -94,7 +94,7 @@ fn stamped_blocks_are_told_from_their_older_versions_and_from_others() {
 }
 
 #[test]
-fn latencies_are_those_of_the_server() {
+fn measured_latencies_equal_the_delays_of_the_server() {
     let memory = serve("slow", &["--filter=delay", "memory", "64M", "rdelay=30ms"]);
     let mut slowest: f64 = 0.0;
     let mut fastest = f64::INFINITY;
@@ -108,7 +108,7 @@ fn latencies_are_those_of_the_server() {
 }
 
 #[test]
-fn refusals_are_errors() {
+fn refused_requests_are_errors_of_the_client() {
     let memory = serve("failing", &["--filter=error", "memory", "64M", "error-pwrite=ENOSPC", "error-pwrite-rate=1"]);
     let error = client(&memory).run(4, [Request::Write { offset: 0, length: 4096 }], |_| ()).unwrap_err().to_string();
     assert!(error.contains("No space left"), "{error}");

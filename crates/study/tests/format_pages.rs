@@ -365,7 +365,7 @@ fn every_member_of_a_record_is_on_its_page() {
 
 /// Every stored record in a source file with a listed one must be listed too.
 #[test]
-fn every_record_beside_a_listed_one_is_listed() {
+fn every_stored_record_in_a_listed_file_is_listed() {
     let mut complaints = Vec::new();
     let sources: std::collections::BTreeSet<&str> = ITEMS.iter().map(|item| item.source).collect();
     for path in sources {
@@ -446,7 +446,7 @@ fn every_magic_number_is_on_a_page() {
 }
 
 #[test]
-fn a_member_without_its_words_is_missed() {
+fn a_member_that_is_not_on_the_page_is_reported() {
     let source = "pub struct A {\n    /// x\n    #[serde(default, rename = \"disk\")]\n    pub disks: Vec<u8>,\n    pub(super) \
                   tail_at: B<C, D>,\n}\nenum E {\n    One,\n    Two { a: u8 },\n    #[serde(skip)]\n    Three,\n}\n";
     assert_eq!(members(source, "A").unwrap(), ["disk", "tail_at"]);

@@ -34,7 +34,7 @@ fn clean(folder: &Path, id: u32) {
 }
 
 #[test]
-fn a_small_comparison_of_the_peers() {
+fn a_short_peers_study_runs_with_every_server() {
     let folder = folder("peers");
     let words = ["speed", "--peers-only", "--runs", "2", "--seconds", "0.2", "--cell", "4k-qd16"];
     let child = study(&folder, &words);
@@ -60,7 +60,7 @@ fn a_small_comparison_of_the_peers() {
 }
 
 #[test]
-fn an_interrupted_run_leaves_nothing() {
+fn an_interrupted_run_leaves_no_files() {
     let folder = folder("interrupted");
     let child = study(&folder, &["speed", "--peers-only", "--seconds", "30", "--mode", "buffered"]);
     let id = child.id();
@@ -79,7 +79,7 @@ fn an_interrupted_run_leaves_nothing() {
 }
 
 #[test]
-fn wrong_usage_is_refused_by_name() {
+fn wrong_arguments_are_named_in_the_error() {
     let folder = folder("usage");
     for (words, named) in [
         (vec!["speed", "--peers-only", "--cell", "no-such-cell"], "no-such-cell"),

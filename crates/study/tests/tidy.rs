@@ -62,7 +62,7 @@ fn none(complaints: Vec<String>) {
 }
 
 #[test]
-fn files_are_short_and_begin_with_what_they_are() {
+fn files_are_short_and_begin_with_a_description() {
     let mut complaints = Vec::new();
     for file in files(".rs") {
         let code = |line: &&str| !line.trim().is_empty() && !line.trim_start().starts_with("//");
@@ -86,7 +86,7 @@ fn files_are_short_and_begin_with_what_they_are() {
 }
 
 #[test]
-fn names_say_what_a_thing_is() {
+fn names_are_specific() {
     let mut complaints = Vec::new();
     for file in files(".rs") {
         let parts = file.path.trim_end_matches(".rs").split(['/', '_', '-']);
@@ -98,7 +98,7 @@ fn names_say_what_a_thing_is() {
 }
 
 #[test]
-fn nothing_is_left_for_later() {
+fn no_markers_of_unfinished_work_are_left() {
     // Assembled here, so that this file does not match.
     let markers: Vec<String> = [
         ("TO", "DO"),
@@ -170,7 +170,7 @@ fn links(text: &str) -> Vec<&str> {
 }
 
 #[test]
-fn links_in_documents_lead_somewhere() {
+fn links_in_documents_have_existing_targets() {
     let root = root();
     let mut complaints = Vec::new();
     for file in files(".md") {

@@ -209,7 +209,7 @@ impl Room {
 impl Drop for Room {
     fn drop(&mut self) {
         if self.server.is_some() {
-            // Also after a failure, so that no process outlives its test.
+            // Machines are ended after a failure too, so that no process outlives its test.
             self.end_machines();
         }
         let _ = std::fs::remove_dir_all(self.memory());

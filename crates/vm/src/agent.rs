@@ -168,7 +168,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn data_crosses_unchanged() {
+    fn data_is_transferred_unchanged() {
         let bytes: Vec<u8> = (0..=255).collect();
         for length in 0..bytes.len() {
             assert_eq!(decoded(&BASE64.encode(&bytes[..length])).unwrap(), &bytes[..length]);

@@ -67,7 +67,7 @@ pub struct Definition {
     /// The kernel to boot; without it the firmware boots from the first disk.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub boot: Option<Boot>,
-    /// The machine that it was cloned from.
+    /// The machine from which this one was cloned.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub origin: Option<Origin>,
     /// Its disks.
@@ -156,7 +156,7 @@ pub enum Link {
 pub struct Network {
     /// Its MAC address.
     pub mac: Mac,
-    /// The network that it is connected to.
+    /// The network to which the card is connected.
     pub link: Link,
     /// Its PCI slot, one of [`NETWORK_SLOTS`].
     pub slot: u8,
@@ -372,7 +372,7 @@ mod tests {
     }
 
     #[test]
-    fn definitions_survive_encoding() {
+    fn definitions_are_decoded_as_encoded() {
         let machine = machine();
         let text = machine.to_text().unwrap();
         assert!(text.contains("memory = \"256M\""), "{text}");
@@ -405,7 +405,7 @@ mod tests {
     }
 
     #[test]
-    fn disks_and_cards_beyond_the_slots_are_refused() {
+    fn disks_and_network_cards_beyond_the_pci_slots_are_refused() {
         let mut machine = machine();
         for number in 2..DISK_SLOTS.len() {
             machine.add_disk(&format!("d{number}")).unwrap();

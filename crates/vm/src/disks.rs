@@ -10,11 +10,11 @@ use work::Progress;
 pub struct Facts {
     /// Its capacity in bytes.
     pub capacity: u64,
-    /// The disk and snapshot that it is a linked clone of.
+    /// The disk and snapshot of which the disk is a linked clone.
     pub origin: Option<(String, String)>,
-    /// Number of clients that have it open.
+    /// Number of clients that have the disk open.
     pub clients: u64,
-    /// When it was created, in seconds since 1970.
+    /// When the disk was created, in seconds since 1970.
     pub created: u64,
 }
 
@@ -23,7 +23,7 @@ pub struct Facts {
 pub struct SnapshotFacts {
     /// Its name.
     pub name: String,
-    /// When it was taken, in seconds since 1970.
+    /// When the snapshot was taken, in seconds since 1970.
     pub created: u64,
     /// The linked clones that are based on it.
     pub clones: Vec<String>,

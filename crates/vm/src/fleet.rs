@@ -9,9 +9,9 @@ use work::Progress;
 /// Results of an operation on several machines, by name.
 #[derive(Debug, Default)]
 pub struct Outcome {
-    /// Machines on which it succeeded, in the order of the names.
+    /// Machines on which the operation succeeded, in the order of the names.
     pub made: Vec<String>,
-    /// Machines on which it failed, with the error.
+    /// Machines on which the operation failed, with the error.
     pub failed: Vec<(String, Error)>,
 }
 
@@ -70,7 +70,7 @@ mod tests {
     }
 
     #[test]
-    fn each_item_succeeds_once_or_fails_or_is_not_begun() {
+    fn each_item_succeeds_fails_or_is_not_started() {
         let names: Vec<String> = (0..100).map(|number| format!("vm-{number:03}")).collect();
         let seen = Mutex::new(Vec::new());
         let outcome = each(&names, 4, &Stop(AtomicBool::new(false)), &|name| {

@@ -165,7 +165,7 @@ impl Host {
             }
         }
         if let Err(error) = self.sweep() {
-            tracing::error!("an unused memory image is removed by the next command: {error}");
+            tracing::error!("removing unused memory images failed and is repeated by the next command: {error}");
         }
         Ok(())
     }
@@ -183,7 +183,10 @@ impl Host {
     fn recover_one(&self, change: &Change) -> Result<()> {
         let name = change.machine().name();
         if change.let_go_on()? {
-            tracing::warn!(machine = name, "a command that had paused it was interrupted; it runs again");
+            tracing::warn!(
+                machine = name,
+                "an interrupted command had left the machine paused; the machine runs again"
+            );
         }
         snapshots::recover(change, self)
     }

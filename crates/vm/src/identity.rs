@@ -75,14 +75,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn identities_are_random() {
+    fn new_machine_identities_are_random() {
         let (one, other) = (new_uuid().unwrap(), new_uuid().unwrap());
         assert_ne!(one, other);
         assert_eq!(one.get_version(), Some(uuid::Version::Random));
     }
 
     #[test]
-    fn addresses_read_back() {
+    fn addresses_are_parsed_as_they_are_printed() {
         for _ in 0..100 {
             let mac = Mac::new().unwrap();
             assert_eq!(mac.to_string().parse::<Mac>().unwrap(), mac);
@@ -90,7 +90,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_address_is_refused() {
+    fn invalid_addresses_are_refused() {
         for text in
             ["", "52:54:00:12:34", "52:54:00:12:34:56:78", "53:54:00:12:34:56", "5:54:00:12:34:56", "ü:54:00:12:34:56"]
         {

@@ -101,7 +101,7 @@ pub struct Start<'a> {
     pub memory: Memory,
     /// Its memory, as recorded in the run folder.
     pub record: MemoryRecord,
-    /// Whether it waits for a state to be loaded.
+    /// Whether the process waits for a saved state to be loaded.
     pub incoming: bool,
 }
 
@@ -391,7 +391,7 @@ impl Change {
         let path = self.machine.folder.join(HELD);
         let text = serde_json::to_vec(&hold)
             .map_err(|e| Error::new(ErrorKind::Invalid, format!("'{}' cannot be written: {e}", path.display())))?;
-        // Not durable, because a power cut ends the guest too.
+        // The file is not made durable, because a power cut ends the guest too.
         fs::write(&path, text).during(|| format!("writing '{}'", path.display()))?;
         Ok(Holding { path })
     }
@@ -427,9 +427,9 @@ impl Change {
 /// What has to be undone for a paused guest.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Hold {
-    /// Whether it was running and has to be resumed.
+    /// Whether the guest was running and has to be resumed.
     pub resume: bool,
-    /// Whether its file systems are frozen by its agent.
+    /// Whether the guest's agent has frozen its file systems, which have to be thawed.
     pub thaw: bool,
 }
 

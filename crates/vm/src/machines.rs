@@ -212,7 +212,7 @@ impl Machines {
                 Err(error) => Err(error),
             };
             if let Err(error) = outcome {
-                tracing::error!("'{}' is removed by the next command: {error}", folder.display());
+                tracing::error!("removing '{}' failed and is repeated by the next command: {error}", folder.display());
             }
         }
         Ok(left.len())

@@ -108,7 +108,7 @@ mod tests {
     use std::process::Command;
 
     #[test]
-    fn the_script_is_valid_shell_and_unique_for_each_clone() {
+    fn the_guest_script_is_valid_shell_and_unique_for_each_clone() {
         let mut definition = Definition {
             name: "web-1".into(),
             uuid: new_uuid().unwrap(),

@@ -282,7 +282,7 @@ mod tests {
     }
 
     #[test]
-    fn answers_refusals_and_events() {
+    fn replies_errors_and_events_are_distinguished() {
         let folder = tempfile::tempdir().unwrap();
         let path = peer(
             folder.path(),
@@ -303,7 +303,7 @@ mod tests {
     }
 
     #[test]
-    fn an_answer_to_an_earlier_request_is_passed_over() {
+    fn a_late_reply_to_an_earlier_request_is_ignored() {
         let folder = tempfile::tempdir().unwrap();
         // Request 1 negotiates the protocol.
         let path = peer(
@@ -340,7 +340,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_is_handed_over() {
+    fn a_file_descriptor_is_passed_to_qemu() {
         use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("qmp");
@@ -369,7 +369,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_message_is_refused() {
+    fn invalid_messages_are_refused() {
         let folder = tempfile::tempdir().unwrap();
         let path = peer(folder.path(), vec!["nonsense\n", "[1]\n"]);
         let mut client = Client::connect(&path, Duration::from_secs(10)).unwrap();
@@ -378,7 +378,7 @@ mod tests {
     }
 
     #[test]
-    fn a_peer_that_is_not_there_is_told() {
+    fn connecting_to_a_missing_socket_is_not_found() {
         let folder = tempfile::tempdir().unwrap();
         let error = Client::connect(&folder.path().join("none"), Duration::from_millis(5)).err().unwrap();
         assert_eq!(error.kind(), ErrorKind::NotFound, "{error}");

@@ -18,12 +18,12 @@ pub enum Quiet {
     Frozen {
         /// Number of frozen file systems.
         file_systems: u64,
-        /// How long they were frozen.
+        /// How long the file systems were frozen.
         time: Duration,
     },
     /// The guest ran: its disks have the state that a power failure would have left.
     Running {
-        /// Why it was not frozen, if that was requested.
+        /// Why the guest's file systems were not frozen, if freezing was requested.
         why: Option<String>,
     },
 }

@@ -53,7 +53,7 @@ pub struct Record {
     pub version: u32,
     /// Its name.
     pub name: String,
-    /// When it was taken, in seconds since 1970.
+    /// When the snapshot was taken, in seconds since 1970.
     pub created: u64,
     /// Consistency: `stopped`, `quiesced`, `crash-consistent`, or `memory` if it has the guest's memory.
     pub consistency: String,
@@ -193,7 +193,9 @@ pub fn take(host: &Host, change: &Change, name: &str, options: Options) -> Resul
         Ok(taken) => taken,
         Err(error) => {
             if let Err(second) = undo(disks, &new) {
-                tracing::warn!("the unfinished snapshot '{name}' is removed by the next command: {second}");
+                tracing::warn!(
+                    "removing the unfinished snapshot '{name}' failed and is repeated by the next command: {second}"
+                );
             }
             return Err(error);
         }

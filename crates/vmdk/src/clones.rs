@@ -20,9 +20,9 @@ use std::sync::Arc;
 pub struct CloneReference {
     /// Its identity.
     pub uuid: String,
-    /// Its name when it was made.
+    /// The name of the clone when it was created.
     pub name: String,
-    /// The snapshot above which it was made.
+    /// The snapshot on which the clone is based.
     pub snapshot: Option<String>,
 }
 

@@ -31,7 +31,7 @@ pub struct FileInfo {
     pub path: String,
     /// Its ownership.
     pub standing: ImageOwnership,
-    /// The image to which it belongs.
+    /// The image to which the file belongs.
     pub node: u32,
 }
 
@@ -66,7 +66,7 @@ pub struct Info {
     pub created: u64,
     /// Space used by the head's chain.
     pub usage: Usage,
-    /// The snapshot from which it was cloned: `disk@snapshot`.
+    /// The snapshot from which the disk was cloned: `disk@snapshot`.
     pub origin: Option<String>,
     /// Images that no snapshot needs and that could be merged: VMware's "consolidation needed".
     pub redundant: usize,

@@ -148,7 +148,7 @@ impl Disk {
         Ok(())
     }
 
-    /// The same for every image, while the right to change the tree is held.
+    /// Makes reads of every image return data of the device. The caller holds the right to change the tree.
     pub(crate) fn show_all_stale(&self) -> Result<()> {
         let nodes: Vec<u32> = self.record().nodes.iter().map(|node| node.id).collect();
         self.show_stale(self.open_head().as_deref(), &nodes)
@@ -170,7 +170,7 @@ impl Disk {
         }
     }
 
-    /// The same if no image of the head is open.
+    /// As [`Self::doubt`], for a disk of which no image of the head is open: no chain has to be stopped.
     pub(crate) fn doubt_files(&self, error: &Error) {
         match error.kind() {
             ErrorKind::NotFound | ErrorKind::Exists | ErrorKind::Invalid | ErrorKind::Busy => {}

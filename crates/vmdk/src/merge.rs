@@ -253,7 +253,7 @@ impl Disk {
             );
             return Err(Error::new(ErrorKind::Unsupported, text));
         }
-        // Opened before the snapshot is given up: if another process has the image open for writing, this fails.
+        // The image is opened before the snapshot loses its name, because another process may have it open for writing.
         let writable = match below.is_writing() {
             true => None,
             false => Some(Arc::new(self.open_image(&record, target, true)?)),

@@ -171,7 +171,7 @@ pub struct SnapshotRecord {
     pub uid: u32,
     /// The image of the snapshot.
     pub node: u32,
-    /// When it was taken: microseconds since 1970.
+    /// When the snapshot was taken: microseconds since 1970.
     pub created: u64,
     /// Capacity at that time, in bytes.
     pub capacity: u64,

@@ -59,7 +59,7 @@ impl Disk {
         // This also applies to readers of a snapshot until the reopening succeeds.
         self.mistrust();
         if let Some(line) = self.drop_head() {
-            // Kept in the state, because the next attempt finds no chain.
+            // The loss is kept in the state, because the next attempt finds no chain.
             let lost = line.chain.abandon();
             self.state.lock().lost |= lost;
         }

@@ -39,7 +39,7 @@ pub struct NewSnapshot {
     pub delta: Option<DeltaFormat>,
     /// Its UID; if unset, the next one. `Busy` if another snapshot has it.
     pub uid: Option<u32>,
-    /// When it was taken, in seconds since 1970, for a copy of another snapshot. If unset, now.
+    /// When the snapshot was taken, in seconds since 1970, for a copy of another snapshot; `None` for the present.
     pub created: Option<u64>,
 }
 
@@ -59,11 +59,11 @@ pub struct Snapshot {
     pub uid: u32,
     /// The name of the snapshot before it.
     pub parent: Option<String>,
-    /// When it was taken: seconds since 1970.
+    /// When the snapshot was taken: seconds since 1970.
     pub created: u64,
     /// Capacity at that time, in bytes.
     pub capacity: u64,
-    /// Whether the head continues from it.
+    /// Whether the head is based on the snapshot.
     pub current: bool,
     /// Its description.
     pub description: String,

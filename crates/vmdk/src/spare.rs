@@ -20,8 +20,8 @@ impl Disk {
     pub(crate) fn set_aside(&self, announced: &Record, after: &Record) -> Result<Spare<'_>> {
         let bytes = announced.encode()?.len().max(after.encode()?.len()) as u64 + SLACK;
         let spare = Spare { disk: self, bytes };
-        // A record may fit where a reservation does not: then the announcement can still be written. It frees the space
-        // of the old record, which `renew` reserves.
+        // If the reservation fails for lack of space, the record that announces the operation may fit nevertheless. It
+        // replaces the old record, whose space `renew` then reserves.
         match self.with_room(announced, || spare.take()) {
             Err(error) if error.kind() != ErrorKind::NoSpace => Err(error),
             _ => Ok(spare),
@@ -37,7 +37,7 @@ impl Spare<'_> {
     /// Reserves the space again if a record has used it, as far as possible: the replaced record has freed some.
     pub fn renew(&self) {
         if let Err(error) = self.take() {
-            tracing::debug!(%error, disk = self.disk.name(), "no room can be set aside for the next record");
+            tracing::debug!(%error, disk = self.disk.name(), "no space can be reserved for the next record");
         }
     }
 }

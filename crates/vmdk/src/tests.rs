@@ -21,7 +21,7 @@ fn node(id: u32, parent: Option<u32>) -> Node {
 }
 
 #[test]
-fn deltas_are_of_a_format_that_holds_the_disk() {
+fn deltas_have_a_format_that_supports_the_capacity() {
     use DeltaFormat::{SeSparse, VmfsSparse, VsanSparse};
     const TIB: u64 = 1 << 40;
     assert_eq!(
@@ -87,13 +87,13 @@ fn again(record: &Record) -> Result<Record> {
 }
 
 #[test]
-fn a_record_reads_back_as_written() {
+fn a_record_is_decoded_as_encoded() {
     let record = record();
     assert_eq!(again(&record).unwrap(), record);
 }
 
 #[test]
-fn queries_follow_the_image_tree() {
+fn queries_of_a_record_follow_the_image_tree() {
     let record = record();
     assert_eq!(record.line(3).unwrap(), [3, 2, 1]);
     assert_eq!(record.children(1), [2, 4]);
@@ -110,7 +110,7 @@ fn queries_follow_the_image_tree() {
 }
 
 #[test]
-fn what_contradicts_itself_is_refused() {
+fn inconsistent_records_are_refused() {
     type Change = fn(&mut Record);
     let changes: [(&str, Change); 12] = [
         ("circle", |r| r.nodes[0].parent = Some(3)),

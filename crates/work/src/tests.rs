@@ -82,7 +82,7 @@ impl Progress for Notes {
 }
 
 #[test]
-fn steps_are_reported_and_the_parts_are_one_piece_of_work() {
+fn progress_of_parts_is_reported_as_progress_of_the_whole() {
     let notes = Notes::default();
     assert!(Throttle::new(&notes).step(5, 10, 100).is_continue());
     assert_eq!((*notes.last.lock(), notes.moved.load(Ordering::Relaxed)), ((5, 10), 100));
@@ -99,7 +99,7 @@ fn steps_are_reported_and_the_parts_are_one_piece_of_work() {
 }
 
 #[test]
-fn the_lower_rate_holds() {
+fn the_lower_of_two_rates_applies() {
     assert_eq!([slower(0, 0), slower(5, 0), slower(0, 6), slower(5, 6)], [0, 5, 6, 5]);
     assert_eq!(Throttled { progress: &NoProgress, rate: 7 }.rate(), 7);
 }

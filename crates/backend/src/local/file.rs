@@ -499,7 +499,7 @@ mod tests {
     }
 
     #[test]
-    fn a_write_in_pieces_is_the_whole_write() {
+    fn a_write_in_pieces_writes_all_bytes() {
         let folder = std::env::temp_dir().join(format!("lamina-pieces-{}", std::process::id()));
         std::fs::create_dir_all(&folder).unwrap();
         let open = std::fs::OpenOptions::new().read(true).write(true).create_new(true).open(folder.join("file"));
@@ -539,7 +539,7 @@ mod tests {
     }
 
     #[test]
-    fn the_last_handle_of_a_removed_file_closes_it() {
+    fn a_removed_file_is_closed_with_its_last_handle() {
         let folder = std::env::temp_dir().join(format!("lamina-closing-{}", std::process::id()));
         std::fs::create_dir_all(&folder).unwrap();
         let path = folder.join("large");

@@ -1,4 +1,4 @@
-//! Space that a folder keeps back for requests that need no new space, where the file system refuses even these.
+//! Space that a folder keeps back. It is released when the file system refuses even requests that need no new space.
 //!
 //! btrfs counts the metadata of every request against a quota. At the limit it refuses overwrites in place, hole
 //! punches, length changes and renames with EDQUOT. It has separate space for metadata and for data: if other programs
@@ -39,7 +39,7 @@ const ATTRIBUTES: usize = 16;
 const ATTRIBUTE: usize = 16_000;
 /// The least time between two attempts to make missing steps: at a full quota, each makes the file system commit.
 const TRY_EVERY: Duration = Duration::from_millis(100);
-/// The same for the thread.
+/// The least time between two attempts of the thread to make missing steps.
 const THREAD_EVERY: Duration = Duration::from_millis(500);
 
 /// The folders of this process that keep space back.

@@ -76,7 +76,7 @@ impl Ranges {
         Some(start.max(from)..end)
     }
 
-    /// How many numbers of `range` are not in the set.
+    /// The count of numbers in `range` that are not in the set.
     pub(super) fn missing(&self, range: Range<u64>) -> u64 {
         let mut missing = 0;
         let mut at = range.start;
@@ -251,7 +251,7 @@ mod tests {
     use std::collections::BTreeSet;
 
     #[test]
-    fn ranges_equal_a_plain_set() {
+    fn a_set_of_ranges_equals_a_set_of_numbers() {
         for seed in 0..50 {
             let mut random = Random::new(seed);
             let (mut ranges, mut set) = (Ranges::default(), BTreeSet::new());

@@ -71,7 +71,7 @@ pub(super) struct World {
     /// While `off`, operations that change nothing still succeed.
     pub(super) readable: bool,
     pub(super) pace: Option<Pace>,
-    /// Free space that is reported in excess.
+    /// Bytes by which the reported free space exceeds the actual free space.
     pub(super) overstated: u64,
     /// The error of requests for which there is no space.
     refusal: Errno,
@@ -163,7 +163,7 @@ impl World {
         Ok(if !matches!(verdict, Verdict::Cut) && self.does_fail(fault) { Verdict::Fail } else { verdict })
     }
 
-    /// The same state with a new seed and options.
+    /// The simulated machine in its present state, with a new seed and new options.
     pub(super) fn reseeded(self, seed: u64, options: SimulatedOptions) -> World {
         World { random: Random::new(seed), refusal: refusal(seed), options, ..self }
     }
@@ -426,7 +426,7 @@ impl World {
         }
     }
 
-    /// Drops from the page cache what a failed flush did not write; what still waits for a flush stays.
+    /// Drops data that a failed flush did not write from the page cache. Data that waits for its first flush stays.
     pub(super) fn forget_cached(&mut self, id: FileId) -> io::Result<()> {
         let before = self.file(id)?.live.space().total();
         let file = self.file(id)?;

@@ -121,7 +121,7 @@ fn local_direct_auto() {
 }
 
 #[test]
-fn demanding_uring_gives_it_or_an_error() {
+fn a_request_for_io_uring_gives_it_or_an_error() {
     let folder = Folder::new();
     match LocalDirectory::open(&folder.0, LocalQueues::Uring) {
         Ok(directory) => assert_eq!(directory.queue_kind(), QueueKind::Uring),
@@ -159,7 +159,7 @@ fn overlay() {
 }
 
 #[test]
-fn a_revoked_owner_is_notified_and_fenced_and_keeps_flushed_data() {
+fn a_revoked_owner_is_notified_and_fenced_and_flushed_data_stays() {
     let medium = MemoryMedium::new(7);
     let directory = medium.connect();
     let file = directory.create("file", IoMode::Buffered).unwrap();

@@ -185,7 +185,7 @@ pub fn polls_complete_once(directory: &dyn Directory, mode: IoMode) {
     queue.wait(&mut completions, Some(Duration::from_secs(20))).unwrap();
     assert_eq!(completions.len(), 1);
     assert_eq!(completions[0].token, 101);
-    // More polls at once than the depth.
+    // A queue accepts more polls at once than its depth.
     for token in 0..300 {
         queue.poll_readable(reader.as_raw_fd(), token);
     }

@@ -56,7 +56,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_marked_is_taken_once() {
+    fn a_marked_range_is_taken_once() {
         let log = DirtyLog::new(100 << 20);
         log.mark(&(70_000..70_001));
         log.mark(&(99 << 20..100 << 20));
@@ -73,7 +73,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_is_bounded_at_any_capacity() {
+    fn memory_is_limited_for_disks_of_any_capacity() {
         let log = DirtyLog::new(64 << 40);
         assert!(log.words.len() <= (1 << 20) / 8);
         log.mark(&(0..64 << 40));

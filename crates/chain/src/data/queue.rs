@@ -218,7 +218,7 @@ mod tests {
     }
 
     #[test]
-    fn a_scan_takes_nothing_from_what_is_read_again() {
+    fn a_scan_evicts_no_block_that_is_read_again() {
         let mut blocks = Blocks::default();
         blocks.set_size(1000 * COST);
         for _ in 0..4 {
@@ -235,7 +235,7 @@ mod tests {
     }
 
     #[test]
-    fn bounds_hold_under_reads_and_writes() {
+    fn the_data_cache_keeps_its_limit_under_reads_and_writes() {
         let mut blocks = Blocks::default();
         blocks.set_size(64 * COST);
         let mut seed = 1u64;

@@ -159,7 +159,7 @@ impl Holders {
         self.forget_where(from, to, |_| true);
     }
 
-    /// Makes the blocks in sectors `from..to` unknown that `wanted` selects.
+    /// Makes those blocks of sectors `from..to` unknown that `wanted` selects.
     pub fn forget_where(&mut self, from: u64, to: u64, wanted: impl Fn(u8) -> bool) {
         if self.spans.is_empty() || from >= to {
             return;
@@ -251,7 +251,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_is_bounded_and_what_helps_stays() {
+    fn memory_is_bounded_and_used_entries_stay() {
         let mut holders = holders();
         holders.put(0, &[1; SPAN_BLOCKS]);
         for span in 1..100_000 {

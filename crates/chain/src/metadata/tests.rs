@@ -12,7 +12,7 @@ fn data(start: u64, length: u64, level: u8, sector: u64) -> Mapping {
 }
 
 #[test]
-fn entries_keep_what_they_are_given() {
+fn an_encoded_entry_decodes_to_its_mapping() {
     for to in [
         To::Absent,
         To::Zero,
@@ -43,7 +43,7 @@ fn entries_keep_what_they_are_given() {
 }
 
 #[test]
-fn a_shard_is_a_map_of_sectors() {
+fn a_shard_equals_a_model_by_sector() {
     const SECTORS: u64 = 4000;
     for seed in 0..30 {
         let mut random = Random(seed);
@@ -111,7 +111,7 @@ fn a_shard_is_a_map_of_sectors() {
 }
 
 #[test]
-fn neighbours_become_one() {
+fn adjacent_mappings_are_joined() {
     let mut shard = Shard::default();
     for start in [10, 30, 20, 0] {
         shard.insert(CachedExtent::new(&data(start, 10, 1, 500 + start)).unwrap());
@@ -138,7 +138,7 @@ fn fill(cache: &MetadataCache, changes: &Changes, demand: Range<u64>, found: &[M
 }
 
 #[test]
-fn the_bound_holds_and_recency_decides() {
+fn the_cache_keeps_its_limit_and_evicts_the_least_recently_used() {
     let (cache, changes) = (cache(1000), Changes::new());
     let mut random = Random(5);
     let of = |block: u64| data(block * 8, 8, 1, (block * 7919) % 100_003 * 16);
@@ -168,7 +168,7 @@ fn the_bound_holds_and_recency_decides() {
 }
 
 #[test]
-fn extents_cross_regions_in_parts() {
+fn extents_are_split_at_region_boundaries() {
     let (cache, changes) = (cache(1000), Changes::new());
     let whole = data(0, 5 * REGION / SECTOR, 1, 64);
     fill(&cache, &changes, 0..whole.length, &[whole]);
@@ -183,7 +183,7 @@ fn extents_cross_regions_in_parts() {
 }
 
 #[test]
-fn a_prefetch_gives_way_and_takes_nothing_from_what_is_known() {
+fn prefetched_entries_are_evicted_first_and_replace_no_newer_entry() {
     let (cache, changes) = (cache(64), Changes::new());
     let newer = data(8, 8, 9, 4096);
     fill(&cache, &changes, newer.start..newer.end(), &[newer]);
@@ -206,7 +206,7 @@ fn a_prefetch_gives_way_and_takes_nothing_from_what_is_known() {
 }
 
 #[test]
-fn prefetching_stops_where_it_is_in_vain_and_comes_back() {
+fn prefetching_stops_when_its_entries_are_unused_and_resumes() {
     let (cache, changes) = (cache(2000), Changes::new());
     let mut random = Random(9);
     let of = |block: u64| data(block * 8, 8, 1, (block * 7919) % 1_000_003 * 16);
@@ -236,7 +236,7 @@ fn prefetching_stops_where_it_is_in_vain_and_comes_back() {
 }
 
 #[test]
-fn what_changed_meanwhile_does_not_go_in() {
+fn a_lookup_that_a_change_overtook_is_not_cached() {
     let (cache, changes) = (cache(1000), Changes::new());
     let (old, new) = (data(0, 256, 1, 0), data(0, 8, 2, 77));
     let token = changes.token(&(0..old.length));
@@ -250,7 +250,7 @@ fn what_changed_meanwhile_does_not_go_in() {
 }
 
 #[test]
-fn a_merge_takes_its_entries_along() {
+fn a_merge_redirects_the_cache_entries_of_its_sources() {
     let (cache, changes) = (cache(1000), Changes::new());
     let old = [data(0, 8, 1, 0), data(8, 8, 2, 0), data(16, 8, 1, 900)];
     fill(&cache, &changes, 0..24 * SECTOR, &old);

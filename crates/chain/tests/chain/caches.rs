@@ -28,7 +28,7 @@ fn check(chain: &Chain, grain: u64) {
 }
 
 #[test]
-fn a_layer_is_asked_only_for_ranges_absent_above_it() {
+fn a_layer_is_read_only_for_ranges_absent_in_the_layers_above() {
     let (chain, layers) = striped(2, 1 << 20, Options::default());
     let whole = Mock::new(Manner::new(1 << 20, 4096));
     whole.write(0, &[&vec![1; 1 << 20]]).unwrap();
@@ -55,7 +55,7 @@ fn a_stream_over_fragments_is_prefetched() {
 }
 
 #[test]
-fn tunables_change_at_once() {
+fn changed_tunables_take_effect_at_once() {
     let (chain, _) = striped(8, 4 << 20, Options::default());
     let off = Tunables { prefetch_bytes: 0, ..chain.tunables() };
     chain.set_tunables(off).unwrap();
@@ -96,7 +96,7 @@ fn the_data_cache_answers_without_the_layers_and_keeps_its_size() {
 }
 
 #[test]
-fn a_write_is_seen_through_every_cache() {
+fn a_read_after_a_write_returns_new_data_in_spite_of_caches() {
     let (chain, _) = striped(4, 1 << 20, Options { data_cache: 1 << 20, ..Options::default() });
     (0..256).for_each(|grain| check(&chain, grain));
     chain.write(4096 * 7 + 10, &[9; 100]).unwrap();
@@ -113,7 +113,7 @@ fn a_write_is_seen_through_every_cache() {
 }
 
 #[test]
-fn files_past_the_page_cache_are_read_in_blocks() {
+fn direct_io_files_are_read_in_whole_blocks() {
     let mut random = Random::new(2);
     let mut content = vec![0; 300 * 512];
     random.fill(&mut content);
@@ -219,7 +219,7 @@ fn requests_past_the_end_and_writes_to_read_only_layers_are_refused() {
 /// A random load over more blocks than the cache has entries: each miss asks only the level that holds the block, and
 /// reads return the latest content.
 #[test]
-fn with_a_full_cache_one_level_is_asked_and_no_stale_data_is_read() {
+fn with_a_full_cache_a_miss_reads_one_level_and_no_stale_data() {
     const GRAINS: u64 = 4096;
     const CAPACITY: u64 = 1 << 30;
     // Spread over the disk, so that every shard has a part of the load.
@@ -255,7 +255,7 @@ fn with_a_full_cache_one_level_is_asked_and_no_stale_data_is_read() {
                 content[grain as usize] = step | 1 << 40;
                 chain.write(place(grain), &(step | 1 << 40).to_le_bytes().repeat(512)).unwrap();
             }
-            // Few and short: adjacent zeros are one entry, and the entries have to overflow the cache.
+            // Zeroed ranges are few and short: adjacent zeros are one entry, and entries have to overflow the cache.
             60..70 => {
                 let count = 1 + random.below(GRAINS / 16 - grain / 16).min(2);
                 (0..count).for_each(|next| content[(grain + next * 16) as usize] = 0);

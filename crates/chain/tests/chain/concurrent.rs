@@ -192,18 +192,18 @@ impl Drop for StopOnPanic<'_> {
 }
 
 #[test]
-fn partial_grains_lose_nothing_under_snapshots() {
+fn writes_to_parts_of_grains_under_snapshots_lose_nothing() {
     run(1, Setup { grain: 4096, moves: false, data_cache: 0, entries: 65_536, merges: false });
 }
 
 #[test]
-fn moved_grains_are_never_read_as_other_grains() {
+fn reads_of_moving_grains_return_their_own_data() {
     run(2, Setup { grain: 1024, moves: true, data_cache: 0, entries: 65_536, merges: true });
     run(3, Setup { grain: 4096, moves: true, data_cache: 0, entries: 100, merges: true });
 }
 
 #[test]
-fn the_data_cache_is_never_behind() {
+fn the_data_cache_returns_no_stale_data() {
     run(4, Setup { grain: 4096, moves: true, data_cache: 1 << 20, entries: 65_536, merges: true });
     run(5, Setup { grain: 512, moves: false, data_cache: 100_000, entries: 1000, merges: true });
 }

@@ -231,7 +231,7 @@ fn history(seed: u64, real: bool) -> (u32, u32) {
                     for _ in 0..world.random.below(4) {
                         world.act(&chain);
                     }
-                    // Also directly after the merge has ended: a failed write guarantees nothing.
+                    // Flushes are made directly after the merge as well, because a failed write guarantees nothing.
                     if !world.dead && world.random.percent(30) {
                         world.flush(&chain);
                         let soon = world.disk.operations() + world.random.below(6);
@@ -280,16 +280,16 @@ fn histories(seeds: std::ops::Range<u64>, real: bool) {
 }
 
 #[test]
-fn nothing_flushed_is_lost_and_the_chain_always_opens() {
+fn flushed_data_survives_power_cuts_and_the_chain_opens() {
     histories(0..250, false);
 }
 
 #[test]
-fn nothing_flushed_is_lost_in_chains_of_the_real_formats() {
+fn flushed_data_survives_power_cuts_in_chains_of_each_format() {
     histories(0..120, true);
 }
 
 #[test]
-fn nothing_flushed_is_lost_in_more_chains_of_the_real_formats() {
+fn flushed_data_survives_power_cuts_in_more_chains_of_each_format() {
     histories(1000..1120, true);
 }

@@ -114,7 +114,7 @@ fn after_a_failed_flush_nothing_is_written() {
 }
 
 #[test]
-fn a_flush_without_room_is_done_again_when_there_is_some() {
+fn a_flush_that_failed_for_lack_of_space_succeeds_when_there_is_space() {
     let (chain, layers, _) = filled(2, 1 << 20, 4096, 5);
     chain.write(0, &[5; 4096]).unwrap();
     layers[0].faults.flush_room.store(true, Ordering::SeqCst);
@@ -164,7 +164,7 @@ fn a_flush_covers_the_level_below_a_new_snapshot() {
 }
 
 #[test]
-fn a_merge_that_fails_leaves_the_chain_as_it_was() {
+fn a_failed_merge_leaves_the_chain_unchanged() {
     for writes in [1, 2, 5] {
         let (chain, layers, content) = filled(4, 2 << 20, 4096, 7);
         let keys = chain.keys();
@@ -203,7 +203,7 @@ impl Progress for Late<'_> {
 }
 
 #[test]
-fn a_target_that_fails_late_fails_the_merge_and_no_write() {
+fn a_failing_target_during_mirroring_fails_the_merge_and_no_write() {
     let (chain, layers, mut content) = filled(3, 1 << 20, 4096, 8);
     let late = Late { chain: &chain, target: &layers[2], begun: AtomicBool::new(false) };
     // Writes that the last pass has to copy.
@@ -231,7 +231,7 @@ fn a_target_that_fails_late_fails_the_merge_and_no_write() {
 
 /// A write under way while a flush begins and ends is not covered by it, and must be covered by the next flush.
 #[test]
-fn a_flush_in_the_middle_of_a_write_does_not_count_for_it() {
+fn a_flush_during_a_write_does_not_cover_the_write() {
     let layer = Mock::new(Manner::new(1 << 20, 4096));
     let chain = Chain::open("slow", vec![layer.clone() as Arc<dyn Layer>], Options::default()).unwrap();
     for zero in [false, true] {

@@ -122,7 +122,7 @@ fn consolidation_ends_under_continuous_writes() {
 }
 
 #[test]
-fn an_interrupted_merge_changes_nothing_and_goes_on_later() {
+fn an_interrupted_merge_changes_no_data_and_can_be_continued() {
     let capacity = 200 << 20;
     let (chain, layers, _) = filled(3, capacity, 4096, 5);
     let mut content = vec![0; capacity as usize];
@@ -160,7 +160,7 @@ fn a_merge_keeps_its_rate_limit_and_reports_progress() {
 }
 
 #[test]
-fn a_commit_that_fails_leaves_the_chain_as_it_was() {
+fn a_failed_commit_of_a_merge_leaves_the_chain_unchanged() {
     let (chain, _, mut content) = filled(4, 1 << 20, 512, 7);
     let keys = chain.keys();
     for _ in 0..2 {
@@ -211,7 +211,7 @@ fn a_snapshot_may_be_taken_while_a_merge_is_under_way() {
 }
 
 #[test]
-fn what_cannot_be_merged_is_refused() {
+fn impossible_merges_are_refused() {
     let (chain, layers, content) = filled(3, 1 << 20, 4096, 12);
     let keys = chain.keys();
     let kind = |result: error::Result<chain::Merged>| result.err().unwrap().kind();

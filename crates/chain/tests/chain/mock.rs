@@ -84,7 +84,7 @@ impl Manner {
     }
 }
 
-/// The table that a crash restores.
+/// The durable table of the layer: the state after a crash.
 #[derive(Clone, Default)]
 pub struct Table {
     places: Vec<u32>,

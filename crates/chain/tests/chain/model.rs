@@ -182,7 +182,7 @@ impl History {
 }
 
 #[test]
-fn histories_equal_a_plain_vector() {
+fn random_histories_equal_a_byte_vector() {
     for seed in 0..60 {
         let run = std::panic::catch_unwind(|| {
             let mut history = History::new(seed);
@@ -200,7 +200,7 @@ fn histories_equal_a_plain_vector() {
 }
 
 #[test]
-fn thirty_two_levels_of_any_grain_read_as_one() {
+fn thirty_two_levels_of_any_grain_size_equal_a_model() {
     let mut history = History::new(4711);
     while history.levels.len() < LEVELS_MAX {
         for _ in 0..6 {

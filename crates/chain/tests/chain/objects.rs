@@ -24,7 +24,7 @@ fn folders() -> [(tempfile::TempDir, LocalDirectory); 2] {
 }
 
 #[test]
-fn each_object_has_a_map_of_its_own_and_takes_space_by_the_unit() {
+fn each_object_has_its_own_map_and_allocates_whole_units() {
     let [(_one, directory), _] = folders();
     let layer = Format::VsanSparse.create(&directory, "object", CAPACITY, IoMode::Buffered).unwrap();
     let empty = layer.usage().unwrap().allocated;
@@ -47,7 +47,7 @@ fn each_object_has_a_map_of_its_own_and_takes_space_by_the_unit() {
 }
 
 #[test]
-fn forty_levels_in_two_folders_read_as_one() {
+fn forty_levels_in_two_folders_equal_a_model() {
     let folders = folders();
     let mut random = Random::new(40);
     let mut content = vec![0; CAPACITY as usize];
@@ -98,7 +98,7 @@ fn forty_levels_in_two_folders_read_as_one() {
 }
 
 #[test]
-fn the_limit_is_in_the_error_and_can_be_raised() {
+fn the_error_names_the_limit_of_levels_and_the_limit_can_be_raised() {
     let [(_one, directory), _] = folders();
     let layer = |name: &str| Format::VsanSparse.create(&directory, name, MIB, IoMode::Buffered).unwrap();
     let options = Options { levels_max: 32, ..Options::default() };

@@ -27,7 +27,7 @@ fn below(chain: &Chain, above: usize) -> Chain {
 }
 
 #[test]
-fn a_snapshot_holds_what_was_acknowledged_before_and_nothing_later() {
+fn a_snapshot_has_all_earlier_acknowledged_writes_and_no_later_ones() {
     let chain = disk("one");
     let (acknowledged, stop) = (AtomicU64::new(0), AtomicBool::new(false));
     std::thread::scope(|scope| {
@@ -57,7 +57,7 @@ fn a_snapshot_holds_what_was_acknowledged_before_and_nothing_later() {
 }
 
 #[test]
-fn a_slow_write_holds_no_other_write_off() {
+fn a_slow_write_does_not_delay_other_writes() {
     let chain = disk("slow");
     let slow = Mock::new(Manner::new(CAPACITY, 4096));
     slow.faults.write_delay.store(200_000, Ordering::Relaxed);
@@ -81,7 +81,7 @@ fn a_slow_write_holds_no_other_write_off() {
 }
 
 #[test]
-fn what_is_still_written_below_a_snapshot_is_guarded() {
+fn readers_hold_the_level_whose_writes_a_snapshot_found_in_flight() {
     let old = Mock::new(Manner { moves: true, ..Manner::new(CAPACITY, 4096) });
     let chain = Chain::open("moving", vec![old.clone() as Arc<dyn Layer>], Options::default()).unwrap();
     chain.write(0, &[1; 4096]).unwrap();
@@ -107,7 +107,7 @@ fn what_is_still_written_below_a_snapshot_is_guarded() {
 }
 
 #[test]
-fn several_disks_have_one_point_in_time() {
+fn a_snapshot_of_several_disks_is_of_one_point_in_time() {
     let disks = [disk("a"), disk("b"), disk("c")];
     let stop = AtomicBool::new(false);
     std::thread::scope(|scope| {

@@ -130,7 +130,7 @@ fn rest(stream: &mut dyn Stream) -> String {
 }
 
 #[test]
-fn each_class_has_a_limit_of_its_own() {
+fn each_class_of_connections_has_its_own_limit() {
     let world = start(Limits { unix: 3, authenticated: 1, unauthenticated: 2 }, QUICK);
     let mut tcp: Vec<_> = (0..2).map(|_| world.tcp()).collect();
     assert!(tcp.iter_mut().all(|stream| ask(stream, b'e')));
@@ -199,7 +199,7 @@ fn requests_under_way_are_finished_and_answered() {
 }
 
 #[test]
-fn sessions_are_told_to_end_after_the_undisturbed_time() {
+fn sessions_are_asked_to_end_after_the_grace_period() {
     let world = start(Limits::each(8), Drain { undisturbed: MOMENT, ..QUICK });
     let mut client = world.unix();
     client.write_all(b"h").unwrap();
@@ -211,7 +211,7 @@ fn sessions_are_told_to_end_after_the_undisturbed_time() {
 }
 
 #[test]
-fn a_client_that_reads_nothing_is_cut_off() {
+fn a_client_that_reads_no_replies_is_disconnected() {
     for listen in [World::unix, World::tcp] {
         let world = start(Limits::each(8), Drain { undisturbed: Duration::ZERO, finish: MOMENT, cut: Some(PATIENCE) });
         let mut client = listen(&world);
@@ -286,7 +286,7 @@ fn stopping_while_clients_connect_serves_no_client_afterwards() {
 }
 
 #[test]
-fn clients_that_connected_in_time_are_told_that_the_service_stops() {
+fn clients_in_the_backlog_are_notified_that_the_service_stops() {
     let world = start(Limits::each(0), QUICK);
     // The register is locked, so that the accepting thread cannot reach the second connection before the service stops.
     let register = world.service.shared.register.lock();
@@ -300,7 +300,7 @@ fn clients_that_connected_in_time_are_told_that_the_service_stops() {
 }
 
 #[test]
-fn replies_arrive_although_the_client_sends_on_after_the_end() {
+fn replies_arrive_although_the_client_still_sends_at_the_end() {
     let world = start(Limits::each(8), QUICK);
     for connect in [World::unix, World::tcp] {
         let mut client = connect(&world);
@@ -322,7 +322,7 @@ fn replies_arrive_although_the_client_sends_on_after_the_end() {
 }
 
 #[test]
-fn a_start_that_fails_leaves_nothing() {
+fn a_failed_start_leaves_no_socket() {
     let folder = tempfile::tempdir().unwrap();
     let (good, bad) = (folder.path().join("good"), folder.path().join("bad"));
     std::fs::write(&bad, "mine").unwrap();

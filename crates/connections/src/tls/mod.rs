@@ -30,8 +30,9 @@ pub struct TlsConfig {
     pub key: PathBuf,
     /// Authorities that sign client certificates. If given, a client without a valid certificate is refused.
     pub client_authorities: Option<PathBuf>,
-    /// Over TCP, nothing of the protocol but what begins TLS is answered before TLS. Without it, and always on unix
-    /// sockets, whose file permissions say who may connect, TLS is the client's choice.
+    /// If true, the server answers over TCP only the messages that begin TLS, until TLS is established. If false, the
+    /// client chooses whether to use TLS. On unix sockets the client always chooses, because their file permissions
+    /// decide which users may connect.
     pub required: bool,
 }
 

@@ -134,7 +134,7 @@ impl Sending<'_> {
             let (disk, snapshot) = (disk.disk.clone(), name.to_owned());
             match self.datastore.delete_snapshot(&disk, name, None, &NoProgress) {
                 Ok(_) => self.service.publish(|| vec![Change::SnapshotDeleted { disk, snapshot }]),
-                Err(error) => tracing::warn!("snapshot '{disk}@{name}' is kept: {error}"),
+                Err(error) => tracing::warn!("the temporary snapshot '{disk}@{name}' could not be deleted: {error}"),
             }
         }
     }

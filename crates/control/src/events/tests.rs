@@ -33,7 +33,7 @@ fn deleted(number: u64) -> Change {
 }
 
 #[test]
-fn every_change_after_the_subscription_is_told_in_order() {
+fn every_change_after_the_subscription_is_published_in_order() {
     let events = Events::default();
     events.publish(vec![deleted(1)]);
     let subscription = events.subscribe().unwrap();
@@ -47,7 +47,7 @@ fn every_change_after_the_subscription_is_told_in_order() {
 }
 
 #[test]
-fn a_slow_subscriber_is_told_how_much_it_missed_and_disturbs_no_other() {
+fn a_slow_subscriber_gets_the_number_of_missed_events_and_delays_no_other() {
     let events = Events::default();
     let (slow, quick) = (events.subscribe().unwrap(), events.subscribe().unwrap());
     let count = QUEUE_MAX as u64 + 10;

@@ -49,7 +49,7 @@ fn first(jobs: &Jobs) -> JobInfo {
 }
 
 #[test]
-fn an_attached_job_is_seen_and_cancelled_by_others() {
+fn an_attached_job_can_be_listed_and_cancelled_by_other_clients() {
     let jobs = Jobs::new().unwrap();
     let client = Client::default();
     thread::scope(|scope| {
@@ -67,7 +67,7 @@ fn an_attached_job_is_seen_and_cancelled_by_others() {
 }
 
 #[test]
-fn an_attached_job_ends_with_its_client_and_not_with_a_waiting_client() {
+fn an_attached_job_ends_when_its_client_leaves_but_not_when_a_waiter_leaves() {
     let jobs = Jobs::new().unwrap();
     let client = Client::default();
     thread::scope(|scope| {
@@ -82,7 +82,7 @@ fn an_attached_job_ends_with_its_client_and_not_with_a_waiting_client() {
 }
 
 #[test]
-fn a_started_job_keeps_its_outcome() {
+fn the_result_of_a_started_job_is_kept() {
     let jobs = Arc::new(Jobs::new().unwrap());
     let image = |path: &str| {
         Request::Image(ImageRequest::Check { path: path.into(), repair: false, options: ImageOptions::default() })
@@ -102,7 +102,7 @@ fn a_started_job_keeps_its_outcome() {
 }
 
 #[test]
-fn a_panic_ends_the_job_that_it_is_in() {
+fn a_panic_ends_only_its_own_job() {
     let jobs = Jobs::new().unwrap();
     let work = || jobs.attached(kind(), &Client::default(), |_| panic!("a bug in the engine"));
     assert!(std::panic::catch_unwind(std::panic::AssertUnwindSafe(work)).is_err());
@@ -130,6 +130,6 @@ fn ended_jobs_are_kept_up_to_a_limit_and_those_of_other_runs_are_unknown() {
 }
 
 #[test]
-fn an_outcome_that_is_too_long_is_not_kept() {
+fn a_job_result_that_is_too_long_is_not_kept() {
     assert!(is_short(&"a".repeat(OUTCOME_MAX - 2)) && !is_short(&"a".repeat(OUTCOME_MAX)));
 }

@@ -59,7 +59,7 @@ pub enum Change {
     DiskChanged {
         /// The disk.
         disk: String,
-        /// The command that changed it, such as `disk migrate`.
+        /// The command that changed the disk, such as `disk migrate`.
         by: String,
     },
     /// A snapshot was created.

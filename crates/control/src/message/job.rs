@@ -74,11 +74,11 @@ pub struct JobInfo {
     pub done: u64,
     /// Total number; 0 while unknown.
     pub total: u64,
-    /// When it began, in seconds since 1970.
+    /// When the job began, in seconds since 1970.
     pub started: u64,
-    /// When it ended.
+    /// When the job ended, in seconds since 1970; `None` while it runs.
     pub ended: Option<u64>,
-    /// Why it failed.
+    /// Why the job failed.
     pub error: Option<Failure>,
 }
 

@@ -227,7 +227,7 @@ pub enum MachineReply {
     Each {
         /// Machines on which the operation succeeded.
         done: Vec<String>,
-        /// The other machines, with their errors.
+        /// Machines on which the operation failed, with the errors.
         failed: Vec<(String, Failure)>,
     },
     /// Reply to `Show`.
@@ -351,7 +351,7 @@ pub struct MachineSummary {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum MachineMemory {
-    /// In its process.
+    /// In anonymous memory of its QEMU process.
     Private,
     /// In a file of its own.
     OwnFile,
@@ -390,9 +390,9 @@ pub struct MachineInfo {
     pub memory: Option<MachineMemory>,
     /// Its snapshots.
     pub snapshots: Vec<Record>,
-    /// The memory image that it was frozen to.
+    /// The memory image to which the machine was frozen.
     pub frozen: Option<String>,
-    /// The memory image that it continues from, or whose pages its memory shares.
+    /// The memory image from which the machine continues, or whose pages its memory shares.
     pub image: Option<String>,
     /// Snapshots of its disks, with the linked clones based on them.
     pub children: Vec<(String, String)>,
@@ -421,7 +421,7 @@ pub struct Cloned {
     pub kind: CloneKind,
     /// The clones that were made.
     pub made: Vec<ClonedMachine>,
-    /// The others, with their errors.
+    /// Clones that were not made, with the errors.
     pub failed: Vec<(String, Failure)>,
     /// Consistency of the source's file systems, as one word; `None` if an existing snapshot was cloned.
     pub consistency: Option<String>,

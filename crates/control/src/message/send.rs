@@ -49,7 +49,7 @@ pub struct SendRequest {
     pub remote: String,
     /// The disks, which become visible together.
     pub disks: Vec<SentDisk>,
-    /// Which state of them is sent.
+    /// Which state of the disks is sent.
     pub point: SendPoint,
     /// The definition of the machine that they belong to on the other server.
     pub attachment: Option<String>,

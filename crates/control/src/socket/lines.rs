@@ -121,7 +121,7 @@ mod tests {
     }
 
     #[test]
-    fn lines_are_the_same_however_they_arrive() {
+    fn lines_do_not_depend_on_how_their_bytes_are_split() {
         for piece in 1..40 {
             let complete = |text: &str| Line::Complete(text.into());
             assert_eq!(
@@ -134,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn an_endless_line_takes_bounded_memory() {
+    fn a_line_without_end_takes_bounded_memory() {
         let mut reader = LineReader::new(io::repeat(b'x'), 1 << 20);
         assert_eq!(reader.next().unwrap(), Line::TooLong);
         assert!(reader.pending.len() <= (1 << 20) + READ_SIZE);

@@ -51,7 +51,7 @@ mod tests {
     }
 
     #[test]
-    fn serve_connect_and_the_stale_socket_of_a_dead_owner() {
+    fn a_stale_socket_of_an_ended_owner_is_replaced() {
         let folder = tempfile::tempdir().unwrap();
         let long = folder.path().join("d".repeat(120));
         std::fs::create_dir(&long).unwrap();
@@ -76,7 +76,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_in_the_way_is_not_removed() {
+    fn a_regular_file_at_the_path_of_the_socket_is_not_removed() {
         let folder = tempfile::tempdir().unwrap();
         let datastore = &Location::from(folder.path());
         let path = path(datastore).unwrap();

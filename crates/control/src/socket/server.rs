@@ -223,7 +223,7 @@ impl Session<'_> {
         let mut usable = true;
         let result = thread::scope(|scope| {
             let worker = thread::Builder::new().name("control-work".into()).spawn_scoped(scope, || {
-                // Dropped when the work ends, also by a panic, which closes the pair.
+                // `finish` is dropped when the work ends, also by a panic. This closes the socket pair.
                 let _finish = finish;
                 (self.handler)(request, follower)
             });

@@ -318,7 +318,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn runs_are_the_ranges_that_are_not_zero() {
+    fn runs_are_the_nonzero_ranges() {
         let mut bytes = vec![0; 5 * 4096 + 512];
         assert!(runs(&bytes, 4096).is_empty());
         bytes[4096] = 1;

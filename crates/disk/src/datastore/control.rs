@@ -192,7 +192,7 @@ impl Datastore {
         self.end_groups_but(|_| false)
     }
 
-    /// The same before snapshots are deleted, because recovery compares the records with the snapshots that it finds.
+    /// Ends groups before snapshots are deleted, because recovery compares the records with the snapshots it finds.
     /// Only the records of complete groups must be removed, which needs no space. Others may be updated later.
     fn end_whole_groups(&self) -> Result<()> {
         self.end_groups_but(UnderWay::is_given_up)

@@ -97,7 +97,7 @@ impl ForeignDisk {
         let Some(device) = self.head.lock().upgrade() else { return };
         match self.disk.bases() {
             Ok(bases) => device.set_bases(bases),
-            Err(error) => tracing::warn!(%error, disk = self.disk.name(), "clients see an older list of snapshots"),
+            Err(error) => tracing::warn!(%error, disk = self.disk.name(), "clients get an outdated list of snapshots"),
         }
     }
 }

@@ -183,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn each_attempt_waits_for_requests_that_the_medium_does_not_answer() {
+    fn each_attempt_waits_for_unanswered_requests() {
         let (dir, datastore, entry, client) = made();
         let mut plan = client.plan_read(0, BLOCK).unwrap();
         // Stops the disk without an I/O error: the lock file is gone, so the next snapshot fails.

@@ -68,7 +68,7 @@ impl ForeignDisk {
             match dropped {
                 Err(error) if error.kind() != ErrorKind::Interrupted => {
                     let (disk, name) = (&record.name, &snapshot.name);
-                    tracing::warn!(%error, disk, snapshot = name, "a temporary snapshot is left");
+                    tracing::warn!(%error, disk, snapshot = name, "a temporary snapshot could not be deleted");
                 }
                 _ => {}
             }

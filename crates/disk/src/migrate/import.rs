@@ -297,7 +297,7 @@ impl Datastore {
                 }
                 Err(error) if matches!(error.kind(), ErrorKind::Interrupted | ErrorKind::NotFound) => return,
                 Err(error) => {
-                    tracing::warn!(disk = name, "moving it into the datastore failed and is tried again: {error}")
+                    tracing::warn!(disk = name, "moving the disk into the datastore failed and is tried again: {error}")
                 }
             }
             let begun = Instant::now();
@@ -316,7 +316,7 @@ impl Datastore {
         let running = std::mem::take(&mut *self.imports.running.lock());
         for (name, thread) in running {
             if thread.thread().id() != std::thread::current().id() && thread.join().is_err() {
-                tracing::error!(disk = name, "the thread that moved it had panicked");
+                tracing::error!(disk = name, "the thread that moved the disk into the datastore has panicked");
             }
         }
     }

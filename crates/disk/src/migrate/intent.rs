@@ -201,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn the_page_about_the_format_shows_this_file() {
+    fn the_format_page_shows_the_encoded_record() {
         let page = include_str!("../../../../docs/format/migration-intent.md");
         let example = String::from_utf8(encode(&intent(Stage::Copying)).unwrap()).unwrap();
         assert!(page.contains(&example), "docs/format/migration-intent.md should show:\n{example}");

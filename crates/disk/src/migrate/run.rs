@@ -331,12 +331,15 @@ impl Migration<'_> {
             let _peer_rename = self.away.map(|peer| peer.datastore.rename_lock.write());
             left.push(switch.exchange(Arc::clone(mirror.target())));
             if let Err(error) = self.hand_over(snapshots, &mut left) {
-                tracing::error!(disk = self.name, "open readers of its snapshots keep the old copy: {error}");
+                tracing::error!(
+                    disk = self.name,
+                    "clients that read snapshots of the disk continue to read the old copy: {error}"
+                );
             }
             if let Err(error) = self.turn_name() {
                 tracing::error!(
                     disk = self.name,
-                    "its new copy gets the name when the datastore is opened next: {error}"
+                    "the new copy of the disk could not be renamed; the next opening of the datastore does it: {error}"
                 );
             }
         }
@@ -405,7 +408,10 @@ impl Migration<'_> {
             self.intents().remove(&self.intent.id)
         })();
         if let Err(error) = outcome {
-            tracing::warn!(disk = self.name, "its old copy is removed when the datastore is opened next: {error}");
+            tracing::warn!(
+                disk = self.name,
+                "the old copy of the disk could not be removed; the next opening of the datastore does it: {error}"
+            );
         }
     }
 
@@ -421,7 +427,7 @@ impl Migration<'_> {
         if let Err(error) = outcome {
             tracing::warn!(
                 disk = self.name,
-                "its unfinished copy is removed when the datastore is opened next: {error}"
+                "the unfinished copy of the disk was not removed; the next opening of the datastore does it: {error}"
             );
         }
     }

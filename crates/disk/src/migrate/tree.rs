@@ -31,7 +31,7 @@ pub(crate) struct Node {
     pub parent: Option<String>,
     /// Capacity of the disk at the time of the snapshot.
     pub capacity: u64,
-    /// When it was taken, in seconds since 1970.
+    /// When the snapshot was taken, in seconds since 1970.
     pub created: u64,
     /// Its identity, if it has one.
     pub uuid: Option<[u8; 16]>,

@@ -87,7 +87,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn runs_are_found_in_order_and_cut_to_size() {
+    fn runs_are_returned_in_order_and_limited_in_size() {
         let work = Work::new((1 << 20) + 512);
         assert_eq!(work.next(0, 1 << 18), None);
         work.mark(&(5000..5001));
@@ -103,7 +103,7 @@ mod tests {
     }
 
     #[test]
-    fn a_long_mark_sets_what_it_covers_and_nothing_else() {
+    fn a_long_mark_covers_exactly_its_blocks() {
         let work = Work::new(64 << 20);
         work.mark(&(3 * 4096 + 1..200 * 4096 + 1));
         assert_eq!(work.next(0, u64::MAX), Some(3 * 4096..201 * 4096));
@@ -112,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_is_bounded_at_any_capacity() {
+    fn memory_is_limited_for_disks_of_any_capacity() {
         let work = Work::new(64 << 40);
         assert!(work.words.len() as u64 * 64 <= UNITS_MAX);
         work.mark(&(0..64 << 40));

@@ -20,7 +20,7 @@ fn after(windows: u32, control: &mut Control, served: impl Fn(f64) -> (u64, u64)
 }
 
 #[test]
-fn the_rate_settles_where_requests_begin_to_be_late() {
+fn the_rate_settles_where_request_latency_reaches_the_target() {
     let limit = 300e6;
     let medium = |rate: f64| (100, if rate > limit { 5 } else { 0 });
     let mut control = Control::new(Instant::now());
@@ -41,13 +41,13 @@ fn one_late_request_in_a_hundred_is_within_the_target() {
 }
 
 #[test]
-fn a_medium_that_is_always_late_leaves_the_work_its_least_rate() {
+fn with_a_slow_medium_background_work_keeps_its_minimum_rate() {
     let mut control = Control::new(Instant::now());
     assert!((after(1000, &mut control, |_| (10, 10)) - RATE_MIN).abs() < 1.0);
 }
 
 #[test]
-fn without_clients_there_is_no_limit_until_they_come_back() {
+fn the_rate_is_unlimited_while_there_are_no_requests() {
     let mut control = Control::new(Instant::now());
     assert!(after(1, &mut control, |_| (0, 0)) < RATE_MAX);
     assert!(after(1, &mut control, |_| (0, 0)) >= RATE_MAX, "new background work soon detects that there is no client");
@@ -58,7 +58,7 @@ fn without_clients_there_is_no_limit_until_they_come_back() {
 }
 
 #[test]
-fn requests_that_are_not_answered_at_all_are_no_idle_time() {
+fn unanswered_requests_do_not_count_as_idle_time() {
     let mut control = Control::new(Instant::now());
     for _ in 0..40 {
         let (began, moved) = (control.began, control.moved + 10_000_000);
@@ -73,7 +73,7 @@ fn requests_that_are_not_answered_at_all_are_no_idle_time() {
 }
 
 #[test]
-fn a_rate_that_the_work_does_not_reach_is_not_raised() {
+fn the_rate_is_not_raised_while_work_stays_below_it() {
     let mut control = Control::new(Instant::now());
     let first = control.rate;
     for _ in 0..10 {
@@ -84,7 +84,7 @@ fn a_rate_that_the_work_does_not_reach_is_not_raised() {
 }
 
 #[test]
-fn work_shares_the_rate_and_requests_are_timed_only_beside_it() {
+fn background_operations_share_the_rate_and_requests_are_timed_only_meanwhile() {
     let foreground = Arc::new(Foreground::new(TARGET_DEFAULT));
     assert!(foreground.arrived().is_none());
     let work = [Background::new(&NoProgress, &foreground), Background::new(&NoProgress, &foreground)];

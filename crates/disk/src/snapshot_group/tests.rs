@@ -30,7 +30,7 @@ fn group() -> Group {
 }
 
 #[test]
-fn the_page_about_the_format_shows_this_file() {
+fn the_format_page_shows_the_encoded_record() {
     let page = include_str!("../../../../docs/format/snapshot-group.md");
     let example = String::from_utf8(KIND.encode(&group()).unwrap()).unwrap();
     assert!(page.contains(&example), "docs/format/snapshot-group.md should show:\n{example}");
@@ -127,7 +127,7 @@ fn native_snapshot(datastore: &Datastore, name: &str) -> [u8; 16] {
 }
 
 #[test]
-fn a_group_leaves_no_record_behind() {
+fn a_completed_group_leaves_no_record() {
     let (folder, datastore) = made();
     take(&datastore, &["n", "a", "b"], "group");
     assert_eq!(snapshots(&datastore), ["a@group", "b@group", "n@group"]);
@@ -142,8 +142,8 @@ fn a_group_leaves_no_record_behind() {
 }
 
 #[test]
-fn what_a_power_cut_leaves_of_a_group_before_its_point_is_taken_back() {
-    // Before the point, the records of none, one or both VMDK disks have the snapshot, and no native snapshot exists.
+fn a_group_cut_off_before_its_commit_is_undone() {
+    // Before the commit, none, one or both VMDK disks have recorded the snapshot, and no native snapshot exists.
     for having in [&[][..], &["a"], &["a", "b"]] {
         let (folder, datastore) = made();
         let path = folder.path().join("store");
@@ -162,7 +162,7 @@ fn what_a_power_cut_leaves_of_a_group_before_its_point_is_taken_back() {
 }
 
 #[test]
-fn what_a_power_cut_leaves_of_a_group_after_its_point_stays() {
+fn a_group_cut_off_after_its_commit_is_completed() {
     let (folder, datastore) = made();
     let path = folder.path().join("store");
     take(&datastore, &["n", "a", "b"], "group");
@@ -178,7 +178,7 @@ fn what_a_power_cut_leaves_of_a_group_after_its_point_stays() {
 }
 
 #[test]
-fn a_group_of_images_alone_is_whole_or_taken_back_too() {
+fn a_group_without_native_disks_is_complete_or_undone() {
     for (having, left) in [(&["a"][..], &[][..]), (&["a", "b"], &["a@group", "b@group"])] {
         let (folder, datastore) = made();
         broken_off(&datastore, &[], &[("a", 1), ("b", 1)]);
@@ -192,7 +192,7 @@ fn a_group_of_images_alone_is_whole_or_taken_back_too() {
 }
 
 #[test]
-fn a_snapshot_of_that_name_from_before_the_group_is_none_of_it() {
+fn an_older_snapshot_of_the_same_name_does_not_belong_to_the_group() {
     let (folder, datastore) = made();
     take(&datastore, &["a"], "group");
     broken_off(&datastore, &[[9; 16]], &[("a", 2), ("b", 1)]);
@@ -204,7 +204,7 @@ fn a_snapshot_of_that_name_from_before_the_group_is_none_of_it() {
 }
 
 #[test]
-fn a_group_is_decided_once() {
+fn the_outcome_of_a_group_is_decided_once() {
     let (folder, datastore) = made();
     let path = folder.path().join("store");
     take(&datastore, &["n", "a", "b"], "group");
@@ -226,7 +226,7 @@ fn a_group_is_decided_once() {
 }
 
 #[test]
-fn what_cannot_be_taken_back_now_is_at_a_later_opening() {
+fn a_failed_undo_of_a_group_is_repeated_at_the_next_opening() {
     let (folder, datastore) = made();
     let path = folder.path().join("store");
     broken_off(&datastore, &[[9; 16]], &[("a", 1), ("b", 1)]);
@@ -340,7 +340,7 @@ impl File for FailingFile {
 }
 
 #[test]
-fn native_snapshots_of_an_append_that_failed_go_with_the_others() {
+fn native_snapshots_of_a_failed_append_are_undone_with_the_group() {
     let (folder, datastore) = made();
     let path = folder.path().join("store");
     datastore.close().unwrap();
@@ -368,7 +368,7 @@ fn native_snapshots_of_an_append_that_failed_go_with_the_others() {
 }
 
 #[test]
-fn a_group_of_which_one_was_taken_back_goes_with_its_native_snapshots() {
+fn a_group_that_lacks_one_image_snapshot_loses_its_native_snapshots() {
     let (folder, datastore) = made();
     let path = folder.path().join("store");
     take(&datastore, &["n", "a"], "group");
@@ -381,7 +381,7 @@ fn a_group_of_which_one_was_taken_back_goes_with_its_native_snapshots() {
 }
 
 #[test]
-fn a_snapshot_of_another_request_is_none_of_a_group_that_finds_it() {
+fn a_snapshot_of_another_request_does_not_belong_to_the_group() {
     let (folder, datastore) = made();
     let path = folder.path().join("store");
     let request = |disks: &[&str], name: &str| {
@@ -396,7 +396,7 @@ fn a_snapshot_of_another_request_is_none_of_a_group_that_finds_it() {
         let name = format!("s{round}");
         let (alone, group) = std::thread::scope(|scope| {
             let group = scope.spawn(|| request(&["a", "b"], &name));
-            // Until the group knows its numbers. It has no snapshot yet.
+            // The number of the group's snapshot on this disk is not determined yet, so the group has no snapshot here.
             while records(&path) == 0 && !group.is_finished() {
                 std::thread::sleep(std::time::Duration::from_micros(50));
             }
@@ -416,7 +416,7 @@ fn a_snapshot_of_another_request_is_none_of_a_group_that_finds_it() {
 }
 
 #[test]
-fn what_could_not_be_recorded_after_a_failure_is_recorded_later() {
+fn a_failed_write_of_the_group_record_is_repeated() {
     let (folder, datastore) = made();
     let path = folder.path().join("store");
     let images = of_group(&datastore, &[("a", 1), ("b", 1)]);
@@ -441,7 +441,7 @@ fn what_could_not_be_recorded_after_a_failure_is_recorded_later() {
 }
 
 #[test]
-fn a_disk_that_gets_the_folder_of_one_in_a_group_is_none_of_it() {
+fn a_new_disk_in_the_folder_of_a_group_member_does_not_belong_to_the_group() {
     let (folder, datastore) = made();
     let path = folder.path().join("store");
     // Neither snapshot of the group could be deleted. Then one of the disks was made again, and the other one was

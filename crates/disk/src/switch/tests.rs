@@ -154,7 +154,7 @@ fn sector_of(number: u64) -> SharedSlice {
 }
 
 #[test]
-fn exchanges_under_load_lose_nothing() {
+fn exchanges_of_the_device_under_load_lose_no_write() {
     const WRITERS: u64 = 4;
     const EXCHANGES: usize = 40;
     let capacity = (WRITERS + 1) as usize * BLOCK as usize;
@@ -235,7 +235,7 @@ fn a_flush_completes_in_the_device_that_began_it() {
 }
 
 #[test]
-fn requests_in_the_old_device_are_waited_for_after_an_undone_exchange() {
+fn an_undone_exchange_waits_for_requests_in_the_old_device() {
     let switch = Switch::new(Memory::new(vec![1; SECTOR]));
     let device = SwitchedDevice::new("disk", false, Arc::clone(&switch));
     let plan = device.plan_read(0, SECTOR).unwrap();
@@ -252,7 +252,7 @@ fn requests_in_the_old_device_are_waited_for_after_an_undone_exchange() {
 }
 
 #[test]
-fn a_plan_that_is_dropped_lets_the_old_device_go() {
+fn a_dropped_read_plan_releases_the_old_device() {
     let switch = Switch::new(Memory::new(vec![1; SECTOR]));
     let device = SwitchedDevice::new("disk", false, Arc::clone(&switch));
     let plan = device.plan_read(0, SECTOR).unwrap();
@@ -320,7 +320,7 @@ fn a_loss_is_reported_once_to_each_connected_client() {
 
 /// The cost of the indirection, measured with the cheapest request: one that is served from memory.
 #[test]
-fn the_switch_adds_little_time_to_a_request() {
+fn the_switch_adds_little_latency() {
     const ROUNDS: u32 = 20_000;
     let memory = Memory::new(vec![0; 1 << 20]);
     let direct: Arc<dyn Device> = Arc::clone(&memory) as Arc<dyn Device>;

@@ -73,7 +73,7 @@ pub struct ReceptionInfo {
     pub id: String,
     /// The sender's name.
     pub sender: String,
-    /// When it began, in seconds since 1970.
+    /// When the reception began, in seconds since 1970.
     pub begun: u64,
     /// Names of the disks.
     pub disks: Vec<String>,
@@ -96,7 +96,7 @@ pub enum Opened {
 /// State of one disk of a reception.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Incoming {
-    /// Identity of the snapshot that it is based on.
+    /// Identity of the snapshot on which the received disk is based.
     pub base: Option<String>,
     /// Ranges of segments that need not be sent.
     pub done: Vec<(u64, u64)>,

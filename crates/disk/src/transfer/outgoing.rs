@@ -23,7 +23,7 @@ pub struct Extent {
     pub offset: u64,
     /// Length in bytes.
     pub length: u64,
-    /// True if it reads as zeros, and does not in the base.
+    /// True if the range reads as zeros, and does not in the base.
     pub zero: bool,
 }
 

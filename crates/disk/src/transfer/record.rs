@@ -33,7 +33,7 @@ pub struct SnapshotIdentity {
     pub uuid: String,
     /// Name.
     pub name: String,
-    /// When it was taken, in seconds since 1970.
+    /// When the snapshot was taken, in seconds since 1970.
     pub created: u64,
 }
 
@@ -43,7 +43,7 @@ pub struct SnapshotIdentity {
 pub(crate) struct Arriving {
     /// The name that it gets, or the name of the disk that it updates.
     pub name: String,
-    /// The identity that it gets.
+    /// The identity that the received disk gets.
     pub uuid: String,
     /// Capacity in bytes.
     pub capacity: u64,
@@ -55,11 +55,11 @@ pub(crate) struct Arriving {
     pub keep: bool,
     /// Identity of the snapshot that both datastores have and that the hidden disk is based on.
     pub base: Option<String>,
-    /// True if it updates an existing disk instead of becoming a new one.
+    /// True if the received disk updates an existing disk, false if it becomes a new one.
     pub update: bool,
     /// Ranges of received segments: first, and first after the range.
     pub done: Vec<(u64, u64)>,
-    /// Bytes of data in them.
+    /// Bytes of data in the segments of `done`.
     pub bytes: u64,
 }
 
@@ -71,7 +71,7 @@ pub(crate) struct Record {
     pub id: String,
     /// The name that the sender gave itself.
     pub sender: String,
-    /// When it began, in seconds since 1970.
+    /// When the reception began, in seconds since 1970.
     pub begun: u64,
     /// The disks.
     pub disks: Vec<Arriving>,
@@ -254,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn the_page_about_the_format_shows_this_file() {
+    fn the_format_page_shows_the_encoded_record() {
         let page = include_str!("../../../../docs/format/reception.md");
         let example = String::from_utf8(encode(&record(&[(0, 2), (4, 5)])).unwrap()).unwrap();
         assert!(page.contains(&example), "docs/format/reception.md should show:\n{example}");

@@ -67,7 +67,7 @@ fn paths_do_not_escape() {
 }
 
 #[test]
-fn an_extent_without_its_descriptor_is_opened_alone_when_that_is_said() {
+fn an_extent_without_descriptor_is_opened_if_its_format_is_given() {
     let outer = folder();
     let path = outer.path();
     let mut model = vec![0; ODD as usize];
@@ -94,7 +94,7 @@ fn an_extent_without_its_descriptor_is_opened_alone_when_that_is_said() {
 }
 
 #[test]
-fn a_descriptor_is_called_vmdk_in_capitals_too() {
+fn file_names_may_end_in_vmdk_in_capitals() {
     let outer = folder();
     let path = outer.path();
     std::fs::write(path.join("a.raw"), vec![7; MIB as usize]).unwrap();

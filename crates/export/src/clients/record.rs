@@ -28,14 +28,14 @@ pub struct Record {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Gone {
-    /// The export that it had open (`disk` or `disk@snapshot`), by its current name.
+    /// The export that the client had open (`disk` or `disk@snapshot`), by its current name.
     pub export: String,
     /// The name that the client requested, if the disk has been renamed since.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub asked: Option<String>,
     /// The client's process or address.
     pub peer: Peer,
-    /// When it connected, in seconds since 1970.
+    /// When the client connected, in seconds since 1970.
     pub connected: u64,
     /// When its connection ended; `None` if it was connected when the record was written.
     pub ended: Option<u64>,

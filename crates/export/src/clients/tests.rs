@@ -63,7 +63,7 @@ fn a_client_that_disconnects_is_removed_and_a_lost_client_is_in_grace() {
 }
 
 #[test]
-fn a_host_is_the_same_client_from_any_port() {
+fn connections_from_one_host_on_different_ports_are_one_client() {
     let peer = |text: &str| Peer::Address(text.parse().unwrap());
     assert!(peer("192.0.2.1:1000").may_be(&peer("192.0.2.1:2000")));
     assert!(peer("[::ffff:192.0.2.1]:1").may_be(&peer("192.0.2.1:2000")));
@@ -72,7 +72,7 @@ fn a_host_is_the_same_client_from_any_port() {
 }
 
 #[test]
-fn grace_ends() {
+fn the_grace_of_a_client_ends() {
     let clients = Clients::in_memory(Duration::from_millis(50));
     drop(connect(&clients, ONE, "a"));
     until(|| listed(&clients).is_empty());
@@ -82,7 +82,7 @@ fn grace_ends() {
 }
 
 #[test]
-fn the_clients_in_grace_are_bounded() {
+fn the_number_of_clients_in_grace_is_limited() {
     let clients = Clients::in_memory(LONG);
     for pid in 0..CLIENTS_GONE_MAX as i32 + 10 {
         drop(connect(&clients, Peer::Process { pid, user: 0 }, "a"));
@@ -178,7 +178,7 @@ fn sealed_put(directory: &Arc<dyn Directory>, bytes: &[u8]) {
 }
 
 #[test]
-fn a_grace_that_ran_out_while_nothing_served_begins_again_with_the_next_server() {
+fn a_grace_that_expired_without_a_server_begins_again_with_the_next_server() {
     let directory = directory();
     let gone = |export: &str, with_server| Gone {
         export: export.into(),
@@ -200,7 +200,7 @@ fn a_grace_that_ran_out_while_nothing_served_begins_again_with_the_next_server()
 }
 
 #[test]
-fn any_bytes_are_a_record_or_none() {
+fn invalid_bytes_decode_to_no_record() {
     let record = Record { grace: 60, clients: Vec::new() };
     let good = record::encode(&record).unwrap();
     assert_eq!(record::decode(&good).unwrap(), record);
@@ -215,7 +215,7 @@ fn any_bytes_are_a_record_or_none() {
 }
 
 #[test]
-fn the_page_about_the_record_shows_what_is_written() {
+fn the_format_page_shows_the_record_of_clients() {
     let record = Record {
         grace: 120,
         clients: vec![
@@ -243,7 +243,7 @@ fn the_page_about_the_record_shows_what_is_written() {
 }
 
 #[test]
-fn a_renamed_disk_keeps_its_clients_and_its_old_name_leads_to_no_other_disk() {
+fn a_renamed_disk_keeps_its_clients_and_its_old_name_opens_no_other_disk() {
     let directory = directory();
     let clients = serve(&directory);
     let (one, two) = (connect(&clients, ONE, "g"), connect(&clients, TWO, "g@s"));
@@ -301,7 +301,7 @@ fn a_client_that_agrees_after_a_rename_is_listed_under_the_new_name() {
 }
 
 #[test]
-fn unknown_clients_are_never_the_same() {
+fn two_clients_without_identity_are_never_taken_for_one() {
     let clients = Clients::in_memory(LONG);
     let lost: Vec<_> = (0..2).map(|_| connect(&clients, Peer::Unknown, "a")).collect();
     drop(lost);
@@ -332,7 +332,7 @@ fn lost_clients_of_one_disk_do_not_end_the_grace_of_another() {
 }
 
 #[test]
-fn impossible_times_are_bounded() {
+fn recorded_times_beyond_the_limits_are_clamped() {
     let directory = directory();
     let gone = |export: &str, ended| Gone {
         export: export.into(),

@@ -48,13 +48,13 @@ impl State {
             let Gone { export, peer, .. } = self.gone.remove(at).gone;
             tracing::warn!(
                 export, client = %peer, limit = CLIENTS_GONE_MAX,
-                "too many clients lost their connections: this one is not in grace any more"
+                "too many clients are in grace: the grace of this client has ended"
             );
         }
     }
 
-    /// Ends the grace of a client that has opened an export. An unknown client may be any of the unknown ones in grace:
-    /// the chosen entry is returned.
+    /// Ends the grace of a client that has opened an export, and returns its entry. For a client without known identity
+    /// that is any entry whose client is not identified either.
     pub fn comes_back(&mut self, export: &str, peer: &Peer) -> Option<Waiting> {
         let same = |other: &Gone| other.export == export && other.asked.is_none();
         self.gone.retain(|other| !same(&other.gone) || !other.gone.peer.may_be(peer));

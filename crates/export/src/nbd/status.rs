@@ -34,7 +34,7 @@ pub struct Context {
     pub id: u32,
     /// The name by which the client chose it.
     pub name: String,
-    /// What it reports.
+    /// What the context reports.
     pub topic: Topic,
 }
 
@@ -169,7 +169,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn block_status_makes_progress_with_any_answer_of_the_device() {
+    fn block_status_makes_progress_with_any_extents_from_the_device() {
         let mut seed = 1u64;
         let mut random = |limit: u64| {
             seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);

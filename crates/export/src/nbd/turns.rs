@@ -75,7 +75,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn all_threads_have_one_slice_which_is_short_only_for_many() {
+    fn all_threads_have_the_same_time_slice_shorter_if_there_are_many() {
         let some = |count: usize| -> Vec<Thread> {
             (0..count).map(|_| std::thread::spawn(Thread::current).join().expect("a thread that ends")).collect()
         };

@@ -85,7 +85,7 @@ pub enum Reply {
 
 /// The completion of a request.
 pub struct Completion<T> {
-    /// The tag with which it was submitted.
+    /// The tag with which the request was submitted.
     pub tag: T,
     /// The result, or the error.
     pub outcome: Result<Reply>,
@@ -162,9 +162,9 @@ pub struct Session<'a, T> {
     foreground: Option<Arc<Foreground>>,
     /// Arrival time of the last requests, if latency is measured.
     arrived: Option<Instant>,
-    /// Requests submitted since then.
+    /// Requests submitted since `arrived`.
     batch: u64,
-    /// How many of them completed at once.
+    /// How many of the requests in `batch` completed before `submit` returned.
     served: u64,
     /// Set while requests are not answered, if latency is measured.
     waiting: Option<Waiting>,

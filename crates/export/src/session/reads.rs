@@ -31,7 +31,7 @@ const CACHE_SKIP_MAX: u32 = 32;
 
 /// A read request.
 pub struct Ask<T> {
-    /// The tag with which it was submitted.
+    /// The tag with which the read was submitted.
     pub tag: T,
     /// Byte offset.
     pub offset: u64,
@@ -365,7 +365,11 @@ impl<'a, T> Reads<'a, T> {
         let outcome = match verdict {
             Ok(Verdict::Good) if plan.length == ask.length && plan.is_whole() => Ok(plan),
             Ok(Verdict::Good) => {
-                tracing::error!(disk = self.device.name(), offset = ask.offset, "a read plan misses bytes");
+                tracing::error!(
+                    disk = self.device.name(),
+                    offset = ask.offset,
+                    "a read plan does not cover the request"
+                );
                 Err(Error::new(ErrorKind::Io, "the read could not be completed"))
             }
             Ok(Verdict::Again) => {

@@ -242,7 +242,7 @@ fn check(seed: u64) -> Met {
 }
 
 #[test]
-fn damaged_streams_are_followed_or_end() {
+fn damaged_streams_get_the_reference_replies_or_close_the_connection() {
     let all = parking_lot::Mutex::new(Met::default());
     every_seed("fuzzed streams", 0..STREAMS, |seed| {
         let met = check(seed);

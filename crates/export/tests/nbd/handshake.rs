@@ -19,7 +19,7 @@ fn greeted(running: &Running) -> Client {
 }
 
 #[test]
-fn export_name_pads_unless_told_not_to() {
+fn the_reply_to_export_name_is_padded_unless_no_zeroes_is_set() {
     let running = one_disk();
     for (flags, length) in [(1, 10 + 124), (3, 10), (0, 10 + 124)] {
         let mut client = Client::unix(&running.socket);
@@ -45,7 +45,7 @@ fn export_name_of_a_missing_export_closes_the_connection() {
 }
 
 #[test]
-fn list_names_all_with_descriptions() {
+fn list_returns_all_exports_with_descriptions() {
     let running = one_disk();
     let mut client = greeted(&running);
     let replies = client.option(OPT_LIST, &[]);
@@ -57,7 +57,7 @@ fn list_names_all_with_descriptions() {
 }
 
 #[test]
-fn info_tells_what_was_asked() {
+fn info_replies_with_the_requested_information() {
     let running = one_disk();
     let mut client = greeted(&running);
     let replies = client.option(OPT_INFO, &Client::info_data("vm", &[0, 1, 2, 3, 77]));
@@ -74,7 +74,7 @@ fn info_tells_what_was_asked() {
 }
 
 #[test]
-fn malformed_info_and_contexts_are_refused_and_the_handshake_goes_on() {
+fn malformed_info_and_contexts_are_refused_and_the_handshake_continues() {
     let running = one_disk();
     let mut client = greeted(&running);
     client.choose(Mode::Structured);
@@ -116,7 +116,7 @@ fn default_export_is_the_only_disk() {
 }
 
 #[test]
-fn features_follow_what_was_agreed() {
+fn transmission_flags_follow_the_negotiated_style() {
     const WRITABLE: u16 = 1 << 5 | 1 << 6 | 1 << 11;
     const ALWAYS: u16 = 1 | 1 << 2 | 1 << 3 | 1 << 8 | 1 << 10;
     let disks = || Shelf::of(&[&MemoryDisk::new("vm", MIB, 1), &MemoryDisk::read_only("vm@monday", MIB)]);
@@ -142,7 +142,7 @@ fn features_follow_what_was_agreed() {
 }
 
 #[test]
-fn extended_headers_outrank_structured_replies() {
+fn extended_headers_take_precedence_over_structured_replies() {
     let running = one_disk();
     let mut client = greeted(&running);
     assert_eq!(client.verdict(OPT_STRUCTURED_REPLY, b"x"), ERR_INVALID);
@@ -189,7 +189,7 @@ fn contexts_are_listed_and_chosen_by_name() {
 }
 
 #[test]
-fn contexts_of_another_export_are_not_in_force() {
+fn contexts_negotiated_for_another_export_do_not_apply() {
     let running = Running::start(Shelf::of(&[&MemoryDisk::new("a", MIB, 1), &MemoryDisk::new("b", MIB, 1)]));
     let mut client = greeted(&running);
     client.choose(Mode::Structured);
@@ -206,7 +206,7 @@ fn contexts_of_another_export_are_not_in_force() {
 }
 
 #[test]
-fn abort_is_acknowledged() {
+fn the_abort_option_is_acknowledged() {
     let running = one_disk();
     let mut client = greeted(&running);
     assert_eq!(client.verdict(OPT_ABORT, b"whatever"), REP_ACK);
@@ -214,7 +214,7 @@ fn abort_is_acknowledged() {
 }
 
 #[test]
-fn violations_close_the_connection() {
+fn protocol_violations_in_the_handshake_close_the_connection() {
     let running = one_disk();
     let mut client = Client::unix(&running.socket);
     client.greet(1 << 5 | 3);
@@ -232,7 +232,7 @@ fn violations_close_the_connection() {
 }
 
 #[test]
-fn options_that_are_not_known_are_refused_at_any_size_and_the_handshake_goes_on() {
+fn unknown_options_of_any_size_are_refused_and_the_handshake_continues() {
     let running = one_disk();
     let mut client = greeted(&running);
     for code in [0, 4, 12, 13, 255, 0x1234_5678, u32::MAX] {
@@ -256,7 +256,7 @@ fn options_that_are_not_known_are_refused_at_any_size_and_the_handshake_goes_on(
 }
 
 #[test]
-fn information_that_is_not_known_is_left_out() {
+fn unknown_information_requests_are_ignored() {
     let running = one_disk();
     let mut client = greeted(&running);
     let strange: Vec<u16> = (4..250).collect();
@@ -279,7 +279,7 @@ fn information_that_is_not_known_is_left_out() {
 }
 
 #[test]
-fn extensions_may_be_negotiated_again() {
+fn extensions_may_be_negotiated_twice() {
     let running = one_disk();
     let mut client = greeted(&running);
     for code in [OPT_STRUCTURED_REPLY, OPT_STRUCTURED_REPLY, OPT_EXTENDED, OPT_EXTENDED] {

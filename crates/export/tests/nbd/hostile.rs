@@ -36,7 +36,7 @@ fn eventually(what: &str, mut check: impl FnMut() -> bool) {
 const PATIENCE: Duration = Duration::from_secs(60);
 
 #[test]
-fn a_slow_handshake_is_cut_off_however_busy_it_looks() {
+fn a_handshake_past_its_deadline_is_ended_even_if_bytes_arrive() {
     let config = ServerConfig { handshake_timeout: Duration::from_millis(400), ..ServerConfig::default() };
     let (running, _disk) = start(config);
     let silent = UnixStream::connect(&running.socket).unwrap();
@@ -66,7 +66,7 @@ fn a_slow_handshake_is_cut_off_however_busy_it_looks() {
 }
 
 #[test]
-fn unread_replies_bound_the_memory_and_stall_no_other_client() {
+fn unread_replies_take_bounded_memory_and_delay_no_other_client() {
     let (running, disk) = start(ServerConfig::default());
     let mut owner = Client::open(&running.socket, "vm", Mode::Structured);
     for at in (0..CAPACITY).step_by(32 << 20) {
@@ -112,7 +112,7 @@ fn unread_replies_bound_the_memory_and_stall_no_other_client() {
 }
 
 #[test]
-fn many_requests_without_reading_still_all_get_answered() {
+fn requests_sent_without_reading_replies_are_all_answered() {
     let (running, _disk) = start(ServerConfig::default());
     let mut client = Client::open(&running.socket, "vm", Mode::Simple);
     let mut batch = Vec::new();
@@ -156,7 +156,7 @@ fn replies_before_a_disconnect_arrive_although_the_client_sends_more() {
 }
 
 #[test]
-fn a_connection_that_is_closed_does_not_stay_while_its_client_sends() {
+fn a_closed_connection_ends_although_its_client_sends_more() {
     let (running, _disk) = start(ServerConfig::default());
     let mut client = Client::open(&running.socket, "vm", Mode::Simple);
     let (_, bytes) = client.encode(CMD_DISC, 0, 0, 0, &[]);
@@ -169,7 +169,7 @@ fn a_connection_that_is_closed_does_not_stay_while_its_client_sends() {
 }
 
 #[test]
-fn requests_under_way_are_bounded() {
+fn the_number_of_requests_under_way_is_limited() {
     let (running, disk) = start(ServerConfig::default());
     let mut client = Client::open(&running.socket, "vm", Mode::Structured);
     client.write(0, &vec![3; 4 << 20]);
@@ -206,7 +206,7 @@ fn violations_in_transmission_close_only_that_connection() {
 }
 
 #[test]
-fn a_write_cut_short_has_no_effect() {
+fn a_write_with_incomplete_payload_has_no_effect() {
     let (running, _disk) = start(ServerConfig::default());
     for length in [4096, 65536, 8 << 20] {
         let mut client = Client::open(&running.socket, "vm", Mode::Simple);
@@ -223,7 +223,7 @@ fn a_write_cut_short_has_no_effect() {
 }
 
 #[test]
-fn connections_beyond_the_limit_are_turned_away() {
+fn connections_beyond_the_limit_are_refused() {
     let (running, _disk) = start(ServerConfig { limits: Limits::each(3), ..ServerConfig::default() });
     let held: Vec<Client> = (0..3).map(|_| Client::open(&running.socket, "vm", Mode::Simple)).collect();
     let mut fourth = UnixStream::connect(&running.socket).unwrap();
@@ -234,7 +234,7 @@ fn connections_beyond_the_limit_are_turned_away() {
 }
 
 #[test]
-fn stop_finishes_requests_and_cuts_off_the_rest() {
+fn stopping_finishes_requests_and_closes_slow_connections() {
     let (running, disk) = start(ServerConfig { stop_grace: Duration::from_millis(700), ..ServerConfig::default() });
     let mut busy = Client::open(&running.socket, "vm", Mode::Structured);
     busy.write(0, &vec![8; 1 << 20]);
@@ -271,7 +271,7 @@ fn stop_finishes_requests_and_cuts_off_the_rest() {
 }
 
 #[test]
-fn stop_is_quick_when_no_request_runs() {
+fn stopping_without_requests_under_way_is_quick() {
     let (running, _disk) = start(ServerConfig::default());
     let clients: Vec<Client> = (0..5).map(|_| Client::open(&running.socket, "vm", Mode::Simple)).collect();
     let begun = Instant::now();
@@ -281,7 +281,7 @@ fn stop_is_quick_when_no_request_runs() {
 }
 
 #[test]
-fn sockets_have_their_permissions_and_outlive_crashes() {
+fn sockets_have_the_given_mode_and_are_replaced_after_a_crash() {
     let folder = Folder::new();
     let path = folder.0.join("s");
     let shelf = Shelf::of(&[&MemoryDisk::new("vm", 4096, 1)]);
@@ -309,7 +309,7 @@ fn sockets_have_their_permissions_and_outlive_crashes() {
 }
 
 #[test]
-fn tcp_stays_on_loopback_unless_protected_or_allowed() {
+fn tcp_is_limited_to_loopback_unless_authenticated_or_allowed() {
     let shelf = Shelf::of(&[&MemoryDisk::new("vm", 4096, 1)]);
     let config =
         |address: &str| ServerConfig { listen: vec![Listen::Tcp(address.parse().unwrap())], ..ServerConfig::default() };

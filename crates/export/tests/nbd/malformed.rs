@@ -67,7 +67,7 @@ fn script(random: &mut Random) -> Vec<u8> {
 }
 
 #[test]
-fn random_bytes_after_the_greeting() {
+fn random_bytes_after_the_greeting_cause_no_panic() {
     let shelf = Shelf::of(&[&MemoryDisk::new("vm", CAPACITY, 1)]);
     for seed in 0..5000 {
         let mut random = Random(seed);
@@ -82,7 +82,7 @@ fn random_bytes_after_the_greeting() {
 }
 
 #[test]
-fn damaged_sessions() {
+fn damaged_sessions_cause_no_panic() {
     let disk = MemoryDisk::new("vm", CAPACITY, 1);
     disk.again_every.store(9, std::sync::atomic::Ordering::Relaxed);
     let shelf = Shelf::of(&[&disk]);
@@ -104,7 +104,7 @@ fn damaged_sessions() {
 }
 
 #[test]
-fn how_messages_are_cut_does_not_matter() {
+fn replies_do_not_depend_on_how_messages_are_split() {
     for seed in 0..200 {
         let said = [0, 1, 13, 4096].map(|step| {
             // The same seed for each disk, so that all make the same decisions.

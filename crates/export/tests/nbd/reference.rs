@@ -19,7 +19,7 @@ pub struct Head {
     pub length: u64,
     /// Length of the header itself.
     pub bytes: usize,
-    /// Length of the payload after it.
+    /// Length of the payload after the header.
     pub payload: u64,
 }
 

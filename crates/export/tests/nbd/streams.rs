@@ -265,16 +265,16 @@ fn compare_streams(mode: Mode) {
 }
 
 #[test]
-fn simple_streams_are_served_as_by_the_reference() {
+fn replies_to_simple_streams_equal_those_of_the_reference() {
     compare_streams(Mode::Simple);
 }
 
 #[test]
-fn structured_streams_are_served_as_by_the_reference() {
+fn replies_to_structured_streams_equal_those_of_the_reference() {
     compare_streams(Mode::Structured);
 }
 
 #[test]
-fn extended_streams_are_served_as_by_the_reference() {
+fn replies_to_extended_streams_equal_those_of_the_reference() {
     compare_streams(Mode::Extended);
 }

@@ -128,7 +128,7 @@ fn required_tls_precedes_all_other_options() {
 }
 
 #[test]
-fn everything_works_through_tls() {
+fn every_request_works_over_tls() {
     let certificates = Certificates::new();
     let running = start(certificates.server(true, true));
     for mode in [Mode::Simple, Mode::Structured, Mode::Extended] {
@@ -185,7 +185,7 @@ fn clients_with_unknown_certificates_are_refused() {
 }
 
 #[test]
-fn clients_with_certificates_have_a_limit_of_their_own() {
+fn clients_with_certificates_have_a_separate_limit() {
     let certificates = Certificates::new();
     let listen = vec![Listen::Tcp("127.0.0.1:0".parse().unwrap())];
     let limits = Limits { unix: 1, authenticated: 2, unauthenticated: 1 };
@@ -219,7 +219,7 @@ fn clients_with_certificates_have_a_limit_of_their_own() {
 }
 
 #[test]
-fn tls_forgets_what_was_agreed_before_and_takes_nothing_sent_in_the_clear() {
+fn tls_discards_earlier_negotiation_and_bytes_sent_before_it() {
     let certificates = Certificates::new();
     let running = start(certificates.server(false, false));
     let mut stream = TcpStream::connect(running.tcp_address()).unwrap();
@@ -270,7 +270,7 @@ fn open_tcp_needs_tls_and_client_certificates() {
 }
 
 #[test]
-fn wrong_files_are_named() {
+fn errors_name_the_wrong_tls_file() {
     let (ours, theirs) = (Certificates::new(), Certificates::new());
     let mut wrong = ours.server(true, true);
     wrong.key = theirs.folder.0.join("server-key.pem");

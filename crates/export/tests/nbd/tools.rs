@@ -73,7 +73,7 @@ fn nbdinfo_shows_exports_and_features() {
 }
 
 #[test]
-fn nbdcopy_there_and_back() {
+fn nbdcopy_copies_in_and_out() {
     let (running, _disk) = start();
     let image = make_image(&running);
     let back = running.folder.0.join("back.raw");

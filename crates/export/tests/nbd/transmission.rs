@@ -22,7 +22,7 @@ fn start() -> (Running, Arc<MemoryDisk>) {
 }
 
 #[test]
-fn bytes_come_back_at_any_alignment_and_size() {
+fn reads_return_written_bytes_at_any_alignment_and_size() {
     for mode in MODES {
         let (running, _disk) = start();
         let mut client = Client::open(&running.socket, "vm", mode);
@@ -39,7 +39,7 @@ fn bytes_come_back_at_any_alignment_and_size() {
 }
 
 #[test]
-fn ranges_and_lengths_beyond_the_limits_fail_and_the_session_goes_on() {
+fn ranges_beyond_the_limits_fail_and_the_session_continues() {
     for mode in MODES {
         let (running, _disk) = start();
         let mut client = Client::open(&running.socket, "vm", mode);
@@ -81,7 +81,7 @@ fn read_only_exports_refuse_changes() {
 }
 
 #[test]
-fn fua_reaches_the_device_and_is_taken_on_every_command() {
+fn fua_is_accepted_on_every_command_and_reaches_the_device() {
     let (running, disk) = start();
     let mut client = Client::open(&running.socket, "vm", Mode::Structured);
     set_fua(&mut client, &disk, CMD_WRITE, &[9; 4096]);
@@ -119,7 +119,7 @@ fn flushes_that_arrive_together_share_one() {
 }
 
 #[test]
-fn what_arrives_during_a_flush_is_answered_although_the_client_sends_nothing_more() {
+fn requests_that_arrive_during_a_flush_are_answered() {
     let (running, disk) = start();
     for command in [CMD_FLUSH, CMD_READ, CMD_TRIM] {
         let stream = UnixStream::connect(&running.socket).unwrap();
@@ -144,7 +144,7 @@ fn what_arrives_during_a_flush_is_answered_although_the_client_sends_nothing_mor
 }
 
 #[test]
-fn zeros_travel_as_holes_when_it_pays() {
+fn long_runs_of_zeros_are_sent_as_holes() {
     let (running, disk) = start();
     for mode in [Mode::Structured, Mode::Extended] {
         let mut client = Client::open(&running.socket, "vm", mode);
@@ -167,7 +167,7 @@ fn zeros_travel_as_holes_when_it_pays() {
 }
 
 #[test]
-fn zeroing_keeps_or_gives_back_space() {
+fn zeroing_keeps_or_frees_space_as_requested() {
     let (running, _disk) = start();
     let mut client = Client::unix(&running.socket);
     client.greet(3);
@@ -209,7 +209,7 @@ fn block_status_of_several_contexts() {
         assert_eq!(status[&base], [extent(8192, 0), extent(8192, 3)]);
         assert_eq!(status[&ours], [extent(4096, 0), extent(4096, 1), extent(8192, 0)]);
         assert_eq!(status[&qemu], status[&ours]);
-        // One extent, not longer than requested.
+        // The reply is one extent, not longer than requested.
         let one = client.ask(CMD_STATUS, REQ_ONE, 100, 1000).status;
         assert_eq!((one[&base].clone(), one[&ours].clone()), (vec![extent(1000, 0)], vec![extent(1000, 0)]));
         assert_eq!(client.ask(CMD_STATUS, 0, CAPACITY - 1, 2).error, EINVAL);
@@ -236,7 +236,7 @@ fn block_status_of_several_contexts() {
 }
 
 #[test]
-fn extended_headers_take_payload_and_length_as_they_say() {
+fn with_extended_headers_payload_follows_its_flag() {
     let (running, _disk) = start();
     let mut client = Client::open(&running.socket, "vm", Mode::Extended);
     // The payload of a command that takes none is read and discarded.
@@ -260,7 +260,7 @@ fn extended_headers_take_payload_and_length_as_they_say() {
 }
 
 #[test]
-fn a_refused_payload_is_consumed_up_to_the_largest_there_may_be() {
+fn a_refused_payload_is_discarded_up_to_the_maximum() {
     let disk = MemoryDisk::new("vm", CAPACITY, 7);
     let config = ServerConfig { read_only: true, ..ServerConfig::default() };
     let running = Running::with(config, Shelf::of(&[&disk]));
@@ -309,7 +309,7 @@ fn a_disconnect_with_any_fields_ends_the_session() {
 }
 
 #[test]
-fn resize_grows_and_shrinks_as_the_policy_says() {
+fn resize_follows_the_policy_for_growing_and_shrinking() {
     let shelf = |disk: &Arc<MemoryDisk>| Shelf::of(&[disk]);
     let disk = MemoryDisk::new("vm", 8192, 1);
     let running = Running::start(shelf(&disk));
@@ -332,7 +332,7 @@ fn resize_grows_and_shrinks_as_the_policy_says() {
 }
 
 #[test]
-fn device_errors_become_error_numbers_with_sentences() {
+fn device_errors_become_error_numbers_with_messages() {
     let (running, disk) = start();
     let mut client = Client::open(&running.socket, "vm", Mode::Structured);
     let table = [
@@ -360,7 +360,7 @@ fn device_errors_become_error_numbers_with_sentences() {
 }
 
 #[test]
-fn reads_that_keep_changing_are_planned_again() {
+fn a_read_whose_blocks_change_is_planned_again() {
     let (running, disk) = start();
     let mut client = Client::open(&running.socket, "vm", Mode::Structured);
     client.write(0, &[1; 65536]);
@@ -373,7 +373,7 @@ fn reads_that_keep_changing_are_planned_again() {
 }
 
 #[test]
-fn cache_requests_prefetch() {
+fn cache_requests_prefetch_into_the_page_cache() {
     let (running, disk) = start();
     let mut client = Client::open(&running.socket, "vm", Mode::Simple);
     assert_eq!(client.ask(CMD_CACHE, 0, 4096, 8192).error, 0);
@@ -382,7 +382,7 @@ fn cache_requests_prefetch() {
 }
 
 #[test]
-fn disconnect_finishes_what_is_under_way() {
+fn a_disconnect_completes_requests_under_way() {
     let (running, disk) = start();
     let mut client = Client::open(&running.socket, "vm", Mode::Structured);
     client.write(0, &vec![4; 1 << 20]);
@@ -401,7 +401,7 @@ fn disconnect_finishes_what_is_under_way() {
 }
 
 #[test]
-fn slow_reads_do_not_hold_up_others() {
+fn slow_reads_do_not_delay_other_requests() {
     let (running, disk) = start();
     let mut client = Client::open(&running.socket, "vm", Mode::Structured);
     client.write(0, &vec![4; 1 << 20]);

@@ -77,7 +77,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_refused() {
+    fn invalid_sizes_are_refused() {
         for text in [
             "",
             " ",

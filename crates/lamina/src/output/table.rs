@@ -79,7 +79,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn columns_align() {
+    fn columns_of_a_table_are_aligned() {
         let mut table = Table::new(&[("NAME", Align::Left), ("SIZE", Align::Right), ("TYPE", Align::Left)]);
         table.row(vec!["größe".into(), "1 B".into(), "thin".into()]);
         table.row(vec!["a".into(), "10 GiB".into(), String::new()]);

@@ -170,7 +170,7 @@ mod tests {
     }
 
     #[test]
-    fn branches_stand_beside_the_way_to_the_head() {
+    fn branches_are_drawn_beside_the_path_to_the_head() {
         let mut snapshots = vec![
             snapshot("vm1", "install", None, 1, false),
             snapshot("vm1", "test", Some("install"), 2, false),
@@ -238,7 +238,7 @@ vm2
     }
 
     #[test]
-    fn ten_thousand_in_a_chain_or_in_branches_of_branches_stay_narrow() {
+    fn trees_of_ten_thousand_snapshots_are_drawn_narrowly() {
         for fork in [false, true] {
             let mut snapshots = vec![snapshot("d", "s0", None, 0, false)];
             for i in 1..10_000usize {

@@ -11,7 +11,7 @@ pub fn service_manager(state: &str) {
     if let Some(socket) = std::env::var_os("NOTIFY_SOCKET")
         && let Err(e) = send(&socket, state)
     {
-        tracing::warn!(socket = %socket.display(), "telling the service manager '{state}': {e}");
+        tracing::warn!(socket = %socket.display(), "sending '{state}' to the service manager failed: {e}");
     }
 }
 

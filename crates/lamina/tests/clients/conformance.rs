@@ -60,7 +60,7 @@ fn every_style(generation: Generation) {
 }
 
 #[test]
-fn libnbd_that_is_installed() {
+fn installed_libnbd() {
     every_style(Generation::Installed);
 }
 

@@ -36,7 +36,7 @@ struct Content(BTreeMap<u64, Vec<u64>>);
 struct Disk {
     content: Content,
     snapshots: BTreeMap<String, Content>,
-    /// The disk and snapshot that it was cloned from.
+    /// The disk and snapshot from which the disk was cloned.
     origin: Option<(String, String)>,
 }
 

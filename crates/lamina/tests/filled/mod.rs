@@ -39,7 +39,7 @@ struct Sent {
     range: Range<usize>,
     kind: Kind,
     fua: bool,
-    /// Whether the whole range has space that the disk need not share.
+    /// Whether every block of the range has allocated space that no snapshot or clone shares.
     placed: bool,
 }
 
@@ -112,7 +112,7 @@ impl Filled {
             };
             let placed = self.placed[range.clone()].iter().all(|placed| *placed);
             if kind != Kind::Write {
-                // Also if the request is never answered.
+                // A request without an answer may have freed the space too.
                 self.placed[range.clone()].fill(false);
                 self.placed_durably[range.clone()].fill(false);
             }

@@ -212,8 +212,9 @@ impl Inside {
     }
 }
 
-/// Carries out commands of the inner process: a kind of request, how many succeed and how many fail then; or a command
-/// about the power. The reply to the former is the number of failures since the last command.
+/// Carries out commands of the inner process. One kind names a kind of request, the number of requests that succeed
+/// first, and the number of requests that fail after them. The other kind switches the power.
+/// The reply to the first kind is the number of failures since the last command.
 fn obey(stream: UnixStream, inside: &Mutex<Inside>) -> io::Result<()> {
     let mut lines = BufReader::new(stream.try_clone()?);
     let mut answers = stream;

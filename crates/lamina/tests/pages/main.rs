@@ -104,7 +104,7 @@ fn every_page_of_the_manual_is_run() {
 }
 
 #[test]
-fn what_is_not_run_has_a_reason() {
+fn every_block_that_is_not_run_states_a_reason() {
     let (mut run, mut not_run) = (0, Vec::new());
     for path in PAGES {
         let page = read(path);

@@ -90,7 +90,7 @@ fn commands(body: &[(usize, &str)]) -> Result<Vec<Command>, &'static str> {
 }
 
 #[test]
-fn a_page_is_taken_apart() {
+fn a_page_is_parsed_into_blocks() {
     let text = "<!-- test setup\ntrue\n-->\n```console\n$ a \\\n  b\nx\n\n$ c\n```\n```console not-run: why\n$ d\n```\n```xml\n<a/>\n```\n";
     let page = Page::parse("p", text);
     assert!(page.complaints.is_empty());

@@ -41,7 +41,7 @@ fn refused(text: &str) -> (ErrorKind, String) {
 }
 
 #[test]
-fn texts_of_vmware_come_back_byte_for_byte() {
+fn descriptors_written_by_vmware_are_encoded_unchanged() {
     for text in [BASE, DELTA] {
         let descriptor = parsed(text);
         assert_eq!(String::from_utf8(descriptor.to_bytes().unwrap()).unwrap(), text);
@@ -58,7 +58,7 @@ fn texts_of_vmware_come_back_byte_for_byte() {
 }
 
 #[test]
-fn a_new_disk_has_the_text_that_vmware_writes() {
+fn a_new_descriptor_equals_one_of_vmware() {
     let mut numbers = [0x1c4a_2f5a_3ed3_bd5c, 0x1c1f_d63d_1c1f_d63d].into_iter().cycle();
     let random = &mut || numbers.next().unwrap();
     let extent = ExtentLine::whole(ExtentKind::Vmfs, 83_886_080, "web-flat.vmdk");
@@ -77,7 +77,7 @@ fn a_new_disk_has_the_text_that_vmware_writes() {
 }
 
 #[test]
-fn what_others_write_is_understood() {
+fn descriptors_of_other_programs_are_parsed() {
     let hosted = parsed(HOSTED);
     assert_eq!(hosted.content, ContentId::new(0x7b_1234).unwrap());
     assert_eq!(hosted.sectors(), 4_194_304 + 2048 + 64);
@@ -105,7 +105,7 @@ fn what_others_write_is_understood() {
 }
 
 #[test]
-fn what_could_be_understood_in_two_ways_is_refused() {
+fn ambiguous_descriptors_are_refused() {
     let cases = [
         ("", "does not begin with its version"),
         ("CID=1\nversion=1\n", "does not begin with its version"),
@@ -149,7 +149,7 @@ fn what_could_be_understood_in_two_ways_is_refused() {
 }
 
 #[test]
-fn limits_hold() {
+fn limits_of_descriptors_are_enforced() {
     let many = |count: usize| BASE.replace("RW 83886080 VMFS", &"RW 1 ZERO\n".repeat(count)).replace("\"web-", "# \"");
     assert_eq!(parsed(&many(EXTENTS_MAX)).extents.len(), EXTENTS_MAX);
     assert!(refused(&many(EXTENTS_MAX + 1)).1.contains("8192 extents"));
@@ -164,7 +164,7 @@ fn limits_hold() {
 }
 
 #[test]
-fn worst_texts_are_read_in_bounded_time() {
+fn worst_case_descriptors_are_parsed_in_bounded_time() {
     let begin = Instant::now();
     let head = b"version=1\nencoding=\"GBK\"\nCID=1\nparentCID=ffffffff\ncreateType=\"vmfs\"\n".to_vec();
     for filler in
@@ -181,7 +181,7 @@ fn worst_texts_are_read_in_bounded_time() {
 }
 
 #[test]
-fn a_hundred_thousand_mutations_parse_or_fail_and_come_back() {
+fn mutated_descriptors_fail_or_are_encoded_unchanged() {
     let begin = Instant::now();
     let mut random = Random(0xd15c);
     let seeds = [BASE, DELTA, HOSTED];
@@ -257,7 +257,7 @@ fn a_hundred_thousand_mutations_parse_or_fail_and_come_back() {
 }
 
 #[test]
-fn names_are_decoded_and_the_rest_passes_as_bytes() {
+fn names_are_decoded_and_other_text_stays_as_bytes() {
     let latin = |name: &[u8], encoding: &str| {
         let text = BASE.replace("UTF-8", encoding);
         let (before, after) = text.split_once("web-flat").unwrap();
@@ -288,7 +288,7 @@ fn names_are_decoded_and_the_rest_passes_as_bytes() {
 }
 
 #[test]
-fn names_that_would_break_the_text_are_not_written() {
+fn names_with_quotes_or_line_ends_are_not_written() {
     for bad in ["", "a\nRW 1 ZERO", "a\"b", "a\0b"] {
         let mut descriptor = parsed(DELTA);
         descriptor.extents[0].file = Some(bad.to_owned());
@@ -306,7 +306,7 @@ fn names_that_would_break_the_text_are_not_written() {
 }
 
 #[test]
-fn new_content_ends_change_tracking_and_keeps_both_identities_in_step() {
+fn a_new_content_id_ends_change_tracking_and_updates_both_places() {
     let mut random = Random(7);
     let tracked = BASE.replace("version=1", "version=3").replace(
         "\n# The Disk Data Base",
@@ -329,7 +329,7 @@ fn new_content_ends_change_tracking_and_keeps_both_identities_in_step() {
 }
 
 #[test]
-fn geometry_is_vmwares() {
+fn the_geometry_equals_that_of_vmware() {
     let of = |adapter, sectors| {
         let geometry = Geometry::of(adapter, sectors);
         (geometry.cylinders, geometry.heads, geometry.sectors)
@@ -343,7 +343,7 @@ fn geometry_is_vmwares() {
 }
 
 #[test]
-fn uuids_are_read_and_written_as_vmware_does() {
+fn uuids_have_the_textual_form_of_vmware() {
     let text = "60 00 C2 9a 1d 7b 49 44-dc 53 e6 d3 e5 89 7b 0d";
     assert_eq!(Uuid::parse(text).unwrap().to_string(), text);
     assert_eq!(Uuid::parse(&text.to_lowercase()).unwrap().to_string(), text);
@@ -450,7 +450,7 @@ fn sweeping_removes_unfinished_disks_and_nothing_else() {
 }
 
 #[test]
-fn creating_refuses_names_that_are_taken_or_cannot_be() {
+fn creating_refuses_existing_and_invalid_names() {
     let disk = SimulatedDisk::new(1, SimulatedOptions::default());
     let directory = disk.directory();
     let descriptor = parsed(BASE);
@@ -478,7 +478,7 @@ fn embedded(text: &[u8], start: u64, sectors: u64) -> Vec<u8> {
 }
 
 #[test]
-fn embedded_descriptors_are_found_and_renewed_in_place() {
+fn embedded_descriptors_are_found_and_rewritten_in_place() {
     let disk = SimulatedDisk::new(1, SimulatedOptions::default());
     let directory = disk.directory();
     let mut random = Random(11);
@@ -511,7 +511,7 @@ fn embedded_descriptors_are_found_and_renewed_in_place() {
 }
 
 #[test]
-fn places_of_embedded_descriptors_are_checked() {
+fn offsets_of_embedded_descriptors_are_checked() {
     let disk = SimulatedDisk::new(1, SimulatedOptions::default());
     let directory = disk.directory();
     let cases = [(1, 0), (0, 20), (1, 64), (64, 1), (u64::MAX, 1), (1, u64::MAX), (u64::MAX / 512, 2), (1 << 55, 1)];

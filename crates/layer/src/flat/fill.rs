@@ -5,8 +5,8 @@
 //!
 //! ```text
 //! hole, unwritten            zeros are written
-//! written, whole by the      nothing: it has its space, written
-//!   file system's account
+//! written completely, as     nothing is done: the block has its space
+//!   the file system reports
 //! written in part            read and written back as it is
 //! ```
 //!

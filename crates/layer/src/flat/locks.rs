@@ -70,7 +70,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_block_has_its_lock_and_they_come_in_order() {
+    fn locks_of_blocks_are_taken_in_order() {
         for start in 0..200 {
             for count in 1..70 {
                 let taken: Vec<usize> = stripes_of(&(start..start + count)).collect();
@@ -84,7 +84,7 @@ mod tests {
     }
 
     #[test]
-    fn writers_share_and_changers_do_not() {
+    fn writers_share_a_block_and_changes_of_allocation_exclude_them() {
         let locks = Locks::new();
         let first = locks.share(0..1);
         let second = locks.share(0..3);

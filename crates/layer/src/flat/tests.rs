@@ -196,7 +196,7 @@ impl History {
 }
 
 #[test]
-fn power_cuts_keep_what_was_flushed_through_every_operation() {
+fn flushed_data_survives_power_cuts_in_every_operation() {
     let mut cuts = 0;
     for seed in 0..300u64 {
         let mut random = Random(seed);
@@ -241,7 +241,7 @@ fn power_cuts_keep_what_was_flushed_through_every_operation() {
 }
 
 #[test]
-fn a_crash_while_a_disk_is_made_leaves_all_of_it_or_nothing() {
+fn a_crash_during_creation_leaves_a_complete_disk_or_none() {
     let kinds = [NewKind::Vmfs, NewKind::MonolithicFlat, NewKind::TwoGbMaxExtentFlat];
     let mut outcomes = [0, 0];
     for seed in 0..36u64 {
@@ -289,7 +289,7 @@ fn a_crash_while_a_disk_is_made_leaves_all_of_it_or_nothing() {
 }
 
 #[test]
-fn failures_and_interruptions_while_a_disk_is_made_leave_nothing() {
+fn a_failed_or_interrupted_creation_leaves_no_files() {
     let new = |provisioning| NewDisk {
         name: "web.vmdk",
         capacity: 8 * MIB,
@@ -335,7 +335,7 @@ fn failures_and_interruptions_while_a_disk_is_made_leave_nothing() {
 }
 
 #[test]
-fn names_and_texts_are_those_of_the_products() {
+fn file_names_and_descriptors_are_those_of_vmware_products() {
     let text = |kind, capacity| {
         let disk = NewDisk {
             name: "web.vmdk",
@@ -360,7 +360,7 @@ fn names_and_texts_are_those_of_the_products() {
 }
 
 #[test]
-fn what_does_not_fit_the_file_is_refused() {
+fn an_extent_beyond_the_file_is_refused() {
     let world = disk(1);
     let directory = world.directory();
     made(&*directory, 4 * MIB, Provisioning::Thin);
@@ -397,7 +397,7 @@ fn what_does_not_fit_the_file_is_refused() {
 }
 
 #[test]
-fn a_failed_flush_ends_all_changes() {
+fn after_a_failed_flush_changes_are_refused() {
     let world = disk(1);
     let directory = world.directory();
     made(&*directory, 4 * MIB, Provisioning::Thin);
@@ -415,7 +415,7 @@ fn a_failed_flush_ends_all_changes() {
 }
 
 #[test]
-fn a_failed_write_leaves_the_counters_true() {
+fn a_failed_write_leaves_the_counters_correct() {
     for seed in 0..40 {
         let world = disk(seed);
         let directory = world.directory();
@@ -432,7 +432,7 @@ fn a_failed_write_leaves_the_counters_true() {
 }
 
 #[test]
-fn filling_without_room_changes_nothing() {
+fn filling_without_space_changes_nothing() {
     let world = SimulatedDisk::new(1, SimulatedOptions { capacity: 6 * MIB, ..SimulatedOptions::default() });
     let directory = world.directory();
     made(&*directory, 8 * MIB, Provisioning::Thin);
@@ -466,7 +466,7 @@ fn filling_without_room_changes_nothing() {
 }
 
 #[test]
-fn long_work_excludes_other_long_work() {
+fn filling_and_punching_exclude_each_other() {
     let world = disk(1);
     let directory = world.directory();
     made(&*directory, 4 * MIB, Provisioning::Thin);
@@ -481,7 +481,7 @@ fn long_work_excludes_other_long_work() {
 }
 
 #[test]
-fn discards_of_nothing_cost_nothing() {
+fn discards_of_holes_cost_no_io() {
     let world = disk(1);
     let directory = world.directory();
     let capacity = 1 << 40;

@@ -65,7 +65,7 @@ fn calls_that_wait_share_one_commit() {
 }
 
 #[test]
-fn what_threads_wrote_before_a_flush_is_on_the_medium_after_it() {
+fn writes_before_a_flush_are_on_the_medium_after_the_flush() {
     const THREADS: usize = 4;
     const ROUNDS: u64 = 1_000;
     let written: Vec<AtomicU64> = (0..THREADS).map(|_| AtomicU64::new(0)).collect();

@@ -154,7 +154,7 @@ impl Directories {
         self.rules.lenient = force;
     }
 
-    /// The same directories, without choosing between two possible entries.
+    /// A copy of the directories that does not choose between two possible entries.
     pub(super) fn strict(&self) -> Self {
         Self { rules: Rules { lenient: false, ..self.rules }, ..self.clone() }
     }

@@ -58,7 +58,7 @@ use write::Writer;
 pub struct OpenOptions {
     /// The name of the image in messages.
     pub image: String,
-    /// Open it for writing.
+    /// Whether the extent is opened for writing.
     pub writable: bool,
     /// Whether a parent shows through absent grains. Without a parent, zeros need no entry.
     pub parent: bool,

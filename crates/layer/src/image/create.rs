@@ -248,7 +248,7 @@ impl<'a> NewImage<'a> {
         Self { name, capacity, kind, parent: None, adapter: Adapter::default(), mode: IoMode::Buffered }
     }
 
-    /// The same image above a parent.
+    /// Makes `parent` the parent of the image.
     #[must_use]
     pub fn above(self, parent: NewParent) -> Self {
         Self { parent: Some(parent), ..self }

@@ -89,9 +89,9 @@ impl ExtentOptions {
 /// An open extent.
 pub(super) struct OpenExtent {
     pub(super) layer: Arc<dyn Layer>,
-    /// The same layer, if it is flat: for counters, filling and punching.
+    /// `layer` as its own type, if it is flat: for counters, filling and punching.
     pub(super) flat: Option<Arc<Flat>>,
-    /// The same layer, if its format has maintenance of its own.
+    /// `layer` as its own type, if its format has maintenance operations.
     pub(super) engine: Option<Engine>,
     /// The parent that the extent's own header names.
     pub(super) parent: Option<ParentReference>,

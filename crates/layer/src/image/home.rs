@@ -21,7 +21,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 /// A descriptor with its location.
 pub(super) struct StoredDescriptor {
     pub(super) place: Place,
-    /// The extent that embeds it, and where in that extent.
+    /// The extent that embeds the descriptor, and the byte range of the descriptor in that extent.
     pub(super) embedded: Option<(Arc<dyn File>, Range<u64>)>,
     pub(super) descriptor: Mutex<Descriptor>,
     pub(super) random: Entropy,

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use work::Progress;
 
-/// An extent by its format, for operations that only this format has.
+/// An open extent, for maintenance operations that exist only in its format.
 #[derive(Clone)]
 pub(super) enum Engine {
     Hosted(Arc<Hosted>),
@@ -51,7 +51,7 @@ pub struct ImageFreed {
     pub freed: u64,
     /// Bytes by which the files were truncated.
     pub cut: u64,
-    /// Bytes moved for that.
+    /// Bytes that were moved to other locations before the files were truncated.
     pub moved: u64,
 }
 

@@ -114,7 +114,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_name_and_size_make_a_raw_disk_and_no_signature_overrules_them() {
+    fn name_and_size_decide_that_a_file_is_a_raw_disk_even_with_a_signature() {
         let judged = |name: &str, length, found| judge(name, name, length, found).map_err(|error| error.kind());
         for name in ["disk.raw", "DISK.IMG", "disk.dd", "vm-flat.vmdk"] {
             assert_eq!(judged(name, 1024, Signature::Raw), Ok(Signature::Raw), "{name}");

@@ -122,7 +122,7 @@ fn formats_are_recognised_by_the_first_bytes() {
 }
 
 #[test]
-fn a_disk_is_opened_written_and_opened_again() {
+fn a_written_disk_reads_the_same_after_reopening() {
     let world = disk(1);
     let directory = world.directory();
     base(&directory, "vm.vmdk", 8 * MIB);
@@ -189,7 +189,7 @@ fn raw_files_need_no_descriptor() {
 }
 
 #[test]
-fn what_is_no_disk_says_what_it_is() {
+fn errors_about_other_files_say_what_the_file_is() {
     let world = disk(1);
     let directory = world.directory();
     let extent = |line: &str| {
@@ -232,7 +232,7 @@ fn what_is_no_disk_says_what_it_is() {
 }
 
 #[test]
-fn extents_of_every_kind_make_one_disk() {
+fn extents_of_every_kind_are_concatenated() {
     let world = disk(1);
     let directory = world.directory();
     put(&directory, "a", &[1; 6 * 512]);
@@ -280,7 +280,7 @@ RW 2 FLAT \"b\" 0\nNOACCESS 2 FLAT \"gone\" 0\nRW 4 VMFS \"c\"\n";
 }
 
 #[test]
-fn extents_that_share_bytes_are_not_written() {
+fn a_disk_with_overlapping_extents_is_not_written() {
     let world = disk(1);
     let directory = world.directory();
     put(&directory, "a", &[1; 4096]);
@@ -347,7 +347,7 @@ impl Layer for Grained {
 }
 
 #[test]
-fn grains_of_parts_are_respected() {
+fn zeroing_and_discards_keep_to_the_grain_of_each_extent() {
     let part = |length: u64, capacity, grain| {
         let layer = Arc::new(Grained { capacity, grain, changes: Mutex::new(Vec::new()) });
         (Part { length, layer: Some(Arc::<Grained>::clone(&layer)), name: format!("part of {length}") }, layer)
@@ -445,7 +445,7 @@ fn a_header_that_contradicts_its_descriptor_is_refused() {
 }
 
 #[test]
-fn disks_in_pieces_are_as_large_as_workstation_makes_them() {
+fn split_extents_have_the_sizes_that_workstation_uses() {
     for kind in [ImageKind::SplitSparse, ImageKind::SplitFlat] {
         let new = NewImage::new("vm.vmdk", 8 << 40, kind);
         let descriptor = new.descriptor(&mut || 7).unwrap().unwrap();
@@ -482,7 +482,7 @@ fn a_raw_parent_is_accepted_if_the_child_records_the_initial_cid() {
 }
 
 #[test]
-fn circles_and_endless_chains_are_refused() {
+fn cyclic_and_too_long_chains_are_refused() {
     let world = disk(1);
     let directory = world.directory();
     child(&directory, "self.vmdk", 1, 1, "self.vmdk");
@@ -507,7 +507,7 @@ fn circles_and_endless_chains_are_refused() {
 }
 
 #[test]
-fn changes_need_a_new_identity_first() {
+fn the_content_id_changes_before_the_content() {
     let world = disk(1);
     let directory = world.directory();
     base(&directory, "vm.vmdk", MIB);
@@ -536,7 +536,7 @@ fn changes_need_a_new_identity_first() {
 }
 
 #[test]
-fn inflating_and_punching_survive_power_cuts_as_images() {
+fn inflating_and_punching_images_survive_power_cuts() {
     for seed in 0..120u64 {
         let world = disk(seed);
         let directory = world.directory();

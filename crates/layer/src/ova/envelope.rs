@@ -46,7 +46,7 @@ impl Controller {
 /// A network card.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Network {
-    /// The network to which it is connected.
+    /// The network to which the card is connected.
     pub name: String,
     /// Its kind: `VmxNet3`, `E1000e`.
     pub adapter: String,

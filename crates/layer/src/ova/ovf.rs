@@ -16,7 +16,7 @@ pub struct Disk {
     pub capacity: u64,
     /// The URI of its format; that of VMware's disks ends with `#streamOptimized`.
     pub format: String,
-    /// The disk of which it is a delta, by its identifier within the OVF.
+    /// The disk of which this one is a delta, by its identifier within the OVF.
     pub parent: Option<String>,
 }
 

@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 const ALL: u64 = u64::MAX;
 
 #[test]
-fn places_wait_for_a_later_commit_and_for_older_operations() {
+fn retired_places_wait_for_a_later_commit_and_for_older_operations() {
     let (mut retirement, epochs) = (Retirement::new(100), Epochs::new());
     let reader = epochs.enter();
     assert!(retirement.give_up(7..8));
@@ -46,7 +46,7 @@ fn a_commit_that_fails_frees_nothing_until_a_later_one_is_complete() {
 }
 
 #[test]
-fn runs_are_bounded_and_handed_out_in_parts() {
+fn runs_are_limited_and_returned_in_parts() {
     let (mut retirement, epochs) = (Retirement::new(2), Epochs::new());
     assert!(retirement.give_up(10..20) && retirement.give_up(20..24) && retirement.give_up(40..41));
     assert!(!retirement.give_up(60..61), "a third run");
@@ -177,7 +177,7 @@ impl Image {
 }
 
 #[test]
-fn threads_never_see_a_location_of_another_owner() {
+fn a_location_is_not_reused_while_a_thread_reads_it() {
     let image = Image {
         epochs: Epochs::new(),
         state: Mutex::new((Retirement::new(PLACES as usize), (OWNERS..PLACES).collect())),

@@ -31,7 +31,7 @@ pub(crate) struct Captured {
     pub(crate) index: u32,
     /// The table.
     pub(crate) list: Arc<RunList>,
-    /// The parts of it that changed since its last capture, as a bit mask of the format.
+    /// The parts of the table that changed since its last capture, as a bit mask of the format.
     pub(crate) parts: u64,
 }
 

@@ -35,7 +35,7 @@ fn check(list: &RunList, model: &[ModelRow], stride: u32) {
 }
 
 #[test]
-fn tables_are_what_was_set() {
+fn a_run_list_returns_the_entries_that_were_set() {
     for seed in 0..60 {
         let mut numbers = Numbers(seed);
         let stride = [1, 1, 8, 3][seed as usize % 4];
@@ -76,7 +76,7 @@ fn tables_are_what_was_set() {
 }
 
 #[test]
-fn the_limits_fit() {
+fn the_largest_run_can_be_encoded() {
     let mut list = RunList::new(1);
     list.set(0..ENTRIES_MAX, 3, PLACE_MAX - u64::from(ENTRIES_MAX));
     assert_eq!(
@@ -96,7 +96,7 @@ fn table(index: u32) -> RunList {
 }
 
 #[test]
-fn the_cache_is_bounded_and_keeps_what_changed() {
+fn the_cache_is_bounded_and_keeps_changed_pages() {
     let cache = RunCache::new(1 << 20);
     let place = |list: &RunList| list.pieces(0..1).next().unwrap().what.unwrap().1;
     cache.change(7, || Ok(table(7)), |list| (list.set(0..1, 1, 99), 1)).unwrap();
@@ -136,7 +136,7 @@ fn the_cache_is_bounded_and_keeps_what_changed() {
 }
 
 #[test]
-fn many_threads_see_one_table() {
+fn concurrent_threads_read_and_write_one_table() {
     let cache = Arc::new(RunCache::new(64 << 10));
     let stored: Arc<Vec<parking_lot::Mutex<RunList>>> =
         Arc::new((0..64).map(|_| parking_lot::Mutex::new(RunList::new(1))).collect());

@@ -181,7 +181,7 @@ impl SeSparse {
     }
 
     /// Whether the only slot with a never allocated table may belong to a table of zero entries without a slot. No
-    /// grain shows which slot that table had, and a crash leaves such tables, too.
+    /// grain shows which slot that table had. A crash too leaves tables without a slot.
     fn leads_past_zeros(&self, evidence: &Evidence) -> Result<bool> {
         let &[slot] = &evidence.beyond_slots[..] else { return Ok(false) };
         let Some(beyond) = self.settle(|state| state.table_of(slot))? else { return Ok(false) };

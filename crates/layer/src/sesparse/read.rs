@@ -119,7 +119,7 @@ impl SeSparse {
             }) else {
                 return if at == range.start { Err(raw) } else { Ok(at) };
             };
-            // An entry, with the following ones that map to adjacent content.
+            // `count` entries from this one on map to adjacent content.
             let mut count = 1;
             next = words.next();
             match entry {

@@ -100,7 +100,7 @@ impl SeSparse {
     /// Finds the tables that two slots name, in the readable part of the directory.
     pub(super) fn find_shared_tables(&self) {
         if let Err(error) = self.read_directory(true) {
-            tracing::warn!(image = %self.name, %error, "the grain directory cannot be read as a whole");
+            tracing::warn!(image = %self.name, %error, "the grain directory cannot be read completely");
         }
     }
 
@@ -168,7 +168,10 @@ impl SeSparse {
         match self.named_elsewhere(&dead, named) {
             Ok(Some(kept)) => {
                 if !kept.is_empty() {
-                    tracing::warn!(image = %self.name, grains = kept.len(), "grains have another owner; check the image");
+                    tracing::warn!(
+                        image = %self.name, grains = kept.len(),
+                        "the backmap has other owners for grains that table entries name; check the image"
+                    );
                 }
                 dead.retain(|(grain, _)| !kept.contains(grain));
                 self.free(&dead)?;

@@ -91,7 +91,7 @@ impl SeSparse {
             if exhausted {
                 return Ok(());
             }
-            // There were free grains, but these were not moved.
+            // There were free grains below the target, but these used grains were not moved.
             report.left += allocated.saturating_sub(moved);
             end = start;
             batches += 1;

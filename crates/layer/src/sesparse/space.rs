@@ -181,7 +181,7 @@ impl Space {
 
     /// Releases all grains that were set aside.
     pub(super) fn end_streams(&mut self) {
-        // Begins with the last grains, so that those at the end lower `fresh` again.
+        // The last grains are released first, so that grains at the end of the file lower `fresh` again.
         let mut order: [usize; STREAMS] = std::array::from_fn(|index| index);
         order.sort_unstable_by_key(|index| std::cmp::Reverse(self.streams[*index].aside.start));
         order.into_iter().for_each(|index| self.end_stream(index));
@@ -316,7 +316,7 @@ mod tests {
     }
 
     #[test]
-    fn small_holes_wait_until_they_are_many() {
+    fn large_writes_use_small_holes_only_when_the_image_cannot_grow() {
         let mut space = Space::new(1000, 100_000, false);
         space.put(run(10, 3));
         space.put(run(100, 20));
@@ -332,7 +332,7 @@ mod tests {
     }
 
     #[test]
-    fn streams_lie_together_however_they_mix() {
+    fn grains_of_each_stream_are_adjacent_when_streams_interleave() {
         let mut space = Space::new(0, 100_000, false);
         space.length = 100_000;
         let mut places: [Vec<u64>; 3] = Default::default();
@@ -361,7 +361,7 @@ mod tests {
     }
 
     #[test]
-    fn grains_set_aside_are_used_when_no_others_are_free() {
+    fn grains_reserved_for_streams_are_used_when_no_others_are_free() {
         let mut space = Space::new(0, 64, false);
         space.length = 64;
         for guest in 0..64 {
@@ -373,7 +373,7 @@ mod tests {
     }
 
     #[test]
-    fn runs_merge_and_known_ones_are_not_counted_twice() {
+    fn freed_runs_are_joined_and_counted_once() {
         let mut space = Space::new(1000, 1000, false);
         for (start, count) in [(10, 5), (20, 5), (15, 5), (12, 9), (990, 50), (25, 0)] {
             space.put(run(start, count));

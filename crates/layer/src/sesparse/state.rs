@@ -304,7 +304,7 @@ impl LayerState {
             let entry = self.word(table_page(owner.table, entry), page_index(entry))?;
             if Entry::decode(entry) == Some(Entry::Data(Grain(grain))) {
                 let image = &*self.name;
-                tracing::warn!(image, grain, "the bitmap calls a grain free that is in use; check the image");
+                tracing::warn!(image, grain, "the bitmap marks a used grain as free; check the image");
                 return Ok(GrainRun { count: grain - run.start, ..run });
             }
         }

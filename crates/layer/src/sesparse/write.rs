@@ -206,7 +206,7 @@ impl SeSparse {
         for run in runs.iter().rev() {
             for part in super::state::by_bitmap_page(*run) {
                 if let Err(error) = self.settle(|state| state.give_back(part)) {
-                    tracing::warn!(image = %self.name, %error, "grains that were not written stay allocated");
+                    tracing::warn!(image = %self.name, %error, "grains of a failed write could not be freed");
                     return;
                 }
             }

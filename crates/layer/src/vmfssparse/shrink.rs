@@ -108,7 +108,7 @@ impl VmfsSparse {
         let mut round = Round { writer, target, left: target, unmoved: 0, moved: 0 };
         let result = self.move_all(&mut round, *moved, throttle);
         *moved += round.moved * SECTOR;
-        // Also after a cancellation, because moved grains stay moved.
+        // Commits after a cancellation too, because moved grains stay moved.
         self.settle(writer)?;
         result?;
         Ok((self.cut(writer, end, round.left)?, round.unmoved))

@@ -155,7 +155,10 @@ impl Tables {
         let place = self.place(index);
         if !self.is_in_file(place) {
             let what = format!("{}: grain table {index} at sector {place} lies outside the file", self.image);
-            return Err(Error::new(ErrorKind::Corrupt, format!("{what}: it was cut, or its directory is damaged")));
+            return Err(Error::new(
+                ErrorKind::Corrupt,
+                format!("{what}: the file was truncated, or its directory is damaged"),
+            ));
         }
         let mut bytes = [0; TABLE_SIZE];
         let context = || format!("{}: cannot read grain table {index}", self.image);

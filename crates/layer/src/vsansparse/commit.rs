@@ -182,7 +182,7 @@ impl VsanSparse {
         }
     }
 
-    /// Waits until there is room for `changes` more among those that wait to be logged. The caller holds the gate and
+    /// Waits until `changes` more changes can be added to those that wait to be logged. The caller holds the gate and
     /// no other lock.
     pub(super) fn reserve_room<'a>(&self, writer: &'a Writer, changes: usize) -> Result<LogRoom<'a>> {
         loop {

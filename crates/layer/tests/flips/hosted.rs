@@ -128,7 +128,7 @@ fn flip(world: &World, random: &mut Random, figures: &mut Figures) {
 }
 
 #[test]
-fn what_the_second_directory_proves_is_mended() {
+fn a_hosted_extent_is_repaired_from_its_second_directory() {
     let count = from_environment("LAMINA_FLIPS", 300);
     flips(from_environment("LAMINA_SEED", 1), count, world, flip);
 }

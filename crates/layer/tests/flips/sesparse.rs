@@ -202,7 +202,7 @@ fn entries_proven_by_bitmap_and_backmap_are_repaired() {
 }
 
 #[test]
-fn a_wrong_bitmap_gives_no_grain_to_two() {
+fn a_wrong_bitmap_allocates_no_grain_twice() {
     let count = from_environment("LAMINA_FLIPS", 400) / 4;
     flips(from_environment("LAMINA_SEED", 1), count, world, use_unaware);
 }

@@ -116,7 +116,7 @@ pub fn send(shipment: &Shipment, remote: &Remote, options: &SendOptions, progres
                 )),
             });
         }
-        tracing::warn!("{error}; trying again in {} ms", pause.as_millis());
+        tracing::warn!("{error}; the transfer is tried again in {} ms", pause.as_millis());
         sent.reconnects += 1;
         wait(pause, progress)?;
         pause = (pause * 2).min(BACKOFF_MAX);

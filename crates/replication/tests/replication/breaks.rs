@@ -9,7 +9,7 @@ use replication::send;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 #[test]
-fn a_connection_that_breaks_at_any_byte_only_costs_time() {
+fn a_connection_that_breaks_at_any_byte_loses_no_data() {
     let keys = Keys::new();
     for seed in 0..6 {
         let (here, there) = (Site::new(), Site::new());
@@ -17,7 +17,7 @@ fn a_connection_that_breaks_at_any_byte_only_costs_time() {
         let device = furnished(&here, "web", seed);
         here.snapshot("web", "monday");
         let receiver = there.receiver(&keys);
-        // Byte limits from within the TLS handshake to late in the data.
+        // The connection breaks after a number of bytes: the limits lie between the TLS handshake and the last data.
         let budgets = (0..4).map(|round| match round {
             0 => random.below(6000),
             _ => 20_000 + random.below(12 << 20),
@@ -117,7 +117,7 @@ fn begin(keys: &Keys, here: &Site, there: &Site) {
 }
 
 #[test]
-fn an_abandoned_reception_can_be_given_up() {
+fn an_interrupted_reception_can_be_deleted() {
     let keys = Keys::new();
     let (here, there) = (Site::new(), Site::new());
     drop(furnished(&here, "web", 7));
@@ -139,7 +139,7 @@ fn an_abandoned_reception_can_be_given_up() {
 }
 
 #[test]
-fn a_damaged_record_costs_the_reception_and_nothing_else() {
+fn a_damaged_record_loses_only_its_reception() {
     let keys = Keys::new();
     let (here, mut there) = (Site::new(), Site::new());
     drop(furnished(&here, "web", 8));
@@ -159,7 +159,7 @@ fn a_damaged_record_costs_the_reception_and_nothing_else() {
 }
 
 #[test]
-fn a_server_that_is_not_there_is_given_up_on() {
+fn sending_to_an_unreachable_server_ends_with_an_error() {
     let keys = Keys::new();
     let here = Site::new();
     drop(here.disk("web", SEGMENT));
@@ -179,7 +179,7 @@ fn a_server_that_is_not_there_is_given_up_on() {
 }
 
 #[test]
-fn what_is_recorded_too_late_does_not_bring_a_reception_back() {
+fn a_late_record_does_not_restore_a_deleted_reception() {
     let there = Site::new();
     let new = NewReception {
         sender: "another".into(),

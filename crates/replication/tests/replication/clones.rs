@@ -14,7 +14,7 @@ fn mapped(site: &Site, name: &str) -> u64 {
 }
 
 #[test]
-fn a_full_clone_moves_what_is_allocated_and_nothing_else() {
+fn a_full_send_transfers_only_allocated_data() {
     let (keys, here, there) = (Keys::new(), Site::new(), Site::new());
     drop(furnished(&here, "web", 1));
     here.snapshot("web", "monday");
@@ -41,7 +41,7 @@ fn a_full_clone_moves_what_is_allocated_and_nothing_else() {
 }
 
 #[test]
-fn a_second_clone_moves_only_what_has_changed() {
+fn a_second_send_transfers_only_changes() {
     let (keys, here, there) = (Keys::new(), Site::new(), Site::new());
     let device = furnished(&here, "web", 2);
     here.snapshot("web", "monday");
@@ -133,7 +133,7 @@ fn an_existing_disk_is_updated() {
 }
 
 #[test]
-fn thick_disks_arrive_thick_and_several_disks_arrive_together() {
+fn provisioning_is_kept_and_several_disks_are_committed_together() {
     let (keys, here, there) = (Keys::new(), Site::new(), Site::new());
     let capacity = 2 * SEGMENT + 512;
     for (name, provisioning) in
@@ -166,7 +166,7 @@ fn thick_disks_arrive_thick_and_several_disks_arrive_together() {
 }
 
 #[test]
-fn an_empty_disk_and_a_rate() {
+fn an_empty_disk_is_sent_and_the_rate_is_kept() {
     let (keys, here, there) = (Keys::new(), Site::new(), Site::new());
     drop(here.disk("empty", 3 * SEGMENT));
     here.snapshot("empty", "s");

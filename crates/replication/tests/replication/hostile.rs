@@ -123,7 +123,7 @@ fn invalid_data_is_refused() {
 }
 
 #[test]
-fn an_incomplete_disk_does_not_appear() {
+fn an_incomplete_disk_is_not_visible() {
     let (keys, there) = (Keys::new(), Site::new());
     let receiver = there.receiver(&keys);
     for claim in [vec![(1, 4096)], vec![(0, 4096)], vec![(2, 0)], vec![(0, 0), (0, 0)], vec![(u64::MAX, u64::MAX)]] {
@@ -211,7 +211,7 @@ fn hostile_server(keys: &Keys, says: impl Fn(&mut Line, Offer) + Send + 'static)
 }
 
 #[test]
-fn false_answers_of_a_receiver_are_refused() {
+fn invalid_replies_of_a_receiver_are_refused() {
     let (keys, here) = (Keys::new(), Site::new());
     drop(furnished(&here, "web", 3));
     here.snapshot("web", "monday");

@@ -239,7 +239,7 @@ impl Line {
                             if pass > 0 && sink.write_all(&buffer[..pass]).is_err() {
                                 break;
                             }
-                            // Also if the limit is reached exactly, because otherwise the next limit would not begin.
+                            // A limit that is reached exactly closes the connection too, so that the next limit begins.
                             if before <= count as i64 {
                                 let mut open = open.lock();
                                 if before > 0 {

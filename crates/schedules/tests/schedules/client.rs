@@ -20,9 +20,9 @@ pub struct Share {
 
 /// A thread that reads, writes and flushes.
 pub struct Client {
-    /// The store that it uses.
+    /// The store that the client uses.
     pub store: Arc<Store>,
-    /// The sectors that it writes.
+    /// The sectors that the client writes.
     pub shares: Vec<Share>,
     /// Chooses its operations.
     pub random: Random,
@@ -37,7 +37,7 @@ pub struct Client {
 pub enum Habit {
     /// All kinds of operations are equally frequent.
     Mixed,
-    /// The same few blocks are overwritten, flushed and written back again and again.
+    /// A few blocks are overwritten, flushed and written back again and again.
     Hot,
     /// Large writes bypass the buffer and overwrite mapped blocks.
     Large,

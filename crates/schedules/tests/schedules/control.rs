@@ -11,7 +11,7 @@ use testkit::Random;
 
 /// A thread that changes the catalog.
 pub struct Control {
-    /// The store that it uses.
+    /// The store that the thread uses.
     pub store: Arc<Store>,
     /// Chooses its operations.
     pub random: Random,

@@ -47,7 +47,7 @@ fn tell(run: u64, began: Instant, statistics: &Statistics) -> String {
 }
 
 #[test]
-fn no_schedule_breaks_a_promise() {
+fn no_schedule_loses_acknowledged_data_or_damages_the_store() {
     let statistics = Arc::new(Statistics::default());
     let one = number("LAMINA_SCHEDULE");
     let first = one.or(number("LAMINA_SCHEDULE_FROM")).unwrap_or(0);

@@ -64,7 +64,7 @@ pub struct Object {
     pub id: u64,
     /// Of a snapshot: the name of its disk.
     pub of: Option<String>,
-    /// The contents that it may have.
+    /// The contents that the object may have.
     pub image: Image,
     /// The effect of an operation under way.
     pub fate: Fate,

@@ -9,7 +9,7 @@ use testkit::Random;
 enum Manner {
     /// Any runnable thread.
     Uniform,
-    /// The same thread as before, except at one step in this many, so that a thread runs many steps between those of
+    /// The thread of the previous step, except at one step in this many: a thread runs many steps between those of
     /// others.
     Sticky(u64),
     /// The thread with the highest priority. At one step in this many the current thread gets the lowest priority

@@ -112,7 +112,7 @@ fn overlay(layers: &Layers, model: &Model, range: Range<u64>) {
 }
 
 #[test]
-fn layers_equal_a_map_of_blocks() {
+fn buffer_layers_equal_a_model() {
     for seed in 0..300 {
         let mut random = Random(seed);
         let mut layers = Layers::default();
@@ -212,7 +212,7 @@ fn layers_equal_a_map_of_blocks() {
 }
 
 #[test]
-fn a_partial_overwrite_yields_to_whatever_is_written_meanwhile() {
+fn a_partial_overwrite_starts_again_after_a_concurrent_write() {
     let mut layers = Layers::default();
     let write = |layers: &mut Layers, logical: u64, blocks: u64| {
         layers.insert(
@@ -232,7 +232,7 @@ fn a_partial_overwrite_yields_to_whatever_is_written_meanwhile() {
 }
 
 #[test]
-fn runs_know_their_file() {
+fn a_run_is_mapped_to_its_file_and_offset() {
     let file = crate::space::FILE_BLOCKS;
     assert_eq!(place(Run { start: 0, blocks: 2 }), (0, 0, 8192));
     assert_eq!(place(Run { start: file - 1, blocks: 1 }), (0, (file - 1) * 4096, 4096));

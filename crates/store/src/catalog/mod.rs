@@ -68,7 +68,7 @@ pub enum Provisioning {
 pub struct Object {
     /// Unique in the datastore, and never reused.
     pub id: u64,
-    /// Whether it is a disk, a snapshot, or deleted.
+    /// Whether the object is a disk, a snapshot, or deleted.
     pub state: ObjectState,
     /// Of a snapshot: the type of its disk.
     pub provisioning: Provisioning,
@@ -80,7 +80,7 @@ pub struct Object {
     pub capacity: u64,
     /// Snapshot: the disk it belongs to.
     pub disk: u64,
-    /// The snapshot before it.
+    /// The snapshot on which the object is based.
     pub parent: u64,
     /// Linked clone: the snapshot it started from.
     pub origin: u64,
@@ -454,7 +454,7 @@ impl Catalog {
                 Ok(page) => page,
                 // All records of the page are in memory.
                 Err(error) if error.kind() == ErrorKind::Corrupt => {
-                    tracing::error!(%error, "a page of the catalog is written anew");
+                    tracing::error!(%error, "a damaged page of the catalog is rewritten from memory");
                     self.renew_page(pages, slot_page(slot).number());
                     continue;
                 }

@@ -56,7 +56,7 @@ fn compare(catalog: &Catalog, model: &BTreeMap<u64, Object>) {
 }
 
 #[test]
-fn objects_equal_a_map_through_restarts() {
+fn catalog_objects_equal_a_model_after_restarts() {
     for seed in 0..30 {
         let mut random = Random(seed);
         let files = page_files();
@@ -107,7 +107,7 @@ fn objects_equal_a_map_through_restarts() {
 }
 
 #[test]
-fn slots_of_objects_that_went_are_used_again() {
+fn slots_of_deleted_objects_are_reused() {
     let mut pages = Pages::new(page_files(), CACHE);
     let mut random = Random(1);
     let mut catalog = Catalog::open(&mut pages, 0, 1).unwrap();
@@ -122,7 +122,7 @@ fn slots_of_objects_that_went_are_used_again() {
 }
 
 #[test]
-fn records_survive_their_encoding_and_fit_a_slot() {
+fn catalog_records_are_decoded_as_encoded_and_fit_a_slot() {
     let mut random = Random(2);
     for id in 1..500 {
         let object = object(&mut random, id);
@@ -163,7 +163,7 @@ fn damaged_records_are_refused_or_read_but_never_panic() {
 }
 
 #[test]
-fn two_slots_with_one_id_are_refused() {
+fn two_catalog_slots_with_one_id_are_refused() {
     let files = page_files();
     let mut pages = Pages::new(files.clone(), CACHE);
     let mut random = Random(3);

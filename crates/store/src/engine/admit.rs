@@ -200,7 +200,7 @@ impl Engine {
             if let Err(error) = self.reserve_images(wanted)
                 && error.kind() != ErrorKind::NoSpace
             {
-                tracing::warn!(%error, "the area of checkpoints cannot grow and keeps its size");
+                tracing::warn!(%error, "the file of page images cannot grow and keeps its size");
             }
         }
     }

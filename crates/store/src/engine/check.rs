@@ -49,7 +49,7 @@ pub struct CheckOptions {
 pub struct Finding {
     /// What is wrong, and where.
     pub problem: String,
-    /// What was done about it, if anything.
+    /// How the problem was repaired; `None` if it was not.
     pub repaired: Option<String>,
 }
 

@@ -123,7 +123,7 @@ impl Engine {
         // The append uses a grant that is taken before the first one is released. If a checkpoint for room failed here,
         // an error would be returned for a change that is carried out and becomes durable with the next batch. By now
         // the change itself counts as pending bytes and dirty pages. So the first grant is released before the I/O, and
-        // writers can use what the change did not need of it.
+        // writers can use the part of it that the change did not need.
         let room = match self.log.admission.try_admit(Cost { bytes: APPEND_BYTES, pages: 0 }) {
             Some(room) => {
                 drop(grant);

@@ -21,7 +21,8 @@ struct Isolated {
     ranges: Vec<(Range<u64>, String)>,
     /// Set when acknowledged writes were lost: the next flush of the disk reports it.
     untold: Option<String>,
-    /// The same for durable writes: a client that repeats such a write assumes that only this write was lost.
+    /// Set when acknowledged writes were lost: the next durable write of the disk reports it. It is kept apart from
+    /// `untold`, because a client that repeats a failed durable write assumes that only this write was lost.
     untold_by_writes: Option<String>,
 }
 
@@ -79,7 +80,7 @@ impl Engine {
         self.tell_lost(head, |isolated| isolated.untold.take())
     }
 
-    /// The same for a durable write of a client. The next flush fails nevertheless.
+    /// Flushes for a durable write of a client, and reports lost writes once. The next flush fails nevertheless.
     pub fn flush_write(&self, head: &Head) -> Result<()> {
         self.flush()?;
         self.tell_lost(head, |isolated| isolated.untold_by_writes.take())

@@ -34,7 +34,7 @@ pub enum Part {
 pub struct Stored {
     /// The data file.
     pub file: Arc<dyn File>,
-    /// Byte offset in it: a multiple of 4 KiB.
+    /// Byte offset in the data file: a multiple of 4 KiB.
     pub offset: u64,
     /// Physical block number of the first block.
     pub block: u64,
@@ -287,7 +287,7 @@ impl Engine {
                 Some(Part::Stored(stored)) if stored.block == run.start => Err(Error::new(
                     ErrorKind::Corrupt,
                     format!(
-                        "{name}: the table knows nothing of physical block {} at offset {}: it was damaged; run 'lamina \
+                        "{name}: the table has no entry for physical block {} at offset {}: it was damaged; run 'lamina \
                          check --repair', and restore what it cannot from a snapshot or backup",
                         run.start,
                         logical * BLOCK_SIZE as u64

@@ -187,7 +187,7 @@ impl Engine {
     pub(super) fn check_superblock(&self, repair: bool, report: &mut Report) -> Result<()> {
         let _checkpoint = self.log.lock_checkpoints();
         if let Some(copy) = self.log.damaged_superblock(repair)? {
-            report.add(damaged_superblock(copy), repair.then(|| "written anew from memory".to_owned()));
+            report.add(damaged_superblock(copy), repair.then(|| "rewritten from memory".to_owned()));
         }
         Ok(())
     }
@@ -269,10 +269,10 @@ impl Engine {
                 let space = if key.file() == PageFile::MapSummary { &mut *sight.map } else { &mut *sight.data };
                 space.renew_summaries(sight.pages, key.number());
             }
-            report.add(damaged_page(*key, error), repair.then(|| "counted anew from the table".to_owned()));
+            report.add(damaged_page(*key, error), repair.then(|| "recounted from the table".to_owned()));
         }
         for (key, error) in &damaged.catalog {
-            report.add(format!("{key} is damaged: {error}"), repair.then(|| "written anew from memory".to_owned()));
+            report.add(format!("{key} is damaged: {error}"), repair.then(|| "rewritten from memory".to_owned()));
         }
     }
 

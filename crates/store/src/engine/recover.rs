@@ -220,7 +220,7 @@ impl Engine {
         if let Some(copy) = superblock.damaged_copy(&*superblock_file)? {
             // Every opening writes the superblock, beginning with the damaged copy.
             tracing::error!(copy, "a copy of the superblock is damaged; the other one is used");
-            found_first.add(damaged_superblock(copy), Some("written anew when the datastore was opened".to_owned()));
+            found_first.add(damaged_superblock(copy), Some("rewritten when the datastore was opened".to_owned()));
         }
         if !superblock.clean {
             files::show_media(&*directory)?;
@@ -285,8 +285,8 @@ impl Engine {
         let mut data = Space::open(SpaceKind::Data, superblock.data_regions, 0, &mut pages)?;
         let catalog = Catalog::open(&mut pages, superblock.catalog_slots, superblock.next_id)?;
         for (key, error) in map.take_derived().into_iter().chain(data.take_derived()) {
-            tracing::error!(%error, "a damaged page of summaries is computed again from its table");
-            found_first.add(damaged_page(key, &error), Some("counted anew from the table".to_owned()));
+            tracing::error!(%error, "a damaged page of summaries is recounted from its table");
+            found_first.add(damaged_page(key, &error), Some("recounted from the table".to_owned()));
         }
         journal.resume(found.end, found.incarnation + 1);
         let engine = Self::assemble(Parts {

@@ -150,7 +150,7 @@ mod tests {
 
     /// The engine reports only the first failure, also if several requests fail at once.
     #[test]
-    fn one_of_many_failures_is_the_first() {
+    fn of_many_failures_only_the_first_is_reported() {
         let running = Running::default();
         let stop = &|number: u32| running.stop(&format!("failure {number}"));
         let firsts = std::thread::scope(|scope| {

@@ -115,7 +115,7 @@ fn a_checkpoint_holds_the_counts_of_all_regions() {
 }
 
 #[test]
-fn how_full_the_buffer_is_can_be_asked() {
+fn the_fill_level_of_the_buffer_is_reported() {
     let (_disk, engine) = made();
     assert_eq!(engine.buffer_percent(), 0);
     (0..64).for_each(|block| write(&engine, block * 2, 1));
@@ -125,7 +125,7 @@ fn how_full_the_buffer_is_can_be_asked() {
 }
 
 #[test]
-fn what_is_left_of_the_map_is_known_after_a_restart() {
+fn the_free_nodes_of_the_map_are_counted_after_a_restart() {
     let (disk, mut engine) = made();
     for round in 0..4 {
         // Every second block is written, so that each needs an extent of its own and the tree has many nodes. After a
@@ -147,7 +147,7 @@ fn what_is_left_of_the_map_is_known_after_a_restart() {
 }
 
 #[test]
-fn recovery_can_be_done_again_and_again() {
+fn recovery_can_be_repeated() {
     let (disk, engine) = made();
     let mut random = Random(5);
     let mut model = vec![0; BLOCKS as usize];
@@ -177,7 +177,7 @@ fn recovery_can_be_done_again_and_again() {
 }
 
 #[test]
-fn damage_in_the_middle_of_the_journal_is_not_taken_for_its_end() {
+fn damage_inside_the_journal_is_not_taken_for_its_end() {
     let (disk, engine) = made();
     let places: Vec<u64> = (0..4)
         .map(|i| {
@@ -200,7 +200,7 @@ fn damage_in_the_middle_of_the_journal_is_not_taken_for_its_end() {
 }
 
 #[test]
-fn with_one_copy_of_the_superblock_the_state_is_right_or_refused() {
+fn with_one_copy_of_the_superblock_the_state_is_correct_or_refused() {
     for seed in 0..30 {
         let (disk, engine) = made();
         let mut random = Random(seed);
@@ -249,7 +249,7 @@ fn a_closed_store_has_nothing_to_replay() {
 }
 
 #[test]
-fn truncated_metadata_is_refused_by_name() {
+fn truncated_metadata_is_refused_and_the_file_named() {
     for name in ["map", "catalog", "journal", "superblock"] {
         let (disk, engine) = made();
         write(&engine, 0, 1);
@@ -262,7 +262,7 @@ fn truncated_metadata_is_refused_by_name() {
 }
 
 #[test]
-fn no_bit_of_a_superblock_changes_unnoticed() {
+fn every_flipped_bit_of_a_superblock_is_detected() {
     let (disk, engine) = made();
     engine.close().unwrap();
     drop(engine);
@@ -287,7 +287,7 @@ mod reads;
 mod room;
 
 #[test]
-fn a_flush_fails_when_one_that_it_waited_for_failed_with_its_writes() {
+fn a_flush_fails_if_the_earlier_flush_that_covered_its_writes_failed() {
     let (disk, engine) = made();
     write(&engine, 0, 1);
     // Space for the write was reserved, so that only the append fails.
@@ -303,7 +303,7 @@ fn a_flush_fails_when_one_that_it_waited_for_failed_with_its_writes() {
 }
 
 #[test]
-fn data_is_not_flushed_again_after_a_flush_that_failed() {
+fn no_data_flush_is_repeated_after_a_failed_one() {
     let (disk, engine) = made();
     write(&engine, 0, 1);
     engine.settle(&engine.head(1)).unwrap();

@@ -86,7 +86,7 @@ pub struct Batch {
     pub next: Place,
     /// The kind of its body.
     pub kind: BatchKind,
-    /// The incarnation under which it was written.
+    /// The incarnation under which the batch was written.
     pub incarnation: u64,
     /// The body.
     pub body: Vec<u8>,
@@ -339,7 +339,7 @@ impl Journal {
         if self.trailed == Some(self.head) || self.used() == 0 || self.used() + BLOCK_SIZE as u64 > self.size {
             return Ok(());
         }
-        // Not tried again before the next batch, even after a failure.
+        // The trailer is not written again before the next batch, even after a failure.
         self.trailed = Some(self.head);
         self.stage(BatchKind::Trailer, &[], 0);
         let offset = self.head.position % self.size;

@@ -77,7 +77,7 @@ fn compare(found: &[Batch], appended: &[Appended]) {
 }
 
 #[test]
-fn what_recovery_finds_is_what_was_appended_through_wraps_crashes_and_torn_tails() {
+fn recovery_finds_all_appended_batches_after_wraps_crashes_and_torn_tails() {
     for seed in 0..40 {
         let mut random = Random(seed);
         let (file, mut journal) = ring();
@@ -125,7 +125,7 @@ fn what_recovery_finds_is_what_was_appended_through_wraps_crashes_and_torn_tails
 }
 
 #[test]
-fn a_full_ring_refuses_what_would_reach_its_tail() {
+fn a_full_ring_refuses_a_batch_that_would_reach_its_tail() {
     let (file, mut journal) = ring();
     // Three blocks for each batch: after the last one that fits, two blocks are free.
     let body = vec![0x5a; 3 * 4096 - 64];
@@ -138,7 +138,7 @@ fn a_full_ring_refuses_what_would_reach_its_tail() {
 }
 
 #[test]
-fn a_batch_lost_from_the_middle_is_told_from_a_torn_end() {
+fn a_batch_missing_in_the_middle_is_distinguished_from_a_torn_end() {
     for seed in 0..50 {
         let mut random = Random(seed);
         let (file, start, journal, batches) = three_batches(&mut random);
@@ -162,7 +162,7 @@ fn a_batch_lost_from_the_middle_is_told_from_a_torn_end() {
 }
 
 #[test]
-fn remains_of_a_log_cut_off_are_not_its_continuation() {
+fn batches_behind_a_lost_batch_are_not_replayed() {
     let mut random = Random(3);
     let (file, mut journal) = ring();
     let lives: Vec<Appended> = (0..3).map(|_| append(&mut random, &mut journal, 5000).unwrap()).collect();
@@ -179,7 +179,7 @@ fn remains_of_a_log_cut_off_are_not_its_continuation() {
 }
 
 #[test]
-fn behind_a_trailer_damage_is_told_from_a_torn_end() {
+fn a_trailer_distinguishes_damage_from_a_torn_end() {
     for seed in 0..50 {
         let mut random = Random(seed);
         let (file, start, mut journal, batches) = three_batches(&mut random);
@@ -210,7 +210,7 @@ fn behind_a_trailer_damage_is_told_from_a_torn_end() {
 }
 
 #[test]
-fn a_batch_torn_over_a_trailer_is_the_end() {
+fn a_torn_batch_over_a_trailer_is_the_end_of_the_journal() {
     for seed in 0..400 {
         let mut random = Random(seed);
         let (file, _) = ring();
@@ -236,7 +236,7 @@ fn a_batch_torn_over_a_trailer_is_the_end() {
 }
 
 #[test]
-fn a_trailer_takes_no_room_from_batches() {
+fn a_trailer_takes_no_space_from_batches() {
     let (file, mut journal) = ring();
     journal.trail().unwrap();
     let mut first = [1; 4096];
@@ -256,7 +256,7 @@ fn a_trailer_takes_no_room_from_batches() {
 }
 
 #[test]
-fn every_byte_of_a_batch_is_covered() {
+fn every_byte_of_a_batch_is_covered_by_a_checksum() {
     let mut random = Random(4);
     let (file, mut journal) = ring();
     let whole = append(&mut random, &mut journal, 700).unwrap();
@@ -271,7 +271,7 @@ fn every_byte_of_a_batch_is_covered() {
 }
 
 #[test]
-fn batches_of_others_are_not_ours() {
+fn batches_with_another_salt_position_or_incarnation_are_ignored() {
     let mut random = Random(5);
     let (file, mut journal) = ring();
     let whole = append(&mut random, &mut journal, 100).unwrap();
@@ -357,7 +357,7 @@ fn example(operation: &Operation) -> (&'static str, Operation) {
 }
 
 #[test]
-fn the_format_page_has_every_operation() {
+fn the_format_page_describes_every_journal_operation() {
     let page = include_str!("../../../../docs/format/native.md");
     let mut random = Random(1);
     let mut names = std::collections::BTreeSet::new();
@@ -399,7 +399,7 @@ fn decode(body: &[u8]) -> Result<Vec<Operation>> {
 }
 
 #[test]
-fn operations_survive_their_encoding() {
+fn journal_operations_are_decoded_as_encoded() {
     for seed in 0..200 {
         let mut random = Random(seed);
         let operations: Vec<Operation> =
@@ -415,7 +415,7 @@ fn operations_survive_their_encoding() {
 }
 
 #[test]
-fn an_operation_cut_anywhere_is_an_error_and_nothing_else() {
+fn a_truncated_operation_is_an_error() {
     let mut random = Random(6);
     for code in 1..=CODES {
         let whole = operation(&mut random, code);
@@ -431,7 +431,7 @@ fn an_operation_cut_anywhere_is_an_error_and_nothing_else() {
 }
 
 #[test]
-fn impossible_numbers_are_refused() {
+fn operations_with_numbers_out_of_range_are_refused() {
     let impossible = [
         Operation::Overwrite { run: Run { start: 0, blocks: 0 }, checksums: vec![] },
         Operation::Backed { run: Run { start: (1 << 48) - 1, blocks: 2 }, backed: true },

@@ -154,7 +154,7 @@ mod tests {
     use crate::pages::{PageFile, blank, sealed};
 
     #[test]
-    fn one_inverted_bit_is_put_right_and_two_are_not() {
+    fn one_inverted_bit_is_corrected_and_two_are_not() {
         let key = PageKey::new(PageFile::DataSummary, 5);
         let mut page = blank(key);
         (100..4000).for_each(|at| page.0[at] = (at * 7) as u8);
@@ -175,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn a_bit_that_makes_another_page_of_it_proves_nothing() {
+    fn a_page_with_another_number_is_not_corrected() {
         // A page with another number, with one inverted bit.
         let mut page = sealed(&blank(PageKey::new(PageFile::DataSummary, 5)));
         page.0[2000] ^= 4;

@@ -64,7 +64,7 @@ struct Slot {
 pub struct Captured {
     /// Pages to which the last checkpoint refers: they need images before they are written in place.
     pub known: Vec<(PageKey, Arc<Block>)>,
-    /// The other pages: they are written in place before the checkpoint is committed.
+    /// Pages to which the last checkpoint does not refer: they are written in place before the checkpoint is committed.
     pub unknown: Vec<(PageKey, Arc<Block>)>,
 }
 
@@ -106,7 +106,7 @@ pub struct Pages {
     retired: FxHashSet<PageKey>,
     limit: usize,
     statistics: PageStatistics,
-    /// Lookups record the pages that they miss in `absent`, and fail.
+    /// True while lookups record the pages that they miss in `absent`, and fail.
     deferring: bool,
     absent: Vec<PageKey>,
     /// Pages being read without the lock.

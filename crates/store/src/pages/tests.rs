@@ -19,7 +19,7 @@ fn set_word(page: &mut Block, value: u64) {
 }
 
 #[test]
-fn pages_are_what_was_last_put_in_through_eviction_and_checkpoints() {
+fn pages_keep_their_last_content_through_eviction_and_checkpoints() {
     for seed in 0..10 {
         let mut random = Random(seed);
         let files = page_files();
@@ -77,7 +77,7 @@ fn pages_are_what_was_last_put_in_through_eviction_and_checkpoints() {
 }
 
 #[test]
-fn a_page_forgotten_is_never_written() {
+fn a_forgotten_page_is_never_written() {
     let mut pages = Pages::new(page_files(), LIMIT * BLOCK_SIZE);
     let key = |number| PageKey::new(PageFile::Map, number);
     for round in 0..50 {
@@ -94,7 +94,7 @@ fn a_page_forgotten_is_never_written() {
 }
 
 #[test]
-fn no_bit_of_a_page_changes_unnoticed() {
+fn every_flipped_bit_of_a_page_is_detected() {
     for file in [PageFile::MapTable, PageFile::DataSummary, PageFile::Catalog] {
         let disk = plain_disk();
         let directory = disk.directory();
@@ -113,7 +113,7 @@ fn no_bit_of_a_page_changes_unnoticed() {
 }
 
 #[test]
-fn pages_in_the_wrong_place_or_of_another_kind_or_version_are_refused() {
+fn pages_with_another_number_kind_or_version_are_refused() {
     let key = PageKey::new(PageFile::DataTable, 3);
     let mut good = blank(key);
     good = sealed(&good);
@@ -172,7 +172,7 @@ fn a_captured_page_is_not_read_from_its_file_before_it_is_written_there() {
 /// Only nodes at places that were free at the last checkpoint may be written before the next one is committed. Recovery
 /// from the last checkpoint does not read them.
 #[test]
-fn only_nodes_in_places_free_at_the_last_checkpoint_are_unknown_to_it() {
+fn a_checkpoint_does_not_refer_to_nodes_at_places_that_were_free_then() {
     let files = page_files();
     let mut pages = Pages::new(files.clone(), LIMIT * BLOCK_SIZE);
     let node = |number| PageKey::new(PageFile::Map, number);
@@ -210,7 +210,7 @@ fn only_nodes_in_places_free_at_the_last_checkpoint_are_unknown_to_it() {
 }
 
 #[test]
-fn a_page_read_without_the_lock_is_put_in_only_while_nothing_came_between() {
+fn a_page_read_without_the_lock_is_inserted_only_if_it_did_not_change() {
     let files = page_files();
     let mut pages = Pages::new(files.clone(), LIMIT * BLOCK_SIZE);
     let key = PageKey::new(PageFile::Catalog, 7);
@@ -250,7 +250,7 @@ fn a_page_read_without_the_lock_is_put_in_only_while_nothing_came_between() {
 }
 
 #[test]
-fn what_is_kept_is_what_a_reader_found_when_it_began() {
+fn kept_pages_have_the_content_of_the_time_at_which_a_reader_began() {
     let disk = plain_disk();
     let files = page_files();
     let kept = Kept::new(disk.directory());

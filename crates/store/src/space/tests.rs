@@ -262,17 +262,17 @@ fn random_steps_equal_the_model(kind: SpaceKind) {
 }
 
 #[test]
-fn data_equals_a_naive_model() {
+fn the_data_space_equals_a_naive_model() {
     random_steps_equal_the_model(SpaceKind::Data);
 }
 
 #[test]
-fn map_equals_a_naive_model() {
+fn the_map_space_equals_a_naive_model() {
     random_steps_equal_the_model(SpaceKind::Map);
 }
 
 #[test]
-fn more_regions_than_bitmaps_in_memory() {
+fn more_regions_than_cached_bitmaps() {
     let mut world = World::new(SpaceKind::Data, 1);
     for _ in 0..20 {
         let run = Run { start: world.space.blocks(), blocks: REGION_BLOCKS };
@@ -306,7 +306,7 @@ fn more_regions_than_bitmaps_in_memory() {
 }
 
 #[test]
-fn references_end_at_both_ends() {
+fn reference_counts_below_zero_and_above_the_maximum_are_errors() {
     let mut world = World::new(SpaceKind::Data, 1);
     world.extend();
     let run = Run { start: 0, blocks: 1 };
@@ -345,7 +345,7 @@ fn runs_past_the_end_are_refused() {
 }
 
 #[test]
-fn a_summary_that_counts_too_much_is_refused() {
+fn a_summary_with_too_large_counts_is_refused() {
     let mut world = World::new(SpaceKind::Data, 1);
     world.extend();
     world.space.store_summaries(&mut world.pages).unwrap();
@@ -357,7 +357,7 @@ fn a_summary_that_counts_too_much_is_refused() {
 }
 
 #[test]
-fn a_summary_that_was_lost_is_made_anew_from_the_table() {
+fn a_lost_summary_is_rebuilt_from_the_table() {
     for kind in [SpaceKind::Data, SpaceKind::Map] {
         let mut world = World::new(kind, 11);
         for _ in 0..300 {
@@ -387,7 +387,7 @@ fn a_summary_that_was_lost_is_made_anew_from_the_table() {
 }
 
 #[test]
-fn a_table_page_that_was_lost_is_no_free_space() {
+fn blocks_of_a_lost_table_page_are_not_free() {
     let mut world = World::new(SpaceKind::Data, 12);
     let run = Run { start: 0, blocks: 2 * REGION_BLOCKS };
     world.space.set_backed(&mut world.pages, run, true).unwrap();

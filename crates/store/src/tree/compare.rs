@@ -114,7 +114,7 @@ impl Report<'_> {
 struct Subtree {
     id: NodeId,
     level: u8,
-    /// The lowest block that may be mapped below.
+    /// The lowest logical block that the subtree may map.
     lower: u64,
 }
 

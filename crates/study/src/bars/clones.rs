@@ -15,7 +15,7 @@ use serde_json::json;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-/// Property in the findings.
+/// Name of the measured property in the report.
 const PROPERTY: &str = "linked clones";
 
 /// Longest time per clone, from a limit for 10,000 clones.

@@ -119,8 +119,8 @@ fn cell(setting: &Setting, name: &str, count: usize, shape: Shape, outcome: &mut
         Finding::at_least(PROPERTY, what("least to most, lamina"), median(&ours.fairness), FAIRNESS_MIN, ""),
         Finding::note(PROPERTY, what("least to most, nbdkit"), median(&peer.fairness), ""),
         Finding::note(PROPERTY, what("common rate"), f64::from(rate), "/s"),
-        Finding::note(PROPERTY, what("p99 at it, lamina"), median(&ours.p99), "ms"),
-        Finding::note(PROPERTY, what("p99 at it, nbdkit"), median(&peer.p99), "ms"),
+        Finding::note(PROPERTY, what("p99 at the common rate, lamina"), median(&ours.p99), "ms"),
+        Finding::note(PROPERTY, what("p99 at the common rate, nbdkit"), median(&peer.p99), "ms"),
         Finding::at_most(PROPERTY, what("p99 against nbdkit's"), against, 1.0, ""),
     ]);
     let samples = |side: &Side| {

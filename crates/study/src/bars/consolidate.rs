@@ -67,7 +67,7 @@ pub(super) struct Work<'a> {
     pub(super) verb: &'a [&'a str],
     /// Its name in findings.
     pub(super) what: &'a str,
-    /// Bytes that it has to move.
+    /// Bytes that the operation has to move.
     pub(super) bytes: u64,
 }
 

@@ -17,7 +17,7 @@ use crate::report::{Finding, Outcome};
 use crate::statistics::{median, ratio};
 use serde_json::{Value, json};
 
-/// Property in the findings.
+/// Name of the measured property in the report.
 const PROPERTY: &str = "snapshot depth";
 
 /// Least share of the rate at depth 0.

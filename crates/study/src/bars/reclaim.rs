@@ -13,7 +13,7 @@ use crate::statistics::ratio;
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
 
-/// Property in the findings.
+/// Name of the measured property in the report.
 const PROPERTY: &str = "space returned";
 
 /// Least share of discarded runs that must be returned to the file system within [`RETURN_TIME_MAX`].

@@ -21,7 +21,7 @@ use std::time::{Duration, Instant};
 const PROPERTY: &str = "SEsparse wipe and shrink";
 /// Least share of the dead grains that must be returned to the file system.
 const RETURNED_MIN: f64 = 0.99;
-/// Least rate of the load during the operations, relative to before and after.
+/// Least rate of the load during the operations, as a share of its rate before and after.
 const SHARE_MIN: f64 = 0.9;
 /// Rates are measured over at least this time, because they vary from second to second.
 const WINDOW: Duration = Duration::from_secs(5);
@@ -40,7 +40,7 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
     fill(&endpoint, plan.disk_size)?;
 
     say("discarding half of it");
-    // The load uses the first eighth. Of the rest, as many runs are discarded as make up half of the disk.
+    // The load uses the first eighth. Runs of the remaining part are discarded until half of the disk is.
     let busy = plan.disk_size / 8;
     let first = busy / RUN;
     let runs = u32::try_from(plan.disk_size / RUN - first).unwrap_or(u32::MAX);

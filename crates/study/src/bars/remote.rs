@@ -16,7 +16,7 @@ use crate::statistics::{median, ratio};
 use serde_json::{Value, json};
 use std::time::Duration;
 
-/// Property in the findings.
+/// Name of the measured property in the report.
 const PROPERTY: &str = "remote clones";
 
 /// Least speed of a remote clone, relative to a local one.

@@ -98,13 +98,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_share_is_that_within_the_rounds() {
+    fn a_share_is_the_median_of_the_ratios_of_the_rounds() {
         assert_eq!(share(&[1.0, 20.0, 300.0], &[2.0, 40.0, 100.0]), 0.5);
         assert_eq!(share(&[1.0], &[0.0]), 0.0);
     }
 
     #[test]
-    fn offsets_are_whole_blocks_of_the_disk_and_go_round_it() {
+    fn offsets_are_whole_blocks_and_wrap_at_the_end_of_the_disk() {
         let slice = |pattern| Slice { pattern, block: 4096, depth: 1, size: 64 << 10, seconds: 1.0 };
         let found: Vec<u64> = slice(Pattern::Read).offsets(7).take(17).collect();
         assert_eq!(found[0], found[16]);

@@ -27,7 +27,7 @@ use crate::statistics::{largest, median, percentile, ratio};
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
 
-/// Property in the findings.
+/// Name of the measured property in the report.
 const PROPERTY: &str = "snapshots under load";
 
 /// Limit of the 99th percentile of the time to take a snapshot, in milliseconds.
@@ -87,7 +87,7 @@ fn take(setting: &Setting, datastore: &Datastore, outcome: &mut Outcome) -> Resu
         let to = Instant::now();
         with.push((from, to));
         process::pause(GAP)?;
-        // A window as long as the snapshot, without one.
+        // A window as long as the snapshot took, in which no snapshot is taken.
         let now = Instant::now();
         without.push((now, now + to.duration_since(from)));
     }

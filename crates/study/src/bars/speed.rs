@@ -21,7 +21,7 @@ use serde_json::{Value, json};
 use std::path::Path;
 use std::process::Command;
 
-/// Property in the findings.
+/// Name of the measured property in the report.
 const PROPERTY: &str = "NBD speed";
 
 /// Least rate, relative to the best server of a raw file.

@@ -15,7 +15,7 @@ use crate::scratch;
 use crate::statistics::{median, ratio};
 use serde_json::{Value, json};
 
-/// Property in the findings.
+/// Name of the measured property in the report.
 const PROPERTY: &str = "first writes";
 
 /// Least rate, relative to the full disk.

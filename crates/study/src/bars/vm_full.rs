@@ -16,7 +16,7 @@ use serde_json::json;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-/// Property in the findings.
+/// Name of the measured property in the report.
 const PROPERTY: &str = "full machine clones";
 
 /// Least speed of a clone, relative to cp.

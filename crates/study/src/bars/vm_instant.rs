@@ -51,7 +51,7 @@ const RATIO_MAX: f64 = 1.2;
 const OWN_MAX_MIB: f64 = 5.0;
 /// Limit of the time that a running parent is paused.
 const STUN_MAX_MS: f64 = 25.0;
-/// Least disk speed of a parent after cloning, relative to before.
+/// Least disk speed of a parent after cloning, as a share of its speed before.
 const SPEED_MIN: f64 = 0.97;
 /// Time limit for booting a guest on a loaded machine.
 const BOOT_TIME_MAX: Duration = Duration::from_secs(180);

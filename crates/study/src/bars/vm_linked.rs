@@ -13,7 +13,7 @@ use crate::report::{Finding, Outcome};
 use crate::statistics::{median, ratio};
 use serde_json::json;
 
-/// Property in the findings.
+/// Name of the measured property in the report.
 const PROPERTY: &str = "linked machine clones";
 
 /// Clones of one command.

@@ -18,7 +18,7 @@ use crate::statistics::{largest, median, percentile, ratio};
 use serde_json::json;
 use std::time::{Duration, Instant};
 
-/// Property in the findings.
+/// Name of the measured property in the report.
 const PROPERTY: &str = "16 TiB map";
 
 const CAPACITY: u64 = 16 << 40;

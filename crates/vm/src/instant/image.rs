@@ -45,7 +45,7 @@ const VERSION: u32 = 1;
 pub struct Record {
     /// Version of this record.
     pub version: u32,
-    /// When it was taken, in seconds since 1970.
+    /// When the memory image was taken, in seconds since 1970.
     pub created: u64,
     /// Whether an agent answered in the guest; `None` if that was not checked.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -227,7 +227,7 @@ impl Images {
     /// Removes an image that was begun.
     pub fn abandon(&self, image: &Image, disks: &dyn Disks) {
         if let Err(error) = self.remove(image, disks) {
-            tracing::warn!("an unfinished memory image is removed by the next command: {error}");
+            tracing::warn!("removing an unfinished memory image failed and is repeated by the next command: {error}");
         }
     }
 

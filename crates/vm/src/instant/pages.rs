@@ -187,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn holes_stay_holes() {
+    fn copied_pages_keep_holes() {
         use std::os::unix::fs::MetadataExt;
         let folder = tempfile::tempdir_in("/dev/shm").unwrap();
         let (file, copy) = (folder.path().join("memory"), folder.path().join("copy"));

@@ -183,7 +183,7 @@ mod tests {
     const DEVICE: &[u8] = b"\x04\0\0\0\0\x05timer\0\0\0\0\0\0\0\x02";
 
     #[test]
-    fn states_are_joined_where_devices_begin() {
+    fn device_states_replace_the_devices_of_a_saved_state() {
         let began = [b"QEVM\0\0\0\x03", &b"\x01 memory "[..], DEVICE, b"old", b"\0\x06\0\0\0\x02{}"].concat();
         let devices = [b"QEVM\0\0\0\x03", DEVICE, b"new", b"\0"].concat();
         let expected = [b"QEVM\0\0\0\x03", &b"\x01 memory "[..], DEVICE, b"new", b"\0\x06\0\0\0\0"].concat();
@@ -193,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_fit_is_refused() {
+    fn incompatible_device_states_are_refused() {
         let began = [b"QEVM\0\0\0\x03", DEVICE, b"\0"].concat();
         let devices = [b"QEVM\0\0\0\x03", DEVICE, b"\0"].concat();
         assert!(joined(&began, &devices).is_some());

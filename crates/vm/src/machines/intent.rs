@@ -19,7 +19,7 @@ const VERSION: u32 = 1;
 pub struct Intent {
     /// Version of this file.
     pub version: u32,
-    /// When it was begun, in seconds since 1970.
+    /// When the operation began, in seconds since 1970.
     pub begun: u64,
     /// The machines.
     #[serde(default, rename = "machine")]

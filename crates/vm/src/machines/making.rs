@@ -126,7 +126,7 @@ impl Drop for Making {
         if self.open
             && let Err(error) = take_away(&self.folder, &self.intent, &*self.disks, Whose::Made(&self.made.lock()))
         {
-            tracing::error!("'{}' is removed by the next command: {error}", self.folder.display());
+            tracing::error!("removing '{}' failed and is repeated by the next command: {error}", self.folder.display());
         }
     }
 }

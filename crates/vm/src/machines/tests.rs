@@ -108,7 +108,7 @@ fn released(folder: &Path) {
 }
 
 #[test]
-fn machines_are_made_listed_and_deleted() {
+fn machines_are_created_listed_and_deleted() {
     let folder = tempfile::tempdir().unwrap();
     let (machines, disks) = open(folder.path());
     let making = make(&machines, &["web", "db"]).unwrap();
@@ -152,7 +152,7 @@ fn recovery_removes_unfinished_machines_and_keeps_finished_ones() {
 }
 
 #[test]
-fn a_foreign_disk_of_that_name_stays() {
+fn a_disk_created_by_another_command_is_not_deleted() {
     let folder = tempfile::tempdir().unwrap();
     let (machines, disks) = open(folder.path());
     let making = make(&machines, &["web"]).unwrap();
@@ -190,7 +190,7 @@ fn a_parent_of_clones_is_not_deleted() {
 }
 
 #[test]
-fn a_deletion_that_was_interrupted_is_brought_to_its_end() {
+fn an_interrupted_deletion_is_completed() {
     let folder = tempfile::tempdir().unwrap();
     let (machines, disks) = open(folder.path());
     let making = make(&machines, &["web", "db"]).unwrap();

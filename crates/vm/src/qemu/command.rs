@@ -82,7 +82,7 @@ pub struct Machine<'a> {
     pub run: &'a RunFolder,
     /// The NBD server of its disks.
     pub nbd: &'a Path,
-    /// Whether it waits for a state to be loaded.
+    /// Whether QEMU waits for a saved state to be loaded.
     pub incoming: bool,
 }
 
@@ -237,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    fn a_machine_and_its_child_differ_in_memory_alone() {
+    fn command_lines_of_parent_and_child_differ_only_in_memory() {
         let features = features(Accelerator::Tcg);
         let parent = text(Memory::Shared("/m".into()), &features, false);
         let child = text(Memory::CopyOnWrite("/m".into()), &features, true);
@@ -254,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn commas_in_names_are_part_of_names() {
+    fn commas_in_names_are_escaped() {
         let all = text(Memory::Private, &features(Accelerator::Kvm), false);
         assert!(all.contains("/run/a,,b/qmp.sock") && all.contains("\"export\":\"web,a\""), "{all}");
         assert!(all.contains("-accel kvm") && all.contains("bootindex=0"), "{all}");

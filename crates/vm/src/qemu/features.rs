@@ -187,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn a_missing_program_is_told_with_its_package() {
+    fn the_error_about_a_missing_program_names_its_package() {
         let folder = tempfile::tempdir().unwrap();
         let error = Features::detect(Path::new("/nowhere/qemu"), folder.path()).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::NotFound);

@@ -228,7 +228,7 @@ mod tests {
     }
 
     #[test]
-    fn a_process_is_found_again_and_ended() {
+    fn a_running_process_is_found_and_ended() {
         let folder = tempfile::tempdir().unwrap();
         let run = RunFolder(folder.path().into());
         assert!(Process::find(&run.pid_file()).unwrap().is_none());
@@ -257,7 +257,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_start_is_told_in_its_words() {
+    fn the_error_of_a_failed_start_contains_the_message_of_qemu() {
         let folder = tempfile::tempdir().unwrap();
         let run = RunFolder(folder.path().into());
         let error = start(&run, "perpetuum-mobile").unwrap_err();

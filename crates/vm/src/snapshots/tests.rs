@@ -58,7 +58,7 @@ impl Disks for Taken {
 
 /// The last step fails, or the command is killed before it: the next command finds what to delete.
 #[test]
-fn a_snapshot_that_did_not_get_its_name_leaves_none_of_its_disks() {
+fn a_machine_snapshot_that_fails_at_its_rename_leaves_no_disk_snapshots() {
     let folder = tempfile::tempdir().unwrap();
     let obstacle = folder.path().join("machines/web/snapshots/s");
     let disks = Arc::new(Taken { all: Mutex::default(), obstacle: obstacle.clone() });

@@ -60,7 +60,7 @@ pub struct VmsdSnapshot {
     pub name: String,
     /// The description given by the user.
     pub description: String,
-    /// When it was taken: microseconds since 1970.
+    /// When the snapshot was taken: microseconds since 1970.
     pub created: u64,
     /// Its disks.
     pub disks: Vec<VmsdDisk>,

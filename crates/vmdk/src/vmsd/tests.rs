@@ -57,7 +57,7 @@ fn real() -> Vmsd {
 }
 
 #[test]
-fn a_real_list_is_read_and_written_as_it_was() {
+fn a_list_of_vmware_is_parsed_and_written_unchanged() {
     assert_eq!(Vmsd::parse(REAL.as_bytes()).unwrap(), real());
     assert_eq!(String::from_utf8(real().to_bytes()).unwrap(), REAL);
     let windows = REAL.replace('\n', "  \r\n").replace("displayName", "DisplayName").replace(" = ", "=");
@@ -67,7 +67,7 @@ fn a_real_list_is_read_and_written_as_it_was() {
 }
 
 #[test]
-fn nothing_breaks_the_parser() {
+fn mutated_lists_cause_no_panic() {
     let mut random = testkit::Random(1);
     let mut next = |bound: usize| random.index(bound);
     for _ in 0..20_000 {
@@ -95,7 +95,7 @@ fn nothing_breaks_the_parser() {
 }
 
 #[test]
-fn what_cannot_be_is_refused() {
+fn invalid_lists_are_refused() {
     let kind = |text: &[u8]| Vmsd::parse(text).unwrap_err().kind();
     assert_eq!(kind(&vec![b'\n'; 5 << 20]), ErrorKind::Corrupt);
     assert_eq!(kind(&vec![b'x'; 20 << 10]), ErrorKind::Corrupt);

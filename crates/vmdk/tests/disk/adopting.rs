@@ -67,7 +67,7 @@ fn check_all(disk: &Disk, snapshots: &BTreeMap<String, Vec<u8>>, content: &[u8])
 }
 
 #[test]
-fn a_whole_tree_is_adopted_and_read() {
+fn a_tree_of_snapshots_is_adopted_and_read() {
     for delta in DELTAS {
         for how in [Adopt::ReadOnly, Adopt::Head { writable: false }, Adopt::Head { writable: true }] {
             let (home, folder) = (scratch(), scratch());
@@ -130,7 +130,7 @@ fn a_whole_tree_is_adopted_and_read() {
 }
 
 #[test]
-fn wrong_entries_of_a_list_are_ignored() {
+fn wrong_entries_of_a_snapshot_list_are_ignored() {
     let (home, folder) = (scratch(), scratch());
     let (snapshots, content, head) = foreign(folder.path(), DELTAS[0]);
     // Another disk of the machine, outside paths, missing files, a file that is no disk, and a name used twice.
@@ -212,7 +212,7 @@ fn chains_without_a_list_can_be_consolidated() {
 }
 
 #[test]
-fn an_overlay_takes_all_writes() {
+fn with_an_overlay_the_adopted_images_are_not_written() {
     let (home, folder, above) = (scratch(), scratch(), scratch());
     let (_, mut content, head) = foreign(folder.path(), DELTAS[0]);
     let before = bytes_of(folder.path());
@@ -269,7 +269,7 @@ fn make_dirty(extent: &Path) {
 }
 
 #[test]
-fn a_journal_that_was_replayed_on_demand_is_replayed_again() {
+fn a_journal_replay_that_was_allowed_once_is_repeated_at_later_openings() {
     let (home, folder) = (scratch(), scratch());
     let (_, content, head) = foreign(folder.path(), DELTAS[1]);
     make_dirty(&folder.path().join(head.replace(".vmdk", "-sesparse.vmdk")));

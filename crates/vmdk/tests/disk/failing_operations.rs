@@ -50,7 +50,7 @@ fn read_bytes(chain: &Chain) -> Vec<Option<Vec<u8>>> {
     all.chunks_exact_mut(BLOCK).enumerate().map(bytes).collect()
 }
 
-/// The same, where all bytes of a block have one value.
+/// The value of each block, of which all bytes are equal; `None` for a block that cannot be read.
 fn read(chain: &Chain) -> Vec<Option<u8>> {
     let value = |bytes: Vec<u8>| {
         assert!(bytes == [bytes[0]; BLOCK], "a block is torn");
@@ -274,7 +274,7 @@ fn case(seed: u64) -> (u32, u32) {
 }
 
 #[test]
-fn no_block_of_any_branch_reads_as_what_the_medium_does_not_have() {
+fn after_failed_flushes_reads_return_data_of_the_medium_on_every_branch() {
     let cases: u64 = std::env::var("LAMINA_CASES").map_or(150, |count| count.parse().unwrap());
     let first: u64 = std::env::var("LAMINA_CASES_FROM").map_or(0, |first| first.parse().unwrap());
     let (mut stopped, mut failed) = (0, 0);
@@ -289,7 +289,7 @@ fn no_block_of_any_branch_reads_as_what_the_medium_does_not_have() {
 /// A merge up beside the head's branch: after its flush has failed, the target looks complete in the page cache, and a
 /// merge that relied on this would remove the only copy.
 #[test]
-fn a_merge_beside_the_head_whose_flush_failed_is_done_again_from_the_medium() {
+fn a_merge_on_another_branch_is_repeated_from_the_medium_after_a_failed_flush() {
     let mut failed = 0;
     for (seed, step) in (0..9).flat_map(|seed| (0..16).map(move |step| (seed, step))) {
         for direction in [Direction::Up, Direction::Down] {
@@ -342,7 +342,7 @@ fn a_merge_beside_the_head_whose_flush_failed_is_done_again_from_the_medium() {
 /// A snapshot of data that a failed flush has lost: the page cache may still have it. What a reader gets does not
 /// change, also in a process that is started again, and while `disk reopen` fails.
 #[test]
-fn a_snapshot_that_a_failed_flush_has_emptied_reads_as_the_medium_has_it() {
+fn a_snapshot_whose_flush_failed_reads_data_of_the_medium() {
     let (mut read_ones, mut lost) = (0, 0);
     for (seed, step) in (0..30).flat_map(|seed| (0..12).map(move |step| (seed, step))) {
         let machine = SimulatedDisk::new(seed, SimulatedOptions::default());

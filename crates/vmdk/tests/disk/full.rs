@@ -137,7 +137,7 @@ fn a_disk_is_deleted_on_a_full_file_system() {
 }
 
 #[test]
-fn a_deletion_without_room_survives_power_cuts() {
+fn a_deletion_on_a_full_file_system_survives_power_cuts() {
     let (mut kept, mut unfinished, mut finished) = (0, 0, 0);
     let histories = DELTAS.into_iter().flat_map(|delta| [0, 8, 12, 0, 8, 12].map(|free| (delta, free)));
     for ((delta, free), seed) in histories.zip((0..).step_by(100)) {
@@ -202,7 +202,7 @@ fn a_snapshot_is_deleted_if_the_target_has_space_for_its_data() {
 
 /// A merge that was announced finds no free space at its end: it has reserved the space for its record.
 #[test]
-fn a_merge_that_has_begun_has_room_for_its_record() {
+fn a_merge_reserves_space_for_its_record_before_it_begins() {
     for (delta, seed) in DELTAS.into_iter().zip(11..) {
         let (mut merged, mut refused) = (0, 0);
         for free in 0..6 {
@@ -236,9 +236,10 @@ fn a_merge_that_has_begun_has_room_for_its_record() {
     }
 }
 
-/// The same for a merge up for whose data the target has space already.
+/// A merge up into a target that already has space for the data finds no free space at its end: it has reserved the
+/// space for its record.
 #[test]
-fn a_merge_up_that_has_begun_has_room_for_its_record() {
+fn a_merge_up_reserves_space_for_its_record_before_it_begins() {
     for (delta, seed) in DELTAS.into_iter().zip(11..) {
         let (mut merged, mut refused) = (0, 0);
         for free in 0..6 {
@@ -298,7 +299,7 @@ fn a_merge_without_space_for_the_data_leaves_the_disk_unchanged() {
 
 /// There is little more space than the data needs: what the merge writes beside the data is counted too.
 #[test]
-fn a_snapshot_is_deleted_or_left_whatever_room_there_is() {
+fn with_any_free_space_a_snapshot_is_deleted_or_unchanged() {
     let (mut deleted, mut left) = (0, 0);
     for (delta, seed) in DELTAS.into_iter().zip(11..) {
         for free in 0..48 {
@@ -326,7 +327,7 @@ fn a_snapshot_is_deleted_or_left_whatever_room_there_is() {
 
 /// The file system reports more free space than it has.
 #[test]
-fn a_merge_into_space_that_is_only_reported_leaves_the_disk_unchanged() {
+fn a_merge_into_overstated_free_space_leaves_the_disk_unchanged() {
     for delta in &DELTAS[..2] {
         let machine = Machine::new(ImageKind::Thin, *delta, 12);
         (5..10).for_each(|piece| machine.write(piece * 4, 5));
@@ -462,7 +463,7 @@ type Operation = fn(&Disk) -> Result<(), Error>;
 /// Merges and snapshots that a power cut interrupts on a file system with free space, which is full when the disk is
 /// opened again.
 #[test]
-fn an_interrupted_operation_keeps_no_disk_shut_for_lack_of_room() {
+fn a_disk_with_an_interrupted_operation_opens_on_a_full_file_system() {
     let operations: [Operation; 4] = [
         |disk| disk.snapshot(&NewSnapshot::named("late")).map(drop),
         |disk| disk.delete_snapshot("second", Some(Direction::Down), &NoProgress),

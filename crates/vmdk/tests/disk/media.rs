@@ -215,7 +215,7 @@ impl World {
 /// After a failed flush the page cache may hold data that was never written: another process reads what the device
 /// holds, and reads the same later.
 #[test]
-fn what_another_process_reads_after_a_failed_flush_stays() {
+fn data_read_by_another_process_after_a_failed_flush_does_not_change() {
     let kinds = [ImageKind::Thin, ImageKind::ZeroedThick, ImageKind::MonolithicSparse];
     let mut stopped = 0;
     for seed in 0..72 {
@@ -241,7 +241,7 @@ fn what_another_process_reads_after_a_failed_flush_stays() {
 
 /// A disk that was closed without a failure is opened without a flush; otherwise its files are flushed first.
 #[test]
-fn only_a_disk_that_was_closed_is_trusted() {
+fn files_of_a_disk_are_flushed_at_opening_unless_it_was_closed() {
     const MARK: &str = "lamina.closed";
     let marked = |machine: &SimulatedDisk| machine.directory().list().unwrap().contains(&MARK.to_owned());
     let open = |machine: &SimulatedDisk| Disk::open(Folder::plain(machine.directory()), &options(2));
@@ -284,7 +284,7 @@ fn only_a_disk_that_was_closed_is_trusted() {
 
 /// If any flush in an operation fails, the disk gets no mark of a clean close.
 #[test]
-fn a_disk_whose_operation_failed_is_not_trusted() {
+fn the_files_of_a_disk_are_flushed_at_opening_after_a_failed_operation() {
     let (mut trusted, mut failed) = (0, 0);
     for seed in 0..3 {
         for (step, by) in (0..60).flat_map(|step| [(step, 0), (step, 1), (step, 2)]) {
@@ -323,7 +323,7 @@ fn case(seed: u64, kind: ImageKind, delta: DeltaFormat) -> (u64, bool) {
     assert_eq!(world.disk.stopped().is_some(), stopped, "{}", world.what);
     if stopped && !seed.is_multiple_of(4) {
         world.reopen();
-        // With further writes, and without.
+        // Some seeds make further writes after the disk was reopened.
         if seed % 4 > 1 {
             world.steps(40);
             world.flush();
@@ -373,7 +373,7 @@ fn stops_in_a_snapshot(machine: &SimulatedDisk, disk: &Disk) -> bool {
 
 /// The new chain has nothing to flush, so the successful attempt reports the loss, also when earlier attempts failed.
 #[test]
-fn reopening_says_whether_writes_may_be_lost() {
+fn reopening_reports_whether_writes_may_be_lost() {
     for seed in 0..3 {
         let (machine, disk) = small(seed);
         disk.chain().unwrap().write(8192, &[2; 4096]).unwrap();
@@ -396,7 +396,7 @@ fn reopening_says_whether_writes_may_be_lost() {
 /// After a replacement of the record that failed in its last step, a power cut may restore the old record, unless the
 /// new one was made durable.
 #[test]
-fn the_record_found_by_a_reopening_stays() {
+fn the_record_that_a_reopening_found_is_kept() {
     let mut stopped = 0;
     for seed in 0..6 {
         for step in 0..60 {
@@ -425,7 +425,7 @@ fn the_record_found_by_a_reopening_stays() {
 
 /// The folder of the record, or of an image, while changes of names cannot be made durable.
 #[test]
-fn reopening_waits_for_the_folders() {
+fn reopening_fails_until_the_folders_can_be_flushed() {
     let (machine, disk) = small(0);
     machine.fail_syncs(1);
     disk.chain().unwrap().write(0, &[2; 4096]).unwrap();
@@ -462,7 +462,7 @@ fn a_disk_above_read_only_images_is_reopened() {
 
 /// A full thin pool below the file system: acknowledged writes are lost, and waiting for space does not help.
 #[test]
-fn a_flush_that_finds_no_room_stops_the_disk() {
+fn a_flush_without_space_stops_the_disk() {
     let kinds = [ImageKind::Thin, ImageKind::MonolithicSparse, ImageKind::SeSparse];
     for seed in 0..36 {
         let mut world = World::new(seed, kinds[(seed / 3 % 3) as usize], DELTAS[(seed % 3) as usize]);
@@ -487,7 +487,7 @@ fn slow_flush(request: Request) {
 /// A caller requests the chain while the head is replaced. It may get the old chain, which takes no writes any more.
 /// No later caller gets the old chain.
 #[test]
-fn a_chain_that_is_opened_during_a_revert_does_not_stay() {
+fn a_chain_opened_during_a_revert_is_not_reused() {
     for seed in 0..6 {
         let (machine, disk) = small(seed);
         disk.snapshot(&NewSnapshot::named("s")).unwrap();
@@ -522,7 +522,7 @@ fn a_chain_that_is_opened_during_a_revert_does_not_stay() {
 
 /// A caller found the disk open, and requests its chain while the disk is being closed.
 #[test]
-fn no_chain_is_opened_of_a_disk_that_was_closed() {
+fn a_closed_disk_opens_no_chain() {
     for seed in 0..6 {
         let (machine, disk) = small(seed);
         machine.set_pace(Arc::new(slow_flush));

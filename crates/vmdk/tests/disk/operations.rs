@@ -53,7 +53,7 @@ fn kind<T>(outcome: Result<T, Error>) -> (ErrorKind, String) {
 }
 
 #[test]
-fn files_are_called_as_on_an_esxi_host() {
+fn files_have_the_names_that_esxi_uses() {
     for (delta, extent) in [(DELTAS[0], "delta"), (DELTAS[1], "sesparse"), (DELTAS[2], "vsan")] {
         let folder = scratch();
         let disk = make(folder.path(), delta);
@@ -104,7 +104,7 @@ fn files_are_called_as_on_an_esxi_host() {
 }
 
 #[test]
-fn an_image_with_several_children_is_held_until_one_is_left() {
+fn an_image_is_merged_only_when_it_has_one_child() {
     for delta in DELTAS {
         let folder = scratch();
         let disk = make(folder.path(), delta);
@@ -130,7 +130,7 @@ fn an_image_with_several_children_is_held_until_one_is_left() {
 }
 
 #[test]
-fn side_branches_are_merged_while_the_head_is_elsewhere() {
+fn branches_without_the_head_are_merged() {
     for (direction, delta) in [Direction::Up, Direction::Down].into_iter().zip([DELTAS[0], DELTAS[1]]) {
         let folder = scratch();
         let disk = make(folder.path(), delta);
@@ -160,7 +160,7 @@ fn side_branches_are_merged_while_the_head_is_elsewhere() {
 }
 
 #[test]
-fn refusals_say_why() {
+fn refusals_state_their_reason() {
     let folder = scratch();
     let disk = make(folder.path(), DELTAS[0]);
     assert_eq!(kind(Disk::open(local(folder.path()), &options(2))).0, ErrorKind::Busy);
@@ -199,7 +199,7 @@ fn refusals_say_why() {
 }
 
 #[test]
-fn tunables_and_names_stay() {
+fn tunables_and_names_survive_reopening() {
     let folder = scratch();
     let disk = make(folder.path(), DELTAS[2]);
     let tuning = Tuning {
@@ -229,7 +229,7 @@ fn tunables_and_names_stay() {
 }
 
 #[test]
-fn clones_pin_the_images_below_them() {
+fn images_below_a_clone_are_not_removed() {
     let (here, there) = (scratch(), scratch());
     let disk = make(here.path(), DELTAS[1]);
     write(&disk, 0, 1, 8192);
@@ -265,7 +265,7 @@ fn clones_pin_the_images_below_them() {
 }
 
 #[test]
-fn several_disks_stop_at_one_point() {
+fn a_snapshot_of_several_disks_is_of_one_point_in_time() {
     let (one, two) = (scratch(), scratch());
     let disks = [make(one.path(), DELTAS[0]), make(two.path(), DELTAS[1])];
     let stop = AtomicBool::new(false);
@@ -385,7 +385,7 @@ fn an_interrupted_merge_can_be_continued() {
 }
 
 #[test]
-fn flat_bases_take_and_give_back_their_space_below_snapshots() {
+fn flat_bases_below_snapshots_can_be_inflated_and_punched() {
     let folder = scratch();
     let disk = make(folder.path(), DELTAS[0]);
     write(&disk, 0, 1, 4096);
@@ -406,7 +406,7 @@ fn flat_bases_take_and_give_back_their_space_below_snapshots() {
 }
 
 #[test]
-fn dead_grains_are_given_back_at_every_level() {
+fn dead_grains_are_freed_at_every_level() {
     for (delta, extent) in [(DELTAS[0], "delta"), (DELTAS[1], "sesparse")] {
         let folder = scratch();
         let disk = make(folder.path(), delta);
@@ -442,7 +442,7 @@ fn dead_grains_are_given_back_at_every_level() {
 }
 
 #[test]
-fn deltas_go_to_other_folders_and_formats() {
+fn deltas_can_be_in_other_folders_and_formats() {
     let (here, there) = (scratch(), scratch());
     let disk = make(here.path(), DELTAS[0]);
     write(&disk, 0, 1, 512);
@@ -464,7 +464,7 @@ fn deltas_go_to_other_folders_and_formats() {
 }
 
 #[test]
-fn large_disks_get_sesparse() {
+fn deltas_of_large_disks_are_sesparse() {
     let folder = scratch();
     let new = NewDisk { delta: None, ..new("vm", 3 << 40, ImageKind::Thin, DELTAS[0]) };
     let disk = Disk::create(local(folder.path()), &new, &options(1), &NoProgress).unwrap();
@@ -502,7 +502,7 @@ fn damaged_records_are_refused() {
 /// For any single I/O failure, the operation fails or succeeds, the disk continues or has to be reopened, and all data
 /// is there afterwards.
 #[test]
-fn single_failures_leave_the_disk_whole() {
+fn one_failed_io_leaves_the_disk_consistent() {
     for (which, count) in [(0u64, 40u64), (1, 60), (2, 80), (3, 60)] {
         for number in 0..count {
             let machine = SimulatedDisk::new(number, Default::default());
@@ -531,7 +531,7 @@ fn single_failures_leave_the_disk_whole() {
                 _ => disk.consolidate(&NoProgress),
             };
             let what = format!("operation {which}, failure {number}: {outcome:?}");
-            // Also after a failed flush of metadata, whose cached pages may be lost.
+            // Reads are checked after a failed flush of metadata too, whose cached pages may be lost.
             let mut found = vec![0xee; content.len()];
             match chain.read(0, &mut found) {
                 Ok(()) => assert!(found == content, "{what}"),

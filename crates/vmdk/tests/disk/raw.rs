@@ -43,7 +43,7 @@ fn scribble(disk: &Disk, content: &mut [u8], random: &mut Random) {
 }
 
 #[test]
-fn a_chain_on_a_raw_base_opens_by_its_path_whatever_was_merged() {
+fn a_chain_on_a_raw_base_opens_by_its_path_after_merges() {
     let folder = scratch();
     let disk = raw_disk(folder.path());
     let (mut content, mut random) = (vec![0; CAPACITY], Random::new(3));
@@ -63,7 +63,7 @@ fn a_chain_on_a_raw_base_opens_by_its_path_whatever_was_merged() {
 }
 
 #[test]
-fn guest_data_at_the_beginning_of_a_raw_disk_is_no_descriptor() {
+fn guest_data_that_resembles_a_descriptor_is_not_parsed() {
     let folder = scratch();
     let disk = raw_disk(folder.path());
     std::fs::write(folder.path().join("other.bin"), b"another's").unwrap();

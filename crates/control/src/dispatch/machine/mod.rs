@@ -174,7 +174,7 @@ fn create(host: &Host, new: &NewMachine) -> Result<Definition> {
     making.finish(&new.name)?;
     making.settle()?;
     if new.start {
-        start(host, &new.name, false).map_err(|error| error.context("it was made, but not started"))?;
+        start(host, &new.name, false).map_err(|error| error.context("the machine was created, but not started"))?;
     }
     Ok(definition)
 }

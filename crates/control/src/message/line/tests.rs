@@ -55,7 +55,7 @@ fn requests() -> Vec<Request> {
 }
 
 #[test]
-fn a_request_crosses_unchanged_on_one_line() {
+fn a_request_is_encoded_on_one_line_and_decoded_unchanged() {
     for request in requests() {
         let line = encode(&FromClient::Request(request.clone()), REQUEST_LINE_MAX).unwrap();
         assert_eq!(line.iter().filter(|b| **b == b'\n').count(), 1);
@@ -64,7 +64,7 @@ fn a_request_crosses_unchanged_on_one_line() {
 }
 
 #[test]
-fn an_event_crosses_unchanged() {
+fn an_event_is_encoded_and_decoded_unchanged() {
     for change in [Change::DiskResized { disk: "a".into(), capacity: u64::MAX }, Change::Missed { count: 3 }] {
         let event = FromServer::Part(Part::Event(Box::new(Event { number: 1, time: u64::MAX, change })));
         let line = encode(&event, REPLY_LINE_MAX).unwrap();
@@ -73,7 +73,7 @@ fn an_event_crosses_unchanged() {
 }
 
 #[test]
-fn every_kind_crosses_unchanged() {
+fn every_kind_of_message_is_encoded_and_decoded_unchanged() {
     for kind in ErrorKind::ALL {
         let error: Error = Failure::from(&Error::new(kind, "why")).into();
         assert_eq!((error.kind(), error.to_string().as_str()), (kind, "why"));
@@ -81,7 +81,7 @@ fn every_kind_crosses_unchanged() {
 }
 
 #[test]
-fn another_version_is_told_so_even_if_the_rest_is_unknown() {
+fn a_message_of_another_version_gets_a_version_error_whatever_it_contains() {
     let error = decode::<FromClient>(br#"{"version":5,"message":{"request":{"teleport":{}}}}"#).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Unsupported);
     assert!(error.to_string().contains("protocol 5"), "{error}");

@@ -93,7 +93,7 @@ fn detach() -> Request {
 }
 
 #[test]
-fn requests_on_one_connection_each_get_their_end() {
+fn each_request_on_one_connection_gets_its_own_reply() {
     let mut world = World::new();
     let mut client = world.client();
     let notes = Notes::default();
@@ -106,7 +106,7 @@ fn requests_on_one_connection_each_get_their_end() {
 }
 
 #[test]
-fn a_diff_arrives_whole_and_in_order() {
+fn a_diff_arrives_completely_and_in_order() {
     let mut world = World::new();
     let notes = Notes::default();
     let request =
@@ -117,7 +117,7 @@ fn a_diff_arrives_whole_and_in_order() {
 }
 
 #[test]
-fn progress_is_told_and_cancel_ends_the_work() {
+fn progress_is_reported_and_cancel_ends_the_request() {
     let mut world = World::new();
     let notes = Notes { cancel_on_progress: true, ..Notes::default() };
     let mut client = world.client();
@@ -128,7 +128,7 @@ fn progress_is_told_and_cancel_ends_the_work() {
 }
 
 #[test]
-fn a_client_that_goes_away_cancels_its_work() {
+fn a_disconnect_cancels_the_requests_of_the_client() {
     let mut world = World::new();
     let mut stream = world.stream();
     stream.write_all(&encode(&FromClient::Request(detach()), REQUEST_LINE_MAX).unwrap()).unwrap();
@@ -142,7 +142,7 @@ fn a_client_that_goes_away_cancels_its_work() {
 }
 
 #[test]
-fn stopping_cancels_what_takes_too_long_and_says_so() {
+fn stopping_cancels_slow_requests_and_reports_that() {
     let mut world = World::new();
     let mut client = world.client();
     let worker = thread::spawn(move || client.ask(detach(), &Notes::default()));
@@ -164,7 +164,7 @@ fn a_panic_in_a_request_ends_only_that_request() {
 }
 
 #[test]
-fn bad_lines_get_one_error_and_the_end_of_the_connection() {
+fn invalid_lines_get_one_error_and_close_the_connection() {
     let mut world = World::new();
     for (line, word) in [
         (b"hello\n".to_vec(), "malformed"),
@@ -192,7 +192,7 @@ fn bad_lines_get_one_error_and_the_end_of_the_connection() {
 }
 
 #[test]
-fn a_connection_too_many_is_told_so() {
+fn a_connection_beyond_the_limit_gets_an_error() {
     let mut world = World::new();
     let mut held: Vec<Client> = (0..CONNECTIONS_MAX).map(|_| world.client()).collect();
     for client in &mut held {
@@ -207,7 +207,7 @@ fn a_connection_too_many_is_told_so() {
 }
 
 #[test]
-fn random_bytes_disturb_no_other_client() {
+fn random_bytes_of_one_client_do_not_affect_others() {
     let mut world = World::new();
     let mut state = 1u64;
     for _ in 0..200 {

@@ -150,7 +150,7 @@ fn holes_and_zeros_take_no_space_in_the_target() {
 }
 
 #[test]
-fn a_target_that_fails_ends_the_migration_and_no_request() {
+fn a_failing_target_ends_the_migration_and_fails_no_request() {
     for seed in 0..16 {
         let before = content(seed, 70);
         let source = MemoryDevice::new(before.clone());
@@ -173,7 +173,7 @@ fn a_target_that_fails_ends_the_migration_and_no_request() {
 }
 
 #[test]
-fn a_target_that_fails_after_the_commit_fails_the_request() {
+fn a_failing_target_fails_requests_after_the_commit() {
     let (source, target) = (MemoryDevice::new(content(1, 50)), MemoryDevice::new(vec![0; CAPACITY]));
     let mirror = MirrorDevice::new(source, target.clone(), Base::Zeros).unwrap();
     mirror.mark_data(&NoProgress).unwrap();
@@ -203,7 +203,7 @@ fn a_failed_commit_keeps_the_source() {
 }
 
 #[test]
-fn a_flush_after_settling_covers_both() {
+fn a_flush_after_settling_covers_source_and_target() {
     let (source, target) = (MemoryDevice::new(content(1, 50)), MemoryDevice::new(vec![0; CAPACITY]));
     let mirror = MirrorDevice::new(source.clone(), target.clone(), Base::Zeros).unwrap();
     mirror.mark_data(&NoProgress).unwrap();
@@ -218,7 +218,7 @@ fn a_flush_after_settling_covers_both() {
 }
 
 #[test]
-fn a_target_whose_buffer_never_empties_is_copied_to_all_the_same() {
+fn the_copy_ends_although_the_buffer_of_the_target_stays_full() {
     let (source, target) = (MemoryDevice::new(content(4, 100)), MemoryDevice::new(vec![0; CAPACITY]));
     let mirror = MirrorDevice::new(source.clone(), target.clone(), Base::Zeros).unwrap();
     target.pressure.store(100, Ordering::SeqCst);
@@ -249,7 +249,7 @@ impl Progress for CancelAfter {
 }
 
 #[test]
-fn cancelling_ends_it_at_once_also_while_it_waits_for_its_rate() {
+fn a_copy_that_waits_for_its_rate_is_cancelled_at_once() {
     let source = MemoryDevice::new(content(3, 100));
     let mirror = MirrorDevice::new(source, MemoryDevice::new(vec![0; CAPACITY]), Base::Zeros).unwrap();
     let begun = Instant::now();
@@ -260,7 +260,7 @@ fn cancelling_ends_it_at_once_also_while_it_waits_for_its_rate() {
 }
 
 #[test]
-fn the_rate_is_kept() {
+fn a_copy_keeps_to_its_rate() {
     let source = MemoryDevice::new(content(3, 100));
     let mirror = MirrorDevice::new(source, MemoryDevice::new(vec![0; CAPACITY]), Base::Zeros).unwrap();
     mirror.mark_data(&NoProgress).unwrap();
@@ -300,7 +300,7 @@ fn a_request_waits_for_one_step_and_not_for_the_copier() {
 }
 
 #[test]
-fn sizes_must_agree_and_a_disk_under_migration_keeps_its_own() {
+fn a_target_of_another_size_and_a_resize_during_migration_are_refused() {
     let source = MemoryDevice::new(vec![0; 8192]);
     let other = MirrorDevice::new(source.clone(), MemoryDevice::new(vec![0; 4096]), Base::Zeros);
     assert_eq!(other.err().unwrap().kind(), ErrorKind::Invalid);

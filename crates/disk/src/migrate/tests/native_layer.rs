@@ -132,7 +132,7 @@ fn sector(version: u64, at: usize) -> [u8; 512] {
 }
 
 #[test]
-fn nothing_flushed_is_lost_in_a_power_cut() {
+fn flushed_writes_survive_a_power_cut() {
     const SECTORS: usize = CAPACITY / 512;
     for seed in 0..60 {
         let mut medium =

@@ -61,7 +61,7 @@ fn the_payload_depends_on_command_flag_and_style() {
 }
 
 #[test]
-fn each_flag_is_taken_where_the_protocol_has_it_and_refused_elsewhere() {
+fn each_flag_is_accepted_only_where_the_protocol_defines_it() {
     let commands = WITH_RANGE.into_iter().chain([command::FLUSH, command::RESIZE]).chain(UNKNOWN);
     for command in commands {
         for style in STYLES {
@@ -94,7 +94,7 @@ fn a_write_is_accepted_with_and_without_the_payload_flag() {
 }
 
 #[test]
-fn a_payload_that_no_command_takes_is_refused() {
+fn an_undefined_payload_is_refused() {
     let commands = WITH_RANGE.into_iter().chain([command::FLUSH, command::RESIZE]).chain(UNKNOWN);
     for command in commands.filter(|command| !matches!(*command, command::WRITE | command::BLOCK_STATUS)) {
         for length in [0, 1, 512, PAYLOAD_BYTES_MAX as u64] {
@@ -106,7 +106,7 @@ fn a_payload_that_no_command_takes_is_refused() {
 }
 
 #[test]
-fn ranges_are_not_empty_and_end_within_the_export() {
+fn empty_ranges_and_ranges_past_the_end_are_refused() {
     for command in WITH_RANGE {
         let beyond = match command {
             command::WRITE | command::WRITE_ZEROES => errno::ENOSPC,
@@ -142,7 +142,7 @@ fn ranges_are_not_empty_and_end_within_the_export() {
 }
 
 #[test]
-fn commands_without_payload_take_ranges_longer_than_a_payload() {
+fn ranges_without_payload_may_exceed_the_payload_limit() {
     for style in STYLES {
         for command in [command::TRIM, command::CACHE, command::WRITE_ZEROES, command::BLOCK_STATUS] {
             assert_eq!(errno_of(judge(&head(command, 0, 0, CAPACITY), &rules(style))), 0, "{style:?} {command}");
@@ -177,7 +177,7 @@ fn read_only_exports_refuse_every_change_with_eperm() {
 }
 
 #[test]
-fn a_flush_takes_no_range() {
+fn a_flush_with_a_range_is_refused() {
     for style in STYLES {
         assert_eq!(judge(&head(command::FLUSH, 0, 0, 0), &rules(style)), Ok(Action::Flush));
         assert_eq!(judge(&head(command::FLUSH, flag::FUA, 0, 0), &rules(style)), Ok(Action::Flush));
@@ -202,7 +202,7 @@ fn a_disconnect_is_accepted_with_any_flags_and_payload() {
 }
 
 #[test]
-fn commands_that_are_not_known_are_invalid_in_every_form() {
+fn unknown_commands_are_invalid_in_every_style() {
     for command in UNKNOWN {
         for style in STYLES {
             for flags in [0, flag::FUA, flag::PAYLOAD_LEN] {
@@ -216,7 +216,7 @@ fn commands_that_are_not_known_are_invalid_in_every_form() {
 }
 
 #[test]
-fn fast_zeroing_is_done_for_whole_blocks_that_may_become_holes() {
+fn fast_zeroing_needs_whole_blocks_and_permission_for_holes() {
     let rules = Rules { capacity: (1 << 20) + 512, ..rules(Style::Structured) };
     let zero = |flags, offset, length| errno_of(judge(&head(command::WRITE_ZEROES, flags, offset, length), &rules));
     assert_eq!(zero(flag::FAST_ZERO, 4096, 8192), 0);
@@ -293,7 +293,7 @@ fn the_payload_of_block_status_is_a_length_and_distinct_contexts() {
 }
 
 #[test]
-fn what_a_system_call_refuses_is_an_error_of_input_and_output() {
+fn errors_of_system_calls_become_nbd_errors() {
     use error::Error;
     use std::io;
     let refused = |kind: io::ErrorKind| Refusal::from(Error::io("writing", kind.into())).errno;

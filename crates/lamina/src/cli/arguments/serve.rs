@@ -156,7 +156,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn milliseconds_have_bounds() {
+    fn milliseconds_outside_the_limits_are_refused() {
         for (text, microseconds) in [("0", 0), ("2", 2000), ("0.5", 500), ("60000", 60_000_000)] {
             assert_eq!(parse_milliseconds(text), Ok(Duration::from_micros(microseconds)), "{text}");
         }

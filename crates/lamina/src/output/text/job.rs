@@ -75,6 +75,6 @@ pub fn print_event(out: &mut dyn Write, event: &Event) -> io::Result<()> {
         Change::ReceptionDeleted { id } => writeln!(out, "reception {id} deleted"),
         Change::JobStarted { job } => writeln!(out, "job {} started: {}", job.id, what(job)),
         Change::JobEnded { job } => writeln!(out, "job {} {}: {}", job.id, job.state.name(), what(job)),
-        Change::Missed { count } => writeln!(out, "{} lost: look at what is there now", human::count(*count, "event")),
+        Change::Missed { count } => writeln!(out, "{} lost: query the present state", human::count(*count, "event")),
     }
 }

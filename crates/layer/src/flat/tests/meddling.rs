@@ -70,7 +70,7 @@ fn meddled() -> (Arc<Meddled>, Arc<Flat>) {
 }
 
 #[test]
-fn what_is_written_after_the_first_look_is_not_given_back() {
+fn a_block_written_after_it_was_read_as_zeros_is_not_punched() {
     let (file, flat) = meddled();
     let guest = Arc::clone(&flat);
     *file.before_read.lock() = Some(Box::new(move || guest.write(4096, &[&[7; 4096]]).unwrap()));
@@ -83,7 +83,7 @@ fn what_is_written_after_the_first_look_is_not_given_back() {
 }
 
 #[test]
-fn discards_under_way_end_before_filling_counts_on_them() {
+fn filling_waits_for_discards_under_way() {
     let (file, flat) = meddled();
     let filler = Arc::new(Mutex::new(None));
     let (other, kept) = (Arc::clone(&flat), Arc::clone(&filler));

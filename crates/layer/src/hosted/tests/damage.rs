@@ -24,7 +24,7 @@ fn image(zero_grains: bool) -> (Vec<u8>, Vec<u8>) {
 }
 
 #[test]
-fn the_redundant_copy_is_used_with_a_warning() {
+fn the_redundant_directory_is_used_with_a_warning() {
     let (bytes, model) = image(true);
     let header = super::super::read_header(memory_file(&bytes).as_ref()).unwrap();
     let directory = (header.directory_offset * SECTOR) as usize;
@@ -60,7 +60,7 @@ fn the_redundant_copy_is_used_with_a_warning() {
 }
 
 #[test]
-fn sectors_named_twice_are_not_written() {
+fn an_extent_with_sectors_used_twice_is_not_written() {
     let (bytes, _) = image(false);
     let header = super::super::read_header(memory_file(&bytes).as_ref()).unwrap();
     let word = |at: usize| u32::from_le_bytes(bytes[at..at + 4].try_into().unwrap());
@@ -103,7 +103,7 @@ fn changed_line_ends_and_invalid_headers_are_reported() {
 }
 
 #[test]
-fn mutations_end_in_an_error_or_an_answer() {
+fn mutated_images_cause_errors_and_no_panic() {
     let images = [image(false).0, image(true).0];
     let header = super::super::read_header(memory_file(&images[0]).as_ref()).unwrap();
     let metadata = 512 * header.redundant_offset as usize..512 * header.overhead as usize;
@@ -138,7 +138,7 @@ fn mutations_end_in_an_error_or_an_answer() {
 
 /// A read that fails once while an image is opened for writing and used leaves no directory behind the other.
 #[test]
-fn a_read_that_fails_once_leaves_no_copy_behind() {
+fn after_a_failed_read_both_directories_stay_equal() {
     let (bytes, _) = image(true);
     let (mut refused, mut used) = (0, 0);
     for read in 0..24 {

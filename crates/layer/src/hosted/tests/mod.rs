@@ -102,7 +102,7 @@ fn dump(bytes: &[u8]) -> String {
 }
 
 #[test]
-fn ranges_that_cannot_be_are_refused() {
+fn invalid_ranges_are_refused() {
     let disk = SimulatedDisk::new(1, SimulatedOptions::default());
     let capacity = 10 * GRAIN + 3 * SECTOR;
     let file = small(disk.directory().as_ref(), capacity, false);

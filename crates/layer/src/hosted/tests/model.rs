@@ -64,14 +64,14 @@ fn history(seed: u64) {
 }
 
 #[test]
-fn random_histories_read_back() {
+fn reads_return_the_data_of_random_writes() {
     for seed in 0..400 {
         history(seed);
     }
 }
 
 #[test]
-fn a_full_file_system_refuses_and_recovers() {
+fn writes_fail_on_a_full_file_system_and_succeed_after_it_has_space() {
     for seed in 0..60 {
         let mut random = Random::new(seed);
         let disk = SimulatedDisk::new(seed, SimulatedOptions::default());

@@ -128,7 +128,7 @@ fn power_cuts_lose_nothing_that_was_flushed() {
 }
 
 #[test]
-fn after_a_failed_write_nothing_more_is_written() {
+fn after_a_failed_write_all_further_writes_are_refused() {
     let mut tolerated = 0;
     for seed in 0..200 {
         let mut random = Random::new(seed);

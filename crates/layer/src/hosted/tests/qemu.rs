@@ -50,7 +50,7 @@ fn converted(folder: &Folder, name: &str) -> Vec<u8> {
 }
 
 #[test]
-fn what_we_write_qemu_reads() {
+fn qemu_reads_extents_written_by_lamina() {
     for (seed, zero_grains, capacity) in [(1, false, 80 * MIB), (2, true, 33 * MIB), (3, false, 3 * MIB + 200 * SECTOR)]
     {
         let folder = Folder::new();
@@ -81,7 +81,7 @@ fn what_we_write_qemu_reads() {
 }
 
 #[test]
-fn what_qemu_writes_we_read() {
+fn lamina_reads_extents_written_by_qemu() {
     for subformat in ["monolithicSparse", "twoGbMaxExtentSparse"] {
         for zeroed in ["off", "on"] {
             let folder = Folder::new();
@@ -108,7 +108,7 @@ fn what_qemu_writes_we_read() {
 }
 
 #[test]
-fn a_delta_over_a_parent_that_qemu_has() {
+fn a_delta_over_a_parent_made_by_qemu() {
     let folder = Folder::new();
     let base = pattern(7, 24 * MIB as usize);
     folder.write("in.raw", &base);
@@ -132,7 +132,7 @@ fn a_delta_over_a_parent_that_qemu_has() {
 }
 
 #[test]
-fn a_split_disk() {
+fn qemu_reads_a_disk_split_into_several_extents() {
     let folder = Folder::new();
     // Odd sizes; VMware's pieces are 2047 MiB and 4064 MiB, which are whole grains, too.
     let sizes = [5 * MIB, 3 * MIB, 2 * MIB + 100 * SECTOR];

@@ -8,7 +8,7 @@ fn stamp(grain: u64, version: u64) -> Vec<u8> {
 }
 
 #[test]
-fn readers_and_writers_do_not_mix_grains() {
+fn concurrent_readers_never_see_data_of_other_grains() {
     let disk = SimulatedDisk::new(1, SimulatedOptions::default());
     let count = 96;
     let file = small(disk.directory().as_ref(), count * GRAIN, true);
@@ -50,7 +50,7 @@ fn readers_and_writers_do_not_mix_grains() {
                 }
             });
         }
-        // Also when a writer fails, so that the readers end and the panic is reported.
+        // A failed writer is joined too, so that the readers end and the panic is reported.
         let failed = writers.into_iter().map(|writer| writer.join().is_err()).fold(false, |a, b| a | b);
         done.store(true, Ordering::Relaxed);
         assert!(!failed);

@@ -4,7 +4,7 @@ use super::*;
 use crate::proving::{mutate, peak_memory};
 
 #[test]
-fn a_wrong_byte_is_found_and_named() {
+fn a_wrong_byte_is_found_and_its_grain_reported() {
     let bytes = made(&[compressible(1, 1 << 20), pattern(2, 1 << 20)], Algorithm::Sha256, Controller::Ide);
     let ova = Ova::open(memory_file(&bytes), "web.ova").unwrap();
     let place =
@@ -31,7 +31,7 @@ fn a_wrong_byte_is_found_and_named() {
 }
 
 #[test]
-fn descriptors_made_to_take_long_are_refused_soon() {
+fn descriptors_that_take_long_to_parse_are_refused_early() {
     let start = std::time::Instant::now();
     let envelope = |inside: &str| format!("<Envelope>{inside}</Envelope>");
     let attributes: String = (0..200_000).map(|number| format!(" a{number}='>'")).collect();
@@ -56,7 +56,7 @@ fn descriptors_made_to_take_long_are_refused_soon() {
 }
 
 #[test]
-fn capacities_are_understood_or_refused() {
+fn ovf_capacities_are_parsed_or_refused() {
     let capacity = |attributes: &str| {
         let text = format!(
             "<Envelope><References><File href='d.vmdk' id='f'/></References><DiskSection>\
@@ -91,7 +91,7 @@ fn capacities_are_understood_or_refused() {
 }
 
 #[test]
-fn a_manifest_is_read_as_programs_write_it() {
+fn manifests_of_other_programs_are_parsed() {
     let digest = "00".repeat(20);
     let good = format!("SHA1(a (1).vmdk)= {digest}\r\n\nsha1 (./b.ovf) ={digest}\n");
     let manifest = Manifest::parse(good.as_bytes()).unwrap();
@@ -110,7 +110,7 @@ fn a_manifest_is_read_as_programs_write_it() {
 }
 
 #[test]
-fn mutations_end_in_an_error_or_an_answer() {
+fn mutated_images_cause_errors_and_no_panic() {
     let image = made(&[compressible(1, 40_000 / 512 * 512), vec![3; 4096]], Algorithm::Sha1, Controller::Ide);
     let text = 512..4096;
     let weak = [0..512, 0..512, text.clone(), text, 0..image.len()];

@@ -58,7 +58,7 @@ fn no_progress(_: u64) -> Result<()> {
 }
 
 #[test]
-fn what_is_made_reads_back() {
+fn a_written_archive_reads_back() {
     for (algorithm, controller) in [
         (Algorithm::Sha256, Controller::ParaVirtual),
         (Algorithm::Sha1, Controller::Ide),
@@ -95,7 +95,7 @@ fn what_is_made_reads_back() {
 }
 
 #[test]
-fn forty_disks_hang_on_several_controllers() {
+fn forty_disks_are_attached_to_several_controllers() {
     let disks = vec![pattern(1, 4096); 40];
     for controller in [Controller::LsiLogic, Controller::Sata] {
         let ova = Ova::open(memory_file(&made(&disks, Algorithm::Sha256, controller)), "web.ova").unwrap();
@@ -113,7 +113,7 @@ fn forty_disks_hang_on_several_controllers() {
 }
 
 #[test]
-fn an_archive_is_nothing_before_it_is_finished() {
+fn an_unfinished_archive_is_invalid() {
     let planned = PlannedDisk { file: "d.vmdk".to_owned(), capacity: 1 << 20, descriptor: descriptor(1 << 20) };
     let two = vec![planned.clone(), PlannedDisk { file: "e.vmdk".to_owned(), ..planned.clone() }];
     let mut out = Cursor::new(Vec::new());

@@ -25,7 +25,7 @@ fn image(options: &str, compressed: bool) -> Vec<u8> {
 }
 
 #[test]
-fn what_is_unknown_is_refused_by_name() {
+fn unknown_features_are_refused_and_named() {
     let bytes = image("cluster_size=4k", false);
     let with = |at: usize, field: &[u8]| {
         let mut bytes = bytes.clone();
@@ -55,7 +55,7 @@ fn what_is_unknown_is_refused_by_name() {
 }
 
 #[test]
-fn a_cluster_that_inflates_without_end_is_stopped() {
+fn a_cluster_that_decompresses_beyond_its_size_is_an_error() {
     // A frame with a window of 4 GiB, and one block that repeats a byte.
     let mut bytes = image("cluster_size=4k,compression_type=zstd", true);
     let frame = bytes.windows(4).position(|w| w == [0x28, 0xb5, 0x2f, 0xfd]).unwrap();
@@ -65,7 +65,7 @@ fn a_cluster_that_inflates_without_end_is_stopped() {
 }
 
 #[test]
-fn mutations_end_in_an_error_or_an_answer() {
+fn mutated_images_cause_errors_and_no_panic() {
     let images = [
         image("cluster_size=4k", false),
         image("cluster_size=16k,extended_l2=on", false),

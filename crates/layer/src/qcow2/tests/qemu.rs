@@ -33,7 +33,7 @@ fn history(folder: &Folder, seed: u64, target: &[&str], model: &mut [u8]) {
 }
 
 #[test]
-fn plain_images_of_every_shape() {
+fn uncompressed_images_with_every_option() {
     let shapes = [
         "compat=0.10",
         "compat=1.1",
@@ -101,7 +101,7 @@ fn compressed_clusters() {
 }
 
 #[test]
-fn a_chain_and_its_names() {
+fn backing_files_and_their_names() {
     let folder = Folder::new();
     let base = pattern(3, 8 * MIB);
     folder.write("base.raw", &base);
@@ -122,7 +122,7 @@ fn a_chain_and_its_names() {
 }
 
 #[test]
-fn a_data_file_of_its_own() {
+fn an_external_data_file() {
     for shape in ["data_file=disk.data", "data_file=disk.data,data_file_raw=on", "data_file=disk.data,extended_l2=on"] {
         let folder = Folder::new();
         folder.run("qemu-img", &["create", "-f", "qcow2", "-o", shape, "disk.qcow2", "6M"]);
@@ -139,7 +139,7 @@ fn a_data_file_of_its_own() {
 }
 
 #[test]
-fn large_capacities_cost_nothing() {
+fn large_capacities_open_quickly() {
     let folder = Folder::new();
     folder.run("qemu-img", &["create", "-f", "qcow2", "disk.qcow2", "60T"]);
     folder.run("qemu-io", &["-f", "qcow2", "-c", "write -P 7 50T 64k", "disk.qcow2"]);

@@ -89,7 +89,7 @@ fn fill(layer: &SeSparse, random: &mut Random, operations: u64) {
 }
 
 #[test]
-fn a_writer_waits_for_no_read_and_for_no_step() {
+fn a_check_delays_no_write_by_its_reads_or_steps() {
     let (file, as_file) = Watched::empty();
     let made = SeSparse::create(Arc::clone(&as_file), NAME, 200 * MIB, writing()).unwrap();
     fill(&made, &mut Random(1), 60);
@@ -126,7 +126,7 @@ fn a_writer_waits_for_no_read_and_for_no_step() {
 
 /// At each step of a check a guest changes the image; before some steps there is a commit, and during some a reader.
 #[test]
-fn what_changes_between_the_steps_is_not_told() {
+fn a_check_reports_no_grain_that_changes_between_its_steps() {
     for seed in 0..60 {
         let disk = simulated(seed);
         let layer = create(&disk, IoMode::Buffered, 200 * MIB, Options { cache: 0, ..writing() });
@@ -156,7 +156,7 @@ fn what_changes_between_the_steps_is_not_told() {
 }
 
 #[test]
-fn writers_readers_and_flushes_beside_a_check() {
+fn writes_reads_and_flushes_during_a_check() {
     for cache in [0, 64 << 20] {
         let disk = simulated(7);
         let layer = create(&disk, IoMode::Buffered, 200 * MIB, Options { cache, ..writing() });
@@ -226,7 +226,7 @@ fn damage(layer: &SeSparse) {
 }
 
 #[test]
-fn damage_is_found_beside_changes() {
+fn a_check_finds_damage_during_changes() {
     for seed in 0..20 {
         let disk = simulated(seed);
         let layer = create(&disk, IoMode::Buffered, 200 * MIB, writing());
@@ -253,7 +253,7 @@ fn damage_is_found_beside_changes() {
 
 /// An entry changes between the check of its table and the check of owners: its old value must not be reported.
 #[test]
-fn an_entry_that_changes_before_its_owner_is_compared_is_not_told() {
+fn a_check_does_not_report_an_entry_that_changes_before_the_comparison() {
     let (file, as_file) = Watched::empty();
     let made = SeSparse::create(Arc::clone(&as_file), NAME, 64 * MIB, writing()).unwrap();
     made.write(0, &[&stamped(16, 1)]).unwrap();
@@ -278,7 +278,7 @@ fn an_entry_that_changes_before_its_owner_is_compared_is_not_told() {
 /// Tables are holes of the file, as after a copy with holes, and one of them is written, flushed and evicted during a
 /// wipe.
 #[test]
-fn a_wipe_forgets_holes_that_a_commit_fills() {
+fn a_wipe_reads_tables_that_a_commit_writes_into_holes() {
     const HOLES: u64 = 17;
     let disk = simulated(1);
     let made = create(&disk, IoMode::Buffered, 4096 * MIB, writing());

@@ -7,7 +7,7 @@ use super::*;
 use crate::ErrorKind;
 
 #[test]
-fn table_entries_are_rotated() {
+fn table_entries_encode_the_grain_number_rotated() {
     for (grain, raw) in [
         (0, 0x3000_0000_0000_0000),
         (1, 0x3001_0000_0000_0000),
@@ -23,7 +23,7 @@ fn table_entries_are_rotated() {
 }
 
 #[test]
-fn entries_that_cannot_be_are_refused() {
+fn invalid_entries_are_refused() {
     assert_eq!(Entry::decode(0), Some(Entry::Absent));
     assert_eq!(Entry::decode(1 << 60), Some(Entry::Unmapped));
     assert_eq!(Entry::decode(1 << 60 | 77), Some(Entry::Unmapped), "it may have the number of a former grain");
@@ -46,7 +46,7 @@ fn entries_that_cannot_be_are_refused() {
 }
 
 #[test]
-fn areas_lie_where_esxi_puts_them() {
+fn areas_have_the_same_offsets_as_on_esxi() {
     let layout = Layout::for_capacity(204_800);
     assert_eq!(layout.slots(), 7);
     assert_eq!((layout.volatile, layout.journal_header), (Area::new(1, 1), Area::new(2, 2)));
@@ -61,7 +61,7 @@ fn areas_lie_where_esxi_puts_them() {
 }
 
 #[test]
-fn headers_come_back_as_they_were() {
+fn encoded_headers_decode_to_the_same_values() {
     for capacity in [1, 8, 204_800, 83_886_080, (62 << 40) / 512] {
         let layout = Layout::for_capacity(capacity);
         let mut block = [0; 4096];
@@ -93,7 +93,7 @@ fn words(file: &dyn File, offset: u64, count: usize) -> Vec<u64> {
 }
 
 #[test]
-fn an_image_has_the_bytes_of_its_page() {
+fn a_created_image_equals_the_bytes_on_the_format_page() {
     let disk = simulated(1);
     let layer = create(&disk, IoMode::Buffered, 100 * MIB, writing());
     // Two grains in the fourth 16 MiB, one in the first; the second of the two is zeroed.
@@ -131,7 +131,7 @@ fn an_image_has_the_bytes_of_its_page() {
 }
 
 #[test]
-fn type_one_reads_as_zeros() {
+fn entries_of_type_one_read_as_zeros() {
     let disk = simulated(1);
     let layer = create(&disk, IoMode::Buffered, 100 * MIB, writing());
     layer.write(0, &[&stamped(3, 5)]).unwrap();
@@ -148,7 +148,7 @@ fn type_one_reads_as_zeros() {
 }
 
 #[test]
-fn the_last_grain_may_be_cut() {
+fn the_last_grain_may_be_partial() {
     for mode in [IoMode::Buffered, IoMode::Direct] {
         let disk = simulated(3);
         let capacity = 16 * MIB + 3 * 512;
@@ -168,7 +168,7 @@ fn the_last_grain_may_be_cut() {
 }
 
 #[test]
-fn sixty_two_tebibytes_are_sparse_and_open_at_once() {
+fn an_image_of_62_tebibytes_is_sparse_and_opens_quickly() {
     let folder = tempfile::tempdir().unwrap();
     let directory = backend::local::LocalDirectory::open(folder.path(), backend::local::LocalQueues::Threads).unwrap();
     // ext4 files end at 16 TiB: the tables of the largest disk fit, and a grain after them.

@@ -85,7 +85,7 @@ fn a_dirty_journal_is_refused_unless_asked_for() {
 }
 
 #[test]
-fn the_last_transaction_is_dropped_unless_it_is_provably_whole() {
+fn an_incomplete_last_transaction_is_not_replayed() {
     let layer = replayed(&dirty(&three(), 7), false).unwrap();
     let report = *layer.replayed().unwrap();
     assert_eq!((report.transactions, report.last, report.dropped), (2, 8, Some(9)));
@@ -98,7 +98,7 @@ fn the_last_transaction_is_dropped_unless_it_is_provably_whole() {
     assert_eq!(layer.replayed().unwrap().dropped, None);
     assert_eq!(stamps(&layer, 64 * GRAIN, GRAIN).unwrap(), [3; 8]);
 
-    // Its content at the targets proves that, too.
+    // The content at its targets proves that it is complete, too.
     let file = dirty(&three(), 7);
     file.write_at(&[&table_sector(2)], (TABLE + 1) * 512, false).unwrap();
     let layer = replayed(&file, false).unwrap();
@@ -106,7 +106,7 @@ fn the_last_transaction_is_dropped_unless_it_is_provably_whole() {
 }
 
 #[test]
-fn reading_changes_nothing_and_writing_replays_for_good() {
+fn a_replay_is_written_only_when_the_image_is_opened_for_writing() {
     let file = dirty(&three(), 10);
     let before = {
         let mut bytes = vec![0; file.len().unwrap() as usize];
@@ -135,7 +135,7 @@ fn reading_changes_nothing_and_writing_replays_for_good() {
 /// A power cut at every operation of a replay into the file, with several outcomes: another replay gives the same
 /// content.
 #[test]
-fn a_replay_survives_a_cut_anywhere() {
+fn a_replay_survives_a_power_cut_at_any_operation() {
     for (next, last) in [(10, 3), (7, ABSENT)] {
         let memory = dirty(&three(), next);
         let mut bytes = vec![0; memory.len().unwrap() as usize];
@@ -167,7 +167,7 @@ fn a_replay_survives_a_cut_anywhere() {
 }
 
 #[test]
-fn older_sessions_and_a_journal_that_went_round() {
+fn transactions_of_older_sessions_and_a_wrapped_journal() {
     // Slots 2 and 3 are from an earlier session; the last session has only slots 0 and 1.
     let slots = [Slot::new(0, 36, TABLE, 1), Slot::new(1, 37, TABLE + 1, 2), Slot::new(2, 6, TABLE, 3)];
     let layer = replayed(&dirty(&slots, 38), false).unwrap();
@@ -186,7 +186,7 @@ fn older_sessions_and_a_journal_that_went_round() {
 }
 
 #[test]
-fn what_cannot_be_proven_is_refused() {
+fn a_journal_without_provable_order_is_refused() {
     let cases: Vec<(&str, Vec<Slot>, u64)> = vec![
         ("no transaction", vec![], 7),
         ("a gap", vec![Slot::new(0, 7, TABLE, 0), Slot::new(1, 9, TABLE, 1)], 10),
@@ -216,7 +216,7 @@ fn what_cannot_be_proven_is_refused() {
 }
 
 #[test]
-fn a_last_transaction_with_nonsense_is_dropped() {
+fn an_invalid_last_transaction_is_not_replayed() {
     let mut slots = three();
     slots[2].records[0].1 = [0xee; 512];
     let layer = replayed(&dirty(&slots, 7), false).unwrap();

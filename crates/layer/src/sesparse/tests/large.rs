@@ -26,7 +26,7 @@ fn craft(file: &dyn File, capacity: u64) -> Layout {
 /// Writes at the beginning, in the middle and at the end of the disk, discards half of each write, opens the image
 /// after a kill, wipes and shrinks it.
 #[test]
-fn any_capacity_up_to_the_limit() {
+fn images_of_any_capacity_up_to_the_limit_can_be_created() {
     for capacity in [(2 << 40) - 512, (2 << 40) + GRAIN, 3 << 40, 16 << 40, 62 << 40, CAPACITY_MAX] {
         let folder = tempfile::tempdir().unwrap();
         let directory = LocalDirectory::open(folder.path(), LocalQueues::Threads).unwrap();
@@ -40,7 +40,7 @@ fn any_capacity_up_to_the_limit() {
             layer.zero(place..place + 32 * GRAIN, false).unwrap();
         }
         layer.flush().unwrap();
-        // Dropped without closing, as by SIGKILL.
+        // The layer is dropped without closing, as by SIGKILL.
         drop(layer);
         let layer = open(&directory, IoMode::Buffered, writing()).unwrap();
         let compare = |layer: &SeSparse| {
@@ -70,7 +70,7 @@ fn any_capacity_up_to_the_limit() {
 }
 
 #[test]
-fn what_is_too_large_is_refused() {
+fn invalid_capacities_are_refused() {
     let disk = simulated(1);
     let file = disk.directory().create(NAME, IoMode::Buffered).unwrap();
     for capacity in [(62 << 40) + GRAIN, u64::MAX / 512 * 512, 511, 0] {

@@ -54,7 +54,7 @@ fn dead_grains_return_to_the_file_system() {
 }
 
 #[test]
-fn long_work_can_be_stopped_and_goes_on_later() {
+fn wipe_and_shrink_can_be_stopped_and_continued() {
     let folder = tempfile::tempdir().unwrap();
     let directory = LocalDirectory::open(folder.path(), LocalQueues::Threads).unwrap();
     let layer = half_dead(&directory, true);
@@ -89,7 +89,7 @@ fn long_work_can_be_stopped_and_goes_on_later() {
 }
 
 #[test]
-fn one_piece_of_long_work_at_a_time() {
+fn a_second_wipe_or_shrink_is_refused() {
     let disk = simulated(1);
     let layer = create(&disk, IoMode::Buffered, 100 * MIB, writing());
     layer.write(0, &[&stamped(9, 1)]).unwrap();
@@ -105,7 +105,7 @@ fn one_piece_of_long_work_at_a_time() {
 }
 
 #[test]
-fn freed_runs_are_punched_where_that_is_asked_for() {
+fn freed_runs_are_punched_if_requested() {
     let folder = tempfile::tempdir().unwrap();
     let directory = LocalDirectory::open(folder.path(), LocalQueues::Threads).unwrap();
     let file = directory.create(NAME, IoMode::Buffered).unwrap();
@@ -143,7 +143,7 @@ fn only_marked_regions_are_recounted() {
 /// A guest writes in place between the copy of a grain and the change of its entry: only the old location has that
 /// write.
 #[test]
-fn a_grain_that_is_written_while_it_moves_stays_where_it_is() {
+fn a_grain_written_during_its_move_keeps_its_location() {
     let disk = simulated(12);
     let layer = create(&disk, IoMode::Buffered, 256 * MIB, writing());
     layer.write(0, &[&stamped(64, 1)]).unwrap();

@@ -94,7 +94,7 @@ fn mapped(layer: &SeSparse) -> u64 {
 }
 
 #[test]
-fn an_opening_frees_what_a_crash_left_in_few_of_many_tables() {
+fn opening_frees_unused_grains_of_a_few_regions_after_a_crash() {
     let layer = open(&*killed(FEW.into_iter()).directory(), IoMode::Buffered, writing()).unwrap();
     assert_eq!(mapped(&layer), 2 * TABLES - FEW.len() as u64);
     use_it(&layer);
@@ -103,7 +103,7 @@ fn an_opening_frees_what_a_crash_left_in_few_of_many_tables() {
 }
 
 #[test]
-fn what_a_crash_left_in_too_many_tables_is_left_to_a_wipe() {
+fn opening_leaves_unused_grains_of_many_regions_to_a_wipe() {
     // Numbers with each of the nine high bytes, so that any table may be similar to one of them.
     let given_up: Vec<u64> = (0..TABLES).step_by(100).collect();
     let layer = open(&*killed(given_up.iter().copied()).directory(), IoMode::Buffered, writing()).unwrap();
@@ -147,7 +147,7 @@ fn a_wrong_owner_among_many_tables_frees_no_grain_that_an_entry_names() {
 }
 
 #[test]
-fn a_repair_proves_what_is_wrong_in_any_of_many_tables() {
+fn a_repair_corrects_one_wrong_entry_in_any_of_many_tables() {
     let disk = killed(std::iter::empty());
     open(&*disk.directory(), IoMode::Buffered, writing()).unwrap().close().unwrap();
     let places = Places::of(&disk);

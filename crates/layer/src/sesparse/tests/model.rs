@@ -75,7 +75,7 @@ fn more_tables_than_the_cache_holds() {
 }
 
 #[test]
-fn random_writes_of_one_interval_lie_next_to_each_other() {
+fn random_writes_between_two_commits_are_adjacent() {
     let disk = simulated(5);
     let layer = create(&disk, IoMode::Buffered, 1024 * MIB, writing());
     let mut random = Random(9);
@@ -94,7 +94,7 @@ fn random_writes_of_one_interval_lie_next_to_each_other() {
 }
 
 #[test]
-fn a_stream_is_one_extent_and_mapped_as_one() {
+fn a_sequential_stream_is_one_extent() {
     let disk = simulated(5);
     let layer = create(&disk, IoMode::Buffered, 1024 * MIB, writing());
     for part in 0..96 {
@@ -109,7 +109,7 @@ fn a_stream_is_one_extent_and_mapped_as_one() {
 }
 
 #[test]
-fn freed_places_wait_for_readers() {
+fn freed_locations_are_not_reused_before_readers_end() {
     let disk = simulated(6);
     let layer = create(&disk, IoMode::Buffered, 16 * MIB, writing());
     layer.write(0, &[&stamped(4096, 1)]).unwrap();
@@ -152,7 +152,7 @@ fn a_full_image_reuses_discarded_grains() {
 }
 
 #[test]
-fn a_full_file_system_fails_writes_and_nothing_else() {
+fn a_full_file_system_fails_only_writes() {
     for seed in 0..40 {
         let mut random = Random(seed);
         let disk = simulated(seed);
@@ -202,7 +202,7 @@ fn a_failed_flush_stops_all_writes() {
 /// A page of tables, bitmap or backmap is first loaded from a hole of the file, then written by a commit, evicted, and
 /// loaded again. The second load must read the file, although the layer has recorded the hole.
 #[test]
-fn pages_from_holes_come_back_after_they_left_memory() {
+fn evicted_pages_of_former_holes_are_read_back() {
     /// One grain in each of many more table pages than memory holds.
     const STEP: u64 = 512 * GRAIN;
     const COUNT: u64 = 6000;

@@ -51,7 +51,7 @@ fn step(random: &mut Random, layer: &SeSparse, model: &mut Model, slots: &[u64])
     match random.below(40) {
         0..28 => {
             let operation = Operation::draw(random, slots, 200);
-            // Also when it fails, because a part of it may have been done.
+            // The model admits the operation even if it fails, because a part of it may have been done.
             model.set(operation.first, operation.count, operation.stamp);
             let _ = operation.apply(layer);
         }
@@ -77,14 +77,14 @@ fn step(random: &mut Random, layer: &SeSparse, model: &mut Model, slots: &[u64])
 }
 
 #[test]
-fn nothing_flushed_is_lost() {
+fn flushed_data_survives_power_cuts() {
     for seed in 0..700 {
         cuts(seed, 100 * MIB, &[0, 2, 6]);
     }
 }
 
 #[test]
-fn nothing_flushed_is_lost_under_pressure() {
+fn flushed_data_of_many_tables_survives_power_cuts() {
     let slots: Vec<u64> = (0..128).collect();
     for seed in 1000..1060 {
         cuts(seed, 2048 * MIB, &slots);
@@ -93,7 +93,7 @@ fn nothing_flushed_is_lost_under_pressure() {
 
 /// Shrink and wipe of a disk in which half the grains are dead, with a power cut at every operation.
 #[test]
-fn shrink_and_wipe_survive_a_cut_anywhere() {
+fn shrink_and_wipe_survive_a_power_cut_at_any_operation() {
     let build = |seed: u64| {
         let disk = simulated(seed);
         let layer = create(&disk, IoMode::Buffered, 100 * MIB, writing());

@@ -157,7 +157,7 @@ fn compare_copy(disk: &SimulatedDisk, seed: u64) -> Vec<u8> {
 
 /// QEMU reads a crashed image like lamina, before and after it was opened for writing.
 #[test]
-fn qemu_reads_what_a_crash_leaves() {
+fn qemu_reads_images_after_a_crash() {
     for seed in 0..12 {
         let disk = simulated(seed);
         let layer = create(&disk, IoMode::Buffered, 50 * MIB, writing());

@@ -68,7 +68,7 @@ fn guest(random: &mut Random, layer: &SeSparse, model: &mut Model) {
     let first = SLOTS[random.below(3) as usize] * 4096 + random.below(GRAINS - count);
     let stamp = if random.once_in(3) { 0 } else { random.next() | 1 };
     let operation = Operation { first, count, stamp, keep: random.once_in(4) };
-    // Also when it fails, because a part of it may have been done.
+    // The model admits the operation even if it fails, because a part of it may have been done.
     model.set(first, count, stamp);
     let _ = operation.apply(layer);
 }
@@ -115,7 +115,7 @@ fn cut(seed: u64, after: u64, beside: bool) -> bool {
 }
 
 #[test]
-fn a_cut_at_every_operation() {
+fn a_power_cut_at_every_operation() {
     // Buffered without punching, and direct with punching.
     for seed in [0, 3] {
         let mut after = 0;
@@ -127,7 +127,7 @@ fn a_cut_at_every_operation() {
 }
 
 #[test]
-fn a_cut_anywhere_beside_a_guest() {
+fn a_power_cut_at_any_operation_during_writes_of_a_guest() {
     let mut finished = 0;
     for seed in 100..1100 {
         let after = Random(seed).below(160);
@@ -172,7 +172,7 @@ fn child() {
 }
 
 #[test]
-fn killed_anywhere() {
+fn a_process_killed_at_random_moments_loses_nothing() {
     let folder = tempfile::tempdir().unwrap();
     let directory = LocalDirectory::open(folder.path(), LocalQueues::Threads).unwrap();
     let file = directory.create(NAME, IoMode::Buffered).unwrap();
@@ -214,7 +214,7 @@ fn killed_anywhere() {
 
 /// A long reader makes the layer drop retired grains; the mark shows where they are, also in a closed image.
 #[test]
-fn forgotten_dead_grains_are_found_at_the_next_opening() {
+fn dead_grains_that_a_crash_left_are_found_at_the_next_opening() {
     for closed in [false, true] {
         let disk = simulated(5);
         let layer = create(&disk, IoMode::Buffered, CAPACITY, writing());
@@ -242,7 +242,7 @@ fn forgotten_dead_grains_are_found_at_the_next_opening() {
 
 /// Half of a disk is deleted, and at least 99 % of the dead grains are returned to the file system.
 #[test]
-fn deleting_half_returns_its_space() {
+fn discarding_half_of_the_disk_returns_its_space() {
     for contiguous in [true, false] {
         let folder = tempfile::tempdir().unwrap();
         let directory = LocalDirectory::open(folder.path(), LocalQueues::Threads).unwrap();

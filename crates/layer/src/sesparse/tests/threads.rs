@@ -105,14 +105,14 @@ fn run(mode: IoMode, punch: Option<u64>) {
 }
 
 #[test]
-fn everything_at_once() {
+fn reads_writes_flushes_wipes_and_shrinks_at_once() {
     run(IoMode::Buffered, None);
     run(IoMode::Buffered, Some(GRAIN));
     run(IoMode::Direct, None);
 }
 
 #[test]
-fn closing_ends_long_work() {
+fn closing_ends_wipe_and_shrink() {
     let folder = tempfile::tempdir().unwrap();
     let directory = LocalDirectory::open(folder.path(), LocalQueues::Threads).unwrap();
     let file = directory.create(NAME, IoMode::Buffered).unwrap();

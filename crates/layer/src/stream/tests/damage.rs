@@ -43,7 +43,7 @@ fn a_truncated_stream_gives_its_complete_grains() {
 
 /// The directory cannot be found, but every marker is there, including the one at the end: the stream is complete.
 #[test]
-fn a_whole_stream_without_its_footer_needs_no_force() {
+fn a_complete_stream_without_footer_opens_without_force() {
     let model = content(12, 20 << 20);
     let bytes = written(&model, 6, 1);
     let footer = bytes.len() - 2 * 512;
@@ -72,7 +72,7 @@ fn a_whole_stream_without_its_footer_needs_no_force() {
 }
 
 #[test]
-fn mutations_end_in_an_error_or_an_answer() {
+fn mutated_images_cause_errors_and_no_panic() {
     let mut model = vec![0; 36 << 20];
     model[..GRAIN].copy_from_slice(&compressible(1, GRAIN));
     model[5 * GRAIN..6 * GRAIN].fill(7);

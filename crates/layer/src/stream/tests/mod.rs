@@ -73,7 +73,7 @@ fn written(model: &[u8], level: u32, threads: usize) -> Vec<u8> {
 }
 
 #[test]
-fn what_is_written_reads_back() {
+fn a_written_stream_reads_back() {
     for (seed, capacity, level, threads) in
         [(1, 70 << 20, 6, 1), (2, (33 << 20) + 512, 1, 3), (3, 512, 9, 0), (4, (3 << 20) + 65_024, 0, 2)]
     {
@@ -98,7 +98,7 @@ fn what_is_written_reads_back() {
 }
 
 #[test]
-fn a_stream_goes_forward_only() {
+fn a_stream_is_written_only_in_ascending_order() {
     let options = StreamOptions { capacity: 4 * GRAIN as u64, descriptor: b"text", level: 9, threads: 1 };
     let mut writer = StreamWriter::new(Vec::new(), &options).unwrap();
     let grain = vec![1; GRAIN];
@@ -130,7 +130,7 @@ fn a_stream_goes_forward_only() {
 }
 
 #[test]
-fn a_writer_that_failed_stays_failed() {
+fn a_stream_writer_stays_failed_after_an_error() {
     struct Full(usize);
     impl std::io::Write for Full {
         fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {

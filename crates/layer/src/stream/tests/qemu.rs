@@ -4,7 +4,7 @@ use super::*;
 use crate::proving::Folder;
 
 #[test]
-fn what_we_write_qemu_reads() {
+fn qemu_reads_extents_written_by_lamina() {
     for (seed, capacity) in [(1, 70 << 20), (2, (5 << 20) + 33 * 512)] {
         let folder = Folder::new();
         let model = content(seed, capacity);
@@ -18,7 +18,7 @@ fn what_we_write_qemu_reads() {
 }
 
 #[test]
-fn what_qemu_writes_we_read() {
+fn lamina_reads_extents_written_by_qemu() {
     for (seed, capacity) in [(3, 40 << 20), (4, (7 << 20) + 5 * 512)] {
         let folder = Folder::new();
         let model = content(seed, capacity);

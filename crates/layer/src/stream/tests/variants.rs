@@ -72,7 +72,7 @@ fn preallocated(model: &[u8], before: Before, redundant: bool, whole_last: bool)
 }
 
 #[test]
-fn tables_before_the_grains_and_grains_without_markers() {
+fn streams_with_tables_before_grains_or_without_grain_markers() {
     for seed in 0..20 {
         let model = content(seed, (3 << 20) + seed as usize * 512);
         for before in [Before::Marker, Before::Size, Before::Nothing] {
@@ -87,7 +87,7 @@ fn tables_before_the_grains_and_grains_without_markers() {
 }
 
 #[test]
-fn the_redundant_table_helps_here_too() {
+fn the_redundant_tables_of_a_stream_are_used() {
     let model = content(5, 3 << 20);
     let mut bytes = preallocated(&model, Before::Marker, true, false);
     bytes[21 * 512..21 * 512 + 4].copy_from_slice(&0x00ff_ffffu32.to_le_bytes());
@@ -97,7 +97,7 @@ fn the_redundant_table_helps_here_too() {
 }
 
 #[test]
-fn a_grain_that_inflates_without_end_is_stopped() {
+fn a_grain_that_decompresses_beyond_its_size_is_an_error() {
     let model = compressible(1, 2 * GRAIN);
     let mut bytes = preallocated(&model, Before::Marker, false, false);
     // 32 MiB of zeros compressed to 32 KiB, in place of a grain.

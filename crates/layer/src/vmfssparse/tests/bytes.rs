@@ -14,7 +14,7 @@ fn sector(bytes: &[u8], sector: usize) -> &[u8] {
 
 /// The worked example in docs/format/vmfssparse.md.
 #[test]
-fn the_example_of_the_page() {
+fn a_created_image_equals_the_example_on_the_format_page() {
     let disk = SimulatedDisk::new(0, SimulatedOptions::default());
     let file = disk.directory().create("image", IoMode::Buffered).unwrap();
     create(Arc::clone(&file), "image", &CreateOptions::new(8195 * SECTOR)).unwrap();
@@ -59,7 +59,7 @@ fn the_example_of_the_page() {
 
 /// Other programs append grains at the end that the header of a closed image states.
 #[test]
-fn an_image_that_is_marked_as_closed_names_its_end() {
+fn the_header_of_a_closed_image_states_its_end() {
     let mut closed = 0;
     for seed in 0..400 {
         let disk = SimulatedDisk::new(seed, SimulatedOptions::default());
@@ -87,7 +87,7 @@ fn an_image_that_is_marked_as_closed_names_its_end() {
 }
 
 #[test]
-fn what_cannot_be_is_refused() {
+fn invalid_parameters_and_ranges_are_refused() {
     let disk = SimulatedDisk::new(0, SimulatedOptions::default());
     let file = disk.directory().create("image", IoMode::Buffered).unwrap();
     let kind = |capacity: u64, grain_sectors: u32| {
@@ -120,7 +120,7 @@ fn what_cannot_be_is_refused() {
 }
 
 #[test]
-fn unknown_fields_survive() {
+fn unknown_header_fields_are_kept() {
     let disk = SimulatedDisk::new(0, SimulatedOptions::default());
     let file = disk.directory().create("image", IoMode::Buffered).unwrap();
     create(Arc::clone(&file), "image", &CreateOptions::new(1 << 20)).unwrap();
@@ -139,7 +139,7 @@ fn unknown_fields_survive() {
 
 /// A full file system refuses only writes that need space, and the image continues when there is space again.
 #[test]
-fn a_full_file_system_is_survived() {
+fn a_full_file_system_causes_errors_and_no_damage() {
     let disk = SimulatedDisk::new(3, SimulatedOptions::default());
     let file = disk.directory().create("image", IoMode::Buffered).unwrap();
     disk.directory().sync().unwrap();
@@ -172,7 +172,7 @@ fn a_full_file_system_is_survived() {
 }
 
 #[test]
-fn a_failed_flush_stops_everything() {
+fn after_a_failed_flush_all_changes_are_refused() {
     let disk = SimulatedDisk::new(3, SimulatedOptions::default());
     let file = disk.directory().create("image", IoMode::Buffered).unwrap();
     create(Arc::clone(&file), "image", &CreateOptions::new(1 << 30)).unwrap();
@@ -188,7 +188,7 @@ fn a_failed_flush_stops_everything() {
 
 /// The number of changed tables is bounded: random writes over a large disk cause commits.
 #[test]
-fn tables_do_not_pile_up() {
+fn tables_are_committed_at_the_limit_of_their_number() {
     let disk = SimulatedDisk::new(3, SimulatedOptions::default());
     let file = disk.directory().create("image", IoMode::Buffered).unwrap();
     create(Arc::clone(&file), "image", &CreateOptions::new(100 << 30)).unwrap();
@@ -203,7 +203,7 @@ fn tables_do_not_pile_up() {
 }
 
 #[test]
-fn blocks_of_the_guest_stay_aligned() {
+fn aligned_guest_blocks_are_aligned_in_the_file() {
     let disk = SimulatedDisk::new(3, SimulatedOptions::default());
     let file = disk.directory().create("image", IoMode::Buffered).unwrap();
     create(Arc::clone(&file), "image", &CreateOptions::new(1 << 30)).unwrap();
@@ -228,7 +228,7 @@ fn blocks_of_the_guest_stay_aligned() {
 
 /// QEMU appends grains without updating the header; ESX leaves free space at the end.
 #[test]
-fn the_end_is_found_where_the_header_lies() {
+fn the_end_is_found_if_the_header_is_wrong() {
     for lie in [0u32, 9, 48, 0x00ff_ffff] {
         let disk = SimulatedDisk::new(3, SimulatedOptions::default());
         let file = disk.directory().create("image", IoMode::Buffered).unwrap();

@@ -137,7 +137,7 @@ fn open(file: &Arc<dyn File>, writable: bool) -> Result<VmfsSparse> {
 }
 
 #[test]
-fn damage_is_named_and_not_written_to() {
+fn damage_is_reported_and_not_written_to() {
     // The offset of the first table; the first used entry is found from it.
     let bytes = image();
     let table = u32::from_le_bytes(bytes[2048..2052].try_into().unwrap()) as usize * 512;
@@ -179,7 +179,7 @@ fn damage_is_named_and_not_written_to() {
 }
 
 #[test]
-fn lying_headers_are_refused() {
+fn headers_with_false_sizes_are_refused() {
     for (offset, value, kind) in [
         (0, 0x4457_4f44, ErrorKind::Invalid),
         (4, 3, ErrorKind::Unsupported),

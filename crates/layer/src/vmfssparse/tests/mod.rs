@@ -67,7 +67,7 @@ fn mode(seed: u64) -> IoMode {
 }
 
 #[test]
-fn the_layer_equals_a_copy_in_memory() {
+fn random_operations_equal_a_model_in_memory() {
     for seed in 0..60u64 {
         let subject = &SUBJECTS[seed as usize % SUBJECTS.len()];
         Trial::new(subject, seed, mode(seed)).run(400);
@@ -77,14 +77,14 @@ fn the_layer_equals_a_copy_in_memory() {
 const MANY_TABLES: Cowd = Cowd { capacity: 400 * 4096, grain: 1, cache_bytes: 0 };
 
 #[test]
-fn tables_made_during_a_commit_wait_for_the_next() {
+fn tables_created_during_a_commit_are_in_the_next_one() {
     for seed in 0..12u64 {
         run_threads(&MANY_TABLES, seed * 2, IoMode::Buffered, 400);
     }
 }
 
 #[test]
-fn threads_do_not_lose_each_others_writes() {
+fn concurrent_writes_are_not_lost() {
     for seed in 0..60u64 {
         let subject = &SUBJECTS[seed as usize % SUBJECTS.len()];
         run_threads(subject, seed, mode(seed / 2), 300);
@@ -100,7 +100,7 @@ fn power_cuts_lose_nothing_that_was_flushed() {
 }
 
 #[test]
-fn room_is_needed_for_whole_blocks_of_the_file_system() {
+fn space_is_needed_for_whole_file_system_blocks() {
     let disk = SimulatedDisk::new(1, SimulatedOptions::default());
     let file = disk.directory().create("f", IoMode::Buffered).unwrap();
     let subject = Cowd { capacity: 4096, grain: 1, cache_bytes: CACHE_BYTES };
@@ -114,7 +114,7 @@ fn room_is_needed_for_whole_blocks_of_the_file_system() {
 }
 
 #[test]
-fn large_writes_keep_their_distance_to_large_borders_and_waste_nothing() {
+fn large_writes_are_aligned_to_large_boundaries_without_waste() {
     const PIECE: u64 = 64 << 10;
     let disk = SimulatedDisk::new(1, SimulatedOptions::default());
     let file = disk.directory().create("f", IoMode::Buffered).unwrap();

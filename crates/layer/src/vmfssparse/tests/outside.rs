@@ -34,7 +34,7 @@ fn base_descriptor(sectors: u64) -> String {
 
 /// QEMU reads the same content from a chain of redo logs over a flat base as the model has.
 #[test]
-fn chains_read_the_same_in_qemu() {
+fn qemu_reads_chains_with_the_same_content() {
     for (sectors, levels) in [(8195, 2), (3 * 4096, 1), (15_000, 4)] {
         let folder = tempfile::tempdir().unwrap();
         let directory = LocalDirectory::open(folder.path(), LocalQueues::Threads).unwrap();
@@ -85,7 +85,7 @@ fn chains_read_the_same_in_qemu() {
 
 /// QEMU appends grains to existing tables without updating the header.
 #[test]
-fn what_qemu_wrote_is_there() {
+fn lamina_reads_an_image_written_by_qemu() {
     let folder = tempfile::tempdir().unwrap();
     let directory = LocalDirectory::open(folder.path(), LocalQueues::Threads).unwrap();
     let sectors = 3 * 4096;

@@ -85,7 +85,7 @@ fn a_cancelled_shrink_keeps_its_completed_work() {
 }
 
 #[test]
-fn places_are_kept_while_a_reader_holds_them() {
+fn locations_are_not_reused_while_a_reader_holds_them() {
     let (_disk, layer) = image(1);
     let model = scattered(&layer, 1);
     let before = layer.file.file().len().unwrap();
@@ -122,7 +122,7 @@ fn places_are_kept_while_a_reader_holds_them() {
 }
 
 #[test]
-fn it_shrinks_under_writes() {
+fn an_image_shrinks_during_writes() {
     let (_disk, layer) = image(1);
     let mut model = scattered(&layer, 1);
     let before = layer.usage().unwrap();

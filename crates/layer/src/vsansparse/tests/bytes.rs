@@ -15,7 +15,7 @@ fn u64s(bytes: &[u8]) -> Vec<u64> {
 
 /// The example in docs/format/vsansparse.md: 10 MiB, one block, two blocks, zeros, closed.
 #[test]
-fn the_example_of_the_page() {
+fn a_created_image_equals_the_example_on_the_format_page() {
     let (_disk, file, layer) = object(10 << 20);
     layer.write(0x5000, &[&[0x11; 4096]]).unwrap();
     layer.write(3 << 20, &[&[0x22; 8192]]).unwrap();
@@ -64,7 +64,7 @@ fn the_example_of_the_page() {
 }
 
 #[test]
-fn what_cannot_be_is_refused() {
+fn invalid_parameters_and_ranges_are_refused() {
     let (disk, file, layer) = object(10 << 20);
     for capacity in [0, 1000, (64 << 40) + 512] {
         let file = disk.directory().create(&format!("{capacity}"), IoMode::Buffered).unwrap();
@@ -117,7 +117,7 @@ fn a_disk_of_64_tebibytes() {
 
 /// Space is allocated in units; discarding frees it, and the grain keeps its location.
 #[test]
-fn units_and_discards() {
+fn units_are_freed_by_discards_and_grains_keep_their_location() {
     let (_disk, file, layer) = object(1 << 30);
     let empty = file.allocated().unwrap();
     layer.write(512 << 20, &[&[1; 4096]]).unwrap();
@@ -154,7 +154,7 @@ fn units_and_discards() {
 
 /// Without a parent, zeros need no change of the map.
 #[test]
-fn zeros_without_a_parent_cost_nothing() {
+fn zeros_without_a_parent_take_no_space() {
     let (_disk, file, layer) = object(1 << 30);
     layer.close().unwrap();
     let options = OpenOptions { parent: false, ..OpenOptions::writing("image") };
@@ -167,7 +167,7 @@ fn zeros_without_a_parent_cost_nothing() {
 }
 
 #[test]
-fn a_full_file_system_is_survived() {
+fn a_full_file_system_causes_errors_and_no_damage() {
     let (disk, _file, layer) = object(1 << 30);
     layer.write(0, &[&[1; 8192]]).unwrap();
     layer.flush().unwrap();
@@ -198,7 +198,7 @@ fn a_full_file_system_is_survived() {
 }
 
 #[test]
-fn a_failed_flush_stops_everything() {
+fn after_a_failed_flush_all_changes_are_refused() {
     let (disk, _file, layer) = object(1 << 30);
     layer.write(0, &[&[1; 4096]]).unwrap();
     disk.fail_syncs(1);

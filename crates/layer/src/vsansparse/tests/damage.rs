@@ -115,9 +115,9 @@ fn damaged_objects_never_panic() {
     }
 }
 
-/// The same with a changed byte and no new checksum: reads return the right data or an error.
+/// Objects with a changed byte and its old checksum: reads return the right data or an error.
 #[test]
-fn flipped_bits_are_noticed() {
+fn flipped_bits_are_detected() {
     let (disk, file, layer) = object(CAPACITY);
     for block in 0..600u64 {
         layer.write(block * 3 * BLOCK, &[&[block as u8; 4096]]).unwrap();

@@ -85,7 +85,7 @@ fn read(layer: &VsanSparse, start: u64) -> Option<[u8; BLOCK as usize]> {
 }
 
 #[test]
-fn the_layer_equals_a_copy_in_memory() {
+fn random_operations_equal_a_model_in_memory() {
     for seed in 0..60u64 {
         let subject = &SUBJECTS[seed as usize % SUBJECTS.len()];
         Trial::new(subject, seed, mode(seed)).run(400);
@@ -93,7 +93,7 @@ fn the_layer_equals_a_copy_in_memory() {
 }
 
 #[test]
-fn threads_do_not_lose_each_others_writes() {
+fn concurrent_writes_are_not_lost() {
     for seed in 0..60u64 {
         let subject = &SUBJECTS[seed as usize % 3];
         run_threads(subject, seed, mode(seed / 2), 300);

@@ -9,7 +9,7 @@ use rustc_hash::FxHashMap;
 
 /// Many more changes than the ring holds, with power cuts in between.
 #[test]
-fn the_log_goes_round() {
+fn more_changes_than_the_ring_holds_survive_power_cuts() {
     let (mut disk, _, mut layer) = object(40 << 30);
     let mut random = Random::new(4);
     let mut flushed: FxHashMap<u64, u8> = FxHashMap::default();
@@ -45,7 +45,7 @@ fn the_log_goes_round() {
 
 /// A damaged page or root block is an error: the older copy must not be used as the current one.
 #[test]
-fn rot_is_not_read_around() {
+fn a_damaged_page_is_an_error_and_the_older_copy_is_not_used() {
     for block in [258, 260] {
         let (disk, file, layer) = object(10 << 20);
         layer.write(0, &[&[1; 4096]]).unwrap();
@@ -71,7 +71,7 @@ fn rot_is_not_read_around() {
 }
 
 #[test]
-fn one_header_is_enough() {
+fn an_object_opens_with_one_valid_header() {
     for copy in 0..2u64 {
         let (disk, file, layer) = object(10 << 20);
         layer.write(0, &[&[1; 4096]]).unwrap();
@@ -87,7 +87,7 @@ fn one_header_is_enough() {
 
 /// An image opened for reading is not changed, also when a log was replayed.
 #[test]
-fn readers_change_nothing() {
+fn opening_for_reading_changes_nothing() {
     let (disk, _, layer) = object(10 << 20);
     layer.write(0, &[&[1; 8192]]).unwrap();
     layer.zero(4 << 20..8 << 20, false).unwrap();
@@ -113,7 +113,7 @@ fn readers_change_nothing() {
 
 /// Threads that flush at once share a flush.
 #[test]
-fn flushes_are_shared() {
+fn concurrent_flushes_share_a_commit() {
     let (disk, _, layer) = object(1 << 30);
     std::thread::scope(|scope| {
         for thread in 0..4u64 {
@@ -138,7 +138,7 @@ fn flushes_are_shared() {
 /// Threads may make more changes at once than the ring holds: a thread without room makes a commit, and data flushed
 /// before is still there.
 #[test]
-fn no_more_changes_wait_than_the_log_holds() {
+fn pending_changes_are_limited_to_the_size_of_the_log() {
     let (disk, _, layer) = object(64 << 20);
     let write = |grain: u64, value: u8| layer.write(grain * BLOCK, &[&[value; 4096]]).unwrap();
     (0..1000).step_by(2).for_each(|grain| write(grain, 1));

@@ -257,7 +257,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reserve_of_both_budgets_is_left_alone() {
+    fn a_reserve_of_both_budgets_is_never_admitted() {
         let admission = admission();
         assert_eq!((admission.ring_limit(), admission.page_limit()), (15 << 20, 1500));
         assert!(admission.try_admit(cost((15 << 20) + 1, 0)).is_none());
@@ -268,7 +268,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_used_pending_dirty_and_captured_counts() {
+    fn used_pending_dirty_and_captured_space_counts() {
         let admission = admission();
         admission.set_used(8 << 20);
         admission.set_changes(6 << 20, 1000);
@@ -286,7 +286,7 @@ mod tests {
     }
 
     #[test]
-    fn a_single_operation_larger_than_the_budget_goes_alone() {
+    fn an_operation_larger_than_the_budget_is_admitted_alone() {
         let admission = admission();
         let large = admission.try_admit(cost(100, 5000)).unwrap();
         assert!(admission.try_admit(cost(0, 1)).is_none());
@@ -325,7 +325,7 @@ mod tests {
     }
 
     #[test]
-    fn writers_slow_down_in_proportion() {
+    fn writers_are_delayed_in_proportion_to_use() {
         let admission = admission();
         let at = |percent: u64| {
             admission.set_used(admission.ring_limit() * percent / 100);
@@ -338,7 +338,7 @@ mod tests {
     }
 
     #[test]
-    fn a_checkpoint_is_due_before_anything_has_to_wait() {
+    fn a_checkpoint_is_due_before_a_change_has_to_wait() {
         let admission = admission();
         assert!(!admission.is_checkpoint_due());
         admission.set_changes(0, 751);

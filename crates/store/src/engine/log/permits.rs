@@ -45,7 +45,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn permits_cover_what_was_added_and_join_neighbours() {
+    fn permits_cover_added_runs_and_join_adjacent_ones() {
         let mut permits = Permits::default();
         permits.add(Run { start: 100, blocks: 50 });
         permits.add(Run { start: 200, blocks: 50 });

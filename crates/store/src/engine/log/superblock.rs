@@ -255,7 +255,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn no_copy_with_a_wrong_byte_is_taken() {
+    fn a_superblock_copy_with_a_wrong_byte_is_not_used() {
         let superblock = Superblock {
             version: FORMAT_VERSION,
             uuid: [7; 16],

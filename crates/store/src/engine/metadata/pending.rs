@@ -134,7 +134,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_batch_ends_where_what_a_checkpoint_captured_ends() {
+    fn a_batch_ends_at_the_last_change_that_a_checkpoint_captured() {
         let mut queue = Queue::default();
         let push = |queue: &mut Queue, logical| {
             queue.push(Operation::Unmap { disk: 1, logical, blocks: 1 }, 0, logical, Vec::new(), Vec::new());

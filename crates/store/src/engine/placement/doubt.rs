@@ -117,7 +117,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_announced_overwrite_is_in_doubt_until_told_or_settled() {
+    fn an_announced_overwrite_is_in_doubt_until_read_or_settled() {
         let mut doubts = Doubts::default();
         doubts.announced(3, 10, 0xaa);
         assert!(doubts.contains(3) && !doubts.contains(4));
@@ -131,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn older_payload_is_out_of_date_once_the_first_of_several_overwrites_is_settled() {
+    fn older_payload_is_outdated_when_the_first_of_several_overwrites_is_settled() {
         let mut doubts = Doubts::default();
         doubts.announced(3, 10, 0xaa);
         doubts.announced(3, 20, 0xbb);
@@ -142,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn a_permit_outlives_what_is_told() {
+    fn a_permit_stays_valid_after_the_state_of_its_block_is_known() {
         let mut doubts = Doubts::default();
         doubts.permitted(3, 10, false);
         assert!(doubts.settle(10).is_empty(), "a flush up to its position does not cover it");
@@ -155,7 +155,7 @@ mod tests {
     }
 
     #[test]
-    fn a_permit_does_not_clear_what_an_earlier_crash_left() {
+    fn a_permit_does_not_settle_a_doubt_from_an_earlier_crash() {
         let mut doubts = Doubts::default();
         doubts.permitted(3, 10, true);
         assert_eq!(doubts.settle(11), [Settled { block: 3, overwritten: false, certain: false }]);

@@ -6,7 +6,7 @@ const OWN: BlockState =
     BlockState { references: 1, shared_path: false, held: false, in_flight: false, unwritten: false };
 
 #[test]
-fn only_an_own_block_that_nothing_concerns_is_overwritten() {
+fn only_an_exclusive_block_without_pending_operations_is_overwritten() {
     assert_eq!(place(OWN), Placement::InPlace);
     assert_eq!(place(BlockState { unwritten: true, ..OWN }), Placement::Fill);
     for unwritten in [false, true] {
@@ -51,7 +51,7 @@ fn a_node_is_held_until_the_operation_that_unshared_it_is_durable() {
 }
 
 #[test]
-fn entries_that_move_take_the_hold_of_their_node_along_and_no_longer_one() {
+fn moved_entries_keep_the_hold_of_their_node_without_prolonging_it() {
     let mut holds = Holds::default();
     holds.hold_node(NodeId(1));
     let first = holds.pushed();
@@ -65,7 +65,7 @@ fn entries_that_move_take_the_hold_of_their_node_along_and_no_longer_one() {
 }
 
 #[test]
-fn cleaning_keeps_what_is_held() {
+fn cleaning_removes_only_holds_that_ended() {
     let mut holds = Holds::default();
     for node in 0..5000 {
         holds.hold_node(NodeId(node));

@@ -104,7 +104,7 @@ impl Engine {
 pub(crate) struct Aside {
     /// The reservation that the disk needs.
     pub reserved: u64,
-    /// The blocks that are missing for it, beyond those reserved or claimed for the disk.
+    /// The free blocks that the reservation needs, beyond those reserved or claimed for the disk.
     pub lacks: u64,
 }
 

@@ -53,7 +53,7 @@ fn lose_page(disk: &SimulatedDisk, name: &'static str, page: u64) -> impl Fn() +
 }
 
 #[test]
-fn what_a_flush_settled_is_not_undone_by_older_payload_though_a_home_write_came_beside_it() {
+fn older_payload_does_not_replace_a_flushed_write_after_a_concurrent_write_back() {
     let (disk, engine) = made();
     // Reserves enough space first, so that the steps below reserve none.
     drop(engine.claim_blocks(1024).unwrap());
@@ -83,7 +83,7 @@ fn what_a_flush_settled_is_not_undone_by_older_payload_though_a_home_write_came_
 }
 
 #[test]
-fn a_catalog_page_that_is_not_read_once_costs_a_checkpoint_and_nothing_else() {
+fn one_failed_read_of_a_catalog_page_delays_only_the_checkpoint() {
     for failing in 1..16 {
         let (disk, engine) = made();
         engine.checkpoint().unwrap();
@@ -105,7 +105,7 @@ fn a_catalog_page_that_is_not_read_once_costs_a_checkpoint_and_nothing_else() {
 }
 
 #[test]
-fn a_summary_page_that_is_not_read_once_costs_a_checkpoint_and_nothing_else() {
+fn one_failed_read_of_a_summary_page_delays_only_the_checkpoint() {
     let (disk, engine) = made();
     (0..200).for_each(|block| write(&engine, block, 7));
     engine.settle(&engine.head(1)).unwrap();
@@ -132,7 +132,7 @@ fn a_summary_page_that_is_not_read_once_costs_a_checkpoint_and_nothing_else() {
 }
 
 #[test]
-fn a_new_place_of_what_claims_none_is_not_promised_to_another_write() {
+fn a_block_allocated_for_a_write_without_claim_is_not_claimed_by_another() {
     let (disk, engine) = made();
     (0..64).for_each(|block| write(&engine, block, 1));
     engine.settle(&engine.head(1)).unwrap();
@@ -160,7 +160,7 @@ fn a_new_place_of_what_claims_none_is_not_promised_to_another_write() {
 }
 
 #[test]
-fn blocks_taken_for_what_is_discarded_on_its_way_home_are_not_promised_to_another_write() {
+fn blocks_of_a_write_discarded_during_write_back_are_not_claimed_by_another() {
     let (disk, engine) = made();
     let other = add_other(&engine);
     drop(engine.claim_blocks(256).unwrap());
@@ -195,7 +195,7 @@ fn partly_readable() -> (SimulatedDisk, Arc<Engine>, impl Fn()) {
 }
 
 #[test]
-fn space_whose_description_cannot_be_changed_is_described_whole_or_stops_the_store() {
+fn a_failed_record_of_reserved_space_is_completed_or_stops_the_store() {
     for more in (1..1200).step_by(100) {
         let (disk, engine, mend) = partly_readable();
         let failed = engine.extend(256 + more);
@@ -220,7 +220,7 @@ fn space_whose_description_cannot_be_changed_is_described_whole_or_stops_the_sto
 }
 
 #[test]
-fn a_close_that_failed_is_done_when_it_is_asked_for_again() {
+fn a_failed_close_can_be_repeated() {
     let (disk, engine) = made();
     write(&engine, 0, 1);
     engine.settle(&engine.head(1)).unwrap();
@@ -238,7 +238,7 @@ fn a_close_that_failed_is_done_when_it_is_asked_for_again() {
 }
 
 #[test]
-fn a_data_file_whose_name_was_not_flushed_at_once_can_be_made_again_or_the_store_stops() {
+fn a_data_file_whose_name_is_not_durable_is_created_again_or_stops_the_store() {
     for number in 0..40 {
         let (disk, engine) = made();
         disk.fail_operation(disk.operations() + number);

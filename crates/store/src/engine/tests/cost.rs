@@ -7,7 +7,7 @@ use super::*;
 /// A write to a disk whose map is shared with a snapshot and refers to blocks all over the medium, while only single
 /// blocks are free. Each block of the write is mapped on its own, and one leaf is copied for all of them.
 #[test]
-fn a_write_that_falls_to_pieces_costs_its_leaf_once() {
+fn a_write_mapped_to_scattered_blocks_copies_its_leaf_once() {
     const PIECES: u64 = 200;
     let (_disk, engine) = made();
     let filler = add_disk(&engine, "filler", 1 << 28, Provisioning::Thin);

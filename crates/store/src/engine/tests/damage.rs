@@ -102,7 +102,7 @@ fn problems(report: &Report) -> String {
 }
 
 #[test]
-fn a_damaged_copy_of_the_superblock_is_reported_and_written_anew() {
+fn a_damaged_copy_of_the_superblock_is_reported_and_rewritten() {
     for (closed, copy) in [(true, 0), (true, 1), (false, 0), (false, 1)] {
         let (disk, model) = prepared(closed);
         spoil(&disk, files::SUPERBLOCK_FILE, copy, 40..60);
@@ -129,7 +129,7 @@ fn a_damaged_copy_of_the_superblock_is_reported_and_written_anew() {
 }
 
 #[test]
-fn a_damaged_summary_is_counted_anew_when_the_store_is_opened() {
+fn a_damaged_summary_is_recounted_when_the_store_is_opened() {
     for name in ["data.summary", "map.summary"] {
         for closed in [true, false] {
             let (disk, mut model) = prepared(closed);
@@ -150,7 +150,7 @@ fn a_damaged_summary_is_counted_anew_when_the_store_is_opened() {
 }
 
 #[test]
-fn a_damaged_table_is_named_and_counted_anew_by_a_repair() {
+fn a_damaged_table_is_reported_and_recounted_by_a_repair() {
     for name in ["data.table", "map.table"] {
         for closed in [true, false] {
             let (disk, mut model) = prepared(closed);
@@ -187,7 +187,7 @@ fn a_damaged_table_is_named_and_counted_anew_by_a_repair() {
 }
 
 #[test]
-fn a_block_whose_checksum_was_lost_with_its_page_is_an_error_and_named() {
+fn a_block_whose_checksum_page_is_damaged_is_a_reported_error() {
     let (disk, model) = prepared(true);
     without_images(&disk);
     // Damages the checksums of blocks 10 and 11, and the head of the page.
@@ -213,7 +213,7 @@ fn a_block_whose_checksum_was_lost_with_its_page_is_an_error_and_named() {
 }
 
 #[test]
-fn a_damaged_page_of_the_catalog_takes_its_objects_and_no_others() {
+fn a_damaged_catalog_page_loses_only_its_own_objects() {
     for closed in [true, false] {
         let (disk, model) = prepared(closed);
         without_images(&disk);
@@ -251,7 +251,7 @@ fn a_damaged_page_of_the_catalog_takes_its_objects_and_no_others() {
 }
 
 #[test]
-fn a_damaged_node_takes_its_range_and_no_other() {
+fn a_damaged_node_loses_only_its_own_range() {
     for closed in [true, false] {
         let (disk, model) = prepared(closed);
         without_images(&disk);
@@ -316,7 +316,7 @@ fn a_damaged_node_takes_its_range_and_no_other() {
 }
 
 #[test]
-fn one_inverted_bit_of_any_page_is_put_right_by_a_repair() {
+fn one_inverted_bit_of_any_page_is_corrected_by_a_repair() {
     for (name, pages) in
         [("map", 12), ("map.table", 1), ("map.summary", 1), ("data.table", 3), ("data.summary", 1), ("catalog", 2)]
     {
@@ -345,7 +345,7 @@ fn one_inverted_bit_of_any_page_is_put_right_by_a_repair() {
 }
 
 #[test]
-fn damage_while_the_store_is_open_is_put_right_from_memory() {
+fn damage_while_the_store_is_open_is_repaired_from_memory() {
     let (disk, mut model) = prepared(true);
     let engine = open(&disk).unwrap();
     is_model(&engine, &model);
@@ -374,7 +374,7 @@ fn is_salvaged(disk: &SimulatedDisk, model: &Model) {
 }
 
 #[test]
-fn damage_where_the_last_checkpoint_has_nothing_costs_nothing() {
+fn damage_of_pages_that_the_last_checkpoint_does_not_use_is_harmless() {
     for name in ["data.table", "map.table", "catalog"] {
         let (disk, engine) = made();
         let mut model = Model::new();

@@ -100,7 +100,7 @@ fn writes_acknowledged_before_the_file_system_ran_full_are_flushed() {
 }
 
 #[test]
-fn scattered_writes_after_a_snapshot_stop_before_a_flush_has_no_nodes() {
+fn scattered_writes_after_a_snapshot_are_refused_before_a_flush_lacks_nodes() {
     let (disk, engine, id) = wide();
     take(&engine, id, "s");
     reserve_data(&engine);
@@ -129,7 +129,7 @@ fn scattered_writes_after_a_snapshot_stop_before_a_flush_has_no_nodes() {
 }
 
 #[test]
-fn an_overwrite_without_a_node_goes_home_whatever_holds_its_block() {
+fn an_overwrite_admitted_without_nodes_is_written_back_whatever_holds_its_block() {
     let (disk, engine, id) = wide();
     reserve_data(&engine);
     let taken = use_up(&engine, KEPT);
@@ -154,7 +154,7 @@ fn an_overwrite_without_a_node_goes_home_whatever_holds_its_block() {
 }
 
 #[test]
-fn what_is_written_into_the_space_of_a_thick_disk_stops_before_a_flush_has_no_nodes() {
+fn writes_to_a_thick_disk_are_refused_before_a_flush_lacks_nodes() {
     let (disk, engine) = made();
     let id = add_disk(&engine, "thick", WIDE, Provisioning::ZeroedThick);
     reserve_data(&engine);
@@ -171,7 +171,7 @@ fn what_is_written_into_the_space_of_a_thick_disk_stops_before_a_flush_has_no_no
 }
 
 #[test]
-fn zeroes_and_discards_in_any_order_leave_a_flush_its_nodes() {
+fn zeroing_and_discards_in_any_order_leave_enough_nodes_for_a_flush() {
     for seed in 0..4 {
         let mut random = Random(seed);
         let (disk, engine, id) = wide();
@@ -204,7 +204,7 @@ fn zeroes_and_discards_in_any_order_leave_a_flush_its_nodes() {
 }
 
 #[test]
-fn a_write_in_the_middle_of_a_discard_counts_what_its_second_piece_needs() {
+fn a_write_inside_a_discard_reserves_nodes_for_the_second_part() {
     let (_disk, engine, id) = wide();
     let head = engine.head(id);
     engine.discard_blocks(&head, 0..10_000).unwrap();
@@ -221,7 +221,7 @@ fn a_write_in_the_middle_of_a_discard_counts_what_its_second_piece_needs() {
 }
 
 #[test]
-fn a_discard_leaves_alone_what_was_written_since_it_was_taken_up() {
+fn a_discard_does_not_unmap_later_writes() {
     let (disk, engine, id) = wide();
     let head = engine.head(id);
     engine.flush().unwrap();
@@ -241,7 +241,7 @@ fn a_discard_leaves_alone_what_was_written_since_it_was_taken_up() {
 }
 
 #[test]
-fn a_disk_that_is_gone_has_no_head() {
+fn a_deleted_disk_has_no_head() {
     let (_disk, engine) = made();
     let head = engine.head(1);
     write(&engine, 0, 1);
@@ -289,7 +289,7 @@ fn nodes_reserved_since_the_checkpoint_are_found_after_a_crash_on_a_full_file_sy
 }
 
 #[test]
-fn a_store_without_room_since_it_was_made_opens_and_lets_disks_go() {
+fn a_store_without_free_space_opens_and_deletes_disks() {
     let (disk, engine) = made();
     fill_up(&disk);
     assert_eq!(engine.write_blocks(&engine.head(1), 0, slice(1, 1)).unwrap_err().kind(), ErrorKind::NoSpace);
@@ -303,7 +303,7 @@ fn a_store_without_room_since_it_was_made_opens_and_lets_disks_go() {
 }
 
 #[test]
-fn where_nothing_is_mapped_a_discard_needs_no_nodes() {
+fn a_discard_of_unmapped_blocks_needs_no_nodes() {
     let (disk, engine, id) = wide();
     fill_up(&disk);
     let runs = use_up(&engine, 0);

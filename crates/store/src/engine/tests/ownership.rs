@@ -50,7 +50,7 @@ fn write_back_all(engine: &Engine) {
 }
 
 #[test]
-fn a_clone_never_gets_what_its_former_parent_writes() {
+fn a_clone_never_reads_later_writes_of_its_former_parent() {
     let (disk, engine, clone) = shared();
     for block in 0..CAPACITY {
         write_to(&engine, clone, block, 2);
@@ -73,7 +73,7 @@ fn a_clone_never_gets_what_its_former_parent_writes() {
 }
 
 #[test]
-fn the_same_when_each_has_nodes_of_its_own_already() {
+fn a_clone_with_nodes_of_its_own_never_reads_later_writes_of_its_former_parent() {
     let (disk, engine, clone) = shared();
     for (id, block) in [(1, 0), (clone, 1)] {
         write_to(&engine, id, block, 9);
@@ -93,7 +93,7 @@ fn the_same_when_each_has_nodes_of_its_own_already() {
 }
 
 #[test]
-fn nodes_that_move_up_or_merge_stay_what_recovery_shares() {
+fn nodes_that_move_up_or_merge_stay_shared_for_recovery() {
     // Writes every second block, so that the map has many leaves.
     const BLOCKS: u64 = 2000;
     for kept in [BLOCKS - 40..BLOCKS, 0..40, 900..1300] {
@@ -126,7 +126,7 @@ fn nodes_that_move_up_or_merge_stay_what_recovery_shares() {
 }
 
 #[test]
-fn discards_of_a_clone_that_are_pending_keep_its_blocks_from_its_former_parent() {
+fn blocks_of_pending_discards_of_a_clone_are_not_overwritten_by_its_former_parent() {
     let (disk, engine, clone) = shared();
     engine.discard_blocks(&engine.head(clone), 0..CAPACITY / 2).unwrap();
     write_back_all(&engine);
@@ -160,7 +160,7 @@ fn a_dropped_disk_that_recovery_would_bring_back_keeps_its_blocks() {
 }
 
 #[test]
-fn payload_stays_away_from_a_block_whose_overwrite_is_planned() {
+fn payload_is_not_written_to_a_block_with_a_planned_overwrite() {
     let (_disk, engine) = made();
     (0..4).for_each(|block| write_to(&engine, 1, block, 1));
     engine.flush().unwrap();
@@ -185,7 +185,7 @@ fn payload_stays_away_from_a_block_whose_overwrite_is_planned() {
 }
 
 #[test]
-fn an_overwrite_is_not_planned_where_payload_is_on_its_way_home() {
+fn no_overwrite_is_planned_for_a_block_to_which_payload_is_being_written() {
     let (_disk, engine) = made();
     write_to(&engine, 1, 0, 1);
     engine.flush().unwrap();
@@ -199,7 +199,7 @@ fn an_overwrite_is_not_planned_where_payload_is_on_its_way_home() {
 }
 
 #[test]
-fn a_torn_block_that_was_read_and_overwritten_holds_the_overwrite() {
+fn a_torn_block_that_was_read_and_overwritten_has_the_new_content() {
     let (disk, engine, _) = cut_off();
     assert!(torn(&engine).is_ok(), "the torn content is accepted");
     write_to(&engine, 1, 0, 3);
@@ -212,7 +212,7 @@ fn a_torn_block_that_was_read_and_overwritten_holds_the_overwrite() {
 }
 
 #[test]
-fn a_permit_that_nothing_used_does_not_make_a_torn_block_an_error() {
+fn an_unused_permit_does_not_make_a_torn_block_an_error() {
     let (disk, engine, physical) = cut_off();
     // The permit was given for a stream of large writes that ends before this block. A flush ends the permit.
     engine.announce_ahead(&[Run { start: physical, blocks: 1 }]).unwrap();
@@ -224,7 +224,7 @@ fn a_permit_that_nothing_used_does_not_make_a_torn_block_an_error() {
 }
 
 #[test]
-fn payload_older_than_a_flushed_overwrite_never_comes_home() {
+fn payload_older_than_a_flushed_overwrite_is_never_written_back() {
     let (disk, engine) = made();
     write_to(&engine, 1, 0, 1);
     engine.settle(&engine.head(1)).unwrap();
@@ -251,7 +251,7 @@ fn payload_older_than_a_flushed_overwrite_never_comes_home() {
 }
 
 #[test]
-fn a_freed_block_is_not_given_out_under_a_read_that_was_planned_before() {
+fn a_freed_block_is_not_reused_before_an_earlier_planned_read_ends() {
     let (_disk, engine) = made();
     write_to(&engine, 1, 0, 1);
     engine.settle(&engine.head(1)).unwrap();
@@ -307,7 +307,7 @@ fn torn(engine: &Engine) -> Result<Buffer> {
 }
 
 #[test]
-fn a_read_resolves_nothing_while_a_write_of_the_block_is_under_way() {
+fn a_read_settles_no_doubt_during_a_write_of_the_block() {
     let (_disk, engine, physical) = cut_off();
     let run = Run { start: physical, blocks: 1 };
     engine.meta.lock().in_flight.claim(run);
@@ -326,7 +326,7 @@ fn a_read_resolves_nothing_while_a_write_of_the_block_is_under_way() {
 }
 
 #[test]
-fn payload_goes_home_only_when_every_change_of_its_block_is_durable() {
+fn payload_is_written_back_only_when_every_change_of_its_block_is_durable() {
     let (disk, engine) = made();
     write_to(&engine, 1, 0, 1);
     write_back_all(&engine);
@@ -358,7 +358,7 @@ struct Expected {
 /// Disks that share blocks and have no snapshot are killed at random points of random work. Every block holds a value
 /// that its own disk wrote.
 #[test]
-fn disks_that_share_blocks_never_meet_each_others_writes() {
+fn disks_that_share_blocks_never_read_writes_of_each_other() {
     for seed in 0..400 {
         random_sharing(seed);
     }

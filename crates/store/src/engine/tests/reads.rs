@@ -65,7 +65,7 @@ fn nothing_stays_taken(engine: &Engine) {
 }
 
 #[test]
-fn a_read_of_metadata_that_fails_once_loses_nothing() {
+fn one_failed_read_of_metadata_loses_nothing() {
     let original = wide();
     for (by_journal, times) in [(false, 1), (false, 2), (true, 2), (false, 3)] {
         let (mut late, mut stopped, mut number) = (0, 0, 0);

@@ -58,7 +58,7 @@ fn discarded() -> (SimulatedDisk, Arc<Engine>) {
 }
 
 #[test]
-fn what_cannot_have_its_room_is_refused_before_it_takes_any() {
+fn reservations_that_exceed_free_space_are_refused_without_allocation() {
     let (disk, engine) = made();
     let available = || disk.directory().room().unwrap().available;
     disk.set_capacity(disk.directory().room().unwrap().total - available() + (32 << 20));
@@ -78,7 +78,7 @@ fn what_cannot_have_its_room_is_refused_before_it_takes_any() {
 }
 
 #[test]
-fn space_whose_punch_fails_can_be_used_and_is_given_back_later() {
+fn space_whose_punch_failed_stays_usable_and_is_punched_later() {
     let (disk, engine) = discarded();
     let before = disk.operations();
     let given = engine.punch_free(&mut 0, 16, 0, 1 << 16).unwrap();
@@ -111,7 +111,7 @@ fn space_whose_punch_fails_can_be_used_and_is_given_back_later() {
 }
 
 #[test]
-fn space_whose_punch_fails_until_the_store_is_closed_is_given_back() {
+fn space_whose_punch_failed_until_closing_is_punched_after_opening() {
     for mended in [true, false] {
         let (disk, engine) = discarded();
         disk.fail_requests(Fault::Punch, 0, u64::MAX);
@@ -133,7 +133,7 @@ fn space_whose_punch_fails_until_the_store_is_closed_is_given_back() {
 }
 
 #[test]
-fn an_overwrite_acknowledged_on_a_full_file_system_goes_home_whatever_is_in_flight() {
+fn an_overwrite_acknowledged_on_a_full_file_system_is_written_back_during_other_writes() {
     let (disk, engine) = made();
     (0..64).for_each(|block| write(&engine, block, 1));
     engine.settle(&engine.head(1)).unwrap();
@@ -154,7 +154,7 @@ fn an_overwrite_acknowledged_on_a_full_file_system_goes_home_whatever_is_in_flig
 }
 
 #[test]
-fn zeroes_acknowledged_on_a_full_file_system_go_home_over_blocks_that_are_held() {
+fn zeroing_acknowledged_on_a_full_file_system_is_written_back_over_held_blocks() {
     let (disk, engine) = made();
     (0..64).for_each(|block| write(&engine, block, 1));
     engine.settle(&engine.head(1)).unwrap();
@@ -175,7 +175,7 @@ fn zeroes_acknowledged_on_a_full_file_system_go_home_over_blocks_that_are_held()
 }
 
 #[test]
-fn what_is_buffered_when_a_thick_disk_gets_a_snapshot_takes_nothing_of_what_is_set_aside_for_it() {
+fn buffered_writes_at_a_snapshot_of_a_thick_disk_do_not_use_its_reservation() {
     let (disk, engine) = made();
     let thick = add_disk(&engine, "thick", SIZE, Provisioning::ZeroedThick);
     take(&engine, thick, "one");
@@ -200,7 +200,7 @@ fn what_is_buffered_when_a_thick_disk_gets_a_snapshot_takes_nothing_of_what_is_s
 }
 
 #[test]
-fn a_snapshot_of_what_was_acknowledged_on_a_full_file_system_leaves_it_room() {
+fn a_snapshot_on_a_full_file_system_keeps_space_for_acknowledged_writes() {
     let (disk, engine) = made();
     let thick = add_disk(&engine, "thick", SIZE, Provisioning::ZeroedThick);
     take(&engine, thick, "one");
@@ -220,7 +220,7 @@ fn a_snapshot_of_what_was_acknowledged_on_a_full_file_system_leaves_it_room() {
 }
 
 #[test]
-fn what_is_only_buffered_can_be_overwritten_on_a_full_file_system() {
+fn a_buffered_write_can_be_overwritten_on_a_full_file_system() {
     let (disk, engine) = made();
     let other = add_disk(&engine, "other", 1 << 20, Provisioning::Thin);
     drop(engine.claim_blocks(64).unwrap());
@@ -257,7 +257,7 @@ fn before_revert() -> (SimulatedDisk, Arc<Engine>, u64) {
 }
 
 #[test]
-fn a_revert_that_fails_leaves_the_head_and_its_clients_as_they_were() {
+fn a_failed_revert_leaves_the_head_and_its_clients_unchanged() {
     let (disk, engine, snapshot) = before_revert();
     engine.revert(1, snapshot).unwrap();
     // The last three operations are the reservation for the catalog, its flush, and the append to the journal.
@@ -280,7 +280,7 @@ fn a_revert_that_fails_leaves_the_head_and_its_clients_as_they_were() {
 }
 
 #[test]
-fn an_arrival_that_is_refused_leaves_the_disk_it_was_for_and_its_clients_as_they_were() {
+fn a_refused_reception_leaves_the_existing_disk_and_its_clients_unchanged() {
     let (_disk, engine) = made();
     write(&engine, 0, 1);
     take(&engine, 1, "same");
@@ -325,7 +325,7 @@ fn a_store_whose_lock_is_replaced_stops_writing() {
 }
 
 #[test]
-fn a_store_that_was_given_up_stops_writing() {
+fn a_store_whose_owner_was_dropped_stops_writing() {
     let (disk, engine) = made();
     drop(engine);
     let owner = Arc::new(Owner::take(&*disk.directory()).unwrap());
@@ -336,7 +336,7 @@ fn a_store_that_was_given_up_stops_writing() {
 }
 
 #[test]
-fn an_overwrite_fits_while_older_content_of_its_block_goes_home() {
+fn an_overwrite_needs_no_space_during_write_back_of_its_block() {
     let (disk, engine) = made();
     write(&engine, 0, 1);
     engine.settle(&engine.head(1)).unwrap();

@@ -73,7 +73,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn who_waits_learns_of_failures_only_while_nothing_makes_progress() {
+    fn waiting_writers_get_an_error_only_if_write_back_makes_no_progress() {
         let failing = Failing::default();
         let error = Error::new(ErrorKind::Io, "reading map");
         failing.note_failure(&error, 2);

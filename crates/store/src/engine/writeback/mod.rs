@@ -186,7 +186,7 @@ impl Engine {
             if matches!(batch, Ok(Batch::Empty)) {
                 continue;
             }
-            // Also recorded after a failure, so that the next attempt serves another disk.
+            // The disk is recorded after a failure too, so that the next attempt serves another one.
             self.writeback.served.store(head.id, Ordering::Relaxed);
             let batch = match batch {
                 Err(error) if self.isolate(&error) => return Ok(true),

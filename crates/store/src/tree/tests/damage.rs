@@ -72,7 +72,7 @@ fn each_field_of_a_node_is_checked() {
 }
 
 #[test]
-fn validation_is_total() {
+fn validation_of_random_nodes_never_panics() {
     let mut random = Random(8);
     let samples = samples();
     let mut passed = 0;
@@ -120,7 +120,7 @@ fn exercise(store: &mut Memory, random: &mut Random, root: NodeId, head: NodeId)
 }
 
 #[test]
-fn trees_that_contradict_themselves_end_in_errors() {
+fn inconsistent_trees_cause_errors() {
     let (sound, root, head) = two_trees();
     let ids = sound.live_ids();
     for seed in 0..60 {
@@ -151,7 +151,7 @@ fn trees_that_contradict_themselves_end_in_errors() {
 }
 
 #[test]
-fn a_failing_store_fails_the_operation_and_nothing_else() {
+fn a_failing_store_fails_only_the_operation() {
     let (sound, root, head) = two_trees();
     for seed in 0..60 {
         let mut random = Random(seed);

@@ -148,7 +148,7 @@ fn a_change_of_every_full_leaf_splits_and_copies_each_node_once() {
 }
 
 #[test]
-fn streams_that_end_everywhere_split_no_more_than_is_counted() {
+fn streams_with_any_end_split_at_most_the_counted_nodes() {
     // Begins a stream after every extent of full leaves, in ascending and in descending order.
     for descending in [false, true] {
         let mut run = TreeTrial::new(1);

@@ -264,28 +264,28 @@ fn run(scenario: &Scenario) -> u64 {
 }
 
 #[test]
-fn small_trees_equal_the_model() {
+fn small_trees_equal_a_model() {
     for seed in 0..40 {
         run(&Scenario { seed, blocks: 3000, prefill: 0, operations: 1500, compare_every: 10, trees_max: 6 });
     }
 }
 
 #[test]
-fn trees_of_two_levels_equal_the_model() {
+fn trees_of_two_levels_equal_a_model() {
     for seed in 100..108 {
         run(&Scenario { seed, blocks: 30_000, prefill: 5000, operations: 3000, compare_every: 60, trees_max: 5 });
     }
 }
 
 #[test]
-fn trees_of_three_levels_equal_the_model() {
+fn trees_of_three_levels_equal_a_model() {
     for seed in 200..203 {
         run(&Scenario { seed, blocks: 400_000, prefill: 120_000, operations: 2500, compare_every: 400, trees_max: 3 });
     }
 }
 
 #[test]
-fn the_same_operations_make_the_same_pages() {
+fn equal_operations_produce_equal_pages() {
     let scenario =
         Scenario { seed: 300, blocks: 30_000, prefill: 8000, operations: 2000, compare_every: u64::MAX, trees_max: 4 };
     assert_eq!(run(&scenario), run(&scenario));
@@ -293,7 +293,7 @@ fn the_same_operations_make_the_same_pages() {
 
 /// A large tree loses its blocks one by one, so that it takes every shape until it is empty.
 #[test]
-fn a_tree_thinned_out_at_random_shrinks_to_an_empty_leaf() {
+fn a_tree_with_random_removals_shrinks_to_an_empty_leaf() {
     for shared in [false, true] {
         let mut random = Random(400);
         let mut store = Memory::new();

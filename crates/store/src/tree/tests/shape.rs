@@ -74,7 +74,7 @@ fn a_random_fill_leaves_nodes_two_thirds_full() {
 
 /// Nodes that lose entries are merged, so discards also make the map smaller.
 #[test]
-fn a_thinned_out_tree_gives_its_nodes_back() {
+fn removals_free_nodes_of_a_tree() {
     let mut store = Memory::new();
     let order = shuffled(300_000);
     let mut root = fill(&mut store, order.iter().copied());
@@ -94,7 +94,7 @@ fn a_thinned_out_tree_gives_its_nodes_back() {
 }
 
 #[test]
-fn blocks_that_follow_each_other_become_long_extents() {
+fn consecutive_blocks_become_long_extents() {
     let mut store = Memory::new();
     let mut root = create(&mut store).unwrap();
     for block in 0..MILLION {
@@ -145,7 +145,7 @@ fn a_write_after_a_snapshot_copies_one_path() {
 }
 
 #[test]
-fn a_diff_costs_what_differs() {
+fn a_diff_visits_only_differing_nodes() {
     let mut store = Memory::new();
     let root = fill(&mut store, shuffled(MILLION).into_iter());
     store.add_reference(root).unwrap();
@@ -181,7 +181,7 @@ fn unmapping_all_of_a_shared_tree_does_not_visit_it() {
 }
 
 #[test]
-fn a_drop_step_keeps_to_its_budget() {
+fn a_step_of_dropping_a_tree_frees_a_limited_number_of_nodes() {
     let mut store = Memory::new();
     let mut root = Some(fill(&mut store, shuffled(200_000).into_iter()));
     let mut steps = 0;

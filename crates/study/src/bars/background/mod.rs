@@ -169,9 +169,9 @@ fn beside(
     let what = |text: &str| format!("{name}: {text}");
     outcome.findings.extend([
         Finding::note(PROPERTY, what("p99 without it"), alone, "ms"),
-        Finding::at_most(PROPERTY, what("p99 beside it"), beside, P99_MAX_MS, "ms"),
+        Finding::at_most(PROPERTY, what("p99 of requests meanwhile"), beside, P99_MAX_MS, "ms"),
         Finding::note(PROPERTY, what("longest without it"), worst(&timings, &[calm]), "ms"),
-        Finding::at_most(PROPERTY, what("longest beside it"), longest, LONGEST_MAX_MS, "ms"),
+        Finding::at_most(PROPERTY, what("longest request meanwhile"), longest, LONGEST_MAX_MS, "ms"),
         Finding::note(PROPERTY, what("time"), seconds, "s"),
     ]);
     Ok(json!({

@@ -103,7 +103,7 @@ mod tests {
     use std::collections::HashSet;
 
     #[test]
-    fn no_place_comes_twice_and_all_lie_on_the_disk() {
+    fn random_offsets_are_distinct_and_within_the_disk() {
         for seed in [0, 1, 77] {
             let places: HashSet<u64> = (0..1 << 20).map(|number| place(seed, number)).collect();
             assert_eq!(places.len(), 1 << 20);

@@ -58,7 +58,7 @@ fn sharing(action: Action) -> bool {
     )
 }
 
-/// One block of one disk: journal, payload, writes that bypass the buffer, checkpoints.
+/// The actions of a scenario with one block of one disk: journal, payload, writes that bypass the buffer, checkpoints.
 fn journal(action: Action) -> bool {
     use Action::*;
     !matches!(
@@ -67,7 +67,7 @@ fn journal(action: Action) -> bool {
     )
 }
 
-/// Snapshots, clones and deletions.
+/// The actions of a scenario with snapshots, clones and deletions.
 fn family(action: Action) -> bool {
     use Action::*;
     !matches!(
@@ -76,7 +76,7 @@ fn family(action: Action) -> bool {
     )
 }
 
-/// Checkpoints between flushes.
+/// The actions of a scenario with checkpoints between flushes.
 fn checkpoints(action: Action) -> bool {
     use Action::*;
     matches!(
@@ -95,7 +95,7 @@ fn checkpoints(action: Action) -> bool {
     ) || matches!(action, Capture | CheckpointEnd | PayloadBegin(_) | PayloadEnd(_))
 }
 
-/// Journalled payload of a clone, whose blocks are shared and must move.
+/// The actions of a scenario with journalled payload of a clone, whose blocks are shared and must move.
 fn payload(action: Action) -> bool {
     use Action::*;
     matches!(
@@ -182,7 +182,7 @@ fn bound() -> usize {
 }
 
 #[test]
-fn no_order_of_steps_breaks_what_must_hold() {
+fn no_order_of_steps_violates_the_invariants() {
     let mut total = 0;
     for scenario in &SCENARIOS {
         let began = std::time::Instant::now();
@@ -225,7 +225,7 @@ fn finds_node_holds_ignored() {
 }
 
 #[test]
-fn finds_holds_that_do_not_spread() {
+fn finds_holds_that_are_not_passed_to_new_nodes() {
     use Action::{Delete, Discard, Drop, Write};
     finds(Fault::NoSpread, ModelState::shared, |action| {
         writing_back(action) || matches!(action, Discard(0, 0) | Write(0, 1) | Delete(1) | Drop)
@@ -238,12 +238,12 @@ fn finds_permits_that_survive_a_flush() {
 }
 
 #[test]
-fn finds_a_resolve_that_names_nothing() {
+fn finds_settlements_that_do_not_hold_their_block() {
     finds(Fault::ResolveNotNamed, ModelState::torn, journal);
 }
 
 #[test]
-fn finds_payload_home_before_its_record() {
+fn finds_payload_written_back_before_its_record() {
     finds(Fault::PayloadHomeEarly, ModelState::plain, checkpoints);
 }
 
@@ -258,12 +258,12 @@ fn finds_overwrites_of_blocks_in_flight() {
 }
 
 #[test]
-fn finds_freed_blocks_given_out_at_once() {
+fn finds_freed_blocks_reused_at_once() {
     finds(Fault::FreedAtOnce, ModelState::plain, sharing);
 }
 
 #[test]
-fn finds_freed_blocks_given_out_under_payload() {
+fn finds_freed_blocks_reused_while_payload_refers_to_them() {
     finds(Fault::LimboIgnored, ModelState::plain, payload);
 }
 
@@ -280,6 +280,6 @@ fn finds_captured_changes_that_are_replayed() {
 }
 
 #[test]
-fn finds_checkpoints_that_leave_payload() {
+fn finds_checkpoints_that_drop_unwritten_payload() {
     finds(Fault::CheckpointLeavesPayload, ModelState::plain, checkpoints);
 }

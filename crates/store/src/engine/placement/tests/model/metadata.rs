@@ -104,7 +104,7 @@ pub struct Metadata {
     pub objects: [Object; OBJECTS],
     /// Journalled payload that is not written to its block.
     pub logged: [Option<Value>; BLOCKS],
-    /// A block was allocated while it was in use.
+    /// True if a block was allocated while the block was in use.
     pub given_twice: bool,
 }
 
