@@ -188,7 +188,7 @@ impl Face {
         let clients =
             Arc::new(export::clients::Clients::of_server(Arc::clone(datastore.directory()), Duration::from_secs(1)));
         let config = nbd::ServerConfig {
-            listen: vec![Listen::Unix { path: socket.clone(), mode: 0o600 }],
+            listen: vec![Listen::Unix { path: socket.clone(), mode: 0o600, group: None }],
             clients: Arc::clone(&clients),
             ..nbd::ServerConfig::default()
         };

@@ -12,6 +12,7 @@ use crate::migrate::{self, Imports};
 use crate::names;
 use crate::native::Native;
 use crate::pace::{self, Background, Foreground};
+use crate::privacy;
 use crate::snapshot_group;
 use crate::spare::Spare;
 use crate::switch::Switches;
@@ -344,6 +345,9 @@ impl Datastore {
         let mut report = self.native.check(options, progress)?;
         self.foreign.check(options.repair, progress, &mut report)?;
         report.warnings = self.file_system().warnings;
+        if let Some(folder) = self.location.as_ref().and_then(Location::local_path) {
+            privacy::check(folder, options.repair, &mut report)?;
+        }
         Ok(report)
     }
 

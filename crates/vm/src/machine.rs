@@ -23,6 +23,7 @@ use crate::qemu::command::{self, Memory, RunFolder};
 use crate::qemu::features::Features;
 use crate::qemu::process::{Process, Starting};
 use crate::qmp::Client;
+use backend::private;
 use error::{Error, ErrorKind, IoContext, Result};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
@@ -334,7 +335,7 @@ impl Change {
         }
         let record = serde_json::to_vec(&start.record)
             .map_err(|e| Error::new(ErrorKind::Invalid, format!("the record of the memory cannot be encoded: {e}")))?;
-        fs::write(run.0.join("memory"), record).during(|| format!("writing to '{}'", run.0.display()))?;
+        private::write(&run.0.join("memory"), &record).during(|| format!("writing to '{}'", run.0.display()))?;
         let machine =
             command::Machine { definition, memory: start.memory, run: &run, nbd: start.nbd, incoming: start.incoming };
         let arguments = command::arguments(&machine, start.features);
@@ -360,7 +361,7 @@ impl Change {
         let mut number = 1;
         loop {
             let folder = self.machine.folder.join(format!("run.{number}"));
-            match fs::create_dir(&folder) {
+            match private::create_folder(&folder) {
                 Ok(()) => return Ok(folder),
                 Err(e) if e.kind() == io::ErrorKind::AlreadyExists => number += 1,
                 Err(e) => return Err(Error::io(format!("making '{}'", folder.display()), e)),
@@ -392,7 +393,7 @@ impl Change {
         let text = serde_json::to_vec(&hold)
             .map_err(|e| Error::new(ErrorKind::Invalid, format!("'{}' cannot be written: {e}", path.display())))?;
         // Not durable, because a power cut ends the guest too.
-        fs::write(&path, text).during(|| format!("writing '{}'", path.display()))?;
+        private::write(&path, &text).during(|| format!("writing '{}'", path.display()))?;
         Ok(Holding { path })
     }
 

@@ -27,6 +27,7 @@ use crate::durable;
 use crate::identity::new_uuid;
 use crate::instant::freeze;
 use crate::machine::{DEFINITION, Machine, MachineState};
+use backend::private;
 use error::{Error, ErrorKind, IoContext, Result};
 use intent::Intent;
 use std::collections::BTreeMap;
@@ -54,7 +55,7 @@ impl Machines {
     /// The machines in `folder`, which is created if it does not exist.
     pub fn open(folder: impl Into<PathBuf>, disks: Arc<dyn Disks>) -> Result<Self> {
         let folder = folder.into();
-        fs::create_dir_all(&folder).during(|| format!("making '{}'", folder.display()))?;
+        private::create_folders(&folder).during(|| format!("making '{}'", folder.display()))?;
         Ok(Self { folder, disks })
     }
 
@@ -117,13 +118,13 @@ impl Machines {
         let made = || format!("making '{}'", folder.display());
         let lock = {
             let _others = self.lock()?;
-            fs::create_dir(&folder).during(made)?;
+            private::create_folder(&folder).during(made)?;
             let lock = File::open(&folder).during(made)?;
             lock.try_lock().map_err(io::Error::from).during(made)?;
             lock
         };
         for machine in intent.machines.iter().filter(|_| prefix == NEW) {
-            fs::create_dir(folder.join(&machine.name)).during(made)?;
+            private::create_folder(&folder.join(&machine.name)).during(made)?;
         }
         intent.write(&folder)?;
         durable::sync(&self.folder)?;
@@ -245,12 +246,7 @@ pub fn users_of_disks(folder: &Path) -> Result<BTreeMap<String, String>> {
 
 /// Opens an existing file for locking.
 pub(crate) fn lock_file(path: &Path) -> Result<File> {
-    fs::OpenOptions::new()
-        .create(true)
-        .truncate(false)
-        .write(true)
-        .open(path)
-        .during(|| format!("opening '{}'", path.display()))
+    private::open_or_create(path).during(|| format!("opening '{}'", path.display()))
 }
 
 #[cfg(test)]

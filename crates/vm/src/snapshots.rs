@@ -25,7 +25,7 @@ use crate::machine::{Change, Hold, Machine, MachineState, MemoryRecord, Start, r
 use crate::machines::Snapshot;
 use crate::qemu::command::Memory;
 use crate::quiet::{self, Quiet};
-use backend::clock;
+use backend::{clock, private};
 use error::{Error, ErrorKind, IoContext, Result};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
@@ -183,7 +183,7 @@ pub fn take(host: &Host, change: &Change, name: &str, options: Options) -> Resul
         }
     }
     let new = folder.join(format!("{NEW}{name}"));
-    fs::create_dir_all(&new).during(|| format!("making '{}'", new.display()))?;
+    private::create_folders(&new).during(|| format!("making '{}'", new.display()))?;
     let intent = Intent { begun: clock::seconds(), disks: of.clone() };
     let taken = durable::write_toml(&new.join(INTENT), &intent)
         .and_then(|()| durable::sync(&folder))

@@ -59,7 +59,7 @@ impl Running {
     pub fn with(mut config: ServerConfig, exports: Arc<dyn Exports>) -> Self {
         let folder = Folder::new();
         let socket = folder.0.join("nbd.sock");
-        config.listen.insert(0, Listen::Unix { path: socket.clone(), mode: 0o600 });
+        config.listen.insert(0, Listen::Unix { path: socket.clone(), mode: 0o600, group: None });
         let server = Server::start(config, exports).unwrap();
         Self { server, socket, folder }
     }

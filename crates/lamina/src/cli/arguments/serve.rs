@@ -76,9 +76,14 @@ pub struct ServeArguments {
     /// Unix socket for NBD clients; nbd.sock in the datastore by default.
     #[arg(long, value_name = "NBD_SOCKET")]
     pub socket: Option<PathBuf>,
-    /// Permission bits of that socket in octal, which decide which users may connect.
-    #[arg(long, value_name = "MODE", default_value = "600", value_parser = parse_mode)]
-    pub socket_mode: u32,
+    /// Permission bits of that socket in octal, which decide which users may connect. Default: 600, or 660 with
+    /// --socket-group.
+    #[arg(long, value_name = "MODE", value_parser = parse_mode)]
+    pub socket_mode: Option<u32>,
+    /// Group whose members may connect to that socket and to the control socket: they may do everything with the
+    /// datastore that its owner may.
+    #[arg(long, value_name = "GROUP")]
+    pub socket_group: Option<String>,
     /// Also listen on this TCP address, such as 127.0.0.1:10809. Beyond loopback, TLS with client certificates is
     /// required.
     #[arg(long, value_name = "ADDRESS:PORT")]
@@ -135,6 +140,13 @@ pub struct ServeArguments {
     /// Refuse writes of NBD clients. Commands that change disks still work.
     #[arg(long)]
     pub read_only: bool,
+}
+
+impl ServeArguments {
+    /// Permission bits of the socket for NBD clients.
+    pub fn socket_mode(&self) -> u32 {
+        self.socket_mode.unwrap_or(if self.socket_group.is_some() { 0o660 } else { 0o600 })
+    }
 }
 
 /// Parser of connection limits; each connection has a thread.
