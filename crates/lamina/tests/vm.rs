@@ -69,6 +69,45 @@ fn a_machine_does_not_start_on_a_disk_in_use() {
 }
 
 #[test]
+fn a_broken_definition_affects_no_other_machine_and_protects_its_disks() {
+    let mut fleet = Fleet::new();
+    for name in ["db", "web", "zoo"] {
+        fleet.make(name, "1M");
+    }
+    fleet.run("start zoo").ok();
+    let file = |name: &str| fleet.folder().join(name).join("machine.toml");
+    let web = std::fs::read_to_string(file("web")).unwrap();
+    std::fs::write(file("web"), web.replace("cpus = 1", "cpus = one")).unwrap();
+    std::fs::remove_file(file("zoo")).unwrap();
+
+    let listed = fleet.run("list").ok();
+    let state = |name: &str| listed.lines().find(|line| line.starts_with(name)).unwrap().split_whitespace().nth(1);
+    assert_eq!((state("db "), state("web "), state("zoo ")), (Some("stopped"), Some("broken"), Some("broken,")));
+    assert!(listed.contains("\nweb is broken: ") && listed.contains("machine.toml"), "{listed}");
+    let list = fleet.list();
+    assert_eq!((&list["db"]["problem"], list["db"]["cpus"].as_u64()), (&json!(null), Some(1)));
+    assert!(list["web"]["problem"].as_str().unwrap().contains("cpus = one"), "{list:?}");
+    assert_eq!((&list["zoo"]["state"], list["zoo"]["problem"].is_string()), (&json!("running"), true));
+    fleet.run("start db").ok();
+    fleet.run("stop db --force").ok();
+
+    // The text still names the disk; nothing names the disk of the other one any more.
+    fleet.store.run("disk delete web").fails(4, "belongs to machine 'web'");
+    fleet.store.run("disk rename web other").fails(4, "belongs to machine 'web'");
+    fleet.run("create new --disk web").fails(4, "belongs to machine 'web'");
+    let refused = fleet.run("delete web db");
+    assert_eq!((refused.code, refused.stdout.as_str()), (2, "deleted db\n"), "{refused:?}");
+    assert!(refused.stderr.contains("machine 'web' is broken") && refused.stderr.contains("--force"), "{refused:?}");
+    fleet.run("delete zoo --force").fails(4, "stop it first");
+    fleet.run("stop zoo --force").ok();
+    fleet.run("delete web zoo --force").ok();
+    assert_eq!((fleet.names().len(), fleet.disks()), (0, ["web", "zoo"].map(String::from).into()));
+    assert!(fleet.unfinished().is_empty() && fleet.processes().is_empty());
+    assert_eq!(fleet.server.take().unwrap().stop("TERM"), Some(0));
+    fleet.store.is_clean();
+}
+
+#[test]
 fn linked_clones_by_the_dozen() {
     let fleet = Fleet::new();
     fleet.make("base", "64M");

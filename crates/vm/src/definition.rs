@@ -295,6 +295,24 @@ impl Definition {
     }
 }
 
+/// The disks that a text names in its sections `[[disk]]`, also if it is not a valid definition.
+pub fn named_disks(text: &str) -> Vec<String> {
+    let mut section = "";
+    let mut names = Vec::new();
+    for line in text.lines().map(str::trim) {
+        if line.starts_with('[') {
+            section = line.split('#').next().unwrap_or_default().trim();
+        } else if let ("[[disk]]", Some((key, _))) = (section, line.split_once('='))
+            && key.trim() == "name"
+            && let Ok(pair) = toml::from_str::<toml::Table>(line)
+            && let Some(name) = pair.get("name").and_then(toml::Value::as_str)
+        {
+            names.push(name.to_owned());
+        }
+    }
+    names
+}
+
 /// The name of a disk that is created for a machine.
 pub fn disk_name(machine: &str, index: usize) -> String {
     match index {
@@ -402,6 +420,19 @@ mod tests {
             let error = Definition::parse(&text, "web").unwrap_err();
             assert_eq!(error.kind(), ErrorKind::Invalid, "{to}");
         }
+    }
+
+    #[test]
+    fn the_disks_of_a_broken_definition_are_found() {
+        let good = machine().to_text().unwrap();
+        let names = ["web", "data"].map(String::from);
+        assert_eq!(named_disks(&good), names);
+        for (from, to) in [("cpus = 2", "cpus = two"), ("[boot]", "[boot"), ("slot = 9", "slot ="), ("uuid", "uuit")] {
+            let text = good.replacen(from, to, 1);
+            assert!(Definition::parse(&text, "web").is_err(), "{to}");
+            assert_eq!(named_disks(&text), names, "{to}");
+        }
+        assert!(named_disks("name = \"web\"\n[[network]]\nname = \"x\"\n[[disk]]\nnames = \"x\"\nname = x").is_empty());
     }
 
     #[test]

@@ -17,7 +17,7 @@
 
 use crate::agent::Agent;
 use crate::busy::while_busy;
-use crate::definition::Definition;
+use crate::definition::{self, Definition};
 use crate::durable;
 use crate::qemu::command::{self, Memory, RunFolder};
 use crate::qemu::features::Features;
@@ -139,6 +139,11 @@ impl Machine {
         }
         let text = fs::read_to_string(&path).during(|| format!("reading '{}'", path.display()))?;
         Definition::parse(&text, &path.display().to_string())
+    }
+
+    /// The disks that the text of its definition names, also if it is not a valid definition.
+    pub fn named_disks(&self) -> Vec<String> {
+        fs::read_to_string(self.folder.join(DEFINITION)).map(|text| definition::named_disks(&text)).unwrap_or_default()
     }
 
     /// Locks the machine for changes; waits up to `patience` while another command has it locked.

@@ -81,6 +81,8 @@ pub enum MachineVerb {
         keep_disks: bool,
         /// Hand over the snapshots that clones are based on to the clones.
         promote: bool,
+        /// Delete machines whose definitions cannot be read, without their disks.
+        force: bool,
     },
     /// Take a snapshot of all disks of a machine at one point.
     SnapshotCreate {
@@ -341,8 +343,10 @@ impl MachineActivity {
 /// A machine in a list.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct MachineSummary {
-    /// Its definition.
-    pub definition: Definition,
+    /// Its name.
+    pub name: String,
+    /// Its definition, or why it cannot be read.
+    pub definition: Result<Definition, Failure>,
     /// Its state.
     pub state: MachineActivity,
 }

@@ -72,9 +72,9 @@ impl Work<'_> {
             MachineVerb::Resume { names } => self.each(names, &|name| lifecycle::resume(&host.change(name)?)),
             MachineVerb::Show { name } => show::one(host, &name),
             MachineVerb::List => show::all(host),
-            MachineVerb::Delete { names, keep_disks, promote } => self.each(names, &|name| {
+            MachineVerb::Delete { names, keep_disks, promote, force } => self.each(names, &|name| {
                 let _working = host.work()?;
-                delete(host, name, keep_disks, promote)
+                delete(host, name, keep_disks, promote, force)
             }),
             MachineVerb::SnapshotCreate { snapshot, memory, quiesce } => {
                 take(host, snapshot, snapshots::Options { memory, quiesce })
@@ -184,10 +184,22 @@ fn readable(path: &Path) -> Result<PathBuf> {
     path.canonicalize().during(|| format!("looking for '{}'", path.display()))
 }
 
-/// Deletes a machine. Snapshots taken for its clones are deleted with the last clone.
-fn delete(host: &Host, name: &str, keep_disks: bool, promote: bool) -> Result<()> {
+/// Deletes a machine. Snapshots taken for its clones are deleted with the last clone. With `force`, a machine whose
+/// definition cannot be read is deleted too, and its disks stay, because it is not known which ones these are.
+fn delete(host: &Host, name: &str, keep_disks: bool, promote: bool, force: bool) -> Result<()> {
     let machine = host.machines().get(name)?;
-    let disks = if keep_disks { Vec::new() } else { machine.definition()?.disk_names() };
+    let disks = match machine.definition() {
+        _ if keep_disks => Vec::new(),
+        Err(_) if force => Vec::new(),
+        Ok(definition) => definition.disk_names(),
+        Err(error) => {
+            let text = format!(
+                "machine '{name}' is broken: {error}; correct the file, or delete the machine without its disks with \
+                 --force"
+            );
+            return Err(Error::new(error.kind(), text));
+        }
+    };
     let there = host.disks().all()?;
     let origins = disks.iter().filter_map(|disk| there.get(disk)?.origin.clone());
     let snapshots = origins

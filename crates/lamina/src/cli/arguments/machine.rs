@@ -148,6 +148,9 @@ pub enum VmCommand {
         /// Hand the snapshots that clones are based on over to the clones.
         #[arg(long, conflicts_with = "keep_disks")]
         promote: bool,
+        /// Delete also a machine whose definition is missing or cannot be read. Its disks stay.
+        #[arg(long)]
+        force: bool,
     },
     /// Take and manage snapshots of machines.
     #[command(subcommand)]
@@ -210,8 +213,8 @@ impl VmCommand {
             Self::Resume { names } => MachineVerb::Resume { names: names.clone() },
             Self::Show { name } => MachineVerb::Show { name: name.clone() },
             Self::List => MachineVerb::List,
-            Self::Delete { names, keep_disks, promote } => {
-                MachineVerb::Delete { names: names.clone(), keep_disks: *keep_disks, promote: *promote }
+            Self::Delete { names, keep_disks, promote, force } => {
+                MachineVerb::Delete { names: names.clone(), keep_disks: *keep_disks, promote: *promote, force: *force }
             }
             Self::Snapshot(command) => command.verb(),
             Self::Revert { snapshot, paused } => MachineVerb::Revert { snapshot: snapshot.clone(), paused: *paused },

@@ -14,8 +14,12 @@ pub fn value(verb: &MachineVerb, reply: &MachineReply) -> Value {
         MachineReply::Machine(info) => machine(info),
         MachineReply::Machines(machines) => {
             let machines = machines.iter().map(|machine| {
-                let mut value = definition(&machine.definition);
+                let mut value = match &machine.definition {
+                    Ok(known) => definition(known),
+                    Err(_) => json!({ "name": machine.name }),
+                };
                 value["state"] = json!(machine.state);
+                value["problem"] = json!(machine.definition.as_ref().err().map(Failure::message));
                 value
             });
             json!({ "machines": machines.collect::<Vec<Value>>() })

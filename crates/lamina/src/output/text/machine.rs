@@ -3,7 +3,9 @@
 use crate::output::human::{self, count};
 use crate::output::table::{Align, Table, print_facts};
 use crate::output::words;
-use control::{Cloned, ClonedMachine, MachineInfo, MachineMemory, MachineReply, MachineSummary, MachineVerb};
+use control::{
+    Cloned, ClonedMachine, MachineActivity, MachineInfo, MachineMemory, MachineReply, MachineSummary, MachineVerb,
+};
 use std::io::{self, Write};
 use vm::definition::Origin;
 use vm::machine::MachineState;
@@ -56,9 +58,22 @@ fn print_all(out: &mut dyn Write, machines: &[MachineSummary]) -> io::Result<()>
     let columns = [("NAME", Align::Left), ("STATE", Align::Left), ("CPUS", Align::Right), ("MEMORY", Align::Right)];
     let more = [("DISKS", Align::Right), ("CLONE OF", Align::Left)];
     let mut table = Table::new(&[&columns[..], &more[..]].concat());
-    for MachineSummary { definition, state } in machines {
+    let mut broken = Vec::new();
+    for MachineSummary { name, definition, state } in machines {
+        let definition = match definition {
+            Ok(definition) => definition,
+            Err(failure) => {
+                let state = match state {
+                    MachineActivity::Stopped => "broken".to_owned(),
+                    state => format!("broken, {}", state.name()),
+                };
+                table.row([name.clone(), state].into_iter().chain(std::iter::repeat_n(String::new(), 4)).collect());
+                broken.push((name, failure));
+                continue;
+            }
+        };
         table.row(vec![
-            definition.name.clone(),
+            name.clone(),
             state.name().into(),
             definition.cpus.to_string(),
             human::size(definition.memory),
@@ -66,7 +81,11 @@ fn print_all(out: &mut dyn Write, machines: &[MachineSummary]) -> io::Result<()>
             definition.origin.as_ref().map(origin).unwrap_or_default(),
         ]);
     }
-    table.print(out)
+    table.print(out)?;
+    broken.into_iter().try_for_each(|(name, failure)| {
+        let reason: Vec<&str> = failure.message().lines().map(str::trim).collect();
+        writeln!(out, "{name} is broken: {}", reason.join(" "))
+    })
 }
 
 fn print_snapshots(out: &mut dyn Write, machine: &str, records: &[Record]) -> io::Result<()> {
