@@ -41,7 +41,9 @@ fn a_machine_from_its_making_to_its_end() {
     fleet.run("stop web").fails(2, "paused and cannot react");
     fleet.run("resume web").ok();
     fleet.run("stop web --timeout 0").fails(4, "it still runs");
-    fleet.run("exec web -- true").fails(1, "no agent answers");
+    fleet.run("exec web -- true").fails(125, "no agent answers");
+    fleet.run("exec nothing -- true").fails(125, "there is no machine");
+    fleet.run("exec web --timeout x -- true").fails(125, "--timeout");
     assert_eq!(fleet.processes().len(), 1);
     fleet.run("stop web --force").ok();
     assert_eq!((fleet.state("web").as_str(), fleet.processes().len()), ("stopped", 0));

@@ -9,6 +9,7 @@ use super::send::SendHow;
 use replication::Sent;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
+use vm::agent::Execution;
 use vm::clone::{Inside, Source};
 use vm::definition::{CloneKind, Definition, Link};
 use vm::machine::MachineState;
@@ -302,12 +303,10 @@ pub enum MachineReply {
     },
     /// Reply to `Execute`.
     Executed {
-        /// The exit code; `None` if a signal ended the program.
-        code: Option<i64>,
-        /// Its standard output.
-        output: Vec<u8>,
-        /// Its standard error.
-        errors: Vec<u8>,
+        /// The machine.
+        name: String,
+        /// What became of the program.
+        execution: Execution,
     },
 }
 

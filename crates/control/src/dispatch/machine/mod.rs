@@ -250,6 +250,6 @@ fn execute(host: &Host, name: &str, command: &[String], input: &[u8], timeout: D
         return Err(Error::new(ErrorKind::Unsupported, text));
     };
     let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
-    let ended = agent.execute(program, &arguments, input, timeout)?;
-    Ok(MachineReply::Executed { code: ended.code, output: ended.output, errors: ended.errors })
+    let execution = agent.run(program, &arguments, input, timeout)?;
+    Ok(MachineReply::Executed { name: name.to_owned(), execution })
 }

@@ -91,6 +91,17 @@ impl VmArguments {
     }
 }
 
+/// Meaning of the exit codes of `vm exec`.
+const EXEC_CODES: &str = "\
+Exit codes:
+  124      the program has not ended within --timeout
+  125      lamina failed, or the agent lost a part of the program's output
+  126      the program cannot be started in the guest
+  127      the guest has no such program
+  128 + N  signal N ended the program
+  others   those of the program
+With --json, the member 'exit_code' has the program's exit code, and is null if there is none.";
+
 /// Verbs of machines.
 #[derive(Debug, Subcommand)]
 pub enum VmCommand {
@@ -185,6 +196,7 @@ pub enum VmCommand {
         quiet: u64,
     },
     /// Run a program in the guest through its agent. Exits with the program's exit code.
+    #[command(after_help = EXEC_CODES)]
     Exec {
         /// The machine.
         #[arg(value_name = "VM", value_parser = parse_machine)]

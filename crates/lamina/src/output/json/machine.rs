@@ -3,6 +3,7 @@
 use crate::output::words;
 use control::{Cloned, ClonedMachine, Failure, MachineInfo, MachineReply, MachineVerb};
 use serde_json::{Value, json};
+use vm::agent::Execution;
 use vm::definition::Definition;
 use vm::snapshots::Record;
 
@@ -41,12 +42,30 @@ pub fn value(verb: &MachineVerb, reply: &MachineReply) -> Value {
             "name": name, "image": image, "stop_ms": stop_ms, "disks_ms": disks_ms, "state_ms": state_ms,
         }),
         MachineReply::Console { socket, log, .. } => json!({ "console": socket, "console_log": log }),
-        MachineReply::Executed { code, output, errors } => json!({
-            "exit_code": code,
-            "stdout": String::from_utf8_lossy(output),
-            "stderr": String::from_utf8_lossy(errors),
-        }),
+        MachineReply::Executed { execution, .. } => executed(execution),
     }
+}
+
+fn executed(execution: &Execution) -> Value {
+    let mut value = json!({
+        "ended": false, "exit_code": null, "signal": null, "stdout": "", "stdout_cut": false, "stderr": "",
+        "stderr_cut": false, "problem": null,
+    });
+    match execution {
+        Execution::Ended(ended) => {
+            value["ended"] = json!(true);
+            value["exit_code"] = json!(ended.code);
+            value["signal"] = json!(ended.signal);
+            value["stdout"] = json!(String::from_utf8_lossy(&ended.output));
+            value["stdout_cut"] = json!(ended.output_cut);
+            value["stderr"] = json!(String::from_utf8_lossy(&ended.errors));
+            value["stderr_cut"] = json!(ended.errors_cut);
+        }
+        Execution::NotFound(_) => value["problem"] = json!("not_found"),
+        Execution::NotRunnable(_) => value["problem"] = json!("not_runnable"),
+        Execution::StillRuns { .. } => value["problem"] = json!("still_runs"),
+    }
+    value
 }
 
 fn failures(failed: &[(String, Failure)]) -> Vec<Value> {

@@ -7,6 +7,7 @@ use control::{
     Cloned, ClonedMachine, MachineActivity, MachineInfo, MachineMemory, MachineReply, MachineSummary, MachineVerb,
 };
 use std::io::{self, Write};
+use vm::agent::Execution;
 use vm::definition::Origin;
 use vm::machine::MachineState;
 use vm::snapshots::Record;
@@ -45,7 +46,8 @@ pub fn print(out: &mut dyn Write, verb: &MachineVerb, reply: &MachineReply) -> i
         ),
         // The caller attaches to the console, so this reply is not normally printed.
         MachineReply::Console { socket, .. } => writeln!(out, "{}", socket.display()),
-        MachineReply::Executed { output, .. } => out.write_all(output),
+        MachineReply::Executed { execution: Execution::Ended(ended), .. } => out.write_all(&ended.output),
+        MachineReply::Executed { .. } => Ok(()),
     }
 }
 
