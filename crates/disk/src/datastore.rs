@@ -312,6 +312,8 @@ impl Datastore {
             QueueKind::Inline => "inline",
             QueueKind::Medium => "medium",
         };
+        // A status must not fail because a disk's map is damaged: a check reports that.
+        let unwritten = self.native.reserved_in_disks().unwrap_or_default();
         let (background_work, background_rate) = self.foreground.pace();
         Ok(Status {
             uuid: names::uuid_text(&engine.uuid()),
@@ -321,8 +323,8 @@ impl Datastore {
             available: room.available,
             allocated,
             images: images.allocated,
-            data: bytes(counts.data.used),
-            reserved: bytes(counts.reserved),
+            data: bytes(counts.data.used.saturating_sub(unwritten)),
+            reserved: bytes(counts.reserved + unwritten),
             metadata,
             reclaimable: bytes(counts.data.free + counts.held),
             provisioned,

@@ -34,6 +34,7 @@ pub fn code(kind: ErrorKind) -> u8 {
         ErrorKind::Busy => 4,
         ErrorKind::NoSpace => 5,
         ErrorKind::Corrupt => CORRUPT,
+        ErrorKind::WrongState => 7,
         ErrorKind::Interrupted => INTERRUPTED,
         ErrorKind::Exists | ErrorKind::ReadOnly | ErrorKind::Io | ErrorKind::Unsupported | ErrorKind::Stopped => 1,
     }

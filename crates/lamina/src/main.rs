@@ -61,7 +61,10 @@ impl From<io::Error> for End {
 }
 
 fn main() -> ExitCode {
+    generate::complete();
     let exec = cli::usage::is_exec(std::env::args_os());
+    // Known also if the arguments cannot be parsed.
+    let form = Form::new(std::env::args_os().take_while(|word| word != "--").any(|word| word == "--json"));
     let usage = if exec { exit::EXEC_FAILED } else { exit::USAGE };
     let end = match Cli::try_parse() {
         Ok(cli) => match run(cli).unwrap_or_else(|end| end) {
@@ -74,17 +77,15 @@ fn main() -> ExitCode {
         Err(error) if cli::usage::is_answer(&error) => error.print().map_or_else(End::from, |()| End::Code(0)),
         Err(error) => End::Usage(cli::usage::sentence(&error)),
     };
-    let (code, sentence) = match end {
+    let (code, error) = match end {
         End::Code(code) => (code, None),
-        End::Failed(error) => (exit::code(error.kind()), Some(error.to_string())),
-        End::Coded(code, error) => (code, Some(error.to_string())),
-        End::Usage(sentence) => (usage, Some(sentence)),
+        End::Failed(error) => (exit::code(error.kind()), Some((error.kind().name(), error.to_string()))),
+        End::Coded(code, error) => (code, Some((error.kind().name(), error.to_string()))),
+        End::Usage(sentence) => (usage, Some(("usage", sentence))),
         End::Unread => (exit::INTERRUPTED, None),
     };
-    if let Some(sentence) = sentence {
-        // Errors are printed on one line. Writing may fail if stderr is closed, which is ignored.
-        let line: Vec<&str> = sentence.lines().map(str::trim).collect();
-        let _ = writeln!(io::stderr(), "lamina: {}", line.join(" "));
+    if let Some((kind, sentence)) = error {
+        output::complain_of_error(form, kind, &sentence, code);
     }
     ExitCode::from(code)
 }
@@ -216,8 +217,8 @@ fn ask(target: &Target, form: Form, request: Request) -> Result<End, End> {
 /// The result of a command whose reply was printed: failures are printed to stderr, and set the exit code.
 fn end(form: Form, reply: &Reply) -> Result<End, End> {
     Ok(End::Code(match reply {
-        Reply::Machine(MachineReply::Each { failed, .. }) => output::complain(failed),
-        Reply::Machine(MachineReply::Cloned(cloned)) => output::complain_of_clones(cloned),
+        Reply::Machine(MachineReply::Each { failed, .. }) => output::complain(form, failed),
+        Reply::Machine(MachineReply::Cloned(cloned)) => output::complain_of_clones(form, cloned),
         Reply::Machine(MachineReply::Executed { name, execution }) => return executed(form, name, execution),
         Reply::JobEnded(ended) => match &ended.outcome {
             Some((_, reply)) => return end(form, reply),

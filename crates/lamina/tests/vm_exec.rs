@@ -31,7 +31,10 @@ fn exit_codes_and_output_of_a_program_are_told_from_those_of_lamina() {
     assert_eq!((&value["ended"], &value["exit_code"], &value["stdout"]), (&true.into(), &125.into(), &"out\n".into()));
     let done = room.run("vm exec web --json -- /no/such/program");
     let value: serde_json::Value = serde_json::from_str(&done.stdout).unwrap();
-    assert_eq!((done.code, &value["exit_code"], &value["problem"]), (127, &serde_json::Value::Null, &"not_found".into()));
+    assert_eq!(
+        (done.code, &value["exit_code"], &value["problem"]),
+        (127, &serde_json::Value::Null, &"not_found".into())
+    );
 
     // More than a line of the agent's protocol could have before, and more than the agent keeps.
     let print = |bytes: u64| shell(&room, "", &format!("head -c {bytes} /dev/zero | tr '\\000' x"));

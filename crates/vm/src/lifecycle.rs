@@ -32,7 +32,7 @@ pub enum Stop {
 pub fn start(change: &Change, machines: &Machines, images: &Images, features: &Features, paused: bool) -> Result<()> {
     let machine = change.machine();
     if machine.process()?.is_some() {
-        return Err(Error::new(ErrorKind::Exists, format!("machine '{}' runs already", machine.name())));
+        return Err(Error::new(ErrorKind::WrongState, format!("machine '{}' runs already", machine.name())));
     }
     change.sweep()?;
     let nbd = machines.disks().server()?;
@@ -126,14 +126,17 @@ pub fn stop(change: &Change, how: Stop) -> Result<()> {
         freeze::forget(machine)?;
         return change.sweep();
     }
-    let process = machine.running()?;
+    let Some(process) = machine.process()? else {
+        let text = format!("machine '{}' does not run: there is nothing to stop", machine.name());
+        return Err(Error::new(ErrorKind::WrongState, text));
+    };
     match how {
         Stop::Now => process.quit(machine.monitor().ok().as_mut())?,
         Stop::Ask(patience) => {
             if machine.state()? == MachineState::Paused {
                 let text =
                     format!("the guest of machine '{}' is paused and cannot react; resume it first", machine.name());
-                return Err(Error::new(ErrorKind::Invalid, text));
+                return Err(Error::new(ErrorKind::WrongState, text));
             }
             // The connection to the agent stays open until the guest is off.
             let mut agent = machine.agent(AGENT_PATIENCE)?;

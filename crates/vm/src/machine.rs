@@ -181,7 +181,10 @@ impl Machine {
 
     /// Its current process; an error if it is not running.
     pub fn running(&self) -> Result<Process> {
-        let stopped = || Error::new(ErrorKind::Invalid, format!("machine '{}' does not run", self.name()));
+        let stopped = || {
+            let text = format!("machine '{0}' does not run; 'lamina vm start {0}' starts it", self.name());
+            Error::new(ErrorKind::WrongState, text)
+        };
         self.process()?.ok_or_else(stopped)
     }
 

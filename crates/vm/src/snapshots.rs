@@ -167,7 +167,7 @@ pub fn take(host: &Host, change: &Change, name: &str, options: Options) -> Resul
     let state = machine.state()?;
     if options.memory && !matches!(state, MachineState::Running | MachineState::Paused) {
         let text = format!("machine '{}' does not run: it has no memory to save", machine.name());
-        return Err(Error::new(ErrorKind::Invalid, text));
+        return Err(Error::new(ErrorKind::WrongState, text));
     }
     let (folder, disks) = (folder(machine), host.disks());
     if folder.join(name).exists() {

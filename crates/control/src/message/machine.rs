@@ -71,6 +71,8 @@ pub enum MachineVerb {
     Show {
         /// The machine.
         name: String,
+        /// Whether a front end prints all its children, instead of their number and the first ones.
+        children: bool,
     },
     /// All machines.
     List,

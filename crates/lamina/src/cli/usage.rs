@@ -4,7 +4,7 @@ use clap::error::ErrorKind;
 use std::ffi::OsString;
 
 /// Options before the verb of `lamina vm` whose value is a word of its own.
-const WITH_VALUE: [&str; 6] = ["--datastore", "-d", "-D", "--log", "--qemu", "--memory-folder"];
+const WITH_VALUE: [&str; 5] = ["--datastore", "-D", "--log", "--qemu", "--memory-folder"];
 
 /// True for help and version texts, which are printed to stdout and are not errors.
 pub fn is_answer(error: &clap::Error) -> bool {
@@ -59,7 +59,7 @@ mod tests {
         for (line, exec) in [
             ("lamina vm exec web -- true", true),
             ("lamina --json vm --qemu x exec web --wrong", true),
-            ("lamina -d exec vm --qemu=x exec", true),
+            ("lamina -D exec vm --qemu=x exec", true),
             ("lamina vm show exec", false),
             ("lamina disk show web -- vm exec", false),
             ("lamina exec", false),

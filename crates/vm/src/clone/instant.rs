@@ -88,11 +88,11 @@ fn image(
                 "machine '{}' does not run, so there is no memory to share: start it first, or make linked clones",
                 machine.name()
             );
-            return Err(Error::new(ErrorKind::Invalid, text));
+            return Err(Error::new(ErrorKind::WrongState, text));
         }
         _ => {
             let text = format!("machine '{}' is paused: resume it, or freeze it, then clone it", machine.name());
-            return Err(Error::new(ErrorKind::Invalid, text));
+            return Err(Error::new(ErrorKind::WrongState, text));
         }
     }
     let agent = match options.inside {

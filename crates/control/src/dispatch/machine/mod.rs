@@ -70,7 +70,7 @@ impl Work<'_> {
             }),
             MachineVerb::Pause { names } => self.each(names, &|name| lifecycle::pause(&host.change(name)?)),
             MachineVerb::Resume { names } => self.each(names, &|name| lifecycle::resume(&host.change(name)?)),
-            MachineVerb::Show { name } => show::one(host, &name),
+            MachineVerb::Show { name, .. } => show::one(host, &name),
             MachineVerb::List => show::all(host),
             MachineVerb::Delete { names, keep_disks, promote, force } => self.each(names, &|name| {
                 let _working = host.work()?;

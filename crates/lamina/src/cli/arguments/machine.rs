@@ -145,6 +145,9 @@ pub enum VmCommand {
         /// The machine.
         #[arg(value_name = "VM", value_parser = parse_machine)]
         name: String,
+        /// Print all clones that are based on it, instead of the first ten.
+        #[arg(long)]
+        children: bool,
     },
     /// List all machines.
     List,
@@ -223,7 +226,7 @@ impl VmCommand {
             }
             Self::Pause { names } => MachineVerb::Pause { names: names.clone() },
             Self::Resume { names } => MachineVerb::Resume { names: names.clone() },
-            Self::Show { name } => MachineVerb::Show { name: name.clone() },
+            Self::Show { name, children } => MachineVerb::Show { name: name.clone(), children: *children },
             Self::List => MachineVerb::List,
             Self::Delete { names, keep_disks, promote, force } => {
                 MachineVerb::Delete { names: names.clone(), keep_disks: *keep_disks, promote: *promote, force: *force }

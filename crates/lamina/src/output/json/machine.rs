@@ -104,6 +104,7 @@ fn machine(info: &MachineInfo) -> Value {
         "console_log": info.console_log, "log": info.log,
         "snapshots": snapshots(&info.definition.name, &info.snapshots),
         "frozen": info.frozen, "image": info.image, "children": children.collect::<Vec<Value>>(),
+        "children_count": info.children.len(),
         "folder": info.folder,
     });
     if let (Some(value), Some(more)) = (value.as_object_mut(), more.as_object()) {

@@ -12,6 +12,8 @@ use vm::definition::Origin;
 use vm::machine::MachineState;
 use vm::snapshots::Record;
 
+/// Most children of a machine that are listed, unless all are requested.
+const CHILDREN_TOLD_MAX: usize = 10;
 /// Most names that are listed when many machines are made at once.
 const NAMES_TOLD_MAX: usize = 5;
 
@@ -21,7 +23,7 @@ pub fn print(out: &mut dyn Write, verb: &MachineVerb, reply: &MachineReply) -> i
         MachineReply::Created(definition) => writeln!(out, "made machine {} ({})", definition.name, definition.uuid),
         MachineReply::Each { done, .. } if done.is_empty() => Ok(()),
         MachineReply::Each { done, .. } => writeln!(out, "{} {}", words::done(verb), done.join(", ")),
-        MachineReply::Machine(info) => print_one(out, info),
+        MachineReply::Machine(info) => print_one(out, info, matches!(verb, MachineVerb::Show { children: true, .. })),
         MachineReply::Machines(machines) => print_all(out, machines),
         MachineReply::SnapshotTaken { machine, record, .. } => {
             writeln!(out, "took {machine}@{}: {}", record.name, words::how_taken(reply))
@@ -102,7 +104,7 @@ fn print_snapshots(out: &mut dyn Write, machine: &str, records: &[Record]) -> io
     table.print(out)
 }
 
-fn print_one(out: &mut dyn Write, info: &MachineInfo) -> io::Result<()> {
+fn print_one(out: &mut dyn Write, info: &MachineInfo, all_children: bool) -> io::Result<()> {
     let defined = &info.definition;
     let state = info.state.name();
     let accelerator = &info.accelerator;
@@ -132,7 +134,13 @@ fn print_one(out: &mut dyn Write, info: &MachineInfo) -> io::Result<()> {
     several("clone of", defined.origin.iter().map(origin).collect());
     several("snapshots", info.snapshots.iter().map(|it| format!("{} ({})", it.name, it.consistency)).collect());
     several("image", info.image.iter().cloned().collect());
-    several("children", info.children.iter().map(|(at, child)| format!("{child} (on {at})")).collect());
+    let most = if all_children { usize::MAX } else { CHILDREN_TOLD_MAX };
+    let mut children: Vec<String> =
+        info.children.iter().take(most).map(|(at, child)| format!("{child} (on {at})")).collect();
+    if info.children.len() > most {
+        children.push(format!("and {} more; --children prints all", info.children.len() - most));
+    }
+    several("children", children);
     print_facts(out, &facts)
 }
 
