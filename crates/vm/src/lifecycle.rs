@@ -5,7 +5,7 @@ use crate::instant::image::Images;
 use crate::instant::{child, freeze};
 use crate::machine::{Change, Hold, Machine, MachineState, MemoryRecord, Start, Successor, remove_if_there};
 use crate::machines::Machines;
-use crate::qemu::command::Memory;
+use crate::qemu::command::{Memory, network_device};
 use crate::qemu::features::Features;
 use error::{Error, ErrorKind, Result};
 use serde_json::json;
@@ -51,8 +51,8 @@ pub fn start(change: &Change, machines: &Machines, images: &Images, features: &F
         // From here on its disks may change, so it must not be started from the image again.
         freeze::forget(machine)?;
         // The machine itself continues, not a copy of it, so its network is connected again.
-        for index in 0..image.record.machine.networks.len() {
-            successor.monitor.execute("set_link", json!({ "name": format!("nic{index}"), "up": true }))?;
+        for network in &image.record.machine.networks {
+            successor.monitor.execute("set_link", json!({ "name": network_device(network), "up": true }))?;
         }
         return go(&mut successor, paused);
     }

@@ -138,7 +138,9 @@ impl Machine {
             ));
         }
         let text = fs::read_to_string(&path).during(|| format!("reading '{}'", path.display()))?;
-        Definition::parse(&text, &path.display().to_string())
+        let definition = Definition::parse(&text, &path.display().to_string())?;
+        // After a rename that was interrupted, the file has the former name.
+        Ok(Definition { name: self.name(), ..definition })
     }
 
     /// The disks that the text of its definition names, also if it is not a valid definition.
@@ -316,8 +318,7 @@ impl Change {
 
     /// Writes its definition.
     pub fn define(&self, definition: &Definition) -> Result<()> {
-        definition.check()?;
-        durable::write(&self.machine.folder.join(DEFINITION), definition.to_text()?.as_bytes())
+        define(&self.machine.folder, definition)
     }
 
     /// Starts a process in addition to the current one, if any.
@@ -453,6 +454,12 @@ impl Drop for Holding {
             tracing::warn!("{error}");
         }
     }
+}
+
+/// Writes the definition of the machine in a folder that the caller has locked.
+pub(crate) fn define(folder: &Path, definition: &Definition) -> Result<()> {
+    definition.check()?;
+    durable::write(&folder.join(DEFINITION), definition.to_text()?.as_bytes())
 }
 
 /// Removes a file; a missing file is not an error.

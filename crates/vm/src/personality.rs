@@ -17,6 +17,7 @@
 use crate::agent::Agent;
 use crate::definition::{Definition, check_name};
 use crate::identity::new_uuid;
+use crate::qemu::command;
 use error::{Error, ErrorKind, Result};
 use std::fmt::Write;
 use std::time::Duration;
@@ -78,7 +79,7 @@ address() {{
 "#
     );
     for network in &definition.networks {
-        let _ = writeln!(text, "address 0000:00:{:02x}.0 {}", network.slot, network.mac);
+        let _ = writeln!(text, "address {} {}", command::pci_address(network.slot), network.mac);
     }
     let _ = write!(text, "[ -x /etc/lamina/clone-hook ] && exec /etc/lamina/clone-hook {name}\nexit 0\n");
     Ok(text)
@@ -114,6 +115,9 @@ mod tests {
             uuid: new_uuid().unwrap(),
             cpus: 1,
             memory: 64 << 20,
+            ports: 2,
+            autostart: false,
+            arguments: Vec::new(),
             boot: None,
             origin: None,
             disks: Vec::new(),

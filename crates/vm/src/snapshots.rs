@@ -393,7 +393,8 @@ fn revert_disks(host: &Host, change: &Change, record: &Record) -> Result<()> {
         // The process that had the disk open was just ended, and its connection may not be closed yet.
         while_busy(RELEASE_PATIENCE, || host.disks().revert(&snapshot.disk, &snapshot.name))?;
     }
-    change.define(&record.machine)?;
+    // The machine may have been renamed since.
+    change.define(&Definition { name: machine.name(), ..record.machine.clone() })?;
     remove_if_there(&machine.folder().join(REVERTING))?;
     durable::sync(machine.folder())
 }

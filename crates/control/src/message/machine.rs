@@ -12,6 +12,7 @@ use std::path::PathBuf;
 use vm::agent::Execution;
 use vm::clone::{Inside, Source};
 use vm::definition::{CloneKind, Definition, Link};
+use vm::edit::Edit;
 use vm::machine::MachineState;
 use vm::snapshots::Record;
 
@@ -43,10 +44,26 @@ pub struct MachineSnapshot {
 pub enum MachineVerb {
     /// Create a machine.
     Create(NewMachine),
+    /// Change a machine.
+    Edit {
+        /// The machine.
+        name: String,
+        /// What to change.
+        edit: Edit,
+    },
+    /// Give a machine that is off another name.
+    Rename {
+        /// The machine.
+        name: String,
+        /// Its new name.
+        to: String,
+    },
     /// Start machines. A frozen machine continues where it was frozen.
     Start {
         /// The machines.
         names: Vec<String>,
+        /// Start all machines that are marked for this, instead of `names`.
+        autostart: bool,
         /// Start with the guests paused.
         paused: bool,
     },
@@ -54,6 +71,8 @@ pub enum MachineVerb {
     Stop {
         /// The machines.
         names: Vec<String>,
+        /// Stop all machines that run, instead of `names`.
+        all: bool,
         /// Seconds that a guest has to shut down; `None` to power off at once.
         timeout: Option<u64>,
     },
@@ -206,6 +225,8 @@ impl MachineVerb {
         match self {
             Self::Show { .. } | Self::List | Self::SnapshotList { .. } | Self::Console { .. } => false,
             Self::Create(_)
+            | Self::Edit { .. }
+            | Self::Rename { .. }
             | Self::Start { .. }
             | Self::Stop { .. }
             | Self::Pause { .. }
@@ -228,6 +249,15 @@ impl MachineVerb {
 pub enum MachineReply {
     /// Reply to `Create`.
     Created(Definition),
+    /// Reply to `Edit`.
+    Edited(Definition),
+    /// Reply to `Rename`.
+    Renamed {
+        /// The former name.
+        name: String,
+        /// The definition with the new name.
+        definition: Definition,
+    },
     /// Reply to operations on several machines.
     Each {
         /// Machines on which the operation succeeded.

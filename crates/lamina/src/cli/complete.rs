@@ -45,7 +45,7 @@ fn named(verbs: &[&str], argument: &Arg) -> Option<Named> {
         }
         (["snapshot", "create"], _, Some("DISK@SNAPSHOT")) => Some(Named::NewSnapshot),
         (_, _, Some("DISK@SNAPSHOT")) => Some(Named::Snapshot),
-        (["vm", "create"], ..) => None,
+        (["vm", "create"], ..) | (["vm", "rename"], "to", _) => None,
         (["vm", "clone"], "source", _) => Some(Named::MachineState),
         (["vm", "clone"], ..) => None,
         (["vm", ..], _, Some("VM")) => Some(Named::Machine),

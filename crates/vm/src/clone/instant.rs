@@ -12,6 +12,7 @@ use crate::instant::{child, freeze, running};
 use crate::machine::{Hold, Machine, MachineState};
 use crate::machines::{Making, Snapshot};
 use crate::personality::{self, Given};
+use crate::qemu::command::network_device;
 use error::{Error, ErrorKind, Result};
 use parking_lot::Mutex;
 use serde_json::json;
@@ -143,8 +144,8 @@ fn run(
         };
         made.same_randomness = !given.reseeded;
     }
-    for index in 0..definition.networks.len() {
-        successor.monitor.execute("set_link", json!({ "name": format!("nic{index}"), "up": true }))?;
+    for network in &definition.networks {
+        successor.monitor.execute("set_link", json!({ "name": network_device(network), "up": true }))?;
     }
     Ok(made)
 }

@@ -60,14 +60,27 @@ impl Work<'_> {
         let host = &self.host;
         match verb {
             MachineVerb::Create(new) => create(host, &new).map(MachineReply::Created),
-            MachineVerb::Start { names, paused } => self.each(names, &|name| {
+            MachineVerb::Edit { name, edit } => {
                 let _working = host.work()?;
-                start(host, name, paused)
-            }),
-            MachineVerb::Stop { names, timeout } => self.each(names, &|name| {
+                vm::edit::edit(&host.change(&name)?, host, &edit).map(MachineReply::Edited)
+            }
+            MachineVerb::Rename { name, to } => {
+                let _working = host.work()?;
+                let definition = vm::edit::rename(&host.change(&name)?, host, &to)?;
+                Ok(MachineReply::Renamed { name, definition })
+            }
+            MachineVerb::Start { names, autostart, paused } => {
+                let names = if autostart { marked_for_start(host)? } else { names };
+                self.each(names, &|name| {
+                    let _working = host.work()?;
+                    start(host, name, paused)
+                })
+            }
+            MachineVerb::Stop { names, all, timeout } => {
                 let how = timeout.map_or(Stop::Now, |seconds| Stop::Ask(Duration::from_secs(seconds)));
-                lifecycle::stop(&host.change(name)?, how)
-            }),
+                let names = if all { running(host)? } else { names };
+                self.each(names, &|name| lifecycle::stop(&host.change(name)?, how))
+            }
             MachineVerb::Pause { names } => self.each(names, &|name| lifecycle::pause(&host.change(name)?)),
             MachineVerb::Resume { names } => self.each(names, &|name| lifecycle::resume(&host.change(name)?)),
             MachineVerb::Show { name, .. } => show::one(host, &name),
@@ -129,6 +142,30 @@ impl Work<'_> {
 
 fn millis(time: Duration) -> f64 {
     time.as_secs_f64() * 1e3
+}
+
+/// The machines that run.
+fn running(host: &Host) -> Result<Vec<String>> {
+    let mut names = Vec::new();
+    for machine in host.machines().list()? {
+        if machine.process()?.is_some() {
+            names.push(machine.name());
+        }
+    }
+    Ok(names)
+}
+
+/// The machines that are marked for a start with the host, and do not run.
+fn marked_for_start(host: &Host) -> Result<Vec<String>> {
+    let mut names = Vec::new();
+    for machine in host.machines().list()? {
+        match machine.definition() {
+            Ok(definition) if definition.autostart && machine.process()?.is_none() => names.push(definition.name),
+            Ok(_) => {}
+            Err(error) => tracing::warn!("{error}"),
+        }
+    }
+    Ok(names)
 }
 
 fn start(host: &Host, name: &str, paused: bool) -> Result<()> {

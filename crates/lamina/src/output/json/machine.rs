@@ -10,7 +10,12 @@ use vm::snapshots::Record;
 /// The JSON output for a reply.
 pub fn value(verb: &MachineVerb, reply: &MachineReply) -> Value {
     match reply {
-        MachineReply::Created(made) => definition(made),
+        MachineReply::Created(made) | MachineReply::Edited(made) => definition(made),
+        MachineReply::Renamed { name, definition: renamed } => {
+            let mut value = definition(renamed);
+            value["former_name"] = json!(name);
+            value
+        }
         MachineReply::Each { done, failed } => json!({ words::done(verb): done, "failed": failures(failed) }),
         MachineReply::Machine(info) => machine(info),
         MachineReply::Machines(machines) => {
@@ -79,6 +84,7 @@ fn definition(definition: &Definition) -> Value {
         networks.map(|it| json!({ "mac": it.mac, "link": words::link(&it.link), "slot": it.slot })).collect();
     json!({
         "name": definition.name, "uuid": definition.uuid, "cpus": definition.cpus, "memory": definition.memory,
+        "ports": definition.ports, "autostart": definition.autostart, "qemu_arguments": definition.arguments,
         "boot": definition.boot, "disks": disks, "networks": networks, "origin": definition.origin,
     })
 }

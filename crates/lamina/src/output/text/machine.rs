@@ -21,6 +21,8 @@ const NAMES_TOLD_MAX: usize = 5;
 pub fn print(out: &mut dyn Write, verb: &MachineVerb, reply: &MachineReply) -> io::Result<()> {
     match reply {
         MachineReply::Created(definition) => writeln!(out, "made machine {} ({})", definition.name, definition.uuid),
+        MachineReply::Edited(definition) => writeln!(out, "changed {}", definition.name),
+        MachineReply::Renamed { name, definition } => writeln!(out, "machine {name} is {} now", definition.name),
         MachineReply::Each { done, .. } if done.is_empty() => Ok(()),
         MachineReply::Each { done, .. } => writeln!(out, "{} {}", words::done(verb), done.join(", ")),
         MachineReply::Machine(info) => print_one(out, info, matches!(verb, MachineVerb::Show { children: true, .. })),
@@ -116,6 +118,17 @@ fn print_one(out: &mut dyn Write, info: &MachineInfo, all_children: bool) -> io:
         ("cpus", defined.cpus.to_string()),
         ("memory", memory(defined.memory, info.memory)),
     ];
+    if defined.autostart {
+        facts.push(("autostart", "yes".into()));
+    }
+    if defined.ports > 0 {
+        let used = defined.disks.iter().filter(|disk| disk.is_in_port()).count()
+            + defined.networks.iter().filter(|network| network.is_in_port()).count();
+        facts.push(("ports", format!("{used} of {} in use", defined.ports)));
+    }
+    if !defined.arguments.is_empty() {
+        facts.push(("QEMU arguments", defined.arguments.join(" ")));
+    }
     if let Some(boot) = &defined.boot {
         facts.push(("kernel", boot.kernel.display().to_string()));
     }
