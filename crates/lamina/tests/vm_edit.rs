@@ -140,11 +140,16 @@ fn disks_and_cards_come_grow_and_go_while_a_guest_works() {
         room.until("the guest sees the new size", || room.shell("web", "cat /sys/block/vdb/size") == "32768");
         assert_eq!(room.shell("web", "head -n 1 /dev/vdb"), pattern);
         if round == 1 {
-            // A saved state has the added devices too.
+            // A saved state has the added devices too. Its clock is that of the host after a revert.
+            room.shell("web", "date -s '2001-02-03 04:05:06'");
             room.run("vm snapshot create web@live --memory").ok();
             room.shell("web", "echo changed >/run/changed");
-            room.run("vm revert web@live").ok();
+            let reverted = room.run("vm revert web@live --json").json();
+            assert_eq!((&reverted["clock_set"], &reverted["clock_problem"]), (&json!(true), &json!(null)));
             room.until_answers("web");
+            let now = || std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap().as_secs();
+            let (before, clock) = (now(), room.shell("web", "date +%s").parse::<u64>().unwrap());
+            assert!((before.saturating_sub(5)..=now() + 5).contains(&clock), "{clock}, not {before}");
             assert!(!has("/run/changed") && has("/dev/vdb"));
             room.run("vm snapshot delete web@live").ok();
         }

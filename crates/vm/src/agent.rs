@@ -136,7 +136,11 @@ impl Agent {
         if !input.is_empty() {
             wanted["input-data"] = BASE64.encode(input).into();
         }
-        let pid = match self.client.execute("guest-exec", wanted) {
+        // On a slow host a single answer may take as long as the program may.
+        self.client.set_patience(patience.max(PATIENCE));
+        let started = self.client.execute("guest-exec", wanted);
+        self.client.set_patience(PATIENCE);
+        let pid = match started {
             Ok(started) => started["pid"].clone(),
             // The agent has only sentences for the error of the guest's system call.
             Err(error) if error.kind() == ErrorKind::Invalid && error.to_string().starts_with("QEMU refuses") => {
@@ -169,6 +173,16 @@ impl Agent {
             }
             thread::sleep(pause);
             pause = POLL[1].min(pause * 2);
+        }
+    }
+
+    /// Sets the guest's clock to that of the host.
+    pub fn set_time(&mut self) -> Result<()> {
+        let nanoseconds = backend::clock::nanoseconds();
+        match self.client.execute("guest-set-time", json!({ "time": nanoseconds })) {
+            // The system's clock was set. A guest without `hwclock` cannot set its hardware clock, which is right anyway.
+            Err(error) if error.to_string().contains("hwclock") => Ok(()),
+            outcome => outcome.map(drop),
         }
     }
 

@@ -16,6 +16,8 @@ use std::time::{Duration, Instant};
 const RELEASE_PATIENCE: Duration = Duration::from_secs(3);
 /// How long the guest's agent may take to answer before the power button is pressed instead.
 const AGENT_PATIENCE: Duration = Duration::from_secs(2);
+/// How long the guest's agent may take to answer before its clock stays as it is.
+const CLOCK_PATIENCE: Duration = Duration::from_secs(5);
 /// Interval at which the clients of a disk are checked.
 const RELEASE_INTERVAL: Duration = Duration::from_millis(20);
 
@@ -54,7 +56,14 @@ pub fn start(change: &Change, machines: &Machines, images: &Images, features: &F
         for network in &image.record.machine.networks {
             successor.monitor.execute("set_link", json!({ "name": network_device(network), "up": true }))?;
         }
-        return go(&mut successor, paused);
+        go(&mut successor, paused)?;
+        if !paused
+            && image.record.agent == Some(true)
+            && let Err(why) = set_clock(machine)
+        {
+            tracing::warn!(machine = machine.name(), "the guest's clock is that of the time when it was frozen: {why}");
+        }
+        return Ok(());
     }
     let file = images.new_memory()?;
     let start = Start {
@@ -155,6 +164,16 @@ pub fn stop(change: &Change, how: Stop) -> Result<()> {
         }
     }
     change.sweep()
+}
+
+/// Sets the clock of a guest that continues from a saved state to that of the host, through its agent. Returns why it
+/// could not be set.
+pub fn set_clock(machine: &Machine) -> std::result::Result<(), String> {
+    match machine.agent(CLOCK_PATIENCE) {
+        Ok(Some(mut agent)) => agent.set_time().map_err(|error| error.to_string()),
+        Ok(None) => Err("no guest agent answers".into()),
+        Err(error) => Err(error.to_string()),
+    }
 }
 
 /// Pauses the guest.

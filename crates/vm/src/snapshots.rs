@@ -21,6 +21,7 @@ use crate::durable;
 use crate::host::Host;
 use crate::instant::freeze::{self, Memories};
 use crate::instant::{pages, running, state};
+use crate::lifecycle;
 use crate::machine::{Change, Hold, Machine, MachineState, MemoryRecord, Start, remove_if_there};
 use crate::machines::Snapshot;
 use crate::qemu::command::Memory;
@@ -333,15 +334,24 @@ fn finish_deleting(disks: &dyn Disks, old: &Path) -> Result<()> {
     fs::remove_dir_all(old).during(|| format!("removing '{}'", old.display()))
 }
 
+/// The state of a machine after a revert.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Reverted {
+    /// Whether it runs.
+    pub state: MachineState,
+    /// Whether the clock of a guest that runs was set to that of the host, or why not.
+    pub clock: Option<std::result::Result<(), String>>,
+}
+
 /// Reverts a machine to a snapshot; its current state is lost. If the snapshot has memory, the guest continues from it,
-/// unless `paused`; otherwise the machine is stopped afterwards.
-pub fn revert(host: &Host, change: &Change, name: &str, paused: bool) -> Result<MachineState> {
+/// unless `paused`, and its clock is set; otherwise the machine is stopped afterwards.
+pub fn revert(host: &Host, change: &Change, name: &str, paused: bool) -> Result<Reverted> {
     let machine = change.machine();
     let record = get(machine, name)?;
     durable::write(&machine.folder().join(REVERTING), name.as_bytes())?;
     revert_disks(host, change, &record)?;
     if !record.has_memory() {
-        return Ok(MachineState::Stopped);
+        return Ok(Reverted { state: MachineState::Stopped, clock: None });
     }
     let features = host.features()?;
     let from = folder(machine).join(name);
@@ -369,10 +379,10 @@ pub fn revert(host: &Host, change: &Change, name: &str, paused: bool) -> Result<
         }
     });
     match begun {
-        Ok(_) if paused => Ok(MachineState::Paused),
+        Ok(_) if paused => Ok(Reverted { state: MachineState::Paused, clock: None }),
         Ok(mut successor) => {
             successor.monitor.execute("cont", json!({}))?;
-            Ok(MachineState::Running)
+            Ok(Reverted { state: MachineState::Running, clock: Some(lifecycle::set_clock(machine)) })
         }
         Err(error) => {
             remove_if_there(&file)?;

@@ -295,6 +295,8 @@ pub enum MachineReply {
         snapshot: MachineSnapshot,
         /// The state of the machine after the revert.
         state: MachineState,
+        /// Whether the clock of a guest that runs was set to that of the host, or why not.
+        clock: Option<Result<(), String>>,
     },
     /// Reply to `Clone`.
     Cloned(Box<Cloned>),

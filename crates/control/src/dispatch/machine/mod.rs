@@ -104,8 +104,8 @@ impl Work<'_> {
             MachineVerb::Revert { snapshot, paused } => {
                 let _working = host.work()?;
                 let change = host.change(&snapshot.machine)?;
-                let state = snapshots::revert(host, &change, &snapshot.name, paused)?;
-                Ok(MachineReply::Reverted { snapshot, state })
+                let reverted = snapshots::revert(host, &change, &snapshot.name, paused)?;
+                Ok(MachineReply::Reverted { snapshot, state: reverted.state, clock: reverted.clock })
             }
             MachineVerb::Clone { source, names, options } => clone::make(host, &source, &names, &options, self.watch),
             MachineVerb::Send { source, remote, how, quiesce } => self.send(&source, &remote, &how, quiesce),

@@ -38,9 +38,11 @@ pub fn value(verb: &MachineVerb, reply: &MachineReply) -> Value {
         }
         MachineReply::Snapshots { machine, records } => json!({ "snapshots": snapshots(machine, records) }),
         MachineReply::SnapshotDeleted(gone) => json!({ "deleted": format!("{}@{}", gone.machine, gone.name) }),
-        MachineReply::Reverted { snapshot, state } => {
-            json!({ "name": snapshot.machine, "snapshot": snapshot.name, "state": state })
-        }
+        MachineReply::Reverted { snapshot, state, clock } => json!({
+            "name": snapshot.machine, "snapshot": snapshot.name, "state": state,
+            "clock_set": clock.as_ref().map(Result::is_ok),
+            "clock_problem": clock.as_ref().and_then(|clock| clock.as_ref().err()),
+        }),
         MachineReply::Cloned(cloned) => clones(cloned),
         MachineReply::Sent { sent, .. } => json!(sent),
         MachineReply::Frozen { name, image, stop_ms, disks_ms, state_ms } => json!({

@@ -32,9 +32,14 @@ pub fn print(out: &mut dyn Write, verb: &MachineVerb, reply: &MachineReply) -> i
         }
         MachineReply::Snapshots { machine, records } => print_snapshots(out, machine, records),
         MachineReply::SnapshotDeleted(snapshot) => writeln!(out, "deleted {}@{}", snapshot.machine, snapshot.name),
-        MachineReply::Reverted { snapshot, state } => {
-            let off = if *state == MachineState::Stopped { ", and off" } else { "" };
-            writeln!(out, "machine {} is as it was at {}{off}", snapshot.machine, snapshot.name)
+        MachineReply::Reverted { snapshot, state, clock } => {
+            let more = match (state, clock) {
+                (MachineState::Stopped, _) => ", and off".to_owned(),
+                (_, Some(Ok(()))) => "; its clock was set".to_owned(),
+                (_, Some(Err(why))) => format!("; its clock is that of the snapshot: {why}"),
+                (_, None) => String::new(),
+            };
+            writeln!(out, "machine {} is as it was at {}{more}", snapshot.machine, snapshot.name)
         }
         MachineReply::Cloned(cloned) => print_cloned(out, cloned),
         MachineReply::Sent { machine, name, sent, quiet } => {
