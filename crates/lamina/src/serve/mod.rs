@@ -55,7 +55,8 @@ pub fn run(location: &Location, arguments: &ServeArguments, form: Form) -> Resul
     // The path is made absolute, because URIs contain it.
     let location = location.resolved()?;
     location.need_folder("a control socket or a server")?;
-    let datastore = Datastore::open(&location, open_options(arguments))?;
+    let mut cancelled = || signals.pending().next().is_some();
+    let datastore = control::open_to_serve(&location, open_options(arguments), &mut cancelled)?;
     datastore.foreground().set_target(arguments.latency_target);
     let spare = datastore.spare();
     let held = datastore.kept_space().map(KeptSpace::hold);
