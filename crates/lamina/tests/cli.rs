@@ -260,6 +260,8 @@ fn bad_choices_are_usage_errors() {
         "serve --max-unix-connections 0",
         "serve --max-authenticated-connections 16385",
         "serve --max-unauthenticated-connections many",
+        "serve --access rules",
+        "serve --tcp 127.0.0.1:0 --access rules",
         "serve --socket-mode 999",
         "serve --socket-mode 1000",
         "clone a b --count 0",

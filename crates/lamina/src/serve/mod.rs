@@ -28,6 +28,7 @@ use control::jobs::Jobs;
 use control::{Served, Service, Serving, Target, Watch, socket, uri};
 use disk::{Datastore, Location, OpenOptions};
 use error::{Error, ErrorKind, Result};
+use export::access::Rules;
 use export::clients::Clients;
 use export::nbd;
 use exports::DatastoreExports;
@@ -48,6 +49,10 @@ const FILES_BY_CONNECTION: usize = 2;
 /// Serves until a signal stops the server.
 pub fn run(location: &Location, arguments: &ServeArguments, form: Form) -> Result<()> {
     location.require()?;
+    if arguments.access.is_some() && arguments.receive.is_some() && arguments.receive_from.is_empty() {
+        let text = "with --access, --receive needs --receive-from: otherwise every client could replace disks there";
+        return Err(Error::new(ErrorKind::Invalid, text));
+    }
     // Registered first, so that a signal during journal replay is not lost.
     let mut signals = Signals::new([SIGINT, SIGTERM]).map_err(|e| Error::io("registering for signals", e))?;
     let _second_signal = follow::interruption(exit::INTERRUPTED)?;
@@ -207,6 +212,7 @@ fn nbd_config(location: &Location, arguments: &ServeArguments, group: Option<u32
         tls,
         allow_insecure_tcp: arguments.insecure_tcp,
         limits: limits(arguments),
+        rules: arguments.access.as_deref().map(Rules::load).transpose()?.map(Arc::new),
         read_only: arguments.read_only,
         ..nbd::ServerConfig::default()
     })

@@ -97,6 +97,10 @@ pub struct ServeArguments {
     /// Certificates of the authorities that sign client certificates, PEM; clients must then have one.
     #[arg(long, value_name = "FILE", requires = "tls_cert")]
     pub tls_client_ca: Option<PathBuf>,
+    /// File with the disks that each client over TCP may read or write, by the names in client certificates. Without
+    /// it, every client with a certificate may write all disks.
+    #[arg(long, value_name = "FILE", requires = "tcp", requires = "tls_client_ca", conflicts_with = "insecure_tcp")]
+    pub access: Option<PathBuf>,
     /// Let every host that reaches the TCP port read and write every disk without encryption.
     #[arg(long, requires = "tcp")]
     pub insecure_tcp: bool,
