@@ -1,7 +1,7 @@
 //! Files and folders that only their owner can access, whatever the umask of the process is.
 //!
-//! 1. A file or folder has its permissions from the moment it exists: they are never removed afterwards, because another
-//!    process could have opened it meanwhile.
+//! 1. What this module creates has its permissions from the moment it exists. If they were removed afterwards, another
+//!    process could open it before.
 //! 2. [`exposed`] follows no symbolic link, so that it names and changes only what is in the folder itself.
 
 use parking_lot::Mutex;
@@ -14,8 +14,8 @@ use std::process::{Child, Command};
 
 /// Permissions of group and others.
 const OTHERS: u32 = 0o077;
-/// Of these, what the folder of a datastore must not have. Permission to traverse it, without listing, is possible: with
-/// it, a group can reach the server's sockets.
+/// Of these, what the folder of a datastore must not have. Permission to traverse it, without listing, is possible:
+/// with it, a group can reach the server's sockets.
 const LISTING: u32 = 0o066;
 /// The deepest folder that [`exposed`] looks into.
 const DEPTH_MAX: usize = 16;

@@ -52,8 +52,8 @@ enum Owner {
     Us(Arc<Datastore>),
 }
 
-/// Opens the datastore for a process that serves it. As for other commands, an owner that does not answer is waited for:
-/// the kernel may still be ending a server that was killed.
+/// Opens the datastore for a process that serves it. As for other commands, an owner that does not answer is waited
+/// for: the kernel may still be ending a server that was killed.
 ///
 /// # Errors
 /// `Busy` if the owner answers or does not end in time, `Interrupted` if `cancelled` returns true meanwhile.

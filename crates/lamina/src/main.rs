@@ -229,8 +229,8 @@ fn end(form: Form, reply: &Reply) -> Result<End, End> {
     }))
 }
 
-/// The result of `vm exec`, after the program's standard output was printed: its exit code, or one that says why there is
-/// none.
+/// The result of `vm exec`, after the program's standard output was printed: its exit code, or one that says why there
+/// is none.
 fn executed(form: Form, machine: &str, execution: &Execution) -> Result<End, End> {
     let failed =
         |code, text: String| Ok(End::Coded(code, Error::new(ErrorKind::Io, format!("machine '{machine}': {text}"))));

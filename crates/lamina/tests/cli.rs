@@ -347,8 +347,8 @@ fn names_of_disks_snapshots_and_machines_are_completed() {
     assert_eq!(of("snapshot revert web-root@m"), ["web-root@monday"]);
     assert_eq!(of("snapshot create o"), ["other@"]);
     assert_eq!(of("clone web-root"), ["web-root", "web-root@monday"]);
-    assert_eq!(of("vm start "), ["web"]);
-    assert_eq!(of("vm revert "), ["web@before"]);
+    assert_eq!(of("vm start w"), ["web"]);
+    assert_eq!(of("vm revert w"), ["web@before"]);
     assert_eq!(of("vm clone w"), ["web", "web@before"]);
     assert!(of("disk create we").is_empty() && of("disk show x").is_empty());
     assert!(completion.of("-D /nowhere disk show ").is_empty());

@@ -180,7 +180,8 @@ impl Agent {
     pub fn set_time(&mut self) -> Result<()> {
         let nanoseconds = backend::clock::nanoseconds();
         match self.client.execute("guest-set-time", json!({ "time": nanoseconds })) {
-            // The system's clock was set. A guest without `hwclock` cannot set its hardware clock, which is right anyway.
+            // The system's clock was set. A guest without `hwclock` cannot set its hardware clock, which is right
+            // anyway.
             Err(error) if error.to_string().contains("hwclock") => Ok(()),
             outcome => outcome.map(drop),
         }

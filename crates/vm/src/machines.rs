@@ -228,8 +228,8 @@ fn list(folder: &Path) -> Result<Vec<Machine>> {
     Ok(names.into_iter().map(|name| Machine::at(folder.join(name))).collect())
 }
 
-/// Which machine uses which disk, for the machines in a folder that need not exist. Of a definition that cannot be read,
-/// every disk counts that its text names: a mistake in the file must not make its disks removable.
+/// Which machine uses which disk, for the machines in a folder that need not exist. Of a definition that cannot be
+/// read, every disk counts that its text names: a mistake in the file must not make its disks removable.
 pub fn users_of_disks(folder: &Path) -> Result<BTreeMap<String, String>> {
     let mut users = BTreeMap::new();
     if !folder.exists() {

@@ -1,8 +1,8 @@
 //! Adding disks and network cards to a running machine, and removing them.
 //!
-//! QEMU cannot add devices to the root bus of a running machine. So a machine has empty PCI Express ports from its start
-//! ([`Definition::ports`](crate::definition::Definition::ports)): a device that is added while the machine runs is put
-//! into a port, and stays in it afterwards, because a saved state requires the same addresses.
+//! QEMU cannot add devices to the root bus of a running machine. So a machine has empty PCI Express ports from its
+//! start ([`Definition::ports`](crate::definition::Definition::ports)): a device that is added while the machine runs
+//! is put into a port, and stays in it afterwards, because a saved state requires the same addresses.
 //!
 //! 1. The definition names every device of the process: it is extended before a device is added, and reduced after a
 //!    device is gone. If the command is killed in between, repeating it completes it.

@@ -64,8 +64,8 @@ struct Control {
 }
 
 impl Server {
-    /// Listens in the folder of a datastore and answers requests. To be called by the owner of the datastore. Members of
-    /// `group`, if there is one, may do everything that the owner may.
+    /// Listens in the folder of a datastore and answers requests. To be called by the owner of the datastore. Members
+    /// of `group`, if there is one, may do everything that the owner may.
     ///
     /// # Errors
     /// `Unsupported` if the datastore has no local folder, `Exists` if the path of the socket is another file, and

@@ -1,7 +1,7 @@
 //! Completion of names on the command line: disks, snapshots, machines and their snapshots.
 //!
-//! 1. A completion never opens a datastore, because that writes to it: names of disks and snapshots come from its server
-//!    only. Names of machines are names of folders.
+//! 1. A completion never opens a datastore, because that writes to it: names of disks and snapshots come from its
+//!    server only. Names of machines are names of folders.
 //! 2. A completion fails silently, because its output is read by a shell.
 
 use super::definition;

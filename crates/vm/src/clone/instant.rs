@@ -166,8 +166,8 @@ fn run(
 /// Connects to the agent of a guest; `None` if it does not answer in time.
 type Connect<'a> = dyn FnMut(Duration) -> Result<Option<Agent>> + 'a;
 
-/// Gives the guest its own identity; `None` if it has no agent. On a loaded host the agent may answer late, or after its
-/// connection was given up, so the attempt is repeated until `patience` is over.
+/// Gives the guest its own identity; `None` if it has no agent. On a loaded host the agent may answer late, or after
+/// its connection was given up, so the attempt is repeated until `patience` is over.
 fn assign_guest_identity(
     connect: &mut Connect<'_>,
     definition: &Definition,
