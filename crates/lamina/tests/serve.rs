@@ -73,7 +73,7 @@ fn a_server_waits_for_an_owner_that_is_ending() {
         assert!(owner.wait().unwrap().success());
         // An owner that answers is not waited for.
         let begun = std::time::Instant::now();
-        store.run("serve").fails(4, "locked by another owner");
+        store.run("serve").fails(4, "open in another process");
         assert!(begun.elapsed().as_millis() < 2500, "{name}");
         // A server that is killed is succeeded at once.
         server.kill();
