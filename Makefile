@@ -70,4 +70,6 @@ install: build ## Install program, man pages, completions and unit into DESTDIR/
 	$(PROGRAM) completion zsh > $(DESTDIR)$(PREFIX)/share/zsh/site-functions/_lamina
 	$(PROGRAM) completion fish > $(DESTDIR)$(PREFIX)/share/fish/vendor_completions.d/lamina.fish
 	install -d $(DESTDIR)$(PREFIX)/lib/systemd/system
-	install -m 644 packaging/*.service $(DESTDIR)$(PREFIX)/lib/systemd/system
+	for unit in packaging/*.service; do \
+	    sed 's,/usr/bin/lamina,$(PREFIX)/bin/lamina,' "$$unit" > "$(DESTDIR)$(PREFIX)/lib/systemd/system/$${unit#packaging/}"; \
+	done

@@ -33,6 +33,7 @@ pub mod overlay;
 #[cfg(target_os = "linux")]
 pub mod pagemap;
 pub mod portable;
+pub mod private;
 mod queue;
 pub mod random;
 mod readiness;

@@ -2,6 +2,7 @@
 //!
 //! ```text
 //! listen        addresses to listen on: unix sockets with their files, TCP, and who may listen beyond loopback
+//! group         groups of users, by name
 //! peer          the other end of a connection
 //! service       accepting, counting, refusing, a thread for each connection, and stopping
 //! connection    one accepted connection, shared by its protocol and the service
@@ -17,6 +18,7 @@
 #![forbid(unsafe_code)]
 
 pub mod connection;
+mod group;
 pub mod limits;
 pub mod listen;
 pub mod peer;
@@ -27,8 +29,9 @@ pub mod tls;
 pub mod transport;
 
 pub use connection::Connection;
+pub use group::group_id;
 pub use limits::Limits;
 pub use listen::{Access, Address, Listen};
 pub use peer::Peer;
 pub use service::{Drain, Protocol, Refusal, Service, ServiceConfig};
-pub use tls::{ClientTls, TlsConfig, TlsIdentity, TlsStream};
+pub use tls::{CertificateName, ClientTls, TlsConfig, TlsIdentity, TlsStream};

@@ -28,6 +28,8 @@ pub enum Listen {
         /// Permission bits of the socket file, such as `0o600` for its owner only, which decide which users may
         /// connect.
         mode: u32,
+        /// The group of the socket file; `None` for the group of this process.
+        group: Option<u32>,
     },
     /// A unix socket, with mode 0600, in a folder whose lock the caller holds. An existing socket file belonged to an
     /// earlier owner and is replaced. The path may be longer than a socket address allows: [`connect`] reaches it
@@ -35,6 +37,8 @@ pub enum Listen {
     Owned {
         /// Path of the socket.
         path: PathBuf,
+        /// A group that may connect too: the socket then has mode 0660.
+        group: Option<u32>,
     },
     /// A TCP address; port 0 selects a free one.
     Tcp(SocketAddr),
@@ -93,8 +97,8 @@ impl Listen {
     /// Listens, with a non-blocking socket.
     pub(crate) fn bind(&self, access: &Access) -> Result<Listener> {
         let listener = match self {
-            Self::Unix { path, mode } => bind_unix(path, *mode, false)?,
-            Self::Owned { path } => bind_unix(path, 0o600, true)?,
+            Self::Unix { path, mode, group } => bind_unix(path, *mode, *group, false)?,
+            Self::Owned { path, group } => bind_unix(path, if group.is_some() { 0o660 } else { 0o600 }, *group, true)?,
             Self::Tcp(address) => {
                 access.check(*address)?;
                 let during = || format!("listening on {address}");
@@ -180,7 +184,7 @@ pub fn remove_stale(path: &Path) -> Result<()> {
     }
 }
 
-fn bind_unix(path: &Path, mode: u32, owned: bool) -> Result<Listener> {
+fn bind_unix(path: &Path, mode: u32, group: Option<u32>, owned: bool) -> Result<Listener> {
     let what = || format!("listening on unix socket {}", path.display());
     let (address, _folder) = match SocketAddrUnix::new(path) {
         Err(error) if !owned || error != Errno::NAMETOOLONG => {
@@ -192,8 +196,10 @@ fn bind_unix(path: &Path, mode: u32, owned: bool) -> Result<Listener> {
     let mode = Mode::from_raw_mode(mode);
     let attempt = || -> rustix::io::Result<OwnedFd> {
         let socket = new_socket()?;
-        // On Linux the file gets the permissions of the socket, so that other users can connect at no moment.
-        rustix::fs::fchmod(&socket, mode)?;
+        // On Linux the file gets the permissions of the socket, so that other users can connect at no moment. If it has
+        // to get a group, the group of this process cannot connect before.
+        let first = if group.is_some() { mode & Mode::from_raw_mode(0o700) } else { mode };
+        rustix::fs::fchmod(&socket, first)?;
         rustix::net::bind(&socket, &address)?;
         rustix::net::listen(&socket, if owned { BACKLOG_OWNED } else { BACKLOG })?;
         Ok(socket)
@@ -210,6 +216,10 @@ fn bind_unix(path: &Path, mode: u32, owned: bool) -> Result<Listener> {
         outcome => outcome,
     };
     let socket = socket.map_err(|error| Error::io(what(), error.into()))?;
+    if let Some(group) = group {
+        let giving = |error| Error::io(format!("{}: giving it to group {group}", what()), error);
+        std::os::unix::fs::chown(path, None, Some(group)).map_err(giving)?;
+    }
     // Restores permission bits that the umask has removed.
     rustix::fs::chmod(path, mode).map_err(|error| Error::io(what(), error.into()))?;
     let file = SocketFile::of(path).ok_or_else(|| Error::new(ErrorKind::Io, format!("{}: it vanished", what())))?;
@@ -229,7 +239,7 @@ mod tests {
     use std::os::unix::fs::PermissionsExt;
 
     fn unix(path: &Path, mode: u32) -> Listen {
-        Listen::Unix { path: path.to_owned(), mode }
+        Listen::Unix { path: path.to_owned(), mode, group: None }
     }
 
     #[test]
@@ -260,9 +270,9 @@ mod tests {
         std::fs::create_dir(&long).unwrap();
         for path in [folder.path().join("s"), long.join("s")] {
             assert_eq!(connect(&path).unwrap_err().kind(), io::ErrorKind::NotFound);
-            let first = Listen::Owned { path: path.clone() }.bind(&Access::LOCAL).unwrap();
+            let first = Listen::Owned { path: path.clone(), group: None }.bind(&Access::LOCAL).unwrap();
             assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
-            let second = Listen::Owned { path: path.clone() }.bind(&Access::LOCAL).unwrap();
+            let second = Listen::Owned { path: path.clone(), group: None }.bind(&Access::LOCAL).unwrap();
             connect(&path).unwrap();
             first.file.unwrap().remove();
             assert!(path.exists(), "the file of a later owner is not removed");
@@ -276,7 +286,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("s");
         std::fs::write(&path, "mine").unwrap();
-        for listen in [unix(&path, 0o600), Listen::Owned { path: path.clone() }] {
+        for listen in [unix(&path, 0o600), Listen::Owned { path: path.clone(), group: None }] {
             let error = listen.bind(&Access::LOCAL).err().unwrap();
             assert_eq!(error.kind(), ErrorKind::Exists);
             assert!(error.to_string().contains("not a socket"), "{error}");

@@ -9,6 +9,7 @@
 
 use crate::connection::Connection;
 use crate::polling::Polling;
+use crate::tls::CertificateName;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 use rustix::net::{RecvAncillaryBuffer, RecvFlags, SendAncillaryBuffer, SendFlags};
@@ -48,6 +49,16 @@ pub trait Transport: Send {
 
     /// The descriptor to wait on; `None` if the transport never blocks.
     fn descriptor(&self) -> Option<BorrowedFd<'_>>;
+
+    /// Whether the peer has presented a valid certificate.
+    fn peer_has_certificate(&self) -> bool {
+        false
+    }
+
+    /// Whether the peer has presented a valid certificate with this name.
+    fn peer_is(&self, _name: &CertificateName) -> bool {
+        false
+    }
 
     /// Called when TLS over this transport has validated the peer's certificate. An error refuses the peer.
     fn authenticated(&mut self) -> io::Result<()> {

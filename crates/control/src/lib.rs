@@ -41,4 +41,4 @@ pub use message::{
     MachineRequest, MachineSnapshot, MachineSummary, MachineVerb, NewMachine, Part, ReceiveRequest, Reconnect, Reply,
     Request, Resized, SendHow, SendPoint, SendRequest, SendTls, SentDisk, Serving, SnapshotRequest,
 };
-pub use owner::OPEN_OPTIONS;
+pub use owner::{OPEN_OPTIONS, open_to_serve};

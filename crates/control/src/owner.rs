@@ -52,6 +52,34 @@ enum Owner {
     Us(Arc<Datastore>),
 }
 
+/// Opens the datastore for a process that serves it. As for other commands, an owner that does not answer is waited
+/// for: the kernel may still be ending a server that was killed.
+///
+/// # Errors
+/// `Busy` if the owner answers or does not end in time, `Interrupted` if `cancelled` returns true meanwhile.
+pub fn open_to_serve(
+    location: &Location,
+    options: OpenOptions,
+    cancelled: &mut dyn FnMut() -> bool,
+) -> Result<Arc<Datastore>> {
+    let deadline = Instant::now() + OWNER_PATIENCE;
+    loop {
+        match Datastore::open(location, options) {
+            Err(error) if error.kind() == ErrorKind::Busy && Instant::now() < deadline => {
+                // A server that listens does not end soon.
+                if socket::connect(location)?.is_some() {
+                    return Err(error);
+                }
+                if cancelled() {
+                    return Err(Error::new(ErrorKind::Interrupted, "interrupted while waiting for the datastore"));
+                }
+                thread::sleep(RETRY_INTERVAL);
+            }
+            outcome => return outcome,
+        }
+    }
+}
+
 /// Connects to the owner, or opens the datastore.
 fn reach(location: &Location, request: &Request, watch: &dyn Watch) -> Result<Owner> {
     let open = match request {

@@ -52,7 +52,7 @@ fn verbs_need_no_local_folder_except_for_machines_and_servers() {
     let machines = MachineRequest { qemu: "qemu".into(), memory_folder: None, verb: MachineVerb::List };
     refused(ask(Request::Machine(Box::new(machines))).unwrap_err(), "it cannot have virtual machines");
     refused(ask(Request::Job(JobRequest::Show { id: "1".into() })).unwrap_err(), "is not served");
-    let server = socket::Server::start(&location, Box::new(|_, _| Ok(Reply::Settled)));
+    let server = socket::Server::start(&location, None, Box::new(|_, _| Ok(Reply::Settled)));
     refused(server.err().unwrap(), "it cannot have a control socket");
     ask(Request::Disk(DiskRequest::Delete { name: name(), promote: false, force: false })).unwrap();
 }

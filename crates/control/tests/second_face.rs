@@ -32,6 +32,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use vm::clone::{Inside, Source};
 use vm::definition::CloneKind;
+use vm::edit::Edit;
 
 /// Names a request, and lists all names.
 macro_rules! verbs {
@@ -111,6 +112,8 @@ mod machine {
 
     verbs! {
         "vm create": MachineVerb::Create(_),
+        "vm edit": MachineVerb::Edit { .. },
+        "vm rename": MachineVerb::Rename { .. },
         "vm start": MachineVerb::Start { .. },
         "vm stop": MachineVerb::Stop { .. },
         "vm pause": MachineVerb::Pause { .. },
@@ -188,7 +191,7 @@ impl Face {
         let clients =
             Arc::new(export::clients::Clients::of_server(Arc::clone(datastore.directory()), Duration::from_secs(1)));
         let config = nbd::ServerConfig {
-            listen: vec![Listen::Unix { path: socket.clone(), mode: 0o600 }],
+            listen: vec![Listen::Unix { path: socket.clone(), mode: 0o600, group: None }],
             clients: Arc::clone(&clients),
             ..nbd::ServerConfig::default()
         };
@@ -426,7 +429,7 @@ fn machines(face: &Face) {
     };
     face.vm(MachineVerb::Create(new));
     face.vm(MachineVerb::SnapshotCreate { snapshot: snapshot(), memory: false, quiesce: false });
-    face.vm(MachineVerb::Start { names: names(), paused: true });
+    face.vm(MachineVerb::Start { names: names(), autostart: false, paused: true });
     face.vm(MachineVerb::Resume { names: names() });
     face.vm(MachineVerb::Pause { names: names() });
     let console = face.vm(MachineVerb::Console { name: text("web"), log: false });
@@ -435,7 +438,7 @@ fn machines(face: &Face) {
     let execute = MachineVerb::Execute { name: text("web"), command, input: Vec::new(), timeout: 1 };
     face.fails(face.machine(execute), ErrorKind::Unsupported);
     face.vm(MachineVerb::Freeze { name: text("web") });
-    face.vm(MachineVerb::Stop { names: names(), timeout: None });
+    face.vm(MachineVerb::Stop { names: names(), all: false, timeout: None });
     face.vm(MachineVerb::Revert { snapshot: snapshot(), paused: false });
     let source = || Source { machine: text("web"), snapshot: Some(text("s")) };
     let options =
@@ -446,14 +449,22 @@ fn machines(face: &Face) {
     face.fails(face.machine(send), ErrorKind::Invalid);
     let MachineReply::Machines(all) = face.vm(MachineVerb::List) else { panic!("list is list") };
     assert_eq!(all.len(), 2);
-    face.vm(MachineVerb::Delete { names: vec![text("child")], keep_disks: false, promote: false });
+    face.vm(MachineVerb::Delete { names: vec![text("child")], keep_disks: false, promote: false, force: false });
     let MachineReply::Snapshots { records, .. } = face.vm(MachineVerb::SnapshotList { name: text("web") }) else {
         panic!("snapshots are snapshots")
     };
     assert_eq!(records.len(), 1);
     face.vm(MachineVerb::SnapshotDelete { snapshot: snapshot() });
-    face.vm(MachineVerb::Show { name: text("web") });
-    face.vm(MachineVerb::Delete { names: names(), keep_disks: false, promote: false });
+    face.vm(MachineVerb::Edit { name: text("web"), edit: Edit { cpus: Some(2), ..Edit::default() } });
+    face.vm(MachineVerb::Rename { name: text("web"), to: text("shop") });
+    let MachineReply::Renamed { name, definition } =
+        face.vm(MachineVerb::Rename { name: text("shop"), to: text("web") })
+    else {
+        panic!("a rename is a rename")
+    };
+    assert_eq!((name.as_str(), definition.name.as_str(), definition.cpus), ("shop", "web", 2));
+    face.vm(MachineVerb::Show { name: text("web"), children: false });
+    face.vm(MachineVerb::Delete { names: names(), keep_disks: false, promote: false, force: false });
 }
 
 /// Jobs and their events.

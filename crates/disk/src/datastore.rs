@@ -12,6 +12,7 @@ use crate::migrate::{self, Imports};
 use crate::names;
 use crate::native::Native;
 use crate::pace::{self, Background, Foreground};
+use crate::privacy;
 use crate::snapshot_group;
 use crate::spare::Spare;
 use crate::switch::Switches;
@@ -312,6 +313,8 @@ impl Datastore {
             QueueKind::Inline => "inline",
             QueueKind::Medium => "medium",
         };
+        // A status must not fail because a disk's map is damaged: a check reports that.
+        let unwritten = self.native.reserved_in_disks().unwrap_or_default();
         let (background_work, background_rate) = self.foreground.pace();
         Ok(Status {
             uuid: names::uuid_text(&engine.uuid()),
@@ -321,8 +324,8 @@ impl Datastore {
             available: room.available,
             allocated,
             images: images.allocated,
-            data: bytes(counts.data.used),
-            reserved: bytes(counts.reserved),
+            data: bytes(counts.data.used.saturating_sub(unwritten)),
+            reserved: bytes(counts.reserved + unwritten),
             metadata,
             reclaimable: bytes(counts.data.free + counts.held),
             provisioned,
@@ -345,6 +348,9 @@ impl Datastore {
         let mut report = self.native.check(options, progress)?;
         self.foreign.check(options.repair, progress, &mut report)?;
         report.warnings = self.file_system().warnings;
+        if let Some(folder) = self.location.as_ref().and_then(Location::local_path) {
+            privacy::check(folder, options.repair, &mut report)?;
+        }
         Ok(report)
     }
 

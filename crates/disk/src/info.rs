@@ -351,9 +351,10 @@ pub struct Status {
     pub allocated: u64,
     /// Of these, in files of disks in VMware's formats.
     pub images: u64,
-    /// Bytes of data blocks in use.
+    /// Bytes of data blocks in use, without those of thick disks that are not written yet. Of a disk with more than
+    /// 100,000 extents, these are counted in the first ones, and others count as data.
     pub data: u64,
-    /// Bytes of data blocks reserved for thick disks and not used yet.
+    /// Bytes of data blocks reserved for thick disks and not written yet.
     pub reserved: u64,
     /// Bytes of metadata in use.
     pub metadata: u64,

@@ -14,6 +14,7 @@ pub mod migrate;
 mod names;
 mod native;
 pub mod pace;
+mod privacy;
 pub mod salvage;
 pub mod sealed;
 mod snapshot_group;

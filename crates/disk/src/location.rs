@@ -8,7 +8,7 @@
 //!    a record is refused only when it is used, because a record must stay readable if its medium is not registered.
 
 use backend::local::{LocalDirectory, LocalQueues};
-use backend::{Access, Directory, IoMode};
+use backend::{Access, Directory, IoMode, private};
 use error::{Error, ErrorKind, IoContext, Result};
 use parking_lot::RwLock;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
@@ -170,13 +170,21 @@ impl Location {
         path.canonicalize().map(Self::from).during(|| format!("finding '{self}'"))
     }
 
-    /// Creates the folder of a new datastore if it is missing; true if it was missing.
+    /// Creates the folder of a new datastore if it is missing; true if it was missing. Other users have no access, also
+    /// if the folder exists already.
     pub(crate) fn make(&self) -> Result<bool> {
         let Folder(path) = &self.0 else { return Ok(false) };
+        let making = || format!("making {self}");
         if path.exists() {
+            if let Err(error) = private::close_folder(path) {
+                tracing::warn!(datastore = %self, %error, "the folder stays open to other users");
+            }
             return Ok(false);
         }
-        std::fs::create_dir_all(path).during(|| format!("making {self}"))?;
+        if let Some(parent) = path.parent() {
+            std::fs::create_dir_all(parent).during(making)?;
+        }
+        private::create_folder(path).during(making)?;
         Ok(true)
     }
 

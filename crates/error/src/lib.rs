@@ -31,11 +31,13 @@ pub enum ErrorKind {
     Interrupted,
     /// An earlier failure of the medium stopped all writes until the datastore is opened again (EIO).
     Stopped,
+    /// A machine does not run, runs, or is paused, and the operation needs another state (EINVAL).
+    WrongState,
 }
 
 impl ErrorKind {
     /// All kinds.
-    pub const ALL: [Self; 11] = [
+    pub const ALL: [Self; 12] = [
         Self::NotFound,
         Self::Exists,
         Self::Invalid,
@@ -47,6 +49,7 @@ impl ErrorKind {
         Self::Unsupported,
         Self::Interrupted,
         Self::Stopped,
+        Self::WrongState,
     ];
 
     /// The name of the kind in every protocol of this project. Names never change.
@@ -63,6 +66,7 @@ impl ErrorKind {
             Self::Unsupported => "unsupported",
             Self::Interrupted => "interrupted",
             Self::Stopped => "stopped",
+            Self::WrongState => "wrong_state",
         }
     }
 
@@ -174,7 +178,8 @@ mod tests {
             ErrorKind::Io => Some(ErrorKind::Unsupported),
             ErrorKind::Unsupported => Some(ErrorKind::Interrupted),
             ErrorKind::Interrupted => Some(ErrorKind::Stopped),
-            ErrorKind::Stopped => None,
+            ErrorKind::Stopped => Some(ErrorKind::WrongState),
+            ErrorKind::WrongState => None,
         }
     }
 
@@ -199,7 +204,8 @@ mod tests {
             assert_eq!(ErrorKind::from_name(kind.name()), kind);
         }
         let names = ErrorKind::ALL.map(ErrorKind::name).join(" ");
-        let known = "not_found exists invalid busy no_space read_only corrupt io unsupported interrupted stopped";
+        let known = "not_found exists invalid busy no_space read_only corrupt io unsupported interrupted stopped \
+                     wrong_state";
         assert_eq!(names, known);
         assert_eq!(ErrorKind::from_name("tired"), ErrorKind::Io);
     }

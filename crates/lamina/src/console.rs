@@ -1,6 +1,7 @@
 //! `lamina vm console`: access to the guest's first serial port.
 
 use crate::{End, exit, follow};
+use backend::private;
 use control::{MachineReply, Reply};
 use error::{Error, ErrorKind};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -55,7 +56,7 @@ pub fn attach(reply: &Reply, said: bool, quiet: Duration) -> std::result::Result
         return Ok(End::Code(0));
     }
     // The port accepts one connection at a time, and would leave a second one waiting without a message.
-    let lock = File::create(lock).map_err(|e| Error::io(format!("opening '{}'", lock.display()), e))?;
+    let lock = private::create(lock).map_err(|e| Error::io(format!("opening '{}'", lock.display()), e))?;
     if lock.try_lock().is_err() {
         let text = format!("another process is attached to the console of machine '{name}'");
         return Err(Error::new(ErrorKind::Busy, text).into());

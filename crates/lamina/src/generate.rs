@@ -1,15 +1,32 @@
 //! Completion scripts and man pages, generated from the definition of the command line.
 
 use crate::cli;
+use clap_complete::CompleteEnv;
+use clap_complete::env::Shells;
 use error::{Error, Result};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
+/// The environment variable with which a completion script calls this program for the words that can follow.
+const VARIABLE: &str = "LAMINA_COMPLETE";
+
+/// Answers a completion script and exits, if one has called this program.
+pub fn complete() {
+    CompleteEnv::with_factory(cli::complete::definition_with_names).var(VARIABLE).complete();
+}
+
 /// Prints the completion script of a shell.
 pub fn completion(shell: clap_complete::Shell, out: &mut dyn Write) -> io::Result<()> {
-    // The generator panics if writing fails, so it writes to memory first.
+    let shells = Shells::builtins();
+    let Some(completer) = shells.completer(&shell.to_string()) else {
+        return Err(io::Error::new(io::ErrorKind::Unsupported, format!("no completion for {shell}")));
+    };
     let mut script = Vec::new();
-    clap_complete::generate(shell, &mut cli::definition(), "lamina", &mut script);
+    completer.write_registration(VARIABLE, "lamina", "lamina", "lamina", &mut script)?;
+    if shell == clap_complete::Shell::Bash {
+        // bash would take the name after '@' for a word of its own.
+        script.extend_from_slice(b"COMP_WORDBREAKS=${COMP_WORDBREAKS//@/}\n");
+    }
     out.write_all(&script)
 }
 

@@ -28,6 +28,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
 use tracing_subscriber::EnvFilter;
+use vm::agent::Execution;
 
 /// Result of a command.
 enum End {
@@ -35,6 +36,8 @@ enum End {
     Code(u8),
     /// An error.
     Failed(Error),
+    /// An error with an exit code that does not depend on its kind.
+    Coded(u8, Error),
     /// An error in the arguments.
     Usage(String),
     /// The reader of the output has closed it: exit without a message.
@@ -58,21 +61,31 @@ impl From<io::Error> for End {
 }
 
 fn main() -> ExitCode {
+    generate::complete();
+    let exec = cli::usage::is_exec(std::env::args_os());
+    // Known also if the arguments cannot be parsed.
+    let form = Form::new(std::env::args_os().take_while(|word| word != "--").any(|word| word == "--json"));
+    let usage = if exec { exit::EXEC_FAILED } else { exit::USAGE };
     let end = match Cli::try_parse() {
-        Ok(cli) => run(cli).unwrap_or_else(|end| end),
+        Ok(cli) => match run(cli).unwrap_or_else(|end| end) {
+            // All other exit codes belong to the program in the guest.
+            End::Failed(error) if exec && error.kind() != ErrorKind::Interrupted => {
+                End::Coded(exit::EXEC_FAILED, error)
+            }
+            end => end,
+        },
         Err(error) if cli::usage::is_answer(&error) => error.print().map_or_else(End::from, |()| End::Code(0)),
         Err(error) => End::Usage(cli::usage::sentence(&error)),
     };
-    let (code, sentence) = match end {
+    let (code, error) = match end {
         End::Code(code) => (code, None),
-        End::Failed(error) => (exit::code(error.kind()), Some(error.to_string())),
-        End::Usage(sentence) => (exit::USAGE, Some(sentence)),
+        End::Failed(error) => (exit::code(error.kind()), Some((error.kind().name(), error.to_string()))),
+        End::Coded(code, error) => (code, Some((error.kind().name(), error.to_string()))),
+        End::Usage(sentence) => (usage, Some(("usage", sentence))),
         End::Unread => (exit::INTERRUPTED, None),
     };
-    if let Some(sentence) = sentence {
-        // Errors are printed on one line. Writing may fail if stderr is closed, which is ignored.
-        let line: Vec<&str> = sentence.lines().map(str::trim).collect();
-        let _ = writeln!(io::stderr(), "lamina: {}", line.join(" "));
+    if let Some((kind, sentence)) = error {
+        output::complain_of_error(form, kind, &sentence, code);
     }
     ExitCode::from(code)
 }
@@ -204,20 +217,9 @@ fn ask(target: &Target, form: Form, request: Request) -> Result<End, End> {
 /// The result of a command whose reply was printed: failures are printed to stderr, and set the exit code.
 fn end(form: Form, reply: &Reply) -> Result<End, End> {
     Ok(End::Code(match reply {
-        Reply::Machine(MachineReply::Each { failed, .. }) => output::complain(failed),
-        Reply::Machine(MachineReply::Cloned(cloned)) => output::complain_of_clones(cloned),
-        Reply::Machine(MachineReply::Executed { code, errors, .. }) => {
-            if form == Form::Text {
-                io::stderr().write_all(errors)?;
-            }
-            match code {
-                Some(code) => u8::try_from(*code).unwrap_or(1),
-                None => {
-                    let text = "the program in the guest was ended by a signal";
-                    return Err(Error::new(ErrorKind::Io, text).into());
-                }
-            }
-        }
+        Reply::Machine(MachineReply::Each { failed, .. }) => output::complain(form, failed),
+        Reply::Machine(MachineReply::Cloned(cloned)) => output::complain_of_clones(form, cloned),
+        Reply::Machine(MachineReply::Executed { name, execution }) => return executed(form, name, execution),
         Reply::JobEnded(ended) => match &ended.outcome {
             Some((_, reply)) => return end(form, reply),
             None => 0,
@@ -225,6 +227,48 @@ fn end(form: Form, reply: &Reply) -> Result<End, End> {
         reply if finds_fault(reply) => exit::CORRUPT,
         _ => 0,
     }))
+}
+
+/// The result of `vm exec`, after the program's standard output was printed: its exit code, or one that says why there
+/// is none.
+fn executed(form: Form, machine: &str, execution: &Execution) -> Result<End, End> {
+    let failed =
+        |code, text: String| Ok(End::Coded(code, Error::new(ErrorKind::Io, format!("machine '{machine}': {text}"))));
+    let ended = match execution {
+        Execution::Ended(ended) => ended,
+        Execution::NotFound(why) => return failed(exit::PROGRAM_NOT_FOUND, format!("there is no such program: {why}")),
+        Execution::NotRunnable(why) => return failed(exit::NOT_RUNNABLE, format!("the program did not start: {why}")),
+        Execution::StillRuns { pid } => {
+            let text = format!(
+                "the program has not ended within --timeout; it continues in the guest, as process {pid}, and its output \
+                 is lost"
+            );
+            return failed(exit::STILL_RUNS, text);
+        }
+    };
+    if form == Form::Text {
+        io::stderr().write_all(&ended.errors)?;
+    }
+    let how = match (ended.code, ended.signal) {
+        (Some(code), _) => format!("the program ended with exit code {code}"),
+        (None, Some(signal)) => format!("the program was ended by signal {signal}"),
+        (None, None) => "the program was ended by a signal".to_owned(),
+    };
+    let cut = [("standard output", ended.output_cut), ("standard error", ended.errors_cut)];
+    let cut: Vec<&str> = cut.iter().filter(|(_, cut)| *cut).map(|(what, _)| *what).collect();
+    if !cut.is_empty() {
+        let text = format!(
+            "{how}, but the guest's agent kept only the first 16 MiB of its {}: write more output to a file in the guest",
+            cut.join(" and its ")
+        );
+        return failed(exit::EXEC_FAILED, text);
+    }
+    match ended.code {
+        Some(code) => Ok(End::Code(u8::try_from(code).unwrap_or(1))),
+        None => {
+            failed(exit::SIGNAL.saturating_add(ended.signal.and_then(|it| u8::try_from(it).ok()).unwrap_or(0)), how)
+        }
+    }
 }
 
 /// Whether the operation checks for an interruption. Other operations are ended by the signal itself; the next command

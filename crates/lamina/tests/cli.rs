@@ -5,7 +5,7 @@
 use std::collections::BTreeSet;
 use std::fs::File;
 use testkit::process;
-use testkit::process::{Done, files, lamina, run};
+use testkit::process::{Done, Store, files, lamina, run};
 
 /// A command as it is typed, with valid arguments.
 struct Verb {
@@ -21,7 +21,7 @@ const fn verb(name: &'static str, arguments: &'static str) -> Verb {
     Verb { name, arguments, on_datastore: true, demands: !arguments.is_empty() }
 }
 
-const VERBS: [Verb; 68] = [
+const VERBS: [Verb; 70] = [
     Verb { name: "init", arguments: "/nowhere/at/all", on_datastore: false, demands: true },
     verb("status", ""),
     verb("check", ""),
@@ -55,6 +55,8 @@ const VERBS: [Verb; 68] = [
     verb("snapshot diff", "vm1@a vm1@b"),
     verb("clone", "vm1@a vm2"),
     verb("vm create", "vm1 --disk-size 1G"),
+    verb("vm edit", "vm1 --cpus 2"),
+    verb("vm rename", "vm1 vm2"),
     verb("vm list", ""),
     verb("vm show", "vm1"),
     verb("vm start", "vm1"),
@@ -93,6 +95,11 @@ const VERBS: [Verb; 68] = [
     Verb { name: "vm", arguments: "list", on_datastore: false, demands: true },
     Verb { name: "vm snapshot", arguments: "list", on_datastore: false, demands: true },
 ];
+
+/// The exit code of a failure: of `vm exec`, the other codes belong to the program in the guest.
+fn failure(verb: &str, code: i32) -> i32 {
+    if verb == "vm exec" { 125 } else { code }
+}
 
 /// Verbs that accept any number of names.
 const SEVERAL: [&str; 6] = ["snapshot create", "vm start", "vm stop", "vm pause", "vm resume", "vm delete"];
@@ -139,21 +146,21 @@ fn bad_options_and_surplus_arguments_are_usage_errors() {
 fn missing_arguments_are_usage_errors() {
     for Verb { name, .. } in VERBS.iter().filter(|v| v.demands) {
         let done = run(name);
-        assert_eq!((done.code, done.stdout.as_str()), (2, ""), "{name}: {done:?}");
+        assert_eq!((done.code, done.stdout.as_str()), (failure(name, 2), ""), "{name}: {done:?}");
     }
 }
 
 #[test]
 fn no_datastore_named_is_a_usage_error() {
     for Verb { name, arguments, .. } in VERBS.iter().filter(|v| v.on_datastore) {
-        run(&format!("{name} {arguments}")).fails(2, "LAMINA_DATASTORE");
+        run(&format!("{name} {arguments}")).fails(failure(name, 2), "LAMINA_DATASTORE");
         let done: Done = lamina()
             .args(name.split(' ').chain(arguments.split_whitespace()))
             .env("LAMINA_DATASTORE", "")
             .output()
             .unwrap()
             .into();
-        assert_eq!(done.code, 2, "{name}: an empty variable names no datastore: {done:?}");
+        assert_eq!(done.code, failure(name, 2), "{name}: an empty variable names no datastore: {done:?}");
     }
 }
 
@@ -167,7 +174,8 @@ fn a_missing_datastore_is_not_found() {
         for path in [&missing, &file] {
             let path = path.display();
             for form in ["", "--json"] {
-                run(&format!("{name} --datastore {path} {form} {arguments}")).fails(3, &path.to_string());
+                run(&format!("{name} --datastore {path} {form} {arguments}"))
+                    .fails(failure(name, 3), &path.to_string());
             }
             let by_variable: Done = lamina()
                 .args(name.split(' ').chain(arguments.split_whitespace()))
@@ -175,7 +183,7 @@ fn a_missing_datastore_is_not_found() {
                 .output()
                 .unwrap()
                 .into();
-            by_variable.fails(3, &path.to_string());
+            by_variable.fails(failure(name, 3), &path.to_string());
         }
     }
     assert_eq!(files(folder.path()), ["file"], "nothing was made");
@@ -185,7 +193,7 @@ fn a_missing_datastore_is_not_found() {
 fn an_unknown_scheme_is_a_usage_error_and_a_folder_with_a_colon_is_written_with_its_path() {
     let told = "a location is the path of a folder";
     for Verb { name, arguments, .. } in VERBS.iter().filter(|v| v.on_datastore) {
-        run(&format!("{name} --datastore rados:a/b {arguments}")).fails(2, told);
+        run(&format!("{name} --datastore rados:a/b {arguments}")).fails(failure(name, 2), told);
     }
     for command in [
         "init rados:a/b",
@@ -209,31 +217,31 @@ fn an_unknown_scheme_is_a_usage_error_and_a_folder_with_a_colon_is_written_with_
 fn bad_sizes_are_usage_errors() {
     for size in ["10X", "-1", "1.5", "ten", "10GB", "99999999999999999999", "0x10", "1e9", "16E"] {
         for command in ["disk create vm1", "disk create vm1 --size", "disk resize vm1"] {
-            run(&format!("{command} {size} -d /nowhere")).fails(2, "");
+            run(&format!("{command} {size} -D /nowhere")).fails(2, "");
         }
         for option in ["--metadata-cache", "--write-buffer"] {
             run(&format!("serve /nowhere {option}={size}")).fails(2, size);
         }
         run(&format!("init /nowhere/at/all --journal-size={size}")).fails(2, size);
     }
-    run("disk create vm1 10G --size 10G -d /nowhere").fails(2, "--size");
-    run("disk create vm1 -d /nowhere").fails(2, "SIZE");
+    run("disk create vm1 10G --size 10G -D /nowhere").fails(2, "--size");
+    run("disk create vm1 -D /nowhere").fails(2, "SIZE");
 }
 
 #[test]
 fn bad_names_are_usage_errors() {
     for name in ["a/b", "vm@", "@a", "a@b@c", "../x", "a@b/c"] {
         for command in ["disk show", "disk delete", "disk detach", "snapshot list", "snapshot show", "snapshot diff"] {
-            run(&format!("{command} {name} -d /nowhere")).fails(2, name);
+            run(&format!("{command} {name} -D /nowhere")).fails(2, name);
         }
     }
-    run("snapshot show vm1 -d /nowhere").fails(2, "DISK@SNAPSHOT");
-    run("snapshot create vm1@a vm2 -d /nowhere").fails(2, "DISK@SNAPSHOT");
-    run("snapshot diff vm1@a vm2@b -d /nowhere").fails(2, "different disks");
-    run("clone vm1 vm2@a -d /nowhere").fails(2, "vm2@a");
-    let empty: Done = process::output(lamina().args(["disk", "show", "", "-d", "/nowhere"])).into();
+    run("snapshot show vm1 -D /nowhere").fails(2, "DISK@SNAPSHOT");
+    run("snapshot create vm1@a vm2 -D /nowhere").fails(2, "DISK@SNAPSHOT");
+    run("snapshot diff vm1@a vm2@b -D /nowhere").fails(2, "different disks");
+    run("clone vm1 vm2@a -D /nowhere").fails(2, "vm2@a");
+    let empty: Done = process::output(lamina().args(["disk", "show", "", "-D", "/nowhere"])).into();
     empty.fails(2, "empty");
-    let control: Done = process::output(lamina().args(["disk", "show", "a\nb", "-d", "/nowhere"])).into();
+    let control: Done = process::output(lamina().args(["disk", "show", "a\nb", "-D", "/nowhere"])).into();
     control.fails(2, "name");
 }
 
@@ -252,6 +260,8 @@ fn bad_choices_are_usage_errors() {
         "serve --max-unix-connections 0",
         "serve --max-authenticated-connections 16385",
         "serve --max-unauthenticated-connections many",
+        "serve --access rules",
+        "serve --tcp 127.0.0.1:0 --access rules",
         "serve --socket-mode 999",
         "serve --socket-mode 1000",
         "clone a b --count 0",
@@ -263,7 +273,7 @@ fn bad_choices_are_usage_errors() {
         "completion tcsh",
         "status --log a=b=c",
     ] {
-        run(&format!("{arguments} -d /nowhere")).fails(2, "");
+        run(&format!("{arguments} -D /nowhere")).fails(2, "");
     }
 }
 
@@ -271,18 +281,97 @@ fn bad_choices_are_usage_errors() {
 fn completions_for_every_shell_know_every_verb() {
     for shell in ["bash", "zsh", "fish", "elvish", "powershell"] {
         let script = run(&format!("completion {shell}")).ok();
-        for word in VERBS.iter().flat_map(|v| v.name.split(' ')).chain(["provisioning", "json"]) {
-            assert!(script.contains(word), "{shell}: {word}");
-        }
+        assert!(script.contains("LAMINA_COMPLETE") && script.contains("lamina"), "{shell}: {script}");
     }
-    let folder = tempfile::tempdir().unwrap();
-    let script = folder.path().join("lamina.bash");
-    std::fs::write(&script, run("completion bash").ok()).unwrap();
-    let check = format!(
-        "source {}; COMP_WORDS=(lamina disk re); COMP_CWORD=2; _lamina lamina re disk; echo ${{COMPREPLY[@]}}",
-        script.display()
-    );
-    assert_eq!(process::tool("bash", &["-c", &check]).trim(), "resize rename reopen");
+    let completion = Completion::new();
+    for verb in VERBS {
+        let (before, last) = verb.name.rsplit_once(' ').unwrap_or(("", verb.name));
+        assert!(completion.of(&format!("{before} {last}")).contains(&last.to_owned()), "{}", verb.name);
+    }
+    assert_eq!(completion.of("disk re"), ["resize", "rename", "reopen"]);
+    assert_eq!(completion.of("disk create vm1 1G --prov"), ["--provisioning"]);
+    assert_eq!(completion.of("disk create vm1 1G --provisioning e"), ["eagerzeroedthick"]);
+}
+
+/// Completion in bash.
+struct Completion {
+    folder: tempfile::TempDir,
+}
+
+impl Completion {
+    fn new() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::write(folder.path().join("script"), run("completion bash").ok()).unwrap();
+        // The script calls the program by its name.
+        std::os::unix::fs::symlink(process::program(), folder.path().join("lamina")).unwrap();
+        Self { folder }
+    }
+
+    /// What the last word of a command line can become.
+    fn of(&self, line: &str) -> Vec<String> {
+        let words: Vec<&str> = line.split(' ').filter(|word| !word.is_empty()).collect();
+        let last = if line.ends_with(' ') { "" } else { words.last().unwrap_or(&"") };
+        let count = words.len() + usize::from(line.ends_with(' '));
+        let check = format!(
+            "source script; COMP_WORDS=(lamina {line} {}); COMP_CWORD={count}; _clap_complete_lamina lamina '{last}' x; \
+             printf '%s\\n' \"${{COMPREPLY[@]}}\"",
+            if line.ends_with(' ') { "''" } else { "" }
+        );
+        let path = format!("{}:{}", self.folder.path().display(), std::env::var("PATH").unwrap());
+        let mut command = std::process::Command::new("bash");
+        command.args(["-c", &check]).current_dir(self.folder.path()).env("PATH", path);
+        let done: Done = process::output(&mut command).into();
+        done.ok().lines().filter(|line| !line.is_empty()).map(str::to_owned).collect()
+    }
+}
+
+#[test]
+fn names_of_disks_snapshots_and_machines_are_completed() {
+    let store = Store::new();
+    let completion = Completion::new();
+    let datastore = store.path();
+    let datastore = datastore.display();
+    store.run("disk create web-root 1M").ok();
+    store.run("disk create web-data 1M").ok();
+    store.run("disk create other 1M").ok();
+    store.run("snapshot create web-root@monday").ok();
+    // A completion does not open the datastore.
+    assert!(completion.of(&format!("-D {datastore} disk show we")).is_empty());
+    let _server = store.serve("");
+    store.run("vm create web --memory 32M --network none").ok();
+    store.run("vm snapshot create web@before").ok();
+    let of = |line: &str| completion.of(&format!("-D {datastore} {line}"));
+    assert_eq!(of("disk show we"), ["web-data", "web-root"]);
+    assert_eq!(completion.of(&format!("disk delete --datastore {datastore} o")), ["other"]);
+    assert_eq!(of("snapshot revert web"), ["web-root@monday"]);
+    assert_eq!(of("snapshot revert web-root@m"), ["web-root@monday"]);
+    assert_eq!(of("snapshot create o"), ["other@"]);
+    assert_eq!(of("clone web-root"), ["web-root", "web-root@monday"]);
+    assert_eq!(of("vm start w"), ["web"]);
+    assert_eq!(of("vm revert w"), ["web@before"]);
+    assert_eq!(of("vm clone w"), ["web", "web@before"]);
+    assert!(of("disk create we").is_empty() && of("disk show x").is_empty());
+    assert!(completion.of("-D /nowhere disk show ").is_empty());
+}
+
+#[test]
+fn errors_are_json_with_json_and_d_is_the_format() {
+    for (arguments, code, kind, words) in [
+        ("disk show vm1 --json -D /nowhere", 3, "not_found", "/nowhere"),
+        ("disk show --json", 2, "usage", "NAME"),
+        ("disk show vm1 --json --wrong", 2, "usage", "--wrong"),
+        ("status --json", 2, "usage", "which datastore?"),
+    ] {
+        let done = run(arguments);
+        assert_eq!((done.code, done.stdout.as_str()), (code, ""), "{done:?}");
+        let error: serde_json::Value = serde_json::from_str(&done.stderr).unwrap();
+        assert_eq!(
+            (error["error"]["kind"].as_str(), error["error"]["exit_code"].as_i64()),
+            (Some(kind), Some(code.into()))
+        );
+        assert!(error["error"]["message"].as_str().unwrap().contains(words), "{error}");
+    }
+    run("status -d /nowhere").fails(2, "'-d'");
 }
 
 #[test]

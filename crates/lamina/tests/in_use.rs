@@ -196,7 +196,10 @@ fn a_disk_of_a_machine_is_in_use_by_the_machine() {
         for served in [true, false] {
             for verb in ["disk delete data", "disk rename data other", "snapshot revert data@a"] {
                 let refused = store.run(verb);
-                assert!(refused.stderr.contains("belongs to machine 'web'"), "{verb}, {served}: {refused:?}");
+                assert!(
+                    refused.stderr.contains("belongs to machine 'web': 'lamina vm "),
+                    "{verb}, {served}: {refused:?}"
+                );
                 refused.fails(4, "--force");
             }
             assert_eq!(store.run("disk show data --json").json()["machine"], "web");

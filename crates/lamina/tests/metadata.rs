@@ -133,7 +133,7 @@ fn damage(path: &Path, random: &mut Random) -> String {
 fn try_serve(path: &Path, log: &Path) -> Option<Serving> {
     let mut command = lamina();
     command.arg("serve").arg(path).stdout(Stdio::null());
-    let probe = run(&format!("status -d {}", path.display()));
+    let probe = run(&format!("status -D {}", path.display()));
     assert!(!probe.stderr.contains("panicked"), "{probe:?}");
     std::fs::write(log, &probe.stderr).unwrap();
     (probe.code == 0).then(|| Serving::start(command))
@@ -212,7 +212,7 @@ fn damaged_metadata_is_detected_and_not_used() {
                         assert!(said.lines().last().unwrap_or_default().starts_with("lamina: "), "{what}: {said}");
                         errors += 1;
                     }
-                    let check: Done = run(&format!("check --repair -d {}", copy.display()));
+                    let check: Done = run(&format!("check --repair -D {}", copy.display()));
                     assert!(matches!(check.code, 0 | 1 | 6), "{what}: {check:?}");
                     assert!(!check.stderr.contains("panicked"), "{what}: {check:?}");
                     repaired += usize::from(check.stdout.contains("repaired: "));
@@ -272,7 +272,7 @@ fn one_valid_copy_of_the_superblock_is_enough() {
                     assert_eq!((errors, server.stop("TERM")), (0, Some(0)));
                 }
                 None => {
-                    let done = run(&format!("status -d {}", copy.display()));
+                    let done = run(&format!("status -D {}", copy.display()));
                     done.fails(6, "");
                 }
             }

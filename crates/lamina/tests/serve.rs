@@ -54,6 +54,36 @@ fn readiness_is_reported_in_json_and_to_the_service_manager() {
 }
 
 #[test]
+fn a_server_waits_for_an_owner_that_is_ending() {
+    let store = Store::new();
+    store.run("disk create vm1 1M").ok();
+    for name in ["lock", "superblock"] {
+        // As a killed server does, whose files the kernel has not closed yet.
+        let mut owner = std::process::Command::new("flock");
+        let mut owner =
+            owner.args(["-x", "--no-fork"]).arg(store.path().join(name)).args(["sleep", "1"]).spawn().unwrap();
+        until("the lock is held", || {
+            let probe =
+                std::process::Command::new("flock").args(["-xn"]).arg(store.path().join(name)).arg("true").status();
+            !probe.unwrap().success()
+        });
+        let begun = std::time::Instant::now();
+        let mut server = store.serve("");
+        assert!(begun.elapsed().as_millis() > 300, "{name}: the server waited");
+        assert!(owner.wait().unwrap().success());
+        // An owner that answers is not waited for.
+        let begun = std::time::Instant::now();
+        store.run("serve").fails(4, "open in another process");
+        assert!(begun.elapsed().as_millis() < 2500, "{name}");
+        // A server that is killed is succeeded at once.
+        server.kill();
+        let mut server = store.serve("");
+        assert_eq!(server.stop("TERM"), Some(0));
+    }
+    store.is_clean();
+}
+
+#[test]
 fn a_second_server_on_a_datastore_is_refused() {
     let store = Store::new();
     let _server = store.serve("");

@@ -50,6 +50,11 @@ fn a_thin_disk_uses_space_for_written_blocks_and_a_thick_one_for_all() {
         let to_be_zeroed = if kind == "zeroedthick" { 64 * MIB / 4096 } else { 0 };
         assert_eq!(shown["blocks_allocated"], 64 * MIB / 4096, "{made}");
         assert_eq!(shown["blocks_to_be_zeroed"], to_be_zeroed, "{kind}");
+        let status = store.run("status --json").json();
+        assert_eq!(
+            (&status["reserved"], &status["data"]),
+            (&(64 * MIB).into(), &(if kind == "zeroedthick" { 0 } else { 64 * MIB }).into())
+        );
     }
     let (before, map_before) = (du(&store), map(&store));
     let mut server = store.serve("");

@@ -61,6 +61,51 @@ fn only_clients_with_a_certificate_of_the_given_authority_connect() {
         assert!(!succeeds("qemu-img", &["info", "--object", &object(folder), "--image-opts", &image]));
     }
     assert!(!succeeds("nbdinfo", &["--size", &format!("nbd://{tcp}/vm1")]), "no data is sent in clear text");
+    drop(server);
+
+    // The certificate has the name localhost.
+    store.run("disk create vm2 16M").ok();
+    store.run("snapshot create vm1@monday").ok();
+    let rules = folder.path().join("rules");
+    let serve = |text: &str| {
+        std::fs::write(&rules, text).unwrap();
+        store.serve(&format!(
+            "--tcp {tcp} --tls-cert {} --tls-key {} --tls-client-ca {} --access {}",
+            file("server-cert.pem"),
+            file("server-key.pem"),
+            file("ca-cert.pem"),
+            rules.display()
+        ))
+    };
+    let list = || {
+        let uri = format!("nbds://{tcp}/?tls-certificates={}", ours.display());
+        let text = tool("nbdinfo", &["--list", "--json", &uri]);
+        let list: serde_json::Value = serde_json::from_str(&text).unwrap();
+        let names =
+            list["exports"].as_array().unwrap().iter().map(|one| one["export-name"].as_str().unwrap().to_owned());
+        names.collect::<std::collections::BTreeSet<String>>()
+    };
+    let other = format!("nbds://{tcp}/vm2?tls-certificates={}", ours.display());
+    server = serve("localhost vm1 read\nelsewhere.example * write\n");
+    assert_eq!(list(), ["vm1", "vm1@monday"].map(str::to_owned).into());
+    assert!(tool("nbdinfo", &[&uri(&ours)]).contains("is_read_only: true"));
+    assert!(!succeeds("nbdinfo", &["--size", &other]));
+    assert!(succeeds("nbdinfo", &["--size", &store.uri("vm2")]), "the rules are not for the unix socket");
+    drop(server);
+    server = serve("localhost vm? write\n");
+    assert_eq!(list().len(), 3);
+    tool("nbdcopy", &["--flush", image_text, &other]);
+    std::fs::write(&rules, "localhost vm1 all\n").unwrap();
+    let tls = format!(
+        "--tls-cert {0} --tls-key {1} --tls-client-ca {2}",
+        file("server-cert.pem"),
+        file("server-key.pem"),
+        file("ca-cert.pem")
+    );
+    let options = format!("serve --tcp 127.0.0.1:0 {tls} --access {}", rules.display());
+    let elsewhere = Store::new();
+    elsewhere.run(&options).fails(2, "line 1: 'all' is neither read nor write");
+    elsewhere.run(&format!("{options} --receive 127.0.0.1:0")).fails(2, "--receive-from");
     // Permissions restrict the unix socket, so it needs no TLS.
     assert!(succeeds("nbdinfo", &["--size", &store.uri("vm1")]));
     assert_eq!(server.stop("TERM"), Some(0));

@@ -141,7 +141,7 @@ fn the_exit_code_of_check_reports_damage() {
         process::tool("cp", &["-r", "--sparse=always", &from, &to]);
         std::fs::write(copy.join(&name), b"").unwrap();
         for option in ["", "--repair"] {
-            let done = run(&format!("check {option} -d {to}"));
+            let done = run(&format!("check {option} -D {to}"));
             assert!([0, 1, 3, 6].contains(&done.code) && !done.stderr.contains("panicked"), "{name}: {done:?}");
             noticed += usize::from(done.code != 0);
         }

@@ -35,17 +35,20 @@ fn a_machine_is_created_run_and_deleted() {
     assert_eq!(fleet.state("web"), "paused");
     fleet.run("resume web").ok();
     assert_eq!(fleet.state("web"), "running");
-    fleet.run("start web").fails(1, "runs already");
+    fleet.run("start web").fails(7, "runs already");
     fleet.run("delete web").fails(4, "stop it first");
     fleet.run("pause web").ok();
-    fleet.run("stop web").fails(2, "paused and cannot react");
+    fleet.run("stop web").fails(7, "paused and cannot react");
     fleet.run("resume web").ok();
     fleet.run("stop web --timeout 0").fails(4, "it still runs");
-    fleet.run("exec web -- true").fails(1, "no agent answers");
+    fleet.run("exec web -- true").fails(125, "no agent answers");
+    fleet.run("exec nothing -- true").fails(125, "there is no machine");
+    fleet.run("exec web --timeout x -- true").fails(125, "--timeout");
     assert_eq!(fleet.processes().len(), 1);
     fleet.run("stop web --force").ok();
     assert_eq!((fleet.state("web").as_str(), fleet.processes().len()), ("stopped", 0));
-    fleet.run("stop web").fails(2, "does not run");
+    fleet.run("stop web").fails(7, "machine 'web' does not run: there is nothing to stop");
+    fleet.run("pause web").fails(7, "'lamina vm start web' starts it");
     // A missing QEMU, and one that cannot start.
     fleet.run("start web --qemu /nowhere/qemu").fails(3, "qemu-system-x86");
     assert_eq!(fleet.memory_files(), 0);
@@ -69,6 +72,45 @@ fn a_machine_does_not_start_on_a_disk_in_use() {
 }
 
 #[test]
+fn a_broken_definition_affects_no_other_machine_and_protects_its_disks() {
+    let mut fleet = Fleet::new();
+    for name in ["db", "web", "zoo"] {
+        fleet.make(name, "1M");
+    }
+    fleet.run("start zoo").ok();
+    let file = |name: &str| fleet.folder().join(name).join("machine.toml");
+    let web = std::fs::read_to_string(file("web")).unwrap();
+    std::fs::write(file("web"), web.replace("cpus = 1", "cpus = one")).unwrap();
+    std::fs::remove_file(file("zoo")).unwrap();
+
+    let listed = fleet.run("list").ok();
+    let state = |name: &str| listed.lines().find(|line| line.starts_with(name)).unwrap().split_whitespace().nth(1);
+    assert_eq!((state("db "), state("web "), state("zoo ")), (Some("stopped"), Some("broken"), Some("broken,")));
+    assert!(listed.contains("\nweb is broken: ") && listed.contains("machine.toml"), "{listed}");
+    let list = fleet.list();
+    assert_eq!((&list["db"]["problem"], list["db"]["cpus"].as_u64()), (&json!(null), Some(1)));
+    assert!(list["web"]["problem"].as_str().unwrap().contains("cpus = one"), "{list:?}");
+    assert_eq!((&list["zoo"]["state"], list["zoo"]["problem"].is_string()), (&json!("running"), true));
+    fleet.run("start db").ok();
+    fleet.run("stop db --force").ok();
+
+    // The text still names the disk; nothing names the disk of the other one any more.
+    fleet.store.run("disk delete web").fails(4, "belongs to machine 'web'");
+    fleet.store.run("disk rename web other").fails(4, "belongs to machine 'web'");
+    fleet.run("create new --disk web").fails(4, "belongs to machine 'web'");
+    let refused = fleet.run("delete web db");
+    assert_eq!((refused.code, refused.stdout.as_str()), (2, "deleted db\n"), "{refused:?}");
+    assert!(refused.stderr.contains("machine 'web' is broken") && refused.stderr.contains("--force"), "{refused:?}");
+    fleet.run("delete zoo --force").fails(4, "stop it first");
+    fleet.run("stop zoo --force").ok();
+    fleet.run("delete web zoo --force").ok();
+    assert_eq!((fleet.names().len(), fleet.disks()), (0, ["web", "zoo"].map(String::from).into()));
+    assert!(fleet.unfinished().is_empty() && fleet.processes().is_empty());
+    assert_eq!(fleet.server.take().unwrap().stop("TERM"), Some(0));
+    fleet.store.is_clean();
+}
+
+#[test]
 fn several_linked_clones_at_once() {
     let fleet = Fleet::new();
     fleet.make("base", "64M");
@@ -80,8 +122,10 @@ fn several_linked_clones_at_once() {
     fleet.make("web-003", "1M");
     let made = fleet.run("clone base --linked --count 12 --name-pattern web-%03d --json");
     assert_eq!(made.code, 1, "{made:?}");
-    assert!(made.stderr.starts_with("lamina: web-003: there is a machine 'web-003' already"), "{made:?}");
-    assert_eq!(made.stderr.lines().count(), 1, "{made:?}");
+    let error: serde_json::Value = serde_json::from_str(&made.stderr).unwrap();
+    let [name, kind, message] = ["name", "kind", "message"].map(|member| error["error"][member].as_str().unwrap());
+    assert_eq!((name, kind), ("web-003", "exists"));
+    assert_eq!(message, "there is a machine 'web-003' already");
     let made: serde_json::Value = serde_json::from_str(&made.stdout).unwrap();
     assert_eq!((made["made"].as_array().unwrap().len(), made["failed"].as_array().unwrap().len()), (11, 1));
     assert_eq!(made["consistency"], "crash-consistent");
@@ -98,6 +142,13 @@ fn several_linked_clones_at_once() {
     fleet.run("clone web-012 deep --start").ok();
     assert_eq!(fleet.state("deep"), "running");
     holds(&fleet, "deep", 0, 1);
+    // The text is bounded.
+    let shown = fleet.run("show base").ok();
+    assert_eq!(shown.matches(" (on clone-").count(), 10, "{shown}");
+    assert!(shown.contains("and 1 more; --children prints all"), "{shown}");
+    assert_eq!(fleet.run("show base --children").ok().matches(" (on clone-").count(), 11);
+    let shown = fleet.show("base");
+    assert_eq!((shown["children"].as_array().unwrap().len(), &shown["children_count"]), (11, &json!(11)));
     fleet.run("clone base web-001").fails(1, "there is a machine 'web-001' already");
     fleet.run("clone base a_b").fails(2, "cannot name a machine");
     fleet.run("clone nothing x").fails(3, "there is no machine 'nothing'");
@@ -172,7 +223,7 @@ fn snapshots_with_and_without_memory() {
     write(&fleet, "web", 0, 1);
     fleet.run("snapshot create web@first").ok();
     fleet.run("snapshot create web@first").fails(1, "has a snapshot 'first' already");
-    fleet.run("snapshot create web@live --memory").fails(2, "it has no memory");
+    fleet.run("snapshot create web@live --memory").fails(7, "it has no memory");
     fleet.store.run("snapshot create web@mine").ok();
     fleet.run("snapshot create web@mine").fails(1, "disk 'web' of machine 'web' has a snapshot 'mine'");
     write(&fleet, "web", 0, 2);
@@ -225,7 +276,7 @@ fn instant_clones_of_a_frozen_and_of_a_running_parent() {
     let fleet = Fleet::new();
     fleet.make("base", "64M");
     write(&fleet, "base", 0, 1);
-    fleet.run("clone base x --instant").fails(2, "does not run");
+    fleet.run("clone base x --instant").fails(7, "does not run");
     fleet.run("start base").ok();
     fleet.run("clone base x --instant --identity required").fails(2, "no agent that answers");
     let made = fleet.run("clone base run --instant --count 3 --json");
@@ -267,7 +318,7 @@ fn instant_clones_of_a_frozen_and_of_a_running_parent() {
 fn the_console_of_a_machine() {
     let fleet = Fleet::new();
     fleet.make("web", "64M");
-    fleet.run("console web").fails(2, "does not run");
+    fleet.run("console web").fails(7, "does not run");
     assert_eq!(fleet.run("console web --said").ok(), "");
     fleet.run("start web").ok();
     // Without terminal and input, the console ends when there is no more output.

@@ -149,6 +149,16 @@ fn children_of_a_running_parent() {
         assert_eq!(room.shell(name, "cat /run/number"), "frozen");
         room.memory_is_right(name);
     }
+    // A clone whose guest does not take its identity is kept, with its network unplugged, unless that is required.
+    room.shell("parent", "printf '#!/bin/sh\\nexit 3\\n' >/etc/lamina/clone-hook; chmod 755 /etc/lamina/clone-hook");
+    let made = room.run("vm clone parent kept --instant --json");
+    let told: serde_json::Value = serde_json::from_str(&made.stderr).unwrap();
+    assert!(told["warning"].as_str().unwrap().contains("exit code 3"), "{made:?}");
+    let made: serde_json::Value = serde_json::from_str(&made.stdout).unwrap();
+    assert!(made["made"][0]["without_identity"].as_str().unwrap().ends_with("its network is unplugged"), "{made}");
+    assert_eq!(room.shell("kept", "cat /sys/class/net/eth0/carrier"), "0");
+    room.run("vm clone parent required --instant --identity required").fails(1, "exit code 3");
+    assert!(!room.names().contains(&"required".to_owned()));
     room.run("vm stop parent").ok();
     assert!(room.console("parent").contains("Requesting system poweroff"));
     room.close();

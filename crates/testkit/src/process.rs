@@ -63,13 +63,20 @@ impl Done {
         serde_json::from_str(&self.ok()).unwrap()
     }
 
-    /// Asserts that the command failed with `code`, printed nothing to stdout, and one line to stderr that begins with
-    /// `lamina:` and contains `words`.
+    /// Asserts that the command failed with `code`, printed nothing to stdout, and one line to stderr that contains
+    /// `words` and begins with `lamina:`, or is an error as JSON.
     #[track_caller]
     pub fn fails(self, code: i32, words: &str) {
         assert_eq!((self.code, self.stdout.as_str()), (code, ""), "{self:?}");
-        assert!(self.stderr.starts_with("lamina: ") && self.stderr.ends_with('\n'), "{self:?}");
+        assert!(self.stderr.ends_with('\n'), "{self:?}");
         assert_eq!(self.stderr.lines().count(), 1, "{self:?}");
+        if self.stderr.starts_with('{') {
+            let value: Value = serde_json::from_str(&self.stderr).unwrap();
+            assert_eq!(value["error"]["exit_code"], code, "{self:?}");
+            assert!(value["error"]["message"].as_str().is_some_and(|text| text.contains(words)), "{words}: {self:?}");
+            return;
+        }
+        assert!(self.stderr.starts_with("lamina: "), "{self:?}");
         assert!(self.stderr.contains(words), "'{words}' is not in: {self:?}");
     }
 }

@@ -9,6 +9,7 @@ use crate::qmp::Client;
 use base64::Engine;
 use base64::prelude::BASE64_STANDARD as BASE64;
 use error::{Error, ErrorKind, Result};
+use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::path::Path;
 use std::thread;
@@ -18,6 +19,8 @@ use std::time::{Duration, Instant};
 const PATIENCE: Duration = Duration::from_secs(10);
 /// How long freezing may take, since the guest writes out its buffers.
 const FREEZE_PATIENCE: Duration = Duration::from_secs(60);
+/// How long the answer may take that has the output of a program, which is up to 45 MB long.
+const OUTPUT_PATIENCE: Duration = Duration::from_secs(120);
 /// Pause before each query whether a program in the guest has ended: the first one, and the longest one. Each query
 /// takes processor time from the program.
 const POLL: [Duration; 2] = [Duration::from_millis(5), Duration::from_millis(40)];
@@ -30,14 +33,37 @@ pub struct Agent {
 }
 
 /// The result of a program that ran in the guest.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Ended {
     /// Its exit code; `None` if a signal ended it.
     pub code: Option<i64>,
+    /// The signal that ended it.
+    pub signal: Option<i64>,
     /// Its standard output.
     pub output: Vec<u8>,
+    /// Whether the agent kept only the beginning of its standard output.
+    pub output_cut: bool,
     /// Its standard error.
     pub errors: Vec<u8>,
+    /// Whether the agent kept only the beginning of its standard error.
+    pub errors_cut: bool,
+}
+
+/// What became of a program that was to run in the guest.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Execution {
+    /// It ran and ended.
+    Ended(Ended),
+    /// The guest has no such program; with the agent's reason.
+    NotFound(String),
+    /// The guest has it, and cannot run it; with the agent's reason.
+    NotRunnable(String),
+    /// It was still running at the end of the time limit, and continues.
+    StillRuns {
+        /// Its process in the guest.
+        pid: i64,
+    },
 }
 
 impl Agent {
@@ -87,7 +113,21 @@ impl Agent {
     }
 
     /// Runs a program in the guest and waits for its end.
+    ///
+    /// # Errors
+    /// If it cannot be started, or has not ended within `patience`.
     pub fn execute(&mut self, program: &str, arguments: &[&str], input: &[u8], patience: Duration) -> Result<Ended> {
+        let failed = |kind, what: String| Err(Error::new(kind, format!("'{program}' in the guest {what}")));
+        match self.run(program, arguments, input, patience)? {
+            Execution::Ended(ended) => Ok(ended),
+            Execution::NotFound(why) => failed(ErrorKind::NotFound, format!("was not found: {why}")),
+            Execution::NotRunnable(why) => failed(ErrorKind::Invalid, format!("could not be started: {why}")),
+            Execution::StillRuns { .. } => failed(ErrorKind::Io, format!("has not ended within {patience:?}")),
+        }
+    }
+
+    /// As [`Agent::execute`], with the reasons why there is no exit code as values.
+    pub fn run(&mut self, program: &str, arguments: &[&str], input: &[u8], patience: Duration) -> Result<Execution> {
         if input.len() > DATA_MAX {
             let text = format!("{} bytes are more than the guest agent takes at once", input.len());
             return Err(Error::new(ErrorKind::Invalid, text));
@@ -96,25 +136,63 @@ impl Agent {
         if !input.is_empty() {
             wanted["input-data"] = BASE64.encode(input).into();
         }
-        let pid = self.client.execute("guest-exec", wanted)?["pid"].clone();
+        // On a slow host a single answer may take as long as the program may.
+        self.client.set_patience(patience.max(PATIENCE));
+        let started = self.client.execute("guest-exec", wanted);
+        self.client.set_patience(PATIENCE);
+        let pid = match started {
+            Ok(started) => started["pid"].clone(),
+            // The agent has only sentences for the error of the guest's system call.
+            Err(error) if error.kind() == ErrorKind::Invalid && error.to_string().starts_with("QEMU refuses") => {
+                let why = error.to_string();
+                let missing = ["No such file or directory", "cannot find the file"].iter().any(|one| why.contains(one));
+                return Ok(if missing { Execution::NotFound(why) } else { Execution::NotRunnable(why) });
+            }
+            Err(error) => return Err(error),
+        };
         let deadline = Instant::now() + patience;
         let mut pause = POLL[0];
         loop {
-            let status = self.client.execute("guest-exec-status", json!({ "pid": pid }))?;
+            self.client.set_patience(OUTPUT_PATIENCE);
+            let status = self.client.execute("guest-exec-status", json!({ "pid": pid }));
+            self.client.set_patience(PATIENCE);
+            let status = status?;
             if status["exited"] == true {
                 let data = |key: &str| decoded(status[key].as_str().unwrap_or(""));
-                return Ok(Ended {
+                return Ok(Execution::Ended(Ended {
                     code: status["exitcode"].as_i64(),
+                    signal: status["signal"].as_i64(),
                     output: data("out-data")?,
+                    output_cut: status["out-truncated"] == true,
                     errors: data("err-data")?,
-                });
+                    errors_cut: status["err-truncated"] == true,
+                }));
             }
             if Instant::now() >= deadline {
-                let text = format!("'{program}' in the guest has not ended within {patience:?}");
-                return Err(Error::new(ErrorKind::Io, text));
+                return Ok(Execution::StillRuns { pid: pid.as_i64().unwrap_or_default() });
             }
             thread::sleep(pause);
             pause = POLL[1].min(pause * 2);
+        }
+    }
+
+    /// Sets the guest's clock to that of the host.
+    pub fn set_time(&mut self) -> Result<()> {
+        let nanoseconds = backend::clock::nanoseconds();
+        match self.client.execute("guest-set-time", json!({ "time": nanoseconds })) {
+            // The agent of a guest without `hwclock`, which sets the hardware clock, refuses. The hardware clock is right,
+            // because QEMU provides it.
+            Err(error) if matches!(error.kind(), ErrorKind::Invalid | ErrorKind::Unsupported) => self.set_date(error),
+            outcome => outcome.map(drop),
+        }
+    }
+
+    /// Sets the clock by a program of the guest; `refusal` is the error if that fails too.
+    fn set_date(&mut self, refusal: Error) -> Result<()> {
+        let time = format!("@{}", backend::clock::seconds());
+        match self.execute("/bin/date", &["-u", "-s", &time], &[], PATIENCE) {
+            Ok(Ended { code: Some(0), .. }) => Ok(()),
+            _ => Err(refusal),
         }
     }
 

@@ -5,6 +5,9 @@
 //! uuid = "1d9e3a7c-5b0e-4a44-9d0f-0f6f1c2f7a11"
 //! cpus = 1
 //! memory = "256M"
+//! ports = 4                   # for devices that are added while it runs
+//! autostart = true            # without it false
+//! qemu_arguments = ["-vga", "std"]
 //!
 //! [boot]                      # without it the firmware boots the first disk
 //! kernel = "/srv/guest/vmlinuz"
@@ -49,6 +52,14 @@ pub const MEMORY_MAX: u64 = 4 << 40;
 pub const DISK_SLOTS: std::ops::Range<u8> = 8..16;
 /// Slots for network cards.
 pub const NETWORK_SLOTS: std::ops::Range<u8> = 16..20;
+/// The number that stands for the first port instead of a slot: devices in ports are numbered from here.
+pub const FIRST_PORT: u8 = 32;
+/// Most ports for devices that are added while the machine runs.
+pub const PORTS_MAX: u8 = 8;
+/// Ports of a new machine.
+pub const PORTS_DEFAULT: u8 = 4;
+/// Most further arguments of QEMU.
+pub const ARGUMENTS_MAX: usize = 256;
 
 /// The definition of a machine.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -64,6 +75,15 @@ pub struct Definition {
     /// Memory in bytes; in the file as `256M`.
     #[serde(with = "memory")]
     pub memory: u64,
+    /// Ports for devices that are added while the machine runs. Machines of older versions have none.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub ports: u8,
+    /// Whether `start --autostart` starts it.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub autostart: bool,
+    /// Further arguments of QEMU, after those of lamina.
+    #[serde(default, rename = "qemu_arguments", skip_serializing_if = "Vec::is_empty")]
+    pub arguments: Vec<String>,
     /// The kernel to boot; without it the firmware boots from the first disk.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub boot: Option<Boot>,
@@ -134,8 +154,15 @@ pub struct Origin {
 pub struct Disk {
     /// The disk.
     pub name: String,
-    /// Its PCI slot, one of [`DISK_SLOTS`].
+    /// Its PCI slot, one of [`DISK_SLOTS`], or [`FIRST_PORT`] and the number of its port.
     pub slot: u8,
+}
+
+impl Disk {
+    /// Whether it can be removed while the machine runs.
+    pub fn is_in_port(&self) -> bool {
+        self.slot >= FIRST_PORT
+    }
 }
 
 /// The network that a network card is connected to.
@@ -158,8 +185,15 @@ pub struct Network {
     pub mac: Mac,
     /// The network to which the card is connected.
     pub link: Link,
-    /// Its PCI slot, one of [`NETWORK_SLOTS`].
+    /// Its PCI slot, one of [`NETWORK_SLOTS`], or [`FIRST_PORT`] and the number of its port.
     pub slot: u8,
+}
+
+impl Network {
+    /// Whether it can be removed while the machine runs.
+    pub fn is_in_port(&self) -> bool {
+        self.slot >= FIRST_PORT
+    }
 }
 
 impl Definition {
@@ -170,6 +204,9 @@ impl Definition {
             uuid: new_uuid()?,
             cpus,
             memory,
+            ports: PORTS_DEFAULT,
+            autostart: false,
+            arguments: Vec::new(),
             boot: None,
             origin: None,
             disks: Vec::new(),
@@ -190,6 +227,7 @@ impl Definition {
             name: name.to_owned(),
             uuid: new_uuid()?,
             origin: Some(origin),
+            autostart: false,
             disks: disks.map(|(index, disk)| Disk { name: disk_name(name, index), slot: disk.slot }).collect(),
             networks,
             ..self.clone()
@@ -251,10 +289,18 @@ impl Definition {
         if !(MEMORY_MIN..=MEMORY_MAX).contains(&self.memory) || !whole {
             return invalid(format!("{} bytes of memory: whole MiB from 16 MiB to 4 TiB", self.memory));
         }
+        if self.ports > PORTS_MAX {
+            return invalid(format!("a machine has at most {PORTS_MAX} ports, not {}", self.ports));
+        }
+        if self.arguments.len() > ARGUMENTS_MAX || self.arguments.iter().any(|one| one.is_empty() || one.contains('\0'))
+        {
+            return invalid(format!("arguments of QEMU: at most {ARGUMENTS_MAX}, not empty, without NUL"));
+        }
+        let ports = FIRST_PORT..FIRST_PORT + self.ports;
         let mut slots = BTreeSet::new();
         let mut disks = BTreeSet::new();
         for disk in &self.disks {
-            if !DISK_SLOTS.contains(&disk.slot) || !slots.insert(disk.slot) {
+            if !(DISK_SLOTS.contains(&disk.slot) || ports.contains(&disk.slot)) || !slots.insert(disk.slot) {
                 return invalid(format!("disk '{}': slot {} is in use or not for disks", disk.name, disk.slot));
             }
             if !disks.insert(&disk.name) {
@@ -262,7 +308,8 @@ impl Definition {
             }
         }
         for network in &self.networks {
-            if !NETWORK_SLOTS.contains(&network.slot) || !slots.insert(network.slot) {
+            if !(NETWORK_SLOTS.contains(&network.slot) || ports.contains(&network.slot)) || !slots.insert(network.slot)
+            {
                 return invalid(format!(
                     "network {}: slot {} is in use or not for network cards",
                     network.mac, network.slot
@@ -293,6 +340,74 @@ impl Definition {
         self.networks.push(Network { mac, link, slot });
         Ok(())
     }
+
+    /// Adds a disk in the lowest free port, as for a machine that runs.
+    pub fn plug_disk(&mut self, name: &str) -> Result<()> {
+        let slot = self.free_port()?;
+        self.disks.push(Disk { name: name.to_owned(), slot });
+        Ok(())
+    }
+
+    /// Adds a network card in the lowest free port, as for a machine that runs.
+    pub fn plug_network(&mut self, mac: Mac, link: Link) -> Result<()> {
+        let slot = self.free_port()?;
+        self.networks.push(Network { mac, link, slot });
+        Ok(())
+    }
+
+    fn free_port(&self) -> Result<u8> {
+        let ports = FIRST_PORT..FIRST_PORT + self.ports;
+        free_slot(ports, &|slot| self.slots().any(|taken| taken == slot)).ok_or_else(|| {
+            let name = &self.name;
+            let text = match self.ports {
+                0 => format!(
+                    "machine '{name}' has no ports for devices that are added while it runs: stop it, and add the device \
+                     then, or ports with 'lamina vm edit {name} --ports {PORTS_DEFAULT}'"
+                ),
+                ports => format!(
+                    "all {ports} ports of machine '{name}' are in use: stop it, and add the device then, or more ports \
+                     (up to {PORTS_MAX}) with 'lamina vm edit {name} --ports N'"
+                ),
+            };
+            Error::new(ErrorKind::Invalid, text)
+        })
+    }
+
+    fn slots(&self) -> impl Iterator<Item = u8> {
+        self.disks.iter().map(|disk| disk.slot).chain(self.networks.iter().map(|network| network.slot))
+    }
+
+    /// Changes the number of ports.
+    pub fn set_ports(&mut self, ports: u8) -> Result<()> {
+        if self.slots().any(|slot| slot >= FIRST_PORT.saturating_add(ports)) {
+            let text = format!("machine '{}' has a device in port {ports} or above: remove it first", self.name);
+            return Err(Error::new(ErrorKind::Invalid, text));
+        }
+        self.ports = ports;
+        self.check()
+    }
+}
+
+fn is_zero(number: &u8) -> bool {
+    *number == 0
+}
+
+/// The disks that a text names in its sections `[[disk]]`, also if it is not a valid definition.
+pub fn named_disks(text: &str) -> Vec<String> {
+    let mut section = "";
+    let mut names = Vec::new();
+    for line in text.lines().map(str::trim) {
+        if line.starts_with('[') {
+            section = line.split('#').next().unwrap_or_default().trim();
+        } else if let ("[[disk]]", Some((key, _))) = (section, line.split_once('='))
+            && key.trim() == "name"
+            && let Ok(pair) = toml::from_str::<toml::Table>(line)
+            && let Some(name) = pair.get("name").and_then(toml::Value::as_str)
+        {
+            names.push(name.to_owned());
+        }
+    }
+    names
 }
 
 /// The name of a disk that is created for a machine.
@@ -359,6 +474,9 @@ mod tests {
             uuid: "1d9e3a7c-5b0e-4a44-9d0f-0f6f1c2f7a11".parse().unwrap(),
             cpus: 2,
             memory: 256 << 20,
+            ports: 2,
+            autostart: true,
+            arguments: vec!["-device".into(), "usb-tablet, \"x\"".into()],
             origin: Some(Origin { machine: "base".into(), snapshot: None, way: CloneKind::Linked }),
             boot: Some(Boot { kernel: "/k".into(), initrd: Some("/i".into()), append: "console=ttyS0".into() }),
             disks: Vec::new(),
@@ -391,6 +509,9 @@ mod tests {
             ("256M", "15M"),
             ("256M", "99999999T"),
             ("slot = 9", "slot = 8"),
+            ("slot = 9", "slot = 34"),
+            ("ports = 2", "ports = 9"),
+            ("\"-device\"", "\"\""),
             ("slot = 9", "slot = 16"),
             ("slot = 17", "slot = 9"),
             ("name = \"data\"", "name = \"web\""),
@@ -405,12 +526,32 @@ mod tests {
     }
 
     #[test]
+    fn the_disks_of_a_broken_definition_are_found() {
+        let good = machine().to_text().unwrap();
+        let names = ["web", "data"].map(String::from);
+        assert_eq!(named_disks(&good), names);
+        for (from, to) in [("cpus = 2", "cpus = two"), ("[boot]", "[boot"), ("slot = 9", "slot ="), ("uuid", "uuit")] {
+            let text = good.replacen(from, to, 1);
+            assert!(Definition::parse(&text, "web").is_err(), "{to}");
+            assert_eq!(named_disks(&text), names, "{to}");
+        }
+        assert!(named_disks("name = \"web\"\n[[network]]\nname = \"x\"\n[[disk]]\nnames = \"x\"\nname = x").is_empty());
+    }
+
+    #[test]
     fn disks_and_network_cards_beyond_the_pci_slots_are_refused() {
         let mut machine = machine();
         for number in 2..DISK_SLOTS.len() {
             machine.add_disk(&format!("d{number}")).unwrap();
         }
         assert_eq!(machine.add_disk("one-more").unwrap_err().kind(), ErrorKind::Invalid);
+        machine.plug_disk("plugged").unwrap();
+        machine.plug_network("52:54:00:12:34:58".parse().unwrap(), Link::User).unwrap();
+        machine.check().unwrap();
+        assert!(machine.plug_disk("one-more").unwrap_err().to_string().contains("all 2 ports"));
+        assert!(machine.set_ports(1).is_err() && machine.set_ports(9).is_err());
+        machine.set_ports(8).unwrap();
+        assert!(machine.disks.pop().unwrap().is_in_port() && machine.networks.pop().unwrap().is_in_port());
         machine.disks.remove(3);
         machine.add_disk("again").unwrap();
         machine.check().unwrap();

@@ -1,7 +1,7 @@
 //! Atomic replacement and durable creation of small files.
 
 use backend::local::{LocalDirectory, LocalQueues};
-use backend::replace;
+use backend::{private, replace};
 use error::{Error, ErrorKind, IoContext, Result};
 use serde::Serialize;
 use std::fs::{self, File};
@@ -68,7 +68,7 @@ pub fn write_many(files: &[(PathBuf, String)]) -> Result<()> {
     let next = AtomicUsize::new(0);
     let one = |(path, text): &(PathBuf, String)| {
         let work = || {
-            let mut file = File::create(path)?;
+            let mut file = private::create(path)?;
             file.write_all(text.as_bytes())?;
             file.sync_all()?;
             sync_folder_of(path)

@@ -18,6 +18,8 @@
 //! personality  giving a copy of a running guest its own identity
 //! clone        clones of every kind
 //! resize       growing a disk while its machine runs
+//! edit         changing a machine, also its name
+//! plug         adding devices to a running machine, and removing them
 //! fleet        operations on many machines
 //! host         the environment of commands, locks, recovery
 //! ```
@@ -37,6 +39,7 @@ pub mod clone;
 pub mod definition;
 pub mod disks;
 mod durable;
+pub mod edit;
 pub mod fleet;
 pub mod host;
 pub mod identity;
@@ -45,6 +48,7 @@ pub mod lifecycle;
 pub mod machine;
 pub mod machines;
 pub mod personality;
+mod plug;
 pub mod qemu;
 pub mod qmp;
 pub mod quiet;

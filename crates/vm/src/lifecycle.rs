@@ -5,7 +5,7 @@ use crate::instant::image::Images;
 use crate::instant::{child, freeze};
 use crate::machine::{Change, Hold, Machine, MachineState, MemoryRecord, Start, Successor, remove_if_there};
 use crate::machines::Machines;
-use crate::qemu::command::Memory;
+use crate::qemu::command::{Memory, network_device};
 use crate::qemu::features::Features;
 use error::{Error, ErrorKind, Result};
 use serde_json::json;
@@ -16,6 +16,8 @@ use std::time::{Duration, Instant};
 const RELEASE_PATIENCE: Duration = Duration::from_secs(3);
 /// How long the guest's agent may take to answer before the power button is pressed instead.
 const AGENT_PATIENCE: Duration = Duration::from_secs(2);
+/// How long the guest's agent may take to answer before its clock stays as it is.
+const CLOCK_PATIENCE: Duration = Duration::from_secs(5);
 /// Interval at which the clients of a disk are checked.
 const RELEASE_INTERVAL: Duration = Duration::from_millis(20);
 
@@ -32,7 +34,7 @@ pub enum Stop {
 pub fn start(change: &Change, machines: &Machines, images: &Images, features: &Features, paused: bool) -> Result<()> {
     let machine = change.machine();
     if machine.process()?.is_some() {
-        return Err(Error::new(ErrorKind::Exists, format!("machine '{}' runs already", machine.name())));
+        return Err(Error::new(ErrorKind::WrongState, format!("machine '{}' runs already", machine.name())));
     }
     change.sweep()?;
     let nbd = machines.disks().server()?;
@@ -51,10 +53,17 @@ pub fn start(change: &Change, machines: &Machines, images: &Images, features: &F
         // From here on its disks may change, so it must not be started from the image again.
         freeze::forget(machine)?;
         // The machine itself continues, not a copy of it, so its network is connected again.
-        for index in 0..image.record.machine.networks.len() {
-            successor.monitor.execute("set_link", json!({ "name": format!("nic{index}"), "up": true }))?;
+        for network in &image.record.machine.networks {
+            successor.monitor.execute("set_link", json!({ "name": network_device(network), "up": true }))?;
         }
-        return go(&mut successor, paused);
+        go(&mut successor, paused)?;
+        if !paused
+            && image.record.agent == Some(true)
+            && let Err(why) = set_clock(machine)
+        {
+            tracing::warn!(machine = machine.name(), "the guest's clock is that of the time when it was frozen: {why}");
+        }
+        return Ok(());
     }
     let file = images.new_memory()?;
     let start = Start {
@@ -126,14 +135,17 @@ pub fn stop(change: &Change, how: Stop) -> Result<()> {
         freeze::forget(machine)?;
         return change.sweep();
     }
-    let process = machine.running()?;
+    let Some(process) = machine.process()? else {
+        let text = format!("machine '{}' does not run: there is nothing to stop", machine.name());
+        return Err(Error::new(ErrorKind::WrongState, text));
+    };
     match how {
         Stop::Now => process.quit(machine.monitor().ok().as_mut())?,
         Stop::Ask(patience) => {
             if machine.state()? == MachineState::Paused {
                 let text =
                     format!("the guest of machine '{}' is paused and cannot react; resume it first", machine.name());
-                return Err(Error::new(ErrorKind::Invalid, text));
+                return Err(Error::new(ErrorKind::WrongState, text));
             }
             // The connection to the agent stays open until the guest is off.
             let mut agent = machine.agent(AGENT_PATIENCE)?;
@@ -152,6 +164,16 @@ pub fn stop(change: &Change, how: Stop) -> Result<()> {
         }
     }
     change.sweep()
+}
+
+/// Sets the clock of a guest that continues from a saved state to that of the host, through its agent. Returns why it
+/// could not be set.
+pub fn set_clock(machine: &Machine) -> std::result::Result<(), String> {
+    match machine.agent(CLOCK_PATIENCE) {
+        Ok(Some(mut agent)) => agent.set_time().map_err(|error| error.to_string()),
+        Ok(None) => Err("no guest agent answers".into()),
+        Err(error) => Err(error.to_string()),
+    }
 }
 
 /// Pauses the guest.

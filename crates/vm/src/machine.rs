@@ -17,12 +17,13 @@
 
 use crate::agent::Agent;
 use crate::busy::while_busy;
-use crate::definition::Definition;
+use crate::definition::{self, Definition};
 use crate::durable;
 use crate::qemu::command::{self, Memory, RunFolder};
 use crate::qemu::features::Features;
 use crate::qemu::process::{Process, Starting};
 use crate::qmp::Client;
+use backend::private;
 use error::{Error, ErrorKind, IoContext, Result};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
@@ -137,7 +138,14 @@ impl Machine {
             ));
         }
         let text = fs::read_to_string(&path).during(|| format!("reading '{}'", path.display()))?;
-        Definition::parse(&text, &path.display().to_string())
+        let definition = Definition::parse(&text, &path.display().to_string())?;
+        // After a rename that was interrupted, the file has the former name.
+        Ok(Definition { name: self.name(), ..definition })
+    }
+
+    /// The disks that the text of its definition names, also if it is not a valid definition.
+    pub fn named_disks(&self) -> Vec<String> {
+        fs::read_to_string(self.folder.join(DEFINITION)).map(|text| definition::named_disks(&text)).unwrap_or_default()
     }
 
     /// Locks the machine for changes; waits up to `patience` while another command has it locked.
@@ -175,7 +183,10 @@ impl Machine {
 
     /// Its current process; an error if it is not running.
     pub fn running(&self) -> Result<Process> {
-        let stopped = || Error::new(ErrorKind::Invalid, format!("machine '{}' does not run", self.name()));
+        let stopped = || {
+            let text = format!("machine '{0}' does not run; 'lamina vm start {0}' starts it", self.name());
+            Error::new(ErrorKind::WrongState, text)
+        };
         self.process()?.ok_or_else(stopped)
     }
 
@@ -307,8 +318,7 @@ impl Change {
 
     /// Writes its definition.
     pub fn define(&self, definition: &Definition) -> Result<()> {
-        definition.check()?;
-        durable::write(&self.machine.folder.join(DEFINITION), definition.to_text()?.as_bytes())
+        define(&self.machine.folder, definition)
     }
 
     /// Starts a process in addition to the current one, if any.
@@ -334,7 +344,7 @@ impl Change {
         }
         let record = serde_json::to_vec(&start.record)
             .map_err(|e| Error::new(ErrorKind::Invalid, format!("the record of the memory cannot be encoded: {e}")))?;
-        fs::write(run.0.join("memory"), record).during(|| format!("writing to '{}'", run.0.display()))?;
+        private::write(&run.0.join("memory"), &record).during(|| format!("writing to '{}'", run.0.display()))?;
         let machine =
             command::Machine { definition, memory: start.memory, run: &run, nbd: start.nbd, incoming: start.incoming };
         let arguments = command::arguments(&machine, start.features);
@@ -360,7 +370,7 @@ impl Change {
         let mut number = 1;
         loop {
             let folder = self.machine.folder.join(format!("run.{number}"));
-            match fs::create_dir(&folder) {
+            match private::create_folder(&folder) {
                 Ok(()) => return Ok(folder),
                 Err(e) if e.kind() == io::ErrorKind::AlreadyExists => number += 1,
                 Err(e) => return Err(Error::io(format!("making '{}'", folder.display()), e)),
@@ -392,7 +402,7 @@ impl Change {
         let text = serde_json::to_vec(&hold)
             .map_err(|e| Error::new(ErrorKind::Invalid, format!("'{}' cannot be written: {e}", path.display())))?;
         // The file is not made durable, because a power cut ends the guest too.
-        fs::write(&path, text).during(|| format!("writing '{}'", path.display()))?;
+        private::write(&path, &text).during(|| format!("writing '{}'", path.display()))?;
         Ok(Holding { path })
     }
 
@@ -444,6 +454,12 @@ impl Drop for Holding {
             tracing::warn!("{error}");
         }
     }
+}
+
+/// Writes the definition of the machine in a folder that the caller has locked.
+pub(crate) fn define(folder: &Path, definition: &Definition) -> Result<()> {
+    definition.check()?;
+    durable::write(&folder.join(DEFINITION), definition.to_text()?.as_bytes())
 }
 
 /// Removes a file; a missing file is not an error.

@@ -26,7 +26,8 @@ use crate::disks::Disks;
 use crate::durable;
 use crate::identity::new_uuid;
 use crate::instant::freeze;
-use crate::machine::{DEFINITION, Machine, MachineState};
+use crate::machine::{Machine, MachineState};
+use backend::private;
 use error::{Error, ErrorKind, IoContext, Result};
 use intent::Intent;
 use std::collections::BTreeMap;
@@ -54,7 +55,7 @@ impl Machines {
     /// The machines in `folder`, which is created if it does not exist.
     pub fn open(folder: impl Into<PathBuf>, disks: Arc<dyn Disks>) -> Result<Self> {
         let folder = folder.into();
-        fs::create_dir_all(&folder).during(|| format!("making '{}'", folder.display()))?;
+        private::create_folders(&folder).during(|| format!("making '{}'", folder.display()))?;
         Ok(Self { folder, disks })
     }
 
@@ -77,22 +78,22 @@ impl Machines {
     pub fn get(&self, name: &str) -> Result<Machine> {
         check_name(name)?;
         let folder = self.folder.join(name);
-        match fs::metadata(folder.join(DEFINITION)) {
-            Ok(_) => Ok(Machine::at(folder)),
-            Err(e) if e.kind() == io::ErrorKind::NotFound => {
+        match fs::metadata(&folder) {
+            Ok(found) if found.is_dir() => Ok(Machine::at(folder)),
+            Err(e) if e.kind() != io::ErrorKind::NotFound => Err(Error::io(format!("looking for machine '{name}'"), e)),
+            _ => {
                 let text = format!("there is no machine '{name}'; 'lamina vm list' lists the machines");
                 Err(Error::new(ErrorKind::NotFound, text))
             }
-            Err(e) => Err(Error::io(format!("looking for machine '{name}'"), e)),
         }
     }
 
-    /// All machines, by name.
+    /// All machines, by name, also those whose definition is missing or cannot be read.
     pub fn list(&self) -> Result<Vec<Machine>> {
         list(&self.folder)
     }
 
-    /// Which machine uses which disk. Machines whose definition cannot be read are left out.
+    /// Which machine uses which disk. Of a definition that cannot be read, every disk counts that its text names.
     pub fn users_of_disks(&self) -> Result<BTreeMap<String, String>> {
         users_of_disks(&self.folder)
     }
@@ -117,13 +118,13 @@ impl Machines {
         let made = || format!("making '{}'", folder.display());
         let lock = {
             let _others = self.lock()?;
-            fs::create_dir(&folder).during(made)?;
+            private::create_folder(&folder).during(made)?;
             let lock = File::open(&folder).during(made)?;
             lock.try_lock().map_err(io::Error::from).during(made)?;
             lock
         };
         for machine in intent.machines.iter().filter(|_| prefix == NEW) {
-            fs::create_dir(folder.join(&machine.name)).during(made)?;
+            private::create_folder(&folder.join(&machine.name)).during(made)?;
         }
         intent.write(&folder)?;
         durable::sync(&self.folder)?;
@@ -221,36 +222,32 @@ impl Machines {
 
 /// The machines in a folder, by name.
 fn list(folder: &Path) -> Result<Vec<Machine>> {
-    let is_one = |name: &String| check_name(name).is_ok() && folder.join(name).join(DEFINITION).exists();
+    let is_one = |name: &String| check_name(name).is_ok() && folder.join(name).is_dir();
     let mut names: Vec<String> = durable::names(folder)?.into_iter().filter(is_one).collect();
     names.sort();
     Ok(names.into_iter().map(|name| Machine::at(folder.join(name))).collect())
 }
 
-/// Which machine uses which disk, for the machines in a folder that need not exist. Machines whose definition cannot be
-/// read are left out.
+/// Which machine uses which disk, for the machines in a folder that need not exist. Of a definition that cannot be
+/// read, every disk counts that its text names: a mistake in the file must not make its disks removable.
 pub fn users_of_disks(folder: &Path) -> Result<BTreeMap<String, String>> {
     let mut users = BTreeMap::new();
     if !folder.exists() {
         return Ok(users);
     }
     for machine in list(folder)? {
-        match machine.definition() {
-            Ok(definition) => users.extend(definition.disks.into_iter().map(|disk| (disk.name, machine.name()))),
-            Err(error) => tracing::warn!("{error}"),
-        }
+        let disks = match machine.definition() {
+            Ok(definition) => definition.disk_names(),
+            Err(_) => machine.named_disks(),
+        };
+        users.extend(disks.into_iter().map(|disk| (disk, machine.name())));
     }
     Ok(users)
 }
 
 /// Opens an existing file for locking.
 pub(crate) fn lock_file(path: &Path) -> Result<File> {
-    fs::OpenOptions::new()
-        .create(true)
-        .truncate(false)
-        .write(true)
-        .open(path)
-        .during(|| format!("opening '{}'", path.display()))
+    private::open_or_create(path).during(|| format!("opening '{}'", path.display()))
 }
 
 #[cfg(test)]

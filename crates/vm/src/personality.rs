@@ -17,12 +17,11 @@
 use crate::agent::Agent;
 use crate::definition::{Definition, check_name};
 use crate::identity::new_uuid;
+use crate::qemu::command;
 use error::{Error, ErrorKind, Result};
 use std::fmt::Write;
 use std::time::Duration;
 
-/// How long the script may take in the guest; a hook may wait for a network address.
-const PATIENCE: Duration = Duration::from_secs(60);
 /// Bytes of entropy that are passed to a copy.
 const ENTROPY: usize = 256;
 /// Output of the script if the kernel could not be reseeded.
@@ -78,15 +77,19 @@ address() {{
 "#
     );
     for network in &definition.networks {
-        let _ = writeln!(text, "address 0000:00:{:02x}.0 {}", network.slot, network.mac);
+        let _ = writeln!(text, "address {} {}", command::pci_address(network.slot), network.mac);
     }
     let _ = write!(text, "[ -x /etc/lamina/clone-hook ] && exec /etc/lamina/clone-hook {name}\nexit 0\n");
     Ok(text)
 }
 
-/// Gives the guest of a copy its own identity.
-pub fn give(agent: &mut Agent, definition: &Definition) -> Result<Given> {
-    let ended = agent.execute("/bin/sh", &[], script(definition)?.as_bytes(), PATIENCE)?;
+/// Gives the guest of a copy its own identity, within `patience`; a hook may wait for a network address. The script can
+/// be repeated if it is not known whether it has run.
+///
+/// # Errors
+/// `Io` if the agent does not answer, `Unsupported` if the guest cannot take the identity.
+pub fn give(agent: &mut Agent, definition: &Definition, patience: Duration) -> Result<Given> {
+    let ended = agent.execute("/bin/sh", &[], script(definition)?.as_bytes(), patience)?;
     if ended.code == Some(0) {
         return Ok(Given { reseeded: !String::from_utf8_lossy(&ended.output).contains(NOT_RESEEDED) });
     }
@@ -97,7 +100,7 @@ pub fn give(agent: &mut Agent, definition: &Definition) -> Result<Given> {
         ended.code.map_or("ended by a signal".into(), |code| format!("exit code {code}")),
         complaint.trim().chars().take(300).collect::<String>()
     );
-    Err(Error::new(ErrorKind::Io, text))
+    Err(Error::new(ErrorKind::Unsupported, text))
 }
 
 #[cfg(test)]
@@ -114,6 +117,9 @@ mod tests {
             uuid: new_uuid().unwrap(),
             cpus: 1,
             memory: 64 << 20,
+            ports: 2,
+            autostart: false,
+            arguments: Vec::new(),
             boot: None,
             origin: None,
             disks: Vec::new(),

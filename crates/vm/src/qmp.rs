@@ -19,8 +19,9 @@ use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Longest accepted line; QEMU's schema has about a quarter of a MiB.
-const LINE_MAX: usize = 16 << 20;
+/// Longest accepted line. QEMU's schema has about a quarter of a MiB. The guest agent sends up to 16 MiB each of a
+/// program's standard output and standard error in one line, in base64.
+const LINE_MAX: usize = 48 << 20;
 
 /// Events kept until the caller asks for them.
 const EVENTS_MAX: usize = 1024;

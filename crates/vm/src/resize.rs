@@ -8,6 +8,8 @@
 //! 2. Each step can be repeated, so repeating an interrupted resize completes it.
 
 use crate::machine::Change;
+use crate::plug;
+use crate::qemu::command::disk_node;
 use crate::qmp::Client;
 use error::{Error, ErrorKind, Result};
 use serde_json::json;
@@ -33,15 +35,15 @@ impl Telling {
     pub fn begin(change: &Change, disk: &str) -> Result<Option<Self>> {
         let machine = change.machine();
         let Some(process) = machine.process()? else { return Ok(None) };
-        let Some(index) = machine.definition()?.disks.iter().position(|one| one.name == disk) else { return Ok(None) };
-        Ok(Some(Self {
-            machine: machine.name(),
-            disk: disk.to_owned(),
-            // The name of the block node in QEMU's command line.
-            node: format!("disk{index}"),
-            pid: process.pid(),
-            monitor: machine.monitor()?,
-        }))
+        let definition = machine.definition()?;
+        let Some(index) = definition.disks.iter().position(|one| one.name == disk) else { return Ok(None) };
+        let mut monitor = machine.monitor()?;
+        let mut node = disk_node(&definition.disks[index]);
+        if !plug::has_node(&mut monitor, &node)? {
+            // The process was started by version 0.1.0.
+            node = format!("disk{index}");
+        }
+        Ok(Some(Self { machine: machine.name(), disk: disk.to_owned(), node, pid: process.pid(), monitor }))
     }
 
     /// The process whose connection to the disk has to be ended before [`Telling::finish`].

@@ -21,11 +21,12 @@ use crate::durable;
 use crate::host::Host;
 use crate::instant::freeze::{self, Memories};
 use crate::instant::{pages, running, state};
+use crate::lifecycle;
 use crate::machine::{Change, Hold, Machine, MachineState, MemoryRecord, Start, remove_if_there};
 use crate::machines::Snapshot;
 use crate::qemu::command::Memory;
 use crate::quiet::{self, Quiet};
-use backend::clock;
+use backend::{clock, private};
 use error::{Error, ErrorKind, IoContext, Result};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
@@ -167,7 +168,7 @@ pub fn take(host: &Host, change: &Change, name: &str, options: Options) -> Resul
     let state = machine.state()?;
     if options.memory && !matches!(state, MachineState::Running | MachineState::Paused) {
         let text = format!("machine '{}' does not run: it has no memory to save", machine.name());
-        return Err(Error::new(ErrorKind::Invalid, text));
+        return Err(Error::new(ErrorKind::WrongState, text));
     }
     let (folder, disks) = (folder(machine), host.disks());
     if folder.join(name).exists() {
@@ -183,7 +184,7 @@ pub fn take(host: &Host, change: &Change, name: &str, options: Options) -> Resul
         }
     }
     let new = folder.join(format!("{NEW}{name}"));
-    fs::create_dir_all(&new).during(|| format!("making '{}'", new.display()))?;
+    private::create_folders(&new).during(|| format!("making '{}'", new.display()))?;
     let intent = Intent { begun: clock::seconds(), disks: of.clone() };
     let taken = durable::write_toml(&new.join(INTENT), &intent)
         .and_then(|()| durable::sync(&folder))
@@ -335,15 +336,24 @@ fn finish_deleting(disks: &dyn Disks, old: &Path) -> Result<()> {
     fs::remove_dir_all(old).during(|| format!("removing '{}'", old.display()))
 }
 
+/// The state of a machine after a revert.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Reverted {
+    /// Whether it runs.
+    pub state: MachineState,
+    /// Whether the clock of a guest that runs was set to that of the host, or why not.
+    pub clock: Option<std::result::Result<(), String>>,
+}
+
 /// Reverts a machine to a snapshot; its current state is lost. If the snapshot has memory, the guest continues from it,
-/// unless `paused`; otherwise the machine is stopped afterwards.
-pub fn revert(host: &Host, change: &Change, name: &str, paused: bool) -> Result<MachineState> {
+/// unless `paused`, and its clock is set; otherwise the machine is stopped afterwards.
+pub fn revert(host: &Host, change: &Change, name: &str, paused: bool) -> Result<Reverted> {
     let machine = change.machine();
     let record = get(machine, name)?;
     durable::write(&machine.folder().join(REVERTING), name.as_bytes())?;
     revert_disks(host, change, &record)?;
     if !record.has_memory() {
-        return Ok(MachineState::Stopped);
+        return Ok(Reverted { state: MachineState::Stopped, clock: None });
     }
     let features = host.features()?;
     let from = folder(machine).join(name);
@@ -371,10 +381,10 @@ pub fn revert(host: &Host, change: &Change, name: &str, paused: bool) -> Result<
         }
     });
     match begun {
-        Ok(_) if paused => Ok(MachineState::Paused),
+        Ok(_) if paused => Ok(Reverted { state: MachineState::Paused, clock: None }),
         Ok(mut successor) => {
             successor.monitor.execute("cont", json!({}))?;
-            Ok(MachineState::Running)
+            Ok(Reverted { state: MachineState::Running, clock: Some(lifecycle::set_clock(machine)) })
         }
         Err(error) => {
             remove_if_there(&file)?;
@@ -395,7 +405,8 @@ fn revert_disks(host: &Host, change: &Change, record: &Record) -> Result<()> {
         // The process that had the disk open was just ended, and its connection may not be closed yet.
         while_busy(RELEASE_PATIENCE, || host.disks().revert(&snapshot.disk, &snapshot.name))?;
     }
-    change.define(&record.machine)?;
+    // The machine may have been renamed since.
+    change.define(&Definition { name: machine.name(), ..record.machine.clone() })?;
     remove_if_there(&machine.folder().join(REVERTING))?;
     durable::sync(machine.folder())
 }

@@ -174,7 +174,7 @@ impl Disk {
     pub(crate) fn doubt_files(&self, error: &Error) {
         match error.kind() {
             ErrorKind::NotFound | ErrorKind::Exists | ErrorKind::Invalid | ErrorKind::Busy => {}
-            ErrorKind::ReadOnly | ErrorKind::Unsupported | ErrorKind::Interrupted => {}
+            ErrorKind::ReadOnly | ErrorKind::Unsupported | ErrorKind::Interrupted | ErrorKind::WrongState => {}
             ErrorKind::NoSpace | ErrorKind::Corrupt => self.state.lock().doubtful = true,
             ErrorKind::Io | ErrorKind::Stopped => {
                 self.state.lock().doubtful = true;

@@ -77,7 +77,10 @@ fn start(limits: Limits, drain: Drain) -> World {
     let protocol = Arc::new(Small::default());
     let config = ServiceConfig {
         name: "small",
-        listen: vec![Listen::Unix { path: path.clone(), mode: 0o600 }, Listen::Tcp("127.0.0.1:0".parse().unwrap())],
+        listen: vec![
+            Listen::Unix { path: path.clone(), mode: 0o600, group: None },
+            Listen::Tcp("127.0.0.1:0".parse().unwrap()),
+        ],
         access: Access::LOCAL,
         limits,
         drain,
@@ -239,7 +242,7 @@ fn stopping_does_not_wait_for_a_thread_that_hangs() {
     let protocol = Arc::new(Hanging(AtomicBool::new(false)));
     let config = ServiceConfig {
         name: "hanging",
-        listen: vec![Listen::Owned { path: path.clone() }],
+        listen: vec![Listen::Owned { path: path.clone(), group: None }],
         access: Access::LOCAL,
         limits: Limits::each(1),
         drain: Drain { undisturbed: Duration::ZERO, finish: Duration::ZERO, cut: Some(MOMENT) },
@@ -331,7 +334,7 @@ fn a_failed_start_leaves_no_socket() {
             ServiceConfig { name: "small", listen, access: Access::LOCAL, limits: Limits::each(1), drain: QUICK };
         Service::start(config, Arc::new(Small::default())).err().unwrap()
     };
-    let error = start([&good, &bad].map(|path| Listen::Unix { path: path.clone(), mode: 0o600 }).into());
+    let error = start([&good, &bad].map(|path| Listen::Unix { path: path.clone(), mode: 0o600, group: None }).into());
     assert_eq!(error.kind(), ErrorKind::Exists, "{error}");
     assert!(!good.exists() && bad.exists());
     assert_eq!(start(Vec::new()).kind(), ErrorKind::Invalid);

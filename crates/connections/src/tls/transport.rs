@@ -1,9 +1,10 @@
 //! TLS over another transport, for sessions that decide when to block.
 
-use super::TlsIdentity;
+use super::{CertificateName, TlsIdentity};
 use crate::limits::TLS_BUFFER_BYTES_MAX;
 use crate::transport::{Transport, Wait};
 use rustls::ServerConnection;
+use rustls::pki_types::CertificateDer;
 use std::io::{self, IoSlice, IoSliceMut, Read, Write};
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
@@ -24,6 +25,11 @@ impl Tls {
         let mut session = ServerConnection::new(Arc::clone(&identity.config)).map_err(io::Error::other)?;
         session.set_buffer_limit(Some(TLS_BUFFER_BYTES_MAX));
         Ok(Self { below, session: Box::new(session), input: false, ended: false, authenticated: false })
+    }
+
+    /// The peer's certificate, which is proven only at the end of the handshake.
+    fn certificate(&self) -> Option<&CertificateDer<'static>> {
+        if self.session.is_handshaking() { None } else { self.session.peer_certificates()?.first() }
     }
 
     fn read_plaintext(&mut self, into: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
@@ -147,6 +153,14 @@ impl Transport for Tls {
 
     fn descriptor(&self) -> Option<BorrowedFd<'_>> {
         self.below.descriptor()
+    }
+
+    fn peer_has_certificate(&self) -> bool {
+        self.certificate().is_some()
+    }
+
+    fn peer_is(&self, name: &CertificateName) -> bool {
+        self.certificate().is_some_and(|certificate| name.is_of(certificate))
     }
 
     fn close(&mut self) {

@@ -71,7 +71,12 @@ pub fn refuse(service: &Service, disk: &str, deed: Deed<'_>, force: bool) -> Res
     if !matches!(deed, Deed::DeleteSnapshot(_) | Deed::Replace)
         && let Some(machine) = machine_of(&service.location, disk)?
     {
-        reasons.push(format!("disk '{disk}' belongs to machine '{machine}'"));
+        let remedy = match deed {
+            Deed::Delete => format!("'lamina vm delete {machine}' deletes both"),
+            Deed::Revert => format!("'lamina vm revert' reverts all disks of a machine with its definition"),
+            _ => format!("'lamina vm edit {machine} --remove-disk {disk}' removes it from the machine first"),
+        };
+        reasons.push(format!("disk '{disk}' belongs to machine '{machine}': {remedy}"));
     }
     if reasons.is_empty() || !service.datastore.disks()?.iter().any(|one| one.name == disk) {
         // If the disk does not exist, the operation itself reports that.

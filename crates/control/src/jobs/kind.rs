@@ -108,6 +108,8 @@ fn machine(verb: &MachineVerb) -> Option<(&'static str, String)> {
         | MachineVerb::SnapshotList { .. }
         | MachineVerb::Console { .. } => return None,
         MachineVerb::Create(new) => ("vm create", new.name.clone()),
+        MachineVerb::Edit { name, .. } => ("vm edit", name.clone()),
+        MachineVerb::Rename { name, .. } => ("vm rename", name.clone()),
         MachineVerb::Start { names, .. } => ("vm start", several(names)),
         MachineVerb::Stop { names, .. } => ("vm stop", several(names)),
         MachineVerb::Pause { names } => ("vm pause", several(names)),

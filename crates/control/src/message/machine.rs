@@ -9,8 +9,10 @@ use super::send::SendHow;
 use replication::Sent;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
+use vm::agent::Execution;
 use vm::clone::{Inside, Source};
 use vm::definition::{CloneKind, Definition, Link};
+use vm::edit::Edit;
 use vm::machine::MachineState;
 use vm::snapshots::Record;
 
@@ -42,10 +44,26 @@ pub struct MachineSnapshot {
 pub enum MachineVerb {
     /// Create a machine.
     Create(NewMachine),
+    /// Change a machine.
+    Edit {
+        /// The machine.
+        name: String,
+        /// What to change.
+        edit: Edit,
+    },
+    /// Give a machine that is off another name.
+    Rename {
+        /// The machine.
+        name: String,
+        /// Its new name.
+        to: String,
+    },
     /// Start machines. A frozen machine continues where it was frozen.
     Start {
         /// The machines.
         names: Vec<String>,
+        /// Start all machines that are marked for this, instead of `names`.
+        autostart: bool,
         /// Start with the guests paused.
         paused: bool,
     },
@@ -53,6 +71,8 @@ pub enum MachineVerb {
     Stop {
         /// The machines.
         names: Vec<String>,
+        /// Stop all machines that run, instead of `names`.
+        all: bool,
         /// Seconds that a guest has to shut down; `None` to power off at once.
         timeout: Option<u64>,
     },
@@ -70,6 +90,8 @@ pub enum MachineVerb {
     Show {
         /// The machine.
         name: String,
+        /// Whether a front end prints all its children, instead of their number and the first ones.
+        children: bool,
     },
     /// All machines.
     List,
@@ -81,6 +103,8 @@ pub enum MachineVerb {
         keep_disks: bool,
         /// Hand over the snapshots that clones are based on to the clones.
         promote: bool,
+        /// Delete machines whose definitions cannot be read, without their disks.
+        force: bool,
     },
     /// Take a snapshot of all disks of a machine at one point.
     SnapshotCreate {
@@ -201,6 +225,8 @@ impl MachineVerb {
         match self {
             Self::Show { .. } | Self::List | Self::SnapshotList { .. } | Self::Console { .. } => false,
             Self::Create(_)
+            | Self::Edit { .. }
+            | Self::Rename { .. }
             | Self::Start { .. }
             | Self::Stop { .. }
             | Self::Pause { .. }
@@ -223,6 +249,15 @@ impl MachineVerb {
 pub enum MachineReply {
     /// Reply to `Create`.
     Created(Definition),
+    /// Reply to `Edit`.
+    Edited(Definition),
+    /// Reply to `Rename`.
+    Renamed {
+        /// The former name.
+        name: String,
+        /// The definition with the new name.
+        definition: Definition,
+    },
     /// Reply to operations on several machines.
     Each {
         /// Machines on which the operation succeeded.
@@ -260,6 +295,8 @@ pub enum MachineReply {
         snapshot: MachineSnapshot,
         /// The state of the machine after the revert.
         state: MachineState,
+        /// Whether the clock of a guest that runs was set to that of the host, or why not.
+        clock: Option<Result<(), String>>,
     },
     /// Reply to `Clone`.
     Cloned(Box<Cloned>),
@@ -300,12 +337,10 @@ pub enum MachineReply {
     },
     /// Reply to `Execute`.
     Executed {
-        /// The exit code; `None` if a signal ended the program.
-        code: Option<i64>,
-        /// Its standard output.
-        output: Vec<u8>,
-        /// Its standard error.
-        errors: Vec<u8>,
+        /// The machine.
+        name: String,
+        /// What became of the program.
+        execution: Execution,
     },
 }
 
@@ -341,8 +376,10 @@ impl MachineActivity {
 /// A machine in a list.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct MachineSummary {
-    /// Its definition.
-    pub definition: Definition,
+    /// Its name.
+    pub name: String,
+    /// Its definition, or why it cannot be read.
+    pub definition: Result<Definition, Failure>,
     /// Its state.
     pub state: MachineActivity,
 }

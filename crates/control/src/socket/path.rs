@@ -2,7 +2,8 @@
 //!
 //! 1. Only the owner of the datastore (the holder of its lock) binds or removes the socket. A socket that exists when a
 //!    process becomes owner belonged to a process that has ended, so it is stale and may be removed.
-//! 2. The socket has mode 0600 from the moment it exists.
+//! 2. The socket has mode 0600 from the moment it exists. If a group may connect too, it gets that group, and then mode
+//!    0660.
 //! 3. The path of a datastore may be longer than a socket address allows: the socket is then reached through the
 //!    descriptor of the folder.
 //! 4. A datastore without a local folder has no control socket, and so no server.
@@ -47,7 +48,7 @@ mod tests {
     use std::os::unix::net::UnixListener;
 
     fn serve(datastore: &Location) -> Result<Server> {
-        Server::start(datastore, Box::new(|_, _| Err(Error::new(ErrorKind::Unsupported, "a test"))))
+        Server::start(datastore, None, Box::new(|_, _| Err(Error::new(ErrorKind::Unsupported, "a test"))))
     }
 
     #[test]

@@ -64,15 +64,16 @@ struct Control {
 }
 
 impl Server {
-    /// Listens in the folder of a datastore and answers requests. To be called by the owner of the datastore.
+    /// Listens in the folder of a datastore and answers requests. To be called by the owner of the datastore. Members
+    /// of `group`, if there is one, may do everything that the owner may.
     ///
     /// # Errors
     /// `Unsupported` if the datastore has no local folder, `Exists` if the path of the socket is another file, and
     /// errors of the system.
-    pub fn start(datastore: &Location, handler: Box<Handler>) -> Result<Self> {
+    pub fn start(datastore: &Location, group: Option<u32>, handler: Box<Handler>) -> Result<Self> {
         let config = ServiceConfig {
             name: "control",
-            listen: vec![Listen::Owned { path: super::path(datastore)? }],
+            listen: vec![Listen::Owned { path: super::path(datastore)?, group }],
             access: Access::LOCAL,
             limits: Limits { unix: CONNECTIONS_MAX, authenticated: 0, unauthenticated: 0 },
             drain: Drain { undisturbed: GRACE, finish: GRACE, cut: None },

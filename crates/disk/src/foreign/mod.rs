@@ -38,7 +38,7 @@ use crate::migrate::Overlay;
 use crate::names;
 use crate::native::Native;
 use crate::switch::{Identity, SwitchedDevice, Switches};
-use backend::IoMode;
+use backend::{IoMode, private};
 use error::{Error, ErrorKind, IoContext, Result};
 use layer::image::Folder;
 use parking_lot::{Mutex, RwLock};
@@ -224,7 +224,7 @@ impl Foreign {
     /// [`Foreign::complete`] is called.
     pub fn new_folder(&self, name: &str, incomplete: bool) -> Result<(String, Folder)> {
         let images = self.images()?;
-        match fs::create_dir(images) {
+        match private::create_folder(images) {
             Ok(()) => sync_folder(images.parent().unwrap_or(images))?,
             Err(error) if error.kind() == IoKind::AlreadyExists => {}
             Err(error) => return Err(Error::io(format!("making {}", images.display()), error)),
@@ -233,7 +233,7 @@ impl Foreign {
         let mut number = 2;
         let path = loop {
             let path = images.join(&folder);
-            match fs::create_dir(&path) {
+            match private::create_folder(&path) {
                 Ok(()) => break path,
                 // The folder belongs to a disk that was renamed since.
                 Err(error) if error.kind() == IoKind::AlreadyExists => folder = format!("{name}-{number}"),
@@ -243,7 +243,7 @@ impl Foreign {
         };
         let made = (|| {
             if incomplete {
-                fs::write(path.join(INCOMPLETE), b"").during(|| format!("marking {}", path.display()))?;
+                private::write(&path.join(INCOMPLETE), b"").during(|| format!("marking {}", path.display()))?;
                 sync_folder(&path)?;
             }
             sync_folder(images)?;
@@ -267,7 +267,7 @@ impl Foreign {
         }
         let mark = path.join(INCOMPLETE);
         let done = match incomplete {
-            true => fs::write(&mark, b""),
+            true => private::write(&mark, b""),
             false => match fs::remove_file(&mark) {
                 Err(error) if error.kind() == IoKind::NotFound => Ok(()),
                 other => other,

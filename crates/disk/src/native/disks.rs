@@ -18,6 +18,8 @@ pub const CAPACITY_MAX: u64 = 64 << 40;
 const SECTOR: u64 = 512;
 /// Bytes of zeros per write while an eager zeroed disk is filled.
 const ZERO_PIECE: u64 = 1 << 20;
+/// Extents of a thick disk that a status looks at.
+const EXTENTS_COUNTED: usize = 100_000;
 /// Blocks reserved between two progress reports (1 GiB).
 const RESERVE_PIECE: u64 = 1 << 18;
 
@@ -131,6 +133,24 @@ impl Native {
             }
         }
         Ok(())
+    }
+
+    /// Blocks that are reserved for zeroed thick disks as parts of the disks, and are not written yet. Of a disk with
+    /// many extents only the first ones are looked at, so that the count takes a bounded time.
+    pub fn reserved_in_disks(&self) -> Result<u64> {
+        let thick = |disk: &&Object| disk.provisioning == Stored::ZeroedThick;
+        let ids: Vec<u64> =
+            self.engine.with_catalog(|catalog| catalog.disks().filter(thick).map(|disk| disk.id).collect());
+        let mut sum = 0;
+        for id in ids {
+            match self.engine.count_unwritten(id, EXTENTS_COUNTED) {
+                Ok(blocks) => sum += blocks,
+                // The disk was deleted meanwhile.
+                Err(error) if error.kind() == ErrorKind::NotFound => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(sum)
     }
 
     /// All disks by name, without their block counts.

@@ -7,7 +7,9 @@
 //! 2. No byte after the current option is read, so that no byte sent in plain text is taken for one received through
 //!    TLS. `STARTTLS` discards everything negotiated before.
 //! 3. Where TLS is required, no export name, size or error about an export is sent before TLS.
-//! 4. Only the handshake opens a device for a client; it closes the device if the client chooses another one or
+//! 4. If there are rules for the client ([`crate::access`]), an export that it may not open is as one that does not
+//!    exist: its name reaches nothing but the rules.
+//! 5. Only the handshake opens a device for a client; it closes the device if the client chooses another one or
 //!    disconnects.
 
 use super::Terms;
@@ -16,7 +18,8 @@ use super::options::{self, Malformed};
 use super::protocol::{self, OptionHead, Put, client, feature, greeting, info, option, option_reply, put_option_reply};
 use super::replies::Style;
 use super::status::{self, Context};
-use crate::exports::{Exports, ResizePolicy};
+use crate::access::{self, Permission};
+use crate::exports::{ExportName, Exports, ResizePolicy};
 use connections::TlsIdentity;
 use connections::tls::Tls;
 use connections::transport::{Transport, Wait, wait_for};
@@ -316,7 +319,7 @@ impl Handshake<'_> {
             self.refuse(option::LIST, option_reply::ERR_INVALID, "LIST takes no data");
             return Ok(());
         }
-        for export in self.exports.names() {
+        for export in self.names() {
             if export.name.len() > STRING_BYTES_MAX {
                 continue;
             }
@@ -400,7 +403,7 @@ impl Handshake<'_> {
     fn open(&mut self, name: &str) -> Result<Opened> {
         let default;
         let name = if name.is_empty() {
-            default = default_export(self.exports)?;
+            default = default_export(self.names())?;
             &default
         } else {
             name
@@ -410,8 +413,31 @@ impl Handshake<'_> {
         }
         // The previous device is closed first, so that a client that queries all exports does not keep them all open.
         self.opened = None;
-        let device = self.exports.open(name, self.terms.read_only)?;
+        let device = match &self.terms.rules {
+            None => self.exports.open(name, self.terms.read_only)?,
+            Some(rules) => {
+                let Some(permission) = rules.of(&*self.transport).permission(name) else {
+                    tracing::debug!(export = name, "the client may not open the export");
+                    return Err(access::absent(name));
+                };
+                let read_only = self.terms.read_only || permission == Permission::Read;
+                self.exports.open(name, read_only).map_err(|error| match error.kind() {
+                    ErrorKind::NotFound => access::absent(name),
+                    _ => error,
+                })?
+            }
+        };
         Ok(self.opened.insert(Opened { name: name.to_owned(), device }).clone())
+    }
+
+    /// The exports that the client may open.
+    fn names(&self) -> Vec<ExportName> {
+        let mut names = self.exports.names();
+        if let Some(rules) = &self.terms.rules {
+            let granted = rules.of(&*self.transport);
+            names.retain(|export| granted.permission(&export.name).is_some());
+        }
+        names
     }
 
     fn features(&self, opened: &Opened) -> u16 {
@@ -516,8 +542,8 @@ fn context_fact(id: u32, name: &str) -> Vec<u8> {
 }
 
 /// The only disk, if there is exactly one; its snapshots (`disk@snapshot`) do not count.
-fn default_export(exports: &dyn Exports) -> Result<String> {
-    let mut disks = exports.names().into_iter().map(|export| export.name).filter(|name| !name.contains('@'));
+fn default_export(exports: Vec<ExportName>) -> Result<String> {
+    let mut disks = exports.into_iter().map(|export| export.name).filter(|name| !name.contains('@'));
     match (disks.next(), disks.next()) {
         (Some(only), None) => Ok(only),
         (None, _) => Err(Error::new(ErrorKind::NotFound, "there is no disk to export; create one first")),

@@ -30,11 +30,13 @@ mod turns;
 
 pub use server::{Server, ServerConfig};
 
+use crate::access::Rules;
 use crate::clients::Visit;
 use crate::exports::{Admission, Exports, ResizePolicy};
 use connections::TlsIdentity;
 use connections::limits::HANDSHAKE_TIMEOUT_DEFAULT;
 use connections::transport::Transport;
+use std::sync::Arc;
 use std::time::Duration;
 
 /// Configuration of a session.
@@ -44,6 +46,8 @@ pub struct Terms {
     pub tls: Option<TlsIdentity>,
     /// Whether TLS is required before any other option (FORCEDTLS).
     pub tls_forced: bool,
+    /// Which exports the client may open, by its certificate; `None` if it may open all.
+    pub rules: Option<Arc<Rules>>,
     /// Whether exports are opened read-only.
     pub read_only: bool,
     /// Resizing by clients.
@@ -57,6 +61,7 @@ impl Default for Terms {
         Self {
             tls: None,
             tls_forced: false,
+            rules: None,
             read_only: false,
             resize: ResizePolicy::default(),
             handshake_timeout: HANDSHAKE_TIMEOUT_DEFAULT,

@@ -114,7 +114,11 @@ impl From<error::Error> for Refusal {
             _ if std::error::Error::source(&error).is_some() => errno::EIO,
             ErrorKind::ReadOnly | ErrorKind::Busy => errno::EPERM,
             // The protocol reserves ENOTSUP for FAST_ZERO.
-            ErrorKind::Invalid | ErrorKind::NotFound | ErrorKind::Exists | ErrorKind::Unsupported => errno::EINVAL,
+            ErrorKind::Invalid
+            | ErrorKind::NotFound
+            | ErrorKind::Exists
+            | ErrorKind::Unsupported
+            | ErrorKind::WrongState => errno::EINVAL,
             ErrorKind::Interrupted => errno::ESHUTDOWN,
             ErrorKind::Corrupt | ErrorKind::Io | ErrorKind::Stopped => errno::EIO,
         };

@@ -6,6 +6,7 @@
 use super::limits::{CONNECTIONS_DEFAULT, STOP_GRACE_DEFAULT, UNIX_SEND_BUFFER_BYTES};
 use super::turns::Turns;
 use super::{Terms, serve};
+use crate::access::Rules;
 use crate::clients::{Clients, Whose};
 use crate::exports::{Exports, ResizePolicy};
 use backend::local::Thread;
@@ -28,6 +29,8 @@ pub struct ServerConfig {
     pub tls: Option<TlsConfig>,
     /// Whether to serve TCP beyond loopback without both TLS and client certificates.
     pub allow_insecure_tcp: bool,
+    /// Which exports clients over TCP may open, by their certificates; `None` if all of them.
+    pub rules: Option<Arc<Rules>>,
     /// Open every export read-only.
     pub read_only: bool,
     /// Resizing by clients.
@@ -48,6 +51,7 @@ impl Default for ServerConfig {
             listen: Vec::new(),
             tls: None,
             allow_insecure_tcp: false,
+            rules: None,
             read_only: false,
             resize: ResizePolicy::default(),
             limits: Limits::each(CONNECTIONS_DEFAULT),
@@ -73,6 +77,8 @@ struct Nbd {
     terms: Terms,
     /// Whether sessions over TCP have to begin with TLS.
     tls_required: bool,
+    /// Rules for sessions over TCP.
+    rules: Option<Arc<Rules>>,
     turns: Turns,
 }
 
@@ -87,7 +93,8 @@ impl Protocol for Nbd {
             let _ = sockopt::set_socket_send_buffer_size(connection.socket(), UNIX_SEND_BUFFER_BYTES);
         }
         let tls_forced = connection.is_tcp() && self.tls_required;
-        let terms = Terms { tls_forced, ..self.terms.clone() };
+        let rules = self.rules.clone().filter(|_| connection.is_tcp());
+        let terms = Terms { tls_forced, rules, ..self.terms.clone() };
         let mut visit = self.clients.connected(Arc::clone(connection));
         // The session has logged its error itself, with the export's name.
         let _ = serve(Box::new(Socket::new(Arc::clone(connection))), &*self.exports, &terms, &mut visit);
@@ -105,10 +112,12 @@ impl Server {
             exports,
             clients: Arc::clone(&config.clients),
             turns: Turns::default(),
+            rules: config.rules,
             tls_required: config.tls.as_ref().is_some_and(|tls| tls.required),
             terms: Terms {
                 tls: identity,
                 tls_forced: false,
+                rules: None,
                 read_only: config.read_only,
                 resize: config.resize,
                 handshake_timeout: config.handshake_timeout,

@@ -285,8 +285,10 @@ fn sockets_have_the_given_mode_and_are_replaced_after_a_crash() {
     let folder = Folder::new();
     let path = folder.0.join("s");
     let shelf = Shelf::of(&[&MemoryDisk::new("vm", 4096, 1)]);
-    let config =
-        |mode| ServerConfig { listen: vec![Listen::Unix { path: path.clone(), mode }], ..ServerConfig::default() };
+    let config = |mode| ServerConfig {
+        listen: vec![Listen::Unix { path: path.clone(), mode, group: None }],
+        ..ServerConfig::default()
+    };
     let server = Server::start(config(0o660), shelf.clone()).unwrap();
     assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o660);
     let Err(error) = Server::start(config(0o600), shelf.clone()) else { panic!("two servers on one socket") };
@@ -302,7 +304,7 @@ fn sockets_have_the_given_mode_and_are_replaced_after_a_crash() {
     assert!(Server::start(config(0o600), shelf.clone()).is_err());
     assert_eq!(std::fs::read(&path).unwrap(), b"precious");
     let long = ServerConfig {
-        listen: vec![Listen::Unix { path: folder.0.join("x".repeat(200)), mode: 0o600 }],
+        listen: vec![Listen::Unix { path: folder.0.join("x".repeat(200)), mode: 0o600, group: None }],
         ..ServerConfig::default()
     };
     assert_eq!(Server::start(long, shelf).err().unwrap().kind(), ErrorKind::Invalid);

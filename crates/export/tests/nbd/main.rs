@@ -1,6 +1,7 @@
 //! Tests of the NBD server through its sockets: with an independent client, hostile clients, and common tools.
 #![allow(clippy::unwrap_used, clippy::new_without_default, missing_docs)]
 
+mod access;
 mod chained;
 mod fuzzed;
 mod handshake;
@@ -59,7 +60,7 @@ impl Running {
     pub fn with(mut config: ServerConfig, exports: Arc<dyn Exports>) -> Self {
         let folder = Folder::new();
         let socket = folder.0.join("nbd.sock");
-        config.listen.insert(0, Listen::Unix { path: socket.clone(), mode: 0o600 });
+        config.listen.insert(0, Listen::Unix { path: socket.clone(), mode: 0o600, group: None });
         let server = Server::start(config, exports).unwrap();
         Self { server, socket, folder }
     }

@@ -17,6 +17,7 @@ const CAPACITY: u64 = 16 << 20;
 /// A certificate authority, and the certificates of a server and a client in files named as GnuTLS clients expect.
 pub struct Certificates {
     pub folder: Folder,
+    issuer: Issuer<'static, KeyPair>,
 }
 
 impl Certificates {
@@ -42,7 +43,18 @@ impl Certificates {
             write(&format!("{role}-cert.pem"), params.signed_by(&key, &issuer).unwrap().pem());
             write(&format!("{role}-key.pem"), key.serialize_pem());
         }
-        Self { folder }
+        Self { folder, issuer }
+    }
+
+    /// The configuration of a client whose certificate has this name.
+    pub fn client_named(&self, name: &str) -> rustls::ClientConfig {
+        let key = KeyPair::generate().unwrap();
+        let mut params = CertificateParams::new(vec![name.to_owned()]).unwrap();
+        params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ClientAuth];
+        params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
+        let certificate = CertificateDer::from(params.signed_by(&key, &self.issuer).unwrap());
+        let key = PrivateKeyDer::try_from(key.serialize_der()).unwrap();
+        self.trusting().with_client_auth_cert(vec![certificate], key).unwrap()
     }
 
     pub fn server(&self, clients: bool, required: bool) -> TlsConfig {
@@ -54,18 +66,23 @@ impl Certificates {
         }
     }
 
+    /// The configuration of a client that trusts this authority.
+    fn trusting(&self) -> rustls::ConfigBuilder<rustls::ClientConfig, rustls::client::WantsClientCert> {
+        let mut roots = rustls::RootCertStore::empty();
+        for authority in CertificateDer::pem_file_iter(self.folder.0.join("ca-cert.pem")).unwrap() {
+            roots.add(authority.unwrap()).unwrap();
+        }
+        let provider = Arc::new(rustls::crypto::ring::default_provider());
+        let builder = rustls::ClientConfig::builder_with_provider(provider).with_safe_default_protocol_versions();
+        builder.unwrap().with_root_certificates(roots)
+    }
+
     fn client(&self, identity: Option<&Certificates>) -> rustls::ClientConfig {
         let certificates = |folder: &Path, name| {
             let found = CertificateDer::pem_file_iter(folder.join(name)).unwrap();
             found.map(Result::unwrap).collect::<Vec<_>>()
         };
-        let mut roots = rustls::RootCertStore::empty();
-        for authority in certificates(&self.folder.0, "ca-cert.pem") {
-            roots.add(authority).unwrap();
-        }
-        let provider = Arc::new(rustls::crypto::ring::default_provider());
-        let builder = rustls::ClientConfig::builder_with_provider(provider).with_safe_default_protocol_versions();
-        let builder = builder.unwrap().with_root_certificates(roots);
+        let builder = self.trusting();
         match identity {
             None => builder.with_no_client_auth(),
             Some(own) => {
@@ -87,7 +104,7 @@ fn start(tls: TlsConfig) -> Running {
 }
 
 /// Upgrades a greeted connection; the TLS handshake happens with the first bytes.
-fn upgrade(mut stream: TcpStream, config: rustls::ClientConfig) -> Client {
+pub fn upgrade(mut stream: TcpStream, config: rustls::ClientConfig) -> Client {
     use std::io::{Read, Write};
     let mut greeting = [0; 18];
     stream.read_exact(&mut greeting).unwrap();

@@ -2,6 +2,7 @@
 
 pub mod address;
 mod arguments;
+pub mod complete;
 pub mod format;
 pub mod size;
 pub mod usage;
@@ -27,6 +28,7 @@ Exit codes:
   4    in use: by clients, by clones or by another process
   5    no space
   6    corrupt, check found problems that are not repaired, or salvage lost ranges
+  7    a machine does not run, runs or is paused, and the command needs another state
   130  interrupted";
 
 /// A virtual-disk datastore: native copy-on-write disks, snapshots and clones, served over NBD.
@@ -34,7 +36,7 @@ Exit codes:
 #[command(name = "lamina", version, after_help = EXIT_CODES, propagate_version = true, max_term_width = 100)]
 pub struct Cli {
     /// Folder of the datastore.
-    #[arg(short, long, global = true, value_name = "PATH", env = "LAMINA_DATASTORE", value_parser = location())]
+    #[arg(short = 'D', long, global = true, value_name = "PATH", env = "LAMINA_DATASTORE", value_parser = location())]
     pub datastore: Option<Location>,
 
     /// Print JSON, with sizes in bytes and times in seconds since 1970.

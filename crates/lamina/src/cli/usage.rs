@@ -1,10 +1,28 @@
 //! Messages of the command line parser: help unchanged, and errors on one line like all other errors.
 
 use clap::error::ErrorKind;
+use std::ffi::OsString;
+
+/// Options before the verb of `lamina vm` whose value is a word of its own.
+const WITH_VALUE: [&str; 5] = ["--datastore", "-D", "--log", "--qemu", "--memory-folder"];
 
 /// True for help and version texts, which are printed to stdout and are not errors.
 pub fn is_answer(error: &clap::Error) -> bool {
     matches!(error.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion)
+}
+
+/// Whether the arguments are those of `vm exec`, also if they cannot be parsed.
+pub fn is_exec(arguments: impl IntoIterator<Item = OsString>) -> bool {
+    let mut verbs = Vec::new();
+    let mut arguments = arguments.into_iter().skip(1).take_while(|word| word != "--");
+    while let Some(word) = arguments.next() {
+        if WITH_VALUE.iter().any(|option| word == *option) {
+            arguments.next();
+        } else if !word.as_encoded_bytes().starts_with(b"-") {
+            verbs.push(word);
+        }
+    }
+    verbs.first().is_some_and(|word| word == "vm") && verbs.get(1).is_some_and(|word| word == "exec")
 }
 
 /// The error on one line, with a hint which help to read.
@@ -35,6 +53,20 @@ mod tests {
     use super::*;
     use crate::cli::Cli;
     use clap::Parser;
+
+    #[test]
+    fn vm_exec_is_found_among_wrong_arguments() {
+        for (line, exec) in [
+            ("lamina vm exec web -- true", true),
+            ("lamina --json vm --qemu x exec web --wrong", true),
+            ("lamina -D exec vm --qemu=x exec", true),
+            ("lamina vm show exec", false),
+            ("lamina disk show web -- vm exec", false),
+            ("lamina exec", false),
+        ] {
+            assert_eq!(is_exec(line.split(' ').map(OsString::from)), exec, "{line}");
+        }
+    }
 
     #[test]
     fn usage_errors_take_one_line() {

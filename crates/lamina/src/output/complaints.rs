@@ -1,49 +1,78 @@
-//! Failed parts of a request, printed to stderr with one line each, in addition to the reply.
+//! Errors, and failed parts of a request, printed to stderr with one line each, in addition to the reply. With `--json`
+//! each line is a JSON object with the member `error` or `warning`.
 
+use super::Form;
 use crate::exit;
 use control::{Cloned, Failure};
 use error::ErrorKind;
+use serde_json::{Value, json};
 use std::io::{self, Write};
 
+/// Prints an error. `kind` is the name of its kind in all protocols, or `usage`.
+pub fn complain_of_error(form: Form, kind: &str, sentence: &str, code: u8) {
+    print_line(
+        form,
+        &line_of(sentence),
+        || json!({ "error": { "kind": kind, "message": line_of(sentence), "exit_code": code } }),
+    );
+}
+
 /// Prints the failures; returns the exit code of the first one.
-pub fn complain<'a>(failed: impl IntoIterator<Item = &'a (String, Failure)>) -> u8 {
-    let mut err = io::stderr().lock();
-    let mut code = 0;
+pub fn complain<'a>(form: Form, failed: impl IntoIterator<Item = &'a (String, Failure)>) -> u8 {
+    let mut first = 0;
     for (name, failure) in failed {
-        let line: Vec<&str> = failure.message().lines().map(str::trim).collect();
-        let _ = writeln!(err, "lamina: {name}: {}", line.join(" "));
-        if code == 0 {
-            code = exit::code(failure.kind());
+        let (message, code) = (line_of(failure.message()), exit::code(failure.kind()));
+        print_line(form, &format!("{name}: {message}"), || {
+            let kind = failure.kind().name();
+            json!({ "error": { "name": name, "kind": kind, "message": message, "exit_code": code } })
+        });
+        if first == 0 {
+            first = code;
         }
     }
-    code
+    first
 }
 
 /// Prints which clones are incomplete or were not made; returns the exit code.
-pub fn complain_of_clones(cloned: &Cloned) -> u8 {
+pub fn complain_of_clones(form: Form, cloned: &Cloned) -> u8 {
     let Cloned { made, failed, .. } = cloned;
+    let warn = |text: String| print_line(form, &text, || json!({ "warning": text }));
     // The reason is printed once, because it is the same for all clones of one guest.
     let without = made.iter().filter(|one| one.without_identity.is_some()).count();
     if let Some(why) = made.iter().find_map(|one| one.without_identity.as_ref()) {
-        let _ = writeln!(io::stderr(), "lamina: {without} of {} still have their parent's identity: {why}", made.len());
+        warn(format!("{without} of {} still have their parent's identity: {why}", made.len()));
     }
     let same = made.iter().filter(|one| one.same_randomness).count();
     if same > 0 {
-        let _ = writeln!(
-            io::stderr(),
-            "lamina: {same} of {} may draw their parent's random numbers for up to a minute: their guests have neither \
+        warn(format!(
+            "{same} of {} may draw their parent's random numbers for up to a minute: their guests have neither \
              reseed-kernel nor Perl nor Python to reseed the kernel",
             made.len()
-        );
+        ));
     }
     // Clones that were not begun because of an interruption are counted on one line.
     let (stopped, failed): (Vec<_>, Vec<_>) =
         failed.iter().partition(|(_, failure)| failure.kind() == ErrorKind::Interrupted);
     if !stopped.is_empty() {
-        let _ = writeln!(io::stderr(), "lamina: stopped on request; {} were not made", stopped.len());
+        warn(format!("stopped on request; {} were not made", stopped.len()));
     }
-    match complain(failed) {
+    match complain(form, failed) {
         0 if !stopped.is_empty() => exit::INTERRUPTED,
         code => code,
     }
+}
+
+/// A sentence on one line.
+fn line_of(sentence: &str) -> String {
+    let lines: Vec<&str> = sentence.lines().map(str::trim).collect();
+    lines.join(" ")
+}
+
+/// Prints a line. This fails if stderr is closed, which is ignored.
+fn print_line(form: Form, text: &str, value: impl FnOnce() -> Value) {
+    let mut err = io::stderr().lock();
+    let _ = match form {
+        Form::Text => writeln!(err, "lamina: {text}"),
+        Form::Json => writeln!(err, "{}", value()),
+    };
 }

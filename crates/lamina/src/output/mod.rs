@@ -10,7 +10,7 @@ mod text;
 mod tree;
 mod words;
 
-pub use complaints::{complain, complain_of_clones};
+pub use complaints::{complain, complain_of_clones, complain_of_error};
 pub use extents::Extents;
 
 use control::{Event, Reply, Request};

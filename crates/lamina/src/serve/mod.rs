@@ -22,11 +22,13 @@ use crate::cli::ServeArguments;
 use crate::output::Form;
 use crate::{exit, follow};
 use backend::local::KeptSpace;
-use connections::{Address, Limits, Listen, TlsConfig};
+use backend::private;
+use connections::{Address, Limits, Listen, TlsConfig, group_id};
 use control::jobs::Jobs;
 use control::{Served, Service, Serving, Target, Watch, socket, uri};
 use disk::{Datastore, Location, OpenOptions};
 use error::{Error, ErrorKind, Result};
+use export::access::Rules;
 use export::clients::Clients;
 use export::nbd;
 use exports::DatastoreExports;
@@ -47,6 +49,10 @@ const FILES_BY_CONNECTION: usize = 2;
 /// Serves until a signal stops the server.
 pub fn run(location: &Location, arguments: &ServeArguments, form: Form) -> Result<()> {
     location.require()?;
+    if arguments.access.is_some() && arguments.receive.is_some() && arguments.receive_from.is_empty() {
+        let text = "with --access, --receive needs --receive-from: otherwise every client could replace disks there";
+        return Err(Error::new(ErrorKind::Invalid, text));
+    }
     // Registered first, so that a signal during journal replay is not lost.
     let mut signals = Signals::new([SIGINT, SIGTERM]).map_err(|e| Error::io("registering for signals", e))?;
     let _second_signal = follow::interruption(exit::INTERRUPTED)?;
@@ -54,7 +60,8 @@ pub fn run(location: &Location, arguments: &ServeArguments, form: Form) -> Resul
     // The path is made absolute, because URIs contain it.
     let location = location.resolved()?;
     location.need_folder("a control socket or a server")?;
-    let datastore = Datastore::open(&location, open_options(arguments))?;
+    let mut cancelled = || signals.pending().next().is_some();
+    let datastore = control::open_to_serve(&location, open_options(arguments), &mut cancelled)?;
     datastore.foreground().set_target(arguments.latency_target);
     let spare = datastore.spare();
     let held = datastore.kept_space().map(KeptSpace::hold);
@@ -92,9 +99,10 @@ fn serve(
 ) -> Result<()> {
     let status = datastore.status()?;
     let exports = DatastoreExports { datastore: Arc::clone(datastore), read_only: arguments.read_only };
+    let group = arguments.socket_group.as_deref().map(group_id).transpose()?;
     let grace = Duration::from_secs(arguments.client_grace);
     let clients = Arc::new(Clients::of_server(Arc::clone(datastore.directory()), grace));
-    let config = nbd::ServerConfig { clients: Arc::clone(&clients), ..nbd_config(location, arguments)? };
+    let config = nbd::ServerConfig { clients: Arc::clone(&clients), ..nbd_config(location, arguments, group)? };
     let nbd = Arc::new(nbd::Server::start(config, Arc::new(exports))?);
     let of_replaced = Arc::clone(&clients);
     datastore.refuse_to_replace(move |disk| control::refuse_to_replace(&of_replaced, disk));
@@ -113,7 +121,8 @@ fn serve(
     };
     let target = Target::Open(service);
     let handler = Box::new(move |request, watch: &dyn Watch| control::dispatch(&target, request, watch));
-    let control = socket::Server::start(location, handler)?;
+    let control = socket::Server::start(location, group, handler)?;
+    let_reach(location, arguments, group);
     started();
     for warning in &status.file_system.warnings {
         tracing::warn!(datastore = %location, "{warning}");
@@ -142,6 +151,19 @@ fn serve(
     announced
 }
 
+/// Lets the users that may connect to the sockets traverse the folder of the datastore, which they cannot list.
+fn let_reach(location: &Location, arguments: &ServeArguments, group: Option<u32>) {
+    let mode = if arguments.socket.is_none() { arguments.socket_mode() } else { 0 };
+    if let Some(folder) = location.local_path().filter(|_| group.is_some() || mode & 0o066 != 0)
+        && let Err(error) = private::let_traverse(folder, group, mode & 0o006 != 0)
+    {
+        tracing::warn!(
+            datastore = %location, %error,
+            "the folder cannot be opened to the users of its sockets; only its owner can do that"
+        );
+    }
+}
+
 /// The connection limits; logs a warning if this process cannot open enough files for them.
 fn limits(arguments: &ServeArguments) -> Limits {
     let limits = Limits {
@@ -163,7 +185,7 @@ fn limits(arguments: &ServeArguments) -> Limits {
     limits
 }
 
-fn nbd_config(location: &Location, arguments: &ServeArguments) -> Result<nbd::ServerConfig> {
+fn nbd_config(location: &Location, arguments: &ServeArguments, group: Option<u32>) -> Result<nbd::ServerConfig> {
     let socket = match &arguments.socket {
         Some(socket) => socket.clone(),
         None => location.need_folder("an NBD socket")?.join(NBD_SOCKET),
@@ -175,7 +197,7 @@ fn nbd_config(location: &Location, arguments: &ServeArguments) -> Result<nbd::Se
         let text = format!("'{}' is where commands reach the server: give --socket another path", socket.display());
         return Err(Error::new(ErrorKind::Invalid, text));
     }
-    let unix = Listen::Unix { path: socket, mode: arguments.socket_mode };
+    let unix = Listen::Unix { path: socket, mode: arguments.socket_mode(), group };
     let tls = match (&arguments.tls_cert, &arguments.tls_key) {
         (Some(certificate), Some(key)) => Some(TlsConfig {
             certificate: certificate.clone(),
@@ -190,6 +212,7 @@ fn nbd_config(location: &Location, arguments: &ServeArguments) -> Result<nbd::Se
         tls,
         allow_insecure_tcp: arguments.insecure_tcp,
         limits: limits(arguments),
+        rules: arguments.access.as_deref().map(Rules::load).transpose()?.map(Arc::new),
         read_only: arguments.read_only,
         ..nbd::ServerConfig::default()
     })

@@ -265,6 +265,34 @@ impl Engine {
         Ok(())
     }
 
+    /// Counts the unwritten blocks of a disk in its first `extents` extents, so that the count takes a bounded time.
+    pub fn count_unwritten(&self, object: u64, extents: usize) -> Result<u64> {
+        self.complete(object)?;
+        let capacity = self.with_catalog(|catalog| catalog.get(object).map(|object| object.capacity))?;
+        let end = capacity.div_ceil(backend::BLOCK_SIZE as u64);
+        let (mut at, mut unwritten, mut left) = (0, 0, extents);
+        while at < end && left > 0 {
+            let stride = end.min(at + STRIDE);
+            let looked = self.meta.look(|meta| {
+                let Some(root) = meta.catalog.get(object)?.root else { return Ok(None) };
+                let mut effects = Effects::default();
+                meta.surveyed(root, at..stride, Aim::Read, |meta| {
+                    let mut found = Vec::new();
+                    let none = Holds::default();
+                    tree::lookup_exclusive(&mut meta.current_nodes(&none, &mut effects), root, at..stride, &mut found)?;
+                    let next =
+                        if found.is_empty() { meta.next_mapped(root, stride, end)?.unwrap_or(end) } else { stride };
+                    Ok(Some((next, found)))
+                })
+            })?;
+            let Some((next, found)) = looked else { break };
+            at = next;
+            left = left.saturating_sub(found.len().max(1));
+            unwritten += found.iter().filter(|extent| extent.unwritten).map(|extent| extent.blocks).sum::<u64>();
+        }
+        Ok(unwritten)
+    }
+
     /// Counts the blocks that a disk or snapshot maps.
     pub fn count_blocks(&self, object: u64) -> Result<BlockCounts> {
         self.complete(object)?;

@@ -5,6 +5,7 @@ use super::state;
 use crate::definition::{CloneKind, Definition, Origin};
 use crate::machine::{Change, Successor};
 use crate::machines::Machines;
+use crate::qemu::command::network_device;
 use crate::qemu::features::Features;
 use error::Result;
 use serde_json::json;
@@ -30,9 +31,9 @@ pub fn set_up(change: &Change, machines: &Machines, image: &Image, features: &Fe
 fn load(successor: &mut Successor, image: &Image, features: &Features) -> Result<()> {
     state::prepare(&mut successor.monitor, features)?;
     state::load(&mut successor.monitor, features, &image.state())?;
-    for index in 0..image.record.machine.networks.len() {
+    for network in &image.record.machine.networks {
         // Until its identity is changed, the guest has the parent's MAC address.
-        successor.monitor.execute("set_link", json!({ "name": format!("nic{index}"), "up": false }))?;
+        successor.monitor.execute("set_link", json!({ "name": network_device(network), "up": false }))?;
     }
     Ok(())
 }

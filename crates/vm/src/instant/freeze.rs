@@ -53,7 +53,7 @@ pub fn freeze(change: &Change, images: &Images, disks: &dyn Disks, features: &Fe
         MachineState::Paused => false,
         _ => {
             let text = format!("machine '{}' neither runs nor is paused", machine.name());
-            return Err(Error::new(ErrorKind::Invalid, text));
+            return Err(Error::new(ErrorKind::WrongState, text));
         }
     };
     let mut monitor = machine.monitor()?;

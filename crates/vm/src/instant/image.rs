@@ -22,13 +22,13 @@ use crate::machine::{MemoryRecord, Start, remove_if_there};
 use crate::machines::Machines;
 use crate::qemu::command::Memory;
 use crate::qemu::features::Features;
-use backend::clock;
+use backend::{clock, private};
 use error::{Error, ErrorKind, IoContext, Result};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 use std::fs;
 use std::io;
-use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use uuid::fmt::Hyphenated;
 
@@ -110,7 +110,7 @@ impl Images {
         let absolute =
             |folder: PathBuf| std::path::absolute(&folder).during(|| format!("finding '{}'", folder.display()));
         let (folder, memory) = (absolute(folder.into())?, absolute(memory.into())?);
-        fs::create_dir_all(&folder).during(|| format!("making '{}'", folder.display()))?;
+        private::create_folders(&folder).during(|| format!("making '{}'", folder.display()))?;
         let images = Self { folder, memory };
         images.has_memory_folder()?;
         Ok(images)
@@ -135,7 +135,7 @@ impl Images {
     fn make_memory_folder(&self) -> Result<()> {
         let memory = &self.memory;
         if !self.has_memory_folder()? {
-            match fs::DirBuilder::new().mode(0o700).create(memory) {
+            match private::create_folder(memory) {
                 Err(e) if e.kind() != io::ErrorKind::AlreadyExists => {
                     return Err(Error::io(format!("making '{}'", memory.display()), e));
                 }
@@ -200,7 +200,7 @@ impl Images {
             .collect();
         let memory = self.memory.join(format!("image-{id}"));
         let record = Record { version: VERSION, created: clock::seconds(), agent, memory, snapshots, machine };
-        fs::create_dir(&folder).during(|| format!("making '{}'", folder.display()))?;
+        private::create_folder(&folder).during(|| format!("making '{}'", folder.display()))?;
         durable::write_toml(&folder.join(BEGUN), &record)?;
         durable::sync(&self.folder)?;
         Ok(Image { id, record, folder })

@@ -5,6 +5,7 @@
 //! pages.
 
 use backend::pagemap::PageMap;
+use backend::private;
 use error::{Error, ErrorKind, IoContext, Result};
 use std::fs::File;
 use std::ops::Range;
@@ -121,7 +122,7 @@ pub fn copy_file(from: &Path, to: &Path) -> Result<File> {
     use rustix::fs::{SeekFrom, seek};
     let what = || format!("copying '{}' to '{}'", from.display(), to.display());
     let source = File::open(from).during(what)?;
-    let target = File::create_new(to).during(what)?;
+    let target = private::create_new(to).during(what)?;
     let length = source.metadata().during(what)?.len();
     target.set_len(length).during(what)?;
     let mut piece = vec![0; PIECE];

@@ -16,6 +16,7 @@
 
 use crate::qemu::features::Features;
 use crate::qmp::Client;
+use backend::private;
 use error::{Error, ErrorKind, IoContext, Result};
 use serde_json::{Value, json};
 use std::fs::{self, File};
@@ -52,7 +53,7 @@ pub fn prepare(monitor: &mut Client, features: &Features) -> Result<()> {
 /// Saves the device state of a paused guest whose memory is a shared file.
 pub fn save(monitor: &mut Client, features: &Features, file: &Path) -> Result<()> {
     let saving = || format!("saving device state to '{}'", file.display());
-    let target = File::create(file).during(saving)?;
+    let target = private::create(file).during(saving)?;
     let uri = hand_over(monitor, features, file, &target)?;
     monitor.execute("migrate", json!({ "uri": uri }))?;
     match ended(monitor)?.as_str() {
@@ -148,7 +149,7 @@ fn join(began: &Path, devices: &Path, file: &Path) -> Result<()> {
         );
         Error::new(ErrorKind::Unsupported, text)
     })?;
-    fs::write(file, joined).during(|| format!("writing '{}'", file.display()))
+    private::write(file, &joined).during(|| format!("writing '{}'", file.display()))
 }
 
 /// The part of one state before its devices, followed by the devices of the other; `None` if they do not fit.

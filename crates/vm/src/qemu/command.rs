@@ -6,19 +6,22 @@
 //! ```text
 //! pcie.0  4   serial port of the guest agent           8..15   disks
 //!         5   random number device                     16..19  network cards
+//!                                                      24      ports, for devices that are added while it runs
 //! ```
 //!
 //! In QEMU's options a comma separates values and is doubled within a value. Disks are passed as JSON, in which commas
 //! need no doubling.
 
 use super::features::Features;
-use crate::definition::{Definition, Link};
-use serde_json::json;
+use crate::definition::{Definition, Disk, FIRST_PORT, Link, Network};
+use serde_json::{Value, json};
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
 /// Slot of the serial bus with the guest agent's port.
 const SERIAL_SLOT: u8 = 4;
+/// Slot of the ports.
+const PORTS_SLOT: u8 = 24;
 /// Slot of the random number device.
 const RANDOM_SLOT: u8 = 5;
 /// Seconds after which the guest's requests fail if the server of a disk is unreachable; until then they wait, so that
@@ -86,6 +89,63 @@ pub struct Machine<'a> {
     pub incoming: bool,
 }
 
+/// The block node of a disk. Before 0.2.0, the number was the index of the disk, which is below any slot.
+pub fn disk_node(disk: &Disk) -> String {
+    format!("disk{}", disk.slot)
+}
+
+/// The device of a disk.
+pub fn disk_device(disk: &Disk) -> String {
+    format!("vd{}", disk.slot)
+}
+
+/// The network backend of a card.
+pub fn network_node(network: &Network) -> String {
+    format!("net{}", network.slot)
+}
+
+/// The device of a network card.
+pub fn network_device(network: &Network) -> String {
+    format!("nic{}", network.slot)
+}
+
+/// A hub without another port, so that the card is not connected.
+pub fn hub(network: &Network) -> u32 {
+    1000 + u32::from(network.slot)
+}
+
+/// The bus, or the address on the root bus, of a device with this slot.
+pub fn place(slot: u8) -> Value {
+    match slot.checked_sub(FIRST_PORT) {
+        Some(port) => json!({ "bus": format!("port{port}") }),
+        None => json!({ "addr": format!("{slot:x}.0") }),
+    }
+}
+
+/// The same in a command line.
+fn place_text(slot: u8) -> String {
+    match slot.checked_sub(FIRST_PORT) {
+        Some(port) => format!("bus=port{port}"),
+        None => format!("addr={slot:x}.0"),
+    }
+}
+
+/// The address of a device with this slot, or of the port that it is in, in the guest.
+pub fn pci_address(slot: u8) -> String {
+    match slot.checked_sub(FIRST_PORT) {
+        Some(port) => format!("0000:00:{PORTS_SLOT:02x}.{port}"),
+        None => format!("0000:00:{slot:02x}.0"),
+    }
+}
+
+/// The block node of an export.
+pub fn block_node(node: &str, export: &str, nbd: &Path) -> Value {
+    json!({
+        "driver": "nbd", "node-name": node, "export": export, "discard": "unmap",
+        "reconnect-delay": RECONNECT_SECONDS, "server": { "type": "unix", "path": nbd },
+    })
+}
+
 /// A value with its commas doubled.
 fn value(text: impl AsRef<Path>) -> String {
     text.as_ref().display().to_string().replace(',', ",,")
@@ -144,39 +204,36 @@ pub fn arguments(machine: &Machine<'_>, features: &Features) -> Vec<OsString> {
             add("-append", boot.append.clone());
         }
     }
-    for (index, disk) in definition.disks.iter().enumerate() {
-        let node = json!({
-            "driver": "nbd", "node-name": format!("disk{index}"), "export": disk.name, "discard": "unmap",
-            "reconnect-delay": RECONNECT_SECONDS, "server": { "type": "unix", "path": machine.nbd },
-        });
-        add("-blockdev", node.to_string());
-        let boots = if index == 0 && definition.boot.is_none() { ",bootindex=0" } else { "" };
+    for port in 0..definition.ports {
+        let chassis = port + 1;
         add(
             "-device",
-            format!("virtio-blk-pci,id=vd{index},drive=disk{index},addr={:x}.0,write-cache=on{boots}", disk.slot),
+            format!("pcie-root-port,id=port{port},addr={PORTS_SLOT:x}.{port},multifunction=on,chassis={chassis}"),
         );
     }
-    for (index, network) in definition.networks.iter().enumerate() {
+    for (index, disk) in definition.disks.iter().enumerate() {
+        let (node, place) = (disk_node(disk), place_text(disk.slot));
+        add("-blockdev", block_node(&node, &disk.name, machine.nbd).to_string());
+        let boots = if index == 0 && definition.boot.is_none() { ",bootindex=0" } else { "" };
+        add("-device", format!("virtio-blk-pci,id={},drive={node},{place},write-cache=on{boots}", disk_device(disk)));
+    }
+    for network in &definition.networks {
+        let (net, place) = (network_node(network), place_text(network.slot));
         let backend = match &network.link {
-            Link::User => format!("user,id=net{index}"),
-            Link::Bridge(bridge) => format!("bridge,id=net{index},br={}", value(bridge)),
-            // A hub without another port, so that the card is not connected.
-            Link::None => format!("hubport,id=net{index},hubid={}", 1000 + index),
+            Link::User => format!("user,id={net}"),
+            Link::Bridge(bridge) => format!("bridge,id={net},br={}", value(bridge)),
+            Link::None => format!("hubport,id={net},hubid={}", hub(network)),
         };
         add("-netdev", backend);
-        add(
-            "-device",
-            format!(
-                "virtio-net-pci,id=nic{index},netdev=net{index},mac={},addr={:x}.0,romfile=",
-                network.mac, network.slot
-            ),
-        );
+        let card = network_device(network);
+        add("-device", format!("virtio-net-pci,id={card},netdev={net},mac={},{place},romfile=", network.mac));
     }
     if machine.incoming {
         add("-incoming", "defer".into());
     }
     // The guest is paused until this process has become the machine's current one.
     all.extend(["-S", "-nodefaults", "-no-user-config"].map(String::from));
+    all.extend(definition.arguments.iter().cloned());
     all.into_iter().map(OsString::from).collect()
 }
 
@@ -223,6 +280,9 @@ mod tests {
             uuid: "1d9e3a7c-5b0e-4a44-9d0f-0f6f1c2f7a11".parse().unwrap(),
             cpus: 1,
             memory: 256 << 20,
+            ports: 2,
+            autostart: false,
+            arguments: Vec::new(),
             boot: None,
             origin: None,
             disks: Vec::new(),

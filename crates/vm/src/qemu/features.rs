@@ -1,6 +1,7 @@
 //! Features of a QEMU, which are queried: distributions patch QEMU, so that version numbers are not reliable.
 
 use crate::qmp::Client;
+use backend::private;
 use error::{Error, ErrorKind, IoContext, Result};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
@@ -72,16 +73,16 @@ impl Features {
     /// Queries `program`; `folder` is used for a temporary socket.
     pub fn detect(program: &Path, folder: &Path) -> Result<Self> {
         let folder = folder.join(format!("probe-{}", std::process::id()));
-        std::fs::create_dir_all(&folder).during(|| format!("making '{}'", folder.display()))?;
+        private::create_folders(&folder).during(|| format!("making '{}'", folder.display()))?;
         let socket = folder.join("qmp");
-        let child = Command::new(program)
+        let mut command = Command::new(program);
+        command
             .args(["-machine", "none", "-nodefaults", "-no-user-config", "-display", "none", "-qmp"])
             .arg(format!("unix:{},server=on,wait=off", socket.display()))
             .stdin(Stdio::null())
             .stdout(Stdio::null())
-            .stderr(Stdio::null())
-            .spawn()
-            .map_err(|e| missing(program, e))?;
+            .stderr(Stdio::null());
+        let child = private::spawn(&mut command).map_err(|e| missing(program, e))?;
         let _probe = Probe { child, folder };
         let mut client = Client::connect(&socket, PATIENCE)?;
         let version = client.execute("query-version", json!({}))?;

@@ -9,6 +9,7 @@
 
 use super::command::RunFolder;
 use crate::qmp::Client;
+use backend::private;
 use error::{Error, ErrorKind, IoContext, Result};
 use rustix::fs::{FlockOperation, fcntl_lock};
 use rustix::io::Errno;
@@ -48,12 +49,13 @@ pub struct Starting {
 impl Starting {
     /// Starts `program`. Its error output is written to `errors`.
     pub fn new(program: &Path, arguments: &[OsString], errors: &Path) -> Result<Self> {
-        let log = fs::File::create(errors).during(|| format!("making '{}'", errors.display()))?;
+        let log = private::create(errors).during(|| format!("making '{}'", errors.display()))?;
         let mut command = Command::new(program);
         command.args(arguments).stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
         // A process group of its own, so that signals of the terminal do not reach it.
         command.process_group(0);
-        let child = command.spawn().map_err(|e| Error::io(format!("starting '{}'", program.display()), e))?;
+        let child =
+            private::spawn(&mut command).map_err(|e| Error::io(format!("starting '{}'", program.display()), e))?;
         Ok(Self { child, errors: errors.into() })
     }
 
@@ -135,8 +137,7 @@ impl Process {
             if let Some(process) = Self::find(pid_file)? {
                 process.end()?;
             }
-            let mut options = fs::OpenOptions::new();
-            let file = options.create(true).truncate(false).write(true).open(pid_file).during(opening)?;
+            let file = private::open_or_create(pid_file).during(opening)?;
             match fcntl_lock(&file, FlockOperation::NonBlockingLockExclusive) {
                 Ok(()) => return Ok(file),
                 Err(Errno::AGAIN | Errno::ACCESS) => {}

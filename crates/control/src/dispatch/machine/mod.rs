@@ -60,21 +60,34 @@ impl Work<'_> {
         let host = &self.host;
         match verb {
             MachineVerb::Create(new) => create(host, &new).map(MachineReply::Created),
-            MachineVerb::Start { names, paused } => self.each(names, &|name| {
+            MachineVerb::Edit { name, edit } => {
                 let _working = host.work()?;
-                start(host, name, paused)
-            }),
-            MachineVerb::Stop { names, timeout } => self.each(names, &|name| {
+                vm::edit::edit(&host.change(&name)?, host, &edit).map(MachineReply::Edited)
+            }
+            MachineVerb::Rename { name, to } => {
+                let _working = host.work()?;
+                let definition = vm::edit::rename(&host.change(&name)?, host, &to)?;
+                Ok(MachineReply::Renamed { name, definition })
+            }
+            MachineVerb::Start { names, autostart, paused } => {
+                let names = if autostart { marked_for_start(host)? } else { names };
+                self.each(names, &|name| {
+                    let _working = host.work()?;
+                    start(host, name, paused)
+                })
+            }
+            MachineVerb::Stop { names, all, timeout } => {
                 let how = timeout.map_or(Stop::Now, |seconds| Stop::Ask(Duration::from_secs(seconds)));
-                lifecycle::stop(&host.change(name)?, how)
-            }),
+                let names = if all { running(host)? } else { names };
+                self.each(names, &|name| lifecycle::stop(&host.change(name)?, how))
+            }
             MachineVerb::Pause { names } => self.each(names, &|name| lifecycle::pause(&host.change(name)?)),
             MachineVerb::Resume { names } => self.each(names, &|name| lifecycle::resume(&host.change(name)?)),
-            MachineVerb::Show { name } => show::one(host, &name),
+            MachineVerb::Show { name, .. } => show::one(host, &name),
             MachineVerb::List => show::all(host),
-            MachineVerb::Delete { names, keep_disks, promote } => self.each(names, &|name| {
+            MachineVerb::Delete { names, keep_disks, promote, force } => self.each(names, &|name| {
                 let _working = host.work()?;
-                delete(host, name, keep_disks, promote)
+                delete(host, name, keep_disks, promote, force)
             }),
             MachineVerb::SnapshotCreate { snapshot, memory, quiesce } => {
                 take(host, snapshot, snapshots::Options { memory, quiesce })
@@ -91,8 +104,8 @@ impl Work<'_> {
             MachineVerb::Revert { snapshot, paused } => {
                 let _working = host.work()?;
                 let change = host.change(&snapshot.machine)?;
-                let state = snapshots::revert(host, &change, &snapshot.name, paused)?;
-                Ok(MachineReply::Reverted { snapshot, state })
+                let reverted = snapshots::revert(host, &change, &snapshot.name, paused)?;
+                Ok(MachineReply::Reverted { snapshot, state: reverted.state, clock: reverted.clock })
             }
             MachineVerb::Clone { source, names, options } => clone::make(host, &source, &names, &options, self.watch),
             MachineVerb::Send { source, remote, how, quiesce } => self.send(&source, &remote, &how, quiesce),
@@ -129,6 +142,30 @@ impl Work<'_> {
 
 fn millis(time: Duration) -> f64 {
     time.as_secs_f64() * 1e3
+}
+
+/// The machines that run.
+fn running(host: &Host) -> Result<Vec<String>> {
+    let mut names = Vec::new();
+    for machine in host.machines().list()? {
+        if machine.process()?.is_some() {
+            names.push(machine.name());
+        }
+    }
+    Ok(names)
+}
+
+/// The machines that are marked for a start with the host, and do not run.
+fn marked_for_start(host: &Host) -> Result<Vec<String>> {
+    let mut names = Vec::new();
+    for machine in host.machines().list()? {
+        match machine.definition() {
+            Ok(definition) if definition.autostart && machine.process()?.is_none() => names.push(definition.name),
+            Ok(_) => {}
+            Err(error) => tracing::warn!("{error}"),
+        }
+    }
+    Ok(names)
 }
 
 fn start(host: &Host, name: &str, paused: bool) -> Result<()> {
@@ -184,10 +221,22 @@ fn readable(path: &Path) -> Result<PathBuf> {
     path.canonicalize().during(|| format!("looking for '{}'", path.display()))
 }
 
-/// Deletes a machine. Snapshots taken for its clones are deleted with the last clone.
-fn delete(host: &Host, name: &str, keep_disks: bool, promote: bool) -> Result<()> {
+/// Deletes a machine. Snapshots taken for its clones are deleted with the last clone. With `force`, a machine whose
+/// definition cannot be read is deleted too, and its disks stay, because it is not known which ones these are.
+fn delete(host: &Host, name: &str, keep_disks: bool, promote: bool, force: bool) -> Result<()> {
     let machine = host.machines().get(name)?;
-    let disks = if keep_disks { Vec::new() } else { machine.definition()?.disk_names() };
+    let disks = match machine.definition() {
+        _ if keep_disks => Vec::new(),
+        Err(_) if force => Vec::new(),
+        Ok(definition) => definition.disk_names(),
+        Err(error) => {
+            let text = format!(
+                "machine '{name}' is broken: {error}; correct the file, or delete the machine without its disks with \
+                 --force"
+            );
+            return Err(Error::new(error.kind(), text));
+        }
+    };
     let there = host.disks().all()?;
     let origins = disks.iter().filter_map(|disk| there.get(disk)?.origin.clone());
     let snapshots = origins
@@ -238,6 +287,6 @@ fn execute(host: &Host, name: &str, command: &[String], input: &[u8], timeout: D
         return Err(Error::new(ErrorKind::Unsupported, text));
     };
     let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
-    let ended = agent.execute(program, &arguments, input, timeout)?;
-    Ok(MachineReply::Executed { code: ended.code, output: ended.output, errors: ended.errors })
+    let execution = agent.run(program, &arguments, input, timeout)?;
+    Ok(MachineReply::Executed { name: name.to_owned(), execution })
 }

@@ -1,6 +1,6 @@
 //! Information about machines and their state.
 
-use crate::message::{MachineActivity, MachineInfo, MachineMemory, MachineReply, MachineSummary};
+use crate::message::{Failure, MachineActivity, MachineInfo, MachineMemory, MachineReply, MachineSummary};
 use error::Result;
 use vm::host::Host;
 use vm::instant::freeze;
@@ -22,12 +22,11 @@ pub fn all(host: &Host) -> Result<MachineReply> {
     let mut machines = Vec::new();
     for machine in host.machines().list()? {
         let definition = match machine.definition() {
-            Ok(definition) => definition,
             // The machine was deleted after it was listed.
             Err(_) if !machine.folder().exists() => continue,
-            Err(error) => return Err(error),
+            definition => definition.map_err(|error| Failure::from(&error)),
         };
-        machines.push(MachineSummary { definition, state: activity(&machine)? });
+        machines.push(MachineSummary { name: machine.name(), definition, state: activity(&machine)? });
     }
     Ok(MachineReply::Machines(machines))
 }

@@ -43,7 +43,7 @@ struct World {
 impl World {
     fn new() -> Self {
         let folder = tempfile::tempdir().unwrap();
-        let server = Server::start(&folder.path().into(), Box::new(play)).unwrap();
+        let server = Server::start(&folder.path().into(), None, Box::new(play)).unwrap();
         Self { folder, server: Some(server) }
     }
 

@@ -121,9 +121,6 @@ pub struct DiskMigrate {
     /// Limit of copied bytes per second, such as 100M.
     #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "0")]
     pub rate: u64,
-    /// Folder of the datastore. Has no short form here, because -d is the format.
-    #[arg(long, value_name = "PATH", env = "LAMINA_DATASTORE", value_parser = location())]
-    pub datastore: Option<Location>,
 }
 
 /// `lamina disk import`.
@@ -167,9 +164,6 @@ pub struct DiskImport {
     /// Limit of copied bytes per second, such as 100M.
     #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "0")]
     pub rate: u64,
-    /// Folder of the datastore. Has no short form here, because -d is the format.
-    #[arg(long, value_name = "PATH", env = "LAMINA_DATASTORE", value_parser = location())]
-    pub datastore: Option<Location>,
 }
 
 impl DiskImport {

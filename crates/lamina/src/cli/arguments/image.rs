@@ -1,11 +1,10 @@
 //! Arguments of `lamina image` and `lamina convert`.
 
-use crate::cli::address::{EndAddress, absolute, location};
+use crate::cli::address::{EndAddress, absolute};
 use crate::cli::size::parse_size;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args, Subcommand};
 use control::{ImageRequest, Request};
-use disk::Location;
 use disk::convert::{Address, Conversion, ImageOptions, SourceFormat, TargetFormat};
 use disk::images::{ImageKind, NewImage};
 use std::path::PathBuf;
@@ -76,9 +75,6 @@ pub struct ConvertArguments {
     /// Limit of copied bytes per second.
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     pub rate: Option<u64>,
-    /// Folder of the datastore. Has no short form here, because -d is the format.
-    #[arg(long, value_name = "PATH", env = "LAMINA_DATASTORE", value_parser = location())]
-    pub datastore: Option<Location>,
 }
 
 impl ConvertArguments {
@@ -138,10 +134,6 @@ pub enum ImageCommand {
         /// Its format.
         #[arg(short = 'd', long, value_name = "FORMAT", value_parser = image_kind(), default_value = "thin")]
         format: ImageKind,
-        /// Not needed for images. Has no short form, because -d is the format: `-d sesparse` must not be taken for a
-        /// datastore.
-        #[arg(long, value_name = "PATH", env = "LAMINA_DATASTORE", hide = true, value_parser = location())]
-        datastore: Option<Location>,
         /// The parent image, for formats that support one.
         #[arg(long, value_name = "IMAGE")]
         parent: Option<PathBuf>,
@@ -162,7 +154,7 @@ impl ImageCommand {
             Self::Check { path, repair, opening } => {
                 ImageRequest::Check { path: path.clone(), repair: *repair, options: opening.options() }
             }
-            Self::Create { path, size, format, parent, adapter, opening, datastore: _ } => ImageRequest::Create {
+            Self::Create { path, size, format, parent, adapter, opening } => ImageRequest::Create {
                 new: NewImage {
                     path: path.clone(),
                     capacity: *size,

@@ -10,7 +10,9 @@ use std::io::Read;
 use std::path::PathBuf;
 use std::str::FromStr;
 use vm::clone::{Inside, Source};
-use vm::definition::{CloneKind, Link};
+use vm::definition::{CloneKind, Link, PORTS_MAX};
+use vm::edit::Edit;
+use vm::identity::Mac;
 
 /// Most bytes of standard input that a program in the guest gets.
 const INPUT_MAX: u64 = 1 << 20;
@@ -91,16 +93,41 @@ impl VmArguments {
     }
 }
 
+/// Meaning of the exit codes of `vm exec`.
+const EXEC_CODES: &str = "\
+Exit codes:
+  124      the program has not ended within --timeout
+  125      lamina failed, or the agent lost a part of the program's output
+  126      the program cannot be started in the guest
+  127      the guest has no such program
+  128 + N  signal N ended the program
+  others   those of the program
+With --json, the member 'exit_code' has the program's exit code, and is null if there is none.";
+
 /// Verbs of machines.
 #[derive(Debug, Subcommand)]
 pub enum VmCommand {
     /// Create a machine.
     Create(VmCreate),
+    /// Change a machine. Disks and network cards can be added and removed while it runs, the rest while it is off.
+    Edit(VmEdit),
+    /// Give a machine that is off another name. Its disks and snapshots keep their names.
+    Rename {
+        /// The machine.
+        #[arg(value_name = "VM", value_parser = parse_machine)]
+        name: String,
+        /// Its new name.
+        #[arg(value_name = "NEW_NAME", value_parser = parse_machine)]
+        to: String,
+    },
     /// Start machines. A frozen machine continues where it was frozen.
     Start {
         /// The machines.
-        #[arg(required = true, value_name = "VM", value_parser = parse_machine)]
+        #[arg(required_unless_present = "autostart", value_name = "VM", value_parser = parse_machine)]
         names: Vec<String>,
+        /// Start all machines that 'edit --autostart on' has marked and that do not run, as after a start of the host.
+        #[arg(long, conflicts_with = "names")]
+        autostart: bool,
         /// Start with the guest paused; 'resume' runs it.
         #[arg(long)]
         paused: bool,
@@ -108,8 +135,11 @@ pub enum VmCommand {
     /// Stop machines: their guests are requested to shut down.
     Stop {
         /// The machines.
-        #[arg(required = true, value_name = "VM", value_parser = parse_machine)]
+        #[arg(required_unless_present = "all", value_name = "VM", value_parser = parse_machine)]
         names: Vec<String>,
+        /// Stop all machines that run.
+        #[arg(long, conflicts_with = "names")]
+        all: bool,
         /// Power off at once; data that guests have not flushed is lost.
         #[arg(long)]
         force: bool,
@@ -134,6 +164,9 @@ pub enum VmCommand {
         /// The machine.
         #[arg(value_name = "VM", value_parser = parse_machine)]
         name: String,
+        /// Print all clones that are based on it, instead of the first ten.
+        #[arg(long)]
+        children: bool,
     },
     /// List all machines.
     List,
@@ -148,6 +181,9 @@ pub enum VmCommand {
         /// Hand the snapshots that clones are based on over to the clones.
         #[arg(long, conflicts_with = "keep_disks")]
         promote: bool,
+        /// Delete also a machine whose definition is missing or cannot be read. Its disks stay.
+        #[arg(long)]
+        force: bool,
     },
     /// Take and manage snapshots of machines.
     #[command(subcommand)]
@@ -182,6 +218,7 @@ pub enum VmCommand {
         quiet: u64,
     },
     /// Run a program in the guest through its agent. Exits with the program's exit code.
+    #[command(after_help = EXEC_CODES)]
     Exec {
         /// The machine.
         #[arg(value_name = "VM", value_parser = parse_machine)]
@@ -202,16 +239,20 @@ impl VmCommand {
     fn verb(&self) -> Result<MachineVerb, String> {
         Ok(match self {
             Self::Create(create) => MachineVerb::Create(create.new_machine()?),
-            Self::Start { names, paused } => MachineVerb::Start { names: names.clone(), paused: *paused },
-            Self::Stop { names, force, timeout } => {
-                MachineVerb::Stop { names: names.clone(), timeout: (!*force).then_some(*timeout) }
+            Self::Edit(edit) => edit.verb()?,
+            Self::Rename { name, to } => MachineVerb::Rename { name: name.clone(), to: to.clone() },
+            Self::Start { names, autostart, paused } => {
+                MachineVerb::Start { names: names.clone(), autostart: *autostart, paused: *paused }
+            }
+            Self::Stop { names, all, force, timeout } => {
+                MachineVerb::Stop { names: names.clone(), all: *all, timeout: (!*force).then_some(*timeout) }
             }
             Self::Pause { names } => MachineVerb::Pause { names: names.clone() },
             Self::Resume { names } => MachineVerb::Resume { names: names.clone() },
-            Self::Show { name } => MachineVerb::Show { name: name.clone() },
+            Self::Show { name, children } => MachineVerb::Show { name: name.clone(), children: *children },
             Self::List => MachineVerb::List,
-            Self::Delete { names, keep_disks, promote } => {
-                MachineVerb::Delete { names: names.clone(), keep_disks: *keep_disks, promote: *promote }
+            Self::Delete { names, keep_disks, promote, force } => {
+                MachineVerb::Delete { names: names.clone(), keep_disks: *keep_disks, promote: *promote, force: *force }
             }
             Self::Snapshot(command) => command.verb(),
             Self::Revert { snapshot, paused } => MachineVerb::Revert { snapshot: snapshot.clone(), paused: *paused },
@@ -291,6 +332,84 @@ impl VmCreate {
             append: self.append.clone().unwrap_or_default(),
             start: self.start,
         })
+    }
+}
+
+/// `lamina vm edit`.
+#[derive(Debug, Args)]
+pub struct VmEdit {
+    /// The machine.
+    #[arg(value_name = "VM", value_parser = parse_machine)]
+    pub name: String,
+    /// Virtual CPUs.
+    #[arg(long, value_name = "N")]
+    pub cpus: Option<u32>,
+    /// Memory, in whole MiB.
+    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    pub memory: Option<u64>,
+    /// A further argument of QEMU; may be repeated. All --qemu-arg together replace the present ones.
+    #[arg(long = "qemu-arg", value_name = "ARGUMENT", allow_hyphen_values = true)]
+    pub arguments: Vec<String>,
+    /// Remove the further arguments of QEMU.
+    #[arg(long, conflicts_with = "arguments")]
+    pub no_qemu_args: bool,
+    /// Whether 'start --autostart' starts the machine.
+    #[arg(long, value_name = "on|off", value_parser = parse_switch)]
+    pub autostart: Option<bool>,
+    /// Ports for disks and cards that are added while the machine runs; a new machine has 4.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(..=i64::from(PORTS_MAX)))]
+    pub ports: Option<u8>,
+    /// Add a disk of the datastore. May be repeated, and may list several disks separated by commas.
+    #[arg(long = "add-disk", value_name = "DISK", value_delimiter = ',', value_parser = parse_disk)]
+    pub add_disks: Vec<String>,
+    /// Remove a disk, which stays in the datastore. May be repeated, and may list several disks.
+    #[arg(long = "remove-disk", value_name = "DISK", value_delimiter = ',', value_parser = parse_disk)]
+    pub remove_disks: Vec<String>,
+    /// Add a network card on this network: user, bridge=NAME or unplugged. May be repeated.
+    #[arg(long = "add-network", value_name = "NETWORK")]
+    pub add_networks: Vec<NetworkArgument>,
+    /// Remove the network card with this address, as 'show' prints it. May be repeated.
+    #[arg(long = "remove-network", value_name = "ADDRESS", value_parser = parse_mac)]
+    pub remove_networks: Vec<Mac>,
+}
+
+/// Parses `on` or `off`.
+fn parse_switch(text: &str) -> Result<bool, String> {
+    match text {
+        "on" => Ok(true),
+        "off" => Ok(false),
+        _ => Err(format!("'{text}' is neither on nor off")),
+    }
+}
+
+fn parse_mac(text: &str) -> Result<Mac, String> {
+    text.parse().map_err(|error: error::Error| error.to_string())
+}
+
+impl VmEdit {
+    fn verb(&self) -> Result<MachineVerb, String> {
+        let mut add_networks = Vec::new();
+        for network in &self.add_networks {
+            match network {
+                NetworkArgument::Card(link) => add_networks.push(link.clone()),
+                NetworkArgument::None => return Err("'--add-network none' would add nothing".into()),
+            }
+        }
+        let edit = Edit {
+            cpus: self.cpus,
+            memory: self.memory,
+            arguments: (self.no_qemu_args || !self.arguments.is_empty()).then(|| self.arguments.clone()),
+            autostart: self.autostart,
+            ports: self.ports,
+            add_disks: self.add_disks.clone(),
+            remove_disks: self.remove_disks.clone(),
+            add_networks,
+            remove_networks: self.remove_networks.clone(),
+        };
+        if edit == Edit::default() {
+            return Err("nothing to change is given: see 'lamina vm edit --help'".into());
+        }
+        Ok(MachineVerb::Edit { name: self.name.clone(), edit })
     }
 }
 

@@ -76,9 +76,14 @@ pub struct ServeArguments {
     /// Unix socket for NBD clients; nbd.sock in the datastore by default.
     #[arg(long, value_name = "NBD_SOCKET")]
     pub socket: Option<PathBuf>,
-    /// Permission bits of that socket in octal, which decide which users may connect.
-    #[arg(long, value_name = "MODE", default_value = "600", value_parser = parse_mode)]
-    pub socket_mode: u32,
+    /// Permission bits of that socket in octal, which decide which users may connect. Default: 600, or 660 with
+    /// --socket-group.
+    #[arg(long, value_name = "MODE", value_parser = parse_mode)]
+    pub socket_mode: Option<u32>,
+    /// Group whose members may connect to that socket and to the control socket: they may do everything with the
+    /// datastore that its owner may.
+    #[arg(long, value_name = "GROUP")]
+    pub socket_group: Option<String>,
     /// Also listen on this TCP address, such as 127.0.0.1:10809. Beyond loopback, TLS with client certificates is
     /// required.
     #[arg(long, value_name = "ADDRESS:PORT")]
@@ -92,6 +97,10 @@ pub struct ServeArguments {
     /// Certificates of the authorities that sign client certificates, PEM; clients must then have one.
     #[arg(long, value_name = "FILE", requires = "tls_cert")]
     pub tls_client_ca: Option<PathBuf>,
+    /// File with the disks that each client over TCP may read or write, by the names in client certificates. Without
+    /// it, every client with a certificate may write all disks.
+    #[arg(long, value_name = "FILE", requires = "tcp", requires = "tls_client_ca", conflicts_with = "insecure_tcp")]
+    pub access: Option<PathBuf>,
     /// Let every host that reaches the TCP port read and write every disk without encryption.
     #[arg(long, requires = "tcp")]
     pub insecure_tcp: bool,
@@ -135,6 +144,13 @@ pub struct ServeArguments {
     /// Refuse writes of NBD clients. Commands that change disks still work.
     #[arg(long)]
     pub read_only: bool,
+}
+
+impl ServeArguments {
+    /// Permission bits of the socket for NBD clients.
+    pub fn socket_mode(&self) -> u32 {
+        self.socket_mode.unwrap_or(if self.socket_group.is_some() { 0o660 } else { 0o600 })
+    }
 }
 
 /// Parser of connection limits; each connection has a thread.

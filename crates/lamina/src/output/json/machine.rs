@@ -3,19 +3,29 @@
 use crate::output::words;
 use control::{Cloned, ClonedMachine, Failure, MachineInfo, MachineReply, MachineVerb};
 use serde_json::{Value, json};
+use vm::agent::Execution;
 use vm::definition::Definition;
 use vm::snapshots::Record;
 
 /// The JSON output for a reply.
 pub fn value(verb: &MachineVerb, reply: &MachineReply) -> Value {
     match reply {
-        MachineReply::Created(made) => definition(made),
+        MachineReply::Created(made) | MachineReply::Edited(made) => definition(made),
+        MachineReply::Renamed { name, definition: renamed } => {
+            let mut value = definition(renamed);
+            value["former_name"] = json!(name);
+            value
+        }
         MachineReply::Each { done, failed } => json!({ words::done(verb): done, "failed": failures(failed) }),
         MachineReply::Machine(info) => machine(info),
         MachineReply::Machines(machines) => {
             let machines = machines.iter().map(|machine| {
-                let mut value = definition(&machine.definition);
+                let mut value = match &machine.definition {
+                    Ok(known) => definition(known),
+                    Err(_) => json!({ "name": machine.name }),
+                };
                 value["state"] = json!(machine.state);
+                value["problem"] = json!(machine.definition.as_ref().err().map(Failure::message));
                 value
             });
             json!({ "machines": machines.collect::<Vec<Value>>() })
@@ -28,21 +38,41 @@ pub fn value(verb: &MachineVerb, reply: &MachineReply) -> Value {
         }
         MachineReply::Snapshots { machine, records } => json!({ "snapshots": snapshots(machine, records) }),
         MachineReply::SnapshotDeleted(gone) => json!({ "deleted": format!("{}@{}", gone.machine, gone.name) }),
-        MachineReply::Reverted { snapshot, state } => {
-            json!({ "name": snapshot.machine, "snapshot": snapshot.name, "state": state })
-        }
+        MachineReply::Reverted { snapshot, state, clock } => json!({
+            "name": snapshot.machine, "snapshot": snapshot.name, "state": state,
+            "clock_set": clock.as_ref().map(Result::is_ok),
+            "clock_problem": clock.as_ref().and_then(|clock| clock.as_ref().err()),
+        }),
         MachineReply::Cloned(cloned) => clones(cloned),
         MachineReply::Sent { sent, .. } => json!(sent),
         MachineReply::Frozen { name, image, stop_ms, disks_ms, state_ms } => json!({
             "name": name, "image": image, "stop_ms": stop_ms, "disks_ms": disks_ms, "state_ms": state_ms,
         }),
         MachineReply::Console { socket, log, .. } => json!({ "console": socket, "console_log": log }),
-        MachineReply::Executed { code, output, errors } => json!({
-            "exit_code": code,
-            "stdout": String::from_utf8_lossy(output),
-            "stderr": String::from_utf8_lossy(errors),
-        }),
+        MachineReply::Executed { execution, .. } => executed(execution),
     }
+}
+
+fn executed(execution: &Execution) -> Value {
+    let mut value = json!({
+        "ended": false, "exit_code": null, "signal": null, "stdout": "", "stdout_cut": false, "stderr": "",
+        "stderr_cut": false, "problem": null,
+    });
+    match execution {
+        Execution::Ended(ended) => {
+            value["ended"] = json!(true);
+            value["exit_code"] = json!(ended.code);
+            value["signal"] = json!(ended.signal);
+            value["stdout"] = json!(String::from_utf8_lossy(&ended.output));
+            value["stdout_cut"] = json!(ended.output_cut);
+            value["stderr"] = json!(String::from_utf8_lossy(&ended.errors));
+            value["stderr_cut"] = json!(ended.errors_cut);
+        }
+        Execution::NotFound(_) => value["problem"] = json!("not_found"),
+        Execution::NotRunnable(_) => value["problem"] = json!("not_runnable"),
+        Execution::StillRuns { .. } => value["problem"] = json!("still_runs"),
+    }
+    value
 }
 
 fn failures(failed: &[(String, Failure)]) -> Vec<Value> {
@@ -56,6 +86,7 @@ fn definition(definition: &Definition) -> Value {
         networks.map(|it| json!({ "mac": it.mac, "link": words::link(&it.link), "slot": it.slot })).collect();
     json!({
         "name": definition.name, "uuid": definition.uuid, "cpus": definition.cpus, "memory": definition.memory,
+        "ports": definition.ports, "autostart": definition.autostart, "qemu_arguments": definition.arguments,
         "boot": definition.boot, "disks": disks, "networks": networks, "origin": definition.origin,
     })
 }
@@ -81,6 +112,7 @@ fn machine(info: &MachineInfo) -> Value {
         "console_log": info.console_log, "log": info.log,
         "snapshots": snapshots(&info.definition.name, &info.snapshots),
         "frozen": info.frozen, "image": info.image, "children": children.collect::<Vec<Value>>(),
+        "children_count": info.children.len(),
         "folder": info.folder,
     });
     if let (Some(value), Some(more)) = (value.as_object_mut(), more.as_object()) {

@@ -3,12 +3,17 @@
 use crate::output::human::{self, count};
 use crate::output::table::{Align, Table, print_facts};
 use crate::output::words;
-use control::{Cloned, ClonedMachine, MachineInfo, MachineMemory, MachineReply, MachineSummary, MachineVerb};
+use control::{
+    Cloned, ClonedMachine, MachineActivity, MachineInfo, MachineMemory, MachineReply, MachineSummary, MachineVerb,
+};
 use std::io::{self, Write};
+use vm::agent::Execution;
 use vm::definition::Origin;
 use vm::machine::MachineState;
 use vm::snapshots::Record;
 
+/// Most children of a machine that are listed, unless all are requested.
+const CHILDREN_TOLD_MAX: usize = 10;
 /// Most names that are listed when many machines are made at once.
 const NAMES_TOLD_MAX: usize = 5;
 
@@ -16,18 +21,25 @@ const NAMES_TOLD_MAX: usize = 5;
 pub fn print(out: &mut dyn Write, verb: &MachineVerb, reply: &MachineReply) -> io::Result<()> {
     match reply {
         MachineReply::Created(definition) => writeln!(out, "made machine {} ({})", definition.name, definition.uuid),
+        MachineReply::Edited(definition) => writeln!(out, "changed {}", definition.name),
+        MachineReply::Renamed { name, definition } => writeln!(out, "machine {name} is {} now", definition.name),
         MachineReply::Each { done, .. } if done.is_empty() => Ok(()),
         MachineReply::Each { done, .. } => writeln!(out, "{} {}", words::done(verb), done.join(", ")),
-        MachineReply::Machine(info) => print_one(out, info),
+        MachineReply::Machine(info) => print_one(out, info, matches!(verb, MachineVerb::Show { children: true, .. })),
         MachineReply::Machines(machines) => print_all(out, machines),
         MachineReply::SnapshotTaken { machine, record, .. } => {
             writeln!(out, "took {machine}@{}: {}", record.name, words::how_taken(reply))
         }
         MachineReply::Snapshots { machine, records } => print_snapshots(out, machine, records),
         MachineReply::SnapshotDeleted(snapshot) => writeln!(out, "deleted {}@{}", snapshot.machine, snapshot.name),
-        MachineReply::Reverted { snapshot, state } => {
-            let off = if *state == MachineState::Stopped { ", and off" } else { "" };
-            writeln!(out, "machine {} is as it was at {}{off}", snapshot.machine, snapshot.name)
+        MachineReply::Reverted { snapshot, state, clock } => {
+            let more = match (state, clock) {
+                (MachineState::Stopped, _) => ", and off".to_owned(),
+                (_, Some(Ok(()))) => "; its clock was set".to_owned(),
+                (_, Some(Err(why))) => format!("; its clock is that of the snapshot: {why}"),
+                (_, None) => String::new(),
+            };
+            writeln!(out, "machine {} is as it was at {}{more}", snapshot.machine, snapshot.name)
         }
         MachineReply::Cloned(cloned) => print_cloned(out, cloned),
         MachineReply::Sent { machine, name, sent, quiet } => {
@@ -43,7 +55,8 @@ pub fn print(out: &mut dyn Write, verb: &MachineVerb, reply: &MachineReply) -> i
         ),
         // The caller attaches to the console, so this reply is not normally printed.
         MachineReply::Console { socket, .. } => writeln!(out, "{}", socket.display()),
-        MachineReply::Executed { output, .. } => out.write_all(output),
+        MachineReply::Executed { execution: Execution::Ended(ended), .. } => out.write_all(&ended.output),
+        MachineReply::Executed { .. } => Ok(()),
     }
 }
 
@@ -56,9 +69,22 @@ fn print_all(out: &mut dyn Write, machines: &[MachineSummary]) -> io::Result<()>
     let columns = [("NAME", Align::Left), ("STATE", Align::Left), ("CPUS", Align::Right), ("MEMORY", Align::Right)];
     let more = [("DISKS", Align::Right), ("CLONE OF", Align::Left)];
     let mut table = Table::new(&[&columns[..], &more[..]].concat());
-    for MachineSummary { definition, state } in machines {
+    let mut broken = Vec::new();
+    for MachineSummary { name, definition, state } in machines {
+        let definition = match definition {
+            Ok(definition) => definition,
+            Err(failure) => {
+                let state = match state {
+                    MachineActivity::Stopped => "broken".to_owned(),
+                    state => format!("broken, {}", state.name()),
+                };
+                table.row([name.clone(), state].into_iter().chain(std::iter::repeat_n(String::new(), 4)).collect());
+                broken.push((name, failure));
+                continue;
+            }
+        };
         table.row(vec![
-            definition.name.clone(),
+            name.clone(),
             state.name().into(),
             definition.cpus.to_string(),
             human::size(definition.memory),
@@ -66,7 +92,11 @@ fn print_all(out: &mut dyn Write, machines: &[MachineSummary]) -> io::Result<()>
             definition.origin.as_ref().map(origin).unwrap_or_default(),
         ]);
     }
-    table.print(out)
+    table.print(out)?;
+    broken.into_iter().try_for_each(|(name, failure)| {
+        let reason: Vec<&str> = failure.message().lines().map(str::trim).collect();
+        writeln!(out, "{name} is broken: {}", reason.join(" "))
+    })
 }
 
 fn print_snapshots(out: &mut dyn Write, machine: &str, records: &[Record]) -> io::Result<()> {
@@ -81,7 +111,7 @@ fn print_snapshots(out: &mut dyn Write, machine: &str, records: &[Record]) -> io
     table.print(out)
 }
 
-fn print_one(out: &mut dyn Write, info: &MachineInfo) -> io::Result<()> {
+fn print_one(out: &mut dyn Write, info: &MachineInfo, all_children: bool) -> io::Result<()> {
     let defined = &info.definition;
     let state = info.state.name();
     let accelerator = &info.accelerator;
@@ -93,6 +123,17 @@ fn print_one(out: &mut dyn Write, info: &MachineInfo) -> io::Result<()> {
         ("cpus", defined.cpus.to_string()),
         ("memory", memory(defined.memory, info.memory)),
     ];
+    if defined.autostart {
+        facts.push(("autostart", "yes".into()));
+    }
+    if defined.ports > 0 {
+        let used = defined.disks.iter().filter(|disk| disk.is_in_port()).count()
+            + defined.networks.iter().filter(|network| network.is_in_port()).count();
+        facts.push(("ports", format!("{used} of {} in use", defined.ports)));
+    }
+    if !defined.arguments.is_empty() {
+        facts.push(("QEMU arguments", defined.arguments.join(" ")));
+    }
     if let Some(boot) = &defined.boot {
         facts.push(("kernel", boot.kernel.display().to_string()));
     }
@@ -111,7 +152,13 @@ fn print_one(out: &mut dyn Write, info: &MachineInfo) -> io::Result<()> {
     several("clone of", defined.origin.iter().map(origin).collect());
     several("snapshots", info.snapshots.iter().map(|it| format!("{} ({})", it.name, it.consistency)).collect());
     several("image", info.image.iter().cloned().collect());
-    several("children", info.children.iter().map(|(at, child)| format!("{child} (on {at})")).collect());
+    let most = if all_children { usize::MAX } else { CHILDREN_TOLD_MAX };
+    let mut children: Vec<String> =
+        info.children.iter().take(most).map(|(at, child)| format!("{child} (on {at})")).collect();
+    if info.children.len() > most {
+        children.push(format!("and {} more; --children prints all", info.children.len() - most));
+    }
+    several("children", children);
     print_facts(out, &facts)
 }
 

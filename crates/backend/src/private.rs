@@ -1,0 +1,208 @@
+//! Files and folders that only their owner can access, whatever the umask of the process is.
+//!
+//! 1. What this module creates has its permissions from the moment it exists. If they were removed afterwards, another
+//!    process could open it before.
+//! 2. [`exposed`] follows no symbolic link, so that it names and changes only what is in the folder itself.
+
+use parking_lot::Mutex;
+use rustix::fs::Mode;
+use std::fs::{self, DirBuilder, File, OpenOptions, Permissions};
+use std::io::{self, Write};
+use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command};
+
+/// Permissions of group and others.
+const OTHERS: u32 = 0o077;
+/// Of these, what the folder of a datastore must not have. Permission to traverse it, without listing, is possible:
+/// with it, a group can reach the server's sockets.
+const LISTING: u32 = 0o066;
+/// The deepest folder that [`exposed`] looks into.
+const DEPTH_MAX: usize = 16;
+
+/// Held while the umask of the process is changed, so that two threads restore it in the right order.
+static UMASK: Mutex<()> = Mutex::new(());
+
+/// Creates a folder.
+pub fn create_folder(path: &Path) -> io::Result<()> {
+    DirBuilder::new().mode(0o700).create(path)
+}
+
+/// Creates a folder and its missing parents; an existing folder is not an error.
+pub fn create_folders(path: &Path) -> io::Result<()> {
+    DirBuilder::new().mode(0o700).recursive(true).create(path)
+}
+
+/// Creates a file that does not exist.
+pub fn create_new(path: &Path) -> io::Result<File> {
+    OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(path)
+}
+
+/// Opens a file for writing; creates it if it does not exist, and empties it otherwise.
+pub fn create(path: &Path) -> io::Result<File> {
+    OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(path)
+}
+
+/// Opens a file for writing with its content; creates it if it does not exist.
+pub fn open_or_create(path: &Path) -> io::Result<File> {
+    OpenOptions::new().write(true).create(true).truncate(false).mode(0o600).open(path)
+}
+
+/// Replaces the content of a file, not atomically and not durably.
+pub fn write(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    create(path)?.write_all(bytes)
+}
+
+/// Starts a program. The files that it creates are private unless it changes their permissions itself.
+///
+/// The umask belongs to the process, so files that other threads create meanwhile have no more permissions than these.
+pub fn spawn(command: &mut Command) -> io::Result<Child> {
+    let _alone = UMASK.lock();
+    let before = rustix::process::umask(Mode::from_raw_mode(OTHERS));
+    let child = command.spawn();
+    rustix::process::umask(before);
+    child
+}
+
+/// Removes the permissions of other users from a folder. Returns whether there were any.
+pub fn close_folder(path: &Path) -> io::Result<bool> {
+    let mode = fs::metadata(path)?.mode() & 0o7777;
+    if mode & OTHERS == 0 {
+        return Ok(false);
+    }
+    fs::set_permissions(path, Permissions::from_mode(mode & !OTHERS)).map(|()| true)
+}
+
+/// Permits a group, and other users too with `all`, to traverse a folder without listing it.
+pub fn let_traverse(path: &Path, group: Option<u32>, all: bool) -> io::Result<()> {
+    let metadata = fs::symlink_metadata(path)?;
+    if let Some(group) = group.filter(|group| *group != metadata.gid()) {
+        std::os::unix::fs::chown(path, None, Some(group))?;
+    }
+    let mode = metadata.mode() & 0o7777;
+    let wanted = mode | if all { 0o011 } else { 0o010 };
+    if wanted != mode {
+        fs::set_permissions(path, Permissions::from_mode(wanted))?;
+    }
+    Ok(())
+}
+
+/// A file or folder that other users can access.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Exposed {
+    /// Its path, below the folder that was searched; empty for that folder itself.
+    pub path: PathBuf,
+    /// Its permission bits.
+    pub mode: u32,
+    /// The bits that it should have.
+    pub wanted: u32,
+}
+
+/// The files and folders in `folder` that other users can access, and `folder` itself if they can list it, sorted by
+/// path. Sockets directly in the folder are left out: users choose their permissions. What disappears meanwhile is left
+/// out too.
+pub fn exposed(folder: &Path) -> io::Result<Vec<Exposed>> {
+    let mut found = Vec::new();
+    let mode = fs::metadata(folder)?.mode() & 0o7777;
+    if mode & LISTING != 0 {
+        found.push(Exposed { path: PathBuf::new(), mode, wanted: mode & !LISTING });
+    }
+    search(folder, Path::new(""), 0, &mut found)?;
+    found.sort_by(|a, b| a.path.cmp(&b.path));
+    Ok(found)
+}
+
+fn search(top: &Path, below: &Path, depth: usize, found: &mut Vec<Exposed>) -> io::Result<()> {
+    let entries = match fs::read_dir(top.join(below)) {
+        Err(error) if depth > 0 && error.kind() == io::ErrorKind::NotFound => return Ok(()),
+        entries => entries?,
+    };
+    for entry in entries {
+        let entry = entry?;
+        let metadata = match entry.metadata() {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+            metadata => metadata?,
+        };
+        let kind = metadata.file_type();
+        if kind.is_symlink() || (kind.is_socket() && depth == 0) {
+            continue;
+        }
+        let (path, mode) = (below.join(entry.file_name()), metadata.mode() & 0o7777);
+        if mode & OTHERS != 0 {
+            found.push(Exposed { path: path.clone(), mode, wanted: mode & !OTHERS });
+        }
+        if kind.is_dir() && depth < DEPTH_MAX {
+            search(top, &path, depth + 1, found)?;
+        }
+    }
+    Ok(())
+}
+
+/// Removes the permissions of other users. What has disappeared is not an error.
+pub fn close(folder: &Path, exposed: &Exposed) -> io::Result<()> {
+    let path = folder.join(&exposed.path);
+    match fs::symlink_metadata(&path) {
+        Ok(found) if found.file_type().is_symlink() => return Ok(()),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+        found => drop(found?),
+    }
+    fs::set_permissions(&path, Permissions::from_mode(exposed.wanted))
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    fn mode(path: &Path) -> u32 {
+        fs::symlink_metadata(path).unwrap().mode() & 0o7777
+    }
+
+    #[test]
+    fn what_is_created_is_private_whatever_the_umask_is() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = |name: &str| folder.path().join(name);
+        create_folder(&path("a")).unwrap();
+        create_folders(&path("b/c")).unwrap();
+        write(&path("d"), b"d").unwrap();
+        drop(create_new(&path("e")).unwrap());
+        drop(open_or_create(&path("f")).unwrap());
+        for name in ["a", "b", "b/c"] {
+            assert_eq!(mode(&path(name)), 0o700, "{name}");
+        }
+        for name in ["d", "e", "f"] {
+            assert_eq!(mode(&path(name)), 0o600, "{name}");
+        }
+        let mut command = Command::new("sh");
+        command.args(["-c", "umask; echo content >g; mkdir h"]).current_dir(folder.path());
+        assert!(spawn(&mut command).unwrap().wait().unwrap().success());
+        assert_eq!((mode(&path("g")), mode(&path("h"))), (0o600, 0o700));
+        assert!(exposed(folder.path()).unwrap().is_empty());
+    }
+
+    #[test]
+    fn what_others_can_access_is_found_and_closed() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = |name: &str| folder.path().join(name);
+        create_folders(&path("machines/web")).unwrap();
+        write(&path("machines/web/memory"), b"secret").unwrap();
+        std::os::unix::fs::symlink("/etc/passwd", path("machines/link")).unwrap();
+        drop(std::os::unix::net::UnixListener::bind(path("nbd.sock")).unwrap());
+        let set = |name: &str, mode| fs::set_permissions(path(name), Permissions::from_mode(mode)).unwrap();
+        set("nbd.sock", 0o666);
+        // A group may traverse the folder of a datastore to reach its sockets.
+        set("", 0o711);
+        assert!(exposed(folder.path()).unwrap().is_empty());
+        set("", 0o755);
+        set("machines/web/memory", 0o640);
+        set("machines", 0o711);
+        let found = exposed(folder.path()).unwrap();
+        let told: Vec<_> = found.iter().map(|one| (one.path.to_str().unwrap(), one.mode, one.wanted)).collect();
+        assert_eq!(told, [("", 0o755, 0o711), ("machines", 0o711, 0o700), ("machines/web/memory", 0o640, 0o600)]);
+        found.iter().try_for_each(|one| close(folder.path(), one)).unwrap();
+        assert!(exposed(folder.path()).unwrap().is_empty());
+        assert_eq!(mode(&path("machines/web/memory")), 0o600);
+        set("", 0o755);
+        assert!(close_folder(folder.path()).unwrap() && !close_folder(folder.path()).unwrap());
+    }
+}

@@ -1,0 +1,230 @@
+//! Which clients may open which exports: rules for the names in the certificates of TLS clients.
+//!
+//! ```text
+//! # client         disks           access
+//! ci.example       ci-*,base       write
+//! backup.example   *               read
+//! ```
+//!
+//! 1. Without a rule that names it, a client opens nothing. The most permissive of the rules that apply decides.
+//! 2. A client cannot tell an export that it may not open from one that does not exist: neither is listed, both get the
+//!    same reply, and neither is looked for.
+//! 3. A snapshot belongs to its disk: who may open the disk may read its snapshots.
+
+use connections::CertificateName;
+use connections::transport::Transport;
+use error::{Error, ErrorKind, Result};
+use std::path::Path;
+
+/// Longest file of rules that is read, in bytes.
+const TEXT_MAX: u64 = 1 << 20;
+
+/// What a client may do with an export.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Permission {
+    /// Read it.
+    Read,
+    /// Read and write it.
+    Write,
+}
+
+/// Who a rule is for.
+#[derive(Clone, Debug)]
+enum Whom {
+    /// Every client with a valid certificate.
+    Authenticated,
+    /// Clients whose certificate has this name.
+    Named(CertificateName),
+}
+
+#[derive(Clone, Debug)]
+struct Rule {
+    whom: Whom,
+    disks: Vec<String>,
+    permission: Permission,
+}
+
+/// Rules for clients over TCP.
+#[derive(Clone, Debug, Default)]
+pub struct Rules {
+    rules: Vec<Rule>,
+}
+
+/// The rules that apply to one client.
+#[derive(Clone, Debug)]
+pub struct Granted<'a> {
+    rules: Vec<&'a Rule>,
+}
+
+impl Rules {
+    /// Reads the rules from a file.
+    ///
+    /// # Errors
+    /// `Invalid`, with the line, for a file that is not a list of rules.
+    pub fn load(path: &Path) -> Result<Self> {
+        let reading = |error| Error::io(format!("reading the access rules '{}'", path.display()), error);
+        let length = std::fs::metadata(path).map_err(reading)?.len();
+        if length > TEXT_MAX {
+            let text = format!("'{}' has {length} bytes: it is no list of access rules", path.display());
+            return Err(Error::new(ErrorKind::Invalid, text));
+        }
+        let text = std::fs::read_to_string(path).map_err(reading)?;
+        Self::parse(&text).map_err(|error| error.context(format_args!("access rules '{}'", path.display())))
+    }
+
+    /// Parses rules.
+    pub fn parse(text: &str) -> Result<Self> {
+        let mut rules = Vec::new();
+        for (number, line) in text.lines().enumerate() {
+            let line = line.split('#').next().unwrap_or_default();
+            let words: Vec<&str> = line.split_whitespace().collect();
+            if words.is_empty() {
+                continue;
+            }
+            let rule = Rule::parse(&words)
+                .map_err(|what| Error::new(ErrorKind::Invalid, format!("line {}: {what}", number + 1)))?;
+            rules.push(rule);
+        }
+        Ok(Self { rules })
+    }
+
+    /// The rules for the client at the other end of a transport.
+    pub fn of(&self, transport: &dyn Transport) -> Granted<'_> {
+        let applies = |rule: &&Rule| match &rule.whom {
+            Whom::Authenticated => transport.peer_has_certificate(),
+            Whom::Named(name) => transport.peer_is(name),
+        };
+        Granted { rules: self.rules.iter().filter(applies).collect() }
+    }
+}
+
+impl Rule {
+    fn parse(words: &[&str]) -> std::result::Result<Self, String> {
+        let [client, disks, permission] = words else {
+            return Err(format!("{} words; a rule is 'CLIENT DISKS read' or 'CLIENT DISKS write'", words.len()));
+        };
+        let whom = match *client {
+            "*" => Whom::Authenticated,
+            name => match CertificateName::parse(name) {
+                Some(name) => Whom::Named(name),
+                None => {
+                    return Err(format!("'{name}' cannot be the name of a certificate; '*' stands for every client"));
+                }
+            },
+        };
+        let permission = match *permission {
+            "read" => Permission::Read,
+            "write" => Permission::Write,
+            other => return Err(format!("'{other}' is neither read nor write")),
+        };
+        let disks: Vec<String> = disks.split(',').map(str::to_owned).collect();
+        match disks.iter().find(|pattern| pattern.is_empty() || pattern.contains(['@', '/'])) {
+            Some(pattern) => Err(format!("'{pattern}' is no pattern for names of disks")),
+            None => Ok(Self { whom, disks, permission }),
+        }
+    }
+}
+
+impl Granted<'_> {
+    /// What the client may do with an export, `disk` or `disk@snapshot`; `None` if nothing.
+    pub fn permission(&self, export: &str) -> Option<Permission> {
+        let disk = export.split('@').next().unwrap_or(export);
+        let applies = |rule: &&&Rule| rule.disks.iter().any(|pattern| matches(pattern, disk));
+        self.rules.iter().filter(applies).map(|rule| rule.permission).max()
+    }
+}
+
+/// The error for an export that does not exist, or that the client may not open.
+pub fn absent(export: &str) -> Error {
+    Error::new(ErrorKind::NotFound, format!("there is no export '{export}'"))
+}
+
+/// Whether a name matches a pattern, in which `*` stands for any characters, and `?` for one.
+fn matches(pattern: &str, name: &str) -> bool {
+    let (pattern, name): (Vec<char>, Vec<char>) = (pattern.chars().collect(), name.chars().collect());
+    let (mut at, mut in_name) = (0, 0);
+    // The position after the last `*`, and the position in the name up to which it reaches.
+    let mut star: Option<(usize, usize)> = None;
+    while in_name < name.len() {
+        match pattern.get(at) {
+            Some('*') => {
+                at += 1;
+                star = Some((at, in_name));
+            }
+            Some(one) if *one == '?' || *one == name[in_name] => {
+                at += 1;
+                in_name += 1;
+            }
+            _ => match star {
+                Some((after, reached)) => {
+                    star = Some((after, reached + 1));
+                    at = after;
+                    in_name = reached + 1;
+                }
+                None => return false,
+            },
+        }
+    }
+    pattern[at..].iter().all(|one| *one == '*')
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    #[test]
+    fn patterns() {
+        for (pattern, yes, no) in [
+            ("web", vec!["web"], vec!["", "we", "webx", "xweb"]),
+            ("web-*", vec!["web-", "web-1", "web-1-2"], vec!["web", "xweb-1"]),
+            ("*", vec!["", "a", "a-b"], vec![]),
+            ("*-data", vec!["-data", "a-data", "a-data-data"], vec!["data", "a-data1"]),
+            ("a?c", vec!["abc", "aüc"], vec!["ac", "abbc"]),
+            ("a*b*c", vec!["abc", "axxbyyc", "abcbc"], vec!["ab", "acb", "abcd"]),
+        ] {
+            assert!(yes.iter().all(|name| matches(pattern, name)), "{pattern}");
+            assert!(!no.iter().any(|name| matches(pattern, name)), "{pattern}");
+        }
+        // No pattern takes a time that grows exponentially with its length.
+        assert!(!matches(&"a*".repeat(200), &"a".repeat(199)));
+        assert!(!matches(&format!("{}b", "a*".repeat(50)), &"a".repeat(2000)));
+    }
+
+    #[test]
+    fn the_most_permissive_rule_decides() {
+        let rules =
+            Rules::parse("# tenants\nci.example ci-*,base read\n\nci.example ci-1 write # one\n* shared read\n")
+                .unwrap();
+        let granted = Granted { rules: rules.rules.iter().collect() };
+        for (export, permission) in [
+            ("ci-1", Some(Permission::Write)),
+            ("ci-1@monday", Some(Permission::Write)),
+            ("ci-2", Some(Permission::Read)),
+            ("base@golden", Some(Permission::Read)),
+            ("shared", Some(Permission::Read)),
+            ("web", None),
+            ("web@ci-1", None),
+            ("", None),
+        ] {
+            assert_eq!(granted.permission(export), permission, "{export}");
+        }
+    }
+
+    #[test]
+    fn a_mistake_is_refused_with_its_line() {
+        for (text, words) in [
+            ("a.example web", "line 1: 2 words"),
+            ("\na.example web all", "line 2: 'all'"),
+            ("a b c d", "line 1: 4 words"),
+            ("a_/b web read", "cannot be the name of a certificate"),
+            ("a.example web, read", "no pattern"),
+            ("a.example web@a read", "no pattern"),
+        ] {
+            let error = Rules::parse(text).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::Invalid);
+            assert!(error.to_string().contains(words), "{error}");
+        }
+        assert!(Rules::parse("").unwrap().rules.is_empty());
+    }
+}

@@ -1,0 +1,128 @@
+//! Tenants: clients that may open some of the exports, by their certificates, and learn nothing of the others.
+
+use crate::Running;
+use crate::memory_disk::{MemoryDisk, Random, Shelf};
+use crate::tls::{Certificates, upgrade};
+use connections::Listen;
+use export::access::Rules;
+use export::nbd::ServerConfig;
+use std::net::TcpStream;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use testkit::protocol::*;
+
+const CAPACITY: u64 = 1 << 20;
+const READ_ONLY: u16 = 1 << 1;
+/// Attempts of a tenant to reach an export of another one.
+const ATTEMPTS: u64 = 1000;
+
+struct Tenants {
+    certificates: Certificates,
+    running: Running,
+}
+
+impl Tenants {
+    fn new(rules: &str) -> Self {
+        let certificates = Certificates::new();
+        let config = ServerConfig {
+            listen: vec![Listen::Tcp("127.0.0.1:0".parse().unwrap())],
+            tls: Some(certificates.server(true, true)),
+            rules: Some(Arc::new(Rules::parse(rules).unwrap())),
+            ..ServerConfig::default()
+        };
+        let disks: Vec<_> =
+            ["a-1", "a-2", "b-1", "b-1@monday", "b-2"].iter().map(|name| MemoryDisk::new(name, CAPACITY, 2)).collect();
+        Self { certificates, running: Running::with(config, Shelf::of(&disks.iter().collect::<Vec<_>>())) }
+    }
+
+    fn client(&self, name: &str) -> Client {
+        upgrade(TcpStream::connect(self.running.tcp_address()).unwrap(), self.certificates.client_named(name))
+    }
+
+    fn listed(&self, client: &mut Client) -> Vec<String> {
+        let replies = client.option(OPT_LIST, &[]);
+        let names = replies.iter().filter(|(kind, _)| *kind == REP_SERVER).map(|(_, data)| {
+            let length = u32::from_be_bytes(data[..4].try_into().unwrap()) as usize;
+            String::from_utf8(data[4..4 + length].to_vec()).unwrap()
+        });
+        names.collect()
+    }
+}
+
+/// The reply to a request for an export, with the name replaced, so that replies for several names can be compared.
+fn reply(client: &mut Client, code: u32, name: &str) -> (u32, String) {
+    let data = match code {
+        OPT_LIST_META | OPT_SET_META => Client::meta_data(name, &["base:allocation"]),
+        _ => Client::info_data(name, &[]),
+    };
+    let (kind, data) = client.option(code, &data).pop().unwrap();
+    (kind, String::from_utf8_lossy(&data).replace(name, "NAME"))
+}
+
+#[test]
+fn a_tenant_sees_its_own_exports_and_writes_where_it_may() {
+    let tenants = Tenants::new("a.example a-* write\nb.example b-*,a-1 read\nb.example b-2 write\n");
+    let mut a = tenants.client("a.example");
+    assert_eq!(tenants.listed(&mut a), ["a-1", "a-2"]);
+    a.choose(Mode::Structured);
+    assert_eq!(a.go("a-1"), REP_ACK);
+    assert_eq!(a.flags & READ_ONLY, 0);
+    a.write(0, b"of tenant a");
+    a.leave();
+    let mut b = tenants.client("b.example");
+    assert_eq!(tenants.listed(&mut b), ["a-1", "b-1", "b-1@monday", "b-2"]);
+    b.choose(Mode::Structured);
+    assert_eq!(b.go("a-1"), REP_ACK);
+    assert_ne!(b.flags & READ_ONLY, 0);
+    assert_eq!(b.read(0, 11), b"of tenant a");
+    assert_ne!(b.ask_with(CMD_WRITE, 0, 0, 4, b"mine").error, 0);
+    b.leave();
+    let mut b = tenants.client("b.example");
+    b.choose(Mode::Extended);
+    assert_eq!(b.go("b-2"), REP_ACK);
+    b.write(0, b"of tenant b");
+    b.leave();
+    // A client without a rule sees nothing, and has no default export.
+    let mut c = tenants.client("c.example");
+    assert!(tenants.listed(&mut c).is_empty());
+    assert_eq!(c.go(""), ERR_UNKNOWN);
+    // The rules are not for the unix socket.
+    let mut local = Client::unix(&tenants.running.socket);
+    local.greet(3);
+    assert_eq!(tenants.listed(&mut local).len(), 5);
+    // The only export that a client may open is its default.
+    let tenants = Tenants::new("a.example a-1 write\n");
+    let mut a = tenants.client("a.example");
+    assert_eq!(a.go(""), REP_ACK);
+}
+
+#[test]
+fn an_export_of_another_tenant_cannot_be_told_from_one_that_does_not_exist() {
+    let tenants = Tenants::new("a.example a-* write\n");
+    let mut random = Random(14);
+    let mut a = tenants.client("a.example");
+    a.choose(Mode::Structured);
+    let codes = [OPT_INFO, OPT_GO, OPT_LIST_META, OPT_SET_META];
+    // Also with an export of its own open, and with a name that begins like one of its own.
+    assert_eq!(reply(&mut a, OPT_INFO, "a-2").0, REP_ACK);
+    let absent: Vec<(u32, String)> = codes.iter().map(|code| reply(&mut a, *code, "b-9")).collect();
+    assert!(absent.iter().all(|(kind, text)| *kind == ERR_UNKNOWN && text.contains("NAME")), "{absent:?}");
+    assert_eq!(reply(&mut a, OPT_INFO, "a-9"), absent[0]);
+    let others = ["b-1", "b-2", "b-1@monday", "b-1@a-1", "B-1", "b-1 ", "../a-1", "b-1@"];
+    for attempt in 0..ATTEMPTS {
+        let at = random.below(codes.len() as u64) as usize;
+        let name = others[random.below(others.len() as u64) as usize];
+        // A connection takes a bounded number of options.
+        if attempt % 20 == 0 {
+            a = tenants.client("a.example");
+            a.choose(Mode::Structured);
+        }
+        assert_eq!(reply(&mut a, codes[at], name), absent[at], "{name}");
+    }
+    // The option without a reply for errors ends the connection in both cases.
+    for name in ["b-1", "b-9"] {
+        let mut a = tenants.client("a.example");
+        a.send_option(OPT_EXPORT_NAME, name.as_bytes());
+        assert!(catch_unwind(AssertUnwindSafe(|| a.take(1))).is_err(), "{name}");
+    }
+}

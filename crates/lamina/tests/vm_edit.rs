@@ -1,0 +1,173 @@
+//! Changing machines: their names, processors, memory and arguments while they are off; disks and network cards also
+//! while a real guest runs and works.
+
+#![allow(clippy::unwrap_used)]
+
+use serde_json::json;
+use testkit::fleet::{Fleet, MEMORY, holds, write};
+use testkit::machines::Room;
+use testkit::nbd::Client;
+use testkit::process;
+
+#[test]
+fn a_machine_that_is_off_is_changed_and_renamed() {
+    let fleet = Fleet::new();
+    fleet.make("web", "64M");
+    write(&fleet, "web", 0, 1);
+    fleet.run("snapshot create web@before").ok();
+    fleet.run("edit web").fails(2, "nothing to change");
+    fleet.run("edit web --cpus 0").fails(2, "1 to 255 CPUs");
+    fleet.run("edit web --memory 1M").fails(2, "whole MiB");
+    fleet.run("edit web --ports 9").fails(2, "9");
+    fleet.run("edit web --autostart perhaps").fails(2, "neither on nor off");
+    fleet.run("edit none --cpus 2").fails(3, "there is no machine 'none'");
+    assert_eq!(fleet.show("web")["cpus"], 1, "nothing was changed");
+    fleet.run("edit web --cpus 2 --memory 48M --qemu-arg -device --qemu-arg pci-testdev,addr=1e.0 --autostart on").ok();
+    let shown = fleet.show("web");
+    assert_eq!((&shown["cpus"], &shown["memory"], &shown["autostart"]), (&json!(2), &json!(48 << 20), &json!(true)));
+    assert_eq!(shown["qemu_arguments"], json!(["-device", "pci-testdev,addr=1e.0"]));
+    let shown = fleet.run("show web").ok();
+    assert!(shown.contains("0 of 4 in use") && shown.contains("-device pci-testdev"), "{shown}");
+
+    fleet.make("other", "1M");
+    fleet.run("rename web other").fails(1, "there is a machine 'other' already");
+    fleet.run("rename web we_b").fails(2, "cannot name a machine");
+    fleet.run("rename none shop").fails(3, "there is no machine 'none'");
+    // Only the marked machine is started, with its further arguments.
+    assert_eq!(fleet.run("start --autostart").ok(), "started web\n");
+    assert_eq!((fleet.state("web").as_str(), fleet.state("other").as_str()), ("running", "stopped"));
+    assert_eq!(fleet.run("start --autostart").ok(), "");
+    let pid = fleet.processes().into_keys().next().unwrap();
+    let line = std::fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap();
+    assert!(line.contains("pci-testdev,addr=1e.0") && line.contains("-smp\x002\0"), "{line}");
+    for change in ["edit web --cpus 3", "edit web --memory 64M", "edit web --no-qemu-args", "edit web --ports 2"] {
+        fleet.run(change).fails(7, "stop it first");
+    }
+    fleet.run("rename web shop").fails(7, "stop it first");
+    fleet.run("edit web --autostart off").ok();
+    fleet.run("stop web --force").ok();
+
+    fleet.run("rename web shop").ok();
+    assert_eq!(fleet.names(), ["other", "shop"]);
+    assert!(fleet.unfinished().is_empty());
+    write(&fleet, "web", 0, 2);
+    fleet.run("start shop").ok();
+    fleet.run("freeze shop").ok();
+    fleet.run("edit shop --no-qemu-args").fails(7, "is frozen");
+    fleet.run("start shop").ok();
+    assert_eq!(fleet.processes().into_values().next().as_deref(), Some("shop"));
+    // The snapshot has the former definition, and not the former name.
+    fleet.run("revert shop@before").ok();
+    holds(&fleet, "web", 0, 1);
+    let shown = fleet.show("shop");
+    assert_eq!((&shown["name"], &shown["cpus"], &shown["qemu_arguments"]), (&json!("shop"), &json!(1), &json!([])));
+    fleet.run("clone shop twin").ok();
+    assert_eq!(fleet.show("twin")["autostart"], false);
+    // A rename that was killed between its two steps.
+    let toml = fleet.folder().join("twin/machine.toml");
+    let text = std::fs::read_to_string(&toml).unwrap();
+    std::fs::write(&toml, text.replace("name = \"twin\"\nuuid", "name = \"former\"\nuuid")).unwrap();
+    assert_eq!(fleet.show("twin")["name"], "twin");
+    fleet.run("delete twin").ok();
+    fleet.run("delete shop").ok();
+}
+
+#[test]
+fn disks_of_a_machine_that_is_off_are_added_and_removed() {
+    let fleet = Fleet::new();
+    fleet.make("web", "1M");
+    fleet.make("other", "1M");
+    fleet.store.run("disk create data 1M").ok();
+    fleet.run("edit web --add-disk other").fails(4, "belongs to machine 'other'");
+    fleet.run("edit web --add-disk nothing").fails(3, "there is no disk 'nothing'");
+    fleet.run("edit web --add-disk web").fails(1, "is in machine 'web' already");
+    fleet.run("edit web --remove-disk data").fails(3, "has no disk 'data'");
+    fleet.run("edit web --add-disk data --add-network unplugged").ok();
+    let shown = fleet.show("web");
+    assert_eq!(shown["disks"], json!([{ "name": "web", "slot": 8 }, { "name": "data", "slot": 9 }]));
+    let mac = shown["networks"][0]["mac"].as_str().unwrap().to_owned();
+    fleet.store.run("disk rename data other-data").fails(4, "'lamina vm edit web --remove-disk data'");
+    fleet.run("edit web --remove-network 52:54:00:00:00:00").fails(3, "has no network card");
+    fleet.run(&format!("edit web --remove-disk web --remove-network {mac}")).ok();
+    let shown = fleet.show("web");
+    assert_eq!((&shown["disks"], &shown["networks"]), (&json!([{ "name": "data", "slot": 9 }]), &json!([])));
+    fleet.store.run("disk delete web").ok();
+    fleet.run("start web").ok();
+    // The disk was not added while the machine ran.
+    fleet.run("edit web --remove-disk data").fails(7, "stop it first");
+    let client = Client::connect(&fleet.store.socket(), "other").unwrap();
+    fleet.run("delete other --keep-disks").ok();
+    fleet.run("edit web --add-disk other").fails(4, "in use by 1 other client");
+    drop(client);
+    process::until("the client is gone", || fleet.run("edit web --add-disk other").code == 0);
+    assert_eq!(fleet.show("web")["disks"][1], json!({ "name": "other", "slot": 32 }));
+    assert_eq!(fleet.run("stop --all --force").ok(), "stopped web\n");
+    assert_eq!(fleet.run("stop --all --force").ok(), "");
+    // A machine of version 0.1.0 has no ports.
+    fleet.run(&format!("create old --memory {MEMORY} --network none")).ok();
+    fleet.run("edit old --ports 0").ok();
+    fleet.run("start old").ok();
+    fleet.store.run("disk create more 1M").ok();
+    fleet.run("edit old --add-disk more").fails(2, "no ports for devices");
+    assert_eq!(fleet.show("old")["disks"], json!([]));
+}
+
+/// Rounds of adding, growing and removing; LAMINA_ROUNDS for more.
+fn rounds() -> u64 {
+    std::env::var("LAMINA_ROUNDS").ok().and_then(|text| text.parse().ok()).unwrap_or(5)
+}
+
+#[test]
+fn disks_and_cards_come_grow_and_go_while_a_guest_works() {
+    let room = Room::new();
+    room.boot("web", "192M", "");
+    // The guest writes and reads back all the time; an error would end the loop.
+    room.shell(
+        "web",
+        "(n=0; while dd if=/dev/urandom of=/load bs=64k count=32 conv=fsync 2>/dev/null && sync; do n=$((n+1)); \
+         echo $n >/run/rounds; done; echo broken >/run/rounds) >/dev/null 2>&1 &",
+    );
+    let has = |what: &str| room.shell("web", &format!("[ -e {what} ] && echo yes || echo no")) == "yes";
+    let mut last = None;
+    for round in 1..=rounds() {
+        room.run("disk create data 8M").ok();
+        room.run("vm edit web --add-disk data --add-network unplugged").ok();
+        room.until("the guest has the disk", || has("/dev/vdb"));
+        room.until("the guest has the card", || room.shell("web", "ls /sys/class/net | grep -c eth") == "2");
+        let pattern = format!("round {round}");
+        room.shell("web", &format!("echo {pattern} | dd of=/dev/vdb bs=512 conv=sync,fsync 2>/dev/null"));
+        room.run("disk resize data 16M").ok();
+        room.until("the guest sees the new size", || room.shell("web", "cat /sys/block/vdb/size") == "32768");
+        assert_eq!(room.shell("web", "head -n 1 /dev/vdb"), pattern);
+        if round == 1 {
+            // A saved state has the added devices too. Its clock is that of the host after a revert.
+            room.shell("web", "date -s '2001-02-03 04:05:06'");
+            room.run("vm snapshot create web@live --memory").ok();
+            room.shell("web", "echo changed >/run/changed");
+            let reverted = room.run("vm revert web@live --json").json();
+            assert_eq!((&reverted["clock_set"], &reverted["clock_problem"]), (&json!(true), &json!(null)));
+            room.until_answers("web");
+            let now = || std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap().as_secs();
+            let (before, clock) = (now(), room.shell("web", "date +%s").parse::<u64>().unwrap());
+            assert!((before.saturating_sub(5)..=now() + 5).contains(&clock), "{clock}, not {before}");
+            assert!(!has("/run/changed") && has("/dev/vdb"));
+            room.run("vm snapshot delete web@live").ok();
+        }
+        let mac = room.show("web")["networks"][1]["mac"].as_str().unwrap().to_owned();
+        room.run(&format!("vm edit web --remove-disk data --remove-network {mac}")).ok();
+        assert!(!has("/dev/vdb") && room.shell("web", "ls /sys/class/net | grep -c eth") == "1");
+        let shown = room.show("web");
+        assert_eq!((shown["disks"].as_array().unwrap().len(), shown["networks"].as_array().unwrap().len()), (1, 1));
+        room.run("disk delete data").ok();
+        room.until("the guest's load goes on", || {
+            let now = room.shell("web", "cat /run/rounds");
+            assert_ne!(now, "broken");
+            let moved = last.as_ref().is_some_and(|before| *before != now);
+            last = Some(now);
+            moved
+        });
+    }
+    let errors = room.shell("web", "dmesg | grep -ci 'i/o error' || true");
+    assert_eq!(errors, "0", "{}", room.shell("web", "dmesg | tail -n 30"));
+    room.close();
+}

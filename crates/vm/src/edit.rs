@@ -1,0 +1,235 @@
+//! Changing a machine: its name, processors, memory, further arguments of QEMU, disks and network cards.
+//!
+//! 1. Disks and cards of a running machine are added and removed in its process too ([`crate::plug`]). All other
+//!    properties are those of a process that starts, so they are changed only while the machine is off.
+//! 2. The name of a machine is the name of its folder: one rename changes it. The name in the definition follows.
+//! 3. A frozen machine is not changed: its saved state requires the devices that it was saved with.
+
+use crate::definition::{Definition, Link};
+use crate::host::Host;
+use crate::identity::Mac;
+use crate::instant::freeze;
+use crate::machine::{self, Change, MachineState};
+use crate::{durable, plug};
+use error::{Error, ErrorKind, IoContext, Result};
+use serde::{Deserialize, Serialize};
+use std::fs;
+
+/// What to change; `None` and empty lists for what stays.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Edit {
+    /// Virtual CPUs.
+    pub cpus: Option<u32>,
+    /// Memory in bytes.
+    pub memory: Option<u64>,
+    /// Further arguments of QEMU, instead of the present ones.
+    pub arguments: Option<Vec<String>>,
+    /// Whether `start --autostart` starts the machine.
+    pub autostart: Option<bool>,
+    /// Ports for devices that are added while the machine runs.
+    pub ports: Option<u8>,
+    /// Disks of the datastore to add.
+    pub add_disks: Vec<String>,
+    /// Disks to remove; they stay in the datastore.
+    pub remove_disks: Vec<String>,
+    /// Network cards to add.
+    pub add_networks: Vec<Link>,
+    /// Network cards to remove, by their addresses.
+    pub remove_networks: Vec<Mac>,
+}
+
+impl Edit {
+    /// Whether it changes what only a process that starts can have.
+    fn needs_off(&self) -> bool {
+        self.cpus.is_some() || self.memory.is_some() || self.arguments.is_some() || self.ports.is_some()
+    }
+}
+
+/// Changes a machine; returns its new definition.
+///
+/// # Errors
+/// `WrongState` if the machine must be off for the change; `Busy` if a disk is in use, or the guest does not release a
+/// device. Changes before the failed one stay.
+pub fn edit(change: &Change, host: &Host, edit: &Edit) -> Result<Definition> {
+    let machine = change.machine();
+    let name = machine.name();
+    let wrong = |text: String| Err(Error::new(ErrorKind::WrongState, text));
+    if freeze::frozen(machine)?.is_some() {
+        return wrong(format!(
+            "machine '{name}' is frozen, and its saved state requires its present devices; start it, or discard that \
+             state with 'lamina vm stop --force {name}'"
+        ));
+    }
+    let state = machine.state()?;
+    let runs = state != MachineState::Stopped;
+    if runs && edit.needs_off() {
+        return wrong(format!(
+            "machine '{name}' runs: CPUs, memory, ports and arguments of QEMU change only while it is off; stop it first"
+        ));
+    }
+    if runs && state != MachineState::Running && !(edit.remove_disks.is_empty() && edit.remove_networks.is_empty()) {
+        return wrong(format!("the guest of machine '{name}' is paused and cannot release a device; resume it first"));
+    }
+    let mut definition = machine.definition()?;
+    definition.cpus = edit.cpus.unwrap_or(definition.cpus);
+    definition.memory = edit.memory.unwrap_or(definition.memory);
+    definition.autostart = edit.autostart.unwrap_or(definition.autostart);
+    if let Some(arguments) = &edit.arguments {
+        definition.arguments.clone_from(arguments);
+    }
+    if let Some(ports) = edit.ports {
+        definition.set_ports(ports)?;
+    }
+    change.define(&definition)?;
+    let mut task = Task { change, host, definition, runs };
+    edit.remove_disks.iter().try_for_each(|disk| task.remove_disk(disk))?;
+    edit.remove_networks.iter().try_for_each(|mac| task.remove_network(*mac))?;
+    task.check_disks(&edit.add_disks)?;
+    edit.add_disks.iter().try_for_each(|disk| task.add_disk(disk))?;
+    edit.add_networks.iter().try_for_each(|link| task.add_network(link))?;
+    Ok(task.definition)
+}
+
+struct Task<'a> {
+    change: &'a Change,
+    host: &'a Host,
+    definition: Definition,
+    runs: bool,
+}
+
+impl Task<'_> {
+    fn name(&self) -> String {
+        self.change.machine().name()
+    }
+
+    fn at_root(&self, what: &str) -> Error {
+        let name = self.name();
+        let text = format!(
+            "{what} was not added while machine '{name}' ran, and so can be removed only while the machine is off; stop it \
+             first"
+        );
+        Error::new(ErrorKind::WrongState, text)
+    }
+
+    fn check_disks(&self, disks: &[String]) -> Result<()> {
+        if disks.is_empty() {
+            return Ok(());
+        }
+        let (there, users) = (self.host.disks().all()?, self.host.machines().users_of_disks()?);
+        for disk in disks {
+            let busy = |text: String| Err(Error::new(ErrorKind::Busy, text));
+            match (there.get(disk), users.get(disk)) {
+                (None, _) => return Err(Error::new(ErrorKind::NotFound, format!("there is no disk '{disk}'"))),
+                // A command that added it was killed before it had told the process.
+                (_, Some(user)) if *user == self.name() => {}
+                (_, Some(user)) => return busy(format!("disk '{disk}' belongs to machine '{user}'")),
+                (Some(facts), None) if self.runs && facts.clients > 0 => {
+                    let clients = facts.clients;
+                    return busy(format!(
+                        "disk '{disk}' is in use by {clients} other client(s); two writers destroy its content"
+                    ));
+                }
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+
+    fn add_disk(&mut self, disk: &str) -> Result<()> {
+        if !self.definition.disks.iter().any(|one| one.name == disk) {
+            match self.runs {
+                true => self.definition.plug_disk(disk)?,
+                false => self.definition.add_disk(disk)?,
+            }
+            self.change.define(&self.definition)?;
+        } else if !self.runs {
+            let text = format!("disk '{disk}' is in machine '{}' already", self.name());
+            return Err(Error::new(ErrorKind::Exists, text));
+        }
+        let Some(added) = self.definition.disks.iter().find(|one| one.name == disk).filter(|_| self.runs) else {
+            return Ok(());
+        };
+        let nbd = self.host.disks().server()?;
+        let plugged = self.change.machine().monitor().and_then(|mut monitor| plug::add_disk(&mut monitor, &nbd, added));
+        plugged.or_else(|error| {
+            self.definition.disks.retain(|one| one.name != disk);
+            self.change.define(&self.definition)?;
+            Err(error.context(format_args!("disk '{disk}' was not added to machine '{}'", self.name())))
+        })
+    }
+
+    fn remove_disk(&mut self, disk: &str) -> Result<()> {
+        let Some(at) = self.definition.disks.iter().position(|one| one.name == disk) else {
+            let text = format!("machine '{}' has no disk '{disk}'; 'lamina vm show' lists its disks", self.name());
+            return Err(Error::new(ErrorKind::NotFound, text));
+        };
+        if self.runs {
+            let removed = &self.definition.disks[at];
+            if !removed.is_in_port() {
+                return Err(self.at_root(&format!("disk '{disk}'")));
+            }
+            let mut monitor = self.change.machine().monitor()?;
+            plug::remove_disk(&mut monitor, removed)
+                .map_err(|error| error.context(format_args!("disk '{disk}' of machine '{}'", self.name())))?;
+        }
+        self.definition.disks.remove(at);
+        self.change.define(&self.definition)
+    }
+
+    fn add_network(&mut self, link: &Link) -> Result<()> {
+        let mac = Mac::new()?;
+        match self.runs {
+            true => self.definition.plug_network(mac, link.clone())?,
+            false => self.definition.add_network(mac, link.clone())?,
+        }
+        self.change.define(&self.definition)?;
+        let Some(added) = self.definition.networks.last().filter(|_| self.runs) else { return Ok(()) };
+        let plugged = self.change.machine().monitor().and_then(|mut monitor| plug::add_network(&mut monitor, added));
+        plugged.or_else(|error| {
+            self.definition.networks.pop();
+            self.change.define(&self.definition)?;
+            Err(error.context(format_args!("no network card was added to machine '{}'", self.name())))
+        })
+    }
+
+    fn remove_network(&mut self, mac: Mac) -> Result<()> {
+        let Some(at) = self.definition.networks.iter().position(|one| one.mac == mac) else {
+            let text = format!("machine '{}' has no network card {mac}; 'lamina vm show' lists its cards", self.name());
+            return Err(Error::new(ErrorKind::NotFound, text));
+        };
+        if self.runs {
+            let removed = &self.definition.networks[at];
+            if !removed.is_in_port() {
+                return Err(self.at_root(&format!("network card {mac}")));
+            }
+            let mut monitor = self.change.machine().monitor()?;
+            plug::remove_network(&mut monitor, removed)
+                .map_err(|error| error.context(format_args!("network card {mac} of machine '{}'", self.name())))?;
+        }
+        self.definition.networks.remove(at);
+        self.change.define(&self.definition)
+    }
+}
+
+/// Gives a machine that is off another name. Its disks and its snapshots keep their names.
+pub fn rename(change: &Change, host: &Host, to: &str) -> Result<Definition> {
+    let machine = change.machine();
+    let name = machine.name();
+    crate::definition::check_name(to)?;
+    if machine.process()?.is_some() {
+        let text = format!("machine '{name}' runs, and its process uses the paths of its folder; stop it first");
+        return Err(Error::new(ErrorKind::WrongState, text));
+    }
+    if host.machines().has(to) {
+        return Err(Error::new(ErrorKind::Exists, format!("there is a machine '{to}' already")));
+    }
+    let definition = Definition { name: to.to_owned(), ..machine.definition()? };
+    let folder = host.machines().folder();
+    // Fails if another command has created such a machine meanwhile, because its folder is not empty.
+    fs::rename(machine.folder(), folder.join(to)).during(|| format!("renaming machine '{name}'"))?;
+    durable::sync(folder)?;
+    // The lock is that of the folder, whatever its name is.
+    machine::define(&folder.join(to), &definition)?;
+    Ok(definition)
+}

@@ -1,0 +1,126 @@
+//! Adding disks and network cards to a running machine, and removing them.
+//!
+//! QEMU cannot add devices to the root bus of a running machine. So a machine has empty PCI Express ports from its
+//! start ([`Definition::ports`](crate::definition::Definition::ports)): a device that is added while the machine runs
+//! is put into a port, and stays in it afterwards, because a saved state requires the same addresses.
+//!
+//! 1. The definition names every device of the process: it is extended before a device is added, and reduced after a
+//!    device is gone. If the command is killed in between, repeating it completes it.
+//! 2. A device is gone when the guest has released it (`DEVICE_DELETED`), and only then is its disk closed.
+
+use crate::definition::{Disk, Link, Network};
+use crate::qemu::command;
+use crate::qmp::Client;
+use error::{Error, ErrorKind, Result};
+use serde_json::{Value, json};
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+/// How long a guest may take to release a device.
+const RELEASE_PATIENCE: Duration = Duration::from_secs(30);
+/// How often a guest is requested again to release a device: a guest that boots ignores requests.
+const REQUEST_INTERVAL: Duration = Duration::from_secs(5);
+
+/// Adds a disk. Without effect if it is there already.
+pub fn add_disk(monitor: &mut Client, nbd: &Path, disk: &Disk) -> Result<()> {
+    let node = command::disk_node(disk);
+    if has_node(monitor, &node)? {
+        return Ok(());
+    }
+    monitor.execute("blockdev-add", command::block_node(&node, &disk.name, nbd))?;
+    let place = command::place(disk.slot);
+    let mut device = json!({ "driver": "virtio-blk-pci", "id": command::disk_device(disk), "drive": node,
+                             "write-cache": "on" });
+    merge(&mut device, place);
+    monitor.execute("device_add", device).map(drop).inspect_err(|_| {
+        let _ = monitor.execute("blockdev-del", json!({ "node-name": node }));
+    })
+}
+
+/// Removes a disk once the guest has released it. Without effect if it is not there.
+pub fn remove_disk(monitor: &mut Client, disk: &Disk) -> Result<()> {
+    let node = command::disk_node(disk);
+    remove_device(monitor, &command::disk_device(disk))?;
+    match has_node(monitor, &node)? {
+        true => monitor.execute("blockdev-del", json!({ "node-name": node })).map(drop),
+        false => Ok(()),
+    }
+}
+
+/// Adds a network card. Without effect if it is there already.
+pub fn add_network(monitor: &mut Client, network: &Network) -> Result<()> {
+    let (card, net) = (command::network_device(network), command::network_node(network));
+    if has_device(monitor, &card)? {
+        return Ok(());
+    }
+    // Left by a command that was killed between the two steps.
+    let _ = monitor.execute("netdev_del", json!({ "id": net }));
+    let backend = match &network.link {
+        Link::User => json!({ "type": "user", "id": net }),
+        Link::Bridge(bridge) => json!({ "type": "bridge", "id": net, "br": bridge }),
+        Link::None => json!({ "type": "hubport", "id": net, "hubid": command::hub(network) }),
+    };
+    monitor.execute("netdev_add", backend)?;
+    let mut device =
+        json!({ "driver": "virtio-net-pci", "id": card, "netdev": net, "mac": network.mac, "romfile": "" });
+    merge(&mut device, command::place(network.slot));
+    monitor.execute("device_add", device).map(drop).inspect_err(|_| {
+        let _ = monitor.execute("netdev_del", json!({ "id": net }));
+    })
+}
+
+/// Removes a network card once the guest has released it. Without effect if it is not there.
+pub fn remove_network(monitor: &mut Client, network: &Network) -> Result<()> {
+    remove_device(monitor, &command::network_device(network))?;
+    match monitor.execute("netdev_del", json!({ "id": command::network_node(network) })) {
+        // It is gone already.
+        Err(error) if error.kind() == ErrorKind::Invalid => Ok(()),
+        outcome => outcome.map(drop),
+    }
+}
+
+/// Requests the guest to release a device, and waits until it has.
+fn remove_device(monitor: &mut Client, device: &str) -> Result<()> {
+    let deadline = Instant::now() + RELEASE_PATIENCE;
+    while has_device(monitor, device)? {
+        match monitor.execute("device_del", json!({ "id": device })) {
+            // An earlier request is under way.
+            Err(error) if error.kind() == ErrorKind::Invalid && error.to_string().contains("unplug") => {}
+            outcome => drop(outcome?),
+        }
+        let again = deadline.min(Instant::now() + REQUEST_INTERVAL);
+        while let Some(event) =
+            monitor.wait_event(&["DEVICE_DELETED"], again.saturating_duration_since(Instant::now()))?
+        {
+            if event.data["device"] == device {
+                return Ok(());
+            }
+        }
+        if Instant::now() >= deadline {
+            let text = format!(
+                "the guest has not released '{device}' within {RELEASE_PATIENCE:?}: it may still be starting, or uses the \
+                 device (a mounted file system); repeat the command"
+            );
+            return Err(Error::new(ErrorKind::Busy, text));
+        }
+    }
+    Ok(())
+}
+
+fn has_device(monitor: &mut Client, device: &str) -> Result<bool> {
+    let all = monitor.execute("qom-list", json!({ "path": "/machine/peripheral" }))?;
+    Ok(all.as_array().is_some_and(|all| all.iter().any(|one| one["name"] == device)))
+}
+
+/// Whether there is a block node of that name.
+pub fn has_node(monitor: &mut Client, node: &str) -> Result<bool> {
+    let all = monitor.execute("query-named-block-nodes", json!({ "flat": true }))?;
+    Ok(all.as_array().is_some_and(|all| all.iter().any(|one| one["node-name"] == node)))
+}
+
+/// Adds the members of one object to another.
+fn merge(to: &mut Value, from: Value) {
+    if let (Value::Object(to), Value::Object(from)) = (to, from) {
+        to.extend(from);
+    }
+}
