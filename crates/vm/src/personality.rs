@@ -109,16 +109,7 @@ mod tests {
 
     #[test]
     fn the_script_is_valid_shell_and_unique_for_each_clone() {
-        let mut definition = Definition {
-            name: "web-1".into(),
-            uuid: new_uuid().unwrap(),
-            cpus: 1,
-            memory: 64 << 20,
-            boot: None,
-            origin: None,
-            disks: Vec::new(),
-            networks: Vec::new(),
-        };
+        let mut definition = Definition::new("web-1", 1, 64 << 20).unwrap();
         definition.add_network(crate::identity::Mac::new().unwrap(), Link::None).unwrap();
         let [first, second] = [script(&definition).unwrap(), script(&definition).unwrap()];
         assert_ne!(first, second);

@@ -4,27 +4,28 @@
 //! address, from this module or from the definition, and QEMU assigns none:
 //!
 //! ```text
-//! pcie.0  4   serial port of the guest agent           8..15   disks
-//!         5   random number device                     16..19  network cards
+//! pcie.0  1   IDE, in the chipset i440fx               8..15   disks, or their controllers
+//!         2   graphics card                            16..25  network cards
+//!         4   serial port of the guest agent
+//!         5   random number device
 //! ```
 //!
 //! In QEMU's options a comma separates values and is doubled within a value. Disks are passed as JSON, in which commas
 //! need no doubling.
 
 use super::features::Features;
-use crate::definition::{Definition, Link};
+use super::firmware::Uefi;
+use crate::definition::{Card, Chipset, Clock, Definition, Display, Link};
 use serde_json::json;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
+/// Slot of the graphics card.
+const DISPLAY_SLOT: u8 = 2;
 /// Slot of the serial bus with the guest agent's port.
 const SERIAL_SLOT: u8 = 4;
 /// Slot of the random number device.
 const RANDOM_SLOT: u8 = 5;
-/// Seconds after which the guest's requests fail if the server of a disk is unreachable; until then they wait, so that
-/// the server can be restarted.
-const RECONNECT_SECONDS: u32 = 300;
-
 /// The memory of a machine.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Memory {
@@ -78,6 +79,8 @@ pub struct Machine<'a> {
     pub definition: &'a Definition,
     /// Its memory.
     pub memory: Memory,
+    /// Its UEFI; `None` for BIOS.
+    pub uefi: Option<&'a Uefi>,
     /// Its run folder.
     pub run: &'a RunFolder,
     /// The NBD server of its disks.
@@ -98,7 +101,9 @@ pub fn arguments(machine: &Machine<'_>, features: &Features) -> Vec<OsString> {
     let mut add = |option: &str, argument: String| all.extend([option.to_owned(), argument]);
     add("-name", format!("{0},process=lamina-{0}", definition.name));
     add("-uuid", definition.uuid.to_string());
-    add("-machine", "q35,memory-backend=memory,vmport=off".into());
+    for (option, argument) in platform(machine) {
+        add(option, argument);
+    }
     match features.accelerator {
         super::features::Accelerator::Kvm => {
             add("-accel", "kvm".into());
@@ -111,7 +116,7 @@ pub fn arguments(machine: &Machine<'_>, features: &Features) -> Vec<OsString> {
             add("-cpu", "max".into());
         }
     }
-    add("-smp", definition.cpus.to_string());
+    add("-smp", processors(definition));
     add("-m", format!("{}M", definition.memory >> 20));
     add("-object", memory(machine, features));
     // Makes a state begin with its devices, whichever way it was saved (see `instant::state`).
@@ -144,17 +149,8 @@ pub fn arguments(machine: &Machine<'_>, features: &Features) -> Vec<OsString> {
             add("-append", boot.append.clone());
         }
     }
-    for (index, disk) in definition.disks.iter().enumerate() {
-        let node = json!({
-            "driver": "nbd", "node-name": format!("disk{index}"), "export": disk.name, "discard": "unmap",
-            "reconnect-delay": RECONNECT_SECONDS, "server": { "type": "unix", "path": machine.nbd },
-        });
-        add("-blockdev", node.to_string());
-        let boots = if index == 0 && definition.boot.is_none() { ",bootindex=0" } else { "" };
-        add(
-            "-device",
-            format!("virtio-blk-pci,id=vd{index},drive=disk{index},addr={:x}.0,write-cache=on{boots}", disk.slot),
-        );
+    for (option, argument) in super::drives::arguments(definition, machine.nbd) {
+        add(option, argument);
     }
     for (index, network) in definition.networks.iter().enumerate() {
         let backend = match &network.link {
@@ -167,8 +163,10 @@ pub fn arguments(machine: &Machine<'_>, features: &Features) -> Vec<OsString> {
         add(
             "-device",
             format!(
-                "virtio-net-pci,id=nic{index},netdev=net{index},mac={},addr={:x}.0,romfile=",
-                network.mac, network.slot
+                "{},id=nic{index},netdev=net{index},mac={},addr={:x}.0,romfile=",
+                card(network.model),
+                network.mac,
+                network.slot
             ),
         );
     }
@@ -178,6 +176,58 @@ pub fn arguments(machine: &Machine<'_>, features: &Features) -> Vec<OsString> {
     // The guest is paused until this process has become the machine's current one.
     all.extend(["-S", "-nodefaults", "-no-user-config"].map(String::from));
     all.into_iter().map(OsString::from).collect()
+}
+
+/// Board, firmware, clock and graphics card.
+fn platform(machine: &Machine<'_>) -> Vec<(&'static str, String)> {
+    let platform = &machine.definition.platform;
+    let board = match platform.chipset {
+        Chipset::Q35 => "q35",
+        Chipset::I440fx => "pc",
+    };
+    let mut board = format!("{board},memory-backend=memory,vmport=off");
+    let mut all = Vec::new();
+    if let Some(uefi) = machine.uefi {
+        // The variables are not locked, because a process and its successor have them open at the same time.
+        let file = |name: &str, path: &Path, read_only: bool| {
+            let node = json!({
+                "driver": "file", "node-name": name, "filename": path, "read-only": read_only, "locking": "off",
+                "auto-read-only": false,
+            });
+            ("-blockdev", node.to_string())
+        };
+        all.extend([file("firmware", &uefi.code, true), file("variables", &uefi.variables, false)]);
+        board.push_str(",pflash0=firmware,pflash1=variables");
+    }
+    if platform.secure_boot {
+        // The guest can change the variables only in system management mode, where the firmware checks signatures.
+        board.push_str(",smm=on");
+        all.push(("-global", "driver=cfi.pflash01,property=secure,value=on".into()));
+        all.push(("-global", "ICH9-LPC.disable_s3=1".into()));
+    }
+    all.insert(0, ("-machine", board));
+    if platform.clock == Clock::Local {
+        all.push(("-rtc", "base=localtime".into()));
+    }
+    if platform.display == Display::Vga {
+        all.push(("-device", format!("VGA,id=display,addr={DISPLAY_SLOT:x}.0")));
+    }
+    all
+}
+
+fn processors(definition: &Definition) -> String {
+    match definition.platform.cores {
+        None => definition.cpus.to_string(),
+        Some(cores) => format!("{},sockets={},cores={cores},threads=1", definition.cpus, definition.cpus / cores),
+    }
+}
+
+/// QEMU's name for a card.
+fn card(model: Card) -> &'static str {
+    match model {
+        Card::Virtio => "virtio-net-pci",
+        other => other.name(),
+    }
 }
 
 fn memory(machine: &Machine<'_>, features: &Features) -> String {
@@ -202,6 +252,7 @@ fn memory(machine: &Machine<'_>, features: &Features) -> String {
 mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
+    use crate::definition::{Bus, Disk, Firmware, IDE_SLOT, Platform};
     use crate::qemu::features::Accelerator;
 
     fn features(accelerator: Accelerator) -> Features {
@@ -219,10 +270,12 @@ mod tests {
 
     fn text(memory: Memory, features: &Features, incoming: bool) -> String {
         let mut definition = Definition {
+            version: 1,
             name: "web".into(),
             uuid: "1d9e3a7c-5b0e-4a44-9d0f-0f6f1c2f7a11".parse().unwrap(),
             cpus: 1,
             memory: 256 << 20,
+            platform: Platform::default(),
             boot: None,
             origin: None,
             disks: Vec::new(),
@@ -231,8 +284,14 @@ mod tests {
         definition.add_disk("web,a").unwrap();
         definition.add_network("52:54:00:12:34:56".parse().unwrap(), Link::User).unwrap();
         let run = RunFolder("/run/a,b".into());
-        let machine = Machine { definition: &definition, memory, run: &run, nbd: Path::new("/nbd"), incoming };
-        let all = arguments(&machine, features);
+        line(
+            &Machine { definition: &definition, memory, uefi: None, run: &run, nbd: Path::new("/nbd"), incoming },
+            features,
+        )
+    }
+
+    fn line(machine: &Machine<'_>, features: &Features) -> String {
+        let all = arguments(machine, features);
         all.iter().map(|one| one.to_str().unwrap()).collect::<Vec<_>>().join(" ")
     }
 
@@ -251,6 +310,67 @@ mod tests {
         assert!(child.ends_with("-incoming defer -S -nodefaults -no-user-config"));
         let newer = Features { memory_from_readonly_file: true, ..features };
         assert!(text(Memory::CopyOnWrite("/m".into()), &newer, true).contains("readonly=on,rom=off"));
+    }
+
+    /// The hardware of machines of other programs.
+    #[test]
+    fn hardware_is_as_the_definition_says() {
+        let mut definition = Definition::new("web", 4, 256 << 20).unwrap();
+        definition.platform =
+            Platform { cores: Some(2), clock: Clock::Local, display: Display::Vga, ..Platform::default() };
+        let disks = [
+            (
+                Bus::Pvscsi,
+                8,
+                0,
+                "scsi-hd,id=vd0,drive=disk0,bus=controller8.0,scsi-id=0,lun=0,write-cache=on,bootindex=0",
+            ),
+            (Bus::Pvscsi, 8, 15, "scsi-hd,id=vd1,drive=disk1,bus=controller8.0,scsi-id=15,lun=0,write-cache=on"),
+            (Bus::Lsi, 9, 1, "scsi-hd,id=vd2,drive=disk2,bus=controller9.0,scsi-id=1,lun=0,write-cache=on"),
+            (Bus::Lsisas, 10, 0, "scsi-hd,id=vd3,drive=disk3,bus=controller10.0,scsi-id=0,lun=0,write-cache=on"),
+            (Bus::VirtioScsi, 11, 3, "scsi-hd,id=vd4,drive=disk4,bus=controller11.0,scsi-id=3,lun=0,write-cache=on"),
+            (Bus::Sata, 12, 5, "ide-hd,id=vd5,drive=disk5,bus=controller12.5,write-cache=on"),
+            (Bus::Nvme, 13, 1, "nvme-ns,id=vd6,drive=disk6,bus=controller13,nsid=2,write-cache=on"),
+            (Bus::Virtio, 14, 0, "virtio-blk-pci,id=vd7,drive=disk7,addr=e.0,write-cache=on"),
+            (Bus::Ide, IDE_SLOT, 3, "ide-hd,id=vd8,drive=disk8,bus=ide.1,unit=1,write-cache=on"),
+        ];
+        for (index, (bus, slot, unit, _)) in disks.iter().enumerate() {
+            definition.disks.push(Disk { name: format!("d{index}"), slot: *slot, bus: *bus, unit: *unit });
+        }
+        for model in Card::ALL {
+            definition.add_network(crate::identity::Mac::new().unwrap(), Link::None).unwrap();
+            definition.networks.last_mut().unwrap().model = model;
+        }
+        let (run, features) = (RunFolder("/run".into()), features(Accelerator::Tcg));
+        let of = |definition: &Definition, uefi: Option<&Uefi>| {
+            let nbd = Path::new("/nbd");
+            line(&Machine { definition, memory: Memory::Private, uefi, run: &run, nbd, incoming: false }, &features)
+        };
+        let all = of(&definition, None);
+        for (.., device) in disks {
+            assert_eq!(all.matches(&format!("-device {device} ")).count(), 1, "{device}: {all}");
+        }
+        for controller in ["pvscsi", "lsi53c895a", "mptsas1068", "virtio-scsi-pci", "ich9-ahci", "nvme"] {
+            assert_eq!(all.matches(&format!("-device {controller},id=controller")).count(), 1, "{controller}: {all}");
+        }
+        for card in ["virtio-net-pci", "vmxnet3", "e1000", "e1000e", "rtl8139", "pcnet"] {
+            assert!(all.contains(&format!("-device {card},id=nic")), "{card}: {all}");
+        }
+        for part in
+            ["-machine q35,", "-smp 4,sockets=2,cores=2,threads=1", "-rtc base=localtime", "VGA,id=display,addr=2.0"]
+        {
+            assert!(all.contains(part), "{part}: {all}");
+        }
+        let uefi = Uefi { code: "/code".into(), variables: "/vars".into() };
+        definition.platform = Platform { firmware: Firmware::Uefi, secure_boot: true, ..Platform::default() };
+        let all = of(&definition, Some(&uefi));
+        assert!(
+            all.contains(",pflash0=firmware,pflash1=variables,smm=on") && all.contains("ICH9-LPC.disable_s3=1"),
+            "{all}"
+        );
+        assert!(all.contains(r#""filename":"/vars""#), "{all}");
+        definition.platform = Platform { chipset: Chipset::I440fx, ..Platform::default() };
+        assert!(of(&definition, None).contains("-machine pc,memory-backend=memory,vmport=off "));
     }
 
     #[test]

@@ -1,5 +1,6 @@
 //! Arguments of the commands about machines.
 
+use super::machine_import::VmImport;
 use super::send::SendArguments;
 use crate::cli::address::{CLONES_MAX, NamePattern, absolute, parse_disk};
 use crate::cli::size::parse_size;
@@ -16,7 +17,7 @@ use vm::definition::{CloneKind, Link};
 const INPUT_MAX: u64 = 1 << 20;
 
 /// Parses the name of a machine.
-fn parse_machine(text: &str) -> Result<String, String> {
+pub fn parse_machine(text: &str) -> Result<String, String> {
     vm::definition::check_name(text).map(|()| text.to_owned()).map_err(|error| error.to_string())
 }
 
@@ -96,6 +97,8 @@ impl VmArguments {
 pub enum VmCommand {
     /// Create a machine.
     Create(VmCreate),
+    /// Make machines of those of VMware, VirtualBox and libvirt, or of a disk: they boot as they are.
+    Import(VmImport),
     /// Start machines. A frozen machine continues where it was frozen.
     Start {
         /// The machines.
@@ -202,6 +205,7 @@ impl VmCommand {
     fn verb(&self) -> Result<MachineVerb, String> {
         Ok(match self {
             Self::Create(create) => MachineVerb::Create(create.new_machine()?),
+            Self::Import(import) => MachineVerb::Import(import.request()?),
             Self::Start { names, paused } => MachineVerb::Start { names: names.clone(), paused: *paused },
             Self::Stop { names, force, timeout } => {
                 MachineVerb::Stop { names: names.clone(), timeout: (!*force).then_some(*timeout) }

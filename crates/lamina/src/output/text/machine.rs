@@ -1,11 +1,13 @@
 //! Machines as text.
 
+mod import;
+
 use crate::output::human::{self, count};
 use crate::output::table::{Align, Table, print_facts};
 use crate::output::words;
 use control::{Cloned, ClonedMachine, MachineInfo, MachineMemory, MachineReply, MachineSummary, MachineVerb};
 use std::io::{self, Write};
-use vm::definition::Origin;
+use vm::definition::{Card, Definition, Disk, Origin, Platform};
 use vm::machine::MachineState;
 use vm::snapshots::Record;
 
@@ -16,6 +18,7 @@ const NAMES_TOLD_MAX: usize = 5;
 pub fn print(out: &mut dyn Write, verb: &MachineVerb, reply: &MachineReply) -> io::Result<()> {
     match reply {
         MachineReply::Created(definition) => writeln!(out, "made machine {} ({})", definition.name, definition.uuid),
+        MachineReply::Imported { machines, dry_run, .. } => import::print(out, machines, *dry_run),
         MachineReply::Each { done, .. } if done.is_empty() => Ok(()),
         MachineReply::Each { done, .. } => writeln!(out, "{} {}", words::done(verb), done.join(", ")),
         MachineReply::Machine(info) => print_one(out, info),
@@ -93,6 +96,9 @@ fn print_one(out: &mut dyn Write, info: &MachineInfo) -> io::Result<()> {
         ("cpus", defined.cpus.to_string()),
         ("memory", memory(defined.memory, info.memory)),
     ];
+    if defined.platform != Platform::default() {
+        facts.push(("platform", words::platform(&defined.platform)));
+    }
     if let Some(boot) = &defined.boot {
         facts.push(("kernel", boot.kernel.display().to_string()));
     }
@@ -101,18 +107,24 @@ fn print_one(out: &mut dyn Write, info: &MachineInfo) -> io::Result<()> {
             facts.push((if index == 0 { title } else { "" }, value));
         }
     };
-    let disk = |name: &String| match info.capacities.iter().find(|(disk, _)| disk == name) {
-        Some((_, capacity)) => format!("{name} ({})", human::size(*capacity)),
-        None => format!("{name} (MISSING)"),
+    let disk = |it: &Disk| match info.capacities.iter().find(|(disk, _)| *disk == it.name) {
+        Some((_, capacity)) => format!("{} ({}{})", it.name, human::size(*capacity), words::place(it)),
+        None => format!("{} (MISSING)", it.name),
     };
-    several("disks", defined.disks.iter().map(|it| disk(&it.name)).collect());
-    several("networks", defined.networks.iter().map(|it| format!("{} on {}", it.mac, words::link(&it.link))).collect());
+    several("disks", defined.disks.iter().map(disk).collect());
+    several("networks", cards(defined));
     several("console", info.console.iter().map(|path| path.display().to_string()).collect());
     several("clone of", defined.origin.iter().map(origin).collect());
     several("snapshots", info.snapshots.iter().map(|it| format!("{} ({})", it.name, it.consistency)).collect());
     several("image", info.image.iter().cloned().collect());
     several("children", info.children.iter().map(|(at, child)| format!("{child} (on {at})")).collect());
     print_facts(out, &facts)
+}
+
+fn cards(defined: &Definition) -> Vec<String> {
+    let model = |model: Card| if model == Card::Virtio { String::new() } else { format!(" ({})", model.name()) };
+    let card = defined.networks.iter();
+    card.map(|it| format!("{}{} on {}", it.mac, model(it.model), words::link(&it.link))).collect()
 }
 
 fn memory(size: u64, memory: Option<MachineMemory>) -> String {
