@@ -12,10 +12,10 @@ use std::fs;
 use std::path::Path;
 use std::process::Stdio;
 use std::time::{Duration, Instant};
+use testkit::Random;
 use testkit::fleet::Fleet;
 use testkit::nbd::Client;
 use testkit::process::{Done, output, until};
-use testkit::random::Random;
 
 /// Number of imports that are killed.
 const KILLS: u64 = 10;
