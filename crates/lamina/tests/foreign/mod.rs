@@ -3,6 +3,8 @@
 //! Every disk has, in its second sector, a text by which a guest recognises it. The guest is a boot sector (`boot.s`)
 //! that prints, on the serial port, the text of every disk that the firmware finds.
 
+#![allow(dead_code, reason = "each test program uses a part of it")]
+
 use std::collections::BTreeMap;
 use std::fs;
 use std::os::unix::fs::FileExt;

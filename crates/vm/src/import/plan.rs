@@ -86,6 +86,7 @@ pub fn plan(mut foreign: Foreign, options: &Options) -> Result<Plan> {
         (false, true) => Chipset::I440fx,
         (false, false) => platform.chipset,
     };
+    boot_controller(&mut foreign, &definition, options);
     let mut disks = Vec::with_capacity(foreign.disks.len());
     let mut places = Places::default();
     for (index, disk) in std::mem::take(&mut foreign.disks).into_iter().enumerate() {
@@ -115,6 +116,25 @@ pub fn plan(mut foreign: Foreign, options: &Options) -> Result<Plan> {
         snapshots,
         notes: foreign.notes,
     })
+}
+
+/// Replaces the controller of the boot disk by one from which UEFI can start. Builds of UEFI have drivers for these only:
+/// distributions leave out those of VMware's controllers.
+fn boot_controller(foreign: &mut Foreign, definition: &Definition, options: &Options) {
+    let Some(disk) = foreign.disks.first() else { return };
+    let controller = &mut foreign.controllers[disk.controller];
+    let known = !matches!(controller.bus, Bus::Pvscsi | Bus::Lsi | Bus::Lsisas);
+    if definition.platform.firmware != Firmware::Uefi || known || options.bus.is_some() || definition.boot.is_some() {
+        return;
+    }
+    let reason = format!(
+        "UEFI has no driver for {0} in most distributions; a SATA controller takes its place, which needs the driver ahci \
+         in the guest. --bus {0} keeps it, for a build of UEFI that has the driver",
+        controller.bus.name()
+    );
+    let label = controller.label.clone();
+    controller.bus = Bus::Sata;
+    foreign.note(label, Effect::Replaced, reason);
 }
 
 /// The controllers so far: slots with their units in use.
