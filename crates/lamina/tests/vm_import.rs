@@ -1,5 +1,5 @@
-//! Machines of VMware, VirtualBox and libvirt, and disks alone: imported by one command each, they boot, and their disks
-//! have the same bytes as those of the source, which is not changed.
+//! Machines of VMware, VirtualBox and libvirt, and disks alone: imported by one command each, they boot, and their
+//! disks have the same bytes as those of the source, which is not changed.
 
 #![allow(clippy::unwrap_used)]
 
@@ -75,7 +75,8 @@ fn machines_of_esxi() {
     left.disk("web_1.vmdk", "web-data", "zeroedthick");
     let disks = vmx_disk("scsi0:0", "web.vmdk") + &vmx_disk("scsi0:1", "web_1.vmdk");
     let scsi = "scsi0.present = \"TRUE\"\nscsi0.virtualDev = \"pvscsi\"\n";
-    let cd = "sata0.present = \"TRUE\"\nsata0:0.present = \"TRUE\"\nsata0:0.deviceType = \"cdrom-image\"\nsata0:0.fileName = \"x.iso\"\n";
+    let cd = "sata0.present = \"TRUE\"\nsata0:0.present = \"TRUE\"\nsata0:0.deviceType = \"cdrom-image\"\n\
+              sata0:0.fileName = \"x.iso\"\n";
     left.write("web.vmx", &vmx("web", &(disks + scsi + cd + &vmx_card(0, "vmxnet3") + &vmx_card(1, "e1000"))));
     let machine = boots(&fleet, &left, "web.vmx", "web", "", &["web-root", "web-data"]);
     assert_eq!(machine["uuid"], "22114d56-4433-6655-7788-99aabbccddee", "the guest's order of bytes since hardware 13");
@@ -83,7 +84,8 @@ fn machines_of_esxi() {
     assert_eq!(machine["platform"]["chipset"], "i440fx");
     assert_eq!(machine["platform"]["cores"], 2);
     let expected = json!([
-        { "name": "web", "slot": 8, "bus": "pvscsi", "unit": 0 }, { "name": "web-2", "slot": 8, "bus": "pvscsi", "unit": 1 },
+        { "name": "web", "slot": 8, "bus": "pvscsi", "unit": 0 },
+        { "name": "web-2", "slot": 8, "bus": "pvscsi", "unit": 1 },
     ]);
     assert_eq!(machine["disks"], expected);
     let cards = machine["networks"].as_array().unwrap();
@@ -143,39 +145,8 @@ fn every_controller_is_the_one_of_the_source() {
     assert_eq!((&machine["disks"][1]["slot"], &machine["disks"][1]["unit"]), (&json!(8), &json!(1)));
 }
 
-const OVF: &str = r#"<?xml version="1.0"?>
-<Envelope xmlns="http://schemas.dmtf.org/ovf/envelope/1" xmlns:ovf="http://schemas.dmtf.org/ovf/envelope/1"
-  xmlns:rasd="http://schemas.dmtf.org/wbem/wscim/1/cim-schema/2/CIM_ResourceAllocationSettingData"
-  xmlns:vbox="http://www.virtualbox.org/ovf/machine">
-  <References><File ovf:id="file1" ovf:href="box-disk1.vmdk"/><File ovf:id="file2" ovf:href="box-disk2.vmdk"/></References>
-  <DiskSection><Info/>
-    <Disk ovf:capacity="8388608" ovf:diskId="vmdisk1" ovf:fileRef="file1" ovf:format="http://www.vmware.com/interfaces/specifications/vmdk.html#streamOptimized"/>
-    <Disk ovf:capacity="8388608" ovf:diskId="vmdisk2" ovf:fileRef="file2" ovf:format="http://www.vmware.com/interfaces/specifications/vmdk.html#streamOptimized"/>
-    <Disk ovf:capacity="3" ovf:capacityAllocationUnits="byte * 2^20" ovf:diskId="vmdisk3"/>
-  </DiskSection>
-  <NetworkSection><Info/><Network ovf:name="NAT"/></NetworkSection>
-  <VirtualSystem ovf:id="box"><Info/>
-    <OperatingSystemSection ovf:id="96"><Info/><Description>Debian_64</Description></OperatingSystemSection>
-    <VirtualHardwareSection><Info/>
-      <System><vssd:VirtualSystemType xmlns:vssd="x">virtualbox-2.2</vssd:VirtualSystemType></System>
-      <Item><rasd:ElementName>2 virtual CPU</rasd:ElementName><rasd:InstanceID>1</rasd:InstanceID><rasd:ResourceType>3</rasd:ResourceType><rasd:VirtualQuantity>2</rasd:VirtualQuantity></Item>
-      <Item><rasd:AllocationUnits>MegaBytes</rasd:AllocationUnits><rasd:InstanceID>2</rasd:InstanceID><rasd:ResourceType>4</rasd:ResourceType><rasd:VirtualQuantity>64</rasd:VirtualQuantity></Item>
-      <Item><rasd:ElementName>disk1</rasd:ElementName><rasd:AddressOnParent>0</rasd:AddressOnParent><rasd:HostResource>/disk/vmdisk1</rasd:HostResource><rasd:InstanceID>10</rasd:InstanceID><rasd:Parent>5</rasd:Parent><rasd:ResourceType>17</rasd:ResourceType></Item>
-      <Item><rasd:ElementName>ideController0</rasd:ElementName><rasd:InstanceID>3</rasd:InstanceID><rasd:ResourceSubType>PIIX4</rasd:ResourceSubType><rasd:ResourceType>5</rasd:ResourceType></Item>
-      <Item><rasd:ElementName>ideController1</rasd:ElementName><rasd:InstanceID>4</rasd:InstanceID><rasd:ResourceSubType>PIIX4</rasd:ResourceSubType><rasd:ResourceType>5</rasd:ResourceType></Item>
-      <Item><rasd:ElementName>sataController0</rasd:ElementName><rasd:InstanceID>5</rasd:InstanceID><rasd:ResourceSubType>AHCI</rasd:ResourceSubType><rasd:ResourceType>20</rasd:ResourceType></Item>
-      <Item><rasd:ElementName>disk2</rasd:ElementName><rasd:AddressOnParent>1</rasd:AddressOnParent><rasd:HostResource>ovf:/disk/vmdisk2</rasd:HostResource><rasd:InstanceID>11</rasd:InstanceID><rasd:Parent>4</rasd:Parent><rasd:ResourceType>17</rasd:ResourceType></Item>
-      <Item><rasd:ElementName>disk3</rasd:ElementName><rasd:AddressOnParent>2</rasd:AddressOnParent><rasd:HostResource>ovf:/disk/vmdisk3</rasd:HostResource><rasd:InstanceID>12</rasd:InstanceID><rasd:Parent>5</rasd:Parent><rasd:ResourceType>17</rasd:ResourceType></Item>
-      <Item><rasd:AutomaticAllocation>true</rasd:AutomaticAllocation><rasd:Connection>NAT</rasd:Connection><rasd:ElementName>Ethernet adapter</rasd:ElementName><rasd:InstanceID>7</rasd:InstanceID><rasd:ResourceSubType>E1000</rasd:ResourceSubType><rasd:ResourceType>10</rasd:ResourceType></Item>
-      <Item><rasd:ElementName>sound</rasd:ElementName><rasd:InstanceID>8</rasd:InstanceID><rasd:ResourceSubType>ensoniq1371</rasd:ResourceSubType><rasd:ResourceType>35</rasd:ResourceType></Item>
-    </VirtualHardwareSection>
-    <vbox:Machine ovf:required="false" version="1.19" name="box"><Hardware>
-      <RTC localOrUTC="UTC"/>
-      <Network><Adapter slot="0" enabled="true" MACAddress="080027AABBCC" type="82540EM"/><Adapter slot="1" enabled="false" MACAddress="080027000000"/></Network>
-    </Hardware></vbox:Machine>
-  </VirtualSystem>
-</Envelope>
-"#;
+/// As VirtualBox exports a machine.
+const OVF: &str = include_str!("foreign/box.ovf");
 
 #[test]
 fn machines_of_virtualbox_as_ovf_and_ova() {
@@ -241,14 +212,16 @@ fn domains_of_libvirt() {
         format!(
             "<domain type='kvm'>\n<name>dom</name>\n<uuid>1d9e3a7c-5b0e-4a44-9d0f-0f6f1c2f7a11</uuid>\n\
              <memory unit='KiB'>65536</memory>\n<vcpu placement='static'>2</vcpu>\n\
-             <os><type arch='x86_64' machine='{machine}'>hvm</type><boot dev='hd'/></os>\n<clock offset='utc'/>\n<devices>\n\
-             <disk type='file' device='disk'><driver name='qemu' type='raw'/><source file='{}'/><target dev='sda' bus='scsi'/>\
+             <os><type arch='x86_64' machine='{machine}'>hvm</type></os>\n<clock offset='utc'/>\n<devices>\n\
+             <disk type='file' device='disk'><driver name='qemu' type='raw'/><source file='{}'/>\
+             <target dev='sda' bus='scsi'/>\
              <address type='drive' controller='0' bus='0' target='0' unit='3'/></disk>\n\
              <disk type='file' device='disk'><driver name='qemu' type='qcow2'/><source file='{}'/>\
              <target dev='{root}'/><boot order='1'/></disk>\n\
              <disk type='file' device='cdrom'><target dev='sdb' bus='sata'/></disk>\n\
              <controller type='scsi' index='0' model='virtio-scsi'/>\n\
-             <interface type='network'><mac address='52:54:00:11:22:33'/><source network='default'/><model type='virtio'/></interface>\n\
+             <interface type='network'><mac address='52:54:00:11:22:33'/><source network='default'/>\
+             <model type='virtio'/></interface>\n\
              <hostdev mode='subsystem' type='pci'/>\n<video><model type='vga'/></video>\n</devices></domain>\n",
             images.path().join("data").display(),
             left.path().join("root.qcow2").display()

@@ -293,14 +293,14 @@ impl Definition {
         nvme.then_some("QEMU cannot save the state of NVMe controllers")
     }
 
-    /// Checks that the guest's state can be saved and continued: for snapshots with memory, freezing and instant clones.
+    /// Checks that the guest's state can be saved and continued: for snapshots with memory, freezing, instant clones.
     pub fn check_savable(&self) -> Result<()> {
         match self.unsavable() {
             None => Ok(()),
             Some(why) => {
                 let text = format!(
-                    "the state of machine '{}' cannot be saved with its memory: {why}; snapshots without memory, and full \
-                     and linked clones work",
+                    "the state of machine '{}' cannot be saved with its memory: {why}; snapshots without memory, and \
+                     full and linked clones work",
                     self.name
                 );
                 Err(Error::new(ErrorKind::Unsupported, text))

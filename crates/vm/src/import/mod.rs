@@ -31,6 +31,8 @@ mod ovf;
 mod paths;
 pub mod plan;
 pub mod run;
+#[cfg(test)]
+mod tests;
 mod vmx;
 mod xml;
 

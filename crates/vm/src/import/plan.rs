@@ -118,8 +118,8 @@ pub fn plan(mut foreign: Foreign, options: &Options) -> Result<Plan> {
     })
 }
 
-/// Replaces the controller of the boot disk by one from which UEFI can start. Builds of UEFI have drivers for these only:
-/// distributions leave out those of VMware's controllers.
+/// Replaces the controller of the boot disk by one from which UEFI can start: distributions leave out the drivers for
+/// VMware's controllers.
 fn boot_controller(foreign: &mut Foreign, definition: &Definition, options: &Options) {
     let Some(disk) = foreign.disks.first() else { return };
     let controller = &mut foreign.controllers[disk.controller];
@@ -128,8 +128,8 @@ fn boot_controller(foreign: &mut Foreign, definition: &Definition, options: &Opt
         return;
     }
     let reason = format!(
-        "UEFI has no driver for {0} in most distributions; a SATA controller takes its place, which needs the driver ahci \
-         in the guest. --bus {0} keeps it, for a build of UEFI that has the driver",
+        "UEFI has no driver for {0} in most distributions; a SATA controller takes its place, which needs the driver \
+         ahci in the guest. --bus {0} keeps it, for a build of UEFI that has the driver",
         controller.bus.name()
     );
     let label = controller.label.clone();

@@ -1,5 +1,5 @@
 //! Builds of UEFI on this host. They are found by the files in which distributions describe them
-//! (`docs/interop/firmware.json` of QEMU), because names and folders of the builds differ between distributions.
+//! (QEMU's interface `firmware.json`), because names and folders of the builds differ between distributions.
 //!
 //! The files are read in the order of their names, and the first build that fits is used, as that document requires.
 

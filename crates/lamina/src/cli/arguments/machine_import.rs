@@ -87,8 +87,8 @@ pub enum FirmwareArgument {
 /// `lamina vm import`.
 #[derive(Debug, Args)]
 pub struct VmImport {
-    /// A .vmx, .ovf or .ova file, the .xml of a libvirt domain, an image of a disk, or a folder: then all machines in it
-    /// and in the folders in it.
+    /// A .vmx, .ovf or .ova file, the .xml of a libvirt domain, an image of a disk, or a folder: then all machines in
+    /// it and in the folders in it.
     #[arg(value_name = "SOURCE")]
     pub source: PathBuf,
     /// Name of the machine. Default: made of the name in the source.
