@@ -4,7 +4,6 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use vm::definition::Link;
 use vm::import::plan::plan;
 use vm::import::{Format, Options, parse};
 
@@ -12,16 +11,7 @@ fuzz_target!(|data: &[u8]| {
     let Some((first, text)) = data.split_first() else { return };
     let format = [Format::Vmx, Format::Ovf, Format::Libvirt][usize::from(first % 3)];
     let Ok(machines) = parse(format, text) else { return };
-    let options = Options {
-        name: None,
-        permitted: Vec::new(),
-        link: Link::User,
-        bus: None,
-        card: None,
-        firmware: None,
-        cpus: None,
-        memory: None,
-    };
+    let options = Options::default();
     for machine in machines {
         if let Ok(plan) = plan(machine, &options) {
             plan.definition.check().expect("a plan has a consistent definition");

@@ -9,7 +9,7 @@ use backend::Queue;
 use connections::Listen;
 use control::jobs::Jobs;
 use control::{
-    Change, CloneOptions, DiskRequest, Event, ImageRequest, JobInfo, JobRequest, JobState, MachineReply,
+    Change, CloneOptions, DiskRequest, Event, ImageRequest, JobInfo, JobRequest, JobState, MachineImport, MachineReply,
     MachineRequest, MachineSnapshot, MachineVerb, NewMachine, OPEN_OPTIONS, Part, ReceiveRequest, Reconnect, Reply,
     Request, SendHow, SendPoint, SendRequest, SendTls, SentDisk, Served, Service, Serving, SnapshotRequest, Target,
     Watch, dispatch,
@@ -111,6 +111,7 @@ mod machine {
 
     verbs! {
         "vm create": MachineVerb::Create(_),
+        "vm import": MachineVerb::Import(_),
         "vm start": MachineVerb::Start { .. },
         "vm stop": MachineVerb::Stop { .. },
         "vm pause": MachineVerb::Pause { .. },
@@ -454,6 +455,12 @@ fn machines(face: &Face) {
     face.vm(MachineVerb::SnapshotDelete { snapshot: snapshot() });
     face.vm(MachineVerb::Show { name: text("web") });
     face.vm(MachineVerb::Delete { names: names(), keep_disks: false, promote: false });
+    let source = face.beside("web.img");
+    std::fs::write(&source, vec![0; 1 << 20]).unwrap();
+    let options = vm::import::Options::default();
+    let import = MachineImport { source, options, dry_run: false, live: false, start: false, rate: 0 };
+    let MachineReply::Imported { machines, .. } = face.vm(MachineVerb::Import(import)) else { panic!("imported") };
+    assert_eq!(machines[0].plan.definition.disk_names(), ["web"]);
 }
 
 /// Jobs and their events.

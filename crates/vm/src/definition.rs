@@ -57,7 +57,7 @@ pub const MEMORY_MAX: u64 = 4 << 40;
 /// machine.
 pub const DISK_SLOTS: std::ops::Range<u8> = 8..16;
 /// Slots for network cards.
-pub const NETWORK_SLOTS: std::ops::Range<u8> = 16..26;
+pub const NETWORK_SLOTS: std::ops::Range<u8> = 16..24;
 
 /// The definition of a machine.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

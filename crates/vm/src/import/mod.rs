@@ -323,6 +323,22 @@ pub struct Options {
     pub memory: Option<u64>,
 }
 
+impl Default for Options {
+    /// Everything as in the source, on QEMU's user network.
+    fn default() -> Self {
+        Self {
+            name: None,
+            permitted: Vec::new(),
+            link: Link::User,
+            bus: None,
+            card: None,
+            firmware: None,
+            cpus: None,
+            memory: None,
+        }
+    }
+}
+
 /// Reads the machines that a file describes.
 pub fn read(path: &Path, options: &Options, disks: &dyn Disks) -> Result<Vec<Foreign>> {
     let permitted = paths::Permitted::beside(path, &options.permitted)?;

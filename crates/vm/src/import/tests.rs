@@ -10,16 +10,7 @@ const VMX: &str = "config.version = \"8\"\nvirtualHW.version = \"11\"\n";
 const OS: &str = "<os><type arch='x86_64' machine='pc-q35-7.2'>hvm</type></os>";
 
 fn options() -> Options {
-    Options {
-        name: Some("web".into()),
-        permitted: Vec::new(),
-        link: Link::User,
-        bus: None,
-        card: None,
-        firmware: None,
-        cpus: None,
-        memory: None,
-    }
+    Options { name: Some("web".into()), ..Options::default() }
 }
 
 fn planned(format: Format, text: &str, options: &Options) -> Plan {

@@ -48,6 +48,12 @@ pub fn read(path: &Path, bytes: &[u8], permitted: &Permitted) -> Result<Foreign>
         card(&mut machine, &file, number)?;
     }
     others(&mut machine, &file);
+    let lock = path.with_extension("vmx.lck");
+    if lock.exists() {
+        let reason =
+            "the machine may be running in VMware, and a copy of a running machine is not consistent: shut it down";
+        machine.note(format!("'{}'", lock.display()), Effect::Changed, reason);
+    }
     // The list of snapshots is optional.
     if let Some(name) = path.with_extension("vmsd").file_name().and_then(|name| name.to_str())
         && path.with_extension("vmsd").exists()

@@ -5,7 +5,7 @@
 //!
 //! ```text
 //! pcie.0  1   IDE, in the chipset i440fx               8..15   disks, or their controllers
-//!         2   graphics card                            16..25  network cards
+//!         2   graphics card                            16..23  network cards
 //!         4   serial port of the guest agent
 //!         5   random number device
 //! ```
