@@ -9,7 +9,7 @@ use backend::Queue;
 use connections::Listen;
 use control::jobs::Jobs;
 use control::{
-    Change, CloneOptions, DiskRequest, Event, ImageRequest, JobInfo, JobRequest, JobState, MachineReply,
+    Change, CloneOptions, DiskRequest, Event, ImageRequest, JobInfo, JobRequest, JobState, MachineImport, MachineReply,
     MachineRequest, MachineSnapshot, MachineVerb, NewMachine, OPEN_OPTIONS, Part, ReceiveRequest, Reconnect, Reply,
     Request, SendHow, SendPoint, SendRequest, SendTls, SentDisk, Served, Service, Serving, SnapshotRequest, Target,
     Watch, dispatch,
@@ -112,6 +112,7 @@ mod machine {
 
     verbs! {
         "vm create": MachineVerb::Create(_),
+        "vm import": MachineVerb::Import(_),
         "vm edit": MachineVerb::Edit { .. },
         "vm rename": MachineVerb::Rename { .. },
         "vm start": MachineVerb::Start { .. },
@@ -465,6 +466,12 @@ fn machines(face: &Face) {
     assert_eq!((name.as_str(), definition.name.as_str(), definition.cpus), ("shop", "web", 2));
     face.vm(MachineVerb::Show { name: text("web"), children: false });
     face.vm(MachineVerb::Delete { names: names(), keep_disks: false, promote: false, force: false });
+    let source = face.beside("web.img");
+    std::fs::write(&source, vec![0; 1 << 20]).unwrap();
+    let options = vm::import::Options::default();
+    let import = MachineImport { source, options, dry_run: false, live: false, start: false, rate: 0 };
+    let MachineReply::Imported { machines, .. } = face.vm(MachineVerb::Import(import)) else { panic!("imported") };
+    assert_eq!(machines[0].plan.definition.disk_names(), ["web"]);
 }
 
 /// Jobs and their events.

@@ -98,6 +98,7 @@ fn template(request: &Request) -> Option<(&'static str, &'static str)> {
             MachineVerb::Clone { options, .. } if options.kind == CloneKind::Full => ("cloning", BYTES),
             MachineVerb::Clone { .. } => ("cloning", THINGS),
             MachineVerb::Send { .. } => ("sending", BYTES),
+            MachineVerb::Import(_) => ("importing", BYTES),
             _ => return None,
         },
         Request::Job(JobRequest::Wait { .. }) => ("waiting", PART),

@@ -217,7 +217,9 @@ fn ask(target: &Target, form: Form, request: Request) -> Result<End, End> {
 /// The result of a command whose reply was printed: failures are printed to stderr, and set the exit code.
 fn end(form: Form, reply: &Reply) -> Result<End, End> {
     Ok(End::Code(match reply {
-        Reply::Machine(MachineReply::Each { failed, .. }) => output::complain(form, failed),
+        Reply::Machine(MachineReply::Each { failed, .. } | MachineReply::Imported { failed, .. }) => {
+            output::complain(form, failed)
+        }
         Reply::Machine(MachineReply::Cloned(cloned)) => output::complain_of_clones(form, cloned),
         Reply::Machine(MachineReply::Executed { name, execution }) => return executed(form, name, execution),
         Reply::JobEnded(ended) => match &ended.outcome {
@@ -275,7 +277,9 @@ fn executed(form: Form, machine: &str, execution: &Execution) -> Result<End, End
 /// completes or undoes what they leave.
 fn is_interruptible(request: &Request) -> bool {
     match request {
-        Request::Machine(request) => matches!(request.verb, MachineVerb::Clone { .. } | MachineVerb::Send { .. }),
+        Request::Machine(request) => {
+            matches!(request.verb, MachineVerb::Clone { .. } | MachineVerb::Send { .. } | MachineVerb::Import(_))
+        }
         _ => true,
     }
 }

@@ -23,7 +23,7 @@ fn a_machine_is_created_run_and_deleted() {
     fleet.run("create db --memory 1M").fails(2, "whole MiB from 16 MiB");
     let shown = fleet.show("web");
     assert_eq!((&shown["state"], &shown["memory"], &shown["cpus"]), (&json!("stopped"), &json!(32 << 20), &json!(1)));
-    assert_eq!(shown["disks"], json!([{ "name": "web", "slot": 8 }]));
+    assert_eq!(shown["disks"], json!([{ "name": "web", "slot": 8, "bus": "virtio", "unit": 0 }]));
     assert_eq!(shown["accelerator"] == "kvm", shown["why_not_kvm"].is_null(), "{shown}");
     // Without a server the message says what to do, and no process is left.
     fleet.server.take().unwrap().stop("TERM");

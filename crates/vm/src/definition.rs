@@ -24,19 +24,29 @@
 //! slot = 16
 //! ```
 //!
+//! The hardware that guests of other programs expect, such as UEFI or VMware's controllers, is in [`hardware`].
+//!
 //! 1. [`Definition::parse`] accepts any text: it returns a consistent definition, or an error that names the line or
 //!    key.
 //! 2. Every device gets its PCI slot when it is added. Saved states and instant clones require the same device
 //!    addresses, so no address may depend on the number of devices.
 //! 3. A definition file is replaced atomically.
 
+mod devices;
+pub mod hardware;
+
+pub use hardware::{Bus, Card, Chipset, Clock, Display, Firmware, IDE_SLOT, Platform};
+
 use crate::identity::{Mac, new_uuid};
 use error::{Error, ErrorKind, Result};
+use hardware::is_default;
 use serde::{Deserialize, Serialize};
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 use uuid::Uuid;
 
+/// The newest version of definitions.
+pub const VERSION: u32 = 2;
 /// Longest definition file that is read, in bytes.
 pub const TEXT_MAX: usize = 1 << 20;
 /// Longest name of a machine, which is used as a folder name and a host name.
@@ -51,7 +61,9 @@ pub const MEMORY_MAX: u64 = 4 << 40;
 /// machine.
 pub const DISK_SLOTS: std::ops::Range<u8> = 8..16;
 /// Slots for network cards.
-pub const NETWORK_SLOTS: std::ops::Range<u8> = 16..20;
+pub const NETWORK_SLOTS: std::ops::Range<u8> = 16..24;
+/// The end of the slots for network cards in definitions of version 1.
+const FIRST_VERSION_SLOTS_END: u8 = 20;
 /// The number that stands for the first port instead of a slot: devices in ports are numbered from here.
 pub const FIRST_PORT: u8 = 32;
 /// Most ports for devices that are added while the machine runs.
@@ -65,6 +77,11 @@ pub const ARGUMENTS_MAX: usize = 256;
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Definition {
+    /// The version of the definition, which decides whether an older program can read it. Definitions without a version
+    /// have version 1; version 2 has `platform`, `ports`, `autostart` and `qemu_arguments`, and of devices `bus`, `unit`
+    /// and `model`, and more slots.
+    #[serde(default = "first_version", skip_serializing_if = "is_first_version")]
+    pub version: u32,
     /// Its name, which is also the name of its folder and the host name of its guest.
     pub name: String,
     /// Its UUID, which the guest sees in its firmware tables.
@@ -75,6 +92,9 @@ pub struct Definition {
     /// Memory in bytes; in the file as `256M`.
     #[serde(with = "memory")]
     pub memory: u64,
+    /// Firmware, chipset, clock and display.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub platform: Platform,
     /// Ports for devices that are added while the machine runs. Machines of older versions have none.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub ports: u8,
@@ -154,15 +174,15 @@ pub struct Origin {
 pub struct Disk {
     /// The disk.
     pub name: String,
-    /// Its PCI slot, one of [`DISK_SLOTS`], or [`FIRST_PORT`] and the number of its port.
+    /// The PCI slot of the disk or of its controller, one of [`DISK_SLOTS`]; for IDE [`IDE_SLOT`]. Disks with the same
+    /// slot are on one controller. A disk in a port has [`FIRST_PORT`] and the number of the port.
     pub slot: u8,
-}
-
-impl Disk {
-    /// Whether it can be removed while the machine runs.
-    pub fn is_in_port(&self) -> bool {
-        self.slot >= FIRST_PORT
-    }
+    /// How it is attached.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub bus: Bus,
+    /// Its address on the controller.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub unit: u8,
 }
 
 /// The network that a network card is connected to.
@@ -187,23 +207,29 @@ pub struct Network {
     pub link: Link,
     /// Its PCI slot, one of [`NETWORK_SLOTS`], or [`FIRST_PORT`] and the number of its port.
     pub slot: u8,
+    /// Its model.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub model: Card,
 }
 
-impl Network {
-    /// Whether it can be removed while the machine runs.
-    pub fn is_in_port(&self) -> bool {
-        self.slot >= FIRST_PORT
-    }
+fn first_version() -> u32 {
+    1
+}
+
+fn is_first_version(version: &u32) -> bool {
+    *version == first_version()
 }
 
 impl Definition {
     /// A machine without devices, with a new UUID.
     pub fn new(name: &str, cpus: u32, memory: u64) -> Result<Self> {
         let definition = Self {
+            version: VERSION,
             name: name.to_owned(),
             uuid: new_uuid()?,
             cpus,
             memory,
+            platform: Platform::default(),
             ports: PORTS_DEFAULT,
             autostart: false,
             arguments: Vec::new(),
@@ -228,7 +254,7 @@ impl Definition {
             uuid: new_uuid()?,
             origin: Some(origin),
             autostart: false,
-            disks: disks.map(|(index, disk)| Disk { name: disk_name(name, index), slot: disk.slot }).collect(),
+            disks: disks.map(|(index, disk)| Disk { name: disk_name(name, index), ..disk.clone() }).collect(),
             networks,
             ..self.clone()
         };
@@ -278,10 +304,48 @@ impl Definition {
         }
     }
 
+    /// The lowest version that has all fields with other values than their defaults.
+    pub fn needed_version(&self) -> u32 {
+        let plain = self.platform == Platform::default()
+            && (self.ports, self.autostart, self.arguments.is_empty()) == (0, false, true)
+            && self.disks.iter().all(|disk| disk.bus == Bus::Virtio)
+            && self.networks.iter().all(|card| card.model == Card::Virtio && card.slot < FIRST_VERSION_SLOTS_END);
+        if plain { first_version() } else { VERSION }
+    }
+
+    /// Why the running guest's state cannot be saved; `None` if it can.
+    pub fn unsavable(&self) -> Option<&'static str> {
+        if self.platform.firmware == Firmware::Uefi {
+            return Some("the variables of UEFI are not part of saved states");
+        }
+        let nvme = self.disks.iter().any(|disk| disk.bus == Bus::Nvme);
+        nvme.then_some("QEMU cannot save the state of NVMe controllers")
+    }
+
+    /// Checks that the guest's state can be saved and continued: for snapshots with memory, freezing, instant clones.
+    pub fn check_savable(&self) -> Result<()> {
+        match self.unsavable() {
+            None => Ok(()),
+            Some(why) => {
+                let text = format!(
+                    "the state of machine '{}' cannot be saved with its memory: {why}; snapshots without memory, and \
+                     full and linked clones work",
+                    self.name
+                );
+                Err(Error::new(ErrorKind::Unsupported, text))
+            }
+        }
+    }
+
     /// Checks that the definition is consistent.
     pub fn check(&self) -> Result<()> {
         let invalid = |what: String| Err(Error::new(ErrorKind::Invalid, what));
+        if self.version == 0 || self.version > VERSION {
+            let text = format!("the definition has version {}, this program supports up to {VERSION}", self.version);
+            return Err(Error::new(ErrorKind::Unsupported, text));
+        }
         check_name(&self.name)?;
+        self.check_platform()?;
         if self.cpus == 0 || self.cpus > CPUS_MAX {
             return invalid(format!("a machine has 1 to {CPUS_MAX} CPUs, not {}", self.cpus));
         }
@@ -297,19 +361,32 @@ impl Definition {
             return invalid(format!("arguments of QEMU: at most {ARGUMENTS_MAX}, not empty, without NUL"));
         }
         let ports = FIRST_PORT..FIRST_PORT + self.ports;
-        let mut slots = BTreeSet::new();
+        let mut slots: BTreeMap<u8, (Bus, BTreeSet<u8>)> = BTreeMap::new();
         let mut disks = BTreeSet::new();
         for disk in &self.disks {
-            if !(DISK_SLOTS.contains(&disk.slot) || ports.contains(&disk.slot)) || !slots.insert(disk.slot) {
-                return invalid(format!("disk '{}': slot {} is in use or not for disks", disk.name, disk.slot));
+            let right = match disk.bus {
+                Bus::Ide => disk.slot == IDE_SLOT && self.platform.chipset == Chipset::I440fx,
+                Bus::Virtio => DISK_SLOTS.contains(&disk.slot) || ports.contains(&disk.slot),
+                _ => DISK_SLOTS.contains(&disk.slot),
+            };
+            let (bus, units) = slots.entry(disk.slot).or_insert((disk.bus, BTreeSet::new()));
+            if !right || *bus != disk.bus || disk.unit >= disk.bus.units() || !units.insert(disk.unit) {
+                return invalid(format!(
+                    "disk '{}': slot {} with unit {} is in use, or not for disks on {}",
+                    disk.name,
+                    disk.slot,
+                    disk.unit,
+                    disk.bus.name()
+                ));
             }
             if !disks.insert(&disk.name) {
                 return invalid(format!("disk '{}' is there twice", disk.name));
             }
         }
         for network in &self.networks {
-            if !(NETWORK_SLOTS.contains(&network.slot) || ports.contains(&network.slot)) || !slots.insert(network.slot)
-            {
+            let right = NETWORK_SLOTS.contains(&network.slot) || ports.contains(&network.slot);
+            let taken = slots.insert(network.slot, (Bus::Virtio, BTreeSet::new())).is_some();
+            if !right || taken {
                 return invalid(format!(
                     "network {}: slot {} is in use or not for network cards",
                     network.mac, network.slot
@@ -319,72 +396,18 @@ impl Definition {
         Ok(())
     }
 
-    /// Adds a disk in the lowest free slot.
-    pub fn add_disk(&mut self, name: &str) -> Result<()> {
-        let taken = |slot: u8| self.disks.iter().any(|disk| disk.slot == slot);
-        let slot = free_slot(DISK_SLOTS, &taken).ok_or_else(|| {
-            let text = format!("machine '{}' has {} disks already, which is the maximum", self.name, self.disks.len());
-            Error::new(ErrorKind::Invalid, text)
-        })?;
-        self.disks.push(Disk { name: name.to_owned(), slot });
-        Ok(())
-    }
-
-    /// Adds a network card in the lowest free slot.
-    pub fn add_network(&mut self, mac: Mac, link: Link) -> Result<()> {
-        let taken = |slot: u8| self.networks.iter().any(|network| network.slot == slot);
-        let slot = free_slot(NETWORK_SLOTS, &taken).ok_or_else(|| {
-            let text = format!("machine '{}' has the maximum of network cards already", self.name);
-            Error::new(ErrorKind::Invalid, text)
-        })?;
-        self.networks.push(Network { mac, link, slot });
-        Ok(())
-    }
-
-    /// Adds a disk in the lowest free port, as for a machine that runs.
-    pub fn plug_disk(&mut self, name: &str) -> Result<()> {
-        let slot = self.free_port()?;
-        self.disks.push(Disk { name: name.to_owned(), slot });
-        Ok(())
-    }
-
-    /// Adds a network card in the lowest free port, as for a machine that runs.
-    pub fn plug_network(&mut self, mac: Mac, link: Link) -> Result<()> {
-        let slot = self.free_port()?;
-        self.networks.push(Network { mac, link, slot });
-        Ok(())
-    }
-
-    fn free_port(&self) -> Result<u8> {
-        let ports = FIRST_PORT..FIRST_PORT + self.ports;
-        free_slot(ports, &|slot| self.slots().any(|taken| taken == slot)).ok_or_else(|| {
-            let name = &self.name;
-            let text = match self.ports {
-                0 => format!(
-                    "machine '{name}' has no ports for devices that are added while it runs: stop it, and add the device \
-                     then, or ports with 'lamina vm edit {name} --ports {PORTS_DEFAULT}'"
-                ),
-                ports => format!(
-                    "all {ports} ports of machine '{name}' are in use: stop it, and add the device then, or more ports \
-                     (up to {PORTS_MAX}) with 'lamina vm edit {name} --ports N'"
-                ),
-            };
-            Error::new(ErrorKind::Invalid, text)
-        })
-    }
-
-    fn slots(&self) -> impl Iterator<Item = u8> {
-        self.disks.iter().map(|disk| disk.slot).chain(self.networks.iter().map(|network| network.slot))
-    }
-
-    /// Changes the number of ports.
-    pub fn set_ports(&mut self, ports: u8) -> Result<()> {
-        if self.slots().any(|slot| slot >= FIRST_PORT.saturating_add(ports)) {
-            let text = format!("machine '{}' has a device in port {ports} or above: remove it first", self.name);
-            return Err(Error::new(ErrorKind::Invalid, text));
+    fn check_platform(&self) -> Result<()> {
+        let invalid = |what: String| Err(Error::new(ErrorKind::Invalid, what));
+        let platform = &self.platform;
+        if platform.secure_boot && (platform.firmware != Firmware::Uefi || platform.chipset != Chipset::Q35) {
+            return invalid("secure_boot needs firmware \"uefi\" and chipset \"q35\"".into());
         }
-        self.ports = ports;
-        self.check()
+        match platform.cores {
+            Some(cores) if cores == 0 || !self.cpus.is_multiple_of(cores) => {
+                invalid(format!("{} CPUs cannot be sockets of {cores} cores", self.cpus))
+            }
+            _ => Ok(()),
+        }
     }
 }
 
@@ -416,10 +439,6 @@ pub fn disk_name(machine: &str, index: usize) -> String {
         0 => machine.to_owned(),
         _ => format!("{machine}-{}", index + 1),
     }
-}
-
-fn free_slot(mut slots: std::ops::Range<u8>, taken: &dyn Fn(u8) -> bool) -> Option<u8> {
-    slots.find(|slot| !taken(*slot))
 }
 
 /// Checks that a name can be used for a machine: a host name (RFC 1123) without dots.
@@ -470,10 +489,12 @@ mod tests {
 
     fn machine() -> Definition {
         let mut machine = Definition {
+            version: 1,
             name: "web".into(),
             uuid: "1d9e3a7c-5b0e-4a44-9d0f-0f6f1c2f7a11".parse().unwrap(),
             cpus: 2,
             memory: 256 << 20,
+            platform: Platform::default(),
             ports: 2,
             autostart: true,
             arguments: vec!["-device".into(), "usb-tablet, \"x\"".into()],
@@ -523,6 +544,71 @@ mod tests {
             let error = Definition::parse(&text, "web").unwrap_err();
             assert_eq!(error.kind(), ErrorKind::Invalid, "{to}");
         }
+    }
+
+    /// A machine as an import from another program makes it.
+    fn foreign() -> Definition {
+        let mut machine = machine();
+        machine.version = VERSION;
+        machine.platform = Platform {
+            chipset: Chipset::I440fx,
+            firmware: Firmware::Uefi,
+            cores: Some(2),
+            clock: Clock::Local,
+            display: Display::Vga,
+            ..Platform::default()
+        };
+        machine.disks[0] = Disk { name: "web".into(), slot: 8, bus: Bus::Pvscsi, unit: 0 };
+        machine.disks[1] = Disk { name: "data".into(), slot: 8, bus: Bus::Pvscsi, unit: 15 };
+        machine.disks.push(Disk { name: "old".into(), slot: IDE_SLOT, bus: Bus::Ide, unit: 2 });
+        machine.networks[0].model = Card::Vmxnet3;
+        machine
+    }
+
+    #[test]
+    fn the_hardware_of_other_programs_survives_encoding_and_cloning() {
+        let machine = foreign();
+        let text = machine.to_text().unwrap();
+        assert!(
+            text.contains("version = 2") && text.contains("bus = \"pvscsi\"") && text.contains("unit = 15"),
+            "{text}"
+        );
+        assert_eq!(Definition::parse(&text, "web").unwrap(), machine);
+        let with_defaults = Definition { ports: 0, autostart: false, arguments: Vec::new(), ..super::tests::machine() };
+        assert_eq!((machine.needed_version(), with_defaults.needed_version()), (2, 1));
+        let origin = Origin { machine: "web".into(), snapshot: None, way: CloneKind::Full };
+        let clone = machine.for_clone("copy", origin).unwrap();
+        assert_eq!((clone.platform, clone.version), (machine.platform, 2));
+        let places = |machine: &Definition| {
+            machine.disks.iter().map(|disk| (disk.slot, disk.bus, disk.unit)).collect::<Vec<_>>()
+        };
+        assert_eq!(places(&clone), places(&machine));
+        assert_eq!(clone.networks[0].model, Card::Vmxnet3);
+        assert!(machine.check_savable().is_err() && super::tests::machine().check_savable().is_ok());
+    }
+
+    #[test]
+    fn hardware_that_does_not_go_together_is_refused() {
+        let good = foreign().to_text().unwrap();
+        for (from, to) in [
+            ("version = 2", "version = 0"),
+            ("chipset = \"i440fx\"", "chipset = \"q35\""),
+            ("chipset = \"i440fx\"", "chipset = \"i440fx\"\nsecure_boot = true"),
+            ("cores = 2", "cores = 3"),
+            ("cores = 2", "cores = 0"),
+            ("unit = 15", "unit = 64"),
+            ("unit = 15\n", ""),
+            ("bus = \"pvscsi\"", "bus = \"lsi\""),
+            ("bus = \"pvscsi\"", "bus = \"scsi\""),
+            ("slot = 1\n", "slot = 9\n"),
+            ("model = \"vmxnet3\"", "model = \"vmxnet2\""),
+        ] {
+            let text = good.replacen(from, to, 1);
+            assert_ne!(text, good, "{from}");
+            assert!(Definition::parse(&text, "web").is_err(), "{to}");
+        }
+        let newer = good.replacen("version = 2", "version = 3", 1);
+        assert_eq!(Definition::parse(&newer, "web").unwrap_err().kind(), ErrorKind::Unsupported);
     }
 
     #[test]

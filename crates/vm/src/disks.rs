@@ -1,8 +1,10 @@
 //! The interface to the datastore that has the machines' disks.
 
+use crate::import::Content;
+use crate::import::run::How;
 use error::Result;
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use work::Progress;
 
 /// The properties of a disk that machines need.
@@ -42,6 +44,17 @@ pub trait Disks: Send + Sync {
 
     /// Creates an empty disk.
     fn create(&self, disk: &str, capacity: u64) -> Result<()>;
+
+    /// The capacity in bytes of an image of another program, which is opened with its parents. `format` is the format
+    /// that the source names. The image and its parents must be in the image's folder or in one of `permitted`.
+    fn image(&self, path: &Path, format: Option<&str>, permitted: &[PathBuf]) -> Result<u64>;
+
+    /// The OVF descriptor in an archive.
+    fn descriptor(&self, archive: &Path) -> Result<Vec<u8>>;
+
+    /// Creates a disk with the content of another program's disk and with its snapshots, completely or not at all. With
+    /// a live import the content is copied later. Reports copied and total bytes.
+    fn import(&self, disk: &str, content: &Content, how: &How, progress: &dyn Progress) -> Result<()>;
 
     /// Takes snapshots of several disks at one point: (disk, snapshot). Either all are taken or none.
     fn snapshot(&self, of: &[(String, String)]) -> Result<()>;

@@ -72,7 +72,9 @@ pub fn edit(change: &Change, host: &Host, edit: &Edit) -> Result<Definition> {
         return wrong(format!("the guest of machine '{name}' is paused and cannot release a device; resume it first"));
     }
     let mut definition = machine.definition()?;
-    definition.cpus = edit.cpus.unwrap_or(definition.cpus);
+    if let Some(cpus) = edit.cpus {
+        definition.set_cpus(cpus);
+    }
     definition.memory = edit.memory.unwrap_or(definition.memory);
     definition.autostart = edit.autostart.unwrap_or(definition.autostart);
     if let Some(arguments) = &edit.arguments {
@@ -106,8 +108,8 @@ impl Task<'_> {
     fn at_root(&self, what: &str) -> Error {
         let name = self.name();
         let text = format!(
-            "{what} was not added while machine '{name}' ran, and so can be removed only while the machine is off; stop it \
-             first"
+            "{what} is not where a running machine releases devices, as those are that are added while it runs; stop \
+             machine '{name}' first"
         );
         Error::new(ErrorKind::WrongState, text)
     }
@@ -137,21 +139,27 @@ impl Task<'_> {
     }
 
     fn add_disk(&mut self, disk: &str) -> Result<()> {
-        if !self.definition.disks.iter().any(|one| one.name == disk) {
-            match self.runs {
-                true => self.definition.plug_disk(disk)?,
-                false => self.definition.add_disk(disk)?,
+        match self.definition.disks.iter().find(|one| one.name == disk) {
+            None => {
+                match self.runs {
+                    true => self.definition.plug_disk(disk)?,
+                    false => self.definition.add_disk(disk)?,
+                }
+                self.change.define(&self.definition)?;
             }
-            self.change.define(&self.definition)?;
-        } else if !self.runs {
-            let text = format!("disk '{disk}' is in machine '{}' already", self.name());
-            return Err(Error::new(ErrorKind::Exists, text));
+            // A command that added it may have been killed before it had told the process.
+            Some(there) if self.runs && self.definition.can_unplug(there) => {}
+            Some(_) => {
+                let text = format!("disk '{disk}' is in machine '{}' already", self.name());
+                return Err(Error::new(ErrorKind::Exists, text));
+            }
         }
         let Some(added) = self.definition.disks.iter().find(|one| one.name == disk).filter(|_| self.runs) else {
             return Ok(());
         };
-        let nbd = self.host.disks().server()?;
-        let plugged = self.change.machine().monitor().and_then(|mut monitor| plug::add_disk(&mut monitor, &nbd, added));
+        let (nbd, chipset) = (self.host.disks().server()?, self.definition.platform.chipset);
+        let monitor = self.change.machine().monitor();
+        let plugged = monitor.and_then(|mut monitor| plug::add_disk(&mut monitor, &nbd, chipset, added));
         plugged.or_else(|error| {
             self.definition.disks.retain(|one| one.name != disk);
             self.change.define(&self.definition)?;
@@ -166,7 +174,7 @@ impl Task<'_> {
         };
         if self.runs {
             let removed = &self.definition.disks[at];
-            if !removed.is_in_port() {
+            if !self.definition.can_unplug(removed) {
                 return Err(self.at_root(&format!("disk '{disk}'")));
             }
             let mut monitor = self.change.machine().monitor()?;
@@ -185,7 +193,8 @@ impl Task<'_> {
         }
         self.change.define(&self.definition)?;
         let Some(added) = self.definition.networks.last().filter(|_| self.runs) else { return Ok(()) };
-        let plugged = self.change.machine().monitor().and_then(|mut monitor| plug::add_network(&mut monitor, added));
+        let (monitor, chipset) = (self.change.machine().monitor(), self.definition.platform.chipset);
+        let plugged = monitor.and_then(|mut monitor| plug::add_network(&mut monitor, chipset, added));
         plugged.or_else(|error| {
             self.definition.networks.pop();
             self.change.define(&self.definition)?;

@@ -13,7 +13,7 @@ pub(crate) fn new_uuid() -> Result<Uuid> {
 }
 
 /// A MAC address.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Mac([u8; 6]);
 
 impl Mac {

@@ -6,7 +6,8 @@
 //! identity     UUIDs and MAC addresses
 //! qmp          the protocol of QEMU's monitor and of the guest agent
 //! agent        the guest agent
-//! qemu         the installed QEMU: features, command lines, processes
+//! qemu         the installed QEMU: features, command lines, processes; builds of UEFI
+//! nvram        the variables of a machine's UEFI
 //! machine      one machine: its folder, its process
 //! machines     all machines: created completely or not at all
 //! lifecycle    starting and stopping
@@ -17,6 +18,7 @@
 //! instant      memory images, and machines that continue from them
 //! personality  giving a copy of a running guest its own identity
 //! clone        clones of every kind
+//! import       machines of other programs
 //! resize       growing a disk while its machine runs
 //! edit         changing a machine, also its name
 //! plug         adding devices to a running machine, and removing them
@@ -43,10 +45,12 @@ pub mod edit;
 pub mod fleet;
 pub mod host;
 pub mod identity;
+pub mod import;
 pub mod instant;
 pub mod lifecycle;
 pub mod machine;
 pub mod machines;
+pub mod nvram;
 pub mod personality;
 mod plug;
 pub mod qemu;

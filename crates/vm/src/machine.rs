@@ -5,6 +5,7 @@
 //! NAME/run            link to the folder of its current process: run.1, run.2, ..
 //! NAME/run.N/         pid file, sockets, logs, and `memory`, which names the guest's memory file
 //! NAME/snapshots/     its snapshots
+//! NAME/nvram          the variables of its UEFI, if it has that
 //! NAME/held           exists while a command has the guest paused: what to undo if the command is killed
 //! ```
 //!
@@ -19,6 +20,7 @@ use crate::agent::Agent;
 use crate::busy::while_busy;
 use crate::definition::{self, Definition};
 use crate::durable;
+use crate::nvram;
 use crate::qemu::command::{self, Memory, RunFolder};
 use crate::qemu::features::Features;
 use crate::qemu::process::{Process, Starting};
@@ -345,8 +347,15 @@ impl Change {
         let record = serde_json::to_vec(&start.record)
             .map_err(|e| Error::new(ErrorKind::Invalid, format!("the record of the memory cannot be encoded: {e}")))?;
         private::write(&run.0.join("memory"), &record).during(|| format!("writing to '{}'", run.0.display()))?;
-        let machine =
-            command::Machine { definition, memory: start.memory, run: &run, nbd: start.nbd, incoming: start.incoming };
+        let uefi = nvram::prepare(&self.machine.folder, definition)?;
+        let machine = command::Machine {
+            definition,
+            memory: start.memory,
+            uefi: uefi.as_ref(),
+            run: &run,
+            nbd: start.nbd,
+            incoming: start.incoming,
+        };
         let arguments = command::arguments(&machine, start.features);
         let starting = Starting::new(&start.features.program, &arguments, &run.errors())?;
         let (process, monitor) = starting
@@ -459,6 +468,8 @@ impl Drop for Holding {
 /// Writes the definition of the machine in a folder that the caller has locked.
 pub(crate) fn define(folder: &Path, definition: &Definition) -> Result<()> {
     definition.check()?;
+    let version = definition.version.max(definition.needed_version());
+    let definition = Definition { version, ..definition.clone() };
     durable::write(&folder.join(DEFINITION), definition.to_text()?.as_bytes())
 }
 

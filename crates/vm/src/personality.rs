@@ -77,7 +77,12 @@ address() {{
 "#
     );
     for network in &definition.networks {
-        let _ = writeln!(text, "address {} {}", command::pci_address(network.slot), network.mac);
+        let _ = writeln!(
+            text,
+            "address {} {}",
+            command::pci_address(definition.platform.chipset, network.slot),
+            network.mac
+        );
     }
     let _ = write!(text, "[ -x /etc/lamina/clone-hook ] && exec /etc/lamina/clone-hook {name}\nexit 0\n");
     Ok(text)
@@ -112,19 +117,7 @@ mod tests {
 
     #[test]
     fn the_guest_script_is_valid_shell_and_unique_for_each_clone() {
-        let mut definition = Definition {
-            name: "web-1".into(),
-            uuid: new_uuid().unwrap(),
-            cpus: 1,
-            memory: 64 << 20,
-            ports: 2,
-            autostart: false,
-            arguments: Vec::new(),
-            boot: None,
-            origin: None,
-            disks: Vec::new(),
-            networks: Vec::new(),
-        };
+        let mut definition = Definition::new("web-1", 1, 64 << 20).unwrap();
         definition.add_network(crate::identity::Mac::new().unwrap(), Link::None).unwrap();
         let [first, second] = [script(&definition).unwrap(), script(&definition).unwrap()];
         assert_ne!(first, second);

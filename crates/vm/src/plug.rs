@@ -2,17 +2,19 @@
 //!
 //! QEMU cannot add devices to the root bus of a running machine. So a machine has empty PCI Express ports from its
 //! start ([`Definition::ports`](crate::definition::Definition::ports)): a device that is added while the machine runs
-//! is put into a port, and stays in it afterwards, because a saved state requires the same addresses.
+//! is put into a port, and stays in it afterwards, because a saved state requires the same addresses. The chipset i440fx
+//! has slots on its root bus for this purpose. On a SCSI controller that takes disks while the machine runs
+//! ([`Bus::takes_disks`](crate::definition::Bus::takes_disks)), a disk needs no port.
 //!
 //! 1. The definition names every device of the process: it is extended before a device is added, and reduced after a
 //!    device is gone. If the command is killed in between, repeating it completes it.
 //! 2. A device is gone when the guest has released it (`DEVICE_DELETED`), and only then is its disk closed.
 
-use crate::definition::{Disk, Link, Network};
-use crate::qemu::command;
+use crate::definition::{Chipset, Disk, Link, Network};
+use crate::qemu::{command, drives};
 use crate::qmp::Client;
 use error::{Error, ErrorKind, Result};
-use serde_json::{Value, json};
+use serde_json::json;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -22,25 +24,21 @@ const RELEASE_PATIENCE: Duration = Duration::from_secs(30);
 const REQUEST_INTERVAL: Duration = Duration::from_secs(5);
 
 /// Adds a disk. Without effect if it is there already.
-pub fn add_disk(monitor: &mut Client, nbd: &Path, disk: &Disk) -> Result<()> {
-    let node = command::disk_node(disk);
+pub fn add_disk(monitor: &mut Client, nbd: &Path, chipset: Chipset, disk: &Disk) -> Result<()> {
+    let node = drives::disk_node(disk);
     if has_node(monitor, &node)? {
         return Ok(());
     }
-    monitor.execute("blockdev-add", command::block_node(&node, &disk.name, nbd))?;
-    let place = command::place(disk.slot);
-    let mut device = json!({ "driver": "virtio-blk-pci", "id": command::disk_device(disk), "drive": node,
-                             "write-cache": "on" });
-    merge(&mut device, place);
-    monitor.execute("device_add", device).map(drop).inspect_err(|_| {
+    monitor.execute("blockdev-add", drives::block_node(&node, &disk.name, nbd))?;
+    monitor.execute("device_add", drives::added_device(chipset, disk)).map(drop).inspect_err(|_| {
         let _ = monitor.execute("blockdev-del", json!({ "node-name": node }));
     })
 }
 
 /// Removes a disk once the guest has released it. Without effect if it is not there.
 pub fn remove_disk(monitor: &mut Client, disk: &Disk) -> Result<()> {
-    let node = command::disk_node(disk);
-    remove_device(monitor, &command::disk_device(disk))?;
+    let node = drives::disk_node(disk);
+    remove_device(monitor, &drives::disk_device(disk))?;
     match has_node(monitor, &node)? {
         true => monitor.execute("blockdev-del", json!({ "node-name": node })).map(drop),
         false => Ok(()),
@@ -48,7 +46,7 @@ pub fn remove_disk(monitor: &mut Client, disk: &Disk) -> Result<()> {
 }
 
 /// Adds a network card. Without effect if it is there already.
-pub fn add_network(monitor: &mut Client, network: &Network) -> Result<()> {
+pub fn add_network(monitor: &mut Client, chipset: Chipset, network: &Network) -> Result<()> {
     let (card, net) = (command::network_device(network), command::network_node(network));
     if has_device(monitor, &card)? {
         return Ok(());
@@ -61,9 +59,9 @@ pub fn add_network(monitor: &mut Client, network: &Network) -> Result<()> {
         Link::None => json!({ "type": "hubport", "id": net, "hubid": command::hub(network) }),
     };
     monitor.execute("netdev_add", backend)?;
-    let mut device =
-        json!({ "driver": "virtio-net-pci", "id": card, "netdev": net, "mac": network.mac, "romfile": "" });
-    merge(&mut device, command::place(network.slot));
+    let (key, place) = command::place(chipset, network.slot);
+    let device = json!({ "driver": command::card(network.model), "id": card, "netdev": net, "mac": network.mac,
+                         "romfile": "", key: place });
     monitor.execute("device_add", device).map(drop).inspect_err(|_| {
         let _ = monitor.execute("netdev_del", json!({ "id": net }));
     })
@@ -116,11 +114,4 @@ fn has_device(monitor: &mut Client, device: &str) -> Result<bool> {
 pub fn has_node(monitor: &mut Client, node: &str) -> Result<bool> {
     let all = monitor.execute("query-named-block-nodes", json!({ "flat": true }))?;
     Ok(all.as_array().is_some_and(|all| all.iter().any(|one| one["node-name"] == node)))
-}
-
-/// Adds the members of one object to another.
-fn merge(to: &mut Value, from: Value) {
-    if let (Value::Object(to), Value::Object(from)) = (to, from) {
-        to.extend(from);
-    }
 }

@@ -9,7 +9,7 @@
 
 use crate::machine::Change;
 use crate::plug;
-use crate::qemu::command::disk_node;
+use crate::qemu::drives::disk_node;
 use crate::qmp::Client;
 use error::{Error, ErrorKind, Result};
 use serde_json::json;

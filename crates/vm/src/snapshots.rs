@@ -3,6 +3,7 @@
 //! ```text
 //! NAME/snapshots/SNAPSHOT/snapshot.toml   the record, with the machine's definition at that time
 //! NAME/snapshots/SNAPSHOT/state, memory   device state and memory, if it has them
+//! NAME/snapshots/SNAPSHOT/nvram           the variables of the machine's UEFI at that time, if it had any
 //! NAME/snapshots/.new-SNAPSHOT/           a snapshot that is being taken; .old-SNAPSHOT: one that is being deleted
 //! NAME/reverting                          names the snapshot that the machine is being reverted to
 //! ```
@@ -24,6 +25,7 @@ use crate::instant::{pages, running, state};
 use crate::lifecycle;
 use crate::machine::{Change, Hold, Machine, MachineState, MemoryRecord, Start, remove_if_there};
 use crate::machines::Snapshot;
+use crate::nvram;
 use crate::qemu::command::Memory;
 use crate::quiet::{self, Quiet};
 use backend::{clock, private};
@@ -40,9 +42,9 @@ const INTENT: &str = "intent.toml";
 const REVERTING: &str = "reverting";
 const NEW: &str = ".new-";
 const OLD: &str = ".old-";
-const VERSION: u32 = 1;
+pub(crate) const VERSION: u32 = 1;
 /// Longest name of a snapshot.
-const NAME_MAX: usize = 63;
+pub(crate) const NAME_MAX: usize = 63;
 /// How long the disks may stay open after the process that used them was ended.
 const RELEASE_PATIENCE: Duration = Duration::from_secs(20);
 
@@ -115,6 +117,11 @@ fn folder(machine: &Machine) -> PathBuf {
     machine.folder().join(FOLDER)
 }
 
+/// The folder of a snapshot.
+pub(crate) fn folder_of(machine: &Machine, name: &str) -> PathBuf {
+    folder(machine).join(name)
+}
+
 /// A snapshot of a machine.
 pub fn get(machine: &Machine, name: &str) -> Result<Record> {
     check_name(name)?;
@@ -170,6 +177,9 @@ pub fn take(host: &Host, change: &Change, name: &str, options: Options) -> Resul
         let text = format!("machine '{}' does not run: it has no memory to save", machine.name());
         return Err(Error::new(ErrorKind::WrongState, text));
     }
+    if options.memory {
+        definition.check_savable()?;
+    }
     let (folder, disks) = (folder(machine), host.disks());
     if folder.join(name).exists() {
         let text = format!("machine '{}' has a snapshot '{name}' already", machine.name());
@@ -209,6 +219,15 @@ pub fn take(host: &Host, change: &Change, name: &str, options: Options) -> Resul
     Ok(taken)
 }
 
+/// Records a snapshot whose disks' snapshots exist, for a machine that is being made.
+pub(crate) fn take_over(machine: &Machine, record: &Record) -> Result<()> {
+    check_name(&record.name)?;
+    let folder = folder(machine).join(&record.name);
+    private::create_folders(&folder).during(|| format!("making '{}'", folder.display()))?;
+    durable::write_toml(&folder.join(RECORD), record)?;
+    durable::sync_folder_of(&folder).during(|| format!("making '{}'", folder.display()))
+}
+
 #[allow(clippy::too_many_arguments, reason = "a step of `take`, which has these values")]
 fn take_in(
     host: &Host,
@@ -225,6 +244,7 @@ fn take_in(
         true => (None, Some(with_memory(host, change, &pairs, state, new)?)),
         false => (Some(quiet::snapshot(change, host.disks(), &pairs, options.quiesce)?), None),
     };
+    nvram::carry(change.machine().folder(), new)?;
     let record = Record {
         version: VERSION,
         name: name.to_owned(),
@@ -405,6 +425,7 @@ fn revert_disks(host: &Host, change: &Change, record: &Record) -> Result<()> {
         // The process that had the disk open was just ended, and its connection may not be closed yet.
         while_busy(RELEASE_PATIENCE, || host.disks().revert(&snapshot.disk, &snapshot.name))?;
     }
+    nvram::restore(&folder(machine).join(&record.name), machine.folder())?;
     // The machine may have been renamed since.
     change.define(&Definition { name: machine.name(), ..record.machine.clone() })?;
     remove_if_there(&machine.folder().join(REVERTING))?;

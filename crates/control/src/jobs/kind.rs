@@ -108,6 +108,7 @@ fn machine(verb: &MachineVerb) -> Option<(&'static str, String)> {
         | MachineVerb::SnapshotList { .. }
         | MachineVerb::Console { .. } => return None,
         MachineVerb::Create(new) => ("vm create", new.name.clone()),
+        MachineVerb::Import(import) => ("vm import", import.source.display().to_string()),
         MachineVerb::Edit { name, .. } => ("vm edit", name.clone()),
         MachineVerb::Rename { name, .. } => ("vm rename", name.clone()),
         MachineVerb::Start { names, .. } => ("vm start", several(names)),

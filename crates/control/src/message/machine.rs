@@ -13,6 +13,7 @@ use vm::agent::Execution;
 use vm::clone::{Inside, Source};
 use vm::definition::{CloneKind, Definition, Link};
 use vm::edit::Edit;
+use vm::import::plan::Plan;
 use vm::machine::MachineState;
 use vm::snapshots::Record;
 
@@ -44,6 +45,8 @@ pub struct MachineSnapshot {
 pub enum MachineVerb {
     /// Create a machine.
     Create(NewMachine),
+    /// Make machines of those of other programs.
+    Import(MachineImport),
     /// Change a machine.
     Edit {
         /// The machine.
@@ -203,6 +206,24 @@ pub struct NewMachine {
     pub start: bool,
 }
 
+/// Machines to import.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct MachineImport {
+    /// Absolute path of the description of a machine, of an image, or of a folder with descriptions.
+    pub source: PathBuf,
+    /// What the machines are like.
+    pub options: vm::import::Options,
+    /// Only report what would be done.
+    pub dry_run: bool,
+    /// Start the machines at once; the server copies their disks meanwhile.
+    pub live: bool,
+    /// Start the machines.
+    pub start: bool,
+    /// Limit of copied bytes per second; 0 for none.
+    pub rate: u64,
+}
+
 /// Options of clones.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -225,6 +246,7 @@ impl MachineVerb {
         match self {
             Self::Show { .. } | Self::List | Self::SnapshotList { .. } | Self::Console { .. } => false,
             Self::Create(_)
+            | Self::Import(_)
             | Self::Edit { .. }
             | Self::Rename { .. }
             | Self::Start { .. }
@@ -249,6 +271,15 @@ impl MachineVerb {
 pub enum MachineReply {
     /// Reply to `Create`.
     Created(Definition),
+    /// Reply to `Import`.
+    Imported {
+        /// The machines that were made, or would be.
+        machines: Vec<ImportedMachine>,
+        /// The descriptions or machines that failed, with their errors.
+        failed: Vec<(String, Failure)>,
+        /// Whether nothing was done.
+        dry_run: bool,
+    },
     /// Reply to `Edit`.
     Edited(Definition),
     /// Reply to `Rename`.
@@ -342,6 +373,17 @@ pub enum MachineReply {
         /// What became of the program.
         execution: Execution,
     },
+}
+
+/// A machine that was imported, or would be.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct ImportedMachine {
+    /// What was made.
+    pub plan: Plan,
+    /// The snapshots that were made; of a machine that would be imported, those of its source.
+    pub snapshots: Vec<String>,
+    /// Whether it was started.
+    pub started: bool,
 }
 
 /// State of a machine, including states that are not visible from its process.

@@ -19,8 +19,8 @@ pub use line::{
     Failure, FromClient, FromServer, Part, ProgressReport, REPLY_LINE_MAX, REQUEST_LINE_MAX, decode, encode,
 };
 pub use machine::{
-    CloneOptions, Cloned, ClonedMachine, MachineActivity, MachineInfo, MachineMemory, MachineReply, MachineRequest,
-    MachineSnapshot, MachineSummary, MachineVerb, NewMachine,
+    CloneOptions, Cloned, ClonedMachine, ImportedMachine, MachineActivity, MachineImport, MachineInfo, MachineMemory,
+    MachineReply, MachineRequest, MachineSnapshot, MachineSummary, MachineVerb, NewMachine,
 };
 pub use reply::{ExportInfo, MachineNotice, Reply, Resized, Serving};
 pub use send::{ReceiveRequest, SendHow, SendPoint, SendRequest, SendTls, SentDisk};

@@ -31,7 +31,7 @@ pub(crate) use copy::copy as copy_all;
 pub use copy::{CopyPiece, Pieces, Sink, Source, SourceRun, Zeros};
 pub use device::{DeviceSink, DeviceSource, HoldingSource};
 pub use format::{SourceFormat, TargetFormat};
-pub use source::ChainSource;
+pub use source::{ChainSource, descriptor_of};
 pub(crate) use source::{is_archive, open_member};
 pub(crate) use target::folder_of;
 

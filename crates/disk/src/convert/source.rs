@@ -128,6 +128,12 @@ pub(crate) fn is_archive(place: &Place) -> Result<bool> {
     Ok(bytes == magic)
 }
 
+/// The OVF descriptor in the archive at a path.
+pub fn descriptor_of(path: &Path) -> Result<Vec<u8>> {
+    let place = Place::local(path, &[])?;
+    Ova::open(place.open(IoMode::Buffered, Access::Read)?, &place.label())?.descriptor()
+}
+
 /// Opens the file of one disk in an archive, after verifying its digest.
 pub(crate) fn open_member(
     place: &Place,

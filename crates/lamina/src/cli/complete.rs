@@ -45,7 +45,7 @@ fn named(verbs: &[&str], argument: &Arg) -> Option<Named> {
         }
         (["snapshot", "create"], _, Some("DISK@SNAPSHOT")) => Some(Named::NewSnapshot),
         (_, _, Some("DISK@SNAPSHOT")) => Some(Named::Snapshot),
-        (["vm", "create"], ..) | (["vm", "rename"], "to", _) => None,
+        (["vm", "create" | "import"], ..) | (["vm", "rename"], "to", _) => None,
         (["vm", "clone"], "source", _) => Some(Named::MachineState),
         (["vm", "clone"], ..) => None,
         (["vm", ..], _, Some("VM")) => Some(Named::Machine),
@@ -191,7 +191,7 @@ mod tests {
         for line in ["disk show", "disk delete", "disk migrate", "disk resize", "snapshot list", "vm create"] {
             assert_eq!(of(line), [Named::Disk], "{line}");
         }
-        for line in ["disk create", "disk import", "disk list", "vm list", "status"] {
+        for line in ["disk create", "disk import", "disk list", "vm list", "vm import", "status"] {
             assert_eq!(
                 of(line).iter().filter(|named| **named != Named::Disk || line == "disk create").count(),
                 0,

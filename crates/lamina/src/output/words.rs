@@ -1,7 +1,7 @@
 //! Words that text and JSON output share.
 
 use control::{MachineReply, MachineVerb};
-use vm::definition::Link;
+use vm::definition::{Bus, Clock, Disk, Display, Link, Platform};
 
 /// What was done to several machines, as a participle.
 pub fn done(verb: &MachineVerb) -> &'static str {
@@ -32,5 +32,31 @@ pub fn link(link: &Link) -> String {
         Link::User => "user".into(),
         Link::None => "unplugged".into(),
         Link::Bridge(bridge) => format!("bridge={bridge}"),
+    }
+}
+
+/// Firmware, chipset and what differs from the defaults.
+pub fn platform(platform: &Platform) -> String {
+    let mut all = vec![platform.firmware.name().to_owned(), platform.chipset.name().to_owned()];
+    if platform.secure_boot {
+        all.push("secure boot".into());
+    }
+    if let Some(cores) = platform.cores.filter(|cores| *cores > 1) {
+        all.push(format!("{cores} cores in a socket"));
+    }
+    if platform.clock == Clock::Local {
+        all.push("clock in local time".into());
+    }
+    if platform.display == Display::Vga {
+        all.push("vga".into());
+    }
+    all.join(", ")
+}
+
+/// Where a disk is attached; empty for virtio.
+pub fn place(disk: &Disk) -> String {
+    match disk.bus {
+        Bus::Virtio => String::new(),
+        bus => format!(", {} unit {}", bus.name(), disk.unit),
     }
 }

@@ -1,7 +1,7 @@
 //! Full clones: copies of the parent's disks, from snapshots that are deleted afterwards.
 
 use super::progress::Sum;
-use super::{Made, Outcome, Task, is_uncertain};
+use super::{Made, Outcome, Task, carry_nvram, is_uncertain};
 use crate::definition::{CloneKind, Definition};
 use crate::fleet;
 use crate::host::Host;
@@ -31,11 +31,12 @@ pub fn make(task: &Task<'_>) -> Result<Outcome> {
         let Some(definition) = by_name.get(name) else {
             return Err(Error::new(ErrorKind::Invalid, "this clone was not requested"));
         };
-        copy(host, definition, &point.disks, &making, &sum).and_then(|()| making.finish(name).map(drop)).inspect_err(
-            |error| {
-                uncertain.fetch_or(is_uncertain(error), Ordering::Relaxed);
-            },
-        )
+        let copied = copy(host, definition, &point.disks, &making, &sum)
+            .and_then(|()| carry_nvram(host, source, &making, name))
+            .and_then(|()| making.finish(name).map(drop));
+        copied.inspect_err(|error| {
+            uncertain.fetch_or(is_uncertain(error), Ordering::Relaxed);
+        })
     });
     // Clones that were made are kept, whatever happened to the others.
     match uncertain.into_inner() {

@@ -1,7 +1,7 @@
 //! Linked clones: a delta for each disk, based on snapshots of the parent's disks. One request per disk makes the
 //! deltas of all clones.
 
-use super::{Made, Outcome, Task, is_uncertain, make_disks};
+use super::{Made, Outcome, Task, carry_nvram, is_uncertain, make_disks};
 use crate::definition::CloneKind;
 use error::Result;
 
@@ -23,7 +23,7 @@ pub fn make(task: &Task<'_>) -> Result<Outcome> {
     };
     let mut outcome = Outcome { quiet, stun, ..Outcome::default() };
     for name in names {
-        match making.finish(name) {
+        match carry_nvram(host, source, &making, name).and_then(|()| making.finish(name)) {
             Ok(_) => outcome.made.push(Made::plain(name)),
             Err(error) => outcome.failed.push((name.clone(), error)),
         }

@@ -19,6 +19,7 @@ mod linked;
 mod progress;
 mod source;
 
+pub(crate) use progress::Sum;
 use source::Point;
 pub use source::{PREFIX, Source};
 
@@ -27,7 +28,9 @@ use crate::fleet;
 use crate::host::Host;
 use crate::lifecycle;
 use crate::machines::{Making, OwnDisk, Snapshot};
+use crate::nvram;
 use crate::quiet::Quiet;
+use crate::snapshots;
 use error::{Error, ErrorKind, Result};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
@@ -114,6 +117,16 @@ impl Task<'_> {
         let making = self.host.machines().make(&definitions, own, temporary)?;
         Ok((point, definitions, making))
     }
+}
+
+/// Copies the variables of the source's UEFI, if it has any, to a clone.
+fn carry_nvram(host: &Host, source: &Source, making: &Making, name: &str) -> Result<()> {
+    let from = host.machines().get(&source.machine)?;
+    let from = match &source.snapshot {
+        Some(snapshot) => snapshots::folder_of(&from, snapshot),
+        None => from.folder().to_owned(),
+    };
+    nvram::carry(&from, making.machine(name).folder())
 }
 
 /// Makes clones. Reports the number of clones made; for full clones the number of bytes copied.

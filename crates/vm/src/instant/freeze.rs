@@ -56,6 +56,7 @@ pub fn freeze(change: &Change, images: &Images, disks: &dyn Disks, features: &Fe
             return Err(Error::new(ErrorKind::WrongState, text));
         }
     };
+    machine.definition()?.check_savable()?;
     let mut monitor = machine.monitor()?;
     state::prepare(&mut monitor, features)?;
     // Queried before the guest is paused, because a paused guest cannot answer. The clones need to know whether to wait

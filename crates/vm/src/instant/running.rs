@@ -40,6 +40,7 @@ pub fn take(
 ) -> Result<(Taken, Duration)> {
     let machine = change.machine();
     let process = machine.running()?;
+    machine.definition()?.check_savable()?;
     let nbd = disks.server()?;
     let mut monitor = machine.monitor()?;
     state::prepare(&mut monitor, features)?;

@@ -4,30 +4,33 @@
 //! address, from this module or from the definition, and QEMU assigns none:
 //!
 //! ```text
-//! pcie.0  4   serial port of the guest agent           8..15   disks
-//!         5   random number device                     16..19  network cards
-//!                                                      24      ports, for devices that are added while it runs
+//! pcie.0  1   IDE, in the chipset i440fx               8..15   disks, or their controllers
+//!         2   graphics card                            16..23  network cards
+//!         4   serial port of the guest agent
+//!         5   random number device                    24      ports, for devices that are added while it
+//!                                                              runs; the chipset i440fx has no ports, and
+//!                                                              such devices are in 24..31 themselves
 //! ```
 //!
 //! In QEMU's options a comma separates values and is doubled within a value. Disks are passed as JSON, in which commas
 //! need no doubling.
 
+use super::drives;
 use super::features::Features;
-use crate::definition::{Definition, Disk, FIRST_PORT, Link, Network};
-use serde_json::{Value, json};
+use super::firmware::Uefi;
+use crate::definition::{Card, Chipset, Clock, Definition, Display, FIRST_PORT, Link, Network};
+use serde_json::json;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
+/// Slot of the graphics card.
+const DISPLAY_SLOT: u8 = 2;
 /// Slot of the serial bus with the guest agent's port.
 const SERIAL_SLOT: u8 = 4;
 /// Slot of the ports.
 const PORTS_SLOT: u8 = 24;
 /// Slot of the random number device.
 const RANDOM_SLOT: u8 = 5;
-/// Seconds after which the guest's requests fail if the server of a disk is unreachable; until then they wait, so that
-/// the server can be restarted.
-const RECONNECT_SECONDS: u32 = 300;
-
 /// The memory of a machine.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Memory {
@@ -81,22 +84,14 @@ pub struct Machine<'a> {
     pub definition: &'a Definition,
     /// Its memory.
     pub memory: Memory,
+    /// Its UEFI; `None` for BIOS.
+    pub uefi: Option<&'a Uefi>,
     /// Its run folder.
     pub run: &'a RunFolder,
     /// The NBD server of its disks.
     pub nbd: &'a Path,
     /// Whether QEMU waits for a saved state to be loaded.
     pub incoming: bool,
-}
-
-/// The block node of a disk. Before 0.2.0, the number was the index of the disk, which is below any slot.
-pub fn disk_node(disk: &Disk) -> String {
-    format!("disk{}", disk.slot)
-}
-
-/// The device of a disk.
-pub fn disk_device(disk: &Disk) -> String {
-    format!("vd{}", disk.slot)
 }
 
 /// The network backend of a card.
@@ -114,36 +109,29 @@ pub fn hub(network: &Network) -> u32 {
     1000 + u32::from(network.slot)
 }
 
-/// The bus, or the address on the root bus, of a device with this slot.
-pub fn place(slot: u8) -> Value {
-    match slot.checked_sub(FIRST_PORT) {
-        Some(port) => json!({ "bus": format!("port{port}") }),
-        None => json!({ "addr": format!("{slot:x}.0") }),
+/// The bus and the address on it of a device with this slot: the key and the value of one property. The root bus of the
+/// chipset i440fx takes devices while the machine runs, so a port of it is a slot.
+pub fn place(chipset: Chipset, slot: u8) -> (&'static str, String) {
+    match (chipset, slot.checked_sub(FIRST_PORT)) {
+        (_, None) => ("addr", format!("{slot:x}.0")),
+        (Chipset::Q35, Some(port)) => ("bus", format!("port{port}")),
+        (Chipset::I440fx, Some(port)) => ("addr", format!("{:x}.0", PORTS_SLOT + port)),
     }
 }
 
 /// The same in a command line.
-fn place_text(slot: u8) -> String {
-    match slot.checked_sub(FIRST_PORT) {
-        Some(port) => format!("bus=port{port}"),
-        None => format!("addr={slot:x}.0"),
-    }
+pub fn place_text(chipset: Chipset, slot: u8) -> String {
+    let (key, value) = place(chipset, slot);
+    format!("{key}={value}")
 }
 
 /// The address of a device with this slot, or of the port that it is in, in the guest.
-pub fn pci_address(slot: u8) -> String {
-    match slot.checked_sub(FIRST_PORT) {
-        Some(port) => format!("0000:00:{PORTS_SLOT:02x}.{port}"),
-        None => format!("0000:00:{slot:02x}.0"),
+pub fn pci_address(chipset: Chipset, slot: u8) -> String {
+    match (chipset, slot.checked_sub(FIRST_PORT)) {
+        (_, None) => format!("0000:00:{slot:02x}.0"),
+        (Chipset::Q35, Some(port)) => format!("0000:00:{PORTS_SLOT:02x}.{port}"),
+        (Chipset::I440fx, Some(port)) => format!("0000:00:{:02x}.0", PORTS_SLOT + port),
     }
-}
-
-/// The block node of an export.
-pub fn block_node(node: &str, export: &str, nbd: &Path) -> Value {
-    json!({
-        "driver": "nbd", "node-name": node, "export": export, "discard": "unmap",
-        "reconnect-delay": RECONNECT_SECONDS, "server": { "type": "unix", "path": nbd },
-    })
 }
 
 /// A value with its commas doubled.
@@ -158,7 +146,9 @@ pub fn arguments(machine: &Machine<'_>, features: &Features) -> Vec<OsString> {
     let mut add = |option: &str, argument: String| all.extend([option.to_owned(), argument]);
     add("-name", format!("{0},process=lamina-{0}", definition.name));
     add("-uuid", definition.uuid.to_string());
-    add("-machine", "q35,memory-backend=memory,vmport=off".into());
+    for (option, argument) in platform(machine) {
+        add(option, argument);
+    }
     match features.accelerator {
         super::features::Accelerator::Kvm => {
             add("-accel", "kvm".into());
@@ -171,7 +161,7 @@ pub fn arguments(machine: &Machine<'_>, features: &Features) -> Vec<OsString> {
             add("-cpu", "max".into());
         }
     }
-    add("-smp", definition.cpus.to_string());
+    add("-smp", processors(definition));
     add("-m", format!("{}M", definition.memory >> 20));
     add("-object", memory(machine, features));
     // Makes a state begin with its devices, whichever way it was saved (see `instant::state`).
@@ -204,29 +194,27 @@ pub fn arguments(machine: &Machine<'_>, features: &Features) -> Vec<OsString> {
             add("-append", boot.append.clone());
         }
     }
-    for port in 0..definition.ports {
+    let chipset = definition.platform.chipset;
+    for port in (0..definition.ports).filter(|_| chipset == Chipset::Q35) {
         let chassis = port + 1;
         add(
             "-device",
             format!("pcie-root-port,id=port{port},addr={PORTS_SLOT:x}.{port},multifunction=on,chassis={chassis}"),
         );
     }
-    for (index, disk) in definition.disks.iter().enumerate() {
-        let (node, place) = (disk_node(disk), place_text(disk.slot));
-        add("-blockdev", block_node(&node, &disk.name, machine.nbd).to_string());
-        let boots = if index == 0 && definition.boot.is_none() { ",bootindex=0" } else { "" };
-        add("-device", format!("virtio-blk-pci,id={},drive={node},{place},write-cache=on{boots}", disk_device(disk)));
+    for (option, argument) in drives::arguments(definition, machine.nbd) {
+        add(option, argument);
     }
     for network in &definition.networks {
-        let (net, place) = (network_node(network), place_text(network.slot));
+        let (net, place) = (network_node(network), place_text(chipset, network.slot));
         let backend = match &network.link {
             Link::User => format!("user,id={net}"),
             Link::Bridge(bridge) => format!("bridge,id={net},br={}", value(bridge)),
             Link::None => format!("hubport,id={net},hubid={}", hub(network)),
         };
         add("-netdev", backend);
-        let card = network_device(network);
-        add("-device", format!("virtio-net-pci,id={card},netdev={net},mac={},{place},romfile=", network.mac));
+        let (model, card) = (card(network.model), network_device(network));
+        add("-device", format!("{model},id={card},netdev={net},mac={},{place},romfile=", network.mac));
     }
     if machine.incoming {
         add("-incoming", "defer".into());
@@ -235,6 +223,58 @@ pub fn arguments(machine: &Machine<'_>, features: &Features) -> Vec<OsString> {
     all.extend(["-S", "-nodefaults", "-no-user-config"].map(String::from));
     all.extend(definition.arguments.iter().cloned());
     all.into_iter().map(OsString::from).collect()
+}
+
+/// Board, firmware, clock and graphics card.
+fn platform(machine: &Machine<'_>) -> Vec<(&'static str, String)> {
+    let platform = &machine.definition.platform;
+    let board = match platform.chipset {
+        Chipset::Q35 => "q35",
+        Chipset::I440fx => "pc",
+    };
+    let mut board = format!("{board},memory-backend=memory,vmport=off");
+    let mut all = Vec::new();
+    if let Some(uefi) = machine.uefi {
+        // The variables are not locked, because a process and its successor have them open at the same time.
+        let file = |name: &str, path: &Path, read_only: bool| {
+            let node = json!({
+                "driver": "file", "node-name": name, "filename": path, "read-only": read_only, "locking": "off",
+                "auto-read-only": false,
+            });
+            ("-blockdev", node.to_string())
+        };
+        all.extend([file("firmware", &uefi.code, true), file("variables", &uefi.variables, false)]);
+        board.push_str(",pflash0=firmware,pflash1=variables");
+    }
+    if platform.secure_boot {
+        // The guest can change the variables only in system management mode, where the firmware checks signatures.
+        board.push_str(",smm=on");
+        all.push(("-global", "driver=cfi.pflash01,property=secure,value=on".into()));
+        all.push(("-global", "ICH9-LPC.disable_s3=1".into()));
+    }
+    all.insert(0, ("-machine", board));
+    if platform.clock == Clock::Local {
+        all.push(("-rtc", "base=localtime".into()));
+    }
+    if platform.display == Display::Vga {
+        all.push(("-device", format!("VGA,id=display,addr={DISPLAY_SLOT:x}.0")));
+    }
+    all
+}
+
+fn processors(definition: &Definition) -> String {
+    match definition.platform.cores {
+        None => definition.cpus.to_string(),
+        Some(cores) => format!("{},sockets={},cores={cores},threads=1", definition.cpus, definition.cpus / cores),
+    }
+}
+
+/// QEMU's name for a card.
+pub fn card(model: Card) -> &'static str {
+    match model {
+        Card::Virtio => "virtio-net-pci",
+        other => other.name(),
+    }
 }
 
 fn memory(machine: &Machine<'_>, features: &Features) -> String {
@@ -259,6 +299,7 @@ fn memory(machine: &Machine<'_>, features: &Features) -> String {
 mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
+    use crate::definition::{Bus, Disk, Firmware, IDE_SLOT, Platform};
     use crate::qemu::features::Accelerator;
 
     fn features(accelerator: Accelerator) -> Features {
@@ -276,10 +317,12 @@ mod tests {
 
     fn text(memory: Memory, features: &Features, incoming: bool) -> String {
         let mut definition = Definition {
+            version: 1,
             name: "web".into(),
             uuid: "1d9e3a7c-5b0e-4a44-9d0f-0f6f1c2f7a11".parse().unwrap(),
             cpus: 1,
             memory: 256 << 20,
+            platform: Platform::default(),
             ports: 2,
             autostart: false,
             arguments: Vec::new(),
@@ -291,8 +334,14 @@ mod tests {
         definition.add_disk("web,a").unwrap();
         definition.add_network("52:54:00:12:34:56".parse().unwrap(), Link::User).unwrap();
         let run = RunFolder("/run/a,b".into());
-        let machine = Machine { definition: &definition, memory, run: &run, nbd: Path::new("/nbd"), incoming };
-        let all = arguments(&machine, features);
+        line(
+            &Machine { definition: &definition, memory, uefi: None, run: &run, nbd: Path::new("/nbd"), incoming },
+            features,
+        )
+    }
+
+    fn line(machine: &Machine<'_>, features: &Features) -> String {
+        let all = arguments(machine, features);
         all.iter().map(|one| one.to_str().unwrap()).collect::<Vec<_>>().join(" ")
     }
 
@@ -311,6 +360,72 @@ mod tests {
         assert!(child.ends_with("-incoming defer -S -nodefaults -no-user-config"));
         let newer = Features { memory_from_readonly_file: true, ..features };
         assert!(text(Memory::CopyOnWrite("/m".into()), &newer, true).contains("readonly=on,rom=off"));
+    }
+
+    /// The hardware of machines of other programs.
+    #[test]
+    fn hardware_is_as_the_definition_says() {
+        let mut definition = Definition::new("web", 4, 256 << 20).unwrap();
+        definition.platform =
+            Platform { cores: Some(2), clock: Clock::Local, display: Display::Vga, ..Platform::default() };
+        let disks = [
+            (
+                Bus::Pvscsi,
+                8,
+                0,
+                "scsi-hd,id=vd8-0,drive=disk8-0,bus=controller8.0,scsi-id=0,lun=0,write-cache=on,bootindex=0",
+            ),
+            (Bus::Pvscsi, 8, 15, "scsi-hd,id=vd8-15,drive=disk8-15,bus=controller8.0,scsi-id=15,lun=0,write-cache=on"),
+            (Bus::Lsi, 9, 1, "scsi-hd,id=vd9-1,drive=disk9-1,bus=controller9.0,scsi-id=1,lun=0,write-cache=on"),
+            (Bus::Lsisas, 10, 0, "scsi-hd,id=vd10-0,drive=disk10-0,bus=controller10.0,scsi-id=0,lun=0,write-cache=on"),
+            (
+                Bus::VirtioScsi,
+                11,
+                3,
+                "scsi-hd,id=vd11-3,drive=disk11-3,bus=controller11.0,scsi-id=3,lun=0,write-cache=on",
+            ),
+            (Bus::Sata, 12, 5, "ide-hd,id=vd12-5,drive=disk12-5,bus=controller12.5,write-cache=on"),
+            (Bus::Nvme, 13, 1, "nvme-ns,id=vd13-1,drive=disk13-1,bus=controller13,nsid=2,write-cache=on"),
+            (Bus::Virtio, 14, 0, "virtio-blk-pci,id=vd14,drive=disk14,addr=e.0,write-cache=on"),
+            (Bus::Ide, IDE_SLOT, 3, "ide-hd,id=vd1-3,drive=disk1-3,bus=ide.1,unit=1,write-cache=on"),
+        ];
+        for (index, (bus, slot, unit, _)) in disks.iter().enumerate() {
+            definition.disks.push(Disk { name: format!("d{index}"), slot: *slot, bus: *bus, unit: *unit });
+        }
+        for model in Card::ALL {
+            definition.add_network(crate::identity::Mac::new().unwrap(), Link::None).unwrap();
+            definition.networks.last_mut().unwrap().model = model;
+        }
+        let (run, features) = (RunFolder("/run".into()), features(Accelerator::Tcg));
+        let of = |definition: &Definition, uefi: Option<&Uefi>| {
+            let nbd = Path::new("/nbd");
+            line(&Machine { definition, memory: Memory::Private, uefi, run: &run, nbd, incoming: false }, &features)
+        };
+        let all = of(&definition, None);
+        for (.., device) in disks {
+            assert_eq!(all.matches(&format!("-device {device} ")).count(), 1, "{device}: {all}");
+        }
+        for controller in ["pvscsi", "lsi53c895a", "mptsas1068", "virtio-scsi-pci", "ich9-ahci", "nvme"] {
+            assert_eq!(all.matches(&format!("-device {controller},id=controller")).count(), 1, "{controller}: {all}");
+        }
+        for card in ["virtio-net-pci", "vmxnet3", "e1000", "e1000e", "rtl8139", "pcnet"] {
+            assert!(all.contains(&format!("-device {card},id=nic")), "{card}: {all}");
+        }
+        for part in
+            ["-machine q35,", "-smp 4,sockets=2,cores=2,threads=1", "-rtc base=localtime", "VGA,id=display,addr=2.0"]
+        {
+            assert!(all.contains(part), "{part}: {all}");
+        }
+        let uefi = Uefi { code: "/code".into(), variables: "/vars".into() };
+        definition.platform = Platform { firmware: Firmware::Uefi, secure_boot: true, ..Platform::default() };
+        let all = of(&definition, Some(&uefi));
+        assert!(
+            all.contains(",pflash0=firmware,pflash1=variables,smm=on") && all.contains("ICH9-LPC.disable_s3=1"),
+            "{all}"
+        );
+        assert!(all.contains(r#""filename":"/vars""#), "{all}");
+        definition.platform = Platform { chipset: Chipset::I440fx, ..Platform::default() };
+        assert!(of(&definition, None).contains("-machine pc,memory-backend=memory,vmport=off "));
     }
 
     #[test]

@@ -1,13 +1,17 @@
 //! The disks of machines: requests to the datastore, in this process or by its server.
 
 use crate::dispatch::{Part, Target, Watch, dispatch};
-use crate::message::{DiskRequest, Reply, Request, SnapshotRequest};
-use disk::{DiskInfo, NewDisk, Point, Progress, Provisioning, SnapshotOptions};
+use crate::message::{DiskRequest, ImageRequest, Reply, Request, SnapshotRequest};
+use disk::convert::{Address, Conversion, ImageOptions, SourceFormat, TargetFormat, descriptor_of};
+use disk::migrate::{ImportMode, ImportOptions, MigrateOptions};
+use disk::{DiskFormat, DiskInfo, NewDisk, Point, Progress, Provisioning, SnapshotOptions};
 use error::{Error, ErrorKind, Result};
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use vm::disks::{Disks, Facts, SnapshotFacts};
+use vm::import::Content;
+use vm::import::run::How;
 
 /// The disks of a datastore, accessed by requests.
 struct Bound {
@@ -112,6 +116,61 @@ impl Disks for Bound {
     fn create(&self, disk: &str, capacity: u64) -> Result<()> {
         let new = NewDisk::native(capacity, Provisioning::Thin);
         self.ask(Request::Disk(DiskRequest::Create { name: disk.to_owned(), new })).map(drop)
+    }
+
+    fn image(&self, path: &Path, format: Option<&str>, permitted: &[PathBuf]) -> Result<u64> {
+        let format = format.map(str::parse).transpose()?;
+        let options = ImageOptions { format, permitted: permitted.to_vec(), ..ImageOptions::default() };
+        let request = Request::Image(ImageRequest::Show { path: path.to_owned(), options });
+        match dispatch(&Target::Files, request, &Unwatched)? {
+            Reply::Image(info) => match (info.problem, info.levels.first()) {
+                (Some(problem), _) => Err(Error::new(ErrorKind::Corrupt, problem)),
+                (None, Some(level)) => Ok(level.capacity),
+                (None, None) => Err(Error::new(ErrorKind::Corrupt, format!("'{}' has no content", path.display()))),
+            },
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    fn descriptor(&self, archive: &Path) -> Result<Vec<u8>> {
+        descriptor_of(archive)
+    }
+
+    fn import(&self, disk: &str, content: &Content, how: &How, progress: &dyn Progress) -> Result<()> {
+        let name = disk.to_owned();
+        let request = match content {
+            Content::Empty { capacity } => return self.create(disk, *capacity),
+            Content::Image { path, format } => Request::Disk(DiskRequest::Import {
+                name,
+                import: ImportOptions {
+                    path: path.clone(),
+                    format: format.as_deref().map(str::parse).transpose()?,
+                    way: if how.live { ImportMode::Live } else { ImportMode::Copy },
+                    target: MigrateOptions {
+                        format: DiskFormat::Native,
+                        provisioning: Provisioning::Thin,
+                        delta: None,
+                    },
+                    permitted: how.permitted.clone(),
+                    force_parent: false,
+                    replay_journal: false,
+                    rate: how.rate,
+                },
+            }),
+            Content::Member { archive, member } => Request::Convert(Box::new(Conversion {
+                from: Address::Path(archive.clone()),
+                to: Address::Disk(name),
+                format: TargetFormat::Native,
+                options: ImageOptions {
+                    format: Some(SourceFormat::Ova),
+                    member: Some(member.clone()),
+                    permitted: how.permitted.clone(),
+                    ..ImageOptions::default()
+                },
+                rate: how.rate,
+            })),
+        };
+        dispatch(&self.target, request, &Copy(progress)).map(drop)
     }
 
     fn snapshot(&self, of: &[(String, String)]) -> Result<()> {

@@ -5,6 +5,7 @@
 
 mod clone;
 mod disks;
+mod import;
 mod resize;
 mod send;
 mod show;
@@ -60,6 +61,7 @@ impl Work<'_> {
         let host = &self.host;
         match verb {
             MachineVerb::Create(new) => create(host, &new).map(MachineReply::Created),
+            MachineVerb::Import(request) => import::run(host, &request, self.watch),
             MachineVerb::Edit { name, edit } => {
                 let _working = host.work()?;
                 vm::edit::edit(&host.change(&name)?, host, &edit).map(MachineReply::Edited)

@@ -1,5 +1,6 @@
 //! Arguments of the commands about machines.
 
+use super::machine_import::VmImport;
 use super::send::SendArguments;
 use crate::cli::address::{CLONES_MAX, NamePattern, absolute, parse_disk};
 use crate::cli::size::parse_size;
@@ -18,7 +19,7 @@ use vm::identity::Mac;
 const INPUT_MAX: u64 = 1 << 20;
 
 /// Parses the name of a machine.
-fn parse_machine(text: &str) -> Result<String, String> {
+pub fn parse_machine(text: &str) -> Result<String, String> {
     vm::definition::check_name(text).map(|()| text.to_owned()).map_err(|error| error.to_string())
 }
 
@@ -109,6 +110,8 @@ With --json, the member 'exit_code' has the program's exit code, and is null if 
 pub enum VmCommand {
     /// Create a machine.
     Create(VmCreate),
+    /// Make machines of those of VMware, VirtualBox and libvirt, or of a disk: they boot as they are.
+    Import(VmImport),
     /// Change a machine. Disks and network cards can be added and removed while it runs, the rest while it is off.
     Edit(VmEdit),
     /// Give a machine that is off another name. Its disks and snapshots keep their names.
@@ -239,6 +242,7 @@ impl VmCommand {
     fn verb(&self) -> Result<MachineVerb, String> {
         Ok(match self {
             Self::Create(create) => MachineVerb::Create(create.new_machine()?),
+            Self::Import(import) => MachineVerb::Import(import.request()?),
             Self::Edit(edit) => edit.verb()?,
             Self::Rename { name, to } => MachineVerb::Rename { name: name.clone(), to: to.clone() },
             Self::Start { names, autostart, paused } => {

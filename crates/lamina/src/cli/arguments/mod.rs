@@ -6,6 +6,7 @@ mod disk;
 mod image;
 mod job;
 mod machine;
+mod machine_import;
 mod salvage;
 mod send;
 mod serve;

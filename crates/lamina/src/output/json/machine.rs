@@ -1,10 +1,10 @@
 //! Replies about machines as JSON.
 
 use crate::output::words;
-use control::{Cloned, ClonedMachine, Failure, MachineInfo, MachineReply, MachineVerb};
+use control::{Cloned, ClonedMachine, Failure, ImportedMachine, MachineInfo, MachineReply, MachineVerb};
 use serde_json::{Value, json};
 use vm::agent::Execution;
-use vm::definition::Definition;
+use vm::definition::{Definition, Disk, Network};
 use vm::snapshots::Record;
 
 /// The JSON output for a reply.
@@ -16,6 +16,10 @@ pub fn value(verb: &MachineVerb, reply: &MachineReply) -> Value {
             value["former_name"] = json!(name);
             value
         }
+        MachineReply::Imported { machines, failed, dry_run } => json!({
+            "machines": machines.iter().map(imported).collect::<Vec<Value>>(), "failed": failures(failed),
+            "dry_run": dry_run,
+        }),
         MachineReply::Each { done, failed } => json!({ words::done(verb): done, "failed": failures(failed) }),
         MachineReply::Machine(info) => machine(info),
         MachineReply::Machines(machines) => {
@@ -80,15 +84,33 @@ fn failures(failed: &[(String, Failure)]) -> Vec<Value> {
 }
 
 fn definition(definition: &Definition) -> Value {
-    let disks: Vec<Value> = definition.disks.iter().map(|it| json!({ "name": it.name, "slot": it.slot })).collect();
-    let networks = definition.networks.iter();
-    let networks: Vec<Value> =
-        networks.map(|it| json!({ "mac": it.mac, "link": words::link(&it.link), "slot": it.slot })).collect();
+    let disk = |it: &Disk| json!({ "name": it.name, "slot": it.slot, "bus": it.bus, "unit": it.unit });
+    let card =
+        |it: &Network| json!({ "mac": it.mac, "link": words::link(&it.link), "slot": it.slot, "model": it.model });
+    let disks: Vec<Value> = definition.disks.iter().map(disk).collect();
+    let networks: Vec<Value> = definition.networks.iter().map(card).collect();
+    let platform = &definition.platform;
     json!({
         "name": definition.name, "uuid": definition.uuid, "cpus": definition.cpus, "memory": definition.memory,
         "ports": definition.ports, "autostart": definition.autostart, "qemu_arguments": definition.arguments,
+        "platform": {
+            "chipset": platform.chipset, "firmware": platform.firmware, "secure_boot": platform.secure_boot,
+            "cores": platform.cores, "clock": platform.clock, "display": platform.display,
+        },
         "boot": definition.boot, "disks": disks, "networks": networks, "origin": definition.origin,
     })
+}
+
+fn imported(machine: &ImportedMachine) -> Value {
+    let ImportedMachine { plan, snapshots, started } = machine;
+    let mut value = definition(&plan.definition);
+    value["source"] = json!(plan.source);
+    value["format"] = json!(plan.format);
+    value["images"] = json!(plan.disks);
+    value["snapshots"] = json!(snapshots);
+    value["notes"] = json!(plan.notes);
+    value["started"] = json!(started);
+    value
 }
 
 fn snapshot(machine: &str, record: &Record) -> Value {

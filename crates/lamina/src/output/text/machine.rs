@@ -1,5 +1,7 @@
 //! Machines as text.
 
+mod import;
+
 use crate::output::human::{self, count};
 use crate::output::table::{Align, Table, print_facts};
 use crate::output::words;
@@ -8,7 +10,7 @@ use control::{
 };
 use std::io::{self, Write};
 use vm::agent::Execution;
-use vm::definition::Origin;
+use vm::definition::{Card, Definition, Disk, Origin, Platform};
 use vm::machine::MachineState;
 use vm::snapshots::Record;
 
@@ -21,6 +23,7 @@ const NAMES_TOLD_MAX: usize = 5;
 pub fn print(out: &mut dyn Write, verb: &MachineVerb, reply: &MachineReply) -> io::Result<()> {
     match reply {
         MachineReply::Created(definition) => writeln!(out, "made machine {} ({})", definition.name, definition.uuid),
+        MachineReply::Imported { machines, dry_run, .. } => import::print(out, machines, *dry_run),
         MachineReply::Edited(definition) => writeln!(out, "changed {}", definition.name),
         MachineReply::Renamed { name, definition } => writeln!(out, "machine {name} is {} now", definition.name),
         MachineReply::Each { done, .. } if done.is_empty() => Ok(()),
@@ -134,6 +137,9 @@ fn print_one(out: &mut dyn Write, info: &MachineInfo, all_children: bool) -> io:
     if !defined.arguments.is_empty() {
         facts.push(("QEMU arguments", defined.arguments.join(" ")));
     }
+    if defined.platform != Platform::default() {
+        facts.push(("platform", words::platform(&defined.platform)));
+    }
     if let Some(boot) = &defined.boot {
         facts.push(("kernel", boot.kernel.display().to_string()));
     }
@@ -142,12 +148,12 @@ fn print_one(out: &mut dyn Write, info: &MachineInfo, all_children: bool) -> io:
             facts.push((if index == 0 { title } else { "" }, value));
         }
     };
-    let disk = |name: &String| match info.capacities.iter().find(|(disk, _)| disk == name) {
-        Some((_, capacity)) => format!("{name} ({})", human::size(*capacity)),
-        None => format!("{name} (MISSING)"),
+    let disk = |it: &Disk| match info.capacities.iter().find(|(disk, _)| *disk == it.name) {
+        Some((_, capacity)) => format!("{} ({}{})", it.name, human::size(*capacity), words::place(it)),
+        None => format!("{} (MISSING)", it.name),
     };
-    several("disks", defined.disks.iter().map(|it| disk(&it.name)).collect());
-    several("networks", defined.networks.iter().map(|it| format!("{} on {}", it.mac, words::link(&it.link))).collect());
+    several("disks", defined.disks.iter().map(disk).collect());
+    several("networks", cards(defined));
     several("console", info.console.iter().map(|path| path.display().to_string()).collect());
     several("clone of", defined.origin.iter().map(origin).collect());
     several("snapshots", info.snapshots.iter().map(|it| format!("{} ({})", it.name, it.consistency)).collect());
@@ -160,6 +166,12 @@ fn print_one(out: &mut dyn Write, info: &MachineInfo, all_children: bool) -> io:
     }
     several("children", children);
     print_facts(out, &facts)
+}
+
+fn cards(defined: &Definition) -> Vec<String> {
+    let model = |model: Card| if model == Card::Virtio { String::new() } else { format!(" ({})", model.name()) };
+    let card = defined.networks.iter();
+    card.map(|it| format!("{}{} on {}", it.mac, model(it.model), words::link(&it.link))).collect()
 }
 
 fn memory(size: u64, memory: Option<MachineMemory>) -> String {

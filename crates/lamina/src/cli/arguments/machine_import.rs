@@ -1,0 +1,164 @@
+//! Arguments of `lamina vm import`.
+
+use super::machine::{NetworkArgument, parse_machine};
+use crate::cli::address::absolute;
+use crate::cli::size::parse_size;
+use clap::{Args, ValueEnum};
+use control::MachineImport;
+use std::path::PathBuf;
+use vm::definition::{Bus, Card, Firmware, Link};
+use vm::import::Options;
+
+/// How disks are attached.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum BusArgument {
+    /// virtio-blk
+    Virtio,
+    /// Virtio SCSI
+    VirtioScsi,
+    /// VMware's paravirtual SCSI
+    Pvscsi,
+    /// LSI 53C895A
+    Lsi,
+    /// LSI SAS 1068
+    Lsisas,
+    /// IDE
+    Ide,
+    /// AHCI
+    Sata,
+    /// NVMe
+    Nvme,
+}
+
+impl From<BusArgument> for Bus {
+    fn from(bus: BusArgument) -> Self {
+        match bus {
+            BusArgument::Virtio => Self::Virtio,
+            BusArgument::VirtioScsi => Self::VirtioScsi,
+            BusArgument::Pvscsi => Self::Pvscsi,
+            BusArgument::Lsi => Self::Lsi,
+            BusArgument::Lsisas => Self::Lsisas,
+            BusArgument::Ide => Self::Ide,
+            BusArgument::Sata => Self::Sata,
+            BusArgument::Nvme => Self::Nvme,
+        }
+    }
+}
+
+/// Models of network cards.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum CardArgument {
+    /// virtio-net
+    Virtio,
+    /// VMware's paravirtual card
+    Vmxnet3,
+    /// Intel 82540EM
+    E1000,
+    /// Intel 82574L
+    E1000e,
+    /// Realtek 8139
+    Rtl8139,
+    /// AMD PCnet
+    Pcnet,
+}
+
+impl From<CardArgument> for Card {
+    fn from(card: CardArgument) -> Self {
+        match card {
+            CardArgument::Virtio => Self::Virtio,
+            CardArgument::Vmxnet3 => Self::Vmxnet3,
+            CardArgument::E1000 => Self::E1000,
+            CardArgument::E1000e => Self::E1000e,
+            CardArgument::Rtl8139 => Self::Rtl8139,
+            CardArgument::Pcnet => Self::Pcnet,
+        }
+    }
+}
+
+/// Firmware.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum FirmwareArgument {
+    /// BIOS
+    Bios,
+    /// UEFI
+    Uefi,
+}
+
+/// `lamina vm import`.
+#[derive(Debug, Args)]
+pub struct VmImport {
+    /// A .vmx, .ovf or .ova file, the .xml of a libvirt domain, an image of a disk, or a folder: then all machines in
+    /// it and in the folders in it.
+    #[arg(value_name = "SOURCE")]
+    pub source: PathBuf,
+    /// Name of the machine. Default: made of the name in the source.
+    #[arg(long, value_name = "VM", value_parser = parse_machine)]
+    pub name: Option<String>,
+    /// Only report what would be made, and what would differ from the source.
+    #[arg(long)]
+    pub dry_run: bool,
+    /// Start the machine at once on the images of its source; the server copies their blocks meanwhile. The source must
+    /// stay until then.
+    #[arg(long)]
+    pub live: bool,
+    /// Start the machine when it is imported.
+    #[arg(long)]
+    pub start: bool,
+    /// Attach all disks and network cards by virtio, for a guest that has the drivers.
+    #[arg(long, conflicts_with_all = ["bus", "card"])]
+    pub virtio: bool,
+    /// Controller of all disks. Default: as in the source.
+    #[arg(long, value_enum, value_name = "BUS")]
+    pub bus: Option<BusArgument>,
+    /// Model of all network cards. Default: as in the source.
+    #[arg(long, value_enum, value_name = "MODEL")]
+    pub card: Option<CardArgument>,
+    /// Firmware. Default: as in the source; bios for an image.
+    #[arg(long, value_enum, value_name = "FIRMWARE")]
+    pub firmware: Option<FirmwareArgument>,
+    /// Network of all cards: user, bridge=NAME or unplugged.
+    #[arg(long, value_name = "NETWORK", default_value = "user")]
+    pub network: NetworkArgument,
+    /// Virtual CPUs. Default: as in the source; 1 for an image.
+    #[arg(long, value_name = "N")]
+    pub cpus: Option<u32>,
+    /// Memory, in whole MiB. Default: as in the source; 1G for an image.
+    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    pub memory: Option<u64>,
+    /// Another folder in which disks and their parents may be. May be repeated.
+    #[arg(long, value_name = "DIR")]
+    pub allow_folder: Vec<PathBuf>,
+    /// Limit of copied bytes per second, such as 100M.
+    #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "0")]
+    pub rate: u64,
+}
+
+impl VmImport {
+    /// The request, with absolute paths, because the server has another working directory.
+    pub fn request(&self) -> Result<MachineImport, String> {
+        let link = match &self.network {
+            NetworkArgument::Card(link) => link.clone(),
+            NetworkArgument::None => Link::None,
+        };
+        Ok(MachineImport {
+            source: absolute(&self.source)?,
+            options: Options {
+                name: self.name.clone(),
+                permitted: self.allow_folder.iter().map(|folder| absolute(folder)).collect::<Result<_, _>>()?,
+                link,
+                bus: if self.virtio { Some(Bus::Virtio) } else { self.bus.map(Bus::from) },
+                card: if self.virtio { Some(Card::Virtio) } else { self.card.map(Card::from) },
+                firmware: self.firmware.map(|firmware| match firmware {
+                    FirmwareArgument::Bios => Firmware::Bios,
+                    FirmwareArgument::Uefi => Firmware::Uefi,
+                }),
+                cpus: self.cpus,
+                memory: self.memory,
+            },
+            dry_run: self.dry_run,
+            live: self.live,
+            start: self.start,
+            rate: self.rate,
+        })
+    }
+}

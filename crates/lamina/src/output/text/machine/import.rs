@@ -1,0 +1,51 @@
+//! Imported machines as text.
+
+use crate::output::human;
+use crate::output::words;
+use control::ImportedMachine;
+use std::io::{self, Write};
+use vm::import::Content;
+use vm::import::plan::PlannedDisk;
+
+/// Prints the machines that were imported, or would be.
+pub fn print(out: &mut dyn Write, machines: &[ImportedMachine], dry_run: bool) -> io::Result<()> {
+    machines.iter().try_for_each(|machine| print_one(out, machine, dry_run))
+}
+
+fn print_one(out: &mut dyn Write, machine: &ImportedMachine, dry_run: bool) -> io::Result<()> {
+    let ImportedMachine { plan, snapshots, started } = machine;
+    let defined = &plan.definition;
+    let done = match (dry_run, started) {
+        (true, _) => "would make",
+        (false, true) => "made and started",
+        (false, false) => "made",
+    };
+    writeln!(out, "{done} machine {} from '{}'", defined.name, plan.source.display())?;
+    let mut fact = |name: &str, value: String| writeln!(out, "  {:<10}{value}", format!("{name}:"));
+    fact("platform", words::platform(&defined.platform))?;
+    fact("cpus", defined.cpus.to_string())?;
+    fact("memory", human::size(defined.memory))?;
+    for (disk, planned) in defined.disks.iter().zip(&plan.disks) {
+        let size = planned.capacity.map(|capacity| format!(", {}", human::size(capacity))).unwrap_or_default();
+        let place = format!("{} unit {}", disk.bus.name(), disk.unit);
+        fact("disk", format!("{}: {place}{size}, {}", disk.name, origin(planned)))?;
+    }
+    for network in &defined.networks {
+        fact("network", format!("{} {} on {}", network.mac, network.model.name(), words::link(&network.link)))?;
+    }
+    for snapshot in snapshots {
+        fact("snapshot", snapshot.clone())?;
+    }
+    for note in &plan.notes {
+        fact(note.effect.name(), format!("{}: {}", note.item, note.reason))?;
+    }
+    Ok(())
+}
+
+fn origin(disk: &PlannedDisk) -> String {
+    match &disk.content {
+        Content::Image { path, .. } => format!("from {} '{}'", disk.label, path.display()),
+        Content::Member { member, .. } => format!("from {} '{member}'", disk.label),
+        Content::Empty { .. } => format!("{}, empty", disk.label),
+    }
+}

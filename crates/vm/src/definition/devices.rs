@@ -1,0 +1,238 @@
+//! Adding disks and network cards to a definition.
+//!
+//! 1. A device that is added has the kind of controller or the model that the machine's first disk or card has: the guest
+//!    has a driver for it.
+//! 2. A device that is added while the machine runs is where its process takes devices: in a port, or on a controller
+//!    that the process has and that takes disks.
+//! 3. A controller on the root bus stays as long as the process: of its disks, the last one is not removed while the
+//!    machine runs, so that the definition names every device of the process.
+
+use super::{
+    Bus, Card, Chipset, DISK_SLOTS, Definition, Disk, FIRST_PORT, IDE_SLOT, Link, NETWORK_SLOTS, Network,
+    PORTS_DEFAULT, PORTS_MAX,
+};
+use crate::identity::Mac;
+use error::{Error, ErrorKind, Result};
+use std::ops::Range;
+
+impl Disk {
+    /// Whether it is in a port.
+    pub fn is_in_port(&self) -> bool {
+        self.slot >= FIRST_PORT
+    }
+}
+
+impl Network {
+    /// Whether it can be removed while the machine runs.
+    pub fn is_in_port(&self) -> bool {
+        self.slot >= FIRST_PORT
+    }
+}
+
+impl Definition {
+    /// Adds a disk: at the lowest free address of the controllers that the machine has, or in the lowest free slot.
+    pub fn add_disk(&mut self, name: &str) -> Result<()> {
+        let (mut bus, mut place) = (self.usual_bus(), None);
+        if bus == Bus::Ide && self.platform.chipset == Chipset::I440fx {
+            place =
+                self.free_unit(bus).or_else(|| (!self.disks.iter().any(|it| it.bus == bus)).then_some((IDE_SLOT, 0)));
+        }
+        if bus == Bus::Ide && place.is_none() {
+            // The chipset has one IDE controller.
+            bus = Bus::Sata;
+        }
+        let taken = |slot: u8| self.slots().any(|taken| taken == slot);
+        let place = place.or_else(|| self.free_unit(bus)).or_else(|| Some((free_slot(DISK_SLOTS, &taken)?, 0)));
+        let Some((slot, unit)) = place else {
+            let text = format!(
+                "machine '{}' has {} disks already: all {} PCI slots for disks and their controllers are in use",
+                self.name,
+                self.disks.len(),
+                DISK_SLOTS.len()
+            );
+            return Err(Error::new(ErrorKind::Invalid, text));
+        };
+        self.disks.push(Disk { name: name.to_owned(), slot, bus, unit });
+        Ok(())
+    }
+
+    /// Adds a network card in the lowest free slot.
+    pub fn add_network(&mut self, mac: Mac, link: Link) -> Result<()> {
+        let taken = |slot: u8| self.slots().any(|taken| taken == slot);
+        let slot = free_slot(NETWORK_SLOTS, &taken).ok_or_else(|| {
+            let text = format!("machine '{}' has the maximum of network cards already", self.name);
+            Error::new(ErrorKind::Invalid, text)
+        })?;
+        self.networks.push(Network { mac, link, slot, model: self.usual_card() });
+        Ok(())
+    }
+
+    /// Adds a disk as for a machine that runs: on a controller that takes it, otherwise as a virtio disk in the lowest
+    /// free port.
+    pub fn plug_disk(&mut self, name: &str) -> Result<()> {
+        let bus = self.usual_bus();
+        let on_controller = bus.takes_disks().then(|| self.free_unit(bus)).flatten();
+        let (bus, slot, unit) = match on_controller {
+            Some((slot, unit)) => (bus, slot, unit),
+            None => (Bus::Virtio, self.free_port()?, 0),
+        };
+        self.disks.push(Disk { name: name.to_owned(), slot, bus, unit });
+        Ok(())
+    }
+
+    /// Adds a network card in the lowest free port, as for a machine that runs.
+    pub fn plug_network(&mut self, mac: Mac, link: Link) -> Result<()> {
+        let slot = self.free_port()?;
+        self.networks.push(Network { mac, link, slot, model: self.usual_card() });
+        Ok(())
+    }
+
+    /// Whether a disk can be removed while the machine runs.
+    pub fn can_unplug(&self, disk: &Disk) -> bool {
+        let others = || self.disks.iter().any(|it| it.slot == disk.slot && it.unit != disk.unit);
+        let first = self.disks.first().is_some_and(|first| first.name == disk.name);
+        disk.is_in_port() || disk.bus.takes_disks() && others() && !first
+    }
+
+    /// Changes the number of processors. If they cannot be divided into sockets as before, they are all in one.
+    pub fn set_cpus(&mut self, cpus: u32) {
+        self.cpus = cpus;
+        if let Some(cores) = &mut self.platform.cores
+            && !cpus.is_multiple_of(*cores)
+        {
+            *cores = cpus;
+        }
+    }
+
+    /// Changes the number of ports.
+    pub fn set_ports(&mut self, ports: u8) -> Result<()> {
+        if self.slots().any(|slot| slot >= FIRST_PORT.saturating_add(ports)) {
+            let text = format!("machine '{}' has a device in port {ports} or above: remove it first", self.name);
+            return Err(Error::new(ErrorKind::Invalid, text));
+        }
+        self.ports = ports;
+        self.check()
+    }
+
+    fn usual_bus(&self) -> Bus {
+        self.disks.first().map_or(Bus::Virtio, |disk| disk.bus)
+    }
+
+    fn usual_card(&self) -> Card {
+        self.networks.first().map_or(Card::Virtio, |network| network.model)
+    }
+
+    /// The lowest free address of the controllers of this kind: slot and unit.
+    fn free_unit(&self, bus: Bus) -> Option<(u8, u8)> {
+        let mut slots: Vec<u8> = self.disks.iter().filter(|disk| disk.bus == bus).map(|disk| disk.slot).collect();
+        slots.sort_unstable();
+        slots.dedup();
+        let taken = |slot: u8, unit: u8| self.disks.iter().any(|disk| (disk.slot, disk.unit) == (slot, unit));
+        slots.into_iter().find_map(|slot| Some((slot, (0..bus.units()).find(|unit| !taken(slot, *unit))?)))
+    }
+
+    fn free_port(&self) -> Result<u8> {
+        let ports = FIRST_PORT..FIRST_PORT + self.ports;
+        free_slot(ports, &|slot| self.slots().any(|taken| taken == slot)).ok_or_else(|| {
+            let name = &self.name;
+            let text = match self.ports {
+                0 => format!(
+                    "machine '{name}' has no ports for devices that are added while it runs: stop it, and add the device \
+                     then, or ports with 'lamina vm edit {name} --ports {PORTS_DEFAULT}'"
+                ),
+                ports => format!(
+                    "all {ports} ports of machine '{name}' are in use: stop it, and add the device then, or more ports \
+                     (up to {PORTS_MAX}) with 'lamina vm edit {name} --ports N'"
+                ),
+            };
+            Error::new(ErrorKind::Invalid, text)
+        })
+    }
+
+    fn slots(&self) -> impl Iterator<Item = u8> {
+        self.disks.iter().map(|disk| disk.slot).chain(self.networks.iter().map(|network| network.slot))
+    }
+}
+
+fn free_slot(mut slots: Range<u8>, taken: &dyn Fn(u8) -> bool) -> Option<u8> {
+    slots.find(|slot| !taken(*slot))
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    fn machine(chipset: Chipset, disks: &[(Bus, u8, u8)]) -> Definition {
+        let mut machine = Definition::new("web", 4, 64 << 20).unwrap();
+        machine.platform.chipset = chipset;
+        for (index, (bus, slot, unit)) in disks.iter().enumerate() {
+            machine.disks.push(Disk { name: format!("d{index}"), slot: *slot, bus: *bus, unit: *unit });
+        }
+        machine.check().unwrap();
+        machine
+    }
+
+    fn last(machine: &Definition) -> (Bus, u8, u8) {
+        let disk = machine.disks.last().unwrap();
+        machine.check().unwrap();
+        (disk.bus, disk.slot, disk.unit)
+    }
+
+    #[test]
+    fn an_added_disk_is_on_a_controller_for_which_the_guest_has_a_driver() {
+        let ide: Vec<(Bus, u8, u8)> = (0..4).map(|unit| (Bus::Ide, IDE_SLOT, unit)).collect();
+        let sata: Vec<(Bus, u8, u8)> = (0..6).map(|unit| (Bus::Sata, 9, unit)).collect();
+        for (chipset, disks, off, running) in [
+            (Chipset::Q35, &[][..], (Bus::Virtio, 8, 0), (Bus::Virtio, 32, 0)),
+            (Chipset::Q35, &[(Bus::Virtio, 8, 0)], (Bus::Virtio, 9, 0), (Bus::Virtio, 32, 0)),
+            (Chipset::Q35, &[(Bus::Pvscsi, 8, 0), (Bus::Sata, 9, 0)], (Bus::Pvscsi, 8, 1), (Bus::Pvscsi, 8, 1)),
+            (Chipset::Q35, &[(Bus::VirtioScsi, 8, 3)], (Bus::VirtioScsi, 8, 0), (Bus::VirtioScsi, 8, 0)),
+            (Chipset::Q35, &[(Bus::Lsisas, 8, 0)], (Bus::Lsisas, 8, 1), (Bus::Virtio, 32, 0)),
+            (Chipset::Q35, &[(Bus::Nvme, 8, 0)], (Bus::Nvme, 8, 1), (Bus::Virtio, 32, 0)),
+            (Chipset::Q35, &sata, (Bus::Sata, 8, 0), (Bus::Virtio, 32, 0)),
+            (Chipset::I440fx, &ide[..3], (Bus::Ide, IDE_SLOT, 3), (Bus::Virtio, 32, 0)),
+            (Chipset::I440fx, &ide, (Bus::Sata, 8, 0), (Bus::Virtio, 32, 0)),
+        ] {
+            let mut machine = machine(chipset, disks);
+            machine.add_disk("new").unwrap();
+            assert_eq!(last(&machine), off, "{disks:?}");
+            machine.disks.pop();
+            machine.plug_disk("new").unwrap();
+            assert_eq!(last(&machine), running, "{disks:?}");
+        }
+    }
+
+    #[test]
+    fn the_first_and_the_last_disk_of_a_controller_stay_while_the_machine_runs() {
+        let pair =
+            [(Bus::Pvscsi, 8, 0), (Bus::Pvscsi, 8, 1), (Bus::Pvscsi, 9, 0), (Bus::Lsi, 10, 0), (Bus::Lsi, 10, 1)];
+        let mut machine = machine(Chipset::Q35, &pair);
+        machine.disks.push(Disk { name: "plugged".into(), slot: FIRST_PORT, bus: Bus::Virtio, unit: 0 });
+        let can: Vec<bool> = machine.disks.iter().map(|disk| machine.can_unplug(disk)).collect();
+        assert_eq!(can, [false, true, false, false, false, true]);
+    }
+
+    #[test]
+    fn an_added_card_has_the_model_of_the_first_one() {
+        let mut machine = machine(Chipset::Q35, &[]);
+        machine.add_network(Mac::new().unwrap(), Link::User).unwrap();
+        machine.networks[0].model = Card::E1000e;
+        machine.add_network(Mac::new().unwrap(), Link::User).unwrap();
+        machine.plug_network(Mac::new().unwrap(), Link::User).unwrap();
+        machine.check().unwrap();
+        let models: Vec<(u8, Card)> = machine.networks.iter().map(|it| (it.slot, it.model)).collect();
+        assert_eq!(models, [(16, Card::E1000e), (17, Card::E1000e), (32, Card::E1000e)]);
+    }
+
+    #[test]
+    fn processors_that_cannot_be_divided_into_the_sockets_are_in_one() {
+        let mut machine = machine(Chipset::Q35, &[]);
+        machine.platform.cores = Some(2);
+        for (cpus, cores) in [(8, 2), (3, 3), (4, 4)] {
+            machine.set_cpus(cpus);
+            machine.check().unwrap();
+            assert_eq!(machine.platform.cores, Some(cores));
+        }
+    }
+}

@@ -1,0 +1,200 @@
+//! The hardware that a guest sees: firmware, chipset, the controllers of disks, the models of network cards.
+//!
+//! Every field has a default, which is the hardware of machines that lamina makes itself: virtio on a q35 chipset with
+//! BIOS. So definitions without these fields keep their meaning.
+
+use serde::{Deserialize, Serialize};
+
+/// PCI slot of the IDE controller, which is part of the chipset i440fx.
+pub const IDE_SLOT: u8 = 1;
+
+/// Whether a value is the default, which a definition leaves out.
+pub(super) fn is_default<T: Default + PartialEq>(value: &T) -> bool {
+    *value == T::default()
+}
+
+/// The firmware.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Firmware {
+    /// BIOS: QEMU's SeaBIOS.
+    #[default]
+    Bios,
+    /// UEFI: OVMF, with the machine's variables in a file of its own.
+    Uefi,
+}
+
+impl Firmware {
+    /// Its name.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Bios => "bios",
+            Self::Uefi => "uefi",
+        }
+    }
+}
+
+/// The chipset.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Chipset {
+    /// Intel Q35, with PCI Express.
+    #[default]
+    Q35,
+    /// Intel 440FX, with PCI and IDE.
+    I440fx,
+}
+
+impl Chipset {
+    /// Its name.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Q35 => "q35",
+            Self::I440fx => "i440fx",
+        }
+    }
+}
+
+/// What the hardware clock shows.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Clock {
+    /// Universal time, which Unix-like guests expect.
+    #[default]
+    Utc,
+    /// The host's local time, which Windows expects.
+    Local,
+}
+
+/// The graphics card.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Display {
+    /// No card: the console is the serial port.
+    #[default]
+    None,
+    /// A VGA card. Some boot loaders and Windows do not start without one.
+    Vga,
+}
+
+/// The hardware of a machine besides its processors, memory, disks and network cards.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Platform {
+    /// The chipset.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub chipset: Chipset,
+    /// The firmware.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub firmware: Firmware,
+    /// Whether UEFI starts only signed boot loaders. Needs UEFI and the chipset q35.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub secure_boot: bool,
+    /// Processors in each socket; `None` to let QEMU choose.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cores: Option<u32>,
+    /// The hardware clock.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub clock: Clock,
+    /// The graphics card.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub display: Display,
+}
+
+/// The way in which a disk is attached.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Bus {
+    /// virtio-blk: a PCI device for each disk.
+    #[default]
+    Virtio,
+    /// A virtio SCSI controller.
+    VirtioScsi,
+    /// VMware's paravirtual SCSI controller.
+    Pvscsi,
+    /// A parallel SCSI controller, LSI 53C895A.
+    Lsi,
+    /// A SAS controller, LSI SAS 1068.
+    Lsisas,
+    /// The IDE controller of the chipset i440fx.
+    Ide,
+    /// An AHCI controller.
+    Sata,
+    /// An NVMe controller; each disk is a namespace.
+    Nvme,
+}
+
+impl Bus {
+    /// All of them.
+    pub const ALL: [Self; 8] =
+        [Self::Virtio, Self::VirtioScsi, Self::Pvscsi, Self::Lsi, Self::Lsisas, Self::Ide, Self::Sata, Self::Nvme];
+
+    /// Its name in the definition.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Virtio => "virtio",
+            Self::VirtioScsi => "virtio-scsi",
+            Self::Pvscsi => "pvscsi",
+            Self::Lsi => "lsi",
+            Self::Lsisas => "lsisas",
+            Self::Ide => "ide",
+            Self::Sata => "sata",
+            Self::Nvme => "nvme",
+        }
+    }
+
+    /// Whether the controller takes disks while the machine runs, and reports them to the guest. The others have no way
+    /// to do so in QEMU, or none that the guest notices.
+    pub fn takes_disks(self) -> bool {
+        matches!(self, Self::VirtioScsi | Self::Pvscsi)
+    }
+
+    /// Disks on one controller, as QEMU limits them: units are 0 to this number, exclusive.
+    pub fn units(self) -> u8 {
+        match self {
+            Self::Virtio => 1,
+            Self::VirtioScsi | Self::Pvscsi | Self::Nvme => 64,
+            // The controller itself has the eighth address.
+            Self::Lsi => 7,
+            Self::Lsisas => 8,
+            Self::Ide => 4,
+            Self::Sata => 6,
+        }
+    }
+}
+
+/// The model of a network card.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Card {
+    /// virtio-net.
+    #[default]
+    Virtio,
+    /// VMware's paravirtual card.
+    Vmxnet3,
+    /// Intel 82540EM.
+    E1000,
+    /// Intel 82574L.
+    E1000e,
+    /// Realtek 8139.
+    Rtl8139,
+    /// AMD PCnet.
+    Pcnet,
+}
+
+impl Card {
+    /// All of them.
+    pub const ALL: [Self; 6] = [Self::Virtio, Self::Vmxnet3, Self::E1000, Self::E1000e, Self::Rtl8139, Self::Pcnet];
+
+    /// Its name in the definition.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Virtio => "virtio",
+            Self::Vmxnet3 => "vmxnet3",
+            Self::E1000 => "e1000",
+            Self::E1000e => "e1000e",
+            Self::Rtl8139 => "rtl8139",
+            Self::Pcnet => "pcnet",
+        }
+    }
+}

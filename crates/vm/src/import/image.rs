@@ -1,0 +1,28 @@
+//! A disk alone: the machine around it is what most guests have drivers for.
+
+use super::{Content, Foreign, ForeignCard, ForeignDisk, Format};
+use crate::definition::{Bus, Card, Display};
+use error::Result;
+use std::path::Path;
+
+/// Memory in bytes, unless the user chooses.
+const MEMORY: u64 = 1 << 30;
+
+/// The machine around an image.
+pub fn read(path: &Path) -> Result<Foreign> {
+    let mut machine = Foreign::new(path, Format::Image);
+    machine.name = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+    machine.memory = MEMORY;
+    machine.platform.display = Display::Vga;
+    let controller = machine.add_controller("sata".into(), Bus::Sata)?;
+    let content = Content::Image { path: path.to_owned(), format: None };
+    machine.add_disk(ForeignDisk { label: "disk".into(), controller, unit: 0, content })?;
+    machine.add_card(ForeignCard {
+        label: "card".into(),
+        model: Card::E1000e,
+        mac: None,
+        network: String::new(),
+        connected: true,
+    })?;
+    Ok(machine)
+}

@@ -1,0 +1,319 @@
+//! Domains of libvirt, in the XML that `virsh dumpxml` prints.
+//!
+//! libvirt's disks are named by absolute paths, which are usually in another folder than the XML. They need
+//! `--allow-folder`, because the XML may come from another host.
+
+use super::paths::Permitted;
+use super::xml::{self, Element};
+use super::{Content, Effect, Foreign, ForeignCard, ForeignDisk, Format, models};
+use crate::definition::{Boot, Bus, Chipset, Clock, Display, Firmware};
+use error::{Error, ErrorKind, Result};
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+/// Devices that are only noted, with the reason.
+const LEFT_OUT: [(&str, &str); 12] = [
+    ("hostdev", "devices of the host cannot be passed to machines"),
+    ("filesystem", "folders of the host cannot be shared with machines"),
+    ("tpm", "machines have no TPM. What is sealed with it cannot be opened"),
+    ("sound", "machines have no sound card"),
+    ("parallel", "machines have no parallel ports"),
+    ("smartcard", "machines have no smart cards"),
+    ("redirdev", "machines have no USB"),
+    ("watchdog", "machines have no watchdog"),
+    ("shmem", "machines have no shared memory"),
+    ("vsock", "machines have no vsock"),
+    ("panic", "machines have no panic device"),
+    ("crypto", "machines have no crypto device"),
+];
+
+/// Parses the XML of a domain; looks for its files in the permitted folders.
+pub fn read(path: &Path, bytes: &[u8], permitted: &Permitted) -> Result<Foreign> {
+    let root = xml::parse(bytes, &path.display().to_string())?;
+    let reader = Reader { path, permitted };
+    // `virsh dumpxml` of a snapshot or a backup has the domain inside.
+    let domain = if root.name == "domain" { Some(&root) } else { root.child("domain") };
+    let domain = domain.ok_or_else(|| reader.wrong(&root, "it is no domain of libvirt"))?;
+    reader.domain(domain)
+}
+
+struct Reader<'a> {
+    path: &'a Path,
+    permitted: &'a Permitted,
+}
+
+impl Reader<'_> {
+    fn wrong(&self, element: &Element, what: impl std::fmt::Display) -> Error {
+        let text = format!("'{}', line {}: {what}", self.path.display(), element.line);
+        Error::new(ErrorKind::Invalid, text)
+    }
+
+    fn find(&self, element: &Element, name: &str) -> Result<PathBuf> {
+        let context = |error: Error| error.context(format_args!("'{}', line {}", self.path.display(), element.line));
+        self.permitted.find(name).map_err(context)
+    }
+
+    fn domain(&self, domain: &Element) -> Result<Foreign> {
+        let mut machine = Foreign::new(self.path, Format::Libvirt);
+        let stem = self.path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+        machine.name = domain.text_of("name").map_or(stem, str::to_owned);
+        machine.uuid = match domain.text_of("uuid") {
+            Some(text) => Some(text.parse().map_err(|_| self.wrong(domain, "its uuid cannot be read"))?),
+            None => None,
+        };
+        let cpus = domain.child("vcpu");
+        let count = cpus.map_or("1", |it| it.attribute("current").unwrap_or(&it.text));
+        machine.cpus = count.parse().map_err(|_| self.wrong(domain, "its number of processors cannot be read"))?;
+        let memory = domain.child("memory").ok_or_else(|| self.wrong(domain, "it has no memory"))?;
+        let unit = unit(memory.attribute("unit").unwrap_or("KiB"));
+        let bytes = memory.text.parse::<u64>().ok().zip(unit).and_then(|(count, unit)| count.checked_mul(unit));
+        // Machines have whole MiB.
+        let bytes = bytes.and_then(|bytes| bytes.checked_next_multiple_of(1 << 20));
+        machine.memory = bytes.ok_or_else(|| self.wrong(memory, "the amount of memory cannot be read"))?;
+        let cores = domain.at(&["cpu", "topology"]).and_then(|it| it.attribute("cores")?.parse::<u32>().ok());
+        machine.platform.cores = cores.filter(|cores| *cores > 0 && machine.cpus.is_multiple_of(*cores));
+        self.firmware(&mut machine, domain)?;
+        let devices = domain.child("devices").ok_or_else(|| self.wrong(domain, "it has no devices"))?;
+        let model = |video: &Element| video.child("model").and_then(|it| it.attribute("type")).map(str::to_owned);
+        if devices.all("video").any(|video| model(video).as_deref() != Some("none")) {
+            machine.platform.display = Display::Vga;
+        }
+        self.disks(&mut machine, devices)?;
+        self.cards(&mut machine, devices)?;
+        for (name, reason) in LEFT_OUT {
+            for device in devices.all(name) {
+                let kind = device.attribute("model").or(device.attribute("type")).unwrap_or_default();
+                machine.note(format!("{name} {kind}").trim(), Effect::LeftOut, reason);
+            }
+        }
+        for serial in devices.all("serial").skip(1) {
+            let reason = "machines have one serial port, which is their console";
+            machine.note(format!("serial, line {}", serial.line), Effect::LeftOut, reason);
+        }
+        Ok(machine)
+    }
+
+    fn firmware(&self, machine: &mut Foreign, domain: &Element) -> Result<()> {
+        let Some(os) = domain.child("os") else { return Err(self.wrong(domain, "it has no <os>")) };
+        let kind = os.child("type");
+        let arch = kind.and_then(|it| it.attribute("arch")).unwrap_or("x86_64");
+        if kind.is_none_or(|it| it.text != "hvm") || !["x86_64", "i686"].contains(&arch) {
+            return Err(self.wrong(os, format!("only full virtualization of x86 can be imported, not '{arch}'")));
+        }
+        let board = kind.and_then(|it| it.attribute("machine")).unwrap_or("pc");
+        machine.platform.chipset = if board.contains("q35") { Chipset::Q35 } else { Chipset::I440fx };
+        let loader = os.child("loader");
+        let uefi =
+            os.attribute("firmware") == Some("efi") || loader.is_some_and(|it| it.attribute("type") == Some("pflash"));
+        if uefi {
+            machine.platform.firmware = Firmware::Uefi;
+            let mut features = os.child("firmware").into_iter().flat_map(|it| it.all("feature"));
+            let enrolled = features
+                .any(|it| it.attribute("name") == Some("enrolled-keys") && it.attribute("enabled") == Some("yes"));
+            let secure = loader.is_some_and(|it| it.attribute("secure") == Some("yes"));
+            // A build that can enforce signatures does so only with keys; a file with variables decides otherwise.
+            machine.platform.secure_boot = secure && (enrolled || os.attribute("firmware").is_none());
+            self.variables(machine, os)?;
+        }
+        if let Some(kernel) = os.text_of("kernel") {
+            let initrd = os.text_of("initrd").map(|name| self.find(os, name)).transpose()?;
+            let append = os.text_of("cmdline").unwrap_or_default().to_owned();
+            machine.boot = Some(Boot { kernel: self.find(os, kernel)?, initrd, append });
+        }
+        machine.platform.clock = match domain.child("clock").and_then(|it| it.attribute("offset")) {
+            Some("localtime") => Clock::Local,
+            Some("timezone" | "variable" | "absolute") => {
+                machine.note("clock", Effect::Changed, "its offset is not kept; it shows universal time");
+                Clock::Utc
+            }
+            _ => Clock::Utc,
+        };
+        Ok(())
+    }
+
+    /// The variables of UEFI.
+    fn variables(&self, machine: &mut Foreign, os: &Element) -> Result<()> {
+        let Some(nvram) = os.child("nvram") else { return Ok(()) };
+        let name = nvram.child("source").and_then(|it| it.attribute("file")).unwrap_or(&nvram.text);
+        if name.is_empty() {
+            return Ok(());
+        }
+        if nvram.attribute("format").is_some_and(|format| format != "raw") {
+            let reason = "its variables are not in a raw file; the machine gets new ones";
+            machine.note(format!("nvram '{name}'"), Effect::Changed, reason);
+            return Ok(());
+        }
+        machine.nvram = Some(self.find(nvram, name)?);
+        Ok(())
+    }
+
+    fn disks(&self, machine: &mut Foreign, devices: &Element) -> Result<()> {
+        let mut controllers: BTreeMap<(Bus, u32), usize> = BTreeMap::new();
+        let mut ordered: Vec<(u32, ForeignDisk)> = Vec::new();
+        for disk in devices.all("disk") {
+            let target = disk.child("target").ok_or_else(|| self.wrong(disk, "a disk has no target"))?;
+            let label = target.attribute("dev").unwrap_or("disk").to_owned();
+            match disk.attribute("device").unwrap_or("disk") {
+                "disk" => {}
+                kind @ ("cdrom" | "floppy") => {
+                    machine.note(label, Effect::LeftOut, format!("it is a {kind} drive; machines have none"));
+                    continue;
+                }
+                kind => {
+                    let text = format!("disk '{label}' of the kind '{}' cannot be mapped", kind.escape_debug());
+                    return Err(self.wrong(disk, text));
+                }
+            }
+            let content = self.content(disk, &label)?;
+            let address = |name: &str| {
+                disk.child("address").and_then(|it| it.attribute(name)).and_then(|text| text.parse::<u32>().ok())
+            };
+            let number = number_of(&label);
+            let (bus, controller, unit) = match target.attribute("bus").unwrap_or("ide") {
+                "virtio" => (Bus::Virtio, number, 0),
+                "ide" => {
+                    let unit = address("bus").unwrap_or(number / 2) * 2 + address("unit").unwrap_or(number % 2);
+                    (Bus::Ide, 0, unit)
+                }
+                "sata" => {
+                    (Bus::Sata, address("controller").unwrap_or(number / 6), address("unit").unwrap_or(number % 6))
+                }
+                "scsi" => {
+                    let controller = address("controller").unwrap_or(number / 7);
+                    let unit = address("target").filter(|target| *target > 0).or(address("unit")).unwrap_or(number % 7);
+                    (self.scsi(machine, devices, controller, &controllers)?, controller, unit)
+                }
+                "nvme" => (Bus::Nvme, address("controller").unwrap_or(0), address("unit").unwrap_or(number)),
+                other => {
+                    let reason =
+                        format!("there is no bus '{}'; the disk is on a SATA controller", other.escape_debug());
+                    machine.note(&*label, Effect::Replaced, reason);
+                    (Bus::Sata, u32::MAX, number % 6)
+                }
+            };
+            let index = match controllers.get(&(bus, controller)) {
+                Some(index) => *index,
+                None => {
+                    let index = machine.add_controller(format!("{} {controller}", bus.name()), bus)?;
+                    controllers.insert((bus, controller), index);
+                    index
+                }
+            };
+            let order = disk.child("boot").and_then(|it| it.attribute("order")?.parse().ok()).unwrap_or(u32::MAX);
+            ordered.push((order, ForeignDisk { label, controller: index, unit, content }));
+        }
+        ordered.sort_by_key(|(order, _)| *order);
+        ordered.into_iter().try_for_each(|(_, disk)| machine.add_disk(disk))
+    }
+
+    /// The model of a SCSI controller.
+    fn scsi(
+        &self,
+        machine: &mut Foreign,
+        devices: &Element,
+        index: u32,
+        known: &BTreeMap<(Bus, u32), usize>,
+    ) -> Result<Bus> {
+        let scsi = devices.all("controller").filter(|it| it.attribute("type") == Some("scsi"));
+        let number = |it: &Element| it.attribute("index").and_then(|text| text.parse::<u32>().ok()).unwrap_or(0);
+        let controller = scsi.into_iter().find(|it| number(it) == index);
+        let model = controller.and_then(|it| it.attribute("model")).unwrap_or("lsilogic");
+        let label = format!("scsi {index}");
+        Ok(match model {
+            "virtio-scsi" | "virtio-transitional" | "virtio-non-transitional" => Bus::VirtioScsi,
+            "vmpvscsi" => Bus::Pvscsi,
+            "lsisas1068" => Bus::Lsisas,
+            // QEMU's lsi is what libvirt calls lsilogic.
+            "lsilogic" | "auto" => Bus::Lsi,
+            "buslogic" if known.contains_key(&(Bus::Lsi, index)) => Bus::Lsi,
+            "buslogic" => models::bus_logic(machine, &label),
+            other => {
+                if !known.contains_key(&(Bus::Sata, index)) {
+                    let reason =
+                        format!("'{}' cannot be mapped; a SATA controller takes its place", other.escape_debug());
+                    machine.note(label, Effect::Replaced, reason);
+                }
+                Bus::Sata
+            }
+        })
+    }
+
+    fn content(&self, disk: &Element, label: &str) -> Result<Content> {
+        let source = disk.child("source");
+        let place = |name: &str| source.and_then(|it| it.attribute(name));
+        let (kind, name) = match disk.attribute("type").unwrap_or("file") {
+            "file" => ("file", place("file")),
+            "block" => ("dev", place("dev")),
+            other => {
+                let text = format!(
+                    "disk '{label}' is of the type '{}', which cannot be read: copy it into a file, and name that in \
+                     the XML",
+                    other.escape_debug()
+                );
+                return Err(self.wrong(disk, text));
+            }
+        };
+        let name = name.ok_or_else(|| self.wrong(disk, format!("disk '{label}' has no source {kind}")))?;
+        let format = disk.child("driver").and_then(|it| it.attribute("type")).unwrap_or("raw");
+        if !["raw", "qcow2", "vmdk"].contains(&format) {
+            let text = format!("disk '{label}' has the format '{}', which cannot be read", format.escape_debug());
+            return Err(self.wrong(disk, text));
+        }
+        Ok(Content::Image { path: self.find(disk, name)?, format: Some(format.to_owned()) })
+    }
+
+    fn cards(&self, machine: &mut Foreign, devices: &Element) -> Result<()> {
+        for (index, interface) in devices.all("interface").enumerate() {
+            let label = format!("card {}", index + 1);
+            let model = interface.child("model").and_then(|it| it.attribute("type")).unwrap_or("rtl8139");
+            let model = models::card(machine, &label, model);
+            let mac = interface.child("mac").and_then(|it| it.attribute("address"));
+            let mac = mac.map(|text| text.to_ascii_lowercase().parse()).transpose();
+            let mac = mac.map_err(|error: Error| self.wrong(interface, error))?;
+            let source = interface.child("source");
+            let place = |name: &str| source.and_then(|it| it.attribute(name)).map(|value| format!("{name} {value}"));
+            let network = place("bridge").or(place("network")).or(place("dev"));
+            let network = network.unwrap_or_else(|| interface.attribute("type").unwrap_or_default().to_owned());
+            let connected = interface.child("link").and_then(|it| it.attribute("state")) != Some("down");
+            machine.add_card(ForeignCard { label, model, mac, network, connected })?;
+        }
+        Ok(())
+    }
+}
+
+/// The number of a disk by its name: `vdb` is 1.
+fn number_of(name: &str) -> u32 {
+    let letters = name.trim_start_matches(|c: char| c != 'd').strip_prefix('d').unwrap_or_default();
+    let letters = letters.trim_end_matches(|c: char| c.is_ascii_digit());
+    let mut number: u32 = 0;
+    for letter in letters.bytes().filter(u8::is_ascii_lowercase).take(3) {
+        number = number * 26 + u32::from(letter - b'a') + 1;
+    }
+    number.saturating_sub(1)
+}
+
+/// Bytes of a unit of libvirt.
+fn unit(text: &str) -> Option<u64> {
+    Some(match text {
+        "b" | "bytes" => 1,
+        "KB" => 1000,
+        "k" | "KiB" => 1 << 10,
+        "MB" => 1_000_000,
+        "M" | "MiB" => 1 << 20,
+        "GB" => 1_000_000_000,
+        "G" | "GiB" => 1 << 30,
+        "T" | "TiB" => 1 << 40,
+        _ => return None,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn disks_are_numbered_by_their_letters() {
+        assert_eq!(["vda", "hdb", "sdz", "sdaa", "vdb1", "x", ""].map(number_of), [0, 1, 25, 26, 1, 0, 0]);
+        assert_eq!((unit("KiB"), unit("GB"), unit("?")), (Some(1024), Some(1_000_000_000), None));
+    }
+}

@@ -1,0 +1,50 @@
+//! Devices of other programs, and those of QEMU that take their places.
+
+use super::{Effect, Foreign};
+use crate::definition::{Bus, Card};
+
+/// The advice where the guest may lack a driver.
+const CHOOSE: &str = "if the guest lacks it, choose another controller with --bus, or --virtio";
+
+/// LSI Logic's parallel SCSI controller, 53C1030.
+pub fn lsi_logic(machine: &mut Foreign, label: &str) -> Bus {
+    let reason =
+        format!("QEMU has no LSI 53C1030; an LSI 53C895A takes its place, which needs the driver sym53c8xx: {CHOOSE}");
+    machine.note(label, Effect::Replaced, reason);
+    Bus::Lsi
+}
+
+/// BusLogic's parallel SCSI controller.
+pub fn bus_logic(machine: &mut Foreign, label: &str) -> Bus {
+    let reason = format!(
+        "QEMU has no BusLogic controller; an LSI 53C895A takes its place, which needs the driver sym53c8xx: {CHOOSE}"
+    );
+    machine.note(label, Effect::Replaced, reason);
+    Bus::Lsi
+}
+
+/// The model of a card, by any program's name for it.
+pub fn card(machine: &mut Foreign, label: &str, name: &str) -> Card {
+    let (card, same) = match name.to_ascii_lowercase().as_str() {
+        "virtio" | "virtio-net" | "virtio-net-pci" | "virtio-transitional" | "virtio-non-transitional" => {
+            (Card::Virtio, true)
+        }
+        "vmxnet3" => (Card::Vmxnet3, true),
+        "e1000" | "82540em" => (Card::E1000, true),
+        // VirtualBox's other cards of the same family, with the same drivers.
+        "82543gc" | "82545em" => (Card::E1000, true),
+        "e1000e" | "82574l" => (Card::E1000e, true),
+        "rtl8139" => (Card::Rtl8139, true),
+        "pcnet" | "pcnet32" | "am79c970a" | "am79c973" | "vlance" | "flexible" => (Card::Pcnet, true),
+        _ => (Card::E1000e, false),
+    };
+    if !same {
+        let reason = format!(
+            "QEMU has no '{}'; an e1000e takes its place, which needs the driver e1000e: choose another model with \
+             --card, or --virtio",
+            name.escape_debug()
+        );
+        machine.note(label, Effect::Replaced, reason);
+    }
+    card
+}

@@ -1,0 +1,153 @@
+//! Making the machine of a plan.
+//!
+//! 1. Before anything is made, every image is opened and every name is checked.
+//! 2. The machine exists once all of its disks do. A command that fails or is killed before leaves nothing of it: the
+//!    next command about machines removes the disks that were imported ([`crate::machines`]).
+//! 3. With a live import the disks exist at once, and the server copies their blocks afterwards.
+
+use super::Content;
+use super::plan::{Plan, PlannedDisk, PlannedSnapshot};
+use crate::clone::Sum;
+use crate::definition::Definition;
+use crate::disks::SnapshotFacts;
+use crate::host::Host;
+use crate::machine::Machine;
+use crate::machines::{OwnDisk, Snapshot};
+use crate::nvram;
+use crate::snapshots::{self, Record};
+use error::{Error, ErrorKind, Result};
+use std::path::PathBuf;
+use work::Progress;
+
+/// How disks are imported.
+#[derive(Clone, Debug)]
+pub struct How {
+    /// Whether the images are used until the server has copied them.
+    pub live: bool,
+    /// Folders besides an image's own that it may refer to.
+    pub permitted: Vec<PathBuf>,
+    /// Limit of copied bytes per second; 0 for none.
+    pub rate: u64,
+}
+
+/// Checks that a plan can be carried out, and finds out the capacities of its disks.
+pub fn check(host: &Host, plan: &mut Plan, how: &How) -> Result<()> {
+    let context = |error: Error, label: &str| error.context(format_args!("'{}', {label}", plan.source.display()));
+    let exists = |what: &str| {
+        let text = format!("there is a {what} already: choose another name with --name");
+        Error::new(ErrorKind::Exists, format!("'{}': {text}", plan.source.display()))
+    };
+    if host.machines().has(&plan.definition.name) {
+        return Err(exists(&format!("machine '{}'", plan.definition.name)));
+    }
+    let there = host.disks().all()?;
+    for disk in &plan.disks {
+        if there.contains_key(&disk.name) {
+            return Err(exists(&format!("disk '{}'", disk.name)));
+        }
+    }
+    for disk in &mut plan.disks {
+        disk.capacity = match &disk.content {
+            Content::Image { path, format } => {
+                let capacity = host.disks().image(path, format.as_deref(), &how.permitted);
+                Some(capacity.map_err(|error| context(error, &disk.label))?)
+            }
+            Content::Empty { capacity } => Some(*capacity),
+            Content::Member { .. } if how.live => {
+                let text =
+                    "a disk in an archive cannot be used in place: import it without --live, or unpack the archive";
+                return Err(context(Error::new(ErrorKind::Unsupported, text), &disk.label));
+            }
+            Content::Member { .. } => None,
+        };
+    }
+    Ok(())
+}
+
+/// Makes the machine. Returns the snapshots that were made.
+pub fn run(host: &Host, plan: &Plan, how: &How, progress: &dyn Progress) -> Result<Vec<String>> {
+    let _working = host.work()?;
+    let definition = &plan.definition;
+    let own = |_: &Definition| -> Vec<OwnDisk> {
+        plan.disks.iter().map(|disk| OwnDisk { name: disk.name.clone(), origin: None }).collect()
+    };
+    let making = host.machines().make(std::slice::from_ref(definition), own, Vec::new())?;
+    let sum = Sum::new(plan.disks.len().max(1), progress);
+    for PlannedDisk { name, content, label, .. } in &plan.disks {
+        if progress.cancelled() {
+            return Err(Error::new(ErrorKind::Interrupted, "stopped on request; the machine was not made"));
+        }
+        let imported = match content {
+            Content::Empty { capacity } => host.disks().create(name, *capacity),
+            content => host.disks().import(name, content, how, &sum.part()),
+        };
+        if let Err(error) = imported {
+            // It is unknown whether the server has made the disk.
+            if error.kind() == ErrorKind::Io {
+                making.leave();
+            }
+            return Err(error.context(format_args!("'{}', {label}", plan.source.display())));
+        }
+        making.made([name.clone()]);
+    }
+    let machine = making.machine(&definition.name);
+    if let Some(file) = &plan.nvram {
+        nvram::keep(file, machine.folder())?;
+    }
+    let snapshots = take_over_snapshots(host, plan, &machine)?;
+    making.finish(&definition.name)?;
+    making.settle()?;
+    Ok(snapshots)
+}
+
+/// Records the snapshots of the disks as snapshots of the machine.
+fn take_over_snapshots(host: &Host, plan: &Plan, machine: &Machine) -> Result<Vec<String>> {
+    let mut there: Vec<Vec<SnapshotFacts>> = Vec::with_capacity(plan.disks.len());
+    if plan.snapshots.is_empty() {
+        return Ok(Vec::new());
+    }
+    for disk in &plan.disks {
+        there.push(host.disks().snapshots(&disk.name)?);
+    }
+    let mut made = Vec::new();
+    for snapshot in &plan.snapshots {
+        let found = snapshot.disks.iter().map(|index| Some((*index, take_one(&mut there[*index], snapshot)?)));
+        let Some(found) = found.collect::<Option<Vec<(usize, String)>>>() else {
+            tracing::warn!(
+                "snapshot '{}' is left out: a disk of machine '{}' does not have it",
+                snapshot.label,
+                machine.name()
+            );
+            continue;
+        };
+        // At that time the machine had these disks only.
+        let disks = snapshot.disks.iter().map(|index| plan.definition.disks[*index].clone()).collect();
+        let record = Record {
+            version: snapshots::VERSION,
+            name: snapshot.name.clone(),
+            created: snapshot.created,
+            consistency: "crash-consistent".to_owned(),
+            disks: found
+                .into_iter()
+                .map(|(index, name)| Snapshot { disk: plan.disks[index].name.clone(), name })
+                .collect(),
+            machine: Definition { disks, ..plan.definition.clone() },
+        };
+        snapshots::take_over(machine, &record)?;
+        made.push(snapshot.name.clone());
+    }
+    Ok(made)
+}
+
+/// The disk's snapshot that belongs to a snapshot of the machine. The import of the disk may have changed the name.
+fn take_one(there: &mut Vec<SnapshotFacts>, snapshot: &PlannedSnapshot) -> Option<String> {
+    let letters = |name: &str| name.chars().filter(|c| c.is_alphanumeric()).collect::<String>().to_lowercase();
+    let wanted = letters(&snapshot.label);
+    let like = |one: &SnapshotFacts| letters(&one.name).starts_with(&wanted);
+    let index = there
+        .iter()
+        .position(|one| one.created == snapshot.created && like(one))
+        .or_else(|| there.iter().position(|one| one.name == snapshot.label))
+        .or_else(|| there.iter().position(|one| one.created == snapshot.created))?;
+    Some(there.remove(index).name)
+}

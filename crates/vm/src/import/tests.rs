@@ -1,0 +1,244 @@
+//! Descriptions that are read, and descriptions that are refused with the line.
+
+#![allow(clippy::unwrap_used)]
+
+use super::plan::{Plan, plan};
+use super::*;
+use crate::definition::{Chipset, Clock, Definition, IDE_SLOT};
+
+const VMX: &str = "config.version = \"8\"\nvirtualHW.version = \"11\"\n";
+const OS: &str = "<os><type arch='x86_64' machine='pc-q35-7.2'>hvm</type></os>";
+
+fn options() -> Options {
+    Options { name: Some("web".into()), ..Options::default() }
+}
+
+fn planned(format: Format, text: &str, options: &Options) -> Plan {
+    let mut machines = parse(format, text.as_bytes()).unwrap();
+    assert_eq!(machines.len(), 1);
+    plan(machines.remove(0), options).unwrap()
+}
+
+fn places(machine: &Definition) -> Vec<(u8, Bus, u8)> {
+    machine.disks.iter().map(|disk| (disk.slot, disk.bus, disk.unit)).collect()
+}
+
+fn notes(plan: &Plan) -> String {
+    plan.notes.iter().map(|note| format!("{}: {}\n", note.item, note.reason)).collect()
+}
+
+/// A configuration with disks at these places.
+fn vmx(more: &str, disks: &[&str]) -> String {
+    let disk = |device: &&str| format!("{device}.present = \"TRUE\"\n{device}.fileName = \"{device}.vmdk\"\n");
+    format!("{VMX}{more}{}", disks.iter().map(disk).collect::<String>())
+}
+
+#[test]
+fn what_vmware_writes() {
+    let text = vmx(
+        "displayName = \"Web |22x|22\"\nmemSize = \"2048\"\nnumvcpus = \"6\"\ncpuid.coresPerSocket = \"3\"\n\
+         guestOS = \"windows9Server64Guest\"\nuuid.bios = \"56 4d 11 22 33 44 55 66-77 88 99 aa bb cc dd ee\"\n\
+         scsi0.present = \"TRUE\"\nscsi0.virtualDev = \"pvscsi\"\nscsi1.present = \"TRUE\"\n\
+         scsi1.virtualDev = \"LSISAS1068\"\nscsi2.present = \"FALSE\"\nbios.hddOrder = \"scsi1:2,scsi0:0\"\n\
+         scsi1:2.mode = \"independent-nonpersistent\"\nscsi0:9.present = \"FALSE\"\nscsi0:9.fileName = \"gone.vmdk\"\n\
+         ethernet1.present = \"TRUE\"\nethernet1.addressType = \"static\"\nethernet1.address = \"00:50:56:AA:BB:CC\"\n\
+         ethernet1.startConnected = \"FALSE\"\nfloppy0.present = \"TRUE\"\nvtpm.present = \"TRUE\"\n",
+        &["scsi0:0", "scsi0:15", "scsi1:2", "scsi2:0", "ide1:0"],
+    );
+    let plan = planned(Format::Vmx, &text, &Options { name: None, ..options() });
+    let machine = &plan.definition;
+    assert_eq!((machine.name.as_str(), machine.cpus, machine.memory), ("Web-x", 6, 2 << 30));
+    assert_eq!((machine.platform.cores, machine.platform.clock), (Some(3), Clock::Local));
+    assert_eq!(machine.uuid.to_string(), "564d1122-3344-5566-7788-99aabbccddee", "the order before hardware 13");
+    // The boot disk is the first one, with the first slot.
+    let expected = [(8, Bus::Lsisas, 2), (9, Bus::Pvscsi, 0), (9, Bus::Pvscsi, 15), (IDE_SLOT, Bus::Ide, 2)];
+    assert_eq!(places(machine), expected);
+    assert_eq!((plan.disks[0].label.as_str(), plan.disks[0].name.as_str()), ("scsi1:2", "Web-x"));
+    let card = &machine.networks[0];
+    assert_eq!(
+        (card.mac.to_string().as_str(), &card.link, card.model),
+        ("00:50:56:aa:bb:cc", &Link::None, Card::Pcnet)
+    );
+    for words in ["floppy0", "vtpm", "BitLocker", "scsi1:2: VMware discards the writes"] {
+        assert!(notes(&plan).contains(words), "{words}: {}", notes(&plan));
+    }
+}
+
+#[test]
+fn what_cannot_be_as_it_was_is_noted() {
+    // An address that QEMU's controller does not have.
+    let scsi = "memSize = \"64\"\nscsi0.present = \"TRUE\"\n";
+    let plan = planned(Format::Vmx, &vmx(scsi, &["scsi0:0", "scsi0:12"]), &options());
+    assert_eq!(places(&plan.definition), [(8, Bus::Lsi, 0), (8, Bus::Lsi, 1)]);
+    assert!(notes(&plan).contains("scsi0:12") && notes(&plan).contains("its address is 1 here"), "{}", notes(&plan));
+    // UEFI starts from SATA, unless the user decides; other controllers stay.
+    let uefi = "memSize = \"64\"\nfirmware = \"efi\"\nscsi0.present = \"TRUE\"\nscsi0.virtualDev = \"pvscsi\"\n\
+                scsi1.present = \"TRUE\"\nscsi1.virtualDev = \"pvscsi\"\n";
+    let text = vmx(uefi, &["scsi0:0", "scsi0:1", "scsi1:0"]);
+    let plan = planned(Format::Vmx, &text, &options());
+    assert_eq!(places(&plan.definition), [(8, Bus::Sata, 0), (8, Bus::Sata, 1), (9, Bus::Pvscsi, 0)]);
+    assert_eq!(plan.definition.platform.chipset, Chipset::Q35);
+    assert!(notes(&plan).contains("scsi0: UEFI has no driver for pvscsi"), "{}", notes(&plan));
+    let kept = planned(Format::Vmx, &text, &Options { bus: Some(Bus::Pvscsi), ..options() });
+    assert_eq!(places(&kept.definition), [(8, Bus::Pvscsi, 0), (8, Bus::Pvscsi, 1), (8, Bus::Pvscsi, 2)]);
+    let bios = planned(Format::Vmx, &text, &Options { firmware: Some(Firmware::Bios), ..options() });
+    assert_eq!(bios.definition.disks[0].bus, Bus::Pvscsi);
+    // Two disks by virtio need two slots.
+    let virtio = Options { bus: Some(Bus::Virtio), card: Some(Card::Virtio), ..options() };
+    let plan = planned(Format::Vmx, &text, &virtio);
+    assert_eq!(places(&plan.definition), [(8, Bus::Virtio, 0), (9, Bus::Virtio, 0), (10, Bus::Virtio, 0)]);
+}
+
+#[test]
+fn refused_configurations_are_named_with_the_line() {
+    for (text, words) in [
+        ("displayName = \"x\"\n".to_owned(), "no configuration of a machine"),
+        (format!("{VMX}encryption.keySafe = \"v\"\n"), "decrypt it"),
+        (format!("{VMX}guestOS = \"arm-debian12-64\"\n"), "ARM"),
+        (format!("{VMX}memSize = \"many\"\n"), "line 3, memSize: 'many' is no number"),
+        (format!("{VMX}numvcpus = \"4294967296\"\n"), "line 3, numvcpus"),
+        (format!("{VMX}firmware = \"coreboot\"\n"), "line 3, firmware: neither bios nor efi"),
+        (format!("{VMX}uuid.bios = \"56 4d\"\n"), "line 3, uuid.bios"),
+        (
+            vmx("scsi0.present = \"TRUE\"\nscsi0.virtualDev = \"new\"\n", &["scsi0:0"]),
+            "line 4, scsi0.virtualDev: 'new'",
+        ),
+        (vmx("scsi0:0.deviceType = \"tape\"\nscsi0.present = \"TRUE\"\n", &["scsi0:0"]), "line 3, scsi0:0.deviceType"),
+        (format!("{VMX}ide0:0.present = \"TRUE\"\n"), "line 3, ide0:0.present: the device has no file"),
+    ] {
+        let error = parse(Format::Vmx, text.as_bytes()).unwrap_err().to_string();
+        assert!(error.contains("'description'") && error.contains(words), "{words}: {error}");
+    }
+    // A machine with nothing in it has too little memory for QEMU, which the plan refuses with the file.
+    let machine = parse(Format::Vmx, format!("{VMX}memSize = \"8\"\n").as_bytes()).unwrap().remove(0);
+    let error = plan(machine, &options()).unwrap_err().to_string();
+    assert!(error.contains("'description'") && error.contains("16 MiB"), "{error}");
+}
+
+#[test]
+fn a_disk_is_not_looked_for_elsewhere() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("web.vmx");
+    let scsi = "memSize = \"64\"\nscsi0.present = \"TRUE\"\n";
+    for (name, words) in [("/etc/passwd", "--allow-folder '/etc'"), ("missing.vmdk", "there is no file")] {
+        let text = vmx(scsi, &["scsi0:0"]).replace("scsi0:0.vmdk", name);
+        let permitted = paths::Permitted::beside(&path, &[]).unwrap();
+        let error = vmx::read(&path, text.as_bytes(), &permitted).unwrap_err().to_string();
+        assert!(error.contains("line 6, scsi0:0.fileName") && error.contains(words), "{error}");
+    }
+}
+
+fn domain(more: &str) -> String {
+    format!("<domain><name>d</name><memory unit='MiB'>64</memory>{OS}\n<devices>\n{more}</devices></domain>")
+}
+
+#[test]
+fn what_libvirt_writes() {
+    let disk = |target: &str, bus: &str, more: &str| {
+        format!(
+            "<disk type='file'><driver type='raw'/><source file='/{target}'/><target dev='{target}' bus='{bus}'/>{more}</disk>"
+        )
+    };
+    let address = |unit: u32| format!("<address type='drive' controller='1' bus='0' target='0' unit='{unit}'/>");
+    let text = domain(
+        &[
+            disk("vda", "virtio", ""),
+            disk("vdb", "virtio", "<boot order='1'/>"),
+            disk("sda", "scsi", &address(4)),
+            disk("sdb", "sata", ""),
+            disk("sdc", "usb", ""),
+            "<controller type='scsi' index='1' model='virtio-scsi'/><tpm model='tpm-crb'/><serial type='pty'/>".into(),
+            "<interface type='bridge'><source bridge='br0'/><model type='ne2k_pci'/><link state='down'/></interface>"
+                .into(),
+        ]
+        .concat(),
+    );
+    let plan = planned(Format::Libvirt, &text, &options());
+    assert_eq!(
+        plan.disks.iter().map(|disk| disk.label.as_str()).collect::<Vec<_>>(),
+        ["vdb", "vda", "sda", "sdb", "sdc"]
+    );
+    let expected =
+        [(8, Bus::Virtio, 0), (9, Bus::Virtio, 0), (10, Bus::VirtioScsi, 4), (11, Bus::Sata, 1), (12, Bus::Sata, 2)];
+    assert_eq!(places(&plan.definition), expected);
+    assert_eq!((plan.definition.networks[0].model, &plan.definition.networks[0].link), (Card::E1000e, &Link::None));
+    for words in ["tpm", "no bus 'usb'", "no 'ne2k_pci'"] {
+        assert!(notes(&plan).contains(words), "{words}: {}", notes(&plan));
+    }
+}
+
+#[test]
+fn refused_domains_are_named_with_the_line() {
+    let disk = |more: &str| domain(&format!("<disk type='file'>{more}<target dev='vda' bus='virtio'/></disk>"));
+    for (text, words) in [
+        ("<pool/>".to_owned(), "line 1: it is no domain"),
+        ("<domain>\n<name>x</name></domain>".into(), "it has no memory"),
+        ("<domain><memory unit='x'>1</memory></domain>".into(), "line 1: the amount of memory"),
+        (domain("").replace("x86_64", "aarch64"), "not 'aarch64'"),
+        (domain("").replace("<name>", "<uuid>1-2</uuid><name>"), "its uuid"),
+        (disk(""), "line 3: disk 'vda' has no source"),
+        (disk("<source file='/x'/><driver type='vdi'/>"), "line 3: disk 'vda' has the format 'vdi'"),
+        (disk("").replace("type='file'", "type='network'"), "type 'network'"),
+        (domain("<interface><mac address='01:00:00:00:00:00'/></interface>"), "is no network address"),
+    ] {
+        let error = parse(Format::Libvirt, text.as_bytes()).unwrap_err().to_string();
+        assert!(error.contains("'description'") && error.contains(words), "{words}: {error}");
+    }
+}
+
+fn envelope(items: &str) -> String {
+    format!(
+        "<Envelope><References><File id='f' href='d.vmdk'/><File id='z' href='z.vmdk' compression='gzip'/></References>\n\
+         <DiskSection><Disk diskId='d' fileRef='f' capacity='1'/><Disk diskId='z' fileRef='z' capacity='1'/>\
+         <Disk diskId='e' capacity='2' capacityAllocationUnits='byte * 2^30'/><Disk diskId='p' parentRef='d'/></DiskSection>\n\
+         <VirtualSystem id='x'><VirtualHardwareSection>\n\
+         <Item><ResourceType>4</ResourceType><VirtualQuantity>64</VirtualQuantity></Item>\n{items}\
+         </VirtualHardwareSection></VirtualSystem></Envelope>"
+    )
+}
+
+#[test]
+fn what_vmware_exports() {
+    let controller = |id: u32, kind: u32, name: &str| {
+        format!(
+            "<Item><InstanceID>{id}</InstanceID><ResourceType>{kind}</ResourceType><ResourceSubType>{name}</ResourceSubType></Item>"
+        )
+    };
+    let disk = |parent: u32, unit: u32, disk: &str| {
+        format!(
+            "<Item><ElementName>{disk}</ElementName><ResourceType>17</ResourceType><Parent>{parent}</Parent>\
+             <AddressOnParent>{unit}</AddressOnParent><HostResource>ovf:/disk/{disk}</HostResource></Item>"
+        )
+    };
+    let text = envelope(
+        &[
+            disk(3, 1, "d"),
+            controller(3, 6, "VirtualSCSI"),
+            controller(4, 20, "vmware.nvme.controller"),
+            disk(4, 0, "e"),
+            "<Item><ResourceType>10</ResourceType><ResourceSubType>VmxNet3</ResourceSubType><Connection>VM Network</Connection></Item>".into(),
+            "<Config required='false' key='firmware' value='efi'/><Config key='uefi.secureBoot.enabled' value='true'/>".into(),
+        ]
+        .concat(),
+    );
+    let plan = planned(Format::Ova, &text, &options());
+    assert_eq!(places(&plan.definition), [(8, Bus::Sata, 1), (9, Bus::Nvme, 0)]);
+    assert!(plan.definition.platform.secure_boot && plan.definition.networks[0].model == Card::Vmxnet3);
+    let member = Content::Member { archive: "description".into(), member: "d.vmdk".into() };
+    assert_eq!((&plan.disks[0].content, &plan.disks[1].content), (&member, &Content::Empty { capacity: 2 << 30 }));
+    for (items, words) in [
+        (disk(9, 0, "d"), "disk 'd' has no controller"),
+        (controller(3, 6, "strange"), "controller 'strange' cannot be mapped"),
+        (controller(3, 20, "AHCI") + &disk(3, 0, "x"), "there is no disk 'x'"),
+        (controller(3, 20, "AHCI") + &disk(3, 0, "z"), "compression"),
+        (controller(3, 20, "AHCI") + &disk(3, 0, "p"), "delta of another disk"),
+        (controller(3, 20, "AHCI") + &controller(3, 20, "AHCI"), "one InstanceID"),
+        (
+            "<Item><ResourceType>3</ResourceType><VirtualQuantity>x</VirtualQuantity></Item>".into(),
+            "'x' is no quantity",
+        ),
+    ] {
+        let error = parse(Format::Ovf, envelope(&items).as_bytes()).unwrap_err().to_string();
+        assert!(error.contains("'description', line ") && error.contains(words), "{words}: {error}");
+    }
+}

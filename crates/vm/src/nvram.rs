@@ -1,0 +1,72 @@
+//! The variables of a machine's UEFI firmware: boot entries, keys of Secure Boot. The file `nvram` in the machine's
+//! folder.
+//!
+//! 1. The file is made from the firmware's template at the first start, unless an import has brought one.
+//! 2. A snapshot of a machine has a copy of the file, and so has a clone. A revert restores it.
+
+use crate::definition::{Definition, Firmware};
+use crate::durable;
+use crate::machine::remove_if_there;
+use crate::qemu::firmware::{Uefi, find};
+use error::{Error, ErrorKind, IoContext, Result};
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+/// The file.
+const FILE: &str = "nvram";
+/// The longest file, in bytes. OVMF's have up to 4 MiB.
+pub const LENGTH_MAX: u64 = 64 << 20;
+
+/// The variables of the machine in `folder`.
+pub fn file(folder: &Path) -> PathBuf {
+    folder.join(FILE)
+}
+
+/// UEFI for a machine that starts; `None` if it has BIOS.
+pub(crate) fn prepare(folder: &Path, definition: &Definition) -> Result<Option<Uefi>> {
+    let platform = &definition.platform;
+    if platform.firmware != Firmware::Uefi {
+        return Ok(None);
+    }
+    let variables = file(folder);
+    let length = match fs::metadata(&variables) {
+        Ok(metadata) => Some(metadata.len()),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => None,
+        Err(e) => return Err(Error::io(format!("looking at '{}'", variables.display()), e)),
+    };
+    let context = |error: Error| error.context(format_args!("machine '{}'", definition.name));
+    let build = find(platform, length).map_err(context)?;
+    if length.is_none() {
+        keep(&build.variables, folder)?;
+    }
+    Ok(Some(Uefi { code: build.code, variables }))
+}
+
+/// Copies a file of variables into a folder, durably.
+pub(crate) fn keep(from: &Path, folder: &Path) -> Result<()> {
+    let reading = || format!("reading '{}'", from.display());
+    let length = fs::metadata(from).during(reading)?.len();
+    if length > LENGTH_MAX {
+        let text = format!("'{}' has {length} bytes: no firmware has so many variables", from.display());
+        return Err(Error::new(ErrorKind::Invalid, text));
+    }
+    durable::write(&file(folder), &fs::read(from).during(reading)?)
+}
+
+/// Copies the variables of one folder, if it has any, to another.
+pub(crate) fn carry(from: &Path, to: &Path) -> Result<()> {
+    match file(from).exists() {
+        true => keep(&file(from), to),
+        false => Ok(()),
+    }
+}
+
+/// Makes the variables of a machine those of a snapshot.
+pub(crate) fn restore(snapshot: &Path, machine: &Path) -> Result<()> {
+    match file(snapshot).exists() {
+        true => keep(&file(snapshot), machine),
+        // Before its first start, a machine has no variables.
+        false => remove_if_there(&file(machine)),
+    }
+}

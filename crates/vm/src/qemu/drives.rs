@@ -1,0 +1,104 @@
+//! The arguments for disks and their controllers.
+//!
+//! 1. Disks of one controller have the controller's PCI slot; the controller is created before the first of them.
+//! 2. The names of a disk's block node and device follow from its address, and so stay the same when other disks are
+//!    added or removed.
+//! 3. Disks in ports, and those on controllers that take disks while the machine runs ([`Bus::takes_disks`]), can be
+//!    added and removed in the running process ([`crate::plug`]).
+
+use super::command::{place, place_text};
+use crate::definition::{Bus, Chipset, Definition, Disk};
+use serde_json::{Value, json};
+use std::collections::BTreeSet;
+use std::path::Path;
+
+/// Seconds after which the guest's requests fail if the server of a disk is unreachable; until then they wait, so that
+/// the server can be restarted.
+const RECONNECT_SECONDS: u32 = 300;
+
+/// The block node of a disk. Before 0.2.0, the number was the index of the disk, which is below any slot of a disk that
+/// is a PCI device itself.
+pub fn disk_node(disk: &Disk) -> String {
+    format!("disk{}", address(disk))
+}
+
+/// The device of a disk.
+pub fn disk_device(disk: &Disk) -> String {
+    format!("vd{}", address(disk))
+}
+
+/// The slot of a disk, and its unit if its controller has several.
+fn address(disk: &Disk) -> String {
+    match disk.bus {
+        Bus::Virtio => disk.slot.to_string(),
+        _ => format!("{}-{}", disk.slot, disk.unit),
+    }
+}
+
+/// The block node of an export.
+pub fn block_node(node: &str, export: &str, nbd: &Path) -> Value {
+    json!({
+        "driver": "nbd", "node-name": node, "export": export, "discard": "unmap",
+        "reconnect-delay": RECONNECT_SECONDS, "server": { "type": "unix", "path": nbd },
+    })
+}
+
+/// The device of a disk, for a running process. The disk is in a port or on a controller that takes disks.
+pub fn added_device(chipset: Chipset, disk: &Disk) -> Value {
+    let (slot, id, node) = (disk.slot, disk_device(disk), disk_node(disk));
+    match disk.bus {
+        Bus::Virtio => {
+            let (key, value) = place(chipset, slot);
+            json!({ "driver": "virtio-blk-pci", "id": id, "drive": node, "write-cache": "on", key: value })
+        }
+        _ => json!({ "driver": "scsi-hd", "id": id, "drive": node, "write-cache": "on",
+                     "bus": format!("controller{slot}.0"), "scsi-id": disk.unit, "lun": 0 }),
+    }
+}
+
+/// The options for all disks, each with its value.
+pub fn arguments(definition: &Definition, nbd: &Path) -> Vec<(&'static str, String)> {
+    let mut all = Vec::new();
+    let mut controllers = BTreeSet::new();
+    for (index, disk) in definition.disks.iter().enumerate() {
+        all.push(("-blockdev", block_node(&disk_node(disk), &disk.name, nbd).to_string()));
+        if controllers.insert(disk.slot)
+            && let Some(controller) = controller(disk)
+        {
+            all.push(("-device", controller));
+        }
+        let boots = if index == 0 && definition.boot.is_none() { ",bootindex=0" } else { "" };
+        all.push(("-device", format!("{}{boots}", device(definition.platform.chipset, disk))));
+    }
+    all
+}
+
+/// The controller of a disk, unless the disk is a PCI device itself or the controller is part of the chipset.
+fn controller(disk: &Disk) -> Option<String> {
+    let slot = disk.slot;
+    let model = match disk.bus {
+        Bus::Virtio | Bus::Ide => return None,
+        Bus::VirtioScsi => "virtio-scsi-pci",
+        Bus::Pvscsi => "pvscsi",
+        Bus::Lsi => "lsi53c895a",
+        Bus::Lsisas => "mptsas1068",
+        Bus::Sata => "ich9-ahci",
+        Bus::Nvme => return Some(format!("nvme,id=controller{slot},addr={slot:x}.0,serial=lamina-{slot}")),
+    };
+    Some(format!("{model},id=controller{slot},addr={slot:x}.0"))
+}
+
+fn device(chipset: Chipset, disk: &Disk) -> String {
+    let (slot, unit) = (disk.slot, disk.unit);
+    let of = |model: &str| format!("{model},id={},drive={}", disk_device(disk), disk_node(disk));
+    let place = match disk.bus {
+        Bus::Virtio => return format!("{},{},write-cache=on", of("virtio-blk-pci"), place_text(chipset, slot)),
+        Bus::VirtioScsi | Bus::Pvscsi | Bus::Lsi | Bus::Lsisas => {
+            format!("{},bus=controller{slot}.0,scsi-id={unit},lun=0", of("scsi-hd"))
+        }
+        Bus::Sata => format!("{},bus=controller{slot}.{unit}", of("ide-hd")),
+        Bus::Ide => format!("{},bus=ide.{},unit={}", of("ide-hd"), unit / 2, unit % 2),
+        Bus::Nvme => format!("{},bus=controller{slot},nsid={}", of("nvme-ns"), u32::from(unit) + 1),
+    };
+    format!("{place},write-cache=on")
+}
