@@ -90,6 +90,9 @@ struct Memory {
     /// Flushes wait while this is set.
     held: Mutex<bool>,
     changed: Condvar,
+    /// Flushes that have read what they make durable.
+    begun: Mutex<u32>,
+    began: Condvar,
 }
 
 impl Memory {
@@ -102,6 +105,12 @@ impl Memory {
     fn hold(&self, held: bool) {
         *self.held.lock() = held;
         self.changed.notify_all();
+    }
+    fn await_flush(&self, number: u32) {
+        let mut begun = self.begun.lock();
+        while *begun < number {
+            self.began.wait(&mut begun);
+        }
     }
 }
 
@@ -136,6 +145,8 @@ impl Device for Memory {
     }
     fn finish_flush(&self, _ticket: FlushTicket) -> Result<()> {
         let covered = self.letters.lock().clone();
+        *self.begun.lock() += 1;
+        self.began.notify_all();
         std::thread::sleep(Duration::from_millis(2));
         let mut held = self.held.lock();
         while *held {
@@ -191,6 +202,8 @@ fn with_session(client: impl FnOnce(&Memory, &mut UnixStream, &mut dyn FnMut() -
         durable: Mutex::new(Vec::new()),
         held: Mutex::new(false),
         changed: Condvar::new(),
+        begun: Mutex::new(0),
+        began: Condvar::new(),
     });
     let exports = One(Arc::clone(&memory));
     let (mut near, far) = UnixStream::pair().unwrap();
@@ -232,6 +245,7 @@ fn a_flush_delays_no_other_request() {
         memory.hold(true);
         near.write_all(b"flush\nread 0 4\n").unwrap();
         assert_eq!(reply(), "4 ok aaaa");
+        memory.await_flush(2);
         near.write_all(b"write 0 bbbb\n").unwrap();
         assert_eq!(reply(), "5 ok");
         // A flush requested during another one covers the requests completed before, so it needs a device flush of its

@@ -8,7 +8,7 @@ use backend::{BLOCK_SIZE, Buffer, File, IoMode, LocalFile, LocalPart, Queue, Sha
 use disk::device::{Allocation, Device, DirtyExtent, FlushTicket, Media, ReadPlan, Segment, StatusExtent, Verdict};
 use error::{Error, ErrorKind, Result};
 use export::exports::{ExportName, Exports};
-use parking_lot::{Mutex, RwLock};
+use parking_lot::{Condvar, Mutex, RwLock};
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::ops::Range;
@@ -136,7 +136,8 @@ pub struct MemoryDisk {
     file: Arc<MemoryFile>,
     state: Mutex<DiskState>,
     pub flushes: AtomicU64,
-    flush_delay: Mutex<Duration>,
+    flushes_held: Mutex<bool>,
+    flushes_released: Condvar,
     pub fua_writes: AtomicU64,
     /// Every n-th read returns "changed during the read"; 0 for only if true.
     pub again_every: AtomicU32,
@@ -180,7 +181,8 @@ impl MemoryDisk {
             file: Arc::new(file),
             state: Mutex::new(state),
             flushes: AtomicU64::new(0),
-            flush_delay: Mutex::new(Duration::ZERO),
+            flushes_held: Mutex::default(),
+            flushes_released: Condvar::new(),
             fua_writes: AtomicU64::new(0),
             again_every: AtomicU32::new(0),
             verdicts: AtomicU32::new(0),
@@ -197,9 +199,10 @@ impl MemoryDisk {
         self.file.misses_of_8.store(8, Ordering::Relaxed);
     }
 
-    /// Sets how long each flush takes after it is counted.
-    pub fn slow_flushes(&self, delay: Duration) {
-        *self.flush_delay.lock() = delay;
+    /// Flushes wait, after they are counted, while `held` is true.
+    pub fn hold_flushes(&self, held: bool) {
+        *self.flushes_held.lock() = held;
+        self.flushes_released.notify_all();
     }
 
     /// Sets how many of 8 reads miss the page cache.
@@ -376,7 +379,10 @@ impl Device for MemoryDisk {
     }
     fn finish_flush(&self, _ticket: FlushTicket) -> Result<()> {
         self.flushes.fetch_add(1, Ordering::SeqCst);
-        std::thread::sleep(*self.flush_delay.lock());
+        let mut held = self.flushes_held.lock();
+        while *held {
+            self.flushes_released.wait(&mut held);
+        }
         Ok(())
     }
     fn prefetch(&self, offset: u64, length: u64) -> Result<()> {
