@@ -2,7 +2,7 @@
 //!
 //! `lamina-mutants [--list] [--check] [--only NAME]... [--json] [--no-baseline] [--seconds N]`
 //!
-//! Most faults are built together, each behind a switch, and then switched on one at a time; the others are built alone.
+//! Most faults are built together, each behind a switch that is then switched on. The others are built alone.
 
 #![forbid(unsafe_code)]
 

@@ -24,10 +24,10 @@ pub enum Ended {
     TooLate,
 }
 
-/// Runs a command that writes into `log`. When the name of a failed test is in the log, the command is killed, unless
-/// the test program has child processes: these could have mounted file systems or started servers, and remove them at
-/// the end of their test.
-pub fn run(command: &mut Command, log: &Path, limit: Duration) -> Result<Ended, String> {
+/// Runs a command that writes into `log`. With `until_failure`, the command is killed when the name of a failed test is
+/// in the log, unless the test program has child processes: these could have mounted file systems or started servers,
+/// and remove them at the end of their test.
+pub fn run(command: &mut Command, log: &Path, limit: Duration, until_failure: bool) -> Result<Ended, String> {
     let failed = |error: std::io::Error| format!("running cargo: {error}");
     // With a process group of its own, a test that hangs is killed together with its child processes.
     let mut child = command.process_group(0).spawn().map_err(failed)?;
@@ -44,7 +44,7 @@ pub fn run(command: &mut Command, log: &Path, limit: Duration) -> Result<Ended, 
             kill(&mut child).map_err(failed)?;
             return Ok(Ended::TooLate);
         }
-        if watch.sees_failure().map_err(failed)? && runs_nothing_else(child.id()) {
+        if until_failure && watch.sees_failure().map_err(failed)? && runs_nothing_else(child.id()) {
             kill(&mut child).map_err(failed)?;
             return Ok(Ended::Badly);
         }
@@ -114,11 +114,15 @@ mod tests {
 
     /// Runs a shell script in place of cargo, and returns how it ended and its log.
     fn shell(name: &str, script: &str, limit: Duration) -> (Ended, String) {
+        shell_until(name, script, limit, true)
+    }
+
+    fn shell_until(name: &str, script: &str, limit: Duration, until_failure: bool) -> (Ended, String) {
         let log = std::env::temp_dir().join(format!("lamina-mutants-{name}-{}", std::process::id()));
         let file = File::create(&log).expect("a log");
         let mut command = Command::new("bash");
         command.args(["-c", script]).stdin(Stdio::null()).stdout(file);
-        let ended = run(&mut command, &log, limit).expect("it runs");
+        let ended = run(&mut command, &log, limit, until_failure).expect("it runs");
         let text = fs::read_to_string(&log).expect("a log");
         fs::remove_file(&log).expect("the log is there");
         (ended, text)
@@ -139,6 +143,8 @@ mod tests {
         let (ended, log) = shell("first", "echo 'test a ... FAILED'; sleep 50; echo end", LONG);
         assert_eq!(ended, Ended::Badly);
         assert!(!log.contains("end") && began.elapsed() < Duration::from_secs(30));
+        let (ended, log) = shell_until("all", "echo 'test a ... FAILED'; sleep 0.3; echo end; exit 1", LONG, false);
+        assert!(ended == Ended::Badly && log.contains("end"));
         assert_eq!(shell("text", "echo 'x test a ... FAILED'; echo test; sleep 0.3; exit 0", LONG).0, Ended::Well);
     }
 

@@ -57,8 +57,10 @@ impl Outcome {
 enum Purpose<'a> {
     /// Building. The messages of the compiler go into a file as JSON.
     Build,
-    /// Running the tests with a mutant, or without any.
-    Test(Option<&'a str>),
+    /// Running the tests without a fault. The log must explain a failure, so all of them run to their end.
+    Baseline,
+    /// Running the tests up to the first failure, with a mutant switched on or with one that is planted.
+    Judge(Option<&'a str>),
 }
 
 /// The copy in which faults are planted.
@@ -145,7 +147,7 @@ impl Scratch {
             return Err(format!("'cargo test {command}' does not build without any fault; see {}", self.log.display()));
         }
         let began = Instant::now();
-        match self.cargo(test, Purpose::Test(None), self.time)? {
+        match self.cargo(test, Purpose::Baseline, self.time)? {
             Ended::Well if self.ran_nothing() => Err(format!("'cargo test {command}' names no test")),
             Ended::Well => Ok(began.elapsed()),
             Ended::Badly => Err(format!("'cargo test {command}' fails without any fault; see {}", self.log.display())),
@@ -155,7 +157,7 @@ impl Scratch {
 
     /// Runs the test of a mutant that is behind a switch. After `limit` it counts as hanging.
     pub fn judge_switched(&self, mutant: &Mutant, limit: Duration) -> Outcome {
-        let ended = self.cargo(&mutant.test, Purpose::Test(Some(&mutant.name)), limit);
+        let ended = self.cargo(&mutant.test, Purpose::Judge(Some(&mutant.name)), limit);
         self.outcome(mutant, ended).unwrap_or_else(Outcome::Broken)
     }
 
@@ -176,7 +178,7 @@ impl Scratch {
         if self.cargo(&mutant.test, Purpose::Build, BUILD_TIME)? != Ended::Well {
             return Err(format!("{} does not build; see {}", mutant.name, self.log.display()));
         }
-        let ended = self.cargo(&mutant.test, Purpose::Test(None), limit);
+        let ended = self.cargo(&mutant.test, Purpose::Judge(None), limit);
         self.outcome(mutant, ended)
     }
 
@@ -215,15 +217,17 @@ impl Scratch {
                 command.args(["--no-run", "--message-format=json"]);
                 File::create(&self.messages).map_err(failed)?
             }
-            Purpose::Test(mutant) => {
+            Purpose::Baseline | Purpose::Judge(_) => {
                 fs::create_dir_all(&self.temporary).map_err(failed)?;
                 command.env("TMPDIR", &self.temporary);
-                command.envs(mutant.map(|name| (switch::VARIABLE, name)));
                 log.try_clone().map_err(failed)?
             }
         };
+        if let Purpose::Judge(Some(mutant)) = purpose {
+            command.env(switch::VARIABLE, mutant);
+        }
         command.args(test).stdin(Stdio::null()).stdout(output).stderr(log);
-        let ended = process::run(&mut command, &self.log, time);
+        let ended = process::run(&mut command, &self.log, time, matches!(purpose, Purpose::Judge(_)));
         if purpose == Purpose::Build {
             let messages = fs::read_to_string(&self.messages).map_err(failed)?;
             let mut log = File::options().append(true).open(&self.log).map_err(failed)?;
