@@ -51,7 +51,7 @@ pub struct Client {
 /// Which clients are told to reconnect.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Whose {
-    /// All of them.
+    /// All clients.
     All,
     /// The connections of one process.
     Process(i32),

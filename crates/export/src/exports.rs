@@ -18,7 +18,7 @@ pub struct ExportName {
 
 /// The source of exports.
 pub trait Exports: Send + Sync {
-    /// All of them.
+    /// The names of all exports.
     fn names(&self) -> Vec<ExportName>;
 
     /// Opens an export by name; it stays open as long as the device is held.

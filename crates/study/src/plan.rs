@@ -69,7 +69,7 @@ pub enum Study {
     VmInstant,
     /// A clone at another server over TLS against one on the spot; a second one after 5 % change
     Remote,
-    /// All of them
+    /// Run all studies
     All,
     /// Measure nothing: write docs/figures.md and the table of README.md from the result files in docs/figures
     Figures,

@@ -55,9 +55,9 @@ impl NewSnapshot {
 pub struct Snapshot {
     /// Its name.
     pub name: String,
-    /// VMware's number for it.
+    /// The number of the snapshot in VMware's list of snapshots.
     pub uid: u32,
-    /// The name of the snapshot before it.
+    /// The name of the snapshot on which this one is based.
     pub parent: Option<String>,
     /// When the snapshot was taken: seconds since 1970.
     pub created: u64,

@@ -75,7 +75,7 @@ pub struct SendHow {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub enum ReceiveRequest {
-    /// All of them.
+    /// List all receptions.
     List,
     /// Delete a reception and its data.
     Delete {

@@ -70,7 +70,8 @@ impl Drop for Point<'_> {
     fn drop(&mut self) {
         if let Err(error) = self.foreign.delete_snapshot(&self.entry, &self.name, None, &NoProgress) {
             let snapshot = &self.name;
-            tracing::warn!(%error, snapshot, "the next opening of the datastore removes the snapshot of a conversion");
+            let text = "the snapshot of a conversion was not deleted; the next opening of the datastore does it";
+            tracing::warn!(%error, snapshot, "{text}");
         }
     }
 }

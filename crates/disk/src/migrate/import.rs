@@ -167,7 +167,7 @@ impl Datastore {
             Err(error) => {
                 if let Err(second) = self.foreign.remove_moved(&folder, disk).and_then(|()| self.sweep_overlays()) {
                     tracing::warn!(
-                        "the unfinished disk '{name}' is removed when the datastore is opened next: {second}"
+                        "the unfinished disk '{name}' stays until the next opening of the datastore: {second}"
                     );
                 }
                 Err(error.context(format!("disk '{name}' was not made")))
@@ -209,7 +209,7 @@ impl Datastore {
             Err(error) => {
                 if let Err(second) = self.remove_target(&target) {
                     tracing::warn!(
-                        "the unfinished disk '{name}' is removed when the datastore is opened next: {second}"
+                        "the unfinished disk '{name}' stays until the next opening of the datastore: {second}"
                     );
                 }
                 Err(error.context(format!("disk '{name}' was not made")))

@@ -454,7 +454,7 @@ fn a_new_disk_in_the_folder_of_a_group_member_does_not_belong_to_the_group() {
     assert_eq!(records(&path), 1);
     datastore.delete_disk("b", false).unwrap();
     assert_eq!(records(&path), 0, "nothing waits for disks that were deleted");
-    // The record that a server leaves if it is killed between a deletion and the update of the record.
+    // Writes the record as a server leaves it when the server is killed between a deletion and the record's update.
     group.group.images.truncate(1);
     group.give_up().unwrap();
     let new = NewDisk { format: DiskFormat::Vmdk, ..NewDisk::native(SIZE, Provisioning::Thin) };

@@ -333,7 +333,7 @@ impl Transmission<'_> {
                 let all: Vec<usize> = (0..self.contexts.len()).collect();
                 return self.status(head, length, only_one, &all);
             }
-            // Handled when their payload arrives.
+            // These requests are handled when their payload arrives.
             Action::Write { .. } | Action::StatusPayload { .. } => return,
             Action::Cache { length } => {
                 let done = device.prefetch(offset, length);

@@ -293,7 +293,7 @@ fn read_directory(file: &dyn File, header: &Header, offset: u64) -> Result<Vec<u
     let start = offset.checked_mul(SECTOR).filter(|start| *start > 0);
     let Some(start) = start.filter(|start| start.checked_add(bytes).is_some_and(|end| end <= length)) else {
         let sentence =
-            format!("the grain directory at sector {offset} lies outside the file: it was cut, or is damaged");
+            format!("the grain directory at sector {offset} lies outside the file, which was truncated, or is damaged");
         return Err(Error::new(ErrorKind::Corrupt, sentence));
     };
     let mut buffer = vec![0; bytes as usize];

@@ -94,7 +94,7 @@ impl Hosted {
         let sectors = file.len().during(|| format!("{image}: cannot find out the length"))? / SECTOR;
         if header.overhead > sectors {
             let what = format!("{image}: its metadata take {} sectors and the file has {sectors}", header.overhead);
-            return Err(Error::new(ErrorKind::Corrupt, format!("{what}: the file was cut")));
+            return Err(Error::new(ErrorKind::Corrupt, format!("{what}: the file was truncated")));
         }
         let warnings = Warnings::default();
         let mut directories =
@@ -145,8 +145,10 @@ impl Hosted {
     }
 
     fn damaged_entry(&self, grain: u64) -> Error {
-        let what =
-            format!("{}: grain {grain} has no valid sector: its tables are damaged or the file was cut", self.image);
+        let what = format!(
+            "{}: grain {grain} has no valid sector: its tables are damaged or the file was truncated",
+            self.image
+        );
         Error::new(ErrorKind::Corrupt, format!("{what}; check the image, with --repair to correct what can be proven"))
     }
 }

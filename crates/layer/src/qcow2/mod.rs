@@ -175,8 +175,9 @@ impl Qcow2 {
         if offset < length || self.files.len() > 1 {
             return Ok(());
         }
-        Err(self
-            .corrupt(format_args!("cluster {cluster} lies outside the file: it was cut, or its tables are damaged")))
+        Err(self.corrupt(format_args!(
+            "cluster {cluster} lies outside the file, which was truncated, or its tables are damaged"
+        )))
     }
 
     fn read_cluster(&self, cluster: u64) -> Result<Arc<[u8]>> {

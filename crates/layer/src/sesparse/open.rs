@@ -61,7 +61,7 @@ impl SeSparse {
         if length < layout.grains.start() {
             let needed = layout.grains.start();
             return Err(corrupt(format!(
-                "the file has {length} bytes, its tables alone reach to {needed}: it was cut"
+                "the file was truncated: it has {length} bytes, and its tables alone end at {needed}"
             )));
         }
         if file.mode() == IoMode::Direct && !layout.grains.start().is_multiple_of(BLOCK_SIZE as u64) {

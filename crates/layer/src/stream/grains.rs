@@ -83,7 +83,7 @@ impl Grains {
                     Ok(size) if size as u64 <= 2 * self.size() && GRAIN_MARKER_SIZE + size <= most => {
                         Ok((GRAIN_MARKER_SIZE, size))
                     }
-                    _ => Err(self.corrupt(grain, "its compressed size cannot be, or the file was cut")),
+                    _ => Err(self.corrupt(grain, "its compressed size cannot be, or the file was truncated")),
                 }
             }
             _ => Err(self.corrupt(grain, "it has no marker")),

@@ -57,8 +57,8 @@ impl Index {
                     && !cut
                 {
                     let text = format!(
-                        "{error}, and following it ends at {why}: the file was cut; get it again, or give --force-parent \
-                         to save what is before that"
+                        "{error}, and following it ends at {why}: the file was truncated; get it again, \
+                         or give --force-parent to save what is before that"
                     );
                     return Err(Error::new(ErrorKind::Corrupt, text));
                 }

@@ -91,7 +91,7 @@ impl Stream {
             ENTRY_ABSENT => Ok(Content::Absent),
             ENTRY_ZERO if self.header.has(FLAG_ZERO_GRAINS) => Ok(Content::Zero),
             ENTRY_BAD => {
-                let what = format!("{}: grain {grain} lies outside the file: the file was cut", self.image);
+                let what = format!("{}: grain {grain} lies outside the file: the file was truncated", self.image);
                 Err(Error::new(ErrorKind::Corrupt, what))
             }
             _ => Ok(Content::Encoded),

@@ -97,7 +97,7 @@ impl VmfsSparse {
 
     fn damaged_entry(&self, grain: u64) -> Error {
         let what = format!("{}: grain {grain} lies outside the file", self.image);
-        Error::new(ErrorKind::Corrupt, format!("{what}: it was cut, or its tables are damaged"))
+        Error::new(ErrorKind::Corrupt, format!("{what}: the file was truncated, or its tables are damaged"))
     }
 
     fn writer(&self) -> Result<&Writer> {

@@ -58,7 +58,7 @@ impl Tables {
         let place = start..start + header.directory_sectors();
         if place.end > limit {
             let what = format!("{image}: its grain directory ends at sector {}, the file at {limit}", place.end);
-            return Err(Error::new(ErrorKind::Corrupt, format!("{what}: the file was cut")));
+            return Err(Error::new(ErrorKind::Corrupt, format!("{what}: the file was truncated")));
         }
         let mut bytes = vec![0; header.directory_entries() as usize * 4];
         let context = || format!("{image}: cannot read the grain directory");

@@ -74,7 +74,7 @@ impl Map {
         let length = file.file().len().during(|| format!("{image}: cannot find out its length"))?;
         if length < layout.data * BLOCK {
             let what = format!("{image}: it has {length} bytes, its map alone takes {}", layout.data * BLOCK);
-            return Err(Error::new(ErrorKind::Corrupt, format!("{what}: the file was cut")));
+            return Err(Error::new(ErrorKind::Corrupt, format!("{what}: the file was truncated")));
         }
         let root = (0..layout.root_blocks).map(|_| OnceLock::new()).collect();
         let map = Self {

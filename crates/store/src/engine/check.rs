@@ -305,7 +305,7 @@ impl Engine {
             let mut done = None;
             if repair && self.has_room_for_repair(sight) {
                 sight.renew_nodes(*page, nodes);
-                done = Some("counted anew from the trees".to_owned());
+                done = Some("recounted from the trees".to_owned());
             }
             let named: Vec<&str> = roots.iter().map(|root| root.name.as_str()).take(4).collect();
             let whose = if roots.len() > named.len() { ", and others" } else { "" };
@@ -340,7 +340,7 @@ impl Engine {
             if repair && self.has_room_for_repair(sight) {
                 sight.renew_blocks(*page, window);
                 report.renewed.push(*page);
-                done = Some("counted anew from the trees; blocks whose checksum was lost are named below".to_owned());
+                done = Some("recounted from the trees; blocks whose checksum was lost are named below".to_owned());
             } else {
                 window.clear(blocks.clone());
             }

@@ -36,7 +36,7 @@ pub fn show_media(directory: &dyn Directory) -> Result<()> {
         // Cached data that is not written yet is kept if it can be written now. The first flush may report a failure
         // from before this opening, whose data is dropped.
         file.sync().or_else(|_| file.sync()).during(|| format!("flushing {name} before recovery"))?;
-        file.forget_cached().during(|| format!("reading {name} anew"))?;
+        file.forget_cached().during(|| format!("reading {name} again"))?;
     }
     Ok(())
 }

@@ -39,14 +39,14 @@ const BUSY_SHARE: u32 = 8;
 const SEARCH_ROUND: Duration = Duration::from_millis(20);
 /// The shortest run that is punched while single blocks are not (64 KiB).
 const PUNCH_RUN: u64 = 16;
-/// Blocks punched per round in long runs (256 MiB), and while clients write (16 MiB) ...
+/// Blocks punched per round in long runs: 256 MiB, and 16 MiB while clients write.
 const PUNCH_BLOCKS: u64 = 1 << 16;
 const PUNCH_BLOCKS_BUSY: u64 = 1 << 12;
-/// ... and in single blocks. Blocks cannot be allocated while they are being punched.
+/// Blocks punched per round in single blocks. Blocks cannot be allocated while they are being punched.
 const PUNCH_SINGLES: u64 = 512;
-/// Free backed blocks that are not punched while the datastore is busy: one part in this many of the used blocks ...
+/// Free backed blocks that are not punched while the datastore is busy: one part in this many of the used blocks.
 const SLACK_SHARE: u64 = 32;
-/// ... within these limits.
+/// The limits of the number of free backed blocks that are not punched.
 const SLACK: std::ops::RangeInclusive<u64> = 256..=8192;
 /// How long punching pauses after a failure, because the file system may always refuse it.
 const PUNCH_RETRY: Duration = Duration::from_secs(10);

@@ -199,7 +199,7 @@ impl Engine {
         let meta = &mut *guard;
         for key in meta.blank_unused()? {
             let problem = format!("{key} is damaged; the last checkpoint has nothing in it");
-            report.add(problem, Some("made anew from the journal".to_owned()));
+            report.add(problem, Some("rebuilt from the journal".to_owned()));
         }
         // All pages are examined now, because the checkpoint that ends recovery overwrites the images of the last one.
         let standing = StoreActivity::Stopped(&BTreeMap::new());

@@ -212,7 +212,7 @@ impl Engine {
         let open = |name: &str, mode| files::open_present(&*directory, name, mode);
         let mut found_first = Report::default();
         let superblock_file = open(SUPERBLOCK_FILE, IoMode::Buffered)?;
-        superblock_file.forget_cached().during(|| "reading the superblock anew".into())?;
+        superblock_file.forget_cached().during(|| "reading the superblock again".into())?;
         let (mut superblock, other_copy_lost) = match opening {
             Opening::Ordinary => Superblock::read(&*superblock_file)?,
             Opening::Repair => Superblock::read_mended(&*superblock_file)?,

@@ -27,9 +27,9 @@ use std::time::Duration;
 const VERIFY_BLOCKS: u64 = 256;
 /// Blocks in doubt that are verified again together.
 const DOUBTS_MAX: usize = 256;
-/// How often they are verified without stopping writes ...
+/// How often blocks in doubt are verified without stopping writes.
 const ROUNDS: u32 = 4;
-/// ... and the pause between these attempts: a batch of writes ends within a few milliseconds.
+/// The pause between these verifications: a batch of writes ends within a few milliseconds.
 const PAUSE: Duration = Duration::from_millis(4);
 /// Blocks verified while the locks that stop writes are held.
 const BLOCKS_PER_HOLD: usize = 4;

@@ -116,8 +116,14 @@ fn cell(setting: &Setting, name: &str, count: usize, shape: Shape, outcome: &mut
     outcome.findings.extend([
         Finding::note(PROPERTY, what("requests a second, lamina"), median(&ours.rates), ""),
         Finding::note(PROPERTY, what("requests a second, nbdkit"), median(&peer.rates), ""),
-        Finding::at_least(PROPERTY, what("least to most, lamina"), median(&ours.fairness), FAIRNESS_MIN, ""),
-        Finding::note(PROPERTY, what("least to most, nbdkit"), median(&peer.fairness), ""),
+        Finding::at_least(
+            PROPERTY,
+            what("slowest to fastest connection, lamina"),
+            median(&ours.fairness),
+            FAIRNESS_MIN,
+            "",
+        ),
+        Finding::note(PROPERTY, what("slowest to fastest connection, nbdkit"), median(&peer.fairness), ""),
         Finding::note(PROPERTY, what("common rate"), f64::from(rate), "/s"),
         Finding::note(PROPERTY, what("p99 at the common rate, lamina"), median(&ours.p99), "ms"),
         Finding::note(PROPERTY, what("p99 at the common rate, nbdkit"), median(&peer.p99), "ms"),

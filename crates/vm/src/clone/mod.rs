@@ -169,7 +169,7 @@ fn start(host: &Host, outcome: &mut Outcome, options: &Options, progress: &dyn P
         lifecycle::start(&change, host.machines(), host.images(), host.features()?, false)
     });
     for (name, error) in started.failed {
-        outcome.failed.push((name, error.context("it was made, but not started")));
+        outcome.failed.push((name, error.context("the clone was created, but not started")));
     }
 }
 

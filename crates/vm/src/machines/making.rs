@@ -37,7 +37,7 @@ pub(super) enum Whose<'a> {
     Made(&'a BTreeSet<String>),
     /// Disks that match the intent and were created after this time.
     MadeSince(u64),
-    /// All of them.
+    /// All disks that the intent names.
     Named {
         /// Hand over snapshots to the linked clones that are based on them.
         promote: bool,

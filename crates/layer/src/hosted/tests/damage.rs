@@ -97,7 +97,7 @@ fn changed_line_ends_and_invalid_headers_are_reported() {
     assert!(with(12, &0u64.to_le_bytes()).contains("capacity is 0"));
     assert!(with(20, &7u64.to_le_bytes()).contains("grain"));
     assert!(with(44, &0u32.to_le_bytes()).contains("entries"));
-    assert!(with(64, &u64::MAX.to_le_bytes()).contains("was cut"));
+    assert!(with(64, &u64::MAX.to_le_bytes()).contains("was truncated"));
     let cut = open(&memory_file(&bytes[..3000]), false, false).err().unwrap();
     assert_eq!(cut.kind(), ErrorKind::Corrupt, "{cut}");
 }

@@ -15,7 +15,7 @@ fn a_truncated_stream_gives_its_complete_grains() {
         // A truncated stream is opened only if the caller asks for it.
         let refused = Stream::open(memory_file(&bytes[..end as usize]), "disk.vmdk").err().unwrap();
         assert!(
-            refused.kind() == ErrorKind::Corrupt && refused.to_string().contains("was cut"),
+            refused.kind() == ErrorKind::Corrupt && refused.to_string().contains("was truncated"),
             "cut at {end}: {refused}"
         );
         let layer = Stream::salvage(memory_file(&bytes[..end as usize]), "disk.vmdk").unwrap();
@@ -65,7 +65,7 @@ fn a_complete_stream_without_footer_opens_without_force() {
     // Without its last sector the stream is incomplete, wherever the directory is.
     let cut = &damaged[0][..bytes.len() - 1];
     let refused = Stream::open(memory_file(cut), "disk.vmdk").err().unwrap();
-    assert!(refused.to_string().contains("the file ends: the file was cut"), "{refused}");
+    assert!(refused.to_string().contains("the file ends: the file was truncated"), "{refused}");
     let layer = Stream::salvage(memory_file(cut), "disk.vmdk").unwrap();
     assert_eq!(layer.warnings().len(), 2, "{:?}", layer.warnings());
     assert!(read_all(&layer, None) == model);

@@ -24,15 +24,15 @@ use std::time::Duration;
 /// Dirty pages that are allowed even if the cache is smaller (16 MiB). No single operation changes as many pages, so
 /// each can be admitted.
 pub const PAGES_FLOOR: u64 = 4096;
-/// One part in this many of the ring is reserved for small changes that cannot wait ...
+/// One part in this many of the ring is reserved for small changes that cannot wait.
 const RESERVE_SHARE: u64 = 16;
-/// ... and one part in this many of the pages.
+/// One part in this many of the pages is reserved for small changes that cannot wait.
 const MARGIN_SHARE: u64 = 16;
 /// A checkpoint is requested when this part of the ring is used.
 const SOFT_RING_PERCENT: u64 = 40;
-/// Writers are slowed down when a budget is filled beyond this percentage ...
+/// Writers are slowed down when a budget is filled beyond this percentage.
 const PACE_PERCENT: u64 = 60;
-/// ... in proportion to the fill level, up to this time for each batch.
+/// The longest time by which a writer is slowed down after a batch: at a full budget.
 const PACE_MAX: Duration = Duration::from_millis(20);
 
 /// What a change needs.

@@ -15,9 +15,9 @@ use crate::space::{REGION_BLOCKS, REGION_PAGES, Run, SUMMARY_ENTRIES};
 use crate::{Error, ErrorKind, IoContext, Result};
 use backend::BLOCK_SIZE;
 
-/// One reservation takes at least this many data blocks (1 MiB) ...
+/// One reservation takes at least this many data blocks (1 MiB).
 const EXTENSION_MIN: u64 = 256;
-/// ... and at most this many (4 MiB).
+/// One reservation takes at most this many data blocks (4 MiB).
 pub(super) const EXTENSION_MAX: u64 = 1024;
 /// One part in this many of the used blocks is reserved ahead.
 const EXTENSION_SHARE: u64 = 128;

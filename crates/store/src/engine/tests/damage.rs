@@ -172,11 +172,7 @@ fn a_damaged_table_is_reported_and_recounted_by_a_repair() {
             }
             let engine = repairing(&disk).unwrap();
             let report = checked(&engine, true);
-            assert!(
-                problems(&report).contains("counted anew from the trees"),
-                "{name} {closed}: {}",
-                problems(&report)
-            );
+            assert!(problems(&report).contains("recounted from the trees"), "{name} {closed}: {}", problems(&report));
             assert!(report.findings.iter().all(|finding| finding.repaired.is_some()), "{}", problems(&report));
             is_whole(&engine);
             is_model(&engine, &model);
