@@ -50,6 +50,24 @@ pub fn checksum_of_blocks(sums: impl IntoIterator<Item = u32>) -> u32 {
     })
 }
 
+/// The changes of one byte of `length` bytes that change the checksum by `difference` (an XOR): the place of the byte,
+/// and the XOR of its old and new value. The time grows with the length: 0.1 s for 64 KiB.
+pub fn changes_of_one_byte(difference: u32, length: usize) -> Vec<(usize, u8)> {
+    // The checksum is linear, so the difference of two checksums depends on the difference of the bytes only.
+    let of_last: [u32; 256] = std::array::from_fn(|value| checksum(&[value as u8]) ^ checksum(&[0]));
+    let mut found = Vec::new();
+    for value in 1..=255 {
+        let mut sum = of_last[usize::from(value)];
+        for behind in 0..length {
+            if sum == difference {
+                found.push((length - 1 - behind, value));
+            }
+            sum = sum >> 8 ^ of_last[sum as usize & 0xff];
+        }
+    }
+    found
+}
+
 /// The checksums of the blocks of some data.
 #[derive(Clone, Debug)]
 pub enum Checksums {
@@ -111,5 +129,16 @@ mod tests {
                 assert_ne!(checksum_of_blocks(sums.into_iter().rev()), checksum(bytes), "their order counts");
             }
         }
+    }
+    #[test]
+    fn a_change_of_one_byte_is_found_by_the_difference_of_the_checksums() {
+        let bytes = testkit::Random(2).bytes(900);
+        for (at, change) in [(0, 1), (1, 0x80), (450, 0x55), (898, 0xff), (899, 4)] {
+            let mut changed = bytes.clone();
+            changed[at] ^= change;
+            let found = changes_of_one_byte(checksum(&bytes) ^ checksum(&changed), bytes.len());
+            assert_eq!(found, [(at, change)]);
+        }
+        assert_eq!(changes_of_one_byte(0, bytes.len()), []);
     }
 }

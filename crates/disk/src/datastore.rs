@@ -6,7 +6,7 @@ mod uses;
 use crate::device::Device;
 use crate::file_system::{self, FileSystemInfo};
 use crate::foreign::Foreign;
-use crate::info::{CheckOptions, CheckReport, Status};
+use crate::info::{CheckOptions, CheckReport, Finding, Status};
 use crate::location::{Location, holds_datastore};
 use crate::migrate::{self, Imports};
 use crate::names;
@@ -217,11 +217,25 @@ impl Datastore {
         native.remove_incomplete(&doubt.names)?;
         let foreign = Foreign::open(&native, location, mode, Arc::clone(&switches), &doubt.folders)?;
         snapshot_group::recover(&native, &foreign)?;
+        let uses = Arc::<Uses>::default();
+        for record in &doubt.damaged {
+            let problem = record.problem();
+            let disk = record.disk.as_deref().filter(|name| native.has(name) || foreign.find(name).is_some());
+            let Some(disk) = disk else {
+                let text = format!(
+                    "{problem}, and which disk that is: restore the file from a backup, or read the disks with 'lamina \
+                     salvage'"
+                );
+                return Err(Error::new(ErrorKind::Corrupt, text));
+            };
+            tracing::error!(disk, "{problem}: the disk is not opened, and both copies are kept");
+            uses.shut(disk, problem);
+        }
         let datastore = Arc::new_cyclic(|this| Self {
             native,
             foreign,
             switches,
-            uses: Arc::default(),
+            uses,
             rename_lock: RwLock::new(()),
             location: location.cloned(),
             peer_datastores: Arc::default(),
@@ -347,6 +361,9 @@ impl Datastore {
     pub fn check(&self, options: CheckOptions, progress: &dyn Progress) -> Result<CheckReport> {
         let mut report = self.native.check(options, progress)?;
         self.foreign.check(options.repair, progress, &mut report)?;
+        let problems = migrate::problems(self.directory())?.into_iter();
+        report.findings.extend(problems.map(|problem| Finding { problem, repaired: None }));
+        snapshot_group::check(&**self.directory(), options.repair, &mut report)?;
         report.warnings = self.file_system().warnings;
         if let Some(folder) = self.location.as_ref().and_then(Location::local_path) {
             privacy::check(folder, options.repair, &mut report)?;
@@ -363,6 +380,7 @@ impl Datastore {
     pub fn device(&self, name: &str, read_only: bool) -> Result<Arc<dyn Device>> {
         let (disk, snapshot) = names::split(name);
         let _rename = self.rename_lock.read();
+        self.uses.check_not_shut(disk)?;
         match self.foreign.find(disk) {
             Some(entry) => self.foreign.open_device(&entry, snapshot, read_only),
             None => self.native.open_device(disk, snapshot, read_only),

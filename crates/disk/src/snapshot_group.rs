@@ -18,9 +18,12 @@
 //! deleted, and native snapshots after a failure of the device. A failed append to the journal may be on the device
 //! nevertheless, so the file records it before the first image snapshot is deleted.
 //!
+//! A file that cannot be read decides nothing: its snapshots stay as they are, and `check --repair` removes it.
+//!
 //! The layout is in `docs/format/snapshot-group.md`.
 
 use crate::foreign::{Foreign, ForeignDisk};
+use crate::info::{CheckReport, Finding};
 use crate::names;
 use crate::native::Native;
 use crate::sealed::{self, Kind, TEMPORARY};
@@ -154,8 +157,8 @@ pub(crate) fn forget(directory: &dyn Directory, disk: &str) -> Result<()> {
         if !name.starts_with(PREFIX) || name.ends_with(TEMPORARY) {
             continue;
         }
-        let Some(bytes) = KIND.read(directory, &name)? else { continue };
-        let mut group = decode(&bytes, &name)?;
+        // A damaged record is removed by a check.
+        let Ok(Some(mut group)) = read(directory, &name) else { continue };
         let before = group.images.len();
         group.images.retain(|image| image.disk != disk);
         if group.taking_back && group.images.len() < before {
@@ -191,6 +194,39 @@ fn decode(bytes: &[u8], name: &str) -> Result<Group> {
     Ok(group)
 }
 
+/// The record in a file, in which a damaged byte is mended; `None` if it does not exist.
+fn read(directory: &dyn Directory, name: &str) -> Result<Option<Group>> {
+    let Some(bytes) = KIND.read(directory, name)? else { return Ok(None) };
+    match decode(&bytes, name) {
+        Err(error) if error.kind() == ErrorKind::Corrupt => {
+            KIND.mend(&bytes, |bytes| decode(bytes, name)).map(Some).ok_or(error)
+        }
+        other => other.map(Some),
+    }
+}
+
+/// What is wrong with a record that cannot be read.
+fn problem(name: &str) -> String {
+    format!("the record '{name}' is damaged: not all snapshots of a group that was interrupted may exist")
+}
+
+/// Reports records that cannot be read; with `repair` they are removed.
+pub(crate) fn check(directory: &dyn Directory, repair: bool, report: &mut CheckReport) -> Result<()> {
+    for name in directory.list().during(|| "looking for groups of snapshots".into())? {
+        if !name.starts_with(PREFIX) || name.ends_with(TEMPORARY) {
+            continue;
+        }
+        let Err(error) = read(directory, &name) else { continue };
+        if repair {
+            KIND.remove(directory, &name)?;
+        }
+        let problem = format!("{} ({error})", problem(&name));
+        let repaired = repair.then(|| "the record was removed, and the existing snapshots are kept".to_owned());
+        report.findings.push(Finding { problem, repaired });
+    }
+    Ok(())
+}
+
 /// Completes or abandons groups that were interrupted, while the datastore is opened.
 pub(crate) fn recover(native: &Native, foreign: &Foreign) -> Result<()> {
     let directory = native.engine.directory();
@@ -200,8 +236,15 @@ pub(crate) fn recover(native: &Native, foreign: &Foreign) -> Result<()> {
             sealed::remove_if_there(&**directory, name).during(|| format!("removing '{name}'"))?;
             continue;
         }
-        let Some(bytes) = KIND.read(&**directory, name)? else { continue };
-        let mut group = decode(&bytes, name)?;
+        let mut group = match read(&**directory, name) {
+            Ok(Some(group)) => group,
+            Ok(None) => continue,
+            Err(error) if error.kind() == ErrorKind::Unsupported => return Err(error),
+            Err(error) => {
+                tracing::error!(%error, "{}", problem(name));
+                continue;
+            }
+        };
         // The record is removed at once, because later changes of the snapshots would change the decision.
         if is_whole(&group, native, foreign) {
             KIND.remove(&**directory, name)?;

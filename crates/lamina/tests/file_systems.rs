@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used)]
 
 use std::path::Path;
+use testkit::nbd::Client;
 use testkit::process::{Store, tool, until};
 use testkit::{mounted, process};
 
@@ -101,4 +102,35 @@ fn a_program_behind_fuse_is_refused() {
     refused.fails(1, "is on FUSE");
     // That file system supports no folders, so the option does not help.
     assert!(insisted.code != 0 && !insisted.stderr.contains("is on FUSE"), "{insisted:?}");
+}
+
+#[test]
+fn limits_of_a_file_system_are_explained() {
+    mounted::on_ext4("limits_of_a_file_system_are_explained", |folder| {
+        let store = Store::at(folder, "4M");
+        let refused = store.run("disk create large 64T --format vmdk");
+        assert!(refused.code != 0 && refused.stderr.contains("XFS"), "{refused:?}");
+        store.run("disk create thick 8M --provisioning zeroedthick").ok();
+        let refused = store.run("disk resize thick 1G");
+        assert!(refused.code == 5 && refused.stderr.contains("disk 'thick'"), "{refused:?}");
+    });
+}
+
+#[test]
+fn a_missing_data_file_is_found_without_reading_data_and_may_be_a_link() {
+    let folder = tempfile::tempdir().unwrap();
+    let store = Store::at(folder.path(), "4M");
+    store.run("disk create vm 8M").ok();
+    let mut server = store.serve("");
+    let mut client = Client::connect(&store.socket(), "vm").unwrap();
+    client.write(0, &[7; 64 << 10]).unwrap();
+    client.flush().unwrap();
+    drop(client);
+    assert_eq!(server.stop("TERM"), Some(0));
+    let (data, elsewhere) = (store.path().join("data.0000"), folder.path().join("elsewhere"));
+    std::fs::rename(&data, &elsewhere).unwrap();
+    let checked = store.run("check");
+    assert!(checked.code != 0 && checked.stdout.contains("data.0000 is missing, with 16 blocks"), "{checked:?}");
+    std::os::unix::fs::symlink(&elsewhere, &data).unwrap();
+    store.is_clean();
 }

@@ -59,20 +59,27 @@ impl Datastore {
     /// Grows a disk, or shrinks it if `shrink` confirms that data at its end may be lost.
     pub fn resize_disk(&self, name: &str, capacity: u64, shrink: bool) -> Result<DiskInfo> {
         let _use = self.uses.share(name)?;
-        match self.foreign.find(name) {
+        let resized = match self.foreign.find(name) {
             Some(entry) => self.foreign.resize_disk(&entry),
             None => self.native.resize_disk(name, capacity, shrink),
-        }
+        };
+        resized.map_err(|error| match error.kind() {
+            ErrorKind::NoSpace => error.context(format!("disk '{name}' was not resized")),
+            _ => error,
+        })
     }
 
     /// Renames a disk.
     pub fn rename_disk(&self, name: &str, to: &str) -> Result<DiskInfo> {
         let _use = self.uses.share(name)?;
         let _name = self.reserve(to)?;
-        match self.foreign.find(name) {
+        let _new_use = self.uses.share(to)?;
+        let renamed = match self.foreign.find(name) {
             Some(entry) => self.foreign.rename_disk(&entry, to),
             None => self.native.rename_disk(name, to),
-        }
+        }?;
+        self.uses.renamed(name, to);
+        Ok(renamed)
     }
 
     /// Deletes a disk with its snapshots. `Busy` while clients have it open, and if linked clones are based on it (the

@@ -2,62 +2,102 @@
 //!
 //! An operation that changes a disk or its snapshots holds a shared use of the disk's name until it has ended; a
 //! migration holds an exclusive one. An operation that conflicts with a use is refused with the reason; it does not
-//! wait.
+//! wait. A use follows its disk when the disk is renamed. A disk that is shut has no uses: it is not known whether it is
+//! the current copy.
 
 use error::{Error, ErrorKind, Result};
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-#[derive(Clone, Copy)]
-enum Use {
-    /// The number of operations that share the disk.
-    Shared(u64),
-    /// What the exclusive operation does to the disk, as a participle.
-    Alone(&'static str),
+/// A use that has not ended.
+struct Use {
+    number: u64,
+    disk: String,
+    /// What an exclusive operation does to the disk, as a participle; `None` for a shared use.
+    alone: Option<&'static str>,
+}
+
+#[derive(Default)]
+struct AllUses {
+    last: u64,
+    held: Vec<Use>,
+    /// Disks that are shut, and why.
+    shut: BTreeMap<String, String>,
+}
+
+impl AllUses {
+    fn of<'a>(&'a self, disk: &'a str) -> impl Iterator<Item = &'a Use> {
+        self.held.iter().filter(move |other| other.disk == disk)
+    }
+
+    fn check_not_shut(&self, disk: &str) -> Result<()> {
+        match self.shut.get(disk) {
+            Some(why) => Err(Error::new(ErrorKind::Corrupt, format!("disk '{disk}' is not opened: {why}"))),
+            None => Ok(()),
+        }
+    }
+
+    fn add(&mut self, disk: &str, alone: Option<&'static str>) -> u64 {
+        self.last += 1;
+        self.held.push(Use { number: self.last, disk: disk.to_owned(), alone });
+        self.last
+    }
 }
 
 /// The uses of all disks.
 #[derive(Default)]
 pub(crate) struct Uses {
-    all: Mutex<BTreeMap<String, Use>>,
+    all: Mutex<AllUses>,
 }
 
 /// A use of a disk, which ends when this value is dropped.
 pub(crate) struct InUse {
     uses: Arc<Uses>,
-    name: String,
+    number: u64,
 }
 
 impl Uses {
     /// Takes a shared use of a disk: `Busy` while another operation has exclusive use.
     pub fn share(self: &Arc<Self>, name: &str) -> Result<InUse> {
         let mut all = self.all.lock();
-        match all.entry(name.to_owned()).or_insert(Use::Shared(0)) {
-            Use::Shared(count) => *count += 1,
-            Use::Alone(what) => {
-                let text = format!("disk '{name}' is being {what}: wait until this has ended, or stop it");
-                return Err(Error::new(ErrorKind::Busy, text));
-            }
+        all.check_not_shut(name)?;
+        if let Some(what) = all.of(name).find_map(|other| other.alone) {
+            let text = format!("disk '{name}' is being {what}: wait until this has ended, or stop it");
+            return Err(Error::new(ErrorKind::Busy, text));
         }
-        Ok(InUse { uses: Arc::clone(self), name: name.to_owned() })
+        Ok(InUse { number: all.add(name, None), uses: Arc::clone(self) })
     }
 
     /// Takes exclusive use of a disk, to be `what` (a participle): `Busy` while any other operation uses it.
     pub fn alone(self: &Arc<Self>, name: &str, what: &'static str) -> Result<InUse> {
         let mut all = self.all.lock();
-        match all.get(name) {
-            None => {}
-            Some(Use::Alone(other)) => {
-                return Err(Error::new(ErrorKind::Busy, format!("disk '{name}' is being {other} already")));
-            }
-            Some(Use::Shared(_)) => {
-                let text = format!("disk '{name}' cannot be {what} now: another operation on it is under way");
-                return Err(Error::new(ErrorKind::Busy, text));
-            }
+        all.check_not_shut(name)?;
+        if let Some(other) = all.of(name).next() {
+            let text = match other.alone {
+                Some(other) => format!("disk '{name}' is being {other} already"),
+                None => format!("disk '{name}' cannot be {what} now: another operation on it is under way"),
+            };
+            return Err(Error::new(ErrorKind::Busy, text));
         }
-        all.insert(name.to_owned(), Use::Alone(what));
-        Ok(InUse { uses: Arc::clone(self), name: name.to_owned() })
+        Ok(InUse { number: all.add(name, Some(what)), uses: Arc::clone(self) })
+    }
+
+    /// Refuses all uses of a disk until the datastore is opened again, with the reason.
+    pub fn shut(&self, name: &str, why: String) {
+        self.all.lock().shut.insert(name.to_owned(), why);
+    }
+
+    /// `Corrupt`, with the reason, if the disk is shut.
+    pub fn check_not_shut(&self, name: &str) -> Result<()> {
+        self.all.lock().check_not_shut(name)
+    }
+
+    /// Moves the uses of a renamed disk to its new name. The caller has a shared use of both names, so no operation
+    /// takes exclusive use of either meanwhile.
+    pub fn renamed(&self, from: &str, to: &str) {
+        let mut all = self.all.lock();
+        all.held.iter_mut().filter(|held| held.disk == from).for_each(|held| held.disk = to.to_owned());
     }
 }
 
@@ -70,11 +110,7 @@ impl InUse {
 
 impl Drop for InUse {
     fn drop(&mut self) {
-        let mut all = self.uses.all.lock();
-        match all.get_mut(&self.name) {
-            Some(Use::Shared(count)) if *count > 1 => *count -= 1,
-            _ => drop(all.remove(&self.name)),
-        }
+        self.uses.all.lock().held.retain(|held| held.number != self.number);
     }
 }
 
@@ -96,6 +132,21 @@ mod tests {
         assert!(uses.alone("x", "migrated").is_err());
         uses.share("y").unwrap();
         drop(alone);
-        assert!(uses.all.lock().is_empty());
+        assert!(uses.all.lock().held.is_empty());
+    }
+
+    #[test]
+    fn a_use_follows_its_disk_to_a_new_name() {
+        let uses = Arc::new(Uses::default());
+        let long = uses.share("before").unwrap();
+        {
+            let _both = (uses.share("before").unwrap(), uses.share("after").unwrap());
+            uses.renamed("before", "after");
+        }
+        assert_eq!(uses.alone("after", "migrated").err().unwrap().kind(), ErrorKind::Busy);
+        // Another disk may have the old name now.
+        uses.alone("before", "migrated").unwrap();
+        drop(long);
+        uses.alone("after", "migrated").unwrap();
     }
 }

@@ -147,21 +147,7 @@ impl Foreign {
 
     /// Names of the folders in `images`.
     fn folders(&self) -> Result<Vec<String>> {
-        let Some(path) = &self.path else { return Ok(Vec::new()) };
-        let entries = match fs::read_dir(path) {
-            Err(error) if error.kind() == IoKind::NotFound => return Ok(Vec::new()),
-            other => other.during(|| format!("listing {}", path.display()))?,
-        };
-        let mut names = Vec::new();
-        for entry in entries {
-            let entry = entry.during(|| format!("listing {}", path.display()))?;
-            let is_folder = entry.file_type().is_ok_and(|kind| kind.is_dir());
-            if let Some(name) = entry.file_name().to_str().filter(|_| is_folder) {
-                names.push(name.to_owned());
-            }
-        }
-        names.sort();
-        Ok(names)
+        self.path.as_deref().map_or_else(|| Ok(Vec::new()), folders_of)
     }
 
     /// Opens the disk of a folder, with the native overlay above its images if it has one, or removes the folder if it
@@ -256,6 +242,12 @@ impl Foreign {
                 Err(error)
             }
         }
+    }
+
+    /// The folders with an [`INCOMPLETE`] mark in a datastore that is not open.
+    pub fn incomplete(datastore: &Path) -> Result<Vec<String>> {
+        let folders = folders_of(&datastore.join(IMAGES))?;
+        Ok(folders.into_iter().filter(|name| datastore.join(IMAGES).join(name).join(INCOMPLETE).exists()).collect())
     }
 
     /// Sets or removes the [`INCOMPLETE`] mark of a folder in a datastore that is not open. Does nothing if the folder
@@ -381,6 +373,24 @@ impl Foreign {
         }
         outcome
     }
+}
+
+/// Names of the folders in a folder, sorted.
+fn folders_of(path: &Path) -> Result<Vec<String>> {
+    let entries = match fs::read_dir(path) {
+        Err(error) if error.kind() == IoKind::NotFound => return Ok(Vec::new()),
+        other => other.during(|| format!("listing {}", path.display()))?,
+    };
+    let mut names = Vec::new();
+    for entry in entries {
+        let entry = entry.during(|| format!("listing {}", path.display()))?;
+        let is_folder = entry.file_type().is_ok_and(|kind| kind.is_dir());
+        if let Some(name) = entry.file_name().to_str().filter(|_| is_folder) {
+            names.push(name.to_owned());
+        }
+    }
+    names.sort();
+    Ok(names)
 }
 
 /// The folder that a record refers to. If the path does not exist because the datastore was moved, the folder of the

@@ -84,6 +84,32 @@ pub(crate) struct Intent {
     pub peer: Option<Location>,
 }
 
+/// A record that cannot be read: it is not known which of the two copies is the disk.
+pub(crate) struct DamagedIntent {
+    /// The name of its file.
+    pub file: String,
+    /// The disk that its text names, if it still does.
+    pub disk: Option<String>,
+    /// Why it cannot be read.
+    pub error: Error,
+}
+
+impl DamagedIntent {
+    /// The hidden name of its target, if that is a native disk of this datastore.
+    pub fn hidden(&self) -> String {
+        format!(".migrating-{}", self.file.trim_start_matches(PREFIX))
+    }
+
+    /// What is wrong, for users.
+    pub fn problem(&self) -> String {
+        let disk = self.disk.as_ref().map(|disk| format!(" of disk '{disk}'")).unwrap_or_default();
+        format!(
+            "the record '{}' of a migration{disk} is damaged ({}): it is not known which of the two copies is the disk",
+            self.file, self.error
+        )
+    }
+}
+
 /// The migration records of one datastore.
 pub(crate) struct Intents {
     directory: Arc<dyn Directory>,
@@ -122,32 +148,64 @@ impl Intents {
         KIND.remove(&*self.directory, &file_name(id)?)
     }
 
-    /// All records, by identity. Incomplete temporary files are removed.
-    pub fn all(&self) -> Result<Vec<Intent>> {
+    /// All records by identity, and those that cannot be read. Incomplete temporary files are removed.
+    ///
+    /// # Errors
+    /// `Unsupported` for a record of a later version.
+    pub fn all(&self) -> Result<(Vec<Intent>, Vec<DamagedIntent>)> {
         let names = self.directory.list().during(|| "looking for migrations under way".into())?;
-        let mut found = Vec::new();
+        let (mut found, mut damaged) = (Vec::new(), Vec::new());
         for name in names.iter().filter(|name| name.starts_with(PREFIX)) {
             if name.ends_with(TEMPORARY) {
                 sealed::remove_if_there(&*self.directory, name).during(|| format!("removing '{name}'"))?;
                 continue;
             }
-            if found.len() >= INTENTS_MAX {
+            if found.len() + damaged.len() >= INTENTS_MAX {
                 let text = format!("there are more than {INTENTS_MAX} records of migrations");
                 return Err(Error::new(ErrorKind::Corrupt, text));
             }
-            let Some(intent) = self.read(name)? else { continue };
-            if file_name(&intent.id)? != *name {
-                return Err(Error::new(ErrorKind::Corrupt, format!("'{name}' is the record of another migration")));
+            match KIND.read(&*self.directory, name) {
+                Ok(None) => {}
+                Ok(Some(bytes)) => match self.understand(name, &bytes) {
+                    Ok(intent) => found.push(intent),
+                    Err(error) if error.kind() == ErrorKind::Unsupported => return Err(error.context(name)),
+                    Err(error) => damaged.push(DamagedIntent { file: name.clone(), disk: named_disk(&bytes), error }),
+                },
+                Err(error) => damaged.push(DamagedIntent { file: name.clone(), disk: None, error }),
             }
-            found.push(intent);
         }
-        Ok(found)
+        Ok((found, damaged))
     }
 
-    fn read(&self, name: &str) -> Result<Option<Intent>> {
-        let bytes = KIND.read(&*self.directory, name)?;
-        bytes.map(|bytes| decode(&bytes).map_err(|error| error.context(name))).transpose()
+    /// The record in the content of the file `name`. A damaged byte is mended.
+    fn understand(&self, name: &str, bytes: &[u8]) -> Result<Intent> {
+        let error = match decode_as(name, bytes) {
+            Err(error) if error.kind() == ErrorKind::Corrupt => error,
+            other => return other,
+        };
+        let Some(intent) = KIND.mend(bytes, |bytes| decode_as(name, bytes)) else { return Err(error) };
+        tracing::warn!(record = name, %error, "mended a damaged byte of the record of a migration");
+        if let Err(error) = self.put(&intent) {
+            tracing::warn!(record = name, %error, "the mended record was not written");
+        }
+        Ok(intent)
     }
+}
+
+/// The record in the content of the file `name`.
+fn decode_as(name: &str, bytes: &[u8]) -> Result<Intent> {
+    let intent = decode(bytes)?;
+    match file_name(&intent.id)? == name {
+        true => Ok(intent),
+        false => Err(Error::new(ErrorKind::Corrupt, format!("'{name}' is the record of another migration"))),
+    }
+}
+
+/// The name of the disk in the text of a damaged record.
+fn named_disk(bytes: &[u8]) -> Option<String> {
+    let text = String::from_utf8_lossy(bytes);
+    let line = text.lines().find_map(|line| line.strip_prefix("  \"disk\": "))?;
+    serde_json::from_str(line.trim_end_matches(',')).ok()
 }
 
 /// The record of a migration in another datastore that is not open here.
@@ -158,7 +216,13 @@ pub(crate) fn peek(datastore: &Location, id: &str) -> Result<Option<Intent>> {
         Err(error) if error.kind() == io::ErrorKind::NotFound && holds_datastore(&*directory) => return Ok(None),
         opened => opened.during(|| format!("opening the record '{name}' of a migration in {datastore}"))?,
     };
-    let intent = KIND.read_from(&*file, &name).and_then(|bytes| decode(&bytes));
+    let understand = |bytes: Vec<u8>| match decode_as(&name, &bytes) {
+        Err(error) if error.kind() == ErrorKind::Corrupt => {
+            KIND.mend(&bytes, |bytes| decode_as(&name, bytes)).ok_or(error)
+        }
+        other => other,
+    };
+    let intent = KIND.read_from(&*file, &name).and_then(understand);
     intent.map(Some).map_err(|error| error.context(datastore))
 }
 
@@ -227,7 +291,8 @@ mod tests {
                     reached += 1;
                 }
                 let disk = disk.crash();
-                let all = Intents::new(disk.directory()).all().unwrap();
+                let (all, damaged) = Intents::new(disk.directory()).all().unwrap();
+                assert!(damaged.is_empty());
                 let stages: Vec<Stage> = all.iter().map(|intent| intent.stage).collect();
                 let expected: [&[Stage]; 4] = [&[], &[Stage::Copying], &[Stage::Committed], &[]];
                 let allowed = [expected[reached], expected[(reached + 1).min(3)]];
@@ -235,6 +300,44 @@ mod tests {
                 assert!(disk.directory().list().unwrap().len() == stages.len(), "nothing else is left");
             }
         }
+    }
+
+    #[test]
+    fn one_damaged_byte_is_mended_and_more_are_not() {
+        let good = encode(&intent(Stage::Committed)).unwrap();
+        let disk = SimulatedDisk::new(1, SimulatedOptions::default());
+        let intents = Intents::new(disk.directory());
+        let name = file_name(&intent(Stage::Committed).id).unwrap();
+        let version = good.iter().position(|byte| *byte == b'1').unwrap();
+        for at in 0..good.len() {
+            for change in [1, 4, 0x80] {
+                let mut bad = good.clone();
+                bad[at] ^= change;
+                sealed::put(&*intents.directory, &name, &bad).unwrap();
+                match intents.all() {
+                    Err(error) => assert_eq!((error.kind(), at), (ErrorKind::Unsupported, version)),
+                    Ok((found, damaged)) => {
+                        assert_eq!(found, [intent(Stage::Committed)], "byte {at}");
+                        assert!(damaged.is_empty());
+                        assert_eq!(
+                            KIND.read(&*intents.directory, &name).unwrap().unwrap(),
+                            good,
+                            "it is written again"
+                        );
+                    }
+                }
+            }
+            let mut bad = good.clone();
+            bad[at] ^= 1;
+            bad[(at + 7) % good.len()] ^= 2;
+            sealed::put(&*intents.directory, &name, &bad).unwrap();
+            if let Ok((found, damaged)) = intents.all() {
+                assert!(found.is_empty() && damaged.len() == 1, "byte {at}");
+            }
+        }
+        let text = String::from_utf8(good).unwrap();
+        assert_eq!(named_disk(text.replace("committed", "com").as_bytes()).unwrap(), "größe");
+        assert_eq!(named_disk(text.replace("disk", "dusk").as_bytes()), None);
     }
 
     #[test]

@@ -3,29 +3,41 @@
 //! Incomplete disks are removed, so recovery only has to mark the right copy as incomplete: for each migration it sets
 //! the marks that the record requires and removes the record.
 
-use super::intent::{Copy, Intent, Intents, Stage, peek};
+use super::intent::{Copy, DamagedIntent, Intent, Intents, Stage, peek};
 use super::run::likeness_of;
 use crate::foreign::Foreign;
 use crate::native::Native;
+use backend::Directory;
 use error::{Error, ErrorKind, Result};
 use std::collections::BTreeSet;
 use std::path::Path;
 use std::sync::Arc;
 
-/// Disks of migrations whose outcome is not known yet. They are kept, but not listed.
-#[derive(Debug, Default)]
+/// Disks of migrations whose outcome is not known. They are kept, but not listed.
+#[derive(Default)]
 pub(crate) struct InDoubt {
     /// Names of native disks.
     pub names: BTreeSet<String>,
     /// Folders of disks in VMware's formats.
     pub folders: BTreeSet<String>,
+    /// Records that cannot be read. The disks that they name must not be used.
+    pub damaged: Vec<DamagedIntent>,
 }
 
 /// Applies the migration records of a datastore that is being opened.
 pub(crate) fn recover(native: &Native, datastore: Option<&Path>) -> Result<InDoubt> {
     let intents = Intents::new(Arc::clone(native.engine.directory()));
     let mut doubt = InDoubt::default();
-    for intent in intents.all()? {
+    let (whole, damaged) = intents.all()?;
+    for record in &damaged {
+        doubt.names.insert(record.hidden());
+    }
+    if let (Some(path), false) = (datastore, damaged.is_empty()) {
+        // Any unfinished folder may be the target, and so the disk.
+        doubt.folders.extend(Foreign::incomplete(path)?);
+    }
+    doubt.damaged = damaged;
+    for intent in whole {
         let done = match intent.stage {
             Stage::Copying => true,
             Stage::Committed => match &intent.peer {
@@ -70,6 +82,12 @@ pub(crate) fn recover(native: &Native, datastore: Option<&Path>) -> Result<InDou
         }
     }
     Ok(doubt)
+}
+
+/// The problems of damaged records, for a check.
+pub(crate) fn problems(directory: &Arc<dyn Directory>) -> Result<Vec<String>> {
+    let (_, damaged) = Intents::new(Arc::clone(directory)).all()?;
+    Ok(damaged.iter().map(DamagedIntent::problem).collect())
 }
 
 /// Makes the target of a migration the disk.

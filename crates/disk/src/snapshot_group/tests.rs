@@ -50,6 +50,47 @@ fn damage_is_found() {
     assert!(file_name("../../etc/passwd").is_err());
 }
 
+#[test]
+fn a_damaged_record_keeps_nothing_shut() {
+    let (folder, datastore) = made();
+    let path = folder.path().join("store");
+    take(&datastore, &["n"], "s");
+    // Without the damage, the native snapshot would be deleted, because the other one was not taken.
+    broken_off(&datastore, &[native_snapshot(&datastore, "s")], &[("a", 1)]);
+    drop(datastore);
+    let mut files = std::fs::read_dir(&path).unwrap().flatten().map(|entry| entry.path());
+    let record = files.find(|path| path.to_string_lossy().contains(PREFIX)).unwrap();
+    let good = std::fs::read(&record).unwrap();
+    let mut bad = good.clone();
+    bad[80] ^= 1;
+    bad[90] ^= 1;
+    std::fs::write(&record, &bad).unwrap();
+    let datastore = open(&path);
+    assert_eq!(snapshots(&datastore), ["n@s"]);
+    let check = |repair| {
+        let options = crate::CheckOptions { data: false, repair };
+        datastore.check(options, &NoProgress).unwrap().findings
+    };
+    let found = check(false);
+    assert!(found.len() == 1 && found[0].problem.contains("is damaged") && found[0].repaired.is_none(), "{found:?}");
+    assert!(check(true)[0].repaired.is_some());
+    assert_eq!(check(false), []);
+    assert_eq!((records(&path), snapshots(&datastore)), (0, vec!["n@s".to_owned()]));
+}
+
+#[test]
+fn one_damaged_byte_of_a_record_is_mended() {
+    let (folder, datastore) = made();
+    let name = file_name(&group().id).unwrap();
+    let good = KIND.encode(&group()).unwrap();
+    for at in [0, 30, good.len() / 2, good.len() - 1] {
+        let mut bad = good.clone();
+        bad[at] ^= 0x10;
+        std::fs::write(folder.path().join("store").join(&name), &bad).unwrap();
+        assert_eq!(read(&**datastore.directory(), &name).unwrap().unwrap(), group(), "byte {at}");
+    }
+}
+
 const SIZE: u64 = 1 << 20;
 
 fn open(path: &Path) -> Arc<Datastore> {

@@ -185,7 +185,10 @@ impl Making<'_> {
     /// Sets the length of a new file, allocates its space, and writes its zeros.
     fn fill(&mut self, file: &dyn File, name: &str, length: u64, provisioning: Provisioning) -> Result<()> {
         let during = || format!("making '{name}' of {length} bytes");
-        file.set_len(length).during(during)?;
+        file.set_len(length).map_err(|error| match error.kind() {
+            std::io::ErrorKind::FileTooLarge => too_large(name, length),
+            _ => Error::io(during(), error),
+        })?;
         if provisioning != Provisioning::Thin {
             // In one call, so that the space is contiguous where possible.
             file.reserve(0, length).during(during)?;
@@ -215,6 +218,15 @@ impl Making<'_> {
             false => Ok(()),
         }
     }
+}
+
+/// The error for a file that the file system cannot have.
+fn too_large(name: &str, length: u64) -> Error {
+    let text = format!(
+        "'{name}' would have {length} bytes, and the file system has no file of that size (ext4: 16 TiB at most): use a \
+         file system with larger files, such as XFS, or a format that needs no such file, such as native"
+    );
+    Error::new(ErrorKind::Invalid, text)
 }
 
 pub(crate) fn check_capacity(capacity: u64) -> Result<()> {

@@ -12,11 +12,12 @@
 
 use super::Engine;
 use super::checkpoint::Purpose;
+use super::files::data_file_name;
 use super::metadata::{Effects, Sight, View};
 use super::rebuild::{Damaged, mender};
 use super::verify::StoreActivity;
 use crate::catalog::{Catalog, ObjectState};
-use crate::space::{BlockEntry, TABLE_ENTRIES};
+use crate::space::{BlockEntry, FILE_BLOCKS, TABLE_ENTRIES};
 use crate::tree::{self, NodeId, Visit};
 use crate::{Error, ErrorKind, Result};
 use backend::BLOCK_SIZE;
@@ -262,6 +263,7 @@ impl Engine {
         let mut steps = Steps { done: 0, total, progress };
         let mut nodes: Vec<u32> = vec![0; sight.map.blocks() as usize];
         let mut lost = BTreeMap::new();
+        let mut missing: BTreeMap<u64, u64> = BTreeMap::new();
         for number in 0..windows {
             let range = number * WINDOW_BLOCKS..((number + 1) * WINDOW_BLOCKS).min(sight.data.blocks());
             let mut window = Window { counts: vec![0; (range.end - range.start) as usize], range };
@@ -281,12 +283,23 @@ impl Engine {
             }
             self.renew_block_tables(sight, &roots, &damaged, &mut window, repair, report);
             self.compare_blocks(sight, &window, repair, report)?;
+            let there = self.files.count() * FILE_BLOCKS;
+            for block in window.range.start.max(there)..window.range.end {
+                if window.counts[(block - window.range.start) as usize] > 0 {
+                    *missing.entry(block / FILE_BLOCKS).or_default() += 1;
+                }
+            }
             match options.data {
                 true => self.verify_window(sight, standing, &window, report, &mut steps)?,
                 false => self.verify_renewed(sight, standing, &window, report, &mut steps)?,
             }
         }
         report.renewed.clear();
+        for (file, blocks) in missing {
+            let name = data_file_name(file);
+            let text = format!("{name} is missing, with {blocks} blocks of data: restore the file from a backup");
+            report.add(text, None);
+        }
         Ok(())
     }
 

@@ -112,14 +112,22 @@ pub fn open_present(directory: &dyn Directory, name: &str, mode: IoMode) -> Resu
 
 impl DataFiles {
     pub fn open(directory: Arc<dyn Directory>, mode: IoMode) -> Result<Self> {
-        let names = directory.list().during(|| "listing the datastore".into())?;
         let mut files = Vec::new();
-        while names.contains(&data_file_name(files.len() as u64)) {
+        loop {
+            // Opened by name, like all files of a datastore: each of them may be a symbolic link to a file.
             let name = data_file_name(files.len() as u64);
-            let file = directory.open(&name, mode).during(|| format!("opening {name}"))?;
-            files.push(Arc::new(DataFile::new(file)));
+            match directory.open(&name, mode) {
+                Ok(file) => files.push(Arc::new(DataFile::new(file))),
+                Err(error) if error.kind() == std::io::ErrorKind::NotFound => break,
+                Err(error) => return Err(Error::io(format!("opening {name}"), error)),
+            }
         }
         Ok(Self { directory, mode, files: RwLock::new(files) })
+    }
+
+    /// The number of data files.
+    pub fn count(&self) -> u64 {
+        self.files.read().len() as u64
     }
 
     /// The data files, in order.

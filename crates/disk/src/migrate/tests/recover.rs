@@ -146,6 +146,73 @@ fn a_record_that_names_an_unknown_medium_stays_and_its_datastore_opens() {
     records.put(&arriving).unwrap();
     for _ in 0..2 {
         open(&medium).unwrap().close().unwrap();
-        assert_eq!(records.all().unwrap(), std::slice::from_ref(&arriving));
+        assert_eq!(records.all().unwrap().0, std::slice::from_ref(&arriving));
     }
+}
+
+/// A committed migration of disk `a` of which only the record tells that the hidden copy is the disk.
+fn committed(medium: &SimulatedDisk) -> Intent {
+    let datastore = open(medium).unwrap();
+    datastore.create_disk("b", &NewDisk::native(CAPACITY as u64, Provisioning::Thin), &NoProgress).unwrap();
+    let source = datastore.native.find_disk("a").unwrap().id;
+    let intent = Intent {
+        id: "0f0e0d0c-0b0a-4908-8706-050403020100".into(),
+        stage: Stage::Committed,
+        disk: "a".into(),
+        source: Some(Copy::Native { object: Some(source) }),
+        target: Copy::Native { object: None },
+        uuid: "0f0e0d0c-0b0a-4908-8706-050403020101".into(),
+        created: 0,
+        peer: None,
+    };
+    datastore.native.replica(&intent.hidden(), CAPACITY as u64, Provisioning::ZeroedThick, &NoProgress).unwrap();
+    datastore.close().unwrap();
+    Intents::new(medium.directory()).put(&intent).unwrap();
+    intent
+}
+
+/// Changes bytes of the record of a migration.
+fn damage(medium: &SimulatedDisk, intent: &Intent, places: &[usize]) {
+    let directory = medium.directory();
+    let file = directory.open(&format!("migration-{}", intent.id), IoMode::Buffered).unwrap();
+    let mut bytes = vec![0; file.len().unwrap() as usize];
+    file.read_at(&mut bytes, 0).unwrap();
+    places.iter().for_each(|at| bytes[*at] ^= 1);
+    file.write_at(&[&bytes], 0, true).unwrap();
+}
+
+#[test]
+fn a_damaged_record_shuts_only_its_disk() {
+    let World { medium, .. } = World::make(2);
+    let intent = committed(&medium);
+    damage(&medium, &intent, &[40, 45]);
+    for _ in 0..2 {
+        let datastore = open(&medium).unwrap();
+        let refused = datastore.device("a", true).err().unwrap();
+        assert!(refused.kind() == error::ErrorKind::Corrupt && refused.to_string().contains("migration-"), "{refused}");
+        assert!(datastore.delete_disk("a", false).is_err() && datastore.rename_disk("a", "c").is_err());
+        datastore.device("b", false).unwrap().flush().unwrap();
+        assert_eq!(datastore.native.hidden(&intent.hidden()), [intent.hidden()], "the other copy is kept");
+        let found = datastore.check(CheckOptions { data: false, repair: true }, &NoProgress).unwrap().findings;
+        assert!(found.len() == 1 && found[0].repaired.is_none(), "{found:?}");
+        datastore.close().unwrap();
+    }
+    // Without the name of the disk, no disk is safe.
+    let named = |bytes: &[u8]| bytes.windows(6).position(|part| part == b"\"disk\"").unwrap();
+    let file = medium.directory().open(&format!("migration-{}", intent.id), IoMode::Buffered).unwrap();
+    let mut bytes = vec![0; file.len().unwrap() as usize];
+    file.read_at(&mut bytes, 0).unwrap();
+    damage(&medium, &intent, &[named(&bytes) + 1]);
+    let refused = open(&medium).err().unwrap();
+    assert!(refused.kind() == error::ErrorKind::Corrupt && refused.to_string().contains("salvage"), "{refused}");
+}
+
+#[test]
+fn a_record_with_one_damaged_byte_still_decides() {
+    let World { medium, .. } = World::make(3);
+    let intent = committed(&medium);
+    damage(&medium, &intent, &[60]);
+    let datastore = open(&medium).unwrap();
+    assert_eq!(datastore.disk("a").unwrap().provisioning, Provisioning::ZeroedThick);
+    assert!(Intents::new(medium.directory()).all().unwrap().0.is_empty());
 }

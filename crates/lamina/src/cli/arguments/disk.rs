@@ -118,7 +118,7 @@ pub struct DiskMigrate {
     /// Folder of another datastore to migrate the disk to.
     #[arg(long, value_name = "DATASTORE", value_parser = location())]
     pub to: Option<Location>,
-    /// Limit of copied bytes per second, such as 100M.
+    /// Limit of copied bytes per second, such as 100M. 0 is no limit.
     #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "0")]
     pub rate: u64,
 }
@@ -161,7 +161,7 @@ pub struct DiskImport {
     /// With --in-place and --live this is done whenever the image is opened.
     #[arg(long)]
     pub replay_journal: bool,
-    /// Limit of copied bytes per second, such as 100M.
+    /// Limit of copied bytes per second, such as 100M. 0 is no limit.
     #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "0")]
     pub rate: u64,
 }
@@ -301,7 +301,7 @@ pub enum DiskCommand {
         /// The disk.
         #[arg(value_parser = parse_disk)]
         name: String,
-        /// Limit of copied bytes per second, such as 100M.
+        /// Limit of copied bytes per second, such as 100M. 0 is no limit.
         #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "0")]
         rate: u64,
     },

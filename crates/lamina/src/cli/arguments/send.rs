@@ -18,7 +18,7 @@ pub struct SendArguments {
     /// Number of parallel data connections.
     #[arg(long, value_name = "N", default_value = "4", value_parser = clap::value_parser!(u32).range(1..=16))]
     pub streams: u32,
-    /// Limit of sent data in bytes per second, such as 100M.
+    /// Limit of sent data in bytes per second, such as 100M. 0 is no limit.
     #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "0")]
     pub rate: u64,
     /// Certificates of the authorities that sign server certificates, PEM.

@@ -52,7 +52,7 @@ pub enum SnapshotCommand {
         /// Delete the snapshot even if a client that lost its connection may reconnect to it.
         #[arg(long)]
         force: bool,
-        /// Limit of copied bytes per second, such as 100M.
+        /// Limit of copied bytes per second, such as 100M. 0 is no limit.
         #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "0")]
         rate: u64,
     },

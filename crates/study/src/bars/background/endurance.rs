@@ -92,7 +92,7 @@ fn undo(setting: &Setting, stage: &Stage, name: &str, round: u64, random: &mut R
             stage.datastore.verb(&["disk", "migrate", IMAGES, "--format", "thin", "--delta", "sesparse"])?;
             stage.add_level(size, &format!("round-{round}"), random)
         }
-        "detach" => stage.datastore.delete("linked"),
+        super::DETACH => super::delete_clones(&stage.datastore),
         _ => Ok(()),
     }
 }

@@ -29,6 +29,10 @@ const CALM: Duration = Duration::from_secs(5);
 /// Number of snapshots, and the time between them.
 const SNAPSHOTS_TAKEN: u32 = 40;
 const SNAPSHOT_EVERY: Duration = Duration::from_millis(250);
+/// Number of linked clones that are made and detached, and the time between them. One takes less than 0.1 s, and so few
+/// requests have no 99th percentile.
+const DETACHED: u32 = 40;
+const DETACH_EVERY: Duration = Duration::from_millis(250);
 const LEVELS: u32 = 3;
 const RUN: u64 = 64 << 10;
 
@@ -39,7 +43,7 @@ const DISK: &str = "disk";
 const IMAGES: &str = "images";
 const SPARSE: &str = "sparse";
 
-/// A kind of work: its name, and the commands that do it; none for snapshots and transfers, which are done differently.
+/// A kind of work: its name, and the commands that do it; none for work that is done differently.
 const WORK: [(&str, &[&[&str]]); 8] = [
     (SNAPSHOTS, &[]),
     ("full-clone", &[&["clone", DISK, "copy", "--full"]]),
@@ -48,9 +52,10 @@ const WORK: [(&str, &[&[&str]]); 8] = [
     ("reclaim", &[&["disk", "wipe", SPARSE], &["disk", "shrink", SPARSE]]),
     ("consolidate", &[&["disk", "consolidate", IMAGES]]),
     ("migrate", &[&["disk", "migrate", IMAGES, "--format", "native"]]),
-    ("detach", &[&["clone", "disk@golden", "linked"], &["disk", "detach", "linked"]]),
+    (DETACH, &[]),
 ];
 const SNAPSHOTS: &str = "snapshots";
+const DETACH: &str = "detach";
 const SEND: &str = "send";
 
 /// The datastores of the study: one that is served and worked on, and one that receives.
@@ -98,6 +103,7 @@ impl Stage {
     fn work(&self, name: &str, verbs: &[&[&str]]) -> Result<()> {
         match name {
             SNAPSHOTS => take_snapshots(&self.datastore),
+            DETACH => detach_clones(&self.datastore),
             SEND => self.datastore.verb(&self.receiver.verb(&format!("{DISK}@golden"), "copy")).map(|_| ()),
             _ => verbs.iter().try_for_each(|verb| self.datastore.verb(verb).map(|_| ())),
         }
@@ -195,4 +201,26 @@ fn take_snapshots(datastore: &Datastore) -> Result<()> {
         process::pause((SNAPSHOT_EVERY * (number + 1)).saturating_sub(begun.elapsed()))?;
     }
     Ok(())
+}
+
+/// The name of a linked clone.
+fn linked(number: u32) -> String {
+    format!("linked-{number:03}")
+}
+
+/// Makes linked clones and detaches them, at a steady rate.
+fn detach_clones(datastore: &Datastore) -> Result<()> {
+    let begun = Instant::now();
+    for number in 0..DETACHED {
+        let name = linked(number);
+        datastore.verb(&["clone", &format!("{DISK}@golden"), &name])?;
+        datastore.verb(&["disk", "detach", &name])?;
+        process::pause((DETACH_EVERY * (number + 1)).saturating_sub(begun.elapsed()))?;
+    }
+    Ok(())
+}
+
+/// Deletes the clones of [`detach_clones`].
+fn delete_clones(datastore: &Datastore) -> Result<()> {
+    (0..DETACHED).try_for_each(|number| datastore.delete(&linked(number)))
 }
