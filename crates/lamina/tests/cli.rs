@@ -351,7 +351,7 @@ fn names_of_disks_snapshots_and_machines_are_completed() {
     assert_eq!(of("vm revert w"), ["web@before"]);
     assert_eq!(of("vm clone w"), ["web", "web@before"]);
     assert!(of("disk create we").is_empty() && of("disk show x").is_empty());
-    assert!(completion.of("-D /nowhere disk show ").is_empty());
+    assert!(completion.of("-D /nowhere disk show x").is_empty());
 }
 
 #[test]

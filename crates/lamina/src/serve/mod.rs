@@ -57,6 +57,7 @@ pub fn run(location: &Location, arguments: &ServeArguments, form: Form) -> Resul
     let mut signals = Signals::new([SIGINT, SIGTERM]).map_err(|e| Error::io("registering for signals", e))?;
     let _second_signal = follow::interruption(exit::INTERRUPTED)?;
 
+    let group = arguments.socket_group.as_deref().map(group_id).transpose()?;
     // The path is made absolute, because URIs contain it.
     let location = location.resolved()?;
     location.need_folder("a control socket or a server")?;
@@ -70,7 +71,7 @@ pub fn run(location: &Location, arguments: &ServeArguments, form: Form) -> Resul
         drop(held);
         spare.keep();
     };
-    let outcome = serve(&location, &datastore, arguments, form, &mut signals, started);
+    let outcome = serve(&location, &datastore, arguments, group, form, &mut signals, started);
     let closed = datastore.close();
     outcome?;
     closed?;
@@ -93,13 +94,13 @@ fn serve(
     location: &Location,
     datastore: &Arc<Datastore>,
     arguments: &ServeArguments,
+    group: Option<u32>,
     form: Form,
     signals: &mut Signals,
     started: impl FnOnce(),
 ) -> Result<()> {
     let status = datastore.status()?;
     let exports = DatastoreExports { datastore: Arc::clone(datastore), read_only: arguments.read_only };
-    let group = arguments.socket_group.as_deref().map(group_id).transpose()?;
     let grace = Duration::from_secs(arguments.client_grace);
     let clients = Arc::new(Clients::of_server(Arc::clone(datastore.directory()), grace));
     let config = nbd::ServerConfig { clients: Arc::clone(&clients), ..nbd_config(location, arguments, group)? };

@@ -143,6 +143,9 @@ fn run(
             }
         };
         let given = match given {
+            Ok(None) if options.inside != Inside::Required => {
+                Err(Error::new(ErrorKind::Unsupported, "no guest agent answers"))
+            }
             Ok(None) => Err(Error::new(ErrorKind::Invalid, no_agent(&definition.name))),
             Ok(Some(given)) => Ok(given),
             Err(error) => Err(error),
