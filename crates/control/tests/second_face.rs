@@ -75,6 +75,7 @@ verbs! {
     "snapshot diff": Request::Snapshot(SnapshotRequest::Diff { .. }),
     "clone": Request::Clone { .. },
     "convert": Request::Convert(_),
+    "export archive": Request::ExportArchive(_),
     "salvage": Request::Salvage(_),
     "image show": Request::Image(ImageRequest::Show { .. }),
     "image check": Request::Image(ImageRequest::Check { .. }),
@@ -112,6 +113,7 @@ mod machine {
     verbs! {
         "vm create": MachineVerb::Create(_),
         "vm import": MachineVerb::Import(_),
+        "vm export": MachineVerb::Export { .. },
         "vm start": MachineVerb::Start { .. },
         "vm stop": MachineVerb::Stop { .. },
         "vm pause": MachineVerb::Pause { .. },
@@ -461,6 +463,9 @@ fn machines(face: &Face) {
     let import = MachineImport { source, options, dry_run: false, live: false, start: false, rate: 0 };
     let MachineReply::Imported { machines, .. } = face.vm(MachineVerb::Import(import)) else { panic!("imported") };
     assert_eq!(machines[0].plan.definition.disk_names(), ["web"]);
+    let source = || Source { machine: text("web"), snapshot: None };
+    face.vm(MachineVerb::Export { source: source(), path: face.beside("web.ova"), rate: 0 });
+    assert!(face.beside("web.ova").exists());
 }
 
 /// Jobs and their events.

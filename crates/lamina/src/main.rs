@@ -234,7 +234,13 @@ fn end(form: Form, reply: &Reply) -> Result<End, End> {
 fn is_interruptible(request: &Request) -> bool {
     match request {
         Request::Machine(request) => {
-            matches!(request.verb, MachineVerb::Clone { .. } | MachineVerb::Send { .. } | MachineVerb::Import(_))
+            matches!(
+                request.verb,
+                MachineVerb::Clone { .. }
+                    | MachineVerb::Send { .. }
+                    | MachineVerb::Import(_)
+                    | MachineVerb::Export { .. }
+            )
         }
         _ => true,
     }

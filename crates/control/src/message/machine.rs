@@ -11,6 +11,7 @@ use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 use vm::clone::{Inside, Source};
 use vm::definition::{CloneKind, Definition, Link};
+use vm::import::Note;
 use vm::import::plan::Plan;
 use vm::machine::MachineState;
 use vm::snapshots::Record;
@@ -45,6 +46,15 @@ pub enum MachineVerb {
     Create(NewMachine),
     /// Make machines of those of other programs.
     Import(MachineImport),
+    /// Write a machine that does not run, or a snapshot of one, into an archive.
+    Export {
+        /// The machine, or its snapshot.
+        source: Source,
+        /// Absolute path of the archive, `NAME.ova`.
+        path: PathBuf,
+        /// Limit in bytes per second; 0 for none.
+        rate: u64,
+    },
     /// Start machines. A frozen machine continues where it was frozen.
     Start {
         /// The machines.
@@ -223,6 +233,7 @@ impl MachineVerb {
             Self::Show { .. } | Self::List | Self::SnapshotList { .. } | Self::Console { .. } => false,
             Self::Create(_)
             | Self::Import(_)
+            | Self::Export { .. }
             | Self::Start { .. }
             | Self::Stop { .. }
             | Self::Pause { .. }
@@ -253,6 +264,17 @@ pub enum MachineReply {
         failed: Vec<(String, Failure)>,
         /// Whether nothing was done.
         dry_run: bool,
+    },
+    /// Reply to `Export`.
+    Exported {
+        /// The machine.
+        machine: String,
+        /// The archive.
+        archive: PathBuf,
+        /// Capacity of its disks in bytes.
+        capacity: u64,
+        /// What is not in the archive as in the machine.
+        notes: Vec<Note>,
     },
     /// Reply to operations on several machines.
     Each {

@@ -19,6 +19,10 @@ pub fn print(out: &mut dyn Write, verb: &MachineVerb, reply: &MachineReply) -> i
     match reply {
         MachineReply::Created(definition) => writeln!(out, "made machine {} ({})", definition.name, definition.uuid),
         MachineReply::Imported { machines, dry_run, .. } => import::print(out, machines, *dry_run),
+        MachineReply::Exported { machine, archive, notes, .. } => {
+            writeln!(out, "wrote machine {machine} to '{}'", archive.display())?;
+            import::print_notes(out, notes)
+        }
         MachineReply::Each { done, .. } if done.is_empty() => Ok(()),
         MachineReply::Each { done, .. } => writeln!(out, "{} {}", words::done(verb), done.join(", ")),
         MachineReply::Machine(info) => print_one(out, info),
