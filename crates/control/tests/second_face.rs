@@ -14,7 +14,9 @@ use control::{
     Request, SendHow, SendPoint, SendRequest, SendTls, SentDisk, Served, Service, Serving, SnapshotRequest, Target,
     Watch, dispatch,
 };
-use disk::convert::{Address, Conversion, ImageOptions, TargetFormat};
+use disk::convert::{
+    Address, ArchiveController, ArchiveExport, ArchiveMachine, Conversion, ImageOptions, TargetFormat,
+};
 use disk::images::NewImage;
 use disk::migrate::{ImportMode, ImportOptions, MigrateOptions};
 use disk::salvage::SalvageRequest;
@@ -466,6 +468,17 @@ fn machines(face: &Face) {
     let source = || Source { machine: text("web"), snapshot: None };
     face.vm(MachineVerb::Export { source: source(), path: face.beside("web.ova"), rate: 0 });
     assert!(face.beside("web.ova").exists());
+    let machine = ArchiveMachine {
+        name: text("web"),
+        cpus: 1,
+        memory: 32 << 20,
+        controller: ArchiveController::Sata,
+        cards: Vec::new(),
+        uefi: false,
+        secure_boot: false,
+    };
+    let export = ArchiveExport { path: face.beside("web.tar"), machine, disks: vec![text("web")], rate: 0 };
+    face.fails(Request::ExportArchive(Box::new(export)), ErrorKind::Invalid);
 }
 
 /// Jobs and their events.
