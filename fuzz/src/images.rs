@@ -181,7 +181,8 @@ pub fn ova() -> Vec<Sectors> {
             hardware: "vmx-13".into(),
             system: 101,
             controller: Controller::ParaVirtual,
-            networks: vec![Network { name: "net".into(), adapter: "VmxNet3".into() }],
+            networks: vec![Network { name: "net".into(), adapter: "VmxNet3".into(), mac: None }],
+            settings: Vec::new(),
         };
         let disk = PlannedDisk { file: "vm-disk1.vmdk".into(), capacity: 1 << 20, descriptor: DESCRIPTOR.to_vec() };
         let options = OvaOptions { algorithm, level: 6, threads: 1, time: 1_700_000_000 };

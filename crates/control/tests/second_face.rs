@@ -14,7 +14,9 @@ use control::{
     Request, SendHow, SendPoint, SendRequest, SendTls, SentDisk, Served, Service, Serving, SnapshotRequest, Target,
     Watch, dispatch,
 };
-use disk::convert::{Address, Conversion, ImageOptions, TargetFormat};
+use disk::convert::{
+    Address, ArchiveController, ArchiveExport, ArchiveMachine, Conversion, ImageOptions, TargetFormat,
+};
 use disk::images::NewImage;
 use disk::migrate::{ImportMode, ImportOptions, MigrateOptions};
 use disk::salvage::SalvageRequest;
@@ -76,6 +78,7 @@ verbs! {
     "snapshot diff": Request::Snapshot(SnapshotRequest::Diff { .. }),
     "clone": Request::Clone { .. },
     "convert": Request::Convert(_),
+    "export archive": Request::ExportArchive(_),
     "salvage": Request::Salvage(_),
     "image show": Request::Image(ImageRequest::Show { .. }),
     "image check": Request::Image(ImageRequest::Check { .. }),
@@ -115,6 +118,7 @@ mod machine {
         "vm import": MachineVerb::Import(_),
         "vm edit": MachineVerb::Edit { .. },
         "vm rename": MachineVerb::Rename { .. },
+        "vm export": MachineVerb::Export { .. },
         "vm start": MachineVerb::Start { .. },
         "vm stop": MachineVerb::Stop { .. },
         "vm pause": MachineVerb::Pause { .. },
@@ -472,6 +476,20 @@ fn machines(face: &Face) {
     let import = MachineImport { source, options, dry_run: false, live: false, start: false, rate: 0 };
     let MachineReply::Imported { machines, .. } = face.vm(MachineVerb::Import(import)) else { panic!("imported") };
     assert_eq!(machines[0].plan.definition.disk_names(), ["web"]);
+    let source = || Source { machine: text("web"), snapshot: None };
+    face.vm(MachineVerb::Export { source: source(), path: face.beside("web.ova"), rate: 0 });
+    assert!(face.beside("web.ova").exists());
+    let machine = ArchiveMachine {
+        name: text("web"),
+        cpus: 1,
+        memory: 32 << 20,
+        controller: ArchiveController::Sata,
+        cards: Vec::new(),
+        uefi: false,
+        secure_boot: false,
+    };
+    let export = ArchiveExport { path: face.beside("web.tar"), machine, disks: vec![text("web")], rate: 0 };
+    face.fails(Request::ExportArchive(Box::new(export)), ErrorKind::Invalid);
 }
 
 /// Jobs and their events.

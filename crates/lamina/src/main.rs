@@ -278,7 +278,13 @@ fn executed(form: Form, machine: &str, execution: &Execution) -> Result<End, End
 fn is_interruptible(request: &Request) -> bool {
     match request {
         Request::Machine(request) => {
-            matches!(request.verb, MachineVerb::Clone { .. } | MachineVerb::Send { .. } | MachineVerb::Import(_))
+            matches!(
+                request.verb,
+                MachineVerb::Clone { .. }
+                    | MachineVerb::Send { .. }
+                    | MachineVerb::Import(_)
+                    | MachineVerb::Export { .. }
+            )
         }
         _ => true,
     }

@@ -439,3 +439,33 @@ fn a_tree_of_machines_with_a_report() {
     }
     import(&fleet, &left.path(), "--name x").fails(2, "--name names one");
 }
+
+#[test]
+fn an_exported_machine_can_be_imported() {
+    let fleet = Fleet::new();
+    let left = Left::new();
+    with_snapshots(&left);
+    import(&fleet, &left.path().join("snap.vmx"), "--start").ok();
+    let archive = left.path().join("out.ova");
+    let export = |source: &str| -> Done { output(fleet.command("export --json").arg(source).arg(&archive)).into() };
+    export("snap").fails(4, "export a snapshot of it");
+    fleet.run("stop --force snap").ok();
+    testkit::fleet::write(&fleet, "snap", MIB, 5);
+    let made = export("snap@later").json();
+    assert_eq!((&made["name"], &made["capacity"]), (&json!("snap"), &json!(16 << 20)), "{made}");
+    export("snap").fails(1, "already");
+    let machine = import(&fleet, &archive, "--name back --start --json").json()["machines"][0].clone();
+    assert_eq!(found(&fleet, "back"), ["snap-root", "snap-data"]);
+    let places = machine["disks"].as_array().unwrap().iter().map(|disk| (&disk["bus"], &disk["unit"]));
+    assert_eq!(places.collect::<Vec<_>>(), [(&json!("pvscsi"), &json!(0)), (&json!("pvscsi"), &json!(1))]);
+    let original = fleet.show("snap");
+    assert_eq!(machine["networks"], original["networks"]);
+    assert_eq!((&machine["cpus"], &machine["memory"]), (&original["cpus"], &original["memory"]));
+    fleet.run("stop --force back").ok();
+    same_bytes(&fleet, "back", &left.content("snap-root"));
+    same_bytes(&fleet, "back-2", &left.content("snap-data"));
+    fs::remove_file(&archive).unwrap();
+    // With virtio, VMware's machine gets the nearest devices, and the command lists them.
+    fleet.make("plain", "8M");
+    assert!(notes(&export("plain").json()).contains("no virtio"));
+}

@@ -165,6 +165,7 @@ impl Service {
             }
             Request::Clone { disk, at, names, full: true } => clone::full(datastore, &disk, &at, &names, progress)?,
             Request::Convert(conversion) => image::convert(Some(datastore), &conversion, watch)?,
+            Request::ExportArchive(export) => Reply::Converted(export.run(datastore, progress)?),
             Request::Image(request) => image::dispatch(request, watch)?,
             Request::Salvage(request) => image::salvage(&request, watch)?,
             // Without a server, a request ends with its process, so there is nothing to wait for.

@@ -53,6 +53,7 @@ pub fn of(request: &Request) -> Changes {
         | Request::Status
         | Request::Check { .. }
         | Request::Salvage(_)
+        | Request::ExportArchive(_)
         | Request::Image(_)
         | Request::ExportList
         | Request::Receive(ReceiveRequest::List)

@@ -13,6 +13,7 @@ use vm::agent::Execution;
 use vm::clone::{Inside, Source};
 use vm::definition::{CloneKind, Definition, Link};
 use vm::edit::Edit;
+use vm::import::Note;
 use vm::import::plan::Plan;
 use vm::machine::MachineState;
 use vm::snapshots::Record;
@@ -60,6 +61,15 @@ pub enum MachineVerb {
         name: String,
         /// Its new name.
         to: String,
+    },
+    /// Write a machine that does not run, or a snapshot of one, into an archive.
+    Export {
+        /// The machine, or its snapshot.
+        source: Source,
+        /// Absolute path of the archive, `NAME.ova`.
+        path: PathBuf,
+        /// Limit in bytes per second; 0 for none.
+        rate: u64,
     },
     /// Start machines. A frozen machine continues where it was frozen.
     Start {
@@ -249,6 +259,7 @@ impl MachineVerb {
             | Self::Import(_)
             | Self::Edit { .. }
             | Self::Rename { .. }
+            | Self::Export { .. }
             | Self::Start { .. }
             | Self::Stop { .. }
             | Self::Pause { .. }
@@ -288,6 +299,17 @@ pub enum MachineReply {
         name: String,
         /// The definition with the new name.
         definition: Definition,
+    },
+    /// Reply to `Export`.
+    Exported {
+        /// The machine.
+        machine: String,
+        /// The archive.
+        archive: PathBuf,
+        /// Capacity of its disks in bytes.
+        capacity: u64,
+        /// What is not in the archive as in the machine.
+        notes: Vec<Note>,
     },
     /// Reply to operations on several machines.
     Each {

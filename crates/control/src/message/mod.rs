@@ -27,7 +27,7 @@ pub use send::{ReceiveRequest, SendHow, SendPoint, SendRequest, SendTls, SentDis
 pub use snapshot::SnapshotRequest;
 
 use ::disk::Point;
-use ::disk::convert::Conversion;
+use ::disk::convert::{ArchiveExport, Conversion};
 use ::disk::salvage::SalvageRequest;
 use serde::{Deserialize, Serialize};
 
@@ -61,6 +61,8 @@ pub enum Request {
     },
     /// Convert a disk or image to a new one.
     Convert(Box<Conversion>),
+    /// Write the disks of a machine and its description into an archive.
+    ExportArchive(Box<ArchiveExport>),
     /// Extract disks from a datastore that cannot be opened.
     Salvage(Box<SalvageRequest>),
     /// About images.
@@ -86,7 +88,12 @@ impl Request {
     pub fn takes_long(&self) -> bool {
         match self {
             Self::Status | Self::ExportList | Self::Settle | Self::Receive(_) => false,
-            Self::Check { .. } | Self::Convert(_) | Self::Salvage(_) | Self::Send(_) | Self::Events => true,
+            Self::Check { .. }
+            | Self::Convert(_)
+            | Self::ExportArchive(_)
+            | Self::Salvage(_)
+            | Self::Send(_)
+            | Self::Events => true,
             Self::Machine(request) => request.verb.takes_long(),
             Self::Job(request) => matches!(request, JobRequest::Wait { .. }),
             Self::Image(request) => request.takes_long(),

@@ -16,18 +16,18 @@ use work::Progress;
 /// Compression level: the default of zlib, which VMware uses too.
 const LEVEL: u32 = 6;
 /// Bytes collected for one write.
-const BUFFER: usize = 1 << 20;
+pub(super) const BUFFER: usize = 1 << 20;
 /// Memory of the virtual machine that the archive's OVF description states: the source of a conversion records none.
 const MEMORY_MIB: u64 = 1024;
 /// Virtual hardware version of that machine: the one of ESXi 6.7, as in the descriptors that lamina writes.
-const HARDWARE: &str = "vmx-14";
+pub(super) const HARDWARE: &str = "vmx-14";
 /// Operating system "Other" in the CIM numbering that OVF uses.
-const SYSTEM: u32 = 1;
+pub(super) const SYSTEM: u32 = 1;
 
 /// A new file under a temporary name.
-struct NewFile {
-    folder: Folder,
-    name: String,
+pub(super) struct NewFile {
+    pub(super) folder: Folder,
+    pub(super) name: String,
 }
 
 impl NewFile {
@@ -42,13 +42,13 @@ impl NewFile {
         }
     }
 
-    fn create(&self) -> Result<(Arc<dyn File>, Box<dyn Lock>)> {
+    pub(super) fn create(&self) -> Result<(Arc<dyn File>, Box<dyn Lock>)> {
         self.refuse_existing()?;
         storage::create_unfinished(&**self.folder.directory(), &self.name, IoMode::Buffered)
     }
 
     /// Renames the temporary file to its final name, durably.
-    fn finish(&self, file: &dyn File) -> Result<()> {
+    pub(super) fn finish(&self, file: &dyn File) -> Result<()> {
         let directory = self.folder.directory();
         let during = || format!("making '{}' durable", self.name);
         let renamed = file
@@ -65,7 +65,7 @@ impl NewFile {
         }
     }
 
-    fn abandon(&self) {
+    pub(super) fn abandon(&self) {
         if let Err(error) = self.folder.directory().remove(&self.temporary()) {
             tracing::warn!("'{}' stays: {error}", self.temporary());
         }
@@ -73,9 +73,9 @@ impl NewFile {
 }
 
 /// A file as a [`std::io::Write`].
-struct Output {
-    file: Arc<dyn File>,
-    position: u64,
+pub(super) struct Output {
+    pub(super) file: Arc<dyn File>,
+    pub(super) position: u64,
 }
 
 impl Write for Output {
@@ -147,13 +147,9 @@ impl StreamSink {
             system: SYSTEM,
             controller: Controller::LsiLogic,
             networks: Vec::new(),
+            settings: Vec::new(),
         };
-        let options = OvaOptions {
-            algorithm: Algorithm::Sha256,
-            level: LEVEL,
-            threads: threads(),
-            time: backend::clock::seconds(),
-        };
+        let options = archive_options();
         let descriptor = embedded(&member, self.capacity)?;
         let disk = PlannedDisk { file: member, capacity: self.capacity, descriptor };
         let mut writer = OvaWriter::new(out, stem, machine, vec![disk], options)?;
@@ -186,7 +182,12 @@ impl Sink for StreamSink {
     }
 }
 
-fn take_all<W: Write>(writer: &mut StreamWriter<W>, pieces: &mut Pieces<'_>) -> Result<()> {
+/// How archives are written.
+pub(super) fn archive_options() -> OvaOptions {
+    OvaOptions { algorithm: Algorithm::Sha256, level: LEVEL, threads: threads(), time: backend::clock::seconds() }
+}
+
+pub(super) fn take_all<W: Write>(writer: &mut StreamWriter<W>, pieces: &mut Pieces<'_>) -> Result<()> {
     let mut take = |piece: &super::CopyPiece| {
         piece.runs.iter().try_for_each(|run| writer.write(piece.start + run.start as u64, piece.bytes(run)))
     };
@@ -195,7 +196,7 @@ fn take_all<W: Write>(writer: &mut StreamWriter<W>, pieces: &mut Pieces<'_>) -> 
 }
 
 /// `NAME` of `NAME.ova`.
-fn stem(name: &str) -> Option<&str> {
+pub(super) fn stem(name: &str) -> Option<&str> {
     let split = name.len().checked_sub(4).filter(|at| name.is_char_boundary(*at))?;
     let (stem, ending) = name.split_at(split);
     (ending.eq_ignore_ascii_case(".ova") && !stem.is_empty()).then_some(stem)
@@ -206,7 +207,7 @@ fn threads() -> usize {
 }
 
 /// The descriptor that is embedded in a streamOptimized disk with the file name `name`.
-fn embedded(name: &str, capacity: u64) -> Result<Vec<u8>> {
+pub(super) fn embedded(name: &str, capacity: u64) -> Result<Vec<u8>> {
     let entropy = system_entropy();
     let random = &mut || entropy();
     let sectors = capacity / SECTOR;

@@ -22,6 +22,7 @@
 mod archive;
 mod copy;
 mod device;
+mod export;
 mod format;
 mod image;
 mod source;
@@ -30,6 +31,7 @@ mod target;
 pub(crate) use copy::copy as copy_all;
 pub use copy::{CopyPiece, Pieces, Sink, Source, SourceRun, Zeros};
 pub use device::{DeviceSink, DeviceSource, HoldingSource};
+pub use export::{ArchiveCard, ArchiveController, ArchiveExport, ArchiveMachine};
 pub use format::{SourceFormat, TargetFormat};
 pub use source::{ChainSource, descriptor_of};
 pub(crate) use source::{is_archive, open_member};

@@ -7,12 +7,16 @@ use std::fmt::Write;
 pub enum Controller {
     /// LSI Logic SCSI.
     LsiLogic,
+    /// LSI Logic SAS.
+    LsiSas,
     /// VMware's paravirtual SCSI.
     ParaVirtual,
     /// SATA.
     Sata,
     /// IDE: at most four disks.
     Ide,
+    /// NVMe.
+    Nvme,
 }
 
 impl Controller {
@@ -20,16 +24,18 @@ impl Controller {
     fn resource(self) -> (u32, &'static str) {
         match self {
             Self::LsiLogic => (6, "lsilogic"),
+            Self::LsiSas => (6, "lsilogicsas"),
             Self::ParaVirtual => (6, "VirtualSCSI"),
             Self::Sata => (20, "vmware.sata.ahci"),
             Self::Ide => (5, "PIIX4"),
+            Self::Nvme => (20, "vmware.nvme.controller"),
         }
     }
 
     /// The most disks on one controller; on SCSI, address 7 is the controller's own.
     fn disks(self) -> usize {
         match self {
-            Self::LsiLogic | Self::ParaVirtual => 15,
+            Self::LsiLogic | Self::LsiSas | Self::ParaVirtual | Self::Nvme => 15,
             Self::Sata => 30,
             Self::Ide => 2,
         }
@@ -37,7 +43,7 @@ impl Controller {
 
     fn address(self, number: usize) -> usize {
         match self {
-            Self::LsiLogic | Self::ParaVirtual if number >= 7 => number + 1,
+            Self::LsiLogic | Self::LsiSas | Self::ParaVirtual if number >= 7 => number + 1,
             _ => number,
         }
     }
@@ -50,6 +56,8 @@ pub struct Network {
     pub name: String,
     /// Its kind: `VmxNet3`, `E1000e`.
     pub adapter: String,
+    /// Its address, if it keeps one.
+    pub mac: Option<String>,
 }
 
 /// The virtual machine with the disks.
@@ -69,6 +77,8 @@ pub struct Machine {
     pub controller: Controller,
     /// Network cards.
     pub networks: Vec<Network>,
+    /// VMware's settings, such as its firmware: keys and values.
+    pub settings: Vec<(String, String)>,
 }
 
 /// A disk for the descriptor.
@@ -96,6 +106,7 @@ fn write_envelope(out: &mut String, machine: &Machine, disks: &[DescribedDisk<'_
         out,
         "<Envelope xmlns=\"http://schemas.dmtf.org/ovf/envelope/1\" xmlns:ovf=\"http://schemas.dmtf.org/ovf/envelope/1\" \
          xmlns:rasd=\"{cim}/cim-schema/2/CIM_ResourceAllocationSettingData\" \
+         xmlns:vmw=\"http://www.vmware.com/schema/ovf\" \
          xmlns:vssd=\"{cim}/cim-schema/2/CIM_VirtualSystemSettingData\">"
     )?;
     out.push_str("  <References>\n");
@@ -136,6 +147,10 @@ fn write_envelope(out: &mut String, machine: &Machine, disks: &[DescribedDisk<'_
     }
     out.push_str("      </System>\n");
     write_items(out, machine, disks.len())?;
+    for (key, value) in &machine.settings {
+        let (key, value) = (escaped(key), escaped(value));
+        writeln!(out, "      <vmw:Config ovf:required=\"false\" vmw:key=\"{key}\" vmw:value=\"{value}\"/>")?;
+    }
     out.push_str("    </VirtualHardwareSection>\n  </VirtualSystem>\n</Envelope>\n");
     Ok(())
 }
@@ -200,18 +215,21 @@ fn write_items(out: &mut String, machine: &Machine, disks: usize) -> std::fmt::R
         }
     }
     for (number, network) in (1..).zip(&machine.networks) {
-        write_item(
-            out,
-            &[
-                ("AddressOnParent", &(number + 6).to_string()),
-                ("AutomaticAllocation", "true"),
-                ("Connection", &escaped(&network.name)),
-                ("ElementName", &format!("Network adapter {number}")),
-                ("InstanceID", &next()),
-                ("ResourceSubType", &escaped(&network.adapter)),
-                ("ResourceType", "10"),
-            ],
-        )?;
+        let (unit, own) = ((number + 6).to_string(), next());
+        let (name, adapter) = (escaped(&network.name), escaped(&network.adapter));
+        let label = format!("Network adapter {number}");
+        let mac = network.mac.as_deref().map(escaped);
+        let mut fields: Vec<(&str, &str)> = mac.iter().map(|mac| ("Address", mac.as_str())).collect();
+        fields.extend([
+            ("AddressOnParent", unit.as_str()),
+            ("AutomaticAllocation", "true"),
+            ("Connection", name.as_str()),
+            ("ElementName", label.as_str()),
+            ("InstanceID", own.as_str()),
+            ("ResourceSubType", adapter.as_str()),
+            ("ResourceType", "10"),
+        ]);
+        write_item(out, &fields)?;
     }
     Ok(())
 }

@@ -5,6 +5,7 @@
 
 mod clone;
 mod disks;
+mod export;
 mod import;
 mod resize;
 mod send;
@@ -62,6 +63,7 @@ impl Work<'_> {
         match verb {
             MachineVerb::Create(new) => create(host, &new).map(MachineReply::Created),
             MachineVerb::Import(request) => import::run(host, &request, self.watch),
+            MachineVerb::Export { source, path, rate } => self.export(&source, path, rate),
             MachineVerb::Edit { name, edit } => {
                 let _working = host.work()?;
                 vm::edit::edit(&host.change(&name)?, host, &edit).map(MachineReply::Edited)

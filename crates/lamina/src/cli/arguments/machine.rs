@@ -123,6 +123,18 @@ pub enum VmCommand {
         #[arg(value_name = "NEW_NAME", value_parser = parse_machine)]
         to: String,
     },
+    /// Write a machine that does not run, or a snapshot of a machine, into an OVA archive for other programs.
+    Export {
+        /// The machine, VM, or its snapshot, VM@SNAPSHOT.
+        #[arg(value_name = "SOURCE", value_parser = parse_source)]
+        source: Source,
+        /// The archive, which does not exist yet: NAME.ova.
+        #[arg(value_name = "FILE")]
+        path: PathBuf,
+        /// Limit of read bytes per second, such as 100M.
+        #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "0")]
+        rate: u64,
+    },
     /// Start machines. A frozen machine continues where it was frozen.
     Start {
         /// The machines.
@@ -243,6 +255,9 @@ impl VmCommand {
         Ok(match self {
             Self::Create(create) => MachineVerb::Create(create.new_machine()?),
             Self::Import(import) => MachineVerb::Import(import.request()?),
+            Self::Export { source, path, rate } => {
+                MachineVerb::Export { source: source.clone(), path: absolute(path)?, rate: *rate }
+            }
             Self::Edit(edit) => edit.verb()?,
             Self::Rename { name, to } => MachineVerb::Rename { name: name.clone(), to: to.clone() },
             Self::Start { names, autostart, paused } => {

@@ -20,6 +20,9 @@ pub fn value(verb: &MachineVerb, reply: &MachineReply) -> Value {
             "machines": machines.iter().map(imported).collect::<Vec<Value>>(), "failed": failures(failed),
             "dry_run": dry_run,
         }),
+        MachineReply::Exported { machine, archive, capacity, notes } => json!({
+            "name": machine, "archive": archive, "capacity": capacity, "notes": notes,
+        }),
         MachineReply::Each { done, failed } => json!({ words::done(verb): done, "failed": failures(failed) }),
         MachineReply::Machine(info) => machine(info),
         MachineReply::Machines(machines) => {

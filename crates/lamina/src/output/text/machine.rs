@@ -26,6 +26,10 @@ pub fn print(out: &mut dyn Write, verb: &MachineVerb, reply: &MachineReply) -> i
         MachineReply::Imported { machines, dry_run, .. } => import::print(out, machines, *dry_run),
         MachineReply::Edited(definition) => writeln!(out, "changed {}", definition.name),
         MachineReply::Renamed { name, definition } => writeln!(out, "machine {name} is {} now", definition.name),
+        MachineReply::Exported { machine, archive, notes, .. } => {
+            writeln!(out, "wrote machine {machine} to '{}'", archive.display())?;
+            import::print_notes(out, notes)
+        }
         MachineReply::Each { done, .. } if done.is_empty() => Ok(()),
         MachineReply::Each { done, .. } => writeln!(out, "{} {}", words::done(verb), done.join(", ")),
         MachineReply::Machine(info) => print_one(out, info, matches!(verb, MachineVerb::Show { children: true, .. })),

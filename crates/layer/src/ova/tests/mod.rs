@@ -28,7 +28,8 @@ fn machine(controller: Controller) -> Machine {
         hardware: "vmx-13".to_owned(),
         system: 101,
         controller,
-        networks: vec![Network { name: "VM \"Network\"".to_owned(), adapter: "VmxNet3".to_owned() }],
+        networks: vec![Network { name: "VM \"Network\"".to_owned(), adapter: "VmxNet3".to_owned(), mac: None }],
+        settings: Vec::new(),
     }
 }
 

@@ -4,8 +4,8 @@ use crate::output::human;
 use crate::output::words;
 use control::ImportedMachine;
 use std::io::{self, Write};
-use vm::import::Content;
 use vm::import::plan::PlannedDisk;
+use vm::import::{Content, Note};
 
 /// Prints the machines that were imported, or would be.
 pub fn print(out: &mut dyn Write, machines: &[ImportedMachine], dry_run: bool) -> io::Result<()> {
@@ -36,10 +36,14 @@ fn print_one(out: &mut dyn Write, machine: &ImportedMachine, dry_run: bool) -> i
     for snapshot in snapshots {
         fact("snapshot", snapshot.clone())?;
     }
-    for note in &plan.notes {
-        fact(note.effect.name(), format!("{}: {}", note.item, note.reason))?;
-    }
-    Ok(())
+    print_notes(out, &plan.notes)
+}
+
+/// Prints what differs from the source.
+pub fn print_notes(out: &mut dyn Write, notes: &[Note]) -> io::Result<()> {
+    notes.iter().try_for_each(|note| {
+        writeln!(out, "  {:<10}{}: {}", format!("{}:", note.effect.name()), note.item, note.reason)
+    })
 }
 
 fn origin(disk: &PlannedDisk) -> String {
