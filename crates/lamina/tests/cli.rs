@@ -21,7 +21,7 @@ const fn verb(name: &'static str, arguments: &'static str) -> Verb {
     Verb { name, arguments, on_datastore: true, demands: !arguments.is_empty() }
 }
 
-const VERBS: [Verb; 70] = [
+const VERBS: [Verb; 71] = [
     Verb { name: "init", arguments: "/nowhere/at/all", on_datastore: false, demands: true },
     verb("status", ""),
     verb("check", ""),
@@ -55,6 +55,7 @@ const VERBS: [Verb; 70] = [
     verb("snapshot diff", "vm1@a vm1@b"),
     verb("clone", "vm1@a vm2"),
     verb("vm create", "vm1 --disk-size 1G"),
+    verb("vm import", "/nowhere/vm1.vmx"),
     verb("vm edit", "vm1 --cpus 2"),
     verb("vm rename", "vm1 vm2"),
     verb("vm list", ""),

@@ -3,11 +3,17 @@
 
 #![allow(clippy::unwrap_used)]
 
-use serde_json::json;
+use serde_json::{Value, json};
+use std::path::Path;
 use testkit::fleet::{Fleet, MEMORY, holds, write};
 use testkit::machines::Room;
 use testkit::nbd::Client;
 use testkit::process;
+
+/// A disk as `show` prints it.
+fn virtio(name: &str, slot: u8) -> Value {
+    json!({ "name": name, "slot": slot, "bus": "virtio", "unit": 0 })
+}
 
 #[test]
 fn a_machine_that_is_off_is_changed_and_renamed() {
@@ -84,13 +90,13 @@ fn disks_of_a_machine_that_is_off_are_added_and_removed() {
     fleet.run("edit web --remove-disk data").fails(3, "has no disk 'data'");
     fleet.run("edit web --add-disk data --add-network unplugged").ok();
     let shown = fleet.show("web");
-    assert_eq!(shown["disks"], json!([{ "name": "web", "slot": 8 }, { "name": "data", "slot": 9 }]));
+    assert_eq!(shown["disks"], json!([virtio("web", 8), virtio("data", 9)]));
     let mac = shown["networks"][0]["mac"].as_str().unwrap().to_owned();
     fleet.store.run("disk rename data other-data").fails(4, "'lamina vm edit web --remove-disk data'");
     fleet.run("edit web --remove-network 52:54:00:00:00:00").fails(3, "has no network card");
     fleet.run(&format!("edit web --remove-disk web --remove-network {mac}")).ok();
     let shown = fleet.show("web");
-    assert_eq!((&shown["disks"], &shown["networks"]), (&json!([{ "name": "data", "slot": 9 }]), &json!([])));
+    assert_eq!((&shown["disks"], &shown["networks"]), (&json!([virtio("data", 9)]), &json!([])));
     fleet.store.run("disk delete web").ok();
     fleet.run("start web").ok();
     // The disk was not added while the machine ran.
@@ -100,7 +106,7 @@ fn disks_of_a_machine_that_is_off_are_added_and_removed() {
     fleet.run("edit web --add-disk other").fails(4, "in use by 1 other client");
     drop(client);
     process::until("the client is gone", || fleet.run("edit web --add-disk other").code == 0);
-    assert_eq!(fleet.show("web")["disks"][1], json!({ "name": "other", "slot": 32 }));
+    assert_eq!(fleet.show("web")["disks"][1], virtio("other", 32));
     assert_eq!(fleet.run("stop --all --force").ok(), "stopped web\n");
     assert_eq!(fleet.run("stop --all --force").ok(), "");
     // A machine of version 0.1.0 has no ports.
@@ -110,6 +116,80 @@ fn disks_of_a_machine_that_is_off_are_added_and_removed() {
     fleet.store.run("disk create more 1M").ok();
     fleet.run("edit old --add-disk more").fails(2, "no ports for devices");
     assert_eq!(fleet.show("old")["disks"], json!([]));
+}
+
+/// Sets the hardware of a machine that is off.
+fn set_hardware(folder: &Path, changes: &[(&str, &str)]) {
+    let path = folder.join("machine.toml");
+    let mut text = std::fs::read_to_string(&path).unwrap();
+    for (from, to) in changes {
+        assert!(text.contains(from), "{from}: {text}");
+        text = text.replacen(from, to, 1);
+    }
+    std::fs::write(path, text).unwrap();
+}
+
+#[test]
+fn disks_of_imported_controllers_are_added_and_removed_while_the_machine_runs() {
+    let fleet = Fleet::new();
+    for (name, bus) in [("vmware", "pvscsi"), ("other", "virtio-scsi")] {
+        fleet.make(name, "1M");
+        set_hardware(&fleet.folder().join(name), &[("slot = 8\n", &format!("slot = 8\nbus = \"{bus}\"\n"))]);
+        let [first, second] = ["one", "two"].map(|disk| format!("{name}-{disk}"));
+        let at = |disk: &str, unit: u8| json!({ "name": disk, "slot": 8, "bus": bus, "unit": unit });
+        fleet.store.run(&format!("disk create {first} 1M")).ok();
+        fleet.store.run(&format!("disk create {second} 1M")).ok();
+        fleet.run(&format!("start {name}")).ok();
+        fleet.run(&format!("edit {name} --add-disk {first} --add-disk {second}")).ok();
+        assert_eq!(fleet.show(name)["disks"], json!([at(name, 0), at(&first, 1), at(&second, 2)]));
+        // The process has the disks, and a saved state that has them is loaded again.
+        fleet.run(&format!("snapshot create {name}@live --memory")).ok();
+        fleet.run(&format!("edit {name} --remove-disk {first}")).ok();
+        assert_eq!(fleet.show(name)["disks"], json!([at(name, 0), at(&second, 2)]));
+        fleet.run(&format!("edit {name} --remove-disk {name}")).fails(7, "stop it first");
+        fleet.run(&format!("revert {name}@live")).ok();
+        assert_eq!(fleet.show(name)["disks"].as_array().unwrap().len(), 3);
+        fleet.run(&format!("edit {name} --remove-disk {first} --remove-disk {second}")).ok();
+        fleet.store.run(&format!("disk show {first}")).ok();
+        fleet.run(&format!("stop {name} --force")).ok();
+        fleet.run(&format!("edit {name} --add-disk {first}")).ok();
+        assert_eq!(fleet.show(name)["disks"], json!([at(name, 0), at(&first, 1)]));
+        fleet.run(&format!("start {name}")).ok();
+    }
+}
+
+#[test]
+fn a_guest_on_the_chipset_i440fx_gets_and_releases_disks_and_cards() {
+    let room = Room::new();
+    room.boot("web", "192M", "");
+    room.run("vm stop web --force").ok();
+    let folder = room.store.path().join("machines/web");
+    set_hardware(&folder, &[("[boot]", "[platform]\nchipset = \"i440fx\"\n\n[boot]")]);
+    room.run("vm start web").ok();
+    room.until_answers("web");
+    let has = |what: &str| room.shell("web", &format!("[ -e {what} ] && echo yes || echo no")) == "yes";
+    room.run("disk create data 8M").ok();
+    room.run("vm edit web --add-disk data --add-network unplugged").ok();
+    room.until("the guest has the disk", || has("/dev/vdb"));
+    room.until("the guest has the card", || room.shell("web", "ls /sys/class/net | grep -c eth") == "2");
+    room.shell("web", "echo written | dd of=/dev/vdb bs=512 conv=sync,fsync 2>/dev/null");
+    room.run("vm snapshot create web@live --memory").ok();
+    room.run("vm revert web@live").ok();
+    room.until_answers("web");
+    assert_eq!(room.shell("web", "head -n 1 /dev/vdb"), "written");
+    let mac = room.show("web")["networks"][1]["mac"].as_str().unwrap().to_owned();
+    room.run(&format!("vm edit web --remove-disk data --remove-network {mac}")).ok();
+    assert!(!has("/dev/vdb") && room.shell("web", "ls /sys/class/net | grep -c eth") == "1");
+    // The addresses are the same for a clone's identity.
+    room.run("vm edit web --add-network unplugged").ok();
+    room.until("the guest has the card", || room.shell("web", "ls /sys/class/net | grep -c eth") == "2");
+    room.run("vm clone web twin --instant --identity required").ok();
+    let macs = room.show("twin")["networks"].as_array().unwrap().iter().map(|it| it["mac"].clone()).collect::<Vec<_>>();
+    room.until("the clone has its addresses", || {
+        let seen = room.shell("twin", "cat /sys/class/net/eth*/address");
+        macs.iter().all(|mac| seen.contains(mac.as_str().unwrap()))
+    });
+    room.close();
 }
 
 /// Rounds of adding, growing and removing; LAMINA_ROUNDS for more.

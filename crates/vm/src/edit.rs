@@ -108,8 +108,8 @@ impl Task<'_> {
     fn at_root(&self, what: &str) -> Error {
         let name = self.name();
         let text = format!(
-            "{what} is not where a running machine releases devices, as those are that are added while it runs; stop \
-             machine '{name}' first"
+            "{what} of machine '{name}' is not where a running machine releases devices, as those are that are added while \
+             it runs: stop it first"
         );
         Error::new(ErrorKind::WrongState, text)
     }

@@ -381,7 +381,7 @@ impl Hosted {
     }
 
     fn write_zeros(&self, start: u64, length: u64) -> std::io::Result<()> {
-        const ZEROS: [u8; 64 << 10] = [0; 64 << 10];
+        static ZEROS: [u8; 64 << 10] = [0; 64 << 10];
         let end = start + length;
         let parts = (start..end).step_by(ZEROS.len());
         parts.into_iter().try_for_each(|at| {
