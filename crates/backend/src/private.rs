@@ -161,6 +161,7 @@ mod tests {
     #[test]
     fn what_is_created_is_private_whatever_the_umask_is() {
         let folder = tempfile::tempdir().unwrap();
+        close_folder(folder.path()).unwrap();
         let path = |name: &str| folder.path().join(name);
         create_folder(&path("a")).unwrap();
         create_folders(&path("b/c")).unwrap();
