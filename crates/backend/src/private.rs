@@ -144,7 +144,8 @@ pub fn close(folder: &Path, exposed: &Exposed) -> io::Result<()> {
     match fs::symlink_metadata(&path) {
         Ok(found) if found.file_type().is_symlink() => return Ok(()),
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
-        found => drop(found?),
+        Err(error) => return Err(error),
+        Ok(_) => {}
     }
     fs::set_permissions(&path, Permissions::from_mode(exposed.wanted))
 }
