@@ -144,9 +144,8 @@ pub fn close(folder: &Path, exposed: &Exposed) -> io::Result<()> {
     match fs::symlink_metadata(&path) {
         Ok(found) if found.file_type().is_symlink() => return Ok(()),
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
-        found => {
-            found?;
-        }
+        Err(error) => return Err(error),
+        Ok(_) => {}
     }
     fs::set_permissions(&path, Permissions::from_mode(exposed.wanted))
 }
@@ -163,6 +162,7 @@ mod tests {
     #[test]
     fn what_is_created_is_private_whatever_the_umask_is() {
         let folder = tempfile::tempdir().unwrap();
+        close_folder(folder.path()).unwrap();
         let path = |name: &str| folder.path().join(name);
         create_folder(&path("a")).unwrap();
         create_folders(&path("b/c")).unwrap();

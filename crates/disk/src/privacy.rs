@@ -61,6 +61,7 @@ mod tests {
     #[test]
     fn a_warning_names_what_others_can_access_and_a_repair_closes_it() {
         let folder = tempfile::tempdir().unwrap();
+        private::close_folder(folder.path()).unwrap();
         for number in 0..5 {
             let path = folder.path().join(format!("file{number}"));
             fs::write(&path, b"").unwrap();

@@ -180,8 +180,8 @@ impl Agent {
     pub fn set_time(&mut self) -> Result<()> {
         let nanoseconds = backend::clock::nanoseconds();
         match self.client.execute("guest-set-time", json!({ "time": nanoseconds })) {
-            // The agent of a guest without `hwclock`, which sets the hardware clock, refuses. The hardware clock is right,
-            // because QEMU provides it.
+            // The agent of a guest without `hwclock`, which sets the hardware clock, refuses. The hardware clock is
+            // right, because QEMU provides it.
             Err(error) if matches!(error.kind(), ErrorKind::Invalid | ErrorKind::Unsupported) => self.set_date(error),
             outcome => outcome.map(drop),
         }

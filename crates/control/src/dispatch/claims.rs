@@ -73,7 +73,7 @@ pub fn refuse(service: &Service, disk: &str, deed: Deed<'_>, force: bool) -> Res
     {
         let remedy = match deed {
             Deed::Delete => format!("'lamina vm delete {machine}' deletes both"),
-            Deed::Revert => format!("'lamina vm revert' reverts all disks of a machine with its definition"),
+            Deed::Revert => "'lamina vm revert' reverts all disks of a machine with its definition".to_owned(),
             _ => format!("'lamina vm edit {machine} --remove-disk {disk}' removes it from the machine first"),
         };
         reasons.push(format!("disk '{disk}' belongs to machine '{machine}': {remedy}"));
