@@ -448,7 +448,7 @@ fn an_exported_machine_can_be_imported() {
     import(&fleet, &left.path().join("snap.vmx"), "--start").ok();
     let archive = left.path().join("out.ova");
     let export = |source: &str| -> Done { output(fleet.command("export --json").arg(source).arg(&archive)).into() };
-    export("snap").fails(4, "export a snapshot of it");
+    export("snap").fails(7, "export a snapshot of it");
     fleet.run("stop --force snap").ok();
     testkit::fleet::write(&fleet, "snap", MIB, 5);
     let made = export("snap@later").json();
