@@ -190,6 +190,15 @@ fn loses_its_ownership_under_load(seed: u64) {
 }
 
 #[test]
+fn an_idle_engine_stops_when_its_ownership_is_lost() {
+    let medium = MemoryMedium::new(5);
+    initialised(&medium);
+    let (_owner, engine) = open(&medium.connect());
+    medium.revoke();
+    assert!(engine.failure().is_some_and(|why| why.contains("its lease was revoked")));
+}
+
+#[test]
 fn errors_after_a_refused_change_report_the_loss_of_ownership() {
     for flush_first in [true, false] {
         let medium = MemoryMedium::new(9);
