@@ -21,7 +21,7 @@ const fn verb(name: &'static str, arguments: &'static str) -> Verb {
     Verb { name, arguments, on_datastore: true, demands: !arguments.is_empty() }
 }
 
-const VERBS: [Verb; 71] = [
+const VERBS: [Verb; 72] = [
     Verb { name: "init", arguments: "/nowhere/at/all", on_datastore: false, demands: true },
     verb("status", ""),
     verb("check", ""),
@@ -56,6 +56,7 @@ const VERBS: [Verb; 71] = [
     verb("clone", "vm1@a vm2"),
     verb("vm create", "vm1 --disk-size 1G"),
     verb("vm import", "/nowhere/vm1.vmx"),
+    verb("vm export", "vm1 /nowhere/vm1.ova"),
     verb("vm edit", "vm1 --cpus 2"),
     verb("vm rename", "vm1 vm2"),
     verb("vm list", ""),

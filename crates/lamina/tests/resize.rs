@@ -253,7 +253,7 @@ fn a_running_machine_sees_its_disk_grow() {
         fleet.store.run("disk resize web 160M").ok();
         fleet.run("resume web").ok();
         let mut monitor = Monitor::connect(Path::new(fleet.show("web")["monitor"].as_str().unwrap()));
-        assert_eq!((monitor.size("disk0"), monitor.size("disk1")), (160 * MIB, 96 * MIB), "{}", program.display());
+        assert_eq!((monitor.size("disk8"), monitor.size("disk9")), (160 * MIB, 96 * MIB), "{}", program.display());
         drop(monitor);
         let users = fleet.store.run("disk show web --json").json()["users"].clone();
         assert!(users.as_array().unwrap().iter().all(|user| user["grace"].is_null()), "{users}");
