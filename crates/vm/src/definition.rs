@@ -78,7 +78,8 @@ pub const ARGUMENTS_MAX: usize = 256;
 #[serde(deny_unknown_fields)]
 pub struct Definition {
     /// The version of the definition, which decides whether an older program can read it. Definitions without a version
-    /// have version 1; version 2 has `platform`, `ports`, `autostart` and `qemu_arguments`, and of devices `bus`, `unit`
+    /// have version 1; version 2 has `platform`, `ports`, `autostart` and `qemu_arguments`, and of devices `bus`,
+    /// `unit`
     /// and `model`, and more slots.
     #[serde(default = "first_version", skip_serializing_if = "is_first_version")]
     pub version: u32,

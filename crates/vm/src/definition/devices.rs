@@ -1,6 +1,7 @@
 //! Adding disks and network cards to a definition.
 //!
-//! 1. A device that is added has the kind of controller or the model that the machine's first disk or card has: the guest
+//! 1. A device that is added has the kind of controller or the model that the machine's first disk or card has: the
+//! guest
 //!    has a driver for it.
 //! 2. A device that is added while the machine runs is where its process takes devices: in a port, or on a controller
 //!    that the process has and that takes disks.

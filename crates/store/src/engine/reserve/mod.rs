@@ -1,7 +1,8 @@
 //! Reserves: free data blocks and free map nodes on which operations under way rely, and the space reserved for them in
 //! the file system.
 //!
-//! Lock order: `scarce`, `search`, `punching`, `extending`. The write-back gate is taken under `scarce`. The commit log and the
+//! Lock order: `scarce`, `search`, `punching`, `extending`. The write-back gate is taken under `scarce`. The commit
+//! log and the
 //! metadata lock are taken under all four, never the other way round; only [`Reserves::try_extending`] may be called
 //! under them. `known` is held for a few instructions.
 
