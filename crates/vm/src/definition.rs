@@ -79,8 +79,7 @@ pub const ARGUMENTS_MAX: usize = 256;
 pub struct Definition {
     /// The version of the definition, which decides whether an older program can read it. Definitions without a version
     /// have version 1; version 2 has `platform`, `ports`, `autostart` and `qemu_arguments`, and of devices `bus`,
-    /// `unit`
-    /// and `model`, and more slots.
+    /// `unit` and `model`, and more slots.
     #[serde(default = "first_version", skip_serializing_if = "is_first_version")]
     pub version: u32,
     /// Its name, which is also the name of its folder and the host name of its guest.

@@ -3,8 +3,7 @@
 //! QEMU cannot add devices to the root bus of a running machine. So a machine has empty PCI Express ports from its
 //! start ([`Definition::ports`](crate::definition::Definition::ports)): a device that is added while the machine runs
 //! is put into a port, and stays in it afterwards, because a saved state requires the same addresses. The chipset
-//! i440fx
-//! has slots on its root bus for this purpose. On a SCSI controller that takes disks while the machine runs
+//! i440fx has slots on its root bus for this purpose. On a SCSI controller that takes disks while the machine runs
 //! ([`Bus::takes_disks`](crate::definition::Bus::takes_disks)), a disk needs no port.
 //!
 //! 1. The definition names every device of the process: it is extended before a device is added, and reduced after a

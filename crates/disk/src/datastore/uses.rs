@@ -3,8 +3,7 @@
 //! An operation that changes a disk or its snapshots holds a shared use of the disk's name until it has ended; a
 //! migration holds an exclusive one. An operation that conflicts with a use is refused with the reason; it does not
 //! wait. A use follows its disk when the disk is renamed. A disk that is shut has no uses: it is not known whether it
-//! is
-//! the current copy.
+//! is the current copy.
 
 use error::{Error, ErrorKind, Result};
 use parking_lot::Mutex;

@@ -26,8 +26,7 @@ const RATE_SHARE: f64 = 0.5;
 const DEPTH: usize = 4;
 /// The least time of a run at full speed, except in quick runs: the kernel needs seconds to spread the threads of
 /// clients and server over the processors. Within one second, the slowest connection gets 0.4 to 0.9 of the fastest
-/// one,
-/// whatever the server.
+/// one, whatever the server.
 const FAIR_SECONDS: f64 = 5.0;
 /// Least rate of the slowest connection, relative to the fastest one.
 const FAIRNESS_MIN: f64 = 0.8;

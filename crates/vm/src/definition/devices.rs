@@ -1,8 +1,7 @@
 //! Adding disks and network cards to a definition.
 //!
 //! 1. A device that is added has the kind of controller or the model that the machine's first disk or card has: the
-//! guest
-//!    has a driver for it.
+//!    guest has a driver for it.
 //! 2. A device that is added while the machine runs is where its process takes devices: in a port, or on a controller
 //!    that the process has and that takes disks.
 //! 3. A controller on the root bus stays as long as the process: of its disks, the last one is not removed while the

@@ -2,9 +2,8 @@
 //! the file system.
 //!
 //! Lock order: `scarce`, `search`, `punching`, `extending`. The write-back gate is taken under `scarce`. The commit
-//! log and the
-//! metadata lock are taken under all four, never the other way round; only [`Reserves::try_extending`] may be called
-//! under them. `known` is held for a few instructions.
+//! log and the metadata lock are taken under all four, never the other way round; only [`Reserves::try_extending`] may
+//! be called under them. `known` is held for a few instructions.
 
 mod claim;
 mod extend;
