@@ -9,7 +9,7 @@
 //!    too. Any input decodes to a record or an error.
 //! 2. A file is replaced atomically ([`backend::replace`]).
 //! 3. A file in which one byte is damaged is read nevertheless, because its checksum proves the right content
-//!    ([`Kind::mend`]).
+//!    ([`Kind::decode_mending`]).
 
 pub use backend::replace::remove_if_there;
 use backend::{Directory, File, IoMode, replace};
@@ -57,9 +57,23 @@ impl Kind {
         format!("lamina {} {} crc32c={sum:08x}\n", self.word, self.version).into_bytes()
     }
 
-    /// The record in a file in which one byte is damaged. `None` unless exactly one change of one byte gives bytes that
-    /// `decode` accepts. A damaged version is not mended, because a later version of the program may have written it.
-    pub fn mend<T>(&self, bytes: &[u8], decode: impl Fn(&[u8]) -> Result<T>) -> Option<T> {
+    /// The record that `decode` finds in the content of a file, with the error that was mended if one byte is damaged.
+    ///
+    /// # Errors
+    /// The error of `decode`, unless it is `Corrupt` and exactly one change of one byte gives bytes that `decode`
+    /// accepts. A damaged version is not mended, because a later version of the program may have written it.
+    pub fn decode_mending<T>(&self, bytes: &[u8], decode: impl Fn(&[u8]) -> Result<T>) -> Result<(T, Option<Error>)> {
+        match decode(bytes) {
+            Ok(record) => Ok((record, None)),
+            Err(error) if error.kind() == ErrorKind::Corrupt => match self.mend(bytes, decode) {
+                Some(record) => Ok((record, Some(error))),
+                None => Err(error),
+            },
+            Err(error) => Err(error),
+        }
+    }
+
+    fn mend<T>(&self, bytes: &[u8], decode: impl Fn(&[u8]) -> Result<T>) -> Option<T> {
         let length = self.first_line(0).len();
         if bytes.len() <= length || bytes.len() > MENDED_MAX {
             return None;

@@ -197,12 +197,7 @@ fn decode(bytes: &[u8], name: &str) -> Result<Group> {
 /// The record in a file, in which a damaged byte is mended; `None` if it does not exist.
 fn read(directory: &dyn Directory, name: &str) -> Result<Option<Group>> {
     let Some(bytes) = KIND.read(directory, name)? else { return Ok(None) };
-    match decode(&bytes, name) {
-        Err(error) if error.kind() == ErrorKind::Corrupt => {
-            KIND.mend(&bytes, |bytes| decode(bytes, name)).map(Some).ok_or(error)
-        }
-        other => other.map(Some),
-    }
+    KIND.decode_mending(&bytes, |bytes| decode(bytes, name)).map(|(group, _)| Some(group))
 }
 
 /// What is wrong with a record that cannot be read.

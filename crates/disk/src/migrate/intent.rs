@@ -97,7 +97,7 @@ pub(crate) struct DamagedIntent {
 impl DamagedIntent {
     /// The hidden name of its target, if that is a native disk of this datastore.
     pub fn hidden(&self) -> String {
-        format!(".migrating-{}", self.file.trim_start_matches(PREFIX))
+        hidden_name(self.file.trim_start_matches(PREFIX))
     }
 
     /// What is wrong, for users.
@@ -126,8 +126,12 @@ fn file_name(id: &str) -> Result<String> {
 impl Intent {
     /// The hidden name of a native target, which users cannot enter.
     pub fn hidden(&self) -> String {
-        format!(".migrating-{}", self.id)
+        hidden_name(&self.id)
     }
+}
+
+fn hidden_name(id: &str) -> String {
+    format!(".migrating-{id}")
 }
 
 impl Intents {
@@ -179,14 +183,12 @@ impl Intents {
 
     /// The record in the content of the file `name`. A damaged byte is mended.
     fn understand(&self, name: &str, bytes: &[u8]) -> Result<Intent> {
-        let error = match decode_as(name, bytes) {
-            Err(error) if error.kind() == ErrorKind::Corrupt => error,
-            other => return other,
-        };
-        let Some(intent) = KIND.mend(bytes, |bytes| decode_as(name, bytes)) else { return Err(error) };
-        tracing::warn!(record = name, %error, "mended a damaged byte of the record of a migration");
-        if let Err(error) = self.put(&intent) {
-            tracing::warn!(record = name, %error, "the mended record was not written");
+        let (intent, mended) = KIND.decode_mending(bytes, |bytes| decode_as(name, bytes))?;
+        if let Some(error) = mended {
+            tracing::warn!(record = name, %error, "mended a damaged byte of the record of a migration");
+            if let Err(error) = self.put(&intent) {
+                tracing::warn!(record = name, %error, "the mended record was not written");
+            }
         }
         Ok(intent)
     }
@@ -216,14 +218,9 @@ pub(crate) fn peek(datastore: &Location, id: &str) -> Result<Option<Intent>> {
         Err(error) if error.kind() == io::ErrorKind::NotFound && holds_datastore(&*directory) => return Ok(None),
         opened => opened.during(|| format!("opening the record '{name}' of a migration in {datastore}"))?,
     };
-    let understand = |bytes: Vec<u8>| match decode_as(&name, &bytes) {
-        Err(error) if error.kind() == ErrorKind::Corrupt => {
-            KIND.mend(&bytes, |bytes| decode_as(&name, bytes)).ok_or(error)
-        }
-        other => other,
-    };
-    let intent = KIND.read_from(&*file, &name).and_then(understand);
-    intent.map(Some).map_err(|error| error.context(datastore))
+    let bytes = KIND.read_from(&*file, &name);
+    let intent = bytes.and_then(|bytes| KIND.decode_mending(&bytes, |bytes| decode_as(&name, bytes)));
+    intent.map(|(intent, _)| Some(intent)).map_err(|error| error.context(datastore))
 }
 
 fn decode(bytes: &[u8]) -> Result<Intent> {
