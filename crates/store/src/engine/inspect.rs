@@ -6,7 +6,7 @@ use super::{Engine, Head, Meta};
 use crate::Result;
 use crate::buffer::{Content, DirtyPiece};
 use crate::space::SpaceCounts;
-use crate::tree::{self, Aim, NodeId};
+use crate::tree::{self, Aim, Extent, NodeId};
 use std::ops::Range;
 
 /// Blocks examined each time the metadata lock is held (1 GiB of disk).
@@ -267,11 +267,55 @@ impl Engine {
 
     /// Counts the unwritten blocks of a disk in its first `extents` extents, so that the count takes a bounded time.
     pub fn count_unwritten(&self, object: u64, extents: usize) -> Result<u64> {
+        let (mut unwritten, mut left) = (0, extents);
+        self.walk_extents(object, &|_, _| Ok(()), &mut |found, ()| {
+            left = left.saturating_sub(found.len().max(1));
+            unwritten += found.iter().filter(|extent| extent.unwritten).map(|extent| extent.blocks).sum::<u64>();
+            left > 0
+        })?;
+        Ok(unwritten)
+    }
+
+    /// Counts the blocks that a disk or snapshot maps.
+    pub fn count_blocks(&self, object: u64) -> Result<BlockCounts> {
+        let mut counts = BlockCounts::default();
+        let mut last = (u64::MAX, u64::MAX);
+        let count_exclusive = |meta: &mut Meta, extents: &[Extent]| {
+            let mut exclusive = 0;
+            for extent in extents.iter().filter(|extent| !extent.shared_path) {
+                for block in extent.physical..extent.physical + extent.blocks {
+                    exclusive += u64::from(meta.entry(block)?.references == 1);
+                }
+            }
+            Ok(exclusive)
+        };
+        self.walk_extents(object, &count_exclusive, &mut |extents, exclusive| {
+            counts.exclusive += exclusive;
+            for extent in extents {
+                counts.allocated += extent.blocks;
+                counts.unwritten += if extent.unwritten { extent.blocks } else { 0 };
+                counts.extents += u64::from(last != (extent.logical, extent.physical));
+                last = (extent.logical + extent.blocks, extent.physical + extent.blocks);
+            }
+            true
+        })?;
+        Ok(counts)
+    }
+
+    /// Calls `each` with the extents of a disk or snapshot, stride by stride, and with the result of `examine` for
+    /// them, until it returns false. `examine` runs under the metadata lock, and again if it needs a page that is not
+    /// in memory.
+    fn walk_extents<T>(
+        &self,
+        object: u64,
+        examine: &dyn Fn(&mut Meta, &[Extent]) -> Result<T>,
+        each: &mut dyn FnMut(&[Extent], T) -> bool,
+    ) -> Result<()> {
         self.complete(object)?;
         let capacity = self.with_catalog(|catalog| catalog.get(object).map(|object| object.capacity))?;
         let end = capacity.div_ceil(backend::BLOCK_SIZE as u64);
-        let (mut at, mut unwritten, mut left) = (0, 0, extents);
-        while at < end && left > 0 {
+        let mut at = 0;
+        while at < end {
             let stride = end.min(at + STRIDE);
             let looked = self.meta.look(|meta| {
                 let Some(root) = meta.catalog.get(object)?.root else { return Ok(None) };
@@ -280,65 +324,20 @@ impl Engine {
                     let mut found = Vec::new();
                     let none = Holds::default();
                     tree::lookup_exclusive(&mut meta.current_nodes(&none, &mut effects), root, at..stride, &mut found)?;
+                    // After the last mapping, the rest of the disk is skipped in one step.
                     let next =
                         if found.is_empty() { meta.next_mapped(root, stride, end)?.unwrap_or(end) } else { stride };
-                    Ok(Some((next, found)))
+                    let examined = examine(meta, &found)?;
+                    Ok(Some((next, found, examined)))
                 })
             })?;
-            let Some((next, found)) = looked else { break };
+            let Some((next, found, examined)) = looked else { break };
             at = next;
-            left = left.saturating_sub(found.len().max(1));
-            unwritten += found.iter().filter(|extent| extent.unwritten).map(|extent| extent.blocks).sum::<u64>();
-        }
-        Ok(unwritten)
-    }
-
-    /// Counts the blocks that a disk or snapshot maps.
-    pub fn count_blocks(&self, object: u64) -> Result<BlockCounts> {
-        self.complete(object)?;
-        let mut counts = BlockCounts::default();
-        let (capacity, _) = self.with_catalog(|catalog| catalog.get(object).map(|o| (o.capacity, o.root)))?;
-        let end = capacity.div_ceil(backend::BLOCK_SIZE as u64);
-        let mut at = 0;
-        let mut last = (u64::MAX, u64::MAX);
-        while at < end {
-            // After the last mapping, the rest of the disk is skipped in one step.
-            let stride = end.min(at + STRIDE);
-            let looked = self.meta.look(|meta| {
-                let Some(root) = meta.catalog.get(object)?.root else { return Ok(None) };
-                let mut effects = Effects::default();
-                meta.surveyed(root, at..stride, Aim::Read, |meta| {
-                    let mut extents = Vec::new();
-                    let none = Holds::default();
-                    tree::lookup_exclusive(
-                        &mut meta.current_nodes(&none, &mut effects),
-                        root,
-                        at..stride,
-                        &mut extents,
-                    )?;
-                    if extents.is_empty() {
-                        return Ok(Some((meta.next_mapped(root, stride, end)?.unwrap_or(end), extents, 0)));
-                    }
-                    let mut exclusive = 0;
-                    for extent in extents.iter().filter(|extent| !extent.shared_path) {
-                        for block in extent.physical..extent.physical + extent.blocks {
-                            exclusive += u64::from(meta.entry(block)?.references == 1);
-                        }
-                    }
-                    Ok(Some((stride, extents, exclusive)))
-                })
-            })?;
-            let Some((next, extents, exclusive)) = looked else { break };
-            at = next;
-            counts.exclusive += exclusive;
-            for extent in extents {
-                counts.allocated += extent.blocks;
-                counts.unwritten += if extent.unwritten { extent.blocks } else { 0 };
-                counts.extents += u64::from(last != (extent.logical, extent.physical));
-                last = (extent.logical + extent.blocks, extent.physical + extent.blocks);
+            if !each(&found, examined) {
+                break;
             }
         }
-        Ok(counts)
+        Ok(())
     }
 
     /// Sizes of the store.
