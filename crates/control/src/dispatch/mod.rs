@@ -21,7 +21,7 @@ use crate::jobs::{Jobs, kind};
 use crate::message::{DiskRequest, ExportInfo, JobRequest, Part, Reply, Request, Serving};
 use crate::{owner, uri};
 use ::disk::pace::Background;
-use ::disk::{CheckOptions, Datastore, Location, Progress};
+use ::disk::{CheckOptions, Datastore, Location, NoProgress, Progress};
 use error::{Error, ErrorKind, Result};
 use export::clients::Clients;
 use export::nbd;
@@ -66,6 +66,13 @@ pub struct Served {
 pub trait Watch: Progress {
     /// Receives the next part of the reply. An error ends the request.
     fn part(&self, part: Part) -> Result<()>;
+}
+
+/// For requests that are quick and have a reply in one part.
+impl Watch for NoProgress {
+    fn part(&self, _: Part) -> Result<()> {
+        Err(Error::new(ErrorKind::Invalid, "the server sent a reply in parts, which was not requested"))
+    }
 }
 
 /// Progress of a request that is paced by the latency of clients' requests.

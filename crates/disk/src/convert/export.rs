@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 use std::io::{BufWriter, Seek, Write};
 use std::path::PathBuf;
 use std::sync::Arc;
-use work::{Progress, Throttled};
+use work::{Progress, Throttled, WorkPart, WorkPlace};
 
 /// The controller of all disks in the description.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -131,7 +131,8 @@ fn write<W: Write + Seek + Send>(
     let (mut before, mut copied) = (0, 0);
     for source in sources {
         let capacity = source.capacity();
-        copied += copy(source, Box::new(MemberSink(&mut writer)), &Part { before, total, progress })?;
+        let part = WorkPart { whole: progress, place: WorkPlace::Behind { before, total } };
+        copied += copy(source, Box::new(MemberSink(&mut writer)), &part)?;
         before += capacity;
     }
     writer.finish()?.flush().during(|| "writing the archive".into())?;
@@ -188,29 +189,4 @@ impl<W: Write + Seek + Send> Sink for MemberSink<'_, W> {
     }
 
     fn abandon(self: Box<Self>) {}
-}
-
-/// Progress of one of several disks.
-struct Part<'a> {
-    before: u64,
-    total: u64,
-    progress: &'a dyn Progress,
-}
-
-impl Progress for Part<'_> {
-    fn update(&self, done: u64, _: u64) {
-        self.progress.update(self.before + done, self.total);
-    }
-
-    fn cancelled(&self) -> bool {
-        self.progress.cancelled()
-    }
-
-    fn rate(&self) -> u64 {
-        self.progress.rate()
-    }
-
-    fn moved(&self, bytes: u64) {
-        self.progress.moved(bytes);
-    }
 }

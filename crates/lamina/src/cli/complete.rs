@@ -8,8 +8,8 @@ use super::definition;
 use clap::Arg;
 use clap_complete::engine::{ArgValueCompleter, CompletionCandidate};
 use control::socket::{self, Client};
-use control::{DiskRequest, Part, Reply, Request, SnapshotRequest, Watch};
-use disk::{Location, Progress};
+use control::{DiskRequest, Reply, Request, SnapshotRequest};
+use disk::{Location, NoProgress};
 use std::ffi::{OsStr, OsString};
 use std::fs;
 use std::path::PathBuf;
@@ -114,20 +114,9 @@ fn names(named: Named, location: &Location) -> Option<Vec<String>> {
     })
 }
 
-/// Receives nothing.
-struct Unwatched;
-
-impl Progress for Unwatched {}
-
-impl Watch for Unwatched {
-    fn part(&self, _: Part) -> error::Result<()> {
-        Ok(())
-    }
-}
-
 fn ask(location: &Location, request: Request) -> Option<Reply> {
     let stream = socket::connect(location).ok()??;
-    Client::new(stream).ok()?.ask(request, &Unwatched).ok()
+    Client::new(stream).ok()?.ask(request, &NoProgress).ok()
 }
 
 fn disks(location: &Location) -> Option<Vec<String>> {

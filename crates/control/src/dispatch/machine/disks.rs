@@ -4,7 +4,7 @@ use crate::dispatch::{Part, Target, Watch, dispatch};
 use crate::message::{DiskRequest, ImageRequest, Reply, Request, SnapshotRequest};
 use disk::convert::{Address, Conversion, ImageOptions, SourceFormat, TargetFormat, descriptor_of};
 use disk::migrate::{ImportMode, ImportOptions, MigrateOptions};
-use disk::{DiskFormat, DiskInfo, NewDisk, Point, Progress, Provisioning, SnapshotOptions};
+use disk::{DiskFormat, DiskInfo, NewDisk, NoProgress, Point, Progress, Provisioning, SnapshotOptions};
 use error::{Error, ErrorKind, Result};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -28,9 +28,6 @@ pub fn disks(target: Target) -> Arc<dyn Disks> {
 /// Reports progress of a copy.
 struct Copy<'a>(&'a dyn Progress);
 
-/// Ignores progress, for requests that are quick.
-struct Unwatched;
-
 impl Progress for Copy<'_> {
     fn update(&self, done: u64, total: u64) {
         self.0.update(done, total);
@@ -41,27 +38,15 @@ impl Progress for Copy<'_> {
     }
 }
 
-impl Progress for Unwatched {}
-
-fn no_parts() -> Error {
-    Error::new(ErrorKind::Invalid, "the server sent a reply in parts, which was not requested")
-}
-
 impl Watch for Copy<'_> {
-    fn part(&self, _: Part) -> Result<()> {
-        Err(no_parts())
-    }
-}
-
-impl Watch for Unwatched {
-    fn part(&self, _: Part) -> Result<()> {
-        Err(no_parts())
+    fn part(&self, part: Part) -> Result<()> {
+        NoProgress.part(part)
     }
 }
 
 impl Bound {
     fn ask(&self, request: Request) -> Result<Reply> {
-        dispatch(&self.target, request, &Unwatched)
+        dispatch(&self.target, request, &NoProgress)
     }
 }
 
@@ -122,7 +107,7 @@ impl Disks for Bound {
         let format = format.map(str::parse).transpose()?;
         let options = ImageOptions { format, permitted: permitted.to_vec(), ..ImageOptions::default() };
         let request = Request::Image(ImageRequest::Show { path: path.to_owned(), options });
-        match dispatch(&Target::Files, request, &Unwatched)? {
+        match dispatch(&Target::Files, request, &NoProgress)? {
             Reply::Image(info) => match (info.problem, info.levels.first()) {
                 (Some(problem), _) => Err(Error::new(ErrorKind::Corrupt, problem)),
                 (None, Some(level)) => Ok(level.capacity),
