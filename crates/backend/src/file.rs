@@ -5,6 +5,9 @@ use std::io;
 use std::ops::Range;
 use std::os::fd::RawFd;
 
+/// The most bytes of one write in `write_zeros`.
+const ZEROS_LENGTH: u64 = 256 << 10;
+
 /// How file contents are cached by the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum IoMode {
@@ -193,6 +196,19 @@ impl dyn File + '_ {
             Some(local) => local.file.zero_range(offset, length),
             None => self.punch(offset, length),
         }
+    }
+
+    /// Writes zeros over a range, in as many writes as needed. Blocks that have space keep it.
+    pub fn write_zeros(&self, offset: u64, length: u64) -> io::Result<()> {
+        let end = offset.saturating_add(length);
+        let zeros = crate::Buffer::with_bytes(length.min(ZEROS_LENGTH) as usize);
+        let mut at = offset;
+        while at < end {
+            let part = (end - at).min(ZEROS_LENGTH) as usize;
+            self.write_at(&[&zeros[..part]], at, false)?;
+            at += part as u64;
+        }
+        Ok(())
     }
 
     /// As [`LocalFile::next_allocated`]; without a local part everything up to the end of the file.

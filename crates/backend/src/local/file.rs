@@ -24,9 +24,6 @@ pub(crate) const VECTORS_MAX: usize = 1024;
 /// writes became no slower.
 const CACHED_WRITE_MAX: u64 = 64 << 10;
 
-/// Zeros per write where a file system cannot punch holes.
-const ZEROS_LENGTH: usize = 256 << 10;
-
 /// A file of a [`super::LocalDirectory`].
 pub struct OpenFile {
     file: std::fs::File,
@@ -200,16 +197,9 @@ impl OpenFile {
     }
 
     /// The punch for file systems without holes.
-    fn write_zeros(&self, offset: u64, length: u64) -> io::Result<()> {
+    fn punch_by_writing(&self, offset: u64, length: u64) -> io::Result<()> {
         let end = offset.saturating_add(length).min(self.len()?);
-        let zeros = crate::Buffer::with_bytes(ZEROS_LENGTH);
-        let mut at = offset;
-        while at < end {
-            let part = (end - at).min(zeros.len() as u64) as usize;
-            self.write_at(&[&zeros[..part]], at, false)?;
-            at += part as u64;
-        }
-        Ok(())
+        (self as &dyn File).write_zeros(offset, end.saturating_sub(offset))
     }
 }
 
@@ -287,7 +277,7 @@ impl File for OpenFile {
         }
         check_range(offset, length)?;
         match kept::without_new_space(&self.file, || punch_call(&self.file, offset, length)) {
-            Err(error) if error.kind() == io::ErrorKind::Unsupported => self.write_zeros(offset, length),
+            Err(error) if error.kind() == io::ErrorKind::Unsupported => self.punch_by_writing(offset, length),
             other => other,
         }
     }

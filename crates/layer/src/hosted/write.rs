@@ -362,7 +362,7 @@ impl Hosted {
                     let length = piece.count * self.grain_bytes();
                     let done = match keep {
                         // The space must not be freed for a moment: another program might take it.
-                        true => self.write_zeros(place * SECTOR, length),
+                        true => self.file.write_zeros(place * SECTOR, length),
                         false => self.file.punch(place * SECTOR, length),
                     };
                     done.during(|| format!("{}: cannot zero grain {}", self.image, piece.first))?;
@@ -378,16 +378,6 @@ impl Hosted {
             self.enter(writer, piece.first, piece.count, |at| (place + at * self.header.grain) as u32)?;
         }
         Ok(())
-    }
-
-    fn write_zeros(&self, start: u64, length: u64) -> std::io::Result<()> {
-        static ZEROS: [u8; 64 << 10] = [0; 64 << 10];
-        let end = start + length;
-        let parts = (start..end).step_by(ZEROS.len());
-        parts.into_iter().try_for_each(|at| {
-            let part = (end - at).min(ZEROS.len() as u64) as usize;
-            self.file.write_at(&[&ZEROS[..part]], at, false)
-        })
     }
 
     fn commit_if_many(&self, writer: &Writer) -> Result<()> {
