@@ -22,7 +22,7 @@ impl Work<'_> {
             Some(_) => source.point(host)?.disks.into_iter().map(|one| format!("{}@{}", one.disk, one.name)).collect(),
             None if runs => {
                 let text = format!("machine '{name}' runs: stop it, or export a snapshot of it, {name}@SNAPSHOT");
-                return Err(Error::new(ErrorKind::Busy, text));
+                return Err(Error::new(ErrorKind::WrongState, text));
             }
             None => definition.disk_names(),
         };
@@ -64,6 +64,9 @@ fn described(definition: &Definition, notes: &mut Vec<Note>) -> ArchiveMachine {
     }
     if definition.boot.is_some() {
         note("boot", Effect::LeftOut, "VMware loads no kernel without a boot loader");
+    }
+    if !definition.arguments.is_empty() {
+        note("QEMU arguments", Effect::LeftOut, "they are options of QEMU, which VMware does not have");
     }
     let uefi = definition.platform.firmware == Firmware::Uefi;
     if uefi {
