@@ -46,7 +46,7 @@ fn named(verbs: &[&str], argument: &Arg) -> Option<Named> {
         (["snapshot", "create"], _, Some("DISK@SNAPSHOT")) => Some(Named::NewSnapshot),
         (_, _, Some("DISK@SNAPSHOT")) => Some(Named::Snapshot),
         (["vm", "create" | "import"], ..) | (["vm", "rename"], "to", _) => None,
-        (["vm", "clone"], "source", _) => Some(Named::MachineState),
+        (["vm", "clone" | "export"], "source", _) => Some(Named::MachineState),
         (["vm", "clone"], ..) => None,
         (["vm", ..], _, Some("VM")) => Some(Named::Machine),
         (["vm", "snapshot", "create"], _, Some("VM@SNAPSHOT")) => Some(Named::NewMachineSnapshot),
@@ -197,5 +197,6 @@ mod tests {
         assert_eq!(of("vm revert"), [Named::MachineSnapshot]);
         assert_eq!(of("vm snapshot create"), [Named::NewMachineSnapshot]);
         assert_eq!(of("vm clone"), [Named::MachineState]);
+        assert_eq!(of("vm export"), [Named::MachineState]);
     }
 }
