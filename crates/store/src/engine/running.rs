@@ -68,10 +68,14 @@ impl Running {
     /// Stops all writes. The first reason is kept. Returns whether this reason is the first.
     #[cold]
     pub fn stop(&self, reason: &str) -> bool {
-        let first = !self.stopped.swap(true, Ordering::AcqRel);
-        if first {
-            *self.reason.lock() = Some(reason.to_owned());
-        }
+        let first = {
+            let mut known = self.reason.lock();
+            let first = known.is_none();
+            known.get_or_insert_with(|| reason.to_owned());
+            // Set after the reason, so that a request that finds the store stopped can report why.
+            self.stopped.store(true, Ordering::Release);
+            first
+        };
         self.wake();
         first
     }
