@@ -4,7 +4,7 @@ use crate::changes::Changes;
 use crate::consolidate::Job;
 use crate::data::DataCache;
 use crate::flush::Flushes;
-use crate::levels::{Identities, Level, LevelKey, Levels};
+use crate::levels::{Identities, Level, LevelKey, Levels, Replaced};
 use crate::limits::{LEVELS_DEFAULT, LEVELS_MAX};
 use crate::metadata::{MetadataCache, Tunables};
 use crate::ranges::Ranges;
@@ -44,6 +44,8 @@ pub struct Chain {
     current: RwLock<Arc<Levels>>,
     /// The generation of the current levels, incremented just before new levels are published.
     generation: AtomicU64,
+    /// Earlier levels, which requests may still use.
+    pub(crate) replaced: Replaced,
     pub(crate) identities: Arc<Identities>,
     pub(crate) metadata: MetadataCache,
     pub(crate) data: DataCache,
@@ -86,6 +88,7 @@ impl Chain {
             levels_max: AtomicUsize::new(options.levels_max),
             current: RwLock::new(Arc::new(Levels::new(0, stack, None, None, Vec::new()))),
             generation: AtomicU64::new(0),
+            replaced: Replaced::default(),
             identities,
             metadata: MetadataCache::new(options.metadata)?,
             data: DataCache::new(options.data_cache)?,
@@ -270,10 +273,14 @@ impl Chain {
     ) -> Arc<Levels> {
         let generation = self.generation.load(Ordering::SeqCst) + 1;
         let new = Arc::new(Levels::new(generation, stack, job, moving, leaving));
-        let mut current = self.current.write();
-        self.generation.store(generation, Ordering::SeqCst);
-        current.gate.retire();
-        std::mem::replace(&mut *current, new)
+        let old = {
+            let mut current = self.current.write();
+            self.generation.store(generation, Ordering::SeqCst);
+            current.gate.retire();
+            std::mem::replace(&mut *current, new)
+        };
+        self.replaced.add(&old);
+        old
     }
 
     /// A level for a layer that is added to the chain.

@@ -1,7 +1,7 @@
 //! The stack of levels at one point in time.
 //!
 //! 1. A [`Levels`] never changes; a snapshot or a merge publishes a new one. A request holds a reference to the one it
-//!    uses, so a merge can wait until no request reads through an old one.
+//!    uses, so a merge can wait until no request reads through any older one ([`Replaced`]).
 //! 2. The caches identify a level by a number from 0 to 255. A number is reused only after the last reference to its
 //!    old level is gone and the caches have dropped it, so a cached extent never refers to another level.
 //! 3. A level hides its bytes past its own capacity, and past the capacity of any level above it, from the levels
@@ -18,8 +18,8 @@ use parking_lot::Mutex;
 use std::any::Any;
 use std::borrow::Cow;
 use std::ops::Range;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
+use std::sync::{Arc, Weak};
 
 /// How many numbers levels can have.
 const NUMBERS: usize = 256;
@@ -246,5 +246,28 @@ impl Levels {
         let moving = self.moving_level().and_then(|level| epoch(level));
         let leaving = self.leaving.iter().filter_map(|level| epoch(level)).collect();
         Guard { levels: self, _top: top, _target: target, _moving: moving, _leaving: leaving }
+    }
+}
+
+/// The stacks that are not current any more and may still be in use. A request may hold a stack while several newer
+/// ones are published, so a caller that waits for the end of older requests must not wait for the last stack only.
+#[derive(Default)]
+pub(crate) struct Replaced(Mutex<Vec<(u64, Weak<Levels>)>>);
+
+impl Replaced {
+    /// Adds a stack that was just replaced. The list has as many entries as requests use different stacks.
+    pub fn add(&self, levels: &Arc<Levels>) {
+        let mut stacks = self.0.lock();
+        stacks.retain(|(_, levels)| levels.strong_count() > 0);
+        stacks.push((levels.generation, Arc::downgrade(levels)));
+    }
+
+    /// Whether a stack up to `generation` is in use.
+    pub fn in_use(&self, generation: u64) -> bool {
+        let stacks = self.0.lock();
+        let used = stacks.iter().any(|(number, levels)| *number <= generation && levels.strong_count() > 0);
+        // Orders the last holder's accesses before those of the caller, which reading the count does not.
+        fence(Ordering::Acquire);
+        used
     }
 }

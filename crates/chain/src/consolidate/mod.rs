@@ -24,7 +24,8 @@
 //!    acknowledged before it. Later writes go to both sides, and after the swap to the target.
 //! 4. A step copies at most [`COPY_STEP`] with that range locked, so a write waits for at most one step. A mirrored
 //!    write locks its range, rounded outwards to whole grains of both levels.
-//! 5. A target that reuses grains is changed only after every plan without its epoch has ended.
+//! 5. A target that reuses grains is changed only after every plan without its epoch has ended, also plans of stacks
+//!    that snapshots replaced before the merge began.
 //! 6. The snapshot whose level is the target (down) or a source (up) is lost when a merge begins. The owner of the
 //!    chain ensures that no other chain has this level open, and records the merge as begun if it is to be resumed
 //!    after a crash.
@@ -152,7 +153,8 @@ impl Chain {
     }
 
     /// Replaces a level by another opening of the same image: for writing before a merge into it, or for reading
-    /// afterwards. Waits until no request reads through the old opening.
+    /// afterwards. Waits until no request reads through the old opening; a caller that holds a [`crate::Plan`] of this
+    /// chain waits for itself.
     pub fn replace(&self, key: LevelKey, layer: Arc<dyn Layer>) -> Result<()> {
         let control = self.control.lock();
         let levels = self.levels();
@@ -173,7 +175,7 @@ impl Chain {
         let (old, _) = self.publish(stack, levels.job.clone());
         drop(levels);
         drop(control);
-        self.wait_unused(&old, &NoProgress)
+        self.wait_unused(old, &NoProgress)
     }
 
     /// Closes the layer of a level that no operation is changing. The level has nothing left to flush afterwards.
@@ -201,8 +203,7 @@ impl Chain {
             self.publish_moving(levels.stack.clone(), levels.job.clone(), Some(key)).0
         };
         // A request that began before may still fill the cache with extents of this level, and holds no epoch of it.
-        self.wait_unused(&old, &NoProgress)?;
-        drop(old);
+        self.wait_unused(old, &NoProgress)?;
         if let Some(level) = self.levels().stack.iter().find(|level| level.key() == key) {
             self.metadata.purge(level.number());
         }
@@ -226,8 +227,7 @@ impl Chain {
             Error::new(ErrorKind::Busy, format!("{}: another merge of this disk is under way", self.name))
         })?;
         let (job, old) = self.begin(side, upper, lower)?;
-        let ready = if job.target.reuses { self.wait_unused(&old, progress) } else { Ok(()) };
-        drop(old);
+        let ready = if job.target.reuses { self.wait_unused(old, progress) } else { Ok(()) };
         let result = ready.and_then(|()| self.carry_out(&job, from, progress, commit));
         result.inspect_err(|error| {
             if job.target.layer.has_stopped() {
@@ -290,9 +290,11 @@ impl Chain {
         Ok((job, old))
     }
 
-    /// Waits until no request uses levels that are not current.
-    fn wait_unused(&self, old: &Arc<Levels>, progress: &dyn Progress) -> Result<()> {
-        while Arc::strong_count(old) > 1 {
+    /// Waits until no request uses `old`, or levels that were current before.
+    fn wait_unused(&self, old: Arc<Levels>, progress: &dyn Progress) -> Result<()> {
+        let generation = old.generation;
+        drop(old);
+        while self.replaced.in_use(generation) {
             if progress.cancelled() {
                 return Err(Error::new(ErrorKind::Interrupted, format!("{}: stopped before it began", self.name)));
             }

@@ -310,3 +310,88 @@ fn extents_of_a_level_with_moving_grains_are_not_cached() {
         assert_content(&chain, &shown);
     }
 }
+
+/// A plan of a chain of two levels, of data in the lower one, which moves its grains; two snapshots were taken since.
+/// Returns the chain, the plan and the planned data.
+fn plan_before_snapshots() -> (Chain, chain::Plan, Vec<u8>) {
+    // Several steps of a merge: grains that the first step frees are reused by the next.
+    const CAPACITY: u64 = 1 << 20;
+    let make = || Mock::new(Manner { moves: true, ..Manner::new(CAPACITY, 4096) });
+    let chain = Chain::open("planned", vec![make() as Arc<dyn Layer>], Options::default()).unwrap();
+    let content: Vec<u8> = (0..CAPACITY).map(|at| (at / 4096) as u8).collect();
+    chain.write(0, &content).unwrap();
+    chain.push(make()).unwrap();
+    let plan = chain.plan(0, content.len()).unwrap();
+    chain.push(make()).unwrap();
+    chain.push(make()).unwrap();
+    (chain, plan, content)
+}
+
+fn read_planned(plan: &chain::Plan) -> Vec<u8> {
+    let mut out = Vec::new();
+    for part in &plan.parts {
+        let mut bytes = vec![0xee; part.length];
+        part.read(0, &mut bytes).unwrap();
+        out.extend(bytes);
+    }
+    out
+}
+
+/// Waits for the end of work that should not end; its threads have ample time for that on an idle machine.
+fn assert_waits<T>(work: &std::thread::ScopedJoinHandle<'_, T>) {
+    let until = Instant::now() + Duration::from_millis(200);
+    while Instant::now() < until && !work.is_finished() {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+#[test]
+fn a_merge_moves_no_grains_of_a_plan_made_several_snapshots_before() {
+    let (chain, plan, content) = plan_before_snapshots();
+    let new: Vec<u8> = content.iter().map(|byte| byte.wrapping_add(100)).collect();
+    chain.write(0, &new).unwrap();
+    std::thread::scope(|scope| {
+        let merge = scope.spawn(|| chain.consolidate(&NoProgress, &mut || Ok(())).unwrap());
+        assert_waits(&merge);
+        let planned = read_planned(&plan);
+        drop(plan);
+        assert!(planned == content, "the merge reused grains that the plan refers to");
+        merge.join().unwrap();
+    });
+    assert_content(&chain, &new);
+}
+
+#[test]
+fn grains_are_moved_only_after_plans_made_several_snapshots_before() {
+    let (chain, plan, _) = plan_before_snapshots();
+    let (base, moving) = (*chain.keys().last().unwrap(), AtomicBool::new(false));
+    std::thread::scope(|scope| {
+        let work = scope.spawn(|| {
+            chain.while_moving(base, || {
+                moving.store(true, Ordering::SeqCst);
+                Ok(())
+            })
+        });
+        assert_waits(&work);
+        let early = moving.load(Ordering::SeqCst);
+        drop(plan);
+        assert!(!early, "the plan holds no epoch of the level whose grains are moved");
+        work.join().unwrap().unwrap();
+    });
+}
+
+#[test]
+fn a_level_is_replaced_only_after_plans_made_several_snapshots_before() {
+    let (chain, plan, content) = plan_before_snapshots();
+    let base = *chain.keys().last().unwrap();
+    let layer = chain.layer(base).unwrap();
+    std::thread::scope(|scope| {
+        let work = scope.spawn(|| chain.replace(base, layer));
+        assert_waits(&work);
+        let early = work.is_finished();
+        drop(plan);
+        assert!(!early, "the plan uses the old opening");
+        work.join().unwrap().unwrap();
+    });
+    assert_content(&chain, &content);
+}
