@@ -18,6 +18,7 @@
 //! 5. A client of a renamed disk is listed under the new name together with the name that it requested. While the
 //!    client is listed, the requested name opens no other disk ([renames]).
 
+mod leaving;
 pub mod limits;
 pub mod record;
 mod renames;

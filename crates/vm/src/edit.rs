@@ -5,6 +5,7 @@
 //! 2. The name of a machine is the name of its folder: one rename changes it. The name in the definition follows.
 //! 3. A frozen machine is not changed: its saved state requires the devices that it was saved with.
 
+use crate::busy::while_busy;
 use crate::definition::{Definition, Link};
 use crate::host::Host;
 use crate::identity::Mac;
@@ -14,6 +15,10 @@ use crate::{durable, plug};
 use error::{Error, ErrorKind, IoContext, Result};
 use serde::{Deserialize, Serialize};
 use std::fs;
+use std::time::Duration;
+
+/// How long to wait until clients of a disk that is added have disconnected.
+const RELEASE_PATIENCE: Duration = Duration::from_secs(1);
 
 /// What to change; `None` and empty lists for what stays.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -126,16 +131,23 @@ impl Task<'_> {
                 // A command that added it was killed before it had told the process.
                 (_, Some(user)) if *user == self.name() => {}
                 (_, Some(user)) => return busy(format!("disk '{disk}' belongs to machine '{user}'")),
-                (Some(facts), None) if self.runs && facts.clients > 0 => {
-                    let clients = facts.clients;
-                    return busy(format!(
-                        "disk '{disk}' is in use by {clients} other client(s); two writers destroy its content"
-                    ));
-                }
+                (Some(facts), None) if self.runs && facts.clients > 0 => self.wait_unused(disk)?,
                 _ => {}
             }
         }
         Ok(())
+    }
+
+    /// Waits until no client uses a disk: the server may not have seen yet that a client has disconnected.
+    fn wait_unused(&self, disk: &str) -> Result<()> {
+        while_busy(RELEASE_PATIENCE, || match self.host.disks().all()?.get(disk).map_or(0, |facts| facts.clients) {
+            0 => Ok(()),
+            clients => {
+                let text =
+                    format!("disk '{disk}' is in use by {clients} other client(s); two writers destroy its content");
+                Err(Error::new(ErrorKind::Busy, text))
+            }
+        })
     }
 
     fn add_disk(&mut self, disk: &str) -> Result<()> {

@@ -2,11 +2,13 @@
 //! reconnect and expect the disk with its name and content unchanged, and virtual machines that use the disk.
 //!
 //! The datastore itself refuses these operations on a disk that connected clients have open, even with `--force`. The
-//! reasons in this module can be overruled with `--force`.
+//! reasons in this module can be overruled with `--force`. Clients that have closed their connections are no reason: the
+//! checks first wait for the end of their sessions.
 
 use super::Service;
 use disk::{DiskInfo, DiskUser, Location};
 use error::{Error, ErrorKind, Result};
+use export::clients::limits::LEAVING_PATIENCE;
 use export::clients::{Client, Clients};
 use std::time::Duration;
 
@@ -62,6 +64,8 @@ pub fn machine_of(datastore: &Location, disk: &str) -> Result<Option<String>> {
 
 /// Returns `Busy` if clients or a machine are a reason to refuse the operation.
 pub fn refuse(service: &Service, disk: &str, deed: Deed<'_>, force: bool) -> Result<()> {
+    // Also with `--force`, because the datastore refuses a disk that clients have open.
+    wait_left(&service.clients, disk, deed);
     if force {
         return Ok(());
     }
@@ -90,8 +94,17 @@ pub fn refuse(service: &Service, disk: &str, deed: Deed<'_>, force: bool) -> Res
     Err(Error::new(ErrorKind::Busy, text))
 }
 
-/// Returns `Busy` if a client of the disk may reconnect, so that the disk must not be replaced.
+/// Waits a limited time for the sessions of clients that have closed their connections: the server sees the end of a
+/// connection a moment after the client, and then finishes its requests.
+fn wait_left(clients: &Clients, disk: &str, deed: Deed<'_>) {
+    if !clients.wait_left(|export| deed.concerns(disk, export), LEAVING_PATIENCE) {
+        tracing::info!(disk, "requests of clients that have closed their connections are still under way");
+    }
+}
+
+/// Returns `Busy` if a client uses the disk or may reconnect, so that the disk must not be replaced.
 pub fn refuse_to_replace(clients: &Clients, disk: &str) -> Result<()> {
+    wait_left(clients, disk, Deed::Replace);
     match about_clients(clients, disk, Deed::Replace) {
         (reasons, _) if reasons.is_empty() => Ok(()),
         (reasons, _) => Err(Error::new(ErrorKind::Busy, reasons.join("; "))),

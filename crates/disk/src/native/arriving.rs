@@ -95,8 +95,9 @@ impl Native {
     /// The snapshot that a disk is based on, if no client uses the disk and the disk was not changed since the
     /// snapshot.
     pub fn unchanged_base(&self, disk: &Object) -> Result<Object> {
-        self.refuse_in_use(disk.id, &format!("disk '{}'", disk.name))?;
+        // First, because it waits for the end of sessions whose clients have closed their connections.
         self.refuse_to_replace.get().map_or(Ok(()), |refuse| refuse(&disk.name))?;
+        self.refuse_in_use(disk.id, &format!("disk '{}'", disk.name))?;
         let refuse = |why: &str| {
             let text = format!("disk '{}' cannot be updated: {why}", disk.name);
             Error::new(ErrorKind::Exists, text)

@@ -26,3 +26,10 @@ pub const RECORD_RETRY: Duration = Duration::from_secs(30);
 /// How long a client that opens an export waits for sessions that were told to end. It is shorter than
 /// [`HANDSHAKE_TIMEOUT_DEFAULT`](connections::limits::HANDSHAKE_TIMEOUT_DEFAULT).
 pub const RETIRED_PATIENCE: Duration = Duration::from_secs(25);
+
+/// How long an operation that clients prevent waits for the sessions of clients that have closed their connections.
+/// Such a session normally ends within milliseconds.
+pub const LEAVING_PATIENCE: Duration = Duration::from_secs(1);
+
+/// How often that wait looks for further clients that have closed their connections.
+pub const LEAVING_LOOK: Duration = Duration::from_millis(20);
