@@ -27,18 +27,29 @@ pub fn data_file_name(number: u64) -> String {
 /// After a failed flush the page cache may return data that was never written, until the kernel needs the memory. If
 /// recovery relied on such data, clients would see older data some time later.
 pub fn show_media(directory: &dyn Directory) -> Result<()> {
-    let pages = PageFile::ALL.map(|file| file.name().to_owned());
-    let others = [SUPERBLOCK_FILE, JOURNAL_FILE, IMAGES_FILE].map(str::to_owned);
-    let names = directory.list().during(|| "listing the datastore".into())?;
-    let data = (0..).map(data_file_name).take_while(|name| names.contains(name));
-    for name in pages.into_iter().chain(others).chain(data).filter(|name| names.contains(name)) {
-        let file = directory.open(&name, IoMode::Buffered).during(|| format!("opening {name}"))?;
-        // Cached data that is not written yet is kept if it can be written now. The first flush may report a failure
-        // from before this opening, whose data is dropped.
-        file.sync().or_else(|_| file.sync()).during(|| format!("flushing {name} before recovery"))?;
-        file.forget_cached().during(|| format!("reading {name} again"))?;
+    for name in PageFile::ALL.map(PageFile::name).into_iter().chain([SUPERBLOCK_FILE, JOURNAL_FILE, IMAGES_FILE]) {
+        show_medium(directory, name)?;
+    }
+    let mut number = 0;
+    while show_medium(directory, &data_file_name(number))? {
+        number += 1;
     }
     Ok(())
+}
+
+/// Drops cached data of one file; false if there is no such file. The file is opened by its name and not looked up in
+/// the folder's list, which leaves out symbolic links.
+fn show_medium(directory: &dyn Directory, name: &str) -> Result<bool> {
+    let file = match directory.open(name, IoMode::Buffered) {
+        Ok(file) => file,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(false),
+        Err(error) => return Err(Error::io(format!("opening {name}"), error)),
+    };
+    // Cached data that is not written yet is kept if it can be written now. The first flush may report a failure from
+    // before this opening, whose data is dropped.
+    file.sync().or_else(|_| file.sync()).during(|| format!("flushing {name} before recovery"))?;
+    file.forget_cached().during(|| format!("reading {name} again"))?;
+    Ok(true)
 }
 
 /// Data files are written out in parts of this many bytes. The parts keep the device queue short, so that an append to

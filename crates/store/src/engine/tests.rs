@@ -281,6 +281,7 @@ fn every_flipped_bit_of_a_superblock_is_detected() {
 mod between;
 mod cost;
 mod damage;
+mod media;
 mod nodes;
 mod ownership;
 mod reads;
