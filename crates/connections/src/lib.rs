@@ -34,4 +34,4 @@ pub use limits::Limits;
 pub use listen::{Access, Address, Listen};
 pub use peer::Peer;
 pub use service::{Drain, Protocol, Refusal, Service, ServiceConfig};
-pub use tls::{CertificateName, ClientTls, TlsConfig, TlsIdentity, TlsStream};
+pub use tls::{CertificateName, ClientTls, PeerCertificate, TlsConfig, TlsIdentity, TlsStream};

@@ -9,7 +9,7 @@
 
 use crate::connection::Connection;
 use crate::polling::Polling;
-use crate::tls::CertificateName;
+use crate::tls::PeerCertificate;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 use rustix::net::{RecvAncillaryBuffer, RecvFlags, SendAncillaryBuffer, SendFlags};
@@ -50,14 +50,9 @@ pub trait Transport: Send {
     /// The descriptor to wait on; `None` if the transport never blocks.
     fn descriptor(&self) -> Option<BorrowedFd<'_>>;
 
-    /// Whether the peer has presented a valid certificate.
-    fn peer_has_certificate(&self) -> bool {
-        false
-    }
-
-    /// Whether the peer has presented a valid certificate with this name.
-    fn peer_is(&self, _name: &CertificateName) -> bool {
-        false
+    /// The valid certificate that the peer has presented, if any.
+    fn peer_certificate(&self) -> Option<PeerCertificate> {
+        None
     }
 
     /// Called when TLS over this transport has validated the peer's certificate. An error refuses the peer.

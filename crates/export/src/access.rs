@@ -10,9 +10,14 @@
 //! 2. A client cannot tell an export that it may not open from one that does not exist: neither is listed, both get the
 //!    same reply, and neither is looked for.
 //! 3. A snapshot belongs to its disk: who may open the disk may read its snapshots.
+//! 4. Rules can be replaced while sessions run ([`CurrentRules`]). Every session that begins or continues afterwards has
+//!    the permission that it uses.
 
-use connections::CertificateName;
-use connections::transport::Transport;
+mod current;
+
+pub use current::{CurrentRules, Lost, Registered};
+
+use connections::{CertificateName, PeerCertificate};
 use error::{Error, ErrorKind, Result};
 use std::path::Path;
 
@@ -88,13 +93,23 @@ impl Rules {
         Ok(Self { rules })
     }
 
-    /// The rules for the client at the other end of a transport.
-    pub fn of(&self, transport: &dyn Transport) -> Granted<'_> {
+    /// The rules for a client with this certificate. No rule applies to a client without one.
+    pub fn of(&self, certificate: Option<&PeerCertificate>) -> Granted<'_> {
         let applies = |rule: &&Rule| match &rule.whom {
-            Whom::Authenticated => transport.peer_has_certificate(),
-            Whom::Named(name) => transport.peer_is(name),
+            Whom::Authenticated => certificate.is_some(),
+            Whom::Named(name) => certificate.is_some_and(|certificate| certificate.has(name)),
         };
         Granted { rules: self.rules.iter().filter(applies).collect() }
+    }
+
+    /// Number of rules.
+    pub fn len(&self) -> usize {
+        self.rules.len()
+    }
+
+    /// Whether there is no rule, so that no client may open anything.
+    pub fn is_empty(&self) -> bool {
+        self.rules.is_empty()
     }
 }
 

@@ -22,6 +22,7 @@ mod leaving;
 pub mod limits;
 pub mod record;
 mod renames;
+mod revoked;
 mod waiting;
 
 use backend::{Directory, clock};
@@ -122,6 +123,8 @@ struct Session {
     connection: Option<Arc<Connection>>,
     /// Whether the session was told to end, so that its client reconnects.
     retiring: bool,
+    /// Whether its client may not open the export any more, and so does not come back.
+    revoked: bool,
     /// A client in grace with unknown identity that this client may be. It returns to grace if this client disconnects
     /// properly, because the two may be different clients.
     taken: Option<Waiting>,
@@ -249,6 +252,7 @@ impl Clients {
             stop: Arc::clone(&stop),
             connection: connection.clone(),
             retiring: false,
+            revoked: false,
             taken: None,
         };
         state.sessions.insert(number, session);
@@ -523,8 +527,9 @@ impl Drop for Visit {
         let mut state = self.shared.state.lock();
         if let Some(session) = state.sessions.remove(&self.number).filter(|session| session.agreed) {
             let asked = session.asked_other();
-            let Session { peer, export, since, taken, .. } = session;
+            let Session { peer, export, since, taken, revoked, .. } = session;
             match (export, self.departure) {
+                _ if revoked => state.gone.extend(taken),
                 (_, Departure::Farewell) => state.gone.extend(taken),
                 (Some(export), departure) if !self.shared.grace.is_zero() => {
                     let with_server = departure == Departure::ServerStops;

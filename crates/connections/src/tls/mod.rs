@@ -63,6 +63,17 @@ pub struct ClientIdentity {
 #[derive(Clone, Debug)]
 pub struct CertificateName(ServerName<'static>);
 
+/// The certificate of a peer, which was valid when the connection began.
+#[derive(Clone, Debug)]
+pub struct PeerCertificate(Arc<CertificateDer<'static>>);
+
+impl PeerCertificate {
+    /// Whether the certificate has this name.
+    pub fn has(&self, name: &CertificateName) -> bool {
+        name.is_of(&self.0)
+    }
+}
+
 impl TlsIdentity {
     /// Reads and checks the files.
     ///

@@ -35,6 +35,8 @@ pub struct TlsStream {
     plain_at: usize,
     deadline: Option<Instant>,
     ended: bool,
+    /// Whether TLS has failed. rustls must not process any further input then.
+    failed: bool,
 }
 
 /// Ciphertext to be sent.
@@ -157,6 +159,7 @@ impl TlsStream {
             plain_at: 0,
             deadline: None,
             ended: false,
+            failed: false,
         }
     }
 
@@ -201,8 +204,12 @@ impl TlsStream {
     }
 
     fn advance(&mut self, take: &mut dyn FnMut(&[u8]), plain: Option<&[u8]>) -> io::Result<Step> {
+        if self.failed {
+            return Err(io::Error::new(io::ErrorKind::InvalidData, "TLS has failed on this connection"));
+        }
         let done = self.advance_once(take, plain);
         if done.is_err() {
+            self.failed = true;
             self.say_why();
         }
         done
@@ -240,14 +247,10 @@ impl TlsStream {
         }
     }
 
-    /// Sends the pending alert, if any, that tells the peer the reason of a failure.
+    /// Sends the pending alert, if any, that tells the peer the reason of a failure. One step encodes it. A further step
+    /// would process the input that has failed once more, which rustls does not allow.
     fn say_why(&mut self) {
-        const STEPS: usize = 4;
-        for _ in 0..STEPS {
-            if !matches!(self.advance_once(&mut |_| (), None), Ok(Step::Again)) {
-                break;
-            }
-        }
+        let _ = self.advance_once(&mut |_| (), None);
         // An error of sending the alert is ignored, because the connection ends in any case.
         let _ = self.out.send();
     }

@@ -1,10 +1,9 @@
 //! TLS over another transport, for sessions that decide when to block.
 
-use super::{CertificateName, TlsIdentity};
+use super::{PeerCertificate, TlsIdentity};
 use crate::limits::TLS_BUFFER_BYTES_MAX;
 use crate::transport::{Transport, Wait};
 use rustls::ServerConnection;
-use rustls::pki_types::CertificateDer;
 use std::io::{self, IoSlice, IoSliceMut, Read, Write};
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
@@ -25,11 +24,6 @@ impl Tls {
         let mut session = ServerConnection::new(Arc::clone(&identity.config)).map_err(io::Error::other)?;
         session.set_buffer_limit(Some(TLS_BUFFER_BYTES_MAX));
         Ok(Self { below, session: Box::new(session), input: false, ended: false, authenticated: false })
-    }
-
-    /// The peer's certificate, which is proven only at the end of the handshake.
-    fn certificate(&self) -> Option<&CertificateDer<'static>> {
-        if self.session.is_handshaking() { None } else { self.session.peer_certificates()?.first() }
     }
 
     fn read_plaintext(&mut self, into: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
@@ -155,12 +149,12 @@ impl Transport for Tls {
         self.below.descriptor()
     }
 
-    fn peer_has_certificate(&self) -> bool {
-        self.certificate().is_some()
-    }
-
-    fn peer_is(&self, name: &CertificateName) -> bool {
-        self.certificate().is_some_and(|certificate| name.is_of(certificate))
+    /// A certificate is proven only at the end of the handshake.
+    fn peer_certificate(&self) -> Option<PeerCertificate> {
+        if self.session.is_handshaking() {
+            return None;
+        }
+        self.session.peer_certificates()?.first().cloned().map(|certificate| PeerCertificate(Arc::new(certificate)))
     }
 
     fn close(&mut self) {

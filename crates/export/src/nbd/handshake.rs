@@ -408,25 +408,28 @@ impl Handshake<'_> {
         } else {
             name
         };
+        let permission = match &self.terms.rules {
+            None => Permission::Write,
+            Some(rules) => {
+                let certificate = self.transport.peer_certificate();
+                let Some(permission) = rules.now().of(certificate.as_ref()).permission(name) else {
+                    tracing::debug!(export = name, "the client may not open the export");
+                    self.opened = None;
+                    return Err(access::absent(name));
+                };
+                permission
+            }
+        };
         if let Some(opened) = self.opened.as_ref().filter(|opened| opened.name == name) {
             return Ok(opened.clone());
         }
         // The previous device is closed first, so that a client that queries all exports does not keep them all open.
         self.opened = None;
-        let device = match &self.terms.rules {
-            None => self.exports.open(name, self.terms.read_only)?,
-            Some(rules) => {
-                let Some(permission) = rules.of(&*self.transport).permission(name) else {
-                    tracing::debug!(export = name, "the client may not open the export");
-                    return Err(access::absent(name));
-                };
-                let read_only = self.terms.read_only || permission == Permission::Read;
-                self.exports.open(name, read_only).map_err(|error| match error.kind() {
-                    ErrorKind::NotFound => access::absent(name),
-                    _ => error,
-                })?
-            }
-        };
+        let read_only = self.terms.read_only || permission == Permission::Read;
+        let device = self.exports.open(name, read_only).map_err(|error| match error.kind() {
+            ErrorKind::NotFound if self.terms.rules.is_some() => access::absent(name),
+            _ => error,
+        })?;
         Ok(self.opened.insert(Opened { name: name.to_owned(), device }).clone())
     }
 
@@ -434,7 +437,8 @@ impl Handshake<'_> {
     fn names(&self) -> Vec<ExportName> {
         let mut names = self.exports.names();
         if let Some(rules) = &self.terms.rules {
-            let granted = rules.of(&*self.transport);
+            let (rules, certificate) = (rules.now(), self.transport.peer_certificate());
+            let granted = rules.of(certificate.as_ref());
             names.retain(|export| granted.permission(&export.name).is_some());
         }
         names

@@ -30,7 +30,7 @@ mod turns;
 
 pub use server::{Server, ServerConfig};
 
-use crate::access::Rules;
+use crate::access::{CurrentRules, Permission};
 use crate::clients::Visit;
 use crate::exports::{Admission, Exports, ResizePolicy};
 use connections::TlsIdentity;
@@ -47,7 +47,7 @@ pub struct Terms {
     /// Whether TLS is required before any other option (FORCEDTLS).
     pub tls_forced: bool,
     /// Which exports the client may open, by its certificate; `None` if it may open all.
-    pub rules: Option<Arc<Rules>>,
+    pub rules: Option<Arc<CurrentRules>>,
     /// Whether exports are opened read-only.
     pub read_only: bool,
     /// Resizing by clients.
@@ -86,6 +86,15 @@ pub fn serve(
         return Ok(());
     };
     visit.agreed(&agreement.export);
+    let registered = terms.rules.as_ref().map(|rules| {
+        let permission = if agreement.device.read_only() { Permission::Read } else { Permission::Write };
+        let certificate = agreement.transport.peer_certificate();
+        rules.register(visit.number(), certificate, &agreement.export, permission)
+    });
+    let _registered = registered.transpose().inspect_err(|error| {
+        visit.loses_access();
+        tracing::info!(%error, "connection ended: its access rule was removed during the handshake");
+    })?;
     let span = tracing::info_span!("export", name = agreement.export);
     let _entered = span.enter();
     tracing::info!(

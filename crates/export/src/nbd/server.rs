@@ -6,7 +6,7 @@
 use super::limits::{CONNECTIONS_DEFAULT, STOP_GRACE_DEFAULT, UNIX_SEND_BUFFER_BYTES};
 use super::turns::Turns;
 use super::{Terms, serve};
-use crate::access::Rules;
+use crate::access::{CurrentRules, Rules};
 use crate::clients::{Clients, Whose};
 use crate::exports::{Exports, ResizePolicy};
 use backend::local::Thread;
@@ -30,7 +30,7 @@ pub struct ServerConfig {
     /// Whether to serve TCP beyond loopback without both TLS and client certificates.
     pub allow_insecure_tcp: bool,
     /// Which exports clients over TCP may open, by their certificates; `None` if all of them.
-    pub rules: Option<Arc<Rules>>,
+    pub rules: Option<Rules>,
     /// Open every export read-only.
     pub read_only: bool,
     /// Resizing by clients.
@@ -65,6 +65,7 @@ impl Default for ServerConfig {
 /// A running server. Dropping it stops it.
 pub struct Server {
     service: Service,
+    rules: Option<Arc<CurrentRules>>,
     clients: Arc<Clients>,
     stop_grace: Duration,
 }
@@ -78,7 +79,7 @@ struct Nbd {
     /// Whether sessions over TCP have to begin with TLS.
     tls_required: bool,
     /// Rules for sessions over TCP.
-    rules: Option<Arc<Rules>>,
+    rules: Option<Arc<CurrentRules>>,
     turns: Turns,
 }
 
@@ -108,11 +109,12 @@ impl Server {
     /// Errors of [`Service::start`], and `Invalid` for certificates and keys that cannot be used.
     pub fn start(config: ServerConfig, exports: Arc<dyn Exports>) -> Result<Self> {
         let identity = config.tls.as_ref().map(TlsIdentity::load).transpose()?;
+        let rules = config.rules.map(|rules| Arc::new(CurrentRules::new(rules)));
         let protocol = Nbd {
             exports,
             clients: Arc::clone(&config.clients),
             turns: Turns::default(),
-            rules: config.rules,
+            rules: rules.clone(),
             tls_required: config.tls.as_ref().is_some_and(|tls| tls.required),
             terms: Terms {
                 tls: identity,
@@ -137,7 +139,7 @@ impl Server {
             drain: Drain { undisturbed: Duration::ZERO, finish: config.stop_grace, cut: Some(config.stop_grace) },
         };
         let service = Service::start(service, Arc::new(protocol))?;
-        Ok(Self { service, clients: config.clients, stop_grace: config.stop_grace })
+        Ok(Self { service, rules, clients: config.clients, stop_grace: config.stop_grace })
     }
 
     /// The addresses that it listens on, in the order of the configuration.
@@ -148,6 +150,24 @@ impl Server {
     /// Current number of connections.
     pub fn connections(&self) -> usize {
         self.service.connections()
+    }
+
+    /// Replaces the access rules, and ends the sessions that lose the permission which they use. Returns the number of
+    /// these sessions; `None` if the server was started without rules, so that none can be set.
+    ///
+    /// A session that is ended completes the requests that it has begun, for at most the grace time, and reads no
+    /// further ones.
+    pub fn replace_rules(&self, rules: Rules) -> Option<usize> {
+        let lost = self.rules.as_ref()?.replace(rules, |number| self.clients.export_of(number));
+        let numbers = self.clients.revoke(&lost);
+        let left = self.clients.wait_ended(&numbers, self.stop_grace);
+        if !left.is_empty() {
+            tracing::warn!(
+                connections = left.len(),
+                "connections without a right are closed, but requests that they had begun still wait for the device"
+            );
+        }
+        Some(numbers.len())
     }
 
     /// Ends sessions of an export after their requests are done, so that their clients reconnect and see the export's

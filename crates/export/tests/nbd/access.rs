@@ -9,6 +9,7 @@ use export::nbd::ServerConfig;
 use std::net::TcpStream;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
+use std::time::Duration;
 use testkit::protocol::*;
 
 const CAPACITY: u64 = 1 << 20;
@@ -27,7 +28,7 @@ impl Tenants {
         let config = ServerConfig {
             listen: vec![Listen::Tcp("127.0.0.1:0".parse().unwrap())],
             tls: Some(certificates.server(true, true)),
-            rules: Some(Arc::new(Rules::parse(rules).unwrap())),
+            rules: Some(Rules::parse(rules).unwrap()),
             ..ServerConfig::default()
         };
         let disks: Vec<_> =
@@ -47,6 +48,11 @@ impl Tenants {
         });
         names.collect()
     }
+}
+
+/// New rules, which end so many connections.
+fn replace(tenants: &Tenants, rules: &str, ended: usize) {
+    assert_eq!(tenants.running.server.replace_rules(Rules::parse(rules).unwrap()), Some(ended));
 }
 
 /// The reply to a request for an export, with the name replaced, so that replies for several names can be compared.
@@ -125,4 +131,67 @@ fn an_export_of_another_tenant_cannot_be_told_from_one_that_does_not_exist() {
         a.send_option(OPT_EXPORT_NAME, name.as_bytes());
         assert!(catch_unwind(AssertUnwindSafe(|| a.take(1))).is_err(), "{name}");
     }
+}
+
+#[test]
+fn new_rules_hold_for_sessions_that_began_before() {
+    let tenants = Tenants::new("a.example a-* write\nb.example a-* write\nb.example b-* read\n");
+    let open = |name: &str, export: &str| {
+        let mut client = tenants.client(name);
+        client.choose(Mode::Structured);
+        assert_eq!(client.go(export), REP_ACK);
+        client
+    };
+    let (mut a, mut b) = (open("a.example", "a-1"), open("b.example", "a-1"));
+    // A client in its handshake, with an export open that it is about to choose.
+    let mut undecided = tenants.client("a.example");
+    assert_eq!(reply(&mut undecided, OPT_INFO, "a-2").0, REP_ACK);
+    let mut reader = open("b.example", "b-1@monday");
+    // Rules that give all that is in use, and more.
+    replace(&tenants, "* * write\n", 0);
+    a.write(0, b"1");
+    replace(&tenants, "b.example *-1 write\n", 1);
+    assert!(a.at_end());
+    b.write(0, b"2");
+    assert_eq!(undecided.go("a-2"), ERR_UNKNOWN);
+    assert!(tenants.listed(&mut undecided).is_empty());
+    // A session that only reads keeps its permission.
+    replace(&tenants, "b.example * read\n", 1);
+    assert!(b.at_end());
+    assert_eq!(reader.read(0, 1).len(), 1);
+    let mut b = open("b.example", "a-1");
+    assert_ne!(b.flags & READ_ONLY, 0);
+    assert_eq!(b.read(0, 1), b"2");
+    // No rules: every session ends, and those over the unix socket continue.
+    let mut local = Client::open(&tenants.running.socket, "a-1", Mode::Structured);
+    replace(&tenants, "", 2);
+    assert!(b.at_end() && reader.at_end());
+    local.write(0, b"3");
+    local.leave();
+    // A server without rules gets none.
+    let without = Running::start(Shelf::of(&[&MemoryDisk::new("vm", CAPACITY, 2)]));
+    assert_eq!(without.server.replace_rules(Rules::default()), None);
+}
+
+#[test]
+fn a_client_without_its_right_is_not_waited_for_and_one_that_may_read_is() {
+    let certificates = Certificates::new();
+    let clients = Arc::new(export::clients::Clients::in_memory(Duration::from_secs(60)));
+    let config = ServerConfig {
+        listen: vec![Listen::Tcp("127.0.0.1:0".parse().unwrap())],
+        tls: Some(certificates.server(true, true)),
+        rules: Some(Rules::parse("* * write\n").unwrap()),
+        clients: Arc::clone(&clients),
+        ..ServerConfig::default()
+    };
+    let disks = ["a-1", "b-1"].map(|name| MemoryDisk::new(name, CAPACITY, 2));
+    let tenants = Tenants { certificates, running: Running::with(config, Shelf::of(&disks.each_ref())) };
+    let _sessions = ["a-1", "b-1"].map(|export| {
+        let mut client = tenants.client("a.example");
+        assert_eq!(client.go(export), REP_ACK);
+        client
+    });
+    replace(&tenants, "a.example b-1 read\n", 2);
+    let waiting: Vec<_> = clients.all().into_iter().map(|client| client.export).collect();
+    assert_eq!(waiting, ["b-1"]);
 }

@@ -5,6 +5,7 @@
 //!      first SIGTERM or SIGINT -> receiver and NBD stop -> jobs stop -> control stops -> control socket removed
 //!      -> datastore closed -> exit 0
 //!      second -> exit at once
+//!      SIGHUP with --access -> access rules read again, connections without a right closed
 //! ```
 //!
 //! Invariants:
@@ -14,6 +15,7 @@
 //! 4. The process can end at any moment without closing the datastore and loses nothing that was acknowledged as
 //!    durable: the store guarantees that, and the second signal relies on it.
 
+mod access;
 mod exports;
 mod notify;
 mod receiving;
@@ -34,7 +36,7 @@ use export::nbd;
 use exports::DatastoreExports;
 use rustix::process::{Resource, getrlimit};
 use serde_json::json;
-use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 use std::io::Write;
 use std::sync::Arc;
@@ -54,14 +56,17 @@ pub fn run(location: &Location, arguments: &ServeArguments, form: Form) -> Resul
         return Err(Error::new(ErrorKind::Invalid, text));
     }
     // Registered first, so that a signal during journal replay is not lost.
-    let mut signals = Signals::new([SIGINT, SIGTERM]).map_err(|e| Error::io("registering for signals", e))?;
+    let mut handled = vec![SIGINT, SIGTERM];
+    // Without rules there is nothing to read again, and SIGHUP keeps its usual effect.
+    handled.extend(arguments.access.as_ref().map(|_| SIGHUP));
+    let mut signals = Signals::new(handled).map_err(|e| Error::io("registering for signals", e))?;
     let _second_signal = follow::interruption(exit::INTERRUPTED)?;
 
     let group = arguments.socket_group.as_deref().map(group_id).transpose()?;
     // The path is made absolute, because URIs contain it.
     let location = location.resolved()?;
     location.need_folder("a control socket or a server")?;
-    let mut cancelled = || signals.pending().next().is_some();
+    let mut cancelled = || signals.pending().any(|signal| signal != SIGHUP);
     let datastore = control::open_to_serve(&location, open_options(arguments), &mut cancelled)?;
     datastore.foreground().set_target(arguments.latency_target);
     let spare = datastore.spare();
@@ -138,8 +143,14 @@ fn serve(
     let announced = announce(location, &serving, &status.engine, form);
     if announced.is_ok() {
         notify::service_manager("READY=1");
-        if let Some(signal) = signals.forever().next() {
-            tracing::info!(signal, "stopping; a second signal ends this process at once");
+        for signal in signals.forever() {
+            match &arguments.access {
+                Some(rules) if signal == SIGHUP => access::read_again(&nbd, rules),
+                _ => {
+                    tracing::info!(signal, "stopping; a second signal ends this process at once");
+                    break;
+                }
+            }
         }
         notify::service_manager("STOPPING=1");
     }
@@ -213,7 +224,7 @@ fn nbd_config(location: &Location, arguments: &ServeArguments, group: Option<u32
         tls,
         allow_insecure_tcp: arguments.insecure_tcp,
         limits: limits(arguments),
-        rules: arguments.access.as_deref().map(Rules::load).transpose()?.map(Arc::new),
+        rules: arguments.access.as_deref().map(Rules::load).transpose()?,
         read_only: arguments.read_only,
         ..nbd::ServerConfig::default()
     })
