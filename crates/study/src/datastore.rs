@@ -12,6 +12,7 @@ use crate::process::{self, Service};
 use crate::scratch::Scratch;
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, Write};
+use std::net::SocketAddr;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -87,6 +88,8 @@ pub struct Serving {
     pub read_only: bool,
     /// Certificate and key for receiving from other servers; `None` to receive nothing.
     pub receive: Option<Keys>,
+    /// Address and certificate for NBD over TCP, with TLS and client certificates; `None` for the unix socket only.
+    pub tcp: Option<(SocketAddr, Keys)>,
 }
 
 /// A self-signed certificate for this machine, used by servers and clients.
@@ -115,7 +118,7 @@ impl Keys {
 impl Serving {
     /// Defaults except for the mode.
     pub fn plain(mode: Mode) -> Serving {
-        Serving { mode, metadata_cache: None, read_only: false, receive: None }
+        Serving { mode, metadata_cache: None, read_only: false, receive: None, tcp: None }
     }
 }
 
@@ -262,6 +265,10 @@ impl Datastore {
         }
         if let Some(Keys { certificate, key }) = &serving.receive {
             command.args(["--receive", "127.0.0.1:0", "--tls-cert"]).arg(certificate).arg("--tls-key").arg(key);
+            command.arg("--tls-client-ca").arg(certificate);
+        }
+        if let Some((address, Keys { certificate, key })) = &serving.tcp {
+            command.args(["--tcp", &address.to_string(), "--tls-cert"]).arg(certificate).arg("--tls-key").arg(key);
             command.arg("--tls-client-ca").arg(certificate);
         }
         let began = Instant::now();

@@ -3,6 +3,10 @@
 //! There are two limits. At a rate that both servers can sustain, the 99th percentile of latency must not be higher
 //! than nbdkit's. At full speed, the connection that gets the least must get nearly as much as the one that gets the
 //! most. The servers take turns in each round, so that both see the same state of the machine.
+//!
+//! Further cells measure a local client while clients without a certificate load the TCP port ([`strangers`]).
+
+mod strangers;
 
 use super::load::{Load, at_once, latencies, mixed};
 use super::{BLOCK, Setting, fill, no_cell, say};
@@ -61,15 +65,20 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
         cells.push((format!("{count}-connections"), count, Shape::OneDisk));
         cells.push((format!("{count}-disks"), count, Shape::DiskEach));
     }
-    let names: Vec<_> = cells.iter().map(|(name, _, _)| name.clone()).collect();
+    let mut names: Vec<_> = cells.iter().map(|(name, _, _)| name.clone()).collect();
+    names.extend(strangers::EACH.map(|kind| kind.cell().to_owned()));
     cells.retain(|(name, _, _)| setting.plan.wants(name));
-    if cells.is_empty() {
+    let beside: Vec<_> = strangers::EACH.into_iter().filter(|kind| setting.plan.wants(kind.cell())).collect();
+    if cells.is_empty() && beside.is_empty() {
         return Err(no_cell(&setting.plan, &names));
     }
     let mut outcome = Outcome::default();
     let mut raw = Vec::new();
     for (name, count, shape) in cells {
         raw.push(cell(setting, &name, count, shape, &mut outcome)?);
+    }
+    if !beside.is_empty() {
+        raw.extend(strangers::cells(setting, &beside, &mut outcome)?);
     }
     outcome.raw = Value::Array(raw);
     Ok(outcome)
