@@ -229,6 +229,19 @@ pub trait Device: Send + Sync {
     /// Looks up where the bytes of a range are.
     fn plan_read(&self, offset: u64, length: usize) -> Result<ReadPlan>;
 
+    /// Plans a read if that needs no metadata from the medium. Otherwise the device starts to read that metadata and
+    /// returns `None`, so that the caller can try other reads meanwhile and have all of them wait for the medium at the
+    /// same time: it then calls [`Device::load_for_read`] for each, and tries again.
+    fn try_plan_read(&self, offset: u64, length: usize) -> Result<Option<ReadPlan>> {
+        self.plan_read(offset, length).map(Some)
+    }
+
+    /// Waits for the metadata that [`Device::try_plan_read`] missed. More may be missing then, because metadata refers
+    /// to metadata.
+    fn load_for_read(&self, _offset: u64, _length: usize) -> Result<()> {
+        Ok(())
+    }
+
     /// Verifies the fetched bytes, and decodes them where they are encoded. A block whose checksum fails twice gives
     /// `Corrupt`, and is counted and logged.
     fn finish_read(&self, plan: &mut ReadPlan) -> Result<Verdict>;

@@ -240,6 +240,15 @@ struct Origin {
     guard: Option<Box<dyn Any + Send>>,
 }
 
+impl Origin {
+    /// The plan, with a guard that keeps its device.
+    fn hold(held: Arc<Held>, mut plan: ReadPlan) -> ReadPlan {
+        let guard = plan.guard.take();
+        plan.guard = Some(Box::new(Self { held, guard }));
+        plan
+    }
+}
+
 impl SwitchedDevice {
     /// A new client of a switch, counted until dropped.
     pub fn new(name: impl Into<String>, read_only: bool, switch: Arc<Switch>) -> Self {
@@ -302,10 +311,18 @@ impl Device for SwitchedDevice {
 
     fn plan_read(&self, offset: u64, length: usize) -> Result<ReadPlan> {
         let held = self.switch.enter();
-        let mut plan = held.device.plan_read(offset, length)?;
-        let guard = plan.guard.take();
-        plan.guard = Some(Box::new(Origin { held, guard }));
-        Ok(plan)
+        let plan = held.device.plan_read(offset, length)?;
+        Ok(Origin::hold(held, plan))
+    }
+
+    fn try_plan_read(&self, offset: u64, length: usize) -> Result<Option<ReadPlan>> {
+        let held = self.switch.enter();
+        let plan = held.device.try_plan_read(offset, length)?;
+        Ok(plan.map(|plan| Origin::hold(held, plan)))
+    }
+
+    fn load_for_read(&self, offset: u64, length: usize) -> Result<()> {
+        self.switch.enter().device.load_for_read(offset, length)
     }
 
     fn finish_read(&self, plan: &mut ReadPlan) -> Result<Verdict> {

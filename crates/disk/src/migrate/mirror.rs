@@ -478,6 +478,14 @@ impl Device for MirrorDevice {
         self.source.plan_read(offset, length)
     }
 
+    fn try_plan_read(&self, offset: u64, length: usize) -> Result<Option<ReadPlan>> {
+        self.source.try_plan_read(offset, length)
+    }
+
+    fn load_for_read(&self, offset: u64, length: usize) -> Result<()> {
+        self.source.load_for_read(offset, length)
+    }
+
     fn finish_read(&self, plan: &mut ReadPlan) -> Result<Verdict> {
         self.source.finish_read(plan)
     }

@@ -63,6 +63,22 @@ fn cut(offset: u64, length: u64, capacity: u64) -> Cut {
     Cut { partial, whole: first + u64::from(from > 0)..last }
 }
 
+/// The segments of a planned read of a range of bytes.
+fn read_plan(planned: Planned, offset: u64, length: usize) -> ReadPlan {
+    let segment = |part: &Part| match part {
+        Part::Zero { length } => Segment::Zero { length: *length },
+        Part::Memory(slice) => Segment::Memory(slice.clone()),
+        Part::Stored(stored) => Segment::Media(Media::new(Arc::clone(&stored.file), stored.offset, stored.length())),
+    };
+    ReadPlan {
+        segments: planned.parts.iter().map(segment).collect(),
+        skip: (offset % BLOCK) as usize,
+        length,
+        offset,
+        guard: Some(Box::new(planned)),
+    }
+}
+
 impl NativeDevice {
     fn id(&self) -> u64 {
         match &self.target {
@@ -93,6 +109,12 @@ impl NativeDevice {
                 format!("{} is a snapshot and never changes; clone it to write", self.name),
             )),
         }
+    }
+
+    /// The blocks of a range of bytes.
+    fn blocks(&self, offset: u64, length: usize) -> Result<Range<u64>> {
+        self.check_range(offset, length as u64)?;
+        Ok(offset / BLOCK..(offset + length as u64).div_ceil(BLOCK))
     }
 
     fn plan_blocks(&self, range: Range<u64>) -> Result<Planned> {
@@ -138,23 +160,22 @@ impl Device for NativeDevice {
     }
 
     fn plan_read(&self, offset: u64, length: usize) -> Result<ReadPlan> {
-        self.check_range(offset, length as u64)?;
-        let blocks = offset / BLOCK..(offset + length as u64).div_ceil(BLOCK);
-        let planned = self.plan_blocks(blocks)?;
-        let segment = |part: &Part| match part {
-            Part::Zero { length } => Segment::Zero { length: *length },
-            Part::Memory(slice) => Segment::Memory(slice.clone()),
-            Part::Stored(stored) => {
-                Segment::Media(Media::new(Arc::clone(&stored.file), stored.offset, stored.length()))
-            }
-        };
-        Ok(ReadPlan {
-            segments: planned.parts.iter().map(segment).collect(),
-            skip: (offset % BLOCK) as usize,
-            length,
-            offset,
-            guard: Some(Box::new(planned)),
-        })
+        let planned = self.plan_blocks(self.blocks(offset, length)?)?;
+        Ok(read_plan(planned, offset, length))
+    }
+
+    fn try_plan_read(&self, offset: u64, length: usize) -> Result<Option<ReadPlan>> {
+        // Reads of a snapshot first wait for its writes, so they are planned one by one.
+        let Target::Head(head) = &self.target else { return self.plan_read(offset, length).map(Some) };
+        let planned = self.engine.plan_head_at_once(head, self.blocks(offset, length)?)?;
+        Ok(planned.map(|planned| read_plan(planned, offset, length)))
+    }
+
+    fn load_for_read(&self, offset: u64, length: usize) -> Result<()> {
+        match &self.target {
+            Target::Head(head) => self.engine.load_for_head(head, self.blocks(offset, length)?),
+            Target::Snapshot(_) => Ok(()),
+        }
     }
 
     fn finish_read(&self, plan: &mut ReadPlan) -> Result<Verdict> {

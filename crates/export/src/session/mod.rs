@@ -252,7 +252,7 @@ impl<'a, T> Session<'a, T> {
         }
     }
 
-    /// Submits a request. A flush waits for [`Session::end_batch`].
+    /// Submits a request. A flush, and a read that misses metadata, wait for [`Session::end_batch`].
     pub fn submit(&mut self, tag: T, operation: Operation) {
         self.batch += 1;
         let done = match operation {
@@ -284,6 +284,7 @@ impl<'a, T> Session<'a, T> {
         if std::mem::take(&mut self.batch) > 1 || self.reads.pending() > 1 {
             self.depth.saw_overlap();
         }
+        self.begin_put_off();
         if !self.flushes.wanted() {
             return false;
         }
@@ -292,6 +293,18 @@ impl<'a, T> Session<'a, T> {
         let long = self.flushes.start(beside_others, &mut self.completions);
         self.served += (asked - self.flushes.pending()) as u64;
         long
+    }
+
+    /// Begins the reads of the batch that miss metadata.
+    fn begin_put_off(&mut self) {
+        let mut finished = std::mem::take(&mut self.finished);
+        self.reads.begin_put_off(&mut self.pool, &mut finished);
+        for read in finished.drain(..) {
+            self.served += 1;
+            self.completed_bytes += read.bytes();
+            self.completions.push_back(read.into());
+        }
+        self.finished = finished;
     }
 
     /// Records that requests arrived while others were under way: the client keeps several under way.

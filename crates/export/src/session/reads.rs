@@ -2,12 +2,15 @@
 //!
 //! Each media segment is first read from the page cache with a non-blocking system call; a segment that is not cached
 //! is read through the session's I/O queue. A read is finished when all its segments are in memory and the device has
-//! verified them. If the range changed meanwhile, the read is planned again, a bounded number of times. Invariants:
+//! verified them. If the range changed meanwhile, the read is planned again, a bounded number of times. A read whose
+//! plan needs metadata from the medium is put off until all requests of its batch are submitted, so that the reads of
+//! one client wait for metadata at the same time. Invariants:
 //!
 //! 1. A slot belongs to one read from its first operation in flight until its last one has completed, so that a token
 //!    never refers to another read.
 //! 2. The guard of a plan is held until the read is verified, but not while a reply waits for a slow client.
 //! 3. The queue is dropped before the plans, and waits for operations in flight.
+//! 4. No read stays put off when the session waits.
 
 use super::ahead::Ahead;
 use super::limits::{QUEUE_DEPTH, READ_PLANS_MAX};
@@ -28,6 +31,10 @@ const FLUSH_TOKEN: u64 = u64::MAX - 1;
 /// Number of reads that skip the page cache check after a miss; each further miss doubles it up to the maximum.
 const CACHE_SKIP_MIN: u32 = 1;
 const CACHE_SKIP_MAX: u32 = 32;
+
+/// How often reads that were put off are tried again together before each is planned by itself. The metadata of a read
+/// is a path through a tree and a page with checksums; the upper levels of trees are rarely missing.
+const TRIES_TOGETHER_MAX: u32 = 4;
 
 /// A read request.
 pub struct Ask<T> {
@@ -109,6 +116,8 @@ pub struct Reads<'a, T> {
     exports: &'a dyn Exports,
     slots: Vec<Option<Pending<T>>>,
     free: Vec<usize>,
+    /// Reads whose plans miss metadata.
+    put_off: Vec<Ask<T>>,
     pending: usize,
     held: usize,
     luck: CacheLuck,
@@ -128,6 +137,7 @@ impl<'a, T> Reads<'a, T> {
             exports,
             slots: Vec::new(),
             free: Vec::new(),
+            put_off: Vec::new(),
             pending: 0,
             held: 0,
             luck: CacheLuck::default(),
@@ -156,12 +166,55 @@ impl<'a, T> Reads<'a, T> {
     /// Begins a read; returns it if it is finished at once.
     pub fn begin(&mut self, ask: Ask<T>, pool: &mut Pool) -> Option<Finished<T>> {
         self.ahead.saw(ask.offset, ask.length as u64);
-        let finished = self.plan(ask, 0, pool);
+        let finished = match self.device.try_plan_read(ask.offset, ask.length) {
+            Ok(Some(plan)) => self.carry_out(ask, plan, 1, pool),
+            Ok(None) => {
+                self.pending += 1;
+                self.held += ask.length;
+                self.put_off.push(ask);
+                None
+            }
+            Err(error) => Some(Finished { ask, outcome: Err(error) }),
+        };
         if finished.is_none() {
             self.ahead.missed();
         }
         self.read_ahead();
         finished
+    }
+
+    /// Begins the reads that were put off.
+    pub fn begin_put_off(&mut self, pool: &mut Pool, finished: &mut Vec<Finished<T>>) {
+        for _ in 0..TRIES_TOGETHER_MAX {
+            if self.put_off.len() < 2 {
+                break;
+            }
+            for ask in &self.put_off {
+                // The plan reports an error.
+                let _ = self.device.load_for_read(ask.offset, ask.length);
+            }
+            for ask in std::mem::take(&mut self.put_off) {
+                match self.device.try_plan_read(ask.offset, ask.length) {
+                    Ok(None) => self.put_off.push(ask),
+                    planned => finished.extend(self.resume(ask, planned, pool)),
+                }
+            }
+        }
+        for ask in std::mem::take(&mut self.put_off) {
+            let planned = self.device.plan_read(ask.offset, ask.length).map(Some);
+            finished.extend(self.resume(ask, planned, pool));
+        }
+    }
+
+    /// Continues a read that was put off with its first plan.
+    fn resume(&mut self, ask: Ask<T>, planned: Result<Option<ReadPlan>>, pool: &mut Pool) -> Option<Finished<T>> {
+        self.pending -= 1;
+        self.held -= ask.length;
+        match planned {
+            Ok(Some(plan)) => self.carry_out(ask, plan, 1, pool),
+            Ok(None) => self.plan(ask, 0, pool),
+            Err(error) => Some(Finished { ask, outcome: Err(error) }),
+        }
     }
 
     /// Loads the predicted next range into the page cache. Its location may be reused for other data meanwhile; then
@@ -255,27 +308,32 @@ impl<'a, T> Reads<'a, T> {
     }
 
     /// Plans and fetches until the read is finished (`Some`) or in flight (`None`).
-    fn plan(&mut self, mut ask: Ask<T>, plans_before: u32, pool: &mut Pool) -> Option<Finished<T>> {
-        for plans in plans_before + 1..=READ_PLANS_MAX {
-            let mut plan = match self.device.plan_read(ask.offset, ask.length) {
-                Ok(plan) => plan,
-                Err(error) => return Some(Finished { ask, outcome: Err(error) }),
-            };
-            let misses = match self.fetch_cached(&mut plan, pool) {
-                Ok(misses) => misses,
-                Err(error) => return Some(Finished { ask, outcome: Err(error) }),
-            };
-            if misses > 0 {
-                self.fetch(Pending { ask, plan, plans, missing: misses, failure: None }, pool);
-                return None;
-            }
-            match self.verify(ask, plan, pool) {
-                Ok(finished) => return Some(finished),
-                Err(again) => ask = again,
-            }
+    fn plan(&mut self, ask: Ask<T>, plans_before: u32, pool: &mut Pool) -> Option<Finished<T>> {
+        if plans_before >= READ_PLANS_MAX {
+            let message = "the range changed again and again while it was read";
+            return Some(Finished { ask, outcome: Err(Error::new(ErrorKind::Io, message)) });
         }
-        let message = "the range changed again and again while it was read";
-        Some(Finished { ask, outcome: Err(Error::new(ErrorKind::Io, message)) })
+        match self.device.plan_read(ask.offset, ask.length) {
+            Ok(plan) => self.carry_out(ask, plan, plans_before + 1, pool),
+            Err(error) => Some(Finished { ask, outcome: Err(error) }),
+        }
+    }
+
+    /// Fetches what a plan, which is the `plans`th of its read, refers to. If the range changed meanwhile, it is planned
+    /// again.
+    fn carry_out(&mut self, ask: Ask<T>, mut plan: ReadPlan, plans: u32, pool: &mut Pool) -> Option<Finished<T>> {
+        let misses = match self.fetch_cached(&mut plan, pool) {
+            Ok(misses) => misses,
+            Err(error) => return Some(Finished { ask, outcome: Err(error) }),
+        };
+        if misses > 0 {
+            self.fetch(Pending { ask, plan, plans, missing: misses, failure: None }, pool);
+            return None;
+        }
+        match self.verify(ask, plan, pool) {
+            Ok(finished) => Some(finished),
+            Err(again) => self.plan(again, plans, pool),
+        }
     }
 
     /// Reads the segments that are in the page cache; returns the number of segments that are not.

@@ -130,6 +130,14 @@ struct DiskState {
 }
 
 /// The disk.
+/// A call that plans a read, with its offset.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Planning {
+    Try(u64),
+    Load(u64),
+    Plan(u64),
+}
+
 pub struct MemoryDisk {
     name: String,
     read_only: bool,
@@ -142,6 +150,10 @@ pub struct MemoryDisk {
     /// Every n-th read returns "changed during the read"; 0 for only if true.
     pub again_every: AtomicU32,
     verdicts: AtomicU32,
+    /// How many of 8 plans miss metadata.
+    pub metadata_misses_of_8: AtomicU32,
+    /// The calls that plan reads, in order, if they are recorded.
+    pub planning: Mutex<Option<Vec<Planning>>>,
     /// The error of writes, if they fail.
     pub fail_writes: Mutex<Option<ErrorKind>>,
     pub prefetched: Mutex<Vec<Range<u64>>>,
@@ -186,6 +198,8 @@ impl MemoryDisk {
             fua_writes: AtomicU64::new(0),
             again_every: AtomicU32::new(0),
             verdicts: AtomicU32::new(0),
+            metadata_misses_of_8: AtomicU32::new(2),
+            planning: Mutex::default(),
             fail_writes: Mutex::new(None),
             prefetched: Mutex::new(Vec::new()),
             guards: Arc::new(()),
@@ -208,6 +222,7 @@ impl MemoryDisk {
     /// Sets how many of 8 reads miss the page cache.
     pub fn misses_of_8(&self, misses: u32) {
         self.file.misses_of_8.store(misses, Ordering::Relaxed);
+        self.metadata_misses_of_8.store(misses, Ordering::Relaxed);
     }
 
     /// The content of the disk.
@@ -276,20 +291,14 @@ impl MemoryDisk {
             }
         })
     }
-}
 
-impl Device for MemoryDisk {
-    fn name(&self) -> &str {
-        &self.name
-    }
-    fn capacity(&self) -> u64 {
-        self.state.lock().capacity
-    }
-    fn read_only(&self) -> bool {
-        self.read_only
+    fn record(&self, planning: Planning) {
+        if let Some(planned) = &mut *self.planning.lock() {
+            planned.push(planning);
+        }
     }
 
-    fn plan_read(&self, offset: u64, length: usize) -> Result<ReadPlan> {
+    fn planned(&self, offset: u64, length: usize) -> Result<ReadPlan> {
         let state = self.state.lock();
         self.check(&state, offset, length as u64)?;
         let (mut segments, mut versions): (Vec<Segment>, Vec<Vec<(u64, u32)>>) = (Vec::new(), Vec::new());
@@ -329,6 +338,35 @@ impl Device for MemoryDisk {
         let guard: Option<Box<dyn std::any::Any + Send>> =
             Some(Box::new(Proof { versions, _guard: Arc::clone(&self.guards) }));
         Ok(ReadPlan { segments, skip: (offset % BLOCK) as usize, length, offset, guard })
+    }
+}
+
+impl Device for MemoryDisk {
+    fn name(&self) -> &str {
+        &self.name
+    }
+    fn capacity(&self) -> u64 {
+        self.state.lock().capacity
+    }
+    fn read_only(&self) -> bool {
+        self.read_only
+    }
+
+    fn try_plan_read(&self, offset: u64, length: usize) -> Result<Option<ReadPlan>> {
+        self.record(Planning::Try(offset));
+        let missing = Random(self.file.accesses.fetch_add(1, Ordering::Relaxed)).below(8)
+            < u64::from(self.metadata_misses_of_8.load(Ordering::Relaxed));
+        if missing { Ok(None) } else { self.planned(offset, length).map(Some) }
+    }
+
+    fn load_for_read(&self, offset: u64, _length: usize) -> Result<()> {
+        self.record(Planning::Load(offset));
+        Ok(())
+    }
+
+    fn plan_read(&self, offset: u64, length: usize) -> Result<ReadPlan> {
+        self.record(Planning::Plan(offset));
+        self.planned(offset, length)
     }
 
     fn finish_read(&self, plan: &mut ReadPlan) -> Result<Verdict> {

@@ -2,7 +2,7 @@
 
 use crate::Running;
 use crate::in_process::encode;
-use crate::memory_disk::{MemoryDisk, Random, Shelf};
+use crate::memory_disk::{MemoryDisk, Planning, Random, Shelf};
 use error::ErrorKind;
 use export::exports::ResizePolicy;
 use export::nbd::ServerConfig;
@@ -60,6 +60,32 @@ fn ranges_beyond_the_limits_fail_and_the_session_continues() {
         assert_eq!(client.ask(CMD_STATUS, 0, 0, 512).error, EINVAL, "no metadata context was negotiated");
         assert_eq!(client.read(0, 512), vec![0; 512]);
     }
+}
+
+#[test]
+fn reads_that_miss_metadata_wait_for_it_together() {
+    const READS: u64 = 8;
+    let (running, disk) = start();
+    disk.metadata_misses_of_8.store(8, Ordering::Relaxed);
+    let mut client = Client::open(&running.socket, "vm", Mode::Simple);
+    client.write(0, &[7; READS as usize * 4096]);
+    *disk.planning.lock() = Some(Vec::new());
+    let mut requests = Vec::new();
+    // In descending order, so that they are not a sequential stream, which is read ahead.
+    for number in (0..READS).rev() {
+        requests.extend(client.encode(CMD_READ, 0, number * 4096, 4096, &[]).1);
+    }
+    client.stream.write_all(&requests).unwrap();
+    for _ in 0..READS {
+        assert!(client.receive().1.data == [7; 4096]);
+    }
+    let planning = disk.planning.lock().take().unwrap();
+    let each = |step: fn(u64) -> Planning| (0..READS).rev().map(|number| step(number * 4096)).collect::<Vec<_>>();
+    // Metadata of all reads is requested before the first read waits for it.
+    let together: Vec<Planning> = [each(Planning::Try), each(Planning::Load), each(Planning::Try)].concat();
+    assert_eq!(planning[..together.len()], together);
+    // Metadata that stays missing ends in plans that wait for it.
+    assert_eq!(planning[planning.len() - READS as usize..], each(Planning::Plan));
 }
 
 #[test]

@@ -155,6 +155,27 @@ impl Engine {
         }
     }
 
+    /// Like [`Engine::plan_head`], if the metadata is in memory. Otherwise starts to read missing pages into the page
+    /// cache, and returns `None`.
+    pub fn plan_head_at_once(&self, head: &Head, range: Range<u64>) -> Result<Option<Planned>> {
+        match self.try_plan_head(head, range, &mut Fetch::default())? {
+            Ok(planned) => Ok(Some(planned)),
+            Err(absent) => {
+                self.meta.read_ahead(&absent);
+                Ok(None)
+            }
+        }
+    }
+
+    /// Reads the pages that a plan of the range misses first. Those may refer to further ones.
+    pub fn load_for_head(&self, head: &Head, range: Range<u64>) -> Result<()> {
+        let mut fetch = Fetch::default();
+        match self.try_plan_head(head, range, &mut fetch)? {
+            Ok(_) => Ok(()),
+            Err(absent) => self.meta.load_pages(absent, &mut fetch),
+        }
+    }
+
     /// Like [`Engine::plan_head`], if the metadata is in memory. Otherwise returns the missing pages.
     fn try_plan_head(
         &self,

@@ -83,6 +83,14 @@ impl Metadata {
         fetch
     }
 
+    /// Starts to read pages of the files into the page cache, without waiting.
+    pub(crate) fn read_ahead(&self, absent: &[PageKey]) {
+        let absent = &absent[..absent.len().min(ABSENT_MAX)];
+        for group in absent.chunk_by(|a, b| a.raw() + 1 == b.raw()).flat_map(|group| group.chunks(GROUP_MAX)) {
+            self.file(group[0].file()).will_need(group[0].offset(), (group.len() * BLOCK_SIZE) as u64);
+        }
+    }
+
     /// Reads pages without the lock. If another thread is reading a page, waits for that read.
     pub(crate) fn load_pages(&self, absent: Vec<PageKey>, fetch: &mut Fetch) -> Result<()> {
         let mut own: Vec<(PageKey, Arc<Load>)> = Vec::new();

@@ -102,3 +102,22 @@ fn one_failed_read_of_metadata_loses_nothing() {
         );
     }
 }
+
+#[test]
+fn a_plan_at_once_reads_nothing_and_succeeds_once_its_metadata_is_loaded() {
+    let engine = opened(&wide());
+    let head = engine.head(1);
+    let (mut missed, mut loads) = (0, 0);
+    for block in (0..WIDE - 1).step_by(APART as usize) {
+        let before = engine.meta.lock().pages.statistics();
+        let mut planned = engine.plan_head_at_once(&head, block..block + 1).unwrap();
+        assert_eq!(engine.meta.lock().pages.statistics().misses, before.misses, "a page was read");
+        missed += u32::from(planned.is_none());
+        while planned.is_none() {
+            engine.load_for_head(&head, block..block + 1).unwrap();
+            loads += 1;
+            planned = engine.plan_head_at_once(&head, block..block + 1).unwrap();
+        }
+    }
+    assert!(missed > 50 && loads >= missed && loads < 4 * missed, "{missed} reads missed metadata, {loads} loads");
+}
