@@ -477,6 +477,33 @@ fn a_live_import_is_usable_at_once_and_continues_after_an_interruption() {
 }
 
 #[test]
+fn a_disk_is_deleted_while_its_live_import_runs_and_the_import_continues_if_it_cannot_be() {
+    use disk::migrate::ImportMode;
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let (head, model) = host_folder(folder.path(), 37);
+    let before = contents(head.parent().unwrap());
+    let path = folder.path().join("ds");
+    let datastore = made(&path);
+    // At this rate the import would take an hour.
+    datastore.import("web", &import(&head, ImportMode::Live, 4 << 10), &NoProgress).unwrap();
+    datastore.start_imports();
+    let device = datastore.device("web", false).unwrap();
+    assert_eq!(datastore.delete_disk("web", false).unwrap_err().kind(), ErrorKind::Busy);
+    assert!(datastore.has_import_running("web"), "the import begins again");
+    assert!(device.read(0, CAPACITY).unwrap() == model.head);
+    drop(device);
+    let begun = std::time::Instant::now();
+    datastore.delete_disk("web", false).unwrap();
+    assert!(begun.elapsed() < Duration::from_secs(10), "{:?}", begun.elapsed());
+    assert!(!datastore.has_import_running("web"));
+    assert_eq!(datastore.status().unwrap().disks, 0);
+    assert!(contents(head.parent().unwrap()) == before, "the host's files are unchanged");
+    datastore.close().unwrap();
+    drop(datastore);
+    assert_eq!(open(&path).status().unwrap().disks, 0);
+}
+
+#[test]
 fn checks_overridden_at_an_import_are_skipped_at_later_openings() {
     use disk::migrate::ImportMode;
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();

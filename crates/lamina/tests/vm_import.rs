@@ -335,7 +335,7 @@ fn a_live_import_runs_while_its_blocks_move() {
     );
     assert_eq!(found(&fleet, "snap").len(), 2);
     testkit::fleet::write(&fleet, "snap", MIB, 5);
-    for _ in 0..3 {
+    for _ in 0..KILLS {
         fleet.server.take().unwrap().kill();
         fleet.server = Some(fleet.store.serve(""));
         std::thread::sleep(Duration::from_millis(300));
@@ -366,7 +366,7 @@ fn a_killed_import_leaves_a_whole_machine_or_none() {
         import(&fleet, &left.path().join("snap.vmx"), &format!("--name whole {way}")).ok();
         let whole = begun.elapsed();
         fleet.run("stop whole --force");
-        until("it can be deleted", || fleet.run("delete whole").code == 0);
+        fleet.run("delete whole").ok();
         let mut killed = 0;
         for round in 0..KILLS {
             let mut command = fleet.command("import");
@@ -389,7 +389,7 @@ fn a_killed_import_leaves_a_whole_machine_or_none() {
                     same_bytes(&fleet, "snap", &left.content("snap-root"));
                     assert_eq!(fleet.run("snapshot list snap --json").json()["snapshots"].as_array().unwrap().len(), 2);
                     fleet.run("stop snap --force");
-                    until("it can be deleted", || fleet.run("delete snap").code == 0);
+                    fleet.run("delete snap").ok();
                 }
             }
         }

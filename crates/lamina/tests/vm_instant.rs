@@ -164,6 +164,69 @@ fn children_of_a_running_parent() {
     room.close();
 }
 
+/// Two processes that use as much processor time as they get.
+struct BusyLoops([std::process::Child; 2]);
+
+impl BusyLoops {
+    fn start() -> Self {
+        Self([(); 2].map(|()| std::process::Command::new("sh").args(["-c", "while :; do :; done"]).spawn().unwrap()))
+    }
+}
+
+impl Drop for BusyLoops {
+    fn drop(&mut self) {
+        for child in &mut self.0 {
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+    }
+}
+
+/// `LAMINA_CLONES` is the number of clones (4).
+#[test]
+fn no_clone_is_dropped_on_a_loaded_machine() {
+    const AT_ONCE: usize = 25;
+    let count: usize = std::env::var("LAMINA_CLONES").map_or(4, |text| text.parse().unwrap());
+    let room = Room::new();
+    room.boot("parent", "96M", "");
+    room.run("vm freeze parent").ok();
+    let _load = BusyLoops::start();
+    let begun = Instant::now();
+    let mut seen: [Vec<String>; 4] = Default::default();
+    let mut names = Vec::new();
+    while names.len() < count {
+        let part = AT_ONCE.min(count - names.len());
+        let pattern = format!("c{}-%02d", names.len());
+        let made =
+            room.run(&format!("vm clone parent --instant --count {part} --name-pattern {pattern} --json")).json();
+        let made = made["made"].as_array().unwrap();
+        assert_eq!(made.len(), part);
+        let before = names.len();
+        for one in made {
+            assert!(one["without_identity"].is_null() && one["same_randomness"] == false, "{one}");
+            names.push(one["name"].as_str().unwrap().to_owned());
+        }
+        for name in &names[before..] {
+            assert_eq!(room.state(name), "running");
+            let identity = "cat /proc/sys/kernel/random/uuid /etc/machine-id /sys/class/net/eth0/address; hostname";
+            let answer = room.shell(name, identity);
+            assert_eq!(answer.lines().last(), Some(name.as_str()));
+            seen.iter_mut().zip(answer.lines()).for_each(|(all, line)| all.push(line.to_owned()));
+        }
+        // The memory of a hundred running guests is more than a machine for tests has.
+        room.run(&format!("vm stop --force {}", names[before..].join(" "))).ok();
+    }
+    println!("{count} clones, asked one by one: {:.0?}", begun.elapsed());
+    for (what, answers) in ["random UUIDs", "machine ids", "addresses", "host names"].iter().zip(&seen) {
+        assert_eq!(answers.len(), count);
+        all_differ(what, answers);
+    }
+    let uuids: Vec<String> = names.iter().map(|name| room.show(name)["uuid"].to_string()).collect();
+    all_differ("UUIDs of the machines", &uuids);
+    assert_eq!(room.names().len(), count + 1, "clones are missing");
+    room.close();
+}
+
 #[test]
 fn a_failed_clone_leaves_the_parent_running() {
     let room = Room::new();

@@ -69,8 +69,11 @@ pub fn refuse(service: &Service, disk: &str, deed: Deed<'_>, force: bool) -> Res
     if force {
         return Ok(());
     }
-    // A disk that is being migrated has clients too, but the migration is the reason to report.
-    service.datastore.refuse_alone(disk)?;
+    // A disk that is being migrated has clients too, but the migration is the reason to report. Deleting a disk ends the
+    // migration of its live import.
+    if deed != Deed::Delete || !service.datastore.has_import_running(disk) {
+        service.datastore.refuse_alone(disk)?;
+    }
     let (mut reasons, connected) = about_clients(&service.clients, disk, deed);
     if !matches!(deed, Deed::DeleteSnapshot(_) | Deed::Replace)
         && let Some(machine) = machine_of(&service.location, disk)?

@@ -84,11 +84,22 @@ impl Datastore {
 
     /// Deletes a disk with its snapshots. `Busy` while clients have it open, and if linked clones are based on it (the
     /// error lists them). With `promote`, the snapshots that clones are based on are handed over to the clones instead.
+    /// The background migration of a live import ends; it begins again if the disk cannot be deleted.
     pub fn delete_disk(&self, name: &str, promote: bool) -> Result<()> {
+        let was_imported = self.end_import(name);
+        let deleted = self.delete_whole_disk(name, promote);
+        if was_imported && deleted.is_err() {
+            self.start_imports();
+        }
+        deleted
+    }
+
+    fn delete_whole_disk(&self, name: &str, promote: bool) -> Result<()> {
         self.end_whole_groups()?;
         let _use = self.uses.share(name)?;
         let Some(entry) = self.foreign.find(name) else { return self.native.delete_disk(name, promote) };
         let (uuid, spare) = (entry.disk.uuid(), self.spare());
+        let overlay = self.overlay_of(&entry);
         match self.foreign.delete_disk(&entry, promote) {
             // XFS may need space for the new name of the record. The disk is unchanged.
             Err(error)
@@ -100,6 +111,12 @@ impl Datastore {
             }
             outcome => outcome,
         }?;
+        drop(entry);
+        if let Some(overlay) = overlay
+            && let Err(error) = self.native.remove_hidden(&overlay)
+        {
+            tracing::warn!(%error, disk = name, "the writes to the deleted disk take space until the next start");
+        }
         if let Err(error) = snapshot_group::forget(&**self.directory(), &uuid) {
             tracing::warn!(%error, disk = name, "a record of a snapshot group still names the deleted disk");
         }

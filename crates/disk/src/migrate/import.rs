@@ -13,7 +13,7 @@ use super::run::{MigrateOptions, Source, Target};
 use super::tree::{Replica, TreeCopy};
 use crate::convert::{SourceFormat, is_archive};
 use crate::datastore::Datastore;
-use crate::foreign::ForeignOriginal;
+use crate::foreign::{ForeignDisk, ForeignOriginal};
 use crate::info::{DiskInfo, Provisioning};
 use crate::names;
 use crate::native::Native;
@@ -100,17 +100,28 @@ impl Overlay {
 #[derive(Default)]
 pub(crate) struct Imports {
     stop: Arc<AtomicBool>,
-    running: parking_lot::Mutex<Vec<(String, JoinHandle<()>)>>,
+    running: parking_lot::Mutex<Vec<Import>>,
 }
 
-/// Progress of a background migration: reports are dropped, and closing the datastore cancels it.
-struct Background(Arc<AtomicBool>);
+/// The migration of one disk.
+struct Import {
+    disk: String,
+    /// Set when the disk is deleted.
+    stop: Arc<AtomicBool>,
+    thread: JoinHandle<()>,
+}
+
+/// Progress of a background migration: reports are dropped; closing the datastore or deleting the disk cancels it.
+struct Background {
+    closing: Arc<AtomicBool>,
+    deleting: Arc<AtomicBool>,
+}
 
 impl Progress for Background {
     fn update(&self, _done: u64, _total: u64) {}
 
     fn cancelled(&self) -> bool {
-        self.0.load(Ordering::SeqCst)
+        self.closing.load(Ordering::SeqCst) || self.deleting.load(Ordering::SeqCst)
     }
 }
 
@@ -232,6 +243,11 @@ impl Datastore {
         self.foreign.complete(&adopted.entry.folder)
     }
 
+    /// The hidden native disk above the images of a disk, if it has one.
+    pub(crate) fn overlay_of(&self, entry: &ForeignDisk) -> Option<String> {
+        Overlay::of(&entry.disk.record()).ok().flatten().map(|overlay| overlay.native)
+    }
+
     /// Removes hidden disks that no record names.
     pub(crate) fn sweep_overlays(&self) -> Result<()> {
         if !self.foreign.broken().is_empty() {
@@ -254,7 +270,7 @@ impl Datastore {
     /// closed. To be called by the process that serves the datastore.
     pub fn start_imports(&self) {
         let mut running = self.imports.running.lock();
-        running.retain(|(_, thread)| !thread.is_finished());
+        running.retain(|import| !import.thread.is_finished());
         for entry in self.foreign.entries() {
             let name = entry.disk.name();
             let overlay = match Overlay::of(&entry.disk.record()) {
@@ -265,29 +281,45 @@ impl Datastore {
                     continue;
                 }
             };
-            let known = running.iter().any(|(other, _)| *other == name);
+            let known = running.iter().any(|import| import.disk == name);
             if known || self.imports.stop.load(Ordering::SeqCst) {
                 continue;
             }
             let Some(datastore) = self.this.upgrade() else { return };
             let moving = name.clone();
+            let stop = Arc::new(AtomicBool::new(false));
+            let background = Background { closing: Arc::clone(&self.imports.stop), deleting: Arc::clone(&stop) };
             let thread = std::thread::Builder::new().name(format!("import {name}"));
             let begun = thread
-                .spawn(move || datastore.move_in(&moving, &overlay))
+                .spawn(move || datastore.move_in(&moving, &overlay, &background))
                 .during(|| format!("starting to move disk '{name}'"));
             match begun {
-                Ok(thread) => running.push((name, thread)),
+                Ok(thread) => running.push(Import { disk: name, stop, thread }),
                 Err(error) => tracing::error!("{error}"),
             }
         }
     }
 
-    fn move_in(&self, name: &str, overlay: &Overlay) {
-        let background = Background(Arc::clone(&self.imports.stop));
+    /// Whether the background migration of a live import runs for a disk.
+    pub fn has_import_running(&self, disk: &str) -> bool {
+        self.imports.running.lock().iter().any(|import| import.disk == disk && !import.thread.is_finished())
+    }
+
+    /// Ends the background migration of a disk that is about to be deleted; false if there is none.
+    pub(crate) fn end_import(&self, disk: &str) -> bool {
+        let mut running = self.imports.running.lock();
+        let Some(at) = running.iter().position(|import| import.disk == disk) else { return false };
+        let import = running.remove(at);
+        drop(running);
+        import.end();
+        true
+    }
+
+    fn move_in(&self, name: &str, overlay: &Overlay, background: &Background) {
         loop {
             // The share of the background rate is held only during an attempt, not while waiting for the next one.
             let moved = {
-                let paced = self.background(&background);
+                let paced = self.background(background);
                 self.migrate(name, &overlay.target, &Throttled { progress: &paced, rate: overlay.rate })
             };
             match moved {
@@ -314,10 +346,16 @@ impl Datastore {
     pub(crate) fn stop_imports(&self) {
         self.imports.stop.store(true, Ordering::SeqCst);
         let running = std::mem::take(&mut *self.imports.running.lock());
-        for (name, thread) in running {
-            if thread.thread().id() != std::thread::current().id() && thread.join().is_err() {
-                tracing::error!(disk = name, "the thread that moved the disk into the datastore has panicked");
-            }
+        running.into_iter().for_each(Import::end);
+    }
+}
+
+impl Import {
+    fn end(self) {
+        self.stop.store(true, Ordering::SeqCst);
+        let is_own = self.thread.thread().id() == std::thread::current().id();
+        if !is_own && self.thread.join().is_err() {
+            tracing::error!(disk = self.disk, "the thread that moved the disk into the datastore has panicked");
         }
     }
 }
