@@ -10,8 +10,8 @@
 //! 2. A client cannot tell an export that it may not open from one that does not exist: neither is listed, both get the
 //!    same reply, and neither is looked for.
 //! 3. A snapshot belongs to its disk: who may open the disk may read its snapshots.
-//! 4. Rules can be replaced while sessions run ([`CurrentRules`]). Every session that begins or continues afterwards has
-//!    the permission that it uses.
+//! 4. Rules can be replaced while sessions run ([`CurrentRules`]). Every session that begins or continues afterwards
+//!    has the permission that it uses.
 
 mod current;
 

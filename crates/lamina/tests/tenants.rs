@@ -117,8 +117,8 @@ impl Tenants {
         self.keys.path().join(authority)
     }
 
-    /// A connection on which TLS was begun, as the client with this certificate. The TLS handshake happens with the first
-    /// bytes.
+    /// A connection on which TLS was begun, as the client with this certificate. The TLS handshake happens with the
+    /// first bytes.
     fn starttls(&self, identity: Option<(&str, &str)>) -> Box<dyn Stream> {
         let mut stream = self.connect();
         let mut greeting = [0; 18];

@@ -247,8 +247,8 @@ impl TlsStream {
         }
     }
 
-    /// Sends the pending alert, if any, that tells the peer the reason of a failure. One step encodes it. A further step
-    /// would process the input that has failed once more, which rustls does not allow.
+    /// Sends the pending alert, if any, that tells the peer the reason of a failure. One step encodes it. A further
+    /// step would process the input that has failed once more, which rustls does not allow.
     fn say_why(&mut self) {
         let _ = self.advance_once(&mut |_| (), None);
         // An error of sending the alert is ignored, because the connection ends in any case.

@@ -69,8 +69,8 @@ pub fn refuse(service: &Service, disk: &str, deed: Deed<'_>, force: bool) -> Res
     if force {
         return Ok(());
     }
-    // A disk that is being migrated has clients too, but the migration is the reason to report. Deleting a disk ends the
-    // migration of its live import.
+    // A disk that is being migrated has clients too, but the migration is the reason to report. Deleting a disk ends
+    // the migration of its live import.
     if deed != Deed::Delete || !service.datastore.has_import_running(disk) {
         service.datastore.refuse_alone(disk)?;
     }

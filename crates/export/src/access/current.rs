@@ -1,8 +1,8 @@
 //! The rules in use, which can be replaced while sessions run.
 //!
 //! A session opens its export by the rules of that moment and registers when its handshake is complete. Replacing the
-//! rules and registering exclude each other: either the session registers under the new rules, or [`CurrentRules::replace`]
-//! finds it.
+//! rules and registering exclude each other: either the session registers under the new rules, or
+//! [`CurrentRules::replace`] finds it.
 
 use super::{Permission, Rules, absent};
 use connections::PeerCertificate;
