@@ -27,6 +27,10 @@ const SIZE: usize = 12 << 20;
 const SNAPSHOTS: usize = 3;
 /// With less free space than this, writes may be refused.
 const ROOM: u64 = 16 << 20;
+/// The files that a datastore on btrfs keeps back, and the time within which missing ones are made when there is space.
+/// Until then, writes of new blocks may be refused, because the server tries only at intervals.
+const STEPS: usize = 32;
+const STEPS_PATIENCE: Duration = Duration::from_secs(10);
 
 /// Options of the disks, and whether all their space is allocated at creation.
 const FORMATS: [(&str, bool); 12] = [
@@ -193,7 +197,21 @@ impl<'a> Case<'a> {
     /// The disks and their snapshots may fill the file system without another program.
     fn is_full_or_not(&mut self) {
         let full = mounted::free(self.folder) < ROOM;
+        if !full {
+            self.steps_are_made();
+        }
         self.is_full(full);
+    }
+
+    /// The server must notice by itself that there is space.
+    fn steps_are_made(&self) {
+        let Ok(count) = std::fs::read_dir(self.store.path().join("reserve")).map(Iterator::count) else { return };
+        let (begin, mut made) = (Instant::now(), count);
+        while made < STEPS {
+            assert!(begin.elapsed() < STEPS_PATIENCE, "{made} of {STEPS} steps are made although there is space");
+            std::thread::sleep(Duration::from_millis(20));
+            made = std::fs::read_dir(self.store.path().join("reserve")).unwrap().count();
+        }
     }
 
     fn is_full(&mut self, full: bool) {

@@ -8,8 +8,9 @@
 //!
 //! 1. A step is removed only for a request that needs no new space, and only after that request was refused again.
 //! 2. While steps are missing, requests that need new space are refused, because the kept space is not for data.
-//! 3. Missing steps are made again as soon as there is space: right after a rename, by the next write or reservation,
-//!    by a thread that runs while steps are missing, and at the next opening.
+//! 3. Missing steps are made again when there is space: right after a rename, by the next write or reservation, by a
+//!    thread that runs while steps are missing, and at the next opening. Attempts are [`TRY_EVERY`] apart: for so long,
+//!    requests that need new space may still be refused after another program has freed space.
 //! 4. Another program may use the space of a removed step before the step is made again. After [`STEPS`] such losses no
 //!    step is left, and all of these requests are refused until there is space.
 //!
