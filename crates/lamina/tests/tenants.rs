@@ -11,7 +11,7 @@ use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
@@ -111,10 +111,6 @@ impl Tenants {
             store.run(&format!("snapshot create {disk}@monday")).ok();
         }
         Self { store, keys, rules, server, tcp, receive }
-    }
-
-    fn folder(&self, authority: &str) -> PathBuf {
-        self.keys.path().join(authority)
     }
 
     /// A connection on which TLS was begun, as the client with this certificate. The TLS handshake happens with the
