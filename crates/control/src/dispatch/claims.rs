@@ -2,8 +2,8 @@
 //! reconnect and expect the disk with its name and content unchanged, and virtual machines that use the disk.
 //!
 //! The datastore itself refuses these operations on a disk that connected clients have open, even with `--force`. The
-//! reasons in this module can be overruled with `--force`. Clients that have closed their connections are no reason: the
-//! checks first wait for the end of their sessions.
+//! reasons in this module can be overruled with `--force`. Clients that have closed their connections are no reason:
+//! the checks first wait for the end of their sessions.
 
 use super::Service;
 use disk::{DiskInfo, DiskUser, Location};

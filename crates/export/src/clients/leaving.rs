@@ -1,8 +1,9 @@
 //! Clients that are leaving: a client has closed its side of the connection, and the server has not ended the session
 //! yet. The session first finishes the requests that were accepted, and its thread may not have run since.
 //!
-//! An operation that is refused while clients use a disk waits a short time for these sessions. So a user can disconnect
-//! a client and delete its disk at once. The wait has a limit, because requests may take long on a slow device.
+//! An operation that is refused while clients use a disk waits a short time for these sessions. So a user can
+//! disconnect a client and delete its disk at once. The wait has a limit, because requests may take long on a slow
+//! device.
 
 use super::limits::LEAVING_LOOK;
 use super::{Clients, State};
