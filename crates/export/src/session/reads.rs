@@ -319,8 +319,8 @@ impl<'a, T> Reads<'a, T> {
         }
     }
 
-    /// Fetches what a plan, which is the `plans`th of its read, refers to. If the range changed meanwhile, it is planned
-    /// again.
+    /// Fetches what a plan, which is the `plans`th of its read, refers to. If the range changed meanwhile, it is
+    /// planned again.
     fn carry_out(&mut self, ask: Ask<T>, mut plan: ReadPlan, plans: u32, pool: &mut Pool) -> Option<Finished<T>> {
         let misses = match self.fetch_cached(&mut plan, pool) {
             Ok(misses) => misses,
