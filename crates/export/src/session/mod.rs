@@ -260,8 +260,7 @@ impl<'a, T> Session<'a, T> {
                 let ask = Ask { tag, offset, length, arrived: self.arrived };
                 if let Some(finished) = self.reads.begin(ask, &mut self.pool) {
                     self.served += 1;
-                    self.completed_bytes += finished.bytes();
-                    self.completions.push_back(finished.into());
+                    self.complete(finished);
                 }
                 return;
             }
@@ -301,10 +300,15 @@ impl<'a, T> Session<'a, T> {
         self.reads.begin_put_off(&mut self.pool, &mut finished);
         for read in finished.drain(..) {
             self.served += 1;
-            self.completed_bytes += read.bytes();
-            self.completions.push_back(read.into());
+            self.complete(read);
         }
         self.finished = finished;
+    }
+
+    /// Takes a finished read into the completions.
+    fn complete(&mut self, read: Finished<T>) {
+        self.completed_bytes += read.bytes();
+        self.completions.push_back(read.into());
     }
 
     /// Records that requests arrived while others were under way: the client keeps several under way.

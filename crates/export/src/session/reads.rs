@@ -166,15 +166,14 @@ impl<'a, T> Reads<'a, T> {
     /// Begins a read; returns it if it is finished at once.
     pub fn begin(&mut self, ask: Ask<T>, pool: &mut Pool) -> Option<Finished<T>> {
         self.ahead.saw(ask.offset, ask.length as u64);
-        let finished = match self.device.try_plan_read(ask.offset, ask.length) {
-            Ok(Some(plan)) => self.carry_out(ask, plan, 1, pool),
-            Ok(None) => {
+        let finished = match self.device.try_plan_read(ask.offset, ask.length).transpose() {
+            Some(planned) => self.carry_out(ask, planned, 1, pool),
+            None => {
                 self.pending += 1;
                 self.held += ask.length;
                 self.put_off.push(ask);
                 None
             }
-            Err(error) => Some(Finished { ask, outcome: Err(error) }),
         };
         if finished.is_none() {
             self.ahead.missed();
@@ -194,27 +193,23 @@ impl<'a, T> Reads<'a, T> {
                 let _ = self.device.load_for_read(ask.offset, ask.length);
             }
             for ask in std::mem::take(&mut self.put_off) {
-                match self.device.try_plan_read(ask.offset, ask.length) {
-                    Ok(None) => self.put_off.push(ask),
-                    planned => finished.extend(self.resume(ask, planned, pool)),
+                match self.device.try_plan_read(ask.offset, ask.length).transpose() {
+                    Some(planned) => finished.extend(self.resume(ask, planned, pool)),
+                    None => self.put_off.push(ask),
                 }
             }
         }
         for ask in std::mem::take(&mut self.put_off) {
-            let planned = self.device.plan_read(ask.offset, ask.length).map(Some);
+            let planned = self.device.plan_read(ask.offset, ask.length);
             finished.extend(self.resume(ask, planned, pool));
         }
     }
 
     /// Continues a read that was put off with its first plan.
-    fn resume(&mut self, ask: Ask<T>, planned: Result<Option<ReadPlan>>, pool: &mut Pool) -> Option<Finished<T>> {
+    fn resume(&mut self, ask: Ask<T>, planned: Result<ReadPlan>, pool: &mut Pool) -> Option<Finished<T>> {
         self.pending -= 1;
         self.held -= ask.length;
-        match planned {
-            Ok(Some(plan)) => self.carry_out(ask, plan, 1, pool),
-            Ok(None) => self.plan(ask, 0, pool),
-            Err(error) => Some(Finished { ask, outcome: Err(error) }),
-        }
+        self.carry_out(ask, planned, 1, pool)
     }
 
     /// Loads the predicted next range into the page cache. Its location may be reused for other data meanwhile; then
@@ -313,17 +308,22 @@ impl<'a, T> Reads<'a, T> {
             let message = "the range changed again and again while it was read";
             return Some(Finished { ask, outcome: Err(Error::new(ErrorKind::Io, message)) });
         }
-        match self.device.plan_read(ask.offset, ask.length) {
-            Ok(plan) => self.carry_out(ask, plan, plans_before + 1, pool),
-            Err(error) => Some(Finished { ask, outcome: Err(error) }),
-        }
+        let planned = self.device.plan_read(ask.offset, ask.length);
+        self.carry_out(ask, planned, plans_before + 1, pool)
     }
 
     /// Fetches what a plan, which is the `plans`th of its read, refers to. If the range changed meanwhile, it is
     /// planned again.
-    fn carry_out(&mut self, ask: Ask<T>, mut plan: ReadPlan, plans: u32, pool: &mut Pool) -> Option<Finished<T>> {
-        let misses = match self.fetch_cached(&mut plan, pool) {
-            Ok(misses) => misses,
+    fn carry_out(
+        &mut self,
+        ask: Ask<T>,
+        planned: Result<ReadPlan>,
+        plans: u32,
+        pool: &mut Pool,
+    ) -> Option<Finished<T>> {
+        let fetched = planned.and_then(|mut plan| self.fetch_cached(&mut plan, pool).map(|misses| (plan, misses)));
+        let (plan, misses) = match fetched {
+            Ok(fetched) => fetched,
             Err(error) => return Some(Finished { ask, outcome: Err(error) }),
         };
         if misses > 0 {

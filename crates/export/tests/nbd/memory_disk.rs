@@ -129,7 +129,6 @@ struct DiskState {
     random: Random,
 }
 
-/// The disk.
 /// A call that plans a read, with its offset.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Planning {
@@ -138,6 +137,7 @@ pub enum Planning {
     Plan(u64),
 }
 
+/// The disk.
 pub struct MemoryDisk {
     name: String,
     read_only: bool,
