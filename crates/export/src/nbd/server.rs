@@ -155,8 +155,8 @@ impl Server {
     /// Replaces the access rules, and ends the sessions that lose the permission which they use. Returns the number of
     /// these sessions; `None` if the server was started without rules, so that none can be set.
     ///
-    /// A session that is ended completes the requests that it has begun, for at most the grace time, and reads no
-    /// further ones.
+    /// These sessions are cut: they get no further replies. Waits for the requests that they have begun, for at most
+    /// the grace time.
     pub fn replace_rules(&self, rules: Rules) -> Option<usize> {
         let lost = self.rules.as_ref()?.replace(rules, |number| self.clients.export_of(number));
         let numbers = self.clients.revoke(&lost);
