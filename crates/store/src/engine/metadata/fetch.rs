@@ -24,6 +24,11 @@ pub(crate) const ABSENT_MAX: usize = 256;
 /// The most adjacent pages read with one request: the table pages of a region.
 const GROUP_MAX: usize = crate::space::REGION_PAGES as usize;
 
+/// Divides pages in file order into groups of adjacent ones. Each group is read with one request.
+fn groups<T>(pages: &[T], key: impl Fn(&T) -> PageKey) -> impl Iterator<Item = &[T]> {
+    pages.chunk_by(move |a, b| key(a).raw() + 1 == key(b).raw()).flat_map(|group| group.chunks(GROUP_MAX))
+}
+
 /// Pages that a request has read. They stay in memory while this exists.
 #[derive(Default)]
 pub(crate) struct Fetch {
@@ -86,9 +91,11 @@ impl Metadata {
     /// Starts to read pages of the files into the page cache, without waiting.
     pub(crate) fn read_ahead(&self, absent: &[PageKey]) {
         let absent = &absent[..absent.len().min(ABSENT_MAX)];
-        for group in absent.chunk_by(|a, b| a.raw() + 1 == b.raw()).flat_map(|group| group.chunks(GROUP_MAX)) {
-            self.file(group[0].file()).will_need(group[0].offset(), (group.len() * BLOCK_SIZE) as u64);
-        }
+        groups(absent, |key| *key).for_each(|group| self.will_need(group[0], group.len()));
+    }
+
+    fn will_need(&self, first: PageKey, pages: usize) {
+        self.file(first.file()).will_need(first.offset(), (pages * BLOCK_SIZE) as u64);
     }
 
     /// Reads pages without the lock. If another thread is reading a page, waits for that read.
@@ -105,14 +112,10 @@ impl Metadata {
                 }
             }
         }
-        let groups: Vec<&[(PageKey, Arc<Load>)]> =
-            own.chunk_by(|(a, _), (b, _)| a.raw() + 1 == b.raw()).flat_map(|group| group.chunks(GROUP_MAX)).collect();
+        let groups: Vec<&[(PageKey, Arc<Load>)]> = groups(&own, |(key, _)| *key).collect();
         if groups.len() > 1 {
             // Read-ahead lets the device read all groups while this thread waits for the first.
-            for group in &groups {
-                let first = group[0].0;
-                self.file(first.file()).will_need(first.offset(), (group.len() * BLOCK_SIZE) as u64);
-            }
+            groups.iter().for_each(|group| self.will_need(group[0].0, group.len()));
         }
         let mut result = Ok(());
         for group in groups {
