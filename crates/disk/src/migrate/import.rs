@@ -99,29 +99,27 @@ impl Overlay {
 /// Live imports: migrations that run in the background.
 #[derive(Default)]
 pub(crate) struct Imports {
-    stop: Arc<AtomicBool>,
+    /// Set when the datastore is closed: no further migration begins.
+    closed: AtomicBool,
     running: parking_lot::Mutex<Vec<Import>>,
 }
 
 /// The migration of one disk.
 struct Import {
     disk: String,
-    /// Set when the disk is deleted.
+    /// Set when the disk is deleted or the datastore is closed.
     stop: Arc<AtomicBool>,
     thread: JoinHandle<()>,
 }
 
-/// Progress of a background migration: reports are dropped; closing the datastore or deleting the disk cancels it.
-struct Background {
-    closing: Arc<AtomicBool>,
-    deleting: Arc<AtomicBool>,
-}
+/// Progress of a background migration: reports are dropped; [`Import::stop`] cancels it.
+struct Background(Arc<AtomicBool>);
 
 impl Progress for Background {
     fn update(&self, _done: u64, _total: u64) {}
 
     fn cancelled(&self) -> bool {
-        self.closing.load(Ordering::SeqCst) || self.deleting.load(Ordering::SeqCst)
+        self.0.load(Ordering::SeqCst)
     }
 }
 
@@ -282,13 +280,13 @@ impl Datastore {
                 }
             };
             let known = running.iter().any(|import| import.disk == name);
-            if known || self.imports.stop.load(Ordering::SeqCst) {
+            if known || self.imports.closed.load(Ordering::SeqCst) {
                 continue;
             }
             let Some(datastore) = self.this.upgrade() else { return };
             let moving = name.clone();
             let stop = Arc::new(AtomicBool::new(false));
-            let background = Background { closing: Arc::clone(&self.imports.stop), deleting: Arc::clone(&stop) };
+            let background = Background(Arc::clone(&stop));
             let thread = std::thread::Builder::new().name(format!("import {name}"));
             let begun = thread
                 .spawn(move || datastore.move_in(&moving, &overlay, &background))
@@ -344,8 +342,10 @@ impl Datastore {
 
     /// Stops the background migrations.
     pub(crate) fn stop_imports(&self) {
-        self.imports.stop.store(true, Ordering::SeqCst);
+        self.imports.closed.store(true, Ordering::SeqCst);
         let running = std::mem::take(&mut *self.imports.running.lock());
+        // All are stopped before the first one is waited for.
+        running.iter().for_each(|import| import.stop.store(true, Ordering::SeqCst));
         running.into_iter().for_each(Import::end);
     }
 }
