@@ -99,6 +99,54 @@ pub trait Directory: Send + Sync {
     }
 }
 
+/// Implements methods of [`Directory`] by those of another directory, for types that change only some methods:
+/// `forward_directory!(inner: remove, list);` in the implementation calls `self.inner.remove(…)` and
+/// `self.inner.list()`.
+#[macro_export]
+macro_rules! forward_directory {
+    ($inner:tt: $($method:ident),+) => { $($crate::forward_directory!(@$method $inner);)+ };
+    (@remove $inner:tt) => {
+        fn remove(&self, name: &str) -> std::io::Result<()> {
+            self.$inner.remove(name)
+        }
+    };
+    (@rename $inner:tt) => {
+        fn rename(&self, from: &str, to: &str) -> std::io::Result<()> {
+            self.$inner.rename(from, to)
+        }
+    };
+    (@list $inner:tt) => {
+        fn list(&self) -> std::io::Result<Vec<String>> {
+            self.$inner.list()
+        }
+    };
+    (@sync $inner:tt) => {
+        fn sync(&self) -> std::io::Result<()> {
+            self.$inner.sync()
+        }
+    };
+    (@lock $inner:tt) => {
+        fn lock(&self, name: &str) -> std::io::Result<Box<dyn $crate::Lock>> {
+            self.$inner.lock(name)
+        }
+    };
+    (@room $inner:tt) => {
+        fn room(&self) -> std::io::Result<$crate::Room> {
+            self.$inner.room()
+        }
+    };
+    (@queue $inner:tt) => {
+        fn queue(&self, depth: u32) -> std::io::Result<Box<dyn $crate::Queue>> {
+            self.$inner.queue(depth)
+        }
+    };
+    (@queue_kind $inner:tt) => {
+        fn queue_kind(&self) -> $crate::QueueKind {
+            self.$inner.queue_kind()
+        }
+    };
+}
+
 /// Operations that only a folder of a local file system has: other programs put files there, and files have
 /// permissions.
 pub trait LocalFolder: Send + Sync {

@@ -5,7 +5,7 @@
 
 use crate::directory::renamed;
 use crate::validate::{check_name, check_range};
-use crate::{Access, BLOCK_SIZE, Directory, File, IoMode, Lock, Queue, QueueKind, Room};
+use crate::{Access, BLOCK_SIZE, Directory, File, IoMode, Lock};
 use parking_lot::Mutex;
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -56,6 +56,8 @@ impl Overlay {
 }
 
 impl Directory for Overlay {
+    crate::forward_directory!(below: room, queue, queue_kind);
+
     fn open(&self, name: &str, _: IoMode) -> io::Result<Arc<dyn File>> {
         Ok(self.find(name)?)
     }
@@ -109,18 +111,6 @@ impl Directory for Overlay {
             return Err(io::Error::new(io::ErrorKind::WouldBlock, format!("'{name}' is locked by another owner")));
         }
         Ok(Box::new(OverlayLock { names: Arc::clone(&self.names), name: name.to_owned(), file }))
-    }
-
-    fn room(&self) -> io::Result<Room> {
-        self.below.room()
-    }
-
-    fn queue(&self, depth: u32) -> io::Result<Box<dyn Queue>> {
-        self.below.queue(depth)
-    }
-
-    fn queue_kind(&self) -> QueueKind {
-        self.below.queue_kind()
     }
 }
 

@@ -13,7 +13,7 @@
 #![allow(clippy::unwrap_used, clippy::print_stdout, clippy::print_stderr)]
 
 use backend::local::{LocalDirectory, LocalQueues};
-use backend::{BLOCK_SIZE, Buffer, Directory, File, IoMode, LocalPart, Lock, Queue, QueueKind, Room, SharedSlice};
+use backend::{BLOCK_SIZE, Buffer, Directory, File, IoMode, LocalPart, SharedSlice};
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -50,35 +50,13 @@ impl Slow {
 }
 
 impl Directory for Slow {
+    backend::forward_directory!(inner: remove, rename, list, sync, lock, room, queue, queue_kind);
+
     fn open(&self, name: &str, mode: IoMode) -> io::Result<Arc<dyn File>> {
         Ok(self.wrap(name, self.inner.open(name, mode)?))
     }
     fn create(&self, name: &str, mode: IoMode) -> io::Result<Arc<dyn File>> {
         Ok(self.wrap(name, self.inner.create(name, mode)?))
-    }
-    fn remove(&self, name: &str) -> io::Result<()> {
-        self.inner.remove(name)
-    }
-    fn rename(&self, from: &str, to: &str) -> io::Result<()> {
-        self.inner.rename(from, to)
-    }
-    fn list(&self) -> io::Result<Vec<String>> {
-        self.inner.list()
-    }
-    fn sync(&self) -> io::Result<()> {
-        self.inner.sync()
-    }
-    fn lock(&self, name: &str) -> io::Result<Box<dyn Lock>> {
-        self.inner.lock(name)
-    }
-    fn room(&self) -> io::Result<Room> {
-        self.inner.room()
-    }
-    fn queue(&self, depth: u32) -> io::Result<Box<dyn Queue>> {
-        self.inner.queue(depth)
-    }
-    fn queue_kind(&self) -> QueueKind {
-        self.inner.queue_kind()
     }
 }
 

@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used)]
 
 use backend::simulated::{SimulatedDisk, SimulatedOptions};
-use backend::{BLOCK_SIZE, Buffer, Directory, File, IoMode, LocalPart, Lock, Queue, QueueKind, Room, SharedSlice};
+use backend::{BLOCK_SIZE, Buffer, Directory, File, IoMode, LocalPart, SharedSlice};
 use std::io;
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
@@ -69,35 +69,13 @@ impl Stalling {
 }
 
 impl Directory for Stalling {
+    backend::forward_directory!(0: remove, rename, list, sync, lock, room, queue, queue_kind);
+
     fn open(&self, name: &str, mode: IoMode) -> io::Result<Arc<dyn File>> {
         Ok(self.wrap(name, self.0.open(name, mode)?))
     }
     fn create(&self, name: &str, mode: IoMode) -> io::Result<Arc<dyn File>> {
         Ok(self.wrap(name, self.0.create(name, mode)?))
-    }
-    fn remove(&self, name: &str) -> io::Result<()> {
-        self.0.remove(name)
-    }
-    fn rename(&self, from: &str, to: &str) -> io::Result<()> {
-        self.0.rename(from, to)
-    }
-    fn list(&self) -> io::Result<Vec<String>> {
-        self.0.list()
-    }
-    fn sync(&self) -> io::Result<()> {
-        self.0.sync()
-    }
-    fn lock(&self, name: &str) -> io::Result<Box<dyn Lock>> {
-        self.0.lock(name)
-    }
-    fn room(&self) -> io::Result<Room> {
-        self.0.room()
-    }
-    fn queue(&self, depth: u32) -> io::Result<Box<dyn Queue>> {
-        self.0.queue(depth)
-    }
-    fn queue_kind(&self) -> QueueKind {
-        self.0.queue_kind()
     }
 }
 

@@ -7,7 +7,7 @@ use crate::{
     Datastore, DiskFormat, InitOptions, NewDisk, NoProgress, OpenOptions, Provisioning, QueueChoice, SnapshotOptions,
 };
 use backend::local::{LocalDirectory, LocalQueues};
-use backend::{Directory, File, IoMode, LocalFolder, Lock, Queue, QueueKind, Room};
+use backend::{Directory, File, IoMode, LocalFolder};
 use parking_lot::Mutex;
 use std::io;
 use std::path::Path;
@@ -316,14 +316,13 @@ impl FailingJournal {
 }
 
 impl Directory for FailingJournal {
+    backend::forward_directory!(inner: remove, list, sync, lock, room, queue, queue_kind);
+
     fn open(&self, name: &str, mode: IoMode) -> io::Result<Arc<dyn File>> {
         Ok(self.wrap(name, self.inner.open(name, mode)?))
     }
     fn create(&self, name: &str, mode: IoMode) -> io::Result<Arc<dyn File>> {
         Ok(self.wrap(name, self.inner.create(name, mode)?))
-    }
-    fn remove(&self, name: &str) -> io::Result<()> {
-        self.inner.remove(name)
     }
     fn rename(&self, from: &str, to: &str) -> io::Result<()> {
         if self.fails.load(Ordering::SeqCst) && to.starts_with(PREFIX) && self.has_group(to) {
@@ -331,24 +330,6 @@ impl Directory for FailingJournal {
             self.record_then.lock().get_or_insert(record);
         }
         self.inner.rename(from, to)
-    }
-    fn list(&self) -> io::Result<Vec<String>> {
-        self.inner.list()
-    }
-    fn sync(&self) -> io::Result<()> {
-        self.inner.sync()
-    }
-    fn lock(&self, name: &str) -> io::Result<Box<dyn Lock>> {
-        self.inner.lock(name)
-    }
-    fn room(&self) -> io::Result<Room> {
-        self.inner.room()
-    }
-    fn queue(&self, depth: u32) -> io::Result<Box<dyn Queue>> {
-        self.inner.queue(depth)
-    }
-    fn queue_kind(&self) -> QueueKind {
-        self.inner.queue_kind()
     }
     fn local(&self) -> Option<&dyn LocalFolder> {
         self.inner.local()

@@ -1,7 +1,7 @@
 //! Shared by the tests: options with seeded identities, a disk's content as a plain array, guests that write during
 //! merges, folders on a simulated disk, QEMU.
 
-use backend::{Access, Directory, File, IoMode, LocalFolder, Lock, Queue, QueueKind, Room};
+use backend::{Access, Directory, File, IoMode, LocalFolder, Lock};
 use chain::Chain;
 use layer::image::Folder;
 use parking_lot::Mutex;
@@ -149,6 +149,8 @@ impl Sub {
 }
 
 impl Directory for Sub {
+    backend::forward_directory!(inner: sync, room, queue, queue_kind);
+
     fn open(&self, name: &str, mode: IoMode) -> io::Result<Arc<dyn File>> {
         self.inner.open(&self.inside(name), mode)
     }
@@ -165,20 +167,8 @@ impl Directory for Sub {
         let names = self.inner.list()?;
         Ok(names.into_iter().filter_map(|name| name.strip_prefix(&self.prefix).map(str::to_owned)).collect())
     }
-    fn sync(&self) -> io::Result<()> {
-        self.inner.sync()
-    }
     fn lock(&self, name: &str) -> io::Result<Box<dyn Lock>> {
         self.inner.lock(&self.inside(name))
-    }
-    fn room(&self) -> io::Result<Room> {
-        self.inner.room()
-    }
-    fn queue(&self, depth: u32) -> io::Result<Box<dyn Queue>> {
-        self.inner.queue(depth)
-    }
-    fn queue_kind(&self) -> QueueKind {
-        self.inner.queue_kind()
     }
     fn local(&self) -> Option<&dyn LocalFolder> {
         Some(self)

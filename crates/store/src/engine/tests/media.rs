@@ -1,9 +1,9 @@
 //! Cached data is dropped before recovery, whatever the files of a datastore are in the file system.
 
 use super::*;
-use backend::{Directory, File, IoMode, Lock, Queue, QueueKind, Room};
-use parking_lot::Mutex;
+use backend::{Directory, File, IoMode};
 use std::io;
+use std::sync::Mutex;
 
 /// A folder whose data files are symbolic links: they can be opened, and the list of regular files leaves them out.
 struct Links {
@@ -12,39 +12,20 @@ struct Links {
 }
 
 impl Directory for Links {
+    backend::forward_directory!(inner: remove, rename, sync, lock, room, queue, queue_kind);
+
     fn open(&self, name: &str, mode: IoMode) -> io::Result<Arc<dyn File>> {
         let file = self.inner.open(name, mode)?;
-        self.opened.lock().push(name.to_owned());
+        self.opened.lock().unwrap().push(name.to_owned());
         Ok(file)
     }
     fn create(&self, name: &str, mode: IoMode) -> io::Result<Arc<dyn File>> {
         self.inner.create(name, mode)
     }
-    fn remove(&self, name: &str) -> io::Result<()> {
-        self.inner.remove(name)
-    }
-    fn rename(&self, from: &str, to: &str) -> io::Result<()> {
-        self.inner.rename(from, to)
-    }
     fn list(&self) -> io::Result<Vec<String>> {
         let mut names = self.inner.list()?;
         names.retain(|name| !name.starts_with("data.0"));
         Ok(names)
-    }
-    fn sync(&self) -> io::Result<()> {
-        self.inner.sync()
-    }
-    fn lock(&self, name: &str) -> io::Result<Box<dyn Lock>> {
-        self.inner.lock(name)
-    }
-    fn room(&self) -> io::Result<Room> {
-        self.inner.room()
-    }
-    fn queue(&self, depth: u32) -> io::Result<Box<dyn Queue>> {
-        self.inner.queue(depth)
-    }
-    fn queue_kind(&self) -> QueueKind {
-        self.inner.queue_kind()
     }
 }
 
@@ -56,7 +37,7 @@ fn cached_data_is_dropped_from_data_files_that_are_symbolic_links() {
     (0..2).for_each(|number| drop(inner.create(&files::data_file_name(number), IoMode::Buffered).unwrap()));
     let links = Links { inner: Arc::clone(&inner), opened: Mutex::default() };
     files::show_media(&links).unwrap();
-    let opened = links.opened.into_inner();
+    let opened = links.opened.into_inner().unwrap();
     let missed: Vec<String> = inner.list().unwrap().into_iter().filter(|name| !opened.contains(name)).collect();
     assert_eq!(missed, ["lock"]);
 }
