@@ -86,10 +86,27 @@ pub struct Serving {
     pub metadata_cache: Option<u64>,
     /// Whether to refuse writes.
     pub read_only: bool,
-    /// Certificate and key for receiving from other servers; `None` to receive nothing.
-    pub receive: Option<Keys>,
-    /// Address and certificate for NBD over TCP, with TLS and client certificates; `None` for the unix socket only.
-    pub tcp: Option<(SocketAddr, Keys)>,
+    /// What is served over TCP on loopback, with TLS and client certificates; `None` for the unix socket only.
+    pub over_tcp: Option<(OverTcp, Keys)>,
+}
+
+/// A service over TCP.
+#[derive(Clone, Copy, Debug)]
+pub enum OverTcp {
+    /// NBD.
+    Nbd,
+    /// Receiving from other servers.
+    Receive,
+}
+
+impl OverTcp {
+    /// The name of its option and of its address in the status.
+    fn name(self) -> &'static str {
+        match self {
+            OverTcp::Nbd => "tcp",
+            OverTcp::Receive => "receive",
+        }
+    }
 }
 
 /// A self-signed certificate for this machine, used by servers and clients.
@@ -118,7 +135,7 @@ impl Keys {
 impl Serving {
     /// Defaults except for the mode.
     pub fn plain(mode: Mode) -> Serving {
-        Serving { mode, metadata_cache: None, read_only: false, receive: None, tcp: None }
+        Serving { mode, metadata_cache: None, read_only: false, over_tcp: None }
     }
 }
 
@@ -242,6 +259,13 @@ impl Datastore {
         connect(version.ok_or_else(|| Error::Answer(format!("control socket: {refusal}")))?)
     }
 
+    /// The address of a service over TCP.
+    pub fn address(&self, service: OverTcp) -> Result<SocketAddr> {
+        let status = self.ask(&["status"])?;
+        let address = status["serving"][service.name()].as_str().and_then(|address| address.parse().ok());
+        address.ok_or_else(|| Error::Answer(format!("the status has no address of --{}", service.name())))
+    }
+
     /// The endpoint of a disk or snapshot.
     pub fn endpoint(&self, export: &str) -> Endpoint {
         Endpoint { socket: self.socket.clone(), export: export.into() }
@@ -263,12 +287,9 @@ impl Datastore {
         if serving.read_only {
             command.arg("--read-only");
         }
-        if let Some(Keys { certificate, key }) = &serving.receive {
-            command.args(["--receive", "127.0.0.1:0", "--tls-cert"]).arg(certificate).arg("--tls-key").arg(key);
-            command.arg("--tls-client-ca").arg(certificate);
-        }
-        if let Some((address, Keys { certificate, key })) = &serving.tcp {
-            command.args(["--tcp", &address.to_string(), "--tls-cert"]).arg(certificate).arg("--tls-key").arg(key);
+        if let Some((service, Keys { certificate, key })) = &serving.over_tcp {
+            command.arg(format!("--{}", service.name())).arg("127.0.0.1:0");
+            command.arg("--tls-cert").arg(certificate).arg("--tls-key").arg(key);
             command.arg("--tls-client-ca").arg(certificate);
         }
         let began = Instant::now();

@@ -5,8 +5,8 @@
 //! same file system; the two servers share the processors that one has for itself in a local clone.
 
 use super::{BLOCK, Setting, fill, say, write_blocks};
-use crate::datastore::{Datastore, Keys, Serving};
-use crate::error::{Error, Result};
+use crate::datastore::{Datastore, Keys, OverTcp, Serving};
+use crate::error::Result;
 use crate::peers::Server;
 use crate::plan::Mode;
 use crate::random::Random;
@@ -14,6 +14,7 @@ use crate::report::{Finding, Outcome};
 use crate::scratch;
 use crate::statistics::{median, ratio};
 use serde_json::{Value, json};
+use std::net::SocketAddr;
 use std::time::Duration;
 
 /// Name of the measured property in the report.
@@ -33,19 +34,16 @@ const DISK: &str = "disk";
 /// A server that receives.
 pub(super) struct Receiver {
     pub serving: Server,
-    address: String,
+    address: SocketAddr,
     keys: Keys,
 }
 
 impl Receiver {
     /// Serves a datastore with a disk `disk`.
     pub fn start(datastore: &Datastore, keys: Keys, disk: &str) -> Result<Receiver> {
-        let receiving = Serving { receive: Some(keys.clone()), ..Serving::plain(Mode::Buffered) };
-        let (serving, _) = datastore.serve(&receiving, disk)?;
-        let status = datastore.ask(&["status"])?;
-        let address = status["serving"]["receive"].as_str().map(str::to_owned);
-        let address = address.ok_or_else(|| Error::Answer("the server does not say where it receives".into()))?;
-        Ok(Receiver { serving, address, keys })
+        let over_tcp = Some((OverTcp::Receive, keys.clone()));
+        let (serving, _) = datastore.serve(&Serving { over_tcp, ..Serving::plain(Mode::Buffered) }, disk)?;
+        Ok(Receiver { serving, address: datastore.address(OverTcp::Receive)?, keys })
     }
 
     /// Arguments of the command that sends `source` to this receiver.

@@ -6,14 +6,14 @@
 
 use crate::bars::load::{Load, latencies, mixed};
 use crate::bars::{BLOCK, Setting, fill, say};
-use crate::datastore::{Datastore, Keys, Serving};
+use crate::datastore::{Datastore, Keys, OverTcp, Serving};
 use crate::error::{Doing, Result};
 use crate::process;
 use crate::report::{Finding, Outcome};
 use crate::statistics::{median, percentile, ratio};
 use serde_json::{Value, json};
 use std::io::{Read, Write};
-use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::net::{SocketAddr, TcpStream};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::JoinHandle;
@@ -62,9 +62,9 @@ pub(super) fn cells(setting: &Setting, kinds: &[Strangers], outcome: &mut Outcom
     let plan = &setting.plan;
     let datastore = Datastore::init(&setting.lamina, &setting.scratch, "strangers")?;
     datastore.create("local", DISK)?;
-    let address = free_address()?;
-    let tcp = Some((address, Keys::make(&setting.scratch)?));
-    let (server, _) = datastore.serve(&Serving { tcp, ..Serving::plain(plan.mode()) }, "local")?;
+    let over_tcp = Some((OverTcp::Nbd, Keys::make(&setting.scratch)?));
+    let (server, _) = datastore.serve(&Serving { over_tcp, ..Serving::plain(plan.mode()) }, "local")?;
+    let address = datastore.address(OverTcp::Nbd)?;
     fill(&server.endpoint, DISK)?;
     let mut raw = Vec::new();
     for kind in kinds {
@@ -105,12 +105,6 @@ pub(super) fn cells(setting: &Setting, kinds: &[Strangers], outcome: &mut Outcom
     server.service.stop()?;
     setting.scratch.remove(datastore.path())?;
     Ok(raw)
-}
-
-/// A free address on loopback.
-fn free_address() -> Result<SocketAddr> {
-    let doing = || "finding a free port".to_string();
-    TcpListener::bind("127.0.0.1:0").doing(doing)?.local_addr().doing(doing)
 }
 
 /// Clients without a certificate, until they are stopped.
