@@ -9,7 +9,8 @@
 //! 2. These are never written: images in other folders than the named image's, the image of a snapshot (another image
 //!    may have it as its parent), and every image unless the caller asked for writing.
 
-use crate::disk::{Disk, Options, adapter_of, fresh_record};
+use crate::create::{adapter_of, check_name, fresh_record};
+use crate::disk::{Disk, Options};
 use crate::images::format_name;
 use crate::record::{Fate, ImageOwnership, NODES_MAX, Node, Pending, Record, SnapshotRecord};
 use crate::vmsd::{self, Vmsd};
@@ -50,7 +51,7 @@ struct Tree<'a> {
 impl Disk {
     /// Makes a disk of existing images. `what` is the image that the machine writes: its newest delta.
     pub fn adopt(home: Folder, name: &str, what: &Place, how: Adopt, options: &Options) -> Result<Arc<Self>> {
-        crate::disk::check_name("disk", name)?;
+        check_name("disk", name)?;
         let writable = matches!(how, Adopt::Head { writable: true });
         let probing = OpenOptions {
             mode: options.mode,

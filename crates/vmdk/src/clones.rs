@@ -6,7 +6,8 @@
 //! 3. Deleting a clone does not tell the source. The source checks its clones before it changes an image: a clone whose
 //!    folder has no record, or the record of another disk, is removed from the source's record.
 
-use crate::disk::{Disk, Options, check_name, fresh_record};
+use crate::create::{check_name, fresh_record};
+use crate::disk::{Disk, Options};
 use crate::owner::lock_is_free;
 use crate::record::{self, CloneRecord, Fate, ImageOwnership, OriginRecord, Pending};
 use crate::stored::{self, RECORD_NAME};

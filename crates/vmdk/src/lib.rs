@@ -43,6 +43,7 @@
 
 mod adopt;
 mod clones;
+mod create;
 mod disk;
 mod figures;
 mod images;
@@ -64,7 +65,8 @@ pub mod vmsd;
 
 pub use adopt::Adopt;
 pub use clones::{CloneReference, Origin};
-pub use disk::{Disk, FolderFinder, NewDisk, Options};
+pub use create::NewDisk;
+pub use disk::{Disk, FolderFinder, Options};
 pub use figures::{FileInfo, Info, Tuning};
 pub use maintain::{Checked, Freed};
 pub use merge::Direction;

@@ -15,7 +15,8 @@
 //!    may leave some disks with the snapshot and some without, because their records are separate files; the deltas are
 //!    empty then. The caller records which snapshots belong together.
 
-use crate::disk::{Disk, Operation, check_name};
+use crate::create::check_name;
+use crate::disk::{Disk, Operation};
 use crate::line::{Level, Line};
 use crate::record::{ImageOwnership, Node, Pending, Record, SNAPSHOTS_MAX, SnapshotRecord};
 use crate::{DeltaFormat, Error, ErrorKind, Result};
