@@ -5,8 +5,8 @@
 //! 2. A direct write that covers blocks only in part reads them, merges its bytes, and writes whole blocks. Meanwhile
 //!    no other write or punch of this file may run, or adjacent bytes in the block would be lost: such a write holds
 //!    `blocks` exclusively, every other operation holds it shared.
-//! 3. Sectors that such a write only rewrites do not change on the device, whichever part of the write a power cut
-//!    keeps.
+//! 3. Sectors that a direct write only rewrites, to complete a block, keep their content on the device, whichever part
+//!    of the write a power cut leaves.
 
 use backend::{BLOCK_SIZE, Buffer, File, IoMode};
 use parking_lot::RwLock;
@@ -15,7 +15,7 @@ use std::sync::Arc;
 
 const BLOCK: u64 = BLOCK_SIZE as u64;
 
-/// The most bytes copied at a time.
+/// The most bytes that are copied into aligned memory at a time.
 const COPY_MAX: u64 = 1 << 20;
 
 /// A file that can be read and written at any offset.
@@ -31,7 +31,7 @@ impl AlignedFile {
         Self { file, direct, blocks: RwLock::new(()) }
     }
 
-    /// The file itself, for operations that need no alignment.
+    /// The file without this layer, for operations that need no alignment.
     pub(crate) fn file(&self) -> &Arc<dyn File> {
         &self.file
     }
@@ -117,7 +117,7 @@ fn is_aligned(offset: u64, memory: &[u8]) -> bool {
         && memory.as_ptr().addr().is_multiple_of(BLOCK_SIZE)
 }
 
-/// The slices that are not copied yet.
+/// The bytes of several slices that are not copied yet.
 struct Bytes<'a> {
     slices: &'a [&'a [u8]],
     at: usize,

@@ -1,5 +1,5 @@
-//! File space for later writes of tables and directories. A commit writes these long after the writes that changed them
-//! were acknowledged.
+//! File space for later writes of tables and directories. A commit writes tables and directories long after the writes
+//! that changed them were acknowledged.
 //!
 //! 1. Before a format writes the payload of a change, it allocates the space of every table, bitmap or directory sector
 //!    that the change will write. So a full file system refuses the write, and never the flush after it.
@@ -14,7 +14,8 @@ use std::collections::BTreeMap;
 use std::io;
 use std::ops::Range;
 
-/// The most ranges remembered: 3 MiB. Beyond it all are dropped, and allocated again when they are requested.
+/// The most ranges remembered, in 3 MiB of memory. When the limit is reached, all ranges are dropped; the space of a
+/// dropped range is allocated again when the range is next requested.
 const RANGES_MAX: usize = 1 << 16;
 
 /// The ranges of one file that are known to have space.
@@ -78,7 +79,8 @@ impl Backing {
     }
 }
 
-/// As [`File::reserve`]. If the file system does not support that, a later write may meet a lack of space.
+/// As [`File::reserve`]. On a file system that does not support reservations, success is returned, and a later write
+/// may fail for lack of space.
 fn reserve(file: &dyn File, range: &Range<u64>) -> io::Result<()> {
     match file.reserve(range.start, range.end - range.start) {
         Err(error) if error.kind() == io::ErrorKind::Unsupported => Ok(()),
@@ -108,7 +110,7 @@ mod tests {
         assert_eq!(file.allocated().unwrap(), 52 << 10, "only the requested page is reserved");
         let refused = backing.take(&*file, 128 << 10..256 << 10, 1).unwrap_err();
         assert!(error::lacks_space(&refused), "{refused}");
-        // Freed space is allocated again.
+        // Space that was freed and reported is allocated again.
         file.punch(0, 16 << 10).unwrap();
         backing.forget(0..16 << 10);
         backing.take(&*file, 0..4096, 1).unwrap();

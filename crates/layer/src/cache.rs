@@ -1,6 +1,6 @@
 //! A bounded cache of small items that cost a read or a decompression: tables, slices of tables, grains.
 //!
-//! 1. It never holds more than `capacity` entries.
+//! 1. The cache never has more than `capacity` entries.
 //! 2. A hit changes only one bit, so that many readers can share the lock around the cache.
 //! 3. Eviction is by the CLOCK algorithm: entries used since the hand last passed stay for another round.
 

@@ -3,10 +3,12 @@
 use crate::{Content, Error, ErrorKind, Extent, Result};
 use std::ops::Range;
 
-/// The most entries examined for one result, so that an image with a false capacity of many terabytes blocks no caller.
+/// The most entries examined for one result. The limit keeps a call short for an image with a false capacity of many
+/// terabytes.
 const STEPS_MAX: u32 = 1 << 20;
 
-/// Refuses a range that does not lie within `capacity`, or whose borders are no multiples of `unit` or the end.
+/// Refuses a range that is not within `capacity`, or has a border that is neither a multiple of `unit` nor the end of
+/// the layer.
 pub(crate) fn check_range(image: &str, range: &Range<u64>, capacity: u64, unit: u64) -> Result<()> {
     let aligned = range.start.is_multiple_of(unit) && (range.end.is_multiple_of(unit) || range.end == capacity);
     if range.start > range.end || range.end > capacity || !aligned {
@@ -36,8 +38,8 @@ impl<'a> Answer<'a> {
         self.out.len() == self.first
     }
 
-    /// Adds the content of the next bytes; false if there is no room for another extent, or too many entries were
-    /// examined.
+    /// Adds the content of the next `length` bytes. Returns false if there is no room for another extent, or if too
+    /// many entries were examined.
     pub(crate) fn say(&mut self, start: u64, length: u64, content: Content) -> bool {
         if length == 0 {
             return true;

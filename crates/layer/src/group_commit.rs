@@ -16,7 +16,7 @@ use parking_lot::{Mutex, MutexGuard};
 use std::ops::{Deref, DerefMut};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-/// The commits of one image. `T` is the data that only commits use.
+/// The commits of one image. The lock that serialises commits also protects `T`, the data that only commits use.
 pub(crate) struct GroupCommit<T> {
     begun: AtomicU64,
     /// The number of the last complete commit.
@@ -25,7 +25,7 @@ pub(crate) struct GroupCommit<T> {
     held: Mutex<T>,
 }
 
-/// A point in time: a commit that begins later serves this call.
+/// The time of a call for a commit: only a commit that begins later serves the call.
 #[derive(Clone, Copy)]
 pub(crate) struct Call(u64);
 
@@ -53,12 +53,13 @@ impl<T> GroupCommit<T> {
         (self.completed.load(Ordering::SeqCst) <= call.0).then_some(turn)
     }
 
-    /// Waits for the turn, to commit in any case, or to keep commits from beginning.
+    /// Waits for the turn even if no commit is necessary: for a caller that commits in any case, or that prevents
+    /// commits while it works.
     pub(crate) fn turn(&self) -> Turn<'_, T> {
         Turn { commits: self, held: self.held.lock(), number: 0 }
     }
 
-    /// Takes the right to commit, if no commit is under way.
+    /// Returns the turn if no commit is under way.
     pub(crate) fn try_turn(&self) -> Option<Turn<'_, T>> {
         self.held.try_lock().map(|held| Turn { commits: self, held, number: 0 })
     }
@@ -87,12 +88,12 @@ impl<T> GroupCommit<T> {
 }
 
 impl<T> Turn<'_, T> {
-    /// Begins a commit. It does not make changes of later calls durable.
+    /// Begins a commit, which serves all earlier calls and no later one.
     pub(crate) fn begin(&mut self) {
         self.number = self.commits.begun.fetch_add(1, Ordering::SeqCst) + 1;
     }
 
-    /// Ends a commit whose changes are durable.
+    /// Ends a commit: the changes that it took are durable.
     pub(crate) fn complete(&mut self) {
         self.commits.completed.store(self.number, Ordering::SeqCst);
     }

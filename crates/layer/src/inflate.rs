@@ -3,7 +3,7 @@
 use flate2::{Decompress, FlushDecompress, Status};
 use parking_lot::Mutex;
 
-/// The most decompressors kept for later grains; each has a window of 32 KiB and its tables.
+/// The most idle decompressors kept for later grains; each has a window of 32 KiB and its tables.
 const KEPT_MAX: usize = 8;
 
 /// Decompressors of one image, kept because creating one costs as much as decompressing some KiB.

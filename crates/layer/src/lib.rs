@@ -1,4 +1,5 @@
-//! Layers: image files in VMware's and QEMU's formats. Each layer answers one question: *what is stored at this range?*
+//! Layers: image files in VMware's and QEMU's formats. Each layer answers one question: *what does this image store at
+//! this range?*
 //!
 //! ```text
 //! descriptor   the text that names a VMDK's extents and its parent
@@ -20,8 +21,8 @@
 //!    never let memory or loops grow beyond the named limits.
 //! 2. An image opened for reading is never changed, not even its "in use" mark.
 //! 3. After [`Layer::flush`] everything written before it survives power loss: payload is durable before any table that
-//!    names it is written. Unflushed data may be lost, completely or by single sectors; besides, a crash leaves at
-//!    worst space that no table names.
+//!    names it is written. Unflushed data may be lost, completely or by single sectors; the worst other effect of a
+//!    crash is allocated space that no table names.
 //! 4. On a full file system, a write that needs space is refused before it is acknowledged ([`backing`]). A flush, an
 //!    overwrite of allocated data, a discard or a close is never refused. [`ErrorKind::NoSpace`] leaves a layer
 //!    unchanged and open for requests that need no space.
@@ -68,10 +69,11 @@ pub const SECTOR: u64 = 512;
 /// The largest capacity of any layer, in bytes: 64 TiB.
 pub const CAPACITY_MAX: u64 = 64 << 40;
 
-/// Part of a discard that is tried separately if the whole lacks space: the range of one table in most formats.
+/// If a whole discard fails for lack of space, parts of this size are tried one by one. In most formats, it is the
+/// range of one table.
 const DISCARD_PART: u64 = 2 << 20;
 
-/// The largest block of a file system that is assumed.
+/// The block size that is assumed for the file system: the largest usual one.
 const BLOCK: u64 = 4096;
 /// Extents requested per call when a whole range is scanned.
 const EXTENTS_AT_A_TIME: usize = 256;
@@ -79,7 +81,7 @@ const EXTENTS_AT_A_TIME: usize = 256;
 /// The content of a range of a layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Content {
-    /// Not held: the parent's content shows through, or zeros where there is no parent.
+    /// This layer stores nothing here: the parent's content is visible, or zeros without a parent.
     Absent,
     /// Zeros that hide the parent.
     Zero,
@@ -108,11 +110,11 @@ pub struct Extent {
 /// Statistics of a layer for users.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Usage {
-    /// Bytes allocated to its files in the file system.
+    /// Bytes allocated to the layer's files in the file system.
     pub allocated: u64,
     /// Bytes of guest data in the layer, in whole grains.
     pub mapped: u64,
-    /// Bytes in its files to which no table refers any more: wipe and shrink free them.
+    /// Bytes in the layer's files to which no table refers any more: wipe and shrink free them.
     pub dead: u64,
 }
 
@@ -133,14 +135,14 @@ pub trait Layer: Send + Sync {
     fn writable(&self) -> bool;
 
     /// Appends the extents of `range`: in order, adjacent, beginning at `range.start`, and merged with equal neighbours
-    /// where that is cheap. May stop early, after `most` extents and at least one.
+    /// where that is cheap. Appends at least one extent and at most `most`, so the result may end before `range` does.
     fn map(&self, range: Range<u64>, most: usize, out: &mut Vec<Extent>) -> Result<()>;
 
     /// The file with number `index` in [`Content::Data`].
     fn file(&self, index: u16) -> Result<&Arc<dyn File>>;
 
-    /// A caller of [`Layer::map`] holds this while it uses the result: freed locations are not reused meanwhile. To be
-    /// taken **before** the call of `map`. `None` where locations are never reused.
+    /// A caller of [`Layer::map`] holds this epoch while it uses the result: meanwhile, freed locations are not reused.
+    /// The epoch must be entered **before** `map` is called. `None` for a format that never reuses locations.
     fn epoch(&self) -> Option<Arc<dyn Any + Send + Sync>> {
         None
     }
@@ -165,21 +167,21 @@ pub trait Layer: Send + Sync {
         Ok(false)
     }
 
-    /// Makes whole grains read as zeros, hiding the parent. The old space is freed where the format can record that
-    /// (`unmap`), and may be kept if `keep` is set.
+    /// Makes whole grains read as zeros, hiding the parent. With `keep`, the grains may keep their space; without it,
+    /// space is freed where the format can record that.
     fn zero(&self, range: Range<u64>, keep: bool) -> Result<()> {
         let _ = (range, keep);
         Err(read_only(self.format()))
     }
 
-    /// Makes whole grains read as zeros and frees their space, as far as that needs no new space; other grains keep
-    /// their content. Returns whether all of the range is zeros now.
+    /// Makes whole grains read as zeros and frees their space, except for grains whose change would need space in the
+    /// file system: these keep their content. Returns whether all of the range reads as zeros now.
     fn discard(&self, range: Range<u64>) -> Result<bool> {
         match self.zero(range.clone(), false) {
             Err(error) if error.kind() == ErrorKind::NoSpace => {}
             other => return other.map(|()| true),
         }
-        // Some parts may not need the space that is lacking.
+        // The whole range lacks space, but some parts may need none.
         let mut at = range.start;
         while at < range.end {
             let end = ((at / DISCARD_PART + 1) * DISCARD_PART).min(range.end);
@@ -202,7 +204,8 @@ pub trait Layer: Send + Sync {
             for extent in &extents {
                 let has_place = matches!(extent.content, Content::Data { .. } | Content::Encoded);
                 if !has_place {
-                    // The first and the last byte of the extent may each need a block of the file system of their own.
+                    // The first and the last byte of the extent may each be in a block of the file system that the
+                    // extent does not fill.
                     let end = extent.start.saturating_add(extent.length);
                     needed += end.next_multiple_of(BLOCK) - extent.start / BLOCK * BLOCK;
                 }
@@ -212,9 +215,9 @@ pub trait Layer: Send + Sync {
         Ok(needed)
     }
 
-    /// Bytes of the disk that one table of the format maps, and bytes that a new table takes with its copies: what a
-    /// write to a range without a table allocates besides [`Layer::room_needed`]. The second is 0 for formats without
-    /// tables.
+    /// Two sizes for the check of free space: bytes of the disk that one table maps, and bytes that a new table
+    /// occupies with its copies. A write to a range without a table allocates the table in addition to
+    /// [`Layer::room_needed`]. The second size is 0 for formats without tables.
     fn table_size(&self) -> (u64, u64) {
         (u64::MAX, 0)
     }
@@ -231,8 +234,8 @@ pub trait Layer: Send + Sync {
         Ok(())
     }
 
-    /// True after a failure that leaves unknown which recent changes the device has. The layer refuses changes until it
-    /// is opened again.
+    /// True after a failure that leaves unknown which recent changes are on the device. The layer then refuses changes
+    /// until it is opened again.
     fn has_stopped(&self) -> bool {
         false
     }

@@ -57,8 +57,7 @@ pub(crate) fn stamps(layer: &dyn Layer, sectors: Range<u64>) -> Result<Vec<u64>>
                 Content::Data { file, offset } => {
                     let file = AlignedFile::new(Arc::clone(layer.file(file)?));
                     let mut bytes = vec![0xa5; extent.length as usize];
-                    // The power may be cut between the lookup and this read, when another thread's write reaches the
-                    // cut.
+                    // Another thread's operation may trigger the power cut between the lookup and this read.
                     file.read_at(&mut bytes, offset).during(|| format!("reading at {offset}"))?;
                     for (lba, sector) in (extent.start / SECTOR..).zip(bytes.chunks_exact(SECTOR as usize)) {
                         out.push(stamp_of(lba, sector));
@@ -87,11 +86,11 @@ pub(crate) trait Subject {
     fn check(&self, layer: &Self::Layer);
 }
 
-/// The model of the content, with what a power cut may restore.
+/// The model: the content of each sector, and the contents that a power cut may restore.
 #[derive(Clone)]
 struct Memory {
     now: Vec<u64>,
-    /// Sectors written since the last flush, with their content before and all content since.
+    /// Sectors written since the last flush, each with its content at that flush and every content since.
     unflushed: FxHashMap<u64, Vec<u64>>,
 }
 
@@ -109,7 +108,7 @@ impl Memory {
         self.unflushed.clear();
     }
 
-    /// Fails the test unless sector `lba` may hold `found` after a power cut.
+    /// Fails the test unless `found` is a permitted content of sector `lba` after a power cut.
     fn check_after_cut(&self, lba: u64, found: u64) {
         match self.unflushed.get(&lba) {
             Some(possible) => assert!(possible.contains(&found), "sector {lba} holds {found}, not one of {possible:?}"),
@@ -163,7 +162,7 @@ impl<'a, S: Subject> Trial<'a, S> {
         first * grain..((first + count) * grain).min(capacity)
     }
 
-    /// One random operation; an error is a cut, or fails the test.
+    /// Performs one random operation. An error is returned if the power was cut; otherwise it fails the test.
     fn step(&mut self, layer: &S::Layer) -> Result<()> {
         let grain = layer.grain() / SECTOR;
         match self.random.below(100) {
@@ -232,8 +231,8 @@ impl<'a, S: Subject> Trial<'a, S> {
         self.subject.check(&layer);
     }
 
-    /// Random operations, with a power cut in one of them, several times. Flushed data must be there, other sectors are
-    /// old or new, and the format's check must find no error.
+    /// Random operations, with a power cut in one of them, several times. After each cut, flushed data must be there,
+    /// every other sector must have its old or new content, and the format's check must find no error.
     pub(crate) fn run_with_cuts(mut self, steps: u64, cuts: u32) {
         for _ in 0..cuts {
             let operations = self.disk.operations();
@@ -260,7 +259,7 @@ impl<'a, S: Subject> Trial<'a, S> {
         }
     }
 
-    /// Sets the model to the content after the cut.
+    /// Sets the model to the content that was found after the cut.
     fn settle(&mut self) {
         let reader = self.open(false).unwrap();
         let found = stamps(&reader, 0..self.subject.capacity()).unwrap();

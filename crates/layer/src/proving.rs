@@ -156,7 +156,7 @@ pub(crate) fn mutate(random: &mut Random, bytes: &mut Vec<u8>, weak_spots: &[Ran
     }
 }
 
-/// The bytes that a page in docs/format shows under `<!-- bytes: name -->`; bytes not shown are zero.
+/// The bytes that a page in docs/format shows under `<!-- bytes: name -->`; bytes that the page does not show are zero.
 pub(crate) fn shown(page: &str, name: &str, length: usize) -> Vec<u8> {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/format").join(page);
     let text = std::fs::read_to_string(path).unwrap();

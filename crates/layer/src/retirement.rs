@@ -21,7 +21,7 @@ use std::ops::Range;
 struct Batch {
     places: Vec<Range<u64>>,
     epoch: u64,
-    /// The commit after which no table on the device names these locations.
+    /// The number of the commit after which no table on the device names these locations.
     commit: u64,
 }
 
@@ -30,7 +30,7 @@ pub(crate) struct Retirement {
     /// Retired since the last batch was closed.
     open: Vec<Range<u64>>,
     batches: VecDeque<Batch>,
-    /// Returned by [`Retirement::next_ready`], and not free yet.
+    /// Locations that [`Retirement::next_ready`] has returned and that are not free yet.
     releasing: Vec<Range<u64>>,
     /// Number of runs in `open` and `batches`.
     waiting: usize,
@@ -53,8 +53,8 @@ impl Retirement {
         }
     }
 
-    /// Retires locations that the map in memory has dropped. Returns false when too many wait: then these are not
-    /// remembered, and stay allocated although no table names them.
+    /// Retires locations that the map in memory has dropped. If too many locations wait already, returns false without
+    /// recording the given ones: these stay allocated although no table names them.
     #[must_use]
     pub(crate) fn give_up(&mut self, places: Range<u64>) -> bool {
         match self.open.last_mut() {

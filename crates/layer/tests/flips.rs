@@ -22,7 +22,8 @@ use testkit::Random;
 const NAME: &str = "image.vmdk";
 const SECTOR: u64 = 512;
 
-/// An image on its own disk, with the content of each grain: the number of the write, or 0 for zeros.
+/// An image on its own disk, with the content of each grain. A content is the number of the write that made it, or 0
+/// for zeros.
 struct World {
     disk: SimulatedDisk,
     capacity: u64,
@@ -146,21 +147,21 @@ fn from_environment(name: &str, otherwise: u64) -> u64 {
     std::env::var(name).ok().and_then(|value| value.parse().ok()).unwrap_or(otherwise)
 }
 
-/// Counts of the outcomes for one format.
+/// Counts of the results of all flips for one format.
 #[derive(Default, Debug)]
 struct Figures {
     tried: u64,
-    /// Images that could not be opened in any way.
+    /// Images that could be opened in no way.
     refused: u64,
     found: u64,
     harmless: u64,
-    /// Flips that were found, and after whose repair every grain was right.
+    /// Flips that a check found and a repair corrected completely: every grain was right afterwards.
     mended: u64,
     /// Grains that are unproven after a repair; each is reported.
     unproven: u64,
 }
 
-/// Tests flips, one by one, on images; every wrong grain must be reported by a check.
+/// Damages images by single flips. Every grain that then reads wrong must be reported by a check.
 fn flips(seed: u64, count: u64, world: impl Fn(u64) -> World, one: impl Fn(&World, &mut Random, &mut Figures)) {
     let mut random = Random(seed);
     let mut figures = Figures::default();

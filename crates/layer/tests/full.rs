@@ -26,7 +26,7 @@ enum Format {
     VmfsSparse,
     SeSparse,
     VsanSparse,
-    /// True with entries for zero grains.
+    /// Hosted sparse; true with entries for zero grains.
     Hosted(bool),
 }
 
@@ -113,7 +113,7 @@ impl World {
     fn write(&mut self, unit: u64) -> Result<()> {
         let byte = 1 + self.random.below(255) as u8;
         let bytes = vec![byte; self.unit as usize];
-        // A refused write may have been done in part.
+        // A refused write may have been done in part, so the content of the unit is unknown.
         self.written.remove(&unit);
         self.layer.write(unit * self.unit, &[&bytes])?;
         self.written.insert(unit, byte);
@@ -190,11 +190,11 @@ impl World {
 fn go_on_where_there_is_no_room(format: Format, parent: bool, seed: u64) {
     let mut world = World::new(format, parent, seed);
     let count = world.fill();
-    // As many units as fit; formats that allocate in large units may leave part of one unused.
+    // Formats that allocate in large units may leave a part of the free space unused.
     assert!(count * world.unit > ROOM / 4, "{count} units of {} bytes fit", world.unit);
     world.take_the_rest("rest");
 
-    // All acknowledged writes have their space.
+    // All acknowledged writes have their space, so the flush succeeds.
     world.layer.flush().unwrap();
     world.overwrite_some(300);
     world.layer.flush().unwrap();
@@ -208,7 +208,7 @@ fn go_on_where_there_is_no_room(format: Format, parent: bool, seed: u64) {
     }
     world.layer.flush().unwrap();
 
-    // Discards free what they can, in written and in unwritten ranges.
+    // Discards succeed in written and in unwritten ranges, and free space where possible.
     for length in [1, 3, 40] {
         let unit = world.random.below(CAPACITY / world.unit - length);
         let before: Vec<Vec<u8>> = (unit..unit + length).map(|unit| world.read(unit)).collect();
@@ -223,7 +223,7 @@ fn go_on_where_there_is_no_room(format: Format, parent: bool, seed: u64) {
     world.take_the_rest("given back");
     world.verify();
 
-    // Closing loses no data, and the image opens without free space, after a close and after a crash.
+    // Closing loses no data, and the image can be opened on a full file system, after a close and after a crash.
     world.layer.close().unwrap();
     world.take_the_rest("cut off");
     world.reopen();

@@ -81,7 +81,7 @@ fn only_permitted_files_are_opened() {
         let refused = error(try_open(bad, &[]));
         let permit = format!("--allow-folder '{}'", other.canonicalize().unwrap().display());
         assert!(refused.kind() == ErrorKind::Invalid && refused.to_string().contains(&permit), "{bad}: {refused}");
-        // With permission it opens; also through a link to the permitted folder.
+        // With permission the file opens, even through a link to the permitted folder.
         assert!(try_open(bad, std::slice::from_ref(&other)).is_ok(), "{bad}");
         assert!(try_open(bad, &[own.join("folder")]).is_ok(), "{bad}");
         assert!(try_open(bad, &[own.join("below")]).is_err(), "{bad}");
@@ -154,7 +154,7 @@ fn parents_are_found_by_hint_or_beside_the_child() {
         ("relative.vmdk", "../base/gold.vmdk"),
         ("windows.vmdk", "..\\base\\gold.vmdk"),
         ("moved.vmdk", "/vmfs/volumes/5f3c/base/gold.vmdk"),
-        // A linked clone often has the same file name as its parent.
+        // Each pair has a child and its hint. A linked clone often has the same file name as its parent.
         ("gold.vmdk", "/vmfs/volumes/5f3c/base/gold.vmdk"),
     ] {
         let path = root.join("vm").join(name);
@@ -326,7 +326,7 @@ fn qemu_detects_a_parent_changed_by_lamina() {
     assert_eq!((base.content, child.parent_hint.as_deref()), (ContentId::INITIAL, Some("base.vmdk")));
     let through = ["-f", "vmdk", "-c", "read -P 0 0 64k", "child.vmdk"];
     assert!(!run(folder.path(), "qemu-io", &through).contains("failed"));
-    // QEMU finds the child's CID where lamina renewed it in place.
+    // lamina renews the CID of QEMU's child in place, and QEMU then finds the new CID.
     let mut random = Random(1);
     for _ in 0..20 {
         storage::renew_embedded(&*file, place.clone(), &mut || random.next()).unwrap();

@@ -1,5 +1,5 @@
-//! Images of every kind that lamina can create: data written to them is there when they are opened again, alone and
-//! above a parent, by lamina and by QEMU; names and descriptors are VMware's; and an unfinished image leaves no files.
+//! Images of every kind that lamina can create: lamina and QEMU read the data written to them after they are opened
+//! again, alone and above a parent; names and descriptors are VMware's; and an unfinished image leaves no files.
 
 #![allow(clippy::unwrap_used)]
 
@@ -82,7 +82,7 @@ fn scribble(layer: &dyn Layer, model: &mut [u8], random: &mut Random) {
         layer.write(start, &[&bytes]).unwrap();
         model[start as usize..end as usize].copy_from_slice(&bytes);
     }
-    // The last grain, and zeros over what may be there.
+    // Writes the last grain, and zeros a range that may contain data.
     let last = (capacity - 1) / grain * grain;
     let bytes = random.bytes((capacity - last) as usize);
     layer.write(last, &[&bytes]).unwrap();
@@ -113,7 +113,7 @@ fn every_kind_of_image_returns_written_data() {
             drop(image);
             let image = Image::open(folder.resolve("disk.vmdk").unwrap(), &OpenOptions { writable: false, ..options });
             assert!(read_chain(&[Arc::clone(image.unwrap().layer())]) == model, "{kind} of {capacity}");
-            // QEMU cannot read vsanSparse objects, and raw files need no reader.
+            // QEMU cannot read vsanSparse objects, and would read a raw file byte by byte.
             if !matches!(kind, ImageKind::VsanSparse | ImageKind::Raw) {
                 assert!(read_by_qemu(path.path(), "disk.vmdk") == model, "{kind} of {capacity} by QEMU");
             }
@@ -248,7 +248,7 @@ fn names_of_kinds_are_parsed_as_they_are_printed() {
     assert!("qcow2".parse::<ImageKind>().is_err());
 }
 
-/// Power cuts at every operation: the name leads to a complete image or does not exist, and sweeping removes all other
+/// Power cuts at every operation: the image is complete or its name does not exist, and sweeping removes all other
 /// files.
 #[test]
 fn a_crash_leaves_an_image_or_temporary_files_that_sweep_removes() {
@@ -301,7 +301,7 @@ fn a_plain_folder_cannot_open_other_folders() {
     assert_eq!(directory.list().unwrap(), ["vm-flat.vmdk", "vm.vmdk"]);
 }
 
-/// Creations and sweeps of one name at once: a creation that succeeds has a complete image.
+/// Creations and sweeps of one name run at once: after a creation that succeeds, the image is complete.
 #[test]
 fn threads_that_create_the_same_name_get_one_image() {
     let outer = tempfile::tempdir().unwrap();
@@ -324,7 +324,7 @@ fn threads_that_create_the_same_name_get_one_image() {
             image.layer().close().unwrap();
             drop(image);
             match turn % 5 {
-                // The state is that after a kill of the process.
+                // Dropping the value leaves the files as a kill of the process does.
                 0 => drop(unfinished),
                 1 => unfinished.abandon(),
                 _ => {
@@ -333,8 +333,8 @@ fn threads_that_create_the_same_name_get_one_image() {
                     let read = read_chain(&[Arc::clone(image.unwrap().layer())]);
                     assert!(read[..65536].iter().all(|byte| *byte == number as u8 + 1), "{kind} of {number}");
                     made.fetch_add(1, Ordering::Relaxed);
-                    // The descriptor is removed last: without it, another process's unfinished descriptor would claim
-                    // the extent.
+                    // The descriptor is removed last: without it, a sweep of another process's unfinished descriptor
+                    // could remove an extent of this image.
                     finished.files.iter().rev().for_each(|file| directory.remove(file).unwrap());
                 }
             }

@@ -17,7 +17,7 @@ pub struct Database {
 }
 
 impl Database {
-    /// Adds an entry as it was read.
+    /// Adds an entry with the key and the bytes that were read.
     pub(super) fn push(&mut self, key: String, value: Vec<u8>) -> Result<()> {
         if self.entries.len() >= DATABASE_MAX {
             return Err(corrupt(format!("the descriptor has more than {DATABASE_MAX} ddb entries")));
@@ -36,8 +36,8 @@ impl Database {
         std::str::from_utf8(&entry.value).ok()
     }
 
-    /// Replaces the value of `key`, or inserts the entry at VMware's alphabetical position. Key and value come from
-    /// lamina: a quote or control character in them is a bug and is left out.
+    /// Replaces the value of `key`, or inserts the entry at VMware's alphabetical position. Both come from lamina's
+    /// code: a quote or control character in them is a bug, and is not written.
     pub fn set(&mut self, key: &str, value: &str) {
         let clean = |text: &str| text.chars().filter(|c| !c.is_control() && *c != '"').collect::<String>();
         let (key, value) = (clean(key), clean(value).into_bytes());
@@ -69,7 +69,7 @@ impl Database {
         self.set_geometry(geometry);
     }
 
-    /// Sets the geometry, as after a change of the capacity.
+    /// Sets the geometry, which depends on the capacity.
     pub fn set_geometry(&mut self, geometry: Geometry) {
         self.set("ddb.geometry.cylinders", &geometry.cylinders.to_string());
         self.set("ddb.geometry.heads", &geometry.heads.to_string());

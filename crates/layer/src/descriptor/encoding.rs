@@ -1,8 +1,8 @@
 //! Encodings of a descriptor's text.
 //!
 //! lamina decodes only file names. They are decoded from UTF-8 and windows-1252. In the other encodings that VMware
-//! writes (GBK, Big5, Shift_JIS and the names of code pages) only ASCII names are accepted, which are the same in all
-//! of them. All other text is passed through as bytes.
+//! writes (GBK, Big5, Shift_JIS and the names of code pages) only ASCII names are accepted, because their bytes are the
+//! same in all these encodings. All other text is passed through as bytes.
 
 use super::{Result, invalid, shown, unsupported};
 use std::borrow::Cow;

@@ -31,7 +31,7 @@ pub enum ExtentKind {
     Vmfs,
     /// The sparse format of VMware Workstation.
     Sparse,
-    /// No file: the extent reads as zeros.
+    /// No file: the disk reads as zeros there.
     Zero,
     /// A redo log with 512-byte grains.
     VmfsSparse,
@@ -93,7 +93,7 @@ impl ExtentLine {
         self.sectors.saturating_mul(SECTOR)
     }
 
-    /// Parses an extent line; `None` if the first two words are not those of an extent.
+    /// Parses an extent line. Returns `None` if the line does not begin with an access and a number of sectors.
     pub(super) fn parse(line: &[u8], encoding: &Encoding) -> Option<Result<Self>> {
         let (first, rest) = word(line);
         let (second, rest) = word(rest);

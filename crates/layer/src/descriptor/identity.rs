@@ -29,7 +29,8 @@ impl ContentId {
     /// numbers.
     pub(super) fn after(old: Self, digits: usize, random: &mut dyn FnMut() -> u64) -> Self {
         let mask = u32::MAX >> (32 - 4 * digits.clamp(1, 8));
-        // Of `old` with one of two bits inverted, at least one is usable.
+        // If the random number is `old` or reserved, at least one of the other two candidates is usable: they differ
+        // from `old` in one bit each.
         let candidates = [Self::random(random).0, old.0 ^ 2, old.0 ^ 4].map(|number| Self::new(number & mask));
         let fresh = |content: &Self| *content != old && *content != Self::INITIAL;
         candidates.into_iter().flatten().find(fresh).unwrap_or(old)

@@ -50,7 +50,7 @@ use crate::{Error, ErrorKind, Result, SECTOR};
 /// The longest descriptor that is read or written, in bytes. Descriptors usually take one to four kilobytes; one of
 /// 4096 extents takes a quarter of this limit.
 pub const TEXT_MAX: usize = 1 << 20;
-/// The longest line.
+/// The longest line, in bytes.
 pub const LINE_MAX: usize = 8192;
 /// The most extents of one disk: 16 TiB in pieces of 2 GiB, each of which is an open file.
 pub const EXTENTS_MAX: usize = 8192;
@@ -123,7 +123,7 @@ impl CreateType {
 /// A descriptor.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Descriptor {
-    /// 1, or 3 while changed blocks are tracked; 2 and 4 exist, too.
+    /// 1, or 3 while changed blocks are tracked. 2 and 4 also exist.
     pub version: u32,
     /// The encoding of names in the text.
     pub encoding: Encoding,
@@ -131,7 +131,7 @@ pub struct Descriptor {
     pub content: ContentId,
     /// The parent's CID when this image was made; `None` without a parent.
     pub parent_content: Option<ContentId>,
-    /// Whether the storage array made the snapshot, so that the parent's data is in no file.
+    /// Whether the storage array made the snapshot, so the parent's data is in no file.
     pub native_snapshot: Option<bool>,
     /// The kind of image.
     pub create_type: CreateType,
@@ -208,8 +208,8 @@ impl Descriptor {
     }
 
     /// Gives the image a new CID: required before the first change after each opening, so that a delta made above the
-    /// old content is never combined with the new content. Ends change tracking, because lamina does not record changed
-    /// blocks.
+    /// old content is never combined with the new content. Also ends VMware's change tracking, because lamina does not
+    /// record changed blocks.
     pub fn renew_content(&mut self, random: &mut dyn FnMut() -> u64) {
         self.content = ContentId::after(self.content, 8, random);
         self.database.set_long_content(self.content, random);

@@ -18,14 +18,14 @@ const KEYS: [&str; 8] = [
     "changeTrackPath",
 ];
 
-/// Values of [`KEYS`] as written in the text.
+/// The value of each key in [`KEYS`], as written in the text.
 #[derive(Default)]
 struct Header<'a> {
     values: [Option<&'a [u8]>; KEYS.len()],
 }
 
-/// Whether a file that begins with these bytes is a descriptor: its first line that is neither empty nor a comment is
-/// `version=` with a number.
+/// Whether a file that begins with these bytes is a descriptor: then its first line that is neither empty nor a comment
+/// is `version=` with a number.
 pub(crate) fn starts_like_one(bytes: &[u8]) -> bool {
     /// The most lines examined.
     const LINES_MAX: usize = 64;
@@ -82,7 +82,7 @@ impl Descriptor {
                 let Ok(key) = std::str::from_utf8(key) else {
                     return Err(corrupt(format!("the ddb key {} is no text", shown(key))));
                 };
-                // Writing adds blanks and quotes, and the line must not exceed its limit then either.
+                // When the entry is written, blanks and quotes are added; the line has to stay within its limit.
                 if key.len() + value.len() + 5 > LINE_MAX {
                     return Err(corrupt(format!("the ddb entry {} is too long", shown(key.as_bytes()))));
                 }
@@ -174,7 +174,7 @@ impl<'a> Header<'a> {
         self.text(index, encoding)?.ok_or_else(|| corrupt(format!("{} is empty", KEYS[index])))
     }
 
-    /// An optional value; an empty one counts as absent.
+    /// The value of an optional key; an empty value counts as absent.
     fn text(&self, index: usize, encoding: &Encoding) -> Result<Option<String>> {
         match self.values[index] {
             None | Some([]) => Ok(None),

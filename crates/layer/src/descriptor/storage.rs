@@ -3,18 +3,19 @@
 //! A descriptor file is not overwritten while there is space for a new one. The new text goes into a file of the same
 //! name with [`NEW_SUFFIX`], which is made durable and then renamed over the old file. Invariants:
 //!
-//! 1. The name leads to the complete old text or the complete new one. CID digits that are overwritten for lack of
-//!    space are old or new in each sector, and every combination is a valid text.
+//! 1. A file opened by the descriptor's name has the complete old text or the complete new one. If CID digits are
+//!    overwritten in place, for lack of space, each sector is old or new after a crash, and every combination is a
+//!    valid text.
 //! 2. The new text is durable before any file is created that only this text names ([`Pending`]). So a crash while a
 //!    disk is being created leaves a file that names all other new files, and [`sweep`] removes all of them.
-//! 3. A sweep removes only files that the unfinished text names, whose names lamina gives to extents of that
-//!    descriptor, and that no finished descriptor in the folder names.
+//! 3. A sweep removes a file only if the unfinished text names it, if lamina gives such a name to extents of that
+//!    descriptor, and if no finished descriptor in the folder names it.
 //! 4. The process that creates a disk holds the lock of the temporary file from its creation until it is renamed or
 //!    removed. A sweep in a folder with other processes' disks takes that lock first ([`sweep_one`]).
 //!
 //! An embedded descriptor cannot be replaced by renaming: only the digits of its CIDs are overwritten, each within its
 //! sector ([`renew_embedded`], [`renumber`]). If a full file system has no space for the new text of a descriptor file,
-//! only the digits are overwritten there, too.
+//! only the digits are overwritten in that file, too.
 
 use super::{ContentId, Descriptor, Result, TEXT_MAX, corrupt, invalid};
 use crate::{Error, ErrorKind, IoContext, SECTOR};
@@ -44,7 +45,8 @@ pub fn load(file: &dyn File, name: &str) -> Result<Descriptor> {
 /// Replaces the text of the existing descriptor `name`. Durable on return; after a failure the old text is in place.
 pub fn replace(directory: &dyn Directory, name: &str, descriptor: &Descriptor) -> Result<()> {
     let temporary = format!("{name}{NEW_SUFFIX}");
-    // Left by a crash, or by a failed creation. This process owns the disk, so the file can be removed.
+    // A crash or a failed creation may have left a temporary file. This process owns the disk, so it can remove the
+    // file.
     remove_if_there(directory, &temporary).during(|| format!("removing the unfinished '{temporary}'"))?;
     let pending = Pending::write(directory, name, descriptor)?;
     if let Err(error) = directory.copy_permissions(name, &temporary) {
@@ -59,14 +61,15 @@ pub struct Pending<'a> {
     directory: &'a dyn Directory,
     name: String,
     temporary: String,
-    /// While this is held, no sweep treats the text as left by a crash.
+    /// While this lock is held, no sweep treats the text as left by a crash.
     lock: Box<dyn Lock>,
 }
 
 /// Creates the file that is to become `name`, under its temporary name, and locks it.
 ///
 /// # Errors
-/// `Exists` if there is one; `Busy` if a concurrent sweep treated it as left by a crash.
+/// `Exists` if a file has the temporary name; `Busy` if a concurrent sweep has removed the new file as one left by a
+/// crash.
 pub fn create_unfinished(
     directory: &dyn Directory,
     name: &str,
@@ -87,7 +90,7 @@ impl<'a> Pending<'a> {
     /// Begins the creation of descriptor `name`.
     ///
     /// # Errors
-    /// `Exists` when there is such a file, or an unfinished one.
+    /// `Exists` if there is a file of that name, finished or unfinished.
     pub fn begin(directory: &'a dyn Directory, name: &str, descriptor: &Descriptor) -> Result<Self> {
         check_name(name)?;
         match directory.open_foreign(name, IoMode::Buffered, Access::Read) {
@@ -109,7 +112,7 @@ impl<'a> Pending<'a> {
         Self { directory, name: name.to_owned(), temporary: format!("{name}{NEW_SUFFIX}"), lock }
     }
 
-    /// Keeps the files and returns the lock, for [`Pending::resume`].
+    /// Keeps the files, and returns the lock of the text for [`Pending::resume`].
     pub fn suspend(self) -> Box<dyn Lock> {
         self.lock
     }
@@ -146,7 +149,7 @@ impl<'a> Pending<'a> {
             .during(|| format!("renaming '{}' to '{}'", self.temporary, self.name))
     }
 
-    /// The second half: after an error the rename may or may not be durable, and nothing must be removed.
+    /// The second half: after an error the rename may or may not be durable, so no file may be removed.
     pub fn settle(self) -> Result<()> {
         self.directory.sync().during(|| format!("making '{}' durable", self.name))
     }
@@ -159,8 +162,8 @@ impl<'a> Pending<'a> {
     }
 }
 
-/// Removes what crashed creations and replacements left in a folder, and returns the names. Only for the process that
-/// owns the folder, because a creation in another process looks the same.
+/// Removes the files that crashed creations and replacements left in a folder, and returns their names. Only for the
+/// process that owns the folder, because a creation in another process looks the same.
 pub fn sweep(directory: &dyn Directory) -> Result<Vec<String>> {
     let names = directory.list().during(|| "listing the folder".to_owned())?;
     let unfinished: Vec<&String> = names.iter().filter(|name| name.ends_with(NEW_SUFFIX)).collect();
@@ -179,10 +182,11 @@ pub fn sweep(directory: &dyn Directory) -> Result<Vec<String>> {
     Ok(removed)
 }
 
-/// As [`sweep`] for an unfinished `name`, in a folder that other processes may own.
+/// As [`sweep`] for the unfinished descriptor `name`, in a folder where other processes may have disks.
 ///
 /// # Errors
-/// `Busy` while a process still creates it and has its text locked, or has one of its extents open for writing.
+/// `Busy` while another process creates the descriptor and holds the lock of its text, or has one of its extents open
+/// for writing.
 pub fn sweep_one(directory: &dyn Directory, name: &str) -> Result<Vec<String>> {
     let list = || directory.list().during(|| "listing the folder".to_owned());
     let temporary = format!("{name}{NEW_SUFFIX}");
@@ -195,8 +199,8 @@ pub fn sweep_one(directory: &dyn Directory, name: &str) -> Result<Vec<String>> {
             _ => Error::io(format!("locking '{file}' of an unfinished disk"), error),
         })
     };
-    // Held until everything is removed. If the file was finished before the lock was taken, taking the lock has created
-    // an empty file, which names no other files.
+    // The lock is held until all files are removed. If the descriptor was finished before the lock was taken, locking
+    // has created an empty file, which names no other files.
     let _text = lock(&temporary)?;
     let names = list()?;
     let remains = remains_of(directory, &temporary, &names, &extents_in_use(directory, &names));
@@ -209,12 +213,12 @@ pub fn sweep_one(directory: &dyn Directory, name: &str) -> Result<Vec<String>> {
     Ok(remains)
 }
 
-/// The files that an unfinished text names and that may be removed, followed by the text's own file.
+/// The files that an unfinished text names and that may be removed, followed by the file with the text.
 fn remains_of(directory: &dyn Directory, temporary: &str, names: &[String], kept: &BTreeSet<String>) -> Vec<String> {
     let descriptor_name = temporary.strip_suffix(NEW_SUFFIX).unwrap_or(temporary);
     let stem = stem_of(descriptor_name).unwrap_or(descriptor_name);
     let mut remains = Vec::new();
-    // An incomplete text was not durable yet, so no file was created after it.
+    // A text that does not parse was not durable at the crash, so none of its extents was created.
     if let Ok(descriptor) = load_named(directory, temporary) {
         let files = descriptor.extents.into_iter().filter_map(|extent| extent.file);
         remains.extend(files.filter(|file| is_extent_of(stem, file) && !kept.contains(file) && names.contains(file)));
@@ -249,7 +253,7 @@ fn is_extent_of(stem: &str, file: &str) -> bool {
     }
 }
 
-/// The part of a descriptor's name before `.vmdk` (in any case); `None` if it does not end so.
+/// The part of a descriptor's name before `.vmdk`, in upper or lower case; `None` for a name with another ending.
 fn stem_of(name: &str) -> Option<&str> {
     let (stem, ending) = name.split_at_checked(name.len().checked_sub(".vmdk".len())?)?;
     ending.eq_ignore_ascii_case(".vmdk").then_some(stem)
@@ -282,7 +286,7 @@ const EMBEDDED_USUAL: Range<u64> = SECTOR..21 * SECTOR;
 /// The location of a hosted sparse extent's descriptor according to its header, in bytes; `None` if it has none.
 ///
 /// # Errors
-/// `Corrupt` if the file is not such an extent, or states a location where no descriptor can be.
+/// `Corrupt` if the file is no hosted sparse extent, or if its header states an impossible location.
 pub fn embedded_place(file: &dyn File) -> Result<Option<Range<u64>>> {
     let mut header = [0; SECTOR as usize];
     file.read_at(&mut header, 0).during(|| "reading the header of a sparse extent".to_owned())?;
@@ -336,8 +340,8 @@ pub fn renew_embedded(file: &dyn File, place: Range<u64>, random: &mut dyn FnMut
     Descriptor::parse(&changed)
 }
 
-/// Overwrites CID and parentCID in the text at `place`, digit for digit, durably. Returns false without a change if the
-/// text has fewer digits than the numbers need.
+/// Overwrites CID and parentCID in the text at `place`, digit for digit, durably. If the text has fewer digits than the
+/// new numbers, returns false without a change.
 pub fn renumber(file: &dyn File, place: Range<u64>, content: ContentId, parent: Option<ContentId>) -> Result<bool> {
     let text = read_text(file, &place)?;
     let mut changed = text.clone();
@@ -357,8 +361,8 @@ pub fn renumber(file: &dyn File, place: Range<u64>, content: ContentId, parent: 
     Ok(true)
 }
 
-/// As [`replace`] of a descriptor with the text `old`. If there is no space for the new text, CID and parentCID are
-/// overwritten in place; if more has to change, the result is still an error of kind `NoSpace`.
+/// As [`replace`], for a descriptor that is now `old`. If there is no space for the new text and only CID and parentCID
+/// differ, these are overwritten in place. If more differs, the error of kind `NoSpace` is returned.
 pub fn replace_or_renumber(directory: &dyn Directory, name: &str, old: &Descriptor, new: &Descriptor) -> Result<()> {
     let refused = match replace(directory, name, new) {
         Err(error) if error.kind() == ErrorKind::NoSpace => error,
@@ -372,7 +376,7 @@ pub fn replace_or_renumber(directory: &dyn Directory, name: &str, old: &Descript
     if written && database && renumbered == *new { Ok(()) } else { Err(refused) }
 }
 
-/// Gives descriptor file `name` a new CID in place, as [`renew_embedded`] does in an extent.
+/// Gives descriptor file `name` a new CID in place, as [`renew_embedded`] does for an embedded descriptor.
 pub fn renew_in_place(directory: &dyn Directory, name: &str, random: &mut dyn FnMut() -> u64) -> Result<Descriptor> {
     let (file, place) = open_text(directory, name)?;
     renew_embedded(&*file, place, random)
@@ -416,8 +420,8 @@ fn overwrite(file: &dyn File, place: &Range<u64>, text: &[u8], changed: &[u8]) -
     file.sync().during(context)
 }
 
-/// Rewrites a descriptor embedded at `place`, durably. Not atomic: for images that a crash may undo or damage, such as
-/// a new image that no record names yet.
+/// Rewrites a descriptor embedded at `place`, durably. Not atomic: a crash may leave an invalid text. So the caller has
+/// recorded the text for a repair, or the image may be lost in a crash, such as a new image that no record names yet.
 pub fn write_embedded(file: &dyn File, place: Range<u64>, descriptor: &Descriptor) -> Result<()> {
     let size = usize::try_from(place.end - place.start).unwrap_or(0).min(TEXT_MAX);
     let text = descriptor.to_embedded_bytes(size)?;

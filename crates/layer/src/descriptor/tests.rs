@@ -389,7 +389,7 @@ fn a_power_cut_leaves_the_old_descriptor_or_the_new_one() {
                     "seed {seed} cut {cut}: the old descriptor after a completed replacement"
                 );
                 outcomes[usize::from(found == new)] += 1;
-                // The next replacement succeeds after any outcome, and a sweep removes all other files.
+                // Whichever text survived, a sweep removes all other files, and the next replacement succeeds.
                 storage::sweep(&*after.directory()).unwrap();
                 assert_eq!(after.directory().list().unwrap(), ["web.vmdk"]);
                 storage::replace(&*disk.crash().directory(), "web.vmdk", &old).unwrap();
@@ -427,8 +427,8 @@ fn sweeping_removes_unfinished_disks_and_nothing_else() {
         let extents = files.iter().map(|file| ExtentLine::whole(ExtentKind::Flat, 8, *file)).collect();
         Descriptor::base(CreateType::TwoGbMaxExtentFlat, extents).to_bytes().unwrap()
     };
-    // A finished disk, one being created, one whose text names files of another disk, and one that crashed during a
-    // replacement.
+    // Four disks: a finished one, one being created, one whose text names files of another disk, and one whose
+    // descriptor was being replaced at the crash.
     write_plain(&*directory, "done.vmdk", &with(&["done-flat.vmdk"]));
     write_plain(&*directory, "new.vmdk.lamina-new", &with(&["new-flat.vmdk", "new-f001.vmdk", "new-s0002.vmdk"]));
     let claims =

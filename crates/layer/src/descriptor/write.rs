@@ -1,8 +1,8 @@
 //! Writing a descriptor, in VMware's order, and so that QEMU finds the keys for which it searches.
 //!
 //! QEMU searches for the strings `CID=`, `parentCID=` and `createType="` anywhere in the first 20 sectors and uses the
-//! first match. When it writes, it drops the text between `CID=` and `parentCID=`. So these two are on adjacent lines,
-//! before any text that comes from outside.
+//! first match. When it writes, it drops the text between `CID=` and `parentCID=`. So `CID=` and `parentCID=` are on
+//! adjacent lines, before any text that comes from outside.
 
 use super::{Descriptor, Encoding, PATH_MAX, QEMU_HEAD_MAX, Result, TEXT_MAX, identity, invalid};
 use crate::{CAPACITY_MAX, SECTOR};
@@ -30,7 +30,7 @@ impl Descriptor {
             out.extend_from_slice(b"\n# Change Tracking File\n");
             self.write_quoted("changeTrackPath", path, &mut out)?;
         }
-        // VMware writes the blank after "Base".
+        // The blank after "Base" is written as VMware does.
         out.extend_from_slice(b"\n# The Disk Data Base \n#DDB\n\n");
         for entry in self.database.entries() {
             check_plain(entry.key.as_bytes(), "a ddb key")?;
@@ -46,7 +46,7 @@ impl Descriptor {
         Ok(out)
     }
 
-    /// The text padded with zeros to the `size` bytes that an extent has for it.
+    /// The text padded with zeros to `size`, the number of bytes that an extent reserves for it.
     ///
     /// # Errors
     /// Those of [`Descriptor::to_bytes`], and `NoSpace` if it does not fit.

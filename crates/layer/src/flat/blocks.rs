@@ -5,8 +5,8 @@
 //! it is allocated, and is *to be zeroed* when all of that space is reserved and none of it written.
 //!
 //! 1. `written` and `unwritten` are disjoint, except while [`Blocks::write`] moves a block.
-//! 2. The counters are the numbers of bits in the sets. They are updated from the result of an atomic change of a word,
-//!    so they are right when several threads change the same word.
+//! 2. The counters are the numbers of bits in the sets. A counter is updated by the number of bits that an atomic
+//!    change of a word has really changed, so it is right when several threads change the same word.
 //! 3. A block is in `written` before a write to it is acknowledged. It is removed only under the block's lock
 //!    ([`super::locks`]) and after its bytes read as zeros. A block that is not in `written` reads as zeros.
 //!
@@ -84,7 +84,7 @@ impl Blocks {
         }
     }
 
-    /// Whether `block` is written, and the end of the run of blocks for which this is the same, `end` at most.
+    /// Whether `block` is written, and the end of the run of blocks with the same answer, at most `end`.
     pub(super) fn written_run(&self, block: u64, end: u64) -> (bool, u64) {
         self.written.run(block, end)
     }
@@ -146,7 +146,8 @@ impl Blocks {
                     self.reserved_seen.store(true, Ordering::Release);
                 }
             }
-            // A file system that repeats its answer must not keep this loop running.
+            // The position always advances, so that a file system that repeats its answer cannot keep this loop
+            // running.
             at = last.range.end.max(at + 1);
         }
         // A block with a written part counts as written.
@@ -215,7 +216,7 @@ impl Set {
         }
     }
 
-    /// Whether `block` is a member, and the end of the run of blocks for which this is the same, `end` at most.
+    /// Whether `block` is a member, and the end of the run of blocks with the same answer, at most `end`.
     fn run(&self, block: u64, end: u64) -> (bool, u64) {
         let member = self.has(block);
         let mut at = block;

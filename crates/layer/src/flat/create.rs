@@ -113,8 +113,8 @@ pub fn create(
         Ok(()) => pending.settle().map(|()| descriptor),
         Err(error) => {
             for name in made {
-                // A file that cannot be removed now is removed at the next opening, because the unfinished descriptor
-                // names it.
+                // If the file cannot be removed now, a sweep removes it later, because the unfinished descriptor names
+                // it.
                 if directory.remove(name).is_err() {
                     return Err(error);
                 }
@@ -148,14 +148,15 @@ pub fn create_raw(
     match made {
         Ok(()) => directory.sync().during(|| format!("making '{name}' durable")),
         Err(error) => {
-            // A file that cannot be removed now is removed at the next opening.
+            // If the file cannot be removed now, a sweep removes it later.
             let _ = directory.remove(&temporary);
             Err(error)
         }
     }
 }
 
-/// Prepares one extent of a disk in a new file: length, space and zeros. Durable except for its name.
+/// Prepares one extent of a disk in a new file: length, space and zeros. On return the content is durable, but not the
+/// file's name.
 pub(crate) fn fill_extent(
     file: &dyn File,
     name: &str,
@@ -190,7 +191,7 @@ impl Making<'_> {
             _ => Error::io(during(), error),
         })?;
         if provisioning != Provisioning::Thin {
-            // In one call, so that the space is contiguous where possible.
+            // One call for all space, so that it is contiguous where possible.
             file.reserve(0, length).during(during)?;
         }
         if provisioning == Provisioning::EagerZeroedThick {
@@ -220,7 +221,7 @@ impl Making<'_> {
     }
 }
 
-/// The error for a file that the file system cannot have.
+/// The error for a length that the file system does not permit.
 fn too_large(name: &str, length: u64) -> Error {
     let text = format!(
         "'{name}' would have {length} bytes, and the file system has no file of that size (ext4: 16 TiB at most): use a \

@@ -1,7 +1,7 @@
 //! Filling: allocates and zeroes all of an extent. Thin and zeroed thick extents become eager zeroed thick (*inflate*).
 //!
 //! First all space is reserved, in one call, so that it is contiguous where possible, and so that a lack of space is
-//! found before any change. Then each block is written, under its lock:
+//! found before any change. Then each block is treated under its lock, by its state:
 //!
 //! ```text
 //! hole, unwritten            zeros are written
@@ -10,11 +10,12 @@
 //! written in part            read and written back as it is
 //! ```
 //!
-//! 1. From the beginning discards keep their space, so a block found to be wholly written stays so.
+//! 1. Discards keep space allocated from the beginning of the work, so a block found to be wholly written remains
+//!    wholly written.
 //! 2. Whether a block was ever written is read from the layer's own block sets. The file system's extent map lacks
 //!    bytes that are still dirty in the page cache.
 //! 3. Bytes are written back as they were read, so a power cut during the write changes no sector.
-//! 4. If cancelled, it leaves an extent of its old type with more space than before. Another call continues.
+//! 4. After a cancellation, the extent has its old type and more space than before. Another call continues the work.
 
 use super::blocks::BlockType;
 use super::{FILE_BLOCK, Flat, Provisioning, interrupted};
@@ -27,7 +28,7 @@ use work::{Progress, Throttle};
 const FLUSH_EVERY: u64 = 32 << 20;
 
 impl Flat {
-    /// Allocates and zeroes all of the extent, while it is in use. Durable on return.
+    /// Allocates and zeroes all of the extent, while the disk is in use. Durable on return.
     ///
     /// # Errors
     /// `NoSpace` with the extent unchanged; `Interrupted` when `progress` cancels.
@@ -117,7 +118,7 @@ impl Flat {
     }
 }
 
-/// Which bytes are written according to the file system, loaded in parts as the work proceeds.
+/// Which bytes are written, according to the file system. The information is loaded in parts as the work proceeds.
 struct Account<'a> {
     flat: &'a Flat,
     /// The range for which `whole` is loaded.
@@ -141,7 +142,7 @@ impl Account<'_> {
         self.whole.clear();
         let flat = self.flat;
         let mut known_to = from;
-        // If the answer ends within the block, the next part is requested.
+        // If the loaded extents end within the block, the next part is loaded.
         while known_to < (from + FILE_BLOCK).min(flat.bytes.end) {
             let found: Vec<Placement> =
                 flat.file.placements(known_to).during(|| format!("asking where the bytes of '{}' are", flat.name))?;

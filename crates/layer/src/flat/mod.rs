@@ -95,7 +95,7 @@ pub struct FlatOptions {
     pub capacity: Option<u64>,
     /// Whether the extent may be changed.
     pub writable: bool,
-    /// Whether the descriptor marks the disk as thin. Without this, a file without holes counts as thick.
+    /// Whether the descriptor marks the disk as thin. A file without this mark and without holes counts as thick.
     pub thin: bool,
 }
 
@@ -118,7 +118,7 @@ pub struct Flat {
     state: AtomicU8,
     blocks: Blocks,
     locks: Locks,
-    /// Held during filling and punching: one at a time.
+    /// Held during filling and punching, so that only one of them runs at a time.
     work: Mutex<()>,
 }
 
@@ -174,8 +174,8 @@ impl Flat {
         }))
     }
 
-    /// The I/O mode for an extent at `offset` of `capacity` bytes: `wanted`, or buffered if its borders are not
-    /// aligned.
+    /// The I/O mode for an extent at `offset` of `capacity` bytes: `wanted`, or buffered if the extent's borders are
+    /// not aligned for direct I/O.
     pub fn mode_for(wanted: IoMode, offset: u64, capacity: u64) -> IoMode {
         let block = BLOCK_SIZE as u64;
         let aligned = offset.is_multiple_of(block) && capacity.is_multiple_of(block);
@@ -257,8 +257,8 @@ impl Flat {
         }
     }
 
-    /// The bytes to punch for `part`: at the end of the file up to the end of its last page, which would stay allocated
-    /// otherwise.
+    /// The bytes to punch for `part`. If the part ends with the file, they include the rest of the last page, which
+    /// would stay allocated otherwise.
     fn whole_pages(&self, part: &Range<u64>) -> Range<u64> {
         match part.end == self.bytes.end && self.owns_tail {
             true => part.start..part.end.next_multiple_of(BLOCK_SIZE as u64),
@@ -266,7 +266,7 @@ impl Flat {
         }
     }
 
-    /// Begins filling or punching; refused while either is under way, because they undo each other.
+    /// Begins filling or punching. Refused while either is under way, because each would undo the other.
     fn begin_work(&self) -> Result<MutexGuard<'_, ()>> {
         self.check_open()?;
         self.work
@@ -319,7 +319,7 @@ impl Flat {
                 Ok(())
             }
             Err(error) => {
-                // A part of the data may have been written, and space allocated for it.
+                // A part of the data may have been written, with newly allocated space.
                 drop(shared);
                 self.look_again(blocks);
                 Err(error)
@@ -327,7 +327,7 @@ impl Flat {
         }
     }
 
-    /// Loads the state of blocks from the file system after a change of them failed.
+    /// Loads the state of blocks from the file system after a change of these blocks failed.
     fn look_again(&self, blocks: Range<u64>) {
         for block in blocks {
             let alone = self.locks.alone(block..block + 1);

@@ -12,12 +12,12 @@ use backend::{BLOCK_SIZE, Buffer};
 use std::ops::Range;
 use work::{Progress, Throttle};
 
-/// Bytes read at a time: most blocks with data have some in the first part.
+/// Bytes read at a time: most blocks with data have a byte other than zero in the first part.
 const PART: u64 = 64 << 10;
 
 impl Flat {
-    /// Makes the extent thin and punches every file block that holds only zeros, while it is in use. Returns the number
-    /// of these blocks. Durable on return.
+    /// Makes the extent thin and punches every file block that holds only zeros, while the disk is in use. Returns the
+    /// number of punched blocks. Durable on return.
     ///
     /// # Errors
     /// `Interrupted` when `progress` cancels: the extent is thin then, and the blocks punched so far stay punched.
@@ -51,8 +51,8 @@ impl Flat {
         Ok(given_back)
     }
 
-    /// Punches the run of unwritten blocks that begins at `first`, as far as one step goes: unwritten blocks need not
-    /// be read.
+    /// Punches a run of unwritten blocks from `first` on, at most the blocks of one step. Unwritten blocks need not be
+    /// read.
     fn punch_unwritten(&self, first: u64) -> Result<(u64, u64)> {
         let end = self.blocks.count().min(first + ALONE_MAX);
         let _alone = self.locks.alone(first..end);
@@ -60,7 +60,8 @@ impl Flat {
         if run > 0 {
             self.give_back(first..first + run, &self.blocks.bytes_of(first..first + run))?;
         }
-        // If a guest has written the first block just now, the caller reads it in its next step.
+        // The run is empty if a guest has just written the first block: the caller then reads that block in its next
+        // step.
         Ok((first + run, run))
     }
 
@@ -77,7 +78,7 @@ impl Flat {
             return Ok((0, zeros + again + PART));
         }
         self.give_back(block..block + 1, &bytes)?;
-        // A page that the extent shares with another part of the file keeps its space.
+        // The block may keep a page that the extent shares with another part of the file.
         Ok((u64::from(self.blocks.state(block) == BlockType::Hole), zeros + again))
     }
 

@@ -3,8 +3,8 @@
 //! | | space freed | space kept |
 //! |---|---|---|
 //! | thin | punch | whole blocks unwritten again, parts of written ones zeroed |
-//! | zeroed thick | as kept | whole blocks unwritten again, parts of written ones zeroed |
-//! | eager zeroed thick | as kept | zeros written |
+//! | zeroed thick | as for space kept | whole blocks unwritten again, parts of written ones zeroed |
+//! | eager zeroed thick | as for space kept | zeros written |
 //!
 //! The provisioning type is read again under the locks of each step, because filling or punching may have changed it.
 
@@ -23,7 +23,7 @@ impl Flat {
         let mut block = blocks.start;
         while block < blocks.end {
             if self.provisioning() == Provisioning::Thin && !keep {
-                // Blocks without space need no work, however long the range is: continues at the next block with space.
+                // Blocks without space read as zeros already: the loop continues at the next block with space.
                 match self.blocks.next_with_space(block, blocks.end) {
                     Some(next) => block = next,
                     None => return Ok(()),
@@ -65,7 +65,8 @@ impl Flat {
             let whole = part.start <= bytes.start && bytes.end <= part.end && in_pages(&self.whole_pages(&bytes));
             let left = match whole {
                 true => BlockType::Hole,
-                // This is slower, because the file system first allocates all dirty pages; thin disks rarely need it.
+                // Asking the file system is slow, because it first allocates space for all dirty pages; thin disks
+                // rarely need this.
                 false if self.blocks.may_be_mixed() => self.look(block).during(during)?,
                 false => match self.file.next_allocated(bytes.start).during(during)? {
                     Some(run) if run.start < bytes.end => self.blocks.state(block),
@@ -77,7 +78,7 @@ impl Flat {
         Ok(())
     }
 
-    /// Zeroes a range and keeps, or allocates, its space. The caller has locked the blocks exclusively.
+    /// Zeroes a range, whose space is kept or allocated. The caller has locked the blocks exclusively.
     fn keep_zeroed(&self, blocks: Range<u64>, part: &Range<u64>) -> Result<()> {
         for block in blocks {
             let bytes = self.blocks.bytes_of(block..block + 1);

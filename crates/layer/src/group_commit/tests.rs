@@ -3,7 +3,8 @@
 use super::*;
 use crate::model::Random;
 
-/// Makes a commit as the formats do. Returns true when this call made it.
+/// Makes a commit as the formats do. Returns true if this call made it, false if another thread's commit served the
+/// call.
 fn commit(commits: &GroupCommit<u64>, call: Call, what: impl FnOnce(&mut u64) -> Result<()>) -> Result<bool> {
     let Some(mut turn) = commits.turn_for(call) else { return commits.check_changeable("image", true).map(|()| false) };
     commits.check_changeable("image", true)?;

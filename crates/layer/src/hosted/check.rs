@@ -17,15 +17,15 @@ const FINDINGS_MAX: usize = 64;
 pub struct Check {
     /// Grains that have data in the file.
     pub grains: u64,
-    /// Grains that are zeros by an entry value.
+    /// Grains with the entry that means zeros.
     pub zero_grains: u64,
     /// Bytes of the file to which no entry refers; free grains of an open image are not counted.
     pub dead: u64,
-    /// Grains for which neither copy of their table names a valid sector.
+    /// Grains without a valid sector in either copy of their table.
     pub bad: u64,
     /// Grains for which the two copies of their table differ, and neither is provably wrong.
     pub unproven: u64,
-    /// Grains whose sectors another entry names too, or that overlap tables.
+    /// Grains with sectors that another entry names too, or that overlap tables.
     pub shared: u64,
     /// Directories, tables, header and descriptor that overlap each other.
     pub overlaps: u64,
@@ -109,13 +109,13 @@ pub(super) struct Scan {
     pub(super) check: Check,
     /// Tables whose copies differ.
     pub(super) differing: Vec<usize>,
-    /// Entries that only a scan of the whole file decides, by table.
+    /// The right values of entries that only the scan of the whole file could determine, by table.
     pub(super) settled: BTreeMap<usize, Vec<(usize, u32)>>,
     /// Whether some entries are in doubt. A slot that seems unused may then be in use, so no free slot is used again.
     pub(super) in_doubt: bool,
     /// Sector ranges of header, descriptor, directories and tables, sorted.
     pub(super) areas: Vec<(u64, u64)>,
-    /// Entries that the table alone does not decide.
+    /// Entries for which the copies of their own table prove no value.
     pub(super) doubts: Vec<(usize, Doubt)>,
     pub(super) tables: Places,
     pub(super) grains: Places,
@@ -227,7 +227,8 @@ impl Hosted {
     fn scan_table(&self, directories: &Directories, index: usize, scan: &mut Scan) -> Result<()> {
         let mut table = self.look_at(directories, index);
         if let Some(writer) = self.writer.as_ref().filter(|_| table.as_ref().is_ok_and(ReadTable::is_doubtful)) {
-            // A commit may have written only one copy yet, so the table is read again between commits.
+            // A commit under way may have written only one of the copies, so the table is read again while no commit
+            // runs.
             let _between = writer.between_commits();
             table = self.look_at(directories, index);
         }
@@ -274,7 +275,8 @@ impl Hosted {
         Ok(())
     }
 
-    /// If the bitmaps do not decide (unaligned grains, or tables among grains), compares the exact sector ranges.
+    /// Finds sectors that two entries share by comparing exact sector ranges, if the bitmaps are not precise enough:
+    /// with unaligned grains, or tables among grains.
     fn scan_shared(&self, directories: &Directories, scan: &mut Scan) {
         let pairs = scan.tables.bits.iter().zip(&scan.grains.bits);
         let mixed: u64 = pairs.map(|(tables, grains)| u64::from((tables & grains).count_ones())).sum();

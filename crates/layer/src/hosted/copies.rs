@@ -3,9 +3,9 @@
 //!
 //! An entry is provably wrong if no grain can be at its sector: outside the file, among the metadata, not aligned like
 //! all other grains of the table, or at a sector that both copies give to another grain of the table. Then the other
-//! copy's entry is right. If neither is provably wrong, neither is chosen: reading such a grain is an error, because a
-//! guess would return wrong data in half of the cases. Two cases need no choice: both entries mean zeros and no parent
-//! shows through; and an image that was not closed, in which a crash may have left each entry old or new.
+//! copy's entry is right. If neither entry is provably wrong, neither is chosen: reading such a grain is an error,
+//! because a guess would return wrong data in half of the cases. Two cases need no choice: both entries mean zeros and
+//! no parent shows through; and an image that was not closed, in which a crash may have left each entry old or new.
 
 use super::directory::{ENTRY_ABSENT, ENTRY_BAD, ENTRY_ZERO};
 use rustc_hash::FxHashSet;
@@ -66,7 +66,7 @@ pub(crate) struct Merged {
     pub(super) taken: usize,
 }
 
-/// The entry to use where the copies differ and both are possible; `None` if it is in doubt.
+/// The entry to use if the copies differ and both entries are possible; `None` if the right entry is in doubt.
 pub(super) fn same_or_lenient(rules: &Rules, [primary, redundant]: [u32; 2]) -> Option<u32> {
     let (placed, other) = (rules.is_place(primary), rules.is_place(redundant));
     match (placed, other) {

@@ -30,7 +30,7 @@ pub fn create(file: &dyn File, image: &str, options: &CreateOptions<'_>) -> Resu
     create_shaped(file, image, options, GRAIN_SECTORS, TABLE_ENTRIES_MAX)
 }
 
-/// As [`create`], with other sizes of grains and tables: tests get many tables in little space.
+/// As [`create`], with any sizes of grains and tables. Tests use small sizes, to get many tables in a small file.
 pub(super) fn create_shaped(
     file: &dyn File,
     image: &str,

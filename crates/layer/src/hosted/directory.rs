@@ -41,13 +41,13 @@ impl Warnings {
     }
 }
 
-/// First sectors of the two copies of a table, primary first; 0 if a copy is missing or at an impossible sector.
+/// First sectors of the two copies of a table, primary first; 0 for a copy that is missing or at an impossible sector.
 pub(crate) type Places = [u32; 2];
 
 /// A grain table as read from the file.
 #[derive(Debug)]
 pub(crate) struct ReadTable {
-    /// Its entries, always as many as the header states. Invalid entries, and those for which neither copy is proven,
+    /// Its entries, always as many as the header states. Invalid entries, and those for which neither copy is proven
     /// are [`ENTRY_BAD`].
     pub(crate) entries: Vec<u32>,
     /// The first sectors of its copies.
@@ -76,9 +76,9 @@ impl ReadTable {
 #[derive(Clone)]
 pub(crate) struct Directories {
     copies: [Vec<u32>; 2],
-    /// The first sector after each directory, where the usual layout has its tables.
+    /// The first sector after each directory: in the usual layout, the tables begin there.
     laid: [u64; 2],
-    /// Whether most tables are at these sectors.
+    /// Whether most tables are where the usual layout has them.
     regular: bool,
     table_entries: usize,
     table_sectors: u64,
@@ -86,9 +86,9 @@ pub(crate) struct Directories {
 }
 
 impl Directories {
-    /// Reads the directories at the sectors in `header`. `image` is for messages. An image that is opened for writing
-    /// needs both directories if the file has two: if one read failed only this time, the tables of that directory
-    /// would not get the changes, and would differ later.
+    /// Reads the directories at the sectors in `header`. `image` is for messages. If the file has two directories, an
+    /// image that is opened for writing needs both: if the read of one fails only temporarily, changes would be missing
+    /// from the tables of that directory, and its copies would differ later.
     pub(crate) fn read(
         file: &dyn File,
         header: &Header,
@@ -149,7 +149,7 @@ impl Directories {
         self.rules.lenient |= force;
     }
 
-    /// From now on, differing copies count as damage.
+    /// Called after the effects of a crash are repaired: from now on, differing copies count as damage.
     pub(super) fn judge_strictly(&mut self, force: bool) {
         self.rules.lenient = force;
     }
@@ -184,7 +184,7 @@ impl Directories {
         !self.copies[copy].is_empty()
     }
 
-    /// Enters a new table.
+    /// Sets the locations of a new table in both directories.
     pub(crate) fn set(&mut self, index: usize, places: Places) {
         for (copy, place) in self.copies.iter_mut().zip(places) {
             if let Some(entry) = copy.get_mut(index) {
@@ -244,8 +244,7 @@ impl Directories {
         let before_grains = places.iter().all(|place| u64::from(*place) < self.rules.first);
         if (self.regular && before_grains || copies[0] != copies[1]) && copies.iter().all(Option::is_some) {
             // A wrong directory entry leads to sectors that hold no table. If the other directory's entry leads to the
-            // usual location of the table, that one is right, and nothing may be written at the location of the wrong
-            // one.
+            // usual location of the table, that entry is right, and nothing may be written where the wrong entry leads.
             let laid = [0, 1].map(|copy| places[copy] == self.laid_out(copy, index));
             if laid[0] != laid[1] {
                 let astray = usize::from(laid[0]);

@@ -7,7 +7,7 @@ use crate::{CAPACITY_MAX, Error, ErrorKind, Result, SECTOR};
 
 /// `KDMV`.
 pub const MAGIC: [u8; 4] = *b"KDMV";
-/// The magic number that some writers use until the file is complete.
+/// The magic number that some writers use while the file is incomplete.
 const MAGIC_UNFINISHED: [u8; 4] = *b"kdmv";
 
 /// Bytes of a header.
@@ -26,10 +26,10 @@ pub const FLAG_MARKERS: u32 = 1 << 17;
 /// Flags that a reader must know to read the file correctly.
 const FLAGS_ESSENTIAL: u32 = 0xffff_0000;
 
-/// Line ends and a space, which a transfer in text mode changes.
+/// Line ends and a space: a file transfer in text mode changes these bytes, so the damage is detected.
 const NEWLINES: [u8; 4] = [0x0a, 0x20, 0x0d, 0x0a];
 
-/// Value of the directory's sector in the header of a stream: the footer has the real one.
+/// Value of the directory's sector in the header of a stream: the sector is stated in the footer instead.
 pub const DIRECTORY_AT_END: u64 = u64::MAX;
 
 /// The smallest grain, in sectors.

@@ -1,10 +1,10 @@
 //! Repairing the tables of an image from their redundant copies: decisions that need a scan of the whole file, and
 //! making both copies equal.
 //!
-//! Two more proofs need the whole file. An entry is wrong if both copies give its sector to another grain, or to a
-//! table. And if all unused parts of the file are holes, as in files that lamina has closed, an entry that names data
-//! is right, and the other one is wrong. An entry still in doubt stays unchanged in both copies, is reported, and reads
-//! as an error.
+//! Besides the proofs in [`super::copies`], two more need the whole file. First, an entry is wrong if both copies give
+//! its sector to another grain, or to a table. Second, if all unused parts of the file are holes, as in files that
+//! lamina has closed, an entry that names data is right, and the differing entry of the other copy is wrong. An entry
+//! still in doubt stays unchanged in both copies, is reported, and reads as an error.
 
 use super::Hosted;
 use super::check::{Scan, tell};
@@ -104,7 +104,7 @@ impl Hosted {
         self.header.unclean && self.writer.is_none()
     }
 
-    /// The right entry, if it is proven or if both have the same effect; `None` otherwise.
+    /// The right entry, if it is proven, or if both entries have the same effect; `None` otherwise.
     fn settle(&self, rules: &Rules, doubt: &Doubt, tidy: bool) -> Result<Option<u32>> {
         let [primary, redundant] = doubt.entries;
         match doubt.possible {
@@ -151,8 +151,8 @@ impl Hosted {
         Ok(bytes.iter().any(|byte| *byte != 0))
     }
 
-    /// Makes both copies of the differing tables equal, durably, except for entries in doubt. A missing copy is
-    /// allocated.
+    /// Makes both copies of the differing tables equal, durably, except for entries in doubt. A table that is missing
+    /// in one directory is allocated there.
     pub(super) fn mend(&self, scan: &Scan, space: &Space) -> Result<()> {
         let flush = || self.file.sync().during(|| format!("{}: cannot flush", self.image));
         let directories = self.tables.directories().strict();

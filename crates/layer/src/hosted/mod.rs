@@ -17,9 +17,9 @@
 //! 3. The unclean mark is durable before the first change. It is removed after the last change, when the file is
 //!    truncated to its used part.
 //! 4. At most one entry names a sector (a file that violates this is not opened for writing). A sector is reused only
-//!    when no reader can reach it by its old entry: see `space.rs`.
-//! 5. After a failed write or flush no more is written: the layer returns [`ErrorKind::Stopped`] until it is opened
-//!    again.
+//!    when no reader can still use the old entry that named it: see `space.rs`.
+//! 5. After a failed write or flush nothing more is written: the layer returns [`ErrorKind::Stopped`] until it is
+//!    opened again.
 //!
 //! Locks, outermost first: the gate (shared by changes, exclusive for closing), the commit, `loading`, the state of the
 //! tables and the directories, the space. Only the gate is held while payload is read or written.
@@ -170,7 +170,7 @@ impl Layer for Hosted {
     }
 
     fn table_size(&self) -> (u64, u64) {
-        // Both copies; in the worst case each begins a new page.
+        // The size of both copies: in the worst case each begins a new page.
         let table = (self.header.table_sectors() * SECTOR).next_multiple_of(backend::BLOCK_SIZE as u64);
         (u64::from(self.header.table_entries) * self.grain_bytes(), 2 * table)
     }

@@ -1,9 +1,9 @@
 //! Allocation of new grains, and reuse of old ones.
 //!
-//! Grains are appended. The file grows in steps, by holes, and closing truncates it to [`Space::used`]. A grain that no
-//! table names any more is *retired* ([`crate::retirement`]): when no table on the device names it and no operation
-//! uses it, it is punched and becomes free, so that every free grain reads as zeros. Grains that a crash leaves without
-//! an entry are found when the image is next opened for writing.
+//! Grains are appended. The file grows in large steps of unallocated space, and closing truncates it to
+//! [`Space::used`]. A grain that no table names any more is *retired* ([`crate::retirement`]): when no table on the
+//! device names it and no operation uses it, it is punched and becomes free, so that every free grain reads as zeros.
+//! Grains that a crash leaves without an entry are found when the image is next opened for writing.
 
 use crate::epochs::Epochs;
 use crate::retirement::Retirement;
@@ -22,7 +22,7 @@ const FREE_RUNS_MAX: usize = 1 << 16;
 /// The first sector that no 32-bit entry can name as the start of a grain; the largest number is reserved for damage.
 const SECTORS_END: u64 = u32::MAX as u64;
 
-/// The most runs of retired grains remembered; others stay dead likewise.
+/// The most runs of retired grains remembered; others stay dead until the image is opened after a crash, or copied.
 const RETIRED_RUNS_MAX: usize = 1 << 20;
 
 /// Consecutive sectors of the file.
@@ -113,11 +113,11 @@ impl Space {
         Ok(())
     }
 
-    /// Allocates `sectors` sectors for a table; they read as zeros.
+    /// Allocates `sectors` sectors, which read as zeros, for a table.
     pub(super) fn allocate_table(&self, file: &dyn File, sectors: u64) -> Result<u32> {
         let mut state = self.state.lock();
         if state.tables.sectors < sectors {
-            // Whole grains, so that later grains stay aligned.
+            // The size is rounded up to whole grains, so that later grains stay aligned.
             let size = sectors.next_multiple_of(self.grain);
             state.tables = self.append(&mut state, file, size)?;
         }
@@ -127,7 +127,7 @@ impl Space {
         u32::try_from(place).map_err(|_| self.full())
     }
 
-    /// Frees the table that was allocated last. Any other one stays unused.
+    /// Frees the sectors of a table if it was allocated last; the sectors of any other table stay unused.
     pub(super) fn give_table_back(&self, place: u32, sectors: u64) {
         let mut state = self.state.lock();
         if state.tables.start == u64::from(place) + sectors {
@@ -161,7 +161,8 @@ impl Space {
         }
     }
 
-    /// Frees grains that were allocated and never named by a table.
+    /// Retires grains that were allocated and never named by a table. They may contain data, so they become free only
+    /// after they were punched.
     pub(super) fn give_back(&self, runs: &[SectorRun]) {
         let mut state = self.state.lock();
         for run in runs {
@@ -174,7 +175,8 @@ impl Space {
         self.state.lock().retirement.begin_commit(&self.epochs);
     }
 
-    /// Called when that commit is durable: frees the grains that no operation uses any more. Calls do not overlap.
+    /// Called when the commit that began last is durable: punches and frees the retired grains that no operation uses
+    /// any more. Calls do not overlap.
     pub(super) fn complete_commit(&self, file: &dyn File) {
         let mut ready: Vec<Range<u64>> = Vec::new();
         {
@@ -206,7 +208,7 @@ impl Space {
     }
 }
 
-/// Drops retired grains beyond the limit: they stay dead, and the next opening for writing finds them.
+/// Retires grains. Those beyond the limit are dropped: they stay dead, and the next opening for writing finds them.
 fn give_up(retirement: &mut Retirement, places: Range<u64>) {
     let _remembered = retirement.give_up(places);
 }

@@ -55,7 +55,7 @@ impl Table {
     }
 }
 
-/// The writes of a commit.
+/// The tables that a commit writes.
 #[derive(Default)]
 pub(super) struct Batch {
     /// Changed sectors of tables that the directories name already.
@@ -119,7 +119,7 @@ impl Tables {
         self.directories.read().clone()
     }
 
-    /// Table `index`; `None` if there is no such table, and all its grains are absent.
+    /// Table `index`; `None` if the table does not exist, so that all its grains are absent.
     pub(crate) fn get(&self, file: &dyn File, index: usize, warnings: &Warnings) -> Result<Option<Arc<Table>>> {
         if let Some(table) = self.state.read().get(index) {
             return Ok(Some(Arc::clone(table)));
@@ -135,7 +135,7 @@ impl Tables {
         let Some(read) = read else { return Ok(None) };
         let table = Arc::new(Table::new(read.entries, read.places, !read.doubts.is_empty()));
         if read.differ {
-            // One copy is damaged; the next change of the table rewrites both.
+            // One copy on the device is damaged, so the next commit of the table rewrites both copies completely.
             table.changed.store(u32::MAX, Ordering::Relaxed);
         }
         self.state.write().cache.insert(index, Arc::clone(&table));
@@ -157,7 +157,7 @@ impl Tables {
         Ok(read.map(|read| Arc::new(Table::new(read.entries, read.places, !read.doubts.is_empty()))))
     }
 
-    /// Enters a new, empty table at `places`. Returns false if the table exists by now.
+    /// Adds a new, empty table at `places`. Returns false if another thread has added the table meanwhile.
     pub(super) fn add(&self, index: usize, places: Places) -> bool {
         let mut state = self.state.write();
         if state.get(index).is_some() {
@@ -181,7 +181,8 @@ impl Tables {
         self.directories.write().judge_strictly(force);
     }
 
-    /// Replaces a table in memory by what a repair has written. No other thread changes it meanwhile.
+    /// Replaces a table in memory by the version that a repair has written. The caller prevents other changes of the
+    /// table.
     pub(super) fn replace(&self, index: usize, entries: Vec<u32>, places: Places, damaged: bool) {
         self.state.write().cache.insert(index, Arc::new(Table::new(entries, places, damaged)));
     }
@@ -264,7 +265,8 @@ impl Tables {
         batch
     }
 
-    /// Enters tables into the directories; returns copy, directory sector, and content of each sector to write.
+    /// Sets the locations of tables in the directories; returns copy, directory sector, and content of each sector to
+    /// write.
     pub(super) fn enter_places(&self, tables: impl Iterator<Item = (usize, Places)>) -> Vec<(usize, u64, Vec<u8>)> {
         let mut directories = self.directories.write();
         let mut sectors: Vec<(usize, usize)> = Vec::new();

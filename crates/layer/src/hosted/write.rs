@@ -2,9 +2,9 @@
 //! makes them durable.
 //!
 //! Before a new grain is written, space is allocated for both copies of its table and for the directory sectors that
-//! name a new table, so that the commit cannot lack space. An allocated grain is overwritten in place. A new grain is
-//! written first, and then entered in its table in memory, so the map never names bytes that are not in the file. The
-//! commit writes the tables:
+//! name a new table, so that the commit cannot lack space. An allocated grain is overwritten in place. The payload of a
+//! new grain is written first, and then its location is entered in the table in memory, so the map never names bytes
+//! that are not in the file. The commit writes the tables:
 //!
 //! ```text
 //! take the changed tables as they are -> write new tables -> flush (payload and new tables are durable)
@@ -155,7 +155,7 @@ impl Hosted {
         if range.is_empty() {
             return Ok(());
         }
-        // Held to the end: a grain that is overwritten in place must not be reused meanwhile.
+        // The epoch is held to the end of the write: a grain that is overwritten in place must not be reused meanwhile.
         let _epoch = writer.epoch();
         let first = start / self.grain_bytes();
         let planned = self.plan(first, range.end.div_ceil(self.grain_bytes()) - first)?;
@@ -170,8 +170,8 @@ impl Hosted {
             return Err(self.stop_after(writer, error));
         }
         for piece in pieces.iter().filter(|piece| piece.fresh) {
-            // If this fails, grains are lost until the image is opened again, because a table may name some of them
-            // already.
+            // If this fails, the new grains stay allocated until the image is opened again, because a table may name
+            // some of them already.
             let place = piece.place.unwrap_or(0);
             self.enter(writer, piece.first, piece.count, |at| (place + at * self.header.grain) as u32)
                 .map_err(|error| self.stop_after(writer, error))?;
@@ -205,7 +205,7 @@ impl Hosted {
         Ok(pieces)
     }
 
-    /// Allocates locations for grains without one; adds the allocated runs to `runs`.
+    /// Allocates locations for grains that have none, and appends the allocated runs to `runs`.
     fn place(&self, writer: &Writer, planned: Vec<WritePiece>, runs: &mut Vec<SectorRun>) -> Result<Vec<WritePiece>> {
         let missing: u64 = planned.iter().filter(|piece| piece.fresh).map(|piece| piece.count).sum();
         if missing == 0 {
@@ -303,7 +303,8 @@ impl Hosted {
         Err(Error::new(ErrorKind::Corrupt, what))
     }
 
-    /// Allocates the space of the tables of grains that will be allocated, and creates missing tables.
+    /// Creates the missing tables of a range of grains, and allocates the space of all its tables, before the grains
+    /// are allocated.
     fn back_tables(&self, writer: &Writer, first: u64, count: u64) -> Result<()> {
         for (index, _, _) in self.by_table(first, count) {
             let table = self.table_for_change(writer, index)?;
@@ -312,8 +313,8 @@ impl Hosted {
         Ok(())
     }
 
-    /// Allocates the space of both copies of a table. In new images the copies are holes, and in images copied with
-    /// holes, too.
+    /// Allocates the space of both copies of a table. The copies may be holes: in a new image, and in one that was
+    /// copied sparsely.
     fn back_table(&self, writer: &Writer, table: &Table) -> Result<()> {
         let places = table.places().into_iter().filter(|place| *place != 0);
         let sectors = self.header.table_sectors();
@@ -361,7 +362,8 @@ impl Hosted {
                 (Some(place), _) if keep || nowhere.is_none() => {
                     let length = piece.count * self.grain_bytes();
                     let done = match keep {
-                        // The space must not be freed for a moment: another program might take it.
+                        // The space must stay allocated throughout: if it were freed for a moment, another program
+                        // could take it.
                         true => self.file.write_zeros(place * SECTOR, length),
                         false => self.file.punch(place * SECTOR, length),
                     };
@@ -387,7 +389,7 @@ impl Hosted {
         }
     }
 
-    /// Commits. Does nothing on a closed image, whose sectors may belong to another writer.
+    /// Makes a commit. On a closed image nothing is written, because its sectors may belong to another writer by now.
     pub(super) fn flush_open(&self, writer: &Writer) -> Result<()> {
         match *writer.gate.read() {
             true => self.commit(writer),
@@ -407,7 +409,7 @@ impl Hosted {
         let flush = || self.file.sync().during(|| format!("{}: cannot flush", self.image));
         let what = || format!("{}: cannot write grain tables", self.image);
         turn.begin();
-        // In this order, so that the tables taken afterwards name no grain that was retired until now.
+        // Before the tables are taken: so the taken tables name no grain that was retired before.
         writer.space.begin_commit();
         let mut batch = self.tables.take_changes();
         for (_, places, bytes) in &batch.fresh {
@@ -437,7 +439,7 @@ impl Hosted {
         [self.header.directory_offset, self.header.redundant_offset]
     }
 
-    /// Enters tables into the directories, in memory and in the file, without a flush.
+    /// Sets the locations of tables in the directories, in memory and in the file, without a flush.
     pub(super) fn write_directories(&self, tables: impl Iterator<Item = (usize, Places)>) -> Result<()> {
         let offsets = self.directory_offsets();
         for (copy, sector, bytes) in self.tables.enter_places(tables) {

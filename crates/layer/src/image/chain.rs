@@ -1,11 +1,12 @@
 //! Opening the parents of an image down to the base.
 //!
 //! A child names its parent by a path that may be outdated, because disks are moved and copied. The parent is searched
-//! in this order: by its file name in the child's folder; by the hint; and in a folder beside the child's that has the
-//! name of the hint's last folder. The first image that opens and whose CID is the one recorded in the child is the
-//! parent. qcow2 images record no CID: their parent is where they say, or missing. Raw disks have no CID either. A
-//! child that lamina makes above a raw disk records the CID of a disk that was never written, and names a file called
-//! like a raw disk. Such a file is accepted as the parent, and opened as raw, whatever the guest has written into it.
+//! in this order: by its file name in the child's folder; by the hint; and in a folder next to the child's folder, by
+//! the name of the last folder in the hint. The first image that opens and whose CID is the one recorded in the child
+//! is the parent. A qcow2 image records no CID: its parent must be at the recorded path. Raw disks have no CID either.
+//! A child that lamina makes above a raw disk records the CID of a disk that was never written, and its hint has the
+//! name of a raw file. The file with that name is accepted as the parent, and opened as raw, whatever the guest has
+//! written into it.
 
 use super::{Format, Image, OpenOptions, ParentReference, Place, base_name, is_raw_name};
 use crate::descriptor::ContentId;
@@ -56,7 +57,7 @@ pub fn open_chain(place: Place, options: &OpenOptions) -> Result<Chain> {
     Ok(Chain { images })
 }
 
-/// Why candidates for the parent were not accepted; the most serious reason is reported.
+/// The reasons why candidates for the parent were not accepted. The most serious reason is reported.
 #[derive(Default)]
 struct Passed {
     changed: Option<(Error, Image)>,
@@ -104,8 +105,8 @@ fn find_parent(child: &Image, reference: &ParentReference, options: &OpenOptions
     match passed {
         Passed { changed: Some((_, image)), .. } if options.force => Ok(image),
         Passed { changed: Some((error, _)), .. } => Err(error),
-        // A clone may have the same file name as its parent: then the file in its own folder is the clone itself, and
-        // the parent is in a folder that was not permitted.
+        // A clone may have the same file name as its parent: then the file of that name in the clone's folder is the
+        // clone itself, and the parent is in a folder that was not permitted.
         Passed { circle: Some(circle), refused: Some(refused), unreadable: None, .. } => Err(refused.context(circle)),
         Passed { circle: Some(error), .. } => Err(error),
         Passed { unreadable: Some(error), .. } | Passed { refused: Some(error), .. } => {
@@ -120,7 +121,7 @@ fn find_parent(child: &Image, reference: &ParentReference, options: &OpenOptions
     }
 }
 
-/// Candidates for the parent, best first. For a child that records no CID, only the path that it states.
+/// Candidates for the parent, best first. If the child records no CID, the path that it states is the only candidate.
 fn candidates(child: &Place, reference: &ParentReference) -> impl Iterator<Item = Result<Place>> {
     let hint = reference.hint.as_str();
     let places = if reference.format.is_some() { 1..2 } else { 0..3 };
@@ -135,7 +136,7 @@ fn candidates(child: &Place, reference: &ParentReference) -> impl Iterator<Item 
     })
 }
 
-/// Opens a parent for reading; `None` if there is no such file.
+/// Opens a parent for reading; `None` if the file does not exist.
 fn open_parent(place: Place, reference: &ParentReference, options: &OpenOptions) -> Result<Option<Image>> {
     match place.open(IoMode::Buffered, Access::Read) {
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
@@ -151,7 +152,7 @@ fn names_raw(place: &Place, reference: &ParentReference) -> bool {
     reference.content == Some(ContentId::INITIAL) && is_raw_name(&place.name)
 }
 
-/// Why an image is not the parent above which the child was made; `None` if it is.
+/// The error if an image is not the parent above which the child was made; `None` if it is that parent.
 fn changed(child: &str, reference: &ParentReference, parent: &Image) -> Option<Error> {
     let wanted = reference.content?;
     let label = parent.place().label();

@@ -77,7 +77,7 @@ pub fn check(place: &Place, options: &OpenOptions, repair: bool, progress: &dyn 
             work.check_alone(Format::HostedSparse, place, parent, progress)
         }
         _ => {
-            // Parts that cannot be opened by themselves are reported by opening the whole image.
+            // Extents that could not be found above make this opening of the whole image fail, which reports them.
             let image = Image::open(place.clone(), &OpenOptions { writable: false, ..options.clone() })?;
             let format = match image.layer().format() {
                 "vmfssparse" => Format::VmfsSparse,
@@ -109,7 +109,7 @@ impl Work<'_> {
         Ok(vec![self.check(format, place, flat, parent, progress)?])
     }
 
-    /// Checks one extent, after a repair if one was requested.
+    /// Checks one extent, after a repair if the caller requested one.
     fn check(
         &self,
         format: Format,

@@ -34,7 +34,7 @@ pub(super) struct Concatenated {
     writable: bool,
 }
 
-/// The part of a range that lies in one extent.
+/// The part of a requested range that is in one extent.
 struct ExtentPart<'a> {
     index: usize,
     placed: &'a Placed,
@@ -107,7 +107,7 @@ impl ExtentPart<'_> {
     }
 
     /// Converts the extents in `out` from index `from` on, which the part's layer returned, to offsets and files of the
-    /// whole disk; the whole result begins at index `own`.
+    /// whole disk; the result of this layer begins at index `own`.
     fn translate(&self, out: &mut Vec<Extent>, from: usize, own: usize) -> Result<()> {
         for extent in &mut out[from..] {
             extent.start += self.placed.start;
@@ -230,7 +230,8 @@ impl Layer for Concatenated {
     fn overwrite(&self, start: u64, slices: &[&[u8]]) -> Result<bool> {
         let length: u64 = slices.iter().map(|slice| slice.len() as u64).sum();
         let mut pieces = self.pieces(start..start.saturating_add(length))?;
-        // With several extents, a later one could refuse after an earlier one was changed.
+        // A write over several extents is not done here: a later extent could refuse it after an earlier one was
+        // changed.
         match (self.writable, pieces.next(), pieces.next()) {
             (true, Some(piece), None) => piece.changeable()?.overwrite(piece.within.start, slices),
             _ => Ok(false),
@@ -291,7 +292,7 @@ impl Layer for Concatenated {
     }
 
     fn close(&self) -> Result<()> {
-        // Every extent is closed, even if closing another one fails.
+        // Every extent is closed, even if closing an earlier one fails.
         let outcomes: Vec<Result<()>> = self.layers().map(|layer| layer.close()).collect();
         outcomes.into_iter().collect()
     }

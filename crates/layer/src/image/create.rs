@@ -13,11 +13,11 @@
 //!
 //! Invariants:
 //!
-//! 1. The name exists only after [`Unfinished::finish`], and then leads to a complete image. A conversion fills an
-//!    image between [`begin`] and `finish`, so a partly filled image is never taken for a disk.
+//! 1. The file with the image's name exists only after [`Unfinished::finish`], and then the image is complete. A
+//!    conversion fills an image between [`begin`] and `finish`, so a partly filled image is never taken for a disk.
 //! 2. The descriptor that names the extents is durable, under a temporary name, before any extent is created: so
-//!    [`storage::sweep`] can remove what a crash leaves. An image in a single file is created as a whole under the
-//!    temporary name.
+//!    [`storage::sweep`] can remove the files that a crash leaves. An image in a single file is created as a whole
+//!    under the temporary name.
 //! 3. The file with the temporary name is locked while an image is unfinished: a second creation fails with `Busy`.
 //! 4. No existing file is overwritten, and after an error no new file is left.
 
@@ -203,7 +203,7 @@ impl NewParent {
     /// An open image as the parent of a new image in `folder`.
     ///
     /// # Errors
-    /// `Unsupported` when the image has no descriptor, and so no CID that a child could record.
+    /// `Unsupported` when the image has no descriptor: then it has no CID that a child could record.
     pub fn of(parent: &Image, folder: &Folder) -> Result<Self> {
         let Some(descriptor) = parent.descriptor() else {
             let text = format!(
@@ -316,7 +316,7 @@ pub struct Made {
 }
 
 impl Made {
-    /// Removes the image. A crash leaves all of it, or files that [`storage::sweep`] removes.
+    /// Removes the image. After a crash the image is complete, or [`storage::sweep`] removes its files.
     pub fn remove(&self) -> Result<()> {
         let directory = self.place.folder.directory();
         let temporary = format!("{}{NEW_SUFFIX}", self.place.name);
@@ -341,8 +341,8 @@ pub fn create(
     begin_described(folder, image, descriptor, random, progress)?.finish()
 }
 
-/// Creates an empty image except for its name, so that it can be filled first. An image that is neither finished nor
-/// abandoned is swept at the next opening of the folder.
+/// Creates an empty image under a temporary name, so that it can be filled before it gets its final name. An image that
+/// is neither finished nor abandoned is swept at the next opening of the folder.
 pub fn begin(
     folder: &Folder,
     image: &NewImage<'_>,
@@ -412,7 +412,8 @@ impl Unfinished {
             None => Some(super::Format::Flat),
         };
         let place = Place { folder: self.folder.clone(), name: self.temporary() };
-        // The lock of a single-file image is the one that this value holds already.
+        // This value already holds the lock of a single-file image, which is the lock on the file with the temporary
+        // name.
         let held = is_single(self.descriptor.as_ref());
         Image::open(place, &OpenOptions { format, held, ..options.clone() })
     }
@@ -433,7 +434,7 @@ impl Unfinished {
         Ok(Made { place: Place { folder, name }, files })
     }
 
-    /// Removes the files of the image, as far as possible; the rest is swept later.
+    /// Removes the files of the image, as far as possible; a later sweep removes the others.
     pub fn abandon(self) {
         let directory = &**self.folder.directory();
         take_back(Pending::resume(directory, &self.name, self.lock), directory, &self.extents);
@@ -442,7 +443,7 @@ impl Unfinished {
 
 fn take_back(pending: Pending<'_>, directory: &dyn Directory, extents: &[String]) {
     for extent in extents {
-        // The unfinished descriptor names this extent, so it has to stay while the extent does.
+        // The unfinished descriptor is kept as long as this extent exists, so that a sweep can find the extent.
         if directory.remove(extent).is_err_and(|error| error.kind() != std::io::ErrorKind::NotFound) {
             return;
         }

@@ -68,13 +68,13 @@ impl Format {
 /// Options for opening an extent.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct ExtentOptions {
-    /// The part of the file; `writable` applies to all formats.
+    /// The part of the file that a flat extent occupies; `writable` in it applies to all formats.
     pub(super) flat: FlatOptions,
     /// Whether the image has a parent, so that zeros have to be recorded.
     pub(super) parent: bool,
     /// How to treat a journal that was not replayed.
     pub(super) journal: DirtyJournal,
-    /// Whether the readable rest of a truncated stream is accepted.
+    /// Whether a truncated stream is accepted as far as it can be read.
     pub(super) force: bool,
 }
 
@@ -169,8 +169,8 @@ fn open_qcow2(place: &Place, file: Arc<dyn File>) -> Result<OpenExtent> {
     Ok(OpenExtent { layer, flat: None, engine: None, parent })
 }
 
-/// The backing file of a qcow2 image. Its format is never guessed, because the guest of a raw disk controls its
-/// content.
+/// The backing file of a qcow2 image. Its format is never guessed, because the guest controls the content of a raw
+/// disk.
 fn backing_reference(backing: &qcow2::Backing, image: &str) -> Result<ParentReference> {
     let refused = |what: String| Err(Error::new(ErrorKind::Unsupported, format!("'{image}' {what}")));
     let name = backing.name.as_str();

@@ -5,9 +5,9 @@
 //! 1. By default only files in the folder of the image that the user named, and in folders below it, are opened. `..`,
 //!    absolute paths and other folders need a root that the caller permitted; the error says which.
 //! 2. The real location of a file decides: the name is resolved first, including symbolic links, and the result is
-//!    compared with the roots. A link that leads out is refused like the path to which it leads.
+//!    compared with the roots. A link to a file outside the roots is refused like the path of that file.
 //! 3. The resolved file is the one that is opened: its folder is opened component by component, and then the file,
-//!    without following links, so that no other process can replace them in between.
+//!    without following links, so that no other process can replace a component in between.
 //! 4. The file system is not asked about a refused name, so an error does not reveal whether such a file exists.
 //! 5. Only regular files are opened: no device, pipe or socket.
 //!
@@ -26,7 +26,7 @@ const REFERENCE_MAX: usize = 4096;
 #[derive(Clone)]
 pub struct Folder {
     directory: Arc<dyn Directory>,
-    /// The canonical path; `None` for storage without paths (a pool, a simulated disk): then only plain names are
+    /// The canonical path; `None` for a medium without paths, such as a simulated disk: then only plain names are
     /// possible.
     path: Option<Arc<Path>>,
     /// Canonical paths of the folders below which every file may be opened.
@@ -71,7 +71,7 @@ impl Folder {
         &self.directory
     }
 
-    /// Its path, if it has one.
+    /// The folder's path, if it has one.
     pub fn path(&self) -> Option<&Path> {
         self.path.as_deref()
     }
@@ -80,7 +80,8 @@ impl Folder {
     /// `/` or `\`. The file need not exist if it could only be in this folder.
     ///
     /// # Errors
-    /// `Invalid` with the option that permits it, if it must not be opened; `NotFound` if there is none.
+    /// `Invalid` if the file must not be opened; the message names the option that would permit it. `NotFound` if it
+    /// does not exist.
     pub fn resolve(&self, reference: &str) -> Result<Place> {
         if reference.is_empty() || reference.len() > REFERENCE_MAX || reference.contains('\0') {
             return Err(Error::new(ErrorKind::Invalid, format!("'{}' is no file name", reference.escape_debug())));
@@ -132,8 +133,8 @@ impl Folder {
 }
 
 impl Place {
-    /// The file that the user named, after following links. Its folder and those in `permitted` are the roots for files
-    /// to which it refers.
+    /// The file that the user named, after following links. The files to which it refers may be in its folder and in
+    /// the folders `permitted`.
     pub fn local(path: &Path, permitted: &[PathBuf]) -> Result<Self> {
         let real = path.canonicalize().during(|| format!("looking for '{}'", path.display()))?;
         let (Some(folder), Some(name)) = (real.parent(), real.file_name().and_then(|name| name.to_str())) else {

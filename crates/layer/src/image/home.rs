@@ -1,7 +1,7 @@
 //! The descriptor of an open image, and the rule that the CID changes before the content does.
 //!
-//! 1. Before the first change after an opening reaches any extent, a new CID is durable. So a delta that was made above
-//!    the old content, and is not part of this chain, is never read above the new content: its parentCID differs.
+//! 1. Before the first change after an opening reaches any extent, a new CID is durable. A delta that was made above
+//!    the old content, outside this chain, records the old CID, so it is never read above the new content.
 //! 2. An image whose descriptor cannot be written cannot be changed.
 //! 3. If a full file system has no space for a new descriptor, the digits of CID and parentCID are overwritten in place
 //!    ([`storage::renumber`]): an image that has space for its payload is never refused because of its CID.
@@ -63,12 +63,13 @@ impl StoredDescriptor {
         Ok(())
     }
 
-    /// Sets a new CID, once per opening.
+    /// Gives the image a new CID, only once for each opening.
     pub(super) fn renew(&self) -> Result<()> {
         if self.renewed.load(Ordering::Acquire) {
             return Ok(());
         }
-        // Holds the lock to the end: once a caller has read the CID, it does not change again.
+        // The lock is held to the end: once a caller has read the CID, the CID does not change again during this
+        // opening.
         let mut current = self.descriptor.lock();
         if self.renewed.load(Ordering::Acquire) {
             return Ok(());
@@ -81,7 +82,8 @@ impl StoredDescriptor {
                 changed.renew_content(random);
                 let directory = &**self.place.folder.directory();
                 match storage::replace(directory, &self.place.name, &changed) {
-                    // The name of the change-tracking file, which becomes invalid, cannot be removed in place.
+                    // Only without change tracking: the name of the change-tracking file would have to be removed,
+                    // which is not possible in place.
                     Err(error) if error.kind() == ErrorKind::NoSpace && current.change_tracking.is_none() => {
                         changed = storage::renew_in_place(directory, &self.place.name, random)?;
                     }

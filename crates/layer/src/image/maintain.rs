@@ -63,12 +63,14 @@ impl std::ops::AddAssign for ImageFreed {
     }
 }
 
-/// Share of the time, in percent, in which wiping and shrinking work while guests are active. Without it, a guest that
-/// always has a request under way would lose a quarter of its rate, even if each single request met its latency goal.
+/// Share of the time, in percent, in which wiping and shrinking work while guests are active. Without this limit, a
+/// guest that always has a request under way would lose a quarter of its rate, even if each single request met its
+/// latency goal.
 const SHARE: u32 = 6;
-/// The longest pause after one step: enough to keep the share after a commit whose flushes took a tenth of a second.
+/// The longest pause after one step: long enough for the share to be kept even if the flushes of a commit took a tenth
+/// of a second.
 const REST_MAX: Duration = Duration::from_secs(2);
-/// Pauses are divided into parts of this length, so that a cancellation is noticed.
+/// Pauses are divided into parts of this length, so that a cancellation is noticed soon.
 const REST_PART: Duration = Duration::from_millis(20);
 
 /// The grain size of SEsparse, in bytes.
@@ -86,7 +88,7 @@ impl Image {
     }
 
     /// Frees grains that no table names, and with `zeros` also grains that hold only zeros: see [`SeSparse::wipe`].
-    /// Runs while guests are active, at a pace that hardly slows them.
+    /// Guests may be active; the work pauses so often that it hardly slows them.
     pub fn wipe(&self, zeros: bool, progress: &dyn Progress) -> Result<ImageFreed> {
         self.check_writable()?;
         let mut sum = ImageFreed::default();
@@ -122,7 +124,7 @@ impl Image {
         Ok(sum)
     }
 
-    /// Checks every table. With `repair`, and open for writing, repairs what is possible.
+    /// Checks every table. With `repair`, an image open for writing is also repaired as far as possible.
     pub fn check(&self, repair: bool, progress: &dyn Progress) -> Result<ImageCheck> {
         if repair {
             self.check_writable()?;
@@ -187,8 +189,8 @@ impl Image {
         Ok(sum)
     }
 
-    /// Sets a new CID now, unless this opening has set one. So a delta that is made next records a CID that no later
-    /// write changes.
+    /// Sets a new CID now, unless this opening has already set one. A delta that is made next then records a CID that
+    /// no later write changes.
     pub fn renew_content(&self) -> Result<()> {
         self.check_writable()?;
         match &self.home {
@@ -222,7 +224,7 @@ struct Resting<'a> {
     pause: Mutex<Pause>,
 }
 
-/// When the current step began, and what it has done.
+/// The start of the current step, and the work done in it.
 struct Pause {
     begun: Instant,
     worked: Duration,

@@ -61,7 +61,7 @@ pub type Entropy = Arc<dyn Fn() -> u64 + Send + Sync>;
 
 /// Random numbers from the operating system.
 pub fn system_entropy() -> Entropy {
-    // Every state is keyed with random bytes of the system, and differs from the one before.
+    // Every new `RandomState` has keys that differ from those before, and that derive from random bytes of the system.
     Arc::new(|| std::hash::RandomState::new().build_hasher().finish())
 }
 
@@ -77,8 +77,8 @@ pub struct OpenOptions {
     pub format: Option<Format>,
     /// The most parents below the image.
     pub levels_max: usize,
-    /// Whether a parent that was changed after its child was made is accepted, and also the readable rest of a
-    /// truncated stream.
+    /// Whether two defects are accepted: a parent that was changed after its child was made, and a truncated stream, as
+    /// far as it can be read.
     pub force: bool,
     /// How to treat the journal of a SEsparse image that was not closed properly.
     pub journal: DirtyJournal,
@@ -103,7 +103,7 @@ impl Default for OpenOptions {
     }
 }
 
-/// The reference of an image to its parent.
+/// An image's reference to its parent.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ParentReference {
     /// The path of the parent when the image was made: a name or a path.
@@ -203,11 +203,11 @@ impl Image {
         }
     }
 
-    /// Opens a file that is an image without a descriptor.
+    /// Opens a file that is an image by itself, without a descriptor.
     fn open_alone(place: Place, format: Format, options: &OpenOptions) -> Result<Self> {
         let label = place.label();
         let lock = lock_for(&place, options)?;
-        // Only raw files of certain lengths can be read by direct I/O.
+        // A raw file can be read by direct I/O only if its length is aligned; other formats choose their mode.
         let mode = match format {
             Format::Flat => {
                 let file = place.open(IoMode::Buffered, backend::Access::Read)?;
@@ -307,22 +307,23 @@ impl Image {
         Self { place, home: Some(home), layer, flats, engines, only_flat, parent, _lock: lock }
     }
 
-    /// The file by which it was opened.
+    /// The file by which the image was opened.
     pub fn place(&self) -> &Place {
         &self.place
     }
 
-    /// The layer with its content.
+    /// The layer with the image's content.
     pub fn layer(&self) -> &Arc<dyn Layer> {
         &self.layer
     }
 
-    /// Its descriptor as in the file; `None` for an image without one.
+    /// The image's descriptor as in the file; `None` for an image without one.
     pub fn descriptor(&self) -> Option<Descriptor> {
         self.home.as_ref().map(|home| home.descriptor.lock().clone())
     }
 
-    /// Changes the descriptor durably, as a whole. For embedded ones see [`storage::write_embedded`].
+    /// Changes the descriptor durably, as a whole. An embedded descriptor is changed by [`storage::write_embedded`]
+    /// instead, which is not atomic.
     pub fn update_descriptor(&self, change: impl FnOnce(&mut Descriptor)) -> Result<()> {
         match &self.home {
             Some(home) if self.layer.writable() => home.update(change),
@@ -331,25 +332,26 @@ impl Image {
         }
     }
 
-    /// Its reference to the parent.
+    /// The image's reference to its parent.
     pub fn parent(&self) -> Option<&ParentReference> {
         self.parent.as_ref()
     }
 
-    /// Its provisioning type; `None` for sparse formats.
+    /// The provisioning type of a flat image; `None` for sparse formats.
     pub fn provisioning(&self) -> Option<Provisioning> {
         let of_all = |wanted| self.flats.iter().any(|flat| flat.provisioning() == wanted);
         let order = [Provisioning::Thin, Provisioning::ZeroedThick, Provisioning::EagerZeroedThick];
         order.into_iter().find(|provisioning| self.only_flat && of_all(*provisioning))
     }
 
-    /// VMware's counters for its flat extents; `None` if it has other extents.
+    /// VMware's counters for the image's flat extents; `None` if the image has other extents.
     pub fn counters(&self) -> Option<Counters> {
         let sum = self.flats.iter().fold(Counters::default(), |sum, flat| sum + flat.counters());
         (self.only_flat && !self.flats.is_empty()).then_some(sum)
     }
 
-    /// Number of contiguous runs of its flat extents on the device; `None` if the file system does not report it.
+    /// Number of contiguous runs of the image's flat extents on the device; `None` if the file system does not report
+    /// it.
     pub fn fragments(&self) -> Result<Option<u64>> {
         let mut sum = 0;
         for flat in &self.flats {
@@ -361,8 +363,8 @@ impl Image {
         Ok(self.only_flat.then_some(sum))
     }
 
-    /// Makes a flat disk eager zeroed thick while in use: see [`Flat::fill`]. The descriptor marks it as thin until
-    /// that is done.
+    /// Makes a flat disk eager zeroed thick while it is in use: see [`Flat::fill`]. The descriptor marks the disk as
+    /// thin until all extents are filled.
     pub fn inflate(&self, progress: &dyn Progress) -> Result<()> {
         self.check_flat("inflated")?;
         self.each_flat(progress, |flat, progress| flat.fill(progress))?;
@@ -373,7 +375,7 @@ impl Image {
     }
 
     /// Makes a flat disk thin and punches file blocks that hold only zeros: see [`Flat::punch_zeros`]. The descriptor
-    /// marks it as thin before that begins.
+    /// marks the disk as thin before the first punch.
     pub fn punch_zeros(&self, progress: &dyn Progress) -> Result<u64> {
         self.check_flat("punched")?;
         if self.home.is_some() {
@@ -398,7 +400,7 @@ impl Image {
         }
     }
 
-    /// Runs work on one extent after another, with a common progress.
+    /// Runs work on one flat extent after another, and reports the progress of all of them together.
     fn each_flat(
         &self,
         progress: &dyn Progress,

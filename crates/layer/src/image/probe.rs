@@ -1,7 +1,7 @@
 //! Recognising formats by the first bytes of a file.
 //!
 //! Probing tells what a file *claims* to be. A raw disk holds what its guest wrote, and a guest can write the signature
-//! of any format, or a descriptor that names files of the host. On the other hand, any file could be a raw disk, also
+//! of any format, or a descriptor that names files of the host. On the other hand, any file could be a raw disk, even
 //! an image with a damaged signature. Therefore: a file that the user names is probed only if the user does not state
 //! its format; a file counts as raw only if its name and its size say so, and then no signature overrules that
 //! ([`super::Image::open`]); the extents of a descriptor have the formats that their lines state; a parent is accepted
@@ -82,8 +82,8 @@ pub fn probe(bytes: &[u8]) -> Signature {
 /// The format of a file that the user named without a format.
 ///
 /// # Errors
-/// `Corrupt` for a file named like a VMDK that does not begin like one; `Invalid` for a file whose format only the user
-/// can know, because it may be raw or not.
+/// `Corrupt` for a file named like a VMDK that does not begin like one; `Invalid` for a file that may be raw or not, so
+/// that only the user can know its format.
 pub(super) fn judge(name: &str, label: &str, length: u64, found: Signature) -> Result<Signature> {
     let refuse = |kind, text: String| Err(Error::new(kind, format!("'{label}' {text}")));
     match (found, is_raw_name(name)) {

@@ -134,7 +134,7 @@ fn a_written_disk_reads_the_same_after_reopening() {
     assert_eq!(error(reader.layer().write(0, &[&[1; 512]])).0, ErrorKind::ReadOnly);
     assert_eq!(error(reader.inflate(&NoProgress)).0, ErrorKind::ReadOnly);
     image.layer().write(3 * MIB, &[&[1; 4096]]).unwrap();
-    // The CID in the file changed before any other byte could.
+    // The write above has changed the CID in the file.
     let renewed = open(&directory, "vm.vmdk", &OpenOptions::default()).unwrap().descriptor().unwrap();
     assert_ne!(renewed.content, ContentId::INITIAL);
     assert_eq!(image.descriptor().unwrap(), renewed);
@@ -266,7 +266,7 @@ RW 2 FLAT \"b\" 0\nNOACCESS 2 FLAT \"gone\" 0\nRW 4 VMFS \"c\"\n";
         match (allowed, zero) {
             (true, true) => model[bytes.clone()].fill(0),
             (true, false) => model[bytes.clone()].copy_from_slice(&data),
-            // Zeroing stops at an extent that cannot be changed.
+            // Zeroing has stopped at an extent that cannot be changed, so earlier extents are zeroed.
             (false, true) => model = read(&**layer, 0, 20 * 512),
             (false, false) => assert_eq!(error(outcome).0, ErrorKind::ReadOnly),
         }
@@ -366,7 +366,7 @@ fn zeroing_and_discards_keep_to_the_grain_of_each_extent() {
     let mut bytes = [0; 1024];
     whole.read_encoded(8192 - 512, &mut bytes).unwrap();
     assert_eq!((bytes[0], bytes[512]), ((8192u64 + 8192 - 512) as u8, 16384u64 as u8));
-    // The map stops early where the part's map does, and continues after the end of a part.
+    // A result ends where the result of a part ends early; otherwise it continues in the next part.
     let mut extents = Vec::new();
     whole.map(0..20000, 1000, &mut extents).unwrap();
     assert_eq!(extents, [Extent { start: 0, length: 4096, content: Content::Absent }]);

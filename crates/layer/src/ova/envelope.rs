@@ -56,7 +56,7 @@ pub struct Network {
     pub name: String,
     /// Its kind: `VmxNet3`, `E1000e`.
     pub adapter: String,
-    /// Its address, if it keeps one.
+    /// The card's MAC address, if it is fixed.
     pub mac: Option<String>,
 }
 
@@ -77,7 +77,7 @@ pub struct Machine {
     pub controller: Controller,
     /// Network cards.
     pub networks: Vec<Network>,
-    /// VMware's settings, such as its firmware: keys and values.
+    /// VMware's settings of the machine, as keys and values: for example, its firmware.
     pub settings: Vec<(String, String)>,
 }
 
@@ -91,7 +91,7 @@ pub(super) struct DescribedDisk<'a> {
 
 const FORMAT: &str = "http://www.vmware.com/interfaces/specifications/vmdk.html#streamOptimized";
 
-/// The text of the descriptor. Sizes influence its length only by their number of digits.
+/// The text of the descriptor. Its length depends on the files' sizes only through their numbers of digits.
 pub(super) fn text(machine: &Machine, disks: &[DescribedDisk<'_>]) -> String {
     let mut out = String::new();
     // Writing to a string cannot fail.

@@ -139,8 +139,8 @@ impl Ova {
         Ok(Arc::new(self.archive.section(self.index_of(name)?)))
     }
 
-    /// Reads a member from front to back. If the manifest has a digest and it does not match, the read that reaches the
-    /// end fails with `InvalidData`.
+    /// Reads a member from front to back. If the manifest has a digest of the member that does not match, the read of
+    /// the last bytes fails with `InvalidData`.
     pub fn reader(&self, name: &str) -> Result<impl Read + use<>> {
         let section = self.archive.section(self.index_of(name)?);
         let expected = self.manifest.as_ref().and_then(|manifest| manifest.digest(name));
@@ -150,8 +150,8 @@ impl Ova {
         Ok(CheckedReader { image: self.image.clone(), name: name.to_owned(), section, at: 0, check })
     }
 
-    /// Reads all members that the manifest names and checks their digests. `progress` gets the number of bytes read
-    /// since its last call; if it returns an error, the check ends with that error.
+    /// Reads all members that the manifest names and checks their digests. `progress` is called with the number of
+    /// bytes read since its last call; if it returns an error, the check ends with that error.
     pub fn verify(&self, progress: &mut dyn FnMut(u64) -> Result<()>) -> Result<()> {
         let Some(manifest) = &self.manifest else {
             return Err(Error::new(ErrorKind::Unsupported, format!("{}: it has no manifest to check by", self.image)));
@@ -205,7 +205,8 @@ impl Read for CheckedReader {
         if let Some((hasher, ..)) = &mut self.check {
             hasher.update(&buffer[..part]);
         }
-        // Together with the last bytes, because a reader that knows the length makes no further call.
+        // The digest is compared together with the last bytes, because a reader that knows the length makes no further
+        // call.
         if self.at == self.section.length()
             && let Some((hasher, algorithm, expected)) = self.check.take()
         {

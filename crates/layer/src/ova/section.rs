@@ -23,7 +23,7 @@ impl Section {
         self.length
     }
 
-    /// Reads the bytes before the end through `read`; bytes past the end are zeros.
+    /// Reads the bytes before the end of the part through `read`; bytes past the end are zeros.
     fn inside<T>(
         &self,
         buffer: &mut [u8],

@@ -1,5 +1,6 @@
-//! Writing an OVA. Descriptor and manifest come before the disks, but are known only after them. So space is reserved
-//! for them, and they are written at the end. The first header of the archive is written last.
+//! Writing an OVA. Descriptor and manifest precede the disks in the archive, but their text is known only after the
+//! disks are written. So space is reserved for both, and they are written at the end. The first header of the archive
+//! is written last.
 
 use super::archive::plain_name;
 use super::digest::{Algorithm, Hasher};

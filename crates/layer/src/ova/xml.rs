@@ -29,7 +29,7 @@ impl Element {
 pub(super) enum Step<'a> {
     /// An element begins.
     Open(&'a [String], &'a Element),
-    /// An element ends; with its own text, without that of inner elements.
+    /// An element ends, with the text directly in it; the text of inner elements is not included.
     Close(&'a [String], &'a str),
 }
 

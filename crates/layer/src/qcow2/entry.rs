@@ -94,7 +94,7 @@ impl Entries {
             if self.external {
                 return Err("it is compressed, and the data are in another file");
             }
-            // The bits above the offset count the data's sectors; there are as many bits as a cluster's length needs.
+            // The bits above the offset count the data's sectors; their number depends on the cluster size.
             let offset_bits = 62 - (self.cluster_bits - 8);
             let offset = entry & ((1 << offset_bits) - 1);
             let sectors = (entry & (COMPRESSED - 1)) >> offset_bits;

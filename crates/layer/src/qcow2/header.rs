@@ -46,8 +46,8 @@ pub(super) enum Compression {
 pub struct Backing {
     /// A path, relative to the image's folder or absolute, or a name that only QEMU can interpret.
     pub name: String,
-    /// Its format, if the image states it. It is never guessed: the content of a raw image can look like another
-    /// format.
+    /// The format of the backing file, if the image states it. It is never guessed: the content of a raw image can look
+    /// like another format.
     pub format: Option<String>,
 }
 
@@ -211,7 +211,7 @@ impl Extensions {
     fn read(first: &[u8], header_length: usize) -> Result<Self> {
         let mut found = Self::default();
         let mut at = header_length;
-        // Each step advances by at least the extension's header, and the end of the cluster ends the loop.
+        // The loop ends: each step advances by at least the extension's header, up to the end of the cluster.
         while let Some(head) = first.get(at..at + 8) {
             let (kind, length) = (u32_at(head, 0), u32_at(head, 4) as usize);
             if kind == EXTENSION_END {

@@ -4,11 +4,11 @@
 //! docs/adr/0010-qcow2-reader.md. The bytes are described in docs/format/qcow2.md. Invariants:
 //!
 //! 1. The image is never written or repaired: the dirty bit concerns reference counts, which this reader does not use.
-//! 2. Only the L1 table is loaded completely, with at most `L1_ENTRIES_MAX` entries; L2 tables are read in slices of
-//!    `SLICE_BYTES` through a bounded cache, compressed clusters through another one.
+//! 2. Only the L1 table is loaded completely, with at most `L1_ENTRIES_MAX` entries. Slices of L2 tables, of
+//!    `SLICE_BYTES` each, and decompressed clusters are kept in two bounded caches.
 //! 3. A compressed cluster takes at most one cluster of memory decompressed, and two clusters compressed.
-//! 4. The caller gets the names of the backing file and the data file, opens them, and refuses a cycle. Internal
-//!    snapshots are ignored.
+//! 4. The caller opens the backing file and the data file by the names in the header, and refuses a cycle of backing
+//!    files. Internal snapshots are ignored.
 
 mod compressed;
 mod entry;

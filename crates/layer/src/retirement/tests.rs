@@ -62,7 +62,7 @@ fn runs_are_limited_and_returned_in_parts() {
     assert!(retirement.give_up(1..2), "another run is accepted again");
 }
 
-/// A retired location: how many commits and operations had begun before.
+/// A retired location, with the numbers of commits and operations that had begun before it was retired.
 struct Waiting {
     commits_begun: u64,
     operations_before: u64,
@@ -141,7 +141,7 @@ struct Image {
 }
 
 impl Image {
-    /// A read: the location from the map keeps its content while the epoch is held.
+    /// A read: the location that the map returned keeps its content while the epoch is held.
     fn read(&self, owner: u64) {
         let _epoch = self.epochs.enter();
         let place = self.map[owner as usize].load(Ordering::SeqCst);

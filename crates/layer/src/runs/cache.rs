@@ -2,8 +2,8 @@
 //!
 //! 1. A table that is changed or being written stays until its write has ended ([`RunCache::release`]). All others
 //!    together take no more memory than the limit; CLOCK eviction selects them.
-//! 2. A table is read from the file by one thread at a time, and inserted before it can be changed. So an inserted
-//!    table is never older than the one evicted before.
+//! 2. A table is read from the file by one thread at a time, and inserted into the cache before it can be changed. So a
+//!    table that is read again is never older than the version that was evicted.
 //! 3. A captured table does not change any more: a table that is changed while it is written is copied first.
 //!
 //! Locks: `loading` of a shard, then its `tables`. No I/O is done while `tables` is held.
@@ -22,7 +22,7 @@ const SHARDS: usize = 16;
 /// Memory of a table besides its runs: entry of the hash map, reference counts, entry in the CLOCK order.
 const TABLE_OVERHEAD: usize = 112;
 
-/// The most tables examined to evict one: an insertion must not take longer because many tables have to stay.
+/// The most tables examined to evict one. The limit keeps an insertion short when many tables have to stay.
 const CLOCK_STEPS_MAX: usize = 64;
 
 /// A table at the time of its capture.

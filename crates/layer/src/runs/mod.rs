@@ -1,6 +1,6 @@
-//! A table of a sparse format in memory, as runs: entries that continue each other take eight bytes together, however
-//! many they are. A layer written sequentially takes a few bytes per table; one written at random in blocks of 4 KiB
-//! takes eight bytes per block. A lookup returns extents, without a step per entry.
+//! A table of a sparse format in memory, as runs: consecutive entries that continue each other are one run of eight
+//! bytes, however many they are. A layer written sequentially takes a few bytes per table; one written at random in
+//! blocks of 4 KiB takes eight bytes per block. A lookup returns extents, without a step per entry.
 //!
 //! 1. Runs are sorted, disjoint and not empty; entries in no run are absent.
 //! 2. Two runs of which one continues the other are joined.

@@ -120,7 +120,7 @@ fn the_cache_is_bounded_and_keeps_changed_pages() {
     let captured = cache.capture();
     assert_eq!((captured.len(), captured[0].index, captured[0].parts), (1, 7, 1));
     assert_eq!(cache.changed(), 0);
-    // While it is written it stays cached, and may change again.
+    // While a table is being written it stays cached, and may be changed again.
     cache.change(7, || unreachable!(), |list| (list.set(0..1, 1, 100), 2)).unwrap();
     assert_eq!(place(&captured[0].list), 99);
     cache.release(&captured);

@@ -1,8 +1,9 @@
 //! Pages of metadata in memory: directory, tables, bitmap and backmap in one bounded cache of 4 KiB pages.
 //!
 //! 1. The page in memory is current; the file may be older only while the page is dirty or being written.
-//! 2. A page is evicted only when it is neither, so a miss reads a current page from the file. The cache grows beyond
-//!    its limit if necessary; a thread that changes pages commits before half of the limit is dirty.
+//! 2. A page is evicted only when it is neither dirty nor being written, so a miss reads a current page from the file.
+//!    The cache grows beyond its limit if necessary; to prevent that, a thread that changes pages makes a commit before
+//!    half of the pages are dirty.
 //! 3. A commit takes the pages as of one instant and shares their bytes; a change made while they are being written
 //!    copies the page first.
 //! 4. A page marked `backed` has space in the file, so that writing it cannot fail for lack of space.
@@ -50,12 +51,12 @@ impl PageKey {
         self.0 & ((1 << KIND_SHIFT) - 1)
     }
 
-    /// The page `by` pages after this one in the same area.
+    /// The key of the page `by` pages after this one in the same area.
     pub(super) fn plus(self, by: u64) -> Self {
         Self(self.0 + by)
     }
 
-    /// The preceding page, if both belong to the same table.
+    /// The key of the preceding page, if both pages belong to the same table.
     pub(super) fn before_in_table(self) -> Option<Self> {
         (self.kind() == Kind::Table && !self.index().is_multiple_of(TABLE_PAGES)).then(|| Self(self.0 - 1))
     }
@@ -99,7 +100,7 @@ struct Page {
     dirty: bool,
     writing: bool,
     backed: bool,
-    /// Part of a table that no directory on the device names yet.
+    /// Whether the page belongs to a table that no directory on the device names yet.
     fresh: bool,
 }
 
@@ -170,8 +171,8 @@ impl Cache {
         Some(bytes)
     }
 
-    /// Sets words of a page, which must be in memory, from word `index` on. A page with equal words is not changed, so
-    /// that a page without space in the file does not become dirty.
+    /// Sets words of a page, which must be in memory, from word `index` on. If the words are equal already, the page is
+    /// not changed: so a page without space in the file does not become dirty.
     pub(super) fn set_all(&mut self, key: PageKey, index: usize, words: impl Iterator<Item = u64> + Clone) {
         if self.peek(key).is_some_and(|page| page.words_from(index).zip(words.clone()).all(|(has, word)| has == word)) {
             return;
@@ -184,7 +185,7 @@ impl Cache {
         }
     }
 
-    /// Whether the page can be written without an allocation; `None` if it is not in memory.
+    /// Whether the page has space in the file, so that writing it needs no allocation; `None` if it is not in memory.
     pub(super) fn is_backed(&self, key: PageKey) -> Option<bool> {
         self.pages.get(&key).map(|page| page.backed)
     }
@@ -201,7 +202,8 @@ impl Cache {
         self.add(key, Page { bytes, used: true, dirty: false, writing: false, backed, fresh: false });
     }
 
-    /// Inserts a page of zeros for a new table: it is written whatever the file contains there.
+    /// Inserts a page of zeros for a new table. The page is dirty from the start, whatever bytes the file contains
+    /// there.
     pub(super) fn insert_fresh(&mut self, key: PageKey) {
         let bytes = PageBytes::new(Buffer::zeroed(1));
         self.add(key, Page { bytes, used: true, dirty: true, writing: false, backed: true, fresh: true });
@@ -212,7 +214,8 @@ impl Cache {
         if self.pages.insert(key, page).is_some() {
             return;
         }
-        // Each step evicts a page or clears its mark; after two rounds without an eviction all pages have to stay.
+        // Each step evicts a page, clears its mark of use, or skips a page that has to stay. After two rounds without
+        // an eviction, all pages have to stay.
         let mut looks = self.ring.len() * 2;
         while self.ring.len() >= self.most && looks > 0 {
             looks -= 1;

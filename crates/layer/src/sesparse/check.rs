@@ -5,12 +5,12 @@
 //! and backmap are made equal to the tables. A grain that a table names is always marked as allocated and given its
 //! owner; an allocated grain that no table names is freed only if the tables are undamaged.
 //!
-//! A check without repair runs while guests are active. It compares under a [`super::wipe::Census`]: for a grain that
-//! is not in the census, table, bitmap and backmap have not changed since the census began, so a difference is damage.
-//! For a grain in the census, and for every suspicious entry, the three are compared again at one instant, under the
-//! lock of the state, where they always agree. A writer waits only for that lock, while one table or one page of the
-//! bitmap is compared; the lock is not held while the file is read. Damage of a grain that guests change at the same
-//! time may be found only by the next check.
+//! A check without repair runs while guests are active. It compares with the help of a [`super::wipe::Census`]: for a
+//! grain that is not in the census, table, bitmap and backmap have not changed since the census began, so a difference
+//! is damage. For a grain in the census, and for every suspicious entry, table, bitmap and backmap are compared again
+//! under the lock of the state. Under this lock they agree unless they are damaged. A writer waits only for that lock,
+//! while one table or one page of the bitmap is compared; the lock is not held while the file is read. Damage of a
+//! grain that guests change at the same time may be found only by the next check.
 //!
 //! With `repair`, changes wait while the check runs, and reads continue. Memory is limited by the window of
 //! [`GrainSet`], time by the number of tables that the file contains.
@@ -41,7 +41,7 @@ pub struct CheckReport {
     pub tables: u64,
     /// Grains that tables name.
     pub named: u64,
-    /// Invalid slots and entries, and tables that two slots name: damage.
+    /// Invalid slots and entries, and tables named by two slots: damage.
     pub invalid: u64,
     /// Named grains past the end of the file: damage.
     pub outside: u64,
@@ -100,10 +100,10 @@ pub(super) fn tell(sentences: &mut Vec<String>, what: impl FnOnce() -> String) {
     }
 }
 
-/// What a repair has to leave unchanged.
+/// Limits of a repair.
 #[derive(Clone, Copy)]
 struct Doubts {
-    /// Grains that no table names are kept, because they may belong to a damaged entry.
+    /// Whether grains that no table names stay allocated, because they may belong to a damaged entry.
     kept: bool,
 }
 
@@ -112,7 +112,7 @@ struct CheckedTable {
     slot: u64,
     table: Table,
     ours: bool,
-    /// Whether changes are held off, so that only the check can change the image.
+    /// Whether other changes wait, so that only the check can change the image.
     alone: bool,
 }
 
@@ -120,7 +120,7 @@ struct CheckedTable {
 struct Difference {
     grain: u64,
     allocated: bool,
-    /// Whether the grain is in the census.
+    /// Whether the grain is in the census, so that it may have changed during the comparison.
     moving: bool,
 }
 
@@ -134,7 +134,7 @@ impl SeSparse {
         }
         let _no_changes = repair.then(|| self.gate.write());
         if self.options.write {
-            // After this, retired grains are free, unless a reader still uses them.
+            // This commit frees the retired grains that no reader uses any more.
             self.commit_at_once()?;
         }
         let (mut report, evidence) = self.look(None, &mut work)?;
@@ -163,7 +163,7 @@ impl SeSparse {
         Ok(report)
     }
 
-    /// Compares everything; with `repair`, makes bitmap and backmap equal to the tables.
+    /// Compares tables, bitmap and backmap; with `repair`, makes bitmap and backmap equal to the tables.
     fn look(&self, repair: Option<Doubts>, work: &mut Work<'_, '_>) -> Result<(CheckReport, Evidence)> {
         let mut report = CheckReport::default();
         let mut evidence = Evidence::default();
@@ -236,7 +236,7 @@ impl SeSparse {
             slot += 1;
             work.step(1)?;
         }
-        // Opening for writing corrects this count.
+        // A count that is too low is corrected when the image is opened for writing.
         let counted = self.state.lock().header.free_table;
         if first && tables.end() > counted {
             report.uncounted_tables = tables.end() - counted;
@@ -297,8 +297,8 @@ impl SeSparse {
                 Some(Entry::Data(grain)) if grain.0 < readable && window.contains(&grain.0) => {
                     report.named += 1;
                     let twice = named.insert(grain.0);
-                    // A grain that is being moved may have been named first by an entry already checked, and now by
-                    // this one.
+                    // A move of a grain, or its reuse, may have changed its entry meanwhile: an entry checked before
+                    // named the grain then, and this one names it now.
                     let damage = twice && (alone || !self.is_in_census(grain.0)) && still_so()?;
                     if damage {
                         evidence.suspect(suspect);
@@ -343,7 +343,8 @@ impl SeSparse {
         let mut rest = owners.iter().filter(|(grain, _)| *grain < limit).peekable();
         while rest.peek().is_some() {
             self.settle(|state| {
-                // An entry whose backmap page is not in memory stays first in the list.
+                // If the backmap page of an entry is not in memory, the closure runs again later: the entry stays first
+                // in the list until then.
                 while let Some((grain, owner)) = rest.peek() {
                     if !check_owner(state, *grain, *owner, repair, report)? {
                         let raw = Entry::Data(Grain(*grain)).encode();
@@ -372,7 +373,8 @@ impl SeSparse {
         for page in window.start / PAGE_BITS..limit.div_ceil(PAGE_BITS) {
             let mut differences = self.compare_page(page, named, limit)?;
             if !entered && differences.iter().any(|found| found.allocated) {
-                // A write may have allocated these grains before the census began, and not entered them yet.
+                // A write may have allocated some of these grains before the census began, and not have entered them
+                // yet.
                 drop(self.announce(&[], work)?);
                 entered = true;
                 differences = self.compare_page(page, named, limit)?;
@@ -402,9 +404,9 @@ impl SeSparse {
     }
 }
 
-/// Compares the owner of a grain in the backmap; true if it is right, or was repaired.
+/// Compares the backmap's owner of a grain with `owner`; returns whether it is right, or was repaired.
 fn check_owner(state: &mut LayerState, grain: u64, owner: Owner, repair: bool, report: &mut CheckReport) -> Step<bool> {
-    // A guest may have changed the entry since it was read.
+    // A guest may have changed the entry since the table was read.
     if state.owner(grain)? == Some(owner) || !names(state, owner, Grain(grain))? {
         return Ok(true);
     }
@@ -425,7 +427,7 @@ pub(super) fn says(state: &mut LayerState, owner: Owner, raw: u64) -> Step<bool>
     Ok(state.word(table_page(owner.table, entry), page_index(entry))? == raw)
 }
 
-/// Whether the entry that the backmap has for a grain names it, although the bitmap marks the grain as free.
+/// Whether the bitmap marks a grain as free although the entry that owns it by the backmap names it.
 fn is_unallocated(state: &mut LayerState, grain: u64) -> Step<bool> {
     let bit = grain % PAGE_BITS;
     if state.word(bitmap_page(grain), (bit / 64) as usize)? >> (bit % 64) & 1 == 1 {

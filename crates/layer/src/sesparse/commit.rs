@@ -13,15 +13,15 @@
 //! * Each entry is 8 bytes within a sector and valid by itself: no change needs two entries to appear together. So
 //!   pages are written as a whole, and a torn write leaves valid entries.
 //! * A table entry for a grain becomes durable in step 2; the grain's data, its bitmap bit and its owner in step 1.
-//! * A bit or an owner is cleared only by a commit that begins after the table which dropped the grain was durable
-//!   ([`crate::retirement`]).
+//! * The bit and the owner of a grain are cleared only by a commit that begins after the table without the grain is
+//!   durable ([`crate::retirement`]).
 //! * A slot for a new table becomes durable in step 2; the table and the count in step 1. Until a slot names the table,
 //!   its entries have no effect.
 //! * The journal stays empty and `replayJournal` zero, so that no reader has to replay transactions that it cannot
 //!   verify.
 //!
-//! A power cut between the steps leaves space that is allocated and named by no table; the mark tells where to look for
-//! it.
+//! A power cut between the steps leaves allocated grains and tables that nothing names; the mark limits the search for
+//! these grains.
 
 use super::cache::{Captured, Kind};
 use super::entry::GrainRun;
@@ -38,10 +38,10 @@ use std::sync::atomic::Ordering;
 const PAGES_MAX: usize = 512;
 /// Pages of the backmap that freeing grains may dirty before the number of dirty pages is checked again.
 const RELEASED_PAGES: u64 = 32;
-/// The most commits that closing makes to free grains that readers release meanwhile.
+/// The most commits at closing, while readers release further retired grains.
 const CLOSING_COMMITS: usize = 64;
 
-/// The writes of a commit.
+/// What one commit writes.
 struct Work {
     pages: Vec<Captured>,
     header: Option<Volatile>,
@@ -49,7 +49,7 @@ struct Work {
 }
 
 impl SeSparse {
-    /// Serves every flush requested before this commit begins.
+    /// Makes a commit that begins after this call, or waits for one that another thread makes.
     pub(super) fn commit_for_flush(&self) -> Result<()> {
         match self.commits.turn_for(self.commits.call()) {
             Some(mut turn) => self.commit(&mut turn),
@@ -57,7 +57,7 @@ impl SeSparse {
         }
     }
 
-    /// Makes a commit in any case.
+    /// Makes a commit even if no flush is waiting.
     pub(super) fn commit_at_once(&self) -> Result<()> {
         self.commit(&mut self.commits.turn())
     }
@@ -88,7 +88,7 @@ impl SeSparse {
         self.free_ready()
     }
 
-    /// Captures everything that is dirty at this instant.
+    /// Captures all dirty pages, the header and the mark at one instant.
     fn capture(&self) -> Work {
         let mut state = self.state.lock();
         let state = &mut *state;
@@ -131,7 +131,8 @@ impl SeSparse {
         Ok(())
     }
 
-    /// Writes the first block, durably if it has a mark: later writes must not become durable before the mark.
+    /// Writes the first block of the file, durably if the mark has changed: later writes must not become durable before
+    /// the mark.
     fn write_block(&self, block: &mut Buffer, header: Option<Volatile>, mark: Option<&(Touched, u64)>) -> Result<()> {
         if let Some(header) = header {
             header.encode(&mut block[SECTOR as usize..]);
@@ -195,7 +196,8 @@ impl SeSparse {
         }
     }
 
-    /// Punches long runs of freed grains, if the options ask for it. The runs are not available for allocation yet.
+    /// Punches long runs of freed grains, if the options ask for it. No other thread can allocate these runs before
+    /// they are released.
     fn punch_runs(&self, runs: &[GrainRun]) -> Result<()> {
         let Options { punch: Some(least), .. } = self.options else { return Ok(()) };
         let grain = super::entry::GRAIN;
@@ -212,7 +214,7 @@ impl SeSparse {
 
     /// Flushes, removes the mark, and truncates free space at the end. Later changes fail.
     pub(super) fn close_clean(&self) -> Result<()> {
-        // Wiping, shrinking and checking notice this, and end.
+        // Wiping, shrinking and checking read this flag, and end.
         self.closing.store(true, Ordering::Release);
         let _no_work = self.maintenance.lock();
         let _alone = self.gate.write();
@@ -229,7 +231,8 @@ impl SeSparse {
     }
 
     fn write_closed(&self, turn: &mut Turn<'_, Buffer>) -> Result<()> {
-        // The first commit makes retired grains free, the next one writes that; readers may release more.
+        // The first commit frees retired grains, and the next one writes the changed bitmap. Meanwhile readers may end,
+        // so that more grains become free.
         for _ in 0..CLOSING_COMMITS {
             self.commit(turn)?;
             if self.state.lock().cache.dirty().is_empty() {
@@ -242,7 +245,7 @@ impl SeSparse {
             let waiting = state.retirement.waiting().next().is_some() || !state.cache.dirty().is_empty();
             let sequence = state.header.next_sequence;
             let left = state.suspect.clone().unwrap_or_else(|| Touched::new(self.layout.grains_max()));
-            // Readers still hold grains: these stay allocated, and their regions stay marked.
+            // If readers still use retired grains, these stay allocated, and their regions stay marked.
             if let Some(touched) = state.touched.as_mut().filter(|_| !waiting) {
                 *touched = left;
             }

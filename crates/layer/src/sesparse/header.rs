@@ -101,7 +101,7 @@ impl Layout {
         [volatile, journal_header, journal, directory, tables, bitmap, backmap, grains]
     }
 
-    /// Slots of the directory that the capacity needs: 16 MiB each.
+    /// Slots of the directory that the capacity needs: one for each 16 MiB.
     pub(super) fn slots(&self) -> u64 {
         self.capacity.div_ceil(TABLE_ENTRIES * GRAIN_SECTORS)
     }
@@ -118,7 +118,7 @@ impl Layout {
         self.capacity.div_ceil(GRAIN_SECTORS).min(by_bitmap).min(by_backmap)
     }
 
-    /// Byte offset of a grain; `None` if it exceeds the greatest possible offset.
+    /// Byte offset of a grain in the file; `None` if it exceeds the greatest possible offset.
     pub(super) fn grain_offset(&self, grain: u64) -> Option<u64> {
         let end = grain.checked_add(1)?.checked_mul(GRAIN)?.checked_add(self.grains.start())?;
         (end <= SECTOR_MAX * SECTOR).then(|| end - GRAIN)
@@ -129,7 +129,7 @@ impl Layout {
         length.saturating_sub(self.grains.start()).div_ceil(GRAIN)
     }
 
-    /// Whether metadata can be written in whole pages, and all headers with the first block.
+    /// Refuses a layout in which metadata cannot be written in whole pages, or the headers not in one block.
     pub(super) fn check_writable(&self) -> std::result::Result<(), String> {
         let standard = Self::for_capacity(self.capacity);
         if self.volatile != standard.volatile || self.journal_header != standard.journal_header {

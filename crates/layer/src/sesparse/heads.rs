@@ -1,9 +1,9 @@
 //! Repairing the headers of an image that has lamina's mark, before anything else in it is used.
 //!
-//! Every word of the constant header follows from the capacity, which it states twice. In the volatile header the magic
-//! number and the padding are known, and the sequence number is in the journal header and in the mark, too. The journal
-//! is empty, so the replay flag must be zero. One wrong word is repaired. With several wrong words, there is no proof
-//! that lamina wrote the header.
+//! Every word of the constant header follows from the capacity, and the header states the capacity twice. In the
+//! volatile header the magic number and the padding are known, and the sequence number is in the journal header and in
+//! the mark, too. The journal is empty, so the replay flag must be zero. One wrong word is repaired. With several wrong
+//! words, there is no proof that lamina wrote the header.
 
 use super::header::{Layout, Volatile, Words, journal_sequence, put};
 use super::touched;
@@ -14,7 +14,8 @@ const WORDS: usize = SECTOR as usize / 8;
 const VOLATILE: usize = SECTOR as usize;
 const JOURNAL: usize = 2 * SECTOR as usize;
 
-/// Whether the constant header can be lamina's, if the mark shows that no other program has changed the image since.
+/// Whether lamina can have written the constant header. Only for an image with a mark, which shows that no other
+/// program has changed it since.
 pub(super) fn is_believable(layout: &Layout, block: &[u8]) -> bool {
     let ours = touched::is_marked(block) && journal_sequence(&block[JOURNAL..]) == Some(touched::sequence(block));
     !ours || *layout == Layout::for_capacity(layout.capacity)

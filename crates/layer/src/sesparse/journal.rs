@@ -8,7 +8,7 @@
 //!
 //! So a replay, which has to be requested, requires an unbroken sequence from slot 0 to the last transaction. Each
 //! transaction must have valid counts, targets within the metadata, and payload that decodes. The last one is left out,
-//! with a note, if it is not proven complete. Any other journal is refused: the image then has to be opened by ESXi.
+//! with a note, if it is not proven complete. Any other journal is refused: then only ESXi can open the image.
 
 use super::entry::{Entry, Owner, decode_slot};
 use super::header::{Area, Layout, Volatile, Words, journal_sequence, put_journal_header};
@@ -99,8 +99,8 @@ pub(super) fn read(
     if counted > last.saturating_add(1) {
         return Err(unproven(format!("it ends at transaction {last}, its headers count to {counted}")));
     }
-    // The order of the last session, from slot 0 on; if it wrapped around, the transactions after the last slot are
-    // older and belong to it, too.
+    // The slots of the last session in the order of writing. A session begins at slot 0. If it wrapped around the end,
+    // the transactions in the later slots are older ones of the same session.
     let mut order: Vec<usize> = (0..=at).collect();
     let sequence_of = |slot: usize| slots.get(slot).and_then(|slot| slot.as_ref().ok()).map(|slot| slot.sequence);
     let older = (at + 1..slots.len()).rev().zip(1..);
@@ -219,8 +219,8 @@ fn check_payload(layout: &Layout, sector: u64, payload: &[u8]) -> Option<&'stati
     (!sane).then_some(what)
 }
 
-/// Writes a replay into the file and marks the journal as replayed. A power cut in between is harmless: the journal is
-/// still there, and writing the same sectors again gives the same result.
+/// Writes a replay into the file and marks the journal as replayed. After a power cut during the replay, the journal is
+/// unchanged, and a second replay writes the same sectors again.
 pub(super) fn apply(
     file: &Arc<dyn File>,
     name: &str,
@@ -243,13 +243,13 @@ pub(super) fn apply(
     }
     let invalid = |what| Error::new(ErrorKind::Corrupt, format!("{name}: {what}"));
     let before = Volatile::decode(&block[at..at + SECTOR_BYTES]).map_err(invalid)?;
-    // The number of a transaction that was left out is not used again, so that no later transaction has the same one.
+    // The number of a transaction that was left out is skipped, so that no later transaction gets the same number.
     let next = before.next_sequence.max(replayed.dropped.unwrap_or(replayed.last).saturating_add(1));
     Volatile { next_sequence: next, replay: 0, ..before }.encode(&mut block[at..]);
     file.write_at(&[&block], 0, false).during(failed)?;
     file.sync().during(failed)?;
-    // Written last: while the volatile header still requires a replay, a higher count here would prove the transaction
-    // that was left out.
+    // The journal header is written last: while the volatile header still requires a replay, a higher count here would
+    // prove that the transaction left out was complete.
     put_journal_header(&mut block[layout.journal_header.start() as usize..], next);
     file.write_at(&[&block], 0, false).during(failed)?;
     file.sync().during(failed)

@@ -7,7 +7,7 @@ use parking_lot::MutexGuard;
 use std::sync::atomic::Ordering;
 use work::{Progress, Throttle};
 
-/// The work under way.
+/// Wiping, shrinking or checking while it runs, with its progress.
 pub(super) struct Work<'a, 'w> {
     layer: &'a SeSparse,
     throttle: Throttle<&'w dyn Progress>,
@@ -19,7 +19,7 @@ pub(super) struct Work<'a, 'w> {
 }
 
 impl SeSparse {
-    /// Begins work, if no other is under way.
+    /// Begins wiping, shrinking or checking; refused while another of them is under way.
     pub(super) fn begin_work<'a, 'w>(&'a self, progress: &'w dyn Progress, what: &'static str) -> Result<Work<'a, 'w>> {
         let Some(alone) = self.maintenance.try_lock() else {
             if self.closing.load(Ordering::Acquire) {
@@ -33,7 +33,7 @@ impl SeSparse {
 }
 
 impl Work<'_, '_> {
-    /// Sets the number of steps, none of which is done yet.
+    /// Sets the total number of steps; none of them is done yet.
     pub(super) fn expect(&mut self, total: u64) {
         (self.done, self.total) = (0, total);
     }

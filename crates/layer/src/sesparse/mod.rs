@@ -16,8 +16,8 @@
 //!
 //! Invariants:
 //!
-//! 1. A table in memory names a grain only after its data is in the file; a table on the device only after its data is
-//!    durable.
+//! 1. A table in memory names a grain only after its data is in the file; a table on the device names it only after the
+//!    data is durable.
 //! 2. At every instant the file is valid for every other reader, with an empty journal: a grain that a table on the
 //!    device names is allocated in the bitmap and has its owner in the backmap; a table that a directory slot names is
 //!    below the number of allocated tables, and written. A crash leaves only unused grains and tables.
@@ -25,7 +25,7 @@
 //!    ([`crate::retirement`]).
 //! 4. An allocated grain is overwritten in place. A move announces the grain first, waits for writes already under way,
 //!    and skips the grain if another write comes meanwhile (`relocate`).
-//! 5. After a failed metadata write or flush, nothing is changed until the image is opened again.
+//! 5. After a failed metadata write or flush, all changes are refused until the image is opened again.
 //!
 //! Locks, in the order in which they are taken: `maintenance`, `gate` (shared by every change, exclusive for a repair
 //! and `close`), `commits`, `length`, `state`, `epochs`. No I/O is done while one of the last two is held.
@@ -122,7 +122,7 @@ pub struct SeSparse {
     maintenance: Mutex<()>,
     /// Whether grains were written since the last flush of the file.
     unsynced: AtomicBool,
-    /// Whether `close` has begun; it still changes the image.
+    /// Whether `close` has begun. `close` itself still changes the image afterwards.
     closing: AtomicBool,
     closed: AtomicBool,
     /// Counts requests of guests, so that maintenance can detect activity.
@@ -183,7 +183,8 @@ impl SeSparse {
         self.requests.load(Ordering::Relaxed)
     }
 
-    /// Two requests at once may count as one: the counter only shows activity, and must be cheap for every read.
+    /// Counts a request. Two requests at once may count as one: the counter only shows that guests are active, and must
+    /// be cheap for every read.
     fn count_request(&self) {
         self.requests.store(self.requests.load(Ordering::Relaxed).wrapping_add(1), Ordering::Relaxed);
     }
@@ -224,7 +225,8 @@ impl Layer for SeSparse {
     }
 
     fn epoch(&self) -> Option<Arc<dyn Any + Send + Sync>> {
-        // The chain calls `map` only for extents that it has not cached; maintenance has to notice other reads, too.
+        // The chain calls `map` only for extents that it has not cached; this call makes all other reads visible to
+        // maintenance, too.
         self.count_request();
         self.options.write.then(|| self.epochs.enter() as _)
     }

@@ -111,7 +111,8 @@ impl SeSparse {
         *layer.mended.lock() = mended;
         match options.write {
             true => layer.recover()?,
-            // A reader must not return data of another part of the disk.
+            // Slots that name the same table are found now, so that reads do not return data of another part of the
+            // disk.
             false => layer.find_shared_tables(),
         }
         Ok(layer)

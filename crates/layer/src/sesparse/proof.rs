@@ -1,15 +1,16 @@
 //! Repair by redundancy: a grain in use is recorded in three places, its table entry, its owner in the backmap, and its
-//! bit in the bitmap. If one is wrong and the two others agree, the wrong one is repaired:
+//! bit in the bitmap. If one of the three is wrong and the two others agree, the wrong one is repaired:
 //!
 //! * An entry is wrong if it is invalid, names a grain that belongs to another entry by backmap and table, or names one
 //!   that is free by bitmap and backmap. If the backmap gives exactly one allocated, unnamed grain to this entry, that
-//!   grain is the right one. If not, the entry is unproven: it is reported by grain of the disk. If it would lead to
-//!   the data of another entry, it is replaced by a value that every reader refuses.
+//!   grain is the right one. Otherwise the right value is unproven, and the entry is reported by grain of the disk. An
+//!   unproven entry that names the data of another entry is replaced by a value that every reader refuses.
 //! * If an entry is absent although the backmap gives an allocated grain to it, a crash has interrupted a write or a
 //!   deletion, and the grain is free.
-//! * A directory slot is wrong if it is invalid or names a table that was never allocated. If exactly one table is in
-//!   use, by its own entries and the backmap, and no slot names it, it belongs to this slot. After a crash an image may
-//!   have such tables without damage: there they are only reported. If two slots name one table, neither is proven.
+//! * A directory slot is wrong if it is invalid or names a table that was never allocated. If exactly one table without
+//!   a slot is in use, according to its entries and the backmap, the table belongs to this slot. After a crash an image
+//!   may have tables without a slot that are no damage; these are only reported. If two slots name one table, neither
+//!   is proven.
 //!
 //! Absent entries and zero entries are recorded nowhere else, so they cannot be proven.
 
@@ -27,8 +28,8 @@ use std::cmp::Ordering;
 
 /// The most unnamed grains and suspect entries that are examined one by one; others are only counted.
 const EVIDENCE_MAX: usize = 1 << 20;
-/// The most tables without a slot that are read: tables are allocated in ascending order, so the lowest are the
-/// candidates.
+/// The most tables without a slot that are read: tables are allocated in ascending order, so the lowest ones were in
+/// use longest and are examined first.
 const UNNAMED_MAX: usize = 1024;
 /// Bits that make an entry invalid for every reader.
 const REFUSED: u64 = 0xf << 60;
@@ -41,7 +42,7 @@ pub(super) struct Suspect {
     pub raw: u64,
 }
 
-/// Findings of a complete walk that may prove entries or slots.
+/// Findings of a walk over all tables that may prove entries or slots.
 #[derive(Default)]
 pub(super) struct Evidence {
     pub suspects: Vec<Suspect>,
@@ -112,7 +113,7 @@ impl SeSparse {
             }
         }
         let shared = self.state.lock().shared_tables.clone();
-        // A crash leaves tables that no slot names yet.
+        // Only with a wrong slot: a crash, too, leaves tables that no slot names yet.
         let possible = !evidence.bad_slots.is_empty() || evidence.beyond_slots.len() == 1;
         lost.retain(|table, grains| *grains > 0 && possible && !shared.contains(table));
         let zeros = match evidence.bad_slots.is_empty() && lost.is_empty() {
@@ -120,7 +121,7 @@ impl SeSparse {
             false => false,
         };
         self.prove_slots(evidence, &lost, zeros, report, &mut proofs);
-        // A backmap that disagrees with most entries was not written by lamina.
+        // If the backmap disagrees with most entries, another program wrote it in another form, so it proves nothing.
         if !ours && report.misowned * 2 >= report.named {
             return Ok(proofs);
         }
@@ -180,15 +181,15 @@ impl SeSparse {
         }
     }
 
-    /// Whether the only slot with a never allocated table may belong to a table of zero entries without a slot. No
-    /// grain shows which slot that table had. A crash too leaves tables without a slot.
+    /// Whether the only slot that names a never allocated table may belong to a table of zero entries without a slot.
+    /// Such a table names no grain, so no record shows its slot. A crash, too, leaves tables without a slot.
     fn leads_past_zeros(&self, evidence: &Evidence) -> Result<bool> {
         let &[slot] = &evidence.beyond_slots[..] else { return Ok(false) };
         let Some(beyond) = self.settle(|state| state.table_of(slot))? else { return Ok(false) };
         if self.says_something(beyond)? {
             return Ok(false);
         }
-        // Opening for writing has counted this table, and all lower ones.
+        // Opening for writing has raised the count beyond this table, so all lower tables count as allocated, too.
         let unnamed = (0..beyond.0).filter(|table| !evidence.named.contains(u64::from(*table)));
         for table in unnamed.take(UNNAMED_MAX) {
             if self.says_something(Table(table))? {
@@ -228,8 +229,8 @@ impl SeSparse {
         }
         let mut ambiguous = false;
         if let Verdict::Unowned(owned) = verdict {
-            // Either the owner of the named grain is wrong, or the entry, and a crash has left the claimed grain: the
-            // alternative with fewer wrong bytes is more likely.
+            // Two explanations are possible: the owner of the named grain is damaged, and a crash has left the claimed
+            // grain; or the entry is damaged. The one with fewer wrong bytes is more likely.
             let nearest = claimed.iter().map(|grain| unlike(raw, Entry::Data(Grain(*grain)).encode())).min();
             match nearest.map(|nearest| nearest.cmp(&unlike(owned, owner.encode()))) {
                 None | Some(Ordering::Greater) => return Ok(()),
@@ -249,7 +250,7 @@ impl SeSparse {
             return Ok(());
         }
         if verdict == Verdict::Odd {
-            // No record contradicts the zeros of this entry.
+            // No other record contradicts that this entry means zeros.
             return Ok(());
         }
         proofs.kept += claimed.len() as u64;
@@ -297,13 +298,13 @@ impl SeSparse {
         Ok(())
     }
 
-    /// Whether a slot at the opening named this table although it was not allocated.
+    /// Whether a slot named this table at the opening although the header did not count it as allocated.
     pub(super) fn is_uncounted(&self, table: Table) -> bool {
         self.state.lock().uncounted_tables.contains(&table)
     }
 
-    /// Whether no grains of a crash remain. If some do, the only table without a slot may be one that was never
-    /// flushed.
+    /// Whether all grains left by a crash were found and freed. Otherwise, the only table without a slot may be one
+    /// that was never flushed.
     fn is_recounted(&self) -> bool {
         self.state.lock().suspect.as_ref().is_none_or(|left| left.regions().next().is_none())
     }
@@ -320,8 +321,8 @@ impl SeSparse {
     }
 }
 
-/// Whether a damaged entry is closer to one that names a grain than to one that names none. If a crash has left grains
-/// of deletions, only this distinguishes the two.
+/// Whether a damaged entry differs in fewer bytes from a value that names a grain than from one that names none. If a
+/// crash has left grains of deletions, only this distinguishes the two.
 fn is_like(raw: u64, entry: Entry) -> bool {
     let unlike = |other: Entry| unlike(raw, other.encode());
     let same_place = raw << 4 == entry.encode() << 4 && raw << 4 != 0;
@@ -342,11 +343,12 @@ enum Verdict {
     Impossible,
     /// A form of zero entry that lamina does not write.
     Odd,
-    /// It names a grain of another entry.
+    /// The entry names a grain of another entry.
     NamesOther,
-    /// It names a free grain.
+    /// The entry names a free grain.
     NamesFree,
-    /// The backmap gives the entry's grain to another entry, which is encoded in this word and does not name the grain.
+    /// The backmap gives the entry's grain to another entry, which does not name the grain. This word encodes that
+    /// other entry.
     Unowned(u64),
 }
 
@@ -365,13 +367,13 @@ fn judge(state: &mut LayerState, owner: Owner, raw: u64) -> Step<Verdict> {
         Some(other) if other == owner => Verdict::Right,
         Some(other) if names(state, other, grain)? => Verdict::NamesOther,
         _ if !allocated && owned == 0 => Verdict::NamesFree,
-        // No crash leaves an invalid owner, so the backmap is wrong.
+        // A crash cannot leave an invalid owner, so the backmap is damaged.
         Some(_) if allocated => Verdict::Unowned(owned),
         _ => Verdict::Right,
     })
 }
 
-/// Whether an entry that names another grain now has dropped this one properly; a damaged entry has not.
+/// Whether an entry that now names another grain has released this grain by a normal change; a damaged entry has not.
 pub(super) fn gave_up(state: &mut LayerState, owner: Owner, grain: Grain) -> Step<bool> {
     let raw = state.word(table_page(owner.table, u64::from(owner.entry)), page_index(u64::from(owner.entry)))?;
     Ok(match Entry::decode(raw) {

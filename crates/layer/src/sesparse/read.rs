@@ -19,7 +19,7 @@ const COUNTED_PAGES: u64 = 64;
 /// The most extents of the file system that are examined for counting.
 const PIECES_MAX: usize = 1 << 16;
 
-/// A result under construction.
+/// The extents that a call of `map` returns, while they are collected.
 struct Answer<'a> {
     out: &'a mut Vec<Extent>,
     first: usize,
@@ -96,7 +96,7 @@ impl SeSparse {
         }
     }
 
-    /// As [`SeSparse::map_page`] within a page. Fails if its first entry is invalid.
+    /// As [`SeSparse::map_page`] for a range within one page. Fails if the first entry of the range is invalid.
     fn map_entries(
         &self,
         page: &PageBytes,
@@ -169,8 +169,8 @@ impl SeSparse {
         Ok(())
     }
 
-    /// Counts bits of the bitmap in memory. Dead grains are those that were allocated once and are free or retired now,
-    /// if they still occupy space: not punched grains, and not grains of the file that were never written.
+    /// Counts bits of the bitmap in memory. Dead grains are grains that were allocated once, are free or retired now,
+    /// and still occupy space. Grains that were punched, or never written, occupy none.
     pub(super) fn count_usage(&self) -> Result<Usage> {
         let (held, waiting) = {
             let state = self.state.lock();
@@ -226,7 +226,7 @@ fn count_bits(bytes: &[u8], valid: u64) -> u64 {
     ones + u64::from(last.count_ones())
 }
 
-/// Reads by direct I/O sectors that do not begin at a block.
+/// Reads sectors that do not begin at a block, by direct I/O.
 fn read_unaligned(file: &dyn backend::File, out: &mut [u8], offset: u64) -> std::io::Result<()> {
     let within = (offset % BLOCK_SIZE as u64) as usize;
     let mut wide = Buffer::with_bytes(within + out.len());
@@ -235,7 +235,7 @@ fn read_unaligned(file: &dyn backend::File, out: &mut [u8], offset: u64) -> std:
     Ok(())
 }
 
-/// Reads `count` sectors in either mode.
+/// Reads `count` sectors, in either I/O mode.
 pub(super) fn read_sectors(file: &Arc<dyn backend::File>, sector: u64, count: usize) -> std::io::Result<Vec<u8>> {
     let mut out = vec![0; count * SECTOR as usize];
     match file.mode() {

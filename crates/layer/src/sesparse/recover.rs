@@ -1,11 +1,13 @@
 //! Opening for writing: finds the tables in use, and unused grains and tables left by a crash.
 //!
 //! The image needs no repair ([`super::commit`]): recovery only finds lost space. Tables are lost if they are allocated
-//! and in no slot of the directory. Grains are lost if they are allocated in a marked region ([`super::touched`]) and
-//! the entry in the backmap does not name them. The backmap can be relied on, because lamina's mark exists and an owner
-//! is durable before the entry is. But an owner may be damaged, so tables are searched for a grain before it is freed.
+//! and no slot of the directory names them. Grains are lost if they are allocated in a marked region
+//! ([`super::touched`]) and the entry in the backmap does not name them. The backmap can be relied on, because lamina's
+//! mark exists and an owner is durable before the entry is. But an owner may be damaged, so tables are searched for a
+//! grain before it is freed.
 //!
-//! The time for this is limited: regions beyond [`RECOUNT_PAGES`] stay marked, and a wipe finds their lost grains.
+//! The time for the search is limited: regions beyond [`RECOUNT_PAGES`] stay marked, and a wipe finds their lost
+//! grains.
 
 use super::SeSparse;
 use super::cache::{Kind, PageBytes, PageKey};
@@ -70,7 +72,7 @@ impl SeSparse {
         let (named, damaged) = self.read_directory(self.options.repair)?;
         self.state.lock().named_tables = named.clone();
         if damaged {
-            // The grains of lost tables are not free, although no table in use names them.
+            // The directory is damaged: grains of tables that it no longer names must not be freed.
             return Ok(());
         }
         let miscounted = {
@@ -90,8 +92,9 @@ impl SeSparse {
         match miscounted || self.options.repair {
             // A repair determines lost grains from the tables themselves, because an owner may be damaged.
             //
-            // A slot is durable only after the count is, so one of the two is damaged. If it is the slot, the grains of
-            // its table only seem lost. Their regions stay marked.
+            // A slot becomes durable only after the count of tables that includes its table. So if a slot names a table
+            // that is not counted, the slot or the count is damaged. If it is the slot, the grains of its table only
+            // seem lost. Their regions stay marked.
             true => Ok(()),
             false => self.recount(&named),
         }
@@ -104,8 +107,8 @@ impl SeSparse {
         }
     }
 
-    /// The tables that the directory names, and whether it is damaged. Only a tolerant opening accepts damage. If two
-    /// slots name one table, writes through one would change the data of the other.
+    /// The tables that the directory names, and whether it is damaged. Only a `tolerant` opening accepts damage, such
+    /// as two slots that name one table: a write through one slot would change data of the other.
     fn read_directory(&self, tolerant: bool) -> Result<(NamedTables, bool)> {
         let corrupt = |what: String| {
             let text = format!("{}: {what}; check the image, with --repair to correct proven damage", self.name);
@@ -180,7 +183,7 @@ impl SeSparse {
                     tracing::info!(image = %self.name, grains = dead.len(), "freed grains that a crash left allocated");
                 }
             }
-            // The grains stay marked, and a wipe decides by reading all tables.
+            // Too many tables would have to be read: the regions stay marked, and a wipe reads all tables.
             Ok(None) => {}
             Err(error) => {
                 tracing::warn!(image = %self.name, %error, "grains that a crash left allocated are not freed")
@@ -217,8 +220,9 @@ impl SeSparse {
         Ok(())
     }
 
-    /// The grains among `dead` that a table names, so that their owner is wrong. Searches all tables if there are few,
-    /// otherwise those whose number differs in at most one byte from that of an owner; `None` if these are too many.
+    /// The grains among `dead` that a table names although their owner does not: the owner is wrong. Searches all
+    /// tables if there are few, otherwise those whose number differs in at most one byte from that of an owner; `None`
+    /// if these are too many.
     fn named_elsewhere(&self, dead: &[(u64, Option<Owner>)], named: &NamedTables) -> Result<Option<FxHashSet<u64>>> {
         let mut kept = FxHashSet::default();
         if dead.is_empty() {
@@ -269,7 +273,8 @@ impl SeSparse {
     }
 }
 
-/// Named tables whose number differs in at most one byte from that of an owner. `None` if these are too many.
+/// Named tables with a number that differs in at most one byte from the number in an owner. `None` if these are too
+/// many.
 fn tables_near(dead: &[(u64, Option<Owner>)], named: &NamedTables) -> Option<FxHashSet<Table>> {
     let owners: FxHashSet<Table> = dead.iter().map(|(_, owner)| owner.map_or(Table(0), |owner| owner.table)).collect();
     let mut wanted = FxHashSet::default();

@@ -3,7 +3,7 @@
 //! Guest writes go to grains in place without a lock. So moving grains has four steps:
 //!
 //! 1. announce them: a write that is planned from now on marks them as disturbed;
-//! 2. wait until every epoch entered before is over: then no earlier write is under way;
+//! 2. wait until every epoch that was entered before the announcement is over: then no earlier write is under way;
 //! 3. copy them, without a lock;
 //! 4. point the table entries to the copies, except for grains that were disturbed, or whose entry changed meanwhile:
 //!    their copies are dropped.
@@ -23,14 +23,14 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-/// Pause between two checks whether earlier writers have ended.
+/// Pause between two checks for the end of earlier writers.
 const QUIET_PAUSE: Duration = Duration::from_micros(200);
 /// Bytes truncated at a time: the file system locks the file while it discards them, and guest writes wait.
 const CUT_STEP: u64 = 16 << 20;
 /// The number of steps for truncating an end that is too long for steps of [`CUT_STEP`].
 const CUT_STEPS: u64 = 1024;
 
-/// A grain to be moved or examined, with the entry that names it.
+/// A grain to be moved or examined, and the entry that names it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Held {
     pub grain: Grain,
@@ -92,20 +92,21 @@ impl SeSparse {
         })
     }
 
-    /// Moves grains, sorted by location, to the lowest free ones: the highest grain first, while the new location is
-    /// lower. Returns how many were moved.
+    /// Moves grains to the lowest free locations: the highest grain first, as long as its new location is lower. `held`
+    /// is sorted by location. Returns how many were moved.
     pub(super) fn relocate(&self, held: &[Held], work: &mut Work) -> Result<u64> {
         let mut places: Vec<GrainRun> = Vec::new();
         let moved = self.take_low(held, &mut places).and_then(|taken| match taken {
             0 => Ok(0),
             _ => self.copy_and_repoint(&held[held.len() - taken..], &mut places, work),
         });
-        // The remaining locations were not used.
+        // The locations that remain were not used.
         self.give_back(&places);
         moved
     }
 
-    /// Allocates the lowest free grains, one for each grain to be moved that is above; returns how many.
+    /// Allocates the lowest free grains, at most one for each grain to be moved, and only below that grain; returns how
+    /// many.
     fn take_low(&self, held: &[Held], places: &mut Vec<GrainRun>) -> Result<usize> {
         let mut taken = 0;
         while taken < held.len() {
@@ -179,10 +180,10 @@ impl SeSparse {
         Ok(content)
     }
 
-    /// Truncates free grains at the end of the file. Returns the number of bytes.
+    /// Truncates free grains at the end of the file. Returns the number of bytes by which the file became shorter.
     pub(super) fn cut_end(&self) -> Result<u64> {
         let mut cut = 0;
-        // Read again for each step, because the file may grow between two steps.
+        // Each step reads the length of the file again, because the file may grow between two steps.
         while let step @ 1.. = self.cut_step()? {
             cut += step;
         }
@@ -212,8 +213,8 @@ pub(super) fn names(state: &mut LayerState, owner: Owner, grain: Grain) -> Step<
 }
 
 impl LayerState {
-    /// Lowers the end of the allocated grains to the last allocated one, and `length` with it: new grains at the end
-    /// then need the file to grow first. `None` while the bitmap cannot be relied on.
+    /// Lowers the end of the allocated grains to the last allocated one, and `length` to the same value: so the file
+    /// has to grow before grains at the end are allocated again. `None` while the bitmap cannot be relied on.
     fn lower_end(&mut self) -> Step<Option<u64>> {
         if self.touched.is_none() {
             return Ok(None);

@@ -31,8 +31,8 @@ pub struct ShrinkReport {
 
 impl SeSparse {
     /// Moves live grains from the end of the file to free grains, and truncates the file. Grains that no table names
-    /// prevent that: wipe first. Runs while guests are active; when cancelled, fails with [`ErrorKind::Interrupted`]
-    /// and keeps what was done.
+    /// cannot be moved, so an image should be wiped first. Guests may be active. When cancelled, fails with
+    /// [`ErrorKind::Interrupted`]; moves already committed remain.
     pub fn shrink(&self, progress: &dyn Progress) -> Result<ShrinkReport> {
         let mut work = self.begin_work(progress, "shrinking")?;
         self.check_changeable()?;
@@ -46,7 +46,7 @@ impl SeSparse {
             report.left = 0;
             done = self.shrink_down(&mut work, &mut report);
         }
-        // The end is truncated in any case, as far as grains were moved.
+        // Even after an error or a cancellation, the file is truncated as far as grains were moved.
         let ended = self.commit_at_once().and_then(|()| self.commit_at_once()).and_then(|()| self.cut_end());
         report.cut += *ended.as_ref().unwrap_or(&0);
         done?;
@@ -60,7 +60,7 @@ impl SeSparse {
             let text = format!("{}: another program changed its bitmap; wipe it first", self.name);
             return Err(Error::new(ErrorKind::Unsupported, text));
         }
-        // Grains dropped before become free with a commit.
+        // A commit frees grains that were retired before, so that they can be used as targets.
         self.commit_at_once()?;
         self.state.lock().space.search_again();
         self.search_all(work)?;
@@ -91,7 +91,7 @@ impl SeSparse {
             if exhausted {
                 return Ok(());
             }
-            // There were free grains below the target, but these used grains were not moved.
+            // There were free grains below, but these grains could not be moved.
             report.left += allocated.saturating_sub(moved);
             end = start;
             batches += 1;
@@ -104,7 +104,7 @@ impl SeSparse {
         Ok(())
     }
 
-    /// Continues the search until all free runs are known that fit into memory.
+    /// Continues the search of the bitmap until all free runs that fit into memory are known.
     pub(super) fn search_all(&self, work: &mut Work) -> Result<()> {
         let pages = self.state.lock().space.fresh.div_ceil(PAGE_BITS);
         for _ in 0..pages {

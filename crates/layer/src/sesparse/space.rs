@@ -8,16 +8,17 @@
 //! 3. free runs of any length, if the file has reached its capacity, or if so much is free in the middle that growing
 //!    the file would be a waste ([`slack`]).
 //!
-//! Guests write several files at once, so several streams of requests alternate. A stream that continues where it ended
-//! gets grains set aside, more each time, so that each stream is contiguous however they alternate.
+//! Guests write several files at once, so several streams of requests alternate. For a stream of sequential requests,
+//! grains after the last allocated ones are set aside, more of them each time. So each stream is contiguous, however
+//! the streams alternate.
 //!
 //! Invariants, under the lock of the layer:
 //!
 //! 1. A grain in `runs`, or set aside for a stream, is named by no table, in memory or on the device. No reader uses
 //!    it, and its bit in the bitmap is clear.
-//! 2. Grains from `fresh` on were never allocated, or are free likewise.
+//! 2. Grains from `fresh` on were never allocated, or are free in the same sense as by 1.
 //! 3. `fresh <= length <= limit`; the file reaches to `length`.
-//! 4. A grain is in one of `runs`, set aside for one stream, or in neither. The bitmap does not distinguish these, so
+//! 4. A free grain is in one of `runs`, set aside for one stream, or not remembered. The bitmap does not show which, so
 //!    streams release their grains before the bitmap is searched, and before the end is lowered.
 
 use super::entry::GrainRun;
@@ -61,7 +62,7 @@ pub(super) enum Choice {
     Run(GrainRun),
     /// At the end, after the file has grown.
     Growth,
-    /// Nowhere now: all grains are allocated or retired.
+    /// No grain is free at present: all are allocated or retired.
     Full,
 }
 
@@ -78,7 +79,7 @@ pub(super) struct Space {
     pub(super) limit: u64,
     /// The next page of the bitmap to search; `None` when the search is complete, or not permitted.
     cursor: Option<u64>,
-    /// Whether the bitmap is known to be right.
+    /// Whether the bitmap can be relied on.
     trusted: bool,
     /// Whether runs were dropped since the search began.
     forgot: bool,
@@ -118,7 +119,7 @@ impl Space {
         self.cursor = self.cursor.map(|page| page + 1).filter(|page| *page < pages);
     }
 
-    /// Starts the search of the bitmap again; the bitmap is known to be right now.
+    /// Starts the search of the bitmap again. From now on the bitmap can be relied on.
     pub(super) fn search_again(&mut self) {
         self.trusted = true;
         self.cursor = Some(0);
@@ -226,7 +227,8 @@ impl Space {
         again
     }
 
-    /// A run of at least `least` grains, searched from the last allocation on, then from the start.
+    /// A run of at least `least` grains. The search begins at the end of the last allocation, and continues from the
+    /// start.
     fn run_near(&self, least: u64) -> Option<GrainRun> {
         if self.free < least {
             return None;
@@ -255,7 +257,7 @@ impl Space {
         }
     }
 
-    /// Frees grains. Some of them may be in `runs` already.
+    /// Frees grains, some of which may be in `runs` already.
     pub(super) fn put(&mut self, run: GrainRun) {
         if run.count == 0 || run.start >= self.fresh {
             return;
@@ -281,7 +283,8 @@ impl Space {
         }
     }
 
-    /// Frees grains that were just allocated at the end and never used; returns false if they are not at the end.
+    /// Frees grains at the end of the allocated part that were never used; returns false, without a change, if the
+    /// grains are not at the end.
     pub(super) fn put_last(&mut self, run: GrainRun) -> bool {
         let last = run.end() == self.fresh;
         if last {

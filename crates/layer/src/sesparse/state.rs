@@ -17,13 +17,14 @@ use rustc_hash::{FxHashMap, FxHashSet};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// The most runs of retired grains; beyond it grains stay allocated until the image is opened again.
+/// The most runs of retired grains. Further grains stay allocated until the image is opened again.
 pub(super) const RETIRED_RUNS_MAX: usize = if cfg!(test) { 1 << 12 } else { 1 << 20 };
 
-/// The number of runs of retired grains that requires a commit, long before the limit is reached.
+/// The number of runs of retired grains at which a commit is due, far below the limit.
 const FREED_MAX: usize = RETIRED_RUNS_MAX / 16;
 
-/// The most grains, free by the bitmap, whose owners are examined in one step: each may need a page of a table.
+/// The most grains that are examined in one step for an owner although the bitmap marks them as free: each may need a
+/// page of a table.
 const OWNERS_MAX: usize = 64;
 
 /// What a closure lacks.
@@ -38,7 +39,7 @@ pub(super) enum Need {
     Growth,
     /// A commit: too many pages are dirty, or too many grains freed.
     Commit,
-    /// A free grain; a commit may provide one, if the caller releases its epoch.
+    /// A free grain. A commit may free some, but only after the caller has released its epoch.
     Full,
     /// The work failed.
     Failed(Error),
@@ -81,7 +82,8 @@ pub(super) struct LayerState {
     /// A known hole of the file per kind of page: pages in it are zeros and need not be read. Pages that a commit
     /// writes are removed from the hole before they may be evicted.
     pub holes: [Range<u64>; Kind::ALL],
-    /// The number of commits that have written pages: knowledge about holes from before may be out of date.
+    /// The number of commits that have written pages: what was recorded about holes before the last of them may be out
+    /// of date.
     pub settled: u64,
     /// Tables that two directory slots name: one slot is wrong, and it is not proven which.
     pub shared_tables: FxHashSet<Table>,
@@ -118,7 +120,8 @@ impl LayerState {
         self.cache.get(key).map(|page| page.word(index)).ok_or(Need::Page(key))
     }
 
-    /// Requires that no commit is due. Not to be called in the middle of a change.
+    /// Requires that no commit is due. Must not be called in the middle of a change, because the closure would run
+    /// again.
     pub(super) fn need_no_commit(&self) -> Step<()> {
         let pressed = self.cache.is_pressed() || self.retirement.open().len() > FREED_MAX;
         if pressed { Err(Need::Commit) } else { Ok(()) }
@@ -155,7 +158,7 @@ impl LayerState {
             return Err(Need::TableRoom(table));
         }
         self.named_tables.insert(table);
-        // In this order, so that loading pages does not evict the dirty one.
+        // The directory page is changed only after all pages are loaded, so that loading cannot evict a dirty page.
         self.cache.set(directory, (slot % PAGE_ENTRIES) as usize, encode_slot(table));
         for page in 0..TABLE_PAGES {
             self.cache.insert_fresh(table_page(table, page * PAGE_ENTRIES));
@@ -178,7 +181,7 @@ impl LayerState {
         }
     }
 
-    /// Sets an entry of a table whose page is in memory, and retires the grain that it named before.
+    /// Sets an entry of a table page that is in memory, and retires the grain that the entry named before.
     pub(super) fn set_entry(&mut self, owner: Owner, entry: Entry) -> Step<()> {
         let (key, index) = (table_page(owner.table, u64::from(owner.entry)), page_index(u64::from(owner.entry)));
         let before = Entry::decode(self.word(key, index)?);
@@ -193,7 +196,8 @@ impl LayerState {
             && Entry::Data(grain) != entry
         {
             if !self.retirement.give_up(grain.0..grain.0 + 1) {
-                // The grain stays allocated. Its mark stays after closing, so that the next opening finds it.
+                // Too many grains wait: this grain stays allocated. The mark of its region is kept after closing, so
+                // that the next opening finds the grain.
                 for marks in [&mut self.touched, &mut self.suspect].into_iter().flatten() {
                     self.mark_dirty |= marks.insert(grain.0);
                 }
@@ -205,12 +209,13 @@ impl LayerState {
         Ok(())
     }
 
-    /// Sets consecutive entries in one page of a table to consecutive grains; all pages needed are in memory.
+    /// Sets consecutive entries in one page of a table to consecutive grains. All pages needed are in memory.
     pub(super) fn set_entries(&mut self, first: Owner, run: GrainRun) -> Step<()> {
         let (key, index) = (table_page(first.table, u64::from(first.entry)), page_index(u64::from(first.entry)));
         let before = self.cache.get(key).ok_or(Need::Page(key))?.words_from(index).take(run.count as usize);
         if before.map(Entry::decode).any(|entry| matches!(entry, Some(Entry::Data(_)))) {
-            // Another writer has entered grains first: entries are set one by one, which retires those grains.
+            // Another writer has entered grains for some of these entries first. The entries are set one by one, which
+            // retires that writer's grains.
             for (entry, grain) in (first.entry..).zip(run.start..run.end()) {
                 self.set_entry(Owner { entry, ..first }, Entry::Data(Grain(grain)))?;
             }
@@ -281,8 +286,8 @@ impl LayerState {
         }
     }
 
-    /// The part of a free run before the first grain that is in use by backmap and table, although the bitmap marks it
-    /// as free. Allocating that grain would give it two owners.
+    /// The part of a free run before its first grain that backmap and table show to be in use, although the bitmap
+    /// marks it as free. If that grain were allocated, two entries would name it.
     fn before_one_in_use(&mut self, run: GrainRun) -> Step<GrainRun> {
         let run = GrainRun { count: run.count.min(PAGE_BITS - run.start % PAGE_BITS), ..run };
         if self.touched.is_none() {

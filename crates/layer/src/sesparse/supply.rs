@@ -1,6 +1,7 @@
-//! Provides what work on the state lacks: pages of metadata, file space for them, a longer file, a commit.
+//! Provides the resources that work on the state lacks: pages of metadata, file space for them, a longer file, a
+//! commit.
 //!
-//! 1. None of this runs under the lock of the state; its results are checked again under the lock.
+//! 1. All of it runs without the lock of the state; the results are checked again under the lock.
 //! 2. A page is read by one thread at a time, and only while it is not in memory: so the page read is current.
 //! 3. A known hole was a hole when the last commit ended, and has not been written since.
 
@@ -14,8 +15,7 @@ use backend::{BLOCK_SIZE, Buffer};
 use parking_lot::MutexGuard;
 use std::ops::Range;
 
-/// The number of rounds after which work on the state fails: some thousand pages for one step mean that the cache
-/// thrashes.
+/// The number of rounds after which work on the state fails: if one step needs some thousand pages, the cache thrashes.
 const ROUNDS_MAX: usize = 100_000;
 
 /// Pages whose space is allocated per call: each call costs as much as writing some hundred kilobytes.
@@ -24,7 +24,7 @@ const ROOM_PAGES: u64 = 64;
 const GROWTH: u64 = 4 * TABLE_SPAN / GRAIN;
 
 impl SeSparse {
-    /// Runs `work` until it has all that it needs.
+    /// Runs `work` until it no longer lacks a resource.
     pub(super) fn settle<T>(&self, mut work: impl FnMut(&mut LayerState) -> Step<T>) -> Result<T> {
         let mut state = self.state.lock();
         for _ in 0..ROUNDS_MAX {
@@ -146,7 +146,7 @@ impl SeSparse {
 
     fn reserve(&self, offset: u64, length: u64) -> Result<()> {
         match self.file.reserve(offset, length) {
-            // Then a later write may fail for lack of space; this file system cannot reserve.
+            // This file system cannot reserve space, so a later write may fail for lack of it.
             Err(error) if error.kind() == std::io::ErrorKind::Unsupported => Ok(()),
             other => other.during(|| format!("taking {length} bytes for tables of {}", self.name)),
         }
@@ -164,7 +164,7 @@ impl SeSparse {
         }
         let longer = (length + GROWTH).min(limit);
         let bytes = self.grain_offset(Grain(longer))?;
-        // While a shrink truncates the file step by step, it may still be long enough.
+        // A shrink truncates the file step by step, so the file may still be longer than the recorded length.
         let present = self.file.len().during(|| format!("asking for the length of {}", self.name))?;
         if present < bytes {
             self.file.set_len(bytes).during(|| format!("growing {} to {bytes} bytes", self.name))?;

@@ -102,7 +102,7 @@ fn stamps(layer: &dyn Layer, start: u64, length: u64) -> Result<Vec<u64>> {
     Ok(out)
 }
 
-/// The permitted stamps of each written grain, by sector. Grains that are not in it are absent.
+/// The permitted stamps of each written grain, by sector. Grains without an entry here are absent.
 #[derive(Clone, Default)]
 struct Model {
     /// For each sector, the present stamp and all stamps since the last flush.
@@ -135,8 +135,8 @@ impl Model {
         }
     }
 
-    /// Called after a power cut: checks that every sector has one of its permitted stamps, and permits only that one
-    /// from then on.
+    /// Called after a power cut: checks that every sector has one of its permitted stamps; from then on, only the stamp
+    /// found is permitted.
     fn settle(&mut self, layer: &dyn Layer) {
         for (grain, sectors) in &mut self.grains {
             let found = stamps(layer, grain * GRAIN, GRAIN).unwrap();
@@ -158,7 +158,7 @@ fn assert_clean(layer: &SeSparse) {
 struct Operation {
     first: u64,
     count: u64,
-    /// Zero means zeroing.
+    /// The stamp of the new content; 0 for zeroing.
     stamp: u64,
     keep: bool,
 }
@@ -170,7 +170,7 @@ impl Operation {
         let count = if random.once_in(3) { 1 + random.below(grains / 2) } else { 1 + random.below(3) };
         let first = random.below(grains - count + 1);
         let stamp = if random.once_in(4) { 0 } else { random.next() | 1 };
-        // Around the border of two pages of the table.
+        // The range is around the border of two pages of the table.
         Self { first: slot * 4096 + 512 - grains / 2 + first, count, stamp, keep: random.once_in(3) }
     }
 

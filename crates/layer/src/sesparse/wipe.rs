@@ -2,9 +2,9 @@
 //!
 //! Which grains the tables name is known only after all tables were read, and guests write meanwhile. So the bitmap is
 //! compared with a [`Census`], which may count too many grains but never too few. It counts the grains that the tables
-//! name when the walk reads them, and all that were allocated, entered or dropped since the census began. Retired
-//! grains that are not free yet are counted at its start, after a wait for writers with grains that are allocated and
-//! not entered. An allocated grain that is not in the census then belongs to no entry.
+//! name when the walk reads them, and all that were allocated, entered or dropped since the census began. At the start
+//! of the census, retired grains that are not free yet are counted, and the wipe waits for writers that have allocated
+//! grains and not entered them. So an allocated grain that is not in the census belongs to no entry.
 //!
 //! The census covers one window of the grain area at a time, so that its memory does not depend on the disk's size.
 //!
@@ -56,7 +56,7 @@ impl GrainSet {
         self.window.contains(&grain) && self.word(grain / 64 * 64) >> (grain % 64) & 1 == 1
     }
 
-    /// The range of grains that it can hold.
+    /// The range of grains that the set covers.
     pub(super) fn window(&self) -> Range<u64> {
         self.window.clone()
     }
@@ -87,7 +87,7 @@ pub(super) struct Census {
 }
 
 impl Census {
-    /// Counts grains that may belong to an entry, whether a table names them yet or not.
+    /// Counts grains that may belong to an entry, even if no table names them yet.
     pub(super) fn account(&mut self, run: GrainRun) {
         for grain in run.start..run.end() {
             self.accounted.insert(grain);
@@ -107,10 +107,10 @@ impl Census {
 /// Ranges of the file with data: tables in holes need not be read.
 #[derive(Default)]
 pub(super) struct Holes {
-    /// Within this searched range, everything outside `known` is a hole.
+    /// The range that was searched. Within it, everything outside `known` is a hole.
     known: Option<Range<u64>>,
     searched: Range<u64>,
-    /// The number of commits with pages when the ranges were read.
+    /// The number of commits with pages at the time when the ranges were read.
     settled: u64,
 }
 
@@ -139,8 +139,8 @@ impl Holes {
 
 impl SeSparse {
     /// Frees grains that no table names and, with `zeros`, also those that hold only zeros, whose entries become zero
-    /// entries. Runs while guests are active; when cancelled, fails with [`crate::ErrorKind::Interrupted`] and keeps
-    /// what was done.
+    /// entries. Guests may be active. When cancelled, fails with [`crate::ErrorKind::Interrupted`]; the grains freed so
+    /// far remain free.
     pub fn wipe(&self, zeros: bool, progress: &dyn Progress) -> Result<WipeReport> {
         let mut work = self.begin_work(progress, "wiping")?;
         self.check_changeable()?;
@@ -157,8 +157,8 @@ impl SeSparse {
             counted?;
             window = window.end..window.end + WINDOW;
         }
-        // The first commit writes the corrections and frees the dropped grains, the next commit writes that. The mark,
-        // which states that bitmap and backmap are right, must not be durable before they are.
+        // The first commit writes the corrections and frees the dropped grains; the second writes the bitmap after
+        // that. The mark states that bitmap and backmap are right, so it must not be durable before they are.
         self.commit_at_once()?;
         {
             let mut state = self.state.lock();
@@ -257,11 +257,11 @@ impl SeSparse {
         Ok(false)
     }
 
-    /// The table of a slot and its content, from memory or from the file. `None` without a table, or if the table is a
-    /// hole of the file.
+    /// The table of a slot and its content, from memory or from the file. `None` if the slot names no table, or if the
+    /// table is a hole of the file.
     pub(super) fn read_table(&self, slot: u64, holes: &mut Holes) -> Result<Option<(Table, Vec<PageBytes>)>> {
         let Some(table) = self.settle(|state| state.table_of(slot))? else { return Ok(None) };
-        // Memory is checked first: a page that is not there is current in the file until it is loaded.
+        // Memory is checked before the file: a page that is not in memory is current in the file until it is loaded.
         let cached: Vec<Option<PageBytes>> = {
             let state = self.state.lock();
             holes.renew(state.settled);
@@ -287,7 +287,8 @@ impl SeSparse {
         )))
     }
 
-    /// Makes the backmap agree with a table: another program may use the backmap's entries differently.
+    /// Sets the owners in the backmap to match a table. Another program may have used the backmap's entries in another
+    /// way.
     fn adopt(&self, table: Table, content: &[PageBytes]) -> Result<()> {
         for (entry, raw) in (0..).zip(content.iter().flat_map(PageBytes::words)) {
             let Some(Entry::Data(grain)) = Entry::decode(raw) else { continue };
@@ -317,7 +318,7 @@ impl SeSparse {
                 work.moved(held.len() as u64 * GRAIN);
                 if !zeros.is_empty() {
                     let _announced = self.announce(&zeros, work)?;
-                    // A guest may have written to them before they were announced.
+                    // The grains are read again, because a guest may have written to them before they were announced.
                     for held in self.holding_zeros(&zeros)? {
                         report.zeros += u64::from(self.repoint(held, Entry::Zero)?);
                     }
@@ -375,8 +376,8 @@ fn sweep(state: &mut LayerState, named: &GrainSet, census: &Census, page: u64, r
     for (first, bits) in (page * PAGE_BITS..end).step_by(64).zip(bytes.words()) {
         let (named, accounted) = (named.word(first), census.word(first));
         let mut lost = bits & !(named | accounted);
-        // Grains in the census may be free by now; only a grain that a table names and that did not change must be
-        // allocated.
+        // Grains that changed since the census began may be free by now. Only a grain that a table names and that did
+        // not change must be allocated.
         let mut missing = named & !bits & !accounted;
         while lost != 0 {
             let grain = first + u64::from(lost.trailing_zeros());

@@ -4,9 +4,10 @@
 //! grains for those without one, writes them without a lock (adjacent grains in one call), and then enters the new
 //! grains into the table. Grains with a location are overwritten in place.
 //!
-//! If two writers write a grain without a location, each allocates one, and the later entry wins: the two writes were
-//! not ordered. If one zeroes a grain while another overwrites it in place, the zeroing wins. The location is not
-//! reused before the other writer drops its epoch: each step enters the current epoch before it looks up locations.
+//! If two writers write a grain without a location at once, each allocates one, and the location entered last is kept:
+//! the two writes were not ordered. If one writer zeroes a grain while another overwrites it in place, the grain
+//! becomes zeros. Its location is not reused before the overwriting writer drops its epoch: each step enters the
+//! current epoch before it looks up locations.
 
 use super::SeSparse;
 use super::entry::{Entry, GRAIN, Grain, GrainRun, Owner, TABLE_ENTRIES, TABLE_SPAN, Table};
@@ -18,7 +19,7 @@ use std::ops::Range;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-/// The pause between two attempts to allocate grains that readers still hold, and the most pauses.
+/// The pause between two attempts to allocate grains while readers still use the retired ones, and the most pauses.
 const FULL_PAUSE: Duration = Duration::from_millis(1);
 const FULL_PAUSES_MAX: usize = 5_000;
 /// Bytes of zeros per write, where space has to be kept.
@@ -76,8 +77,8 @@ impl SeSparse {
         let entries = at % TABLE_SPAN / GRAIN..(at % TABLE_SPAN + length) / GRAIN;
         let mut pauses = 0;
         let (plan, _epoch) = loop {
-            // Entered before any grain is allocated: a wipe waits for every writer with grains that it has not entered
-            // yet.
+            // The epoch is entered before any grain is allocated: so a wipe can wait for every writer that has
+            // allocated grains and not entered them yet.
             let epoch = self.epochs.enter();
             let mut claimed = Vec::new();
             let planned = self.settle(|state| match Self::plan(state, at / TABLE_SPAN, &entries, &mut claimed) {
@@ -86,7 +87,7 @@ impl SeSparse {
             });
             match planned {
                 Ok(Some(plan)) => break (plan, epoch),
-                // Grains that become free meanwhile may wait for this epoch, so it is dropped.
+                // Retired grains may wait for this epoch, so it is dropped before waiting for free grains.
                 Ok(None) => {
                     self.give_back(&claimed);
                     drop(epoch);
@@ -121,7 +122,7 @@ impl SeSparse {
         })
     }
 
-    /// Waits for free grains if all are allocated: first by a commit, then for readers.
+    /// Waits for free grains if all are allocated or retired: first makes a commit, then waits for readers.
     fn wait_for_grains(&self, pauses: &mut usize) -> Result<()> {
         let hopeless = *pauses > 1 && self.state.lock().retirement.waiting().next().is_none();
         if hopeless || *pauses == FULL_PAUSES_MAX {
@@ -163,7 +164,7 @@ impl SeSparse {
             taken += run.count;
             claimed.push(run);
         }
-        // Another writer may have entered some of these grains since they were allocated.
+        // Another writer may have entered locations for some of these entries since the grains were allocated.
         let mut surplus = taken - missing;
         while surplus > 0
             && let Some(last) = claimed.last().copied()
@@ -201,7 +202,7 @@ impl SeSparse {
         written.during(|| format!("writing {} grains at {offset} of {}", place.count, self.name))
     }
 
-    /// Frees grains that were allocated and not entered. If that fails they stay allocated, and a wipe finds them.
+    /// Frees grains that were allocated and not entered. If freeing fails they stay allocated, and a wipe finds them.
     pub(super) fn give_back(&self, runs: &[GrainRun]) {
         for run in runs.iter().rev() {
             for part in super::state::by_bitmap_page(*run) {
@@ -263,7 +264,8 @@ impl SeSparse {
 }
 
 impl LayerState {
-    /// The locations of the grains of these entries, if all have one: the usual case, without a copy or a change.
+    /// The locations of the grains of these entries, if all of them have one. In this usual case, nothing is allocated
+    /// or entered.
     fn places(&mut self, table: Table, entries: &Range<u64>) -> Step<Option<Vec<WritePiece>>> {
         let key = table_page(table, entries.start);
         let readable = self.readable;
@@ -298,9 +300,10 @@ fn announce(state: &mut LayerState, pieces: &[WritePiece]) {
     }
 }
 
-/// Enters the new grains of a plan into the table.
+/// Enters the new grains of a write into the table.
 fn enter(state: &mut LayerState, plan: &Plan, first: u64) -> Step<()> {
-    // In one attempt: grains entered before a second attempt might have been retired in between.
+    // All pages are required before the first entry is set, so that the closure does not run twice: grains entered by a
+    // first attempt might have been retired before the second.
     state.need(table_page(plan.table, first))?;
     for piece in plan.pieces.iter().filter(|piece| piece.new) {
         state.need_backmap(piece.place)?;
@@ -316,7 +319,7 @@ fn aligned(number: usize) -> bool {
     number.is_multiple_of(BLOCK_SIZE)
 }
 
-/// The bytes of slices that are not taken yet.
+/// The bytes of slices that are not written yet.
 struct Source<'a, 's> {
     slices: &'s [&'a [u8]],
     index: usize,

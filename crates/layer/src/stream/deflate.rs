@@ -58,7 +58,7 @@ impl Deflaters {
                     // The lock is released before the compression begins.
                     let job = receiver.lock().recv();
                     let Ok(job) = job else { break };
-                    // If no receiver is left, the writer has failed.
+                    // Sending fails only if the writer has failed and dropped the receiver.
                     let _ = job.done.send(pack(&mut deflater, job.grain, job.sector, &job.data));
                 }
             });

@@ -50,8 +50,8 @@ impl Grains {
         }
         let written = self.inflaters.inflate(&input[skip..skip + size], out);
         let written = match (written, self.markers) {
-            // In streams without markers some programs write the size before the data. If the bytes are no compressed
-            // data by themselves, they begin with that size.
+            // In streams without markers some programs write the size before the data. So if the bytes do not
+            // decompress, they are tried again without the first ones, the size.
             (Err(_), false) => match sized(&input) {
                 Some(data) => self.inflaters.inflate(data, out),
                 None => written,

@@ -31,7 +31,8 @@ pub(super) struct TableIndex {
 }
 
 impl Index {
-    /// Finds the index, and the valid header. With `cut`, also of a stream without its end, as far as the stream goes.
+    /// Finds the index, and the valid header. With `cut`, a stream without its end is accepted, too, as far as it
+    /// reaches.
     pub(super) fn open(
         file: &dyn File,
         header: Header,
@@ -147,8 +148,8 @@ fn read_footer(file: &dyn File, head: &Header) -> Result<Header> {
     Ok(footer)
 }
 
-/// Walks from marker to marker to the end of the stream or of the file. Returns the grains, and where and why the walk
-/// ended early.
+/// Walks from marker to marker to the end of the stream or of the file. Returns the grains, and, if the walk ended
+/// early, the place and the reason.
 fn walk(file: &dyn File, header: &Header) -> Result<(Grains, Option<String>)> {
     let length = file.len().during(|| "cannot find out the length".to_owned())?;
     let mut reader = Window { file, start: 0, bytes: Vec::new() };
@@ -189,7 +190,7 @@ fn walk(file: &dyn File, header: &Header) -> Result<(Grains, Option<String>)> {
     Ok((grains, stopped))
 }
 
-/// A window of the file in memory, so that small grains do not need a read each.
+/// A part of the file in memory, so that walking small grains does not need a read for each.
 struct Window<'a> {
     file: &'a dyn File,
     start: u64,

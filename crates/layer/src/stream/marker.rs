@@ -17,9 +17,9 @@ pub(super) enum Marker {
     End,
     /// `sectors` sectors of metadata follow the marker's sector.
     Metadata {
-        /// Their kind.
+        /// The kind of the metadata.
         kind: Kind,
-        /// Their number.
+        /// The number of sectors of metadata.
         sectors: u64,
     },
 }

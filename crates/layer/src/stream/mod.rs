@@ -9,7 +9,7 @@
 //!
 //! 1. A grain takes at most its grain size in memory when decompressed, and twice that when compressed.
 //! 2. If the directory is missing, as after an incomplete transfer, the markers are walked instead, with a warning.
-//!    Each step goes forward in the file, so the walk ends.
+//!    Each step of the walk advances in the file, so the walk ends.
 //! 3. Decompressed grains are kept in a cache of `CACHE_BYTES`; grains read as a whole bypass it.
 //! 4. [`StreamWriter`] never seeks: its output can be a pipe.
 
@@ -52,12 +52,12 @@ pub struct Stream {
 }
 
 impl Stream {
-    /// Opens an extent; messages call it `image`. An extent without its end is refused.
+    /// Opens an extent; messages call it `image`. An incomplete extent, without the end-of-stream marker, is refused.
     pub fn open(file: Arc<dyn File>, image: &str) -> Result<Self> {
         Self::open_with(file, image, false)
     }
 
-    /// Opens an extent even if its end is missing: grains in the missing part read as zeros.
+    /// Opens an extent even if it is incomplete: grains in the missing part read as zeros.
     pub fn salvage(file: Arc<dyn File>, image: &str) -> Result<Self> {
         Self::open_with(file, image, true)
     }
@@ -114,7 +114,7 @@ impl Stream {
         }
     }
 
-    /// A grain from the cache, which reads it if necessary.
+    /// A grain from the cache. If it is not cached, it is read and inserted.
     fn cached_grain(&self, grain: u64) -> Result<Arc<[u8]>> {
         if let Some(bytes) = self.cache.lock().get(grain) {
             return Ok(Arc::clone(bytes));

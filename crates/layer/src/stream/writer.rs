@@ -92,13 +92,14 @@ impl<W: Write> StreamWriter<W> {
         self.header.grain * SECTOR
     }
 
-    /// Bytes written so far; with several threads some added grains are not written yet.
+    /// Bytes written so far. With several threads, grains that were added may still be in compression and not be
+    /// counted.
     pub fn position(&self) -> u64 {
         self.position * SECTOR
     }
 
-    /// Adds whole grains at `start`, after all earlier ones; the capacity may cut the last grain of the disk. Grains
-    /// that are never added, and grains of zeros, are not stored: they read as zeros.
+    /// Adds whole grains at `start`, after all grains added before; the capacity may cut the last grain of the disk.
+    /// Grains that are never added, and grains of zeros, are not stored: they read as zeros.
     pub fn write(&mut self, start: u64, data: &[u8]) -> Result<()> {
         self.check()?;
         let (grain, capacity) = (self.grain(), self.header.capacity * SECTOR);
@@ -155,7 +156,7 @@ impl<W: Write> StreamWriter<W> {
         Ok(())
     }
 
-    /// The sector of the next part, for a table entry.
+    /// The sector at which the next part of the stream begins, as a table entry.
     fn place(&mut self) -> Result<u32> {
         u32::try_from(self.position).map_err(|_| {
             self.failed = true;

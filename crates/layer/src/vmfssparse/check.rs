@@ -53,7 +53,8 @@ pub(super) struct Survey {
 
 impl VmfsSparse {
     /// Checks the whole extent: entries past the end of the file, overlaps, and a header that contradicts the file.
-    /// Reads every table, and once more for each further 64 GiB of the file. The extent must not be shrunk meanwhile.
+    /// Reads every table once, and once again for each further 64 GiB of the file. The extent must not be shrunk
+    /// meanwhile.
     pub fn check(&self) -> Result<Check> {
         let mut check = Check::default();
         let header = &self.header;
@@ -131,7 +132,7 @@ impl VmfsSparse {
         Ok(survey)
     }
 
-    /// Marks the used sectors in the window of `marks`; returns how many were marked before.
+    /// Marks the used sectors in the window of `marks`; returns how many were marked already, which are overlaps.
     pub(super) fn mark(&self, marks: &mut Marks) -> Result<u64> {
         let grain = self.header.grain();
         let mut overlaps = u64::from(marks.mark(0..HEADER_SECTORS));

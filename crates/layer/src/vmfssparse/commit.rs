@@ -1,9 +1,9 @@
 //! Opening for writing, commits, closing: the order in which changes become durable.
 //!
 //! ```text
-//! begin    unflushed data is flushed, the end of the file is found; the unclean mark is set           flush
-//! commit   payload is in the file before; new tables                                                 flush
-//!          entries in old tables, directory entries of new ones                                      flush
+//! begin    earlier data is flushed; the end of the used part is found; the unclean mark is set         flush
+//! commit   payload was written before, unflushed; new tables are written                              flush
+//!          entries in old tables and directory entries of new tables are written                     flush
 //! end      a commit; the file is truncated to its used part, the header gets the end of the file     flush
 //!          the unclean mark is cleared                                                               flush
 //! ```
@@ -98,13 +98,13 @@ impl VmfsSparse {
         self.commit(writer)
     }
 
-    /// Commits when many tables have changed; the caller holds the gate.
+    /// Makes a commit when many tables have changed; the caller holds the gate.
     pub(super) fn commit_if_many(&self, writer: &Writer) -> Result<()> {
         let changed = self.tables.cache.changed();
         if changed <= CHANGED_TABLES_MAX {
             return Ok(());
         }
-        // While one thread commits, others continue until twice the limit is reached.
+        // While one thread commits, other threads continue to write until twice the limit is reached.
         match writer.commits.try_turn() {
             Some(mut turn) => self.commit_alone(writer, &mut turn),
             None if changed <= 2 * CHANGED_TABLES_MAX => Ok(()),
@@ -130,7 +130,7 @@ impl VmfsSparse {
                 self.tables.cache.release(&captured);
                 turn.complete();
             }
-            // No change is lost: the next commit writes the tables again.
+            // After a lack of space no change is lost: the next commit writes the tables again.
             Err((error, false)) if error.kind() == ErrorKind::NoSpace => self.tables.cache.restore(&captured),
             Err(_) => writer.commits.stop(),
         }

@@ -6,19 +6,20 @@
 //!
 //! The directory names tables; a table names 4,096 grains. docs/format/vmfssparse.md describes the bytes. Invariants:
 //!
-//! 1. Payload is written to the file at once, tables later. A commit first makes the payload and new tables durable,
-//!    and then writes the entries that name them. So a crash leaves at worst grains and tables that no entry names. The
-//!    end of the file in the header is written last, and is not used after a crash.
+//! 1. Payload is written to the file by the request itself, tables later by a commit. A commit first makes the payload
+//!    and new tables durable, and then writes the entries that name them. So a crash leaves at worst grains and tables
+//!    that no entry names. The end of the file in the header is written last, and is not used after a crash.
 //! 2. The unclean mark is durable before the first change, and is cleared after the last.
 //! 3. A grain keeps its location: later writes overwrite it in place. Only shrinking moves grains, and it truncates old
 //!    locations only after all operations that may use them have ended ([`Layer::epoch`]).
 //! 4. The format has no entry for zeros. Zeros over a parent are stored as grains, long runs of them as holes of the
 //!    file. The value 1, which some readers take for zeros and others do not, is read as zeros and never written.
-//! 5. After a failed write or flush no more is written: the layer returns [`ErrorKind::Stopped`] until it is opened
-//!    again.
+//! 5. After a failed write or flush nothing more is written: the layer returns [`ErrorKind::Stopped`] until it is
+//!    opened again.
 //!
 //! Locks, outermost first: `shrinking`, the gate (shared by changes, exclusive for closing and for the steps of
-//! shrinking), `commit`, `unnamed`, `space`, the cache's own. Only the gate is held while payload is read or written.
+//! shrinking), `commit`, `unnamed`, `space`, the locks of the cache. Only the gate is held while payload is read or
+//! written.
 
 mod check;
 mod commit;

@@ -11,9 +11,9 @@
 //! wait for readers that looked up the old locations, and truncate the file
 //! ```
 //!
-//! After a crash a grain is at its old or its new location, and the other one is dead space. Grains that writes append
-//! meanwhile are moved by the next round. So are those that did not fit, because holes are too small for a grain or a
-//! table: the target of the next round is higher by their size.
+//! After a crash a grain is at its old or its new location, and the other one is dead space. The next round moves
+//! grains that writes appended meanwhile. It also moves grains and tables for which every hole was too small: its
+//! target is higher by their size.
 
 use super::VmfsSparse;
 use super::commit::Writer;
@@ -35,7 +35,7 @@ const ROUNDS_MAX: usize = 8;
 /// How long shrinking waits for a read that holds old locations, before it fails.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// The pause between two checks whether such reads have ended.
+/// The pause between two checks for the end of reads that hold old locations.
 const PAUSE: Duration = Duration::from_micros(200);
 
 /// The result of shrinking.
@@ -84,7 +84,7 @@ impl VmfsSparse {
         Ok(shrunk)
     }
 
-    /// One round. Returns whether more was appended meanwhile, and how many sectors could not be moved.
+    /// Performs one round. Returns whether writes appended data meanwhile, and how many sectors could not be moved.
     fn shrink_once(
         &self,
         writer: &Writer,
@@ -93,7 +93,8 @@ impl VmfsSparse {
         throttle: &Throttle<&dyn Progress>,
     ) -> Result<(bool, u64)> {
         self.settle(writer)?;
-        // Under the exclusive gate, so that no grain is allocated and not entered yet: it would look dead.
+        // The gate is held exclusively, so that no write has allocated a grain and not entered it yet: such a grain
+        // would look dead.
         let end = {
             let open = writer.gate.write();
             self.check_open(writer, *open)?;
@@ -108,13 +109,13 @@ impl VmfsSparse {
         let mut round = Round { writer, target, left: target, unmoved: 0, moved: 0 };
         let result = self.move_all(&mut round, *moved, throttle);
         *moved += round.moved * SECTOR;
-        // Commits after a cancellation too, because moved grains stay moved.
+        // A commit is made even after a cancellation, because the grains moved so far keep their new locations.
         self.settle(writer)?;
         result?;
         Ok((self.cut(writer, end, round.left)?, round.unmoved))
     }
 
-    /// The end of the file if its used part, up to sector `end`, had no dead space.
+    /// The end that the file would have if its used part, up to sector `end`, had no dead space.
     fn target(&self, end: u64) -> Result<u64> {
         let mut used = self.tables.data_start();
         for index in 0..self.tables.count() {
@@ -179,7 +180,7 @@ impl VmfsSparse {
         Ok(())
     }
 
-    /// Moves a part of table `index`; returns false if there is no more to move, or no room for it.
+    /// Moves a part of table `index`; returns false if nothing more is to be moved, or no hole is large enough.
     fn move_step(&self, round: &mut Round<'_>, index: u32) -> Result<bool> {
         let Some(table) = self.tables.survey(&self.file, index)? else { return Ok(false) };
         let grain = self.header.grain();
@@ -264,13 +265,14 @@ impl VmfsSparse {
         self.file.write_at(&[&bytes], to.start * SECTOR, false).during(context)
     }
 
-    /// Truncates the file at `left`, if its end is still `end`; otherwise punches the range between them, and returns
-    /// true.
+    /// Truncates the file at `left`, if its used part still ends at `end`. Otherwise punches the range from `left` to
+    /// `end`, and returns true.
     fn cut(&self, writer: &Writer, end: u64, left: u64) -> Result<bool> {
         let open = writer.gate.write();
         self.check_open(writer, *open)?;
         let context = || format!("{}: cannot cut it", self.image);
-        // Grains appended after `end` that could not be moved do not keep the space before `end` allocated.
+        // `left` may be in the part that was appended after `end`; the range that is truncated or punched never extends
+        // beyond `end`.
         let left = left.min(end);
         let mut space = writer.space.lock();
         writer.backing.forget(left * SECTOR..u64::MAX);

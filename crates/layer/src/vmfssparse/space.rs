@@ -1,10 +1,10 @@
 //! Allocation of sectors for new grains and tables.
 //!
 //! 1. New grains are allocated at the end, so that data written together is adjacent. Where the grain size allows it, a
-//!    grain has the same distance from a 4 KiB boundary of the file as from one of the disk; for a large write this
-//!    holds for a boundary of up to 64 KiB. So aligned blocks of the guest stay aligned. Reading or rewriting one costs
-//!    one page of memory and of the device, and large blocks are in large folios. Sectors skipped for this are used by
-//!    the next tables and small writes.
+//!    grain has the same distance from a 4 KiB boundary of the file as from one of the disk; for a large write, the
+//!    boundary is one of up to 64 KiB. So aligned blocks of the guest stay aligned. A read or an overwrite of such a
+//!    block touches one page of the file, and large blocks are cached in large folios. Sectors skipped for this are
+//!    used by the next tables and small writes.
 //! 2. A sector is allocated once, except for *holes*, which no table on the device names and no reader can use: sectors
 //!    skipped for alignment, allocations that were not used, and dead space that shrinking found.
 //! 3. With direct I/O the file grows ahead of its use, because each write that extends a file waits for all others.
@@ -102,7 +102,7 @@ impl Space {
         let reserve = |to: u64| file.reserve(self.grown * SECTOR, (to - self.grown) * SECTOR);
         self.grown = match reserve(far) {
             Ok(()) => far,
-            // Near the end of the free space, the exact size may still fit.
+            // If the file system is nearly full, growing the file by the exact size may still succeed.
             Err(error) if error::lacks_space(&error) => {
                 reserve(end).during(context)?;
                 end
@@ -151,7 +151,7 @@ impl Space {
         }
     }
 
-    /// Whether the limit on holes is reached.
+    /// Whether the limit on remembered holes is reached.
     pub(super) fn is_full(&self) -> bool {
         self.holes.len() >= HOLES_MAX
     }
@@ -161,7 +161,7 @@ impl Space {
         self.holes.clear();
     }
 
-    /// Notes that the file was truncated to `sectors`.
+    /// Records that the file was truncated to `sectors`.
     pub(super) fn cut(&mut self, sectors: u64) {
         self.free = sectors;
         self.grown = sectors;

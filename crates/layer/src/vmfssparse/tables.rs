@@ -45,7 +45,7 @@ pub(super) struct Tables {
     /// Location of the directory in the file, in sectors.
     directory_place: Range<u64>,
     directory: Box<[AtomicU32]>,
-    /// End of the part of the file that entries may name, in sectors.
+    /// The first sector after the part of the file that entries may name.
     limit: AtomicU64,
     pub(super) cache: RunCache,
 }
@@ -92,7 +92,7 @@ impl Tables {
         }
     }
 
-    /// End of the part of the file that entries may name, in sectors.
+    /// The first sector after the part of the file that entries may name.
     pub(super) fn limit(&self) -> u64 {
         self.limit.load(Ordering::Acquire)
     }

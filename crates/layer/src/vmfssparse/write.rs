@@ -1,11 +1,11 @@
-//! Writes and zeros: look up or allocate the grains' locations, write the payload there, then enter them into the
-//! tables.
+//! Writes and zeros: a request looks up or allocates the grains' locations, writes the payload there, and then enters
+//! new locations into the tables.
 //!
 //! A grain is allocated only after space is allocated for its table and for its part of the directory, so that the
 //! commit that writes them cannot lack space.
 //!
-//! If two writes of one grain without a location run at once, each allocates one. The first to enter its location wins,
-//! as if it were the later write; the other one frees its location.
+//! If two writes of one grain without a location run at once, each allocates one. The location that is entered first is
+//! kept, as if that write were the later one; the other write frees its location.
 
 use super::VmfsSparse;
 use super::commit::Writer;
@@ -60,7 +60,7 @@ impl VmfsSparse {
         self.commit_if_many(writer)
     }
 
-    /// Zeroes grains as far as this needs no space: see [`crate::Layer::discard`].
+    /// Zeroes grains as far as that needs no space: see [`crate::Layer::discard`].
     pub(super) fn discard_range(&self, writer: &Writer, range: Range<u64>) -> Result<bool> {
         let open = writer.gate.read();
         self.check_open(writer, *open)?;
@@ -89,7 +89,7 @@ impl VmfsSparse {
         let open = writer.gate.read();
         self.check_open(writer, *open)?;
         check_range(&self.image, &range, self.header.capacity() * SECTOR, self.grain_bytes())?;
-        // Table by table, to limit the memory for a large range.
+        // The range is processed table by table, to limit the memory for a large range.
         for (index, entries) in self.tables.split(self.grains(&range)) {
             let base = self.tables.first_grain(index);
             let grains = base + u64::from(entries.start)..base + u64::from(entries.end);
@@ -212,13 +212,14 @@ impl VmfsSparse {
         }
         self.tables.raise_limit(space.free());
         unnamed.insert(index, 0);
-        // Inserted into the cache before a reader can look for it in the file.
+        // The table is inserted into the cache before the directory names it, so that no reader looks for it in the
+        // file.
         self.tables.cache.insert_new(index, RunList::new(self.header.grain() as u32), PARTS_ALL);
         self.tables.set_place(index, place);
         Ok(())
     }
 
-    /// Allocates the space of a table that will change: it may be a hole, if the file was copied with holes.
+    /// Allocates the space of a table that will change: the table may be a hole, if the file was copied sparsely.
     pub(super) fn back_table(&self, writer: &Writer, index: u32) -> Result<()> {
         self.back(writer, self.tables.place(index), TABLE_SECTORS)
     }
@@ -324,7 +325,7 @@ enum Source<'a> {
     Zeros {
         keep: bool,
     },
-    /// Zeros that need no space: unallocated grains are left unchanged.
+    /// Zeros that need no space: allocated grains are punched, unallocated ones are left unchanged.
     Holes,
 }
 

@@ -34,7 +34,7 @@ pub(super) struct Survey {
 
 impl VsanSparse {
     /// Checks the whole map: each page must have a valid copy whose entries name blocks of the units, and no block may
-    /// be named twice. Reads every page, and once more for each 512 GiB of units.
+    /// be named twice. Reads every page once, and once again for each 512 GiB of units.
     pub fn check(&self) -> Result<Check> {
         let mut check = Check::default();
         for index in 0..self.map.layout.pages {
@@ -63,7 +63,8 @@ impl VsanSparse {
         let mut beyond = 0;
         self.each_run(|run| {
             let end = run.place + u64::from(run.count);
-            // Writes continue: blocks allocated since the check began are past the end known then.
+            // Writes continue: blocks that were allocated since the check began are past the end that was known at its
+            // beginning.
             beyond += u64::from(end > next && end > self.next());
         })?;
         for (count, what) in [(twice, "more than one grain has"), (beyond, "a grain has, outside the allocated units")]

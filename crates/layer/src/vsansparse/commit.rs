@@ -11,11 +11,12 @@
 //! end         a checkpoint; the header, both copies: closed                        durable writes
 //! ```
 //!
-//! A commit and a checkpoint take their changes at the same moment, with `order` held exclusively: no change is in only
-//! one of the two. The log continues while a checkpoint writes.
+//! A checkpoint captures the map at the moment when its commit takes the changes for the log, with `order` held
+//! exclusively: so a captured page contains only logged changes. Further commits can append to the log while the
+//! checkpoint writes pages.
 //!
-//! A commit always fits into the log. Commits without a checkpoint leave [`LOG_KEPT`] blocks free, and the changes that
-//! wait never exceed these blocks, because each change reserves its room first ([`VsanSparse::reserve_room`]).
+//! A commit always fits into the log. Commits without a checkpoint leave [`LOG_KEPT`] blocks free, and the waiting
+//! changes never need more blocks, because each change reserves its room first ([`VsanSparse::reserve_room`]).
 
 use super::VsanSparse;
 use super::header::Header;
@@ -33,10 +34,10 @@ use parking_lot::{Mutex, MutexGuard, RwLock};
 /// The number of waiting changes above which a write makes a commit.
 const PENDING_MAX: usize = 4096;
 
-/// The most changes that wait to be logged, including those that have only reserved room.
+/// The most changes that wait to be logged. Changes for which only room is reserved are included.
 pub(super) const PENDING_LIMIT: usize = 15_000;
 
-/// The most changed map pages before a checkpoint: it writes 4 MiB, and recovery has to read as much.
+/// The most changed map pages before a checkpoint: a checkpoint then writes 4 MiB, and recovery has to read as much.
 const CHANGED_PAGES_MAX: usize = 1024;
 
 /// Used blocks of the log from which a checkpoint is due.
@@ -52,7 +53,7 @@ pub(super) struct Writer {
     /// True while the object is open.
     pub(super) gate: RwLock<bool>,
     checkpoint: Mutex<Checkpoint>,
-    /// Guards the log. The checkpoint after a commit needs only `checkpoint`.
+    /// Guards the log. Writing a checkpoint after its commit is guarded by `checkpoint` instead.
     pub(super) commits: GroupCommit<Log>,
     pub(super) order: RwLock<()>,
     pub(super) pending: Mutex<Pending>,
@@ -62,7 +63,7 @@ pub(super) struct Writer {
     pub(super) parent: bool,
 }
 
-/// Room for changes among those that wait to be logged; dropped when the changes are added.
+/// Reserved room for changes among those that wait to be logged; dropped when the changes are added.
 pub(super) struct LogRoom<'a> {
     pending: &'a Mutex<Pending>,
     changes: usize,
@@ -88,7 +89,8 @@ struct Job<'a> {
     next: u64,
 }
 
-/// Allocation of new grains: sequentially, in units whose space is allocated in the file system when they are begun.
+/// Allocation of new grains: sequentially, in units. The space of a unit is allocated in the file system when its first
+/// grain is.
 pub(super) struct Space {
     /// The first block that was never allocated.
     next: u64,
@@ -127,7 +129,7 @@ impl VsanSparse {
         header.incarnation += 1;
         header.clean = false;
         log.incarnation = header.incarnation;
-        // Both copies are written, because either one may be lost in a crash.
+        // Both copies get the new incarnation, because a crash may damage either one.
         for _ in 0..2 {
             header.write(&self.file).map_err(|error| error.context(&self.image))?;
         }
@@ -176,7 +178,7 @@ impl VsanSparse {
         let pending = writer.pending.lock().len();
         let changed = self.map.pages.changed();
         match pending > PENDING_MAX || changed > CHANGED_PAGES_MAX {
-            // At twice the limit, write-back does not keep up, and the log is emptied.
+            // At twice the limit of changed pages, commits alone do not keep up, so this commit includes a checkpoint.
             true => self.commit(writer, changed > 2 * CHANGED_PAGES_MAX),
             false => Ok(()),
         }
@@ -194,13 +196,13 @@ impl VsanSparse {
                 }
             }
             self.commit(writer, false)?;
-            // Other writers have reserved the remaining room and are about to use it.
+            // Nothing waits yet: other writers have reserved all room and are about to add their changes.
             std::thread::yield_now();
         }
     }
 
-    /// Makes everything written before durable; the caller holds the gate. With `full`, the log is also emptied by a
-    /// checkpoint.
+    /// Makes everything written before durable; the caller holds the gate. With `full`, a checkpoint follows, which
+    /// empties the log.
     pub(super) fn commit(&self, writer: &Writer, mut full: bool) -> Result<()> {
         let call = writer.commits.call();
         loop {
@@ -211,7 +213,8 @@ impl VsanSparse {
             };
             self.check_open(writer, true)?;
             let Some(mut turn) = turn else { return Ok(()) };
-            // From here on no thread changes the map: the changes counted now are those that are taken.
+            // While `order` is held no thread changes the map, so the changes counted here are the changes that are
+            // taken below.
             let order = writer.order.write();
             let needed = blocks_of(writer.pending.lock().len());
             if !full && turn.used() + needed > LOG_BLOCKS - LOG_KEPT {

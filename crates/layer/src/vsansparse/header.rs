@@ -80,10 +80,10 @@ impl Header {
 
     fn check(&self) -> Result<()> {
         let layout = Layout::new(self.capacity)?;
-        // Counters that only grow, and never reach these limits: sums of them cannot overflow.
+        // These counters only grow, and in practice never reach the limits. The limits exclude an overflow of sums.
         let counters = [self.sequence, self.tail, self.tail_number];
         let reached = counters.iter().any(|counter| *counter > 1 << 60) || self.incarnation > 1 << 30;
-        // Every grain has at most one location, and crashes lose few.
+        // Every grain has at most one location, and crashes lose only few further blocks.
         let most = layout.data + 2 * layout.grains + (1 << 30);
         if reached || self.next < layout.data || self.next > most {
             return Err(Error::new(ErrorKind::Corrupt, "its header holds invalid numbers"));

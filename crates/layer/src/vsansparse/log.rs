@@ -53,7 +53,7 @@ impl Record {
         bytes
     }
 
-    /// Decodes a record; `None` when it is of an unknown kind.
+    /// Decodes a record; `None` for a record of an unknown kind.
     fn decode(bytes: &[u8]) -> Option<Self> {
         let (range, target) = (u64_at(bytes, 0), u64_at(bytes, 8));
         let place = target & ((1 << KIND_SHIFT) - 1);
@@ -105,7 +105,7 @@ pub(super) const fn blocks_of(records: usize) -> u64 {
     full as u64 * BATCH_BLOCKS_MAX + rest as u64
 }
 
-/// The position of the log's end, and of its oldest needed batch.
+/// The positions of the log's end and of its oldest needed batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Log {
     pub(super) id: [u8; 16],

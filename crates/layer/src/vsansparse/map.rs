@@ -1,11 +1,11 @@
 //! The map in memory: the root, which has the state of each page, and the pages, which are read on demand.
 //!
-//! 1. The root is completely in memory, as far as the disk is used: a quarter of a byte per 2 MiB of the disk. It is
+//! 1. The part of the root for the used part of the disk is in memory: a quarter of a byte per 2 MiB of the disk. It is
 //!    read without a lock.
 //! 2. A page with the state `Stored` is in the cache, or has a valid copy in the file. So a new page enters the cache,
 //!    marked as changed, before the root gets that state, and is written before the root block is.
-//! 3. A page is changed under its lock in the cache, and the change is logged under the same lock: so the log has the
-//!    changes in the same order.
+//! 3. A page is changed under its lock in the cache, and the change is added to the log under the same lock: so the log
+//!    has the changes of a page in the order in which they were made.
 
 use super::header::Header;
 use super::layout::{BLOCK, COPIES, Layout, PAGE_GRAINS, ROOT_PAGES};
@@ -61,7 +61,7 @@ pub(super) struct Map {
     root: Box<[OnceLock<Box<RootBlock>>]>,
     /// The end of the blocks to which an entry may refer.
     limit: AtomicU64,
-    /// Held while the state of a page in the root changes.
+    /// Held while the state of a page changes in the root.
     births: Mutex<()>,
     /// During replay, a torn copy is accepted as the effect of an interrupted checkpoint.
     replaying: AtomicBool,
@@ -114,7 +114,8 @@ impl Map {
             word.store(value, Ordering::Relaxed);
         }
         block.copy.store(current.copy.map_or(0, |copy| copy as u32 + 1), Ordering::Relaxed);
-        // A torn copy is overwritten by the next checkpoint, before another write can tear the other copy.
+        // If a copy is torn, the block counts as changed: the next checkpoint overwrites the torn copy before another
+        // write can tear the valid one.
         block.changed.store(current.broken, Ordering::Relaxed);
         let _ = self.root[index as usize].set(Box::new(block));
         Ok(())
@@ -173,7 +174,8 @@ impl Map {
         block.changed.store(true, Ordering::Relaxed);
     }
 
-    /// Makes an absent page zeros; calls `log` if that is a change. Returns false if a page is stored.
+    /// Makes all grains of an absent page zeros, and calls `log` if that is a change. Returns false if the page is
+    /// stored.
     pub(super) fn zero_whole(&self, index: u32, log: impl FnOnce()) -> bool {
         let _births = self.births.lock();
         match self.state(index) {
@@ -204,7 +206,8 @@ impl Map {
         Ok(list)
     }
 
-    /// Changes page `index`, which is created if missing. The caller prevents captures.
+    /// Changes page `index`, which is created if missing. The caller holds `order`, so that nothing is captured
+    /// meanwhile.
     pub(super) fn change<R>(
         &self,
         file: &AlignedFile,

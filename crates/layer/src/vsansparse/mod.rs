@@ -7,21 +7,21 @@
 //! vSAN keeps its deltas as objects in its store, and no file format for them exists. This format is lamina's own, with
 //! the same behaviour; docs/format/vsansparse.md describes its bytes. Invariants:
 //!
-//! 1. An allocated grain (4 KiB) keeps its location. Later writes go there, a discard punches a hole there, and writes
-//!    after the discard go there, too. So locations are never freed, there is no need to wait for readers, and the file
-//!    is never longer than the disk and its map.
+//! 1. An allocated grain (4 KiB) keeps its location. Later writes overwrite that location, a discard punches it, and
+//!    writes after the discard use it again. So locations are never freed, there is no need to wait for readers, and
+//!    the file never becomes longer than the disk, its map and the few blocks lost in crashes.
 //! 2. A change of the map is logged before it can appear in a map page of the file, and its payload is durable before
 //!    it is logged. A flush is one flush of the file, and one append to the log if the map changed.
 //! 3. A checkpoint writes pages whose changes are all logged, over the older of their two copies, then the root, then
-//!    the header that frees the log up to that point. So after a power cut at any moment, every change is in the log or
-//!    in a valid copy.
+//!    the header, which frees the log up to the captured changes. So after a power cut at any moment, every change is
+//!    in the log or in a valid copy.
 //! 4. Recovery reads only the log, at most 1 MiB, whatever the size of the disk.
-//! 5. After a failed write of the map or a failed flush no more is written: the layer returns [`ErrorKind::Stopped`]
-//!    until it is opened again. Metadata with a wrong checksum is an error, and is never used.
+//! 5. After a failed write of the map or a failed flush nothing more is written: the layer returns
+//!    [`ErrorKind::Stopped`] until it is opened again. Metadata with a wrong checksum is an error, and is never used.
 //!
 //! Locks, outermost first: the gate (shared by changes, exclusive for closing), `checkpoint`, `log`, `order` (shared by
-//! changes of the map, exclusive for captures), `births` and the cache's own, `pending`, `space`. Only the gate is held
-//! while payload is read or written.
+//! changes of the map, exclusive for captures), `births` and the locks of the cache, `pending`, `space`. Only the gate
+//! is held while payload is read or written.
 
 mod check;
 mod commit;
@@ -101,7 +101,7 @@ impl Layer for VsanSparse {
     }
 
     fn table_size(&self) -> (u64, u64) {
-        // The two copies of a map page.
+        // A new page occupies the space of its two copies.
         (layout::PAGE_GRAINS * BLOCK, 2 * BLOCK)
     }
 

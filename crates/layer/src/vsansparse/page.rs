@@ -3,7 +3,8 @@
 //! A copy is valid if its checksum is right, and if it belongs to this object and location. Of two valid copies the one
 //! with the greater sequence is current. A copy of zeros was never written. Any other copy is a torn write, which is
 //! possible only for pages and root blocks of an interrupted checkpoint: these are replayed from the log and written
-//! again before any other change. At any other time such a copy is damage, and the other copy must not be used instead.
+//! again before any other change. At any other time a copy that is neither valid nor zeros is damage. The remaining
+//! copy may be out of date, so it must not be used instead.
 
 use super::header::{is_sealed, seal, u64_at};
 use super::layout::{BLOCK, COPIES, PAGE_GRAINS, ROOT_PAGES};
@@ -90,7 +91,7 @@ fn inspect(identity: Identity, bytes: &[u8]) -> Found {
     }
 }
 
-/// The current copy of two.
+/// The choice of the current copy among the two.
 pub(super) struct Current<'a> {
     /// The index of the copy; `None` if neither is valid.
     pub(super) copy: Option<usize>,
@@ -125,7 +126,7 @@ pub(super) fn encode_entries(list: &RunList) -> Vec<u8> {
         let (state, place) = match run.kind {
             DATA => (DATA, run.place),
             ZERO => (ZERO, run.place),
-            // After a crash, a block that is not in the log may be allocated for another grain.
+            // The block is not stored: it is not in the log, so after a crash it may be allocated for another grain.
             ZERO_RESERVED => (ZERO, 0),
             _ => continue,
         };

@@ -2,7 +2,7 @@
 //!
 //! A page in the file may be newer than the log's tail, if a checkpoint was interrupted. Applying older and then newer
 //! changes again gives the same result: each change states the new content of entries and not a difference, and every
-//! change in a page is in the log or before its tail.
+//! change that a page contains is in the log, or older than its tail.
 
 use super::VsanSparse;
 use super::layout::PAGE_GRAINS;
@@ -15,7 +15,8 @@ use std::ops::Range;
 /// The most pages that a log can change; a writer makes a checkpoint long before.
 const CHANGED_PAGES_MAX: usize = 1 << 16;
 
-/// Limits the time of a replay: the most page visits by all changes, besides four times the pages of the disk.
+/// Limits the time of a replay: the most visits of pages by all changes together, in addition to four times the number
+/// of pages of the disk.
 const VISITS_MAX: u64 = 1 << 26;
 
 /// The result of zeroing entries.
@@ -50,7 +51,8 @@ pub(super) fn zero_entries(list: &mut RunList, entries: Range<u32>, parent: bool
 }
 
 impl VsanSparse {
-    /// Replays the log if the object was not closed properly. Then the header has the end of the used part.
+    /// Replays the log if the object was not closed properly. Afterwards the header in memory states the end of the
+    /// used part.
     pub(super) fn recover(&mut self) -> Result<Log> {
         let header = &self.header;
         let mut log = Log {

@@ -1,8 +1,8 @@
 //! Writes and zeros.
 //!
-//! A write first makes sure that every grain has a location, which the map page reserves without making it visible.
-//! Then it writes the payload to the file without a lock. Then the map page shows the location, and the change is added
-//! to the log. Two writes of one grain use the same location.
+//! A write first reserves a location in the map page for every grain without one. A reserved location is not visible to
+//! reads. Then it writes the payload to the file without a lock. Then the location is made visible in the map page, and
+//! the change is added to the log. Two writes of one grain use the same location.
 
 use super::VsanSparse;
 use super::commit::Writer;
@@ -128,7 +128,8 @@ impl VsanSparse {
         })
     }
 
-    /// The number of grains of a page that have no location. Locations are never freed, so it can only become less.
+    /// The number of grains of a page that have no location. Locations are never freed, so this number can only
+    /// decrease.
     fn without_place(&self, index: u32, entries: Range<u32>) -> Result<u64> {
         if self.map.state(index) != PageState::Stored {
             return Ok(entries.len() as u64);
@@ -142,7 +143,7 @@ impl VsanSparse {
     }
 
     /// Allocates the space of all blocks that a change of page `index`, or of its state in the root, will write: a new
-    /// page has no space yet, and a file copied with holes may lack space anywhere.
+    /// page has no space yet, and a file that was copied sparsely may lack space anywhere.
     fn reserve_map(&self, writer: &Writer, index: u32, what: Kind) -> Result<()> {
         let layout = &self.map.layout;
         let take = |first: u64, blocks: u64, piece: u64| {
@@ -184,7 +185,7 @@ impl VsanSparse {
         Ok(())
     }
 
-    /// Makes the location of a piece visible whose payload is written.
+    /// Makes the location of a piece visible to reads after its payload is written.
     fn show(&self, writer: &Writer, piece: &WritePiece) -> Result<()> {
         for (index, entries) in self.map.layout.split(piece.first..piece.first + piece.count) {
             let grain = u64::from(index) * PAGE_GRAINS + u64::from(entries.start);
@@ -222,7 +223,8 @@ impl VsanSparse {
             }
             self.reserve_map(writer, index, Kind::Page)?;
             let places = {
-                // Changed ranges of one page are never adjacent, so there are at most half as many as entries.
+                // Changed ranges of one page are never adjacent, so their number is at most half the number of entries,
+                // rounded up.
                 let _room = self.reserve_room(writer, entries.len().div_ceil(2))?;
                 let _order = writer.order.read();
                 self.map.change(&self.file, index, |page| {
@@ -236,7 +238,7 @@ impl VsanSparse {
             for (place, count) in places {
                 if count * BLOCK >= PUNCH_MIN && !keep {
                     match self.file.punch(place * BLOCK, count * BLOCK) {
-                        // The map has the zeros already, and the grains keep their space.
+                        // The punch lacks space: the grains are zeros by the map already, and only keep their space.
                         Err(error) if error::lacks_space(&error) => {}
                         punched => punched.during(|| format!("{}: cannot give back grain {grain}", self.image))?,
                     }

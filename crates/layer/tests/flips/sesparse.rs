@@ -66,8 +66,8 @@ fn place(file: &dyn File, random: &mut Random) -> u64 {
     }
 }
 
-/// Whether a change of a word cannot be proven: entries that name no grain before and after are recorded nowhere else,
-/// and some changes look like an interrupted write or deletion.
+/// Whether a change of a word cannot be proven: an entry that names no grain before and after the change is recorded
+/// nowhere else, and some changes look like an interrupted write or deletion.
 fn is_unprovable(at: u64, before: u64, after: u64) -> bool {
     let kind = |word: u64| word >> 60;
     let says_nothing = |word: u64| word == 0 || kind(word) == 1 || kind(word) == 2;

@@ -1,5 +1,5 @@
-//! Shared by the tests on real files: a temporary folder, a seeded generator, reading a layer, and QEMU's tools, which
-//! these tests need.
+//! Shared by the tests on real files: a temporary folder, a seeded generator, reading a layer, and running QEMU's
+//! tools.
 
 #![allow(dead_code, reason = "each test binary uses only some of these items")]
 

@@ -10,7 +10,7 @@ fn check_that_a_sweep_keeps_an_image_being_created(directory: &dyn Directory) {
         let error = storage::sweep_one(directory, "web.vmdk").unwrap_err();
         assert!(error.kind() == ErrorKind::Busy && error.to_string().contains("being made"), "{error}");
     };
-    // Before any extent exists, with one, and between the two halves of a suspended creation.
+    // A sweep is refused before any extent exists, after one exists, and between suspending and resuming the creation.
     let pending = Pending::begin(directory, "web.vmdk", &descriptor).unwrap();
     busy();
     write_plain(directory, "web-flat.vmdk", b"x");
@@ -24,14 +24,15 @@ fn check_that_a_sweep_keeps_an_image_being_created(directory: &dyn Directory) {
     directory.remove("web.vmdk").unwrap();
     directory.remove("web-flat.vmdk").unwrap();
 
-    // An empty file, and one whose creating process was killed: the kill releases the lock and keeps the files.
+    // Two cases after a kill of the creating process, which releases the lock and keeps the files: the text is still
+    // empty, or complete.
     let held = storage::create_unfinished(directory, "web.vmdk", IoMode::Buffered).unwrap();
     busy();
     drop(held);
     assert_eq!(storage::sweep_one(directory, "web.vmdk").unwrap(), ["web.vmdk.lamina-new"]);
     drop(Pending::begin(directory, "web.vmdk", &descriptor).unwrap().suspend());
     write_plain(directory, "web-flat.vmdk", b"x");
-    // The extent of a process that has it open is not removed either.
+    // An extent that a process has open is not removed.
     let open = directory.lock("web-flat.vmdk").unwrap();
     busy();
     drop(open);

@@ -74,7 +74,7 @@ fn a_block_written_after_it_was_read_as_zeros_is_not_punched() {
     let (file, flat) = meddled();
     let guest = Arc::clone(&flat);
     *file.before_read.lock() = Some(Box::new(move || guest.write(4096, &[&[7; 4096]]).unwrap()));
-    // At the read of the last part of the first block; all parts before were zeros.
+    // The guest writes just before the last part of the first block is read; all earlier parts were read as zeros.
     file.reads_left.store(MIB / (64 << 10), Ordering::SeqCst);
     assert_eq!(flat.punch_zeros(&NoProgress).unwrap(), 7);
     assert!(file.before_read.lock().is_none());
@@ -87,7 +87,8 @@ fn filling_waits_for_discards_under_way() {
     let (file, flat) = meddled();
     let filler = Arc::new(Mutex::new(None));
     let (other, kept) = (Arc::clone(&flat), Arc::clone(&filler));
-    // The discard has decided to punch. Before it does, filling runs until it ends or waits for the block's lock.
+    // The discard has decided to punch. Just before the punch, filling is started, and runs until it ends or waits for
+    // the block's lock.
     *file.before_punch.lock() = Some(Box::new(move || {
         let work = std::thread::spawn(move || other.fill(&NoProgress));
         let begin = std::time::Instant::now();

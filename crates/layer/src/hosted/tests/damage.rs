@@ -136,7 +136,7 @@ fn mutated_images_cause_errors_and_no_panic() {
     assert!(start.elapsed().as_secs() < 600, "{:?}", start.elapsed());
 }
 
-/// A read that fails once while an image is opened for writing and used leaves no directory behind the other.
+/// A read that fails once while an image is opened for writing and used does not make the two directories differ.
 #[test]
 fn after_a_failed_read_both_directories_stay_equal() {
     let (bytes, _) = image(true);

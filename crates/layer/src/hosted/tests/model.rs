@@ -42,7 +42,7 @@ fn history(seed: u64) {
                 assert_eq!(layer.check().unwrap().dead, 0, "{context}: opening for writing finds dead grains");
             }
             17 => {
-                // Dropped without closing: everything that was flushed must be in the file.
+                // The layer is dropped without closing: all flushed data must be in the file.
                 layer.flush().unwrap();
                 drop(layer);
                 layer = open(&file, true, parent.is_some()).unwrap();

@@ -98,7 +98,7 @@ fn scenario(seed: u64) {
             run.allowed.flushed();
         }
         let mut states = (0..3).map(|_| disk.crash()).collect::<Vec<_>>();
-        // What is read from one outcome does not restrict the other outcomes.
+        // Each outcome of the cut is compared with its own copy of the permitted stamps.
         for after in &states[1..] {
             let file = after.directory().open("disk.vmdk", IoMode::Buffered).unwrap();
             let layer = open(&file, false, run.parent.is_some()).unwrap_or_else(|e| panic!("{context}: {e}"));

@@ -62,7 +62,7 @@ fn qemu_reads_extents_written_by_lamina() {
         let model = fill(&layer, seed, vec![0; capacity as usize]);
         layer.close().unwrap();
         assert!(converted(&folder, "disk.vmdk") == model, "seed {seed}");
-        // QEMU writes more, and lamina reads it.
+        // QEMU writes more data into the image, and lamina reads all of it.
         let mut model = model;
         folder.run(
             "qemu-io",

@@ -121,8 +121,8 @@ fn mutated_images_cause_errors_and_no_panic() {
         let mut bytes = image.clone();
         mutate(&mut random, &mut bytes, &weak);
         if random.percent(50) {
-            // With the right checksum the header is accepted; if the manifest's name is changed, the OVF is read
-            // without a digest.
+            // The header gets the right checksum, so that it is accepted. If the name of the manifest is changed, the
+            // OVF is read without a digest.
             let sum: u32 = bytes
                 .iter()
                 .take(512)

@@ -43,7 +43,7 @@ fn uncompressed_images_with_every_option() {
         "extended_l2=on",
         "extended_l2=on,cluster_size=16k",
         "extended_l2=on,cluster_size=2M",
-        // With one bit per reference count no snapshot is possible; this index is one at which the test makes none.
+        // With one bit per reference count QEMU can make no snapshot; the test makes none for options at this index.
         "preallocation=full,refcount_bits=1",
         "preallocation=metadata",
     ];

@@ -7,7 +7,7 @@ use backend::{LocalFile, LocalPart};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Directory slots in use; each is a step of a check.
+/// Directory slots in use. A check examines one slot per step.
 const SLOTS: [u64; 6] = [0, 1, 2, 5, 6, 9];
 
 /// Called after a read, with its offset.
@@ -96,7 +96,7 @@ fn a_check_delays_no_write_by_its_reads_or_steps() {
     made.close().unwrap();
     // No page is in memory yet.
     let layer = Arc::new(SeSparse::open(as_file, NAME, writing()).unwrap());
-    // Counts the reads, and those reads for which a writer of the image would have to wait.
+    // Counts all reads, and the reads during which a writer of the image would have to wait.
     let counts = Arc::new([const { AtomicU64::new(0) }; 2]);
     let (weak, counted) = (Arc::downgrade(&layer), Arc::clone(&counts));
     file.watch(move |_| {
@@ -124,7 +124,8 @@ fn a_check_delays_no_write_by_its_reads_or_steps() {
     assert_eq!((waits, held), (0, 0), "steps and reads of the check for which a writer waits");
 }
 
-/// At each step of a check a guest changes the image; before some steps there is a commit, and during some a reader.
+/// At each step of a check a guest changes the image. Some steps are preceded by a commit, and during some a reader
+/// holds an epoch.
 #[test]
 fn a_check_reports_no_grain_that_changes_between_its_steps() {
     for seed in 0..60 {
@@ -205,14 +206,15 @@ fn held(layer: &SeSparse, slot: u64, count: usize) -> Vec<(Owner, u64)> {
     found
 }
 
-/// Makes one damage of each kind, in tables that the test does not change afterwards.
+/// Makes one damage of each kind, only in tables that the test does not change afterwards.
 fn damage(layer: &SeSparse) {
     let [one, other, third, fourth] = held(layer, 1, 4)[..] else { panic!("four entries") };
     let set = |owner: Owner, raw: u64| {
         let (key, index) = (table_page(owner.table, owner.entry.into()), page_index(owner.entry.into()));
         layer.settle(|state| state.need(key).map(|()| state.cache.set(key, index, raw))).unwrap();
     };
-    // An entry with another entry's grain, whose own grain is then unnamed; an invalid entry; an owner; a bit.
+    // The damages: an entry that names another entry's grain, so that no entry names its own grain; an invalid entry; a
+    // wrong owner; a wrong bit.
     set(one.0, Entry::Data(Grain(other.1)).encode());
     set(third.0, 0xf << 60);
     layer

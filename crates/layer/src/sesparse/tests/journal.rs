@@ -44,7 +44,7 @@ impl Slot {
     }
 }
 
-/// An image with four grains of data, whose table lacks their entries: only the journal may have them.
+/// An image with four grains of data. Its table lacks the entries that name them; only the journal may have these.
 fn dirty(slots: &[Slot], next: u64) -> Arc<MemoryFile> {
     let disk = simulated(1);
     let layer = create(&disk, IoMode::Buffered, 100 * MIB, writing());
@@ -98,7 +98,7 @@ fn an_incomplete_last_transaction_is_not_replayed() {
     assert_eq!(layer.replayed().unwrap().dropped, None);
     assert_eq!(stamps(&layer, 64 * GRAIN, GRAIN).unwrap(), [3; 8]);
 
-    // The content at its targets proves that it is complete, too.
+    // If the transaction's sectors are in place, they prove that it is complete, too.
     let file = dirty(&three(), 7);
     file.write_at(&[&table_sector(2)], (TABLE + 1) * 512, false).unwrap();
     let layer = replayed(&file, false).unwrap();

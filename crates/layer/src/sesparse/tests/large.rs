@@ -111,7 +111,7 @@ fn qemu_reads_chains_beyond_two_tebibytes() {
         layer.write(last, &[&stamped(64, stamp)]).unwrap();
         layer.write(middle, &[&stamped(64, stamp)]).unwrap();
     }
-    // The lower delta loses grains before those that it keeps, so that shrinking moves the latter.
+    // The lower delta loses its first grains, so that shrinking moves the grains that it keeps.
     layers[0].zero(last..last + 64 * GRAIN, false).unwrap();
     layers[1].zero(middle..middle + 32 * GRAIN, false).unwrap();
     for layer in &layers {

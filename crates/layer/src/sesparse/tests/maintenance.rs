@@ -1,4 +1,4 @@
-//! Wipe and shrink: what they free, that they can be cancelled, and their effect on guests.
+//! Wipe and shrink: the space that they free, their cancellation, and their effect on guests.
 
 use super::super::entry::{Entry, Grain, GrainRun};
 use super::*;
@@ -140,8 +140,8 @@ fn only_marked_regions_are_recounted() {
     }
 }
 
-/// A guest writes in place between the copy of a grain and the change of its entry: only the old location has that
-/// write.
+/// A guest writes in place between the copy of a grain and the change of its entry: only the old location has the
+/// guest's data.
 #[test]
 fn a_grain_written_during_its_move_keeps_its_location() {
     let disk = simulated(12);

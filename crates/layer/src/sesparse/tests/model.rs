@@ -120,7 +120,7 @@ fn freed_locations_are_not_reused_before_readers_end() {
     layer.flush().unwrap();
     layer.flush().unwrap();
     assert_eq!(layer.usage().unwrap().mapped, (4096 - 64) * GRAIN);
-    // The disk is full: every other grain is live, and the freed ones wait for the reader.
+    // The disk is full: every other grain is live, and the retired grains wait for the end of the reader.
     let (layer, layer_ref) = (&layer, &layer);
     std::thread::scope(|scope| {
         let writer = scope.spawn(move || layer_ref.write(0, &[&stamped(64, 2)]));
@@ -136,7 +136,7 @@ fn freed_locations_are_not_reused_before_readers_end() {
     assert_eq!(stamps(layer, 0, 64 * GRAIN).unwrap(), [2; 512]);
 }
 
-/// A writer must not prevent the release of grains that were just freed.
+/// A writer that waits for free grains must not hold an epoch that prevents their release.
 #[test]
 fn a_full_image_reuses_discarded_grains() {
     let disk = simulated(6);
@@ -168,7 +168,7 @@ fn a_full_file_system_fails_only_writes() {
                 Err(error) => {
                     assert_eq!(error.kind(), ErrorKind::NoSpace, "{error}");
                     refused += 1;
-                    // Any part of the operation may have been done.
+                    // After an error, any part of the operation may have been done.
                     for grain in operation.first..operation.first + operation.count {
                         model.grains.remove(&grain);
                     }

@@ -36,7 +36,7 @@ fn cuts(seed: u64, capacity: u64, slots: &[u64]) {
     }
 }
 
-/// Repairs the image after a cut: no effect of a cut counts as proof that a table is wrong.
+/// Repairs the image after a cut: the repair must not count an effect of the cut as proof that a table is wrong.
 fn repair(disk: &SimulatedDisk, mode: IoMode, options: Options, mut model: Model) {
     model.settle(&open(&*disk.directory(), mode, Options::default()).unwrap());
     let layer = open(&*disk.directory(), mode, Options { repair: true, ..options }).unwrap();
@@ -51,7 +51,7 @@ fn step(random: &mut Random, layer: &SeSparse, model: &mut Model, slots: &[u64])
     match random.below(40) {
         0..28 => {
             let operation = Operation::draw(random, slots, 200);
-            // The model admits the operation even if it fails, because a part of it may have been done.
+            // The model permits the result of the operation even if it fails, because a part of it may have been done.
             model.set(operation.first, operation.count, operation.stamp);
             let _ = operation.apply(layer);
         }

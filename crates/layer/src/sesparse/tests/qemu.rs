@@ -63,7 +63,7 @@ fn history(seed: u64, capacity: u64, mode: IoMode) {
         layer.write(start, &[&data[..(capacity - start) as usize]]).unwrap();
         expected[start as usize..].copy_from_slice(&data[..(capacity - start) as usize]);
     }
-    // First without closing, as after a crash, then closed.
+    // QEMU reads the image twice: before it is closed, as after a crash, and after it is closed.
     layer.flush().unwrap();
     for closed in [false, true] {
         if closed {

@@ -59,7 +59,7 @@ fn reclaim_all(layer: &SeSparse, file: &dyn File) {
     assert_clean(layer);
 }
 
-/// Guest activity between two steps of the work.
+/// Changes by a guest between two steps of wiping or shrinking.
 fn guest(random: &mut Random, layer: &SeSparse, model: &mut Model) {
     if random.once_in(12) && layer.flush().is_ok() {
         return model.flushed();
@@ -68,7 +68,7 @@ fn guest(random: &mut Random, layer: &SeSparse, model: &mut Model) {
     let first = SLOTS[random.below(3) as usize] * 4096 + random.below(GRAINS - count);
     let stamp = if random.once_in(3) { 0 } else { random.next() | 1 };
     let operation = Operation { first, count, stamp, keep: random.once_in(4) };
-    // The model admits the operation even if it fails, because a part of it may have been done.
+    // The model permits the result of the operation even if it fails, because a part of it may have been done.
     model.set(first, count, stamp);
     let _ = operation.apply(layer);
 }
@@ -116,7 +116,7 @@ fn cut(seed: u64, after: u64, beside: bool) -> bool {
 
 #[test]
 fn a_power_cut_at_every_operation() {
-    // Buffered without punching, and direct with punching.
+    // Two variants: buffered I/O without punching, and direct I/O with punching.
     for seed in [0, 3] {
         let mut after = 0;
         while !cut(seed, after, false) {
@@ -197,7 +197,7 @@ fn a_process_killed_at_random_moments_loses_nothing() {
         child.wait().unwrap();
         let layer = open(&directory, IoMode::Buffered, writing()).unwrap();
         assert_clean(&layer);
-        // A killed process loses none of its writes: each grain has its own stamp, or zeros.
+        // The kernel keeps all writes of a killed process: each grain has its own stamp, or zeros.
         for slot in SLOTS {
             let found = stamps(&layer, slot * 4096 * GRAIN, GRAINS * GRAIN).unwrap();
             for (grain, sectors) in (slot * 4096..).zip(found.chunks(SECTORS as usize)) {
@@ -212,7 +212,7 @@ fn a_process_killed_at_random_moments_loses_nothing() {
     }
 }
 
-/// A long reader makes the layer drop retired grains; the mark shows where they are, also in a closed image.
+/// A long reader makes the layer drop retired grains. The mark shows their regions, even in a closed image.
 #[test]
 fn dead_grains_that_a_crash_left_are_found_at_the_next_opening() {
     for closed in [false, true] {

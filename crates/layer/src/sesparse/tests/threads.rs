@@ -24,7 +24,7 @@ fn write(layer: &SeSparse, writer: u64, end: Instant) -> Vec<u64> {
         let stamp = if random.once_in(3) { 0 } else { random.next() | 1 };
         match stamp {
             0 => layer.zero(at..at + GRAIN, random.once_in(4)).unwrap(),
-            // Some grains get zeros as data, for the wipe to find.
+            // Some grains are written with zeros, so that the wipe finds them.
             _ if random.once_in(8) => {
                 layer.write(at, &[&stamped(1, 0)]).unwrap();
                 model[grain as usize] = 0;
@@ -42,7 +42,7 @@ fn write(layer: &SeSparse, writer: u64, end: Instant) -> Vec<u64> {
     model
 }
 
-/// Reads all the time: every grain is untorn, also while it is written or moved.
+/// Reads continuously: no grain may be torn, even while it is written or moved.
 fn read(layer: &SeSparse, stop: &AtomicBool) {
     let mut random = Random(99);
     while !stop.load(Ordering::Relaxed) {

@@ -21,7 +21,7 @@ fn a_truncated_stream_gives_its_complete_grains() {
         let layer = Stream::salvage(memory_file(&bytes[..end as usize]), "disk.vmdk").unwrap();
         assert!(!layer.warnings().is_empty(), "cut at {end}");
         let found = read_all(&layer, None);
-        // Grains are in ascending order: all up to some point are there, and none after it.
+        // Grains are in ascending order, so all grains before some point can be read, and none after it.
         let mut lost = false;
         for (number, (found, model)) in found.chunks(GRAIN).zip(model.chunks(GRAIN)).enumerate() {
             if model.iter().all(|byte| *byte == 0) {
@@ -48,7 +48,7 @@ fn a_complete_stream_without_footer_opens_without_force() {
     let bytes = written(&model, 6, 1);
     let footer = bytes.len() - 2 * 512;
     let mut damaged = vec![bytes.clone(), [&bytes[..], &[0; 512]].concat(), [&bytes[..], &[0; 5 * 512 + 7]].concat()];
-    // In the first stream the footer is damaged; the others continue after their end.
+    // In the first stream the footer is damaged; the other streams have further bytes after their end.
     damaged[0][footer] ^= 1;
     for bytes in &damaged {
         let layer = Stream::open(memory_file(bytes), "disk.vmdk").unwrap();

@@ -237,7 +237,7 @@ fn the_end_is_found_if_the_header_is_wrong() {
         layer.write(0, &[&[1; 4096]]).unwrap();
         layer.close().unwrap();
         file.write_at(&[&lie.to_le_bytes()], 28, false).unwrap();
-        // Space that is not used yet.
+        // The file gets space after its used part.
         file.set_len(4 << 20).unwrap();
         let layer = VmfsSparse::open(Arc::clone(&file), &OpenOptions::writing("image")).unwrap();
         assert_eq!(layer.writer().unwrap().space.lock().free(), 48);

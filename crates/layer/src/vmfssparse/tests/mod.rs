@@ -35,7 +35,7 @@ impl Subject for Cowd {
     }
 
     fn maintain(&self, layer: &VmfsSparse, number: u64) -> Result<()> {
-        // Allocates space without naming it, as a crash would leave it, sometimes before the next tables.
+        // Allocates space that no table names, as a crash leaves it, sometimes directly before new tables.
         if !number.is_multiple_of(3) {
             let mut space = layer.writer()?.space.lock();
             space.take(layer.file.file().as_ref(), number / 3 % 300, 0)?;
@@ -122,7 +122,8 @@ fn large_writes_are_aligned_to_large_boundaries_without_waste() {
     subject.create(Arc::clone(&file)).unwrap();
     let layer = subject.open(Arc::clone(&file), true).unwrap();
     let bytes = vec![7; PIECE as usize];
-    // Every other piece first, so that many tables are between them; then the others, preceded by small writes.
+    // Every second piece is written first, so that many tables lie between the pieces; then the other pieces, each
+    // preceded by small writes.
     for start in (0..layer.capacity()).step_by(2 * PIECE as usize) {
         layer.write(start, &[&bytes]).unwrap();
     }

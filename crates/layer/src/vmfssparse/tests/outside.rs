@@ -100,7 +100,7 @@ fn lamina_reads_an_image_written_by_qemu() {
     }
     layer.close().unwrap();
     run("qemu-io", &["-f", "vmdk", "-c", "write -P 0x33 64k 192k", "vm-000001.vmdk"], folder.path());
-    // QEMU gave the descriptor a new CID; this test opens only the delta's extent.
+    // QEMU gave the descriptor a new CID, which does not matter here: the test opens only the extent.
     let layer = VmfsSparse::open(Arc::clone(&file), &OpenOptions::writing("delta")).unwrap();
     assert_eq!(layer.header().free_sector() * SECTOR, 8 * SECTOR + 3 * (16384 + 4096));
     let mut extents = Vec::new();

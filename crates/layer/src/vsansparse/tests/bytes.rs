@@ -90,7 +90,7 @@ fn a_disk_of_64_tebibytes() {
     layer.write(capacity - BLOCK, &[&[7; 4096]]).unwrap();
     layer.write(1 << 45, &[&[8; 4096]]).unwrap();
     layer.flush().unwrap();
-    // One call may stop early; the next continues.
+    // One call may return only a part of the extents; the next call continues.
     let mut extents: Vec<Extent> = Vec::new();
     let mut at = 0;
     while at < capacity {
@@ -127,7 +127,7 @@ fn units_are_freed_by_discards_and_grains_keep_their_location() {
         layer.write((512 << 20) + block * 7919 % 1000 * BLOCK, &[&[2; 4096]]).unwrap();
     }
     assert!(file.allocated().unwrap() < one + (64 << 10));
-    // Newly written grains are adjacent, whatever their order on the disk.
+    // Newly written grains are adjacent in the file, whatever their order on the disk.
     let usage = layer.usage().unwrap();
     assert_eq!((usage.mapped, usage.dead), (1000 * BLOCK, 0));
     let before: Vec<Content> = (0..1000).map(|block| content(&layer, (512 << 20) + block * BLOCK)).collect();
@@ -172,14 +172,15 @@ fn a_full_file_system_causes_errors_and_no_damage() {
     layer.write(0, &[&[1; 8192]]).unwrap();
     layer.flush().unwrap();
     disk.set_capacity(0);
-    // The unit's space is allocated, so writes continue; distant map pages and the next unit have no space.
+    // The file system is full. Writes within the allocated unit succeed; writes that need a new map page or the next
+    // unit are refused.
     layer.write(65536, &[&[2; 4096]]).unwrap();
     assert_eq!(layer.write(100 << 20, &[&[3; 4096]]).unwrap_err().kind(), ErrorKind::NoSpace);
     assert_eq!(layer.write(0, &[&vec![3; 6 << 20]]).unwrap_err().kind(), ErrorKind::NoSpace);
     layer.zero(4096..8192, false).unwrap();
     layer.flush().unwrap();
     layer.checkpoint().unwrap();
-    // The rest of the unit is used up. A grain of zeros has kept its space.
+    // Writes use up the rest of the unit. A grain of zeros has kept its space and can be written again.
     let mut at = 1 << 20;
     while layer.write(at, &[&[5; 4096]]).is_ok() {
         at += 4096;

@@ -39,7 +39,7 @@ fn more_changes_than_the_ring_holds_survive_power_cuts() {
     }
     let check = layer.check().unwrap();
     assert_eq!((check.problem_count, check.grains), (0, flushed.len() as u64));
-    // Crashes cost only blocks that were allocated and not logged.
+    // Crashes lose only blocks that were allocated and not logged.
     assert!(check.dead < 12 * 64, "{check:?}");
 }
 
@@ -135,8 +135,8 @@ fn concurrent_flushes_share_a_commit() {
     }
 }
 
-/// Threads may make more changes at once than the ring holds: a thread without room makes a commit, and data flushed
-/// before is still there.
+/// Threads may make more changes at once than the ring holds: a thread that finds no room makes a commit, and no
+/// flushed data is lost.
 #[test]
 fn pending_changes_are_limited_to_the_size_of_the_log() {
     let (disk, _, layer) = object(64 << 20);
