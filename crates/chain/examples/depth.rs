@@ -1,5 +1,5 @@
-//! Measures the cost of chain depth: random 4 KiB reads through 32 deltas of each format over a flat base, against that
-//! base alone, with a warm metadata cache and with a working set that overflows it.
+//! Measures the cost of chain depth: random 4 KiB reads through 32 deltas of each format over a flat base, compared
+//! with reads of that base alone; with a warm metadata cache, and with a working set that overflows the cache.
 //!
 //! ```text
 //! cargo run --release -p lamina-chain --example depth [FOLDER] [FORMAT] [SET]
@@ -7,10 +7,10 @@
 //!
 //! Each grain of the disk lies in a random level, so each 4 KiB is an extent of its own: the worst case. Files are in
 //! FOLDER (default: the system's folder for temporary files). They are read in two ways: from the page cache, one read
-//! after another, so that every cost except the device's shows; and from the device, 32 reads at a time. The deltas are
-//! closed after they were written and opened again for reading. Both chains are measured in turn; figures are medians,
-//! ratios are medians of the ratios in each round. Reads from the page cache are measured in processor time, which
-//! other load on the machine disturbs less.
+//! after another, so that only the device's cost is not measured; and from the device, 32 reads at a time. The deltas
+//! are closed after they were written and opened again for reading. Both chains are measured in turn; figures are
+//! medians, ratios are medians of the ratios in each round. Reads from the page cache are measured in processor time,
+//! which other load on the machine disturbs less.
 
 #![allow(clippy::unwrap_used)]
 
@@ -31,14 +31,15 @@ const GRAIN: u64 = 4096;
 const DEPTH: u64 = 32;
 const ROUNDS: usize = 7;
 const READS: u64 = 100_000;
-/// Reads from the device, and how many are in flight.
+/// The number of reads from the device; below, how many are in flight.
 const MEDIUM_READS: u64 = 20_000;
 const IN_FLIGHT: usize = 32;
-/// Working sets in grains, against a cache of 65,536 entries.
+/// Working sets in grains. The cache has 65,536 entries.
 const SETS: [(&str, u64); 3] =
     [("warm", 60_000), ("twice the size of the cache", 2 * 65_536), ("four times", 4 * 65_536)];
 
-/// A flat disk of `grains` grains, with `DEPTH` deltas over it, or none for `None`; each grain is in a random level.
+/// Two chains over a flat disk of `grains` grains, one buffered and one for direct I/O. Each has `DEPTH` deltas with
+/// each grain in a random level, or no delta for `None`.
 fn build(directory: &LocalDirectory, grains: u64, deltas: Option<Format>) -> [Chain; 2] {
     let capacity = grains * GRAIN;
     let mut random = Random::new(7);
@@ -57,7 +58,7 @@ fn build(directory: &LocalDirectory, grains: u64, deltas: Option<Format>) -> [Ch
     drop(layers);
     [IoMode::Buffered, IoMode::Direct].map(|mode| {
         let open = |(level, format): (usize, &Format)| {
-            // The top level of the buffered chain is opened for writing, as that of a disk in use.
+            // The top level of the buffered chain is opened for writing, as in a disk in use.
             format.open(directory, &name(level), mode, level == 0 && mode == IoMode::Buffered).unwrap()
         };
         Chain::open("depth", formats.iter().enumerate().map(open).collect(), Options::default()).unwrap()
@@ -66,7 +67,7 @@ fn build(directory: &LocalDirectory, grains: u64, deltas: Option<Format>) -> [Ch
 
 /// Nanoseconds of processor time of this thread.
 fn running() -> f64 {
-    // The kernel updates the figure when it schedules.
+    // The kernel updates the thread's processor time when it schedules.
     std::thread::yield_now();
     let figures = std::fs::read_to_string("/proc/thread-self/schedstat").unwrap();
     figures.split_whitespace().next().unwrap().parse().unwrap()

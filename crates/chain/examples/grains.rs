@@ -1,5 +1,5 @@
 //! Measures the delta formats: SEsparse, VMFSsparse and vsanSparse beside a thin flat disk, each as a chain of its own,
-//! over request sizes x {sequential, random} x {read, write} x {empty, full}.
+//! for all combinations of request sizes x {sequential, random} x {read, write} x {empty, full}.
 //!
 //! ```text
 //! cargo run --release -p lamina-chain --example grains [WORD]...
@@ -39,7 +39,7 @@ const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
 const SIZES: [u64; 8] = [4, 8, 16, 32, 64, 128, 256, 512];
 const FORMATS: [&str; 4] = ["flat", "sesparse", "vmfssparse", "vsansparse"];
-/// The most requests of one run: runs of small requests move less data, to save time.
+/// The most requests of one run. It limits the time of runs with small requests, which so move less data.
 const REQUESTS_MAX: u64 = 8192;
 
 /// The settings from the command line.

@@ -1,4 +1,4 @@
-//! An open chain.
+//! An open chain: its options, its state, and replacing its levels by a new stack.
 
 use crate::changes::Changes;
 use crate::consolidate::Job;
@@ -44,7 +44,7 @@ pub struct Chain {
     current: RwLock<Arc<Levels>>,
     /// The generation of the current levels, incremented just before new levels are published.
     generation: AtomicU64,
-    /// Earlier levels, which requests may still use.
+    /// Stacks that were replaced and that requests may still use.
     pub(crate) replaced: Replaced,
     pub(crate) identities: Arc<Identities>,
     pub(crate) metadata: MetadataCache,
@@ -53,15 +53,15 @@ pub struct Chain {
     pub(crate) ranges: Ranges,
     pub(crate) flushes: Flushes,
     pub(crate) unflushed: Unflushed,
-    /// Ranges of a level that changed without a client's write: filled by a merge up, or moved. As `unflushed`, but no
-    /// acknowledged write is lost with them.
+    /// Ranges changed by other work than a client's write: filled by a merge up, or moved. Used as `unflushed`, but if
+    /// such a change is lost, no acknowledged write is lost.
     pub(crate) rearranged: Unflushed,
     pub(crate) stopped: AtomicBool,
-    /// Why the chain was stopped, or why its top refuses changes.
+    /// The reason for which the chain was stopped or its top refuses changes.
     pub(crate) failure: Mutex<Option<String>>,
-    /// Held during a change of the stack: one at a time.
+    /// Held during a change of the stack, so that only one is made at a time.
     pub(crate) control: Mutex<()>,
-    /// Held during a merge: one at a time.
+    /// Held during a merge or a move of grains, so that only one runs at a time.
     pub(crate) operation: Mutex<()>,
     pub(crate) fills: AtomicU64,
 }
@@ -106,7 +106,7 @@ impl Chain {
         })
     }
 
-    /// The name it was opened under.
+    /// The name that was given to [`Chain::open`].
     pub fn name(&self) -> &str {
         &self.name
     }
@@ -201,8 +201,8 @@ impl Chain {
     }
 
     /// Stops the chain without a flush, for an owner that opens the same layers again. Waits until no change and no
-    /// flush is under way; later ones are refused. Returns whether there were changes since the last successful flush,
-    /// which may be lost.
+    /// flush is under way; later changes and flushes are refused. Returns whether there were changes since the last
+    /// successful flush, which may be lost.
     pub fn abandon(&self) -> bool {
         let _control = self.control.lock();
         self.stopped.store(true, Ordering::SeqCst);
@@ -223,24 +223,23 @@ impl Chain {
         Arc::clone(&self.current.read())
     }
 
-    /// True while these are the current levels. To be called after a token was taken: then a cache fill cannot come
-    /// from an older stack than the one that writes go to.
+    /// True while these are the current levels. A reader calls this after it has taken its token: so it never fills a
+    /// cache with a result from a stack to which writes no longer go.
     pub(crate) fn is_current(&self, levels: &Levels) -> bool {
         self.generation.load(Ordering::SeqCst) == levels.generation
     }
 
-    /// Makes another stack current, under the control lock. Returns the previous levels, to which no write goes any
-    /// more, and for how long no write could begin.
+    /// Makes another stack current, under the control lock. Returns the previous levels, which no write uses any more,
+    /// and the time during which no write could begin.
     ///
     /// Until the last writer has left the old gate, guards of the new levels also hold the epochs of the old top and of
-    /// the old merge's target: these layers may still reuse grains, although no write through the new levels goes
-    /// there.
+    /// the target of the old merge: writes through the old levels may still free and reuse grains of these layers.
     pub(crate) fn publish(&self, stack: Vec<Arc<Level>>, job: Option<Arc<Job>>) -> (Arc<Levels>, Duration) {
         let moving = self.levels().moving;
         self.publish_moving(stack, job, moving)
     }
 
-    /// As [`Chain::publish`], and sets the level whose grains are moved from now on.
+    /// As [`Chain::publish`]; also sets `moving`, the level of which grains are moved from now on.
     pub(crate) fn publish_moving(
         &self,
         stack: Vec<Arc<Level>>,

@@ -1,24 +1,24 @@
-//! Cache-fill invalidation: no lookup inserts an answer that a write has made stale.
+//! Cache-fill invalidation: no lookup inserts a result into a cache that a write has made stale.
 //!
 //! A reader that misses a cache looks the range up in the layers, or reads it, without any lock, and then inserts the
 //! result into the cache. A write may have begun and ended meanwhile. So the address space is divided into stripes,
 //! each with a count of changes begun and of changes under way. The steps:
 //!
 //! ```text
-//! reader  T  take the stripes' counts              writer  B  begin: count up
+//! reader  T  take the stripes' counts              writer  B  begin: increment both counts
 //!         L  look up in the layers, without a lock         R  under the shard's lock: remove cached results
 //!         C  under the shard's lock: insert, if the        W  change the layer
 //!            counts are those of T and no change           P  under the shard's lock: insert the new result
-//!            is under way                                  E  end: count down
+//!            is under way                                  E  end: decrement the changes under way
 //! ```
 //!
-//! Why no stale result stays: if C comes before R in the order of the shard's lock, R removes the result of C, or P
-//! replaces it. If C comes after R, it also comes after B. Then C sees another count than T, unless T came after B. In
-//! that case either T saw the change under way, and C refuses; or T came after E, and L read the layer after W. A
-//! change of the stack (a snapshot, a merge) is detected by a check after T that the stack which L walks is current: no
-//! write goes to a new stack before it is current.
+//! Why no stale result stays in the cache: if C precedes R in the order of the shard's lock, R removes the result of C,
+//! or P replaces it. If C follows R, it also follows B. Then C reads another count than T, unless T followed B. In that
+//! case either T read that a change is under way, and C does not insert; or T followed E, so L read the layer after W.
+//! A change of the stack (a snapshot, a merge) is detected by a check after T that the stack which L reads is current:
+//! no write uses a new stack before it is current.
 //!
-//! Stripes repeat over the address space; a collision only costs a cache fill.
+//! Distant ranges share a stripe; a change in another range of the stripe only prevents a cache fill.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -45,7 +45,7 @@ pub(crate) struct Token {
 }
 
 const FEW: usize = 2;
-/// A value that no count can have: one change under way, none begun.
+/// The count in a token for stripes that are not used: one change under way, none begun. No stripe can have it.
 const NONE: u64 = UNDER_WAY;
 
 /// Stripe numbers of a range, each stripe once.
@@ -63,7 +63,7 @@ impl Changes {
         &self.counts[(stripe % STRIPES) as usize]
     }
 
-    /// Called before a cache is cleared of `range` and the range is changed.
+    /// Called before the caches drop `range` and `range` is changed.
     pub fn begin(&self, range: &Range<u64>) {
         for stripe in stripes(range) {
             self.count(stripe).fetch_add(BEGUN + UNDER_WAY, Ordering::SeqCst);
@@ -77,7 +77,7 @@ impl Changes {
         }
     }
 
-    /// To be called before any lookup in `range`.
+    /// Takes the counts of a range. Called before any lookup in `range`.
     pub fn token(&self, range: &Range<u64>) -> Token {
         let stripes = stripes(range);
         let first = stripes.start;
@@ -86,7 +86,7 @@ impl Changes {
         Token { first, few, more: counts.collect() }
     }
 
-    /// True if no change of `range`, a part of the token's range, has begun since. To be called under the lock under
+    /// True if no change of `range`, a part of the token's range, has begun since. The caller holds the lock under
     /// which the result is inserted.
     pub fn unchanged(&self, token: &Token, range: &Range<u64>) -> bool {
         stripes(range).all(|stripe| {

@@ -1,15 +1,15 @@
 //! Flushes: all callers that wait for a flush share the next one.
 //!
 //! 1. A flush request is answered by a flush that **began** after the request.
-//! 2. One flush runs at a time. It flushes every level written since that level's last flush, so data in a level that a
-//!    snapshot has just put below is covered too. A level is marked as written when the write has ended: an earlier
-//!    mark could be cleared by a flush that began and ended during the write.
-//! 3. The target of a merge down is left out until the commit: the sources hide it, only the merge writes it, and after
-//!    a crash it is copied again. So a guest's flush does not wait for the data of a merge; the merge flushes the
+//! 2. One flush runs at a time. It flushes every level written since that level's last flush, including a level that
+//!    was the top until a snapshot. A level is marked as written when the write has ended: an earlier mark could be
+//!    cleared by a flush that began and ended during the write.
+//! 3. The target of a merge down is left out until the commit: the sources hide its new content, which a repeated merge
+//!    copies again after a crash. So a guest's flush does not wait for the data of a merge; the merge flushes the
 //!    target itself. Every other level may hold guest writes and is flushed only here.
 //! 4. After a failed flush the state of earlier writes is unknown: the chain stops, and ranges changed since the last
-//!    successful flush are not read any more ([`crate::unflushed`]). Lack of space is no such failure: the layer keeps
-//!    the data that it has to write, and writes it with the next flush. A layer that cannot do so returns
+//!    successful flush are not read any more ([`crate::unflushed`]). A lack of space is no such failure: the layer
+//!    keeps the data in memory, and writes it with the next flush. A layer that cannot keep the data returns
 //!    [`ErrorKind::Stopped`].
 
 use crate::chain::Chain;
@@ -28,7 +28,7 @@ struct FlushesState {
     running: bool,
 }
 
-/// The requests that wait for a flush, and whether one runs.
+/// The requests that wait for a flush, and whether a flush runs.
 #[derive(Default)]
 pub(crate) struct Flushes {
     state: Mutex<FlushesState>,
@@ -100,7 +100,7 @@ impl Chain {
         flushed.map_err(|error| error.context(format_args!("flushing {}", self.name)))
     }
 
-    /// Makes the data copied by a merge so far durable.
+    /// Makes the data that a merge has copied so far durable.
     pub(crate) fn flush_target(&self, job: &Job) -> Result<()> {
         if !job.leaves_target_out() {
             return self.flush();
@@ -112,8 +112,8 @@ impl Chain {
         })
     }
 
-    /// Stops the chain after a failure of work on a level that the chain did not start: the device may lack the content
-    /// to which the level refers now. Nothing is read or written until the chain is opened again.
+    /// Stops the chain after other work on a level, such as shrinking, has failed: the device may lack the content to
+    /// which the level refers now. Nothing is read or written until the chain is opened again.
     pub fn distrust(&self, error: &Error) {
         self.rearranged.note(&(0..self.capacity()));
         self.stop(error);
@@ -146,7 +146,7 @@ impl Chain {
         Ok(())
     }
 
-    /// Fails once a flush has failed.
+    /// Fails after the chain was stopped or closed.
     pub(crate) fn check_running(&self) -> Result<()> {
         if self.stopped.load(Ordering::SeqCst) {
             return Err(Error::new(

@@ -20,11 +20,11 @@ pub(crate) struct Gate {
     changed: Condvar,
 }
 
-/// A writer inside the gate, until this is dropped.
+/// Permission of one writer to be inside the gate, until it is dropped.
 pub(crate) struct Inside<'a>(&'a Gate);
 
 impl Gate {
-    /// Enters, and waits while the gate is closed. `None` when the gate is retired.
+    /// Enters the gate; waits while it is closed. `None` when it is retired.
     pub fn enter(&self) -> Option<Inside<'_>> {
         let mut state = self.state.load(Ordering::SeqCst);
         loop {

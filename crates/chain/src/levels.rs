@@ -1,7 +1,7 @@
 //! The stack of levels at one point in time.
 //!
-//! 1. A [`Levels`] never changes; a snapshot or a merge publishes a new one. A request holds a reference to the one it
-//!    uses, so a merge can wait until no request reads through any older one ([`Replaced`]).
+//! 1. A [`Levels`] never changes; a snapshot or a merge publishes a new one. A request holds a reference to the stack
+//!    that it uses, so a merge can wait until no request reads through an older stack ([`Replaced`]).
 //! 2. The caches identify a level by a number from 0 to 255. A number is reused only after the last reference to its
 //!    old level is gone and the caches have dropped it, so a cached extent never refers to another level.
 //! 3. A level hides its bytes past its own capacity, and past the capacity of any level above it, from the levels
@@ -21,7 +21,7 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
 use std::sync::{Arc, Weak};
 
-/// How many numbers levels can have.
+/// How many level numbers there are.
 const NUMBERS: usize = 256;
 
 /// The key of a level in one open chain; it stays the same when the level's position in the stack changes.
@@ -30,10 +30,10 @@ pub struct LevelKey(pub(crate) u64);
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Use {
-    /// Never used, or dropped by the caches.
+    /// The number was never used, or the caches have dropped it.
     Free,
     Taken,
-    /// Released; the caches may still refer to it.
+    /// The number was released; the caches may still have extents with it.
     Left,
 }
 
@@ -81,9 +81,9 @@ impl Drop for Identity {
 pub(crate) struct Level {
     pub identity: Arc<Identity>,
     pub layer: Arc<dyn Layer>,
-    /// A write has ended since the last flush of this level began.
+    /// Whether a change has ended since the last flush of this level began.
     pub unflushed: AtomicBool,
-    /// The layer may reuse freed grains.
+    /// Whether the layer may reuse freed grains.
     pub reuses: bool,
     pub grain: u64,
 }
@@ -107,7 +107,7 @@ impl Level {
         self.identity.key
     }
 
-    /// To be held during every change of the layer.
+    /// A guard that the caller holds during a change of the layer.
     pub fn changing(&self) -> Changing<'_> {
         Changing(self)
     }
@@ -123,8 +123,8 @@ impl Level {
     }
 }
 
-/// A change of a layer under way. Its end marks the level as unflushed: a flush during the change need not cover it,
-/// and must not clear the mark.
+/// A change of a layer under way. Its end marks the level as unflushed: a flush during the change may not cover it, so
+/// this mark is set after the change.
 pub(crate) struct Changing<'a>(&'a Level);
 
 impl Drop for Changing<'_> {
@@ -152,16 +152,16 @@ pub(crate) struct Levels {
     pub stack: Vec<Arc<Level>>,
     /// The position in the stack by number; 255 for none.
     by_number: [u8; NUMBERS],
-    /// For each level, the least capacity from the top down to it.
+    /// For each level, the least capacity among the levels from the top down to this one.
     visible: Vec<u64>,
     pub gate: Gate,
     /// Levels that requests inside an older gate may still write.
     leaving: Vec<Arc<Level>>,
-    /// The level whose grains are moved by other work than writes: none of its extents is cached.
+    /// The level of which grains are moved by other work than writes. None of its extents is cached.
     pub moving: Option<LevelKey>,
     /// The merge that is under way.
     pub job: Option<Arc<Job>>,
-    /// The top is a source of the merge, so the merge has to be told of writes.
+    /// Whether the top is a source of the merge, so that the merge has to be told of writes.
     pub job_is_live: bool,
     /// The alignment to which reads are widened, because some file is open for direct I/O.
     pub alignment: u64,
@@ -222,7 +222,7 @@ impl Levels {
         self.moving.and_then(|key| self.stack.iter().find(|level| level.key() == key))
     }
 
-    /// The extents that may be cached: all except those in a level whose grains are moved.
+    /// The extents that may be cached: all except those in a level of which grains are moved.
     pub fn lasting<'a>(&self, found: &'a [Mapping]) -> Cow<'a, [Mapping]> {
         match self.moving_level().map(|level| level.number()) {
             None => Cow::Borrowed(found),
@@ -230,7 +230,7 @@ impl Levels {
         }
     }
 
-    /// How many bytes of level `index` show through the levels from `from` on.
+    /// How many bytes of level `index` are visible through the levels from `from` on.
     pub fn visible(&self, from: usize, index: usize) -> u64 {
         if from == 0 {
             return self.visible[index];
@@ -238,7 +238,7 @@ impl Levels {
         self.stack[from..=index].iter().map(|level| level.layer.capacity()).min().unwrap_or(0)
     }
 
-    /// To be taken before a lookup of a file location, and held while the location is used.
+    /// A guard for file locations. It is taken before a lookup, and held while the locations are used.
     pub fn guard(self: Arc<Self>) -> Guard {
         let epoch = |level: &Level| if level.reuses { level.layer.epoch() } else { None };
         let top = epoch(self.top());
@@ -249,24 +249,25 @@ impl Levels {
     }
 }
 
-/// The stacks that are not current any more and may still be in use. A request may hold a stack while several newer
-/// ones are published, so a caller that waits for the end of older requests must not wait for the last stack only.
+/// Stacks that are no longer current and may still be in use. A request may hold a stack while several newer ones are
+/// published, so a caller that waits for older requests has to wait for all stacks up to a generation.
 #[derive(Default)]
 pub(crate) struct Replaced(Mutex<Vec<(u64, Weak<Levels>)>>);
 
 impl Replaced {
-    /// Adds a stack that was just replaced. The list has as many entries as requests use different stacks.
+    /// Adds a stack that was just replaced. Entries of stacks that no request uses any more are removed, so the list
+    /// stays short.
     pub fn add(&self, levels: &Arc<Levels>) {
         let mut stacks = self.0.lock();
         stacks.retain(|(_, levels)| levels.strong_count() > 0);
         stacks.push((levels.generation, Arc::downgrade(levels)));
     }
 
-    /// Whether a stack up to `generation` is in use.
+    /// Whether a stack of `generation` or an older one is in use.
     pub fn in_use(&self, generation: u64) -> bool {
         let stacks = self.0.lock();
         let used = stacks.iter().any(|(number, levels)| *number <= generation && levels.strong_count() > 0);
-        // Orders the last holder's accesses before those of the caller, which reading the count does not.
+        // Reading the count does not order the last holder's accesses before those of the caller; this fence does.
         fence(Ordering::Acquire);
         used
     }

@@ -2,9 +2,9 @@
 //!
 //! ```text
 //! chain        an open chain: levels, caches, counters; reads, writes, discards, flushes at any byte offset
-//! levels       the stack at one point in time; writers enter through its gate, snapshots replace it
+//! levels       the stack at one point in time; writers enter through its gate, snapshots and merges replace it
 //! walk         lookup: one walk down the levels, each asked only for the ranges that the levels above lack
-//! metadata     cached extents, 16 bytes each, evicted by recency; and a byte per block: which level holds it
+//! metadata     cached extents, 16 bytes each, evicted by recency; and for each block a byte: the level that stores it
 //! data         cached blocks, for disks with a read cache
 //! changes      cache-fill invalidation: a lookup during which a write began does not fill a cache
 //! ranges       locks on byte ranges: one change of a range at a time
@@ -12,14 +12,15 @@
 //! consolidate  merges of layers into the layer below or above while the disk is in use
 //! ```
 //!
-//! The crate knows [`layer::Layer`], but no formats, names or descriptors. Those belong to the owner that opens a
-//! chain. The owner also makes its record durable at the moment that matters: in `commit` of a merge, and before
-//! [`Chain::push`]. Invariants:
+//! The crate uses only the trait [`layer::Layer`]; formats, names and descriptors are the concern of the chain's owner,
+//! which opens the layers. The owner keeps a durable record of the levels. It replaces the record in `commit` of a
+//! merge, and before [`Chain::push`]. Invariants:
 //!
 //! 1. **Plan, then read.** A plan is made under short locks; data moves without locks. A plan holds the levels from
 //!    which it was made and the epoch of every layer that may reuse grains, so its file locations keep their content.
-//! 2. **A cached read costs the same at any depth.** What a walk finds is cached under its guest address, whichever
-//!    level holds it. A random load over more extents than fit the cache asks one level per miss, not half of them.
+//! 2. **A cached read costs the same at any depth.** The extents that a walk finds are cached by guest address,
+//!    whichever level stores them. A random load over more extents than the cache can have asks one level per miss, not
+//!    half of the levels.
 //! 3. **No stale answers** (`changes`): a lookup result enters a cache only if no change of its range has begun since
 //!    before the lookup.
 //! 4. **Changes of one range are made one after another** (range locks, in order of arrival); other requests do not

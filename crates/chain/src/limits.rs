@@ -1,7 +1,7 @@
 //! All limits of a chain.
 
-/// The most levels of one chain, whatever its configuration. The caches have 256 level numbers, which removed levels
-/// also use until their last reader ends.
+/// The most levels of one chain, whatever its configuration. The caches have 256 level numbers, and a removed level
+/// occupies a number until its last reader ends.
 pub const LEVELS_MAX: usize = 128;
 
 /// The default limit on levels.
@@ -38,17 +38,17 @@ pub const UPDATE_BYTES_MAX: u64 = 256 << 20;
 /// Largest range that one step of a discard locks.
 pub const DISCARD_STEP: u64 = 16 << 20;
 
-/// Bytes that one step of a merge copies with that range locked; a write to the range waits for the step.
+/// Bytes that one step of a merge copies. The step locks their range, so a write to the range waits for the step.
 pub const COPY_STEP: u64 = 256 << 10;
 
-/// Bytes after which a merge flushes its copies and reports a checkpoint. A flush of the disk may have to wait for
-/// them.
+/// Bytes after which a merge flushes its copies and reports a checkpoint. A flush of the disk may have to wait for the
+/// flush of these bytes.
 pub const COPY_CHECKPOINT: u64 = 16 << 20;
 
-/// The most passes over the dirty log of a merge before writes go to both sides.
+/// The most passes of a merge over its dirty log before every write is made in top and target.
 pub const COPY_PASSES_MAX: u32 = 8;
 
-/// If no more than this is left to copy, the next pass is the last.
+/// If no more than these bytes are left to copy, the next pass is the last.
 pub const COPY_REST: u64 = 8 << 20;
 
 /// The least bytes per bit of a merge's dirty log.

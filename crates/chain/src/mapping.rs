@@ -36,7 +36,7 @@ impl To {
         }
     }
 
-    /// The level that this refers to.
+    /// The number of the level to which the mapping refers.
     pub fn level(self) -> Option<u8> {
         match self {
             Self::Absent | Self::Zero => None,

@@ -2,7 +2,7 @@
 //!
 //! Requests are kept in order of arrival. A request proceeds once no earlier request overlaps it. So no request
 //! starves, and a large request does not delay requests that do not overlap it. Each request locks one range, so there
-//! is no deadlock. There are as many entries as writing threads; for so few a list is faster than a tree.
+//! is no deadlock. There are as many entries as writing threads, so a list is faster than a tree.
 
 use parking_lot::{Condvar, Mutex};
 use std::ops::Range;

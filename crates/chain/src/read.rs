@@ -1,7 +1,8 @@
 //! Reading: plans, which tell a caller where the bytes of a range are, so that it can read them in its own way.
 //!
-//! 1. A plan takes, in this order: the token of the data cache, the levels, their epochs, then the cached extents. So a
-//!    file location in a plan is not reused while the plan exists, and data read through an old stack enters no cache.
+//! 1. The steps of a plan, in this order: take the token of the data cache, take the levels, enter their epochs, look
+//!    up extents. So a file location in a plan is not reused while the plan exists, and data read through an old stack
+//!    enters no cache.
 //! 2. A plan covers the request, widened to sectors, or to blocks if a file is open for direct I/O or the data cache is
 //!    on, but not past the end of the disk.
 //! 3. A failed prefetch fails no read: ranges around the request that cannot be looked up are left out.
@@ -23,10 +24,11 @@ use std::sync::Arc;
 
 const BLOCK: u64 = BLOCK_SIZE as u64;
 
-/// The fewest levels for which the cache of holders is asked before a walk: a walk through fewer levels is cheap.
+/// The fewest levels at which [`crate::metadata::holders`] is asked before a walk: a walk through fewer levels is
+/// cheap.
 const HOLDERS_LEVELS_MIN: usize = 4;
 
-/// The most extents that the holder of a small range may return for it.
+/// The most extents that a level may return for a small range that it stores alone.
 const EXTENTS_OF_HOLDER: usize = 64;
 
 /// Where a part of a planned read is.
@@ -237,8 +239,9 @@ impl Chain {
         Ok(true)
     }
 
-    /// Looks `range` up in the level that is known to hold it; surveys the span if it is not in the table. `None` where
-    /// a walk is needed. The caller has taken its token, and has checked that the levels are current.
+    /// Looks `range` up in the level that stores it according to the table of holders. If the table lacks the span,
+    /// surveys the span first. `None` if a walk is needed. The caller has taken its token, and has checked that the
+    /// levels are current.
     fn resolve_by_holder(&self, levels: &Levels, range: &Range<u64>) -> Result<Option<Vec<Mapping>>> {
         let mut holder = self.metadata.holder(range);
         if holder == Holder::Missing {
@@ -247,7 +250,7 @@ impl Chain {
             if !self.is_current(levels) {
                 return Ok(None);
             }
-            // A survey that fails elsewhere in the span must not fail the read of this range.
+            // If the survey fails in another part of the span, the read of this range must not fail.
             let Ok(found) = survey(levels, start..(start + SPAN).min(levels.capacity())) else { return Ok(None) };
             self.metadata.fill_holders(&self.changes, &token, start, &found);
             holder = self.metadata.holder(range);
@@ -272,7 +275,7 @@ impl Chain {
                 Some(to) if extent.start == at && extent.length > 0 => {
                     push(&mut found, Mapping { start: at, length: extent.length, to });
                 }
-                // The level does not hold the block any more: a merge or a discard is under way.
+                // The level does not store the block any more: a merge or a discard is under way.
                 _ => return Ok(None),
             }
             at += extent.length;
@@ -280,8 +283,8 @@ impl Chain {
         Ok((at == range.end).then_some(found))
     }
 
-    /// Reads into memory, for a caller that has locked the range, so that no write changes it. With `from` above 0,
-    /// reads as if the levels above `from` did not exist.
+    /// Reads into memory. The caller has locked the range, so that no write changes it. With `from` above 0, the levels
+    /// above `from` are ignored.
     pub(crate) fn read_held(&self, levels: &Arc<Levels>, from: usize, start: u64, out: &mut [u8]) -> Result<()> {
         let capacity = levels.stack[from].layer.capacity();
         let end = (start + out.len() as u64).min(capacity).max(start);
@@ -331,8 +334,8 @@ impl Chain {
         Ok(())
     }
 
-    /// Offers the result of a planned read to the data cache. `contents` returns the bytes of a part by its index; it
-    /// is not called for parts of zeros or in memory.
+    /// Offers the content of a planned read to the data cache. `contents` returns the bytes of the part with an index;
+    /// it is not called for parts that are zeros or in memory.
     pub fn keep<'a>(&self, plan: &Plan, contents: impl Fn(usize) -> &'a [u8]) {
         let Some(token) = &plan.token else { return };
         let mut at = plan.start;
@@ -347,7 +350,7 @@ impl Chain {
             while at < end {
                 let inside = (at % BLOCK) as usize;
                 let step = (BLOCK_SIZE - inside).min((end - at) as usize);
-                // A block of zeros, or one from this cache, is not inserted.
+                // A part without bytes is zeros or came from this cache: a block within it is not inserted.
                 let worthless = bytes.is_empty() && step == BLOCK_SIZE;
                 if inside == 0 && !worthless {
                     whole = Some((Buffer::recycled(1), false));
@@ -383,7 +386,7 @@ impl Chain {
     }
 }
 
-/// Reads the part of the range starting at `start` that `part`, which lies at `at`, overlaps.
+/// Reads the part of `out` that overlaps `part`. `out` begins at `start`, and `part` at `at`.
 fn read_overlap(at: u64, part: &Part, start: u64, out: &mut [u8]) -> Result<()> {
     let end = start + out.len() as u64;
     let (from, to) = (at.max(start), (at + part.length as u64).min(end));

@@ -1,17 +1,17 @@
 //! Snapshots: a new top level at one point in time, while requests continue.
 //!
-//! The owner of the chain first creates the new, empty delta, and makes its own record durable that the delta is the
-//! top. Only then it calls [`Chain::push`]. A crash between the two leaves a chain with an empty top, which reads the
-//! same. So no step has to be undone.
+//! The owner of the chain first creates the new, empty delta, and durably records the delta as the top. Only then does
+//! it call [`Chain::push`]. After a crash between the two, the chain has an empty top, which does not change its
+//! content. So no step has to be undone.
 //!
 //! ```text
 //!   writers:   ... inside the old gate ............ inside the new gate ...
 //!   push:             | publish |  drain the old gate  | flush |  done
 //! ```
 //!
-//! 1. A write that begins after `publish` goes to the new level and does not wait. A write that was inside the old gate
-//!    has ended before `push` returns. So writes acknowledged before `push` are below, later ones above, and once
-//!    `push` has returned, the level below never changes again.
+//! 1. A write that begins after `publish` is made in the new level and does not wait. A write that was inside the old
+//!    gate has ended before `push` returns. So writes acknowledged before `push` are in the levels below, writes that
+//!    begin after it are in the new level, and once `push` has returned, the level below never changes again.
 //! 2. Two writes to the same bytes, one through each stack, run one after the other: ranges are locked in the chain,
 //!    not in a level.
 //! 3. A snapshot of several disks at one point in time: [`Chain::freeze`] on each (always in the same order), then push
@@ -46,7 +46,7 @@ impl Chain {
         Ok((key, pause))
     }
 
-    /// Makes new writes wait, and waits for those under way.
+    /// Makes new writes wait, and waits for the end of writes under way.
     pub fn freeze(&self) -> Result<Frozen<'_>> {
         self.check_writable()?;
         let control = self.control.lock();
@@ -89,7 +89,7 @@ impl Frozen<'_> {
 
 impl Drop for Frozen<'_> {
     fn drop(&mut self) {
-        // A writer that waits at the gate of an old stack tries again with the current one.
+        // A writer that waits at the gate of a replaced stack is refused there, and tries again with the current stack.
         self.levels.gate.open();
     }
 }

@@ -18,7 +18,7 @@ pub struct MetadataStatistics {
     pub walk_levels: u64,
     /// Levels asked in the longest walk.
     pub walk_levels_max: u64,
-    /// Extents put into the cache before any request looked them up.
+    /// Extents inserted into the cache before any request looked them up.
     pub prefetched: u64,
     /// Prefetched extents that were used later.
     pub prefetched_used: u64,
@@ -67,13 +67,13 @@ pub struct DataStatistics {
 pub struct LevelStatistics {
     /// The key of the level in this chain.
     pub key: LevelKey,
-    /// Its format, in the form of `lamina convert -d`.
+    /// The layer's format, as named by `lamina convert -d`.
     pub format: &'static str,
-    /// Its capacity in bytes.
+    /// The layer's capacity in bytes.
     pub capacity: u64,
     /// Unit of mapping in bytes.
     pub grain: u64,
-    /// Open for writing.
+    /// Whether the layer is open for writing.
     pub writable: bool,
 }
 

@@ -17,7 +17,7 @@ pub enum Condition {
     Data,
     /// A level records zeros.
     Zero,
-    /// No level holds it.
+    /// No level stores the range.
     Absent,
 }
 
@@ -28,11 +28,11 @@ pub struct Span {
     pub start: u64,
     /// Length in bytes.
     pub length: u64,
-    /// Its status.
+    /// The status of the range.
     pub condition: Condition,
 }
 
-/// Bytes that a step always answers, and bytes that it may answer.
+/// Bytes around the position that a step always looks up, and the most bytes that it looks up.
 const STEP: u64 = 64 << 10;
 const WINDOW: u64 = 64 << 20;
 /// The most extents of a walk.
@@ -45,7 +45,7 @@ impl Chain {
         self.spans(offset, length, limit, all)
     }
 
-    /// What was written above level `below`; ranges not written there are [`Condition::Absent`].
+    /// The status of a range in the levels above level `below`. Ranges not written there are [`Condition::Absent`].
     pub fn changed_above(&self, below: LevelKey, offset: u64, length: u64, limit: usize) -> Result<Vec<Span>> {
         let position = self.levels().position(below).ok_or_else(|| {
             Error::new(ErrorKind::NotFound, format!("{}: the level to compare with is not in the chain", self.name))

@@ -4,19 +4,21 @@
 //! device without an error. Formats without checksums cannot detect that. So after a failed flush, parts that changed
 //! since the last successful flush are not read any more.
 //!
-//! 1. A change is noted when it has ended, after its level has been marked as written. So a flush that takes the note
+//! 1. A change is noted when it has ended, after its level has been marked as written. So a flush that finds the note
 //!    also flushes the level.
-//! 2. A flush takes the notes when it begins, and drops them when it has succeeded. A failed flush keeps them.
+//! 2. When a flush begins, it sets the notes so far apart, and when it has succeeded, it drops them. After a failed
+//!    flush they remain.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// The most parts; larger disks have larger parts.
+/// The most parts of a disk; a larger disk has larger parts.
 const PIECES_MAX: u64 = 1 << 18;
 /// The smallest part in bytes.
 const PIECE_MIN: u64 = 1 << 20;
 
-/// A set of parts. `used` tells which words are not zero, so that a flush reads only those.
+/// A set of parts, one bit each. `used` has a bit for each word that is not zero, so that a flush reads only these
+/// words.
 struct Marks {
     words: Box<[AtomicU64]>,
     used: Box<[AtomicU64]>,
@@ -30,7 +32,7 @@ impl Marks {
     }
 
     fn add(&self, word: usize, bits: u64) {
-        // A plain load first, because most parts are written more than once.
+        // A plain load is tried first, because most parts are written more than once.
         if self.words[word].load(Ordering::SeqCst) & bits != bits {
             self.words[word].fetch_or(bits, Ordering::SeqCst);
             self.used[word / 64].fetch_or(1 << (word % 64), Ordering::SeqCst);
@@ -61,7 +63,8 @@ pub(crate) struct Unflushed {
 }
 
 impl Unflushed {
-    /// For a disk of this many bytes; if the disk grows, all parts beyond count as one.
+    /// The notes for a disk of this many bytes. If the disk grows, parts beyond this capacity share the bits of earlier
+    /// parts.
     pub fn new(capacity: u64) -> Self {
         let piece = capacity.div_ceil(PIECES_MAX).next_power_of_two().max(PIECE_MIN);
         let pieces = capacity.div_ceil(piece).max(1);

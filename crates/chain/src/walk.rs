@@ -1,8 +1,8 @@
 //! Lookup in the layers: one walk down the levels, each asked only for the ranges that the levels above do not hold.
 //!
-//! The requested range (`demand`) is looked up completely. Around it, within `window`, extents are added only while
-//! they are cheap: each gap is asked for once per level, and what a level does not answer in that call is left out. If
-//! there are more than `most` of these extents, those farthest from the demand are dropped.
+//! The requested range (`demand`) is looked up completely. Around it, within `window`, only cheap extents are added:
+//! each level is asked once for each gap, and the part of the gap that this call does not return is left out. If there
+//! are more than `most` of these extents, those farthest from the demand are dropped.
 //!
 //! A *survey* only finds which level holds each block of a span ([`holders`]), and asks each level once.
 
@@ -53,7 +53,8 @@ impl Walk<'_> {
         self.run_parts()
     }
 
-    /// The common small read: only one level holds any of it. `None` if that is not the case.
+    /// The fast path for a common small read, of which only one level stores any part. `None` if the read is of another
+    /// kind.
     fn run_whole(&self) -> Result<Option<Found>> {
         let demand = &self.demand;
         let length = demand.end - demand.start;
@@ -106,7 +107,7 @@ impl Walk<'_> {
                     self.ask(index, piece.start..seen, &mut answer, &mut next)?;
                 }
                 if piece.end > visible {
-                    // Past the end of this level, the levels below do not show through.
+                    // Past the end of this level, the levels below are not visible.
                     next.push(WalkPiece { start: piece.start.max(visible), end: piece.end, to: Some(To::Absent) });
                 }
             }
@@ -117,7 +118,7 @@ impl Walk<'_> {
         for WalkPiece { start, end, to } in pieces {
             let mapping = Mapping { start, length: end - start, to: to.unwrap_or(To::Absent) };
             if start == demand.start || start == demand.end {
-                // The cache keeps the demand and what was prefetched as separate entries.
+                // The demand and the prefetched extents become separate entries of the cache.
                 mappings.push(mapping);
             } else {
                 push(&mut mappings, mapping);
@@ -145,7 +146,8 @@ impl Walk<'_> {
                 let absent = extent.content == Content::Absent;
                 match out.last_mut() {
                     Some(last) if absent && last.to.is_none() && last.end == extent.start => {
-                        // Gaps of different ranges are not joined: the borders of the demand stay.
+                        // The gap is not joined with the gap before the requested range, so that the borders of the
+                        // demand remain.
                         if extent.start == gap.start {
                             out.push(WalkPiece { start: extent.start, end, to });
                         } else {
@@ -189,8 +191,8 @@ impl Walk<'_> {
 /// The most extents of a span that a level is asked for.
 const EXTENTS_OF_SPAN: usize = 2 * SPAN_BLOCKS;
 
-/// Which level holds each block of `span`. The span begins where one in the cache does, and ends with it or with the
-/// disk.
+/// Which level holds each block of `span`. The span begins at a multiple of [`SPAN`], and ends after `SPAN` bytes or
+/// with the disk.
 pub(crate) fn survey(levels: &Levels, span: Range<u64>) -> Result<[u8; SPAN_BLOCKS]> {
     let block = holders::BLOCK;
     let mut found = [NO_LEVEL; SPAN_BLOCKS];
@@ -210,7 +212,7 @@ pub(crate) fn survey(levels: &Levels, span: Range<u64>) -> Result<[u8; SPAN_BLOC
         };
         let end = span.end.min(levels.visible(0, index));
         if end < span.end {
-            // Blocks past the end of a level are left to walks.
+            // Blocks past the end of a level become UNKNOWN, so that a walk looks them up.
             settle(end.max(span.start), span.end, UNKNOWN);
         }
         if end <= span.start {
@@ -219,7 +221,7 @@ pub(crate) fn survey(levels: &Levels, span: Range<u64>) -> Result<[u8; SPAN_BLOC
         answer.clear();
         level.layer.map(span.start..end, EXTENTS_OF_SPAN, &mut answer)?;
         let holder = if level.number() < NO_LEVEL { level.number() } else { UNKNOWN };
-        // The level holds the blocks within a run completely, and those at its borders only in part.
+        // The level stores blocks inside a run completely; a block at the border of a run may be stored only in part.
         let mut run = span.start..span.start;
         let mut close = |run: &Range<u64>| {
             let whole_start = run.start.next_multiple_of(block);

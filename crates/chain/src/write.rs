@@ -6,11 +6,12 @@
 //! 3. The rest of a partial grain is the visible content of the chain, read while the range is locked.
 //! 4. Steps at the caches: begin, drop the range (if grains are reused), change the layer, insert the new extents, end.
 //!    After a failure the range is dropped, because its content is unknown.
-//! 5. While a merge has the top as a source, its target gets the same write (in the last pass), or the dirty log is
-//!    marked (before). If the target fails, the merge fails, not the write. A write that the top made only in part,
-//!    after an error or for lack of space, is marked too, and ends a merge that is in its last pass.
+//! 5. While a merge has the top as a source, each write is also made in the target (in the last pass), or marked in the
+//!    dirty log (before). If the write to the target fails, the merge fails and the client's write succeeds. A write
+//!    that was made only in part in the top, after an error or for lack of space, is marked too; in the last pass it
+//!    ends the merge.
 //! 6. A discard never fails for lack of space: a range that cannot be recorded as discarded keeps its content. Where
-//!    there is no space to record zeros, they are written over the grains that the top has.
+//!    there is no space to record zeros, zeros are written over the grains that the top stores.
 
 use crate::Result;
 use crate::chain::Chain;
@@ -56,7 +57,7 @@ enum Clear {
 }
 
 impl Clear {
-    /// Returns whether the whole range reads as zeros now.
+    /// Makes the range zeros. Returns whether the whole range reads as zeros now.
     fn carry_out(self, level: &Level, range: Range<u64>) -> Result<bool> {
         match self {
             Self::Keep => level.layer.zero(range, true).map(|()| true),
@@ -66,7 +67,7 @@ impl Clear {
     }
 }
 
-/// Marks a range as under change until dropped.
+/// A change of a range under way, for the caches, until it is dropped.
 pub(crate) struct Flux<'a> {
     changes: &'a Changes,
     range: Range<u64>,
@@ -109,8 +110,8 @@ impl Chain {
         self.clear_range(offset, length, if keep { Clear::Keep } else { Clear::Zero })
     }
 
-    /// Discards a range: it reads as zeros, except for parts where there was no room to record that; those keep their
-    /// content.
+    /// Discards a range: it reads as zeros, except for parts where there was no space to record that. These parts keep
+    /// their content.
     pub fn discard(&self, offset: u64, length: u64) -> Result<()> {
         self.clear_range(offset, length, Clear::Discard)
     }
@@ -180,7 +181,7 @@ impl Chain {
             Ok(_) => self.metadata.replace(&whole, &levels.lasting(&self.answer(levels, &whole))),
             Err(error) => {
                 self.metadata.forget(&span);
-                // The top layer has failed to write or flush its own metadata.
+                // The top layer has stopped after a failure to write or flush its own metadata.
                 if error.kind() == ErrorKind::Stopped || top.layer.has_stopped() {
                     self.stop(error);
                 }
@@ -191,7 +192,7 @@ impl Chain {
                 Ok(true) => self.tell(levels, job, &range, change),
                 _ => self.tell_of_a_part(job, &range),
             };
-            // If the change failed, that error is returned instead.
+            // If the change itself failed, its error is returned instead.
             if result.is_ok() {
                 told?;
             }
@@ -206,7 +207,7 @@ impl Chain {
         Ok(walk.run()?.mappings.iter().all(|found| found.to.is_zero()))
     }
 
-    /// The extents in the top level of a range that was just written.
+    /// The extents of a range that was just written, as the top level maps them.
     fn answer(&self, levels: &Levels, range: &Range<u64>) -> Vec<Mapping> {
         let top = levels.top();
         let mut extents = Vec::new();
@@ -229,7 +230,7 @@ impl Chain {
         found
     }
 
-    /// Tells a merge with the top as a source that a change may have been made only in part.
+    /// Tells a merge that has the top as a source that a change may have been made only in part.
     fn tell_of_a_part(&self, job: &Job, range: &Range<u64>) -> Result<()> {
         if !job.mirrors() {
             job.dirty.mark(range);
@@ -252,8 +253,8 @@ impl Chain {
             return Ok(());
         }
         self.fills.fetch_add(1, Ordering::Relaxed);
-        // The ends of the first grain and of the whole grains after it; both are the end of the range if it lies in one
-        // grain.
+        // `head_end` is the end of a partial first grain, and `body_end` the end of the whole grains after it. If the
+        // range lies in one grain, both are the end of that grain.
         let head_end = if offset > whole.start { (whole.start + level.grain).min(whole.end) } else { whole.start };
         let body_end = if end < whole.end { (end / level.grain * level.grain).max(head_end) } else { whole.end };
         let fill = |grain: Range<u64>| -> Result<(Buffer, usize)> {
@@ -307,9 +308,9 @@ impl Chain {
         Ok(whole & (run.is_empty() || clear.carry_out(level, level.widened(&run))?))
     }
 
-    /// Writes zeros over whole grains that the top has as data, which needs no space: `refused` is the error of
-    /// recording them as zeros. Returns that error if a part of the range has other data, or, with [`Clear::Keep`], if
-    /// a part has no space of its own.
+    /// Writes zeros over whole grains that the top stores as data, which needs no space, after recording zeros has
+    /// failed with `refused`. Returns `refused` if a lower level has data in the range, or, with [`Clear::Keep`], if a
+    /// part of the range has no space in the top.
     fn clear_in_place(&self, levels: &Arc<Levels>, range: &Range<u64>, clear: Clear, refused: Error) -> Result<bool> {
         let top = levels.top();
         let among = 0..levels.stack.len();
@@ -342,7 +343,7 @@ impl Chain {
         Ok(true)
     }
 
-    /// Tells a merge with the top as a source about a change.
+    /// Tells a merge that has the top as a source about a change.
     fn tell(&self, levels: &Arc<Levels>, job: &Job, range: &Range<u64>, change: Change<'_>) -> Result<()> {
         if !job.mirrors() {
             job.dirty.mark(range);

@@ -1,5 +1,5 @@
-//! The whole memory of the metadata cache, counted by the allocator: at most 32 bytes per entry at 65,536 entries, in
-//! whatever order they were inserted.
+//! The whole memory of the metadata cache, counted by the allocator: at most 32 bytes per entry at 65,536 entries, for
+//! any order of insertion.
 
 #![allow(clippy::unwrap_used)]
 

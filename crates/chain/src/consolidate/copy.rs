@@ -19,9 +19,9 @@ use backend::Buffer;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Bytes that are mapped in search of the next range to copy.
+/// The most bytes that one lookup covers in search of the next range to copy.
 const LOOK_AHEAD: u64 = 64 << 20;
-/// Extents per such mapping.
+/// The most extents of such a lookup.
 const LOOK_AHEAD_EXTENTS: usize = 128;
 /// Extents of a copied range that are inserted into the caches.
 const EXTENTS_MAX: usize = 64;
@@ -43,7 +43,7 @@ pub(super) struct Copied {
     pub bytes: u64,
 }
 
-/// The positions of a merge's levels in the current stack.
+/// The positions of a merge's levels in the current stack: the sources, and the target.
 struct Places {
     sources: Range<usize>,
     target: usize,
@@ -57,13 +57,13 @@ fn places(levels: &Levels, job: &Job) -> Option<Places> {
     Some(Places { sources: first..first + job.sources.len(), target, view: first.min(target) })
 }
 
-/// The whole grains of the target that a step writes, as runs; true for runs of zeros.
+/// The whole grains of the target that a step writes, as runs, each with whether it consists of zeros.
 fn grains(target: &Level, found: &[Mapping]) -> Vec<(Range<u64>, bool)> {
     let mut runs: Vec<(Range<u64>, bool)> = Vec::new();
     let mut add = |run: Range<u64>, zero: bool| match runs.last_mut() {
         _ if run.is_empty() => {}
         Some((last, was_zero)) if *was_zero == zero && run.start <= last.end => last.end = last.end.max(run.end),
-        // A grain that two runs share is part of the data run, which already includes it.
+        // A data run already includes the whole of a grain that it shares with a run of zeros.
         _ => runs.push((run, zero)),
     };
     for mapping in found.iter().filter(|mapping| mapping.to != To::Absent) {
@@ -105,7 +105,7 @@ impl Chain {
             if mapping.to == To::Absent {
                 continue;
             }
-            // Zeroing is cheap, so one step covers more of it.
+            // Zeroing is cheap, so a step may zero more bytes than it may copy.
             let most = if mapping.to == To::Zero { mapping.length.clamp(most, DISCARD_STEP.max(most)) } else { most };
             let start = mapping.start / job.target.grain * job.target.grain;
             return self.copy_within(job, start..capacity, most);
@@ -130,7 +130,7 @@ impl Chain {
         if job.side == Side::Up {
             let last = places.sources.end == levels.stack.len();
             found = within_gaps(&found, &walk(places.target..places.target + 1)?);
-            // With no level below the sources, absent ranges read as zeros too.
+            // With no level below the sources, absent ranges read as zeros too, so zeros need no copy.
             found.retain(|mapping| !(last && mapping.to == To::Zero));
         }
         let mut bytes = 0;
@@ -160,7 +160,7 @@ impl Chain {
             false => target.layer.write(run.start, &[&buffer[..length]]),
         };
         drop(changing);
-        // In a merge down, the sources hide what the target lacks.
+        // Only in a merge up: in a merge down, the sources hide the target if this write is lost.
         if job.side == Side::Up {
             self.rearranged.note(&run);
         }
@@ -180,8 +180,8 @@ impl Chain {
         Ok(())
     }
 
-    /// Zeroes the range past the end of the shortest source: the sources hide it, and without them the target would
-    /// show it.
+    /// Zeroes the range past the end of the shortest source: the sources hide that range of the levels below, which
+    /// would be visible without the sources.
     pub(super) fn hide_tail(&self, job: &Job) -> Result<()> {
         let target = &job.target;
         let levels = self.levels();
@@ -219,7 +219,7 @@ impl Chain {
 }
 
 impl Copied {
-    /// Sets the end of the disk as the next position if everything up to there is known to need no copy.
+    /// Sets the end of the disk as the next position if nothing up to the end needs a copy.
     fn at_least(mut self, known: u64, capacity: u64) -> Self {
         if known >= capacity {
             self.next = capacity;

@@ -6,29 +6,30 @@
 //! through, then they are removed.
 //!
 //! ```text
-//!          down, the top among the sources                     writes go to
-//!   bulk     copy what the sources hold, front to back          top, and mark the dirty log
-//!   passes   copy what the log has, again while it shrinks      top, and mark the dirty log
+//!          down, the top among the sources                      writes are made in
+//!   bulk     copy the content of the sources, front to back     top, and mark the dirty log
+//!   passes   copy the ranges in the log, while it shrinks       top, and mark the dirty log
 //!   mirror   wait for writers under way; copy the log's rest    top, then target
-//!   commit   flush both; the owner's record made durable        top, then target
+//!   commit   flush both; replace the owner's record             top, then target
 //!   swap     publish the levels without the sources             target
 //! ```
 //!
 //! 1. **No visible change before the commit.** Down: the sources cover every range that is written into the target. Up:
-//!    only absent ranges are filled, with the content that showed through. So a crash, an error or an interruption
-//!    before the commit leaves a chain that reads as before, and the merge may be repeated from its last checkpoint.
-//! 2. **It ends** under any load: once writes go to both sides, the amount left to copy only shrinks, and writers wait
-//!    only while the stack is swapped. The passes before that keep the amount small, and so the time in which every
-//!    write is made twice.
-//! 3. **No flushed write is lost.** A flush before the commit covers both sides, so the target durably has everything
-//!    acknowledged before it. Later writes go to both sides, and after the swap to the target.
+//!    only absent ranges of the target are filled, with the content that was visible there. So a crash, an error or an
+//!    interruption before the commit leaves a chain that reads as before, and the merge may be repeated from its last
+//!    checkpoint.
+//! 2. **A merge ends** under any load: once every write is made in top and target, the amount left to copy only
+//!    shrinks, and writers wait only while the stack is swapped. The passes before keep this amount small, and so also
+//!    the time in which every write is made twice.
+//! 3. **No flushed write is lost.** The last flush before the commit covers top and target, so the target durably has
+//!    everything acknowledged before. Later writes are made in both, and after the swap in the target.
 //! 4. A step copies at most [`COPY_STEP`] with that range locked, so a write waits for at most one step. A mirrored
 //!    write locks its range, rounded outwards to whole grains of both levels.
 //! 5. A target that reuses grains is changed only after every plan without its epoch has ended, also plans of stacks
 //!    that snapshots replaced before the merge began.
 //! 6. The snapshot whose level is the target (down) or a source (up) is lost when a merge begins. The owner of the
-//!    chain ensures that no other chain has this level open, and records the merge as begun if it is to be resumed
-//!    after a crash.
+//!    chain ensures that no other chain has this level open. If a merge should be resumed after a crash, the owner
+//!    records its beginning.
 
 mod copy;
 mod dirty;
@@ -79,18 +80,19 @@ impl Job {
         self.mirroring.load(Ordering::SeqCst)
     }
 
-    /// True while no flushed write depends on the target being durable.
+    /// True while a lost write to the target loses no flushed data.
     pub fn leaves_target_out(&self) -> bool {
         self.side == Side::Down && !self.commits()
     }
 
-    /// True when the owner's record may change at any moment: flushed writes then have to be durable in the target too.
+    /// True when the owner's record may change at any moment: from then on a flush has to make writes durable in the
+    /// target too.
     fn commits(&self) -> bool {
         self.committing.load(Ordering::SeqCst)
     }
 
-    /// Handles a failed write to the target: before the commit phase the merge ends with this error, later the write
-    /// fails.
+    /// Handles a failed write to the target: before the commit phase the merge ends with this error; in the commit
+    /// phase the client's write fails with it.
     pub fn fail(&self, error: Error) -> Result<()> {
         if self.commits() {
             return Err(error);
@@ -117,8 +119,8 @@ impl Job {
 
 impl Chain {
     /// Merges the levels from `newest` down to the one directly above `into` into level `into`, starting at byte `from`
-    /// (a checkpoint of an earlier attempt, or 0). `commit` is called once, at the end: it makes the owner's record
-    /// durable that the sources are gone.
+    /// (a checkpoint of an earlier attempt, or 0). `commit` is called once, at the end: it durably replaces the owner's
+    /// record by one without the sources.
     pub fn merge_down(
         &self,
         newest: LevelKey,
@@ -152,9 +154,9 @@ impl Chain {
         }
     }
 
-    /// Replaces a level by another opening of the same image: for writing before a merge into it, or for reading
-    /// afterwards. Waits until no request reads through the old opening; a caller that holds a [`crate::Plan`] of this
-    /// chain waits for itself.
+    /// Replaces the layer of a level by another opening of the same image: one for writing before a merge into the
+    /// level, or one for reading afterwards. Waits until no request reads through the old opening, so a caller that
+    /// holds a [`crate::Plan`] of this chain would wait forever.
     pub fn replace(&self, key: LevelKey, layer: Arc<dyn Layer>) -> Result<()> {
         let control = self.control.lock();
         let levels = self.levels();
@@ -178,7 +180,7 @@ impl Chain {
         self.wait_unused(old, &NoProgress)
     }
 
-    /// Closes the layer of a level that no operation is changing. The level has nothing left to flush afterwards.
+    /// Closes the layer of a level that no operation is changing. Afterwards, nothing of the level is left to flush.
     pub fn close_level(&self, key: LevelKey) -> Result<()> {
         let levels = self.levels();
         let Some(level) = levels.stack.iter().find(|level| level.key() == key) else { return Ok(()) };
@@ -188,8 +190,8 @@ impl Chain {
     }
 
     /// Runs work that moves the grains of a level: wiping, shrinking. A layer reuses a freed grain once no plan holds
-    /// an epoch from before the move, but cache entries hold no epoch. So meanwhile no extent of the level is cached,
-    /// and every reader holds the level's epoch, wherever in the stack the level is.
+    /// an epoch from before the move, but cache entries hold no epoch. So during the work no extent of the level is
+    /// cached, and every reader holds the level's epoch, wherever in the stack the level is.
     pub fn while_moving<T>(&self, key: LevelKey, work: impl FnOnce() -> Result<T>) -> Result<T> {
         let _operation = self.operation.try_lock().ok_or_else(|| {
             Error::new(ErrorKind::Busy, format!("{}: a merge or other work on this disk is under way", self.name))
@@ -202,7 +204,8 @@ impl Chain {
             }
             self.publish_moving(levels.stack.clone(), levels.job.clone(), Some(key)).0
         };
-        // A request that began before may still fill the cache with extents of this level, and holds no epoch of it.
+        // A request that began before may still insert extents of this level into the cache, and holds no epoch of the
+        // level.
         self.wait_unused(old, &NoProgress)?;
         if let Some(level) = self.levels().stack.iter().find(|level| level.key() == key) {
             self.metadata.purge(level.number());
@@ -235,12 +238,12 @@ impl Chain {
             }
             let _control = self.control.lock();
             self.publish(self.levels().stack.clone(), None);
-            // Reads may already use copies in the target. After a failed flush the copies may be lost.
+            // Cached extents may already refer to copies in the target, which may be lost after a failed flush.
             self.metadata.purge(job.target.number());
         })
     }
 
-    /// Checks the request, and makes the job known to writers.
+    /// Checks the request for a merge, and publishes the job, so that writers find it.
     fn begin(&self, side: Side, upper: LevelKey, lower: LevelKey) -> Result<(Arc<Job>, Arc<Levels>)> {
         let _control = self.control.lock();
         self.check_running()?;
@@ -290,7 +293,7 @@ impl Chain {
         Ok((job, old))
     }
 
-    /// Waits until no request uses `old`, or levels that were current before.
+    /// Waits until no request uses `old`, or an older stack.
     fn wait_unused(&self, old: Arc<Levels>, progress: &dyn Progress) -> Result<()> {
         let generation = old.generation;
         drop(old);
@@ -314,7 +317,7 @@ impl Chain {
         let mut merged = Merged { removed: Vec::new(), copied: 0, passes: 0, pause: Duration::ZERO };
         let throttle = Throttle::new(progress);
         let mut unflushed = 0;
-        // The top may have been written since the checkpoint, and the dirty log of that attempt is gone.
+        // The top may have been written since the checkpoint, and the dirty log of the earlier attempt is lost.
         let from = if self.levels().job_is_live { 0 } else { from };
         let mut at = from.min(capacity) / job.target.grain * job.target.grain;
         while at < capacity {
@@ -361,7 +364,8 @@ impl Chain {
         merged.pause = merged.pause.max(pause);
     }
 
-    /// Copies what was written during the merge, until the target equals the sources and writes go to both.
+    /// Copies the ranges that were written during the merge, until the target equals the sources and every write is
+    /// made in both.
     fn follow_writes(
         &self,
         job: &Arc<Job>,
@@ -374,7 +378,8 @@ impl Chain {
             let left = job.dirty.bytes();
             let last = left <= COPY_REST || left > before / 2 || merged.passes >= COPY_PASSES_MAX;
             if last {
-                // Flushed before mirroring, so that little is left to flush while every write is made twice.
+                // The target is flushed before mirroring begins, so that later flushes are short while every write is
+                // made twice.
                 self.flush_target(job)?;
                 job.mirroring.store(true, Ordering::SeqCst);
                 self.pass_writers(merged);

@@ -4,7 +4,7 @@
 //! ([`queue`]): a block that is read only once passes through a small queue and displaces no block that is read often.
 //!
 //! 1. A cached block equals what a read of the chain returns. Ranges under change have no cached blocks.
-//! 2. A block is inserted only if no change of it has begun since before it was looked up ([`crate::changes`]).
+//! 2. A block is inserted only if no change of the block has begun since before it was looked up ([`crate::changes`]).
 //! 3. Memory stays within the configured size. A block that a reply refers to lives until the reply is sent, and is not
 //!    counted after its eviction.
 
@@ -85,7 +85,7 @@ impl DataCache {
         }
     }
 
-    /// Drops the blocks of `range`; called before it changes.
+    /// Drops the blocks of `range`; called before `range` changes.
     pub fn forget(&self, range: &Range<u64>) {
         if !self.is_on() {
             return;

@@ -10,8 +10,9 @@
 //! ```
 //!
 //! 1. A block is in at most one queue, once; a slot is free or in exactly one queue.
-//! 2. An invalidated block loses its memory at once, and its slot when the slot comes up for eviction. If it is read
-//!    again before, it keeps its slot. There are never more slots without memory than blocks that the cache may hold.
+//! 2. The memory of an invalidated block is freed at once, its slot only when the slot is next considered for eviction.
+//!    If the block is read again before, it uses the same slot. There are never more slots without memory than blocks
+//!    that the cache may hold.
 
 use crate::statistics::DataStatistics;
 use backend::{BLOCK_SIZE, SharedSlice};
@@ -113,7 +114,7 @@ impl Blocks {
         }
     }
 
-    /// Removes one slot from a queue, or moves it to the other end.
+    /// Evicts the first slot of a queue. If its block was read again, moves it to the end of the main queue instead.
     fn evict(&mut self) {
         if self.small.len() > self.live_max / 10 || self.main.is_empty() {
             let Some(number) = self.small.pop_front() else { return };
@@ -161,7 +162,7 @@ impl Blocks {
         self.free.push(number);
     }
 
-    /// Drops the contents of a block that changes.
+    /// Drops the content of a block that changes.
     pub fn remove(&mut self, block: u64) {
         if let Some(slot) = self.index.get(&block)
             && self.slots[*slot as usize].content.take().is_some()

@@ -100,7 +100,7 @@ impl CachedExtent {
         Self { key: from << LENGTH_BITS | (to - from), place: self.place + by }
     }
 
-    /// Both as one entry, if `next` continues this one. A use of either counts for both.
+    /// Both entries as one, if `next` continues this one. The use of either counts as a use of the joined entry.
     pub fn joined(self, next: Self) -> Option<Self> {
         let flags = SEEN | PREFETCHED;
         let length = self.length() + next.length();

@@ -1,5 +1,5 @@
-//! Which level holds a block whose extent is not cached any more: one byte per 4 KiB. So a random load over far more
-//! extents than fit the cache asks one level of a deep chain, not half of them.
+//! Which level stores a block of which no extent is cached any more: one byte per 4 KiB block. So a random load over
+//! far more extents than the cache can have asks one level of a deep chain, not half of the levels.
 //!
 //! ```text
 //! span   256 KiB of addresses: its number, how often it was used, and for each of its 64 blocks the number of a level,
@@ -7,11 +7,11 @@
 //! set    four spans; a new span replaces the one used least
 //! ```
 //!
-//! 1. A block's byte is the number of the newest level that holds any of the block, and that level holds all of it. The
-//!    byte gives no file location: the level is asked for it, so changes within a level do not make the byte stale.
-//! 2. A block that is changed, or copied by a merge, becomes UNKNOWN. A lookup also treats a number as UNKNOWN if the
-//!    level is not in its stack.
-//! 3. Memory is a fixed share of what the extents may take ([`BYTES_PER_ENTRY`]), allocated at first use.
+//! 1. A block's byte is the number of the newest level that stores any of the block, if that level stores all of it.
+//!    The byte gives no file location: the level is asked for it, so changes within a level do not make the byte stale.
+//! 2. A block that is changed, or copied by a merge, becomes UNKNOWN. A lookup also treats a number as UNKNOWN if its
+//!    stack has no such level.
+//! 3. Memory is a fixed share of the memory that the extents may use ([`BYTES_PER_ENTRY`]), allocated at first use.
 
 use super::SPAN;
 use layer::SECTOR;
@@ -26,12 +26,12 @@ const SPAN_SECTORS: u64 = SPAN / SECTOR;
 const BYTES_PER_ENTRY: usize = 10;
 /// Spans per set.
 const WAYS: usize = 4;
-/// Uses after which a span was worth its survey.
+/// The number of uses from which on the survey of a span counts as useful.
 const HELPS_TO_PAY: u8 = 3;
 
 /// No level holds any part of the block.
 pub(crate) const NO_LEVEL: u8 = 254;
-/// Not known, or held by several levels.
+/// The level is not known, or several levels store parts of the block.
 pub(crate) const UNKNOWN: u8 = 255;
 
 /// What is known about a range.
@@ -62,7 +62,7 @@ const EMPTY: Span = Span { number: 0, helped: 0, levels: [UNKNOWN; SPAN_BLOCKS] 
 pub(super) struct Holders {
     spans: Vec<Span>,
     sets: usize,
-    /// Evicted spans that were worth their survey, and others.
+    /// The numbers of evicted spans with a useful survey, and of other evicted spans.
     pub(super) paid: u64,
     pub(super) wasted: u64,
 }

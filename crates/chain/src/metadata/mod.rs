@@ -1,19 +1,19 @@
 //! The metadata cache: which level holds which extent, for the extents that were used most recently.
 //!
 //! There are sixteen shards; each has every sixteenth 64 MiB of addresses. A shard has its own lock, held only for a
-//! search in two sorted arrays. Eviction is CLOCK over all shards: the hand spares entries that were used since it last
-//! passed. So eviction follows the recency in the whole disk, not in a shard.
+//! search in two sorted arrays. Eviction is CLOCK over all shards: entries that were used since the hand last passed
+//! stay. So eviction depends on the recency in the whole disk, not in one shard.
 //!
 //! 1. When no thread holds a shard's lock, its entries are current. In a range under change ([`crate::changes`]) an
 //!    entry may still be the old one: no write of the range has been acknowledged then. If the level reuses grains, a
 //!    range under change has no entries.
 //! 2. There are never more entries than the maximum, except those that threads are inserting at this moment.
-//! 3. A prefetched entry is evicted first, unless a request has used it. The amount of prefetching follows the use of
-//!    earlier prefetches. It grows to what the tunables allow while more evicted prefetches were used than not, and
-//!    halves while fewer than one in five was used. It can reach zero; then an occasional trial checks whether
-//!    prefetching is useful again.
-//! 4. Without prefetching, a miss asks only one level if [`holders`] knows which. Spans are surveyed on a miss while
-//!    evicted spans have been useful enough.
+//! 3. A prefetched entry is evicted first, unless a request has used it. The amount of prefetching depends on the use
+//!    of earlier prefetches. It grows, up to the limit in the tunables, while more of the evicted prefetched extents
+//!    were used than not, and halves while fewer than one in five was used. It can become zero; then an occasional
+//!    trial checks whether prefetching is useful again.
+//! 4. Without prefetching, a miss asks only one level if [`holders`] has the level of the block. A miss surveys its
+//!    span while surveys of evicted spans have been useful often enough.
 
 mod entry;
 pub(crate) mod holders;
@@ -42,7 +42,7 @@ const SHARDS: usize = 16;
 const REGION: u64 = 64 << 20;
 /// Addresses that one survey covers ([`holders`]).
 pub(crate) const SPAN: u64 = 256 << 10;
-/// How many prefetched extents must be used or evicted before the amount is adjusted.
+/// The number of prefetched extents that must be used or evicted before the amount of prefetching is adjusted.
 const OUTCOMES: u64 = 128;
 /// Walks between two adjustments.
 const JUDGE_EVERY: u64 = 32;
@@ -188,7 +188,7 @@ impl MetadataCache {
         }
     }
 
-    /// Takes effect at once: if the limit shrinks, the excess is evicted on return.
+    /// Changes the settings at once: if the limit shrinks, surplus entries are evicted before the return.
     pub fn set_tunables(&self, tunables: Tunables) -> Result<()> {
         tunables.check()?;
         if self.entries_max.swap(tunables.entries, Ordering::Relaxed) != tunables.entries {
@@ -219,7 +219,7 @@ impl MetadataCache {
         result
     }
 
-    /// Runs `work` on each shard that may have entries of `range`.
+    /// Runs `work` on each shard that can have entries of `range`.
     fn with_each(&self, range: &Range<u64>, mut work: impl FnMut(&mut Shard)) {
         let first = range.start / REGION;
         let last = range.end.div_ceil(REGION).min(first + SHARDS as u64);
@@ -258,7 +258,7 @@ impl MetadataCache {
         !self.shards[shard_of(address)].0.lock().is_free(sector, sector + 1)
     }
 
-    /// The range to look up together with `demand`, and the most extents to insert outside it.
+    /// The range to look up together with `demand`, and the most extents to insert outside `demand`.
     pub fn window(&self, demand: &Range<u64>, capacity: u64) -> (Range<u64>, usize) {
         let bytes = self.prefetch_bytes.load(Ordering::Relaxed).next_multiple_of(SECTOR);
         let mut most = self.effort.load(Ordering::Relaxed).min(self.prefetch_extents.load(Ordering::Relaxed));
@@ -291,7 +291,7 @@ impl MetadataCache {
         self.surveys.load(Ordering::Relaxed) || self.counters.walks.load(Ordering::Relaxed).is_multiple_of(SURVEY_EVERY)
     }
 
-    /// Inserts the result of a survey of the span that begins at `start`, unless it changed meanwhile.
+    /// Inserts the result of a survey of the span that begins at `start`, unless the span changed meanwhile.
     pub fn fill_holders(&self, changes: &Changes, token: &Token, start: u64, levels: &[u8; SPAN_BLOCKS]) {
         let mut shard = self.shards[shard_of(start)].0.lock();
         if changes.unchanged(token, &(start..start + SPAN)) {
@@ -299,8 +299,8 @@ impl MetadataCache {
         }
     }
 
-    /// Inserts the result of a walk over `levels` levels, for `demand` and around it, except ranges that changed
-    /// meanwhile.
+    /// Inserts the result of a walk over `levels` levels, for `demand` and the range around it, except ranges that
+    /// changed meanwhile.
     pub fn fill(&self, changes: &Changes, token: &Token, demand: &Range<u64>, found: &[Mapping], levels: usize) {
         let counters = &self.counters;
         if counters.walks.fetch_add(1, Ordering::Relaxed).is_multiple_of(JUDGE_EVERY) {
@@ -345,7 +345,7 @@ impl MetadataCache {
             shard.remove(from, to);
             shard.holders.forget(from, to);
         });
-        // An entry that loses its middle becomes two.
+        // Removing the middle of an entry makes two entries, so the limit may be exceeded.
         self.evict();
     }
 
@@ -360,7 +360,7 @@ impl MetadataCache {
         self.evict();
     }
 
-    /// Called after a change: `found` is the new content of `range`; parts of it without an extent become unknown.
+    /// Called after a change: `found` is the new content of `range`; parts of `range` without an extent become unknown.
     pub fn replace(&self, range: &Range<u64>, found: &[Mapping]) {
         if self.is_off() || range.end - range.start > UPDATE_BYTES_MAX {
             return self.forget(range);

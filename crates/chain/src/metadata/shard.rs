@@ -3,8 +3,8 @@
 //! 1. Entries do not overlap; leaves are not empty; `firsts[n]` is the start of the first entry of leaf `n`.
 //! 2. A leaf has at most [`LEAF_MAX`] entries, and spare memory for at most two steps of [`LEAF_STEP`] entries. So the
 //!    memory per entry stays close to 16 bytes, however often entries are split, cut and evicted.
-//! 3. The eviction hand moves from high addresses to low, a leaf at a time. Most streams go the other way: a hand that
-//!    moved with a stream would evict what was just fetched.
+//! 3. The eviction hand moves from high addresses to low, a leaf at a time. Most sequential requests move upwards: a
+//!    hand that moved with them would evict the extents just fetched.
 
 use super::entry::CachedExtent;
 use super::holders::Holders;
@@ -29,7 +29,7 @@ pub(super) struct Shard {
     leaves: Vec<Vec<CachedExtent>>,
     /// The number of entries in all leaves.
     pub entries: usize,
-    /// The position after the leaf that is swept next.
+    /// The position behind the leaf that is swept next.
     hand: usize,
     /// Lookups that found all extents, and those that did not.
     pub hits: u64,
@@ -46,13 +46,13 @@ pub(super) struct Swept {
     pub evicted: usize,
     /// The number of evicted entries that were prefetched and never used.
     pub unused: usize,
-    /// The hand has completed a round of this shard.
+    /// Whether the hand has completed a round of this shard.
     pub round: bool,
 }
 
 impl Shard {
-    /// The last leaf that begins at or before `sector`. The search starts at the position under a uniform distribution
-    /// and goes step by step, for the same reason as the search among entries.
+    /// The last leaf that begins at or before `sector`. The search starts at the position that a uniform distribution
+    /// would give, and advances in linear steps, for the reason given in [`Shard::at_or_before`].
     fn leaf_at_or_before(&self, sector: u64) -> Option<usize> {
         // Between two regions of this shard lie the regions of other shards.
         let own = |sector: u64| sector / (REGION_SECTORS * SHARDS as u64) * REGION_SECTORS + sector % REGION_SECTORS;
@@ -76,8 +76,9 @@ impl Shard {
     fn at_or_before(&self, sector: u64) -> Option<(usize, usize)> {
         let leaf = self.leaf_at_or_before(sector)?;
         let entries = &self.leaves[leaf];
-        // Starts at the position that extents of equal size would have, and goes step by step. The entries exceed the
-        // processor's cache; this touches one or two cache lines of a leaf, a binary search four.
+        // The search starts at the position that extents of equal size would give, and advances in linear steps.
+        // Entries are rarely in the processor's cache: this search touches one or two cache lines of a leaf, a binary
+        // search four.
         let (first, next) = (self.firsts[leaf], self.firsts.get(leaf + 1));
         let span = next.map_or(entries[entries.len() - 1].end(), |next| *next) - first;
         let guess = (sector - first).min(span) * entries.len() as u64 / span.max(1);
@@ -137,7 +138,7 @@ impl Shard {
     /// Removes sectors `from..to` from all entries.
     pub fn remove(&mut self, from: u64, to: u64) {
         let Some(mut leaf) = self.firsts.partition_point(|first| *first < to).checked_sub(1) else { return };
-        // From the last leaf to the first, so that removals do not move leaves still to be visited.
+        // Leaves are visited from the last to the first, so that removals do not move leaves that are not visited yet.
         loop {
             let entries = &mut self.leaves[leaf];
             let first = entries.partition_point(|entry| entry.end() <= from);
@@ -217,7 +218,8 @@ impl Shard {
         Some(self.firsts.partition_point(|first| *first <= start).saturating_sub(1))
     }
 
-    /// Splits a leaf: in the middle, or after the entry inserted last if that is the last one, as in a stream.
+    /// Splits a leaf in the middle; or, if the last entry was inserted, before that entry, as sequential requests
+    /// insert entries.
     fn split(&mut self, leaf: usize, inserted: usize) {
         let entries = &mut self.leaves[leaf];
         let at = if inserted + 1 == entries.len() { entries.len() - 1 } else { entries.len() / 2 };
@@ -232,7 +234,7 @@ impl Shard {
         }
     }
 
-    /// After entries were removed from a leaf: drops the leaf, joins it with the next, or returns memory.
+    /// Called after entries were removed from a leaf: drops the leaf, joins it with the next one, or returns memory.
     fn settle(&mut self, leaf: usize) {
         let length = self.leaves[leaf].len();
         if length > LEAF_MAX {
@@ -260,8 +262,8 @@ impl Shard {
         }
     }
 
-    /// Moves the hand until `wanted` entries are evicted, or the hand has completed a round. Spares entries used since
-    /// the hand last passed.
+    /// Moves the hand until `wanted` entries are evicted, or the hand has completed a round. Entries that were used
+    /// since the hand last passed stay.
     pub fn sweep(&mut self, wanted: usize) -> Swept {
         let mut swept = Swept::default();
         while swept.evicted < wanted {
@@ -302,7 +304,7 @@ impl Shard {
         }
     }
 
-    /// Bytes of memory in use, without headers of the allocator.
+    /// Bytes of memory in use, without the allocator's own headers.
     pub fn memory(&self) -> usize {
         let leaves: usize = self.leaves.iter().map(|leaf| leaf.capacity() * size_of::<CachedExtent>()).sum();
         leaves + self.leaves.capacity() * size_of::<Vec<CachedExtent>>() + self.firsts.capacity() * size_of::<u64>()
@@ -325,7 +327,7 @@ impl Shard {
     }
 }
 
-/// Reserves memory for one more entry, without doubling.
+/// Reserves memory for one more entry. Memory grows in fixed steps, not by doubling.
 fn reserve(entries: &mut Vec<CachedExtent>) {
     if entries.len() == entries.capacity() {
         entries.reserve_exact(LEAF_STEP);

@@ -58,7 +58,7 @@ fn a_shard_equals_a_model_by_sector() {
                 0..5 => {
                     let mapping = match random.below(4) {
                         0 => Mapping { to: To::Zero, ..data(start, length, 0, 0) },
-                        // Extents of this kind merge if they are adjacent.
+                        // Adjacent extents of this kind are joined into one entry.
                         1 => data(start, length, 1, start + 77),
                         _ => data(start, length, random.below(4) as u8, random.below(1 << 30)),
                     };

@@ -180,7 +180,7 @@ fn the_limit_of_levels_is_named_in_the_error() {
     assert!(Chain::open("deep", (0..33).map(|_| layer()).collect(), options).is_err());
     assert!(Chain::open("none", Vec::new(), options).is_err());
     assert!(Chain::open("much", vec![layer()], Options { levels_max: 129, ..options }).is_err());
-    // More levels are added and merged than there are level numbers.
+    // In total, more levels are added and merged than there are level numbers.
     let chain = Chain::open("long", vec![layer()], Options::default()).unwrap();
     for round in 0..600u64 {
         chain.write(round * 512, &[round as u8; 512]).unwrap();
@@ -222,7 +222,7 @@ fn requests_past_the_end_and_writes_to_read_only_layers_are_refused() {
 fn with_a_full_cache_a_miss_reads_one_level_and_no_stale_data() {
     const GRAINS: u64 = 4096;
     const CAPACITY: u64 = 1 << 30;
-    // Spread over the disk, so that every shard has a part of the load.
+    // The grains are spread over the disk, so that every shard has a part of the load.
     let place = |grain: u64| grain % 16 * (64 << 20) + grain / 16 * 4096;
     let tunables = Tunables { entries: 2000, prefetch_extents: 0, ..Tunables::default() };
     let options = Options { metadata: tunables, levels_max: 64, ..Options::default() };
@@ -255,7 +255,8 @@ fn with_a_full_cache_a_miss_reads_one_level_and_no_stale_data() {
                 content[grain as usize] = step | 1 << 40;
                 chain.write(place(grain), &(step | 1 << 40).to_le_bytes().repeat(512)).unwrap();
             }
-            // Zeroed ranges are few and short: adjacent zeros are one entry, and entries have to overflow the cache.
+            // Zeroed ranges are few and short: adjacent zeros would be joined into one entry, and the test needs more
+            // entries than the cache may have.
             60..70 => {
                 let count = 1 + random.below(GRAINS / 16 - grain / 16).min(2);
                 (0..count).for_each(|next| content[(grain + next * 16) as usize] = 0);

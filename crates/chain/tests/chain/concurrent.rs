@@ -104,7 +104,7 @@ fn run(seed: u64, setup: Setup) {
     let make = |random: &mut Random| {
         let grain = if random.percent(70) { setup.grain } else { *random.pick(&[512, 1024, 4096, 16384]) };
         let layer = Mock::new(Manner { moves: setup.moves, ..Manner::new(capacity, grain) });
-        // Delays between lookup and use make it likely that an answer is stale.
+        // A delay after a lookup makes it more likely that its result is stale when it is used.
         layer.faults.map_delay.store(*random.pick(&[0, 0, 20]), Ordering::Relaxed);
         layer.faults.write_delay.store(*random.pick(&[0, 0, 20]), Ordering::Relaxed);
         layer

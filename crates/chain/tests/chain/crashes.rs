@@ -29,7 +29,7 @@ struct World {
     files: u32,
     /// The owner's record of the levels, newest first.
     record: Vec<Owned>,
-    /// The flushed content, and all content that each sector has had since.
+    /// The content at the last flush, and all contents that each sector has had since.
     flushed: Vec<u8>,
     since: BTreeMap<usize, Vec<Vec<u8>>>,
     content: Vec<u8>,
@@ -44,7 +44,7 @@ struct Owned {
     key: Option<LevelKey>,
 }
 
-/// What is needed to open a level again.
+/// The parameters for opening a level again.
 #[derive(Clone)]
 enum How {
     Mock(Arc<Mock>),
@@ -72,7 +72,7 @@ impl World {
         Some(Owned { name, layer: mock.clone(), how: How::Mock(mock), key: None })
     }
 
-    /// A random operation of the guest. The model notes all content that may be found afterwards, also when the
+    /// A random operation of the guest. The model records every content that may be found afterwards, even if the
     /// operation fails.
     fn act(&mut self, chain: &Chain) {
         if self.dead {
@@ -227,11 +227,12 @@ fn history(seed: u64, real: bool) -> (u32, u32) {
                 let shared = Mutex::new(world);
                 let mut commit = || {
                     let mut world = shared.lock();
-                    // What is flushed now has to be durable, whichever version of the record survives.
+                    // Data that is flushed now has to be durable with the old and with the new record.
                     for _ in 0..world.random.below(4) {
                         world.act(&chain);
                     }
-                    // Flushes are made directly after the merge as well, because a failed write guarantees nothing.
+                    // The guest also flushes directly after the merge, because the flushes above are not reached after
+                    // a failed write.
                     if !world.dead && world.random.percent(30) {
                         world.flush(&chain);
                         let soon = world.disk.operations() + world.random.below(6);

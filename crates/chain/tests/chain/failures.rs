@@ -1,4 +1,4 @@
-//! Layers that fail: the error is returned, other ranges are unaffected, and no wrong extent gets into the caches.
+//! Layers that fail: the error is returned, other ranges are unaffected, and the caches get no wrong extent.
 
 use crate::merges::filled;
 use crate::mock::{Manner, Mock};
@@ -29,7 +29,7 @@ fn a_read_fails_with_its_layer_and_recovers_with_it() {
 fn a_failed_prefetch_fails_no_read() {
     let (chain, layers, content) = filled(2, 1 << 20, 4096, 2);
     chain.set_tunables(chain.tunables()).unwrap();
-    // One damaged table, within the prefetch window of all grains around it.
+    // One damaged table, which is within the prefetch window of all grains around it.
     layers[1].faults.map_at.store(1024, Ordering::SeqCst);
     let fresh =
         Chain::open("fresh", layers.iter().map(|layer| layer.clone() as Arc<dyn Layer>).collect(), Options::default())
@@ -81,11 +81,11 @@ fn zeros_without_room_are_written_over_what_the_top_has() {
         chain.write(0, &[7; 5 * GRAIN as usize]).unwrap();
         chain.zero(2 * GRAIN, GRAIN, false).unwrap();
         top.faults.zero_room.store(true, Ordering::SeqCst);
-        // Data of the top on both sides of a grain of zeros.
+        // The top has data on both sides of a grain of zeros.
         chain.zero(0, 4 * GRAIN, false).unwrap();
         assert!(read(&chain, 0, 4 * GRAIN as usize).unwrap().iter().all(|byte| *byte == 0));
         assert_eq!(read(&chain, 4 * GRAIN as usize, GRAIN as usize).unwrap(), [7; GRAIN as usize]);
-        // Zeros that keep their space need it.
+        // Zeros that should have space need free space.
         assert_eq!(chain.zero(2 * GRAIN, GRAIN, true).unwrap_err().kind(), ErrorKind::NoSpace);
         chain.zero(3 * GRAIN, 2 * GRAIN, true).unwrap();
         assert_eq!(read(&chain, 4 * GRAIN as usize, GRAIN as usize).unwrap(), [0; GRAIN as usize]);
@@ -109,7 +109,7 @@ fn after_a_failed_flush_nothing_is_written() {
     assert_eq!(chain.flush().unwrap_err().kind(), ErrorKind::Stopped);
     assert_eq!(chain.write(0, &[6; 512]).unwrap_err().kind(), ErrorKind::Stopped);
     assert_eq!(chain.zero(0, 512, false).unwrap_err().kind(), ErrorKind::Stopped);
-    // The device may have the old content.
+    // The device may have the old content, so the range cannot be read.
     assert_eq!(read(&chain, 0, 4096).unwrap_err().kind(), ErrorKind::Io);
 }
 
@@ -193,7 +193,7 @@ impl Progress for Late<'_> {
         }
     }
     fn rate(&self) -> u64 {
-        // The merge asks for the rate at each step of the last pass too.
+        // The merge calls this at each step, also in the last pass.
         if self.begun.load(Ordering::SeqCst) {
             self.target.faults.write.store(true, Ordering::SeqCst);
             self.chain.write(300_000, &[9; 10_000]).unwrap();
@@ -229,7 +229,7 @@ fn a_failing_target_during_mirroring_fails_the_merge_and_no_write() {
     assert!(read(&chain, 0, 1 << 20).unwrap() == content);
 }
 
-/// A write under way while a flush begins and ends is not covered by it, and must be covered by the next flush.
+/// A write that is under way while a flush begins and ends is not covered by that flush. The next flush must cover it.
 #[test]
 fn a_flush_during_a_write_does_not_cover_the_write() {
     let layer = Mock::new(Manner::new(1 << 20, 4096));

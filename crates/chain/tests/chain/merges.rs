@@ -175,7 +175,7 @@ fn a_failed_commit_of_a_merge_leaves_the_chain_unchanged() {
     assert_content(&chain, &content);
 }
 
-/// Calls a function at each progress report of a merge.
+/// Calls a function at each progress report of a merge, with the position.
 struct Midway<F: Fn(u64) + Sync>(F);
 
 impl<F: Fn(u64) + Sync> Progress for Midway<F> {
@@ -311,10 +311,10 @@ fn extents_of_a_level_with_moving_grains_are_not_cached() {
     }
 }
 
-/// A plan of a chain of two levels, of data in the lower one, which moves its grains; two snapshots were taken since.
+/// A plan for data in the lower of two levels, of which grains are moved. Two snapshots were taken after the planning.
 /// Returns the chain, the plan and the planned data.
 fn plan_before_snapshots() -> (Chain, chain::Plan, Vec<u8>) {
-    // Several steps of a merge: grains that the first step frees are reused by the next.
+    // The capacity needs several steps of a merge: grains that one step frees are reused by the next.
     const CAPACITY: u64 = 1 << 20;
     let make = || Mock::new(Manner { moves: true, ..Manner::new(CAPACITY, 4096) });
     let chain = Chain::open("planned", vec![make() as Arc<dyn Layer>], Options::default()).unwrap();
@@ -337,7 +337,8 @@ fn read_planned(plan: &chain::Plan) -> Vec<u8> {
     out
 }
 
-/// Waits for the end of work that should not end; its threads have ample time for that on an idle machine.
+/// Waits some time, and checks that the work has not ended. On an idle machine, work that does not wait would end in
+/// that time.
 fn assert_waits<T>(work: &std::thread::ScopedJoinHandle<'_, T>) {
     let until = Instant::now() + Duration::from_millis(200);
     while Instant::now() < until && !work.is_finished() {

@@ -1,6 +1,6 @@
-//! A mock layer over any file, which uses every freedom of the trait: grains of any size, grains that stay in place or
-//! move at each write, freed grains reused as soon as no epoch holds them, answers that stop early, failures on demand,
-//! and a durable state that a crash restores.
+//! A mock layer over any file. It shows every behaviour that the trait permits: grains of any size, grains that stay in
+//! place or move at each write, freed grains reused as soon as no epoch holds them, answers that stop early, failures
+//! on demand, and a durable state that a crash restores.
 
 use backend::{File, IoMode};
 use error::{Error, ErrorKind, IoContext, Result};
@@ -67,7 +67,7 @@ impl File for MemoryFile {
 pub struct Manner {
     pub capacity: u64,
     pub grain: u64,
-    /// A write goes to a new grain of the file, and the old one is reused.
+    /// A write is made in a new grain of the file, and the old grain is reused.
     pub moves: bool,
     /// A freed grain is not reused before a flush, so that a crash finds its old content.
     pub frees_at_flush: bool,
@@ -95,19 +95,19 @@ pub struct Table {
 struct MockState {
     table: Table,
     epoch: Arc<()>,
-    /// Freed grains in order, each with the epoch that must have ended before reuse.
+    /// Freed grains in order, each with the epoch that must be over before the grain is reused.
     freed: VecDeque<(u32, Arc<()>)>,
     /// Grains freed since the last flush.
     unflushed: Vec<(u32, Arc<()>)>,
 }
 
-/// Failures and delays that a test asks for.
+/// Failures and delays that a test requests.
 #[derive(Default)]
 pub struct Faults {
     pub map: AtomicBool,
     pub write: AtomicBool,
     pub flush: AtomicBool,
-    /// A flush fails for lack of space, and keeps the data that it had to write.
+    /// A flush fails for lack of space, and keeps the data in memory.
     pub flush_room: AtomicBool,
     /// From the write with this number on, counted from 1, writes fail for lack of space; 0 for none.
     pub write_in: AtomicU64,
@@ -194,8 +194,8 @@ impl Mock {
         if place < FIRST || !self.manner.moves {
             return;
         }
-        // Every reader that may have looked up this grain holds this epoch or an older one; the queue is in order of
-        // epochs.
+        // Every reader that may have looked up this grain holds this epoch or an older one, so the grain waits for the
+        // end of this epoch. The queue is in order of epochs.
         let freed = (place, std::mem::take(&mut state.epoch));
         if self.manner.frees_at_flush { state.unflushed.push(freed) } else { state.freed.push_back(freed) }
     }

@@ -1,8 +1,8 @@
 //! Random histories of reads, writes, discards, zeroings, snapshots and merges, up to 32 levels, against a plain
 //! vector.
 //!
-//! Besides the content of the disk, the model has the content that each level shows without the levels above it. So it
-//! detects a merge that damages a snapshot, or that exposes content which was hidden.
+//! Besides the content of the disk, the model has the content that each level shows without the levels above. So the
+//! test detects a merge that damages a snapshot, or that exposes hidden content.
 
 use crate::mock::{Manner, Mock};
 use chain::{Chain, Condition, Options, Tunables};
@@ -89,7 +89,7 @@ impl History {
                 self.chain.write(start as u64, content).unwrap();
             }
             35..45 => {
-                // Sometimes up to the end of the disk.
+                // Sometimes the range extends to the end of the disk.
                 let end = if self.random.percent(10) { self.capacity() as usize } else { end };
                 let keep = self.random.percent(30);
                 self.levels[0].1[start..end].fill(0);
@@ -273,7 +273,7 @@ fn levels_of_different_capacity_show_zeros_past_the_shortest() {
             let mut after = vec![0; chain.capacity() as usize];
             chain.read(0, &mut after).unwrap();
             assert!(after == before, "{sizes:?} up");
-            // Merge down, into a level that is as large or larger.
+            // A merge down needs a target that is as large as the source or larger.
             let layers: Vec<Arc<Mock>> = sizes.iter().map(|size| make(&mut random, *size)).collect();
             let before = content(0, &layers);
             let chain = open(0, &layers);

@@ -30,17 +30,17 @@ fn each_object_has_its_own_map_and_allocates_whole_units() {
     let empty = layer.usage().unwrap().allocated;
     assert!(empty < 2 * MIB, "an empty object allocates its log and its root: {empty}");
     let taken = |layer: &Arc<dyn Layer>| layer.usage().unwrap().allocated - empty;
-    // The first grain takes a unit, and two copies of a map page.
+    // The first grain allocates a unit, and two copies of a map page.
     layer.write(40 * MIB, &[&[1; 4096]]).unwrap();
     assert!((UNIT..UNIT + MIB / 4).contains(&taken(&layer)), "{}", taken(&layer));
-    // Grains from all over the disk fill the rest of the unit, and take no further one.
+    // Grains from all over the disk fill the rest of the unit, and allocate no further one.
     for grain in 1..UNIT / 4096 {
         layer.write(grain * 16384 % CAPACITY, &[&[2; 4096]]).unwrap();
     }
     assert!((UNIT..UNIT + MIB).contains(&taken(&layer)), "{}", taken(&layer));
     layer.write(4096, &[&[3; 4096]]).unwrap();
     assert!((2 * UNIT..2 * UNIT + MIB).contains(&taken(&layer)), "{}", taken(&layer));
-    // The object reports as absent what it does not hold.
+    // The object reports ranges that it does not store as absent.
     let mut extents = Vec::new();
     layer.map(8192..12288, 1, &mut extents).unwrap();
     assert_eq!(extents[0].content, Content::Absent);

@@ -46,7 +46,7 @@ fn a_snapshot_has_all_earlier_acknowledged_writes_and_no_later_ones() {
             let after = acknowledged.load(Ordering::SeqCst);
             longest = longest.max(pause);
             let snapshot = number(&below(&chain, 1), 512);
-            // One write may be under way.
+            // One write may be under way when the snapshot is taken.
             assert!((before..=after + 1).contains(&snapshot), "{before} {snapshot} {after}");
             std::thread::sleep(Duration::from_millis(2));
             assert_eq!(number(&below(&chain, 1), 512), snapshot, "a snapshot does not change");
@@ -112,7 +112,7 @@ fn a_snapshot_of_several_disks_is_of_one_point_in_time() {
     let stop = AtomicBool::new(false);
     std::thread::scope(|scope| {
         scope.spawn(|| {
-            // As a database does: number n is written to a disk only after it is on the disk before.
+            // Each number is written to one disk after the other, as a database writes its log before its data.
             let mut next = 1u64;
             while !stop.load(Ordering::Relaxed) {
                 for disk in &disks {
@@ -131,7 +131,7 @@ fn a_snapshot_of_several_disks_is_of_one_point_in_time() {
             assert!(a >= b && b >= c && a <= c + 1, "{a} {b} {c}");
             std::thread::sleep(Duration::from_millis(1));
         }
-        // A freeze without a push.
+        // A freeze that ends without a push lets writes continue.
         drop(disks[0].freeze().unwrap());
         stop.store(true, Ordering::Relaxed);
     });
