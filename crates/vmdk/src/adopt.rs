@@ -1,13 +1,13 @@
 //! Adopting: images made by another program become a disk, with the whole tree of their snapshots.
 //!
 //! The chain below the named image is opened by following the parent hints. If the folder has a list of snapshots
-//! (`.vmsd`), the images in the list are opened too, each with its chain. Chains that end in the same base are other
-//! branches of the same disk. The list is checked against the images: an entry whose image is missing, or belongs to
-//! another disk of the machine, is ignored.
+//! (`.vmsd`), the images that the list names are opened too, each with its chain. Chains that end in the base of the
+//! named image are other branches of the same disk. The list is checked against the images: an entry whose image is
+//! missing, or belongs to another disk of the machine, is ignored.
 //!
 //! 1. Adopting changes nothing outside the record's folder.
-//! 2. These are never written: images in other folders than the named image's, the image of a snapshot (another image
-//!    may have it as its parent), and every image unless the caller asked for writing.
+//! 2. Three kinds of images are never written: images in other folders than that of the named image, the image of a
+//!    snapshot (another image may have it as its parent), and every image unless the caller asked for writing.
 
 use crate::create::{adapter_of, check_name, fresh_record};
 use crate::disk::{Disk, Options};
@@ -89,7 +89,8 @@ impl Disk {
         record.head = top;
         record.permitted = options.permitted.iter().filter_map(|path| path.to_str().map(str::to_owned)).collect();
         let names = crate::images::list(&**home.directory())?;
-        // An existing list may have more in it, such as other disks of the machine.
+        // An existing list is not replaced, because it may contain more than this disk, such as other disks of the
+        // machine.
         record.vmsd = !names.contains(&format!("{}.vmsd", record.stem));
         record.read_only = how == Adopt::ReadOnly;
         let stands = record.snapshot_of(top).is_some() || !record.children(top).is_empty();
@@ -114,7 +115,8 @@ impl Disk {
     }
 }
 
-/// The CID of the image below, if it differs from the one that the image records: then the opening was forced.
+/// If the image records another parent CID than that of the image below, the CID of the image below. This is possible
+/// only if the opening was forced.
 fn changed_parent(image: &Image, below: &Image) -> Option<u32> {
     let (wanted, found) = (image.parent()?.content?, below.descriptor()?.content);
     (found != wanted).then(|| found.number())
@@ -187,7 +189,7 @@ impl Tree<'_> {
 
     fn take_list(&mut self, folder: &Folder, base: &str, list: &Vmsd, record: &mut Record) {
         let mut names: HashSet<String> = HashSet::new();
-        // Other disks of the machine, by their bases, so that each is opened only once.
+        // The bases of other disks of the machine, so that each of these disks is opened only once.
         let mut strange: HashSet<String> = HashSet::new();
         for snapshot in &list.snapshots {
             let found = snapshot.disks.iter().find_map(|disk| self.find(folder, base, &disk.file, &mut strange));

@@ -1,8 +1,9 @@
 //! Linked clones: disks that begin with the content of another disk's snapshot, as a delta above its image.
 //!
-//! 1. The source's record names a clone before the clone exists. While it is named, no image below the clone is merged,
-//!    shrunk or removed.
-//! 2. A clone refers to the source's images in their folders, as to any foreign images. By 1 they do not change.
+//! 1. The source's record names a clone before the clone exists. While the record names the clone, no image below it is
+//!    merged, shrunk or removed.
+//! 2. A clone refers to the source's images in their folders, as to any foreign images. By 1, these images do not
+//!    change.
 //! 3. Deleting a clone does not tell the source. The source checks its clones before it changes an image: a clone whose
 //!    folder has no record, or the record of another disk, is removed from the source's record.
 
@@ -19,22 +20,22 @@ use std::sync::Arc;
 /// A linked clone of a disk.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CloneReference {
-    /// Its identity.
+    /// The UUID of the clone.
     pub uuid: String,
     /// The name of the clone when it was created.
     pub name: String,
-    /// The snapshot on which the clone is based.
+    /// The snapshot on which the clone is based; `None` if the snapshot has no name any more.
     pub snapshot: Option<String>,
 }
 
-/// Where a linked clone comes from.
+/// The source of a linked clone.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Origin {
-    /// Identity of the disk.
+    /// The UUID of the source disk.
     pub uuid: String,
-    /// Its name when the clone was made.
+    /// The name of the source disk when the clone was made.
     pub disk: String,
-    /// The snapshot.
+    /// The name of the snapshot.
     pub snapshot: String,
 }
 
@@ -87,7 +88,7 @@ impl Disk {
             })();
             let made = disk.end_new(made);
             if made.is_err() {
-                // If this fails, a later check of the clones removes the entry.
+                // If the entry cannot be removed now, a later check of the clones removes it.
                 let _ = self.drop_stale_clones();
             }
             made?;
@@ -112,7 +113,7 @@ impl Disk {
         record.clones.iter().filter(|clone| self.is_there(record, clone))
     }
 
-    /// The snapshot of another disk that this one is a linked clone of.
+    /// The snapshot of which this disk is a linked clone; `None` if it is no clone.
     pub fn origin(&self) -> Option<Origin> {
         let origin = self.record().origin?;
         Some(Origin { uuid: origin.uuid, disk: origin.disk, snapshot: origin.snapshot })
@@ -136,7 +137,7 @@ impl Disk {
         Err(Error::new(ErrorKind::Busy, text))
     }
 
-    /// Removes clones from the record that do not exist any more.
+    /// Removes entries of clones that do not exist any more from the record.
     pub(crate) fn drop_stale_clones(&self) -> Result<()> {
         let record = self.record();
         if record.clones.is_empty() {
@@ -150,7 +151,7 @@ impl Disk {
         self.commit(kept)
     }
 
-    /// Whether a clone still exists as recorded. If that cannot be determined, it counts as existing.
+    /// Whether a clone still exists as recorded. If this cannot be determined, the clone counts as existing.
     fn is_there(&self, record: &record::Record, clone: &CloneRecord) -> bool {
         let folder = match self.folder(record, Some(&clone.folder)) {
             Ok(folder) => folder,
@@ -158,8 +159,8 @@ impl Disk {
         };
         match stored::load(&**folder.directory()) {
             Ok(found) if found.uuid != clone.uuid => false,
-            // A pending clone exists while the process that makes it holds its lock; otherwise it is an unfinished
-            // remnant.
+            // A clone that is being created counts as existing while its process holds its lock. Without that lock, it
+            // is the remnant of an interrupted creation.
             Ok(found) => {
                 let fate = found.pending.as_ref().and_then(|pending| pending.fate);
                 fate.is_none() || !lock_is_free(&folder)

@@ -18,13 +18,13 @@ const NAME_MAX: usize = 200;
 /// Parameters of a new disk.
 #[derive(Clone, Debug)]
 pub struct NewDisk {
-    /// The name of the disk, from which its files are named.
+    /// The name of the disk, from which the names of its files are derived.
     pub name: String,
     /// Capacity in bytes.
     pub capacity: u64,
     /// The format of the base.
     pub kind: ImageKind,
-    /// The format of deltas; if unset, the one that vSphere uses.
+    /// The format of deltas; `None` for the format that vSphere uses.
     pub delta: Option<DeltaFormat>,
     /// The adapter for which the geometry is computed.
     pub adapter: Adapter,
@@ -76,7 +76,7 @@ impl Disk {
         Ok(Arc::new(disk))
     }
 
-    /// Begins the creation of a disk: its record says that it is being created.
+    /// Begins the creation of a disk: writes its record, which states that the disk is being created.
     pub(crate) fn begin_new(home: Folder, record: Record, options: &Options) -> Result<Self> {
         let owner = Owner::lock(&home)?;
         let directory = &**home.directory();
@@ -103,7 +103,7 @@ impl Disk {
     pub(crate) fn end_new(&self, outcome: Result<()>) -> Result<()> {
         let Err(error) = outcome else { return Ok(()) };
         if !self.state.lock().failed {
-            // Files that remain are removed by the next opening.
+            // The next opening removes the files that remain.
             if let Err(second) = self.forget() {
                 tracing::warn!(%second, "files of an unfinished disk could not be removed");
             }

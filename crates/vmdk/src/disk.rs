@@ -24,7 +24,7 @@ pub type FolderFinder = Arc<dyn Fn(&str) -> Result<Folder> + Send + Sync>;
 /// Options for opening disks.
 #[derive(Clone)]
 pub struct Options {
-    /// How flat images are read and written.
+    /// The I/O mode of flat images.
     pub mode: IoMode,
     /// The source of random identities.
     pub random: Entropy,
@@ -32,9 +32,11 @@ pub struct Options {
     pub permitted: Vec<PathBuf>,
     /// Accept a parent that was changed after its child was made.
     pub force_parent: bool,
-    /// Replay the journal of a SEsparse image that was not closed properly, as far as its entries can be verified.
+    /// Replay the journal of a SEsparse image that was not closed properly, as far as its transactions can be proven
+    /// complete.
     pub replay_journal: bool,
-    /// The format of the image given to [`Disk::adopt`]; if unset, its first bytes decide, or its name if it is raw.
+    /// The format of the image given to [`Disk::adopt`]; if unset, the format is recognised by the first bytes, or by
+    /// the name of a raw file.
     pub adopted: Option<Format>,
     /// A layer above the head, to which all writes go.
     pub overlay: Option<Arc<dyn Layer>>,
@@ -57,7 +59,7 @@ impl Default for Options {
     }
 }
 
-/// A chain that was returned for reading.
+/// A snapshot's chain that a caller has received for reading.
 struct Issued {
     chain: Weak<Chain>,
     nodes: Vec<u32>,
@@ -67,21 +69,21 @@ struct Issued {
 pub(crate) struct State {
     pub record: Record,
     issued: Vec<Issued>,
-    /// Images that an operation writes at present.
+    /// Images that an operation is writing.
     pub changing: Vec<u32>,
     pub closed: bool,
     /// Why the head cannot be opened: its chain stopped, and reopening has not succeeded yet.
     pub stopped: Option<String>,
-    /// Since the last opening, acknowledged writes may have been lost with a chain that was dropped.
+    /// Whether acknowledged writes may have been lost with a chain that was dropped since the last opening.
     pub lost: bool,
-    /// A flush may have failed, so the next opening must not rely on the page cache.
+    /// Whether a flush may have failed, so that the next opening must not rely on the page cache.
     pub doubtful: bool,
     /// Images for which the page cache may differ from the device: see [`Disk::show_stale`].
     pub stale: BTreeSet<u32>,
-    /// An interrupted operation has to be finished before images are opened: there was no space for that, or the device
-    /// failed.
+    /// Whether an interrupted operation has to be finished before images are opened. It could not be finished for lack
+    /// of space, or because the device failed.
     pub unsettled: bool,
-    /// The last replacement of the record failed: either the old record or the new one is durable.
+    /// Whether the last replacement of the record failed in its last step, so that either record may be durable.
     pub failed: bool,
 }
 
@@ -95,25 +97,25 @@ pub struct Disk {
     owner: Owner,
 }
 
-/// Permission to change the image tree, held by one operation at a time.
+/// The right to change the image tree, held by one operation at a time.
 pub(crate) struct Operation<'a>(#[expect(dead_code, reason = "held, not used")] MutexGuard<'a, ()>);
 
 impl Disk {
     /// Opens the disk of a folder. Interrupted operations are finished or undone first.
     ///
     /// # Errors
-    /// `NotFound` if there is none, also if its creation or deletion was interrupted.
+    /// `NotFound` if the folder has no disk, or if the disk's creation or deletion was interrupted.
     pub fn open(home: Folder, options: &Options) -> Result<Arc<Self>> {
         let owner = Owner::lock(&home)?;
         let directory = &**home.directory();
         let was_closed = medium::take_mark(directory)?;
         if !was_closed {
-            // Makes the name of the existing record durable.
+            // Makes the file name of the record durable: the last process may have been killed before its flush.
             medium::sync_folder(&home, RECORD_NAME)?;
         }
         let loaded = stored::load(directory);
         if loaded.as_ref().is_err_and(|error| error.kind() == ErrorKind::NotFound) {
-            // A creation that was interrupted before its record was durable has left no other file.
+            // If a creation was interrupted before its record was durable, this is the only file that it left.
             remove(directory, RECORD_NEW)?;
             directory.sync().map_err(|error| Error::io("making removals durable", error))?;
         }
@@ -157,8 +159,7 @@ impl Disk {
         let mut files: Vec<FileRecord> =
             pending.flat_map(|pending| pending.made.iter().chain(&pending.gone)).cloned().collect();
         if record.is_going() {
-            // A descriptor is removed after the extents that only it names, so that they can still be found after a
-            // crash.
+            // A descriptor is removed after its extents, so that after a crash the extents can still be found by it.
             let made = record.nodes.iter().filter(|node| node.standing == ImageOwnership::Made);
             files.extend(made.flat_map(|node| self.files(&record, node).into_iter().rev()));
         }
@@ -179,7 +180,7 @@ impl Disk {
         sync()
     }
 
-    /// Permission to change the image tree, after finishing a pending operation.
+    /// Acquires the right to change the image tree, and finishes a pending operation.
     pub(crate) fn begin(&self, what: &str) -> Result<Operation<'_>> {
         let operation = self.begin_over(what)?;
         self.check_not_stopped()?;
@@ -188,14 +189,14 @@ impl Disk {
         Ok(operation)
     }
 
-    /// Permission to change the image tree, without finishing a pending operation.
+    /// Acquires the right to change the image tree, without finishing a pending operation.
     fn begin_over(&self, what: &str) -> Result<Operation<'_>> {
         let operation = self.begin_alone(what)?;
         self.check_usable()?;
         Ok(operation)
     }
 
-    /// Permission to open a stopped disk again.
+    /// Acquires the right to open a stopped disk again.
     pub(crate) fn begin_reopening(&self) -> Result<Operation<'_>> {
         self.begin_alone("opening it again")
     }
@@ -239,7 +240,7 @@ impl Disk {
         Ok(())
     }
 
-    /// Replaces the record. If an error leaves it open which record is durable, nothing more is written.
+    /// Replaces the record. If an error leaves unknown which record is durable, nothing more is written.
     pub(crate) fn commit(&self, record: Record) -> Result<()> {
         self.check_owner()?;
         let bytes = record.encode()?;
@@ -248,12 +249,12 @@ impl Disk {
         self.committed(record, stored::replace(directory))
     }
 
-    /// Whether the lock is still held: its file is the one that other processes would lock.
+    /// Whether the lock is still held, on the file that other processes would lock.
     pub(crate) fn is_owner(&self) -> bool {
         self.owner.holds()
     }
 
-    /// Stops the disk if its lock is not held any more.
+    /// Stops the disk if its lock is no longer held.
     fn check_owner(&self) -> Result<()> {
         if self.is_owner() {
             return Ok(());
@@ -281,7 +282,8 @@ impl Disk {
                 if failed.uncertain {
                     self.state.lock().failed = true;
                     if let Some(line) = &*self.head.lock() {
-                        // A write acknowledged now might go to an image that only one of the two records names.
+                        // A write that is acknowledged now might be made in an image that only one of the two records
+                        // names.
                         let _ = line.chain.close();
                     }
                 }
@@ -316,8 +318,8 @@ impl Disk {
         self.check_not_stopped()?;
         self.settled()?;
         let mut head = self.head.lock();
-        // Checked again: another thread may have closed or reopened the disk meanwhile, after which no line may be
-        // opened.
+        // These conditions are checked again under the lock: another thread may have closed or stopped the disk
+        // meanwhile, and then no line may be opened.
         self.check_usable()?;
         self.check_not_stopped()?;
         if let Some(line) = &*head {
@@ -342,7 +344,7 @@ impl Disk {
         self.head.lock().clone()
     }
 
-    /// Takes the head's chain out of this disk: the next caller opens a new one.
+    /// Removes the head's chain from this disk, and returns it. The next caller opens a new one.
     pub(crate) fn drop_head(&self) -> Option<Arc<Line>> {
         self.head.lock().take()
     }
@@ -362,7 +364,8 @@ impl Disk {
         Ok(Arc::clone(&self.head_line()?.chain))
     }
 
-    /// The levels of the head's chain that snapshots name, newest first; levels above one contain the changes since it.
+    /// The levels of the head's chain that snapshots name, newest first. The levels above such a level contain the
+    /// changes since that snapshot.
     pub fn bases(&self) -> Result<Vec<(String, chain::LevelKey)>> {
         let line = self.head_line()?;
         let record = self.record();
@@ -375,7 +378,7 @@ impl Disk {
     pub fn snapshot_chain(&self, name: &str) -> Result<Arc<Chain>> {
         self.check_usable()?;
         self.settled()?;
-        // Held while the images are opened, so that no merge of them begins in that time.
+        // The lock is held while the images are opened, so that no merge of these images begins in that time.
         let head = self.head.lock();
         let record = self.record();
         let node = record.snapshot(name)?.node;
@@ -393,7 +396,8 @@ impl Disk {
         Ok(chain)
     }
 
-    /// Claims images for an operation that writes them.
+    /// Claims images for an operation that writes them, so that no chain of a snapshot with one of them is opened
+    /// meanwhile.
     ///
     /// # Errors
     /// `Busy` while a caller holds a snapshot's chain that contains one of them.
@@ -409,7 +413,7 @@ impl Disk {
         Ok(Claim(self))
     }
 
-    /// Changes the name of the disk. Its files keep their names.
+    /// Changes the name of the disk. The names of its files stay the same.
     pub fn rename(&self, name: &str) -> Result<()> {
         self.noting(|| {
             check_name("disk", name)?;
@@ -420,7 +424,7 @@ impl Disk {
         })
     }
 
-    /// Records the overlay above the head, for the caller that placed it there.
+    /// Records the overlay above the head, on behalf of the caller that placed it there.
     pub fn set_overlay(&self, overlay: Option<String>) -> Result<()> {
         self.noting(|| {
             let _operation = self.begin("noting the overlay")?;
@@ -430,8 +434,8 @@ impl Disk {
         })
     }
 
-    /// Flushes and closes. Later changes fail. A level whose flush fails for lack of space stays open, and can be
-    /// closed later.
+    /// Flushes and closes the disk. Later changes fail. If a flush fails for lack of space, the disk stays open, and
+    /// can be closed later.
     pub fn close(&self) -> Result<()> {
         let Some(_operation) = self.operation.try_lock() else {
             let text = format!("disk '{}' cannot be closed while an operation is under way", self.name());
@@ -474,7 +478,8 @@ impl Disk {
                 return Err(Error::new(ErrorKind::Busy, text));
             }
             match self.carry_out(&record) {
-                // The files of the pending operation are removed with the disk, unless adopted images have to be kept.
+                // A lack of space does not matter: the files of the pending operation are removed with the disk. But
+                // adopted images are kept, so their descriptors have to be corrected first.
                 Err(error) if error.kind() == ErrorKind::NoSpace && !record.has_adopted() => {}
                 other => other?,
             }
@@ -482,7 +487,7 @@ impl Disk {
             let line = self.drop_head();
             let committed = self.committed(record, stored::give_up(&**self.home.directory()));
             self.state.lock().closed = committed.is_ok();
-            // Writes that cannot be flushed are dropped with the disk; they must not prevent its removal.
+            // Writes that cannot be flushed are dropped with the disk: a failed flush must not prevent its removal.
             let failed = line.and_then(|line| self.close_dropped_head(&line));
             committed.inspect_err(|_| self.stay_stopped(failed))?;
             self.forget()

@@ -27,9 +27,9 @@ pub struct Tuning {
 /// A file of a disk.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FileInfo {
-    /// Its path, or its name where the storage has no paths.
+    /// The file's path, or its name on a medium without paths.
     pub path: String,
-    /// Its ownership.
+    /// The ownership of the file's image.
     pub standing: ImageOwnership,
     /// The image to which the file belongs.
     pub node: u32,
@@ -40,11 +40,11 @@ pub struct FileInfo {
 pub struct Info {
     /// Name.
     pub name: String,
-    /// Identity.
+    /// The UUID of the disk.
     pub uuid: String,
     /// Capacity in bytes.
     pub capacity: u64,
-    /// Kind of the base, in the form of `-d`.
+    /// Kind of the base, as named by option `-d`.
     pub kind: String,
     /// Format of new deltas.
     pub delta: DeltaFormat,
@@ -66,7 +66,7 @@ pub struct Info {
     pub created: u64,
     /// Space used by the head's chain.
     pub usage: Usage,
-    /// The snapshot from which the disk was cloned: `disk@snapshot`.
+    /// The snapshot from which the disk was cloned, as `disk@snapshot`.
     pub origin: Option<String>,
     /// Images that no snapshot needs and that could be merged: VMware's "consolidation needed".
     pub redundant: usize,
@@ -137,7 +137,7 @@ impl Disk {
                 levels_max: tuning.levels_max.unwrap_or(levels_max),
             };
             let now = *now;
-            // The chain checks the values before any is recorded.
+            // The chain checks the values before the record is changed.
             let chain = self.head_line()?;
             let chain = &chain.chain;
             chain.set_tunables(chain::Tunables {

@@ -2,8 +2,8 @@
 //!
 //! 1. Files are named as by ESXi: `STEM.vmdk`, `STEM-000001.vmdk` with `STEM-000001-delta.vmdk`, `-sesparse.vmdk` or
 //!    `-vsan.vmdk`. A new image gets the lowest number for which no file exists.
-//! 2. A descriptor file is replaced as a whole. In a descriptor inside a sparse extent, only the changed fields for
-//!    content and parent are overwritten.
+//! 2. A descriptor file is replaced as a whole. A descriptor inside a sparse extent is overwritten in place; after the
+//!    commit of an operation, the record has the complete new text, for a repair after a crash.
 //! 3. Removing a missing file succeeds, because removals are repeated after a crash.
 
 use crate::disk::Disk;
@@ -98,7 +98,7 @@ impl Disk {
     pub(crate) fn is_writable_kind(&self, record: &Record, node: &Node) -> bool {
         match self.descriptor_of(record, node) {
             Ok(Some(descriptor)) => descriptor.create_type != CreateType::StreamOptimized,
-            // Raw files are writable; a file that cannot be read fails when it is opened.
+            // A raw file is writable. For a file that cannot be read, the later opening reports the error.
             _ => true,
         }
     }
@@ -138,7 +138,7 @@ impl Disk {
         for reference in folders {
             let folder = match self.folder(record, reference) {
                 Ok(folder) => folder,
-                // The files of a missing folder are gone with it.
+                // If the folder is missing, its files are, too.
                 Err(error) if error.kind() == ErrorKind::NotFound => continue,
                 Err(error) => return Err(error),
             };
@@ -166,7 +166,7 @@ impl Disk {
         edit_descriptor(&place, &mut |descriptor| self.apply(settlement, descriptor))
     }
 
-    /// Adds the complete new text to settlements of descriptors inside extents.
+    /// Adds the complete new text to those settlements that concern descriptors inside extents.
     pub(crate) fn with_texts(&self, record: &Record, settlements: Vec<Settlement>) -> Result<Vec<Settlement>> {
         let mut whole = Vec::with_capacity(settlements.len());
         for mut settlement in settlements {
@@ -274,7 +274,7 @@ fn signature(place: &Place) -> Result<Signature> {
     Ok(layer::image::probe(&bytes))
 }
 
-/// Changes the descriptor of an image that is not open for writing.
+/// Changes the descriptor of an image that is not open for writing. An embedded descriptor is overwritten in place.
 pub(crate) fn edit_descriptor(place: &Place, change: &mut dyn FnMut(&mut Descriptor)) -> Result<()> {
     let Some(old) = load_descriptor(place)? else { return Ok(()) };
     let mut new = old.clone();

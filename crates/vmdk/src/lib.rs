@@ -1,5 +1,5 @@
-//! Disks in VMware's formats: a folder with images, a record of how they depend on each other, and every operation on
-//! them, in use and safe against power cuts.
+//! Disks in VMware's formats: a folder with images, a record of how these depend on each other, and all operations on
+//! them. The operations run while the disk is in use, and are safe against power cuts.
 //!
 //! ```text
 //! record     images and their parents, snapshots, tunables, the pending operation; one file, one commit
@@ -25,14 +25,14 @@
 //! [docs/format/vmdk-disk.md](../../../docs/format/vmdk-disk.md) describes the record's fields. Invariants:
 //!
 //! 1. **The record decides.** Its replacement is the only commit point of every operation. Files are complete and
-//!    durable before the record names them, and are removed after it no longer does.
-//! 2. **No file leaks.** Before the first file is made or changed, the record says so (`pending`). Opening the disk
-//!    finishes a committed operation, and undoes one that was not committed.
+//!    durable before the record names them, and are removed only after a record without them is durable.
+//! 2. **No file leaks.** Before the first file is made or changed, the record announces it (`pending`). Opening the
+//!    disk finishes a committed operation, and undoes one that was not committed.
 //! 3. **Foreign images are not changed** unless they were adopted for writing.
 //! 4. **A child's recorded parent CID matches its parent.** When the content of an image changes, its CID changes too,
-//!    and the record of every child that remains above the new content is corrected (`settle`). Where a crash can come
-//!    between these steps, the disk's record announces them first.
-//! 5. **Images that others read do not change**: images below a linked clone, or in an open snapshot, are neither
+//!    and the parent CID in every child that remains above the new content is corrected (`settle`). A crash may
+//!    interrupt these steps, so the disk's record announces them first.
+//! 5. **Images that other readers use do not change**: images below a linked clone, or in an open snapshot, are neither
 //!    merged nor shrunk.
 //!
 //! Locks, in the order in which they are taken: `operation` (one change of the tree at a time; a second one fails with

@@ -2,8 +2,8 @@
 //!
 //! 1. Images are opened by the record, not by the hints in their descriptors. A child whose parent's CID differs from
 //!    the recorded one is refused, unless the caller forces it.
-//! 2. Only the top of the head's line is open for writing. To change a level below, it is replaced by a writable
-//!    opening of the same image, and afterwards by a read-only one ([`Line::exchange`]).
+//! 2. Only the top of the head's line is open for writing. Before a lower level is changed, its layer is replaced by a
+//!    writable opening of the same image, and afterwards by a read-only one ([`Line::exchange`]).
 
 use crate::disk::Disk;
 use crate::record::Record;
@@ -20,7 +20,8 @@ pub(crate) struct Level {
     pub node: u32,
     pub image: Arc<Image>,
     pub key: LevelKey,
-    /// The image was closed for writing, and opening it for reading has failed since: reads use the closed image.
+    /// Whether the image was closed for writing and could not be opened for reading since then. Reads use the closed
+    /// image.
     pub closed: bool,
 }
 
@@ -55,12 +56,12 @@ impl Line {
         })
     }
 
-    /// Adds a level that was pushed on top.
+    /// Adds a level that a snapshot has pushed on top.
     pub fn pushed(&self, level: Level) {
         self.levels.lock().insert(0, level);
     }
 
-    /// Removes levels.
+    /// Removes the levels of these images.
     pub fn removed(&self, nodes: &[u32]) {
         self.levels.lock().retain(|level| !nodes.contains(&level.node));
     }
@@ -76,7 +77,8 @@ impl Line {
         Ok(())
     }
 
-    /// Closes an image that is open for writing, below the top. The caller exchanges it afterwards.
+    /// Closes an image that is open for writing, below the top. The caller replaces it by a read-only opening
+    /// afterwards.
     pub fn close(&self, level: &Level) -> Result<()> {
         self.chain.close_level(level.key)?;
         if let Some(level) = self.levels.lock().iter_mut().find(|other| other.node == level.node) {

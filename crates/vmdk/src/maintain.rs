@@ -1,6 +1,6 @@
 //! Long work on images in use: inflating and punching flat disks, wiping and shrinking deltas, checking.
 //!
-//! The image of the head is changed through its open layer. A level below is opened for writing for the duration.
+//! The image of the head is changed through its open layer. A lower level is opened for writing while the work runs.
 //! Images that clones or open snapshots read are not changed, because those readers would not notice that grains were
 //! moved.
 
@@ -34,7 +34,7 @@ pub struct Checked {
 pub struct Freed {
     /// Bytes found dead or full of zeros, and now free for new data in the same files.
     pub freed: u64,
-    /// Returned to the file system.
+    /// Bytes returned to the file system.
     pub returned: u64,
     /// Bytes moved in order to return space.
     pub moved: u64,
@@ -83,7 +83,7 @@ impl Disk {
         })
     }
 
-    /// Checks every image of the disk. With `repair`, repairs what is possible in those of the head's chain.
+    /// Checks every image of the disk. With `repair`, also repairs the images of the head's chain, as far as possible.
     pub fn check(&self, repair: bool, progress: &dyn Progress) -> Result<Checked> {
         self.noting(|| {
             let _operation = self.begin("checking")?;
@@ -165,7 +165,8 @@ impl Disk {
         })
     }
 
-    /// Runs work on an image of the head's chain, which is opened for writing if it is not.
+    /// Runs work on an image of the head's chain. If the image is open for reading only, it is opened for writing
+    /// during the work.
     fn on_image<T>(&self, node: u32, what: &str, work: impl FnOnce(&Image) -> Result<T>) -> Result<T> {
         let record = self.record();
         let line = self.head_line()?;
@@ -179,7 +180,8 @@ impl Disk {
             return Err(Error::new(ErrorKind::ReadOnly, text));
         }
         drop(level);
-        // Extents cached from the read-only opening stay valid until the work first moves a grain.
+        // Cached extents from the read-only opening stay valid until the work first moves a grain; the chain drops them
+        // before.
         let claim = self.claim(&[node])?;
         self.set_writing(&line, node)?;
         let result = line.expect(node).and_then(|level| {

@@ -1,16 +1,16 @@
 //! Reads of a disk's files return what the storage device holds.
 //!
 //! After a failed flush the page cache may hold data that was never written, until the kernel needs the memory. A disk
-//! that relied on it would read older data some time later.
+//! that relied on the page cache would read older data after the kernel has evicted it.
 //!
 //! 1. The file [`CLOSED_NAME`] means that the last owner closed the disk, and that no flush of it can have failed.
 //!    Opening the disk removes this mark; closing the disk without a failure creates it. If it is missing, every file
 //!    of the disk is flushed and evicted from the page cache before it is read.
-//! 2. Changes of the mark are not flushed: a power cut that reverts one empties the page cache, too. The mark costs no
-//!    flush, and a disk can be closed without it on a full file system: then the next opening takes longer.
+//! 2. Changes of the mark are not flushed: a power cut that reverts such a change also empties the page cache. The mark
+//!    costs no flush, and a disk can be closed without it on a full file system: then the next opening takes longer.
 //! 3. An error that may come from the device makes the disk doubtful ([`Disk::noting`]): closing it leaves no mark. A
-//!    failure in the head's chain is kept there until the chain is closed ([`Disk::close_dropped_head`]).
-//! 4. After a failed write to an image, the same process flushes the image's files and evicts them from the page cache
+//!    failure in the head's chain is recorded in the chain until it is closed ([`Disk::close_dropped_head`]).
+//! 4. After a failed write to an image, the process flushes the image's files and evicts them from the page cache
 //!    before it opens the image again ([`Disk::show_stale`]).
 
 use crate::disk::{Disk, State};
@@ -44,7 +44,7 @@ pub(crate) fn take_mark(directory: &dyn Directory) -> Result<bool> {
     }
 }
 
-/// Makes the names of a folder durable.
+/// Makes the names of the files in a folder durable.
 pub(crate) fn sync_folder(folder: &Folder, of: &str) -> Result<()> {
     folder.directory().sync().map_err(|error| {
         let text = format!("the folder of '{of}' still cannot be flushed; mend the medium first");
@@ -52,12 +52,13 @@ pub(crate) fn sync_folder(folder: &Folder, of: &str) -> Result<()> {
     })
 }
 
-/// The meaning of a failed flush.
+/// What a failed flush means.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Failing {
-    /// It may report a failure of an earlier process, whose lost writes do not matter any more; a second flush decides.
+    /// The error may belong to writes of an earlier process, and the loss of these no longer matters. So the flush is
+    /// tried again.
     Before,
-    /// The device still fails.
+    /// The error is one of the device now.
     Now,
 }
 
@@ -96,12 +97,12 @@ impl Disk {
         };
         for node in nodes.filter(|node| node.is_own()) {
             let folder = match self.folder(record, node.folder.as_deref()) {
-                // Reported when the chain is opened.
+                // A missing folder is reported when the chain is opened.
                 Err(error) if error.kind() == ErrorKind::NotFound => continue,
                 folder => folder?,
             };
             sync_folder(&folder, &node.descriptor)?;
-            // The descriptor is first, because it names the other files.
+            // The descriptor is the first file, because it names the other files.
             show(node, &Place { folder, name: node.descriptor.clone() })?;
             for file in self.files(record, node).into_iter().filter(|file| file.name != node.descriptor) {
                 show(node, &Place { folder: self.folder(record, file.folder.as_deref())?, name: file.name })?;
@@ -110,7 +111,7 @@ impl Disk {
         Ok(())
     }
 
-    /// Called when the disk is opened without a mark. If the device still fails, the disk is stopped.
+    /// Called when the disk is opened without a mark. If a flush fails, the disk is stopped.
     pub(crate) fn show_found(&self) {
         let record = self.record();
         let shown = self.show_media(&record, record.nodes.iter(), Failing::Before, &open_found);
@@ -122,9 +123,9 @@ impl Disk {
     }
 
     /// Flushes the files of images that an operation failed to write, or that a stopped chain wrote, and evicts them
-    /// from the page cache. To be called before images are opened, or an operation relies on their files. Nothing else
-    /// may write them meanwhile. `head` is the head's line, if it is open; images that it has open for writing are
-    /// skipped, unless it has stopped.
+    /// from the page cache. Called before images are opened, and before an operation relies on their files. No other
+    /// code may write these files meanwhile. `head` is the head's line, if it is open: images that the line has open
+    /// for writing are skipped, unless its chain has stopped.
     ///
     /// # Errors
     /// The device still fails; then nothing may be read.
@@ -170,7 +171,7 @@ impl Disk {
         }
     }
 
-    /// As [`Self::doubt`], for a disk of which no image of the head is open: no chain has to be stopped.
+    /// As [`Self::doubt`], when no image of the head is open, so that no chain has to be stopped.
     pub(crate) fn doubt_files(&self, error: &Error) {
         match error.kind() {
             ErrorKind::NotFound | ErrorKind::Exists | ErrorKind::Invalid | ErrorKind::Busy => {}
@@ -189,8 +190,8 @@ impl Disk {
         stale.extend(record.nodes.iter().map(|node| node.id));
     }
 
-    /// Closes the head's chain after it was taken out of the disk, with a flush if possible. Returns its failure, if
-    /// any.
+    /// Closes a chain that was the head's and was removed from the disk, with a flush if possible. Returns the chain's
+    /// failure, if any.
     pub(crate) fn close_dropped_head(&self, line: &Line) -> Option<Failed> {
         let _ = line.chain.close();
         let why = line.chain.failure()?;
@@ -201,7 +202,8 @@ impl Disk {
         Some(Failed { why, lost: line.chain.abandon() })
     }
 
-    /// For a chain that was closed and is still the head's: its failure keeps the head from being opened.
+    /// Called if a chain was closed and its images still are the head: after a failure of the chain, the head cannot be
+    /// opened.
     pub(crate) fn stay_stopped(&self, failed: Option<Failed>) {
         let Some(failed) = failed else { return };
         let mut state = self.state.lock();
@@ -209,14 +211,14 @@ impl Disk {
         state.stopped.get_or_insert(failed.why);
     }
 
-    /// Creates the mark if no flush can have failed. To be called after the last write.
+    /// Creates the mark of a clean close, if no flush can have failed. Called after the last write.
     pub(crate) fn mark_closed(&self, line: Option<&Line>) {
         let failed = line.is_some_and(|line| line.chain.failure().is_some());
         let state = self.state.lock();
         let trusted = !failed && !state.doubtful && !state.failed && state.stopped.is_none();
         drop(state);
         if trusted && self.is_owner() {
-            // Without the mark, the next opening only does a flush that was not needed.
+            // If the mark cannot be created, the next opening only makes an unnecessary flush.
             let _ = self.home.directory().create(CLOSED_NAME, IoMode::Buffered);
         }
     }

@@ -1,24 +1,24 @@
 //! Removing snapshots and levels: an image is merged into the one below or above it, while the disk is in use.
 //!
 //! ```text
-//!            down: F <- C                                 up: C <- F
+//!            down, from C into F                           up, from F into C
 //! announce   the record says that F is written, hidden    the record says that C is filled where F
 //!            by C; F's snapshot loses its name            shows through
 //! merge      C's data is copied into F; the first write   F's data is copied into C; the first write
 //!            changes F's CID                              changes C's CID
-//! commit     F takes C's place in the tree                F's parent becomes C's parent
+//! commit     F replaces C in the tree                     F's parent becomes C's parent
 //! settle     F gets C's CID, which C's children record;   C gets its old CID back, which its children
 //!            their hints are written                      record; its parentCID and hint are written
 //! remove     C's files                                    F's files
 //! ```
 //!
-//! 1. An interruption before the commit leaves a chain that reads as before (see `chain::consolidate`). A merge down
-//!    destroys the state of F's snapshot with the first write to F, so the snapshot's name is removed before. A level
-//!    that remains is merged by the next deletion or consolidation, and [`Disk::redundant`] reports it. A merge up
-//!    keeps the snapshot until the commit.
+//! 1. An interruption before the commit leaves a chain that reads as before (see `chain::consolidate`). F is the lower
+//!    image, and C is its child. A merge down destroys the state of F's snapshot with the first write to F, so the
+//!    snapshot's name is removed before. A level that remains is merged by the next deletion or consolidation, and
+//!    [`Disk::redundant`] reports it. A merge up keeps the snapshot until the commit.
 //! 2. The image that is written is never open twice, and no other chain reads it.
 //! 3. An image with several children is merged into none of them: if its snapshot is deleted, only the name is removed,
-//!    and the image is kept until one child is left.
+//!    and the image is kept until it has only one child.
 
 use crate::disk::{Claim, Disk};
 use crate::line::Line;
@@ -30,33 +30,35 @@ use std::ops::Range;
 use std::sync::Arc;
 use work::Progress;
 
-/// Bytes of payload per byte of other metadata than tables: free-space maps, backmaps, and metadata of the file system.
+/// For each of this many bytes of payload, one byte is counted for metadata other than tables: free-space maps,
+/// backmaps, and metadata of the file system.
 const METADATA_SHARE: u64 = 64;
 /// Bytes that a merge needs in the file system beside the data: for the records, descriptors and list of snapshots that
 /// it replaces.
 const SMALL_FILES: u64 = 64 << 10;
 /// Extents of a source that are requested per call.
 const EXTENTS: usize = 256;
-/// The most ranges for which space is checked before a merge: 4 MiB of memory. A merge of more ranges meets a lack of
-/// space only while it runs.
+/// The most ranges for which space is checked before a merge: 4 MiB of memory. With more ranges, a lack of space is
+/// detected only while the merge runs.
 const RANGES_MAX: usize = 1 << 18;
 
 /// The direction in which a snapshot's image is merged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Direction {
-    /// The newer data is copied into the snapshot's image, which takes the place of the image above.
+    /// The image above is copied into the snapshot's image, which then replaces it.
     Down,
-    /// The remaining data of the snapshot's image is copied into the image above.
+    /// The data of the snapshot's image that is still visible is copied into the image above.
     Up,
 }
 
 impl Disk {
-    /// Deletes a snapshot. If its image has one child, the two are merged, in the requested direction or in the one
-    /// that copies less. If it has several children, the image is kept until one is left.
+    /// Deletes a snapshot. If the snapshot's image has one child, the two images are merged, in the requested direction
+    /// or in the one that copies less. If the image has several children, it is kept until it has only one.
     ///
     /// # Errors
-    /// `Busy` while linked clones depend on it or its chain is open. `Interrupted` when `progress` cancelled it: a
-    /// merge up then has changed nothing; after a merge down the snapshot is gone, and its level is merged later.
+    /// `Busy` while linked clones depend on the snapshot, or while its chain is open. `Interrupted` when `progress`
+    /// cancelled the merge: a merge up then has changed nothing; after a merge down the snapshot is gone, and its level
+    /// is merged later.
     pub fn delete_snapshot(&self, name: &str, direction: Option<Direction>, progress: &dyn Progress) -> Result<()> {
         self.noting(|| {
             let _operation = self.begin("deleting a snapshot")?;
@@ -86,8 +88,8 @@ impl Disk {
         })
     }
 
-    /// Merges the head's chain into its base, or into the lowest level that is writable and on which nothing else
-    /// depends. The snapshots in between are removed.
+    /// Merges the head's chain into its base, or into the lowest level that is writable and on which no other branch or
+    /// clone depends. The snapshots in between are removed.
     ///
     /// # Errors
     /// `Busy` when there are levels to merge, but other branches or linked clones depend on all of them.
@@ -138,7 +140,7 @@ impl Disk {
             .collect()
     }
 
-    /// Merges images left by deleted snapshots, as far as this is possible now.
+    /// Merges images without a snapshot that earlier deletions have left, as far as this is possible now.
     fn merge_redundant(&self, progress: &dyn Progress) -> Result<()> {
         let mut passed = Vec::new();
         loop {
@@ -152,7 +154,7 @@ impl Disk {
                 None => continue,
             };
             match merged {
-                // Some reader has the image open: a later run merges it.
+                // A reader has the image open. The next deletion or consolidation merges it.
                 Err(error) if error.kind() == ErrorKind::Busy => {}
                 other => other?,
             }
@@ -184,12 +186,12 @@ impl Disk {
             None => {}
         }
         if !can_down {
-            // A complete foreign base is copied only if the user asks for that.
+            // A base of another owner is copied completely only if the user asks for that.
             return Ok(None);
         }
         if can_up {
             let (small, large) = (self.layer_figures(record, lower)?, self.layer_figures(record, upper)?);
-            // The base stays the base; of two deltas, the one that holds less is copied.
+            // A base is not copied into a delta of the same size; of two deltas, the one with less data is copied.
             if small.0 < large.0 || (below.parent.is_some() && small.1 < large.1 / 2) {
                 return Ok(Some(Direction::Up));
             }
@@ -197,7 +199,7 @@ impl Disk {
         Ok(Some(Direction::Down))
     }
 
-    /// The capacity of an image, and the bytes that it holds.
+    /// The capacity of an image, and the bytes of data in it.
     fn layer_figures(&self, record: &Record, id: u32) -> Result<(u64, u64)> {
         let open = self.open_head().and_then(|line| line.level(id)).map(|level| level.image);
         let image = match open {
@@ -224,7 +226,7 @@ impl Disk {
         self.claim(nodes).map(drop)
     }
 
-    /// The line that contains an image: the head's, or a new one; true for the head's.
+    /// The line that contains an image: that of the head, or a newly opened one. The flag is true for that of the head.
     fn line_with(&self, record: &Record, top: u32) -> Result<(Arc<Line>, bool)> {
         let head = self.head_line()?;
         match head.level(top) {
@@ -233,7 +235,7 @@ impl Disk {
         }
     }
 
-    /// Merges images, newest first, into the one below them.
+    /// Merges images, newest first, into the image below them.
     fn merge_down(&self, sources: &[u32], target: u32, progress: &dyn Progress) -> Result<()> {
         let (Some(newest), Some(lowest)) = (sources.first().copied(), sources.last().copied()) else { return Ok(()) };
         let record = self.record();
@@ -241,7 +243,8 @@ impl Disk {
         let (line, _) = self.line_with(&record, newest)?;
         let top = line.expect(newest)?;
         if newest == record.head {
-            // From here on the head keeps its CID, so that the target can take it.
+            // If the head has no new CID in this opening yet, it gets one now, and keeps it: the target gets this CID
+            // after the merge.
             self.with_room(&record, || top.image.renew_content())?;
         }
         let below = line.expect(target)?;
@@ -258,26 +261,27 @@ impl Disk {
             true => None,
             false => Some(Arc::new(self.open_image(&record, target, true)?)),
         };
-        // A lack of space fails here too: after the announcement the snapshot's state cannot be restored.
+        // A lack of space is detected here, before the announcement: after it, the snapshot's state cannot be restored.
         let room = self.take_room(&line, sources, writable.as_deref().unwrap_or(&below.image));
         let mut announced = record.clone();
         announced.snapshots.retain(|snapshot| snapshot.node != target && !sources[1..].contains(&snapshot.node));
         let merging = Merging { side: MergeSide::Down, node: target, above: Some(lowest), content: None };
         announced.pending = Some(Pending { merging: Some(merging), ..Pending::new("merge down") });
-        // The space for the record after the merge is reserved here, too.
+        // The space for the record after the merge is reserved before the announcement, too.
         let spare = room.and_then(|()| self.set_aside(&announced, &self.merged_down(&announced, sources, target)?));
         let announced = spare.and_then(|spare| self.commit(announced).map(|()| spare));
         let spare = match announced {
             Ok(spare) => spare,
             Err(error) => {
                 if let Some(image) = writable {
-                    // The opening has marked the image as in use.
+                    // Opening the image for writing has marked it as in use; closing removes the mark.
                     image.layer().close()?;
                 }
                 return Err(error);
             }
         };
-        // The announcement may have used the reserved space, and its success freed that of the old record.
+        // The announcement may have used the reserved space. The space of the old record is free now, so the
+        // reservation is made again.
         spare.renew();
         let exchanged = writable.map_or(Ok(()), |image| line.exchange(target, image));
         let outcome = exchanged.and_then(|()| {
@@ -307,8 +311,8 @@ impl Disk {
             if taken == 0 || table == 0 {
                 continue;
             }
-            // Each table is counted once, because the ranges are in the order of the disk. Ranges with data in the
-            // target already have a table.
+            // The ranges are in the order of the disk, so each table is counted once. If the target has data in the
+            // range of a table, it already has the table.
             for index in (range.start / mapped).max(next)..range.end.div_ceil(mapped) {
                 let part = index * mapped..((index + 1) * mapped).min(layer.capacity());
                 tables += u64::from(layer.room_needed(part.clone())? >= part.end - part.start);
@@ -340,26 +344,27 @@ impl Disk {
     /// Reserves `bytes` past the end of an image, and frees them again. The free space that `statfs` reports may not
     /// exist: on a nearly full btrfs it is too high, and it ignores quotas.
     fn prove_room(&self, into: &Image, bytes: u64) -> Result<()> {
-        // The first extent may be a zero extent, or read only.
+        // The first extent may be one without a file.
         let Ok(file) = into.layer().file(0) else { return Ok(()) };
         let Ok(end) = file.len() else { return Ok(()) };
         let taken = file.reserve(end, bytes);
-        // A part may have been reserved. If truncating fails, the file only is longer than necessary.
+        // After an error, a part may be reserved: it is freed, too. If truncating fails, the only effect is that the
+        // file is longer than necessary.
         let given_back = file.set_len(end);
         match taken {
             Err(error) if error::lacks_space(&error) => {
                 Err(self.lacks_room(into, bytes, &format!("refuses them ({error})")))
             }
             Ok(()) => given_back.map_err(|error| Error::io("giving back room in the file system", error)),
-            // The merge meets other failures in its own writes.
+            // Other failures are ignored here: the merge itself gets them.
             Err(_) => Ok(()),
         }
     }
 
     fn commit_down(&self, line: &Line, sources: &[u32], target: u32) -> Result<()> {
         let after = self.merged_down(&self.record(), sources, target)?;
-        // The files that the record names are durable, because the chain has flushed both sides; the descriptor is
-        // unchanged.
+        // The files that the new record names are durable: the chain has flushed the target, and the target's
+        // descriptor is corrected only after the commit.
         debug_assert!(line.level(target).is_some());
         self.commit(after)
     }
@@ -377,7 +382,8 @@ impl Disk {
         let place = self.place(record, record.node(target)?)?;
         let mut settle = Vec::new();
         if record.head != newest {
-            // A head has no children, so its CID may stay changed; children of another image record its old CID.
+            // If the merged image is the head, it has no children, and the target keeps its changed CID. Otherwise its
+            // children record its CID, so the target gets this CID.
             settle.push(Settlement { node: target, content, parent: None, text: None });
         }
         for child in &taken {
@@ -418,7 +424,8 @@ impl Disk {
         announced.pending = Some(Pending { merging: Some(merging), ..Pending::new("merge up") });
         let spare = self.set_aside(&announced, &self.merged_up(&announced, target, source, content)?)?;
         self.commit(announced)?;
-        // The announcement may have used the reserved space, and freed the space of the previous record.
+        // The announcement may have used the reserved space. The space of the old record is free now, so the
+        // reservation is made again.
         spare.renew();
         let line = match is_head {
             true => line,
@@ -458,7 +465,8 @@ impl Disk {
                 ParentNow::None { adapter: record.adapter.clone(), uuid }
             }
         };
-        // The children of the target record its old CID; a head has no children.
+        // The children of the target record its old CID, so the target gets it back. A head has no children, so it
+        // keeps the new CID.
         let content = if record.head == target { None } else { content };
         let settle = vec![Settlement { node: target, content, parent: Some(parent), text: None }];
         let gone = if lower.is_own() { self.files(record, lower) } else { Vec::new() };
@@ -469,7 +477,8 @@ impl Disk {
             node.parent = below;
         }
         after.snapshots.retain(|snapshot| snapshot.node != source);
-        // A foreign base that the merge does not change is dropped with the images that are not needed any more.
+        // The nodes of images that are not needed any more are removed, too, such as those of a foreign base below the
+        // merged image.
         let more = after.take_unneeded();
         let more = more.iter().filter(|node| node.is_own()).flat_map(|node| self.files(record, node));
         let gone = gone.into_iter().chain(more).collect();
@@ -478,8 +487,8 @@ impl Disk {
         Ok(after)
     }
 
-    /// Called after a merge, whether it succeeded or not: opens the target for reading, corrects descriptors, and
-    /// removes files.
+    /// Called after a merge, even after a failed one: opens the target for reading, corrects descriptors, and removes
+    /// files.
     fn end_merge(
         &self,
         line: &Line,
@@ -488,7 +497,7 @@ impl Disk {
         claim: Claim<'_>,
         outcome: Result<()>,
     ) -> Result<()> {
-        // Before others can open the images that the merge has written.
+        // The failure is recorded before another caller can open the images that the merge has written.
         let _ = outcome.as_ref().inspect_err(|error| self.doubt(error));
         if self.state.lock().record.nodes.iter().all(|node| !sources.contains(&node.id)) {
             line.removed(sources);
@@ -503,7 +512,7 @@ impl Disk {
             }
             _ => Ok(()),
         };
-        // Descriptors are corrected according to what the device has of them.
+        // Descriptors are read from the device, not from the page cache, before they are corrected.
         let finished = closed.and_then(|()| self.show_all_stale()).and_then(|()| self.finish_pending());
         if finished.is_err() {
             self.state.lock().unsettled = true;
@@ -512,7 +521,7 @@ impl Disk {
         outcome.and(finished)
     }
 
-    /// Replaces the opening of a level below the top by a writable one.
+    /// Replaces the read-only opening of a level below the top by a writable one.
     pub(crate) fn set_writing(&self, line: &Line, node: u32) -> Result<()> {
         if line.expect(node)?.is_writing() {
             return Ok(());
@@ -544,7 +553,7 @@ fn held_by(source: &dyn Layer, into: &dyn Layer, held: &mut Vec<Range<u64>>) -> 
     Ok(())
 }
 
-/// Adds a range, joined with the last one if they touch.
+/// Adds a range, joined with the last one if the two touch.
 fn push_range(ranges: &mut Vec<Range<u64>>, range: Range<u64>) {
     match ranges.last_mut() {
         Some(last) if last.start <= range.start && range.start <= last.end => last.end = last.end.max(range.end),

@@ -7,8 +7,8 @@ use layer::image::Folder;
 /// The file whose lock the owner of a disk holds.
 pub(crate) const LOCK_NAME: &str = "lamina.lock";
 
-/// The locks on a disk's folder: on the file that every version locks, and on the folder itself where the file system
-/// supports that. The second lock still excludes other owners when the file is removed or replaced.
+/// The locks on a disk's folder: on the file that every version of lamina locks, and on the folder itself, if the file
+/// system supports that. The lock on the folder excludes other owners even if the file is removed or replaced.
 pub(crate) struct Owner {
     file: Box<dyn Lock>,
     _folder: Option<Box<dyn Lock>>,
@@ -27,7 +27,7 @@ impl Owner {
 
     /// Whether the lock is still held: other processes would lock the same file.
     pub fn holds(&self) -> bool {
-        // An error does not mean that the lock is lost.
+        // If the check itself fails, the lock counts as held.
         self.file.loss().map_or(true, |lost| lost.is_none())
     }
 }

@@ -8,7 +8,7 @@
 //! 1. The checksum covers everything after the first line. A text with a wrong checksum, or with contradictions, is
 //!    refused.
 //! 2. Nodes form trees: parents exist, and no node is its own ancestor. The head is a node without children.
-//! 3. Names of files are plain names; only `folder` gives their path.
+//! 3. Names of files are plain names without a path; the path of their folder is in `folder`.
 
 use crate::{Error, ErrorKind, Result};
 use checksums::checksum;
@@ -26,7 +26,7 @@ pub(crate) const RECORD_MAX: u64 = 16 << 20;
 pub(crate) const NODES_MAX: usize = 4096;
 /// The most snapshots of one disk.
 pub(crate) const SNAPSHOTS_MAX: usize = 4096;
-/// The longest text that a record stores for its caller.
+/// The longest text that a record stores on behalf of its caller.
 const TEXT_MAX: usize = 1 << 20;
 
 /// The formats of deltas, in which snapshots and clones are made.
@@ -48,7 +48,7 @@ impl DeltaFormat {
     /// The largest disk for which SEsparse deltas are made.
     const SE_MAX: u64 = 62 << 40;
 
-    /// The format that vSphere uses for a disk of this size; vsanSparse for disks too large for vSphere's file formats.
+    /// The format that vSphere uses for a disk of this size; vsanSparse for a disk too large for these formats.
     pub fn usual(capacity: u64) -> Self {
         if capacity <= Self::VMFS_MAX {
             Self::VmfsSparse
@@ -78,7 +78,7 @@ impl DeltaFormat {
         }
     }
 
-    /// Its name on the command line.
+    /// The name of the format on the command line.
     pub fn name(self) -> &'static str {
         match self {
             Self::VmfsSparse => "vmfssparse",
@@ -109,13 +109,13 @@ impl std::str::FromStr for DeltaFormat {
     }
 }
 
-/// The ownership of an image.
+/// Who owns an image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum ImageOwnership {
     /// Made by this disk: changed, merged and removed as needed, and removed with the disk.
     Made,
-    /// Adopted for writing: changed, merged and removed as needed, but kept when the disk is deleted.
+    /// Adopted for writing: changed, merged and removed as needed, but not removed with the disk.
     Adopted,
     /// Owned by another disk or program: read only.
     Foreign,
@@ -130,7 +130,7 @@ pub struct Node {
     /// The image below it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub parent: Option<u32>,
-    /// Path of its folder; without one, the folder of the record.
+    /// Path of the image's folder; `None` for the folder of the record.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub folder: Option<String>,
     /// The file by which the image is opened.
@@ -139,14 +139,14 @@ pub struct Node {
     /// an extent whose descriptor is lost.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub format: Option<String>,
-    /// Its ownership.
+    /// Who owns the image.
     pub standing: ImageOwnership,
-    /// The CID of the image below that was accepted by force when this image was adopted, although this image records
-    /// another one.
+    /// The CID of the image below, if the user forced the adoption although this image records another parent CID. No
+    /// other CID is accepted.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub accepted: Option<u32>,
-    /// The journal of this SEsparse image may be unfinished, and is replayed as far as its entries can be verified. Set
-    /// by the user at adoption.
+    /// Whether the journal of this SEsparse image may be replayed, as far as its transactions are proven complete. The
+    /// user decides this at adoption.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub replay: bool,
 }
@@ -158,7 +158,7 @@ impl Node {
     }
 }
 
-/// A snapshot: a name for an image with those below it.
+/// A snapshot: a name for the content of an image and those below it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SnapshotRecord {
@@ -239,25 +239,25 @@ pub struct CloneRecord {
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct FileRecord {
-    /// Path of its folder, as in [`Node`].
+    /// Path of the file's folder, as in [`Node`].
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub folder: Option<String>,
-    /// Its name.
+    /// The name of the file.
     pub name: String,
 }
 
-/// What the descriptor of an image has to state about its parent.
+/// The statement about the parent in the descriptor of an image.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase", deny_unknown_fields)]
 pub enum ParentNow {
-    /// No parent: the descriptor of a base, with the adapter, and the UUID of the disk if it is known.
+    /// No parent: the descriptor becomes that of a base, with the adapter, and the UUID of the disk if it is known.
     None {
         /// The adapter type.
         adapter: String,
         /// The UUID of the disk.
         uuid: Option<String>,
     },
-    /// A parent: its CID, if it has one, and its path.
+    /// A parent: its path, and its CID if it has one.
     Of {
         /// The parent's CID; `None` leaves the recorded one unchanged.
         content: Option<u32>,
@@ -275,11 +275,11 @@ pub struct Settlement {
     /// The new CID of the image.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub content: Option<u32>,
-    /// The new statement about the parent.
+    /// The statement about the parent that the descriptor gets.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub parent: Option<ParentNow>,
-    /// The complete new text, if the descriptor is inside an extent: it is overwritten there in place, and a power cut
-    /// may leave an invalid text.
+    /// The complete new text, if the descriptor is inside an extent: such a text is overwritten in place, so a power
+    /// cut may leave an invalid one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub text: Option<String>,
 }
@@ -294,7 +294,8 @@ pub enum MergeSide {
     Up,
 }
 
-/// A merge under way: the content of an image changes, and its CID differs from the one that its children record.
+/// A merge under way, which changes the content of an image: until the merge is settled, the image's CID may differ
+/// from the one that its children record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Merging {
@@ -316,8 +317,8 @@ pub struct Merging {
 pub enum Fate {
     /// The disk is being created: after a crash it does not exist.
     Creating,
-    /// The disk is being deleted: after a crash its remaining files are removed. The name of the record's file states
-    /// this, not its text.
+    /// The disk is being deleted: after a crash its remaining files are removed. This state is in the name of the
+    /// record's file, not in its text.
     #[serde(skip)]
     Deleting,
 }
@@ -364,13 +365,13 @@ impl Pending {
 pub struct Record {
     /// Name.
     pub name: String,
-    /// Identity.
+    /// The UUID of the disk.
     pub uuid: String,
     /// Time of creation: seconds since 1970.
     pub created: u64,
-    /// The beginning of the names of its files.
+    /// The common beginning of the names of the disk's files.
     pub stem: String,
-    /// The kind of its base, as for option `-d`.
+    /// The kind of the base, as named by option `-d`.
     pub kind: String,
     /// The format of new deltas.
     pub delta: DeltaFormat,
@@ -382,13 +383,13 @@ pub struct Record {
     /// Whether a list of snapshots is written for VMware.
     #[serde(default)]
     pub vmsd: bool,
-    /// The image that guest writes go to.
+    /// The image in which guest writes are made.
     pub head: u32,
     /// The images.
     pub nodes: Vec<Node>,
     /// The snapshots, oldest first.
     pub snapshots: Vec<SnapshotRecord>,
-    /// The last UID given to a snapshot.
+    /// The UID of the newest snapshot so far.
     pub last_uid: u32,
     /// Tunables.
     pub tunables: Tunables,
@@ -401,7 +402,7 @@ pub struct Record {
     /// Linked clones of this disk.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub clones: Vec<CloneRecord>,
-    /// Folders that its images may refer to, besides their own.
+    /// Folders that the disk's images may refer to, besides their own.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub permitted: Vec<String>,
     /// The pending operation.
@@ -430,7 +431,7 @@ impl Record {
         while let Some(parent) = at.parent {
             at = self.node(parent)?;
             line.push(parent);
-            // Checked when a record is read; records in memory derive from one that was read.
+            // A record that was read has no cycles; this check protects against a cycle made in memory.
             if line.len() > self.nodes.len() {
                 return Err(Error::new(ErrorKind::Corrupt, format!("the images of '{}' form a circle", self.name)));
             }
@@ -461,7 +462,8 @@ impl Record {
         self.snapshots.iter().rev().find(|snapshot| snapshot.node == node)
     }
 
-    /// The snapshot before this one: of the same image, or of the nearest image below that has one.
+    /// The snapshot before this one: an earlier one of the same image, or the last one of the nearest image below that
+    /// has any.
     pub fn snapshot_before(&self, snapshot: &SnapshotRecord) -> Option<&SnapshotRecord> {
         let same = self.snapshots.iter().take_while(|other| other.uid != snapshot.uid);
         same.filter(|other| other.node == snapshot.node).last().or_else(|| {
@@ -470,7 +472,7 @@ impl Record {
         })
     }
 
-    /// The snapshot from which the head continues.
+    /// The snapshot on which the head is based.
     pub fn current(&self) -> Option<&SnapshotRecord> {
         self.line(self.head).ok()?.iter().find_map(|node| self.snapshot_of(*node))
     }
@@ -542,7 +544,7 @@ impl Record {
         Ok(record)
     }
 
-    /// Checks everything on which other code relies.
+    /// Checks all properties on which other code relies.
     fn check(&self) -> Result<()> {
         let corrupt = |what: String| {
             Err(Error::new(ErrorKind::Corrupt, format!("the record of '{}': {what}", self.name.escape_debug())))
@@ -561,7 +563,7 @@ impl Record {
         if parents.len() != self.nodes.len() {
             return corrupt("two images have one number".to_owned());
         }
-        // Every image is followed to its base; the walk stops at an image that is known to lead to a base.
+        // The parents of every image are followed to a base, or to an image from which a base was reached before.
         let mut ending: HashSet<u32> = HashSet::new();
         for node in &self.nodes {
             if !is_plain(&node.descriptor) {

@@ -1,14 +1,14 @@
 //! Reopening a disk after an I/O failure, in the process that has it open.
 //!
 //! 1. Before an image is opened again, the old chain is stopped, and no request is inside it any more: its layers write
-//!    nothing from then on. Reads that were planned through the old chain have to end before, too, because the new
-//!    opening may reuse the grains. The caller waits for these reads.
+//!    nothing more. Reads that were planned through the old chain have to end before, too, because the new opening may
+//!    reuse grains that they read. The caller waits for these reads.
 //! 2. After a failed flush the page cache may differ from the device. Every file of the disk is flushed once more,
 //!    which shows whether the device accepts writes again, and is then evicted from the page cache.
 //! 3. The record is read again: a failed replacement may have left the old or the new one. Before that, its folder and
-//!    the folder of each image are flushed. Otherwise a power cut could bring back the other record after writes were
-//!    acknowledged under this one.
-//! 4. Until all this has succeeded, the disk stays stopped, and reopening can be tried again.
+//!    the folder of each image are flushed. Otherwise a power cut could restore the other record after writes were
+//!    acknowledged under the one that was read.
+//! 4. Until all these steps have succeeded, the disk stays stopped, and reopening can be tried again.
 
 use crate::disk::Disk;
 use crate::medium::{Failing, sync_folder};
@@ -18,7 +18,7 @@ use backend::{Access, IoMode};
 use std::sync::Arc;
 
 impl Disk {
-    /// Why the disk accepts no writes; `None` while it does, and after it was closed.
+    /// Why the disk accepts no writes; `None` while it accepts them, and after it was closed.
     pub fn stopped(&self) -> Option<String> {
         let state = self.state.lock();
         if state.closed {
@@ -35,8 +35,9 @@ impl Disk {
     }
 
     /// Opens a stopped disk again. No read may be under way through the old chain; users of the disk have to ask for
-    /// the new one. Writes acknowledged after the last successful flush may be lost; returns whether there were any.
-    /// Flushes of the new chain do not cover them, so the caller reports the loss to the users that rely on flushes.
+    /// the new chain. Writes acknowledged after the last successful flush may be lost; returns whether there were any
+    /// such writes. Flushes of the new chain do not cover them, so the caller reports the loss to the users that rely
+    /// on flushes.
     ///
     /// # Errors
     /// `Invalid` when the disk has not stopped; `Busy` while an operation is under way; `Stopped` when the process has
@@ -56,10 +57,10 @@ impl Disk {
             return Err(Error::new(ErrorKind::Stopped, text));
         }
         self.state.lock().stopped = Some(why);
-        // This also applies to readers of a snapshot until the reopening succeeds.
+        // Readers of a snapshot must not rely on the page cache either, until the reopening succeeds.
         self.mistrust();
         if let Some(line) = self.drop_head() {
-            // The loss is kept in the state, because the next attempt finds no chain.
+            // The loss is recorded in the state, because the chain no longer exists at the next attempt.
             let lost = line.chain.abandon();
             self.state.lock().lost |= lost;
         }
@@ -71,7 +72,7 @@ impl Disk {
         }
         let writable = self.writes_head(&record);
         self.show_media(&record, record.nodes.iter(), Failing::Now, &|node, place| {
-            // Reading is enough for a flush; images that the disk only reads may not be writable.
+            // A file opened for reading can be flushed; files that the disk only reads need not be writable.
             let access = if writable && node.id == record.head { Access::ReadWrite } else { Access::Read };
             place.open(IoMode::Buffered, access).map(Some)
         })?;

@@ -1,16 +1,16 @@
 //! Reverting: the head returns to the state of a snapshot.
 //!
 //! A new empty delta is made above the snapshot's image, the old head's chain is closed, and the record with the new
-//! head is committed. Then the old head is removed, with the images that only it needed. Users of the chain have to ask
-//! for the new one.
+//! head is committed. Then the old head is removed, with the images that only the old head needed. Users of the disk
+//! have to ask for the new chain.
 
 use crate::Result;
 use crate::disk::Disk;
 use crate::record::Pending;
 
 impl Disk {
-    /// Returns the head to the state of the snapshot. Writes since then are lost. The chain that was returned before
-    /// accepts no writes any more.
+    /// Returns the head to the state of the snapshot. Writes since the snapshot are lost. A chain that was returned
+    /// before accepts no writes any more.
     pub fn revert(&self, name: &str) -> Result<()> {
         self.noting(|| {
             let _operation = self.begin("reverting")?;
@@ -24,7 +24,7 @@ impl Disk {
             // The next caller that asks for the chain opens this image again, with those below it.
             image.layer().close()?;
             drop(image);
-            // Writes that cannot be flushed are dropped, if the record can be committed.
+            // Writes that cannot be flushed are dropped; only if the commit fails, the failure stops the disk.
             let failed = self.drop_head().and_then(|line| self.close_dropped_head(&line));
             let mut after = announced.clone();
             let head = node.id;

@@ -1,13 +1,13 @@
 //! Finishing committed operations, and undoing operations that were not committed.
 //!
-//! Every step can be interrupted by a crash and repeated. So the same code ends an operation, finishes one that failed
-//! when the next one begins, and recovers a disk after a crash:
+//! Every step can be repeated after an interruption. So the same code is used at the end of every operation, at the
+//! beginning of the next one if the last one failed, and when a disk is opened after a crash:
 //!
-//! 1. descriptors are corrected: the CID of an image that took another's place, the hints of the images above it;
+//! 1. descriptors are corrected: the CID of an image that has replaced another one, and the hints of the images above;
 //! 2. after a merge that was not committed: down, the image above the target records the target's new CID as its parent
 //!    CID, because its visible content is unchanged; up, the target gets its old CID back, for the same reason;
-//! 3. files that are not needed any more, or were never completed, are removed; if the other steps lack space on a full
-//!    file system, this step is done first;
+//! 3. files that are not needed any more, or were never completed, are removed; if a full file system has no space for
+//!    the corrections, files are removed first;
 //! 4. the record is committed without a pending operation, and VMware's list is written.
 
 use crate::disk::Disk;
@@ -42,7 +42,7 @@ impl Disk {
             None => self.sweep(&record)?,
         }
         match self.finish_pending() {
-            // The operation stays pending; the disk can be used or deleted meanwhile.
+            // The operation stays pending until there is space. Meanwhile, the disk can be used or deleted.
             Err(error) if error.kind() == ErrorKind::NoSpace => {
                 tracing::warn!(%error, disk = self.name(), "an interrupted operation needs free space to finish");
                 self.state.lock().unsettled = true;
@@ -53,8 +53,8 @@ impl Disk {
         Ok(())
     }
 
-    /// Finishes the operation for which the opening lacked space. If there still is none, the chain is opened as it is:
-    /// corrections of descriptors are written in place before anything that needs space, and a chain whose CIDs do not
+    /// Finishes the operation for which the opening lacked space. If there is still no space, the chain is opened
+    /// anyway: the CIDs in descriptors are corrected in place, which needs no space, and a chain with CIDs that do not
     /// match is refused when it is opened.
     pub(crate) fn settled(&self) -> Result<()> {
         self.noting(|| {
@@ -101,7 +101,7 @@ impl Disk {
 
     /// Finishes or undoes the pending operation of the record.
     pub(crate) fn finish_pending(&self) -> Result<()> {
-        // While it is open which of two records is durable, the files of both may be needed.
+        // While it is unknown which of two records is durable, the files of both may be needed.
         self.check_usable()?;
         let mut record = self.record();
         if record.pending.is_none() {
@@ -112,7 +112,7 @@ impl Disk {
             record.pending = None;
             self.commit(record)
         });
-        // After a failure, the images of the operation may not fit together.
+        // After a failure, the CIDs of the images may not match.
         self.state.lock().unsettled = finished.is_err();
         finished?;
         self.write_list();
@@ -149,7 +149,7 @@ impl Disk {
         outcome
     }
 
-    /// Corrects a descriptor, through the open image if that is writable.
+    /// Corrects a descriptor, through the open image if the head has it open for writing.
     fn settle(&self, record: &Record, settlement: &Settlement) -> Result<()> {
         let level = self.open_head().and_then(|line| line.level(settlement.node));
         match level {
@@ -164,7 +164,7 @@ impl Disk {
         }
     }
 
-    /// The correction after a merge that was not committed.
+    /// The correction of a descriptor after a merge that was not committed; `None` if nothing has to be corrected.
     fn unmerge(&self, record: &Record, merging: &Merging) -> Result<Option<Settlement>> {
         let Ok(node) = record.node(merging.node) else { return Ok(None) };
         match merging.side {
@@ -217,8 +217,8 @@ impl Disk {
         }
     }
 
-    /// Writes VMware's list of snapshots, if it differs. A failure is ignored: the list is derived from the record, and
-    /// is written again later.
+    /// Writes VMware's list of snapshots, if it differs. A failure is only logged: the list is derived from the record,
+    /// and is written again later.
     pub(crate) fn write_list(&self) {
         let record = self.record();
         if !record.vmsd || record.last_uid == 0 {
@@ -231,8 +231,8 @@ impl Disk {
         }
     }
 
-    /// Runs a step that needs space. If there is none, VMware's list is removed to make some: the list is derived from
-    /// the record, and is written again after the next operation or opening.
+    /// Runs a step that needs space. If there is none, VMware's list is removed to free its space, and the step is
+    /// tried again. The list is derived from the record, and is written again after the next operation or opening.
     pub(crate) fn with_room(&self, record: &Record, work: impl Fn() -> Result<()>) -> Result<()> {
         let outcome = work();
         let full = outcome.as_ref().is_err_and(|error| error.kind() == ErrorKind::NoSpace);

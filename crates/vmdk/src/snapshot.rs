@@ -2,18 +2,18 @@
 //!
 //! ```text
 //! announce    the record names the delta's files
-//! make        the empty delta is made, with the head's CID, which stays from now on, as its parent CID
-//! commit      the record has the snapshot, and the delta as head: an empty delta reads the same
-//! push        writes go to the delta
+//! make        the head gets the CID that it keeps; the empty delta is made, with this CID as its parent CID
+//! commit      the record has the snapshot, and the delta as head: the empty delta does not change the content
+//! push        from now on writes are made in the delta
 //! finish      the old head is opened for reading only
 //! ```
 //!
 //! 1. A crash before the commit leaves the disk as it was; a crash after it leaves the snapshot taken.
 //! 2. The head gets a new CID for this opening before the delta records it, so no later write changes the CID.
 //! 3. For several disks at one point in time, every disk's record is committed first; then all disks are frozen, in one
-//!    order, pushed, and released. A failure before the push is undone on all of them. A power cut between the commits
-//!    may leave some disks with the snapshot and some without, because their records are separate files; the deltas are
-//!    empty then. The caller records which snapshots belong together.
+//!    order, pushed, and released. A failure before the push is undone on all of them. Their records are separate
+//!    files, so a power cut between the commits may leave some disks with the snapshot and others without; the deltas
+//!    are empty in this case. The caller records which snapshots belong together.
 
 use crate::create::check_name;
 use crate::disk::{Disk, Operation};
@@ -34,13 +34,13 @@ pub struct NewSnapshot {
     pub name: String,
     /// Its description.
     pub description: String,
-    /// The folder of the new head; if unset, the disk's own.
+    /// The folder of the new head; `None` for the folder of the record.
     pub folder: Option<PathBuf>,
-    /// The format of the new head; if unset, the disk's usual one.
+    /// The format of the new head; `None` for the disk's usual one.
     pub delta: Option<DeltaFormat>,
-    /// Its UID; if unset, the next one. `Busy` if another snapshot has it.
+    /// The UID of the snapshot; `None` for the next one. `Busy` if the next UID is another one.
     pub uid: Option<u32>,
-    /// When the snapshot was taken, in seconds since 1970, for a copy of another snapshot; `None` for the present.
+    /// When the snapshot was taken, in seconds since 1970, for a copy of another snapshot; `None` for the present time.
     pub created: Option<u64>,
 }
 
@@ -68,7 +68,7 @@ pub struct Snapshot {
     pub current: bool,
     /// Its description.
     pub description: String,
-    /// Names of its linked clones.
+    /// Names of the snapshot's linked clones.
     pub clones: Vec<String>,
 }
 
@@ -83,8 +83,8 @@ struct Prepared<'a> {
 }
 
 /// Takes a snapshot of each disk, all at one point in time: no disk includes a write that began after the point on
-/// another. `between` is called at that point, while all writes wait. If it fails, its error is returned, and no
-/// snapshot is taken.
+/// another. `between` is called while all writes wait, before the writes of any disk continue in its new delta. If
+/// `between` fails, its error is returned, and no snapshot is taken.
 pub fn snapshot_group(of: &[(Arc<Disk>, NewSnapshot)], between: &mut dyn FnMut() -> Result<()>) -> Result<()> {
     let mut order: Vec<&(Arc<Disk>, NewSnapshot)> = of.iter().collect();
     // The same order in every group prevents deadlocks between groups.
@@ -159,7 +159,7 @@ impl Disk {
                     Ok(pause)
                 }
                 Err(error) => {
-                    // A flush that failed after the push stops the chain; the record is correct then.
+                    // If only the flush after the push has failed, the record is correct and is kept.
                     if prepared.line.chain.keys().len() == prepared.line.levels().len()
                         && let Err(second) = prepared.take_back()
                     {
@@ -252,7 +252,7 @@ impl Disk {
         match self.commit(after) {
             Ok(()) => Ok(prepared),
             Err(error) => {
-                // The record may still announce the files: see `settle`.
+                // The record still announces the files of the delta: see `settle`.
                 if let Err(second) = prepared.take_back() {
                     tracing::warn!(%second, "a failed snapshot stays until the disk is opened next");
                 }
@@ -273,8 +273,8 @@ impl Disk {
         self.commit(after)
     }
 
-    /// Makes an empty delta above an image, announced in the record, and opens it for writing. A commit has to add it
-    /// to the nodes.
+    /// Makes an empty delta above an image, announced in the record, and opens it for writing. The caller then commits
+    /// a record with the returned node.
     #[expect(clippy::too_many_arguments, reason = "every caller passes all of these")]
     pub(crate) fn make_delta(
         &self,
@@ -329,7 +329,7 @@ impl Disk {
             Some(descriptor) => Some(descriptor),
             None => self.descriptor_of(record, record.node(parent)?)?,
         };
-        // An image without a descriptor has no CID to compare.
+        // An image without a descriptor has no CID. The child records the CID of a disk that was never written.
         let descriptor = descriptor.unwrap_or_else(|| {
             let mut none = Descriptor::base(CreateType::Other("custom".to_owned()), Vec::new());
             none.content = ContentId::INITIAL;
@@ -345,11 +345,11 @@ impl Disk {
 }
 
 impl Prepared<'_> {
-    /// Completes a snapshot after the push: the old head is only read from now on.
+    /// Completes a snapshot after the push: the old head is opened again, for reading only.
     fn finish(&self, key: chain::LevelKey) {
         self.line.pushed(Level { node: self.node, image: Arc::clone(&self.image), key, closed: false });
         if let Err(error) = self.disk.set_reading(&self.line, self.before.head) {
-            // The old head is durable, and stays readable through its present opening.
+            // The snapshot is durable, and the old head stays readable through its present opening.
             self.disk.doubt(&error);
             tracing::warn!(%error, "the image below a snapshot could not be closed");
         }

@@ -6,17 +6,18 @@ use crate::record::Record;
 use crate::stored::{self, RECORD_SPARE};
 use crate::{ErrorKind, Result};
 
-/// How many bytes longer the written record may be than the measured one, because of other identities.
+/// How many bytes longer than the measured record the written one may be, because it has other random identities.
 const SLACK: u64 = 256;
 
-/// Space reserved for a record, until this is dropped, or until a record that finds no other space uses it.
+/// Space reserved for a record. It is freed when this value is dropped, or used by a record that finds no other space.
 pub(crate) struct Spare<'a> {
     disk: &'a Disk,
     bytes: u64,
 }
 
 impl Disk {
-    /// Reserves the space for the record that ends a merge; it is also enough for the record that announces the merge.
+    /// Reserves space for the record that ends a merge. The space is also sufficient for the record that announces the
+    /// merge.
     pub(crate) fn set_aside(&self, announced: &Record, after: &Record) -> Result<Spare<'_>> {
         let bytes = announced.encode()?.len().max(after.encode()?.len()) as u64 + SLACK;
         let spare = Spare { disk: self, bytes };
@@ -34,7 +35,8 @@ impl Spare<'_> {
         stored::set_aside(&**self.disk.home.directory(), self.bytes)
     }
 
-    /// Reserves the space again if a record has used it, as far as possible: the replaced record has freed some.
+    /// Makes the reservation again if a record has used it. Errors are ignored: the replaced record has usually freed
+    /// the space.
     pub fn renew(&self) {
         if let Err(error) = self.take() {
             tracing::debug!(%error, disk = self.disk.name(), "no space can be reserved for the next record");

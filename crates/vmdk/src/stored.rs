@@ -53,12 +53,12 @@ fn load_from(directory: &dyn Directory, name: &str) -> Result<Option<Record>> {
 /// A failed replacement of the record.
 pub(crate) struct NotStored {
     pub error: Error,
-    /// Whether the new record may be durable.
+    /// Whether it is unknown which record is durable.
     pub uncertain: bool,
 }
 
-/// Writes a record to the file that [`replace`] renames. This is the only step that needs space; if there is none, the
-/// reserved space is used.
+/// Writes a record to the file that [`replace`] renames. Only this step of a commit needs space. If there is none, the
+/// reserved file is used.
 pub(crate) fn prepare(directory: &dyn Directory, bytes: &[u8]) -> Result<()> {
     let written = replace::prepare(directory, RECORD_NEW, bytes).during(|| format!("writing '{RECORD_NEW}'"));
     let written = written.or_else(|error| match error.kind() {
@@ -70,26 +70,27 @@ pub(crate) fn prepare(directory: &dyn Directory, bytes: &[u8]) -> Result<()> {
 
 /// Reserves space for a record of this many bytes, until the file is removed.
 pub(crate) fn set_aside(directory: &dyn Directory, bytes: u64) -> Result<()> {
-    // Reserved space accepts one write, even on a copy-on-write file system.
+    // Reserved space can be written once without an allocation, even on a copy-on-write file system.
     let take = || {
         let file = directory.create(RECORD_SPARE, IoMode::Buffered)?;
-        // No more than a record needs: on a full file system with small blocks, there may not be more.
+        // No more than the record's length is reserved: a nearly full file system with small blocks may not have more.
         file.reserve(0, bytes)?;
         file.sync()
     };
     match take() {
         Err(error) if error::lacks_space(&error) => {
-            // A partial reservation may hold the last free space.
+            // A partial reservation would occupy the last free space.
             let _ = directory.remove(RECORD_SPARE);
             Err(Error::io("taking room for the disk's record", error))
         }
-        // Other failures are met again when the record is written; space reserved by an earlier operation is enough,
-        // too.
+        // Other failures are ignored here: if they persist, writing the record fails. A file reserved by an earlier
+        // operation can be used, too.
         _ => Ok(()),
     }
 }
 
-/// Writes a record into the reserved file, and renames that to the new record. Returns false if it does not fit.
+/// Writes a record into the reserved file, and renames that to the new record. Returns false if the record does not
+/// fit.
 fn fill_spare(directory: &dyn Directory, bytes: &[u8]) -> std::io::Result<bool> {
     let file = directory.open(RECORD_SPARE, IoMode::Buffered)?;
     if file.len()? < bytes.len() as u64 {

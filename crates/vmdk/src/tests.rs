@@ -47,7 +47,7 @@ fn snapshot(name: &str, uid: u32, node: u32) -> SnapshotRecord {
     }
 }
 
-/// Two branches: 1 <- 2 <- 3 (head), 1 <- 4 <- 5.
+/// A record with two branches: 1 <- 2 <- 3 (head), and 1 <- 4 <- 5; `<-` points to the parent.
 fn record() -> Record {
     Record {
         name: "vm".to_owned(),

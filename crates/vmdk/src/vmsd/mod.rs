@@ -29,7 +29,7 @@ mod parse;
 mod tests;
 mod write;
 
-/// The longest list, in bytes. A snapshot takes some 400.
+/// The longest list, in bytes. A snapshot needs some 400 bytes.
 pub const TEXT_MAX: usize = 4 << 20;
 /// The longest line.
 pub const LINE_MAX: usize = 16 << 10;
@@ -41,7 +41,7 @@ pub const DISKS_MAX: usize = 512;
 /// A disk of a snapshot.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct VmsdDisk {
-    /// The descriptor of the image with the disk's state: a name, or a path.
+    /// The descriptor of the image with the disk's state, as a name or a path.
     pub file: String,
     /// The device: `scsi0:0`.
     pub node: String,
@@ -52,7 +52,7 @@ pub struct VmsdDisk {
 pub struct VmsdSnapshot {
     /// Its UID, unique in the list.
     pub uid: u32,
-    /// The UID of the snapshot before it.
+    /// The UID of the snapshot on which this one is based; `None` for the first one.
     pub parent: Option<u32>,
     /// The file with the machine's state.
     pub state: String,
@@ -62,7 +62,7 @@ pub struct VmsdSnapshot {
     pub description: String,
     /// When the snapshot was taken: microseconds since 1970.
     pub created: u64,
-    /// Its disks.
+    /// The snapshot's disks.
     pub disks: Vec<VmsdDisk>,
 }
 

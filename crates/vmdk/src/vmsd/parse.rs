@@ -23,7 +23,7 @@ impl Vmsd {
     /// Reads a list.
     ///
     /// # Errors
-    /// `Corrupt` if it is too long, contains NUL bytes, or has a UID twice.
+    /// `Corrupt` if the list is too long, contains NUL bytes, or has a UID twice.
     pub fn parse(bytes: &[u8]) -> Result<Self> {
         if bytes.len() > TEXT_MAX {
             return Err(corrupt(format!("the list of snapshots has {} bytes: too many", bytes.len())));
@@ -99,7 +99,7 @@ impl Raw {
     }
 }
 
-/// The encoding named in the list; UTF-8 if there is none.
+/// The encoding named in the list; UTF-8 if the list names none.
 fn encoding_of(bytes: &[u8]) -> Option<Encoding> {
     let lines = bytes.split(|byte| *byte == b'\n').take(64);
     let mut named = lines.filter_map(|line| split_line(line).ok().flatten());

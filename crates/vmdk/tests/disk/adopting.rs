@@ -10,8 +10,8 @@ use std::sync::Arc;
 use vmdk::{Adopt, DeltaFormat, Disk, NewDisk, NewSnapshot, Options};
 use work::NoProgress;
 
-/// A folder as from an ESXi host: a tree with two branches, its list of snapshots, and no record. Returns the content
-/// of the snapshots and of the head, and the file name of the head.
+/// Fills a folder as an ESXi host leaves it: a tree with two branches, its list of snapshots, and no record. Returns
+/// the content of the snapshots and of the head, and the file name of the head.
 fn foreign(folder: &Path, delta: DeltaFormat) -> (BTreeMap<String, Vec<u8>>, Vec<u8>, String) {
     let new = NewDisk {
         name: "web".to_owned(),
@@ -133,7 +133,8 @@ fn a_tree_of_snapshots_is_adopted_and_read() {
 fn wrong_entries_of_a_snapshot_list_are_ignored() {
     let (home, folder) = (scratch(), scratch());
     let (snapshots, content, head) = foreign(folder.path(), DELTAS[0]);
-    // Another disk of the machine, outside paths, missing files, a file that is no disk, and a name used twice.
+    // The list has snapshots with another disk of the machine, paths outside the folder, missing files, a file that is
+    // no disk, and a name that occurs twice.
     let directory = local(folder.path());
     let other = NewImage::new("data.vmdk", 1 << 20, ImageKind::Thin);
     let mut number = 0;
@@ -164,7 +165,7 @@ fn wrong_entries_of_a_snapshot_list_are_ignored() {
     check_all(&disk, &snapshots, &content);
     let names: Vec<String> = disk.snapshots().into_iter().map(|snapshot| snapshot.name).collect();
     assert_eq!(names, ["a", "b", "c", "d", "a-2"]);
-    // Two names of one image: deleting one keeps the other.
+    // Two snapshots name one image: after one is deleted, the other still exists.
     disk.delete_snapshot("a", None, &NoProgress).unwrap();
     assert!(read(&disk.snapshot_chain("a-2").unwrap()) == snapshots["a"]);
 }

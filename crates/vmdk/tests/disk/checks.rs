@@ -11,7 +11,7 @@ use work::NoProgress;
 
 const CAPACITY: u64 = 64 << 20;
 const GUESTS: u32 = 2;
-/// Steps of a guest: enough for several checks to run meanwhile.
+/// Steps of a guest: so many that several checks run during them.
 const STEPS: u32 = 1500;
 
 fn guest(disk: &Disk, seed: u64) {

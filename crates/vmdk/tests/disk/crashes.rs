@@ -1,9 +1,9 @@
 //! Power cuts at random writes of every operation, in all delta formats. Afterwards the disk opens, every flushed byte
 //! is there, every other sector has its old content or that of a later write, snapshots are unchanged, the operation is
-//! done or not begun, and there is no file that no record names.
+//! complete or undone, and the record names every file.
 //!
-//! A seed determines a history: a disk with some snapshots, operations until the power is cut, then operations on what
-//! is left. Guests write from the progress reports of long operations.
+//! A seed determines a history: a disk with some snapshots, operations until the power is cut, then operations on the
+//! disk as it was left. Guests write from the progress reports of long operations.
 
 use crate::world::{DELTAS, Random, Sub, leaked, options};
 use backend::simulated::{SimulatedDisk, SimulatedOptions};
@@ -71,7 +71,7 @@ struct World {
     clones: BTreeMap<String, Vec<u8>>,
     name: String,
     numbers: u32,
-    // What the pending operation may have done.
+    // Possible results of the operation during which the power was cut.
     maybe_new: Option<String>,
     maybe_gone: BTreeSet<String>,
     maybe_head: Option<Vec<u8>>,
@@ -216,12 +216,11 @@ impl World {
         self.name = disk.name();
         assert_eq!(leaked(&disk), Vec::<String>::new());
         let checked = disk.check(false, &NoProgress).unwrap();
-        // Hosted sparse tables have a redundant copy, which is written later, and is read only where the first one is
-        // damaged.
+        // A hosted sparse table has a second copy, which may be older after a crash. The difference is no damage.
         let problems: Vec<_> =
             checked.problems.iter().filter(|problem| !problem.contains("from their copies")).collect();
         assert_eq!(problems, Vec::<&String>::new());
-        // The other disks of the machine.
+        // Next, the clones are checked.
         if let Some((folder, content)) = self.maybe_clone.take() {
             self.clones.insert(folder.clone(), content);
             self.maybe_clone_gone = Some(folder);
@@ -473,7 +472,7 @@ fn history(seed: u64, formats: &[DeltaFormat], counts: &mut BTreeMap<Operation, 
     let mut disk = Disk::create(world.folder("a"), &new, &options, &NoProgress).unwrap();
     for _ in 0..CUTS {
         let mut world_shared = Mutex::new(world);
-        // The chain begins with some depth.
+        // The history begins with a chain of several levels.
         for _ in 0..world_shared.get_mut().random.below(3) {
             let chain = disk.chain().unwrap();
             for _ in 0..3 {

@@ -1,6 +1,6 @@
-//! Operations on failing media: snapshots, reverts, merges on the head's branch and beside it, wiping, shrinking.
-//! Afterwards any part of the page cache may be evicted. A read of a block of the head or of a snapshot returns its
-//! content or fails. When the device works again, and after a power cut, it returns the content.
+//! Operations on failing media: snapshots, reverts, merges on the head's branch and on other branches, wiping,
+//! shrinking. Afterwards any part of the page cache may be evicted. A read of a block of the head or of a snapshot
+//! returns its content or fails. When the device works again, and after a power cut, every read returns the content.
 
 use crate::world::{DELTAS, Random, options};
 use backend::IoMode;
@@ -62,7 +62,7 @@ fn read(chain: &Chain) -> Vec<Option<u8>> {
     read_bytes(chain).into_iter().map(|bytes| bytes.map(value)).collect()
 }
 
-/// Whether the blocks have their expected values; `whole` if each of them must have been read.
+/// Whether the blocks have their expected values; with `whole`, each of them must have been read.
 fn fits(found: &[Option<u8>], expected: &Blocks, whole: bool) -> bool {
     found.iter().zip(expected).all(|(found, expected)| found.map_or(!whole, |found| found == *expected))
 }
@@ -188,7 +188,7 @@ impl World {
         evict(&self.machine, |_| random.percent(50));
     }
 
-    /// Compares all blocks; `whole` if each of them must be readable.
+    /// Compares all blocks; with `whole`, each of them must be readable.
     fn verify(&mut self, whole: bool, after: &str) {
         let context = format!("{}, {after}, whole {whole}", self.what);
         let listed: Vec<String> = self.disk.snapshots().into_iter().map(|snapshot| snapshot.name).collect();
@@ -249,7 +249,7 @@ fn round(world: &mut World) -> (bool, bool, String) {
 fn case(seed: u64) -> (u32, u32) {
     let mut world = World::new(seed);
     let (mut stopped, mut failed) = (0, 0);
-    // From here on, most of the snapshots are beside the head's branch.
+    // After this revert, most of the snapshots are on other branches than the head.
     let first = world.snapshots.keys().next().cloned().unwrap();
     if !seed.is_multiple_of(4) {
         world.disk.revert(&first).unwrap();
@@ -289,8 +289,8 @@ fn after_failed_flushes_reads_return_data_of_the_medium_on_every_branch() {
     assert!(u64::from(failed) > cases && u64::from(stopped) > cases / 4, "{failed} {stopped}");
 }
 
-/// A merge up beside the head's branch: after its flush has failed, the target looks complete in the page cache, and a
-/// merge that relied on this would remove the only copy.
+/// A merge up on another branch than the head's. After its flush has failed, the target looks complete in the page
+/// cache, and another merge that relied on the page cache would remove the only copy.
 #[test]
 fn a_merge_on_another_branch_is_repeated_from_the_medium_after_a_failed_flush() {
     let mut failed = 0;
@@ -324,7 +324,8 @@ fn a_merge_on_another_branch_is_repeated_from_the_medium_after_a_failed_flush() 
                 disk.reopen().unwrap();
             }
             let context = format!("seed {seed}, {delta:?}, {direction:?}, flush {step}: {done:?}");
-            // The deletion is repeated, or another deletion finishes what it has left.
+            // If the snapshot still exists, its deletion is repeated; otherwise another deletion finishes the pending
+            // operation.
             match disk.snapshots().iter().any(|snapshot| snapshot.name == "b") {
                 true => disk.delete_snapshot("b", Some(direction), &NoProgress).unwrap(),
                 false => {
@@ -342,8 +343,8 @@ fn a_merge_on_another_branch_is_repeated_from_the_medium_after_a_failed_flush() 
     assert!(failed > 60, "{failed}");
 }
 
-/// A snapshot of data that a failed flush has lost: the page cache may still have it. What a reader gets does not
-/// change, also in a process that is started again, and while `disk reopen` fails.
+/// A snapshot of data that a failed flush has lost: the page cache may still have it. Reads of the snapshot always
+/// return the same content: while `disk reopen` fails, and in a restarted process.
 #[test]
 fn a_snapshot_whose_flush_failed_reads_data_of_the_medium() {
     let (mut read_ones, mut lost) = (0, 0);

@@ -31,7 +31,7 @@ impl Machine {
         let mut options = options(1);
         let (known, found) = (Arc::new(OnceLock::new()), storage.directory());
         let own = Arc::clone(&known);
-        // The other disk is a clone.
+        // Any other UUID is that of the clone.
         options.folders = Some(Arc::new(move |uuid: &str| {
             Ok(Sub::folder(&found, if own.get().unwrap() == uuid { "a" } else { "c" }))
         }));
@@ -59,7 +59,7 @@ impl Machine {
         content[7 * PAGE as usize..11 * PAGE as usize].fill(byte);
     }
 
-    /// Fills the file system until `free` pages are left.
+    /// Fills the file system until only `free` pages are free.
     fn fill(&self, free: u64) {
         let directory = self.storage.directory();
         let name = format!("filler-{}", self.storage.operations());
@@ -92,7 +92,7 @@ impl Progress for Machine {
     }
 }
 
-/// Another program that also takes the space reserved for a record, as on a file system that reserves nothing.
+/// Another program that also takes the space reserved for a record, so that the reservation has no effect.
 struct Greedy<'a>(&'a Machine);
 
 impl Progress for Greedy<'_> {
@@ -102,8 +102,8 @@ impl Progress for Greedy<'_> {
     }
 }
 
-/// Attempts merges and a snapshot, each with `free` pages of space at its beginning and none later. A merge down has
-/// reserved space for its record; a merge up has lost that space.
+/// Attempts merges and a snapshot. Each has `free` pages of space at its beginning and none later. The merge down can
+/// use the space that it reserved for its record; the merge up has lost that space.
 fn half_done(machine: &Machine, free: u64) {
     let merge = || machine.disk.delete_snapshot("second", Some(Direction::Down), machine);
     let fill_up = || machine.disk.delete_snapshot("first", Some(Direction::Up), &Greedy(machine));
@@ -200,7 +200,8 @@ fn a_snapshot_is_deleted_if_the_target_has_space_for_its_data() {
     }
 }
 
-/// A merge that was announced finds no free space at its end: it has reserved the space for its record.
+/// A merge that was announced finds no free space at its end, and succeeds, because it has reserved the space for its
+/// record.
 #[test]
 fn a_merge_reserves_space_for_its_record_before_it_begins() {
     for (delta, seed) in DELTAS.into_iter().zip(11..) {
@@ -236,8 +237,8 @@ fn a_merge_reserves_space_for_its_record_before_it_begins() {
     }
 }
 
-/// A merge up into a target that already has space for the data finds no free space at its end: it has reserved the
-/// space for its record.
+/// A merge up into a target that already has space for the data finds no free space at its end, and succeeds, because
+/// it has reserved the space for its record.
 #[test]
 fn a_merge_up_reserves_space_for_its_record_before_it_begins() {
     for (delta, seed) in DELTAS.into_iter().zip(11..) {
@@ -245,7 +246,7 @@ fn a_merge_up_reserves_space_for_its_record_before_it_begins() {
         for free in 0..6 {
             for with_list in [true, false] {
                 let machine = Machine::new(ImageKind::EagerZeroedThick, delta, seed);
-                // No block of the snapshot's image is visible.
+                // The write hides all data of the snapshot's image, so nothing has to be copied.
                 machine.write(5, 4);
                 let content = read(&machine.disk.chain().unwrap());
                 if !with_list {
@@ -297,7 +298,8 @@ fn a_merge_without_space_for_the_data_leaves_the_disk_unchanged() {
     }
 }
 
-/// There is little more space than the data needs: what the merge writes beside the data is counted too.
+/// The free space is little more than the data needs. The check before a merge also counts the metadata that the merge
+/// writes.
 #[test]
 fn with_any_free_space_a_snapshot_is_deleted_or_unchanged() {
     let (mut deleted, mut left) = (0, 0);
@@ -325,7 +327,7 @@ fn with_any_free_space_a_snapshot_is_deleted_or_unchanged() {
     assert!(deleted > 10 && left > 10, "{deleted} {left}");
 }
 
-/// The file system reports more free space than it has.
+/// The file system reports more free space than it really has.
 #[test]
 fn a_merge_into_overstated_free_space_leaves_the_disk_unchanged() {
     for delta in &DELTAS[..2] {
@@ -346,7 +348,7 @@ fn a_merge_into_overstated_free_space_leaves_the_disk_unchanged() {
     }
 }
 
-/// Each range needs a table of its own in the target, which is larger than the range.
+/// In the target, each range needs a new table, which is larger than the range.
 #[test]
 fn a_merge_without_space_for_tables_leaves_the_disk_unchanged() {
     const PIECES: u64 = 20;
@@ -361,7 +363,7 @@ fn a_merge_without_space_for_tables_leaves_the_disk_unchanged() {
         let chain = disk.chain().unwrap();
         (0..PIECES).for_each(|piece| chain.write(piece << 25, &[7; PAGE as usize]).unwrap());
         chain.flush().unwrap();
-        // Space for one and a half times the payload.
+        // The free space is one and a half times the payload.
         let directory = storage.directory();
         let filler = directory.create("filler", IoMode::Buffered).unwrap();
         filler.reserve(0, directory.room().unwrap().available - PIECES * PAGE * 3 / 2).unwrap();
@@ -394,7 +396,7 @@ fn a_clone_and_its_parent_are_deleted_on_a_full_file_system() {
     assert!(names.iter().all(|name| name.starts_with("filler")), "{names:?}");
 }
 
-/// Checks that a chain works without free space. Pages 7 to 10 have grains and can be written.
+/// Checks that a chain can be used without free space. Pages 7 to 10 already have grains, so they can be written.
 fn goes_on_without_room(disk: &Disk, content: &mut [u8], byte: u8) {
     let chain = disk.chain().unwrap();
     chain.write(7 * PAGE, &[byte; 4 * PAGE as usize]).unwrap();

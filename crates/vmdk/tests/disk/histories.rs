@@ -85,7 +85,7 @@ impl History {
         let direction = *self.random.pick(&[None, Some(Direction::Down), Some(Direction::Up)]);
         let patience = if self.random.percent(20) { 1 + self.random.below(3) as u32 } else { 0 };
         let mut deleted = self.disk.delete_snapshot(&name, direction, &self.busy(patience));
-        // A process that another test forks holds this process's locks until it executes QEMU.
+        // A process that another test has forked holds copies of this process's locks until it executes QEMU.
         while deleted.as_ref().is_err_and(|error| error.kind() == ErrorKind::Busy) {
             std::thread::sleep(std::time::Duration::from_millis(5));
             assert!(self.disk.snapshots().iter().any(|snapshot| snapshot.name == name), "Busy, and gone");

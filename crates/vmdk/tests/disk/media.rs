@@ -1,6 +1,7 @@
-//! Storage that fails: reads, writes, flushes, reservations, once, for a time or for ever, under disks of every format.
-//! Each sector must read as acknowledged, or not at all. After a restart it has the flushed content, or newer. What a
-//! new process reads after a kill or a failed close, with the page cache kept, must stay.
+//! Storage that fails: reads, writes, flushes and reservations fail once, for a time or for ever, under disks of every
+//! format. Each sector must read as acknowledged, or not at all. After a restart it has the flushed content, or newer.
+//! After a kill or a failed close, the page cache is kept, and content that a new process has read must not change
+//! later.
 
 use crate::world::{DELTAS, Random, Sub, options};
 use backend::simulated::{Fault, Request, SimulatedDisk, SimulatedOptions};
@@ -14,8 +15,8 @@ use work::NoProgress;
 
 const SECTOR: u64 = 512;
 const CAPACITY: u64 = 24 << 20;
-/// The number of places that are written, each of four blocks. They are far enough apart to have different tables and
-/// different parts in the record of unflushed ranges.
+/// The number of places that are written, each of four blocks. They are so far apart that each has its own tables, and
+/// its own part in the notes of unflushed ranges.
 const PLACES: u64 = 64;
 const PLACE_SECTORS: u64 = 32;
 const SECTORS: u64 = PLACES * PLACE_SECTORS;
@@ -40,7 +41,7 @@ struct World {
     disk: Arc<Disk>,
     random: Random,
     sectors: Vec<Sector>,
-    /// A fault was requested, so errors are permitted.
+    /// Whether a fault was requested, so that errors are permitted.
     faulty: bool,
     what: String,
 }
@@ -155,7 +156,7 @@ impl World {
         }
     }
 
-    /// Ends the faults, and reopens the disk in the same process. What is read then must stay.
+    /// Ends the faults, and reopens the disk in the same process. Content that is read then must not change later.
     fn reopen(&mut self) {
         self.machine.mend();
         self.faulty = false;
@@ -206,7 +207,7 @@ impl World {
             assert!(sector.later.contains(&bytes[0]), "{what}: {} at sector {number}", bytes[0]);
             *sector = Sector { now: vec![bytes[0]], later: vec![bytes[0]] };
         }
-        // A flush, as a client makes that relies on what it has read.
+        // A client that relies on content that it has read makes a flush first.
         chain.flush().unwrap_or_else(|error| panic!("{what}: {error}"));
         Self { machine, disk, random, sectors, faulty: false, what }
     }
@@ -331,7 +332,7 @@ fn case(seed: u64, kind: ImageKind, delta: DeltaFormat) -> (u64, bool) {
         }
     }
     let mut world = world.restart();
-    // A torn write leaves either value; from this read on the value is known.
+    // A torn write leaves the old or the new value. After this read the model has the value that was found.
     assert_eq!(world.check(0, SECTORS), 0);
     world.steps(40);
     world.flush();
@@ -371,7 +372,7 @@ fn stops_in_a_snapshot(machine: &SimulatedDisk, disk: &Disk) -> bool {
     })
 }
 
-/// The new chain has nothing to flush, so the successful attempt reports the loss, also when earlier attempts failed.
+/// The new chain has nothing to flush, so the attempt that succeeds reports the loss, even if earlier attempts failed.
 #[test]
 fn reopening_reports_whether_writes_may_be_lost() {
     for seed in 0..3 {
@@ -423,7 +424,7 @@ fn the_record_that_a_reopening_found_is_kept() {
     assert!(stopped > 6, "{stopped}");
 }
 
-/// The folder of the record, or of an image, while changes of names cannot be made durable.
+/// The opening fails while changes of names in the folder of the record, or of an image, cannot be made durable.
 #[test]
 fn reopening_fails_until_the_folders_can_be_flushed() {
     let (machine, disk) = small(0);
@@ -477,15 +478,15 @@ fn a_flush_without_space_stops_the_disk() {
     }
 }
 
-/// Gives other threads time during a flush.
+/// Delays a flush, so that other threads run during it.
 fn slow_flush(request: Request) {
     if request == Request::Sync {
         std::thread::sleep(Duration::from_millis(2));
     }
 }
 
-/// A caller requests the chain while the head is replaced. It may get the old chain, which takes no writes any more.
-/// No later caller gets the old chain.
+/// A caller requests the chain while the head is replaced. It may receive the old chain, which accepts no writes any
+/// more. No later caller receives the old chain.
 #[test]
 fn a_chain_opened_during_a_revert_is_not_reused() {
     for seed in 0..6 {

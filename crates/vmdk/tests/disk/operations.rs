@@ -119,7 +119,8 @@ fn an_image_is_merged_only_when_it_has_one_child() {
         disk.delete_snapshot("root", None, &NoProgress).unwrap();
         assert_eq!(names(&disk), ["left", "right"]);
         assert_eq!(disk.record().nodes.len(), 4);
-        // The image has no children, so it is removed, and the image kept before is merged.
+        // The image has no children, so it is removed. The image below, which was kept for its two children, now has
+        // one and is merged.
         disk.delete_snapshot("left", None, &NoProgress).unwrap();
         assert_eq!(disk.record().nodes.len(), 2);
         assert_eq!((byte(&disk, 0), byte(&disk, 4096), byte(&disk, 8192)), (1, 0, 3));
@@ -151,7 +152,7 @@ fn branches_without_the_head_are_merged() {
         assert_eq!((found[0], found[4096], found[8192], found[12288]), (1, 2, 3, 0));
         assert_eq!(byte(&disk, 0), 9);
         assert_eq!(leaked(&disk), Vec::<String>::new());
-        // While its chain is open the snapshot stays, and so do the images below.
+        // While its chain is open, the snapshot cannot be deleted, and the images below are not merged.
         let refused = kind(disk.delete_snapshot("c", None, &NoProgress));
         assert_eq!(refused.0, ErrorKind::Busy);
         drop(chain);
@@ -245,7 +246,7 @@ fn images_below_a_clone_are_not_removed() {
     assert_eq!(disk.snapshots()[1].clones, ["child"]);
     let refused = kind(disk.delete_snapshot("gold", None, &NoProgress));
     assert!(refused.0 == ErrorKind::Busy && refused.1.contains("child"), "{refused:?}");
-    // An image between the clone and the base keeps its file, and loses its name.
+    // An image between the clone and the base loses its snapshot's name, and keeps its file.
     disk.delete_snapshot("below", None, &NoProgress).unwrap();
     assert_eq!(disk.record().nodes.len(), 3);
     assert_eq!(kind(disk.consolidate(&NoProgress)).0, ErrorKind::Busy);
@@ -499,8 +500,8 @@ fn damaged_records_are_refused() {
     Disk::open(local(folder.path()), &options(1)).unwrap().chain().unwrap();
 }
 
-/// For any single I/O failure, the operation fails or succeeds, the disk continues or has to be reopened, and all data
-/// is there afterwards.
+/// For any single I/O failure: the operation fails or succeeds, the disk continues or has to be reopened, and
+/// afterwards no data is lost.
 #[test]
 fn one_failed_io_leaves_the_disk_consistent() {
     for (which, count) in [(0u64, 40u64), (1, 60), (2, 80), (3, 60)] {
@@ -538,7 +539,7 @@ fn one_failed_io_leaves_the_disk_consistent() {
                 Err(error) => assert!(outcome.is_err(), "{what}, and then {error}"),
             }
             drop((chain, disk));
-            // A requested failure that has not occurred ends with the machine.
+            // The restart of the machine cancels a requested failure that has not occurred yet.
             let machine = machine.crash();
             let disk = Disk::open(Folder::plain(machine.directory()), &options(2)).unwrap();
             assert!(read(&disk.chain().unwrap()) == content, "{what}");

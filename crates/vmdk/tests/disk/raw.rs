@@ -1,5 +1,5 @@
-//! Disks with a raw base: other programs open them by the path of their head, and guest data at the beginning of the
-//! base never decides its format.
+//! Disks with a raw base: other programs open such a disk by the path of its head, and guest data at the beginning of
+//! the base never decides its format.
 
 use crate::world::{Random, local, options, read, scratch};
 use chain::Chain;
@@ -23,7 +23,7 @@ fn raw_disk(folder: &Path) -> Arc<Disk> {
     Disk::create(local(folder), &new, &options(1), &NoProgress).unwrap()
 }
 
-/// The content that a program reads that has only the folder, without the record.
+/// The content that another program reads, which finds the disk by its folder and not by lamina's record.
 fn by_path(disk: &Disk, folder: &Path) -> Vec<u8> {
     disk.chain().unwrap().flush().unwrap();
     let record = disk.record();

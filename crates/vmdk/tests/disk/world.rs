@@ -62,7 +62,7 @@ impl Guest {
 pub struct Busy<'a> {
     pub guest: &'a Mutex<Guest>,
     pub chain: Arc<Chain>,
-    /// The merge is cancelled after this many reports; never if zero.
+    /// After this many reports, the merge is cancelled; 0 for never.
     pub patience: Mutex<u32>,
 }
 
