@@ -1,7 +1,7 @@
 //! Reads and writes of any range, in either I/O mode: direct I/O requires whole, aligned blocks of 4 KiB, which formats
 //! with sector granularity cannot always offer.
 //!
-//! 1. Buffered requests go to the file unchanged.
+//! 1. Buffered requests are passed to the file unchanged.
 //! 2. A direct write that covers blocks only in part reads them, merges its bytes, and writes whole blocks. Meanwhile
 //!    no other write or punch of this file may run, or adjacent bytes in the block would be lost: such a write holds
 //!    `blocks` exclusively, every other operation holds it shared.

@@ -18,7 +18,7 @@ use std::ops::Range;
 /// dropped range is allocated again when the range is next requested.
 const RANGES_MAX: usize = 1 << 16;
 
-/// The ranges of one file that are known to have space.
+/// The ranges of one file that have space for certain.
 #[derive(Default)]
 pub(crate) struct Backing {
     /// The end of each range by its start; disjoint, never adjacent.
@@ -43,7 +43,7 @@ impl Backing {
         Ok(())
     }
 
-    /// Drops `range`, whose space was freed.
+    /// Drops `range`: its space was freed.
     pub(crate) fn forget(&self, range: Range<u64>) {
         let mut known = self.known.lock();
         let touched = known.range(..range.end).filter(|(_, end)| **end > range.start);

@@ -14,7 +14,7 @@
 //! ova          no layer: the archive that contains streamOptimized disks with their description
 //! ```
 //!
-//! A layer covers its own files only. It never reads a parent: it reports ranges that it does not hold as
+//! A layer covers its own files only. It never reads a parent: it reports ranges that it does not store as
 //! [`Content::Absent`], and the chain asks the layer below. Invariants of every format:
 //!
 //! 1. Bytes of an image are untrusted. Each offset, size and count is checked before it is used. Values in a header
@@ -159,8 +159,8 @@ pub trait Layer: Send + Sync {
         Err(read_only(self.format()))
     }
 
-    /// Overwrites sectors, the slices one after another at `start`, if this layer holds every touched grain as
-    /// [`Content::Data`] and writes in place: then a small write into a large grain costs no more than its size.
+    /// Overwrites sectors, the slices one after another at `start`, if this layer stores every touched grain as
+    /// [`Content::Data`] and overwrites it in place: then a small write into a large grain costs no more than its size.
     /// Otherwise returns `Ok(false)` without a change; the chain then completes the grains and calls [`Layer::write`].
     fn overwrite(&self, start: u64, slices: &[&[u8]]) -> Result<bool> {
         let _ = (start, slices);

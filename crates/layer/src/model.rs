@@ -148,7 +148,7 @@ impl<'a, S: Subject> Trial<'a, S> {
     fn range(&mut self, grain: u64) -> Range<u64> {
         let capacity = self.subject.capacity();
         let grains = capacity.div_ceil(grain);
-        // Most operations go to a few ranges, as with guests.
+        // Most operations are in a few ranges, as with guests.
         let first = match self.random.below(3) {
             0 => self.random.below(grains),
             1 => self.random.below(grains.min(64)),
@@ -249,7 +249,7 @@ impl<'a, S: Subject> Trial<'a, S> {
                     break;
                 }
             }
-            // Sometimes the cut comes during the close.
+            // Sometimes the power is cut during the close.
             if !self.disk.is_off() && self.random.below(3) == 0 {
                 let _ = layer.close().inspect(|()| self.memory.flushed());
             }

@@ -29,7 +29,7 @@ pub(crate) fn compressible(seed: u64, length: usize) -> Vec<u8> {
     out
 }
 
-/// Reads a range as a chain does: ranges that the layer does not hold come from `parent`, or are zeros.
+/// Reads a range as a chain does: ranges that the layer does not store are read from `parent`, or are zeros.
 pub(crate) fn read(layer: &dyn Layer, range: Range<u64>, parent: Option<&[u8]>) -> Result<Vec<u8>> {
     let mut out = vec![0; (range.end - range.start) as usize];
     let _epoch = layer.epoch();

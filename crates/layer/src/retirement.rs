@@ -73,7 +73,7 @@ impl Retirement {
         &self.open
     }
 
-    /// Closes the batch and ends its epoch, whose number it returns.
+    /// Closes the batch and ends its epoch. Returns the number of the epoch.
     pub(crate) fn close(&mut self, epochs: &Epochs) -> u64 {
         let epoch = epochs.end();
         let places = std::mem::take(&mut self.open);
@@ -83,7 +83,7 @@ impl Retirement {
         epoch
     }
 
-    /// A commit begins: its tables, taken **after** this call, name no location that was retired before.
+    /// A commit begins: the tables that it reads **after** this call name no location that was retired before.
     pub(crate) fn begin_commit(&mut self, epochs: &Epochs) {
         if !self.open.is_empty() {
             self.close(epochs);

@@ -101,7 +101,7 @@ fn content(number: u32, bytes: u64) -> Vec<u8> {
     number.to_le_bytes().repeat(bytes as usize / 4)
 }
 
-/// The number of the write whose content a grain has; `None` for other content.
+/// The number of the write that made the content of a grain; `None` for other content.
 fn read_grain(layer: &dyn Layer, size: u64, grain: u64, absent: u32) -> Result<Option<u32>> {
     let end = ((grain + 1) * size).min(layer.capacity());
     let Range { start, end } = grain * size..end;

@@ -270,7 +270,7 @@ fn an_image_copied_with_holes_allocates_its_tables_again() {
         let unit = world.unit;
         world.write(1).unwrap();
         world.layer.close().unwrap();
-        // Punches all pages of zeros, as after a copy with holes.
+        // Punches all pages of zeros, as after a sparse copy.
         let file = world.directory.open("image", IoMode::Buffered).unwrap();
         let mut page = vec![0; 4096];
         for at in (0..file.len().unwrap()).step_by(4096) {

@@ -305,7 +305,7 @@ fn lamina_reads_and_writes_flat_disks_of_qemu() {
         scribble(image.layer(), &mut model, index as u64);
         drop(image);
         assert!(read_by_qemu(folder.path(), &name) == model, "{adapter}");
-        // QEMU writes to an image whose descriptor lamina wrote.
+        // QEMU writes to an image with a descriptor that lamina wrote.
         run(folder.path(), "qemu-io", &["-f", "vmdk", "-c", "write -P 18 2M 64k", &name]);
         model[2 << 20..(2 << 20) + 65536].fill(18);
         assert!(read(&**open(&folder.path().join(&name), false).unwrap().layer(), 0, 3 * MIB) == model);

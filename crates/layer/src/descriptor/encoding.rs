@@ -60,7 +60,7 @@ impl Encoding {
         }
         match self {
             Self::Utf8 => String::from_utf8(bytes.to_vec()).map_err(|_| {
-                invalid(format!("{what} {} is not valid UTF-8, in which its descriptor claims to be", shown(bytes)))
+                invalid(format!("{what} {} is not valid UTF-8, the encoding of its descriptor", shown(bytes)))
             }),
             Self::Windows1252 => Ok(bytes.iter().map(|byte| from_1252(*byte)).collect()),
             Self::Other(name) => Err(unsupported(format!(

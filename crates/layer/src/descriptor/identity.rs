@@ -19,7 +19,7 @@ impl ContentId {
 
     /// A new CID: neither of the two reserved numbers, nor 0, which some readers treat as missing.
     pub fn random(random: &mut dyn FnMut() -> u64) -> Self {
-        // Both halves of the random number are combined, for generators whose low or high bits hardly vary.
+        // Both halves of the random number are combined, because some generators hardly vary the low or the high bits.
         let drawn = random();
         let number = (drawn ^ (drawn >> 32)) as u32;
         Self(if matches!(number, 0 | 0xffff_fffe | Self::NONE) { 0x1a31_7a5e } else { number })

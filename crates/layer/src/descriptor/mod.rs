@@ -162,8 +162,8 @@ impl Descriptor {
         }
     }
 
-    /// An empty delta above `parent`, whose descriptor is at `hint` (a name in the same folder, or a path). The CID
-    /// comes from `random`.
+    /// An empty delta above `parent`. The parent's descriptor is at `hint`, a name in the same folder or a path. The
+    /// CID is derived from `random`.
     pub fn delta(
         parent: &Self,
         hint: &str,

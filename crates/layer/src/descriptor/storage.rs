@@ -1,7 +1,7 @@
 //! Descriptor files: loading, creating together with extents, replacing, and cleaning up after a crash.
 //!
-//! A descriptor file is not overwritten while there is space for a new one. The new text goes into a file of the same
-//! name with [`NEW_SUFFIX`], which is made durable and then renamed over the old file. Invariants:
+//! A descriptor file is not overwritten while there is space for a new one. The new text is written to a file of the
+//! same name with [`NEW_SUFFIX`], which is made durable and then renamed over the old file. Invariants:
 //!
 //! 1. A file opened by the descriptor's name has the complete old text or the complete new one. If CID digits are
 //!    overwritten in place, for lack of space, each sector is old or new after a crash, and every combination is a
@@ -56,7 +56,7 @@ pub fn replace(directory: &dyn Directory, name: &str, descriptor: &Descriptor) -
     pending.commit()
 }
 
-/// A descriptor whose text is durable under its temporary name while the files that it names are created.
+/// A descriptor under creation: its text is durable under its temporary name while the files that it names are created.
 pub struct Pending<'a> {
     directory: &'a dyn Directory,
     name: String,
@@ -107,7 +107,7 @@ impl<'a> Pending<'a> {
         }
     }
 
-    /// Continues a creation that this process began, whose text still has its temporary name and is locked.
+    /// Continues a creation that this process began: the text still has its temporary name and is locked.
     pub fn resume(directory: &'a dyn Directory, name: &str, lock: Box<dyn Lock>) -> Self {
         Self { directory, name: name.to_owned(), temporary: format!("{name}{NEW_SUFFIX}"), lock }
     }
@@ -263,7 +263,7 @@ fn stem_of(name: &str) -> Option<&str> {
 pub fn check_name(name: &str) -> Result<&str> {
     let stem = stem_of(name).filter(|stem| !stem.is_empty());
     let Some(stem) = stem else {
-        return Err(invalid(format!("'{}' is no name for a disk descriptor: NAME.vmdk is", name.escape_debug())));
+        return Err(invalid(format!("'{}' is no name for a disk descriptor: use NAME.vmdk", name.escape_debug())));
     };
     if stem.len() > NAME_MAX {
         return Err(invalid(format!("the name '{}' is longer than {NAME_MAX} bytes", name.escape_debug())));
@@ -412,7 +412,7 @@ fn put_content(text: &mut [u8], digits: Range<usize>, content: ContentId) {
 
 /// Writes the sectors in which two texts of the same length differ, durably.
 fn overwrite(file: &dyn File, place: &Range<u64>, text: &[u8], changed: &[u8]) -> Result<()> {
-    let context = || "renewing the identity of the content".to_owned();
+    let context = || "overwriting the CID of a descriptor".to_owned();
     let sectors = text.chunks(SECTOR as usize).zip(changed.chunks(SECTOR as usize));
     for (at, (_, new)) in (place.start..).step_by(SECTOR as usize).zip(sectors).filter(|(_, (old, new))| old != new) {
         file.write_at(&[new], at, false).during(context)?;

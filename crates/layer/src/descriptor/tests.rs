@@ -427,8 +427,8 @@ fn sweeping_removes_unfinished_disks_and_nothing_else() {
         let extents = files.iter().map(|file| ExtentLine::whole(ExtentKind::Flat, 8, *file)).collect();
         Descriptor::base(CreateType::TwoGbMaxExtentFlat, extents).to_bytes().unwrap()
     };
-    // Four disks: a finished one, one being created, one whose text names files of another disk, and one whose
-    // descriptor was being replaced at the crash.
+    // Four disks: a finished one, one being created, one with a text that names files of another disk, and one with a
+    // descriptor that was being replaced at the crash.
     write_plain(&*directory, "done.vmdk", &with(&["done-flat.vmdk"]));
     write_plain(&*directory, "new.vmdk.lamina-new", &with(&["new-flat.vmdk", "new-f001.vmdk", "new-s0002.vmdk"]));
     let claims =

@@ -2,7 +2,7 @@
 //!
 //! QEMU searches for the strings `CID=`, `parentCID=` and `createType="` anywhere in the first 20 sectors and uses the
 //! first match. When it writes, it drops the text between `CID=` and `parentCID=`. So `CID=` and `parentCID=` are on
-//! adjacent lines, before any text that comes from outside.
+//! adjacent lines, before any text from users or other programs.
 
 use super::{Descriptor, Encoding, PATH_MAX, QEMU_HEAD_MAX, Result, TEXT_MAX, identity, invalid};
 use crate::{CAPACITY_MAX, SECTOR};

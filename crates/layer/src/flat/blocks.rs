@@ -117,7 +117,7 @@ impl Blocks {
         }
     }
 
-    /// Sets the state of one block, whose lock the caller holds.
+    /// Sets the state of one block. The caller holds the block's lock.
     pub(super) fn set(&self, block: u64, state: BlockType) {
         match state {
             BlockType::Hole => {
@@ -182,7 +182,7 @@ impl Set {
 
     fn insert(&self, block: u64) {
         let Some(word) = self.word(block) else { return };
-        // Most writes go to blocks that were written before; for them one load is enough.
+        // Most blocks that are written were written before; for these one load is enough.
         if word.load(Ordering::Acquire) & bit(block) == 0
             && word.fetch_or(bit(block), Ordering::AcqRel) & bit(block) == 0
         {

@@ -21,7 +21,7 @@ use work::{Progress, Throttle};
 /// Sectors per piece of a split disk, as in VMware's products: 2047 MiB.
 pub(crate) const SPLIT_SECTORS: u64 = 4_192_256;
 
-/// The product whose layout is used.
+/// The product that uses this layout.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NewKind {
     /// One flat extent, as on VMFS.
@@ -65,7 +65,7 @@ impl NewDisk<'_> {
             NewKind::TwoGbMaxExtentFlat => {
                 let pieces = sectors.div_ceil(SPLIT_SECTORS);
                 if pieces > EXTENTS_MAX as u64 {
-                    let text = format!("a split disk has {EXTENTS_MAX} pieces at the most, and this takes {pieces}");
+                    let text = format!("a split disk has at most {EXTENTS_MAX} pieces, and this needs {pieces}");
                     return Err(Error::new(ErrorKind::Invalid, text));
                 }
                 for piece in 0..pieces {
@@ -213,7 +213,7 @@ impl Making<'_> {
         let moved = std::mem::take(&mut self.moved);
         match self.throttle.step(self.done + within, self.total, moved).is_break() {
             true => {
-                let text = format!("making '{}' was stopped; nothing of it is left", self.disk);
+                let text = format!("making '{}' was stopped; its files are removed", self.disk);
                 Err(Error::new(ErrorKind::Interrupted, text))
             }
             false => Ok(()),

@@ -1,7 +1,7 @@
 //! Flat extents, which store the disk's bytes unchanged: raw files, and the flat extents of Workstation and VMFS.
 //!
-//! The file holds the disk, or a part of it, from a given offset on; there is no header and no table. The provisioning
-//! type describes the allocation in the file system:
+//! The file contains the disk, or a part of it, from a given offset on; there is no header and no table. The
+//! provisioning type describes the allocation in the file system:
 //!
 //! ```text
 //! thin                holes where no data was written; zeroing frees the space
@@ -251,7 +251,7 @@ impl Flat {
             OPEN => Err(read_only(self.format())),
             CLOSED => Err(Error::new(ErrorKind::Invalid, format!("'{}' was closed", self.name))),
             _ => {
-                let text = format!("'{}' takes no changes since a flush of it failed; open it again", self.name);
+                let text = format!("'{}' accepts no changes, because a flush of it failed; open it again", self.name);
                 Err(Error::new(ErrorKind::Stopped, text))
             }
         }

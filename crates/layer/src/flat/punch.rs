@@ -20,7 +20,8 @@ impl Flat {
     /// number of punched blocks. Durable on return.
     ///
     /// # Errors
-    /// `Interrupted` when `progress` cancels: the extent is thin then, and the blocks punched so far stay punched.
+    /// `Interrupted` when `progress` cancels: the extent is thin then, and the blocks that were already punched stay
+    /// punched.
     pub fn punch_zeros(&self, progress: &dyn Progress) -> Result<u64> {
         let _work = self.begin_work()?;
         self.set_provisioning(Provisioning::Thin);

@@ -78,7 +78,7 @@ impl Flat {
         Ok(())
     }
 
-    /// Zeroes a range, whose space is kept or allocated. The caller has locked the blocks exclusively.
+    /// Zeroes a range and keeps its space, or allocates it. The caller has locked the blocks exclusively.
     fn keep_zeroed(&self, blocks: Range<u64>, part: &Range<u64>) -> Result<()> {
         for block in blocks {
             let bytes = self.blocks.bytes_of(block..block + 1);

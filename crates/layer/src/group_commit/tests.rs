@@ -80,7 +80,7 @@ fn writes_before_a_flush_are_on_the_medium_after_the_flush() {
                 for round in 1..=ROUNDS {
                     written[thread].store(round, Ordering::SeqCst);
                     let work = |count: &mut u64| {
-                        // A commit takes the values at its beginning and stores them at its end; some fail for lack of
+                        // A commit reads the values at its beginning and stores them at its end; some fail for lack of
                         // space.
                         let taken: Vec<u64> = written.iter().map(|word| word.load(Ordering::SeqCst)).collect();
                         std::thread::yield_now();

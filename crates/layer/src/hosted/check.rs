@@ -39,11 +39,11 @@ pub struct Check {
     pub doubts: Vec<String>,
     /// The first entries that are wrong in one copy, as the other copy proves, as text.
     pub proven: Vec<String>,
-    /// Tables whose copies were made equal since the image was opened or last checked.
+    /// Tables for which the copies were made equal since the image was opened or last checked.
     pub repaired: u64,
     /// The first of these repairs, as text.
     pub mended: Vec<String>,
-    /// Damage that reads could avoid, as text.
+    /// Warnings about damage that did not prevent reads.
     pub warnings: Vec<String>,
 }
 

@@ -7,7 +7,7 @@ use super::header::{
 use crate::{Error, ErrorKind, IoContext, Result, SECTOR};
 use backend::File;
 
-/// Sectors reserved for an embedded descriptor, as by VMware and QEMU; a longer text gets more.
+/// Sectors reserved for an embedded descriptor, as by VMware and QEMU; for a longer text more are reserved.
 const DESCRIPTOR_SECTORS: u64 = 20;
 
 /// The usual grain in sectors: 64 KiB.

@@ -212,8 +212,8 @@ impl Directories {
         warnings: &Warnings,
     ) -> Result<Option<ReadTable>> {
         let named = self.named(index);
-        // Entry 1 in a directory would mean a table of zero grains; no known program writes it, and sector 1 holds the
-        // descriptor or a directory.
+        // Entry 1 in a directory would mean a table of zero grains; no known program writes it, and sector 1 contains
+        // the descriptor or a directory.
         if named == [0, 0] || (named[0] == 0 && !self.has(1)) || (named[1] == 0 && !self.has(0)) {
             return Ok(None);
         }
@@ -243,7 +243,7 @@ impl Directories {
         // New tables are after `overHead`, outside the usual layout.
         let before_grains = places.iter().all(|place| u64::from(*place) < self.rules.first);
         if (self.regular && before_grains || copies[0] != copies[1]) && copies.iter().all(Option::is_some) {
-            // A wrong directory entry leads to sectors that hold no table. If the other directory's entry leads to the
+            // A wrong directory entry leads to sectors without a table. If the other directory's entry leads to the
             // usual location of the table, that entry is right, and nothing may be written where the wrong entry leads.
             let laid = [0, 1].map(|copy| places[copy] == self.laid_out(copy, index));
             if laid[0] != laid[1] {

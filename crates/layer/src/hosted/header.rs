@@ -46,7 +46,7 @@ pub const DESCRIPTOR_SECTORS_MAX: u64 = 2048;
 /// Offset of the `uncleanShutdown` byte.
 pub(super) const UNCLEAN_OFFSET: usize = 72;
 
-/// A header whose values are within the limits.
+/// A header with values within the limits.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Header {
     /// Version: 1, 2 or 3.
@@ -178,12 +178,12 @@ impl Header {
         self.capacity.div_ceil(self.table_coverage())
     }
 
-    /// Sectors that one grain table takes.
+    /// Sectors of one grain table.
     pub fn table_sectors(&self) -> u64 {
         (u64::from(self.table_entries) * 4).div_ceil(SECTOR)
     }
 
-    /// Sectors that the grain directory takes.
+    /// Sectors of the grain directory.
     pub fn directory_sectors(&self) -> u64 {
         (self.directory_entries() * 4).div_ceil(SECTOR)
     }

@@ -114,7 +114,7 @@ impl Hosted {
         Ok(layer)
     }
 
-    /// Damage that reads could avoid, for the user.
+    /// Warnings about damage that did not prevent reads, for the user.
     pub fn warnings(&self) -> Vec<String> {
         self.warnings.list()
     }

@@ -27,7 +27,7 @@ use std::sync::Arc;
 /// The number of changed tables at which a writer makes a commit.
 const CHANGED_TABLES_MAX: usize = 1024;
 
-/// Bytes of tables whose space is allocated at a time: the tables of 1 GiB.
+/// Space of tables that is allocated at a time: the tables of 1 GiB.
 const TABLES_PIECE: u64 = 64 << 10;
 
 /// The most runs of dead grains that are freed when an image is opened; others stay dead.
@@ -39,7 +39,7 @@ pub(super) struct Writer {
     parent: bool,
     gate: RwLock<bool>,
     commits: GroupCommit<()>,
-    /// Tables and parts of the directories whose space is allocated.
+    /// The tables and the parts of the directories that have space in the file system.
     backing: Backing,
 }
 
@@ -235,7 +235,7 @@ impl Hosted {
         Ok(pieces)
     }
 
-    /// Writes the payload; pieces adjacent in the file take one call.
+    /// Writes the payload; pieces adjacent in the file are written by one call.
     fn write_pieces(&self, pieces: &[WritePiece], slices: &[&[u8]], length: u64) -> Result<()> {
         let grain = self.grain_bytes();
         let mut source = Source { slices, at: 0 };

@@ -2,11 +2,11 @@
 //!
 //! A child names its parent by a path that may be outdated, because disks are moved and copied. The parent is searched
 //! in this order: by its file name in the child's folder; by the hint; and in a folder next to the child's folder, by
-//! the name of the last folder in the hint. The first image that opens and whose CID is the one recorded in the child
-//! is the parent. A qcow2 image records no CID: its parent must be at the recorded path. Raw disks have no CID either.
-//! A child that lamina makes above a raw disk records the CID of a disk that was never written, and its hint has the
-//! name of a raw file. The file with that name is accepted as the parent, and opened as raw, whatever the guest has
-//! written into it.
+//! the name of the last folder in the hint. The first image that can be opened, and that has the CID recorded in the
+//! child, is the parent. A qcow2 image records no CID: its parent must be at the recorded path. Raw disks have no CID
+//! either. A child that lamina makes above a raw disk records the CID of a disk that was never written, and its hint
+//! has the name of a raw file. The file with that name is accepted as the parent, and opened as raw, whatever the guest
+//! has written into it.
 
 use super::{Format, Image, OpenOptions, ParentReference, Place, base_name, is_raw_name};
 use crate::descriptor::ContentId;
@@ -85,7 +85,7 @@ fn find_parent(child: &Image, reference: &ParentReference, options: &OpenOptions
         }
         seen.push(parent.clone());
         if visited.contains(&parent) {
-            let text = format!("'{label}' has '{parent}' for a parent, which is above it: the chain is a circle");
+            let text = format!("'{label}' has '{parent}' as its parent, which is above it: the chain is a circle");
             passed.circle.get_or_insert(Error::new(ErrorKind::Corrupt, text));
             continue;
         }
@@ -115,7 +115,7 @@ fn find_parent(child: &Image, reference: &ParentReference, options: &OpenOptions
         _ => {
             let hint = reference.hint.escape_debug();
             let text =
-                format!("the parent of '{label}' is missing: '{hint}' was looked for there and in its own folder");
+                format!("the parent of '{label}' is missing: there is no '{hint}', nor that file name in its folder");
             Err(Error::new(ErrorKind::NotFound, text))
         }
     }

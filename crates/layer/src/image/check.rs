@@ -217,8 +217,8 @@ impl Work<'_> {
             (found.overlapping, "grains named by more than one entry", true),
             (found.lost_tables, "tables in use that no slot of the directory names", true),
             (found.provable, "wrong entries, slots or headers that --repair can correct", true),
-            (found.unallocated, "grains in use that the bitmap calls free", false),
-            (found.misowned, "grains whose owner the backmap has wrong", false),
+            (found.unallocated, "grains in use that the bitmap marks as free", false),
+            (found.misowned, "grains with a wrong owner in the backmap", false),
         ];
         for (count, what, damage) in wrong.into_iter().filter(|(count, ..)| *count > 0) {
             match damage || found.repaired == 0 {

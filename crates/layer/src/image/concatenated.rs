@@ -42,7 +42,7 @@ struct ExtentPart<'a> {
 }
 
 impl Concatenated {
-    /// Joins parts. With `writable`, those whose extent lines allow it can be written.
+    /// Joins parts. With `writable`, the parts that their extent lines permit to be written can be written.
     pub(super) fn new(parts: Vec<Part>, writable: bool) -> Result<Self> {
         let grain = parts.iter().filter_map(|part| part.layer.as_ref()).map(|layer| layer.grain()).max();
         let grain = grain.unwrap_or(SECTOR);

@@ -14,7 +14,7 @@
 //! Invariants:
 //!
 //! 1. The file with the image's name exists only after [`Unfinished::finish`], and then the image is complete. A
-//!    conversion fills an image between [`begin`] and `finish`, so a partly filled image is never taken for a disk.
+//!    conversion fills an image between [`begin`] and `finish`, so a partly filled image is never used as a disk.
 //! 2. The descriptor that names the extents is durable, under a temporary name, before any extent is created: so
 //!    [`storage::sweep`] can remove the files that a crash leaves. An image in a single file is created as a whole
 //!    under the temporary name.
@@ -107,7 +107,7 @@ impl ImageKind {
         })
     }
 
-    /// Whether images of this kind can have a parent: flat images hold all data themselves.
+    /// Whether images of this kind can have a parent: flat images contain all data themselves.
     pub fn can_have_parent(self) -> bool {
         self.provisioning().is_none()
     }
@@ -180,7 +180,7 @@ impl FromStr for ImageKind {
 fn split(sectors: u64, kind: ExtentKind, name: impl Fn(u64) -> String) -> Result<Vec<ExtentLine>> {
     let pieces = sectors.div_ceil(flat::SPLIT_SECTORS);
     if pieces > EXTENTS_MAX as u64 {
-        let text = format!("a split disk has {EXTENTS_MAX} pieces at the most, and this takes {pieces}");
+        let text = format!("a split disk has at most {EXTENTS_MAX} pieces, and this needs {pieces}");
         return Err(Error::new(ErrorKind::Invalid, text));
     }
     let piece = |number: u64| {
@@ -491,7 +491,7 @@ fn make_extent(
     }
     progress.update(0, length);
     if progress.cancelled() {
-        let text = format!("making '{}' was stopped; nothing of it is left", image.name);
+        let text = format!("making '{}' was stopped; its files are removed", image.name);
         return Err(Error::new(ErrorKind::Interrupted, text));
     }
     match image.kind {

@@ -1,4 +1,4 @@
-//! Opening one extent: the only module that names every format.
+//! Opening one extent: the only module that uses every format.
 
 use super::maintain::Engine;
 use super::{OpenOptions, ParentReference, Place};
@@ -174,7 +174,8 @@ fn open_qcow2(place: &Place, file: Arc<dyn File>) -> Result<OpenExtent> {
 fn backing_reference(backing: &qcow2::Backing, image: &str) -> Result<ParentReference> {
     let refused = |what: String| Err(Error::new(ErrorKind::Unsupported, format!("'{image}' {what}")));
     let name = backing.name.as_str();
-    // QEMU writes "nbd:..", "json:{..}" and the like for other protocols; in a path with a colon, a slash comes first.
+    // QEMU writes "nbd:..", "json:{..}" and the like for other protocols; in a path with a colon, a slash precedes the
+    // colon.
     let scheme = name.split('/').next().and_then(|first| first.split_once(':')).map(|(scheme, _)| scheme);
     let hint = match scheme {
         Some("file") => name.trim_start_matches("file:"),

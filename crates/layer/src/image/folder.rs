@@ -3,7 +3,7 @@
 //! A descriptor is untrusted input that names files of this machine: extents, and a parent. Invariants:
 //!
 //! 1. By default only files in the folder of the image that the user named, and in folders below it, are opened. `..`,
-//!    absolute paths and other folders need a root that the caller permitted; the error says which.
+//!    absolute paths and other folders need a root that the caller permitted; the error names the missing root.
 //! 2. The real location of a file decides: the name is resolved first, including symbolic links, and the result is
 //!    compared with the roots. A link to a file outside the roots is refused like the path of that file.
 //! 3. The resolved file is the one that is opened: its folder is opened component by component, and then the file,

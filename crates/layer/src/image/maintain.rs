@@ -87,7 +87,7 @@ impl Image {
         self.engines.iter().any(|engine| matches!(engine, Engine::SeSparse(_) | Engine::VmfsSparse(_)))
     }
 
-    /// Frees grains that no table names, and with `zeros` also grains that hold only zeros: see [`SeSparse::wipe`].
+    /// Frees grains that no table names, and with `zeros` also grains that contain only zeros: see [`SeSparse::wipe`].
     /// Guests may be active; the work pauses so often that it hardly slows them.
     pub fn wipe(&self, zeros: bool, progress: &dyn Progress) -> Result<ImageFreed> {
         self.check_writable()?;

@@ -15,8 +15,8 @@
 //! 2. Parents are opened for reading. A parent's CID is the one that the child records, unless the caller forces
 //!    another.
 //! 3. A chain is finite: no image is in it twice, and it has at most as many images as the caller allows.
-//! 4. Opening for reading changes nothing and takes no lock. Opening for writing takes the lock of the first extent,
-//!    and the CID changes before the content does ([`home`]).
+//! 4. Opening for reading changes nothing and acquires no lock. Opening for writing acquires the lock of the first
+//!    extent, and the CID changes before the content does ([`home`]).
 
 mod chain;
 pub mod check;
@@ -72,8 +72,8 @@ pub struct OpenOptions {
     pub writable: bool,
     /// The I/O mode for flat extents, where their borders permit it.
     pub mode: IoMode,
-    /// The format of the file. If `None`, its first bytes decide, except for a file named like a raw disk, whose first
-    /// bytes the guest controls.
+    /// The format of the file. If `None`, its first bytes decide, except for a file named like a raw disk: there, the
+    /// guest controls the first bytes.
     pub format: Option<Format>,
     /// The most parents below the image.
     pub levels_max: usize,
@@ -82,7 +82,7 @@ pub struct OpenOptions {
     pub force: bool,
     /// How to treat the journal of a SEsparse image that was not closed properly.
     pub journal: DirtyJournal,
-    /// Whether the caller already holds the lock that opening for writing takes.
+    /// Whether the caller already holds the lock that opening for writing acquires.
     pub held: bool,
     /// The source of new identities.
     pub random: Entropy,
@@ -416,15 +416,15 @@ impl Image {
     }
 }
 
-/// Refuses an extent whose header and embedded descriptor state different sizes: one of them is damaged. Some writers
-/// round one of the two up to whole grains.
+/// Refuses an extent if its header and its embedded descriptor state different sizes: one of the two is damaged. Some
+/// writers round one of the two up to whole grains.
 fn check_size(layer: &dyn Layer, descriptor: &Descriptor, label: &str) -> Result<()> {
     let [line] = &descriptor.extents[..] else { return Ok(()) };
     let (header, line, grain) = (layer.capacity(), line.length(), layer.grain());
     if header.div_ceil(grain) == line.div_ceil(grain) {
         return Ok(());
     }
-    let text = format!("'{label}' holds {header} bytes by its header and {line} by its descriptor: one is damaged");
+    let text = format!("'{label}' has {header} bytes by its header and {line} by its descriptor: one is damaged");
     Err(Error::new(
         ErrorKind::Corrupt,
         format!("{text}; --force-parent uses the header's capacity, to rescue the data"),
@@ -527,7 +527,7 @@ fn open_resolved(
     let how = ExtentOptions { flat, parent, journal: options.journal, force: options.force };
     let opened = open_extent(extent.format, &extent.place, file, how)?;
     if opened.layer.capacity() < length {
-        let text = format!("'{label}' holds {} bytes of disk, and {length} by its line", opened.layer.capacity());
+        let text = format!("'{label}' has {} bytes of disk, and {length} by its extent line", opened.layer.capacity());
         return Err(Error::new(ErrorKind::Corrupt, text));
     }
     Ok(opened)

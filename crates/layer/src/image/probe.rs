@@ -1,12 +1,12 @@
 //! Recognising formats by the first bytes of a file.
 //!
-//! Probing tells what a file *claims* to be. A raw disk holds what its guest wrote, and a guest can write the signature
-//! of any format, or a descriptor that names files of the host. On the other hand, any file could be a raw disk, even
-//! an image with a damaged signature. Therefore: a file that the user names is probed only if the user does not state
-//! its format; a file counts as raw only if its name and its size say so, and then no signature overrules that
-//! ([`super::Image::open`]); the extents of a descriptor have the formats that their lines state; a parent is accepted
-//! only if its CID is the one in its child, and raw disks have no CID; and files that a probed file names are opened
-//! through [`super::Folder`].
+//! Probing tells what a file *claims* to be. A raw disk contains the bytes that its guest wrote, and a guest can write
+//! the signature of any format, or a descriptor that names files of the host. On the other hand, any file could be a
+//! raw disk, even an image with a damaged signature. Therefore: a file that the user names is probed only if the user
+//! does not state its format; a file counts as raw only if its name and its size say so, and then no signature
+//! overrules that ([`super::Image::open`]); the extents of a descriptor have the formats that their lines state; a
+//! parent is accepted only if its CID is the one in its child, and raw disks have no CID; and files that a probed file
+//! names are opened through [`super::Folder`].
 
 use crate::{Error, ErrorKind, Result, SECTOR, descriptor};
 
@@ -90,7 +90,7 @@ pub(super) fn judge(name: &str, label: &str, length: u64, found: Signature) -> R
         (Signature::Raw, true) if length == 0 || !length.is_multiple_of(SECTOR) => {
             let text =
                 format!("has {length} bytes, and a raw disk consists of sectors of {SECTOR}: give --from raw to");
-            refuse(ErrorKind::Invalid, format!("{text} take it as one all the same"))
+            refuse(ErrorKind::Invalid, format!("{text} open it as one nevertheless"))
         }
         (Signature::Raw, false) if name.to_ascii_lowercase().ends_with(".vmdk") => {
             let text = "is called like a VMDK and does not begin like one: it is damaged or no VMDK";

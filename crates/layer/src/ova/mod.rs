@@ -154,7 +154,7 @@ impl Ova {
     /// bytes read since its last call; if it returns an error, the check ends with that error.
     pub fn verify(&self, progress: &mut dyn FnMut(u64) -> Result<()>) -> Result<()> {
         let Some(manifest) = &self.manifest else {
-            return Err(Error::new(ErrorKind::Unsupported, format!("{}: it has no manifest to check by", self.image)));
+            return Err(Error::new(ErrorKind::Unsupported, format!("{}: it has no manifest of digests", self.image)));
         };
         let mut buffer = vec![0; READ_BYTES];
         for (name, algorithm, expected) in manifest.entries() {
@@ -205,7 +205,7 @@ impl Read for CheckedReader {
         if let Some((hasher, ..)) = &mut self.check {
             hasher.update(&buffer[..part]);
         }
-        // The digest is compared together with the last bytes, because a reader that knows the length makes no further
+        // The digest is compared together with the last bytes, because a reader that has the length makes no further
         // call.
         if self.at == self.section.length()
             && let Some((hasher, algorithm, expected)) = self.check.take()

@@ -54,7 +54,7 @@ impl Envelope {
     }
 }
 
-/// The results of the walk so far.
+/// The elements found by the walk.
 #[derive(Default)]
 struct Found {
     /// File names by their identifier.

@@ -51,7 +51,7 @@ pub struct Backing {
     pub format: Option<String>,
 }
 
-/// A header whose values are within the limits.
+/// A header with values within the limits.
 #[derive(Clone, Debug)]
 pub struct Header {
     version: u32,

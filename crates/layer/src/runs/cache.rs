@@ -1,7 +1,7 @@
 //! Tables in memory: a bounded cache of tables that can be read again, and all tables with unwritten changes.
 //!
 //! 1. A table that is changed or being written stays until its write has ended ([`RunCache::release`]). All others
-//!    together take no more memory than the limit; CLOCK eviction selects them.
+//!    together use no more memory than the limit; CLOCK eviction selects them.
 //! 2. A table is read from the file by one thread at a time, and inserted into the cache before it can be changed. So a
 //!    table that is read again is never older than the version that was evicted.
 //! 3. A captured table does not change any more: a table that is changed while it is written is copied first.
@@ -141,7 +141,7 @@ impl RunCache {
         Ok(self.apply(tables, index, change))
     }
 
-    /// Inserts a new table, all of whose parts are changed.
+    /// Inserts a new table, with all its parts marked as changed.
     pub(crate) fn insert_new(&self, index: u32, list: RunList, parts: u64) {
         let mut tables = self.shard(index).tables.write();
         tables.insert(index, list, self.shard_bytes_max);
@@ -221,7 +221,7 @@ impl Tables {
         self.clock.push_back(index);
     }
 
-    /// Evicts tables until the limit holds, or only tables are left that must stay.
+    /// Evicts tables until memory is within the limit, or only tables are left that must stay.
     fn evict(&mut self, bytes_max: usize) {
         let mut left = CLOCK_STEPS_MAX;
         while self.bytes > bytes_max && left > 0 {

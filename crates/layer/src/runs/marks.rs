@@ -48,7 +48,7 @@ impl Marks {
         })
     }
 
-    /// The first unit at or after `at` whose mark equals `marked`; `length` if there is none.
+    /// The first unit at or after `at` with a mark equal to `marked`; `length` if there is none.
     fn next(&self, mut at: u64, length: u64, marked: bool) -> u64 {
         while at < length {
             let word = self.words[(at / 64) as usize];

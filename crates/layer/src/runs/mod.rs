@@ -1,6 +1,6 @@
 //! A table of a sparse format in memory, as runs: consecutive entries that continue each other are one run of eight
-//! bytes, however many they are. A layer written sequentially takes a few bytes per table; one written at random in
-//! blocks of 4 KiB takes eight bytes per block. A lookup returns extents, without a step per entry.
+//! bytes, however many they are. A layer written sequentially needs a few bytes per table; a layer written at random in
+//! blocks of 4 KiB needs eight bytes per block. A lookup returns extents, without a step per entry.
 //!
 //! 1. Runs are sorted, disjoint and not empty; entries in no run are absent.
 //! 2. Two runs of which one continues the other are joined.
@@ -16,7 +16,7 @@ use std::ops::Range;
 /// The most entries of a table.
 pub(crate) const ENTRIES_MAX: u32 = 1 << 12;
 
-/// The greatest location that a run can hold.
+/// The greatest location that a run can store.
 pub(crate) const PLACE_MAX: u64 = (1 << PLACE_BITS) - 1;
 
 const PLACE_BITS: u32 = 38;

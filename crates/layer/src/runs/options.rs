@@ -1,6 +1,6 @@
 //! Options for opening VMFSsparse and vsanSparse images.
 
-/// The default memory for the mapping of one image: 8 MiB hold a million fragments.
+/// The default memory for the mapping of one image: 8 MiB are enough for a million fragments.
 pub const CACHE_BYTES: usize = 8 << 20;
 
 /// Options for opening an image.

@@ -4,7 +4,7 @@
 //! 2. A page is evicted only when it is neither dirty nor being written, so a miss reads a current page from the file.
 //!    The cache grows beyond its limit if necessary; to prevent that, a thread that changes pages makes a commit before
 //!    half of the pages are dirty.
-//! 3. A commit takes the pages as of one instant and shares their bytes; a change made while they are being written
+//! 3. A commit captures the pages at one instant and shares their bytes; a change made while they are being written
 //!    copies the page first.
 //! 4. A page marked `backed` has space in the file, so that writing it cannot fail for lack of space.
 

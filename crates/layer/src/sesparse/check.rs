@@ -49,7 +49,7 @@ pub struct CheckReport {
     pub overlapping: u64,
     /// Named grains that the bitmap marks as free: they might be allocated again.
     pub unallocated: u64,
-    /// Grains whose owner in the backmap is not the entry that names them.
+    /// Grains with an owner in the backmap that is not the entry which names them.
     pub misowned: u64,
     /// Allocated grains that no table names: lost space.
     pub unnamed: u64,
@@ -57,9 +57,9 @@ pub struct CheckReport {
     pub uncounted_tables: u64,
     /// Tables in use that no slot of the directory names: damage.
     pub lost_tables: u64,
-    /// Wrong entries and slots whose right content is not proven.
+    /// Wrong entries and slots without proof of the right content.
     pub unproven: u64,
-    /// Entries and slots whose right content is proven, and that are not repaired.
+    /// Wrong entries and slots with a proof of the right content, not repaired.
     pub provable: u64,
     /// Entries, slots, bits and owners that were repaired.
     pub repaired: u64,
@@ -427,7 +427,7 @@ pub(super) fn says(state: &mut LayerState, owner: Owner, raw: u64) -> Step<bool>
     Ok(state.word(table_page(owner.table, entry), page_index(entry))? == raw)
 }
 
-/// Whether the bitmap marks a grain as free although the entry that owns it by the backmap names it.
+/// Whether a grain is free by the bitmap although its owner by the backmap is an entry that names it.
 fn is_unallocated(state: &mut LayerState, grain: u64) -> Step<bool> {
     let bit = grain % PAGE_BITS;
     if state.word(bitmap_page(grain), (bit / 64) as usize)? >> (bit % 64) & 1 == 1 {

@@ -144,7 +144,7 @@ impl SeSparse {
         written.during(|| format!("writing the headers of {}", self.name))
     }
 
-    /// Writes pages; adjacent ones take one call.
+    /// Writes pages; adjacent pages are written by one call.
     fn write_pages(&self, pages: &[&Captured]) -> Result<()> {
         let adjoin = |one: &&Captured, other: &&Captured| one.key.plus(1) == other.key;
         for run in pages.chunk_by(adjoin).flat_map(|run| run.chunks(PAGES_MAX)) {

@@ -69,7 +69,7 @@ pub(super) fn refuse(name: &str) -> Error {
     Error::new(ErrorKind::Unsupported, text)
 }
 
-/// Reads the journal of an image whose volatile header is `volatile`, and determines what a replay writes.
+/// Reads the journal, and determines the sectors that a replay writes. `volatile` is the volatile header of the image.
 pub(super) fn read(
     file: &Arc<dyn File>,
     name: &str,

@@ -24,7 +24,7 @@
 //! 3. A grain is reused only after no table on the device names it, and after every reader that looked it up has ended
 //!    ([`crate::retirement`]).
 //! 4. An allocated grain is overwritten in place. A move announces the grain first, waits for writes already under way,
-//!    and skips the grain if another write comes meanwhile (`relocate`).
+//!    and skips the grain if it is written meanwhile (`relocate`).
 //! 5. After a failed metadata write or flush, all changes are refused until the image is opened again.
 //!
 //! Locks, in the order in which they are taken: `maintenance`, `gate` (shared by every change, exclusive for a repair

@@ -50,7 +50,7 @@ pub(super) struct Evidence {
     pub claims: Vec<(u64, Owner)>,
     /// Tables that undamaged slots name.
     pub named: NamedTables,
-    /// Invalid slots, and slots whose table another slot names too.
+    /// Invalid slots, and slots with a table that another slot names, too.
     pub bad_slots: Vec<u64>,
     /// Slots with a table that was never allocated.
     pub beyond_slots: Vec<u64>,

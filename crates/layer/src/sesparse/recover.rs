@@ -221,8 +221,8 @@ impl SeSparse {
     }
 
     /// The grains among `dead` that a table names although their owner does not: the owner is wrong. Searches all
-    /// tables if there are few, otherwise those whose number differs in at most one byte from that of an owner; `None`
-    /// if these are too many.
+    /// tables if there are few, otherwise only tables with a number that differs in at most one byte from the number in
+    /// an owner; `None` if these are too many.
     fn named_elsewhere(&self, dead: &[(u64, Option<Owner>)], named: &NamedTables) -> Result<Option<FxHashSet<u64>>> {
         let mut kept = FxHashSet::default();
         if dead.is_empty() {

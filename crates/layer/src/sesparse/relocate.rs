@@ -1,11 +1,11 @@
-//! Moving grains while guests write, and verifying that a grain holds only zeros.
+//! Moving grains while guests write, and verifying that a grain contains only zeros.
 //!
-//! Guest writes go to grains in place without a lock. So moving grains has four steps:
+//! Guests overwrite grains in place without a lock. So moving grains has four steps:
 //!
 //! 1. announce them: a write that is planned from now on marks them as disturbed;
 //! 2. wait until every epoch that was entered before the announcement is over: then no earlier write is under way;
 //! 3. copy them, without a lock;
-//! 4. point the table entries to the copies, except for grains that were disturbed, or whose entry changed meanwhile:
+//! 4. point the table entries to the copies, except for grains that were disturbed, or that have another entry now:
 //!    their copies are dropped.
 //!
 //! A writer never waits. The old locations are freed like any other grain that a table drops: after the commit that
@@ -167,7 +167,7 @@ impl SeSparse {
         Ok((held, owners.len() as u64))
     }
 
-    /// Reads grains; adjacent ones take one call.
+    /// Reads grains; adjacent grains are read by one call.
     pub(super) fn read_grains(&self, held: &[Held]) -> Result<Buffer> {
         let mut content = Buffer::recycled(held.len());
         let mut rest: &mut [u8] = &mut content;

@@ -1,6 +1,6 @@
 //! Free grains: the known runs, and the end of the allocated part of the file.
 //!
-//! New grains come from three sources, in this order:
+//! New grains are allocated from three sources, in this order:
 //!
 //! 1. a free run near the last allocation, if it has at least [`WORTHWHILE`] grains or all that are requested: then
 //!    grains written together are adjacent, and a sequential write is rarely interrupted;

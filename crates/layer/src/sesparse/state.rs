@@ -66,11 +66,11 @@ pub(super) struct LayerState {
     pub spare_tables: Vec<Table>,
     /// Tables for which there is space in the file.
     pub table_room: Range<u32>,
-    /// Marks of this opening and those left from earlier ones; `None` while the bitmap cannot be relied on.
+    /// Regions marked in this opening or in earlier ones; `None` while the bitmap cannot be relied on.
     pub touched: Option<Touched>,
     /// Whether the next commit has to write the mark, changed or not.
     pub mark_dirty: bool,
-    /// Marks of earlier openings whose regions were not recounted.
+    /// Marked regions of earlier openings that were not recounted.
     pub suspect: Option<Touched>,
     pub retirement: Retirement,
     /// Grains being moved; true if a write has disturbed one.
@@ -229,8 +229,8 @@ impl LayerState {
         Ok(())
     }
 
-    /// Sets the backmap of grains whose pages are in memory: the first belongs to entry `first`, the others to the
-    /// following entries.
+    /// Sets the owners of grains: the first grain belongs to entry `first`, the others to the following entries. Their
+    /// backmap pages are in memory.
     fn set_owners(&mut self, run: GrainRun, first: Option<Owner>) {
         let mut start = run.start;
         while start < run.end() {
@@ -243,7 +243,7 @@ impl LayerState {
         }
     }
 
-    /// Sets the backmap of a grain whose page is in memory.
+    /// Sets the owner of a grain. Its backmap page is in memory.
     pub(super) fn set_owner(&mut self, grain: u64, owner: Option<Owner>) {
         self.cache.set(backmap_page(grain), page_index(grain), owner.map_or(0, Owner::encode));
     }

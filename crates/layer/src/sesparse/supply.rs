@@ -18,9 +18,10 @@ use std::ops::Range;
 /// The number of rounds after which work on the state fails: if one step needs some thousand pages, the cache thrashes.
 const ROUNDS_MAX: usize = 100_000;
 
-/// Pages whose space is allocated per call: each call costs as much as writing some hundred kilobytes.
+/// The number of pages for which space is allocated per call: each call costs as much as writing some hundred
+/// kilobytes.
 const ROOM_PAGES: u64 = 64;
-/// Grains by which the file grows at a time: 64 MiB, which take no space before they are written.
+/// Grains by which the file grows at a time: 64 MiB, without allocated space.
 const GROWTH: u64 = 4 * TABLE_SPAN / GRAIN;
 
 impl SeSparse {

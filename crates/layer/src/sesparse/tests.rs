@@ -25,7 +25,7 @@ use work::NoProgress;
 
 const GRAIN: u64 = 4096;
 const SECTORS: u64 = GRAIN / 512;
-/// The stamp of a sector that the layer does not hold.
+/// The stamp of a sector that the layer does not store.
 const ABSENT: u64 = u64::MAX;
 const NAME: &str = "vm-000001-sesparse.vmdk";
 const MIB: u64 = 1 << 20;

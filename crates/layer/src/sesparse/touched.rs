@@ -1,4 +1,4 @@
-//! The mark of an open image: the regions of the grain area that may hold allocated grains which no table names.
+//! The mark of an open image: the regions of the grain area that may contain allocated grains which no table names.
 //!
 //! After a crash there may be grains that are allocated in the bitmap but named by no table: allocated for a write that
 //! was not flushed, or dropped from a table and not freed yet. To find them without a complete scan, the mark's bit for

@@ -1,4 +1,4 @@
-//! Wiping: finds grains that no table names, or that hold only zeros, and frees them.
+//! Wiping: finds grains that no table names, or that contain only zeros, and frees them.
 //!
 //! Which grains the tables name is known only after all tables were read, and guests write meanwhile. So the bitmap is
 //! compared with a [`Census`], which may count too many grains but never too few. It counts the grains that the tables
@@ -34,7 +34,7 @@ const TABLES_PER_STEP: u64 = 16;
 pub struct WipeReport {
     /// Grains that no table named, and that were freed.
     pub unnamed: u64,
-    /// Grains that held only zeros, and were freed.
+    /// Grains that contained only zeros, and were freed.
     pub zeros: u64,
     /// Grains that a table named although they were free in the bitmap, and that were marked as allocated.
     pub repaired: u64,
@@ -138,9 +138,9 @@ impl Holes {
 }
 
 impl SeSparse {
-    /// Frees grains that no table names and, with `zeros`, also those that hold only zeros, whose entries become zero
-    /// entries. Guests may be active. When cancelled, fails with [`crate::ErrorKind::Interrupted`]; the grains freed so
-    /// far remain free.
+    /// Frees grains that no table names and, with `zeros`, also grains that contain only zeros; their entries become
+    /// zero entries. Guests may be active. When cancelled, fails with [`crate::ErrorKind::Interrupted`]; the grains
+    /// freed so far remain free.
     pub fn wipe(&self, zeros: bool, progress: &dyn Progress) -> Result<WipeReport> {
         let mut work = self.begin_work(progress, "wiping")?;
         self.check_changeable()?;
@@ -305,7 +305,7 @@ impl SeSparse {
         Ok(())
     }
 
-    /// Frees grains that hold only zeros.
+    /// Frees grains that contain only zeros.
     fn wipe_zeros(&self, work: &mut Work, report: &mut WipeReport) -> Result<()> {
         let mut slot = 0;
         while self.find_slot(&mut slot, work)? {
@@ -331,7 +331,7 @@ impl SeSparse {
         Ok(())
     }
 
-    /// The grains among `held` that hold only zeros.
+    /// The grains among `held` that contain only zeros.
     fn holding_zeros(&self, held: &[Held]) -> Result<Vec<Held>> {
         let content = self.read_grains(held)?;
         let is_zero = |grain: &[u8]| grain.as_chunks::<64>().0.iter().all(|part| *part == [0; 64]);

@@ -34,7 +34,7 @@ impl Grains {
         Error::new(ErrorKind::Corrupt, format!("{}: grain {grain} is damaged: {what}", self.image))
     }
 
-    /// Decompresses grain `grain`, whose marker is at `sector`, into `out`, which is one grain long.
+    /// Decompresses grain `grain` into `out`, which is one grain long. The marker of the grain is at `sector`.
     pub(super) fn read(&self, file: &dyn File, sector: u64, grain: u64, out: &mut [u8]) -> Result<()> {
         let context = || format!("{}: cannot read grain {grain}", self.image);
         let start = sector * SECTOR;
@@ -50,8 +50,8 @@ impl Grains {
         }
         let written = self.inflaters.inflate(&input[skip..skip + size], out);
         let written = match (written, self.markers) {
-            // In streams without markers some programs write the size before the data. So if the bytes do not
-            // decompress, they are tried again without the first ones, the size.
+            // In streams without markers some programs write the size before the data. So if decompression fails, the
+            // first bytes are taken as the size, and decompression is tried on the data after them.
             (Err(_), false) => match sized(&input) {
                 Some(data) => self.inflaters.inflate(data, out),
                 None => written,
@@ -77,13 +77,13 @@ impl Grains {
         match head.and_then(Marker::decode) {
             Some(Marker::Grain { sector, size }) => {
                 if sector != grain * self.sectors {
-                    return Err(self.corrupt(grain, "its marker names another"));
+                    return Err(self.corrupt(grain, "its marker names another grain"));
                 }
                 match usize::try_from(size) {
                     Ok(size) if size as u64 <= 2 * self.size() && GRAIN_MARKER_SIZE + size <= most => {
                         Ok((GRAIN_MARKER_SIZE, size))
                     }
-                    _ => Err(self.corrupt(grain, "its compressed size cannot be, or the file was truncated")),
+                    _ => Err(self.corrupt(grain, "its compressed size is impossible, or the file was truncated")),
                 }
             }
             _ => Err(self.corrupt(grain, "it has no marker")),

@@ -87,8 +87,8 @@ impl Index {
         }
     }
 
-    /// The number of grains from `grain` on that are known to be absent without reading a table; 0 if the grain may be
-    /// present.
+    /// The number of grains from `grain` on that are absent for certain, determined without reading a table; 0 if the
+    /// grain may be present.
     pub(super) fn absent_from(&self, grain: u64) -> u64 {
         match self {
             Self::Tables(index) => match index.present.get((grain / index.per_table) as usize) {

@@ -76,7 +76,7 @@ impl Stream {
         Ok(Self { image: image.to_owned(), file, header, index, grains, warnings, cache })
     }
 
-    /// Damage that reads could avoid, for the user.
+    /// Warnings about damage that did not prevent reads, for the user.
     pub fn warnings(&self) -> Vec<String> {
         self.warnings.list()
     }

@@ -10,7 +10,7 @@ use std::io::Write;
 
 /// The usual grain in sectors: 64 KiB.
 const GRAIN_SECTORS: u64 = 128;
-/// Sectors reserved for the descriptor; a longer text gets more.
+/// Sectors reserved for the descriptor; for a longer text more are reserved.
 const DESCRIPTOR_SECTORS: u64 = 20;
 
 /// Parameters of a stream.
@@ -46,7 +46,7 @@ impl<W: Write> StreamWriter<W> {
     pub fn new(out: W, options: &StreamOptions<'_>) -> Result<Self> {
         let capacity = options.capacity;
         if capacity == 0 || capacity > CAPACITY_MAX || !capacity.is_multiple_of(SECTOR) {
-            let what = format!("a stream of {capacity} bytes cannot be: 512 bytes to 64 TiB, a multiple of 512");
+            let what = format!("a stream cannot have {capacity} bytes: 512 bytes to 64 TiB, a multiple of 512");
             return Err(Error::new(ErrorKind::Invalid, what));
         }
         let text = options.descriptor;

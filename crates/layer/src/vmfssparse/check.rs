@@ -65,7 +65,7 @@ impl VmfsSparse {
         let limit = self.tables.limit();
         if self.writer.is_none() && !header.unclean() && header.free_sector() > limit {
             let free = header.free_sector();
-            check.complain(1, || format!("the header has the file used up to sector {free}, it ends at {limit}"));
+            check.complain(1, || format!("the header states use up to sector {free}, the file ends at {limit}"));
         }
         let mut unreadable = 0;
         for index in 0..self.tables.count() {
@@ -149,7 +149,7 @@ impl VmfsSparse {
         Ok(overlaps)
     }
 
-    /// Refuses a directory whose tables lie outside the file or overlap; returns the number of tables.
+    /// Refuses a directory with tables that are outside the file or overlap; returns the number of tables.
     pub(super) fn check_table_places(&self) -> Result<u64> {
         let places = (0..self.tables.count()).map(|index| self.tables.place(index));
         let mut places: Vec<u64> = places.filter(|place| *place != 0).collect();

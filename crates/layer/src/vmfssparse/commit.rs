@@ -8,8 +8,8 @@
 //!          the unclean mark is cleared                                                               flush
 //! ```
 //!
-//! A commit takes the tables as they are when it begins. Entries set later belong to the next commit, so no entry
-//! becomes durable before its payload.
+//! A commit captures the tables when it begins. Entries set later belong to the next commit, so no entry becomes
+//! durable before its payload.
 
 use super::VmfsSparse;
 use super::header::{GRAIN_SECTORS_WRITTEN_MAX, HEADER_SECTORS, Header, TABLE_SECTORS};
@@ -24,7 +24,7 @@ use parking_lot::{Mutex, RwLock};
 use rustc_hash::FxHashMap;
 use std::ops::Range;
 
-/// The most changed tables before a write makes a commit. Usually a table takes a few hundred bytes of memory, and 32
+/// The most changed tables before a write makes a commit. A table usually needs a few hundred bytes of memory, but 32
 /// KiB if it was written at random, sector by sector.
 const CHANGED_TABLES_MAX: usize = 2048;
 
@@ -38,9 +38,9 @@ pub(super) struct Writer {
     pub(super) gate: RwLock<bool>,
     pub(super) commits: GroupCommit<()>,
     pub(super) space: Mutex<Space>,
-    /// Tables whose present version is not in the file yet, with their old directory entries in the file.
+    /// Tables that are not in the file at their present location yet, with their old directory entries in the file.
     pub(super) unnamed: Mutex<FxHashMap<u32, u32>>,
-    /// Tables and parts of the directory whose space is allocated.
+    /// The tables and the parts of the directory that have space in the file system.
     pub(super) backing: Backing,
     header: Mutex<Header>,
     pub(super) epochs: Epochs,

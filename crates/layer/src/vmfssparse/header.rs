@@ -42,7 +42,7 @@ const FLAG_INCONSISTENT: u32 = 4;
 const OFFSET_FREE: usize = 28;
 const OFFSET_UNCLEAN: usize = 1648;
 
-/// A header whose values are within the limits.
+/// A header with values within the limits.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Header {
     bytes: Box<[u8; HEADER_SIZE]>,

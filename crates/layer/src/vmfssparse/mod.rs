@@ -18,7 +18,7 @@
 //!    opened again.
 //!
 //! Locks, outermost first: `shrinking`, the gate (shared by changes, exclusive for closing and for the steps of
-//! shrinking), `commit`, `unnamed`, `space`, the locks of the cache. Only the gate is held while payload is read or
+//! shrinking), `commits`, `unnamed`, `space`, the locks of the cache. Only the gate is held while payload is read or
 //! written.
 
 mod check;
@@ -78,7 +78,7 @@ impl VmfsSparse {
         &self.header
     }
 
-    /// Damage that reads could avoid, for the user.
+    /// Warnings about damage that did not prevent reads, for the user.
     pub fn warnings(&self) -> Vec<String> {
         let mut warnings = Vec::new();
         if self.header.unclean() {

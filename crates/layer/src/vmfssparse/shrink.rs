@@ -32,10 +32,10 @@ const STEP_SECTORS: u64 = 2048;
 /// The most rounds: each moves only what did not fit in the previous one, or was appended since.
 const ROUNDS_MAX: usize = 8;
 
-/// How long shrinking waits for a read that holds old locations, before it fails.
+/// How long shrinking waits for the end of a read that may use old locations, before it fails.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// The pause between two checks for the end of reads that hold old locations.
+/// The pause between two checks for the end of such reads.
 const PAUSE: Duration = Duration::from_micros(200);
 
 /// The result of shrinking.

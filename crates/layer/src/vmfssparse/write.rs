@@ -22,7 +22,7 @@ use std::ops::Range;
 /// microseconds.
 const PUNCH_MIN: u64 = 64 << 10;
 
-/// Bytes of the directory whose space is allocated at a time: they name the tables of 2 GiB.
+/// Space of the directory that is allocated at a time: for the entries of the tables of 2 GiB.
 const PAGE: u64 = 4096;
 
 static ZEROS: [u8; PUNCH_MIN as usize] = [0; PUNCH_MIN as usize];
@@ -230,7 +230,7 @@ impl VmfsSparse {
         taken.during(|| format!("{}: cannot take space for its tables", self.image))
     }
 
-    /// Writes the pieces; those adjacent in the file take one call.
+    /// Writes the pieces; pieces adjacent in the file are written by one call.
     fn write_pieces(&self, first: u64, pieces: &[WritePiece], source: &Source<'_>) -> Result<()> {
         let grain = self.header.grain();
         let size = self.grain_bytes();
@@ -284,7 +284,7 @@ impl VmfsSparse {
         Ok(())
     }
 
-    /// Enters the locations of a piece whose payload is written.
+    /// Enters the locations of a piece after its payload was written.
     fn enter(&self, writer: &Writer, piece: &WritePiece) -> Result<()> {
         let grain = self.header.grain();
         let Some(place) = piece.place else { return Ok(()) };

@@ -33,8 +33,8 @@ pub(super) struct Survey {
 }
 
 impl VsanSparse {
-    /// Checks the whole map: each page must have a valid copy whose entries name blocks of the units, and no block may
-    /// be named twice. Reads every page once, and once again for each 512 GiB of units.
+    /// Checks the whole map: each page must have a valid copy, its entries must name blocks of the units, and no block
+    /// may be named twice. Reads every page once, and once again for each 512 GiB of units.
     pub fn check(&self) -> Result<Check> {
         let mut check = Check::default();
         for index in 0..self.map.layout.pages {

@@ -1,14 +1,14 @@
 //! Commits and checkpoints: the order in which changes become durable.
 //!
 //! ```text
-//! begin       the header: open, with the next incarnation; replayed changes are checkpointed
-//! commit      payload is in the file before                                        flush
-//!             the changes of the map, into the log                                 durable write
-//! checkpoint  a commit of everything that the captured pages hold
-//!             pages over their older copies                                        flush
-//!             changed root blocks over their older copies                          flush
-//!             the header: the log is needed from here on                           durable write
-//! end         a checkpoint; the header, both copies: closed                        durable writes
+//! begin       the header is marked as open; replayed changes are checkpointed
+//! commit      payload was written before                                           flush
+//!             the changes of the map are appended to the log                       durable write
+//! checkpoint  a commit of all changes that the captured pages contain
+//!             the pages replace their older copies                                 flush
+//!             the changed root blocks replace their older copies                   flush
+//!             the header states the new beginning of the log                       durable write
+//! end         a checkpoint; both copies of the header are marked as closed         durable writes
 //! ```
 //!
 //! A checkpoint captures the map at the moment when its commit takes the changes for the log, with `order` held
@@ -58,7 +58,7 @@ pub(super) struct Writer {
     pub(super) order: RwLock<()>,
     pub(super) pending: Mutex<Pending>,
     pub(super) space: Mutex<Space>,
-    /// Log, root and map pages whose space is allocated.
+    /// The parts of log, root and map that have space in the file system.
     pub(super) backing: Backing,
     pub(super) parent: bool,
 }

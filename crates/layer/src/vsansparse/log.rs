@@ -97,7 +97,7 @@ impl Pending {
     }
 }
 
-/// The number of blocks that this many records take.
+/// The number of blocks of a batch with this many records.
 pub(super) const fn blocks_of(records: usize) -> u64 {
     let full = records / BATCH_RECORDS_MAX;
     let rest = records % BATCH_RECORDS_MAX;

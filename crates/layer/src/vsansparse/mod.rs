@@ -12,16 +12,16 @@
 //!    the file never becomes longer than the disk, its map and the few blocks lost in crashes.
 //! 2. A change of the map is logged before it can appear in a map page of the file, and its payload is durable before
 //!    it is logged. A flush is one flush of the file, and one append to the log if the map changed.
-//! 3. A checkpoint writes pages whose changes are all logged, over the older of their two copies, then the root, then
-//!    the header, which frees the log up to the captured changes. So after a power cut at any moment, every change is
-//!    in the log or in a valid copy.
+//! 3. A checkpoint writes pages over the older of their two copies, after all changes in them are logged; then the
+//!    root; then the header, which frees the log up to the captured changes. So after a power cut at any moment, every
+//!    change is in the log or in a valid copy.
 //! 4. Recovery reads only the log, at most 1 MiB, whatever the size of the disk.
 //! 5. After a failed write of the map or a failed flush nothing more is written: the layer returns
 //!    [`ErrorKind::Stopped`] until it is opened again. Metadata with a wrong checksum is an error, and is never used.
 //!
-//! Locks, outermost first: the gate (shared by changes, exclusive for closing), `checkpoint`, `log`, `order` (shared by
-//! changes of the map, exclusive for captures), `births` and the locks of the cache, `pending`, `space`. Only the gate
-//! is held while payload is read or written.
+//! Locks, outermost first: the gate (shared by changes, exclusive for closing), `checkpoint`, `commits`, `order`
+//! (shared by changes of the map, exclusive for captures), `births` and the locks of the cache, `pending`, `space`.
+//! Only the gate is held while payload is read or written.
 
 mod check;
 mod commit;

@@ -140,8 +140,8 @@ pub(super) fn encode_entries(list: &RunList) -> Vec<u8> {
     body
 }
 
-/// Decodes the body of a map page with `grains` entries, whose blocks must be in `valid`; `None` if an entry is
-/// invalid.
+/// Decodes the body of a map page with `grains` entries. The blocks that they name must be in `valid`; `None` if an
+/// entry is invalid.
 pub(super) fn decode_entries(body: &[u8], grains: u32, valid: &Range<u64>) -> Option<RunList> {
     let mut list = RunList::new(1);
     for (first, entry) in (0..grains).zip(body.chunks_exact(ENTRY_SIZE)) {

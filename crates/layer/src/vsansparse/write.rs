@@ -19,7 +19,7 @@ use std::ops::Range;
 /// The length from which discarded space is punched: a punch costs a hundred microseconds.
 const PUNCH_MIN: u64 = 32 << 10;
 
-/// Bytes of map pages whose space is allocated at a time: the pages of 16 MiB of the disk.
+/// Space of map pages that is allocated at a time: the pages of 16 MiB of the disk.
 const PAGES_PIECE: u64 = 64 << 10;
 
 static ZEROS: [u8; BLOCK as usize] = [0; BLOCK as usize];
@@ -158,7 +158,7 @@ impl VsanSparse {
         }
     }
 
-    /// Writes the pieces; those adjacent in the file take one call.
+    /// Writes the pieces; pieces adjacent in the file are written by one call.
     fn write_pieces(&self, first: u64, pieces: &[WritePiece], slices: &[&[u8]]) -> Result<()> {
         let mut rest = pieces;
         while let Some(piece) = rest.first() {

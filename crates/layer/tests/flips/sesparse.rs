@@ -20,7 +20,7 @@ fn check(layer: &SeSparse, repair: bool) -> CheckReport {
     layer.check(repair, &NoProgress).unwrap()
 }
 
-/// An image with a history, whose tables are in another order than the ranges that they map. Some are not closed.
+/// An image with a history. Its tables are in another order than the ranges that they map. Some images are not closed.
 fn world(seed: u64) -> World {
     let mut random = Random(seed);
     let disk = new_disk(seed);

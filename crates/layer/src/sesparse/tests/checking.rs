@@ -277,8 +277,7 @@ fn a_check_does_not_report_an_entry_that_changes_before_the_comparison() {
     assert_clean(&layer);
 }
 
-/// Tables are holes of the file, as after a copy with holes, and one of them is written, flushed and evicted during a
-/// wipe.
+/// Tables are holes of the file, as after a sparse copy, and one of them is written, flushed and evicted during a wipe.
 #[test]
 fn a_wipe_reads_tables_that_a_commit_writes_into_holes() {
     const HOLES: u64 = 17;

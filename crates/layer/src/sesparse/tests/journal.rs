@@ -9,7 +9,7 @@ const JOURNAL: u64 = 2048 * 512;
 const TABLE: u64 = 6144;
 const VOLATILE: u64 = 512;
 
-/// A sector of a table whose first entry names a grain.
+/// A sector of a table; its first entry names a grain.
 fn table_sector(grain: u64) -> [u8; 512] {
     let mut sector = [0; 512];
     sector[..8].copy_from_slice(&(0x3000_0000_0000_0000u64 | grain << 48).to_le_bytes());

@@ -10,13 +10,13 @@ use backend::BLOCK_SIZE;
 const TABLES: u64 = 2100;
 /// Bytes that a table maps.
 const SPAN: u64 = 4096 * GRAIN;
-/// Tables whose numbers differ in few bytes from few other numbers.
+/// Tables with numbers that are similar, in all but one byte, to those of few other tables.
 const FEW: [u64; 4] = [0, 5, 1037, 2099];
 
 const _: () = assert!(TABLES > CONFIRM_TABLES as u64);
 
-/// An image with two grains in each table, killed after the second grain of some tables was released: these grains are
-/// allocated, and no table names them.
+/// An image with two grains in each table, killed after the second grain of some tables was released: these second
+/// grains are allocated, and no table names them.
 fn killed(given_up: impl Iterator<Item = u64>) -> SimulatedDisk {
     let disk = simulated(1);
     let layer = create(&disk, IoMode::Buffered, TABLES * SPAN, writing());

@@ -203,7 +203,7 @@ fn a_failed_flush_stops_all_writes() {
 /// loaded again. The second load must read the file, although the layer has recorded the hole.
 #[test]
 fn evicted_pages_of_former_holes_are_read_back() {
-    /// One grain in each of many more table pages than memory holds.
+    /// One grain in each of many table pages, more than fit into memory.
     const STEP: u64 = 512 * GRAIN;
     const COUNT: u64 = 6000;
     for shuffled in [false, true] {

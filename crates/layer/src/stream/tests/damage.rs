@@ -12,7 +12,7 @@ fn a_truncated_stream_gives_its_complete_grains() {
     let tail = bytes.len() as u64 - 10 * 512;
     for round in 0..300 {
         let end = if round % 3 == 0 { tail + random.below(10 * 512) } else { 65_536 + random.below(tail - 65_536) };
-        // A truncated stream is opened only if the caller asks for it.
+        // A truncated stream is opened only by `Stream::salvage`.
         let refused = Stream::open(memory_file(&bytes[..end as usize]), "disk.vmdk").err().unwrap();
         assert!(
             refused.kind() == ErrorKind::Corrupt && refused.to_string().contains("was truncated"),

@@ -32,7 +32,7 @@ fn base_descriptor(sectors: u64) -> String {
     )
 }
 
-/// QEMU reads the same content from a chain of redo logs over a flat base as the model has.
+/// QEMU reads the content of the model from a chain of redo logs over a flat base.
 #[test]
 fn qemu_reads_chains_with_the_same_content() {
     for (sectors, levels) in [(8195, 2), (3 * 4096, 1), (15_000, 4)] {

@@ -7,7 +7,7 @@ use super::*;
 use crate::model::Random;
 use rustc_hash::FxHashMap;
 
-/// Many more changes than the ring holds, with power cuts in between.
+/// Many more changes than fit into the ring are made, with power cuts in between.
 #[test]
 fn more_changes_than_the_ring_holds_survive_power_cuts() {
     let (mut disk, _, mut layer) = object(40 << 30);
@@ -135,7 +135,7 @@ fn concurrent_flushes_share_a_commit() {
     }
 }
 
-/// Threads may make more changes at once than the ring holds: a thread that finds no room makes a commit, and no
+/// Threads may make more changes at once than fit into the ring: a thread that finds no room makes a commit, and no
 /// flushed data is lost.
 #[test]
 fn pending_changes_are_limited_to_the_size_of_the_log() {
