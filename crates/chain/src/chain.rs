@@ -147,7 +147,7 @@ impl Chain {
         self.levels_max.load(Ordering::Relaxed)
     }
 
-    /// Sets the most levels, up to [`LEVELS_MAX`]. A chain with more levels keeps them, and takes no new ones.
+    /// Sets the most levels, up to [`LEVELS_MAX`]. A chain with more levels keeps them, and accepts no new ones.
     pub fn set_levels_max(&self, levels: usize) -> Result<()> {
         check_limit(&self.name, levels)?;
         self.levels_max.store(levels, Ordering::Relaxed);
@@ -177,8 +177,8 @@ impl Chain {
         }
     }
 
-    /// Flushes, and closes every layer that is open for writing. Later changes fail; reads continue. A layer whose
-    /// flush fails for lack of space stays open and can be closed again.
+    /// Flushes, and closes every layer that is open for writing. Later changes fail; reads continue. If the flush fails
+    /// for lack of space, the layers stay open and can be closed later.
     pub fn close(&self) -> Result<()> {
         let _control = self.control.lock();
         if self.stopped.load(Ordering::SeqCst) {

@@ -6,7 +6,7 @@
 //!    cleared by a flush that began and ended during the write.
 //! 3. The target of a merge down is left out until the commit: the sources hide its new content, which a repeated merge
 //!    copies again after a crash. So a guest's flush does not wait for the data of a merge; the merge flushes the
-//!    target itself. Every other level may hold guest writes and is flushed only here.
+//!    target itself. Every other level may contain guest writes and is flushed only here.
 //! 4. After a failed flush the state of earlier writes is unknown: the chain stops, and ranges changed since the last
 //!    successful flush are not read any more ([`crate::unflushed`]). A lack of space is no such failure: the layer
 //!    keeps the data in memory, and writes it with the next flush. A layer that cannot keep the data returns
@@ -131,7 +131,7 @@ impl Chain {
         }
     }
 
-    /// Fails for a range that was changed before a failed flush: the device may hold its old content.
+    /// Fails for a range that was changed before a failed flush: the device may have its old content.
     pub(crate) fn check_flushed(&self, range: &Range<u64>) -> Result<()> {
         if self.stopped.load(Ordering::SeqCst) && (self.unflushed.covers(range) || self.rearranged.covers(range)) {
             return Err(Error::new(

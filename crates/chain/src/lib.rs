@@ -30,7 +30,7 @@
 //! 6. **A merge changes nothing visible** until its commit: a crash or an interruption before the commit leaves the
 //!    chain as it was, one after it leaves the chain merged.
 //! 7. **After a failed flush nothing is written**, and ranges changed since the last successful flush are not read,
-//!    until the chain is opened again: the device may hold their old content.
+//!    until the chain is opened again: the device may have their old content.
 //!
 //! Locks, in the order in which they are taken: operation (one merge), control (one change of the stack), range, gate,
 //! then one of these at a time: a shard of a cache, the current stack, the flush state.

@@ -31,8 +31,8 @@ pub const DATA_CACHE_MAX: u64 = 1 << 40;
 /// Largest request that is read or written at once.
 pub const REQUEST_MAX: u64 = 1 << 30;
 
-/// The largest changed range whose new extents are inserted into the metadata cache; larger ones are looked up when
-/// needed.
+/// The largest changed range of which the new extents are inserted into the metadata cache; extents of larger ranges
+/// are looked up when needed.
 pub const UPDATE_BYTES_MAX: u64 = 256 << 20;
 
 /// Largest range that one step of a discard locks.

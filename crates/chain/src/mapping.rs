@@ -5,7 +5,7 @@ use layer::Content;
 /// The content of a range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum To {
-    /// No level holds it: it reads as zeros.
+    /// No level stores the range: it reads as zeros.
     Absent,
     /// A level records zeros.
     Zero,
@@ -26,7 +26,7 @@ pub(crate) enum To {
 }
 
 impl To {
-    /// Translates a level's answer; `None` for a range that the level does not hold.
+    /// Translates a level's answer; `None` for a range that the level does not store.
     pub fn of(content: Content, level: u8) -> Option<Self> {
         match content {
             Content::Absent => None,

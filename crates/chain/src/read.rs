@@ -61,7 +61,7 @@ pub struct Part {
     pub place: Place,
 }
 
-/// A read whose file locations are known. They are not reused while this exists.
+/// A read with its file locations. The locations are not reused while this value exists.
 pub struct Plan {
     /// Byte offset of the first part.
     pub start: u64,

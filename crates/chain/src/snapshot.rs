@@ -25,7 +25,7 @@ use parking_lot::MutexGuard;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// A chain whose writers wait. If this is dropped without a push, the chain continues as before.
+/// A chain in which writers wait. If this value is dropped without a push, the writers continue as before.
 pub struct Frozen<'a> {
     chain: &'a Chain,
     levels: Arc<Levels>,

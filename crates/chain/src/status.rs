@@ -13,7 +13,7 @@ use std::sync::Arc;
 /// The status of a range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Condition {
-    /// Some level holds data.
+    /// Some level stores data.
     Data,
     /// A level records zeros.
     Zero,

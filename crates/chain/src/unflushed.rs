@@ -6,8 +6,8 @@
 //!
 //! 1. A change is noted when it has ended, after its level has been marked as written. So a flush that finds the note
 //!    also flushes the level.
-//! 2. When a flush begins, it sets the notes so far apart, and when it has succeeded, it drops them. After a failed
-//!    flush they remain.
+//! 2. A flush separates the notes made before its beginning from later ones, and drops them when it has succeeded.
+//!    After a failed flush they remain.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};

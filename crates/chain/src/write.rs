@@ -104,7 +104,7 @@ impl Chain {
         }
     }
 
-    /// Makes a range read as zeros, whatever the levels below hold. With `keep`, the range keeps its space or gets
+    /// Makes a range read as zeros, whatever the levels below store. With `keep`, the range keeps its space or gets
     /// space.
     pub fn zero(&self, offset: u64, length: u64, keep: bool) -> Result<()> {
         self.clear_range(offset, length, if keep { Clear::Keep } else { Clear::Zero })

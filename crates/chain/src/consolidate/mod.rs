@@ -1,9 +1,9 @@
 //! Merging levels while the disk is in use.
 //!
-//! **Down** ([`Chain::merge_down`]): the content of consecutive levels is copied into the level below them, then they
-//! are removed. If these levels are all above the base, this consolidates the whole chain. **Up**
-//! ([`Chain::merge_up`]): the content of the levels directly below a level is copied into that level where it shows
-//! through, then they are removed.
+//! **Down** ([`Chain::merge_down`]): the content of consecutive levels is copied into the level below them, and then
+//! these levels are removed. If these levels are all above the base, this consolidates the whole chain. **Up**
+//! ([`Chain::merge_up`]): the visible content of the levels directly below a level is copied into that level, and then
+//! these lower levels are removed.
 //!
 //! ```text
 //!          down, the top among the sources                      writes are made in
@@ -27,7 +27,7 @@
 //!    write locks its range, rounded outwards to whole grains of both levels.
 //! 5. A target that reuses grains is changed only after every plan without its epoch has ended, also plans of stacks
 //!    that snapshots replaced before the merge began.
-//! 6. The snapshot whose level is the target (down) or a source (up) is lost when a merge begins. The owner of the
+//! 6. When a merge begins, the snapshot at the level of the target (down) or of a source (up) is lost. The owner of the
 //!    chain ensures that no other chain has this level open. If a merge should be resumed after a crash, the owner
 //!    records its beginning.
 
@@ -75,7 +75,7 @@ pub(crate) struct Job {
 }
 
 impl Job {
-    /// True when writes go to the top and to the target.
+    /// True when writes are made in the top and in the target.
     pub fn mirrors(&self) -> bool {
         self.mirroring.load(Ordering::SeqCst)
     }
@@ -340,8 +340,8 @@ impl Chain {
         }
         self.hide_tail(job)?;
         self.flush_target(job)?;
-        // From here on a write fails if the target does not get it, and every flush covers the target: so the target
-        // has every acknowledged write.
+        // From here on a write fails if it fails in the target, and every flush covers the target: so the target has
+        // every acknowledged write.
         job.committing.store(true, Ordering::SeqCst);
         self.pass_writers(&mut merged);
         self.flush()?;

@@ -5,8 +5,8 @@
 //!
 //! 1. A cached block equals what a read of the chain returns. Ranges under change have no cached blocks.
 //! 2. A block is inserted only if no change of the block has begun since before it was looked up ([`crate::changes`]).
-//! 3. Memory stays within the configured size. A block that a reply refers to lives until the reply is sent, and is not
-//!    counted after its eviction.
+//! 3. Memory stays within the configured size. The memory of a block that a reply refers to is freed only after the
+//!    reply was sent; after the eviction of the block it is not counted.
 
 mod queue;
 

@@ -11,8 +11,8 @@
 //!
 //! 1. A block is in at most one queue, once; a slot is free or in exactly one queue.
 //! 2. The memory of an invalidated block is freed at once, its slot only when the slot is next considered for eviction.
-//!    If the block is read again before, it uses the same slot. There are never more slots without memory than blocks
-//!    that the cache may hold.
+//!    If the block is read again before, it uses the same slot. The number of slots without memory never exceeds the
+//!    number of blocks that the cache may have.
 
 use crate::statistics::DataStatistics;
 use backend::{BLOCK_SIZE, SharedSlice};

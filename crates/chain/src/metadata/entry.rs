@@ -74,7 +74,7 @@ impl CachedExtent {
         self.place >> KIND_SHIFT
     }
 
-    /// The number of the level that holds it.
+    /// The number of the level that stores the extent.
     pub fn level(self) -> Option<u8> {
         (self.kind() >= DATA).then_some((self.place >> LEVEL_SHIFT) as u8)
     }

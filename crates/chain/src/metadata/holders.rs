@@ -29,7 +29,7 @@ const WAYS: usize = 4;
 /// The number of uses from which on the survey of a span counts as useful.
 const HELPS_TO_PAY: u8 = 3;
 
-/// No level holds any part of the block.
+/// No level stores any part of the block.
 pub(crate) const NO_LEVEL: u8 = 254;
 /// The level is not known, or several levels store parts of the block.
 pub(crate) const UNKNOWN: u8 = 255;
@@ -37,9 +37,9 @@ pub(crate) const UNKNOWN: u8 = 255;
 /// What is known about a range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Holder {
-    /// The newest level that holds any part of it holds all of it.
+    /// This level is the newest that stores any part of the range, and it stores the whole range.
     Level(u8),
-    /// No level holds any part of it.
+    /// No level stores any part of the range.
     NoLevel,
     /// Only a walk can determine it.
     Unknown,
@@ -99,7 +99,7 @@ impl Holders {
         self.spans[set].iter_mut().find(|span| span.number == number)
     }
 
-    /// Which level holds sectors `from..to`, which lie in one span.
+    /// Which level stores sectors `from..to`, which are in one span.
     pub fn get(&mut self, from: u64, to: u64) -> Holder {
         if self.sets == 0 {
             return Holder::Unknown;
@@ -141,7 +141,7 @@ impl Holders {
         set[at] = Span { number, helped: 0, levels: *levels };
     }
 
-    /// Notes that `level` holds sectors `from..to`, if their span is cached.
+    /// Records that `level` stores sectors `from..to`, if their span is in the table.
     pub fn learn(&mut self, from: u64, to: u64, level: u8) {
         if to - from > SPAN_SECTORS || !from.is_multiple_of(BLOCK_SECTORS) || number_of(from) != number_of(to - 1) {
             return;

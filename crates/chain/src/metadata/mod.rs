@@ -1,4 +1,4 @@
-//! The metadata cache: which level holds which extent, for the extents that were used most recently.
+//! The metadata cache: the level and the location of the extents that were used most recently.
 //!
 //! There are sixteen shards; each has every sixteenth 64 MiB of addresses. A shard has its own lock, held only for a
 //! search in two sorted arrays. Eviction is CLOCK over all shards: entries that were used since the hand last passed
@@ -46,7 +46,8 @@ pub(crate) const SPAN: u64 = 256 << 10;
 const OUTCOMES: u64 = 128;
 /// Walks between two adjustments.
 const JUDGE_EVERY: u64 = 32;
-/// Misses between two trials while prefetching is not useful. A trial asks the levels for much more than a miss does.
+/// Misses between two trials while prefetching is not useful. A trial asks the levels for much larger ranges than a
+/// miss does.
 const TRY_EVERY: u64 = 256;
 /// Extents per trial.
 const TRY_EXTENTS: usize = 8;
@@ -85,7 +86,7 @@ impl Tunables {
         }
         if self.prefetch_extents > PREFETCH_EXTENTS_MAX {
             return refuse(format!(
-                "a prefetch brings at most {PREFETCH_EXTENTS_MAX} extents, not {}",
+                "a prefetch inserts at most {PREFETCH_EXTENTS_MAX} extents, not {}",
                 self.prefetch_extents
             ));
         }
@@ -275,7 +276,7 @@ impl MetadataCache {
         (start..end, most)
     }
 
-    /// Which level holds `range`, after a miss without prefetching.
+    /// Which level stores `range`, after a miss without prefetching.
     pub fn holder(&self, range: &Range<u64>) -> Holder {
         if range.start / SPAN != (range.end - 1) / SPAN {
             return Holder::Unknown;

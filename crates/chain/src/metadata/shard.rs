@@ -164,7 +164,7 @@ impl Shard {
         }
     }
 
-    /// The parts of `from..to` whose entries `wanted` selects by their level.
+    /// The parts of `from..to` with entries in a level that `wanted` selects.
     pub fn parts_of(&self, from: u64, to: u64, wanted: impl Fn(u8) -> bool) -> Vec<(u64, u64)> {
         let mut parts = Vec::new();
         let leaf = self.firsts.partition_point(|first| *first <= from).saturating_sub(1);

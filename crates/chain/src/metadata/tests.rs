@@ -143,7 +143,8 @@ fn the_cache_keeps_its_limit_and_evicts_the_least_recently_used() {
     let mut random = Random(5);
     let of = |block: u64| data(block * 8, 8, 1, (block * 7919) % 100_003 * 16);
     for round in 0..20_000u64 {
-        // Half of the reads go to a hot tenth of the cache, half to random blocks over ten times its size.
+        // Half of the reads are of few blocks, a tenth of the number in the cache; half are of random blocks among ten
+        // times that number.
         let block = if round % 2 == 0 { random.below(100) * 91 } else { random.below(10_000) };
         let range = of(block).start..of(block).end();
         let mut found = Vec::new();

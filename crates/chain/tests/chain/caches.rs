@@ -9,7 +9,7 @@ use std::sync::atomic::Ordering;
 use testkit::Random;
 use work::NoProgress;
 
-/// A chain of `depth` levels, each of which holds every `depth`-th grain.
+/// A chain of `depth` levels. Each level stores every `depth`-th grain.
 fn striped(depth: u64, capacity: u64, options: Options) -> (Chain, Vec<Arc<Mock>>) {
     let layers: Vec<Arc<Mock>> = (0..depth).map(|_| Mock::new(Manner::new(capacity, 4096))).collect();
     for (index, layer) in (0..).zip(&layers) {
@@ -216,7 +216,7 @@ fn requests_past_the_end_and_writes_to_read_only_layers_are_refused() {
     chain.read(0, &mut [0; 512]).unwrap();
 }
 
-/// A random load over more blocks than the cache has entries: each miss asks only the level that holds the block, and
+/// A random load over more blocks than the cache has entries: each miss asks only the level that stores the block, and
 /// reads return the latest content.
 #[test]
 fn with_a_full_cache_a_miss_reads_one_level_and_no_stale_data() {

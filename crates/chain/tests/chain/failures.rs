@@ -179,7 +179,7 @@ fn a_failed_merge_leaves_the_chain_unchanged() {
     }
 }
 
-/// Makes the target fail once the last pass has begun, when writes go to both sides.
+/// Makes the target fail once the last pass has begun, when writes are made in top and target.
 struct Late<'a> {
     chain: &'a Chain,
     target: &'a Mock,

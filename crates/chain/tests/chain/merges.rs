@@ -270,7 +270,7 @@ fn extents_of_a_level_with_moving_grains_are_not_cached() {
         let mut contents = [vec![0; CAPACITY as usize], vec![0; CAPACITY as usize]];
         contents.iter_mut().for_each(|content| random.fill(content));
         layers[1].write(0, &[&contents[1]]).unwrap();
-        // The top holds every other grain.
+        // The top stores every second grain.
         let grains = 0..CAPACITY as usize / GRAIN;
         let ours: Vec<usize> = grains.filter(|grain| level == 1 || grain % 2 == 0).collect();
         let mut shown = contents[1].clone();
