@@ -2,8 +2,8 @@
 //!
 //! The chain below the named image is opened by following the parent hints. If the folder has a list of snapshots
 //! (`.vmsd`), the images that the list names are opened too, each with its chain. Chains that end in the base of the
-//! named image are other branches of the same disk. The list is checked against the images: an entry whose image is
-//! missing, or belongs to another disk of the machine, is ignored.
+//! named image are other branches of the same disk. The list is checked against the images: an entry is ignored if its
+//! image is missing, or belongs to another disk of the machine.
 //!
 //! 1. Adopting changes nothing outside the record's folder.
 //! 2. Three kinds of images are never written: images in other folders than that of the named image, the image of a
@@ -30,15 +30,15 @@ const LISTS_MAX: usize = 16;
 pub enum Adopt {
     /// The disk is read and written.
     Head {
-        /// If true, writes go to the named image itself, and snapshots in its folder may be merged. If false, no
-        /// adopted image is ever changed: writes go to a new delta of this disk.
+        /// If true, writes are made in the named image itself, and snapshots in its folder may be merged. If false, no
+        /// adopted image is ever changed: writes are made in a new delta of this disk.
         writable: bool,
     },
     /// The disk is only read.
     ReadOnly,
 }
 
-/// The part of the image tree that is known so far.
+/// The part of the image tree that was found already.
 struct Tree<'a> {
     options: OpenOptions,
     home: &'a Folder,

@@ -4,8 +4,9 @@
 //!    merged, shrunk or removed.
 //! 2. A clone refers to the source's images in their folders, as to any foreign images. By 1, these images do not
 //!    change.
-//! 3. Deleting a clone does not tell the source. The source checks its clones before it changes an image: a clone whose
-//!    folder has no record, or the record of another disk, is removed from the source's record.
+//! 3. The deletion of a clone does not change the source's record. Before an image of the source is changed, its clones
+//!    are checked: a clone is removed from the source's record if its folder has no record, or the record of another
+//!    disk.
 
 use crate::create::{check_name, fresh_record};
 use crate::disk::{Disk, Options};

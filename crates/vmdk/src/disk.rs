@@ -152,7 +152,7 @@ impl Disk {
         }
     }
 
-    /// Removes the files of a disk whose creation failed or that is being deleted, the record last.
+    /// Removes the files of a disk after a failed creation or for a deletion, the record last.
     pub(crate) fn forget(&self) -> Result<()> {
         let record = self.record();
         let pending = record.pending.iter();

@@ -1,7 +1,7 @@
 //! A line: an image and those below it down to the base, open as one chain.
 //!
-//! 1. Images are opened by the record, not by the hints in their descriptors. A child whose parent's CID differs from
-//!    the recorded one is refused, unless the caller forces it.
+//! 1. Images are opened by the record, not by the hints in their descriptors. If the parent's CID differs from the CID
+//!    that a child records, the line is not opened, unless the caller forces it.
 //! 2. Only the top of the head's line is open for writing. Before a lower level is changed, its layer is replaced by a
 //!    writable opening of the same image, and afterwards by a read-only one ([`Line::exchange`]).
 
@@ -131,7 +131,7 @@ impl Disk {
         Ok(Line { chain: Arc::new(chain), levels: Mutex::new(levels) })
     }
 
-    /// Refuses a parent whose CID differs from the one in its child, unless that CID was accepted at adoption.
+    /// Refuses a parent with another CID than its child records, unless this CID was accepted at adoption.
     fn check_parent(&self, child: &Image, parent: &Image, accepted: Option<u32>) -> Result<()> {
         let wanted = child.parent().and_then(|reference| reference.content);
         let (Some(wanted), Some(found)) = (wanted, parent.descriptor()) else { return Ok(()) };

@@ -1,15 +1,16 @@
 //! Reads of a disk's files return what the storage device holds.
 //!
-//! After a failed flush the page cache may hold data that was never written, until the kernel needs the memory. A disk
-//! that relied on the page cache would read older data after the kernel has evicted it.
+//! After a failed flush the page cache may contain data that was never written to the device, until the kernel evicts
+//! it. A disk that relied on the page cache would read older data after the kernel has evicted it.
 //!
 //! 1. The file [`CLOSED_NAME`] means that the last owner closed the disk, and that no flush of it can have failed.
 //!    Opening the disk removes this mark; closing the disk without a failure creates it. If it is missing, every file
 //!    of the disk is flushed and evicted from the page cache before it is read.
 //! 2. Changes of the mark are not flushed: a power cut that reverts such a change also empties the page cache. The mark
 //!    costs no flush, and a disk can be closed without it on a full file system: then the next opening takes longer.
-//! 3. An error that may come from the device makes the disk doubtful ([`Disk::noting`]): closing it leaves no mark. A
-//!    failure in the head's chain is recorded in the chain until it is closed ([`Disk::close_dropped_head`]).
+//! 3. An error that may come from the device makes the disk doubtful ([`Disk::noting`]): closing the disk then creates
+//!    no mark. A failure in the head's chain is recorded in the chain until it is closed
+//!    ([`Disk::close_dropped_head`]).
 //! 4. After a failed write to an image, the process flushes the image's files and evicts them from the page cache
 //!    before it opens the image again ([`Disk::show_stale`]).
 

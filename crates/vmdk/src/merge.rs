@@ -256,7 +256,8 @@ impl Disk {
             );
             return Err(Error::new(ErrorKind::Unsupported, text));
         }
-        // The image is opened before the snapshot loses its name, because another process may have it open for writing.
+        // The image is opened before the snapshot loses its name: if another process has the image open for writing,
+        // this fails, and nothing has changed.
         let writable = match below.is_writing() {
             true => None,
             false => Some(Arc::new(self.open_image(&record, target, true)?)),

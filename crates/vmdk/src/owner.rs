@@ -4,7 +4,7 @@ use crate::{Error, ErrorKind, Result};
 use backend::Lock;
 use layer::image::Folder;
 
-/// The file whose lock the owner of a disk holds.
+/// The file that the owner of a disk has locked.
 pub(crate) const LOCK_NAME: &str = "lamina.lock";
 
 /// The locks on a disk's folder: on the file that every version of lamina locks, and on the folder itself, if the file

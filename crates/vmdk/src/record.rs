@@ -136,7 +136,7 @@ pub struct Node {
     /// The file by which the image is opened.
     pub descriptor: String,
     /// The format of that file if it has no descriptor: `raw`, which its bytes cannot show, `qcow2`, or the format of
-    /// an extent whose descriptor is lost.
+    /// an extent without its descriptor.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub format: Option<String>,
     /// Who owns the image.
@@ -270,7 +270,7 @@ pub enum ParentNow {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Settlement {
-    /// The image whose descriptor is corrected.
+    /// The image with the descriptor to be corrected.
     pub node: u32,
     /// The new CID of the image.
     #[serde(default, skip_serializing_if = "Option::is_none")]

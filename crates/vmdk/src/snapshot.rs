@@ -1,4 +1,4 @@
-//! Snapshots: the state of the head gets a name, and writes go to a new delta.
+//! Snapshots: a name for the state of the head, and a new delta for further writes.
 //!
 //! ```text
 //! announce    the record names the delta's files

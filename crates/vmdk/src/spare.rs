@@ -22,7 +22,7 @@ impl Disk {
         let bytes = announced.encode()?.len().max(after.encode()?.len()) as u64 + SLACK;
         let spare = Spare { disk: self, bytes };
         // If the reservation fails for lack of space, the record that announces the operation may fit nevertheless. It
-        // replaces the old record, whose space `renew` then reserves.
+        // replaces the old record, and `renew` then reserves the space of the old record.
         match self.with_room(announced, || spare.take()) {
             Err(error) if error.kind() != ErrorKind::NoSpace => Err(error),
             _ => Ok(spare),

@@ -1,4 +1,4 @@
-//! The file that holds a disk's record.
+//! The file with a disk's record.
 //!
 //! The file is replaced, never overwritten ([`backend::replace`]), in two steps: the new file is prepared, and renamed
 //! later. Between the two, the operation makes its other files.

@@ -251,7 +251,7 @@ fn write_base(folder: &Path, byte: u8) {
 }
 
 /// Makes a SEsparse extent as an ESXi host leaves it after a crash between two transactions: marked as in use, with one
-/// transaction whose changes are in place.
+/// transaction and its changes already in place.
 fn make_dirty(extent: &Path) {
     const TABLE: usize = 6144;
     const SLOT: usize = 2048 * 512;

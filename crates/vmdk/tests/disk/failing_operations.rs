@@ -16,7 +16,7 @@ use work::NoProgress;
 const BLOCK: usize = 4096;
 const BLOCKS: usize = 512;
 
-/// Seeds whose cases detect faults of the mutants that the first seeds do not detect.
+/// Further seeds: they detect mutants that the first seeds do not detect.
 const SEEDS: [u64; 3] = [172, 376, 651];
 
 /// The value of each block that a chain shows.

@@ -532,7 +532,7 @@ fn one_failed_io_leaves_the_disk_consistent() {
                 _ => disk.consolidate(&NoProgress),
             };
             let what = format!("operation {which}, failure {number}: {outcome:?}");
-            // Reads are checked after a failed flush of metadata too, whose cached pages may be lost.
+            // Reads are also checked after a failed flush of metadata, after which cached pages may be lost.
             let mut found = vec![0xee; content.len()];
             match chain.read(0, &mut found) {
                 Ok(()) => assert!(found == content, "{what}"),

@@ -16,7 +16,7 @@ use work::Progress;
 
 pub const DELTAS: [DeltaFormat; 3] = [DeltaFormat::VmfsSparse, DeltaFormat::SeSparse, DeltaFormat::VsanSparse];
 
-/// Options whose random identities follow from a seed.
+/// Options with random identities that follow from a seed.
 pub fn options(seed: u64) -> Options {
     let random = Mutex::new(Random::new(seed ^ 0x6964));
     Options { random: Arc::new(move || random.lock().next()), ..Options::default() }
