@@ -93,7 +93,7 @@ impl<T> Turn<'_, T> {
         self.number = self.commits.begun.fetch_add(1, Ordering::SeqCst) + 1;
     }
 
-    /// Ends a commit: the changes that it took are durable.
+    /// Ends a commit: the changes that it wrote are durable.
     pub(crate) fn complete(&mut self) {
         self.commits.completed.store(self.number, Ordering::SeqCst);
     }

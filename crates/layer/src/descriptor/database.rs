@@ -36,8 +36,8 @@ impl Database {
         std::str::from_utf8(&entry.value).ok()
     }
 
-    /// Replaces the value of `key`, or inserts the entry at VMware's alphabetical position. Both come from lamina's
-    /// code: a quote or control character in them is a bug, and is not written.
+    /// Replaces the value of `key`, or inserts the entry at VMware's alphabetical position. Key and value are set by
+    /// lamina's code: a quote or control character in them is a bug, and is not written.
     pub fn set(&mut self, key: &str, value: &str) {
         let clean = |text: &str| text.chars().filter(|c| !c.is_control() && *c != '"').collect::<String>();
         let (key, value) = (clean(key), clean(value).into_bytes());

@@ -10,8 +10,8 @@
 //! written in part            read and written back as it is
 //! ```
 //!
-//! 1. Discards keep space allocated from the beginning of the work, so a block found to be wholly written remains
-//!    wholly written.
+//! 1. From the beginning of the work, discards keep the space of their blocks. So a block found to be wholly written
+//!    remains wholly written.
 //! 2. Whether a block was ever written is read from the layer's own block sets. The file system's extent map lacks
 //!    bytes that are still dirty in the page cache.
 //! 3. Bytes are written back as they were read, so a power cut during the write changes no sector.

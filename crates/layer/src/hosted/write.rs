@@ -409,7 +409,7 @@ impl Hosted {
         let flush = || self.file.sync().during(|| format!("{}: cannot flush", self.image));
         let what = || format!("{}: cannot write grain tables", self.image);
         turn.begin();
-        // Before the tables are taken: so the taken tables name no grain that was retired before.
+        // Called before the tables are captured, so that the captured tables name no grain that was retired before.
         writer.space.begin_commit();
         let mut batch = self.tables.take_changes();
         for (_, places, bytes) in &batch.fresh {

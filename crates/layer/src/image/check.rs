@@ -77,7 +77,7 @@ pub fn check(place: &Place, options: &OpenOptions, repair: bool, progress: &dyn 
             work.check_alone(Format::HostedSparse, place, parent, progress)
         }
         _ => {
-            // Extents that could not be found above make this opening of the whole image fail, which reports them.
+            // An extent that can only be opened through its descriptor makes this opening fail with the reason.
             let image = Image::open(place.clone(), &OpenOptions { writable: false, ..options.clone() })?;
             let format = match image.layer().format() {
                 "vmfssparse" => Format::VmfsSparse,

@@ -230,8 +230,7 @@ impl Layer for Concatenated {
     fn overwrite(&self, start: u64, slices: &[&[u8]]) -> Result<bool> {
         let length: u64 = slices.iter().map(|slice| slice.len() as u64).sum();
         let mut pieces = self.pieces(start..start.saturating_add(length))?;
-        // A write over several extents is not done here: a later extent could refuse it after an earlier one was
-        // changed.
+        // With several extents, a later one could refuse its part after an earlier one was overwritten.
         match (self.writable, pieces.next(), pieces.next()) {
             (true, Some(piece), None) => piece.changeable()?.overwrite(piece.within.start, slices),
             _ => Ok(false),

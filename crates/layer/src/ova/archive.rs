@@ -90,7 +90,7 @@ impl Archive {
         self.members.iter().position(|member| member.name == name)
     }
 
-    /// Index of the only member with this ending of its name.
+    /// Index of the only member with a name that has this ending.
     pub(super) fn only(&self, ending: &str) -> Result<Option<usize>> {
         let mut found = (0..self.members.len()).filter(|at| self.members[*at].has_ending(ending));
         match (found.next(), found.next()) {

@@ -1,7 +1,7 @@
 //! Provides the resources that work on the state lacks: pages of metadata, file space for them, a longer file, a
 //! commit.
 //!
-//! 1. All of it runs without the lock of the state; the results are checked again under the lock.
+//! 1. This work runs without the lock of the state; its results are checked again under the lock.
 //! 2. A page is read by one thread at a time, and only while it is not in memory: so the page read is current.
 //! 3. A known hole was a hole when the last commit ended, and has not been written since.
 

@@ -178,7 +178,8 @@ impl VsanSparse {
         let pending = writer.pending.lock().len();
         let changed = self.map.pages.changed();
         match pending > PENDING_MAX || changed > CHANGED_PAGES_MAX {
-            // At twice the limit of changed pages, commits alone do not keep up, so this commit includes a checkpoint.
+            // At twice the limit of changed pages, the checkpoint under way is too slow: this commit waits for it, and
+            // includes the next one.
             true => self.commit(writer, changed > 2 * CHANGED_PAGES_MAX),
             false => Ok(()),
         }

@@ -206,15 +206,15 @@ fn held(layer: &SeSparse, slot: u64, count: usize) -> Vec<(Owner, u64)> {
     found
 }
 
-/// Makes one damage of each kind, only in tables that the test does not change afterwards.
+/// Damages the image in each possible way, only in tables that the test does not change afterwards.
 fn damage(layer: &SeSparse) {
     let [one, other, third, fourth] = held(layer, 1, 4)[..] else { panic!("four entries") };
     let set = |owner: Owner, raw: u64| {
         let (key, index) = (table_page(owner.table, owner.entry.into()), page_index(owner.entry.into()));
         layer.settle(|state| state.need(key).map(|()| state.cache.set(key, index, raw))).unwrap();
     };
-    // The damages: an entry that names another entry's grain, so that no entry names its own grain; an invalid entry; a
-    // wrong owner; a wrong bit.
+    // In this order: an entry that names another entry's grain, so that no entry names its own grain; an invalid entry;
+    // a wrong owner; a wrong bit.
     set(one.0, Entry::Data(Grain(other.1)).encode());
     set(third.0, 0xf << 60);
     layer

@@ -212,7 +212,8 @@ fn a_process_killed_at_random_moments_loses_nothing() {
     }
 }
 
-/// A long reader makes the layer drop retired grains. The mark shows their regions, even in a closed image.
+/// A reader holds an epoch so long that the layer drops retired grains from its list. The mark shows the regions of
+/// these grains, even in a closed image.
 #[test]
 fn dead_grains_that_a_crash_left_are_found_at_the_next_opening() {
     for closed in [false, true] {
