@@ -7,10 +7,10 @@
 //!
 //! Each grain of the disk lies in a random level, so each 4 KiB is an extent of its own: the worst case. Files are in
 //! FOLDER (default: the system's folder for temporary files). They are read in two ways: from the page cache, one read
-//! after another, so that only the device's cost is not measured; and from the device, 32 reads at a time. The deltas
-//! are closed after they were written and opened again for reading. Both chains are measured in turn; figures are
-//! medians, ratios are medians of the ratios in each round. Reads from the page cache are measured in processor time,
-//! which other load on the machine disturbs less.
+//! after another, which measures every cost except that of the device; and from the device, 32 reads at a time. The
+//! deltas are closed after they were written and opened again for reading. Both chains are measured in turn; figures
+//! are medians, ratios are medians of the ratios in each round. Reads from the page cache are measured in processor
+//! time, which other load on the machine disturbs less.
 
 #![allow(clippy::unwrap_used)]
 

@@ -39,7 +39,7 @@ const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
 const SIZES: [u64; 8] = [4, 8, 16, 32, 64, 128, 256, 512];
 const FORMATS: [&str; 4] = ["flat", "sesparse", "vmfssparse", "vsansparse"];
-/// The most requests of one run. It limits the time of runs with small requests, which so move less data.
+/// The most requests of one run. With small requests, a run then moves less data, which saves time.
 const REQUESTS_MAX: u64 = 8192;
 
 /// The settings from the command line.

@@ -239,7 +239,7 @@ impl Chain {
         self.publish_moving(stack, job, moving)
     }
 
-    /// As [`Chain::publish`]; also sets `moving`, the level of which grains are moved from now on.
+    /// As [`Chain::publish`]; also sets `moving`, the level in which grains are moved from now on.
     pub(crate) fn publish_moving(
         &self,
         stack: Vec<Arc<Level>>,

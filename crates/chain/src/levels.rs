@@ -157,7 +157,7 @@ pub(crate) struct Levels {
     pub gate: Gate,
     /// Levels that requests inside an older gate may still write.
     leaving: Vec<Arc<Level>>,
-    /// The level of which grains are moved by other work than writes. None of its extents is cached.
+    /// The level in which other work than writes moves grains. None of its extents is cached.
     pub moving: Option<LevelKey>,
     /// The merge that is under way.
     pub job: Option<Arc<Job>>,
@@ -222,7 +222,7 @@ impl Levels {
         self.moving.and_then(|key| self.stack.iter().find(|level| level.key() == key))
     }
 
-    /// The extents that may be cached: all except those in a level of which grains are moved.
+    /// The extents that may be cached: all except those in a level in which grains are moved.
     pub fn lasting<'a>(&self, found: &'a [Mapping]) -> Cow<'a, [Mapping]> {
         match self.moving_level().map(|level| level.number()) {
             None => Cow::Borrowed(found),

@@ -19,8 +19,8 @@
 //! 1. **Plan, then read.** A plan is made under short locks; data moves without locks. A plan holds the levels from
 //!    which it was made and the epoch of every layer that may reuse grains, so its file locations keep their content.
 //! 2. **A cached read costs the same at any depth.** The extents that a walk finds are cached by guest address,
-//!    whichever level stores them. A random load over more extents than the cache can have asks one level per miss, not
-//!    half of the levels.
+//!    whichever level stores them. If a random load uses more extents than the cache can have, each miss asks one
+//!    level, not half of the levels.
 //! 3. **No stale answers** (`changes`): a lookup result enters a cache only if no change of its range has begun since
 //!    before the lookup.
 //! 4. **Changes of one range are made one after another** (range locks, in order of arrival); other requests do not

@@ -57,7 +57,7 @@ fn places(levels: &Levels, job: &Job) -> Option<Places> {
     Some(Places { sources: first..first + job.sources.len(), target, view: first.min(target) })
 }
 
-/// The whole grains of the target that a step writes, as runs, each with whether it consists of zeros.
+/// The whole grains of the target that a step writes, as runs. The flag is true for a run of zeros.
 fn grains(target: &Level, found: &[Mapping]) -> Vec<(Range<u64>, bool)> {
     let mut runs: Vec<(Range<u64>, bool)> = Vec::new();
     let mut add = |run: Range<u64>, zero: bool| match runs.last_mut() {
@@ -180,8 +180,8 @@ impl Chain {
         Ok(())
     }
 
-    /// Zeroes the range past the end of the shortest source: the sources hide that range of the levels below, which
-    /// would be visible without the sources.
+    /// Zeroes the target past the end of the shortest source: there the sources hide the levels below, which would
+    /// become visible without the sources.
     pub(super) fn hide_tail(&self, job: &Job) -> Result<()> {
         let target = &job.target;
         let levels = self.levels();

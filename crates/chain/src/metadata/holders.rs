@@ -1,5 +1,6 @@
-//! Which level stores a block of which no extent is cached any more: one byte per 4 KiB block. So a random load over
-//! far more extents than the cache can have asks one level of a deep chain, not half of the levels.
+//! Which level stores a block of which no extent is cached any more: one byte per 4 KiB block. A random load may use
+//! far more extents than the cache can have: with this table, a miss in a deep chain then asks one level, not half of
+//! the levels.
 //!
 //! ```text
 //! span   256 KiB of addresses: its number, how often it was used, and for each of its 64 blocks the number of a level,

@@ -36,7 +36,7 @@ pub(super) struct Shard {
     pub misses: u64,
     /// Prefetched entries that were used.
     pub used: u64,
-    /// Which level holds blocks without entries.
+    /// Which level stores a block that has no entry.
     pub holders: Holders,
 }
 

@@ -311,8 +311,8 @@ fn extents_of_a_level_with_moving_grains_are_not_cached() {
     }
 }
 
-/// A plan for data in the lower of two levels, of which grains are moved. Two snapshots were taken after the planning.
-/// Returns the chain, the plan and the planned data.
+/// A plan for data in the lower of two levels; grains of that level are moved. Two snapshots were taken after the
+/// planning. Returns the chain, the plan and the planned data.
 fn plan_before_snapshots() -> (Chain, chain::Plan, Vec<u8>) {
     // The capacity needs several steps of a merge: grains that one step frees are reused by the next.
     const CAPACITY: u64 = 1 << 20;
