@@ -48,7 +48,8 @@ impl DeltaFormat {
     /// The largest disk for which SEsparse deltas are made.
     const SE_MAX: u64 = 62 << 40;
 
-    /// The format that vSphere uses for a disk of this size; vsanSparse for a disk too large for these formats.
+    /// The format that vSphere uses for a disk of this size; vsanSparse for a disk that is too large for the formats of
+    /// vSphere.
     pub fn usual(capacity: u64) -> Self {
         if capacity <= Self::VMFS_MAX {
             Self::VmfsSparse
@@ -109,7 +110,7 @@ impl std::str::FromStr for DeltaFormat {
     }
 }
 
-/// Who owns an image.
+/// The ownership of an image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum ImageOwnership {
@@ -139,7 +140,7 @@ pub struct Node {
     /// an extent without its descriptor.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub format: Option<String>,
-    /// Who owns the image.
+    /// The ownership of the image.
     pub standing: ImageOwnership,
     /// The CID of the image below, if the user forced the adoption although this image records another parent CID. No
     /// other CID is accepted.
