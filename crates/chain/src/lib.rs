@@ -21,8 +21,8 @@
 //! 2. **A cached read costs the same at any depth.** The extents that a walk finds are cached by guest address,
 //!    whichever level stores them. If a random load uses more extents than the cache can have, each miss asks one
 //!    level, not half of the levels.
-//! 3. **No stale answers** (`changes`): a lookup result enters a cache only if no change of its range has begun since
-//!    before the lookup.
+//! 3. **No stale answers** (`changes`): a lookup result is inserted into a cache only if no change of its range was
+//!    under way when the lookup began, and none has begun since.
 //! 4. **Changes of one range are made one after another** (range locks, in order of arrival); other requests do not
 //!    wait.
 //! 5. **A snapshot is a new stack.** Writes acknowledged before it are below, writes that begin after it are above, and

@@ -110,7 +110,7 @@ mod tests {
         assert_eq!(file.allocated().unwrap(), 52 << 10, "only the requested page is reserved");
         let refused = backing.take(&*file, 128 << 10..256 << 10, 1).unwrap_err();
         assert!(error::lacks_space(&refused), "{refused}");
-        // Space that was freed and reported is allocated again.
+        // Space that was freed, and reported by `forget`, is allocated again.
         file.punch(0, 16 << 10).unwrap();
         backing.forget(0..16 << 10);
         backing.take(&*file, 0..4096, 1).unwrap();

@@ -4,7 +4,8 @@
 //! ([`queue`]): a block that is read only once passes through a small queue and displaces no block that is read often.
 //!
 //! 1. A cached block equals what a read of the chain returns. Ranges under change have no cached blocks.
-//! 2. A block is inserted only if no change of the block has begun since before it was looked up ([`crate::changes`]).
+//! 2. A block is inserted only if no change of the block was under way when its lookup began, and none has begun since
+//!    ([`crate::changes`]).
 //! 3. Memory stays within the configured size. The memory of a block that a reply refers to is freed only after the
 //!    reply was sent; after the eviction of the block it is not counted.
 

@@ -397,7 +397,7 @@ impl Layer for Flat {
     fn file(&self, index: u16) -> Result<&Arc<dyn File>> {
         match index {
             0 => Ok(&self.file),
-            _ => Err(Error::new(ErrorKind::Invalid, format!("'{}' has one file, not {index} more", self.name))),
+            _ => Err(Error::new(ErrorKind::Invalid, format!("'{}' has one file, and no number {index}", self.name))),
         }
     }
 

@@ -77,7 +77,7 @@ impl Folder {
     }
 
     /// The file that an image in this folder names by `reference`: a name, a relative path or an absolute path, with
-    /// `/` or `\`. The file need not exist if it could only be in this folder.
+    /// `/` or `\`. If the reference can only mean a file in this folder, the file need not exist.
     ///
     /// # Errors
     /// `Invalid` if the file must not be opened; the message names the option that would permit it. `NotFound` if it
