@@ -1,6 +1,6 @@
 //! Measures how the load on one disk affects another. The latencies of a small disk whose metadata is cached are
 //! measured alone, beside reads of a second disk that miss metadata pages, and beside a check. The last measurement is
-//! of 16 concurrent reads that all miss.
+//! of 16 concurrent reads that all miss metadata pages.
 //! ```text
 //! cargo run --release -p lamina-store --example neighbour -- /path/of/an/empty/folder [GiB] [microseconds]
 //! ```
@@ -8,7 +8,8 @@
 //! The large disk maps every second block with an extent of its own, so its metadata is many times the size of the
 //! cache. Each read of a metadata page is delayed by the given number of microseconds, because otherwise the page cache
 //! of the operating system would answer at once. The four readers also use processor time and wake up often. A run with
-//! an ample metadata cache, in which the readers sleep as long, shows the part of the effect that is not due to misses.
+//! an ample metadata cache shows how much of the effect is not due to misses: in it the readers sleep for the same
+//! number of microseconds.
 
 #![allow(clippy::unwrap_used, clippy::print_stdout, clippy::print_stderr)]
 
@@ -102,7 +103,7 @@ fn write(engine: &Engine, disk: u64, block: u64, value: u64) {
     engine.write_blocks(&engine.head(disk), block, SharedSlice::new(Arc::new(buffer), 0..BLOCK_SIZE)).unwrap();
 }
 
-/// Runs `work` again and again, with a pause before each, until `done`, and prints its latencies.
+/// Runs `work` repeatedly, with a pause before each run, until `done` returns true, and prints the latencies of `work`.
 fn measure(what: &str, pause: Duration, done: &dyn Fn(Instant) -> bool, work: impl FnMut()) {
     let began = Instant::now();
     let times = sample(pause, done, work);

@@ -336,7 +336,7 @@ fn a_datastore_of_version_1_with_a_full_journal_opens() {
     directory.remove(IMAGES_FILE).unwrap();
     let newest = copy(newest);
     let tail = Place { position: word(&newest, 48), sequence: word(&newest, 56) };
-    // Fills the ring: each operation maps a block that another table page describes.
+    // Fills the ring. Each operation maps a block with an entry on a table page of its own.
     let data = directory.create("data.0000", IoMode::Buffered).unwrap();
     data.set_len((OPERATIONS + 1) * 508 * BLOCK_SIZE as u64).unwrap();
     let salt = u64::from_le_bytes(UUID[..8].try_into().unwrap());

@@ -137,8 +137,8 @@ fn is_snapshot(world: &World, id: u64) -> bool {
     !world.names.contains_key(&id)
 }
 
-/// Returns the blocks that are lost: they return an error, or their disk is missing. All other blocks must be right.
-/// With `older`, a block may have a content from before the lost end of the journal.
+/// Returns the lost blocks: reading them fails, or their disk is missing. All other blocks must have the right content.
+/// With `older`, a block may also have a content from before the lost end of the journal.
 fn compare(
     world: &World,
     older: bool,

@@ -2,9 +2,9 @@
 //! datastores of this and earlier versions, kept under `tests/golden/`. Every later version must open these datastores,
 //! find no damage and read the right content.
 //!
-//! An image is text: `file NAME LENGTH`, then `OFFSET BYTES` in hexadecimal, 32 bytes to a line, without lines of
-//! zeros. If a structure differs from the page, the test prints its bytes. After an intended change, update the page,
-//! its version history and [`FORMAT_VERSION`](store::engine::FORMAT_VERSION).
+//! An image is a text file: `file NAME LENGTH`, then `OFFSET BYTES` in hexadecimal, 32 bytes to a line, without lines
+//! of zeros. If a structure differs from the page, the test prints its bytes. After an intended change, update the
+//! page, its version history and [`FORMAT_VERSION`](store::engine::FORMAT_VERSION).
 
 #![allow(clippy::unwrap_used)]
 
@@ -230,7 +230,7 @@ fn catalog_page() {
     is_as_shown("catalog page", &captured(&mut pages, PageKey::new(PageFile::Catalog, 0)));
 }
 
-/// Nodes in a page cache, each with one reference: enough of a store for these trees.
+/// A node store for these trees: nodes in a page cache, each with one reference.
 struct Nodes {
     pages: Pages,
     next: u64,

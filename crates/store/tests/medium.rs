@@ -1,5 +1,5 @@
-//! An engine on a medium that is not a local file system: operations complete later and out of order, files have no
-//! local part, and the medium may revoke the ownership.
+//! An engine on a medium that is not a local file system: operations complete later and out of order, `File::local`
+//! returns `None`, and the medium may revoke the ownership.
 
 #![allow(clippy::unwrap_used)]
 

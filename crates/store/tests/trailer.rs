@@ -1,5 +1,5 @@
-//! Damage of the last batch in the journal: it is found once the journal was idle, is harmless after a clean close, and
-//! is never reported after a mere power cut.
+//! Damage of the last batch in the journal is detected if the journal was idle before the crash, is harmless after a
+//! clean close, and is never reported when only the power was cut.
 
 #![allow(clippy::unwrap_used)]
 

@@ -1,4 +1,4 @@
-//! Reads of metadata fail: callers that wait for write-back get the error, and work goes on once reads succeed.
+//! Reads of metadata fail: callers that wait for write-back get the error, and writes continue once reads succeed.
 
 #![allow(clippy::unwrap_used)]
 

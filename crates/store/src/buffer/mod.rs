@@ -1,15 +1,16 @@
 //! The write buffer: what was written to a disk and is not in its map yet.
 //!
-//! Writes, discards and zeroes enter the buffer first and are acknowledged from it. Write-back removes them in order of
-//! address; a flush moves them through the journal. A snapshot closes the newest layer: everything in it and below
-//! belongs to the snapshot, and later writes go to a new layer above, so taking a snapshot moves no data.
+//! Writes, discards and zeroes enter the buffer and are then acknowledged. Write-back writes them to the data files in
+//! order of address; a flush appends them to the journal. A snapshot closes the newest layer: this layer and the layers
+//! below belong to the snapshot. Later writes enter a new layer above, so taking a snapshot moves no data.
 //!
 //! What must hold:
 //!
 //! 1. Within a layer entries do not overlap: a layer holds only the newest write to a block.
 //! 2. A layer is emptied into the map before any entry of the layer above it.
-//! 3. An entry that write-back is writing stays readable until the map refers to its new blocks. If a later write has
-//!    overwritten a part of it meanwhile, only the remaining part, recognised by its stamp, is then removed.
+//! 3. An entry that write-back is writing stays readable until the map refers to its new blocks. Then write-back
+//!    removes only the parts that still have the stamp (the write number) of the entry: a later write may have replaced
+//!    the others.
 
 use crate::space::Run;
 use backend::{BLOCK_SIZE, SharedSlice};
@@ -30,7 +31,8 @@ pub enum Content {
 }
 
 impl Content {
-    /// The map changes that this many blocks of the content may need in addition to one for each block of data.
+    /// The number of map changes that `blocks` blocks of this content may need, in addition to one for each block of
+    /// data.
     pub fn changes(&self, blocks: u64) -> u64 {
         match self {
             Self::Data(..) => 0,
@@ -52,12 +54,12 @@ impl Content {
     }
 }
 
-/// What was reserved for buffered entries in addition to their bytes. It is released with the entries.
+/// The resources reserved for buffered entries, besides memory. They are released when the entries are removed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Held {
-    /// Free blocks claimed.
+    /// Free blocks claimed: free blocks that no other operation may use.
     pub claimed: u64,
-    /// Blocks of data.
+    /// Blocks of data: each may need one map change.
     pub data: u64,
     /// Further map changes, see [`Content::changes`].
     pub changes: u64,
@@ -72,7 +74,8 @@ impl std::ops::AddAssign for Held {
 }
 
 /// The map changes that a discard of any length may need: one at its beginning, one at its end, and one where the
-/// current step ends. Mappings between these points are removed with the nodes that the three changes rewrite.
+/// current step of the discard ends. Mappings between these points need no further change, because whole nodes are
+/// removed.
 pub const DISCARD_CHANGES: u64 = 3;
 
 /// A run of blocks with one kind of change.
@@ -82,11 +85,12 @@ pub struct DirtyEntry {
     pub blocks: u64,
     /// The kind of change.
     pub content: Content,
-    /// Number of the write that the entry came from. Parts of an entry keep the number.
+    /// Number of the write that made the entry. Parts of an entry keep the number.
     pub stamp: u64,
     /// Free blocks were claimed for the entry.
     pub claimed: bool,
-    /// Free map nodes were reserved for the entry. If not, it needs none: it overwrites written blocks of its disk.
+    /// Free map nodes were reserved for the entry. If false, the entry needs none, because it overwrites written blocks
+    /// of its disk.
     pub covered: bool,
 }
 
@@ -121,7 +125,7 @@ pub struct Layer {
     pub data_blocks: u64,
     /// Number of discards in the layer.
     discards: usize,
-    /// Set when the layer is closed: the snapshot that its writes complete.
+    /// Set when the layer is closed: the snapshot that is complete once the writes of the layer are in the map.
     pub snapshot: Option<u64>,
 }
 
@@ -145,7 +149,7 @@ impl Layer {
         self.entries.range(first..range.end)
     }
 
-    /// Whether removing `range` splits a discard in two: each part needs map changes of its own.
+    /// Whether removing `range` splits a discard in two parts, which then each need map changes.
     fn cuts_discard(&self, range: &Range<u64>) -> bool {
         self.discards > 0
             && self.overlapping(range).next().is_some_and(|(at, entry)| {
@@ -153,8 +157,8 @@ impl Layer {
             })
     }
 
-    /// Removes `range` and returns what was reserved for it. If that splits a discard, the caller must have reserved
-    /// map changes for the second part.
+    /// Removes `range` and returns what was reserved for it. If the removal splits a discard, the caller must have
+    /// reserved map changes for the second part.
     fn cut(&mut self, range: &Range<u64>) -> Held {
         let mut held = Held::default();
         let hit: Vec<u64> = self.overlapping(range).map(|(at, _)| *at).collect();
@@ -202,8 +206,9 @@ impl Layer {
             .map(|(at, entry)| (*at).max(range.start)..(at + entry.blocks).min(range.end))
     }
 
-    /// Removes what is left of the write `stamp` in a range, and returns what was reserved for it. Of a discard, only a
-    /// part at its beginning or end may be removed, so that it is not split.
+    /// Removes the remaining parts of the write `stamp` in a range, and returns what was reserved for them. Of a
+    /// discard, only a part at its beginning or end may be removed, because removing a part in the middle would split
+    /// it.
     pub fn remove(&mut self, logical: u64, blocks: u64, stamp: u64) -> Held {
         let mine: Vec<Range<u64>> = self
             .overlapping(&(logical..logical + blocks))
@@ -248,10 +253,11 @@ impl Layer {
     }
 }
 
-/// The layers of one disk, oldest first; the last one takes writes.
+/// The layers of one disk, oldest first. New writes enter the last one.
 pub struct Layers {
     layers: VecDeque<Layer>,
-    /// Blocks that are being read for a partial overwrite. False once another write has changed the block.
+    /// Blocks that are being read for a partial overwrite. The value becomes false when another write changes the
+    /// block.
     partial: FxHashMap<u64, bool>,
 }
 
@@ -337,8 +343,8 @@ impl Layers {
         self.partial.remove(&block).unwrap_or(false)
     }
 
-    /// Closes the newest layer for a snapshot. False if nothing is buffered: the map already has all writes of the
-    /// snapshot.
+    /// Closes the newest layer for a snapshot. False if nothing is buffered: all writes of the snapshot are in the map
+    /// already.
     pub fn close(&mut self, snapshot: u64) -> bool {
         if self.is_empty() {
             return false;

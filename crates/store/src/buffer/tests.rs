@@ -67,7 +67,7 @@ fn cells(piece: &DirtyPiece) -> Vec<(u64, Cell)> {
     (piece.logical..).zip(whats).map(|(at, what)| (at, Cell { stamp, claimed, what })).collect()
 }
 
-/// Claimed blocks and blocks of data among the removed cells.
+/// The numbers of claimed blocks and of blocks of data among the removed cells.
 fn tally<'a>(gone: impl Iterator<Item = &'a Cell>) -> (u64, u64) {
     gone.fold((0, 0), |(claimed, data), cell| {
         (claimed + u64::from(cell.claimed), data + u64::from(matches!(cell.what, What::Data(_))))

@@ -12,15 +12,15 @@ use std::time::Duration;
 /// Pages that one step of a long change dirties, approximately. The step holds the metadata lock, so the number limits
 /// how long other threads wait.
 pub(super) const STEP_PAGES: u64 = 128;
-/// The bytes that an append needs in addition to its operations: the batch head, padding, and the same for a second
-/// batch if the operations are split.
+/// The bytes that an append needs in addition to its operations: head and padding of a batch, and of a second batch if
+/// the operations are split.
 pub(super) const APPEND_BYTES: u64 = 4 * backend::BLOCK_SIZE as u64;
 /// How long a thread that waits for room sleeps before it checks the budgets again.
 const LOOK_AGAIN: Duration = Duration::from_millis(50);
 /// The most checkpoints that one request makes while it waits for room. Two checkpoints empty any journal.
 const CHECKPOINTS_MAX: u32 = 64;
 
-/// The run of free blocks that an operation maps.
+/// The newly allocated run that an operation maps.
 fn new_run(operation: &Operation) -> Option<Run> {
     match operation {
         Operation::Map { run, .. } | Operation::MapData { run, .. } => Some(*run),
@@ -29,7 +29,7 @@ fn new_run(operation: &Operation) -> Option<Run> {
     }
 }
 
-/// The journal bytes of a batch whose operations have this length.
+/// The journal bytes of a batch whose operations take `body` bytes.
 pub(super) fn batch_bytes(body: usize) -> u64 {
     Journal::footprint(body)
 }
@@ -56,8 +56,8 @@ impl Engine {
         self.admit(Cost { bytes: APPEND_BYTES, pages: 0 })
     }
 
-    /// Waits until there is room for work of this cost, and makes a checkpoint itself unless another thread is making
-    /// one. Must not be called under a lock that a checkpoint takes.
+    /// Waits until there is room for work of this cost. The calling thread makes a checkpoint unless another thread is
+    /// making one. Must not be called under a lock that a checkpoint takes.
     pub(super) fn make_room(&self, cost: Cost) -> Result<()> {
         let mut made = 0;
         loop {
@@ -100,8 +100,9 @@ impl Engine {
         Ok(())
     }
 
-    /// Like [`Engine::make_journal_room`], for a caller that makes many changes in a row. The fuller journal and cache
-    /// are, the longer the caller sleeps, so that a checkpoint ends before they are full and the caller must block.
+    /// Like [`Engine::make_journal_room`], for a caller that makes many changes in a row. The caller sleeps for longer
+    /// as journal and cache fill up. A checkpoint then usually ends before they are full, so the caller does not have
+    /// to block.
     pub(super) fn pace(&self) -> Result<()> {
         self.make_journal_room()?;
         let rest = self.log.admission.pace();

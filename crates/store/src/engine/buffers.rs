@@ -33,7 +33,7 @@ pub struct Buffer {
     pub gone: bool,
     /// Where write-back continues: an elevator over logical addresses.
     pub cursor: u64,
-    /// Ranges that are being written without the buffer.
+    /// Ranges of the writes under way that bypass the buffer.
     through: Vec<Range<u64>>,
 }
 

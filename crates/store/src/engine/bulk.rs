@@ -1,4 +1,4 @@
-//! Fills a disk that is not in use yet, without the buffer: for full clones, eager zeroing and imports.
+//! Writes a disk that is not in use yet, bypassing the buffer: for full clones, eager zeroing and imports.
 
 use super::Engine;
 use super::admit::STEP_PAGES;
@@ -12,7 +12,8 @@ use backend::{BLOCK_SIZE, IoMode};
 use checksums::Checksums;
 use std::ops::Range;
 
-/// Writes a disk that no client uses, from any number of threads. Of two writes to a block the later one counts.
+/// Writes a disk that no client uses, from any number of threads. If a block is written twice, the later write replaces
+/// the earlier one.
 pub struct BulkWriter<'a> {
     engine: &'a Engine,
     disk: u64,
@@ -121,7 +122,7 @@ impl<'a> BulkWriter<'a> {
         Ok(())
     }
 
-    /// Unmaps a range, which then reads as zeros. For disks that begin as a clone. No block of the range may be
+    /// Unmaps a range, which then reads as zeros: needed for disks that begin as a clone. No block of the range may be
     /// buffered.
     pub fn discard(&self, range: Range<u64>) -> Result<()> {
         self.engine.unmap_waiting(self.disk, range)
@@ -132,9 +133,9 @@ impl<'a> BulkWriter<'a> {
         self.engine.commit_changes()
     }
 
-    /// The page cache admits one writer of a file at a time, and the kernel spins in the others. Waiting for this lock
-    /// instead leaves the processor to other threads. With direct I/O, writes run in parallel and the lock is not
-    /// taken.
+    /// Locks buffered writes, so that one thread writes at a time. The page cache admits one writer of a file at a
+    /// time, and further writers spin in the kernel; a thread that waits for this lock leaves the processor to others.
+    /// With direct I/O, writes run in parallel, and the lock is not taken.
     fn turn(&self) -> Option<MutexGuard<'a, ()>> {
         (self.engine.options.mode == IoMode::Buffered).then(|| self.engine.writeback.lock_copying())
     }

@@ -1,7 +1,7 @@
 //! `check`: walks all trees of the catalog, counts references, and compares the counts with the tables.
 //!
 //! Without `repair` the store stays in use. The check walks the metadata as the last checkpoint left it
-//! (`metadata/view.rs`), so its findings describe that moment. Other requests wait for it no longer than for a
+//! (`metadata/view.rs`), so its findings describe that moment. Other requests wait for the check no longer than for a
 //! checkpoint. Data blocks are verified with their current metadata ([`super::verify`]), and space reserved in the file
 //! system is compared region by region.
 //!
@@ -28,7 +28,7 @@ use std::ops::Range;
 const FINDINGS_MAX: usize = 1000;
 /// Data blocks counted in one pass, in whole pages of the table: 64 MiB of memory for 63.5 GiB of data.
 const WINDOW_BLOCKS: u64 = TABLE_ENTRIES << 15;
-/// Pages that repairs leave free, for the last changes: summaries and the catalog.
+/// Pages of the images file that repairs leave free for the last changes of a repair: summaries and the catalog.
 const REPAIR_AHEAD: u64 = 64;
 /// Marks a counted block that some tree maps as written.
 const WRITTEN: u32 = 1 << 31;
@@ -69,9 +69,10 @@ pub struct Report {
     pub findings: Vec<Finding>,
     /// Number of findings beyond those listed.
     pub unlisted: u64,
-    /// Pages of `data.table` that were rebuilt: the remaining checksums are compared with the blocks.
+    /// Pages of `data.table` that were rebuilt. The checksums that remained readable in them must be compared with the
+    /// blocks.
     pub(super) renewed: Vec<u64>,
-    /// Pages of the catalog that are to be rewritten from memory.
+    /// Pages of the catalog that the next checkpoint must write from memory.
     pub(super) renewed_catalog: Vec<u64>,
 }
 
@@ -214,7 +215,7 @@ impl Engine {
         meta.pages.drop_clean();
         meta.pages.set_mender(Some(mender));
         let used = meta.data.counts().used;
-        // Payload that flushes appended to the journal after the checkpoint and that is not written to the data files
+        // The verification of data uses journalled payload instead of the blocks to which the payload is not written
         // yet.
         let logged = std::mem::take(&mut meta.logged);
         let standing = StoreActivity::Stopped(&logged);
@@ -373,7 +374,8 @@ impl Engine {
     fn compare_room(&self, standing: StoreActivity<'_>, repair: bool, report: &mut Report) -> Result<()> {
         let running = matches!(standing, StoreActivity::Running);
         if running {
-            // Space that a crash left, and space whose return to the file system failed, is not a leak.
+            // Returns the unclaimed space that a crash left, and the space that could not be returned earlier: neither
+            // is a leak.
             self.return_unclaimed_room(true, || self.running.goes_on());
             self.return_rest();
         }
@@ -405,7 +407,7 @@ impl Engine {
 
     fn compare_nodes(&self, sight: &mut Sight<'_>, nodes: &[u32], repair: bool, report: &mut Report) -> Result<()> {
         for (id, counted) in (0u64..).zip(nodes) {
-            // The damaged page of the table is reported elsewhere.
+            // A damaged page of the table is reported by `renew_node_tables`.
             let Ok(BlockEntry { references: known, .. }) = sight.map.entry(sight.pages, id) else { continue };
             if known == *counted {
                 continue;

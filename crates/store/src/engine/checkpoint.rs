@@ -4,13 +4,13 @@
 //! 1. Under all locks, for the time of copying a list: captures the dirty pages, and the end of the journal as the
 //!    future tail. No in-place overwrite is under way then. The pages may contain changes that are still pending.
 //! 2. While requests continue: writes journalled payload to its blocks, flushes the data files, and appends the pending
-//!    changes that the pages contain. Replay will begin with the first change after them. (Urgent batches, which
+//!    changes that the pages contain. Replay will begin with the first change after these. (Urgent batches, which
 //!    overtake pending changes, are replayed from the tail on.)
 //! 3. Writes and flushes those captured pages that the previous checkpoint does not refer to (nodes at places that were
 //!    free then). Recovery does not read them unless this checkpoint is committed.
 //! 4. Writes the other captured pages to the images file and flushes it.
 //! 5. Commits the checkpoint with one write of the superblock, which names the images, releases the journal before the
-//!    tail, and has the sizes. From here on recovery takes the pages from the images.
+//!    tail, and contains the new sizes. From here on recovery reads the pages from the images.
 //! 6. Writes the pages to their places and flushes them. A second write of the superblock says that no images are
 //!    needed.
 //!
@@ -100,7 +100,8 @@ impl Engine {
         let mut commit = self.log.lock();
         self.append_pending(&mut commit)?;
         next.ordered = commit.take_captured_end().ok_or_else(|| {
-            // The store stops here and below while this thread holds the journal, before another thread can append.
+            // A failure here or below stops the store while this thread holds the journal lock, so that no other thread
+            // appends.
             self.stop(Error::new(ErrorKind::Io, "changes captured by a checkpoint did not become durable"))
         })?;
         // No other thread writes the superblock while the checkpoint lock is held.
@@ -109,7 +110,8 @@ impl Engine {
         let grown = next.map_length > commit.superblock().map_length;
         drop(commit);
         if grown {
-            // The superblock will have the new length even if no page of the map is among the images.
+            // The new superblock names the new length of the map file, so the file must be durable first. Without
+            // images of map pages, no later step flushes it.
             self.meta.file(PageFile::Map).sync().during(|| "flushing the map".into())?;
         }
         if !images.is_empty() {
@@ -197,7 +199,7 @@ struct Capture {
     /// Journalled payload from before the tail that is not written to its blocks.
     payload: BTreeMap<u64, SharedSlice>,
     batches: u64,
-    /// Operations that recovery carried out: the pages contain them, the journal does not.
+    /// Operations that recovery carried out. The pages contain them; the journal does not.
     carried_out: Vec<super::metadata::Pending>,
 }
 

@@ -9,7 +9,8 @@ use crate::journal::Operation;
 use crate::{Error, ErrorKind, Result};
 use std::time::Duration;
 
-/// The most bytes of the journal that one change of the catalog takes (8 MiB): it goes into one batch.
+/// The most journal bytes of one change of the catalog (8 MiB). The limit exists because a change is appended as one
+/// batch.
 const CHANGE_BYTES_MAX: u64 = 8 << 20;
 /// Pages that a changed record dirties: the page of the record, and the page with the count of its root.
 pub(super) const PAGES_PER_RECORD: u64 = 2;
@@ -40,7 +41,7 @@ pub struct NewSnapshot {
     pub name: String,
     /// Identity.
     pub uuid: [u8; 16],
-    /// True for a snapshot that serves only an operation under way: the next opening deletes it.
+    /// True for a snapshot that only an operation under way needs: the next opening deletes it.
     pub incomplete: bool,
 }
 
@@ -65,7 +66,7 @@ pub enum ReceiveCommit {
         /// Its identity and creation time.
         like: DiskIdentity,
     },
-    /// The disk's snapshot, and the content of that snapshot, go to another disk. The disk itself is deleted.
+    /// Another disk takes over the disk's snapshot, and the content of that snapshot. The disk itself is deleted.
     Update {
         /// The disk that is deleted.
         id: u64,
@@ -82,8 +83,7 @@ impl Engine {
         look(&self.meta.lock().catalog)
     }
 
-    /// The highest cost of a change of the catalog. An empty journal and an empty images file always have that much
-    /// room.
+    /// The highest cost of a change of the catalog. An empty journal and an empty images file always have room for it.
     pub(super) fn change_cost(&self) -> Cost {
         Cost { bytes: (self.log.ring() / 4).min(CHANGE_BYTES_MAX), pages: self.log.admission.page_limit() / 2 }
     }
@@ -93,12 +93,13 @@ impl Engine {
         let size: u64 = operations.iter().map(|operation| operation.size() as u64).sum();
         if size + APPEND_BYTES <= limit.bytes {
             let records = operations.len() as u64;
-            // Many records share pages of the catalog and of the counts of their roots.
+            // Records share pages of the catalog, and their roots share table pages, so many records dirty at most all
+            // these pages.
             let catalog = (meta.catalog.slots() + records) / crate::catalog::SLOTS_PER_PAGE as u64 + 1;
             let roots = meta.map.regions() * crate::space::REGION_PAGES;
             let pages = (records * PAGES_PER_RECORD).min(catalog.min(records) + roots.min(records) + PAGES_PER_RECORD);
             if pages > limit.pages {
-                // The grant does not cover these pages, so the images file grows by as many.
+                // The grant does not cover these pages, so the images file grows by their number.
                 self.reserve_images(self.log.admission.capacity() + pages)?;
             }
             return Ok(());
@@ -123,7 +124,7 @@ impl Engine {
         // The append uses a grant that is taken before the first one is released. If a checkpoint for room failed here,
         // an error would be returned for a change that is carried out and becomes durable with the next batch. By now
         // the change itself counts as pending bytes and dirty pages. So the first grant is released before the I/O, and
-        // writers can use the part of it that the change did not need.
+        // writers can use the part of the grant that the change did not need.
         let room = match self.log.admission.try_admit(Cost { bytes: APPEND_BYTES, pages: 0 }) {
             Some(room) => {
                 drop(grant);
@@ -437,7 +438,7 @@ fn size_in_blocks(object: &Object) -> u64 {
     object.capacity.div_ceil(backend::BLOCK_SIZE as u64)
 }
 
-/// Blocks that must be reserved in addition when a thick disk is reverted to a snapshot.
+/// The number of further blocks that must be reserved when a thick disk is reverted to a snapshot.
 fn lacks(catalog: &Catalog, disk: u64, snapshot: u64) -> Result<u64> {
     let (object, snapshot) = (catalog.get(disk)?, catalog.get(snapshot)?);
     let thick = object.provisioning != Provisioning::Thin;

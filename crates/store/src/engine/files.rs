@@ -24,8 +24,8 @@ pub fn data_file_name(number: u64) -> String {
 
 /// Drops cached data, so that recovery reads what is on the medium.
 ///
-/// After a failed flush the page cache may return data that was never written, until the kernel needs the memory. If
-/// recovery relied on such data, clients would see older data some time later.
+/// After a failed flush the page cache may return data that was never written to the medium, until the kernel reuses
+/// the memory. If recovery relied on such data, clients would later read older data.
 pub fn show_media(directory: &dyn Directory) -> Result<()> {
     for name in PageFile::ALL.map(PageFile::name).into_iter().chain([SUPERBLOCK_FILE, JOURNAL_FILE, IMAGES_FILE]) {
         show_medium(directory, name)?;
@@ -52,8 +52,9 @@ fn show_medium(directory: &dyn Directory, name: &str) -> Result<bool> {
     Ok(true)
 }
 
-/// Data files are written out in parts of this many bytes. The parts keep the device queue short, so that an append to
-/// the journal, which a flush waits for, is not delayed (at 64 requests of 4 KiB by about a millisecond).
+/// Data files are written out in parts of this many bytes. Small parts keep the device queue short. Without them, an
+/// append to the journal is delayed, by about a millisecond at 64 requests of 4 KiB, and so is the flush that waits for
+/// the append.
 const WRITE_OUT_PIECE: u64 = 256 << 10;
 /// Dirty ranges are tracked in parts of this many bytes.
 const PART: u64 = 1 << 20;
@@ -177,8 +178,8 @@ impl DataFiles {
         }
     }
 
-    /// Has the kernel write cached data to the device in small parts, and waits for them. It prepares
-    /// [`DataFiles::sync`] while other requests need the device too.
+    /// Has the kernel write cached data to the device in small parts, and waits for each. [`DataFiles::sync`] then has
+    /// less to write and delays concurrent requests less.
     pub fn write_out(&self) {
         if self.mode == IoMode::Buffered {
             let files = self.files.read().clone();

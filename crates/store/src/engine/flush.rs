@@ -1,14 +1,14 @@
 //! Flush: makes acknowledged writes durable. Flushes that wait at the same time share the work.
 //!
-//! If little data is buffered, the flush appends it to the journal with its payload, after the pending changes, in one
+//! If little data is buffered, the flush appends this data to the journal as payload, after the pending changes, in one
 //! durable append. If much is buffered, write-back writes it to the data files first. A pending change that refers to
 //! data in the data files waits until they are flushed.
 //!
-//! Two kinds of operations are appended ahead of the pending changes, because they commute with them:
+//! Two kinds of operations are appended ahead of the pending changes, because they commute with the pending changes:
 //!
 //! * announcements of in-place overwrites. They name only blocks whose mapping is durable: other blocks are held and
-//!   never overwritten in place, see [`super::placement`]. The only pending change that can concern such a block frees
-//!   it, and then the announcement has no effect;
+//!   never overwritten in place, see [`super::placement`]. The only pending change that can concern an announced block
+//!   frees it, and then the announcement has no effect;
 //! * the record of a new unsealed snapshot. All pending changes of its disk were made before it and belong to the
 //!   snapshot. The operation that completes the snapshot ([`Operation::Seal`]) keeps its place in the order.
 
@@ -59,13 +59,13 @@ impl Engine {
         self.append_changes(gently)
     }
 
-    /// Like [`Engine::commit_pending`], for a caller that holds a grant for the append, so that it does not wait for a
-    /// checkpoint.
+    /// Like [`Engine::commit_pending`], for a caller that holds a grant for the append. The grant ensures that the
+    /// append does not wait for a checkpoint.
     pub(super) fn append_changes(&self, gently: bool) -> Result<()> {
         let mut commit = self.log.lock();
         self.append_pending(&mut commit)?;
-        // Read while the journal is locked: changes that another thread took for its batch are durable only when that
-        // batch is.
+        // The queue is read while the journal is locked: another thread may have taken changes from it for a batch, and
+        // they are durable only when that batch is.
         if self.meta.lock().pending.is_empty() {
             return Ok(());
         }
@@ -73,8 +73,8 @@ impl Engine {
         if gently {
             self.files.write_out();
         }
-        // The remaining changes wait for a flush of the data files. Changes that were pending at the call need this
-        // flush only.
+        // The remaining changes wait for a flush of the data files. Changes that were pending at the call need only
+        // this one flush.
         self.sync_data()?;
         self.append_pending(&mut self.log.lock())
     }
@@ -133,8 +133,8 @@ impl Engine {
             }
             self.append_pending(&mut commit)?;
             while !self.log.is_told(announced) {
-                // The record that the overwrites are settled follows changes whose data was written during the flush:
-                // one more flush covers them.
+                // The record that the overwrites are settled follows changes whose data was written during the flush.
+                // One more flush covers these changes.
                 drop(commit);
                 self.sync_data()?;
                 commit = self.log.lock();
@@ -146,8 +146,7 @@ impl Engine {
                 self.make_room(cost)?;
                 continue;
             }
-            // Another thread may have appended the queued operations while the journal was unlocked: they are durable
-            // in both cases.
+            // The queued operations are durable, even if another thread appended them while the journal was unlocked.
             self.log.clocks.set_durable(covered);
             return Ok(());
         }
@@ -163,7 +162,7 @@ impl Engine {
         (self.log.ring() / 8).min(16 << 20) as usize
     }
 
-    /// Makes all writes to the data files that have ended durable.
+    /// Makes durable all writes to the data files that have ended.
     pub(super) fn sync_data(&self) -> Result<()> {
         let wanted = self.log.clocks.home();
         let one = self.log.lock_syncing();
@@ -188,11 +187,11 @@ impl Engine {
         drop(through);
         self.files.sync().map_err(|error| self.stop(error))?;
         self.counters.data_syncs.fetch_add(1, Ordering::Relaxed);
-        // In one critical section, so that a thread that finds the overwrites settled finds the `Synced` record pending
-        // or appended.
+        // Settling and queueing are one critical section: a thread that finds the overwrites settled then also finds
+        // the `Synced` record pending or appended.
         let mut meta = self.meta.lock();
         if let Some(position) = syncing.end() {
-            // The record follows the checksums of the settled overwrites: those are pending already.
+            // The record must follow the checksums of the settled overwrites, which are pending already.
             meta.enqueue(Operation::Synced { position }, 0)?;
         }
         Ok(())
@@ -276,8 +275,8 @@ impl Engine {
                 if most == 1 || self.log.admission.holds(cost) {
                     return Ok(step.refused);
                 }
-                // The pages that a step dirties must fit into a checkpoint: shared leaves may refer to blocks all over
-                // the data files.
+                // The step would dirty more pages than fit into a checkpoint, because copied leaves may refer to blocks
+                // in all parts of the data files.
                 most /= 2;
             }
             at = step.end;
@@ -285,7 +284,7 @@ impl Engine {
         Ok(None)
     }
 
-    /// Moves a few blocks of data into the map, if journal and checkpoint have room for them.
+    /// Moves a few blocks of data into the map, if journal and checkpoint have room for the change.
     fn log_step(&self, meta: &mut Meta, head: &Head, piece: &DirtyPiece) -> Result<Step> {
         let blocks = piece.entry.blocks;
         let end = piece.logical + blocks;
@@ -319,7 +318,7 @@ impl Engine {
         for extent in extents {
             let mut own = Vec::new();
             if !extent.shared_path {
-                // Runs of blocks that only this head maps keep their places: the payload in the journal protects their
+                // Blocks that only this head maps keep their places, because the payload in the journal protects their
                 // content.
                 for i in 0..extent.blocks {
                     if meta.entry(extent.physical + i)?.references == 1 {
@@ -336,7 +335,8 @@ impl Engine {
                 let data = vec![part(logical, logical + blocks)];
                 let gate = self.log.clocks.synced();
                 if extent.unwritten {
-                    // Reserved space of a thick disk: the blocks become written in the map together with the content.
+                    // Reserved space of a thick disk: the map must mark the blocks as written in the same batch that
+                    // has the content.
                     let from = (logical - piece.logical) as usize;
                     let checksums = sums.as_slice()[from..from + blocks as usize].to_vec();
                     let written = Operation::Written { disk: head.id, logical, run, checksums };
@@ -371,8 +371,8 @@ impl Engine {
 
     /// Appends the pending changes, up to the first one whose data is not durable.
     pub(super) fn append_pending(&self, commit: &mut MutexGuard<'_, Committer>) -> Result<()> {
-        // The thread that held the journal before may have failed to append changes that it had taken from the list:
-        // those changes are lost.
+        // The thread that locked the journal before may have failed to append changes that it had taken from the queue.
+        // These changes are lost, so nothing may be appended after them.
         self.check_running()?;
         let body_max = BODY_MAX.min(self.log.ring() as usize / 4);
         loop {
@@ -404,8 +404,8 @@ impl Engine {
         }
     }
 
-    /// Releases what the appended changes held: their blocks may be overwritten in place, and the blocks that they
-    /// freed wait only for readers.
+    /// Releases what the appended changes held. Held blocks may then be overwritten in place; freed blocks wait only
+    /// for the end of reads.
     pub(super) fn retire_committed(&self, taken: Vec<Pending>) -> Result<()> {
         let mut meta = self.meta.lock();
         if meta.committed(taken)? {
@@ -428,7 +428,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Writes a trailer at the end of the journal, unless an append is under way: maintenance then tries again. True
+    /// Writes a trailer at the end of the journal. False if an append is under way: maintenance then tries again. True
     /// if there is a trailer now or none is needed.
     pub(super) fn trail_journal(&self) -> Result<bool> {
         let Some(mut commit) = self.log.try_lock() else { return Ok(false) };

@@ -1,8 +1,8 @@
 //! Changes of the catalog that affect the buffers of disks: snapshots, and changes that replace or delete a head.
 //!
-//! 1. All steps that can fail come before the first change: room in the journal, room for metadata, and blocks to be
-//!    reserved for thick disks. These blocks are counted again under the locks under which the change is made, and are
-//!    claimed until then.
+//! 1. All steps that can fail precede the first change: admission to the journal, space for metadata, and claims for
+//!    the blocks that thick disks will reserve. The number of these blocks is counted again under the locks under which
+//!    the change is made; the claims last until then.
 //! 2. The buffer of a head is dropped only after the change is carried out. After an error the disk still has all
 //!    acknowledged writes, and its clients continue.
 
@@ -30,9 +30,9 @@ enum Cut {
 }
 
 impl Engine {
-    /// Takes snapshots of several disks at one point in time: every write acknowledged before this call is in them, no
-    /// write received after it is. The snapshots are durable when this returns. Their data is as durable as it was
-    /// before.
+    /// Takes snapshots of several disks at one point in time. They contain every write acknowledged before this call,
+    /// and no write received after it returns. When this returns, the snapshots are durable; data in them that was not
+    /// flushed before is not.
     pub fn snapshot(&self, wanted: &[NewSnapshot]) -> Result<Vec<u64>> {
         let _control = self.control.lock();
         self.check_running()?;
@@ -65,8 +65,8 @@ impl Engine {
                 })?,
                 other => other?,
             };
-            // The records of the snapshots overtake pending changes. The journal must durably describe the newly
-            // reserved space before that.
+            // The records of the snapshots overtake pending changes, so the journal must already describe the newly
+            // reserved space durably.
             self.commit_changes()?;
         }
     }

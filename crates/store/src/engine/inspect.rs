@@ -17,9 +17,9 @@ const STRIDE: u64 = 1 << 18;
 pub enum Condition {
     /// Holds data.
     Data,
-    /// Takes space and reads as zeros.
+    /// Occupies space and reads as zeros.
     Zero,
-    /// Takes no space and reads as zeros.
+    /// Occupies no space and reads as zeros.
     Hole,
 }
 
@@ -135,7 +135,7 @@ impl Engine {
             let root = meta.catalog.get(head.id)?.root;
             let looked = fetch.look(&mut meta, |meta| {
                 for gap in gaps {
-                    // Each gap has its own list, because spans of buffered blocks lie between them.
+                    // Each gap has its own list, because spans of buffered blocks lie between the gaps.
                     let mut own = Vec::new();
                     meta.spans(root, gap, &mut own)?;
                     spans.append(&mut own);
@@ -303,8 +303,8 @@ impl Engine {
     }
 
     /// Calls `each` with the extents of a disk or snapshot, stride by stride, and with the result of `examine` for
-    /// them, until it returns false. `examine` runs under the metadata lock, and again if it needs a page that is not
-    /// in memory.
+    /// these extents, until `each` returns false. `examine` runs under the metadata lock, and again if it needs a page
+    /// that is not in memory.
     fn walk_extents<T>(
         &self,
         object: u64,

@@ -1,8 +1,9 @@
 //! Isolates ranges of disks whose buffered writes cannot enter the map, because the map is damaged there.
 //!
 //! A write is acknowledged before the map is read. If the map is damaged where it would have to refer to the write, the
-//! write would block all later flushes and write-back of all disks. It is therefore removed from the buffer. The next
-//! flush of its disk fails with the reason, reads of the range return the damage, and further writes to it are refused.
+//! write would block all later flushes and write-back of all disks. The write is therefore removed from the buffer. The
+//! next flush of its disk fails with the reason, reads of the range return the damage, and further writes to it are
+//! refused.
 
 use super::metadata::{Effects, Meta};
 use super::{Engine, Head};

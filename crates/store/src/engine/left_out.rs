@@ -17,11 +17,11 @@ use std::ops::Range;
 /// Which operations may be left out.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Tolerance {
-    /// Nothing.
+    /// No operation.
     Nothing,
     /// Operations on objects whose records are lost.
     LostObjects,
-    /// Everything.
+    /// Every operation that fails.
     Everything,
 }
 

@@ -24,16 +24,16 @@ const OWNER_CHECK: Duration = Duration::from_secs(2);
 const MEMORY_CHECK: Duration = Duration::from_secs(5);
 /// The datastore counts as idle when nothing was written for this long. Short runs are then punched too.
 const IDLE: Duration = Duration::from_millis(700);
-/// When nothing was written for this long, even single blocks are punched. Each costs a journal entry of the file
+/// When nothing was written for this long, even single blocks are punched. Each hole costs a journal entry of the file
 /// system.
 const LONG_IDLE: Duration = Duration::from_secs(4);
 /// Freed blocks that are worth a commit of their own (64 MiB).
 const FREEING_MAX: u64 = 16_384;
 /// Steps of dropping a deleted tree while the metadata lock is held.
 const DROP_STEPS: u32 = 1;
-/// How often the lock is taken to drop parts of trees before other work is checked.
+/// How often the metadata lock is taken to drop parts of trees before maintenance looks for other work.
 const DROP_ROUNDS: usize = 256;
-/// While clients write, punching takes one part in this many of the thread's time, so that writes keep their rate.
+/// While clients write, punching uses one part in this many of the thread's time, so that it does not slow writes down.
 const BUSY_SHARE: u32 = 8;
 /// How long a round searches for the unclaimed space that a crash left.
 const SEARCH_ROUND: Duration = Duration::from_millis(20);
@@ -44,7 +44,8 @@ const PUNCH_BLOCKS: u64 = 1 << 16;
 const PUNCH_BLOCKS_BUSY: u64 = 1 << 12;
 /// Blocks punched per round in single blocks. Blocks cannot be allocated while they are being punched.
 const PUNCH_SINGLES: u64 = 512;
-/// Free backed blocks that are not punched while the datastore is busy: one part in this many of the used blocks.
+/// Free backed blocks (blocks with space in the file system) that are not punched while the datastore is busy: one part
+/// in this many of the used blocks.
 const SLACK_SHARE: u64 = 32;
 /// The limits of the number of free backed blocks that are not punched.
 const SLACK: std::ops::RangeInclusive<u64> = 256..=8192;
@@ -60,7 +61,7 @@ struct Watch {
     last_commit: Instant,
     region: u64,
     passes: Passes,
-    /// Until when dropping and punching pause, so that writers get their share.
+    /// Until when dropping and punching pause, so that writers get processor time and locks.
     rest: Instant,
     /// Until when punching pauses after a failure.
     punch_after: Instant,
@@ -75,7 +76,8 @@ struct Passes {
 }
 
 impl Passes {
-    /// The shortest run to punch now. Long runs come first, because a hole costs about the same whatever its length.
+    /// The shortest run to punch now. Long runs are punched first, because the cost of a hole hardly depends on its
+    /// length.
     fn least(self, idle: Duration) -> u64 {
         if idle > LONG_IDLE && self.runs && !self.singles { 1 } else { PUNCH_RUN }
     }
@@ -146,7 +148,8 @@ impl Engine {
         let mut owner_seen = Instant::now();
         let mut memory_seen = Instant::now();
         let mut last_round = Instant::now();
-        // While the journal has no trailer: the journal head at the last check, and since when it is unchanged.
+        // While the journal has no trailer: the journal head at the last check, and the time since which the head is
+        // unchanged.
         let mut trailing = None;
         while self.running.goes_on() {
             if owner_seen.elapsed() > OWNER_CHECK {
@@ -162,7 +165,7 @@ impl Engine {
             let time = if trailing.is_some() { TRAILER_IDLE } else { TICK };
             let (trailer, extend, round) = self.running.next_upkeep(time, |work| {
                 let trailer = std::mem::take(&mut work.trailer);
-                // Writers make this request many times a second, so it alone starts no full round.
+                // Writers request space many times a second, so this request alone starts no full round.
                 let extend = std::mem::take(&mut work.extend) && !(work.commit || work.checkpoint);
                 (trailer, extend, work.commit || work.checkpoint || work.reclaim)
             });
@@ -233,8 +236,8 @@ impl Engine {
         if writes > 0 {
             self.extend_ahead()?;
         }
-        // A commit flushes the data files, which slows concurrent writes in buffered mode, so it is made only when it
-        // is useful.
+        // A commit flushes the data files, which slows concurrent buffered writes, so it is made only for one of the
+        // reasons below.
         let undurable = pending > 0 || !self.log.clocks.is_durable(clock);
         let since = watch.last_commit.elapsed();
         let interval = match self.options.mode {
@@ -394,7 +397,7 @@ impl Engine {
                 }
                 told += 1;
             }
-            // A later round finds the runs for which the journal had no room.
+            // The runs for which the journal had no room are released; a later round finds them again.
             for run in runs.drain(told..) {
                 meta.data.release(run);
                 refused = true;

@@ -16,9 +16,9 @@
 //!
 //! # What must hold
 //!
-//! 1. All changes of metadata go through `metadata/apply.rs`, at run time and in replay, in the order of the journal.
-//!    The effect of an operation depends on nothing but the operation and the metadata. (Announcements of overwrites
-//!    and new unsealed snapshots may be appended ahead of pending changes: they commute with them, see `flush`.)
+//! 1. All changes of metadata are made by `metadata/apply.rs`, at run time and in replay, in the order of the journal.
+//!    The effect of an operation depends only on the operation and the metadata. (Announcements of overwrites and new
+//!    unsealed snapshots may be appended ahead of pending changes, because they commute with these: see `flush`.)
 //! 2. A checkpoint captures the pages at one moment at which no block is being overwritten in place. It ends only when
 //!    everything that the pages describe is durable: buffered data that they map, journalled payload in the data files,
 //!    and the pending changes in the journal.
@@ -32,11 +32,11 @@
 //!
 //! # Parts and flows
 //!
-//! The engine consists of parts. Each owns its state, keeps its fields private, and takes no lock of another part:
+//! The engine consists of parts. Each owns its state, keeps its fields private, and acquires no lock of another part:
 //!
 //! | part | owns |
 //! |---|---|
-//! | `metadata` | pages, tables, trees, the catalog; pending changes, what they hold and what they freed |
+//! | `metadata` | pages, tables, trees, the catalog; pending changes, with the blocks they hold or freed |
 //! | `log` | the journal, the superblock, the images file, the counters of durable writes, and admission |
 //! | `placement` | whether a block may be overwritten in place: a pure state machine, without I/O, threads or locks |
 //! | `buffers` | the write buffers of all disks |
@@ -49,16 +49,16 @@
 //!
 //! # Locks
 //!
-//! In this order: `checking` (one check at a time), `control` (one change of the catalog at a time), punching,
-//! checkpoints, the gate (no write-back under way), the journal, the flush of the data files, `through` (no write that
-//! bypasses the buffer under way), extending (space from the file system), the buffers of disks (ascending by id), the
-//! metadata, permits. Data I/O happens under no lock later than the gate and `through`, journal I/O under the lock of
-//! the journal.
+//! They are acquired in this order: `checking` (one check at a time), `control` (one change of the catalog at a time),
+//! punching, checkpoints, the gate (no write-back under way), the journal, the flush of the data files, `through` (no
+//! write that bypasses the buffer under way), extending (reservations in the file system), the buffers of disks
+//! (ascending by id), the metadata, permits. Data is read and written under no lock except the gate and `through`. The
+//! journal is written under its own lock.
 //!
 //! Metadata pages are read before the journal, the buffers and the metadata are locked. A lookup that misses pages
 //! releases its locks, reads the pages and starts again. The pages of a change are read in advance
-//! (`Metadata::bring_in`). Only pages that a change still misses then, and all pages that recovery and a repair need,
-//! are read under the metadata lock.
+//! (`Metadata::bring_in`). Two kinds of pages are read under the metadata lock: those that a change still misses
+//! afterwards, and those that recovery and a repair need.
 
 mod admit;
 mod buffers;
@@ -152,7 +152,7 @@ impl Default for EngineOptions {
 pub struct Counters {
     /// Blocks that failed their checksum.
     pub checksum_errors: AtomicU64,
-    /// Blocks accepted in the state in which a crash left their overwrite.
+    /// Blocks that a crash left partly overwritten, and that were accepted in this state.
     pub torn_blocks: AtomicU64,
     /// Durable appends to the journal.
     pub journal_appends: AtomicU64,
@@ -166,8 +166,8 @@ pub struct Counters {
 
 /// An open native store. All methods may be called from any thread.
 ///
-/// Each part has its own locks and takes none of another part. An action that needs several parts is a method of this
-/// struct, in the file named after the action.
+/// Each part has its own locks, and acquires no lock of another part. An action that needs several parts is a method of
+/// this struct, in the file named after the action.
 pub struct Engine {
     directory: Arc<dyn Directory>,
     options: EngineOptions,
@@ -204,7 +204,7 @@ impl Engine {
         &self.directory
     }
 
-    /// Its options.
+    /// The options with which the store was opened.
     pub fn options(&self) -> &EngineOptions {
         &self.options
     }
@@ -252,8 +252,8 @@ impl Engine {
         self.meta.statistics()
     }
 
-    /// Publishes the number of free blocks on which writes may rely. Called whenever free space has changed, and before
-    /// claims and counted changes are released.
+    /// Publishes the headroom: the number of free blocks on which writes may rely. Called when free space has changed,
+    /// and before claims and counted changes are released.
     fn update_headroom(&self, meta: &Meta) {
         let free = meta.data.counts().free;
         self.reserves.set_headroom(free.saturating_sub(meta.catalog.reserved()));

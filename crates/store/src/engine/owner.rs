@@ -6,9 +6,9 @@
 //!
 //! Ownership can be lost nevertheless, and the store then stops writing. A medium that revokes ownership reports that
 //! at once, and refuses further writes of the former owner. On a local file system the owner compares names with locked
-//! files before an append to the journal and every few seconds. This finds two cases: a process of version 0.1.0 locks
-//! only the file `lock`, and a folder may be restored from a backup under a running server. Appends within
-//! [`LOOK_INTERVAL`] of a check do not repeat it.
+//! files before an append to the journal and every few seconds. The comparison finds two cases that the locks do not
+//! exclude: a process of version 0.1.0 locks only the file `lock`, and a folder may be restored from a backup under a
+//! running server. Appends within [`LOOK_INTERVAL`] of a check do not repeat it.
 
 use super::Engine;
 use super::files::{LOCK_FILE, SUPERBLOCK_FILE};
@@ -27,7 +27,7 @@ pub(super) const LOOK_INTERVAL: Duration = Duration::from_millis(2);
 pub struct Owner {
     locks: Vec<Box<dyn Lock>>,
     taken: Instant,
-    /// Until when the last check counts, in nanoseconds since `taken`.
+    /// Until when the last check counts as current, in nanoseconds since `taken`.
     valid_until: AtomicU64,
     /// A failed check was reported.
     reported: AtomicBool,
@@ -113,8 +113,8 @@ impl Engine {
         self.ownership(Owner::check).map_err(|error| self.stop(error))
     }
 
-    /// Returns the loss of ownership instead of `error`, if it is lost: a medium that fences refuses writes of a former
-    /// owner.
+    /// Returns the loss of ownership instead of `error` if the ownership is lost: a medium that revokes ownership then
+    /// refuses writes, which causes `error`.
     pub(super) fn explained_by_loss(&self, error: Error) -> Error {
         self.ownership(Owner::look).err().unwrap_or(error)
     }

@@ -167,7 +167,7 @@ impl Engine {
         }
     }
 
-    /// Reads the pages that a plan of the range misses first. Those may refer to further ones.
+    /// Reads the first pages that a plan of the range misses. These may refer to further missing pages.
     pub fn load_for_head(&self, head: &Head, range: Range<u64>) -> Result<()> {
         let mut fetch = Fetch::default();
         match self.try_plan_head(head, range, &mut fetch)? {
@@ -269,7 +269,7 @@ impl Engine {
     }
 
     /// Handles a block whose checksum differs from the planned one. There are three causes: the block changed during
-    /// the read, a crash left it half written, or the medium returned wrong data. Only the last is an error; otherwise
+    /// the read, a crash left it half written, or the medium returned wrong data. Only the third is an error; otherwise
     /// the read is planned again.
     #[cold]
     fn mismatch(
@@ -303,7 +303,7 @@ impl Engine {
             drop(meta);
             let still = replan(logical)?;
             // The block was freed during the read, or its table entry was lost while the map still refers to it. Only
-            // the second is an error: planning again returns the same block.
+            // the second is an error: it is detected when planning again returns the same block.
             return match still.parts.first() {
                 Some(Part::Stored(stored)) if stored.block == run.start => Err(Error::new(
                     ErrorKind::Corrupt,
@@ -329,8 +329,8 @@ impl Engine {
             return Ok(());
         }
         if entry.suspect {
-            // A crash cut off an overwrite that was never acknowledged as durable: the content that it left is now the
-            // block's content.
+            // A crash cut off an overwrite that was never acknowledged as durable. Any content is valid then, so the
+            // content found becomes the block's content.
             let operation = Operation::Resolve { block: run.start, checksum: found };
             meta.enqueue(operation, 0)?;
             self.count_changes(&meta);

@@ -42,8 +42,8 @@ pub(super) fn damaged_page(key: PageKey, error: &Error) -> String {
 }
 
 impl Meta {
-    /// Replaces damaged pages past the end of the files at the last checkpoint by empty ones. That checkpoint wrote
-    /// nothing to them, and the journal has all changes that they will contain. Called before replay.
+    /// Replaces damaged pages that lie past the end of the files at the last checkpoint by empty pages. The checkpoint
+    /// wrote nothing to these pages, and the journal has all changes that they will contain. Called before replay.
     pub(super) fn blank_unused(&mut self) -> Result<Vec<PageKey>> {
         let summaries = |regions: u64| regions.div_ceil(SUMMARY_ENTRIES);
         let known = [

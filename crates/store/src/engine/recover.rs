@@ -50,13 +50,14 @@ const PAGES_AHEAD: u64 = 64;
 /// How many regions of data a superblock may count beyond the length of the data files.
 const REGIONS_AHEAD: u64 = 1024;
 
-/// How long a close completes the search for unclaimed space. Afterwards the next opening begins it again.
+/// How long a close continues the search for unclaimed space. If the search is not complete then, the next opening
+/// begins it again.
 const SEARCH_TIME: Duration = Duration::from_secs(2);
 
 /// The purpose of an opening.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Opening {
-    /// For ordinary use. The opening is refused if damage affects more than the content of the damaged page.
+    /// For ordinary use. The opening is refused if damage affects more than the content of the damaged page itself.
     Ordinary,
     /// For a check with repair.
     Repair,
@@ -133,7 +134,7 @@ impl Engine {
         }
         let create = |name: &str| directory.create(name, IoMode::Buffered).during(|| format!("creating {name}"));
         let journal = create(JOURNAL_FILE)?;
-        // The journal is filled with zeros, so that appends do not change the metadata of the file system.
+        // The journal is filled with zeros now, so that later appends do not change the metadata of the file system.
         let zeros = Buffer::zeroed(1 << 20 >> 12);
         journal.reserve(0, size).during(|| "reserving the journal".into())?;
         let mut at = 0;
@@ -419,8 +420,8 @@ impl Engine {
             catalog.disks().map(|disk| (disk.id, disk.capacity.div_ceil(BLOCK_SIZE as u64))).collect()
         });
         for (disk, end) in disks {
-            // If the file system is too full to unmap them, the blocks stay. They cannot be read, and are unmapped
-            // before the disk grows.
+            // If the file system is too full to unmap the blocks, they stay mapped. Clients cannot read them, and they
+            // are unmapped before the disk grows.
             unless_full(self.unmap_waiting(disk, end..crate::tree::LOGICAL_LIMIT))?;
         }
         Ok(())
@@ -450,7 +451,8 @@ impl Engine {
         }
         self.running.end_threads();
         self.flush()?;
-        // Changes without a write are committed too, so that the checkpoint has nothing to append.
+        // Commits changes that no write caused, which the flush does not append. The checkpoint then has nothing to
+        // append.
         self.commit_changes()?;
         // If some space could not be returned, the datastore is not marked as cleanly closed, so that the next opening
         // searches for it.

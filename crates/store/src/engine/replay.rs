@@ -107,8 +107,8 @@ impl Engine {
                 blocks(run).for_each(|block| doubts.told(block));
                 meta.doubt(doubts, *run)
             }
-            // The read that resolved the block may have overlapped an overwrite: a later announcement still leaves it
-            // in doubt.
+            // The read that resolved the block may have overlapped an overwrite, so a later announcement still leaves
+            // the block in doubt.
             Operation::Resolve { block, .. } => {
                 doubts.resolved(*block);
                 meta.doubt(doubts, Run { start: *block, blocks: 1 })

@@ -72,7 +72,7 @@ impl Running {
             let mut known = self.reason.lock();
             let first = known.is_none();
             known.get_or_insert_with(|| reason.to_owned());
-            // Set after the reason, so that a request that finds the store stopped can report why.
+            // The flag is set after the reason, so that a request that finds the store stopped can report the reason.
             self.stopped.store(true, Ordering::Release);
             first
         };
@@ -152,7 +152,7 @@ impl Running {
 mod tests {
     use super::*;
 
-    /// The engine reports only the first failure, also if several requests fail at once.
+    /// The engine reports only the first failure, even if several requests fail at once.
     #[test]
     fn of_many_failures_only_the_first_is_reported() {
         let running = Running::default();

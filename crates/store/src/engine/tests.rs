@@ -46,7 +46,7 @@ fn new_disk(name: &str, blocks: u64) -> NewDisk {
     NewDisk { name: name.into(), capacity, provisioning: Provisioning::Thin, uuid: [1; 16], incomplete: false }
 }
 
-/// Creates a disk. A thick one gets its blocks reserved.
+/// Creates a disk. The blocks of a thick disk are reserved.
 fn add_disk(engine: &Engine, name: &str, blocks: u64, provisioning: Provisioning) -> u64 {
     let id = engine.create_disk(NewDisk { provisioning, ..new_disk(name, blocks) }).unwrap();
     if provisioning != Provisioning::Thin {
@@ -84,7 +84,7 @@ fn value(engine: &Engine, logical: u64) -> Result<u8> {
     Ok(block[0])
 }
 
-/// The physical block of a disk's block, which may be overwritten in place.
+/// The physical block of a logical block that may be overwritten in place.
 fn own_block(engine: &Engine, disk: u64, logical: u64) -> Run {
     let mut meta = engine.meta.lock();
     let root = meta.catalog.get(disk).unwrap().root;
@@ -128,8 +128,8 @@ fn the_fill_level_of_the_buffer_is_reported() {
 fn the_free_nodes_of_the_map_are_counted_after_a_restart() {
     let (disk, mut engine) = made();
     for round in 0..4 {
-        // Every second block is written, so that each needs an extent of its own and the tree has many nodes. After a
-        // snapshot it has twice as many.
+        // Every second block is written, so that each needs an extent of its own and the tree has many nodes. The
+        // writes after the snapshot double the number of nodes.
         for block in (0..BLOCKS).step_by(2) {
             write(&engine, (block * 37 + round) % BLOCKS, round as u8 + 1);
         }
@@ -297,8 +297,8 @@ fn a_flush_fails_if_the_earlier_flush_that_covered_its_writes_failed() {
     assert!(engine.log_buffers().unwrap().is_none());
     disk.fail_operation(disk.operations());
     engine.append_pending(&mut commit).unwrap_err();
-    // The state that the next thread finds when it locks the journal: nothing is buffered or pending, and nothing is
-    // durable.
+    // The state that the next thread finds when it locks the journal: no write is buffered, no change is pending, and
+    // no write is durable.
     assert!(engine.log_buffers().unwrap().is_none());
     assert_eq!(engine.append_pending(&mut commit).unwrap_err().kind(), ErrorKind::Stopped);
 }

@@ -1,17 +1,19 @@
 //! Verification of data blocks, while the store is in use or while all requests wait.
 //!
-//! The expected checksum is read from the table under the metadata lock; the block is read without the lock. If they
-//! differ, the block is only in doubt: it may have been overwritten in between. Blocks in doubt are verified again a
-//! few times. Those that still differ are verified while no write to the data files is under way (under `gate` and
-//! `through`, for the time of reading a few blocks): a block that differs then is damaged.
+//! The expected checksum is read from the table under the metadata lock; the block is read without the lock. If the
+//! block does not match its checksum, it is only in doubt, because it may have been overwritten between the two reads.
+//! Blocks in doubt are verified again a few times. Blocks that still differ are verified while no write to the data
+//! files is under way (under `gate` and `through`, for the time of reading a few blocks). A block that differs then is
+//! damaged.
 //!
 //! What must hold, so that no undamaged block is reported:
 //!
-//! 1. From the read of the table until the end of the read of the block, the block is not reused: the epoch is held.
+//! 1. From the read of the table until the end of the read of the block, the block is not reused, because the check
+//!    holds the epoch ([`super::metadata`]).
 //! 2. Under `gate` and `through` the table describes what the medium holds, with two exceptions. One is journalled
-//!    payload that is not written to the data files. The other is unwritten blocks: blocks freed and reserved again
-//!    since the view was made, which have no checksum, and blocks that no tree of the view maps as written, which are
-//!    not read.
+//!    payload that is not written to the data files. The other is unwritten blocks. They are of two kinds: blocks freed
+//!    and reserved again since the view was made, which have no checksum, and blocks that no tree of the view maps as
+//!    written, which are not read.
 
 use super::Engine;
 use super::check::{Report, Steps, Window, owners_of};
@@ -144,7 +146,7 @@ impl Engine {
         Ok(())
     }
 
-    /// The current checksums of a run. While the guard exists, none of these blocks is reused.
+    /// The current checksums of a run. While the returned guard exists, none of these blocks is reused.
     fn expected_now(&self, run: Run) -> Result<(Vec<Expected>, Arc<()>)> {
         self.meta.look(|meta| {
             let mut wanted = Vec::with_capacity(run.blocks as usize);

@@ -1,4 +1,4 @@
-//! Writing: into the buffer, after free blocks were claimed for blocks that may need a new place.
+//! Writes enter the buffer, after free blocks were claimed for the blocks that may need a new place.
 
 use super::metadata::Effects;
 use super::placement::Holds;
@@ -102,8 +102,8 @@ impl Engine {
         }
     }
 
-    /// Puts an entry into the buffer, which takes its content. With `partial`, puts it only if that block was not
-    /// written since [`Layers::begin_partial`](crate::buffer::Layers::begin_partial); otherwise returns `Ok(false)`.
+    /// Puts an entry into the buffer, and moves `content` there. With `partial`, returns `Ok(false)` instead if that
+    /// block was written since [`Layers::begin_partial`](crate::buffer::Layers::begin_partial).
     fn put(&self, head: &Head, logical: u64, blocks: u64, content: &mut Content, partial: Option<u64>) -> Result<bool> {
         let fail = |error: Error| {
             if let Some(block) = partial {
@@ -121,7 +121,7 @@ impl Engine {
             if buffer.gone {
                 break (buffer, held, covered);
             }
-            // A snapshot may have been taken and sealed after the check that the entry needs no new blocks.
+            // The entry was found to need no new blocks, but a snapshot may have been taken and sealed since.
             let single = buffer.layers.is_single();
             let unchanged = single && self.buffers.snapshots() == snapshots;
             let cuts = buffer.layers.cuts_discard(&range);
@@ -230,7 +230,7 @@ impl Engine {
         }
     }
 
-    /// Claims free blocks for a write. Returns 0 if all of the write fits into blocks that its disk has already.
+    /// Claims free blocks for a write. Returns 0 if the whole write fits into blocks that its disk has already.
     fn claim(&self, head: &Head, logical: u64, blocks: u64) -> Result<u64> {
         let claims = self.reserves.add_claim(blocks);
         let headroom = self.reserves.headroom();
@@ -271,8 +271,8 @@ impl Engine {
         Err(self.no_space(head))
     }
 
-    /// Whether a range can be written without new blocks after write-back of the entries that it overwrites: those have
-    /// claims, which are then used. Waits for the write-back.
+    /// Whether a range can be written without new blocks once the entries that it overwrites are written back, which
+    /// uses the claims of these entries. Waits for the write-back.
     fn fits_after_write_back(&self, head: &Head, range: Range<u64>) -> Result<bool> {
         let failures = self.writeback.failing.count();
         for _ in 0..DRAINS_MAX {
@@ -325,8 +325,8 @@ impl Engine {
     }
 
     /// True if a range can be written without claims: to blocks that only this disk maps, or to blocks reserved for it.
-    /// Blocks of the disk do not count unless `sealed`: a closed layer belongs to a snapshot, and when it is moved into
-    /// the map, the snapshot shares the blocks.
+    /// Blocks that the disk maps count only if `sealed` is true. Otherwise a closed layer belongs to a snapshot: once
+    /// the layer is in the map, the snapshot shares these blocks.
     fn fits_in_own(&self, head: &Head, sealed: bool, range: Range<u64>) -> Result<bool> {
         let blocks = range.end - range.start;
         self.meta.look(|meta| {
@@ -343,7 +343,7 @@ impl Meta {
     }
 
     /// The number of blocks in a range that only this disk maps; with `written`, only those that were written. Blocks
-    /// that are held or in flight count too, because write-back waits for them or writes their content to the journal.
+    /// that are held or in flight count too: write-back waits for them, or writes the new content to the journal.
     fn own_blocks(&mut self, disk: u64, range: Range<u64>, written: bool) -> Result<u64> {
         let Some(root) = self.catalog.get(disk)?.root else { return Ok(0) };
         let mut extents = Vec::new();

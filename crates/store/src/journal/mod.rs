@@ -7,15 +7,15 @@
 //! What must hold:
 //!
 //! 1. A batch is valid only if head and body pass their checksum, it has its own position, its sequence number is the
-//!    next one, and its incarnation is not lower than that of the batch before it. The first invalid batch ends the
-//!    journal: neither it nor anything after it was acknowledged.
-//! 2. Every opening that appends uses a higher incarnation than that of any batch found. So batches that remain after
-//!    the point where a crash ended the journal are not taken for its continuation.
+//!    next one, and its incarnation (a number of the opening that appended it) is not lower than that of the batch
+//!    before it. The first invalid batch ends the journal: neither it nor anything after it was acknowledged.
+//! 2. Every opening that appends uses a higher incarnation than any batch found. So batches that remain past the point
+//!    where a crash ended the journal are not mistaken for its continuation.
 //! 3. The head never overtakes the tail. The tail moves only after a checkpoint has made everything before it
 //!    unnecessary and the superblock has the new tail.
 //! 4. A trailer is written at the head after everything before the head is durable, and does not move the head: the
-//!    next batch overwrites it. So a valid trailer past the end of the journal proves that the journal is damaged,
-//!    not torn.
+//!    next batch overwrites it. So a valid trailer after an invalid batch proves that the batch is damaged, and not a
+//!    torn append.
 
 mod record;
 
@@ -31,7 +31,7 @@ const HEAD_SIZE: usize = 64;
 const CHECKSUM_AT: usize = 60;
 /// Blocks read at a time when searching for batches (1 MiB): no ring is smaller.
 const PIECE_BLOCKS: usize = 256;
-/// No ring reaches this position in the lifetime of a device: a batch with a higher position is damaged.
+/// No journal reaches this position in the lifetime of a device: a batch with a higher position is damaged.
 const POSITION_MAX: u64 = 1 << 62;
 /// The largest body of one batch.
 pub const BODY_MAX: usize = 32 << 20;
@@ -124,7 +124,7 @@ impl Journal {
         }
     }
 
-    /// From now on a batch with one inverted bit, which its checksum identifies, is corrected when it is read
+    /// Makes later reads correct a batch with one inverted bit, which its checksum identifies
     /// ([`crate::pages::restore_bit`]): for repair and salvage.
     pub fn mend(&mut self) {
         self.mending = true;
@@ -188,11 +188,11 @@ impl Journal {
         }))
     }
 
-    /// Searches past the end of the journal for a batch that can only be its continuation: undamaged, later, and not
-    /// of an earlier incarnation. A crash leaves no such batch, because only the last batch can be torn. So either the
-    /// batches in between were damaged later, or the superblock that named the tail is outdated. A trailer counts as a
-    /// batch too, except at the end itself, where it proves that nothing is missing. Returns the place of the batch
-    /// found.
+    /// Searches past the end of the journal for a batch that can only be its continuation: undamaged, later, and not of
+    /// an earlier incarnation. A crash leaves no such batch, because only the last batch can be torn. So if one is
+    /// found, either the batches in between were damaged later, or the superblock that named the tail is outdated. A
+    /// trailer counts as a batch too, except a trailer exactly at the end, which proves that nothing is missing.
+    /// Returns the place of the batch found.
     pub fn continuation(&self, end: Place, incarnation: u64) -> Result<Option<Place>> {
         if end.position > POSITION_MAX {
             return Ok(None);

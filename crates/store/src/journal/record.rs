@@ -19,7 +19,7 @@ pub enum Operation {
     Map { disk: u64, logical: u64, run: Run, checksums: Vec<u32> },
     /// Like [`Operation::Map`], but the content is in the operation and not in the data file yet.
     MapData { disk: u64, logical: u64, run: Run, data: Vec<SharedSlice> },
-    /// An in-place overwrite is about to begin: from here on the blocks have old or new content, or a mixture.
+    /// An in-place overwrite is about to begin: from this record on the blocks have old or new content, or a mixture.
     Overwrite { run: Run, checksums: Vec<u32> },
     /// Like [`Operation::Overwrite`], but the new content is in the operation, and replay writes it to the blocks.
     OverwriteData { run: Run, data: Vec<SharedSlice> },
@@ -27,8 +27,8 @@ pub enum Operation {
     Synced { position: u64 },
     /// A disk unmaps blocks.
     Unmap { disk: u64, logical: u64, blocks: u64 },
-    /// A disk maps blocks to a run that was never written: they read as zeros. With `fresh` the run is newly allocated,
-    /// otherwise the disk has mapped its blocks in this range before.
+    /// A disk maps blocks to a run that counts as never written, so they read as zeros. With `fresh` the run is newly
+    /// allocated, otherwise the disk has mapped the blocks of the run in this range before.
     Unwritten { disk: u64, logical: u64, run: Run, fresh: bool },
     /// A disk has written to unwritten blocks in place, with these checksums.
     Written { disk: u64, logical: u64, run: Run, checksums: Vec<u32> },
@@ -42,13 +42,13 @@ pub enum Operation {
     Seal { snapshot: u64 },
     /// A new disk gets the content of a snapshot.
     Clone { snapshot: u64, record: Vec<u8> },
-    /// A disk gets the content of a snapshot. The disk's old tree goes to a new trash object.
+    /// A disk gets the content of a snapshot. The disk's old tree becomes the tree of a new trash object.
     Revert { disk: u64, snapshot: u64, trash: u64 },
     /// A disk or snapshot is deleted: it loses its name, and its tree is dropped in steps.
     Trash { object: u64 },
     /// The blocks may be overwritten in place from now on, until an [`Operation::Synced`] with a later position.
     Announce { run: Run },
-    /// Durable in-place overwrites have left these checksums.
+    /// The checksums of blocks after in-place overwrites that are durable.
     Checksums { run: Run, checksums: Vec<u32> },
     /// `steps` nodes of the tree of a deleted object are visited and dropped.
     Drop { object: u64, steps: u32 },
@@ -68,10 +68,11 @@ impl Operation {
         }
     }
 
-    /// Data blocks that must not be overwritten in place before the operation is durable. An announcement is appended
-    /// at once, so replay would apply it before the operation. Operations that only allocate blocks are excluded,
-    /// because such blocks are first written without an overwrite. Checksums of overwrites are excluded too: their
-    /// announcement precedes them in the journal, and a new announcement waits until they are durable.
+    /// Data blocks that must not be overwritten in place before the operation is durable. The announcement of an
+    /// overwrite is appended at once, so replay would apply it before the operation. Operations that only allocate
+    /// blocks are excluded, because such blocks are first written without an overwrite. Checksums of overwrites are
+    /// excluded too: their announcement precedes them in the journal, and a new announcement waits until they are
+    /// durable.
     pub fn names(&self) -> Option<Run> {
         match self {
             Self::Map { run, .. }
@@ -97,7 +98,7 @@ impl Operation {
     }
 }
 
-/// Collects the body of a batch. Payload is referenced, not copied.
+/// Collects the body of a batch. Payload is not copied: the body refers to it.
 #[derive(Default)]
 pub struct Writer {
     parts: Vec<Part>,

@@ -204,7 +204,7 @@ fn a_trailer_distinguishes_damage_from_a_torn_end() {
         file.write_at(&[&[byte[0] ^ 1 << random.below(8)]], at, false).unwrap();
         compare(&survey(&file, start), &batches[..2]);
         assert_eq!(journal.continuation(batches[2].place, 1).unwrap(), Some(journal.head()));
-        // The trailer does not count for an opening with a higher incarnation.
+        // An opening with a higher incarnation ignores the trailer.
         assert_eq!(journal.continuation(batches[2].place, 2).unwrap(), None);
     }
 }

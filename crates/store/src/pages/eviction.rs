@@ -1,9 +1,9 @@
 //! Decides which page is evicted: a page that is used often stays, even if many others are used once.
 //!
 //! The scheme is that of S3-FIFO (Yang et al., "FIFO queues are all you need for cache eviction", SOSP 2023). New pages
-//! enter a short queue and leave memory at its end. Pages that were used again meanwhile, or are loaded again soon
-//! after eviction, enter the long queue. There a page goes round once more for each use, up to [`USES_MAX`]. A request
-//! often reads a page several times in a row, which counts as one use.
+//! enter a short queue and are evicted at its end. Pages that were used again meanwhile, or are loaded again soon after
+//! eviction, enter the long queue. A page that reaches the end of the long queue enters it again once for each use, up
+//! to [`USES_MAX`]. A request often reads a page several times in a row, which counts as one use.
 
 use super::{PageKey, Pages};
 use rustc_hash::FxHashSet;
@@ -21,7 +21,7 @@ const LOOKS_MAX: usize = 64;
 #[derive(Clone, Copy, Default)]
 pub(super) struct Uses {
     count: u8,
-    /// The number of pages that had entered the cache at its last counted use.
+    /// The number of pages that had entered the cache when the last use of this page was counted.
     last: u64,
 }
 
@@ -35,7 +35,7 @@ pub(super) struct Queues {
     left_order: VecDeque<PageKey>,
     /// The number of pages that have entered the cache.
     came: u64,
-    /// A use counts only if more than this many pages have entered the cache since the last counted one.
+    /// A use of a page counts only if more than this many pages have entered the cache since its last counted use.
     apart: u64,
     new_max: usize,
     left_max: usize,

@@ -8,8 +8,8 @@
 //! 1. A page is copied before it is overwritten. A reader reads the file first and looks for a copy afterwards. If
 //!    there is no copy then, the page was not overwritten before the read.
 //! 2. One checkpoint runs at a time, and writes no page in place before [`Kept::keep`] has returned.
-//! 3. Copies in memory are limited. Further ones go to an unnamed file, which disappears with the process. If that file
-//!    cannot be written, the checkpoint continues and the reader fails.
+//! 3. Copies in memory are limited. Further copies are written to an unnamed file, which the file system frees when the
+//!    process ends. If that file cannot be written, the checkpoint continues and the reader fails.
 
 use super::PageKey;
 use crate::sync::Mutex;
@@ -27,7 +27,7 @@ enum Image {
     Memory(Box<Block>),
     /// Number of the copy in the overflow file.
     Overflow(u64),
-    /// The page could not be read when it was to be copied.
+    /// The page could not be read for copying.
     Unreadable(String),
 }
 
@@ -64,7 +64,7 @@ impl Kept {
         Keeping(Arc::clone(self))
     }
 
-    /// Copies pages that are about to be overwritten, if a reader exists and no copy does.
+    /// Copies pages that are about to be overwritten, if a reader exists. Pages with a copy are skipped.
     pub fn keep(&self, file: &dyn File, keys: &mut dyn Iterator<Item = PageKey>) {
         for key in keys {
             {
@@ -80,7 +80,8 @@ impl Kept {
             let read = file.read_at(&mut page.0, key.offset());
             let mut state = self.state.lock();
             if state.readers == 0 {
-                // The reader has ended meanwhile. A copy stored now would be mistaken for one made for the next reader.
+                // The reader has ended meanwhile. The next reader would take a copy stored now for a page of its own
+                // state.
                 return;
             }
             let image = match read {
@@ -151,7 +152,8 @@ impl Kept {
 }
 
 impl Keeping {
-    /// Fails if a page could not be copied or read again: the pages that the reader has seen may not belong together.
+    /// Fails if a page could not be copied or read again: the pages that the reader has seen may be of different
+    /// states.
     pub fn check(&self) -> Result<()> {
         match &self.0.state.lock().failure {
             Some(failure) => Err(lost(failure)),

@@ -88,17 +88,17 @@ impl PageKey {
         self.0
     }
 
-    /// Its file.
+    /// The file of the page.
     pub fn file(self) -> PageFile {
         PageFile::ALL[(self.0 >> NUMBER_BITS) as usize]
     }
 
-    /// Its number within the file.
+    /// The number of the page within its file.
     pub fn number(self) -> u64 {
         self.0 & ((1 << NUMBER_BITS) - 1)
     }
 
-    /// Its byte offset in the file.
+    /// The byte offset of the page in its file.
     pub fn offset(self) -> u64 {
         self.number() * BLOCK_SIZE as u64
     }

@@ -6,8 +6,8 @@ use crate::{Error, ErrorKind, IoContext, Result};
 use backend::{BLOCK_SIZE, Block, File};
 use std::sync::Arc;
 
-/// After this many hits since the last miss, operations skip their surveys. At this rate all surveys together would
-/// cost more than a rare miss costs the threads that wait for it.
+/// After this many hits since the last miss, operations skip their surveys. At this rate of misses, all surveys
+/// together cost more time than the threads that wait for a rare miss under the lock.
 const WARM_HITS: u64 = 1 << 16;
 
 /// A page that is being read without the lock.
@@ -73,7 +73,7 @@ pub(super) fn verified(mut page: Block, key: PageKey) -> Result<Block> {
 }
 
 impl Pages {
-    /// From now on a lookup that misses pages records them and fails, until [`Pages::undefer`].
+    /// Makes lookups that miss pages record the pages and fail, until [`Pages::undefer`].
     pub fn defer(&mut self) {
         debug_assert!(self.absent.is_empty());
         self.deferring = true;
@@ -118,7 +118,7 @@ impl Pages {
         }
     }
 
-    /// True if misses have been very rare for a long time.
+    /// True if no page was missed for a long time.
     pub fn is_warm(&self) -> bool {
         self.statistics.hits - self.hits_at_miss > WARM_HITS
     }

@@ -4,8 +4,8 @@
 //!
 //! * The images of the last checkpoint: a page with an image there has not changed in its file since (invariant 1 of
 //!   the [cache](super)), so the image is its content.
-//! * Its own checksum, if inverting one bit makes it match. CRC32C has a Hamming distance of 4 over all lengths used
-//!   here. So at most one page with a valid checksum differs in a single bit, and none if two bits are wrong.
+//! * The page's own checksum, if inverting one bit makes it match. CRC32C has a Hamming distance of 4 over all lengths
+//!   used here. So inverting one bit yields at most one page with a valid checksum, and none if two bits are wrong.
 
 use super::{PageKey, verify};
 use crate::sync::Mutex;
@@ -44,7 +44,7 @@ const fn table() -> [u32; 256] {
 pub enum Proof {
     /// An image of the last checkpoint.
     Image,
-    /// Its own checksum: one bit was inverted.
+    /// The page's own checksum: one bit was inverted.
     Bit,
 }
 
@@ -76,7 +76,7 @@ pub fn restore_bit_of(bytes: &mut [u8], stored: u32) -> bool {
     invert(bytes, difference, 0..0)
 }
 
-/// Inverts the bit outside `not_in` that causes a difference of the checksum, if there is one.
+/// Inverts the single bit outside `not_in` that changes the checksum by `difference`. False if there is no such bit.
 fn invert(bytes: &mut [u8], difference: u32, not_in: Range<usize>) -> bool {
     // The effect on the checksum of each bit of the last byte. The loop then computes it for each byte before.
     let mut adds: [u32; 8] = std::array::from_fn(|bit| TABLE[1 << bit]);

@@ -5,13 +5,13 @@
 //! 1. A page to which the last checkpoint refers is overwritten in its file only while the next checkpoint has complete
 //!    images of the pages that it writes. So between checkpoints the files have exactly the state of the last one, and
 //!    a page may be changed in memory, freed and reused in any order. A page to which the last checkpoint does not
-//!    refer, a map node at a place that was free then, may be written at any time.
+//!    refer (a map node at a place that was free at that checkpoint) may be written at any time.
 //! 2. Every page that is read from a file is verified before a caller gets it: its checksum, its file kind and its
 //!    number. A page of zeros was never written and counts as a page without entries, except in the map, where it is
 //!    damage.
 //! 3. A dirty page stays in memory until a checkpoint has written it, because the file has an older page. While the
-//!    checkpoint writes a captured page, it holds a reference on it. The limit of the cache is kept because a
-//!    checkpoint is requested before dirty pages fill it.
+//!    checkpoint writes a captured page, it holds a reference on the page. The limit of the cache holds because a
+//!    checkpoint is requested before dirty pages fill the cache.
 //!
 //! # Loading without the lock
 //!
@@ -29,8 +29,8 @@
 //! free node: no lookup reaches it until it is created again, which inserts it into `slots`.)
 //!
 //! A thread that waits for a page holds a reference on it until it has looked the page up. Like the reference of a
-//! checkpoint, it keeps the page in memory. So even with a very small cache each lookup gets further than the one
-//! before.
+//! checkpoint, this reference keeps the page in memory. So even with a very small cache, each attempt of a lookup finds
+//! more of its pages than the attempt before.
 
 mod eviction;
 mod home;
@@ -100,9 +100,10 @@ pub struct Pages {
     slots: FxHashMap<PageKey, Slot>,
     queues: Queues,
     dirty: FxHashSet<PageKey>,
-    /// Of the dirty pages, those to which the last checkpoint does not refer.
+    /// The number of dirty pages to which the last checkpoint does not refer.
     dirty_unknown: usize,
-    /// Nodes freed since the last capture, to which the checkpoint before refers.
+    /// Nodes freed since the last capture to which the last checkpoint refers: a page created at their place needs an
+    /// image.
     retired: FxHashSet<PageKey>,
     limit: usize,
     statistics: PageStatistics,
@@ -176,7 +177,7 @@ impl Pages {
         self.dirty.len()
     }
 
-    /// Of the dirty pages, those that need an image.
+    /// The number of dirty pages that need an image.
     pub fn dirty_known(&self) -> usize {
         self.dirty.len() - self.dirty_unknown
     }
@@ -273,8 +274,9 @@ impl Pages {
     }
 
     /// Captures all dirty pages and marks them clean, because later changes belong to the next checkpoint. The caller
-    /// writes them durably, [`sealed`], before it releases the part of the journal that contains their changes. The
-    /// previous checkpoint must have ended. All requests wait during this call, so checksums are computed later.
+    /// writes the captured pages ([`sealed`]) durably before it releases the part of the journal that contains their
+    /// changes. The previous checkpoint must have ended. All requests wait during this call, so checksums are computed
+    /// later.
     pub fn capture(&mut self) -> Captured {
         let mut keys: Vec<PageKey> = self.dirty.drain().collect();
         keys.sort_unstable();

@@ -269,7 +269,7 @@ fn kept_pages_have_the_content_of_the_time_at_which_a_reader_began() {
         let mut view = Pages::as_kept(files.clone(), 64 * BLOCK_SIZE, Arc::clone(&kept));
         put(&mut pages, round);
         put(&mut pages, round + 1000);
-        // More pages than memory may hold: some are read from the file, whose name is removed already.
+        // More pages than memory may hold: some are read from the overflow file, which has no name any more.
         keys.iter().for_each(|key| assert_eq!(word(view.get(*key).unwrap()), before + key.number()));
         assert_eq!(disk.directory().list().unwrap(), Vec::<String>::new());
         keeping.check().unwrap();

@@ -36,7 +36,7 @@ impl Space {
             return Ok(());
         }
         if pages.is_deferring() {
-            // All missing pages are recorded at once.
+            // Records all missing pages in one pass.
             self.survey_region(pages, number);
         }
         let mut bitmaps = Box::new(Bitmaps::new());
@@ -153,7 +153,7 @@ impl Space {
             return Ok(None);
         }
         let (start, mut from) = (self.cursor / REGION_BLOCKS, self.cursor % REGION_BLOCKS);
-        // The first region is searched twice: at the end, the part before the cursor.
+        // The first region is searched twice: at the end for the part before the cursor.
         for step in 0..=count {
             let number = (start + step) % count;
             let region = &self.regions[number as usize];

@@ -94,9 +94,9 @@ impl Space {
         Ok(())
     }
 
-    /// Takes free backed runs of at least `least` blocks, up to `most` blocks in all, so that they cannot be allocated.
-    /// The search begins at region `*region`, which is advanced. The caller clears the backed flags, punches the runs
-    /// and releases them.
+    /// Marks free backed runs of at least `least` blocks, up to `most` blocks in all, as used, so that they cannot be
+    /// allocated. The search begins at region `*region`, which is advanced. The caller clears the backed flags, punches
+    /// the runs and releases them.
     pub fn take_reclaimable(&mut self, pages: &mut Pages, region: &mut u64, least: u64, most: u64) -> Result<Vec<Run>> {
         let mut runs = Vec::new();
         let mut taken = 0;

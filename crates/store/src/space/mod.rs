@@ -1,8 +1,8 @@
 //! Physical blocks: their references and checksums, which blocks are free, and which have space in the file system.
 //!
 //! One [`Space`] describes the data files, another the nodes of the map. The durable state of a block is its entry in
-//! the table (reference count, checksum, backed flag). The bitmaps of free blocks in memory are derived from it, when a
-//! region is first used for allocation.
+//! the table (reference count, checksum, backed flag). The bitmaps of free blocks in memory are derived from the table
+//! when a region is first used for allocation.
 //!
 //! What must hold:
 //!
@@ -31,7 +31,7 @@ use std::collections::BTreeSet;
 pub const FILE_REGIONS: u64 = 16_384;
 /// Blocks per data file.
 pub const FILE_BLOCKS: u64 = FILE_REGIONS * REGION_BLOCKS;
-/// The most regions that one operation may add. Replay meets new regions in order, so a larger step is damage.
+/// The most regions that one operation may add. Operations name new regions in order, so a larger step is damage.
 const REGIONS_AHEAD_MAX: u64 = 8;
 
 /// What a space describes.
@@ -325,7 +325,8 @@ impl Space {
     ) -> Result<()> {
         self.check_range(run)?;
         let (first, first_left) = (freed.len(), left.len());
-        // The bitmaps must be loaded before the table entries become free: until release they mark the blocks as used.
+        // The bitmaps must be loaded before the table entries become free, because they then mark the blocks as used
+        // until release.
         for (number, _, _) in region::parts(run) {
             self.load(pages, number)?;
         }
@@ -384,7 +385,7 @@ impl Space {
             self.counts.backed -= u64::from(std::mem::take(&mut region.backed));
             self.counts.free -= before;
             region.damaged = false;
-            // A count of zero never exceeds the table, so loading the region corrects it.
+            // With a count of zero, loading the region replaces the count by that of the table.
             self.dirty_regions.insert(number);
             match self.load(pages, number) {
                 Err(error) if error.kind() == ErrorKind::Corrupt => {
@@ -455,7 +456,7 @@ impl Space {
         self.dirty_regions.len() as u64
     }
 
-    /// Copies the summaries of changed regions into their cached pages, as a step of a checkpoint.
+    /// Copies the summaries of changed regions into the cached summary pages, as a step of a checkpoint.
     pub fn store_summaries(&mut self, pages: &mut Pages) -> Result<()> {
         while let Some(number) = self.dirty_regions.first().copied() {
             let key = PageKey::new(self.summary, number / SUMMARY_ENTRIES);

@@ -1,8 +1,8 @@
 //! Locks, atomics, threads and their clock: those of the system, or with the feature `schedules` those of a scheduler
 //! that decides every step of every thread from a seed.
 //!
-//! The whole crate takes them from here only. The feature belongs to the package `lamina-schedules`, which compiles
-//! these sources a second time: programs never contain it.
+//! The whole crate imports them only from this module. Only the package `lamina-schedules`, which compiles these
+//! sources a second time, enables the feature; programs never contain it.
 
 #[cfg(feature = "schedules")]
 mod scheduled;

@@ -1,11 +1,11 @@
 //! Balancing: keeps nodes neither too full nor too empty.
 //!
-//! Both directions work on an exclusive path (invariant 3) and change one level of it at a time:
+//! Splitting and merging both work on an exclusive path (invariant 3) and change one level of it at a time:
 //!
 //! - [`make_room`] does one split, at the highest node that has to be split, and the operation starts again. Full paths
 //!   are so rare (one leaf in 127, and one in 127 of the nodes above) that a second descent is cheaper than code that
-//!   carries a split upwards. For a sequential stream, the split leaves a node for the stream to fill, and a full
-//!   node before it.
+//!   carries a split upwards. For a sequential stream, the split leaves a full node, and after it a node that the
+//!   stream fills.
 //! - [`settle`] goes up from a node that lost entries. An empty node is removed. A node that is at most half full is
 //!   merged with a neighbour if both fit in [`MERGED_ENTRIES`]: a quarter of the page then stays free, so that the next
 //!   insertion does not split it again. Shared neighbours are not merged, because merging would copy them.
@@ -19,8 +19,8 @@ use backend::Block;
 /// The most entries of a node that results from a merge.
 pub(super) const MERGED_ENTRIES: usize = ENTRIES_MAX * 3 / 4;
 
-/// Entries for which each half of a split has room before it is split again: [`crate::tree::nodes_needed`] relies on
-/// it. An exception is a leaf that an ascending stream leaves full.
+/// Each half of a split has room for this many entries before it is split again: [`crate::tree::nodes_needed`] relies
+/// on that. The exception is a leaf that an ascending stream leaves full.
 pub(super) const SPLIT_ROOM: usize = 16;
 
 /// A node with more entries than this is never merged. Most nodes have more, so their neighbours need not be read.
@@ -67,7 +67,7 @@ fn split<S: NodeStore + ?Sized>(store: &mut S, path: &Path, depth: usize, positi
     let (level, count) = (page::level(&left), page::count(&left));
     let at = match level {
         0 => leaf_split(&left, position),
-        // For an append, the right node gets the child that is about to be split and few others.
+        // For an append, the right node gets the child that is about to be split and a few others.
         _ if index + 1 == count => count - SPLIT_ROOM,
         _ => count / 2,
     };
@@ -75,8 +75,8 @@ fn split<S: NodeStore + ?Sized>(store: &mut S, path: &Path, depth: usize, positi
     let right = store.node_mut(right_id)?;
     page::initialise(right, right_id, level);
     let first = page::move_tail(&mut left, at, right);
-    // The gap between the last extent and `position` goes to the right leaf, so nothing is appended to the left one any
-    // more.
+    // The bounds of the right leaf begin after the last extent of the left leaf, so nothing is appended to the left
+    // leaf any more.
     let key = match page::mapping(&left, count - 1) {
         Some(last) if at == count => last.end(),
         _ => first,
@@ -89,13 +89,14 @@ fn split<S: NodeStore + ?Sized>(store: &mut S, path: &Path, depth: usize, positi
 
 /// Where to split a full leaf that has no room at `position`: in the middle, or, if the write seems to belong to a
 /// sequential stream, just before the extent that follows. The stream then fills the left leaf, or, if no extent
-/// follows, an empty right one.
+/// follows, an empty right leaf.
 fn leaf_split(leaf: &Block, position: u64) -> usize {
     let index = page::first_ending_after(leaf, position);
     let Some(next) = page::mapping(leaf, index) else { return page::count(leaf) };
     let before = index.checked_sub(1).and_then(|before| page::mapping(leaf, before));
     let continues = before.is_some_and(|before| before.end() == position);
-    // The next extent must lie at a distance. Otherwise each gap that a random fill closes would be taken for a stream.
+    // The next extent must lie at a distance. Otherwise each write into a gap of a randomly filled leaf would be taken
+    // for a stream.
     let has_space_ahead = next.logical.saturating_sub(position) > EXTENT_BLOCKS_MAX;
     let count = page::count(leaf);
     if continues && has_space_ahead { index.clamp(SPLIT_ROOM, count - SPLIT_ROOM) } else { count / 2 }
@@ -130,7 +131,7 @@ fn merge_with_neighbour<S: NodeStore + ?Sized>(store: &mut S, parent: Step, coun
         let node = store.node(parent.id)?;
         let (Some(left), Some(right)) = (page::slot(node, left), page::slot(node, right)) else { continue };
         let neighbour = if left.index == parent.index { right.child } else { left.child };
-        // The reference count is read first, because it may exclude a merge without reading the page.
+        // The reference count is read first: if the neighbour is shared, its page need not be read.
         if store.references(neighbour)? > 1 || page::count(store.node(neighbour)?) + count > MERGED_ENTRIES {
             continue;
         }
@@ -155,8 +156,8 @@ fn settle_root<S: NodeStore + ?Sized>(store: &mut S, root: &mut NodeId) -> Resul
             page::initialise(store.node_mut(*root)?, *root, 0);
             return Ok(());
         };
-        // A shared node can occur only after the first iteration, because the old root was exclusive. A shared node
-        // stays as it is.
+        // A shared node can occur only after the first iteration, because the old root was exclusive. A shared node is
+        // kept as the root.
         let old = *root;
         if store.references(old)? > 1 {
             return Ok(());

@@ -6,15 +6,14 @@
 //!
 //! 1. **Copies.** A node is copied when it is shared. The copy belongs to one tree until a snapshot shares it again. So
 //!    between two snapshots each node of a tree is copied at most once, and a change copies at most one on each level.
-//!    At depth `d` a tree has at most 254^`d` nodes. All trees together touch no more nodes than exist, once for each
-//!    tree.
+//!    At depth `d` a tree has at most 254^`d` nodes. Nodes that trees share are copied at most once for each tree.
 //! 2. **First splits.** A node that is nearly full before the changes is split by the first change that adds an entry
 //!    to it. This happens once, and only if the node is touched.
 //! 3. **Other splits.** Both halves of a split have room for [`SPLIT_ROOM`] entries, so each further split needs that
-//!    many insertions. A leaf that an ascending stream has filled is left full instead. Nothing can be appended to it,
-//!    so it is split at most once more before its halves have such room: two splits for as many insertions. A change
-//!    adds at most two entries, namely when it cuts an extent in two. Each split of a leaf is an insertion one level
-//!    above, and so on upwards.
+//!    many insertions. The exception is a leaf that an ascending stream has filled. Nothing can be appended to it, so
+//!    it is split at most once more before its halves have such room. Therefore two splits are counted for this number
+//!    of insertions. A change adds at most two entries: this happens when it cuts an extent in two. Each split of a
+//!    leaf is an insertion one level above, and so on upwards.
 //! 4. **Growth.** The first node of a tree, and the roots that it gains.
 //!
 //! If snapshots separate the changes into several layers, a node that the changes of one layer have made may be copied

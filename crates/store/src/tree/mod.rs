@@ -13,7 +13,7 @@
 //!    held outside the trees. An entry of a shared leaf counts once, so an in-place overwrite needs an unshared *path*
 //!    as well as an unshared block ([`lookup_exclusive`]).
 //! 3. **Only exclusive nodes change.** A node is modified only when its own count is 1, and the count of every node
-//!    above it up to the root of the changed tree.
+//!    above it, up to the root of the changed tree, is 1.
 //! 4. **Order.** Extents of a leaf ascend and do not overlap. Keys of an internal node ascend. All blocks below a child
 //!    lie in `[key of the child, key of the next)`, so no extent crosses the bound of its leaf. The first child has no
 //!    key (0 is stored); its lower bound is that of its node.
@@ -25,7 +25,8 @@
 //!
 //! Changes are not atomic in memory. When the store returns an error inside [`replace()`] or [`drop_step`], pages may
 //! be partly changed, and the owner must return to its last checkpoint and replay the journal. A lookup of the range
-//! before the change finds unreadable nodes in time. The owner must keep [`NODES_PER_STEP`] nodes free.
+//! before the change finds unreadable nodes while nothing is changed yet. The owner must keep [`NODES_PER_STEP`] nodes
+//! free.
 //!
 //! | file | what it holds |
 //! |---|---|
@@ -66,12 +67,12 @@ use crate::{Error, ErrorKind, Result};
 use backend::Block;
 use std::fmt;
 
-/// The most levels of a tree. Six levels of half-full nodes can map every logical block on its own. The others are for
-/// trees whose entries were removed while their nodes were shared.
+/// The most levels of a tree. Six levels of half-full nodes can map every logical block on its own. The other levels
+/// are for trees with nearly empty nodes: shared nodes are not merged when entries are removed.
 pub const LEVELS_MAX: usize = 16;
 
 /// The most nodes that [`replace()`] allocates for each leaf that it touches, and for each [`EXTENT_BLOCKS_MAX`] blocks
-/// that it maps there: on every level a copy and a split, and a new root.
+/// that it maps there: a copy and a split on every level, and a new root.
 pub const NODES_PER_STEP: usize = 2 * LEVELS_MAX + 1;
 
 /// The page number of a node in the file of the map. 0 is a valid number.

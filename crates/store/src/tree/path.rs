@@ -1,7 +1,8 @@
 //! The path from a root to the node that an operation changes, and the code that makes it exclusive.
 //!
-//! A path is found by reading only: every node on it is loaded, and damage is reported, before anything changes. It is
-//! valid until the shape of the tree changes. After a split or a merge the operation starts again from the root.
+//! Finding a path changes nothing: every node on it is loaded, and damage is reported, before the operation changes a
+//! page. It is valid until the shape of the tree changes. After a split or a merge the operation starts again from the
+//! root.
 
 use super::page::{self, LOGICAL_LIMIT};
 use super::{LEVELS_MAX, NodeId, NodeStore, corrupt};

@@ -2,7 +2,8 @@
 //!
 //! The engine limits the pages that one operation may change. Before an operation it asks how far a step may go from
 //! the beginning of a range, and how many pages the step changes at most. The answer is valid as long as no exclusive
-//! node of the tree becomes shared. An allowance for each level covers nodes that other changes split meanwhile.
+//! node of the tree becomes shared. The counts include an allowance for each level for nodes that other changes split
+//! meanwhile.
 
 use super::page::{self, EXTENT_BLOCKS_MAX, LOGICAL_LIMIT};
 use super::{LEVELS_MAX, NodeId, NodeStore, corrupt};
@@ -12,7 +13,7 @@ use std::ops::Range;
 /// The nodes that one step changes on each level of its path: the node, a node split off from it, and a neighbour
 /// merged with it.
 const NODES_PER_LEVEL: u64 = 3;
-/// The table pages that change with these nodes: for a new node and for a freed one.
+/// The table pages that change with these nodes: one for a new node and one for a freed node.
 const COUNTS_PER_LEVEL: u64 = 2;
 /// Extents that can be inserted into a leaf before it may have to be split again.
 const EXTENTS_PER_SPLIT: u64 = 64;
@@ -48,7 +49,7 @@ struct Leaf {
 /// Computes the part of `range` whose change dirties about `most` pages, at least the part in one leaf. `per_page` is
 /// the number of blocks, or nodes, that a table page describes. With `unmap` the range is unmapped, otherwise it is
 /// mapped; the caller counts the table pages of the new blocks. `seen` has the nodes counted for earlier ranges of the
-/// same step, which come in ascending order.
+/// same step. The ranges of a step must be passed in ascending order.
 pub fn reach<S: NodeStore + ?Sized>(
     store: &mut S,
     root: NodeId,

@@ -2,7 +2,7 @@
 //!
 //! A tree of a large disk has more nodes than may be visited while a lock is held, so [`drop_step`] removes it in
 //! portions, beginning at its right end. What remains after each portion is a valid tree. So the work can stop after
-//! any step, be covered by a checkpoint, and continue after a crash from the root alone.
+//! any step, a checkpoint can include the remaining tree, and after a crash the work continues from the root.
 
 use super::page;
 use super::{LEVELS_MAX, NodeId, NodeStore, corrupt};

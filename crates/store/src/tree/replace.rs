@@ -1,8 +1,8 @@
 //! Changes the map: unmaps a range and, usually, maps it to new blocks.
 //!
 //! The range is processed from the left in steps. A step finds a path, makes it exclusive, and edits one leaf, or
-//! removes whole subtrees from one internal node. Then it balances the nodes on the path. The common case, moving one
-//! block of an exclusive tree, is one descent and one overwritten entry.
+//! removes whole subtrees from one internal node. Then it balances the nodes on the path. The common case is to map one
+//! block of an exclusive tree to another physical block: one descent and one overwritten entry.
 //!
 //! References on data blocks are dropped after the entry is removed. A failure between the two leaks a block, but never
 //! frees a block that is still mapped.

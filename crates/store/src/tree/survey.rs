@@ -1,9 +1,9 @@
 //! Surveys: determine which pages an operation on a tree will need, as far as the pages in memory show.
 //!
-//! A survey walks the tree as the operation would, and skips nodes that are not in memory. One pass finds all missing
-//! pages that can be known. After those are read, the next pass finds the missing pages below them. A survey changes
-//! nothing. Damage ends it early without an error, because the operation will report it. A survey may record a few
-//! pages too many or too few; missing pages are then read when they are needed.
+//! A survey walks the tree as the operation would, and skips nodes that are not in memory. One pass finds the missing
+//! pages to which pages in memory refer. After these are read, the next pass finds the missing pages below them. A
+//! survey changes nothing. Damage ends it early without an error, because the operation will report it. A survey may
+//! record a few pages too many or too few; missing pages are then read when they are needed.
 
 use super::page::{self, ENTRIES_MAX};
 use super::{LOGICAL_LIMIT, NodeId};

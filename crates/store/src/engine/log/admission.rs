@@ -2,16 +2,16 @@
 //! has room for the pages that it dirties.
 //!
 //! There are two budgets. *Bytes* of the ring: the bytes between tail and head, those of pending changes and those of
-//! grants must fit beside a reserve. The reserve is for small changes that cannot wait: settled announcements, sealed
-//! snapshots, reserved space, and the padding of a checkpoint's own appends. *Pages*: those changed since the last
-//! checkpoint, those that a checkpoint under way has captured, and those of grants must fit into the images file and
-//! into a share of the metadata cache. Captured pages count until their checkpoint has ended, because recovery from the
-//! previous checkpoint would change all of them again.
+//! grants must fit beside a reserve. The reserve is for small changes that cannot wait: the records of settled
+//! announcements, of sealed snapshots and of reserved space, and the padding of a checkpoint's own appends. *Pages*:
+//! those changed since the last checkpoint, those that a checkpoint under way has captured, and those of grants must
+//! fit into the images file and into a share of the metadata cache. Captured pages count until their checkpoint has
+//! ended, because recovery from the previous checkpoint would change all of them again.
 //!
 //! What must hold:
 //!
-//! 1. A grant is an upper limit. It is dropped after its work is counted: in between, the same bytes and pages may
-//!    count twice, but they always count.
+//! 1. A grant is an upper limit. It is dropped after the bytes and pages of its work are counted, so they may count
+//!    twice for a short time, but they always count.
 //! 2. [`Admission::try_admit`] may be called under any lock. A thread that waits must hold no lock that a checkpoint
 //!    takes.
 //! 3. No request exceeds an empty budget, with one exception: the pages of a single operation, which is admitted when
@@ -163,7 +163,7 @@ impl Admission {
         self.captured.fetch_add(self.dirty.load(Ordering::Acquire) + announced + more, Ordering::AcqRel);
     }
 
-    /// Ends the checkpoint: its pages are written to their places and count no more.
+    /// Ends the checkpoint: its pages are written to their places, and no longer count.
     pub fn end_checkpoint(&self) {
         self.captured.store(0, Ordering::Release);
         self.notify();
@@ -210,7 +210,7 @@ impl Admission {
         }
     }
 
-    /// Pages that may still be dirtied.
+    /// The number of further pages that may be dirtied.
     pub fn pages_left(&self) -> u64 {
         let held = self.pages_held() + self.granted.lock().pages;
         self.page_limit().saturating_sub(held)

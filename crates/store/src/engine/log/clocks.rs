@@ -1,8 +1,8 @@
 //! Counters that tell which writes are durable. They only grow, and are read without a lock.
 //!
 //! *Acknowledged* writes are counted to find the flush that makes each durable. Writes to the *data files* are counted
-//! to find the flush of the data files that makes each durable. A pending change that refers to data has the number of
-//! the write of that data as its gate.
+//! to find the flush of the data files that makes each durable. The gate of a pending change that refers to data is the
+//! number of the write of that data.
 
 use crate::sync::atomic::{AtomicU64, Ordering};
 

@@ -36,7 +36,7 @@ use std::sync::Arc;
 
 /// The file with the page images of a checkpoint.
 pub const IMAGES_FILE: &str = "checkpoint";
-/// Limit on the number of images of a checkpoint: 16 TiB.
+/// Limit on the number of images of a checkpoint (16 TiB).
 pub const COUNT_LIMIT: u64 = 1 << 32;
 /// Images for which a new datastore has room.
 pub const INITIAL_PAGES: u64 = 512;
@@ -150,13 +150,13 @@ impl Images {
         Ok(Self { file, salt, mending: false })
     }
 
-    /// Opens the file of a datastore whose superblock is lost.
+    /// Opens the images file of a datastore without a readable superblock.
     pub fn of_lost(directory: &dyn Directory, salt: u64) -> Result<Self> {
         let file = directory.open(IMAGES_FILE, IoMode::Buffered).during(|| format!("opening {IMAGES_FILE}"))?;
         Ok(Self { file, salt, mending: false })
     }
 
-    /// From now on an image with one inverted bit is corrected when it is read: for repair and salvage.
+    /// Makes later reads correct an image with one inverted bit: for repair and salvage.
     pub fn mend(&mut self) {
         self.mending = true;
     }
@@ -186,11 +186,12 @@ impl Images {
         Ok(whole.then_some(keys))
     }
 
-    /// The contents of the superblock if both copies are lost. If the file was never written, they are those of a new
-    /// datastore. If all images in it are undamaged, they are those after its checkpoint, whether or not a superblock
-    /// named the images: everything that they refer to was durable before they were written, and a later checkpoint
-    /// would have overwritten the file with its own images. Half of the datastore's UUID is lost. `None` if images are
-    /// damaged: nothing then proves which state is the newest.
+    /// Reconstructs the superblock if both copies are lost. If the images file was never written, the result is the
+    /// superblock of a new datastore. If all images in the file are undamaged, the result is the superblock after their
+    /// checkpoint, whether or not a superblock named the images: everything that the images refer to was durable before
+    /// they were written, and a later checkpoint would have overwritten them with its own images. Half of the
+    /// datastore's UUID cannot be reconstructed. `None` if images are damaged: nothing then proves which state is the
+    /// newest.
     pub fn lost_superblock(&self, journal_size: u64) -> Result<Option<Superblock>> {
         let mut bytes = Buffer::zeroed(1);
         self.file.read_at(&mut bytes, 0).during(|| format!("reading {IMAGES_FILE}"))?;
@@ -229,7 +230,7 @@ impl Images {
         Ok(Some(superblock))
     }
 
-    /// The salt of a datastore whose superblock is lost.
+    /// The salt of a datastore without a readable superblock.
     pub fn lost_salt(directory: &dyn Directory) -> Option<u64> {
         let mut bytes = Buffer::zeroed(1);
         directory.open(IMAGES_FILE, IoMode::Buffered).ok()?.read_at(&mut bytes, 0).ok()?;
@@ -282,8 +283,8 @@ impl Images {
             return Ok(());
         }
         if let Err(error) = self.file.reserve(before, wanted - before) {
-            // If the file system runs full during the reservation, it keeps the blocks found so far. Shortening the
-            // file returns them.
+            // If the file system runs full during the reservation, the file keeps the blocks allocated so far.
+            // Shortening the file frees them.
             let _ = self.file.set_len(before);
             return Err(error).during(|| format!("reserving {wanted} bytes for checkpoints ({IMAGES_FILE})"));
         }
@@ -331,10 +332,10 @@ impl Images {
         Ok(NamedImages { count, checksum })
     }
 
-    /// The images that have to be written to their places before anything else: those that the superblock names. If the
-    /// other copy of the superblock cannot be read, it may have been newer, and then the images of the checkpoint that
-    /// it committed are undamaged. All that these images refer to was durable before they were written, so they may be
-    /// used whether or not that copy named them.
+    /// The images that have to be written to their places before any metadata is read: those that the superblock names.
+    /// If the other copy of the superblock cannot be read, that copy may have been newer. Then undamaged images of the
+    /// next checkpoint are returned, whether or not that copy named them: everything that the images refer to was
+    /// durable before they were written.
     pub fn outstanding(&self, superblock: &Superblock, other_copy_lost: bool) -> Result<Option<Head>> {
         if self.file.len().during(|| format!("measuring {IMAGES_FILE}"))? < BLOCK_SIZE as u64 {
             return match superblock.images {
@@ -359,7 +360,7 @@ impl Images {
         Ok(whole.then_some(head))
     }
 
-    /// The positions of the pages of checkpoint `number` in the file, if it still holds them.
+    /// The positions of the images of checkpoint `number`, if the file still contains them.
     pub fn index(&self, number: u64) -> Option<ImageIndex> {
         let (head, _) = self.read_head().ok()?.filter(|(head, _)| head.number == number)?;
         let keys = self.read_keys(&head).ok()??;
@@ -408,7 +409,7 @@ impl Images {
     }
 }
 
-/// Fails if a file system with `available` bytes has no room to grow from `known` images to `pages`.
+/// Fails if a file system with `available` free bytes has no room to grow the file from `known` images to `pages`.
 pub fn check_room(available: u64, pages: u64, known: u64) -> Result<()> {
     if available >= length(pages) - length(known) {
         return Ok(());

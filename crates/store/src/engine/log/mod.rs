@@ -61,7 +61,7 @@ pub struct CommitLog {
     announced_end: AtomicU64,
     /// Announced overwrites before this journal position are durable in the data files.
     settled: AtomicU64,
-    /// The journal durably records that announced overwrites before this position are durable.
+    /// The journal durably contains the record that announced overwrites before this position are settled.
     told: AtomicU64,
     /// A batch was appended since the last trailer, and maintenance was asked for a new one.
     untrailed: AtomicBool,
@@ -179,8 +179,8 @@ impl CommitLog {
         Ok(())
     }
 
-    /// Finds a damaged copy of the superblock on the medium; with `repair` both copies are rewritten. Must not be
-    /// called during a checkpoint.
+    /// The damaged copy of the superblock on the medium, if there is one. With `repair` both copies are then rewritten.
+    /// Must not be called during a checkpoint.
     pub fn damaged_superblock(&self, repair: bool) -> Result<Option<u64>> {
         let mut commit = self.lock();
         let damaged = commit.superblock.damaged_copy(&*self.superblock_file)?;
@@ -235,7 +235,8 @@ impl CommitLog {
         if pages <= known {
             return Ok(());
         }
-        // Checked first, because a file system that runs full during a reservation searches for a long time.
+        // The free space is queried first, because a file system that runs full during a reservation searches for space
+        // for a long time.
         let room = directory.room().during(|| "querying the free space of the file system".into())?;
         images::check_room(room.available, pages, known)?;
         self.images.reserve(pages)?;
@@ -253,7 +254,7 @@ impl CommitLog {
         self.announced_end.store(position + 1, Ordering::Release);
     }
 
-    /// The position up to which overwrites must be settled, so that all overwrites announced so far are.
+    /// The position before which overwrites must be settled so that all overwrites announced so far are settled.
     pub fn announced_end(&self) -> u64 {
         self.announced_end.load(Ordering::Acquire)
     }
@@ -292,8 +293,8 @@ impl CommitLog {
 
     /// Announces runs with `append`, and gives them permits.
     pub fn permit(&self, runs: &[Run], append: impl FnOnce() -> Result<()>) -> Result<()> {
-        // The lock is held during the append, so that a flush that ends the permits reads the journal head after this
-        // append.
+        // The lock is held during the append, so that a flush that ends these permits reads a journal head after the
+        // announcement.
         let mut permits = self.permits.lock();
         append()?;
         runs.iter().for_each(|run| permits.add(*run));
@@ -322,7 +323,8 @@ impl CommitLog {
         // counts as settled.
         let mut permits = self.permits.lock();
         permits.clear();
-        // The head is read before `announced`: an announcement that this load misses is then after the head.
+        // The head is read before `announced`, so an announcement that the load of `announced` misses is after the
+        // head.
         let head = self.head.load(Ordering::Acquire);
         drop(permits);
         let settled = head.min(self.announced.load(Ordering::Acquire));
@@ -361,7 +363,8 @@ impl Committer {
         self.journal.read(place, 0)
     }
 
-    /// Called when a checkpoint captures the pending changes: where they will end in the journal is not known yet.
+    /// Called when a checkpoint captures the pending changes. Their end in the journal is unknown until they are
+    /// appended.
     pub fn begin_capture(&mut self) {
         self.ordered = None;
     }

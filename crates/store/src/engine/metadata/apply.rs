@@ -151,8 +151,8 @@ impl Meta {
         Ok(())
     }
 
-    /// Takes the new blocks of a thick disk from its reservation. If the change freed blocks, these were not shared,
-    /// and as many of the new blocks do not reduce the reservation.
+    /// Subtracts the new blocks of a thick disk from its reservation. Blocks that the change freed were not shared, so
+    /// the same number of new blocks does not reduce the reservation.
     fn consume_reserve(&mut self, disk: u64, blocks: u64, freed: &[Run]) -> Result<()> {
         let blocks = blocks.saturating_sub(freed.iter().map(|run| run.blocks).sum());
         if self.catalog.get(disk)?.reserved > 0 {
@@ -222,7 +222,8 @@ impl Meta {
                 }
                 self.forget_logged(*run);
                 self.replace(*disk, *logical, run.blocks, Some((run.start, true)), effects)?;
-                // A check then ignores earlier writes and reservations of these blocks.
+                // Clears the checksums of earlier content, because a check takes a block without a checksum for
+                // unwritten.
                 self.data.annotate(&mut self.pages, *run, |_, entry| entry.checksum = 0)?;
                 if *new {
                     self.consume_reserve(*disk, run.blocks, &effects.freed[first..])?;
@@ -244,7 +245,7 @@ impl Meta {
             Operation::Put { record } => {
                 let mut object = decode(record)?;
                 if let Some(known) = self.catalog.find(object.id) {
-                    // The root in a record is never used: it names a page of an earlier state of the map.
+                    // The root in the record is not used, because it names a page of an earlier state of the map.
                     object.root = known.root;
                 } else {
                     object.root = None;

@@ -17,8 +17,8 @@ const PAGES_ON_PATH: u64 = tree::LEVELS_MAX as u64 + PAGES_BESIDE;
 /// Pages, other than nodes and table pages, that a small datastore changes between two checkpoints.
 const FEW_PAGES: u64 = 64;
 
-/// An upper limit of the pages that the changes of one step dirty. If the changes come in ascending order, a page that
-/// several of them dirty counts once.
+/// An upper limit of the pages that the changes of one step dirty. If the changes are added in ascending order, a page
+/// that several of them dirty counts once.
 #[derive(Default)]
 pub struct Touched {
     seen: tree::Seen,
@@ -66,7 +66,7 @@ impl Meta {
         Ok((end, self.pages_of(&touched)))
     }
 
-    /// Adds a change of a disk's mapping to `touched`. Returns where the change has to end.
+    /// Adds a change of a disk's mapping to `touched`. Returns the block where the change has to end.
     fn touch(&mut self, disk: u64, range: Range<u64>, unmap: bool, most: u64, touched: &mut Touched) -> Result<u64> {
         let Some(root) = self.catalog.get(disk)?.root else { return Ok(range.end) };
         let (mut effects, seen) = (Effects::default(), &mut touched.seen);
@@ -142,8 +142,8 @@ impl Meta {
         Ok(touched.nodes + tree::NODES_PER_TREE)
     }
 
-    /// The images for which there must be room so that every single change of this datastore can be admitted, after
-    /// this many new records and with a map of this many regions.
+    /// The number of images for which the images file must have room so that any single change of this datastore can be
+    /// admitted, after `records` new records and with a map of `map_regions` regions.
     pub fn images_needed(&self, records: u64, map_regions: u64) -> u64 {
         let regions = self.data.regions() + map_regions;
         let (tables, summaries) = (regions * REGION_PAGES, regions / SUMMARY_ENTRIES + 2);

@@ -1,10 +1,10 @@
 //! Reads metadata into memory without waiting for the medium under the metadata lock.
 //!
 //! A lookup that misses pages releases the lock, reads the pages and starts again ([`Metadata::look`], [`Fetch`]). A
-//! change cannot start again, so its pages are read before: a survey under the lock (`survey.rs`) finds the missing
-//! ones, and they are read without the lock, repeatedly until none is missing ([`Metadata::bring_in`]). If the metadata
-//! changes in between, the change may still miss pages. Those are read under the lock;
-//! [`crate::pages::PageStatistics::locked`] counts them.
+//! change cannot start again, so its pages are read before it starts: a survey under the lock (`survey.rs`) finds the
+//! missing pages, and they are read without the lock. Both are repeated until no page is missing
+//! ([`Metadata::bring_in`]). If the metadata changes in between, the change may still miss pages. Those are read under
+//! the lock; [`crate::pages::PageStatistics::locked`] counts them.
 
 use super::{Meta, Metadata};
 use crate::Result;
@@ -15,11 +15,11 @@ use std::sync::Arc;
 /// How often a lookup releases the lock to read missing pages: several times the height of a tree and its tables. After
 /// that the tree changes faster than it can be read, and the lookup reads under the lock.
 const LOOKS_MAX: usize = 256;
-/// The most surveys of the pages that a change needs. The change is then made even if pages are missing.
+/// The most surveys of the pages that a change needs. Afterwards the change is made even if pages are missing.
 const SURVEYS_MAX: usize = 48;
 /// The most pages that one request keeps in memory (16 MiB). Further pages may be evicted.
 const HELD_MAX: usize = 4096;
-/// Pages read at a time (1 MiB). A lookup or survey that misses more finds the others missing again.
+/// Pages read at a time (1 MiB). A lookup or survey that misses more pages reads the others when it runs again.
 pub(crate) const ABSENT_MAX: usize = 256;
 /// The most adjacent pages read with one request: the table pages of a region.
 const GROUP_MAX: usize = crate::space::REGION_PAGES as usize;

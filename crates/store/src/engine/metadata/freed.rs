@@ -8,7 +8,8 @@ use std::sync::Arc;
 /// Blocks that were freed and cannot be reused yet.
 #[derive(Default)]
 pub struct Freed {
-    /// Shared with reads that may refer to blocks mapped now. Replaced when the freeing of blocks becomes durable.
+    /// Shared with the reads that may refer to blocks mapped now. A new epoch begins when the freeing of blocks becomes
+    /// durable.
     epoch: Arc<()>,
     /// Blocks whose freeing is durable. They wait for the reads of their epoch.
     waiting: VecDeque<(Arc<()>, Vec<Run>)>,

@@ -133,8 +133,8 @@ impl Meta {
         Ok(())
     }
 
-    /// Called when pending changes are in the journal. Blocks that they held may be overwritten in place; blocks that
-    /// they freed wait for reads. True if they freed any.
+    /// Called when pending changes are in the journal. Blocks that the changes held may be overwritten in place; blocks
+    /// that they freed wait for the end of reads. True if the changes freed any.
     pub fn committed(&mut self, changes: Vec<Pending>) -> Result<bool> {
         self.pending.appended();
         let mut freed = Vec::new();

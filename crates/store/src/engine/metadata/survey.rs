@@ -10,7 +10,8 @@ use crate::tree::{self, Aim, NodeId, Resident};
 use backend::Block;
 use std::ops::Range;
 
-/// Nodes that the survey of one range visits under the lock. If a change needs more, it reads the rest itself.
+/// The most nodes that the survey of one range visits under the lock. A change that needs more nodes reads the rest
+/// itself.
 const NODES_MAX: usize = 1024;
 
 /// Access of a survey to the metadata in memory.
@@ -163,7 +164,7 @@ impl Meta {
                     blocks += piece.entry.blocks;
                     Aim::Write
                 }
-                // The blocks that the disk maps alone are mapped again.
+                // Zeroing maps the blocks that only this disk maps again.
                 Content::Zero => {
                     blocks += piece.entry.blocks;
                     Aim::Map

@@ -2,7 +2,7 @@
 //!
 //! After a checkpoint the files of the pages hold the state of one moment: trees, reference counts and catalog agree
 //! exactly. While a view exists, pages that later checkpoints overwrite are copied first ([`crate::pages::Kept`]), so
-//! that the view keeps that state. It has its own page cache, so that it does not evict pages that requests use.
+//! that the view keeps this state. The view has its own page cache, so that it does not evict pages that requests use.
 
 use super::{Effects, Meta, Metadata, Nodes};
 use crate::Result;
@@ -85,7 +85,7 @@ impl Metadata {
         }
     }
 
-    /// Copies the pages that a view still needs before a checkpoint overwrites them.
+    /// Called before a checkpoint overwrites pages: copies those that a view still needs.
     pub fn keep_home(&self, pages: &[(PageKey, Arc<Block>)]) {
         for group in pages.chunk_by(|(a, _), (b, _)| a.file() == b.file()) {
             let file = self.file(group[0].0.file());

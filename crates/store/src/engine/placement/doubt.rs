@@ -2,10 +2,10 @@
 //! off.
 //!
 //! Two kinds of records put a block in doubt. An *announced overwrite* has the checksum of the content that was to be
-//! written. A *permit* allows any content from then on. Other records are in the order in which the changes were made,
-//! but announcements overtake pending changes: a block may be announced before the journal has the checksum of an
-//! earlier write. So a block stays in doubt until the journal says that a flush of the data files has settled its
-//! overwrite. An announced overwrite also ends when a later record has the checksum of the block's content.
+//! written. A *permit* allows any content from then on. Other records are in the order in which the changes were made.
+//! Announcements overtake pending changes, so a block may be announced before the journal has the checksum of an
+//! earlier write. Therefore a block stays in doubt until a record says that a flush of the data files has settled its
+//! overwrite. A later record with the checksum of the block's content also ends the doubt of an announced overwrite.
 //!
 //! The code in this file is pure: no I/O, no metadata. The caller marks the table entries.
 
@@ -25,12 +25,12 @@ pub struct Doubts {
 /// Announced overwrites of a block that are not settled.
 #[derive(Clone, Copy)]
 struct Overwritten {
-    /// Journal position of the first of them. Once it is settled, payload that was journalled before is out of date,
-    /// even if later overwrites are not settled.
+    /// Journal position of the first of these overwrites. Once it is settled, payload that was journalled before it is
+    /// out of date, even if later overwrites are not settled.
     first: u64,
-    /// Journal position of the last of them.
+    /// Journal position of the last of these overwrites.
     last: u64,
-    /// Checksum of the content that the last of them was to write.
+    /// Checksum of the content that the last of these overwrites was to write.
     checksum: u32,
 }
 
@@ -39,9 +39,9 @@ struct Overwritten {
 pub struct Settled {
     /// The block.
     pub block: u64,
-    /// An announced overwrite of the block is durable in the data file: payload that was journalled before must not be
-    /// written over it. False if there was only a permit: a checksum in the journal then says whether the block was
-    /// written.
+    /// An announced overwrite of the block is durable in the data file: payload that was journalled before the
+    /// announcement must not be written over it. False if there was only a permit: then the journal has a checksum of
+    /// the block if it was written.
     pub overwritten: bool,
     /// No other record keeps the block in doubt.
     pub certain: bool,
@@ -54,7 +54,8 @@ impl Doubts {
         self.overwritten.insert(block, Overwritten { first, last: position, checksum });
     }
 
-    /// Adds a permit for a block, given at a journal position. `suspect` is the mark of its table entry before.
+    /// Adds a permit for a block, given at a journal position. `suspect` says whether the table entry of the block was
+    /// marked as suspect before.
     pub fn permitted(&mut self, block: u64, position: u64, suspect: bool) {
         if suspect && !self.contains(block) {
             self.inherited.insert(block);

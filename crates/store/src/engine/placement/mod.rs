@@ -1,5 +1,5 @@
-//! Placement: decides whether a block may be overwritten in place. The decision depends on what the current metadata
-//! says of the block, and on what recovery would find.
+//! Placement: decides whether a block may be overwritten in place. The decision depends on the current metadata of the
+//! block, and on the metadata that recovery would find.
 //!
 //! A block is overwritten in place only if all of this holds:
 //!
@@ -21,17 +21,18 @@
 //!
 //! Compression and deduplication, which do not exist yet, would add states of blocks but no decisions:
 //!
-//! * A compressed extent shares its blocks with other leaf entries, so these blocks are never overwritten in place:
-//!   [`BlockState::shared_path`] would be true.
+//! * A compressed extent shares its blocks with other leaf entries, so [`BlockState::shared_path`] would be true: these
+//!   blocks are never overwritten in place.
 //! * A deduplicated block has a reference for each leaf entry that maps it: [`BlockState::references`].
-//! * A block that is being compared as the target of deduplication is [`BlockState::held`] until then:
-//!   [`Holds::hold_block`] for the operation that is about to become pending.
+//! * A block that is being compared as the target of deduplication would be [`BlockState::held`]: [`Holds::hold_block`]
+//!   for the operation that is about to become pending.
 //! * A block whose write is in flight is no target: [`InFlight::contains`], under the lock under which the target is
 //!   chosen.
 //! * Deduplication is one operation under the metadata lock. Suspect blocks are refused there, by their table entry.
 //! * The operation waits until the data of the target is durable, as an operation on a new block does.
-//! * The operation names the run of the target. The run is therefore held until the operation is durable, even if the
-//!   first owner unmaps it meanwhile. Holds are numbers, so a second operation on the run prolongs them.
+//! * The operation names the run of the target. The run is therefore held until the operation is durable, even if its
+//!   first owner unmaps it meanwhile. Holds are numbers of operations, so a second operation on the run prolongs the
+//!   hold.
 
 mod doubt;
 
@@ -140,8 +141,8 @@ impl Holds {
         self.nodes.insert(node.0, self.next());
     }
 
-    /// Called when an operation has changed or freed these nodes, and may have moved entries between any of them. All
-    /// get the longest hold among them, because it holds everything below.
+    /// Called when an operation has changed or freed these nodes, and may have moved entries between any of them. Each
+    /// node gets the longest hold of all of them, because a hold also applies to the entries below the node.
     pub fn spread(&mut self, changed: &[NodeId]) {
         let longest = changed.iter().filter_map(|node| self.nodes.get(&node.0)).max().copied();
         let Some(until) = longest.filter(|until| *until > self.durable) else { return };
@@ -159,8 +160,8 @@ impl Holds {
         }
     }
 
-    /// Releases a block that operation `number` held, which is durable now. True if the caller has to clear the flag of
-    /// the block.
+    /// Releases the hold that operation `number`, which is durable now, has on a block. True if the caller has to clear
+    /// the flag of the block.
     pub fn release_block(&mut self, block: u64, number: u64) -> bool {
         if self.again.is_empty() {
             return true;

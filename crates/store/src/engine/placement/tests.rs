@@ -59,7 +59,8 @@ fn moved_entries_keep_the_hold_of_their_node_without_prolonging_it() {
     let second = holds.pushed();
     assert!(holds.is_node_held(NodeId(1)) && holds.is_node_held(NodeId(2)));
     holds.committed(first);
-    // The second operation is still pending. The hold that it spread to another node ends with the original hold.
+    // The second operation is still pending. The hold that this operation spread to another node has ended with the
+    // original hold.
     assert!(!holds.is_node_held(NodeId(1)) && !holds.is_node_held(NodeId(2)));
     holds.committed(second);
 }

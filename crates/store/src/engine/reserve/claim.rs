@@ -2,15 +2,16 @@
 //!
 //! 1. Claimed blocks never exceed the headroom: the free blocks less those reserved for thick disks. A claim is added
 //!    first and compared with the headroom afterwards. Code that lowers the headroom stores the new value first and
-//!    reads the claims afterwards, or holds a claim of that size. So no two operations rely on the same block.
+//!    reads the claims afterwards, or has claimed the blocks by which the headroom shrinks. So no two operations rely
+//!    on the same block.
 //! 2. A buffered block that may need a new place is claimed from before its acknowledgment until it is in the map. A
 //!    buffered block without a claim overwrites a block of its disk, or uses a block reserved for the disk. A hold or a
 //!    write in flight may prevent the overwrite for some time, but must not make the block use claimed space.
-//!    Write-back then waits for the journal. A block that still has no place keeps its old one, and its payload goes
-//!    through the journal ([`Engine::log_batch`]).
-//! 3. A batch of write-back allocates blocks before it lowers the headroom, at its end. Until then the blocks stay
-//!    claimed: by the entries of the batch, by the batch for entries without a claim, and by the batch for entries that
-//!    are replaced meanwhile ([`Engine::give_back_replaced`]).
+//!    Write-back then waits for an append to the journal, which ends holds. A block that still has no new place keeps
+//!    its old place, and its payload is appended to the journal ([`Engine::log_batch`]).
+//! 3. A batch of write-back allocates blocks at its beginning and lowers the headroom at its end. In between the blocks
+//!    stay claimed: by the entries of the batch, by the batch for entries without a claim, and by the batch for entries
+//!    that are replaced meanwhile ([`Engine::give_back_replaced`]).
 
 use crate::buffer::{Content, DirtyPiece, Layers};
 use crate::catalog::Catalog;
@@ -37,7 +38,8 @@ impl Engine {
     /// Claims free blocks, and reserves more in the file system if too few are free.
     pub(crate) fn claim_blocks(&self, blocks: u64) -> Result<Claim<'_>> {
         if blocks > EXTENSION_MAX {
-            // Checked before the claim is counted, because a claim that cannot be met would make other claims fail.
+            // The space is checked before the claim is counted, because a claim that exceeds it would make other claims
+            // fail.
             self.check_space(blocks)?;
         }
         let claims = self.reserves.add_claim(blocks);
@@ -48,8 +50,9 @@ impl Engine {
         Ok(claim)
     }
 
-    /// Fails unless this many blocks are available beside those claimed, free or in the file system. An operation that
-    /// allocates many blocks step by step calls it first, so that it fails before it uses up the space of others.
+    /// Fails unless this many blocks, besides the claimed ones, are free or can be reserved in the file system. An
+    /// operation that allocates many blocks step by step calls this first, so that it fails before it has used the
+    /// space that other operations need.
     pub fn check_space(&self, blocks: u64) -> Result<()> {
         let check = || {
             let lacks = (self.reserves.claims() + blocks).saturating_sub(self.headroom_now());
@@ -65,18 +68,17 @@ impl Engine {
         }
     }
 
-    /// The same as [`Engine::claim_blocks`] without reserving space in the file system: `None` if there are not enough
-    /// free blocks.
+    /// Like [`Engine::claim_blocks`], but reserves no space in the file system: `None` if too few blocks are free.
     pub(crate) fn try_claim(&self, blocks: u64) -> Option<Claim<'_>> {
         let claims = self.reserves.add_claim(blocks);
         let claim = Claim { engine: self, blocks };
         (blocks == 0 || claims <= self.reserves.headroom()).then_some(claim)
     }
 
-    /// Moves a batch of the oldest layer into the map and its payload into the journal, at most as much as one flush
-    /// may. Blocks that only the disk maps keep their places, held or not. Used for blocks for which no new place is
-    /// left. Returns the cost for which the journal had no room; the remaining blocks stay buffered. The caller holds
-    /// the write-back gate and the journal lock.
+    /// Moves a batch of the oldest layer into the map and its payload into the journal, up to the payload limit of a
+    /// flush. Used when no free blocks are left: blocks that only the disk maps keep their places, held or not. Returns
+    /// the cost for which the journal had no room; the remaining blocks stay buffered. The caller holds the write-back
+    /// gate and the journal lock.
     pub(crate) fn log_batch(&self, head: &Head, pieces: &[DirtyPiece]) -> Result<Option<Cost>> {
         let mut left = (self.payload_max() / BLOCK_SIZE as u64).max(1);
         let mut steps = STEPS_MAX;
@@ -100,7 +102,7 @@ impl Engine {
 }
 
 /// The reservation that a thick disk needs when all its blocks become shared: its whole size, and the buffered blocks
-/// that will use a part of the reservation before.
+/// that will use a part of the reservation before they become shared.
 pub(crate) struct Aside {
     /// The reservation that the disk needs.
     pub reserved: u64,

@@ -2,8 +2,8 @@
 //! will describe them.
 //!
 //! A reservation may wait for the journal of the file system for a long time, so it is made without the metadata lock:
-//! by maintenance ahead of need, otherwise by the writer that finds no free blocks. It is made under the lock only if
-//! both come too late.
+//! by maintenance ahead of need, otherwise by the writer that finds no free blocks. It is made under the metadata lock
+//! only if both were too late.
 
 use super::{is_full, unless_full};
 use crate::catalog::SLOTS_PER_PAGE;
@@ -134,8 +134,8 @@ impl Engine {
         let length = run.blocks * BLOCK_SIZE as u64;
         self.check_room(length, "data")?;
         if let Err(error) = file.reserve(offset, length) {
-            // If the file system runs full during the reservation, it keeps the blocks found so far, and no record
-            // describes them. Punching a hole needs free space on some file systems, so it may fail as well.
+            // If the file system runs full during the reservation, the file keeps the blocks allocated so far, and no
+            // record describes them. Punching a hole needs free space on some file systems, so it may fail too.
             if file.punch(offset, length).is_err() {
                 self.reserves.note_unreturned(run);
             }
@@ -180,7 +180,7 @@ impl Engine {
             (ahead > self.reserves.headroom()).then_some(ahead)
         };
         if let Some(claims) = short {
-            // If the file system is full, the write that needs more blocks reports it.
+            // A full file system is no failure here: the write that needs more blocks reports it.
             unless_full(self.extend(claims))?;
         }
         self.extend_map_ahead()
@@ -198,8 +198,8 @@ impl Engine {
         self.reserve_needs(&needs)
     }
 
-    /// Makes a reservation of metadata durable. A power cut would undo it otherwise, and another program might take the
-    /// space before recovery needs it.
+    /// Makes a reservation of metadata durable. Otherwise a power cut would undo the reservation, and another program
+    /// might use the space before recovery needs it.
     pub(super) fn keep_reserved(&self, file: PageFile) -> Result<()> {
         let synced = self.meta.file(file).sync().during(|| format!("flushing {}", file.name()));
         // Pages written before may be lost with the failed flush, so the store stops.

@@ -1,9 +1,10 @@
 //! Reserves: free data blocks and free map nodes on which operations under way rely, and the space reserved for them in
 //! the file system.
 //!
-//! Lock order: `scarce`, `search`, `punching`, `extending`. The write-back gate is taken under `scarce`. The commit
-//! log and the metadata lock are taken under all four, never the other way round; only [`Reserves::try_extending`] may
-//! be called under them. `known` is held for a few instructions.
+//! Lock order: `scarce`, `search`, `punching`, `extending`. The write-back gate is locked under `scarce`. The locks of
+//! the commit log and the metadata lock are acquired under all four, never before them; only
+//! [`Reserves::try_extending`] may be called under the commit log or the metadata lock. `known` is held for a few
+//! instructions.
 
 mod claim;
 mod extend;
@@ -37,14 +38,14 @@ pub(crate) fn unless_full(outcome: Result<()>) -> Result<()> {
 /// The counters and locks of reserves, described at the head of the file.
 #[derive(Default)]
 pub struct Reserves {
-    /// Held from the change that marks space as not backed until its hole is punched. Contains runs whose punching
-    /// failed.
+    /// Locked from the change that marks space as not backed until its hole is punched. Contains the runs whose
+    /// punching failed.
     punching: Mutex<Vec<Run>>,
     /// The search for unclaimed space that the opening after a crash began, until it is complete.
     search: Mutex<Option<Search>>,
     /// Held by a reservation of space in the file system: one at a time.
     extending: Mutex<()>,
-    /// Runs that take space of the file system without a record, and whose punching failed while `punching` was not
+    /// Runs that occupy space of the file system without a record, and whose punching failed while `punching` was not
     /// locked.
     unreturned: Mutex<Vec<Run>>,
     /// Claimed blocks: buffered writes and operations under way may need them.
@@ -83,7 +84,7 @@ impl Reserves {
         self.search.lock()
     }
 
-    /// Records a run that takes space of the file system without a record and could not be punched.
+    /// Notes a run that occupies space of the file system without a record and could not be punched.
     pub fn note_unreturned(&self, run: Run) {
         self.unreturned.lock().push(run);
     }
@@ -123,7 +124,8 @@ impl Reserves {
         self.headroom.load(Ordering::SeqCst)
     }
 
-    /// Sets the headroom: the free blocks beyond those reserved for thick disks. Called before claims are ended.
+    /// Sets the headroom: the number of free blocks less those reserved for thick disks. Called before claims are
+    /// ended.
     pub fn set_headroom(&self, blocks: u64) {
         self.headroom.store(blocks, Ordering::SeqCst);
     }

@@ -7,13 +7,13 @@
 //!    compared with the spare nodes instead.
 //! 2. When one more change is admitted, the free nodes, less [`KEPT`], suffice for all counted changes. Changes are
 //!    added to the count first and compared with [`Reserves::changes_max`] afterwards. Code that uses nodes publishes
-//!    the new maximum first and removes its changes from the count afterwards. So the nodes that a change has used are
-//!    subtracted from the maximum, or the change still counts.
+//!    the new maximum first and removes its changes from the count afterwards. So at any time either the nodes that a
+//!    change uses are subtracted from the maximum, or the change still counts.
 //! 3. Admitted changes never need more nodes later: each uses no more nodes than were counted for it, and a later
 //!    snapshot only separates these changes from later ones.
 //! 4. A write whose blocks are all written blocks that only its disk maps needs no nodes, and is admitted when none are
-//!    free. It never gets new blocks: write-back waits for the operations that hold its blocks, or the journal carries
-//!    the payload to the same blocks.
+//!    free. Such a write never gets new blocks: write-back waits for the operations that hold its blocks, or its
+//!    payload is journalled for the same blocks.
 //! 5. [`KEPT`] nodes are kept for discards on a full file system. Writes of thick disks may use half of them, one write
 //!    at a time. Dropping deleted trees, sealing snapshots and changing the catalog need no nodes.
 
@@ -39,15 +39,15 @@ const NODES: std::ops::RangeInclusive<u64> = 256..=4096;
 const NODES_AHEAD: u64 = 1024;
 /// Changes that are admitted in addition to a full buffer, and as many again for blocks of zeroes.
 const CHANGES_BESIDE: u64 = 1 << 14;
-/// The most batches that a write waiting for nodes has written back before it is refused, even if other clients
-/// continue.
+/// The most batches that a write waiting for nodes writes back before it is refused. The limit matters if other clients
+/// continue to write.
 pub(crate) const DRAINS_MAX: u32 = 1 << 12;
-/// How often a write waits for work under way to end, [`LOOK_AGAIN`] each time.
+/// How often a write waits for the end of work under way, for [`LOOK_AGAIN`] each time.
 const UNDER_WAY_MAX: u32 = 1000;
-/// How long a write sleeps that must wait for work under way.
+/// How long a write sleeps before it checks again whether work under way has ended.
 const LOOK_AGAIN: Duration = Duration::from_millis(1);
 
-/// Counted map changes under way outside the buffer, until this is dropped.
+/// Map changes of an operation that bypasses the buffer. They count until this is dropped.
 pub(crate) struct Changes<'a> {
     engine: &'a Engine,
     changes: u64,
@@ -113,7 +113,7 @@ impl Engine {
         self.changes() <= self.reserves.changes_max()
     }
 
-    /// Requests more nodes ahead of need. Not at each call, because writers call this for each write.
+    /// Requests more nodes ahead of need, but not at each call, because writers call this for each write.
     pub(crate) fn ask_for_nodes(&self, blocks: u64) {
         let changes = self.changes();
         if changes + changes / 2 > self.reserves.changes_max() && changes / 64 != changes.saturating_sub(blocks) / 64 {
@@ -132,8 +132,8 @@ impl Engine {
         Ok(())
     }
 
-    /// Whether this many nodes are free beyond `keep` and those for all counted changes. For an operation that is not
-    /// counted, and that the caller applies next under the same lock.
+    /// Whether this many nodes are spare: free beyond `keep` and beyond those for all counted changes. For an operation
+    /// that is not counted, and that the caller applies next under the same lock.
     pub(crate) fn are_spare(&self, meta: &Meta, nodes: u64, keep: u64) -> bool {
         let (forest, free) = (self.forest(meta), meta.map.counts().free);
         // The maximum is published first, so that a change that is counted from now on takes these nodes into account.
@@ -177,8 +177,8 @@ impl Engine {
         }
     }
 
-    /// Moves a batch of buffered data into the map. False if nothing is buffered. If a batch cannot enter the map
-    /// because metadata of its disk cannot be read, that is an error only if no other disk makes progress.
+    /// Moves a batch of buffered data into the map. False if nothing is buffered. Unreadable metadata of one disk is an
+    /// error only if no other disk makes progress.
     pub(crate) fn drain_once(&self, failures: u64) -> Result<bool> {
         match self.write_back_once() {
             Err(_) if !self.running.is_stopped() => self.writeback.failing.check(failures).map(|()| true),
@@ -193,8 +193,8 @@ impl Engine {
         (changes == 0 || head.is_measured() && self.is_covered()).then_some(claim)
     }
 
-    /// Reserves buffer space and counts changes for a write. The boolean is false if no nodes are free and the write
-    /// needs none.
+    /// Reserves buffer space and counts changes for a write. The returned boolean is false if no nodes are free and the
+    /// write needs none.
     pub(crate) fn take_changes(
         &self,
         head: &Head,
@@ -260,7 +260,8 @@ impl Engine {
         // The write is not counted while it waits, because two waiting writes would block each other.
         give_back();
         let _turn = self.reserves.lock_scarce();
-        // A write that is admitted because it needs no nodes stays counted; otherwise it is removed from the count.
+        // A write that is admitted because it needs no nodes stays counted. A write that is not admitted is removed
+        // from the count.
         let goes_in_without = || match needs_none() {
             Ok(true) => Ok(true),
             other => {
@@ -283,7 +284,7 @@ impl Engine {
             if self.drain_once(failures)? && drains < DRAINS_MAX {
                 continue;
             }
-            // Nothing is buffered, unless other clients write continuously.
+            // Here nothing is buffered, unless other clients write continuously.
             let (lacks, committed) = {
                 let meta = self.meta.lock();
                 let lacks = needed(&self.forest(&meta), own) + keep > meta.map.counts().free;
@@ -376,8 +377,8 @@ impl Engine {
         self.keep_reserved(PageFile::Map)
     }
 
-    /// Finds nodes that were reserved after the last checkpoint: replay may need them, and a full file system has no
-    /// others.
+    /// Finds nodes that were reserved after the last checkpoint. Replay may need these nodes, because a full file
+    /// system has no room for further ones.
     pub(crate) fn find_reserved_nodes(&self) -> Result<()> {
         let (file, size) = (self.meta.file(PageFile::Map), BLOCK_SIZE as u64);
         let mut end = self.meta.lock().map.counts().backed * size;

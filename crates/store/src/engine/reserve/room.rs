@@ -6,9 +6,9 @@
 //! Over a fragmented file of 500 GiB the queries take about a second, so a store with threads opens first and searches
 //! then, region by region. A write that finds the file system full before the search has ended completes it.
 //!
-//! What must hold: nothing is reserved or punched in a region while it is compared. `extending`, which reservations
-//! take, is held for one region at a time. `punching` is held as long, unless the caller holds it or the store has no
-//! threads. The metadata lock is held only to read counts and entries.
+//! What must hold: nothing is reserved or punched in a region while it is compared. So `extending`, which every
+//! reservation locks, is held while a region is compared. `punching` is held for the same time, unless the caller holds
+//! it or the store has no threads. The metadata lock is held only to read counts and entries.
 
 use crate::engine::Engine;
 use crate::space::{REGION_BLOCKS, Run, TABLE_ENTRIES};
@@ -39,8 +39,8 @@ pub struct Search {
 }
 
 impl Engine {
-    /// Calls `each` for every run of blocks that takes space of the file system and is not backed. `running` is true
-    /// when another thread may punch holes meanwhile.
+    /// Calls `each` for every run of blocks that occupies space of the file system and does not count as backed.
+    /// `running` is true when another thread may punch holes meanwhile.
     pub(crate) fn unclaimed_room(
         &self,
         running: bool,
@@ -51,7 +51,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Compares the next region that takes space of the file system. False if there is none.
+    /// Compares the next region that occupies space of the file system. False if there is none.
     fn compare_next_region(
         &self,
         position: &mut Position,
@@ -146,9 +146,9 @@ impl Engine {
         Ok(bytes.end)
     }
 
-    /// Continues the search for the unclaimed space that a crash left, and punches it, while `goes_on` is true before
-    /// a region. `running` as in [`Engine::unclaimed_room`]. Returns true if nothing is left to search. If punching
-    /// fails, maintenance tries again later.
+    /// Continues the search for the unclaimed space that a crash left, and punches it, while `goes_on` is true before a
+    /// region. `running` as in [`Engine::unclaimed_room`]. Returns true if the search has ended, because it is complete
+    /// or because it failed. If punching fails, maintenance tries again later.
     pub(crate) fn return_unclaimed_room(&self, running: bool, goes_on: impl Fn() -> bool) -> bool {
         let mut search = self.reserves.lock_search();
         let Some(Search { position, returned, failed }) = search.as_mut() else { return true };

@@ -6,8 +6,8 @@
 //! ([`crate::pages::Mender`]). Lost tables are rebuilt from the trees (`../rebuild.rs`). Operations of the journal that
 //! change damaged metadata are left out, and their ranges are reported (`../left_out.rs`).
 //!
-//! What must hold: content that is returned as good is what was written. A block is good if its checksum equals the one
-//! in the table, and no operation that was left out may have changed it.
+//! What must hold: content that is returned as good is what was written. A block is good if its checksum equals the
+//! checksum in the table, and no left-out operation may have changed the block.
 
 mod open;
 
@@ -62,15 +62,15 @@ pub enum SalvagedPiece {
 pub enum Verdict {
     /// The content is what was written.
     Good,
-    /// The block was being overwritten when the store stopped. The content is the result of that, and no flush covered
-    /// it.
+    /// The block was being overwritten when the store stopped, and no flush covered the overwrite. The content may be
+    /// old, new, or a mixture.
     Unverified,
     /// The content is not what was written.
     Lost,
 }
 
 impl Salvage {
-    /// Opens the store in a folder, which no process writes meanwhile.
+    /// Opens the store in a folder. No other process may write the store meanwhile.
     pub fn open(directory: Arc<dyn Directory>) -> Result<Self> {
         open::open(directory)
     }
@@ -224,7 +224,7 @@ impl Salvage {
 /// All blocks of a disk.
 const EVERYTHING: Range<u64> = 0..LOGICAL_LIMIT;
 
-/// Whether an object can be read out: not one that was deleted or is unsealed.
+/// Whether an object can be read: it is neither deleted nor an unsealed snapshot.
 fn is_readable(object: &Object) -> bool {
     matches!(object.state, ObjectState::Disk | ObjectState::Snapshot)
 }

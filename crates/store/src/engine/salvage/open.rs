@@ -2,8 +2,8 @@
 //!
 //! 1. The superblock: the newer copy that is undamaged, or undamaged after one inverted bit is corrected. If both are
 //!    lost, the record in the images of the last checkpoint is used, whether or not a superblock named these images.
-//! 2. The images of that checkpoint, if they have to be written to their places. If an image is damaged, its place is
-//!    invalidated, because it may hold a page of the previous checkpoint.
+//! 2. The images of the last checkpoint, if they have to be written to their places. If an image is damaged, its place
+//!    is invalidated, because it may hold a page of the previous checkpoint.
 //! 3. The pages. Those that can be derived from others are rebuilt if they are damaged.
 //! 4. The journal, up to the first damage. Blocks that later batches name count as lost.
 
@@ -172,7 +172,7 @@ fn find_state(
     }
 }
 
-/// Writes the images of the last checkpoint to their places, if they may not be there.
+/// Writes the images of the last checkpoint to their places, if these writes may be missing.
 fn take_images_home(
     superblock: &mut Superblock,
     images: &Images,
@@ -232,8 +232,8 @@ fn renew(engine: &Engine, notes: &mut Vec<String>) -> Result<BTreeSet<u64>> {
     Ok(unproven)
 }
 
-/// Uses those records from damaged pages of the catalog whose root has a reference in the table that no other tree
-/// accounts for. Returns their objects.
+/// Uses records from damaged pages of the catalog. A record is used if the table has a reference to its root for which
+/// no other tree accounts. Returns the objects of these records.
 fn admit_unproven(meta: &mut Meta) -> Result<BTreeSet<u64>> {
     let mut unproven = BTreeSet::new();
     if meta.catalog.unproven().next().is_none() {
@@ -308,7 +308,7 @@ fn note_changes(
     }
 }
 
-/// Changes in batches after damage in the journal.
+/// The changes in batches that follow damage in the journal.
 #[derive(Default)]
 struct Beyond {
     ranges: std::collections::BTreeMap<u64, Vec<Range<u64>>>,

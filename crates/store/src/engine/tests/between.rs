@@ -7,7 +7,7 @@ use crate::sync::atomic::{AtomicBool, Ordering};
 use backend::IoMode;
 use backend::simulated::Request;
 
-/// Runs `act` once, on the thread that makes the next request of kind `wanted`, before the request has an effect.
+/// Runs `act` once before the next request of kind `wanted`, on the thread that makes the request.
 fn before_next(disk: &SimulatedDisk, wanted: Request, act: impl Fn() + Send + Sync + 'static) {
     let done = AtomicBool::new(false);
     disk.set_pace(Arc::new(move |request| {

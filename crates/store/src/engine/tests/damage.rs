@@ -80,7 +80,7 @@ fn is_model(engine: &Engine, model: &Model) {
     }
 }
 
-/// Closes and opens the store again, and checks that it holds the model and that a check finds nothing.
+/// Closes the store and opens it again. Checks that the content equals the model and that a check finds nothing.
 fn stays_whole(engine: Arc<Engine>, disk: &SimulatedDisk, model: &Model) {
     engine.close().unwrap();
     drop(engine);
@@ -155,7 +155,7 @@ fn a_damaged_table_is_reported_and_recounted_by_a_repair() {
         for closed in [true, false] {
             let (disk, mut model) = prepared(closed);
             without_images(&disk);
-            // The entries stay undamaged: their checksums are used for the repair.
+            // The entries stay undamaged, so that the repair uses their checksums.
             spoil(&disk, name, 0, 0..30);
             match open(&disk) {
                 Ok(engine) => {
@@ -292,7 +292,7 @@ fn a_damaged_node_loses_only_its_own_range() {
         let part = SharedSlice::new(Arc::new(buffer), 0..BLOCK_SIZE);
         let head = engine.head(1);
         engine.write_blocks(&head, *lost, part).unwrap();
-        // A durable write of another client reports the loss, and the flush reports it nevertheless.
+        // A durable write of another client reports the loss. The flush reports it too.
         let writes = || engine.flush_write(&head).map_err(|error| error.kind());
         let flushes = || engine.flush_head(&head, engine.acknowledged()).map_err(|error| error.kind());
         assert_eq!([writes(), flushes()], [Err(ErrorKind::Corrupt); 2]);

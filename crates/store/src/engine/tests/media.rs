@@ -1,4 +1,4 @@
-//! Cached data is dropped before recovery, whatever the files of a datastore are in the file system.
+//! Cached data is dropped before recovery, even if the files of a datastore are symbolic links.
 
 use super::*;
 use backend::{Directory, File, IoMode};

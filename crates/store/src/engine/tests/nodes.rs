@@ -27,7 +27,7 @@ fn wide() -> (SimulatedDisk, Arc<Engine>, u64) {
     (disk, engine, id)
 }
 
-/// Allocates all free nodes but `leave`. Returns them, so that they can be freed again.
+/// Allocates all free nodes except `leave`. Returns the allocated nodes, so that they can be freed again.
 fn use_up(engine: &Engine, leave: u64) -> Vec<Run> {
     let mut meta = engine.meta.lock();
     let meta = &mut *meta;

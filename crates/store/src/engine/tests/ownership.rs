@@ -1,5 +1,4 @@
-//! In-place overwrites: never of a block that recovery would give to another disk, or would verify by an older
-//! checksum.
+//! No block is overwritten in place that recovery would assign to another disk, or would verify by an older checksum.
 
 use super::*;
 use crate::engine::metadata::Effects;
@@ -294,7 +293,7 @@ fn cut_off() -> (SimulatedDisk, Arc<Engine>, u64) {
     (disk, engine, physical)
 }
 
-/// Makes the first sector of a data block hold `value` in every word.
+/// Fills the first sector of a data block with the word `value`.
 fn tear(disk: &SimulatedDisk, physical: u64, value: u32) {
     let file = disk.directory().open("data.0000", IoMode::Buffered).unwrap();
     let sector: Vec<u8> = std::iter::repeat_n(value.to_le_bytes(), 128).flatten().collect();

@@ -29,7 +29,7 @@ fn write_until_full(engine: &Engine, disk: u64) -> u64 {
     unreachable!("the file system was full")
 }
 
-/// Lets another disk use all space that is left in the file system.
+/// Lets another disk use all remaining space of the file system.
 fn fill_with_other(disk: &SimulatedDisk, engine: &Engine) {
     let other = add_disk(engine, "other", 1 << 20, Provisioning::Thin);
     fill_up(disk);
@@ -96,7 +96,7 @@ fn space_whose_punch_failed_stays_usable_and_is_punched_later() {
         }
         let counts = engine.counts().data;
         assert_eq!((counts.used, counts.free), (0, counts.backed));
-        // New writes reserve space in the same places again, and take no more of the file system.
+        // New writes reserve space in the same places again, and occupy no additional space.
         let taken = allocated(&disk);
         assert!(taken > after);
         (0..500).for_each(|block| write(&engine, block, 7));
@@ -183,8 +183,8 @@ fn buffered_writes_at_a_snapshot_of_a_thick_disk_do_not_use_its_reservation() {
     let two = take(&engine, thick, "two");
     engine.settle(&engine.head(thick)).unwrap();
     engine.wait_sealed(two).unwrap();
-    // A surplus of the reservation stays. A record that returns it could overtake the record of the next snapshot, or
-    // be overtaken by it.
+    // A surplus of the reservation stays, because the record that returns it and the record of the next snapshot could
+    // be appended in either order.
     assert!(engine.with_catalog(|catalog| catalog.get(thick).unwrap().reserved) >= SIZE);
     engine.flush().unwrap();
     let other = add_disk(&engine, "other", 1 << 20, Provisioning::Thin);

@@ -1,5 +1,5 @@
-//! Failures of write-back that do not stop the store. Writers that wait for space in a full buffer must learn of them:
-//! while metadata cannot be read, write-back frees no space.
+//! Failures of write-back that do not stop the store. They are reported to writers that wait for space in a full
+//! buffer: while metadata cannot be read, write-back frees no space.
 //!
 //! Write-back tries one disk after the other. It makes no progress when more consecutive attempts have failed than
 //! disks have buffered data. A successful attempt ends that state.

@@ -17,12 +17,13 @@ use backend::{Completion, File, IoMode};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// When a run of new blocks has this many bytes, it is sent from the page cache to the device at once. Otherwise
-/// hundreds of megabytes would be left to the next flush, and would delay it and every append to the journal.
+/// When a run of new blocks has at least this many bytes, it is written from the page cache to the device at once.
+/// Otherwise the next flush would have to write hundreds of megabytes, which would delay it and every append to the
+/// journal.
 const WRITE_OUT_MIN: u64 = 256 << 10;
 /// Blocks in one write (1 MiB).
 const GROUP_BLOCKS_MAX: u64 = 256;
-/// Short writes that are moved into the map together.
+/// The most short writes after which their blocks are moved into the map together.
 const GROUPS_PER_FINISH: usize = 32;
 /// Slices per write: the limit of the kernel (`IOV_MAX`), rounded down.
 pub const SLICES_MAX: usize = 1000;
@@ -51,7 +52,7 @@ impl Engine {
         }
         self.log.begin_announced(&commit);
         let appended = self.append(&mut commit, BatchKind::Urgent, &writer.finish());
-        // Another thread may wait for the journal, for a snapshot or a flush.
+        // Passes the lock to a thread that waits for the journal, for a snapshot or a flush.
         MutexGuard::unlock_fair(commit);
         appended
     }

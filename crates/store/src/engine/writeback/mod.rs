@@ -1,9 +1,9 @@
 //! Write-back: writes buffered entries to the data files, in the order of their addresses.
 //!
 //! A batch runs under the gate. It plans which blocks may be overwritten in place and which need new places, announces
-//! the overwrites durably, and writes the blocks. As writes end, it moves a few extents at a time into the map and out
-//! of the buffer. Both happen under the buffer's lock, so readers see the buffered copy until the map refers to the
-//! written one.
+//! the overwrites durably, and writes the blocks. As writes end, it moves the written extents, a few at a time, into
+//! the map and out of the buffer. Both changes are made under the lock of the buffer, so readers see the buffered copy
+//! until the map refers to the written blocks.
 
 mod failing;
 mod homes;
@@ -31,8 +31,8 @@ use std::sync::Arc;
 /// The most blocks of data per batch.
 pub(crate) const BATCH_MAX: u64 = 1024;
 
-/// Blocks of data per batch: so few that a flush waits for the gate only a few milliseconds, and so many that
-/// announcements are rare.
+/// Blocks of data per batch. Smaller batches need more announcements; with larger ones a flush would wait for the gate
+/// for longer than a few milliseconds.
 fn batch_blocks(mode: IoMode) -> u64 {
     match mode {
         IoMode::Buffered => BATCH_MAX,
@@ -54,8 +54,8 @@ pub struct Lane {
 /// State of write-back and of the other writers of data files.
 ///
 /// Lock order: `logged` (one round of journalled payload at a time), the gate (no write-back under way), the journal,
-/// `through` (shared by writes that bypass the buffer, exclusive where none may be under way). `copying` is held during
-/// one write, without any other lock.
+/// `through` (shared by writes that bypass the buffer; exclusive for code that must run while no such write is under
+/// way). `copying` is held during one write, without any other lock.
 pub struct WriteBack {
     gate: Mutex<Lane>,
     logged: Mutex<LoggedLane>,
@@ -63,7 +63,7 @@ pub struct WriteBack {
     copying: Mutex<()>,
     /// The disk whose batch was written last; changed under the gate.
     served: AtomicU64,
-    /// Number of flushes that wait for the gate. Write-back lets them take it first.
+    /// Number of flushes that wait for the gate. Write-back lets them lock the gate first.
     flushes_waiting: AtomicU64,
     /// Pages per block that the last batch needed; changed under the gate.
     pages_per_block: AtomicU64,
@@ -75,7 +75,7 @@ pub struct WriteBack {
 }
 
 impl WriteBack {
-    /// State with one I/O queue for write-back and one for journalled payload.
+    /// The initial state, with one I/O queue for write-back and one for journalled payload.
     pub fn new(queue: Box<dyn Queue>, logged: Box<dyn Queue>) -> Self {
         Self {
             gate: Mutex::new(Lane { queue }),
@@ -90,9 +90,9 @@ impl WriteBack {
         }
     }
 
-    /// The number of blocks of the next batch, if `pages_left` pages may still be dirtied: as many as admission
-    /// probably accepts, so that the batch need not be planned twice. Batches in a row are usually similar, and too
-    /// high an estimate costs only one plan.
+    /// The number of blocks of the next batch, if `pages_left` pages may still be dirtied. The number is estimated from
+    /// the pages that the previous batch needed, so that admission usually accepts the batch at its first plan. Too
+    /// high an estimate costs one more plan.
     fn batch(&self, most: u64, pages_left: u64) -> u64 {
         most.min((pages_left / self.pages_per_block.load(Ordering::Relaxed)).max(BATCH_MIN))
     }
@@ -140,7 +140,7 @@ impl WriteBack {
     }
 }
 
-/// Exists while a batch is under way.
+/// Exists while a batch is under way. Its drop releases what was reserved for entries that were replaced meanwhile.
 struct UnderWay<'a>(&'a Engine);
 
 impl Drop for UnderWay<'_> {
@@ -247,8 +247,8 @@ impl Engine {
         self.meta.bring_in(|meta| meta.survey_pieces(head.id, &pieces))
     }
 
-    /// Releases what was reserved for a replaced entry of a buffer, but not before the batch under way ends: it may
-    /// have a copy of the entry.
+    /// Releases what was reserved for a replaced entry of a buffer. If a batch is under way, the release waits for its
+    /// end, because the batch may have a copy of the entry.
     pub(super) fn give_back_replaced(&self, held: Held) {
         if held == Held::default() {
             return;
@@ -301,15 +301,15 @@ impl Engine {
             drop(meta);
             let lacks = matches!(&planned, Err(error) if error.kind() == ErrorKind::NoSpace);
             if lacks && waited {
-                // An operation that holds the block became pending after the wait. Through the journal the payload
-                // follows that operation in order, and needs no new block.
+                // An operation that holds the block became pending after the wait. As journalled payload, the data
+                // follows that operation in the journal, and needs no new block.
                 let refused = self.log_batch(head, &pieces)?;
                 self.sync_all_data()?;
                 self.append_pending(&mut commit)?;
                 return Ok(refused.map_or(Batch::Done, Batch::Refused));
             }
-            // A held block needs a new place, or must wait until the operations that hold it are in the journal. It may
-            // then be overwritten in place.
+            // Without a new place, a held block must wait until the operations that hold it are in the journal. Then it
+            // may be overwritten in place.
             waited |= lacks;
             let cost = if lacks { Cost::default() } else { planned? };
             if overtakes || lacks {

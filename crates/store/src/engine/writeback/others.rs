@@ -1,8 +1,8 @@
 //! Moves discards and zeroes into the map, and seals snapshots: the parts of write-back and flush that write no data.
 //!
 //! A discard may free any number of blocks, so it enters the map in steps that each dirty a limited number of pages and
-//! are admitted one by one. After its step a part is removed from the buffer; the rest stays there, visible to readers.
-//! Locks are released between steps.
+//! are admitted one by one. After each step the part that has entered the map is removed from the buffer. The rest
+//! stays in the buffer, visible to readers. Locks are released between steps.
 
 use crate::Result;
 use crate::buffer::{Content, DirtyPiece};
@@ -58,7 +58,8 @@ impl Engine {
                 let _fetch = self.meta.bring_in(|meta| meta.survey_pieces(head.id, std::slice::from_ref(&part)));
                 let mut buffer = head.lock();
                 let (layer, _) = buffer.layers.oldest();
-                // Parts written since the plan are skipped: such a write may rely on the blocks that are mapped there.
+                // Parts that were written since the plan are skipped, because such a write may rely on the blocks that
+                // are mapped there.
                 let Some(still) = layer.still(&(at..end), piece.entry.stamp) else { break };
                 at = still.start;
                 let mut meta = self.meta.lock();

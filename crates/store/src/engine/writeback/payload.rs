@@ -2,7 +2,7 @@
 //! only its newest payload is written.
 //!
 //! The journal protects the payload until the next checkpoint, so these writes need no announcement and no flush.
-//! Payload whose record is not in the journal yet must not be written.
+//! Payload must not be written before its record is in the journal.
 
 use super::{LANE_DEPTH, SLICES_MAX};
 use crate::engine::Engine;
@@ -23,9 +23,8 @@ impl LoggedLane {
 }
 
 impl Engine {
-    /// Writes up to `most` blocks of journalled payload to the data files, and returns their number. The journal
-    /// protects the payload until the next checkpoint, so no announcement and no flush is needed. Payload whose record
-    /// is still pending is skipped: after a crash, recovery expects the older content.
+    /// Writes up to `most` blocks of journalled payload to the data files, and returns their number. Payload with a
+    /// record that is still pending is skipped: after a crash, recovery expects the older content.
     pub(crate) fn write_logged(&self, most: usize) -> Result<usize> {
         let mut lane = self.writeback.lock_logged();
         let (blocks, guard) = {

@@ -70,8 +70,8 @@ impl Plan<'_> {
 }
 
 impl Engine {
-    /// Splits entries into runs and decides where each is written. `waited` says that the pending changes were made
-    /// durable before, which ends their holds. After an error the plan contains what has to be undone.
+    /// Splits entries into runs and decides where each is written. `waited` is true if the pending changes were made
+    /// durable before this call, which ends their holds. After an error the caller undoes the plan ([`Plan::undo`]).
     pub(crate) fn plan_batch<'a>(
         &'a self,
         meta: &mut MutexGuard<'_, Meta>,
@@ -93,8 +93,9 @@ impl Engine {
         let mut parts = Vec::with_capacity(data.len());
         for (i, (_, _, piece)) in data.iter().enumerate() {
             if i % BATCH_STRIDE == BATCH_STRIDE - 1 {
-                // Releases the lock for other threads. The runs planned so far are marked as in flight, so no
-                // journalled payload is written over them, and no read resolves them.
+                // Releases the metadata lock for other threads. The runs planned so far are marked as in flight, so
+                // meanwhile no journalled payload is written over them, and no read records their content as that of
+                // suspect blocks.
                 MutexGuard::bump(meta);
             }
             let range = piece.logical..piece.logical + piece.entry.blocks;
@@ -116,8 +117,8 @@ impl Engine {
             return Err(Error::new(ErrorKind::NoSpace, "all free map nodes are reserved for other writes"));
         }
         if not_claimed > 0 {
-            // The blocks reserved for the disk are for blocks that are shared. A block that is only held may use one of
-            // them only if waiting for the journal has not ended the hold.
+            // The blocks reserved for the disk are intended for overwrites of shared blocks. A block that is only held
+            // may use a reserved block only if waiting for the journal has not ended the hold.
             let aside = if waited { meta.catalog.get(head.id)?.reserved } else { 0 };
             let claim = self.try_claim(not_claimed).or_else(|| self.try_claim(not_claimed.saturating_sub(aside)));
             if claim.is_none() {
@@ -179,7 +180,7 @@ impl Meta {
 
     /// True when pending checksums concern a block that is about to be overwritten in place.
     pub fn awaits_checksums(&self, homes: &[BlockWrite]) -> bool {
-        // Skips the search in the usual case: many blocks were written to new places, and no checksums are pending.
+        // Skips the search in the usual case that no checksums are pending.
         if !self.pending.has_checksums() {
             return false;
         }

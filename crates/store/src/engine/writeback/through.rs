@@ -1,10 +1,10 @@
-//! Write-through: large writes bypass the buffer and go to the page cache at once, while their data is still in the
-//! processor's caches.
+//! Write-through: large writes bypass the buffer and are copied to the page cache at once, while their data is still in
+//! the processor's caches.
 //!
 //! A large write in buffered mode costs two copies: from the socket, and into the page cache. The buffer would cost a
 //! third pass through memory, and another thread. So the thread that received a write of at least [`THROUGH_MIN`]
-//! blocks writes it directly, unless a part of its range is buffered: to blocks that only the head maps in place, and
-//! otherwise to new blocks.
+//! blocks writes it directly, unless a part of its range is buffered. Blocks that only the head maps are overwritten in
+//! place; the rest is written to new blocks.
 //!
 //! What must hold:
 //!
@@ -40,7 +40,7 @@ const PERMITS_AT_ONCE: usize = 512;
 enum Outcome {
     /// Written.
     Done,
-    /// The write has to go through the buffer.
+    /// The write has to enter the buffer instead.
     Buffer,
     /// These blocks have to be announced first.
     Announce(Vec<Run>),
@@ -54,8 +54,7 @@ struct Part {
 }
 
 impl Engine {
-    /// Writes whole blocks directly, if there are many and nothing prevents it. False if the write has to go through
-    /// the buffer.
+    /// Writes at least [`THROUGH_MIN`] whole blocks directly. False if the write has to enter the buffer instead.
     pub(crate) fn write_through(
         &self,
         head: &Head,
@@ -78,7 +77,7 @@ impl Engine {
                 meta.survey_allocation(new);
             }
         });
-        // A permit may end before it is used. After three attempts the write goes through the buffer.
+        // A permit may end before it is used. After three attempts the write enters the buffer instead.
         for _ in 0..3 {
             match self.try_through(head, logical..logical + blocks, data, checksums)? {
                 Outcome::Done => return Ok(true),
@@ -158,7 +157,7 @@ impl Engine {
             let Ok(Some(grant)) = grant else {
                 parts.iter().filter(|part| part.new).for_each(|part| meta.data.release(part.run));
                 self.update_headroom(meta);
-                // The write goes through the buffer instead, which waits for room.
+                // The write enters the buffer instead, and waits there for room.
                 return grant.map(|_| Outcome::Buffer);
             };
             // From here on only the medium can fail. Older journalled payload of these blocks must not be written over

@@ -1,12 +1,12 @@
 //! Atomic numbers. Before every operation with an ordering, the scheduler may run another thread. Relaxed operations,
-//! used for counters in reports, do not involve the scheduler, because that would only slow the schedules down.
+//! used for counters in reports, do not call the scheduler: further schedules would only cost time.
 
 pub use std::sync::atomic::Ordering;
 
 /// Lets the scheduler choose the next thread.
 fn step(order: Ordering) {
     if order != Ordering::Relaxed {
-        // A sleep of shuttle only lets the scheduler choose.
+        // A sleep of shuttle does nothing but let the scheduler choose.
         shuttle::thread::sleep(std::time::Duration::ZERO);
     }
 }
@@ -35,7 +35,7 @@ macro_rules! atomic {
                 self.0.store(value, Ordering::SeqCst);
             }
 
-            /// Sets the value, and returns the one before.
+            /// Sets the value, and returns the value before.
             pub fn swap(&self, value: $value, order: Ordering) -> $value {
                 step(order);
                 self.0.swap(value, Ordering::SeqCst)

@@ -3,7 +3,7 @@
 //!
 //! 1. A wait without a timeout blocks: when no thread can run, shuttle reports a deadlock.
 //! 2. A wait with a timeout ends by a notification or after a random number of steps, so it is never part of a
-//!    deadlock. It does not block: it yields until it ends.
+//!    deadlock. The waiting thread does not block, but yields at each step.
 //! 3. Time passes only in timeouts and sleeps, each as long as requested ([`time`]). No real clock has an influence, so
 //!    a seed repeats a schedule.
 //! 4. Threads interleave with sequentially consistent memory. Results that only weaker orderings allow are not

@@ -6,9 +6,8 @@
 //! with one step for each section that the engine runs under its locks.
 //!
 //! Checked in every state: a read returns the last write to its block. Checked after every power cut and recovery: each
-//! block has the value that its disk flushed last or a later one, or a mixture of their sectors if no newer value was
-//! flushed. A read never fails, and repeated reads return the same. A block is not allocated while the durable metadata
-//! maps it.
+//! block has the value that its disk flushed last or a later value, or a mixture of the sectors of such values. A read
+//! never fails, and repeated reads return the same value. A block is not allocated while the durable metadata maps it.
 //!
 //! Not modelled: thick disks (unwritten extents, reservations), hole punching, reads that delay the reuse of freed
 //! blocks, reverting, torn batches of the journal (an append is complete or absent), and failing media.
@@ -197,7 +196,7 @@ fn no_order_of_steps_violates_the_invariants() {
     println!("{total} states in all");
 }
 
-/// Asserts that a search from `begin` with these actions finds the fault.
+/// Asserts that a search from `begin` with the `allowed` actions finds the fault.
 fn finds(fault: Fault, begin: fn() -> ModelState, allowed: fn(Action) -> bool) {
     let scenario = Scenario { name: "a fault", begin, allowed };
     let Outcome { states, violation, .. } = explore(&scenario, fault, 1_000_000);
@@ -205,7 +204,7 @@ fn finds(fault: Fault, begin: fn() -> ModelState, allowed: fn(Action) -> bool) {
     println!("{fault:?} after {states} states: {why}\n{actions:?}");
 }
 
-/// The actions that each test of holds needs in addition to those that it names.
+/// The actions that each test of holds needs in addition to those that the test names.
 fn writing_back(action: Action) -> bool {
     use Action::*;
     matches!(action, Plan(_) | Go | Finish | Crash(_))

@@ -108,7 +108,8 @@ pub struct ModelState {
     pub now: Metadata,
     pub held: [bool; BLOCKS],
     pub taken: [bool; BLOCKS],
-    /// Freed durably, but not reusable: payload that was journalled for the block may be being written to it.
+    /// Blocks that were freed durably and cannot be reused yet, because a write of their journalled payload may be
+    /// under way.
     pub limbo: [bool; BLOCKS],
     pub holds: Holds,
     pub in_flight: InFlight,

@@ -432,7 +432,7 @@ impl Rules {
         for BlockWrite { logical, placement, block, value } in batch.homes {
             if placement == Placement::InPlace {
                 state.now.note(block, Content::of(value));
-                // With a fault, payload that is being written may have claimed the same block.
+                // With a deliberate fault, payload that is being written may have claimed the same block.
                 if state.in_flight.contains(block as u64) && state.payload_home.is_none_or(|(other, _)| other != block)
                 {
                     state.in_flight.release(Run { start: block as u64, blocks: 1 });
