@@ -9,7 +9,7 @@ pub use kept::release_idle;
 use std::ops::{Deref, DerefMut, Range};
 use std::sync::Arc;
 
-/// The unit of mapping, checksum and sharing, in bytes; also the alignment that direct I/O gets everywhere.
+/// The unit of mapping, checksums and sharing, in bytes; also the alignment of all direct I/O.
 pub const BLOCK_SIZE: usize = 4096;
 
 /// One block of memory that is never used for direct I/O. It is aligned only for the integers in it, because memory

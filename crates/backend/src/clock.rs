@@ -1,5 +1,5 @@
-//! The wall clock, for times that users read and for deadlines that outlast a process; no metadata depends on it. Zero
-//! where the clock is before 1970.
+//! The wall clock, for times that users read and for deadlines that outlast a process. No metadata depends on it. A
+//! time before 1970 is returned as zero.
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 

@@ -7,8 +7,8 @@
 //! 3. Nothing is called under its lock.
 //!
 //! A wait without polled descriptors uses a condition variable. With polled descriptors it uses poll(2) on them and on
-//! a pipe, into which the next operation to complete writes one byte. Only the thread that takes `sleeping` writes the
-//! byte, so the pipe holds one byte at most and never blocks its writer.
+//! a pipe, into which the next operation to complete writes one byte. Only the thread that clears `sleeping` writes the
+//! byte, so the pipe contains at most one byte and never blocks its writer.
 
 use crate::queue::QUEUE_DEPTH_MAX;
 use crate::readiness::Watched;
@@ -40,7 +40,7 @@ impl InFlight {
 }
 
 impl Drop for InFlight {
-    /// A completion that never comes would block its queue for ever.
+    /// Completes the operation with an error. Without a completion the queue would wait forever.
     fn drop(&mut self) {
         self.finish(Err(io::Error::other("the operation was dropped before it completed")), None);
     }
@@ -126,7 +126,7 @@ impl CompletionQueue {
         }
     }
 
-    /// As [`crate::Queue::wait`], when everything is submitted.
+    /// As [`crate::Queue::wait`], for operations that are all submitted.
     pub fn wait(&mut self, completions: &mut Vec<Completion>, timeout: Option<Duration>) -> io::Result<()> {
         let mut found = Vec::new();
         if self.watched.is_empty() {

@@ -18,30 +18,30 @@ pub enum Access {
 pub struct Room {
     /// Size of the file system in bytes.
     pub total: u64,
-    /// Bytes an unprivileged process may still take.
+    /// Bytes that an unprivileged process can still allocate.
     pub available: u64,
 }
 
-/// Exclusive ownership of a name, until it is released or lost. Dropping this value releases it, and so does the end of
-/// the process.
+/// Exclusive ownership of a name, until the ownership is released or lost. Dropping this value, or the end of the
+/// process, releases the ownership.
 ///
 /// Ownership is lost when the medium admits another owner: a lease has expired or was revoked, or the locked name no
-/// longer leads to the locked file. Lost ownership never returns. A medium that revokes ownership fences the former
-/// owner: it refuses every change through the directory that took the lock and through the files opened there. A local
-/// file system cannot fence, so the owner calls [`Lock::loss`] before it writes.
+/// longer refers to the locked file. Lost ownership never returns. A medium that revokes ownership fences the former
+/// owner: it refuses every change through the directory that acquired the lock and through the files opened there. A
+/// local file system cannot fence, so the owner calls [`Lock::loss`] before it writes.
 pub trait Lock: Send + Sync {
     /// Why the ownership is lost; `None` while it is held. An error means that this could not be determined.
     fn loss(&self) -> io::Result<Option<String>>;
 
-    /// Registers `lost`, which the medium calls once when it learns that the ownership is lost, at once if it is lost
-    /// already. The calling thread serves no operation of a queue. A medium that notices a loss only in [`Lock::loss`]
-    /// never calls `lost`.
+    /// Registers `lost`, which the medium calls once when the ownership is lost, or immediately if it is lost already.
+    /// The medium calls it on a thread that serves no operation of a queue. A medium that notices a loss only in
+    /// [`Lock::loss`] never calls `lost`.
     fn on_loss(&self, lost: Box<dyn FnOnce() + Send>) {
         drop(lost);
     }
 }
 
-/// The reason for a loss: the locked name leads to another file, or to none.
+/// The reason for a loss: the locked name refers to another file, or to none.
 pub(crate) fn renamed(name: &str) -> String {
     format!("its file '{name}' was removed or replaced while it was open")
 }
@@ -54,8 +54,8 @@ pub trait Directory: Send + Sync {
     /// Creates a file that must not exist yet. Durable only after [`Directory::sync`].
     fn create(&self, name: &str, mode: IoMode) -> io::Result<Arc<dyn File>>;
 
-    /// As [`Directory::create`], and takes the lock on the new file: `WouldBlock` when another process locked it first;
-    /// that process may have removed it.
+    /// As [`Directory::create`], and locks the new file. `WouldBlock` when another process locked the file first; that
+    /// process may have removed it.
     fn create_locked(&self, name: &str, mode: IoMode) -> io::Result<(Arc<dyn File>, Box<dyn Lock>)> {
         let file = self.create(name, mode)?;
         Ok((file, self.lock(name)?))
@@ -73,11 +73,12 @@ pub trait Directory: Send + Sync {
     /// Makes creations, removals and renames durable.
     fn sync(&self) -> io::Result<()>;
 
-    /// Takes the exclusive lock on file `name` (created when missing): `WouldBlock` when another process, or another
-    /// opener in this one, holds it. The name leads to the locked file on return. How it can be lost: [`Lock`].
+    /// Acquires the exclusive lock on file `name`, and creates the file if it is missing. `WouldBlock` when another
+    /// process, or another opener in this process, holds the lock. On return the name refers to the locked file.
+    /// [`Lock`] describes how the lock can be lost.
     fn lock(&self, name: &str) -> io::Result<Box<dyn Lock>>;
 
-    /// As [`Directory::lock`], of a file that exists (`NotFound` otherwise).
+    /// As [`Directory::lock`], for a file that exists (`NotFound` otherwise).
     fn lock_existing(&self, name: &str) -> io::Result<Box<dyn Lock>> {
         drop(self.open(name, IoMode::Buffered)?);
         self.lock(name)
@@ -157,12 +158,12 @@ pub trait LocalFolder: Send + Sync {
     /// Gives file `to` the owner and permissions of file `from`, as far as this process may.
     fn copy_permissions(&self, from: &str, to: &str) -> io::Result<()>;
 
-    /// Takes the exclusive lock on the folder itself, which stays held when a file in the folder is replaced:
-    /// `WouldBlock` when another opener holds it, `None` where the file system locks no folders.
+    /// Acquires the exclusive lock on the folder itself, which stays locked when a file in the folder is replaced.
+    /// `WouldBlock` when another opener holds the lock, `None` where the file system cannot lock folders.
     fn lock_folder(&self) -> io::Result<Option<Box<dyn Lock>>>;
 }
 
-/// The operations of [`LocalFolder`] for any directory. A directory without a local part holds no files of other
+/// The operations of [`LocalFolder`] for any directory. A directory without a local part contains no files of other
 /// programs, and has no permissions.
 impl dyn Directory + '_ {
     /// As [`LocalFolder::open_foreign`]; without a local part as [`Directory::open`].

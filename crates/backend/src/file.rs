@@ -37,7 +37,7 @@ impl Placement {
 
 /// One file of a datastore, on any medium. All methods may be called from any thread at once.
 pub trait File: Send + Sync {
-    /// How the file was opened. A file without a page cache takes reads and writes at any offset, as `Buffered` does.
+    /// How the file was opened. A file without a page cache accepts reads and writes at any offset, as `Buffered` does.
     fn mode(&self) -> IoMode {
         self.local().map_or(IoMode::Buffered, |local| local.mode)
     }
@@ -64,16 +64,17 @@ pub trait File: Send + Sync {
         Ok(false)
     }
 
-    /// Writes the slices one after another at `offset`. When `durable`, they survive power loss once this returns
-    /// (`RWF_DSYNC`); earlier writes need not.
+    /// Writes the slices one after another at `offset`. With `durable`, they survive power loss once this returns
+    /// (`RWF_DSYNC`); earlier writes may still be lost.
     fn write_at(&self, slices: &[&[u8]], offset: u64, durable: bool) -> io::Result<()>;
 
     /// Makes every write, reservation and length change that completed before this call durable (`fdatasync`). A
-    /// failure means that data is lost, whatever the reason. So no error of a flush has the kind of a lack of space,
-    /// after which a caller would continue.
+    /// failure means that data is lost, whatever the cause. So the error never has a kind that means lack of space,
+    /// after which a caller would free space and continue.
     fn sync(&self) -> io::Result<()>;
 
-    /// Punches a hole: the range reads as zeros afterwards, and a medium that can frees its space. The length stays.
+    /// Punches a hole: the range reads as zeros afterwards, and its space is freed if the medium supports that. The
+    /// length of the file does not change.
     fn punch(&self, offset: u64, length: u64) -> io::Result<()>;
 
     /// The operations that only a local file has; `None` on other media, for which the methods of `dyn File` have
@@ -92,7 +93,7 @@ pub(crate) fn flush_failed(error: io::Error) -> io::Error {
     }
 }
 
-/// The local part of a file, as [`File::local`] returns it: one call gives a queue all that it needs to know of a file.
+/// The local part of a file. [`File::local`] returns everything that a queue needs in one call.
 #[derive(Clone, Copy)]
 pub struct LocalPart<'a> {
     /// The operations of a local file.
@@ -106,14 +107,14 @@ pub struct LocalPart<'a> {
 /// Operations that only a local file has: on its space, and on the page cache above it.
 pub trait LocalFile: Send + Sync {
     /// Starts write-back of the dirty pages of a range, and with `wait` waits for its end, so that a later
-    /// [`File::sync`] finds little left to do. Nothing becomes durable by this call. If write-back fails, the next
-    /// flush fails.
+    /// [`File::sync`] has less to write. Nothing becomes durable by this call. If write-back fails, the next flush
+    /// fails.
     fn write_out(&self, offset: u64, length: u64, wait: bool) {
         let _ = (offset, length, wait);
     }
 
-    /// To be called after a queue has flushed the descriptor with success: fails if [`LocalFile::write_out`] has failed
-    /// since the last flush.
+    /// Must be called after a queue has flushed the descriptor successfully: fails if [`LocalFile::write_out`] has
+    /// failed since the last flush.
     fn end_flush(&self) -> io::Result<()> {
         Ok(())
     }
@@ -144,9 +145,9 @@ pub trait LocalFile: Send + Sync {
     /// parts: the caller asks again from its end.
     fn next_allocated(&self, offset: u64) -> io::Result<Option<Range<u64>>>;
 
-    /// All allocated ranges at and after `offset` up to the end of the file, in order, neighbours not merged. A long
-    /// list comes in parts: the caller asks again from the end of the last range, until the list is empty. Data written
-    /// before the call counts as written, even while it is only in the page cache.
+    /// All allocated ranges from `offset` to the end of the file, in order. Adjacent ranges are not merged. A long list
+    /// is returned in parts: the caller asks again from the end of the last range, until the list is empty. Data
+    /// written before the call counts as written, even while it is only in the page cache.
     fn placements(&self, offset: u64) -> io::Result<Vec<Placement>> {
         self.next_allocated(offset).map(Placement::of_run)
     }

@@ -1,10 +1,10 @@
 //! Files as bytes at offsets: the only crate of lamina that accesses storage.
 //!
-//! The crates above ask a [`Directory`] for files and read, write, flush and punch them through [`File`]; work that
-//! must overlap goes through a per-thread [`Queue`]. A medium has to implement no more than these. What only a local
-//! file system can do is in two more traits, which a medium may lack: [`LocalFile`] (a descriptor, space, the page
-//! cache) and [`LocalFolder`] (permissions, files of other programs). The methods of `dyn File` and `dyn Directory`
-//! have substitutes for them, so the crates above need neither trait.
+//! The crates above open files by a [`Directory`], and read, write, flush and punch them through [`File`]. For
+//! operations that overlap, each thread has a [`Queue`]. A medium must implement only these three traits. Two more
+//! traits have the operations that only a local file system supports: [`LocalFile`] (a descriptor, space, the page
+//! cache) and [`LocalFolder`] (permissions, files of other programs). For media without them, the methods of `dyn File`
+//! and `dyn Directory` have substitutes, so the crates above need neither trait.
 //!
 //! The traits have three implementations: local files ([`local`]), with queues over io_uring ([`uring`]) or over a
 //! thread pool where the kernel or a container forbids io_uring ([`portable`]); a simulated device for tests
@@ -19,7 +19,7 @@
 //! 3. Bytes never written, punched or only reserved read as zeros.
 //! 4. After a failed flush the state of the unflushed writes before it is unknown; the caller must stop, not retry.
 //! 5. A write to reserved space does not fail with ENOSPC. A file without a local part is allocated by its length: no
-//!    write within the length fails with ENOSPC, also after a punch.
+//!    write within the length fails with ENOSPC, even after a punch.
 //! 6. A lock excludes every other owner until it is released or lost, and its loss can be detected ([`Lock`]). A medium
 //!    that can revoke ownership fences the former owner.
 

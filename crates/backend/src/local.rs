@@ -108,7 +108,7 @@ impl LocalDirectory {
         Ok(Self { path, folder, queues, uring: AtomicBool::new(uring), workers: Workers::new() })
     }
 
-    /// The folder's path, as given.
+    /// The path of the folder, as the caller gave it.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -141,7 +141,7 @@ impl LocalDirectory {
 
     fn create_file(&self, name: &str, mode: IoMode) -> io::Result<std::fs::File> {
         let file = self.open_with(name, mode, OFlags::CREATE | OFlags::EXCL).inspect_err(|error| {
-            // With EXCL, only this error comes after the file was created.
+            // With EXCL, this is the only error that is returned after the file was created.
             if error.kind() == io::ErrorKind::Unsupported {
                 let _ = self.remove(name);
             }
@@ -163,7 +163,7 @@ impl LocalDirectory {
         io::Error::new(io::ErrorKind::WouldBlock, text)
     }
 
-    /// Whether the name still leads to the file with this identity.
+    /// Whether the name still refers to the file with this identity.
     fn leads_to(&self, name: &str, identity: Identity) -> io::Result<bool> {
         leads_to(&self.folder, name, identity).map_err(|error| named(error, "look at", &self.path.join(name)))
     }
@@ -201,7 +201,7 @@ impl From<rustix::fs::Stat> for Identity {
     }
 }
 
-/// Whether the name in a folder leads to the file with this identity.
+/// Whether the name in a folder refers to the file with this identity.
 fn leads_to(folder: &OwnedFd, name: &str, identity: Identity) -> io::Result<bool> {
     match rustix::fs::statat(folder, name, rustix::fs::AtFlags::empty()) {
         Ok(found) => Ok(Identity::from(found) == identity),
@@ -233,7 +233,7 @@ impl Directory for LocalDirectory {
         match lock {
             Ok((lock, identity)) => Ok((Arc::new(OpenFile::new(file, mode)), self.locked(name, lock, identity))),
             Err(error) => {
-                // Another process has locked the new file first: only that process may remove it.
+                // If another process has locked the new file first, only that process may remove it.
                 if error.kind() != io::ErrorKind::WouldBlock {
                     let _ = self.remove(name);
                 }
@@ -302,8 +302,8 @@ impl Directory for LocalDirectory {
             match crate::uring::UringQueue::new(depth) {
                 Ok(queue) => return Ok(Box::new(queue)),
                 Err(error) if self.queues == LocalQueues::Uring => return Err(error),
-                // Probing found io_uring, but the limit on rings or locked memory is reached: threads serve from now
-                // on.
+                // Probing found io_uring, but the limit on rings or locked memory is reached: from now on queues use
+                // threads.
                 Err(_) => self.uring.store(false, Ordering::Relaxed),
             }
         }
@@ -360,9 +360,9 @@ impl LocalFolder for LocalDirectory {
     }
 }
 
-/// Makes btrfs overwrite a new file in place (NOCOW). With copy-on-write each write takes new space, so that a write
-/// into reserved space could fail on a full file system. If the flag cannot be set, the file stays copy-on-write, and
-/// [`copied_on_write`] reports it.
+/// Makes btrfs overwrite a new file in place (NOCOW). With copy-on-write each write allocates new space, so that a
+/// write into reserved space could fail on a full file system. If the flag cannot be set, the file stays copy-on-write,
+/// and [`copied_on_write`] reports it.
 #[cfg(target_os = "linux")]
 fn overwrite_in_place(file: &std::fs::File) {
     let kind = |found: rustix::fs::StatFs| FileSystem::of_magic(found.f_type as u64 & 0xffff_ffff);
@@ -373,7 +373,7 @@ fn overwrite_in_place(file: &std::fs::File) {
     }
 }
 
-/// Holds the open file description that carries the lock.
+/// Contains the open file description to which the lock belongs.
 struct LocalLock {
     file: std::fs::File,
     /// The folder, the name in it, and the identity of the locked file; none when the folder itself is locked.

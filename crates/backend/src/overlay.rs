@@ -29,7 +29,7 @@ struct Names {
 }
 
 impl Overlay {
-    /// Over a folder, with nothing changed.
+    /// An overlay over a folder, without changes.
     pub fn over(below: Arc<dyn Directory>) -> Self {
         Self { below, names: Arc::default() }
     }
@@ -225,7 +225,7 @@ impl File for OverlayFile {
         if offset >= end {
             return Ok(());
         }
-        // Whole blocks, the last of the file among them, are noted as zeros and need no memory.
+        // Whole blocks, including the last block of the file, are noted as zeros and need no memory.
         let last = if end == state.length { end.div_ceil(BLOCK) } else { end / BLOCK };
         let whole = offset.div_ceil(BLOCK)..last.max(offset.div_ceil(BLOCK));
         let edges = [offset..end.min(whole.start * BLOCK), (whole.end * BLOCK).clamp(offset, end)..end];

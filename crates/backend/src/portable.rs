@@ -17,8 +17,8 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-/// The most threads of one pool. They mostly wait for the device, so their number follows the parallelism of devices
-/// and not the number of cores.
+/// The most threads of one pool. They mostly wait for the device, so the limit depends on the parallelism of devices
+/// and not on the number of cores.
 const WORKERS_MAX: usize = 16;
 
 /// The threads that all queues of a directory share; started when first needed.
@@ -166,8 +166,8 @@ impl Queue for PortableQueue {
     }
 
     fn read(&mut self, file: &Arc<dyn File>, offset: u64, mut buffer: Buffer, token: u64) {
-        // A read from the page cache takes less time than waking a thread. The thread meets an error again and reports
-        // it.
+        // A read from the page cache takes less time than waking a thread. After an error here, a thread repeats the
+        // read and reports the error.
         if let Ok(true) = file.read_cached_at(&mut buffer, offset) {
             return self.completions.push(Completion { token, result: Ok(()), buffer: Some(buffer) });
         }
@@ -192,7 +192,7 @@ impl Queue for PortableQueue {
         self.completions.poll_readable(descriptor, token);
     }
 
-    /// Operations go to the threads as they are pushed.
+    /// Does nothing: each operation is passed to the threads when it is pushed.
     fn submit(&mut self) -> io::Result<()> {
         Ok(())
     }

@@ -1,8 +1,8 @@
 //! Files and folders that only their owner can access, whatever the umask of the process is.
 //!
-//! 1. What this module creates has its permissions from the moment it exists. If they were removed afterwards, another
-//!    process could open it before.
-//! 2. [`exposed`] follows no symbolic link, so that it names and changes only what is in the folder itself.
+//! 1. What this module creates has its final permissions from the moment it exists. If permissions were removed
+//!    afterwards, another process could open the file before that.
+//! 2. [`exposed`] and [`close`] follow no symbolic link, so they concern only what is in the folder itself.
 
 use parking_lot::Mutex;
 use rustix::fs::Mode;
@@ -14,8 +14,8 @@ use std::process::{Child, Command};
 
 /// Permissions of group and others.
 const OTHERS: u32 = 0o077;
-/// Of these, what the folder of a datastore must not have. Permission to traverse it, without listing, is possible:
-/// with it, a group can reach the server's sockets.
+/// The permissions of group and others that the folder of a datastore must not have. It may have the permission to
+/// traverse it without listing, by which a group reaches the server's sockets.
 const LISTING: u32 = 0o066;
 /// The deepest folder that [`exposed`] looks into.
 const DEPTH_MAX: usize = 16;
@@ -90,17 +90,17 @@ pub fn let_traverse(path: &Path, group: Option<u32>, all: bool) -> io::Result<()
 /// A file or folder that other users can access.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Exposed {
-    /// Its path, below the folder that was searched; empty for that folder itself.
+    /// The path below the folder that was searched; empty for that folder itself.
     pub path: PathBuf,
-    /// Its permission bits.
+    /// The permission bits of the file or folder.
     pub mode: u32,
-    /// The bits that it should have.
+    /// The permission bits that it should have.
     pub wanted: u32,
 }
 
 /// The files and folders in `folder` that other users can access, and `folder` itself if they can list it, sorted by
-/// path. Sockets directly in the folder are left out: users choose their permissions. What disappears meanwhile is left
-/// out too.
+/// path. Sockets directly in the folder are left out, because users choose their permissions. Files that are removed
+/// during the call are left out too.
 pub fn exposed(folder: &Path) -> io::Result<Vec<Exposed>> {
     let mut found = Vec::new();
     let mode = fs::metadata(folder)?.mode() & 0o7777;
@@ -138,7 +138,7 @@ fn search(top: &Path, below: &Path, depth: usize, found: &mut Vec<Exposed>) -> i
     Ok(())
 }
 
-/// Removes the permissions of other users. What has disappeared is not an error.
+/// Removes the permissions of other users. A file that no longer exists is not an error.
 pub fn close(folder: &Path, exposed: &Exposed) -> io::Result<()> {
     let path = folder.join(&exposed.path);
     match fs::symlink_metadata(&path) {

@@ -31,10 +31,11 @@ pub struct Completion {
 }
 
 /// A queue of operations for one thread. Buffers belong to the queue while their operation is in flight; dropping a
-/// queue waits for what is in flight. Operations on one range that overlap in time have no order among each other.
+/// queue waits for the operations in flight. Operations on the same range that are in flight at the same time may be
+/// performed in any order.
 pub trait Queue: Send {
-    /// Operations pushed whose completion [`Queue::wait`] has not handed out yet (polls not counted until
-    /// they complete).
+    /// Number of pushed operations with a completion that [`Queue::wait`] has not returned yet. Polls count only once
+    /// they are complete.
     fn in_flight(&self) -> usize;
 
     /// Reads `buffer.len()` bytes at `offset`. Blocks for a completion only if the queue is full.
@@ -46,8 +47,8 @@ pub trait Queue: Send {
     /// As [`File::sync`].
     fn sync(&mut self, file: &Arc<dyn File>, token: u64);
 
-    /// Completes once (and is then forgotten) when `descriptor` is readable or hung up. The caller keeps the
-    /// descriptor open until then, or until the queue is dropped.
+    /// Watches `descriptor`: completes once when it is readable or hung up, and then no longer watches it. The caller
+    /// keeps the descriptor open until then, or until the queue is dropped.
     fn poll_readable(&mut self, descriptor: RawFd, token: u64);
 
     /// Hands all pushed operations to the kernel without waiting.
@@ -59,10 +60,10 @@ pub trait Queue: Send {
     fn wait(&mut self, completions: &mut Vec<Completion>, timeout: Option<Duration>) -> io::Result<()>;
 }
 
-/// Most operations one queue carries at a time; greater depths are cut to this.
+/// The most operations that one queue has in flight at a time. A greater requested depth is lowered to this number.
 pub const QUEUE_DEPTH_MAX: u32 = 4096;
 
-/// Most descriptors one queue watches at a time; a poll beyond it completes with an error.
+/// The most descriptors that one queue watches at a time; a further poll completes with an error.
 pub const QUEUE_POLLS_MAX: usize = 1024;
 
 /// The largest buffered write that a queue makes on the thread that pushes it, as a copy into the page cache. ext4 and
@@ -75,7 +76,7 @@ pub(crate) fn write_at_once(mode: IoMode, length: u64, durable: bool) -> bool {
     mode == IoMode::Buffered && !durable && length <= WRITE_AT_ONCE_MAX
 }
 
-/// Where a read at `offset` that brought only `done` bytes continues: `None` when the rest lies past the end of the
+/// Where a read at `offset` continues that returned only `done` bytes: `None` when the rest lies past the end of the
 /// file. A direct read stops in the middle of a block only at the end of the file. If the file has grown since, the
 /// block is read again, because the next offset would not be aligned.
 pub(crate) fn resume_short_read(file: &dyn File, offset: u64, done: usize) -> io::Result<Option<usize>> {

@@ -41,9 +41,9 @@ impl Watched {
     ) -> io::Result<()> {
         let mut watched: Vec<PollFd<'_>> = Vec::with_capacity(self.entries.len() + 1);
         for &(descriptor, _) in &self.entries {
-            // SAFETY: not negative (checked in `add`), and the caller of `Queue::poll_readable` keeps it open until its
-            // completion. If the caller does not, poll(2) returns POLLNVAL or watches another file, and touches no
-            // memory.
+            // SAFETY: the descriptor is not negative (checked in `add`), and the caller of `Queue::poll_readable` keeps
+            // it open until its completion. If the caller does not, poll(2) returns POLLNVAL or watches another file,
+            // and touches no memory.
             let borrowed = unsafe { BorrowedFd::borrow_raw(descriptor) };
             watched.push(PollFd::from_borrowed_fd(borrowed, PollFlags::IN));
         }

@@ -86,7 +86,7 @@ mod tests {
                     "seed {seed} cut {cut}: the old content after a completed replacement"
                 );
                 found[usize::from(left == new)] += 1;
-                // Whatever was left, the next replacement succeeds and leaves nothing else.
+                // Whatever files the crash left, the next replacement succeeds and leaves only its own file.
                 durably(&*after.directory(), "record", "record.new", &old).unwrap();
                 assert_eq!(after.directory().list().unwrap(), ["record"]);
                 if finished {

@@ -7,8 +7,8 @@
 //!    length change, reservation, punch or zeroed range is kept or lost; a punch or zeroed range may also be half done.
 //!    The growth of a file by a write may be lost although its bytes were written: then the bytes vanish. Names
 //!    created, renamed or removed since the last [`Directory::sync`] may be lost, later ones before earlier ones.
-//! 2. **Unrequested write-back.** Beyond a bound of unflushed changes the oldest changes of a file become durable,
-//!    although newer ones may still be lost.
+//! 2. **Unrequested write-back.** When a file has more unflushed changes than a bound, its oldest changes become
+//!    durable, although newer ones may still be lost.
 //! 3. **Errors.** Any operation can be made to fail. A failed write leaves any subset of its sectors written. A failed
 //!    flush loses some of the writes before it for good, though reads may still return them until a power cut. The next
 //!    flush succeeds and does not write them, as on Linux.
@@ -23,12 +23,12 @@
 //! Assumptions about a real disk and file system:
 //!
 //! 1. A sector is written whole or not at all, and a sector changes only by a write to it.
-//! 2. What a successful flush or durable write made durable stays, and no older write overwrites it later.
+//! 2. Data that a successful flush or durable write made durable stays durable, and no older write overwrites it later.
 //! 3. Changes of names become durable in the order in which they were made, each completely (any journalling file
 //!    system).
 //! 4. A file's contents do not depend on its name being durable, nor on other files.
 //!
-//! Everything follows from the seed and the sequence of calls. Contents are kept in pages of 4 KiB, shared between the
+//! The seed and the sequence of calls determine every result. Contents are kept in pages of 4 KiB, shared between the
 //! live and the durable state.
 
 mod content;
@@ -119,7 +119,7 @@ pub struct SimulatedDisk {
 }
 
 impl SimulatedDisk {
-    /// An empty disk; everything random about it follows from `seed`.
+    /// An empty disk. `seed` determines all random decisions.
     pub fn new(seed: u64, options: SimulatedOptions) -> Self {
         Self { world: Arc::new(Mutex::new(World::new(seed, options))) }
     }
@@ -130,26 +130,27 @@ impl SimulatedDisk {
     }
 
     /// Cuts the power and returns the disk as it is afterwards. All handles of the old disk fail from then on; another
-    /// call returns another possible outcome of the same cut. The capacity carries over, requested faults do not.
+    /// call returns another possible outcome of the same cut. The new disk has the same capacity and no requested
+    /// faults.
     pub fn crash(&self) -> SimulatedDisk {
         SimulatedDisk { world: Arc::new(Mutex::new(self.world.lock().crash())) }
     }
 
-    /// A disk with the durable contents of this one, and its own seed and options. Everything on this disk has to be
-    /// durable, so that the new disk depends neither on the history of this one nor on earlier calls.
+    /// A disk with the durable contents of this one, and its own seed and options. Everything on this disk must be
+    /// durable, so that the new disk depends neither on the history of this disk nor on earlier calls.
     pub fn copy_of_durable(&self, seed: u64, options: SimulatedOptions) -> SimulatedDisk {
         SimulatedDisk { world: Arc::new(Mutex::new(self.world.lock().crash().reseeded(seed, options))) }
     }
 
-    /// The number of operations so far that change something or make it durable. An operation has as its number the
-    /// count before it.
+    /// The number of operations so far that change something or make it durable. The number of an operation is this
+    /// count before the operation.
     pub fn operations(&self) -> u64 {
         self.world.lock().operations
     }
 
     /// Lets `count` operations (as [`SimulatedDisk::operations`] counts) succeed, and cuts the power during the next
-    /// one. That operation fails, with the effect of an unflushed one. Every later operation fails, reads included,
-    /// until [`SimulatedDisk::crash`].
+    /// one. That operation fails, with the effect of an unflushed operation. Every later operation fails, reads
+    /// included, until [`SimulatedDisk::crash`].
     pub fn cut_after(&self, count: u64) {
         self.world.lock().cut_after = Some(count);
     }
@@ -210,7 +211,7 @@ impl SimulatedDisk {
         (world.failing_syncs, world.failing_requests) = (0, Default::default());
     }
 
-    /// How many of the failures asked for by [`SimulatedDisk::fail_reads_after`] are still to come.
+    /// How many of the failures requested by [`SimulatedDisk::fail_reads_after`] have not occurred yet.
     pub fn reads_to_fail(&self) -> u64 {
         let failing = &self.world.lock().failing_requests[Fault::Read as usize];
         failing.end - failing.start

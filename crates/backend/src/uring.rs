@@ -44,7 +44,7 @@ struct IoVector {
     length: usize,
 }
 
-// SAFETY: points into the slices of the operation that holds it, which are Send and outlive it.
+// SAFETY: the pointer refers to the slices of the operation that contains it; these are Send and outlive the pointer.
 unsafe impl Send for IoVector {}
 
 enum Work {
@@ -77,7 +77,7 @@ pub struct UringQueue {
     polls: usize,
     /// Polls pushed since the submission ring was last seen empty.
     polls_unsubmitted: usize,
-    /// Completions not handed out yet.
+    /// Completions that are not returned yet.
     finished: Vec<Completion>,
 }
 
@@ -158,8 +158,8 @@ impl UringQueue {
     fn start(&mut self, index: usize) {
         let Some(operation) = self.operations[index].as_mut() else { return };
         let entry = operation.entry().user_data(index as u64);
-        // SAFETY: what the entry points to belongs to the operation, which stays in the table, not accessed, until the
-        // completion with this index (invariant 1).
+        // SAFETY: the memory to which the entry refers belongs to the operation, which stays in the table and is not
+        // accessed until the completion with this index (invariant 1).
         let pushed = unsafe { self.ring.submission().push(&entry) };
         if pushed.is_err() {
             // Impossible: the ring has an entry for each operation of the depth and for the polls not submitted.
@@ -250,7 +250,7 @@ impl UringQueue {
     }
 }
 
-/// Errors of a submission that end by themselves or when completions are collected.
+/// Errors of a submission that are temporary, or that end when completions are collected.
 fn passes_by(error: &io::Error) -> bool {
     let Some(code) = error.raw_os_error() else { return false };
     matches!(Errno::from_raw_os_error(code), Errno::INTR | Errno::TIME | Errno::BUSY | Errno::AGAIN)
@@ -284,7 +284,8 @@ impl Operation {
         }
     }
 
-    /// Makes the whole write by system calls, which can release kept space. The kernel's own write in the ring cannot.
+    /// Makes the whole write by system calls. Unlike an entry in the ring, these can release kept space
+    /// (`local/kept.rs`) when the file system refuses the write.
     fn write_by_call(&self) -> Option<io::Result<()>> {
         let (Work::Write { slices, vectors, next, durable }, Some(file)) = (&self.work, &self.file) else {
             return None;
@@ -305,8 +306,8 @@ impl Operation {
             {
                 return Some(written);
             }
-            // No code here cancels operations. The kernel does when the thread that submitted an operation ends before
-            // it.
+            // The kernel cancels an operation when the thread that submitted it ends first; no code here cancels
+            // operations.
             let passing = matches!(error, Errno::INTR | Errno::AGAIN | Errno::CANCELED);
             let again = passing && self.restarts <= RESTARTS_MAX;
             let error = io::Error::from(error);
@@ -364,7 +365,7 @@ impl Operation {
     }
 }
 
-/// The descriptor and mode of a file, from one call of it; `None` for a file without a descriptor.
+/// The descriptor and mode of a file; `None` for a file without a descriptor.
 fn in_kernel(file: &Arc<dyn File>) -> Option<(RawFd, IoMode)> {
     let local = file.local()?;
     Some((local.descriptor?, local.mode))
@@ -408,7 +409,7 @@ impl Queue for UringQueue {
                 vectors.push(IoVector { base: slice.as_ptr(), length: slice.len() });
             }
             check_range(offset, total)?;
-            // Kept space is released by system calls, and not by the kernel's own writes in the ring.
+            // Kept space is released only by the code around system calls, not by entries in the ring.
             Ok((descriptor, write_at_once(mode, total, durable) || is_kept_space_missing()))
         });
         match checked {
@@ -470,7 +471,8 @@ impl Queue for UringQueue {
             _ => None,
         };
         let outcome = self.wait_until(deadline, timeout != Some(Duration::ZERO));
-        // If there are completions to return, an error of the ring is left to the next call, which meets it again.
+        // If there are completions to return, an error of the ring is not reported now. The next call meets it again
+        // and reports it.
         let outcome = if self.finished.is_empty() { outcome } else { Ok(()) };
         completions.append(&mut self.finished);
         outcome

@@ -1,4 +1,4 @@
-//! Reservations on a full file system: a range that has its space is reserved, and others are refused.
+//! Reservations on a full file system: a range that has space already can be reserved; other reservations are refused.
 
 #![allow(clippy::unwrap_used)]
 

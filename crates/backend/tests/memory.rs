@@ -1,5 +1,5 @@
-//! Buffers take memory as it is used, and return it to the system. The tests have their own process, because memory is
-//! counted per process.
+//! Buffers allocate memory when it is used, and return it to the system. The tests have their own process, because
+//! memory is counted per process.
 
 #![allow(clippy::unwrap_used)]
 

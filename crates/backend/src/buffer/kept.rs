@@ -30,7 +30,7 @@ struct Kept {
     stack: Vec<Memory>,
     /// The least length of the stack since memory was last released.
     least: usize,
-    /// How many at the bottom have returned their pages to the kernel.
+    /// Number of buffers at the bottom of the stack with pages that were returned to the kernel.
     released: usize,
 }
 
@@ -88,7 +88,7 @@ impl Memory {
         }
         let size = 1 << class;
         if class >= MAPPED_CLASS {
-            // Without the lock, because the system may take long.
+            // The lock is released first, because an allocation by the system may take long.
             drop(kept);
             return Self::zeroed(size);
         }
@@ -116,8 +116,8 @@ impl Memory {
         }
     }
 
-    /// Returns the pages of a slab's part to the kernel. The part reads as zeros afterwards, and takes memory again
-    /// when it is used.
+    /// Returns the pages of a slab's part to the kernel. The part reads as zeros afterwards, and its memory is
+    /// allocated again when it is used.
     fn release(&mut self) {
         if let Self::Part(blocks) = self {
             // SAFETY: the range is whole pages (blocks are aligned to 4 KiB), borrowed for writing, and holds plain
@@ -153,7 +153,7 @@ pub fn release_idle() {
                     Vec::new()
                 }
             };
-            // Outside the lock, because freeing takes time.
+            // Frees the memory outside the lock, because freeing takes time.
             any |= !freed.is_empty();
             drop(freed);
             break;
@@ -162,7 +162,8 @@ pub fn release_idle() {
         kept.least = kept.stack.len();
     }
     if any {
-        // Only when buffers were released: the heap of a process with a steady load is not trimmed again and again.
+        // The heap is trimmed only when buffers were released, so that a process with a steady load does not trim it
+        // repeatedly.
         release_heap();
     }
 }

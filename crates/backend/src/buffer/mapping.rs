@@ -1,6 +1,6 @@
 //! Memory that the kernel allocates page by page: a page of a mapping is allocated and zeroed at its first use. The
-//! allocator clears memory with the alignment of blocks at once. So a request would take memory for the whole announced
-//! payload, instead of only for the part that has arrived.
+//! allocator, however, clears memory with the alignment of blocks when it is allocated. So a request would occupy
+//! memory for its whole announced payload, instead of only for the part that has arrived.
 
 use super::{Aligned, BLOCK_SIZE};
 use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};

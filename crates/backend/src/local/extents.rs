@@ -1,21 +1,21 @@
 //! Which ranges of a file are allocated in the file system.
 //!
 //! `FIEMAP` is preferred: it lists all extents, including reserved (unwritten) and delayed ones, while `SEEK_DATA` on
-//! ext4 and XFS reports an unwritten extent as a hole. File systems without `FIEMAP` (tmpfs, NFS) are asked by
-//! `SEEK_DATA`, which on them finds every byte that was ever written.
+//! ext4 and XFS reports an unwritten extent as a hole. File systems without `FIEMAP` (tmpfs, NFS) are queried by
+//! `SEEK_DATA`, which finds every written byte on these file systems.
 //!
-//! With its SYNC flag, `FIEMAP` writes dirty pages out with the file locked, so that delayed extents get their place,
-//! and every write to the file waits: a third of a second while a guest writes at random. So dirty pages are written
-//! out before the call, without that lock, on file systems where this gives the same answer.
+//! With its SYNC flag, `FIEMAP` writes dirty pages out, so that delayed extents are allocated. Meanwhile it locks the
+//! file, and every write to the file waits: a third of a second while a guest writes at random. So on file systems
+//! where the result is the same, dirty pages are written out before the call, without that lock.
 
 use crate::Placement;
 use std::fs::File;
 use std::io;
 use std::ops::Range;
 
-/// Extents at and after `offset`, as many as one call gives; the first may begin before, the last may reach past the
-/// end of the file. With `place`, the kernel first allocates delayed extents. Without `FIEMAP`, only the allocated
-/// ranges are known.
+/// Extents at and after `offset`, as many as one call returns. The first may begin before `offset`; the last may end
+/// past the end of the file. With `place`, the kernel first allocates delayed extents. Without `FIEMAP`, only the
+/// allocated ranges are known.
 pub(super) fn placements(file: &File, offset: u64, place: bool) -> io::Result<Vec<Placement>> {
     #[cfg(target_os = "linux")]
     match fiemap::placements(file, offset, place) {
@@ -59,7 +59,7 @@ fn is_missing(error: &io::Error) -> bool {
         || error.raw_os_error() == Some(rustix::io::Errno::NOTTY.raw_os_error())
 }
 
-/// Changes the file position, which no code here uses: all I/O is positional.
+/// Changes the file position, which no other code uses: all I/O is positional.
 fn by_seeking(file: &File, offset: u64) -> io::Result<Option<Range<u64>>> {
     #[cfg(any(target_os = "linux", target_os = "freebsd", target_vendor = "apple"))]
     {

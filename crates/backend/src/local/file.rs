@@ -34,11 +34,11 @@ pub struct OpenFile {
 /// Failures of write-back, kept for the next flush.
 ///
 /// Linux reports a lost write once to each open file, and `sync_file_range` counts as a report: `fdatasync` succeeds
-/// afterwards. A failure to allocate (ext4 with delayed allocation) is reported only to the call that met it.
+/// afterwards. A failed allocation (ext4 with delayed allocation) is reported only to the call that caused it.
 #[derive(Default)]
 struct WrittenOut {
-    /// Held shared during write-back. A flush takes it too: otherwise the flush could run between the kernel's report
-    /// to the write-back and the store to `failed`, and succeed.
+    /// Held shared during write-back, and exclusively by a flush. Otherwise the flush could run between the kernel's
+    /// report to the write-back and the store to `failed`, and succeed.
     running: RwLock<()>,
     /// The last failure since the last flush as an error number, or 0.
     failed: AtomicI32,
@@ -67,12 +67,12 @@ impl WrittenOut {
     }
 }
 
-/// Allocated bytes from which a removed file is closed by a thread of its own.
+/// A removed file with at least this many allocated bytes is closed by a thread of its own.
 const CLOSED_ELSEWHERE: u64 = 16 << 20;
 
 impl Drop for OpenFile {
-    /// The last close of a removed file frees its space and takes as long as that: two thirds of a second for 2 GiB on
-    /// a file system mounted with `discard`. If the thread of a request held the last handle, all requests of its
+    /// The last close of a removed file frees its space, which may take long: two thirds of a second for 2 GiB on a
+    /// file system mounted with `discard`. If the thread of a request held the last handle, all requests of its
     /// connection would wait.
     fn drop(&mut self) {
         let long = rustix::fs::fstat(&self.file)
@@ -265,7 +265,8 @@ impl File for OpenFile {
     }
 
     fn sync(&self) -> io::Result<()> {
-        // Never retried after a failure: the kernel reports a lost write once, and a second flush would succeed.
+        // The flush is never retried after a failure: the kernel reports a lost write once, and a second flush would
+        // succeed.
         let flushed = self.file.sync_data();
         let written_out = self.written_out.take();
         flushed.and(written_out).map_err(flush_failed)
@@ -290,7 +291,7 @@ impl File for OpenFile {
 impl LocalFile for OpenFile {
     fn write_out(&self, offset: u64, length: u64, wait: bool) {
         if self.mode == IoMode::Buffered {
-            // The next flush reports a failure.
+            // A failure is kept, and the next flush reports it.
             let _ = self.written_out.run(|| write_out_call(&self.file, offset, length, wait));
         }
     }
@@ -316,7 +317,7 @@ impl LocalFile for OpenFile {
         check_range(offset, length)?;
         let range = offset..offset + length;
         match kept::in_range(&self.file, range.clone(), || reserve_call(&self.file, offset, length)) {
-            // XFS requires free space for the whole range before it looks which parts have space already.
+            // XFS requires free space for the whole range, even if parts of the range have space already.
             Err(error) if error::lacks_space(&error) && self.len()? >= range.end && has_space(&self.file, &range) => {
                 Ok(())
             }
@@ -522,7 +523,7 @@ mod tests {
         let error = file.sync().unwrap_err();
         assert!(!error::lacks_space(&error) && error.to_string().contains("lost"), "{error}");
         file.sync().unwrap();
-        // A kernel without this call has lost no write.
+        // On a kernel without this call the error does not mean a lost write.
         file.written_out.run(|| Err(io::ErrorKind::Unsupported.into())).unwrap_err();
         file.sync().unwrap();
         std::fs::remove_dir_all(&folder).unwrap();

@@ -4,7 +4,7 @@ use crate::validate::check_name;
 use std::io;
 use std::path::Path;
 
-/// The kinds of file systems that lamina tells apart.
+/// The kinds of file systems that lamina distinguishes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FileSystem {
     /// ext2, ext3 or ext4, which have one number in `statfs`.
@@ -32,7 +32,7 @@ pub enum FileSystem {
 }
 
 impl FileSystem {
-    /// By the number that `statfs` gives (`linux/magic.h`; that of ZFS is its own).
+    /// The kind with this number in `statfs` (from `linux/magic.h`; ZFS defines its own number).
     pub fn of_magic(magic: u64) -> Self {
         match magic {
             0xef53 => Self::Ext,
@@ -63,7 +63,7 @@ impl FileSystem {
         Ok(Self::Other(0))
     }
 
-    /// Its name.
+    /// The name of the file system, for messages.
     pub fn name(self) -> String {
         match self {
             Self::Ext => "ext4".into(),

@@ -9,10 +9,10 @@
 //! 1. A step is removed only for a request that needs no new space, and only after that request was refused again.
 //! 2. While steps are missing, requests that need new space are refused, because the kept space is not for data.
 //! 3. Missing steps are made again when there is space: right after a rename, by the next write or reservation, by a
-//!    thread that runs while steps are missing, and at the next opening. Attempts are [`TRY_EVERY`] apart: for so long,
-//!    requests that need new space may still be refused after another program has freed space.
+//!    thread that runs while steps are missing, and at the next opening. Attempts are at least [`TRY_EVERY`] apart.
+//!    Until the next attempt, requests that need new space may be refused although another program has freed space.
 //! 4. Another program may use the space of a removed step before the step is made again. After [`STEPS`] such losses no
-//!    step is left, and all of these requests are refused until there is space.
+//!    step is left, and requests that need no new space are refused too, until there is space.
 //!
 //! The folder that keeps space for a file is found by the device number: each subvolume of btrfs has its own.
 
@@ -48,11 +48,11 @@ static KEPT: RwLock<Vec<Arc<Steps>>> = RwLock::new(Vec::new());
 /// The number of these folders that miss steps.
 static MISSING: AtomicUsize = AtomicUsize::new(0);
 
-/// Space that a folder keeps back while this value exists. Only the owner of the folder creates it: one in all
-/// processes.
+/// Space that a folder keeps back while this value exists. Only the owner of the folder creates this value, so all
+/// processes together have one for each folder.
 pub struct KeptSpace(Arc<Steps>);
 
-/// The owner's use of the space of steps that it removes.
+/// Exists while the owner of the folder uses the space of steps that it removes.
 pub struct HeldSpace<'a>(&'a Arc<Steps>);
 
 struct Steps {
@@ -208,7 +208,7 @@ impl Steps {
                 continue;
             }
             if let Err(error) = make(&self.folder, step) {
-                // A part of the step may have been made.
+                // Removes the step, of which a part may have been made.
                 let _ = rustix::fs::unlinkat(&self.folder, name(step), AtFlags::empty());
                 state.refusal = error.raw_os_error();
                 return;
@@ -335,7 +335,7 @@ fn repeat<T>(steps: Option<Arc<Steps>>, error: io::Error, call: impl Fn() -> io:
     let Some(steps) = steps else { return Err(error) };
     let _giving = steps.giving.lock();
     loop {
-        // A step that another request has removed may be enough.
+        // The space of a step that another request has removed may be enough.
         match call() {
             Err(error) if error::lacks_space(&error) && steps.give_up() => {}
             outcome => return outcome,
@@ -343,7 +343,7 @@ fn repeat<T>(steps: Option<Arc<Steps>>, error: io::Error, call: impl Fn() -> io:
     }
 }
 
-/// Whether all of a range has space, reserved or written.
+/// Whether the whole range has space, reserved or written.
 pub(super) fn has_space(file: &File, range: &Range<u64>) -> bool {
     let mut at = range.start;
     while at < range.end {

@@ -17,10 +17,10 @@ impl Thread {
     }
 
     /// With `short`, the scheduler runs the thread soon after it wakes, in short slices: for a thread that answers a
-    /// user or a guest beside threads that always compute, or that outnumber the processors. On a busy machine this
-    /// saves a few milliseconds per answer. It takes no privilege, because other threads keep their share of processor
-    /// time (Linux 6.12 and later, `sched_setattr(2)`: a slice shorter than the default one); elsewhere it does
-    /// nothing. Without `short`, the thread has the default slice again.
+    /// user or a guest while other threads use all processors. On a busy machine this saves a few milliseconds per
+    /// answer. It requires no privilege, because other threads keep their share of processor time (Linux 6.12 and
+    /// later, `sched_setattr(2)`: a slice shorter than the default one); elsewhere it does nothing. Without `short`,
+    /// the thread has the default slice again.
     pub fn set_short_slice(self, short: bool) {
         #[cfg(target_os = "linux")]
         ask(self.id, if short { SLICE } else { 0 });
@@ -53,7 +53,7 @@ fn ask(thread: rustix::thread::Pid, slice: u64) {
         size: size_of::<Attributes>() as u32,
         policy: 0,
         flags: 0,
-        // The call sets the nice value too: this keeps the present one.
+        // The call sets the nice value too, so the present value is passed.
         nice: rustix::process::getpriority_process(Some(thread)).unwrap_or(0),
         priority: 0,
         // 0: the default.

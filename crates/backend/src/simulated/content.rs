@@ -76,7 +76,7 @@ impl Ranges {
         Some(start.max(from)..end)
     }
 
-    /// The count of numbers in `range` that are not in the set.
+    /// How many numbers of `range` are not in the set.
     pub(super) fn missing(&self, range: Range<u64>) -> u64 {
         let mut missing = 0;
         let mut at = range.start;

@@ -2,8 +2,8 @@
 //!
 //! 1. Changes are kept, and become durable, in the order in which they were made.
 //! 2. A durable write that overlaps unflushed changes is queued behind them, marked `forced`: a power cut always
-//!    applies it, after the earlier changes that it keeps, so that no older data overwrites it. Applied to the durable
-//!    content at once, an earlier change that is kept would overwrite it.
+//!    applies it, after the earlier changes that it keeps, so that no older data overwrites it. If the write were
+//!    applied to the durable content at once, an earlier change that the cut keeps would overwrite it.
 
 use super::content::{Content, PAGE};
 use std::collections::VecDeque;
@@ -41,7 +41,7 @@ impl Random {
         self.below(100) < chance
     }
 
-    /// A generator of its own, so that draws from either do not change the other's sequence.
+    /// A second generator. Numbers drawn from one generator do not change the sequence of the other.
     pub(super) fn fork(&mut self) -> Self {
         Self(self.next())
     }

@@ -1,9 +1,10 @@
 //! The state shared by all handles of a simulated disk, under one lock: files, names, space, and requested faults.
 //!
-//! 1. Every operation that changes something calls [`World::begin`] once, before it does; only this counts operations.
+//! 1. Every operation that changes something calls [`World::begin`] once, before the change. Only these calls count
+//!    operations.
 //! 2. `used` is the space of the live content of all files that can be reached by name or by handle.
 //! 3. A file stays in `files` while a name, a handle, or a durable name that a power cut could restore refers to it; a
-//!    flush of the names drops the last kind.
+//!    flush of the names removes the references of the last kind.
 
 use super::content::{Content, PAGE, Ranges, pages_touched};
 use super::unflushed::{Change, Fate, Persistence, Random};
@@ -318,7 +319,7 @@ impl World {
         Ok(id)
     }
 
-    /// Whether a name leads to this file.
+    /// Whether a name refers to this file.
     pub(super) fn leads_to(&self, name: &str, id: FileId) -> io::Result<bool> {
         self.check_power()?;
         Ok(self.names.get(name) == Some(&id))
@@ -336,7 +337,7 @@ impl World {
         self.change_reach(id, |file| file.handles = file.handles.saturating_sub(1));
     }
 
-    /// Changes what refers to a file, and counts its space as used or free accordingly.
+    /// Changes the names or handles that refer to a file, and counts the space of the file as used or free accordingly.
     fn change_reach(&mut self, id: FileId, change: impl FnOnce(&mut FileState)) {
         let Some(file) = self.files.get_mut(&id) else { return };
         let was_reachable = file.reachable();

@@ -197,8 +197,8 @@ impl MemoryMedium {
         self.lapse().into_iter().for_each(|lost| lost());
     }
 
-    /// As [`Self::revoke`], without notifying the owners: they see the loss when they ask, or when an operation is
-    /// refused. The returned functions notify them.
+    /// As [`Self::revoke`], without notifying the owners: they detect the loss when they call `loss`, or when an
+    /// operation is refused. The returned functions notify them.
     pub fn lapse(&self) -> Vec<Box<dyn FnOnce() + Send>> {
         let mut state = self.pool.state();
         for lease in std::mem::take(&mut state.held).into_values() {
