@@ -1,7 +1,7 @@
 //! CRC32C (Castagnoli): the checksum of every structure and every block.
 //!
-//! The checksum of several blocks can be computed from those of the single blocks, without the data. So blocks whose
-//! checksums are known from the medium need not be summed again for the network.
+//! The checksum of several blocks can be computed from the checksums of the single blocks, without the data. So blocks
+//! with checksums that are known from the medium need not be summed again for the network.
 
 #![forbid(unsafe_code)]
 
@@ -23,13 +23,13 @@ pub fn checksum_of(parts: &[&[u8]]) -> u32 {
     digest.finalize() as u32
 }
 
-/// The checksum of a structure that contains it in the four bytes at `field`, which count as zero.
+/// The checksum of a structure that stores this checksum in the four bytes at `field`. These bytes count as zero.
 pub fn checksum_without(bytes: &[u8], field: usize) -> u32 {
     checksum_of(&[&bytes[..field], &[0; 4], &bytes[field + 4..]])
 }
 
-/// Tables for appending a block: the checksum of data with a block appended is the checksum of the block, XORed with
-/// the entries here for the four bytes of the checksum of the data. This works because CRC32C is linear.
+/// Tables for appending a block. The checksum of data followed by a block is the checksum of the block, XORed with four
+/// entries of the tables: one for each byte of the checksum of the data. This is possible because CRC32C is linear.
 static BEHIND: LazyLock<[[u32; 256]; 4]> = LazyLock::new(|| {
     let bit = |bit: usize| crc_fast::checksum_combine(CrcAlgorithm::Crc32Iscsi, 1 << bit, 0, BLOCK_SIZE as u64) as u32;
     let bits: [u32; 32] = std::array::from_fn(bit);

@@ -118,7 +118,7 @@ pub struct WorkPart<'a> {
 /// The position of a part in the whole work.
 #[derive(Clone, Copy, Debug)]
 pub enum WorkPlace {
-    /// The parts before it have the size `before`, all parts together the size `total`.
+    /// The parts before this part have the size `before`, all parts together have the size `total`.
     Behind {
         /// Size of the parts before.
         before: u64,

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 /// The longest sleep between two checks for cancellation.
 const SLEEP_MAX: Duration = Duration::from_millis(20);
-/// Unused time counts at most for this long.
+/// At most this much unused time counts, so that no long burst follows a pause.
 const CREDIT_MAX: Duration = Duration::from_millis(50);
 
 /// Limits the rate of some work, which may change at any time. All threads that do the work share one throttle.
