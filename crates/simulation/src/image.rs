@@ -41,7 +41,7 @@ fn bytes(version: &Option<Arc<Block>>) -> &Block {
     version.as_deref().unwrap_or(&ZEROS)
 }
 
-/// The blocks that a byte range touches, each with the bytes touched.
+/// The blocks that a byte range touches, each with the bytes of the block that are touched.
 pub fn touched(offset: u64, length: u64) -> impl Iterator<Item = (u64, Range<usize>)> {
     let end = offset + length;
     let blocks = if length == 0 { 0..0 } else { offset / BLOCK..end.div_ceil(BLOCK) };
@@ -189,8 +189,8 @@ impl Image {
         }
     }
 
-    /// Compares a block found after a crash or a failed write with the contents that it may have. From now on the found
-    /// content is its current content and, with `for_good`, durable.
+    /// Compares a block found after a crash or a failed write with the contents that it may have. Then the found
+    /// content becomes the current content of the block and, with `for_good`, its durable content.
     pub fn observe(&mut self, block: u64, found: &Block, for_good: bool) -> Result<(), String> {
         let Some(history) = self.history.get_mut(&block) else {
             return compare(block, found, bytes(&self.blocks.get(&block).cloned()));

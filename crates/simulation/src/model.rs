@@ -34,9 +34,9 @@ pub struct Disk {
     pub image: Arc<Image>,
     /// Snapshots by name.
     pub snapshots: BTreeMap<String, Snapshot>,
-    /// It was a linked clone, and may still share blocks with other disks.
+    /// The disk was a linked clone, and may still share blocks with other disks.
     pub detached: bool,
-    /// It, or the disk from which it was cloned, was thick: blocks may be allocated without having been written.
+    /// The disk, or the disk from which it was cloned, was thick: blocks may be allocated without having been written.
     pub reserved: bool,
 }
 

@@ -83,11 +83,11 @@ pub enum Operation {
     Reopen,
     /// Drop the engine without closing, keep the medium, and open again.
     Kill,
-    /// Cut the power after `after` further requests to the medium; with `again`, cut it again after so many requests of
-    /// recovery.
+    /// Cut the power after `after` further requests to the medium; with `again`, cut it again after that number of
+    /// requests of recovery.
     Cut { after: u64, again: Option<u64> },
-    /// Cut off the next recovery after the first number of requests, the recovery after it after the second number, and
-    /// so on.
+    /// Cut off the next recovery after the first number of requests, the following recovery after the second number,
+    /// and so on.
     CutRecoveries { after: Vec<u64> },
     /// Let the medium fail one request after `after` others.
     FailOperation { after: u64 },
@@ -128,7 +128,7 @@ pub enum Profile {
     Again,
 }
 
-/// The most disks of a run; then a disk is deleted instead of created.
+/// The most disks of a run. When there are as many, a disk is deleted instead of created.
 pub const DISKS_MAX: usize = 8;
 /// The most snapshots of all disks.
 pub const SNAPSHOTS_MAX: usize = 24;

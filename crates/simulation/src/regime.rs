@@ -181,7 +181,7 @@ fn wide(random: &mut Random) -> Operation {
 fn journals(random: &mut Random) -> Operation {
     let number = random.next();
     match random.below(100) {
-        // Data that is flushed before write-back goes through the journal with its payload.
+        // Data that is flushed before it is written back is appended to the journal as payload.
         0..30 => write(random, 64),
         30..48 => Operation::Flush { disk: number },
         48..53 => cut(random, &[3, 20, 200]),
@@ -197,7 +197,7 @@ fn nearly_full(random: &mut Random, out: &mut Vec<Operation>) -> Operation {
         24..30 => Operation::Flush { disk: number },
         30..36 => Operation::Discard { disk: number, span: span(random, 512), fua: false },
         36..41 => cut(random, &[3, 20, 200]),
-        // Another program takes the rest of the file system. Then buffered writes must still become durable.
+        // Another program uses the rest of the file system. Buffered writes must still become durable.
         58..61 => {
             out.push(Operation::Room { bytes: 0 });
             Operation::Flush { disk: number }

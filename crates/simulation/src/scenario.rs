@@ -29,7 +29,7 @@ pub struct Failure {
 }
 
 impl Failure {
-    /// The description of the violation up to its first digit: a shorter run must violate the same.
+    /// The description of the violation up to its first digit. A shortened run must fail with the same text.
     fn kind(&self) -> String {
         self.violation.chars().take_while(|letter| !letter.is_ascii_digit()).take(60).collect()
     }

@@ -4,7 +4,7 @@
 use simulation::operation::{Operation, Profile, Span};
 use simulation::scenario::{Failure, carry_out};
 
-/// An upper limit of the number of requests to the medium that any of these changes makes.
+/// An upper limit of the number of requests to the medium that one of these changes makes.
 const CUTS: u64 = 70;
 
 const fn span(at: u64, length: u64) -> Span {

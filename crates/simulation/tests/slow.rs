@@ -1,8 +1,8 @@
 //! Slow media: threads on a simulated medium that delays every request, with buffers and a journal that fill much
 //! faster than the medium empties them. The power is cut at some point, and flushed data is compared.
 //!
-//! With a slow flush, write-back, checkpoints and flushes of several clients overlap for long. No request may fail, and
-//! none may wait much longer than the medium needs for the requests before it.
+//! With a slow flush, write-back, checkpoints and flushes of several clients overlap for a long time. No request may
+//! fail, and none may wait much longer than the medium needs for the requests before it.
 #![allow(clippy::unwrap_used)]
 
 use backend::simulated::{Request, SimulatedDisk, SimulatedOptions};

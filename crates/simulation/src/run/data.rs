@@ -18,7 +18,7 @@ pub(super) struct Held {
     title: String,
     device: Arc<dyn Device>,
     plan: ReadPlan,
-    /// For each block of the plan, all contents that it has had since.
+    /// For each block of the plan, all contents that the block has had since the plan was made.
     versions: Vec<(u64, Vec<Block>)>,
 }
 
@@ -33,7 +33,7 @@ impl SimulationRun {
         let data =
             if again { self.model.disks[name].image.read(offset, length) } else { pattern(fill, length as usize) };
         let device = self.device(name)?;
-        // Tests buffers whose data is aligned like the disk offset, and others.
+        // Tests buffers with data that is aligned like the disk offset, and buffers with other alignments.
         let lead = (if fill.is_multiple_of(2) { offset } else { fill } % BLOCK) as usize;
         let mut buffer = Buffer::with_bytes(lead + length as usize);
         // Bytes of the buffer outside the data must not be written anywhere.
@@ -249,8 +249,8 @@ impl SimulationRun {
         }
     }
 
-    /// Carries out the planned reads. Each block must have, as a whole, a content that it had in between, or the read
-    /// must ask to be repeated.
+    /// Carries out the planned reads. Each block must have, as a whole, a content that it had since the plan, or the
+    /// read must ask to be repeated.
     pub(super) fn end_reads(&mut self) -> Checked {
         for mut held in std::mem::take(&mut self.held) {
             let result = held.finish();

@@ -25,7 +25,7 @@ enum Manner {
 }
 
 impl SimulationRun {
-    /// After a failure of the medium, operations that the datastore acknowledges must still be right: tries a few.
+    /// Tries a few operations after a failure of the medium: those that the datastore acknowledges must be right.
     pub(super) fn after_failure(&mut self) -> Checked {
         if self.random.percent(50) {
             return Ok(());
@@ -242,7 +242,8 @@ impl SimulationRun {
         Ok(())
     }
 
-    /// A requested power cut or fault may occur during the comparison, and ends it.
+    /// Classifies a result of the comparison. A requested power cut or fault may occur during the comparison, and ends
+    /// it.
     fn compare_outcome<T>(&mut self, result: error::Result<T>, what: &str) -> Checked<Outcome<T>> {
         match self.judge(result, None)? {
             Outcome::Refused(error) => Err(format!("{what}: {error}")),
