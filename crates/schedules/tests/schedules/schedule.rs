@@ -187,7 +187,7 @@ fn work(store: &Arc<Store>, random: &mut Random, habit: Habit) -> Checked {
     outcome
 }
 
-/// The work of the server beside its clients.
+/// The background work of a server while its clients run.
 fn upkeep(store: &Store, mut random: Random, habit: Habit) -> Checked {
     let most = if habit == Habit::Mixed { 3 } else { 8 };
     for _ in 0..1 + random.below(most) {

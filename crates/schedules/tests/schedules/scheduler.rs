@@ -9,8 +9,8 @@ use testkit::Random;
 enum Manner {
     /// Any runnable thread.
     Uniform,
-    /// The thread of the previous step, except at one step in this many: a thread runs many steps between those of
-    /// others.
+    /// The thread of the previous step, except at one step in this many. So a thread runs many steps before another
+    /// runs.
     Sticky(u64),
     /// The thread with the highest priority. At one step in this many the current thread gets the lowest priority
     /// (probabilistic concurrency testing: few switches, each at a random step).

@@ -17,7 +17,7 @@ pub const DISKS: [(&str, u64); 2] = [("a", 12), ("b", 40)];
 /// Number of prepared stores. Their journals end at different positions, the last ones shortly before the end of the
 /// ring.
 pub const BASES: usize = 4;
-/// Blocks that one flush of a prepared store appends to the journal: at most as many as a flush may.
+/// Blocks that one flush of a prepared store appends to the journal: not more than the payload limit of a flush.
 const STEP: u64 = 32;
 /// Flushes that bring the journal of the second prepared store close to the end of its ring.
 const STEPS: u64 = 29;
@@ -61,7 +61,7 @@ pub struct Store {
     /// The contents that the store may have. The scheduler never switches threads while this lock is held.
     model: Mutex<Model>,
     /// Held while a disk is looked up, and while a disk is deleted or replaced. In a datastore, the layer above the
-    /// engine does this.
+    /// engine keeps these apart.
     pub doors: shuttle::sync::Mutex<()>,
     /// Counts over all schedules.
     pub statistics: Arc<Statistics>,
