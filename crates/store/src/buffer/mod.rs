@@ -74,8 +74,8 @@ impl std::ops::AddAssign for Held {
 }
 
 /// The map changes that a discard of any length may need: one at its beginning, one at its end, and one where the
-/// current step of the discard ends. Mappings between these points need no further change, because whole nodes are
-/// removed.
+/// current step of the discard ends. Mappings in between need no change of their own: they are removed from the nodes
+/// that the three changes rewrite, or with whole subtrees.
 pub const DISCARD_CHANGES: u64 = 3;
 
 /// A run of blocks with one kind of change.
