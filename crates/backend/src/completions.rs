@@ -1,4 +1,4 @@
-//! Completions from other threads: the receiving half of a queue, for every medium whose operations complete on another
+//! Completions from other threads: the receiving half of a queue, for every medium that completes operations on another
 //! thread than the one that pushed them.
 //!
 //! 1. Each operation completes exactly once, whatever the medium's code does: an [`InFlight`] that is dropped completes

@@ -142,7 +142,7 @@ fn guarded(call: impl FnOnce() -> io::Result<()>) -> io::Result<()> {
     catch_unwind(AssertUnwindSafe(call)).unwrap_or_else(|_| Err(io::Error::other("the operation panicked")))
 }
 
-/// A queue whose operations run on a pool of threads.
+/// A queue with operations that run on a pool of threads.
 pub struct PortableQueue {
     completions: CompletionQueue,
     workers: Arc<Workers>,

@@ -14,8 +14,8 @@ use std::process::{Child, Command};
 
 /// Permissions of group and others.
 const OTHERS: u32 = 0o077;
-/// The permissions of group and others that the folder of a datastore must not have. It may have the permission to
-/// traverse it without listing, by which a group reaches the server's sockets.
+/// The permissions of group and others that the folder of a datastore must not have. The permission to traverse the
+/// folder without listing it is allowed, because a group reaches the server's sockets by it.
 const LISTING: u32 = 0o066;
 /// The deepest folder that [`exposed`] looks into.
 const DEPTH_MAX: usize = 16;

@@ -498,7 +498,7 @@ mod tests {
     use super::*;
     use crate::{IoMode, simulated};
 
-    /// A file of `length` bytes, whose end the operation checks.
+    /// A file of `length` bytes. The operation checks where it ends.
     fn file(length: u64) -> Arc<dyn File> {
         let disk = simulated::SimulatedDisk::new(0, simulated::SimulatedOptions::default());
         let file = disk.directory().create("file", IoMode::Direct).unwrap();

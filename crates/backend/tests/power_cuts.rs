@@ -96,7 +96,7 @@ fn bytes_of(stamps: &[u64]) -> Vec<u8> {
     stamps.iter().flat_map(|stamp| stamp.to_le_bytes().repeat(SECTOR as usize / 8)).collect()
 }
 
-/// A disk with one empty file whose name is durable.
+/// A disk with one empty file, which has a durable name.
 fn disk_with_file(seed: u64, options: SimulatedOptions) -> (SimulatedDisk, Arc<dyn Directory>, Arc<dyn File>) {
     let disk = SimulatedDisk::new(seed, options);
     let directory = disk.directory();

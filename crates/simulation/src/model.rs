@@ -227,7 +227,7 @@ impl Model {
 }
 
 fn flush(image: &mut Arc<Image>) {
-    // An image whose writes are all durable stays shared.
+    // An image with only durable writes stays shared.
     if !image.is_settled() {
         Arc::make_mut(image).flush();
     }

@@ -15,7 +15,7 @@ const TIB: u64 = 1 << 40;
 const WIDE: u64 = 16 * TIB;
 /// The default journal of `lamina init`.
 const JOURNAL_DEFAULT: u64 = 128 << 20;
-/// The largest thick disk in the regime whose table of blocks must be larger than the journal.
+/// The largest thick disk in the regime that needs a table of blocks larger than the journal.
 const THICK_WIDE_MAX: u64 = 4 << 30;
 /// The largest thick disk in the other regimes.
 const THICK_MAX: u64 = 8 << 20;

@@ -303,8 +303,8 @@ fn recovery_succeeds_after_repeated_power_cuts() {
     }
 }
 
-/// A datastore of version 1 whose ring is full of operations that change more pages than the ring has room for. Version
-/// 1 could neither continue with it nor open it.
+/// A datastore of version 1 with a ring full of operations that change more pages than the ring has room for. Version 1
+/// could neither continue with this datastore nor open it.
 #[test]
 fn a_datastore_of_version_1_with_a_full_journal_opens() {
     const OPERATIONS: u64 = 6000;

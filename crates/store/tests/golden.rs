@@ -230,7 +230,7 @@ fn catalog_page() {
     is_as_shown("catalog page", &captured(&mut pages, PageKey::new(PageFile::Catalog, 0)));
 }
 
-/// A node store for these trees: nodes in a page cache, each with one reference.
+/// The node store for the trees of these tests: nodes in a page cache, each with one reference.
 struct Nodes {
     pages: Pages,
     next: u64,

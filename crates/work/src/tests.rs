@@ -1,4 +1,4 @@
-//! Work whose rate changes, by one thread and by several.
+//! Work at a changing rate, by one thread and by several.
 
 #![allow(clippy::unwrap_used)]
 

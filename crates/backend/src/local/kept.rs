@@ -3,7 +3,7 @@
 //! btrfs counts the metadata of every request against a quota. At the limit it refuses overwrites in place, hole
 //! punches, length changes and renames with EDQUOT. It has separate space for metadata and for data: if other programs
 //! have used up the space for metadata, it refuses the same requests with ENOSPC. It always carries out the removal of
-//! a file. So a folder on btrfs keeps [`STEPS`] files, the steps, whose extended attributes use metadata and no data.
+//! a file. So a folder on btrfs keeps [`STEPS`] files, the steps. Their extended attributes use metadata and no data.
 //! If such a request is refused, one step is removed, and the request is repeated.
 //!
 //! 1. A step is removed only for a request that needs no new space, and only after that request was refused again.

@@ -303,8 +303,8 @@ impl SimulationRun {
                 _ => {}
             }
         }
-        // The block in which the smaller capacity ends differs without having been written: a part of it is outside the
-        // smaller one.
+        // The block in which the smaller disk ends counts as different even if it was not written: a part of the block
+        // lies past the end of the smaller disk.
         let end = a_end.min(b_end);
         let tail = (a_end != b_end && end % BLOCK != 0).then_some(end / BLOCK);
         for extent in &extents {

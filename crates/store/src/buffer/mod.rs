@@ -199,7 +199,7 @@ impl Layer {
         gone
     }
 
-    /// The first part of a range whose newest content is from the write `stamp`.
+    /// The first part of a range that still has the content of the write `stamp`.
     pub fn still(&self, range: &Range<u64>, stamp: u64) -> Option<Range<u64>> {
         self.overlapping(range)
             .find(|(_, entry)| entry.stamp == stamp)
@@ -365,7 +365,7 @@ impl Layers {
         gone
     }
 
-    /// The newest buffered content of a range, in extents, and the gaps whose content is in the map.
+    /// The newest buffered content of a range, in extents, and the gaps, for which the map has the content.
     pub fn overlay(&self, range: Range<u64>, pieces: &mut Vec<DirtyPiece>, gaps: &mut Vec<Range<u64>>) {
         gaps.clear();
         gaps.push(range);

@@ -46,7 +46,7 @@ pub enum ObjectState {
     Disk,
     /// A snapshot.
     Snapshot,
-    /// A snapshot whose last writes are still being moved from the buffer into the map.
+    /// A snapshot with last writes that are still being moved from the buffer into the map.
     Unsealed,
     /// Deleted; its tree is being dropped.
     Trash,

@@ -126,7 +126,7 @@ pub struct Buffers {
     room_ready: Condvar,
     /// How often snapshots were taken.
     snapshots: AtomicU64,
-    /// Snapshots whose last writes are still buffered.
+    /// Snapshots with last writes that are still buffered.
     unsealed: AtomicU64,
     sealed: Mutex<()>,
     sealed_ready: Condvar,
@@ -237,7 +237,7 @@ impl Buffers {
         self.snapshots.load(Ordering::Acquire)
     }
 
-    /// Counts a snapshot whose last writes are still buffered.
+    /// Counts a snapshot with last writes that are still buffered.
     pub fn note_unsealed(&self) {
         self.unsealed.fetch_add(1, Ordering::AcqRel);
     }
@@ -249,7 +249,7 @@ impl Buffers {
         self.sealed_ready.notify_all();
     }
 
-    /// Snapshots whose last writes are still buffered.
+    /// Snapshots with last writes that are still buffered.
     pub fn sealing(&self) -> u64 {
         self.unsealed.load(Ordering::Acquire)
     }

@@ -31,7 +31,7 @@ impl<'a> BulkWriter<'a> {
         self.write_summed(logical, data, &Checksums::of(data))
     }
 
-    /// Like [`BulkWriter::write`], for data whose checksums are known.
+    /// Like [`BulkWriter::write`], for data with known checksums.
     pub fn write_summed(&self, logical: u64, data: &[u8], sums: &Checksums) -> Result<()> {
         let engine = self.engine;
         engine.check_running()?;

@@ -327,7 +327,7 @@ impl Engine {
     }
 
     /// Deletes a disk and its snapshots, except the snapshots with a record in `handed_over`: they become snapshots of
-    /// another disk, whose new record is in `handed_over` too.
+    /// another disk. The new record of that disk is in `handed_over` too.
     pub fn delete_disk(&self, disk: u64, handed_over: &[Object]) -> Result<()> {
         let _control = self.control.lock();
         for object in handed_over.iter().filter(|object| object.is_snapshot()) {

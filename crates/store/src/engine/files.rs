@@ -46,7 +46,7 @@ fn show_medium(directory: &dyn Directory, name: &str) -> Result<bool> {
         Err(error) => return Err(Error::io(format!("opening {name}"), error)),
     };
     // Cached data that is not written yet is kept if it can be written now. The first flush may report a failure from
-    // before this opening, whose data is dropped.
+    // before this opening. The data of the failed writes is dropped.
     file.sync().or_else(|_| file.sync()).during(|| format!("flushing {name} before recovery"))?;
     file.forget_cached().during(|| format!("reading {name} again"))?;
     Ok(true)

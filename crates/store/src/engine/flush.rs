@@ -6,7 +6,7 @@
 //!
 //! Two kinds of operations are appended ahead of the pending changes, because they commute with the pending changes:
 //!
-//! * announcements of in-place overwrites. They name only blocks whose mapping is durable: other blocks are held and
+//! * announcements of in-place overwrites. They name only blocks with a durable mapping: other blocks are held and
 //!   never overwritten in place, see [`super::placement`]. The only pending change that can concern an announced block
 //!   frees it, and then the announcement has no effect;
 //! * the record of a new unsealed snapshot. All pending changes of its disk were made before it and belong to the
@@ -133,8 +133,8 @@ impl Engine {
             }
             self.append_pending(&mut commit)?;
             while !self.log.is_told(announced) {
-                // The record that the overwrites are settled follows changes whose data was written during the flush.
-                // One more flush covers these changes.
+                // The record that the overwrites are settled follows changes that refer to data written during the
+                // flush. One more flush covers this data.
                 drop(commit);
                 self.sync_data()?;
                 commit = self.log.lock();
@@ -369,7 +369,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Appends the pending changes, up to the first one whose data is not durable.
+    /// Appends the pending changes, up to the first change with data that is not durable.
     pub(super) fn append_pending(&self, commit: &mut MutexGuard<'_, Committer>) -> Result<()> {
         // The thread that locked the journal before may have failed to append changes that it had taken from the queue.
         // These changes are lost, so nothing may be appended after them.

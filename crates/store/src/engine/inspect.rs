@@ -201,8 +201,8 @@ impl Engine {
     ) -> Result<()> {
         self.complete(from)?;
         self.complete(to)?;
-        // If the smaller of the two ends within a block, that block always counts as changed: both may map the same
-        // block, although its rest is not visible in the smaller one.
+        // If the smaller of the two disks ends within a block, that block always counts as changed: both may map the
+        // same block, although a part of the block lies past the end of the smaller disk.
         let ends = self.with_catalog(|catalog| Ok((catalog.get(from)?.capacity, catalog.get(to)?.capacity)))?;
         let block = backend::BLOCK_SIZE as u64;
         let end = ends.0.min(ends.1);

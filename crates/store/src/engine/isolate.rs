@@ -1,4 +1,4 @@
-//! Isolates ranges of disks whose buffered writes cannot enter the map, because the map is damaged there.
+//! Isolates ranges of disks. Buffered writes to these ranges cannot enter the map, because the map is damaged there.
 //!
 //! A write is acknowledged before the map is read. If the map is damaged where it would have to refer to the write, the
 //! write would block all later flushes and write-back of all disks. The write is therefore removed from the buffer. The
@@ -55,7 +55,7 @@ impl Isolation {
 }
 
 impl Meta {
-    /// The parts of a range of a disk whose map cannot be read, and why.
+    /// The parts of a range for which the map of the disk cannot be read, and why.
     fn unreadable(&mut self, disk: u64, range: Range<u64>, out: &mut Vec<(Range<u64>, Error)>) {
         let Some(root) = self.catalog.find(disk).and_then(|object| object.root) else { return };
         let mut effects = Effects::default();

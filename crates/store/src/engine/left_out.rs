@@ -2,8 +2,8 @@
 //!
 //! What must hold: no operation is left out that a repair could still carry out. An ordinary opening therefore refuses
 //! the datastore, because its checkpoint would release the journal. A repair first restores all pages that it can, and
-//! then leaves out operations on objects whose catalog page is lost. A salvage leaves out every operation that fails,
-//! and reports the ranges.
+//! then leaves out operations on objects with records on lost pages of the catalog. A salvage leaves out every
+//! operation that fails, and reports the ranges.
 
 use super::Meta;
 use super::metadata::Effects;
@@ -19,7 +19,7 @@ use std::ops::Range;
 pub enum Tolerance {
     /// No operation.
     Nothing,
-    /// Operations on objects whose records are lost.
+    /// Operations on objects with lost records.
     LostObjects,
     /// Every operation that fails.
     Everything,
@@ -30,13 +30,13 @@ pub struct LeftOut {
     tolerance: Tolerance,
     /// Objects with lower ids existed at the checkpoint.
     next_id: u64,
-    /// Objects whose creation was left out.
+    /// Objects that do not exist, because their creation was left out.
     objects: BTreeSet<u64>,
-    /// For each known object, the blocks whose content is wrong because an operation was left out.
+    /// For each known object, the blocks that have wrong content because an operation was left out.
     pub ranges: BTreeMap<u64, Vec<Range<u64>>>,
 }
 
-/// The object whose tree or record an operation changes, and the logical blocks.
+/// The object of which an operation changes the tree or the record, and the logical blocks that it changes.
 pub fn target(operation: &Operation) -> Option<(u64, Range<u64>)> {
     let all = 0..LOGICAL_LIMIT;
     Some(match operation {

@@ -443,7 +443,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Retries runs whose punching failed. True if none is left.
+    /// Retries to punch runs that could not be punched. True if none remains.
     pub(super) fn return_rest(&self) -> bool {
         let mut failed = self.reserves.lock_punching();
         if let Err(error) = self.punch_failed(&mut failed) {
@@ -452,7 +452,7 @@ impl Engine {
         failed.is_empty()
     }
 
-    /// Punches runs whose punching failed before, except blocks that were reserved again since.
+    /// Punches runs that could not be punched before, except blocks that were reserved again since.
     fn punch_failed(&self, failed: &mut Vec<Run>) -> Result<()> {
         failed.append(&mut self.reserves.take_unreturned());
         if failed.is_empty() {

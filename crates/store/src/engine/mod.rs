@@ -12,7 +12,7 @@
 //!   later.
 //!
 //! A pending change is appended to the journal only after the data that it refers to is durable, so that replay never
-//! maps a block whose data was not written.
+//! maps a block with data that was not written.
 //!
 //! # What must hold
 //!
@@ -177,7 +177,7 @@ pub struct Engine {
     /// Counters.
     pub counters: Counters,
     running: Running,
-    /// Ranges whose buffered writes could not enter the map.
+    /// Ranges with buffered writes that could not enter the map.
     isolation: isolate::Isolation,
     /// Damage that the opening found, for the report of the first check.
     found_first: Mutex<Report>,

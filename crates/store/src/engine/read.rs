@@ -268,9 +268,9 @@ impl Engine {
         Ok(true)
     }
 
-    /// Handles a block whose checksum differs from the planned one. There are three causes: the block changed during
-    /// the read, a crash left it half written, or the medium returned wrong data. Only the third is an error; otherwise
-    /// the read is planned again.
+    /// Handles a block that does not have the planned checksum. There are three causes: the block changed during the
+    /// read, a crash left it half written, or the medium returned wrong data. Only the third is an error; otherwise the
+    /// read is planned again.
     #[cold]
     fn mismatch(
         &self,

@@ -1,8 +1,8 @@
 //! Creates, opens and closes a store.
 //!
 //! Opening reads the superblock. If it names images of a checkpoint, they are written to their places. Then opening
-//! replays the journal from its tail, writes journalled payload to its blocks, and seals snapshots whose last writes
-//! were lost with the buffer. Finally it makes a checkpoint, which is the new starting point.
+//! replays the journal from its tail, writes journalled payload to its blocks, and seals snapshots that lost their last
+//! writes with the buffer. Finally it makes a checkpoint, which is the new starting point.
 //!
 //! What must hold:
 //!

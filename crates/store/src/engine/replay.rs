@@ -1,6 +1,6 @@
 //! Replay: applies the operations in the journal since the last checkpoint.
 //!
-//! [`crate::engine::placement::Doubts`] tracks the blocks whose announced writes may have been cut off.
+//! [`crate::engine::placement::Doubts`] tracks the blocks with announced writes that may have been cut off.
 //!
 //! What must hold at the end: the table entry of each block in use has the checksum of the content on the medium, or
 //! the block is marked as suspect. A suspect block was being overwritten by a write that was not acknowledged as
@@ -161,7 +161,7 @@ impl Meta {
         Ok(())
     }
 
-    /// Marks blocks in doubt as suspect, in a run whose checksums were just set.
+    /// Marks blocks in doubt as suspect, in a run that has just got new checksums.
     fn doubt(&mut self, doubts: &Doubts, run: Run) -> Result<()> {
         for block in blocks(&run).filter(|block| doubts.contains(*block)) {
             self.data.annotate(&mut self.pages, Run { start: block, blocks: 1 }, |_, entry| entry.suspect = true)?;

@@ -32,7 +32,7 @@ fn formatted() -> SimulatedDisk {
     disk
 }
 
-/// Creates a store with one thin disk, whose id is 1.
+/// Creates a store with one thin disk, which has id 1.
 fn made() -> (SimulatedDisk, Arc<Engine>) {
     let disk = formatted();
     let engine = open(&disk).unwrap();
@@ -66,7 +66,7 @@ fn fill_up(disk: &SimulatedDisk) {
     disk.set_capacity(room.total - room.available);
 }
 
-/// Blocks whose bytes all are `value`.
+/// Blocks filled with the byte `value`.
 fn slice(value: u8, blocks: usize) -> SharedSlice {
     let mut buffer = Buffer::zeroed(blocks);
     buffer.fill(value);

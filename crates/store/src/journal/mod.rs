@@ -45,7 +45,7 @@ pub enum BatchKind {
     Urgent,
     /// Page images of a checkpoint under way (version 1).
     Pages,
-    /// The end of a checkpoint, all of whose pages are in the journal (version 1). Body: a checkpoint record.
+    /// The end of a checkpoint: all its pages are in the journal (version 1). Body: a checkpoint record.
     Checkpoint,
     /// Not a batch: it states that everything before it was durable when it was written. It has no body.
     Trailer,
@@ -108,7 +108,7 @@ pub struct Journal {
 }
 
 impl Journal {
-    /// A ring of `size` bytes whose oldest needed batch is at `tail`. `salt` distinguishes it from rings of other
+    /// A ring of `size` bytes. Its oldest needed batch is at `tail`. `salt` distinguishes it from rings of other
     /// datastores.
     pub fn new(file: Arc<dyn File>, size: u64, salt: u64, tail: Place) -> Self {
         Self {
@@ -158,7 +158,7 @@ impl Journal {
         self.read_as(&first, place, incarnation, true)
     }
 
-    /// Reads the batch at `place`, whose head is in `first`. With `mend`, one inverted bit of the body is corrected.
+    /// Reads the batch at `place`. `first` contains its head. With `mend`, one inverted bit of the body is corrected.
     fn read_as(&self, first: &[u8], place: Place, incarnation: u64, mend: bool) -> Result<Option<Batch>> {
         let Some(head) = Head::decode(first) else { return Ok(None) };
         if head.salt != self.salt
@@ -283,7 +283,7 @@ impl Journal {
         padded(body) as u64
     }
 
-    /// Appends one durable batch whose body is made of `parts`. After an error nothing more may be appended, because
+    /// Appends one durable batch. Its body consists of `parts`. After an error nothing more may be appended, because
     /// the content of the file is unknown.
     pub fn append(&mut self, kind: BatchKind, parts: &[&[u8]]) -> Result<()> {
         let length = parts.iter().map(|part| part.len()).sum::<usize>();

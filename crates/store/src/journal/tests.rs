@@ -127,7 +127,7 @@ fn recovery_finds_all_appended_batches_after_wraps_crashes_and_torn_tails() {
 #[test]
 fn a_full_ring_refuses_a_batch_that_would_reach_its_tail() {
     let (file, mut journal) = ring();
-    // Three blocks for each batch: after the last one that fits, two blocks are free.
+    // Each batch has three blocks, so two blocks are free after the last batch that fits.
     let body = vec![0x5a; 3 * 4096 - 64];
     let mut appended = 0;
     while journal.append(BatchKind::Operations, &[&body]).is_ok() {

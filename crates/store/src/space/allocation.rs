@@ -6,14 +6,14 @@ use super::{Run, Space, SpaceKind};
 use crate::pages::{PageFile, PageKey, Pages};
 use crate::{Error, ErrorKind, Result};
 
-/// The most regions whose bitmaps are in memory (4 KiB each). Few in tests, so that the limit is reached.
+/// The most regions with bitmaps in memory (4 KiB each). Few in tests, so that the limit is reached.
 pub(super) const LOADED_REGIONS_MAX: usize = if cfg!(test) { 8 } else { 4096 };
 /// The shortest run that the first search accepts, in blocks (64 KiB). Shorter runs are used only if no such run is
 /// left.
 pub(super) const GOOD_RUN: u64 = 16;
 
 impl Space {
-    /// Sets or clears `used` bits of regions whose bitmaps are in memory, and updates the free count.
+    /// Sets or clears `used` bits in those bitmaps that are in memory, and updates the free count.
     pub(super) fn mark(&mut self, run: Run, used: bool) {
         for (number, first, count) in region::parts(run) {
             if let Some(bitmaps) = &mut self.regions[number as usize].bitmaps {

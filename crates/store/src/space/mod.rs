@@ -103,7 +103,7 @@ impl Space {
         }
     }
 
-    /// A space whose summaries are not read, because they may be damaged.
+    /// A space without reading its summaries, because they may be damaged.
     pub fn table_only(kind: SpaceKind, regions: u64) -> Self {
         let mut space = Self::without_regions(kind);
         space.grow_regions(regions);
@@ -372,7 +372,7 @@ impl Space {
         Ok(())
     }
 
-    /// Counts every region whose bitmaps are not in memory, at the end of a repair.
+    /// Counts every region without bitmaps in memory, at the end of a repair.
     pub fn recount(&mut self, pages: &mut Pages) -> Result<()> {
         for number in 0..self.regions() {
             let region = &mut self.regions[number as usize];
@@ -451,7 +451,7 @@ impl Space {
         self.regions() * REGION_PAGES
     }
 
-    /// Number of regions whose summaries have changed since the last checkpoint.
+    /// Number of regions with summaries that have changed since the last checkpoint.
     pub fn changed_regions(&self) -> u64 {
         self.dirty_regions.len() as u64
     }

@@ -16,7 +16,7 @@ use super::{LEVELS_MAX, Mapping, NodeId, NodeStore, corrupt};
 use crate::Result;
 use std::ops::Range;
 
-/// A range whose mapping differs between two trees.
+/// A range that two trees map differently.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct DiffExtent {
     /// First logical block.
@@ -27,8 +27,8 @@ pub struct DiffExtent {
     pub in_b: bool,
 }
 
-/// Calls `each` in order with the ranges within `range` whose mapping differs between trees `a` and `b`: another
-/// physical block, another flag, or mapped in one of them only. `None` is an empty tree.
+/// Calls `each` in order with the ranges within `range` that trees `a` and `b` map differently: another physical block,
+/// another flag, or mapped in one of them only. `None` is an empty tree.
 pub fn diff<S: NodeStore + ?Sized>(
     store: &mut S,
     a: Option<NodeId>,

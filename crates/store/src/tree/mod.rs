@@ -8,7 +8,7 @@
 //! Invariants, which every function here keeps:
 //!
 //! 1. **References of nodes.** The count of a node is the number of parent entries that refer to it, plus the number of
-//!    heads and snapshots whose root it is.
+//!    heads and snapshots that have it as their root.
 //! 2. **References of data.** The count of a data block is the number of leaf entries that map it, plus the references
 //!    held outside the trees. An entry of a shared leaf counts once, so an in-place overwrite needs an unshared *path*
 //!    as well as an unshared block ([`lookup_exclusive`]).

@@ -77,7 +77,7 @@ pub(super) fn push_run(runs: &mut Vec<PhysicalRun>, physical: u64, blocks: u64) 
     }
 }
 
-/// The child of an internal node whose bounds contain a logical block.
+/// A child of an internal node, with its bounds.
 #[derive(Clone, Copy)]
 pub(super) struct Slot {
     pub index: usize,
@@ -273,7 +273,7 @@ pub(super) fn slot(page: &Block, index: usize) -> Option<Slot> {
     })
 }
 
-/// The child of an internal node whose bounds contain `position`. `None` only for a node without children.
+/// The child of an internal node that has `position` within its bounds. `None` only for a node without children.
 pub(super) fn slot_for(page: &Block, position: u64) -> Option<Slot> {
     let entries = entries(page);
     slot(page, entries.get(1..)?.partition_point(|entry| key_of(entry) <= position))
@@ -319,7 +319,7 @@ pub(super) fn move_tail(page: &mut Block, index: usize, right: &mut Block) -> u6
     key
 }
 
-/// Appends all entries of `right`, whose lower bound is `key`, to its left neighbour. They must fit.
+/// Appends all entries of `right` to its left neighbour, where they must fit. `key` is the lower bound of `right`.
 pub(super) fn append(page: &mut Block, right: &Block, key: u64) {
     let at = count(page);
     splice(page, at..at, entries(right));

@@ -46,10 +46,10 @@ struct Leaf {
     tables: u64,
 }
 
-/// Computes the part of `range` whose change dirties about `most` pages, at least the part in one leaf. `per_page` is
-/// the number of blocks, or nodes, that a table page describes. With `unmap` the range is unmapped, otherwise it is
-/// mapped; the caller counts the table pages of the new blocks. `seen` has the nodes counted for earlier ranges of the
-/// same step. The ranges of a step must be passed in ascending order.
+/// Computes the part of `range` that can be changed by dirtying about `most` pages: at least the part in one leaf.
+/// `per_page` is the number of blocks, or nodes, that a table page describes. With `unmap` the range is unmapped,
+/// otherwise it is mapped; the caller counts the table pages of the new blocks. `seen` has the nodes counted for
+/// earlier ranges of the same step. The ranges of a step must be passed in ascending order.
 pub fn reach<S: NodeStore + ?Sized>(
     store: &mut S,
     root: NodeId,

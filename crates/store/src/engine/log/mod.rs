@@ -55,7 +55,7 @@ pub struct CommitLog {
     growing: Mutex<()>,
     head: AtomicU64,
     tail: AtomicU64,
-    /// Journal position of the announcement whose overwrites are under way; `u64::MAX`: none.
+    /// Journal position of the announcement of the overwrites under way; `u64::MAX`: none.
     announced: AtomicU64,
     /// A position just after the last announcement.
     announced_end: AtomicU64,

@@ -1,4 +1,4 @@
-//! Applies operations to the metadata. All changes of metadata go through this file.
+//! Applies operations to the metadata. All changes of metadata are made by this file.
 
 use super::Meta;
 use crate::catalog::{Object, ObjectState};

@@ -11,9 +11,9 @@ pub struct Freed {
     /// Shared with the reads that may refer to blocks mapped now. A new epoch begins when the freeing of blocks becomes
     /// durable.
     epoch: Arc<()>,
-    /// Blocks whose freeing is durable. They wait for the reads of their epoch.
+    /// Blocks that were freed durably. They wait for the reads of their epoch.
     waiting: VecDeque<(Arc<()>, Vec<Run>)>,
-    /// Number of blocks whose freeing is not durable.
+    /// Number of freed blocks of which the freeing is not durable.
     freeing: u64,
     /// Number of all blocks that cannot be reused yet.
     blocks: u64,
@@ -57,7 +57,7 @@ impl Freed {
         Some(runs)
     }
 
-    /// Number of blocks whose freeing is not durable.
+    /// Number of freed blocks of which the freeing is not durable.
     pub fn freeing(&self) -> u64 {
         self.freeing
     }

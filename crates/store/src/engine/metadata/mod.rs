@@ -46,7 +46,7 @@ pub struct Meta {
     pub catalog: Catalog,
     /// Journalled payload that is not written to the data files yet, by physical block.
     pub logged: BTreeMap<u64, SharedSlice>,
-    /// Blocks whose write is under way: by write-back, by a write that bypasses the buffer, or of journalled payload.
+    /// Blocks that are being written: by write-back, by a write that bypasses the buffer, or with journalled payload.
     pub in_flight: InFlight,
     /// Changes that are not in the journal yet.
     pub pending: Queue,
@@ -172,7 +172,7 @@ impl Meta {
         !self.holds.no_nodes()
     }
 
-    /// Makes blocks allocatable whose freeing is durable and to which no read refers any more.
+    /// Makes blocks allocatable that were freed durably and to which no read refers any more.
     pub fn release_freed(&mut self) -> bool {
         let mut any = false;
         while let Some(runs) = self.freed.take() {

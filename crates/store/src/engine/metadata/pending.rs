@@ -64,8 +64,8 @@ impl Queue {
         Some(next)
     }
 
-    /// Takes changes for the next batch: those whose data is durable up to write `synced`, while `more` returns that
-    /// the batch has room. A batch ends at the last change that a checkpoint captured.
+    /// Takes changes for the next batch: those with data that is durable up to write `synced`, while `more` returns
+    /// that the batch has room. A batch ends at the last change that a checkpoint captured.
     pub fn take_batch(&mut self, synced: u64, mut more: impl FnMut(&Operation) -> bool) -> Taken {
         let mut taken = Taken::default();
         if self.captured == Some(0) {

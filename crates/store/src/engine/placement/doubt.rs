@@ -1,5 +1,5 @@
-//! Doubt: during replay, blocks whose content is unknown, because a write of them was announced and may have been cut
-//! off.
+//! Doubt: during replay, the content of some blocks is unknown, because a write of them was announced and may have been
+//! cut off.
 //!
 //! Two kinds of records put a block in doubt. An *announced overwrite* has the checksum of the content that was to be
 //! written. A *permit* allows any content from then on. Other records are in the order in which the changes were made.
@@ -85,8 +85,8 @@ impl Doubts {
         self.overwritten.get(&block).map(|announced| announced.checksum)
     }
 
-    /// Called when a flush of the data files covers the overwrites announced before `settled`. Returns the blocks whose
-    /// overwrites or permits this settles.
+    /// Called when a flush of the data files covers the overwrites announced before `settled`. Returns the blocks with
+    /// overwrites or permits that this settles.
     pub fn settle(&mut self, settled: u64) -> Vec<Settled> {
         let mut done = Vec::new();
         self.overwritten.retain(|block, announced| {

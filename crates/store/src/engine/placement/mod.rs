@@ -26,7 +26,7 @@
 //! * A deduplicated block has a reference for each leaf entry that maps it: [`BlockState::references`].
 //! * A block that is being compared as the target of deduplication would be [`BlockState::held`]: [`Holds::hold_block`]
 //!   for the operation that is about to become pending.
-//! * A block whose write is in flight is no target: [`InFlight::contains`], under the lock under which the target is
+//! * A block with a write in flight is no target: [`InFlight::contains`], under the lock under which the target is
 //!   chosen.
 //! * Deduplication is one operation under the metadata lock. Suspect blocks are refused there, by their table entry.
 //! * The operation waits until the data of the target is durable, as an operation on a new block does.

@@ -38,15 +38,15 @@ pub(crate) fn unless_full(outcome: Result<()>) -> Result<()> {
 /// The counters and locks of reserves, described at the head of the file.
 #[derive(Default)]
 pub struct Reserves {
-    /// Locked from the change that marks space as not backed until its hole is punched. Contains the runs whose
-    /// punching failed.
+    /// Locked from the change that marks space as not backed until its hole is punched. Contains the runs that could
+    /// not be punched.
     punching: Mutex<Vec<Run>>,
     /// The search for unclaimed space that the opening after a crash began, until it is complete.
     search: Mutex<Option<Search>>,
     /// Held by a reservation of space in the file system: one at a time.
     extending: Mutex<()>,
-    /// Runs that occupy space of the file system without a record, and whose punching failed while `punching` was not
-    /// locked.
+    /// Runs that occupy space of the file system without a record, and that could not be punched while `punching` was
+    /// not locked.
     unreturned: Mutex<Vec<Run>>,
     /// Claimed blocks: buffered writes and operations under way may need them.
     claims: AtomicU64,
@@ -65,7 +65,7 @@ pub struct Reserves {
 }
 
 impl Reserves {
-    /// Prevents punching until the guard is dropped. Contains the runs whose punching failed.
+    /// Prevents punching until the guard is dropped. The guard contains the runs that could not be punched.
     pub fn lock_punching(&self) -> MutexGuard<'_, Vec<Run>> {
         self.punching.lock()
     }

@@ -11,9 +11,9 @@
 //!    change uses are subtracted from the maximum, or the change still counts.
 //! 3. Admitted changes never need more nodes later: each uses no more nodes than were counted for it, and a later
 //!    snapshot only separates these changes from later ones.
-//! 4. A write whose blocks are all written blocks that only its disk maps needs no nodes, and is admitted when none are
-//!    free. Such a write never gets new blocks: write-back waits for the operations that hold its blocks, or its
-//!    payload is journalled for the same blocks.
+//! 4. A write to blocks that are all written, and that only its disk maps, needs no nodes. It is admitted even if no
+//!    nodes are free. Such a write never gets new blocks: write-back waits for the operations that hold its blocks, or
+//!    its payload is journalled for the same blocks.
 //! 5. [`KEPT`] nodes are kept for discards on a full file system. Writes of thick disks may use half of them, one write
 //!    at a time. Dropping deleted trees, sealing snapshots and changing the catalog need no nodes.
 

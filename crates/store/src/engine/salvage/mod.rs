@@ -29,11 +29,11 @@ pub struct Salvage {
     notes: Vec<String>,
     /// Blocks of disks and snapshots that the left-out operations concern.
     left_out: BTreeMap<u64, Vec<Range<u64>>>,
-    /// Objects whose records come from a damaged page of the catalog.
+    /// Objects with records from a damaged page of the catalog.
     unproven: BTreeSet<u64>,
     /// Part of the journal is lost: the content is older than what was acknowledged.
     behind: bool,
-    /// Blocks whose newest content is in a part of the journal that cannot be replayed.
+    /// Blocks with newer content in a part of the journal that cannot be replayed.
     outdated: BTreeSet<u64>,
 }
 
@@ -100,7 +100,7 @@ impl Salvage {
                 out.push(salvaged(disk));
                 out.extend(catalog.snapshots_of(disk.id).filter(|snapshot| !snapshot.incomplete).map(salvaged));
             }
-            // The remaining snapshots belong to disks whose records are lost.
+            // The remaining snapshots belong to disks with lost records.
             let orphan = |object: &&Object| object.is_snapshot() && catalog.find(object.disk).is_none();
             let mut orphans: Vec<Salvaged> = catalog.objects().filter(orphan).map(salvaged).collect();
             orphans.sort_by_key(|orphan| orphan.object.id);

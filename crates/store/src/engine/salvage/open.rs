@@ -204,7 +204,7 @@ fn take_images_home(
     Ok(())
 }
 
-/// Rebuilds damaged pages that can be derived from others. Returns the objects whose records are on damaged pages.
+/// Rebuilds damaged pages that can be derived from others. Returns the objects with records on damaged pages.
 fn renew(engine: &Engine, notes: &mut Vec<String>) -> Result<BTreeSet<u64>> {
     let mut guard = engine.meta.lock();
     let meta = &mut *guard;
@@ -267,7 +267,7 @@ fn complete_data_files(engine: &Engine) -> Result<()> {
     Ok(())
 }
 
-/// Seals the snapshots whose last writes were lost with the buffer.
+/// Seals the snapshots that lost their last writes with the buffer.
 fn seal(engine: &Engine, left_out: &mut LeftOut) {
     let mut meta = engine.meta.lock();
     let waiting = |object: &&crate::catalog::Object| object.state == ObjectState::Unsealed;

@@ -63,7 +63,7 @@ fn older_payload_does_not_replace_a_flushed_write_after_a_concurrent_write_back(
     // Overwrites the block in place, after an announcement.
     write(&engine, 0, 2);
     engine.settle(&engine.head(1)).unwrap();
-    // While the flush waits for the medium, another write goes to a new block and into the map.
+    // While the flush waits for the medium, another write is made to a new block and enters the map.
     let other = Arc::clone(&engine);
     before_next(&disk, Request::Sync, move || {
         write(&other, 100, 5);
@@ -180,7 +180,7 @@ fn blocks_of_a_write_discarded_during_write_back_are_not_claimed_by_another() {
     is_whole(&engine);
 }
 
-/// A store whose next reservation is described by two pages of the table, of which the second cannot be read.
+/// A store in which two pages of the table describe the next reservation, and the second page cannot be read.
 fn partly_readable() -> (SimulatedDisk, Arc<Engine>, impl Fn()) {
     let (disk, engine) = made();
     drop(engine.claim_blocks(256).unwrap());

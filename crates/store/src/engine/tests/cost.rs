@@ -4,8 +4,8 @@ use super::super::log::PAGES_FLOOR;
 use super::super::metadata::Touched;
 use super::*;
 
-/// A write to a disk whose map is shared with a snapshot and refers to blocks all over the medium, while only single
-/// blocks are free. Each block of the write is mapped on its own, and one leaf is copied for all of them.
+/// A write to a disk while only single blocks are free. The map of the disk is shared with a snapshot, and refers to
+/// blocks all over the medium. Each block of the write is mapped on its own, and one leaf is copied for all of them.
 #[test]
 fn a_write_mapped_to_scattered_blocks_copies_its_leaf_once() {
     const PIECES: u64 = 200;

@@ -5,7 +5,8 @@ use backend::{Directory, File, IoMode};
 use std::io;
 use std::sync::Mutex;
 
-/// A folder whose data files are symbolic links: they can be opened, and the list of regular files leaves them out.
+/// A folder in which the data files are symbolic links: they can be opened, and the list of regular files leaves them
+/// out.
 struct Links {
     inner: Arc<dyn Directory>,
     opened: Mutex<Vec<String>>,

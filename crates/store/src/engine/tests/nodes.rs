@@ -3,7 +3,7 @@
 use super::super::reserve::KEPT;
 use super::*;
 
-/// Blocks of a disk whose map has some hundred leaves.
+/// Blocks of a disk with some hundred leaves in its map.
 const WIDE: u64 = 1 << 17;
 /// Blocks written to the disk. Each needs an extent of its own.
 const WRITTEN: u64 = 40_000;

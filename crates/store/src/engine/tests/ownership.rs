@@ -20,7 +20,8 @@ fn read_from(engine: &Engine, disk: u64, logical: u64) -> Result<u32> {
     Ok(word)
 }
 
-/// A store with disk 1, whose blocks hold 1, and a clone of it that shares all blocks. No snapshot of them is left.
+/// A store with disk 1, in which every block has the value 1, and a clone that shares all its blocks. The snapshot
+/// between them is deleted.
 fn shared() -> (SimulatedDisk, Arc<Engine>, u64) {
     let disk = formatted();
     let engine = open(&disk).unwrap();
@@ -33,7 +34,7 @@ fn shared() -> (SimulatedDisk, Arc<Engine>, u64) {
     (disk, engine, clone)
 }
 
-/// A clone of a disk that shares its blocks. No snapshot of them is left.
+/// A clone of a disk that shares its blocks. The snapshot between them is deleted.
 fn cloned(engine: &Engine, disk: u64, new: NewDisk) -> u64 {
     let snapshot = take(engine, disk, "s");
     let clone = engine.clone_snapshot(snapshot, &[new]).unwrap()[0];

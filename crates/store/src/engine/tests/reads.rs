@@ -4,9 +4,9 @@
 use super::*;
 use backend::simulated::SimulatedOptions;
 
-/// A disk whose map does not fit into the smallest cache.
+/// Blocks of a disk with a map that does not fit into the smallest cache.
 const WIDE: u64 = 100_000;
-/// Blocks that the workload changes, and their distance: each is in another leaf.
+/// The number of blocks that the workload changes, and the distance between them, so that each is in another leaf.
 const CHANGED: u64 = 250;
 const APART: u64 = 390;
 

@@ -43,7 +43,7 @@ fn allocated(disk: &SimulatedDisk) -> u64 {
     data.allocated().unwrap() / BLOCK_SIZE as u64
 }
 
-/// A store whose disk 1 has discarded many blocks, durably.
+/// A store in which many blocks of disk 1 were discarded, durably.
 fn discarded() -> (SimulatedDisk, Arc<Engine>) {
     let (disk, engine) = made();
     (0..1000).for_each(|block| write(&engine, block, 1));
@@ -351,7 +351,7 @@ fn an_overwrite_needs_no_space_during_write_back_of_its_block() {
     is_whole(&engine);
 }
 
-/// A store whose data file takes 300 blocks that no record describes, as after a crash in a reservation.
+/// A store with a data file that occupies 300 blocks that no record describes, as after a crash in a reservation.
 fn unclaimed() -> (SimulatedDisk, Arc<Engine>, u64) {
     let (disk, engine) = discarded();
     engine.punch_free(&mut 0, 1, 0, 1 << 16).unwrap();

@@ -61,7 +61,7 @@ pub struct WriteBack {
     logged: Mutex<LoggedLane>,
     through: RwLock<()>,
     copying: Mutex<()>,
-    /// The disk whose batch was written last; changed under the gate.
+    /// The disk to which the last batch belonged; changed under the gate.
     served: AtomicU64,
     /// Number of flushes that wait for the gate. Write-back lets them lock the gate first.
     flushes_waiting: AtomicU64,

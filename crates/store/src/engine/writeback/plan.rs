@@ -34,7 +34,7 @@ pub struct Plan<'a> {
     others: Vec<DirtyPiece>,
     /// Runs to be overwritten in place, which are marked as in flight.
     claimed: Vec<Run>,
-    /// Claims for blocks whose entries have none. Held until the headroom is lowered.
+    /// Claims for blocks of entries without a claim. Held until the headroom is lowered.
     unclaimed: Option<Claim<'a>>,
 }
 

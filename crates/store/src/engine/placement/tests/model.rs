@@ -94,7 +94,7 @@ fn checkpoints(action: Action) -> bool {
     ) || matches!(action, Capture | CheckpointEnd | PayloadBegin(_) | PayloadEnd(_))
 }
 
-/// The actions of a scenario with journalled payload of a clone, whose blocks are shared and must move.
+/// The actions of a scenario with journalled payload of a clone. The blocks of the clone are shared and must move.
 fn payload(action: Action) -> bool {
     use Action::*;
     matches!(
