@@ -171,7 +171,7 @@ pub fn release_idle() {
 /// Returns unused pages of the heap to the kernel: glibc keeps them between allocations.
 #[cfg(target_env = "gnu")]
 fn release_heap() {
-    // SAFETY: takes no pointer, and may be called by any thread at any time.
+    // SAFETY: the function takes no pointer, and may be called by any thread at any time.
     unsafe { libc::malloc_trim(0) };
 }
 

@@ -67,7 +67,7 @@ impl Engine {
                 return Ok(());
             }
             match self.log.try_lock_checkpoints() {
-                // A request that fits into an empty budget may make more checkpoints: it will be admitted, because
+                // The limit does not apply to a request that fits into an empty budget: it is admitted at last, because
                 // other threads are slowed down.
                 Some(_guard) if made < CHECKPOINTS_MAX || self.log.admission.holds(cost) => {
                     self.checkpoint_locked(Purpose::GoOn)?;

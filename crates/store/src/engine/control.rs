@@ -107,7 +107,7 @@ impl Engine {
         Err(Error::new(
             ErrorKind::Invalid,
             format!(
-                "{} changes at once are more than the journal of {} bytes takes as one: make fewer at a time",
+                "{} changes in one request do not fit into one batch of a journal of {} bytes: make fewer at a time",
                 operations.len(),
                 self.log.ring()
             ),

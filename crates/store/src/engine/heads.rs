@@ -197,7 +197,7 @@ fn check_wanted(catalog: &Catalog, wanted: &[NewSnapshot]) -> Result<()> {
         check_name(&new.name)?;
         let disk = catalog.get(new.disk)?;
         if wanted[..i].iter().any(|other| other.disk == new.disk) {
-            let text = format!("disk '{}' is named twice: one snapshot of it is taken at a time", disk.name);
+            let text = format!("disk '{}' is named twice: a request takes one snapshot of a disk", disk.name);
             return Err(Error::new(ErrorKind::Invalid, text));
         }
         if catalog.snapshot(new.disk, &new.name).is_some() {

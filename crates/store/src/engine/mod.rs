@@ -125,7 +125,8 @@ pub struct EngineOptions {
     pub metadata_cache: usize,
     /// Limit of the write buffer in bytes.
     pub write_buffer: usize,
-    /// The longest time that an acknowledged write stays in memory only, if no flush is requested.
+    /// The time after which acknowledged writes are made durable if no flush is requested. With [`IoMode::Buffered`] it
+    /// is three times as long.
     pub commit_interval: Duration,
     /// Whether large writes bypass the buffer (with [`IoMode::Buffered`] only).
     pub write_through: bool,

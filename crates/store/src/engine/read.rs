@@ -309,7 +309,7 @@ impl Engine {
                     ErrorKind::Corrupt,
                     format!(
                         "{name}: the table has no entry for physical block {} at offset {}: it was damaged; run 'lamina \
-                         check --repair', and restore what it cannot from a snapshot or backup",
+                         check --repair', and restore what that cannot repair from a snapshot or backup",
                         run.start,
                         logical * BLOCK_SIZE as u64
                     ),

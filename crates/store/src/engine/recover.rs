@@ -409,8 +409,8 @@ impl Engine {
         };
         let reserved = self.reserve_images(needed);
         reserved.map_err(|error| error.context("the datastore cannot be opened without room for its metadata"))?;
-        // Table pages of regions in use have their space. Other regions may lack it; a change that uses such a region
-        // reserves it.
+        // Table pages of regions in use have space in the file system. Table pages of other regions may lack it; a
+        // change that uses such a region reserves it.
         unless_full(self.reserve_tables())
     }
 
@@ -488,8 +488,8 @@ impl Survey {
         Err(Error::new(
             ErrorKind::Corrupt,
             format!(
-                "the journal is damaged at position {}: it goes on at {}, so what was acknowledged in between is lost; \
-                 {}",
+                "the journal is damaged at position {}: undamaged records follow at {}, so changes acknowledged in \
+                 between are lost; {}",
                 self.end.position,
                 place.position,
                 opening.advice()

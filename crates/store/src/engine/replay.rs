@@ -34,7 +34,7 @@ impl Engine {
             let Some(Batch { kind, body, next, .. }) = batch else {
                 return Err(Error::new(
                     ErrorKind::Corrupt,
-                    format!("the journal was readable a moment ago and is not now, at {}", place.position),
+                    format!("the journal could be read before, and cannot be read again at {}", place.position),
                 ));
             };
             // The pages already contain the changes that were pending when the checkpoint captured them.

@@ -172,8 +172,8 @@ fn lost(failure: &str) -> Error {
     Error::new(
         ErrorKind::Io,
         format!(
-            "the check cannot go on beside the writes ({failure}); make room in the file system, or check again when \
-             less is written"
+            "the check cannot continue while the datastore is written ({failure}); free space in the file system, or \
+             check again when fewer writes are made"
         ),
     )
 }

@@ -2,11 +2,11 @@
 //! has room for the pages that it dirties.
 //!
 //! There are two budgets. *Bytes* of the ring: the bytes between tail and head, those of pending changes and those of
-//! grants must fit beside a reserve. The reserve is for small changes that cannot wait: the records of settled
-//! announcements, of sealed snapshots and of reserved space, and the padding of a checkpoint's own appends. *Pages*:
-//! those changed since the last checkpoint, those that a checkpoint under way has captured, and those of grants must
-//! fit into the images file and into a share of the metadata cache. Captured pages count until their checkpoint has
-//! ended, because recovery from the previous checkpoint would change all of them again.
+//! grants must fit into the ring less a reserve. The reserve is for small changes that cannot wait: the records of
+//! settled announcements, of sealed snapshots and of reserved space, and the padding of a checkpoint's own appends.
+//! *Pages*: those changed since the last checkpoint, those that a checkpoint under way has captured, and those of
+//! grants must fit into the images file and into a share of the metadata cache. Captured pages count until their
+//! checkpoint has ended, because recovery from the previous checkpoint would change all of them again.
 //!
 //! What must hold:
 //!

@@ -198,7 +198,7 @@ impl Superblock {
             (None, None) => Err(Error::new(
                 ErrorKind::Corrupt,
                 "neither copy of the superblock can be read: this is not a datastore, or both copies are damaged; 'lamina \
-                 salvage' reads out what can be",
+                 salvage' reads out what can be read",
             )),
         }
     }

@@ -56,8 +56,8 @@ impl Failing {
             Some(failure) if in_a_row > failure.disks => Err(Error::new(
                 failure.kind,
                 format!(
-                    "nothing of the write buffer can be written back ({}); mend the medium, or run 'lamina check', and try \
-                     again",
+                    "no data of the write buffer can be written back ({}); repair the medium, or run 'lamina check', \
+                     and try again",
                     failure.message
                 ),
             )),
