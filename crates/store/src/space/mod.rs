@@ -111,7 +111,7 @@ impl Space {
     }
 
     /// Opens the space as of the last checkpoint. `backed_length` is the reserved length of the map file in blocks.
-    /// Summaries that cannot be read are rebuilt from the table.
+    /// Summary pages that fail their checksum are rebuilt from the table.
     pub fn open(kind: SpaceKind, regions: u64, backed_length: u64, pages: &mut Pages) -> Result<Self> {
         let mut space = Self::without_regions(kind);
         let summary = space.summary;
@@ -151,7 +151,7 @@ impl Space {
         Ok(space)
     }
 
-    /// Summary pages that could not be read at opening and were rebuilt.
+    /// Summary pages that failed their checksum at opening and were rebuilt.
     pub fn take_derived(&mut self) -> Vec<(PageKey, Error)> {
         std::mem::take(&mut self.derived)
     }

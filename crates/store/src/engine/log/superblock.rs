@@ -177,7 +177,8 @@ impl Superblock {
         Ok(Some(superblock))
     }
 
-    /// Reads the newer of the two copies, and whether the other copy is unreadable and may therefore have been newer.
+    /// Reads the newer of the two copies. The boolean is true if the other copy fails its checksum, so that it may have
+    /// been newer.
     pub fn read(file: &dyn File) -> Result<(Self, bool)> {
         let mut newest: Option<Self> = None;
         let mut refused = None;
