@@ -365,7 +365,8 @@ impl Engine {
 }
 
 impl Meta {
-    /// Looks up a range of a tree. If pages are missing, a survey records all pages that can be known to be missing.
+    /// Looks up a range of a tree. If a page is missing, a survey also records all other missing pages that it can
+    /// find.
     fn surveyed<T>(
         &mut self,
         root: NodeId,

@@ -164,7 +164,7 @@ impl Meta {
                     blocks += piece.entry.blocks;
                     Aim::Write
                 }
-                // Zeroing maps the blocks that only this disk maps again.
+                // Zeroing keeps the blocks that only this disk maps, and writes their map entries again.
                 Content::Zero => {
                     blocks += piece.entry.blocks;
                     Aim::Map

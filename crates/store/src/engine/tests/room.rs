@@ -375,7 +375,7 @@ fn what_a_crash_left_reserved_is_given_back_step_by_step() {
     let (disk, engine, before) = unclaimed();
     is_whole(&engine);
     assert_eq!(allocated(&disk), before);
-    // So does a close.
+    // A close completes the search too.
     let (disk, engine, before) = unclaimed();
     engine.close().unwrap();
     assert_eq!(allocated(&disk), before);
