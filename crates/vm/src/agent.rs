@@ -1,8 +1,8 @@
 //! The guest agent: QEMU's own (`qemu-ga`), reached through a serial port of the guest.
 //!
-//! 1. To detect an agent, a number is sent and input is read until the number comes back (`guest-sync-delimited`), so
-//!    that the rest of a reply to an earlier client is never taken for a reply to this one.
-//! 2. A guest without an agent is no error: [`Agent::connect`] returns `None`.
+//! 1. To detect an agent, [`Agent::connect`] sends a number and reads until the agent returns the number
+//!    (`guest-sync-delimited`). So the rest of a reply to an earlier client is never taken for a reply to this client.
+//! 2. A guest without an agent is not an error: [`Agent::connect`] returns `None`.
 //! 3. A frozen guest is thawed in every case: [`Frozen`] thaws when dropped.
 
 use crate::qmp::Client;
@@ -19,9 +19,9 @@ use std::time::{Duration, Instant};
 const PATIENCE: Duration = Duration::from_secs(10);
 /// How long freezing may take, since the guest writes out its buffers.
 const FREEZE_PATIENCE: Duration = Duration::from_secs(60);
-/// How long the answer may take that has the output of a program, which is up to 45 MB long.
+/// How long a reply may take that contains the output of a program, up to 45 MB.
 const OUTPUT_PATIENCE: Duration = Duration::from_secs(120);
-/// Pause before each query whether a program in the guest has ended: the first one, and the longest one. Each query
+/// Pauses between queries whether a program in the guest has ended: the first pause, and the longest one. Each query
 /// takes processor time from the program.
 const POLL: [Duration; 2] = [Duration::from_millis(5), Duration::from_millis(40)];
 /// Most bytes that one command writes or reads in the guest.
@@ -35,33 +35,33 @@ pub struct Agent {
 /// The result of a program that ran in the guest.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Ended {
-    /// Its exit code; `None` if a signal ended it.
+    /// The exit code; `None` if a signal ended the program.
     pub code: Option<i64>,
-    /// The signal that ended it.
+    /// The signal that ended the program, if one did.
     pub signal: Option<i64>,
-    /// Its standard output.
+    /// The program's standard output.
     pub output: Vec<u8>,
-    /// Whether the agent kept only the beginning of its standard output.
+    /// Whether the agent kept only the beginning of the standard output.
     pub output_cut: bool,
-    /// Its standard error.
+    /// The program's standard error.
     pub errors: Vec<u8>,
-    /// Whether the agent kept only the beginning of its standard error.
+    /// Whether the agent kept only the beginning of the standard error.
     pub errors_cut: bool,
 }
 
-/// What became of a program that was to run in the guest.
+/// Outcome of a request to run a program in the guest.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Execution {
-    /// It ran and ended.
+    /// The program ran and has ended.
     Ended(Ended),
-    /// The guest has no such program; with the agent's reason.
+    /// The guest has no such program; with the agent's message.
     NotFound(String),
-    /// The guest has it, and cannot run it; with the agent's reason.
+    /// The guest has the program but cannot run it; with the agent's message.
     NotRunnable(String),
-    /// It was still running at the end of the time limit, and continues.
+    /// The program was still running at the end of the time limit, and continues to run.
     StillRuns {
-        /// Its process in the guest.
+        /// The program's process id in the guest.
         pid: i64,
     },
 }
@@ -80,16 +80,16 @@ impl Agent {
     /// The agent at the other end of a connection; `None` if none answers within `patience`.
     pub fn over(mut client: Client, patience: Duration) -> Result<Option<Self>> {
         let deadline = Instant::now() + patience;
-        // Never zero, because a stale reply may have the number 0.
+        // At least 1, because a stale reply may have the number 0.
         let number = u64::from(std::process::id()) << 20 | (deadline.elapsed().as_nanos() as u64 & 0xf_ffff) | 1;
-        // This byte ends a partial line of an earlier client.
+        // 0xff makes the agent discard a partial line that an earlier client sent.
         client.send_bytes(&[0xff])?;
         client.send(&json!({ "execute": "guest-sync-delimited", "arguments": { "id": number } }))?;
         loop {
             match client.line(deadline) {
                 Ok(answer) if answer["return"] == number => break,
                 Ok(_) => {}
-                // A line may be the rest of a reply to another client, and is skipped.
+                // The line may be the rest of a reply to another client, so it is skipped.
                 Err(error) if error.kind() == ErrorKind::Invalid && Instant::now() < deadline => {}
                 // The agent does not answer, has disconnected, or is not an agent.
                 Err(_) => return Ok(None),
@@ -126,7 +126,7 @@ impl Agent {
         }
     }
 
-    /// As [`Agent::execute`], with the reasons why there is no exit code as values.
+    /// As [`Agent::execute`], but returns an outcome without an exit code as a value instead of an error.
     pub fn run(&mut self, program: &str, arguments: &[&str], input: &[u8], patience: Duration) -> Result<Execution> {
         if input.len() > DATA_MAX {
             let text = format!("{} bytes are more than the guest agent takes at once", input.len());
@@ -136,13 +136,13 @@ impl Agent {
         if !input.is_empty() {
             wanted["input-data"] = BASE64.encode(input).into();
         }
-        // On a slow host a single answer may take as long as the program may.
+        // On a slow host one reply may take as long as the program may run.
         self.client.set_patience(patience.max(PATIENCE));
         let started = self.client.execute("guest-exec", wanted);
         self.client.set_patience(PATIENCE);
         let pid = match started {
             Ok(started) => started["pid"].clone(),
-            // The agent has only sentences for the error of the guest's system call.
+            // The agent reports the error of the guest's system call only as text.
             Err(error) if error.kind() == ErrorKind::Invalid && error.to_string().starts_with("QEMU refuses") => {
                 let why = error.to_string();
                 let missing = ["No such file or directory", "cannot find the file"].iter().any(|one| why.contains(one));
@@ -180,14 +180,14 @@ impl Agent {
     pub fn set_time(&mut self) -> Result<()> {
         let nanoseconds = backend::clock::nanoseconds();
         match self.client.execute("guest-set-time", json!({ "time": nanoseconds })) {
-            // The agent of a guest without `hwclock`, which sets the hardware clock, refuses. The hardware clock is
-            // right, because QEMU provides it.
+            // An agent whose guest has no `hwclock` (which would set the hardware clock) refuses. The hardware clock is
+            // right already, because QEMU emulates it.
             Err(error) if matches!(error.kind(), ErrorKind::Invalid | ErrorKind::Unsupported) => self.set_date(error),
             outcome => outcome.map(drop),
         }
     }
 
-    /// Sets the clock by a program of the guest; `refusal` is the error if that fails too.
+    /// Sets the clock by running `date` in the guest; `refusal` is the error to return if that fails too.
     fn set_date(&mut self, refusal: Error) -> Result<()> {
         let time = format!("@{}", backend::clock::seconds());
         match self.execute("/bin/date", &["-u", "-s", &time], &[], PATIENCE) {
@@ -216,7 +216,7 @@ pub struct Frozen {
 
 impl Frozen {
     /// Thaws the file systems and returns their number. If it is lower than [`Frozen::count`], the guest has thawed
-    /// some on its own, and copies made meanwhile are only crash-consistent.
+    /// some file systems on its own, and copies made while they were to be frozen are only crash-consistent.
     pub fn thaw(mut self) -> Result<(Agent, u64)> {
         let mut agent = self.agent.take().ok_or_else(|| Error::new(ErrorKind::Stopped, "thawed already"))?;
         let count = agent.thaw()?;

@@ -5,11 +5,11 @@
 //! uuid = "1d9e3a7c-5b0e-4a44-9d0f-0f6f1c2f7a11"
 //! cpus = 1
 //! memory = "256M"
-//! ports = 4                   # for devices that are added while it runs
-//! autostart = true            # without it false
+//! ports = 4                   # for devices that are added while the machine runs
+//! autostart = true            # default: false
 //! qemu_arguments = ["-vga", "std"]
 //!
-//! [boot]                      # without it the firmware boots the first disk
+//! [boot]                      # default: the firmware boots the first disk
 //! kernel = "/srv/guest/vmlinuz"
 //! initrd = "/srv/guest/initrd"
 //! append = "console=ttyS0"
@@ -64,7 +64,7 @@ pub const DISK_SLOTS: std::ops::Range<u8> = 8..16;
 pub const NETWORK_SLOTS: std::ops::Range<u8> = 16..24;
 /// The end of the slots for network cards in definitions of version 1.
 const FIRST_VERSION_SLOTS_END: u8 = 20;
-/// The number that stands for the first port instead of a slot: devices in ports are numbered from here.
+/// The slot number that stands for the first port. Devices in ports have the numbers from here on, instead of slots.
 pub const FIRST_PORT: u8 = 32;
 /// Most ports for devices that are added while the machine runs.
 pub const PORTS_MAX: u8 = 8;
@@ -77,43 +77,43 @@ pub const ARGUMENTS_MAX: usize = 256;
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Definition {
-    /// The version of the definition, which decides whether an older program can read it. Definitions without a version
-    /// have version 1; version 2 has `platform`, `ports`, `autostart` and `qemu_arguments`, and of devices `bus`,
-    /// `unit` and `model`, and more slots.
+    /// The version of the definition: a program refuses versions newer than its own. Definitions without a version have
+    /// version 1. Version 2 adds `platform`, `ports`, `autostart` and `qemu_arguments`, `bus`, `unit` and `model` of
+    /// devices, and more slots.
     #[serde(default = "first_version", skip_serializing_if = "is_first_version")]
     pub version: u32,
-    /// Its name, which is also the name of its folder and the host name of its guest.
+    /// The machine's name, which is also the name of its folder and the host name of its guest.
     pub name: String,
-    /// Its UUID, which the guest sees in its firmware tables.
+    /// The machine's UUID, which the guest sees in its firmware tables.
     #[serde(with = "uuid::serde::hyphenated")]
     pub uuid: Uuid,
     /// Virtual CPUs.
     pub cpus: u32,
-    /// Memory in bytes; in the file as `256M`.
+    /// Memory in bytes; written in the file as `256M`.
     #[serde(with = "memory")]
     pub memory: u64,
     /// Firmware, chipset, clock and display.
     #[serde(default, skip_serializing_if = "is_default")]
     pub platform: Platform,
-    /// Ports for devices that are added while the machine runs. Machines of older versions have none.
+    /// Ports for devices that are added while the machine runs; 0 in definitions of version 1.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub ports: u8,
-    /// Whether `start --autostart` starts it.
+    /// Whether `start --autostart` starts the machine.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub autostart: bool,
-    /// Further arguments of QEMU, after those of lamina.
+    /// Further arguments of QEMU, added after those that lamina generates.
     #[serde(default, rename = "qemu_arguments", skip_serializing_if = "Vec::is_empty")]
     pub arguments: Vec<String>,
-    /// The kernel to boot; without it the firmware boots from the first disk.
+    /// The kernel to boot; `None` if the firmware boots from the first disk.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub boot: Option<Boot>,
-    /// The machine from which this one was cloned.
+    /// The machine from which this machine was cloned.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub origin: Option<Origin>,
-    /// Its disks.
+    /// The machine's disks.
     #[serde(default, rename = "disk", skip_serializing_if = "Vec::is_empty")]
     pub disks: Vec<Disk>,
-    /// Its network cards.
+    /// The machine's network cards.
     #[serde(default, rename = "network", skip_serializing_if = "Vec::is_empty")]
     pub networks: Vec<Network>,
 }
@@ -145,7 +145,7 @@ pub enum CloneKind {
 }
 
 impl CloneKind {
-    /// Its name.
+    /// The kind's name in definitions and on the command line.
     pub fn name(self) -> &'static str {
         match self {
             Self::Full => "full",
@@ -155,13 +155,13 @@ impl CloneKind {
     }
 }
 
-/// The machine that a clone was made from. It is informational: the machine may have been deleted since.
+/// The machine that a clone was made from, for information only: the machine may have been deleted since.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Origin {
-    /// The machine.
+    /// The name of the machine.
     pub machine: String,
-    /// Its snapshot, if one was cloned.
+    /// The snapshot of the machine, if a snapshot was cloned.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub snapshot: Option<String>,
     /// Kind of the clone.
@@ -172,15 +172,15 @@ pub struct Origin {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Disk {
-    /// The disk.
+    /// The name of the disk.
     pub name: String,
     /// The PCI slot of the disk or of its controller, one of [`DISK_SLOTS`]; for IDE [`IDE_SLOT`]. Disks with the same
-    /// slot are on one controller. A disk in a port has [`FIRST_PORT`] and the number of the port.
+    /// slot are on one controller. For a disk in a port: [`FIRST_PORT`] plus the number of the port.
     pub slot: u8,
-    /// How it is attached.
+    /// The kind of controller to which the disk is attached.
     #[serde(default, skip_serializing_if = "is_default")]
     pub bus: Bus,
-    /// Its address on the controller.
+    /// The disk's address on the controller.
     #[serde(default, skip_serializing_if = "is_default")]
     pub unit: u8,
 }
@@ -201,13 +201,13 @@ pub enum Link {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Network {
-    /// Its MAC address.
+    /// The card's MAC address.
     pub mac: Mac,
     /// The network to which the card is connected.
     pub link: Link,
-    /// Its PCI slot, one of [`NETWORK_SLOTS`], or [`FIRST_PORT`] and the number of its port.
+    /// The card's PCI slot, one of [`NETWORK_SLOTS`], or [`FIRST_PORT`] plus the number of its port.
     pub slot: u8,
-    /// Its model.
+    /// The card's model.
     #[serde(default, skip_serializing_if = "is_default")]
     pub model: Card,
 }
@@ -262,12 +262,12 @@ impl Definition {
         Ok(clone)
     }
 
-    /// The names of its disks.
+    /// The names of the machine's disks.
     pub fn disk_names(&self) -> Vec<String> {
         self.disks.iter().map(|disk| disk.name.clone()).collect()
     }
 
-    /// Parses a definition; errors name it `origin`.
+    /// Parses a definition; errors call its file `origin`.
     pub fn parse(text: &str, origin: &str) -> Result<Self> {
         let invalid = |what: String| Error::new(ErrorKind::Invalid, format!("'{origin}': {what}"));
         if text.len() > TEXT_MAX {
@@ -284,8 +284,9 @@ impl Definition {
             .map_err(|e| Error::new(ErrorKind::Invalid, format!("machine '{}' cannot be written: {e}", self.name)))
     }
 
-    /// Checks a record that contains the definition of a machine: its version is supported, and it names one snapshot
-    /// for each disk. `version` has the record's version and the supported one; errors name the record `origin`.
+    /// Checks a record that contains the definition of a machine: that its version is supported, and that it names one
+    /// snapshot for each disk. `version` has the record's version and the newest supported one; errors call the record
+    /// `origin`.
     pub(crate) fn check_record<'a>(
         &self,
         origin: &str,
@@ -304,7 +305,7 @@ impl Definition {
         }
     }
 
-    /// The lowest version that has all fields with other values than their defaults.
+    /// The lowest version that has every field in which this definition differs from the defaults.
     pub fn needed_version(&self) -> u32 {
         let plain = self.platform == Platform::default()
             && (self.ports, self.autostart, self.arguments.is_empty()) == (0, false, true)
@@ -313,7 +314,7 @@ impl Definition {
         if plain { first_version() } else { VERSION }
     }
 
-    /// Why the running guest's state cannot be saved; `None` if it can.
+    /// Why the state of a running guest with this hardware cannot be saved; `None` if it can.
     pub fn unsavable(&self) -> Option<&'static str> {
         if self.platform.firmware == Firmware::Uefi {
             return Some("the variables of UEFI are not part of saved states");
@@ -322,7 +323,8 @@ impl Definition {
         nvme.then_some("QEMU cannot save the state of NVMe controllers")
     }
 
-    /// Checks that the guest's state can be saved and continued: for snapshots with memory, freezing, instant clones.
+    /// Checks that the guest's state can be saved and loaded, as snapshots with memory, freezing and instant clones
+    /// require.
     pub fn check_savable(&self) -> Result<()> {
         match self.unsavable() {
             None => Ok(()),
@@ -415,7 +417,7 @@ fn is_zero(number: &u8) -> bool {
     *number == 0
 }
 
-/// The disks that a text names in its sections `[[disk]]`, also if it is not a valid definition.
+/// The disks that the sections `[[disk]]` of a text name, even if the text is not a valid definition.
 pub fn named_disks(text: &str) -> Vec<String> {
     let mut section = "";
     let mut names = Vec::new();
@@ -546,7 +548,7 @@ mod tests {
         }
     }
 
-    /// A machine as an import from another program makes it.
+    /// A machine as an import from another program defines it.
     fn foreign() -> Definition {
         let mut machine = machine();
         machine.version = VERSION;

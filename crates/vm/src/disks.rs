@@ -1,4 +1,4 @@
-//! The interface to the datastore that has the machines' disks.
+//! The interface of this crate to the datastore in which the machines' disks are.
 
 use crate::import::Content;
 use crate::import::run::How;
@@ -10,7 +10,7 @@ use work::Progress;
 /// The properties of a disk that machines need.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Facts {
-    /// Its capacity in bytes.
+    /// The disk's capacity in bytes.
     pub capacity: u64,
     /// The disk and snapshot of which the disk is a linked clone.
     pub origin: Option<(String, String)>,
@@ -23,20 +23,20 @@ pub struct Facts {
 /// A snapshot of a disk.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SnapshotFacts {
-    /// Its name.
+    /// The snapshot's name.
     pub name: String,
     /// When the snapshot was taken, in seconds since 1970.
     pub created: u64,
-    /// The linked clones that are based on it.
+    /// The linked clones that are based on the snapshot.
     pub clones: Vec<String>,
 }
 
 /// A datastore. Methods may be called from any thread.
 pub trait Disks: Send + Sync {
-    /// The Unix socket of its NBD server.
+    /// The Unix socket of the datastore's NBD server.
     ///
     /// # Errors
-    /// If the datastore is not served, with a hint what to do.
+    /// If the datastore is not served; the error tells how to serve it.
     fn server(&self) -> Result<PathBuf>;
 
     /// All disks by their names.
@@ -45,15 +45,16 @@ pub trait Disks: Send + Sync {
     /// Creates an empty disk.
     fn create(&self, disk: &str, capacity: u64) -> Result<()>;
 
-    /// The capacity in bytes of an image of another program, which is opened with its parents. `format` is the format
-    /// that the source names. The image and its parents must be in the image's folder or in one of `permitted`.
+    /// The capacity in bytes of another program's image, which is opened with its parents. `format` is the image format
+    /// that the machine's description names. The image and its parents must be in the image's folder or in one of
+    /// `permitted`.
     fn image(&self, path: &Path, format: Option<&str>, permitted: &[PathBuf]) -> Result<u64>;
 
     /// The OVF descriptor in an archive.
     fn descriptor(&self, archive: &Path) -> Result<Vec<u8>>;
 
-    /// Creates a disk with the content of another program's disk and with its snapshots, completely or not at all. With
-    /// a live import the content is copied later. Reports copied and total bytes.
+    /// Creates a disk with the content of another program's disk and with its snapshots, completely or not at all. In a
+    /// live import, the server copies the content after this call. Reports copied and total bytes.
     fn import(&self, disk: &str, content: &Content, how: &How, progress: &dyn Progress) -> Result<()>;
 
     /// Takes snapshots of several disks at one point: (disk, snapshot). Either all are taken or none.
@@ -62,10 +63,10 @@ pub trait Disks: Send + Sync {
     /// The snapshots of a disk.
     fn snapshots(&self, disk: &str) -> Result<Vec<SnapshotFacts>>;
 
-    /// Deletes a snapshot; `Busy` while clones are based on it or a client has it open.
+    /// Deletes a snapshot; `Busy` while clones are based on the snapshot or a client has it open.
     fn delete_snapshot(&self, disk: &str, snapshot: &str) -> Result<()>;
 
-    /// Reverts a disk to a snapshot; `Busy` while a client has it open.
+    /// Reverts a disk to a snapshot; `Busy` while a client has the disk open.
     fn revert(&self, disk: &str, snapshot: &str) -> Result<()>;
 
     /// Makes linked clones of a snapshot: either all of them or none.
@@ -74,10 +75,11 @@ pub trait Disks: Send + Sync {
     /// Makes an independent copy of a snapshot, completely or not at all. Reports copied and total bytes.
     fn clone_full(&self, disk: &str, snapshot: &str, name: &str, progress: &dyn Progress) -> Result<()>;
 
-    /// Deletes a disk with its snapshots. `Busy` while a client has it open, and if clones are based on its snapshots,
-    /// unless `promote` hands these snapshots over to the clones.
+    /// Deletes a disk with its snapshots. `Busy` while a client has the disk open, and if clones are based on its
+    /// snapshots, unless `promote` hands these snapshots over to the clones.
     fn delete(&self, disk: &str, promote: bool) -> Result<()>;
 
-    /// Waits until the requests of closed connections have ended. Afterwards these requests create or delete no disks.
+    /// Waits until the server has finished all requests of closed connections, so that none of them creates or deletes
+    /// a disk afterwards.
     fn settle(&self) -> Result<()>;
 }

@@ -10,7 +10,8 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 
-/// Files synced at a time: the file system combines syncs that overlap into one commit of its journal.
+/// Number of files that are synced concurrently: the file system combines overlapping syncs into one commit of its
+/// journal.
 const SYNCED_AT_ONCE: usize = 16;
 
 /// Replaces the content of `path` atomically by `bytes`. The new content is durable on return.

@@ -1,9 +1,10 @@
 //! Changing a machine: its name, processors, memory, further arguments of QEMU, disks and network cards.
 //!
-//! 1. Disks and cards of a running machine are added and removed in its process too ([`crate::plug`]). All other
-//!    properties are those of a process that starts, so they are changed only while the machine is off.
-//! 2. The name of a machine is the name of its folder: one rename changes it. The name in the definition follows.
-//! 3. A frozen machine is not changed: its saved state requires the devices that it was saved with.
+//! 1. Disks and cards of a running machine are also added to and removed from its process ([`crate::plug`]). All other
+//!    properties apply only when a process starts, so they are changed only while the machine is off.
+//! 2. The name of a machine is the name of its folder: one rename changes it. The name in the definition is changed
+//!    afterwards.
+//! 3. A frozen machine cannot be changed, because its saved state can be loaded only with the same devices.
 
 use crate::busy::while_busy;
 use crate::definition::{Definition, Link};
@@ -20,7 +21,7 @@ use std::time::Duration;
 /// How long to wait until clients of a disk that is added have disconnected.
 const RELEASE_PATIENCE: Duration = Duration::from_secs(1);
 
-/// What to change; `None` and empty lists for what stays.
+/// What to change; `None` and empty lists leave a property unchanged.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Edit {
@@ -28,7 +29,7 @@ pub struct Edit {
     pub cpus: Option<u32>,
     /// Memory in bytes.
     pub memory: Option<u64>,
-    /// Further arguments of QEMU, instead of the present ones.
+    /// Further arguments of QEMU, which replace the present ones.
     pub arguments: Option<Vec<String>>,
     /// Whether `start --autostart` starts the machine.
     pub autostart: Option<bool>,
@@ -45,7 +46,7 @@ pub struct Edit {
 }
 
 impl Edit {
-    /// Whether it changes what only a process that starts can have.
+    /// Whether the edit changes a property that only a new process can have.
     fn needs_off(&self) -> bool {
         self.cpus.is_some() || self.memory.is_some() || self.arguments.is_some() || self.ports.is_some()
     }
@@ -55,7 +56,7 @@ impl Edit {
 ///
 /// # Errors
 /// `WrongState` if the machine must be off for the change; `Busy` if a disk is in use, or the guest does not release a
-/// device. Changes before the failed one stay.
+/// device. Changes made before the failed one are kept.
 pub fn edit(change: &Change, host: &Host, edit: &Edit) -> Result<Definition> {
     let machine = change.machine();
     let name = machine.name();
@@ -128,7 +129,8 @@ impl Task<'_> {
             let busy = |text: String| Err(Error::new(ErrorKind::Busy, text));
             match (there.get(disk), users.get(disk)) {
                 (None, _) => return Err(Error::new(ErrorKind::NotFound, format!("there is no disk '{disk}'"))),
-                // A command that added it was killed before it had told the process.
+                // An earlier command was killed after it had added the disk to the definition but not yet to the
+                // process.
                 (_, Some(user)) if *user == self.name() => {}
                 (_, Some(user)) => return busy(format!("disk '{disk}' belongs to machine '{user}'")),
                 (Some(facts), None) if self.runs && facts.clients > 0 => self.wait_unused(disk)?,
@@ -159,7 +161,7 @@ impl Task<'_> {
                 }
                 self.change.define(&self.definition)?;
             }
-            // A command that added it may have been killed before it had told the process.
+            // An earlier command may have been killed before it added the disk to the process.
             Some(there) if self.runs && self.definition.can_unplug(there) => {}
             Some(_) => {
                 let text = format!("disk '{disk}' is in machine '{}' already", self.name());
@@ -247,10 +249,11 @@ pub fn rename(change: &Change, host: &Host, to: &str) -> Result<Definition> {
     }
     let definition = Definition { name: to.to_owned(), ..machine.definition()? };
     let folder = host.machines().folder();
-    // Fails if another command has created such a machine meanwhile, because its folder is not empty.
+    // The rename fails if another command has created a machine with this name meanwhile, because the folder of a
+    // machine is not empty.
     fs::rename(machine.folder(), folder.join(to)).during(|| format!("renaming machine '{name}'"))?;
     durable::sync(folder)?;
-    // The lock is that of the folder, whatever its name is.
+    // The lock belongs to the folder, not to its name, and so is still held.
     machine::define(&folder.join(to), &definition)?;
     Ok(definition)
 }

@@ -15,8 +15,8 @@ pub struct Outcome {
     pub failed: Vec<(String, Error)>,
 }
 
-/// Calls `work` for each name, `parallel` at a time. `progress` counts the completed ones. Once it is cancelled, no
-/// further ones are begun; `work` has to complete or undo those that are running.
+/// Calls `work` for each name, with at most `parallel` calls at a time. `progress` counts the completed calls. Once
+/// `progress` is cancelled, no further calls are begun; `work` has to complete or undo the calls in progress.
 pub fn each(
     names: &[String],
     parallel: usize,

@@ -9,11 +9,12 @@
 //! /dev/shm/lamina-UID-DEV-INO/  memory files of this datastore's machines
 //! ```
 //!
-//! 1. Every command begins with [`Host::recover`], which removes or completes what a killed command left.
-//! 2. Images and memory files are removed only while no other command runs: a running command may be about to create a
-//!    reference to one.
-//! 3. Memory files contain the memory of guests. Only the owner of their folder can read it, and a folder created by
-//!    another user is refused. The folder exists only while it has files, so a deleted datastore leaves none.
+//! 1. Every command begins with [`Host::recover`], which completes or undoes the work of killed commands.
+//! 2. Images and memory files are removed only while no other command runs: a running command may be about to refer to
+//!    one of them.
+//! 3. Memory files contain the memory of guests. Only the user who created their folder can read it, and a folder that
+//!    another user created is refused. The folder is removed when its last file is removed, so that none remains after
+//!    the datastore was deleted.
 
 use crate::disks::Disks;
 use crate::instant::image::Images;
@@ -33,12 +34,12 @@ use std::time::Duration;
 
 /// How long to wait for another command that changes a machine.
 const CHANGE_PATIENCE: Duration = Duration::from_secs(30);
-/// The file that all running commands lock shared.
+/// The file that every running command locks with a shared lock.
 const WORKING: &str = ".working";
 /// The default parent of the folder for memory files.
 const MEMORY: &str = "/dev/shm";
 
-/// Paths.
+/// Paths that a [`Host`] uses.
 #[derive(Clone, Debug)]
 pub struct Places {
     /// The datastore's folder.
@@ -59,13 +60,13 @@ pub struct Host {
     worked: AtomicBool,
 }
 
-/// While this exists, no other command removes images or memory files.
+/// While a value of this type exists, no other command removes images or memory files.
 pub struct Working {
     _lock: File,
 }
 
 impl Drop for Host {
-    /// Removes memory files that only this command needed, instead of leaving them to the next command.
+    /// Removes memory files that only this command needed, so that they do not remain until the next command.
     fn drop(&mut self) {
         if self.worked.load(Ordering::Relaxed)
             && let Err(error) = self.sweep()
@@ -138,11 +139,11 @@ impl Host {
         {
             return Ok(known.features);
         }
-        // The probe's folder is not among the machines, where it would be taken for one.
+        // The probe uses a folder outside those of the machines, because such a folder would be taken for a machine.
         let features = Features::detect(&self.qemu, &self.machines.folder().join(".probe"))?;
         if let Some(found) = found {
             let known = Known { found, features: features.clone() };
-            // The cache is only an optimization: without it, the next command queries QEMU again.
+            // The cache is only an optimization: if it cannot be written, the next command queries QEMU again.
             let kept = serde_json::to_vec(&known).map_err(io::Error::from).map(|text| durable::write(&path, &text));
             if let Err(error) = kept {
                 tracing::debug!("the list of QEMU's features could not be cached: {error}");
@@ -151,14 +152,14 @@ impl Host {
         Ok(features)
     }
 
-    /// Removes or completes what a killed command left, and removes files that no machine needs.
+    /// Completes or undoes the work of killed commands, and removes files that no machine needs.
     pub fn recover(&self) -> Result<()> {
         self.machines.recover()?;
         for machine in self.machines.list()? {
             if !machine.is_held() && !snapshots::is_unfinished(&machine) {
                 continue;
             }
-            // Another command is changing the machine.
+            // If the lock is not available, another command is changing the machine.
             let Ok(change) = machine.change() else { continue };
             if let Err(error) = self.recover_one(&change) {
                 tracing::error!("machine '{}': {error}", machine.name());
@@ -191,7 +192,8 @@ impl Host {
         snapshots::recover(change, self)
     }
 
-    /// Whether a snapshot of a disk was taken only for clones, so that it is deleted with the last of them.
+    /// Whether a snapshot of a disk was taken only for clones, so that it is deleted together with the last of these
+    /// clones.
     pub fn is_only_for_clones(&self, snapshot: &str) -> bool {
         let image = snapshot.strip_prefix(crate::instant::freeze::PREFIX);
         snapshot.starts_with(crate::clone::PREFIX) || image.is_some_and(|id| self.images.get(id).is_err())

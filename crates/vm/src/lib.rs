@@ -29,7 +29,7 @@
 //! Invariants:
 //!
 //! 1. A machine's QEMU process is independent: it continues when the command that started it ends or is killed, and
-//!    later commands find it.
+//!    later commands find it by its pid file.
 //! 2. A guest is started only by a command of the user: there is no automatic restart.
 //! 3. Features of QEMU are queried, not derived from its version.
 

@@ -14,9 +14,9 @@ use std::time::{Duration, Instant};
 
 /// How long the last client of a disk may take to close it.
 const RELEASE_PATIENCE: Duration = Duration::from_secs(3);
-/// How long the guest's agent may take to answer before the power button is pressed instead.
+/// How long the guest's agent may take to answer. After this time the guest's power button is pressed instead.
 const AGENT_PATIENCE: Duration = Duration::from_secs(2);
-/// How long the guest's agent may take to answer before its clock stays as it is.
+/// How long the guest's agent may take to answer before the guest's clock is left unchanged.
 const CLOCK_PATIENCE: Duration = Duration::from_secs(5);
 /// Interval at which the clients of a disk are checked.
 const RELEASE_INTERVAL: Duration = Duration::from_millis(20);
@@ -26,11 +26,12 @@ const RELEASE_INTERVAL: Duration = Duration::from_millis(20);
 pub enum Stop {
     /// Request the guest to shut down, and wait up to this time.
     Ask(Duration),
-    /// At once, like a power failure; data that the guest has not flushed is lost.
+    /// Power off at once, like a power failure; data that the guest has not flushed is lost.
     Now,
 }
 
-/// Starts a machine; a frozen one continues where it was frozen. With `paused`, the guest does not execute yet.
+/// Starts a machine; a frozen machine continues from its saved state. With `paused`, the guest does not execute until
+/// it is resumed.
 pub fn start(change: &Change, machines: &Machines, images: &Images, features: &Features, paused: bool) -> Result<()> {
     let machine = change.machine();
     if machine.process()?.is_some() {
@@ -50,9 +51,10 @@ pub fn start(change: &Change, machines: &Machines, images: &Images, features: &F
         let mut successor = child::set_up(change, machines, &image, features)?;
         let _holding = change.hold(Hold { resume: !paused, thaw: false })?;
         change.take_over(&successor)?;
-        // From here on its disks may change, so it must not be started from the image again.
+        // From here on the machine's disks may change, so it must not be started from the image again.
         freeze::forget(machine)?;
-        // The machine itself continues, not a copy of it, so its network is connected again.
+        // The machine itself continues, not a copy of it. So its network cards, which `child::set_up` disconnected, are
+        // connected again.
         for network in &image.record.machine.networks {
             successor.monitor.execute("set_link", json!({ "name": network_device(network), "up": true }))?;
         }
@@ -131,7 +133,7 @@ fn wait_for_disks(machine: &Machine, disks: &dyn Disks) -> Result<()> {
 pub fn stop(change: &Change, how: Stop) -> Result<()> {
     let machine = change.machine();
     if how == Stop::Now && machine.process()?.is_none() && freeze::frozen(machine)?.is_some() {
-        // The frozen state is discarded, because it cannot be resumed or the user does not want it.
+        // The frozen state is discarded: either it cannot be resumed, or the user has requested to stop the machine.
         freeze::forget(machine)?;
         return change.sweep();
     }
@@ -166,8 +168,8 @@ pub fn stop(change: &Change, how: Stop) -> Result<()> {
     change.sweep()
 }
 
-/// Sets the clock of a guest that continues from a saved state to that of the host, through its agent. Returns why it
-/// could not be set.
+/// Sets the clock of a guest that continues from a saved state to the host's clock, through the guest's agent. The
+/// error says why the clock could not be set.
 pub fn set_clock(machine: &Machine) -> std::result::Result<(), String> {
     match machine.agent(CLOCK_PATIENCE) {
         Ok(Some(mut agent)) => agent.set_time().map_err(|error| error.to_string()),
@@ -185,7 +187,8 @@ pub fn pause(change: &Change) -> Result<()> {
 /// Resumes the guest.
 pub fn resume(change: &Change) -> Result<()> {
     change.machine().running()?;
-    // Completes a start from an image that was killed before its end: the disks may change from here on.
+    // A start from an image may have been killed before its end; it is completed here. The disks may change from here
+    // on.
     freeze::forget(change.machine())?;
     change.machine().monitor()?.execute("cont", json!({})).map(drop)
 }

@@ -5,15 +5,17 @@
 //! NAME/run            link to the folder of its current process: run.1, run.2, ..
 //! NAME/run.N/         pid file, sockets, logs, and `memory`, which names the guest's memory file
 //! NAME/snapshots/     its snapshots
-//! NAME/nvram          the variables of its UEFI, if it has that
-//! NAME/held           exists while a command has the guest paused: what to undo if the command is killed
+//! NAME/nvram          the variables of its UEFI, if it has UEFI
+//! NAME/held           exists while a command has the guest paused: what to undo if that is killed
 //! ```
 //!
-//! 1. A machine runs if the process behind `run` is alive; no other record of its state can disagree.
-//! 2. Another process takes over by replacing the link: at every moment exactly one process is the machine's.
+//! 1. A machine runs if the process of its folder `run` is alive. There is no other record of this state that could
+//!    contradict it.
+//! 2. A new process becomes the machine's process when the link is replaced, so that at every moment the machine has
+//!    exactly one.
 //! 3. Changes of a machine are serialized ([`Machine::change`]); reading its state does not wait for a change.
 //! 4. A process that the link does not name never executes the guest: it is a successor that did not take over, or a
-//!    predecessor whose guest is paused. The next change of the machine ends it ([`Change::sweep`]).
+//!    predecessor whose guest is paused. The next change of the machine ends such a process ([`Change::sweep`]).
 //! 5. If a command that has paused a guest is killed, the next command resumes the guest.
 
 use crate::agent::Agent;
@@ -35,9 +37,9 @@ use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// The definition's file.
+/// Name of the definition's file.
 pub const DEFINITION: &str = "machine.toml";
-/// The link to the folder of the current process.
+/// Name of the link to the folder of the current process.
 const RUN: &str = "run";
 /// How long the agent may take to answer when file systems are thawed during recovery.
 const AGENT_PATIENCE: Duration = Duration::from_secs(5);
@@ -52,7 +54,7 @@ const HELD: &str = "held";
 /// How long QEMU's monitor may take to answer.
 const MONITOR_PATIENCE: Duration = Duration::from_secs(20);
 
-/// How long QEMU's monitor may take when a quick answer matters more than a reliable one.
+/// How long QEMU's monitor may take to answer when a state is listed, where a late answer is worth less than none.
 const GLANCE_PATIENCE: Duration = Duration::from_millis(500);
 
 /// The state of a machine.
@@ -61,11 +63,11 @@ const GLANCE_PATIENCE: Duration = Duration::from_millis(500);
 pub enum MachineState {
     /// The machine has no process.
     Stopped,
-    /// Its guest executes.
+    /// The machine's guest executes.
     Running,
-    /// Its guest is paused.
+    /// The machine's guest is paused.
     Paused,
-    /// Its process is waiting for a state to be loaded, or has failed.
+    /// The machine's process is waiting for a state to be loaded, or has failed.
     Other,
 }
 
@@ -81,16 +83,16 @@ pub struct Machine {
 pub enum MemoryRecord {
     /// Anonymous memory of the process.
     Private,
-    /// A file that belongs to this machine and is removed with it.
+    /// A file that belongs to this machine and is removed together with the machine.
     Own(PathBuf),
-    /// The image with that name.
+    /// The memory image with that name, mapped copy-on-write.
     Image(String),
 }
 
 /// A machine that is locked for changes.
 pub struct Change {
     machine: Machine,
-    /// The lock, held until this is dropped.
+    /// The lock, released when this value is dropped.
     _lock: fs::File,
 }
 
@@ -98,11 +100,11 @@ pub struct Change {
 pub struct Start<'a> {
     /// The QEMU to start.
     pub features: &'a Features,
-    /// The NBD server of its disks.
+    /// The NBD server that exports the machine's disks.
     pub nbd: &'a Path,
-    /// Its memory.
+    /// The machine's memory.
     pub memory: Memory,
-    /// Its memory, as recorded in the run folder.
+    /// The same memory, as recorded in the run folder.
     pub record: MemoryRecord,
     /// Whether the process waits for a saved state to be loaded.
     pub incoming: bool,
@@ -110,9 +112,9 @@ pub struct Start<'a> {
 
 /// A process that is set up but is not the machine's current process yet.
 pub struct Successor {
-    /// Its run folder.
+    /// The run folder of the process.
     pub run: RunFolder,
-    /// A connection to its monitor.
+    /// A connection to the monitor of the process.
     pub monitor: Client,
     /// The process.
     pub process: Process,
@@ -124,12 +126,12 @@ impl Machine {
         Self { folder: folder.into() }
     }
 
-    /// Its folder.
+    /// The machine's folder.
     pub fn folder(&self) -> &Path {
         &self.folder
     }
 
-    /// Its definition.
+    /// The machine's definition.
     pub fn definition(&self) -> Result<Definition> {
         let path = self.folder.join(DEFINITION);
         let length = fs::metadata(&path).during(|| format!("looking at '{}'", path.display()))?.len();
@@ -141,11 +143,11 @@ impl Machine {
         }
         let text = fs::read_to_string(&path).during(|| format!("reading '{}'", path.display()))?;
         let definition = Definition::parse(&text, &path.display().to_string())?;
-        // After a rename that was interrupted, the file has the former name.
+        // If a rename was interrupted, the file still has the former name.
         Ok(Definition { name: self.name(), ..definition })
     }
 
-    /// The disks that the text of its definition names, also if it is not a valid definition.
+    /// The disks that the text of the machine's definition names, even if the text is not a valid definition.
     pub fn named_disks(&self) -> Vec<String> {
         fs::read_to_string(self.folder.join(DEFINITION)).map(|text| definition::named_disks(&text)).unwrap_or_default()
     }
@@ -168,22 +170,22 @@ impl Machine {
         }
     }
 
-    /// Its name, which is the name of its folder.
+    /// The machine's name, which is the name of its folder.
     pub fn name(&self) -> String {
         self.folder.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default()
     }
 
-    /// The run folder of its current process.
+    /// The run folder of the machine's current process.
     pub fn run(&self) -> RunFolder {
         RunFolder(self.folder.join(RUN))
     }
 
-    /// Its current process, if it is running.
+    /// The machine's current process; `None` if it is not running.
     pub fn process(&self) -> Result<Option<Process>> {
         Process::find(&self.run().pid_file())
     }
 
-    /// Its current process; an error if it is not running.
+    /// The machine's current process; an error if it is not running.
     pub fn running(&self) -> Result<Process> {
         let stopped = || {
             let text = format!("machine '{0}' does not run; 'lamina vm start {0}' starts it", self.name());
@@ -192,7 +194,7 @@ impl Machine {
         self.process()?.ok_or_else(stopped)
     }
 
-    /// A connection to its monitor.
+    /// A connection to QEMU's monitor.
     pub fn monitor(&self) -> Result<Client> {
         self.monitor_within(MONITOR_PATIENCE)
     }
@@ -202,14 +204,14 @@ impl Machine {
             .map_err(|error| error.context(format_args!("machine '{}'", self.name())))
     }
 
-    /// A connection to the guest's agent; `None` if it does not answer in time.
+    /// A connection to the guest's agent; `None` if the agent does not answer in time.
     pub fn agent(&self, patience: Duration) -> Result<Option<Agent>> {
         self.running()?;
         Agent::connect(&self.run().agent(), patience)
             .map_err(|error| error.context(format_args!("machine '{}'", self.name())))
     }
 
-    /// Its state without a long wait: `Other` while another command uses its monitor.
+    /// The machine's state, without a long wait: `Other` while another command uses QEMU's monitor.
     pub fn glance(&self) -> Result<MachineState> {
         match self.process()? {
             None => Ok(MachineState::Stopped),
@@ -217,7 +219,7 @@ impl Machine {
         }
     }
 
-    /// Its state.
+    /// The machine's state.
     pub fn state(&self) -> Result<MachineState> {
         self.state_within(MONITOR_PATIENCE)
     }
@@ -229,7 +231,7 @@ impl Machine {
         let status =
             match self.monitor_within(patience).and_then(|mut monitor| monitor.execute("query-status", json!({}))) {
                 Ok(status) => status,
-                // The process ended between the two queries.
+                // The process ended after it was found and before its monitor answered.
                 Err(_) if self.process()?.is_none() => return Ok(MachineState::Stopped),
                 Err(error) => return Err(error),
             };
@@ -240,7 +242,7 @@ impl Machine {
         })
     }
 
-    /// The run folders of its processes, including those that have ended.
+    /// The run folders of the machine's processes, including those that have ended.
     fn run_folders(&self) -> Result<Vec<PathBuf>> {
         let is_one = |name: &String| {
             let number = name.strip_prefix("run.").unwrap_or("");
@@ -250,7 +252,7 @@ impl Machine {
         Ok(names.into_iter().filter(is_one).map(|name| self.folder.join(name)).collect())
     }
 
-    /// All its running processes, including those that the link does not name.
+    /// All running processes of the machine, including those that the link does not name.
     pub fn processes(&self) -> Result<Vec<Process>> {
         let mut all = Vec::new();
         for folder in self.run_folders()? {
@@ -259,7 +261,7 @@ impl Machine {
         Ok(all)
     }
 
-    /// Ends all its processes. No process can start in their folders while the result exists.
+    /// Ends all processes of the machine. While the caller keeps the result, no process can start in their folders.
     pub fn end_processes(&self) -> Result<Vec<fs::File>> {
         let folders = self.run_folders()?.into_iter();
         folders.map(|folder| Process::claim(&RunFolder(folder).pid_file())).collect()
@@ -270,12 +272,12 @@ impl Machine {
         self.run_folders()?.iter().try_for_each(|folder| remove_own_memory(folder))
     }
 
-    /// Whether a command that paused the guest may have been killed.
+    /// Whether a command that paused the guest may have been killed since.
     pub fn is_held(&self) -> bool {
         self.folder.join(HELD).exists()
     }
 
-    /// The memory of its current process.
+    /// The memory of the machine's current process.
     pub fn memory(&self) -> Result<MemoryRecord> {
         read_record(&self.run().0)
     }
@@ -285,11 +287,11 @@ impl Machine {
 fn remove_run_folder(folder: &Path) -> Result<()> {
     let pid_file = RunFolder(folder.into()).pid_file();
     for left in (0..REMOVALS_MAX).rev() {
-        // Held until the folder is removed, so that no process starts in it.
+        // While this claim exists, no process starts in the folder.
         let _claim = Process::claim(&pid_file)?;
         remove_own_memory(folder)?;
         match fs::remove_dir_all(folder) {
-            // A process that was just started may have created a file meanwhile, such as its pid file.
+            // A process that was just started may have created a file after the removal began, such as its pid file.
             Err(error) if error.kind() == io::ErrorKind::DirectoryNotEmpty && left > 0 => {}
             outcome => return outcome.during(|| format!("removing '{}'", folder.display())),
         }
@@ -318,18 +320,18 @@ impl Change {
         &self.machine
     }
 
-    /// Writes its definition.
+    /// Writes the machine's definition.
     pub fn define(&self, definition: &Definition) -> Result<()> {
         define(&self.machine.folder, definition)
     }
 
-    /// Starts a process in addition to the current one, if any.
+    /// Starts a process in addition to the current one, if there is one.
     pub fn set_up(&self, start: Start<'_>) -> Result<Successor> {
         let definition = self.machine.definition()?;
         let folder = self.next_run_folder()?;
         let result = self.set_up_in(&definition, RunFolder(folder.clone()), start);
         result.inspect_err(|_| {
-            // The log is kept if the machine has no other process, because the error refers to it.
+            // If the machine has no other process, its log is kept, because the error message refers to the log.
             let _ = fs::remove_dir_all(&folder);
         })
     }
@@ -388,7 +390,7 @@ impl Change {
     }
 
     /// Ends processes that the link does not name, and removes the files of ended processes, including memory files
-    /// that only they used.
+    /// that no other process used.
     pub fn sweep(&self) -> Result<()> {
         let current = fs::read_link(self.machine.folder.join(RUN)).ok();
         for folder in self.machine.run_folders()? {
@@ -396,7 +398,7 @@ impl Change {
             if !counts {
                 remove_run_folder(&folder)?;
             } else if Process::find(&RunFolder(folder.clone()).pid_file())?.is_none() {
-                // The last output of the guest and of QEMU is kept for the user.
+                // The log files with the last output of the guest and of QEMU stay for the user.
                 remove_own_memory(&folder)?;
                 remove_if_there(&folder.join("memory"))?;
             }
@@ -404,25 +406,25 @@ impl Change {
         Ok(())
     }
 
-    /// Records that the guest is about to be paused, so that the next command resumes it if this process is killed. The
-    /// caller has checked whether the guest is running. The record is removed when the result is dropped.
+    /// Records that the guest is about to be paused, so that the next command resumes it if this command is killed. The
+    /// caller has checked whether the guest is running. Dropping the result removes the record.
     pub fn hold(&self, hold: Hold) -> Result<Holding> {
         let path = self.machine.folder.join(HELD);
         let text = serde_json::to_vec(&hold)
             .map_err(|e| Error::new(ErrorKind::Invalid, format!("'{}' cannot be written: {e}", path.display())))?;
-        // The file is not made durable, because a power cut ends the guest too.
+        // The record need not be durable, because a power cut ends the guest too.
         private::write(&path, &text).during(|| format!("writing '{}'", path.display()))?;
         Ok(Holding { path })
     }
 
-    /// Resumes the guest after a command that paused it was killed. Returns whether there was such a command.
+    /// If a command that paused the guest was killed, resumes the guest. Returns whether there was such a command.
     pub fn let_go_on(&self) -> Result<bool> {
         let path = self.machine.folder.join(HELD);
         let Some(text) = durable::read(&path)? else { return Ok(false) };
         // If the file is empty, the command was killed before it paused the guest.
         let hold: Hold = serde_json::from_str(&text).unwrap_or_default();
         if crate::instant::freeze::frozen(&self.machine)?.is_some() {
-            // The machine is frozen and continues from its image, so its old process must not continue too.
+            // The machine is frozen, so it continues from its image, and its old process must not continue as well.
             for process in self.machine.processes()? {
                 process.end()?;
             }
@@ -443,7 +445,7 @@ impl Change {
     }
 }
 
-/// What has to be undone for a paused guest.
+/// What has to be undone after a guest was paused.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Hold {
     /// Whether the guest was running and has to be resumed.
@@ -452,7 +454,7 @@ pub struct Hold {
     pub thaw: bool,
 }
 
-/// While this exists, the guest may be paused.
+/// The guest may be paused while a value of this type exists.
 pub struct Holding {
     path: PathBuf,
 }

@@ -2,16 +2,16 @@
 //!
 //! ```text
 //! NAME/            a machine
-//! .new-ID/         machines that are being created: intent.toml, and NAME/ for each that is not complete yet
+//! .new-ID/         machines that are being created: intent.toml, and NAME/ for each incomplete machine
 //! .old-ID/         a machine that is being deleted, with the same files
-//! .lock            held while folders of these two kinds are created or searched for
+//! .lock            held while a command creates or lists .new-* and .old-* folders
 //! ```
 //!
-//! 1. A machine exists if its folder is directly in the folder of machines. It is prepared in a folder `.new-*` and
-//!    created by renaming its own folder out of there; deleting it renames the folder into `.old-*`.
-//! 2. `intent.toml` is durable before the first disk is created. So the folder describes what a killed command left
-//!    incomplete: disks that the file names are deleted if the folder of their machine is still there
-//!    ([`Machines::recover`]).
+//! 1. A machine exists if its folder is directly in the folder of machines. To create a machine, its folder is prepared
+//!    in a folder `.new-*` and then renamed into the folder of machines. To delete a machine, its folder is renamed
+//!    into a folder `.old-*`.
+//! 2. `intent.toml` is durable before the first disk is created. If the command is killed, [`Machines::recover`]
+//!    deletes the disks of every machine whose folder is still in the folder `.new-*` or `.old-*`.
 //! 3. A command locks its folder `.new-*` or `.old-*` while it runs; recovery skips locked folders.
 
 mod intent;
@@ -42,7 +42,7 @@ pub const FOLDER: &str = "machines";
 const NEW: &str = ".new-";
 /// Prefix of folders in which machines are deleted.
 const OLD: &str = ".old-";
-/// The lock under which such folders are created and searched for.
+/// The lock file for creating and listing the folders with these prefixes.
 const LOCK: &str = ".lock";
 
 /// The machines of a datastore.
@@ -59,7 +59,7 @@ impl Machines {
         Ok(Self { folder, disks })
     }
 
-    /// Their folder.
+    /// The folder of all machines.
     pub fn folder(&self) -> &Path {
         &self.folder
     }
@@ -88,12 +88,13 @@ impl Machines {
         }
     }
 
-    /// All machines, by name, also those whose definition is missing or cannot be read.
+    /// All machines, by name, including those whose definition is missing or cannot be read.
     pub fn list(&self) -> Result<Vec<Machine>> {
         list(&self.folder)
     }
 
-    /// Which machine uses which disk. Of a definition that cannot be read, every disk counts that its text names.
+    /// Maps each disk to the machine that uses it. If a definition cannot be read, every disk that its text names
+    /// counts as used.
     pub fn users_of_disks(&self) -> Result<BTreeMap<String, String>> {
         users_of_disks(&self.folder)
     }
@@ -102,7 +103,8 @@ impl Machines {
         durable::names(&self.folder)
     }
 
-    /// Held while a folder is created or searched for, so that no command finds a folder that is not locked yet.
+    /// The lock for creating and listing folders of commands: without it, another command could list a folder that is
+    /// created but not locked yet.
     fn lock(&self) -> Result<File> {
         lock_file(&self.folder.join(LOCK)).and_then(|lock| {
             lock.lock().during(|| format!("locking '{}'", self.folder.display()))?;
@@ -110,9 +112,9 @@ impl Machines {
         })
     }
 
-    /// Creates a folder for a command that may be interrupted, with the intent of what has to be removed then.
+    /// Creates a folder for a command, with the intent: what has to be removed if the command is interrupted.
     fn begin(&self, prefix: &str, intent: &Intent) -> Result<(PathBuf, File)> {
-        // The name is short, because sockets are in the folder and the length of their paths is limited.
+        // The folder's name is short, because sockets are in the folder and the length of their paths is limited.
         let id: String = new_uuid()?.to_string().chars().take(8).collect();
         let folder = self.folder.join(format!("{prefix}{id}"));
         let made = || format!("making '{}'", folder.display());
@@ -132,11 +134,12 @@ impl Machines {
     }
 
     /// Deletes a machine that does not run, with the given disks of it, and then `snapshots`, unless clones are based
-    /// on them. With `promote`, snapshots that clones of its disks are based on are handed over to the clones. A
-    /// snapshot that was taken only for clones is then kept by the clone that gets it, if other clones are based on it.
+    /// on them. With `promote`, snapshots that clones of its disks are based on are handed over to the clones. A clone
+    /// that receives a snapshot which was taken only for clones keeps the snapshot as long as other clones are based on
+    /// it.
     ///
     /// # Errors
-    /// `Busy`, with no effect, while the machine runs, its disks are in use, or clones are based on them.
+    /// `Busy`, without effect, while the machine runs, its disks are in use, or clones are based on the disks.
     pub fn delete(&self, name: &str, disks: &[String], mut snapshots: Vec<Snapshot>, promote: bool) -> Result<()> {
         let machine = self.get(name)?;
         let change = machine.change()?;
@@ -175,7 +178,7 @@ impl Machines {
         making::take_away(&folder, &intent, &*self.disks, making::Whose::Named { promote })
     }
 
-    /// Removes what killed commands left while they created or deleted machines; returns the number of such folders. A
+    /// Completes deletions and undoes creations of machines by killed commands; returns the number of such commands. A
     /// folder that cannot be removed is logged and left for the next command.
     pub fn recover(&self) -> Result<usize> {
         let unfinished = |name: &String| name.starts_with(NEW) || name.starts_with(OLD);
@@ -228,8 +231,8 @@ fn list(folder: &Path) -> Result<Vec<Machine>> {
     Ok(names.into_iter().map(|name| Machine::at(folder.join(name))).collect())
 }
 
-/// Which machine uses which disk, for the machines in a folder that need not exist. Of a definition that cannot be
-/// read, every disk counts that its text names: a mistake in the file must not make its disks removable.
+/// Maps each disk to the machine that uses it, for the machines in a folder that need not exist. If a definition cannot
+/// be read, every disk that its text names counts as used: a mistake in the file must not allow the deletion of a disk.
 pub fn users_of_disks(folder: &Path) -> Result<BTreeMap<String, String>> {
     let mut users = BTreeMap::new();
     if !folder.exists() {

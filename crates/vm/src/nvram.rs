@@ -1,8 +1,9 @@
 //! The variables of a machine's UEFI firmware: boot entries, keys of Secure Boot. The file `nvram` in the machine's
 //! folder.
 //!
-//! 1. The file is made from the firmware's template at the first start, unless an import has brought one.
-//! 2. A snapshot of a machine has a copy of the file, and so has a clone. A revert restores it.
+//! 1. At the first start the file is copied from the firmware's template, unless the import of the machine has created
+//!    it.
+//! 2. Snapshots and clones of the machine have copies of the file. A revert restores the snapshot's copy.
 
 use crate::definition::{Definition, Firmware};
 use crate::durable;
@@ -13,17 +14,17 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// The file.
+/// Name of the file.
 const FILE: &str = "nvram";
-/// The longest file, in bytes. OVMF's have up to 4 MiB.
+/// Longest accepted file, in bytes. The files of OVMF have up to 4 MiB.
 pub const LENGTH_MAX: u64 = 64 << 20;
 
-/// The variables of the machine in `folder`.
+/// Path of the UEFI variables of the machine in `folder`.
 pub fn file(folder: &Path) -> PathBuf {
     folder.join(FILE)
 }
 
-/// UEFI for a machine that starts; `None` if it has BIOS.
+/// The UEFI of a machine that is being started; `None` if the machine has BIOS.
 pub(crate) fn prepare(folder: &Path, definition: &Definition) -> Result<Option<Uefi>> {
     let platform = &definition.platform;
     if platform.firmware != Firmware::Uefi {
@@ -43,7 +44,7 @@ pub(crate) fn prepare(folder: &Path, definition: &Definition) -> Result<Option<U
     Ok(Some(Uefi { code: build.code, variables }))
 }
 
-/// Copies a file of variables into a folder, durably.
+/// Copies a file of UEFI variables into a folder, durably.
 pub(crate) fn keep(from: &Path, folder: &Path) -> Result<()> {
     let reading = || format!("reading '{}'", from.display());
     let length = fs::metadata(from).during(reading)?.len();
@@ -54,7 +55,7 @@ pub(crate) fn keep(from: &Path, folder: &Path) -> Result<()> {
     durable::write(&file(folder), &fs::read(from).during(reading)?)
 }
 
-/// Copies the variables of one folder, if it has any, to another.
+/// Copies the UEFI variables of one folder, if it has any, to another folder.
 pub(crate) fn carry(from: &Path, to: &Path) -> Result<()> {
     match file(from).exists() {
         true => keep(&file(from), to),
@@ -62,11 +63,11 @@ pub(crate) fn carry(from: &Path, to: &Path) -> Result<()> {
     }
 }
 
-/// Makes the variables of a machine those of a snapshot.
+/// Replaces the UEFI variables of a machine by those of a snapshot.
 pub(crate) fn restore(snapshot: &Path, machine: &Path) -> Result<()> {
     match file(snapshot).exists() {
         true => keep(&file(snapshot), machine),
-        // Before its first start, a machine has no variables.
+        // A snapshot that was taken before the machine's first start has no variables.
         false => remove_if_there(&file(machine)),
     }
 }

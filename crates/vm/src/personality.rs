@@ -1,18 +1,19 @@
-//! Giving a copy of a running guest its own identity. The guest's agent changes it before the network is connected.
+//! Giving a copy of a running guest its own identity. The guest's agent changes the identity before the guest's network
+//! is connected.
 //!
 //! A guest that was copied with its memory has the parent's host name, machine id and MAC address, and its random
-//! number generator has the same state. Older kernels are not notified that they were copied (newer ones are, by a VM
-//! generation id, if they have a driver for it), so new entropy is passed in from outside first.
+//! number generator has the same state. Kernels without a driver for the VM generation id are not notified that they
+//! were copied, so the host passes new entropy to the guest first.
 //!
 //! 1. Entropy comes first, because the guest generates the new identity from it. Reseeding the kernel's generator at
 //!    once takes an ioctl, which a shell cannot call; `reseed-kernel`, Perl or Python calls it, whichever the guest
-//!    has. Without any of them the kernel uses the new entropy within a minute, and the result says so.
+//!    has. Without any of them the kernel uses the new entropy only within a minute, which [`Given::reseeded`] reports.
 //! 2. The steps are a POSIX shell script that is passed by standard input. No value in it comes from the guest, and all
 //!    values are checked for characters with a meaning in shells.
 //! 3. A network card is identified by its PCI slot, which is the same in every copy, and its MAC address is verified
 //!    after it was set. The guest's driver sets the address in the card, so that QEMU's filter uses it too.
-//! 4. If the guest has `/etc/lamina/clone-hook`, it runs last, with the new name as its argument, for identities that
-//!    only the guest's owner knows (keys of an SSH server, registration of an agent).
+//! 4. If the guest has the program `/etc/lamina/clone-hook`, the script runs it last, with the new name as its
+//!    argument. It can change what lamina cannot know (keys of an SSH server, registration of an agent).
 
 use crate::agent::Agent;
 use crate::definition::{Definition, check_name};
@@ -24,20 +25,20 @@ use std::time::Duration;
 
 /// Bytes of entropy that are passed to a copy.
 const ENTROPY: usize = 256;
-/// Output of the script if the kernel could not be reseeded.
+/// Line that the script prints if the kernel could not be reseeded.
 const NOT_RESEEDED: &str = "lamina: not reseeded";
 
 /// Result of changing a guest's identity.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Given {
-    /// Whether its kernel's random number generator was reseeded; otherwise it reseeds within a minute.
+    /// Whether the guest's kernel has reseeded its random number generator; otherwise it does so within a minute.
     pub reseeded: bool,
 }
 
 /// The script for a machine.
 fn script(definition: &Definition) -> Result<String> {
-    // Names consist of letters, digits and hyphens, and addresses are hexadecimal, so that no value has a meaning in
-    // shells.
+    // Names consist of letters, digits and hyphens, and addresses of hexadecimal digits and colons, so no value has a
+    // meaning in shells.
     check_name(&definition.name)?;
     let entropy: [u8; ENTROPY] = backend::random::bytes()?;
     let octal = entropy.iter().fold(String::new(), |mut text, byte| {
@@ -46,7 +47,7 @@ fn script(definition: &Definition) -> Result<String> {
     });
     let machine_id = new_uuid()?.simple();
     let name = &definition.name;
-    // 0x5207 is RNDRESEEDCRNG.
+    // 0x5207 is the ioctl RNDRESEEDCRNG.
     let mut text = format!(
         r#"entropy='{octal}'
 printf '%b' "$entropy" >/dev/urandom
@@ -88,11 +89,11 @@ address() {{
     Ok(text)
 }
 
-/// Gives the guest of a copy its own identity, within `patience`; a hook may wait for a network address. The script can
-/// be repeated if it is not known whether it has run.
+/// Gives a copied guest its own identity, within `patience`, which includes the time of the hook. If it is not known
+/// whether the script has run, the caller can repeat it.
 ///
 /// # Errors
-/// `Io` if the agent does not answer, `Unsupported` if the guest cannot take the identity.
+/// `Io` if the agent does not answer, `Unsupported` if the script fails in the guest.
 pub fn give(agent: &mut Agent, definition: &Definition, patience: Duration) -> Result<Given> {
     let ended = agent.execute("/bin/sh", &[], script(definition)?.as_bytes(), patience)?;
     if ended.code == Some(0) {

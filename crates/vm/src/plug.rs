@@ -2,13 +2,16 @@
 //!
 //! QEMU cannot add devices to the root bus of a running machine. So a machine has empty PCI Express ports from its
 //! start ([`Definition::ports`](crate::definition::Definition::ports)): a device that is added while the machine runs
-//! is put into a port, and stays in it afterwards, because a saved state requires the same addresses. The chipset
-//! i440fx has slots on its root bus for this purpose. On a SCSI controller that takes disks while the machine runs
-//! ([`Bus::takes_disks`](crate::definition::Bus::takes_disks)), a disk needs no port.
+//! is put into a port, and keeps this port when the machine is started again, because a saved state requires the same
+//! addresses. The chipset i440fx has no ports: there such devices are in slots of the root bus. On a SCSI controller
+//! that takes disks while the machine runs ([`Bus::takes_disks`](crate::definition::Bus::takes_disks)), a disk needs no
+//! port.
 //!
-//! 1. The definition names every device of the process: it is extended before a device is added, and reduced after a
-//!    device is gone. If the command is killed in between, repeating it completes it.
-//! 2. A device is gone when the guest has released it (`DEVICE_DELETED`), and only then is its disk closed.
+//! 1. The definition names every device of the process: a device is added to the definition before it is added to the
+//!    process, and removed from the definition after it is removed from the process. If the command is killed in
+//!    between, repeating the command completes the change.
+//! 2. A device is removed when the guest has released it (QEMU's event `DEVICE_DELETED`). Its disk is closed only after
+//!    that.
 
 use crate::definition::{Chipset, Disk, Link, Network};
 use crate::qemu::{command, drives};
@@ -20,10 +23,10 @@ use std::time::{Duration, Instant};
 
 /// How long a guest may take to release a device.
 const RELEASE_PATIENCE: Duration = Duration::from_secs(30);
-/// How often a guest is requested again to release a device: a guest that boots ignores requests.
+/// Interval at which the request to release a device is repeated: a guest that is booting ignores requests.
 const REQUEST_INTERVAL: Duration = Duration::from_secs(5);
 
-/// Adds a disk. Without effect if it is there already.
+/// Adds a disk. Without effect if the disk is already attached.
 pub fn add_disk(monitor: &mut Client, nbd: &Path, chipset: Chipset, disk: &Disk) -> Result<()> {
     let node = drives::disk_node(disk);
     if has_node(monitor, &node)? {
@@ -35,7 +38,7 @@ pub fn add_disk(monitor: &mut Client, nbd: &Path, chipset: Chipset, disk: &Disk)
     })
 }
 
-/// Removes a disk once the guest has released it. Without effect if it is not there.
+/// Removes a disk once the guest has released it. Without effect if the disk is not attached.
 pub fn remove_disk(monitor: &mut Client, disk: &Disk) -> Result<()> {
     let node = drives::disk_node(disk);
     remove_device(monitor, &drives::disk_device(disk))?;
@@ -45,13 +48,13 @@ pub fn remove_disk(monitor: &mut Client, disk: &Disk) -> Result<()> {
     }
 }
 
-/// Adds a network card. Without effect if it is there already.
+/// Adds a network card. Without effect if the card is already attached.
 pub fn add_network(monitor: &mut Client, chipset: Chipset, network: &Network) -> Result<()> {
     let (card, net) = (command::network_device(network), command::network_node(network));
     if has_device(monitor, &card)? {
         return Ok(());
     }
-    // Left by a command that was killed between the two steps.
+    // An earlier command may have been killed after it had added the network backend and before it added the card.
     let _ = monitor.execute("netdev_del", json!({ "id": net }));
     let backend = match &network.link {
         Link::User => json!({ "type": "user", "id": net }),
@@ -67,11 +70,11 @@ pub fn add_network(monitor: &mut Client, chipset: Chipset, network: &Network) ->
     })
 }
 
-/// Removes a network card once the guest has released it. Without effect if it is not there.
+/// Removes a network card once the guest has released it. Without effect if the card is not attached.
 pub fn remove_network(monitor: &mut Client, network: &Network) -> Result<()> {
     remove_device(monitor, &command::network_device(network))?;
     match monitor.execute("netdev_del", json!({ "id": command::network_node(network) })) {
-        // It is gone already.
+        // The network backend is removed already.
         Err(error) if error.kind() == ErrorKind::Invalid => Ok(()),
         outcome => outcome.map(drop),
     }
@@ -82,7 +85,7 @@ fn remove_device(monitor: &mut Client, device: &str) -> Result<()> {
     let deadline = Instant::now() + RELEASE_PATIENCE;
     while has_device(monitor, device)? {
         match monitor.execute("device_del", json!({ "id": device })) {
-            // An earlier request is under way.
+            // The guest has not yet answered an earlier request.
             Err(error) if error.kind() == ErrorKind::Invalid && error.to_string().contains("unplug") => {}
             outcome => drop(outcome?),
         }
@@ -110,7 +113,7 @@ fn has_device(monitor: &mut Client, device: &str) -> Result<bool> {
     Ok(all.as_array().is_some_and(|all| all.iter().any(|one| one["name"] == device)))
 }
 
-/// Whether there is a block node of that name.
+/// Whether QEMU has a block node of that name.
 pub fn has_node(monitor: &mut Client, node: &str) -> Result<bool> {
     let all = monitor.execute("query-named-block-nodes", json!({ "flat": true }))?;
     Ok(all.as_array().is_some_and(|all| all.iter().any(|one| one["node-name"] == node)))

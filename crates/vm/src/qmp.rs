@@ -1,5 +1,5 @@
 //! QMP, the protocol of QEMU's monitor and of its guest agent: one JSON object per line (QEMU's "QMP protocol
-//! specification"). Blocking, one request at a time.
+//! specification"). The client blocks, with one request at a time.
 //!
 //! 1. Every wait has a timeout: a peer that does not answer causes an error.
 //! 2. Input is bounded: a line longer than [`LINE_MAX`] ends the connection.
@@ -19,11 +19,11 @@ use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Longest accepted line. QEMU's schema has about a quarter of a MiB. The guest agent sends up to 16 MiB each of a
-/// program's standard output and standard error in one line, in base64.
+/// Longest accepted line. QEMU's schema is a line of about 256 KiB. The guest agent sends a program's standard output
+/// and standard error, up to 16 MiB each, in one line in base64.
 const LINE_MAX: usize = 48 << 20;
 
-/// Events kept until the caller asks for them.
+/// Most events that are kept until the caller asks for them.
 const EVENTS_MAX: usize = 1024;
 
 /// Interval of attempts to connect to a socket that does not exist yet.
@@ -32,9 +32,9 @@ const CONNECT_INTERVAL: Duration = Duration::from_millis(1);
 /// An event.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Event {
-    /// Its name, such as `SHUTDOWN`.
+    /// The event's name, such as `SHUTDOWN`.
     pub name: String,
-    /// Its data.
+    /// The event's data.
     pub data: Value,
 }
 
@@ -45,7 +45,7 @@ pub struct Client {
     unread: Vec<u8>,
     events: VecDeque<Event>,
     patience: Duration,
-    /// Number of the latest request.
+    /// Number of the last request that was sent.
     number: u64,
 }
 
@@ -70,7 +70,7 @@ impl Client {
         Self::over(stream, path, patience)
     }
 
-    /// A client over an existing connection; errors name the peer `path`.
+    /// A client over an existing connection; errors call the peer `path`.
     pub fn over(stream: UnixStream, path: &Path, patience: Duration) -> Result<Self> {
         stream.set_write_timeout(Some(patience.max(CONNECT_INTERVAL))).during(|| "setting up a connection".into())?;
         Ok(Self { stream, path: path.into(), unread: Vec::new(), events: VecDeque::new(), patience, number: 0 })
@@ -155,7 +155,7 @@ impl Client {
         control.push(SendAncillaryMessage::ScmRights(&files));
         let sent = sendmsg(&self.stream, &[IoSlice::new(line.as_bytes())], &mut control, SendFlags::NOSIGNAL)
             .map_err(|e| self.lost(e.into()))?;
-        // The file descriptor was sent with the first part.
+        // The file descriptor was sent with the first bytes of the line; the rest follows without it.
         self.send_bytes(&line.as_bytes()[sent..])?;
         self.answer("getfd").map(drop)
     }
@@ -165,8 +165,8 @@ impl Client {
         self.stream.write_all(bytes).map_err(|e| self.lost(e))
     }
 
-    /// The next event whose name is in `names`; earlier events with other names are kept. `None` if none arrives in
-    /// time.
+    /// The next event whose name is in `names`; earlier events with other names are kept. `None` if no such event
+    /// arrives in time.
     pub fn wait_event(&mut self, names: &[&str], patience: Duration) -> Result<Option<Event>> {
         let deadline = Instant::now() + patience;
         loop {
@@ -203,7 +203,7 @@ impl Client {
         loop {
             if let Some(end) = self.unread[searched..].iter().position(|byte| *byte == b'\n') {
                 let line: Vec<u8> = self.unread.drain(..=searched + end).collect();
-                // The guest agent prefixes a reply to guest-sync-delimited with this byte, which never occurs in text.
+                // The guest agent puts this byte, which never occurs in text, before a reply to guest-sync-delimited.
                 let text = line.strip_prefix(&[0xff]).unwrap_or(&line);
                 if text.trim_ascii().is_empty() {
                     searched = 0;
@@ -219,7 +219,7 @@ impl Client {
             }
             searched = self.unread.len();
             if searched > LINE_MAX {
-                // The stream cannot be decoded any further.
+                // The rest of the line cannot be skipped, so the stream cannot be decoded any further.
                 let text = format!("'{}' sent a line of more than {LINE_MAX} bytes", self.path.display());
                 return Err(Error::new(ErrorKind::Io, text));
             }
@@ -250,7 +250,7 @@ impl Client {
     }
 }
 
-/// Whether the error may be due to a socket that is not listened on yet.
+/// Whether the error may be due to a socket on which no process listens yet.
 fn not_yet(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused)
 }
@@ -262,7 +262,7 @@ mod tests {
     use std::io::{BufRead, BufReader};
     use std::os::unix::net::UnixListener;
 
-    /// A peer that greets, after an event, and then replies to each line with the next of `answers`.
+    /// A peer that sends a greeting, after an event, and then replies to each line with the next of `answers`.
     fn peer(folder: &Path, answers: Vec<&'static str>) -> PathBuf {
         let path = folder.join("qmp");
         let listener = UnixListener::bind(&path).unwrap();
@@ -276,7 +276,7 @@ mod tests {
                 }
                 stream.write_all(answer.as_bytes()).unwrap();
             }
-            // Sends nothing more, but stays connected until the client disconnects.
+            // The peer sends nothing more, but stays connected until the client disconnects.
             while lines.next().is_some() {}
         });
         path
@@ -306,7 +306,7 @@ mod tests {
     #[test]
     fn a_late_reply_to_an_earlier_request_is_ignored() {
         let folder = tempfile::tempdir().unwrap();
-        // Request 1 negotiates the protocol.
+        // Request 1 is the one that negotiates the protocol.
         let path = peer(
             folder.path(),
             vec![
@@ -327,7 +327,7 @@ mod tests {
         let flood = thread::spawn(move || {
             let (mut stream, _) = listener.accept().unwrap();
             let mut sent = 0usize;
-            // Until the client closes the connection.
+            // Writes until the client closes the connection.
             while let Ok(length) = stream.write(&[b'['; 64 << 10]) {
                 sent += length;
             }

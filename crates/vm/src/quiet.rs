@@ -1,4 +1,5 @@
-//! Taking snapshots of a machine's disks at one point, with the guest's file systems frozen if its agent can do that.
+//! Taking snapshots of a machine's disks at one point, with the guest's file systems frozen if the guest's agent can
+//! freeze them.
 
 use crate::agent::Agent;
 use crate::disks::Disks;
@@ -6,7 +7,7 @@ use crate::machine::{Change, Hold, MachineState};
 use error::Result;
 use std::time::{Duration, Instant};
 
-/// How long the agent may take to answer; otherwise the guest counts as one without an agent.
+/// How long the agent may take to answer; after this time the guest counts as one without an agent.
 const AGENT_PATIENCE: Duration = Duration::from_secs(3);
 
 /// Consistency of a snapshot's file systems.
@@ -29,7 +30,7 @@ pub enum Quiet {
 }
 
 impl Quiet {
-    /// As a sentence, for users.
+    /// The consistency as a sentence, for users.
     pub fn sentence(&self) -> String {
         match self {
             Self::Stopped => "the machine did not run".into(),
@@ -42,7 +43,7 @@ impl Quiet {
         }
     }
 
-    /// As a word, for programs.
+    /// The consistency as a word, for programs.
     pub fn word(&self) -> &'static str {
         match self {
             Self::Stopped => "stopped",
@@ -56,8 +57,8 @@ fn millis(time: Duration) -> f64 {
     time.as_secs_f64() * 1e3
 }
 
-/// Takes snapshots of disks at one point. With `quiesce`, the guest's file systems are frozen meanwhile if its agent
-/// answers. They are thawed in every case: by the next command if this one is killed.
+/// Takes snapshots of disks at one point. With `quiesce`, the guest's file systems are frozen during this if its agent
+/// answers. They are thawed in every case: if this command is killed, by the next one.
 pub fn snapshot(change: &Change, disks: &dyn Disks, of: &[(String, String)], quiesce: bool) -> Result<Quiet> {
     let machine = change.machine();
     let state = machine.state()?;
@@ -80,8 +81,8 @@ pub fn snapshot(change: &Change, disks: &dyn Disks, of: &[(String, String)], qui
     Ok(Quiet::Running { why })
 }
 
-/// Takes the snapshots with frozen file systems. The inner error has the reason why they could not be frozen; no
-/// snapshot was taken then.
+/// Takes the snapshots with frozen file systems. The inner error has the reason why they could not be frozen; in this
+/// case no snapshot was taken.
 fn frozen(
     change: &Change,
     agent: Agent,

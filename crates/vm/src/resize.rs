@@ -1,10 +1,12 @@
 //! Growing a disk while its machine runs.
 //!
 //! QEMU queries the size of an export when it connects to an NBD server, and refuses to grow a disk beyond that size.
-//! So the datastore's server grows the disk and ends the machine's connection. QEMU reconnects with the next request
-//! (because of its `reconnect-delay`) and gets the new size; then `block_resize` notifies the guest.
+//! So the datastore's server grows the disk and ends the machine's connection. QEMU reconnects at the next request
+//! (because of its option `reconnect-delay`) and queries the new size. Then QEMU's command `block_resize` notifies the
+//! guest.
 //!
-//! 1. The connection to the monitor is opened before the disk grows: without it the resize is not begun.
+//! 1. The connection to QEMU's monitor is opened before the disk grows, so that a machine that cannot be notified keeps
+//!    the old size.
 //! 2. Each step can be repeated, so repeating an interrupted resize completes it.
 
 use crate::machine::Change;
@@ -40,7 +42,7 @@ impl Telling {
         let mut monitor = machine.monitor()?;
         let mut node = disk_node(&definition.disks[index]);
         if !plug::has_node(&mut monitor, &node)? {
-            // The process was started by version 0.1.0.
+            // Version 0.1.0 started the process, and named the node after the index of the disk.
             node = format!("disk{index}");
         }
         Ok(Some(Self { machine: machine.name(), disk: disk.to_owned(), node, pid: process.pid(), monitor }))
@@ -63,7 +65,8 @@ impl Telling {
     }
 }
 
-/// Makes a QEMU whose connection was ended get the new size of a block node, and resizes the node.
+/// Makes a QEMU process, whose connection to the disk was ended, query the new size of a block node, and resizes the
+/// node.
 pub fn grow(monitor: &mut Client, node: &str, capacity: u64, patience: Duration) -> Result<()> {
     let deadline = Instant::now() + patience;
     loop {

@@ -2,15 +2,15 @@
 //!
 //! ```text
 //! NAME/snapshots/SNAPSHOT/snapshot.toml   the record, with the machine's definition at that time
-//! NAME/snapshots/SNAPSHOT/state, memory   device state and memory, if it has them
+//! NAME/snapshots/SNAPSHOT/state, memory   device state and memory, if the snapshot has memory
 //! NAME/snapshots/SNAPSHOT/nvram           the variables of the machine's UEFI at that time, if it had any
 //! NAME/snapshots/.new-SNAPSHOT/           a snapshot that is being taken; .old-SNAPSHOT: one that is being deleted
 //! NAME/reverting                          names the snapshot that the machine is being reverted to
 //! ```
 //!
-//! 1. A snapshot exists, and is complete, if its folder has its final name. The next command removes a snapshot that a
-//!    killed command was taking or deleting, with the snapshots of disks that the intent names. The intent is removed
-//!    after the folder has its final name.
+//! 1. A snapshot exists, and is complete, if its folder has its final name. If a command is killed while it takes or
+//!    deletes a snapshot, the next command removes the snapshot's folder, and the disk snapshots that the intent in the
+//!    folder names. The intent is removed after the folder has received its final name.
 //! 2. A guest is paused only while the disk snapshots and its device state are taken. Its memory is copied afterwards
 //!    from a memory image, from which the guest continues (see `instant::running`).
 //! 3. A revert that was interrupted is repeated, which gives the same result.
@@ -45,7 +45,7 @@ const OLD: &str = ".old-";
 pub(crate) const VERSION: u32 = 1;
 /// Longest name of a snapshot.
 pub(crate) const NAME_MAX: usize = 63;
-/// How long the disks may stay open after the process that used them was ended.
+/// How long a disk may remain open after the process that used it has ended.
 const RELEASE_PATIENCE: Duration = Duration::from_secs(20);
 
 /// A snapshot.
@@ -54,16 +54,16 @@ const RELEASE_PATIENCE: Duration = Duration::from_secs(20);
 pub struct Record {
     /// Version of this record.
     pub version: u32,
-    /// Its name.
+    /// The snapshot's name.
     pub name: String,
     /// When the snapshot was taken, in seconds since 1970.
     pub created: u64,
-    /// Consistency: `stopped`, `quiesced`, `crash-consistent`, or `memory` if it has the guest's memory.
+    /// Consistency: `stopped`, `quiesced`, `crash-consistent`, or `memory` if the snapshot has the guest's memory.
     pub consistency: String,
-    /// The snapshots of its disks, in their order.
+    /// The snapshots of the machine's disks, in the order of the disks.
     #[serde(default, rename = "disk")]
     pub disks: Vec<Snapshot>,
-    /// The machine's definition at that time.
+    /// The machine's definition when the snapshot was taken.
     pub machine: Definition,
 }
 
@@ -96,7 +96,7 @@ pub struct Taken {
 }
 
 impl Record {
-    /// Whether it has the guest's memory.
+    /// Whether the snapshot has the guest's memory.
     pub fn has_memory(&self) -> bool {
         self.consistency == "memory"
     }
@@ -150,7 +150,7 @@ pub fn list(machine: &Machine) -> Result<Vec<Record>> {
     Ok(all)
 }
 
-/// The names in the folder of snapshots; none if it does not exist.
+/// The names in the folder of snapshots; empty if the folder does not exist.
 fn names(machine: &Machine) -> Result<Vec<String>> {
     match durable::names(&folder(machine)) {
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(Vec::new()),
@@ -158,7 +158,7 @@ fn names(machine: &Machine) -> Result<Vec<String>> {
     }
 }
 
-/// The creation time of a disk's snapshot; `None` if it does not exist.
+/// The creation time of a disk's snapshot; `None` if the snapshot does not exist.
 fn exists(disks: &dyn Disks, snapshot: &Snapshot) -> Result<Option<u64>> {
     match disks.snapshots(&snapshot.disk) {
         Ok(all) => Ok(all.into_iter().find(|one| one.name == snapshot.name).map(|one| one.created)),
@@ -214,12 +214,12 @@ pub fn take(host: &Host, change: &Change, name: &str, options: Options) -> Resul
     let whole = folder.join(name);
     fs::rename(&new, &whole).during(|| format!("making '{}'", whole.display()))?;
     durable::sync(&folder)?;
-    // Until here, undoing an unfinished snapshot needs the intent.
+    // Until the folder has its final name, the intent is needed to undo the snapshot.
     remove_if_there(&whole.join(INTENT))?;
     Ok(taken)
 }
 
-/// Records a snapshot whose disks' snapshots exist, for a machine that is being made.
+/// For a machine that is being created: records a snapshot whose disk snapshots exist already.
 pub(crate) fn take_over(machine: &Machine, record: &Record) -> Result<()> {
     check_name(&record.name)?;
     let folder = folder(machine).join(&record.name);
@@ -317,7 +317,7 @@ fn ignore_missing(outcome: Result<()>) -> Result<()> {
 /// Deletes a snapshot.
 ///
 /// # Errors
-/// `Busy`, with no effect, while clones are based on it.
+/// `Busy`, without effect, while clones are based on the snapshot.
 pub fn delete(host: &Host, change: &Change, name: &str) -> Result<()> {
     let machine = change.machine();
     let record = get(machine, name)?;
@@ -359,14 +359,14 @@ fn finish_deleting(disks: &dyn Disks, old: &Path) -> Result<()> {
 /// The state of a machine after a revert.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Reverted {
-    /// Whether it runs.
+    /// Whether the machine runs.
     pub state: MachineState,
-    /// Whether the clock of a guest that runs was set to that of the host, or why not.
+    /// For a guest that runs: whether its clock was set to the host's clock, or why not.
     pub clock: Option<std::result::Result<(), String>>,
 }
 
-/// Reverts a machine to a snapshot; its current state is lost. If the snapshot has memory, the guest continues from it,
-/// unless `paused`, and its clock is set; otherwise the machine is stopped afterwards.
+/// Reverts a machine to a snapshot; its current state is lost. If the snapshot has memory, the guest continues from
+/// that memory, unless `paused`, and its clock is set; otherwise the machine is stopped afterwards.
 pub fn revert(host: &Host, change: &Change, name: &str, paused: bool) -> Result<Reverted> {
     let machine = change.machine();
     let record = get(machine, name)?;
@@ -426,19 +426,19 @@ fn revert_disks(host: &Host, change: &Change, record: &Record) -> Result<()> {
         while_busy(RELEASE_PATIENCE, || host.disks().revert(&snapshot.disk, &snapshot.name))?;
     }
     nvram::restore(&folder(machine).join(&record.name), machine.folder())?;
-    // The machine may have been renamed since.
+    // The machine may have been renamed since the snapshot was taken.
     change.define(&Definition { name: machine.name(), ..record.machine.clone() })?;
     remove_if_there(&machine.folder().join(REVERTING))?;
     durable::sync(machine.folder())
 }
 
-/// Whether a killed command left a snapshot or revert incomplete.
+/// Whether a killed command left a snapshot or a revert incomplete.
 pub fn is_unfinished(machine: &Machine) -> bool {
     let half = |name: &String| name.starts_with(NEW) || name.starts_with(OLD);
     machine.folder().join(REVERTING).exists() || names(machine).is_ok_and(|names| names.iter().any(half))
 }
 
-/// Completes or removes what a killed command left incomplete.
+/// Completes or removes the snapshot or the revert that a killed command left incomplete.
 pub fn recover(change: &Change, host: &Host) -> Result<()> {
     let machine = change.machine();
     if !is_unfinished(machine) {

@@ -1,4 +1,4 @@
-//! Full clones: copies of the parent's disks, from snapshots that are deleted afterwards.
+//! Full clones: copies of the parent's disks. The copies are read from snapshots, which are deleted afterwards.
 
 use super::progress::Sum;
 use super::{Made, Outcome, Task, carry_nvram, is_uncertain};
@@ -38,7 +38,7 @@ pub fn make(task: &Task<'_>) -> Result<Outcome> {
             uncertain.fetch_or(is_uncertain(error), Ordering::Relaxed);
         })
     });
-    // Clones that were made are kept, whatever happened to the others.
+    // Finished clones are kept, even if others failed.
     match uncertain.into_inner() {
         true => making.leave(),
         false => making.settle()?,

@@ -26,9 +26,9 @@ const IDENTITY_PATIENCE: Duration = Duration::from_secs(180);
 const AGENT_PATIENCE: Duration = Duration::from_secs(30);
 /// Pause after an attempt that failed.
 const RETRY_INTERVAL: Duration = Duration::from_millis(200);
-/// How long the agent of a clone may take to answer, if the parent may have none.
+/// How long the agent of a clone may take to answer, if it is not known whether the parent has an agent.
 const UNKNOWN_PATIENCE: Duration = Duration::from_secs(10);
-/// How long the parent's agent may take to answer; it is already running.
+/// How long the parent's agent may take to answer: shorter, because the agent is already running.
 const PARENT_PATIENCE: Duration = Duration::from_secs(3);
 
 pub fn make(task: &Task<'_>) -> Result<Outcome> {
@@ -40,7 +40,7 @@ pub fn make(task: &Task<'_>) -> Result<Outcome> {
         );
         return Err(Error::new(ErrorKind::Invalid, text));
     }
-    // The parent's lock is released as soon as the image exists: no other command removes the image while this one
+    // The parent's lock is released as soon as the image exists: no other command removes the image while this command
     // runs.
     let (image, agent, stun) = image(host, &host.change(&source.machine)?, options)?;
     let definitions: Vec<Definition> =
@@ -119,7 +119,7 @@ fn no_agent(machine: &str) -> String {
     )
 }
 
-/// Creates one clone, from its folder and disks until its guest has its own identity.
+/// Creates one clone: its folder, its disks, its process, and its guest's own identity.
 fn run(
     host: &Host,
     image: &Image,
@@ -153,7 +153,7 @@ fn run(
         match given {
             Ok(given) => made.same_randomness = !given.reseeded,
             Err(error) if options.inside == Inside::Required => return Err(error),
-            // The clone is whole; only its identity is that of its parent.
+            // The clone is complete except that its guest still has its parent's identity.
             Err(error) => {
                 made.without_identity = Some(format!("{error}; its network is unplugged"));
                 return Ok(made);
@@ -166,11 +166,11 @@ fn run(
     Ok(made)
 }
 
-/// Connects to the agent of a guest; `None` if it does not answer in time.
+/// Connects to the agent of a guest; `None` if the agent does not answer in time.
 type Connect<'a> = dyn FnMut(Duration) -> Result<Option<Agent>> + 'a;
 
-/// Gives the guest its own identity; `None` if it has no agent. On a loaded host the agent may answer late, or after
-/// its connection was given up, so the attempt is repeated until `patience` is over.
+/// Gives the guest its own identity; `None` if the guest has no agent. On a loaded host the agent may answer late, or
+/// after its connection was given up, so the attempt is repeated until `patience` is over.
 fn assign_guest_identity(
     connect: &mut Connect<'_>,
     definition: &Definition,
@@ -204,14 +204,14 @@ mod tests {
     use std::os::unix::net::UnixStream;
     use std::path::Path;
 
-    /// What a simulated agent does with the request to run the script.
+    /// Reaction of a simulated agent to the request to run the script.
     #[derive(Clone, Copy)]
     enum Act {
-        /// It disconnects.
+        /// The agent disconnects.
         Vanish,
-        /// It runs the script, and answers after this time.
+        /// The agent runs the script, and answers after this time.
         Run(Duration),
-        /// It reports that the script failed.
+        /// The agent reports that the script failed.
         Fail,
     }
 
@@ -261,7 +261,7 @@ mod tests {
     fn a_slow_agent_or_one_that_vanishes_gets_further_attempts() {
         let minute = Duration::from_secs(60);
         let good = Some(Act::Run(Duration::ZERO));
-        // Longer than one command of the agent may take otherwise.
+        // 11 seconds are more than the limit of one command of the agent without this patience.
         let slow = Some(Act::Run(Duration::from_secs(11)));
         for (acts, attempts) in [(vec![good], 1), (vec![Some(Act::Vanish), None, good], 3), (vec![slow], 1)] {
             let (outcome, count) = assign(&acts, Some(true), minute);

@@ -1,4 +1,4 @@
-//! Linked clones: a delta for each disk, based on snapshots of the parent's disks. One request per disk makes the
+//! Linked clones: a delta for each disk, based on snapshots of the parent's disks. One request per disk creates the
 //! deltas of all clones.
 
 use super::{Made, Outcome, Task, carry_nvram, is_uncertain, make_disks};

@@ -10,7 +10,7 @@
 //!
 //! 1. A clone is created completely or not at all ([`crate::machines`]), with an identity of its own: name, UUID, MAC
 //!    addresses.
-//! 2. A clone that fails is reported by name; the others are made nevertheless.
+//! 2. If one clone fails, its name is reported, and the other clones are made nevertheless.
 //! 3. All disks of a clone are copies of the parent's disks at the same point in time.
 
 mod full;
@@ -37,13 +37,14 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 use work::{Progress, Unreported};
 
-/// How the identity inside the guest of an instant clone is changed.
+/// How the identity inside the guest of an instant clone is changed: its host name, machine id, network addresses and
+/// random numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Inside {
-    /// The guest's agent changes it; without an agent, the clone is kept with its network disconnected.
+    /// The guest's agent changes the identity; without an agent, the clone is kept with its network disconnected.
     IfAgent,
-    /// The guest's agent changes it; without an agent, the clone is not made.
+    /// The guest's agent changes the identity; without an agent, the clone is not made.
     Required,
     /// The guest keeps the parent's identity.
     Kept,
@@ -67,14 +68,14 @@ pub struct Options {
 /// A clone that was made.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Made {
-    /// Its name.
+    /// The clone's name.
     pub name: String,
-    /// Time from the beginning until its guest executed, if it runs.
+    /// Time from the beginning of the operation until the clone's guest executed, if it runs.
     pub running: Option<Duration>,
-    /// Why the identity inside its guest was not changed, if it should have been.
+    /// Why the identity inside the clone's guest was not changed, although that was requested.
     pub without_identity: Option<String>,
-    /// Whether the guest's kernel was not told to reseed its random number generator. It reseeds on its own within a
-    /// minute.
+    /// Whether the guest's kernel could not be told to reseed its random number generator. The kernel does so on its
+    /// own within a minute.
     pub same_randomness: bool,
 }
 
@@ -108,7 +109,7 @@ struct Task<'a> {
 }
 
 impl Task<'_> {
-    /// Determines the point of the source and the definitions of the clones, and begins to create the clones.
+    /// Determines the state to clone and the definitions of the clones, and begins to create the clones.
     fn begin(&self, way: CloneKind) -> Result<(Point, Vec<Definition>, Making)> {
         let point = self.source.point(self.host)?;
         let definitions = clone_definitions(self.source, &point.definition, self.names, way)?;
@@ -119,7 +120,7 @@ impl Task<'_> {
     }
 }
 
-/// Copies the variables of the source's UEFI, if it has any, to a clone.
+/// Copies the UEFI variables of the source, if it has any, to a clone.
 fn carry_nvram(host: &Host, source: &Source, making: &Making, name: &str) -> Result<()> {
     let from = host.machines().get(&source.machine)?;
     let from = match &source.snapshot {
@@ -129,7 +130,7 @@ fn carry_nvram(host: &Host, source: &Source, making: &Making, name: &str) -> Res
     nvram::carry(&from, making.machine(name).folder())
 }
 
-/// Makes clones. Reports the number of clones made; for full clones the number of bytes copied.
+/// Makes clones. The progress counts the clones made; for full clones, the bytes copied.
 ///
 /// # Errors
 /// If no clone can be made for a reason that concerns the source.
@@ -151,7 +152,7 @@ pub fn make(
     };
     if options.start && options.way != CloneKind::Instant {
         match options.way {
-            // The progress reports bytes copied, so starting the clones must not report numbers.
+            // The progress counts bytes copied, so the start of the clones must not add to it.
             CloneKind::Full => start(host, &mut outcome, options, &Unreported(progress)),
             _ => start(host, &mut outcome, options, progress),
         }
@@ -176,7 +177,7 @@ fn start(host: &Host, outcome: &mut Outcome, options: &Options, progress: &dyn P
 /// Names that can be used, and the other names with their errors.
 type Names = (Vec<String>, Vec<(String, Error)>);
 
-/// Checks which of the names can be used for clones.
+/// Splits names into those that can be used for clones and the others, each with its error.
 fn free_names(host: &Host, source: &Source, names: &[String]) -> Result<Names> {
     let count = source.definition(host)?.disks.len();
     let disks = host.disks().all()?;
@@ -212,7 +213,7 @@ fn clone_definitions(
     names.iter().map(definition).collect()
 }
 
-/// The disks that are created for a clone; for a linked clone with the snapshot that each is based on.
+/// The disks that are created for a clone; for a linked clone, each with the snapshot on which it is based.
 fn own_disks(definition: &Definition, snapshots: &[Snapshot], way: CloneKind) -> Vec<OwnDisk> {
     let disks = definition.disks.iter().zip(snapshots);
     let own = disks.map(|(disk, snapshot)| OwnDisk {
@@ -241,7 +242,7 @@ fn make_disks(
     Ok(())
 }
 
-/// Whether an error leaves it unknown what was done; the next command then checks.
+/// Whether an error leaves it unknown which disks were created; the next command then checks.
 fn is_uncertain(error: &Error) -> bool {
     error.kind() == ErrorKind::Io
 }

@@ -3,10 +3,10 @@
 use parking_lot::Mutex;
 use work::Progress;
 
-/// For each copy that has begun: bytes copied, and bytes in total.
+/// The sum of the progress of copies. For each copy that has begun: bytes copied, and bytes in total.
 pub struct Sum<'a> {
     progress: &'a dyn Progress,
-    /// Number of copies.
+    /// Number of copies, including those that have not begun.
     parts: usize,
     begun: Mutex<Vec<(u64, u64)>>,
 }
@@ -38,7 +38,7 @@ impl Progress for Part<'_> {
             let sum = begun.iter().fold((0u64, 0u64), |sum, one| (sum.0 + one.0, sum.1 + one.1));
             (sum.0, sum.1, begun.len())
         };
-        // Copies that have not begun are assumed to have the average size of the others.
+        // Copies that have not begun are assumed to have the average size of those that have.
         let total = u128::from(total) * self.sum.parts.max(count) as u128 / count.max(1) as u128;
         self.sum.progress.update(done, u64::try_from(total).unwrap_or(u64::MAX));
     }

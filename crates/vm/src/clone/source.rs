@@ -17,9 +17,9 @@ pub const PREFIX: &str = "clone-";
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Source {
-    /// The machine.
+    /// The name of the machine.
     pub machine: String,
-    /// Its snapshot; `None` for the current state.
+    /// The snapshot; `None` for the machine's current state.
     pub snapshot: Option<String>,
 }
 
@@ -27,7 +27,7 @@ pub struct Source {
 pub struct Point {
     /// The definition of the machine in that state.
     pub definition: Definition,
-    /// The snapshots of its disks, in their order.
+    /// The snapshots of the machine's disks, in the order of the disks.
     pub disks: Vec<Snapshot>,
     /// Whether the snapshots still have to be taken, for these clones only.
     pub new: bool,
@@ -43,7 +43,7 @@ impl Source {
         }
     }
 
-    /// The state from which disks are cloned: existing snapshots, or names for new ones.
+    /// The state from which disks are cloned: existing snapshots, or names for snapshots that [`Source::take`] takes.
     pub fn point(&self, host: &Host) -> Result<Point> {
         let machine = host.machines().get(&self.machine)?;
         if let Some(name) = &self.snapshot {
@@ -56,8 +56,8 @@ impl Source {
         Ok(Point { disks: disks.collect(), definition, new: true })
     }
 
-    /// Takes the snapshots of a point that needs new ones. Returns the consistency of the file systems, and how long
-    /// they were frozen.
+    /// Takes the snapshots that a point names but that do not exist yet. Returns the consistency of the file systems,
+    /// and how long they were frozen.
     pub fn take(&self, host: &Host, point: &Point, quiesce: bool) -> Result<(Option<Quiet>, Option<Duration>)> {
         if !point.new || point.disks.is_empty() {
             return Ok((None, None));

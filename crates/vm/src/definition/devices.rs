@@ -2,10 +2,10 @@
 //!
 //! 1. A device that is added has the kind of controller or the model that the machine's first disk or card has: the
 //!    guest has a driver for it.
-//! 2. A device that is added while the machine runs is where its process takes devices: in a port, or on a controller
-//!    that the process has and that takes disks.
-//! 3. A controller on the root bus stays as long as the process: of its disks, the last one is not removed while the
-//!    machine runs, so that the definition names every device of the process.
+//! 2. A device that is added while the machine runs is placed where the process accepts new devices: in a port, or on
+//!    an existing controller that accepts disks at run time.
+//! 3. A controller on the root bus cannot be removed from the process. The definition names a controller only by its
+//!    disks, so the last disk of a controller is not removed while the machine runs.
 
 use super::{
     Bus, Card, Chipset, DISK_SLOTS, Definition, Disk, FIRST_PORT, IDE_SLOT, Link, NETWORK_SLOTS, Network,
@@ -16,14 +16,14 @@ use error::{Error, ErrorKind, Result};
 use std::ops::Range;
 
 impl Disk {
-    /// Whether it is in a port.
+    /// Whether the disk is in a port.
     pub fn is_in_port(&self) -> bool {
         self.slot >= FIRST_PORT
     }
 }
 
 impl Network {
-    /// Whether it can be removed while the machine runs.
+    /// Whether the card is in a port, so that it can be removed while the machine runs.
     pub fn is_in_port(&self) -> bool {
         self.slot >= FIRST_PORT
     }
@@ -38,7 +38,7 @@ impl Definition {
                 self.free_unit(bus).or_else(|| (!self.disks.iter().any(|it| it.bus == bus)).then_some((IDE_SLOT, 0)));
         }
         if bus == Bus::Ide && place.is_none() {
-            // The chipset has one IDE controller.
+            // The IDE controller, of which the chipset has at most one, has no free address.
             bus = Bus::Sata;
         }
         let taken = |slot: u8| self.slots().any(|taken| taken == slot);
@@ -67,8 +67,8 @@ impl Definition {
         Ok(())
     }
 
-    /// Adds a disk as for a machine that runs: on a controller that takes it, otherwise as a virtio disk in the lowest
-    /// free port.
+    /// Adds a disk to a machine that runs: on a controller that accepts it at run time, otherwise as a virtio disk in
+    /// the lowest free port.
     pub fn plug_disk(&mut self, name: &str) -> Result<()> {
         let bus = self.usual_bus();
         let on_controller = bus.takes_disks().then(|| self.free_unit(bus)).flatten();
@@ -80,7 +80,7 @@ impl Definition {
         Ok(())
     }
 
-    /// Adds a network card in the lowest free port, as for a machine that runs.
+    /// Adds a network card to a machine that runs, in the lowest free port.
     pub fn plug_network(&mut self, mac: Mac, link: Link) -> Result<()> {
         let slot = self.free_port()?;
         self.networks.push(Network { mac, link, slot, model: self.usual_card() });
@@ -94,7 +94,8 @@ impl Definition {
         disk.is_in_port() || disk.bus.takes_disks() && others() && !first
     }
 
-    /// Changes the number of processors. If they cannot be divided into sockets as before, they are all in one.
+    /// Changes the number of processors. If the new number cannot be divided by the processors of a socket, all are put
+    /// in one socket.
     pub fn set_cpus(&mut self, cpus: u32) {
         self.cpus = cpus;
         if let Some(cores) = &mut self.platform.cores
@@ -122,7 +123,7 @@ impl Definition {
         self.networks.first().map_or(Card::Virtio, |network| network.model)
     }
 
-    /// The lowest free address of the controllers of this kind: slot and unit.
+    /// The lowest free address on the controllers of this kind: slot and unit.
     fn free_unit(&self, bus: Bus) -> Option<(u8, u8)> {
         let mut slots: Vec<u8> = self.disks.iter().filter(|disk| disk.bus == bus).map(|disk| disk.slot).collect();
         slots.sort_unstable();

@@ -1,14 +1,14 @@
 //! The hardware that a guest sees: firmware, chipset, the controllers of disks, the models of network cards.
 //!
-//! Every field has a default, which is the hardware of machines that lamina makes itself: virtio on a q35 chipset with
-//! BIOS. So definitions without these fields keep their meaning.
+//! Every field has a default: the hardware of machines that lamina creates itself, which is virtio on a q35 chipset
+//! with BIOS. So definitions from before these fields existed keep their meaning.
 
 use serde::{Deserialize, Serialize};
 
 /// PCI slot of the IDE controller, which is part of the chipset i440fx.
 pub const IDE_SLOT: u8 = 1;
 
-/// Whether a value is the default, which a definition leaves out.
+/// Whether a value is the default, so that it is left out of the definition.
 pub(super) fn is_default<T: Default + PartialEq>(value: &T) -> bool {
     *value == T::default()
 }
@@ -25,7 +25,7 @@ pub enum Firmware {
 }
 
 impl Firmware {
-    /// Its name.
+    /// The firmware's name in definitions.
     pub fn name(self) -> &'static str {
         match self {
             Self::Bios => "bios",
@@ -46,7 +46,7 @@ pub enum Chipset {
 }
 
 impl Chipset {
-    /// Its name.
+    /// The chipset's name in definitions.
     pub fn name(self) -> &'static str {
         match self {
             Self::Q35 => "q35",
@@ -101,7 +101,7 @@ pub struct Platform {
     pub display: Display,
 }
 
-/// The way in which a disk is attached.
+/// The kind of controller by which a disk is attached.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Bus {
@@ -125,11 +125,11 @@ pub enum Bus {
 }
 
 impl Bus {
-    /// All of them.
+    /// All kinds.
     pub const ALL: [Self; 8] =
         [Self::Virtio, Self::VirtioScsi, Self::Pvscsi, Self::Lsi, Self::Lsisas, Self::Ide, Self::Sata, Self::Nvme];
 
-    /// Its name in the definition.
+    /// The name of the kind in definitions.
     pub fn name(self) -> &'static str {
         match self {
             Self::Virtio => "virtio",
@@ -143,18 +143,18 @@ impl Bus {
         }
     }
 
-    /// Whether the controller takes disks while the machine runs, and reports them to the guest. The others have no way
-    /// to do so in QEMU, or none that the guest notices.
+    /// Whether a controller of this kind accepts disks while the machine runs, and reports them to the guest. With the
+    /// other kinds, QEMU refuses the disk or the guest does not notice it.
     pub fn takes_disks(self) -> bool {
         matches!(self, Self::VirtioScsi | Self::Pvscsi)
     }
 
-    /// Disks on one controller, as QEMU limits them: units are 0 to this number, exclusive.
+    /// Most disks on one controller of this kind in QEMU: units are numbered from 0.
     pub fn units(self) -> u8 {
         match self {
             Self::Virtio => 1,
             Self::VirtioScsi | Self::Pvscsi | Self::Nvme => 64,
-            // The controller itself has the eighth address.
+            // The controller itself occupies one of the eight addresses.
             Self::Lsi => 7,
             Self::Lsisas => 8,
             Self::Ide => 4,
@@ -183,10 +183,10 @@ pub enum Card {
 }
 
 impl Card {
-    /// All of them.
+    /// All models.
     pub const ALL: [Self; 6] = [Self::Virtio, Self::Vmxnet3, Self::E1000, Self::E1000e, Self::Rtl8139, Self::Pcnet];
 
-    /// Its name in the definition.
+    /// The model's name in definitions.
     pub fn name(self) -> &'static str {
         match self {
             Self::Virtio => "virtio",

@@ -26,7 +26,7 @@ pub struct Dictionary {
 }
 
 impl Dictionary {
-    /// Parses a file; errors name it `origin`.
+    /// Parses a file; errors call it `origin`.
     pub fn parse(bytes: &[u8], origin: &str) -> Result<Self> {
         let text = decode(bytes, origin)?;
         let mut values: BTreeMap<String, (String, usize)> = BTreeMap::new();
@@ -37,7 +37,7 @@ impl Dictionary {
                 Error::new(ErrorKind::Invalid, text)
             };
             let line = line.trim().trim_start_matches('\u{feff}');
-            // The first line may name the interpreter that Workstation's Linux version once used.
+            // The first line may be `#!` with the path of Workstation's program, which old versions for Linux wrote.
             if line.is_empty() || line.starts_with('#') {
                 continue;
             }
@@ -51,7 +51,7 @@ impl Dictionary {
             }
             let value = match value.strip_prefix('"') {
                 Some(rest) => rest.strip_suffix('"').ok_or_else(|| wrong("the value has no closing quote"))?,
-                // Files that were edited by hand have numbers without quotes.
+                // Files that were edited by hand may have numbers without quotes.
                 None => value,
             };
             let value = unescape(value).ok_or_else(|| wrong("'|' is not followed by two hexadecimal digits"))?;
@@ -121,12 +121,12 @@ fn unescape(value: &str) -> Option<String> {
     String::from_utf8(bytes).ok()
 }
 
-/// The text of a file, by the encoding that it names.
+/// The text of a file, decoded from the encoding that the file names.
 fn decode(bytes: &[u8], origin: &str) -> Result<String> {
     if let Ok(text) = std::str::from_utf8(bytes) {
         return Ok(text.to_owned());
     }
-    // Names of encodings are ASCII, so that they are found in any of them.
+    // The encoding's name is ASCII, so it can be found before the encoding is known.
     let plain: String = bytes.iter().map(|byte| char::from(*byte)).collect();
     let encoding = plain.lines().find_map(|line| line.trim().strip_prefix(".encoding")?.split('"').nth(1));
     let wrong = |line: usize| {

@@ -1,6 +1,6 @@
 //! Which files of a folder tree describe machines.
 //!
-//! Links are not followed, so a tree cannot lead out of itself or have no end.
+//! Symbolic links are not followed, so the search stays within the tree and ends.
 
 use super::Format;
 use error::{Error, ErrorKind, IoContext, Result};
@@ -8,16 +8,16 @@ use std::fs::{self, File};
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
-/// Deepest folder.
+/// Deepest folder that is searched.
 const DEPTH_MAX: usize = 16;
-/// Most entries of all folders.
+/// Most entries of all folders together.
 const ENTRIES_MAX: usize = 1 << 20;
-/// Most machines of a tree.
+/// Most machines in one tree.
 const MACHINES_MAX: usize = 4096;
-/// Bytes of an XML file in which its domain must begin.
+/// The element `domain` must begin within so many bytes of an XML file.
 const HEAD: u64 = 8 << 10;
 
-/// The descriptions of machines at `path`: the file itself, or those in a folder and the folders in it, by path.
+/// The paths of the descriptions of machines at `path`: the file itself, or all in the folder and its subfolders.
 pub fn sources(path: &Path) -> Result<Vec<PathBuf>> {
     let looking = || format!("looking at '{}'", path.display());
     if !fs::metadata(path).during(looking)?.is_dir() {
@@ -60,7 +60,7 @@ fn walk(folder: &Path, depth: usize, entries: &mut usize, found: &mut Vec<PathBu
     Ok(())
 }
 
-/// Whether an XML file describes a domain. A file that cannot be read describes none.
+/// Whether an XML file describes a domain of libvirt; false for a file that cannot be read.
 fn has_domain(path: &Path) -> bool {
     let mut head = Vec::new();
     let read = File::open(path).and_then(|file| file.take(HEAD).read_to_end(&mut head));

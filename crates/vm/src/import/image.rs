@@ -1,14 +1,15 @@
-//! A disk alone: the machine around it is what most guests have drivers for.
+//! Import of a disk image alone, without a description of a machine: the machine gets hardware for which most guests
+//! have drivers.
 
 use super::{Content, Foreign, ForeignCard, ForeignDisk, Format};
 use crate::definition::{Bus, Card, Display};
 use error::Result;
 use std::path::Path;
 
-/// Memory in bytes, unless the user chooses.
+/// Memory of the machine in bytes, unless the user chooses another size.
 const MEMORY: u64 = 1 << 30;
 
-/// The machine around an image.
+/// A machine with default hardware and the image as its disk.
 pub fn read(path: &Path) -> Result<Foreign> {
     let mut machine = Foreign::new(path, Format::Image);
     machine.name = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();

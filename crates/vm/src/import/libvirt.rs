@@ -1,7 +1,7 @@
 //! Domains of libvirt, in the XML that `virsh dumpxml` prints.
 //!
-//! libvirt's disks are named by absolute paths, which are usually in another folder than the XML. They need
-//! `--allow-folder`, because the XML may come from another host.
+//! libvirt names disks by absolute paths, usually in another folder than that of the XML. The user has to permit that
+//! folder with `--allow-folder`, because the XML may come from another host.
 
 use super::paths::Permitted;
 use super::xml::{self, Element};
@@ -11,7 +11,7 @@ use error::{Error, ErrorKind, Result};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-/// Devices that are only noted, with the reason.
+/// Devices that the import leaves out and reports in notes, each with the reason.
 const LEFT_OUT: [(&str, &str); 12] = [
     ("hostdev", "devices of the host cannot be passed to machines"),
     ("filesystem", "folders of the host cannot be shared with machines"),
@@ -27,11 +27,11 @@ const LEFT_OUT: [(&str, &str); 12] = [
     ("crypto", "machines have no crypto device"),
 ];
 
-/// Parses the XML of a domain; looks for its files in the permitted folders.
+/// Parses the XML of a domain, and searches the permitted folders for its files.
 pub fn read(path: &Path, bytes: &[u8], permitted: &Permitted) -> Result<Foreign> {
     let root = xml::parse(bytes, &path.display().to_string())?;
     let reader = Reader { path, permitted };
-    // `virsh dumpxml` of a snapshot or a backup has the domain inside.
+    // In the XML of a snapshot or a backup, the element `domain` is inside another one.
     let domain = if root.name == "domain" { Some(&root) } else { root.child("domain") };
     let domain = domain.ok_or_else(|| reader.wrong(&root, "it is no domain of libvirt"))?;
     reader.domain(domain)
@@ -67,7 +67,7 @@ impl Reader<'_> {
         let memory = domain.child("memory").ok_or_else(|| self.wrong(domain, "it has no memory"))?;
         let unit = unit(memory.attribute("unit").unwrap_or("KiB"));
         let bytes = memory.text.parse::<u64>().ok().zip(unit).and_then(|(count, unit)| count.checked_mul(unit));
-        // Machines have whole MiB.
+        // The memory of machines is a multiple of 1 MiB, so the size is rounded up.
         let bytes = bytes.and_then(|bytes| bytes.checked_next_multiple_of(1 << 20));
         machine.memory = bytes.ok_or_else(|| self.wrong(memory, "the amount of memory cannot be read"))?;
         let cores = domain.at(&["cpu", "topology"]).and_then(|it| it.attribute("cores")?.parse::<u32>().ok());
@@ -111,7 +111,8 @@ impl Reader<'_> {
             let enrolled = features
                 .any(|it| it.attribute("name") == Some("enrolled-keys") && it.attribute("enabled") == Some("yes"));
             let secure = loader.is_some_and(|it| it.attribute("secure") == Some("yes"));
-            // A build that can enforce signatures does so only with keys; a file with variables decides otherwise.
+            // A firmware build that can check signatures does so only if keys are enrolled. If the domain has a file of
+            // variables, that file decides.
             machine.platform.secure_boot = secure && (enrolled || os.attribute("firmware").is_none());
             self.variables(machine, os)?;
         }
@@ -131,7 +132,7 @@ impl Reader<'_> {
         Ok(())
     }
 
-    /// The variables of UEFI.
+    /// Finds the file with the UEFI variables.
     fn variables(&self, machine: &mut Foreign, os: &Element) -> Result<()> {
         let Some(nvram) = os.child("nvram") else { return Ok(()) };
         let name = nvram.child("source").and_then(|it| it.attribute("file")).unwrap_or(&nvram.text);
@@ -223,7 +224,7 @@ impl Reader<'_> {
             "virtio-scsi" | "virtio-transitional" | "virtio-non-transitional" => Bus::VirtioScsi,
             "vmpvscsi" => Bus::Pvscsi,
             "lsisas1068" => Bus::Lsisas,
-            // QEMU's lsi is what libvirt calls lsilogic.
+            // The controller that QEMU names lsi is called lsilogic by libvirt.
             "lsilogic" | "auto" => Bus::Lsi,
             "buslogic" if known.contains_key(&(Bus::Lsi, index)) => Bus::Lsi,
             "buslogic" => models::bus_logic(machine, &label),
@@ -281,7 +282,7 @@ impl Reader<'_> {
     }
 }
 
-/// The number of a disk by its name: `vdb` is 1.
+/// The number of a disk, from its name: 1 for `vdb`.
 fn number_of(name: &str) -> u32 {
     let letters = name.trim_start_matches(|c: char| c != 'd').strip_prefix('d').unwrap_or_default();
     let letters = letters.trim_end_matches(|c: char| c.is_ascii_digit());
@@ -292,7 +293,7 @@ fn number_of(name: &str) -> u32 {
     number.saturating_sub(1)
 }
 
-/// Bytes of a unit of libvirt.
+/// The number of bytes of a unit in libvirt's XML.
 fn unit(text: &str) -> Option<u64> {
     Some(match text {
         "b" | "bytes" => 1,

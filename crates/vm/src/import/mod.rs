@@ -1,4 +1,4 @@
-//! Machines of other programs, as they are imported.
+//! Import of machines from other programs.
 //!
 //! ```text
 //! find         which files of a folder tree describe machines
@@ -9,17 +9,17 @@
 //! ovf          a machine in an OVF descriptor, alone or in an archive (OVA)
 //! libvirt      a domain of libvirt
 //! image        a disk alone
-//! models       devices of other programs, and those of QEMU that take their places
-//! plan         the machine that is made of a description
-//! run          making it
+//! models       devices of other programs, and QEMU's devices that replace them
+//! plan         the machine that is created from a description
+//! run          creating that machine
 //! ```
 //!
 //! Every parser produces the same description, [`Foreign`], and [`plan`] alone decides what lamina makes of it.
 //!
-//! 1. The source is only read.
+//! 1. The source is not modified.
 //! 2. A description is untrusted. A parser returns a description or an error for any bytes, within the limits of
 //!    [`limits`], and never follows a name out of the folder of the description, unless the user permits the folder.
-//! 3. Everything that is not as in the source is a [`Note`]. A machine whose disks cannot be attached is refused.
+//! 3. Every difference from the source is reported as a [`Note`]. A machine whose disks cannot be attached is refused.
 //! 4. A machine is made completely or not at all ([`crate::machines`]).
 
 mod dictionary;
@@ -63,7 +63,7 @@ pub mod limits {
     pub const NOTES_MAX: usize = 1024;
 }
 
-/// The form of a description.
+/// The format of a description.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Format {
@@ -80,7 +80,7 @@ pub enum Format {
 }
 
 impl Format {
-    /// The form of a file, by its name.
+    /// The format of a file, derived from its name.
     pub fn of(path: &Path) -> Self {
         let ending = path.extension().map(|ending| ending.to_string_lossy().to_ascii_lowercase());
         match ending.as_deref() {
@@ -92,7 +92,7 @@ impl Format {
         }
     }
 
-    /// Its name for users.
+    /// The format's name for users.
     pub fn name(self) -> &'static str {
         match self {
             Self::Vmx => "vmx",
@@ -104,20 +104,20 @@ impl Format {
     }
 }
 
-/// How a part of the machine differs from its source.
+/// How a part of the created machine differs from its source.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Effect {
-    /// The machine does not have it.
+    /// The created machine does not have the part.
     LeftOut,
-    /// The machine has another device in its place, for which the guest needs a driver.
+    /// The created machine has another device in place of the part, for which the guest needs a driver.
     Replaced,
-    /// It has another value.
+    /// The part has another value.
     Changed,
 }
 
 impl Effect {
-    /// Its name for users.
+    /// The effect's name for users.
     pub fn name(self) -> &'static str {
         match self {
             Self::LeftOut => "left out",
@@ -127,23 +127,23 @@ impl Effect {
     }
 }
 
-/// A part of a machine that is not as in its source.
+/// A part of the created machine that differs from its source.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Note {
-    /// The part, as the source calls it.
+    /// The part, by the name that the source uses.
     pub item: String,
-    /// What happens to it.
+    /// How the part differs.
     pub effect: Effect,
-    /// Why, and what that means for the guest.
+    /// Why the part differs, and the consequence for the guest.
     pub reason: String,
 }
 
 /// A controller of disks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Controller {
-    /// Its name in the source.
+    /// The controller's name in the source.
     pub label: String,
-    /// Its kind.
+    /// The controller's kind.
     pub bus: Bus,
 }
 
@@ -155,7 +155,7 @@ pub enum Content {
     Image {
         /// The newest image; an absolute path.
         path: PathBuf,
-        /// Its format, if the source names it: `raw`, `qcow2`, `vmdk`.
+        /// The image's format, if the source names it: `raw`, `qcow2`, `vmdk`.
         format: Option<String>,
     },
     /// A member of an archive.
@@ -175,52 +175,52 @@ pub enum Content {
 /// A disk of a machine.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ForeignDisk {
-    /// Its name in the source: `scsi0:0`.
+    /// The disk's name in the source: `scsi0:0`.
     pub label: String,
-    /// Its controller, an index of [`Foreign::controllers`].
+    /// The disk's controller, an index of [`Foreign::controllers`].
     pub controller: usize,
-    /// Its address on the controller.
+    /// The disk's address on the controller.
     pub unit: u32,
-    /// Its content.
+    /// The disk's content.
     pub content: Content,
 }
 
 /// A network card.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ForeignCard {
-    /// Its name in the source.
+    /// The card's name in the source.
     pub label: String,
-    /// Its model.
+    /// The card's model.
     pub model: Card,
-    /// Its address, if the source names one.
+    /// The card's MAC address, if the source names one.
     pub mac: Option<Mac>,
-    /// The network that it is connected to, as the source calls it.
+    /// The name that the source uses for the network of the card.
     pub network: String,
-    /// Whether its cable is plugged in.
+    /// Whether the card is connected to the network.
     pub connected: bool,
 }
 
 /// A snapshot of a machine.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ForeignSnapshot {
-    /// Its name.
+    /// The snapshot's name.
     pub name: String,
-    /// When it was taken, in seconds since 1970.
+    /// When the snapshot was taken, in seconds since 1970.
     pub created: u64,
-    /// The disks that it has, by their labels.
+    /// The disks in the snapshot, by their labels.
     pub disks: Vec<String>,
 }
 
-/// A machine of another program.
+/// A machine of another program, as its description describes it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Foreign {
-    /// The file that describes it.
+    /// The file with the description.
     pub source: PathBuf,
-    /// The form of that file.
+    /// The format of the description.
     pub format: Format,
-    /// Its name.
+    /// The machine's name.
     pub name: String,
-    /// The UUID that its guest sees, if it has one.
+    /// The UUID that the guest sees, if the description has one.
     pub uuid: Option<Uuid>,
     /// Virtual processors.
     pub cpus: u32,
@@ -228,19 +228,19 @@ pub struct Foreign {
     pub memory: u64,
     /// Firmware, chipset, clock.
     pub platform: Platform,
-    /// The variables of its firmware, in the form that QEMU uses.
+    /// The UEFI variables, in the format that QEMU uses.
     pub nvram: Option<PathBuf>,
     /// A kernel that is loaded without a boot loader.
     pub boot: Option<Boot>,
     /// Controllers of disks.
     pub controllers: Vec<Controller>,
-    /// Disks, the one that it boots from first.
+    /// Disks; the boot disk is the first.
     pub disks: Vec<ForeignDisk>,
     /// Network cards.
     pub cards: Vec<ForeignCard>,
     /// Snapshots, parents before children.
     pub snapshots: Vec<ForeignSnapshot>,
-    /// What is not as in the source.
+    /// Differences from the source that were found while the description was read.
     pub notes: Vec<Note>,
 }
 
@@ -301,30 +301,31 @@ impl Foreign {
     }
 }
 
-/// What the user requests of an import.
+/// Options that the user chooses for an import.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Options {
     /// The name of the machine; if `None`, derived from the source.
     pub name: Option<String>,
-    /// Folders besides the source's own in which its files may be.
+    /// Folders besides the source's own folder in which its files may be.
     pub permitted: Vec<PathBuf>,
-    /// The network of all cards.
+    /// The network to which all cards are connected.
     pub link: Link,
-    /// How all disks are attached, if not as in the source.
+    /// The kind of controller for all disks; `None` for those of the source.
     pub bus: Option<Bus>,
-    /// The model of all cards, if not that of the source. Also the card of a machine that is made of a disk alone.
+    /// The model of all cards; `None` for those of the source. Also the model of the card when a disk image alone is
+    /// imported.
     pub card: Option<Card>,
-    /// The firmware, if not that of the source.
+    /// The firmware; `None` for that of the source.
     pub firmware: Option<Firmware>,
-    /// Virtual processors, if not as many as in the source.
+    /// Number of virtual processors; `None` for that of the source.
     pub cpus: Option<u32>,
-    /// Memory in bytes, if not as much as in the source.
+    /// Memory in bytes; `None` for that of the source.
     pub memory: Option<u64>,
 }
 
 impl Default for Options {
-    /// Everything as in the source, on QEMU's user network.
+    /// Everything as in the source, with all cards on QEMU's user network.
     fn default() -> Self {
         Self {
             name: None,
@@ -351,7 +352,7 @@ pub fn read(path: &Path, options: &Options, disks: &dyn Disks) -> Result<Vec<For
     }
 }
 
-/// Parses a description without its files, for tests with arbitrary bytes.
+/// Parses a description without opening the files that it names, for tests with arbitrary bytes.
 pub fn parse(format: Format, bytes: &[u8]) -> Result<Vec<Foreign>> {
     let path = Path::new("description");
     match format {
@@ -362,7 +363,7 @@ pub fn parse(format: Format, bytes: &[u8]) -> Result<Vec<Foreign>> {
     }
 }
 
-/// The bytes of a description.
+/// Reads the bytes of a description, within the limit.
 fn text(path: &Path) -> Result<Vec<u8>> {
     let reading = || format!("reading '{}'", path.display());
     let length = fs::metadata(path).during(reading)?.len();

@@ -1,9 +1,9 @@
-//! Devices of other programs, and those of QEMU that take their places.
+//! Devices of other programs, and QEMU's devices that replace them.
 
 use super::{Effect, Foreign};
 use crate::definition::{Bus, Card};
 
-/// The advice where the guest may lack a driver.
+/// Advice for a guest that may lack a driver.
 const CHOOSE: &str = "if the guest lacks it, choose another controller with --bus, or --virtio";
 
 /// LSI Logic's parallel SCSI controller, 53C1030.
@@ -23,7 +23,7 @@ pub fn bus_logic(machine: &mut Foreign, label: &str) -> Bus {
     Bus::Lsi
 }
 
-/// The model of a card, by any program's name for it.
+/// The model of a network card, from the name that any of the programs uses for it.
 pub fn card(machine: &mut Foreign, label: &str, name: &str) -> Card {
     let (card, same) = match name.to_ascii_lowercase().as_str() {
         "virtio" | "virtio-net" | "virtio-net-pci" | "virtio-transitional" | "virtio-non-transitional" => {
@@ -31,7 +31,7 @@ pub fn card(machine: &mut Foreign, label: &str, name: &str) -> Card {
         }
         "vmxnet3" => (Card::Vmxnet3, true),
         "e1000" | "82540em" => (Card::E1000, true),
-        // VirtualBox's other cards of the same family, with the same drivers.
+        // VirtualBox's other Intel cards, which belong to the same family and have the same drivers.
         "82543gc" | "82545em" => (Card::E1000, true),
         "e1000e" | "82574l" => (Card::E1000e, true),
         "rtl8139" => (Card::Rtl8139, true),

@@ -1,6 +1,6 @@
 //! Machines in an OVF descriptor (DSP0243, versions 1 and 2), with the additions of VMware and VirtualBox.
 //!
-//! A descriptor is a file beside its disks, or a member of an archive with them.
+//! A descriptor is a file next to its disks, or a member of an archive together with its disks.
 
 use super::paths::Permitted;
 use super::xml::{self, Element};
@@ -30,9 +30,9 @@ mod resource {
 
 /// Where the disks of a descriptor are.
 pub enum Files<'a> {
-    /// In files beside the descriptor.
+    /// In files in the folder of the descriptor.
     Beside(&'a Permitted),
-    /// In the archive.
+    /// In the archive at this path.
     Archive(&'a Path),
 }
 
@@ -51,7 +51,7 @@ pub fn read(path: &Path, bytes: &[u8], files: Files<'_>) -> Result<Vec<Foreign>>
     systems.into_iter().map(|system| reader.system(system)).collect()
 }
 
-/// The machines in an element, in collections too.
+/// Adds the machines in an element to `systems`, including those in nested collections.
 fn find_systems<'a>(element: &'a Element, systems: &mut Vec<&'a Element>) {
     for child in &element.children {
         match child.name.as_str() {
@@ -68,12 +68,12 @@ struct Reader<'a> {
     files: Files<'a>,
 }
 
-/// The parts of a machine that refer to each other.
+/// The controllers and disks of a machine, which refer to each other.
 #[derive(Default)]
 struct Parts {
-    /// Controllers by their instance: index, and the first unit of an IDE channel.
+    /// Controllers by their instance id: the index, and the first unit of an IDE channel.
     controllers: BTreeMap<String, (usize, u32)>,
-    /// Disks with the instance of their controller.
+    /// Disks, each with the instance id of its controller.
     disks: Vec<(String, ForeignDisk)>,
     ide: Option<usize>,
     channels: u32,
@@ -100,7 +100,7 @@ impl Reader<'_> {
         self.platform(&mut machine, system, hardware);
         let kinds = ["Item", "StorageItem", "EthernetPortItem"];
         let items = || hardware.children.iter().filter(|item| kinds.contains(&&*item.name));
-        // A disk may be listed before its controller.
+        // A disk may be listed before its controller, so all controllers are read first.
         for item in items() {
             self.controller(&mut machine, item, &mut parts)?;
         }
@@ -276,7 +276,7 @@ impl Reader<'_> {
         }
     }
 
-    /// A file of the descriptor, by its identifier.
+    /// A file of the descriptor, found by its identifier.
     fn file(&self, from: &Element, id: &str, format: Option<&str>) -> Result<Content> {
         let files = self.envelope.all("References").flat_map(|section| section.all("File"));
         let file = files.into_iter().find(|file| file.attribute("id") == Some(id));
@@ -309,7 +309,7 @@ impl Reader<'_> {
         }
     }
 
-    /// What VirtualBox adds: firmware, chipset, clock and the addresses of cards.
+    /// Reads VirtualBox's extensions: firmware, chipset, clock and the addresses of cards.
     fn virtualbox(&self, machine: &mut Foreign, system: &Element) {
         let Some(settings) = system.child("Machine") else { return };
         let hardware = settings.child("Hardware");
@@ -340,7 +340,7 @@ fn label(item: &Element) -> String {
     name.map_or_else(|| format!("device {}", item.text_of("InstanceID").unwrap_or("?")), str::to_owned)
 }
 
-/// Bytes of an allocation unit: `byte * 2^30`, or the words in old descriptors.
+/// The number of bytes of an allocation unit: `byte * 2^30`, or a word such as `GigaBytes` in old descriptors.
 fn unit(text: &str) -> Option<u64> {
     let text: String = text.chars().filter(|c| !c.is_whitespace()).collect::<String>().to_ascii_lowercase();
     match text.as_str() {

@@ -1,5 +1,5 @@
-//! The files that a description names. A description is untrusted: a name must not lead to a file of the host that has
-//! nothing to do with the machine.
+//! The files that a description names. A description is untrusted: it must not cause lamina to read a file of the host
+//! that does not belong to the machine.
 //!
 //! A file is accepted if its real path, after following links, is in the real folder of the description or in a folder
 //! that the user has permitted.
@@ -15,7 +15,7 @@ pub struct Permitted {
 }
 
 impl Permitted {
-    /// The folder of a description, and further folders.
+    /// Permits the folder of the description `path`, and the folders `also`.
     pub fn beside(path: &Path, also: &[PathBuf]) -> Result<Self> {
         let beside = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
         let mut folders = Vec::with_capacity(also.len() + 1);
@@ -31,10 +31,10 @@ impl Permitted {
         Self { folders: Vec::new() }
     }
 
-    /// The path of a file that a description names; an error for a file that is elsewhere or does not exist.
+    /// The path of a file that a description names; an error if the file is in another folder or does not exist.
     pub fn find(&self, name: &str) -> Result<PathBuf> {
         let Some(beside) = self.folders.first() else { return Ok(name.into()) };
-        // An absolute path replaces the folder.
+        // If the name is an absolute path, `join` ignores the folder.
         let path = beside.join(name);
         let real = path.canonicalize().map_err(|e| match e.kind() {
             io::ErrorKind::NotFound => {

@@ -1,10 +1,10 @@
-//! The machine that is made of a description.
+//! Plans the machine that is created from a description.
 //!
-//! 1. A disk keeps its controller and its address on it. Where QEMU's controller has fewer addresses, the disk gets
-//!    another address, which is noted.
+//! 1. A disk keeps its controller and its address on the controller. Where QEMU's controller has fewer addresses, the
+//!    disk gets another address, which is noted.
 //! 2. The disk that the machine boots from is the first disk of the definition.
-//! 3. A card keeps its address. Its network is chosen by the user, because networks of another host have no meaning
-//!    here.
+//! 3. A card keeps its MAC address. The user chooses its network, because the networks of the source's host do not
+//!    exist on this host.
 
 use super::{Content, Effect, Foreign, ForeignSnapshot, Format, Note, Options};
 use crate::definition::{Bus, Chipset, DISK_SLOTS, Definition, Disk, Firmware, IDE_SLOT, Link, NAME_MAX, disk_name};
@@ -18,49 +18,49 @@ use std::path::PathBuf;
 /// A disk to import.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PlannedDisk {
-    /// Its name in the datastore.
+    /// The disk's name in the datastore.
     pub name: String,
-    /// Its name in the source.
+    /// The disk's name in the source.
     pub label: String,
-    /// Its content.
+    /// The disk's content.
     pub content: Content,
-    /// Capacity in bytes, once it is known.
+    /// The disk's capacity in bytes; `None` until [`super::run::check`] has found it out.
     pub capacity: Option<u64>,
 }
 
 /// A snapshot to import.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PlannedSnapshot {
-    /// Its name.
+    /// The snapshot's name.
     pub name: String,
-    /// Its name in the source.
+    /// The snapshot's name in the source.
     pub label: String,
-    /// When it was taken, in seconds since 1970.
+    /// When the snapshot was taken, in seconds since 1970.
     pub created: u64,
-    /// The disks that it has: indices of the machine's disks.
+    /// The disks in the snapshot: indices of the machine's disks.
     pub disks: Vec<usize>,
 }
 
-/// The machine that is made of a description.
+/// The machine that is created from a description.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Plan {
-    /// The file that describes the machine.
+    /// The file with the description.
     pub source: PathBuf,
-    /// The form of that file.
+    /// The format of the description.
     pub format: Format,
-    /// The machine.
+    /// The definition of the machine.
     pub definition: Definition,
-    /// Its disks, in the order of the definition.
+    /// The machine's disks, in the order of the definition.
     pub disks: Vec<PlannedDisk>,
-    /// A file with the variables of its firmware.
+    /// A file with the machine's UEFI variables.
     pub nvram: Option<PathBuf>,
-    /// Its snapshots, parents before children.
+    /// The machine's snapshots, parents before children.
     pub snapshots: Vec<PlannedSnapshot>,
-    /// What is not as in the source.
+    /// Differences from the source.
     pub notes: Vec<Note>,
 }
 
-/// Decides what is made of a description.
+/// Decides which machine is created from a description.
 pub fn plan(mut foreign: Foreign, options: &Options) -> Result<Plan> {
     let source = foreign.source.clone();
     let name = options.name.clone().unwrap_or_else(|| machine_name(&foreign.name));
@@ -118,8 +118,8 @@ pub fn plan(mut foreign: Foreign, options: &Options) -> Result<Plan> {
     })
 }
 
-/// Replaces the controller of the boot disk by one from which UEFI can start: distributions leave out the drivers for
-/// VMware's controllers.
+/// Replaces the controller of the boot disk by one from which UEFI can boot: the firmware of distributions has no
+/// drivers for VMware's controllers.
 fn boot_controller(foreign: &mut Foreign, definition: &Definition, options: &Options) {
     let Some(disk) = foreign.disks.first() else { return };
     let controller = &mut foreign.controllers[disk.controller];
@@ -137,7 +137,7 @@ fn boot_controller(foreign: &mut Foreign, definition: &Definition, options: &Opt
     foreign.note(label, Effect::Replaced, reason);
 }
 
-/// The controllers so far: slots with their units in use.
+/// The controllers that were placed so far: slots, with their units in use.
 #[derive(Default)]
 struct Places {
     taken: Vec<Place>,
@@ -151,7 +151,7 @@ struct Place {
 }
 
 impl Places {
-    /// A slot and a unit for a disk of a controller.
+    /// Chooses a slot and a unit for a disk of a controller of the source.
     fn place(&mut self, group: usize, bus: Bus, wanted: Option<u32>) -> Result<(u8, u8)> {
         let wanted = wanted.and_then(|unit| u8::try_from(unit).ok()).filter(|unit| *unit < bus.units());
         let own = |place: &&mut Place| place.bus == bus && (place.group == group || bus == Bus::Ide);
@@ -234,7 +234,7 @@ fn plan_snapshots(foreign: &mut Foreign, disks: &[PlannedDisk]) -> Vec<PlannedSn
     all
 }
 
-/// A name that a machine can have, made of any name.
+/// Derives a valid machine name from any name.
 pub fn machine_name(text: &str) -> String {
     let mut name = plain(text, "-");
     name.truncate(NAME_MAX);
@@ -242,7 +242,7 @@ pub fn machine_name(text: &str) -> String {
     if name.is_empty() { "machine".to_owned() } else { name.to_owned() }
 }
 
-/// A name that a snapshot can have and that no other one has.
+/// Derives a valid snapshot name from any name, different from those in `names`.
 fn snapshot_name(text: &str, names: &mut BTreeSet<String>) -> String {
     let base = plain(text, "-_.");
     let base = base.trim_start_matches(['-', '.']).trim_end_matches('-');
@@ -260,7 +260,7 @@ fn snapshot_name(text: &str, names: &mut BTreeSet<String>) -> String {
     }
 }
 
-/// ASCII letters and digits, and the characters in `also`; others become hyphens, of which none follows another.
+/// Keeps ASCII letters, digits and the characters in `also`; each run of other characters becomes one hyphen.
 fn plain(text: &str, also: &str) -> String {
     let mut name = String::new();
     for c in text.trim().chars() {

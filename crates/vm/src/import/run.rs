@@ -1,9 +1,9 @@
-//! Making the machine of a plan.
+//! Creating the machine of a plan.
 //!
-//! 1. Before anything is made, every image is opened and every name is checked.
-//! 2. The machine exists once all of its disks do. A command that fails or is killed before leaves nothing of it: the
-//!    next command about machines removes the disks that were imported ([`crate::machines`]).
-//! 3. With a live import the disks exist at once, and the server copies their blocks afterwards.
+//! 1. Every image is opened and every name is checked before anything is created.
+//! 2. The machine exists once all of its disks exist. If the command fails or is killed before that, nothing of the
+//!    machine remains: the next command about machines removes the imported disks ([`crate::machines`]).
+//! 3. In a live import the disks exist at once, and the server copies their blocks afterwards.
 
 use super::Content;
 use super::plan::{Plan, PlannedDisk, PlannedSnapshot};
@@ -22,15 +22,15 @@ use work::Progress;
 /// How disks are imported.
 #[derive(Clone, Debug)]
 pub struct How {
-    /// Whether the images are used until the server has copied them.
+    /// Whether to import live: the disks read from the images until the server has copied them.
     pub live: bool,
-    /// Folders besides an image's own that it may refer to.
+    /// Folders, besides that of an image, that contain files to which the image may refer.
     pub permitted: Vec<PathBuf>,
     /// Limit of copied bytes per second; 0 for none.
     pub rate: u64,
 }
 
-/// Checks that a plan can be carried out, and finds out the capacities of its disks.
+/// Checks that a plan can be carried out, and determines the capacities of its disks.
 pub fn check(host: &Host, plan: &mut Plan, how: &How) -> Result<()> {
     let context = |error: Error, label: &str| error.context(format_args!("'{}', {label}", plan.source.display()));
     let exists = |what: &str| {
@@ -64,7 +64,7 @@ pub fn check(host: &Host, plan: &mut Plan, how: &How) -> Result<()> {
     Ok(())
 }
 
-/// Makes the machine. Returns the snapshots that were made.
+/// Creates the machine. Returns the names of the snapshots that were created.
 pub fn run(host: &Host, plan: &Plan, how: &How, progress: &dyn Progress) -> Result<Vec<String>> {
     let _working = host.work()?;
     let definition = &plan.definition;
@@ -82,7 +82,7 @@ pub fn run(host: &Host, plan: &Plan, how: &How, progress: &dyn Progress) -> Resu
             content => host.disks().import(name, content, how, &sum.part()),
         };
         if let Err(error) = imported {
-            // It is unknown whether the server has made the disk.
+            // After this error it is unknown whether the server has created the disk.
             if error.kind() == ErrorKind::Io {
                 making.leave();
             }
@@ -100,7 +100,7 @@ pub fn run(host: &Host, plan: &Plan, how: &How, progress: &dyn Progress) -> Resu
     Ok(snapshots)
 }
 
-/// Records the snapshots of the disks as snapshots of the machine.
+/// Records the imported snapshots of the disks as snapshots of the machine.
 fn take_over_snapshots(host: &Host, plan: &Plan, machine: &Machine) -> Result<Vec<String>> {
     let mut there: Vec<Vec<SnapshotFacts>> = Vec::with_capacity(plan.disks.len());
     if plan.snapshots.is_empty() {
@@ -120,7 +120,7 @@ fn take_over_snapshots(host: &Host, plan: &Plan, machine: &Machine) -> Result<Ve
             );
             continue;
         };
-        // At that time the machine had these disks only.
+        // When the snapshot was taken, the machine had these disks only.
         let disks = snapshot.disks.iter().map(|index| plan.definition.disks[*index].clone()).collect();
         let record = Record {
             version: snapshots::VERSION,
@@ -139,7 +139,8 @@ fn take_over_snapshots(host: &Host, plan: &Plan, machine: &Machine) -> Result<Ve
     Ok(made)
 }
 
-/// The disk's snapshot that belongs to a snapshot of the machine. The import of the disk may have changed the name.
+/// Removes from `there` the disk snapshot that belongs to a snapshot of the machine. The import of the disk may have
+/// changed its name.
 fn take_one(there: &mut Vec<SnapshotFacts>, snapshot: &PlannedSnapshot) -> Option<String> {
     let letters = |name: &str| name.chars().filter(|c| c.is_alphanumeric()).collect::<String>().to_lowercase();
     let wanted = letters(&snapshot.label);

@@ -1,4 +1,4 @@
-//! Descriptions that are read, and descriptions that are refused with the line.
+//! Descriptions that are accepted, and descriptions that are refused with the number of the wrong line.
 
 #![allow(clippy::unwrap_used)]
 
@@ -27,7 +27,7 @@ fn notes(plan: &Plan) -> String {
     plan.notes.iter().map(|note| format!("{}: {}\n", note.item, note.reason)).collect()
 }
 
-/// A configuration with disks at these places.
+/// A configuration with disks at the given addresses.
 fn vmx(more: &str, disks: &[&str]) -> String {
     let disk = |device: &&str| format!("{device}.present = \"TRUE\"\n{device}.fileName = \"{device}.vmdk\"\n");
     format!("{VMX}{more}{}", disks.iter().map(disk).collect::<String>())
@@ -50,7 +50,7 @@ fn what_vmware_writes() {
     assert_eq!((machine.name.as_str(), machine.cpus, machine.memory), ("Web-x", 6, 2 << 30));
     assert_eq!((machine.platform.cores, machine.platform.clock), (Some(3), Clock::Local));
     assert_eq!(machine.uuid.to_string(), "564d1122-3344-5566-7788-99aabbccddee", "the order before hardware 13");
-    // The boot disk is the first one, with the first slot.
+    // The boot disk is the first disk, and so gets the first slot.
     let expected = [(8, Bus::Lsisas, 2), (9, Bus::Pvscsi, 0), (9, Bus::Pvscsi, 15), (IDE_SLOT, Bus::Ide, 2)];
     assert_eq!(places(machine), expected);
     assert_eq!((plan.disks[0].label.as_str(), plan.disks[0].name.as_str()), ("scsi1:2", "Web-x"));
@@ -66,12 +66,12 @@ fn what_vmware_writes() {
 
 #[test]
 fn what_cannot_be_as_it_was_is_noted() {
-    // An address that QEMU's controller does not have.
+    // The address 15 exists in VMware's controller, but not in QEMU's.
     let scsi = "memSize = \"64\"\nscsi0.present = \"TRUE\"\n";
     let plan = planned(Format::Vmx, &vmx(scsi, &["scsi0:0", "scsi0:12"]), &options());
     assert_eq!(places(&plan.definition), [(8, Bus::Lsi, 0), (8, Bus::Lsi, 1)]);
     assert!(notes(&plan).contains("scsi0:12") && notes(&plan).contains("its address is 1 here"), "{}", notes(&plan));
-    // UEFI starts from SATA, unless the user decides; other controllers stay.
+    // UEFI boots from SATA, unless the user chooses a controller; the controllers of other disks are kept.
     let uefi = "memSize = \"64\"\nfirmware = \"efi\"\nscsi0.present = \"TRUE\"\nscsi0.virtualDev = \"pvscsi\"\n\
                 scsi1.present = \"TRUE\"\nscsi1.virtualDev = \"pvscsi\"\n";
     let text = vmx(uefi, &["scsi0:0", "scsi0:1", "scsi1:0"]);
@@ -83,7 +83,7 @@ fn what_cannot_be_as_it_was_is_noted() {
     assert_eq!(places(&kept.definition), [(8, Bus::Pvscsi, 0), (8, Bus::Pvscsi, 1), (8, Bus::Pvscsi, 2)]);
     let bios = planned(Format::Vmx, &text, &Options { firmware: Some(Firmware::Bios), ..options() });
     assert_eq!(bios.definition.disks[0].bus, Bus::Pvscsi);
-    // Two disks by virtio need two slots.
+    // Two disks attached by virtio-blk need two slots.
     let virtio = Options { bus: Some(Bus::Virtio), card: Some(Card::Virtio), ..options() };
     let plan = planned(Format::Vmx, &text, &virtio);
     assert_eq!(places(&plan.definition), [(8, Bus::Virtio, 0), (9, Bus::Virtio, 0), (10, Bus::Virtio, 0)]);
@@ -109,7 +109,7 @@ fn refused_configurations_are_named_with_the_line() {
         let error = parse(Format::Vmx, text.as_bytes()).unwrap_err().to_string();
         assert!(error.contains("'description'") && error.contains(words), "{words}: {error}");
     }
-    // A machine with nothing in it has too little memory for QEMU, which the plan refuses with the file.
+    // QEMU needs more memory than this, so the plan refuses the machine, with the name of the file.
     let machine = parse(Format::Vmx, format!("{VMX}memSize = \"8\"\n").as_bytes()).unwrap().remove(0);
     let error = plan(machine, &options()).unwrap_err().to_string();
     assert!(error.contains("'description'") && error.contains("16 MiB"), "{error}");

@@ -1,6 +1,6 @@
 //! Machines of ESXi, Workstation and Fusion: the configuration (`NAME.vmx`), and the list of snapshots (`NAME.vmsd`).
 //!
-//! VMware documents only some keys. The others are those that its programs write.
+//! VMware documents only some keys. The others were found in files that VMware's programs write.
 
 use super::dictionary::Dictionary;
 use super::paths::Permitted;
@@ -15,10 +15,10 @@ use uuid::Uuid;
 const MEMORY_DEFAULT: u64 = 32;
 /// The first virtual hardware whose guests read the first fields of the UUID in little-endian order (SMBIOS 2.7).
 const LITTLE_ENDIAN_SINCE: u64 = 13;
-/// Why a file of firmware variables is not used.
+/// Why a file of UEFI variables is not used.
 const OTHER_FORM: &str = "VMware's file of firmware variables has another form than QEMU's";
 
-/// Parses a configuration; looks for its files in the permitted folders.
+/// Parses a configuration, and searches the permitted folders for its files.
 pub fn read(path: &Path, bytes: &[u8], permitted: &Permitted) -> Result<Foreign> {
     let file = Dictionary::parse(bytes, &path.display().to_string())?;
     let mut machine = Foreign::new(path, Format::Vmx);
@@ -54,7 +54,7 @@ pub fn read(path: &Path, bytes: &[u8], permitted: &Permitted) -> Result<Foreign>
             "the machine may be running in VMware, and a copy of a running machine is not consistent: shut it down";
         machine.note(format!("'{}'", lock.display()), Effect::Changed, reason);
     }
-    // The list of snapshots is optional.
+    // The list of snapshots, which is optional.
     if let Some(name) = path.with_extension("vmsd").file_name().and_then(|name| name.to_str())
         && path.with_extension("vmsd").exists()
     {
@@ -70,7 +70,7 @@ pub fn read(path: &Path, bytes: &[u8], permitted: &Permitted) -> Result<Foreign>
     Ok(machine)
 }
 
-/// A number that fits into 32 bits.
+/// A number of at most 32 bits.
 fn number(file: &Dictionary, key: &str, default: u32) -> Result<u32> {
     match file.number(key)? {
         None => Ok(default),
@@ -84,7 +84,8 @@ fn uuid(file: &Dictionary) -> Result<Option<Uuid>> {
     let plain = text.chars().all(|c| c.is_ascii_hexdigit() || c == ' ' || c == '-');
     let uuid = Uuid::try_parse(&digits).ok().filter(|_| plain && digits.len() == 32);
     let uuid = uuid.ok_or_else(|| file.wrong("uuid.bios", "it is no UUID"))?;
-    // VMware stores the bytes of the firmware's table, and newer guests read them in another order.
+    // VMware stores the bytes in the order of the firmware's table, of which newer guests read the first fields in
+    // little-endian order.
     let swapped = file.number("virtualHW.version")?.is_some_and(|version| version >= LITTLE_ENDIAN_SINCE);
     Ok(Some(if swapped { Uuid::from_bytes_le(*uuid.as_bytes()) } else { uuid }))
 }
@@ -124,7 +125,7 @@ fn platform(machine: &mut Foreign, file: &Dictionary, windows: bool) -> Result<(
 /// Reads the controllers of a kind with their disks.
 fn controllers(machine: &mut Foreign, file: &Dictionary, kind: &str, permitted: &Permitted) -> Result<()> {
     let numbers = match kind {
-        // The chipset has both of them.
+        // The chipset has two IDE channels, and both always exist.
         "ide" => vec![0, 1],
         _ => file.numbers(kind, "present"),
     };
@@ -179,7 +180,7 @@ fn bus(machine: &mut Foreign, file: &Dictionary, kind: &str, label: &str) -> Res
     })
 }
 
-/// The content of a disk; `None` if the device is another one.
+/// The content of a disk; `None` if the device is not a disk.
 fn disk(machine: &mut Foreign, file: &Dictionary, device: &str, permitted: &Permitted) -> Result<Option<Content>> {
     let key = format!("{device}.fileName");
     let name = file.get(&key).unwrap_or_default();
@@ -215,7 +216,7 @@ fn disk(machine: &mut Foreign, file: &Dictionary, device: &str, permitted: &Perm
     Ok(Some(Content::Image { path, format: Some("vmdk".into()) }))
 }
 
-/// Moves the disk that VMware boots first to the front.
+/// Moves the disk from which VMware boots to the front.
 fn boot_first(machine: &mut Foreign, order: Option<&str>) {
     let Some(first) = order.and_then(|order| order.split(',').next()).map(str::trim) else { return };
     if let Some(index) = machine.disks.iter().position(|disk| disk.label.eq_ignore_ascii_case(first)) {
@@ -250,7 +251,7 @@ fn card(machine: &mut Foreign, file: &Dictionary, number: u32) -> Result<()> {
     machine.add_card(ForeignCard { label, model, mac, network, connected })
 }
 
-/// Notes the devices that machines do not have.
+/// Adds notes on devices that lamina's machines do not have.
 fn others(machine: &mut Foreign, file: &Dictionary) {
     let several = [
         ("floppy", "machines have no floppy drives"),
@@ -295,7 +296,7 @@ fn snapshots(machine: &mut Foreign, bytes: &[u8], path: &Path) -> Result<()> {
     }
     for index in 0..count {
         let key = |name: &str| format!("snapshot{index}.{name}");
-        // Deleted entries leave gaps in old lists.
+        // Old lists have gaps where entries were deleted.
         if list.get(&key("uid")).is_none() {
             continue;
         }

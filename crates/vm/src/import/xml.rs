@@ -1,7 +1,8 @@
 //! XML as a tree of elements, within limits.
 //!
-//! Elements and attributes have their local names, so that the prefixes of namespaces, which every writer chooses, do
-//! not matter. Only XML's five predefined entities are accepted, and no document types, so a text cannot grow.
+//! Elements and attributes are identified by their local names, because each writer chooses its own namespace prefixes.
+//! Only XML's five predefined entities are accepted, and no document types, so that no entity can expand to a long
+//! text.
 
 use error::{Error, ErrorKind, Result};
 use quick_xml::escape::resolve_predefined_entity;
@@ -18,14 +19,14 @@ const ELEMENTS_MAX: usize = 100_000;
 /// An element.
 #[derive(Debug, Default)]
 pub struct Element {
-    /// Its local name.
+    /// The element's local name.
     pub name: String,
-    /// The line where it begins.
+    /// The line on which the element begins.
     pub line: usize,
-    /// Its own text, without that of inner elements.
+    /// The element's own text, without the text of inner elements.
     pub text: String,
     attributes: Vec<(String, String)>,
-    /// The elements in it.
+    /// The elements inside this element.
     pub children: Vec<Element>,
 }
 
@@ -35,28 +36,28 @@ impl Element {
         self.attributes.iter().find(|(own, _)| own == name).map(|(_, value)| value.as_str())
     }
 
-    /// The first element in it of that name.
+    /// The first inner element with that name.
     pub fn child(&self, name: &str) -> Option<&Self> {
         self.children.iter().find(|child| child.name == name)
     }
 
-    /// The elements in it of that name.
+    /// The inner elements with that name.
     pub fn all<'a>(&'a self, name: &'a str) -> impl Iterator<Item = &'a Self> {
         self.children.iter().filter(move |child| child.name == name)
     }
 
-    /// The element at the end of a path.
+    /// The element that is reached by following a path of names.
     pub fn at(&self, path: &[&str]) -> Option<&Self> {
         path.iter().try_fold(self, |element, name| element.child(name))
     }
 
-    /// The text of the first element of that name; `None` if it is missing or empty.
+    /// The text of the first inner element with that name; `None` if it is missing or empty.
     pub fn text_of(&self, name: &str) -> Option<&str> {
         self.child(name).map(|child| child.text.as_str()).filter(|text| !text.is_empty())
     }
 }
 
-/// Parses a document; errors name it `origin`, with the line.
+/// Parses a document; errors name `origin` and the line.
 pub fn parse(bytes: &[u8], origin: &str) -> Result<Element> {
     let text = std::str::from_utf8(bytes).map_err(|error| {
         let line = newlines(&bytes[..error.valid_up_to()]) + 1;
@@ -138,7 +139,7 @@ fn close(open: &mut [Element], done: Element, root: &mut Option<Element>) {
 
 fn element(start: &BytesStart<'_>, line: usize) -> std::result::Result<Element, String> {
     let mut attributes = Vec::new();
-    // The XML reader's own check for duplicates takes quadratic time.
+    // The XML library's own check for duplicate attributes takes quadratic time.
     for attribute in start.attributes().with_checks(false) {
         let attribute = attribute.map_err(|error| error.to_string())?;
         let value = attribute.normalized_value(XmlVersion::Explicit1_0).map_err(|error| error.to_string())?;

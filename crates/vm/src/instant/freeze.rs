@@ -1,4 +1,4 @@
-//! Freezing a machine: its process ends and leaves a memory image.
+//! Freezing a machine: its process ends and leaves a memory image, from which the machine and its clones continue.
 
 use super::image::{Image, Images};
 use super::{pages, state};
@@ -21,16 +21,16 @@ const FROZEN: &str = "frozen";
 /// How long the guest's agent may take to answer.
 const AGENT_PATIENCE: Duration = Duration::from_secs(5);
 
-/// A new image, with the time that each step took.
+/// A new image, with the duration of each step.
 #[derive(Clone, Debug)]
 pub struct Taken {
     /// The image.
     pub image: Image,
-    /// Time for pausing the guest.
+    /// Duration of pausing the guest.
     pub stop: Duration,
-    /// Time for the snapshots of the disks.
+    /// Duration of the snapshots of the disks.
     pub snapshots: Duration,
-    /// Time for saving device state and memory, in parallel with the snapshots.
+    /// Duration of saving device state and memory, in parallel with the snapshots.
     pub save: Duration,
 }
 
@@ -39,7 +39,7 @@ pub fn frozen(machine: &Machine) -> Result<Option<String>> {
     Ok(durable::read(&machine.folder().join(FROZEN))?.map(|id| id.trim().to_owned()))
 }
 
-/// Marks the machine as not frozen any more, before its disks change.
+/// Marks the machine as no longer frozen, before its disks change.
 pub fn forget(machine: &Machine) -> Result<()> {
     remove_if_there(&machine.folder().join(FROZEN))
 }
@@ -59,8 +59,8 @@ pub fn freeze(change: &Change, images: &Images, disks: &dyn Disks, features: &Fe
     machine.definition()?.check_savable()?;
     let mut monitor = machine.monitor()?;
     state::prepare(&mut monitor, features)?;
-    // Queried before the guest is paused, because a paused guest cannot answer. The clones need to know whether to wait
-    // for agents.
+    // The agent is queried before the guest is paused, because a paused guest cannot answer. The commands that make
+    // clones need to know whether to wait for agents.
     let agent = match executes {
         true => Some(machine.agent(AGENT_PATIENCE)?.is_some()),
         false => None,
@@ -77,7 +77,7 @@ pub fn freeze(change: &Change, images: &Images, disks: &dyn Disks, features: &Fe
         Ok(taken) => taken,
         Err(error) => {
             images.abandon(&image, disks);
-            // Restores the state before the failure.
+            // Restores the state that the machine had before the failure.
             if executes {
                 monitor.execute("cont", json!({}))?;
             }
@@ -91,9 +91,10 @@ pub fn freeze(change: &Change, images: &Images, disks: &dyn Disks, features: &Fe
 
 /// The memory of a new image.
 pub(crate) enum Memories {
-    /// Complete: the process maps the image's file itself.
+    /// The image's memory file is complete, because the process maps that file itself.
     Whole,
-    /// A copy of an older image's file that the process maps copy-on-write; pages changed since the copy are missing.
+    /// The memory file is a copy of an older image's file, which the process maps copy-on-write. Pages that the process
+    /// has changed since the copy are missing.
     Copy { pid: i32, mapped: PathBuf, copy: File, began: PathBuf },
 }
 
@@ -110,7 +111,8 @@ impl Memories {
                 let before = images.get(&id)?;
                 let mapped = before.record.memory.clone();
                 let copy = pages::copy_file(&mapped, file)?;
-                // Allocates pages of the copy now, so that the later copy only overwrites them.
+                // The pages that are changed now are copied, so that space for most pages is allocated before the guest
+                // is paused.
                 pages::copy_changed(pid, &mapped, &copy)?;
                 Ok(Self::Copy { pid, mapped, copy, began: before.state() })
             }
@@ -121,7 +123,7 @@ impl Memories {
         }
     }
 
-    /// Saves the device state to `file` and copies the missing pages, while the guest is paused.
+    /// Saves the device state to `file` and copies the missing pages. The guest is paused.
     pub(crate) fn save(&self, monitor: &mut Client, features: &Features, file: &Path) -> Result<()> {
         match self {
             Self::Whole => state::save(monitor, features, file),
@@ -151,8 +153,8 @@ fn take(
     Ok(Taken { image, stop: stopped - begun, snapshots, save })
 }
 
-/// Takes the snapshots of the image's disks and those in `also`, while `save` runs in parallel. The guest is paused, so
-/// both see the same state. Returns the time that each took.
+/// Takes the snapshots of the image's disks and the snapshots `also`, while `save` runs in parallel. The guest is
+/// paused, so both record the same state. Returns the duration of each.
 pub(super) fn at_once(
     disks: &dyn Disks,
     image: &Image,

@@ -1,15 +1,15 @@
-//! Memory images, from which instant clones start.
+//! Memory images: memory, device state and disk snapshots of one moment, from which instant clones continue.
 //!
 //! ```text
 //! DATASTORE/memory-images/ID/begun.toml   the record of an image that is being created
 //! DATASTORE/memory-images/ID/image.toml   the same file, renamed when the image is complete
 //! DATASTORE/memory-images/ID/state        device state
-//! FOLDER FOR MEMORY/image-ID              the guest's memory, not modified any more
+//! FOLDER FOR MEMORY/image-ID              the guest's memory, which is no longer modified
 //! ```
 //!
-//! Images that are incomplete or that no machine refers to are removed, with everything that their records name. The
-//! record itself is kept as long as a clone's disk is based on a snapshot of the image, so that the snapshot is deleted
-//! with the last clone.
+//! Images that are incomplete, and images to which no machine refers, are removed with everything that their records
+//! name. The record itself is kept as long as a clone's disk is based on a disk snapshot of the image, so that the
+//! snapshot can be deleted with the last clone.
 //!
 //! Memory files are in a separate folder, by default in `/dev/shm`. On a file system on a disk, the kernel would write
 //! back the memory of a running parent repeatedly.
@@ -47,14 +47,14 @@ pub struct Record {
     pub version: u32,
     /// When the memory image was taken, in seconds since 1970.
     pub created: u64,
-    /// Whether an agent answered in the guest; `None` if that was not checked.
+    /// Whether an agent answered in the guest; `None` if the agent was not queried.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub agent: Option<bool>,
     /// Path of the guest's memory file.
     pub memory: PathBuf,
-    /// The snapshots of its disks, in their order.
+    /// The disk snapshots that belong to the image, in the order of the disks.
     pub snapshots: Vec<Snapshot>,
-    /// The machine's definition at that time.
+    /// The machine's definition when the image was taken.
     pub machine: Definition,
 }
 
@@ -62,9 +62,9 @@ pub struct Record {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Snapshot {
-    /// The disk.
+    /// The name of the disk.
     pub disk: String,
-    /// The snapshot.
+    /// The name of the snapshot.
     pub snapshot: String,
 }
 
@@ -74,29 +74,29 @@ impl From<&Snapshot> for crate::machines::Snapshot {
     }
 }
 
-/// An image.
+/// A memory image.
 #[derive(Clone, Debug)]
 pub struct Image {
-    /// Its name.
+    /// The image's name.
     pub id: String,
-    /// Its record.
+    /// The image's record.
     pub record: Record,
     folder: PathBuf,
 }
 
-/// The images of a datastore.
+/// The memory images of a datastore.
 pub struct Images {
     folder: PathBuf,
     memory: PathBuf,
 }
 
 impl Image {
-    /// Path of its device state.
+    /// Path of the image's device state.
     pub fn state(&self) -> PathBuf {
         self.folder.join("state")
     }
 
-    /// How to start a process that continues from the image.
+    /// Parameters of a process that continues from the image.
     pub fn start<'a>(&self, features: &'a Features, nbd: &'a Path) -> Start<'a> {
         let memory = Memory::CopyOnWrite(self.record.memory.clone());
         Start { features, nbd, memory, record: MemoryRecord::Image(self.id.clone()), incoming: true }
@@ -116,7 +116,8 @@ impl Images {
         Ok(images)
     }
 
-    /// Whether the folder for memory files exists. Once it does, no other user can replace it.
+    /// Whether the folder for memory files exists; an error if it belongs to another user. Once the folder exists, no
+    /// other user can replace it.
     fn has_memory_folder(&self) -> Result<bool> {
         let memory = self.memory.display();
         let found = match fs::symlink_metadata(&self.memory) {
@@ -146,7 +147,8 @@ impl Images {
             .during(|| format!("closing '{}' to others", memory.display()))
     }
 
-    /// Removes the folder for memory files if it is empty. No command may create or start machines meanwhile.
+    /// Removes the folder for memory files if it is empty. The caller ensures that no command creates or starts
+    /// machines meanwhile.
     pub fn remove_empty_folder(&self) {
         let _ = fs::remove_dir(&self.memory);
     }
@@ -189,7 +191,7 @@ impl Images {
         Ok(Image { id: id.into(), record, folder })
     }
 
-    /// Begins an image of a machine: writes its record before anything else of it is created.
+    /// Begins an image of a machine: writes the record before anything else of the image is created.
     pub fn begin(&self, machine: Definition, agent: Option<bool>) -> Result<Image> {
         self.make_memory_folder()?;
         let id = new_uuid()?.to_string();
@@ -206,8 +208,8 @@ impl Images {
         Ok(Image { id, record, folder })
     }
 
-    /// Completes the image: gives its record the final name, after making its memory file read-only if this QEMU
-    /// supports that. Not durable before [`Images::settle`].
+    /// Completes the image: makes its memory file read-only if this QEMU supports that, then gives its record the final
+    /// name. [`Images::settle`] makes the image durable.
     pub fn finish(&self, image: &Image, features: &Features) -> Result<()> {
         if features.memory_from_readonly_file {
             let memory = &image.record.memory;
@@ -218,21 +220,22 @@ impl Images {
             .during(|| format!("finishing '{}'", image.folder.display()))
     }
 
-    /// Makes an image durable, except for its memory file.
+    /// Makes an image durable, except its memory file.
     pub fn settle(&self, image: &Image) -> Result<()> {
         durable::sync(&image.state())?;
         durable::sync(&image.folder)
     }
 
-    /// Removes an image that was begun.
+    /// Removes an image that was begun and not finished.
     pub fn abandon(&self, image: &Image, disks: &dyn Disks) {
         if let Err(error) = self.remove(image, disks) {
             tracing::warn!("removing an unfinished memory image failed and is repeated by the next command: {error}");
         }
     }
 
-    /// Removes images that no machine refers to, with their snapshots, and memory files that belong to no image or
-    /// machine. No command may create or start machines meanwhile. Returns the number of removed images.
+    /// Removes images to which no machine refers, with their disk snapshots, and memory files that belong to no image
+    /// or machine. The caller ensures that no command creates or starts machines meanwhile. Returns the number of
+    /// removed images.
     pub fn sweep(&self, machines: &Machines) -> Result<usize> {
         let mut used = BTreeSet::new();
         let mut kept: BTreeSet<PathBuf> = BTreeSet::new();
@@ -274,8 +277,8 @@ impl Images {
         Ok(gone)
     }
 
-    /// Removes an image; false if disks of clones are still based on its snapshots. Then only the record that names
-    /// these snapshots is kept.
+    /// Removes an image. If disks of clones are still based on its disk snapshots, returns false and keeps the record
+    /// that names these snapshots.
     fn remove(&self, image: &Image, disks: &dyn Disks) -> Result<bool> {
         remove_if_there(&image.record.memory)?;
         remove_if_there(&image.state())?;
@@ -297,7 +300,7 @@ impl Images {
 }
 
 impl Record {
-    /// Parses a record: any text gives a consistent record or an error that names it `origin`.
+    /// Parses a record. Any text gives a consistent record, or an error that calls the record `origin`.
     pub fn parse(text: &str, origin: &str) -> Result<Self> {
         let record: Self =
             toml::from_str(text).map_err(|e| Error::new(ErrorKind::Corrupt, format!("'{origin}': {e}")))?;

@@ -9,16 +9,16 @@
 //! child    a machine created from an image
 //! ```
 //!
-//! QEMU can leave memory in a shared file out of a saved state, which is then only some hundred kilobytes long. A QEMU
-//! process that maps the file and loads the state continues where the other one stopped. A child maps the file
-//! copy-on-write. Invariants:
+//! If the guest's memory is a shared file, QEMU can leave the memory out of a saved state, which then has only some
+//! hundred kilobytes. Another QEMU process that maps the file and loads the state continues where the first one
+//! stopped. The process of a child maps the file copy-on-write. Invariants:
 //!
-//! 1. An image is immutable: no process writes its memory file after its record exists, and its disks are snapshots. It
-//!    is removed when no machine refers to it ([`image::Images::sweep`]). References are searched for instead of
+//! 1. An image is immutable: no process writes its memory file after its record exists, and its disks are snapshots. An
+//!    image is removed when no machine refers to it ([`image::Images::sweep`]). References are searched for instead of
 //!    counted, because a kill between a change and the update of a count would make the count wrong.
-//! 2. Memory, device state and disk snapshots are of one point in time: the guest is paused from before the first is
-//!    taken until after the last.
-//! 3. A child has the parent's devices at the same addresses; everything else is its own.
+//! 2. Memory, device state and disk snapshots are of one point in time: the guest is paused before the first of them is
+//!    taken, and resumed after the last.
+//! 3. A child has the parent's devices at the same addresses; its name, UUID and MAC addresses are its own.
 
 pub mod child;
 pub mod freeze;

@@ -21,15 +21,15 @@ const PIECE: usize = 256 << 10;
 /// Most threads that copy memory.
 const WORKERS_MAX: usize = 4;
 
-/// A mapping of the file in the process.
+/// A mapping of a file in the address space of a process.
 struct Mapping {
     addresses: Range<u64>,
-    /// Offset in the file at the start of the mapping.
+    /// Offset in the file at which the mapping starts.
     offset: u64,
 }
 
 impl Mapping {
-    /// The mapping split into parts for several threads.
+    /// Splits the mapping into parts for several threads.
     fn stripes(&self) -> impl Iterator<Item = Self> + use<'_> {
         let Range { start, end } = self.addresses;
         (start..end)
@@ -42,7 +42,7 @@ fn mappings(pid: i32, file: &Path) -> Result<Vec<Mapping>> {
     let path = format!("/proc/{pid}/maps");
     let text = std::fs::read_to_string(&path).during(|| format!("reading '{path}'"))?;
     let name = file.display().to_string();
-    // "55d0c0000000-55d0d0000000 rw-p 00000000 00:1a 1234    /dev/shm/..."
+    // A line of `/proc/PID/maps`: "55d0c0000000-55d0d0000000 rw-p 00000000 00:1a 1234    /dev/shm/..."
     let parse = |line: &str| {
         let mut fields = line.split_whitespace();
         let (from, to) = fields.next()?.split_once('-')?;
@@ -94,7 +94,7 @@ struct Work<'a> {
 }
 
 impl Work<'_> {
-    /// Copies the changed pages of a part; returns the number of bytes.
+    /// Copies the changed pages of a part of a mapping; returns the number of bytes.
     fn copy(&self, stripe: &Mapping, piece: &mut [u8]) -> Result<u64> {
         let asking = || format!("asking for the pages of process {}", self.pid);
         let mut copied = 0;

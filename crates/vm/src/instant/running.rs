@@ -1,9 +1,9 @@
 //! Memory images of a parent that continues to run.
 //!
 //! An image never changes, but a running guest changes its memory. So the guest continues in another process, its
-//! successor, that maps the image copy-on-write like any child. The successor is set up before the guest is paused. The
-//! pause consists of: stopping the guest, taking disk snapshots and device state in parallel, and loading the state
-//! into the successor.
+//! successor, that maps the image copy-on-write as the process of a clone does. The successor is set up before the
+//! guest is paused. The pause consists of: stopping the guest, taking disk snapshots and device state in parallel, and
+//! loading the state into the successor.
 //!
 //! ```text
 //! memory in its own file the file itself becomes the image's memory; no data is copied
@@ -29,8 +29,8 @@ use error::Result;
 use serde_json::json;
 use std::time::{Duration, Instant};
 
-/// Takes an image of a running machine, which continues to run, and the snapshots `also` of its disks at the same
-/// point. Returns the image, and how long the guest was paused.
+/// Takes an image of a running machine, which continues to run, and at the same point the snapshots `also` of its
+/// disks. Returns the image, and how long the guest was paused.
 pub fn take(
     change: &Change,
     images: &Images,
@@ -58,7 +58,8 @@ pub fn take(
     let done = match outcome {
         Ok(done) => done,
         Err(error) => {
-            // In every case the old process is still the machine's. Resuming a guest that is not paused has no effect.
+            // After any of these errors the old process is still the machine's process. Resuming a guest that is not
+            // paused has no effect.
             monitor.execute("cont", json!({}))?;
             images.abandon(&image, disks);
             change.sweep()?;

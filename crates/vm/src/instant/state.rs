@@ -7,12 +7,12 @@
 //! 1. A state contains no guest memory except small blocks such as firmware and tables. For a process whose memory is a
 //!    shared file, QEMU's migration with `x-ignore-shared` leaves that file out. A process that maps an image
 //!    copy-on-write has no shared memory: its devices are saved with `xen-save-devices-state` (which works for every
-//!    guest, despite its name), and the small blocks are taken from the state that the process was started with. They
-//!    are equal, because a running guest does not change its firmware.
-//! 2. The beginning of the devices in the older state is found by the header of the first device, which must occur
-//!    exactly once. Otherwise the operation fails without effect.
-//! 3. States are written to open files that are passed to QEMU. So QEMU needs no pipe and no further process, whose
-//!    start would copy QEMU's address space.
+//!    guest, despite its name), and the small blocks are taken from the state with which the process was started. The
+//!    blocks are still the same, because a running guest does not change its firmware.
+//! 2. To find where the devices begin in the older state, it is searched for the header of the first device, which must
+//!    occur exactly once. Otherwise the operation fails without effect.
+//! 3. States are written to open files that are passed to QEMU. The alternative, a pipe to another process, would make
+//!    QEMU fork, which copies its page tables.
 
 use crate::qemu::features::Features;
 use crate::qmp::Client;
@@ -23,11 +23,11 @@ use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// How long saving or loading may take, which does not include memory.
+/// How long saving or loading a device state may take. Memory is not part of it.
 const PATIENCE: Duration = Duration::from_secs(60);
 /// The name under which a file is passed to QEMU.
 const NAME: &str = "state";
-/// Magic number and version of a state.
+/// Length of the magic number and the version at the start of a state.
 const HEADER: usize = 8;
 /// Markers of a device section, of the end of all sections, and of the description.
 const SECTION_FULL: u8 = 4;
@@ -36,7 +36,7 @@ const DESCRIPTION: u8 = 6;
 /// An empty description, because QEMU warns if the description is missing.
 const NO_DESCRIPTION: [u8; 5] = [DESCRIPTION, 0, 0, 0, 0];
 
-/// Sets migration capabilities, on either side. To be called before the guest is paused.
+/// Sets the migration capabilities that saving and loading need. The caller calls this before the guest is paused.
 pub fn prepare(monitor: &mut Client, features: &Features) -> Result<()> {
     if !features.ignore_shared {
         let text = format!(
@@ -68,7 +68,7 @@ pub fn save(monitor: &mut Client, features: &Features, file: &Path) -> Result<()
 }
 
 /// Saves the device state of a paused guest whose memory is a changed copy-on-write mapping of an image. `began` is the
-/// state that its process was started with.
+/// state with which the process was started.
 pub fn save_above(monitor: &mut Client, features: &Features, began: &Path, file: &Path) -> Result<()> {
     if !features.save_devices {
         let text = format!(
@@ -123,7 +123,7 @@ fn ended(monitor: &mut Client) -> Result<String> {
     }
 }
 
-/// The migration URI of a file: newer QEMUs open its path, older ones get it passed under a name.
+/// The migration URI of a file. Newer QEMUs open the path; to older ones the open file is passed under a name.
 fn hand_over(monitor: &mut Client, features: &Features, path: &Path, file: &File) -> Result<String> {
     if features.migrate_to_file {
         return Ok(format!("file:{}", path.display()));
@@ -138,7 +138,7 @@ fn with_ending(file: &Path, ending: &str) -> PathBuf {
     name.into()
 }
 
-/// Writes a state with the memory blocks of `began` and the devices of `devices`.
+/// Writes a state that consists of the memory blocks of `began` and the devices of `devices`.
 fn join(began: &Path, devices: &Path, file: &Path) -> Result<()> {
     let read = |path: &Path| fs::read(path).during(|| format!("reading '{}'", path.display()));
     let joined = joined(&read(began)?, &read(devices)?).ok_or_else(|| {
@@ -152,7 +152,7 @@ fn join(began: &Path, devices: &Path, file: &Path) -> Result<()> {
     private::write(file, &joined).during(|| format!("writing '{}'", file.display()))
 }
 
-/// The part of one state before its devices, followed by the devices of the other; `None` if they do not fit.
+/// Joins the part of `began` before its devices and the devices of `devices`; `None` if the two do not fit.
 pub fn joined(began: &[u8], devices: &[u8]) -> Option<Vec<u8>> {
     let first = first_device(devices)?;
     if began.get(..HEADER)? != devices.get(..HEADER)? || devices.last() != Some(&END) {

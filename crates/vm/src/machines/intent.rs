@@ -1,5 +1,5 @@
-//! What has to be removed if a command does not complete: the file `intent.toml` of a folder in which machines are
-//! created or deleted.
+//! The intent of a command that creates or deletes machines: what has to be removed if the command does not complete.
+//! It is the file `intent.toml` of a folder in which machines are created or deleted.
 
 use crate::durable;
 use backend::clock;
@@ -8,12 +8,12 @@ use serde::{Deserialize, Serialize};
 use std::fs;
 use std::path::Path;
 
-/// The file.
+/// Name of the file.
 const INTENT: &str = "intent.toml";
-/// Its version.
+/// Version of the file.
 const VERSION: u32 = 1;
 
-/// Disks and snapshots that are deleted with machines that were not created.
+/// The machines of an intent, and the snapshots that are deleted with those machines.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Intent {
@@ -21,7 +21,7 @@ pub struct Intent {
     pub version: u32,
     /// When the operation began, in seconds since 1970.
     pub begun: u64,
-    /// The machines.
+    /// The machines that are created or deleted.
     #[serde(default, rename = "machine")]
     pub machines: Vec<Intended>,
     /// Snapshots that are deleted unless clones are based on them.
@@ -33,9 +33,9 @@ pub struct Intent {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Intended {
-    /// Its name.
+    /// The machine's name.
     pub name: String,
-    /// The disks that are deleted with it.
+    /// The disks that are deleted with the machine.
     #[serde(default, rename = "disk")]
     pub disks: Vec<OwnDisk>,
 }
@@ -44,9 +44,10 @@ pub struct Intended {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct OwnDisk {
-    /// Its name.
+    /// The disk's name.
     pub name: String,
-    /// The snapshot of which it is a linked clone: a disk of that name with another origin is a different disk.
+    /// The snapshot of which the disk is a linked clone. A disk with the same name and another origin is a different
+    /// disk, and is not deleted.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub origin: Option<Snapshot>,
 }
@@ -55,14 +56,14 @@ pub struct OwnDisk {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Snapshot {
-    /// The disk.
+    /// The name of the disk.
     pub disk: String,
-    /// Its snapshot.
+    /// The name of the snapshot.
     pub name: String,
 }
 
 impl Intent {
-    /// An intent with the current time.
+    /// An intent that begins now.
     pub fn new(machines: Vec<Intended>, snapshots: Vec<Snapshot>) -> Self {
         Self { version: VERSION, begun: clock::seconds(), machines, snapshots }
     }
@@ -72,7 +73,8 @@ impl Intent {
         durable::write_toml(&folder.join(INTENT), self)
     }
 
-    /// Reads the intent of a folder; `None` if it was not written yet, so that nothing else was done either.
+    /// Reads the intent of a folder; `None` if the command was killed before it wrote the intent, and so before it
+    /// created anything else.
     pub fn read(folder: &Path) -> Result<Option<Self>> {
         let path = folder.join(INTENT);
         let Some(text) = durable::read(&path)? else { return Ok(None) };

@@ -18,8 +18,8 @@ use std::time::Duration;
 /// How long a disk may stay open after the process that used it was ended.
 const RELEASE_PATIENCE: Duration = Duration::from_secs(10);
 
-/// Machines that are being created. When this is dropped, machines that are not finished are removed, with the disks
-/// that were created for them.
+/// Machines that are being created. Dropping this value removes the unfinished machines, with the disks that were
+/// created for them.
 pub struct Making {
     folder: PathBuf,
     machines: PathBuf,
@@ -31,7 +31,7 @@ pub struct Making {
     _lock: File,
 }
 
-/// Which of the disks that an intent names may be deleted.
+/// Which disks of an intent may be deleted.
 pub(super) enum Whose<'a> {
     /// Disks that this process has created.
     Made(&'a BTreeSet<String>),
@@ -39,14 +39,14 @@ pub(super) enum Whose<'a> {
     MadeSince(u64),
     /// All disks that the intent names.
     Named {
-        /// Hand over snapshots to the linked clones that are based on them.
+        /// Whether snapshots are handed over to the linked clones that are based on them.
         promote: bool,
     },
 }
 
 impl Machines {
     /// Begins to create machines. `made_for` returns the disks that are created for each machine. `snapshots` are taken
-    /// for them and are deleted in the end, unless clones are based on them.
+    /// for these machines, and are deleted at the end unless clones are based on them.
     pub fn make(
         &self,
         definitions: &[Definition],
@@ -88,19 +88,19 @@ impl Making {
         self.made.lock().extend(disks);
     }
 
-    /// A machine that is not finished.
+    /// A machine of this operation that is not finished.
     pub fn machine(&self, name: &str) -> Machine {
         Machine::at(self.folder.join(name))
     }
 
-    /// Completes a machine, which then remains when this process is killed. [`Making::settle`] makes it durable.
+    /// Completes a machine: from now on it remains even if this process is killed. [`Making::settle`] makes it durable.
     pub fn finish(&self, name: &str) -> Result<Machine> {
         let folder = self.machines.join(name);
         if folder.exists() {
             return Err(Error::new(ErrorKind::Exists, format!("there is a machine '{name}' already")));
         }
-        // If another command has created the machine meanwhile, the rename fails: it replaces only an empty folder, and
-        // the folder of a machine is never empty.
+        // If another command has created a machine with this name meanwhile, the rename fails: it replaces only an
+        // empty folder, and the folder of a machine is never empty.
         fs::rename(self.folder.join(name), &folder).during(|| format!("making machine '{name}'"))?;
         Ok(Machine::at(folder))
     }
@@ -131,7 +131,7 @@ impl Drop for Making {
     }
 }
 
-/// Removes what is still in a folder: processes, disks, machines, and snapshots without clones.
+/// Removes what is still in a folder of a command: processes, disks, machines, and snapshots without clones.
 pub(super) fn take_away(folder: &Path, intent: &Intent, disks: &dyn Disks, whose: Whose<'_>) -> Result<()> {
     let left: Vec<&Intended> = intent.machines.iter().filter(|machine| folder.join(&machine.name).exists()).collect();
     let mut claims = Vec::new();
@@ -140,7 +140,7 @@ pub(super) fn take_away(folder: &Path, intent: &Intent, disks: &dyn Disks, whose
         claims.extend(machine.end_processes()?);
         machine.remove_own_memory()?;
     }
-    // Queried once for all disks.
+    // One query lists the disks for all machines.
     let there = match (&whose, left.iter().any(|machine| !machine.disks.is_empty())) {
         (Whose::MadeSince(_), true) => disks.all()?,
         _ => BTreeMap::new(),
@@ -161,7 +161,7 @@ pub(super) fn take_away(folder: &Path, intent: &Intent, disks: &dyn Disks, whose
     }
     for Snapshot { disk, name } in &intent.snapshots {
         match disks.delete_snapshot(disk, name) {
-            // The snapshot was not taken, was deleted with its disk, or is the base of clones.
+            // The snapshot was not taken, was deleted with its disk, or is the base of clones, so that it stays.
             Err(error) if !matches!(error.kind(), ErrorKind::NotFound | ErrorKind::Busy) => return Err(error),
             _ => {}
         }
@@ -169,8 +169,8 @@ pub(super) fn take_away(folder: &Path, intent: &Intent, disks: &dyn Disks, whose
     Intent::remove(folder)
 }
 
-/// Whether an existing disk is the one that the intent names: same origin, and not older. One second of difference is
-/// allowed, because times are rounded to seconds.
+/// Whether an existing disk is the one that the intent names: it has the same origin and is not older than the intent.
+/// One second of difference is allowed, because times are rounded to seconds.
 fn is_ours(disk: &OwnDisk, facts: &Facts, begun: u64) -> bool {
     let origin = disk.origin.as_ref().map(|origin| (&*origin.disk, &*origin.name));
     let has = facts.origin.as_ref().map(|(disk, snapshot)| (&**disk, &**snapshot));

@@ -9,7 +9,7 @@ use crate::import::run::How;
 use parking_lot::Mutex;
 use work::Progress;
 
-/// Simulated disks: names, with the snapshots that they are based on.
+/// Simulated disks: their names, with the snapshots on which they are based.
 #[derive(Default)]
 struct Names(Mutex<BTreeMap<String, Facts>>);
 
@@ -104,15 +104,15 @@ fn make(machines: &Machines, names: &[&str]) -> Result<Making> {
     Ok(making)
 }
 
-/// The state after a kill: nothing is cleaned up, but the locks are released.
+/// Leaves the state after a kill: nothing is removed, but the locks are released.
 fn killed(making: Making) {
     let folder = making.machine("any").folder().parent().unwrap().to_owned();
     making.leave();
     released(&folder);
 }
 
-/// Another test may be starting a program: between fork and exec, the child process holds copies of this process's
-/// locks.
+/// Waits until the locks in `folder` are released. Another test may be starting a program: between fork and exec, the
+/// child process has copies of this process's descriptors, which keep the locks.
 fn released(folder: &Path) {
     while File::open(folder).unwrap().try_lock().is_err() {
         std::thread::yield_now();
@@ -168,13 +168,13 @@ fn a_disk_created_by_another_command_is_not_deleted() {
     let folder = tempfile::tempdir().unwrap();
     let (machines, disks) = open(folder.path());
     let making = make(&machines, &["web"]).unwrap();
-    // The command was killed before it created its disk, and another command has created one with that name.
+    // A command was killed before it created its disk; then another command created a disk with the same name.
     disks.delete("web-disk", false).unwrap();
     disks.add("web-disk", None);
     killed(making);
     assert_eq!(machines.recover().unwrap(), 1);
     assert_eq!(disks.names(), ["web-disk"]);
-    // Without a kill too, a disk that this process did not create is not deleted.
+    // Also if no command was killed, a disk that this process did not create is not deleted.
     let making = machines.make(&[Definition::new("db", 1, 64 << 20).unwrap()], |_| Vec::new(), Vec::new()).unwrap();
     drop(making);
     assert_eq!(disks.names(), ["web-disk"]);
@@ -209,7 +209,7 @@ fn an_interrupted_deletion_is_completed() {
     making.finish("web").unwrap();
     making.finish("db").unwrap();
     making.settle().unwrap();
-    // Killed before the folder was moved: the machine still exists.
+    // The command was killed before it moved the machine's folder, so the machine still exists.
     let own = vec![OwnDisk { name: "web-disk".into(), origin: None }];
     let intent = Intent::new(vec![Intended { name: "web".into(), disks: own }], Vec::new());
     let (within, lock) = machines.begin(OLD, &intent).unwrap();
@@ -217,7 +217,7 @@ fn an_interrupted_deletion_is_completed() {
     released(&within);
     assert_eq!(machines.recover().unwrap(), 1);
     assert_eq!((machines.list().unwrap().len(), disks.names().len()), (2, 2));
-    // Killed after the folder was moved.
+    // The command was killed after it moved the machine's folder.
     let (within, lock) = machines.begin(OLD, &intent).unwrap();
     fs::rename(folder.path().join("machines/web"), within.join("web")).unwrap();
     drop(lock);

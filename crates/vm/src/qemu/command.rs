@@ -36,9 +36,9 @@ const RANDOM_SLOT: u8 = 5;
 pub enum Memory {
     /// Anonymous memory of the process.
     Private,
-    /// A shared file that the guest writes: a frozen parent leaves it to its clones.
+    /// A shared file to which the guest's memory is written, so that clones of a frozen machine can map it.
     Shared(PathBuf),
-    /// A private mapping of a file, as for clones.
+    /// A private (copy-on-write) mapping of a file, as clones have.
     CopyOnWrite(PathBuf),
 }
 
@@ -82,35 +82,35 @@ impl RunFolder {
 pub struct Machine<'a> {
     /// The definition of the machine.
     pub definition: &'a Definition,
-    /// Its memory.
+    /// The machine's memory.
     pub memory: Memory,
-    /// Its UEFI; `None` for BIOS.
+    /// The machine's UEFI; `None` for BIOS.
     pub uefi: Option<&'a Uefi>,
-    /// Its run folder.
+    /// The run folder of the process.
     pub run: &'a RunFolder,
-    /// The NBD server of its disks.
+    /// The NBD server that exports the machine's disks.
     pub nbd: &'a Path,
     /// Whether QEMU waits for a saved state to be loaded.
     pub incoming: bool,
 }
 
-/// The network backend of a card.
+/// The id of a card's network backend.
 pub fn network_node(network: &Network) -> String {
     format!("net{}", network.slot)
 }
 
-/// The device of a network card.
+/// The id of a card's device.
 pub fn network_device(network: &Network) -> String {
     format!("nic{}", network.slot)
 }
 
-/// A hub without another port, so that the card is not connected.
+/// The number of a hub that has only the card's port, so that the card is not connected.
 pub fn hub(network: &Network) -> u32 {
     1000 + u32::from(network.slot)
 }
 
-/// The bus and the address on it of a device with this slot: the key and the value of one property. The root bus of the
-/// chipset i440fx takes devices while the machine runs, so a port of it is a slot.
+/// The property that places a device with this slot, as key and value: its bus, or its address on the root bus. With
+/// the chipset i440fx, devices can be added to the root bus at run time, so its ports are slots.
 pub fn place(chipset: Chipset, slot: u8) -> (&'static str, String) {
     match (chipset, slot.checked_sub(FIRST_PORT)) {
         (_, None) => ("addr", format!("{slot:x}.0")),
@@ -119,13 +119,13 @@ pub fn place(chipset: Chipset, slot: u8) -> (&'static str, String) {
     }
 }
 
-/// The same in a command line.
+/// [`place`] as text for a command line.
 pub fn place_text(chipset: Chipset, slot: u8) -> String {
     let (key, value) = place(chipset, slot);
     format!("{key}={value}")
 }
 
-/// The address of a device with this slot, or of the port that it is in, in the guest.
+/// The PCI address, in the guest, of a device with this slot, or of the port in which the device is.
 pub fn pci_address(chipset: Chipset, slot: u8) -> String {
     match (chipset, slot.checked_sub(FIRST_PORT)) {
         (_, None) => format!("0000:00:{slot:02x}.0"),
@@ -164,10 +164,11 @@ pub fn arguments(machine: &Machine<'_>, features: &Features) -> Vec<OsString> {
     add("-smp", processors(definition));
     add("-m", format!("{}M", definition.memory >> 20));
     add("-object", memory(machine, features));
-    // Makes a state begin with its devices, whichever way it was saved (see `instant::state`).
+    // Without the configuration section, a state begins with its devices, no matter how it was saved (see
+    // `instant::state`).
     add("-global", "migration.send-configuration=off".into());
-    // Notifies a guest's kernel that has a driver for it that the guest is a copy, so that it reseeds its random number
-    // generator.
+    // The VM generation id tells a guest's kernel with a driver for it that the guest is a copy, so that the kernel
+    // reseeds its random number generator.
     add("-device", "vmgenid,guid=auto".into());
     add("-display", "none".into());
     add("-pidfile", run.pid_file().display().to_string());
@@ -219,7 +220,7 @@ pub fn arguments(machine: &Machine<'_>, features: &Features) -> Vec<OsString> {
     if machine.incoming {
         add("-incoming", "defer".into());
     }
-    // The guest is paused until this process has become the machine's current one.
+    // The guest stays paused until this process has become the machine's current one.
     all.extend(["-S", "-nodefaults", "-no-user-config"].map(String::from));
     all.extend(definition.arguments.iter().cloned());
     all.into_iter().map(OsString::from).collect()
@@ -235,7 +236,8 @@ fn platform(machine: &Machine<'_>) -> Vec<(&'static str, String)> {
     let mut board = format!("{board},memory-backend=memory,vmport=off");
     let mut all = Vec::new();
     if let Some(uefi) = machine.uefi {
-        // The variables are not locked, because a process and its successor have them open at the same time.
+        // QEMU's locks on the variables are switched off, because a process and its successor have the file open at the
+        // same time.
         let file = |name: &str, path: &Path, read_only: bool| {
             let node = json!({
                 "driver": "file", "node-name": name, "filename": path, "read-only": read_only, "locking": "off",
@@ -247,7 +249,8 @@ fn platform(machine: &Machine<'_>) -> Vec<(&'static str, String)> {
         board.push_str(",pflash0=firmware,pflash1=variables");
     }
     if platform.secure_boot {
-        // The guest can change the variables only in system management mode, where the firmware checks signatures.
+        // With `smm=on`, the guest can change the variables only in system management mode, where the firmware checks
+        // signatures.
         board.push_str(",smm=on");
         all.push(("-global", "driver=cfi.pflash01,property=secure,value=on".into()));
         all.push(("-global", "ICH9-LPC.disable_s3=1".into()));
@@ -362,7 +365,7 @@ mod tests {
         assert!(text(Memory::CopyOnWrite("/m".into()), &newer, true).contains("readonly=on,rom=off"));
     }
 
-    /// The hardware of machines of other programs.
+    /// The arguments for the hardware of imported machines.
     #[test]
     fn hardware_is_as_the_definition_says() {
         let mut definition = Definition::new("web", 4, 256 << 20).unwrap();

@@ -1,6 +1,7 @@
 //! The arguments for disks and their controllers.
 //!
-//! 1. Disks of one controller have the controller's PCI slot; the controller is created before the first of them.
+//! 1. Disks of one controller have the controller's PCI slot; the argument for the controller precedes those of its
+//!    disks.
 //! 2. The names of a disk's block node and device follow from its address, and so stay the same when other disks are
 //!    added or removed.
 //! 3. Disks in ports, and those on controllers that take disks while the machine runs ([`Bus::takes_disks`]), can be
@@ -12,22 +13,22 @@ use serde_json::{Value, json};
 use std::collections::BTreeSet;
 use std::path::Path;
 
-/// Seconds after which the guest's requests fail if the server of a disk is unreachable; until then they wait, so that
-/// the server can be restarted.
+/// Seconds after which the guest's requests fail if the NBD server of a disk is unreachable. Until then the requests
+/// wait, so that the server can be restarted.
 const RECONNECT_SECONDS: u32 = 300;
 
-/// The block node of a disk. Before 0.2.0, the number was the index of the disk, which is below any slot of a disk that
-/// is a PCI device itself.
+/// The name of a disk's block node. Version 0.1.0 used the index of the disk as the number. An index is lower than any
+/// slot of a disk that is a PCI device itself, so the names do not collide.
 pub fn disk_node(disk: &Disk) -> String {
     format!("disk{}", address(disk))
 }
 
-/// The device of a disk.
+/// The id of a disk's device.
 pub fn disk_device(disk: &Disk) -> String {
     format!("vd{}", address(disk))
 }
 
-/// The slot of a disk, and its unit if its controller has several.
+/// The slot of a disk, and its unit if its controller has several units.
 fn address(disk: &Disk) -> String {
     match disk.bus {
         Bus::Virtio => disk.slot.to_string(),
@@ -35,7 +36,7 @@ fn address(disk: &Disk) -> String {
     }
 }
 
-/// The block node of an export.
+/// The block node for an export, in QEMU's JSON syntax.
 pub fn block_node(node: &str, export: &str, nbd: &Path) -> Value {
     json!({
         "driver": "nbd", "node-name": node, "export": export, "discard": "unmap",
@@ -43,7 +44,8 @@ pub fn block_node(node: &str, export: &str, nbd: &Path) -> Value {
     })
 }
 
-/// The device of a disk, for a running process. The disk is in a port or on a controller that takes disks.
+/// The device of a disk, as it is added to a running process. The disk is in a port or on a controller that takes
+/// disks.
 pub fn added_device(chipset: Chipset, disk: &Disk) -> Value {
     let (slot, id, node) = (disk.slot, disk_device(disk), disk_node(disk));
     match disk.bus {

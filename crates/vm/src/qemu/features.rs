@@ -23,7 +23,7 @@ pub enum Accelerator {
 }
 
 impl Accelerator {
-    /// Its name in QEMU's option `-accel`.
+    /// The accelerator's name in QEMU's option `-accel`.
     pub fn name(self) -> &'static str {
         match self {
             Self::Kvm => "kvm",
@@ -32,13 +32,13 @@ impl Accelerator {
     }
 }
 
-/// A QEMU and its features.
+/// The features of a QEMU program.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Features {
-    /// The program.
+    /// Path of the program.
     pub program: PathBuf,
-    /// Its version, for messages.
+    /// The program's version, for messages.
     pub version: String,
     /// The accelerator to use.
     pub accelerator: Accelerator,
@@ -62,7 +62,7 @@ struct Probe {
 
 impl Drop for Probe {
     fn drop(&mut self) {
-        // This QEMU has no disks and no guest, so it can be killed.
+        // The probed QEMU has no disks and no guest, so it can be killed.
         let _ = self.child.kill();
         let _ = self.child.wait();
         let _ = std::fs::remove_dir_all(&self.folder);
@@ -130,8 +130,8 @@ fn why_not_kvm(client: &mut Client) -> Result<Option<String>> {
     if let Err(e) = std::fs::OpenOptions::new().read(true).write(true).open("/dev/kvm") {
         return Ok(Some(format!("/dev/kvm: {e}")));
     }
-    // If the processor reports no virtualization, `/dev/kvm` is emulated, and is slower than TCG or does not run guests
-    // at all.
+    // A processor that reports no virtualization has an emulated `/dev/kvm`, which is slower than TCG or does not run
+    // guests at all.
     let flags = std::fs::read_to_string("/proc/cpuinfo").during(|| "reading /proc/cpuinfo".into())?;
     let flags = flags.lines().find(|line| line.starts_with("flags")).unwrap_or("");
     let hardware = flags.split_whitespace().any(|flag| flag == "vmx" || flag == "svm");

@@ -1,7 +1,7 @@
-//! Builds of UEFI on this host. They are found by the files in which distributions describe them
-//! (QEMU's interface `firmware.json`), because names and folders of the builds differ between distributions.
+//! The builds of UEFI on this host. Their names and folders differ between distributions, so they are found by the
+//! description files that distributions install (QEMU's interface `firmware.json`).
 //!
-//! The files are read in the order of their names, and the first build that fits is used, as that document requires.
+//! The files are read in the order of their names, and the first build that fits is used, as `firmware.json` requires.
 
 use crate::definition::{Chipset, Platform};
 use error::{Error, ErrorKind, Result};
@@ -9,7 +9,7 @@ use serde::Deserialize;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Folders with descriptions of firmware; a file in an earlier one hides a file of the same name in a later one.
+/// Folders with descriptions of firmware; a file hides files of the same name in later folders.
 const FOLDERS: [&str; 3] = ["/etc/qemu/firmware", "/usr/local/share/qemu/firmware", "/usr/share/qemu/firmware"];
 /// Longest description that is read, in bytes.
 const TEXT_MAX: u64 = 1 << 20;
@@ -17,18 +17,18 @@ const TEXT_MAX: u64 = 1 << 20;
 /// The files of a build.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Build {
-    /// The code, which is the same for all machines.
+    /// The file with the firmware's code, which is the same for all machines.
     pub code: PathBuf,
-    /// The variables of a new machine.
+    /// The template for the variables of a new machine.
     pub variables: PathBuf,
 }
 
 /// UEFI for one machine.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Uefi {
-    /// The code.
+    /// The file with the firmware's code.
     pub code: PathBuf,
-    /// The machine's variables.
+    /// The file with the machine's variables.
     pub variables: PathBuf,
 }
 
@@ -61,8 +61,8 @@ struct Target {
     machines: Vec<String>,
 }
 
-/// The build for a platform. `length` is the length of the machine's variables in bytes, if there are any: a build with
-/// variables of another length cannot use them.
+/// The build for a platform. `length` is the length of the machine's variables in bytes, if it has any: a build whose
+/// variables have another length cannot use them.
 pub fn find(platform: &Platform, length: Option<u64>) -> Result<Build> {
     find_in(&FOLDERS.map(Path::new), platform, length)
 }

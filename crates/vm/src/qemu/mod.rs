@@ -3,7 +3,7 @@
 //! ```text
 //! features   features of this QEMU and this host, which are queried
 //! command    the command line of a machine, with fixed device addresses
-//! drives     its part for disks and controllers
+//! drives     the part of the command line for disks and controllers
 //! firmware   builds of UEFI on this host
 //! process    a running QEMU, which outlives the command that started it and is found by its pid file
 //! ```

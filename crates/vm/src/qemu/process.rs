@@ -1,11 +1,11 @@
 //! A running QEMU process.
 //!
-//! 1. It is started in its own process group, with only the open files that its command line names, so that neither a
-//!    signal to the command nor the command's end affects it.
-//! 2. It keeps its pid file locked while it runs (`-pidfile`), and the kernel reports which process holds a lock. So
-//!    the file identifies the process even after kills, and even if its pid was reused.
+//! 1. QEMU is started in its own process group, with only the open files that its command line names. So neither a
+//!    signal to the command that started it nor the end of that command affects it.
+//! 2. QEMU keeps its pid file locked while it runs (`-pidfile`), and the kernel reports which process holds a lock. So
+//!    the lock identifies the process even if an old pid in the file was reused after a kill.
 //! 3. Signals are sent through a descriptor of the process (pidfd) that was opened before the lock is checked again, so
-//!    that a process that reused the pid never gets one.
+//!    that no signal is sent to a process that reused the pid.
 
 use super::command::RunFolder;
 use crate::qmp::Client;
@@ -40,14 +40,14 @@ pub struct Process {
     descriptor: OwnedFd,
 }
 
-/// A process that was started but may still fail.
+/// A process that was started and has not yet answered on its monitor.
 pub struct Starting {
     child: Child,
     errors: PathBuf,
 }
 
 impl Starting {
-    /// Starts `program`. Its error output is written to `errors`.
+    /// Starts `program`. The program's error output is written to `errors`.
     pub fn new(program: &Path, arguments: &[OsString], errors: &Path) -> Result<Self> {
         let log = private::create(errors).during(|| format!("making '{}'", errors.display()))?;
         let mut command = Command::new(program);
@@ -59,10 +59,10 @@ impl Starting {
         Ok(Self { child, errors: errors.into() })
     }
 
-    /// Waits until QEMU answers on its monitor; it runs independently afterwards.
+    /// Waits until QEMU answers on its monitor; afterwards the process runs independently of this one.
     ///
     /// # Errors
-    /// With its error output, if it ends instead.
+    /// If QEMU ends instead; the error has its error output.
     pub fn finish(mut self, run: &RunFolder, patience: Duration) -> Result<(Process, Client)> {
         let deadline = Instant::now() + patience;
         let answered = loop {
@@ -128,9 +128,9 @@ impl Process {
         Ok(same.then(|| Self { pid, file: pid_file.into(), descriptor }))
     }
 
-    /// Ends the process that holds a pid file, and keeps others from locking it while the result exists: a process that
-    /// was just started ends when it tries to lock the file. The file must not be queried meanwhile, because closing
-    /// any descriptor of it releases the lock.
+    /// Ends the process that holds a pid file locked, and then locks the file itself while the result exists: a QEMU
+    /// that was just started ends when it cannot lock the file. [`Process::find`] must not be called for the file
+    /// meanwhile, because closing any descriptor of the file releases the lock.
     pub fn claim(pid_file: &Path) -> Result<fs::File> {
         let opening = || format!("opening '{}'", pid_file.display());
         loop {
@@ -146,17 +146,17 @@ impl Process {
         }
     }
 
-    /// Its pid.
+    /// The pid of the process.
     pub fn pid(&self) -> i32 {
         self.pid.as_raw_nonzero().get()
     }
 
-    /// Whether it is still running.
+    /// Whether the process is still running.
     pub fn alive(&self) -> Result<bool> {
         Ok(holder(&self.file)? == Some(self.pid))
     }
 
-    /// Kills it without notifying the guest, like a power failure.
+    /// Kills the process without notifying the guest, like a power failure.
     pub fn kill(&self) -> Result<()> {
         match pidfd_send_signal(&self.descriptor, Signal::KILL) {
             Ok(()) | Err(Errno::SRCH) => Ok(()),
@@ -164,7 +164,7 @@ impl Process {
         }
     }
 
-    /// Kills it, and waits for its end.
+    /// Kills the process, and waits for its end.
     pub fn end(&self) -> Result<()> {
         self.kill()?;
         match self.wait(END_PATIENCE)? {
@@ -173,8 +173,8 @@ impl Process {
         }
     }
 
-    /// Tells QEMU to quit, which completes requests to the disks, and kills it if it does not end. The guest is not
-    /// notified.
+    /// Tells QEMU to quit, and kills it if it does not end. QEMU completes requests to the disks before it quits. The
+    /// guest is not notified.
     pub fn quit(&self, monitor: Option<&mut Client>) -> Result<()> {
         // The connection stays open until the end, because QEMU may drop a command whose connection is closed.
         let told = monitor.is_some_and(|monitor| monitor.send(&json!({ "execute": "quit" })).is_ok());
@@ -184,7 +184,7 @@ impl Process {
         }
     }
 
-    /// Waits for its end; false if it is still running after `patience`.
+    /// Waits for the end of the process; false if it is still running after `patience`.
     pub fn wait(&self, patience: Duration) -> Result<bool> {
         let deadline = Instant::now() + patience;
         while self.alive()? {
@@ -247,7 +247,7 @@ mod tests {
     fn a_process_started_during_a_claim_does_not_run() {
         let folder = tempfile::tempdir().unwrap();
         let run = RunFolder(folder.path().into());
-        // A claim ends the process that holds the pid file.
+        // A claim ends the process that holds the lock on the pid file.
         start(&run, "none").unwrap();
         let claim = Process::claim(&run.pid_file()).unwrap();
         let mut late = begin(&run, "none").unwrap();

@@ -67,7 +67,7 @@ impl Disks for Taken {
     }
 }
 
-/// The last step fails, or the command is killed before it: the next command finds what to delete.
+/// The last step fails, or the command is killed before that step: the next command finds what to delete.
 #[test]
 fn a_machine_snapshot_that_fails_at_its_rename_leaves_no_disk_snapshots() {
     let folder = tempfile::tempdir().unwrap();
