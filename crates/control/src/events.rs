@@ -1,12 +1,12 @@
 //! Events: notifications of every change of a datastore and of its jobs to subscribers.
 //!
 //! Invariants:
-//! 1. A subscriber gets every change made after [`Change::Subscribed`], in the order of event numbers. A change is in
-//!    the subscriber's queue before the requesting client gets its reply.
+//! 1. A subscriber receives every change made after [`Change::Subscribed`], in the order of event numbers. A change is
+//!    in the subscriber's queue before the client that requested the change receives its reply.
 //! 2. No request waits for a subscriber. If a subscriber's queue has [`QUEUE_MAX`] events, further events are dropped
-//!    until the subscriber takes the queue; the subscriber then gets the number of dropped events.
+//!    until the subscriber takes the queued events. The subscriber then receives the number of dropped events.
 //!
-//! Locks: `state`, while an event is added to the queues.
+//! Locks: `state` is held while an event is added to the queues.
 
 pub mod changes;
 
@@ -21,7 +21,8 @@ use std::time::Duration;
 /// Limit of the events in one subscriber's queue.
 pub const QUEUE_MAX: usize = 1024;
 
-/// Limit of the number of subscribers: less than that of connections, so that other requests find a free one.
+/// Limit of the number of subscribers: lower than the limit of connections, so that connections remain for other
+/// requests.
 pub const SUBSCRIBERS_MAX: usize = 16;
 
 /// Interval at which a subscription checks for cancellation.
@@ -36,9 +37,9 @@ pub struct Events {
 
 #[derive(Default)]
 struct State {
-    /// Number of the last event.
+    /// Number of the last event published.
     last: u64,
-    /// Number of the last subscriber.
+    /// Number given to the last subscriber.
     subscribers: u64,
     queues: BTreeMap<u64, Queue>,
     closed: bool,
@@ -48,7 +49,7 @@ struct State {
 #[derive(Default)]
 struct Queue {
     events: Vec<Event>,
-    /// Number of events dropped after `events`, and the number of the last of them.
+    /// Number of events dropped since `events` was full, and the number of the last of them.
     missed: u64,
     last_missed: u64,
 }
@@ -73,7 +74,7 @@ impl Queue {
     }
 }
 
-/// A subscription, which ends when dropped.
+/// A subscription, which ends when this value is dropped.
 struct Subscription<'a> {
     events: &'a Events,
     number: u64,
@@ -86,7 +87,7 @@ impl Drop for Subscription<'_> {
 }
 
 impl Subscription<'_> {
-    /// The queued events; waits up to [`INTERVAL`] for some. `None` when events have ended.
+    /// The queued events; waits up to [`INTERVAL`] for the first one. `None` after [`Events::close`].
     fn take(&self) -> Option<Vec<Event>> {
         let mut state = self.events.state.lock();
         let mut waited = false;
@@ -120,7 +121,7 @@ impl Events {
         self.changed.notify_all();
     }
 
-    /// Ends all subscriptions after they have passed on the queued events.
+    /// Ends all subscriptions after the queued events were passed on.
     pub fn close(&self) {
         self.state.lock().closed = true;
         self.changed.notify_all();

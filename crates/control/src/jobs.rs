@@ -1,18 +1,18 @@
 //! Jobs: long operations of a process that has a datastore open, visible to other requests.
 //!
 //! ```text
-//!  dispatch --- attached ---> on the thread of its front end, cancelled when its client disconnects
-//!          \--- start ------> on a thread of its own, continues when its client disconnects
+//!  dispatch --- attached ---> on the thread of the front end, cancelled when the client disconnects
+//!          \--- start ------> on a thread of its own, continues when the client disconnects
 //! ```
 //!
 //! Invariants:
 //! 1. A job is listed from before its operation begins until [`ENDED_MAX`] later started jobs, or
-//!    [`ATTACHED_ENDED_MAX`] later attached ones, have ended. Its outcome is set exactly once, also if it panics, and
-//!    wakes all waiting requests.
-//! 2. `cancelled()` becomes true soon after [`Jobs::cancel`], and for an attached job after its client has
-//!    disconnected.
-//! 3. After [`Jobs::stop`] no started job is running and none can be started. Jobs are kept in memory only: what a
-//!    killed process leaves of them is completed or undone by the recovery of the datastore.
+//!    [`ATTACHED_ENDED_MAX`] later attached ones, have ended. A job's outcome is set exactly once, also if its
+//!    operation panics, and all requests that wait for the job are woken.
+//! 2. The `cancelled()` of a job's progress returns true soon after [`Jobs::cancel`]; for an attached job also after
+//!    its client has disconnected.
+//! 3. After [`Jobs::stop`] no started job is running and none can be started. Jobs are kept in memory only: after a
+//!    kill, the recovery of the datastore completes or undoes their operations.
 //! 4. At most [`STARTED_MAX`] started jobs run at a time, and an outcome longer than [`OUTCOME_MAX`] is not kept.
 //!
 //! Locks: `state` is held to look up, add and end jobs; no other lock is taken while it is held.
@@ -47,12 +47,12 @@ pub const OUTCOME_MAX: usize = 256 << 10;
 const GRACE: Duration = Duration::from_secs(5);
 /// Interval at which a wait checks for cancellation and reports progress.
 const WAIT_INTERVAL: Duration = Duration::from_millis(100);
-/// Number of characters of the run's identity in job ids.
+/// Number of characters in a job id that identify the run of the process.
 const RUN_LENGTH: usize = 6;
 
 /// The jobs of one process, and the events of its datastore.
 pub struct Jobs {
-    /// Distinguishes the jobs of this run of the server from those of other runs.
+    /// Distinguishes the ids of jobs in this run of the process from those in other runs.
     run: String,
     events: Events,
     state: Mutex<State>,
@@ -81,7 +81,7 @@ struct Job {
 
 struct End {
     time: u64,
-    /// The reply, if it is kept.
+    /// The result, with the reply if it is short enough to be kept.
     outcome: std::result::Result<Option<Reply>, Failure>,
     cancelled: bool,
 }
@@ -111,10 +111,10 @@ impl Job {
     }
 }
 
-/// The progress that a job's operation reports to.
+/// The progress to which a job's operation reports.
 struct Followed<'a> {
     job: &'a Job,
-    /// The client's own progress; `None` for a started job.
+    /// The progress of the client that waits; `None` for a started job.
     client: Option<&'a dyn Watch>,
 }
 
@@ -151,7 +151,7 @@ impl Watch for Followed<'_> {
     }
 }
 
-/// Ends a job when dropped, also if its operation panics.
+/// Ends a job when this value is dropped, also if the operation panics.
 struct Ending<'a> {
     jobs: &'a Jobs,
     job: &'a Job,
@@ -180,13 +180,13 @@ impl Drop for Ending<'_> {
     }
 }
 
-/// Whether a value is short enough to be kept.
+/// Whether a value is short enough to be kept with an ended job.
 fn is_short<T: serde::Serialize>(value: &T) -> bool {
     serde_json::to_vec(value).is_ok_and(|text| text.len() <= OUTCOME_MAX)
 }
 
 impl Jobs {
-    /// No jobs: the state of a process that has just opened a datastore.
+    /// An empty list of jobs, for a process that has just opened a datastore.
     pub fn new() -> Result<Self> {
         let mut run = new_identity()?;
         run.truncate(RUN_LENGTH);
@@ -269,8 +269,8 @@ impl Jobs {
             let job = &*for_thread;
             let ending = Ending { jobs: &jobs, job };
             let outcome = carry_out(&target, request, &Followed { job, client: None });
-            // The target is dropped before the end is reported, because a stopping process closes the datastore after
-            // that.
+            // The target is dropped before the end of the job is reported: a process that stops closes the datastore
+            // once all jobs have ended.
             drop(target);
             if let Err(error) = &outcome {
                 tracing::info!(job = job.id, kind = job.kind.verb, "the job ended: {error}");
@@ -347,7 +347,7 @@ impl Jobs {
         }
     }
 
-    /// Refuses further jobs, lets started jobs finish, cancels those that take longer than [`GRACE`], and ends all
+    /// Refuses further jobs, lets started jobs finish, and cancels those that take longer than [`GRACE`]. Then ends all
     /// event subscriptions. Attached jobs are ended by their front ends.
     pub fn stop(&self) {
         let mut state = self.state.lock();
@@ -381,7 +381,7 @@ impl State {
         self.jobs.values().filter(|job| job.background && job.end.get().is_none())
     }
 
-    /// Removes the oldest ended jobs of a kind beyond the number that is kept.
+    /// Removes the oldest ended jobs, started or attached, beyond the number that is kept.
     fn forget(&mut self, background: bool) {
         let kept = if background { ENDED_MAX } else { ATTACHED_ENDED_MAX };
         let ended = self.jobs.iter().filter(|(_, job)| job.background == background && job.end.get().is_some());

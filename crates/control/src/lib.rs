@@ -1,10 +1,10 @@
 //! The control interface of a datastore: every operation as a typed request with its reply, and the function that
-//! carries them out.
+//! carries out requests.
 //!
 //! Every operation is a [`Request`]. Only [`dispatch()`] translates a request to calls of [`disk::Datastore`] and
-//! returns a [`Reply`]. A front end (the command line, the control socket) builds requests and shows replies; this
-//! crate depends on none. The same code runs whether a request is carried out in the requesting process or, through the
-//! control socket, by the owner of the datastore.
+//! returns a [`Reply`]. A front end (the command line, the control socket) builds requests and shows replies. This
+//! crate depends on no front end. The same code runs whether a request is carried out in the requesting process or,
+//! through the control socket, by the owner of the datastore.
 //!
 //! ```text
 //!  front end -> Request -> dispatch --- open in this process ------------> calls of disk, export, replication

@@ -1,4 +1,5 @@
-//! Carrying out a request on a datastore: by its server, or, if it is not served, by opening it for this request.
+//! Carrying out a request on a datastore: by the datastore's server, or, if it is not served, by opening the datastore
+//! for this request.
 
 use crate::dispatch::{Service, Target, Watch, dispatch};
 use crate::message::{Reply, Request};
@@ -10,14 +11,14 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// How long to wait for another owner that does not answer (a server that is starting or stopping, or another command)
-/// before the datastore counts as busy.
+/// How long to wait for an owner that does not answer: a server that is starting or stopping, or another command. After
+/// this time the datastore counts as busy.
 const OWNER_PATIENCE: Duration = Duration::from_secs(3);
 
-/// Interval between attempts during this time.
+/// Interval between attempts to reach the owner.
 const RETRY_INTERVAL: Duration = Duration::from_millis(20);
 
-/// Options for opening a datastore for one request: the defaults of the server.
+/// Options for opening a datastore for one request: the server's default options.
 pub const OPEN_OPTIONS: OpenOptions = OpenOptions {
     mode: backend::IoMode::Buffered,
     queue: QueueChoice::Auto,
@@ -39,21 +40,22 @@ pub fn ask(location: &Location, request: Request, watch: &dyn Watch) -> Result<R
                 jobs: None,
             };
             let outcome = dispatch(&Target::Open(service), request, watch);
-            // The reply is valid only after the datastore was closed, which writes back all data.
+            // The reply is valid only if the datastore was closed without an error, because closing writes back all
+            // data.
             let closed = datastore.close();
             outcome.and_then(|reply| closed.map(|()| reply))
         }
     }
 }
 
-/// The owner of the datastore.
+/// The owner of a datastore: the process that holds the datastore's lock.
 enum Owner {
     Server(Client),
     Us(Arc<Datastore>),
 }
 
-/// Opens the datastore for a process that serves it. As for other commands, an owner that does not answer is waited
-/// for: the kernel may still be ending a server that was killed.
+/// Opens the datastore for a process that serves it. Waits for an owner that does not answer: the kernel may still be
+/// ending a server that was killed.
 ///
 /// # Errors
 /// `Busy` if the owner answers or does not end in time, `Interrupted` if `cancelled` returns true meanwhile.
@@ -66,7 +68,7 @@ pub fn open_to_serve(
     loop {
         match Datastore::open(location, options) {
             Err(error) if error.kind() == ErrorKind::Busy && Instant::now() < deadline => {
-                // A server that listens does not end soon.
+                // The owner is a server that listens, so waiting for its end has no use.
                 if socket::connect(location)?.is_some() {
                     return Err(error);
                 }

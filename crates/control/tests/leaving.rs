@@ -1,5 +1,5 @@
-//! Clients that have closed their connections, while the server still finishes their requests: they delay what clients
-//! prevent, for a limited time, and do not make it fail.
+//! Clients that have closed their connections, while the server still finishes their requests. An operation that
+//! connected clients prevent waits for these sessions, for a limited time, and does not fail because of them.
 #![allow(clippy::unwrap_used)]
 
 use connections::{Access, Connection, Drain, Limits, Listen, Protocol, ServiceConfig};
@@ -136,7 +136,7 @@ fn clients_that_stay_prevent_at_once_and_slow_requests_after_a_limited_time() {
     let setup = Setup::new();
     setup.lingering.milliseconds.store(3000, Ordering::SeqCst);
     let stays = setup.client("vm@s");
-    // A client of another export is no reason to wait.
+    // A client of another export does not delay the operation.
     drop(setup.client("vm"));
     let refused_after = || {
         let begin = Instant::now();
@@ -144,7 +144,7 @@ fn clients_that_stay_prevent_at_once_and_slow_requests_after_a_limited_time() {
         assert_eq!(error.kind(), ErrorKind::Busy, "{error}");
         begin.elapsed()
     };
-    // The fastest of several, because the machine may be busy.
+    // The fastest of several attempts, because the host may be busy.
     let fastest = (0..5).map(|_| refused_after()).min().unwrap();
     assert!(fastest < Duration::from_millis(500), "{fastest:?}");
     drop(stays);

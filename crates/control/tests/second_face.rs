@@ -1,7 +1,7 @@
 //! A second front end: every request with its reply in one process, without socket, server loop or command line.
 //!
-//! The list of requests is a match without a catch-all: a new request does not compile until it is listed, and then the
-//! test fails until this front end has sent it.
+//! The list of requests is a match without a catch-all: the test does not compile until a new request is listed, and
+//! then fails until this front end has sent the request.
 
 #![allow(clippy::unwrap_used)]
 
@@ -36,7 +36,7 @@ use vm::clone::{Inside, Source};
 use vm::definition::CloneKind;
 use vm::edit::Edit;
 
-/// Names a request, and lists all names.
+/// Returns the name of a request, and defines the list of all names.
 macro_rules! verbs {
     ($($name:literal: $pattern:pat),+ $(,)?) => {
         const VERBS: &[&str] = &[$($name),+];
@@ -138,7 +138,7 @@ mod machine {
     }
 }
 
-/// The exports of this process over NBD, for its machines.
+/// The NBD server of this process, to which its machines connect.
 struct Exports(Arc<Datastore>);
 
 impl export::exports::Exports for Exports {
@@ -301,7 +301,7 @@ fn target(format: DiskFormat) -> MigrateOptions {
     MigrateOptions { format, provisioning: Provisioning::Thin, delta: None }
 }
 
-/// Ends the subscription of a front end, also if the test fails before.
+/// Ends the subscription of a front end when this value is dropped, also if the test fails.
 struct Enough<'a>(&'a Face);
 
 impl Drop for Enough<'_> {
@@ -310,7 +310,7 @@ impl Drop for Enough<'_> {
     }
 }
 
-/// Disks and their snapshots.
+/// Requests about disks and their snapshots.
 fn disks(face: &Face) {
     face.done(Request::Status);
     let new = NewDisk::native(8 << 20, Provisioning::Thin);
@@ -356,7 +356,7 @@ fn disks(face: &Face) {
     assert_eq!(face.done(Request::Settle), Reply::Settled);
 }
 
-/// Images, and disks that are made of them.
+/// Requests about images, and about disks that are created from them.
 fn images(face: &Face) {
     let image = face.beside("image.vmdk");
     let options = ImageOptions::default;
@@ -395,7 +395,7 @@ fn images(face: &Face) {
     face.disk(DiskRequest::Reopen { name: text("flat") });
     face.disk(DiskRequest::Inflate { name: text("flat") });
     face.disk(DiskRequest::PunchZero { name: text("flat") });
-    // A delta has grains that nothing may reference.
+    // Only the delta format has grains that may be unreferenced.
     let options = SnapshotOptions { description: String::new(), folder: None, delta: Some(DeltaFormat::SeSparse) };
     face.done(Request::Snapshot(SnapshotRequest::Create { of: vec![(text("flat"), text("d"))], options }));
     face.disk(DiskRequest::Wipe { name: text("flat") });
@@ -404,7 +404,7 @@ fn images(face: &Face) {
     face.disk(DiskRequest::Migrate { name: text("flat"), target: target(DiskFormat::Native), to: None, rate: 0 });
 }
 
-/// Requests about things outside the datastore.
+/// Requests about files and servers outside the datastore.
 fn others(face: &Face) {
     let salvage = SalvageRequest { datastore: face.beside("nothing").into(), extract: None };
     face.fails(Request::Salvage(Box::new(salvage)), ErrorKind::NotFound);
@@ -416,7 +416,7 @@ fn others(face: &Face) {
     face.fails(Request::Receive(ReceiveRequest::Delete { id: text("0") }), ErrorKind::NotFound);
 }
 
-/// Machines, with a QEMU that runs only the firmware.
+/// Requests about machines, with a QEMU that runs only the firmware.
 fn machines(face: &Face) {
     let names = || vec![text("web")];
     let snapshot = || MachineSnapshot { machine: text("web"), name: text("s") };
@@ -492,7 +492,7 @@ fn machines(face: &Face) {
     face.fails(Request::ExportArchive(Box::new(export)), ErrorKind::Invalid);
 }
 
-/// Jobs and their events.
+/// Requests about jobs and events.
 fn jobs(face: &Face) {
     let work = Request::Clone { disk: text("b"), at: Point::Head, names: vec![text("copy")], full: true };
     let job = face.job(JobRequest::Start(Box::new(work.clone())));

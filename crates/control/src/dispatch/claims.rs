@@ -1,9 +1,9 @@
-//! Reasons to refuse deleting, renaming or reverting a disk in addition to open devices: disconnected clients that may
-//! reconnect and expect the disk with its name and content unchanged, and virtual machines that use the disk.
+//! Reasons to refuse deleting, renaming or reverting a disk besides clients that have it open: disconnected clients
+//! that may reconnect and expect the disk with its name and content unchanged, and virtual machines that use the disk.
 //!
-//! The datastore itself refuses these operations on a disk that connected clients have open, even with `--force`. The
-//! reasons in this module can be overruled with `--force`. Clients that have closed their connections are no reason:
-//! the checks first wait for the end of their sessions.
+//! The datastore itself refuses these operations on a disk that connected clients have open, even with `--force`.
+//! `--force` overrules the reasons in this module. A client that has closed its connection is no reason: the checks
+//! first wait until the server has ended the client's session.
 
 use super::Service;
 use disk::{DiskInfo, DiskUser, Location};
@@ -26,12 +26,13 @@ pub enum Deed<'a> {
     Revert,
     /// Delete one snapshot.
     DeleteSnapshot(&'a str),
-    /// Replace its content by data from another server.
+    /// Replace the disk's content by data from another server.
     Replace,
 }
 
 impl Deed<'_> {
-    /// Whether the operation removes or changes that export of the disk.
+    /// Whether the operation removes or changes the export `export`, which is that of the disk or of one of its
+    /// snapshots.
     fn concerns(self, disk: &str, export: &str) -> bool {
         let snapshot = match export.strip_prefix(disk) {
             Some("") => None,
@@ -64,13 +65,13 @@ pub fn machine_of(datastore: &Location, disk: &str) -> Result<Option<String>> {
 
 /// Returns `Busy` if clients or a machine are a reason to refuse the operation.
 pub fn refuse(service: &Service, disk: &str, deed: Deed<'_>, force: bool) -> Result<()> {
-    // Also with `--force`, because the datastore refuses a disk that clients have open.
+    // Waits also with `--force`, because the datastore refuses these operations on a disk that clients have open.
     wait_left(&service.clients, disk, deed);
     if force {
         return Ok(());
     }
-    // A disk that is being migrated has clients too, but the migration is the reason to report. Deleting a disk ends
-    // the migration of its live import.
+    // A disk that is being migrated has clients too, but the migration is the reason to report. Deletion is not refused
+    // during the migration of a live import, because it ends that migration.
     if deed != Deed::Delete || !service.datastore.has_import_running(disk) {
         service.datastore.refuse_alone(disk)?;
     }
@@ -90,7 +91,7 @@ pub fn refuse(service: &Service, disk: &str, deed: Deed<'_>, force: bool) -> Res
         return Ok(());
     }
     let mut text = reasons.join("; ");
-    // Except for renaming, `--force` does not help while clients are connected, so it is not suggested.
+    // Except for a rename, `--force` has no effect while clients are connected, so the message does not suggest it.
     if !connected || deed == Deed::Rename {
         text.push_str(&format!("; use --force to {} all the same", deed.what()));
     }
@@ -105,7 +106,7 @@ fn wait_left(clients: &Clients, disk: &str, deed: Deed<'_>) {
     }
 }
 
-/// Returns `Busy` if a client uses the disk or may reconnect, so that the disk must not be replaced.
+/// Returns `Busy` if a client uses the disk or may reconnect to it, because the disk must not be replaced then.
 pub fn refuse_to_replace(clients: &Clients, disk: &str) -> Result<()> {
     wait_left(clients, disk, Deed::Replace);
     match about_clients(clients, disk, Deed::Replace) {
@@ -114,7 +115,7 @@ pub fn refuse_to_replace(clients: &Clients, disk: &str) -> Result<()> {
     }
 }
 
-/// Reasons to refuse that are due to clients, and whether any of the clients is connected.
+/// The reasons to refuse the operation that are due to clients, and whether any of these clients is connected.
 fn about_clients(clients: &Clients, disk: &str, deed: Deed<'_>) -> (Vec<String>, bool) {
     let all = clients.all().into_iter().filter(|client| deed.concerns(disk, &client.export));
     let (connected, gone): (Vec<Client>, Vec<Client>) = all.partition(|client| client.grace.is_none());
@@ -149,12 +150,12 @@ fn named(clients: &[Client]) -> String {
     text
 }
 
-/// Rounded up, so that a client that still counts is not reported with 0 seconds.
+/// Rounded up, so that a client whose time has not ended is not reported with 0 seconds.
 fn seconds(left: Duration) -> u64 {
     left.as_millis().div_ceil(1000).try_into().unwrap_or(u64::MAX)
 }
 
-/// After the operation: removes clients in grace of exports that no longer exist.
+/// After the operation: removes the disconnected clients that may reconnect to exports that no longer exist.
 pub fn forget(clients: &Clients, disk: &str, deed: Deed<'_>) {
     clients.forget(|export| deed.concerns(disk, export));
 }

@@ -1,11 +1,11 @@
-//! Clones.
+//! Clones of disks.
 
 use crate::message::Reply;
 use disk::{Datastore, Point, Progress};
 use error::Result;
 use work::{WorkPart, WorkPlace};
 
-/// Makes full copies one after another; a failure removes the copies made before.
+/// Makes full copies one after another. If a copy fails, those made before it are removed.
 pub fn full(datastore: &Datastore, disk: &str, at: &Point, names: &[String], progress: &dyn Progress) -> Result<Reply> {
     let mut made = Vec::new();
     for (index, name) in names.iter().enumerate() {

@@ -67,7 +67,8 @@ pub fn dispatch(service: &Service, request: DiskRequest, watch: &dyn Watch) -> R
     })
 }
 
-/// Changes the capacity, and ends connections whose clients should reconnect to see it.
+/// Changes the capacity of a disk, and ends the connections of those clients that should reconnect to see the new
+/// capacity.
 fn resize(service: &Service, name: &str, capacity: u64, shrink: bool, reconnect: Reconnect) -> Result<Reply> {
     let connected =
         || service.clients.all().into_iter().filter(|client| client.grace.is_none() && client.export == name);

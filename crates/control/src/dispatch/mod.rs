@@ -1,4 +1,4 @@
-//! Translation of requests to calls, with a file for each group of requests.
+//! Translation of requests to calls of the datastore, with a file for each group of requests.
 //!
 //! Invariants:
 //! 1. [`dispatch()`] carries out every request, from any front end.
@@ -43,11 +43,11 @@ pub enum Target {
 pub struct Service {
     /// The datastore.
     pub datastore: Arc<Datastore>,
-    /// The location of the datastore.
+    /// The NBD clients of this process, or, if it does not serve, those of the process that served the datastore last.
     pub location: Location,
     /// The NBD clients of this process, or of the server that served the datastore last.
     pub clients: Arc<Clients>,
-    /// The server, if this process serves the datastore.
+    /// The server; `None` if this process does not serve the datastore.
     pub served: Option<Served>,
     /// The jobs of this process; `None` if the datastore is open for one request only.
     pub jobs: Option<Arc<Jobs>>,
@@ -68,14 +68,14 @@ pub trait Watch: Progress {
     fn part(&self, part: Part) -> Result<()>;
 }
 
-/// For requests that are quick and have a reply in one part.
+/// For requests that are quick and have their reply in one part.
 impl Watch for NoProgress {
     fn part(&self, _: Part) -> Result<()> {
         Err(Error::new(ErrorKind::Invalid, "the server sent a reply in parts, which was not requested"))
     }
 }
 
-/// Progress of a request that is paced by the latency of clients' requests.
+/// Progress of a request whose rate of work follows the latency of clients' requests.
 struct Paced<'a> {
     background: Background<'a>,
     watch: &'a dyn Watch,
@@ -119,7 +119,7 @@ pub fn dispatch(target: &Target, request: Request, watch: &dyn Watch) -> Result<
     carry_out(target, request, watch)
 }
 
-/// As [`dispatch()`], but not as a job of its own.
+/// As [`dispatch()`], but without making the request a job.
 pub(crate) fn carry_out(target: &Target, request: Request, watch: &dyn Watch) -> Result<Reply> {
     match (request, target) {
         (Request::Machine(request), _) => machine::dispatch(target, *request, watch),
@@ -138,7 +138,7 @@ pub(crate) fn carry_out(target: &Target, request: Request, watch: &dyn Watch) ->
 }
 
 impl Service {
-    /// Notifies subscribers of changes, if the process has jobs.
+    /// Notifies subscribers of changes, if the process has a list of jobs.
     fn publish(&self, changes: impl FnOnce() -> Vec<crate::message::Change>) {
         if let Some(jobs) = &self.jobs {
             jobs.events().publish(changes());
@@ -175,7 +175,7 @@ impl Service {
             Request::ExportArchive(export) => Reply::Converted(export.run(datastore, progress)?),
             Request::Image(request) => image::dispatch(request, watch)?,
             Request::Salvage(request) => image::salvage(&request, watch)?,
-            // Without a server, a request ends with its process, so there is nothing to wait for.
+            // Without a server, each request ends with its process, so no request is left to wait for.
             Request::Settle => Reply::Settled,
             Request::Send(request) => send::send(self, &request, watch)?,
             Request::Receive(request) => send::receive(datastore, request)?,
@@ -203,7 +203,7 @@ impl Service {
     fn job(&self, request: JobRequest, watch: &dyn Watch) -> Result<Reply> {
         Ok(match request {
             JobRequest::Start(request) => Reply::Job(self.jobs()?.start(Target::Open(self.clone()), *request)?),
-            // A process without jobs returns an empty list.
+            // A process without a list of jobs returns an empty list.
             JobRequest::List => Reply::Jobs(self.jobs.as_ref().map(|jobs| jobs.list()).unwrap_or_default()),
             JobRequest::Show { id } => Reply::Job(self.jobs()?.show(&id)?),
             JobRequest::Wait { id } => Reply::JobEnded(Box::new(self.jobs()?.wait(&id, watch)?)),

@@ -1,8 +1,8 @@
 //! Sending disks to another server, and receptions from other servers.
 //!
-//! If the state to send is not a snapshot, a snapshot is taken, so that an interrupted transfer can be resumed. Its
-//! name begins with `sending-NAME-`, and it is deleted after the transfer. With `--incremental` the name begins with
-//! `sent-NAME-`, and the snapshot is kept until the next transfer is complete.
+//! If the state to send is not a snapshot, the sender takes a snapshot, so that an interrupted transfer can be resumed.
+//! The snapshot's name begins with `sending-NAME-`, and the snapshot is deleted after the transfer. With
+//! `--incremental` its name begins with `sent-NAME-`, and it is kept until the next transfer is complete.
 
 use super::{Service, Watch};
 use crate::message::{Change, ReceiveRequest, Reply, SendPoint, SendRequest};
@@ -12,7 +12,7 @@ use disk::{Datastore, NoProgress, Progress, SnapshotOptions};
 use error::{Error, ErrorKind, Result};
 use replication::{Remote, SendOptions, Sent, Shipment, ShippedDisk};
 
-/// Number of random characters that make the name unique.
+/// Number of random characters that make a snapshot's name unique.
 const SUFFIX: usize = 8;
 
 /// Carries out a request about receptions.
@@ -32,7 +32,7 @@ pub fn prefix(name: &str, incremental: bool) -> String {
     format!("{verb}-{name}-")
 }
 
-/// A new name for such a snapshot.
+/// A new name for a snapshot that is taken for a transfer to the remote name `name`.
 pub fn point_name(name: &str, incremental: bool) -> Result<String> {
     let identity = new_identity()?;
     Ok(format!("{}{}", prefix(name, incremental), &identity[..SUFFIX]))
@@ -63,7 +63,7 @@ struct Sending<'a> {
 }
 
 impl Sending<'_> {
-    /// Takes the snapshots of all disks at one point.
+    /// Takes a snapshot of each disk at one point; returns the name of the snapshots.
     fn take(&self) -> Result<String> {
         let name = point_name(&self.remote.name, self.request.how.incremental)?;
         let of: Vec<_> = self.request.disks.iter().map(|disk| (disk.disk.clone(), name.clone())).collect();
@@ -89,7 +89,7 @@ impl Sending<'_> {
         Ok(common.unwrap_or_default())
     }
 
-    /// Resumes the transfer of an earlier command, if the receiver has kept its part.
+    /// Resumes the transfer of an earlier command, if the receiver has kept the data of that transfer.
     fn resume(&self) -> Result<Sent> {
         let none = || Error::new(ErrorKind::NotFound, "no unfinished transfer was found");
         let name = self.left()?.pop().ok_or_else(none)?;
@@ -103,13 +103,13 @@ impl Sending<'_> {
         outcome
     }
 
-    /// Sends snapshots that were taken for this transfer.
+    /// Sends the snapshots that were taken for this transfer.
     fn taken(&self, name: &str) -> Result<Sent> {
         let names = vec![name.to_owned(); self.request.disks.len()];
         let outcome = self.ship(&names, self.request.how.incremental, false);
         match &outcome {
             Ok(_) => self.arrived(name),
-            // The snapshots are kept, so that the same command can resume.
+            // The snapshots are kept, so that the same command can resume the transfer.
             Err(error)
                 if matches!(
                     error.kind(),
@@ -120,7 +120,8 @@ impl Sending<'_> {
         outcome
     }
 
-    /// After a transfer: deletes its snapshots, or with `--incremental` keeps them and deletes older ones.
+    /// After a transfer: deletes its snapshots. With `--incremental`, keeps them and deletes those of earlier
+    /// transfers.
     fn arrived(&self, name: &str) {
         if !self.request.how.incremental {
             return self.forget(name);

@@ -6,7 +6,7 @@ use crate::message::{Part, Reply, SnapshotRequest};
 use disk::{Datastore, Point, SnapshotInfo, Throttled};
 use error::{Error, ErrorKind, Result};
 
-/// Most extents per partial reply, so that one fits into a line of the control protocol.
+/// Most extents in one partial reply, so that a partial reply fits into a line of the control protocol.
 const EXTENTS_PER_BATCH: usize = 4096;
 
 /// Carries out a request about snapshots.
@@ -40,7 +40,7 @@ fn interrupted(what: &str) -> Error {
     Error::new(ErrorKind::Interrupted, format!("{what} was interrupted"))
 }
 
-/// Sends the extents in batches, so that a diff of any length needs little memory on both sides.
+/// Sends the extents in batches, so that a diff of any length needs little memory in the server and in the client.
 fn diff(datastore: &Datastore, disk: &str, from: &Point, to: &Point, watch: &dyn Watch) -> Result<Reply> {
     let (mut extents, mut bytes) = (0u64, 0u64);
     let mut batch = Vec::new();

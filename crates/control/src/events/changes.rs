@@ -4,13 +4,13 @@ use crate::message::{Change, DiskRequest, ReceiveRequest, Reply, Request, Snapsh
 use disk::DiskInfo;
 use disk::convert::Address;
 
-/// Changes that a request will make.
+/// The changes that a request will make, as far as they are known before it.
 pub enum Changes {
     /// These changes, if the request succeeds.
     Known(Vec<Change>),
-    /// Disks are created; the reply names them.
+    /// Disks are created, which the reply names.
     NewDisks,
-    /// A disk is resized; the reply has its capacity.
+    /// A disk is resized; the reply has its new capacity.
     Resized,
 }
 
@@ -34,7 +34,7 @@ impl Changes {
     }
 }
 
-/// The changes that a request will make.
+/// The changes that a request will make if it succeeds.
 pub fn of(request: &Request) -> Changes {
     match request {
         Request::Disk(request) => of_disk(request),
@@ -47,7 +47,8 @@ pub fn of(request: &Request) -> Changes {
         Request::Receive(ReceiveRequest::Delete { id }) => {
             Changes::Known(vec![Change::ReceptionDeleted { id: id.clone() }])
         }
-        // Machines change disks by requests of their own, and a transfer publishes changes of its snapshots itself.
+        // Operations on machines change disks by requests of their own, and a transfer itself publishes the changes of
+        // its snapshots.
         Request::Machine(_)
         | Request::Send(_)
         | Request::Status

@@ -1,4 +1,4 @@
-//! Events that subscribers get, including slow subscribers.
+//! Events that subscribers receive, including subscribers that take events slowly.
 
 #![allow(clippy::unwrap_used)]
 
@@ -56,7 +56,7 @@ fn a_slow_subscriber_gets_the_number_of_missed_events_and_delays_no_other() {
         assert!(quick.take().unwrap().iter().all(|event| !matches!(event.change, Change::Missed { .. })));
     }
     let taken = slow.take().unwrap();
-    // The queue has the event `Subscribed` too.
+    // The queue contains the event `Subscribed` too.
     assert_eq!(taken.len(), QUEUE_MAX + 1);
     let last = taken.last().unwrap();
     assert_eq!((last.number, &last.change), (count, &Change::Missed { count: 11 }));

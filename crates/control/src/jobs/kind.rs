@@ -3,15 +3,15 @@
 use crate::message::{DiskRequest, ImageRequest, JobRequest, MachineVerb, Request, SnapshotRequest};
 use disk::convert::Address;
 
-/// Most names that the object of a job lists.
+/// Most names in the object of a job.
 const NAMES_MAX: usize = 3;
 
-/// The operation of a job and its object.
+/// The operation of a job, and the object of that operation.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Kind {
     /// The command, as on the command line.
     pub verb: &'static str,
-    /// A disk, a snapshot, a machine or a path; empty for the datastore itself.
+    /// The name of a disk, a snapshot or a machine, or a path; empty for the datastore itself.
     pub object: String,
 }
 

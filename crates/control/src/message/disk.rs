@@ -4,7 +4,7 @@ use disk::migrate::{ImportOptions, MigrateOptions};
 use disk::{Location, NewDisk, Tuning};
 use serde::{Deserialize, Serialize};
 
-/// Whose connections to a resized disk are ended, so that the clients reconnect and see the new capacity.
+/// The clients of a resized disk whose connections are ended, so that they reconnect and see the new capacity.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Reconnect {
@@ -22,9 +22,9 @@ pub enum Reconnect {
 pub enum DiskRequest {
     /// Create a disk.
     Create {
-        /// Its name.
+        /// The disk's name.
         name: String,
-        /// Its parameters.
+        /// The parameters of the disk.
         new: NewDisk,
     },
     /// All disks.
@@ -42,7 +42,7 @@ pub enum DiskRequest {
         capacity: u64,
         /// Confirms that data at the end may be lost.
         shrink: bool,
-        /// Whose connections are ended, so that the clients see the new capacity.
+        /// The clients whose connections are ended, so that they see the new capacity.
         reconnect: Reconnect,
         /// Whether a running machine that uses the disk is notified of the new capacity. The requesting process does
         /// this, as for all requests about machines. Not together with `shrink`.
@@ -52,7 +52,7 @@ pub enum DiskRequest {
     Rename {
         /// The disk.
         name: String,
-        /// Its new name.
+        /// The disk's new name.
         to: String,
         /// Ignore clients that may reconnect and a machine that uses the disk.
         force: bool,

@@ -6,8 +6,8 @@ use serde::{Deserialize, Serialize};
 /// An event.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Event {
-    /// Number of the event, from 1 for each run of the server. A subscriber sees gaps only where [`Change::Missed`]
-    /// reports them.
+    /// Number of the event, counted from 1 in each run of the server. The only gaps in a subscriber's numbers are those
+    /// that [`Change::Missed`] reports.
     pub number: u64,
     /// Time, in seconds since 1970.
     pub time: u64,
@@ -20,7 +20,7 @@ pub struct Event {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "event", rename_all = "snake_case")]
 pub enum Change {
-    /// The subscription begins; the event number is that of the last change before.
+    /// The subscription begins; the event has the number of the last change before.
     Subscribed,
     /// A disk was created.
     DiskCreated {

@@ -11,14 +11,14 @@ use std::path::PathBuf;
 pub enum ImageRequest {
     /// Show an image and its parents.
     Show {
-        /// Its path.
+        /// The path of the image.
         path: PathBuf,
         /// How the image is opened.
         options: ImageOptions,
     },
     /// Check the tables of an image.
     Check {
-        /// Its path.
+        /// The path of the image.
         path: PathBuf,
         /// Repair what can be repaired.
         repair: bool,

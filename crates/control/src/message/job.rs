@@ -14,17 +14,17 @@ pub enum JobRequest {
     List,
     /// One job.
     Show {
-        /// Its identity.
+        /// The job's id.
         id: String,
     },
     /// Wait until a job ends. Cancelling the wait does not cancel the job.
     Wait {
-        /// Its identity.
+        /// The job's id.
         id: String,
     },
-    /// Cancel a job and undo what it began.
+    /// Cancel a job, and undo the work of its operation.
     Cancel {
-        /// Its identity.
+        /// The job's id.
         id: String,
     },
 }
@@ -44,7 +44,7 @@ pub enum JobState {
 }
 
 impl JobState {
-    /// Its name.
+    /// The state's name.
     pub fn name(self) -> &'static str {
         match self {
             Self::Running => "running",
@@ -58,21 +58,21 @@ impl JobState {
 /// A job.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct JobInfo {
-    /// Its identity, unique across all runs of the server.
+    /// The job's id, unique across all runs of the server.
     pub id: String,
     /// The command, as on the command line: `disk migrate`.
     pub kind: String,
-    /// The object: a disk, a snapshot or a path; empty for the datastore itself.
+    /// The object of the operation: a disk, a snapshot or a path; empty for the datastore itself.
     pub object: String,
     /// Whether the job continues when its client disconnects.
     pub background: bool,
-    /// Its state.
+    /// The job's state.
     pub state: JobState,
-    /// Whether the job was told to stop.
+    /// Whether cancelling the job was requested.
     pub cancelling: bool,
-    /// Bytes or objects finished.
+    /// Bytes or objects processed so far.
     pub done: u64,
-    /// Total number; 0 while unknown.
+    /// Bytes or objects in total; 0 while unknown.
     pub total: u64,
     /// When the job began, in seconds since 1970.
     pub started: u64,

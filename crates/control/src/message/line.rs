@@ -1,7 +1,8 @@
 //! Messages on the control socket: requests, progress, replies and errors as lines of JSON.
 //!
-//! A change that an older or newer peer could misread increments [`VERSION`]. The version of a line is checked before
-//! anything else in it, so that peers of different versions report that instead of misreading each other.
+//! A change of the messages that an older or newer peer could misread increments [`VERSION`]. The version of a line is
+//! checked before its message, so that peers of different versions report the difference instead of misreading each
+//! other.
 
 use super::{Event, Reply, Request};
 use disk::ChangedExtent;
@@ -21,9 +22,9 @@ pub const REPLY_LINE_MAX: usize = 128 << 20;
 /// Progress of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ProgressReport {
-    /// Bytes or objects finished.
+    /// Bytes or objects processed so far.
     pub done: u64,
-    /// Total number.
+    /// Bytes or objects in total.
     pub total: u64,
 }
 
@@ -35,12 +36,12 @@ pub struct Failure {
 }
 
 impl Failure {
-    /// Its kind.
+    /// The error's kind.
     pub fn kind(&self) -> ErrorKind {
         ErrorKind::from_name(&self.kind)
     }
 
-    /// Its text.
+    /// The error's text.
     pub fn message(&self) -> &str {
         &self.message
     }
@@ -74,7 +75,7 @@ pub enum FromClient {
 pub enum FromServer {
     /// Progress of the request.
     Progress(ProgressReport),
-    /// A part of a reply that is too long for one message or has no end.
+    /// A part of a reply that is too long for one message, or that is unlimited.
     Part(Part),
     /// The request succeeded.
     Reply(Box<Reply>),
@@ -98,14 +99,14 @@ struct Versioned {
     version: u32,
 }
 
-/// A line: the version and the message.
+/// A line of the protocol: the version and the message.
 #[derive(Serialize, Deserialize)]
 struct Line<M> {
     version: u32,
     message: M,
 }
 
-/// Encodes a message as one line with its line end; `Invalid` if it is longer than `limit`.
+/// Encodes a message as one line, including the line end; `Invalid` if the line is longer than `limit`.
 pub fn encode<M: Serialize>(message: &M, limit: usize) -> error::Result<Vec<u8>> {
     let mut line = serde_json::to_vec(&Line { version: VERSION, message })
         .map_err(|e| Error::new(ErrorKind::Invalid, format!("a control message cannot be encoded: {e}")))?;

@@ -1,8 +1,8 @@
 //! Requests about virtual machines, and their replies.
 //!
-//! QEMU is started by the requesting process, never by the server of the datastore, so that a machine depends on
-//! neither (`docs/adr/0015-machines-without-a-daemon.md`). So these requests are not sent over the control socket; the
-//! requests that they make about disks are.
+//! QEMU is started by the requesting process, never by the server of the datastore, so that a machine continues when
+//! either process ends (`docs/adr/0015-machines-without-a-daemon.md`). So these requests are not sent over the control
+//! socket; only the requests about disks that result from them are.
 
 use super::line::Failure;
 use super::send::SendHow;
@@ -18,7 +18,7 @@ use vm::import::plan::Plan;
 use vm::machine::MachineState;
 use vm::snapshots::Record;
 
-/// An operation on machines with its environment.
+/// An operation on machines, with the paths that it needs.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct MachineRequest {
@@ -36,7 +36,7 @@ pub struct MachineRequest {
 pub struct MachineSnapshot {
     /// The machine.
     pub machine: String,
-    /// Its snapshot.
+    /// The snapshot's name.
     pub name: String,
 }
 
@@ -46,7 +46,7 @@ pub struct MachineSnapshot {
 pub enum MachineVerb {
     /// Create a machine.
     Create(NewMachine),
-    /// Make machines of those of other programs.
+    /// Import machines of other programs.
     Import(MachineImport),
     /// Change a machine.
     Edit {
@@ -59,7 +59,7 @@ pub enum MachineVerb {
     Rename {
         /// The machine.
         name: String,
-        /// Its new name.
+        /// The machine's new name.
         to: String,
     },
     /// Write a machine that does not run, or a snapshot of one, into an archive.
@@ -75,7 +75,7 @@ pub enum MachineVerb {
     Start {
         /// The machines.
         names: Vec<String>,
-        /// Start all machines that are marked for this, instead of `names`.
+        /// Start all machines that are marked to start with the host, instead of `names`.
         autostart: bool,
         /// Start with the guests paused.
         paused: bool,
@@ -103,7 +103,7 @@ pub enum MachineVerb {
     Show {
         /// The machine.
         name: String,
-        /// Whether a front end prints all its children, instead of their number and the first ones.
+        /// Whether the front end prints all children of the machine, instead of their number and the first ones.
         children: bool,
     },
     /// All machines.
@@ -112,7 +112,7 @@ pub enum MachineVerb {
     Delete {
         /// The machines.
         names: Vec<String>,
-        /// Keep their disks.
+        /// Keep the disks of the machines.
         keep_disks: bool,
         /// Hand over the snapshots that clones are based on to the clones.
         promote: bool,
@@ -151,7 +151,7 @@ pub enum MachineVerb {
         source: Source,
         /// Names of the clones.
         names: Vec<String>,
-        /// Their options.
+        /// Options of the clones.
         options: CloneOptions,
     },
     /// Make a full clone on another server.
@@ -174,7 +174,7 @@ pub enum MachineVerb {
     Console {
         /// The machine.
         name: String,
-        /// Only the log of the console is needed, so the machine need not run.
+        /// Whether only the log of the console is needed; for the log, the machine need not run.
         log: bool,
     },
     /// Run a program in the guest through its agent.
@@ -194,7 +194,7 @@ pub enum MachineVerb {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct NewMachine {
-    /// Its name.
+    /// The machine's name.
     pub name: String,
     /// Virtual CPUs.
     pub cpus: u32,
@@ -204,13 +204,13 @@ pub struct NewMachine {
     pub disks: Vec<String>,
     /// Capacity in bytes of a thin disk that is created with the machine's name.
     pub disk_size: Option<u64>,
-    /// Its network cards.
+    /// The machine's network cards, by the networks to which they are connected.
     pub networks: Vec<Link>,
     /// Absolute path of a kernel to boot without a boot loader.
     pub kernel: Option<PathBuf>,
-    /// Absolute path of its initial RAM disk.
+    /// Absolute path of the initial RAM disk.
     pub initrd: Option<PathBuf>,
-    /// Its kernel command line.
+    /// The kernel's command line.
     pub append: String,
     /// Whether to start the machine.
     pub start: bool,
@@ -222,7 +222,7 @@ pub struct NewMachine {
 pub struct MachineImport {
     /// Absolute path of the description of a machine, of an image, or of a folder with descriptions.
     pub source: PathBuf,
-    /// What the machines are like.
+    /// How the machines differ from their descriptions.
     pub options: vm::import::Options,
     /// Only report what would be done.
     pub dry_run: bool,
@@ -284,7 +284,7 @@ pub enum MachineReply {
     Created(Definition),
     /// Reply to `Import`.
     Imported {
-        /// The machines that were made, or would be.
+        /// The machines that were imported, or, in a dry run, would be.
         machines: Vec<ImportedMachine>,
         /// The descriptions or machines that failed, with their errors.
         failed: Vec<(String, Failure)>,
@@ -306,9 +306,9 @@ pub enum MachineReply {
         machine: String,
         /// The archive.
         archive: PathBuf,
-        /// Capacity of its disks in bytes.
+        /// Capacity of the machine's disks in bytes, in total.
         capacity: u64,
-        /// What is not in the archive as in the machine.
+        /// Differences between the archive and the machine.
         notes: Vec<Note>,
     },
     /// Reply to operations on several machines.
@@ -330,14 +330,14 @@ pub enum MachineReply {
         record: Record,
         /// How long the guest was paused while its memory was captured, in milliseconds.
         stun_ms: Option<f64>,
-        /// Consistency of the file systems in the snapshot; `None` if it has memory.
+        /// Consistency of the file systems in the snapshot; `None` if the snapshot has memory.
         quiet: Option<String>,
     },
     /// Reply to `SnapshotList`, oldest first.
     Snapshots {
         /// The machine.
         machine: String,
-        /// Its snapshots.
+        /// The snapshots of the machine.
         records: Vec<Record>,
     },
     /// Reply to `SnapshotDelete`.
@@ -348,7 +348,7 @@ pub enum MachineReply {
         snapshot: MachineSnapshot,
         /// The state of the machine after the revert.
         state: MachineState,
-        /// Whether the clock of a guest that runs was set to that of the host, or why not.
+        /// For a guest that runs: whether its clock was set to the host's clock, or why not.
         clock: Option<Result<(), String>>,
     },
     /// Reply to `Clone`.
@@ -357,7 +357,7 @@ pub enum MachineReply {
     Sent {
         /// The machine.
         machine: String,
-        /// Its name on the other server.
+        /// The machine's name on the other server.
         name: String,
         /// Statistics of the transfer.
         sent: Sent,
@@ -381,51 +381,51 @@ pub enum MachineReply {
     Console {
         /// The machine.
         name: String,
-        /// The socket of its serial port, which takes one connection at a time.
+        /// The socket of the machine's serial port, which accepts one connection at a time.
         socket: PathBuf,
         /// The file that is locked while a process is connected to the socket.
         lock: PathBuf,
-        /// Output of the port since the machine was started; missing before its first start.
+        /// Output of the port since the machine was started; the file does not exist before the machine's first start.
         log: PathBuf,
     },
     /// Reply to `Execute`.
     Executed {
         /// The machine.
         name: String,
-        /// What became of the program.
+        /// The outcome of running the program.
         execution: Execution,
     },
 }
 
-/// A machine that was imported, or would be.
+/// A machine that was imported, or, in a dry run, would be.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ImportedMachine {
-    /// What was made.
+    /// The plan of the machine.
     pub plan: Plan,
-    /// The snapshots that were made; of a machine that would be imported, those of its source.
+    /// The snapshots that were imported; in a dry run, the snapshots of the source.
     pub snapshots: Vec<String>,
-    /// Whether it was started.
+    /// Whether the machine was started.
     pub started: bool,
 }
 
-/// State of a machine, including states that are not visible from its process.
+/// State of a machine, including states that cannot be seen from its process alone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum MachineActivity {
     /// The machine has no process.
     Stopped,
-    /// The machine has no process, but a saved memory image from which it continues.
+    /// The machine has no process, but a saved memory image from which it can continue.
     Frozen,
-    /// Its guest executes.
+    /// The machine's guest executes.
     Running,
-    /// Its guest is paused.
+    /// The machine's guest is paused.
     Paused,
-    /// Its process is waiting for a saved state to be loaded, has failed, or does not answer.
+    /// The machine's process is waiting for a saved state to be loaded, has failed, or does not answer.
     Busy,
 }
 
 impl MachineActivity {
-    /// Its name.
+    /// The state's name.
     pub fn name(self) -> &'static str {
         match self {
             Self::Stopped => "stopped",
@@ -440,11 +440,11 @@ impl MachineActivity {
 /// A machine in a list.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct MachineSummary {
-    /// Its name.
+    /// The machine's name.
     pub name: String,
-    /// Its definition, or why it cannot be read.
+    /// The machine's definition, or why it cannot be read.
     pub definition: Result<Definition, Failure>,
-    /// Its state.
+    /// The machine's state.
     pub state: MachineActivity,
 }
 
@@ -452,66 +452,66 @@ pub struct MachineSummary {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum MachineMemory {
-    /// In anonymous memory of its QEMU process.
+    /// In anonymous memory of the machine's QEMU process.
     Private,
-    /// In a file of its own.
+    /// In a file that only this machine uses.
     OwnFile,
-    /// In copy-on-write mappings of a shared memory image.
+    /// In a memory image that is shared with other machines and mapped copy-on-write.
     Shared,
 }
 
-/// One machine.
+/// All information about one machine.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct MachineInfo {
-    /// Its definition.
+    /// The machine's definition.
     pub definition: Definition,
-    /// Its state.
+    /// The machine's state.
     pub state: MachineActivity,
-    /// Process id of its QEMU.
+    /// Process id of the machine's QEMU.
     pub pid: Option<i32>,
-    /// Version of the QEMU found; `None` if no usable one is found.
+    /// Version of the installed QEMU; `None` if no usable one is found.
     pub qemu: Option<String>,
     /// The accelerator that executes guests.
     pub accelerator: String,
     /// Why KVM is not used.
     pub why_not_kvm: Option<String>,
-    /// Socket of its serial console, while it runs.
+    /// Socket of the serial console, while the machine runs.
     pub console: Option<PathBuf>,
-    /// Socket of QEMU's monitor, while it runs.
+    /// Socket of QEMU's monitor, while the machine runs.
     pub monitor: Option<PathBuf>,
-    /// Socket of the guest's agent, while it runs.
+    /// Socket of the guest's agent, while the machine runs.
     pub agent: Option<PathBuf>,
     /// The log of the console.
     pub console_log: PathBuf,
     /// The log of QEMU.
     pub log: PathBuf,
-    /// Capacity of each disk that exists.
+    /// Capacity of each of the machine's disks that exists.
     pub capacities: Vec<(String, u64)>,
-    /// Where its memory is stored, while it runs.
+    /// Where the machine's memory is stored, while it runs.
     pub memory: Option<MachineMemory>,
-    /// Its snapshots.
+    /// The machine's snapshots.
     pub snapshots: Vec<Record>,
     /// The memory image to which the machine was frozen.
     pub frozen: Option<String>,
     /// The memory image from which the machine continues, or whose pages its memory shares.
     pub image: Option<String>,
-    /// Snapshots of its disks, with the linked clones based on them.
+    /// Snapshots of the machine's disks, each with a linked clone that is based on it.
     pub children: Vec<(String, String)>,
-    /// Its folder.
+    /// The machine's folder.
     pub folder: PathBuf,
 }
 
 /// A clone that was made.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ClonedMachine {
-    /// Its name.
+    /// The clone's name.
     pub name: String,
-    /// Time until its guest executed, in milliseconds, if it runs.
+    /// Time until the clone's guest executed, in milliseconds, if the clone runs.
     pub running_ms: Option<f64>,
-    /// Why the identity inside its guest was not changed, if it should have been.
+    /// Why the identity inside the clone's guest was not changed, although that was requested.
     pub without_identity: Option<String>,
-    /// Whether the guest's kernel was not told to reseed its random number generator. It reseeds on its own within a
-    /// minute.
+    /// Whether the guest's kernel could not be told to reseed its random number generator. The kernel does so on its
+    /// own within a minute.
     pub same_randomness: bool,
 }
 

@@ -35,11 +35,11 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub enum Request {
-    /// Capacity, allocation, over-commitment.
+    /// Query capacity, allocation and over-commitment.
     Status,
     /// Check all metadata.
     Check {
-        /// Verify the checksums of data too.
+        /// Verify the checksums of data as well as metadata.
         data: bool,
         /// Repair what can be repaired.
         repair: bool,
@@ -103,8 +103,8 @@ impl Request {
         }
     }
 
-    /// Whether the requesting process carries the request out, never the server of the datastore: requests that start
-    /// or change a QEMU process, which must not depend on a server.
+    /// Whether the requesting process, never the server of the datastore, carries the request out: true for requests
+    /// that start or change a QEMU process, which must not depend on a server.
     pub fn is_of_asking_process(&self) -> bool {
         match self {
             Self::Machine(_) | Self::Disk(DiskRequest::Resize { tell_machine: true, .. }) => true,

@@ -91,9 +91,9 @@ pub struct Resized {
     pub served: bool,
     /// Number of connections that were ended, so that their clients reconnect.
     pub reconnected: u64,
-    /// Clients that were connected before and still are, and so have the old capacity.
+    /// Clients that were connected before the resize and still are, so that they see the old capacity.
     pub unaware: Vec<String>,
-    /// The running machine that uses the disk, if it was to be notified.
+    /// The running machine that uses the disk, if the request was to notify it.
     pub machine: Option<MachineNotice>,
 }
 
@@ -102,7 +102,7 @@ pub struct Resized {
 pub struct MachineNotice {
     /// The machine.
     pub name: String,
-    /// Whether the guest sees the new capacity; false while the datastore is not served.
+    /// Whether the guest sees the new capacity. False while the datastore is not served.
     pub seen: bool,
 }
 
@@ -133,6 +133,6 @@ pub struct ExportInfo {
     pub name: String,
     /// Whether writes are refused.
     pub read_only: bool,
-    /// Its URIs, one for each listening address; empty if no server runs.
+    /// The export's URIs, one for each listening address; empty if no server runs.
     pub uris: Vec<String>,
 }

@@ -9,7 +9,7 @@ use std::path::PathBuf;
 pub struct SentDisk {
     /// The disk.
     pub disk: String,
-    /// Its name on the other server.
+    /// The disk's name on the other server.
     pub name: String,
 }
 
@@ -17,13 +17,13 @@ pub struct SentDisk {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub enum SendPoint {
-    /// These existing snapshots, one of each disk.
+    /// Existing snapshots, one of each disk.
     Snapshots(Vec<String>),
-    /// The snapshot with this name, which was taken of each disk for this transfer.
+    /// The snapshot with this name that was taken of each disk for this transfer.
     Taken(String),
-    /// The snapshot of an interrupted transfer; `NotFound` if there is none.
+    /// The snapshot of an interrupted transfer; `NotFound` if no transfer was interrupted.
     Resume,
-    /// The snapshot of an interrupted transfer, otherwise the current state of the disks.
+    /// The snapshot of an interrupted transfer if there is one, otherwise the current state of the disks.
     Now,
 }
 
@@ -35,9 +35,9 @@ pub struct SendTls {
     pub authorities: PathBuf,
     /// Certificate chain of this client.
     pub certificate: Option<PathBuf>,
-    /// Its private key.
+    /// The private key of the certificate.
     pub key: Option<PathBuf>,
-    /// The name that the server's certificate is for.
+    /// The name in the server's certificate.
     pub server_name: Option<String>,
 }
 
@@ -47,11 +47,11 @@ pub struct SendTls {
 pub struct SendRequest {
     /// The target: lamina://HOST:PORT/NAME.
     pub remote: String,
-    /// The disks, which become visible together.
+    /// The disks. On the receiver they become visible together.
     pub disks: Vec<SentDisk>,
     /// Which state of the disks is sent.
     pub point: SendPoint,
-    /// The definition of the machine that they belong to on the other server.
+    /// The definition of the machine to which the disks belong on the other server.
     pub attachment: Option<String>,
     /// Options of the transfer.
     pub how: SendHow,
@@ -61,7 +61,7 @@ pub struct SendRequest {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SendHow {
-    /// Send only differences to a common snapshot, and keep the sent state as a snapshot.
+    /// Send only the differences from a common snapshot, and keep the sent state as a snapshot.
     pub incremental: bool,
     /// Number of data connections.
     pub streams: u32,
@@ -79,7 +79,7 @@ pub enum ReceiveRequest {
     List,
     /// Delete a reception and its data.
     Delete {
-        /// Its identity.
+        /// The reception's identity.
         id: String,
     },
 }

@@ -9,9 +9,9 @@ use serde::{Deserialize, Serialize};
 pub enum SnapshotRequest {
     /// Take snapshots of several disks at one point.
     Create {
-        /// Disk and snapshot name.
+        /// Disk and snapshot name of each snapshot.
         of: Vec<(String, String)>,
-        /// Their options.
+        /// Options of the snapshots.
         options: SnapshotOptions,
     },
     /// Snapshots of one disk or all.
@@ -32,7 +32,7 @@ pub enum SnapshotRequest {
         disk: String,
         /// The snapshot.
         name: String,
-        /// The direction in which an image is merged; the cheaper one if `None`.
+        /// The direction in which an image of the chain is merged; the cheaper direction if `None`.
         direction: Option<Direction>,
         /// Limit in bytes per second for copied data; 0 for none.
         rate: u64,

@@ -1,6 +1,6 @@
 //! Lines of bounded length from a stream.
 //!
-//! A read that times out or would block loses nothing: the bytes received so far are kept for the next call.
+//! A read that times out or would block loses no bytes: the bytes received so far are kept for the next call.
 
 use std::io::{self, Read};
 
@@ -12,7 +12,7 @@ const READ_SIZE: usize = 16 << 10;
 pub enum Line {
     /// A line without its line end.
     Complete(Vec<u8>),
-    /// The stream ended; bytes after the last line end are dropped.
+    /// The stream ended; bytes after the last line end were dropped.
     End,
     /// A line exceeds the limit. The stream cannot be used any further.
     TooLong,
@@ -23,7 +23,7 @@ pub struct LineReader<R> {
     stream: R,
     limit: usize,
     pending: Vec<u8>,
-    /// Number of bytes of `pending` that have no line end.
+    /// Number of bytes of `pending` that are known to contain no line end.
     searched: usize,
 }
 
@@ -38,12 +38,12 @@ impl<R: Read> LineReader<R> {
         !self.pending.is_empty()
     }
 
-    /// The stream underneath.
+    /// The stream from which the lines are read.
     pub fn stream(&self) -> &R {
         &self.stream
     }
 
-    /// The next complete line that is already received.
+    /// The next line, if it has been received completely.
     fn take(&mut self) -> Option<Line> {
         match self.pending[self.searched..].iter().position(|b| *b == b'\n') {
             Some(at) => {

@@ -1,7 +1,7 @@
 //! The control socket: the front end for requests of other processes to the owner of a datastore.
 //!
 //! ```text
-//! path     where the socket is, which process may bind it, and when it is stale
+//! path     the location of the socket, which process may bind it, and when it is stale
 //! lines    lines of bounded length from a stream
 //! client   sends requests
 //! server   answers requests
@@ -9,9 +9,8 @@
 //!
 //! # Protocol
 //!
-//! A stream of lines over the unix socket `control.sock` in the datastore's folder, mode 0600, so that only
-//! the owner of the files and root can connect. Each line is one JSON object with `version` and
-//! `message`, which is one of:
+//! A stream of lines over the unix socket `control.sock` in the datastore's folder, mode 0600, so that only the owner
+//! of the files and root can connect. Each line is one JSON object with `version` and `message`, which is one of:
 //!
 //! | from   | message    | meaning                                                                  |
 //! |--------|------------|--------------------------------------------------------------------------|
@@ -26,8 +25,8 @@
 //! 1. Every request ends with exactly one `reply` or `error`, unless the connection breaks.
 //! 2. A line that exceeds its limit, is not JSON, has another version or is out of order is answered with an `error`,
 //!    and the connection is closed. Other connections are not affected.
-//! 3. If its client disconnects, a request is cancelled, and what it began is undone. An operation that has to continue
-//!    is started as a job, and waited for by another request.
+//! 3. If the client disconnects, its request is cancelled, and the work of the request is undone. An operation that has
+//!    to continue is started as a job by one request; another request waits for the job.
 //! 4. Requests about machines are not sent over the socket: the requesting process carries them out
 //!    ([`Request::is_of_asking_process`]).
 //!

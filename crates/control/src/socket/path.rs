@@ -1,9 +1,9 @@
 //! The path of the control socket in the datastore's folder, which process may bind it, and when it is stale.
 //!
 //! 1. Only the owner of the datastore (the holder of its lock) binds or removes the socket. A socket that exists when a
-//!    process becomes owner belonged to a process that has ended, so it is stale and may be removed.
-//! 2. The socket has mode 0600 from the moment it exists. If a group may connect too, it gets that group, and then mode
-//!    0660.
+//!    process becomes the owner was bound by a process that has ended, so it is stale and may be removed.
+//! 2. The socket is created with mode 0600. If a group may connect too, the socket's group is changed first, and then
+//!    its mode to 0660.
 //! 3. The path of a datastore may be longer than a socket address allows: the socket is then reached through the
 //!    descriptor of the folder.
 //! 4. A datastore without a local folder has no control socket, and so no server.
@@ -33,7 +33,8 @@ pub fn connect(datastore: &Location) -> Result<Option<UnixStream>> {
     }
 }
 
-/// Removes a socket that an earlier owner left; to be called as the owner. A file that is not a socket is refused.
+/// Removes the socket of an earlier owner. Only the owner of the datastore may call this. A file that is not a socket
+/// is refused.
 pub fn remove_stale(datastore: &Location) -> Result<()> {
     datastore.local_path().map_or(Ok(()), |folder| listen::remove_stale(&folder.join(NAME)))
 }
@@ -66,7 +67,7 @@ mod tests {
             assert!(connect(datastore).unwrap().is_some());
             drop(server);
             assert!(!path.exists());
-            // A socket as a killed owner leaves it.
+            // Creates a stale socket, such as a killed owner leaves.
             let short = folder.path().join("s");
             drop(UnixListener::bind(&short).unwrap());
             std::fs::rename(&short, &path).unwrap();

@@ -1,13 +1,13 @@
 //! The server of the control socket. One thread accepts connections, and each connection has a thread. A long request
-//! runs on a further thread, so that its connection can be watched for cancellation. Short requests are carried out by
-//! the connection's thread, because on a loaded machine a handover between threads takes longer than a snapshot.
+//! runs on a third thread, so that the connection's thread can watch for cancellation. Short requests are carried out
+//! by the connection's thread, because on a loaded machine a handover between threads takes longer than a snapshot.
 //!
 //! Invariants:
 //! 1. There are at most [`CONNECTIONS_MAX`] connections; further ones get an error and are closed. A connection is
 //!    closed if it sends no request for [`IDLE_MAX`], leaves a line incomplete for [`HALF_LINE_MAX`], or does not read
 //!    for [`STALL_MAX`].
-//! 2. A request's `cancelled()` becomes true soon after its client cancels or disconnects, and [`GRACE`] after
-//!    [`Server::stop`]. A request whose reply cannot be sent is cut after the same time again.
+//! 2. The `cancelled()` of a request's progress returns true soon after the client cancels or disconnects, and
+//!    [`GRACE`] after [`Server::stop`]. If the reply still cannot be sent [`GRACE`] later, the connection is cut.
 //! 3. After [`Server::stop`] no request is running and none can begin, and the socket file is removed.
 //!
 //! Accepting, counting and ending connections is done by crate [`connections`].
@@ -40,7 +40,7 @@ const IDLE_MAX: Duration = Duration::from_secs(60);
 /// How long the rest of an incomplete line may take.
 const HALF_LINE_MAX: Duration = Duration::from_secs(10);
 
-/// How long a client may leave replies unread. It is long, because a user may be paging through a diff.
+/// How long a client may leave replies unread. The time is long, because a user may be paging through a diff.
 const STALL_MAX: Duration = Duration::from_secs(600);
 
 /// How long running requests may continue after [`Server::stop`] before they are cancelled.
@@ -64,8 +64,8 @@ struct Control {
 }
 
 impl Server {
-    /// Listens in the folder of a datastore and answers requests. To be called by the owner of the datastore. Members
-    /// of `group`, if there is one, may do everything that the owner may.
+    /// Listens in the folder of a datastore and answers requests. Only the owner of the datastore may call this.
+    /// Members of `group`, if there is one, may do everything that the owner may.
     ///
     /// # Errors
     /// `Unsupported` if the datastore has no local folder, `Exists` if the path of the socket is another file, and
@@ -81,8 +81,8 @@ impl Server {
         Service::start(config, Arc::new(Control { handler })).map(Self)
     }
 
-    /// Accepts no further requests, lets running requests finish, and cancels those that take longer than [`GRACE`].
-    /// May be called again.
+    /// Refuses further requests, lets running requests finish, and cancels those that take longer than [`GRACE`]. May
+    /// be called again.
     pub fn stop(&self) {
         self.0.stop();
     }
@@ -101,7 +101,7 @@ impl Protocol for Control {
     fn refuse(&self, socket: &OwnedFd, why: Refusal) {
         let sentence = match why {
             Refusal::Full(_, limit) => format!("{limit} commands are under way already: try again later"),
-            // A client that connected before the stop is told that its request was not begun.
+            // A client that connected just before the stop is told that its request was not begun.
             Refusal::Stopping => "the server of this datastore is stopping: try again".to_owned(),
         };
         if let Ok(line) = encode(&failure(&Error::new(ErrorKind::Busy, sentence)), REPLY_LINE_MAX) {
@@ -111,7 +111,7 @@ impl Protocol for Control {
     }
 }
 
-/// Waits until a socket is readable or hung up; returns which ones are.
+/// Waits until a socket is readable or hung up; returns for each socket whether it is.
 fn wait<const N: usize>(sockets: [BorrowedFd<'_>; N], timeout: Duration) -> io::Result<[bool; N]> {
     let mut entries = sockets.map(|socket| PollFd::from_borrowed_fd(socket, PollFlags::IN));
     let timeout = Timespec { tv_sec: timeout.as_secs() as i64, tv_nsec: i64::from(timeout.subsec_nanos()) };
@@ -126,11 +126,11 @@ fn failure(error: &Error) -> FromServer {
     FromServer::Error(error.into())
 }
 
-/// One client.
+/// The session of one client.
 struct Session<'a> {
     handler: &'a Handler,
     connection: &'a Connection,
-    /// Held while a line is written, so that lines are not interleaved.
+    /// Locked while a line is written, so that lines are not interleaved.
     writing: Mutex<()>,
 }
 
@@ -162,7 +162,7 @@ impl Session<'_> {
             };
             let outcome = match message {
                 Ok(FromClient::Request(request)) => self.run(request, &mut lines),
-                // The cancel message arrived after its request had ended.
+                // The cancellation arrived after its request had ended.
                 Ok(FromClient::Cancel) => Ok(true),
                 Err(error) => self.send(&failure(&error)).map(|()| false),
             };
@@ -224,14 +224,15 @@ impl Session<'_> {
         let mut usable = true;
         let result = thread::scope(|scope| {
             let worker = thread::Builder::new().name("control-work".into()).spawn_scoped(scope, || {
-                // `finish` is dropped when the work ends, also by a panic. This closes the socket pair.
+                // Dropping `finish` at the end of the work, also by a panic, closes the socket pair and so wakes the
+                // watching thread.
                 let _finish = finish;
                 (self.handler)(request, follower)
             });
             let worker = worker.map_err(|e| Error::io("carrying out a control request", e))?;
             let mut told = (0, 0);
             loop {
-                // The socket of a disconnected client would always be readable, so it is not watched.
+                // The socket of a disconnected client is always readable, so it is no longer watched.
                 let ready = if usable {
                     wait([finished.as_fd(), self.connection.socket().as_fd()], PROGRESS_INTERVAL)
                 } else {
@@ -275,7 +276,7 @@ fn failed_inside() -> Error {
     Error::new(ErrorKind::Stopped, sentence)
 }
 
-/// The progress that a running request reports to.
+/// The progress to which a running request reports.
 struct Follower<'a> {
     session: &'a Session<'a>,
     cancelled: AtomicBool,

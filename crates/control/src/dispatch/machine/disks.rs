@@ -1,4 +1,4 @@
-//! The disks of machines: requests to the datastore, in this process or by its server.
+//! The disks of machines: requests about them to the datastore, which is open in this process or in its server.
 
 use crate::dispatch::{Part, Target, Watch, dispatch};
 use crate::message::{DiskRequest, ImageRequest, Reply, Request, SnapshotRequest};
@@ -23,9 +23,9 @@ pub fn disks(target: Target) -> Arc<dyn Disks> {
     Arc::new(Bound { target })
 }
 
-// Requests on disks of a machine are forced: the machine's processes have ended, so that none of them reconnects.
+// Requests about disks of a machine use `force`: the machine's processes have ended, so that none of them reconnects.
 
-/// Reports progress of a copy.
+/// Passes the progress of a copy on.
 struct Copy<'a>(&'a dyn Progress);
 
 impl Progress for Copy<'_> {
@@ -50,7 +50,7 @@ impl Bound {
     }
 }
 
-/// The error for a reply that does not belong to the request.
+/// The error for a reply of a kind that does not belong to the request.
 pub fn unexpected(reply: &Reply) -> Error {
     let mut text = format!("the server sent a reply that does not match the request: {reply:?}");
     text.truncate(text.char_indices().nth(200).map_or(text.len(), |(at, _)| at));

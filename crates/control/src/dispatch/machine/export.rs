@@ -11,10 +11,10 @@ use vm::definition::{Bus, Card, Definition, Firmware, Link};
 use vm::import::{Effect, Note};
 
 impl Work<'_> {
-    /// Writes the archive. The disks of a running machine change, so only a snapshot of it can be exported.
+    /// Writes the archive. A running machine changes its disks, so only its snapshots can be exported.
     pub fn export(&self, source: &Source, path: PathBuf, rate: u64) -> Result<MachineReply> {
         let (host, name) = (&self.host, source.machine.clone());
-        // Held until the archive is written, so that the machine does not start.
+        // The lock is held until the archive is written, so that the machine does not start meanwhile.
         let change = if source.snapshot.is_none() { Some(host.change(&name)?) } else { None };
         let runs = change.as_ref().is_some_and(|change| !matches!(change.machine().process(), Ok(None)));
         let definition = source.definition(host)?;
@@ -38,7 +38,7 @@ impl Work<'_> {
     }
 }
 
-/// The machine as VMware can have it.
+/// The machine as an OVF descriptor for VMware describes it; `notes` receives the differences.
 fn described(definition: &Definition, notes: &mut Vec<Note>) -> ArchiveMachine {
     let mut note = |item: &str, effect: Effect, reason: &str| {
         notes.push(Note { item: item.to_owned(), effect, reason: reason.to_owned() });

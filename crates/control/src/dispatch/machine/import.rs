@@ -10,8 +10,8 @@ use vm::import::plan::{Plan, plan};
 use vm::import::run::{self, How};
 use vm::import::{read, sources};
 
-/// Imports all machines at a path. A machine that fails does not prevent the others; if there is only one, its error is
-/// returned.
+/// Imports all machines at a path. If one machine fails, the others are imported nevertheless; if there is only one
+/// machine, its error is returned.
 pub fn run(host: &Host, request: &MachineImport, watch: &dyn Watch) -> Result<MachineReply> {
     let how = How { live: request.live, permitted: request.options.permitted.clone(), rate: request.rate };
     let (mut plans, mut failed) = (Vec::new(), Vec::new());
@@ -63,7 +63,7 @@ fn one(
     }
     let starts = request.start || request.live;
     if starts {
-        // Without a server the machine could not start after its disks were copied.
+        // Checked first, because without a server the machine could not be started after its disks were copied.
         host.disks().server()?;
     }
     let progress: &dyn Progress = watch;

@@ -1,7 +1,7 @@
 //! Requests about machines: calls of [`vm`] in the requesting process. Operations on their disks are requests to the
 //! owner of the datastore.
 //!
-//! Every operation begins with recovery: what a killed process left is removed or completed first.
+//! Every operation begins with recovery, which undoes or completes the work of killed processes.
 
 mod clone;
 mod disks;
@@ -129,7 +129,7 @@ impl Work<'_> {
         }
     }
 
-    /// Applies an operation to several machines. A failure on one machine does not prevent the others.
+    /// Applies an operation to several machines. If it fails for one machine, it is applied to the others nevertheless.
     fn each(&self, names: Vec<String>, work: &dyn Fn(&str) -> Result<()>) -> Result<MachineReply> {
         let (mut done, mut failed) = (Vec::new(), Vec::new());
         let alone = names.len() == 1;
@@ -159,7 +159,7 @@ fn running(host: &Host) -> Result<Vec<String>> {
     Ok(names)
 }
 
-/// The machines that are marked for a start with the host, and do not run.
+/// The machines that are marked for a start with the host and do not run.
 fn marked_for_start(host: &Host) -> Result<Vec<String>> {
     let mut names = Vec::new();
     for machine in host.machines().list()? {
@@ -226,7 +226,7 @@ fn readable(path: &Path) -> Result<PathBuf> {
 }
 
 /// Deletes a machine. Snapshots taken for its clones are deleted with the last clone. With `force`, a machine whose
-/// definition cannot be read is deleted too, and its disks stay, because it is not known which ones these are.
+/// definition cannot be read is deleted too. Its disks stay, because without the definition they are not known.
 fn delete(host: &Host, name: &str, keep_disks: bool, promote: bool, force: bool) -> Result<()> {
     let machine = host.machines().get(name)?;
     let disks = match machine.definition() {

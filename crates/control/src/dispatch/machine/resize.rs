@@ -18,7 +18,7 @@ struct Affected {
     name: String,
 }
 
-/// The running machine that has to be notified of the new size of a disk.
+/// The running machine that has to be notified of the new size of a disk, if there is one.
 fn affected(target: &Target, disk: &str) -> Result<Option<Affected>> {
     let location = location(target)?;
     let Some(folder) = location.local_path() else { return Ok(None) };
@@ -56,7 +56,7 @@ pub fn resize(
             if seen {
                 telling.finish(resized.disk.capacity)?;
             }
-            // The machine's own connection has reconnected within this request, so it is not counted.
+            // The machine's own connection was ended by this request and has reconnected already, so it is not counted.
             resized.reconnected = resized.reconnected.saturating_sub(1);
             resized.disk.machine = Some(name.clone());
             resized.machine = Some(MachineNotice { name, seen });

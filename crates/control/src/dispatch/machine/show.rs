@@ -48,7 +48,7 @@ pub fn one(host: &Host, name: &str) -> Result<MachineReply> {
         (Some(id), _) | (None, Some(MemoryRecord::Image(id))) => Some(id.clone()),
         _ => None,
     };
-    // The machine is shown also if no usable QEMU is found.
+    // The machine is shown even if no usable QEMU is found.
     let features = host.features();
     let (accelerator, why_not_kvm) = match &features {
         Ok(features) => (features.accelerator.name().to_owned(), features.why_not_kvm.clone()),

@@ -1,4 +1,4 @@
-//! Messages are decoded unchanged; malformed ones are refused.
+//! Encoding and decoding leaves messages unchanged; malformed messages are refused.
 #![allow(clippy::unwrap_used)]
 
 use super::*;

@@ -1,4 +1,4 @@
-//! The control server with a simulated datastore, and well-behaved and malicious clients.
+//! The control server with a simulated datastore, with correct clients and with malicious ones.
 
 #![allow(clippy::unwrap_used)]
 
@@ -10,7 +10,7 @@ use std::io::{BufRead, BufReader, Read};
 use std::sync::atomic::AtomicUsize;
 use std::time::Instant;
 
-/// The simulated datastore's reply to each request.
+/// Carries out a request on the simulated datastore.
 fn play(request: Request, watch: &dyn Watch) -> Result<Reply> {
     match request {
         Request::Disk(DiskRequest::List) => Ok(Reply::Disks(Vec::new())),
@@ -34,7 +34,7 @@ fn play(request: Request, watch: &dyn Watch) -> Result<Reply> {
     }
 }
 
-/// A server on a socket in a folder of its own.
+/// A server, with its socket in a temporary folder.
 struct World {
     folder: tempfile::TempDir,
     server: Option<Server>,
@@ -135,7 +135,7 @@ fn a_disconnect_cancels_the_requests_of_the_client() {
     let mut first = [0; 1];
     stream.read_exact(&mut first).unwrap();
     drop(stream);
-    // If the request were still running, this would wait for GRACE and log a cancellation.
+    // If the request were still running, `stop` would wait for GRACE and log a cancellation.
     let begin = Instant::now();
     world.stop();
     assert!(begin.elapsed() < GRACE);
@@ -180,7 +180,7 @@ fn invalid_lines_get_one_error_and_close_the_connection() {
         answers.read_line(&mut answer).unwrap();
         assert!(answer.contains("\"error\"") && answer.contains(word), "{answer}");
         let mut rest = Vec::new();
-        // Bytes that the server never read cause a reset instead of an orderly end.
+        // If the server closes a socket with unread bytes, the client sees a reset instead of the end of the stream.
         let _ = answers.read_to_end(&mut rest);
         assert!(rest.is_empty());
     }
