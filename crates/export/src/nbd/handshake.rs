@@ -5,10 +5,10 @@
 //!
 //! 1. The whole handshake, TLS included, has one deadline, however slowly the client sends.
 //! 2. No byte after the current option is read, so that no byte sent in plain text is taken for one received through
-//!    TLS. `STARTTLS` discards everything negotiated before.
+//!    TLS. `STARTTLS` resets everything that was negotiated before.
 //! 3. Where TLS is required, no export name, size or error about an export is sent before TLS.
-//! 4. If there are rules for the client ([`crate::access`]), an export that it may not open is as one that does not
-//!    exist: its name reaches nothing but the rules.
+//! 4. If there are rules for the client ([`crate::access`]), an export that the client may not open is treated as one
+//!    that does not exist: the name is passed to the rules only.
 //! 5. Only the handshake opens a device for a client; it closes the device if the client chooses another one or
 //!    disconnects.
 
@@ -33,9 +33,9 @@ use std::time::Instant;
 pub struct Agreement {
     /// The transport, with TLS if it was negotiated.
     pub transport: Box<dyn Transport>,
-    /// The export, opened.
+    /// The open device of the export.
     pub device: Arc<dyn Device>,
-    /// Its name.
+    /// The export's name.
     pub export: String,
     /// Style of headers and replies.
     pub style: Style,
@@ -43,7 +43,7 @@ pub struct Agreement {
     pub contexts: Vec<Context>,
 }
 
-/// Negotiates until an export is chosen; `None` if the client disconnects, which it may at any time.
+/// Negotiates until an export is chosen; `None` if the client disconnects, which the protocol permits at any time.
 pub fn negotiate(transport: Box<dyn Transport>, exports: &dyn Exports, terms: &Terms) -> Result<Option<Agreement>> {
     let mut handshake = Handshake {
         transport,
@@ -111,7 +111,7 @@ struct Handshake<'a> {
     opened: Option<Opened>,
 }
 
-/// Placeholder for the transport while TLS takes it over.
+/// Stands in for the transport while a TLS transport is built on it.
 struct Closed;
 
 impl Transport for Closed {
@@ -152,7 +152,8 @@ impl Handshake<'_> {
                 return Ok(None);
             }
             let head = OptionHead::decode(&head).ok_or_else(|| violation("an option did not begin with IHAVEOPT"))?;
-            // A client without fixed newstyle understands no reply to other options.
+            // A client without fixed newstyle understands `EXPORT_NAME` only; it cannot decode replies to other
+            // options.
             if !fixed && head.code != option::EXPORT_NAME {
                 return Err(violation("the client sent options without fixed newstyle"));
             }
@@ -175,7 +176,7 @@ impl Handshake<'_> {
         Err(violation(format!("the client sent {OPTIONS_MAX} options and chose no export")))
     }
 
-    /// Reads the data of an option; `None` if it was too long, which the client was told.
+    /// Reads the data of an option. `None` if the data were too long; the client has then received an error reply.
     fn data(&mut self, head: OptionHead) -> Result<Option<Vec<u8>>> {
         let length = head.length as usize;
         if length <= OPTION_BYTES_MAX {
@@ -399,7 +400,7 @@ impl Handshake<'_> {
         Ok(())
     }
 
-    /// Opens an export, or returns the open one if it is the same.
+    /// Opens an export, or returns the open device if it is the same export.
     fn open(&mut self, name: &str) -> Result<Opened> {
         let default;
         let name = if name.is_empty() {

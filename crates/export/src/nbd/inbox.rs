@@ -32,7 +32,8 @@ impl Inbox {
     /// Free space to receive into, limited while `streaming`. Empty only if the buffer is full of bytes that are not
     /// consumed.
     pub fn space(&mut self, streaming: bool) -> &mut [u8] {
-        // Moving the rest to the front costs a copy, so it is done only when the space after it gets small.
+        // Moving the remaining bytes to the front costs a copy, so it is done only when the space behind them gets
+        // small.
         if self.start > 0 && self.bytes.len() - self.end < self.bytes.len() / 4 {
             self.bytes.copy_within(self.start..self.end, 0);
             (self.start, self.end) = (0, self.end - self.start);

@@ -9,11 +9,11 @@
 //!
 //! Invariants, whatever a client does:
 //!
-//! 1. No client delays another one, except by using the same disk and machine: each connection has its own thread,
+//! 1. No client delays another one, except that both share the disk and the host: each connection has its own thread,
 //!    bounded memory and a handshake deadline.
 //! 2. Bytes from a client never cause a panic, and are checked before they are used as a size.
-//! 3. `FLUSH` and FUA on one connection cover all connections to the disk (CAN_MULTI_CONN), because no cache lies above
-//!    the device.
+//! 3. `FLUSH` and FUA on one connection cover all connections to the disk (CAN_MULTI_CONN), because no connection has a
+//!    cache of its own.
 //! 4. TCP without TLS and client certificates is limited to the loopback interface unless the operator allows more.
 
 pub mod handshake;
@@ -46,13 +46,13 @@ pub struct Terms {
     pub tls: Option<TlsIdentity>,
     /// Whether TLS is required before any other option (FORCEDTLS).
     pub tls_forced: bool,
-    /// Which exports the client may open, by its certificate; `None` if it may open all.
+    /// Which exports the client may open, depending on its certificate; `None` if it may open all.
     pub rules: Option<Arc<CurrentRules>>,
     /// Whether exports are opened read-only.
     pub read_only: bool,
-    /// Resizing by clients.
+    /// Whether clients may resize the disk.
     pub resize: ResizePolicy,
-    /// How long the handshake may take.
+    /// Limit of the duration of the handshake.
     pub handshake_timeout: Duration,
 }
 
@@ -70,7 +70,8 @@ impl Default for Terms {
 }
 
 /// Serves one client over any transport, from the greeting to the end. Returns an error if the connection ended for
-/// another reason than the client's request. The error is also logged here, where the export's name is known.
+/// another reason than the client's disconnect request. The error is also logged here, because only this function has
+/// the export's name.
 pub fn serve(
     transport: Box<dyn Transport>,
     exports: &dyn Exports,

@@ -6,7 +6,7 @@
 use super::limits::{INFO_REQUESTS_MAX, QUERIES_MAX, STRING_BYTES_MAX};
 use super::protocol::Fields;
 
-/// Why option data are malformed, as a message for the client.
+/// The reason why option data are malformed, as a message for the client.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Malformed(pub &'static str);
 
@@ -30,7 +30,7 @@ pub struct ContextRequest<'a> {
     pub count: usize,
 }
 
-/// A name that the protocol allows: UTF-8, no NUL, not too long.
+/// Checks that the protocol allows a name: UTF-8, no NUL, not too long.
 pub fn export_name(bytes: &[u8]) -> Result<&str, Malformed> {
     if bytes.len() > STRING_BYTES_MAX {
         return Err(Malformed("the export name is longer than 4096 bytes"));

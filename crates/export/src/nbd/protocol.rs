@@ -5,19 +5,19 @@
 
 /// First eight bytes that a server sends.
 pub const INIT_MAGIC: u64 = 0x4e42_444d_4147_4943;
-/// Announces newstyle negotiation, and begins every option.
+/// Follows the greeting of newstyle negotiation; also the first bytes of every option.
 pub const OPTION_MAGIC: u64 = 0x4948_4156_454f_5054;
-/// Begins every reply to an option.
+/// First bytes of every reply to an option.
 pub const OPTION_REPLY_MAGIC: u64 = 0x0003_e889_0455_65a9;
-/// Begins a compact request.
+/// First bytes of a compact request.
 pub const REQUEST_MAGIC: u32 = 0x2560_9513;
-/// Begins an extended request.
+/// First bytes of an extended request.
 pub const EXTENDED_REQUEST_MAGIC: u32 = 0x21e4_1c71;
-/// Begins a simple reply.
+/// First bytes of a simple reply.
 pub const SIMPLE_REPLY_MAGIC: u32 = 0x6744_6698;
-/// Begins a structured reply chunk.
+/// First bytes of a structured reply chunk.
 pub const STRUCTURED_REPLY_MAGIC: u32 = 0x668e_33ef;
-/// Begins an extended reply chunk.
+/// First bytes of an extended reply chunk.
 pub const EXTENDED_REPLY_MAGIC: u32 = 0x6e8a_278c;
 
 /// Flags of the server's greeting.
@@ -32,7 +32,7 @@ pub mod greeting {
 pub mod client {
     /// The client supports fixed newstyle.
     pub const FIXED_NEWSTYLE: u32 = 1 << 0;
-    /// The client wants no padding.
+    /// The client does not need the padding.
     pub const NO_ZEROES: u32 = 1 << 1;
 }
 
@@ -102,7 +102,7 @@ pub mod info {
 
 /// Transmission flags: what an export can do.
 pub mod feature {
-    /// Always set.
+    /// Always set in the flags.
     pub const HAS_FLAGS: u16 = 1 << 0;
     /// The export is read-only.
     pub const READ_ONLY: u16 = 1 << 1;
@@ -208,9 +208,9 @@ pub mod errno {
 
 /// Status flags of `base:allocation`.
 pub mod allocation {
-    /// Takes no space.
+    /// The range occupies no space.
     pub const HOLE: u32 = 1 << 0;
-    /// Reads as zeros.
+    /// The range reads as zeros.
     pub const ZERO: u32 = 1 << 1;
 }
 
@@ -229,7 +229,7 @@ pub const REQUEST_BYTES: usize = 28;
 /// Length of an extended request without payload.
 pub const EXTENDED_REQUEST_BYTES: usize = 32;
 
-/// Decodes numbers from the front of a message; `None` once the message is too short.
+/// Decodes numbers from the front of a message. Methods return `None` once too few bytes are left.
 pub struct Fields<'a>(pub &'a [u8]);
 
 impl<'a> Fields<'a> {
@@ -324,9 +324,9 @@ impl RequestHead {
 
     /// Length of the payload that follows the request's header.
     ///
-    /// A write always has a payload of `length` bytes. With extended headers the protocol requires `PAYLOAD_LEN` for
-    /// it, but QEMU (10.0 among others) sends writes without the flag, so the command alone decides. Every other
-    /// command has a payload only with the flag, and only with extended headers.
+    /// A write always has a payload of `length` bytes. With extended headers the protocol requires the flag
+    /// `PAYLOAD_LEN` for a write, but QEMU (10.0 among others) sends writes without the flag. So for a write the
+    /// command alone decides. Every other command has a payload only with the flag, and only with extended headers.
     pub fn payload(&self, extended: bool) -> u64 {
         let flagged = extended && self.flags & command_flag::PAYLOAD_LEN != 0;
         if self.command == command::WRITE || flagged { self.length } else { 0 }
@@ -338,7 +338,7 @@ impl RequestHead {
 pub struct OptionHead {
     /// Code.
     pub code: u32,
-    /// Length of its data.
+    /// Length of the option's data.
     pub length: u32,
 }
 
@@ -358,7 +358,7 @@ pub fn put_option_reply(out: &mut Vec<u8>, code: u32, kind: u32, data: &[u8]) {
     out.put_u64(OPTION_REPLY_MAGIC);
     out.put_u32(code);
     out.put_u32(kind);
-    // `data` consists of strings within the protocol's limits, so the length always fits.
+    // The strings in `data` are within the protocol's limits, so the length always fits.
     out.put_u32(u32::try_from(data.len()).unwrap_or(u32::MAX));
     out.extend_from_slice(data);
 }

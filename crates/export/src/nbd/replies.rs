@@ -1,12 +1,13 @@
 //! Replies to the client: headers, chunks, and payload sent without a copy.
 //!
-//! The outbox is a queue of pieces: header bytes, segments of finished reads, and zeros. One send call gathers pieces
+//! [`Outbox`] is a queue of pieces: header bytes, segments of finished reads, and zeros. One send call gathers pieces
 //! from the front of the queue without copying them. Invariants:
 //!
 //! 1. Pieces are sent in order, one complete reply after another: only the end of the connection interrupts a reply.
 //! 2. A read is added only when all its bytes are in memory and verified, so that no announced chunk can fail.
-//! 3. `held` counts payload and header bytes that are not sent; beyond a limit the session accepts no further requests.
-//! 4. The memory of a read returns to the session when its last piece is sent.
+//! 3. [`Outbox::held`] counts the payload and header bytes that are not sent; above a limit the session accepts no
+//!    further requests.
+//! 4. The memory of a read is returned to the session when the read's last piece is sent.
 
 use super::limits::{MESSAGE_BYTES_MAX, SEND_SLICES_MAX};
 use super::protocol::{
@@ -36,7 +37,7 @@ pub enum Style {
 /// Zeros that are sent for ranges without data.
 static ZEROS: [u8; 16 * BLOCK_SIZE] = [0; 16 * BLOCK_SIZE];
 
-/// Size from which a piece of header bytes is closed and a new one begun.
+/// Size at which a piece of header bytes is closed, so that further headers are appended to a new piece.
 const HEADERS_BYTES: usize = 4096;
 
 enum Piece {
@@ -55,7 +56,7 @@ impl Piece {
     }
 }
 
-/// The part of a segment that belongs to a reply: its index and range of bytes.
+/// The part of a segment that a reply sends: index of the segment and range of bytes in it.
 type Part = (usize, Range<usize>);
 
 fn is_zero(plan: &ReadPlan, index: usize) -> bool {
@@ -66,7 +67,7 @@ fn is_zero(plan: &ReadPlan, index: usize) -> bool {
 pub struct Outbox {
     style: Style,
     pieces: VecDeque<Piece>,
-    /// Bytes of the first piece that are already sent.
+    /// Bytes of the first piece that were sent already.
     sent: usize,
     held: usize,
     replies: usize,
@@ -96,7 +97,7 @@ impl Outbox {
 
     /// A successful reply without payload.
     pub fn success(&mut self, head: &RequestHead) {
-        // With structured replies, a simple reply is still allowed here, and is shorter.
+        // A simple reply is allowed here even with structured replies, and is shorter.
         match self.style {
             Style::Simple | Style::Structured => self.simple(head, 0),
             Style::Extended => self.chunk(head, reply_flag::DONE, reply_type::NONE, 0),
@@ -201,7 +202,7 @@ impl Outbox {
         slices
     }
 
-    /// Removes `bytes` sent bytes from the front.
+    /// Removes `bytes` sent bytes from the front; `recycle` receives the memory of completely sent reads.
     pub fn advance(&mut self, mut bytes: usize, recycle: &mut dyn FnMut(ReadPlan)) {
         self.held -= bytes;
         while let Some(front) = self.pieces.front() {
@@ -219,8 +220,8 @@ impl Outbox {
         self.replies = 0;
     }
 
-    /// Copies replies out of memory shared with the device, so that a client that does not read its replies occupies
-    /// only memory of its own session.
+    /// Copies replies out of memory shared with the device. A client that does not read its replies then occupies only
+    /// memory of its own session.
     pub fn unshare(&mut self, recycle: &mut dyn FnMut(ReadPlan)) {
         for index in 0..self.pieces.len() {
             let piece = &mut self.pieces[index];

@@ -1,7 +1,7 @@
 //! Checks of requests: from a request's header to an operation or an error reply.
 //!
-//! A pure function of the header, the negotiated features and the state of the device. It refuses requests beyond the
-//! capacity, with unknown flags, or with more payload than advertised.
+//! The check depends only on the header, the negotiated features and the state of the device. It refuses requests that
+//! exceed the capacity, have unknown flags, or have more payload than advertised.
 
 use super::limits::{BLOCK_BYTES_PREFERRED, PAYLOAD_BYTES_MAX};
 use super::protocol::{Fields, RequestHead, command, command_flag as flag, errno};
@@ -20,7 +20,7 @@ pub struct Rules {
     pub read_only: bool,
     /// Current capacity of the device.
     pub capacity: u64,
-    /// Resizing by clients.
+    /// Whether clients may resize the disk.
     pub resize: ResizePolicy,
     /// Whether metadata contexts are negotiated.
     pub contexts: bool,
@@ -40,7 +40,7 @@ pub enum Action {
     Write {
         /// Length in bytes.
         length: usize,
-        /// Durable before the reply (FUA).
+        /// Whether the write must be durable before the reply (FUA).
         fua: bool,
     },
     /// Disconnect.
@@ -51,7 +51,7 @@ pub enum Action {
     Trim {
         /// Length in bytes.
         length: u64,
-        /// Durable before the reply (FUA).
+        /// Whether the discard must be durable before the reply (FUA).
         fua: bool,
     },
     /// Prefetch a range.
@@ -63,23 +63,23 @@ pub enum Action {
     Zero {
         /// Length in bytes.
         length: u64,
-        /// Keep or allocate its space.
+        /// Whether the space of the range must stay or become allocated.
         allocate: bool,
-        /// Durable before the reply (FUA).
+        /// Whether the zeros must be durable before the reply (FUA).
         fua: bool,
     },
     /// Report the block status of a range.
     Status {
         /// Length in bytes.
         length: u64,
-        /// One extent for each context.
+        /// Whether the reply must have one extent for each context.
         only_one: bool,
     },
     /// Report the block status of a range that the payload describes.
     StatusPayload {
         /// Length of the payload.
         payload: usize,
-        /// One extent for each context.
+        /// Whether the reply must have one extent for each context.
         only_one: bool,
     },
     /// Change the capacity.
@@ -109,11 +109,11 @@ impl From<error::Error> for Refusal {
     fn from(error: error::Error) -> Self {
         let errno = match error.kind() {
             ErrorKind::NoSpace => errno::ENOSPC,
-            // The error of a system call does not concern the request: a file system that became read-only after I/O
-            // errors is not a read-only export.
+            // An error of a system call does not describe the request: for example, a file system that became read-only
+            // after I/O errors does not make the export read-only. So the reply is EIO.
             _ if std::error::Error::source(&error).is_some() => errno::EIO,
             ErrorKind::ReadOnly | ErrorKind::Busy => errno::EPERM,
-            // The protocol reserves ENOTSUP for FAST_ZERO.
+            // The protocol reserves ENOTSUP for requests with FAST_ZERO.
             ErrorKind::Invalid
             | ErrorKind::NotFound
             | ErrorKind::Exists
@@ -196,8 +196,9 @@ fn zero(head: &RequestHead, rules: &Rules, fua: bool) -> Result<Action, Refusal>
     let length = in_range(head, rules, errno::ENOSPC)?;
     let allocate = head.flags & flag::NO_HOLE != 0;
     if head.flags & flag::FAST_ZERO != 0 {
-        // Unmapping whole blocks changes only the map. Allocating space or zeroing partial blocks may cost as much as
-        // writing, and the protocol requires a refusal unless zeroing is known to be faster.
+        // Zeroing whole blocks by unmapping changes only the map, so it is faster than writing. Allocating space or
+        // zeroing partial blocks may cost as much as writing, and the protocol requires a refusal unless zeroing is
+        // known to be faster.
         let block = u64::from(BLOCK_BYTES_PREFERRED);
         let aligned = |position: u64| position.is_multiple_of(block) || position == rules.capacity;
         if allocate || !aligned(head.offset) || !aligned(head.offset.saturating_add(length)) {
@@ -222,7 +223,8 @@ fn writable(rules: &Rules) -> Result<(), Refusal> {
     if rules.read_only { Err(Refusal::new(errno::EPERM, "the export is read-only")) } else { Ok(()) }
 }
 
-/// The length of a range that is not empty and lies within the capacity.
+/// Checks that a range is not empty and lies within the capacity; returns its length. `beyond` is the error number for
+/// a range that exceeds the capacity.
 fn in_range(head: &RequestHead, rules: &Rules, beyond: u32) -> Result<u64, Refusal> {
     if head.length == 0 {
         return Err(Refusal::new(errno::EINVAL, "the range is empty"));

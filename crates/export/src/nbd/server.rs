@@ -1,7 +1,7 @@
 //! The NBD server: its configuration, and how it serves the connections that the connection service accepts.
 //!
-//! A session that is told to end, so that its client reconnects, finishes the requests it has begun; new sessions of
-//! the same export wait for it ([`crate::clients`]).
+//! When a session has to end so that its client reconnects, it finishes the requests it has begun. New sessions of the
+//! same export wait until the session has ended ([`crate::clients`]).
 
 use super::limits::{CONNECTIONS_DEFAULT, STOP_GRACE_DEFAULT, UNIX_SEND_BUFFER_BYTES};
 use super::turns::Turns;
@@ -29,11 +29,11 @@ pub struct ServerConfig {
     pub tls: Option<TlsConfig>,
     /// Whether to serve TCP beyond loopback without both TLS and client certificates.
     pub allow_insecure_tcp: bool,
-    /// Which exports clients over TCP may open, by their certificates; `None` if all of them.
+    /// Which exports clients over TCP may open, depending on their certificates; `None` if they may open all.
     pub rules: Option<Rules>,
     /// Open every export read-only.
     pub read_only: bool,
-    /// Resizing by clients.
+    /// Whether clients may resize disks.
     pub resize: ResizePolicy,
     /// Limits of the number of connections.
     pub limits: Limits,
@@ -78,7 +78,7 @@ struct Nbd {
     terms: Terms,
     /// Whether sessions over TCP have to begin with TLS.
     tls_required: bool,
-    /// Rules for sessions over TCP.
+    /// Rules for sessions over TCP; `None` if there are none.
     rules: Option<Arc<CurrentRules>>,
     turns: Turns,
 }
@@ -97,7 +97,7 @@ impl Protocol for Nbd {
         let rules = self.rules.clone().filter(|_| connection.is_tcp());
         let terms = Terms { tls_forced, rules, ..self.terms.clone() };
         let mut visit = self.clients.connected(Arc::clone(connection));
-        // The session has logged its error itself, with the export's name.
+        // The session has logged its error already, with the export's name.
         let _ = serve(Box::new(Socket::new(Arc::clone(connection))), &*self.exports, &terms, &mut visit);
     }
 }
@@ -142,7 +142,7 @@ impl Server {
         Ok(Self { service, rules, clients: config.clients, stop_grace: config.stop_grace })
     }
 
-    /// The addresses that it listens on, in the order of the configuration.
+    /// The addresses on which the server listens, in the order of the configuration.
     pub fn addresses(&self) -> &[Address] {
         self.service.addresses()
     }
@@ -152,11 +152,11 @@ impl Server {
         self.service.connections()
     }
 
-    /// Replaces the access rules, and ends the sessions that lose the permission which they use. Returns the number of
-    /// these sessions; `None` if the server was started without rules, so that none can be set.
+    /// Replaces the access rules, and ends the sessions that lose the permission for the export that they have open.
+    /// Returns the number of these sessions; `None` if the server was started without rules: then rules cannot be set.
     ///
-    /// These sessions are cut: they get no further replies. Waits for the requests that they have begun, for at most
-    /// the grace time.
+    /// Their connections are cut without further replies. Waits until the requests that they have begun have ended, at
+    /// most for the grace time.
     pub fn replace_rules(&self, rules: Rules) -> Option<usize> {
         let lost = self.rules.as_ref()?.replace(rules, |number| self.clients.export_of(number));
         let numbers = self.clients.revoke(&lost);
@@ -171,7 +171,7 @@ impl Server {
     }
 
     /// Ends sessions of an export after their requests are done, so that their clients reconnect and see the export's
-    /// new properties. Sessions that are not done after the grace time are closed. Returns the number of sessions.
+    /// new properties. Sessions that have not ended after the grace time are cut. Returns the number of sessions.
     pub fn reconnect(&self, export: &str, whose: Whose) -> usize {
         let numbers = self.clients.retire(export, whose);
         let left = self.clients.wait_ended(&numbers, self.stop_grace);

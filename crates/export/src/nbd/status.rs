@@ -15,7 +15,7 @@ use disk::device::{Allocation, Device};
 /// The standard context.
 pub const ALLOCATION: &str = "base:allocation";
 
-/// Prefixes of a snapshot's name in contexts; lamina's own one first.
+/// Prefixes of the names of contexts, which a snapshot's name follows; lamina's own prefix is the first.
 pub const DIRTY_PREFIXES: [&str; 2] = ["lamina:dirty:", "qemu:dirty-bitmap:"];
 
 /// What a context reports.
@@ -30,9 +30,9 @@ pub enum Topic {
 /// A context that a client has chosen.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Context {
-    /// Its number in replies.
+    /// The context's number in replies.
     pub id: u32,
-    /// The name by which the client chose it.
+    /// The name by which the client chose the context.
     pub name: String,
     /// What the context reports.
     pub topic: Topic,
@@ -47,8 +47,8 @@ pub struct Extent {
     pub flags: u32,
 }
 
-/// The contexts that a listing returns for `queries`. Without queries it returns all; a query that is a prefix ending
-/// before the leaf name returns all leaves.
+/// The contexts that a listing returns for `queries`. Without queries it contains all. A query that ends with the colon
+/// before the last part of a name selects all contexts with this prefix.
 pub fn list(request: &ContextRequest<'_>, bases: &[String]) -> Vec<String> {
     let wanted = |name: &str, prefix: &str| {
         let namespace = &prefix[..=prefix.find(':').unwrap_or(prefix.len() - 1)];
@@ -64,7 +64,7 @@ pub fn list(request: &ContextRequest<'_>, bases: &[String]) -> Vec<String> {
     names
 }
 
-/// The contexts that `queries` select by exact name, each once. `None` if they are too many.
+/// The contexts that `queries` select by exact name, each once. `None` if they exceed the limit.
 pub fn choose(request: &ContextRequest<'_>, bases: &[String]) -> Option<Vec<Context>> {
     let mut chosen: Vec<Context> = Vec::new();
     for query in &request.queries {
@@ -145,7 +145,8 @@ fn tidy(found: impl Iterator<Item = Extent>, length: u64, limit: usize, unknown:
     extents
 }
 
-/// The payload of a block status chunk. In a compact one the lengths fit into 32 bits, as the request's length does.
+/// The payload of a block status chunk. In a compact chunk the lengths fit into 32 bits, because a compact request has
+/// a 32-bit length.
 pub fn payload(id: u32, extents: &[Extent], extended: bool) -> Vec<u8> {
     let mut out = Vec::with_capacity(8 + extents.len() * 16);
     out.put_u32(id);
@@ -185,7 +186,7 @@ mod tests {
             assert!(told.iter().all(|extent| extent.length > 0), "{found:?}: {told:?}");
             assert!(told.windows(2).all(|two| two[0].flags != two[1].flags), "{found:?}: {told:?}");
             assert!(told.iter().map(|extent| extent.length).sum::<u64>() <= length, "{found:?}: {told:?}");
-            // The flags of every byte must be those that the device returned.
+            // The flags of every byte must be those that the device returned for it.
             let spread = |extents: &[Extent]| -> Vec<u32> {
                 extents.iter().flat_map(|extent| std::iter::repeat_n(extent.flags, extent.length as usize)).collect()
             };

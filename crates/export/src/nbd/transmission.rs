@@ -1,16 +1,16 @@
 //! The transmission phase of a session: requests in, replies out, until one side disconnects.
 //!
 //! One thread serves one connection. It receives as much as the socket has, starts all requests that arrived, and sends
-//! their replies together. This module handles the byte stream (headers, payloads, replies); the [`Session`] carries
-//! out the requests, and its completions are tagged with the request's header. When no request is under way, the thread
+//! their replies together. This module handles the byte stream (headers, payloads, replies). The [`Session`] carries
+//! out the requests, and returns the request's header with each completion. When no request is under way, the thread
 //! waits in the receive call itself, so that a client with one request at a time costs no system calls except receive,
 //! read and send. Invariants:
 //!
 //! 1. Memory is bounded: no request is accepted while the session has no room for it, counting replies that are not
 //!    sent. No requests are received from a client that does not read its replies.
-//! 2. A `FLUSH` is answered after a device flush that began after every write answered before the `FLUSH` arrived. All
-//!    flushes that arrived together share one device flush. Other requests are served meanwhile if the client keeps
-//!    several under way.
+//! 2. Before a `FLUSH` is answered, a device flush completes that began after the `FLUSH` arrived, so it covers every
+//!    write that was answered before. All flushes that arrived together share one device flush. If the client has
+//!    several requests under way, the others are served during the flush.
 //! 3. Every request is answered exactly once, unless the connection ends. A request whose payload did not arrive
 //!    completely has no effect.
 //! 4. When the client disconnects or the server stops, accepted requests are finished and answered before the
@@ -50,7 +50,7 @@ pub struct Tally {
 }
 
 /// Serves a connection to its end. If `stop` is set, the session finishes its requests and ends; the thread that sets
-/// it also shuts down the receiving side of the socket.
+/// `stop` also shuts down the receiving side of the socket.
 pub fn transmit(
     transport: &mut dyn Transport,
     device: Arc<dyn Device>,
@@ -84,9 +84,10 @@ pub fn transmit(
 enum Incoming {
     /// Before the header of a request.
     Head,
-    /// In the payload of a write that is received directly into its memory; `filled` bytes have been received.
+    /// In the payload of a write, which is received directly into the memory for the device; `filled` bytes have been
+    /// received.
     Payload { head: RequestHead, fua: bool, payload: Payload, filled: usize },
-    /// In the payload of a refused request, which is discarded; the error reply is sent afterwards.
+    /// In the payload of a refused request, which is discarded before the error reply is sent.
     Skip { head: RequestHead, left: usize, refusal: Refusal },
 }
 
@@ -106,10 +107,10 @@ struct Transmission<'a> {
     stop: &'a AtomicBool,
     inbox: Inbox,
     incoming: Incoming,
-    /// Whether the last request was a large write, so that the next one probably is too.
+    /// Whether the last request was a large write: then the next one probably is too.
     streaming: bool,
     outbox: Outbox,
-    /// Whether a received request waits for room.
+    /// Whether a received request waits until the session has room for it.
     stalled: bool,
     /// Whether no further requests are accepted.
     ended: bool,
@@ -140,7 +141,7 @@ impl Transmission<'_> {
                 return self.fault.take().map_or(Ok(()), Err);
             }
             if arrived {
-                // The client may wait for the answers to these requests before it sends more, so they are started
+                // The client may wait for the replies to these requests before it sends more, so they are started
                 // before this thread waits.
                 continue;
             }
@@ -170,7 +171,8 @@ impl Transmission<'_> {
                     }
                 }
                 (true, false) => {
-                    // Nothing more can be sent, so replies to requests that complete now have to wait for the socket.
+                    // The socket accepts no more bytes, so replies to requests that complete now could not be sent:
+                    // this thread waits for the socket.
                     self.await_socket(wanting, UNREAD_PATIENCE)?;
                     self.session.look()?;
                     self.receive_if(wanting)?;
@@ -189,7 +191,7 @@ impl Transmission<'_> {
         self.session.has_room(self.outbox.replies(), self.outbox.held())
     }
 
-    /// How to wait if there is nothing to do except receive: for the rest of a large payload in one call.
+    /// How the receive call waits when there is nothing else to do: for the rest of a large payload in one call.
     fn patience(&self) -> Wait {
         match &self.incoming {
             Incoming::Payload { payload, filled, .. } if payload.length() - filled >= DIRECT_PAYLOAD_BYTES_MIN => {
@@ -225,7 +227,8 @@ impl Transmission<'_> {
                     self.incoming = Incoming::Payload { head, fua, payload, filled };
                     return false;
                 }
-                // The request was checked before its payload arrived; the device checks the range again.
+                // The request was checked before its payload arrived. The device checks the range again, because the
+                // capacity may have changed since.
                 self.tally.written += head.length;
                 self.submit(&head, Operation::Write { offset: head.offset, data: payload.into_data(), fua });
                 true
@@ -309,7 +312,7 @@ impl Transmission<'_> {
         true
     }
 
-    /// Ends the session after a protocol violation. Requests accepted before are finished.
+    /// Ends the session after a protocol violation. Requests that were accepted before are finished.
     fn end_by_fault(&mut self, what: String) -> bool {
         let name = self.session.device().name();
         self.fault = Some(Error::new(ErrorKind::Invalid, format!("client of {name}: {what}; the connection ends")));
@@ -415,7 +418,8 @@ impl Transmission<'_> {
         if wanting { self.receive(Wait::No).map(|_| ()) } else { Ok(()) }
     }
 
-    /// Receives once: into the current payload, and what follows it into the inbox. False if nothing was available.
+    /// Receives once: the rest of the current payload, and the bytes after it into the inbox. False if no bytes were
+    /// available.
     fn receive(&mut self, wait: Wait) -> Result<bool> {
         let received = match &mut self.incoming {
             Incoming::Payload { payload, filled, .. } => {
@@ -470,7 +474,7 @@ impl Transmission<'_> {
         wait_for(self.transport, wanting, true, Some(timeout)).during(|| "waiting for the client".to_owned())
     }
 
-    /// Polls for completions and new requests as long as polling has recently been worthwhile; true if there were any.
+    /// Polls for completions and new requests, for as long as polling has recently succeeded; true if there were any.
     fn poll(&mut self, wanting: bool) -> Result<bool> {
         let polling = self.session.take_polling();
         let found = polling.poll(|| {
@@ -488,7 +492,7 @@ impl Transmission<'_> {
         found.unwrap_or(Ok(false))
     }
 
-    /// Waits for completions and for the socket; true if there may be input to receive.
+    /// Waits for completions and for the socket; true if the socket may have input to receive.
     fn await_completions(&mut self, wanting: bool) -> Result<bool> {
         if wanting && self.transport.has_input() {
             self.session.look()?;

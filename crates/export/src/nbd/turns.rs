@@ -1,9 +1,9 @@
 //! How the threads of connections share the processors.
 //!
-//! With many more connections than processors, each gets its share in short slices: within milliseconds instead of
-//! within seconds. All threads have one slice then, because a thread with a shorter slice than the others gets its turn
-//! before them. With few connections, no thread has a short slice: a connection that works all the time would interrupt
-//! the clients of the others on the same machine each time the medium answers it. The measurements are in
+//! With many more connections than processors, all threads run with a short scheduling slice, so that each waits
+//! milliseconds instead of seconds for a processor. All have the same slice, because the kernel runs a thread with a
+//! shorter slice before the others. With few connections, no thread has a short slice: otherwise the thread of a busy
+//! connection would preempt the clients on the same host each time its I/O completes. The measurements are in
 //! `docs/adr/0009-who-waits-for-whom.md`.
 
 use backend::local::Thread;
@@ -15,7 +15,7 @@ const FEW_PER_PROCESSOR: usize = 2;
 /// The threads of all connections of a server.
 pub struct Turns(Mutex<Threads>);
 
-/// One more thread serves a connection while this exists.
+/// While a value of this type exists, one more thread serves a connection.
 pub struct Turn<'a> {
     turns: &'a Turns,
     thread: Thread,
@@ -29,7 +29,7 @@ impl Default for Turns {
 }
 
 impl Turns {
-    /// `thread`, the calling one, serves a connection.
+    /// Records that `thread`, the calling thread, serves a connection.
     pub fn join(&self, thread: Thread) -> Turn<'_> {
         let mut threads = self.0.lock();
         threads.join(thread).iter().for_each(|thread| thread.set_short_slice(true));
@@ -45,13 +45,13 @@ impl Drop for Turn<'_> {
 }
 
 struct Threads {
-    /// Up to so many threads have the default slice.
+    /// Up to this number of threads, all have the default slice.
     few: usize,
     threads: Vec<Thread>,
 }
 
 impl Threads {
-    /// Adds a thread; returns the threads that get a short slice now.
+    /// Adds a thread; returns the threads that must now be given a short slice.
     fn join(&mut self, thread: Thread) -> &[Thread] {
         self.threads.push(thread);
         let count = self.threads.len();
@@ -63,7 +63,7 @@ impl Threads {
         &self.threads[count - changed..]
     }
 
-    /// Removes a thread; returns the threads that get the default slice now.
+    /// Removes a thread; returns the threads that must now be given the default slice.
     fn leave(&mut self, thread: Thread) -> &[Thread] {
         self.threads.retain(|other| *other != thread);
         if self.threads.len() == self.few { &self.threads } else { &[] }

@@ -5,7 +5,7 @@ use crate::nbd::status::Topic;
 
 const STYLES: [Style; 3] = [Style::Simple, Style::Structured, Style::Extended];
 const CAPACITY: u64 = 1 << 30;
-/// All commands of the protocol but RESIZE and DISC.
+/// All commands of the protocol except RESIZE and DISC.
 const WITH_RANGE: [u16; 6] =
     [command::READ, command::WRITE, command::TRIM, command::CACHE, command::WRITE_ZEROES, command::BLOCK_STATUS];
 const UNKNOWN: [u16; 4] = [9, 10, 255, u16::MAX];
@@ -86,7 +86,7 @@ fn a_write_is_accepted_with_and_without_the_payload_flag() {
     assert_eq!(judge(&flagged, &rules(Style::Extended)), write);
     let durable = head(command::WRITE, flag::PAYLOAD_LEN | flag::FUA, 4096, 8192);
     assert_eq!(judge(&durable, &rules(Style::Extended)), Ok(Action::Write { length: 8192, fua: true }));
-    // Compact headers do not have the flag, but the write has its payload nevertheless.
+    // Compact headers have no flag PAYLOAD_LEN, but a write has its payload nevertheless.
     for style in [Style::Simple, Style::Structured] {
         assert_eq!(errno_of(judge(&flagged, &rules(style))), errno::EINVAL);
         assert_eq!(flagged.payload(false), 8192);
