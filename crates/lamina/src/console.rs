@@ -13,12 +13,12 @@ use std::os::unix::net::UnixStream;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-/// Ctrl-], as in telnet and virsh.
+/// The escape key, Ctrl-], as in telnet and virsh.
 const ESCAPE: u8 = 0x1d;
-/// Interval of checks for an interruption.
+/// Interval at which [`exchange`] checks for an interruption.
 const LOOK: Duration = Duration::from_millis(100);
 
-/// The terminal in raw mode; its former mode is restored when this is dropped.
+/// The terminal in raw mode. Dropping this value restores the former mode.
 struct Raw {
     before: Termios,
 }
@@ -39,7 +39,7 @@ impl Drop for Raw {
     }
 }
 
-/// Attaches to the console, or prints its output so far.
+/// Attaches to the console; with `said`, prints the output so far instead.
 pub fn attach(reply: &Reply, said: bool, quiet: Duration) -> std::result::Result<End, End> {
     let Reply::Machine(MachineReply::Console { name, socket, lock, log }) = reply else {
         return Err(Error::new(ErrorKind::Invalid, "the answer does not say where the console is").into());
@@ -55,7 +55,8 @@ pub fn attach(reply: &Reply, said: bool, quiet: Duration) -> std::result::Result
         out.flush()?;
         return Ok(End::Code(0));
     }
-    // The port accepts one connection at a time, and would leave a second one waiting without a message.
+    // The port serves one connection at a time, and leaves a second one waiting without a message. So a lock file
+    // ensures that only one command connects.
     let lock = private::create(lock).map_err(|e| Error::io(format!("opening '{}'", lock.display()), e))?;
     if lock.try_lock().is_err() {
         let text = format!("another process is attached to the console of machine '{name}'");
@@ -77,8 +78,8 @@ pub fn attach(reply: &Reply, said: bool, quiet: Duration) -> std::result::Result
     outcome
 }
 
-/// Copies in both directions until the console closes, the escape key is pressed, or no output follows the end of the
-/// input.
+/// Copies in both directions until the console closes, the escape key is pressed, or the input has ended and no output
+/// arrives for the time `quiet`.
 fn exchange(
     stream: &UnixStream,
     interactive: bool,
@@ -109,7 +110,7 @@ fn exchange(
         if ready[0] {
             let mut from = stream;
             match from.read(&mut buffer).map_err(lost)? {
-                // The machine has stopped.
+                // The console closes when the machine stops.
                 0 => return Ok(End::Code(0)),
                 length => {
                     out.write_all(&buffer[..length])?;

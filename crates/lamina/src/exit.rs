@@ -8,19 +8,19 @@ pub const USAGE: u8 = 2;
 /// Data is corrupt, a check found problems that are not repaired, or a salvage lost ranges.
 pub const CORRUPT: u8 = 6;
 
-/// Of `vm exec`: the program in the guest has not ended within the time limit; as `timeout` does.
+/// For `vm exec`: the program in the guest has not ended within the time limit. `timeout` uses the same code.
 pub const STILL_RUNS: u8 = 124;
 
-/// Of `vm exec`: lamina failed, not the program in the guest; as `docker exec` and `timeout` do.
+/// For `vm exec`: lamina failed, not the program in the guest. `docker exec` and `timeout` use the same code.
 pub const EXEC_FAILED: u8 = 125;
 
-/// Of `vm exec`: the program cannot be started in the guest; as shells do.
+/// For `vm exec`: the program cannot be started in the guest. Shells use the same code.
 pub const NOT_RUNNABLE: u8 = 126;
 
-/// Of `vm exec`: the guest has no such program; as shells do.
+/// For `vm exec`: the guest has no such program. Shells use the same code.
 pub const PROGRAM_NOT_FOUND: u8 = 127;
 
-/// Of `vm exec`: added to the number of the signal that ended the program, as shells do.
+/// For `vm exec`: added to the number of the signal that ended the program, as shells do.
 pub const SIGNAL: u8 = 128;
 
 /// Interrupted; the code that shells use for SIGINT.

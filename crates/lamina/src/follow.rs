@@ -15,14 +15,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 use vm::definition::CloneKind;
 
-/// Time after which the progress bar is shown; most commands are faster.
+/// Time after which the progress bar is shown. Most commands end before.
 const BAR_AFTER: Duration = Duration::from_millis(300);
 
 /// Sets a flag on the first SIGINT or SIGTERM, and ends the process on the second one.
 pub fn interruption(code: u8) -> Result<Arc<AtomicBool>> {
     let interrupted = Arc::new(AtomicBool::new(false));
     for signal in [SIGINT, SIGTERM] {
-        // Registered in this order, so that the first signal finds the flag unset and sets it.
+        // The handlers run in this order, so that the first signal finds the flag unset and then sets it.
         flag::register_conditional_shutdown(signal, i32::from(code), Arc::clone(&interrupted))
             .and_then(|_| flag::register(signal, Arc::clone(&interrupted)))
             .map_err(|e| Error::io("registering for signals", e))?;
@@ -120,7 +120,7 @@ pub enum Parts {
 
 /// Progress of one request of the command line.
 pub struct Follow {
-    /// `None` for requests without progress.
+    /// The progress bar; `None` for requests without progress.
     bar: Option<Bar>,
     interrupted: Arc<AtomicBool>,
     parts: Mutex<Parts>,

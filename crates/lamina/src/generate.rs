@@ -7,10 +7,10 @@ use error::{Error, Result};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
-/// The environment variable with which a completion script calls this program for the words that can follow.
+/// The environment variable with which a completion script calls this program to query the words that can follow.
 const VARIABLE: &str = "LAMINA_COMPLETE";
 
-/// Answers a completion script and exits, if one has called this program.
+/// If a completion script has called this program, answers the script and exits.
 pub fn complete() {
     CompleteEnv::with_factory(cli::complete::definition_with_names).var(VARIABLE).complete();
 }
@@ -24,7 +24,7 @@ pub fn completion(shell: clap_complete::Shell, out: &mut dyn Write) -> io::Resul
     let mut script = Vec::new();
     completer.write_registration(VARIABLE, "lamina", "lamina", "lamina", &mut script)?;
     if shell == clap_complete::Shell::Bash {
-        // bash would take the name after '@' for a word of its own.
+        // Otherwise bash would treat the name after '@' as a separate word.
         script.extend_from_slice(b"COMP_WORDBREAKS=${COMP_WORDBREAKS//@/}\n");
     }
     out.write_all(&script)

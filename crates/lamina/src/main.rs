@@ -1,8 +1,8 @@
 //! `lamina`: the command line, and the server process behind `lamina serve`.
 //!
-//! A front end without storage logic: every command becomes a [`control::Request`], [`control::dispatch()`] carries it
-//! out on a [`disk::Datastore`] (in this process, or in the server of the datastore), and [`output`] prints the reply.
-//! The modules in this order: [`cli`] (arguments to requests), [`output`], and [`serve`].
+//! The program has no storage logic: every command becomes a [`control::Request`], [`control::dispatch()`] carries out
+//! the request on a [`disk::Datastore`] (in this process, or in the server of the datastore), and [`output`] prints the
+//! reply. The modules in this order: [`cli`] (arguments to requests), [`output`], and [`serve`].
 
 #![forbid(unsafe_code)]
 
@@ -32,7 +32,7 @@ use vm::agent::Execution;
 
 /// Result of a command.
 enum End {
-    /// A reply, with the exit code for it.
+    /// The exit code of a command whose reply was printed.
     Code(u8),
     /// An error.
     Failed(Error),
@@ -63,12 +63,12 @@ impl From<io::Error> for End {
 fn main() -> ExitCode {
     generate::complete();
     let exec = cli::usage::is_exec(std::env::args_os());
-    // Known also if the arguments cannot be parsed.
+    // Determined before parsing, so that errors of parsing have the right form too.
     let form = Form::new(std::env::args_os().take_while(|word| word != "--").any(|word| word == "--json"));
     let usage = if exec { exit::EXEC_FAILED } else { exit::USAGE };
     let end = match Cli::try_parse() {
         Ok(cli) => match run(cli).unwrap_or_else(|end| end) {
-            // All other exit codes belong to the program in the guest.
+            // For `vm exec`, all other exit codes belong to the program in the guest.
             End::Failed(error) if exec && error.kind() != ErrorKind::Interrupted => {
                 End::Coded(exit::EXEC_FAILED, error)
             }
@@ -131,7 +131,7 @@ fn run(cli: Cli) -> Result<End, End> {
             }
             Ok(End::Code(0))
         }
-        // All other commands have a request.
+        // All commands without a request are handled above.
         (_, None) => Err(End::Usage("unknown command".into())),
     }
 }
@@ -157,7 +157,7 @@ fn start_logging(cli: &Cli) -> Result<(), End> {
 }
 
 /// Raises the limit of open files as far as this process may, because every disk in a VMware format keeps files open.
-/// If it cannot be raised, fewer disks can be open, and opening another one reports that.
+/// If the limit cannot be raised, fewer disks can be open, and opening one too many reports this.
 fn raise_file_limit() {
     let mut limit = getrlimit(Resource::Nofile);
     limit.current = limit.maximum;
@@ -231,8 +231,8 @@ fn end(form: Form, reply: &Reply) -> Result<End, End> {
     }))
 }
 
-/// The result of `vm exec`, after the program's standard output was printed: its exit code, or one that says why there
-/// is none.
+/// The result of `vm exec`, after the program's standard output was printed: the program's exit code, or a code that
+/// says why there is none.
 fn executed(form: Form, machine: &str, execution: &Execution) -> Result<End, End> {
     let failed =
         |code, text: String| Ok(End::Coded(code, Error::new(ErrorKind::Io, format!("machine '{machine}': {text}"))));
@@ -273,8 +273,8 @@ fn executed(form: Form, machine: &str, execution: &Execution) -> Result<End, End
     }
 }
 
-/// Whether the operation checks for an interruption. Other operations are ended by the signal itself; the next command
-/// completes or undoes what they leave.
+/// Whether the operation checks for an interruption. The signal ends the process of any other operation; the next
+/// command completes or undoes that operation.
 fn is_interruptible(request: &Request) -> bool {
     match request {
         Request::Machine(request) => {

@@ -1,4 +1,4 @@
-//! Properties that all commands share, tested for each of them. Needs no datastore.
+//! Properties that all commands share, tested for each command. The tests need no datastore.
 
 #![allow(clippy::unwrap_used)]
 
@@ -7,7 +7,7 @@ use std::fs::File;
 use testkit::process;
 use testkit::process::{Done, Store, files, lamina, run};
 
-/// A command as it is typed, with valid arguments.
+/// A command as a user types it, with valid arguments.
 struct Verb {
     name: &'static str,
     arguments: &'static str,
@@ -87,7 +87,7 @@ const VERBS: [Verb; 72] = [
     verb("events", ""),
     Verb { name: "completion", arguments: "bash", on_datastore: false, demands: true },
     Verb { name: "man", arguments: "/nowhere/at/all", on_datastore: false, demands: true },
-    // Groups of commands.
+    // For groups of commands, a verb is mandatory.
     Verb { name: "disk", arguments: "list", on_datastore: false, demands: true },
     Verb { name: "snapshot", arguments: "list", on_datastore: false, demands: true },
     Verb { name: "image", arguments: "show a.vmdk", on_datastore: false, demands: true },
@@ -98,7 +98,7 @@ const VERBS: [Verb; 72] = [
     Verb { name: "vm snapshot", arguments: "list", on_datastore: false, demands: true },
 ];
 
-/// The exit code of a failure: of `vm exec`, the other codes belong to the program in the guest.
+/// The exit code of a failure. For `vm exec`, the other codes belong to the program in the guest.
 fn failure(verb: &str, code: i32) -> i32 {
     if verb == "vm exec" { 125 } else { code }
 }
@@ -133,7 +133,7 @@ fn help_is_printed_to_stdout_with_exit_code_0() {
 
 #[test]
 fn bad_options_and_surplus_arguments_are_usage_errors() {
-    // Arguments after a command to run in a guest belong to that command.
+    // The arguments after `vm exec` belong to the command in the guest.
     for Verb { name, arguments, .. } in VERBS.iter().filter(|verb| verb.name != "vm exec") {
         run(&format!("{name} {arguments} --no-such-option")).fails(2, "--no-such-option");
         if !SEVERAL.contains(name) {
@@ -295,7 +295,7 @@ fn completions_for_every_shell_know_every_verb() {
     assert_eq!(completion.of("disk create vm1 1G --provisioning e"), ["eagerzeroedthick"]);
 }
 
-/// Completion in bash.
+/// The bash completion of this program.
 struct Completion {
     folder: tempfile::TempDir,
 }
@@ -304,12 +304,12 @@ impl Completion {
     fn new() -> Self {
         let folder = tempfile::tempdir().unwrap();
         std::fs::write(folder.path().join("script"), run("completion bash").ok()).unwrap();
-        // The script calls the program by its name.
+        // The completion script calls the program by the name `lamina`.
         std::os::unix::fs::symlink(process::program(), folder.path().join("lamina")).unwrap();
         Self { folder }
     }
 
-    /// What the last word of a command line can become.
+    /// The words to which the last word of a command line can be completed.
     fn of(&self, line: &str) -> Vec<String> {
         let words: Vec<&str> = line.split(' ').filter(|word| !word.is_empty()).collect();
         let last = if line.ends_with(' ') { "" } else { words.last().unwrap_or(&"") };

@@ -46,7 +46,7 @@ fn write_medium(path: &PathBuf, offset: u64, bytes: &[u8]) {
     File::options().write(true).open(path).unwrap().write_all_at(bytes, offset).unwrap();
 }
 
-/// Reads every block separately; damaged ones must give errors, all others their content.
+/// Reads every block separately. Damaged blocks must give errors, and all others their content.
 fn verify(store: &Store, export: &str, damaged: &[u64]) {
     let mut client = Client::connect(&store.socket(), export).unwrap();
     for block in 0..BLOCKS {
@@ -85,7 +85,7 @@ fn a_flipped_bit_in_data_makes_one_block_unreadable() {
         assert!(store.run("status --json").json()["checksum_errors"].as_u64().unwrap() > 0);
         let served = store.run("check --data");
         assert_eq!((served.code, served.stdout.contains("'vm1' at offset 69632")), (6, true), "{served:?}");
-        // A damaged block cannot be written in part, because the rest of it is unknown, and cannot be copied.
+        // A damaged block cannot be copied or written in part, because the rest of its content is unknown.
         let mut client = Client::connect(&store.socket(), "vm1").unwrap();
         assert!(matches!(client.write(17 * BLOCK as u64 + 512, &[1; 512]), Err(Failure::Errno(EIO))));
         let copy = store.run("clone vm1 copy --full");
@@ -112,7 +112,7 @@ fn exchanged_blocks_are_detected() {
     let (other, other_offset) = find(&store, 40);
     write_medium(&path, offset, &pattern::bytes(40, BLOCK));
     write_medium(&other, other_offset, &pattern::bytes(3, BLOCK));
-    // A hole in place of data: the zeros must be detected too.
+    // Zeros replace data, as if the file had a hole: they must be detected too.
     let (lost, lost_offset) = find(&store, 50);
     write_medium(&lost, lost_offset, &[0; BLOCK]);
     let _server = store.serve("");

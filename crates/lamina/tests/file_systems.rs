@@ -7,7 +7,7 @@ use testkit::nbd::Client;
 use testkit::process::{Store, tool, until};
 use testkit::{mounted, process};
 
-/// Checks that there is no warning.
+/// Checks that no warning is printed.
 fn is_good(folder: &Path, name: &str) {
     let store = Store::at(folder, "4M");
     store.run("disk create vm 8M --format vmdk").ok();
@@ -51,7 +51,7 @@ fn copy_on_write_files_on_btrfs_are_reported() {
         let status = run("status --json").json();
         assert!(status["file_system"]["warnings"][0].as_str().unwrap().contains("on write"), "{status}");
         assert!(run("status").ok().contains("warning"));
-        // The warning is not a finding of the check.
+        // A warning about the file system does not count as a problem that the check found.
         let checked = run("check").ok();
         assert!(checked.starts_with("warning: btrfs copies") && checked.ends_with("clean\n"), "{checked}");
         let mut command = process::lamina();
@@ -59,7 +59,7 @@ fn copy_on_write_files_on_btrfs_are_reported() {
         let mut server = process::Serving::start(command);
         assert_eq!(server.log().matches("copies files of the datastore on write").count(), 1, "{}", server.log());
         assert_eq!(server.stop("TERM"), Some(0));
-        // Images are reported too: only the folder of one disk is compressed.
+        // The folders of images are checked too: only the folder of one disk is compressed.
         let plain = folder.join("plain");
         process::run(&format!("init --journal-size 4M {}", plain.display())).ok();
         let run = |arguments: &str| process::run(&format!("--datastore {} {arguments}", plain.display()));
@@ -100,7 +100,7 @@ fn a_program_behind_fuse_is_refused() {
     tool("fusermount3", &["-u", mounted.to_str().unwrap()]);
     process::wait(&mut medium);
     refused.fails(1, "is on FUSE");
-    // That file system supports no folders, so the option does not help.
+    // The option has no effect here, because no folder can be created on this file system.
     assert!(insisted.code != 0 && !insisted.stderr.contains("is on FUSE"), "{insisted:?}");
 }
 

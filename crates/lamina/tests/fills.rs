@@ -4,7 +4,7 @@
 //! 1. Only requests that need space are refused, with ENOSPC. Overwrites, reads, flushes, discards, deletions and stops
 //!    succeed.
 //! 2. When space is available again, all requests succeed without intervention.
-//! 3. Acknowledged data survives a stop, flushed data survives a kill.
+//! 3. Acknowledged data survives a stop of the server, and flushed data survives a kill.
 //! 4. The check finds no problems.
 
 #![allow(clippy::unwrap_used)]
@@ -25,10 +25,11 @@ use testkit::{mounted, pattern, process};
 const FILLS_OF_ONE: u64 = 4;
 const SIZE: usize = 12 << 20;
 const SNAPSHOTS: usize = 3;
-/// With less free space than this, writes may be refused.
+/// Free space in bytes, below which the server may refuse writes.
 const ROOM: u64 = 16 << 20;
-/// The files that a datastore on btrfs keeps back, and the time within which missing ones are made when there is space.
-/// Until then, writes of new blocks may be refused, because the server tries only at intervals.
+/// Number of files in the folder `reserve`, with which a datastore on btrfs reserves space, and the time within which
+/// the server must create missing ones once there is space. Until then the server may refuse writes of new blocks,
+/// because it tries only at intervals.
 const STEPS: usize = 32;
 const STEPS_PATIENCE: Duration = Duration::from_secs(10);
 
@@ -85,7 +86,8 @@ struct Tally {
     deleted: u64,
 }
 
-/// Runs fills with seeds from `first` on, unless another first seed is given: each file system gets other formats.
+/// Runs fills with seeds from `first` on, unless another first seed is given: so each file system is tested with other
+/// formats.
 fn fills(folder: &Path, first: u64) {
     let (begin, wanted) = (Instant::now(), number("LAMINA_FILLS", FILLS_OF_ONE));
     let first = number("LAMINA_FILL_FROM", first);
@@ -116,7 +118,7 @@ struct Case<'a> {
     /// Disks that are created and deleted.
     spares: Vec<String>,
     next: u64,
-    /// Number of files with which other programs have filled the file system.
+    /// Number of files with which the test, in place of another program, has filled the file system.
     taken: u64,
     /// The operations, printed if the test fails.
     trace: Vec<String>,
@@ -185,7 +187,7 @@ impl<'a> Case<'a> {
     fn take(&mut self) {
         self.taken += 1;
         self.note("all room is taken");
-        // On btrfs the space for names is used up less often, because that takes long.
+        // On btrfs it takes long to use up the space for names, so the test does it less often.
         let names = if mounted::is_btrfs(self.folder) { 16 } else { 4 };
         match self.random.below(names) {
             0 => fill_with_names(self.folder, &format!("rest-{}", self.taken)),
@@ -194,7 +196,7 @@ impl<'a> Case<'a> {
         self.is_full(true);
     }
 
-    /// The disks and their snapshots may fill the file system without another program.
+    /// The file system may be full even without another program, because of the disks and their snapshots.
     fn is_full_or_not(&mut self) {
         let full = mounted::free(self.folder) < ROOM;
         if !full {
@@ -203,7 +205,7 @@ impl<'a> Case<'a> {
         self.is_full(full);
     }
 
-    /// The server must notice by itself that there is space.
+    /// Waits until the server has noticed, without being told, that there is space, and has created its reserve files.
     fn steps_are_made(&self) {
         let Ok(count) = std::fs::read_dir(self.store.path().join("reserve")).map(Iterator::count) else { return };
         let (begin, mut made) = (Instant::now(), count);
@@ -330,7 +332,7 @@ impl<'a> Case<'a> {
         }
     }
 
-    /// Stops the server without a flush before.
+    /// Stops the server without flushing the disks before.
     fn stop(&mut self) {
         self.note("stop");
         self.clients.clear();
@@ -396,7 +398,7 @@ impl<'a> Case<'a> {
         self.disks.iter_mut().for_each(|disk| disk.settle(&self.store));
     }
 
-    /// Fills the file system, runs operations, and makes space again.
+    /// Fills the file system, runs operations, and frees the space again.
     fn fill_up(&mut self) {
         for _ in 0..12 {
             self.is_full_or_not();
@@ -407,7 +409,7 @@ impl<'a> Case<'a> {
         let left = self.random.below(6 << 20);
         self.note(format!("{left} bytes are left"));
         leave(self.folder, &format!("rest-{}", self.taken), left);
-        // Filled by the disks as long as they accept writes, then by another program.
+        // The disks fill the file system as long as they accept writes; then another program fills the rest.
         for disk in 0..2 {
             let mut refused = 0;
             for _ in 0..self.random.below(200) {
@@ -468,7 +470,7 @@ impl<'a> Case<'a> {
         }
         self.clients.clear();
         assert_eq!(self.server.take().unwrap().stop("TERM"), Some(0));
-        // A warning about an image that was killed and only read since is not a finding.
+        // An image that was killed and since then only read causes a warning, which does not count as a problem.
         let checked = self.store.run("check --data");
         assert!(checked.code == 0 && checked.stdout.ends_with("clean\n"), "{checked:?}");
         for disk in &self.disks {

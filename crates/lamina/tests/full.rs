@@ -1,5 +1,5 @@
 //! A full file system: requests that need space are refused, all others succeed, and the datastore recovers without
-//! intervention. On tmpfs and ext4, which differ in reservations and holes.
+//! intervention. The tests use tmpfs and ext4, which differ in reservations and holes.
 
 #![allow(clippy::unwrap_used)]
 
@@ -71,7 +71,7 @@ fn fill(client: &mut Client, written: &mut Written, random: &mut Random) -> u64 
             return count;
         }
         count += 1;
-        // Writes are buffered in memory; only flushed data is certain to have space.
+        // Writes are buffered in memory: only a flush shows whether there is space for them.
         if count % 512 == 0 && is_full(client.flush()) {
             panic!("acknowledged writes failed for lack of space");
         }
@@ -119,7 +119,7 @@ fn fill_up(folder: &Path) {
     assert!(store.run("disk list").ok().contains("vm2"));
     store.run("status").ok();
 
-    // The server is killed while the file system is full: the datastore opens, and all flushed data exists.
+    // The server is killed while the file system is full. The datastore can be opened, and all flushed data exists.
     drop((vm1, vm2, thick));
     assert_eq!(server.stop("KILL"), None);
     store.is_clean();
@@ -131,7 +131,7 @@ fn fill_up(folder: &Path) {
     other.verify(&mut vm2);
     whole.verify(&mut thick);
 
-    // Discards free enough space.
+    // The discards free enough space for new writes.
     let given: Vec<u64> = written.0.keys().copied().step_by(2).collect();
     for block in &given {
         vm1.trim(block * BLOCK, BLOCK as u32).unwrap();
@@ -181,7 +181,7 @@ fn fill_images_up(folder: &Path) {
     }
     vm1.flush().unwrap();
     store.run("snapshot create vm1@s").ok();
-    // A refused write may or may not take effect, so only unused blocks are written.
+    // A refused write may or may not take effect, so the test writes only blocks that it does not use otherwise.
     let mut next = 512;
     let mut more = |vm1: &mut Client, written: &mut Written| {
         next += 3;
@@ -190,7 +190,7 @@ fn fill_images_up(folder: &Path) {
     while !more(&mut vm1, &mut written) {}
     fill_rest(folder, "rest-1");
 
-    // Operations that need space are refused and leave nothing; operations that free space succeed.
+    // Operations that need space are refused and leave no files; operations that free space succeed.
     written.verify(&mut vm1);
     let images = store.path().join("images");
     store.run("clone vm1@s full --full").fails(5, "full");
@@ -245,13 +245,13 @@ const FORMATS: [(&str, &str, usize); 9] = [
     ("hosted2", "--format monolithicsparse --delta vmfssparse", 2),
 ];
 
-/// Blocks of the disks; the file system has space for a fraction of them.
+/// Blocks of the disks. The file system has space for only a fraction of them.
 const BLOCKS: u64 = 65_536;
 
-/// Blocks from this one on are in the top image of a disk only.
+/// From this block on, blocks are in the top image of a disk only.
 const TOP: u64 = 4096;
 
-/// Overwrites blocks that the top image has, which needs no space.
+/// Overwrites blocks that are in the top image already, which needs no space.
 fn overwrite(client: &mut Client, written: &mut Written, random: &mut Random, count: usize) {
     let known: Vec<u64> = written.0.keys().copied().filter(|block| *block >= TOP).collect();
     for _ in 0..count {
@@ -284,7 +284,7 @@ fn fill_format_up(folder: &Path, store: &Store, name: &str, format: &str, snapsh
     }
     leave(folder, "rest", 6 << 20);
 
-    // Filled by the disk, then to the last byte by another program. Acknowledged writes can be flushed.
+    // The disk, and then another program, fill the file system to the last byte. Acknowledged writes can be flushed.
     let fresh = |random: &mut Random| TOP + random.below(BLOCKS - TOP);
     let mut count = 0;
     loop {
@@ -321,7 +321,7 @@ fn fill_format_up(folder: &Path, store: &Store, name: &str, format: &str, snapsh
     written.verify(&mut client);
     overwrite(&mut client, &mut written, &mut random, 50);
 
-    // A snapshot is deleted, or keeps its name.
+    // The snapshot either is deleted or keeps its name.
     let listed = || store.run(&format!("snapshot list {name} --json")).json();
     for snapshot in 0..snapshots {
         let before = listed();
@@ -336,7 +336,8 @@ fn fill_format_up(folder: &Path, store: &Store, name: &str, format: &str, snapsh
     }
     overwrite(&mut client, &mut written, &mut random, 50);
 
-    // A stop without a flush loses nothing; the disk then opens and can be overwritten without space.
+    // A stop without a flush before loses no data. Afterwards the disk can be opened and overwritten without free
+    // space.
     for block in written.0.keys().copied().filter(|block| *block >= TOP).take(30).collect::<Vec<_>>() {
         written.put(&mut client, block, random.next()).unwrap();
     }

@@ -1,5 +1,5 @@
 //! Another program fills the file system while a datastore is not served. The datastore can nevertheless be served and
-//! flushed, and disks discarded and deleted; when space is available again, writes succeed.
+//! flushed, and its disks can be discarded and deleted. When space is available again, writes succeed.
 
 #![allow(clippy::unwrap_used)]
 
@@ -112,7 +112,7 @@ fn zeros_over_written_blocks_on_ext4() {
     mounted::on_ext4("zeros_over_written_blocks_on_ext4", zeros_over_written_blocks);
 }
 
-/// A server that starts on a full file system writes zeros wherever it overwrites data, in every writable format.
+/// A server that starts on a full file system can overwrite data with zeros, in every writable format.
 fn zeros_over_written_blocks(folder: &Path) {
     let formats = ["thin", "vmfssparse", "sesparse", "vsansparse", "monolithicsparse"];
     let store = Store::at(folder, "4M");
@@ -158,7 +158,8 @@ fn filled(folder: &Path) {
     let disks = ["native", "images"];
     store.run("disk create native 64M").ok();
     store.run("disk create images 64M --format vmdk").ok();
-    // Their folders have so many names that XFS needs another block for the next one, which a deletion creates.
+    // The folders of these disks have so many names that XFS needs another block for the next name, and a deletion
+    // creates one.
     let tight = ["x", "xx", "xxx"];
     for name in tight {
         store.run(&format!("disk create {name} 8M --format vmfssparse")).ok();

@@ -1,6 +1,6 @@
-//! A Linux guest in QEMU on a lamina disk: it creates a file system, writes, trims, mounts it again and verifies. It
-//! then changes the disk, and other guests find the snapshot and a linked clone unchanged. `scripts/guest` builds the
-//! guest; `tests/guest/init` is its part of the test.
+//! A Linux guest in QEMU on a lamina disk: the guest creates a file system, writes, trims, mounts the file system again
+//! and verifies it. It then changes the disk, and other guests find the snapshot and a linked clone unchanged.
+//! `scripts/guest` builds the guest; `tests/guest/init` is its part of the test.
 
 #![allow(clippy::unwrap_used)]
 
@@ -45,7 +45,7 @@ fn a_guest_runs_on_a_disk_and_another_on_its_clone() {
     boot(&store, guest, "vm1", "change");
     boot(&store, guest, "vm2", "verify");
     boot(&store, guest, "vm1@made", "verify");
-    // In the end e2fsck finds the file systems clean on the host too.
+    // Finally, e2fsck on the host finds the file systems clean.
     let folder = tempfile::tempdir().unwrap();
     for disk in ["vm1", "vm2", "vm1@made"] {
         let image = folder.path().join(disk);

@@ -155,7 +155,7 @@ fn write_on(store: &Store, history: &Mutex<History>, stop: &AtomicBool) {
     let mut client = Client::connect(&store.socket(), &name).unwrap();
     while !stop.load(Ordering::Acquire) {
         history.lock().step(&mut client).unwrap();
-        // The lock is not fair, so this thread yields to the other one.
+        // The lock is not fair, so this thread lets the other thread run.
         std::thread::yield_now();
     }
     history.lock().flush(&mut client).unwrap();
@@ -168,7 +168,7 @@ fn take(store: &Store, history: &Mutex<History>, snapshot: &str) {
     history.snapshot_taken(snapshot);
 }
 
-/// Stops the writer when dropped, also if the test fails.
+/// Stops the writer when this value is dropped, also if the test fails.
 struct Stopping<'a>(&'a AtomicBool);
 
 impl Drop for Stopping<'_> {
@@ -297,7 +297,7 @@ fn qemu_and_nbd_tools_read_and_write_exports() {
     assert!(text.contains("65536"), "{text}");
 }
 
-/// Ctrl-C interrupts a merge and leaves the disk valid; the same holds for a client that disconnects.
+/// Ctrl-C, and the disconnect of a client, interrupt a merge and leave the disk valid.
 #[test]
 fn long_operations_can_be_interrupted() {
     let store = Store::new();

@@ -73,7 +73,7 @@ fn images_are_made_shown_and_checked() {
     assert!(done.code == 6 && done.stdout.contains("1 problem"), "{done:?}");
     std::fs::rename(path.join("moved"), path.join("vm.vmdk")).unwrap();
 
-    // A truncated extent.
+    // An extent is truncated.
     run("image create cut.vmdk 64M --format monolithicflat").ok();
     std::fs::File::options().write(true).open(path.join("cut-flat.vmdk")).unwrap().set_len(1 << 20).unwrap();
     run("image check cut.vmdk").fails(6, "truncated");
@@ -85,7 +85,7 @@ fn an_image_after_a_crash_is_repaired_on_request() {
     let path = folder.path();
     make_raw(&path.join("a.raw"), 8);
     run_in(path, "convert -f raw a.raw vm.vmdk -d vmfssparse").ok();
-    // Sets the mark of an open image, as a crash leaves it.
+    // Sets the mark in the header that says that the image is open, as a crash leaves it.
     let extent = path.join("vm-delta.vmdk");
     let mut bytes = std::fs::read(&extent).unwrap();
     bytes[1648] = 1;
@@ -176,7 +176,7 @@ fn an_interrupted_conversion_leaves_nothing() {
         send(child.id(), "INT");
         assert_eq!(wait(&mut child), Some(130), "{format}");
         assert_eq!(files(path), ["a.raw"], "{format}");
-        // What a killed conversion left is removed by the next one.
+        // The next conversion removes the temporary files of a killed one.
         let mut child = slow(path, "vm.vmdk", format);
         send(child.id(), "KILL");
         assert_eq!(wait(&mut child), None);

@@ -22,7 +22,7 @@ impl QemuIo {
         client
     }
 
-    /// Its name in error messages.
+    /// The client's name in error messages.
     fn name(&self) -> String {
         format!("process {} of user ", self.0.id())
     }
@@ -122,7 +122,7 @@ fn the_grace_ends_and_a_disconnect_request_causes_none() {
         store.run("disk rename vm1 vm2").ok();
         Client::connect(&store.socket(), "vm2").unwrap().vanish();
         until("the connection has ended", || users(&store, "vm2").iter().any(|user| !user["grace"].is_null()));
-        // The same client reconnects, and disconnects properly this time.
+        // The same client reconnects, and this time sends a disconnect request.
         drop(Client::connect(&store.socket(), "vm2").unwrap());
         until_unused(&store, "vm2");
         store.run("disk rename vm2 vm3").ok();
@@ -147,12 +147,12 @@ fn a_server_that_is_killed_or_stopped_leaves_its_clients_in_grace() {
         let name = format!("process {} of user ", std::process::id());
         until_recorded(&store, "vm1");
         server.stop(signal);
-        // Refused without a server, and by the next server.
+        // The deletion is refused by the command without a server, and by the next server.
         store.run("disk delete vm1").fails(4, &name);
         store.run("disk rename vm1 vm2").fails(4, "--force");
         let mut server = store.serve("");
         store.run("disk delete vm1").fails(4, &name);
-        // The client reconnects and disconnects properly.
+        // The client reconnects, and then sends a disconnect request.
         drop(Client::connect(&store.socket(), "vm1").unwrap());
         until_unused(&store, "vm1");
         store.run("disk rename vm1 vm2").ok();
@@ -169,7 +169,7 @@ fn a_server_that_is_killed_or_stopped_leaves_its_clients_in_grace() {
 fn a_broken_record_of_clients_does_not_prevent_serving() {
     let store = Store::new();
     store.run("disk create vm1 16M").ok();
-    // A folder in place of the record's temporary file prevents writing it.
+    // A folder with the name of the record's temporary file prevents the server from writing the record.
     let obstacle = store.path().join("clients.new");
     std::fs::create_dir(&obstacle).unwrap();
     let mut server = store.serve("");
@@ -236,7 +236,7 @@ fn after_a_rename_a_client_gets_no_other_disk_by_the_old_name() {
     assert!(users(&store, "g").is_empty());
     assert!(users(&store, "g2").iter().all(|user| !user["grace"].is_null()));
     store.run("disk delete g2").fails(4, "may reconnect");
-    // The next server refuses clients under the old name too.
+    // Also after a restart, the server refuses clients that use the old name.
     assert_eq!(server.stop("TERM"), Some(0));
     let _server = store.serve("");
     assert!(Client::connect(&store.socket(), "g").is_err());

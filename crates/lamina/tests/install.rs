@@ -1,4 +1,4 @@
-//! `make install`: the units call the program where it is installed.
+//! `make install`: the systemd units start the program in the folder where it is installed.
 
 #![allow(clippy::unwrap_used)]
 
@@ -16,7 +16,7 @@ fn the_units_name_the_program_that_is_installed() {
             format!("PREFIX={prefix}"),
             format!("PROGRAM={}", process::program().display()),
         ];
-        // The program that the tests use is installed, without building another one.
+        // Installs the program that the tests use, without building it again.
         let mut arguments = vec!["--silent", "-C", root.to_str().unwrap(), "--old-file=build"];
         arguments.extend(variables.iter().map(String::as_str));
         tool("make", &[&arguments[..], &["install"]].concat());

@@ -53,7 +53,7 @@ fn a_background_job_continues_without_its_command() {
     assert_eq!((&shown["background"], &shown["error"]), (&true.into(), &Value::Null));
     assert!(store.run(&format!("job show {id}")).ok().contains("done"));
     assert_eq!(store.run("disk show vm1 --json").json()["capacity"], 16 << 20);
-    // Waiting for a failed job exits as the command itself would.
+    // Waiting for a failed job exits with the exit code of the job's command.
     let failing = store.run(&format!("convert -f raw {raw} disk:vm1 -d native --background --json")).json();
     store.run(&format!("job wait {}", failing["id"].as_str().unwrap())).fails(1, "vm1");
     assert_eq!(serving.stop("TERM"), Some(0));
@@ -74,7 +74,8 @@ fn other_clients_can_list_cancel_and_await_a_job() {
     assert_eq!(store.run(&format!("job show {id} --json")).json()["state"], "cancelled");
     store.run("disk show vm1").fails(3, "vm1");
 
-    // Attached operations: other commands can see and cancel them, and the death of their client cancels them.
+    // For attached operations: other commands can list and cancel them, and they are cancelled when their client is
+    // killed.
     for kill in [false, true] {
         let mut command = store.command(&format!("convert -f raw {raw} disk:vm2 -d native --rate 100K"));
         let mut child = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
@@ -160,7 +161,7 @@ fn events_are_printed_as_lines() {
     let expected =
         [("disk_created", "vm1"), ("snapshot_created", "vm1"), ("disk_created", "vm2"), ("disk_renamed", "vm2")];
     assert_eq!(told, expected.map(|(event, disk)| (event.to_owned(), disk.to_owned())));
-    // The subscription ends when interrupted, and when its server stops.
+    // The subscription ends when the command is interrupted, and when the server stops.
     let mut other = Events::new(&store);
     let _: Done = output(std::process::Command::new("kill").args(["-INT", &other.child.id().to_string()])).into();
     assert_eq!(other.child.wait().unwrap().code(), Some(130));

@@ -2,11 +2,11 @@
 //!
 //! Each writer has two disks and one connection to each. It sends rounds of requests that do not overlap and waits for
 //! all replies of a round; occasionally it flushes, or takes a snapshot of both disks at one point with the command
-//! line. For every sector it tracks the versions that a crash may leave: the last one made durable by a flush or FUA,
-//! and all later ones. A snapshot has the content acknowledged before it: exactly, if a flush followed; otherwise a
-//! crash may have lost the same writes as on the disk, and no later write may be in the snapshot. Content found after
-//! one crash must be found after all later ones. The kill comes at a random time, in some rounds while the server is
-//! still opening the datastore.
+//! line. For every sector it tracks the versions that a crash may leave: the last version made durable by a flush or
+//! FUA, and all later versions. A snapshot has the content acknowledged before it: exactly, if a flush followed;
+//! otherwise the snapshot may lack the same writes as the disk after a crash. No later write may be in the snapshot.
+//! Content found after one crash must be found after all later ones. The kill happens at a random time, in some rounds
+//! while the server is still opening the datastore.
 
 #![allow(clippy::unwrap_used)]
 
@@ -29,7 +29,7 @@ const REQUEST_SECTORS_MAX: u64 = 512;
 const SNAPSHOTS: usize = 3;
 const READ_BYTES: usize = 1 << 20;
 
-/// For each sector the versions that a crash may leave: first the durable one, last the newest.
+/// For each sector, the versions that a crash may leave: the durable version is the first, the newest the last.
 type Sectors = Vec<Vec<u64>>;
 
 /// Model of one disk.
@@ -40,7 +40,7 @@ struct Model {
     snapshots: Vec<(String, Sectors)>,
 }
 
-/// A request of a round, and whether its reply means that it is durable.
+/// A request of a round, and whether its reply means that its data is durable.
 struct Sent {
     disk: usize,
     cookie: u64,
@@ -53,13 +53,13 @@ struct Writer {
     random: Random,
     version: u64,
     snapshot: u64,
-    /// A snapshot of a command that was killed before it answered: it may exist or not, but only for both disks.
+    /// The snapshots of a command that was killed before it answered: either both disks have them or neither.
     uncertain: Option<(String, [Sectors; 2])>,
     flushes: u64,
 }
 
 impl Model {
-    /// All writes sent so far are durable.
+    /// All writes sent so far have become durable.
     fn settle(&mut self) {
         let snapshots = self.snapshots.iter_mut().map(|(_, sectors)| sectors);
         for versions in snapshots.chain([&mut self.sectors]).flatten() {
@@ -68,8 +68,8 @@ impl Model {
     }
 }
 
-/// Reads an export and checks each sector against the allowed versions; the one found is then the durable one. Returns
-/// the number of sectors that were newer than the durable version.
+/// Reads an export and checks each sector against the allowed versions; the version found is then the durable one.
+/// Returns the number of sectors that were newer than the durable version.
 fn verify(store: &Store, export: &str, number: u64, sectors: &mut Sectors) -> usize {
     let content = read_export(store, export);
     let mut younger = 0;
@@ -134,12 +134,13 @@ impl Writer {
         }
     }
 
-    /// Sends requests that do not overlap, all in flight at once.
+    /// Sends requests that do not overlap, with all in flight at once.
     fn round(&mut self, clients: &mut [Client; 2]) -> Result<(), Failure> {
         let mut sent: Vec<Sent> = Vec::new();
         for _ in 0..1 + self.random.below(ROUND_REQUESTS) {
             let disk = self.random.below(2) as usize;
-            // Mostly single blocks, some larger, some not aligned to blocks, often in one small area of the disk.
+            // Chooses a range: mostly single blocks, some larger, some not aligned to blocks, often in one small area
+            // of the disk.
             let (align, length) = match self.random.below(8) {
                 0 => (1, 1 + self.random.below(24)),
                 1 => (8, 8 * (1 + self.random.below(REQUEST_SECTORS_MAX / 8))),
@@ -209,7 +210,7 @@ impl Writer {
             let status = command.stdout(Stdio::null()).stderr(Stdio::null()).status().unwrap();
             if status.success() { Ok(()) } else { Err(gone()) }
         };
-        // A command that finds no server waits to become the owner, so it must end before the next round.
+        // A command that finds no server waits until it can become the owner, so it must end before the next round.
         run(&format!("snapshot create {a}@{name} {b}@{name}"))?;
         self.uncertain = None;
         for (model, state) in self.disks.iter_mut().zip(states) {
@@ -217,7 +218,7 @@ impl Writer {
         }
         if self.disks[0].snapshots.len() > SNAPSHOTS {
             for model in &mut self.disks {
-                // Deleted or not, the snapshot is not checked any more.
+                // Whether the snapshot was deleted or not, it is no longer checked.
                 let (oldest, _) = model.snapshots.remove(0);
                 run(&format!("snapshot delete {}@{oldest}", model.name))?;
             }
@@ -225,7 +226,7 @@ impl Writer {
         Ok(())
     }
 
-    /// After a crash: checks both disks, all snapshots, and the one that was being taken.
+    /// After a crash: checks both disks, all snapshots, and the snapshots that were being taken.
     fn verify(&mut self, store: &Store) -> usize {
         if let Some((name, states)) = self.uncertain.take() {
             let listed = store.run("snapshot list --json").json();
@@ -259,7 +260,7 @@ fn a_hundred_kills_lose_nothing_that_was_flushed() {
     let mut random = Random(20_261_121);
     let (mut kills, mut younger) = (0, 0);
     let begin = Instant::now();
-    // On a slow machine less happens between two kills, so the test continues until enough has happened.
+    // On a slow machine fewer requests are sent between two kills, so the test continues until there were enough.
     let enough = |writers: &[Writer]| {
         let sum = |of: fn(&Writer) -> u64| writers.iter().map(of).sum::<u64>();
         sum(|writer| writer.version) > 20 * KILLS
@@ -280,14 +281,15 @@ fn a_hundred_kills_lose_nothing_that_was_flushed() {
             kills += 1;
         });
         if random.once_in(4) {
-            // A second kill while the server opens what the first one left.
+            // The server is killed again while it opens the datastore of the killed server.
             let mut opening = store.command("serve").stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
             std::thread::sleep(Duration::from_millis(random.below(25)));
             process::send(opening.id(), "KILL");
             assert_eq!(process::wait(&mut opening), None);
             kills += 1;
         }
-        // In half of the cases the check opens the datastore first, so that it also handles an unrecovered one.
+        // In half of the cases `check` is the first to open the datastore, so that it also handles one that is not
+        // recovered.
         let check_first = random.once_in(2);
         if check_first {
             store.is_clean();

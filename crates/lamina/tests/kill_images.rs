@@ -1,11 +1,11 @@
 //! A server is killed with SIGKILL at random times during every operation on disks in VMware's formats, while a client
 //! writes.
 //!
-//! There are three disks, one for each delta format. In each round one of them is written to and operated on: snapshots
-//! are taken, deleted upwards and downwards and reverted to; levels are wiped, shrunk and consolidated; the base is
-//! inflated and punched; clones are made. The kill comes at a random time. Afterwards the datastore must open, every
-//! sector of the disk and of each listed snapshot must have an allowed version ([`history`]), the check must be clean,
-//! and QEMU must read the same from the files.
+//! There are three disks, one for each delta format. In each round, one of the disks is written, and operations on it
+//! are killed: snapshots are taken, deleted upwards and downwards and reverted to; levels are wiped, shrunk and
+//! consolidated; the base is inflated and punched; clones are made. The kill happens at a random time. Afterwards the
+//! datastore must open, every sector of the disk and of each listed snapshot must have an allowed version
+//! ([`history`]), the check must be clean, and QEMU must read the same from the files.
 
 #![allow(clippy::unwrap_used)]
 
@@ -73,14 +73,14 @@ fn attempt(store: &Store, arguments: &str) -> bool {
 /// Statistics of the operations.
 #[derive(Default)]
 struct Tally {
-    /// Completed before the kill.
+    /// Operations that completed before the kill.
     done: AtomicU64,
-    /// Interrupted by the kill.
+    /// Operations that the kill interrupted.
     cut: AtomicU64,
 }
 
 /// Repeats one operation until the server is killed. Snapshots are taken between two rounds of writes, so that their
-/// content is known; the snapshot of an interrupted command may exist or not.
+/// content is known; if the command was interrupted, its snapshot may exist or not.
 fn operate(
     store: &Store,
     history: &Mutex<History>,
@@ -149,7 +149,7 @@ fn kills_in_the_middle_of_every_operation_lose_nothing() {
     let sum = |histories: &[Mutex<History>], of: fn(&History) -> u64| -> u64 {
         histories.iter().map(|history| of(&history.lock())).sum()
     };
-    // On a slow machine less happens between two kills, so the test continues until enough has happened.
+    // On a slow machine fewer requests are sent between two kills, so the test continues until there were enough.
     let enough = |histories: &[Mutex<History>]| {
         sum(histories, |history| history.version) > 20 * KILLS
             && sum(histories, |history| history.flushes) > KILLS
@@ -170,12 +170,12 @@ fn kills_in_the_middle_of_every_operation_lose_nothing() {
             let (store, killed, tally) = (&store, &killed, &tally);
             scope.spawn(move || operate(store, history, operation, &mut own, killed, tally));
             std::thread::sleep(Duration::from_millis(10 + random.below(KILL_AFTER_MS_MAX)));
-            // Set first, because the connection breaks before `stop` returns.
+            // The flag is set before the kill, because the connection breaks before `stop` returns.
             killed.store(true, Ordering::Release);
             assert_eq!(server.stop("KILL"), None);
         });
         if random.once_in(4) {
-            // A second kill while the server opens what the first one left.
+            // The server is killed again while it opens the datastore of the killed server.
             let mut opening = store.command("serve").stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
             std::thread::sleep(Duration::from_millis(random.below(15)));
             process::send(opening.id(), "KILL");
@@ -196,7 +196,7 @@ fn kills_in_the_middle_of_every_operation_lose_nothing() {
             history.is(&std::fs::read(&raw).unwrap(), &format!("qemu-img after a kill in '{operation}'"));
         }
     }
-    // All disks can still be written and operated on.
+    // All disks can still be written, and all operations on them succeed.
     let mut server = store.serve("");
     for history in &mut histories {
         let history = history.get_mut();

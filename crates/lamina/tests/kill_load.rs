@@ -1,7 +1,7 @@
 //! A server is killed with SIGKILL at random times under writes, flushes, FUA, discards, snapshots, linked clones and
 //! deletions, repeatedly on the same datastore.
 //!
-//! The number of kills is `LAMINA_KILLS` (20), the seed `LAMINA_SEED` (1). Each kill comes 1 to 300 ms after the load
+//! The number of kills is `LAMINA_KILLS` (20), the seed `LAMINA_SEED` (1). Each kill happens 1 to 300 ms after the load
 //! begins or, in a quarter of the cases, while the server recovers from the previous kill. `make kills` runs a thousand
 //! kills.
 
@@ -18,7 +18,7 @@ use testkit::process;
 use testkit::process::Store;
 
 const KILLS: u64 = 20;
-/// Capacity of each family's disks. Small disks are read completely; the large one has a map of many pages.
+/// Capacities of the disks in each family. Small disks are read completely. The large disk has a map of many pages.
 const CAPACITIES: [u64; 3] = [4 << 20, (3 << 20) + 512, 1 << 40];
 /// Options of the server, used in turn.
 const OPTIONS: [&str; 5] = [
@@ -61,12 +61,14 @@ fn a_server_killed_under_load_loses_nothing_that_was_flushed() {
     let mut random = Random(seed);
     let began = Instant::now();
     let mut kills = 0;
-    // On a slow machine few requests fit between two kills, so more kills are made until there were enough requests.
+    // On a slow machine few requests are sent between two kills, so more kills are made until there were enough
+    // requests.
     let enough = |families: &[Family], kills: u64| {
         kills >= kills_asked && families.iter().all(|family| family.tally.requests > 5 * kills_asked)
     };
     while !enough(&families, kills) && kills < 4 * kills_asked {
-        // In half of the cases the check opens the datastore first, so that it also handles an unrecovered one.
+        // In half of the cases `check` is the first to open the datastore, so that it also handles one that is not
+        // recovered.
         let check_first = random.once_in(2);
         if check_first {
             store.is_clean();

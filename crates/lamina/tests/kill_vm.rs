@@ -1,9 +1,9 @@
 //! `lamina vm` is killed with SIGKILL at random times during every kind of clone, snapshots, freezing, starting,
 //! deletion of machines and snapshots, and reverts.
 //!
-//! One parent runs, another one is frozen, a third one is stopped. In each round one command is killed at a random
-//! time, and a harmless one follows. Then every listed machine must be complete, every disk and snapshot must belong to
-//! a machine, every process must belong to a machine, nothing incomplete may be left, and machines that ran must still
+//! One parent runs, another is frozen, and a third is stopped. In each round one command is killed at a random time,
+//! and then `lamina vm list` runs. Then every listed machine must be complete, every disk and snapshot must belong to a
+//! machine, every process must belong to a machine, no incomplete folder may be left, and machines that ran must still
 //! run.
 
 #![allow(clippy::unwrap_used)]
@@ -45,9 +45,9 @@ fn parents(fleet: &Fleet) {
     fleet.run("freeze frozen").ok();
 }
 
-/// Checks the state after the command that follows a killed one.
+/// Checks the state after a killed command and the command that follows it.
 fn look(fleet: &Fleet, what: &str) {
-    // Any command removes what the killed one left first, and reports it.
+    // Any command first removes the incomplete objects of the killed command, and reports them.
     let next = process::output(&mut fleet.command("list"));
     let what = &format!("{what}; then the command printed: {}", String::from_utf8_lossy(&next.stderr));
     assert!(next.status.success(), "{what}");
@@ -77,8 +77,8 @@ fn look(fleet: &Fleet, what: &str) {
         ran.sort();
         ran == running
     });
-    // A machine's snapshot covers all of its disks. A snapshot made for clones has clones, and one made for a memory
-    // image belongs to an existing image.
+    // A machine's snapshot covers all of its disks. A snapshot that was taken for clones has clones, and a snapshot
+    // that was taken for a memory image belongs to an existing image.
     let images: BTreeSet<String> = process::files(&fleet.store.path().join("memory-images")).into_iter().collect();
     for (snapshot, clones) in fleet.snapshots() {
         let (disk, name) = snapshot.split_once('@').unwrap();
@@ -137,7 +137,8 @@ fn a_killed_command_leaves_complete_machines_or_none() {
             fleet.run("stop icy --force").ok();
         }
         if command == "freeze icy" {
-            // A machine that continued from an image has no memory file of its own to freeze until it is started again.
+            // A machine that continued from an image has no memory file of its own, so it cannot be frozen until it is
+            // started again.
             fleet.run("stop icy --force").ok();
             fleet.run("start icy").ok();
         }
@@ -161,8 +162,8 @@ fn a_killed_command_leaves_complete_machines_or_none() {
     fleet.store.is_clean();
 }
 
-/// Commands that remove something, and the commands before each. Each begins with a machine `gone` whose disk begins
-/// with 1.
+/// Commands that remove an object, each with the commands that are run before it. At the beginning there is a machine
+/// `gone`, whose disk begins with the byte 1.
 const REMOVALS: [(&str, &[&str]); 8] = [
     ("delete gone", &["clone off gone --linked"]),
     ("delete gone", &["clone running gone --instant --identity keep", "stop gone --force"]),
@@ -176,7 +177,7 @@ const REMOVALS: [(&str, &[&str]); 8] = [
 /// Number of kills of each command.
 const REMOVAL_KILLS: u32 = 5;
 
-/// Checks that a removed object left nothing, or that it still exists unchanged.
+/// Checks that a removed object was removed completely, or that it still exists unchanged.
 fn look_at_what_was_to_go(fleet: &Fleet, command: &str, rewritten: bool, what: &str) {
     look(fleet, what);
     let list = fleet.list();
@@ -229,7 +230,8 @@ fn a_killed_deletion_leaves_a_complete_machine_or_none() {
             let mut child = fleet.command(command).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
             let mut what = format!("'{command}' after {before:?}");
             if round == 0 {
-                // The first run is not killed and measures the duration; the others are killed at a random part of it.
+                // The first run is not killed, and measures the duration. Each other run is killed at a random part of
+                // this duration.
                 assert!(child.wait().unwrap().success(), "{what}");
                 whole = begun.elapsed();
             } else {
@@ -244,7 +246,7 @@ fn a_killed_deletion_leaves_a_complete_machine_or_none() {
         }
     }
     assert!(killed > REMOVALS.len() as u32 * REMOVAL_KILLS / 3, "{killed} were killed: the others ended before");
-    // No unused memory file is left, and no used one was removed.
+    // No unused memory file remains, and no used one was removed.
     assert_eq!(fleet.memory_files(), memory);
     fleet.run("stop --force running frozen icy").ok();
     fleet.run(&format!("delete {}", PARENTS.join(" "))).ok();

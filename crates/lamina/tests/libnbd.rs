@@ -112,7 +112,7 @@ fn nbdcopy_copies_data_exactly_and_keeps_holes() {
         store.run(&format!("disk create vm2 {size}")).ok();
         let mut server = store.serve(if seed % 2 == 0 { "--io direct" } else { "" });
         let [original_text, back_text] = [original.to_str().unwrap(), back.to_str().unwrap()];
-        // Several connections at once, because the server advertises CAN_MULTI_CONN.
+        // The copy uses several connections at once, because the server advertises CAN_MULTI_CONN.
         tool("nbdcopy", &["--connections=4", "--flush", original_text, &store.uri("vm1")]);
         tool("nbdcopy", &["--flush", &store.uri("vm1"), &store.uri("vm2")]);
         assert_eq!(server.stop("TERM"), Some(0));

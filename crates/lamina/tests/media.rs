@@ -2,11 +2,12 @@
 //! under a datastore in use on ext4 and on XFS. A seed determines the operations.
 //!
 //! 1. Failures are reported as EIO. No read returns old data or wrong bytes.
-//! 2. A disk that stopped after a failed flush reports that once and continues after `disk reopen` or a restart, if the
-//!    file system is still writable.
+//! 2. A disk that stops after a failed flush reports the failure once, and continues after `disk reopen` or a restart
+//!    if the file system is still writable.
 //! 3. After mounting on healthy storage, every sector has an allowed version, and flushed data exists.
 //! 4. The check then finds no problems. Nothing panics or hangs.
-//! 5. A flush fails for each write lost since the previous flush, whichever system call got the error from the kernel.
+//! 5. A flush fails if a write was lost since the previous flush, no matter to which system call the kernel returned
+//!    the error.
 
 #![allow(clippy::unwrap_used)]
 
@@ -59,7 +60,7 @@ fn a_flush_fails_after_a_failed_write_out() {
             medium.mount("rw");
             let directory = LocalDirectory::open(&medium.mounted, LocalQueues::Threads).unwrap();
             let file = directory.create("file", IoMode::Buffered).unwrap();
-            // The second time, the file system has only data to write, no metadata.
+            // In the second round, the file system has only data to write, no metadata.
             for content in [[1; 64 << 10], [2; 64 << 10]] {
                 file.write_at(&[&content], 0, false).unwrap();
                 file.sync().unwrap();
@@ -100,7 +101,8 @@ fn cases(medium: &mut Medium, xfs: bool, otherwise: u64) {
     let (begin, first) = (Instant::now(), number("LAMINA_MEDIUM_FROM", 0));
     let wanted = number("LAMINA_MEDIA", otherwise);
     let mut tally = Tally::default();
-    // In addition, the case in which a restart without a mount read data from the page cache that was never written.
+    // One more case: after a restart without a new mount, data was read from the page cache that had never been
+    // written.
     let remembered = (first == 0 && wanted <= RESTARTED).then_some(RESTARTED);
     for seed in (first..first + wanted).chain(remembered) {
         case(medium, xfs, seed, &mut tally);
@@ -118,7 +120,7 @@ struct Case<'a> {
     disks: Vec<Doubted>,
     clients: Vec<Client>,
     fails: Request,
-    /// Whether the log has reported that the disk of images takes no writes.
+    /// Whether the log has reported that the disk in a VMware format accepts no writes.
     said: bool,
     next: u64,
     trace: Vec<String>,
@@ -222,7 +224,7 @@ impl Case<'_> {
         assert!(done.code == 0 || self.disks[disk].fails, "{done:?}");
     }
 
-    /// Operations while nothing fails.
+    /// Operations while no request fails.
     fn calm(&mut self) {
         for disk in 0..2 {
             for _ in 0..6 {
@@ -243,7 +245,8 @@ impl Case<'_> {
             0..7 => self.round(disk),
             7..10 => drop(self.flush(disk)),
             10..14 => {
-                // Data waiting for writeback stays in the page cache; only then is the content of reads defined.
+                // Only in cases in which nothing but reads fails, all clean pages are on the storage, so that reads
+                // after dropping them have a defined content.
                 if self.fails == Request::Read {
                     self.forget();
                 }
@@ -348,7 +351,7 @@ impl Case<'_> {
         code == Some(0)
     }
 
-    /// Checks the content after the datastore was opened again; `stopped` if the last stop succeeded.
+    /// Checks the content after the datastore was opened again; `stopped` is whether the last stop succeeded.
     fn settle(&mut self, stopped: bool) {
         let socket = self.store.socket();
         for disk in 0..2 {
@@ -357,7 +360,8 @@ impl Case<'_> {
             let listed = listed["snapshots"].as_array().unwrap().iter();
             let listed: Vec<String> = listed.map(|snapshot| snapshot["name"].as_str().unwrap().to_owned()).collect();
             self.disks[disk].settle(&socket);
-            // A stop writes acknowledged data back; a loss must have been reported by a failed flush or by the stop.
+            // A stop writes acknowledged data back. If data was lost, a failed flush or the stop must have reported the
+            // loss.
             let told = self.disks[disk].counted.flushes_failed > 0 || self.said;
             let lost = self.disks[disk].counted.sectors_lost - lost;
             assert!(lost == 0 || told || !stopped, "disk{disk}: a stop that succeeded has lost {lost} sectors");
@@ -365,7 +369,7 @@ impl Case<'_> {
         }
     }
 
-    /// Continues after the storage was repaired, if the file system has survived.
+    /// Continues after the storage was repaired, if the file system has survived the failures.
     fn go_on(&mut self) {
         // The first write to a file may still report an earlier failure.
         let (restart, reopen) = (self.random.once_in(2), !self.next.is_multiple_of(2));
@@ -389,7 +393,7 @@ impl Case<'_> {
             }
             return;
         }
-        // The first flush afterwards reports a possible loss, and so does the first request with FUA.
+        // After a possible loss, the next flush reports it, and so does the next request with FUA.
         self.disks[1].settle(&self.store.socket());
         self.flush(1);
         self.round(1);

@@ -1,5 +1,5 @@
-//! Damaged metadata of images in VMware's formats: `image check` and `check` find it, `--repair` repairs what the
-//! format has a second copy of, and the rest is reported.
+//! Damaged metadata of images in VMware's formats: `image check` and `check` find the damage, `--repair` repairs tables
+//! of which the format has a second copy, and other damage is reported.
 
 #![allow(clippy::unwrap_used)]
 
@@ -8,7 +8,7 @@ use testkit::process;
 use testkit::process::{Done, Store, files, lamina};
 
 const MIB: usize = 1 << 20;
-/// Offsets of directory and tables in SEsparse images of up to 16 TiB.
+/// Offsets of the directory and the tables in SEsparse images of up to 16 TiB.
 const DIRECTORY: usize = 4096 * 512;
 const TABLES: usize = 6144 * 512;
 

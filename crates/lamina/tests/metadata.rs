@@ -27,7 +27,7 @@ const READ: usize = 64 << 10;
 /// Expected content of each export.
 type Contents = BTreeMap<String, Vec<u8>>;
 
-/// Three disks and a snapshot; the server is closed or killed in the end.
+/// Three disks and a snapshot. In the end the server is closed or killed.
 fn build(killed: bool) -> (Store, Contents) {
     let store = Store::at(&std::env::temp_dir(), "4M");
     for disk in ["vm1", "vm2", "scratch"] {
@@ -88,7 +88,7 @@ fn damage(path: &Path, random: &mut Random) -> String {
     let length = file.metadata().unwrap().len();
     let pages = (length / PAGE).max(1);
     let mut page = [0; PAGE as usize];
-    // Most pages of most files are empty, so a used one is searched for.
+    // Most pages of most files are empty, so the function searches for a page that is used.
     let mut used = 0;
     for _ in 0..256 {
         used = random.below(pages);
@@ -139,7 +139,7 @@ fn try_serve(path: &Path, log: &Path) -> Option<Serving> {
     (probe.code == 0).then(|| Serving::start(command))
 }
 
-/// Checks that each sector has its content or gives an error; returns the number of sectors with errors.
+/// Checks that each sector has its content or gives an error. Returns the number of sectors with errors.
 fn verify(socket: &Path, contents: &Contents, what: &str) -> usize {
     let mut errors = 0;
     for (export, image) in contents {
@@ -167,8 +167,8 @@ fn verify(socket: &Path, contents: &Contents, what: &str) -> usize {
     errors
 }
 
-/// Writes new data to the scratch disk. It must not affect the other disks, whose blocks damaged metadata may call
-/// free.
+/// Writes new data to the scratch disk. The writes must not affect the other disks, even if damaged metadata says that
+/// blocks of these disks are free.
 fn write_scratch(socket: &Path) {
     let Ok(mut client) = Client::connect(socket, "scratch") else { return };
     for at in 0..64 {
@@ -202,13 +202,13 @@ fn damaged_metadata_is_detected_and_not_used() {
                         errors += verify(&socket, &contents, &what);
                         write_scratch(&socket);
                         errors += verify(&socket, &contents, &format!("{what}; then written to"));
-                        // The server may be unable to write back its metadata, and must then report that.
+                        // If the server cannot write back its metadata, it must report that when it stops.
                         let end = server.stop("TERM");
                         assert!(matches!(end, Some(0 | 1 | 6)), "{what}: {end:?}");
                         errors += usize::from(end != Some(0));
                     } else {
                         let said = std::fs::read_to_string(&log).unwrap();
-                        // The log may have earlier messages.
+                        // The log may also have messages from before.
                         assert!(said.lines().last().unwrap_or_default().starts_with("lamina: "), "{what}: {said}");
                         errors += 1;
                     }
@@ -265,7 +265,8 @@ fn one_valid_copy_of_the_superblock_is_enough() {
             let copy = copy_of(&store, folder.path());
             let file = File::options().write(true).open(copy.join("superblock")).unwrap();
             file.write_all_at(&[0xff; 512], copy_number * PAGE).unwrap();
-            // The older copy may refer to a part of the journal that was overwritten since; then it must not be used.
+            // The older copy may refer to a part of the journal that was overwritten since. Then the store must not use
+            // the copy.
             match try_serve(&copy, &folder.path().join("log")) {
                 Some(mut server) => {
                     let errors = verify(&copy.join("nbd.sock"), &contents, &format!("copy {copy_number} lost"));
@@ -273,7 +274,7 @@ fn one_valid_copy_of_the_superblock_is_enough() {
                 }
                 None => {
                     let done = run(&format!("status -D {}", copy.display()));
-                    // The log reports the damaged copy before the error.
+                    // The log reports the damaged copy first, then the error.
                     assert_eq!((done.code, done.stdout.as_str()), (6, ""), "{done:?}");
                     let error = done.stderr.lines().last();
                     assert!(error.is_some_and(|line| line.starts_with("lamina: ")), "{done:?}");

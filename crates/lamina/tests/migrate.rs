@@ -1,4 +1,5 @@
-//! Disks that are migrated while NBD clients use them: the effect on clients, and what is left if the server is killed.
+//! Disks that are migrated while NBD clients use them: the effect on the clients, and the files that remain if the
+//! server is killed.
 
 #![allow(clippy::unwrap_used)]
 
@@ -26,7 +27,7 @@ enum Stage {
     Committed,
 }
 
-/// The stage of the only migration; `None` before its record exists and after it was removed.
+/// The stage of the only migration; `None` before its record is created and after the record is removed.
 fn stage(store: &Store) -> Option<Stage> {
     let names = process::files(&store.path());
     let name = names.iter().find(|name| name.starts_with(RECORD) && !name.ends_with(".new"))?;
@@ -37,13 +38,13 @@ fn stage(store: &Store) -> Option<Stage> {
 /// Time of a kill.
 #[derive(Clone, Copy, Debug)]
 enum Moment {
-    /// After this fraction of the usual duration.
+    /// When this fraction of the usual duration has passed.
     Part(f64),
-    /// When the record has this stage.
+    /// When the record has reached this stage.
     Reached(Stage),
 }
 
-/// For each sector the versions that a crash may leave: the durable one first, the newest last.
+/// For each sector, the versions that a crash may leave: the durable version is the first, the newest the last.
 struct Model {
     sectors: Vec<Vec<u64>>,
     version: u64,
@@ -90,7 +91,7 @@ impl Model {
         Ok(())
     }
 
-    /// Checks each sector against the allowed versions; the one found is then the durable one.
+    /// Checks each sector against the allowed versions. The version found is then the durable one.
     fn verify(&mut self, store: &Store, export: &str) {
         let content = read_export(store, export);
         for (at, (sector, versions)) in content.chunks_exact(SECTOR).zip(&mut self.sectors).enumerate() {
@@ -110,7 +111,7 @@ fn read_export(store: &Store, export: &str) -> Vec<u8> {
     content
 }
 
-/// The format of the only disk, as `-d` takes it.
+/// The format of the only disk, as an argument for `-d`.
 fn format(store: &Store) -> String {
     let listed = store.run("disk list --json").json();
     let disks = listed["disks"].as_array().unwrap();
@@ -154,10 +155,10 @@ fn a_disk_is_before_or_after_its_migration_whenever_the_server_is_killed() {
     let formats = ["thin", "sesparse", "native", "vsansparse", "vmfssparse", "zeroedthick", "native"];
     let mut random = Random(20_261_121);
     let (mut kills, mut moved, mut stayed, mut now) = (0, 0, 0, "native".to_owned());
-    // Number of kills by the record's stage when the server was dead.
+    // Number of kills, by the stage of the record at the kill.
     let (mut without, mut copying, mut committed) = (0, 0, 0);
     let mut next = 0;
-    // Usual duration of a migration, updated by each one, so that kills are spread over all of it.
+    // Usual duration of a migration, updated by each migration, so that the kills are spread over all of it.
     let mut usual = Duration::from_millis(300);
     while kills < KILLS {
         let mut server = store.serve("");
@@ -209,7 +210,7 @@ fn a_disk_is_before_or_after_its_migration_whenever_the_server_is_killed() {
                 Some(Stage::Committed) => committed += 1,
             }
             writer.join().unwrap();
-            // A command that finds no server migrates the disk itself, and is sometimes killed.
+            // Without a server, the command migrates the disk itself, and the command is sometimes killed.
             if random.once_in(2) {
                 let _ = migration.kill();
             }
@@ -257,7 +258,7 @@ fn a_client_is_served_during_a_migration_and_ctrl_c_cancels_it() {
     for _ in 0..100 {
         model.step(&mut client).unwrap();
     }
-    // Other operations on a disk that is being migrated are refused with the reason, and Ctrl-C cancels the migration.
+    // While a disk is migrated, other operations on it are refused with the reason, and Ctrl-C cancels the migration.
     let mut command = store.command("disk migrate a -d native --rate 500K");
     let migration = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     process::until("it has begun", || process::files(&store.path()).iter().any(|name| name.starts_with(RECORD)));
@@ -299,8 +300,8 @@ fn a_client_is_served_during_a_migration_and_ctrl_c_cancels_it() {
     store.is_clean();
 }
 
-/// Prints the longest latency while a thick disk is migrated under random writes, with a bound that a long pause would
-/// exceed. `LAMINA_MIGRATE_MIB` sets the size of the disk, for measurements.
+/// Prints the longest latency while a thick disk is migrated under random writes. The test fails if the latency exceeds
+/// a bound. `LAMINA_MIGRATE_MIB` sets the size of the disk, for measurements.
 #[test]
 fn no_request_waits_for_the_copy_of_a_migration() {
     let size = std::env::var("LAMINA_MIGRATE_MIB").map_or(64, |text| text.parse::<u64>().unwrap()) << 20;

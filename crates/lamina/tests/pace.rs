@@ -26,8 +26,8 @@ fn filled() -> Store {
     store
 }
 
-/// Makes a full clone while a client of another disk may write; returns the duration and the rates that `status`
-/// reported.
+/// Makes a full clone while a client of another disk writes (if `active`) or is idle. Returns the duration, and the
+/// rates that `status` reported.
 fn clone_beside_a_client(store: &Store, name: &str, active: bool) -> (Duration, Vec<u64>) {
     let done = AtomicBool::new(!active);
     let mut rates = Vec::new();
@@ -60,7 +60,7 @@ fn clone_beside_a_client(store: &Store, name: &str, active: bool) -> (Duration, 
 #[test]
 fn a_copy_slows_down_for_late_requests_only() {
     let store = filled();
-    // With this target every request is late, so the copy has the minimum rate of 8 MiB/s.
+    // Every request is later than this target, so the copy has the minimum rate of 8 MiB/s.
     let server = store.serve("--latency-target 0.0001");
     let (slowed, rates) = clone_beside_a_client(&store, "slowed", true);
     assert!(slowed > Duration::from_secs(3), "{slowed:?}");
@@ -70,7 +70,7 @@ fn a_copy_slows_down_for_late_requests_only() {
     let (idle, _) = clone_beside_a_client(&store, "idle", false);
     assert!(idle < slowed / 2, "{idle:?} without clients, {slowed:?} beside one");
     drop(server);
-    // With this target no request is late.
+    // No request is later than this target.
     let server = store.serve("--latency-target 60000");
     let (gained, rates) = clone_beside_a_client(&store, "gained", true);
     assert!(gained < slowed / 2, "{gained:?}, and {slowed:?} beside late requests");

@@ -1,7 +1,7 @@
 //! Power cuts below the file system while snapshots of several disks are taken at one point: native disks and disks in
 //! VMware's formats, on ext4 and on XFS. A seed determines the operations and the time of the cut.
 //!
-//! 1. Each group of snapshots exists completely or not at all; an acknowledged group exists.
+//! 1. Each group of snapshots that are taken together exists completely or not at all; an acknowledged group exists.
 //! 2. Every sector of disks and snapshots has an allowed version, and flushed data exists.
 //! 3. The check finds no problems.
 
@@ -19,7 +19,7 @@ use testkit::process::{Serving, Store, tool};
 const SIZE: usize = 4 << 20;
 /// Number of snapshot groups during which the power may be cut.
 const GROUPS: usize = 2;
-/// Assumed number of changes per case, until a case without a power cut has counted them.
+/// Number of writes, discards and flushes that is assumed per case, until a case without a power cut has counted them.
 const CHANGES: u64 = 400;
 const FORMATS: [&str; 6] = [
     "",
@@ -50,7 +50,7 @@ struct Tally {
     cut: u64,
     whole: u64,
     none: u64,
-    /// Number of changes in a case without a power cut.
+    /// Number of writes, discards and flushes in a case without a power cut.
     changes: u64,
 }
 

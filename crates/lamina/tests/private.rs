@@ -1,4 +1,4 @@
-//! The files of a datastore, and the memory of guests among them, are private to their owner, whatever the umask is.
+//! The files of a datastore, including the memory of guests, are private to their owner, whatever the umask is.
 
 #![allow(clippy::unwrap_used)]
 
@@ -74,7 +74,7 @@ fn a_check_reports_what_others_can_access_and_a_repair_closes_it() {
     let fleet = Fleet::new();
     let store = fleet.store.path();
     fleet.make("web", "64M");
-    // As version 0.1.0 left them.
+    // Permissions as version 0.1.0 set them.
     let wide = ["machines", "machines/web", "machines/web/machine.toml"].map(|name| store.join(name));
     set(&store, 0o755);
     wide.iter().for_each(|path| set(path, if path.is_dir() { 0o755 } else { 0o644 }));
@@ -107,7 +107,7 @@ fn a_folder_that_exists_is_closed_when_it_becomes_a_datastore() {
     assert_eq!(mode(&store), 0o700);
 }
 
-/// Whether a user other than root can connect to a socket, as a member of a group.
+/// Whether a user other than root, as a member of a group, can connect to a socket.
 fn connects(socket: &Path, group: &str) -> bool {
     let script = "use IO::Socket::UNIX; exit !IO::Socket::UNIX->new(Peer => $ARGV[0])";
     let status = Command::new("setpriv")
@@ -121,7 +121,7 @@ fn connects(socket: &Path, group: &str) -> bool {
 #[test]
 fn members_of_the_socket_group_can_connect_and_no_others() {
     let store = Store::new();
-    // The folder above belongs to the test alone.
+    // Only this test uses the parent folder, so its permissions can be changed.
     set(store.path().parent().unwrap(), 0o755);
     let sockets = ["nbd.sock", "control.sock"].map(|name| store.path().join(name));
     {

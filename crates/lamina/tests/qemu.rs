@@ -121,7 +121,7 @@ fn incremental_backup_by_dirty_bitmap() {
             socket.display()
         )
     };
-    // QEMU's map shows dirty extents of the bitmap as no data.
+    // `qemu-img map` shows dirty extents of a bitmap as extents without data.
     let text = tool("qemu-img", &["map", "--output=json", "--image-opts", &image("vm1")]);
     let map: Value = serde_json::from_str(&text).unwrap();
     let dirty: Vec<(u64, u64)> = map

@@ -1,5 +1,5 @@
-//! A disk in a VMware format stops after a failed flush, reports that, and continues after `lamina disk reopen` with
-//! its client connected. Other disks are not affected.
+//! A disk in a VMware format stops after a failed flush, reports the failure, and continues after `lamina disk reopen`
+//! with its client connected. Other disks are not affected.
 
 #![allow(clippy::unwrap_used)]
 
@@ -10,7 +10,7 @@ use testkit::{mounted, pattern};
 
 const BLOCK: u64 = 4096;
 const BLOCKS: u64 = 600;
-/// A block far from those that the failed flush makes uncertain.
+/// A block far from the blocks whose content the failed flush makes uncertain.
 const FAR: u64 = 2048;
 
 fn content(block: u64, round: u64) -> Vec<u8> {
@@ -55,7 +55,7 @@ fn goes_on(store: &Store, format: &str, trigger: &Path) {
     assert!(matches!(client.write(0, &content(0, 2)), Err(Failure::Errno(EIO))));
     assert!(matches!(client.read(0, BLOCK as u32), Err(Failure::Errno(EIO))), "the writes may be lost");
     assert!(client.read(FAR * BLOCK, BLOCK as u32).unwrap() == content(FAR, 0));
-    // The failure is logged once, and only for this disk.
+    // The log reports the failure once, and only for this disk.
     let log = server.log();
     assert_eq!(log.matches("takes no writes until it is opened again").count(), 1, "{log}");
     let shown = store.run("disk show vm --json").json();

@@ -14,7 +14,7 @@ use testkit::process::{Done, Serving, Store, tool, until};
 const SIZE: u64 = 64 << 20;
 const PIECE: u64 = 1 << 20;
 
-/// One self-signed certificate for both sides, which names this machine.
+/// The files of one self-signed certificate, which both sides use and which names this host.
 struct Keys {
     folder: tempfile::TempDir,
 }
@@ -49,7 +49,7 @@ impl Keys {
     }
 }
 
-/// The address on which a server receives.
+/// The address at which a server receives disks.
 fn address(server: &Serving) -> String {
     let ready: Value = serde_json::from_str(&server.ready).unwrap();
     ready["receive"].as_str().unwrap().to_owned()
@@ -116,17 +116,18 @@ fn disks_are_sent_and_sent_again() {
     }
     let kept = here.run("--json snapshot list web").json()["snapshots"].as_array().unwrap().len();
     assert_eq!(kept, 1, "only the newest snapshot is needed for the next transfer");
-    // An existing snapshot is sent.
+    // Sends a snapshot that exists already.
     here.run("snapshot create web@monday").ok();
     let sent = send("web@monday", "weekly", "--incremental").json();
     assert_eq!((sent["data"].as_u64(), sent["incremental"].as_u64()), (Some(0), Some(1)));
     assert!(content(&there, "weekly@monday") == content(&here, "web@monday"));
     let said = here.run(&format!("disk send web@monday {to}other {}", keys.send())).ok();
     assert!(said.starts_with("sent other: "), "{said}");
-    // Transfers that are refused.
+    // Each of these transfers is refused.
     send("web@monday", "weekly", "").fails(1, "there is a disk 'weekly' already");
     send("nothing", "x", "").fails(3, "nothing");
-    // A client in grace expects an unchanged disk, so the sender waits for the end of the grace.
+    // A client that may still reconnect expects an unchanged disk, so the sender waits until the time for reconnecting
+    // is over.
     let client = Client::connect(&there.socket(), "mirror").unwrap();
     let begin = Instant::now();
     client.vanish();
@@ -150,7 +151,8 @@ fn start(mut command: Command) -> std::process::Child {
 fn a_kill_of_sender_or_receiver_leaves_a_complete_disk_or_none() {
     let (keys, here, there) = (Keys::new(), Store::new(), Store::new());
     let mut random = Random(0x5e4d);
-    // Without grace, because a client that disconnected just before the kill would delay this test.
+    // Without time for reconnecting, because otherwise a client that disconnected just before the kill would delay this
+    // test.
     let receive = |port: u16| format!("{} --client-grace 0", keys.receive(port));
     let (mut mine, mut theirs) = (here.serve(""), there.serve(&receive(0)));
     let to = address(&theirs);
@@ -160,7 +162,7 @@ fn a_kill_of_sender_or_receiver_leaves_a_complete_disk_or_none() {
     here.run("snapshot create web@s0").ok();
     let (mut goal, mut resumed) = (0, 0);
     let command = |goal: u64| {
-        // Slow enough to be interrupted, and fast enough to complete.
+        // The rate is low enough for an interruption, and high enough for the transfer to complete.
         let rate = if goal == 0 { "40M" } else { "12M" };
         here.command(&format!("--json disk send web@s{goal} {to}web --incremental --rate {rate} {}", keys.send()))
     };
@@ -179,7 +181,7 @@ fn a_kill_of_sender_or_receiver_leaves_a_complete_disk_or_none() {
         match round % 3 {
             0 => {
                 theirs = there.serve(&receive);
-                // The sender reconnects on its own; in some rounds it is killed.
+                // In most rounds the sender reconnects by itself; in some rounds it is killed.
                 if random.next().is_multiple_of(2) {
                     child.kill().unwrap();
                 }
@@ -199,7 +201,7 @@ fn a_kill_of_sender_or_receiver_leaves_a_complete_disk_or_none() {
         }
         let done = there_now == ["web"] && whole(goal);
         if !done && round % 4 == 3 {
-            // An earlier session may still be ending.
+            // The session of the earlier command may not have ended yet.
             let mut sent = None;
             until("it is sent", || {
                 let outcome: Done = process::output(&mut command(goal)).into();
@@ -237,7 +239,7 @@ fn a_machine_is_received_with_all_its_disks_or_not_at_all() {
         here.command(&format!("--json vm clone web --to {to}{name} --incremental --rate 24M {}", keys.send()))
     };
     let machines = || -> Vec<String> {
-        // It warns when it removes an incomplete machine.
+        // `vm list` logs a warning when it removes an incomplete machine.
         let list = there.run("--json --log error vm list").json();
         list["machines"].as_array().unwrap().iter().map(|one| one["name"].as_str().unwrap().to_owned()).collect()
     };
@@ -253,7 +255,7 @@ fn a_machine_is_received_with_all_its_disks_or_not_at_all() {
             child.kill().unwrap();
         }
         child.wait().unwrap();
-        // `vm list` completes or removes what a kill left.
+        // `vm list` completes or removes the machine that a killed command was creating.
         let (is_machine, disks) = (machines().contains(&name), disks(&there));
         let has = |disk: &str| disks.iter().any(|known| known == disk);
         assert_eq!((has(&name), has(&format!("{name}-2"))), (is_machine, is_machine), "{name}: {disks:?}");
@@ -274,7 +276,8 @@ fn a_machine_is_received_with_all_its_disks_or_not_at_all() {
     let outcome: Done = process::output(&mut command("last")).into();
     let sent = outcome.json();
     assert_eq!(sent["incremental"], 2, "{sent}");
-    // A first copy would be sent completely, but snapshots of earlier copies with other names are on both sides.
+    // The first transfer to a new name would send everything, but snapshots of transfers to other names are on both
+    // sides.
     assert!(sent["data"].as_u64().unwrap() <= 2 * PIECE, "{sent}");
     let outcome: Done = process::output(&mut command("last")).into();
     outcome.fails(1, "there is a machine 'last' already");

@@ -1,5 +1,5 @@
-//! Disks that grow while QEMU uses them: what clients that reconnect need, and that lamina's own machines need nothing
-//! more. Every test runs with each QEMU of [`generations`].
+//! Disks that grow while QEMU uses them: which options clients that reconnect need, and that lamina's own machines need
+//! no further option. Every test runs with each QEMU of [`generations`].
 
 #![allow(clippy::unwrap_used)]
 
@@ -60,7 +60,7 @@ impl Monitor {
         node["image"]["virtual-size"].as_u64().unwrap()
     }
 
-    /// A read that makes QEMU detect that its connection has ended.
+    /// Makes QEMU read, so that it detects that its connection has ended.
     fn read(&mut self, node: &str) {
         let line = format!("qemu-io {node} \"read -q 0 512\"");
         self.execute("human-monitor-command", json!({ "command-line": line })).unwrap();
@@ -95,15 +95,15 @@ impl Qemu {
         self.folder.path().join("nbd")
     }
 
-    /// Writes through QEMU until `stop` is set: repeatedly to each of several locations, many at a time, but to each
-    /// location only after its last write was answered. Returns the last value of each location.
+    /// Writes through QEMU until `stop` is set: to several locations concurrently, and to each location repeatedly,
+    /// each time after the previous write was answered. Returns the last value of each location.
     fn load(&self, stop: &AtomicBool) -> Vec<u8> {
         const PLACES: u64 = 16;
         let mut client = Client::connect(&self.socket(), "disk0").unwrap();
         let mut generation = vec![0u8; PLACES as usize];
         while !stop.load(Ordering::Relaxed) {
             for (place, last) in (0..).zip(&mut generation) {
-                // Never 0, which is the value of a location that was not written.
+                // The value is never 0, because a location that was not written has 0.
                 *last = *last % u8::MAX + 1;
                 let data = vec![*last; 64 << 10];
                 client.submit(nbd::Command::Write { offset: place * MIB, data: &data, fua: false }).unwrap();
@@ -158,7 +158,7 @@ fn qemu_gets_the_new_size_by_reconnecting_and_loses_no_write() {
         monitor.execute("block_resize", json!({ "node-name": "disk0", "size": 96 * MIB })).unwrap();
         assert_eq!(monitor.size("disk0"), 96 * MIB, "{}", program.display());
 
-        // Without the option connected clients keep the old size, and the command reports that.
+        // Without `--reconnect`, connected clients keep the old size, and the command reports them.
         let done = store.run("disk resize vm1 128M").ok();
         assert!(
             done.contains(&format!("process {}", qemu.child.id())) && done.contains("--reconnect-clients"),
@@ -198,7 +198,7 @@ fn requests_in_flight_are_answered_before_the_connection_ends() {
     let mut client = Client::connect(&store.socket(), "vm1").unwrap();
     let data = pattern::bytes(3, 4 << 20);
     client.write(0, &data).unwrap();
-    // The client does not read its replies yet, and another client must not be affected.
+    // This client does not read its replies yet. Another client must not be affected by that.
     let asked: Vec<u64> =
         (0..4).map(|_| client.submit(nbd::Command::Read { offset: 0, length: 4 << 20 }).unwrap()).collect();
     let mut other = Client::connect(&store.socket(), "vm1").unwrap();
@@ -208,7 +208,7 @@ fn requests_in_flight_are_answered_before_the_connection_ends() {
         for cookie in asked {
             let (answered, outcome) = match client.complete() {
                 Ok(answer) => answer,
-                // The request was not begun when the connection ended.
+                // The server had not begun the request when the connection ended.
                 Err(Failure::Gone(_)) => break,
                 Err(error) => panic!("{error:?}"),
             };

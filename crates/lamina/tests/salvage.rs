@@ -65,7 +65,7 @@ fn files_of(store: &Store) -> BTreeMap<PathBuf, Vec<u8>> {
     entries.filter(|path| path.is_file()).map(|path| (path.clone(), bytes_of(&path))).collect()
 }
 
-/// Extracts everything and compares it; returns the number of lost bytes.
+/// Extracts all disks and snapshots and compares them with their content; returns the number of lost bytes.
 fn salvaged(store: &Store, contents: &BTreeMap<&'static str, Vec<u8>>, out: &Path) -> u64 {
     let before = files_of(store);
     let path = store.path();
@@ -99,7 +99,7 @@ fn check_repairs_provable_damage_and_lists_other_damage() {
     let (store, contents) = build();
     let out = tempfile::tempdir().unwrap();
     for (name, offset, words) in [
-        // The page has a copy among the images of the last checkpoint, until the next checkpoint replaces them.
+        // The page images of the last checkpoint include this page, until the next checkpoint replaces them.
         ("catalog", 100, "page 0 of catalog"),
         ("superblock", 40, "superblock"),
         ("superblock", PAGE as u64 + 40, "superblock"),
@@ -147,7 +147,7 @@ fn a_missing_file_is_reported_as_damage_with_a_remedy() {
         std::fs::rename(&aside, &path).unwrap();
     }
     assert_eq!(salvaged(&store, &contents, out.path()), 0);
-    // A disk whose record cannot be read is not reported as missing.
+    // A disk whose record cannot be read must not be reported as missing.
     store.run("disk show vm1").ok();
     spoil(&store, "catalog", 0, PAGE);
     let done = store.run("disk show vm1");

@@ -58,7 +58,7 @@ fn a_chain_of_a_thousand_snapshots() {
     let mut server = store.serve("");
     let mut client = Client::connect(&store.socket(), "vm1").unwrap();
     let mut random = Random(5);
-    // The seed of each block's content, for the current state and for some snapshots.
+    // The seed of each block's content: for the current state, and for some snapshots.
     let mut now: BTreeMap<u64, u64> = BTreeMap::new();
     let mut then: BTreeMap<u64, BTreeMap<u64, u64>> = BTreeMap::new();
     for number in 0..DEPTH {
@@ -93,7 +93,7 @@ fn a_chain_of_a_thousand_snapshots() {
     let mut server = store.serve("");
     verify("vm1", &now);
     assert_eq!(store.run("snapshot list vm1 --json").json()["snapshots"].as_array().unwrap().len(), DEPTH as usize);
-    // Snapshots are deleted in the middle and at the ends; the content of the others must not change.
+    // Snapshots in the middle and at the ends of the chain are deleted. The content of the others must not change.
     for number in (0..DEPTH).filter(|number| !then.contains_key(number)).step_by(3) {
         store.run(&format!("snapshot delete vm1@s{number}")).ok();
     }

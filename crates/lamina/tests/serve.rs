@@ -58,7 +58,7 @@ fn a_server_waits_for_an_owner_that_is_ending() {
     let store = Store::new();
     store.run("disk create vm1 1M").ok();
     for name in ["lock", "superblock"] {
-        // As a killed server does, whose files the kernel has not closed yet.
+        // A lock on the datastore without a server, as if the kernel had not yet closed the files of a killed server.
         let mut owner = std::process::Command::new("flock");
         let mut owner =
             owner.args(["-x", "--no-fork"]).arg(store.path().join(name)).args(["sleep", "1"]).spawn().unwrap();
@@ -71,11 +71,11 @@ fn a_server_waits_for_an_owner_that_is_ending() {
         let mut server = store.serve("");
         assert!(begun.elapsed().as_millis() > 300, "{name}: the server waited");
         assert!(owner.wait().unwrap().success());
-        // An owner that answers is not waited for.
+        // A second server does not wait for an owner that answers.
         let begun = std::time::Instant::now();
         store.run("serve").fails(4, "open in another process");
         assert!(begun.elapsed().as_millis() < 2500, "{name}");
-        // A server that is killed is succeeded at once.
+        // After the server is killed, the next one starts at once.
         server.kill();
         let mut server = store.serve("");
         assert_eq!(server.stop("TERM"), Some(0));
@@ -107,12 +107,12 @@ fn a_new_server_replaces_the_sockets_of_a_killed_one() {
 #[test]
 fn a_socket_of_another_program_is_not_taken_for_a_server() {
     let store = Store::new();
-    // A server that accepts and closes the connection at once.
+    // The fake server closes each connection as soon as it has accepted it.
     let listener = UnixListener::bind(store.path().join("control.sock")).unwrap();
     let hangs_up = std::thread::spawn(move || drop(listener.accept()));
     store.run("disk list").fails(1, "broke");
     hangs_up.join().unwrap();
-    // Without a listener the socket is stale.
+    // Nothing listens on the socket, so it is stale.
     store.run("disk list").ok();
 }
 

@@ -16,12 +16,13 @@ fn du(store: &Store) -> u64 {
     text.split_whitespace().next().unwrap().parse().unwrap()
 }
 
-/// Bytes that the map occupies. It reserves nodes for a full write buffer, so that a flush has the space that it needs.
+/// Bytes that the map occupies. The map reserves nodes for a full write buffer, so that a flush has the space that it
+/// needs.
 fn map(store: &Store) -> u64 {
     std::fs::metadata(store.path().join("map")).unwrap().blocks() * 512
 }
 
-/// Most bytes by which the map grows for a write buffer of 16 MiB.
+/// Most bytes by which a write buffer of 16 MiB makes the map grow.
 const MAP_GROWTH_MAX: u64 = 6 * MIB;
 
 /// Waits until `du` is at most `most`; returns its value.
@@ -95,7 +96,7 @@ fn discarded_blocks_are_returned_to_the_file_system() {
             client.write(at * MIB, &pattern::bytes(at, MIB as usize)).unwrap();
         }
         client.flush().unwrap();
-        // Discards every second range of 64 KiB, then whole ranges.
+        // Discards every second range of 64 KiB, and then everything.
         let full = du(&store);
         assert!(full > 128 * MIB);
         for run in (0..1024).step_by(2) {
@@ -179,7 +180,7 @@ fn disk_names_in_any_script() {
     for export in exports {
         let name = export["name"].as_str().unwrap();
         assert!(names.iter().any(|n| name == *n || name == format!("{n}@état")), "{name}");
-        // The URI is escaped, so that it can be pasted.
+        // The URI is percent-encoded, so that users can paste it.
         let uri = export["uris"][0].as_str().unwrap();
         assert_eq!(tool("nbdinfo", &["--size", uri]).trim(), (4 << 20).to_string(), "{uri}");
         tool("qemu-img", &["info", "-f", "raw", uri]);

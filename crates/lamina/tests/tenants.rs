@@ -1,9 +1,10 @@
-//! A client with the certificate of one tenant tries to reach the disk of another one, by every way into the server.
+//! A client with the certificate of one tenant tries to reach the disk of another tenant, over every interface of the
+//! server.
 //!
-//! Every attempt is made twice: with a name of the other tenant's disk, and with the same form of a name that no disk
-//! has. The server must answer both in the same way. Afterwards the disk has the content that its owner wrote.
+//! Every attempt is made twice: with the name of the other tenant's disk, and with a name of the same form that no disk
+//! has. The server must give both the same answer. Afterwards the disk has the content that its owner wrote.
 //!
-//! `LAMINA_SEED` chooses other attempts, `LAMINA_ATTEMPTS` another number of them (1,000).
+//! `LAMINA_SEED` is the seed of the attempts, `LAMINA_ATTEMPTS` their number (default 1,000).
 
 #![allow(clippy::unwrap_used)]
 
@@ -21,12 +22,12 @@ use testkit::process::{Serving, Store, send, until};
 use testkit::protocol::*;
 
 const SIZE: u64 = 4 << 20;
-/// The disk of the other tenant, and a name of the same length that no disk has.
+/// The name of the other tenant's disk, and a name of the same length that no disk has.
 const THEIRS: &str = "b-data";
 const ABSENT: &str = "q-data";
 const RULES: &str = "a.example a-* write\na.example shared read\nb.example b-* write\n";
 
-/// Forms of a name, some of which match the pattern of the attacker.
+/// Functions that derive forms of a name, some of which match the pattern in the attacker's rule.
 const FORMS: [fn(&str) -> String; 34] = [
     |name| name.to_owned(),
     |name| format!("{name}@monday"),
@@ -113,8 +114,8 @@ impl Tenants {
         Self { store, keys, rules, server, tcp, receive }
     }
 
-    /// A connection on which TLS was begun, as the client with this certificate. The TLS handshake happens with the
-    /// first bytes.
+    /// A connection that has begun TLS with the certificate of `identity`. The TLS handshake takes place when the first
+    /// bytes are sent.
     fn starttls(&self, identity: Option<(&str, &str)>) -> Box<dyn Stream> {
         let mut stream = self.connect();
         let mut greeting = [0; 18];
@@ -151,7 +152,7 @@ impl Tenants {
         stream
     }
 
-    /// The attacker, in a mode.
+    /// A client with the attacker's certificate, in a mode of replies.
     fn attacker(&self, mode: Mode) -> Client {
         let mut client = Client::new(self.starttls(Some(("ours", "a"))));
         client.choose(mode);
@@ -159,12 +160,12 @@ impl Tenants {
     }
 }
 
-/// What an owner writes to a disk.
+/// The content that the owner writes to a disk.
 fn content(disk: &str) -> Vec<u8> {
     disk.bytes().cycle().take(64 << 10).collect()
 }
 
-/// An option with its head.
+/// The bytes of an option: its header and its data.
 fn option(code: u32, data: &[u8]) -> Vec<u8> {
     let mut bytes = b"IHAVEOPT".to_vec();
     bytes.extend(code.to_be_bytes());
@@ -176,7 +177,7 @@ fn option(code: u32, data: &[u8]) -> Vec<u8> {
 /// Sends bytes; returns everything that the server sends until it closes the connection.
 fn everything(stream: &mut dyn Stream, bytes: &[u8]) -> Vec<u8> {
     let mut received = Vec::new();
-    // The server may have closed the connection already, which is the refusal that is expected.
+    // The server may have refused already by closing the connection, as expected.
     let _ = stream.write_all(bytes).and_then(|()| stream.flush());
     let mut part = [0; 4096];
     while let Ok(length) = stream.read(&mut part) {
@@ -199,7 +200,7 @@ fn neutral(bytes: &[u8]) -> String {
         .replace("%62", "%71")
 }
 
-/// A reply to a long name ends in the middle of it.
+/// The server cuts a reply with a long name in the middle of the name.
 fn clipped(text: String) -> String {
     if text.len() < 1000 { text } else { text.replace('b', "q") }
 }
@@ -215,7 +216,7 @@ fn asks(code: u32, name: &str, random: &mut Random) -> Vec<u8> {
     }
 }
 
-/// Asks for both names in the same state of a connection.
+/// Tries both names by options, in the same state of two connections.
 fn by_option(client: &mut Client, random: &mut Random) {
     let code = [OPT_INFO, OPT_GO, OPT_LIST_META, OPT_SET_META][random.index(4)];
     let form = FORMS[random.index(FORMS.len())];
@@ -246,7 +247,7 @@ fn list(client: &mut Client) {
     assert!(!names.iter().any(|name| String::from_utf8_lossy(name).contains(THEIRS)));
 }
 
-/// Writes of every kind to an export that may only be read.
+/// Tries writes of every kind on an export that the attacker may only read.
 fn changes_what_may_be_read(tenants: &Tenants, random: &mut Random) {
     let mut client = tenants.attacker([Mode::Structured, Mode::Extended][random.index(2)]);
     assert_eq!(client.go(["shared", "shared@", "a-data@monday"][random.index(3)].trim_end_matches('@')), REP_ACK);
@@ -267,7 +268,7 @@ fn changes_what_may_be_read(tenants: &Tenants, random: &mut Random) {
     client.leave();
 }
 
-/// Requests beyond the end of the attacker's own disk.
+/// Tries requests beyond the end of the attacker's own disk.
 fn beyond_its_own(tenants: &Tenants, random: &mut Random) {
     let mut client = tenants.attacker(Mode::Extended);
     assert_eq!(client.go("a-data"), REP_ACK);
@@ -280,7 +281,7 @@ fn beyond_its_own(tenants: &Tenants, random: &mut Random) {
     client.leave();
 }
 
-/// A user without rights tries the sockets of the server.
+/// Tries the sockets of the server as a user without permission.
 fn as_another_user(tenants: &Tenants, random: &mut Random) {
     let socket = tenants.store.path().join(["nbd.sock", "control.sock"][random.index(2)]);
     let script = "use IO::Socket::UNIX; exit !IO::Socket::UNIX->new(Peer => $ARGV[0])";
@@ -290,7 +291,7 @@ fn as_another_user(tenants: &Tenants, random: &mut Random) {
     assert!(!status.success(), "another user reaches the server");
 }
 
-/// The attacker sends a disk of its own in place of the other tenant's, or of none.
+/// Tries to send a disk in place of the other tenant's disk, or under a name that no disk has.
 fn by_replication(tenants: &Tenants, from: &Store, random: &mut Random) {
     let certificate = ["a", "client"][random.index(2)];
     let file = |name: &str| tenants.keys.path().join("ours").join(name).display().to_string();
@@ -309,7 +310,7 @@ fn by_replication(tenants: &Tenants, from: &Store, random: &mut Random) {
     assert_eq!(answers[0], answers[1]);
 }
 
-/// Bytes to the port of the receiver without a certificate that it accepts.
+/// Sends bytes to the port of the receiver, without a certificate that the receiver accepts.
 fn at_the_receiver(tenants: &Tenants, random: &mut Random) {
     let address = tenants.receive.trim_start_matches("lamina://").trim_end_matches('/').to_owned();
     let stream = TcpStream::connect(address).unwrap();
@@ -327,7 +328,7 @@ fn at_the_receiver(tenants: &Tenants, random: &mut Random) {
 fn attempt(tenants: &Tenants, client: &mut Client, from: &Store, random: &mut Random) {
     let go = |name: &str| option(OPT_GO, &Client::info_data(name, &[]));
     match random.below(40) {
-        // EXPORT_NAME has no reply for errors: the connection ends.
+        // EXPORT_NAME has no error reply, so the server ends the connection.
         0..=2 => {
             let form = FORMS[random.index(FORMS.len())];
             for name in [THEIRS, ABSENT] {
@@ -336,10 +337,11 @@ fn attempt(tenants: &Tenants, client: &mut Client, from: &Store, random: &mut Ra
             }
         }
         3..=4 => list(client),
-        // A client without a certificate, or with one of another authority that claims the other tenant's name.
+        // A client without a certificate, and a client with a certificate of another authority and the other tenant's
+        // name.
         5..=7 => assert_eq!(everything(&mut tenants.starttls(None), &go(THEIRS)), b""),
         8..=10 => assert_eq!(everything(&mut tenants.starttls(Some(("foreign", "b"))), &go(THEIRS)), b""),
-        // In plain text: options before TLS, a choice of an export, and requests without any.
+        // In plain text: options before TLS, the choice of an export, and requests without a chosen export.
         11..=13 => {
             let code = [OPT_INFO, OPT_GO, OPT_LIST, OPT_LIST_META, OPT_SET_META, OPT_STRUCTURED_REPLY][random.index(6)];
             let mut plain = Client::new(Box::new(tenants.connect()));
@@ -355,7 +357,7 @@ fn attempt(tenants: &Tenants, client: &mut Client, from: &Store, random: &mut Ra
             let (_, request) = plain.encode(CMD_READ, 0, 0, 4096, &[]);
             assert_eq!(everything(&mut *plain.stream, &request), b"");
         }
-        // Options that are sent in plain text together with STARTTLS.
+        // Options in plain text, sent together with STARTTLS.
         16..=17 => {
             let mut plain = Client::new(Box::new(tenants.connect()));
             plain.greet(3);
@@ -392,7 +394,7 @@ fn no_attempt_reaches_the_disk_of_another_tenant() {
             std::panic::resume_unwind(why);
         }
     }
-    // Everything is as its owner left it.
+    // The disks and snapshots have the content that their owners wrote.
     for disk in ["a-data", THEIRS, "shared", "a-data@monday", "b-data@monday"] {
         let mut client = Client::open(&tenants.store.socket(), disk, Mode::Structured);
         let expected = content(disk.split('@').next().unwrap());
@@ -429,14 +431,14 @@ fn rules_are_read_again_on_sighup_and_a_mistake_in_them_changes_nothing() {
     writer.write(0, b"still");
     read_again(RULES, "were read again");
     writer.write(0, b"and still");
-    // The tenant loses its disk, and another one keeps its own.
+    // The new rules withdraw the attacker's disk. The other tenant keeps its own disk.
     read_again("b.example b-* write\n", "were read again");
     assert!(writer.at_end());
     theirs.write(0, b"undisturbed");
     assert_ne!(tenants.attacker(Mode::Structured).go("a-data"), REP_ACK);
-    // The client cannot come back, so the disk is not in use by it.
+    // The disconnected client is no longer permitted to reconnect, so the disk is not in use.
     tenants.store.run("disk delete a-data").ok();
-    // What may only be read now is opened for reading by the next connection.
+    // After write permission was withdrawn, the next connection opens the disk read-only.
     read_again("b.example b-* read\n", "were read again");
     assert!(theirs.at_end());
     let mut theirs = Client::new(tenants.starttls(Some(("ours", "b"))));

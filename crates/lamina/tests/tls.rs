@@ -19,7 +19,7 @@ fn only_clients_with_a_certificate_of_the_given_authority_connect() {
     let [ours, theirs, unknown] = ["ours", "theirs", "unknown"].map(|name| folder.path().join(name));
     authority(&ours);
     authority(&theirs);
-    // A client with the right authority's certificate but without one of its own.
+    // A folder for a client that has the right authority's certificate but no certificate of its own.
     std::fs::create_dir(&unknown).unwrap();
     std::fs::copy(ours.join("ca-cert.pem"), unknown.join("ca-cert.pem")).unwrap();
     std::fs::copy(ours.join("ca-cert.pem"), theirs.join("ca-cert.pem")).unwrap();
@@ -63,7 +63,7 @@ fn only_clients_with_a_certificate_of_the_given_authority_connect() {
     assert!(!succeeds("nbdinfo", &["--size", &format!("nbd://{tcp}/vm1")]), "no data is sent in clear text");
     drop(server);
 
-    // The certificate has the name localhost.
+    // The server's certificate has the name localhost.
     store.run("disk create vm2 16M").ok();
     store.run("snapshot create vm1@monday").ok();
     let rules = folder.path().join("rules");

@@ -107,7 +107,7 @@ fn linked_and_full_clones_are_created_singly_and_in_numbers() {
     let full = store.run("clone base@golden copy --full --json").json();
     assert_eq!(full["disks"][0]["origin"], Value::Null);
 
-    // Either all clones are made or none: the second name exists already.
+    // All clones are made or none: here the second name is in use.
     store.run("disk create x-0002 1M").ok();
     store.run("clone base@golden x --count 3").fails(1, "x-0002");
     store.run("disk show x-0001").fails(3, "x-0001");
@@ -131,8 +131,8 @@ fn the_exit_code_of_check_reports_damage() {
     store.run("disk create vm1 1G").ok();
     let report = store.run("check --json").json();
     assert_eq!(report["findings"], Value::Array(Vec::new()));
-    // Each file is truncated to nothing, one at a time, in a copy: the check must detect it where it matters, and never
-    // panic.
+    // Each file is truncated to nothing, one at a time, in a copy: the check must detect the truncation of files that
+    // are needed, and must never panic.
     let original = store.path();
     let mut noticed = 0;
     for name in process::files(&original) {
@@ -151,14 +151,14 @@ fn the_exit_code_of_check_reports_damage() {
     assert!(store.run("check").ok().ends_with("clean\n"));
 }
 
-/// Output without the parts that differ between datastores.
+/// Output, with the parts removed that differ between datastores.
 fn neutral(text: &str, store: &Store) -> String {
     let text = text.replace(&store.path().display().to_string(), "STORE");
     let mut out = String::new();
     for line in text.lines() {
         let volatile = ["uuid", "created", "allocated", "available", "  data", "  metadata", "  reclaimable"];
         let volatile = volatile.iter().any(|word| line.trim_start_matches([' ', '"']).starts_with(word.trim_start()));
-        // Removes the times in lists of snapshots.
+        // The times in lists of snapshots are removed.
         let line = line.split("  20").next().unwrap_or_default();
         out.push_str(if volatile { "(volatile)" } else { line });
         out.push('\n');

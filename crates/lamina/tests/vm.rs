@@ -1,5 +1,5 @@
-//! Machines with the command line: creating, starting, cloning, reverting and deleting them. They boot nothing;
-//! `crates/vm` tests the effects on guests.
+//! Machines with the command line: creating, starting, cloning, reverting and deleting them. The machines have nothing
+//! to boot; the tests of `crates/vm` check the effects on guests.
 
 #![allow(clippy::unwrap_used)]
 
@@ -25,7 +25,7 @@ fn a_machine_is_created_run_and_deleted() {
     assert_eq!((&shown["state"], &shown["memory"], &shown["cpus"]), (&json!("stopped"), &json!(32 << 20), &json!(1)));
     assert_eq!(shown["disks"], json!([{ "name": "web", "slot": 8, "bus": "virtio", "unit": 0 }]));
     assert_eq!(shown["accelerator"] == "kvm", shown["why_not_kvm"].is_null(), "{shown}");
-    // Without a server the message says what to do, and no process is left.
+    // Without a server, the error message says what to do, and no process remains.
     fleet.server.take().unwrap().stop("TERM");
     fleet.run("start web").fails(1, "run 'lamina serve");
     assert_eq!((fleet.names(), fleet.memory_files()), (vec!["web".to_string()], 0));
@@ -49,7 +49,7 @@ fn a_machine_is_created_run_and_deleted() {
     assert_eq!((fleet.state("web").as_str(), fleet.processes().len()), ("stopped", 0));
     fleet.run("stop web").fails(7, "machine 'web' does not run: there is nothing to stop");
     fleet.run("pause web").fails(7, "'lamina vm start web' starts it");
-    // A missing QEMU, and one that cannot start.
+    // QEMU is missing, or is a program that cannot start.
     fleet.run("start web --qemu /nowhere/qemu").fails(3, "qemu-system-x86");
     assert_eq!(fleet.memory_files(), 0);
     fleet.run("delete web --keep-disks").ok();
@@ -94,7 +94,7 @@ fn a_broken_definition_affects_no_other_machine_and_protects_its_disks() {
     fleet.run("start db").ok();
     fleet.run("stop db --force").ok();
 
-    // The text still names the disk; nothing names the disk of the other one any more.
+    // The text of the definition still names the disk `web`. No definition names the other machine's disk any more.
     fleet.store.run("disk delete web").fails(4, "belongs to machine 'web'");
     fleet.store.run("disk rename web other").fails(4, "belongs to machine 'web'");
     fleet.run("create new --disk web").fails(4, "belongs to machine 'web'");
@@ -142,7 +142,7 @@ fn several_linked_clones_at_once() {
     fleet.run("clone web-012 deep --start").ok();
     assert_eq!(fleet.state("deep"), "running");
     holds(&fleet, "deep", 0, 1);
-    // The text is bounded.
+    // `show` lists only the first ten clones.
     let shown = fleet.run("show base").ok();
     assert_eq!(shown.matches(" (on clone-").count(), 10, "{shown}");
     assert!(shown.contains("and 1 more; --children prints all"), "{shown}");
@@ -163,7 +163,7 @@ fn several_linked_clones_at_once() {
     }
     assert!(fleet.snapshots().is_empty(), "{:?}", fleet.snapshots());
     assert_eq!(fleet.disks(), ["base", "more", "web-003"].map(String::from).into());
-    // With --promote, a deleted parent hands its snapshots over to its clones.
+    // With --promote, the snapshots of a deleted parent are handed over to its clones.
     fleet.run("clone base heir").ok();
     fleet.run("delete base --promote").ok();
     holds(&fleet, "heir", 0, 9);
@@ -201,7 +201,7 @@ fn an_interrupted_clone_command_leaves_only_complete_machines() {
     }
     let mut clone =
         fleet.command("clone base copy --full --count 40 --parallel 2").stderr(Stdio::piped()).spawn().unwrap();
-    // Some clones are complete, and others are being made.
+    // Waits for a moment when some clones are complete and others are being made.
     process::until("some clones exist", || {
         ["copy-0001", "copy-0002"].iter().all(|it| fleet.folder().join(it).exists())
     });
@@ -234,7 +234,8 @@ fn snapshots_with_and_without_memory() {
     let taken = fleet.run("snapshot create web@live --memory --json").json();
     assert_eq!((&taken["memory"], &taken["disks"]), (&json!(true), &json!(["web@live"])));
     assert_eq!(fleet.state("web"), "running");
-    // Again, now that its memory is based on an image, and while it is paused, which it stays.
+    // Takes another snapshot, now that the machine's memory is a mapping of an image, while the machine is paused. It
+    // stays paused.
     fleet.run("snapshot create web@later --memory").ok();
     fleet.run("pause web").ok();
     fleet.run("snapshot create web@still --memory").ok();
@@ -284,7 +285,7 @@ fn instant_clones_of_a_frozen_and_of_a_running_parent() {
     let made: serde_json::Value = serde_json::from_str(&made.stdout).unwrap();
     assert!(made["stun_ms"].as_f64().is_some() && made["made"][2]["running_ms"].as_f64().is_some(), "{made}");
     assert_eq!(fleet.state("base"), "running");
-    // Again from the same parent, and from a child.
+    // Clones again, from the same parent and from one of its clones.
     fleet.run("clone base again --instant --identity keep").ok();
     fleet.run("clone run-0002 grandchild --instant --identity keep").ok();
     assert_eq!(fleet.processes().len(), 6);
@@ -301,7 +302,7 @@ fn instant_clones_of_a_frozen_and_of_a_running_parent() {
     holds(&fleet, "ice-0004", 0, 2);
     let list = fleet.list();
     assert!(list.values().all(|one| one["state"] == "running"), "{list:?}");
-    // When the last machine that needs an image is deleted, nothing of the image is left.
+    // When the last machine that needs an image is deleted, the image is removed completely.
     let names: Vec<String> = list.into_keys().collect();
     fleet.run(&format!("stop --force {}", names.join(" "))).ok();
     for name in names.iter().rev().filter(|name| *name != "base" && *name != "run-0002") {
@@ -321,10 +322,11 @@ fn the_console_of_a_machine() {
     fleet.run("console web").fails(7, "does not run");
     assert_eq!(fleet.run("console web --said").ok(), "");
     fleet.run("start web").ok();
-    // Without terminal and input, the console ends when there is no more output.
+    // Without a terminal and without input, the console command ends when no more output arrives.
     fleet.run("console web --quiet 0").ok();
     let mut first = fleet.command("console web --quiet 60").stdin(Stdio::piped()).spawn().unwrap();
-    // The command handles an interruption once it is attached. Its lock file exists since the previous console command.
+    // The command handles an interruption only once it is attached. Its lock file exists already, because of the
+    // previous console command.
     process::wait_until_interruptible(first.id());
     fleet.run("console web --quiet 0").fails(4, "is attached to the console");
     process::send(first.id(), "INT");

@@ -1,9 +1,9 @@
-//! A guest is cloned while databases in it commit. For every kind of clone, the clone has a clean file system and a
-//! valid database with every transaction acknowledged before, and no partial one.
+//! A guest is cloned while databases in it commit. Each clone, of every kind, has a clean file system and a valid
+//! database. The database has every transaction that was acknowledged before the cloning, and no partial transaction.
 //!
-//! The guest writes alternately to two databases on two disks: one with a rollback journal, one with a write-ahead log.
-//! All disks of a clone are of one point in time, so only the last transaction of the first database may be missing in
-//! the second one.
+//! The guest writes alternately to two databases on two disks: the first with a rollback journal, the second with a
+//! write-ahead log. All disks of a clone are copies of the same moment, so the second database lacks at most the last
+//! transaction of the first.
 
 #![allow(clippy::unwrap_used)]
 
@@ -11,7 +11,7 @@ use testkit::machines::Room;
 
 const ROLLBACK: &str = "/ledger/rollback.db";
 const WAL: &str = "/mnt/wal.db";
-/// Least number of transactions acknowledged between two clones.
+/// Minimum number of transactions that are acknowledged between two clones.
 const BETWEEN: u64 = 20;
 
 /// Number of the last transaction that a database has acknowledged.
@@ -35,7 +35,8 @@ fn commits(room: &Room) -> (u64, u64) {
     numbers()
 }
 
-/// The last transaction of a database, which must be valid and have all earlier transactions completely.
+/// The number of the last transaction in a database. The database must be valid and have all earlier transactions
+/// completely.
 #[track_caller]
 fn recovered(room: &Room, name: &str, database: &str) -> u64 {
     let ask = |query: &str| room.shell(name, &format!("sqlite3 {database} '{query}'"));
@@ -63,8 +64,8 @@ fn a_database_recovers_in_every_kind_of_hot_clone() {
     room.shell("parent", "mkfs.ext4 -q /dev/vdb && mount /dev/vdb /mnt && mkdir /ledger && sync");
     room.shell("parent", &format!("setsid ledger {ROLLBACK} {WAL} >/dev/ttyS0 2>&1 </dev/null &"));
 
-    // For each clone: the transactions acknowledged before it was made, and the last one that can have been committed
-    // when it was complete.
+    // For each clone: the transactions that were acknowledged before it was made, and the last transaction that can
+    // have been committed when it was complete.
     let mut clones = Vec::new();
     let mut hot = |name: &str, commands: &[&str]| {
         let before = commits(&room);
@@ -81,7 +82,7 @@ fn a_database_recovers_in_every_kind_of_hot_clone() {
     hot("again", &["vm clone parent again --linked"]);
     commits(&room);
     assert_eq!(room.state("parent"), "running");
-    // The parent is not needed any more, and would take processor time from the clones.
+    // The parent is no longer needed, and would take processor time from the clones.
     room.run("vm stop parent --force").ok();
 
     let mut hot_journals = 0;
@@ -92,7 +93,7 @@ fn a_database_recovers_in_every_kind_of_hot_clone() {
             room.until_answers(name);
             let (_, before, after) = clones.iter().find(|clone| clone.0 == name).unwrap();
             assert!(room.console(name).contains("guest: its file system is clean"), "{}", room.console(name));
-            // The journal is replayed, then the whole file system is checked.
+            // Mounting replays the journal; then the whole file system is checked.
             room.shell(name, "mount /dev/vdb /mnt && umount /mnt && e2fsck -fn /dev/vdb 2>&1 && mount /dev/vdb /mnt");
             let journal = room.shell(name, &format!("[ ! -s {ROLLBACK}-journal ] || echo there"));
             hot_journals += u32::from(journal == "there");

@@ -1,5 +1,5 @@
 //! Changing machines: their names, processors, memory and arguments while they are off; disks and network cards also
-//! while a real guest runs and works.
+//! while a real guest runs under load.
 
 #![allow(clippy::unwrap_used)]
 
@@ -62,14 +62,14 @@ fn a_machine_that_is_off_is_changed_and_renamed() {
     fleet.run("edit shop --no-qemu-args").fails(7, "is frozen");
     fleet.run("start shop").ok();
     assert_eq!(fleet.processes().into_values().next().as_deref(), Some("shop"));
-    // The snapshot has the former definition, and not the former name.
+    // The snapshot has the definition of its time, but a revert does not restore the machine's former name.
     fleet.run("revert shop@before").ok();
     holds(&fleet, "web", 0, 1);
     let shown = fleet.show("shop");
     assert_eq!((&shown["name"], &shown["cpus"], &shown["qemu_arguments"]), (&json!("shop"), &json!(1), &json!([])));
     fleet.run("clone shop twin").ok();
     assert_eq!(fleet.show("twin")["autostart"], false);
-    // A rename that was killed between its two steps.
+    // The state after a rename that was killed between its two steps.
     let toml = fleet.folder().join("twin/machine.toml");
     let text = std::fs::read_to_string(&toml).unwrap();
     std::fs::write(&toml, text.replace("name = \"twin\"\nuuid", "name = \"former\"\nuuid")).unwrap();
@@ -99,7 +99,7 @@ fn disks_of_a_machine_that_is_off_are_added_and_removed() {
     assert_eq!((&shown["disks"], &shown["networks"]), (&json!([virtio("data", 9)]), &json!([])));
     fleet.store.run("disk delete web").ok();
     fleet.run("start web").ok();
-    // The disk was not added while the machine ran.
+    // The disk was added while the machine was off, so it cannot be removed while the machine runs.
     fleet.run("edit web --remove-disk data").fails(7, "stop it first");
     let client = Client::connect(&fleet.store.socket(), "other").unwrap();
     fleet.run("delete other --keep-disks").ok();
@@ -142,7 +142,7 @@ fn disks_of_imported_controllers_are_added_and_removed_while_the_machine_runs() 
         fleet.run(&format!("start {name}")).ok();
         fleet.run(&format!("edit {name} --add-disk {first} --add-disk {second}")).ok();
         assert_eq!(fleet.show(name)["disks"], json!([at(name, 0), at(&first, 1), at(&second, 2)]));
-        // The process has the disks, and a saved state that has them is loaded again.
+        // The process has the added disks, and a saved state with them can be loaded again.
         fleet.run(&format!("snapshot create {name}@live --memory")).ok();
         fleet.run(&format!("edit {name} --remove-disk {first}")).ok();
         assert_eq!(fleet.show(name)["disks"], json!([at(name, 0), at(&second, 2)]));
@@ -180,7 +180,7 @@ fn a_guest_on_the_chipset_i440fx_gets_and_releases_disks_and_cards() {
     let mac = room.show("web")["networks"][1]["mac"].as_str().unwrap().to_owned();
     room.run(&format!("vm edit web --remove-disk data --remove-network {mac}")).ok();
     assert!(!has("/dev/vdb") && room.shell("web", "ls /sys/class/net | grep -c eth") == "1");
-    // The addresses are the same for a clone's identity.
+    // The identity of a clone is assigned to cards by their addresses, which are the same for an added card.
     room.run("vm edit web --add-network unplugged").ok();
     room.until("the guest has the card", || room.shell("web", "ls /sys/class/net | grep -c eth") == "2");
     room.run("vm clone web twin --instant --identity required").ok();
@@ -192,7 +192,7 @@ fn a_guest_on_the_chipset_i440fx_gets_and_releases_disks_and_cards() {
     room.close();
 }
 
-/// Rounds of adding, growing and removing; LAMINA_ROUNDS for more.
+/// Rounds of adding, growing and removing a disk; LAMINA_ROUNDS sets their number.
 fn rounds() -> u64 {
     std::env::var("LAMINA_ROUNDS").ok().and_then(|text| text.parse().ok()).unwrap_or(5)
 }
@@ -201,7 +201,7 @@ fn rounds() -> u64 {
 fn disks_and_cards_come_grow_and_go_while_a_guest_works() {
     let room = Room::new();
     room.boot("web", "192M", "");
-    // The guest writes and reads back all the time; an error would end the loop.
+    // The guest writes and reads back continuously. An I/O error would end the loop.
     room.shell(
         "web",
         "(n=0; while dd if=/dev/urandom of=/load bs=64k count=32 conv=fsync 2>/dev/null && sync; do n=$((n+1)); \
@@ -220,7 +220,7 @@ fn disks_and_cards_come_grow_and_go_while_a_guest_works() {
         room.until("the guest sees the new size", || room.shell("web", "cat /sys/block/vdb/size") == "32768");
         assert_eq!(room.shell("web", "head -n 1 /dev/vdb"), pattern);
         if round == 1 {
-            // A saved state has the added devices too. Its clock is that of the host after a revert.
+            // A saved state includes the added devices. After a revert, the guest's clock is that of the host.
             room.shell("web", "date -s '2001-02-03 04:05:06'");
             room.run("vm snapshot create web@live --memory").ok();
             room.shell("web", "echo changed >/run/changed");
@@ -238,7 +238,7 @@ fn disks_and_cards_come_grow_and_go_while_a_guest_works() {
         assert!(!has("/dev/vdb") && room.shell("web", "ls /sys/class/net | grep -c eth") == "1");
         let shown = room.show("web");
         assert_eq!((shown["disks"].as_array().unwrap().len(), shown["networks"].as_array().unwrap().len()), (1, 1));
-        // The process before the revert was ended with its connection to the disk.
+        // A revert ends the process, and so its connection to the disk without a disconnect request.
         room.run(if round == 1 { "disk delete data --force" } else { "disk delete data" }).ok();
         room.until("the guest's load goes on", || {
             let now = room.shell("web", "cat /run/rounds");

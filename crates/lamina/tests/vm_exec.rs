@@ -1,4 +1,4 @@
-//! `lamina vm exec` in a real guest: exit codes of the program and of lamina, and much output.
+//! `lamina vm exec` in a real guest: exit codes of the program and of lamina, and long output.
 
 #![allow(clippy::unwrap_used)]
 
@@ -36,7 +36,7 @@ fn exit_codes_and_output_of_a_program_are_told_from_those_of_lamina() {
         (127, &serde_json::Value::Null, &"not_found".into())
     );
 
-    // More than a line of the agent's protocol could have before, and more than the agent keeps.
+    // More output than one line of the agent's protocol could have in earlier versions, and more than the agent keeps.
     let print = |bytes: u64| shell(&room, "", &format!("head -c {bytes} /dev/zero | tr '\\000' x"));
     let done = print(15 << 20);
     assert_eq!((done.code, done.stdout.len(), done.stderr.as_str()), (0, 15 << 20, ""));

@@ -1,5 +1,5 @@
-//! Machines of VMware, VirtualBox and libvirt, and disks alone: imported by one command each, they boot, and their
-//! disks have the same bytes as those of the source, which is not changed.
+//! Machines of VMware, VirtualBox and libvirt, and disks alone: each is imported by one command, boots, and has disks
+//! with the same bytes as those of its source, which is not changed.
 
 #![allow(clippy::unwrap_used)]
 
@@ -20,14 +20,14 @@ use testkit::process::{Done, output, until};
 /// Number of imports that are killed.
 const KILLS: u64 = 10;
 
-/// A command `vm import` on a path.
+/// Runs `vm import` on a path.
 fn import(fleet: &Fleet, path: &Path, arguments: &str) -> Done {
     let mut command = fleet.command("import");
     command.arg(path).args(arguments.split_whitespace());
     output(&mut command).into()
 }
 
-/// The disks that the guest of a machine has found, in the order of the firmware.
+/// The disks that the guest of a machine has found, in the order of the firmware's numbers.
 fn found(fleet: &Fleet, machine: &str) -> Vec<String> {
     let console = || fleet.run(&format!("console {machine} --said")).stdout;
     until(&format!("{machine} has looked for its disks"), || console().contains("guest: done"));
@@ -44,7 +44,8 @@ fn same_bytes(fleet: &Fleet, disk: &str, content: &[u8]) {
     }
 }
 
-/// Imports and boots a machine; checks what its guest finds, its disks and its source. Returns what the import said.
+/// Imports and boots a machine; checks which disks its guest finds, the content of its disks, and that its source is
+/// unchanged. Returns the output of the import.
 #[track_caller]
 fn boots(fleet: &Fleet, left: &Left, source: &str, name: &str, arguments: &str, disks: &[&str]) -> Value {
     let before = left.state();
@@ -94,7 +95,7 @@ fn machines_of_esxi() {
     for words in ["sata0:0", "CD drive", "vmci0", "web.nvram", "VM Network"] {
         assert!(notes(&machine).contains(words), "{words}: {}", notes(&machine));
     }
-    // The definition is what the import said, and clones carry the hardware along.
+    // The definition is as the import reported it, and clones have the same hardware.
     assert_eq!(fleet.show("web")["disks"], expected);
     fleet.run("clone web copy --full").ok();
     let copy = fleet.show("copy");
@@ -102,7 +103,7 @@ fn machines_of_esxi() {
     assert_ne!(copy["networks"][0]["mac"], cards[0]["mac"]);
     fleet.run("start copy").ok();
     assert_eq!(found(&fleet, "copy").len(), 2);
-    // The same machine again: nothing of it is made.
+    // Importing the same machine again fails and creates nothing.
     import(&fleet, &left.path().join("web.vmx"), "").fails(1, "--name");
     import(&fleet, &left.path().join("web.vmx"), "--name again").ok();
     fleet.run("stop --force copy").ok();
@@ -137,7 +138,7 @@ fn every_controller_is_the_one_of_the_source() {
         );
         assert_eq!(notes(&machine).contains("53C895A"), bus == "lsi", "{}", notes(&machine));
     }
-    // The user decides otherwise.
+    // The user chooses other hardware than that of the source.
     let machine = boots(&fleet, &left, "lsi.vmx", "by-virtio", "--name by-virtio --virtio", &["lsi-root", "lsi-data"]);
     assert_eq!(machine["disks"][1]["bus"], "virtio");
     let machine =
@@ -145,7 +146,7 @@ fn every_controller_is_the_one_of_the_source() {
     assert_eq!((&machine["disks"][1]["slot"], &machine["disks"][1]["unit"]), (&json!(8), &json!(1)));
 }
 
-/// As VirtualBox exports a machine.
+/// An OVF descriptor as VirtualBox exports it.
 const OVF: &str = include_str!("foreign/box.ovf");
 
 #[test]
@@ -175,7 +176,7 @@ fn machines_of_virtualbox_as_ovf_and_ova() {
         let before = left.state();
         let made = import(&fleet, &left.path().join(source), &format!("--start --json {arguments}")).json();
         let machine = &made["machines"][0];
-        // The third disk is empty, so the boot sector finds no text.
+        // The third disk is empty, so the boot sector finds no text on it.
         assert_eq!(found(&fleet, name)[0], "box-1");
         assert_eq!(found(&fleet, name).iter().filter(|text| *text == "box-2").count(), 1);
         fleet.run(&format!("stop --force {name}")).ok();
@@ -194,7 +195,7 @@ fn machines_of_virtualbox_as_ovf_and_ova() {
         assert!(notes(machine).contains("sound"), "{}", notes(machine));
     }
     import(&fleet, &left.path().join("box.ova"), "--name live --live").fails(1, "without --live");
-    // An archive that lamina makes.
+    // Imports an archive that lamina itself has written.
     left.disk("own.ova", "own-root", "ova");
     let machine = boots(&fleet, &left, "own.ova", "own", "--memory 64M", &["own-root"]);
     assert_eq!((&machine["disks"][0]["bus"], &machine["memory"]), (&json!("lsi"), &json!(64 << 20)));
@@ -266,7 +267,7 @@ fn a_disk_alone() {
     import(&fleet, &left.path().join("notes.txt"), "").fails(2, "notes.txt");
 }
 
-/// A machine with two snapshots of its first disk, of which the second has its second disk too.
+/// Creates a machine with two snapshots of its first disk; the second snapshot also includes its second disk.
 fn with_snapshots(left: &Left) {
     left.disk("snap.vmdk", "snap-root", "thin");
     left.disk("data.vmdk", "snap-data", "thin");
@@ -314,7 +315,7 @@ fn snapshots_of_the_source_are_snapshots_of_the_machine() {
     fleet.run("revert snap@later").ok();
     same_bytes(&fleet, "snap", &left.content("snap-root"));
     same_bytes(&fleet, "snap-2", &left.content("snap-data"));
-    // At the first snapshot, the machine had one disk.
+    // When the first snapshot was taken, the machine had one disk.
     fleet.run("revert snap@before-the-update").ok();
     assert_eq!(fleet.show("snap")["disks"].as_array().unwrap().len(), 1);
     fleet.run("start snap").ok();
@@ -327,7 +328,7 @@ fn a_live_import_runs_while_its_blocks_move() {
     let left = Left::new();
     with_snapshots(&left);
     let before = left.state();
-    // The blocks arrive slowly, so that the server is killed and started again before they are all there.
+    // The blocks are copied slowly, so that the server is killed and restarted before the copy is complete.
     let made = import(&fleet, &left.path().join("snap.vmx"), "--live --rate 1M --json").json();
     assert_eq!(
         (&made["machines"][0]["started"], &made["machines"][0]["snapshots"][1]),
@@ -409,7 +410,8 @@ fn a_tree_of_machines_with_a_report() {
         let scsi = "scsi0.present = \"TRUE\"\nscsi0.virtualDev = \"pvscsi\"\n";
         left.write(&format!("{name}/{name}.vmx"), &vmx(name, &(vmx_disk("scsi0:0", &format!("{name}.vmdk")) + scsi)));
     }
-    // One that names a file elsewhere, one whose disk is missing, and one that is broken.
+    // Three of the machines fail: one names a file in another folder, one lacks a disk, and one has an invalid
+    // description.
     fs::remove_file(left.path().join("three/three-flat.vmdk")).unwrap();
     for (name, text) in
         [("outside", vmx("outside", &vmx_disk("ide0:0", "/etc/passwd"))), ("broken", "no configuration".into())]
@@ -465,7 +467,8 @@ fn an_exported_machine_can_be_imported() {
     same_bytes(&fleet, "back", &left.content("snap-root"));
     same_bytes(&fleet, "back-2", &left.content("snap-data"));
     fs::remove_file(&archive).unwrap();
-    // With virtio, VMware's machine gets the nearest devices, and the command lists them.
+    // With `--virtio`, the imported machine has virtio devices in place of VMware's, and the command lists the
+    // differences.
     fleet.make("plain", "8M");
     assert!(notes(&export("plain").json()).contains("no virtio"));
 }

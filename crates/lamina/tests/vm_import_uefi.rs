@@ -11,7 +11,7 @@ use std::path::Path;
 use testkit::machines::{Room, guest};
 use testkit::process::{Done, output, tool};
 
-/// The variables of a new machine, as Debian's package ovmf has them.
+/// The variables of a new machine, in Debian's package ovmf.
 const TEMPLATE: &str = "/usr/share/OVMF/OVMF_VARS_4M.fd";
 
 fn import(room: &Room, path: &Path, arguments: &str) -> Value {
@@ -20,7 +20,7 @@ fn import(room: &Room, path: &Path, arguments: &str) -> Value {
     done.json()["machines"][0].clone()
 }
 
-/// A raw disk with a file system of the firmware, from which it starts a Linux guest.
+/// A raw disk with a FAT file system from which the firmware starts a Linux guest.
 fn efi_disk(path: &Path) {
     let disk = path.to_str().unwrap();
     fs::File::create(path).unwrap().set_len(40 * MIB).unwrap();
@@ -61,7 +61,7 @@ fn a_machine_of_esxi_with_uefi_answers() {
     assert_eq!(room.shell("efi", "cat /sys/class/dmi/id/product_uuid"), machine["uuid"].as_str().unwrap());
     assert!(left.state() == before, "the source was changed");
 
-    // The variables are those of this machine, and snapshots and clones have them too.
+    // The variables belong to this machine, and snapshots and clones have copies.
     let folder = room.store.path().join("machines");
     let variables = |machine: &str| fs::read(folder.join(machine).join("nvram")).unwrap();
     assert!(variables("efi") != fs::read(TEMPLATE).unwrap(), "the firmware has written its boot entries");
@@ -107,11 +107,11 @@ fn variables_of_libvirt_and_secure_boot_are_kept() {
     let own = room.store.path().join("machines/dom/nvram");
     assert!(fs::read(&own).unwrap() == fs::read(template).unwrap());
     room.run("vm start dom").ok();
-    // Nothing on the disk is signed, and the shell of the firmware is not started either.
+    // No boot loader on the disk is signed, and the firmware does not start its own shell either.
     room.until_says("dom", "BdsDxe");
     assert!(!room.console("dom").contains("startup.nsh"), "{}", room.console("dom"));
     room.run("vm stop --force dom").ok();
-    // Variables of an unknown length: the machine says what it needs.
+    // No firmware has variables of this length: the error says what the machine needs.
     fs::write(&own, vec![0; 4096]).unwrap();
     room.run("vm start dom").fails(3, "variables of 4096 bytes");
     room.close();

@@ -1,5 +1,5 @@
-//! Instant clones of a real guest: clones of a frozen and of a running parent that continue from the parent's state
-//! with an identity of their own; a guest without an agent; a QEMU that fails; a command that is killed.
+//! Instant clones of a real guest: clones of a frozen and of a running parent continue from the parent's state with an
+//! identity of their own. Further tests: a guest without an agent, a QEMU that fails, a command that is killed.
 
 #![allow(clippy::unwrap_used)]
 
@@ -9,7 +9,7 @@ use std::time::Instant;
 use testkit::machines::{Room, ticks};
 use testkit::process;
 
-/// Number of kills.
+/// Number of kills of the command.
 const ROUNDS: u32 = 10;
 
 /// Asserts that all answers of the guests differ.
@@ -27,7 +27,7 @@ fn is_itself(room: &Room, name: &str) {
     assert_eq!(room.shell(name, "hostname; cat /etc/hostname /run/cloned"), format!("{name}\n{name}\n{name}"));
     assert_eq!(room.shell(name, "cat /sys/class/net/eth0/address"), mac);
     assert_eq!(room.ask(name, "query-rx-filter")[0]["main-mac"], mac);
-    // The card is connected again, and the guest has requested an address again.
+    // The card is connected again, and the guest has requested a new address.
     assert_eq!(room.shell(name, "cat /sys/class/net/eth0/carrier"), "1");
     room.until(&format!("{name} has an address"), || room.shell(name, "ip addr show eth0").contains("inet "));
 }
@@ -50,7 +50,7 @@ fn children_of_a_frozen_parent() {
     for one in made["made"].as_array().unwrap() {
         assert!(one["without_identity"].is_null() && one["same_randomness"] == false, "{made}");
     }
-    // Most memory is still shared with the parent: the clone has run for seconds only, and its identity was changed.
+    // The clone has run for only seconds and has changed its identity, so it still shares most memory with the parent.
     let own = room.own_memory("web-20");
     assert!(own > 0 && own < 24 << 20, "{own} bytes");
     let of_all = |line: &str| names.iter().map(|name| room.shell(name, line)).collect::<Vec<_>>();
@@ -65,7 +65,7 @@ fn children_of_a_frozen_parent() {
         assert_eq!(room.shell(name, "cat /who /run/who"), "parent\nonly here");
         room.memory_is_right(name);
     }
-    // The other clones are not needed any more.
+    // The other clones are no longer needed.
     let rest: Vec<&str> = names[3..].iter().map(String::as_str).collect();
     room.run(&format!("vm stop --force {}", rest.join(" "))).ok();
     room.run(&format!("vm delete {}", rest.join(" "))).ok();
@@ -86,7 +86,7 @@ fn children_of_a_frozen_parent() {
     assert_eq!(room.shell("web-02", "cat /who"), "web-02");
     assert_eq!(room.shell("web-03", "cat /who /run/who"), "web-03\nonly here");
 
-    // The parent continues too, and the image is removed with the last machine that needs it.
+    // The parent continues too. The image is removed with the last machine that needs it.
     room.run("vm start parent").ok();
     room.until("the parent continues to count", || room.tick("parent").is_some_and(|tick| tick > last));
     assert_eq!(ticks(&room.console("parent"))[0], last + 1);
@@ -95,7 +95,7 @@ fn children_of_a_frozen_parent() {
     assert_eq!(room.images().len(), 1);
     room.run("vm stop --force parent web-01 web-02 web-03").ok();
     room.run("vm delete web-01 web-02 web-03").ok();
-    // The command that deletes this machine removes the image, not the next command.
+    // The command that deletes this machine removes the image itself; no further command is needed.
     assert_eq!(room.images(), Vec::<String>::new());
     assert_eq!(room.memory_files(), Vec::<String>::new());
     assert_eq!(room.names(), ["parent"]);
@@ -110,7 +110,7 @@ fn children_of_a_running_parent() {
     room.boot("parent", "192M", "workload=48,256");
     room.until_counts("parent");
     room.shell("parent", "dd if=/dev/urandom of=/run/random bs=1M count=8; sha256sum </run/random >/run/sum");
-    // The first clone uses the parent's own memory file, later ones a copy with the parent's changes since.
+    // The first clone uses the parent's own memory file; later clones use a copy that includes the parent's changes.
     for number in 1..=4 {
         let name = format!("child-{number}");
         room.shell("parent", &format!("echo {number} >/run/number; echo {number} >/number; sync"));
@@ -120,7 +120,7 @@ fn children_of_a_running_parent() {
         assert_eq!(room.shell(&name, "sha256sum </run/random | cmp - /run/sum && echo same"), "same");
         is_itself(&room, &name);
         room.memory_is_right(&name);
-        // The parent was paused only briefly: no number is missing or repeated.
+        // The pause of the parent was so short that no number is missing or repeated.
         room.until_counts("parent");
         room.memory_is_right("parent");
         assert_eq!(room.state("parent"), "running");
@@ -131,7 +131,7 @@ fn children_of_a_running_parent() {
     for number in 1..=4 {
         assert_eq!(room.shell(&format!("child-{number}"), "cat /run/number /number"), format!("{number}\n{number}"));
     }
-    // Firmware and tables were copied through all generations, so guests can reboot.
+    // Firmware and tables were copied through all clones of clones, so guests can reboot.
     for name in ["parent", "child-4"] {
         room.shell(name, "reboot");
         room.until(&format!("{name} is up again"), || {
@@ -140,7 +140,7 @@ fn children_of_a_running_parent() {
         room.until_answers(name);
         assert_eq!(room.shell(name, "cat /number"), "4");
     }
-    // A parent that was cloned several times is frozen, cloned from the image, and continues.
+    // A parent that was cloned several times is frozen, is cloned from its image, and then continues.
     room.shell("parent", "echo frozen >/run/number; sync");
     room.run("vm freeze parent").ok();
     room.run("vm clone parent last --instant").ok();
@@ -149,7 +149,8 @@ fn children_of_a_running_parent() {
         assert_eq!(room.shell(name, "cat /run/number"), "frozen");
         room.memory_is_right(name);
     }
-    // A clone whose guest does not take its identity is kept, with its network unplugged, unless that is required.
+    // A clone whose guest fails to change its identity is kept with its network unplugged, unless the identity is
+    // required.
     room.shell("parent", "printf '#!/bin/sh\\nexit 3\\n' >/etc/lamina/clone-hook; chmod 755 /etc/lamina/clone-hook");
     let made = room.run("vm clone parent kept --instant --json");
     let told: serde_json::Value = serde_json::from_str(&made.stderr).unwrap();
@@ -182,7 +183,7 @@ impl Drop for BusyLoops {
     }
 }
 
-/// `LAMINA_CLONES` is the number of clones (4).
+/// `LAMINA_CLONES` is the number of clones (default 4).
 #[test]
 fn no_clone_is_dropped_on_a_loaded_machine() {
     const AT_ONCE: usize = 25;
@@ -213,7 +214,8 @@ fn no_clone_is_dropped_on_a_loaded_machine() {
             assert_eq!(answer.lines().last(), Some(name.as_str()));
             seen.iter_mut().zip(answer.lines()).for_each(|(all, line)| all.push(line.to_owned()));
         }
-        // The memory of a hundred running guests is more than a machine for tests has.
+        // A hundred running guests need more memory than a machine for tests has, so these clones are stopped before
+        // the next ones are made.
         room.run(&format!("vm stop --force {}", names[before..].join(" "))).ok();
     }
     println!("{count} clones, asked one by one: {:.0?}", begun.elapsed());
@@ -233,7 +235,8 @@ fn a_failed_clone_leaves_the_parent_running() {
     room.boot("parent", "128M", "workload=8 noagent");
     room.until_counts("parent");
 
-    // The first QEMU exits at once. The second one does not start, because an option names an unknown device.
+    // Two programs in place of QEMU: the first exits at once; the second does not start because an option names an
+    // unknown device.
     for (number, end) in ["exit 1", "exec \"$qemu\" \"$@\" -device nothing"].iter().enumerate() {
         let broken = room.store.path().join(format!("qemu-{number}"));
         let text = format!(
@@ -272,7 +275,8 @@ fn a_command_killed_anywhere_leaves_complete_clones_or_none() {
         let command = format!("vm clone parent --instant --count 2 --parallel 2 --name-pattern r{round}-%d");
         room.store.command(&command).stdout(std::process::Stdio::null()).spawn().unwrap()
     };
-    // The first run is not killed and measures the duration; the others are killed at a random part of it.
+    // The first run is not killed, and measures the duration. Each other run is killed at a random part of this
+    // duration.
     let began = Instant::now();
     assert!(clone(0).wait().unwrap().success());
     let whole = began.elapsed();
@@ -282,7 +286,7 @@ fn a_command_killed_anywhere_leaves_complete_clones_or_none() {
             std::thread::sleep(whole.mul_f64(f64::from(round) / f64::from(ROUNDS)));
             manager.kill().unwrap();
             manager.wait().unwrap();
-            // A process that the killed command was starting holds its locks until it has executed QEMU.
+            // A process that the killed command was starting keeps the command's locks until it executes QEMU.
             let machines = room.store.path().join("machines");
             process::until("no lock of the killed command is left", || process::lockers(&machines).is_empty());
         }

@@ -1,5 +1,5 @@
-//! Addresses of disks and snapshots on the command line: `DISK`, `DISK@SNAPSHOT`, and `disk:DISK` where a path is
-//! possible too.
+//! Addresses of disks and snapshots on the command line: `DISK`, `DISK@SNAPSHOT`, and `disk:DISK` where an argument may
+//! also be a path.
 //!
 //! This module only checks that an address is unambiguous; the datastore checks whether its names are allowed.
 
@@ -74,7 +74,7 @@ impl FromStr for StateAddress {
     }
 }
 
-/// Prefix of disk names where a path is possible too.
+/// Prefix of disk names where an argument may also be a path.
 const DISK_PREFIX: &str = "disk:";
 
 /// Source or target of a conversion: a path, `disk:DISK`, or `disk:DISK@SNAPSHOT`.
@@ -102,7 +102,7 @@ pub fn absolute(path: &Path) -> Result<PathBuf, String> {
     std::path::absolute(path).map_err(|error| format!("'{}' is no path: {error}", path.display()))
 }
 
-/// Most clones of one command.
+/// Most clones that one command makes.
 pub const CLONES_MAX: u32 = 100_000;
 
 /// Most digits that a name pattern may request.
@@ -117,7 +117,7 @@ pub struct NamePattern {
 }
 
 impl NamePattern {
-    /// The pattern if only a name and a count are given: `NAME-0001`, `NAME-0002`, ...
+    /// The pattern that is used if only a name and a count are given: `NAME-0001`, `NAME-0002`, ...
     pub fn numbered(name: &str) -> Self {
         Self { before: format!("{name}-"), width: 4, after: String::new() }
     }

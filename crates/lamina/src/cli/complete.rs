@@ -1,7 +1,7 @@
 //! Completion of names on the command line: disks, snapshots, machines and their snapshots.
 //!
-//! 1. A completion never opens a datastore, because that writes to it: names of disks and snapshots come from its
-//!    server only. Names of machines are names of folders.
+//! 1. A completion never opens a datastore, because opening writes to the datastore: the names of disks and snapshots
+//!    are queried from its server only. The names of machines are the names of their folders.
 //! 2. A completion fails silently, because its output is read by a shell.
 
 use super::definition;
@@ -56,7 +56,7 @@ fn named(verbs: &[&str], argument: &Arg) -> Option<Named> {
     }
 }
 
-/// The definition of the command line with the completion of names.
+/// The definition of the command line, extended by the completion of names.
 pub fn definition_with_names() -> clap::Command {
     with_names(definition(), &mut Vec::new())
 }
@@ -78,7 +78,7 @@ fn with_names(command: clap::Command, verbs: &mut Vec<String>) -> clap::Command 
 
 fn candidates(named: Named, begun: &OsStr) -> Vec<CompletionCandidate> {
     let Some(begun) = begun.to_str() else { return Vec::new() };
-    // The last of several names that are separated by commas.
+    // Only the last of several names that are separated by commas is completed.
     let (before, begun) = begun.rsplit_once(',').map_or(("", begun), |(before, _)| begun.split_at(before.len() + 1));
     let Some(location) = location(std::env::args_os()) else { return Vec::new() };
     let names = names(named, &location).unwrap_or_default();
@@ -86,7 +86,7 @@ fn candidates(named: Named, begun: &OsStr) -> Vec<CompletionCandidate> {
     names.map(|name| CompletionCandidate::new(format!("{before}{name}"))).collect()
 }
 
-/// The datastore on the command line that is completed, or of the environment.
+/// The datastore that the command line names, or otherwise the environment.
 fn location(arguments: impl IntoIterator<Item = OsString>) -> Option<Location> {
     let mut given = std::env::var_os("LAMINA_DATASTORE");
     let mut arguments = arguments.into_iter();

@@ -3,7 +3,7 @@
 use clap::error::ErrorKind;
 use std::ffi::OsString;
 
-/// Options before the verb of `lamina vm` whose value is a word of its own.
+/// Options before the verb of `lamina vm` that have their value in a separate word.
 const WITH_VALUE: [&str; 5] = ["--datastore", "-D", "--log", "--qemu", "--memory-folder"];
 
 /// True for help and version texts, which are printed to stdout and are not errors.
@@ -11,7 +11,7 @@ pub fn is_answer(error: &clap::Error) -> bool {
     matches!(error.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion)
 }
 
-/// Whether the arguments are those of `vm exec`, also if they cannot be parsed.
+/// Whether the arguments are those of `vm exec`, even if they cannot be parsed.
 pub fn is_exec(arguments: impl IntoIterator<Item = OsString>) -> bool {
     let mut verbs = Vec::new();
     let mut arguments = arguments.into_iter().skip(1).take_while(|word| word != "--");
@@ -25,7 +25,7 @@ pub fn is_exec(arguments: impl IntoIterator<Item = OsString>) -> bool {
     verbs.first().is_some_and(|word| word == "vm") && verbs.get(1).is_some_and(|word| word == "exec")
 }
 
-/// The error on one line, with a hint which help to read.
+/// The error on one line, with a hint which `--help` to read.
 pub fn sentence(error: &clap::Error) -> String {
     let text = error.to_string();
     let mut help = String::from("lamina --help");

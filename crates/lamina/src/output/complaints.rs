@@ -8,7 +8,7 @@ use error::ErrorKind;
 use serde_json::{Value, json};
 use std::io::{self, Write};
 
-/// Prints an error. `kind` is the name of its kind in all protocols, or `usage`.
+/// Prints an error. `kind` is the name that all protocols use for the error's kind, or `usage`.
 pub fn complain_of_error(form: Form, kind: &str, sentence: &str, code: u8) {
     print_line(
         form,
@@ -37,7 +37,7 @@ pub fn complain<'a>(form: Form, failed: impl IntoIterator<Item = &'a (String, Fa
 pub fn complain_of_clones(form: Form, cloned: &Cloned) -> u8 {
     let Cloned { made, failed, .. } = cloned;
     let warn = |text: String| print_line(form, &text, || json!({ "warning": text }));
-    // The reason is printed once, because it is the same for all clones of one guest.
+    // The reason is printed only once, because the clones are copies of one guest and so have the same reason.
     let without = made.iter().filter(|one| one.without_identity.is_some()).count();
     if let Some(why) = made.iter().find_map(|one| one.without_identity.as_ref()) {
         warn(format!("{without} of {} still have their parent's identity: {why}", made.len()));
@@ -62,13 +62,13 @@ pub fn complain_of_clones(form: Form, cloned: &Cloned) -> u8 {
     }
 }
 
-/// A sentence on one line.
+/// A sentence with its line breaks removed.
 fn line_of(sentence: &str) -> String {
     let lines: Vec<&str> = sentence.lines().map(str::trim).collect();
     lines.join(" ")
 }
 
-/// Prints a line. This fails if stderr is closed, which is ignored.
+/// Prints a line. If stderr is closed, this fails, and the failure is ignored.
 fn print_line(form: Form, text: &str, value: impl FnOnce() -> Value) {
     let mut err = io::stderr().lock();
     let _ = match form {

@@ -1,5 +1,5 @@
 //! Output on stdout: text for users (aligned tables, rounded sizes), JSON for programs (exact bytes, seconds since
-//! 1970). Both are made from the same [`Reply`].
+//! 1970). Both forms are made from the same [`Reply`].
 
 mod complaints;
 mod extents;

@@ -20,7 +20,7 @@ pub struct Table {
     rows: Vec<Vec<String>>,
 }
 
-/// Width of a text in a terminal: names may have any letters, so characters are counted instead of bytes.
+/// Width of a text in a terminal. Names may have any letters, so characters are counted, not bytes.
 fn width(text: &str) -> usize {
     text.chars().count()
 }
@@ -66,7 +66,7 @@ pub fn print_facts(out: &mut dyn Write, facts: &[(&str, String)]) -> io::Result<
     let widest = facts.iter().map(|(name, _)| width(name)).max().unwrap_or(0);
     for (name, value) in facts {
         let pad = widest - width(name);
-        // A value with several lines has its name on the first one only.
+        // Only the first line of a value with several lines has the name.
         let colon = if name.is_empty() { ' ' } else { ':' };
         writeln!(out, "{name}{colon}{:pad$} {value}", "")?;
     }

@@ -1,9 +1,9 @@
 //! The snapshots of a disk as a tree of limited width.
 //!
 //! Chains of thousands of snapshots are common, so a child is not indented under its parent: a snapshot is based on the
-//! one above it in the same column. If a snapshot has several children, the one that leads to the head (or else the
-//! newest) continues the column. The others are branches: they are printed one column to the right directly below their
-//! parent, or below the disk if their common parent was deleted:
+//! snapshot above it in the same column. If a snapshot has several children, the one that leads to the head (or else
+//! the newest) continues the column. The others are branches: they are printed one column to the right directly below
+//! their parent, or below the disk if their common parent was deleted:
 //!
 //! ```text
 //! vm1
@@ -19,10 +19,10 @@ use disk::SnapshotInfo;
 use std::collections::HashMap;
 use std::io::{self, Write};
 
-/// Depth from which branches are not indented any further.
+/// Depth from which branches are no longer indented.
 const DRAWN_DEPTH_MAX: usize = 24;
 
-/// Most clones that are named in a line; more are only counted.
+/// Most clones that a line names; of more clones, the line has only the number.
 const CLONES_NAMED_MAX: usize = 3;
 
 /// The content of a line.
@@ -86,7 +86,7 @@ fn clones(names: &[String]) -> String {
     format!("  clones: {}{rest}", named.join(", "))
 }
 
-/// The lines in order. Iterative, because a chain may be too long for recursion.
+/// The lines in order. The function is iterative, because a chain may be too long for recursion.
 fn steps(snapshots: &[&SnapshotInfo]) -> Vec<Step> {
     let index: HashMap<&str, usize> = snapshots.iter().enumerate().map(|(i, s)| (s.name.as_str(), i)).collect();
     let mut children: Vec<Vec<usize>> = vec![Vec::new(); snapshots.len()];
@@ -110,7 +110,7 @@ fn steps(snapshots: &[&SnapshotInfo]) -> Vec<Step> {
         leads_to_head[i] = true;
         at = parents[i];
     }
-    // Pushes siblings so that the branches are popped first and the one that continues the column last.
+    // Pushes siblings so that the branches are popped first, and the snapshot that continues the column last.
     let push = |stack: &mut Vec<Step>, family: &[usize], depth: usize| {
         let trunk = family.iter().copied().max_by_key(|i| (leads_to_head[*i], snapshots[*i].created, *i));
         if let Some(trunk) = trunk {
@@ -126,7 +126,8 @@ fn steps(snapshots: &[&SnapshotInfo]) -> Vec<Step> {
     while let Some(step) = stack.pop() {
         if let Step::Snapshot { index, depth, .. } = step {
             if Some(index) == current && !children[index].is_empty() {
-                // The head branches off here although other snapshots follow: those below are branches.
+                // Snapshots follow the one to which the head belongs: the head continues the column, and these
+                // snapshots are branches.
                 stack.push(Step::Head { depth });
                 for branch in children[index].iter().rev() {
                     stack.push(Step::Snapshot { index: *branch, depth: depth + 1, first_of_branch: true });
@@ -165,7 +166,7 @@ mod tests {
         let mut out = Vec::new();
         print(&mut out, snapshots).unwrap();
         let text = String::from_utf8(out).unwrap();
-        // Times are removed, because they are equal.
+        // All times are equal and have no meaning here, so they are removed.
         text.lines().map(|l| l.replace("1970-01-01 00:00:0", "").trim_end().to_string() + "\n").collect()
     }
 
@@ -243,7 +244,7 @@ vm2
             let mut snapshots = vec![snapshot("d", "s0", None, 0, false)];
             for i in 1..10_000usize {
                 let parent = format!("s{}", i - 1);
-                // The older child is the branch, and the branch is extended.
+                // The branch is the older child, and it is extended by one snapshot each time.
                 snapshots.push(snapshot("d", &format!("s{i}"), Some(&parent), 0, false));
                 if fork {
                     snapshots.push(snapshot("d", &format!("t{i}"), Some(&parent), 9, false));

@@ -3,7 +3,7 @@
 use control::{MachineReply, MachineVerb};
 use vm::definition::{Bus, Clock, Disk, Display, Link, Platform};
 
-/// What was done to several machines, as a participle.
+/// The participle for an operation on several machines, such as `started`.
 pub fn done(verb: &MachineVerb) -> &'static str {
     match verb {
         MachineVerb::Start { .. } => "started",
@@ -26,7 +26,7 @@ pub fn how_taken(reply: &MachineReply) -> String {
     }
 }
 
-/// The network of a card, as on the command line.
+/// The network of a card, as it is written on the command line.
 pub fn link(link: &Link) -> String {
     match link {
         Link::User => "user".into(),
@@ -35,7 +35,7 @@ pub fn link(link: &Link) -> String {
     }
 }
 
-/// Firmware, chipset and what differs from the defaults.
+/// Describes firmware, chipset and other hardware that differs from the defaults.
 pub fn platform(platform: &Platform) -> String {
     let mut all = vec![platform.firmware.name().to_owned(), platform.chipset.name().to_owned()];
     if platform.secure_boot {
@@ -53,7 +53,7 @@ pub fn platform(platform: &Platform) -> String {
     all.join(", ")
 }
 
-/// Where a disk is attached; empty for virtio.
+/// The place where a disk is attached; empty for virtio.
 pub fn place(disk: &Disk) -> String {
     match disk.bus {
         Bus::Virtio => String::new(),

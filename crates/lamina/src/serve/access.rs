@@ -4,7 +4,7 @@ use export::access::Rules;
 use export::nbd;
 use std::path::Path;
 
-/// Reads the rules again. A file with a mistake leaves the rules in use unchanged.
+/// Reads the rules from their file again. If the file has a mistake, the rules in use stay unchanged.
 pub fn read_again(nbd: &nbd::Server, path: &Path) {
     match Rules::load(path) {
         Ok(rules) => {

@@ -5,15 +5,15 @@
 //!      first SIGTERM or SIGINT -> receiver and NBD stop -> jobs stop -> control stops -> control socket removed
 //!      -> datastore closed -> exit 0
 //!      second -> exit at once
-//!      SIGHUP with --access -> access rules read again, connections without a right closed
+//!      SIGHUP with --access -> access rules read again, connections without permission closed
 //! ```
 //!
 //! Invariants:
 //! 1. The ready line and `READY=1` are sent once every listener accepts connections.
 //! 2. No NBD or control request and no job is running when the datastore is closed.
 //! 3. Sockets are removed while this process owns the datastore, so that the next owner's sockets are not affected.
-//! 4. The process can end at any moment without closing the datastore and loses nothing that was acknowledged as
-//!    durable: the store guarantees that, and the second signal relies on it.
+//! 4. If the process ends at any moment without closing the datastore, nothing that was acknowledged as durable is
+//!    lost. The store guarantees this, and the second signal relies on that guarantee.
 
 mod access;
 mod exports;
@@ -55,9 +55,9 @@ pub fn run(location: &Location, arguments: &ServeArguments, form: Form) -> Resul
         let text = "with --access, --receive needs --receive-from: otherwise every client could replace disks there";
         return Err(Error::new(ErrorKind::Invalid, text));
     }
-    // Registered first, so that a signal during journal replay is not lost.
+    // The signal handlers are registered first, so that a signal during journal replay is not lost.
     let mut handled = vec![SIGINT, SIGTERM];
-    // Without rules there is nothing to read again, and SIGHUP keeps its usual effect.
+    // Without rules there is no file to read again, so SIGHUP keeps its default effect.
     handled.extend(arguments.access.as_ref().map(|_| SIGHUP));
     let mut signals = Signals::new(handled).map_err(|e| Error::io("registering for signals", e))?;
     let _second_signal = follow::interruption(exit::INTERRUPTED)?;
@@ -116,7 +116,7 @@ fn serve(
     let receiver = receiving::start(location, datastore, &jobs, arguments)?;
     let mut serving = serving(&nbd, arguments);
     serving.receive = receiver.as_ref().map(|receiver| receiver.address());
-    // If this fails, the servers stop when they are dropped.
+    // If a following step fails, `nbd` and `receiver` stop when they are dropped.
     let serving = Arc::new(serving);
     let service = Service {
         datastore: Arc::clone(datastore),
@@ -133,7 +133,8 @@ fn serve(
     for warning in &status.file_system.warnings {
         tracing::warn!(datastore = %location, "{warning}");
     }
-    // After all listeners are open, so that a server that fails to start leaves the record unchanged.
+    // The record is written after all listeners are open, so that a server that fails to start leaves the record
+    // unchanged.
     clients.keep_record()?;
     tracing::info!(
         datastore = %location, engine = status.engine, io_mode = status.io_mode, disks = status.disks,
@@ -163,7 +164,7 @@ fn serve(
     announced
 }
 
-/// Lets the users that may connect to the sockets traverse the folder of the datastore, which they cannot list.
+/// Lets the users who may connect to the sockets traverse the folder of the datastore, but not list it.
 fn let_reach(location: &Location, arguments: &ServeArguments, group: Option<u32>) {
     let mode = if arguments.socket.is_none() { arguments.socket_mode() } else { 0 };
     if let Some(folder) = location.local_path().filter(|_| group.is_some() || mode & 0o066 != 0)

@@ -1,4 +1,5 @@
-//! Notifications to the service manager (protocol of `sd_notify`: one datagram to the socket that it has named).
+//! Notifications to the service manager (protocol of `sd_notify`: one datagram to the socket in the environment
+//! variable NOTIFY_SOCKET).
 
 use std::ffi::OsStr;
 use std::io;
@@ -15,7 +16,7 @@ pub fn service_manager(state: &str) {
     }
 }
 
-/// A name that begins with `@` is in the abstract namespace.
+/// A socket name that begins with `@` is in the abstract namespace.
 fn send(socket: &OsStr, state: &str) -> io::Result<()> {
     let address = match socket.as_bytes().strip_prefix(b"@") {
         Some(name) => SocketAddr::from_abstract_name(name)?,

@@ -11,7 +11,8 @@ use std::sync::Arc;
 use vm::definition::Definition;
 use vm::machines::{Machines, OwnDisk};
 
-/// Handles definitions of machines that are sent with their disks; each becomes a machine when its disks are complete.
+/// Handles definitions of machines that are received with their disks. Each becomes a machine when its disks are
+/// complete.
 struct Arriving {
     machines: Machines,
     jobs: Arc<Jobs>,

@@ -1,12 +1,12 @@
 //! The properties that libnbd's own tests expect of a server, in every style, with and without TLS: each option of the
-//! negotiation, chunks of reads, block status, errors, many requests at once, and the ends of connections.
+//! handshake, chunks of reads, block status, errors, many requests at once, and the end of a connection by either side.
 
 use crate::operation::{DATA_END, SIZE, STYLES, Style};
 use crate::program::Generation;
 use crate::served::Served;
 use testkit::nbd::Client;
 
-/// A capacity that exceeds one reply with 32-bit lengths.
+/// A capacity that a reply with 32-bit lengths cannot express.
 const LARGE: u64 = 1 << 40;
 
 /// Runs every check in one style; returns the failed ones and the number of checks.
@@ -42,7 +42,7 @@ fn checks(generation: Generation, style: Style, tls: bool) -> (Vec<String>, usiz
     assert!(text.contains(" the server dies"), "{}", name(&text));
     let failed = text.lines().filter_map(|line| line.strip_prefix("failed ")).map(name).collect();
 
-    // The last check killed the server; the datastore must have no problems.
+    // The last check kills the server. After that, the check of the datastore must find no problems.
     served.server.kill();
     served.store.is_clean();
     (failed, text.lines().count())

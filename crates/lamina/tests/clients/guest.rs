@@ -2,9 +2,9 @@
 //! sees a disk that is slow for a while, but no error. `scripts/guest` builds the guest; the phase `restarts` of
 //! `tests/guest/init` is its part of the test.
 //!
-//! A server that ends on SIGTERM writes everything back. A killed one loses writes that were not flushed, as a disk
-//! does on a power failure, but a guest that continues does not repeat them. It is protected by `write-cache=off`, with
-//! which QEMU requests FUA for every write.
+//! A server that ends on SIGTERM writes everything back. A killed server loses writes that were not flushed, as a disk
+//! does on a power failure, but a guest that continues to run does not repeat them. The option `write-cache=off`, with
+//! which QEMU requests FUA for every write, protects the guest.
 
 use crate::libnbd::service;
 use crate::program::Generation;
@@ -24,7 +24,7 @@ const ROUNDS: usize = 3;
 /// Rounds after which every file was written; `tests/guest/init` has 16 files.
 const ROUNDS_MIN: usize = 16;
 
-/// A running guest, killed when dropped.
+/// A running guest, which is killed when this value is dropped.
 struct Guest {
     child: Child,
     console: Arc<Mutex<String>>,
@@ -33,7 +33,7 @@ struct Guest {
 impl Guest {
     fn boot(generation: Generation, target: &Target, write_cache: &str) -> Self {
         let folder = testkit::machines::guest();
-        // Longer than a restart takes here.
+        // Longer than any restart in this test.
         let reconnect = format!("reconnect-delay={}", PATIENCE.as_secs());
         let blockdev = format!("{},node-name=disk0,discard=unmap,{reconnect}", target.image());
         let device = format!("virtio-blk-pci,drive=disk0,write-cache={write_cache}");
@@ -116,7 +116,7 @@ fn outlives(generation: Generation, signal: &str, tls: bool) {
     for complaint in ["I/O error", "EXT4-fs error", "EXT4-fs warning"] {
         assert!(!console.contains(complaint), "{line}: {complaint}: {console}");
     }
-    // The guest connected in the expected style, and e2fsck finds its file system clean on the host too.
+    // The guest connected in the expected style, and e2fsck on the host finds the guest's file system clean.
     let style = format!("style={:?}", generation.qemu_style());
     assert!(served.server.log().contains(&style), "{line}: not in {style}: {}", served.server.log());
     let image = served.scratch().join("image");

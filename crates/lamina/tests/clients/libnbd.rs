@@ -10,10 +10,10 @@ use testkit::newest::newest;
 
 type Outcome = Result<(), String>;
 
-/// The flag of sockets that listen, as the kernel prints it.
+/// The state of listening sockets, as the kernel prints it in /proc/net/unix.
 const SOCKET_LISTENS: &str = " 00010000 ";
 
-/// One operation with the Python binding, which allows the style to be selected.
+/// Runs one operation with the Python binding, which can select the style of requests and replies.
 pub fn python(generation: Generation, target: &Target, line: &Line) -> Outcome {
     let served = target.served;
     let style = format!("{:?}", line.style);
@@ -38,7 +38,7 @@ fn ask(generation: Generation, operation: Operation, mut task: serde_json::Value
     generation.run("python3", &["-c", include_str!("operations.py"), &task.to_string()]).map(drop)
 }
 
-/// A process that serves something made from an export, killed when dropped.
+/// A process that serves an export under another form, such as a proxy; it is killed when this value is dropped.
 pub struct Proxy {
     child: Child,
     _folder: tempfile::TempDir,
@@ -48,7 +48,7 @@ impl Proxy {
     /// Starts a proxy and waits until it listens on the socket `proxy` in its folder.
     pub fn listening(command: Command, folder: tempfile::TempDir) -> Result<Self, String> {
         let socket = folder.path().join("proxy").display().to_string();
-        // The existence of the file is not enough: a socket has a name before it accepts connections.
+        // The existence of the socket's file is not enough: the file is created before the socket accepts connections.
         let listens = |line: &str| line.ends_with(&socket) && line.contains(SOCKET_LISTENS);
         Self::start(command, folder, || std::fs::read_to_string("/proc/net/unix").unwrap().lines().any(listens))
     }
@@ -83,7 +83,7 @@ impl Drop for Proxy {
     }
 }
 
-/// A command without `timeout` around it, so that signals reach the program itself.
+/// A command without `timeout`, so that signals are sent to the program itself.
 pub fn service(generation: Generation, name: &str) -> Command {
     let mut command = Command::new(generation.program(name));
     command.stdin(Stdio::null());
@@ -160,7 +160,7 @@ pub fn nbdinfo(generation: Generation, target: &Target, _line: &Line) -> Outcome
 /// nbddump: prints the bytes.
 pub fn nbddump(generation: Generation, target: &Target, _line: &Line) -> Outcome {
     let text = generation.run("nbddump", &[&target.uri()])?;
-    // nbddump omits repeated lines, so the test checks at which offset each byte value begins.
+    // nbddump omits repeated lines, so the test checks the offset at which each byte value begins.
     let runs: Vec<(usize, &str)> = text
         .lines()
         .filter_map(|line| line.split_once(": "))
@@ -207,7 +207,7 @@ pub fn nbdfuse(generation: Generation, target: &Target, line: &Line) -> Outcome 
         Operation::Read => Ok(()),
         operation => same(&std::fs::read(&path).map_err(|e| e.to_string())?, &operation.content()),
     });
-    // The mount stays busy while a process that another test has just forked holds the file.
+    // The mount stays busy while a process that another test has just forked has the file open.
     testkit::process::until("nbdfuse is unmounted", || {
         Generation::Installed.run("fusermount3", &["-u", mount.to_str().unwrap()]).is_ok()
     });
@@ -219,7 +219,7 @@ pub fn nbdfuse(generation: Generation, target: &Target, line: &Line) -> Outcome 
 /// fio's NBD engine, which verifies what it wrote.
 pub fn fio(generation: Generation, target: &Target, line: &Line) -> Outcome {
     let (offset, length) = match line.operation {
-        // fio can verify a single pattern only.
+        // fio can verify only a single pattern, so it reads only the first run of data.
         Operation::Read => (0, DATA_END / 2),
         operation => operation.range(),
     };
@@ -230,7 +230,7 @@ pub fn fio(generation: Generation, target: &Target, line: &Line) -> Outcome {
         _ => &["--rw=write", "--end_fsync=1", "--do_verify=1"],
     };
     let uri = target.uri();
-    // The engine rejects a URI that names a file.
+    // fio's engine rejects a URI that names a file.
     let uri = format!("--uri={}", if target.tls { uri.split('?').next().unwrap_or_default() } else { &uri });
     let [offset, size, block] =
         [("offset", offset), ("size", length), ("bs", length)].map(|(name, value)| format!("--{name}={value}"));

@@ -1,4 +1,4 @@
-//! Common NBD clients in two generations: the installed versions, and the newest ones in Debian.
+//! Tests of common NBD clients in two generations: the installed versions, and the newest ones in Debian.
 //!
 //! Each combination of client, style, transport and operation is one line of a matrix, and each failing line is
 //! reported. The manual's page on clients has the same table.
@@ -54,7 +54,7 @@ const BLOCK_LAYER: [Operation; 6] = [Read, Write, Fua, Trim, Zero, FastZero];
 
 #[test]
 fn generations_differ_in_what_they_negotiate() {
-    // If both generations negotiated the same, the matrix below would test one of them twice.
+    // If both generations negotiated the same style, the matrix below would test one style twice.
     assert_eq!(Generation::Newest.qemu_style(), Style::Extended, "QEMU {}", Generation::Newest.version("qemu-io"));
     assert_eq!(Generation::Newest.libnbd_style(), Style::Extended, "{}", Generation::Newest.version("nbdinfo"));
 }
@@ -88,7 +88,7 @@ fn nbdinfo_and_nbddump() {
 
 #[test]
 fn nbdfuse() {
-    // nbdfuse of libnbd 1.14 refuses a URI that names certificates.
+    // nbdfuse of libnbd 1.14 refuses a URI that names certificates, so it is not tested with TLS.
     let knows_tls = |generation: Generation| generation.libnbd_style() == Style::Extended;
     generations("nbdfuse", Generation::libnbd_style, knows_tls, &[Read, Write, Trim, Zero], libnbd::nbdfuse);
 }

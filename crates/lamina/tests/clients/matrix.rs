@@ -5,7 +5,7 @@ use crate::operation::{Operation, Style};
 use crate::served::{Served, Target};
 use std::fmt;
 
-/// One line.
+/// One line of the matrix.
 #[derive(Clone)]
 pub struct Line {
     /// Name and version of the client.

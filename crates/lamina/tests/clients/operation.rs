@@ -3,7 +3,7 @@
 /// Capacity of the disk of one line.
 pub const SIZE: usize = 4 << 20;
 
-/// Data before any operation: two runs of one byte each, then a hole.
+/// Content of the disk before any operation: two runs of one byte value each, then a hole.
 const FIRST: (usize, u8) = (1 << 20, 0x11);
 const SECOND: (usize, u8) = (1 << 20, 0x22);
 
@@ -56,7 +56,7 @@ impl Operation {
     pub fn range(self) -> (usize, usize) {
         match self {
             Self::Read | Self::BlockStatus => (0, SIZE),
-            // Crosses the end of the first run, and is not a multiple of a block.
+            // The range crosses the end of the first run, and its length is not a multiple of a block.
             Self::Write | Self::Fua => (FIRST.0 - 1024, (64 << 10) + 512),
             Self::Trim => (128 << 10, 64 << 10),
             Self::Zero => (FIRST.0 - 1000, 70_000),

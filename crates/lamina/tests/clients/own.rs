@@ -1,4 +1,4 @@
-//! RESIZE, which no public client supports, with the project's own client.
+//! RESIZE, which no public client supports, tested with the project's own client.
 
 use crate::matrix::{Line, Matrix};
 use crate::operation::{Operation, SIZE, STYLES, Style};

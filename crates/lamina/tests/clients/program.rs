@@ -21,7 +21,7 @@ impl Generation {
     /// The path of a program.
     pub fn program(self, name: &str) -> String {
         match self {
-            // Debian's libnbd works with Debian's Python only, which need not be the first one on PATH.
+            // Debian's libnbd needs Debian's Python, which need not be the first one in PATH.
             Self::Installed if name == "python3" => "/usr/bin/python3".into(),
             Self::Installed => name.into(),
             Self::Newest => newest().join("bin").join(name).display().to_string(),
@@ -47,7 +47,7 @@ impl Generation {
         Err(format!("{name} {arguments:?}: {}: {}{}", output.status, text.trim_end(), complaint.trim_end()))
     }
 
-    /// The version of a program, as `MAJOR.MINOR.PATCH` or in its own form.
+    /// The version of a program: `MAJOR.MINOR.PATCH`, or as the program prints it.
     pub fn version(self, name: &str) -> String {
         let text = match name {
             "python3" => self.run(name, &["-c", "import nbd; print(nbd.NBD().get_version())"]),

@@ -8,7 +8,7 @@ use crate::served::Target;
 
 type Outcome = Result<(), String>;
 
-/// The status of `timeout` when its program is killed.
+/// Exit status of `timeout` when its program was killed.
 const KILLED: &str = "signal: 9 (SIGKILL)";
 
 /// Commands of qemu-io for an operation, including reads that compare with a pattern.
@@ -26,7 +26,7 @@ fn commands(operation: Operation) -> Vec<String> {
             format!("read -P {WRITTEN} {offset} {length}"),
             "flush".into(),
         ],
-        // Killed afterwards, because qemu-io flushes when it exits.
+        // qemu-io is killed afterwards, because it flushes when it exits.
         Operation::Fua => vec![
             format!("write -f -P {WRITTEN} {offset} {length}"),
             format!("read -P {WRITTEN} {offset} {length}"),
@@ -54,7 +54,7 @@ fn qemu_io(generation: Generation, operation: Operation, connection: &[&str]) ->
     if failed { Err(text) } else { Ok(()) }
 }
 
-/// `objects` and `--image-opts` as the first arguments of a program.
+/// The first arguments of a program: `objects` and `--image-opts`.
 fn arguments<'a>(objects: &'a [String], image: &'a str) -> Vec<&'a str> {
     objects.iter().map(String::as_str).chain(["--image-opts", image]).collect()
 }

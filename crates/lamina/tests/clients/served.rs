@@ -85,7 +85,7 @@ impl Target<'_> {
         format!("nbds://127.0.0.1:{}/{}?tls-certificates={}", self.served.port, self.export, folder.display())
     }
 
-    /// Arguments that define the objects which [`Target::image`] refers to, for QEMU's programs.
+    /// Arguments that define the objects to which [`Target::image`] refers, for QEMU's programs.
     pub fn objects(&self) -> Vec<String> {
         let folder = self.served.certificates();
         let object = format!("tls-creds-x509,id=tls0,endpoint=client,dir={}", folder.display());

@@ -1,8 +1,9 @@
-//! A disk on storage that fails, with a model of each sector: the versions that a loss of unflushed writes may leave,
-//! and which of them was acknowledged last.
+//! A disk on storage that fails, with a model of each sector: the versions that may remain after unflushed writes were
+//! lost, and which of them was acknowledged last.
 //!
-//! A read returns the version acknowledged last or one whose write failed afterwards, or fails with EIO; it never
-//! returns an older version. After the disk was opened again, any of the versions may be read; the one found must stay.
+//! A read fails with EIO, or returns the version acknowledged last or a version that a failed write after it left. It
+//! never returns an older version. After the disk was opened again, a read may return any of the versions; from then on
+//! it must return the same one.
 
 #![allow(dead_code, reason = "each test file uses only a part")]
 #![allow(clippy::unwrap_used)]
@@ -37,7 +38,7 @@ impl Sector {
 pub struct Snapshot {
     pub name: String,
     pub sectors: Vec<Sector>,
-    /// Whether its creation was acknowledged and no deletion was requested.
+    /// Whether the creation of the snapshot was acknowledged and its deletion was not requested.
     pub certain: bool,
 }
 
@@ -67,7 +68,7 @@ pub struct Doubted {
     version: u64,
     /// Whether requests may fail with EIO.
     pub fails: bool,
-    /// Whether some writes use FUA, so that they are durable when acknowledged.
+    /// Whether some writes use FUA, so that they are durable when they are acknowledged.
     pub fua: bool,
     pub counted: Counted,
 }
@@ -100,7 +101,7 @@ impl Doubted {
         (start..start + length as usize, kind)
     }
 
-    /// Sends requests that do not overlap, all in flight at once.
+    /// Sends requests that do not overlap, with all in flight at once.
     pub fn round(&mut self, client: &mut Client) -> Result<(), Failure> {
         let mut sent: Vec<(u64, std::ops::Range<usize>, Kind, bool)> = Vec::new();
         for _ in 0..1 + self.random.below(ROUND_REQUESTS) {
@@ -144,7 +145,7 @@ impl Doubted {
         Ok(())
     }
 
-    /// Whether a flush succeeded.
+    /// Sends a flush; returns whether it succeeded.
     pub fn flush(&mut self, client: &mut Client) -> Result<bool, Failure> {
         match client.flush() {
             Ok(()) => {
@@ -159,7 +160,7 @@ impl Doubted {
         }
     }
 
-    /// All acknowledged writes are durable now.
+    /// Records that all acknowledged writes are durable.
     pub fn flushed(&mut self) {
         let snapshots = self.snapshots.iter_mut().flat_map(|snapshot| &mut snapshot.sectors);
         snapshots.chain(&mut self.sectors).for_each(Sector::flushed);
@@ -188,7 +189,8 @@ impl Doubted {
         }
     }
 
-    /// After the disk was opened again: every sector can be read and has an allowed version, which must stay.
+    /// After the disk was opened again: checks that every sector can be read and has an allowed version, which must not
+    /// change from then on.
     pub fn settle(&mut self, socket: &std::path::Path) {
         settle(socket, &self.name, self.number, &mut self.sectors, &mut self.counted);
     }

@@ -1,10 +1,11 @@
 //! A disk with snapshots and linked clones under random load, and checks of their content after a kill of the server.
 //!
-//! 1. Every write has a unique number, so that content of another disk or snapshot is always detected.
-//! 2. For each sector the model has the numbers that a crash may leave: the last write made durable, by FUA or by a
-//!    flush of the same disk, and all later ones. The number found after a crash is durable.
+//! 1. Every write has a unique number, so that a read of another disk's or snapshot's content is always detected.
+//! 2. For each sector the model has the numbers that a crash may leave: the last write that was made durable by FUA or
+//!    by a flush of the same disk, and all later writes. The number found after a crash is then the durable one.
 //! 3. A snapshot has the content of its disk when it was taken, a clone the content of its snapshot.
-//! 4. A command interrupted by the kill has taken effect or not; all other disks and snapshots exist.
+//! 4. A command that the kill interrupted has taken effect completely or not at all. All other disks and snapshots
+//!    exist.
 
 #![allow(clippy::unwrap_used)]
 
@@ -18,7 +19,7 @@ use testkit::process::{self, Done, Store};
 /// Requests per round, and sectors of the largest request (128 KiB).
 const ROUND_REQUESTS: u64 = 16;
 const REQUEST_SECTORS_MAX: u64 = 256;
-/// Disks up to this size are read completely, larger ones only where something was written.
+/// Disks up to this size are read completely. Of larger disks only the written ranges are read.
 const READ_WHOLE_MAX: u64 = 8 << 20;
 /// Number of written locations on a larger disk, and blocks at each.
 const PLACES: u64 = 600;
@@ -57,7 +58,7 @@ pub struct Tally {
     pub snapshots: u64,
     pub clones: u64,
     pub deletions: u64,
-    /// Sectors that had a newer version than the durable one.
+    /// Sectors in which a version newer than the durable one was found.
     pub younger: u64,
 }
 
@@ -92,7 +93,7 @@ impl Content {
         self.0.get(&sector).and_then(|versions| versions.last().copied()).unwrap_or(0)
     }
 
-    /// Ranges of sectors to read: all, or the written ones.
+    /// Ranges of sectors to read: the whole disk, or the written sectors.
     fn runs(&self, capacity: u64) -> Vec<std::ops::Range<u64>> {
         let sectors = capacity / SECTOR as u64;
         let most = READ_MAX / SECTOR as u64;
@@ -109,7 +110,7 @@ impl Content {
         runs
     }
 
-    /// Reads an export and checks each sector against the allowed versions; the one found is then the durable one.
+    /// Reads an export and checks each sector against the allowed versions; the version found is then the durable one.
     /// Returns the number of sectors that were newer than the durable version.
     fn verify(&mut self, store: &Store, export: &str, family: u64, capacity: u64) -> u64 {
         let mut client = Client::connect(&store.socket(), export).unwrap();
@@ -198,7 +199,7 @@ impl Family {
     }
 
     /// A random range: mostly single blocks, some larger, some not aligned to blocks, often in one small area. On a
-    /// large disk, one of a fixed number of locations.
+    /// large disk, the range is at one of a fixed number of locations.
     fn place(&mut self) -> std::ops::Range<u64> {
         let sectors = self.capacity / SECTOR as u64;
         let (align, length) = match self.random.below(8) {
@@ -217,7 +218,7 @@ impl Family {
         start..start + length
     }
 
-    /// Sends requests that do not overlap, all in flight at once.
+    /// Sends requests that do not overlap, with all in flight at once.
     fn round(&mut self, store: &Store, name: &str) -> Result<(), Failure> {
         self.client(store, name)?;
         let mut sent: Vec<Sent> = Vec::new();
@@ -319,7 +320,7 @@ impl Family {
         self.disks.values().any(|other| other.origin.as_ref().is_some_and(stands))
     }
 
-    /// A change of this disk that is not refused, if there is one.
+    /// A random command on this disk that the server does not refuse, if there is one.
     fn choose(&mut self, name: &str) -> Option<Change> {
         let disk = name.to_owned();
         let snapshots: Vec<String> = self.disks[name].snapshots.keys().cloned().collect();

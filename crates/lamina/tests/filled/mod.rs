@@ -1,7 +1,8 @@
-//! A disk on a file system that may be full: the allowed content of each sector, and which requests need no space.
+//! A disk on a file system that may be full: a model of the allowed content of each sector, and of the requests that
+//! need no space.
 //!
 //! A refused request, and a discard that finds no space to record its zeros, leaves each sector with its old or its new
-//! content. The test reads it at once, and it must stay.
+//! content. The test reads the sector at once, and from then on the content must not change.
 
 #![allow(clippy::unwrap_used)]
 
@@ -19,7 +20,7 @@ const BLOCK_SECTORS: u64 = 8;
 /// Kind of requests in a round.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mix {
-    /// All kinds.
+    /// Requests of all kinds.
     Any,
     /// Mostly writes of new blocks.
     Fill,
@@ -57,7 +58,7 @@ pub struct Filled {
 }
 
 impl Filled {
-    /// A new disk; `thick` ones have all their space.
+    /// A new disk; if `thick`, all its space is allocated.
     pub fn new(name: &str, number: u64, bytes: usize, seed: u64, thick: bool) -> Self {
         let mut history = History::new(name, number, bytes);
         history.random.0 ^= seed << 32;
@@ -82,7 +83,7 @@ impl Filled {
         if mix != Mix::Overwrite {
             return Some((start as usize..(start + length) as usize, kind));
         }
-        // From the next sector with space on, as far as the space reaches.
+        // The range begins at the next sector that has space, and ends where the space ends.
         let start = (start as usize..all as usize).find(|sector| self.placed[*sector])?;
         let end =
             (start..start + length as usize).take_while(|sector| self.placed.get(*sector) == Some(&true)).last()?;
@@ -112,7 +113,7 @@ impl Filled {
             };
             let placed = self.placed[range.clone()].iter().all(|placed| *placed);
             if kind != Kind::Write {
-                // A request without an answer may have freed the space too.
+                // Even if the connection ends before the reply, the discard may have freed the space.
                 self.placed[range.clone()].fill(false);
                 self.placed_durably[range.clone()].fill(false);
             }
@@ -121,7 +122,7 @@ impl Filled {
         Ok(sent)
     }
 
-    /// Sends requests that do not overlap, all in flight at once; returns the number of refused ones.
+    /// Sends requests that do not overlap, with all in flight at once; returns the number of refused ones.
     pub fn round(&mut self, client: &mut Client, mix: Mix) -> Result<u64, Failure> {
         let sent = self.send(client, mix)?;
         let mut in_doubt = Vec::new();
@@ -160,7 +161,7 @@ impl Filled {
         }
     }
 
-    /// Reads which content a request has left.
+    /// Reads which content a request has left, which must not change from then on.
     fn look(&mut self, client: &mut Client, range: Range<usize>) -> Result<(), Failure> {
         let found = client.read((range.start * SECTOR) as u64, (range.len() * SECTOR) as u32)?;
         let History { name, number, sectors, .. } = &mut self.history;
@@ -194,7 +195,7 @@ impl Filled {
         self.look(client, range)
     }
 
-    /// A snapshot was requested: whether it exists or not, the disk may share all blocks.
+    /// A snapshot was requested. Whether it exists or not, all blocks of the disk may be shared now.
     pub fn share(&mut self) {
         self.placed.fill(false);
         self.placed_durably.fill(false);
@@ -210,7 +211,7 @@ impl Filled {
         }
     }
 
-    /// After a kill: flushed data must exist, and what is found must stay.
+    /// After a kill: flushed data must exist, and the content found must not change from then on.
     pub fn settle(&mut self, store: &Store) {
         self.history.verify(store);
         self.history.verify_snapshots(store);

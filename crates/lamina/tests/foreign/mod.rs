@@ -1,4 +1,4 @@
-//! Machines as other programs leave them: a folder with disks that boot, and a description.
+//! Machines as other programs store them: a folder with bootable disks, and a description.
 //!
 //! Every disk has, in its second sector, a text by which a guest recognises it. The guest is a boot sector (`boot.s`)
 //! that prints, on the serial port, the text of every disk that the firmware finds.
@@ -39,7 +39,7 @@ pub fn raw_disk(path: &Path, text: &str, size: u64) {
     file.write_all_at(&pattern::bytes(seed, MIB as usize), size / 2).unwrap();
 }
 
-/// A folder as another program leaves it, with the contents of its disks beside it.
+/// A folder as another program stores a machine, and the contents of the machine's disks.
 pub struct Left {
     folder: tempfile::TempDir,
 }
@@ -69,7 +69,7 @@ impl Left {
         raw.display().to_string()
     }
 
-    /// Makes a disk in a format of lamina's `convert`.
+    /// Creates a disk in a format of `lamina convert`.
     pub fn disk(&self, name: &str, text: &str, format: &str) {
         let target = self.path().join(name);
         let mut command = lamina();
@@ -78,7 +78,7 @@ impl Left {
         done.ok();
     }
 
-    /// Makes a disk with qemu-img.
+    /// Creates a disk with qemu-img.
     pub fn qemu_disk(&self, name: &str, text: &str, format: &str, options: &str) {
         let (raw, target) = (self.raw(text), self.path().join(name).display().to_string());
         let mut arguments = vec!["convert", "-f", "raw", "-O", format];
@@ -88,14 +88,14 @@ impl Left {
         tool("qemu-img", &[&arguments[..], &[&raw, &target]].concat());
     }
 
-    /// Writes a file of the machine.
+    /// Writes a file into the machine's folder.
     pub fn write(&self, name: &str, text: &str) -> PathBuf {
         let path = self.path().join(name);
         fs::write(&path, text).unwrap();
         path
     }
 
-    /// All files with their contents and times, to see that nothing was written.
+    /// All files with their contents and times, for a check that the import wrote nothing.
     pub fn state(&self) -> BTreeMap<String, (Vec<u8>, SystemTime)> {
         let files = fs::read_dir(self.path()).unwrap().map(Result::unwrap);
         let state = files.map(|entry| {
@@ -106,7 +106,7 @@ impl Left {
     }
 }
 
-/// A configuration of VMware's, with the keys that its programs always write.
+/// A VMware configuration, with the keys that VMware's programs always write.
 pub fn vmx(name: &str, more: &str) -> String {
     format!(
         ".encoding = \"UTF-8\"\nconfig.version = \"8\"\nvirtualHW.version = \"14\"\nnvram = \"{name}.nvram\"\n\
@@ -116,12 +116,12 @@ pub fn vmx(name: &str, more: &str) -> String {
     )
 }
 
-/// A disk of a configuration.
+/// The lines of a VMware configuration for a disk.
 pub fn vmx_disk(device: &str, file: &str) -> String {
     format!("{device}.present = \"TRUE\"\n{device}.deviceType = \"disk\"\n{device}.fileName = \"{file}\"\n")
 }
 
-/// A card of a configuration.
+/// The lines of a VMware configuration for a network card.
 pub fn vmx_card(number: u32, model: &str) -> String {
     format!(
         "ethernet{number}.present = \"TRUE\"\nethernet{number}.virtualDev = \"{model}\"\n\

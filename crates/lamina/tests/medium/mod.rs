@@ -1,11 +1,11 @@
 //! Storage that fails on request, for file systems that a test mounts: a loop device on a file of nbdfuse, whose NBD
-//! server is in this module. The server is in the outer process of the test and continues if the inner process fails,
-//! so that the mounts can be removed. The inner process controls it over a socket.
+//! server is in this module. The server runs in the outer process of the test, and continues if the inner process
+//! fails, so that the mounts can be removed. The inner process controls it over a socket.
 //!
-//! nbdkit's error filter can fail neither flushes nor the nth request. A request that fails here has no effect, and an
-//! acknowledged one is kept until the power is cut: then each unit of 4 KiB written since the last flush is kept or
-//! lost, and nothing changes until the power is back. Units are not torn, because ext4 and XFS cannot be mounted if
-//! their superblock or a directory block is torn.
+//! nbdkit's error filter is not used, because it can fail neither flushes nor the nth request. A request that fails has
+//! no effect. Acknowledged data is kept until the power is cut: then each unit of 4 KiB written since the last flush is
+//! randomly kept or lost, and the content does not change until the power is restored. Units are not torn, because ext4
+//! and XFS cannot be mounted if their superblock or a directory block is torn.
 
 #![allow(dead_code, reason = "each test file uses only a part")]
 #![allow(clippy::unwrap_used)]
@@ -20,12 +20,12 @@ use testkit::mounted;
 use testkit::nbd::{EIO, OPT_GO, OPTION, OPTION_REPLY, REP_ACK, REP_INFO, SIMPLE_REPLY};
 use testkit::process::tool;
 
-/// Environment variable with the control socket for the inner process.
+/// Environment variable with the path of the control socket, for the inner process.
 const INSIDE: &str = "LAMINA_TEST_MEDIUM";
 /// Unit that a power cut does not tear.
 const UNIT: usize = 4096;
 const UNSUPPORTED: u32 = 0x8000_0001;
-/// Transmission flags: flags present, flush, FUA, trim, write zeroes.
+/// Transmission flags of the server: flags present, flush, FUA, trim, write zeroes.
 const FLAGS: u16 = 0b110_1101;
 
 /// Kinds of requests to the storage.
@@ -66,7 +66,7 @@ struct Inside {
     content: Vec<u8>,
     power: Option<Power>,
     fails: Option<Request>,
-    /// Number of requests of that kind that still succeed, and of those that fail then.
+    /// Number of requests of this kind that still succeed, and the number of requests after them that fail.
     passes: u64,
     left: u64,
     failed: u64,
@@ -212,9 +212,9 @@ impl Inside {
     }
 }
 
-/// Carries out commands of the inner process. One kind names a kind of request, the number of requests that succeed
-/// first, and the number of requests that fail after them. The other kind switches the power.
-/// The reply to the first kind is the number of failures since the last command.
+/// Carries out commands of the inner process. A command either sets failures or switches the power. To set failures, it
+/// names a kind of request, the number of requests that succeed first, and the number of requests that fail after them;
+/// the reply is the number of failures since the last command.
 fn obey(stream: UnixStream, inside: &Mutex<Inside>) -> io::Result<()> {
     let mut lines = BufReader::new(stream.try_clone()?);
     let mut answers = stream;
@@ -234,7 +234,7 @@ fn listen(path: PathBuf, inside: &Arc<Mutex<Inside>>, answer: fn(UnixStream, &Mu
     std::thread::spawn(move || {
         for stream in listener.incoming().flatten() {
             let inside = Arc::clone(&inside);
-            // A client that disconnects ends only its own connection.
+            // Each client has a thread, so that a client that disconnects ends only its own connection.
             std::thread::spawn(move || drop(answer(stream, &inside)));
         }
     });
@@ -314,7 +314,7 @@ pub fn on_medium(test: &str, megabytes: usize, body: fn(&mut Medium)) {
     let inside = Arc::new(Mutex::new(inside));
     listen(folder.path().join("nbd"), &inside, serve);
     listen(folder.path().join("control"), &inside, obey);
-    // The file is accessed without the page cache, so that failures are visible above it.
+    // The loop device accesses the file with direct I/O, so that failures are visible to the file system.
     let script = "set -e; mkdir $FOLDER/medium $FOLDER/mounted; touch $FOLDER/medium/disk; \
         nbdfuse $FOLDER/medium/disk nbd+unix:///?socket=$FOLDER/nbd 2>$FOLDER/nbdfuse & medium=$!; \
         for i in $(seq 600); do [ $(stat -c %s $FOLDER/medium/disk) -gt 0 ] && break; sleep 0.05; done; \

@@ -1,16 +1,16 @@
-//! Compares the output that a page shows with the output of a command. Parts that differ between machines or runs are
-//! removed from both before:
+//! Compares the output that a page shows with the output of a command. Before the comparison, parts that differ between
+//! machines or runs are removed from both:
 //!
 //! * UUIDs, and MAC addresses of machines;
 //! * times of day, and durations in seconds or milliseconds;
 //! * process ids;
 //! * sizes and counts that depend on the file system of the host or on the tools that fill a disk: the values after the
-//!   labels in [`OF_THE_HOST`], and those of a line about a transfer;
+//!   labels in [`OF_THE_HOST`], and the values in a line about a transfer;
 //! * warnings about the file system of the host.
 //!
 //! Spaces at the end of a line are ignored.
 
-/// Labels of lines whose values depend on the host.
+/// Labels of the values that depend on the host.
 const OF_THE_HOST: [&str; 15] = [
     "uuid:",
     "available:",
@@ -62,7 +62,7 @@ fn matches(shown: &[String], printed: &[String]) -> bool {
     }
 }
 
-/// A line without the parts that may differ.
+/// A line with the parts removed that may differ.
 fn plain(line: &str) -> String {
     let line = line.trim_end();
     let label = OF_THE_HOST.iter().find(|label| line.trim_start().starts_with(**label));

@@ -9,8 +9,8 @@
 //! | a block of another language | must not contain commands: text, xml, toml |
 //! | a comment `<!-- test setup` ... `-->` | runs its lines, which prepare what the page needs, such as a disk |
 //!
-//! Each page has its own mount, process and network namespaces (`shell.rs`), so that its paths, addresses and host
-//! names are used as they are. `comparison.rs` lists the differences that are allowed.
+//! Each page has its own mount, process and network namespaces (`shell.rs`), so that the commands use the paths,
+//! addresses and host names of the page unchanged. `comparison.rs` lists the differences that are allowed in output.
 
 #![allow(clippy::unwrap_used)]
 

@@ -11,9 +11,9 @@ pub struct Page {
 /// A block of a page.
 #[derive(Debug)]
 pub enum Block {
-    /// Commands in a comment, which run first.
+    /// Commands in a setup comment, which run before the blocks that follow.
     Setup { line: usize, commands: String },
-    /// Commands to run, with their output.
+    /// Commands to run, each with its output.
     Console { commands: Vec<Command> },
     /// Commands that the test does not run.
     NotRun { line: usize, reason: String },

@@ -1,6 +1,6 @@
 //! A shell in its own mount, process and network namespaces. `/tmp`, `/srv`, `/mnt`, `/var/lib` and `/dev/shm` are
-//! empty folders of the test, `/etc` is a copy, and all are removed at the end. Processes that a page leaves running,
-//! such as a server or a guest, end with the shell.
+//! empty folders of the test, `/etc` is a copy of the host's, and all of these are removed at the end. Processes that a
+//! page leaves running, such as a server or a guest, end with the shell.
 //!
 //! | path or name | what it is |
 //! |---|---|
@@ -21,12 +21,12 @@ use testkit::machines;
 const COMMAND_MAX: Duration = Duration::from_secs(600);
 /// How long to wait for the output of a background command.
 const BACKGROUND_MAX: Duration = Duration::from_secs(60);
-/// Printed by the shell after each command, followed by the exit code.
+/// Mark that the shell prints after each command, followed by the exit code.
 const MARK: &str = "\u{1}ended ";
 
 const HOSTS: &str = "127.0.0.1 localhost backup.example.org build.example.org store.example\n";
 
-/// All paths are resolved before folders are mounted over, because the source may be in one of them.
+/// All paths are resolved before other folders are mounted over them, because the source may be inside one of these.
 const BEGIN: &str = r#"
 set -e
 mkdir -p "$SCRATCH"/{tmp/tour,srv,var-lib/lamina,home,source,program}
@@ -81,7 +81,7 @@ impl Shell {
             .stdin(Stdio::piped())
             .stdout(writer.try_clone().unwrap())
             .stderr(writer)
-            // Signals from the terminal must reach only the test.
+            // The shell is in another process group than the test, so that signals of the terminal reach only the test.
             .process_group(0);
         let mut child = command.spawn().expect("unshare, of util-linux");
         drop(command);
@@ -94,7 +94,7 @@ impl Shell {
 
     /// Runs a command. A background command (`&`) must print `lines` lines before the next one is run.
     pub fn run(&mut self, command: &str, lines: usize) -> Done {
-        // The shell reads commands from its standard input, so programs get another one.
+        // The shell reads commands from its standard input, so programs that it starts have another standard input.
         std::fs::write(self.scratch.path().join("command"), command).unwrap();
         let mut output = Vec::new();
         let step = format!("eval \"$(<{}/command)\" </dev/null; __code=$?\n", self.folder());
@@ -124,7 +124,7 @@ impl Shell {
         }
     }
 
-    /// The folder of the test as the shell sees it: by its own name until it is mounted at `/mnt`.
+    /// The folder of the test as the shell sees it: under its own name, or, once it is mounted there, as `/mnt`.
     fn folder(&self) -> &'static str {
         "${FOLDER:-$SCRATCH}"
     }
@@ -144,7 +144,7 @@ fn collected(mut reader: PipeReader) -> Receiver<Vec<u8>> {
 }
 
 impl Drop for Shell {
-    /// The shell is the first process of its process namespace, so all others end with it.
+    /// The shell is the first process of its process namespace, so the kernel ends all others with it.
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();

@@ -52,8 +52,8 @@ pub struct DiskCreate {
     /// Format of the disk: native, vmdk (VMware's flat disk), or an image format such as sesparse.
     #[arg(long, value_name = "FORMAT", default_value = "native", value_parser = parse_format)]
     pub format: DiskFormat,
-    /// Format of its snapshots: vmfssparse, sesparse or vsansparse. Default as in vSphere: vmfssparse, above 2 TiB
-    /// sesparse.
+    /// Format of the disk's snapshots: vmfssparse, sesparse or vsansparse. Default as in vSphere: vmfssparse, above 2
+    /// TiB sesparse.
     #[arg(long, value_name = "FORMAT", value_parser = parse_delta)]
     pub delta: Option<DeltaFormat>,
 }
@@ -112,7 +112,7 @@ pub struct DiskMigrate {
     /// Provisioning type, for formats with several.
     #[arg(long, value_enum, value_name = "TYPE", default_value = "thin")]
     pub provisioning: ProvisioningArgument,
-    /// Format of its snapshots, if they are images. Default: as in vSphere.
+    /// Format of the disk's snapshots, if they are images. Default: as in vSphere.
     #[arg(long, value_name = "FORMAT", value_parser = parse_delta)]
     pub delta: Option<DeltaFormat>,
     /// Folder of another datastore to migrate the disk to.
@@ -147,7 +147,7 @@ pub struct DiskImport {
     /// Provisioning type, for formats with several.
     #[arg(long, value_enum, value_name = "TYPE", default_value = "thin")]
     pub provisioning: ProvisioningArgument,
-    /// Format of its snapshots, if they are images. Default: as in vSphere.
+    /// Format of the disk's snapshots, if they are images. Default: as in vSphere.
     #[arg(long, value_name = "FORMAT", value_parser = parse_delta)]
     pub delta: Option<DeltaFormat>,
     /// Another folder in which parents and extents of the image may be.
@@ -231,7 +231,7 @@ pub enum DiskCommand {
         /// The disk.
         #[arg(value_parser = parse_disk)]
         name: String,
-        /// Its new name.
+        /// New name of the disk.
         #[arg(value_name = "NEW_NAME", value_parser = parse_disk)]
         to: String,
         /// Rename the disk even if clients have it open or may reconnect, or a machine uses it. They look for the old

@@ -88,7 +88,7 @@ impl ConvertArguments {
             rate: self.rate.unwrap_or(0),
         };
         if conversion.needs_datastore() {
-            // The server of the datastore has another working directory.
+            // The server of the datastore may have another working directory, so the paths are made absolute.
             for end in [&mut conversion.from, &mut conversion.to] {
                 if let Address::Path(path) = end {
                     *path = absolute(path)?;
@@ -131,7 +131,7 @@ pub enum ImageCommand {
         /// Capacity, such as 10G; default with --parent: the parent's.
         #[arg(value_name = "SIZE", value_parser = parse_size, required_unless_present = "parent")]
         size: Option<u64>,
-        /// Its format.
+        /// Format of the image.
         #[arg(short = 'd', long, value_name = "FORMAT", value_parser = image_kind(), default_value = "thin")]
         format: ImageKind,
         /// The parent image, for formats that support one.

@@ -15,7 +15,7 @@ use vm::definition::{CloneKind, Link, PORTS_MAX};
 use vm::edit::Edit;
 use vm::identity::Mac;
 
-/// Most bytes of standard input that a program in the guest gets.
+/// Most bytes of standard input that are passed to a program in the guest.
 const INPUT_MAX: u64 = 1 << 20;
 
 /// Parses the name of a machine.
@@ -119,7 +119,7 @@ pub enum VmCommand {
         /// The machine.
         #[arg(value_name = "VM", value_parser = parse_machine)]
         name: String,
-        /// Its new name.
+        /// New name of the machine.
         #[arg(value_name = "NEW_NAME", value_parser = parse_machine)]
         to: String,
     },
@@ -179,7 +179,7 @@ pub enum VmCommand {
         /// The machine.
         #[arg(value_name = "VM", value_parser = parse_machine)]
         name: String,
-        /// Print all clones that are based on it, instead of the first ten.
+        /// Print all clones that are based on the machine, instead of the first ten.
         #[arg(long)]
         children: bool,
     },
@@ -297,7 +297,7 @@ fn read_input() -> Result<Vec<u8>, String> {
 /// `lamina vm create`.
 #[derive(Debug, Args)]
 pub struct VmCreate {
-    /// Its name: letters, digits and inner hyphens.
+    /// Name of the machine: letters, digits and inner hyphens.
     #[arg(value_name = "VM", value_parser = parse_machine)]
     pub name: String,
     /// Virtual CPUs.
@@ -476,11 +476,11 @@ impl VmSnapshotCommand {
 /// How the identity inside the guest is changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum IdentityArgument {
-    /// Change it if the guest's agent answers; otherwise the clone's network stays disconnected.
+    /// Change the identity if the guest's agent answers; otherwise the clone's network stays disconnected.
     Auto,
-    /// Change it, or fail to make the clone.
+    /// Change the identity, or fail to make the clone.
     Required,
-    /// Keep the parent's.
+    /// Keep the parent's identity.
     Keep,
 }
 

@@ -88,10 +88,10 @@ pub enum FirmwareArgument {
 #[derive(Debug, Args)]
 pub struct VmImport {
     /// A .vmx, .ovf or .ova file, the .xml of a libvirt domain, an image of a disk, or a folder: then all machines in
-    /// it and in the folders in it.
+    /// the folder and its subfolders.
     #[arg(value_name = "SOURCE")]
     pub source: PathBuf,
-    /// Name of the machine. Default: made of the name in the source.
+    /// Name of the machine. Default: derived from the name in the source.
     #[arg(long, value_name = "VM", value_parser = parse_machine)]
     pub name: Option<String>,
     /// Only report what would be made, and what would differ from the source.

@@ -6,7 +6,7 @@ use control::{DiskRequest, MachineNotice, Request, Resized, SnapshotRequest};
 use disk::{DiskInfo, DiskStatistics, DiskUser, ImageDetails, Provisioning, Reclaimed};
 use std::io::{self, Write};
 
-/// Bytes of a block, for block counts.
+/// Size of a block in bytes, for block counts.
 const BLOCK: u64 = backend::BLOCK_SIZE as u64;
 
 fn provisioning(kind: Provisioning) -> &'static str {
@@ -17,7 +17,7 @@ fn provisioning(kind: Provisioning) -> &'static str {
     }
 }
 
-/// Prints a disk in one line after a change, and completely for `show`.
+/// Prints a disk: after a change on one line, for `show` completely.
 pub fn print(out: &mut dyn Write, request: &Request, disk: &DiskInfo) -> io::Result<()> {
     let DiskInfo { name, .. } = disk;
     match request {
@@ -44,7 +44,7 @@ pub fn print(out: &mut dyn Write, request: &Request, disk: &DiskInfo) -> io::Res
     }
 }
 
-/// Prints the new capacity, and the clients that still have the old one.
+/// Prints the new capacity, and the clients that still see the old one.
 pub fn print_resized(out: &mut dyn Write, resized: &Resized) -> io::Result<()> {
     let Resized { disk, reconnected, unaware, machine, .. } = resized;
     writeln!(out, "disk {} has {} now", disk.name, size(disk.capacity))?;

@@ -9,7 +9,7 @@ use std::io::{self, Write};
 /// Size of the blocks in which VMware counts the space of flat disks.
 const FILE_BLOCK: u64 = 1 << 20;
 
-/// Most extents that are listed.
+/// Most extents of an image that are listed.
 const EXTENTS_TOLD_MAX: usize = 4;
 
 /// Prints an image and its parents, newest first.

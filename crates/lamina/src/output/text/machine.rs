@@ -14,7 +14,7 @@ use vm::definition::{Card, Definition, Disk, Origin, Platform};
 use vm::machine::MachineState;
 use vm::snapshots::Record;
 
-/// Most children of a machine that are listed, unless all are requested.
+/// Most children of a machine that are listed, unless the user requests all.
 const CHILDREN_TOLD_MAX: usize = 10;
 /// Most names that are listed when many machines are made at once.
 const NAMES_TOLD_MAX: usize = 5;
@@ -60,7 +60,7 @@ pub fn print(out: &mut dyn Write, verb: &MachineVerb, reply: &MachineReply) -> i
             out,
             "froze {name} to image {image} (stop {stop_ms:.1} ms, disks {disks_ms:.1} ms, state {state_ms:.1} ms)"
         ),
-        // The caller attaches to the console, so this reply is not normally printed.
+        // For this reply the caller attaches to the console, so the reply is not normally printed.
         MachineReply::Console { socket, .. } => writeln!(out, "{}", socket.display()),
         MachineReply::Executed { execution: Execution::Ended(ended), .. } => out.write_all(&ended.output),
         MachineReply::Executed { .. } => Ok(()),
