@@ -37,7 +37,7 @@ pub struct InitOptions {
     pub journal_size: u64,
 }
 
-/// How overlapping I/O is submitted for a datastore in a folder. Other media have their own queues.
+/// The way in which overlapping I/O is submitted for a datastore in a folder. Other media have their own queues.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum QueueChoice {
     /// io_uring where the kernel allows it, otherwise threads.
@@ -51,7 +51,7 @@ pub enum QueueChoice {
 /// Options for opening a datastore.
 #[derive(Clone, Copy, Debug)]
 pub struct OpenOptions {
-    /// Whether I/O goes through the page cache or past it (O_DIRECT).
+    /// Whether I/O uses the page cache or bypasses it (O_DIRECT).
     pub mode: IoMode,
     /// The engine for overlapping I/O.
     pub queue: QueueChoice,
@@ -69,15 +69,16 @@ pub struct Datastore {
     pub(crate) native: Arc<Native>,
     pub(crate) foreign: Foreign,
     pub(crate) switches: Arc<Switches>,
-    /// Which operations are running on which disks.
+    /// Records which operations are running on which disks.
     pub(crate) uses: Arc<Uses>,
-    /// Held for writing while a name moves from one disk to another, for reading while a disk is opened by its name.
+    /// Locked for writing while a name is moved from one disk to another, and for reading while a disk is opened by its
+    /// name.
     pub(crate) rename_lock: RwLock<()>,
-    /// The datastore's location; `None` if it was opened by a directory.
+    /// The datastore's location; `None` if it was opened by its directory.
     pub(crate) location: Option<Location>,
-    /// Other datastores to which clients of this one were migrated together with their disks.
+    /// Other datastores to which disks were migrated from this datastore together with their clients.
     pub(crate) peer_datastores: Arc<Mutex<Vec<Arc<Datastore>>>>,
-    /// Reserved names, of disks that are being created or renamed.
+    /// Names that are reserved for disks that are being created or renamed.
     reserved: Arc<Mutex<BTreeSet<String>>>,
     /// Live imports: migrations that run in the background.
     pub(crate) imports: Imports,
@@ -104,7 +105,8 @@ impl Drop for Reservation {
     }
 }
 
-/// Keeps space back for requests that need no new space, where the file system refuses even these at its quota.
+/// Reserves space for requests that need no new space, because some file systems refuse even these when their quota is
+/// exhausted. `None` if the file system is not one of these, or if no space can be reserved.
 fn keep_space(path: &Path) -> Option<KeptSpace> {
     let kept = KeptSpace::keep(path).unwrap_or_else(|error| {
         let datastore = path.display();
@@ -118,7 +120,7 @@ fn keep_space(path: &Path) -> Option<KeptSpace> {
 }
 
 impl Datastore {
-    /// Makes a datastore at a location without one; a folder must be empty or missing.
+    /// Creates a datastore at a location that has none. A folder must be empty or missing.
     pub fn init(location: impl Into<Location>, options: InitOptions) -> Result<()> {
         let location = location.into();
         let range = store::engine::JOURNAL_SIZE_MIN..=store::engine::JOURNAL_SIZE_MAX;
@@ -147,19 +149,19 @@ impl Datastore {
         result.map_err(|error| error.context(&location))
     }
 
-    /// Makes a datastore in a directory of any backend.
+    /// Creates a datastore in a directory of any backend.
     pub fn init_in(directory: Arc<dyn Directory>, options: InitOptions) -> Result<()> {
         let uuid = names::new_uuid()?;
         Engine::init(&directory, InitParameters { uuid, journal_size: options.journal_size })
     }
 
-    /// Opens a datastore and takes its ownership: `Busy` if another process owns it.
+    /// Opens a datastore and acquires its ownership: `Busy` if another process owns it.
     pub fn open(location: impl Into<Location>, options: OpenOptions) -> Result<Arc<Self>> {
         Self::open_located(location.into(), options, Engine::open_owned)
     }
 
     /// As [`Datastore::open`], for `check --repair`: damage that prevents opening is repaired if the right content can
-    /// be proven, and is listed in the report of the check.
+    /// be proven. The report of the check lists these repairs.
     pub fn open_repairing(location: impl Into<Location>, options: OpenOptions) -> Result<Arc<Self>> {
         Self::open_located(location.into(), options, Engine::open_repairing)
     }
@@ -188,7 +190,8 @@ impl Datastore {
         Self::open_at(Some(&location), directory, engine_options, open).map_err(|error| error.context(&location))
     }
 
-    /// Opens a datastore in a directory of any backend. It has no location, and so no disks in VMware's formats.
+    /// Opens a datastore in a directory of any backend. Such a datastore has no location, and so no disks in VMware's
+    /// formats.
     pub fn open_in(directory: Arc<dyn Directory>, options: EngineOptions) -> Result<Arc<Self>> {
         Self::open_at(None, directory, options, Engine::open_owned)
     }
@@ -205,13 +208,13 @@ impl Datastore {
         open: OpenEngine,
     ) -> Result<Arc<Self>> {
         let owner = Arc::new(Owner::take(&*directory)?);
-        // Space is kept back before recovery, which overwrites in place.
+        // The space is reserved before recovery, because recovery overwrites data in place.
         let kept_space = location.and_then(Location::local_path).and_then(keep_space);
         let mode = options.mode;
         let engine = open(directory, options, Some(&owner))?;
         let switches = Arc::<Switches>::default();
         let native = Native::open(engine, Arc::clone(&switches));
-        // The migration's record decides whether an incomplete disk is kept.
+        // The records of migrations decide which incomplete disks are kept.
         let mut doubt = migrate::recover(&native, location.and_then(Location::local_path))?;
         doubt.names.append(&mut transfer::recover(&native)?);
         native.remove_incomplete(&doubt.names)?;
@@ -254,17 +257,18 @@ impl Datastore {
         Ok(datastore)
     }
 
-    /// The datastore's directory, in which servers keep small records.
+    /// The datastore's directory, in which servers store small records.
     pub fn directory(&self) -> &Arc<dyn Directory> {
         self.native.engine.directory()
     }
 
-    /// The space that the datastore reserves for names that its owner needs on a full file system.
+    /// The space that the datastore reserves for names that its owner has to create on a full file system.
     pub fn spare(&self) -> Spare {
         Spare::of(Arc::clone(self.directory()))
     }
 
-    /// Space that is kept back for requests that need no new space, where a quota refuses even these.
+    /// The space that is reserved for requests that need no new space, because the file system refuses even these when
+    /// its quota is exhausted.
     pub fn kept_space(&self) -> Option<&KeptSpace> {
         self.kept_space.as_ref()
     }
@@ -285,12 +289,12 @@ impl Datastore {
         &self.foreground
     }
 
-    /// The rate limit of background work.
+    /// The rate limit of background work with progress `progress`.
     pub fn background<'a>(&self, progress: &'a dyn Progress) -> Background<'a> {
         Background::new(progress, &self.foreground)
     }
 
-    /// The storage engine, for tests that control its steps.
+    /// The storage engine, for tests that control the engine's steps.
     pub fn engine(&self) -> &Engine {
         &self.native.engine
     }
@@ -327,7 +331,7 @@ impl Datastore {
             QueueKind::Inline => "inline",
             QueueKind::Medium => "medium",
         };
-        // A status must not fail because a disk's map is damaged: a check reports that.
+        // A damaged map of a disk must not make the status fail; a check reports the damage.
         let unwritten = self.native.reserved_in_disks().unwrap_or_default();
         let (background_work, background_rate) = self.foreground.pace();
         Ok(Status {
@@ -371,7 +375,7 @@ impl Datastore {
         Ok(report)
     }
 
-    /// The file system that holds the datastore, with warnings about its restrictions.
+    /// The file system in which the datastore is, with warnings about the file system's restrictions.
     pub fn file_system(&self) -> FileSystemInfo {
         self.location.as_ref().map(file_system::look_at).unwrap_or_default()
     }
@@ -387,7 +391,8 @@ impl Datastore {
         }
     }
 
-    /// An I/O queue for one thread, of the kind chosen at opening, for the data files that [`Device::plan_read`] names.
+    /// An I/O queue for one thread, for the data files that [`Device::plan_read`] names. Its kind was chosen when the
+    /// datastore was opened.
     pub fn queue(&self, depth: u32) -> std::io::Result<Box<dyn backend::Queue>> {
         self.native.engine.directory().queue(depth)
     }
@@ -399,7 +404,7 @@ impl Datastore {
         names
     }
 
-    /// Reserves a name for a new disk: `Exists` if a disk has it, or another operation has reserved it.
+    /// Reserves a name for a new disk: `Exists` if a disk has the name, or another operation has reserved it.
     pub(crate) fn reserve(&self, name: &str) -> Result<Reservation> {
         names::check("disk", name)?;
         let mut reserved = self.reserved.lock();

@@ -1,12 +1,12 @@
 //! The interface between disks and exports: a range of bytes that can be read, written, discarded and flushed.
 //!
-//! A read has two steps, so that the exporter decides how to wait. [`Device::plan_read`] looks up the map without
-//! waiting for data. The exporter then fetches the [`Segment::Media`] parts, from the page cache at once or through its
-//! [`backend::Queue`]. [`Device::finish_read`] verifies or decodes what was fetched.
+//! A read has two steps, so that the exporter decides how it waits. [`Device::plan_read`] looks up the map without
+//! waiting for data. The exporter then fetches the [`Segment::Media`] parts, directly if they are in the page cache,
+//! otherwise through its [`backend::Queue`]. [`Device::finish_read`] verifies or decodes the fetched bytes.
 //!
-//! 1. Offset and length of what is fetched may differ from what is delivered: a file opened with O_DIRECT takes whole
-//!    blocks only, and encoded data is shorter than its decoded form. [`Media`] has both.
-//! 2. Checksums and whatever else verifies fetched data stay with the device, in the guard of the plan.
+//! 1. Offset and length of the fetched bytes may differ from those of the delivered bytes: a file opened with O_DIRECT
+//!    can be read only in whole blocks, and encoded data is shorter than its decoded form. [`Media`] has both ranges.
+//! 2. The checksums for the verification are in the guard of the plan, which only the device uses.
 
 use backend::{BLOCK_SIZE, Buffer, File, SharedSlice};
 use error::{Error, Result};
@@ -19,18 +19,18 @@ static ZEROS: [u8; 16 * BLOCK_SIZE] = [0; 16 * BLOCK_SIZE];
 
 /// A part of a planned read.
 pub enum Segment {
-    /// Reads as zeros.
+    /// A range that reads as zeros.
     Zero {
         /// Length in bytes.
         length: usize,
     },
-    /// Bytes in memory.
+    /// Bytes that are in memory already.
     Memory(SharedSlice),
     /// Bytes in a file, which the exporter fetches.
     Media(Media),
 }
 
-/// A part of a file that holds a segment.
+/// A part of a file that contains the bytes of a segment.
 pub struct Media {
     /// The file.
     pub file: Arc<dyn File>,
@@ -38,8 +38,8 @@ pub struct Media {
     pub offset: u64,
     /// Bytes to fetch from `offset`.
     pub length: usize,
-    /// Where the caller puts the fetched bytes: `length` bytes, rounded up to whole blocks. [`Device::finish_read`] may
-    /// replace them by their decoded form.
+    /// The memory into which the caller writes the fetched bytes: `length` bytes, rounded up to whole blocks.
+    /// [`Device::finish_read`] may replace them by their decoded form.
     pub buffer: Option<Buffer>,
     /// The bytes of `buffer` that belong to the reply, once the read is finished.
     pub delivered: Range<usize>,
@@ -48,7 +48,7 @@ pub struct Media {
 }
 
 impl Media {
-    /// A part whose fetched bytes are delivered unchanged.
+    /// A part of a file from which the fetched bytes are delivered unchanged.
     pub fn new(file: Arc<dyn File>, offset: u64, length: usize) -> Self {
         Self { file, offset, length, buffer: None, delivered: 0..length, verified: None }
     }
@@ -84,13 +84,13 @@ impl Segment {
 /// The outcome of [`Device::finish_read`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verdict {
-    /// The segments hold the content of the range.
+    /// The segments contain the content of the range.
     Good,
-    /// The range was changed during the read: plan the read again.
+    /// The range was changed during the read: the caller has to plan the read again.
     Again,
 }
 
-/// A planned read. While it lives, no location that it names is reused for other data.
+/// A planned read. While it exists, no location that it names is reused for other data.
 pub struct ReadPlan {
     /// The parts in order. Together they cover the request, widened to whole blocks, or to whole sectors on devices
     /// without blocks.
@@ -101,12 +101,12 @@ pub struct ReadPlan {
     pub length: usize,
     /// Byte offset of the request.
     pub offset: u64,
-    /// What the device needs for the read. Until it is dropped, no location in the plan is reused for other data.
+    /// Data of the device for the read. Until the guard is dropped, no location in the plan is reused for other data.
     pub guard: Option<Box<dyn Any + Send>>,
 }
 
 impl ReadPlan {
-    /// The parts of the reply: the index of each segment, and which of its bytes.
+    /// The parts of the reply: the index of each segment, and the range of its bytes that belongs to the reply.
     pub fn parts(&self) -> impl Iterator<Item = (usize, Range<usize>)> {
         let (mut skip, mut left) = (self.skip, self.length);
         self.segments.iter().enumerate().filter_map(move |(index, segment)| {
@@ -119,7 +119,7 @@ impl ReadPlan {
         })
     }
 
-    /// True if the segments hold every byte of the reply in memory. Call after a finished read.
+    /// True if the segments have every byte of the reply in memory. Call this after a finished read.
     pub fn is_whole(&self) -> bool {
         let there = |(index, range): (usize, Range<usize>)| match &self.segments[index] {
             Segment::Zero { .. } => range.len(),
@@ -128,7 +128,7 @@ impl ReadPlan {
         self.parts().map(there).sum::<usize>() == self.length
     }
 
-    /// The bytes of the reply in order, as slices of the segments. Call after a finished read.
+    /// The bytes of the reply in order, as slices of the segments. Call this after a finished read.
     pub fn slices(&self) -> Vec<&[u8]> {
         let mut out: Vec<&[u8]> = Vec::with_capacity(self.segments.len());
         for (index, range) in self.parts() {
@@ -147,7 +147,7 @@ impl ReadPlan {
         out
     }
 
-    /// The CRC32C of the reply. Call after a finished read.
+    /// The CRC32C of the reply. Call this after a finished read.
     pub fn checksum(&self) -> u32 {
         // Checksums of blocks that were just verified are combined instead of being computed again.
         let mut known = Vec::with_capacity(self.length / BLOCK_SIZE);
@@ -163,7 +163,7 @@ impl ReadPlan {
         }
     }
 
-    /// Fetches the parts that lie in files, blocking: for callers without a queue.
+    /// Fetches the parts that are in files, and blocks until they are read: for callers without a queue.
     pub fn fetch(&mut self) -> io::Result<()> {
         for segment in &mut self.segments {
             if let Segment::Media(media) = segment {
@@ -176,23 +176,23 @@ impl ReadPlan {
     }
 }
 
-/// A requested flush. It completes in [`Device::finish_flush`], on the thread that calls it.
+/// A requested flush. [`Device::finish_flush`] completes it, on the thread that calls this method.
 #[derive(Default)]
 pub struct FlushTicket {
-    /// Which acknowledged writes the flush covers, as a number of the device.
+    /// The last acknowledged write that the flush covers, as a number that the device assigns.
     pub number: u64,
-    /// What the device keeps until the flush has completed.
+    /// A value that the device needs until the flush has completed.
     pub guard: Option<Box<dyn Any + Send>>,
 }
 
 /// Allocation state of a range, for block status.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Allocation {
-    /// Holds data.
+    /// The range contains data.
     Data,
-    /// Takes space and reads as zeros.
+    /// The range occupies space and reads as zeros.
     Zero,
-    /// Takes no space and reads as zeros.
+    /// The range occupies no space and reads as zeros.
     Hole,
 }
 
@@ -201,11 +201,11 @@ pub enum Allocation {
 pub struct StatusExtent {
     /// Length in bytes.
     pub length: u64,
-    /// Its state.
+    /// Allocation state of all these bytes.
     pub allocation: Allocation,
 }
 
-/// A run of bytes that changed, or did not, since a snapshot.
+/// A run of bytes that either all changed since a snapshot, or did not change.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DirtyExtent {
     /// Length in bytes.
@@ -217,27 +217,27 @@ pub struct DirtyExtent {
 /// A disk or snapshot opened for I/O. Offsets and lengths are bytes at any alignment; ranges must lie within the
 /// capacity (`Invalid` otherwise). Every method may be called from any thread at once.
 pub trait Device: Send + Sync {
-    /// The name it was opened under: `disk` or `disk@snapshot`.
+    /// The name under which the device was opened: `disk` or `disk@snapshot`.
     fn name(&self) -> &str;
 
-    /// Capacity in bytes, now: a resize changes it.
+    /// Current capacity in bytes, which a resize changes.
     fn capacity(&self) -> u64;
 
-    /// True when writes are refused.
+    /// Whether writes are refused.
     fn read_only(&self) -> bool;
 
     /// Looks up where the bytes of a range are.
     fn plan_read(&self, offset: u64, length: usize) -> Result<ReadPlan>;
 
     /// Plans a read if that needs no metadata from the medium. Otherwise the device starts to read that metadata and
-    /// returns `None`, so that the caller can try other reads meanwhile and have all of them wait for the medium at the
-    /// same time: it then calls [`Device::load_for_read`] for each, and tries again.
+    /// returns `None`. The caller can then try other reads, so that the metadata of all of them is read concurrently.
+    /// Afterwards the caller calls [`Device::load_for_read`] for each read, and tries again.
     fn try_plan_read(&self, offset: u64, length: usize) -> Result<Option<ReadPlan>> {
         self.plan_read(offset, length).map(Some)
     }
 
-    /// Waits for the metadata that [`Device::try_plan_read`] missed. More may be missing then, because metadata refers
-    /// to metadata.
+    /// Waits for the metadata that [`Device::try_plan_read`] missed. Further metadata, to which this metadata refers,
+    /// may be missing then.
     fn load_for_read(&self, _offset: u64, _length: usize) -> Result<()> {
         Ok(())
     }
@@ -246,9 +246,10 @@ pub trait Device: Send + Sync {
     /// `Corrupt`, and is counted and logged.
     fn finish_read(&self, plan: &mut ReadPlan) -> Result<Verdict>;
 
-    /// Writes bytes at an offset. `data` may have any alignment in memory. A device that keeps whole blocks of `data`
-    /// copies none of them if the position of `data` within a block of memory ([`SharedSlice::lead`]) equals that of
-    /// `offset` within a block. With `fua` the bytes are durable on return. May wait while the write buffer is full.
+    /// Writes bytes at an offset. `data` may have any alignment in memory. A device that buffers whole blocks need not
+    /// copy them from `data` if `data` has the same position within a block of memory ([`SharedSlice::lead`]) as
+    /// `offset` within a block of the disk. With `fua` the bytes are durable on return. The call may wait while the
+    /// write buffer is full.
     fn write(&self, offset: u64, data: SharedSlice, fua: bool) -> Result<()>;
 
     /// Fill level of the write buffer in percent. Background work pauses while it is high.
@@ -256,21 +257,22 @@ pub trait Device: Send + Sync {
         0
     }
 
-    /// Discards a range, which then reads as zeros. Parts of it may keep their data if a full file system has no room
-    /// to record the discard.
+    /// Discards a range, which then reads as zeros. Parts of the range may keep their data if a full file system has no
+    /// space to record the discard.
     fn discard(&self, offset: u64, length: u64, fua: bool) -> Result<()>;
 
-    /// Makes a range read as zeros. With `allocate` the range keeps or gets space, so that later writes to it cannot
-    /// fail for lack of space.
+    /// Makes a range read as zeros. With `allocate` the range stays allocated or is allocated, so that later writes to
+    /// it cannot fail for lack of space.
     fn write_zeroes(&self, offset: u64, length: u64, allocate: bool, fua: bool) -> Result<()>;
 
-    /// Requests that all writes acknowledged before, on any connection, become durable. Never waits.
+    /// Requests that all writes become durable that were acknowledged before, on any connection. This call never waits.
     fn begin_flush(&self) -> Result<FlushTicket> {
-        // A device that does not number its writes flushes everything in `finish_flush`, which covers at least as much.
+        // A device that does not number its writes flushes all writes in `finish_flush`, which covers at least the
+        // requested ones.
         Ok(FlushTicket::default())
     }
 
-    /// Makes durable what the ticket covers, or waits for another flush that does.
+    /// Makes the writes durable that the ticket covers, or waits for another flush that covers them.
     fn finish_flush(&self, ticket: FlushTicket) -> Result<()>;
 
     /// Begins and finishes a flush on this thread.
@@ -284,16 +286,17 @@ pub trait Device: Send + Sync {
     /// Grows or shrinks the disk.
     fn resize(&self, capacity: u64) -> Result<()>;
 
-    /// Allocation state of a range as at most `limit` extents, which cover the whole range unless the limit is reached.
+    /// The allocation state of a range as at most `limit` extents, which cover the whole range unless the limit is
+    /// reached.
     fn status(&self, offset: u64, length: u64, limit: usize) -> Result<Vec<StatusExtent>>;
 
     /// The snapshots that [`Device::changed_since`] accepts.
     fn dirty_bases(&self) -> Vec<String>;
 
-    /// What changed since snapshot `base` of the same disk, at most `limit` extents.
+    /// The ranges that changed since snapshot `base` of the same disk, as at most `limit` extents.
     fn changed_since(&self, base: &str, offset: u64, length: u64, limit: usize) -> Result<Vec<DirtyExtent>>;
 
-    /// Plans, fetches and finishes a read, blocking: for callers without a queue.
+    /// Plans, fetches and finishes a read, blocking the thread: for callers without a queue.
     fn read_plan(&self, offset: u64, length: usize) -> Result<ReadPlan> {
         loop {
             let mut plan = self.plan_read(offset, length)?;
@@ -305,7 +308,7 @@ pub trait Device: Send + Sync {
         }
     }
 
-    /// Reads into memory, blocking.
+    /// Reads into memory, blocking the thread.
     fn read(&self, offset: u64, length: usize) -> Result<Vec<u8>> {
         Ok(self.read_plan(offset, length)?.slices().concat())
     }

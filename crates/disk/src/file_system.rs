@@ -1,9 +1,9 @@
-//! The file systems on which a datastore may lie, and their restrictions.
+//! The file systems on which a datastore can be created, and their restrictions.
 //!
 //! A datastore needs three things: a lock that excludes other processes for as long as its owner writes, flushes that
-//! make writes durable, and space that stays reserved, also for overwrites. Where one of the first two is missing, a
-//! new datastore is refused unless the user insists. An existing datastore is opened on every file system, because
-//! refusing would only make its disks unreachable.
+//! make writes durable, and space that stays reserved, also for overwrites. On a file system that lacks one of the
+//! first two, the creation of a datastore is refused unless the user forces it. An existing datastore is opened on
+//! every file system, because a refusal would only make its disks inaccessible.
 
 use crate::foreign::IMAGES;
 use crate::location::Location;
@@ -15,18 +15,18 @@ use std::path::Path;
 /// The suitability of a file system.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Suitability {
-    /// Suitable.
+    /// The file system is suitable.
     Good,
-    /// Usable, with this restriction.
+    /// The file system is usable, with this restriction.
     Limited(&'static str),
-    /// A datastore there may lose flushed writes, for this reason.
+    /// A datastore on the file system may lose flushed writes, for this reason.
     Unsuitable(&'static str),
 }
 
 /// The file system of a datastore, for messages.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FileSystemInfo {
-    /// Its name.
+    /// The file system's name.
     pub name: String,
     /// Restrictions; empty if there are none.
     pub warnings: Vec<String>,
@@ -63,7 +63,7 @@ pub fn suitability(kind: FileSystem) -> Suitability {
 /// Refuses a new datastore in a local folder if the file system there is unsuitable.
 pub fn check_for_new(location: &Location) -> Result<()> {
     let Some(path) = location.local_path() else { return Ok(()) };
-    // The folder may not exist yet: then its parent decides.
+    // If the folder does not exist yet, the file system of its nearest existing parent folder is checked.
     let there = path.ancestors().find(|path| path.exists()).unwrap_or(Path::new("."));
     let there = if there.as_os_str().is_empty() { Path::new(".") } else { there };
     let kind = FileSystem::of(there).during(|| format!("asking for the file system of {}", there.display()))?;
@@ -80,7 +80,7 @@ pub fn check_for_new(location: &Location) -> Result<()> {
     }
 }
 
-/// The file system of an open datastore; empty on another medium than a local folder.
+/// The file system of an open datastore; empty if the datastore is not in a local folder.
 pub fn look_at(location: &Location) -> FileSystemInfo {
     let Some(path) = location.local_path() else { return FileSystemInfo::default() };
     let Ok(kind) = FileSystem::of(path) else { return FileSystemInfo::default() };

@@ -29,12 +29,12 @@ pub enum DiskFormat {
     Native,
     /// VMware's flat disk, with the requested provisioning type.
     Vmdk,
-    /// A disk whose oldest image is of that kind.
+    /// A disk whose oldest image is of this kind.
     Image(ImageKind),
 }
 
 impl DiskFormat {
-    /// Its name on the command line.
+    /// The format's name on the command line.
     pub fn name(self) -> &'static str {
         match self {
             Self::Native => "native",
@@ -78,11 +78,11 @@ impl From<DiskFormat> for String {
 pub struct NewDisk {
     /// Capacity in bytes.
     pub capacity: u64,
-    /// Its provisioning type, if the format leaves a choice.
+    /// The provisioning type, if the format supports several.
     pub provisioning: Provisioning,
-    /// Its format.
+    /// The format of the disk.
     pub format: DiskFormat,
-    /// The format of its snapshots, if they are images; vSphere's choice if `None`.
+    /// The format of the disk's snapshots, if they are images; `None` for the format that vSphere would choose.
     pub delta: Option<DeltaFormat>,
 }
 
@@ -96,7 +96,7 @@ impl NewDisk {
 /// VMware's counters of a flat disk, in file blocks of 1 MiB.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Counters {
-    /// Blocks that its files cover.
+    /// Blocks that the disk's files cover.
     pub blocks: u64,
     /// Blocks with allocated space.
     pub nb: u64,
@@ -107,9 +107,9 @@ pub struct Counters {
 /// A file of a disk.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ImageFile {
-    /// Its path.
+    /// The file's path.
     pub path: String,
-    /// `made` by the datastore, `adopted` for writing, or `foreign`: read only.
+    /// `made` by the datastore, `adopted` for writing, or `foreign` for files that are only read.
     pub standing: String,
 }
 
@@ -136,13 +136,13 @@ pub struct ImageDetails {
     pub files: Vec<ImageFile>,
     /// Bytes that the head's chain occupies in the file system.
     pub allocated: u64,
-    /// Bytes of guest data in the image, in whole grains.
+    /// Bytes of guest data that the images map, in whole grains.
     pub mapped: u64,
-    /// Bytes in the image that nothing references: wiping and shrinking return them.
+    /// Bytes in the images that nothing references. Wiping and shrinking free them.
     pub dead: u64,
-    /// True if there are levels that no snapshot needs.
+    /// Whether the chain has levels that no snapshot needs.
     pub consolidation_needed: bool,
-    /// True during a live import: the disk is read from the imported images until the server has copied them.
+    /// Whether a live import is running: the disk is read from the imported images until the server has copied them.
     #[serde(default)]
     pub importing: bool,
 }
@@ -162,25 +162,25 @@ pub struct DiskInfo {
     pub format: String,
     /// The snapshot on which the head is based.
     pub parent_snapshot: Option<String>,
-    /// For a linked clone, the `disk@snapshot` that it is based on.
+    /// For a linked clone, the `disk@snapshot` on which it is based.
     pub origin: Option<String>,
     /// Number of snapshots.
     pub snapshots: u64,
     /// Blocks of 4 KiB that the head of a native disk maps; `None` if counting was not requested.
     pub blocks_allocated: Option<u64>,
-    /// Of these, blocks that are zeroed on their first write.
+    /// The number of these blocks that will be zeroed on their first write.
     pub blocks_to_be_zeroed: Option<u64>,
     /// Bytes of the head that no snapshot, clone or other disk shares; `None` if counting was not requested.
     pub exclusive: Option<u64>,
     /// Number of clients that have the disk open.
     pub clients: u64,
-    /// Connected clients, and clients that may reconnect, as far as the server knows them.
+    /// Connected clients, and disconnected clients that may reconnect, as far as the server knows them.
     #[serde(default)]
     pub users: Vec<DiskUser>,
     /// The virtual machine that uses the disk; `None` if that was not requested.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub machine: Option<String>,
-    /// Why the disk has stopped taking writes; `None` if it has not.
+    /// Why the disk refuses writes since an I/O error; `None` if it does not.
     #[serde(default)]
     pub stopped: Option<String>,
     /// Creation time, seconds since 1970.
@@ -193,7 +193,7 @@ pub struct DiskInfo {
 /// A client of a disk or of a snapshot of it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DiskUser {
-    /// What the client has open: `disk` or `disk@snapshot`.
+    /// The export that the client has open: `disk` or `disk@snapshot`.
     pub export: String,
     /// The client, by its process or its address.
     pub client: String,
@@ -208,17 +208,17 @@ pub struct SnapshotInfo {
     pub disk: String,
     /// Name, unique within the disk.
     pub name: String,
-    /// Capacity of the disk at that time, in bytes.
+    /// Capacity of the disk when the snapshot was taken, in bytes.
     pub capacity: u64,
-    /// The snapshot on which this one is based.
+    /// The snapshot on which this snapshot is based.
     pub parent: Option<String>,
-    /// Linked clones that are based on it.
+    /// Linked clones that are based on the snapshot.
     pub clones: Vec<String>,
-    /// True if the head of the disk is based on it.
+    /// Whether the head of the disk is based on the snapshot.
     pub current: bool,
     /// Creation time, seconds since 1970.
     pub created: u64,
-    /// Its description.
+    /// The snapshot's description.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub description: String,
 }
@@ -226,7 +226,7 @@ pub struct SnapshotInfo {
 /// Options of a new snapshot.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SnapshotOptions {
-    /// Its description.
+    /// The snapshot's description.
     #[serde(default)]
     pub description: String,
     /// The folder of the new image; the disk's own folder if `None`.
@@ -238,7 +238,7 @@ pub struct SnapshotOptions {
 }
 
 impl SnapshotOptions {
-    /// True if an option is set that native snapshots do not support.
+    /// Whether an option is set that native snapshots do not support.
     pub(crate) fn is_special(&self) -> bool {
         *self != Self::default()
     }
@@ -257,7 +257,7 @@ pub enum Direction {
 /// The result of reclaiming space, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Reclaimed {
-    /// Bytes that were unreferenced or zeros and are now free.
+    /// Bytes that were unreferenced or contained only zeros, and are now free.
     pub freed: u64,
     /// Bytes that were returned to the file system.
     pub returned: u64,
@@ -265,7 +265,7 @@ pub struct Reclaimed {
     pub moved: u64,
 }
 
-/// Changes of the tunables of a disk's chain; `None` leaves one unchanged.
+/// Changes of the tunables of a disk's chain; `None` leaves a tunable unchanged.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Tuning {
     /// Limit of the metadata cache, in extents.
@@ -283,13 +283,13 @@ pub struct Tuning {
 /// One level of a chain.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LevelInfo {
-    /// Its format.
+    /// The level's format.
     pub format: String,
-    /// Its capacity in bytes.
+    /// The level's capacity in bytes.
     pub capacity: u64,
-    /// Unit of mapping in bytes.
+    /// The level's unit of mapping in bytes.
     pub grain: u64,
-    /// Open for writing.
+    /// Whether the level is open for writing.
     pub writable: bool,
 }
 
@@ -326,7 +326,7 @@ pub struct ChangedExtent {
     pub offset: u64,
     /// Length in bytes.
     pub length: u64,
-    /// True when the later point holds no data there (discarded or zeroed).
+    /// True if the later point has no data in the range (discarded or zeroed).
     pub zero: bool,
 }
 
@@ -340,7 +340,7 @@ pub struct Status {
     pub uuid: String,
     /// On-disk format version.
     pub version: u32,
-    /// The file system that holds the datastore; without a name if it is not a local one.
+    /// The file system in which the datastore is; without a name if the datastore is not in a local folder.
     #[serde(default)]
     pub file_system: FileSystemInfo,
     /// Size of that file system in bytes.
@@ -349,10 +349,10 @@ pub struct Status {
     pub available: u64,
     /// Bytes that the datastore occupies, including metadata and reserves.
     pub allocated: u64,
-    /// Of these, in files of disks in VMware's formats.
+    /// The part of these bytes that is in files of disks in VMware's formats.
     pub images: u64,
-    /// Bytes of data blocks in use, without those of thick disks that are not written yet. Of a disk with more than
-    /// 100,000 extents, these are counted in the first ones, and others count as data.
+    /// Bytes of data blocks in use, without those of thick disks that are not written yet. If a disk has more than
+    /// 100,000 extents, unwritten blocks beyond the first 100,000 extents count as data.
     pub data: u64,
     /// Bytes of data blocks reserved for thick disks and not written yet.
     pub reserved: u64,
@@ -370,31 +370,31 @@ pub struct Status {
     pub snapshots: u64,
     /// Blocks that failed their checksum since the datastore was opened.
     pub checksum_errors: u64,
-    /// Background work under way that is paced by the latency of clients.
+    /// Number of running background operations that are paced by the latency of clients.
     pub background_work: u64,
-    /// Current limit of that work in bytes per second, in total; 0 for none.
+    /// Current common limit of these operations in bytes per second; 0 for none.
     pub background_rate: u64,
     /// How I/O is submitted: `io_uring` or `threads`.
     pub engine: String,
-    /// `buffered` or `direct`.
+    /// How data files are opened: `buffered` or `direct`.
     pub io_mode: String,
 }
 
 /// A finding of a check.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Finding {
-    /// What is wrong, with the place.
+    /// The problem, and where it is.
     pub problem: String,
-    /// How it was repaired; `None` if it was not.
+    /// How the problem was repaired; `None` if it was not.
     pub repaired: Option<String>,
 }
 
 /// The result of a check.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CheckReport {
-    /// Metadata pages walked.
+    /// Metadata pages that were visited.
     pub pages: u64,
-    /// Data blocks referenced.
+    /// Data blocks that are referenced.
     pub blocks: u64,
     /// Data blocks whose checksum was verified.
     pub verified: u64,
@@ -414,8 +414,8 @@ pub struct CheckReport {
 /// Options of a check.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CheckOptions {
-    /// Read every data block and verify its checksum.
+    /// Whether to read every data block and verify its checksum.
     pub data: bool,
-    /// Repair what can be repaired.
+    /// Whether to repair what can be repaired.
     pub repair: bool,
 }

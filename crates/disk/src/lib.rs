@@ -1,4 +1,5 @@
-//! Disks, snapshots and clones as clients and users see them, on the native store and on chains of VMware images.
+//! Disks, snapshots and clones, as clients and users see them. They are stored in the native store or in chains of
+//! VMware images.
 
 #![forbid(unsafe_code)]
 

@@ -1,11 +1,12 @@
 //! The location of a datastore: a folder, or a name on another medium.
 //!
-//! 1. A location is a text, and is shown as it was given. As for `qemu-img`, a text with a colon before its first slash
-//!    is `SCHEME:NAME`; every other text is the path of a folder. A folder with such a name is written `./a:b`.
+//! 1. A location is a text, and is printed as the user entered it. As for `qemu-img`, a text with a colon before its
+//!    first slash is `SCHEME:NAME`; every other text is the path of a folder. A folder whose name has a colon is
+//!    written `./a:b`.
 //! 2. One call of [`register`] adds a medium. No other code depends on the set of media.
-//! 3. Code that needs a local folder calls [`Location::need_folder`], which fails if there is none.
+//! 3. Code that needs a local folder calls [`Location::need_folder`], which fails for other media.
 //! 4. [`Location::parse`], for the input of users, refuses a scheme that is not registered. A location in a message or
-//!    a record is refused only when it is used, because a record must stay readable if its medium is not registered.
+//!    a record is refused only when it is used: a record must be readable even if the medium in it is not registered.
 
 use backend::local::{LocalDirectory, LocalQueues};
 use backend::{Access, Directory, IoMode, private};
@@ -21,7 +22,7 @@ use std::sync::Arc;
 
 /// A file that every datastore has.
 const SUPERBLOCK: &str = "superblock";
-/// The lock file of a datastore, which a failed creation removes again.
+/// The lock file of a datastore. A failed creation removes the file again.
 const LOCK_FILE: &str = "lock";
 
 /// The registered schemes.
@@ -35,14 +36,14 @@ pub struct Scheme {
     pub form: &'static str,
     /// Whether the text after the colon is a name on this medium.
     pub accepts: fn(&str) -> bool,
-    /// Connects to the directory of a name. The locks of a connection exclude all other connections.
+    /// Connects to the directory of a name. A lock that one connection holds excludes all other connections.
     pub connect: Box<Connect>,
 }
 
 /// See [`Scheme::connect`].
 pub type Connect = dyn Fn(&str) -> io::Result<Arc<dyn Directory>> + Send + Sync;
 
-/// Makes a scheme known to this process; to be called before the first location is parsed.
+/// Registers a scheme in this process. The caller does this before the first location is parsed.
 ///
 /// # Errors
 /// `Exists` if the scheme is registered already, `Invalid` if no location can begin with its name.
@@ -134,7 +135,7 @@ impl Location {
     /// The local folder of the datastore, for a feature that needs one.
     ///
     /// # Errors
-    /// `Unsupported` if there is none; the message says that the datastore cannot have `what`.
+    /// `Unsupported` if the datastore is not in a local folder; the message says that the datastore cannot have `what`.
     pub fn need_folder(&self, what: &str) -> Result<&Path> {
         self.local_path().ok_or_else(|| {
             let text = format!("datastore '{self}' is not in a local folder: it cannot have {what}");
@@ -142,7 +143,7 @@ impl Location {
         })
     }
 
-    /// Returns an error with a helpful message if the folder does not exist.
+    /// Returns an error that says what to do if the folder does not exist.
     pub fn require(&self) -> Result<()> {
         let Folder(path) = &self.0 else { return Ok(()) };
         let sentence = match std::fs::metadata(path) {
@@ -170,8 +171,8 @@ impl Location {
         path.canonicalize().map(Self::from).during(|| format!("finding '{self}'"))
     }
 
-    /// Creates the folder of a new datastore if it is missing; true if it was missing. Other users have no access, also
-    /// if the folder exists already.
+    /// Creates the folder of a new datastore if it is missing, and returns whether it was missing. Other users have no
+    /// access, even if the folder existed before.
     pub(crate) fn make(&self) -> Result<bool> {
         let Folder(path) = &self.0 else { return Ok(false) };
         let making = || format!("making {self}");
@@ -188,8 +189,8 @@ impl Location {
         Ok(true)
     }
 
-    /// Undoes [`Location::make`] after a failed creation. Only files that the creation made are removed, and the folder
-    /// only if it is then empty.
+    /// Undoes [`Location::make`] after a failed creation: removes the files that the creation made, and the folder if
+    /// it is empty then.
     pub(crate) fn unmake(&self) {
         if let Folder(path) = &self.0 {
             let _ = std::fs::remove_file(path.join(LOCK_FILE));
@@ -197,7 +198,7 @@ impl Location {
         }
     }
 
-    /// Connects to the directory. `queues` applies to a folder; another medium has its own queues.
+    /// Connects to the directory. `queues` applies only to a folder, because another medium has its own queues.
     pub(crate) fn connect(&self, queues: LocalQueues) -> Result<Arc<dyn Directory>> {
         let connected = match &self.0 {
             Folder(path) => LocalDirectory::open(path, queues).map(|folder| Arc::new(folder) as Arc<dyn Directory>),
@@ -207,7 +208,7 @@ impl Location {
     }
 }
 
-/// Whether the directory holds a datastore; true if this cannot be determined.
+/// Whether the directory contains a datastore; true if this cannot be determined.
 pub(crate) fn holds_datastore(directory: &dyn Directory) -> bool {
     let superblock = directory.open_foreign(SUPERBLOCK, IoMode::Buffered, Access::Read);
     !superblock.is_err_and(|error| error.kind() == io::ErrorKind::NotFound)
@@ -222,7 +223,7 @@ impl fmt::Display for Location {
     }
 }
 
-/// The path of a folder, also if its text has the form of another medium.
+/// The path of a folder, even if its text has the form of a name on another medium.
 impl From<PathBuf> for Location {
     fn from(path: PathBuf) -> Self {
         match split(path.as_os_str()) {

@@ -1,9 +1,9 @@
-//! Pacing of background work: all work together runs as fast as possible while clients' requests stay within a target
+//! Pacing of background work: its total rate is as high as possible while clients' requests stay within a target
 //! latency.
 //!
-//! While there is background work, sessions report how long requests take ([`Foreground::served`]). The work asks for
-//! its rate and reports the bytes that it moves ([`work::Throttle`]). After every [`WINDOW`] the common rate is
-//! adjusted as in congestion control of networks (additive increase, multiplicative decrease):
+//! While background work runs, sessions report how long requests take ([`Foreground::served`]). Each background
+//! operation queries its rate and reports the bytes that it moves ([`work::Throttle`]). After every [`WINDOW`] the
+//! common rate is adjusted by additive increase and multiplicative decrease, as in the congestion control of networks:
 //!
 //! | in the window | new rate |
 //! |---|---|
@@ -11,7 +11,7 @@
 //! | over 1 % of the requests late, or none completed | [`DECREASE`] times the rate achieved, at least [`RATE_MIN`] |
 //! | otherwise, if the work used its rate | [`INCREASE`] more, at least [`RATE_STEP`] more |
 //!
-//! [`RATE_MIN`] ensures that the work ends on storage that cannot reach the target latency.
+//! [`RATE_MIN`] ensures that background work ends even on storage that cannot reach the target latency.
 
 use parking_lot::Mutex;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -19,15 +19,15 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 use work::{Progress, slower};
 
-/// Default target: the latency that 99 % of clients' requests stay within while background work runs.
+/// Default target: while background work runs, 99 % of clients' requests should have at most this latency.
 pub const TARGET_DEFAULT: Duration = Duration::from_millis(2);
 /// Time over which requests are counted before the rate is adjusted.
 const WINDOW: Duration = Duration::from_millis(50);
-/// Time without requests after which no client counts as active.
+/// Time without requests after which all clients count as idle.
 const IDLE: Duration = Duration::from_millis(500);
-/// Time without requests after which no client counts as active when background work begins.
+/// Time without requests after which all clients count as idle, at the beginning of background work.
 const IDLE_AT_FIRST: Duration = Duration::from_millis(100);
-/// Initial rate in bytes per second, and the least one when clients become active.
+/// Initial rate in bytes per second; also the minimum of the first rate after clients become active.
 const RATE_FIRST: f64 = (64 << 20) as f64;
 /// Minimum of the common rate, in bytes per second.
 const RATE_MIN: f64 = (8 << 20) as f64;
@@ -48,14 +48,14 @@ pub struct Foreground {
     jobs: AtomicUsize,
     requests: AtomicU64,
     slow: AtomicU64,
-    /// Total bytes that background work has moved.
+    /// Total bytes that background operations have moved.
     moved: AtomicU64,
-    /// Number of sessions with requests that are not completed.
+    /// Number of sessions that have unfinished requests.
     waiting: AtomicUsize,
     control: Mutex<Control>,
 }
 
-/// State of the rate controller. Counters have their values at the beginning of the window.
+/// State of the rate controller. Its counters are the values of those in [`Foreground`] at the beginning of the window.
 struct Control {
     began: Instant,
     requests: u64,
@@ -63,7 +63,7 @@ struct Control {
     moved: u64,
     /// Common rate in bytes per second; [`RATE_MAX`] for no limit.
     rate: f64,
-    /// When requests were last seen.
+    /// Time at which a request was last seen.
     active: Instant,
 }
 
@@ -73,13 +73,12 @@ impl Control {
         Self { began: now, requests: 0, slow: 0, moved: 0, rate: RATE_FIRST, active }
     }
 
-    /// Ends a window with the current values of the counters; `waiting` if a session has requests that are not
-    /// completed.
+    /// Ends a window with the current values of the counters; `waiting` says whether a session has unfinished requests.
     fn end_window(&mut self, now: Instant, requests: u64, slow: u64, moved: u64, waiting: bool) {
         let seconds = now.duration_since(self.began).as_secs_f64();
         let (served, late) = (requests - self.requests, slow - self.slow);
         let speed = (moved - self.moved) as f64 / seconds;
-        // Requests that are not completed within a window count as late.
+        // Requests that do not complete within a window count as late.
         let stuck = waiting && served == 0;
         if served > 0 || waiting {
             self.active = now;
@@ -89,7 +88,7 @@ impl Control {
         } else if stuck || late * 100 > served {
             self.rate = (self.rate.min(speed) * DECREASE).max(RATE_MIN);
         } else if self.rate >= RATE_MAX {
-            // Clients became active while the work was not limited.
+            // Clients became active while background work had no limit.
             self.rate = speed.max(RATE_FIRST);
         } else if speed * 2.0 >= self.rate {
             self.rate += (self.rate * INCREASE).max(RATE_STEP);
@@ -112,23 +111,23 @@ impl Foreground {
         }
     }
 
-    /// Sets the target.
+    /// Sets the target latency.
     pub fn set_target(&self, target: Duration) {
         self.target.store(nanoseconds(target), Ordering::Relaxed);
     }
 
-    /// The arrival time of a request; `None` if there is no background work, for which latency is measured.
+    /// The arrival time of a request; `None` if no background work is running, because latency is then not measured.
     pub fn arrived(&self) -> Option<Instant> {
         (self.jobs.load(Ordering::Relaxed) > 0).then(Instant::now)
     }
 
-    /// Counts a session as having requests that are not completed, until the result is dropped.
+    /// Counts a session as one with unfinished requests until the result is dropped.
     pub fn wait(self: &Arc<Self>) -> Waiting {
         self.waiting.fetch_add(1, Ordering::Relaxed);
         Waiting(Arc::clone(self))
     }
 
-    /// Reports that `count` requests which arrived at that time are completed.
+    /// Reports that `count` requests, which arrived at `arrived`, are completed.
     pub fn served(&self, arrived: Instant, count: u64) {
         self.requests.fetch_add(count, Ordering::Relaxed);
         if nanoseconds(arrived.elapsed()) > self.target.load(Ordering::Relaxed) {
@@ -145,7 +144,7 @@ impl Foreground {
     fn begin(&self) {
         let mut control = self.control.lock();
         if self.jobs.fetch_add(1, Ordering::Relaxed) == 0 {
-            // Requests of the time without background work do not count for the new rate.
+            // Requests from before the background work must not affect the new rate.
             let counted = (self.requests.load(Ordering::Relaxed), self.slow.load(Ordering::Relaxed));
             *control = Control::new(Instant::now());
             (control.requests, control.slow) = counted;
@@ -162,7 +161,7 @@ impl Foreground {
         let now = Instant::now();
         if now.duration_since(control.began) >= WINDOW {
             let slow = self.slow.load(Ordering::Relaxed);
-            // Read after the late requests, so that every late request is counted here too.
+            // `requests` is read after `slow`, so that every late request is also counted in `requests`.
             let requests = self.requests.load(Ordering::Relaxed);
             let waiting = self.waiting.load(Ordering::Relaxed) > 0;
             control.end_window(now, requests, slow, self.moved.load(Ordering::Relaxed), waiting);
@@ -178,7 +177,7 @@ fn nanoseconds(time: Duration) -> u64 {
     u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
 }
 
-/// A session with requests that are not completed.
+/// Exists while a session has unfinished requests.
 pub struct Waiting(Arc<Foreground>);
 
 impl Drop for Waiting {
@@ -187,7 +186,7 @@ impl Drop for Waiting {
     }
 }
 
-/// A background operation that is paced. It counts as running once it first asks for its rate.
+/// A background operation that is paced. It counts as running once it has queried its rate.
 pub struct Background<'a> {
     progress: &'a dyn Progress,
     foreground: Arc<Foreground>,

@@ -1,7 +1,8 @@
 //! Access of other users to the files of a datastore in a local folder.
 //!
-//! Disks, snapshots and the memory of guests contain what users keep secret. Every file and folder is created for its
-//! owner only. A check finds those that are not: created by version 0.1.0, or copied or changed by other programs.
+//! Disks, snapshots and the memory of guests may contain secrets, so every file and folder is created with access for
+//! its owner only. A check finds files that other users can access: those that version 0.1.0 created, or that other
+//! programs have copied or changed.
 
 use crate::info::{CheckReport, Finding};
 use backend::private::{self, Exposed};
@@ -11,8 +12,8 @@ use std::path::Path;
 /// The most files that a warning names.
 const NAMED_MAX: usize = 3;
 
-/// Adds files and folders that other users can access to the report of a check, as a warning; with `repair`, closes
-/// them to other users and adds each as a repaired finding.
+/// Adds a warning to the report of a check that names the files and folders that other users can access. With `repair`,
+/// removes that access and adds each file as a repaired finding instead.
 pub fn check(folder: &Path, repair: bool, report: &mut CheckReport) -> Result<()> {
     let searching = || format!("searching {} for files of other users' access", folder.display());
     let mut exposed = private::exposed(folder).during(searching)?;

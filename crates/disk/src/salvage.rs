@@ -1,12 +1,12 @@
-//! Reading disks and snapshots out of a datastore that cannot be opened, into images or another datastore.
+//! Copying disks and snapshots of a datastore that cannot be opened into images or another datastore.
 //!
-//! What holds:
+//! Invariants:
 //!
-//! 1. Nothing is written to the datastore. Its folder, if it has one, is locked on file systems that lock folders, so
-//!    that no other process writes to it meanwhile.
+//! 1. Nothing is written to the datastore. On file systems that can lock a folder, the datastore's folder is locked, so
+//!    that no other process writes to the datastore meanwhile.
 //! 2. Ranges whose content cannot be recovered are reported, and read as zeros in the target. The target is completed
 //!    nevertheless.
-//! 3. Everything else works as in a conversion: formats, progress, cancellation, and that a failure leaves no target.
+//! 3. Formats, progress and cancellation are those of a conversion, and a failure leaves no target.
 
 use crate::convert::{Address, Source, SourceRun, TargetFormat, copy_into};
 use crate::location::Location;
@@ -26,7 +26,7 @@ const BLOCK: u64 = BLOCK_SIZE as u64;
 /// Most blocks that one query covers (64 MiB).
 const ASK_BLOCKS: u64 = 1 << 14;
 
-/// A request to read disks out of a damaged datastore.
+/// A request to extract disks from a damaged datastore.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SalvageRequest {
@@ -57,9 +57,9 @@ pub struct Extract {
 /// A range of bytes of a disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ByteRange {
-    /// Its first byte.
+    /// The first byte of the range.
     pub start: u64,
-    /// Its length.
+    /// The length of the range.
     pub length: u64,
 }
 
@@ -68,9 +68,9 @@ pub struct ByteRange {
 pub struct SalvageList {
     /// Disks and snapshots.
     pub objects: Vec<SalvageObject>,
-    /// True if disks and snapshots may be missing from the list, because a page of the catalog is lost.
+    /// Whether disks and snapshots may be missing from the list, because a page of the catalog is lost.
     pub incomplete: bool,
-    /// True if acknowledged changes at the end of the journal are lost.
+    /// Whether acknowledged changes at the end of the journal are lost.
     pub behind: bool,
     /// Problems of the datastore as a whole.
     pub notes: Vec<String>,
@@ -85,9 +85,9 @@ pub struct SalvageObject {
     pub snapshot: Option<String>,
     /// Capacity in bytes.
     pub capacity: u64,
-    /// False if name and capacity come from a damaged page.
+    /// False if name and capacity were read from a damaged page.
     pub proven: bool,
-    /// Bytes whose location is unknown. Blocks with bad checksums are found only when they are read.
+    /// Number of bytes whose location is unknown. Blocks with wrong checksums are found only when they are read.
     pub lost: u64,
 }
 
@@ -108,9 +108,9 @@ pub struct SalvageReport {
     pub lost: Vec<ByteRange>,
     /// Ranges that were being overwritten when the datastore stopped, and that no flush has covered.
     pub unverified: Vec<ByteRange>,
-    /// False if name and capacity come from a damaged page.
+    /// False if name and capacity were read from a damaged page.
     pub proven: bool,
-    /// True if acknowledged changes at the end of the journal are lost.
+    /// Whether acknowledged changes at the end of the journal are lost.
     pub behind: bool,
     /// Problems of the datastore as a whole.
     pub notes: Vec<String>,
@@ -200,7 +200,7 @@ impl SalvageRequest {
         })
     }
 
-    /// Copies to the target; returns the target's format, the bytes copied and the target's name.
+    /// Copies to the target; returns the target's format, the number of bytes copied and the target's name.
     fn copy(
         &self,
         extract: &Extract,
@@ -236,7 +236,7 @@ impl SalvageRequest {
     }
 }
 
-/// The target format that a file name extension stands for.
+/// The target format for a file name extension.
 fn format_of(path: &Path) -> Result<TargetFormat> {
     let name = path.extension().and_then(|extension| extension.to_str()).unwrap_or("");
     let format = match name.to_ascii_lowercase().as_str() {
@@ -251,7 +251,7 @@ fn format_of(path: &Path) -> Result<TargetFormat> {
     format.parse()
 }
 
-/// The name of an object: its disk, and its own name if it is a snapshot.
+/// The name of an object's disk, and, if the object is a snapshot, its own name.
 fn names(all: &[Salvaged], one: &Salvaged) -> (String, Option<String>) {
     let object = &one.object;
     if !object.is_snapshot() {
@@ -285,7 +285,7 @@ struct SalvageSource {
     capacity: u64,
     /// Blocks whose location is unknown.
     lost: Vec<Range<u64>>,
-    /// Results of the last query that are still ahead of the read position.
+    /// Results of the last query for blocks that are not read yet.
     pieces: VecDeque<(Range<u64>, SalvagedPiece)>,
     seen: Arc<Mutex<Seen>>,
 }

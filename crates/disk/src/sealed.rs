@@ -5,11 +5,11 @@
 //! { ... }
 //! ```
 //!
-//! 1. The checksum covers everything after the first line as it was written; its hexadecimal digits must match in case
+//! 1. The checksum covers every byte after the first line, and its hexadecimal digits must match in upper or lower case
 //!    too. Any input decodes to a record or an error.
 //! 2. A file is replaced atomically ([`backend::replace`]).
-//! 3. A file in which one byte is damaged is read nevertheless, because its checksum proves the right content
-//!    ([`Kind::decode_mending`]).
+//! 3. A file in which one byte is damaged can be read nevertheless, because the checksum identifies the right value of
+//!    the byte ([`Kind::decode_mending`]).
 
 pub use backend::replace::remove_if_there;
 use backend::{Directory, File, IoMode, replace};
@@ -22,21 +22,21 @@ use std::io;
 /// Suffix of the temporary file that is renamed to the record.
 pub const TEMPORARY: &str = ".new";
 
-/// The longest file that is mended: finding the damaged byte takes 0.1 s.
+/// The longest file in which a damaged byte is mended. For this length the search for the byte takes 0.1 s.
 const MENDED_MAX: usize = 64 << 10;
 
 /// A kind of record.
 pub struct Kind {
-    /// Its name, in the header line and in errors.
+    /// The kind's name, in the header line and in errors.
     pub word: &'static str,
-    /// The version this program writes and reads.
+    /// The version that this program writes and reads.
     pub version: u32,
     /// Size limit of a file in bytes.
     pub length_max: u64,
 }
 
 impl Kind {
-    /// The error for bytes that are not such a record.
+    /// The error for bytes that are not a record of this kind.
     pub fn corrupt(&self, what: &str) -> Error {
         Error::new(ErrorKind::Corrupt, format!("the record of a {} {what}", self.word))
     }
@@ -57,11 +57,13 @@ impl Kind {
         format!("lamina {} {} crc32c={sum:08x}\n", self.word, self.version).into_bytes()
     }
 
-    /// The record that `decode` finds in the content of a file, with the error that was mended if one byte is damaged.
+    /// Decodes the content of a file with `decode`. If one byte is damaged, mends it, and also returns the error that
+    /// was mended.
     ///
     /// # Errors
     /// The error of `decode`, unless it is `Corrupt` and exactly one change of one byte gives bytes that `decode`
-    /// accepts. A damaged version is not mended, because a later version of the program may have written it.
+    /// accepts. A wrong version in the header is not mended, because a later version of the program may have written
+    /// it.
     pub fn decode_mending<T>(&self, bytes: &[u8], decode: impl Fn(&[u8]) -> Result<T>) -> Result<(T, Option<Error>)> {
         match decode(bytes) {
             Ok(record) => Ok((record, None)),
@@ -121,7 +123,7 @@ impl Kind {
         serde_json::from_slice(body).map_err(|error| self.corrupt(&format!("cannot be parsed: {error}")))
     }
 
-    /// The content of a file; `None` if it does not exist.
+    /// The content of a file; `None` if the file does not exist.
     pub fn read(&self, directory: &dyn Directory, name: &str) -> Result<Option<Vec<u8>>> {
         match directory.open(name, IoMode::Buffered) {
             Ok(file) => self.read_from(&*file, name).map(Some),

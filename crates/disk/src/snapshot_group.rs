@@ -1,6 +1,7 @@
-//! Snapshots of several disks at one point, when some of the disks are in VMware's formats. Each of these disks has its
-//! own record, and the native disks have the journal; a power cut between these writes must leave all of the snapshots
-//! or none. A file in the datastore records the group while the snapshots are taken.
+//! Snapshots of several disks at one point, when some of the disks are in VMware's formats. The snapshots of each disk
+//! in a VMware format are in a record of that disk, and those of the native disks are in the journal. A power cut
+//! between these writes must leave all of the snapshots or none. So a file in the datastore records the group while the
+//! snapshots are taken.
 //!
 //! ```text
 //! write    the file names the disks, and the native snapshots by identity
@@ -10,15 +11,15 @@
 //! remove   the file is removed
 //! ```
 //!
-//! If the file exists when the datastore is opened, the last step decides. The group is complete if the native
-//! snapshots exist and no disk in a VMware format lacks its snapshot. Otherwise all snapshots of the group are deleted.
-//! No delta has received a write then, unless the file says that the group is abandoned.
+//! If the file exists when the datastore is opened, recovery decides whether the group is complete. The group is
+//! complete if the native snapshots exist and no disk in a VMware format lacks its snapshot. Otherwise all snapshots of
+//! the group are deleted. In this case no delta has received a write, unless the file says that the group is abandoned.
 //!
 //! A failure abandons the group. The file records this if snapshots may remain: image snapshots that could not be
 //! deleted, and native snapshots after a failure of the device. A failed append to the journal may be on the device
-//! nevertheless, so the file records it before the first image snapshot is deleted.
+//! nevertheless. So the file records the abandonment before the first image snapshot is deleted.
 //!
-//! A file that cannot be read decides nothing: its snapshots stay as they are, and `check --repair` removes it.
+//! If the file cannot be read, the snapshots of its group stay as they are, and `check --repair` removes the file.
 //!
 //! The layout is in `docs/format/snapshot-group.md`.
 
@@ -40,13 +41,14 @@ const KIND: Kind = Kind { word: "snapshot-group", version: 1, length_max: 4 << 2
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct ImageSnapshot {
-    /// Identity of the disk, because another disk may get its folder later.
+    /// Identity of the disk: the name of the folder alone is not enough, because another disk may be created in the
+    /// folder later.
     pub disk: String,
     /// Name of the disk's folder in `images`.
     pub folder: String,
     /// Name of the snapshot.
     pub snapshot: String,
-    /// The number that the snapshot gets in the record of the disk.
+    /// The number of the snapshot in the record of the disk.
     pub uid: u32,
 }
 
@@ -56,7 +58,7 @@ pub(crate) struct ImageSnapshot {
 pub(crate) struct Group {
     /// Identity of the group, part of the file's name.
     id: String,
-    /// True once the group is abandoned; the snapshots listed here are still to be deleted, if they exist.
+    /// Whether the group is abandoned. Then the snapshots listed here have to be deleted, if they exist.
     taking_back: bool,
     /// Identities of the native snapshots.
     native: Vec<String>,
@@ -70,7 +72,7 @@ pub(crate) struct UnderWay {
 }
 
 impl UnderWay {
-    /// A group without a record yet.
+    /// A group that has no record yet.
     pub fn new(directory: &Arc<dyn Directory>, native: &[[u8; 16]], images: Vec<ImageSnapshot>) -> Result<Self> {
         let id = names::uuid_text(&names::new_uuid()?);
         let native = native.iter().map(names::uuid_text).collect();
@@ -88,9 +90,9 @@ impl UnderWay {
         put(&*self.directory, &self.group)
     }
 
-    /// Records the result of an abandoned group. Snapshots that could not be deleted stay in the record, and the next
-    /// opening deletes them; without any, the record is removed. `native_gone` says that no opening will find a native
-    /// snapshot of the group.
+    /// Records the result of an abandoned group. Image snapshots that still exist stay in the record, and the next
+    /// opening of the datastore deletes them; if there are none, the record is removed. `native_gone` says that no
+    /// later opening will find a native snapshot of the group.
     pub fn take_back(&mut self, foreign: &Foreign, native_gone: bool) -> Result<()> {
         self.group.images.retain(|image| found(foreign, image).is_taken());
         if native_gone {
@@ -100,12 +102,12 @@ impl UnderWay {
         save(&*self.directory, &self.group)
     }
 
-    /// Removes the record: either all snapshots exist or none.
+    /// Removes the record, because either all snapshots of the group exist or none.
     pub fn end(&self) -> Result<()> {
         KIND.remove(&*self.directory, &file_name(&self.group.id)?)
     }
 
-    /// Repeats the last step of [`UnderWay::end`] or [`UnderWay::take_back`] that failed.
+    /// Repeats the last step of [`UnderWay::end`] or [`UnderWay::take_back`], after this step failed.
     pub fn try_again(&mut self) -> Result<()> {
         match self.group.taking_back {
             true => save(&*self.directory, &self.group),
@@ -113,7 +115,7 @@ impl UnderWay {
         }
     }
 
-    /// Whether the group is abandoned: then no deletion of a snapshot changes what an opening decides.
+    /// Whether the group is abandoned. Deleting a snapshot then does not change the decision of a later recovery.
     pub fn is_given_up(&self) -> bool {
         self.group.taking_back
     }
@@ -124,14 +126,14 @@ fn put(directory: &dyn Directory, group: &Group) -> Result<()> {
         .during(|| "recording snapshots that are taken together".into())
 }
 
-/// Whether a snapshot exists, and its disk.
+/// The disk of a snapshot, and whether the snapshot exists.
 enum Found {
     Taken(Arc<ForeignDisk>),
     /// The disk does not have the snapshot.
     NotTaken,
-    /// Another disk has the folder.
+    /// The folder belongs to another disk.
     Gone,
-    /// The disk cannot be opened now, so this is not known.
+    /// The disk cannot be opened now, so it is not known whether the snapshot exists.
     Unknown,
 }
 
@@ -157,7 +159,7 @@ pub(crate) fn forget(directory: &dyn Directory, disk: &str) -> Result<()> {
         if !name.starts_with(PREFIX) || name.ends_with(TEMPORARY) {
             continue;
         }
-        // A damaged record is removed by a check.
+        // A damaged record is left for a check, which removes it.
         let Ok(Some(mut group)) = read(directory, &name) else { continue };
         let before = group.images.len();
         group.images.retain(|image| image.disk != disk);
@@ -194,13 +196,13 @@ fn decode(bytes: &[u8], name: &str) -> Result<Group> {
     Ok(group)
 }
 
-/// The record in a file, in which a damaged byte is mended; `None` if it does not exist.
+/// The record in a file; `None` if the file does not exist. A single damaged byte is mended.
 fn read(directory: &dyn Directory, name: &str) -> Result<Option<Group>> {
     let Some(bytes) = KIND.read(directory, name)? else { return Ok(None) };
     KIND.decode_mending(&bytes, |bytes| decode(bytes, name)).map(|(group, _)| Some(group))
 }
 
-/// What is wrong with a record that cannot be read.
+/// The problem of a record that cannot be read.
 fn problem(name: &str) -> String {
     format!("the record '{name}' is damaged: not all snapshots of a group that was interrupted may exist")
 }
@@ -222,7 +224,7 @@ pub(crate) fn check(directory: &dyn Directory, repair: bool, report: &mut CheckR
     Ok(())
 }
 
-/// Completes or abandons groups that were interrupted, while the datastore is opened.
+/// Completes or abandons the groups that were interrupted. Called while the datastore is opened.
 pub(crate) fn recover(native: &Native, foreign: &Foreign) -> Result<()> {
     let directory = native.engine.directory();
     let names = directory.list().during(|| "looking for groups of snapshots".into())?;
@@ -253,8 +255,8 @@ pub(crate) fn recover(native: &Native, foreign: &Foreign) -> Result<()> {
     Ok(())
 }
 
-/// Whether the group is complete. Native snapshots are taken last and all at once, so they must all exist if the group
-/// has any.
+/// Whether the group is complete. Native snapshots are taken last and in one batch, so if the group has native
+/// snapshots, all of them must exist.
 fn is_whole(group: &Group, native: &Native, foreign: &Foreign) -> bool {
     let has = |uuid: &String| find_native(uuid, native).is_some();
     let lacks = |image: &ImageSnapshot| matches!(found(foreign, image), Found::NotTaken);
@@ -265,7 +267,7 @@ fn find_native(uuid: &str, native: &Native) -> Option<u64> {
     native.find_snapshot_by_identity(&names::parse_uuid(uuid)?)
 }
 
-/// Deletes a native snapshot; false if this has to wait for the next opening.
+/// Deletes a native snapshot; false if this is left to the next opening.
 fn take_back_native(uuid: &str, native: &Native) -> bool {
     let Some(id) = find_native(uuid, native) else { return true };
     tracing::info!(uuid, "deleting a native snapshot of an interrupted group");
@@ -275,8 +277,8 @@ fn take_back_native(uuid: &str, native: &Native) -> bool {
         .is_ok()
 }
 
-/// Deletes a snapshot after which nothing was written. False if this has to wait for the next opening, because the disk
-/// cannot be opened or the file system is full; the datastore is opened nevertheless.
+/// Deletes an image snapshot that no write has followed. False if this is left to the next opening, because the disk
+/// cannot be opened or the file system is full. The datastore is opened nevertheless.
 fn take_back(image: &ImageSnapshot, foreign: &Foreign) -> bool {
     let entry = match found(foreign, image) {
         Found::Taken(entry) => entry,

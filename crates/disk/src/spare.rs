@@ -1,20 +1,20 @@
 //! Space that a datastore reserves for actions of its owner that need space on a full file system: for the sockets of a
-//! server, for which XFS allocates inodes, and for the names that the deletion of a disk needs. The space belongs to a
-//! file without content, which is removed to release the space.
+//! server, for which XFS allocates inodes, and for the names that the deletion of a disk needs. The space is allocated
+//! to a file without content, which is removed to release the space.
 
 use backend::local::HeldSpace;
 use backend::{Directory, File, IoMode};
 use std::io;
 use std::sync::Arc;
 
-/// The file, in the datastore's folder.
+/// The reserving file, in the datastore's folder.
 const FILE: &str = "spare";
-/// Names that are made and removed to test whether there is space for names.
+/// Prefix of the file names that are created and removed to test whether there is space for names.
 const PROBE: &str = "spare.lamina-new";
 const PROBE_RENAMED: &str = "spare.lamina-old";
 /// Bytes to reserve (1 MiB): XFS allocates inodes in pieces of 32 KiB, each of which must be contiguous.
 const ROOM: u64 = 1 << 20;
-/// Steps of kept space that are removed in addition to those that the names need.
+/// Number of files of kept space that are removed in addition to those whose space the names need.
 const STEPS_MORE: usize = 4;
 /// The smallest reservation that is useful.
 const ROOM_MIN: u64 = 64 << 10;
@@ -39,8 +39,8 @@ impl Spare {
         given
     }
 
-    /// Releases the reserved space if the file system or its quota has less than that available. Then removes steps of
-    /// the kept space until there is space for names.
+    /// If the file system or its quota has less available space than the reservation, releases it. Then removes files
+    /// of the kept space until there is space for names.
     pub fn give_up_if_full(&self, held: Option<&HeldSpace<'_>>) {
         let mut given_up = self.is_full() && self.directory.remove(FILE).is_ok();
         let mut steps = 0;
@@ -49,7 +49,8 @@ impl Spare {
                 (given_up, steps) = (true, steps + 1);
             }
             if given_up {
-                // Overwrites by other threads take some of this space for a short time.
+                // More files are removed than needed, because overwrites by other threads occupy some of the space for
+                // a short time.
                 steps += (0..STEPS_MORE).take_while(|_| held.give_up()).count();
             }
         }
@@ -58,7 +59,8 @@ impl Spare {
         }
     }
 
-    /// Whether there is space for the names of sockets. A rename needs more space than a new name.
+    /// Whether there is space for the names of sockets. The test renames a file, because a rename needs more space than
+    /// a new name.
     fn takes_names(&self) -> bool {
         let made = self.directory.create(PROBE, IoMode::Buffered).map(drop);
         let made = made.and_then(|()| self.directory.rename(PROBE, PROBE_RENAMED));
@@ -68,8 +70,8 @@ impl Spare {
         !made.is_err_and(|error| error::lacks_space(&error))
     }
 
-    /// Whether there is too little space. The free space of the file system does not show a quota, so a small range is
-    /// reserved and freed again.
+    /// Whether there is too little space. The free space of the file system does not show the limit of a quota, so the
+    /// test allocates a small range and frees it again.
     fn is_full(&self) -> bool {
         if self.directory.room().is_ok_and(|room| room.available < ROOM) {
             return true;
@@ -84,8 +86,8 @@ impl Spare {
         reserve().is_err_and(|error| error::lacks_space(&error))
     }
 
-    /// Reserves the space, or as much of it as is available. Without any, the next server may fail to start on a full
-    /// file system.
+    /// Reserves the space, or as much of it as is available. Without a reservation, the next server may fail to start
+    /// on a full file system.
     pub fn keep(&self) {
         match self.take() {
             Ok(room) if room >= ROOM_MIN => {}
@@ -110,7 +112,7 @@ impl Spare {
             match file.reserve(room, by) {
                 Ok(()) => room += by,
                 Err(error) => {
-                    // Frees what a failed reservation has allocated.
+                    // Frees the space that a failed reservation has allocated.
                     let _ = file.set_len(room);
                     if !error::lacks_space(&error) {
                         return Err(error);

@@ -1,4 +1,5 @@
-//! The device that every client of the datastore holds. The device behind it can be exchanged while it is in use.
+//! The device that clients of the datastore have open. It passes requests to the disk's own device, which can be
+//! exchanged while clients use it.
 //!
 //! ```text
 //!   client ── SwitchedDevice ─┐
@@ -7,17 +8,16 @@
 //!                                 exchange
 //! ```
 //!
-//! One [`Switch`] is shared by all clients of a disk (or of a snapshot), so that an exchange takes effect for all at
-//! once.
+//! All clients of a disk (or of a snapshot) share one [`Switch`], so that an exchange takes effect for all at once.
 //!
 //! 1. A request uses one device from beginning to end: the current one when it began. A planned read is finished by the
 //!    device that planned it, however long the client takes to fetch the data; the same holds for a flush.
 //! 2. [`Switch::exchange`] never waits for a request, and no request waits for an exchange. A request that begins
-//!    afterwards uses the new device. [`Before::wait_unused`] waits until no request uses the old one.
+//!    afterwards uses the new device. [`Before::wait_unused`] waits until no request uses the old device.
 //! 3. While requests may use either device, acknowledged writes must be in both. The caller of the exchange ensures
-//!    that; a migration uses a mirror for it.
+//!    that; a migration uses a mirror of both.
 //! 4. Whether a client may write is a property of the client ([`SwitchedDevice`]), not of the device.
-//! 5. A new device does not know of writes that were lost with its predecessor, and its flush would succeed. After
+//! 5. A new device has no record of writes that were lost with the previous device, so its flush would succeed. After
 //!    [`Switch::note_loss`], called before the exchange, the first flush of each connected client therefore fails.
 
 use crate::device::{Device, DirtyExtent, FlushTicket, ReadPlan, StatusExtent, Verdict};
@@ -36,18 +36,18 @@ mod tests;
 /// Interval at which `wait_unused` checks whether the old device is still used.
 const UNUSED_POLL: Duration = Duration::from_micros(200);
 
-/// A device; the references to this value count the requests that use it.
+/// A device. The references to this value count the requests that use the device.
 struct Held {
     device: Arc<dyn Device>,
-    /// True for a temporary replacement of the disk's own device ([`Switch::suspend`]).
+    /// Whether this is a temporary replacement of the disk's own device ([`Switch::suspend`]).
     stands_in: bool,
 }
 
-/// Holds the current device of a disk or snapshot.
+/// The current device of a disk or snapshot.
 pub struct Switch {
     held: RwLock<Arc<Held>>,
     clients: AtomicU64,
-    /// How often acknowledged writes may have been lost at an exchange.
+    /// Number of exchanges at which acknowledged writes may have been lost.
     losses: AtomicU64,
 }
 
@@ -92,12 +92,13 @@ impl Switch {
         Before { held: std::mem::replace(&mut *self.held.write(), Arc::new(held)) }
     }
 
-    /// Undoes an exchange. Requests that still use the old device are waited for at the next exchange.
+    /// Undoes an exchange. The next exchange waits for the requests that still use the other device.
     pub fn restore(&self, before: Before) {
         *self.held.write() = before.held;
     }
 
-    /// Records that writes which were acknowledged but not flushed may be lost. To be called before an exchange.
+    /// Records that writes which were acknowledged but not flushed may be lost. The caller calls this before an
+    /// exchange.
     pub fn note_loss(&self) {
         self.losses.fetch_add(1, Ordering::SeqCst);
     }
@@ -113,7 +114,7 @@ impl Before {
         &self.held.device
     }
 
-    /// Waits until no request uses the device; false if `cancelled` returned true first.
+    /// Waits until no request uses the device. False if `cancelled` returns true first.
     pub fn wait_unused(&self, cancelled: &dyn Fn() -> bool) -> bool {
         while Arc::strong_count(&self.held) > 1 {
             if cancelled() {
@@ -125,7 +126,7 @@ impl Before {
     }
 }
 
-/// A counted client, which keeps a disk or snapshot from being deleted until it is dropped.
+/// A client that is counted. The disk or snapshot cannot be deleted until this value is dropped.
 pub(crate) struct Client {
     switch: Arc<Switch>,
 }
@@ -148,14 +149,14 @@ impl Drop for Client {
     }
 }
 
-/// The disk or snapshot behind a switch, independent of its name.
+/// Identifies the disk or snapshot behind a switch, independent of its name.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Identity {
     /// A disk or snapshot of the native store.
     Native(u64),
     /// A disk in a VMware format or a snapshot of it.
     Foreign {
-        /// The disk's folder.
+        /// The name of the disk's folder.
         folder: String,
         /// The snapshot; `None` for the head.
         snapshot: Option<String>,
@@ -169,7 +170,7 @@ pub(crate) struct Switches {
 }
 
 impl Switches {
-    /// Counts a client of a disk or snapshot; `open` is called if no client has it open.
+    /// Counts a client of a disk or snapshot. `open` is called if no other client has it open.
     pub fn attach(&self, identity: Identity, open: impl FnOnce() -> Result<Arc<dyn Device>>) -> Result<Client> {
         let mut all = self.open.lock();
         if let Some(switch) = all.get(&identity).and_then(Weak::upgrade) {
@@ -181,12 +182,12 @@ impl Switches {
         Ok(Client::new(switch))
     }
 
-    /// The switch of a disk or snapshot, if a client has it open.
+    /// The switch of a disk or snapshot; `None` if no client has it open.
     pub fn get(&self, identity: &Identity) -> Option<Arc<Switch>> {
         self.open.lock().get(identity).and_then(Weak::upgrade)
     }
 
-    /// Whether any disk or snapshot has clients.
+    /// Whether any disk or snapshot has a client.
     pub fn in_use(&self) -> bool {
         self.open.lock().values().filter_map(Weak::upgrade).any(|switch| switch.clients() > 0)
     }
@@ -196,7 +197,7 @@ impl Switches {
         self.get(identity).map_or(0, |switch| switch.clients())
     }
 
-    /// Assigns a switch to a new identity, perhaps in another datastore, after its disk was migrated.
+    /// After a disk was migrated: assigns its switch to a new identity, perhaps in another datastore.
     pub fn hand_over(&self, identity: &Identity, to: &Switches, new: Identity) {
         let switch = self.open.lock().remove(identity);
         if let Some(switch) = switch {
@@ -225,23 +226,23 @@ pub struct SwitchedDevice {
     told: Told,
 }
 
-/// Which losses have been reported to a client: the value of `losses` when it connected or last got an error for a
-/// loss.
+/// The losses that were reported to a client: the value of `losses` when the client connected, or when it last received
+/// an error for a loss.
 struct Told {
     by_flush: AtomicU64,
-    /// Counted separately from flushes: after a failed FUA write the client repeats only this write, so its next flush
-    /// must fail too.
+    /// The losses that were reported by FUA writes, counted separately: after a failed FUA write the client repeats
+    /// only this write, so its next flush must fail too.
     by_fua: AtomicU64,
 }
 
-/// The guard of a planned read or of a flush: the device that made it, and the guard of that device.
+/// The guard of a planned read or of a flush: the device that created it, and the guard of that device.
 struct Origin {
     held: Arc<Held>,
     guard: Option<Box<dyn Any + Send>>,
 }
 
 impl Origin {
-    /// The plan, with a guard that keeps its device.
+    /// The plan, with a guard that also refers to its device.
     fn hold(held: Arc<Held>, mut plan: ReadPlan) -> ReadPlan {
         let guard = plan.guard.take();
         plan.guard = Some(Box::new(Self { held, guard }));
@@ -250,7 +251,7 @@ impl Origin {
 }
 
 impl SwitchedDevice {
-    /// A new client of a switch, counted until dropped.
+    /// A new client of a switch, which is counted until it is dropped.
     pub fn new(name: impl Into<String>, read_only: bool, switch: Arc<Switch>) -> Self {
         Self::over(name, read_only, Client::new(switch))
     }
@@ -264,14 +265,14 @@ impl SwitchedDevice {
 
     fn writer(&self) -> Result<Arc<Held>> {
         let held = self.switch.enter();
-        // The error of a device that is read-only itself is more specific.
+        // If the device itself is read-only, its own error is more specific.
         if self.read_only && !held.device.read_only() {
             return Err(Error::new(ErrorKind::ReadOnly, format!("{} is open for reading only", self.name)));
         }
         Ok(held)
     }
 
-    /// As [`SwitchedDevice::writer`]; with `fua` a loss is reported too.
+    /// As [`SwitchedDevice::writer`]; with `fua`, also returns an error after a loss.
     fn durable_writer(&self, fua: bool) -> Result<Arc<Held>> {
         let held = self.writer()?;
         if fua {
@@ -280,8 +281,8 @@ impl SwitchedDevice {
         Ok(held)
     }
 
-    /// Returns an error once after a loss of acknowledged writes. It is called after the device was entered, because a
-    /// loss could otherwise be recorded between this check and the request.
+    /// Returns an error once after a loss of acknowledged writes. Callers acquire the device first, because a loss
+    /// could otherwise be recorded between this check and the request.
     fn tell_loss(&self, told: &AtomicU64) -> Result<()> {
         let losses = self.switch.losses.load(Ordering::SeqCst);
         if self.read_only || told.swap(losses, Ordering::SeqCst) == losses {
@@ -337,7 +338,7 @@ impl Device for SwitchedDevice {
                 }
                 verdict
             }
-            // The read was finished before, so there is nothing left to verify.
+            // The read was finished before, so no bytes have to be verified.
             Some(Err(guard)) => {
                 plan.guard = Some(guard);
                 self.switch.enter().device.finish_read(plan)

@@ -1,5 +1,5 @@
 //! Conversions between every pair of formats, of chains and of archives, compared byte for byte with a model, and with
-//! QEMU where it reads the format. Conversions that are refused must leave nothing.
+//! QEMU if it can read the format. Conversions that are refused must leave no files.
 
 #![allow(clippy::unwrap_used)]
 
@@ -290,12 +290,12 @@ fn a_chain_converts_to_one_image() {
     }
 }
 
-/// Removes the backing format from a qcow2 header, as old versions of QEMU did not write it.
+/// Removes the backing format from a qcow2 header, because old versions of QEMU did not write it.
 fn forget_backing_format(path: &Path) {
     let mut bytes = std::fs::read(path).unwrap();
     let tag = [0xe2, 0x79, 0x2a, 0xca];
     let at = bytes[..4096].windows(4).position(|word| word == tag).unwrap();
-    // A header extension of unknown type, which readers skip.
+    // The extension is replaced by one of an unknown type, which readers skip.
     bytes[at..at + 4].copy_from_slice(&[0x11, 0x22, 0x33, 0x44]);
     std::fs::write(path, bytes).unwrap();
 }
@@ -327,7 +327,8 @@ fn qcow2_is_read_with_its_backing_files() {
     convert(&path.join("above.qcow2"), &raw, TargetFormat::Image(ImageKind::Raw)).unwrap();
     assert!(std::fs::read(&raw).unwrap() == model);
 
-    // A missing backing format is not guessed, and a backing file in another folder must be allowed explicitly.
+    // If the backing format is missing, it is not guessed. A backing file in another folder must be permitted
+    // explicitly.
     forget_backing_format(&path.join("middle.qcow2"));
     let refused = convert(&path.join("top.qcow2"), &path.join("no.vmdk"), TargetFormat::Image(ImageKind::Thin));
     let error = refused.err().unwrap();
@@ -350,7 +351,7 @@ fn qcow2_is_read_with_its_backing_files() {
     }
 }
 
-/// Cancels the work after a number of calls.
+/// A progress that is cancelled after a number of calls.
 struct Patience(AtomicU64);
 
 impl Progress for Patience {
@@ -415,7 +416,7 @@ fn the_next_conversion_removes_files_left_by_a_crash() {
     for kind in ImageKind::ALL {
         let format = TargetFormat::Image(kind);
         let to = path.join(file_of(format, "vm"));
-        // The state after a power cut before the end: the target is complete but still has its temporary name.
+        // The state after a power cut shortly before the end: the target is complete but still has its temporary name.
         let made = convert(&path.join("a.raw"), &to, format).unwrap();
         let unfinished = path.join(format!("{}.lamina-new", to.file_name().unwrap().to_str().unwrap()));
         std::fs::rename(&to, &unfinished).unwrap();
@@ -428,7 +429,7 @@ fn the_next_conversion_removes_files_left_by_a_crash() {
     }
 }
 
-/// A progress that writes to the disk while it is read.
+/// A progress that writes to the disk while the disk is read.
 struct Meanwhile<F: Fn(u64) + Sync>(F);
 
 impl<F: Fn(u64) + Sync> Progress for Meanwhile<F> {
@@ -500,7 +501,7 @@ fn disks_in_vmwares_formats_are_sources_and_targets() {
         }
         assert!(disk_content(&store, "vm") == model, "{kind}");
         assert!(std::fs::read(path.join("b.raw")).unwrap() == model, "{kind}");
-        // A cancelled conversion leaves nothing.
+        // A cancelled conversion leaves no files.
         for patience in [0, 2, 5] {
             let conversion = Conversion {
                 from: Address::Disk("back".into()),

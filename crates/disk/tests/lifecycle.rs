@@ -122,7 +122,7 @@ fn a_thick_disk_without_space_is_refused_before_it_allocates_any() {
     for provisioning in [Provisioning::ZeroedThick, Provisioning::EagerZeroedThick] {
         let refused = ds.create_disk("thick", &NewDisk::native(64 << 40, provisioning), &NoProgress).unwrap_err();
         assert_eq!(refused.kind(), ErrorKind::NoSpace);
-        // All of the space was requested at once.
+        // The space for all blocks was requested in one call.
         let whole = format!("{} bytes for data are needed", 64_u64 << 40);
         assert!(refused.to_string().contains(&whole), "{refused}");
         assert_eq!(ds.disk("thick").unwrap_err().kind(), ErrorKind::NotFound);

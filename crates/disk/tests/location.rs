@@ -1,4 +1,5 @@
-//! Datastores on a medium without folders. These tests define and register the medium; no code of lamina knows it.
+//! Datastores on a medium without folders. These tests define and register the medium; lamina itself has no code for
+//! it.
 
 #![allow(clippy::unwrap_used)]
 
@@ -23,7 +24,7 @@ const BLOCK: usize = 4096;
 static MEDIA: Mutex<BTreeMap<String, MemoryMedium>> = Mutex::new(BTreeMap::new());
 static REGISTERED: Once = Once::new();
 
-/// Calls `work` with the medium of that name, which the first call creates.
+/// Calls `work` with the medium of that name. The first call creates the medium.
 fn with_medium<T>(name: &str, work: impl FnOnce(&MemoryMedium) -> T) -> T {
     let mut media = MEDIA.lock().unwrap();
     work(media.entry(name.to_owned()).or_insert_with(|| MemoryMedium::new(1)))
@@ -137,7 +138,7 @@ fn a_datastore_stops_when_its_medium_revokes_the_ownership() {
     let device = datastore.device("a", false).unwrap();
     let error = device.write(0, SharedSlice::copy_of(&[3; BLOCK]), false).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Stopped);
-    // The next owner continues from the flushed state while the former owner is still running.
+    // The next owner continues from the flushed state, while the former owner is still running.
     let next = Datastore::open(&location, OPTIONS).unwrap();
     assert_eq!(byte(&next, "a"), 1);
     next.close().unwrap();

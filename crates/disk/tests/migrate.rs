@@ -143,7 +143,7 @@ fn every_format_moves_to_every_other_with_its_snapshots_under_a_client() {
         let stop = AtomicBool::new(false);
         std::thread::scope(|scope| {
             let writer = scope.spawn(|| {
-                // The client stays connected from before the first migration.
+                // The client connected before the first migration, and stays connected.
                 while !stop.load(Ordering::Relaxed) {
                     scribble(&*client, &mut model.head, &mut random, 1);
                     let at = random.below(CAPACITY as u64 - 9000);
@@ -178,7 +178,7 @@ fn every_format_moves_to_every_other_with_its_snapshots_under_a_client() {
     assert!(!left.iter().any(|name| name.to_string_lossy().starts_with("migration-")), "{left:?}");
 }
 
-/// Cancels at a given call.
+/// A progress that is cancelled at a given call.
 struct StopAt(AtomicU64);
 
 impl Progress for StopAt {
@@ -278,7 +278,7 @@ fn a_disk_moves_to_another_datastore_and_back() {
     drop(client);
     datastore.close().unwrap();
     drop(datastore);
-    // The thread that watches the migrated clients notices shortly that none is left.
+    // The thread that watches the migrated clients notices within this time that all have disconnected.
     std::thread::sleep(Duration::from_millis(500));
     let other = open(&there);
     check(&other, "a", &model, "there");
@@ -291,10 +291,10 @@ fn a_disk_moves_to_another_datastore_and_back() {
     assert_eq!(report.findings, vec![]);
 }
 
-/// A folder with a VMware disk and its snapshots, as a host leaves it; returns the newest image and the expected
+/// A folder with a VMware disk and its snapshots, as on a VMware host. Returns the newest image and the expected
 /// content.
 fn host_folder(path: &Path, seed: u64) -> (std::path::PathBuf, Model) {
-    // Created by lamina, then used like files of another program.
+    // lamina creates the files, which are then used like those of another program.
     let datastore = made(&path.join("maker"));
     let model = disk_with_tree(&datastore, "web", FORMATS[1], seed);
     datastore.close().unwrap();
@@ -369,7 +369,7 @@ fn a_disk_with_several_root_snapshots_moves_between_formats() {
     scribble(&*datastore.device("web", false).unwrap(), &mut head, &mut random, 20);
     take("zeros-of-a-migration");
     let kept = head.clone();
-    // Deletes the snapshot that another snapshot and the head have as a common parent.
+    // Deletes the common parent of another snapshot and the head.
     datastore.revert("web", "first").unwrap();
     datastore.delete_snapshot("web", "first", None, &NoProgress).unwrap();
     let head = datastore.device("web", true).unwrap().read(0, CAPACITY).unwrap().to_vec();
@@ -411,7 +411,7 @@ fn a_file_that_is_not_an_image_is_not_imported_as_a_raw_disk() {
             assert_eq!(datastore.disk("web").unwrap_err().kind(), ErrorKind::NotFound, "{name} {way:?}");
         }
     }
-    // The name `.img`, or the format given by the user, is enough to import a raw disk.
+    // The file name suffix `.img`, or the format that the user states, is sufficient to import a raw disk.
     let content = [7; 8192];
     for (name, format) in [("web.img", None), ("web.bin", Some(SourceFormat::Raw))] {
         let path = put(name, &content);
@@ -484,7 +484,7 @@ fn a_disk_is_deleted_while_its_live_import_runs_and_the_import_continues_if_it_c
     let before = contents(head.parent().unwrap());
     let path = folder.path().join("ds");
     let datastore = made(&path);
-    // At this rate the import would take an hour.
+    // At this rate the background copy would take an hour.
     datastore.import("web", &import(&head, ImportMode::Live, 4 << 10), &NoProgress).unwrap();
     datastore.start_imports();
     let device = datastore.device("web", false).unwrap();

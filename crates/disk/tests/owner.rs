@@ -1,4 +1,4 @@
-//! A datastore has one owner at a time, also if its lock file or superblock is renamed or replaced.
+//! A datastore has one owner at a time, even if its lock file or superblock is renamed or replaced.
 #![allow(clippy::unwrap_used)]
 use backend::SharedSlice;
 use disk::*;
@@ -38,7 +38,7 @@ fn removing_the_lock_file_stops_the_owner_and_admits_no_second_one() {
         fs::copy(&moved, path.join(name)).unwrap();
         assert_eq!(open(&path).err().unwrap().kind(), ErrorKind::Busy, "{name} was replaced");
     }
-    // Appends within two milliseconds share one check of the lock file's name.
+    // The pause is needed because appends within two milliseconds share one check of the lock file's name.
     std::thread::sleep(std::time::Duration::from_millis(2));
     let error = device.write(4096, SharedSlice::copy_of(&[2; 4096]), true).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Stopped, "{error}");

@@ -17,9 +17,10 @@ use work::Progress;
 const LEVEL: u32 = 6;
 /// Bytes collected for one write.
 pub(super) const BUFFER: usize = 1 << 20;
-/// Memory of the virtual machine that the archive's OVF description states: the source of a conversion records none.
+/// Memory of the virtual machine in the archive's OVF description: the source of a conversion has no machine, and so no
+/// memory size.
 const MEMORY_MIB: u64 = 1024;
-/// Virtual hardware version of that machine: the one of ESXi 6.7, as in the descriptors that lamina writes.
+/// Virtual hardware version of that machine: the version of ESXi 6.7, as in the descriptors that lamina writes.
 pub(super) const HARDWARE: &str = "vmx-14";
 /// Operating system "Other" in the CIM numbering that OVF uses.
 pub(super) const SYSTEM: u32 = 1;
@@ -72,7 +73,7 @@ impl NewFile {
     }
 }
 
-/// A file as a [`std::io::Write`].
+/// Implements [`std::io::Write`] for a file.
 pub(super) struct Output {
     pub(super) file: Arc<dyn File>,
     pub(super) position: u64,
@@ -110,7 +111,7 @@ pub(super) struct StreamSink {
     file: Arc<dyn File>,
     capacity: u64,
     archive: bool,
-    /// While the lock is held, removing the remains of crashes leaves this file alone.
+    /// While this lock is held, the removal of files that crashes left does not touch this file.
     _lock: Box<dyn Lock>,
 }
 

@@ -1,8 +1,9 @@
-//! The copy loop: one thread reads parts of the disk and finds the zeros in them, the caller's thread writes them.
+//! The copy loop: one thread reads parts of the disk and finds the zeros in them, and the caller's thread writes the
+//! parts.
 //!
-//! Buffers are reused: after a part is written, its buffer is read into again, so that memory is limited and stays in
-//! the processor's caches. When either thread ends, so does the other: the reader ends at the next part that it cannot
-//! send, and the writer detects a channel that closes without an end mark as a failed reader.
+//! Buffers are reused: after a part is written, the next part is read into its buffer. So memory is limited and stays
+//! in the processor's caches. When one of the threads ends, the other one ends too: the reader ends at the next part
+//! that it cannot send, and the writer detects a channel that closes without an end mark as a failed reader.
 
 use backend::{BLOCK_SIZE, Buffer};
 use error::{Error, ErrorKind, Result};
@@ -12,37 +13,37 @@ use std::thread;
 use work::Progress;
 use work::Throttle;
 
-/// Bytes of a part; parts begin at multiples of it.
+/// Bytes of a part. Parts begin at multiples of this size.
 pub const PIECE: u64 = 1 << 20;
 
-/// Parts in memory at a time: one is read, one is written, the others wait between the two threads.
+/// Most parts in memory at a time: one is being read, one is being written, the others wait between the two threads.
 pub const PIECES: usize = 8;
 
-/// The smallest run of zeros that is left out.
+/// The smallest run of zeros that is not written.
 const ZERO_UNIT: u64 = BLOCK_SIZE as u64;
 
-/// A range of the source with one kind of content; its start is the argument of [`Source::next`].
+/// A range of the source whose content is either all zeros or data; its start is the argument of [`Source::next`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SourceRun {
-    /// Its length in bytes; not 0.
+    /// The range's length in bytes; not 0.
     pub length: u64,
-    /// True if the source's map shows that the range is zeros, so that it need not be read.
+    /// Whether the source's map shows that the range reads as zeros, so that it need not be read.
     pub zero: bool,
 }
 
-/// The source of the content. Called by one thread, from front to back.
+/// The source of a copy. One thread calls the methods, from the beginning of the disk to its end.
 pub trait Source: Send {
     /// Capacity in bytes.
     fn capacity(&self) -> u64;
 
-    /// The kind of the content at `start`, which lies below the capacity.
+    /// The range that begins at `start`, which is lower than the capacity.
     fn next(&mut self, start: u64) -> Result<SourceRun>;
 
     /// Reads a range that [`Source::next`] did not return as zeros.
     fn read(&mut self, start: u64, out: &mut [u8]) -> Result<()>;
 }
 
-/// The target of the content. All of it reads as zeros before anything is written.
+/// The target of a copy. All of it reads as zeros before anything is written.
 pub trait Sink: Send {
     /// Data is written in whole units of this many bytes, a power of two, except at the end of the disk.
     fn unit(&self) -> u64;
@@ -50,7 +51,7 @@ pub trait Sink: Send {
     /// Writes all parts.
     fn fill(&mut self, pieces: &mut Pieces<'_>) -> Result<()>;
 
-    /// Makes the target durable and gives it its name. After an error nothing of the target is left.
+    /// Makes the target durable and gives it its name. After an error the target does not exist.
     fn finish(self: Box<Self>, progress: &dyn Progress) -> Result<()>;
 
     /// Removes the unfinished target.
@@ -59,9 +60,9 @@ pub trait Sink: Send {
 
 /// A part of the disk: a megabyte with data in it, or a run of zeros of any length.
 pub struct CopyPiece {
-    /// Its first byte.
+    /// The first byte of the part.
     pub start: u64,
-    /// Its length in bytes.
+    /// The length of the part in bytes.
     pub length: u64,
     /// Ranges that are not zeros, relative to `start`: in order, not adjacent, in units of [`Sink::unit`] except at the
     /// end of the disk.
@@ -81,7 +82,7 @@ impl CopyPiece {
         self.bytes(&(run.start..run.end.next_multiple_of(BLOCK_SIZE)))
     }
 
-    /// The ranges between the runs, as byte ranges of the disk.
+    /// The ranges between the runs of data, as byte ranges of the disk.
     pub fn zeros(&self) -> Zeros<'_> {
         Zeros { piece: self, at: 0, next: 0 }
     }
@@ -140,7 +141,7 @@ impl Pieces<'_> {
         }
         self.check()?;
         if let Some(buffer) = self.held.take() {
-            // Sending fails if the reader has ended, which then needs no buffer.
+            // Sending fails if the reader has ended; then it needs no buffer.
             let _ = self.empty.send(buffer);
         }
         let mut piece = match self.full.recv() {
@@ -163,7 +164,7 @@ impl Pieces<'_> {
         Ok(true)
     }
 
-    /// Fails once the conversion is cancelled.
+    /// Returns an error once the conversion is cancelled.
     fn check(&self) -> Result<()> {
         match self.progress.cancelled() {
             true => {
@@ -174,7 +175,7 @@ impl Pieces<'_> {
     }
 }
 
-/// Copies all of a source; returns the number of bytes that were not zeros.
+/// Copies all of a source to a sink; returns the number of bytes that were not zeros.
 pub fn copy(source: Box<dyn Source + '_>, mut sink: Box<dyn Sink + '_>, progress: &dyn Progress) -> Result<u64> {
     let total = source.capacity();
     let unit = sink.unit().max(ZERO_UNIT);
@@ -191,7 +192,7 @@ pub fn copy(source: Box<dyn Source + '_>, mut sink: Box<dyn Sink + '_>, progress
         spawned.map_err(|error| Error::io("starting a thread to read", error))?;
         let throttle = Throttle::new(progress);
         let mut pieces = Pieces { full, empty, held: None, progress, total, copied: 0, throttle, ended: false };
-        // Dropping the channel's ends makes the reader end.
+        // Afterwards the ends of the channel are dropped, which makes the reader end.
         sink.fill(&mut pieces).map(|()| pieces.copied)
     });
     match outcome {
@@ -203,7 +204,7 @@ pub fn copy(source: Box<dyn Source + '_>, mut sink: Box<dyn Sink + '_>, progress
     }
 }
 
-/// The thread that reads the source.
+/// The reading thread.
 struct Reader<'a> {
     source: Box<dyn Source + 'a>,
     unit: u64,
@@ -212,13 +213,13 @@ struct Reader<'a> {
 }
 
 impl Reader<'_> {
-    /// Reads until the end, an error, or the writer has ended.
+    /// Reads until the end of the source, until an error, or until the writer has ended.
     fn run(mut self) {
         let last = match self.read_all() {
             Ok(()) => Message::End,
             Err(error) => Message::Failed(error),
         };
-        // Sending fails only if the writer has ended, which then needs no message.
+        // Sending fails only if the writer has ended; then it needs no message.
         let _ = self.to_writer.send(last);
     }
 
@@ -228,8 +229,8 @@ impl Reader<'_> {
         while start < capacity {
             let zeros = self.zeros_from(start, capacity)?;
             let piece = match zeros - start {
-                // A range of zeros that covers the rest of the part is passed on without a buffer, as long as it fills
-                // whole parts.
+                // Zeros that fill at least one part, or reach the end of the disk, are passed on without a buffer, cut
+                // at the end of a part.
                 length if zeros == capacity || length >= PIECE => {
                     let end = if zeros == capacity { capacity } else { zeros / PIECE * PIECE };
                     CopyPiece { start, length: end - start, runs: Vec::new(), buffer: None }
@@ -306,7 +307,8 @@ fn runs(bytes: &[u8], unit: usize) -> Vec<Range<usize>> {
     runs
 }
 
-/// Whether all bytes are zero. Compares strides that the compiler vectorises, and stops at the first that is not zero.
+/// Whether all bytes are zero. Compares blocks of bytes, which the compiler vectorises, and stops at the first block
+/// that is not zero.
 fn is_zero(bytes: &[u8]) -> bool {
     const STRIDE: usize = 256;
     let zero = |part: &[u8]| part.iter().fold(0, |sum, byte| sum | byte) == 0;

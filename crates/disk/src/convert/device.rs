@@ -12,14 +12,14 @@ use work::Progress;
 const ASK_BYTES: u64 = 256 << 20;
 const ASK_EXTENTS: usize = 1024;
 
-/// A device as a source, with a value that must live as long as the device is open. The device is dropped first.
+/// A device as a source, together with a value that must exist until the device is closed.
 pub struct HoldingSource<H> {
     source: DeviceSource,
     _held: H,
 }
 
 impl<H> HoldingSource<H> {
-    /// Reads the device, and drops `held` after it.
+    /// Reads from the device. `held` is dropped after the device.
     pub fn new(device: Arc<dyn Device>, held: H) -> Self {
         Self { source: DeviceSource::new(device), _held: held }
     }
@@ -48,7 +48,7 @@ pub struct DeviceSource {
 }
 
 impl DeviceSource {
-    /// Reads the device as it is; it should not be written meanwhile.
+    /// Reads the current content of the device, which should not be written meanwhile.
     pub fn new(device: Arc<dyn Device>) -> Self {
         Self { device, at: 0, extents: VecDeque::new() }
     }
@@ -87,7 +87,7 @@ impl Source for DeviceSource {
     }
 }
 
-/// Called after the device was filled (true) or filling it failed (false).
+/// Called after the device was filled (with true), or after filling it failed (with false).
 pub type End = Box<dyn FnOnce(bool) -> Result<()> + Send>;
 
 /// A device that reads as zeros, as a sink that is written sequentially.
@@ -97,7 +97,7 @@ pub struct DeviceSink {
 }
 
 impl DeviceSink {
-    /// Fills the device; `end` is then called with the outcome, and removes the device after a failure.
+    /// Fills the device. Afterwards `end` is called with the outcome; after a failure it removes the device.
     pub fn new(device: Arc<dyn Device>, end: End) -> Self {
         Self { device, end }
     }
@@ -126,7 +126,7 @@ impl Sink for DeviceSink {
         match flushed {
             Ok(()) => end(true),
             Err(error) => {
-                // The first error is returned; an error of removing the device is not.
+                // The first error is returned, so an error of removing the device is ignored.
                 let _ = end(false);
                 Err(error)
             }

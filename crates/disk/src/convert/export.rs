@@ -1,6 +1,6 @@
 //! Export of a machine: its disks and a description of it in one OVA archive.
 //!
-//! The archive has its name once all of it is durable. An error and an interruption leave nothing.
+//! The archive has a temporary name until all of it is durable. After an error or an interruption no file remains.
 
 use super::archive::{BUFFER, HARDWARE, NewFile, Output, SYSTEM, archive_options, embedded, stem, take_all};
 use super::copy::{Pieces, Sink, Source, copy};
@@ -38,11 +38,11 @@ pub enum ArchiveController {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ArchiveCard {
-    /// Its kind, as VMware calls it.
+    /// The card's kind, by VMware's name.
     pub adapter: String,
-    /// Its network.
+    /// The card's network.
     pub network: String,
-    /// Its address.
+    /// The card's MAC address.
     pub mac: String,
 }
 
@@ -50,17 +50,17 @@ pub struct ArchiveCard {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ArchiveMachine {
-    /// Its name.
+    /// The machine's name.
     pub name: String,
     /// Virtual processors.
     pub cpus: u32,
     /// Memory in bytes.
     pub memory: u64,
-    /// The controller of its disks.
+    /// The controller of all disks of the machine.
     pub controller: ArchiveController,
-    /// Its network cards.
+    /// The machine's network cards.
     pub cards: Vec<ArchiveCard>,
-    /// Whether it has UEFI.
+    /// Whether the machine has UEFI.
     pub uefi: bool,
     /// Whether UEFI starts signed boot loaders only.
     pub secure_boot: bool,
@@ -74,7 +74,7 @@ pub struct ArchiveExport {
     pub path: PathBuf,
     /// The machine.
     pub machine: ArchiveMachine,
-    /// Its disks: `DISK` or `DISK@SNAPSHOT`.
+    /// The machine's disks: `DISK` or `DISK@SNAPSHOT`.
     pub disks: Vec<String>,
     /// Limit in bytes per second; 0 for none.
     pub rate: u64,
@@ -171,7 +171,7 @@ impl ArchiveMachine {
     }
 }
 
-/// One disk of an archive.
+/// The sink for one disk of an archive.
 struct MemberSink<'a, W: Write + Seek>(&'a mut OvaWriter<W>);
 
 impl<W: Write + Seek + Send> Sink for MemberSink<'_, W> {

@@ -27,7 +27,7 @@ impl TargetFormat {
         std::iter::once(Self::Native).chain(images).chain([Self::StreamOptimized, Self::Ova])
     }
 
-    /// Its name on the command line.
+    /// The format's name on the command line.
     pub fn name(self) -> &'static str {
         match self {
             Self::Native => "native",
@@ -66,7 +66,7 @@ impl From<TargetFormat> for String {
     }
 }
 
-/// The format of a source file, if the user states it.
+/// The format of a source file, as the user may state it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub enum SourceFormat {
@@ -78,8 +78,8 @@ pub enum SourceFormat {
     Qcow2,
     /// An OVA archive.
     Ova,
-    /// A VMFSsparse extent whose descriptor is lost. Its parent is unknown, so blocks that the extent does not hold
-    /// read as zeros.
+    /// A VMFSsparse extent whose descriptor is lost. Its parent is unknown, so ranges that are not allocated in the
+    /// extent read as zeros.
     VmfsSparse,
     /// A SEsparse extent whose descriptor is lost.
     SeSparse,
@@ -102,7 +102,7 @@ impl SourceFormat {
         Self::MonolithicSparse,
     ];
 
-    /// Its name on the command line.
+    /// The format's name on the command line.
     pub fn name(self) -> &'static str {
         match self {
             Self::Raw => "raw",
@@ -116,7 +116,7 @@ impl SourceFormat {
         }
     }
 
-    /// This format as [`layer::image`] names it; `None` for archives, which `layer::image` does not open.
+    /// This format as a format of [`layer::image`]; `None` for archives, which `layer::image` does not open.
     pub(crate) fn of_image(self) -> Option<Format> {
         match self {
             Self::Raw => Some(Format::Flat),

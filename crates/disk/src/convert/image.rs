@@ -10,7 +10,7 @@ use std::sync::Arc;
 use work::Progress;
 use work::Unreported;
 
-/// Extents of one part whose writeback to disk is started early; further extents wait for the flush.
+/// Most extents of a part whose writeback is started early. Further extents are written back by the flush.
 const WRITE_OUT_EXTENTS: usize = 64;
 
 /// An image under its temporary name.
@@ -33,7 +33,7 @@ impl ImageSink {
         progress: &dyn Progress,
     ) -> Result<Self> {
         let random = system_entropy();
-        // Zeros are written when all data is, and only to ranges without data.
+        // The copy writes zeros only to ranges without data, after all data is written.
         let made = match kind {
             ImageKind::EagerZeroedThick => ImageKind::ZeroedThick,
             kind => kind,
@@ -52,7 +52,7 @@ impl ImageSink {
         }
     }
 
-    /// Makes the kernel start writeback of the data, so that the flush at the end has little left to write.
+    /// Makes the kernel start the writeback of the data, so that the flush at the end has less to write.
     fn write_out(&mut self, start: u64, length: u64) -> Result<()> {
         self.extents.clear();
         self.layer.map(start..start + length, WRITE_OUT_EXTENTS, &mut self.extents)?;

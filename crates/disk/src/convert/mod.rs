@@ -1,4 +1,4 @@
-//! Conversion: the content of any disk or image into a new one of any format.
+//! Conversion: copies the content of any disk or image into a new disk or image of any format.
 //!
 //! ```text
 //! source                       pieces of 1 MiB                sink
@@ -7,17 +7,18 @@
 //!   disk of an archive                                        native disk
 //! ```
 //!
-//! What holds:
+//! Invariants:
 //!
-//! 1. **All or nothing.** The target has its name once all of it is durable. An error, an interruption and a crash
-//!    leave nothing under that name. The remains of a crash are removed by the datastore at its next opening, and in a
-//!    folder by the next conversion to the same name.
-//! 2. **The source is not changed**, and does not change: if the disk is in use, a snapshot of it is read.
-//! 3. **Zeros are not written.** Ranges that the source does not hold are skipped; the others are searched for zeros.
-//!    A thin target is as small as its format allows; a thick target has all its space allocated.
+//! 1. **All or nothing.** The target has a temporary name until all of it is durable, so after an error, an
+//!    interruption or a crash no file has the target's name. After a crash, the files with temporary names are removed
+//!    when the datastore is opened next, or in a folder by the next conversion to the same name.
+//! 2. **The source is not changed**, and does not change during the copy: if the disk is in use, a snapshot of it is
+//!    read.
+//! 3. **Zeros are not written.** Ranges that are not allocated in the source are skipped, and the others are searched
+//!    for zeros. A thin target is as small as its format allows; a thick target has all its space allocated.
 //! 4. **Memory is limited**: [`copy::PIECES`] parts, whatever the size of the disk.
-//! 5. The kind of a source is what its user states, and its content is untrusted: the rules of [`layer::image`] for
-//!    foreign images apply.
+//! 5. The user states the format of a source. The content is untrusted: the rules of [`layer::image`] for foreign
+//!    images apply.
 
 mod archive;
 mod copy;
@@ -62,9 +63,9 @@ pub struct ImageOptions {
     pub force_parent: bool,
     /// Replay the journal of a SEsparse image that was not closed cleanly, as far as its records are provably complete.
     pub replay_journal: bool,
-    /// Folders besides the image's own that it may refer to.
+    /// Folders, besides the image's own, that contain files to which the image may refer.
     pub permitted: Vec<PathBuf>,
-    /// The disk to read from an archive, by the name of its file there.
+    /// The disk to read from an archive, by the name of its file in the archive.
     pub member: Option<String>,
 }
 
@@ -144,7 +145,7 @@ pub(crate) fn copy_into(
 ) -> Result<Converted> {
     target::check(to, format)?;
     let capacity = source.capacity().next_multiple_of(layer::SECTOR);
-    // Reserves the name, so that no other operation takes it before the disk exists.
+    // Reserves the name, so that no other operation can use it before the disk exists.
     let mut reservation = None;
     let made = match (to, datastore) {
         (Address::Path(path), _) => target::make(path, format, capacity, progress)?,

@@ -33,7 +33,7 @@ pub struct ChainSource {
 }
 
 impl ChainSource {
-    /// Reads the chain as it is; it should not be written while the copy runs.
+    /// Reads the current content of the chain, which should not be written during the copy.
     pub fn new(chain: Arc<Chain>) -> Self {
         Self { chain, spans: VecDeque::new() }
     }
@@ -63,7 +63,7 @@ impl Source for ChainSource {
 }
 
 impl ImageOptions {
-    /// These options as [`layer::image`] takes them.
+    /// These options in the form of [`layer::image`].
     pub(crate) fn opening(&self, writable: bool) -> OpenOptions {
         OpenOptions {
             writable,
@@ -75,7 +75,7 @@ impl ImageOptions {
         }
     }
 
-    /// The file that a user named.
+    /// The file at a path that a user gave.
     pub(crate) fn place(&self, path: &Path) -> Result<Place> {
         Place::local(path, &self.permitted)
     }
@@ -115,8 +115,8 @@ pub(crate) fn whole_chain(label: &str, opened: &image::Chain) -> Result<Chain> {
     Chain::open(label, opened.layers(), options)
 }
 
-/// Whether the file has the suffix `.ova` and begins like a tar archive. The first bytes alone do not decide, because
-/// the guest writes those of a raw disk.
+/// Whether the file has the suffix `.ova` and begins like a tar archive. The first bytes alone are not sufficient,
+/// because a guest can write the first bytes of a raw disk.
 pub(crate) fn is_archive(place: &Place) -> Result<bool> {
     if !place.name.to_ascii_lowercase().ends_with(".ova") {
         return Ok(false);

@@ -16,7 +16,7 @@ pub(crate) struct Target<'a> {
     pub(crate) files: Vec<PathBuf>,
 }
 
-/// Refuses a target that cannot have the format, or that exists already.
+/// Refuses a target whose name does not fit the format, or that exists already.
 pub(super) fn check(to: &Address, format: TargetFormat) -> Result<()> {
     match (to, format) {
         (Address::Path(path), TargetFormat::Native) => {
@@ -57,7 +57,7 @@ pub(super) fn make(
     progress: &dyn Progress,
 ) -> Result<Target<'static>> {
     let (folder, name) = folder_of(path)?;
-    // Removes what a conversion to the same name left when a power cut ended it.
+    // Removes the files of a conversion to the same name that a power cut ended.
     let removed = storage::sweep_one(&**folder.directory(), &name)?;
     if !removed.is_empty() {
         tracing::warn!("removed what an unfinished conversion had left: {}", removed.join(", "));
@@ -79,7 +79,7 @@ pub(super) fn make(
     Ok(Target { sink, files })
 }
 
-/// Names of the files of an image; the file by which it is opened comes first.
+/// Names of the files of an image. The first is the file by which the image is opened.
 pub(crate) fn files_of(name: &str, kind: ImageKind, capacity: u64) -> Result<Vec<String>> {
     let mut files = vec![name.to_owned()];
     if let Some(descriptor) = NewImage::new(name, capacity, kind).descriptor(&mut || 0)? {

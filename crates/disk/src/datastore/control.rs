@@ -1,4 +1,5 @@
-//! Control operations: each is passed to the native disks or to the disks in VMware's formats, depending on the disk.
+//! Control operations: each is passed to the native disks or to the disks in VMware's formats, depending on the disk's
+//! format.
 
 use super::Datastore;
 use crate::foreign::ForeignDisk;
@@ -13,8 +14,8 @@ use std::sync::Arc;
 use work::Progress;
 
 impl Datastore {
-    /// The disk `name`, for operations that only disks in VMware's formats have; for a native disk an error with the
-    /// reason `what`.
+    /// The disk `name`, for operations that only disks in VMware's formats support. For a native disk returns an error
+    /// with the reason `what`.
     fn image_disk(&self, name: &str, what: &str) -> Result<Arc<ForeignDisk>> {
         if let Some(entry) = self.foreign.find(name) {
             return Ok(entry);
@@ -82,9 +83,10 @@ impl Datastore {
         Ok(renamed)
     }
 
-    /// Deletes a disk with its snapshots. `Busy` while clients have it open, and if linked clones are based on it (the
-    /// error lists them). With `promote`, the snapshots that clones are based on are handed over to the clones instead.
-    /// The background migration of a live import ends; it begins again if the disk cannot be deleted.
+    /// Deletes a disk with its snapshots. `Busy` while clients have the disk open, and if linked clones are based on it
+    /// (the error lists them). With `promote`, the snapshots that clones are based on are handed over to the clones
+    /// instead. The background migration of a live import is ended first, and started again if the disk cannot be
+    /// deleted.
     pub fn delete_disk(&self, name: &str, promote: bool) -> Result<()> {
         let was_imported = self.end_import(name);
         let deleted = self.delete_whole_disk(name, promote);
@@ -101,7 +103,7 @@ impl Datastore {
         let (uuid, spare) = (entry.disk.uuid(), self.spare());
         let overlay = self.overlay_of(&entry);
         match self.foreign.delete_disk(&entry, promote) {
-            // XFS may need space for the new name of the record. The disk is unchanged.
+            // XFS may need space for the record's new name. The disk is unchanged after this error.
             Err(error)
                 if error.kind() == ErrorKind::NoSpace && self.foreign.find(name).is_some() && spare.give_up() =>
             {
@@ -147,8 +149,8 @@ impl Datastore {
         if native.is_empty() {
             self.snapshot_images(&images, None, options)?;
         } else {
-            // The native lock is taken before the images are opened, because no write waits for that lock during this
-            // time.
+            // The lock of the native disks is acquired before the images are opened: no write waits for that lock while
+            // the images are opened.
             taken = self.native.create_snapshots(&native, &mut |taking| match images.is_empty() {
                 true => taking.take(),
                 false => self.snapshot_images(&images, Some(taking), options),
@@ -162,16 +164,16 @@ impl Datastore {
         Ok(taken)
     }
 
-    /// Takes snapshots of disks in VMware's formats, and of native disks by `native`. After a power cut either all of
-    /// the snapshots exist or none.
+    /// Takes snapshots of disks in VMware's formats, and calls `native` to take those of native disks. After a power
+    /// cut either all of the snapshots exist or none.
     fn snapshot_images(
         &self,
         images: &[(Arc<ForeignDisk>, String)],
         mut native: Option<&mut Taking<'_>>,
         options: &SnapshotOptions,
     ) -> Result<()> {
-        // Held from before the numbers are determined until the group ends: meanwhile a snapshot with the name and
-        // number of a group's snapshot is that of the group.
+        // Locked from before the snapshots' numbers are determined until the group ends, so that meanwhile every
+        // snapshot with the name and number of one in the group belongs to the group.
         let _alone = images.iter().map(|(entry, _)| entry.begin_snapshot()).collect::<Result<Vec<_>>>()?;
         if images.len() < 2 && native.is_none() {
             return self.foreign.create_snapshots(images, None, options, &mut || Ok(()));
@@ -191,7 +193,7 @@ impl Datastore {
                 let Some(native) = &mut native else { return Ok(()) };
                 let taken = native.take();
                 if taken.is_err() && !native.is_certain() {
-                    // A failure is not reported, because the record is written again below.
+                    // A failure of this write is ignored, because the record is written again below.
                     let _ = group.give_up();
                 }
                 taken
@@ -210,14 +212,15 @@ impl Datastore {
         outcome.and(ended)
     }
 
-    /// Updates or removes the records of ended snapshot groups, where this failed before. It runs before snapshots are
-    /// created, because recovery could take the number of a new snapshot for one of a group.
+    /// Updates or removes the records of ended snapshot groups whose update failed before. Called before snapshots are
+    /// created, because recovery could mistake a new snapshot for one of a group that has the same number.
     fn end_groups(&self) -> Result<()> {
         self.end_groups_but(|_| false)
     }
 
-    /// Ends groups before snapshots are deleted, because recovery compares the records with the snapshots it finds.
-    /// Only the records of complete groups must be removed, which needs no space. Others may be updated later.
+    /// Removes the records of complete groups before a snapshot is deleted, because recovery compares the records with
+    /// the snapshots that exist. Removing a record needs no space. The records of abandoned groups may be updated
+    /// later.
     fn end_whole_groups(&self) -> Result<()> {
         self.end_groups_but(UnderWay::is_given_up)
     }
@@ -250,7 +253,8 @@ impl Datastore {
     }
 
     /// Deletes a snapshot. `Busy` while clients have it open, and if linked clones are based on it (the error lists
-    /// them). A snapshot that is an image is merged with a neighbour, in the given direction or else the cheaper one.
+    /// them). A snapshot that is an image is merged with a neighbouring image, in the given direction, or in the
+    /// cheaper direction if none is given.
     pub fn delete_snapshot(
         &self,
         disk: &str,
@@ -332,14 +336,14 @@ impl Datastore {
         self.foreign.statistics(&*self.image_disk(name, "it has no chain, and so no statistics of one")?)
     }
 
-    /// Changes tunables of a chain, at once and persistently.
+    /// Changes the tunables of a chain, at once and persistently.
     pub fn tune_disk(&self, name: &str, tuning: &Tuning) -> Result<DiskStatistics> {
         let _use = self.uses.share(name)?;
         self.foreign.tune(&*self.image_disk(name, "it has no chain to tune")?, tuning)
     }
 
-    /// Opens a disk again that stopped after an I/O error, while its clients stay connected. Does nothing to a disk
-    /// that has not stopped.
+    /// Opens a disk that stopped after an I/O error, while its clients stay connected. Has no effect on a disk that has
+    /// not stopped.
     pub fn reopen_disk(&self, name: &str, progress: &dyn Progress) -> Result<DiskInfo> {
         let _use = self.uses.alone(name, "opened again")?;
         if let Some(entry) = self.foreign.find(name) {
@@ -389,7 +393,8 @@ impl Datastore {
             .shrink(&*self.image_disk(name, "freed blocks return to the file system without a command")?, progress)
     }
 
-    /// Merges the chain of a disk into its base, while the disk is in use. The snapshots between them are deleted.
+    /// Merges the chain of a disk into its base, while the disk is in use. The snapshots of all merged images are
+    /// deleted.
     pub fn consolidate_disk(&self, name: &str, progress: &dyn Progress) -> Result<DiskInfo> {
         let _use = self.uses.share(name)?;
         let entry = self.image_disk(name, "it has no chain to consolidate")?;

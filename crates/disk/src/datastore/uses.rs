@@ -1,9 +1,9 @@
-//! Which operations run on which disk: a migration excludes other operations on its disk, and they exclude it.
+//! Which operations run on which disk: a migration and another operation on the same disk exclude each other.
 //!
 //! An operation that changes a disk or its snapshots holds a shared use of the disk's name until it has ended; a
 //! migration holds an exclusive one. An operation that conflicts with a use is refused with the reason; it does not
-//! wait. A use follows its disk when the disk is renamed. A disk that is shut has no uses: it is not known whether it
-//! is the current copy.
+//! wait. When a disk is renamed, its uses are moved to the new name. All uses of a disk are refused after it was shut,
+//! because it is then not known which copy is the current disk.
 
 use error::{Error, ErrorKind, Result};
 use parking_lot::Mutex;
@@ -58,7 +58,7 @@ pub(crate) struct InUse {
 }
 
 impl Uses {
-    /// Takes a shared use of a disk: `Busy` while another operation has exclusive use.
+    /// Acquires a shared use of a disk: `Busy` while another operation has exclusive use.
     pub fn share(self: &Arc<Self>, name: &str) -> Result<InUse> {
         let mut all = self.all.lock();
         all.check_not_shut(name)?;
@@ -69,7 +69,7 @@ impl Uses {
         Ok(InUse { number: all.add(name, None), uses: Arc::clone(self) })
     }
 
-    /// Takes exclusive use of a disk, to be `what` (a participle): `Busy` while any other operation uses it.
+    /// Acquires exclusive use of a disk, to be `what` (a participle): `Busy` while any other operation uses the disk.
     pub fn alone(self: &Arc<Self>, name: &str, what: &'static str) -> Result<InUse> {
         let mut all = self.all.lock();
         all.check_not_shut(name)?;
@@ -93,8 +93,8 @@ impl Uses {
         self.all.lock().check_not_shut(name)
     }
 
-    /// Moves the uses of a renamed disk to its new name. The caller has a shared use of both names, so no operation
-    /// takes exclusive use of either meanwhile.
+    /// Moves the uses of a renamed disk to its new name. The caller has a shared use of both names, so no operation can
+    /// acquire exclusive use of either name meanwhile.
     pub fn renamed(&self, from: &str, to: &str) {
         let mut all = self.all.lock();
         all.held.iter_mut().filter(|held| held.disk == from).for_each(|held| held.disk = to.to_owned());
@@ -102,7 +102,7 @@ impl Uses {
 }
 
 impl InUse {
-    /// Keeps the use until the datastore is opened again.
+    /// Keeps the use until the datastore is closed.
     pub fn keep(self) {
         std::mem::forget(self);
     }
@@ -144,7 +144,7 @@ mod tests {
             uses.renamed("before", "after");
         }
         assert_eq!(uses.alone("after", "migrated").err().unwrap().kind(), ErrorKind::Busy);
-        // Another disk may have the old name now.
+        // After the rename, another disk may have the old name.
         uses.alone("before", "migrated").unwrap();
         drop(long);
         uses.alone("after", "migrated").unwrap();

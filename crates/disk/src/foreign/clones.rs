@@ -11,8 +11,8 @@ use vmdk::CloneReference;
 use work::Progress;
 
 impl Foreign {
-    /// Linked clones of a disk that exist now. Clones in other datastores count as existing, because this one cannot
-    /// check.
+    /// Linked clones of a disk that exist now. Clones in other datastores count as existing, because this datastore
+    /// cannot check them.
     pub(super) fn clones_there(&self, entry: &ForeignDisk) -> Vec<CloneReference> {
         let there: Vec<String> = self.entries().iter().map(|entry| entry.disk.uuid()).collect();
         let own = self.path.as_deref();
@@ -36,7 +36,7 @@ impl Foreign {
         names.collect()
     }
 
-    /// Takes a snapshot named `name`, or `name` with a number if that name is taken.
+    /// Takes a snapshot named `name`, or `name` with a number if a snapshot has that name already.
     pub(super) fn snapshot_for(&self, entry: &Arc<ForeignDisk>, name: &str, description: &str) -> Result<String> {
         let _alone = entry.begin_snapshot()?;
         let mut free = name.to_owned();
@@ -119,8 +119,7 @@ impl Foreign {
         };
         let copied = self.copy(entry, &snapshot, name, progress);
         if temporary {
-            // The merge of the temporary snapshot is not part of the reported progress and cannot be cancelled with the
-            // copy.
+            // The merge of the temporary snapshot does not report progress, and is not cancelled with the copy.
             self.delete_snapshot(entry, &snapshot, None, &crate::NoProgress)?;
         }
         let copied = copied?;
@@ -149,7 +148,7 @@ impl Foreign {
         let made = vmdk::Disk::create(home, &new, &self.options, &crate::NoProgress);
         let outcome = made.and_then(|disk| {
             let target = ChainedDevice::new(name, disk.chain()?);
-            // The sink does not delete the disk on failure, because this function created the disk and deletes it.
+            // On failure, this function deletes the disk that it has created, so the sink does not.
             let sink = DeviceSink::new(Arc::new(target), Box::new(|_| Ok(())));
             match copy_all(Box::new(DeviceSource::new(Arc::new(source))), Box::new(sink), progress) {
                 Ok(_) => Ok(disk),

@@ -10,7 +10,7 @@ use error::Result;
 use std::sync::Arc;
 use work::{NoProgress, Progress};
 
-/// Largest unit in which a target is filled. Formats with larger grains complete partial grains themselves.
+/// Largest unit in which a target is filled. If a format has larger grains, the layer completes partial grains itself.
 const UNIT_MAX: u64 = 1 << 20;
 
 impl Foreign {
@@ -29,7 +29,7 @@ impl Foreign {
             }
         };
         let name = point.as_ref().map(|point| point.name.as_str()).or(snapshot);
-        // The snapshot is closed first, then deleted.
+        // The snapshot is closed before it is deleted.
         Ok(Box::new(HoldingSource::new(self.open_device(entry, name, true)?, point)))
     }
 
@@ -76,7 +76,7 @@ impl Drop for Point<'_> {
     }
 }
 
-/// A new disk that clients cannot open yet, written sequentially.
+/// A new disk that is written sequentially and that clients cannot open yet.
 struct ForeignSink<'a> {
     foreign: &'a Foreign,
     replica: ForeignReplica,

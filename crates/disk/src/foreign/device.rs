@@ -1,8 +1,8 @@
-//! A chain of layers as a device: what an export serves of a disk in a VMware format, or of a native disk above an
-//! image.
+//! A chain of layers as a device: exports serve disks in VMware's formats by it, and native disks that are overlays
+//! above an image.
 //!
-//! 1. Each segment of a read plan is one part of the chain's plan. Parts that lie in a file are fetched by the caller,
-//!    in whole blocks if the file requires them; encoded parts are decoded here.
+//! 1. Each segment of a read plan is one part of the chain's plan. The caller fetches the parts that are in files, in
+//!    whole blocks if the file requires that. This module decodes encoded parts.
 //! 2. The chain's plan is the guard of the read, and is dropped when the read is finished.
 //! 3. Layers have no checksums, so every finished read is valid. A range that is written during the read may return old
 //!    or new data, as on any disk.
@@ -22,12 +22,13 @@ const PREFETCH_PIECE: u64 = 1 << 20;
 pub struct ChainedDevice {
     chain: Arc<Chain>,
     name: String,
-    /// Each snapshot with the key of the level above which everything was written after it.
+    /// Each snapshot, with the key of the chain's level that was the newest at that time: every later write is in the
+    /// levels above.
     bases: RwLock<Vec<(String, LevelKey)>>,
 }
 
 impl ChainedDevice {
-    /// A device with that name.
+    /// A device for a chain, with the name `name`.
     pub fn new(name: impl Into<String>, chain: Arc<Chain>) -> Self {
         Self { chain, name: name.into(), bases: RwLock::new(Vec::new()) }
     }
@@ -37,7 +38,8 @@ impl ChainedDevice {
         &self.chain
     }
 
-    /// Sets the snapshots that the device can be compared with. Each is the content of its level and the levels below.
+    /// Sets the snapshots with which the device can be compared. The content of a snapshot is that of its level and the
+    /// levels below.
     pub fn set_bases(&self, bases: Vec<(String, LevelKey)>) {
         *self.bases.write() = bases;
     }
@@ -137,7 +139,7 @@ impl Device for ChainedDevice {
         for span in spans {
             let allocation = match span.condition {
                 Condition::Data => Allocation::Data,
-                // A grain that is marked as zeros takes almost no space.
+                // A grain that is marked as zeros occupies almost no space.
                 Condition::Zero | Condition::Absent => Allocation::Hole,
             };
             match out.last_mut() {

@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use work::Progress;
 
-/// What `lamina disk list` calls flat disks of VMFS.
+/// The name of VMFS's flat disks in `lamina disk list`.
 const VMDK: &str = "vmdk";
 
 impl From<layer::flat::Provisioning> for Provisioning {
@@ -26,7 +26,7 @@ impl From<layer::flat::Provisioning> for Provisioning {
 }
 
 impl ForeignDisk {
-    /// The kind of the base image, as it was created.
+    /// The kind of the base image when the disk was created.
     pub fn kind(&self) -> Option<ImageKind> {
         self.disk.record().kind.parse().ok()
     }
@@ -46,7 +46,7 @@ impl ForeignDisk {
         }
     }
 
-    /// Stores the capacity for times when the images cannot be read.
+    /// Records the capacity for times when the images cannot be read.
     pub(super) fn note_capacity(&self, capacity: u64) -> u64 {
         self.capacity.store(capacity, Ordering::Relaxed);
         capacity
@@ -75,14 +75,14 @@ impl ForeignDisk {
 }
 
 impl Foreign {
-    /// Creates a disk. An error or a crash leaves nothing of it.
+    /// Creates a disk. After an error or a crash no file of the disk remains.
     pub fn create_disk(&self, new: &vmdk::NewDisk, progress: &dyn Progress) -> Result<DiskInfo> {
         let made = self.make(new, false, progress);
         let (folder, disk) = made.map_err(|error| error.context(format!("disk '{}' was not made", new.name)))?;
         self.info(&self.insert(folder, disk), false)
     }
 
-    /// An empty disk in a folder of its own. If `hidden`, recovery after a crash removes the folder.
+    /// Creates an empty disk in a folder of its own. If `hidden`, recovery after a crash removes the folder.
     pub(super) fn make(
         &self,
         new: &vmdk::NewDisk,
@@ -119,7 +119,7 @@ impl Foreign {
         let kind = entry.kind();
         let stopped = entry.disk.stopped();
         let full = match details.then(|| entry.disk.info()) {
-            // Details of the images are unavailable until the stopped disk is opened again.
+            // The images of a stopped disk cannot be described until the disk is opened again.
             Some(Err(_)) if stopped.is_some() => None,
             info => info.transpose()?,
         };
@@ -154,7 +154,7 @@ impl Foreign {
         })
     }
 
-    /// The snapshot that a clone is based on, under the current name of its disk.
+    /// The snapshot on which a clone is based, under the current name of the snapshot's disk.
     fn origin_of(&self, record: &vmdk::Record) -> Option<String> {
         let origin = record.origin.as_ref()?;
         let source = self.entries().into_iter().find(|entry| entry.disk.uuid() == origin.uuid);
@@ -173,7 +173,7 @@ impl Foreign {
         self.info(entry, false)
     }
 
-    /// Disks in VMware's formats cannot be resized.
+    /// Returns an error, because disks in VMware's formats cannot be resized.
     pub fn resize_disk(&self, entry: &ForeignDisk) -> Result<DiskInfo> {
         Err(Error::new(
             ErrorKind::Unsupported,
@@ -218,7 +218,7 @@ impl Foreign {
         outcome.and_then(|()| self.remove_folder(&entry.folder))
     }
 
-    /// Figures of a disk's chain.
+    /// Statistics of a disk's chain.
     pub fn statistics(&self, entry: &ForeignDisk) -> Result<DiskStatistics> {
         let statistics = entry.disk.chain()?.statistics();
         let record = entry.disk.record();
@@ -248,7 +248,7 @@ impl Foreign {
         })
     }
 
-    /// Changes tunables, at once and persistently.
+    /// Changes the tunables of a disk's chain, at once and persistently.
     pub fn tune(&self, entry: &ForeignDisk, tuning: &Tuning) -> Result<DiskStatistics> {
         let number = |value: Option<u64>| value.map(|value| usize::try_from(value).unwrap_or(usize::MAX));
         entry.disk.tune(&vmdk::Tuning {
@@ -271,7 +271,7 @@ impl Foreign {
             sums.provisioned = sums.provisioned.saturating_add(entry.capacity().unwrap_or(0));
             let path = self.images()?.join(&entry.folder);
             for file in fs::read_dir(&path).during(|| format!("listing {}", path.display()))? {
-                // A file may be deleted between listing and reading its metadata.
+                // The metadata cannot be read if the file was deleted since the folder was listed.
                 let metadata = file.and_then(|file| file.metadata());
                 sums.allocated += metadata.map_or(0, |metadata| metadata.blocks() * 512);
             }
@@ -290,7 +290,7 @@ pub(crate) struct Sums {
 }
 
 impl DiskFormat {
-    /// The kind of base image of a new disk in this format.
+    /// The kind of base image of a new disk in this format, if it is an image.
     pub(crate) fn kind(self, provisioning: Provisioning) -> Option<ImageKind> {
         match self {
             Self::Native => None,

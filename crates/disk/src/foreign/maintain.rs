@@ -33,10 +33,10 @@ impl Foreign {
         Ok(entry.disk.shrink(progress)?.into())
     }
 
-    /// Merges the head's chain into its base. The snapshots between them are deleted.
+    /// Merges the head's chain into its base. The snapshots of all merged images are deleted.
     pub fn consolidate(&self, entry: &ForeignDisk, progress: &dyn Progress) -> Result<()> {
         let outcome = entry.disk.consolidate(progress);
-        // An interrupted consolidation has deleted some snapshots too.
+        // An interrupted consolidation has deleted some of the snapshots, so the bases are updated after it too.
         entry.tell_bases();
         outcome
     }
@@ -64,7 +64,7 @@ impl Foreign {
                 && !entry.disk.is_head_open()
                 && found.as_ref().is_err_and(|error| error.kind() == ErrorKind::Corrupt)
             {
-                // The image could not be opened for writing, so no client has it open and it can be repaired.
+                // Opening the image for writing failed, so no client has it open, and it can be repaired.
                 self.mend_images(&entry.folder, progress, report)?;
                 found = entry.disk.check(repair, progress);
             }
@@ -97,8 +97,8 @@ impl Foreign {
         Ok(())
     }
 
-    /// Repairs the images of a disk that could not be opened, as far as the right content can be proven, and opens the
-    /// disk. Returns whether it is open.
+    /// Repairs the images of a disk that could not be opened, as far as the right content can be proven, and then opens
+    /// the disk. Returns whether the disk is open.
     fn mend_folder(&self, folder: &str, progress: &dyn Progress, report: &mut CheckReport) -> Result<bool> {
         self.mend_images(folder, progress, report)?;
         match self.open_folder(folder) {
@@ -123,12 +123,14 @@ impl Foreign {
         let options = OpenOptions { held: true, ..OpenOptions::default() };
         for name in names.into_iter().filter(|name| name.ends_with(".vmdk")) {
             let place = Place { folder: home.clone(), name };
-            // Extents without a descriptor are checked with the image whose descriptor names them.
+            // Extents without a descriptor of their own are checked together with the image whose descriptor names
+            // them.
             if !matches!(Image::probe(&place), Ok(Signature::Descriptor | Signature::HostedSparse)) {
                 continue;
             }
             let label = place.label();
-            // An image that cannot be checked keeps the disk closed; the error of opening the disk reports why.
+            // An image that cannot be checked is skipped: it keeps the disk closed, and the error of opening the disk
+            // reports why.
             for checked in image::check::check(&place, &options, true, progress).unwrap_or_default() {
                 if checked.repaired > 0 {
                     for note in checked.notes {

@@ -1,4 +1,4 @@
-//! Disks in VMware's formats that the datastore keeps, each in its own folder in `DATASTORE/images`.
+//! The disks in VMware's formats of a datastore, each in its own folder in `DATASTORE/images`.
 //!
 //! ```text
 //! disks       created, listed, shown, renamed, deleted; statistics and tunables
@@ -11,14 +11,14 @@
 //! device      a chain of layers as a device
 //! ```
 //!
-//! Crate `vmdk` implements the disk; this module gives it a folder, a name in the datastore, and clients.
+//! Crate `vmdk` implements a disk. This module manages the disk's folder, its name in the datastore, and its clients.
 //!
 //! 1. A folder is a disk of the datastore if it has a record and no [`INCOMPLETE`] mark. Opening the datastore removes
 //!    folders with the mark. A disk that cannot be opened is left unchanged and reported by `check`.
 //! 2. Every record is read when the datastore is opened; images are opened at the first use of the disk, and closed
 //!    with the datastore.
 //! 3. `ForeignDisk::clients` is held while a client opens a disk, and while a disk is deleted or reverted, so that
-//!    these never overlap. Long operations do not hold it; they check which images are in use themselves.
+//!    these never overlap. Long operations do not hold this lock; they check themselves which images are in use.
 
 mod clones;
 mod convert;
@@ -49,27 +49,28 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Weak};
 
-/// The folder with the folders of all disks.
+/// The folder that contains the folders of all disks.
 pub(crate) const IMAGES: &str = "images";
 /// A file that marks the folder of a disk that is being created. Recovery after a crash removes such a folder.
 const INCOMPLETE: &str = "lamina.incomplete";
-/// The file that `vmdk` locks. It may be all that is left in the folder of a disk whose creation failed.
+/// The file that `vmdk` locks. After a failed creation it may be the only file in the disk's folder.
 const LOCK_NAME: &str = "lamina.lock";
 /// The file with which `vmdk` records that a disk was closed cleanly.
 const CLOSED_NAME: &str = "lamina.closed";
 
 /// A disk of the datastore.
 pub(crate) struct ForeignDisk {
-    /// Name of its folder in `images`.
+    /// Name of the disk's folder in `images`.
     pub folder: String,
     /// The disk.
     pub disk: Arc<vmdk::Disk>,
-    /// The open device of the head, which is updated when the list of snapshots changes.
+    /// The open device of the head. It is updated when the list of snapshots changes.
     head: Mutex<Weak<ChainedDevice>>,
     clients: Mutex<()>,
-    /// Held while snapshots whose names users choose are taken: one request per disk at a time.
+    /// Locked while a snapshot with a name from a user is taken, so that only one request at a time does this for the
+    /// disk.
     snapshots: Mutex<()>,
-    /// The capacity when the images were last open; 0 before.
+    /// The capacity when the images were last open; 0 if they were not open yet.
     capacity: AtomicU64,
 }
 
@@ -92,7 +93,7 @@ impl ForeignDisk {
         Ok(device)
     }
 
-    /// Updates which snapshots the head can be compared with, after snapshots were created or deleted.
+    /// After snapshots were created or deleted: updates the snapshots with which the head can be compared.
     fn tell_bases(&self) {
         let Some(device) = self.head.lock().upgrade() else { return };
         match self.disk.bases() {
@@ -104,9 +105,10 @@ impl ForeignDisk {
 
 /// All disks in VMware's formats.
 pub(crate) struct Foreign {
-    /// The datastore's location; `None` if it was opened by a directory.
+    /// The datastore's location; `None` if it was opened by its directory.
     location: Option<Location>,
-    /// `DATASTORE/images`; `None` if the datastore has no local folder, and so no such disks.
+    /// The path of `DATASTORE/images`; `None` if the datastore has no local folder, and so no disks in VMware's
+    /// formats.
     path: Option<PathBuf>,
     options: vmdk::Options,
     switches: Arc<Switches>,
@@ -114,13 +116,13 @@ pub(crate) struct Foreign {
     native: Arc<Native>,
     /// The open disks, by name.
     disks: RwLock<BTreeMap<String, Arc<ForeignDisk>>>,
-    /// Folders that could not be opened, and why.
+    /// Folders whose disks could not be opened, and why.
     broken: Mutex<BTreeMap<String, String>>,
 }
 
 impl Foreign {
-    /// Opens every disk except those in the folders `kept`, whose migration is undecided. A disk that fails to open
-    /// does not keep the others from opening.
+    /// Opens every disk except those in the folders `kept`, whose migration is undecided. A disk that cannot be opened
+    /// does not prevent the opening of the others.
     pub fn open(
         native: &Arc<Native>,
         location: Option<&Location>,
@@ -162,8 +164,8 @@ impl Foreign {
                 self.remove_folder(folder)
             }
             Ok(disk) => {
-                // Removes files that a crash left and no record names: only this datastore creates files in this
-                // folder.
+                // Removes files that a crash left and no record names. This is safe, because only this datastore
+                // creates files in the folder.
                 if let Err(error) = layer::descriptor::storage::sweep(&**disk.home().directory()) {
                     tracing::warn!(folder, %error, "files left by a crash could not be removed");
                 }
@@ -178,19 +180,19 @@ impl Foreign {
                 disks.insert(name, entry);
                 Ok(())
             }
-            // A folder without a record: creating or deleting its disk was interrupted. Only files that lamina made are
-            // removed.
+            // The folder has no record, because the creation or deletion of its disk was interrupted. Only files that
+            // lamina created are removed.
             Err(error) if error.kind() == ErrorKind::NotFound => self.remove_folder(folder),
             Err(error) => Err(error),
         }
     }
 
-    /// The disk, opened again together with the native overlay above its images if it has one.
+    /// Opens the disk again together with the native overlay above its images, if it has one.
     fn with_overlay(&self, disk: Arc<vmdk::Disk>, path: &Path) -> Result<Arc<vmdk::Disk>> {
         let Some(overlay) = Overlay::of(&disk.record())? else { return Ok(disk) };
         let options = vmdk::Options { overlay: Some(overlay.layer(&self.native)?), ..self.options.clone() };
         disk.close()?;
-        // Dropping the disk releases its lock.
+        // Dropping the disk releases its lock, so that it can be opened again.
         drop(disk);
         vmdk::Disk::open(Folder::local(path, &[])?, &options)
     }
@@ -221,7 +223,7 @@ impl Foreign {
             let path = images.join(&folder);
             match private::create_folder(&path) {
                 Ok(()) => break path,
-                // The folder belongs to a disk that was renamed since.
+                // The folder belongs to a disk that was renamed after its creation, so another folder name is tried.
                 Err(error) if error.kind() == IoKind::AlreadyExists => folder = format!("{name}-{number}"),
                 Err(error) => return Err(Error::io(format!("making {}", path.display()), error)),
             }
@@ -244,13 +246,13 @@ impl Foreign {
         }
     }
 
-    /// The folders with an [`INCOMPLETE`] mark in a datastore that is not open.
+    /// The folders with an [`INCOMPLETE`] mark, in a datastore that is not open.
     pub fn incomplete(datastore: &Path) -> Result<Vec<String>> {
         let folders = folders_of(&datastore.join(IMAGES))?;
         Ok(folders.into_iter().filter(|name| datastore.join(IMAGES).join(name).join(INCOMPLETE).exists()).collect())
     }
 
-    /// Sets or removes the [`INCOMPLETE`] mark of a folder in a datastore that is not open. Does nothing if the folder
+    /// Sets or removes the [`INCOMPLETE`] mark of a folder in a datastore that is not open. Has no effect if the folder
     /// does not exist.
     pub fn set_incomplete(datastore: &Path, folder: &str, incomplete: bool) -> Result<()> {
         let path = datastore.join(IMAGES).join(folder);
@@ -276,7 +278,8 @@ impl Foreign {
         sync_folder(&path)
     }
 
-    /// Removes the folder of a deleted disk. Files that do not belong to the disk are left, and the folder with them.
+    /// Removes the folder of a deleted disk. Files that do not belong to the disk stay, and in this case the folder
+    /// stays too.
     pub fn remove_folder(&self, folder: &str) -> Result<()> {
         let images = self.images()?;
         let path = images.join(folder);
@@ -299,19 +302,19 @@ impl Foreign {
         }
     }
 
-    /// The options with which disks are opened here.
+    /// The options with which disks are opened.
     pub fn options(&self) -> &vmdk::Options {
         &self.options
     }
 
-    /// Adds a disk that was created or adopted in `folder` to the datastore's disks.
+    /// Adds a disk that was created or adopted in `folder` to the list of the datastore's disks.
     pub fn insert(&self, folder: String, disk: Arc<vmdk::Disk>) -> Arc<ForeignDisk> {
         let (name, entry) = (disk.name(), ForeignDisk::new(folder, disk));
         self.disks.write().insert(name, Arc::clone(&entry));
         entry
     }
 
-    /// Removes a disk from the datastore's disks; its files stay.
+    /// Removes a disk from the list of the datastore's disks. The disk's files stay.
     pub fn forget(&self, name: &str) -> Option<Arc<ForeignDisk>> {
         self.disks.write().remove(name)
     }
@@ -321,12 +324,12 @@ impl Foreign {
         self.disks.read().get(name).cloned()
     }
 
-    /// All disks by name.
+    /// All disks, in the order of their names.
     pub fn entries(&self) -> Vec<Arc<ForeignDisk>> {
         self.disks.read().values().cloned().collect()
     }
 
-    /// Folders that could not be opened, and why.
+    /// Folders whose disks could not be opened, and why.
     pub fn broken(&self) -> Vec<(String, String)> {
         self.broken.lock().iter().map(|(folder, why)| (folder.clone(), why.clone())).collect()
     }
@@ -393,8 +396,8 @@ fn folders_of(path: &Path) -> Result<Vec<String>> {
     Ok(names)
 }
 
-/// The folder that a record refers to. If the path does not exist because the datastore was moved, the folder of the
-/// same name in this datastore is used.
+/// The folder to which a record refers. If the path does not exist because the datastore was moved, the folder with the
+/// same name in this datastore.
 fn find_folder(images: &Path, reference: &str) -> Result<Folder> {
     let path = Path::new(reference);
     if !path.is_dir()

@@ -1,7 +1,7 @@
 //! Disks in VMware's formats as source and target of a migration.
 //!
 //! The target's folder is marked as incomplete until the target replaces the source; from then on the source's folder
-//! is. So opening the datastore removes the folder of the one that is not the disk.
+//! is marked. So opening the datastore removes the folder of the copy that is not the current disk.
 
 use super::{ChainedDevice, Foreign, ForeignDisk};
 use crate::device::Device;
@@ -30,7 +30,7 @@ pub(crate) struct ForeignOriginal {
 pub(crate) struct ForeignReplica {
     pub folder: String,
     pub disk: Arc<vmdk::Disk>,
-    /// The head's device as it was opened last; clients get this device.
+    /// The device of the head as it was opened last, which clients use.
     head: Mutex<Weak<ChainedDevice>>,
 }
 
@@ -46,8 +46,8 @@ impl Foreign {
         Ok(ForeignOriginal { entry })
     }
 
-    /// Existing images as a disk that clients cannot open yet. Recovery after a crash removes its folder until
-    /// [`Foreign::complete`] is called.
+    /// Adopts existing images as a disk that clients cannot open yet. Recovery after a crash removes the disk's folder
+    /// until [`Foreign::complete`] is called.
     pub fn adopt(
         &self,
         name: &str,
@@ -67,19 +67,20 @@ impl Foreign {
         }
     }
 
-    /// An empty disk in a folder that recovery after a crash removes.
+    /// Creates an empty disk in a folder that recovery after a crash removes.
     pub fn replica(&self, new: &vmdk::NewDisk, progress: &dyn Progress) -> Result<ForeignReplica> {
         let (folder, disk) = self.make(new, true, progress)?;
         Ok(ForeignReplica { folder, disk, head: Mutex::default() })
     }
 
-    /// Adds a target to the datastore's disks, and lets its device follow changes of the snapshot list.
+    /// Adds a target to the list of the datastore's disks. From now on its device is updated when the list of snapshots
+    /// changes.
     pub fn insert_replica(&self, replica: &ForeignReplica) {
         let entry = self.insert(replica.folder.clone(), Arc::clone(&replica.disk));
         *entry.head.lock() = replica.head.lock().clone();
     }
 
-    /// Removes a disk that was migrated away, or an unfinished target, with its folder.
+    /// Removes the source of a completed migration, or an unfinished target, with its folder.
     pub fn remove_moved(&self, folder: &str, disk: Arc<vmdk::Disk>) -> Result<()> {
         disk.delete()?;
         self.remove_folder(folder)
@@ -138,7 +139,7 @@ impl Original for ForeignOriginal {
     fn changes(&self, from: &str, to: Option<&str>, each: &mut dyn FnMut(Range<u64>)) -> Result<()> {
         let (below, above) = (self.chain_of(Some(from))?, self.chain_of(to)?);
         let (levels, keys) = (below.keys().len(), above.keys());
-        // The levels of a parent are the lowest levels of its child. What the levels above them hold has changed.
+        // The levels of a parent are the lowest levels of its child, so the changes are in the levels above them.
         let Some(key) = keys.len().checked_sub(levels).and_then(|first| keys.get(first)) else {
             each(0..above.capacity());
             return Ok(());
@@ -174,7 +175,7 @@ impl ForeignReplica {
         Identity::Foreign { folder: self.folder.clone(), snapshot: snapshot.map(str::to_owned) }
     }
 
-    /// A snapshot of the disk, for reading.
+    /// Opens a snapshot of the disk for reading.
     pub fn snapshot(&self, name: &str) -> Result<Arc<dyn Device>> {
         let title = format!("{}@{name}", self.disk.name());
         Ok(Arc::new(ChainedDevice::new(title, self.disk.snapshot_chain(name)?)))

@@ -1,11 +1,11 @@
-//! Opening a disk again that stopped after an I/O error, while its clients stay connected.
+//! Opening a disk that stopped after an I/O error, while its clients stay connected.
 //!
 //! 1. While the disk is opened again, its clients have a device that fails every request with the reason.
-//! 2. No request uses the former chain when the images are opened again: neither a write, nor a read that was planned
-//!    and is still fetching.
+//! 2. No request uses the former chain when the images are opened again: neither a write, nor a planned read whose
+//!    bytes are still being fetched.
 //! 3. Writes that were acknowledged but not flushed may be lost, even if no flush of their client has failed. The new
-//!    chain has nothing of them to flush, so the first flush of each client fails, to report the loss.
-//! 4. If opening fails, the disk stays stopped and its clients keep the failing device until a later attempt succeeds.
+//!    chain has no record of these writes, so the first flush of each client must fail to report the loss.
+//! 4. If opening fails, the disk stays stopped, and its clients use the failing device until a later attempt succeeds.
 
 use super::{Foreign, ForeignDisk};
 use crate::device::{Device, DirtyExtent, FlushTicket, ReadPlan, StatusExtent, Verdict};
@@ -16,7 +16,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use work::Progress;
 
-/// How long to wait for requests that the storage does not complete.
+/// How long to wait for requests that use the former chain, which the storage may never complete.
 const REQUESTS_WAIT: Duration = Duration::from_secs(60);
 
 impl Foreign {
@@ -25,7 +25,7 @@ impl Foreign {
         let _clients = entry.clients.lock();
         let switch = self.switches.get(&entry.identity(None));
         let Some(why) = entry.disk.stopped() else {
-            // An earlier attempt opened the disk but failed before giving it to the clients.
+            // An earlier attempt has opened the disk, but failed before its clients were switched to the new device.
             if let Some(switch) = switch.filter(|switch| switch.is_suspended()) {
                 switch.exchange(entry.head_device()?);
             }
@@ -33,7 +33,7 @@ impl Foreign {
         };
         let name = entry.disk.name();
         let Some(switch) = switch else {
-            // Keeps the capacity known, also if the images cannot be opened.
+            // Records the capacity, so that it stays known if the images cannot be opened.
             let _ = entry.capacity();
             entry.disk.reopen()?;
             return self.info(entry, true);
@@ -56,7 +56,7 @@ impl Foreign {
     }
 }
 
-/// The device that clients have while the disk is stopped.
+/// The device that clients use while the disk is stopped.
 struct StoppedDevice {
     name: String,
     capacity: u64,
@@ -139,7 +139,7 @@ mod tests {
 
     const BLOCK: usize = 4096;
 
-    /// A progress that is cancelled from the start, so that nothing waits.
+    /// A progress that is cancelled from the start, so that no operation waits.
     struct Impatient;
 
     impl Progress for Impatient {
@@ -186,7 +186,7 @@ mod tests {
     fn each_attempt_waits_for_unanswered_requests() {
         let (dir, datastore, entry, client) = made();
         let mut plan = client.plan_read(0, BLOCK).unwrap();
-        // Stops the disk without an I/O error: the lock file is gone, so the next snapshot fails.
+        // Stops the disk without an I/O error: the lock file is removed, so that the next snapshot fails.
         std::fs::remove_file(dir.path().join("ds/images/vm").join(super::super::LOCK_NAME)).unwrap();
         entry.disk.snapshot(&vmdk::NewSnapshot::named("s")).unwrap_err();
         assert!(entry.disk.stopped().is_some());

@@ -9,11 +9,11 @@ use std::sync::Arc;
 use vmdk::NewSnapshot;
 use work::{NoProgress, Progress};
 
-/// Bytes in which one step of a comparison looks for changes.
+/// Bytes that one step of a comparison examines.
 const DIFF_WINDOW: u64 = 1 << 30;
 /// Most spans that one query of the map returns.
 const DIFF_SPANS: usize = 4096;
-/// Description of temporary snapshots. They are removed when the datastore is opened again.
+/// Description of temporary snapshots. Opening the datastore deletes them.
 pub(super) const TEMPORARY: &str = "lamina: temporary, for a copy";
 
 impl From<Direction> for vmdk::Direction {
@@ -25,7 +25,7 @@ impl From<Direction> for vmdk::Direction {
     }
 }
 
-/// A progress that cancels the work that it is passed to, so that a deleted snapshot is not merged.
+/// A progress that cancels its operation at once, so that a deleted snapshot is not merged.
 struct Unwanted;
 
 impl Progress for Unwanted {
@@ -36,7 +36,7 @@ impl Progress for Unwanted {
 }
 
 impl ForeignDisk {
-    /// `NotFound` if the disk has no such snapshot.
+    /// Checks that the disk has a snapshot with that name; `NotFound` if it has none.
     pub(super) fn find_snapshot(&self, name: &str) -> Result<()> {
         if self.disk.record().snapshots.iter().any(|snapshot| snapshot.name == name) {
             return Ok(());
@@ -59,8 +59,8 @@ impl ForeignDisk {
         })
     }
 
-    /// Deletes temporary snapshots whose operation a crash ended. Their images are merged at the next deletion of a
-    /// snapshot.
+    /// Deletes temporary snapshots of operations that a crash ended. Their images are merged when a snapshot is deleted
+    /// next.
     pub(super) fn drop_temporary_snapshots(&self) {
         let record = self.disk.record();
         for snapshot in record.snapshots.iter().filter(|snapshot| snapshot.description == TEMPORARY) {
@@ -75,7 +75,7 @@ impl ForeignDisk {
         }
     }
 
-    /// Deletes a snapshot after which nothing was written.
+    /// Deletes a snapshot that no write has followed.
     pub(crate) fn take_back_snapshot(&self, name: &str) -> Result<()> {
         self.disk.delete_snapshot(name, Some(vmdk::Direction::Down), &NoProgress)?;
         self.tell_bases();
@@ -101,7 +101,7 @@ impl ForeignDisk {
     }
 }
 
-/// Appends the ranges that the levels of a chain above `above` hold.
+/// Appends the ranges that are allocated in the levels of a chain above `above`.
 fn runs(chain: &Chain, above: LevelKey, from: u64, to: u64, out: &mut Vec<(u64, u64)>) -> Result<()> {
     let mut at = from;
     let to = to.min(chain.capacity());
@@ -116,8 +116,8 @@ fn runs(chain: &Chain, above: LevelKey, from: u64, to: u64, out: &mut Vec<(u64, 
 }
 
 impl Foreign {
-    /// Takes snapshots of several disks at one point, numbered `uids` if given. `between` is called at that point,
-    /// while no write is under way.
+    /// Takes snapshots of several disks at one point. They have the numbers `uids`, if given. `between` is called at
+    /// that point, while no write is in progress.
     pub fn create_snapshots(
         &self,
         of: &[(Arc<ForeignDisk>, String)],
@@ -212,8 +212,8 @@ impl Foreign {
         self.info(entry, false)
     }
 
-    /// Calls `each` for every extent that differs between two points, in order of offset. What the levels above the
-    /// newest image that both chains share hold, on either side, may differ.
+    /// Calls `each` for every extent that differs between two points, in order of offset. The points may differ in
+    /// ranges that are allocated, in either chain, above the newest image that both chains share.
     pub fn diff(&self, entry: &ForeignDisk, from: &Point, to: &Point, each: EachExtent<'_>) -> Result<()> {
         let (old, old_line) = entry.chain_of(from)?;
         let (new, new_line) = entry.chain_of(to)?;
@@ -256,7 +256,7 @@ impl Foreign {
     }
 }
 
-/// Splits a changed range by whether the later point holds data there.
+/// Splits a changed range into parts in which the later point has data and parts in which it has none.
 fn by_content(chain: &Chain, start: u64, stop: u64, each: EachExtent<'_>) -> Result<()> {
     let mut at = start;
     let end = stop.min(chain.capacity());

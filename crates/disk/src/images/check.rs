@@ -1,4 +1,4 @@
-//! Checking an image with its parents.
+//! Checking an image together with its parents.
 
 use crate::convert::ImageOptions;
 use error::{Error, ErrorKind, Result};
@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use std::path::Path;
 use work::Progress;
 
-/// What a check found.
+/// The result of a check.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ImageCheck {
     /// The findings for every extent of every level, newest level first.
@@ -19,16 +19,16 @@ pub struct ImageCheck {
     pub repaired: u64,
 }
 
-/// What a check found in one extent.
+/// The result for one extent.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ImageFinding {
-    /// The image.
+    /// The image to which the extent belongs.
     pub image: String,
     /// The extent's file.
     pub file: String,
-    /// Its format.
+    /// The extent's format.
     pub format: String,
-    /// What is wrong.
+    /// The problems that the check found.
     pub problems: Vec<String>,
     /// Remarks that are not problems.
     pub notes: Vec<String>,
@@ -36,7 +36,7 @@ pub struct ImageFinding {
     pub dead: u64,
 }
 
-/// Checks the image at a path. With `repair` that image is opened for writing, its parents never are.
+/// Checks the image at a path. With `repair` this image is opened for writing, but never its parents.
 pub fn check(path: &Path, options: &ImageOptions, repair: bool, progress: &dyn Progress) -> Result<ImageCheck> {
     let place = options.place(path)?;
     if crate::convert::is_archive(&place)? {
@@ -54,22 +54,21 @@ pub fn check(path: &Path, options: &ImageOptions, repair: bool, progress: &dyn P
     }
     let opening = options.opening(false);
     let mut out = ImageCheck::default();
-    // The image's own tables are checked first: missing parents are one problem of it, and not necessarily the only
-    // one.
+    // The image's own tables are checked first, because a missing parent may be only one of its problems.
     let mut below = Vec::new();
     let broken = match open_chain(place.clone(), &opening) {
         Ok(chain) => {
             below.extend(chain.images().iter().skip(1).map(|image| image.place().clone()));
             None
         }
-        // The chain cannot be opened without its parents, but the image alone may be.
+        // Without its parents the chain cannot be opened, but the image alone can.
         Err(error) if Image::open(place.clone(), &opening).is_ok() => Some(error),
         Err(error) if repair || error.kind() == ErrorKind::Corrupt => Some(error),
         Err(error) => return Err(error),
     };
     look(&mut out, &place, &opening, repair, progress)?;
     if let (Some(error), Some(finding)) = (broken, out.findings.first_mut()) {
-        // The repair may have removed the reason.
+        // The chain is opened again, because the repair may have removed the reason for the failure.
         if open_chain(place, &opening).is_err() {
             finding.problems.push(error.to_string());
             out.problems += 1;

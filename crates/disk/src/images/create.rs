@@ -15,9 +15,9 @@ use work::Progress;
 pub struct NewImage {
     /// Path of the descriptor, or of the file if the format has only one.
     pub path: PathBuf,
-    /// Capacity in bytes; the parent's if not given.
+    /// Capacity in bytes; `None` for that of the parent.
     pub capacity: Option<u64>,
-    /// Its format, by name.
+    /// The image's format, by name.
     pub format: String,
     /// The parent image.
     pub parent: Option<PathBuf>,
@@ -25,7 +25,7 @@ pub struct NewImage {
     pub adapter: Option<String>,
 }
 
-/// Creates the image. An error leaves nothing of it.
+/// Creates the image. After an error no file of the image remains.
 pub fn create(new: &NewImage, options: &ImageOptions, progress: &dyn Progress) -> Result<ImageLevel> {
     let invalid = |text: String| Error::new(ErrorKind::Invalid, text);
     let kind: ImageKind = new.format.parse()?;
@@ -54,7 +54,7 @@ pub fn create(new: &NewImage, options: &ImageOptions, progress: &dyn Progress) -
     let random = system_entropy();
     image::create(&folder, &image, &mut || random(), progress)?;
     drop(parent);
-    // The format of a raw file is given, because an empty file has no bytes to detect it from.
+    // The format of a raw file is stated, because an empty file has no bytes from which it could be detected.
     let format = (kind == ImageKind::Raw).then_some(crate::convert::SourceFormat::Raw);
     let shown = show(&new.path, &ImageOptions { format, ..options.clone() })?;
     shown.levels.into_iter().next().ok_or_else(|| invalid("an image has at least one level".to_owned()))

@@ -1,4 +1,4 @@
-//! Showing an image with its parents.
+//! Describing an image together with its parents.
 
 use crate::convert::ImageOptions;
 use error::Result;
@@ -14,9 +14,9 @@ use work::NoProgress;
 /// An image and its parents.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ImageInfo {
-    /// The levels, newest first. If a parent cannot be opened, only the levels above it.
+    /// The levels, newest first. If a parent cannot be opened, only the levels above that parent.
     pub levels: Vec<ImageLevel>,
-    /// Why the levels below cannot be opened.
+    /// Why the levels below the last one cannot be opened.
     pub problem: Option<String>,
 }
 
@@ -25,25 +25,25 @@ pub struct ImageInfo {
 pub struct ImageLevel {
     /// The file by which the level is opened.
     pub path: String,
-    /// Its format, as `lamina convert -d` calls it.
+    /// The level's format, by its name for `lamina convert -d`.
     pub format: String,
     /// The `createType` of the descriptor.
     pub create_type: Option<String>,
     /// Capacity in bytes.
     pub capacity: u64,
-    /// Bytes that its files take in the file system.
+    /// Bytes that the level's files occupy in the file system.
     pub allocated: u64,
-    /// Bytes of guest data that the level holds.
+    /// Bytes of guest data that the level maps.
     pub mapped: u64,
-    /// Bytes in its files that nothing references.
+    /// Bytes in the level's files that nothing references.
     pub dead: u64,
     /// Provisioning type of a flat disk.
     pub provisioning: Option<String>,
     /// Blocks of 1 MiB that a flat disk has (VMware's nb).
     pub blocks_allocated: Option<u64>,
-    /// Of these, blocks to be zeroed on first write (VMware's tbz).
+    /// The number of these blocks that are zeroed on first write (VMware's tbz).
     pub blocks_to_be_zeroed: Option<u64>,
-    /// Contiguous runs in which the file system stores a flat disk.
+    /// Number of contiguous runs in which the file system stores a flat disk.
     pub fragments: Option<u64>,
     /// Content ID (CID).
     pub content_id: Option<String>,
@@ -64,7 +64,7 @@ pub struct ImageLevel {
 pub struct ImageExtent {
     /// The file, as the descriptor names it; `None` for zeros.
     pub file: Option<String>,
-    /// Its type in the descriptor.
+    /// The extent's type in the descriptor.
     pub kind: String,
     /// Length in bytes.
     pub length: u64,
@@ -87,7 +87,7 @@ pub fn show(path: &Path, options: &ImageOptions) -> Result<ImageInfo> {
             Ok(ImageInfo { levels, problem: None })
         }
         Err(problem) => {
-            // The image's own description helps to find the parent that is missing.
+            // The description of the image alone helps the user to find the missing parent.
             let Ok(image) = Image::open(place, &opening) else { return Err(problem) };
             Ok(ImageInfo { levels: vec![level(&image)?], problem: Some(problem.to_string()) })
         }

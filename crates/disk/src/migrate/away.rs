@@ -1,7 +1,8 @@
-//! Migrating a disk to another datastore, which this process opens for that.
+//! Migrating a disk to another datastore, which this process opens for the migration.
 //!
-//! Clients that have the disk open keep using it, so the other datastore stays open in this process while there are
-//! any. Its lock is held meanwhile, and no other process can serve it. It is closed with this datastore at the latest.
+//! Clients that have the disk open continue to use it, so the other datastore stays open in this process until they
+//! have disconnected. Meanwhile this process holds the lock of the other datastore, so no other process can serve it.
+//! When this datastore is closed, the other one is closed too.
 
 use super::run::{MigrateOptions, Peer};
 use crate::datastore::{Datastore, OpenOptions, QueueChoice};
@@ -15,7 +16,7 @@ use work::Progress;
 /// Memory for the other datastore's caches and buffers.
 const METADATA_CACHE: usize = 64 << 20;
 const WRITE_BUFFER: usize = 32 << 20;
-/// How often to check whether clients are left.
+/// Interval at which the process checks whether clients still use the other datastore.
 const IDLE_POLL: Duration = Duration::from_millis(200);
 
 impl Datastore {
@@ -54,13 +55,13 @@ impl Datastore {
         outcome.and_then(|info| closed.map(|()| info))
     }
 
-    /// The datastore at `location`, if clients of this process still use it.
+    /// The datastore at `location`; `None` if no client of this process uses it.
     fn peer_datastore(&self, location: &Location) -> Option<Arc<Self>> {
         let peer_datastores = self.peer_datastores.lock();
         peer_datastores.iter().find(|peer| peer.location.as_ref() == Some(location)).cloned()
     }
 
-    /// Closes the other datastore, at once or when no client uses it any more.
+    /// Closes the other datastore: at once, or when the last client has disconnected.
     fn leave(&self, peer: Peer) -> Result<()> {
         let datastore = peer.datastore;
         if !datastore.switches.in_use() {
@@ -77,7 +78,7 @@ impl Datastore {
             loop {
                 std::thread::sleep(IDLE_POLL);
                 let mut peer_datastores = all.lock();
-                // Checked under the lock, so that no migration finds the datastore while it is being closed.
+                // The check is made under the lock, so that no migration finds the datastore while it is being closed.
                 let known = peer_datastores.iter().any(|peer| Arc::ptr_eq(peer, &datastore));
                 if known && (datastore.switches.in_use() || Arc::strong_count(&datastore) > 2) {
                     continue;

@@ -1,10 +1,10 @@
-//! Importing existing images: by copying, by using them where they are, or by using them while they are copied.
+//! Importing existing images: by copying them, by using them where they are, or by using them while they are copied.
 //!
 //! **Live import**: the images are adopted read-only, with a hidden native disk above them as an overlay. Guests write
 //! to the overlay, and the disk is migrated to its target format in the background.
 //!
 //! 1. The images are never changed.
-//! 2. The disk exists once everything it consists of is durable; a crash before that leaves nothing of it.
+//! 2. The disk exists once all of its parts are durable. After a crash before that, no part of it remains.
 //! 3. The disk's record names its overlay; an overlay that no record names is removed.
 //! 4. An interrupted migration is started again when the datastore is served again.
 
@@ -30,15 +30,16 @@ use work::{NoProgress, Progress, Throttled};
 
 /// Name prefix of the hidden overlays above images.
 pub(crate) const OVERLAY: &str = ".overlay-";
-/// How long a failed background migration waits before the next attempt, and how often the wait checks for a stop.
+/// How long a failed background migration waits before the next attempt, and the interval at which it checks during
+/// this time whether to stop.
 const RETRY: Duration = Duration::from_secs(60);
 const LOOK: Duration = Duration::from_millis(100);
 
-/// How an import treats the images.
+/// How an import uses the images.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ImportMode {
-    /// Their content is copied.
+    /// The content of the images is copied.
     Copy,
     /// The images stay where they are and are only read; writes go to a delta in the datastore.
     InPlace,
@@ -54,11 +55,11 @@ pub struct ImportOptions {
     /// The format of the image; if `None`, it is detected from the first bytes, or from the name for a raw disk.
     #[serde(default)]
     pub format: Option<SourceFormat>,
-    /// How the images are treated.
+    /// How the images are used.
     pub way: ImportMode,
     /// Format of the new disk, if the images are copied.
     pub target: MigrateOptions,
-    /// Folders that images may refer to, besides their own.
+    /// Folders, besides their own, that contain files to which the images may refer.
     pub permitted: Vec<PathBuf>,
     /// Accept a parent that was changed since its child was made.
     pub force_parent: bool,
@@ -78,7 +79,7 @@ pub(crate) struct Overlay {
 }
 
 impl Overlay {
-    /// Reads the description from the record of a disk.
+    /// Parses the description in the record of a disk.
     pub fn of(record: &vmdk::Record) -> Result<Option<Self>> {
         let Some(text) = &record.overlay else { return Ok(None) };
         serde_json::from_str(text).map(Some).map_err(|error| {
@@ -99,7 +100,7 @@ impl Overlay {
 /// Live imports: migrations that run in the background.
 #[derive(Default)]
 pub(crate) struct Imports {
-    /// Set when the datastore is closed: no further migration begins.
+    /// Set when the datastore is closed, so that no further migration begins.
     closed: AtomicBool,
     running: parking_lot::Mutex<Vec<Import>>,
 }
@@ -112,7 +113,7 @@ struct Import {
     thread: JoinHandle<()>,
 }
 
-/// Progress of a background migration: reports are dropped; [`Import::stop`] cancels it.
+/// Progress of a background migration. It ignores reports, and is cancelled by [`Import::stop`].
 struct Background(Arc<AtomicBool>);
 
 impl Progress for Background {
@@ -167,7 +168,7 @@ impl Datastore {
         match done {
             Ok(()) if options.way == ImportMode::InPlace => self.disk(name),
             Ok(()) => {
-                // The disk is opened again together with its overlay.
+                // The disk is closed here, and then opened again together with its overlay.
                 disk.close()?;
                 drop(disk);
                 self.foreign.open_folder(&folder)?;
@@ -226,7 +227,7 @@ impl Datastore {
         }
     }
 
-    /// Creates the hidden overlay above adopted images, and enters it in their record.
+    /// Creates the hidden overlay above adopted images, and records it in the record of their disk.
     fn put_above(&self, adopted: &ForeignOriginal, options: &ImportOptions) -> Result<()> {
         let disk = &adopted.entry.disk;
         let native = format!("{OVERLAY}{}", names::uuid_text(&names::new_uuid()?));
@@ -249,7 +250,7 @@ impl Datastore {
     /// Removes hidden disks that no record names.
     pub(crate) fn sweep_overlays(&self) -> Result<()> {
         if !self.foreign.broken().is_empty() {
-            // An overlay may be named by a record that cannot be read, so none is removed.
+            // A record that cannot be read may name an overlay, so no overlay is removed.
             return Ok(());
         }
         let mut named = Vec::new();
@@ -265,7 +266,7 @@ impl Datastore {
     }
 
     /// Starts the background migration of every disk that is still read from its images. It runs until the datastore is
-    /// closed. To be called by the process that serves the datastore.
+    /// closed. The process that serves the datastore calls this.
     pub fn start_imports(&self) {
         let mut running = self.imports.running.lock();
         running.retain(|import| !import.thread.is_finished());
@@ -298,12 +299,12 @@ impl Datastore {
         }
     }
 
-    /// Whether the background migration of a live import runs for a disk.
+    /// Whether the background migration of a live import is running for a disk.
     pub fn has_import_running(&self, disk: &str) -> bool {
         self.imports.running.lock().iter().any(|import| import.disk == disk && !import.thread.is_finished())
     }
 
-    /// Ends the background migration of a disk that is about to be deleted; false if there is none.
+    /// Ends the background migration of a disk that is about to be deleted; false if no migration is running.
     pub(crate) fn end_import(&self, disk: &str) -> bool {
         let mut running = self.imports.running.lock();
         let Some(at) = running.iter().position(|import| import.disk == disk) else { return false };
@@ -315,7 +316,7 @@ impl Datastore {
 
     fn move_in(&self, name: &str, overlay: &Overlay, background: &Background) {
         loop {
-            // The share of the background rate is held only during an attempt, not while waiting for the next one.
+            // Only an attempt has a share of the background rate, not the wait for the next attempt.
             let moved = {
                 let paced = self.background(background);
                 self.migrate(name, &overlay.target, &Throttled { progress: &paced, rate: overlay.rate })
@@ -344,7 +345,7 @@ impl Datastore {
     pub(crate) fn stop_imports(&self) {
         self.imports.closed.store(true, Ordering::SeqCst);
         let running = std::mem::take(&mut *self.imports.running.lock());
-        // All are stopped before the first one is waited for.
+        // All migrations are told to stop before the first one is waited for.
         running.iter().for_each(|import| import.stop.store(true, Ordering::SeqCst));
         running.into_iter().for_each(Import::end);
     }

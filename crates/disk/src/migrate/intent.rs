@@ -1,4 +1,5 @@
-//! The persistent record of a migration: a file that says which of the two copies is the disk.
+//! The persistent record of a migration: a file that says which of the two copies, source or target, is the current
+//! disk.
 //!
 //! ```text
 //!                  begin                    commit                   end
@@ -6,13 +7,13 @@
 //!                              \-- end: the target is removed first --------^
 //! ```
 //!
-//! 1. The file is durable before anything of the target is created, and is removed after every step that its stage
-//!    requires is done. So nothing of a migration is ever left without a record.
+//! 1. The file is durable before any part of the target is created, and is removed after every step that its stage
+//!    requires is completed. So as long as parts of both copies exist, the file exists too.
 //! 2. The file is replaced atomically (temporary name, flush, rename, flush of the folder).
 //! 3. The steps that a stage requires are idempotent.
-//! 4. For a target in another datastore, a file with stage `arriving` is kept there too. It names the source's
-//!    datastore, whose file decides: if that file is `committed`, the target is kept; otherwise, or if the file does
-//!    not exist, the target is removed. So the source's file is removed last.
+//! 4. If the target is in another datastore, that datastore also has a file, with stage `arriving`. This file names the
+//!    source's datastore, and the file there decides: if it has the stage `committed`, the target is kept; otherwise,
+//!    or if it does not exist, the target is removed. So the source's file is removed last.
 //!
 //! The layout is in `docs/format/migration-intent.md`.
 
@@ -36,16 +37,16 @@ pub(crate) const INTENTS_MAX: usize = 256;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Stage {
-    /// The source is the disk.
+    /// The source is the current disk.
     Copying,
-    /// The target is the disk.
+    /// The target is the current disk.
     Committed,
-    /// The target is in this datastore; the file with the same name in the source's datastore decides which is the
-    /// disk.
+    /// The target is in this datastore. The file with the same name in the source's datastore decides which copy is the
+    /// current disk.
     Arriving,
 }
 
-/// Location of a copy in its datastore.
+/// A copy, by its location in its datastore.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub(crate) enum Copy {
@@ -68,7 +69,7 @@ pub(crate) enum Copy {
 pub(crate) struct Intent {
     /// Identity of the migration, part of the file's name.
     pub id: String,
-    /// Its stage.
+    /// The migration's stage.
     pub stage: Stage,
     /// The name of the disk.
     pub disk: String,
@@ -76,31 +77,31 @@ pub(crate) struct Intent {
     pub source: Option<Copy>,
     /// The target.
     pub target: Copy,
-    /// Identity of the disk, which it keeps.
+    /// Identity of the disk, which the migration does not change.
     pub uuid: String,
-    /// When the disk was made, in seconds since 1970.
+    /// When the disk was created, in seconds since 1970.
     pub created: u64,
-    /// Location of the other datastore, if the migration has one.
+    /// Location of the other datastore; `None` if the migration is within one datastore.
     pub peer: Option<Location>,
 }
 
-/// A record that cannot be read: it is not known which of the two copies is the disk.
+/// A record that cannot be read, so that it is not known which of the two copies is the current disk.
 pub(crate) struct DamagedIntent {
-    /// The name of its file.
+    /// The name of the record's file.
     pub file: String,
-    /// The disk that its text names, if it still does.
+    /// The disk that the record's text names, if that part is readable.
     pub disk: Option<String>,
-    /// Why it cannot be read.
+    /// Why the record cannot be read.
     pub error: Error,
 }
 
 impl DamagedIntent {
-    /// The hidden name of its target, if that is a native disk of this datastore.
+    /// The hidden name of the migration's target, if the target is a native disk of this datastore.
     pub fn hidden(&self) -> String {
         hidden_name(self.file.trim_start_matches(PREFIX))
     }
 
-    /// What is wrong, for users.
+    /// The problem, for users.
     pub fn problem(&self) -> String {
         let disk = self.disk.as_ref().map(|disk| format!(" of disk '{disk}'")).unwrap_or_default();
         format!(
@@ -124,7 +125,7 @@ fn file_name(id: &str) -> Result<String> {
 }
 
 impl Intent {
-    /// The hidden name of a native target, which users cannot enter.
+    /// The hidden name of a native target, which cannot be the name of a user's disk.
     pub fn hidden(&self) -> String {
         hidden_name(&self.id)
     }
@@ -181,7 +182,7 @@ impl Intents {
         Ok((found, damaged))
     }
 
-    /// The record in the content of the file `name`. A damaged byte is mended.
+    /// Decodes the record in the content of the file `name`. A single damaged byte is mended.
     fn understand(&self, name: &str, bytes: &[u8]) -> Result<Intent> {
         let (intent, mended) = KIND.decode_mending(bytes, |bytes| decode_as(name, bytes))?;
         if let Some(error) = mended {
@@ -194,7 +195,7 @@ impl Intents {
     }
 }
 
-/// The record in the content of the file `name`.
+/// Decodes the record in the content of the file `name`.
 fn decode_as(name: &str, bytes: &[u8]) -> Result<Intent> {
     let intent = decode(bytes)?;
     match file_name(&intent.id)? == name {
@@ -203,7 +204,7 @@ fn decode_as(name: &str, bytes: &[u8]) -> Result<Intent> {
     }
 }
 
-/// The name of the disk in the text of a damaged record.
+/// Finds the name of the disk in the text of a damaged record.
 fn named_disk(bytes: &[u8]) -> Option<String> {
     let text = String::from_utf8_lossy(bytes);
     let line = text.lines().find_map(|line| line.strip_prefix("  \"disk\": "))?;

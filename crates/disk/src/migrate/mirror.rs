@@ -1,4 +1,5 @@
-//! A device that mirrors a disk to a second copy, and the copier that fills this copy while clients use the disk.
+//! A device that mirrors a disk to a second copy, the target, and the copier that fills the target while clients use
+//! the disk.
 //!
 //! ```text
 //!   byte 0                    cursor                                  capacity
@@ -12,18 +13,19 @@
 //!
 //! 1. **Before the cursor both copies are equal**, except for requests under way. A change holds its range from before
 //!    its first write to the source until after its last write to the target, and so does each step of the copier; the
-//!    cursor moves while the step's range is held. So changes of a range reach both copies in the same order, and none
-//!    is missed.
-//! 2. **After the cursor the target has its initial content.** A change that crosses the cursor reaches the target only
-//!    up to the cursor. So ranges that the copier skips (never written, or equal to the base) are correct as they are.
+//!    cursor moves while the step's range is held. So changes of a range are made on both copies in the same order, and
+//!    none is missed.
+//! 2. **After the cursor the target has its initial content.** Of a change that crosses the cursor, only the part
+//!    before the cursor is made on the target. So ranges that the copier skips (never written, or equal to the base)
+//!    have the right content already.
 //! 3. **Every write acknowledged before [`MirrorDevice::settle`] begins is in the target when it ends**, and durable
 //!    there if it was flushed. From then on a flush covers both copies, so that the migration's record can be committed
 //!    at any moment.
 //! 4. **A failure of the target before the record is committed** ends the migration, but fails no request. While the
 //!    record is being committed ([`MirrorDevice::commit`]), a request whose write to the target failed waits for the
 //!    outcome.
-//! 5. One step of the copier moves at most [`STEP_MAX`] with its range locked, less if steps are slow: no request waits
-//!    longer.
+//! 5. One step of the copier copies at most [`STEP_MAX`] bytes with its range locked, fewer if steps are slow. No
+//!    request waits for longer than one step.
 
 use super::work::Work;
 use crate::device::{Device, DirtyExtent, FlushTicket, ReadPlan, StatusExtent, Verdict};
@@ -41,35 +43,36 @@ use work::Throttle;
 /// Most bytes that one step of the copier moves.
 pub const STEP_MAX: u64 = 256 << 10;
 /// Least bytes that a step moves if steps are slow: the size from which writes to a native target bypass its write
-/// buffer. Smaller steps would wait for room in the buffer, which the guests' own writes keep full.
+/// buffer. Smaller steps would have to wait for room in the buffer, which the guests' writes fill.
 const STEP_MIN: u64 = 128 << 10;
-/// A step that takes longer than this makes the next step smaller.
+/// If a step takes longer than this, the next step is smaller.
 const STEP_TIME: Duration = Duration::from_millis(10);
-/// Bytes by which the cursor moves at once over ranges without marks.
+/// Most bytes by which the cursor is moved at once over ranges without marks.
 const PASS_MAX: u64 = 64 << 20;
-/// The target is flushed each time this many bytes were copied, so that no later flush has much of the copied data to
-/// write. More frequent flushes cost more: each puts the guests' buffered writes into the target's journal, from which
-/// they are written once more later.
+/// The target is flushed each time this many bytes were copied, so that later flushes have little of the copied data to
+/// write. More frequent flushes would cost more: each flush writes the guests' buffered writes to the target's journal,
+/// and they are written once more to their place later.
 const CHECKPOINT: u64 = 32 << 20;
-/// Fill level of the target's write buffer, in percent, above which the copier pauses for the guests' writes.
+/// Fill level of the target's write buffer, in percent, above which the copier pauses so that the guests' writes can be
+/// buffered.
 const PRESSURE_MAX: u32 = 25;
 /// Interval at which the paused copier checks the fill level.
 const PRESSURE_PAUSE: Duration = Duration::from_millis(2);
 /// Average bytes per second that the copier reaches even if the buffer stays full, so that the migration ends.
 const RATE_MIN: u64 = 32 << 20;
-/// Largest part of a discard whose range is locked at once.
+/// Largest part of a discard during which the range is locked.
 const DISCARD_STEP: u64 = 16 << 20;
 /// Most extents that one query of a map returns.
 const EXTENTS: usize = 1024;
 /// Most bytes that one query of a map covers.
 const LOOK: u64 = 1 << 30;
 
-/// Content of the target before the copy begins.
+/// Content of the target before the copier starts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Base {
     /// The target reads as zeros.
     Zeros,
-    /// The target has an earlier state of the disk: it is read and compared, and only differences are written.
+    /// The target has an earlier state of the disk. The copier reads and compares it, and writes only differences.
     State,
 }
 
@@ -78,7 +81,7 @@ pub enum Base {
 pub struct Copied {
     /// Bytes of the source that were read.
     pub read: u64,
-    /// Bytes written to the target, not counting zeroed ones.
+    /// Bytes written to the target, without those that were zeroed.
     pub written: u64,
 }
 
@@ -91,12 +94,12 @@ enum Stage {
 
 struct MirrorState {
     stage: Stage,
-    /// The error after which the target is no longer a copy.
+    /// The error after which the target is no longer an equal copy.
     failure: Option<Error>,
 }
 
-/// A disk that is being copied. It serves requests from the source and applies changes to the target too, as the module
-/// describes.
+/// A disk that is being copied. It serves requests from the source and applies changes to the target too, as described
+/// at the top of this file.
 pub struct MirrorDevice {
     source: Arc<dyn Device>,
     target: Arc<dyn Device>,
@@ -107,7 +110,7 @@ pub struct MirrorDevice {
     work: Work,
     /// Set once flushes cover the target too.
     settled: AtomicBool,
-    /// Set once the target is no longer written.
+    /// Set once nothing is written to the target any more.
     failed: AtomicBool,
     state: Mutex<MirrorState>,
 }
@@ -118,8 +121,8 @@ pub(super) fn stopped() -> Error {
 }
 
 impl MirrorDevice {
-    /// A mirror with nothing copied. From now on all writes must pass the mirror; a write directly to the source would
-    /// corrupt the copy.
+    /// A mirror without copied ranges. From now on all writes must be made through the mirror: a write that is made
+    /// directly to the source would be missing in the target.
     pub fn new(source: Arc<dyn Device>, target: Arc<dyn Device>, base: Base) -> Result<Self> {
         let capacity = source.capacity();
         if target.capacity() != capacity || target.read_only() {
@@ -148,12 +151,12 @@ impl MirrorDevice {
         })
     }
 
-    /// The disk that is copied.
+    /// The source: the disk that is copied.
     pub fn source(&self) -> &Arc<dyn Device> {
         &self.source
     }
 
-    /// The copy.
+    /// The target: the copy.
     pub fn target(&self) -> &Arc<dyn Device> {
         &self.target
     }
@@ -163,7 +166,7 @@ impl MirrorDevice {
         self.work.mark(&range);
     }
 
-    /// Marks everything that holds data. The map is read without a lock, because a concurrent write marks its own
+    /// Marks all ranges that contain data. The map is read without a lock, because a concurrent write marks its own
     /// range.
     pub fn mark_data(&self, progress: &dyn Progress) -> Result<()> {
         let mut at = 0;
@@ -177,7 +180,7 @@ impl MirrorDevice {
         Ok(())
     }
 
-    /// Marks everything that may differ from snapshot `base` of the source.
+    /// Marks all ranges that may differ from snapshot `base` of the source.
     pub fn mark_changes(&self, base: &str, progress: &dyn Progress) -> Result<()> {
         let mut at = 0;
         while at < self.capacity {
@@ -190,7 +193,7 @@ impl MirrorDevice {
         Ok(())
     }
 
-    /// Marks the extents whose flag is set, beginning at `from`; returns the end of the last extent.
+    /// Marks the extents with a true flag, beginning at `from`; returns the end of the last extent.
     fn mark_extents(&self, from: u64, extents: impl Iterator<Item = (u64, bool)>) -> Result<u64> {
         let mut at = from;
         for (length, wanted) in extents {
@@ -206,7 +209,7 @@ impl MirrorDevice {
         Ok(at)
     }
 
-    /// Copies the marked ranges in order of offset; afterwards both copies stay equal. To be called once.
+    /// Copies the marked ranges in order of offset. Afterwards both copies are equal and stay equal. Called once.
     pub fn copy(&self, progress: &dyn Progress) -> Result<Copied> {
         let throttle = Throttle::new(progress);
         let began = Instant::now();
@@ -255,7 +258,7 @@ impl MirrorDevice {
         Ok(copied)
     }
 
-    /// Pauses while the guests fill the target's write buffer, unless the copier is below [`RATE_MIN`].
+    /// Pauses while the guests' writes fill the target's write buffer, unless the copier is slower than [`RATE_MIN`].
     fn give_way(&self, began: Instant, copied: u64, progress: &dyn Progress) -> Result<()> {
         let due = Duration::from_secs_f64(copied as f64 / RATE_MIN as f64);
         while self.target.pressure() > PRESSURE_MAX && began.elapsed() < due {
@@ -276,7 +279,7 @@ impl MirrorDevice {
             return at;
         }
         let _held = self.ranges.lock(at..end);
-        // A write may have marked part of the range before it was locked.
+        // Before the range was locked, a write may have marked a part of it.
         let end = until(end);
         self.cursor.store(end, Ordering::SeqCst);
         end
@@ -303,7 +306,8 @@ impl MirrorDevice {
                 Difference::None => {}
                 Difference::Zeroed => self.target.write_zeroes(offset, (at - begin) as u64, false, false)?,
                 Difference::Data => {
-                    // Each run begins at a block: marks cover whole blocks, and so does every step except the last.
+                    // Each run begins at a block boundary, because marks cover whole blocks, and so do all steps except
+                    // the last.
                     self.target.write(offset, SharedSlice::copy_of(&wanted[begin..at]), false)?;
                     written += (at - begin) as u64;
                 }
@@ -312,10 +316,10 @@ impl MirrorDevice {
         Ok(written)
     }
 
-    /// Makes both copies durable and equal; from here on a flush covers both.
+    /// Makes both copies durable and equal. From then on a flush covers both copies.
     pub fn settle(&self) -> Result<()> {
         debug_assert_eq!(self.cursor.load(Ordering::SeqCst), self.capacity);
-        // Writes most of the data before clients' flushes have to wait for the target too.
+        // This first flush writes most of the data before the flushes of clients have to wait for the target too.
         self.target.flush()?;
         self.settled.store(true, Ordering::SeqCst);
         self.target.flush()?;
@@ -327,9 +331,9 @@ impl MirrorDevice {
         Ok(())
     }
 
-    /// Commits the migration by calling `record`, which writes the record durably; afterwards the target is the disk.
-    /// If the target has failed before, `record` is not called. If `record` fails, the source stays the disk, so
-    /// `record` may fail only if the record was not written.
+    /// Commits the migration by calling `record`, which writes the record durably. Afterwards the target is the current
+    /// disk. If the target has failed before, `record` is not called. If `record` fails, the source stays the current
+    /// disk, so `record` may fail only if the record was not written.
     pub fn commit<T>(&self, record: impl FnOnce() -> Result<T>) -> Result<T> {
         let mut state = self.state.lock();
         debug_assert_eq!(state.stage, Stage::Settled);
@@ -341,7 +345,7 @@ impl MirrorDevice {
         Ok(outcome)
     }
 
-    /// Stops writing to the target; changes under way may still reach it.
+    /// Stops writing to the target. Changes in progress may still be made on the target.
     pub fn give_up(&self) {
         self.failed.store(true, Ordering::SeqCst);
     }
@@ -354,7 +358,7 @@ impl MirrorDevice {
         Err(failure.unwrap_or_else(stopped))
     }
 
-    /// Handles a failed change of the target: before the commit it ends the migration, afterwards it fails the request.
+    /// Handles a failed change of the target: before the commit, the migration is ended; afterwards the request fails.
     fn target_failed(&self, error: Error) -> Result<()> {
         let mut state = self.state.lock();
         if state.stage == Stage::Committed {
@@ -365,7 +369,7 @@ impl MirrorDevice {
         Ok(())
     }
 
-    /// Handles a failed change of the source: part of it may be written, so the target may differ from the source.
+    /// Handles a failed change of the source: the change may be made in part, so the target may differ from the source.
     fn source_failed(&self, error: Error) -> Error {
         let mut state = self.state.lock();
         if state.stage != Stage::Committed {
@@ -376,7 +380,8 @@ impl MirrorDevice {
         error
     }
 
-    /// Marks the part of a locked range after the cursor; returns the length of the part that the target must get too.
+    /// Marks the part of a locked range after the cursor; returns the length of the part before the cursor, which has
+    /// to be changed on the target too.
     fn mirrored(&self, range: &Range<u64>) -> u64 {
         let cursor = self.cursor.load(Ordering::SeqCst);
         if cursor < range.end {
@@ -423,7 +428,7 @@ impl MirrorDevice {
         if fua { self.flush() } else { Ok(()) }
     }
 
-    /// Changes a long range in parts.
+    /// Changes a long range in parts, each with its own lock.
     fn change_long(&self, offset: u64, length: u64, apply: impl Fn(&dyn Device, u64, u64) -> Result<()>) -> Result<()> {
         let end = offset + length;
         let mut at = offset;
@@ -436,7 +441,7 @@ impl MirrorDevice {
     }
 }
 
-/// How a block of the target has to be changed.
+/// How a block of the target has to be changed to equal the source.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Difference {
     None,
@@ -456,7 +461,7 @@ fn difference(wanted: &[u8], present: Option<&[u8]>, at: usize) -> Difference {
 }
 
 fn is_zero(block: &[u8]) -> bool {
-    // Compares in words, which the compiler does not do for bytes.
+    // Compares words explicitly, because the compiler does not combine comparisons of bytes.
     let (words, rest) = block.as_chunks::<64>();
     words.iter().all(|word| word == &[0; 64]) && rest.iter().all(|byte| *byte == 0)
 }
@@ -504,14 +509,15 @@ impl Device for MirrorDevice {
                 self.target_failed(error)?;
             }
         }
-        // The range is released before the flush, so that another write to it need not wait for the flush.
+        // The range is unlocked before the flush, so that another write to it need not wait for the flush.
         self.finish(fua)
     }
 
     fn discard(&self, offset: u64, length: u64, fua: bool) -> Result<()> {
         self.check_writable(offset, length)?;
-        // Both copies must read the same afterwards. A discard does not ensure this on a full file system, so zeros are
-        // written. If there is no room for zeros, the migration has ended and the discarded range may keep its content.
+        // Both copies must have the same content afterwards. A discard does not ensure this on a full file system, so
+        // the range is zeroed. If there is no space for zeros, the migration is ended, and the discarded range may keep
+        // its content.
         match self.change_long(offset, length, |device, at, part| device.write_zeroes(at, part, false, false)) {
             Err(error) if error.kind() == ErrorKind::NoSpace => {}
             done => done?,
@@ -531,8 +537,8 @@ impl Device for MirrorDevice {
 
     fn finish_flush(&self, ticket: FlushTicket) -> Result<()> {
         self.source.finish_flush(ticket).map_err(|error| self.source_failed(error))?;
-        // `settled` is read after the source's flush: a flush that does not see it set completed before `settle`
-        // flushed the target, so that flush covers its writes.
+        // `settled` is read after the source was flushed. If it is not set yet, this flush completed before the second
+        // flush of the target in `settle`, which then covers the same writes.
         if self.settled.load(Ordering::SeqCst)
             && !self.failed.load(Ordering::SeqCst)
             && let Err(error) = self.target.flush()

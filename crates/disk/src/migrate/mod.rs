@@ -4,23 +4,23 @@
 //! away          migrating to another datastore
 //! run           one migration, from start to the removal of the source
 //! import        existing images: copied, used in place, or used while they are copied
-//! intent        the record that says which of the two copies is the disk
-//! recover       interrupted migrations when the datastore is opened
+//! intent        the record that says which of the two copies is the current disk
+//! recover       completing or undoing interrupted migrations when the datastore is opened
 //! tree          copying the snapshots, parents before children
 //! mirror        the device that mirrors a disk to its copy, and the copier that fills the copy
 //! work          which parts of the disk are still to be copied: a bitmap
-//! pace          bytes per second, and stopping on request
+//! pace          limiting the bytes per second, and stopping on request
 //! native_layer  a native disk as the top layer of a chain: the overlay of a live import
 //! ```
 //!
-//! 1. **There is one disk.** A single record, replaced atomically, says which of the two copies is the disk. Marks,
-//!    names and folders are set to match it, and are set again after a crash.
+//! 1. **There is one disk.** A single record, replaced atomically, says which of the two copies is the current disk.
+//!    Marks, names and folders are then set to match the record, and are set again after a crash.
 //! 2. **The migration is transparent to clients.** No request waits for more than one step of the copier, no request
 //!    fails because the target fails before the commit, and writes that were durable before the commit are durable in
 //!    both copies.
-//! 3. **It completes or has no effect.** Each byte is copied once, whatever is written during the copy. Until the
-//!    commit, a failure or a cancellation leaves the disk as it was.
-//! 4. The migration knows disks only as devices ([`crate::Device`]) and as snapshot trees (`tree::Original`,
+//! 3. **A migration completes or has no effect.** Each byte is copied once, whatever is written during the copy. Until
+//!    the commit, a failure or a cancellation leaves the disk as it was.
+//! 4. The migration accesses disks only as devices ([`crate::Device`]) and as snapshot trees (`tree::Original`,
 //!    `tree::Replica`), which `native/moving.rs` and `foreign/moving.rs` implement.
 //!
 //! Order of locks: the use of the disk's name, `rename_lock` (of this datastore, then of the other one), the locks of

@@ -7,9 +7,9 @@
 //! | data                 | [`Content::Encoded`]: read through the disk, which verifies checksums |
 //!
 //! 1. The disk is thin and used only by this layer: reserved space of a thick disk would hide the image below.
-//! 2. A range never becomes absent again, because a discard reserves space. So a result of [`Layer::map`] may become
-//!    outdated, but never exposes the image below a range that the guest has written.
-//! 3. The map returns no file locations, so none has to be kept for readers and the layer needs no epochs.
+//! 2. A range never becomes absent again, because a discard reserves space. So an outdated result of [`Layer::map`]
+//!    never exposes the image below a range that the guest has written.
+//! 3. The map returns no file locations, so no location has to stay valid for readers, and the layer needs no epochs.
 
 use crate::device::{Allocation, Device};
 use backend::{BLOCK_SIZE, Buffer, File, SharedSlice};
@@ -19,7 +19,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 const BLOCK: u64 = BLOCK_SIZE as u64;
-/// Most extents that one query returns when a whole range is examined.
+/// Most extents that one query returns when a long range is examined.
 const EXTENTS: usize = 1024;
 
 /// The overlay layer.
@@ -28,7 +28,7 @@ pub struct NativeLayer {
 }
 
 impl NativeLayer {
-    /// The layer of a thin native disk. Only this layer may change the disk.
+    /// The layer of a thin native disk. From now on only this layer may change the disk.
     pub fn new(disk: Arc<dyn Device>) -> Self {
         Self { disk }
     }
@@ -104,7 +104,7 @@ impl Layer for NativeLayer {
     }
 
     fn zero(&self, range: Range<u64>, _keep: bool) -> Result<()> {
-        // Reserved space hides the image below, so it is allocated even if `_keep` is false.
+        // Reserved space hides the image below, so space is reserved even if `_keep` is false.
         self.disk.write_zeroes(range.start, range.end - range.start, true, false)
     }
 

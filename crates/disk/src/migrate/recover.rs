@@ -1,7 +1,7 @@
 //! Recovery of interrupted migrations when a datastore is opened, before incomplete disks are removed.
 //!
-//! Incomplete disks are removed, so recovery only has to mark the right copy as incomplete: for each migration it sets
-//! the marks that the record requires and removes the record.
+//! Because incomplete disks are removed afterwards, recovery only has to mark the right copy of each migration as
+//! incomplete: it sets the marks that the record requires, and then removes the record.
 
 use super::intent::{Copy, DamagedIntent, Intent, Intents, Stage, peek};
 use super::run::likeness_of;
@@ -13,7 +13,7 @@ use std::collections::BTreeSet;
 use std::path::Path;
 use std::sync::Arc;
 
-/// Disks of migrations whose outcome is not known. They are kept, but not listed.
+/// The disks of migrations for which it is not known which copy is the current disk. They are kept, but not listed.
 #[derive(Default)]
 pub(crate) struct InDoubt {
     /// Names of native disks.
@@ -33,7 +33,7 @@ pub(crate) fn recover(native: &Native, datastore: Option<&Path>) -> Result<InDou
         doubt.names.insert(record.hidden());
     }
     if let (Some(path), false) = (datastore, damaged.is_empty()) {
-        // Any unfinished folder may be the target, and so the disk.
+        // Any incomplete folder may be the target, and so may be the current disk.
         doubt.folders.extend(Foreign::incomplete(path)?);
     }
     doubt.damaged = damaged;
@@ -48,7 +48,8 @@ pub(crate) fn recover(native: &Native, datastore: Option<&Path>) -> Result<InDou
                 }
                 Some(peer) => {
                     retire(&intent, native, datastore)?;
-                    // The other datastore needs this record until it has taken over the disk and removed its own.
+                    // The other datastore needs this record until it has recorded the disk as its own and has removed
+                    // its own record.
                     matches!(peek(peer, &intent.id), Ok(None))
                 }
             },
@@ -90,7 +91,7 @@ pub(crate) fn problems(directory: &Arc<dyn Directory>) -> Result<Vec<String>> {
     Ok(damaged.iter().map(DamagedIntent::problem).collect())
 }
 
-/// Makes the target of a migration the disk.
+/// Makes the target of a migration the current disk.
 fn complete(intent: &Intent, native: &Native, datastore: Option<&Path>) -> Result<()> {
     match &intent.target {
         Copy::Native { .. } => {

@@ -1,17 +1,17 @@
 //! One migration, from start to the removal of the source.
 //!
 //! ```text
-//!   make the hidden target ── record: copying ── copy the snapshots ── exchange the clients' device for the mirror
+//!   create the hidden target ── record: copying ── copy the snapshots ── exchange the clients' device for the mirror
 //!     ── copy the head ── settle ── record: committed ── clients on the target ── rename the target
 //!     ── wait for requests in the mirror ── remove the source ── remove the record
 //! ```
 //!
-//! 1. Until `committed` is durable, a failure or a cancellation returns the clients to the source and removes the
-//!    target. Afterwards nothing is undone; steps that fail are completed when the datastore is opened next.
+//! 1. Until `committed` is durable, a failure or a cancellation switches the clients back to the source and removes the
+//!    target. Afterwards no step is undone; a step that fails is completed when the datastore is opened next.
 //! 2. The migration has exclusive use of the disk: operations that change its snapshots or its size are refused.
 //!    Clients may connect and disconnect.
-//! 3. While the name moves to the other copy, no client can open a disk by name (`rename_lock`). Requests of clients
-//!    that have it open continue.
+//! 3. While the name is moved to the other copy, no client can open a disk by its name (`rename_lock`). Requests of
+//!    clients that have it open continue.
 
 use super::intent::{Copy, Intent, Intents, Stage};
 use super::mirror::MirrorDevice;
@@ -31,14 +31,14 @@ use std::sync::Arc;
 use store::engine::DiskIdentity;
 use work::Progress;
 
-/// The form that a disk is migrated to.
+/// The form to which a disk is migrated.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MigrateOptions {
-    /// The format.
+    /// The disk's new format.
     pub format: DiskFormat,
-    /// Its provisioning type.
+    /// The disk's new provisioning type.
     pub provisioning: Provisioning,
-    /// The format of its snapshots, if they are VMware images; the default one if `None`.
+    /// The format of the disk's snapshots, if they are VMware images; `None` for the default format.
     pub delta: Option<DeltaFormat>,
 }
 
@@ -47,7 +47,7 @@ pub struct MigrateOptions {
 pub(crate) struct Peer {
     pub datastore: Arc<Datastore>,
     pub location: Location,
-    /// Location of the source's datastore, which the record in the other datastore names.
+    /// Location of the source's datastore, which is written to the record in the other datastore.
     pub home: Location,
 }
 
@@ -57,7 +57,7 @@ pub(super) enum Source {
     Foreign(ForeignOriginal),
 }
 
-/// The copy that becomes the disk.
+/// The copy that becomes the current disk.
 pub(super) enum Target {
     Native(NativeReplica),
     Foreign(ForeignReplica),
@@ -137,7 +137,8 @@ impl Target {
 /// Outcome of committing the migration's record.
 enum Turned {
     Committed,
-    /// Unknown: both copies are kept equal until the datastore is opened again and reads the record.
+    /// It is unknown whether the record is committed. Both copies are kept equal until the datastore is opened again
+    /// and the record is read.
     Unknown(Error),
 }
 
@@ -203,7 +204,8 @@ impl Datastore {
                 migration.clean();
                 there.disk(name)
             }
-            // The disk must not be changed until the record has been read again, so its exclusive use is kept.
+            // It is unknown which copy is the current disk. The disk must not be changed until the record has been read
+            // again, so its exclusive use is kept.
             Ok(Some(error)) => {
                 alone.keep();
                 std::mem::forget(client);
@@ -249,7 +251,7 @@ impl Migration<'_> {
         self.away.map_or(self.home, |peer| &*peer.datastore)
     }
 
-    /// Copies the disk until clients use the target. Returns `Some` if it is unknown which copy is the disk.
+    /// Copies the disk until clients use the target. Returns `Some` if it is unknown which copy is the current disk.
     fn run(&mut self, client: &Client) -> Result<Option<Error>> {
         self.announce()?;
         let mut tree = TreeCopy::new(self.source.original(), self.target.replica())?;
@@ -278,7 +280,7 @@ impl Migration<'_> {
         }
     }
 
-    /// Writes the records that name the target.
+    /// Writes the records that name the target, before its content is copied.
     fn announce(&self) -> Result<()> {
         if let Some(peer) = self.away {
             let arriving =
@@ -296,7 +298,8 @@ impl Migration<'_> {
     fn move_head(&self, moving: &Moving, tree: &TreeCopy<'_>) -> Result<Turned> {
         let mirror = &moving.mirror;
         let before = moving.switch.exchange(Arc::clone(mirror) as Arc<dyn Device>);
-        // A write that began on the source bypasses the mirror, so the copy begins when no such write is left.
+        // A write that began directly on the source is not mirrored, so the copy begins when no such write is in
+        // progress.
         if !before.wait_unused(&|| self.progress.cancelled()) {
             return Err(stopped());
         }
@@ -322,7 +325,8 @@ impl Migration<'_> {
         })
     }
 
-    /// Makes the target the disk: moves clients, readers of snapshots, and the name to it.
+    /// Makes the target the current disk: switches clients and readers of snapshots to the target, and gives it the
+    /// name.
     fn take_place(&self, moving: Moving, snapshots: &[String]) {
         let Moving { switch, mirror } = moving;
         let mut left: Vec<Before> = Vec::new();

@@ -1,4 +1,4 @@
-//! Devices and random input that the tests of migration share: a device in memory that can be slow and can fail.
+//! Test helpers for migrations: random input, and a device in memory that can be slow and can fail.
 
 use crate::device::{Allocation, Device, DirtyExtent, FlushTicket, ReadPlan, Segment, StatusExtent, Verdict};
 use backend::{BLOCK_SIZE, Buffer, SharedSlice};
@@ -18,7 +18,7 @@ pub(super) fn range(random: &mut Random, capacity: u64, most: u64) -> (u64, u64)
     (start, length)
 }
 
-/// A buffer with `bytes` at offset `lead` within a block of memory, surrounded by other bytes.
+/// A buffer that has `bytes` at offset `lead` within a block of memory, with other bytes around them.
 pub(super) fn placed(lead: u64, bytes: &[u8]) -> SharedSlice {
     let at = lead as usize % BLOCK_SIZE;
     let mut buffer = Buffer::recycled((at + bytes.len()).div_ceil(BLOCK_SIZE).max(1));
@@ -31,7 +31,7 @@ struct Content {
     live: Vec<u8>,
     /// The content that the last flush made durable.
     durable: Vec<u8>,
-    /// Whether each block was written since it was last discarded.
+    /// Whether each block was written after it was last discarded.
     allocated: Vec<bool>,
 }
 
@@ -40,13 +40,13 @@ pub(super) struct MemoryDevice {
     content: Mutex<Content>,
     /// How long a write takes.
     pub delay: Duration,
-    /// Makes all further changes fail.
+    /// Whether all further changes fail.
     pub failing: AtomicBool,
     /// Number of changes after which further changes fail.
     pub fail_after: AtomicU64,
     pub changes: AtomicU64,
     pub flushes: AtomicU64,
-    /// The fill level of its write buffer that the device reports, and how often it was queried.
+    /// The fill level of the write buffer that the device reports, and the number of queries of this level.
     pub pressure: AtomicU32,
     pub pressure_asked: AtomicU64,
 }

@@ -1,15 +1,15 @@
-//! Copying the snapshots of a disk, parents before children, so that snapshots of the copy share the blocks that those
-//! of the original share.
+//! Copying the snapshots of a disk, parents before children, so that the copied snapshots share the same blocks as the
+//! original ones.
 //!
 //! ```text
 //!   for each snapshot:   the target's head is reverted to the copy of its parent
-//!                        what differs from the parent is copied
+//!                        the differences from the parent are copied
 //!                        the snapshot is taken
-//!   then the head:       is reverted to the copy of its parent; the mirror copies what differs
+//!   then the head:       is reverted to the copy of its parent; the mirror copies the differences
 //! ```
 //!
-//! A disk may have several snapshots without a parent, after their parents were deleted. For these the target keeps a
-//! temporary snapshot of its initial zeros until the last of them is copied.
+//! A disk may have several snapshots without a parent, after their parents were deleted. To copy these, the target has
+//! a temporary snapshot of its initial zeros, which is deleted after the last of them is copied.
 
 use super::mirror::{Base, MirrorDevice};
 use crate::device::Device;
@@ -19,23 +19,24 @@ use std::ops::Range;
 use std::sync::Arc;
 use work::Progress;
 
-/// Name of the temporary snapshot of zeros; dashes are appended if the name is taken. Valid for every kind of disk.
+/// Name of the temporary snapshot of zeros; dashes are appended if the name is taken. The name is valid for every kind
+/// of disk.
 const ZEROS: &str = "zeros-of-a-migration";
 
-/// A snapshot that is to be copied.
+/// A snapshot to copy.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Node {
-    /// Its name.
+    /// The snapshot's name.
     pub name: String,
-    /// Name of its parent snapshot.
+    /// Name of the snapshot's parent.
     pub parent: Option<String>,
     /// Capacity of the disk at the time of the snapshot.
     pub capacity: u64,
     /// When the snapshot was taken, in seconds since 1970.
     pub created: u64,
-    /// Its identity, if it has one.
+    /// The snapshot's identity, if it has one.
     pub uuid: Option<[u8; 16]>,
-    /// Its description.
+    /// The snapshot's description.
     pub description: String,
 }
 
@@ -44,22 +45,22 @@ pub(crate) trait Original: Send + Sync {
     /// Snapshots, parents before children.
     fn nodes(&self) -> Result<Vec<Node>>;
 
-    /// The snapshot that the head is based on.
+    /// The snapshot on which the head is based.
     fn head_parent(&self) -> Result<Option<String>>;
 
-    /// A snapshot, for reading.
+    /// Opens a snapshot for reading.
     fn snapshot(&self, name: &str) -> Result<Arc<dyn Device>>;
 
     /// Calls `each` for every range that may differ between snapshot `from` and a later snapshot, or the head.
     fn changes(&self, from: &str, to: Option<&str>, each: &mut dyn FnMut(Range<u64>)) -> Result<()>;
 }
 
-/// The target of a migration, used by the migration only until the commit.
+/// The target of a migration. Until the commit, only the migration uses it.
 pub(crate) trait Replica: Send + Sync {
-    /// The head of the copy. Must be opened again after [`Replica::go_back`] and [`Replica::resize`].
+    /// The head of the copy. The caller opens it again after [`Replica::go_back`] and [`Replica::resize`].
     fn head(&self) -> Result<Arc<dyn Device>>;
 
-    /// Takes a snapshot and makes it durable with its content.
+    /// Takes a snapshot, and makes it durable together with its content.
     fn take(&self, node: &Node) -> Result<()>;
 
     /// Reverts the head to a snapshot.
@@ -78,7 +79,7 @@ pub(crate) struct TreeCopy<'a> {
     replica: &'a dyn Replica,
     nodes: Vec<Node>,
     head_parent: Option<String>,
-    /// The snapshot that the replica's head is equal to.
+    /// The snapshot to which the replica's head is equal.
     at: Option<String>,
     /// Name of the temporary snapshot of zeros.
     zeros: String,
@@ -86,7 +87,7 @@ pub(crate) struct TreeCopy<'a> {
 }
 
 impl<'a> TreeCopy<'a> {
-    /// Copies nothing yet; `replica` must read as zeros.
+    /// Copies no snapshots yet; `replica` must read as zeros.
     pub fn new(original: &'a dyn Original, replica: &'a dyn Replica) -> Result<Self> {
         let nodes = original.nodes()?;
         let head_parent = original.head_parent()?;
@@ -141,7 +142,7 @@ impl<'a> TreeCopy<'a> {
         Ok(())
     }
 
-    /// The mirror for the head, without marks: [`TreeCopy::mark_head`] sets them once clients use the mirror.
+    /// The mirror for the head, without marks. [`TreeCopy::mark_head`] sets the marks once clients use the mirror.
     pub fn head(&mut self, source: Arc<dyn Device>) -> Result<MirrorDevice> {
         let parent = self.head_parent.clone();
         let mirror = self.prepare(parent.as_deref(), source)?;
@@ -151,12 +152,12 @@ impl<'a> TreeCopy<'a> {
         Ok(mirror)
     }
 
-    /// Marks what has to be copied of the head.
+    /// Marks the ranges of the head that have to be copied.
     pub fn mark_head(&self, mirror: &MirrorDevice, progress: &dyn Progress) -> Result<()> {
         self.mark(mirror, self.head_parent.as_deref(), None, progress)
     }
 
-    /// A mirror whose target has the content of the parent snapshot.
+    /// Creates a mirror whose target has the content of the parent snapshot.
     fn prepare(&mut self, parent: Option<&str>, source: Arc<dyn Device>) -> Result<MirrorDevice> {
         let wanted = parent.or(self.keeps_zeros.then_some(self.zeros.as_str()));
         if let Some(wanted) = wanted

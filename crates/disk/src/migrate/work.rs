@@ -1,15 +1,15 @@
-//! Which parts of a disk are still to be copied: a bitmap.
+//! A bitmap of the parts of a disk that still have to be copied.
 //!
-//! Marks are only added. The copier passes over them once, in order of offset, and marks before its cursor have no
-//! effect. So setting a mark needs no lock: a write marks its range while it holds the range, and the copier reads the
-//! mark while it holds the range.
+//! Marks are only set, never cleared. The copier reads them once, in order of offset, and marks before its cursor have
+//! no effect. A write sets marks while it holds the lock of its range, and the copier reads them under the same lock.
+//! So the bitmap needs no lock of its own.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Least number of bytes per bit: a block.
+/// Least number of bytes per bit: the size of a block.
 const UNIT_MIN: u64 = 4096;
-/// Most bits: 8 MiB of memory, which is one bit per block for disks up to 256 GiB.
+/// Most bits in the bitmap: 8 MiB of memory, which suffices for one bit per block in disks up to 256 GiB.
 const UNITS_MAX: u64 = 64 << 20;
 
 /// The marks of a disk.
@@ -20,14 +20,14 @@ pub(super) struct Work {
 }
 
 impl Work {
-    /// No marks on a disk of `capacity` bytes.
+    /// A bitmap without marks for a disk of `capacity` bytes.
     pub fn new(capacity: u64) -> Self {
         let unit = capacity.div_ceil(UNITS_MAX).max(UNIT_MIN).next_power_of_two();
         let words = capacity.div_ceil(unit).div_ceil(64) as usize;
         Self { words: (0..words).map(|_| AtomicU64::new(0)).collect(), unit, capacity }
     }
 
-    /// Marks every part that `range` touches.
+    /// Marks every part that overlaps `range`.
     pub fn mark(&self, range: &Range<u64>) {
         let end = range.end.min(self.capacity).div_ceil(self.unit);
         let mut unit = range.start / self.unit;
@@ -35,8 +35,8 @@ impl Work {
             let (word, bit) = ((unit / 64) as usize, unit % 64);
             let bits = (end - unit).min(64 - bit);
             let mask = (u64::MAX >> (64 - bits)) << bit;
-            // Most marks of a busy disk are set already, and reading costs less than an atomic write to a shared cache
-            // line.
+            // The word is read first: on a busy disk most marks are set already, and a read costs less than an atomic
+            // write to a shared cache line.
             if self.words[word].load(Ordering::SeqCst) & mask != mask {
                 self.words[word].fetch_or(mask, Ordering::SeqCst);
             }
@@ -44,7 +44,7 @@ impl Work {
         }
     }
 
-    /// The first marked run at or after `from`, at most `most` bytes of it.
+    /// The first marked run at or after `from`, cut to at most `most` bytes.
     pub fn next(&self, from: u64, most: u64) -> Option<Range<u64>> {
         let first = self.first_marked(from / self.unit)?;
         let start = (first * self.unit).max(from);

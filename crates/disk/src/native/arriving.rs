@@ -2,9 +2,10 @@
 //!
 //! 1. A disk that is being received is incomplete and has a hidden name. One change of the catalog makes it visible,
 //!    together with all disks that were received with it.
-//! 2. It begins empty, or as a clone of a snapshot that both sides have. That snapshot cannot be deleted meanwhile.
-//! 3. Only the reception writes the disk, and always bypasses the write buffer. So its parts may come in any order and
-//!    more than once.
+//! 2. At first the disk is empty, or a clone of a snapshot that both sides have. That snapshot cannot be deleted
+//!    meanwhile.
+//! 3. Only the reception writes the disk, and always bypasses the write buffer. So the parts of the disk may be
+//!    received in any order, and more than once.
 
 use super::{Native, is_visible, stored};
 use crate::info::Provisioning;
@@ -20,7 +21,7 @@ use store::engine::{BulkWriter, Condition, DiskIdentity, NewDisk, NewSnapshot, R
 /// Most spans that one query of the map returns.
 const SPANS: usize = 1024;
 
-/// A completely received disk, and how it is made visible.
+/// A completely received disk, and the parameters for making it visible.
 pub(crate) struct Arrived {
     /// The hidden name.
     pub hidden: String,
@@ -28,17 +29,17 @@ pub(crate) struct Arrived {
     pub name: String,
     /// Identity of the disk, if it is new.
     pub uuid: [u8; 16],
-    /// The snapshot that is taken of it: name, identity and creation time.
+    /// The snapshot that is taken of the disk: name, identity and creation time.
     pub snapshot: Option<(String, DiskIdentity)>,
-    /// For an update, the identity of the updated disk's snapshot that both sides have.
+    /// For an update: the identity of the snapshot of the updated disk that both sides have.
     pub update_from: Option<[u8; 16]>,
     /// Provisioning type of a new disk.
     pub provisioning: Provisioning,
 }
 
 impl Native {
-    /// Identities and numbers of snapshots that probably share content with `snapshot`: itself, its ancestors, then the
-    /// other snapshots of its disk.
+    /// Identities and numbers of snapshots that probably share content with `snapshot`: first `snapshot`, then its
+    /// ancestors, then the other snapshots of its disk.
     pub fn lineage(&self, disk: &str, snapshot: &str, most: usize) -> Result<Vec<([u8; 16], u64)>> {
         let disk = self.find_disk(disk)?;
         let snapshot = self.find_snapshot(&disk, snapshot)?;
@@ -92,10 +93,10 @@ impl Native {
         self.engine.with_catalog(|catalog| catalog.disk(name).cloned()).filter(is_visible)
     }
 
-    /// The snapshot that a disk is based on, if no client uses the disk and the disk was not changed since the
+    /// The snapshot on which a disk is based. An error if a client uses the disk, or if the disk was changed since the
     /// snapshot.
     pub fn unchanged_base(&self, disk: &Object) -> Result<Object> {
-        // First, because it waits for the end of sessions whose clients have closed their connections.
+        // Checked first, because this waits for the end of sessions whose clients have closed their connections.
         self.refuse_to_replace.get().map_or(Ok(()), |refuse| refuse(&disk.name))?;
         self.refuse_in_use(disk.id, &format!("disk '{}'", disk.name))?;
         let refuse = |why: &str| {
@@ -152,8 +153,8 @@ impl Native {
         let Some(id) = ids.first().copied() else { return Ok(()) };
         if capacity != base.capacity {
             let resized = self.resize_by_id(id, capacity, true);
-            // Writes back what the resize has buffered, because later writes bypass the buffer and must not be
-            // overwritten by it.
+            // Writes back the data that the resize has buffered: later writes bypass the buffer, and a later writeback
+            // would overwrite them.
             let settled = resized.and_then(|_| self.engine.settle(&self.engine.head(id)));
             if let Err(error) = settled {
                 self.engine.delete_disk(id, &[])?;
@@ -168,7 +169,7 @@ impl Native {
         self.engine.with_catalog(|catalog| catalog.disk(name).filter(|disk| disk.incomplete).map(|disk| disk.id))
     }
 
-    /// Writes whole blocks of a hidden disk, whose checksums are `sums`.
+    /// Writes whole blocks of a hidden disk; `sums` are their checksums.
     pub fn write_hidden(&self, id: u64, block: u64, bytes: &[u8], sums: &Checksums) -> Result<()> {
         BulkWriter::new(&self.engine, id).write_summed(block, bytes, sums)
     }
@@ -183,7 +184,7 @@ impl Native {
         BulkWriter::new(&self.engine, id).commit()
     }
 
-    /// Reserves the space that a thick disk does not have yet.
+    /// Reserves the space of a thick disk that is not reserved yet.
     fn reserve_holes(&self, id: u64) -> Result<()> {
         let capacity = self.engine.with_catalog(|catalog| catalog.get(id).map(|disk| disk.capacity))?;
         let (head, writer) = (self.engine.head(id), BulkWriter::new(&self.engine, id));
@@ -251,7 +252,7 @@ impl Native {
         })
     }
 
-    /// The snapshot of a hidden disk. It is taken now, unless an interrupted attempt has taken it already.
+    /// The snapshot of a hidden disk. It is taken now, unless an interrupted attempt has taken it before.
     fn hidden_snapshot(&self, disk: u64, name: &str, like: DiskIdentity) -> Result<Object> {
         let known = self.engine.with_catalog(|catalog| catalog.snapshot(disk, name).map(|object| object.id));
         let id = match known {

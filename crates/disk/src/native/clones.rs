@@ -10,7 +10,7 @@ use store::engine::{BulkWriter, Condition, NewDisk, NewSnapshot};
 use work::Progress;
 use work::Throttle;
 
-/// Most clones of one call, which creates them all in one durable change.
+/// Most clones that one call creates, all in one durable change.
 pub const CLONES_MAX: usize = 10_000;
 /// Blocks copied at a time (1 MiB).
 const COPY_BLOCKS: u64 = 256;
@@ -18,7 +18,7 @@ const COPY_BLOCKS: u64 = 256;
 const SPANS: usize = 1024;
 
 impl Native {
-    /// A temporary snapshot: recovery removes it unless the operation completes it.
+    /// Takes a temporary snapshot. Recovery removes the snapshot unless the operation completes it.
     pub(super) fn snapshot_for(&self, disk: &Object, name: &str) -> Result<Object> {
         let mut name = name.to_owned();
         let base = name.clone();
@@ -60,7 +60,7 @@ impl Native {
             new.push(NewDisk {
                 name: name.clone(),
                 capacity: disk.capacity,
-                // A clone shares its parent's blocks, so it takes space on write only.
+                // A clone shares its parent's blocks, so it occupies space only for blocks that are written.
                 provisioning: Provisioning::Thin,
                 uuid: names::new_uuid()?,
                 incomplete: false,
@@ -119,7 +119,7 @@ impl Native {
                 }
             }
         };
-        // No lock is held: the snapshot cannot change, and no client can open the new disk yet.
+        // No lock is held: the snapshot does not change, and no client can open the new disk yet.
         let copied = self.copy(&source, &snapshot, id, progress);
         let _changes = self.changes.lock();
         drop(client);
@@ -172,7 +172,7 @@ impl Native {
                         }
                     }
                     Condition::Zero | Condition::Hole if thick => writer.reserve(range)?,
-                    // A thin target takes no space for zeros, even if the source has space reserved for them.
+                    // A thin target needs no space for zeros, even if the source has reserved space for them.
                     Condition::Zero | Condition::Hole => {}
                 }
             }
@@ -180,8 +180,8 @@ impl Native {
         Ok(())
     }
 
-    /// Makes a linked clone independent of its parent while it is in use; the parent can then be deleted. Nothing is
-    /// copied: blocks that both share keep their reference counts.
+    /// Makes a linked clone independent of its parent, while the clone is in use. The parent can be deleted afterwards.
+    /// No data is copied, because blocks have reference counts.
     pub fn detach(&self, name: &str, _progress: &dyn Progress) -> Result<DiskInfo> {
         let _changes = self.changes.lock();
         let disk = self.find_disk(name)?;

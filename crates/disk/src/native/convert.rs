@@ -27,7 +27,7 @@ impl Native {
             }
         };
         let held = self.hold(&disk, &object)?;
-        // Drops the device first, then the hold on the snapshot, then the temporary snapshot.
+        // Drops the device first, then the counted client of the snapshot, then the temporary snapshot.
         Ok(Box::new(HoldingSource::new(self.device_of(&disk, &object), (held, point))))
     }
 
@@ -64,7 +64,7 @@ impl Drop for Point {
     }
 }
 
-/// A new native disk that clients cannot open yet, written sequentially.
+/// A new native disk that is written sequentially and that clients cannot open yet.
 struct NativeSink {
     engine: Arc<Engine>,
     id: u64,

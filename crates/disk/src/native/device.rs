@@ -1,4 +1,4 @@
-//! A native disk or snapshot as a device: byte ranges at any alignment on the store's blocks.
+//! A native disk or snapshot as a device: maps byte ranges at any alignment to the store's blocks.
 
 use super::{Capacity, Native};
 use crate::device::{Allocation, Device, DirtyExtent, FlushTicket, Media, ReadPlan, Segment, StatusExtent, Verdict};
@@ -26,7 +26,7 @@ pub(crate) struct NativeDevice {
     pub engine: Arc<Engine>,
     pub target: Target,
     pub name: String,
-    /// True for a thick disk, which keeps its space when a range is discarded.
+    /// Whether the disk is thick, so that a discarded range stays allocated.
     pub thick: bool,
     /// The capacity, shared with other devices of the disk and updated by a resize.
     pub capacity: Arc<Capacity>,
@@ -42,7 +42,8 @@ struct Cut {
     whole: Range<u64>,
 }
 
-/// Splits a byte range at block boundaries. The last block of a disk counts as completely covered if `capacity` is.
+/// Splits a byte range at block boundaries. If the range reaches to `capacity`, the last block counts as completely
+/// covered.
 fn cut(offset: u64, length: u64, capacity: u64) -> Cut {
     let mut end = offset + length;
     if end == capacity {
@@ -165,7 +166,8 @@ impl Device for NativeDevice {
     }
 
     fn try_plan_read(&self, offset: u64, length: usize) -> Result<Option<ReadPlan>> {
-        // Reads of a snapshot first wait for its writes, so they are planned one by one.
+        // A read of a snapshot first waits until the snapshot's writes are written back, so reads of snapshots are
+        // planned one by one.
         let Target::Head(head) = &self.target else { return self.plan_read(offset, length).map(Some) };
         let planned = self.engine.plan_head_at_once(head, self.blocks(offset, length)?)?;
         Ok(planned.map(|planned| read_plan(planned, offset, length)))
@@ -204,12 +206,13 @@ impl Device for NativeDevice {
         if data.is_empty() {
             return self.finish(head, fua);
         }
-        // Capacity 0 disables the rule for the last block: the data does not cover the bytes after the end of the disk.
+        // With capacity 0, the last block never counts as completely covered, because the data does not cover the bytes
+        // after the end of the disk.
         let parts = cut(offset, data.len() as u64, 0);
         let bytes_of = |position: u64| (position - offset) as usize;
         if !parts.whole.is_empty() {
             let whole = data.slice(bytes_of(parts.whole.start * BLOCK)..bytes_of(parts.whole.end * BLOCK));
-            // The store keeps whole blocks of memory and writes them to the file without copying them.
+            // The store buffers whole blocks of memory, and writes them to the file without copying them.
             let whole = if whole.lead() == 0 { whole } else { SharedSlice::copy_of(&whole) };
             self.engine.write_blocks(head, parts.whole.start, whole)?;
         }
@@ -226,8 +229,8 @@ impl Device for NativeDevice {
         self.engine.buffer_percent()
     }
 
-    /// Partial blocks, and blocks of a thick disk, are overwritten with zeros. If the file system has no room for that,
-    /// they keep their content: a discard does not fail for lack of space.
+    /// Partial blocks, and blocks of a thick disk, are overwritten with zeros. If the file system has no space for
+    /// that, they keep their content, because a discard does not fail for lack of space.
     fn discard(&self, offset: u64, length: u64, fua: bool) -> Result<()> {
         let head = self.writable(offset, length)?;
         if length == 0 {
@@ -353,7 +356,7 @@ impl Device for NativeDevice {
     }
 }
 
-/// Ignores a lack of space: the affected blocks keep their content.
+/// Ignores an error for lack of space: the affected blocks keep their content.
 fn unless_full(outcome: Result<()>) -> Result<()> {
     match outcome {
         Err(error) if error.kind() == ErrorKind::NoSpace => Ok(()),

@@ -14,11 +14,11 @@ use work::Throttle;
 pub const CAPACITY_MIN: u64 = 512;
 /// The largest capacity: 64 TiB.
 pub const CAPACITY_MAX: u64 = 64 << 40;
-/// Capacities are multiples of this.
+/// Capacities are multiples of a sector.
 const SECTOR: u64 = 512;
 /// Bytes of zeros per write while an eager zeroed disk is filled.
 const ZERO_PIECE: u64 = 1 << 20;
-/// Extents of a thick disk that a status looks at.
+/// Most extents of a thick disk that a status examines.
 const EXTENTS_COUNTED: usize = 100_000;
 /// Blocks reserved between two progress reports (1 GiB).
 const RESERVE_PIECE: u64 = 1 << 18;
@@ -82,8 +82,8 @@ impl Native {
             let _changes = self.changes.lock();
             self.engine.create_disk(new)?
         };
-        // No request can open the disk before it is complete. It is filled without the lock, because filling takes long
-        // and other disks must stay available.
+        // No client can open the disk before it is complete. The disk is filled without the lock, because filling takes
+        // long and other disks must stay available.
         let filled = match thick {
             true => self.fill(id, 0..capacity.div_ceil(BLOCK_SIZE as u64), provisioning, progress),
             false => Ok(()),
@@ -135,8 +135,8 @@ impl Native {
         Ok(())
     }
 
-    /// Blocks that are reserved for zeroed thick disks as parts of the disks, and are not written yet. Of a disk with
-    /// many extents only the first ones are looked at, so that the count takes a bounded time.
+    /// Blocks that are reserved for zeroed thick disks and are not written yet. Only the first [`EXTENTS_COUNTED`]
+    /// extents of a disk are examined, so that counting takes a bounded time.
     pub fn reserved_in_disks(&self) -> Result<u64> {
         let thick = |disk: &&Object| disk.provisioning == Stored::ZeroedThick;
         let ids: Vec<u64> =
@@ -215,7 +215,7 @@ impl Native {
         let block = BLOCK_SIZE as u64;
         let (old, new) = (disk.capacity.div_ceil(block), capacity.div_ceil(block));
         if capacity < disk.capacity {
-            // The capacity is reduced first, so that no write goes beyond the new end while the blocks there are
+            // The capacity is reduced first, so that no write is made beyond the new end while the blocks there are
             // discarded.
             self.engine.set_capacity(id, capacity)?;
             self.announce_capacity(id, capacity);
@@ -227,8 +227,8 @@ impl Native {
         } else if capacity > disk.capacity {
             self.clear_behind_end(&disk, old..new)?;
             if disk.provisioning != Stored::Thin && new > old {
-                // Space set aside for writes to shared blocks must stay available, so the new blocks need space in
-                // addition to it.
+                // The space that is reserved for writes to shared blocks must stay available, so the new blocks need
+                // additional space.
                 if disk.reserved > 0 {
                     self.engine.set_more_aside(id, new - old)?;
                 }
@@ -248,8 +248,8 @@ impl Native {
         self.disk_info(id, false)
     }
 
-    /// Clears the range that growing a disk exposes, which must read as zeros. Shrinking leaves data after the end in
-    /// the last block, and a shrink that a crash interrupted may leave whole blocks.
+    /// Clears the range by which a disk grows, which must read as zeros. An earlier shrink has left data after the end
+    /// in the last block, and if a crash interrupted the shrink, also whole blocks.
     fn clear_behind_end(&self, disk: &Object, blocks: std::ops::Range<u64>) -> Result<()> {
         let head = self.engine.head(disk.id);
         let (last, tail) = (disk.capacity / BLOCK_SIZE as u64, (disk.capacity % BLOCK_SIZE as u64) as usize);
@@ -262,7 +262,7 @@ impl Native {
         if !blocks.is_empty() {
             self.engine.discard_blocks(&head, blocks)?;
         }
-        // The zeros must be durable before the new capacity is.
+        // The zeros must be durable before the new capacity becomes durable.
         self.engine.flush()
     }
 
@@ -274,8 +274,9 @@ impl Native {
         self.disk_info(id, false)
     }
 
-    /// Deletes a disk with its snapshots. `Busy` while clients have it open, and if linked clones are based on it (the
-    /// error lists them). With `promote`, the snapshots that clones are based on are handed over to the clones instead.
+    /// Deletes a disk with its snapshots. `Busy` while clients have the disk open, and if linked clones are based on it
+    /// (the error lists them). With `promote`, the snapshots that clones are based on are handed over to the clones
+    /// instead.
     pub fn delete_disk(&self, name: &str, promote: bool) -> Result<()> {
         let _changes = self.changes.lock();
         let disk = self.find_disk(name)?;
@@ -305,15 +306,15 @@ impl Native {
         self.engine.delete_disk(disk.id, &self.handed_over(&snapshots, &clones))
     }
 
-    /// The changed catalog records when the snapshots that clones are based on are handed over to the first clone,
-    /// which becomes the parent of the other clones.
+    /// The changed catalog records when snapshots with clones are handed over to the first clone, which becomes the
+    /// parent of the other clones.
     fn handed_over(&self, snapshots: &[Object], clones: &[Object]) -> Vec<Object> {
         let Some(first_clone) = clones.first() else { return Vec::new() };
         let needed: Vec<&Object> =
             snapshots.iter().filter(|snapshot| clones.iter().any(|clone| clone.origin == snapshot.id)).collect();
         let own: Vec<Object> =
             self.engine.with_catalog(|catalog| catalog.snapshots_of(first_clone.id).cloned().collect());
-        // The nearest ancestor that is handed over too, or 0.
+        // The nearest ancestor that is also handed over, or 0.
         let parent_of = |mut id: u64| loop {
             let Some(snapshot) = snapshots.iter().find(|snapshot| snapshot.id == id) else { return 0 };
             id = snapshot.parent;
@@ -333,7 +334,7 @@ impl Native {
             taken.push(name.clone());
             changed.push(Object { disk: first_clone.id, name, parent: parent_of(snapshot.id), ..(*snapshot).clone() });
         }
-        // The first clone's own snapshots follow the snapshot that the clone was based on.
+        // The first clone's own snapshots become children of the snapshot on which the clone was based.
         for snapshot in own.iter().filter(|snapshot| snapshot.parent == 0) {
             changed.push(Object { parent: first_clone.origin, ..snapshot.clone() });
         }
@@ -343,7 +344,7 @@ impl Native {
     }
 }
 
-/// A list of names for messages, shortened after the first few.
+/// A list of names for messages, which is cut after the first few names.
 pub(crate) fn list<'a>(names: impl Iterator<Item = &'a str>) -> String {
     const SHOWN: usize = 10;
     let names: Vec<&str> = names.collect();

@@ -7,12 +7,13 @@
 //! convert     source and target of a conversion
 //! moving      source and target of a migration
 //! arriving    disks received from another datastore, and snapshots sent to one
-//! device      bytes at any alignment over the store's blocks
+//! device      byte ranges at any alignment on the store's blocks
 //! ```
 //!
 //! 1. Changes of disks and snapshots are serialized by `changes`, from look-up to completion. Only the copy phase of a
 //!    full clone runs without the lock: it reads a snapshot, which does not change.
-//! 2. An object that clients have open is not deleted or reverted; its switch counts the clients.
+//! 2. An object (a disk or a snapshot) that clients have open is not deleted or reverted. The object's switch counts
+//!    the clients.
 //! 3. The datastore checks names and reserves them, so that they are unique across native disks and disks in VMware's
 //!    formats. The catalog ensures that they are unique among native disks.
 
@@ -52,7 +53,7 @@ impl Capacity {
     }
 }
 
-/// Whether users see a disk: it is complete and not a hidden part of another disk.
+/// Whether users see a disk: it is complete, and is not a hidden part of another disk.
 fn is_visible(disk: &Object) -> bool {
     !disk.incomplete && !disk.name.starts_with('.')
 }
@@ -64,7 +65,7 @@ pub(crate) struct Native {
     capacities: Mutex<BTreeMap<u64, Weak<Capacity>>>,
     /// Serializes changes of disks and snapshots.
     changes: Mutex<()>,
-    /// Called before a received disk replaces an existing one; an error refuses the replacement.
+    /// Called before a received disk replaces an existing one. An error refuses the replacement.
     pub refuse_to_replace: OnceLock<Box<Refusal>>,
     this: Weak<Native>,
 }
@@ -85,7 +86,7 @@ impl Native {
         })
     }
 
-    /// Removes disks and snapshots that an interrupted operation left, except the disks named in `kept`.
+    /// Removes the disks and snapshots of interrupted operations, except the disks named in `kept`.
     pub fn remove_incomplete(&self, kept: &BTreeSet<String>) -> Result<()> {
         let (snapshots, disks): (Vec<Object>, Vec<Object>) = self.engine.with_catalog(|catalog| {
             let unfinished = catalog.objects().filter(|object| object.incomplete).cloned();
@@ -112,7 +113,8 @@ impl Native {
 
     /// Checks all metadata.
     pub fn check(&self, options: CheckOptions, progress: &dyn Progress) -> Result<CheckReport> {
-        // Without repair, the check reads its own view of the metadata: it is paced, and disks may change meanwhile.
+        // Without repair, the check reads its own view of the metadata. So it can be paced, and disks may change
+        // meanwhile.
         let _changes = options.repair.then(|| self.changes.lock());
         let wanted = store::engine::CheckOptions { data: options.data, repair: options.repair };
         let (throttle, before) = (Throttle::new(progress), AtomicU64::new(0));
@@ -204,7 +206,7 @@ impl Native {
         })
     }
 
-    /// Keeps a snapshot from being deleted until the result is dropped.
+    /// Prevents the deletion of a snapshot until the result is dropped.
     fn hold(&self, disk: &Object, snapshot: &Object) -> Result<Client> {
         self.switches.attach(Identity::Native(snapshot.id), || Ok(self.device_of(disk, snapshot)))
     }
@@ -241,7 +243,8 @@ impl Native {
         })
     }
 
-    /// The error for a name that was not found. A disk whose record cannot be read may have that name.
+    /// The error for a name that was not found. The name may belong to a disk whose record cannot be read; then the
+    /// error says so.
     fn not_found(&self, mut text: String) -> Error {
         if self.engine.with_catalog(|catalog| !catalog.lost().is_empty()) {
             text.push_str("; a page of the catalog is damaged, so disks and snapshots are missing: run 'lamina check'");

@@ -1,7 +1,7 @@
 //! Native disks as source and target of a migration.
 //!
-//! 1. The target is incomplete and has a hidden name until it replaces the source. Opening the datastore removes it,
-//!    unless the migration's record says that it is the disk.
+//! 1. The target is incomplete and has a hidden name until it replaces the source. Opening the datastore removes the
+//!    target, unless the migration's record says that the target is the current disk.
 //! 2. One change of the catalog replaces the source by the target; a source in the same store is incomplete from then
 //!    on.
 
@@ -54,7 +54,7 @@ impl Native {
         Ok(NativeOriginal { native: Arc::clone(self), id: disk.id })
     }
 
-    /// An empty target with a hidden name.
+    /// Creates an empty target with a hidden name.
     pub fn replica(
         self: &Arc<Self>,
         hidden: &str,
@@ -130,8 +130,8 @@ impl Native {
         if self.is_disk(id) { self.engine.delete_disk(id, &[]) } else { Ok(()) }
     }
 
-    /// Renames the source of a completed migration to `aside` and marks it as incomplete, so that the next opening
-    /// removes it.
+    /// Renames the source of a completed migration to `aside` and marks it as incomplete, so that the next opening of
+    /// the datastore removes it.
     pub fn retire(&self, id: u64, aside: &str) -> Result<()> {
         if self.is_disk(id) { self.engine.retire_disk(id, aside) } else { Ok(()) }
     }
@@ -193,7 +193,7 @@ impl Original for NativeOriginal {
             let own: Vec<u64> = left.iter().map(|object| object.id).collect();
             let parent_of = |object: &Object| own.contains(&object.parent).then_some(object.parent);
             let mut nodes: Vec<Node> = Vec::with_capacity(left.len());
-            // Depth first: a branch is copied completely before the next one begins.
+            // The order is depth first: a branch is copied completely before the next one begins.
             let mut stack: Vec<Option<u64>> = vec![None];
             while let Some(above) = stack.pop() {
                 let children: Vec<&Object> = left
@@ -249,7 +249,7 @@ impl NativeReplica {
         self.native.identity_of(self.id, snapshot)
     }
 
-    /// A snapshot of the disk, for reading.
+    /// Opens a snapshot of the disk for reading.
     pub fn snapshot(&self, name: &str) -> Result<Arc<dyn Device>> {
         self.native.device_of_snapshot(self.id, name)
     }

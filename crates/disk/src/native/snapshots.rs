@@ -10,7 +10,7 @@ use store::Engine;
 use store::catalog::{Catalog, Object};
 use store::engine::NewSnapshot;
 
-/// Takes the native snapshots of a group, for a caller that quiesces the other disks of the group meanwhile.
+/// Takes the native snapshots of a group. The caller quiesces the other disks of the group meanwhile.
 pub(crate) struct Taking<'a> {
     engine: &'a Engine,
     wanted: Vec<NewSnapshot>,
@@ -23,18 +23,18 @@ impl Taking<'_> {
         &self.wanted
     }
 
-    /// Takes the snapshots, durably; to be called once.
+    /// Takes the snapshots durably. Called once.
     pub fn take(&mut self) -> Result<()> {
         self.ids = self.engine.snapshot(&self.wanted)?;
         Ok(())
     }
 
-    /// False after a failure of the device: the next opening may find snapshots although taking them failed.
+    /// False after a failure of the device: the next opening may find snapshots although taking them has failed.
     pub fn is_certain(&self) -> bool {
         self.engine.failure().is_none()
     }
 
-    /// Deletes the snapshots that were taken. Returns whether no opening will find any of them.
+    /// Deletes the snapshots that were taken. Returns whether it is certain that no later opening finds any of them.
     pub fn take_back(&mut self) -> bool {
         for id in std::mem::take(&mut self.ids) {
             if let Err(error) = self.engine.delete_snapshot(id) {
@@ -61,9 +61,9 @@ fn info(catalog: &Catalog, snapshot: &Object) -> SnapshotInfo {
 }
 
 impl Native {
-    /// Takes snapshots of several disks at one point: (disk, snapshot name). `around` gets the [`Taking`]. It takes the
-    /// snapshots while the other disks of the group are quiesced, so everything that may take long is done before. It
-    /// deletes the snapshots if the group fails later.
+    /// Takes snapshots of several disks at one point: (disk, snapshot name). The function `around` is called with a
+    /// [`Taking`], by which it takes the snapshots while the other disks of the group are quiesced. Everything that may
+    /// take long is done before. If the group fails later, `around` deletes the snapshots.
     pub fn create_snapshots(
         &self,
         of: &[(String, String)],
@@ -90,7 +90,7 @@ impl Native {
         })
     }
 
-    /// Deletes a snapshot of an interrupted operation; `Busy` if clones are based on it.
+    /// Deletes a snapshot of an interrupted operation; `Busy` if clones are based on the snapshot.
     pub fn take_back_snapshot(&self, id: u64) -> Result<()> {
         if self.engine.with_catalog(|catalog| catalog.disks().any(|clone| clone.origin == id)) {
             return Err(Error::new(ErrorKind::Busy, "linked clones are based on it"));
@@ -112,8 +112,8 @@ impl Native {
             }
             let mut out = Vec::new();
             for disk in disks {
-                // Sorted by number: numbers only grow, so a parent comes before its children, unless it was handed over
-                // by a deleted disk.
+                // Sorted by number. Numbers only increase, so a parent precedes its children, unless the parent was
+                // handed over by a deleted disk.
                 let mut own: Vec<&Object> =
                     catalog.snapshots_of(disk.id).filter(|snapshot| !snapshot.incomplete).collect();
                 own.sort_by_key(|snapshot| snapshot.id);

@@ -5,7 +5,7 @@
 use super::*;
 use crate::NoProgress;
 
-/// Runs windows in which `served` maps the rate of the work to the numbers of timely and late requests.
+/// Runs windows. `served` maps the rate of the work to the numbers of timely and late requests.
 fn after(windows: u32, control: &mut Control, served: impl Fn(f64) -> (u64, u64)) -> f64 {
     let (mut requests, mut slow, mut moved) = (control.requests, control.slow, control.moved);
     let mut now = control.began;

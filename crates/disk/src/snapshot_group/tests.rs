@@ -1,4 +1,4 @@
-//! Snapshot groups in the states that a power cut at each step leaves.
+//! Snapshot groups, in the states that a power cut at each step leaves.
 
 #![allow(clippy::unwrap_used)]
 
@@ -55,7 +55,8 @@ fn a_damaged_record_keeps_nothing_shut() {
     let (folder, datastore) = made();
     let path = folder.path().join("store");
     take(&datastore, &["n"], "s");
-    // Without the damage, the native snapshot would be deleted, because the other one was not taken.
+    // If the record were not damaged, recovery would delete the native snapshot, because the other snapshot was not
+    // taken.
     broken_off(&datastore, &[native_snapshot(&datastore, "s")], &[("a", 1)]);
     drop(datastore);
     let mut files = std::fs::read_dir(&path).unwrap().flatten().map(|entry| entry.path());
@@ -139,7 +140,7 @@ fn snapshots(datastore: &Datastore) -> Vec<String> {
     names
 }
 
-/// Writes the record of a group with these snapshots, as a power cut leaves it.
+/// Writes the record of a group with these snapshots, as it is after a power cut.
 fn broken_off(datastore: &Datastore, native: &[[u8; 16]], images: &[(&str, u32)]) {
     UnderWay::new(datastore.directory(), native, of_group(datastore, images)).unwrap().begin().unwrap();
 }
@@ -184,7 +185,8 @@ fn a_completed_group_leaves_no_record() {
 
 #[test]
 fn a_group_cut_off_before_its_commit_is_undone() {
-    // Before the commit, none, one or both VMDK disks have recorded the snapshot, and no native snapshot exists.
+    // At a power cut before the commit, none, one or both VMDK disks have recorded the snapshot, and no native snapshot
+    // exists.
     for having in [&[][..], &["a"], &["a", "b"]] {
         let (folder, datastore) = made();
         let path = folder.path().join("store");
@@ -252,7 +254,7 @@ fn the_outcome_of_a_group_is_decided_once() {
     broken_off(&datastore, &[native_snapshot(&datastore, "group")], &[("a", 1), ("b", 1)]);
     datastore.close().unwrap();
     drop(datastore);
-    // One of the disks cannot be opened; the group counts as complete nevertheless.
+    // One of the disks cannot be opened. The group counts as complete nevertheless.
     let (images, away) = (path.join("images/a"), folder.path().join("away"));
     std::fs::rename(&images, &away).unwrap();
     let datastore = open(&path);
@@ -289,7 +291,7 @@ fn a_failed_undo_of_a_group_is_repeated_at_the_next_opening() {
     datastore.close().unwrap();
 }
 
-/// A folder that reports a failure for an append to the journal that it has carried out.
+/// A folder that appends to the journal but reports a failure for the append.
 struct FailingJournal {
     inner: LocalDirectory,
     fails: Arc<AtomicBool>,
@@ -379,11 +381,11 @@ fn native_snapshots_of_a_failed_append_are_undone_with_the_group() {
     let of = ["n", "a"].map(|disk| (disk.to_owned(), "group".to_owned()));
     datastore.create_snapshots(&of, &SnapshotOptions::default()).unwrap_err();
     drop(datastore);
-    // The power could have been cut at any moment, so the group is abandoned in the file before the first snapshot is
-    // deleted.
+    // The power could have been cut at any moment, so the file records that the group is abandoned before the first
+    // snapshot is deleted.
     let record_then = record_then.lock().take().unwrap();
     assert!(record_then.contains("\"group\""), "{record_then}");
-    // The append is on the device: recovery finds the native snapshot.
+    // The append is on the device, so recovery finds the native snapshot.
     let datastore = open(&path);
     assert_eq!((snapshots(&datastore), records(&path)), (vec![], 0));
     datastore.close().unwrap();
@@ -410,7 +412,7 @@ fn a_snapshot_of_another_request_does_not_belong_to_the_group() {
         let of: Vec<_> = disks.iter().map(|disk| ((*disk).to_owned(), name.to_owned())).collect();
         datastore.create_snapshots(&of, &SnapshotOptions::default()).is_ok()
     };
-    // The disk that is last in the group.
+    // The test needs the disk that is last in the group.
     let [a, b] = ["a", "b"].map(|disk| datastore.disk(disk).unwrap().uuid);
     let late = if a > b { "a" } else { "b" };
     let mut taken = Vec::new();
@@ -418,7 +420,8 @@ fn a_snapshot_of_another_request_does_not_belong_to_the_group() {
         let name = format!("s{round}");
         let (alone, group) = std::thread::scope(|scope| {
             let group = scope.spawn(|| request(&["a", "b"], &name));
-            // The number of the group's snapshot on this disk is not determined yet, so the group has no snapshot here.
+            // The number of the group's snapshot on this disk is not determined yet, so the group has no snapshot on
+            // this disk.
             while records(&path) == 0 && !group.is_finished() {
                 std::thread::sleep(std::time::Duration::from_micros(50));
             }
@@ -444,7 +447,7 @@ fn a_failed_write_of_the_group_record_is_repeated() {
     let images = of_group(&datastore, &[("a", 1), ("b", 1)]);
     let mut group = UnderWay::new(datastore.directory(), &[], images).unwrap();
     group.begin().unwrap();
-    // A group has failed, one of its snapshots could not be deleted, and nothing can be recorded.
+    // The state after a group failed, one of its snapshots could not be deleted, and the record could not be written.
     take(&datastore, &["a"], "group");
     let blocked = path.join(format!("{}{TEMPORARY}", file_name(&group.group.id).unwrap()));
     std::fs::create_dir(&blocked).unwrap();
@@ -466,8 +469,8 @@ fn a_failed_write_of_the_group_record_is_repeated() {
 fn a_new_disk_in_the_folder_of_a_group_member_does_not_belong_to_the_group() {
     let (folder, datastore) = made();
     let path = folder.path().join("store");
-    // Neither snapshot of the group could be deleted. Then one of the disks was made again, and the other one was
-    // deleted.
+    // Neither snapshot of the group could be deleted. Afterwards one of the disks was deleted and created again, and
+    // the other was deleted.
     let mut group = UnderWay::new(datastore.directory(), &[], of_group(&datastore, &[("a", 1), ("b", 1)])).unwrap();
     take(&datastore, &["a"], "group");
     take(&datastore, &["b"], "group");
@@ -476,7 +479,7 @@ fn a_new_disk_in_the_folder_of_a_group_member_does_not_belong_to_the_group() {
     assert_eq!(records(&path), 1);
     datastore.delete_disk("b", false).unwrap();
     assert_eq!(records(&path), 0, "nothing waits for disks that were deleted");
-    // Writes the record as a server leaves it when the server is killed between a deletion and the record's update.
+    // Writes the record as it is if the server is killed between a deletion and the record's update.
     group.group.images.truncate(1);
     group.give_up().unwrap();
     let new = NewDisk { format: DiskFormat::Vmdk, ..NewDisk::native(SIZE, Provisioning::Thin) };

@@ -1,4 +1,5 @@
-//! Exchanging devices during reads, writes and flushes: nothing is lost, mixed up or noticeably slower.
+//! Exchanging devices during reads, writes and flushes: no request is lost, is carried out on the wrong device or
+//! becomes noticeably slower.
 
 #![allow(clippy::unwrap_used)]
 
@@ -11,13 +12,13 @@ use std::time::Instant;
 const SECTOR: usize = 512;
 const BLOCK: u64 = backend::BLOCK_SIZE as u64;
 
-/// A disk in memory that counts the requests using it.
+/// A disk in memory that counts the requests that use it.
 struct Memory {
     bytes: Mutex<Vec<u8>>,
     finished: AtomicU64,
     flushed: AtomicU64,
     refuses: bool,
-    /// Set once no request may begin any more.
+    /// Set once no request may begin on the device.
     gone: AtomicBool,
 }
 
@@ -190,7 +191,7 @@ fn exchanges_of_the_device_under_load_lose_no_write() {
             let before = switch.exchange(mirror);
             assert!(before.wait_unused(&|| false));
             {
-                // Stands for the copier. The mirror writes to the source first, so a newer write reaches the target
+                // This loop is the copier. The mirror writes to the source first, so a newer write reaches the target
                 // after the copy.
                 let source = current.bytes.lock();
                 target.bytes.lock().copy_from_slice(&source);
@@ -281,7 +282,7 @@ fn clients_are_counted_and_see_their_own_access() {
     assert!(other.refuse_in_use(&moved, "disk 'a'").is_ok());
 }
 
-/// A new device does not know of writes that were lost with its predecessor.
+/// A new device has no record of writes that were lost with the previous device.
 #[test]
 fn a_loss_is_reported_once_to_each_connected_client() {
     let switch = Switch::new(Memory::new(vec![0; SECTOR]));
@@ -296,11 +297,11 @@ fn a_loss_is_reported_once_to_each_connected_client() {
     switch.note_loss();
     switch.exchange(Arc::clone(&new) as Arc<dyn Device>);
     let late = client(false);
-    // A write without FUA succeeds, and leaves the error to be reported by the next flush.
+    // A write without FUA succeeds, so that the next flush reports the error.
     put(&first, false).unwrap();
     assert!(is_told(first.flush()));
     first.flush().unwrap();
-    // A failed FUA write reports the loss only for itself, so the next flush fails too.
+    // A failed FUA write reports the loss for this write only, so the next flush fails too.
     assert!(is_told(put(&second, true)));
     put(&second, true).unwrap();
     assert!(is_told(second.flush()));
@@ -309,7 +310,7 @@ fn a_loss_is_reported_once_to_each_connected_client() {
     put(&late, true).unwrap();
     reader.flush().unwrap();
     assert_eq!(new.flushed.load(Ordering::SeqCst), 4);
-    // Without a loss no error is reported; after another loss every client gets one.
+    // An exchange without a loss causes no error. After another loss, every client receives one.
     switch.exchange(Memory::new(vec![0; SECTOR]));
     first.flush().unwrap();
     switch.note_loss();
@@ -318,7 +319,7 @@ fn a_loss_is_reported_once_to_each_connected_client() {
     assert!(is_told(late.flush()));
 }
 
-/// The cost of the indirection, measured with the cheapest request: one that is served from memory.
+/// The cost of the indirection, measured with the cheapest request: a read from memory.
 #[test]
 fn the_switch_adds_little_latency() {
     const ROUNDS: u32 = 20_000;
@@ -337,6 +338,6 @@ fn the_switch_adds_little_latency() {
     let (direct, through) = (best(&direct), best(&switched));
     let cost = through.saturating_sub(direct);
     println!("a read of 512 bytes from memory: {direct:?}, through the switch {through:?}: {cost:?} more");
-    // A request over a socket takes 10 us or more. The bound allows for unoptimized code and a loaded machine.
+    // A request over a socket takes at least 10 us. The bound is high enough for unoptimized code and a busy machine.
     assert!(cost < Duration::from_micros(3), "{cost:?}");
 }

@@ -7,11 +7,13 @@
 //!                                         resume   +-----+   \-- delete: hidden disks, then the record
 //! ```
 //!
-//! 1. A reception is used by one session at a time ([`Reception`]); between sessions it is kept, also over restarts.
-//! 2. When the datastore is opened, a hidden disk without a record is removed. A record without all of its hidden disks
-//!    is removed with those that exist: either the reception was only beginning, or its disks have become visible.
-//! 3. A sender that resumes names the same disks and snapshots by their identities, so what was received before is part
-//!    of what it sends.
+//! 1. One session at a time uses a reception ([`Reception`]). Between sessions the reception is kept, also after
+//!    restarts.
+//! 2. When the datastore is opened, a hidden disk without a record is removed. If some of a record's hidden disks are
+//!    missing, the record is removed with those that exist: either the reception was only beginning, or its disks have
+//!    become visible.
+//! 3. A sender that resumes names the same disks and snapshots by their identities, so the data that was received
+//!    before is part of the data to send.
 
 use super::record::{self, Arriving, Found, RANGES_MAX, RECEPTIONS_MAX, Record, Records};
 use super::{DISKS_MAX, SEGMENT, SnapshotIdentity};
@@ -35,19 +37,19 @@ const BLOCK: u64 = BLOCK_SIZE as u64;
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct NewArrival {
-    /// The name that the disk gets here.
+    /// The name of the disk in this datastore.
     pub name: String,
-    /// The identity that the disk gets here.
+    /// The identity of the disk in this datastore.
     pub uuid: String,
     /// Capacity in bytes.
     pub capacity: u64,
-    /// Its provisioning type.
+    /// The disk's provisioning type.
     pub provisioning: Provisioning,
     /// The snapshot that is sent.
     pub point: SnapshotIdentity,
-    /// Whether the received disk gets a snapshot with that identity.
+    /// Whether a snapshot with that identity is taken of the received disk.
     pub keep: bool,
-    /// Identities of snapshots that the received disk may be based on, the best first.
+    /// Identities of snapshots on which the received disk may be based, the best first.
     pub bases: Vec<String>,
     /// Whether an existing disk with that name may be updated.
     pub update: bool,
@@ -62,14 +64,14 @@ pub struct NewReception {
     pub disks: Vec<NewArrival>,
     /// The definition of a virtual machine that is sent with the disks.
     pub attachment: Option<String>,
-    /// Only resume an earlier reception; `NotFound` if there is none.
+    /// Whether only to resume an earlier reception; `NotFound` if there is none.
     pub resume_only: bool,
 }
 
 /// A reception, for display.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ReceptionInfo {
-    /// Its identity.
+    /// The reception's identity.
     pub id: String,
     /// The sender's name.
     pub sender: String,
@@ -79,17 +81,17 @@ pub struct ReceptionInfo {
     pub disks: Vec<String>,
     /// Bytes of data that are durable.
     pub bytes: u64,
-    /// True while a sender is connected.
+    /// Whether a sender is connected.
     pub active: bool,
-    /// True if the definition of a virtual machine is received too.
+    /// Whether the definition of a virtual machine is received too.
     pub machine: bool,
 }
 
 /// Outcome of an offer.
 pub enum Opened {
-    /// All disks were received before: the sender did not get the reply to its commit.
+    /// All disks were received before, but the sender did not receive the reply to its commit.
     Already(Vec<DiskInfo>),
-    /// The reception is open; data may be sent.
+    /// The reception is open, so the sender may send data.
     Open(Arc<Reception>),
 }
 
@@ -98,20 +100,20 @@ pub enum Opened {
 pub struct Incoming {
     /// Identity of the snapshot on which the received disk is based.
     pub base: Option<String>,
-    /// Ranges of segments that need not be sent.
+    /// Ranges of segments that are received and need not be sent again.
     pub done: Vec<(u64, u64)>,
-    /// Bytes of data in these segments.
+    /// Bytes of data in the segments of `done`.
     pub bytes: u64,
 }
 
-/// An open reception, used by one sender from any number of threads.
+/// An open reception. One sender uses it, from any number of threads.
 pub struct Reception {
     datastore: Arc<Datastore>,
     records: Records,
     /// Numbers of the hidden disks.
     ids: Vec<u64>,
     state: Mutex<Record>,
-    /// Held while a thread writes the record; true once the disks are visible, after which the record must not be
+    /// Locked while a thread writes the record. True once the disks are visible: then the record must no longer be
     /// written.
     saving: Mutex<bool>,
     _names: Vec<Reservation>,
@@ -147,7 +149,7 @@ fn parse(uuid: &str) -> Result<[u8; 16]> {
 }
 
 impl NewReception {
-    /// Refuses offers that cannot be received.
+    /// Returns an error for offers that cannot be received.
     fn check(&self) -> Result<()> {
         if self.disks.is_empty() || self.disks.len() > DISKS_MAX {
             let text = format!("{} disks at once: 1 to {DISKS_MAX} can be received", self.disks.len());
@@ -199,7 +201,7 @@ impl Datastore {
     /// Begins or resumes a reception: `Busy` if another sender uses it.
     pub fn receive(&self, new: &NewReception) -> Result<Opened> {
         new.check()?;
-        // The lock serializes the beginning of receptions.
+        // The lock serializes the creation of receptions.
         let mut active = self.receptions.lock();
         let known = self.known_receptions()?;
         let resumed = known.iter().find(|record| new.is_resumed_by(record));
@@ -238,7 +240,7 @@ impl Datastore {
         Ok(Opened::Open(reception))
     }
 
-    /// The disks of an offer, if all of them exist here and already have the offered state.
+    /// The disks of an offer, if all of them exist in this datastore and have the offered state already.
     fn arrived_already(&self, new: &NewReception) -> Result<Option<Vec<DiskInfo>>> {
         let mut there = Vec::with_capacity(new.disks.len());
         for disk in &new.disks {
@@ -322,8 +324,8 @@ impl Datastore {
     }
 
     fn go_on(&self, new: &NewReception, mut record: Record) -> Result<Arc<Reception>> {
-        // The identities of the new offer are stored: if the reply to the commit is lost, the sender finds the disks by
-        // them.
+        // The identities of the new offer are stored, because the sender uses them to find the disks if the reply to
+        // the commit is lost.
         for (disk, new) in record.disks.iter_mut().zip(&new.disks) {
             disk.uuid.clone_from(&new.uuid);
         }
@@ -466,7 +468,7 @@ impl Reception {
         self.datastore.native.discard_hidden(id, blocks)
     }
 
-    /// Marks a segment with `bytes` of data as received. The record has it after the next [`Reception::save`].
+    /// Marks a segment with `bytes` of data as received. The next [`Reception::save`] records it.
     pub fn finish_segment(&self, disk: usize, segment: u64, bytes: u64) -> Result<()> {
         if segment >= self.capacity(disk)?.div_ceil(SEGMENT) {
             let text = format!("there is no segment {segment} of disk {disk}");
@@ -497,8 +499,8 @@ impl Reception {
         Ok(())
     }
 
-    /// Makes the received data durable and writes the record. Does nothing once the disks are visible: a record written
-    /// afterwards would refuse the next reception.
+    /// Makes the received data durable and writes the record. Has no effect once the disks are visible: a record that
+    /// is written then would prevent the next reception.
     pub fn save(&self) -> Result<()> {
         let committed = self.saving.lock();
         if *committed {
@@ -517,8 +519,8 @@ impl Reception {
         }
     }
 
-    /// Makes the disks visible. `expected` are the numbers of segments and bytes that the sender has sent for each
-    /// disk. No other thread may write to the reception any more.
+    /// Makes the disks visible. `expected` has the numbers of segments and bytes that the sender has sent for each
+    /// disk. The caller ensures that no other thread still writes to the reception.
     pub fn commit(&self, expected: &[(u64, u64)]) -> Result<Vec<DiskInfo>> {
         let mut committed = self.saving.lock();
         let record = self.state.lock().clone();

@@ -23,31 +23,31 @@ pub struct Extent {
     pub offset: u64,
     /// Length in bytes.
     pub length: u64,
-    /// True if the range reads as zeros, and does not in the base.
+    /// True if the range reads as zeros, but does not in the base.
     pub zero: bool,
 }
 
-/// A snapshot that is sent. It cannot be deleted until this is dropped.
+/// A snapshot that is sent. It cannot be deleted until this value is dropped.
 pub struct Outgoing {
     device: Arc<dyn Device>,
     provisioning: Provisioning,
     point: SnapshotIdentity,
     /// Identities of snapshots that the other datastore may have, the closest first.
     bases: Vec<String>,
-    /// The numbers of these snapshots in the store.
+    /// The numbers of these snapshots in the native store.
     base_ids: Vec<u64>,
     /// The store and the snapshot's number, for a native disk.
     native: Option<(Arc<Native>, u64)>,
 }
 
 impl Datastore {
-    /// A snapshot of a disk as [`Outgoing`].
+    /// Opens a snapshot of a disk for sending.
     pub fn outgoing(&self, disk: &str, snapshot: &str) -> Result<Outgoing> {
         let device = self.device(&format!("{disk}@{snapshot}"), true)?;
         let info = self.disk(disk)?;
         if self.foreign.find(disk).is_some() {
-            // Snapshots of disks in VMware's formats have no identity, so a new one is made, which no other datastore
-            // has.
+            // Snapshots of disks in VMware's formats have no identity, so a new identity is created, which no other
+            // datastore has.
             let uuid = names::uuid_text(&names::new_uuid()?);
             let taken = self.snapshots(Some(disk))?.into_iter().find(|known| known.name == snapshot);
             let created = taken.map_or(0, |taken| taken.created);
@@ -97,12 +97,12 @@ impl Outgoing {
         &self.point
     }
 
-    /// Identities of snapshots that differences can be computed against, the closest first.
+    /// Identities of snapshots from which differences can be computed, the closest first.
     pub fn bases(&self) -> &[String] {
         &self.bases
     }
 
-    /// Calls `each` for every extent of a range that has to be sent: all data, or the differences to one of
+    /// Calls `each` for every extent of a range that has to be sent: all data, or the differences from one of
     /// [`Outgoing::bases`].
     pub fn extents(
         &self,

@@ -25,7 +25,7 @@ pub(crate) const RECEPTIONS_MAX: usize = 256;
 /// Most ranges of received segments that are recorded per disk. Segments in further ranges are received again.
 pub(crate) const RANGES_MAX: usize = 1024;
 
-/// A snapshot; its identity is the same in every datastore.
+/// A snapshot. Its identity is the same in every datastore.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SnapshotIdentity {
@@ -41,23 +41,23 @@ pub struct SnapshotIdentity {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Arriving {
-    /// The name that it gets, or the name of the disk that it updates.
+    /// The name that the disk will have, or the name of the disk that it updates.
     pub name: String,
-    /// The identity that the received disk gets.
+    /// The identity of the received disk.
     pub uuid: String,
     /// Capacity in bytes.
     pub capacity: u64,
-    /// Its provisioning type.
+    /// The disk's provisioning type.
     pub provisioning: Provisioning,
     /// The snapshot that is sent.
     pub point: SnapshotIdentity,
-    /// Whether the received disk gets a snapshot with that identity.
+    /// Whether a snapshot with that identity is taken of the received disk.
     pub keep: bool,
-    /// Identity of the snapshot that both datastores have and that the hidden disk is based on.
+    /// Identity of the snapshot on which the hidden disk is based, and which both datastores have.
     pub base: Option<String>,
-    /// True if the received disk updates an existing disk, false if it becomes a new one.
+    /// Whether the received disk updates an existing disk; otherwise it becomes a new disk.
     pub update: bool,
-    /// Ranges of received segments: first, and first after the range.
+    /// Ranges of received segments: the first segment, and the first segment after the range.
     pub done: Vec<(u64, u64)>,
     /// Bytes of data in the segments of `done`.
     pub bytes: u64,
@@ -69,7 +69,7 @@ pub(crate) struct Arriving {
 pub(crate) struct Record {
     /// Identity of the reception, part of the file's name.
     pub id: String,
-    /// The name that the sender gave itself.
+    /// The name that the sender has given for itself.
     pub sender: String,
     /// When the reception began, in seconds since 1970.
     pub begun: u64,
@@ -80,7 +80,7 @@ pub(crate) struct Record {
 }
 
 impl Record {
-    /// The hidden name of a disk, which users cannot enter.
+    /// The hidden name of a disk, which cannot be the name of a user's disk.
     pub fn hidden(&self, disk: usize) -> String {
         hidden_name(&self.id, disk)
     }
@@ -104,9 +104,9 @@ pub(crate) struct Records {
 pub(crate) enum Found {
     /// A valid record.
     Record(Box<Record>),
-    /// A record by a later version of lamina, with its identity.
+    /// A record of a later version of lamina, with the reception's identity.
     Newer(String),
-    /// A record that cannot be read, with its identity.
+    /// A record that cannot be read, with the reception's identity.
     Damaged(String, Error),
 }
 
@@ -186,7 +186,7 @@ fn encode(record: &Record) -> Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// Decodes and checks a record: any input gives a consistent record or an error.
+/// Decodes and checks a record. Any input gives a consistent record or an error.
 pub(crate) fn decode(bytes: &[u8]) -> Result<Record> {
     let record: Record = KIND.decode(bytes)?;
     let identity = |text: &str| names::parse_uuid(text).is_some();
@@ -216,7 +216,7 @@ pub(crate) fn decode(bytes: &[u8]) -> Result<Record> {
     }
 }
 
-/// Decodes bytes and encodes the record again, for fuzzing.
+/// Decodes bytes and encodes the record again, for fuzz tests.
 #[doc(hidden)]
 pub fn recode(bytes: &[u8]) -> Option<Vec<u8>> {
     decode(bytes).ok().and_then(|record| encode(&record).ok())

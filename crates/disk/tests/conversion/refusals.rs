@@ -17,7 +17,7 @@ fn a_changed_parent_is_refused_unless_forced() {
     let outer = folder();
     let path = outer.path();
     let levels = make_chain(path, ImageKind::Thin, ImageKind::VmfsSparse, 2, 9);
-    // Writes to the base directly, which changes its content ID.
+    // Writes directly to the base, which changes its content ID.
     let options = layer::image::OpenOptions { writable: true, ..Default::default() };
     let opened = open_chain(Place::local(&levels[0].0, &[]).unwrap(), &options).unwrap();
     opened.images()[0].layer().write(0, &[&[0x11; 4096]]).unwrap();
@@ -58,7 +58,7 @@ fn paths_do_not_escape() {
     escape.options = allowed;
     escape.run(None, &NoProgress).unwrap();
     assert!(content(&own.join("out.vmdk"), None) == levels[1].1);
-    // Extents in other folders are refused too.
+    // Extents in another folder are refused as well.
     let text = "# Disk DescriptorFile\nversion=1\nCID=1\nparentCID=ffffffff\ncreateType=\"vmfs\"\n\
                 RW 8 VMFS \"../other/vm-flat.vmdk\"\n";
     std::fs::write(own.join("evil.vmdk"), text).unwrap();
@@ -114,7 +114,7 @@ fn a_dirty_journal_is_refused_unless_replayed() {
     std::fs::write(path.join("a.raw"), &model).unwrap();
     let image = path.join("vm.vmdk");
     convert(&path.join("a.raw"), &image, TargetFormat::Image(ImageKind::SeSparse)).unwrap();
-    // An image as ESXi leaves it after a crash: marked as dirty, with one journal transaction that is already applied.
+    // An image as it is after a crash of ESXi: marked as dirty, with one journal transaction that is applied already.
     let extent = path.join("vm-sesparse.vmdk");
     let mut bytes = std::fs::read(&extent).unwrap();
     const TABLE: u64 = 6144;
@@ -138,7 +138,7 @@ fn a_dirty_journal_is_refused_unless_replayed() {
     conversion.options.replay_journal = true;
     conversion.run(None, &NoProgress).unwrap();
     assert!(content(&path.join("out.vmdk"), None) == model);
-    // Reading has not changed the image.
+    // Reading the image has not changed it.
     assert!(std::fs::read(&extent).unwrap() == bytes);
 }
 
@@ -155,7 +155,7 @@ fn an_existing_target_is_not_overwritten() {
         assert_eq!(std::fs::read(&to).unwrap(), b"mine");
         std::fs::remove_file(&to).unwrap();
     }
-    // An existing extent file is not overwritten either, because another descriptor may name it.
+    // An existing extent file is not overwritten, because another descriptor may name it.
     std::fs::write(path.join("vm-flat.vmdk"), "mine").unwrap();
     refused(&conversion(&from, &path.join("vm.vmdk"), TargetFormat::Image(ImageKind::Thin)), ErrorKind::Exists, "vm");
     assert_eq!(std::fs::read(path.join("vm-flat.vmdk")).unwrap(), b"mine");

@@ -27,7 +27,7 @@ fn content(seed: u64, share: u64) -> Vec<u8> {
     bytes
 }
 
-/// A client with its own part of the disk, and the content that it expects there.
+/// A client that uses its own part of the disk, and the content that it expects there.
 struct Client<'a> {
     device: &'a dyn Device,
     random: Random,
@@ -138,7 +138,7 @@ fn holes_and_zeros_take_no_space_in_the_target() {
     let mut before = vec![0; CAPACITY];
     before[1 << 20..(1 << 20) + 5000].fill(7);
     let source = MemoryDevice::new(before.clone());
-    // A written range of zeros, as on a disk that was zeroed at its creation.
+    // A range of zeros that were written, as on a disk that was zeroed at its creation.
     source.write(2 << 20, Buffer::zeroed(64).into(), false).unwrap();
     let target = MemoryDevice::new(vec![0; CAPACITY]);
     let mirror = MirrorDevice::new(source, target.clone(), Base::Zeros).unwrap();
@@ -159,7 +159,7 @@ fn a_failing_target_ends_the_migration_and_fails_no_request() {
         let mirror = MirrorDevice::new(source.clone(), target.clone(), Base::Zeros).unwrap();
         let (error, model) = under_load(&mirror, &before, seed, || {
             let outcome = mirror.mark_data(&NoProgress).and_then(|()| mirror.copy(&NoProgress)).and_then(|_| {
-                // The copier has ended, so only clients' writes and the flush meet the failure.
+                // The copier has ended, so only writes of clients and the flush can fail on the target.
                 target.failing.store(true, Ordering::SeqCst);
                 mirror.settle()
             });
@@ -180,7 +180,7 @@ fn a_failing_target_fails_requests_after_the_commit() {
     mirror.copy(&NoProgress).unwrap();
     mirror.settle().unwrap();
     target.failing.store(true, Ordering::SeqCst);
-    // No request has failed on the target yet, so the commit succeeds and the target becomes the disk.
+    // No request has failed on the target yet, so the commit succeeds, and the target becomes the current disk.
     mirror.commit(|| Ok(())).unwrap();
     assert_eq!(mirror.write(0, Buffer::zeroed(1).into(), false).unwrap_err().kind(), ErrorKind::NoSpace);
     assert_eq!(mirror.flush().unwrap_err().kind(), ErrorKind::Io);
@@ -197,7 +197,7 @@ fn a_failed_commit_keeps_the_source() {
     assert_eq!(refused.unwrap_err().kind(), ErrorKind::Io);
     target.failing.store(true, Ordering::SeqCst);
     mirror.write(0, Buffer::zeroed(1).into(), true).unwrap();
-    // The failed write is known now, so the commit must be refused.
+    // A write has failed on the target, so the commit must be refused.
     assert!(mirror.commit(|| -> error::Result<()> { panic!("the target is not a copy any more") }).is_err());
     assert!(source.durable()[..4096] == [0; 4096]);
 }
@@ -229,14 +229,14 @@ fn the_copy_ends_although_the_buffer_of_the_target_stays_full() {
         target.pressure_asked.load(Ordering::SeqCst) > 0,
         "the migration did not query the target's write pressure"
     );
-    // A cancellation does not wait either until the target's buffer has room.
+    // Also after a cancellation, the copier must not wait until the target's buffer has room.
     let mirror = MirrorDevice::new(source, target, Base::Zeros).unwrap();
     mirror.mark_data(&NoProgress).unwrap();
     let stopped = mirror.copy(&Throttled { progress: &CancelAfter(AtomicU64::new(4)), rate: 0 });
     assert_eq!(stopped.unwrap_err().kind(), ErrorKind::Interrupted);
 }
 
-/// A progress that cancels after a number of calls.
+/// A progress that is cancelled after a number of calls.
 struct CancelAfter(AtomicU64);
 
 impl Progress for CancelAfter {
@@ -271,7 +271,7 @@ fn a_copy_keeps_to_its_rate() {
 
 #[test]
 fn a_request_waits_for_one_step_and_not_for_the_copier() {
-    // Each change of the target takes 10 ms, so that the copier makes the smallest steps: about thirty.
+    // Each change of the target takes 10 ms, so that the copier uses the smallest step: about thirty steps in total.
     const LARGE: usize = 4 << 20;
     let source = MemoryDevice::new(vec![7; LARGE]);
     let target = MemoryDevice::slow(vec![0; LARGE], Duration::from_millis(10));
@@ -289,13 +289,14 @@ fn a_request_waits_for_one_step_and_not_for_the_copier() {
         while !done.load(Ordering::SeqCst) {
             let before = changes();
             let offset = random.below(LARGE as u64 / 4096) * 4096;
-            // Not zeros, because the copier has nothing to write for those.
+            // The data is not zeros, because the copier does not write zeros.
             mirror.write(offset, SharedSlice::copy_of(&[9; 4096]), false).unwrap();
             worst = worst.max(changes() - before);
         }
         worst
     });
-    // Expected are one step of the copier and the request's own change; the bound allows for a loaded machine.
+    // A request waits for at most one step of the copier and its own change. The bound is higher, because the machine
+    // may be busy.
     assert!(worst < changes() / 3, "{worst} of {} changes while one request waited", changes());
 }
 

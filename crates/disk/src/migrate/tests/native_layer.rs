@@ -1,4 +1,4 @@
-//! A native disk as overlay above a flat image: compared with a model, and after power cuts.
+//! A native disk as an overlay above a flat image: compared with a model, during normal use and after power cuts.
 
 use super::super::NativeLayer;
 use super::super::testbed::{placed, range};
@@ -13,7 +13,7 @@ use std::time::Duration;
 use store::EngineOptions;
 use testkit::Random;
 
-/// Not a multiple of the block size.
+/// The capacity is not a multiple of the block size.
 const CAPACITY: usize = (1 << 20) + 1536;
 const BASE: &str = "base.img";
 
@@ -89,7 +89,7 @@ fn a_native_disk_above_an_image_reads_as_one_disk() {
                 4 | 5 => assert!(world.device.read(offset, length as usize).unwrap() == model[part], "seed {seed}"),
                 _ => {
                     let bytes: Vec<u8> = (0..length).map(|_| random.next() as u8).collect();
-                    // With the alignment in memory that needs no copy, or with a random one.
+                    // The data has the alignment in memory that needs no copy, or a random alignment.
                     let lead = if random.percent(50) { offset } else { random.below(4096) };
                     world.device.write(offset, placed(lead, &bytes), random.percent(10)).unwrap();
                     model[part].copy_from_slice(&bytes);
@@ -118,7 +118,8 @@ fn discarded_ranges_never_show_the_image_again() {
     assert!(world.device.read(12288, 4096).unwrap() == vec![0; 4096]);
 }
 
-/// The values that a sector may have after a power cut: the last durable one, or any written since.
+/// For each sector, the versions that it may have after a power cut: the last durable version, or any version written
+/// since.
 type Sectors = Vec<Vec<u64>>;
 
 fn sector(version: u64, at: usize) -> [u8; 512] {
@@ -138,15 +139,15 @@ fn flushed_writes_survive_a_power_cut() {
         let mut medium =
             SimulatedDisk::new(seed, SimulatedOptions { unflushed_max: 64, ..SimulatedOptions::default() });
         World::make(&medium, seed);
-        // Non-zero bytes of the image count as version 1; such sectors are compared as bytes and marked with
-        // `u64::MAX`.
+        // A sector that still has the image's non-zero bytes counts as version 1: it is compared as bytes and marked
+        // with `u64::MAX`.
         let base = base_content(seed);
         let mut sectors: Sectors = vec![vec![u64::MAX]; SECTORS];
         let mut random = Random(seed);
         let mut version = 0;
         for _ in 0..4 {
             medium.cut_after(medium.operations() + 20 + random.below(120));
-            // The power cut may happen while the datastore is opened; then nothing is written.
+            // If the power cut happens while the datastore is opened, nothing is written in this round.
             let opened = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| World::open(&medium, seed)));
             if let Ok(world) = opened {
                 while !medium.is_off() {

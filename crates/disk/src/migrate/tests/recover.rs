@@ -1,5 +1,5 @@
 //! Power cuts at any write while a native disk is migrated to another provisioning type: afterwards one of the two
-//! copies is the complete disk, and nothing of the other is left.
+//! copies is complete and is the current disk, and no part of the other copy remains.
 
 use super::super::MigrateOptions;
 use super::super::intent::{Copy, Intent, Intents, Stage};
@@ -12,7 +12,7 @@ use std::time::Duration;
 use store::EngineOptions;
 use testkit::Random;
 
-/// Not a multiple of the block size.
+/// The capacity is not a multiple of the block size.
 const CAPACITY: usize = (384 << 10) + 1024;
 /// Power cuts of each run, at points that depend on its seed.
 const CUTS: u64 = 12;
@@ -150,7 +150,7 @@ fn a_record_that_names_an_unknown_medium_stays_and_its_datastore_opens() {
     }
 }
 
-/// A committed migration of disk `a` of which only the record tells that the hidden copy is the disk.
+/// Commits a migration of disk `a`, so that only the record shows that the hidden copy is the current disk.
 fn committed(medium: &SimulatedDisk) -> Intent {
     let datastore = open(medium).unwrap();
     datastore.create_disk("b", &NewDisk::native(CAPACITY as u64, Provisioning::Thin), &NoProgress).unwrap();
@@ -197,7 +197,7 @@ fn a_damaged_record_shuts_only_its_disk() {
         assert!(found.len() == 1 && found[0].repaired.is_none(), "{found:?}");
         datastore.close().unwrap();
     }
-    // Without the name of the disk, no disk is safe.
+    // If the record does not name the disk, no disk may be used.
     let named = |bytes: &[u8]| bytes.windows(6).position(|part| part == b"\"disk\"").unwrap();
     let file = medium.directory().open(&format!("migration-{}", intent.id), IoMode::Buffered).unwrap();
     let mut bytes = vec![0; file.len().unwrap() as usize];
