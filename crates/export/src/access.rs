@@ -1,4 +1,4 @@
-//! Which clients may open which exports: rules for the names in the certificates of TLS clients.
+//! Access rules: which clients may open which exports, depending on the names in the certificates of TLS clients.
 //!
 //! ```text
 //! # client         disks           access
@@ -6,12 +6,13 @@
 //! backup.example   *               read
 //! ```
 //!
-//! 1. Without a rule that names it, a client opens nothing. The most permissive of the rules that apply decides.
-//! 2. A client cannot tell an export that it may not open from one that does not exist: neither is listed, both get the
-//!    same reply, and neither is looked for.
-//! 3. A snapshot belongs to its disk: who may open the disk may read its snapshots.
+//! 1. A client may open an export only if a rule for the client permits it. If several rules apply, the most permissive
+//!    one decides.
+//! 2. A client cannot distinguish an export that it may not open from one that does not exist: neither is listed, the
+//!    replies are the same, and the server does not look for either.
+//! 3. A client that may open a disk may read its snapshots.
 //! 4. Rules can be replaced while sessions run ([`CurrentRules`]). Every session that begins or continues afterwards
-//!    has the permission that it uses.
+//!    has, by the new rules, the permission that it uses.
 
 mod current;
 
@@ -27,13 +28,13 @@ const TEXT_MAX: u64 = 1 << 20;
 /// What a client may do with an export.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Permission {
-    /// Read it.
+    /// The client may read the export.
     Read,
-    /// Read and write it.
+    /// The client may read and write the export.
     Write,
 }
 
-/// Who a rule is for.
+/// The clients to which a rule applies.
 #[derive(Clone, Debug)]
 enum Whom {
     /// Every client with a valid certificate.
@@ -62,7 +63,7 @@ pub struct Granted<'a> {
 }
 
 impl Rules {
-    /// Reads the rules from a file.
+    /// Reads rules from a file.
     ///
     /// # Errors
     /// `Invalid`, with the line, for a file that is not a list of rules.
@@ -93,7 +94,7 @@ impl Rules {
         Ok(Self { rules })
     }
 
-    /// The rules for a client with this certificate. No rule applies to a client without one.
+    /// The rules for a client with this certificate. No rule applies to a client without a certificate.
     pub fn of(&self, certificate: Option<&PeerCertificate>) -> Granted<'_> {
         let applies = |rule: &&Rule| match &rule.whom {
             Whom::Authenticated => certificate.is_some(),
@@ -154,11 +155,11 @@ pub fn absent(export: &str) -> Error {
     Error::new(ErrorKind::NotFound, format!("there is no export '{export}'"))
 }
 
-/// Whether a name matches a pattern, in which `*` stands for any characters, and `?` for one.
+/// Whether a name matches a pattern, in which `*` matches any characters, and `?` one character.
 fn matches(pattern: &str, name: &str) -> bool {
     let (pattern, name): (Vec<char>, Vec<char>) = (pattern.chars().collect(), name.chars().collect());
     let (mut at, mut in_name) = (0, 0);
-    // The position after the last `*`, and the position in the name up to which it reaches.
+    // The position in the pattern after the last `*`, and the position in the name up to which this `*` matches.
     let mut star: Option<(usize, usize)> = None;
     while in_name < name.len() {
         match pattern.get(at) {
@@ -201,7 +202,7 @@ mod tests {
             assert!(yes.iter().all(|name| matches(pattern, name)), "{pattern}");
             assert!(!no.iter().any(|name| matches(pattern, name)), "{pattern}");
         }
-        // No pattern takes a time that grows exponentially with its length.
+        // The time for no pattern grows exponentially with its length.
         assert!(!matches(&"a*".repeat(200), &"a".repeat(199)));
         assert!(!matches(&format!("{}b", "a*".repeat(50)), &"a".repeat(2000)));
     }

@@ -1,20 +1,21 @@
-//! Which clients have which exports open, and which disconnected clients may reconnect.
+//! The list of clients: which clients have which exports open, and which disconnected clients may reconnect.
 //!
-//! A client that disconnects properly (over NBD with `NBD_CMD_DISC`) no longer uses its export. A client whose
+//! A client that sends a disconnect request (`NBD_CMD_DISC` in NBD) no longer uses its export. A client whose
 //! connection ends in another way (the client is killed, the network fails, the server stops) may reconnect and
-//! continue its requests, as QEMU does with `reconnect-delay`. Such a client counts as a user of its export for the
-//! grace time.
+//! continue its requests, as QEMU does with `reconnect-delay`. For the grace time, such a client still counts as a user
+//! of its export: it is "in grace".
 //!
 //! Invariants:
 //!
-//! 1. A session is listed as connected from the moment an export is negotiated until its device is closed. If it ends
-//!    without a disconnect request, its client enters grace in the same step. So a client that may reconnect is listed
-//!    at every moment.
-//! 2. While a session that was told to end finishes its requests, new sessions of its export wait. So a request that
-//!    the client repeats on the new connection never overtakes the original one.
-//! 3. The list survives the end of the process in a [record](record). A separate thread writes the record after each
-//!    change: no session waits for it, and a failure to write it is only logged.
-//! 4. Grace is measured with the monotonic clock while the process runs; between processes with the time of day.
+//! 1. A session is listed as connected from the moment its export is negotiated until the export's device is closed. If
+//!    the session ends without a disconnect request, its client enters grace in the same step. So a client that may
+//!    reconnect is listed at every moment.
+//! 2. While a session that has to end finishes its requests, new sessions of the same export wait. So a request that a
+//!    client repeats on a new connection never overtakes the original request.
+//! 3. The list is stored in a [record](record), so that it survives the end of the process. A separate thread writes
+//!    the record after each change: no session waits for it, and a failure to write it is only logged.
+//! 4. While the process runs, the grace time is measured with the monotonic clock; between two processes, with the time
+//!    of day.
 //! 5. A client of a renamed disk is listed under the new name together with the name that it requested. While the
 //!    client is listed, the requested name opens no other disk ([renames]).
 
@@ -50,7 +51,7 @@ pub struct Client {
     pub grace: Option<Duration>,
 }
 
-/// Which clients are told to reconnect.
+/// The clients that are told to reconnect.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Whose {
     /// All clients.
@@ -60,7 +61,7 @@ pub enum Whose {
 }
 
 impl Whose {
-    /// Whether connections of that client are meant.
+    /// Whether connections of the client `peer` have to end.
     pub fn means(self, peer: &Peer) -> bool {
         match self {
             Self::All => true,
@@ -80,7 +81,7 @@ enum Departure {
     ServerStops,
 }
 
-/// The clients of a server. Dropping this writes the record a last time and ends the thread that writes it.
+/// The clients of a server. Dropping this value writes the record a last time and ends the thread that writes it.
 pub struct Clients {
     shared: Arc<Shared>,
     writer: Mutex<Option<JoinHandle<()>>>,
@@ -89,7 +90,7 @@ pub struct Clients {
 struct Shared {
     grace: Duration,
     state: Mutex<State>,
-    /// A session has ended.
+    /// Signalled when a session has ended.
     left: Condvar,
     /// Signalled when the record may have to be written.
     due: Condvar,
@@ -101,7 +102,7 @@ struct State {
     next: u64,
     sessions: BTreeMap<u64, Session>,
     gone: Vec<Waiting>,
-    /// Disks that a rename is in progress for.
+    /// Disks for which a rename is in progress.
     moving: Vec<String>,
     /// Whether the list has changed since the record was last written.
     changed: bool,
@@ -119,18 +120,18 @@ struct Session {
     agreed: bool,
     since: u64,
     stop: Arc<AtomicBool>,
-    /// The connection; `None` for a session that does not run over a connection of a server.
+    /// The connection; `None` for a session without a connection of the server, such as one in a test.
     connection: Option<Arc<Connection>>,
-    /// Whether the session was told to end, so that its client reconnects.
+    /// Whether the session has to end, so that its client reconnects.
     retiring: bool,
-    /// Whether its client may not open the export any more, and so does not come back.
+    /// Whether the client may no longer open the export, so that it cannot reconnect.
     revoked: bool,
-    /// A client in grace with unknown identity that this client may be. It returns to grace if this client disconnects
-    /// properly, because the two may be different clients.
+    /// A client in grace with unknown identity, which may be the same client as this one. If this client sends a
+    /// disconnect request, the other returns to grace, because the two may be different clients.
     taken: Option<Waiting>,
 }
 
-/// A session's entry in the list, removed when dropped.
+/// A session's entry in the list, which is removed when this value is dropped.
 pub struct Visit {
     shared: Arc<Shared>,
     number: u64,
@@ -152,13 +153,13 @@ impl fmt::Debug for Clients {
 }
 
 impl Clients {
-    /// A list of clients that is not recorded.
+    /// A list of clients without a record.
     pub fn in_memory(grace: Duration) -> Self {
         Self::with(grace, None, State::default())
     }
 
-    /// The list for a starting server: clients of the previous server get the whole grace time. The record is not
-    /// changed until [`Clients::keep_record`].
+    /// The list for a server that is starting: clients of the previous server are in grace, for the whole grace time.
+    /// The record is not changed until [`Clients::keep_record`].
     pub fn of_server(directory: Arc<dyn Directory>, grace: Duration) -> Self {
         let (grace, now) = (grace.min(CLIENT_GRACE_MAX), clock::seconds());
         let mut state = State { changed: true, ..State::default() };
@@ -203,13 +204,14 @@ impl Clients {
             if gone.ended.is_none() {
                 gone.with_server = true;
             }
-            // A time in the future, from a wrong clock, would restart the grace at each look.
+            // If the end of the connection is in the future because of a wrong clock, the grace time would begin again
+            // at each call.
             if gone.ended.is_none_or(|ended| ended > now) {
                 gone.ended = Some(now);
                 state.changed = true;
             }
             match grace_left(&gone, grace, now) {
-                // The grace time of this client restarts with the next server.
+                // With the next server, the grace time of this client begins again.
                 None if !gone.with_server => state.changed = true,
                 left => state.waits(gone, left.unwrap_or_default()),
             }
@@ -228,7 +230,7 @@ impl Clients {
         Self { shared: Arc::new(shared), writer: Mutex::new(None) }
     }
 
-    /// Adds a session that does not run over a connection of a server.
+    /// Adds a session that has no connection of the server.
     pub fn arrive(&self, peer: Peer) -> Visit {
         self.enter(peer, None)
     }
@@ -279,7 +281,7 @@ impl Clients {
         numbers
     }
 
-    /// Closes the connections of these sessions.
+    /// Cuts the connections of these sessions.
     pub(super) fn cut(&self, numbers: &[u64]) {
         let state = self.shared.state.lock();
         for session in numbers.iter().filter_map(|number| state.sessions.get(number)) {
@@ -289,7 +291,7 @@ impl Clients {
         }
     }
 
-    /// Waits until these sessions have ended; returns those that have not when `patience` is over.
+    /// Waits until these sessions have ended; returns those that have not ended when `patience` is over.
     pub(super) fn wait_ended(&self, numbers: &[u64], patience: Duration) -> Vec<u64> {
         let deadline = Instant::now() + patience;
         let mut state = self.shared.state.lock();
@@ -373,7 +375,7 @@ impl State {
 }
 
 impl Shared {
-    /// Wakes the thread that writes the record if the list has changed.
+    /// If the list has changed, wakes the thread that writes the record.
     fn touch(&self, state: &mut State, changed: bool) {
         if changed {
             state.changed = true;
@@ -396,7 +398,8 @@ impl Shared {
                 state.changed |= state.gone.len() < before;
             }
             if !state.closing {
-                // Changes within this time are written together; a client that connects only briefly causes no write.
+                // Changes within this time are written together, so that a client that connects only briefly causes no
+                // write.
                 let until = Instant::now() + RECORD_GATHER;
                 while !state.closing && !self.due.wait_until(&mut state, until).timed_out() {}
             }
@@ -430,7 +433,7 @@ impl Shared {
     fn write_now(&self) {
         let record = self.state.lock().record(self.grace);
         if let Err(error) = self.write(&record) {
-            // The previous record stays in place, and the next process reads it again.
+            // The previous record is kept, and the next process reads it again.
             tracing::info!(%error, "the record of clients stays as the last server left it");
         }
     }
@@ -451,12 +454,12 @@ impl Visit {
         self.number
     }
 
-    /// Set when the session has to finish the requests it has begun and to end.
+    /// A flag that is set when the session has to finish the requests it has begun, and then to end.
     pub fn stop(&self) -> Arc<AtomicBool> {
         Arc::clone(&self.stop)
     }
 
-    /// The client is about to open an export. Waits for sessions of the export that were told to end.
+    /// Called when the client is about to open an export. Waits for those sessions of the export that have to end.
     ///
     /// # Errors
     /// `Busy` if these sessions do not end within `patience`, if this session is told to end, or if a client of a disk
@@ -465,7 +468,7 @@ impl Visit {
         let deadline = Instant::now() + patience;
         let mut state = self.shared.state.lock();
         let own = self.number;
-        // A session that has not completed its handshake has no requests to wait for.
+        // A session whose handshake is not complete has no requests to wait for.
         let in_the_way = |state: &State| {
             let ends =
                 |session: &Session| session.agreed && session.retiring && session.export.as_deref() == Some(export);
@@ -477,7 +480,7 @@ impl Visit {
                 let text = format!("requests of an earlier connection to '{export}' are still under way: try again");
                 return Err(Error::new(ErrorKind::Busy, text));
             }
-            // A stopping server only sets the flag and does not signal `left`.
+            // A server that stops only sets the flag and does not signal `left`, so the wait is limited.
             self.shared.left.wait_until(&mut state, deadline.min(now + RETIRED_LOOK));
         }
         state.refuse_former_name(export)?;
@@ -488,7 +491,7 @@ impl Visit {
         Ok(())
     }
 
-    /// The handshake is complete: the client uses the export from now on.
+    /// Called when the handshake is complete: the client uses the export from now on.
     pub fn agreed(&self, export: &str) {
         let mut state = self.shared.state.lock();
         let Some(session) = state.sessions.get_mut(&self.number) else { return };
@@ -506,7 +509,7 @@ impl Visit {
         self.shared.touch(&mut state, true);
     }
 
-    /// The client has sent a disconnect request.
+    /// Called when the client has sent a disconnect request.
     pub fn says_farewell(&mut self) {
         self.departure = Departure::Farewell;
     }

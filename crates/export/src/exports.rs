@@ -1,4 +1,4 @@
-//! Exports: which ones clients can open over any protocol, when, and with which permissions.
+//! The interface to exports: which ones clients can open over any protocol, and with which permissions.
 
 use crate::clients::Visit;
 use crate::clients::limits::RETIRED_PATIENCE;
@@ -21,7 +21,7 @@ pub trait Exports: Send + Sync {
     /// The names of all exports.
     fn names(&self) -> Vec<ExportName>;
 
-    /// Opens an export by name; it stays open as long as the device is held.
+    /// Opens an export by name. The export is open until the device is dropped.
     fn open(&self, name: &str, read_only: bool) -> error::Result<Arc<dyn Device>>;
 
     /// A queue for the thread of one connection.
@@ -32,7 +32,7 @@ pub trait Exports: Send + Sync {
         None
     }
 
-    /// The description of one export. Override it where listing all names is slow.
+    /// The description of one export. Implementations for which listing all names is slow should override it.
     fn description(&self, name: &str) -> Option<String> {
         self.names().into_iter().find(|export| export.name == name).map(|export| export.description)
     }
@@ -41,7 +41,7 @@ pub trait Exports: Send + Sync {
 /// Whether clients may change the capacity of a writable disk.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ResizePolicy {
-    /// Clients may not resize; the feature is not offered.
+    /// Clients may not resize, and the server does not offer the feature.
     Never,
     /// Clients may grow the export.
     #[default]
@@ -50,7 +50,7 @@ pub enum ResizePolicy {
     Any,
 }
 
-/// Exports for one session: an export whose sessions were told to end is opened after they have ended.
+/// The exports for one session. Opening an export waits until those of its sessions that have to end have ended.
 pub struct Admission<'a> {
     exports: &'a dyn Exports,
     visit: &'a Visit,

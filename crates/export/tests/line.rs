@@ -1,4 +1,5 @@
-//! A minimal second protocol over the session core: one line per request and reply. It uses only public interfaces.
+//! A minimal second protocol over the session core: one line per request and reply. The protocol uses only public
+//! interfaces.
 //!
 //! ```text
 //! read OFFSET LENGTH | write OFFSET TEXT | zero OFFSET LENGTH | discard OFFSET LENGTH | flush
@@ -55,7 +56,7 @@ fn serve(mut socket: UnixStream, exports: &dyn Exports) {
         match session.under_way() {
             0 if ended => return,
             0 if received.contains(&b'\n') => {}
-            // Only the socket can wake the session, so it waits for the socket alone.
+            // No request is in progress, so the session waits for the socket alone.
             0 => wait_readable(&socket),
             _ => drop(session.wait((!ended).then(|| socket.as_fd())).unwrap()),
         }
@@ -82,15 +83,15 @@ fn decode(line: &str, session: &mut Session<'_, u64>) -> Operation {
     }
 }
 
-/// A disk of letters in memory, whose flushes take some time, or as long as the test requires.
+/// A disk of letters in memory. Its flushes take some time, or as long as the test requires.
 struct Memory {
     letters: Mutex<Vec<u8>>,
-    /// What the last flush made durable.
+    /// The content that the last flush made durable.
     durable: Mutex<Vec<u8>>,
     /// Flushes wait while this is set.
     held: Mutex<bool>,
     changed: Condvar,
-    /// Flushes that have read what they make durable.
+    /// Number of flushes that have read the content which they make durable.
     begun: Mutex<u32>,
     began: Condvar,
 }
@@ -186,7 +187,7 @@ impl Exports for One {
     }
 }
 
-/// Releases waiting flushes when dropped.
+/// Releases the waiting flushes when this value is dropped.
 struct Release<'a>(&'a Memory);
 
 impl Drop for Release<'_> {
@@ -216,7 +217,7 @@ fn with_session(client: impl FnOnce(&Memory, &mut UnixStream, &mut dyn FnMut() -
             lines.read_line(&mut line).unwrap();
             line.trim_end().to_owned()
         };
-        // `_release` is dropped when the test fails too, so that the session ends.
+        // Dropping `_release`, also after a failure of the test, lets the session end.
         let _release = Release(&memory);
         client(&memory, &mut near, &mut reply);
         near.shutdown(std::net::Shutdown::Write).unwrap();
@@ -248,8 +249,8 @@ fn a_flush_delays_no_other_request() {
         memory.await_flush(2);
         near.write_all(b"write 0 bbbb\n").unwrap();
         assert_eq!(reply(), "5 ok");
-        // A flush requested during another one covers the requests completed before, so it needs a device flush of its
-        // own.
+        // A flush that is requested during another flush covers the requests that completed before it, so it needs a
+        // device flush of its own.
         near.write_all(b"flush\nread 0 4\n").unwrap();
         assert_eq!(reply(), "7 ok bbbb");
         memory.hold(false);

@@ -1,8 +1,8 @@
 //! The rules in use, which can be replaced while sessions run.
 //!
-//! A session opens its export by the rules of that moment and registers when its handshake is complete. Replacing the
-//! rules and registering exclude each other: either the session registers under the new rules, or
-//! [`CurrentRules::replace`] finds it.
+//! A session opens its export by the rules of that moment, and registers when its handshake is complete. Registering
+//! and replacing the rules exclude each other: either the session registers under the new rules, or
+//! [`CurrentRules::replace`] finds it in the register.
 
 use super::{Permission, Rules, absent};
 use connections::PeerCertificate;
@@ -31,19 +31,19 @@ struct Session {
     permission: Permission,
 }
 
-/// A registered session, until this is dropped.
+/// A session that is registered until this value is dropped.
 #[derive(Debug)]
 pub struct Registered<'a> {
     current: &'a CurrentRules,
     number: u64,
 }
 
-/// A session that uses a permission which new rules do not give.
+/// A session that uses a permission which the new rules do not grant.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Lost {
     /// Number of the session.
     pub number: u64,
-    /// The permission that is left: its client may reconnect with it.
+    /// The permission that the new rules grant; with it the client may reconnect.
     pub left: Option<Permission>,
 }
 
@@ -53,7 +53,7 @@ impl CurrentRules {
         Self { state: Mutex::new(State { rules: Arc::new(rules), sessions: BTreeMap::new() }) }
     }
 
-    /// The rules at this moment.
+    /// The current rules.
     pub fn now(&self) -> Arc<Rules> {
         Arc::clone(&self.state.lock().rules)
     }
@@ -61,7 +61,7 @@ impl CurrentRules {
     /// Registers a session that has opened an export and uses a permission on it.
     ///
     /// # Errors
-    /// `NotFound`, as for an absent export, if the rules have been replaced and do not give that permission any more.
+    /// `NotFound`, as for an absent export, if the rules were replaced and no longer grant that permission.
     pub fn register(
         &self,
         number: u64,
@@ -78,7 +78,7 @@ impl CurrentRules {
     }
 
     /// Replaces the rules. Returns the registered sessions that lose the permission which they use; the caller has to
-    /// end them. `export_of` returns the present name of the export that a session has open.
+    /// end these sessions. `export_of` returns the current name of the export that a session has open.
     pub fn replace(&self, rules: Rules, export_of: impl Fn(u64) -> Option<String>) -> Vec<Lost> {
         let mut state = self.state.lock();
         state.rules = Arc::new(rules);

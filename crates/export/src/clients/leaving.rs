@@ -1,9 +1,10 @@
-//! Clients that are leaving: a client has closed its side of the connection, and the server has not ended the session
-//! yet. The session first finishes the requests that were accepted, and its thread may not have run since.
+//! Clients that are leaving: they have closed their side of the connection, and the server has not ended their sessions
+//! yet. A session first finishes the requests that it has accepted, and its thread may not have run since the client
+//! closed the connection.
 //!
-//! An operation that is refused while clients use a disk waits a short time for these sessions. So a user can
-//! disconnect a client and delete its disk at once. The wait has a limit, because requests may take long on a slow
-//! device.
+//! An operation that is refused while clients use a disk waits a short time for the end of these sessions. So a user
+//! can disconnect a client and delete its disk directly afterwards. The wait has a limit, because requests may take
+//! long on a slow device.
 
 use super::limits::LEAVING_LOOK;
 use super::{Clients, State};
@@ -21,7 +22,8 @@ impl State {
 
 impl Clients {
     /// Waits until the sessions of all clients that are leaving an export that `matches` have ended. Does not wait for
-    /// other clients. Returns false if a session is left when `patience` is over.
+    /// clients that have not closed their connections. Returns false if one of the sessions has not ended when
+    /// `patience` is over.
     pub fn wait_left(&self, matches: impl Fn(&str) -> bool, patience: Duration) -> bool {
         let deadline = Instant::now() + patience;
         let mut state = self.shared.state.lock();
@@ -30,7 +32,7 @@ impl Clients {
             if now >= deadline {
                 return false;
             }
-            // Wakes up at intervals, because another client may leave meanwhile.
+            // The wait is limited to an interval, because another client may close its connection meanwhile.
             self.shared.left.wait_until(&mut state, deadline.min(now + LEAVING_LOOK));
         }
         true

@@ -1,7 +1,7 @@
 //! The record of clients, which the next owner of the datastore reads.
 //!
-//! The layout is in `docs/format/clients.md`. A record that cannot be read is logged and ignored, because a missing
-//! record only shortens the grace of clients and is no reason to refuse the datastore.
+//! The layout is in `docs/format/clients.md`. If the record cannot be read, this is logged and ignored: without a
+//! record, only the grace time of clients is lost.
 
 use backend::Directory;
 use connections::Peer;
@@ -9,16 +9,16 @@ use disk::sealed::{self, Kind};
 use error::{IoContext, Result};
 use serde::{Deserialize, Serialize};
 
-/// The file, in the folder of the datastore.
+/// Name of the file, in the folder of the datastore.
 pub const FILE: &str = "clients";
-/// Kind of the file; the limit allows some thousand clients with the longest names.
+/// Kind of the file. The limit is sufficient for some thousand clients with the longest names.
 const KIND: Kind = Kind { word: "clients", version: 1, length_max: 16 << 20 };
 
 /// All clients of a server.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Record {
-    /// Seconds for which a client counts after its connection ended.
+    /// Seconds for which a client counts as a user after its connection ended.
     pub grace: u64,
     /// The clients.
     pub clients: Vec<Gone>,
@@ -37,7 +37,7 @@ pub struct Gone {
     pub peer: Peer,
     /// When the client connected, in seconds since 1970.
     pub connected: u64,
-    /// When its connection ended; `None` if it was connected when the record was written.
+    /// When the client's connection ended; `None` if the client was connected when the record was written.
     pub ended: Option<u64>,
     /// Whether the connection ended because the server stopped: the grace time then begins again with the next server.
     pub with_server: bool,
@@ -53,7 +53,7 @@ pub fn decode(bytes: &[u8]) -> Result<Record> {
     KIND.decode(bytes)
 }
 
-/// The record of a datastore; `None` if there is none or it cannot be read.
+/// The record of a datastore; `None` if there is no record or it cannot be read.
 pub(super) fn read(directory: &dyn Directory) -> Option<Record> {
     match KIND.read(directory, FILE).and_then(|bytes| bytes.as_deref().map(decode).transpose()) {
         Ok(record) => record,
@@ -64,8 +64,8 @@ pub(super) fn read(directory: &dyn Directory) -> Option<Record> {
     }
 }
 
-/// Writes the record without a flush. The record must survive a killed server, but clients rarely survive a crash of
-/// the machine, and a flush for every change would slow down all requests.
+/// Writes the record without a flush. The record has to survive a kill of the server, but not a crash of the host,
+/// which clients rarely survive. A flush for every change would slow down all requests.
 pub(super) fn write(directory: &dyn Directory, record: &Record) -> Result<()> {
     sealed::put_unflushed(directory, FILE, &encode(record)?).during(|| "recording the clients".to_owned())
 }

@@ -1,12 +1,12 @@
 //! Clients of disks that are renamed.
 //!
 //! A client identifies its disk by the name that it requested, and requests the same name when it reconnects. If
-//! another disk had that name by then, the client would write to the wrong disk.
+//! another disk had this name by then, the client would write to the wrong disk.
 //!
-//! 1. While a disk is renamed, sessions that request it are refused, so that a client sees either all of the rename or
-//!    nothing.
-//! 2. A name that a listed client requested and that its disk no longer has opens no disk. This does not depend on
-//!    which client requests it: a proxy or a new address can hide that it is the same client.
+//! 1. While a disk is renamed, sessions that request it are refused, so that no client opens it in an intermediate
+//!    state.
+//! 2. If a listed client requested a name that its disk no longer has, this name opens no disk. This applies to all
+//!    clients that request the name, because a proxy or a new address can hide that it is the same client.
 
 use super::{Clients, Session, State, Visit};
 use error::{Error, ErrorKind, Result};
@@ -64,7 +64,7 @@ impl super::Gone {
     }
 }
 
-/// A disk that is being renamed, until this is dropped.
+/// A disk that is being renamed until this value is dropped.
 struct Moving<'a> {
     clients: &'a Clients,
     disk: &'a str,

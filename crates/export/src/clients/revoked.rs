@@ -1,15 +1,17 @@
-//! Clients that lose the right to what they have open.
+//! Clients that lose the permission for the export that they have open.
 //!
-//! 1. A session without its right is cut at once: its client gets no further reply, also not to requests under way.
-//! 2. A client that may open nothing of its export any more cannot come back, so it enters no grace.
-//! 3. A client that may still read reconnects. Its new session waits until the old one has ended, as after a resize.
+//! 1. The connection of a session without permission is cut at once: its client receives no further reply, not even to
+//!    requests in progress.
+//! 2. A client that may no longer open its export at all cannot reconnect, so it does not enter grace.
+//! 3. A client that may still read the export can reconnect. Its new session waits until the old session has ended, as
+//!    after a resize.
 
 use super::{Clients, Visit};
 use crate::access::Lost;
 use std::sync::atomic::Ordering;
 
 impl Clients {
-    /// The present name of the export that a session has open.
+    /// The current name of the export that a session has open.
     pub(crate) fn export_of(&self, number: u64) -> Option<String> {
         self.shared.state.lock().sessions.get(&number)?.export.clone()
     }
@@ -33,7 +35,7 @@ impl Clients {
 }
 
 impl Visit {
-    /// The client may not open its export any more.
+    /// Called when the client may no longer open its export.
     pub(crate) fn loses_access(&self) {
         if let Some(session) = self.shared.state.lock().sessions.get_mut(&self.number) {
             session.revoked = true;

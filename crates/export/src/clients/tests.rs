@@ -119,7 +119,8 @@ fn a_new_session_waits_for_sessions_that_are_told_to_end() {
     drop((new, other));
 }
 
-/// Content of the record: export, client, whether it ended, and whether it ended with its server.
+/// Content of the record: export, client, whether the connection ended, and whether it ended because the server
+/// stopped.
 fn recorded(directory: &Arc<dyn Directory>) -> Vec<(String, Peer, bool, bool)> {
     let record = record::read(&**directory);
     let clients = record.map(|record| record.clients).unwrap_or_default();
@@ -157,7 +158,7 @@ fn clients_of_an_ended_server_are_in_grace() {
     let ended = [("a".to_owned(), ONE, true, true), ("b".to_owned(), TWO, true, false)];
     assert_eq!(recorded(&directory), ended);
 
-    // The record of a killed server, on which both clients were connected.
+    // The record of a killed server, to which both clients were connected.
     sealed_put(&directory, &bytes);
     let looked = Clients::of_record(Arc::clone(&directory));
     assert_eq!(listed(&looked), [("a".into(), ONE, false), ("b".into(), TWO, false)]);
@@ -253,7 +254,7 @@ fn a_renamed_disk_keeps_its_clients_and_its_old_name_opens_no_other_disk() {
     assert!(listed(&clients).iter().all(|(export, ..)| export.starts_with('g')));
     clients
         .rename("g", "g2", || {
-            // A session that opens the disk during the rename finds neither the old disk nor one with its name.
+            // A session that opens the disk during the rename finds neither the old disk nor a disk with the new name.
             assert_eq!(clients.arrive(TWO).chooses("g", LONG).unwrap_err().kind(), ErrorKind::Busy);
             assert_eq!(one.opened("g").unwrap_err().kind(), ErrorKind::Busy);
             Ok(())
@@ -262,7 +263,7 @@ fn a_renamed_disk_keeps_its_clients_and_its_old_name_opens_no_other_disk() {
     let now = [("g2".into(), ONE, true), ("g2".into(), Peer::Unknown, false), ("g2@s".into(), TWO, true)];
     assert_eq!(listed(&clients), now);
     one.opened("g").unwrap_err();
-    // The disk that has the name now has no clients; clients of the renamed disk are not counted for it.
+    // The disk that now has the name has no clients: clients of the renamed disk are not counted for it.
     assert!(clients.retire("g", Whose::All).is_empty());
     assert_eq!(clients.retire("g2", Whose::Process(1)), [one.number()]);
     drop(one);
@@ -274,7 +275,7 @@ fn a_renamed_disk_keeps_its_clients_and_its_old_name_opens_no_other_disk() {
     // A client that uses the new name counts as a different client.
     connect(&clients, ONE, "g2").says_farewell();
     assert_eq!(listed(&clients).len(), 3);
-    // The record has the requested name too, so the next server does not count the client twice.
+    // The record also has the requested name, so the next server does not count the client twice.
     drop((two, back));
     clients.close();
     let clients = Clients::of_record(Arc::clone(&directory));
@@ -309,11 +310,11 @@ fn two_clients_without_identity_are_never_taken_for_one() {
     assert_eq!(listed(&clients), [waits.clone(), waits.clone()]);
     let mut back = connect(&clients, Peer::Unknown, "a");
     assert_eq!(listed(&clients), [here.clone(), waits.clone()]);
-    // The new client may be neither of the two clients in grace.
+    // The new client may be either of the two clients in grace, or neither.
     back.says_farewell();
     drop(back);
     assert_eq!(listed(&clients), [waits.clone(), waits.clone()]);
-    // An unknown client that reconnects and disconnects repeatedly stays one entry.
+    // An unknown client that repeatedly reconnects and disconnects has only one entry.
     for _ in 0..3 {
         drop(connect(&clients, Peer::Unknown, "a"));
     }
@@ -384,7 +385,7 @@ fn sessions_in_their_handshake_delay_no_other_session() {
     one.chooses("a", LONG).unwrap();
     two.chooses("a", LONG).unwrap();
     one.agreed("a");
-    // The waiting session is told to end too, so it does not wait for the other one.
+    // The waiting session has to end too, so it stops waiting for the other session.
     assert_eq!(two.chooses("a", LONG).unwrap_err().kind(), ErrorKind::Busy);
     let new = clients.arrive(ONE);
     let stop = new.stop();

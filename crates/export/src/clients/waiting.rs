@@ -17,7 +17,7 @@ pub(super) struct Waiting {
     pub until: Instant,
 }
 
-/// Remaining grace; `None` if it is over. A clock that was set back does not extend it.
+/// Remaining grace time; `None` if it is over. A clock that was set back does not extend the grace time.
 pub(super) fn grace_left(gone: &Gone, grace: Duration, now: u64) -> Option<Duration> {
     let passed = Duration::from_secs(gone.ended.map_or(0, |ended| now.saturating_sub(ended)));
     grace.checked_sub(passed).filter(|left| !left.is_zero())
@@ -53,8 +53,8 @@ impl State {
         }
     }
 
-    /// Ends the grace of a client that has opened an export, and returns its entry. For a client without known identity
-    /// that is any entry whose client is not identified either.
+    /// Ends the grace of a client that has opened an export, and returns its entry. If the client's identity is
+    /// unknown, returns any entry whose client is also unknown.
     pub fn comes_back(&mut self, export: &str, peer: &Peer) -> Option<Waiting> {
         let same = |other: &Gone| other.export == export && other.asked.is_none();
         self.gone.retain(|other| !same(&other.gone) || !other.gone.peer.may_be(peer));

@@ -1,13 +1,13 @@
 //! Read-ahead for clients that read sequentially from a disk whose blocks are not in the page cache.
 //!
-//! Linux reads ahead within a file. Consecutive ranges of a disk may lie anywhere in several files: grains in the order
-//! in which they were written, blocks of many levels. So the session predicts the next ranges of the disk and loads
-//! them into the page cache while the client waits for the current one. It does so only after a read has missed the
-//! page cache, and not for files opened with O_DIRECT.
+//! Linux reads ahead within a file only. Consecutive ranges of a disk may be at any location in several files: grains
+//! are in the order in which they were written, and blocks are in the files of many levels. So the session predicts the
+//! next ranges of the disk and loads them into the page cache while the client waits for the current range. The session
+//! reads ahead only after a read has missed the page cache, and not in files opened with O_DIRECT.
 
 use std::ops::Range;
 
-/// Consecutive requests from which on a client counts as reading sequentially.
+/// Number of consecutive requests from which on a client counts as one that reads sequentially.
 const STREAK_MIN: u32 = 2;
 /// Distance ahead of the client, in bytes.
 const AHEAD: u64 = 4 << 20;
@@ -20,7 +20,7 @@ pub struct Ahead {
     /// Offset at which the next sequential read would begin.
     next: u64,
     streak: u32,
-    /// Whether a read of the stream missed the page cache.
+    /// Whether a read of the sequence missed the page cache.
     cold: bool,
     /// End of the range that is already loaded.
     until: u64,
@@ -42,7 +42,7 @@ impl Ahead {
         self.cold = true;
     }
 
-    /// The range to load now, on a disk of this capacity.
+    /// The range to load now, on a disk with this capacity.
     pub fn wanted(&mut self, capacity: u64) -> Option<Range<u64>> {
         if !self.cold || self.streak < STREAK_MIN {
             return None;

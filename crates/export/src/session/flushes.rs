@@ -7,11 +7,11 @@
 //! ```
 //!
 //! A client with one request at a time waits only for its flush, which is completed on the session's own thread. If
-//! other requests are under way and the last flush was slower than handing one over, a flusher thread completes the
-//! flush. The flusher thread is started with the first such flush and ends with the session.
+//! other requests are in progress and the last flush was slow, the flush is handed over to a flusher thread, which
+//! completes it. The flusher thread is started with the first such flush and ends with the session.
 //!
-//! 1. The ticket is always taken on the session's thread, after the requests that the flush has to cover; the thread
-//!    that completes it does not matter.
+//! 1. The ticket of a flush is always requested on the session's thread, after the requests that the flush has to
+//!    cover. Either thread may complete the flush.
 //! 2. At most one device flush of a session is under way; flushes requested during it share the next one.
 
 use super::{Completion, Reply};
@@ -27,8 +27,8 @@ use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// Duration from which a flush is better completed by the flusher thread when other requests wait: handing it over and
-/// waking up costs a tenth of this.
+/// Duration of a flush from which on the flusher thread should complete the next flush if other requests wait. Handing
+/// over a flush and waking up takes a tenth of this time.
 const LONG: Duration = Duration::from_micros(200);
 
 /// The flushes of a session.
@@ -39,7 +39,7 @@ pub struct Flushes<T> {
     /// Flushes that the flusher thread completes.
     running: Vec<Asked<T>>,
     flusher: Option<Flusher>,
-    /// Set if the flusher thread could not be started: the session then completes every flush.
+    /// Whether the flusher thread could not be started, so that the session completes every flush.
     no_flusher: bool,
     /// Duration of the last flush.
     last: Duration,
@@ -71,7 +71,7 @@ impl<T> Flushes<T> {
         self.asked.len() + self.running.len()
     }
 
-    /// Whether the flusher thread has a flush.
+    /// Whether the flusher thread has a flush to complete.
     pub fn running(&self) -> bool {
         !self.running.is_empty()
     }
@@ -95,7 +95,7 @@ impl<T> Flushes<T> {
         self.last >= LONG
     }
 
-    /// The outcome; `None` if the flush was handed over.
+    /// The outcome of the device flush; `None` if the flush was handed over.
     fn carry_out(&mut self, beside_others: bool) -> Option<Result<()>> {
         if self.device.read_only() {
             return Some(Ok(()));
@@ -110,7 +110,7 @@ impl<T> Flushes<T> {
         Some(self.device.finish_flush(ticket))
     }
 
-    /// Passes the ticket to the flusher thread, or returns it if that is not possible.
+    /// Passes the ticket to the flusher thread, or returns the ticket if there is no such thread.
     fn hand_over(&mut self, ticket: FlushTicket) -> Option<FlushTicket> {
         if self.flusher.is_none() && !self.no_flusher {
             match Flusher::start(Arc::clone(&self.device)) {
@@ -131,8 +131,8 @@ impl<T> Flushes<T> {
         }
     }
 
-    /// Takes the outcome of a flush that was handed over, if it is available; `served` gets the arrival time of each
-    /// request.
+    /// Adds the outcome of a flush that was handed over to `completions`, if it is available. `served` is called with
+    /// the arrival time of each request.
     pub fn reap(&mut self, completions: &mut VecDeque<Completion<T>>, served: impl Fn(Option<Instant>)) {
         let Some(flusher) = self.flusher.as_ref().filter(|_| !self.running.is_empty()) else { return };
         let (done, took) = match flusher.outcomes.try_recv() {
@@ -156,7 +156,7 @@ impl<T> Flushes<T> {
     /// Resets the descriptor after it was found readable.
     pub fn clear_wake(&self) {
         if let Some(flusher) = &self.flusher {
-            // There may be nothing to read yet if the thread has sent its outcome but not signalled it.
+            // There may be nothing to read: the thread signals the descriptor only after it has sent the outcome.
             let _ = rustix::io::read(&*flusher.wake, &mut [0; 8]);
         }
     }
@@ -195,7 +195,7 @@ impl Flusher {
         let (bell, span) = (Arc::clone(&wake), tracing::Span::current());
         let thread = std::thread::Builder::new().name("flusher".to_owned()).spawn(move || {
             let _entered = span.enter();
-            // Signals when the thread ends, also by a panic, after the channel of outcomes is closed.
+            // Signals the descriptor when the thread ends, also by a panic, after the channel of outcomes is closed.
             let _last = Ring(&bell);
             let done = done;
             for ticket in handed {

@@ -1,17 +1,18 @@
-//! Limits of a session: what the requests of one client can make it hold, over any protocol.
+//! Limits of a session: how much memory the requests of one client can occupy, over any protocol.
 
-/// Requests of one session that are accepted but not answered.
+/// Most requests of one session that are accepted and not answered.
 pub const OUTSTANDING_REQUESTS_MAX: usize = 128;
 
-/// Limit of the bytes held by reads and unsent replies of a session, above which it accepts no further requests. One
-/// request is always accepted if nothing is held, so the actual bound is this or one payload, whichever is larger.
+/// Limit of the bytes in the reads and unsent replies of a session; above it, the session accepts no further requests.
+/// One request is always accepted if there are no such bytes, so the actual bound is this limit or one payload,
+/// whichever is larger.
 pub const HELD_BYTES_MAX: usize = 48 << 20;
 
-/// Memory of finished reads that a session keeps for further reads.
+/// Most memory of finished reads that a session keeps for further reads.
 pub const POOL_BYTES_MAX: usize = 8 << 20;
 
-/// Operations that a session keeps in flight on its [`backend::Queue`].
+/// Most operations that a session has in flight on its [`backend::Queue`].
 pub const QUEUE_DEPTH: u32 = 128;
 
-/// How often a read is planned again because its range keeps changing, before it fails.
+/// How often a read whose range keeps changing is planned again before it fails.
 pub const READ_PLANS_MAX: u32 = 256;

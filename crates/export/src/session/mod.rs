@@ -1,16 +1,16 @@
-//! The session core under every protocol: requests are submitted with a tag, and completions return the tag, over one
-//! queue.
+//! The session core, which all protocols use: requests are submitted with a tag, and completions, in one queue, return
+//! the tag.
 //!
-//! A session serves one client on one thread. The protocol decodes requests and submits them; it takes completions, in
-//! the order in which requests complete, and encodes replies. The session implements reads that overlap on an I/O
-//! queue, shared flushes that do not delay other requests, reuse of memory, and waiting for completions and for the
-//! client at once. Invariants:
+//! A session serves one client on one thread. The protocol decodes requests and submits them. It then receives
+//! completions, in the order in which requests complete, and encodes replies. The session implements reads that overlap
+//! on an I/O queue, shared flushes that do not delay other requests, reuse of memory, and waiting for completions and
+//! for the client at once. Invariants:
 //!
 //! 1. Every request completes exactly once. Writes, discards and zeroes complete before [`Session::submit`] returns.
-//! 2. A flush completes after a device flush that began after every request which had completed when the flush was
+//! 2. A flush completes after a device flush that covers every request which had completed when the flush was
 //!    submitted. All flushes submitted before one [`Session::end_batch`] share one device flush.
 //! 3. Memory is bounded if the protocol submits only requests that [`Session::has_room`] allows.
-//! 4. When a session is dropped, none of its requests is under way in the device.
+//! 4. When a session was dropped, the device processes none of its requests any more.
 
 mod ahead;
 mod flushes;
@@ -48,7 +48,7 @@ pub enum Operation {
         offset: u64,
         /// The bytes.
         data: SharedSlice,
-        /// Durable on completion.
+        /// Whether the write must be durable on completion.
         fua: bool,
     },
     /// Make a range read as zeros.
@@ -57,9 +57,9 @@ pub enum Operation {
         offset: u64,
         /// Length in bytes.
         length: u64,
-        /// Keep or allocate its space.
+        /// Whether the space of the range must stay or become allocated.
         allocate: bool,
-        /// Durable on completion.
+        /// Whether the zeros must be durable on completion.
         fua: bool,
     },
     /// Discard a range.
@@ -68,10 +68,10 @@ pub enum Operation {
         offset: u64,
         /// Length in bytes.
         length: u64,
-        /// Durable on completion.
+        /// Whether the discard must be durable on completion.
         fua: bool,
     },
-    /// Make requests that completed before durable.
+    /// Make all requests durable that completed before.
     Flush,
 }
 
@@ -79,7 +79,7 @@ pub enum Operation {
 pub enum Reply {
     /// Success without data.
     Done,
-    /// The data of a read. [`Session::recycle`] takes its memory back.
+    /// The data of a read. [`Session::recycle`] accepts the memory for reuse.
     Read(ReadPlan),
 }
 
@@ -91,7 +91,7 @@ pub struct Completion<T> {
     pub outcome: Result<Reply>,
 }
 
-/// Memory for the payload of a write, aligned so that the device needs no copy.
+/// Memory for the payload of a write, aligned so that the device need not copy the payload.
 pub struct Payload {
     buffer: Buffer,
     start: usize,
@@ -99,7 +99,7 @@ pub struct Payload {
 }
 
 impl Payload {
-    /// The bytes to fill; their initial content is undefined.
+    /// The bytes to fill. Their initial content is undefined.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         &mut self.buffer[self.start..self.end]
     }
@@ -115,9 +115,9 @@ impl Payload {
     }
 }
 
-/// Whether the client keeps more than one request under way. If so, the socket is watched while requests are in flight,
-/// and flushes are handed over; otherwise both cost time without a gain. A wrong guess costs the latency of one
-/// request, and the guess is tested now and then.
+/// An estimate whether the client has several requests in flight at a time. If so, the session watches the socket while
+/// requests are in flight, and hands flushes over; for other clients both would only cost time. A wrong estimate costs
+/// the latency of one request, and the estimate is tested at intervals.
 #[derive(Default)]
 struct Depth {
     deep_for: u32,
@@ -164,9 +164,9 @@ pub struct Session<'a, T> {
     arrived: Option<Instant>,
     /// Requests submitted since `arrived`.
     batch: u64,
-    /// How many of the requests in `batch` completed before `submit` returned.
+    /// Number of requests in `batch` that completed before `submit` returned.
     served: u64,
-    /// Set while requests are not answered, if latency is measured.
+    /// Exists while requests are not answered, if latency is measured.
     waiting: Option<Waiting>,
 }
 
@@ -196,19 +196,20 @@ impl<'a, T> Session<'a, T> {
         &*self.device
     }
 
-    /// Whether another request may be submitted in addition to `unsent` replies that hold `unsent_bytes`.
+    /// Whether another request may be submitted, in addition to `unsent` replies with `unsent_bytes` bytes.
     pub fn has_room(&self, unsent: usize, unsent_bytes: usize) -> bool {
         self.under_way() + self.completions.len() + unsent < OUTSTANDING_REQUESTS_MAX
             && self.held() + unsent_bytes < HELD_BYTES_MAX
     }
 
-    /// Whether a read of that length may be submitted too. If nothing is held, a read of any length is allowed.
+    /// Whether a read of that length may be submitted as well. If there are no bytes in reads or replies, a read of any
+    /// length is allowed.
     pub fn has_room_to_read(&self, length: usize, unsent_bytes: usize) -> bool {
         let held = self.held() + unsent_bytes;
         held == 0 || held + length <= HELD_BYTES_MAX
     }
 
-    /// Bytes of reads that are under way, or completed and not taken.
+    /// Bytes of reads that are in progress, or completed and not yet returned to the protocol.
     fn held(&self) -> usize {
         self.reads.held() + self.completed_bytes
     }
@@ -224,12 +225,12 @@ impl<'a, T> Session<'a, T> {
         Payload { buffer: self.pool.take(start + length), start, end: start + length }
     }
 
-    /// Takes the memory of a read back.
+    /// Accepts the memory of a read for reuse.
     pub fn recycle(&mut self, plan: ReadPlan) {
         self.pool.put_plan(plan);
     }
 
-    /// Records that requests have arrived which are submitted next.
+    /// Records that requests have arrived, which are submitted next.
     pub fn note_arrival(&mut self) {
         if let Some(foreground) = &self.foreground {
             self.arrived = foreground.arrived();
@@ -239,7 +240,8 @@ impl<'a, T> Session<'a, T> {
         }
     }
 
-    /// Records that the requests which completed at once are answered; `idle` if no other requests are under way.
+    /// Records that the requests which completed at once are answered; `idle` says that no other requests are in
+    /// progress.
     pub fn note_answered(&mut self, idle: bool) {
         let served = std::mem::take(&mut self.served);
         if let (Some(foreground), Some(arrived)) = (&self.foreground, self.arrived.take())
@@ -276,9 +278,9 @@ impl<'a, T> Session<'a, T> {
     }
 
     /// Ends a batch: all requests that have arrived are submitted. Starts one device flush for all requested flushes,
-    /// unless one is under way; then they wait for the next one. The flush is completed on this thread, unless other
-    /// requests would wait for it longer than a handover takes. Returns true if the flush was completed here and was so
-    /// slow that requests may have arrived during it.
+    /// unless one is in progress; in that case the requested flushes wait for the next device flush. The flush is
+    /// completed on this thread, unless it would delay other requests for longer than handing it over takes. Returns
+    /// true if the flush was completed on this thread and was so slow that requests may have arrived during it.
     pub fn end_batch(&mut self) -> bool {
         if std::mem::take(&mut self.batch) > 1 || self.reads.pending() > 1 {
             self.depth.saw_overlap();
@@ -305,13 +307,14 @@ impl<'a, T> Session<'a, T> {
         self.finished = finished;
     }
 
-    /// Takes a finished read into the completions.
+    /// Adds a finished read to the completions.
     fn complete(&mut self, read: Finished<T>) {
         self.completed_bytes += read.bytes();
         self.completions.push_back(read.into());
     }
 
-    /// Records that requests arrived while others were under way: the client keeps several under way.
+    /// Records that requests arrived while others were in progress, so the client has several requests in flight at a
+    /// time.
     pub fn saw_overlap(&mut self) {
         self.depth.saw_overlap();
     }
@@ -335,7 +338,7 @@ impl<'a, T> Session<'a, T> {
         self.reap(Some(Duration::ZERO))
     }
 
-    /// Whether the socket passed to the last [`Session::wait`] is still being watched.
+    /// Whether the socket that was passed to the last [`Session::wait`] is still being watched.
     pub fn watches(&self) -> bool {
         self.reads.armed()
     }
@@ -350,7 +353,7 @@ impl<'a, T> Session<'a, T> {
     }
 
     /// Waits until a request completes, or until `socket` is readable: true if there may be input to receive. While
-    /// only reads are under way, the socket is watched only if the client keeps several requests under way.
+    /// only reads are in progress, the socket is watched only if the client has several requests in flight at a time.
     pub fn wait(&mut self, socket: Option<BorrowedFd<'_>>) -> Result<bool> {
         let began = Instant::now();
         let readable = if self.reads.pending() == 0 && self.flushes.running() {

@@ -1,7 +1,7 @@
-//! Buffers that one session reuses, so that reads do not cost zeroing and page faults each time.
+//! Buffers that one session reuses, which saves zeroing and page faults for each read.
 //!
 //! Reused buffers have old contents, which never leave the session: a read overwrites its whole buffer before any byte
-//! of it is used, and of a written buffer the device uses only what the client sent.
+//! of it is used, and in the buffer of a write the device uses only the bytes that the client sent.
 
 use super::limits::POOL_BYTES_MAX;
 use backend::{BLOCK_SIZE, Buffer};
@@ -28,8 +28,8 @@ impl Pool {
         }
     }
 
-    /// Keeps a buffer if there is room. Otherwise all kept buffers are freed, because they have sizes that the client
-    /// no longer requests.
+    /// Keeps a buffer for reuse, unless the kept buffers would exceed the limit. Otherwise all kept buffers are freed,
+    /// because they have sizes that the client no longer requests.
     pub fn put(&mut self, buffer: Buffer) {
         if buffer.is_empty() || buffer.len() > POOL_BYTES_MAX {
             return;
@@ -42,7 +42,7 @@ impl Pool {
         self.free.entry(buffer.blocks()).or_default().push(buffer);
     }
 
-    /// Keeps the buffers of a read.
+    /// Keeps the buffers of a read for reuse.
     pub fn put_plan(&mut self, plan: ReadPlan) {
         for segment in plan.segments {
             if let Segment::Media(media) = segment

@@ -1,16 +1,16 @@
-//! Reads under way: from a plan to verified bytes in memory.
+//! Reads in progress: from a plan to verified bytes in memory.
 //!
 //! Each media segment is first read from the page cache with a non-blocking system call; a segment that is not cached
 //! is read through the session's I/O queue. A read is finished when all its segments are in memory and the device has
 //! verified them. If the range changed meanwhile, the read is planned again, a bounded number of times. A read whose
-//! plan needs metadata from the medium is put off until all requests of its batch are submitted, so that the reads of
-//! one client wait for metadata at the same time. Invariants:
+//! plan needs metadata from the medium is put off until all requests of its batch are submitted, so that the metadata
+//! of all reads of one client is fetched concurrently. Invariants:
 //!
 //! 1. A slot belongs to one read from its first operation in flight until its last one has completed, so that a token
 //!    never refers to another read.
-//! 2. The guard of a plan is held until the read is verified, but not while a reply waits for a slow client.
+//! 2. The guard of a plan exists until the read is verified, but not while its reply waits for a slow client.
 //! 3. The queue is dropped before the plans, and waits for operations in flight.
-//! 4. No read stays put off when the session waits.
+//! 4. When the session waits, no read is still put off.
 
 use super::ahead::Ahead;
 use super::limits::{QUEUE_DEPTH, READ_PLANS_MAX};
@@ -28,12 +28,14 @@ use std::time::{Duration, Instant};
 const SOCKET_TOKEN: u64 = u64::MAX;
 const FLUSH_TOKEN: u64 = u64::MAX - 1;
 
-/// Number of reads that skip the page cache check after a miss; each further miss doubles it up to the maximum.
+/// Number of reads that do not check the page cache after a miss. Each further miss doubles the number, up to the
+/// maximum.
 const CACHE_SKIP_MIN: u32 = 1;
 const CACHE_SKIP_MAX: u32 = 32;
 
-/// How often reads that were put off are tried again together before each is planned by itself. The metadata of a read
-/// is a path through a tree and a page with checksums; the upper levels of trees are rarely missing.
+/// Number of attempts to plan the reads that were put off together; after that each is planned by itself. A plan needs
+/// a path through a tree and a page of checksums, and the upper levels of a tree are rarely missing, so a few attempts
+/// suffice.
 const TRIES_TOGETHER_MAX: u32 = 4;
 
 /// A read request.
@@ -57,13 +59,13 @@ pub struct Finished<T> {
 }
 
 impl<T> Finished<T> {
-    /// Bytes of data that it holds.
+    /// Bytes of data in the read.
     pub fn bytes(&self) -> usize {
         self.outcome.as_ref().map_or(0, |plan| plan.length)
     }
 }
 
-/// Which watched descriptors a wait found readable.
+/// The watched descriptors that a wait found readable.
 #[derive(Clone, Copy, Default)]
 pub struct Readable {
     /// The socket.
@@ -75,15 +77,15 @@ pub struct Readable {
 struct Pending<T> {
     ask: Ask<T>,
     plan: ReadPlan,
-    /// Number of plans made so far.
+    /// Number of plans made so far for the read.
     plans: u32,
-    /// Segments in flight.
+    /// Number of segments in flight.
     missing: usize,
     failure: Option<io::Error>,
 }
 
-/// Whether checking the page cache first has recently been worthwhile. If nothing is cached, each check is a wasted
-/// system call. The queue reads cached pages too, but at a higher cost.
+/// Whether checking the page cache first has recently succeeded. If nothing is cached, each check is a useless system
+/// call. The queue also reads cached pages, but at a higher cost.
 #[derive(Default)]
 struct CacheLuck {
     skip: u32,
@@ -110,7 +112,7 @@ impl CacheLuck {
 /// All reads of one session.
 pub struct Reads<'a, T> {
     queue: Option<Box<dyn Queue>>,
-    /// Set if the queue could not be created: every read then blocks in its own system call.
+    /// Whether the queue could not be created, so that every read blocks in its own system call.
     no_queue: bool,
     device: Arc<dyn Device>,
     exports: &'a dyn Exports,
@@ -128,7 +130,7 @@ pub struct Reads<'a, T> {
 }
 
 impl<'a, T> Reads<'a, T> {
-    /// No reads. The queue is created when the first read misses the page cache.
+    /// An empty set of reads. The queue is created when the first read misses the page cache.
     pub fn new(device: Arc<dyn Device>, exports: &'a dyn Exports) -> Self {
         Self {
             queue: None,
@@ -163,7 +165,7 @@ impl<'a, T> Reads<'a, T> {
         self.armed
     }
 
-    /// Begins a read; returns it if it is finished at once.
+    /// Begins a read. Returns the read if it is finished at once.
     pub fn begin(&mut self, ask: Ask<T>, pool: &mut Pool) -> Option<Finished<T>> {
         self.ahead.saw(ask.offset, ask.length as u64);
         let finished = match self.device.try_plan_read(ask.offset, ask.length).transpose() {
@@ -189,7 +191,7 @@ impl<'a, T> Reads<'a, T> {
                 break;
             }
             for ask in &self.put_off {
-                // The plan reports an error.
+                // An error is ignored here, because the next plan of the read reports it.
                 let _ = self.device.load_for_read(ask.offset, ask.length);
             }
             for ask in std::mem::take(&mut self.put_off) {
@@ -205,15 +207,15 @@ impl<'a, T> Reads<'a, T> {
         }
     }
 
-    /// Continues a read that was put off with its first plan.
+    /// Continues a read that was put off, with its first plan.
     fn resume(&mut self, ask: Ask<T>, planned: Result<ReadPlan>, pool: &mut Pool) -> Option<Finished<T>> {
         self.pending -= 1;
         self.held -= ask.length;
         self.carry_out(ask, planned, 1, pool)
     }
 
-    /// Loads the predicted next range into the page cache. Its location may be reused for other data meanwhile; then
-    /// the read-ahead was useless but harmless.
+    /// Loads the predicted next range into the page cache. If its location is reused for other data meanwhile, the
+    /// read-ahead has no use, but does no harm.
     fn read_ahead(&mut self) {
         let Some(range) = self.ahead.wanted(self.device.capacity()) else { return };
         let Ok(plan) = self.device.plan_read(range.start, (range.end - range.start) as usize) else { return };
@@ -224,7 +226,7 @@ impl<'a, T> Reads<'a, T> {
         }
     }
 
-    /// Makes the queue watch the socket too.
+    /// Makes the queue watch the socket as well.
     pub fn watch(&mut self, socket: RawFd) {
         if let Some(queue) = &mut self.queue
             && !self.armed
@@ -234,7 +236,7 @@ impl<'a, T> Reads<'a, T> {
         }
     }
 
-    /// Makes the queue watch for the end of a flush too.
+    /// Makes the queue watch for the end of a flush as well.
     pub fn watch_flush(&mut self, descriptor: RawFd) {
         if let Some(queue) = &mut self.queue
             && !self.flush_armed
@@ -302,7 +304,7 @@ impl<'a, T> Reads<'a, T> {
         }
     }
 
-    /// Plans and fetches until the read is finished (`Some`) or in flight (`None`).
+    /// Plans and fetches, until the read is finished (`Some`) or in flight (`None`).
     fn plan(&mut self, ask: Ask<T>, plans_before: u32, pool: &mut Pool) -> Option<Finished<T>> {
         if plans_before >= READ_PLANS_MAX {
             let message = "the range changed again and again while it was read";
@@ -312,8 +314,8 @@ impl<'a, T> Reads<'a, T> {
         self.carry_out(ask, planned, plans_before + 1, pool)
     }
 
-    /// Fetches what a plan, which is the `plans`th of its read, refers to. If the range changed meanwhile, it is
-    /// planned again.
+    /// Fetches the segments of a plan, which is the `plans`th plan of its read. If the range changed meanwhile, plans
+    /// the read again.
     fn carry_out(
         &mut self,
         ask: Ask<T>,
@@ -343,7 +345,7 @@ impl<'a, T> Reads<'a, T> {
             let Segment::Media(media) = segment else { continue };
             if misses == 0 && self.luck.try_now() {
                 let mut buffer = pool.take(media.length);
-                // An error is ignored here, because the read through the queue meets and reports it again.
+                // An error is ignored here, because the read through the queue fails too and reports it.
                 if media.file.read_cached_at(&mut buffer, media.offset).unwrap_or(false) {
                     self.luck.hit();
                     media.buffer = Some(buffer);
@@ -404,10 +406,10 @@ impl<'a, T> Reads<'a, T> {
                 queue.read(&media.file, media.offset, pool.take(media.length), token);
             }
         }
-        // Each read is submitted at once, although one system call could submit many. Reads submitted together complete
-        // together, and then client and storage take turns instead of working in parallel (direct reads at queue depth
-        // 16: 30,000/s together, 45,000/s one by one). An error is ignored here, because the next wait meets and
-        // reports it again.
+        // Each read is submitted at once, although one system call could submit many. Reads that are submitted together
+        // complete together, and then client and storage work alternately instead of in parallel (direct reads at queue
+        // depth 16: 30,000/s together, 45,000/s one by one). An error is ignored here, because the next wait fails too
+        // and reports it.
         if let Err(error) = queue.submit() {
             tracing::debug!(%error, "submitting a read");
         }
@@ -416,7 +418,7 @@ impl<'a, T> Reads<'a, T> {
         self.slots[slot] = Some(pending);
     }
 
-    /// Lets the device verify the read; returns the request if it must be planned again.
+    /// Lets the device verify the read. Returns the request if it must be planned again.
     fn verify(&mut self, ask: Ask<T>, mut plan: ReadPlan, pool: &mut Pool) -> std::result::Result<Finished<T>, Ask<T>> {
         let verdict = self.device.finish_read(&mut plan);
         plan.guard = None;

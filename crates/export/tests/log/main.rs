@@ -1,5 +1,5 @@
-//! Log messages when a connection ends by a protocol violation. A test program of its own, because `tracing` caches for
-//! the whole process whether an event is enabled, so that sessions of other tests would interfere.
+//! Log messages when a connection ends by a protocol violation. This is a separate test program, because `tracing`
+//! caches for the whole process whether an event is enabled, so sessions of other tests would interfere.
 #![allow(clippy::unwrap_used, missing_docs)]
 
 #[allow(dead_code)]
@@ -20,7 +20,7 @@ use tracing::field::{Field, Visit};
 use tracing::span::{Attributes, Id, Record};
 use tracing::{Event, Metadata, Subscriber};
 
-/// Log events as lines, preceded by their spans.
+/// Collects log events as lines, each with the names of its spans before it.
 #[derive(Default)]
 struct Log {
     spans: Mutex<Vec<String>>,
@@ -66,7 +66,7 @@ impl Subscriber for Log {
     }
 }
 
-/// Log lines of a session in which the client sends `requests`.
+/// The log lines of a session in which the client sends `requests`.
 fn log_of(mode: Mode, requests: Vec<u8>) -> Vec<String> {
     let log = Log::default();
     let lines = Arc::clone(&log.lines);

@@ -1,4 +1,5 @@
-//! Tenants: clients that may open some of the exports, by their certificates, and learn nothing of the others.
+//! Tenants: clients that may open some of the exports, depending on their certificates, and cannot find out anything
+//! about the others.
 
 use crate::Running;
 use crate::memory_disk::{MemoryDisk, Random, Shelf};
@@ -14,7 +15,7 @@ use testkit::protocol::*;
 
 const CAPACITY: u64 = 1 << 20;
 const READ_ONLY: u16 = 1 << 1;
-/// Attempts of a tenant to reach an export of another one.
+/// Number of attempts of a tenant to reach an export of another tenant.
 const ATTEMPTS: u64 = 1000;
 
 struct Tenants {
@@ -50,7 +51,7 @@ impl Tenants {
     }
 }
 
-/// New rules, which end so many connections.
+/// Replaces the rules, which ends `ended` connections.
 fn replace(tenants: &Tenants, rules: &str, ended: usize) {
     assert_eq!(tenants.running.server.replace_rules(Rules::parse(rules).unwrap()), Some(ended));
 }
@@ -88,11 +89,11 @@ fn a_tenant_sees_its_own_exports_and_writes_where_it_may() {
     assert_eq!(b.go("b-2"), REP_ACK);
     b.write(0, b"of tenant b");
     b.leave();
-    // A client without a rule sees nothing, and has no default export.
+    // A client without a rule sees no exports, and has no default export.
     let mut c = tenants.client("c.example");
     assert!(tenants.listed(&mut c).is_empty());
     assert_eq!(c.go(""), ERR_UNKNOWN);
-    // The rules are not for the unix socket.
+    // The rules do not apply to the unix socket.
     let mut local = Client::unix(&tenants.running.socket);
     local.greet(3);
     assert_eq!(tenants.listed(&mut local).len(), 5);
@@ -109,7 +110,8 @@ fn an_export_of_another_tenant_cannot_be_told_from_one_that_does_not_exist() {
     let mut a = tenants.client("a.example");
     a.choose(Mode::Structured);
     let codes = [OPT_INFO, OPT_GO, OPT_LIST_META, OPT_SET_META];
-    // Also with an export of its own open, and with a name that begins like one of its own.
+    // The same holds when the client has an export of its own open, and for a name with the prefix of the client's own
+    // names.
     assert_eq!(reply(&mut a, OPT_INFO, "a-2").0, REP_ACK);
     let absent: Vec<(u32, String)> = codes.iter().map(|code| reply(&mut a, *code, "b-9")).collect();
     assert!(absent.iter().all(|(kind, text)| *kind == ERR_UNKNOWN && text.contains("NAME")), "{absent:?}");
@@ -118,14 +120,14 @@ fn an_export_of_another_tenant_cannot_be_told_from_one_that_does_not_exist() {
     for attempt in 0..ATTEMPTS {
         let at = random.below(codes.len() as u64) as usize;
         let name = others[random.below(others.len() as u64) as usize];
-        // A connection takes a bounded number of options.
+        // The server accepts a limited number of options on a connection.
         if attempt % 20 == 0 {
             a = tenants.client("a.example");
             a.choose(Mode::Structured);
         }
         assert_eq!(reply(&mut a, codes[at], name), absent[at], "{name}");
     }
-    // The option without a reply for errors ends the connection in both cases.
+    // The option EXPORT_NAME, which has no error reply, ends the connection in both cases.
     for name in ["b-1", "b-9"] {
         let mut a = tenants.client("a.example");
         a.send_option(OPT_EXPORT_NAME, name.as_bytes());
@@ -143,11 +145,11 @@ fn new_rules_hold_for_sessions_that_began_before() {
         client
     };
     let (mut a, mut b) = (open("a.example", "a-1"), open("b.example", "a-1"));
-    // A client in its handshake, with an export open that it is about to choose.
+    // A client in the handshake that has queried an export and is about to choose it.
     let mut undecided = tenants.client("a.example");
     assert_eq!(reply(&mut undecided, OPT_INFO, "a-2").0, REP_ACK);
     let mut reader = open("b.example", "b-1@monday");
-    // Rules that give all that is in use, and more.
+    // The new rules grant all permissions that are in use, and more.
     replace(&tenants, "* * write\n", 0);
     a.write(0, b"1");
     replace(&tenants, "b.example *-1 write\n", 1);
@@ -162,13 +164,13 @@ fn new_rules_hold_for_sessions_that_began_before() {
     let mut b = open("b.example", "a-1");
     assert_ne!(b.flags & READ_ONLY, 0);
     assert_eq!(b.read(0, 1), b"2");
-    // No rules: every session ends, and those over the unix socket continue.
+    // Without any rule every session over TCP ends, and those over the unix socket continue.
     let mut local = Client::open(&tenants.running.socket, "a-1", Mode::Structured);
     replace(&tenants, "", 2);
     assert!(b.at_end() && reader.at_end());
     local.write(0, b"3");
     local.leave();
-    // A server without rules gets none.
+    // In a server that was started without rules, rules cannot be set.
     let without = Running::start(Shelf::of(&[&MemoryDisk::new("vm", CAPACITY, 2)]));
     assert_eq!(without.server.replace_rules(Rules::default()), None);
 }

@@ -1,5 +1,5 @@
-//! Chains of layers behind the server: grains smaller and larger than blocks, O_DIRECT files, page cache and queue, and
-//! snapshots and merges while requests are under way.
+//! Chains of layers as exports: grains smaller and larger than blocks, O_DIRECT files, page cache and queue, and
+//! snapshots and merges while requests are in progress.
 
 use crate::Running;
 use crate::layer_mock::{DirectFile, Manner, MemoryFile, Mock, Table};
@@ -17,7 +17,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 use testkit::protocol::Mode;
 
-/// Variants: grain size, whether locations change, whether files are opened with O_DIRECT, bytes of data cache.
+/// Variants of a chain: grain size, whether locations change, whether files are opened with O_DIRECT, bytes of data
+/// cache.
 const MANNERS: [(u64, bool, bool, u64); 4] =
     [(512, false, false, 0), (4096, true, true, 0), (65536, true, false, 2 << 20), (512, true, true, 1 << 20)];
 

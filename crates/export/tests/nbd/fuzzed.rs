@@ -2,8 +2,8 @@
 //!
 //! The test splits a stream into requests by the rules of the protocol. Each reply to the whole stream must equal the
 //! reply to the same request on a connection of its own, on a disk with the same history. Probe requests at the end
-//! write, are refused, and read back. After a point where the stream cannot be followed, nothing is answered and
-//! nothing is changed.
+//! write, are refused, and read back. After a point where the boundaries of requests are unknown, no request is
+//! answered and nothing is changed.
 
 use crate::in_process::{Outcome, Script, Seed, encode, every_seed, opening, run};
 use crate::memory_disk::{MemoryDisk, Random, Shelf};
@@ -18,7 +18,7 @@ use testkit::protocol::*;
 
 const STREAMS: u64 = 100_000;
 const CAPACITY: u64 = (80 << 10) + 512;
-/// Largest missing part of a last request that the test completes.
+/// Most bytes by which the test completes the last request of a stream.
 const FILL_MAX: u64 = 1 << 20;
 /// Most memory that a session may offer for receiving: its buffer, and the payload of a write within the disk.
 const OFFERED_MAX: usize = INBOX_BYTES + CAPACITY as usize + 2 * 4096;
@@ -32,7 +32,7 @@ fn damage(random: &mut Random, stream: &mut Vec<u8>, heads: &[usize]) {
     let anywhere = random.below(stream.len() as u64) as usize;
     let in_head = heads[random.below(heads.len() as u64) as usize] + random.below(32) as usize;
     let in_head = in_head.min(stream.len() - 1);
-    // The magic number of a header is rarely damaged, because the server must stop at a wrong one.
+    // The magic number of a header is rarely damaged, because the server must end the session at a wrong magic number.
     let in_fields = (in_head + if random.below(8) == 0 { 0 } else { 4 }).min(stream.len() - 1);
     match random.below(16) {
         0 => stream.truncate(anywhere),
@@ -55,7 +55,7 @@ fn damage(random: &mut Random, stream: &mut Vec<u8>, heads: &[usize]) {
     }
 }
 
-/// The requests of a stream, and the rest after the last one.
+/// The requests of a stream, and the rest after the last complete request.
 fn cut(mut stream: &[u8], mode: Mode) -> (Vec<&[u8]>, &[u8], Option<Next>) {
     let mut requests = Vec::new();
     while !stream.is_empty() {
@@ -131,9 +131,9 @@ fn probe(mode: Mode, random: &mut Random, cookie: u64) -> Vec<Vec<u8>> {
 struct Met {
     /// Streams with a probe at the end.
     probed: u64,
-    /// Streams that end inside a request.
+    /// Streams that end within a request.
     parts: u64,
-    /// Streams that cannot be followed to their end.
+    /// Streams in which the boundaries of requests become unknown.
     lost: u64,
     /// Refused requests with a payload that had another request after them.
     refused: u64,
@@ -157,14 +157,14 @@ fn check(seed: u64) -> Met {
     for _ in 0..random.below(4) {
         damage(&mut random, &mut stream, &heads);
     }
-    // If the stream ends within a request, its rest is usually sent too, so that the probe begins at a request
-    // boundary. Otherwise the incomplete request must have no effect.
+    // If the stream ends within a request, the test usually sends the rest of the request, so that the probe begins at
+    // a request boundary. Otherwise the incomplete request must have no effect.
     let fill = random.below(4) > 0;
     let lost = loop {
         match cut(&stream, mode).2 {
             None => break false,
             Some(Next::Part(missing)) if fill && missing <= FILL_MAX => {
-                // A header is completed with zeros, which more often give a request with a known end.
+                // A header is completed with zeros, because a request with zeros more often has a known end.
                 let filler = if missing > 32 { random.bytes(missing as usize) } else { vec![0; missing as usize] };
                 stream.extend(filler);
             }
@@ -203,7 +203,7 @@ fn check(seed: u64) -> Met {
     let mut all: Vec<Vec<u8>> = requests.iter().map(|request| request.to_vec()).collect();
     if lost {
         all.push(rest.to_vec());
-        // Probe requests after an incomplete request would be taken for its rest.
+        // After an incomplete request no probe is sent, because the server would take it for the rest of the request.
         all.extend(probe.iter().filter(|_| !partial).cloned());
     }
     let small = if random.below(32) == 0 { 1 + random.below(300) as usize } else { 0 };

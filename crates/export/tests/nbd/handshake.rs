@@ -1,4 +1,4 @@
-//! Negotiation of options, one property per test.
+//! Negotiation of options, with one property in each test.
 
 use crate::Running;
 use crate::memory_disk::{MemoryDisk, Shelf};
@@ -28,7 +28,7 @@ fn the_reply_to_export_name_is_padded_unless_no_zeroes_is_set() {
         let answer = client.take(length);
         assert_eq!(&answer[..8], &MIB.to_be_bytes());
         assert!(answer[10..].iter().all(|byte| *byte == 0));
-        // Transmission begins at once.
+        // Transmission begins directly after the reply to the option.
         assert_eq!(client.read(0, 512), vec![0; 512]);
         client.leave();
     }
@@ -272,7 +272,7 @@ fn unknown_information_requests_are_ignored() {
             }
         }
     }
-    // Each information is sent once, even if it is requested repeatedly, and unknown kinds are ignored.
+    // Each kind of information is sent once, even if it is requested repeatedly, and unknown kinds are ignored.
     let replies = client.option(OPT_INFO, &Client::info_data("vm", &[3, 9, 3, 1, 1000, 1]));
     let facts: Vec<u8> = replies.iter().filter(|(kind, _)| *kind == REP_INFO).map(|(_, data)| data[1]).collect();
     assert_eq!(facts, [0, 1, 3]);
@@ -339,7 +339,7 @@ fn the_empty_name_is_the_default_export_in_every_option() {
     client.send_option(OPT_EXPORT_NAME, b"");
     assert_eq!(client.take(10)[..8], MIB.to_be_bytes());
     client.leave();
-    // Contexts chosen under one name of the default export are valid under its other name.
+    // The default export has two names. Contexts that are chosen under one name are valid under the other.
     for (chosen, opened) in [("", "vm"), ("vm", ""), ("", "")] {
         let mut client = greeted(&running);
         client.choose(Mode::Extended);

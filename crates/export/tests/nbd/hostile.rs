@@ -32,7 +32,7 @@ fn eventually(what: &str, mut check: impl FnMut() -> bool) {
     }
 }
 
-/// A multiple of the timeout, because the machine may be loaded.
+/// Many times the timeout, because the machine may be busy.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 #[test]
@@ -51,7 +51,7 @@ fn a_handshake_past_its_deadline_is_ended_even_if_bytes_arrive() {
             dripping.write_all(b"HAVEOPT\0\0\0\x03\0\0\xff\xff").unwrap();
         }
     }
-    // A client that sends complete options without ever choosing an export.
+    // A client that sends complete options and never chooses an export.
     let mut busy = Client::unix(&running.socket);
     busy.greet(3);
     let begun = Instant::now();
@@ -88,20 +88,20 @@ fn unread_replies_take_bounded_memory_and_delay_no_other_client() {
             client.stream.write_all(&batch).unwrap();
             rude.push(client);
         }
-        // Other clients are served meanwhile.
+        // Another client is served meanwhile.
         let mut polite = Client::open(&running.socket, "vm", Mode::Simple);
         for n in 0..200 {
             let begun = Instant::now();
             assert_eq!(polite.read(n * 4096, 4096), [7; 4096]);
             assert!(begun.elapsed() < Duration::from_secs(2), "a polite client waited {:?}", begun.elapsed());
         }
-        // Clients that do not read keep neither locations nor memory of the device occupied.
+        // Clients that do not read their replies occupy neither locations nor memory of the device.
         eventually("guards are returned", || Arc::strong_count(&disk.guards) == 1);
         eventually("memory is returned", || disk.lent() == 0);
-        // Each such client may hold 48 MiB and one request; 4,000 requests of 4 MiB would be 16 GB.
+        // Each such client may occupy 48 MiB and one request. The 4,000 requests of 4 MiB would need 16 GB.
         let grown = resident_bytes().saturating_sub(before);
         assert!(grown < 400 << 20, "four clients that read no replies hold {} MiB", grown >> 20);
-        // A client that starts reading gets all its replies.
+        // When one of these clients starts reading, it receives all its replies.
         let mut reformed = rude.pop().unwrap();
         for _ in 0..50 {
             let (_, reply) = reformed.receive();
@@ -143,7 +143,8 @@ fn replies_before_a_disconnect_arrive_although_the_client_sends_more() {
         }
         batch.extend(client.encode(CMD_DISC, 0, 0, 0, &[]).1);
         client.stream.write_all(&batch).unwrap();
-        // Bytes after the disconnect request, such as the close notification of TLS.
+        // After a pause, the client sends bytes after its disconnect request, as it does with the close notification of
+        // TLS.
         std::thread::sleep(Duration::from_millis(20));
         let _ = client.stream.write_all(&[0; 64]);
         std::thread::sleep(Duration::from_millis(100));
@@ -294,7 +295,7 @@ fn sockets_have_the_given_mode_and_are_replaced_after_a_crash() {
     let Err(error) = Server::start(config(0o600), shelf.clone()) else { panic!("two servers on one socket") };
     assert_eq!(error.kind(), ErrorKind::Busy);
     drop(server);
-    // A socket file left by a killed server is replaced; any other file is not.
+    // The socket file of a killed server is replaced, but any other file is not.
     drop(std::os::unix::net::UnixListener::bind(&path).unwrap());
     assert!(path.exists());
     let server = Server::start(config(0o600), shelf.clone()).unwrap();

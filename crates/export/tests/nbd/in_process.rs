@@ -1,4 +1,4 @@
-//! Sessions without sockets: the client's bytes are given in advance, and the server's bytes are kept.
+//! Sessions without sockets: the client's bytes are given in advance, and the server's bytes are recorded.
 
 use connections::Peer;
 use connections::transport::{Transport, Wait};
@@ -12,10 +12,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use testkit::protocol::{Client, Mode, OPT_EXTENDED, OPT_GO, OPT_SET_META, OPT_STRUCTURED_REPLY};
 
-/// Number of calls to the transport after which a session counts as never ending.
+/// After this number of calls to the transport, a session counts as endless.
 const CALLS_MAX: usize = 1 << 20;
 
-/// An option as it goes over the wire.
+/// An option as it is sent by a client.
 pub fn option(code: u32, data: &[u8]) -> Vec<u8> {
     let mut out = b"IHAVEOPT".to_vec();
     out.extend(code.to_be_bytes());
@@ -24,7 +24,7 @@ pub fn option(code: u32, data: &[u8]) -> Vec<u8> {
     out
 }
 
-/// A request on the wire.
+/// A request as it is sent by a client.
 pub fn encode(mode: Mode, command: u16, flags: u16, cookie: u64, offset: u64, length: u64, payload: &[u8]) -> Vec<u8> {
     let extended = mode == Mode::Extended;
     let mut out = if extended { 0x21e4_1c71u32 } else { 0x2560_9513 }.to_be_bytes().to_vec();
@@ -41,7 +41,7 @@ pub fn encode(mode: Mode, command: u16, flags: u16, cookie: u64, offset: u64, le
     out
 }
 
-/// The bytes that a client sends before its first request to export `vm`.
+/// The bytes that a client sends before its first request on export `vm`.
 pub fn opening(mode: Mode, contexts: &[&str]) -> Vec<u8> {
     let mut out = 3u32.to_be_bytes().to_vec();
     match mode {
@@ -56,12 +56,12 @@ pub fn opening(mode: Mode, contexts: &[&str]) -> Vec<u8> {
     out
 }
 
-/// A client that sends its bytes in batches: each batch is sent after the replies to the previous one.
+/// A client that sends its bytes in batches. Each batch is sent after the replies to the previous batch.
 pub struct Script {
     batches: Vec<Vec<u8>>,
     batch: usize,
     at: usize,
-    /// Largest number of bytes that one call moves; 0 for no limit.
+    /// Largest number of bytes that one call transfers; 0 for no limit.
     cut: usize,
     calls: usize,
     heard: Arc<Mutex<Vec<u8>>>,
@@ -89,7 +89,8 @@ impl Transport for Script {
         self.count();
         self.offered.fetch_max(into.iter().map(|slice| slice.len()).sum(), Ordering::Relaxed);
         while self.batches.get(self.batch).is_some_and(|batch| self.at == batch.len()) {
-            // The server waits for input only if no request is under way and every reply is sent.
+            // The server waits for input only if no request is in progress and every reply is sent. Then the next batch
+            // begins.
             if wait == Wait::No && self.batch + 1 < self.batches.len() {
                 return Err(io::ErrorKind::WouldBlock.into());
             }
@@ -143,7 +144,7 @@ pub fn run(exports: &dyn Exports, terms: &Terms, script: Script) -> Outcome {
     Outcome { heard, offered: offered.load(Ordering::Relaxed), fault: result.err() }
 }
 
-/// A transport that reads recorded bytes of the server and discards what the client writes.
+/// A transport that returns the recorded bytes of a server, and discards the bytes that the client writes.
 struct Recorded {
     heard: Vec<u8>,
     at: usize,
@@ -166,8 +167,8 @@ impl Write for Recorded {
     }
 }
 
-/// A client that has read the replies to [`opening`] and continues with those to its requests. Returns the numbers of
-/// the contexts in the order of `contexts`.
+/// A client that has read the replies to [`opening`] and continues with the replies to its requests. Returns the
+/// numbers of the contexts in the order of `contexts`.
 pub fn listen(heard: Vec<u8>, mode: Mode, contexts: &[&str]) -> (Client, Vec<u32>) {
     let mut client = Client::new(Box::new(Recorded { heard, at: 0 }));
     client.greet(3);

@@ -1,5 +1,5 @@
 //! Input that violates the protocol: random bytes, and valid bytes with random damage. The session must end in bounded
-//! time, without a panic, and without sending more than it may.
+//! time, without a panic, and the server must not send more than the protocol permits.
 
 use crate::in_process::option;
 use crate::memory_disk::{MemoryDisk, Random, Shelf};
@@ -107,12 +107,12 @@ fn damaged_sessions_cause_no_panic() {
 fn replies_do_not_depend_on_how_messages_are_split() {
     for seed in 0..200 {
         let said = [0, 1, 13, 4096].map(|step| {
-            // The same seed for each disk, so that all make the same decisions.
+            // All disks have the same seed, so that all make the same random decisions.
             let disk = MemoryDisk::new("vm", CAPACITY, seed);
             session(&Shelf::of(&[&disk]), script(&mut Random(seed)), step).len()
         });
-        // Replies to reads may come in another order and be split differently, and flushes may be shared differently.
-        // The total length does not depend on this, so equal input gives equal length.
+        // Replies to reads may be sent in another order and be split differently, and flushes may be shared
+        // differently. The total length does not depend on this, so equal input gives equal length.
         assert!(said.iter().all(|length| *length == said[0]), "seed {seed}: {said:?}");
     }
 }

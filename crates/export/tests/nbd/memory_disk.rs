@@ -1,8 +1,8 @@
-//! A disk in memory that uses every kind of read: zeros, memory, media; cached or not; changed during the read.
+//! A disk in memory whose reads have every form: zeros, memory or media, cached or not, and changed during the read.
 //!
-//! Blocks are stored in an in-memory file at their own offset. A seeded choice per write decides whether a block is
-//! returned as memory or as media, and per access whether the simulated page cache has it, so that reads take every
-//! path.
+//! Blocks are stored in an in-memory file at their own offset. Random choices by a seed decide for each write whether
+//! the block is returned as memory or as media, and for each access whether the simulated page cache has the block. So
+//! all code paths of reads are used.
 
 use backend::{BLOCK_SIZE, Buffer, File, IoMode, LocalFile, LocalPart, Queue, SharedSlice, portable};
 use disk::device::{Allocation, Device, DirtyExtent, FlushTicket, Media, ReadPlan, Segment, StatusExtent, Verdict};
@@ -23,7 +23,7 @@ const BLOCK: u64 = BLOCK_SIZE as u64;
 struct MemoryFile {
     bytes: RwLock<Vec<u8>>,
     accesses: AtomicU64,
-    /// How many of 8 reads miss the page cache.
+    /// Number of reads out of 8 that miss the page cache.
     misses_of_8: AtomicU32,
     delay: Mutex<Duration>,
     broken: Mutex<Option<Range<u64>>>,
@@ -99,11 +99,11 @@ enum Place {
     Zero,
     Memory,
     Media,
-    /// Stored in an encoded form with another length ([`encode`]).
+    /// The block is stored in an encoded form with another length ([`encode`]).
     Encoded,
 }
 
-/// Offset in the file of the encoded blocks, with room of two blocks for each.
+/// Offset in the file of the encoded blocks. Each has space for two blocks.
 const ENCODED: u64 = 1 << 40;
 const ENCODED_BYTES: usize = BLOCK_SIZE + 16;
 /// Only writes below this length are stored in encoded form.
@@ -114,7 +114,7 @@ fn encode(block: u64, content: &[u8]) -> Vec<u8> {
     head.into_iter().chain(content.iter().map(|byte| byte ^ 0x5a)).collect()
 }
 
-/// Content of a plan's guard: the version of each block in every media segment.
+/// Content of a plan's guard: the expected version of each block in every media segment.
 struct Proof {
     versions: Vec<Vec<(u64, u32)>>,
     _guard: Arc<()>,
@@ -124,12 +124,12 @@ struct DiskState {
     capacity: u64,
     blocks: BTreeMap<u64, Place>,
     dirty: BTreeSet<u64>,
-    /// Number of writes to each block; replaces the checksums of the real store.
+    /// Number of writes to each block; replaces the checksums of a real store.
     versions: BTreeMap<u64, u32>,
     random: Random,
 }
 
-/// A call that plans a read, with its offset.
+/// A method call that plans a read, with the offset of the read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Planning {
     Try(u64),
@@ -147,19 +147,19 @@ pub struct MemoryDisk {
     flushes_held: Mutex<bool>,
     flushes_released: Condvar,
     pub fua_writes: AtomicU64,
-    /// Every n-th read returns "changed during the read"; 0 for only if true.
+    /// Every n-th read returns [`Verdict::Again`]; with 0, only if the range was changed.
     pub again_every: AtomicU32,
     verdicts: AtomicU32,
-    /// How many of 8 plans miss metadata.
+    /// Number of plans out of 8 that miss metadata.
     pub metadata_misses_of_8: AtomicU32,
     /// The calls that plan reads, in order, if they are recorded.
     pub planning: Mutex<Option<Vec<Planning>>>,
-    /// The error of writes, if they fail.
+    /// The kind of error with which writes fail; `None` if they succeed.
     pub fail_writes: Mutex<Option<ErrorKind>>,
     pub prefetched: Mutex<Vec<Range<u64>>>,
-    /// One reference is the disk's own; each read plan that is not verified holds another one.
+    /// The disk has one reference, and each read plan that is not verified has another one.
     pub guards: Arc<()>,
-    /// Buffers returned with reads.
+    /// Buffers that were returned with reads.
     lent: Mutex<Vec<Weak<Buffer>>>,
 }
 
@@ -207,7 +207,7 @@ impl MemoryDisk {
         }
     }
 
-    /// Makes every read of the storage take this long, and disables the page cache.
+    /// Makes every read of the storage take this time, and disables the page cache.
     pub fn slow(&self, delay: Duration) {
         *self.file.delay.lock() = delay;
         self.file.misses_of_8.store(8, Ordering::Relaxed);
@@ -219,7 +219,7 @@ impl MemoryDisk {
         self.flushes_released.notify_all();
     }
 
-    /// Sets how many of 8 reads miss the page cache.
+    /// Sets the number of reads out of 8 that miss the page cache.
     pub fn misses_of_8(&self, misses: u32) {
         self.file.misses_of_8.store(misses, Ordering::Relaxed);
         self.metadata_misses_of_8.store(misses, Ordering::Relaxed);
@@ -236,19 +236,19 @@ impl MemoryDisk {
         *self.file.broken.lock() = Some(range);
     }
 
-    /// Number of buffers returned with reads and still in use.
+    /// Number of buffers that were returned with reads and are still in use.
     pub fn lent(&self) -> usize {
         let mut lent = self.lent.lock();
         lent.retain(|buffer| buffer.strong_count() > 0);
         lent.len()
     }
 
-    /// Resets the record of changes.
+    /// Clears the record of changes, as a new snapshot does.
     pub fn take_snapshot(&self) {
         self.state.lock().dirty.clear();
     }
 
-    /// Makes every block with data a media block.
+    /// Makes every block with data a block that is returned as media.
     pub fn settle(&self) {
         for place in self.state.lock().blocks.values_mut() {
             if *place == Place::Memory {
@@ -401,7 +401,7 @@ impl Device for MemoryDisk {
             self.file.bytes.write()[from as usize..to as usize].copy_from_slice(data);
             let place = match state.random.below(16) {
                 0..5 => Place::Memory,
-                // Large writes are not encoded, so that they stay in long runs: tests measure the memory of reads.
+                // Large writes are not encoded, so that they form long runs: tests measure the memory of reads.
                 5 if length < ENCODED_WRITES => Place::Encoded,
                 _ => Place::Media,
             };

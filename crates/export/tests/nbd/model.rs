@@ -1,5 +1,5 @@
-//! Random requests, many under way, compared with a vector of bytes, with every style of headers, page cache misses and
-//! changes during reads. Each connection uses its own part of the disk, so the model is exact.
+//! Random requests, many at a time, compared with a vector of bytes. The tests use every style of headers, page cache
+//! misses, and changes during reads. Each connection uses its own part of the disk, so the model is exact.
 
 use crate::Running;
 use crate::memory_disk::{MemoryDisk, Random, Shelf};
@@ -19,7 +19,7 @@ pub fn play(socket: &std::path::Path, part: u64, mode: Mode, seed: u64, rounds: 
     let mut client = Client::open(socket, "vm", mode);
     let base = part * PART;
     let mut model = vec![0; PART as usize];
-    // Requests under way never overlap, because their order is not defined.
+    // Requests in progress never overlap, because their order would not be defined.
     let mut under_way: HashMap<u64, Expected> = HashMap::new();
     for round in 0..rounds {
         let length = match random.below(10) {

@@ -9,7 +9,7 @@ use testkit::protocol::*;
 /// Longest payload that the document requires every server to accept.
 pub const PAYLOAD_MAX: u64 = 1 << 25;
 
-/// The head of a request.
+/// The header of a request.
 #[derive(Clone, Copy, Debug)]
 pub struct Head {
     pub flags: u16,
@@ -30,7 +30,7 @@ pub enum Next {
     Whole(Head),
     /// An incomplete request, of which at least this many bytes are missing.
     Part(u64),
-    /// The stream cannot be followed: a wrong magic number, or too long a payload.
+    /// The boundary of the next request is unknown, because of a wrong magic number or a payload that is too long.
     Lost,
 }
 
@@ -47,7 +47,7 @@ pub fn next(bytes: &[u8], mode: Mode) -> Next {
     }
     let (flags, command) = (number(4, 6) as u16, number(6, 8) as u16);
     let length = number(24, size);
-    // The document requires the flag for extended writes, but QEMU omits it, so a write always has a payload.
+    // The document requires the flag for extended writes, but QEMU omits the flag, so a write always has a payload.
     let carries = command == CMD_WRITE || (extended && flags & PAYLOAD != 0);
     let payload = if carries { length } else { 0 };
     if payload > PAYLOAD_MAX {
@@ -60,42 +60,42 @@ pub fn next(bytes: &[u8], mode: Mode) -> Next {
     Next::Whole(Head { flags, command, cookie: number(8, 16), offset: number(16, 24), length, bytes: size, payload })
 }
 
-/// What the reply to a request must be.
+/// The required reply to a request.
 #[derive(Debug)]
 pub enum Answer {
     Success,
-    /// Success; the disk now has these bytes at the offset.
+    /// Success. The disk now has these bytes at the offset.
     Changed(Vec<u8>),
     Data(Vec<u8>),
-    /// Extents of the selected contexts.
+    /// Success, with extents of the selected contexts.
     Status {
         length: u64,
         ids: Vec<u32>,
     },
-    /// Any of these errors.
+    /// One of these errors.
     Errors(Vec<u32>),
 }
 
-/// A request that was answered.
+/// A request, with the required reply.
 #[derive(Debug)]
 pub struct Served {
     pub head: Head,
     pub answer: Answer,
 }
 
-/// The model.
+/// The model of a server.
 pub struct Reference {
     pub mode: Mode,
     pub disk: Vec<u8>,
     pub read_only: bool,
-    /// Largest size to which a client may grow the disk; `None` if it may not.
+    /// Largest size to which a client may grow the disk; `None` if clients may not grow it.
     pub grows_to: Option<u64>,
     /// Numbers of the negotiated contexts.
     pub contexts: Vec<u32>,
 }
 
 impl Reference {
-    /// Serves a stream until the client disconnects, the stream ends, or it cannot be followed.
+    /// Serves a stream until the client disconnects, the stream ends, or the next request cannot be found.
     pub fn serve(&mut self, mut stream: &[u8]) -> Vec<Served> {
         let mut served = Vec::new();
         while let Next::Whole(head) = next(stream, self.mode) {
@@ -183,7 +183,7 @@ impl Reference {
     }
 }
 
-/// The payload of block status: a length and at least one context number, each at most once.
+/// Parses the payload of block status: a length and at least one context number, each at most once.
 fn status_form(payload: &[u8]) -> Option<(u64, Vec<u32>)> {
     let (length, ids) = payload.split_at_checked(8)?;
     if ids.is_empty() || ids.len() % 4 != 0 {

@@ -11,10 +11,10 @@ use testkit::protocol::*;
 pub const STREAMS: u64 = 10_000;
 pub const CAPACITY: u64 = (256 << 10) + 512;
 pub const CONTEXTS: [&str; 3] = ["base:allocation", "lamina:dirty:monday", "qemu:dirty-bitmap:monday"];
-/// Size beyond which [`MemoryDisk`] has no space.
+/// Size above which [`MemoryDisk`] has no space.
 const SPACE: u64 = 1 << 30;
 
-/// The negotiated properties that requests depend on.
+/// The negotiated properties on which requests depend.
 #[derive(Clone, Copy, Debug)]
 pub struct Setting {
     pub mode: Mode,
@@ -22,7 +22,7 @@ pub struct Setting {
     pub resize: bool,
 }
 
-/// A length at one of the alignments that clients use.
+/// A random length, at one of the alignments that clients use.
 fn some_length(random: &mut Random) -> u64 {
     match random.below(40) {
         0 => 0,
@@ -37,7 +37,7 @@ fn some_length(random: &mut Random) -> u64 {
 fn some_offset(random: &mut Random, capacity: u64, length: u64) -> u64 {
     let unit = [1, 512, 4096][random.below(3) as usize];
     match random.below(24) {
-        // Just beyond the end, at the end, far beyond it, and near the largest number.
+        // A range just beyond the end, at the end, far beyond the end, or near the largest number.
         0 => (capacity + 1).saturating_sub(length),
         1 => capacity.saturating_sub(length),
         2 => capacity + random.below(10_000),
@@ -46,7 +46,7 @@ fn some_offset(random: &mut Random, capacity: u64, length: u64) -> u64 {
     }
 }
 
-/// A request, valid more often than not.
+/// A random request, which is valid more often than not.
 pub fn some_request(random: &mut Random, setting: Setting) -> Vec<u8> {
     let Setting { mode, capacity, resize } = setting;
     let extended = mode == Mode::Extended;
@@ -162,15 +162,15 @@ pub fn batches(random: &mut Random, opening: Vec<u8>, requests: &[Vec<u8>]) -> V
     batches
 }
 
-/// How often each outcome occurred.
+/// Number of occurrences of each outcome.
 #[derive(Debug, Default)]
 struct Met {
     success: u64,
     errors: HashMap<u32, u64>,
 }
 
-/// Whether each byte of a read that was answered late has its value at the arrival of the read, or the value of a later
-/// change. `served` begins with the read.
+/// Whether each byte of a read that was answered late has the value at the arrival of the read, or the value of a later
+/// change. The first element of `served` is the read.
 fn explained(served: &[Served], data: &[u8]) -> bool {
     let Some(Served { head: read, answer: Answer::Data(then) }) = served.first() else { return false };
     let mut allowed: Vec<Vec<u8>> = then.iter().map(|byte| vec![*byte]).collect();
@@ -195,7 +195,7 @@ fn compare(mode: Mode, seed: u64) -> Met {
     let stream = some_stream(&mut random, Setting { mode, capacity: CAPACITY, resize });
 
     let disk = MemoryDisk::new("vm", CAPACITY, seed);
-    // Reads of the storage may be answered late, and then with data of later writes.
+    // If reads of the storage are slow, they may be answered late, and then with data of later writes.
     let late = random.below(8) == 0;
     disk.misses_of_8(if late { 3 } else { 0 });
     let policy = if resize { ResizePolicy::Grow } else { ResizePolicy::Never };

@@ -1,4 +1,5 @@
-//! TLS with certificates made by the test: which clients are accepted, what is sent before TLS, and that data passes.
+//! TLS with certificates made by the test: which clients are accepted, which bytes are sent before TLS, and that data
+//! is transferred.
 
 use crate::memory_disk::{MemoryDisk, Random, Shelf};
 use crate::{Folder, Running};
@@ -103,7 +104,7 @@ fn start(tls: TlsConfig) -> Running {
     Running::with(config, Shelf::of(&[&MemoryDisk::new("vm", CAPACITY, 2)]))
 }
 
-/// Upgrades a greeted connection; the TLS handshake happens with the first bytes.
+/// Upgrades a connection after the greeting. The TLS handshake takes place when the first bytes are sent.
 pub fn upgrade(mut stream: TcpStream, config: rustls::ClientConfig) -> Client {
     use std::io::{Read, Write};
     let mut greeting = [0; 18];
@@ -166,7 +167,7 @@ fn every_request_works_over_tls() {
             let at = random.below(CAPACITY - length) as usize;
             assert!(client.read(at as u64, length) == model[at..at + length as usize]);
         }
-        // Many replies under way at once.
+        // Many replies are in progress at once.
         let mut batch = Vec::new();
         for n in 0..12 {
             batch.extend(client.encode(CMD_READ, 0, n << 20, 1 << 20, &[]).1);
@@ -216,7 +217,7 @@ fn clients_with_certificates_have_a_separate_limit() {
         assert_eq!(client.go("vm"), REP_ACK);
         client
     };
-    // The limit of unauthenticated clients is 1, and is free again after each handshake.
+    // The limit of unauthenticated clients is 1. It is available again after each completed handshake.
     let mut clients = [authenticated(), authenticated()];
     let mut idle = TcpStream::connect(running.tcp_address()).unwrap();
     std::io::Read::read_exact(&mut idle, &mut [0; 18]).unwrap();

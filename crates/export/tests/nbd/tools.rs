@@ -1,4 +1,4 @@
-//! The server with common clients: libnbd's tools, QEMU's tools and fio. They must be installed.
+//! The server with common clients: libnbd's tools, QEMU's tools and fio. These programs must be installed.
 
 use crate::Running;
 use crate::memory_disk::{MemoryDisk, Random, Shelf};
@@ -29,7 +29,7 @@ fn uri(running: &Running, export: &str) -> String {
     format!("nbd+unix:///{export}?socket={}", running.socket.display())
 }
 
-/// A file with data and holes in it, as long as the disk.
+/// An image file with data and holes, as long as the disk.
 fn make_image(running: &Running) -> String {
     use std::os::unix::fs::FileExt;
     let path = running.folder.0.join("image.raw");
@@ -101,7 +101,7 @@ fn qemu_img_converts_compares_and_maps() {
     assert!(map.contains("\"zero\": true") && map.contains("\"zero\": false"), "{map}");
     let options = format!("driver=nbd,server.type=unix,server.path={},export=vm", running.socket.display());
     assert!(run("qemu-img", &["info", "--image-opts", &options]).contains("67110400 bytes"));
-    // The changed-block context under the name that backup tools use.
+    // The context for changed blocks has the name that backup tools use.
     let options = format!("driver=raw,file.{}", options.replace(",s", ",file.s").replace(",export", ",file.export"));
     let options = format!("{options},file.x-dirty-bitmap=qemu:dirty-bitmap:monday");
     let map = run("qemu-img", &["map", "--output=json", "--image-opts", &options]);

@@ -71,7 +71,7 @@ fn reads_that_miss_metadata_wait_for_it_together() {
     client.write(0, &[7; READS as usize * 4096]);
     *disk.planning.lock() = Some(Vec::new());
     let mut requests = Vec::new();
-    // In descending order, so that they are not a sequential stream, which is read ahead.
+    // The reads are in descending order, because an ascending sequence would be read ahead.
     for number in (0..READS).rev() {
         requests.extend(client.encode(CMD_READ, 0, number * 4096, 4096, &[]).1);
     }
@@ -81,10 +81,10 @@ fn reads_that_miss_metadata_wait_for_it_together() {
     }
     let planning = disk.planning.lock().take().unwrap();
     let each = |step: fn(u64) -> Planning| (0..READS).rev().map(|number| step(number * 4096)).collect::<Vec<_>>();
-    // Metadata of all reads is requested before the first read waits for it.
+    // The metadata of all reads is requested before the first read waits for its metadata.
     let together: Vec<Planning> = [each(Planning::Try), each(Planning::Load), each(Planning::Try)].concat();
     assert_eq!(planning[..together.len()], together);
-    // Metadata that stays missing ends in plans that wait for it.
+    // If metadata is still missing after the attempts, each plan waits for it.
     assert_eq!(planning[planning.len() - READS as usize..], each(Planning::Plan));
 }
 
@@ -177,12 +177,12 @@ fn long_runs_of_zeros_are_sent_as_holes() {
         client.write(20000, &[6; 100]);
         disk.settle();
         let reply = client.ask(CMD_READ, 0, 0, 32768);
-        // zeros | data | zeros | data | zeros
+        // The layout of the range: zeros | data | zeros | data | zeros.
         assert_eq!(reply.chunks, (2, 3));
         let reply = client.ask(CMD_READ, DF, 0, 32768);
         assert_eq!(reply.chunks, (1, 0), "DF: one chunk");
         assert_eq!((reply.data[8191], reply.data[8192], reply.data[20050], reply.data[20100]), (0, 5, 6, 0));
-        // A run of zeros shorter than a block does not become a chunk of its own.
+        // A run of zeros shorter than a block is not sent as a separate chunk.
         assert_eq!(client.ask(CMD_READ, 0, 8000, 4400).chunks, (1, 0));
         assert_eq!(client.ask(CMD_READ, 0, 1 << 20, 1 << 20).chunks, (0, 1));
         assert_eq!(client.ask(CMD_READ, DF, 1 << 20, 1 << 20).chunks, (1, 0));
@@ -264,7 +264,7 @@ fn block_status_of_several_contexts() {
 fn with_extended_headers_payload_follows_its_flag() {
     let (running, _disk) = start();
     let mut client = Client::open(&running.socket, "vm", Mode::Extended);
-    // The payload of a command that takes none is read and discarded.
+    // If a command without payload has one, the payload is read and discarded.
     assert_eq!(client.ask_with(CMD_READ, PAYLOAD, 0, 100_000, &vec![7; 100_000]).error, EINVAL);
     assert_eq!(client.ask_with(CMD_FLUSH, PAYLOAD, 0, 9, &[7; 9]).error, EINVAL);
     assert_eq!(client.ask(CMD_TRIM, 0, 0, 1 << 40).error, EINVAL);
@@ -433,7 +433,7 @@ fn slow_reads_do_not_delay_other_requests() {
     disk.settle();
     disk.slow(std::time::Duration::from_millis(300));
     let mut slow = vec![client.send(CMD_READ, 0, 0, 4096, &[])];
-    // Gives the server time to wait in its queue.
+    // Gives the server time to begin waiting in its queue.
     std::thread::sleep(std::time::Duration::from_millis(50));
     slow.push(client.send(CMD_READ, 0, 4096, 4096, &[]));
     slow.push(client.send(CMD_READ, 0, 8192, 4096, &[]));
