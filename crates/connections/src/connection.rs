@@ -13,7 +13,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-/// An accepted connection: a stream socket in blocking mode. Its descriptor is closed with the last reference.
+/// An accepted connection: a stream socket in blocking mode. Its descriptor is closed when the last reference is
+/// dropped.
 pub struct Connection {
     pub(crate) number: u64,
     pub(crate) peer: Peer,
@@ -24,7 +25,7 @@ pub struct Connection {
 }
 
 impl Connection {
-    /// Its number, which is unique within the service.
+    /// The connection's number, which is unique within the service.
     pub fn number(&self) -> u64 {
         self.number
     }
@@ -34,7 +35,7 @@ impl Connection {
         &self.peer
     }
 
-    /// Whether it came over TCP.
+    /// Whether the connection uses TCP.
     pub fn is_tcp(&self) -> bool {
         self.tcp
     }
@@ -51,7 +52,7 @@ impl Connection {
         Ok(())
     }
 
-    /// Set when the protocol has to finish the requests it has begun and to end the connection.
+    /// Whether the protocol has to finish the requests it has begun, and then to end the connection.
     pub fn ends(&self) -> bool {
         self.stop.load(Ordering::SeqCst)
     }
@@ -62,7 +63,7 @@ impl Connection {
     }
 
     /// Tells the protocol to finish the requests it has begun and to end the connection. A thread that waits for input
-    /// reads the end of the stream.
+    /// receives the end of the stream.
     pub fn finish(&self) {
         self.stop.store(true, Ordering::SeqCst);
         self.shut_down(Shutdown::Read);
@@ -74,7 +75,7 @@ impl Connection {
     }
 
     fn shut_down(&self, how: Shutdown) {
-        // Fails if the peer has disconnected, which is ignored.
+        // An error is ignored: it means that the peer has disconnected.
         let _ = rustix::net::shutdown(&self.socket, how);
     }
 
@@ -83,12 +84,12 @@ impl Connection {
         self.service.stops()
     }
 
-    /// Becomes readable (hang-up) when the service stops.
+    /// A descriptor that becomes readable (hang-up) when the service stops.
     pub fn stopping(&self) -> BorrowedFd<'_> {
         self.service.stopping()
     }
 
-    /// The client has presented a valid certificate: from now on the connection counts as authenticated.
+    /// Called when the client has presented a valid certificate. From now on the connection counts as authenticated.
     ///
     /// # Errors
     /// `ConnectionRefused` if the limit of authenticated connections is reached.
@@ -96,7 +97,7 @@ impl Connection {
         self.service.authenticate(self)
     }
 
-    /// Whether the peer has closed its side.
+    /// Whether the peer has closed its side of the connection.
     pub fn peer_has_gone(&self) -> bool {
         let gone = PollFlags::RDHUP | PollFlags::HUP | PollFlags::ERR;
         let mut entries = [PollFd::from_borrowed_fd((*self.socket).as_fd(), PollFlags::RDHUP)];
@@ -104,15 +105,15 @@ impl Connection {
             && entries[0].revents().intersects(gone)
     }
 
-    /// Waits until no other connection of the service has a peer that has disconnected. False if one still has after
-    /// `patience`, or when this connection is told to end.
+    /// Waits until no other connection of the service has a peer that has disconnected. Returns false if there still is
+    /// one after `patience`, or if this connection has to end.
     pub fn others_settled(&self, patience: Duration) -> bool {
         self.service.settled(patience, || self.ends())
     }
 
-    /// Closes the connection in both directions, after everything that was sent. Closing a socket with unread input
-    /// sends a reset, and a reset discards what the peer has not read. So input is read until the peer closes too, for
-    /// at most [`CLOSE_PATIENCE`].
+    /// Closes the connection in both directions, after everything was sent. If a socket with unread input is closed,
+    /// the kernel sends a reset, and the reset discards data that the peer has not read. So input is read until the
+    /// peer closes the connection too, for at most [`CLOSE_PATIENCE`].
     pub fn close(&self) {
         if rustix::net::shutdown(&self.socket, Shutdown::Write).is_err() {
             return;

@@ -1,4 +1,4 @@
-//! Groups of users by their names.
+//! The numbers of user groups.
 
 use error::{Error, ErrorKind, Result};
 use std::fs;
@@ -6,8 +6,8 @@ use std::process::{Command, Stdio};
 
 /// The number of a group, which is given by its name or its number.
 ///
-/// Groups of the file `/etc/group` are found without another program; for groups of a directory service, the system's
-/// `getent` is asked.
+/// Groups in the file `/etc/group` are found without another program; for groups of a directory service, the system's
+/// program `getent` is run.
 ///
 /// # Errors
 /// `NotFound` if there is no such group.
@@ -31,7 +31,7 @@ fn find(text: &str, name: &str) -> Option<u32> {
 }
 
 fn asked(name: &str) -> Option<String> {
-    // A name that begins with a hyphen would be an option.
+    // After `--`, a name that begins with a hyphen is not taken for an option.
     let output = Command::new("getent").args(["group", "--", name]).stdin(Stdio::null()).output().ok()?;
     String::from_utf8(output.stdout).ok()
 }

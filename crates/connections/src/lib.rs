@@ -12,7 +12,7 @@
 //! limits        all limits
 //! ```
 //!
-//! A protocol implements [`Protocol`]: it serves each connection on a thread of its own. This crate does not know
+//! A protocol implements [`Protocol`]: it serves each connection on a thread of its own. This crate does not depend on
 //! protocols, disks or datastores.
 
 #![forbid(unsafe_code)]

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 /// How many connections of each class may be open at a time. Each class has its own limit, so that connections of one
-/// class never exclude those of another.
+/// class never prevent those of another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
     /// Connections over unix sockets.
@@ -25,37 +25,38 @@ impl Limits {
 /// Connections that the kernel keeps until they are accepted.
 pub const BACKLOG: i32 = 128;
 
-/// Length of the backlog of an [`Owned`](crate::Listen::Owned) socket. If many short commands connect at once, most of
-/// them wait to be accepted instead of being refused.
+/// Length of the backlog of an [`Owned`](crate::Listen::Owned) socket. If more short commands connect at once, they
+/// wait until the backlog has room instead of being refused.
 pub const BACKLOG_OWNED: i32 = 16;
 
 /// Pause before accepting again if the process or the system has no descriptor left.
 pub const ACCEPT_RETRY: Duration = Duration::from_millis(100);
 
-/// How long a client may take from connecting to the end of its handshake, TLS included, unless configured.
+/// Default time that a client may take from connecting to the end of its handshake, including TLS.
 pub const HANDSHAKE_TIMEOUT_DEFAULT: Duration = Duration::from_secs(30);
 
-/// How long a closed connection reads what the peer still sends before it is reset.
+/// How long the bytes that the peer still sends are read after a connection was closed. After this time the connection
+/// is reset.
 pub const CLOSE_PATIENCE: Duration = Duration::from_millis(500);
 
 /// Bytes that one read discards while a connection is closed.
 pub const CLOSE_READ_BYTES: usize = 16 << 10;
 
-/// Interval in which refusals with the same cause are logged once, with their number.
+/// Interval at which refusals with the same cause are logged together, with their number.
 pub const REFUSAL_LOG_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Interval at which a wait for connections of disconnected clients checks for further ones.
+/// Interval at which a wait for connections of disconnected clients checks whether further clients have disconnected.
 pub const SETTLE_LOOK: Duration = Duration::from_millis(100);
 
-/// Limit of the outgoing plaintext and ciphertext that rustls holds for one connection.
+/// Limit of the outgoing plaintext and ciphertext that rustls buffers for one connection.
 pub const TLS_BUFFER_BYTES_MAX: usize = 512 << 10;
 
-/// Ciphertext that a [`TlsStream`](crate::TlsStream) receives at once.
+/// Most ciphertext that a [`TlsStream`](crate::TlsStream) receives at once.
 pub const RECEIVE_BYTES: usize = 512 << 10;
 
-/// Ciphertext that a [`TlsStream`](crate::TlsStream) collects before it sends.
+/// Amount of ciphertext that a [`TlsStream`](crate::TlsStream) collects before it sends.
 pub const SEND_BYTES: usize = 512 << 10;
 
-/// Plaintext that a [`TlsStream`](crate::TlsStream) encrypts at once, and sends soon after. A multiple of the size of
-/// TLS records.
+/// Most plaintext that a [`TlsStream`](crate::TlsStream) encrypts at once, and sends soon after. It is a multiple of
+/// the size of TLS records.
 pub const ENCRYPT_BYTES: usize = 256 << 10;

@@ -1,9 +1,9 @@
 //! Addresses to listen on: unix sockets with their files, and TCP.
 //!
-//! 1. A unix socket has its final permissions from the moment its file exists. The file is removed at the end, unless
-//!    it was replaced by another one.
+//! 1. A unix socket has its final permissions from the moment its file exists. When the listener is dropped, the file
+//!    is removed, unless another file has replaced it.
 //! 2. A file that is not a socket is never removed.
-//! 3. TCP beyond loopback needs TLS with client certificates, unless the operator allows it without ([`Access`]).
+//! 3. TCP beyond loopback needs TLS with client certificates, unless the operator allows insecure TCP ([`Access`]).
 
 use crate::limits::{BACKLOG, BACKLOG_OWNED};
 use crate::tls::TlsConfig;
@@ -31,29 +31,29 @@ pub enum Listen {
         /// The group of the socket file; `None` for the group of this process.
         group: Option<u32>,
     },
-    /// A unix socket, with mode 0600, in a folder whose lock the caller holds. An existing socket file belonged to an
-    /// earlier owner and is replaced. The path may be longer than a socket address allows: [`connect`] reaches it
-    /// nevertheless.
+    /// A unix socket with mode 0600, in a folder whose lock the caller holds. So an existing socket file was created by
+    /// an earlier owner, and is replaced. The path may be longer than a socket address allows: [`connect`] can connect
+    /// to it nevertheless.
     Owned {
         /// Path of the socket.
         path: PathBuf,
-        /// A group that may connect too: the socket then has mode 0660.
+        /// A group that may connect too. The socket then has mode 0660.
         group: Option<u32>,
     },
     /// A TCP address; port 0 selects a free one.
     Tcp(SocketAddr),
 }
 
-/// An address that is listened on, as clients connect to it.
+/// An address on which the service listens, in the form that clients connect to.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Address {
     /// A unix socket.
     Unix(PathBuf),
-    /// A TCP address with the port actually used.
+    /// A TCP address, with the actual port.
     Tcp(SocketAddr),
 }
 
-/// What decides whether a TCP address beyond loopback may be listened on.
+/// The conditions that decide whether the service may listen on a TCP address beyond loopback.
 #[derive(Clone, Debug)]
 pub struct Access {
     /// The TLS configuration, if TLS is offered.
@@ -94,7 +94,7 @@ pub(crate) struct Listener {
 }
 
 impl Listen {
-    /// Listens, with a non-blocking socket.
+    /// Creates a listening, non-blocking socket.
     pub(crate) fn bind(&self, access: &Access) -> Result<Listener> {
         let listener = match self {
             Self::Unix { path, mode, group } => bind_unix(path, *mode, *group, false)?,
@@ -107,7 +107,7 @@ impl Listen {
                 Listener { socket: listener.into(), address, file: None }
             }
         };
-        // Non-blocking, because a client may disconnect between poll and accept.
+        // The socket is non-blocking, because a client may disconnect between poll and accept.
         rustix::io::ioctl_fionbio(&listener.socket, true)
             .map_err(|error| Error::io("preparing a socket to listen", error.into()))?;
         Ok(listener)
@@ -126,7 +126,7 @@ impl SocketFile {
         Some(Self { path: path.to_owned(), inode: (metadata.dev(), metadata.ino()) })
     }
 
-    /// Removes the file, unless the path names another one.
+    /// Removes the file, unless the path now names another file.
     pub(crate) fn remove(&self) {
         if Self::of(&self.path).is_some_and(|file| file.inode == self.inode)
             && let Err(error) = std::fs::remove_file(&self.path)
@@ -140,8 +140,8 @@ fn new_socket() -> rustix::io::Result<OwnedFd> {
     rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)
 }
 
-/// The address of a socket. If its path is too long, the address goes through the descriptor of its folder, which must
-/// stay open while the address is used.
+/// The address of a socket. If the path is too long for a socket address, the address uses the descriptor of the
+/// folder, which must stay open while the address is used.
 fn address(path: &Path) -> io::Result<(SocketAddrUnix, Option<OwnedFd>)> {
     let (folder, name) = match SocketAddrUnix::new(path) {
         Err(Errno::NAMETOOLONG) => match (path.parent(), path.file_name()) {
@@ -163,8 +163,8 @@ pub fn connect(path: &Path) -> io::Result<UnixStream> {
     Ok(socket.into())
 }
 
-/// Removes a socket that an earlier owner of its folder left; to be called as the owner. Other files are left
-/// unchanged.
+/// Removes the socket file of an earlier owner of the folder. Only the current owner may call this. Other files are not
+/// changed.
 ///
 /// # Errors
 /// `Exists` for a file that is not a socket, and errors of the system.
@@ -196,8 +196,9 @@ fn bind_unix(path: &Path, mode: u32, group: Option<u32>, owned: bool) -> Result<
     let mode = Mode::from_raw_mode(mode);
     let attempt = || -> rustix::io::Result<OwnedFd> {
         let socket = new_socket()?;
-        // On Linux the file gets the permissions of the socket, so that other users can connect at no moment. If it has
-        // to get a group, the group of this process cannot connect before.
+        // On Linux the file is created with the permissions of the socket, so that other users can connect at no
+        // moment. If the group of the file has to be changed, the present group must not be able to connect before the
+        // change.
         let first = if group.is_some() { mode & Mode::from_raw_mode(0o700) } else { mode };
         rustix::fs::fchmod(&socket, first)?;
         rustix::net::bind(&socket, &address)?;
@@ -252,7 +253,7 @@ mod tests {
             let error = unix(&path, mode).bind(&Access::LOCAL).err().unwrap();
             assert_eq!(error.kind(), ErrorKind::Busy, "{error}");
             connect(&path).unwrap();
-            // The state that a killed process leaves.
+            // The state of the socket file after its process was killed.
             drop(listener);
             assert!(path.exists());
             assert_eq!(connect(&path).unwrap_err().kind(), io::ErrorKind::ConnectionRefused);

@@ -10,7 +10,7 @@ use std::os::fd::AsFd;
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Peer {
-    /// A process on this machine, over a unix socket.
+    /// A process on this host, over a unix socket.
     Process {
         /// Process id.
         pid: i32,
@@ -19,7 +19,7 @@ pub enum Peer {
     },
     /// A TCP address.
     Address(SocketAddr),
-    /// The system does not report the peer.
+    /// The system does not report an identity of the peer.
     #[default]
     Unknown,
 }
@@ -37,8 +37,8 @@ impl Peer {
         }
     }
 
-    /// Whether a connection from `other` may come from the same client: the same process, or the same host with any
-    /// port. Two unknown peers count as different clients.
+    /// Whether a connection from `other` may be one of the same client: from the same process, or from the same host
+    /// with any port. Two unknown peers count as different clients.
     pub fn may_be(&self, other: &Self) -> bool {
         match (self, other) {
             (Self::Unknown, _) | (_, Self::Unknown) => false,

@@ -1,9 +1,9 @@
 //! Polling for a short time before sleeping.
 //!
-//! A client with few requests at a time responds within microseconds, and so does storage when much is in flight.
-//! Sleeping and waking up takes longer than that, especially in virtual machines. As in QEMU's event loop, the polling
-//! time adapts: it grows while waits are short and drops to zero when they are not, so that an idle client costs no CPU
-//! time. The thread yields the processor between two polls.
+//! A client with few requests at a time responds within microseconds, and storage with many requests in flight
+//! completes the next one as fast. Sleeping and waking up takes longer, especially in virtual machines. As in QEMU's
+//! event loop, the polling time adapts: it grows while waits are short, and drops to zero when they become long, so
+//! that an idle client costs no CPU time. The thread yields the processor between two polls.
 
 use std::time::{Duration, Instant};
 
@@ -36,7 +36,7 @@ impl Polling {
         }
     }
 
-    /// Adapts the polling time after a wait that polling did not cover.
+    /// Adapts the polling time after a wait that took longer than the polling.
     pub fn slept(&mut self, time: Duration) {
         self.window = match time <= WINDOW_MAX {
             true => (self.window * 2).clamp(WINDOW_MIN, WINDOW_MAX),

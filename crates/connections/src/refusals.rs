@@ -4,8 +4,8 @@
 use crate::limits::REFUSAL_LOG_INTERVAL;
 use std::time::{Duration, Instant};
 
-/// Refusals with the same cause. The first one is logged at once; those within the following [`REFUSAL_LOG_INTERVAL`]
-/// are counted and logged at its end as one message.
+/// Refusals with the same cause. The first refusal is logged at once. Refusals within [`REFUSAL_LOG_INTERVAL`] after it
+/// are counted, and logged as one message at the end of the interval.
 #[derive(Debug, Default)]
 pub struct Refusals {
     logged: Option<Instant>,

@@ -2,12 +2,12 @@
 //!
 //! One thread accepts connections on each address, one thread serves each connection. Invariants:
 //!
-//! 1. The register has exactly the connections whose threads run, however the threads end. Each class of connections
+//! 1. The register has exactly the connections whose threads run, even if a thread panics. Each class of connections
 //!    has its own limit ([`Limits`]), which is never exceeded.
 //! 2. A TCP connection is unauthenticated until its client has presented a valid certificate.
-//! 3. [`Service::stop`] stops accepting and ends the connections in the steps of [`Drain`]. A thread outlives it only
-//!    if it hangs in something other than its socket.
-//! 4. Refusals are logged at a bounded rate, however often clients connect.
+//! 3. [`Service::stop`] stops accepting and ends the connections in the steps of [`Drain`]. A thread continues after
+//!    that only if it is blocked by something other than its socket.
+//! 4. Refusals are logged at a bounded rate, no matter how often clients connect.
 
 use crate::connection::Connection;
 use crate::limits::{ACCEPT_RETRY, BACKLOG, Limits, SETTLE_LOOK};
@@ -30,17 +30,17 @@ use std::time::{Duration, Instant};
 
 /// A protocol that serves connections.
 pub trait Protocol: Send + Sync {
-    /// Serves a connection, on a thread of its own. The connection is over when this returns.
+    /// Serves a connection, on a thread of its own. The connection is closed when this method returns.
     fn serve(&self, connection: &Arc<Connection>);
 
-    /// Tells a refused client the reason. Called on the accepting thread, so it must not block.
+    /// Sends the reason to a refused client. Called on the accepting thread, so it must not block.
     fn refuse(&self, _socket: &OwnedFd, _why: Refusal) {}
 }
 
-/// Why a client is refused.
+/// The reason why a client is refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Refusal {
-    /// The limit for its class of connections is reached.
+    /// The limit for the client's class of connections is reached.
     Full(Class, usize),
     /// The service is stopping.
     Stopping,
@@ -71,21 +71,21 @@ impl fmt::Display for Class {
     }
 }
 
-/// How connections end when the service stops. A step ends early if no connection is left.
+/// How connections end when the service stops. A step ends early if no connection is open any more.
 #[derive(Clone, Copy, Debug)]
 pub struct Drain {
     /// How long connections continue undisturbed.
     pub undisturbed: Duration,
     /// How long connections may take to finish their requests after they are told to end.
     pub finish: Duration,
-    /// How long to wait for the threads of connections that were cut; `None` for no limit.
+    /// How long to wait for the threads of connections that were cut. `None` for no limit.
     pub cut: Option<Duration>,
 }
 
 /// Configuration of a service.
 #[derive(Clone, Debug)]
 pub struct ServiceConfig {
-    /// Its name, in the names of its threads and in the log.
+    /// The service's name, for the names of its threads and for the log.
     pub name: &'static str,
     /// Addresses to listen on.
     pub listen: Vec<Listen>,
@@ -112,7 +112,7 @@ pub(crate) struct Shared {
     name: &'static str,
     limits: Limits,
     stop: AtomicBool,
-    /// Becomes readable (hang-up) when the service stops, because the other end is dropped.
+    /// Becomes readable (hang-up) when the service stops, which drops the other end.
     stopping: OwnedFd,
     stopper: Mutex<Option<OwnedFd>>,
     register: Mutex<Register>,
@@ -134,9 +134,9 @@ struct Place {
     class: Class,
 }
 
-/// A connection in the register, removed when dropped.
+/// A connection in the register, which is removed when this value is dropped.
 struct Entry {
-    // The fields are dropped in this order, so that all sockets are closed when the register is empty.
+    // The fields are dropped in this order, so that all sockets are closed before the register is empty.
     connection: Arc<Connection>,
     registration: Registration,
 }
@@ -187,7 +187,7 @@ impl Service {
             files: Mutex::default(),
             drain: config.drain,
         };
-        // If this fails, the service is dropped, which removes the sockets and stops the threads that were started.
+        // If a step fails, the service is dropped, which removes the sockets and stops the threads that were started.
         let mut listeners = Vec::new();
         for listen in &config.listen {
             let mut listener = listen.bind(&config.access)?;
@@ -204,7 +204,7 @@ impl Service {
         Ok(service)
     }
 
-    /// The addresses that it listens on, in the order of the configuration.
+    /// The addresses on which the service listens, in the order of the configuration.
     pub fn addresses(&self) -> &[Address] {
         &self.addresses
     }
@@ -294,7 +294,7 @@ impl Shared {
         }
     }
 
-    /// Waits until no connection is left; false if one is left after `patience`.
+    /// Waits until no connection is open; false if one is still open after `patience`.
     fn emptied(&self, patience: Option<Duration>) -> bool {
         let deadline = patience.map(|patience| Instant::now() + patience);
         let mut register = self.register.lock();
@@ -311,7 +311,7 @@ impl Shared {
         true
     }
 
-    /// Waits until no connection is left whose peer has disconnected.
+    /// Waits until no open connection has a peer that has disconnected.
     pub(crate) fn settled(&self, patience: Duration, interrupted: impl Fn() -> bool) -> bool {
         let deadline = Instant::now() + patience;
         let mut register = self.register.lock();
@@ -319,13 +319,14 @@ impl Shared {
             if Instant::now() >= deadline || interrupted() {
                 return false;
             }
-            // Wakes up at intervals, because a further client may disconnect without ending a connection.
+            // The wait is limited to an interval, because a further client may disconnect while its connection stays
+            // open.
             self.left.wait_for(&mut register, SETTLE_LOOK);
         }
         true
     }
 
-    /// Adds a connection to the register, or returns its socket with the reason of the refusal.
+    /// Adds a connection to the register. If it is refused, returns its socket and the reason.
     fn enter(
         self: &Arc<Self>,
         socket: OwnedFd,
@@ -371,7 +372,7 @@ impl Shared {
         Err(io::Error::new(io::ErrorKind::ConnectionRefused, text))
     }
 
-    /// Logs the refusals that are due; returns the time until the next ones.
+    /// Logs the refusals that are due; returns the time until the next are due.
     fn log_refusals(&self) -> Option<Duration> {
         let now = Instant::now();
         let mut register = self.register.lock();
@@ -411,13 +412,14 @@ fn accept(shared: &Arc<Shared>, protocol: &Arc<dyn Protocol>, listener: &Listene
             Ok(socket) => welcome(shared, protocol, listener, socket),
             Err(Errno::INTR | Errno::AGAIN | Errno::CONNABORTED) => {}
             Err(error) => {
-                // The connection stays in the backlog, and a descriptor may become free meanwhile.
+                // The connection stays in the backlog. A retry may succeed, because a descriptor may become free
+                // meanwhile.
                 tracing::warn!(%error, service, ?address, "accepting a connection failed; retrying");
                 std::thread::sleep(ACCEPT_RETRY);
             }
         }
     }
-    // Clients in the backlog are told that the service stops. The number is bounded, because others may connect
+    // Clients in the backlog are told that the service is stopping. Their number is limited, because others may connect
     // meanwhile.
     for _ in 0..=BACKLOG {
         let Ok(socket) = rustix::net::accept_with(&listener.socket, SocketFlags::CLOEXEC) else { break };
@@ -444,7 +446,7 @@ fn welcome(shared: &Arc<Shared>, protocol: &Arc<dyn Protocol>, listener: &Listen
     let protocol = Arc::clone(protocol);
     let thread = std::thread::Builder::new().name(format!("{}-{}", shared.name, entry.registration.number));
     let spawned = thread.spawn(move || {
-        // The entry is dropped last, also after a panic.
+        // Moved here so that the entry is dropped last, also after a panic.
         let entry = entry;
         protocol.serve(&entry.connection);
     });
@@ -456,7 +458,7 @@ fn welcome(shared: &Arc<Shared>, protocol: &Arc<dyn Protocol>, listener: &Listen
 /// Sets options of TCP sockets. Failures are ignored, because the options are only optimizations.
 fn tune(socket: &OwnedFd) {
     let _ = sockopt::set_tcp_nodelay(socket, true);
-    // A peer that disappeared without closing is detected within minutes.
+    // With keepalive, a peer that has disappeared without closing the connection is detected within minutes.
     let _ = sockopt::set_socket_keepalive(socket, true);
     let _ = sockopt::set_tcp_keepidle(socket, Duration::from_secs(60));
     let _ = sockopt::set_tcp_keepintvl(socket, Duration::from_secs(15));

@@ -1,11 +1,12 @@
 //! Transports of a session: a socket, TLS over a socket, or memory.
 //!
-//! The session decides when to wait; a transport moves bytes and reports when it would block. Invariants:
+//! The session decides when to wait. A transport transfers bytes, and reports when it would block. Invariants:
 //!
 //! 1. `receive` and `send` without permission to wait return [`io::ErrorKind::WouldBlock`] instead of waiting.
-//! 2. What `send` accepted is sent in order: at once by a socket, at the latest by [`Transport::flush`] with TLS.
-//! 3. If [`Transport::has_input`] is false and `receive` filled less than it was given, the session can wait for the
-//!    descriptor to become readable without missing input.
+//! 2. Bytes that `send` has accepted are sent in order: by a socket at once, by TLS at the latest in
+//!    [`Transport::flush`].
+//! 3. If [`Transport::has_input`] is false and `receive` has not filled all of its slices, the session can wait until
+//!    the descriptor is readable without missing input.
 
 use crate::connection::Connection;
 use crate::polling::Polling;
@@ -21,17 +22,18 @@ use std::time::{Duration, Instant};
 /// How long `receive` may wait.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Wait {
-    /// Not at all.
+    /// Do not wait.
     No,
-    /// Until some bytes are received.
+    /// Wait until some bytes are received.
     Some,
-    /// Until all requested bytes are received or the stream ends; a transport may return earlier with a part.
+    /// Wait until all requested bytes are received or the stream ends. A transport may return earlier with some of the
+    /// bytes.
     All,
 }
 
 /// A stream of bytes in both directions.
 pub trait Transport: Send {
-    /// Fills the slices in order; 0 at the end of the stream.
+    /// Fills the slices in order; returns the number of bytes, 0 at the end of the stream.
     fn receive(&mut self, into: &mut [IoSliceMut<'_>], wait: Wait) -> io::Result<usize>;
 
     /// Sends the slices in order without blocking; returns the number of accepted bytes.
@@ -42,7 +44,7 @@ pub trait Transport: Send {
         Ok(true)
     }
 
-    /// True if `receive` has data without reading the socket.
+    /// Whether `receive` can return data without reading the socket.
     fn has_input(&self) -> bool {
         false
     }
@@ -55,13 +57,13 @@ pub trait Transport: Send {
         None
     }
 
-    /// Called when TLS over this transport has validated the peer's certificate. An error refuses the peer.
+    /// Called when TLS over this transport has verified the peer's certificate. An error refuses the peer.
     fn authenticated(&mut self) -> io::Result<()> {
         Ok(())
     }
 
-    /// Ends the stream as the transport's protocol requires, after everything that was sent; errors are ignored. A
-    /// socket reads until the peer closes too ([`Connection::close`]).
+    /// Ends the stream as the transport's protocol requires, after everything was sent. Errors are ignored. A socket is
+    /// read until the peer closes the connection too ([`Connection::close`]).
     fn close(&mut self) {}
 }
 
@@ -167,18 +169,18 @@ impl Transport for Socket {
 /// waits.
 #[derive(Debug, Default)]
 pub struct Memory {
-    /// Bytes that the peer sends before it closes.
+    /// Bytes that the peer sends before it closes the stream.
     pub input: Vec<u8>,
     /// Number of input bytes received so far.
     pub received: usize,
     /// Bytes that the session has sent; shared, so that they can be read after the session has ended.
     pub output: Arc<parking_lot::Mutex<Vec<u8>>>,
-    /// Largest number of bytes per call, to test all ways in which messages can be split; 0 for no limit.
+    /// Largest number of bytes per call, so that messages can be split at every position; 0 for no limit.
     pub step: usize,
 }
 
 impl Memory {
-    /// A stream whose peer sends `input` and closes.
+    /// A stream whose peer sends `input` and then closes the stream.
     pub fn new(input: Vec<u8>) -> Self {
         Self { input, ..Self::default() }
     }

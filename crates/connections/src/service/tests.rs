@@ -1,4 +1,4 @@
-//! A service with a minimal protocol: limits, refusals, and every way to stop.
+//! A service with a minimal protocol: limits, refusals, and all ways to stop the service.
 #![allow(clippy::unwrap_used)]
 
 use super::*;
@@ -8,12 +8,13 @@ use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::sync::atomic::AtomicUsize;
 
-/// Longer than any step takes on a loaded machine, and shorter than the time limit of a test.
+/// Longer than any step takes on a busy machine, and shorter than the time limit of a test.
 const PATIENCE: Duration = Duration::from_secs(60);
 const MOMENT: Duration = Duration::from_millis(50);
 
-/// Replies to bytes: `e` with itself, `a` after authenticating the client, `p` with a panic, `w` by writing until the
-/// client has read everything, `h` after working until it is told to end. Other bytes end the connection.
+/// Responds to each byte: to `e` by returning it, to `a` by authenticating the client, to `p` with a panic, to `w` by
+/// writing until the client has read everything, to `h` by working until the connection has to end. Other bytes end the
+/// connection.
 #[derive(Default)]
 struct Small {
     working: AtomicUsize,
@@ -120,7 +121,7 @@ impl World {
     }
 }
 
-/// Whether a client is served.
+/// Sends a byte; returns whether the client is served.
 fn ask(stream: &mut dyn Stream, byte: u8) -> bool {
     let mut answer = [0];
     stream.write_all(&[byte]).is_ok() && stream.read_exact(&mut answer).is_ok() && answer[0] == byte
@@ -144,14 +145,14 @@ fn each_class_of_connections_has_its_own_limit() {
         "TCP clients do not prevent clients of the unix socket from connecting"
     );
     assert_eq!(rest(&mut world.unix()), "full");
-    // An authenticated client no longer counts as unauthenticated, so another one can connect. Beyond the limit of
-    // authenticated clients it is refused.
+    // An authenticated client no longer counts as unauthenticated, so another client can connect. A client beyond the
+    // limit of authenticated clients is refused.
     assert!(ask(&mut tcp[0], b'a') && ask(&mut tcp[0], b'a'));
     tcp.push(world.tcp());
     assert!(ask(&mut tcp[2], b'e'));
     assert_eq!(rest(&mut world.tcp()), "full");
     assert!(!ask(&mut tcp[1], b'a'), "the limit of authenticated clients is one");
-    // A connection that ends no longer counts, in either class.
+    // A connection that has ended no longer counts, in either class.
     drop((unix.remove(0), tcp.remove(0)));
     world.until("connections end", |world| world.service.connections() == 3);
     assert!(ask(&mut world.unix(), b'e'));
@@ -271,7 +272,7 @@ fn stopping_while_clients_connect_serves_no_client_afterwards() {
                         stream.set_read_timeout(Some(PATIENCE)).unwrap();
                         let _ = stream.write_all(b"e");
                         let mut answer = [0; 16];
-                        // The client is served, refused or cut, but never left waiting.
+                        // The client is served, refused or cut, but never waits without end.
                         match stream.read(&mut answer) {
                             Ok(bytes) => assert!(matches!(&answer[..bytes], b"" | b"e" | b"full" | b"stopping")),
                             Err(error) => assert_eq!(error.kind(), io::ErrorKind::ConnectionReset),
@@ -308,14 +309,15 @@ fn replies_arrive_although_the_client_still_sends_at_the_end() {
     for connect in [World::unix, World::tcp] {
         let mut client = connect(&world);
         client.write_all(b"eee.").unwrap();
-        // Bytes after the end of the protocol, such as the close notification of TLS.
+        // After a pause, the client sends bytes after the end of the protocol, as it does with the close notification
+        // of TLS.
         std::thread::sleep(MOMENT);
         client.write_all(&[b'e'; 64]).unwrap();
         std::thread::sleep(MOMENT);
         assert_eq!(rest(&mut client), "eee");
         drop(client);
     }
-    // The service does not wait long for a client that never closes.
+    // The service does not wait long for a client that never closes its connection.
     let mut endless = world.unix();
     endless.write_all(b".").unwrap();
     let begin = Instant::now();

@@ -1,9 +1,9 @@
 //! TLS: certificates and keys of both sides, and the encrypted streams.
 //!
 //! TLS is implemented by rustls, which does no I/O of its own, with the cryptography of ring. No process-wide provider
-//! is installed, so that an embedding program can use another one. [`Tls`] wraps a [`Transport`](crate::transport) and
-//! never blocks unless asked to; [`TlsStream`] blocks on its socket and transfers bulk data with fewer copies. This
-//! module builds the TLS contexts of both.
+//! is installed, so that a program that embeds this crate can use another provider. [`Tls`] wraps a
+//! [`Transport`](crate::transport), and blocks only if a call permits it; [`TlsStream`] blocks on its socket and
+//! transfers bulk data with fewer copies. This module builds the TLS contexts of both.
 
 mod stream;
 mod transport;
@@ -30,9 +30,9 @@ pub struct TlsConfig {
     pub key: PathBuf,
     /// Authorities that sign client certificates. If given, a client without a valid certificate is refused.
     pub client_authorities: Option<PathBuf>,
-    /// If true, the server answers over TCP only the messages that begin TLS, until TLS is established. If false, the
-    /// client chooses whether to use TLS. On unix sockets the client always chooses, because their file permissions
-    /// decide which users may connect.
+    /// If true, the server answers only the messages that begin TLS, until TLS is established on a TCP connection. If
+    /// false, the client chooses whether to use TLS. On unix sockets the client always chooses, because the permissions
+    /// of the socket's file decide which users may connect.
     pub required: bool,
 }
 
@@ -98,7 +98,7 @@ impl TlsIdentity {
         };
         let server = builder.with_single_cert(chain, key);
         let mut server = server.map_err(|error| mismatch(&config.certificate, &config.key, &error))?;
-        // Session resumption is disabled, because connections are few and long.
+        // Session resumption is disabled, because there are few connections and they last long.
         server.send_tls13_tickets = 0;
         Ok(Self { config: Arc::new(server) })
     }
@@ -128,7 +128,7 @@ impl ClientTls {
 }
 
 impl CertificateName {
-    /// Parses a name; `None` if it is not a valid one.
+    /// Parses a name; `None` if it is not a valid DNS name or IP address.
     pub fn parse(name: &str) -> Option<Self> {
         ServerName::try_from(name.to_owned()).ok().map(Self)
     }
@@ -140,7 +140,7 @@ impl CertificateName {
     }
 }
 
-/// Cipher suites, the fastest first, because the client's order decides. All of them are strong.
+/// The cipher suites, the fastest first, because the order of the client decides which is used. All of them are strong.
 fn bulk_provider() -> Arc<CryptoProvider> {
     let mut provider = ring::default_provider();
     provider.cipher_suites.sort_by_key(|suite| suite.suite() != CipherSuite::TLS13_AES_128_GCM_SHA256);

@@ -1,7 +1,7 @@
 //! TLS over a blocking socket, for bulk data.
 //!
-//! This uses the unbuffered interface of rustls: ciphertext is received into a large buffer and decrypted from there,
-//! and plaintext is encrypted from the caller's memory directly into the send buffer.
+//! The stream uses the unbuffered interface of rustls: ciphertext is received into a large buffer and decrypted from
+//! there, and plaintext is encrypted from the caller's memory directly into the send buffer.
 
 use super::{CertificateName, ClientIdentity, TlsIdentity};
 use crate::limits::{ENCRYPT_BYTES, RECEIVE_BYTES, SEND_BYTES};
@@ -35,11 +35,11 @@ pub struct TlsStream {
     plain_at: usize,
     deadline: Option<Instant>,
     ended: bool,
-    /// Whether TLS has failed. rustls must not process any further input then.
+    /// Whether TLS has failed. After that rustls must not process any further input.
     failed: bool,
 }
 
-/// Ciphertext to be sent.
+/// Ciphertext that has to be sent.
 struct Out {
     socket: Arc<OwnedFd>,
     bytes: Vec<u8>,
@@ -49,13 +49,13 @@ struct Out {
 
 /// Result of one step of the rustls state machine.
 enum Step {
-    /// Another step follows.
+    /// Another step has to follow.
     Again,
     /// More input from the peer is needed.
     Blocked,
     /// All given plaintext is encrypted.
     Encrypted,
-    /// The peer has closed its direction.
+    /// The peer has closed its direction of the stream.
     Ended,
 }
 
@@ -64,7 +64,7 @@ fn invalid(error: impl std::error::Error + Send + Sync + 'static) -> io::Error {
 }
 
 impl Out {
-    /// Makes room for `more` bytes after the used ones.
+    /// Makes room for `more` bytes after those in use.
     fn reserve(&mut self, more: usize) {
         if self.bytes.len() < self.used + more {
             self.bytes.resize(self.used + more, 0);
@@ -163,7 +163,7 @@ impl TlsStream {
         }
     }
 
-    /// TLS as the client over a connected socket, to a server with that name.
+    /// Begins TLS as the client over a connected socket, to a server with that name.
     ///
     /// # Errors
     /// `InvalidData` if TLS cannot be set up with these values.
@@ -172,7 +172,7 @@ impl TlsStream {
         Ok(Self::over(socket, Session::Client(Box::new(session))))
     }
 
-    /// As the server, over an accepted socket.
+    /// Begins TLS as the server over an accepted socket.
     ///
     /// # Errors
     /// `InvalidData` if TLS cannot be set up with these values.
@@ -181,7 +181,7 @@ impl TlsStream {
         Ok(Self::over(socket, Session::Server(Box::new(session))))
     }
 
-    /// Bytes sent on the wire.
+    /// Number of bytes sent over the socket.
     pub fn sent(&self) -> u64 {
         self.out.sent
     }
@@ -247,8 +247,8 @@ impl TlsStream {
         }
     }
 
-    /// Sends the pending alert, if any, that tells the peer the reason of a failure. One step encodes it. A further
-    /// step would process the input that has failed once more, which rustls does not allow.
+    /// Sends the pending alert, if there is one, which tells the peer the reason of a failure. One step encodes the
+    /// alert. A further step would process the input that has failed again, which rustls does not allow.
     fn say_why(&mut self) {
         let _ = self.advance_once(&mut |_| (), None);
         // An error of sending the alert is ignored, because the connection ends in any case.
@@ -261,7 +261,8 @@ impl TlsStream {
             self.incoming.resize(RECEIVE_BYTES, 0);
         }
         if self.end == self.incoming.len() {
-            // A partial record is left: it is moved to the front, because a record is much smaller than the buffer.
+            // Only a partial record remains. It is moved to the front, which is cheap, because a record is much smaller
+            // than the buffer.
             self.incoming.copy_within(self.start..self.end, 0);
             self.end -= self.start;
             self.start = 0;
@@ -289,7 +290,7 @@ impl TlsStream {
         }
     }
 
-    /// Fills `into`; `UnexpectedEof` if the peer has ended the stream before.
+    /// Fills `into`; `UnexpectedEof` if the peer ends the stream before that.
     pub fn read_exact(&mut self, into: &mut [u8]) -> io::Result<()> {
         let mut filled = 0;
         while filled < into.len() {
@@ -306,7 +307,7 @@ impl TlsStream {
                 return Err(io::ErrorKind::UnexpectedEof.into());
             }
             let mut rest = std::mem::take(&mut self.plain);
-            // Records are decrypted directly into `into`; the rest is kept.
+            // Records are decrypted directly into `into`; bytes beyond its end are kept in `plain`.
             let mut take = |record: &[u8]| {
                 let count = record.len().min(into.len() - filled);
                 into[filled..filled + count].copy_from_slice(&record[..count]);
@@ -328,9 +329,9 @@ impl TlsStream {
         Ok(())
     }
 
-    /// Encrypts the bytes; they are sent now or by a later call.
+    /// Encrypts the bytes. They are sent by this call or by a later one.
     pub fn write(&mut self, parts: &[&[u8]]) -> io::Result<()> {
-        // Small parts are still in the processor's cache when they are sent.
+        // The bytes are encrypted in small parts, which are still in the processor's cache when they are sent.
         for piece in parts.iter().flat_map(|part| part.chunks(ENCRYPT_BYTES)) {
             self.encrypt(piece)?;
             if self.out.used >= SEND_BYTES {
@@ -345,7 +346,7 @@ impl TlsStream {
         self.out.send()
     }
 
-    /// Time after which waiting for the peer ends with `TimedOut` or `WouldBlock`; `None` for no limit.
+    /// Time after which waiting for the peer fails with `TimedOut` or `WouldBlock`; `None` for no limit.
     pub fn set_deadline(&mut self, deadline: Option<Instant>) -> io::Result<()> {
         self.deadline = deadline;
         if deadline.is_none() {

@@ -8,7 +8,7 @@ use std::io::{self, IoSlice, IoSliceMut, Read, Write};
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
-/// TLS over another transport, as the server. The TLS handshake happens within the first `receive`.
+/// TLS over another transport, as the server. The TLS handshake takes place within the first `receive`.
 pub struct Tls {
     below: Box<dyn Transport>,
     session: Box<ServerConnection>,
@@ -19,7 +19,7 @@ pub struct Tls {
 }
 
 impl Tls {
-    /// Begins a session; nothing is sent or received yet.
+    /// Begins TLS. Nothing is sent or received by this call.
     pub fn accept(below: Box<dyn Transport>, identity: &TlsIdentity) -> io::Result<Self> {
         let mut session = ServerConnection::new(Arc::clone(&identity.config)).map_err(io::Error::other)?;
         session.set_buffer_limit(Some(TLS_BUFFER_BYTES_MAX));
@@ -41,8 +41,8 @@ impl Tls {
                         self.input = false;
                         return Ok(total + filled);
                     }
-                    // The peer closed the connection without a close notification. Truncated data cannot go unnoticed,
-                    // because every message of the session has a length.
+                    // The peer closed the connection without a close notification. An attacker could truncate the data
+                    // this way, but that is detected, because every message of the session has a length.
                     Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => {
                         self.ended = true;
                         return Ok(total + filled);
@@ -88,7 +88,7 @@ impl Transport for Tls {
             if bytes > 0 || self.ended {
                 return Ok(bytes);
             }
-            // Sends handshake messages first, because the peer may wait for them.
+            // Handshake messages are sent first, because the peer may wait for them.
             self.flush()?;
             match self.session.read_tls(&mut From(&mut *self.below, wait)) {
                 Ok(0) => {
@@ -97,7 +97,7 @@ impl Transport for Tls {
                 }
                 Ok(_) => {
                     let state = self.session.process_new_packets().map_err(|error| {
-                        // rustls has queued an alert with the reason for the peer.
+                        // rustls has queued an alert that tells the peer the reason.
                         io::Error::new(io::ErrorKind::InvalidData, error)
                     });
                     let state = match state {
@@ -149,7 +149,7 @@ impl Transport for Tls {
         self.below.descriptor()
     }
 
-    /// A certificate is proven only at the end of the handshake.
+    /// The certificate of a peer is proven only at the end of the handshake.
     fn peer_certificate(&self) -> Option<PeerCertificate> {
         if self.session.is_handshaking() {
             return None;
