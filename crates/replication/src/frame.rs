@@ -29,11 +29,11 @@ pub enum Kind {
     Message,
     /// Data of a disk, at an offset.
     Data,
-    /// Zeros of a disk, at an offset: the payload is their length, eight bytes.
+    /// Zeros of a disk, at an offset. The payload is the length of the range, eight bytes.
     Zero,
-    /// A segment of a disk is complete: the payload is the sum of its data's lengths, eight bytes.
+    /// A segment of a disk is complete. The payload is the sum of the lengths of its data, eight bytes.
     Segment,
-    /// Nothing more is sent on this connection.
+    /// No further frames are sent on this connection.
     End,
 }
 
@@ -47,7 +47,7 @@ pub struct Head {
     pub kind: Kind,
     /// The index of the disk.
     pub disk: u16,
-    /// Byte offset; the number of the segment at a segment's end.
+    /// Byte offset; in a `Segment` frame the number of the segment.
     pub offset: u64,
     /// Bytes of payload.
     pub length: u32,

@@ -1,4 +1,5 @@
-//! Sending disks to another lamina server: encrypted, over several connections, resumable, and only data that it lacks.
+//! Sending disks to another lamina server: encrypted, over several connections, and resumable. Only data that the other
+//! server lacks is sent.
 //!
 //! ```text
 //! frame         the unit of transmission and its checks
@@ -14,15 +15,16 @@
 //!
 //! The protocol is described in `docs/protocol/replication.md`. Invariants:
 //!
-//! 1. No data is sent before TLS is established, and a client without an accepted certificate and name gets no reply.
-//! 2. Bytes of a peer are decoded in one place ([`frame::Head::decode`], [`message::Message::decode`]). Sizes in them
-//!    are checked before they are used, and a message never takes more memory than the bytes received for it.
+//! 1. No data is sent before TLS is established, and a client without an accepted certificate and name receives no
+//!    reply.
+//! 2. Bytes of a peer are decoded only by [`frame::Head::decode`] and [`message::Message::decode`]. Sizes in them are
+//!    checked before they are used, and a message never occupies more memory than the bytes received for it.
 //! 3. A session has a control connection, on which every request has one reply, and data connections, which carry data
-//!    in one direction. The session ends with its control connection, on which errors of data connections are reported
-//!    too.
-//! 4. Data that was received and recorded is not sent again, whatever fails. A disk becomes visible completely or not
+//!    in one direction. The session ends when its control connection ends. Errors of data connections are also reported
+//!    on the control connection.
+//! 4. Data that was received and recorded is not sent again after any failure. A disk becomes visible completely or not
 //!    at all.
-//! 5. Every wait for a peer has a timeout, and a peer that needs long for a reply sends keep-alives.
+//! 5. Every wait for a peer has a timeout. A peer that needs a long time for a reply sends keep-alives.
 
 #![forbid(unsafe_code)]
 

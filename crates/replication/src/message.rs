@@ -2,7 +2,7 @@
 //!
 //! | from | message | meaning, and its reply |
 //! |---|---|---|
-//! | sender | `hello` | protocol versions it supports; answered by `welcome` with the version to use |
+//! | sender | `hello` | protocol versions that the sender supports; answered by `welcome` with the version to use |
 //! | sender | `offer` | disks and an attachment; answered by `accept` or `already` |
 //! | sender | `join` | adds this connection to a session as a data connection; answered by `joined` |
 //! | sender | `ping` | queries the state; answered by `pong` |
@@ -26,7 +26,7 @@ pub struct Offer {
     pub disks: Vec<NewArrival>,
     /// An attachment: the definition of a machine.
     pub attachment: Option<String>,
-    /// Only resume an earlier transfer; if there is none, the reply is the failure `not_found`.
+    /// Whether only to resume an earlier transfer; if there is none, the reply is the failure `not_found`.
     pub resume_only: bool,
 }
 
@@ -34,9 +34,10 @@ pub struct Offer {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Known {
-    /// The snapshot that differences can be computed against.
+    /// The snapshot from which differences can be computed.
     pub base: Option<String>,
-    /// Segments that were received, as sorted ranges (first, first after) that are not adjacent.
+    /// Segments that were received, as sorted ranges that are not adjacent: the first segment, and the first segment
+    /// after the range.
     pub done: Vec<(u64, u64)>,
     /// Bytes of data in the segments of `done`.
     pub bytes: u64,
@@ -68,12 +69,12 @@ pub enum Message {
         session: String,
         /// Token that proves that a data connection belongs to the session.
         token: String,
-        /// What was received before, for each disk.
+        /// The state of each disk at the receiver.
         disks: Vec<Known>,
     },
     /// All offered disks were received before.
     Already {
-        /// Their names.
+        /// The names of the disks.
         disks: Vec<String>,
     },
     /// Adds a data connection to a session.
@@ -101,7 +102,7 @@ pub enum Message {
     },
     /// The disks are complete.
     Committed {
-        /// Their names.
+        /// The names of the disks.
         disks: Vec<String>,
     },
     /// The session has failed.
@@ -113,7 +114,7 @@ pub enum Message {
     },
 }
 
-/// Longest error text of a peer that is shown.
+/// Longest error text of a peer that is printed.
 const SENTENCE_MAX: usize = 2000;
 
 fn plain(text: &str, most: usize) -> String {
@@ -126,7 +127,7 @@ impl Message {
         Self::Failure { kind: error.kind().name().into(), message: plain(&error.to_string(), SENTENCE_MAX) }
     }
 
-    /// The error in a `failure`; for any other message the error that it was unexpected.
+    /// The error in a `failure`. For any other message, an error that the message was unexpected.
     pub fn into_error(self) -> Error {
         match self {
             Self::Failure { kind, message } => Error::new(ErrorKind::from_name(&kind), plain(&message, SENTENCE_MAX)),
@@ -134,7 +135,7 @@ impl Message {
         }
     }
 
-    /// Its kind, for messages.
+    /// The message's name, for error messages.
     pub fn name(&self) -> &'static str {
         match self {
             Self::Hello { .. } => "hello",

@@ -12,7 +12,7 @@ pub struct Remote {
     pub host: String,
     /// Port.
     pub port: u16,
-    /// The name on that server.
+    /// The name of the disk or machine on that server.
     pub name: String,
 }
 

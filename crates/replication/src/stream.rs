@@ -12,7 +12,7 @@ use std::time::Instant;
 
 /// A stream of bytes in both directions.
 pub trait ByteStream {
-    /// Fills `into`; `UnexpectedEof` if the peer has ended the stream before.
+    /// Fills `into`; `UnexpectedEof` if the peer ends the stream before that.
     fn read_exact(&mut self, into: &mut [u8]) -> io::Result<()>;
 
     /// Sends the bytes, possibly only at the next flush.
@@ -21,7 +21,7 @@ pub trait ByteStream {
     /// Sends all buffered bytes.
     fn flush(&mut self) -> io::Result<()>;
 
-    /// Time after which waiting for the peer ends with `TimedOut`; `None` for no limit.
+    /// Time after which waiting for the peer fails with `TimedOut`; `None` for no limit.
     fn set_deadline(&mut self, deadline: Option<Instant>) -> io::Result<()>;
 }
 
@@ -45,16 +45,16 @@ impl ByteStream for TlsStream {
 
 /// A stream of frames.
 pub struct Conversation<S> {
-    /// The bytes.
+    /// The stream of bytes.
     pub stream: S,
     /// Name of the peer, for error messages.
     peer: String,
-    /// True once both sides have accepted certificates and versions: later errors are those of the connection.
+    /// Whether both sides have accepted certificates and versions. Later errors are errors of the connection.
     established: bool,
 }
 
 impl<S: ByteStream> Conversation<S> {
-    /// A stream of frames over a stream of bytes.
+    /// Creates a stream of frames over a stream of bytes.
     pub fn new(stream: S, peer: String) -> Self {
         Self { stream, peer, established: false }
     }
@@ -78,7 +78,7 @@ impl<S: ByteStream> Conversation<S> {
             io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock => {
                 Error::new(ErrorKind::Io, format!("{peer} has sent nothing for too long"))
             }
-            // TLS errors before that concern keys and certificates, or bytes that were modified in transit.
+            // Before that point, this error is due to keys and certificates, or to bytes that were modified in transit.
             io::ErrorKind::InvalidData if !self.established => {
                 Error::new(ErrorKind::Invalid, format!("TLS with {peer}: {error}"))
             }
@@ -86,7 +86,7 @@ impl<S: ByteStream> Conversation<S> {
         }
     }
 
-    /// Time after which waiting for the peer ends.
+    /// Time after which waiting for the peer fails.
     pub fn set_deadline(&mut self, deadline: Option<Instant>) -> Result<()> {
         self.stream.set_deadline(deadline).map_err(|error| self.broken("waiting for", error))
     }
@@ -121,7 +121,7 @@ impl<S: ByteStream> Conversation<S> {
         Head::decode(&bytes).map_err(|error| error.context(&self.peer))
     }
 
-    /// Reads the payload of a frame into memory of its length.
+    /// Reads the payload of a frame into memory of the same length.
     pub fn payload(&mut self, head: &Head, into: &mut [u8]) -> Result<()> {
         self.stream.read_exact(into).map_err(|error| self.broken("listening to", error))?;
         head.verify(into).map_err(|error| error.context(&self.peer))
@@ -155,7 +155,7 @@ impl<S: ByteStream> Conversation<S> {
         }
         let length = head.length as usize;
         let mut payload = Vec::new();
-        // Memory grows with the bytes received, because the announced length may be wrong.
+        // Memory grows with the bytes received, because the announced length is not trusted.
         while payload.len() < length {
             let have = payload.len();
             payload.resize(length.min(have + MESSAGE_STEP), 0);

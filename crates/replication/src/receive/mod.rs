@@ -1,7 +1,7 @@
 //! The receiver: accepts connections of senders.
 //!
 //! 1. A connection is not used until TLS is established and the client's certificate is accepted.
-//! 2. [`Receiver::stop`] ends every session in an orderly way: received data is recorded.
+//! 2. When [`Receiver::stop`] ends a session, the received data is recorded first.
 
 mod session;
 mod taking;
@@ -21,12 +21,13 @@ use std::time::Duration;
 pub use session::{Sessions, converse};
 pub use taking::take;
 
-/// Handles attachments: the definition of a machine that is sent with its disks.
+/// Handles attachments. An attachment is the definition of a machine that is sent with its disks.
 pub trait Attachments: Send + Sync {
     /// Refuses an attachment that cannot be used, before any data is received for it.
     fn check(&self, text: &str, disks: &[String]) -> Result<()>;
 
-    /// Prepares a machine before its disks are complete. If the result is dropped, machine and disks are removed.
+    /// Prepares a machine before its disks are complete. If the result is dropped, the machine and its disks are
+    /// removed.
     fn begin(&self, text: &str, disks: &[String]) -> Result<Box<dyn Making>>;
 
     /// Called after disks were received or updated, with or without an attachment.
@@ -39,7 +40,7 @@ pub trait Making: Send {
     fn finish(self: Box<Self>) -> Result<()>;
 }
 
-/// Refuses attachments and receives disks only.
+/// Refuses all attachments, so that only disks are received.
 pub struct NoAttachments;
 
 impl Attachments for NoAttachments {
@@ -56,11 +57,11 @@ impl Attachments for NoAttachments {
 /// Options of a receiver.
 #[derive(Clone, Debug)]
 pub struct ReceiverConfig {
-    /// Address; port 0 chooses a free one.
+    /// Address to listen on; port 0 selects a free port.
     pub listen: SocketAddr,
     /// The server's certificate, and the authorities that sign clients.
     pub tls: TlsConfig,
-    /// Names of which a client's certificate must have one. If empty, every certificate that `tls` accepts is accepted.
+    /// Names of which a client's certificate must have one. If empty, every certificate is accepted that `tls` accepts.
     pub clients: Vec<String>,
 }
 
@@ -114,7 +115,7 @@ impl Receiver {
                 remedy: "receive on 127.0.0.1, or name the authorities that sign clients (--tls-client-ca)",
             },
             limits: Limits::each(CONNECTIONS_MAX),
-            // Connections may be cut at once, because a sender resumes.
+            // Connections may be cut at once, because a sender can resume.
             drain: Drain { undisturbed: Duration::ZERO, finish: Duration::ZERO, cut: Some(STOP_GRACE) },
         };
         let service = Service::start(service, Arc::new(protocol))?;
@@ -126,7 +127,7 @@ impl Receiver {
         Ok(Self { service, address })
     }
 
-    /// The address that it listens on.
+    /// The address on which the receiver listens.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
@@ -155,7 +156,7 @@ impl Protocol for Receiving {
         if let Err(error) = self.converse(connection) {
             tracing::info!(%error, "connection ended by an error");
         }
-        // Cut in addition, because other threads may still hold the socket.
+        // The connection is closed explicitly, because other threads may still refer to the socket.
         connection.close();
         connection.cut();
     }

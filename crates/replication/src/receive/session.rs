@@ -1,7 +1,7 @@
 //! Sessions: the control connection of a sender, from its first message until the disks are complete.
 //!
-//! 1. A session lasts as long as its control connection. When that ends, its data connections are cut and the received
-//!    data is recorded; only then can another session take over the reception.
+//! 1. A session lasts as long as its control connection. When that connection ends, the session's data connections are
+//!    cut and the received data is recorded. Only after that can another session use the reception.
 //! 2. An error of a data connection is reported in the reply to the next request on the control connection.
 //! 3. The token that authenticates data connections is random, and is sent on the control connection only.
 
@@ -21,7 +21,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
-/// Interval of checks whether an earlier session has ended and whether received data has to be recorded.
+/// Interval of checks whether an earlier session has ended, and whether received data has to be recorded.
 const LOOK_INTERVAL: Duration = Duration::from_millis(50);
 
 /// The sessions of a receiver.
@@ -54,7 +54,7 @@ impl Session {
         self.failed.lock().get_or_insert_with(|| Message::failure(error));
     }
 
-    /// Cuts all connections; each thread detects that itself.
+    /// Cuts all connections of the session. Their threads detect that by themselves.
     fn cut(&self) {
         let streams = self.streams.lock();
         for socket in streams.iter().flatten().chain(&self.control) {
@@ -62,7 +62,7 @@ impl Session {
         }
     }
 
-    /// Ends the session, and returns when no data connection is active any more.
+    /// Ends the session, and returns when no thread serves a data connection any more.
     fn end(&self) {
         self.ended.store(true, Ordering::Release);
         let mut streams = self.streams.lock();
@@ -100,8 +100,8 @@ impl Session {
         self.left.notify_all();
     }
 
-    /// Waits until all data connections have ended, which they do after sending everything; returns the number that has
-    /// not.
+    /// Waits until all data connections have ended, as they do after everything was sent. Returns the number that have
+    /// not ended.
     fn wait_left(&self) -> usize {
         let deadline = Instant::now() + LEAVE_MAX;
         let mut streams = self.streams.lock();
@@ -196,18 +196,18 @@ pub(super) fn serve<S: ByteStream>(
         Err(error) => Err(error),
     };
     if let Err(error) = &outcome {
-        // Fails if the sender has disconnected; the error is returned in any case.
+        // Sending fails if the sender has disconnected. The error is returned in any case.
         let _ = line.tell(&Message::failure(error));
     }
     outcome
 }
 
-/// Runs long work while sending keep-alives.
+/// Runs long work, and sends keep-alives meanwhile.
 fn work<S: ByteStream, T: Send>(line: &mut Conversation<S>, work: impl FnOnce() -> Result<T> + Send) -> Result<T> {
     std::thread::scope(|scope| {
         let (done, answer) = mpsc::channel();
         let spawned = std::thread::Builder::new().name("receive-work".to_owned()).spawn_scoped(scope, move || {
-            // Sending the result fails if the connection is broken; the work was done nevertheless.
+            // Sending the result fails if the connection is broken. The work was done nevertheless.
             let _ = done.send(work());
         });
         spawned.map_err(|error| Error::io("starting a thread to receive", error))?;
@@ -228,7 +228,7 @@ fn token() -> Result<String> {
     Ok(bytes.iter().map(|byte| format!("{byte:02x}")).collect())
 }
 
-/// The control connection of a sender.
+/// Serves the control connection of a sender.
 fn receive<S: ByteStream>(
     sessions: &Sessions,
     line: &mut Conversation<S>,
@@ -322,7 +322,7 @@ fn commit(sessions: &Sessions, session: &Session, expected: &[(u64, u64)]) -> Re
     Ok(names)
 }
 
-/// A data connection.
+/// Serves a data connection.
 fn join<S: ByteStream>(
     sessions: &Sessions,
     line: &mut Conversation<S>,
@@ -333,7 +333,8 @@ fn join<S: ByteStream>(
     let session = sessions.open.lock().get(id).cloned();
     let same = |session: &Arc<Session>| {
         let (a, b) = (session.token.as_bytes(), token.as_bytes());
-        // Compares in constant time, so that the duration does not reveal correct bytes of the token.
+        // The comparison takes constant time, so that its duration does not reveal which bytes of the token are
+        // correct.
         a.len() == b.len() && a.iter().zip(b).fold(0, |sum, (a, b)| sum | (a ^ b)) == 0
     };
     let joined = session

@@ -18,7 +18,7 @@ struct Segment {
     bytes: u64,
 }
 
-/// Receives until the sender has ended, and adds the received bytes to `total`.
+/// Receives until the sender has sent everything, and adds the received bytes to `total`.
 pub fn take<S: ByteStream>(reception: &Reception, line: &mut Conversation<S>, total: &AtomicU64) -> Result<()> {
     let mut buffer = Buffer::recycled(PIECE_MAX / BLOCK_SIZE);
     let mut segment: Option<Segment> = None;

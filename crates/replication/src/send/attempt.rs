@@ -21,7 +21,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Instant;
 use work::{Progress, Throttle, Throttled};
 
-/// Why an attempt failed.
+/// The kind of failure of an attempt.
 pub enum Failed {
     /// Another attempt may succeed.
     Broken(Error),
@@ -80,7 +80,7 @@ struct Shared<'a> {
 }
 
 impl Shared<'_> {
-    /// Stores the first error; later errors are its consequences.
+    /// Stores the first error. Later errors are consequences of the first one.
     fn fail(&self, failed: Failed) {
         let mut first = self.failed.lock();
         if first.is_none() {
@@ -94,7 +94,7 @@ impl Shared<'_> {
     fn cut(&self) {
         self.stop.store(true, Ordering::Release);
         for socket in self.sockets.lock().iter() {
-            // Fails if the connection is already broken, which is ignored.
+            // An error is ignored: it means that the connection is already broken.
             let _ = rustix::net::shutdown(socket, Shutdown::Both);
         }
     }
@@ -117,7 +117,7 @@ impl Shared<'_> {
 }
 
 impl<'a> Attempt<'a> {
-    /// Prepares attempts.
+    /// Prepares the attempts of a transfer.
     pub fn new(
         shipment: &'a Shipment,
         remote: &'a Remote,
@@ -163,7 +163,7 @@ impl<'a> Attempt<'a> {
         for address in addresses {
             match TcpStream::connect_timeout(&address, CONNECT_TIMEOUT) {
                 Ok(socket) => {
-                    // An error is ignored, because the option only improves latency.
+                    // An error is ignored, because the option only improves the latency.
                     let _ = socket.set_nodelay(true);
                     let timed = socket.set_write_timeout(Some(SILENCE_MAX));
                     timed.map_err(|error| Error::io(during(), error))?;
@@ -176,7 +176,7 @@ impl<'a> Attempt<'a> {
         Err(Error::io(during(), last.unwrap_or_else(none)))
     }
 
-    /// A connection after TLS and the exchange of `hello` and `welcome`.
+    /// Connects, and exchanges `hello` and `welcome` over TLS.
     fn connect(&self) -> Attempted<(Line, Arc<OwnedFd>)> {
         let socket = self.dial().map_err(Failed::Broken)?;
         let stream = TlsStream::connect(Arc::clone(&socket), &self.identity, &self.server)
@@ -314,7 +314,7 @@ impl<'a> Attempt<'a> {
             if self.progress.cancelled() {
                 return Err(Failed::Refused(stopped()));
             }
-            // The receiver is asked after a failure too, because it may report the reason.
+            // The receiver is queried after a failure too, because it may report the reason.
             let answer = self.ask(line, &Message::Ping);
             let own = if over { shared.failed.lock().take() } else { None };
             match (answer, own) {
@@ -326,7 +326,8 @@ impl<'a> Attempt<'a> {
                     }
                 }
                 (Ok(other), _) => return Err(Self::out_of_turn(other)),
-                // A refusal detected by this side is more precise than the receiver's report of a broken connection.
+                // A refusal that this side has detected is more precise than the receiver's report of a broken
+                // connection.
                 (Err(Failed::Broken(_)), Some(refused @ Failed::Refused(_))) => return Err(refused),
                 (Err(failed), _) => return Err(failed),
             }

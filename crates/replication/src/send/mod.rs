@@ -7,11 +7,11 @@
 //!      +---- pause <---- a connection breaks
 //! ```
 //!
-//! 1. A plan lists every segment with data. It depends only on the sent snapshot and the base, so it is the same for
-//!    every attempt.
+//! 1. A plan lists every segment with data. The plan depends only on the sent snapshot and the base, so it is the same
+//!    for every attempt.
 //! 2. A segment is sent completely over one connection.
 //! 3. After a broken connection the transfer is retried, up to a limit of consecutive failures; after a refusal by the
-//!    receiver it is not.
+//!    receiver the transfer fails at once.
 
 mod attempt;
 mod plan;
@@ -30,9 +30,9 @@ use work::Progress;
 pub struct ShippedDisk {
     /// The snapshot that is sent.
     pub outgoing: Outgoing,
-    /// Its name on the receiver.
+    /// The disk's name on the receiver.
     pub name: String,
-    /// Its identity on the receiver.
+    /// The disk's identity on the receiver.
     pub uuid: String,
 }
 
@@ -44,11 +44,11 @@ pub struct Shipment {
     pub attachment: Option<String>,
     /// Whether the sent snapshots are kept as snapshots on the receiver.
     pub keep: bool,
-    /// Whether only differences from a common snapshot are sent, if there is one.
+    /// Whether to send only the differences from a common snapshot, if there is one.
     pub incremental: bool,
     /// Whether an existing disk with that name is updated.
     pub update: bool,
-    /// Whether to resume only: `NotFound` if the receiver has no part of an earlier transfer.
+    /// Whether only to resume: `NotFound` if the receiver has no data of an earlier transfer.
     pub resume_only: bool,
 }
 
@@ -68,7 +68,7 @@ pub struct SendOptions {
 pub struct Sent {
     /// Names of the disks on the receiver.
     pub disks: Vec<String>,
-    /// Sum of their capacities.
+    /// Sum of the capacities of the disks.
     pub capacity: u64,
     /// Bytes of data sent.
     pub data: u64,

@@ -6,7 +6,7 @@ use error::{Error, ErrorKind, Result};
 
 /// The plan of one disk.
 pub struct DiskPlan {
-    /// The snapshot that differences are computed against; `None` to send all data.
+    /// The snapshot from which differences are computed; `None` to send all data.
     pub base: Option<String>,
     /// Missing segments, in order.
     pub left: Vec<u64>,
@@ -14,12 +14,12 @@ pub struct DiskPlan {
     pub left_bytes: u64,
     /// Number of all segments with data, including those received before.
     pub segments: u64,
-    /// Bytes of data in all of them.
+    /// Bytes of data in all these segments.
     pub bytes: u64,
 }
 
 impl DiskPlan {
-    /// Reads the map of a disk once.
+    /// Creates the plan by reading the map of the disk once.
     pub fn of(outgoing: &Outgoing, known: &Known, stopped: &dyn Fn() -> bool) -> Result<Self> {
         let base = known.base.clone();
         let mut plan = Self { base, left: Vec::new(), left_bytes: 0, segments: 0, bytes: 0 };

@@ -17,7 +17,7 @@ fn a_connection_that_breaks_at_any_byte_loses_no_data() {
         let device = furnished(&here, "web", seed);
         here.snapshot("web", "monday");
         let receiver = there.receiver(&keys);
-        // The connection breaks after a number of bytes: the limits lie between the TLS handshake and the last data.
+        // The connection breaks after a number of bytes: at points from the TLS handshake to the last data.
         let budgets = (0..4).map(|round| match round {
             0 => random.below(6000),
             _ => 20_000 + random.below(12 << 20),
@@ -44,7 +44,7 @@ fn a_connection_that_breaks_at_any_byte_loses_no_data() {
     }
 }
 
-/// Cancels the sender once this much was received.
+/// Cancels the sender when this amount of data was received.
 struct Until {
     bytes: u64,
     reached: AtomicU64,
@@ -98,7 +98,7 @@ fn received_data_survives_restarts_of_both_sides() {
     let error = send(&other, &remote(&receiver), &options(&keys, 2), &NoProgress).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Exists, "{error}");
     assert!(error.to_string().contains(&kept[0].id), "{error}");
-    // An offer of the same state resumes it, although the new command has generated another identity.
+    // An offer of the same state resumes the reception, although the new command has generated another identity.
     let mut shipment = here.shipment(&[("web", "monday", "web")]);
     shipment.disks[0].uuid = "0f0e0d0c-0b0a-4908-8706-0000000000ff".into();
     let sent = send(&shipment, &remote(&receiver), &options(&keys, 2), &NoProgress).unwrap();
@@ -107,7 +107,7 @@ fn received_data_survives_restarts_of_both_sides() {
     there.check();
 }
 
-/// Sends the first part of `web@monday`, and leaves it on the receiver.
+/// Sends the first part of `web@monday`, which the receiver keeps.
 fn begin(keys: &Keys, here: &Site, there: &Site) {
     let receiver = there.receiver(keys);
     let mut slow = options(keys, 2);
@@ -165,7 +165,7 @@ fn sending_to_an_unreachable_server_ends_with_an_error() {
     drop(here.disk("web", SEGMENT));
     here.snapshot("web", "monday");
     let until = Until { bytes: u64::MAX, reached: AtomicU64::new(0), stop: AtomicBool::new(false) };
-    // A port on which no process listens; the attempts end by cancellation.
+    // No process listens on this port, so the attempts continue until the sender is cancelled.
     let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     let error = std::thread::scope(|scope| {
         scope.spawn(|| {
@@ -209,7 +209,7 @@ fn a_late_record_does_not_restore_a_deleted_reception() {
         reception.write(0, 0, &Random(round).bytes(BLOCK_SIZE), None).unwrap();
         reception.finish_segment(0, 0, BLOCK_SIZE as u64).unwrap();
         reception.commit(&[(1, BLOCK_SIZE as u64)]).unwrap();
-        // The thread that saves the record at intervals may do so right after a commit.
+        // The thread that saves the record at intervals may save it directly after a commit.
         reception.save().unwrap();
         drop(reception);
         assert!(there.datastore.receptions().unwrap().is_empty());

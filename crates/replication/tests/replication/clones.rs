@@ -1,4 +1,4 @@
-//! Disks are received as they were sent, and no data is sent unnecessarily.
+//! Received disks equal the sent disks, and no data is sent unnecessarily.
 
 use crate::site::{Keys, Random, Site, furnished, options, remote, same, scribble, write};
 use disk::transfer::SEGMENT;
@@ -66,7 +66,7 @@ fn a_second_send_transfers_only_changes() {
     assert_eq!((sent.data, sent.incremental), (changed, 1));
     same(&there.content("second"), &here.content("web@tuesday"));
     same(&there.content("first"), &here.content("web@monday"));
-    // The clone is independent: the disk that it was based on can be deleted.
+    // The clone is independent, so the disk on which it was based can be deleted.
     assert_eq!(there.datastore.disk("second").unwrap().origin, None);
     there.datastore.delete_disk("first", false).unwrap();
     same(&there.content("second"), &here.content("web@tuesday"));
@@ -90,7 +90,7 @@ fn an_existing_disk_is_updated() {
     let uuid = there.datastore.disk("web").unwrap().uuid;
 
     let mut random = Random(5);
-    // Growing, shrinking, and growing by part of a block: exposed ranges must read as zeros.
+    // Sizes for growing, for shrinking, and for growing by part of a block. The added ranges must read as zeros.
     let sizes = [7 * SEGMENT + 512, 5 * SEGMENT + 4096 + 1024, 5 * SEGMENT + 4096 + 2048];
     for (day, size) in ["tuesday", "wednesday", "thursday"].into_iter().zip(sizes) {
         here.datastore.resize_disk("web", size, true).unwrap();
@@ -112,7 +112,8 @@ fn an_existing_disk_is_updated() {
     assert_eq!(names, ["monday", "tuesday", "wednesday", "thursday"]);
     there.check();
 
-    // A disk that was changed on the receiver, or is in use there, is refused with the reason.
+    // A disk that was changed on the receiver, or that is in use there, is not updated, and the error states the
+    // reason.
     let target = there.datastore.device("web", false).unwrap();
     here.snapshot("web", "friday");
     let attempt = |update| {
@@ -180,6 +181,6 @@ fn an_empty_disk_is_sent_and_the_rate_is_kept() {
     let mut slow = options(&keys, 4);
     slow.rate = 16 << 20;
     let sent = send(&here.shipment(&[("web", "s", "w")]), &remote(&receiver), &slow, &NoProgress).unwrap();
-    // The rate is never exceeded, except for the initial credit; a lower bound is not tested.
+    // The rate is never exceeded, except for the initial credit. The test does not check a lower bound.
     assert!(sent.seconds + 0.2 >= sent.data as f64 / slow.rate as f64, "{sent:?}");
 }

@@ -1,4 +1,4 @@
-//! Peers that send false values, on either side: the session ends with a clear error, and neither side loses data.
+//! Peers that send wrong values, on either side: the session ends with a clear error, and neither side loses data.
 
 use crate::site::{Keys, Random, Site, furnished, options, remote_at, same};
 use connections::tls::CertificateName;
@@ -48,7 +48,7 @@ fn offer(line: &mut Line, disk: NewArrival) -> Message {
     line.hear().unwrap()
 }
 
-/// A control connection, and a data connection of its session.
+/// Opens a control connection, and a data connection of its session.
 fn session(keys: &Keys, receiver: &Receiver) -> (Line, Line) {
     let mut control = dial(keys, receiver);
     let Message::Accept { session, token, .. } = offer(&mut control, arrival("case", 2 * SEGMENT + 4096)) else {
@@ -60,7 +60,8 @@ fn session(keys: &Keys, receiver: &Receiver) -> (Line, Line) {
     (control, data)
 }
 
-/// The reply on the control connection after everything sent on the data connection was processed.
+/// The reply on the control connection, after the receiver has processed everything that was sent on the data
+/// connection.
 fn outcome(control: &mut Line, data: &mut Line) -> Message {
     let _ = data.flush();
     // Waits for an error message or the end of the connection.
@@ -112,7 +113,7 @@ fn invalid_data_is_refused() {
             other => panic!("{case}: {other:?}"),
         }
     }
-    // Bytes that are not a frame.
+    // Sends bytes that are not a frame.
     let (mut control, mut data) = session(&keys, &receiver);
     data.stream.write(&[&[0x55; 64]]).unwrap();
     assert!(matches!(outcome(&mut control, &mut data), Message::Failure { kind, .. } if kind == "corrupt"));
@@ -133,10 +134,10 @@ fn an_incomplete_disk_is_not_visible() {
         assert!(matches!(control.hear().unwrap(), Message::Failure { .. }), "{claim:?}");
     }
     assert!(there.datastore.disks().unwrap().is_empty());
-    // While a data connection is open, the disks are not complete.
+    // While a data connection is open, the receiver does not complete the disks.
     let (mut control, data) = session_of(&keys, &receiver, SEGMENT);
     control.tell(&Message::Finish { disks: vec![(0, 0)] }).unwrap();
-    // The receiver waits for the connection for a while, and then reports an error.
+    // The receiver waits some time for the end of the data connection, and then reports an error.
     let answer = std::iter::repeat_with(|| control.hear().unwrap()).find(|message| *message != Message::Working);
     assert!(matches!(answer, Some(Message::Failure { kind, .. }) if kind == "invalid"));
     drop(data);

@@ -1,4 +1,4 @@
-//! Which clients may send, and to which servers.
+//! Which clients may send disks, and to which servers clients send.
 
 use crate::site::{Keys, Site, options, remote};
 use disk::NoProgress;

@@ -1,4 +1,4 @@
-//! Transfers between two datastores, and everything that can interrupt them.
+//! Transfers between two datastores, and all kinds of interruptions.
 
 #![allow(clippy::unwrap_used)]
 

@@ -128,7 +128,7 @@ impl Site {
         device.read(0, device.capacity() as usize).unwrap()
     }
 
-    /// Checks that the datastore is undamaged and nothing is left over.
+    /// Checks that the datastore is undamaged, and that no part of a transfer remains.
     pub fn check(&self) {
         let report = self.datastore.check(CheckOptions { data: true, repair: false }, &NoProgress).unwrap();
         assert!(report.findings.is_empty(), "{:?}", report.findings);
@@ -202,14 +202,14 @@ pub fn remote_at(port: u16) -> Remote {
     Remote { host: "127.0.0.1".into(), port, name: "unused".into() }
 }
 
-/// A proxy that cuts the connections repeatedly, each time after a number of bytes in both directions.
+/// A proxy that repeatedly cuts its connections, each time after a number of bytes in both directions.
 pub struct Line {
     pub port: u16,
     pub cuts: Arc<AtomicUsize>,
 }
 
 impl Line {
-    /// A proxy to a server with these byte limits, one after another; without a limit after the last.
+    /// A proxy to a server. The byte limits apply one after another; after the last one there is no limit.
     pub fn to(port: u16, budgets: Vec<u64>) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let here = listener.local_addr().unwrap().port();
@@ -239,11 +239,12 @@ impl Line {
                             if pass > 0 && sink.write_all(&buffer[..pass]).is_err() {
                                 break;
                             }
-                            // A limit that is reached exactly closes the connection too, so that the next limit begins.
+                            // Also when a limit is reached exactly, the connection is closed, so that the next limit
+                            // applies.
                             if before <= count as i64 {
                                 let mut open = open.lock();
                                 if before > 0 {
-                                    // Only the thread that reached the limit cuts the connections.
+                                    // Only the thread that has reached the limit cuts the connections.
                                     cuts.fetch_add(1, Ordering::SeqCst);
                                     for socket in open.drain(..) {
                                         let _ = socket.shutdown(Shutdown::Both);
